@@ -1,0 +1,39 @@
+"""Named activations. All act elementwise and are differentiable; relu'(0) = 0 by convention."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from meanflow import _checks
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def softplus(sharpness: float) -> Activation:
+    """z -> log(1 + exp(k z)) / k, a smooth relu; k = 1 is the usual softplus."""
+    return lambda z: jax.nn.softplus(sharpness * z) / sharpness
+
+
+NAMED: dict[str, Activation] = {
+    "relu": jax.nn.relu,  # unlike maximum(z, 0), its derivative at 0 is 0
+    "leaky_relu": jax.nn.leaky_relu,
+    "tanh": jnp.tanh,
+    "erf": jax.scipy.special.erf,
+    "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+    "softplus": jax.nn.softplus,
+    "sine": jnp.sin,
+    "linear": lambda z: z,
+}
+
+
+def resolve(activation: str | Activation) -> Activation:
+    """The function behind a name; a callable is returned as it is.
+
+    Raises:
+        ValueError: for a name that is not in ``NAMED``.
+    """
+    if callable(activation):
+        return activation
+    _checks.one_of("activation", activation, NAMED)
+    return NAMED[activation]

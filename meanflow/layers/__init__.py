@@ -1,0 +1,1 @@
+"""Normalisation layers for flax NNX, and the pure functions underneath."""

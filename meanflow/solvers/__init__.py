@@ -1,0 +1,1 @@
+"""Solvers in continuous and discrete time."""
