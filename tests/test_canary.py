@@ -1,4 +1,4 @@
-"""Watches for the jax CPU miscompile (jax#39103): jit and eager must agree on a per-particle quadratic form."""
+"""Watches for the jax CPU miscompile (jax#39103): jit must equal eager on a per-particle quadratic form."""
 
 import jax
 import jax.numpy as jnp
