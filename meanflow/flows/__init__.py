@@ -1,0 +1,16 @@
+"""Flows: feature x geometry x loss, and what follows from them."""
+
+from meanflow.flows.features import Feature as Feature
+from meanflow.flows.flow import Flow as Flow
+from meanflow.flows.flow import dissipation as dissipation
+from meanflow.flows.flow import energy as energy
+from meanflow.flows.flow import first_variation as first_variation
+from meanflow.flows.flow import kernel_operator as kernel_operator
+from meanflow.flows.flow import make_flow as make_flow
+from meanflow.flows.flow import predict as predict
+from meanflow.flows.flow import tangent_kernel as tangent_kernel
+from meanflow.flows.flow import velocity as velocity
+from meanflow.flows.losses import Loss as Loss
+from meanflow.flows.models import batchnorm as batchnorm
+from meanflow.flows.models import batchnorm_manifold as batchnorm_manifold
+from meanflow.flows.models import vanilla as vanilla

@@ -1,0 +1,122 @@
+"""The batch-norm manifold (Omega, G): the ellipsoid b' S b = 1 with the metric that batch norm induces.
+
+Batch norm evaluates a neuron at bb = T(b) = b / |b|_S, a point of Omega = {bb : bb' S bb = 1}. Gradient descent
+on a raw b of unit length moves bb by the gradient flow of the metric (with u = S bb, the normal of Omega)
+
+    G     = |bb|^-2 (P - w w'/|bb|^2),  P = I - u u'/|u|^2,  w = P bb,
+    G^-1  = |bb|^2 (I - bb u')(I - u bb').
+
+(Omega, G) is isometric to the round unit sphere through bb -> bb/|bb|; so distance, exp and log are those of the
+sphere and cost O(d) beside the product S bb. Nothing here needs a pseudo-inverse. Vectors are (..., d), the
+covariance ``sigma`` is (d, d); metric inner products of *tangent* vectors do not depend on ``sigma`` at all.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meanflow.geometry import sphere
+from meanflow.geometry.sphere import dot, norm
+
+
+def sigma_norm(b: jax.Array, sigma: jax.Array) -> jax.Array:
+    """|b|_S = sqrt(b' S b), the standard deviation of b . x; last axis kept with length 1."""
+    # whole-array product: some jax releases miscompile a vmapped w -> w' S w
+    return jnp.sqrt(dot(b, b @ sigma))
+
+
+def normalize(b: jax.Array, sigma: jax.Array) -> jax.Array:
+    """T(b) = b / |b|_S, from raw weights to Omega; invariant under b -> lambda b, lambda > 0."""
+    return b / sigma_norm(b, sigma)
+
+
+def direction(bb: jax.Array) -> jax.Array:
+    """The unit vector bb/|bb|: inverse of T on the unit sphere, and the isometry Omega -> sphere."""
+    return bb / norm(bb)
+
+
+def project(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
+    """(I - bb u') v: the projection along bb onto the tangent space {v : u . v = 0} at bb."""
+    return v - bb * dot(bb @ sigma, v)
+
+
+def cometric_apply(bb: jax.Array, covector: jax.Array, sigma: jax.Array) -> jax.Array:
+    """G^-1 g = |bb|^2 (I - bb u')(I - u bb') g: the gradient of the metric from a differential. O(d) after S bb."""
+    u = bb @ sigma
+    h = covector - u * dot(bb, covector)
+    return dot(bb, bb) * (h - bb * dot(u, h))
+
+
+def inner(bb: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
+    """<v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
+    square = dot(bb, bb)
+    return ((dot(v, w) - dot(v, bb) * dot(w, bb) / square) / square)[..., 0]
+
+
+def metric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
+    """The ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
+    u = sigma @ bb
+    tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(u, u) / (u @ u)
+    w = tangent @ bb
+    return (tangent - jnp.outer(w, w) / (bb @ bb)) / (bb @ bb)
+
+
+def cometric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
+    """The matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
+    u = sigma @ bb
+    left = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(bb, u)
+    return (bb @ bb) * left @ left.T
+
+
+def distance(bb: jax.Array, other: jax.Array) -> jax.Array:
+    """Geodesic distance on (Omega, G): the Euclidean angle between the two vectors. Shape (...)."""
+    return sphere.angle(direction(bb), direction(other))
+
+
+def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
+    """Endpoint of the geodesic of G from bb with velocity v (tangent)."""
+    s = direction(bb)
+    turn = (v - s * dot(s, v)) / norm(bb)
+    return normalize(sphere.exp(s, turn), sigma)
+
+
+def log(bb: jax.Array, other: jax.Array, sigma: jax.Array) -> jax.Array:
+    """Tangent v at bb with exp(bb, v) = other; undefined for opposite vectors."""
+    turn = sphere.log(direction(bb), direction(other))
+    return norm(bb) * project(bb, turn, sigma)
+
+
+def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
+    """One raw gradient step, then renormalise: second order, distance to exp is |v|_G^3 / 3."""
+    s = direction(bb)
+    turn = (v - s * dot(s, v)) / norm(bb)
+    return normalize(s + turn, sigma)
+
+
+def volume_density(bb: jax.Array, sigma: jax.Array) -> jax.Array:
+    """d vol_G / d(Euclidean surface area of Omega) = 1 / (|bb|^d |S bb|); total volume is that of S^(d-1)."""
+    return (norm(bb) ** -bb.shape[-1] / norm(bb @ sigma))[..., 0]
+
+
+class Comparison(NamedTuple):
+    """Sharp constants between G and the Euclidean metric on Omega.
+
+    Attributes:
+        upper: |v|_G <= upper |v| for tangent v.
+        lower: |v| <= lower |v|_G.
+        condition: largest ratio of the eigenvalues of G on a tangent space, (k+1)^2/(4k), k = cond(S).
+    """
+
+    upper: jax.Array
+    lower: jax.Array
+    condition: jax.Array
+
+
+def comparison(sigma: jax.Array) -> Comparison:
+    """The comparison constants of (Omega, G): chord <= lower * angle, angle <= (pi/2) upper * chord."""
+    spectrum = jnp.linalg.eigvalsh(sigma)
+    low, high = spectrum[0], spectrum[-1]
+    k = high / low
+    stretch = jnp.where(k <= 2, 1.0, 4 * (k + 1) ** 3 / (27 * k**2))
+    return Comparison(jnp.sqrt(high), jnp.sqrt(stretch / low), (k + 1) ** 2 / (4 * k))

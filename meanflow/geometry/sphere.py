@@ -1,0 +1,44 @@
+"""The round unit sphere of R^d: angle, exponential and logarithm. Vectors are (..., d)."""
+
+import jax
+import jax.numpy as jnp
+
+
+def dot(u: jax.Array, v: jax.Array) -> jax.Array:
+    """Inner product over the last axis, which is kept with length 1."""
+    return jnp.sum(u * v, axis=-1, keepdims=True)
+
+
+def norm(v: jax.Array) -> jax.Array:
+    """Euclidean norm over the last axis (kept); its derivative at 0 is 0 instead of NaN."""
+    square = dot(v, v)
+    safe = jnp.where(square > 0, square, 1.0)
+    return jnp.where(square > 0, jnp.sqrt(safe), 0.0)
+
+
+def sinc(t: jax.Array) -> jax.Array:
+    """sin(t)/t, smooth at 0."""
+    return jnp.sinc(t / jnp.pi)
+
+
+def angle(p: jax.Array, q: jax.Array) -> jax.Array:
+    """Geodesic distance of unit vectors, 2 atan2(|p-q|, |p+q|): accurate at 0 and at pi. Shape (...)."""
+    return 2 * jnp.arctan2(norm(p - q), norm(p + q))[..., 0]
+
+
+def exp(p: jax.Array, v: jax.Array) -> jax.Array:
+    """Endpoint of the geodesic from ``p`` with initial velocity ``v`` (tangent at p), after unit time."""
+    length = norm(v)
+    return jnp.cos(length) * p + sinc(length) * v
+
+
+def log(p: jax.Array, q: jax.Array) -> jax.Array:
+    """Tangent vector v at ``p`` with exp(p, v) = q; undefined for antipodal points."""
+    turn = angle(p, q)[..., None]
+    return (q - jnp.cos(turn) * p) / sinc(turn)
+
+
+def area(dim: int) -> jax.Array:
+    """Surface area of the unit sphere in R^dim, 2 pi^(d/2) / Gamma(d/2)."""
+    half = dim / 2
+    return 2 * jnp.exp(half * jnp.log(jnp.pi) - jax.scipy.special.gammaln(half))

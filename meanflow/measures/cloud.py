@@ -1,0 +1,128 @@
+"""A network as a measure: particles with weights and frozen labels."""
+
+from typing import Any, NamedTuple, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow import _checks
+
+
+class Neurons(NamedTuple):
+    """Two-layer neurons a * s(b . x): ``a`` (m,), ``b`` (m, d). On the batch-norm manifold ``b`` is b-bar."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+class Polar(NamedTuple):
+    """Univariate ReLU neurons r * relu(x cos(theta) + sin(theta)): ``r`` (m,), ``theta`` (m,)."""
+
+    r: jax.Array
+    theta: jax.Array
+
+
+class Affine(NamedTuple):
+    """Univariate ReLU neurons c * relu(a x - b): ``a``, ``b``, ``c`` of shape (m,)."""
+
+    a: jax.Array
+    b: jax.Array
+    c: jax.Array
+
+
+def floating(value: Any) -> jax.Array:
+    """The value as an array of floats; float32 and float64 are kept as they are."""
+    array = jnp.asarray(value)
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
+
+
+class Cloud(eqx.Module):
+    """The measure sum_i p_i delta(w_i), with one frozen label per particle if the geometry needs it.
+
+    Attributes:
+        particles: record of arrays with leading axis m (``Neurons``, ``Polar``, ``Affine`` or any pytree).
+        weights: (m,) p_i >= 0 with sum 1; default 1/m each. Zero marks padding.
+        labels: (m,) conserved quantities that the inverse metric depends on, or None.
+        width: number of real particles as a float; infinite for quadrature clouds, which stand for m = infinity.
+
+    Raises:
+        ValueError: for unequal leading axes, non-finite particles, negative weights or a sum other than 1.
+
+    >>> import jax.numpy as jnp
+    >>> cloud = Cloud(Neurons(jnp.array([1.0, -1.0]), jnp.eye(2)))
+    >>> float(cloud.width), cloud.weights.tolist()
+    (2.0, [0.5, 0.5])
+    """
+
+    particles: Any
+    weights: jax.Array
+    labels: jax.Array | None
+    width: jax.Array
+
+    def __init__(self, particles: Any, weights: Any = None, labels: Any = None, *, width: Any = None) -> None:
+        particles = jax.tree.map(floating, particles)
+        leaves = jax.tree.leaves(particles)
+        sizes = {np.shape(leaf)[:1] for leaf in leaves}
+        if len(sizes) != 1 or sizes == {()}:
+            raise ValueError(
+                f"particles must share one leading axis (m,), got shapes {[np.shape(u) for u in leaves]}"
+            )
+        ((size,),) = sizes
+        if size < 1:
+            raise ValueError("particles must hold at least 1 neuron, got width 0")
+        for name, leaf in _named(particles):
+            _checks.finite(f"particles.{name}", leaf)
+        dtype = jnp.result_type(*leaves)
+        if weights is None:
+            weights = jnp.full((size,), 1.0 / size, dtype)
+        weights = jnp.asarray(weights, dtype)
+        _checks.shape("weights", weights, (size,))
+        _checks.at_least("weights", weights, 0.0)
+        known = _checks.concrete(weights)
+        if known is not None and abs(known.sum(dtype=np.float64) - 1) > 1e3 * np.finfo(known.dtype).eps:
+            raise ValueError(f"weights must sum to 1, got a sum of {known.sum(dtype=np.float64)}")
+        if labels is not None:
+            labels = jnp.asarray(labels, dtype)
+            labels = jnp.full((size,), labels) if labels.ndim == 0 else labels
+            _checks.shape("labels", labels, (size,))
+        self.particles = particles
+        self.weights = weights
+        self.labels = labels
+        self.width = jnp.asarray(jnp.count_nonzero(weights) if width is None else width, dtype)
+
+    @property
+    def size(self) -> int:
+        """Number of stored particles, padding included."""
+        return self.weights.shape[-1]
+
+    def at(self, particles: Any) -> Self:
+        """The same weights and labels with the particles moved to ``particles``; unchecked, for solvers."""
+        return eqx.tree_at(lambda c: c.particles, self, particles)
+
+    def pad(self, size: int) -> Self:
+        """Appends copies of the last particle with weight zero until ``size`` are stored.
+
+        Padding never contributes to predictions, energies or error norms, so a padded cloud follows the
+        same trajectory; clouds of different widths can then be stacked and vmapped.
+        """
+        extra = _checks.whole("size", size, self.size) - self.size
+
+        def grow(u: jax.Array) -> jax.Array:
+            return jnp.concatenate([u, jnp.broadcast_to(u[-1:], (extra, *u.shape[1:]))])
+
+        weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
+        labels = None if self.labels is None else grow(self.labels)
+        return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width)
+
+
+def _named(record: Any) -> list[tuple[str, Any]]:
+    paths = jax.tree_util.tree_flatten_with_path(record)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
+
+
+def stack(clouds: list[Cloud]) -> Cloud:
+    """Pads clouds to their largest size and stacks them along a new first axis, ready for ``jax.vmap``."""
+    size = max(cloud.size for cloud in clouds)
+    return jax.tree.map(lambda *u: jnp.stack(u), *(cloud.pad(size) for cloud in clouds))

@@ -1,0 +1,86 @@
+"""Laws of the initial particles, as maps from the unit cube.
+
+A law consumes ``size`` numbers in (0, 1) and returns one coordinate of a particle. The same law then gives
+independent samples (random numbers), quasi-random clouds (a low-discrepancy sequence) and tensor-product
+quadrature (a grid): see ``meanflow.measures.sampling``.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow import _checks
+
+
+class Law(eqx.Module):
+    """A law on R or R^d: ``transform`` maps (k, size) numbers in (0, 1) to (k,) or (k, d) values."""
+
+    size: int = eqx.field(static=True)
+    transform: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
+
+    def __call__(self, u: jax.Array) -> jax.Array:
+        """Values of the law at the points ``u`` (k, size) of the unit cube."""
+        return self.transform(u)
+
+
+def uniform(low: float = -1.0, high: float = 1.0) -> Law:
+    """U(low, high) on R."""
+    return Law(1, lambda u: low + (high - low) * u[:, 0])
+
+
+def normal(scale: float = 1.0, dim: int | None = None) -> Law:
+    """N(0, scale^2) on R, or with covariance scale^2 I on R^dim."""
+    size = 1 if dim is None else _checks.whole("dim", dim, 1)
+
+    def transform(u: jax.Array) -> jax.Array:
+        z = scale * jax.scipy.special.ndtri(u)
+        return z[:, 0] if dim is None else z
+
+    return Law(size, transform)
+
+
+def constant(value: float = 0.0) -> Law:
+    """The Dirac mass at ``value``."""
+    return Law(0, lambda u: jnp.full(u.shape[:1], value, u.dtype))
+
+
+def signs(scale: float = 1.0) -> Law:
+    """+scale or -scale with probability 1/2 each."""
+    return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype))
+
+
+def angle(low: float = -np.pi, high: float = np.pi) -> Law:
+    """A uniform angle in (low, high), the full circle by default."""
+    return uniform(low, high)
+
+
+def sphere(dim: int, radius: float = 1.0) -> Law:
+    """The uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle."""
+    if _checks.whole("dim", dim, 2) == 2:
+
+        def circle(u: jax.Array) -> jax.Array:
+            turn = 2 * jnp.pi * u[:, 0]
+            return radius * jnp.stack([jnp.cos(turn), jnp.sin(turn)], axis=-1)
+
+        return Law(1, circle)
+
+    def project(u: jax.Array) -> jax.Array:
+        z = jax.scipy.special.ndtri(u)
+        return radius * z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+    return Law(dim, project)
+
+
+def mixed_scales(dim: int, low: float, high: float) -> Law:
+    """Uniform direction in R^dim, norm log-uniform in (low, high)."""
+    _checks.at_least("low", low, 0.0, strict=True)
+    direction = sphere(dim)
+
+    def transform(u: jax.Array) -> jax.Array:
+        norm = low * (high / low) ** u[:, -1:]
+        return norm * direction(u[:, :-1])
+
+    return Law(direction.size + 1, transform)

@@ -1,0 +1,90 @@
+"""Clouds from laws: random, quasi-random and tensor-grid particles."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow import _checks
+from meanflow.measures.cloud import Cloud
+from meanflow.measures.laws import Law
+
+
+def _place(record: type, laws: dict[str, Law], u: jax.Array, **cloud: Any) -> Cloud:
+    """Builds particles from numbers ``u`` (k, total size), each law taking its own columns."""
+    fields = getattr(record, "_fields", ())
+    if set(laws) != set(fields):
+        raise ValueError(f"laws must name the coordinates {list(fields)}, got {sorted(laws)}")
+    values, start = {}, 0
+    for name in fields:
+        values[name] = laws[name](u[:, start : start + laws[name].size])
+        start += laws[name].size
+    return Cloud(record(**values), **cloud)
+
+
+def _total(laws: dict[str, Law]) -> int:
+    return sum(law.size for law in laws.values())
+
+
+def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, labels: Any = None) -> Cloud:
+    """``width`` independent particles of type ``record``, coordinate ``name`` drawn from ``laws[name]``.
+
+    >>> import jax
+    >>> from meanflow.measures import Polar, laws
+    >>> cloud = sample(jax.random.key(0), 5, Polar, {"r": laws.uniform(), "theta": laws.angle()})
+    >>> cloud.particles.r.shape, float(cloud.width)
+    ((5,), 5.0)
+    """
+    width = _checks.whole("width", width, 1)
+    tiny = jnp.finfo(jnp.result_type(float)).tiny  # ndtri(0) is infinite
+    u = jax.random.uniform(key, (width, _total(laws)), minval=tiny)
+    return _place(record, laws, u, labels=labels)
+
+
+def quasi(
+    width: int, record: type, laws: dict[str, Law], *, labels: Any = None, limit: bool = False
+) -> Cloud:
+    """``width`` particles on an additive low-discrepancy (Weyl) sequence; nested in ``width``.
+
+    The k-th point is frac(1/2 + k / g^j), j = 1..size, with g the root of g^(size+1) = g + 1. Function errors
+    fall almost like 1/width instead of 1/sqrt(width). ``limit=True`` declares the cloud to stand for m = infinity.
+    """
+    width = _checks.whole("width", width, 1)
+    size = _total(laws)
+    root = 2.0
+    for _ in range(64):  # fixed point of g = (1 + g)^(1/(size+1)), contracting
+        root = (1.0 + root) ** (1.0 / (size + 1))
+    steps = root ** -np.arange(1.0, size + 1)
+    u = np.mod(0.5 + np.arange(1, width + 1)[:, None] * steps, 1.0)
+    return _place(record, laws, jnp.asarray(u), labels=labels, width=np.inf if limit else None)
+
+
+def quadrature(
+    counts: tuple[int, ...], record: type, laws: dict[str, Law], *, rule: str = "midpoint", labels: Any = None
+) -> Cloud:
+    """A tensor-product quadrature cloud that stands for m = infinity (``cloud.width`` is infinite).
+
+    Args:
+        counts: nodes for each of the numbers the laws consume, in the order of the record's fields.
+        rule: ``"midpoint"`` (spectrally accurate for angles) or ``"gauss"`` (Gauss-Legendre, for smooth
+            non-periodic coordinates); a tuple gives one rule per number.
+    """
+    size = _total(laws)
+    if len(counts) != size:
+        raise ValueError(f"counts must list {size} numbers of nodes for these laws, got {counts}")
+    rules = (rule,) * size if isinstance(rule, str) else rule
+    axes, shares = [], []
+    for count, kind in zip(counts, rules, strict=True):
+        _checks.one_of("rule", kind, ("midpoint", "gauss"))
+        count = _checks.whole("counts", count, 1)
+        if kind == "midpoint":
+            axes.append((np.arange(count) + 0.5) / count)
+            shares.append(np.full(count, 1.0 / count))
+        else:
+            nodes, weights = np.polynomial.legendre.leggauss(count)
+            axes.append((nodes + 1) / 2)
+            shares.append(weights / 2)
+    u = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=-1)
+    p = np.prod([share.ravel() for share in np.meshgrid(*shares, indexing="ij")], axis=0)
+    return _place(record, laws, jnp.asarray(u), weights=jnp.asarray(p / p.sum()), labels=labels, width=np.inf)

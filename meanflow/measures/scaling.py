@@ -1,0 +1,62 @@
+"""The output scale alpha(m) of a network f = (1/alpha) sum_i ..., and the three clocks it defines."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from meanflow import _checks
+from meanflow.measures.cloud import Cloud
+
+NAMES = ("m", "sqrt", "one")
+CLOCKS = ("mean_field", "gradient", "lazy")
+
+
+class Scaling(eqx.Module):
+    """alpha as a function of the width m: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number."""
+
+    kind: str = eqx.field(static=True)
+    value: jax.Array | None
+
+    def __init__(self, alpha: Any = "m") -> None:
+        if isinstance(alpha, str):
+            _checks.one_of("alpha", alpha, NAMES)
+            self.kind, self.value = alpha, None
+        else:
+            _checks.at_least("alpha", alpha, 0.0, strict=True)
+            self.kind, self.value = "number", jnp.asarray(alpha, jnp.result_type(float))
+
+    def ratio(self, cloud: Cloud) -> jax.Array:
+        """m / alpha, the factor between the network and the mean over its neurons; 1 for ``"m"``."""
+        m = cloud.width
+        if self.kind == "m":
+            return jnp.ones_like(m)
+        known = _checks.concrete(m)
+        if known is not None and not jnp.all(jnp.isfinite(known)):
+            raise ValueError(
+                f"alpha={self.kind!r} needs a finite cloud.width, got an infinite one (a quadrature cloud); use alpha='m'"
+            )
+        if self.kind == "sqrt":
+            return jnp.sqrt(m)
+        return m if self.kind == "one" else m / self.value.astype(m.dtype)
+
+
+def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:
+    """d t_mf / d t for a clock t, the factor that multiplies the mean-field velocity.
+
+    | clock | t in terms of mean-field time | use |
+    |---|---|---|
+    | ``mean_field`` | t_mf | w' = -C grad V |
+    | ``gradient`` | m t_mf | learning rate x steps of plain gradient descent on the loss |
+    | ``lazy`` | t_mf (m/alpha)^2 | f moves at speed O(1) for every alpha |
+    """
+    _checks.one_of("clock", clock, CLOCKS)
+    if clock == "mean_field":
+        return jnp.ones_like(cloud.width)
+    if clock == "lazy":
+        return scaling.ratio(cloud) ** -2
+    known = _checks.concrete(cloud.width)
+    if known is not None and not jnp.all(jnp.isfinite(known)):
+        raise ValueError("clock='gradient' needs a finite cloud.width, got an infinite one; use 'mean_field'")
+    return 1.0 / cloud.width
