@@ -8,6 +8,27 @@ the balance of a ReLU neuron only change C.
 import importlib
 from typing import Any
 
+from meanflow.flows import Flow as Flow
+from meanflow.flows import batchnorm as batchnorm
+from meanflow.flows import batchnorm_manifold as batchnorm_manifold
+from meanflow.flows import dissipation as dissipation
+from meanflow.flows import energy as energy
+from meanflow.flows import first_variation as first_variation
+from meanflow.flows import predict as predict
+from meanflow.flows import tangent_kernel as tangent_kernel
+from meanflow.flows import vanilla as vanilla
+from meanflow.flows import velocity as velocity
+from meanflow.measures import Affine as Affine
+from meanflow.measures import Cloud as Cloud
+from meanflow.measures import Dataset as Dataset
+from meanflow.measures import Neurons as Neurons
+from meanflow.measures import Polar as Polar
+from meanflow.solvers import RESULTS as RESULTS
+from meanflow.solvers import KernelStep as KernelStep
+from meanflow.solvers import Solution as Solution
+from meanflow.solvers import descend as descend
+from meanflow.solvers import solve as solve
+
 _ROOMS = (
     "measures",
     "geometry",

@@ -85,8 +85,8 @@ class BatchNormed(TwoLayer):
         raw: whether b is normalised here.
     """
 
-    mean: jax.Array | None
-    sigma: jax.Array | None
+    mean: Any
+    sigma: Any
     raw: bool = eqx.field(static=True)
 
     def __init__(self, activation: Activation, mean: Any, sigma: Any, raw: bool) -> None:
@@ -102,8 +102,7 @@ class BatchNormed(TwoLayer):
         n, d = data.x.shape
         if self.sigma is None and n <= d:
             raise ValueError(
-                f"the covariance of n = {n} points in d = {d} dimensions is singular; give more than d points or "
-                "pass covariance="
+                f"x must have more than d = {d} points for a regular covariance, got n = {n}; or pass covariance="
             )
         mean, sigma = data.moments()
         return type(self)(
@@ -134,7 +133,8 @@ class BatchNormed(TwoLayer):
             spectrum = np.linalg.eigvalsh(sigma.astype(np.float64))
             if spectrum[0] <= d * np.finfo(sigma.dtype).eps * spectrum[-1]:
                 raise ValueError(
-                    f"covariance must be positive definite, got eigenvalues from {spectrum[0]:.3g} to {spectrum[-1]:.3g}"
+                    f"covariance must be positive definite, "
+                    f"got eigenvalues from {spectrum[0]:.3g} to {spectrum[-1]:.3g}"
                 )
         b = _checks.concrete(cloud.particles.b)
         if b is not None and not np.all(np.any(b != 0, axis=-1)):

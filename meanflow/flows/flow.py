@@ -47,7 +47,7 @@ class Flow(eqx.Module):
     loss: Loss
     scaling: Scaling
     regulariser: Regulariser | None = None
-    laws: Callable[[int], dict[str, Law]] | None = eqx.field(static=True, default=None)
+    laws: Callable[[int | None], dict[str, Law]] | None = eqx.field(static=True, default=None)
 
     def bind(self, data: Dataset) -> Self:
         """Freezes the statistics that the model takes from the data; does nothing where they are known."""
@@ -85,7 +85,7 @@ def make_flow(
     alpha: Any = "m",
     regulariser: Callable[[Any], jax.Array] | None = None,
     strength: Any = 0.0,
-    laws: Callable[[int], dict[str, Law]] | None = None,
+    laws: Callable[[int | None], dict[str, Law]] | None = None,
 ) -> Flow:
     """Assembles a flow; ``regulariser`` maps particles to (m,) and is weighted by ``strength`` = lam >= 0."""
     _checks.at_least("strength", strength, 0.0)
@@ -152,7 +152,7 @@ def _pair(cloud: Cloud, covector: Any, tangent: Any) -> jax.Array:
     products = jax.tree.map(
         lambda g, v: cloud.weights @ jnp.sum((g * v).reshape(cloud.size, -1), 1), covector, tangent
     )
-    return sum(jax.tree.leaves(products))
+    return jnp.sum(jnp.stack(jax.tree.leaves(products)))
 
 
 def first_variation(flow: Flow, cloud: Cloud, data: Dataset, probes: Any) -> jax.Array:

@@ -3,9 +3,9 @@
 from meanflow.geometry import sphere as sphere
 from meanflow.geometry.lifts import lift as lift
 from meanflow.geometry.lifts import project as project
-from meanflow.geometry.omega import comparison as comparison
 from meanflow.geometry.omega import cometric as cometric
 from meanflow.geometry.omega import cometric_apply as cometric_apply
+from meanflow.geometry.omega import comparison as comparison
 from meanflow.geometry.omega import direction as direction
 from meanflow.geometry.omega import distance as distance
 from meanflow.geometry.omega import exp as exp

@@ -44,7 +44,7 @@ class Space(eqx.Module):
 
     def inner(self, cloud: Cloud, u: Any, v: Any) -> jax.Array:
         """<u, v> in the metric C^-1 for tangent vectors, one number per particle (m,)."""
-        return sum(jax.tree.leaves(jax.tree.map(lambda p, q: _rows(p * q), u, v)))
+        return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(lambda p, q: _rows(p * q), u, v))), axis=0)
 
     def retract(self, cloud: Cloud, v: Any) -> Any:
         """A point reached by moving along ``v`` that stays in the space; agrees with exp to second order."""
@@ -81,7 +81,7 @@ class BatchNormManifold(Space):
         sigma: (d, d) covariance of the inputs, or None until ``bind``.
     """
 
-    sigma: jax.Array | None = None
+    sigma: Any = None
 
     def bind(self, data: Dataset) -> Self:
         """Takes the covariance of the data unless one was given."""

@@ -35,7 +35,7 @@ class Scaling(eqx.Module):
         known = _checks.concrete(m)
         if known is not None and not jnp.all(jnp.isfinite(known)):
             raise ValueError(
-                f"alpha={self.kind!r} needs a finite cloud.width, got an infinite one (a quadrature cloud); use alpha='m'"
+                f"alpha={self.kind!r} needs a finite cloud.width, got infinity (a quadrature cloud); use alpha='m'"
             )
         if self.kind == "sqrt":
             return jnp.sqrt(m)
