@@ -23,7 +23,7 @@ PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled 
 class _Carry(NamedTuple):
     t: jax.Array
     particles: Any
-    count: jax.Array
+    steps: jax.Array
     optimizer: Any
     size: jax.Array
 
@@ -129,7 +129,7 @@ def _descend(
     every: int,
     observe: Any,
     batch_size: int | None,
-    key: jax.Array | None,
+    key: Any,
     clock: str,
     adjoint: str,
     state: State | None,
@@ -143,15 +143,15 @@ def _descend(
         batch = data
         if batch_size is not None:
             chosen = jax.random.choice(
-                jax.random.fold_in(key, carry.count), data.size, (batch_size,), replace=False
+                jax.random.fold_in(key, carry.steps), data.size, (batch_size,), replace=False
             )
             batch = data.take(chosen)
         bound = flow.bind(batch)
         gradient = jax.tree.map(lambda v: -problem.speed * v, velocity(bound, here, batch))
-        size = next_size(rule, carry.count, carry.size, problem, here)
+        size = next_size(rule, carry.steps, carry.size, problem, here)
         updates, inner = optimizer.update(gradient, carry.optimizer, carry.particles)
         moved = bound.space.retract(here, jax.tree.map(lambda u: size * u, updates))
-        return _Carry(carry.t + size, moved, carry.count + 1, inner, size)
+        return _Carry(carry.t + size, moved, carry.steps + 1, inner, size)
 
     def look(carry: _Carry) -> Any:
         here = cloud.at(carry.particles)
@@ -171,10 +171,10 @@ def _descend(
         "observed": None if observe is None else seen,
         "final": cloud.at(carry.particles),
         "state": State(
-            carry.t, carry.particles, carry.count, tuple(jax.tree.leaves((carry.optimizer, carry.size)))
+            carry.t, carry.particles, carry.steps, tuple(jax.tree.leaves((carry.optimizer, carry.size)))
         ),
         "result": RESULTS.where(finite, RESULTS.successful, RESULTS.non_finite),
-        "stats": {"num_steps": carry.count},
+        "stats": {"num_steps": carry.steps},
     }
 
 
@@ -187,7 +187,7 @@ def _start(
     size = jnp.zeros((), dtype) if isinstance(rule, KernelStep) else rule.astype(dtype)
     if state is None:
         return _Carry(jnp.zeros((), dtype), cloud.particles, jnp.asarray(0, jnp.int32), fresh, size)
-    structure = jax.tree.structure((fresh, size))
+    structure: Any = jax.tree.structure((fresh, size))
     if structure.num_leaves != len(state.leaves):
         raise ValueError(
             "state must come from a run with the same optimizer; "

@@ -25,7 +25,7 @@ ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
 }
 
 
-def _field(t: jax.Array, y: Any, problem: Problem) -> Any:
+def _field(t: Any, y: Any, problem: Problem) -> Any:
     v = velocity(problem.flow, problem.cloud.at(y), problem.data)
     return jax.tree.map(lambda u: problem.speed * u, v)
 
@@ -65,7 +65,7 @@ def solve(
     atol: float = 1e-9,
     clock: str = "mean_field",
     adjoint: Any = "checkpoint",
-    steady: float | None = None,
+    steady: Any = None,
     max_steps: int | None = None,
     state: State | None = None,
     throw: bool = False,
@@ -163,7 +163,7 @@ def _solve(
     t1: jax.Array,
     ts: jax.Array | None,
     observe: Any,
-    solver: diffrax.AbstractSolver,
+    solver: Any,
     step: Any,
     rtol: jax.Array,
     atol: jax.Array,
@@ -266,7 +266,7 @@ def _unpack(
         _, control = controller.init(terms, t0, t1, y0, size, problem, solver.func, order)
         return solver.init(terms, t0, t1, y0, problem), control, jnp.asarray(False)
 
-    structure = jax.tree.structure(eqx.filter_eval_shape(blank))
+    structure: Any = jax.tree.structure(eqx.filter_eval_shape(blank))
     if structure.num_leaves != len(state.leaves):
         raise ValueError(
             "state must come from a run with the same solver and step settings; "
@@ -276,6 +276,7 @@ def _unpack(
 
 
 def observe_with(observe: Any, flow: Flow, cloud: Cloud, data: Dataset) -> Any:
+    """What ``observe`` (a function or a dict of functions) sees at ``cloud``."""
     if callable(observe):
         return observe(flow, cloud, data)
     return {name: function(flow, cloud, data) for name, function in observe.items()}
@@ -297,11 +298,11 @@ def _save_times(ts: Any, t0: jax.Array, t1: jax.Array, dtype: Any) -> jax.Array 
         return t0 + (t1 - t0) * jnp.linspace(0.0, 1.0, count, dtype=dtype)
     ts = jnp.asarray(ts, dtype)
     _checks.shape("ts", ts, (None,))
-    known = [_checks.concrete(u) for u in (ts, t0, t1)]
-    if all(u is not None for u in known):
-        times, start, end = known
-        if np.any(np.diff(times) <= 0) or times[0] < start or times[-1] > end:
-            raise ValueError(f"ts must increase within [t0, t1] = [{start}, {end}], got {times}")
+    times, start, end = (_checks.concrete(u) for u in (ts, t0, t1))
+    if times is None or start is None or end is None:
+        return ts
+    if np.any(np.diff(times) <= 0) or times[0] < start or times[-1] > end:
+        raise ValueError(f"ts must increase within [t0, t1] = [{start}, {end}], got {times}")
     return ts
 
 
@@ -317,15 +318,16 @@ def _resolve_solver(solver: Any) -> diffrax.AbstractSolver:
 
 
 def _step_budget(step: Any, t0: jax.Array, t1: jax.Array) -> int:
-    known = [_checks.concrete(u) for u in (step, t0, t1)] if not isinstance(step, KernelStep) else [None]
-    if step is None or any(u is None for u in known):
+    fixed = step is not None and not isinstance(step, KernelStep)
+    size, start, end = (_checks.concrete(u) if fixed else None for u in (step, t0, t1))
+    if size is None or start is None or end is None:
         return 100_000
-    size, start, end = known
     needed = float(np.max((end - start) / size)) + 2
     return 1 << int(np.ceil(np.log2(max(needed, 16))))  # powers of two: few compiled shapes
 
 
 def settings_text(**values: Any) -> str:
+    """Settings and package versions as JSON, for ``Solution.settings``."""
     shown = {}
     for name, value in values.items():
         known = _checks.concrete(value) if isinstance(value, jax.Array) else None
@@ -337,4 +339,6 @@ def raise_on_failure(solution: Solution) -> None:
     """Raises RuntimeError with the code's message unless every run of the solution is ok; not under jit."""
     ok = _checks.concrete(solution.ok)
     if ok is not None and not np.all(ok):
-        raise RuntimeError(f"solve failed: {RESULTS[solution.result]}")
+        if ok.ndim:
+            raise RuntimeError(f"{int(np.sum(~ok))} of {ok.size} runs failed; see Solution.result")
+        raise RuntimeError(f"the run failed: {RESULTS[solution.result]}")  # type: ignore[misc]
