@@ -39,7 +39,7 @@ class Scaling(eqx.Module):
             )
         if self.kind == "sqrt":
             return jnp.sqrt(m)
-        return m if self.kind == "one" else m / self.value.astype(m.dtype)
+        return m if self.value is None else m / self.value.astype(m.dtype)
 
 
 def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:

@@ -99,7 +99,7 @@ class Solution(eqx.Module):
         header = json.dumps({"format": 1, "layout": layout, "settings": self.settings})
         arrays["header"] = np.frombuffer(header.encode(), np.uint8)
         partial = path.with_suffix(".partial.npz")
-        np.savez(partial, **arrays)
+        np.savez(partial, **arrays)  # type: ignore[arg-type]
         partial.replace(path)  # a crash never leaves a half-written file under the final name
         return path
 
