@@ -247,17 +247,16 @@ def _weights(name: str, weights: Any, size: int) -> Any:
 
 def _clouds(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Both clouds as floating-point arrays of the same point shape."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
     given = jnp.result_type(x, y)
     dtype = given if jnp.issubdtype(given, jnp.inexact) else jnp.result_type(float)
     for name, cloud in (("x", x), ("y", y)):
-        if np.ndim(cloud) not in (1, 2) or np.shape(cloud)[0] == 0:
-            raise ValueError(f"{name} must have shape (N,) or (N, d) with N >= 1, got {np.shape(cloud)}")
+        if cloud.ndim not in (1, 2) or cloud.shape[0] == 0:
+            raise ValueError(f"{name} must have shape (N,) or (N, d) with N >= 1, got {cloud.shape}")
         _checks.finite(name, cloud)
-    if np.shape(x)[1:] != np.shape(y)[1:]:
-        raise ValueError(
-            f"x and y must have points of the same shape, got {np.shape(x)[1:]} and {np.shape(y)[1:]}"
-        )
-    return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+    if x.shape[1:] != y.shape[1:]:
+        raise ValueError(f"x and y must have points of the same shape, got {x.shape[1:]} and {y.shape[1:]}")
+    return x.astype(dtype), y.astype(dtype)
 
 
 def _check_order(p: Any) -> None:
