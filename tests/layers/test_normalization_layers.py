@@ -1,0 +1,341 @@
+"""NNX layers against numpy, nnx.BatchNorm and finite differences, in training and inference mode."""
+
+import doctest
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from meanflow.layers import (
+    BatchNorm,
+    Recenter,
+    Rescale,
+    Unitize,
+    UnitizedBatchNorm,
+    normalization,
+    unitization,
+)
+
+WIDE = {"param_dtype": jnp.float64}
+
+
+def batch(seed=0, shape=(12, 5)):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=shape) * np.linspace(0.5, 3, shape[-1]) + np.linspace(-2, 2, shape[-1])
+
+
+def dress(layer, seed=9):
+    """Random gamma, beta and alpha, so that no test passes by their initial values."""
+    rng = np.random.default_rng(seed)
+    for value in jax.tree.leaves(nnx.state(layer, nnx.Param), is_leaf=lambda v: isinstance(v, nnx.Variable)):
+        value[...] = jnp.asarray(rng.random(value[...].shape) + 0.2)
+    return layer
+
+
+def expected(x, layer, mean, var, eps=1e-5):
+    """Algorithm 1 and 2, written out in numpy on moments (features,)."""
+    out = (x - mean) / np.sqrt(var + eps)
+    if isinstance(layer, UnitizedBatchNorm):
+        flat = out.reshape(out.shape[0], -1)
+        pixels = flat.shape[1] // x.shape[-1]
+        s = (flat**2).sum(1) / (1 if x.ndim == 2 else x.shape[-1] * pixels)
+        p = (1 / np.sqrt(s + eps)).reshape((-1,) + (1,) * (x.ndim - 1))
+        alpha = np.asarray(layer.alpha)
+        out = out * (p * alpha + 1 - alpha)
+    return np.asarray(layer.scale[...]) * out + np.asarray(layer.bias[...])
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (4, 3, 2, 5)])
+@pytest.mark.parametrize("kind", [BatchNorm, UnitizedBatchNorm])
+def test_train_and_eval_equal_numpy(kind, shape):
+    layer = dress(kind(5, momentum=0.8, **WIDE))
+    x = batch(0, shape)
+    axes = tuple(range(len(shape) - 1))
+    mean, var = x.mean(axes), x.var(axes)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected(x, layer, mean, var), rtol=1e-11)
+    running = 0.2 * mean, 0.8 + 0.2 * var
+    np.testing.assert_allclose(layer.mean[...], running[0], rtol=1e-12)
+    np.testing.assert_allclose(layer.var[...], running[1], rtol=1e-12)
+    layer.eval()
+    y = batch(1, shape)
+    np.testing.assert_allclose(layer(jnp.asarray(y)), expected(y, layer, *running), rtol=1e-11)
+    np.testing.assert_allclose(layer.mean[...], running[0], rtol=1e-12)  # untouched in inference
+
+
+@pytest.mark.parametrize("mode", ["std", "rms"])
+def test_recenter_and_rescale_equal_numpy(mode):
+    x, y = batch(0), batch(1)
+    centre, scale = Recenter(5, momentum=0.5, **WIDE), Rescale(5, mode=mode, momentum=0.5, **WIDE)
+    np.testing.assert_allclose(centre(jnp.asarray(x)), x - x.mean(0), rtol=1e-12)
+    second = x.var(0) if mode == "std" else (x**2).mean(0)
+    np.testing.assert_allclose(scale(jnp.asarray(x)), x / np.sqrt(second + 1e-5), rtol=1e-12)
+    centre.eval(), scale.eval()
+    np.testing.assert_allclose(centre(jnp.asarray(y)), y - 0.5 * x.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(scale(jnp.asarray(y)), y / np.sqrt(0.5 + 0.5 * second + 1e-5), rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["std", "rms"])
+def test_batchnorm_is_rescale_after_recenter(mode):
+    norm = BatchNorm(5, use_scale=False, use_bias=False, **WIDE)
+    centre, scale = Recenter(5, **WIDE), Rescale(5, mode=mode, **WIDE)
+    for seed in range(3):
+        x = jnp.asarray(batch(seed))
+        np.testing.assert_allclose(norm(x), scale(centre(x)), rtol=1e-12)
+    for layer in (norm, centre, scale):
+        layer.eval()
+    x = jnp.asarray(batch(7))
+    np.testing.assert_allclose(norm(x), scale(centre(x)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(16, 5), (4, 3, 3, 5)])
+def test_equals_flax(shape):
+    theirs = nnx.BatchNorm(5, momentum=0.9, use_fast_variance=False, rngs=nnx.Rngs(0))
+    ours, unit = BatchNorm(5, momentum=0.9), UnitizedBatchNorm(5, momentum=0.9)
+    with jax.numpy_rank_promotion("allow"):
+        for seed in range(4):
+            x = jnp.asarray(batch(seed, shape), "float32")
+            y = theirs(x)
+            np.testing.assert_allclose(ours(x), y, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(unit(x), y, rtol=2e-5, atol=2e-6)
+        for layer in (ours, unit):
+            np.testing.assert_allclose(layer.mean[...], theirs.mean[...], rtol=1e-6)
+            np.testing.assert_allclose(layer.var[...], theirs.var[...], rtol=1e-6)
+        for layer in (ours, unit, theirs):
+            layer.eval()
+        y = theirs(x)
+        np.testing.assert_allclose(ours(x), y, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(unit(x), y, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 5), (4, 3, 3, 5)])
+@pytest.mark.parametrize("interpolation", ["linear", "harmonic"])
+def test_alpha_zero_is_batchnorm_exactly(shape, interpolation):
+    norm, unit = (
+        BatchNorm(5, **WIDE),
+        UnitizedBatchNorm(5, interpolation=interpolation, train_alpha=False, **WIDE),
+    )
+    x = jnp.asarray(batch(0, shape))
+    np.testing.assert_array_equal(norm(x), unit(x))
+    norm.eval(), unit.eval()
+    np.testing.assert_array_equal(norm(x), unit(x))
+
+
+def test_unit_norms_at_alpha_one():
+    x = jnp.asarray(batch(0, (20, 5)))
+    layer = UnitizedBatchNorm(5, alpha_init=1.0, epsilon=1e-14, **WIDE)
+    np.testing.assert_allclose(np.linalg.norm(layer(x), axis=1), 1.0, rtol=1e-12)
+    image = jnp.asarray(batch(0, (3, 4, 6, 5)))
+    for n, norm in ((None, np.sqrt(5 * 24)), ("pixels", 24.0), (1, np.sqrt(24))):
+        layer = UnitizedBatchNorm(5, alpha_init=1.0, n=n, epsilon=1e-14, **WIDE)
+        out = np.asarray(layer.normalized(image)).reshape(3, -1)
+        # sqrt(n HW) an image, so HW with the paper's n = HW: its bound 2 is 2 HW for images
+        np.testing.assert_allclose(np.linalg.norm(out, axis=1), norm, rtol=1e-12)
+    pixel = UnitizedBatchNorm(5, alpha_init=1.0, n=1, sample="pixel", epsilon=1e-14, **WIDE)
+    np.testing.assert_allclose(np.linalg.norm(pixel(image), axis=-1), 1.0, rtol=1e-12)
+
+
+def test_conv_on_one_pixel_is_dense():
+    x = batch(0, (10, 5))
+    dense, conv = (UnitizedBatchNorm(5, alpha_init=0.7, n=1, **WIDE) for _ in range(2))
+    out = conv(jnp.asarray(x.reshape(10, 1, 1, 5)))
+    np.testing.assert_allclose(dense(jnp.asarray(x)), out.reshape(10, 5), rtol=1e-13)
+
+
+def test_factor_does_not_depend_on_resolution_at_fixed_n():
+    image = batch(0, (3, 4, 4, 5))
+    double = image.repeat(2, axis=1).repeat(2, axis=2)
+    factor = lambda layer, x: layer(jnp.asarray(x)) / np.asarray(x)
+    for n, ratio in ((None, 1.0), (16, 1.0), ("pixels", 2.0)):
+        layer = Unitize(5, alpha_init=1.0, n=n, epsilon=0.0, param_dtype=jnp.float64)
+        np.testing.assert_allclose(
+            factor(layer, double)[:, 0, 0], ratio * factor(layer, image)[:, 0, 0], rtol=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    ("channels", "side", "p"), [(16, 32, 8.0), (32, 16, 2.83), (64, 8, 1.0), (64, 56, 7.0)]
+)
+def test_the_papers_n_amplifies_early_layers(channels, side, p):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, side, side, channels)))
+    layer = Unitize(channels, alpha_init=1.0, n="pixels", param_dtype=jnp.float64)
+    assert float(jnp.mean(layer(x) / x)) == pytest.approx(p, rel=0.02)
+    ours = Unitize(channels, alpha_init=1.0, param_dtype=jnp.float64)
+    assert float(jnp.mean(ours(x) / x)) == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_feature_axis(axis):
+    x = batch(0, (4, 3, 2, 5))
+    make = lambda **k: dress(UnitizedBatchNorm(5, **k, **WIDE))
+    reference = make()(jnp.asarray(x))
+    moved = make(axis=axis)(jnp.moveaxis(jnp.asarray(x), -1, axis))
+    np.testing.assert_allclose(jnp.moveaxis(moved, axis, -1), reference, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BatchNorm(3, **WIDE),
+        lambda: Rescale(3, mode="rms", use_scale=True, **WIDE),
+        lambda: UnitizedBatchNorm(3, **WIDE),
+        lambda: UnitizedBatchNorm(
+            3, interpolation="harmonic", alpha_init=0.5, alpha_constraint="clip", **WIDE
+        ),
+        lambda: UnitizedBatchNorm(
+            3, interpolation="harmonic", alpha_init=0.5, alpha_constraint="sigmoid", **WIDE
+        ),
+        lambda: UnitizedBatchNorm(3, alpha_init=0.5, alpha_shape="scalar", **WIDE),
+    ],
+)
+def test_gradients_equal_finite_differences(make):
+    layer = dress(make())
+    x, w = batch(0, (4, 3)), np.random.default_rng(5).normal(size=(4, 3))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def f(params, x):
+        return jnp.sum(w * jnp.tanh(nnx.merge(graph, params, rest, copy=True)(x)))
+
+    grads = jax.grad(f, (0, 1))(params, jnp.asarray(x))
+    flat, unravel = jax.flatten_util.ravel_pytree((params, jnp.asarray(x)))
+    flat_grad = jax.flatten_util.ravel_pytree(grads)[0]
+    value = jax.jit(lambda v: f(*unravel(v)))
+    for i in range(flat.size):
+        h = jnp.zeros_like(flat).at[i].set(1e-6)
+        slope = (value(flat + h) - value(flat - h)) / 2e-6
+        np.testing.assert_allclose(flat_grad[i], slope, rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_tiny_batches_are_defined(size, alpha):
+    layer = UnitizedBatchNorm(4, alpha_init=alpha, **WIDE)
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    x = jnp.asarray(batch(0, (size, 4)))
+    f = lambda params, x: jnp.sum(jnp.sin(1 + nnx.merge(graph, params, rest, copy=True)(x)))
+    value, grads = jax.value_and_grad(f, (0, 1))(params, x)
+    assert np.isfinite(value)
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+    if size == 1:
+        np.testing.assert_array_equal(layer(x), 0)  # beta
+        np.testing.assert_array_equal(grads[1], 0)
+
+
+def test_exact_variance_where_flax_fails():
+    x = jnp.asarray(1e4 + 0.1 * np.random.default_rng(0).normal(size=(4096, 1)), "float32")
+    with jax.numpy_rank_promotion("allow"):
+        theirs = nnx.BatchNorm(1, rngs=nnx.Rngs(0))(x)
+    assert abs(np.log(float(jnp.std(theirs)))) > 2  # 0.026 or 31, by the rounding of E x^2 - (E x)^2
+    assert float(jnp.std(BatchNorm(1)(x))) == pytest.approx(1.0, abs=2e-3)
+
+
+def test_train_equals_eval_on_the_same_moments():
+    x = jnp.asarray(batch(0))
+    layer = dress(UnitizedBatchNorm(5, momentum=0.0, **WIDE))
+    trained = layer(x)
+    layer.eval()
+    np.testing.assert_array_equal(layer(x), trained)
+
+
+def test_dtypes():
+    x = jnp.asarray(batch(), jnp.bfloat16)
+    layer = UnitizedBatchNorm(5, dtype=jnp.bfloat16)
+    assert layer(x).dtype == jnp.bfloat16
+    assert layer.mean[...].dtype == jnp.float32
+    np.testing.assert_allclose(layer.mean[...], 0.01 * np.asarray(x, "float64").mean(0), rtol=1e-5)
+    assert BatchNorm(5)(jnp.asarray(batch(), "float32")).dtype == jnp.float32
+    # running moments keep their dtype, so that they can be carried by a scan
+    wide = BatchNorm(5)
+    wide(jnp.asarray(batch()))
+    assert wide.mean[...].dtype == jnp.float32
+
+
+def test_alpha_constraints():
+    clip = UnitizedBatchNorm(3, interpolation="harmonic", alpha_init=0.5, alpha_constraint="clip")
+    clip.unitize.raw[...] = jnp.array([-1.0, 0.3, 2.0], jnp.float32)
+    np.testing.assert_allclose(clip.alpha, [0.0, 0.3, 1.0], rtol=1e-6)
+    sigmoid = UnitizedBatchNorm(3, alpha_init=0.25, alpha_constraint="sigmoid")
+    np.testing.assert_allclose(sigmoid.alpha, 0.25, rtol=1e-6)
+    fixed = Unitize(3, alpha_init=1.0, train_alpha=False)
+    assert not jax.tree.leaves(nnx.state(fixed, nnx.Param))
+    assert UnitizedBatchNorm(3, alpha_shape="scalar").alpha.shape == ()
+    with pytest.warns(UserWarning, match="plain batch norm"):
+        UnitizedBatchNorm(3, alpha_constraint="clip")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: UnitizedBatchNorm(3, interpolation="harmonic"), "pole"),
+        (lambda: UnitizedBatchNorm(3, alpha_constraint="sigmoid"), r"\(0, 1\)"),
+        (lambda: Unitize(3, alpha_init=1.5, alpha_constraint="clip"), r"\[0, 1\]"),
+        (lambda: BatchNorm(0), "num_features"),
+        (lambda: BatchNorm(3, epsilon=0.0), "epsilon must be > 0"),
+        (lambda: Rescale(3, mode="max"), "mode must be one of"),
+        (lambda: Unitize(3, n="width"), "n must be one of"),
+        (lambda: BatchNorm(3)(jnp.ones((2, 4))), "3 features on axis -1, got"),
+        (lambda: BatchNorm(3, use_running_average=None)(jnp.ones((2, 3))), "use_running_average"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_moments_synchronise_over_a_vmapped_axis():
+    x = jnp.asarray(batch(0, (4, 3, 5)))
+    whole = BatchNorm(5, **WIDE)(x.reshape(12, 5)).reshape(4, 3, 5)
+    graph, state = nnx.split(BatchNorm(5, axis_name="shards", **WIDE))
+    shards = jax.vmap(lambda u: nnx.merge(graph, state, copy=True)(u), axis_name="shards")(x)
+    np.testing.assert_allclose(shards, whole, rtol=1e-12)
+
+
+TWO_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec as P
+from meanflow.layers import UnitizedBatchNorm
+assert jax.device_count() == 2
+mesh = Mesh(np.array(jax.devices()), ("data",))
+x = jax.random.normal(jax.random.key(0), (8, 3)) * 2 + 1
+whole = UnitizedBatchNorm(3, alpha_init=0.5)
+graph, state = nnx.split(UnitizedBatchNorm(3, alpha_init=0.5, axis_name="data"))
+def call(u):
+    layer = nnx.merge(graph, state, copy=True)
+    return layer(u), layer.mean[...]
+y, mean = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P())))(x)
+np.testing.assert_allclose(y, whole(x), rtol=1e-5)
+np.testing.assert_allclose(mean, whole.mean[...], rtol=1e-5)
+"""
+
+
+def test_moments_synchronise_over_two_devices():
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", TWO_DEVICES], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_one_compile_per_shape():
+    graph, state = nnx.split(UnitizedBatchNorm(5))
+    calls = 0
+
+    @jax.jit
+    def step(state, x):
+        nonlocal calls
+        calls += 1
+        layer = nnx.merge(graph, state)
+        y = layer(x)
+        return nnx.state(layer), y
+
+    for seed in range(3):
+        state, _ = step(state, jnp.asarray(batch(seed)))
+    assert calls == 1
+
+
+@pytest.mark.parametrize("module", [normalization, unitization])
+def test_examples(module):
+    assert doctest.testmod(module).failed == 0

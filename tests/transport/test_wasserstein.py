@@ -1,0 +1,184 @@
+"""Exact distances against scipy, POT and closed forms; the axioms of a metric; the stated limits."""
+
+import doctest
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ot
+import pytest
+import scipy.stats
+
+from meanflow.transport import cylinder_distance, euclidean, transport_plan, wasserstein
+
+module = importlib.import_module("meanflow.transport.wasserstein")
+
+
+def weights(rng, size):
+    w = rng.random(size)
+    w[rng.random(size) < 0.2] = 0.0  # padding
+    w[0] += 0.1
+    return w / w.sum()
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_line_equals_scipy_and_pot(case):
+    rng = np.random.default_rng(case)
+    n, m = ((1, 23), (30, 30), (17, 5), (40, 1))[case % 4]
+    x, y = rng.normal(size=n), rng.standard_t(3, size=m)
+    if case % 3 == 0:
+        y = np.round(y)  # ties
+    a, b = weights(rng, n), weights(rng, m)
+    np.testing.assert_allclose(
+        wasserstein(x, y, weights_x=a, weights_y=b),
+        scipy.stats.wasserstein_distance(x, y, a, b),
+        rtol=1e-12,
+        atol=1e-14,
+    )
+    np.testing.assert_allclose(wasserstein(x, y), scipy.stats.wasserstein_distance(x, y), rtol=1e-12)
+    for p in (2, 3.5):
+        oracle = ot.emd2(a, b, np.abs(x[:, None] - y[None, :]) ** p) ** (1 / p)
+        np.testing.assert_allclose(
+            wasserstein(x[:, None], y[:, None], p, weights_x=a, weights_y=b), oracle, rtol=1e-9
+        )
+
+
+@pytest.mark.parametrize("case", range(12))
+@pytest.mark.parametrize("p", [1, 2])
+def test_clouds_equal_pot(case, p):
+    rng = np.random.default_rng(100 + case)
+    n, m, d = ((30, 30, 8), (20, 35, 3), (1, 9, 2))[case % 3]
+    x, y = rng.normal(size=(n, d)), rng.normal(size=(m, d)) * 1.5 + 0.2
+    costs = ot.dist(x, y, metric="euclidean") ** p
+    uniform = ot.emd2(np.full(n, 1 / n), np.full(m, 1 / m), costs) ** (1 / p)
+    np.testing.assert_allclose(wasserstein(x, y, p), uniform, rtol=1e-9)
+    a, b = weights(rng, n), weights(rng, m)
+    weighted = ot.emd2(a, b, costs) ** (1 / p)
+    np.testing.assert_allclose(wasserstein(x, y, p, weights_x=a, weights_y=3 * b), weighted, rtol=1e-9)
+
+
+def test_padding_does_not_matter():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(9, 3)), rng.normal(size=(7, 3))
+    mask_x, mask_y = np.r_[np.ones(7), 0, 0], np.ones(7)
+    np.testing.assert_allclose(
+        wasserstein(x, y, weights_x=mask_x, weights_y=mask_y), wasserstein(x[:7], y), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("case", range(30))
+def test_metric_axioms(case):
+    rng = np.random.default_rng(200 + case)
+    d, p = (1, 4)[case % 2], (1, 2, 3)[case % 3]
+    x, y, z = (rng.normal(size=(12, d)) * rng.uniform(0.5, 2) for _ in range(3))
+    shuffled = x[rng.permutation(12)]
+    assert float(wasserstein(x, shuffled, p)) == pytest.approx(0.0, abs=1e-12)
+    xy, yx = float(wasserstein(x, y, p)), float(wasserstein(y, x, p))
+    assert xy == pytest.approx(yx, rel=1e-12)
+    assert xy <= float(wasserstein(x, z, p)) + float(wasserstein(z, y, p)) + 1e-12
+    shift = rng.normal(size=d)
+    assert float(wasserstein(x, x + shift, p)) == pytest.approx(np.linalg.norm(shift), rel=1e-9)
+    assert float(wasserstein(3 * x, 3 * y, p)) == pytest.approx(3 * xy, rel=1e-9)
+
+
+def test_line_gradients_equal_finite_differences():
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=6), rng.normal(size=9)
+    a, b = rng.random(6) + 0.1, rng.random(9) + 0.1
+    for p in (1, 2):
+        f = jax.jit(
+            lambda x, a, p=p: wasserstein(x, jnp.asarray(y), p, weights_x=a, weights_y=jnp.asarray(b))
+        )
+        grads = jax.grad(f, (0, 1))(jnp.asarray(x), jnp.asarray(a))
+        for which in range(2):
+            for i in range(6):
+                h = np.zeros(6)
+                h[i] = 1e-6
+                args = [(x + s * h, a) if which == 0 else (x, a + s * h) for s in (1, -1)]
+                slope = (f(*args[0]) - f(*args[1])) / 2e-6
+                np.testing.assert_allclose(grads[which][i], slope, rtol=1e-6, atol=1e-8)
+
+
+def test_gradient_at_coincidence_is_finite():
+    x = jnp.arange(4.0)
+    for p in (1, 2):
+        assert np.all(np.isfinite(jax.grad(lambda x, p=p: wasserstein(x, jnp.arange(4.0), p))(x)))
+    assert np.all(np.isfinite(jax.grad(lambda u: jnp.sum(euclidean(u, u)))(jnp.ones((3, 2)))))
+
+
+def test_line_under_vmap_and_in_float32():
+    rng = np.random.default_rng(4)
+    x, y = rng.normal(size=(5, 8)), rng.normal(size=(5, 8))
+    batched = jax.vmap(lambda u, v: wasserstein(u, v, 2))(jnp.asarray(x), jnp.asarray(y))
+    np.testing.assert_allclose(batched, [wasserstein(u, v, 2) for u, v in zip(x, y, strict=True)], rtol=1e-12)
+    small = wasserstein(jnp.asarray(x[0], "float32"), jnp.asarray(y[0], "float32"))
+    assert small.dtype == jnp.float32
+    np.testing.assert_allclose(small, wasserstein(x[0], y[0]), rtol=1e-5)
+    cloud = wasserstein(jnp.asarray(x, "float32"), jnp.asarray(y, "float32"))
+    assert cloud.dtype == jnp.float32
+    np.testing.assert_allclose(cloud, wasserstein(x, y), rtol=1e-5)
+
+
+def test_envelope_gradient_of_the_plan():
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(6, 3)), rng.normal(size=(8, 3))
+    plan = transport_plan(x, y, 2)
+    np.testing.assert_allclose(plan.sum(1), 1 / 6, atol=1e-12)
+    np.testing.assert_allclose(plan.sum(0), 1 / 8, atol=1e-12)
+    grad = jax.grad(lambda u: jnp.sum(plan * euclidean(u, jnp.asarray(y)) ** 2))(jnp.asarray(x))
+    h = np.zeros_like(x)
+    h[2, 1] = 1e-6
+    slope = (wasserstein(x + h, y, 2) ** 2 - wasserstein(x - h, y, 2) ** 2) / 2e-6
+    np.testing.assert_allclose(grad[2, 1], slope, rtol=1e-6)
+
+
+def test_cylinder():
+    rng = np.random.default_rng(6)
+    unit = lambda n: (b := rng.normal(size=(n, 4))) / np.linalg.norm(b, axis=1, keepdims=True)
+    x, y = (rng.normal(size=10), unit(10)), (rng.normal(size=7), unit(7))
+    distances = cylinder_distance(x, y)
+    arccos = np.arccos(np.clip(x[1] @ y[1].T, -1, 1))
+    np.testing.assert_allclose(distances, np.hypot(x[0][:, None] - y[0][None], arccos), rtol=1e-7)
+    oracle = ot.emd2(np.full(10, 0.1), np.full(7, 1 / 7), np.asarray(distances) ** 2) ** 0.5
+    np.testing.assert_allclose(wasserstein(x, y, 2, cost=cylinder_distance), oracle, rtol=1e-9)
+    # where arccos fails: an angle of 1e-9, and its distance from the antipode
+    b = np.array([[1.0, 0.0]])
+    c = np.array([[np.cos(1e-9), np.sin(1e-9)]])
+    np.testing.assert_allclose(cylinder_distance((np.zeros(1), b), (np.zeros(1), c)), [[1e-9]], rtol=1e-6)
+    far = cylinder_distance((np.zeros(1), b), (np.zeros(1), -c))
+    np.testing.assert_allclose(np.pi - far, [[1e-9]], rtol=1e-6)
+    with pytest.raises(ValueError, match="unit rows"):
+        cylinder_distance((np.zeros(1), 2 * b), (np.zeros(1), b))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((np.zeros((2, 3)), np.zeros((2, 4))), {}, "same shape"),
+        ((np.zeros(2), np.zeros(2), 0.5), {}, "p must be"),
+        ((np.zeros(2), np.zeros(2)), {"weights_x": np.array([-1.0, 2.0])}, "weights_x must be >="),
+        ((np.zeros(2), np.zeros(2)), {"weights_y": np.zeros(2)}, "positive sum"),
+        ((np.zeros(2), np.zeros(2)), {"weights_y": np.ones(3)}, "weights_y must have shape"),
+        ((np.array([np.nan]), np.zeros(1)), {}, "x must be finite"),
+        ((np.zeros((5000, 2)), np.zeros((5000, 2))), {}, "at most 4096 points, got 5000"),
+        ((np.zeros((600, 2)), np.zeros((601, 2))), {}, "at most 262144 pairs"),
+    ],
+)
+def test_bad_input(args, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        wasserstein(*args, **kwargs)
+
+
+def test_clouds_refuse_tracing():
+    with pytest.raises(ValueError, match="runs on the host"):
+        jax.jit(wasserstein)(jnp.zeros((3, 2)), jnp.zeros((3, 2)))
+
+
+def test_integers_are_points_too():
+    assert float(wasserstein([0, 1], [1, 4], 2)) == pytest.approx(np.sqrt(5))
+    assert float(wasserstein([[0, 0]], [[3, 4]])) == 5.0
+
+
+def test_examples():
+    assert doctest.testmod(module).failed == 0
