@@ -76,7 +76,7 @@ class KernelStep(eqx.Module):
         self.kappa = jnp.asarray(kappa, jnp.result_type(float))
         self.every = _checks.whole("every", every, 1)
 
-    def size(self, problem: Problem, cloud: Cloud) -> jax.Array:
+    def size_at(self, problem: Problem, cloud: Cloud) -> jax.Array:
         """The step at ``cloud``, on the clock of the problem."""
         top = problem.speed * top_eigenvalue(problem.flow, cloud, problem.data)
         return self.kappa.astype(top.dtype) / top
@@ -84,16 +84,16 @@ class KernelStep(eqx.Module):
 
 def next_size(rule: Any, count: jax.Array, size: jax.Array, problem: Problem, cloud: Cloud) -> jax.Array:
     """The step to take as number ``count``: ``size`` again, unless the rule asks for a refresh."""
-    if not isinstance(rule, KernelStep):
+    if not hasattr(rule, "size_at"):
         return size
-    return jax.lax.cond(count % rule.every == 0, lambda: rule.size(problem, cloud), lambda: size)
+    return jax.lax.cond(count % rule.every == 0, lambda: rule.size_at(problem, cloud), lambda: size)
 
 
 class StepController(diffrax.AbstractStepSizeController):
     """Fixed steps, or ``KernelStep``, for diffrax; optionally clipped to land on given times.
 
     Attributes:
-        rule: a ``KernelStep`` or a number.
+        rule: a number, or a rule with ``size_at(problem, cloud)`` and ``every`` such as ``KernelStep``.
         solver: the diffrax solver in use, which may integrate other coordinates than the particles.
         stops: sorted times to land on exactly, or None.
         start: (count, size) of a run that is resumed, or None.
@@ -126,7 +126,7 @@ class StepController(diffrax.AbstractStepSizeController):
         else:
             count = jnp.asarray(0, jnp.int32)
             cloud = cloud_at(self.solver, args, y0)
-            size = self.rule.size(args, cloud) if isinstance(self.rule, KernelStep) else self.rule
+            size = self.rule.size_at(args, cloud) if hasattr(self.rule, "size_at") else self.rule
             size = jnp.asarray(size, jnp.result_type(t0))
         return self._clip(t0, size), (count, size)
 

@@ -1,0 +1,52 @@
+"""The weak form of the continuity equation, with the boundary terms that the papers leave out."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow.flows.flow import Flow, velocity
+from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import Dataset
+from meanflow.solvers.solve import solve
+
+
+class WeakForm(NamedTuple):
+    """Both sides: ``interior`` = int int (d_t phi + <grad phi, v>) d rho dt, ``boundary`` = [int phi d rho]."""
+
+    interior: jax.Array
+    boundary: jax.Array
+
+
+def weak_form(
+    flow: Flow,
+    cloud: Cloud,
+    data: Dataset,
+    test: Callable[[jax.Array, Any], jax.Array],
+    t1: float,
+    *,
+    nodes: int = 32,
+    **settings: Any,
+) -> WeakForm:
+    """Both sides of the weak form on [0, t1] for a C^1 test function ``test(t, particles) -> (m,)``.
+
+    They are equal along the flow; the interior vanishes only if ``test`` does at both ends. Time integrals use
+    ``nodes`` Gauss-Legendre points; ``settings`` go to ``solve``.
+    """
+    flow = flow.bind(data)
+    points, weights = np.polynomial.legendre.leggauss(nodes)
+    times = t1 * (points + 1) / 2
+    sol = solve(flow, cloud, data, t1, ts=times, **settings)
+
+    def mean(t: jax.Array, particles: Any) -> jax.Array:
+        return cloud.weights @ test(t, particles)
+
+    def rate(t: jax.Array, here: Cloud) -> jax.Array:
+        v = velocity(flow, here, data)
+        return jax.jvp(mean, (t, here.particles), (jnp.ones_like(t), v))[1]
+
+    interior = jnp.asarray(weights * t1 / 2) @ jax.vmap(rate)(sol.ts, sol.clouds)
+    start, end = jnp.zeros_like(sol.ts[0]), sol.state.t
+    return WeakForm(interior, mean(end, sol.final.particles) - mean(start, cloud.particles))
