@@ -290,7 +290,7 @@ def theorem_4(largest: int = 12, seeds: int = 16, t1: float = 5.0) -> Outcome:
     keys = jax.random.split(jax.random.key(3), seeds)
     iid, spread = [], []
     for m in widths:
-        f = jax.lax.map(lambda key, m=m: limit(sample(key, m, mf.Neurons, rule)), keys)
+        f = jax.lax.map(lambda key, m=m: limit(sample(key, m, mf.Neurons, rule)), keys, batch_size=16)
         iid.append(float(jnp.sqrt(jnp.mean((f - truth[None]) ** 2))))
         spread.append(float(jnp.sqrt(jnp.mean((limit(quasi(m, mf.Neurons, rule)) - truth) ** 2))))
     slope = [float(np.polyfit(np.log(widths), np.log(errors), 1)[0]) for errors in (iid, spread)]
