@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ACTIVATIONS, MODELS, largest_gap, problem
 
 import meanflow as mf
-from helpers import ACTIVATIONS, MODELS, largest_gap, problem
 from meanflow import geometry
 
 
@@ -17,7 +17,9 @@ def test_velocity_is_minus_m_times_the_gradient(model, activation):
     gradient = jax.grad(lambda w: mf.energy(flow, cloud.at(w), data))(cloud.particles)
     expected = jax.tree.map(lambda g: -cloud.width * g, flow.space.cometric(cloud, gradient))
     velocity = mf.velocity(flow, cloud, data)
-    assert largest_gap(velocity, expected) < 1e-13 * (1 + largest_gap(expected, jax.tree.map(jnp.zeros_like, expected)))
+    assert largest_gap(velocity, expected) < 1e-13 * (
+        1 + largest_gap(expected, jax.tree.map(jnp.zeros_like, expected))
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -118,7 +120,9 @@ def test_regulariser_enters_energy_and_velocity(model):
     flow, cloud, data = problem(model)
     extra = getattr(mf, model)("tanh", regulariser=lambda w: w.a**2, strength=0.3).bind(data)
     np.testing.assert_allclose(
-        mf.energy(extra, cloud, data) - mf.energy(flow, cloud, data), 0.3 * np.mean(cloud.particles.a**2), rtol=1e-10
+        mf.energy(extra, cloud, data) - mf.energy(flow, cloud, data),
+        0.3 * np.mean(cloud.particles.a**2),
+        rtol=1e-10,
     )
     gap = mf.velocity(extra, cloud, data).a - mf.velocity(flow, cloud, data).a
     np.testing.assert_allclose(gap, -0.6 * cloud.particles.a, rtol=1e-10)
@@ -134,7 +138,10 @@ def test_scaling_and_shifting_the_inputs_changes_nothing():
     flow, cloud, data = problem("batchnorm")
     for moved in (7.0 * data.x, data.x + jnp.array([[3.0, -2.0, 0.5]])):
         other = mf.Dataset(moved, data.y, data.weights)
-        assert largest_gap(mf.velocity(mf.batchnorm("tanh"), cloud, other), mf.velocity(flow, cloud, data)) < 1e-13
+        assert (
+            largest_gap(mf.velocity(mf.batchnorm("tanh"), cloud, other), mf.velocity(flow, cloud, data))
+            < 1e-13
+        )
 
 
 def test_rotation_equivariance_and_its_limits():
@@ -173,7 +180,10 @@ def test_padding_is_invisible(model):
     for function in (mf.energy, mf.dissipation):
         np.testing.assert_allclose(function(flow, padded, data), function(flow, cloud, data), rtol=1e-14)
     np.testing.assert_allclose(
-        mf.tangent_kernel(flow, padded, data.x), mf.tangent_kernel(flow, cloud, data.x), rtol=1e-12, atol=1e-14
+        mf.tangent_kernel(flow, padded, data.x),
+        mf.tangent_kernel(flow, cloud, data.x),
+        rtol=1e-12,
+        atol=1e-14,
     )
     v = jax.tree.map(lambda u: u[:7], mf.velocity(flow, padded, data))
     assert largest_gap(v, mf.velocity(flow, cloud, data)) < 1e-14
@@ -204,7 +214,9 @@ def test_projection_and_lift_are_inverse():
     there = geometry.project(cloud, sigma)
     assert largest_gap(geometry.lift(there).particles, cloud.particles) < 1e-14
     manifold = mf.batchnorm_manifold("tanh").bind(data)
-    np.testing.assert_allclose(mf.predict(manifold, there, data.x), mf.predict(flow, cloud, data.x), rtol=1e-12)
+    np.testing.assert_allclose(
+        mf.predict(manifold, there, data.x), mf.predict(flow, cloud, data.x), rtol=1e-12
+    )
     # the manifold velocity is the push-forward of the raw one
     raw = mf.velocity(flow, cloud, data)
     pushed = jax.jvp(lambda b: geometry.normalize(b, sigma), (cloud.particles.b,), (raw.b,))[1]
@@ -231,7 +243,10 @@ def bad_calls():
         (lambda: mf.velocity(mf.batchnorm(), thin, one_d), "dimension d >= 2"),
         (lambda: mf.velocity(mf.batchnorm(), cloud, few), "more than d = 3 points .* got n = 3"),
         (lambda: mf.velocity(mf.batchnorm(), cloud, flat), "covariance must be positive definite"),
-        (lambda: mf.velocity(mf.batchnorm(covariance=jnp.eye(2)), cloud, data), r"covariance must have shape \(3, 3\)"),
+        (
+            lambda: mf.velocity(mf.batchnorm(covariance=jnp.eye(2)), cloud, data),
+            r"covariance must have shape \(3, 3\)",
+        ),
         (lambda: mf.velocity(mf.batchnorm(), zero, data), "particles.b must be nonzero"),
         (lambda: mf.velocity(mf.vanilla(), plane, data), r"x must have shape \(any, 2\), got \(30, 3\)"),
         (lambda: mf.velocity(mf.vanilla(), polar, data), "cloud.particles must be Neurons, got Polar"),

@@ -99,7 +99,10 @@ def test_samples_are_nested_only_when_quasi_random():
         (lambda: mf.Cloud(neurons(3), weights=[0.5, 0.5]), r"weights must have shape \(3\)"),
         (lambda: mf.Cloud(mf.Neurons(jnp.ones(2), jnp.ones((3, 2)))), "share one leading axis"),
         (lambda: mf.Cloud(mf.Neurons(jnp.ones(0), jnp.ones((0, 2)))), "at least 1 neuron"),
-        (lambda: mf.Cloud(mf.Neurons(jnp.array([1.0, jnp.nan]), jnp.ones((2, 2)))), "particles.a must be finite"),
+        (
+            lambda: mf.Cloud(mf.Neurons(jnp.array([1.0, jnp.nan]), jnp.ones((2, 2)))),
+            "particles.a must be finite",
+        ),
         (lambda: mf.Cloud(neurons(3), labels=[1.0, 2.0]), "labels must have shape"),
         (lambda: mf.Cloud(neurons(3)).pad(2), "size must be an integer >= 3"),
         (lambda: mf.Dataset([[1.0, np.nan]], [1.0]), "x must be finite, got 1 NaN"),
@@ -108,9 +111,18 @@ def test_samples_are_nested_only_when_quasi_random():
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), "mean"), "weights must be one of"),
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), [-1.0, 1.0, 1.0]), "weights must be >= 0"),
         (lambda: mf.Dataset(np.ones((3, 2, 2)), np.ones(3)), "x must have shape"),
-        (lambda: sample(jax.random.key(0), 0, mf.Polar, {"r": laws.uniform()}), "width must be an integer >= 1"),
-        (lambda: sample(jax.random.key(0), 3, mf.Polar, {"r": laws.uniform()}), "laws must name the coordinates"),
-        (lambda: quadrature((3,), mf.Polar, {"r": laws.uniform(), "theta": laws.angle()}), "counts must list 2"),
+        (
+            lambda: sample(jax.random.key(0), 0, mf.Polar, {"r": laws.uniform()}),
+            "width must be an integer >= 1",
+        ),
+        (
+            lambda: sample(jax.random.key(0), 3, mf.Polar, {"r": laws.uniform()}),
+            "laws must name the coordinates",
+        ),
+        (
+            lambda: quadrature((3,), mf.Polar, {"r": laws.uniform(), "theta": laws.angle()}),
+            "counts must list 2",
+        ),
         (lambda: laws.sphere(1), "dim must be an integer >= 2"),
     ],
 )

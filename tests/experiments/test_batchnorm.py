@@ -1,0 +1,28 @@
+"""Figures and theorems of the batch-norm manifold paper meet the criteria of the theory."""
+
+import pytest
+
+from meanflow.experiments import batchnorm
+
+
+@pytest.mark.parametrize("name", ["figure_2", "figure_3"])
+def test_quick_experiments(name):
+    outcome = getattr(batchnorm, name)()
+    assert outcome.passed, str(outcome)
+
+
+def test_equivalence_on_a_short_horizon():
+    outcome = batchnorm.equivalence(width=6, points=60, t1=2.0)
+    assert outcome.passed, str(outcome)
+
+
+def test_bounds_of_theorem_4():
+    outcome = batchnorm.theorem_4_bounds(width=64)
+    assert outcome.passed, str(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["figure_1", "learning_rates", "equivalence", "theorem_4", "theorem_5"])
+def test_long_experiments(name):
+    outcome = getattr(batchnorm, name)()
+    assert outcome.passed, str(outcome)

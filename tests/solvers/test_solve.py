@@ -1,0 +1,220 @@
+"""Continuous time: dissipation equality, resume, clocks, adjoints, padding, save and load, result codes."""
+
+import json
+
+import diffrax
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.integrate
+from helpers import MODELS, largest_gap, problem
+
+import meanflow as mf
+from meanflow.measures import stack
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_against_scipy_with_energy_balance(model):
+    """Same trajectory as DOP853, and E(0) - E(t) = integral of the dissipation (Gauss-Legendre in time)."""
+    flow, cloud, data = problem(model, norms=(0.7, 1.5))
+    nodes, weights = np.polynomial.legendre.leggauss(12)
+    ts = 2.0 * (nodes + 1) / 2
+    sol = mf.solve(flow, cloud, data, 2.0, ts=ts, observe={"rate": mf.dissipation}, **TIGHT)
+    lost = mf.energy(flow, cloud, data) - mf.energy(flow, sol.final, data)
+    np.testing.assert_allclose(weights @ sol.observed["rate"], lost, rtol=1e-8)
+
+    flat, unravel = jax.flatten_util.ravel_pytree(cloud.particles)
+    field = jax.jit(lambda y: jax.flatten_util.ravel_pytree(mf.velocity(flow, cloud.at(unravel(y)), data))[0])
+    reference = scipy.integrate.solve_ivp(
+        lambda t, y: np.asarray(field(y)), (0, 2.0), np.asarray(flat), "DOP853", rtol=1e-11, atol=1e-13
+    )
+    assert reference.success
+    ours = jax.flatten_util.ravel_pytree(sol.final.particles)[0]
+    np.testing.assert_allclose(ours, reference.y[:, -1], rtol=1e-8, atol=1e-9)
+    assert bool(sol.ok)
+
+
+def test_norms_and_omega_are_conserved():
+    flow, cloud, data = problem("batchnorm")
+    sol = mf.solve(flow, cloud, data, 5.0, **TIGHT)
+    norms = [jnp.linalg.norm(c.particles.b, axis=1) for c in (cloud, sol.final)]
+    np.testing.assert_allclose(norms[1], norms[0], rtol=1e-9)
+    manifold = mf.batchnorm_manifold("tanh").bind(data)
+    there = mf.solve(manifold, mf.geometry.project(cloud, flow.feature.sigma), data, 5.0, **TIGHT)
+    np.testing.assert_allclose(
+        mf.geometry.sigma_norm(there.final.particles.b, flow.feature.sigma), 1, rtol=1e-9
+    )
+    np.testing.assert_allclose(
+        mf.predict(manifold, there.final, data.x), mf.predict(flow, sol.final, data.x), atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("step", [1 / 64, mf.KernelStep(0.5, 4)], ids=["fixed", "kernel"])
+@pytest.mark.parametrize("solver", [diffrax.Euler(), diffrax.Tsit5()], ids=["euler", "tsit5"])
+def test_two_halves_equal_the_whole_bit_for_bit(step, solver):
+    flow, cloud, data = problem("batchnorm")
+    settings = {"solver": solver, "step": step}
+    whole = mf.solve(flow, cloud, data, 1.0, ts=[0.5, 1.0], **settings)
+    if isinstance(step, mf.KernelStep):  # its grid is not dyadic: cut at a step of the full run
+        cut = _step_times(flow, cloud, data, settings)[5]
+    else:
+        cut = 0.5
+    half = mf.solve(flow, cloud, data, cut, **settings)
+    rest = mf.solve(flow, half.final, data, 1.0, state=half.state, **settings)
+    assert largest_gap(rest.final.particles, whole.final.particles) == 0
+    assert int(rest.state.steps) == int(whole.state.steps)
+
+
+def _step_times(flow, cloud, data, settings):
+    """Times after each step, found by stopping earlier and earlier runs of one step."""
+    times, state, here = [], None, cloud
+    for _ in range(6):
+        one = mf.solve(flow, here, data, 1.0, max_steps=1, state=state, **settings)
+        state, here = one.state, one.final
+        times.append(float(one.state.t))
+    return times
+
+
+def test_adaptive_runs_resume_to_tolerance():
+    flow, cloud, data = problem("vanilla")
+    whole = mf.solve(flow, cloud, data, 2.0, **TIGHT)
+    half = mf.solve(flow, cloud, data, 1.0, **TIGHT)
+    rest = mf.solve(flow, cloud, data, 2.0, state=half.state, **TIGHT)
+    assert largest_gap(rest.final.particles, whole.final.particles) < 1e-9
+
+
+def test_state_of_another_solver_is_refused():
+    flow, cloud, data = problem("vanilla")
+    half = mf.solve(flow, cloud, data, 1.0, solver=diffrax.Euler(), step=0.5)
+    with pytest.raises(ValueError, match="state must come from a run with the same solver"):
+        mf.solve(flow, cloud, data, 2.0, state=half.state)
+
+
+@pytest.mark.parametrize("step", [1 / 32, None], ids=["fixed", "adaptive"])
+def test_padded_and_stacked_clouds_follow_the_same_path(step):
+    flow, cloud, data = problem("batchnorm")
+    small = mf.Cloud(jax.tree.map(lambda u: u[:4], cloud.particles))
+    alone = [mf.solve(flow, c, data, 1.0, step=step).final for c in (small, cloud)]
+    both = jax.vmap(lambda c: mf.solve(flow, c, data, 1.0, step=step).final)(stack([small, cloud]))
+    for k, single in enumerate(alone):
+        row = jax.tree.map(lambda u, k=k, n=single.size: u[k, :n], both.particles)
+        assert largest_gap(row, single.particles) < 1e-13
+
+
+@pytest.mark.parametrize(("clock", "factor"), [("mean_field", 1.0), ("gradient", 7.0), ("lazy", 1.0)])
+def test_clocks(clock, factor):
+    flow, cloud, data = problem("batchnorm")
+    reference = mf.solve(flow, cloud, data, 1.0, step=1 / 32)
+    other = mf.solve(flow, cloud, data, factor, step=factor / 32, clock=clock)
+    assert largest_gap(other.final.particles, reference.final.particles) < 1e-12
+
+
+def test_save_times_and_observers():
+    flow, cloud, data = problem("vanilla")
+    sol = mf.solve(flow, cloud, data, 1.0, ts=5, **TIGHT)
+    np.testing.assert_allclose(sol.ts, [0, 0.25, 0.5, 0.75, 1.0])
+    assert largest_gap(jax.tree.map(lambda u: u[0], sol.clouds.particles), cloud.particles) == 0
+    np.testing.assert_allclose(
+        sol.energy, jax.vmap(lambda c: mf.energy(flow, c, data))(sol.clouds), rtol=1e-13
+    )
+    seen = mf.solve(
+        flow, cloud, data, 1.0, ts=5, observe=lambda flow, cloud, data: cloud.particles.a, **TIGHT
+    )
+    assert seen.clouds is None
+    np.testing.assert_allclose(seen.observed, sol.clouds.particles.a, rtol=1e-12)
+
+
+def test_steady_state_stops():
+    flow, cloud, data = problem("vanilla")
+    sol = mf.solve(flow, cloud, data, 1e4, steady=0.02)
+    assert bool(sol.result == mf.RESULTS.event_occurred)
+    assert bool(sol.ok)
+    assert float(sol.state.t) < 1e4
+    assert 0.01 < float(jnp.sqrt(mf.dissipation(flow, sol.final, data))) < 0.02
+
+
+def test_failures_are_codes_and_may_throw():
+    flow, cloud, data = problem("vanilla", activation="relu")
+    wild = mf.solve(flow, cloud, data, 1e4, solver=diffrax.Euler(), step=50.0)
+    assert bool(wild.result == mf.RESULTS.non_finite)
+    with pytest.raises(RuntimeError, match="not finite"):
+        mf.solve(flow, cloud, data, 1e4, solver=diffrax.Euler(), step=50.0, throw=True)
+    short = mf.solve(flow, cloud, data, 10.0, max_steps=3)
+    assert bool(short.result == mf.RESULTS.max_steps_reached)
+    assert not bool(short.ok)
+
+
+def test_saved_solutions_load_and_resume(tmp_path):
+    flow, cloud, data = problem("batchnorm_manifold")
+    settings = {"step": 1 / 16}
+    half = mf.solve(
+        flow, cloud, data, 0.5, ts=3, observe={"f": lambda f, c, d: mf.predict(f, c, d.x)}, **settings
+    )
+    loaded = mf.Solution.load(half.save(tmp_path / "half"))
+    assert jax.tree.structure(loaded.final) == jax.tree.structure(half.final)
+    np.testing.assert_array_equal(loaded.observed["f"], half.observed["f"])
+    assert bool(loaded.result == half.result)
+    assert json.loads(loaded.settings)["versions"]["jax"] == jax.__version__
+    rest = [mf.solve(flow, s.final, data, 1.0, state=s.state, **settings) for s in (half, loaded)]
+    assert largest_gap(rest[0].final.particles, rest[1].final.particles) == 0
+    with pytest.raises(ValueError, match="does not exist"):
+        mf.Solution.load(tmp_path / "nothing")
+    np.savez(tmp_path / "foreign.npz", x=np.ones(2))
+    with pytest.raises(ValueError, match=r"written by Solution.save"):
+        mf.Solution.load(tmp_path / "foreign")
+
+
+def test_a_second_call_compiles_nothing():
+    flow, cloud, data = problem("vanilla")
+    count = []
+
+    def watch(flow, cloud, data):  # runs only while tracing
+        count.append(1)
+        return cloud.particles.a
+
+    mf.solve(flow, cloud, data, 1.0, step=1 / 32, observe=watch)
+    traced = len(count)
+    other = flow.init(jax.random.key(8), 7, dim=3)
+    mf.solve(flow, other, data, 0.9, step=1 / 30, observe=watch)
+    assert len(count) == traced
+
+
+def test_float32_run():
+    flow, cloud, data = problem("batchnorm")
+    small = jax.tree.map(lambda u: u.astype(jnp.float32), (cloud, data))
+    sol = mf.solve(mf.batchnorm("tanh"), *small, 1.0, rtol=1e-5, atol=1e-6)
+    assert sol.final.particles.b.dtype == sol.energy.dtype == jnp.float32
+    exact = mf.solve(flow, cloud, data, 1.0, **TIGHT)
+    assert largest_gap(sol.final.particles, exact.final.particles) < 1e-4
+
+
+BAD = [
+    ({"t1": -1.0}, "t1 must be greater than t0 = 0.0, got -1.0"),
+    ({"t1": np.nan}, "t1 must be finite"),
+    ({"t1": 1.0, "ts": [0.5, 2.0]}, "ts must increase within"),
+    ({"t1": 1.0, "ts": [0.5, 0.2]}, "ts must increase within"),
+    ({"t1": 1.0, "step": -0.1}, "step must be > 0"),
+    ({"t1": 1.0, "clock": "wall"}, "clock must be one of"),
+    ({"t1": 1.0, "solver": "euler"}, "solver must be one of"),
+    ({"t1": 1.0, "adjoint": "none"}, "adjoint must be one of"),
+    ({"t1": 1.0, "max_steps": 0}, "max_steps must be an integer >= 1"),
+    ({"t1": 1.0, "steady": 0.0}, "steady must be > 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_input_is_refused(settings, words):
+    flow, cloud, data = problem("vanilla")
+    with pytest.raises(ValueError, match=words):
+        mf.solve(flow, cloud, data, settings.pop("t1"), **settings)
+
+
+def test_kernel_step_needs_positive_numbers():
+    with pytest.raises(ValueError, match="kappa must be > 0"):
+        mf.KernelStep(0.0)
+    with pytest.raises(ValueError, match="every must be an integer >= 1"):
+        mf.KernelStep(0.1, 0)
