@@ -59,10 +59,8 @@ def test_two_halves_equal_the_whole_bit_for_bit(step, solver):
     flow, cloud, data = problem("batchnorm")
     settings = {"solver": solver, "step": step}
     whole = mf.solve(flow, cloud, data, 1.0, ts=[0.5, 1.0], **settings)
-    if isinstance(step, mf.KernelStep):  # its grid is not dyadic: cut at a step of the full run
-        cut = _step_times(flow, cloud, data, settings)[5]
-    else:
-        cut = 0.5
+    # the grid of a KernelStep is not dyadic: cut at a step of the full run
+    cut = _step_times(flow, cloud, data, settings)[5] if isinstance(step, mf.KernelStep) else 0.5
     half = mf.solve(flow, cloud, data, cut, **settings)
     rest = mf.solve(flow, half.final, data, 1.0, state=half.state, **settings)
     assert largest_gap(rest.final.particles, whole.final.particles) == 0
