@@ -110,7 +110,7 @@ def test_batch_statistics_bias_the_gradient_like_one_over_the_batch_size():
 
 
 def test_norms_are_conserved_by_every_minibatch():
-    """b . b' = 0 holds for each batch, with its own or with frozen statistics: only Euler's O(step^2) growth is left."""
+    """b . b' = 0 for each batch, with its own or with frozen statistics: only Euler's O(step^2) growth is left."""
     flow, cloud, data = problem("batchnorm", points=100, norms=(0.8, 1.5))
     start = jnp.linalg.norm(cloud.particles.b, axis=1)
     for statistics in ("batch", "frozen"):
