@@ -21,16 +21,16 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 def test_against_scipy_with_energy_balance(model):
     """Same trajectory as DOP853, and E(0) - E(t) = integral of the dissipation (Gauss-Legendre in time)."""
     flow, cloud, data = problem(model, norms=(0.7, 1.5))
-    nodes, weights = np.polynomial.legendre.leggauss(12)
-    ts = 2.0 * (nodes + 1) / 2
-    sol = mf.solve(flow, cloud, data, 2.0, ts=ts, observe={"rate": mf.dissipation}, **TIGHT)
+    nodes, weights = np.polynomial.legendre.leggauss(40)
+    ts = (nodes + 1) / 2
+    sol = mf.solve(flow, cloud, data, 1.0, ts=ts, observe={"rate": mf.dissipation}, **TIGHT)
     lost = mf.energy(flow, cloud, data) - mf.energy(flow, sol.final, data)
-    np.testing.assert_allclose(weights @ sol.observed["rate"], lost, rtol=1e-8)
+    np.testing.assert_allclose(weights / 2 @ sol.observed["rate"], lost, rtol=1e-8)
 
     flat, unravel = jax.flatten_util.ravel_pytree(cloud.particles)
     field = jax.jit(lambda y: jax.flatten_util.ravel_pytree(mf.velocity(flow, cloud.at(unravel(y)), data))[0])
     reference = scipy.integrate.solve_ivp(
-        lambda t, y: np.asarray(field(y)), (0, 2.0), np.asarray(flat), "DOP853", rtol=1e-11, atol=1e-13
+        lambda t, y: np.asarray(field(y)), (0, 1.0), np.asarray(flat), "DOP853", rtol=1e-11, atol=1e-13
     )
     assert reference.success
     ours = jax.flatten_util.ravel_pytree(sol.final.particles)[0]
@@ -53,7 +53,7 @@ def test_norms_and_omega_are_conserved():
     )
 
 
-@pytest.mark.parametrize("step", [1 / 64, mf.KernelStep(0.5, 4)], ids=["fixed", "kernel"])
+@pytest.mark.parametrize("step", [1 / 64, mf.KernelStep(0.05, 4)], ids=["fixed", "kernel"])
 @pytest.mark.parametrize("solver", [diffrax.Euler(), diffrax.Tsit5()], ids=["euler", "tsit5"])
 def test_two_halves_equal_the_whole_bit_for_bit(step, solver):
     flow, cloud, data = problem("batchnorm")
@@ -177,7 +177,7 @@ def test_a_second_call_compiles_nothing():
     mf.solve(flow, cloud, data, 1.0, step=1 / 32, observe=watch)
     traced = len(count)
     other = flow.init(jax.random.key(8), 7, dim=3)
-    mf.solve(flow, other, data, 0.9, step=1 / 30, observe=watch)
+    mf.solve(flow, other, data, 0.95, step=1 / 33, observe=watch)
     assert len(count) == traced
 
 
