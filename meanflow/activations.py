@@ -23,6 +23,7 @@ NAMED: dict[str, Activation] = {
     "gelu": lambda z: jax.nn.gelu(z, approximate=False),
     "softplus": jax.nn.softplus,
     "sine": jnp.sin,
+    "gaussian": lambda z: jnp.exp(-0.5 * z**2),
     "linear": lambda z: z,
 }
 

@@ -1,0 +1,139 @@
+"""Dual activations: E[phi(u) phi(v)] and E[phi'(u) phi'(v)] for jointly Gaussian u, v of mean zero.
+
+Closed forms for linear, relu, leaky_relu, erf, sine and gaussian; a two-dimensional trapezoid rule for any
+other activation, which for smooth ones converges faster than Gauss-Hermite (tanh at variance 4: 1e-15 with
+201 nodes, where Gauss-Hermite needs over 200 for 1e-8).
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow.activations import Activation, resolve
+
+
+class Dual(NamedTuple):
+    """``value`` = E[phi(u) phi(v)], ``slope`` = E[phi'(u) phi'(v)]."""
+
+    value: jax.Array
+    slope: jax.Array
+
+
+DualFunction = Callable[[jax.Array, jax.Array, jax.Array], Dual]
+
+
+def _linear(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
+    return Dual(b, jnp.ones_like(b))
+
+
+def _angle(a: jax.Array, c: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """sin and angle between u and v. The gradient of the angle, infinite at 0 and pi, is set to 0 there."""
+    gap = a * c - b**2
+    inside = (
+        gap > 4 * float(jnp.finfo(b.dtype).eps) * a * c
+    )  # below is rounding, and would be an angle of 1e-8
+    root = jnp.where(inside, jnp.sqrt(jnp.where(inside, gap, 1.0)), 0.0)
+    return root, jnp.arctan2(root, jnp.where(inside, b, jax.lax.stop_gradient(b)))
+
+
+def _relu(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
+    root, angle = _angle(a, c, b)
+    obtuse = math.pi - angle
+    value = (root + obtuse * b) / (2 * math.pi)
+    return Dual(value, obtuse / (2 * math.pi))
+
+
+def _leaky_relu(a: jax.Array, c: jax.Array, b: jax.Array, leak: float = 0.01) -> Dual:
+    # phi(u) = leak u + (1 - leak) relu(u), and E[u relu(v)] = b / 2
+    relu = _relu(a, c, b)
+    value = leak**2 * b + leak * (1 - leak) * b + (1 - leak) ** 2 * relu.value
+    return Dual(value, leak**2 + leak * (1 - leak) + (1 - leak) ** 2 * relu.slope)
+
+
+def _erf(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
+    product = (1 + 2 * a) * (1 + 2 * c)
+    value = (2 / math.pi) * jnp.arcsin(2 * b / jnp.sqrt(product))
+    return Dual(value, (4 / math.pi) / jnp.sqrt(product - 4 * b**2))
+
+
+def _sine(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
+    close, far = jnp.exp(-(a + c - 2 * b) / 2), jnp.exp(-(a + c + 2 * b) / 2)
+    return Dual((close - far) / 2, (close + far) / 2)
+
+
+def _gaussian(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
+    d = (1 + a) * (1 + c) - b**2
+    return Dual(d**-0.5, b * d**-1.5)
+
+
+CLOSED: dict[str, DualFunction] = {
+    "linear": _linear,
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "erf": _erf,
+    "sine": _sine,
+    "gaussian": _gaussian,
+}
+
+
+def trapezoid(
+    activation: str | Activation, nodes: int = 201, span: float = 9.0, batch: int = 64
+) -> DualFunction:
+    """The dual by the trapezoid rule on [-span, span]^2 standard deviations, for smooth activations.
+
+    Time and flops: entries x nodes^2 activations; memory batch x nodes^2. A kink costs accuracy (relu: 1e-3).
+    """
+    phi = resolve(activation)
+    grid = np.linspace(-span, span, nodes)
+    mass = np.exp(-0.5 * grid**2) * (grid[1] - grid[0]) / math.sqrt(2 * math.pi)
+
+    def one(entry: tuple[jax.Array, jax.Array, jax.Array]) -> Dual:
+        a, c, b = entry
+        z, w = jnp.asarray(grid, b.dtype), jnp.asarray(mass, b.dtype)
+        first, second = jnp.sqrt(a), jnp.sqrt(c)
+        safe = jnp.where(a * c > 0.0, first * second, 1.0)
+        cosine = jnp.clip(b / safe, -1.0, 1.0)
+        gap = (1.0 - cosine) * (1.0 + cosine)
+        sine = jnp.where(gap > 0.0, jnp.sqrt(jnp.where(gap > 0.0, gap, 1.0)), 0.0)
+        u = first * z
+        v = second * (cosine * z[:, None] + sine * z[None, :])
+        left, left_slope = jax.jvp(phi, (u,), (jnp.ones_like(u),))
+        right, right_slope = jax.jvp(phi, (v,), (jnp.ones_like(v),))
+        return Dual((w * left) @ (right @ w), (w * left_slope) @ (right_slope @ w))
+
+    def dual(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
+        shape = jnp.shape(b)
+        entries = tuple(jnp.broadcast_to(e, shape).reshape(-1) for e in (a, c, b))
+        out = jax.lax.map(one, entries, batch_size=batch)
+        return Dual(out.value.reshape(shape), out.slope.reshape(shape))
+
+    return dual
+
+
+def dual_activation(activation: str | Activation, frequency: float = 1.0) -> DualFunction:
+    """The dual of phi(frequency * z): (variance of u, variance of v, covariance) -> ``Dual``, elementwise.
+
+    The closed form when ``activation`` is a name that has one, the trapezoid rule otherwise.
+
+    >>> import jax.numpy as jnp
+    >>> one = jnp.ones(())
+    >>> float(dual_activation("relu")(one, one, one).value)
+    0.5
+    """
+    if isinstance(activation, str) and activation in CLOSED:
+        base = CLOSED[activation]
+    else:
+        base = trapezoid(activation)
+    if frequency == 1.0:
+        return base
+    factor = frequency**2
+
+    def stretched(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
+        out = base(factor * a, factor * c, factor * b)
+        return Dual(out.value, factor * out.slope)
+
+    return stretched

@@ -1,0 +1,209 @@
+"""Batch-norm kernels against Jacobians of real batch-norm networks, and the printed forms that fail."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meanflow import kernels
+from meanflow.kernels.batchnorm import jacobian_apply
+
+
+def network(key, outputs=1, samples=7, activation=jnp.tanh):
+    k = jax.random.split(key, 4)
+    params = {
+        "w": jax.random.normal(k[0], (3, 20)),
+        "b": jax.random.normal(k[1], (20,)),
+        "v": jax.random.normal(k[2], (20, outputs)) / np.sqrt(20),
+    }
+    x = jax.random.normal(k[3], (samples, 3))
+
+    def before(p, x):
+        return activation(x @ p["w"] + p["b"][None]) @ p["v"]
+
+    return before, params, x
+
+
+def after(before, epsilon, affine):
+    def apply(p, x):
+        f = before(p["net"], x)
+        h = f - jnp.mean(f, 0, keepdims=True)
+        out = h / jnp.sqrt(jnp.mean(h**2, 0, keepdims=True) + epsilon)
+        return out * p["gamma"][None] + p["beta"][None] if affine else out
+
+    return apply
+
+
+def jacobian_kernel(function, params, other=None):
+    flat = lambda j: np.concatenate([np.reshape(a, (*a.shape[:2], -1)) for a in jax.tree.leaves(j)], axis=2)
+    left = flat(jax.jit(jax.jacfwd(function))(params))
+    right = left if other is None else flat(jax.jit(jax.jacfwd(other))(params))
+    return np.einsum("tcp,sdp->tscd", left, right)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_against_jacobian_of_a_real_network(epsilon, affine, outputs, key):
+    before, net, x = network(key, outputs)
+    gamma, beta = jnp.linspace(0.5, 2.0, outputs), jnp.linspace(-1.0, 1.0, outputs)
+    params = {"net": net, **({"gamma": gamma, "beta": beta} if affine else {})}
+    exact = jacobian_kernel(lambda p: after(before, epsilon, affine)(p, x), params)
+    kernel, f = kernels.empirical_ntk(before, net, x), before(net, x)
+    scale = kernels.Affine(gamma, beta) if affine else None
+    ours = kernels.batchnorm_ntk(kernel, f, epsilon=epsilon, affine=scale)
+    np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-10)
+    if outputs == 1:
+        flat = kernels.batchnorm_ntk(kernel[:, :, 0, 0], f[:, 0], epsilon=epsilon, affine=scale)
+        np.testing.assert_allclose(flat, exact[:, :, 0, 0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_test_points_use_the_training_statistics(affine, key):
+    before, net, x = network(key, 2)
+    z = 1 + jax.random.normal(jax.random.fold_in(key, 7), (4, 3))
+    gamma, beta = jnp.array([0.5, 2.0]), jnp.array([-1.0, 1.0])
+    params = {"net": net, **({"gamma": gamma, "beta": beta} if affine else {})}
+
+    def moved(p):
+        f, g = before(p["net"], x), before(p["net"], z)
+        out = (g - jnp.mean(f, 0)[None]) / jnp.sqrt(jnp.var(f, axis=0) + 0.1)[None]
+        return out * p["gamma"][None] + p["beta"][None] if affine else out
+
+    exact = jacobian_kernel(lambda p: after(before, 0.1, affine)(p, x), params, moved)
+    ours = kernels.batchnorm_ntk(
+        kernels.empirical_ntk(before, net, x),
+        before(net, x),
+        epsilon=0.1,
+        affine=kernels.Affine(gamma, beta) if affine else None,
+        cross=kernels.empirical_ntk(before, net, x, z),
+        at=before(net, z),
+    )
+    np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_null_vectors(key):
+    before, net, x = network(key)
+    kernel, f = kernels.empirical_ntk(before, net, x)[:, :, 0, 0], before(net, x)[:, 0]
+    h = f - jnp.mean(f)
+    exact = kernels.batchnorm_ntk(kernel, f)
+    scale = float(jnp.max(jnp.abs(exact)))
+    np.testing.assert_allclose(exact @ jnp.ones(7), 0, atol=1e-12 * scale)
+    np.testing.assert_allclose(exact @ h, 0, atol=1e-12 * scale)
+    assert np.linalg.matrix_rank(np.asarray(exact), tol=1e-10 * scale) == 5
+    # with epsilon, B shrinks h by epsilon/s^2 (times 1/s) instead of removing it
+    soft = kernels.batchnorm_ntk(kernel, f, epsilon=0.2)
+    np.testing.assert_allclose(soft @ jnp.ones(7), 0, atol=1e-12 * scale)
+    assert float(jnp.max(jnp.abs(soft @ h))) > 1e-3 * scale
+    s2 = jnp.var(f) + 0.2
+    np.testing.assert_allclose(
+        jacobian_apply(f, h[:, None], 0.2)[:, 0], h * 0.2 / s2**1.5, rtol=1e-12, atol=1e-14
+    )
+    full = kernels.batchnorm_ntk(kernel, f, affine=kernels.Affine(1.0, 0.0))
+    assert np.linalg.matrix_rank(np.asarray(full), tol=1e-10 * scale) == 7
+
+
+def test_bias_before_batch_norm_has_no_gradient(key):
+    before, net, x = network(key)
+    shifted = lambda c: after(lambda p, x: before(p, x) + c, 0.1, False)({"net": net}, x)
+    np.testing.assert_allclose(jax.jacfwd(shifted)(1.3), 0, atol=1e-14)
+
+
+class TestPrintedForm:
+    """eq. A.3 / A.18 treats B and K as commuting."""
+
+    @pytest.mark.parametrize(
+        ("inputs", "activation"), [("random", "relu"), ("line", "relu"), ("line", "tanh")]
+    )
+    def test_one_sided_is_wrong_yet_isospectral(self, inputs, activation, key):
+        samples = 24
+        widths = (64 if inputs == "random" else 1, 64, 64, 1)
+        sizes = list(zip(widths[:-1], widths[1:], strict=True))
+        keys = jax.random.split(key, len(sizes))
+        params = [jax.random.normal(k, s) * np.sqrt(2 / s[0]) for k, s in zip(keys, sizes, strict=True)]
+        biases = [
+            0.5 * jax.random.normal(jax.random.fold_in(k, 3), (s[1],))
+            for k, s in zip(keys, sizes, strict=True)
+        ]
+        phi = {"relu": jax.nn.relu, "tanh": jnp.tanh}[activation]
+        x = (
+            jax.random.normal(key, (samples, 64))
+            if inputs == "random"
+            else jnp.linspace(-1, 1, samples)[:, None]
+        )
+
+        def apply(p, x):
+            h = x
+            for w, b in zip(p[:-1], biases, strict=False):
+                h = phi(h @ w + b[None])
+            return (h @ p[-1])[:, 0]
+
+        kernel, f = kernels.empirical_ntk(apply, params, x), apply(params, x)
+        exact, printed = kernels.batchnorm_ntk(kernel, f), kernels.one_sided(kernel, f)
+        normed = lambda p, x: kernels.normalise(apply(p, x))
+        truth = kernels.empirical_ntk(normed, params, x, stats="batch")
+        np.testing.assert_allclose(exact, truth, rtol=0, atol=1e-10 * float(jnp.abs(truth).max()))
+        error = float(kernels.one_sided_error(kernel, f))
+        assert error > 0.02
+        assert float(jnp.max(jnp.abs(printed - printed.T))) > 1e-3 * float(jnp.max(jnp.abs(exact)))
+        # isospectral: eig(P A) = eig(P A P) for a projection P
+        eigenvalues = np.sort(np.linalg.eigvals(np.asarray(printed)).real)
+        np.testing.assert_allclose(
+            eigenvalues, np.linalg.eigvalsh(exact), rtol=1e-7, atol=1e-10 * eigenvalues.max()
+        )
+        # so its trace is right and its Frobenius norm, the paper's second moment, is not
+        assert float(jnp.sum(printed**2)) > float(jnp.sum(exact**2)) * 1.0003
+
+    def test_isospectral_only_without_epsilon(self, key):
+        before, net, x = network(key)
+        kernel, f = kernels.empirical_ntk(before, net, x)[:, :, 0, 0], before(net, x)[:, 0]
+        soft = kernels.batchnorm_ntk(kernel, f, epsilon=0.5)
+        difference = np.trace(np.asarray(soft)) - np.trace(np.asarray(kernels.one_sided(kernel, f)))
+        assert abs(difference) > 1e-2 * np.trace(np.asarray(soft))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_last_hidden_layer_without_jacobian(epsilon, key):
+    k = jax.random.split(key, 5)
+    hidden = jax.random.normal(k[0], (9, 6))
+    weights, readout = jax.random.normal(k[1], (11, 6)), jax.random.normal(k[2], (11,))
+    gamma, beta = 1 + 0.3 * jax.random.normal(k[3], (11,)), jax.random.normal(k[4], (11,))
+
+    def apply(w, x):
+        y = kernels.normalise(x @ w.T, epsilon)
+        return jnp.tanh(gamma[None] * y + beta[None]) @ readout
+
+    exact = kernels.empirical_ntk(apply, weights, hidden, stats="batch", method="jacobian")
+    ours = kernels.last_hidden_ntk(hidden, weights, readout, "tanh", epsilon=epsilon, gamma=gamma, beta=beta)
+    np.testing.assert_allclose(ours, exact, rtol=0, atol=4e-14 * float(jnp.abs(exact).max()))
+
+
+def test_centred_mean_field_matrix_is_a_projector(key):
+    """A.19-A.20: every off-diagonal of G M is (k2 - k1)/T, and B M B a scaled projector, not the identity."""
+    size, one, two = 10, 1.7, 0.4
+    matrix = (one - two) * jnp.eye(size) + two * jnp.ones((size, size))
+    centre = jnp.eye(size) - 1.0 / size
+    np.testing.assert_allclose(centre @ matrix @ centre, (one - two) * centre, atol=1e-14)
+    f = jax.random.normal(key, (size,))
+    h, variance = f - jnp.mean(f), jnp.var(f)
+    projector = centre - h[:, None] * h[None, :] / (size * variance)
+    ours = kernels.batchnorm_ntk(matrix, f)
+    np.testing.assert_allclose(ours, (one - two) / variance * projector, atol=1e-13)
+    kappa = kernels.Kappas(jnp.asarray(one), jnp.asarray(two))
+    bulk = kernels.predict_batchnorm_bulk(kappa, depth=2, width=1, variance=variance)
+    np.testing.assert_allclose(np.linalg.eigvalsh(ours)[2:], float(bulk), rtol=1e-12)
+    # the cost of calling it the identity: sqrt(2/T) in Frobenius norm, everything in operator norm
+    scaled = ours / bulk
+    frobenius = jnp.linalg.norm(scaled - jnp.eye(size)) / jnp.linalg.norm(jnp.eye(size))
+    np.testing.assert_allclose(frobenius, np.sqrt(2 / size), rtol=1e-12)
+    np.testing.assert_allclose(jnp.linalg.norm(scaled - jnp.eye(size), 2), 1.0, rtol=1e-12)
+    # the printed factor (1 - 1/T) on h h' is excluded
+    printed = centre - (1 - 1 / size) * h[:, None] * h[None, :] / (size * variance)
+    assert float(jnp.linalg.norm(printed @ h)) > 0.05 * float(jnp.linalg.norm(h))
+
+
+def test_shapes_are_checked():
+    with pytest.raises(ValueError, match="kernel must be"):
+        kernels.batchnorm_ntk(jnp.eye(3), jnp.ones((3, 1)))
+    with pytest.raises(ValueError, match="together"):
+        kernels.batchnorm_ntk(jnp.eye(3), jnp.ones(3), cross=jnp.eye(3))

@@ -1,0 +1,27 @@
+"""The benchmark's numbers that do not depend on the clock: agreement and memory."""
+
+import pytest
+
+from meanflow.bench import kernels as bench
+
+
+def test_small_run():
+    out = bench.speed(widths=(2, 64, 64, 1), samples=32, repeats=2)
+    assert out["relative_difference"] < 1e-5
+    assert out["memory_ratio"] < 2.0
+    assert {"structured", "jacobian", "vs_jacobian", "of_matmul_peak"} <= set(out)
+    chunked = bench.large(samples=300, widths=(2, 64, 64, 1), chunk=64)
+    assert chunked["difference_of_first_rows"] < 1e-5
+
+
+@pytest.mark.slow
+def test_memory_at_full_size():
+    assert bench.speed(repeats=2)["memory_ratio"] < 2.0
+    out = bench.large()
+    assert out["peak_bytes"] < 2e9
+    assert out["difference_of_first_rows"] < 1e-4
+
+
+def test_flop_count():
+    # one hidden layer: forward 2 T (d N + N), backward 2 T N, Grams 2 T^2 (d + N + N + 1)
+    assert bench.structured_flops((3, 10, 1), 5) == 2 * 5 * 40 + 2 * 5 * 10 + 2 * 25 * 24

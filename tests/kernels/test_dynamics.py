@@ -1,0 +1,169 @@
+"""Kernel dynamics against ODE solves, explicit steps and real networks."""
+
+import diffrax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meanflow import kernels
+
+
+def problem(key, size=8):
+    root = jax.random.normal(key, (size, size))
+    k = jax.random.split(key, 4)
+    return root @ root.T / size, jax.random.normal(k[0], (size,)), jax.random.normal(k[1], (size,)), k[2]
+
+
+@pytest.mark.parametrize("weights", [None, "uneven"])
+def test_flow_against_ode_solver(weights, key):
+    kernel, start, y, k = problem(key)
+    q = None if weights is None else jnp.linspace(0.1, 1.0, 8)
+    size = jnp.full(8, 1 / 8) if q is None else q
+    cross, there = jax.random.normal(k, (3, 8)), jnp.arange(3.0)
+    times = jnp.array([0.0, 0.5, 2.0, 6.0])
+
+    def field(t, state, _):
+        f, g = state
+        return -kernel @ (size * (f - y)), -cross @ (size * (f - y))
+
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(field),
+        diffrax.Dopri8(),
+        0.0,
+        6.0,
+        0.01,
+        (start, there),
+        saveat=diffrax.SaveAt(ts=times),
+        stepsize_controller=diffrax.PIDController(rtol=1e-12, atol=1e-13),
+        max_steps=10_000,
+    )
+    flow = kernels.kernel_flow(kernel, start, y, weights=q)
+    np.testing.assert_allclose(flow(times), solution.ys[0], atol=1e-9)
+    np.testing.assert_allclose(flow.at(cross, there, times), solution.ys[1], atol=1e-9)
+    loss = 0.5 * jnp.sum(size[None] * (solution.ys[0] - y[None]) ** 2, axis=1)
+    np.testing.assert_allclose(flow.loss(times), loss, atol=1e-9)
+
+
+def test_flow_with_null_modes(key):
+    kernel = jnp.diag(jnp.array([2.0, 0.0]))
+    flow = kernels.kernel_flow(kernel, jnp.zeros(2), jnp.ones(2), weights=1.0)
+    np.testing.assert_allclose(flow(50.0)[0], [1.0, 0.0], atol=1e-12)
+    np.testing.assert_allclose(flow.at(jnp.array([[0.0, 3.0]]), jnp.zeros(1), 2.0)[0], [6.0], atol=1e-12)
+
+
+def test_regression_is_the_limit_of_the_flow(key):
+    kernel, _, y, k = problem(key)
+    kernel = kernel + 0.5 * jnp.eye(8)
+    cross = jax.random.normal(k, (3, 8))
+    flow = kernels.kernel_flow(kernel, jnp.zeros(8), y)
+    limit = flow.at(cross, jnp.zeros(3), 1e4)[0]
+    np.testing.assert_allclose(kernels.kernel_regression(kernel, y, cross), limit, rtol=1e-9)
+    ridge = kernels.kernel_regression(kernel, y, ridge=0.7)
+    np.testing.assert_allclose(ridge, kernel @ np.linalg.solve(kernel + 0.7 * np.eye(8), y), rtol=1e-10)
+
+
+def test_descent_is_explicit_euler(key):
+    kernel, start, y, k = problem(key)
+    run = kernels.linearised_descent(kernel, start, y, rate=0.3, steps=20, every=5, weights=1.0)
+    step = jnp.eye(8) - 0.3 * kernel
+    for i, n in enumerate((5, 10, 15, 20)):
+        np.testing.assert_allclose(
+            run.train[i] - y, jnp.linalg.matrix_power(step, n) @ (start - y), rtol=1e-10
+        )
+    with pytest.raises(ValueError, match="multiple of every"):
+        kernels.linearised_descent(kernel, start, y, rate=0.3, steps=20, every=3)
+
+
+def test_batch_norm_descent_is_exact_for_a_linear_network(key):
+    """f = X w has a constant kernel X X' before batch norm, so the BN form must be exact gradient descent."""
+    k = jax.random.split(key, 4)
+    x, z = jax.random.normal(k[0], (10, 4)), jax.random.normal(k[1], (3, 4))
+    y, w0 = jax.random.normal(k[2], (10,)), jax.random.normal(k[3], (4,))
+    loss = lambda w: 0.5 * jnp.mean((kernels.normalise(x @ w, 0.01) - y) ** 2)
+    w = w0
+    for _ in range(30):
+        w = w - 0.2 * jax.grad(loss)(w)
+    run = kernels.linearised_batchnorm(
+        x @ x.T, x @ w0, y, rate=0.2, steps=30, every=30, epsilon=0.01, cross=z @ x.T, at=z @ w0
+    )
+    np.testing.assert_allclose(run.train[0], kernels.normalise(x @ w, 0.01), rtol=1e-9)
+    np.testing.assert_allclose(run.test[0], kernels.normalise(z @ w, 0.01, x @ w), rtol=1e-9)
+    # the frozen kernel after batch norm is not: B moves with the outputs
+    frozen = kernels.linearised_descent(
+        kernels.batchnorm_ntk(x @ x.T, x @ w0, epsilon=0.01),
+        kernels.normalise(x @ w0, 0.01),
+        y,
+        rate=0.2,
+        steps=30,
+        every=30,
+    )
+    assert float(jnp.linalg.norm(frozen.train[0] - run.train[0])) > 0.03
+
+
+def test_alignment(key):
+    y = jax.random.normal(key, (6,))
+    np.testing.assert_allclose(kernels.alignment(3.0 * y[:, None] * y[None], y), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(kernels.alignment(jnp.eye(6), y), 1 / np.sqrt(6), rtol=1e-12)
+    shifted = kernels.alignment(y[:, None] * y[None] + 100.0, y, centred=True)
+    np.testing.assert_allclose(shifted, 1.0, rtol=1e-9)
+
+
+def test_drift_as_an_observer(key):
+    from meanflow.solvers.iterate import iterate
+
+    x = jax.random.normal(key, (5, 2))
+    apply = lambda w, x: jnp.tanh(x @ w)
+    w0 = jnp.ones(2)
+    kernel = lambda w: kernels.empirical_ntk(apply, w, x, stats="frozen")
+    observe = kernels.drift_observer(kernel, kernel(w0))
+    _, seen = iterate(lambda w, _: 0.9 * w, w0, None, 4, 2, lambda w: (observe(w), kernel(w)))
+    series = kernels.kernel_drift(seen[1], kernel(w0))
+    np.testing.assert_allclose(seen[0]["drift"], series, rtol=1e-12)
+    assert series[1] > series[0] > 0
+    np.testing.assert_allclose(kernels.kernel_drift(seen[1])[0], 0.0, atol=1e-15)
+
+
+def test_train_statistics_predict_a_trained_batch_norm_network(key):
+    """Summing rate K(z, x) residual along training, stats="train", gives the trained outputs at z.
+
+    It holds step by step to first order in the rate, so halving the rate halves the gap; with frozen
+    statistics, which leave out their gradients, the gap stays.
+    """
+    k = jax.random.split(key, 5)
+    params = (jax.random.normal(k[0], (2, 40)), jax.random.normal(k[1], (40, 1)) / 6)
+    x, z = jax.random.normal(k[2], (10, 2)), jax.random.normal(k[3], (4, 2))
+    y = jax.random.normal(k[4], (10,))
+
+    def moments(p, x):
+        first = x @ p[0]
+        one = (jnp.mean(first, 0), jnp.std(first, 0))
+        last = (jnp.tanh((first - one[0][None]) / one[1][None]) @ p[1])[:, 0]
+        return one, (jnp.mean(last), jnp.std(last))
+
+    def apply(p, x, s):
+        h = jnp.tanh((x @ p[0] - s[0][0][None]) / s[0][1][None])
+        return ((h @ p[1])[:, 0] - s[1][0]) / s[1][1]
+
+    net = kernels.Normalised(apply, moments)
+    at = lambda p: apply(p, z, moments(p, x))
+
+    def run(rate, steps, stats):
+        def step(state, _):
+            p, predicted = state
+            residual = net(p, x) - y
+            cross = kernels.empirical_ntk(net, p, x, z, stats=stats, method="jacobian")
+            predicted = predicted - rate * residual @ cross
+            _, pull = jax.vjp(lambda p: net(p, x), p)
+            p = jax.tree.map(lambda a, g: a - rate * g, p, pull(residual)[0])
+            return (p, predicted), None
+
+        (p, predicted), _ = jax.jit(lambda s: jax.lax.scan(step, s, length=steps))((params, at(params)))
+        return float(jnp.linalg.norm(predicted - at(p))), float(jnp.linalg.norm(at(p) - at(params)))
+
+    coarse, moved = run(0.002, 100, "train")
+    fine, _ = run(0.001, 200, "train")
+    frozen, _ = run(0.001, 200, "frozen")
+    assert moved > 0.5
+    assert fine < 0.05 * moved and 1.6 < coarse / fine < 2.5
+    assert frozen > 5 * fine

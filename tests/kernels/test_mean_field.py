@@ -1,0 +1,271 @@
+"""Dual activations, order parameters, infinite-width kernels: against other integrals and wide networks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate, special
+
+from meanflow import kernels
+from meanflow.activations import NAMED
+
+
+def gauss(phi, a, c, b, rule="legendre", nodes=160):
+    """E[phi(u) phi(v)] by a Gauss rule, whose nodes have nothing to do with the trapezoid's."""
+    if rule == "legendre":
+        z, w = special.roots_legendre(nodes)
+        z, w = 9 * z, 9 * w * np.exp(-0.5 * (9 * z) ** 2) / np.sqrt(2 * np.pi)
+    else:
+        z, w = special.roots_hermitenorm(nodes)
+        w = w / np.sqrt(2 * np.pi)
+    u = np.sqrt(a) * z[:, None] + 0 * z[None]
+    v = b / np.sqrt(a) * z[:, None] + np.sqrt(max(c - b**2 / a, 0.0)) * z[None]
+    return float(w @ (np.asarray(phi(u)) * np.asarray(phi(v))) @ w)
+
+
+def slope(phi):
+    return lambda z: jax.vmap(jax.vmap(jax.grad(phi)))(jnp.asarray(z))
+
+
+@pytest.mark.parametrize("name", ["linear", "erf", "sine", "gaussian", "tanh", "gelu", "softplus"])
+def test_duals_of_smooth_activations(name):
+    phi = NAMED[name]
+    for a, c, b in ((1.0, 0.7, 0.3), (0.5, 1.2, -0.6)):
+        ours = kernels.dual_activation(name)(*(jnp.asarray(v) for v in (a, c, b)))
+        np.testing.assert_allclose(ours.value, gauss(phi, a, c, b), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(ours.slope, gauss(slope(phi), a, c, b), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu"])
+def test_duals_of_kinked_activations(name):
+    # E over the angle of u, v = polar coordinates of a standard pair: one smooth integral a sector
+    a, c, b = 1.3, 0.6, 0.4
+    leak = 0.01 if name == "leaky_relu" else 0.0
+    factor = np.linalg.cholesky(np.array([[a, b], [b, c]]))
+    phi = lambda u: u if u > 0 else leak * u
+    dphi = lambda u: 1.0 if u > 0 else leak
+    ray = lambda t: factor @ np.array([np.cos(t), np.sin(t)])
+    cuts = np.sort(
+        np.mod(
+            [np.pi / 2, 3 * np.pi / 2]
+            + [np.arctan2(-factor[1, 0], factor[1, 1]) + k * np.pi for k in (0, 1)],
+            2 * np.pi,
+        )
+    )
+    both = lambda f, power: (
+        sum(
+            integrate.quad(lambda t: f(ray(t)[0]) * f(ray(t)[1]), lo, hi, epsabs=1e-13)[0]
+            for lo, hi in zip([0, *cuts], [*cuts, 2 * np.pi], strict=True)
+        )
+        * power
+        / (2 * np.pi)
+    )
+    ours = kernels.dual_activation(name)(*(jnp.asarray(v) for v in (a, c, b)))
+    np.testing.assert_allclose(ours.value, both(phi, 2.0), rtol=1e-11)  # E r^2 = 2
+    np.testing.assert_allclose(ours.slope, both(dphi, 1.0), rtol=1e-11)
+
+
+def test_trapezoid_beats_gauss_hermite_on_tanh():
+    a, b = 4.0, 0.3 * 4.0
+    reference = integrate.dblquad(
+        lambda y, x: np.tanh(2 * x) * np.tanh(2 * (0.3 * x + np.sqrt(0.91) * y)) * np.exp(-(x**2 + y**2) / 2),
+        -9,
+        9,
+        -9,
+        9,
+        epsabs=1e-12,
+        epsrel=1e-12,
+    )[0] / (2 * np.pi)
+    rule = kernels.dual_activation("tanh")
+    ours = float(rule(jnp.asarray(a), jnp.asarray(a), jnp.asarray(b)).value)
+    np.testing.assert_allclose(ours, reference, rtol=1e-10)
+    assert abs(gauss(np.tanh, a, a, b, "hermite", 64) - reference) > 1e-7 * abs(reference)
+    # and relu needs its closed form
+    one, half = jnp.ones(()), jnp.asarray(0.5)
+    rough = kernels.trapezoid("relu")(one, one, half).value
+    exact = kernels.dual_activation("relu")(one, one, half).value
+    assert 1e-5 < abs(float(rough - exact)) < 1e-2
+
+
+def test_frequency_and_gradients():
+    a, c, b = jnp.asarray(0.7), jnp.asarray(0.4), jnp.asarray(0.2)
+    ours = kernels.dual_activation("sine", frequency=3.0)(a, c, b)
+    stretched = kernels.trapezoid(lambda z: jnp.sin(3.0 * z))(a, c, b)
+    np.testing.assert_allclose(ours, stretched, rtol=1e-10)
+    # d value / d covariance = slope (Price), also at the edge where the angle has no derivative
+    for name in ("relu", "erf", "gaussian", "tanh"):
+        dual = kernels.dual_activation(name)
+        for cov in (b, jnp.asarray(0.7)):
+            var = a if cov is b else cov
+            slope = jax.grad(lambda t, dual=dual, var=var: dual(var, var, t).value)(cov)
+            if name == "tanh" and cov is not b:
+                continue  # the quadrature's square root has no gradient at the edge
+            np.testing.assert_allclose(slope, dual(var, var, cov).slope, rtol=1e-9)
+
+
+PHI = [("relu", 2.0, 0.0), ("tanh", 1.5, 0.1), ("erf", 1.5, 0.2), ("sine", 1.5, 0.1), ("gaussian", 1.2, 0.3)]
+
+
+@pytest.mark.parametrize("parametrisation", ["ntk", "standard"])
+@pytest.mark.parametrize(("name", "sw2", "sb2"), PHI)
+def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, parametrisation, key):
+    """A textbook layer-by-layer recursion of (Sigma, Theta), pair by pair, with duals by Gauss-Legendre."""
+    depth, x = 3, 0.8 * jax.random.normal(key, (3, 5))
+    widths = (5, 64, 96)
+    if name == "relu":
+
+        def dual(a, c, b):
+            t = np.arccos(np.clip(b / np.sqrt(a * c), -1, 1))
+            value = np.sqrt(a * c) / (2 * np.pi) * (np.sin(t) + (np.pi - t) * np.cos(t))
+            return value, (np.pi - t) / (2 * np.pi)
+    else:
+        phi = NAMED[name]
+
+        def dual(a, c, b):
+            return gauss(phi, a, c, b), gauss(slope(phi), a, c, b)
+
+    gram = np.asarray(x @ x.T) / 5
+    sigma = sw2 * gram + sb2
+    ntk = parametrisation == "ntk"
+    theta = sigma.copy() if ntk else widths[0] * gram + 1
+    for layer in range(1, depth):
+        value, slopes = np.zeros_like(sigma), np.zeros_like(sigma)
+        for s in range(3):
+            for t in range(3):
+                value[s, t], slopes[s, t] = dual(sigma[s, s], sigma[t, t], sigma[s, t])
+        sigma = sw2 * value + sb2
+        theta = sw2 * slopes * theta + (sigma if ntk else widths[layer] * value + 1)
+    setup = dict(depth=depth, activation=name, weight_variance=sw2, bias_variance=sb2)
+    np.testing.assert_allclose(kernels.nngp(x, **setup), sigma, rtol=1e-10)
+    more = {} if ntk else {"widths": widths}
+    ours = kernels.infinite_ntk(x, parametrisation=parametrisation, **setup, **more)
+    np.testing.assert_allclose(ours, theta, rtol=1e-10 if name != "relu" else 1e-7)  # arccos near 1
+    cross = kernels.infinite_ntk(x[:2], x[1:], parametrisation=parametrisation, **setup, **more)
+    np.testing.assert_allclose(cross, ours[:2, 1:], rtol=1e-12)
+
+
+# (activation, sw2, sb2, (L-1) kappa_1, (L-1) kappa_2) at L = 3, alpha_0 = 1
+KAPPAS = [
+    ("relu", 2.0, 3.0, 0.6857),
+    ("tanh", 1.5, 1.1725, 0),
+    ("erf", 1.5, 1.5947, 0),
+    ("sine", 1.5, 1.5543, 0),
+    ("linear", 1.0, 3.0, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "sw2", "one", "two"), KAPPAS)
+def test_kappas(name, sw2, one, two):
+    kappa = kernels.kappas(depth=3, alpha_0=1.0, activation=name, weight_variance=sw2)
+    np.testing.assert_allclose([2 * kappa.one, 2 * kappa.two], [one, two], atol=6e-5)
+
+
+def test_coordinates_drop_the_first_layer():
+    wide = kernels.kappas(depth=4, alpha_0=1.0)
+    narrow = kernels.kappas(depth=4, alpha_0=0.0)
+    np.testing.assert_allclose([wide.one, narrow.one], [4 / 3, 1.0], rtol=1e-12)
+
+
+def random_network(key, widths, activation, sw2, sb2=0.0):
+    phi = NAMED[activation]
+    keys = jax.random.split(key, len(widths) - 1)
+    params = [
+        (
+            jax.random.normal(k, (n, m)) * np.sqrt(sw2 / m),
+            np.sqrt(sb2) * jax.random.normal(jax.random.fold_in(k, 1), (n,)),
+        )
+        for k, m, n in zip(keys, widths[:-1], widths[1:], strict=True)
+    ]
+
+    def apply(p, x):
+        for w, b in p[:-1]:
+            x = phi(x @ w.T + b[None])
+        return (x @ p[-1][0].T + p[-1][1][None])[:, 0]
+
+    return apply, params
+
+
+def test_index_of_p_in_the_kernel(key):
+    """A.11-A.14 print p^l for the Gram of H^{l-1}. tanh, L = 3: p^l gives 0.814, p^{l-1} 1.173."""
+    width = 1024
+    apply, params = random_network(key, (width, width, width, 1), "tanh", 1.5)
+    x = np.sqrt(width) * jnp.eye(width)[:8]
+    weights_only = lambda w, x: apply([(a, b) for a, (_, b) in zip(w, params, strict=True)], x)
+    measured = (
+        float(jnp.mean(jnp.diagonal(kernels.empirical_ntk(weights_only, [a for a, _ in params], x)))) / width
+    )
+    order = kernels.order_parameters(jnp.eye(2), depth=3, activation="tanh", weight_variance=1.5)
+    ours = float(jnp.sum(order.p * order.q, axis=0)[0, 0])
+    # a linear output layer has no p^3; the most favourable reading keeps p^2
+    shifted = jnp.concatenate([order.p[1:, 0, 0], order.p[-1:, 0, 0]])
+    printed = float(jnp.sum(shifted * order.q[:, 0, 0]))
+    np.testing.assert_allclose([ours, printed], [1.1725, 0.814], atol=6e-4)
+    assert abs(measured - ours) < 0.05 and abs(measured - printed) > 0.3
+
+
+def test_bias_variance_enters(key):
+    """A.6, A.9 leave sb2 out; a wide network with random biases needs it."""
+    widths = (4, 2048, 2048, 1)
+    x = jax.random.normal(key, (4, 4))
+    exact = kernels.infinite_ntk(
+        x,
+        depth=3,
+        activation="tanh",
+        weight_variance=1.5,
+        bias_variance=0.5,
+        parametrisation="standard",
+        widths=widths[:3],
+    )
+    without = kernels.infinite_ntk(
+        x, depth=3, activation="tanh", weight_variance=1.5, parametrisation="standard", widths=widths[:3]
+    )
+    apply, params = random_network(key, widths, "tanh", 1.5, 0.5)
+    measured = kernels.empirical_ntk(apply, params, x)
+    error = lambda a: float(jnp.linalg.norm(measured - a) / jnp.linalg.norm(measured))
+    assert error(exact) < 0.06 and error(without) > 0.15
+
+
+def test_orthogonal_inputs_need_width(key):
+    """p_st = 0 for all pairs needs T <= N_0: a Gram matrix of 1-D points has rank one."""
+    x = jnp.linspace(-1.0, 1.0, 6)[:, None]
+    assert np.linalg.matrix_rank(np.asarray(x @ x.T)) == 1
+
+
+def test_predicted_spectrum_is_exact():
+    kappa = kernels.Kappas(jnp.asarray(1.5), jnp.asarray(0.3))
+    out = kernels.predict_spectrum(kappa, depth=3, width=10, samples=12)
+    matrix = 20 * ((1.5 - 0.3) * np.eye(12) + 0.3)
+    values = np.linalg.eigvalsh(matrix)
+    np.testing.assert_allclose(
+        [out.m, out.v, out.top, out.bulk], [values.mean(), values.var(), values[-1], values[0]]
+    )
+    # A.24 prints (T - 2)(N k2 + ...) without the square
+    assert abs(float(out.v) - 11 * (20 * 0.3)) > 1.0
+
+
+@pytest.mark.parametrize("sw2", [1.0, 2.0])
+def test_batch_norm_before_every_activation(sw2):
+    """ReLU, L = 3: K_tt/N = 1.7334 and K_st/N = 0.1592 whatever sw2 is."""
+    ours = kernels.hidden_batchnorm(depth=3)
+    np.testing.assert_allclose([sum(ours), ours.common], [1.7334, 0.1592], atol=1e-4)
+    np.testing.assert_allclose(sum(kernels.hidden_batchnorm(depth=4)), 2.809, atol=6e-4)
+    width, samples = 192, 48
+    x = np.sqrt(width) * jnp.eye(width)[:samples]
+
+    def apply(p, x):
+        for w in p[:-1]:
+            x = jax.nn.relu(kernels.normalise(x @ w))
+        return (x @ p[-1])[:, 0]
+
+    estimates = []
+    for seed in range(2):
+        k = jax.random.split(jax.random.key(seed), 3)
+        sizes = [(width, width), (width, width), (width, 1)]
+        params = [jax.random.normal(a, s) * np.sqrt(sw2 / width) for a, s in zip(k, sizes, strict=True)]
+        kernel = np.asarray(kernels.empirical_ntk(apply, params, x, stats="batch")) / width
+        off = (kernel.sum() - np.trace(kernel)) / samples / (samples - 1)
+        estimates.append((np.trace(kernel) / samples, off))
+    diagonal, off = np.mean(estimates, axis=0)
+    # corrections of order 1/T, and fluctuations of order 1/sqrt(N)
+    assert abs(diagonal - sum(ours)) < 0.15 * sum(ours)
+    assert abs(off - float(ours.common)) < 0.06
