@@ -1,8 +1,8 @@
 """Recenter, Rescale and BatchNorm as flax NNX layers, with the conventions of ``nnx.BatchNorm``.
 
 Differences from flax: the variance is always computed in two passes, so float32 data of mean 1e4 and spread
-0.1 come out with spread 1 (flax's default is off by a factor of 30, up or down with the rounding), and running
-moments keep their dtype.
+0.1 come out with spread 1 (flax's default is off by a factor of 30, up or down with the rounding), and
+running moments keep their dtype.
 """
 
 from collections.abc import Callable

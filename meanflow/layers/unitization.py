@@ -84,7 +84,7 @@ class Interpolation(nnx.Module):
             )
         if train_alpha and alpha_constraint == "clip" and interpolation == "linear" and alpha_init == 0:
             warnings.warn(
-                "alpha clipped at its initial 0 tends to stay there (the gradients of the linear form usually "
+                "alpha clipped at its initial 0 tends to stay there (gradients of the linear form usually "
                 "push it down), which leaves plain batch norm; start from alpha_init > 0",
                 stacklevel=3,
             )

@@ -1,0 +1,166 @@
+"""Image data from local files: digits (ships with scikit-learn), MNIST and CIFAR. Nothing is downloaded."""
+
+import gzip
+import io
+import pickle
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meanflow import _checks
+
+
+class Data(NamedTuple):
+    """A train and test split: images (N, H, W, C) or rows (N, HWC), float32 in [0, 1]; labels (N,) int32."""
+
+    train_x: np.ndarray
+    train_y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return int(self.train_y.max()) + 1
+
+    def flat(self) -> "Data":
+        """The same data with each image as one row."""
+        return self._replace(
+            train_x=self.train_x.reshape(len(self.train_x), -1),
+            test_x=self.test_x.reshape(len(self.test_x), -1),
+        )
+
+
+def digits(seed: int = 0, train: int = 1500) -> Data:
+    """scikit-learn's 1797 handwritten digits, 8 x 8, split at random.
+
+    >>> digits().train_x.shape
+    (1500, 8, 8, 1)
+    """
+    from sklearn.datasets import load_digits
+
+    train = _checks.whole("train", train, 1)
+    bunch = load_digits()
+    images = (bunch.images / 16).astype("float32")[..., None]
+    labels = bunch.target.astype("int32")
+    if train >= len(images):
+        raise ValueError(f"train must be < {len(images)}, got {train}")
+    order = np.random.default_rng(seed).permutation(len(images))
+    images, labels = images[order], labels[order]
+    return Data(images[:train], labels[:train], images[train:], labels[train:])
+
+
+def mnist(folder: str | Path) -> Data:
+    """MNIST (or any set in its format) from idx files, plain or gzipped.
+
+    Args:
+        folder: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+            t10k-labels-idx1-ubyte, each possibly with .gz appended.
+
+    Raises:
+        FileNotFoundError: naming the file that is missing.
+        ValueError: for a file that is not in idx format.
+    """
+    parts = []
+    for stem in ("train", "t10k"):
+        images = read_idx(_find(folder, f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"))
+        labels = read_idx(_find(folder, f"{stem}-labels-idx1-ubyte", f"{stem}-labels.idx1-ubyte"))
+        _same_length(images, labels, stem)
+        parts += [(images / 255).astype("float32")[..., None], labels.astype("int32")]
+    return Data(*parts)
+
+
+def read_idx(path: str | Path) -> np.ndarray:
+    """One idx file of unsigned bytes as an array."""
+    path = Path(path)
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
+        raise ValueError(f"{path} is not an idx file of unsigned bytes: it starts with {raw[:4]!r}")
+    rank = raw[3]
+    shape = struct.unpack(f">{rank}I", raw[4 : 4 + 4 * rank])
+    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * rank)
+    if values.size != np.prod(shape):
+        raise ValueError(f"{path} announces shape {shape} but holds {values.size} bytes")
+    return values.reshape(shape)
+
+
+def cifar(folder: str | Path, classes: int = 10) -> Data:
+    """CIFAR-10 or CIFAR-100 from the python or the binary batches.
+
+    Args:
+        folder: the unpacked archive or its parent: data_batch_1 ... data_batch_5 and test_batch (python)
+            or the same with .bin (binary) for CIFAR-10; train and test, or train.bin and test.bin, for
+            CIFAR-100.
+        classes: 10 or 100 (fine labels).
+
+    Raises:
+        FileNotFoundError: naming the file that is missing.
+        ValueError: for a batch in neither format.
+    """
+    _checks.one_of("classes", classes, (10, 100))
+    train = [f"data_batch_{i}" for i in range(1, 6)] if classes == 10 else ["train"]
+    test = ["test_batch"] if classes == 10 else ["test"]
+    stem = f"cifar-{classes}"
+    parts = []
+    for names in (train, test):
+        batches = [_cifar_batch(_find(folder, name, f"{name}.bin", below=stem), classes) for name in names]
+        rows = np.concatenate([rows for rows, _ in batches])
+        labels = np.concatenate([labels for _, labels in batches])
+        images = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        parts += [(images / 255).astype("float32"), labels.astype("int32")]
+    return Data(*parts)
+
+
+def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    raw = path.read_bytes()
+    if path.suffix == ".bin":
+        header = 1 if classes == 10 else 2  # CIFAR-100: coarse label, fine label
+        if len(raw) % (header + 3072):
+            raise ValueError(f"{path} is not a binary CIFAR-{classes} batch: {len(raw)} bytes")
+        rows = np.frombuffer(raw, np.uint8).reshape(-1, header + 3072)
+        return rows[:, header:], rows[:, header - 1]
+    batch = _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
+    key = b"labels" if classes == 10 else b"fine_labels"
+    if not isinstance(batch, dict) or b"data" not in batch or key not in batch:
+        raise ValueError(f"{path} is not a python CIFAR-{classes} batch: it lacks {key.decode()!r} or 'data'")
+    return np.asarray(batch[b"data"], np.uint8), np.asarray(batch[key])
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Unpickles numpy arrays and builtin containers only: a data file must not run code."""
+
+    allowed = {
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy.core.numeric", "_frombuffer"),
+        ("numpy._core.numeric", "_frombuffer"),
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("_codecs", "encode"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.allowed:
+            raise ValueError(f"the batch asks for {module}.{name}; only numpy arrays are read")
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+
+
+def _find(folder: str | Path, *names: str, below: str = "") -> Path:
+    """The first of the names in the folder, or in a subfolder whose name starts with ``below``."""
+    root = Path(folder)
+    places = [root, *sorted(p for p in root.glob(f"{below}*") if p.is_dir())] if below else [root]
+    for place in places:
+        for name in names:
+            for path in (place / name, place / f"{name}.gz"):
+                if path.is_file():
+                    return path
+    raise FileNotFoundError(
+        f"{root} must hold {' or '.join(names)} (gzipped or not); put the files there, or use digits()"
+    )
+
+
+def _same_length(images: np.ndarray, labels: np.ndarray, stem: str) -> None:
+    if len(images) != len(labels):
+        raise ValueError(f"{stem}: {len(images)} images but {len(labels)} labels")

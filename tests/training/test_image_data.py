@@ -1,0 +1,106 @@
+"""Loaders against files written by the tests themselves, in each published format."""
+
+import gzip
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from meanflow.training import cifar, digits, mnist
+from meanflow.training.data import read_idx
+
+
+def write_idx(path, array, compress=False):
+    raw = (
+        b"\x00\x00\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    )
+    path.write_bytes(gzip.compress(raw) if compress else raw)
+
+
+def random_bytes(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, size=shape, dtype=np.uint8)
+
+
+def test_digits():
+    data = digits(seed=3, train=1500)
+    assert data.train_x.shape == (1500, 8, 8, 1)
+    assert data.test_x.shape == (297, 8, 8, 1)
+    assert data.classes == 10
+    assert data.train_x.dtype == np.float32
+    assert data.train_x.min() == 0
+    assert data.train_x.max() == 1
+    np.testing.assert_array_equal(data.train_x, digits(seed=3).train_x)
+    assert not np.array_equal(data.train_y, digits(seed=4).train_y)
+    np.testing.assert_array_equal(data.flat().test_x, data.test_x.reshape(297, 64))
+    # the split loses and repeats nothing
+    both = np.concatenate([data.train_x, data.test_x]).reshape(1797, -1)
+    other = np.concatenate([digits(9).train_x, digits(9).test_x]).reshape(1797, -1)
+    np.testing.assert_array_equal(np.sort(both.sum(1)), np.sort(other.sum(1)))
+    with pytest.raises(ValueError, match="train must be < 1797"):
+        digits(train=1797)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_mnist(tmp_path, compress):
+    suffix = ".gz" if compress else ""
+    images, labels = random_bytes(0, 7, 5, 4), random_bytes(1, 7) % 10
+    for stem, rows in (("train", slice(0, 5)), ("t10k", slice(5, 7))):
+        write_idx(tmp_path / f"{stem}-images-idx3-ubyte{suffix}", images[rows], compress)
+        write_idx(tmp_path / f"{stem}-labels-idx1-ubyte{suffix}", labels[rows], compress)
+    data = mnist(tmp_path)
+    np.testing.assert_allclose(data.train_x[..., 0], images[:5] / 255, rtol=1e-6)
+    np.testing.assert_array_equal(data.test_y, labels[5:])
+
+
+def test_mnist_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte"):
+        mnist(tmp_path)
+    (tmp_path / "bad").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match="not an idx file"):
+        read_idx(tmp_path / "bad")
+    write_idx(tmp_path / "short", random_bytes(0, 4, 3))
+    (tmp_path / "short").write_bytes((tmp_path / "short").read_bytes()[:-1])
+    with pytest.raises(ValueError, match="announces shape"):
+        read_idx(tmp_path / "short")
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+@pytest.mark.parametrize("binary", [False, True])
+def test_cifar(tmp_path, classes, binary):
+    folder = tmp_path / f"cifar-{classes}-batches"  # also found one level down
+    folder.mkdir()
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"] if classes == 10 else ["train", "test"]
+    rows, labels = {}, {}
+    for seed, name in enumerate(names):
+        rows[name], labels[name] = random_bytes(seed, 3, 3072), random_bytes(seed + 50, 3) % classes
+        if binary:
+            coarse = [] if classes == 10 else [np.full((3, 1), 7, np.uint8)]
+            raw = np.concatenate([*coarse, labels[name][:, None], rows[name]], axis=1)
+            (folder / f"{name}.bin").write_bytes(raw.tobytes())
+        else:
+            key = b"labels" if classes == 10 else b"fine_labels"
+            batch = {b"data": rows[name], key: [int(v) for v in labels[name]], b"batch_label": b"x"}
+            (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+    data = cifar(tmp_path, classes)
+    assert data.train_x.shape == (15 if classes == 10 else 3, 32, 32, 3)
+    first = rows[names[0]][1]
+    # red plane first, rows of 32 within it
+    for channel, i, j in ((0, 0, 5), (2, 31, 31), (1, 4, 7)):
+        value = first[channel * 1024 + i * 32 + j] / 255
+        assert data.train_x[1, i, j, channel] == pytest.approx(value, rel=1e-6)
+    np.testing.assert_array_equal(data.test_y, labels[names[-1]])
+
+
+def test_cifar_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1 or data_batch_1\.bin"):
+        cifar(tmp_path)
+    with pytest.raises(ValueError, match="classes must be one of"):
+        cifar(tmp_path, 20)
+    for name in ("train", "test"):
+        (tmp_path / name).write_bytes(pickle.dumps({b"data": random_bytes(0, 2, 3072)}, protocol=2))
+    with pytest.raises(ValueError, match="lacks 'fine_labels'"):
+        cifar(tmp_path, 100)
+    (tmp_path / "train").write_bytes(pickle.dumps({b"data": print}, protocol=2))
+    with pytest.raises(ValueError, match="only numpy arrays"):
+        cifar(tmp_path, 100)

@@ -1,0 +1,224 @@
+"""Sliced and marginal distances, Sinkhorn, the critic, bootstrap, moments, and the ICS sandwich."""
+
+import doctest
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+
+from meanflow import transport
+from meanflow.transport import (
+    bootstrap,
+    critic_distance,
+    ics,
+    ics_trace,
+    loss_shift,
+    marginal_wasserstein,
+    moments,
+    sandwich,
+    sinkhorn_divergence,
+    sliced_distances,
+    sliced_wasserstein,
+    slicing_constant,
+    wasserstein,
+)
+
+
+def clouds(seed, n=40, d=5):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d)) * rng.uniform(0.5, 2, d)
+    return jnp.asarray(x), jnp.asarray(rng.standard_t(3, size=(n, d)) + rng.normal(size=d))
+
+
+@pytest.mark.parametrize("d", [1, 2, 7, 30])
+def test_slicing_constant_is_one_over_the_mean_cosine(d):
+    if d == 1:
+        assert slicing_constant(1) == pytest.approx(1.0)
+        return
+    # |<u, e>| has density proportional to (1 - t^2)^((d-3)/2)
+    t, w = scipy.special.roots_gegenbauer(200, (d - 2) / 2) if d > 2 else scipy.special.roots_chebyt(2000)
+    assert slicing_constant(d) == pytest.approx(w.sum() / (w @ np.abs(t)), rel=1e-3)
+
+
+def test_sliced_of_a_translation(key):
+    x, _ = clouds(0)
+    shift = np.array([1.0, -2.0, 0.5, 0.0, 1.0])
+    slices = sliced_distances(x, x + shift[None], key=key, directions=4000)
+    mean, error = float(jnp.mean(slices)), float(jnp.std(slices)) / np.sqrt(4000)
+    assert abs(mean * slicing_constant(5) - np.linalg.norm(shift)) < 5 * error * slicing_constant(5)
+    assert float(jnp.max(slices)) <= np.linalg.norm(shift) * (1 + 1e-12)
+    scaled = sliced_wasserstein(x, x + shift[None], key=key, directions=4000, scaled=True)
+    assert float(scaled) == pytest.approx(mean * slicing_constant(5))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_projections_are_below_the_distance(seed):
+    x, y = clouds(seed)
+    w = float(wasserstein(x, y))
+    slices = sliced_distances(x, y, key=jax.random.key(seed), directions=500)
+    assert float(jnp.max(slices)) <= w * (1 + 1e-12)
+    error = float(jnp.std(slices)) / np.sqrt(500) * slicing_constant(5)
+    assert float(jnp.mean(slices)) * slicing_constant(5) <= w + 5 * error
+    assert float(marginal_wasserstein(x, y)) <= w * (1 + 1e-12)
+    basis = np.linalg.qr(np.random.default_rng(seed).normal(size=(5, 5)))[0]
+    assert float(marginal_wasserstein(x, y, basis)) <= w * (1 + 1e-12)
+
+
+def test_marginal_bound_is_exact_for_translations():
+    x, _ = clouds(1)
+    shift = np.array([[1.0, -2.0, 0.5, 0.0, 1.0]])
+    assert float(marginal_wasserstein(x, x + shift)) == pytest.approx(np.linalg.norm(shift), rel=1e-12)
+
+
+def test_sliced_gradient(key):
+    x, y = clouds(2, n=6, d=3)
+    f = lambda x: sliced_wasserstein(x, y, 2, key=key, directions=16)
+    h = jnp.zeros_like(x).at[1, 2].set(1e-6)
+    np.testing.assert_allclose(jax.grad(f)(x)[1, 2], (f(x + h) - f(x - h)) / 2e-6, rtol=1e-5)
+    assert np.all(np.isfinite(jax.grad(lambda u: sliced_wasserstein(u, x, 2, key=key))(x)))
+
+
+def test_sinkhorn_divergence_is_biased_low():
+    rng = np.random.default_rng(0)
+    x, y = jnp.asarray(rng.normal(size=(300, 2))), jnp.asarray(rng.normal(size=(300, 2)) + [1.0, 0.0])
+    w = float(wasserstein(x, y))
+    small, large = (sinkhorn_divergence(x, y, relative_epsilon=e) for e in (0.05, 0.2))
+    assert bool(small.converged) and bool(large.converged)
+    assert float(large.value) < float(small.value) < w
+    assert float(small.value) == pytest.approx(0.88, abs=0.12)  # the sheet's sample: 0.88 and 0.53
+    assert float(large.value) == pytest.approx(0.53, abs=0.12)
+    same = sinkhorn_divergence(x, x)
+    assert abs(float(same.value)) < 1e-6
+
+
+CASES = {"shift .3": (1.0, 0.3), "shift 1": (1.0, 1.0), "scale 1.5": (1.5, 0.0), "scale 3": (3.0, 0.0)}
+
+
+def gaussian_case(d, scale, shift, n=600):
+    z = np.random.default_rng(d).normal(size=(n, d))
+    # W_1 of z and scale z + shift: E|(scale - 1) z + shift 1|, both couplings being monotone
+    w = (
+        shift * np.sqrt(d)
+        if scale == 1
+        else (scale - 1)
+        * np.sqrt(2)
+        * np.exp(scipy.special.gammaln((d + 1) / 2) - scipy.special.gammaln(d / 2))
+    )
+    return jnp.asarray(scale * z + shift), jnp.asarray(z), w
+
+
+@pytest.mark.parametrize("d", [2, 10, 50])
+def test_critic_against_the_exact_distance(d):
+    ratios = {}
+    for name, (scale, shift) in CASES.items():
+        x, y, w = gaussian_case(d, scale, shift)
+        assert float(wasserstein(x[:300], y[:300])) == pytest.approx(w, rel=0.2)  # same inputs
+        out = critic_distance(x, y, key=jax.random.key(0))
+        held_out = float(wasserstein(x[300:], y[300:]))
+        assert float(out.lower_bound) <= held_out * (1 + 1e-9)
+        assert float(out.lipschitz_estimate) <= float(out.lipschitz_bound) * (1 + 1e-9)
+        assert abs(float(out.value)) <= float(out.lipschitz_bound) * held_out * (1 + 1e-9)
+        ratios[name] = float(out.value) / w
+    # the bias: the critic sees less than one percent of the distance, by a factor that is not constant
+    assert all(0 < r < 0.02 for r in ratios.values())
+    assert max(ratios.values()) / min(ratios.values()) > 1.5
+
+
+def test_critic_factor_is_not_constant():
+    """The sheet's pass test: d = 32, shifts and scalings, spread of value / W_1 above 3."""
+    values = {name: gaussian_case(32, *case) for name, case in CASES.items()}
+    ratios = [float(critic_distance(x, y, key=jax.random.key(1)).value) / w for x, y, w in values.values()]
+    assert max(ratios) / min(ratios) > 3
+
+
+def test_critic_bad_input(key):
+    with pytest.raises(ValueError, match="head must be one of"):
+        critic_distance(jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, head="tanh")
+    with pytest.raises(ValueError, match="N >= 2"):
+        critic_distance(jnp.ones((4, 2)), jnp.ones((3, 2)), key=key)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bootstrap_error_of_a_mean(key, compiled):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=400), rng.normal(size=400) * 2
+    gap = lambda x, y: jnp.mean(x) - jnp.mean(y)
+    for paired in (True, False):
+        out = bootstrap(gap, x, y, key=key, repeats=400, paired=paired, compiled=compiled)
+        theory = np.sqrt(np.var(x - y) / 400 if paired else (np.var(x) + np.var(y)) / 400)
+        assert out.standard_error == pytest.approx(theory, rel=0.15)
+        assert out.low < out.value < out.high
+        assert out.high - out.low == pytest.approx(2 * 1.96 * theory, rel=0.2)
+
+
+def test_bootstrap_of_exact_distance(key):
+    x, y = clouds(3)
+    out = bootstrap(wasserstein, x, y, key=key, repeats=30)
+    assert out.value == pytest.approx(float(wasserstein(x, y)))
+    assert 0 < out.standard_error < out.value
+    with pytest.raises(ValueError, match="equal length"):
+        bootstrap(wasserstein, x, y[:5], key=key)
+
+
+def test_moments_equal_scipy():
+    x = np.random.default_rng(0).gamma(2.0, size=(500, 3)) * np.array([1.0, 5.0, 0.1])
+    out = moments(jnp.asarray(x))
+    np.testing.assert_allclose(out.mean, x.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(out.variance, x.var(0), rtol=1e-12)
+    np.testing.assert_allclose(out.skewness, scipy.stats.skew(x), rtol=1e-12)
+    np.testing.assert_allclose(out.kurtosis, scipy.stats.kurtosis(x), rtol=1e-12)
+    flat = moments(jnp.ones((4, 2)))
+    np.testing.assert_array_equal(flat.skewness, 0)
+    np.testing.assert_array_equal(flat.kurtosis, 0)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_sandwich(seed):
+    x, y = clouds(seed, n=25, d=4)
+    out = sandwich(x, y)
+    assert out.lower <= out.exact * (1 + 1e-12) <= out.upper * (1 + 1e-11)
+    drift = ics(x, x + 0.1 * y)
+    assert drift.lower <= drift.exact * (1 + 1e-12) <= drift.upper * (1 + 1e-11)
+    assert drift.upper <= drift.pieces["paired"] * (1 + 1e-12)
+    assert np.isnan(sandwich(x, y, max_exact=10).exact)
+
+
+def test_pairing_is_optimal_for_small_drifts():
+    x, y = clouds(5, n=60, d=4)
+    small = ics(x, x + 0.01 * y)
+    assert small.upper == pytest.approx(small.exact, rel=1e-12)
+    trace = ics_trace([x, x + 0.01 * y, x + 0.03 * y])
+    np.testing.assert_allclose(trace["exact"][1], 2 * trace["exact"][0], rtol=1e-12)
+
+
+def test_independent_samples_mislead():
+    """Identical Gaussians in 32 dimensions look 5.6 to 6.2 apart; the same inputs give 0."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 300, 32))
+    assert 5.5 < float(wasserstein(x, y)) < 6.3
+    assert ics(x, x).exact == 0.0
+
+
+def test_loss_shift_is_equation_one():
+    rng = np.random.default_rng(1)
+    x, labels = jnp.asarray(rng.normal(size=(30, 3))), jnp.asarray(rng.normal(size=30))
+    lower = [jnp.asarray(rng.normal(size=(3, 4))) for _ in range(2)]
+    top = jnp.asarray(rng.normal(size=4))
+    square = lambda f, y: jnp.mean((f - y) ** 2)
+    shift = loss_shift(lambda h: jnp.tanh(h) @ top, x @ lower[0], x @ lower[1], labels, square)
+    losses = [np.mean((np.tanh(np.asarray(x) @ w) @ np.asarray(top) - labels) ** 2) for w in lower]
+    np.testing.assert_allclose(shift, losses[1] - losses[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sliced", "moments", "ics", "sinkhorn", "critic"])
+def test_examples(name):
+    assert doctest.testmod(importlib.import_module(f"meanflow.transport.{name}")).failed == 0
+
+
+def test_public_names():
+    names = "wasserstein sliced_wasserstein sinkhorn_divergence critic_distance ics bounds"
+    assert all(hasattr(transport, name) for name in names.split())
