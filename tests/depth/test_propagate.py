@@ -1,0 +1,215 @@
+"""Random deep networks: against a plain numpy loop, in law, and through every switch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meanflow import depth
+from meanflow.depth import observables
+from meanflow.depth.propagate import draw_preactivations
+
+
+def waves(key, shape, dtype):
+    """Fixed weights, so that numpy can use the same ones."""
+    i, j = np.indices(shape)
+    return jnp.asarray(np.sin(1.3 * i + 2.1 * j + 0.7 * i * j + 0.2) / np.sqrt(shape[0]), dtype)
+
+
+def by_hand(x, widths, recenter, rescale, activation):
+    """The same network, one line of numpy a stage; the spread is written out."""
+    batches = [x]
+    for width in widths:
+        z = x @ np.asarray(waves(None, (x.shape[1], width), float))
+        mean = z.mean(0)
+        spread = np.sqrt(((z - mean) ** 2).mean(0)) if rescale == "std" else np.sqrt((z**2).mean(0))
+        z = z - mean if recenter else z
+        if rescale is not None:
+            # after recentring the spread about the mean and about zero are the same number
+            z = z / (np.sqrt((z**2).mean(0)) if recenter else spread)
+        x = np.maximum(z, 0) if activation == "relu" else z
+        batches.append(x)
+    return batches
+
+
+@pytest.mark.parametrize("recenter", [True, False])
+@pytest.mark.parametrize("rescale", [None, "std", "rms"])
+@pytest.mark.parametrize("activation", ["relu", "linear"])
+def test_every_switch_against_numpy(recenter, rescale, activation):
+    x = np.random.default_rng(0).normal(size=(6, 4)) + 0.5
+    widths = (5, 7, 7, 7, 3)
+    run = depth.propagate(
+        jax.random.key(0), x, widths, recenter=recenter, rescale=rescale, activation=activation, weights=waves
+    )
+    batches = by_hand(x, widths, recenter, rescale, activation)
+    np.testing.assert_allclose(run.final, batches[-1], rtol=1e-11, atol=1e-11)
+    for t, batch in enumerate(batches):
+        np.testing.assert_allclose(run.layers.gram[t], batch @ batch.T, rtol=1e-10, atol=1e-10)
+        values = np.linalg.svd(batch, compute_uv=False)
+        np.testing.assert_allclose(
+            run.layers.singular_values[t, : len(values)], values, rtol=1e-9, atol=1e-10
+        )
+        assert not np.any(run.layers.singular_values[t, len(values) :])
+        if activation == "relu" and t:
+            count = np.bincount((batch > 0).sum(0), minlength=7)
+            np.testing.assert_array_equal(run.layers.active[t], count)
+
+
+@pytest.mark.parametrize("features", [2, 40])
+def test_drawing_the_law_gives_the_law_of_x_w(key, features):
+    # columns of x W are independent N(0, K variance / fan_in); 2e5 of them pin covariance and kurtosis
+    x = jax.random.normal(key, (5, features))
+    width = 200_000
+    z = draw_preactivations(jax.random.fold_in(key, 1), x, width, 2.0)
+    covariance = 2.0 / features * x @ x.T
+    error = jnp.abs(z @ z.T / width - covariance)
+    size = jnp.sqrt(jnp.diagonal(covariance))
+    assert jnp.max(error / (size[:, None] * size[None, :])) < 5 * np.sqrt(2 / width)
+    unit = z / size[:, None]
+    np.testing.assert_allclose(jnp.mean(unit**4, axis=1), 3.0, atol=5 * np.sqrt(96 / width))
+    assert abs(jnp.mean(unit[:, 1:] * unit[:, :-1])) < 5 / np.sqrt(width)  # neighbouring neurons: independent
+
+
+def test_both_ways_of_drawing_agree_on_average(key):
+    x = jax.random.normal(key, (2, 30))
+    angle = {}
+    for draw in ("law", "weights"):
+        run = depth.propagate(jax.random.split(key, 200), x, [64] * 3, recenter=False, draw=draw, chunk=50)
+        angle[draw] = run.layers.angles[:, -1, 0, 1]
+    noise = np.sqrt((jnp.var(angle["law"]) + jnp.var(angle["weights"])) / 200)
+    assert abs(angle["law"].mean() - angle["weights"].mean()) < 4 * noise
+
+
+def test_renormalizing_keeps_the_geometry_and_the_scale(key):
+    x = jax.random.normal(key, (6, 8))
+    plain = depth.propagate(key, x, [32] * 12)
+    scaled = depth.propagate(key, x, [32] * 12, renormalize=True)
+    np.testing.assert_allclose(scaled.layers.pair_angles, plain.layers.pair_angles, atol=1e-9)
+    np.testing.assert_allclose(
+        scaled.layers.gram * jnp.exp(2 * scaled.log_scale)[:, None, None],
+        plain.layers.gram,
+        rtol=1e-9,
+        atol=1e-14,
+    )
+    np.testing.assert_allclose(jnp.trace(scaled.layers.gram, axis1=1, axis2=2), 6.0, rtol=1e-12)
+
+
+def test_depth_1000_neither_underflows_nor_overflows(key):
+    x = jax.random.normal(key, (4, 8), jnp.float32)
+    run = depth.propagate(key, x, [32] * 1000, renormalize=True, weights="gaussian")
+    assert run.final.dtype == jnp.float32
+    assert (
+        bool(jnp.all(jnp.isfinite(run.layers.gram))) and run.log_scale[-1] < -100
+    )  # exp of it is 0 in float32
+
+
+def test_seeds_chunks_and_single_runs_agree(key):
+    keys = jax.random.split(key, 5)
+    x = jax.random.normal(key, (5, 6, 4))
+    run = lambda **kw: depth.propagate(keys, x, [9, 9], rescale="std", **kw).layers.gram
+    whole = run()
+    np.testing.assert_allclose(run(chunk=2), whole, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(run(chunk=5), whole, rtol=1e-12, atol=1e-12)
+    single = depth.propagate(keys[3], x[3], [9, 9], rescale="std")
+    np.testing.assert_allclose(single.layers.gram, whole[3], rtol=1e-12, atol=1e-12)
+    shared = depth.propagate(keys, x[0], [9, 9], rescale="std").layers.gram
+    np.testing.assert_allclose(shared[0], whole[0], rtol=1e-12, atol=1e-12)
+
+
+def test_second_call_compiles_nothing(key):
+    traces = []
+
+    def observe(x):
+        traces.append(1)
+        return jnp.sum(x)
+
+    for seed in range(3):
+        x = jax.random.normal(jax.random.key(seed), (4, 3))
+        depth.propagate(jax.random.key(seed), x, [8] * 50, observe=observe)
+    assert len(traces) == 3  # the input, the first layer, and one body for the other 49
+
+
+def test_gradient_through_a_deep_network(key):
+    x = jax.random.normal(key, (4, 3))
+
+    def size(x):
+        run = depth.propagate(key, x, [6] * 4, rescale="rms", draw="weights", observe=lambda x: jnp.sum(x**3))
+        return run.layers[-1]
+
+    slope = jax.grad(size)(x)
+    step = 1e-6
+    for i, j in [(0, 0), (2, 1), (3, 2)]:
+        e = jnp.zeros_like(x).at[i, j].set(step)
+        np.testing.assert_allclose(
+            slope[i, j], (size(x + e) - size(x - e)) / (2 * step), rtol=1e-5, atol=1e-7
+        )
+
+
+def test_orthogonal_linear_layers_keep_the_gram_matrix(key):
+    x = jax.random.normal(key, (4, 16))
+    run = depth.propagate(key, x, [16] * 5, recenter=False, activation="linear", weights="orthogonal")
+    np.testing.assert_allclose(run.layers.gram, jnp.broadcast_to(x @ x.T, (6, 4, 4)), rtol=1e-12, atol=1e-12)
+
+
+def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
+    # equation (9) stacks all of S_{2^t}, which has 2^(t+1) elements
+    weight = depth.split_identity(key, (8, 16), float)
+    assert {tuple(row) for row in np.asarray(weight.T)} == {
+        tuple(s * row) for row in np.eye(8) for s in (1, -1)
+    }
+    with pytest.raises(ValueError, match="fan_out = 2 fan_in"):
+        depth.split_identity(key, (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"widths": []}, "widths"),
+        ({"widths": [0]}, "widths"),
+        ({"rescale": "variance"}, "rescale"),
+        ({"weights": "xavier"}, "weights"),
+        ({"draw": "law", "weights": "orthogonal"}, "draw='law'"),
+        ({"activation": "rellu"}, "activation"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"chunk": 0}, "chunk"),
+        ({"x": np.full((3, 2), np.nan)}, "finite"),
+        ({"x": np.zeros(3)}, "x must be"),
+        ({"observe": lambda x: x[0], "widths": [4, 5]}, "observe"),
+        ({"key": 0}, "key"),
+    ],
+)
+def test_bad_arguments(kwargs, message):
+    arguments = {"key": jax.random.key(0), "x": np.eye(3), "widths": [4]} | kwargs
+    with pytest.raises(ValueError, match=message):
+        depth.propagate(**arguments)
+
+
+def test_observables_of_simple_batches():
+    x = jnp.array([[3.0, 0.0], [0.0, 0.0], [1.0, 1.0], [-2.0, 0.0]])
+    gram = observables.gram(x)
+    expected = [[0, 90, 45, 180], [90, 90, 90, 90], [45, 90, 0, 135], [180, 90, 135, 0]]
+    np.testing.assert_allclose(observables.angles(gram), expected, atol=1e-5)
+    np.testing.assert_allclose(observables.norms(gram), [3, 0, np.sqrt(2), 2], rtol=1e-14)
+    np.testing.assert_array_equal(observables.cluster_labels(gram, 50.0), [0, 1, 0, 3])
+    assert observables.clusters(gram, 50.0) == 3
+    chain = jnp.stack(
+        [jnp.cos(jnp.radians(20.0 * jnp.arange(7))), jnp.sin(jnp.radians(20.0 * jnp.arange(7)))], 1
+    )
+    assert observables.clusters(observables.gram(chain), 21.0) == 1  # linked through neighbours only
+    assert observables.clusters(observables.gram(chain), 19.0) == 7
+    values = jnp.array([2.0, 1.0, 1e-6])
+    assert observables.rank(values, 1e-5) == 2 and observables.rank(values, 1e-7) == 3
+    np.testing.assert_allclose(observables.stable_rank(values), 1.25, rtol=1e-9)
+    np.testing.assert_allclose(observables.orthogonality_gap(7.0 * jnp.eye(4)), 0.0, atol=1e-14)
+    layer = depth.summary(jnp.maximum(x, 0.0))
+    np.testing.assert_array_equal(layer.active, [0, 1, 1, 0, 0])  # neuron 0 fires on 2 samples, neuron 1 on 1
+    np.testing.assert_allclose(layer.active_share(0.4, 1.0), 0.5)
+
+
+def test_product_rank_is_bounded_by_the_smaller_rank():
+    # the paper says max; linear layers therefore never raise the rank, ReLU does
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(6, 2))
+    linear = depth.propagate(jax.random.key(0), x, [50], recenter=False, activation="linear")
+    relu = depth.propagate(jax.random.key(0), x, [50], recenter=False)
+    assert linear.layers.rank(1e-9)[1] == 2 and relu.layers.rank(1e-9)[1] == 6

@@ -1,0 +1,231 @@
+"""gamma, cells, rank bounds: against angles, orthant probabilities, Monte Carlo, scipy and simulation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import optimize, stats
+
+from meanflow import depth
+from meanflow.depth.cells import cells, cone_volumes, general_position_count
+from meanflow.experiments.decomposed_theorems import polygon
+
+
+def planar_gamma(x):
+    """Sorted angles modulo pi: every gap is the opening of two opposite cells."""
+    angle = np.sort(np.mod(np.arctan2(x[:, 1], x[:, 0]), np.pi))
+    return np.diff(np.append(angle, angle[0] + np.pi)).min() / (2 * np.pi)
+
+
+@pytest.mark.parametrize("n", [3, 5, 7, 9])
+def test_odd_polygons(n):
+    found = depth.gamma(polygon(n))
+    assert found.cells == 2 * n  # the paper says n cells and 1/n
+    np.testing.assert_allclose(found.value, 1 / (2 * n), rtol=1e-12)
+    assert abs(found.value - 1 / n) > 0.05
+    counted = depth.gamma(polygon(n), method="monte_carlo", key=jax.random.key(n), samples=20_000)
+    assert counted.low <= 1 / (2 * n) <= counted.high and counted.low > 0.4 / n
+
+
+def test_even_polygons_have_the_value_printed_for_odd_ones():
+    np.testing.assert_allclose(depth.gamma(polygon(6)).value, 1 / 6, rtol=1e-12)
+
+
+def test_random_batches_in_the_plane():
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 4, 15, 40):
+        x = rng.normal(size=(n, 2))
+        found = depth.gamma(x)
+        np.testing.assert_allclose(found.value, planar_gamma(x) if n > 1 else 0.5, rtol=1e-9)
+        np.testing.assert_allclose(found.total, 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("k, n", [(3, 3), (3, 7), (4, 4), (4, 6), (5, 5)])
+def test_random_batches_count_total_and_monte_carlo(k, n):
+    x = np.random.default_rng(10 * k + n).normal(size=(n, k))
+    found = cells(x)
+    assert len(found.volumes) == general_position_count(n, k)  # Zaslavsky
+    np.testing.assert_allclose(found.volumes.sum(), 1.0, rtol=1e-7)
+    w = np.random.default_rng(1).normal(size=(100_000, k))
+    signs = np.where(w @ found.lines.T > 0, 1, -1)
+    code = lambda s: (s > 0) @ (1 << np.arange(n))
+    count = np.bincount(code(signs), minlength=2**n)[code(found.signs)]
+    assert count.sum() == 100_000  # no neuron falls outside the cells found
+    noise = np.sqrt(found.volumes / 100_000)
+    assert np.abs(count / 100_000 - found.volumes).max() <= 5 * noise.max()
+    assert np.all(np.abs(count / 100_000 - found.volumes) <= 5 * noise + 10 / 100_000)
+
+
+def test_orthants_in_closed_form():
+    # four Gaussians of equal correlation 1/2: P(all positive) = 1/5
+    root = np.linalg.cholesky(0.5 * np.eye(4) + 0.5)
+    found = cells(root)
+    np.testing.assert_allclose(found.volumes[np.all(found.signs == 1, axis=1)], 0.2, rtol=1e-9)
+    np.testing.assert_allclose(cells(np.eye(4)).volumes, 1 / 16, rtol=1e-10)
+    np.testing.assert_allclose(cells(np.eye(3, 7)).volumes, 1 / 8, rtol=1e-12)  # only the span counts
+    np.testing.assert_allclose(cone_volumes(np.eye(5)[None]), 1 / 32, rtol=1e-6)
+
+
+def test_tiny_cells_are_measured_to_relative_accuracy():
+    # three unit vectors within 1e-4 of each other's span: the least cell is about 1e-9 of the sphere
+    for eps in (1e-2, 1e-4, 1e-6):
+        x = np.array([[1.0, 0, 0], [0, 1.0, 0], [1.0, 1.0, eps]])
+        det = eps / np.sqrt(2 + eps**2)
+        value = depth.gamma(x).value
+        dots = np.array([0.0, 1 / np.sqrt(2 + eps**2), 1 / np.sqrt(2 + eps**2)])
+        # P(u > 0, v > 0, s < 0) from the three pairwise angles (Girard), in higher precision by expansion
+        exact = (2 * np.pi - sum(np.arccos(c) for c in (dots[0], -dots[1], -dots[2]))) / (4 * np.pi)
+        if eps > 1e-4:
+            np.testing.assert_allclose(value, abs(exact), rtol=1e-6)
+        assert 0.05 < value / det < 1.0  # proportional to the determinant however small
+
+
+def test_degenerate_arrangement_with_many_planes_through_a_ray():
+    x = np.array(
+        [[1, 0, 0], [0, 1, 0], [1, 1, 0], [1, -1, 0], [0, 0, 1], [2, 0, 0], [-1, 0, 0], [0, 0, 0]], float
+    )
+    found = cells(x)
+    assert len(found.lines) == 5 and len(found.volumes) == 16
+    np.testing.assert_allclose(found.volumes, 1 / 16, rtol=1e-10)
+
+
+def test_plain_counting_is_no_bound_but_its_interval_is():
+    x = np.random.default_rng(38).normal(size=(8, 3))
+    exact = depth.gamma(x).value
+    counted = depth.gamma(x, method="monte_carlo", key=jax.random.key(0), samples=20_000)
+    assert counted.low <= exact <= counted.high
+    assert counted.cells < depth.gamma(x).cells and counted.low == 0.0  # cells were missed, and it says so
+
+
+def test_rank_bounds_against_scipy_and_minimisation():
+    n, gamma = 6, 0.07
+    d = np.array([90, 120, 200, 400, 1000])
+    bounds = depth.rank_bounds(n, gamma, d)
+    np.testing.assert_allclose(bounds.binomial, stats.binom.cdf(n - 1, d, gamma), rtol=1e-9)
+    for j, neurons in enumerate(d):  # (28b): the Chernoff exponent, minimised numerically
+        log_bound = lambda s, d=neurons: n * (np.log(gamma) + s - np.log1p(-(1 - gamma) * np.exp(s))) - s * d
+        best = optimize.minimize_scalar(log_bound, bounds=(0, -np.log(1 - gamma) - 1e-12), method="bounded")
+        np.testing.assert_allclose(bounds.chernoff[j], np.exp(best.fun), rtol=1e-6)
+        p = n / neurons
+        divergence = p * np.log(p / gamma) + (1 - p) * np.log((1 - p) / (1 - gamma))
+        np.testing.assert_allclose(bounds.chernoff[j], np.exp(-neurons * divergence), rtol=1e-10)
+    limit = depth.rank_bounds(n, 1e-7, np.array([3 * n * 10**7]))
+    np.testing.assert_allclose(
+        limit.chernoff, limit.simple, rtol=1e-5
+    )  # (7b) is the limit gamma -> 0 of (7a)
+
+
+def test_rank_bounds_are_ordered_for_every_alpha_above_one_and_trivial_below():
+    gamma = jnp.array([1e-4, 1e-2, 0.1, 0.4])[:, None]
+    alpha = jnp.linspace(1.01, 8, 40)[None, :]
+    for n in (2, 5, 20):
+        bounds = depth.rank_bounds(n, gamma, jnp.ceil(alpha * n / gamma))
+        assert bool(jnp.all(bounds.binomial <= bounds.chernoff * (1 + 1e-9)))
+        assert bool(jnp.all(bounds.chernoff <= bounds.simple * (1 + 1e-9)))
+    # (7b) evaluated at alpha = 1/2 would be a false claim: P(failure) <= 0.33 at 25 neurons
+    formula = np.exp(-5 * (0.5 - 1 - np.log(0.5)))
+    bounds = depth.rank_bounds(5, 0.1, 25)
+    assert formula < 0.4 < stats.binom.cdf(4, 25, 0.1)
+    assert bounds.simple == 1 and bounds.chernoff == 1
+
+
+def test_law_of_the_neurons_to_full_rank(key):
+    x = polygon(5)
+    y = depth.neurons_to_full_rank(key, x, 4000)
+    assert abs(float(y.mean()) - 5.47) < 5 * float(y.std()) / np.sqrt(4000) + 0.02
+    gamma = depth.gamma(x).value
+    bounds = depth.rank_bounds(5, gamma, np.arange(5, 60))
+    failure = np.mean(np.asarray(y)[:, None] > np.arange(5, 60), axis=0)
+    assert np.all(failure <= np.asarray(bounds.binomial) + 4 * np.sqrt(failure / 4000) + 1e-3)
+    assert float(y.mean()) < depth.expected_neurons_bound(x) <= float(bounds.expected[0]) * (1 + 1e-12)
+    # rank of the same neurons by singular values, for a few runs
+    for j in range(3):
+        run_key = jax.random.split(key, 4000)[j]
+        rows = jnp.stack([jax.random.normal(jax.random.fold_in(run_key, d), (2,)) for d in range(int(y[j]))])
+        image = np.maximum(np.asarray(x @ rows.T), 0)
+        assert np.linalg.matrix_rank(image, tol=1e-9) == 5
+        assert np.linalg.matrix_rank(image[:, :-1], tol=1e-9) == 4
+
+
+def test_one_sample_needs_two_neurons_on_average(key):
+    y = depth.neurons_to_full_rank(key, jnp.ones((1, 3)), 4000)
+    assert abs(float(y.mean()) - 2.0) < 5 * np.sqrt(2 / 4000)  # the bound n / gamma = 2 is attained
+    assert depth.gamma(np.ones((1, 3))).value == 0.5
+
+
+def test_waiting_times_are_not_independent(key):
+    x = jnp.eye(2)
+    first = depth.neurons_to_full_rank(key, x[:1], 20_000)
+    both = depth.neurons_to_full_rank(key, x, 20_000)
+    y1, y2 = np.asarray(first), np.asarray(both - first)
+    assert abs(np.corrcoef(y1, y2)[0, 1] + 0.42) < 0.04
+    assert abs(np.mean(y2 == 0) - 1 / 3) < 0.02
+
+
+def test_collinear_samples_never_reach_full_rank(key):
+    for n, rank in {6: 5, 8: 6, 10: 7}.items():
+        assert depth.limiting_rank(polygon(n)) == rank
+        y = depth.neurons_to_full_rank(key, polygon(n), 50, target=rank + 1, max_neurons=300)
+        assert np.all(np.asarray(y) == 301)
+
+
+def test_limiting_rank_of_degenerate_batches():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        n, k = rng.integers(2, 9), rng.integers(1, 4)
+        x = rng.integers(-1, 2, size=(n, k)).astype(float)
+        image = np.maximum(rng.normal(size=(400, k)) @ x.T, 0)
+        assert depth.limiting_rank(x) == np.linalg.matrix_rank(image, tol=1e-9 * max(image.max(), 1e-30))
+
+
+def test_corollary_4_needs_the_hypothesis_on_centred_samples(key):
+    x = np.random.default_rng(2).normal(size=(4, 3))
+    x = np.concatenate([x, x.mean(0, keepdims=True)])  # the fifth sample is the mean
+    assert depth.limiting_rank(x) == 5 and depth.limiting_rank(x, recenter=True) == 4
+    run = depth.propagate(key, x, [500], rescale="std", recenter=True)
+    assert run.layers.rank(1e-9)[-1] == 4
+    free = depth.propagate(key, x, [500], recenter=False)
+    assert free.layers.rank(1e-9)[-1] == 5
+    # and holds when it is satisfied
+    good = x[:4] + np.array([[0.0, 0, 1], [0, 0, 0], [0, 0, 0], [0, 2, 0]])
+    gamma = depth.gamma(good, recenter=True).value
+    y = depth.neurons_to_full_rank(key, jnp.asarray(good), 1000, recenter=True)
+    assert float(y.mean()) <= depth.expected_neurons_bound(good, recenter=True) <= 4 / gamma * (1 + 1e-9)
+
+
+def test_crossing_step_of_the_proof():
+    # (18)-(20): the nearest hyperplane minimises |w x_i| / |x_i|, and the step divides by |x_i|^2
+    w, x = np.array([0.2, 1.0]), np.array([[1.0, 0.0], [0.05, 0.0866]])
+    step = lambda i, power: w - 1.001 * (w @ x[i]) / np.linalg.norm(x[i]) ** power * x[i]
+    signs = lambda v: np.sign(x @ v)
+    printed = int(np.argmin(np.abs(x @ w)))
+    right = int(np.argmin(np.abs(x @ w) / np.linalg.norm(x, axis=1)))
+    assert printed != right
+    flipped = lambda v: np.flatnonzero(signs(v) != signs(w)).tolist()
+    assert flipped(step(right, 2)) == [right]  # exactly one sign changes
+    assert flipped(step(printed, 2)) != [printed]  # the stated choice flips the other one too
+    assert printed not in flipped(step(printed, 1))  # without the square it does not even cross
+
+
+def test_rank_needs_a_stated_tolerance(key):
+    x = jax.random.normal(key, (20, 2))
+    run = depth.propagate(key, x, [200], recenter=False)
+    values = run.layers.singular_values[-1]
+    assert run.layers.rank(1e-9)[-1] == 20
+    assert values[-1] / values[0] < 1e-3  # close to the resolution of float32
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: depth.gamma(np.ones((3, 2)), method="guess"), "method"),
+        (lambda: depth.gamma(np.ones((3, 2)), method="monte_carlo"), "key"),
+        (lambda: depth.gamma(np.random.default_rng(0).normal(size=(12, 9))), "monte_carlo"),
+        (lambda: depth.gamma(np.ones(3)), "shape"),
+        (lambda: depth.rank_bounds(0, 0.1, 5), "n must"),
+        (lambda: depth.rank_bounds(3, 0.0, 5), "gamma"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,210 @@
+"""The tree model: against its explicit 2^t rows, its limits, and the statements about it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meanflow import depth
+
+
+def explicit(x, layers):
+    """All rows, one row for each neuron; values within rounding of the mean become 0."""
+    rows, out = np.atleast_2d(np.asarray(x, float)), []
+    for _ in range(layers):
+        centred = rows - rows.mean(1, keepdims=True)
+        centred[np.abs(centred) < 1e-13 * np.abs(rows).max(1, keepdims=True)] = 0
+        rows = np.concatenate([np.maximum(centred, 0), np.maximum(-centred, 0)])
+        out.append(rows)
+    return out
+
+
+def clusters(rows):
+    return np.array([len(np.unique(row)) for row in rows])
+
+
+@pytest.mark.parametrize("n", [3, 5, 12])
+def test_equals_the_explicit_tree_to_depth_14(n):
+    rng = np.random.default_rng(n)
+    inputs = {
+        "random": rng.normal(size=n),
+        "grid, with ties": np.arange(n, dtype=float),
+        "repeated": rng.integers(0, 4, size=n).astype(float),
+        "constant": np.ones(n),
+    }
+    for x in inputs.values():
+        record = depth.tree(x, 14)
+        for t, rows in enumerate(explicit(x, 14)):
+            gram = rows.T @ rows
+            ours = record.gram[t] * np.exp(2 * record.log_scale[t])
+            assert np.abs(ours - gram).max() <= 1e-13 * max(gram.max(), 1e-300)
+            if t < 10:  # counting clusters of 2^14 rows is slow
+                count = clusters(rows)
+                assert record.max_clusters[t, 0] == count.max()
+                assert record.multi_rows[t, 0] == np.sum(count > 2)
+                assert np.sum(np.maximum(count - 2, 0)) <= n - 2  # the conservation law
+
+
+def test_is_the_network_with_split_identity_weights():
+    x = jnp.array([[0.3], [-1.0], [2.0], [0.9]])
+    run = depth.propagate(
+        jax.random.key(0), x, [2, 4, 8, 16, 32], weights=depth.split_identity, observe=lambda x: x @ x.T
+    )
+    record = depth.tree(x, 5)
+    np.testing.assert_allclose(
+        record.gram * jnp.exp(2 * record.log_scale)[:, None, None], run.layers[1:], rtol=1e-13, atol=1e-16
+    )
+
+
+def test_several_features_grow_separate_trees():
+    x = np.random.default_rng(0).normal(size=(6, 3)) * np.array([1.0, 1e-3, 0.0])
+    record = depth.tree(x, 9)
+    gram = sum(rows.T @ rows for rows in (explicit(x[:, j], 9)[-1] for j in range(3)))
+    np.testing.assert_allclose(record.gram[-1] * np.exp(2 * record.log_scale[-1]), gram, rtol=1e-12)
+
+
+def test_depth_10000_limits_and_sharp_bounds():
+    for n in (5, 10, 50):
+        rng = np.random.default_rng(n)
+        bounds = depth.tree_bounds(n)
+        for x in (rng.normal(size=n), np.linspace(-1, 1, n)):
+            record = depth.tree(x, 10_000, every=9_999)
+            order = np.asarray(record.order[0])
+            gram = np.asarray(record.gram[-1])[np.ix_(order, order)]
+            assert np.all(np.isfinite(gram)) and record.log_scale[-1] < -100
+            length = np.sqrt(np.diag(gram))
+            cosine = gram / np.outer(length, length)
+            limits = depth.tree_limits(n, record.rho[0])
+            inner = slice(1, n - 1)
+            np.testing.assert_allclose(length[inner] / length[0], limits.ratio_first, rtol=1e-12)
+            np.testing.assert_allclose(length[inner] / length[-1], limits.ratio_last, rtol=1e-12)
+            np.testing.assert_allclose(cosine[inner, 0], limits.cos_first, rtol=1e-11)
+            np.testing.assert_allclose(cosine[inner, -1], limits.cos_last, rtol=1e-11)
+            np.testing.assert_allclose(
+                cosine[inner, inner], 1.0, rtol=1e-12
+            )  # item 2: interior samples merge
+            assert cosine[0, -1] == 0  # item 1
+            ratio = min(limits.ratio_first, limits.ratio_last)
+            angle = np.arccos(min(limits.cos_first, limits.cos_last))
+            assert ratio <= bounds.ratio * (1 + 1e-12) and angle >= bounds.angle - 1e-12
+        # the symmetric input, tested last, attains both; both extreme samples escape
+        np.testing.assert_allclose([ratio, angle], [bounds.ratio, bounds.angle], rtol=1e-12)
+        np.testing.assert_allclose(record.rho, 1.0, rtol=1e-9)
+        assert bounds.ratio < bounds.printed_ratio and bounds.angle > bounds.printed_angle
+
+
+def test_printed_bound_proved_in_the_paper_is_not_sharp_and_empty_for_small_n():
+    for n in (3, 4):
+        assert depth.tree_bounds(n).printed_angle < 0 < depth.tree_bounds(n).angle
+    for n in range(3, 60):
+        bounds = depth.tree_bounds(n)
+        assert bounds.ratio < np.sqrt(8) / (n - 2) < bounds.printed_ratio
+
+
+def test_sharp_bounds_hold_for_many_inputs():
+    for n in (3, 6, 15):
+        x = jax.random.normal(jax.random.key(n), (60, n)) ** 3
+        record = jax.vmap(lambda x: depth.tree(x, 40 * n, every=40 * n - 1))(x)
+        rho = record.weight[:, -1, 0, -1] / record.weight[:, -1, 0, 0]
+        limits = depth.tree_limits(n, rho)
+        assert jnp.max(jnp.minimum(limits.ratio_first, limits.ratio_last)) <= depth.tree_bounds(n).ratio
+        # which sample escapes: usually, not always, the one farthest from the mean
+        escaped = jnp.where(rho < 1, jnp.argmin(x, axis=1), jnp.argmax(x, axis=1))
+        farthest = jnp.argmax(jnp.abs(x - x.mean(1, keepdims=True)), axis=1)
+        agreement = jnp.mean(escaped == farthest)
+        assert 0.6 < agreement < 1.0 or n == 3
+
+
+def test_orthogonality_of_the_extremes_starts_at_layer_one():
+    # Theorem 11.1 says all t; at t = 0 the angle is 0 or 180
+    x = jnp.array([1.0, 2.0, 5.0])
+    assert x[0] * x[-1] != 0
+    np.testing.assert_array_equal(depth.tree(x, 20).gram[:, 0, -1], 0.0)
+
+
+@pytest.mark.parametrize("n", [4, 5, 10, 20])
+def test_merge_rate(n):
+    x = np.random.default_rng(n).normal(size=n)
+    layers = 60 * n
+    share = depth.tree(x, layers).unmerged[:, 0]
+    np.testing.assert_allclose(share[-1] / share[-2], depth.merge_rate(n), rtol=1e-4)
+
+
+def test_two_cluster_rows_follow_their_recursion():
+    # heights (38), sum (40): S' = lambda_s S from any two-cluster row
+    n, s = 9, 3
+    record = depth.tree(np.where(np.arange(n) < s, 0.0, 1.0), 30)
+    total = record.weight[:, 0, s - 1] * jnp.exp(2 * record.log_scale)
+    np.testing.assert_allclose(total, ((s**2 + (n - s) ** 2) / n**2) ** np.arange(1, 31), rtol=1e-12)
+    assert not np.any(np.delete(np.asarray(record.weight[:, 0]), s - 1, axis=1))
+
+
+def test_three_cluster_rows_have_at_most_one_such_child():
+    tie = depth.tree(np.array([0.0, 1.0, 1.0, 2.0]), 3)  # the middle value is the mean
+    assert tie.multi_rows[0, 0] == 0
+    generic = depth.tree(np.array([0.0, 1.0, 1.0, 2.2]), 12)
+    assert np.all(np.asarray(generic.multi_rows[:, 0]) == 1)
+
+
+def test_layers_to_stability_grow_with_the_smallest_gap():
+    # Theorem 10: some t_0 for each input; no bound in n alone
+    first = []
+    for gap in (1e-1, 1e-3, 1e-5, 1e-7):
+        x = np.array([0.0, 1.0, 1.0 + gap, 2.7])
+        most = np.asarray(depth.tree(x, 60).max_clusters[:, 0])
+        assert most[-1] <= 3
+        first.append(int(np.argmax(most <= 3)))
+    assert first[0] < first[1] < first[2] < first[3]
+
+
+def test_cluster_is_zeroed_when_its_centre_is_below_the_mean():
+    # the intuition in the paper's section III has the two cases swapped
+    x = np.array([5.0, 0.1, -0.1, 0.2, -0.2])  # one far sample; the projection w = 1
+    for w in (1.0, -1.0):
+        z = w * x
+        image = np.maximum(z - z.mean(), 0)
+        centre_below = (z[1:].mean() - z.mean()) < 0
+        assert centre_below == (np.count_nonzero(image[1:]) == 0)
+
+
+def test_float32_follows_float64():
+    x = np.random.default_rng(0).normal(size=10)
+    low = depth.tree(jnp.asarray(x, jnp.float32), 400, every=399)
+    high = depth.tree(x, 400, every=399)
+    assert low.gram.dtype == jnp.float32
+    np.testing.assert_allclose(
+        low.gram[-1], high.gram[-1] * np.exp(2 * (high.log_scale[-1] - low.log_scale[-1])), atol=2e-3
+    )
+
+
+def test_second_call_compiles_nothing_and_vmap_works():
+    one = jax.vmap(lambda x: depth.tree(x, 7).gram[-1])(jnp.array([[0.0, 1.0, 4.0], [4.0, 1.0, 0.0]]))
+    np.testing.assert_allclose(one[0], one[1][::-1, ::-1], rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.ones(2), 3), "at least 3"),
+        ((np.ones(4), 0), "depth"),
+        ((np.array([1.0, np.inf, 2.0]), 3), "finite"),
+        ((np.ones((2, 2, 2)), 3), "shape"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        depth.tree(*arguments)
+
+
+def test_formulas_62_and_92():
+    # (62) divides by 2n - 7, which is negative at n = 3: it needs n >= 4
+    assert 2 * 3 - 7 < 0 < 2 * 4 - 7
+    # (92) divides <x_2, x_n> by |x_2| |x_1|; the limit on its right needs |x_n|
+    n, x = 6, np.random.default_rng(3).normal(size=6)
+    record = depth.tree(x, 2000, every=1999)
+    order = np.asarray(record.order[0])
+    gram = np.asarray(record.gram[-1])[np.ix_(order, order)]
+    length = np.sqrt(np.diag(gram))
+    right_side = float(depth.tree_limits(n, record.rho[0]).cos_last)
+    assert abs(gram[1, -1] / (length[1] * length[-1]) - right_side) < 1e-12
+    assert abs(gram[1, -1] / (length[1] * length[0]) - right_side) > 1e-3
