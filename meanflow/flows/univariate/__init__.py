@@ -1,0 +1,3 @@
+"""Univariate ReLU networks: function space, attractors, forces."""
+
+from meanflow.flows.univariate import knots as knots

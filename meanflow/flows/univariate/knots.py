@@ -1,0 +1,223 @@
+"""Networks seen in function space: knots, slope jumps, variation of the slope, knot statistics.
+
+A univariate ReLU network f(x) = scale sum_i w_i c_i relu(a_i x - b_i) is continuous and piecewise linear,
+with a knot at e_i = b_i / a_i where its slope jumps by scale w_i c_i abs(a_i). All functions here keep shapes
+fixed (one knot a neuron; a neuron without a knot or of weight 0 gets one at +inf with no jump), so they work
+under jit and vmap.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from meanflow import _checks
+
+
+class PiecewiseLinear(eqx.Module):
+    """f(x) = slope x + intercept to the left of every knot; O(log m) a point.
+
+    Attributes:
+        knots: (m,) sorted; +inf for unused entries.
+        jumps: (m,) change of slope at each knot.
+        drops: (m,) change of intercept at each knot, equal to -jumps * knots but finite for knots far away.
+        slope: slope at -infinity.
+        intercept: intercept at -infinity.
+    """
+
+    knots: jax.Array
+    jumps: jax.Array
+    drops: jax.Array
+    slope: jax.Array
+    intercept: jax.Array
+
+    def _pieces(self) -> tuple[jax.Array, jax.Array]:
+        slopes = jnp.concatenate([self.slope[None], self.slope + jnp.cumsum(self.jumps)])
+        return slopes, jnp.concatenate([self.intercept[None], self.intercept + jnp.cumsum(self.drops)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Values at x, any shape."""
+        piece = jnp.searchsorted(self.knots, x, side="right")
+        slopes, intercepts = self._pieces()
+        return slopes[piece] * x + intercepts[piece]
+
+    def derivative(self, x: jax.Array) -> jax.Array:
+        """Slopes at x, any shape; on a knot the slope to its right."""
+        return self._pieces()[0][jnp.searchsorted(self.knots, x, side="right")]
+
+    def merged(self, tolerance: float | jax.Array = 0.0) -> "PiecewiseLinear":
+        """One entry for each group of knots with gaps <= tolerance; freed entries move to +inf.
+
+        With tolerance 0 the function is unchanged; otherwise each group sits at its mean knot, weighted by
+        abs(jump), and the function is unchanged outside the groups.
+        """
+        far = jnp.isinf(self.knots)
+        finite = jnp.where(far, 0, self.knots)
+        steps = (jnp.diff(finite) > tolerance) | (far[1:] & ~far[:-1])
+        opens = jnp.concatenate([jnp.ones(1, bool), steps])
+        label = jnp.cumsum(opens) - 1
+        total = lambda v: jax.ops.segment_sum(v, label, num_segments=label.shape[0], indices_are_sorted=True)
+        used = jnp.where(far, 0, 1.0).astype(self.jumps.dtype)
+        count = total(used)
+        mass = total(jnp.abs(self.jumps) * used)
+        by_mass = total(jnp.abs(self.jumps) * finite) / jnp.where(mass > 0, mass, 1)
+        first = jax.ops.segment_min(self.knots, label, num_segments=label.shape[0], indices_are_sorted=True)
+        centre = jnp.where((mass > 0) & (jnp.asarray(tolerance) > 0), by_mass, first)
+        return PiecewiseLinear(
+            jnp.where(count > 0, centre, jnp.inf),
+            total(self.jumps),
+            total(self.drops),
+            self.slope,
+            self.intercept,
+        )
+
+
+def _resolved(a: jax.Array, weights: jax.Array | None) -> jax.Array:
+    return jnp.full_like(a, 1 / a.shape[0]) if weights is None else jnp.asarray(weights)
+
+
+def piecewise_linear(
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    scale: float | jax.Array = 1.0,
+) -> PiecewiseLinear:
+    """The function of a network, as sorted knots and slope jumps.
+
+    Args:
+        a, b, c: (m,) parameters of c_i relu(a_i x - b_i). For polar neurons (r, theta) take
+            a = cos(theta), b = -sin(theta), c = r.
+        weights: (m,) weights w_i, default 1/m each; 0 for padding.
+        scale: factor m / alpha in front of the weighted sum.
+
+    Returns:
+        The same function. O(m log m).
+
+    >>> import jax.numpy as jnp
+    >>> f = piecewise_linear(jnp.array([2.0, -1.0]), jnp.array([1.0, 0.5]), jnp.array([3.0, 1.0]), scale=2.0)
+    >>> [float(k) for k in f.knots], [float(j) for j in f.jumps]
+    ([-0.5, 0.5], [1.0, 6.0])
+    >>> float(f(1.0)), float(f(-1.5))
+    (3.0, 1.0)
+    """
+    for name, value in (("b", b), ("c", c)):
+        _checks.shape(name, value, jnp.shape(a))
+    mass = scale * _resolved(a, weights) * c
+    has_knot = (a != 0) & (mass != 0)
+    knots = jnp.where(has_knot, b / jnp.where(has_knot, a, 1), jnp.inf)
+    side = jnp.sign(a)
+    # right-facing neurons switch on at their knot; left-facing ones are on from -infinity and switch off
+    jumps, drops = mass * jnp.abs(a), -side * mass * b
+    left = a < 0
+    slope = jnp.sum(jnp.where(left, mass * a, 0))
+    intercept = jnp.sum(jnp.where(left, -mass * b, jnp.where(a == 0, mass * jax.nn.relu(-b), 0)))
+    order = jnp.argsort(knots)
+    keep = lambda v: jnp.where(has_knot, v, 0)[order]
+    return PiecewiseLinear(knots[order], keep(jumps), keep(drops), slope, intercept)
+
+
+def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> jax.Array:
+    """Total variation of f', sum of abs(jump) over distinct knots, equation (17).
+
+    Args:
+        f: piecewise linear function; coinciding knots are merged first, so opposite jumps cancel.
+        count_bias: weigh each jump at e with sqrt(1 + e^2). This is what abs(r) measures, since r contains
+            the bias; the unweighted form as published belongs to a penalty that leaves biases free.
+    """
+    merged = f.merged()
+    if not count_bias:
+        return jnp.sum(jnp.abs(merged.jumps))
+    return jnp.sum(_norm(merged.jumps, merged.drops))
+
+
+def _norm(u: jax.Array, v: jax.Array) -> jax.Array:
+    """hypot with gradient 0 at the origin."""
+    square = u * u + v * v
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+
+
+def curvature_energy(f: PiecewiseLinear, grid: jax.Array) -> jax.Array:
+    """int f''^2 at the resolution of ``grid``: sum over cells of (change of f')^2 / (cell length).
+
+    A piecewise linear function has no square-integrable f''; this is the energy of the piecewise linear
+    interpolant of f' on the grid. Under refinement it converges for the smooth functions of the kernel regime
+    (as long as cells hold many knots) and grows like 1/cell where knots cluster.
+
+    Args:
+        f: piecewise linear function.
+        grid: (k,) increasing cell edges.
+    """
+    _checks.shape("grid", grid, (None,))
+    return jnp.sum(jnp.diff(f.derivative(grid)) ** 2 / jnp.diff(grid))
+
+
+def on_sample_share(
+    knots: jax.Array,
+    x: jax.Array,
+    *,
+    mass: jax.Array | None = None,
+    radius: float = 0.05,
+) -> jax.Array:
+    """Share of the knots in [x_1 - h/2, x_s + h/2] within radius * h of a sample, h the mean spacing.
+
+    Uniformly spread knots and samples give 2 * radius (0.10).
+
+    Args:
+        knots: (m,); non-finite knots are left out.
+        x: (s,) sorted samples.
+        mass: (m,) weight of each knot, default 1; 0 leaves a padded neuron out, abs(c a) weighs by the jump.
+        radius: capture radius in units of h.
+
+    Returns:
+        The share, NaN if no knot lies in the window. O(m log s).
+    """
+    _checks.shape("x", x, (None,))
+    h = (x[-1] - x[0]) / (x.shape[0] - 1)
+    mass = jnp.ones_like(knots) if mass is None else mass
+    near = jnp.clip(jnp.searchsorted(x, knots), 1, x.shape[0] - 1)
+    gap = jnp.minimum(jnp.abs(knots - x[near - 1]), jnp.abs(knots - x[near]))
+    inside = jnp.isfinite(knots) & (knots >= x[0] - h / 2) & (knots <= x[-1] + h / 2)
+    weight = jnp.where(inside, mass, 0)
+    return jnp.sum(jnp.where(gap < radius * h, weight, 0)) / jnp.sum(weight)
+
+
+def concentration(
+    knots: jax.Array,
+    mass: jax.Array,
+    k: int,
+    *,
+    bins: int = 110,
+    low: float = -1.1,
+    high: float = 1.1,
+) -> jax.Array:
+    """Share of the whole mass that sits in the k fullest of ``bins`` equal bins on [low, high].
+
+    Args:
+        knots: (m,); knots outside the window count in the whole but in no bin.
+        mass: (m,) non-negative, abs(c a) for the papers' statistic.
+        k: number of bins.
+        bins: number of equal bins.
+        low: left end of the window.
+        high: right end of the window.
+    """
+    k = _checks.whole("k", k, 1)
+    inside = (knots >= low) & (knots <= high)
+    place = jnp.where(inside, knots - low, 0) / (high - low) * bins
+    index = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
+    filled = jax.ops.segment_sum(jnp.where(inside, mass, 0), index, num_segments=bins)
+    return jnp.sum(jax.lax.top_k(filled, min(k, bins))[0]) / jnp.sum(mass)
+
+
+def dead_share(a: jax.Array, b: jax.Array, x: jax.Array, *, weights: jax.Array | None = None) -> jax.Array:
+    """Share of neurons that are active (a x - b > 0) on no sample.
+
+    Args:
+        a, b: (m,).
+        x: (s,) samples.
+        weights: (m,); neurons of weight 0 are left out, all others count once.
+    """
+    real = jnp.ones_like(a) if weights is None else (weights > 0).astype(a.dtype)
+    # a x - b is linear in x: its largest value over the samples is at one end
+    top = jnp.maximum(a * jnp.max(x), a * jnp.min(x)) - b
+    return jnp.sum(jnp.where(top > 0, 0, real)) / jnp.sum(real)

@@ -1,0 +1,197 @@
+"""Cubic splines as the limit of training the output weights of a wide univariate ReLU network.
+
+Inside the support of the knots the random-feature kernel is k0 + k1 xz + k3 abs(x-z)^3, so its interpolant is
+a cubic spline f(x) = d + s x + sum_j w_j abs(x - x_j)^3 whose constant d and slope s are shrunk by a Gaussian
+prior of variances k0 and k1: sum w = (k3/k0) d and sum w x = (k3/k1) s. It is the natural spline only in the
+limit k0, k1 -> infinity (wide bias support), where the kernel matrix is hopelessly conditioned (1e13 at bound
+1000). ``spline_interpolant`` never forms it: it solves for f'' in O(n).
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from meanflow import _checks
+from meanflow.kernels.univariate import Law, Signs, Uniform, resolve_law
+
+
+class Spline(eqx.Module):
+    """A piecewise cubic, callable on arrays of any shape; O(log n) a point.
+
+    Attributes:
+        nodes: sorted samples, (n,).
+        taylor: (n + 1, 4) value, first, second and third derivative of each piece: row k + 1 is the piece to
+            the right of nodes[k], row 0 that to the left of nodes[0], expanded there.
+        constant, slope: the affine part d + s x, which is the mean of the two outer cubics.
+    """
+
+    nodes: jax.Array
+    taylor: jax.Array
+    constant: jax.Array
+    slope: jax.Array
+
+    def __call__(self, x: ArrayLike) -> jax.Array:
+        """Values at x."""
+        return self.derivative(x, 0)
+
+    def derivative(self, x: ArrayLike, order: int = 1) -> jax.Array:
+        """Derivative of order 0 to 3 at x, same shape as x; order 3 jumps at the nodes."""
+        if order not in (0, 1, 2, 3):
+            raise ValueError(f"order must be 0, 1, 2 or 3, got {order}")
+        x = jnp.asarray(x, jnp.result_type(x, self.nodes))
+        piece = jnp.searchsorted(self.nodes, x, side="right")
+        step = x - self.nodes[jnp.maximum(piece - 1, 0)]
+        value = jnp.zeros_like(x)
+        for power in range(3, order - 1, -1):  # Horner
+            value = value * step / (power - order + 1) + self.taylor[piece, power]
+        return value
+
+
+def _assemble(x, y, second, outer, constant, slope) -> Spline:
+    """Spline from values and second derivatives at sorted nodes; outer: third derivative beyond the last."""
+    h = jnp.diff(x)
+    first = jnp.diff(y) / h - h * (2 * second[:-1] + second[1:]) / 6
+    last = first[-1] + h[-1] * (second[-2] + second[-1]) / 2
+    third = jnp.diff(second) / h
+    columns = [
+        jnp.concatenate([y[:1], y]),
+        jnp.concatenate([first[:1], first, last[None]]),
+        jnp.concatenate([second[:1], second]),
+        jnp.concatenate([-outer[None], third, outer[None]]),
+    ]
+    return Spline(x, jnp.stack(columns, axis=1), constant, slope)
+
+
+def _samples(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    _checks.shape("x", x, (None,))
+    _checks.shape("y", y, x.shape)
+    _checks.at_least("number of samples", x.shape[0], 2)
+    dtype = jnp.result_type(x, y, 0.0)
+    order = jnp.argsort(x)
+    return x[order].astype(dtype), y[order].astype(dtype)
+
+
+def _banded(x: jax.Array, y: jax.Array, shrink: tuple[ArrayLike, ArrayLike]) -> Spline:
+    """Interpolant with sum w = shrink[0] d and sum w x = shrink[1] s, by one tridiagonal solve."""
+    h = jnp.diff(x)
+    zero, one = jnp.zeros_like(x[:1]), jnp.ones_like(x[:1])
+    inner = 6 * jnp.diff(jnp.diff(y) / h)
+    # f'' at the nodes is linear in its two end values: columns for y, for the left end, for the right end
+    flat = jnp.zeros_like(x)
+    sides = jnp.stack([jnp.concatenate([zero, inner, zero]), flat.at[0].set(1), flat.at[-1].set(1)])
+    lower = jnp.concatenate([zero, h[:-1], zero])
+    upper = jnp.concatenate([zero, h[1:], zero])
+    diagonal = jnp.concatenate([one, 2 * (h[1:] + h[:-1]), one])
+    seconds = jax.lax.linalg.tridiagonal_solve(lower, diagonal, upper, sides.T).T
+
+    def outer_mean(second, ends, outer, rise):
+        # constant and slope of the mean of the two outer cubics, each expanded at its end node
+        (left, right), (x0, x1), (y0, y1) = second[jnp.array([0, -1])], x[jnp.array([0, -1])], ends
+        slope0 = rise[0] - h[0] * (2 * second[0] + second[1]) / 6
+        slope1 = rise[-1] + h[-1] * (second[-2] + 2 * second[-1]) / 6
+        value = (y0 - x0 * slope0 + x0**2 / 2 * left + x0**3 / 6 * outer) + (
+            y1 - x1 * slope1 + x1**2 / 2 * right - x1**3 / 6 * outer
+        )
+        tilt = (slope0 - x0 * left - x0**2 / 2 * outer) + (slope1 - x1 * right + x1**2 / 2 * outer)
+        return jnp.stack([value, tilt]) / 2
+
+    ends = y[jnp.array([0, -1])]
+    p0, p1 = (jnp.asarray(p, x.dtype) for p in shrink)
+    base = outer_mean(seconds[0], ends, jnp.zeros_like(p0), jnp.diff(y) / h)
+    # the end values of f'' and the third derivative beyond, for d = 1 and for s = 1
+    unit = jnp.eye(2, dtype=x.dtype)
+    responses = []
+    for d, s in unit:
+        edge = jnp.stack([-6 * (p0 * d * x[0] - p1 * s), 6 * (p0 * d * x[-1] - p1 * s)])
+        responses.append((edge @ seconds[1:], 6 * p0 * d))
+    gain = jnp.stack(
+        [outer_mean(r, jnp.zeros_like(ends), o, jnp.zeros_like(h)) for r, o in responses], axis=1
+    )
+    affine = jnp.linalg.solve(unit - gain, base)
+    second = seconds[0] + affine[0] * responses[0][0] + affine[1] * responses[1][0]
+    return _assemble(x, y, second, 6 * p0 * affine[0], affine[0], affine[1])
+
+
+def bordered_spline(
+    x: ArrayLike,
+    y: ArrayLike,
+    shrink_constant: ArrayLike = 0.0,
+    shrink_slope: ArrayLike = 0.0,
+    ridge: ArrayLike = 0.0,
+) -> Spline:
+    """Solves the dense bordered system of the kernel k0 + k1 xz + k3 abs(x-z)^3, with or without a ridge.
+
+        [ abs(xi-xj)^3 + ridge I    1         x      ] [w]   [y]
+        [ 1^T                    -k3/k0       0      ] [d] = [0]
+        [ x^T                       0      -k3/k1    ] [s]   [0]
+
+    Args:
+        x: distinct inputs, (n,), n >= 2.
+        y: targets, (n,).
+        shrink_constant: k3 / k0; 0 leaves the constant free.
+        shrink_slope: k3 / k1; 0 leaves the slope free.
+        ridge: penalty over k3; positive values smooth instead of interpolating. A kernel ridge penalty p
+            enters as p / k3, and the smoothing spline of sum (y-f)^2 + lam int f''^2 as 12 lam.
+
+    Returns:
+        The spline. O(n^3); loses digits when samples nearly coincide, unless smoothed.
+    """
+    x, y = _samples(x, y)
+    n, dtype = x.shape[0], x.dtype
+    gaps = jnp.abs(x[:, None] - x[None, :])
+    border = jnp.stack([jnp.ones_like(x), x])
+    corner = -jnp.diag(jnp.stack([jnp.asarray(s, dtype) for s in (shrink_constant, shrink_slope)]))
+    matrix = jnp.block([[gaps**3 + ridge * jnp.eye(n, dtype=dtype), border.T], [border, corner]])
+    solution = jnp.linalg.solve(matrix, jnp.concatenate([y, jnp.zeros(2, dtype)]))
+    weights, constant, slope = solution[:n], solution[n], solution[n + 1]
+    fitted = gaps**3 @ weights + constant + slope * x
+    return _assemble(x, fitted, 6 * gaps @ weights, 6 * jnp.sum(weights), constant, slope)
+
+
+def natural_spline(x: ArrayLike, y: ArrayLike) -> Spline:
+    """The interpolant of least int f''^2: linear outside the samples, f'' = 0 at both ends.
+
+    >>> import jax.numpy as jnp
+    >>> f = natural_spline(jnp.array([0.0, 1.0, 3.0]), jnp.array([1.0, 2.0, 0.0]))
+    >>> bool(jnp.allclose(f(f.nodes), jnp.array([1.0, 2.0, 0.0]), atol=1e-5))
+    True
+    """
+    return _banded(*_samples(x, y), (0.0, 0.0))
+
+
+def spline_interpolant(
+    x: ArrayLike, y: ArrayLike, *, law: str | Law = "signs", ridge: ArrayLike | None = None
+) -> Spline:
+    """What training c alone from c = 0 converges to at infinite width, equation (24), in spline form.
+
+    Args:
+        x: distinct inputs, (n,), where the kernel is cubic (abs(x) <= bound, or bound / slope).
+        y: targets, (n,).
+        law: "signs", "uniform", or one of these laws with its own parameters.
+        ridge: kernel ridge penalty; None interpolates.
+
+    Returns:
+        The minimum-norm spline, equal to the network's function inside the cubic region. O(n log n); O(n^3)
+        with a ridge.
+
+    >>> import jax.numpy as jnp
+    >>> from meanflow.kernels.univariate import Signs
+    >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
+    >>> f, natural = spline_interpolant(x, y, law=Signs(100.0)), natural_spline(x, y)
+    >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
+    True
+    """
+    cubic = resolve_law(law)
+    if not isinstance(cubic, Signs | Uniform):
+        raise ValueError(f"law must be Signs or Uniform (a cubic kernel), got {law}")
+    reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
+    if reach is not None and given is not None and abs(given).max(initial=0.0) > reach * (1 + 1e-6):
+        raise ValueError(
+            f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {abs(given).max()}"
+        )
+    k0, k1, k3 = cubic.cubic()
+    if ridge is not None:
+        return bordered_spline(x, y, k3 / k0, k3 / k1, ridge / k3)
+    return _banded(*_samples(x, y), (k3 / k0, k3 / k1))

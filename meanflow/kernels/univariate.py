@@ -1,0 +1,405 @@
+"""Kernels of univariate ReLU features relu(a x - b) in closed form, for several laws of (a, b).
+
+For a law of (a, b) and an independent output weight c (univariate ReLU, equations 23 and 27):
+
+    random_feature(x, z) = E relu(a x - b) relu(a z - b)
+    indicator(x, z)      = E 1(a x > b) 1(a z > b)
+    univariate_ntk(x, z) = random_feature + E(c^2) (x z + 1) indicator
+
+Every law also knows its two knot densities, with u = b / a the knot,
+
+    nu_1(u) du = P(knot in du),        nu_3(u) du = E[a^2; knot in du],
+
+which weigh the RKHS norms of ``meanflow.kernels.norms``. All formulas hold inside and outside the support
+of the knots, keep the dtype of the input and can be differentiated.
+"""
+
+import abc
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from meanflow import _checks
+
+Scalar = float | jax.Array
+
+# two Gauss-Legendre nodes on (0, 1): exact for cubics
+_GAUSS = (0.5 - math.sqrt(3.0) / 6.0, 0.5 + math.sqrt(3.0) / 6.0)
+
+
+def _interval_feature(x: jax.Array, z: jax.Array, low: Scalar, high: Scalar) -> jax.Array:
+    """E (x-b)_+ (z-b)_+ for b ~ U(low, high): the integral of (b-x)(b-z) over [low, min(x, z, high)]."""
+    top = jnp.clip(jnp.minimum(x, z), low, high)
+    mean = (top * top + top * low + low * low) / 3 - (x + z) * (top + low) / 2 + x * z
+    return (top - low) * mean / (high - low)
+
+
+def _interval_indicator(x: jax.Array, z: jax.Array, low: Scalar, high: Scalar) -> jax.Array:
+    """P(b < min(x, z)) for b ~ U(low, high)."""
+    return (jnp.clip(jnp.minimum(x, z), low, high) - low) / (high - low)
+
+
+def _both_facings(interval: Callable, x: jax.Array, z: jax.Array, bound: jax.Array) -> jax.Array:
+    """Average over a = 1 and a = -1 of an interval kernel with b ~ U(-bound, bound)."""
+    return (interval(x, z, -bound, bound) + interval(-x, -z, -bound, bound)) / 2
+
+
+class Law(eqx.Module):
+    """A law of (a, b) with closed-form kernels; ``symmetric`` under (a, b) -> (-a, -b), or one-signed."""
+
+    symmetric: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """E relu(a x - b) relu(a z - b), elementwise."""
+
+    @abc.abstractmethod
+    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """P(a x > b and a z > b), elementwise."""
+
+    @abc.abstractmethod
+    def nu_1(self, u: jax.Array) -> jax.Array:
+        """Density of the knots b / a at u."""
+
+    @abc.abstractmethod
+    def nu_3(self, u: jax.Array) -> jax.Array:
+        """Density of the knots at u, each counted a^2 times."""
+
+    @abc.abstractmethod
+    def moments(self) -> jax.Array:
+        """E[(a, b)(a, b)^T], shape (2, 2)."""
+
+    @abc.abstractmethod
+    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        """Independent draws (a, b), each (width,)."""
+
+    def support(self) -> tuple[jax.Array, jax.Array]:
+        """Smallest interval that holds all knots; the whole line unless a law says otherwise."""
+        return jnp.array(-jnp.inf), jnp.array(jnp.inf)
+
+
+class Interval(Law):
+    """One fixed slope a and b ~ U(low, high): the kernel K_a of equation (29).
+
+    One-signed: functions vanish with their slope at the inactive end of the knots; there is no affine part.
+    """
+
+    slope: Scalar = 1.0
+    low: Scalar = 0.0
+    high: Scalar = 1.0
+    symmetric: ClassVar[bool] = False
+
+    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """E relu(a x - b) relu(a z - b), elementwise."""
+        return _interval_feature(self.slope * x, self.slope * z, self.low, self.high)
+
+    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """P(a x > b and a z > b), elementwise."""
+        return _interval_indicator(self.slope * x, self.slope * z, self.low, self.high)
+
+    def _density(self, u: jax.Array) -> jax.Array:
+        inside = (self.slope * u >= self.low) & (self.slope * u <= self.high)
+        return jnp.where(inside, 1 / (jnp.asarray(self.high, u.dtype) - self.low), 0)
+
+    def nu_1(self, u: jax.Array) -> jax.Array:
+        """Density of the knots."""
+        return jnp.abs(self.slope) * self._density(u)
+
+    def nu_3(self, u: jax.Array) -> jax.Array:
+        """Density of the knots, each counted a^2 times."""
+        return jnp.abs(self.slope) ** 3 * self._density(u)
+
+    def moments(self) -> jax.Array:
+        """E[(a, b)(a, b)^T], shape (2, 2)."""
+        a, low, high = self.slope, self.low, self.high
+        cross = a * (low + high) / 2
+        return jnp.array([[a * a, cross], [cross, (low * low + low * high + high * high) / 3]])
+
+    def support(self) -> tuple[jax.Array, jax.Array]:
+        """Smallest interval that holds all knots."""
+        ends = jnp.asarray(self.low) / self.slope, jnp.asarray(self.high) / self.slope
+        return jnp.minimum(*ends), jnp.maximum(*ends)
+
+    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        """Independent draws (a, b), each (width,)."""
+        b = jax.random.uniform(key, (width,), minval=self.low, maxval=self.high)
+        return jnp.full_like(b, self.slope), b
+
+
+class Signs(Law):
+    """a = 1 or -1 with equal odds, b ~ U(-bound, bound): knots uniform on (-bound, bound)."""
+
+    bound: Scalar = 1.0
+
+    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """bound^2/6 + xz/2 + abs(x-z)^3/(24 bound) inside the support."""
+        return _both_facings(_interval_feature, x, z, jnp.asarray(self.bound, x.dtype))
+
+    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """1/2 - abs(x-z)/(4 bound) inside the support."""
+        return _both_facings(_interval_indicator, x, z, jnp.asarray(self.bound, x.dtype))
+
+    def nu_1(self, u: jax.Array) -> jax.Array:
+        """Density of the knots."""
+        return jnp.where(jnp.abs(u) <= self.bound, 1 / (2 * jnp.asarray(self.bound, u.dtype)), 0)
+
+    def nu_3(self, u: jax.Array) -> jax.Array:
+        """Density of the knots, each counted a^2 = 1 times."""
+        return self.nu_1(u)
+
+    def moments(self) -> jax.Array:
+        """E[(a, b)(a, b)^T], shape (2, 2)."""
+        return jnp.diag(jnp.array([1.0, self.bound**2 / 3]))
+
+    def support(self) -> tuple[jax.Array, jax.Array]:
+        """Smallest interval that holds all knots."""
+        return -jnp.asarray(self.bound), jnp.asarray(self.bound)
+
+    def cubic(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(k0, k1, k3) with random_feature = k0 + k1 xz + k3 abs(x-z)^3 for abs(x), abs(z) <= bound."""
+        bound = jnp.asarray(self.bound)
+        return bound**2 / 6, jnp.full_like(bound, 0.5), 1 / (24 * bound)
+
+    def reach(self) -> jax.Array:
+        """Largest abs(x) up to which the kernel is a cubic."""
+        return jnp.asarray(self.bound)
+
+    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        """Independent draws (a, b), each (width,)."""
+        signs, biases = jax.random.split(key)
+        b = jax.random.uniform(biases, (width,), minval=-self.bound, maxval=self.bound)
+        return jax.random.rademacher(signs, (width,), b.dtype), b
+
+    def midpoints(self, width: int) -> tuple[jax.Array, jax.Array]:
+        """Stratified (a, b), each (width,): for each sign, the midpoints of width/2 equal cells of the bias.
+
+        Kernels of this cloud differ from the closed form by O(width^-2).
+        """
+        half = _checks.whole("width", width, 2) // 2
+        if width % 2:
+            raise ValueError(f"width must be even, got {width}")
+        b = self.bound * ((2 * jnp.arange(half) + 1) / half - 1)
+        return jnp.concatenate([jnp.ones_like(b), -jnp.ones_like(b)]), jnp.concatenate([b, b])
+
+
+class Uniform(Law):
+    """a ~ U(-slope, slope) and b ~ U(-bound, bound), independent (the usual library initialisation)."""
+
+    slope: Scalar = 1.0
+    bound: Scalar = 1.0
+
+    def _average(self, interval: Callable, x: jax.Array, z: jax.Array) -> jax.Array:
+        # (1/A) int_0^A k(a x, a z) da; between the breakpoints bound/|x|, bound/|z| a cubic in a
+        bound = jnp.asarray(self.bound, x.dtype)
+        slope = jnp.asarray(self.slope, x.dtype)
+        leave = [self._leaves(v, slope, bound) for v in (x, z)]
+        edges = jnp.stack(
+            [jnp.zeros_like(x), jnp.minimum(*leave), jnp.maximum(*leave), jnp.full_like(x, slope)]
+        )
+        length = edges[1:] - edges[:-1]
+        a = jnp.stack([edges[:-1] + node * length for node in _GAUSS])  # (node, piece, *x.shape)
+        values = _both_facings(interval, a * x[None, None], a * z[None, None], bound)
+        return jnp.sum(jnp.mean(values, axis=0) * length, axis=0) / slope
+
+    @staticmethod
+    def _leaves(x: jax.Array, slope: jax.Array, bound: jax.Array) -> jax.Array:
+        """The slope at which a x leaves the support of b, at most ``slope``."""
+        outside = slope * jnp.abs(x) > bound
+        return jnp.where(outside, bound / jnp.where(outside, jnp.abs(x), 1), slope)
+
+    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """B^2/6 + A^2 xz/6 + A^3 abs(x-z)^3/(96 B) while A abs(x), A abs(z) <= B; rational in x beyond."""
+        return self._average(_interval_feature, x, z)
+
+    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """1/2 - A abs(x-z)/(8 B) while A abs(x), A abs(z) <= B."""
+        return self._average(_interval_indicator, x, z)
+
+    def nu_1(self, u: jax.Array) -> jax.Array:
+        """Density of the knots; decays like u^-2."""
+        reach = self._leaves(u, jnp.asarray(self.slope, u.dtype), jnp.asarray(self.bound, u.dtype))
+        return reach**2 / (4 * self.slope * self.bound)
+
+    def nu_3(self, u: jax.Array) -> jax.Array:
+        """Density of the knots, each counted a^2 times; constant while A abs(u) <= B, then like u^-4."""
+        reach = self._leaves(u, jnp.asarray(self.slope, u.dtype), jnp.asarray(self.bound, u.dtype))
+        return reach**4 / (8 * self.slope * self.bound)
+
+    def moments(self) -> jax.Array:
+        """E[(a, b)(a, b)^T], shape (2, 2)."""
+        return jnp.diag(jnp.array([self.slope**2 / 3, self.bound**2 / 3]))
+
+    def cubic(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(k0, k1, k3) with random_feature = k0 + k1 xz + k3 abs(x-z)^3 while A abs(x) <= B."""
+        slope, bound = jnp.asarray(self.slope), jnp.asarray(self.bound)
+        return bound**2 / 6, slope**2 / 6, slope**3 / (96 * bound)
+
+    def reach(self) -> jax.Array:
+        """Largest abs(x) up to which the kernel is a cubic."""
+        return jnp.asarray(self.bound) / self.slope
+
+    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        """Independent draws (a, b), each (width,)."""
+        slopes, biases = jax.random.split(key)
+        a = jax.random.uniform(slopes, (width,), minval=-self.slope, maxval=self.slope)
+        return a, jax.random.uniform(biases, (width,), minval=-self.bound, maxval=self.bound)
+
+
+class Radial(Law):
+    """(a, b) with a rotation-invariant law, E(a^2 + b^2) = second_moment (2 for a standard Gaussian)."""
+
+    second_moment: Scalar = 2.0
+
+    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """C/(4 pi) [(pi - abs(phi))(xz+1) + abs(x-z)], phi = arctan x - arctan z; corrects (26), (40)."""
+        angle = jnp.pi - jnp.abs(jnp.arctan(x) - jnp.arctan(z))
+        return self.second_moment / (4 * jnp.pi) * (angle * (x * z + 1) + jnp.abs(x - z))
+
+    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """(pi - abs(phi)) / (2 pi)."""
+        return 0.5 - jnp.abs(jnp.arctan(x) - jnp.arctan(z)) / (2 * jnp.pi)
+
+    def nu_1(self, u: jax.Array) -> jax.Array:
+        """Density of the knots: Cauchy."""
+        return 1 / (jnp.pi * (1 + u * u))
+
+    def nu_3(self, u: jax.Array) -> jax.Array:
+        """Density of the knots, each counted a^2 times: C / (pi (1 + u^2)^2)."""
+        return self.second_moment / (jnp.pi * (1 + u * u) ** 2)
+
+    def moments(self) -> jax.Array:
+        """E[(a, b)(a, b)^T], shape (2, 2)."""
+        return self.second_moment / 2 * jnp.eye(2)
+
+    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        """Independent Gaussian draws (a, b), each (width,)."""
+        a, b = jax.random.normal(key, (2, width)) * jnp.sqrt(self.second_moment / 2)
+        return a, b
+
+
+class Finite(eqx.Module):
+    """The law of a finite cloud: neurons (a_i, b_i) with weights p_i; kernels by summation, O(m) a pair."""
+
+    a: jax.Array
+    b: jax.Array
+    weights: jax.Array
+
+    def __init__(self, a: jax.Array, b: jax.Array, weights: jax.Array | None = None):
+        _checks.shape("b", b, jnp.shape(a))
+        self.a, self.b = jnp.asarray(a), jnp.asarray(b)
+        self.weights = jnp.full_like(self.a, 1 / self.a.shape[0]) if weights is None else jnp.asarray(weights)
+
+    def _scaled(self, gate: Callable, x: jax.Array) -> jax.Array:
+        x = jnp.asarray(x)
+        row = (1,) * x.ndim + (-1,)
+        activity = x[..., None] * self.a.reshape(row) - self.b.reshape(row)
+        return gate(activity) * jnp.sqrt(self.weights).reshape(row)
+
+    def features(self, x: jax.Array) -> jax.Array:
+        """sqrt(p_i) relu(a_i x - b_i), shape x.shape + (m,); its Gram matrix is the random-feature kernel."""
+        return self._scaled(jax.nn.relu, x)
+
+    def gates(self, x: jax.Array) -> jax.Array:
+        """sqrt(p_i) 1(a_i x > b_i), shape x.shape + (m,); its Gram matrix is the indicator kernel."""
+        return self._scaled(lambda activity: (activity > 0).astype(self.weights.dtype), x)
+
+
+AnyLaw = str | Law | Finite
+LAWS: dict[str, type[Law]] = {"signs": Signs, "uniform": Uniform, "radial": Radial}
+
+
+def resolve_law(law: AnyLaw) -> Law | Finite:
+    """The law behind a name, with its default parameters; a law is returned as it is.
+
+    >>> resolve_law("uniform").bound
+    1.0
+    """
+    if isinstance(law, str):
+        _checks.one_of("law", law, LAWS)
+        return LAWS[law]()
+    return law
+
+
+def _pairs(x: ArrayLike, z: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+    """x and z (x itself if None), in one float dtype, broadcast to shape x.shape + z.shape."""
+    first = jnp.asarray(x)
+    second = first if z is None else jnp.asarray(z)
+    dtype = jnp.result_type(first, second, 0.0)
+    shape = first.shape + second.shape
+    left = first.astype(dtype).reshape(first.shape + (1,) * second.ndim)
+    right = second.astype(dtype).reshape((1,) * first.ndim + second.shape)
+    return jnp.broadcast_to(left, shape), jnp.broadcast_to(right, shape)
+
+
+def _gram(features: Callable, x: ArrayLike, z: ArrayLike | None) -> jax.Array:
+    left = features(x)
+    right = left if z is None else features(z)
+    return jnp.tensordot(left, right, axes=(-1, -1))
+
+
+def random_feature(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "signs") -> jax.Array:
+    """Random-feature kernel E relu(a x - b) relu(a z - b), equation (23).
+
+    Args:
+        x: inputs of any shape, for example (n,) or a scalar.
+        z: second inputs (x itself if None).
+        law: "signs" (a = +-1, b ~ U(-1, 1)), "uniform" (both U(-1, 1)), "radial" (Gaussian), or a law object
+            with its own parameters.
+
+    Returns:
+        Array of shape x.shape + z.shape.
+
+    >>> float(random_feature(0.5, 0.5, law="radial"))
+    0.625
+    """
+    law = resolve_law(law)
+    if isinstance(law, Finite):
+        return _gram(law.features, x, z)
+    return law.random_feature(*_pairs(x, z))
+
+
+def indicator(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "signs") -> jax.Array:
+    """Probability that a neuron is active at both points; arguments as for ``random_feature``.
+
+    >>> float(indicator(0.25, -0.25, law="signs"))
+    0.375
+    """
+    law = resolve_law(law)
+    if isinstance(law, Finite):
+        return _gram(law.gates, x, z)
+    return law.indicator(*_pairs(x, z))
+
+
+def univariate_ntk(
+    x: ArrayLike,
+    z: ArrayLike | None = None,
+    *,
+    law: AnyLaw = "signs",
+    c2: Scalar = 1.0,
+    scale: Scalar = 1.0,
+) -> jax.Array:
+    """Tangent kernel scale [K_RF + E(c^2)(xz + 1) K_1] of training (a, b, c) at infinite width, (27).
+
+    Args:
+        x: inputs of any shape.
+        z: second inputs (x itself if None).
+        law: law of (a, b); c must be independent of it.
+        c2: E(c^2), or for ``Finite`` clouds an array (m,) of c_i^2: then exact at finite width.
+        scale: m / alpha^2; 1 for alpha = sqrt(m).
+
+    Returns:
+        Array of shape x.shape + z.shape.
+    """
+    law = resolve_law(law)
+    left, right = _pairs(x, z)
+    active = law
+    if jnp.ndim(c2) == 1:
+        if not isinstance(law, Finite):
+            raise ValueError(f"c2 must be a number for law {law}; an array of c_i^2 needs a Finite law")
+        active, c2 = Finite(law.a, law.b, law.weights * jnp.asarray(c2)), 1.0
+    return scale * (random_feature(x, z, law=law) + c2 * (left * right + 1) * indicator(x, z, law=active))

@@ -1,0 +1,284 @@
+"""Spline interpolants, their natural limit, and training of the output weights in closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import interpolate
+
+from meanflow.kernels.norms import feature_norm
+from meanflow.kernels.readout import (
+    Readout,
+    balance_ratio,
+    lazy_displacement_exponent,
+    lazy_time,
+    minimum_norm,
+    tangential_fraction,
+)
+from meanflow.kernels.splines import bordered_spline, natural_spline, spline_interpolant
+from meanflow.kernels.univariate import Finite, Radial, Signs, Uniform, random_feature, univariate_ntk
+
+X = jnp.linspace(-1, 1, 10)
+Y = jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
+GRID = jnp.linspace(-1, 1, 801)
+
+
+def test_natural_spline_is_scipys():
+    rng = np.random.default_rng(0)
+    cases = [(np.array(X), np.array(Y)), (rng.uniform(-3, 5, 2000), rng.normal(size=2000)), (X[:2], Y[2:4])]
+    for x, y in cases:
+        ours = jax.jit(natural_spline)(jnp.asarray(x), jnp.asarray(y))
+        order = np.argsort(x)
+        theirs = interpolate.CubicSpline(np.array(x)[order], np.array(y)[order], bc_type="natural")
+        grid = np.linspace(np.min(x), np.max(x), 5000)[1:-1]
+        for order in range(4):
+            truth = theirs(grid, order)
+            np.testing.assert_allclose(
+                ours.derivative(grid, order), truth, atol=1e-10 * np.abs(truth).max() + 1e-13
+            )
+
+
+@pytest.mark.parametrize("law", [Signs(1.0), Signs(3.0), Uniform(1.0, 1.0), Uniform(0.7, 2.0)], ids=str)
+def test_spline_form_equals_the_kernel_form_of_equation_24(law):
+    alpha = jnp.linalg.solve(random_feature(X, law=law), Y)
+    spline = spline_interpolant(X, Y, law=law)
+    np.testing.assert_allclose(spline(X), Y, atol=1e-14)
+    k0, k1, k3 = law.cubic()
+    dense = bordered_spline(X, Y, k3 / k0, k3 / k1)
+    outside = jnp.linspace(-2, 2, 77)  # beyond the samples the cubics go on
+    for order in range(4):
+        np.testing.assert_allclose(
+            spline.derivative(outside, order), dense.derivative(outside, order), atol=1e-9 * 10.0**order
+        )
+    np.testing.assert_allclose(spline.constant + spline.slope, dense.constant + dense.slope, atol=1e-10)
+    np.testing.assert_allclose(spline(GRID), random_feature(GRID, X, law=law) @ alpha, atol=1e-9)
+    section = lambda law, alpha: lambda u: random_feature(u, X, law=law) @ alpha
+    norm = jax.jit(lambda law, alpha: feature_norm(section(law, alpha), law=law, breaks=X))(law, alpha)
+    assert norm.total == pytest.approx(float(alpha @ Y), rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (Signs, {1.0: 0.0471, 1.5: 0.0139, 2.0: 0.0075, 5.0: 0.00183, 10.0: 8.1e-4, 100.0: 7.6e-5}),
+        (lambda b: Uniform(1.0, b), {1.0: 0.0142, 2.0: 0.0041, 5.0: 0.00126, 10.0: 5.9e-4, 100.0: 5.7e-5}),
+    ],
+)
+def test_distance_to_the_natural_spline(family, expected):
+    natural = natural_spline(X, Y)(GRID)
+    for bound, distance in expected.items():
+        gap = jnp.max(jnp.abs(spline_interpolant(X, Y, law=family(bound))(GRID) - natural))
+        assert gap == pytest.approx(distance, rel=0.012)
+
+
+def test_finite_support_does_not_give_the_natural_spline():
+    # Theorem 5 as printed: f'' vanishes at the ends
+    ends = jnp.array([-1.0, 1.0])
+    np.testing.assert_allclose(spline_interpolant(X, Y).derivative(ends, 2), [7.726, 19.445], atol=2e-3)
+    uniform = spline_interpolant(X, Y, law="uniform")
+    np.testing.assert_allclose(uniform.derivative(ends, 2), [-1.350, 5.855], atol=2e-3)
+    np.testing.assert_allclose(natural_spline(X, Y).derivative(ends, 2), 0.0, atol=1e-9)
+
+
+def test_the_natural_limit_is_well_conditioned_where_the_kernel_matrix_is_not():
+    law = Signs(1e7)
+    assert jnp.linalg.cond(random_feature(X, law=law)) > 1e15
+    np.testing.assert_allclose(spline_interpolant(X, Y, law=law)(GRID), natural_spline(X, Y)(GRID), atol=1e-8)
+
+
+def test_ridge_in_the_free_limit_is_scipys_smoothing_spline():
+    rng = np.random.default_rng(1)
+    x = np.sort(rng.uniform(-1, 1, 20))
+    y = np.sin(3 * x) + 0.3 * rng.normal(size=20)
+    for lam in (1e-4, 1e-2):
+        theirs = interpolate.make_smoothing_spline(x, y, lam=lam)(x)
+        np.testing.assert_allclose(bordered_spline(x, y, ridge=12 * lam)(x), theirs, atol=1e-8)
+    law, penalty = Signs(1.5), 0.01
+    gram = random_feature(x, law=law)
+    kernel_ridge = gram @ jnp.linalg.solve(gram + penalty * jnp.eye(20), y)
+    np.testing.assert_allclose(spline_interpolant(x, y, law=law, ridge=penalty)(x), kernel_ridge, atol=1e-9)
+
+
+def test_gradients_jit_and_single_precision():
+    fit = jax.jit(lambda y, bound: spline_interpolant(X, y, law=Signs(bound))(0.37))
+    slope = jax.grad(fit, argnums=1)(Y, 1.4)
+    assert slope == pytest.approx(float(fit(Y, 1.4 + 1e-5) - fit(Y, 1.4 - 1e-5)) / 2e-5, rel=1e-5)
+    basis = jax.grad(fit)(Y, 1.4)  # linear in y
+    assert basis @ Y == pytest.approx(float(fit(Y, 1.4)), rel=1e-12)
+    single = spline_interpolant(X.astype(jnp.float32), Y.astype(jnp.float32), law=Signs(jnp.float32(1.0)))
+    assert single(X.astype(jnp.float32)).dtype == jnp.float32
+    np.testing.assert_allclose(single(GRID.astype(jnp.float32)), spline_interpolant(X, Y)(GRID), atol=2e-3)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="cubic kernel"):
+        spline_interpolant(X, Y, law=Radial())
+    with pytest.raises(ValueError, match="where the kernel is cubic"):
+        spline_interpolant(2 * X, Y, law="signs")
+    with pytest.raises(ValueError, match="y must have shape"):
+        natural_spline(X, Y[:-1])
+    with pytest.raises(ValueError, match="order"):
+        natural_spline(X, Y).derivative(0.0, 4)
+    with pytest.raises(ValueError, match="kernel must have shape"):
+        Readout(jnp.eye(3), jnp.ones(4))
+    with pytest.raises(ValueError, match="at least as many columns"):
+        minimum_norm(jnp.ones((3, 2)), jnp.ones(3))
+
+
+# ---- training c alone
+
+
+def _small_network(key, m=40):
+    cloud = Finite(*Uniform(1.0, 1.0).sample(key, m))
+    return cloud.features(X), jax.random.normal(jax.random.fold_in(key, 1), (m,))
+
+
+def test_descent_in_closed_form_matches_the_iterations(key):
+    features, c0 = _small_network(key)
+    kernel = features @ features.T
+    lr = 1.9 / jnp.linalg.eigvalsh(kernel)[-1]  # above 1: the top mode alternates in sign
+    training = Readout(kernel, features @ c0 - Y)
+    step = lambda c, _: (c - lr * features.T @ (features @ c - Y),) * 2
+    _, history = jax.lax.scan(step, c0, length=3000)
+    counts = jnp.array([1, 2, 7, 500, 3000])
+    np.testing.assert_allclose(
+        training.residual_descent(lr, counts), history[counts - 1] @ features.T - Y[None, :], atol=2e-12
+    )
+    test_features = Finite(*Uniform(1.0, 1.0).sample(key, 40)).features(GRID[::40])
+    predictions = (test_features @ c0)[None, :] + training.dual_descent(lr, counts) @ (
+        features @ test_features.T
+    )
+    np.testing.assert_allclose(predictions, history[counts - 1] @ test_features.T, atol=1e-10)
+
+
+def test_flow_in_closed_form_matches_an_ode_solver(key):
+    from scipy.integrate import solve_ivp
+
+    features, c0 = _small_network(key)
+    field = lambda t, c: -features.T @ (features @ c - Y)
+    times = [0.5, 5.0, 50.0]
+    exact = solve_ivp(field, (0, 50.0), np.array(c0), t_eval=times, rtol=1e-11, atol=1e-12, method="LSODA")
+    training = Readout(features @ features.T, features @ c0 - Y)
+    np.testing.assert_allclose(
+        training.residual_flow(jnp.array(times)), exact.y.T @ features.T - Y[None, :], atol=1e-8
+    )
+    dual = training.dual_flow(jnp.array(times))
+    np.testing.assert_allclose(c0[None, :] + dual @ features, exact.y.T, atol=1e-7)
+    limit = c0 + training.dual_limit() @ features
+    np.testing.assert_allclose(limit, minimum_norm(features, Y, c0), atol=1e-7)
+
+
+def test_zero_modes_of_the_kernel_stay_finite():
+    training = Readout(jnp.array([[2.0, 2.0], [2.0, 2.0]]), jnp.array([1.0, -0.5]))
+    for dual in (training.dual_flow(3.0), training.dual_descent(0.1, 5), training.dual_limit()):
+        assert jnp.all(jnp.isfinite(dual))
+    mean, half = 0.25, 0.75
+    np.testing.assert_allclose(
+        training.residual_flow(3.0), mean * jnp.exp(-12.0) + jnp.array([half, -half]), atol=1e-14
+    )
+
+
+def test_22_the_limit_keeps_the_start(key):
+    features, c0 = _small_network(key)
+    training = Readout(features @ features.T, features @ c0 - Y)
+    trained = c0 + training.dual_flow(1e12) @ features
+    np.testing.assert_allclose(minimum_norm(features, Y, c0), trained, atol=1e-8)
+    printed = minimum_norm(features, Y)
+    np.testing.assert_allclose(features @ printed, Y, atol=1e-11)  # interpolates too, but is another network
+    assert jnp.max(jnp.abs(printed - trained)) > 0.5
+    assert jnp.linalg.norm(trained - c0) < jnp.linalg.norm(printed - c0)
+    np.testing.assert_allclose(minimum_norm(features, Y), jnp.linalg.lstsq(features, Y)[0], atol=1e-9)
+
+
+# ---- when the whole network trains like its output weights
+
+
+def test_tangential_fraction_is_that_of_the_lift():
+    delta = jnp.array([-1e12, -3.0, -1e-3, 0.0, 2.0, 1e12])
+    q = jnp.array([0.3, -1.0, 2.0, 0.7, -0.2, 5.0])
+    k = balance_ratio(delta, q)
+    textbook = (1 + k / jnp.sqrt(1 + k**2)) / 2
+    ours = tangential_fraction(delta, q)
+    np.testing.assert_allclose(ours[1:], textbook[1:], rtol=1e-12)
+    assert textbook[0] == 0.0  # cancellation
+    assert ours[0] == pytest.approx(0.3**2 / 1e24, rel=1e-12)
+    assert tangential_fraction(0.0, 0.0) == 0.5
+    assert jnp.all(jnp.isfinite(jax.vmap(jax.grad(tangential_fraction))(delta, q)))
+
+
+def test_after_21_alpha_alone_does_not_make_radial_motion_dominate(key):
+    # fraction = P_tt r^2 / P_rr with P = J J^T of the projection, J by autodiff
+    m, (a, b, c) = 50, jax.random.normal(key, (3,))
+    for alpha in (1.0, 7.0, 50.0):
+        project = lambda z, alpha=alpha: jnp.array(
+            [m / alpha * z[2] * jnp.hypot(z[0], z[1]), jnp.arctan2(-z[1], z[0])]
+        )
+        z = jnp.array([a, b, c])
+        jacobian = jax.jacobian(project)(z)
+        metric = jacobian @ jacobian.T
+        ratio = project(z)[0] ** 2 * metric[1, 1] / metric[0, 0]
+        fraction = tangential_fraction(c**2 - a**2 - b**2, c * jnp.hypot(a, b))
+        assert fraction == pytest.approx(float(ratio), rel=1e-12)
+
+
+def test_section_4_the_kernel_regime_is_a_large_negative_balance():
+    # printed: -delta << r^2. With r = 10, delta = -0.01 that holds, yet the neuron turns at half speed;
+    # what decides is -delta >> 2 |q|
+    assert tangential_fraction(-0.01, 10.0) > 0.49
+    assert tangential_fraction(-2000.0, 10.0) < 1e-4
+    assert tangential_fraction(-jnp.inf, 1.0) == 0.0  # c alone; printed: delta = +inf
+    assert tangential_fraction(jnp.inf, 1.0) == 1.0
+
+
+def _train(m, alpha, c_scale, time=None):
+    """Full network on 6 points, paired signs so that f_0 = 0; descent with steps 0.02 of the lazy clock.
+
+    Stops at ``time``, or when the loss is 1e-3 of its start.
+    """
+    x = jnp.linspace(-1, 1, 6)
+    y = jnp.sin(2.5 * x) + 0.3 * x
+    angle = 2 * jnp.pi * (jnp.arange(m // 2) + 0.5) / (m // 2) + 0.01
+    a, b = jnp.tile(jnp.cos(angle), 2), jnp.tile(jnp.sin(angle), 2)
+    c = c_scale * jnp.repeat(jnp.array([1.0, -1.0]), m // 2)
+    predict = lambda z, x: jax.nn.relu(x[:, None] * z[0][None, :] - z[1][None, :]) @ z[2] / alpha
+    loss = jax.value_and_grad(lambda z: jnp.sum((predict(z, x) - y) ** 2) / 2)
+    lr = 0.02 * alpha**2 / m
+    assert lazy_time(lr, m, alpha) == pytest.approx(0.02)
+
+    def step(state):
+        z, count, _ = state
+        value, slope = loss(z)
+        return jax.tree.map(lambda w, g: w - lr * g, z, slope), count + 1, value
+
+    def go_on(state):
+        return (state[2] > 1e-3 * jnp.sum(y**2) / 2) if time is None else state[1] < round(time / 0.02)
+
+    z, _, _ = jax.lax.while_loop(go_on, step, ((a, b, c), 0, jnp.inf))
+    grid = jnp.linspace(-1, 1, 101)
+    turn = jnp.angle(jnp.exp(1j * (jnp.arctan2(z[1], z[0]) - jnp.arctan2(b, a))))
+    return x, y, grid, predict(z, grid), jnp.sqrt(jnp.mean(turn**2))
+
+
+def test_33_alpha_one_gives_the_tangent_kernel_unless_c_is_small():
+    m, time, law = 1600, 60.0, Radial(1.0)
+
+    def kernel_fits(x, y, grid, c2):
+        for kernel in (lambda *p: univariate_ntk(*p, law=law, c2=c2), lambda *p: random_feature(*p, law=law)):
+            yield kernel(grid, x) @ Readout(kernel(x, x), -y).dual_flow(time)
+
+    x, y, grid, f, _ = _train(m, 1.0, 1.0, time)
+    tangent, feature = kernel_fits(x, y, grid, 1.0)
+    large = [float(jnp.max(jnp.abs(f - g))) for g in (tangent, feature)]
+    x, y, grid, f, _ = _train(m, 1.0, 1e-3, time)
+    _, feature = kernel_fits(x, y, grid, 1e-6)
+    small = float(jnp.max(jnp.abs(f - feature)))
+    assert large[0] < 0.15 < 0.3 < large[1]
+    assert small < 0.03
+
+
+@pytest.mark.parametrize("power", [0.0, 0.25, 0.5])
+def test_weights_move_like_alpha_over_width(power):
+    widths = [100, 400, 1600, 6400]
+    turns = [_train(m, m**power, 1.0)[-1] for m in widths]
+    slope = np.polyfit(np.log(widths), np.log(np.array(turns)), 1)[0]
+    assert slope == pytest.approx(lazy_displacement_exponent(power), abs=0.05)
