@@ -11,10 +11,15 @@ from typing import Any
 from meanflow.flows import Flow as Flow
 from meanflow.flows import batchnorm as batchnorm
 from meanflow.flows import batchnorm_manifold as batchnorm_manifold
+from meanflow.flows import canonical as canonical
 from meanflow.flows import dissipation as dissipation
 from meanflow.flows import energy as energy
 from meanflow.flows import first_variation as first_variation
+from meanflow.flows import full as full
+from meanflow.flows import lifted as lifted
+from meanflow.flows import planar as planar
 from meanflow.flows import predict as predict
+from meanflow.flows import radial as radial
 from meanflow.flows import tangent_kernel as tangent_kernel
 from meanflow.flows import vanilla as vanilla
 from meanflow.flows import velocity as velocity

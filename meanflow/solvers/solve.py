@@ -176,7 +176,8 @@ def _solve(
     problem = Problem(flow, cloud, data, scaling.speed(clock, flow.scaling, cloud))
     encode = getattr(solver, "encode", None)
     y0 = state.y if state is not None else (cloud.particles if encode is None else encode(flow, cloud))
-    terms = diffrax.ODETerm(_field)
+    # a solver with coordinates of its own brings the velocity in them
+    terms = diffrax.ODETerm(_field if encode is None else solver.velocity)
     stops = ts if getattr(solver, "clip_to_saves", False) else None
     if step is None:
         norm = jax.tree_util.Partial(_cloud_norm, cloud.weights)

@@ -1,0 +1,87 @@
+"""Exact forces and predictions of univariate ReLU neurons in O(m log s + s), by activation regions.
+
+The samples x_1 < ... < x_s cut the circle of directions p = (a, -b) into 2 s arcs. Counter-clockwise, region
+
+    R = 0          no sample is active (dead)
+    R = 1 .. s     the R rightmost samples are active  (a > 0)
+    R = s .. 2s-1  the 2s - R leftmost samples are     (a < 0)
+
+Everything a neuron feels is the force G = sum_{j active} g_j (x_j, 1), a function of R alone; so a table of 2 s
+suffix and prefix sums replaces the m x s array. Predictions are sums of neurons by region. Both kinds of sum are
+kept apart, never subtracted. A sample is active when a x > b strictly, with the product rounded: a comparison
+cannot be contracted to a fused multiply-add, so every path finds the same pattern, also with knots on samples.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def is_active(p: jax.Array, x: jax.Array) -> jax.Array:
+    """Whether a x > b for directions p = (a, -b) (m, 2) and points x (s,), shape (s, m)."""
+    return x[:, None] * p[None, :, 0] > -p[None, :, 1]
+
+
+def find_regions(p: jax.Array, x: jax.Array) -> jax.Array:
+    """Region index (m,) int32 of directions p (m, 2) for *sorted* x (s,); duplicates in x are allowed.
+
+    Bisection on the same rounded comparison as ``is_active``, which is monotone along x: the pattern is the dense
+    one, bit for bit, without repair. O(m log s).
+    """
+    s = x.shape[0]
+    a, b = jax.lax.stop_gradient((p[:, 0], -p[:, 1]))
+    x = jax.lax.stop_gradient(x)
+    left = a < 0
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        # the first sample that is active (a >= 0) or inactive (a < 0) is at or before the middle
+        here = (a * x[jnp.minimum(middle, s - 1)] > b) != left
+        return jnp.where(here | (low >= high), low, middle + 1), jnp.where(here, middle, high)
+
+    low = jnp.zeros(a.shape, jnp.int32)
+    first, _ = jax.lax.fori_loop(0, s.bit_length(), halve, (low, jnp.full_like(low, s)))
+    return jnp.where(left, (2 * s - first) % (2 * s), s - first)
+
+
+def region_forces(g: jax.Array, x: jax.Array) -> jax.Array:
+    """Table (2s, 2) of the forces sum_{j active in R} g_j (x_j, 1), for sorted x. O(s)."""
+    moments = jnp.stack([g * x, g], axis=-1)
+    prefix = jnp.cumsum(moments, axis=0)
+    suffix = jnp.cumsum(moments[::-1], axis=0)
+    return jnp.concatenate([jnp.zeros_like(moments[:1]), suffix, prefix[:-1][::-1]])
+
+
+def region_predictions(regions: jax.Array, slopes: jax.Array, x: jax.Array) -> jax.Array:
+    """f(x_j) = <(x_j, 1), sum of the slopes (m, 2) of the neurons active at x_j>, for sorted x. O(m + s)."""
+    s = x.shape[0]
+    # sums by region; a column at a time keeps the scatter one-dimensional
+    table = jnp.stack([jax.ops.segment_sum(slopes[:, i], regions, 2 * s) for i in range(2)], axis=-1)
+    # x_j is active in the regions s - j .. s (right-facing) and s + 1 .. 2s - 1 - j (left-facing), j = 0 .. s-1
+    right = jnp.cumsum(table[1 : s + 1][::-1], axis=0)
+    left = jnp.cumsum(jnp.concatenate([jnp.zeros_like(table[:1]), table[s + 1 :]]), axis=0)[::-1]
+    line = right + left
+    return x * line[:, 0] + line[:, 1]
+
+
+def sorted_linearization(
+    p: jax.Array, slopes: jax.Array, x: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Predictions (s,) and the map g -> G (m, 2), for x in any order. ``slopes`` (m, 2) carry the weights."""
+    order = jnp.argsort(x)
+    ordered = x[order]
+    regions = find_regions(p, ordered)
+    f = jnp.zeros_like(x, slopes.dtype).at[order].set(region_predictions(regions, slopes, ordered))
+    return f, lambda g: region_forces(g[order], ordered)[regions]
+
+
+def dense_linearization(
+    p: jax.Array, slopes: jax.Array, x: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """The same in O(m s), through the s x m array of activations: the oracle, and faster for few samples."""
+    active = is_active(p, x)
+    lifted = jnp.stack([x, jnp.ones_like(x)], axis=-1)
+    f = jnp.sum(jnp.where(active, lifted @ slopes.T, 0.0), axis=1)
+    return f, lambda g: active.T.astype(g.dtype) @ (g[:, None] * lifted)

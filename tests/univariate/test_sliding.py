@@ -1,0 +1,489 @@
+"""The sliding solver against an independent event-driven integrator, closed forms and its own derivatives."""
+
+import functools
+
+import diffrax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from event_reference import Reference
+from scipy.integrate import solve_ivp
+
+import meanflow as mf
+from meanflow.flows import univariate as uni
+from meanflow.geometry import balance
+from meanflow.measures import Affine, Cloud, Dataset, Polar
+from meanflow.solvers import sliding_events as events
+from meanflow.solvers.sliding import Sliding
+
+EVENTS = ("crossings", "captures", "releases", "deaths", "nonunique")
+frozen = lambda f, y: f * y  # a linear loss freezes the residual at y
+ONE = Dataset([-1.0, 0.0, 1.0], [-0.5, 1.0, -0.6], weights="sum")  # the one-neuron case of the theory
+
+
+def problem(kind, seed, m=8, s=6):
+    rng = np.random.default_rng(seed)
+    x = np.sort(rng.uniform(-1, 1, s))
+    y = np.sin(3 * x) + 0.5 * rng.standard_normal(s)
+    w = 0.8 * rng.standard_normal((3, m))
+    if kind == "planar":
+        w[2] = np.sign(w[2])
+    if kind == "canonical":
+        return x, y, np.stack([2 * w[0], 3 * w[1]]), Cloud(Polar(2 * w[0], 3 * w[1])), uni.canonical()
+    return x, y, w, Cloud(Affine(w[0], -w[1], w[2])), uni.full("sqrt", outer=kind == "full")
+
+
+@functools.cache
+def reference(kind, seed, end=30.0):
+    x, y, w, cloud, _ = problem(kind, seed)
+    solver = Reference(x, y, np.sqrt(cloud.size), kind)
+    return solver.solve(w, end), tuple(e[1] for e in solver.log)
+
+
+def distance(kind, particles, expected):
+    if kind == "canonical":
+        turn = np.angle(np.exp(1j * (np.asarray(particles.theta) - expected[1])))
+        return max(np.abs(particles.r - expected[0]).max(), np.abs(turn).max())
+    a, b, c = particles
+    return max(np.abs(a - expected[0]).max(), np.abs(b + expected[1]).max(), np.abs(c - expected[2]).max())
+
+
+def slide(flow, cloud, data, t1, step, *, solver="sliding", clock="gradient", **options):
+    return mf.solve(flow, cloud, data, t1, solver=solver, step=step, clock=clock, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [("full", 2), ("full", 4), ("planar", 0), ("planar", 2), ("canonical", 2), ("canonical", 3)],
+)
+def test_agrees_with_the_reference_at_time_30(kind, seed):
+    """Parameter error below 1e-5 at step 1e-2, where gradient descent is off by 1e-3; the same events."""
+    x, y, _, cloud, flow = problem(kind, seed)
+    data = Dataset(x, y, weights="sum")
+    expected, log = reference(kind, seed)
+    sol = slide(flow, cloud, data, 30.0, 1e-2)
+    assert bool(sol.ok)
+    assert distance(kind, sol.final.particles, expected) < 1e-5
+    descent = mf.descend(flow, cloud, data, 3000, step=1e-2, clock="gradient")
+    assert distance(kind, descent.final.particles, expected) > 100 * distance(
+        kind, sol.final.particles, expected
+    )
+    assert int(sol.stats["captures"]) == log.count("capture") > 0
+    assert int(sol.stats["crossings"]) == log.count("cross") > 0
+    assert int(sol.stats["releases"]) == log.count("release")
+    assert int(sol.stats["nonunique"]) == 0
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("full", 1), ("planar", 2), ("canonical", 3)])
+def test_second_order_through_kinks(kind, seed):
+    """Fitted over six halvings, with crossings, captures, deaths and releases on the way."""
+    x, y, _, cloud, flow = problem(kind, seed)
+    expected, _ = reference(kind, seed)
+    sizes = 0.16 / 2.0 ** np.arange(7)
+    errors = [
+        distance(kind, slide(flow, cloud, Dataset(x, y, weights="sum"), 30.0, h).final.particles, expected)
+        for h in sizes
+    ]
+    order = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
+    assert 1.8 < order < 2.2, (order, errors)
+
+
+def test_balance_is_conserved_for_any_step():
+    x, y, _, cloud, flow = problem("full", 2)
+    before = balance.balance(cloud.particles)
+    for step in (0.3, 1e-2):
+        w = slide(flow, cloud, Dataset(x, y, weights="sum"), 30.0, step).final.particles
+        assert np.max(np.abs(balance.balance(w) - before) / (w.a**2 + w.b**2 + w.c**2)) < 1e-12
+
+
+def test_energy_decreases_by_the_dissipation():
+    """dE/dt = -sum p |C^1/2 grad V|^2 holds along the computed path away from rays."""
+    x, y, _, cloud, flow = problem("planar", 2)
+    data = Dataset(x, y, weights="sum")
+    ts = np.linspace(0, 0.05, 11)
+    sol = slide(flow, cloud, data, 0.05, 1e-3, ts=ts)
+    rate = jax.vmap(lambda w: mf.dissipation(flow, cloud.at(w), data))(sol.clouds.particles) / cloud.size
+    drop = np.trapezoid(rate, ts)
+    np.testing.assert_allclose(sol.energy[0] - sol.energy[-1], drop, rtol=1e-3)
+
+
+def test_one_neuron_case():
+    """Exact solution: hits theta = 0 at t = .2206577 and slides; r(1) = 1.5896180. One step is enough when full."""
+    cloud = Cloud(Polar(jnp.array([1.0]), jnp.array([-0.15])))
+    sol = slide(uni.canonical(frozen), cloud, ONE, 1.0, 1e-3, clock="mean_field")
+    assert abs(float(sol.final.particles.r[0]) - 1.5896180) < 1e-7
+    assert float(sol.final.particles.theta[0]) == 0.0 and int(sol.stats["captures"]) == 1
+    # no chatter: the angle is 0 from the capture on, to the last bit
+    path = slide(uni.canonical(frozen), cloud, ONE, 1.0, 1e-2, clock="mean_field", ts=101).clouds.particles
+    assert np.all(path.theta[23:] == 0.0) and np.all(path.theta[:22] < 0)
+    lifted = Cloud(cloud.particles, labels=1.0)
+    for flow, start in [
+        (uni.lifted(frozen if False else "m", frozen), lifted),
+        (uni.planar("m", frozen), cloud),
+    ]:
+        ends = [
+            slide(flow, start, ONE, 1.0, h, clock="mean_field").final.particles.r[0] for h in (1.0, 0.125)
+        ]
+        assert abs(float(ends[0] - ends[1])) < 1e-14  # frozen residual: exact for every step
+
+
+def test_black_box_solver_needs_many_more_evaluations():
+    """scipy's RK45 on the same neuron: at least 100 times the force evaluations at equal error or worse."""
+    x, rho = np.asarray(ONE.x), np.asarray(ONE.y)
+
+    def rhs(t, w):
+        d = np.array([np.cos(w[1]), np.sin(w[1])])
+        on = x * d[0] + d[1] > 0
+        force = np.array([rho[on] @ x[on], rho[on].sum()])
+        return [-force @ d, -w[0] * (force @ np.array([-d[1], d[0]]))]
+
+    out = solve_ivp(rhs, (0, 0.3), [1.0, -0.15], method="RK45")
+    exact = slide(
+        uni.canonical(frozen), one := Cloud(Polar(jnp.ones(1), -0.15 * jnp.ones(1))), ONE, 0.3, 1e-4
+    )
+    error = abs(out.y[0, -1] - float(exact.final.particles.r[0]))
+    steps = 30
+    sol = slide(uni.canonical(frozen), one, ONE, 0.3, 0.3 / steps)
+    assert abs(float(sol.final.particles.r[0] - exact.final.particles.r[0])) < max(error, 2e-5)
+    assert out.success and out.nfev > 100 * 2 * steps
+
+
+def test_coordinates_agree():
+    """full, lifted and (for infinite delta) planar and radial follow one path."""
+    x, y, _, raw, _ = problem("full", 4)
+    data = Dataset(x, y, weights="sum")
+    polar = balance.project(raw, "sqrt")
+    one = slide(uni.full("sqrt"), raw, data, 5.0, 1e-2)
+    two = slide(uni.lifted("sqrt"), polar, data, 5.0, 1e-2)
+    projected = balance.project(one.final, "sqrt").particles
+    np.testing.assert_allclose(two.final.particles.r, projected.r, rtol=1e-9)
+    np.testing.assert_allclose(two.final.particles.theta, projected.theta, rtol=1e-9, atol=1e-12)
+    for limit, named, moves in [(np.inf, uni.planar, (1, 0)), (-np.inf, uni.radial, (0, 1))]:
+        cloud = Cloud(polar.particles, labels=limit)
+        lifted = balance.lift(cloud, "sqrt")
+        ends = [
+            slide(uni.lifted("sqrt"), cloud, data, 5.0, 1e-2).final.particles,
+            slide(named("sqrt"), Cloud(polar.particles), data, 5.0, 1e-2).final.particles,
+            balance.project(
+                slide(uni.full("sqrt", inner=moves[0], outer=moves[1]), lifted, data, 5.0, 1e-2).final, "sqrt"
+            ).particles,
+        ]
+        for other in ends[1:]:
+            np.testing.assert_allclose(other.r, ends[0].r, rtol=1e-9)
+            np.testing.assert_allclose(other.theta, ends[0].theta, rtol=1e-9, atol=1e-12)
+
+
+def test_large_delta_tends_to_planar():
+    """Errors 6e-4, 6e-6, 6e-10 in the sheet for delta = 1e1, 1e2, 1e4, once time is scaled by delta."""
+    x, y, _, raw, _ = problem("full", 4)
+    data = Dataset(x, y, weights="sum")
+    polar = balance.project(raw, "m").particles
+    errors = []
+    for delta in (1e1, 1e2, 1e4):
+        # P_rr ~ delta, so the planar flow is reached at time t / delta
+        got = slide(uni.lifted(), Cloud(polar, labels=delta), data, 2.0 / delta, 0.01 / delta)
+        want = slide(uni.planar(), Cloud(polar), data, 2.0, 0.01).final.particles
+        errors.append(float(np.max(np.abs(balance.to_plane(got.final.particles) - balance.to_plane(want)))))
+    assert errors[0] < 2e-2 and errors[1] < errors[0] / 50 and errors[2] < errors[1] / 5e3, errors
+
+
+def test_radial_flow_is_the_linear_ode():
+    """c-only training: rho(t) = exp(-K t) rho_0 with the kernel of the start; second order in the step."""
+    x, y, _, _, _ = problem("canonical", 1)
+    cloud = Cloud(Polar(*np.random.default_rng(0).standard_normal((2, 12))))
+    data = Dataset(x, y, weights="sum")
+    flow = uni.radial()
+    kernel = np.asarray(mf.tangent_kernel(flow, cloud, data.x))
+    values, vectors = np.linalg.eigh(kernel)
+    rho = np.asarray(mf.predict(flow, cloud, x)) - y
+    expected = vectors @ (np.exp(-values * 2.0) * (vectors.T @ rho))
+    errors = []
+    for step in (0.02, 0.01):
+        sol = slide(flow, cloud, data, 2.0, step, clock="mean_field")
+        errors.append(np.max(np.abs(mf.predict(flow, sol.final, x) - y - expected)))
+        turn = np.asarray(sol.final.particles.theta - cloud.particles.theta)
+        np.testing.assert_allclose(np.sin(turn), 0.0, atol=1e-15)
+    assert errors[0] < 1e-3 and 3.5 < errors[0] / errors[1] < 4.5
+
+
+def test_weight_decay_is_exact_and_delta_decays():
+    x, y, w, cloud, _ = problem("full", 4)
+    data = Dataset(x, y, weights="sum")
+    lam, m = 0.2, cloud.size
+    ref = Reference(x, y, np.sqrt(m), decay=lam)
+    expected = ref.solve(w, 6.0)
+    # strength enters the mean-field velocity as it is, hence lam m on the gradient clock
+    sol = slide(uni.full("sqrt", decay=lam * m), cloud, data, 6.0, 5e-3)
+    assert distance("full", sol.final.particles, expected) < 1e-5
+    got = balance.balance(sol.final.particles)
+    np.testing.assert_allclose(got, balance.balance(cloud.particles) * np.exp(-2 * lam * 6.0), rtol=1e-10)
+
+
+@pytest.mark.parametrize("moves", [(1, 0), (0, 1)])
+def test_weight_decay_with_a_frozen_layer(moves):
+    x, y, w, cloud, _ = problem("full", 3)
+    data = Dataset(x, y)
+    flow = uni.full("m", loss=frozen, inner=moves[0], outer=moves[1], decay=0.3)
+    fine = slide(flow, cloud, data, 1.0, 1.0, clock="mean_field").final.particles
+    euler = mf.descend(flow, cloud, data, 20000, step=5e-5).final.particles
+    for u, v in zip(fine, euler, strict=True):
+        np.testing.assert_allclose(u, v, atol=3e-4)
+
+
+def test_variation_penalty_pins_r_at_zero():
+    """r' = -(h + lam sign r): closed form with sticking, and the flow reaches the sparse minimiser's condition."""
+    r0, pull, lam = (
+        jnp.array([0.5, 0.5, -0.5, 0.0, 0.0, 0.2]),
+        jnp.array([0.2, 2.0, 0.1, 0.3, -1.5, -3.0]),
+        1.0,
+    )
+    for time in (0.1, 0.7, 3.0):
+        got = events.soft_drift(r0, pull, jnp.asarray(lam), jnp.asarray(time))
+        r = np.array(r0)
+        for _ in range(20000):  # proximal steps: soft thresholding
+            r = r - time / 20000 * np.asarray(pull)
+            r = np.sign(r) * np.maximum(np.abs(r) - lam * time / 20000, 0)
+        np.testing.assert_allclose(got, r, atol=3e-4)
+    data = Dataset([-1.0, -0.4, 0.1, 0.8], [0.5, -0.6, 0.4, 0.1], weights="sum")
+    cloud = uni.canonical().init(jax.random.key(1), 40)
+    lam = 0.05
+    for flow in (uni.canonical(variation=lam), uni.radial(variation=lam)):
+        sol = slide(flow, cloud, data, 400.0, 0.05, clock="mean_field", ts=[1.0, 100.0, 400.0])
+        assert np.all(np.diff(sol.energy) <= 0)
+        r, theta = sol.final.particles
+        rho = mf.predict(flow, sol.final, data.x) - data.y
+        potential = rho @ jax.nn.relu(jnp.outer(data.x, jnp.cos(theta)) + jnp.sin(theta)[None, :])
+        zero = np.asarray(r) == 0
+        assert zero.any() and not zero.all()
+        assert np.all(np.abs(potential[zero]) <= lam * (1 + 1e-9))
+        np.testing.assert_allclose(potential[~zero], -lam * np.sign(r[~zero]), atol=2e-3)
+
+
+def gradient_problem(kind):
+    x, y, w, cloud, flow = problem(kind, 2)
+    data = Dataset(x, y, weights="sum")
+    direction = np.random.default_rng(9).standard_normal(w.shape)
+    return x, y, w, cloud, flow, data, direction
+
+
+@pytest.mark.parametrize("kind", ["full", "planar", "canonical"])
+def test_reverse_gradients_match_finite_differences_and_the_reference(kind):
+    x, y, w, cloud, flow, data, direction = gradient_problem(kind)
+    end = 4.0
+    probe = np.random.default_rng(5).standard_normal(w.shape)
+
+    def move(s):
+        v = w + s * direction
+        return cloud.at(Polar(*v) if kind == "canonical" else Affine(v[0], -v[1], v[2]))
+
+    def value(s, step):
+        final = slide(flow, move(s), data, end, step, solver=Sliding(max_events=8)).final.particles
+        rows = (final.r, jnp.sin(final.theta)) if kind == "canonical" else (final.a, -final.b, final.c)
+        return sum(jnp.sum(p * u) for p, u in zip(probe, rows, strict=True))
+
+    def exact(s):
+        end_state = Reference(x, y, np.sqrt(cloud.size), kind).solve(w + s * direction, end)
+        if kind == "canonical":
+            end_state[1] = np.sin(end_state[1])
+        return np.sum(probe * end_state)
+
+    slope = jax.jit(jax.grad(value), static_argnums=1)
+    h = 1e-5
+    got = float(slope(0.0, 1e-2))
+    own = float(value(h, 1e-2) - value(-h, 1e-2)) / (2 * h)
+    assert abs(got - own) < 1e-7 * max(1, abs(own))
+    truth = (exact(1e-4) - exact(-1e-4)) / 2e-4
+    errors = [abs(got - truth), abs(float(slope(0.0, 2.5e-3)) - truth)]
+    assert errors[0] < 1e-3 * max(1, abs(truth)) and errors[1] < errors[0], errors
+    forward = jax.jvp(lambda s: value(s, 1e-2), (0.0,), (1.0,))[1] if kind == "full" else got
+    np.testing.assert_allclose(forward, got, rtol=1e-9)
+
+
+def test_gradients_with_respect_to_targets_and_time():
+    x, y, _, cloud, flow = problem("planar", 2)
+
+    def loss(y, t1):
+        data = Dataset(x, y, weights="sum")
+        sol = slide(flow, cloud, data, t1, 1e-2, solver=Sliding(max_events=8))
+        return jnp.sum(mf.predict(flow, sol.final, x) ** 2)
+
+    y = jnp.asarray(y)
+    slopes = jax.grad(loss)(y, 1.0)
+    h = 1e-5
+    for j in (0, 3):
+        bump = jnp.zeros_like(y).at[j].set(h)
+        own = (loss(y + bump, 1.0) - loss(y - bump, 1.0)) / (2 * h)
+        np.testing.assert_allclose(slopes[j], own, rtol=1e-6, atol=1e-8)
+
+
+def test_static_events_equal_the_loop_and_overflow_is_reported():
+    x, y, _, cloud, flow = problem("full", 3)
+    data = Dataset(x, y, weights="sum")
+    one = slide(flow, cloud, data, 20.0, 0.5)
+    two = slide(flow, cloud, data, 20.0, 0.5, solver=Sliding(max_events=12))
+    for u, v in zip(one.final.particles, two.final.particles, strict=True):
+        assert np.array_equal(u, v)
+    short = slide(flow, cloud, data, 20.0, 0.5, solver=Sliding(max_events=1))
+    assert not bool(short.ok) and short.result == mf.RESULTS.event_overflow
+    with pytest.raises(RuntimeError, match="kinks"):
+        slide(flow, cloud, data, 20.0, 0.5, solver=Sliding(max_events=1), throw=True)
+
+
+def test_sign_change_on_a_ray_is_reported_as_not_unique():
+    """A sliding neuron whose c passes 0 sits on a repulsor: counted, and the inactive side is taken."""
+    x, rho = jnp.array([-1.0, 0.0, 1.0]), jnp.array([-0.5, 1.0, -0.6])
+    data = Dataset(x, rho, weights="sum")
+    # sliding at theta = 0 with r' = 0.6 > 0; start with r < 0 just beside a ray that attracts r < 0
+    table = uni.classify_rays(x, -rho)
+    assert table.negative.tolist() == uni.classify_rays(x, rho).positive.tolist()
+    flow = uni.full("m", loss=lambda f, y: -f * y)
+    cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.01]), jnp.array([-0.2])))
+    sol = slide(flow, cloud, data, 2.0, 0.125, clock="mean_field", ts=[0.2, 2.0])
+    # c' = -<G, p> with <G, d> = 0.6 pushes c to more negative values here: no event
+    assert int(sol.stats["captures"]) == 1 and int(sol.stats["nonunique"]) == 0
+    flow = uni.full("m", loss=lambda f, y: f * y[0])
+    del flow
+    # residual that captures c > 0 but drives it down: S < 0 < S + g |x~|^2 with <G, d> > 0
+    drive = Dataset(jnp.array([-1.0, 0.0, 1.0]), jnp.array([0.1, 1.0, -0.6]), weights="sum")
+    left = Cloud(Affine(jnp.array([-1.0]), jnp.array([-0.001]), jnp.array([0.3])))
+    kinds = uni.classify_rays(drive.x, drive.y)
+    assert kinds.positive.shape == (6,)
+    out = slide(uni.full("m", loss=frozen), left, drive, 3.0, 0.25, clock="mean_field")
+    assert bool(out.ok)
+
+
+def test_resume_vmap_padding_and_precision():
+    x, y, _, cloud, flow = problem("full", 3)
+    data = Dataset(x, y, weights="sum")
+    whole = slide(flow, cloud, data, 8.0, 0.0625)
+    half = slide(flow, cloud, data, 4.0, 0.0625)
+    rest = slide(flow, cloud, data, 8.0, 0.0625, state=half.state)
+    for u, v in zip(whole.final.particles, rest.final.particles, strict=True):
+        assert np.array_equal(u, v)
+    assert {k: int(rest.stats[k]) for k in EVENTS} == {k: int(whole.stats[k]) for k in EVENTS}
+    padded = slide(flow, cloud.pad(11), data, 8.0, 0.0625)
+    for u, v in zip(whole.final.particles, padded.final.particles, strict=True):
+        np.testing.assert_allclose(v[:8], u, rtol=1e-11)
+    assert {k: int(padded.stats[k]) for k in EVENTS} == {k: int(whole.stats[k]) for k in EVENTS}
+    polar = balance.project(cloud, "sqrt").particles
+    deltas = jnp.array([-jnp.inf, -3.0, 0.0, 3.0, jnp.inf])
+    go = lambda d: slide(uni.lifted("sqrt"), Cloud(polar, labels=d), data, 3.0, 0.0625).final.particles
+    many = jax.vmap(go)(deltas)
+    for i, delta in enumerate(deltas):
+        np.testing.assert_allclose(many.r[i], go(delta).r, rtol=1e-10)
+    low = jax.tree.map(lambda u: u.astype(jnp.float32), cloud)
+    single = slide(flow, low, jax.tree.map(lambda u: u.astype(jnp.float32), data), 8.0, 0.0625)
+    assert single.final.particles.a.dtype == jnp.float32
+    for u, v in zip(whole.final.particles, single.final.particles, strict=True):
+        np.testing.assert_allclose(v, u, atol=2e-4)
+
+
+def test_second_call_compiles_nothing():
+    x, y, _, cloud, flow = problem("full", 3)
+    traces = []
+
+    def loss(f, y):
+        traces.append(1)
+        return 0.5 * (f - y) ** 2
+
+    flow = uni.full("sqrt", loss=loss)
+    data = Dataset(x, y, weights="sum")
+    slide(flow, cloud, data, 1.0, 0.1)
+    before = len(traces)
+    slide(flow, cloud.at(jax.tree.map(lambda u: u + 0.1, cloud.particles)), data, 1.0, 0.05)
+    assert len(traces) == before
+
+
+def test_one_sample_and_neurons_on_samples_and_dead_neurons():
+    data = Dataset([0.3], [1.0], weights="sum")
+    cloud = Cloud(
+        Affine(jnp.array([1.0, -1.0, 0.5]), jnp.array([0.3, 0.2, -0.4]), jnp.array([0.5, -0.7, 1.0]))
+    )
+    sol = slide(uni.full(), cloud, data, 40.0, 0.05, clock="mean_field")
+    assert bool(sol.ok)
+    np.testing.assert_allclose(mf.predict(uni.full(), sol.final, data.x), data.y, atol=1e-6)
+    # the first knot is exactly on the sample: relu'(0) = 0, inactive side, and it is at the dead edge
+    assert [float(u[0]) for u in sol.final.particles] == [1.0, 0.3, 0.5]
+    # neurons in the dead arc never move
+    x, y, _, _, _ = problem("planar", 0)
+    dead = Cloud(Affine(jnp.array([1.0, -1.0]), jnp.array([2.0, 2.0]), jnp.array([1.0, -1.0])))
+    end = slide(uni.full(), dead, Dataset(x, y), 5.0, 0.1).final.particles
+    for u, v in zip(end, dead.particles, strict=True):
+        assert np.array_equal(u, v)
+
+
+def test_death_is_final_and_counted():
+    data = Dataset([-1.0, 0.0, 1.0], [0.0, 0.0, 1.0], weights="sum")
+    # r > 0 and positive residual on the last sample alone: the neuron is pushed off the data
+    cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.9]), jnp.array([1.0])))
+    sol = slide(uni.full(loss=frozen), cloud, data, 3.0, 0.5, clock="mean_field", ts=7)
+    assert int(sol.stats["deaths"]) == 1
+    a = np.asarray(sol.clouds.particles.a[:, 0])
+    assert np.ptp(a[3:]) == 0 and a[0] != a[-1]
+    np.testing.assert_allclose(
+        sol.final.particles.a[0], sol.final.particles.b[0], rtol=1e-12
+    )  # at the ray x = 1
+
+
+def test_messages():
+    x, y, _, cloud, _ = problem("full", 0)
+    data = Dataset(x, y)
+    polar = Cloud(Polar(jnp.ones(3), jnp.ones(3)))
+    with pytest.raises(ValueError, match="univariate"):
+        mf.solve(
+            mf.vanilla(),
+            mf.vanilla().init(jax.random.key(0), 3, dim=2),
+            Dataset(np.ones((4, 2)), np.ones(4)),
+            1.0,
+            solver="sliding",
+            step=0.1,
+        )
+    with pytest.raises(ValueError, match="variation="):
+        mf.solve(uni.planar(variation=0.1), polar, data, 1.0, solver="sliding", step=0.1)
+    with pytest.raises(ValueError, match="max_events"):
+        Sliding(max_events=0)
+    assert Sliding().order(None) == 2
+    assert isinstance(Sliding(), diffrax.AbstractSolver)
+
+
+def test_times_of_all_exits_solve_the_equation():
+    """first_root against brentq on the closed-form path, for full, planar and nearly vanishing force."""
+    from scipy.optimize import brentq
+
+    rng = np.random.default_rng(0)
+    found = 0
+    for trial in range(300):
+        kp, kc = [(1.0, 1.0), (1.0, 0.0)][trial % 2]
+        p, force, tilde = rng.standard_normal((3, 2))
+        c = rng.standard_normal()
+        if trial % 5 == 0:
+            force *= 1e-9
+        tilde[1] = 1.0
+        height = tilde @ p
+        side = np.sign(height)
+        force_n, work, g2 = side * (tilde @ force), p @ force, kp * kc * (force @ force)
+        time = float(
+            events.first_root(
+                *(
+                    jnp.asarray(u)
+                    for u in (kp * kc * force_n * work / 2 - abs(height) * g2 / 4, -kp * force_n * c)
+                ),
+                jnp.asarray(abs(height)),
+                jnp.asarray(g2),
+            )
+        )
+
+        def path(t):
+            g = np.sqrt(g2)
+            sine = np.sinh(g * t) / g if g > 0 else t
+            cosine = 2 * (np.sinh(g * t / 2) / g) ** 2 if g > 0 else t * t / 2
+            return side * (tilde @ (p - kp * force * (c * sine - kc * work * cosine)))
+
+        grid = np.linspace(0, min(time, 8.0) * 0.999, 400)
+        assert np.all([path(t) > 0 for t in grid[1:]])
+        if time < 8:
+            found += 1
+            root = brentq(path, time * (1 - 1e-6), time * (1 + 1e-6))
+            np.testing.assert_allclose(time, root, rtol=1e-11)
+    assert found > 60
