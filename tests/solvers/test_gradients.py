@@ -16,11 +16,8 @@ def solve_loss(adjoint):
     def loss(cloud, x, sigma, horizon):
         flow = mf.batchnorm("tanh", mean=jnp.zeros(3), covariance=sigma)
         data = mf.Dataset(x, jnp.sin(x[:, 0]))
-        size = jax.lax.stop_gradient(horizon) / STEPS
-        sol = mf.solve(
-            flow, cloud, data, horizon, solver=diffrax.Heun(), step=size, adjoint=adjoint, max_steps=256
-        )
-        return sol.energy[-1]
+        settings = {"solver": diffrax.Heun(), "step": 0.02, "adjoint": adjoint, "max_steps": 256}
+        return mf.solve(flow, cloud, data, horizon, **settings).energy[-1]
 
     return loss
 
@@ -42,7 +39,7 @@ def test_reverse_mode_matches_finite_differences(make, adjoint):
     """Directional derivatives in the initial particles, the data, the covariance and the horizon, one by one."""
     _, cloud, data = problem("batchnorm", width=5, points=12)
     sigma = data.moments()[1]
-    point = (cloud, data.x, sigma, jnp.asarray(4.0))
+    point = (cloud, data.x, sigma, jnp.asarray(3.99))  # 200 steps of 0.02, the last one cut short
     loss = jax.jit(make(adjoint))
     gradients = jax.jit(jax.grad(make(adjoint), argnums=(0, 1, 2, 3)))(*point)
     rng = np.random.default_rng(0)
@@ -81,7 +78,7 @@ def _temporary_bytes(function, *args):
 
 @pytest.mark.parametrize("kind", ["solve", "descend"])
 def test_checkpointed_memory_grows_slower_than_the_steps(kind):
-    """16 times the steps: the full adjoint needs about 16 times the memory, the checkpointed one about 4."""
+    """16 times the steps: the checkpointed adjoints need about 4 times the memory or less."""
     flow, cloud, data = problem("vanilla", width=64, points=16)
 
     def loss(particles, steps, adjoint):
@@ -90,13 +87,12 @@ def test_checkpointed_memory_grows_slower_than_the_steps(kind):
         settings = {"solver": diffrax.Euler(), "step": 2.0**-6, "max_steps": steps, "adjoint": adjoint}
         return mf.solve(flow, cloud.at(particles), data, steps * 2.0**-6, **settings).energy[-1]
 
-    use = {
-        (adjoint, steps): _temporary_bytes(
-            jax.grad(lambda w, n=steps, a=adjoint: loss(w, n, a)), cloud.particles
-        )
-        for adjoint in ("checkpoint", "full")
-        for steps in (64, 1024)
-    }
-    assert use["full", 1024] / use["full", 64] > 8
-    assert use["checkpoint", 1024] / use["checkpoint", 64] < 6
-    assert use["checkpoint", 1024] < 0.25 * use["full", 1024]
+    def use(adjoint, steps):
+        return _temporary_bytes(jax.grad(lambda w: loss(w, steps, adjoint)), cloud.particles)
+
+    few, many = use("checkpoint", 64), use("checkpoint", 1024)
+    assert many / few < 6
+    full = use("full", 1024)
+    assert many < 0.25 * full
+    if kind == "descend":  # storing every step
+        assert full / use("full", 64) > 8
