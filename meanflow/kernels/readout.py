@@ -91,6 +91,7 @@ class Readout(eqx.Module):
         return -self._back(jnp.where(kept, 1 / jnp.where(kept, self.eigenvalues, 1), 0))
 
 
+@jax.jit
 def minimum_norm(features: jax.Array, y: jax.Array, c0: jax.Array | None = None) -> jax.Array:
     """The limit of training c alone: the interpolating c nearest to c0, equation (22) corrected.
 
@@ -120,6 +121,7 @@ def balance_ratio(delta: ArrayLike, q: ArrayLike) -> jax.Array:
     return jnp.asarray(delta) / (2 * jnp.abs(jnp.asarray(q)))
 
 
+@jax.jit
 def tangential_fraction(delta: ArrayLike, q: ArrayLike) -> jax.Array:
     """Tangential over radial speed, c^2/(c^2 + n^2) = (1 + k/sqrt(1 + k^2))/2 with k = ``balance_ratio``.
 

@@ -7,6 +7,8 @@ limit k0, k1 -> infinity (wide bias support), where the kernel matrix is hopeles
 1000). ``spline_interpolant`` never forms it: it solves for f'' in O(n).
 """
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -39,13 +41,18 @@ class Spline(eqx.Module):
         """Derivative of order 0 to 3 at x, same shape as x; order 3 jumps at the nodes."""
         if order not in (0, 1, 2, 3):
             raise ValueError(f"order must be 0, 1, 2 or 3, got {order}")
-        x = jnp.asarray(x, jnp.result_type(x, self.nodes))
-        piece = jnp.searchsorted(self.nodes, x, side="right")
-        step = x - self.nodes[jnp.maximum(piece - 1, 0)]
-        value = jnp.zeros_like(x)
-        for power in range(3, order - 1, -1):  # Horner
-            value = value * step / (power - order + 1) + self.taylor[piece, power]
-        return value
+        return _evaluate(self, x, order)
+
+
+@partial(jax.jit, static_argnames="order")
+def _evaluate(spline: Spline, x: ArrayLike, order: int) -> jax.Array:
+    points = jnp.asarray(x, jnp.result_type(x, spline.nodes))
+    piece = jnp.searchsorted(spline.nodes, points, side="right")
+    step = points - spline.nodes[jnp.maximum(piece - 1, 0)]
+    value = jnp.zeros_like(points)
+    for power in range(3, order - 1, -1):  # Horner
+        value = value * step / (power - order + 1) + spline.taylor[piece, power]
+    return value
 
 
 def _assemble(x, y, second, outer, constant, slope) -> Spline:
@@ -68,11 +75,16 @@ def _samples(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array]:
     _checks.shape("x", x, (None,))
     _checks.shape("y", y, x.shape)
     _checks.at_least("number of samples", x.shape[0], 2)
+    _checks.finite("x", x)
+    _checks.finite("y", y)
     dtype = jnp.result_type(x, y, 0.0)
     order = jnp.argsort(x)
-    return x[order].astype(dtype), y[order].astype(dtype)
+    x, y = x[order].astype(dtype), y[order].astype(dtype)
+    _checks.at_least("gaps between samples", jnp.diff(x), 0.0, strict=True)
+    return x, y
 
 
+@jax.jit
 def _banded(x: jax.Array, y: jax.Array, shrink: tuple[ArrayLike, ArrayLike]) -> Spline:
     """Interpolant with sum w = shrink[0] d and sum w x = shrink[1] s, by one tridiagonal solve."""
     h = jnp.diff(x)
@@ -114,6 +126,7 @@ def _banded(x: jax.Array, y: jax.Array, shrink: tuple[ArrayLike, ArrayLike]) -> 
     return _assemble(x, y, second, 6 * p0 * affine[0], affine[0], affine[1])
 
 
+@jax.jit
 def bordered_spline(
     x: ArrayLike,
     y: ArrayLike,

@@ -17,6 +17,7 @@ of the knots, keep the dtype of the input and can be differentiated.
 import abc
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import equinox as eqx
@@ -294,17 +295,17 @@ class Finite(eqx.Module):
         self.a, self.b = jnp.asarray(a), jnp.asarray(b)
         self.weights = jnp.full_like(self.a, 1 / self.a.shape[0]) if weights is None else jnp.asarray(weights)
 
-    def _scaled(self, gate: Callable, x: jax.Array) -> jax.Array:
-        x = jnp.asarray(x)
-        row = (1,) * x.ndim + (-1,)
-        activity = x[..., None] * self.a.reshape(row) - self.b.reshape(row)
+    def _scaled(self, gate: Callable, x: ArrayLike) -> jax.Array:
+        points = jnp.asarray(x)
+        row = (1,) * points.ndim + (-1,)
+        activity = points[..., None] * self.a.reshape(row) - self.b.reshape(row)
         return gate(activity) * jnp.sqrt(self.weights).reshape(row)
 
-    def features(self, x: jax.Array) -> jax.Array:
+    def features(self, x: ArrayLike) -> jax.Array:
         """sqrt(p_i) relu(a_i x - b_i), shape x.shape + (m,); its Gram matrix is the random-feature kernel."""
         return self._scaled(jax.nn.relu, x)
 
-    def gates(self, x: jax.Array) -> jax.Array:
+    def gates(self, x: ArrayLike) -> jax.Array:
         """sqrt(p_i) 1(a_i x > b_i), shape x.shape + (m,); its Gram matrix is the indicator kernel."""
         return self._scaled(lambda activity: (activity > 0).astype(self.weights.dtype), x)
 
@@ -336,10 +337,13 @@ def _pairs(x: ArrayLike, z: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(left, shape), jnp.broadcast_to(right, shape)
 
 
-def _gram(features: Callable, x: ArrayLike, z: ArrayLike | None) -> jax.Array:
-    left = features(x)
-    right = left if z is None else features(z)
-    return jnp.tensordot(left, right, axes=(-1, -1))
+@partial(jax.jit, static_argnames="kind")  # one program a law and shape, its parameters are arguments
+def _gram(law: Law | Finite, x: ArrayLike, z: ArrayLike | None, kind: str) -> jax.Array:
+    if isinstance(law, Finite):
+        features = law.features if kind == "random_feature" else law.gates
+        left = features(x)
+        return jnp.tensordot(left, left if z is None else features(z), axes=(-1, -1))
+    return getattr(law, kind)(*_pairs(x, z))
 
 
 def random_feature(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "signs") -> jax.Array:
@@ -357,10 +361,7 @@ def random_feature(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "s
     >>> float(random_feature(0.5, 0.5, law="radial"))
     0.625
     """
-    law = resolve_law(law)
-    if isinstance(law, Finite):
-        return _gram(law.features, x, z)
-    return law.random_feature(*_pairs(x, z))
+    return _gram(resolve_law(law), x, z, "random_feature")
 
 
 def indicator(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "signs") -> jax.Array:
@@ -369,10 +370,7 @@ def indicator(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "signs"
     >>> float(indicator(0.25, -0.25, law="signs"))
     0.375
     """
-    law = resolve_law(law)
-    if isinstance(law, Finite):
-        return _gram(law.gates, x, z)
-    return law.indicator(*_pairs(x, z))
+    return _gram(resolve_law(law), x, z, "indicator")
 
 
 def univariate_ntk(

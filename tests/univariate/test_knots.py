@@ -55,6 +55,13 @@ def test_merging_keeps_the_function_and_the_shapes(key):
     assert jnp.sum(clustered.jumps) == pytest.approx(float(jnp.sum(f.jumps)), rel=1e-12)
 
 
+def test_new_points_and_tolerances_compile_nothing(key):
+    f = piecewise_linear(*jax.random.normal(key, (3, 8)))
+    f(0.1), f.merged(0.1)
+    with jax.no_tracing():
+        f(0.2), f.merged(0.3)
+
+
 def test_single_precision_vmap_and_gradient(key):
     a, b, c = jax.random.normal(key, (3, 5, 30))
     values = jax.vmap(lambda *p: piecewise_linear(*p)(0.3))(a, b, c)

@@ -6,6 +6,8 @@ fixed (one knot a neuron; a neuron without a knot or of weight 0 gets one at +in
 under jit and vmap.
 """
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -34,16 +36,19 @@ class PiecewiseLinear(eqx.Module):
         slopes = jnp.concatenate([self.slope[None], self.slope + jnp.cumsum(self.jumps)])
         return slopes, jnp.concatenate([self.intercept[None], self.intercept + jnp.cumsum(self.drops)])
 
+    @jax.jit
     def __call__(self, x: jax.Array) -> jax.Array:
         """Values at x, any shape."""
         piece = jnp.searchsorted(self.knots, x, side="right")
         slopes, intercepts = self._pieces()
         return slopes[piece] * x + intercepts[piece]
 
+    @jax.jit
     def derivative(self, x: jax.Array) -> jax.Array:
         """Slopes at x, any shape; on a knot the slope to its right."""
         return self._pieces()[0][jnp.searchsorted(self.knots, x, side="right")]
 
+    @jax.jit
     def merged(self, tolerance: float | jax.Array = 0.0) -> "PiecewiseLinear":
         """One entry for each group of knots with gaps <= tolerance; freed entries move to +inf.
 
@@ -75,6 +80,7 @@ def _resolved(a: jax.Array, weights: jax.Array | None) -> jax.Array:
     return jnp.full_like(a, 1 / a.shape[0]) if weights is None else jnp.asarray(weights)
 
 
+@jax.jit
 def piecewise_linear(
     a: jax.Array,
     b: jax.Array,
@@ -117,6 +123,7 @@ def piecewise_linear(
     return PiecewiseLinear(knots[order], keep(jumps), keep(drops), slope, intercept)
 
 
+@partial(jax.jit, static_argnames="count_bias")
 def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> jax.Array:
     """Total variation of f', sum of abs(jump) over distinct knots, equation (17).
 
@@ -137,6 +144,7 @@ def _norm(u: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
 
+@jax.jit
 def curvature_energy(f: PiecewiseLinear, grid: jax.Array) -> jax.Array:
     """int f''^2 at the resolution of ``grid``: sum over cells of (change of f')^2 / (cell length).
 
@@ -152,6 +160,7 @@ def curvature_energy(f: PiecewiseLinear, grid: jax.Array) -> jax.Array:
     return jnp.sum(jnp.diff(f.derivative(grid)) ** 2 / jnp.diff(grid))
 
 
+@jax.jit
 def on_sample_share(
     knots: jax.Array,
     x: jax.Array,
@@ -182,6 +191,7 @@ def on_sample_share(
     return jnp.sum(jnp.where(gap < radius * h, weight, 0)) / jnp.sum(weight)
 
 
+@partial(jax.jit, static_argnames=("k", "bins"))
 def concentration(
     knots: jax.Array,
     mass: jax.Array,
@@ -209,6 +219,7 @@ def concentration(
     return jnp.sum(jax.lax.top_k(filled, min(k, bins))[0]) / jnp.sum(mass)
 
 
+@jax.jit
 def dead_share(a: jax.Array, b: jax.Array, x: jax.Array, *, weights: jax.Array | None = None) -> jax.Array:
     """Share of neurons that are active (a x - b > 0) on no sample.
 

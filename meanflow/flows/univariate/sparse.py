@@ -12,6 +12,7 @@ arcs, so its supremum over the whole circle is found in closed form, not on a gr
 free: this is the unweighted total variation of f' that (17) prints. Data weights q default to 1 ("sum").
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ def _features(theta: jax.Array, x: jax.Array) -> jax.Array:
     return jax.nn.relu(x[:, None] * jnp.cos(theta)[None, :] + jnp.sin(theta)[None, :])
 
 
+@jax.jit
 def angular_potential(
     theta: jax.Array, x: jax.Array, rho: jax.Array, *, weights: jax.Array | None = None
 ) -> jax.Array:
@@ -55,6 +57,7 @@ class Certificate(NamedTuple):
     imbalance: jax.Array
 
 
+@partial(jax.jit, static_argnames="count_bias")
 def certificate(
     x: jax.Array, rho: jax.Array, *, weights: jax.Array | None = None, count_bias: bool = True
 ) -> Certificate:
@@ -114,6 +117,7 @@ class Duality(NamedTuple):
         return self.primal - self.dual
 
 
+@jax.jit
 def duality(
     r: jax.Array,
     theta: jax.Array,
@@ -149,6 +153,7 @@ def charge(r: jax.Array, *, particle_weights: jax.Array | None = None) -> jax.Ar
     return jnp.sum(p * jnp.abs(r))
 
 
+@jax.jit
 def measure_variation(
     r: jax.Array, theta: jax.Array, *, particle_weights: jax.Array | None = None
 ) -> jax.Array:
