@@ -161,9 +161,9 @@ def test_train_statistics_predict_a_trained_batch_norm_network(key):
         (p, predicted), _ = jax.jit(lambda s: jax.lax.scan(step, s, length=steps))((params, at(params)))
         return float(jnp.linalg.norm(predicted - at(p))), float(jnp.linalg.norm(at(p) - at(params)))
 
-    coarse, moved = run(0.002, 100, "train")
-    fine, _ = run(0.001, 200, "train")
-    frozen, _ = run(0.001, 200, "frozen")
+    coarse, moved = run(1e-4, 300, "train")
+    fine, _ = run(5e-5, 600, "train")
+    frozen, _ = run(5e-5, 600, "frozen")
     assert moved > 0.5
     assert fine < 0.05 * moved and 1.6 < coarse / fine < 2.5
     assert frozen > 5 * fine

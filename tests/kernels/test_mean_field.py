@@ -10,7 +10,7 @@ from meanflow import kernels
 from meanflow.activations import NAMED
 
 
-def gauss(phi, a, c, b, rule="legendre", nodes=160):
+def gauss(phi, a, c, b, rule="legendre", nodes=260):
     """E[phi(u) phi(v)] by a Gauss rule, whose nodes have nothing to do with the trapezoid's."""
     if rule == "legendre":
         z, w = special.roots_legendre(nodes)
