@@ -34,7 +34,7 @@ DENSE: dict[str, Callable[..., Any]] = {
 }
 IMAGES: dict[str, Callable[..., Any]] = {
     "BN": BatchNorm,
-    **{f"GN{g}": partial(nnx.GroupNorm, num_groups=g) for g in (1, 4, 16)},
+    **{f"GN{g}": partial(nnx.GroupNorm, num_groups=g) for g in (1, 2, 4, 8, 16)},
     "(10) n=HW": partial(UnitizedBatchNorm, n="pixels"),
     "(10) n=C": UnitizedBatchNorm,
     "alpha = 1": partial(UnitizedBatchNorm, alpha_init=1.0, train_alpha=False),
@@ -50,13 +50,13 @@ def _splits(seeds: int, *, flat: bool) -> Data:
 
 def _train_dense(
     norm: Callable[..., Any], seeds: int, epochs: int, watch: Watch
-) -> tuple[Any, dict[str, Any]]:
-    """The sheet's network 64-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %."""
+) -> tuple[Trainer, Any, dict[str, Any]]:
+    """The network 64-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %."""
     data = _splits(seeds, flat=True)
     schedule = staircase(0.05, epochs, data.train_x.shape[1] // 128)
     make = lambda rngs: MLP(64, [100] * 10 + [8], 10, norm, rngs=rngs)
     trainer = Trainer(make, optax.sgd(schedule), batch=128, watch=watch, ensemble=True)
-    return trainer.run(jax.random.split(jax.random.key(0), seeds), data, epochs)
+    return trainer, *trainer.run(jax.random.split(jax.random.key(0), seeds), data, epochs)
 
 
 def moments(
@@ -64,11 +64,12 @@ def moments(
 ) -> Outcome:
     """Figure 2: skewness and kurtosis of the 8-unit layer over training, in inference mode.
 
-    About a minute a variant on one core; ``variants=DENSE`` runs the sheet's whole table.
+    About a minute a variant on one core; ``variants=DENSE`` runs all six.
     """
     data: dict[str, Any] = {}
     for name in variants:
-        state, record = _train_dense(DENSE[name], seeds, epochs, Watch(moments="running", shift=False))
+        watch = Watch(moments="running", shift=False)
+        trainer, state, record = _train_dense(DENSE[name], seeds, epochs, watch)
         late = {m: record[m][3:] for m in ("skewness", "kurtosis")}  # from epoch 4
         data[name] = {
             "skewness": record["skewness"],
@@ -79,11 +80,8 @@ def moments(
             "accuracy": record["test_accuracy"][-1],
         }
         if name != "BN":
-            data[name]["alpha"] = (
-                np.asarray(state.params["norms"][10]["unitize"]["raw"][...])
-                if ("raw" in state.params["norms"][10].get("unitize", {}))
-                else np.ones((seeds, 8))
-            )
+            alpha = jax.vmap(lambda s, t=trainer: t.network(s).norms[-1].alpha)(state)
+            data[name]["alpha"] = np.asarray(alpha)
     plain, default, unit = (data[name] for name in ("BN", "(10) from 0", "alpha = 1"))
     ratio = lambda a, b: a["sd_kurtosis"] / b["sd_kurtosis"]
     return Outcome(
@@ -115,7 +113,7 @@ def ics_trace(
     """
     data: dict[str, Any] = {}
     for name in variants:
-        _, record = _train_dense(DENSE[name], seeds, epochs, Watch(moments=moments, rows=400))
+        *_, record = _train_dense(DENSE[name], seeds, epochs, Watch(moments=moments, rows=400))
         w, drops = record["ics_exact"], [round(f * epochs) for f in (0.3, 0.6, 0.8)]
         data[name] = {
             **{k: v for k, v in record.items() if k.startswith("ics_")},
@@ -143,26 +141,33 @@ def ics_trace(
 
 
 def micro_batches(
-    rate: float = 0.01, epochs: int = 6, seeds: int = 2, variants: Iterable[str] = tuple(IMAGES)
+    rate: float = 0.01,
+    epochs: int = 6,
+    seeds: int = 2,
+    variants: Iterable[str] = ("BN", "GN1", "GN4", "GN16", "(10) n=HW", "(10) n=C", "alpha = 1"),
+    constant: bool = False,
 ) -> Outcome:
-    """Table 4: batches of two images, 1-16-16-16-16 convolutions of strides 1, 2, 1, 2. Also run it at
-    ``rate=0.05``, where group norm can diverge to chance.
+    """Table 4: batches of two images through 1-16-16-16-16 convolutions of strides 1, 2, 1, 2.
 
-    All layers have 16 channels, so that "groups" and "channels per group" are the same divisions. No
-    ranking is asserted.
+    The rate falls as in the other experiments. At a ``constant`` 0.01 the criteria fail: the last epoch's accuracy
+    is then too noisy to compare methods (0.926 to 0.993 over two seeds); at a constant 0.05 one of two runs of
+    GN1 ends at chance, as in the paper's table. All layers have 16 channels, so that "groups" and "channels per
+    group" are the same divisions. No ranking is asserted. About 15 s a run on one core.
     """
+    schedule = rate if constant else staircase(rate, epochs, 750)
     data: dict[str, Any] = {}
     keys = jax.random.split(jax.random.key(0), seeds)
     for name in variants:
         make = lambda rngs, name=name: CNN(1, [16] * 4, 10, IMAGES[name], strides=(1, 2, 1, 2), rngs=rngs)
-        trainer = Trainer(make, optax.sgd(rate, momentum=0.9), batch=2)
+        trainer = Trainer(make, optax.sgd(schedule, momentum=0.9), batch=2)
         runs = [trainer.run(key, digits(seed), epochs)[1] for seed, key in enumerate(keys)]
         data[name] = np.array([run["test_accuracy"][-1] for run in runs])
     final = np.stack(list(data.values()))
     return Outcome(
         "003/table-4",
         "unitization wins clearly at batch size 2, where group norm may fail to train",
-        "at a learning rate suited to the batch all methods agree within three points (digits, few seeds)",
+        "at a learning rate suited to the batch, and lowered in time, all methods agree within three points "
+        "(digits, few seeds)",
         data,
         (
             Criterion("worst accuracy", float(final.min()), low=0.96),

@@ -6,6 +6,7 @@ from typing import Any
 _NAMES = {
     "Data": "data",
     "cifar": "data",
+    "crop_and_flip": "data",
     "digits": "data",
     "mnist": "data",
     "CNN": "networks",

@@ -7,6 +7,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
@@ -111,6 +113,27 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         images = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         parts += [(images / 255).astype("float32"), labels.astype("int32")]
     return Data(*parts)
+
+
+def crop_and_flip(key: jax.Array, images: jax.Array, padding: int = 4) -> jax.Array:
+    """The usual CIFAR augmentation: pad with zeros, crop at random to the old size, mirror half of the
+    images.
+
+    Args:
+        key: PRNG key.
+        images: (N, H, W, C).
+        padding: pixels added on each side.
+    """
+    n, height, width, channels = images.shape
+    crop_key, flip_key = jax.random.split(key)
+    corners = jax.random.randint(crop_key, (n, 2), 0, 2 * padding + 1)
+    margin = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    cut = lambda image, corner: jax.lax.dynamic_slice(
+        image, (corner[0], corner[1], 0), (height, width, channels)
+    )
+    cropped = jax.vmap(cut)(jnp.pad(images, margin), corners)
+    mirror = jax.random.bernoulli(flip_key, 0.5, (n, 1, 1, 1))
+    return jnp.where(mirror, cropped[:, :, ::-1], cropped)
 
 
 def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:

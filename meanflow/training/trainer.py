@@ -21,6 +21,9 @@ from meanflow import _checks, transport
 from meanflow.solvers.iterate import iterate
 from meanflow.training.data import Data
 
+EVALUATION_BATCH = 1000
+"""Rows evaluated at once in inference mode."""
+
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -79,6 +82,8 @@ class Trainer:
         optimizer: any optax transformation; its schedule counts minibatches.
         batch: minibatch size. Each epoch draws a new permutation and drops the remainder.
         loss: (logits, labels) -> scalar mean.
+        augment: (key, minibatch) -> minibatch, applied in training only; for instance
+            ``data.crop_and_flip``.
         watch: a layer to record, or None.
         ensemble: states, data and history carry a leading axis of independent runs, trained by one vmapped
             program.
@@ -94,10 +99,11 @@ class Trainer:
         *,
         batch: int = 128,
         loss: Loss = cross_entropy,
+        augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         watch: Watch | None = None,
         ensemble: bool = False,
     ):
-        self.make, self.optimizer, self.loss = make, optimizer, loss
+        self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
         self.batch = _checks.whole("batch", batch, 1)
         self.watch, self.ensemble = watch, ensemble
         if watch is not None:
@@ -124,29 +130,34 @@ class Trainer:
     def epoch(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
         """One pass over the data in minibatches; the new state and the mean loss on the way."""
         steps = x.shape[0] // self.batch
-        order = jax.random.permutation(jax.random.fold_in(state.key, state.epoch), x.shape[0])
+        order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
+        order = jax.random.permutation(order_key, x.shape[0])
         rows = order[: steps * self.batch].reshape(steps, self.batch)
 
-        def objective(params: Any, stats: Any, rows: jax.Array) -> tuple[jax.Array, Any]:
+        def objective(params: Any, stats: Any, key: jax.Array, rows: jax.Array) -> tuple[jax.Array, Any]:
             model = nnx.merge(self.graph, params, stats, copy=True)
             model.train()
-            value = self.loss(model(x[rows]), y[rows])
+            inputs = x[rows] if self.augment is None else self.augment(key, x[rows])
+            value = self.loss(model(inputs), y[rows])
             return value, _variables(model)[1]
 
-        def step(carry: Any, rows: jax.Array) -> Any:
+        def step(carry: Any, inputs: tuple[jax.Array, jax.Array]) -> Any:
             params, stats, opt_state, total = carry
-            (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params, stats, rows)
+            (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params, stats, *inputs)
             updates, opt_state = self.optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), stats, opt_state, total + value
 
         start = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
-        (params, stats, opt_state, total), _ = iterate(step, start, rows, steps, steps, lambda carry: None)
+        inputs = (jax.random.split(augment_key, steps), rows)
+        (params, stats, opt_state, total), _ = iterate(step, start, inputs, steps, steps, lambda carry: None)
         new = TrainState(state.epoch + 1, params, stats, opt_state, state.key)
         return new, total / steps
 
     def evaluate(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         """Loss and accuracy in inference mode."""
-        logits = self.network(state)(x)
+        model = self.network(state)
+        # inference treats samples independently: large test sets go through in pieces
+        logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
         return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
 
     def compare(self, old: TrainState, new: TrainState, x: jax.Array, y: jax.Array) -> dict[str, Any]:

@@ -85,14 +85,20 @@ def bootstrap(
         raise ValueError(
             f"paired resampling needs x and y of equal length, got {x.shape[0]} and {y.shape[0]}"
         )
+
+    def rows(key: jax.Array, size: int) -> jax.Array:
+        drawn = jax.random.randint(key, (repeats, size), 0, size)
+        return jnp.concatenate([jnp.arange(size, dtype=drawn.dtype)[None], drawn])  # first the sample itself
+
     key_x, key_y = jax.random.split(key)
-    rows_x = jax.random.randint(key_x, (repeats, x.shape[0]), 0, x.shape[0])
-    rows_y = rows_x if paired else jax.random.randint(key_y, (repeats, y.shape[0]), 0, y.shape[0])
+    rows_x = rows(key_x, x.shape[0])
+    rows_y = rows_x if paired else rows(key_y, y.shape[0])
     if compiled:
-        draws = np.asarray(jax.jit(jax.vmap(lambda i, j: statistic(x[i], y[j])))(rows_x, rows_y))
+        values = np.asarray(jax.jit(jax.vmap(lambda i, j: statistic(x[i], y[j])))(rows_x, rows_y))
     else:
         host_x, host_y = np.asarray(x), np.asarray(y)
         pairs = zip(np.asarray(rows_x), np.asarray(rows_y), strict=True)
-        draws = np.array([float(statistic(host_x[i], host_y[j])) for i, j in pairs])
+        values = np.array([float(statistic(host_x[i], host_y[j])) for i, j in pairs])
+    draws = values[1:]
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(statistic(x, y)), float(draws.std(ddof=1)), float(low), float(high))
+    return Interval(float(values[0]), float(draws.std(ddof=1)), float(low), float(high))

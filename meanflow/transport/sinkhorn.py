@@ -1,6 +1,7 @@
 """The Sinkhorn divergence, by ott-jax. It is not a Wasserstein distance and is not called one."""
 
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,17 +42,27 @@ def sinkhorn_divergence(
         weights_y: (M,), uniform by default.
         max_iterations: of each of the three solves.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # ott imports the retired jaxopt
-        from ott.geometry import costs, pointcloud
-        from ott.tools import sinkhorn_divergence as ott_divergence
     _checks.at_least("relative_epsilon", relative_epsilon, 0.0, strict=True)
     _checks.whole("max_iterations", max_iterations, 1)
     _checks.finite("x", x)
     _checks.finite("y", y)
-    x, y = jnp.asarray(x), jnp.asarray(y)
+    return _divergence(jnp.asarray(x), jnp.asarray(y), relative_epsilon, weights_x, weights_y, max_iterations)
+
+
+@partial(jax.jit, static_argnames="max_iterations")
+def _divergence(
+    x: jax.Array,
+    y: jax.Array,
+    relative_epsilon: Any,
+    weights_x: jax.Array | None,
+    weights_y: jax.Array | None,
+    max_iterations: int,
+) -> SinkhornDivergence:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # ott imports the retired jaxopt
+        from ott.geometry import costs, pointcloud
+        from ott.tools import sinkhorn_divergence as ott_divergence
     epsilon = jax.lax.stop_gradient(relative_epsilon * jnp.mean(euclidean(x, y)))
-    options: dict[str, Any] = {"solve_kwargs": {"max_iterations": max_iterations, "threshold": 1e-4}}
     with jax.numpy_rank_promotion("allow"):  # ott broadcasts ranks
         value, output = ott_divergence.sinkhorn_divergence(
             pointcloud.PointCloud,
@@ -61,6 +72,6 @@ def sinkhorn_divergence(
             b=weights_y,
             cost_fn=costs.Euclidean(),
             epsilon=epsilon,
-            **options,
+            solve_kwargs={"max_iterations": max_iterations, "threshold": 1e-4},
         )
     return SinkhornDivergence(value, jnp.all(jnp.asarray(output.converged)), epsilon)

@@ -1,6 +1,5 @@
 """NNX layers against numpy, nnx.BatchNorm and finite differences, in training and inference mode."""
 
-import doctest
 import os
 import subprocess
 import sys
@@ -17,9 +16,8 @@ from meanflow.layers import (
     Rescale,
     Unitize,
     UnitizedBatchNorm,
-    normalization,
-    unitization,
 )
+from meanflow.transport import wasserstein
 
 WIDE = {"param_dtype": jnp.float64}
 
@@ -137,6 +135,14 @@ def test_unit_norms_at_alpha_one():
         np.testing.assert_allclose(np.linalg.norm(out, axis=1), norm, rtol=1e-12)
     pixel = UnitizedBatchNorm(5, alpha_init=1.0, n=1, sample="pixel", epsilon=1e-14, **WIDE)
     np.testing.assert_allclose(np.linalg.norm(pixel(image), axis=-1), 1.0, rtol=1e-12)
+
+
+def test_images_are_not_bounded_by_two():
+    """Algorithm 2 with the paper's n has 2 HW for Theorem 3.1's 2, reached by an image and its negative."""
+    image = jnp.asarray(batch(0, (1, 8, 8, 3)))
+    layer = Unitize(3, alpha_init=1.0, train_alpha=False, n="pixels", epsilon=0.0, param_dtype=jnp.float64)
+    rows = [layer(u).reshape(1, -1) for u in (image, -image)]
+    assert float(wasserstein(*rows)) == pytest.approx(2 * 64)
 
 
 def test_conv_on_one_pixel_is_dense():
@@ -298,6 +304,7 @@ TWO_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec as P
+from meanflow.transport import wasserstein
 from meanflow.layers import UnitizedBatchNorm
 assert jax.device_count() == 2
 mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -310,6 +317,12 @@ def call(u):
 y, mean = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P())))(x)
 np.testing.assert_allclose(y, whole(x), rtol=1e-5)
 np.testing.assert_allclose(mean, whole.mean[...], rtol=1e-5)
+# automatic sharding: the plain layer on a sharded batch, no axis name
+plain = nnx.split(UnitizedBatchNorm(3, alpha_init=0.5))
+sharded = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+z = jax.jit(lambda u: nnx.merge(*plain, copy=True)(u))(sharded)
+assert len(z.sharding.device_set) == 2
+np.testing.assert_allclose(z, y, rtol=1e-5, atol=1e-6)
 """
 
 
@@ -334,8 +347,3 @@ def test_one_compile_per_shape():
     for seed in range(3):
         state, _ = step(state, jnp.asarray(batch(seed)))
     assert calls == 1
-
-
-@pytest.mark.parametrize("module", [normalization, unitization])
-def test_examples(module):
-    assert doctest.testmod(module).failed == 0

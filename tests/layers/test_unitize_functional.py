@@ -1,13 +1,10 @@
 """The pure functions: both interpolations, zero samples, moments, precision."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.layers import functional
 from meanflow.layers.functional import batch_moments, recenter, rescale, unitize
 
 
@@ -122,7 +119,3 @@ def test_bad_input():
         unitize(jnp.ones((2, 2)), 1.0, interpolation="cubic")
     with pytest.raises(ValueError, match="alpha must be a number"):
         unitize(jnp.ones((2, 2, 2)), jnp.ones((2, 2)))
-
-
-def test_examples():
-    assert doctest.testmod(functional).failed == 0

@@ -4,10 +4,12 @@ import gzip
 import pickle
 import struct
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.training import cifar, digits, mnist
+from meanflow.training import cifar, crop_and_flip, digits, mnist
 from meanflow.training.data import read_idx
 
 
@@ -104,3 +106,21 @@ def test_cifar_errors(tmp_path):
     (tmp_path / "train").write_bytes(pickle.dumps({b"data": print}, protocol=2))
     with pytest.raises(ValueError, match="only numpy arrays"):
         cifar(tmp_path, 100)
+
+
+def test_crop_and_flip(key):
+    images = np.random.default_rng(0).random((300, 5, 6, 2)) + 1
+    out = np.asarray(jax.jit(crop_and_flip, static_argnums=2)(key, jnp.asarray(images), 1))
+    padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    seen = set()
+    for image, source in zip(out, padded, strict=True):
+        windows = {
+            (i, j, f): source[i : i + 5, j : j + 6][:, :: (-1 if f else 1)] for i, j, f in np.ndindex(3, 3, 2)
+        }
+        matches = [which for which, window in windows.items() if np.array_equal(window, image)]
+        assert len(matches) == 1
+        seen.add(matches[0])
+    assert len(seen) == 18  # every corner, mirrored and not
+    np.testing.assert_array_equal(
+        np.sort(crop_and_flip(key, jnp.asarray(images), 0).ravel()), np.sort(images.ravel())
+    )

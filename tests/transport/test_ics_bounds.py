@@ -1,7 +1,5 @@
 """The unitization paper's theorems on thousands of random pairs: as printed and as corrected."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,7 +284,3 @@ def test_output_bound():
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_examples():
-    assert doctest.testmod(bounds).failed == 0
