@@ -192,7 +192,7 @@ def propagate(
         renormalize: divide the batch by its rms length after each layer and keep the logarithm. Without
             rescaling, lengths decay geometrically; the geometry of positively homogeneous nets is unaffected.
         observe: batch (n, d) -> pytree of shapes that do not depend on d, called on the input and after each
-            layer.
+            layer. Pass the same function object again to reuse the compiled program.
         chunk: networks run side by side (vmap); the rest follow one chunk after the other, so memory is
             O(chunk (n width + width^2)), without width^2 under ``"law"``. None: one at a time.
 

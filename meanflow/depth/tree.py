@@ -138,6 +138,17 @@ class TreeRecord(eqx.Module):
         """S_{n-1} / S_1 at the last layer seen, (d,): below 1 the least sample escapes, above it the top."""
         return self.weight[-1, :, -1] / self.weight[-1, :, 0]
 
+    def escaped(self, tolerance: float = 1e-6) -> jax.Array:
+        """(d, n) which samples escape in the tree of each input row: an extreme one, or both when rho is 1.
+
+        Call it on a record deep enough for rho to have settled (some 40 n layers).
+        """
+        log_rho = jnp.log(self.rho)
+        n = self.order.shape[1]
+        first = (log_rho < tolerance)[:, None] & (jnp.arange(n)[None, :] == self.order[:, :1])
+        last = (log_rho > -tolerance)[:, None] & (jnp.arange(n)[None, :] == self.order[:, -1:])
+        return first | last
+
     @property
     def unmerged(self) -> jax.Array:
         """(T, d) share of the weight that separates interior samples; decays by ``merge_rate`` a layer."""

@@ -32,27 +32,32 @@ def by_hand(x, widths, recenter, rescale, activation):
     return batches
 
 
-@pytest.mark.parametrize("recenter", [True, False])
-@pytest.mark.parametrize("rescale", [None, "std", "rms"])
-@pytest.mark.parametrize("activation", ["relu", "linear"])
+@pytest.mark.parametrize(
+    "recenter, rescale, activation",
+    [(r, s, "relu") for r in (True, False) for s in (None, "std", "rms")]
+    + [(True, None, "linear"), (False, "rms", "linear")],
+)
 def test_every_switch_against_numpy(recenter, rescale, activation):
     x = np.random.default_rng(0).normal(size=(6, 4)) + 0.5
-    widths = (5, 7, 7, 7, 3)
-    run = depth.propagate(
-        jax.random.key(0), x, widths, recenter=recenter, rescale=rescale, activation=activation, weights=waves
-    )
-    batches = by_hand(x, widths, recenter, rescale, activation)
+    net = {"recenter": recenter, "rescale": rescale, "activation": activation}
+    run = depth.propagate(jax.random.key(0), x, (5, 5, 3), weights=waves, observe=lambda x: x @ x.T, **net)
+    batches = by_hand(x, (5, 5, 3), **net)
     np.testing.assert_allclose(run.final, batches[-1], rtol=1e-11, atol=1e-11)
-    for t, batch in enumerate(batches):
-        np.testing.assert_allclose(run.layers.gram[t], batch @ batch.T, rtol=1e-10, atol=1e-10)
+    for gram, batch in zip(run.layers, batches, strict=True):
+        np.testing.assert_allclose(gram, batch @ batch.T, rtol=1e-10, atol=1e-10)
+
+
+def test_records_of_every_layer_against_numpy():
+    x = np.random.default_rng(0).normal(size=(6, 4)) + 0.5
+    widths = (9, 9, 9, 3)  # wider and narrower than the batch
+    run = depth.propagate(jax.random.key(0), x, widths, weights=waves, rescale="std")
+    for t, batch in enumerate(by_hand(x, widths, True, "std", "relu")):
         values = np.linalg.svd(batch, compute_uv=False)
         np.testing.assert_allclose(
             run.layers.singular_values[t, : len(values)], values, rtol=1e-9, atol=1e-10
         )
         assert not np.any(run.layers.singular_values[t, len(values) :])
-        if activation == "relu" and t:
-            count = np.bincount((batch > 0).sum(0), minlength=7)
-            np.testing.assert_array_equal(run.layers.active[t], count)
+        np.testing.assert_array_equal(run.layers.active[t], np.bincount((batch > 0).sum(0), minlength=7))
 
 
 @pytest.mark.parametrize("features", [2, 40])
@@ -106,13 +111,13 @@ def test_depth_1000_neither_underflows_nor_overflows(key):
 def test_seeds_chunks_and_single_runs_agree(key):
     keys = jax.random.split(key, 5)
     x = jax.random.normal(key, (5, 6, 4))
-    run = lambda **kw: depth.propagate(keys, x, [9, 9], rescale="std", **kw).layers.gram
+    net = {"widths": [9, 9], "rescale": "std", "observe": observables.gram}
+    run = lambda **kw: depth.propagate(keys, x, **net, **kw).layers
     whole = run()
     np.testing.assert_allclose(run(chunk=2), whole, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(run(chunk=5), whole, rtol=1e-12, atol=1e-12)
-    single = depth.propagate(keys[3], x[3], [9, 9], rescale="std")
-    np.testing.assert_allclose(single.layers.gram, whole[3], rtol=1e-12, atol=1e-12)
-    shared = depth.propagate(keys, x[0], [9, 9], rescale="std").layers.gram
+    single = depth.propagate(keys[3], x[3], **net)
+    np.testing.assert_allclose(single.layers, whole[3], rtol=1e-12, atol=1e-12)
+    shared = depth.propagate(keys, x[0], **net).layers
     np.testing.assert_allclose(shared[0], whole[0], rtol=1e-12, atol=1e-12)
 
 
@@ -131,10 +136,10 @@ def test_second_call_compiles_nothing(key):
 
 def test_gradient_through_a_deep_network(key):
     x = jax.random.normal(key, (4, 3))
+    cubes = lambda x: jnp.sum(x**3)
 
     def size(x):
-        run = depth.propagate(key, x, [6] * 4, rescale="rms", draw="weights", observe=lambda x: jnp.sum(x**3))
-        return run.layers[-1]
+        return depth.propagate(key, x, [6] * 4, rescale="rms", draw="weights", observe=cubes).layers[-1]
 
     slope = jax.grad(size)(x)
     step = 1e-6
