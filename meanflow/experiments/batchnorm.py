@@ -4,6 +4,8 @@ The paper does not state the teacher, width, step or initialisation of its figur
 gradient descent with step eta on the mean-field clock; squared loss; averages over the data.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,7 +233,7 @@ def equivalence(width: int = 12, points: int = 300, t1: float = 20.0, activation
     x = rng.normal(size=(points, 3)) @ rng.normal(size=(3, 3)) + 1.5
     data = mf.Dataset(x, np.sin(x[:, 0]) + 0.3 * x[:, 1])
     raw, manifold = mf.batchnorm(activation).bind(data), mf.batchnorm_manifold(activation).bind(data)
-    settings = {"ts": 11, "rtol": 1e-11, "atol": 1e-12}
+    settings: dict[str, Any] = {"ts": 11, "rtol": 1e-11, "atol": 1e-12}
     numbers = {}
     for name, law in {"c = 1": laws.sphere(3), "c in 0.2..5": laws.mixed_scales(3, 0.2, 5.0)}.items():
         cloud = raw.init(jax.random.key(2), width, dim=3, b=law)
@@ -280,7 +282,10 @@ def theorem_4(largest: int = 12, seeds: int = 16, t1: float = 5.0) -> Outcome:
     """Finite networks approach the mean-field limit: function error against the width m = 2^5 .. 2^largest."""
     flow, data = _theorem_4_problem()
     rule = {"a": laws.uniform(), "b": laws.sphere(2)}
-    solve = {"step": 0.125, "observe": lambda flow, cloud, data: mf.predict(flow, cloud, data.x)}
+    solve: dict[str, Any] = {
+        "step": 0.125,
+        "observe": lambda flow, cloud, data: mf.predict(flow, cloud, data.x),
+    }
 
     def limit(cloud: mf.Cloud) -> jax.Array:
         return mf.solve(flow, flow.space.settle(cloud), data, t1, **solve).observed[-1]

@@ -42,8 +42,8 @@ class Flow(eqx.Module):
     also be combined by hand.
     """
 
-    feature: Feature
-    space: Space
+    feature: Any  # a Feature; models add their own attributes
+    space: Any  # a Space
     loss: Loss
     scaling: Scaling
     regulariser: Regulariser | None = None
@@ -93,7 +93,7 @@ def make_flow(
     return Flow(feature, space, Loss(loss), Scaling(alpha), extra, laws)
 
 
-def predict(flow: Flow, cloud: Cloud, x: jax.Array) -> jax.Array:
+def predict(flow: Flow, cloud: Cloud, x: Any) -> jax.Array:
     """f(x), shape (n,). A batch-norm flow must be bound to its statistics first."""
     x = floating(x)
     flow.check(cloud, x)

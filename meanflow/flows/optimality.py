@@ -5,7 +5,7 @@ everywhere. The batch-norm manifold paper shows that a flow that converges from 
 reaches such a point: every curve in [-r, r] x Omega from one end to the other must meet its support.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,5 +99,5 @@ def _spread(count: int, dim: int) -> jax.Array:
     return quasi(count, Neurons, {"a": laws.constant(), "b": laws.sphere(dim)}).particles.b
 
 
-def _angles(p: jax.Array, q: jax.Array) -> jax.Array:
+def _angles(p: Any, q: Any) -> jax.Array:
     return sphere.angle(jnp.asarray(p)[:, None, :], jnp.asarray(q)[None, :, :])

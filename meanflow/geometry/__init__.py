@@ -1,5 +1,6 @@
 """Geometry: inverse metrics, the batch-norm manifold, the cylinder, lifts and projections."""
 
+from meanflow.geometry import balance as balance
 from meanflow.geometry import sphere as sphere
 from meanflow.geometry.lifts import lift as lift
 from meanflow.geometry.lifts import project as project

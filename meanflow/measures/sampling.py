@@ -61,7 +61,12 @@ def quasi(
 
 
 def quadrature(
-    counts: tuple[int, ...], record: type, laws: dict[str, Law], *, rule: str = "midpoint", labels: Any = None
+    counts: tuple[int, ...],
+    record: type,
+    laws: dict[str, Law],
+    *,
+    rule: str | tuple[str, ...] = "midpoint",
+    labels: Any = None,
 ) -> Cloud:
     """A tensor-product quadrature cloud that stands for m = infinity (``cloud.width`` is infinite).
 

@@ -2,6 +2,7 @@
 
 from meanflow.solvers.descend import descend as descend
 from meanflow.solvers.iterate import iterate as iterate
+from meanflow.solvers.sliding import Sliding as Sliding
 from meanflow.solvers.solution import RESULTS as RESULTS
 from meanflow.solvers.solution import Solution as Solution
 from meanflow.solvers.solution import State as State

@@ -140,7 +140,8 @@ class Sliding(diffrax.AbstractSolver):
         if isinstance(cloud.particles, Affine):
             a, b, c = cloud.particles
             return Planar(a, -b, c)
-        p, c = balance.to_raw(cloud.particles, flow.space.delta(cloud), flow.scaling.ratio(cloud))
+        space: Any = flow.space
+        p, c = balance.to_raw(cloud.particles, space.delta(cloud), flow.scaling.ratio(cloud))
         return Planar(p[:, 0], p[:, 1], c)
 
     def decode(self, flow: Flow, cloud: Cloud, y: Planar) -> Affine | Polar:
@@ -207,17 +208,20 @@ class Sliding(diffrax.AbstractSolver):
         args: Any,
         solver_state: SlidingState,
         made_jump: Any,
-    ) -> tuple[Planar, None, dict[str, Any], SlidingState, diffrax.RESULTS]:
+    ) -> tuple[Planar, None, dict[str, Any], SlidingState, Any]:
         """A half step gives the residual, with which the whole step is then made from the start."""
         motion = _motion(args.flow, args.cloud, args.speed)
         move = self._split if _on_cylinder(args.flow) else self._exact
         order = jnp.argsort(args.data.x)
         time = jnp.asarray(t1 - t0, y0.c.dtype)
-        start = self._field(args, motion, order, y0, solver_state.region)
-        half, halfway = move(y0, solver_state, start, motion, time / 2)
-        middle = self._field(args, motion, order, half, halfway.region)
-        y1, final = move(y0, solver_state, middle, motion, time)
-        final = final._replace(overflow=final.overflow | halfway.overflow)
+
+        def stage(here: tuple[Planar, SlidingState], length: jax.Array) -> tuple[Any, None]:
+            field = self._field(args, motion, order, here[0], here[1].region)
+            y, end = move(y0, solver_state, field, motion, length)
+            return (y, end._replace(overflow=end.overflow | here[1].overflow)), None
+
+        # residual at the start, then at the middle; one program for both
+        (y1, final), _ = jax.lax.scan(stage, (y0, solver_state), jnp.stack([time / 2, time]))
         return y1, None, {"y0": y0, "y1": y1}, final, diffrax.RESULTS.successful
 
     def _field(

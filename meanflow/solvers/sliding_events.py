@@ -12,7 +12,8 @@ regular at G = 0. At the ray the normal speed is z'_- = -kp c H_- on the side wh
 Sliding is the same motion with G projected on the ray; it ends when the table changes, when c passes 0 (delta < 0)
 or when p passes 0 (delta > 0; the neuron goes on along the opposite ray).
 
-Region and ray are state, never inferred from the angle. Only the two rays that bound a region are tested: no m x s array.
+Region and ray are state, never inferred from the angle. Only the two rays that bound a region are tested, so there
+is no m x s array.
 """
 
 from typing import NamedTuple
@@ -23,6 +24,9 @@ import jax.numpy as jnp
 from meanflow.flows.univariate import forces
 from meanflow.flows.univariate.rays import normal_forces, sample_rays
 from meanflow.geometry.balance import safe_divide, safe_sqrt
+
+SMALL = 4096  # up to this many neurons all are moved together in every event
+BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
 
 
 class Neurons(NamedTuple):
@@ -53,8 +57,8 @@ class Counts(NamedTuple):
 class Field(NamedTuple):
     """Frozen forces per region and ray, arrays of shape (2s,).
 
-    ``force_u``, ``force_v``: the force in each region. ``idle``, ``busy``: normal force <x~, G> on the two sides of each
-    ray, ``along`` the common tangential force. ``x``, ``ray_u``, ``ray_v``: sample and unit vector of the ray.
+    ``force_u``, ``force_v``: the force in each region. ``idle``, ``busy``: normal force <x~, G> on the two sides of
+    each ray, ``along`` the common tangential force. ``x``, ``ray_u``, ``ray_v``: sample and unit vector of the ray.
     ``to_idle``, ``to_busy``: regions on its two sides.
     """
 
@@ -101,8 +105,10 @@ def hyperbolic(v: jax.Array) -> tuple[jax.Array, jax.Array]:
     small = v < 0.25
     w = jnp.sqrt(jnp.where(small, 1.0, v))
     inner = jnp.where(small, v, 0.0)
-    sine = jnp.where(small, _series(inner, 1, 8), jnp.sinh(w) / w)
-    cosine = jnp.where(small, _series(inner, 2, 8), 2 * (jnp.sinh(w / 2) / w) ** 2)
+    grown = jnp.exp(w / 2)
+    half = (grown - 1 / grown) / 2  # sinh(w/2)
+    sine = jnp.where(small, _series(inner, 1, 8), half * (grown + 1 / grown) / w)
+    cosine = jnp.where(small, _series(inner, 2, 8), 2 * (half / w) ** 2)
     return sine, cosine
 
 
@@ -118,10 +124,10 @@ def arctanh_ratio(v: jax.Array) -> jax.Array:
 
 
 def first_root(a: jax.Array, b: jax.Array, z: jax.Array, g2: jax.Array) -> jax.Array:
-    """Time t of the first zero after 0 of a T^2 + b T + z, T = 2 tanh(g t/2)/g, for z >= 0; inf if there is none.
+    """First zero T after 0 of a T^2 + b T + z, for z >= 0, with g T < 2; inf if there is none.
 
-    A neuron that leaves the ray it is on (z = 0, b >= 0) is not held back: the root at 0 is skipped. Entries without a
-    root are masked before anything is divided, so that derivatives stay finite.
+    A neuron that leaves the ray it is on (z = 0, b >= 0) is not held back: the root at 0 is skipped. Entries
+    without a root are masked before anything is divided, so that derivatives stay finite.
     """
     square = b * b - 4 * a * z
     falling = b < 0
@@ -130,9 +136,14 @@ def first_root(a: jax.Array, b: jax.Array, z: jax.Array, g2: jax.Array) -> jax.A
     top = jnp.where(falling, 2 * z, b + root)
     bottom = jnp.where(real, jnp.where(falling, root - b, -2 * a), 1.0)
     scaled = top / bottom
-    reach = g2 * scaled**2 / 4
-    good = real & (reach < 1)
-    return jnp.where(good, scaled * arctanh_ratio(jnp.where(good, reach, 0.0)), jnp.inf)
+    return jnp.where(real & (g2 * scaled**2 < 4), scaled, jnp.inf)
+
+
+def clock_time(scaled: jax.Array, g2: jax.Array) -> jax.Array:
+    """t with T = 2 tanh(g t/2)/g; inf for T = inf."""
+    good = jnp.isfinite(scaled)
+    known = jnp.where(good, scaled, 0.0)
+    return jnp.where(good, known * arctanh_ratio(g2 * known**2 / 4), jnp.inf)
 
 
 def advance(
@@ -214,7 +225,7 @@ def advance(
         g2,
     )
     first = one <= two
-    time = jnp.minimum(one, two)
+    time = clock_time(jnp.minimum(one, two), g2)  # T grows with t, so the smaller T comes first
     exits = moving & (time < left)
     step = jnp.where(exits, time, left)
 
@@ -259,32 +270,62 @@ def run(
 ) -> tuple[Neurons, Counts, jax.Array]:
     """All events of a step. Returns the neurons, the counts and whether real neurons ran out of events.
 
-    With ``max_events=None`` a loop runs until no neuron has time left, at most 2s + 2 events each; with a number
+    With ``max_events=None`` loops run until no neuron has time left, at most 2s + 2 events each; with a number
     it is a scan of that length, which reverse mode can pass through, and later turns cost nothing when idle.
     """
 
-    def open_(state: tuple[Neurons, Counts]) -> jax.Array:
-        return jnp.any((state[0].left > 0) & real)
-
-    def turn(state: tuple[Neurons, Counts]) -> tuple[Neurons, Counts]:
-        return advance(*state, field, kp, kc, real)
-
+    cap = field.x.shape[0] + 2
     if max_events is None:
-        cap = field.x.shape[0] + 2
-
-        def body(carry: tuple) -> tuple:
-            return carry[0] + 1, turn(carry[1])
-
-        _, state = jax.lax.while_loop(
-            lambda carry: (carry[0] < cap) & open_(carry[1]), body, (0, (neurons, counts))
-        )
+        neurons, counts = advance(neurons, counts, field, kp, kc, real)
+        neurons, counts = _finish(neurons, counts, field, kp, kc, real, cap)
     else:
 
         def attempt(state: tuple[Neurons, Counts], _: None) -> tuple[tuple[Neurons, Counts], None]:
-            return jax.lax.cond(open_(state), turn, lambda u: u, state), None
+            turn = lambda u: advance(u[0], u[1], field, kp, kc, real)
+            return jax.lax.cond(jnp.any(state[0].left > 0), turn, lambda u: u, state), None
 
-        state, _ = jax.lax.scan(attempt, (neurons, counts), length=max_events)
-    return state[0], state[1], open_(state)
+        (neurons, counts), _ = jax.lax.scan(attempt, (neurons, counts), length=max_events)
+    return neurons, counts, jnp.any((neurons.left > 0) & real)
+
+
+def _finish(
+    neurons: Neurons,
+    counts: Counts,
+    field: Field,
+    kp: jax.Array,
+    kc: jax.Array,
+    real: jax.Array,
+    cap: int,
+) -> tuple[Neurons, Counts]:
+    """Further events, for the few neurons that have any: they are gathered in blocks, so the rest costs nothing."""
+    size = neurons.left.shape[0]
+    block = size if size <= SMALL else size // BLOCKS
+
+    def unfinished(carry: tuple) -> jax.Array:
+        # a block that runs into the cap keeps its time left; the round limit then ends the loop
+        return jnp.any(carry[1].left > 0) & (carry[0] < 2 * BLOCKS)
+
+    def work(carry: tuple) -> tuple:
+        rounds, everyone, counts = carry
+        if block == size:
+            chosen, own = everyone, (kp, kc, real)
+        else:
+            index = jnp.nonzero(everyone.left > 0, size=block, fill_value=size)[0]
+            take = lambda u: jnp.take(u, index, mode="fill", fill_value=0)
+            chosen, own = jax.tree.map(take, everyone), (take(kp), take(kc), take(real))
+
+        def go(inner: tuple) -> tuple:
+            return inner[0] + 1, *advance(inner[1], inner[2], field, *own)
+
+        going = lambda inner: (inner[0] < cap) & jnp.any(inner[1].left > 0)
+        _, chosen, counts = jax.lax.while_loop(going, go, (1, chosen, counts))
+        if block == size:
+            return rounds + 2 * BLOCKS, chosen, counts
+        put = lambda u, v: u.at[index].set(v, mode="drop")
+        return rounds + 1, jax.tree.map(put, everyone, chosen), counts
+
+    _, neurons, counts = jax.lax.while_loop(unfinished, work, (0, neurons, counts))
+    return neurons, counts
 
 
 def soft_drift(r: jax.Array, pull: jax.Array, lam: jax.Array, time: jax.Array) -> jax.Array:

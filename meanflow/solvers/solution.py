@@ -71,7 +71,7 @@ class Solution(eqx.Module):
 
     ts: jax.Array
     energy: jax.Array
-    clouds: Cloud | None
+    clouds: Any  # Cloud or None
     observed: Any
     final: Cloud
     state: State

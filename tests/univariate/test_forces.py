@@ -155,7 +155,7 @@ def test_float32_stays_float32():
 
 
 def test_auto_follows_the_number_of_samples():
-    cloud, _, _ = hard_case(100, 300)
+    cloud, _, _ = hard_case(200, 300)
     for s, kind in [(20, "dense"), (200, "fast")]:
         x = jnp.linspace(-1, 1, s)
         text = {

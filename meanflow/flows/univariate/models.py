@@ -22,14 +22,16 @@ from meanflow.measures.cloud import Affine, Cloud, Polar, floating
 from meanflow.measures.scaling import Scaling
 
 FORCES = ("auto", "dense", "fast")
-CROSSOVER = 40  # samples; below, the dense forces are faster (see bench/univariate.py)
+# below these sizes the dense forces are faster (see bench/univariate.py)
+CROSSOVER_SAMPLES = 16
+CROSSOVER_ENTRIES = 2**15
 
 
 class Univariate(Feature):
     """amplitude_i * relu(<(x_j, 1), p_i>) for scalar inputs x (n,).
 
     Attributes:
-        forces: ``"dense"`` O(m n), ``"fast"`` O(m log n + n), or ``"auto"``: fast from 40 samples on. Exact alike.
+        forces: ``"dense"`` O(m n), ``"fast"`` O(m log n + n), or ``"auto"``, by size. Exact alike.
     """
 
     forces: str = eqx.field(static=True)
@@ -50,7 +52,7 @@ class Univariate(Feature):
         """Inputs are scalars, coordinates one number per neuron."""
         super().check(cloud, x)
         _checks.shape("x", x, (None,))
-        for name, value in zip(self.record._fields, cloud.particles, strict=True):
+        for name, value in cloud.particles._asdict().items():
             _checks.shape(f"particles.{name}", value, (cloud.size,))
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
@@ -61,7 +63,8 @@ class Univariate(Feature):
 
     def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
         """Predictions (n,) and g -> J_q' G(g), the covectors of the potential; see ``Feature.linearize``."""
-        fast = self.forces == "fast" or (self.forces == "auto" and x.shape[0] > CROSSOVER)
+        large = x.shape[0] > CROSSOVER_SAMPLES and x.shape[0] * cloud.size > CROSSOVER_ENTRIES
+        fast = self.forces == "fast" or (self.forces == "auto" and large)
         path = force.sorted_linearization if fast else force.dense_linearization
         slopes, pullback = jax.vjp(lambda w: self.slopes(cloud.at(w)), cloud.particles)
         f, gather = path(self.direction(cloud), cloud.weights[:, None] * slopes, x)

@@ -81,9 +81,10 @@ class RayTable(NamedTuple):
 def classify_rays(x: Any, residual: Any) -> RayTable:
     """Which sample rays attract, repel or let pass, for residuals g (s,) at the samples x (s,). O(s log s).
 
-    Ray k attracts neurons of sign e iff -g_k^2 |x~_k|^2 < g_k S_k < 0 and e g_k > 0, with S_k the sum of g_i <x~_i, x~_k>
-    over the samples that stay active across the ray; the same interval with e g_k < 0 repels. (Lemma 2 of the
-    "univariate ReLU" paper has only one of the two inequalities.) The edges of the dead arc, where S_k = 0, are neither.
+    Ray k attracts neurons of sign e iff -g_k^2 |x~_k|^2 < g_k S_k < 0 and e g_k > 0, with S_k the sum of
+    g_i <x~_i, x~_k> over the samples that stay active across the ray; the same interval with e g_k < 0 repels.
+    (Lemma 2 of the "univariate ReLU" paper has only one of the two inequalities.) The edges of the dead arc, where
+    S_k = 0, are neither.
 
     >>> table = classify_rays(jnp.array([-1.0, 0.0, 1.0]), jnp.array([-0.5, 1.0, -0.6]))
     >>> table.positive.tolist()
@@ -130,15 +131,16 @@ def region_covariances(flow: Flow, cloud: Cloud, x: jax.Array) -> jax.Array:
     On the cylinder J_q C J_q' = r^2 t t' + d d'; in general C is the inverse metric of the flow. O(m log s).
     """
     s = x.shape[0]
-    slopes, pullback = jax.vjp(lambda w: flow.feature.slopes(cloud.at(w)), cloud.particles)
+    feature: Any = flow.feature
+    slopes, pullback = jax.vjp(lambda w: feature.slopes(cloud.at(w)), cloud.particles)
 
     def response(force: jax.Array) -> jax.Array:
         moved = flow.space.cometric(cloud, pullback(jnp.broadcast_to(force[None, :], slopes.shape))[0])
-        return jax.jvp(lambda w: flow.feature.slopes(cloud.at(w)), (cloud.particles,), (moved,))[1]
+        return jax.jvp(lambda w: feature.slopes(cloud.at(w)), (cloud.particles,), (moved,))[1]
 
     columns = jax.vmap(response)(jnp.eye(2, dtype=slopes.dtype))  # (force axis, m, slope axis)
     mobility = jnp.moveaxis(columns, 0, -1) * cloud.weights[:, None, None]
-    regions = forces.find_regions(flow.feature.direction(cloud), x)
+    regions = forces.find_regions(feature.direction(cloud), x)
     return jax.ops.segment_sum(mobility, regions, 2 * s)
 
 

@@ -1,0 +1,146 @@
+"""Cost of univariate forces and of the sliding solver, with peers measured in the same run."""
+
+import resource
+import time
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow.bench.timing import best_time
+from meanflow.flows import univariate as uni
+from meanflow.flows.flow import Flow, velocity
+from meanflow.measures import Affine, Cloud, Dataset
+from meanflow.solvers import solve
+
+
+def make_problem(width: int, samples: int, seed: int = 0, dtype: Any = jnp.float32) -> tuple[Cloud, Dataset]:
+    """Gaussian neurons with paired signs of c (f = 0 at the start) and a sinusoid."""
+    a, b = jax.random.normal(jax.random.key(seed), (2, width // 2), dtype)
+    c = jnp.concatenate([jnp.ones(width // 2, dtype), -jnp.ones(width // 2, dtype)])
+    x = jnp.linspace(-1, 1, samples, dtype=dtype)
+    cloud = Cloud(Affine(jnp.concatenate([a, a]), jnp.concatenate([b, b]), c))
+    return cloud, Dataset(x, jnp.sin(6 * x))
+
+
+@eqx.filter_jit
+def _evaluate(flow: Flow, cloud: Cloud, data: Dataset) -> Affine:
+    return velocity(flow, cloud, data)
+
+
+@eqx.filter_jit
+def _autodiff(cloud: Cloud, data: Dataset) -> Affine:
+    """The plain way: reverse mode through the dense network."""
+
+    def loss(w: Affine) -> jax.Array:
+        z = jax.nn.relu(w.a[None, :] * data.x[:, None] - w.b[None, :])
+        f = z @ w.c / cloud.size
+        return 0.5 * jnp.sum(data.weights * (f - data.y) ** 2)
+
+    return jax.grad(loss)(cloud.particles)
+
+
+def force_cost(
+    width: int = 100_000,
+    samples: tuple[int, ...] = (20, 100, 500, 1000, 5000),
+    widths: tuple[int, ...] = (1000, 10_000, 100_000, 1_000_000),
+    fixed: int = 1000,
+) -> dict[str, Any]:
+    """Seconds per force evaluation against s at fixed m and against m at fixed s, and fitted log-log slopes."""
+    fast = uni.full(forces="fast")
+
+    def measure(m: int, s: int) -> float:
+        cloud, data = make_problem(m, s)
+        return best_time(_evaluate, fast, cloud, data)[1]
+
+    over_s = [measure(width, s) for s in samples]
+    over_m = [measure(m, fixed) for m in widths]
+    slope = lambda u, v: float(np.polyfit(np.log(u), np.log(v), 1)[0])
+    return {
+        "samples": list(samples),
+        "seconds_over_samples": over_s,
+        "slope_samples": slope(samples, over_s),
+        "widths": list(widths),
+        "seconds_over_widths": over_m,
+        "slope_widths": slope(widths, over_m),
+    }
+
+
+def against_dense(width: int = 100_000, samples: int = 1000) -> dict[str, float]:
+    """The fast forces, the dense forces and dense autodiff on one problem; and the automatic choice at s = 20."""
+    cloud, data = make_problem(width, samples)
+    few = make_problem(width, 20)
+    seconds = {
+        "fast": best_time(_evaluate, uni.full(forces="fast"), cloud, data)[1],
+        "dense": best_time(_evaluate, uni.full(forces="dense"), cloud, data, repeats=2)[1],
+        "autodiff": best_time(_autodiff, cloud, data, repeats=2)[1],
+        "auto_20": best_time(_evaluate, uni.full(forces="auto"), *few)[1],
+        "dense_20": best_time(_evaluate, uni.full(forces="dense"), *few)[1],
+    }
+    return seconds | {"speedup_over_autodiff": seconds["autodiff"] / seconds["fast"]}
+
+
+def crossover(width: int = 100_000, samples: tuple[int, ...] = (10, 20, 40, 80)) -> dict[str, list[float]]:
+    """Seconds of the fast and the dense forces around the number of samples where they meet."""
+    rows: dict[str, list[float]] = {"fast": [], "dense": []}
+    for s in samples:
+        cloud, data = make_problem(width, s)
+        for kind, row in rows.items():
+            flow = uni.full(forces=kind)
+            row.append(best_time(_evaluate, flow, cloud, data)[1])
+    return {"samples": [float(s) for s in samples], **rows}
+
+
+def against_tsit5(width: int = 200, end: float = 20.0, max_steps: int = 200_000) -> dict[str, float]:
+    """Force evaluations at equal parameter error: sliding steps against adaptive Tsit5, 200 coupled neurons.
+
+    The error is measured against a sliding run with a step 64 times finer; Tsit5 uses 6 evaluations per step.
+    """
+    rng = np.random.default_rng(0)
+    x = np.linspace(-1, 1, 10)
+    data = Dataset(x, np.sin(4 * x), weights="sum")
+    cloud = Cloud(Affine(*rng.standard_normal((3, width))))
+    flow = uni.full("sqrt")
+    run = lambda **options: solve(flow, cloud, data, end, clock="gradient", max_steps=max_steps, **options)
+    exact = run(solver="sliding", step=0.05 / 64).final.particles
+    error = lambda w: float(max(jnp.max(jnp.abs(u - v)) for u, v in zip(w, exact, strict=True)))
+    black_box = run(solver=diffrax.Tsit5(), rtol=1e-6, atol=1e-8)
+    reached = bool(black_box.ok)
+    target = error(black_box.final.particles) if reached else np.inf
+    step = 0.4
+    while True:
+        step /= 2
+        ours = run(solver="sliding", step=step)
+        if error(ours.final.particles) <= max(target, 1e-9) or step < 1e-3:
+            break
+    return {
+        "sliding_error": error(ours.final.particles),
+        "sliding_evaluations": 2.0 * float(ours.stats["num_steps"]),
+        "tsit5_reached_the_end": float(reached),
+        "tsit5_error": target,
+        "tsit5_evaluations": 6.0 * float(black_box.stats["num_steps"]),
+    }
+
+
+def million(width: int = 1_000_000, samples: int = 100, steps: int = 1000) -> dict[str, float]:
+    """Seconds and peak memory of ``steps`` sliding steps of a million neurons in float32."""
+    cloud, data = make_problem(width, samples)
+    flow = uni.full("m")
+    step = 0.02
+    run = lambda: solve(flow, cloud, data, step * steps, solver="sliding", step=step)
+    start, work = time.perf_counter(), time.process_time()
+    sol = run()
+    jax.block_until_ready(sol.final.particles)
+    return {
+        "seconds_with_compilation": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - work,
+        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "steps": float(sol.stats["num_steps"]),
+        "energy_before": float(0.5 * jnp.mean(data.y**2)),
+        "energy": float(sol.energy[-1]),
+        "events": float(sol.stats["crossings"] + sol.stats["captures"] + sol.stats["releases"]),
+        "ok": float(bool(sol.ok)),
+    }

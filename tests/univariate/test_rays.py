@@ -1,0 +1,149 @@
+"""Attractors, repulsors, regions and the residual equation, each against something independent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meanflow as mf
+from meanflow.flows import univariate as uni
+from meanflow.flows.univariate import forces, rays
+from meanflow.geometry import balance
+from meanflow.measures import Affine, Cloud, Dataset, Polar
+
+
+def potential(theta, x, rho):
+    z = x[:, None] * np.cos(theta) + np.sin(theta)
+    return rho @ np.maximum(z, 0)
+
+
+def brute_kinds(x, rho, sign, h=1e-7):
+    """Local minima (1) and maxima (-1) of sign * F at the rays, by differences on both sides."""
+    theta = np.concatenate([-np.arctan(x)[::-1], np.pi - np.arctan(x)[::-1]])
+    here, left, right = (sign * potential(theta + s, x, rho) for s in (0.0, -h, h))
+    return theta, np.where((left > here) & (right > here), 1, np.where((left < here) & (right < here), -1, 0))
+
+
+def test_rule_equals_extrema_of_the_angular_potential():
+    rng = np.random.default_rng(0)
+    classify = jax.jit(uni.classify_rays)
+    wrong = 0
+    for _ in range(300):
+        x, rho = np.sort(rng.uniform(-2, 2, 6)), rng.standard_normal(6)
+        table = classify(x, rho)
+        for sign, got in ((1, table.positive), (-1, table.negative)):
+            theta, want = brute_kinds(x, rho, sign)
+            np.testing.assert_allclose(np.sin(table.theta - theta), 0, atol=1e-12)
+            # at the edges of the dead arc F is flat on one side: no strict extremum, both rules say 0
+            wrong += np.sum(np.asarray(got) != want)
+    assert wrong == 0
+
+
+def test_printed_lemma_has_false_positives_only():
+    """Lemma 2 as printed keeps one of the two inequalities: never misses, but over-reports."""
+    rng = np.random.default_rng(1)
+    false_positive = false_negative = true_positive = 0
+    for _ in range(300):
+        x, rho = np.sort(rng.uniform(-2, 2, 6)), rng.standard_normal(6)
+        gram = np.outer(rho, rho) * (np.outer(x, x) + 1)
+        below = np.array([gram[:k, k].sum() for k in range(6)])
+        above = np.array([gram[k + 1 :, k].sum() for k in range(6)])
+        printed = np.concatenate([above[::-1] > -np.diag(gram)[::-1], below[::-1] > -np.diag(gram)[::-1]])
+        true = np.asarray(uni.classify_rays(x, rho).positive) != 0
+        false_positive += np.sum(printed & ~true)
+        false_negative += np.sum(~printed & true)
+        true_positive += np.sum(printed & true)
+    assert false_negative == 0 and false_positive > true_positive > 0
+
+
+def test_jump_condition_holds_from_the_smaller_angle():
+    """(14): |s_k| < |rho| |x~| and opposite signs, with s_k on the region at the smaller theta."""
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        x, rho = np.sort(rng.uniform(-2, 2, 5)), rng.standard_normal(5)
+        table = uni.classify_rays(x, rho)
+        theta, sample = np.asarray(table.theta), np.asarray(table.sample)
+        for b in range(10):
+            turn = np.array([-np.sin(theta[b]), np.cos(theta[b])])
+            seen = np.cos(theta[b] - 1e-7) * x + np.sin(theta[b] - 1e-7) > 0
+            s_k = np.stack([rho[seen] @ x[seen], rho[seen].sum()]) @ turn
+            own = rho[sample[b]] * np.hypot(x[sample[b]], 1)
+            # on either facing the component beyond the ray is s_k + rho |x~|
+            assert (np.sign(s_k) == -np.sign(own) and abs(s_k) < abs(own)) == (table.positive[b] != 0)
+
+
+def test_frozen_flow_ends_at_the_predicted_set():
+    """2000 neurons in a frozen residual: all end on an attracting ray, an interior direction, or dead."""
+    x, rho = jnp.array([-1.0, -0.5, 0.1, 0.4, 1.0]), jnp.array([0.7, -1.0, 0.9, -0.8, 0.4])
+    data = Dataset(x, rho, weights="sum")
+    cloud = Cloud(Polar(jnp.tile(jnp.array([1.0, -1.0]), 1000), jnp.linspace(-3.14, 3.14, 2000)))
+    flow = uni.planar("m", loss=lambda f, y: f * y)
+    sol = mf.solve(flow, cloud, data, 2e4, solver="sliding", step=5e3)
+    assert bool(sol.ok)
+    table = uni.classify_rays(x, rho)
+    inner = uni.attracting_angles(x, rho)
+    r, theta = (np.asarray(u) for u in sol.final.particles)
+    dead = np.asarray(forces.find_regions(balance.unit(sol.final.particles.theta + 0.0), x)) == 0
+    for sign, kind, interior in ((1, table.positive, inner[0]), (-1, table.negative, inner[1])):
+        allowed = np.concatenate([table.theta[kind == 1], interior[np.isfinite(interior)]])
+        mine = (np.sign(r) == sign) & ~dead
+        gap = np.abs(np.sin((theta[mine][:, None] - allowed[None, :]) / 2)).min(1)
+        edge = np.abs(np.sin((theta[mine][:, None] - np.asarray(table.theta)[None, [0, 9]]) / 2)).min(1)
+        assert np.mean(np.minimum(gap, edge) < 5e-3) == 1.0
+    assert 0.1 < dead.mean() < 0.6
+
+
+def test_interior_directions_are_minima():
+    rng = np.random.default_rng(3)
+    found = 0
+    for _ in range(100):
+        x, rho = np.sort(rng.uniform(-2, 2, 5)), rng.standard_normal(5)
+        for sign, angles in zip((1, -1), uni.attracting_angles(x, rho), strict=True):
+            for theta in np.asarray(angles)[np.isfinite(angles)]:
+                here, left, right = (sign * potential(theta + s, x, rho) for s in (0, -1e-4, 1e-4))
+                assert here < left and here < right and here < 0  # |r| grows: r' = -F has the sign of r
+                found += 1
+    assert found > 30
+
+
+def test_regions_dead_arc_and_angles():
+    x = jnp.array([-1.0, -0.2, 0.5, 1.0])
+    geometry = rays.sample_rays(x)
+    np.testing.assert_allclose(jnp.sum(geometry.normal * geometry.direction, 1), 0, atol=1e-15)
+    np.testing.assert_allclose(jnp.sum(geometry.direction**2, 1), 1, rtol=1e-15)
+    eps = 1e-9
+    low = forces.find_regions(balance.unit(geometry.theta - eps), x)
+    high = forces.find_regions(balance.unit(geometry.theta + eps), x)
+    assert low.tolist() == list(range(8)) and high.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    theta = jnp.linspace(-jnp.pi, jnp.pi, 100001)[1:]
+    share = jnp.mean(forces.find_regions(balance.unit(theta), x) == 0)
+    np.testing.assert_allclose(share, uni.dead_arc(x) / (2 * jnp.pi), atol=2e-5)
+    np.testing.assert_allclose(uni.dead_arc(x) / (2 * jnp.pi), 0.25)
+
+
+@pytest.mark.parametrize("model", ["canonical", "lifted", "planar", "radial", "full"])
+def test_proposition_1(model):
+    """(13) with region covariances against the derivative of the predictions along the velocity, and -K rho."""
+    rng = np.random.default_rng(4)
+    x = np.array([0.3, -1.0, 0.9, -0.2])
+    data = Dataset(x, rng.standard_normal(4), weights=[1.0, 2.0, 0.5, 1.0])
+    if model == "full":
+        cloud, flow = Cloud(Affine(*rng.standard_normal((3, 9)))), uni.full("sqrt")
+    else:
+        labels = jnp.linspace(-2, 2, 9) if model == "lifted" else None
+        cloud, flow = Cloud(Polar(*rng.standard_normal((2, 9))), labels=labels), getattr(uni, model)()
+    got = uni.residual_ode(flow, cloud, data)
+    v = mf.velocity(flow, cloud, data)
+    _, rate = jax.jvp(lambda w: mf.predict(flow, cloud.at(w), data.x), (cloud.particles,), (v,))
+    np.testing.assert_allclose(got, rate, rtol=1e-12, atol=1e-13)
+    kernel = mf.tangent_kernel(flow, cloud, data.x)
+    rho = mf.predict(flow, cloud, data.x) - data.y
+    np.testing.assert_allclose(got, -kernel @ (data.weights * rho), rtol=1e-12, atol=1e-13)
+    if model == "canonical":
+        sigma = uni.region_covariances(flow, cloud, jnp.sort(data.x))
+        d = np.asarray(balance.unit(cloud.particles.theta))
+        t = np.stack([-d[:, 1], d[:, 0]], 1)
+        each = np.einsum("m,mi,mj->mij", np.asarray(cloud.particles.r) ** 2, t, t) + np.einsum(
+            "mi,mj->mij", d, d
+        )
+        np.testing.assert_allclose(sigma.sum(0), each.mean(0), rtol=1e-12)

@@ -1,0 +1,66 @@
+"""Figures of the univariate paper at their setups; the short ones and reduced horizons in the fast suite."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meanflow.experiments import univariate as figures
+
+
+def check(outcome):
+    assert outcome.passed, str(outcome)
+
+
+def test_figure_1():
+    check(figures.figure_1())
+
+
+def test_figure_2():
+    """Also the sheet's values, computed there by other code."""
+    outcome = figures.figure_2()
+    check(outcome)
+    np.testing.assert_allclose(outcome.data["turn"], [5.5e-5, 0.116, 0.279, 0.518, 0.720], rtol=0.01)
+    np.testing.assert_allclose(outcome.data["across"], [0.997, 0.650, 0.328, 0.131, 5.4e-5], rtol=0.01)
+
+
+def test_figure_9_reduced():
+    check(figures.figure_9(times=(5.0, 10.0), width=100, step=0.05))
+
+
+def test_figure_5_reduced():
+    """After 200 epochs: nothing turns at delta = -inf, little at -100, and order is by delta."""
+    data = figures.figure_5(epochs=200, seeds=2).data
+    assert data["turn"][0] == 0 and data["turn"][1] < 1e-4
+    assert np.all(np.diff(data["turn"][:5]) > 0)
+    assert data["share"][-1] > 0.5 > 0.2 > data["share"][1]
+    assert np.all(data["loss"] < 4.8) and jnp.all(jnp.diff(data["delta"][1:-1]) > 0)
+
+
+@pytest.mark.slow
+def test_figure_5():
+    check(figures.figure_5())
+
+
+@pytest.mark.slow
+def test_figure_6():
+    check(figures.figure_6())
+
+
+@pytest.mark.slow
+def test_figure_7():
+    check(figures.figure_7())
+
+
+@pytest.mark.slow
+def test_figure_8():
+    check(figures.figure_8())
+
+
+@pytest.mark.slow
+def test_figure_9():
+    check(figures.figure_9())
+
+
+@pytest.mark.slow
+def test_lazy_slopes():
+    check(figures.lazy_slopes())
