@@ -124,10 +124,9 @@ def dual_activation(activation: str | Activation, frequency: float = 1.0) -> Dua
     >>> float(dual_activation("relu")(one, one, one).value)
     0.5
     """
-    if isinstance(activation, str) and activation in CLOSED:
-        base = CLOSED[activation]
-    else:
-        base = trapezoid(activation)
+    base = (
+        CLOSED[activation] if isinstance(activation, str) and activation in CLOSED else trapezoid(activation)
+    )
     if frequency == 1.0:
         return base
     factor = frequency**2
