@@ -179,8 +179,9 @@ def ntk_plan(
     """The method, chunk and cost that ``empirical_ntk`` with these arguments would use.
 
     >>> import jax.numpy as jnp
-    >>> apply = lambda p, x: jnp.tanh(x @ p[0]) @ p[1]
-    >>> ntk_plan(apply, (jnp.ones((2, 500)), jnp.ones(500)), jnp.ones((300, 2))).method
+    >>> apply = lambda p, x: jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) @ p[2]
+    >>> params = (jnp.ones((2, 100)), jnp.ones((100, 100)), jnp.ones(100))
+    >>> ntk_plan(apply, params, jnp.ones((300, 2))).method
     'structured'
     """
     return _plan(resolve(apply, params, x, z, stats), params, x, outputs, chunk, method, limit)
