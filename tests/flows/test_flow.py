@@ -11,7 +11,7 @@ from meanflow import geometry
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a if isinstance(a, str) else "callable")
 def test_velocity_is_minus_m_times_the_gradient(model, activation):
     flow, cloud, data = problem(model, activation=activation)
     gradient = jax.grad(lambda w: mf.energy(flow, cloud.at(w), data))(cloud.particles)
@@ -23,7 +23,11 @@ def test_velocity_is_minus_m_times_the_gradient(model, activation):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("loss", ["squared", "logistic", "huber", lambda f, y: jnp.cosh(f - y)], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    ["squared", "logistic", "huber", lambda f, y: jnp.cosh(f - y)],
+    ids=lambda u: u if isinstance(u, str) else "callable",
+)
 def test_dissipation_is_minus_the_rate_of_energy(model, loss):
     flow, cloud, data = problem(model, loss=loss)
     v = mf.velocity(flow, cloud, data)

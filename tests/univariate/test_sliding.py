@@ -58,7 +58,14 @@ def slide(flow, cloud, data, t1, step, *, solver="sliding", clock="gradient", ma
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [("full", 2), ("full", 4), ("planar", 0), ("planar", 2), ("canonical", 2), ("canonical", 3)],
+    [
+        ("full", 2),
+        ("planar", 2),
+        ("canonical", 3),
+        pytest.param("full", 4, marks=pytest.mark.slow),
+        pytest.param("planar", 0, marks=pytest.mark.slow),
+        pytest.param("canonical", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_agrees_with_the_reference_at_time_30(kind, seed):
     """Parameter error below 1e-5 at step 1e-2, where gradient descent is off by 1e-3; the same events."""
@@ -100,6 +107,7 @@ def test_balance_is_conserved_for_any_step():
         assert np.max(np.abs(balance.balance(w) - before) / (w.a**2 + w.b**2 + w.c**2)) < 1e-12
 
 
+@pytest.mark.slow
 def test_energy_decreases_by_the_dissipation():
     """dE/dt = -sum p |C^1/2 grad V|^2 holds along the computed path away from rays."""
     x, y, _, cloud, flow = problem("planar", 2)
@@ -177,6 +185,7 @@ def test_coordinates_agree():
             np.testing.assert_allclose(other.theta, ends[0].theta, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_large_delta_tends_to_planar():
     """Errors 6e-4, 6e-6, 6e-10 in the sheet for delta = 1e1, 1e2, 1e4, once time is scaled by delta."""
     x, y, _, raw, _ = problem("full", 4)
@@ -279,7 +288,14 @@ def gradient_problem(kind):
     return x, y, w, cloud, flow, data, direction
 
 
-@pytest.mark.parametrize("kind", ["full", "planar", "canonical"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "planar",
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param("canonical", marks=pytest.mark.slow),
+    ],
+)
 def test_reverse_gradients_match_finite_differences_and_the_reference(kind):
     x, y, w, cloud, flow, data, direction = gradient_problem(kind)
     end = 4.0
@@ -316,6 +332,7 @@ def test_reverse_gradients_match_finite_differences_and_the_reference(kind):
         np.testing.assert_allclose(forward, got, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_gradients_with_respect_to_targets_and_time():
     x, y, _, cloud, flow = problem("planar", 2)
 
