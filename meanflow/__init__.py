@@ -47,17 +47,22 @@ _ROOMS = (
     "sweeps",
     "experiments",
     "plots",
+    "report",
 )
+
+_SWEEPS = ("sweep", "phase_diagram")
 
 
 def __getattr__(name: str) -> Any:
     # rooms load on first use: flax, ott, xarray and matplotlib are slow to import
     if name in _ROOMS:
         return importlib.import_module(f"meanflow.{name}")
+    if name in _SWEEPS:
+        return getattr(importlib.import_module("meanflow.sweeps"), name)
     if name == "univariate":
         return importlib.import_module("meanflow.flows.univariate")
     raise AttributeError(f"module 'meanflow' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, "univariate"])
+    return sorted([*globals(), *_ROOMS, *_SWEEPS, "univariate"])

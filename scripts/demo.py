@@ -1,17 +1,18 @@
-"""Batch norm against vanilla, and one univariate network in three regimes: flows, numbers and figures."""
+"""Batch norm against vanilla, and a sweep of univariate networks through their regimes: figures and a report."""
 
 import pathlib
 import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
 from meanflow.experiments.batchnorm import alignment, quasi_normal, spokes
+from meanflow.report import write_report
+from meanflow.sweeps import Observable, particles
 
 jax.config.update("jax_enable_x64", True)
 
@@ -34,25 +35,37 @@ def batchnorm_against_vanilla(folder: pathlib.Path) -> None:
     figure.savefig(folder / "batchnorm.png", dpi=150)
 
 
-def univariate_regimes(folder: pathlib.Path) -> None:
-    """A square wave fitted by 200 neurons of balance delta: kernel, intermediate and adaptive regimes."""
+def regime_sweep(folder: pathlib.Path) -> None:
+    """8 widths x 9 balances x 4 seeds of univariate networks that learn a square wave, and the page about them."""
     x = np.linspace(-1, 1, 10)
     data = mf.Dataset(x, np.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1]), "sum")
-    flow = mf.lifted(alpha="sqrt")
-    grid = jnp.linspace(-1.2, 1.2, 400)
-    curves = {}
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    for k, delta in enumerate((-100.0, 100.0)):
-        cloud = flow.init(jax.random.key(0), 200, labels=delta)
-        run = mf.descend(flow, cloud, data, 4000, step=mf.KernelStep(0.2), clock="lazy")
-        curves[rf"$\delta = {delta:g}$"] = mf.predict(flow, run.final, grid)
-        turned = run.final.particles.theta - cloud.particles.theta
-        rms = float(jnp.sqrt(jnp.mean(turned**2)))
-        print(f"delta {delta:>5g}: loss {float(run.energy[-1]):.3f}, rms turn of the neurons {rms:.4f}")
-        ax = plots.plane(*run.final.particles, figure.add_subplot(132 + k))
-        ax.set_title(rf"neurons at $\delta = {delta:g}$")
-    plots.fit(grid, curves, data, figure.add_subplot(131))
-    figure.savefig(folder / "univariate.png", dpi=150)
+    runs = mf.sweep(
+        mf.lifted(alpha="sqrt"),
+        data,
+        widths=(20, 30, 45, 65, 100, 140, 200, 300),
+        deltas=(-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf),
+        seeds=4,
+        scales=(3.0,),
+        steps=4000,
+        every=400,
+        step=mf.KernelStep(0.2),
+        observe={
+            "neurons": Observable(particles, dims=("particle",)),
+            "slope_variation": None,
+            "dissipation": None,
+        },
+    )
+    turn = runs.angle_displacement.isel(step=-1, scale=0).median("seed")
+    full = runs.concentration.isel(step=-1, scale=0).median("seed")
+    for delta in (-100.0, 0.0, 100.0):
+        at = {"width": 200, "delta": delta}
+        turned, filled = float(turn.sel(at)), float(full.sel(at))
+        print(f"width 200, delta {delta:>5g}: rms turn {turned:.4f}, concentration {filled:.3f}")
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    plots.heat_map(turn, figure.add_subplot())
+    figure.savefig(folder / "regimes.png", dpi=150)
+    page = write_report(runs, folder / "report.html", title="Kernel and adaptive regimes", samples=data)
+    print(f"{int((runs.result == 0).sum())} of {runs.result.size} runs succeeded; report in {page}")
 
 
 def main(folder: str) -> None:
@@ -61,7 +74,7 @@ def main(folder: str) -> None:
     out = pathlib.Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     batchnorm_against_vanilla(out)
-    univariate_regimes(out)
+    regime_sweep(out)
     print(f"figures in {out}/ after {time.perf_counter() - start:.0f} s")
 
 

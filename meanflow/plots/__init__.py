@@ -4,3 +4,4 @@ from meanflow.plots.clouds import directions as directions
 from meanflow.plots.clouds import plane as plane
 from meanflow.plots.curves import energies as energies
 from meanflow.plots.curves import fit as fit
+from meanflow.plots.maps import heat_map as heat_map

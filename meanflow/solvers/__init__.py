@@ -6,6 +6,7 @@ from meanflow.solvers.sliding import Sliding as Sliding
 from meanflow.solvers.solution import RESULTS as RESULTS
 from meanflow.solvers.solution import Solution as Solution
 from meanflow.solvers.solution import State as State
+from meanflow.solvers.solve import FromStart as FromStart
 from meanflow.solvers.solve import solve as solve
 from meanflow.solvers.step import KernelStep as KernelStep
 from meanflow.solvers.step import top_eigenvalue as top_eigenvalue

@@ -155,7 +155,7 @@ def _descend(
 
     def look(carry: _Carry) -> Any:
         here = cloud.at(carry.particles)
-        seen = here if observe is None else observe_with(observe, whole, here, data)
+        seen = here if observe is None else observe_with(observe, problem, here)
         return carry.t, energy(whole, here, data), seen
 
     first = look(carry)

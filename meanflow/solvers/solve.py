@@ -80,7 +80,8 @@ def solve(
         t0: start time.
         ts: save times in [t0, t1]; an integer k means k equal intervals' ends, t0 included; default only the end.
         observe: what to save at ``ts`` instead of whole clouds: a function (flow, cloud, data) -> pytree, or a
-            dict of them; ``meanflow.dissipation`` and its like fit as they are.
+            dict of them; ``meanflow.dissipation`` and its like fit as they are. ``FromStart(function)`` is called
+            as function(flow, cloud, data, start) with the initial cloud.
         solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for univariate ReLU flows, whose velocity
             jumps and which ordinary solvers cannot resolve.
         step: a number or ``KernelStep``: fixed steps. None: adaptive steps at ``rtol``, ``atol``.
@@ -197,7 +198,7 @@ def _solve(
 
     def save(t: jax.Array, y: Any, problem: Problem) -> Any:
         here = cloud_at(solver, problem, y)
-        seen = here if observe is None else observe_with(observe, problem.flow, here, problem.data)
+        seen = here if observe is None else observe_with(observe, problem, here)
         return energy(problem.flow, here, problem.data), seen
 
     raw = diffrax.diffeqsolve(
@@ -276,11 +277,22 @@ def _unpack(
     return jax.tree.unflatten(structure, state.leaves)
 
 
-def observe_with(observe: Any, flow: Flow, cloud: Cloud, data: Dataset) -> Any:
-    """What ``observe`` (a function or a dict of functions) sees at ``cloud``."""
-    if callable(observe):
-        return observe(flow, cloud, data)
-    return {name: function(flow, cloud, data) for name, function in observe.items()}
+class FromStart(eqx.Module):
+    """Marks an observer that compares with the start: ``function(flow, cloud, data, start) -> pytree``.
+
+    ``start`` is the cloud that was given to the solver (in a resumed run, the one passed along with ``state``).
+    """
+
+    function: Callable[[Flow, Cloud, Dataset, Cloud], Any]
+
+
+def observe_with(observe: Any, problem: Problem, cloud: Cloud) -> Any:
+    """What ``observe`` (a function, ``FromStart`` or a dict of these) sees at ``cloud`` during ``problem``."""
+    if isinstance(observe, dict):
+        return {name: observe_with(one, problem, cloud) for name, one in observe.items()}
+    if isinstance(observe, FromStart):
+        return observe.function(problem.flow, cloud, problem.data, problem.cloud)
+    return observe(problem.flow, cloud, problem.data)
 
 
 def _check_times(t0: jax.Array, t1: jax.Array) -> None:

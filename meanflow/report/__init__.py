@@ -1,0 +1,4 @@
+"""Report: one self-contained HTML page about a sweep."""
+
+from meanflow.report.page import contents as contents
+from meanflow.report.page import write_report as write_report

@@ -1,0 +1,209 @@
+"""The grid of a sweep: named axes, groups of widths that share one compiled shape, chunks of cells."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meanflow import _checks
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The product of named axes; a cell is an integer below ``size``, its values are ``at(cell)``.
+
+    Attributes:
+        axes: values of each axis in order, for instance ``{"width": (64, 128), "delta": (-1.0, 1.0), "seed": (0, 1)}``.
+
+    >>> grid = Grid({"width": (64, 128), "seed": (0, 1, 2)})
+    >>> grid.shape, grid.at(4)
+    ((2, 3), {'width': 128, 'seed': 1})
+    """
+
+    axes: dict[str, tuple[Any, ...]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
+        return tuple(len(values) for values in self.axes.values())
+
+    @property
+    def size(self) -> int:
+        """Number of cells."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def at(self, cell: int) -> dict[str, Any]:
+        """The value of each axis at a cell."""
+        places = np.unravel_index(cell, self.shape)
+        return {name: values[k] for (name, values), k in zip(self.axes.items(), places, strict=True)}
+
+    def find(self, **values: Any) -> int:
+        """The cell with these values; axes of length 1 may be left out."""
+        unknown = set(values) - set(self.axes)
+        if unknown:
+            raise ValueError(f"cell must name axes among {list(self.axes)}, got {sorted(unknown)}")
+        places = []
+        for name, along in self.axes.items():
+            if name not in values and len(along) == 1:
+                places.append(0)
+                continue
+            if values.get(name) not in along:
+                raise ValueError(f"{name} must be one of {list(along)}, got {values.get(name)!r}")
+            places.append(along.index(values[name]))
+        return int(np.ravel_multi_index(places, self.shape))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that share one compiled program.
+
+    Attributes:
+        size: number of stored particles of each cloud, padding included (0 where there are no clouds).
+        fixed: values of the axes that select a program (names, solvers), the same for all cells.
+        cells: the cells, in the order in which they are run.
+    """
+
+    size: int
+    fixed: tuple[tuple[str, Any], ...]
+    cells: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Cells run together; ``name`` is that of its file in the store, ``length`` the same for a whole group."""
+
+    group: int
+    cells: tuple[int, ...]
+    length: int
+    name: str
+
+
+def group_widths(widths: Iterable[int], waste: float = 0.15, multiple: int = 1) -> list[tuple[int, ...]]:
+    """Splits widths into the fewest groups whose padding stays below a share of the whole.
+
+    Every cloud of a group is stored at the size of its widest (rounded up to ``multiple``). With padded the sum of
+    stored and real the sum of true widths, (padded - real)/padded <= waste. Among partitions into the fewest groups the
+    one with the least padding is taken. A dynamic programme, O(number of widths^3).
+
+    Args:
+        widths: distinct widths >= 1, in any order.
+        waste: allowed share in [0, 1).
+        multiple: stored sizes are multiples of this (the number of devices a cloud is spread over); the rounding
+            itself is not counted as waste.
+
+    >>> group_widths([64, 128, 256, 512, 1024, 2048, 4096, 8192])
+    [(64, 128, 256, 512), (1024, 2048), (4096,), (8192,)]
+    >>> group_widths([100, 101, 102], waste=0.0)
+    [(100,), (101,), (102,)]
+    """
+    order = sorted(_checks.whole("widths", w, 1) for w in widths)
+    if not order:
+        raise ValueError("widths must hold at least one width, got none")
+    if len(set(order)) != len(order):
+        raise ValueError(f"widths must be distinct, got {order}")
+    if not 0 <= waste < 1:
+        raise ValueError(f"waste must lie in [0, 1), got {waste}")
+    count = len(order)
+    stored = [_round_up(w, multiple) for w in order]
+    real = sum(stored)
+    # least[k] = (stored particles, starts of groups) for the first k widths; one more group per round
+    least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())] + [None] * count
+    for _ in range(count):
+        longer: list[tuple[int, tuple[int, ...]] | None] = [None] * (count + 1)
+        for end in range(1, count + 1):
+            options = [
+                (before[0] + stored[end - 1] * (end - start), (*before[1], start))
+                for start, before in enumerate(least[:end])
+                if before is not None
+            ]
+            longer[end] = min(options, default=None)
+        least = longer
+        whole = least[count]
+        if whole is not None and whole[0] - real <= waste * whole[0]:
+            bounds = [*whole[1], count]
+            return [tuple(order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    raise AssertionError("one group per width wastes nothing")
+
+
+def padding_waste(groups: Sequence[Group], grid: Grid) -> float:
+    """(padded - real)/padded over all cells."""
+    padded = sum(group.size * len(group.cells) for group in groups)
+    real = sum(grid.at(cell)["width"] for group in groups for cell in group.cells)
+    return (padded - real) / padded
+
+
+def make_groups(
+    grid: Grid, static: Sequence[str], waste: float, multiple: int, order: Sequence[str]
+) -> list[Group]:
+    """Cells by width group and by the values of the ``static`` axes; inside, sorted along ``order``."""
+    bins = group_widths(grid.axes["width"], waste, multiple) if "width" in grid.axes else [()]
+    sizes = {w: _round_up(max(some), multiple) for some in bins for w in some}
+    found: dict[Any, list[int]] = {}
+    for cell in range(grid.size):
+        values = grid.at(cell)
+        size = sizes.get(values.get("width", 0), 0)
+        fixed = tuple(grid.axes[name].index(values[name]) for name in static)
+        found.setdefault((size, fixed), []).append(cell)
+    places = {name: k for k, name in enumerate(grid.axes)}
+    sort = [places[name] for name in order]
+
+    def rank(cell: int) -> tuple[int, ...]:
+        index = np.unravel_index(cell, grid.shape)
+        return tuple(int(index[k]) for k in sort)
+
+    return [
+        Group(
+            size,
+            tuple((name, grid.axes[name][k]) for name, k in zip(static, fixed, strict=True)),
+            tuple(sorted(cells, key=rank)),
+        )
+        for (size, fixed), cells in sorted(found.items(), key=lambda item: item[0])
+    ]
+
+
+def make_chunks(groups: Sequence[Group], chunk: int | None, particles: int) -> list[Chunk]:
+    """Cuts each group into chunks of one length: at most ``chunk`` cells, or about ``particles`` stored particles."""
+    lengths = []
+    for group in groups:
+        most = max(1, particles // max(group.size, 1)) if chunk is None else chunk
+        pieces = -(-len(group.cells) // most)
+        lengths.append(-(-len(group.cells) // pieces))  # equal pieces: the last chunk has less filling
+    return cut(groups, lengths)
+
+
+def cut(groups: Sequence[Group], lengths: Sequence[int]) -> list[Chunk]:
+    """Chunks of the given length for each group."""
+    return [
+        Chunk(number, group.cells[k : k + length], length, f"{number:03d}-{k // length:05d}")
+        for number, (group, length) in enumerate(zip(groups, lengths, strict=True))
+        for k in range(0, len(group.cells), length)
+    ]
+
+
+def axis_values(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Checks named axes: each a non-empty sequence of distinct values; numbers become Python numbers."""
+    checked = {}
+    for name, values in axes.items():
+        if not str(name).isidentifier():
+            raise ValueError(f"axes must have names that are Python identifiers, got {name!r}")
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ValueError(f"{name} must be a sequence of values, got {values!r}")
+        plain = tuple(v.item() if isinstance(v, np.generic) or hasattr(v, "item") else v for v in values)
+        if not plain:
+            raise ValueError(f"{name} must hold at least one value, got none")
+        if any(isinstance(v, float) and np.isnan(v) for v in plain):
+            raise ValueError(f"{name} must not hold NaN, got {plain}")
+        if any(plain[i] == plain[j] for i in range(len(plain)) for j in range(i)):
+            raise ValueError(f"{name} must hold distinct values, got {plain}")
+        checked[str(name)] = plain
+    return checked
+
+
+def is_traceable(values: Sequence[Any]) -> bool:
+    """Whether an axis holds numbers only, so that one program covers all its values."""
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,193 @@
+"""Phase diagrams: how observables scale with the width, over the output scale, the balance and the initial scale."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import optimize
+
+from meanflow import _checks
+from meanflow.flows.univariate.models import lifted
+from meanflow.measures.dataset import Dataset
+from meanflow.sweeps.sweep import sweep
+
+VARIABLES = ("angle_displacement", "kernel_drift", "energy")
+
+
+def phase_diagram(
+    data: Dataset,
+    *,
+    widths: Sequence[int],
+    alphas: Sequence[float] = (0.0, 0.5, 1.0),
+    deltas: Sequence[float] = (0.0,),
+    scales: Sequence[float] | None = None,
+    seeds: int | Sequence[int] = 4,
+    variables: Sequence[str] = VARIABLES,
+    init: Callable[..., Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Exponents in the width of univariate ReLU networks with output scale alpha(m) = m^alpha.
+
+    One sweep over width x alpha x delta x scale x seed of ``lifted`` flows, on the lazy clock, so that all cells
+    are compared at the same stage of training; the exponent itself is a number of the program, not a reason to compile.
+
+    Args:
+        data: training data.
+        widths: at least two.
+        alphas: exponents: 1 is the mean-field scale, 1/2 the NTK scale, 0 no normalisation.
+        deltas, scales, seeds, init, settings: as in ``sweep``; ``init`` may take ``alpha``, the exponent.
+        variables: observables whose final values are fitted.
+
+    Returns:
+        ``xarray.Dataset`` of ``fit_exponents``: for each variable the exponent, its standard error and the prefactor,
+        over (alpha, delta, scale); the sweep itself under ``sweep_<name>``.
+    """
+    if len(widths) < 2:
+        raise ValueError(f"widths must hold at least two widths to fit an exponent, got {list(widths)}")
+    named = [name for name in variables if name != "energy"]
+    runs = sweep(
+        _scaled,
+        data,
+        widths=widths,
+        axes={"alpha": [float(a) for a in alphas]},
+        deltas=deltas,
+        scales=scales,
+        seeds=seeds,
+        init=init,
+        observe=named,
+        **settings,
+    )
+    fitted = fit_exponents(runs, variables)
+    ends = {f"sweep_{name}": _final(runs, name) for name in variables}
+    return fitted.assign(ends).assign_attrs(runs.attrs)
+
+
+def _scaled(width: Any, alpha: Any) -> Any:
+    return lifted(alpha=width**alpha)
+
+
+def _final(runs: Any, name: str) -> Any:
+    """Last save of a variable; failed cells become NaN."""
+    value = runs[name]
+    for along in ("time", "step"):
+        if along in value.dims:
+            value = value.isel({along: -1}, drop=True)
+    return value.where((runs.result == 0) | (runs.result == _steady(runs)))
+
+
+def _steady(runs: Any) -> int:
+    flags = dict(zip(runs.result.flag_meanings.split(), np.atleast_1d(runs.result.flag_values), strict=True))
+    return int(flags["event_occurred"])
+
+
+def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES) -> Any:
+    """Fits value ~ prefactor * width^exponent at the end of every run of a sweep.
+
+    The logarithms are averaged over seeds and fitted by least squares over widths. The standard error joins the scatter
+    of the fit around a power law (three widths or more) with the scatter over seeds (two or more).
+
+    Args:
+        runs: a data set of ``sweep``.
+        variables: names of scalar observables; values must be positive (zero gives NaN: no power law).
+
+    Returns:
+        ``exponent_<name>``, ``error_<name>`` and ``prefactor_<name>`` over the other axes of the sweep.
+    """
+    import xarray
+
+    if runs.sizes.get("width", 0) < 2:
+        raise ValueError("runs must hold at least two widths")
+    fitted = {}
+    for name in variables:
+        if name not in runs:
+            raise ValueError(f"variables must be among {sorted(runs.data_vars)}, got {name!r}")
+        value = _final(runs, name)
+        logs = np.log(value.where(value > 0))
+        other = [d for d in logs.dims if d not in ("width", "seed")]
+        slope, error, prefactor = xarray.apply_ufunc(
+            _fit,
+            np.log(logs.width.astype(float)),
+            logs,
+            input_core_dims=[["width"], ["width", "seed"]],
+            output_core_dims=[[], [], []],
+            vectorize=True,
+        )
+        fitted[f"exponent_{name}"] = slope.transpose(*other)
+        fitted[f"error_{name}"] = error.transpose(*other)
+        fitted[f"prefactor_{name}"] = prefactor.transpose(*other)
+    return xarray.Dataset(fitted)
+
+
+def _fit(x: np.ndarray, logs: np.ndarray) -> tuple[float, float, float]:
+    """Slope, its standard error and exp(intercept) of the seed means of ``logs`` (width, seed) against ``x``."""
+    good = np.isfinite(logs).all(axis=0)  # a seed counts if it succeeded at every width
+    if not good.any():
+        return np.nan, np.nan, np.nan
+    logs = logs[:, good]
+    centred = x - x.mean()
+    weight = centred / np.sum(centred**2)
+    slopes = weight @ logs
+    slope, mean = float(slopes.mean()), logs.mean(axis=1)
+    rest = mean - mean.mean() - slope * centred
+    error = np.sum(rest**2) / (len(x) - 2) * np.sum(weight**2) if len(x) > 2 else 0.0
+    if slopes.size > 1:
+        error += slopes.var(ddof=1) / slopes.size
+    known = len(x) > 2 or slopes.size > 1
+    return slope, float(np.sqrt(error)) if known else np.nan, float(np.exp(mean.mean() - slope * x.mean()))
+
+
+def collapse(runs: Any, variable: str = "angle_displacement", *, along: str = "delta") -> dict[str, float]:
+    """Finite-size collapse: exponents (a, b) with value * m^b a function of along * m^a alone.
+
+    The curves of all widths are put on one another: (a, b) minimise the mean square deviation, in logarithms of the
+    value, of the points of each width from the interpolated curve of every other width, where they overlap.
+    For neurons of fixed r the theory predicts the scaling variable k = delta m/(2 alpha |r|).
+
+    Args:
+        runs: a data set of ``sweep`` in which only width, seed and ``along`` vary.
+        variable: a positive observable.
+        along: the axis; infinite values are left out.
+
+    Returns:
+        ``a``, ``b``, ``quality`` (rms deviation of the logarithms) and ``raw`` (the same without rescaling).
+    """
+    value = _final(runs, variable)
+    value = np.log(value.where(value > 0)).mean("seed")
+    value = value.isel({along: np.isfinite(value[along].values)}).squeeze(drop=True)
+    if set(value.dims) != {"width", along}:
+        raise ValueError(f"runs must vary along width, seed and {along} only, got the axes {value.dims}")
+    curves = value.transpose("width", along).values
+    m, control = np.log(value.width.values.astype(float)), value[along].values
+    if len(m) < 2 or len(control) < 3:
+        raise ValueError(f"a collapse needs two widths and three finite values of {along}")
+    rows = [np.argsort(control)[np.isfinite(row[np.argsort(control)])] for row in curves]
+
+    def spread(p: np.ndarray) -> float:
+        places = [np.arcsinh(control[row] * np.exp(p[0] * (m[k] - m.mean()))) for k, row in enumerate(rows)]
+        heights = [curves[k, row] + p[1] * m[k] for k, row in enumerate(rows)]
+        gaps = []
+        for i in range(len(rows)):
+            for j in range(len(rows)):
+                if i == j or len(places[j]) < 2 or not len(places[i]):
+                    continue
+                inside = (places[i] >= places[j][0]) & (places[i] <= places[j][-1])
+                gaps.append(heights[i][inside] - np.interp(places[i][inside], places[j], heights[j]))
+        joined = np.concatenate(gaps) if gaps else np.array([])
+        # an exponent so large that no curves overlap explains nothing
+        return float(np.mean(joined**2)) if joined.size >= len(control) else 1e6
+
+    starts = [np.array([a, b]) for a in (-0.5, 0.0, 0.5) for b in (0.0, 0.5)]
+    best = min(
+        (
+            optimize.minimize(spread, s, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10})
+            for s in starts
+        ),
+        key=lambda r: r.fun,
+    )
+    _checks.finite("collapse", best.x)
+    return {
+        "a": float(best.x[0]),
+        "b": float(best.x[1]),
+        "quality": float(np.sqrt(best.fun)),
+        "raw": float(np.sqrt(spread(np.zeros(2)))),
+    }

@@ -1,0 +1,236 @@
+"""One cell of a sweep as a pure function, all cells of a chunk as one compiled program.
+
+A cell is an ``equinox.Module`` called as cell(shared, inputs) -> dict of arrays. ``batched`` maps it over the leading
+axis of ``inputs``; over a mesh, the axis ``sweep`` is split by shard_map (cells never wait for each other's
+steps) and the axis ``particles`` by the compiler, which sums over devices where a prediction sums over neurons.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meanflow import _checks
+from meanflow.flows.flow import Flow
+from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import Dataset
+from meanflow.solvers.descend import descend
+from meanflow.solvers.solution import Solution
+from meanflow.solvers.solve import solve
+from meanflow.sweeps.observables import Observable
+
+SWEEP, PARTICLES = "sweep", "particles"
+
+
+class RunCell(eqx.Module):
+    """One training run: inputs {cloud, axes, key} -> energies, observables, result code.
+
+    Attributes:
+        flow: a Flow, or a function of named axis values that returns one.
+        observe: what to record, by name.
+        horizon: {"t1": time, "ts": save times} for ``solve``, {"steps": n, "every": k} for ``descend``.
+        settings: further arguments of the solver.
+        taken: the axes each of flow and solver takes.
+        fixed: values of the axes that are not traced.
+    """
+
+    flow: Any
+    observe: dict[str, Observable]
+    horizon: dict[str, Any]
+    settings: dict[str, Any]
+    taken: dict[str, tuple[str, ...]]
+    fixed: dict[str, Any]
+
+    def flow_at(self, values: dict[str, Any]) -> Flow:
+        """The model of a cell."""
+        if isinstance(self.flow, Flow):
+            return self.flow
+        return self.flow(**{name: values[name] for name in self.taken["flow"]})
+
+    def solution(self, data: Dataset, inputs: dict[str, Any]) -> Solution:
+        """The run as the solver returns it."""
+        values = self.fixed | inputs["axes"]
+        settings = self.settings | {name: values[name] for name in self.taken["solver"]}
+        if "key" in inputs:
+            settings["key"] = jax.random.wrap_key_data(inputs["key"])
+        observers = {name: one.observer() for name, one in self.observe.items()}
+        solver: Callable[..., Solution] = descend if "steps" in self.horizon else solve
+        end = "steps" if "steps" in self.horizon else "t1"
+        rest = {name: value for name, value in self.horizon.items() if name != end}
+        flow = self.flow_at(values)
+        return solver(flow, inputs["cloud"], data, self.horizon[end], observe=observers, **rest, **settings)
+
+    def __call__(self, data: Dataset, inputs: dict[str, Any]) -> dict[str, jax.Array]:
+        """Arrays by name; the leading axis of all but ``result`` and the counts is the save time."""
+        run = self.solution(data, inputs)
+        reached = jnp.isfinite(run.ts)
+
+        def mask(u: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(u.dtype, jnp.floating):
+                return u
+            return jnp.where(reached.reshape((-1,) + (1,) * (u.ndim - 1)), u, jnp.nan)
+
+        series = {"t": run.ts, "energy": run.energy} | flatten(run.observed)
+        counts = {name.removeprefix("num_"): value for name, value in run.stats.items()}
+        return {name: mask(u) for name, u in series.items()} | counts | {"result": run.result._value}
+
+
+class FunctionCell(eqx.Module):
+    """A user's function of a key and named values, as a cell."""
+
+    function: Callable[..., Any]
+    fixed: dict[str, Any]
+
+    def __call__(self, shared: Any, inputs: dict[str, Any]) -> dict[str, jax.Array]:
+        """The function's arrays by name; a single array is called ``value``."""
+        values = self.fixed | inputs["axes"]
+        out = self.function(jax.random.wrap_key_data(inputs["key"]), **values)
+        named = flatten(out) if isinstance(out, dict) else {"value": out}
+        return {name: jnp.asarray(u) for name, u in named.items()}
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, jax.Array]:
+    """Nested dicts of arrays as one dict; names are joined by underscores."""
+    flat: dict[str, jax.Array] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}_")
+        elif hasattr(value, "shape"):
+            flat[prefix + name] = value
+        else:
+            raise ValueError(
+                f"observe[{prefix + name!r}] must return an array or a dict, got {type(value).__name__}"
+            )
+    return flat
+
+
+def batched(cell: Any, shared: Any, inputs: Any, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """``cell`` over the leading axis of ``inputs``; pure, so it can be jitted, differentiated and exported."""
+    # closures would hide the arrays of the cell from shard_map
+    arrays, rest = eqx.partition((cell, shared), eqx.is_array)
+
+    def run(arrays: Any, inputs: Any) -> dict[str, jax.Array]:
+        cell, shared = eqx.combine(arrays, rest)
+        return jax.vmap(cell, in_axes=(None, 0))(shared, inputs)
+
+    if mesh is None:
+        return run(arrays, inputs)
+    across = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(SWEEP)),
+        out_specs=PartitionSpec(SWEEP),
+        axis_names={SWEEP},
+        check_vma=False,
+    )
+    return across(arrays, inputs)
+
+
+def make_mesh(sweep: int | None = None, particles: int = 1, devices: Any = None) -> Mesh:
+    """A mesh with axes ``sweep`` and ``particles`` over all devices (of all processes), or the first few.
+
+    Args:
+        sweep: devices along which cells are spread; default all that are left.
+        particles: devices along which each cloud is spread.
+        devices: default ``jax.devices()``.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    particles = _checks.whole("particles", particles, 1)
+    sweep = max(1, len(devices) // particles) if sweep is None else _checks.whole("sweep", sweep, 1)
+    if sweep * particles > len(devices):
+        raise ValueError(
+            f"a mesh of {sweep} x {particles} devices needs {sweep * particles}, got {len(devices)}"
+        )
+    return Mesh(np.array(devices[: sweep * particles]).reshape(sweep, particles), (SWEEP, PARTICLES))
+
+
+def check_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Refuses a mesh whose axes are not ``sweep`` and ``particles``; a single device needs none."""
+    if mesh is None:
+        return make_mesh() if jax.device_count() > 1 else None
+    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {SWEEP, PARTICLES}:
+        raise ValueError(
+            f"mesh must have the axes ('sweep', 'particles'), got {mesh!r}; see sweeps.make_mesh"
+        )
+    return mesh
+
+
+def specs(inputs: Any) -> Any:
+    """How the inputs are split: clouds along both axes, everything else along ``sweep``."""
+    by_cell = PartitionSpec(SWEEP)
+
+    def of(node: Any) -> Any:
+        if not isinstance(node, Cloud):
+            return by_cell
+        both = PartitionSpec(SWEEP, PARTICLES)
+        split = jax.tree.map(lambda _: both, node)
+        return eqx.tree_at(lambda c: c.width, split, by_cell)
+
+    return jax.tree.map(of, inputs, is_leaf=lambda node: isinstance(node, Cloud))
+
+
+def place(inputs: Any, mesh: Mesh | None) -> Any:
+    """Host arrays on the devices of the mesh, each process filling its own."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, inputs)
+
+    def put(u: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        return jax.make_array_from_callback(u.shape, NamedSharding(mesh, spec), lambda index: u[index])
+
+    return jax.tree.map(put, inputs, specs(inputs))
+
+
+def spread(shared: Any, mesh: Mesh | None) -> Any:
+    """Arrays that every device holds in full."""
+    if mesh is None:
+        return shared
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def put(u: Any) -> jax.Array:
+        host = np.asarray(u)
+        return jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
+
+    arrays, rest = eqx.partition(shared, eqx.is_array)
+    return eqx.combine(jax.tree.map(put, arrays), rest)
+
+
+def compile_batched(cell: Any, shared: Any, inputs: Any, mesh: Mesh | None) -> Callable[..., Any]:
+    """The compiled program for inputs of these shapes, as a function of (cell, shared, inputs).
+
+    Compiled ahead of time: it can run on these shapes only, so a group of cells costs one compilation. Programs are
+    kept, and a later sweep with the same settings and shapes uses them again.
+    """
+    arrays, rest = eqx.partition((cell, shared, inputs), eqx.is_array)
+    leaves, structure = jax.tree.flatten(rest)
+    shapes = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding), arrays)
+    key = (tuple(leaves), structure, tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), mesh)
+    try:
+        compiled = _compile(key)
+    except TypeError as problem:  # settings that cannot be hashed: compile without keeping
+        if "unhashable" not in str(problem):
+            raise
+        compiled = _compile.__wrapped__(key)
+    return compiled
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(key: Any) -> Any:
+    leaves, structure, shape_leaves, shape_structure, mesh = key
+    rest = jax.tree.unflatten(structure, leaves)
+
+    def run(arrays: Any) -> dict[str, jax.Array]:
+        cell, shared, inputs = eqx.combine(arrays, rest)
+        return batched(cell, shared, inputs, mesh)
+
+    return jax.jit(run).lower(jax.tree.unflatten(shape_structure, shape_leaves)).compile()
+
+
+def output_shapes(cell: Any, shared: Any, inputs: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of one cell's results, without computing."""
+    one = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), inputs)
+    return eqx.filter_eval_shape(cell, shared, one)

@@ -1,0 +1,85 @@
+"""Kill -9 at random moments: no half-written chunk is ever read, and the run ends as if it had not been killed."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import xarray
+from store_worker import content
+
+from meanflow.sweeps import load
+from meanflow.sweeps.store import finished_chunks, read_chunk
+
+HERE = pathlib.Path(__file__).parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "JAX_PLATFORMS": "cpu"}
+
+
+def start(worker, *arguments, **environment):
+    command = [sys.executable, "-W", "ignore", str(HERE / worker), *map(str, arguments)]
+    return subprocess.Popen(command, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True)
+
+
+def whole(path, names):
+    """Every listed chunk reads back completely."""
+    for name in names:
+        expected = content(int(name))
+        found = read_chunk(path, name)
+        assert set(found) == set(expected)
+        for key, value in expected.items():
+            np.testing.assert_array_equal(found[key], value)
+
+
+def test_a_killed_writer_leaves_whole_chunks_only(tmp_path):
+    rng = np.random.default_rng(0)
+    seen, halves = 0, 0
+    for _ in range(10):
+        worker = start("store_worker.py", tmp_path / "run", 10_000)
+        assert worker.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.0, 0.1))
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+        names = finished_chunks(tmp_path / "run")
+        assert len(names) >= seen
+        seen = len(names)
+        halves += len(list((tmp_path / "run" / "chunks").glob(".part-*")))
+        whole(tmp_path / "run", names)
+    assert seen > 0 and halves > 0  # kills did land inside writes
+    last = start("store_worker.py", tmp_path / "run", seen + 3)
+    last.communicate()
+    assert last.returncode == 0
+    assert len(finished_chunks(tmp_path / "run")) == seen + 3
+    assert not list((tmp_path / "run" / "chunks").glob(".part-*"))
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_ten_times_ends_with_the_same_bits(tmp_path):
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    undisturbed = start("sweep_worker.py", tmp_path / "whole", **cache)
+    undisturbed.communicate()
+    assert undisturbed.returncode == 0
+    expected = load(tmp_path / "whole")
+    rng = np.random.default_rng(1)
+    kills = 0
+    while kills < 10:
+        before = len(finished_chunks(tmp_path / "run"))
+        worker = start("sweep_worker.py", tmp_path / "run", **cache)
+        while worker.poll() is None and len(finished_chunks(tmp_path / "run")) == before:
+            time.sleep(0.005)  # imports and compilation
+        time.sleep(rng.uniform(0.0, 0.05))
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+        kills += 1
+        if len(finished_chunks(tmp_path / "run")) == 44:
+            break
+    final = start("sweep_worker.py", tmp_path / "run", **cache)
+    final.communicate()
+    assert final.returncode == 0
+    xarray.testing.assert_identical(load(tmp_path / "run"), expected)

@@ -1,0 +1,128 @@
+"""Observables against plain numpy, and blind to padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meanflow as mf
+from meanflow.sweeps import observables as obs
+
+X = jnp.linspace(-1.0, 1.0, 5)
+LINE = mf.Dataset(X, jnp.sin(2 * X), "sum")
+PLANE = mf.Dataset(jax.random.normal(jax.random.key(2), (9, 3)), jnp.arange(9.0) / 9)
+
+
+def pair(flow, data, width=6, shift=0.3, **labels):
+    """A cloud and a moved one."""
+    dim = data.x.shape[1] if data.x.ndim == 2 else None
+    start = flow.bind(data).init(jax.random.key(0), width, dim=dim, **labels)
+    moved = jax.tree.map(
+        lambda u: u + shift * jnp.cos(jnp.arange(u.size, dtype=u.dtype)).reshape(u.shape), start.particles
+    )
+    return start, start.at(moved)
+
+
+MODELS = {
+    "vanilla": (mf.vanilla("relu"), PLANE, {}),
+    "batchnorm": (mf.batchnorm("relu"), PLANE, {}),
+    "lifted": (mf.lifted("sqrt"), LINE, {"labels": 1.0}),
+    "full": (mf.full("sqrt"), LINE, {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_is_invisible(name):
+    flow, data, labels = MODELS[name]
+    flow = flow.bind(data)
+    start, now = pair(flow, data, **labels)
+    wide_start, wide = start.pad(11), now.pad(11)
+    for key, one in obs.default_observables(flow, data).items():
+        extra, wide_extra = ((start,), (wide_start,)) if one.from_start else ((), ())
+        narrow = one.function(flow, now, data, *extra)
+        padded = one.function(flow, wide, data, *wide_extra)
+        np.testing.assert_allclose(narrow, padded, rtol=1e-12, atol=1e-14, err_msg=key)
+        assert np.all(np.isfinite(narrow)), key
+
+
+def test_displacements_are_root_mean_squares():
+    flow, data, _ = MODELS["vanilla"]
+    start, now = pair(flow, data)
+    b0, b1 = np.asarray(start.particles.b), np.asarray(now.particles.b)
+    cosine = np.sum(b0 * b1, 1) / np.linalg.norm(b0, axis=1) / np.linalg.norm(b1, axis=1)
+    turn = obs.angle_displacement(flow, now, data, start)
+    assert float(turn) == pytest.approx(np.sqrt(np.mean(np.arccos(cosine) ** 2)), rel=1e-9)
+    squares = np.sum((b1 - b0) ** 2, 1) + np.asarray(now.particles.a - start.particles.a) ** 2
+    assert float(obs.displacement(flow, now, data, start)) == pytest.approx(np.sqrt(squares.mean()))
+    # a full turn is no displacement, and raw neurons turn as their polar images do
+    polar, raw = mf.lifted(), mf.full()
+    start, now = pair(polar, LINE, labels=1.0)
+    around = start.at(start.particles._replace(theta=start.particles.theta + 2 * jnp.pi))
+    assert float(obs.angle_displacement(polar, around, LINE, start)) < 1e-14
+    lift = mf.geometry.balance.lift
+    expected = obs.angle_displacement(polar, now, LINE, start)
+    assert float(obs.angle_displacement(raw, lift(now), LINE, lift(start))) == pytest.approx(float(expected))
+
+
+def test_kernel_drift_is_relative():
+    flow, data, _ = MODELS["vanilla"]
+    start, now = pair(flow, data)
+    k0, k1 = (np.asarray(mf.tangent_kernel(flow, c, data.x)) for c in (start, now))
+    expected = np.linalg.norm(k1 - k0) / np.linalg.norm(k0)
+    assert float(obs.kernel_drift(flow, now, data, start)) == pytest.approx(expected)
+    assert float(obs.kernel_drift(flow, start, data, start)) == 0
+
+
+def test_knot_statistics_by_counting():
+    flow = mf.full()
+    cloud = flow.init(jax.random.key(5), 200)
+    a, b, c = (np.asarray(u) for u in cloud.particles)
+    knots, x = b / a, np.asarray(X)
+    inside = np.abs(knots) <= 1.25
+    near = np.min(np.abs(knots[:, None] - x[None, :]), axis=1) < 0.05 * 0.5
+    share = obs.on_sample_share(flow, cloud, LINE)
+    assert float(share) == pytest.approx(np.sum(near & inside) / np.sum(inside))
+    filled = np.histogram(knots, bins=110, range=(-1.1, 1.1), weights=np.abs(c * a))[0]
+    expected = np.sort(filled)[-8:].sum() / np.abs(c * a).sum()
+    assert float(obs.KnotConcentration(8)(flow, cloud, LINE)) == pytest.approx(expected)
+    active = (a[:, None] * x[None, :] - b[:, None] > 0).any(axis=1)
+    assert float(obs.dead_share(flow, cloud, LINE)) == pytest.approx(np.mean(~active))
+    grid = np.sort(np.concatenate([knots - 1e-7, knots + 1e-7, [-1e4, 1e4]]))
+    f = np.asarray(mf.predict(flow, cloud, jnp.asarray(grid)))
+    slopes = np.diff(f)[::2] / np.diff(grid)[::2]  # between neighbouring knots
+    assert float(obs.slope_variation(flow, cloud, LINE)) == pytest.approx(
+        np.abs(np.diff(slopes)).sum(), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["vanilla", "batchnorm", "full"])
+def test_invariants_drift_with_the_step_of_descent(name):
+    """What the flow conserves, descent changes in proportion to its step."""
+    flow, data, labels = MODELS[name]
+    start, _ = pair(flow, data, **labels)
+    drift = []
+    for steps in (20, 40):
+        run = mf.descend(flow, start, data, steps, step=0.4 / steps)
+        drift.append(float(obs.invariant_drift(flow.bind(data), run.final, data, start)))
+    assert drift[0] > 1e-6
+    assert drift[1] / drift[0] == pytest.approx(0.5, abs=0.1)
+
+
+def test_flows_without_a_law_record_none():
+    assert "invariant_drift" not in obs.default_observables(mf.canonical(), LINE)
+    assert "invariant_drift" not in obs.default_observables(mf.vanilla("tanh"), PLANE)
+    assert "invariant_drift" not in obs.default_observables(mf.full(decay=0.1), LINE)
+    with pytest.raises(ValueError, match="conserved"):
+        obs.invariant_drift(mf.canonical(), mf.canonical().init(jax.random.key(0), 3), LINE, None)
+
+
+def test_particles_are_recorded_on_request_only():
+    record = {"neurons": mf.sweeps.Observable(obs.particles, dims=("particle",))}
+    ds = mf.sweep(mf.canonical(), LINE, widths=(2, 5), steps=2, step=0.01, waste=0.0, observe=record)
+    assert ds.neurons_r.dims == ("width", "seed", "step", "particle")
+    assert ds.sizes["particle"] == 5
+    assert int(np.isfinite(ds.neurons_theta.sel(width=2)).sum()) == 2 * 2
+    plan = mf.sweeps.prepare(mf.canonical(), LINE, widths=(2, 5), steps=2, step=0.01)
+    np.testing.assert_allclose(
+        ds.neurons_r.sel(width=5, seed=0)[0], plan.cloud(width=5).particles.r, rtol=1e-15
+    )

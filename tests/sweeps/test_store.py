@@ -1,0 +1,223 @@
+"""Run directories: resumed, refused, never half-read."""
+
+import json
+import os
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import xarray
+
+import meanflow as mf
+from meanflow.sweeps import StoreError, load
+from meanflow.sweeps import runner as runners
+from meanflow.sweeps.grid import Chunk, Group
+from meanflow.sweeps.identity import describe, difference
+from meanflow.sweeps.store import Store
+
+X = jnp.linspace(-1.0, 1.0, 4)
+DATA = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8]), "sum")
+SETTINGS = {
+    "widths": (2, 3, 9),
+    "deltas": (0.0, np.inf),
+    "steps": 4,
+    "every": 2,
+    "step": 0.05,
+    "observe": ("predictions",),
+    "chunk": 2,
+}
+
+
+def run(store=None, **change):
+    return mf.sweep(mf.lifted("sqrt"), DATA, store=store, **SETTINGS | change)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_after(count):
+    """A progress function that dies once ``count`` cells are done."""
+
+    def tell(done, total):
+        if done >= count:
+            raise Interrupted
+
+    return tell
+
+
+def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
+    whole = run(tmp_path / "whole")
+    assert np.all(whole.result == 0)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "part", progress=interrupt_after(2))
+    finished = sorted((tmp_path / "part" / "chunks").glob("*.zarr"))
+    assert len(finished) == 1
+    stamps = {f: f.stat().st_mtime_ns for f in finished}
+    # what is there so far can be looked at
+    partial = load(tmp_path / "part")
+    assert int((partial.result == 0).sum()) == 2 and int((partial.result == -1).sum()) == 4
+    # a half-written chunk is ignored and cleared away
+    junk = tmp_path / "part" / "chunks" / ".part-000-00001-dead"
+    junk.mkdir()
+    (junk / "zarr.json").write_text("{")
+    told = []
+    resumed = run(tmp_path / "part", progress=lambda done, total: told.append((done, total)), chunk=None)
+    assert told == [(4, 6), (6, 6)]
+    assert not junk.exists()
+    assert {f: f.stat().st_mtime_ns for f in finished} == stamps
+    xarray.testing.assert_identical(resumed, whole)
+    xarray.testing.assert_identical(load(tmp_path / "part"), whole)
+    xarray.testing.assert_identical(run(tmp_path / "part"), whole)
+
+
+def test_labels_units_and_provenance(tmp_path):
+    ds = run(tmp_path / "run")
+    assert ds.predictions.dims == ("width", "delta", "seed", "step", "x")
+    assert list(ds.delta.values) == [0.0, np.inf]
+    assert float(ds.x[0]) == pytest.approx(-1.2) and float(ds.x[-1]) == pytest.approx(1.2)
+    assert all("units" in ds[name].attrs for name in ds.data_vars)
+    assert json.loads(ds.attrs["versions"])["jax"]
+    settings = json.loads(ds.attrs["run"])
+    assert settings["settings"] == {"step": "0.05", "clock": "lazy"} and ds.attrs["data_hash"]
+    # the data set survives a round trip through a file of its own
+    ds.to_zarr(tmp_path / "copy.zarr", consolidated=False)
+    xarray.testing.assert_equal(xarray.open_zarr(tmp_path / "copy.zarr", consolidated=False).load(), ds)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"deltas": (0.0, 1.0)}, "axes.delta"),
+        ({"step": 0.06}, "settings.step"),
+        ({"steps": 6}, "horizon.steps"),
+        ({"key": 1}, "key"),
+        ({"nested": True}, "nested"),
+        ({"observe": ()}, "observe.predictions"),
+        ({"init": lambda key, width: mf.canonical().init(key, width)}, "init"),
+        ({"chunk": 1}, "chunks of"),
+    ],
+)
+def test_another_configuration_is_refused(tmp_path_factory, change, named):
+    path = tmp_path_factory.getbasetemp() / "refused"
+    if not path.exists():
+        run(path)
+    before = {f: f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
+    with pytest.raises(StoreError, match=named):
+        run(path, **change)
+    assert {f: f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()} == before
+
+
+def test_other_data_and_another_model_are_refused(tmp_path):
+    run(tmp_path / "run")
+    with pytest.raises(StoreError, match="data"):
+        other = mf.Dataset(X, DATA.y + 1e-9, "sum")
+        mf.sweep(mf.lifted("sqrt"), other, store=tmp_path / "run", **SETTINGS)
+    with pytest.raises(StoreError, match="flow"):
+        mf.sweep(mf.lifted("one"), DATA, store=tmp_path / "run", **SETTINGS)
+
+
+def test_other_versions_are_said(tmp_path):
+    run(tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["versions"]["jax"] = "0.0.1"
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="0.0.1"):
+        run(tmp_path / "run")
+
+
+def test_foreign_and_damaged_directories_are_left_alone(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("text")
+    with pytest.raises(StoreError, match="other files"):
+        run(tmp_path / "thesis")
+    assert [f.name for f in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(StoreError):
+        run(tmp_path / "file")
+    with pytest.raises(StoreError, match="no config.json"):
+        load(tmp_path / "thesis")
+    for text, message in (
+        ("{", "unreadable"),
+        ("{}", "did not write"),
+        ('{"run": 1, "format": 99}', "format 99"),
+    ):
+        (tmp_path / "bad").mkdir(exist_ok=True)
+        (tmp_path / "bad" / "config.json").write_text(text)
+        with pytest.raises(StoreError, match=message):
+            load(tmp_path / "bad")
+        with pytest.raises(StoreError, match=message):
+            run(tmp_path / "bad")
+        assert (tmp_path / "bad" / "config.json").read_text() == text
+    run(tmp_path / "run")
+    damaged = next((tmp_path / "run" / "chunks").glob("*.zarr"))
+    shutil.rmtree(damaged / "energy")
+    with pytest.raises(StoreError, match="cannot be read"):
+        run(tmp_path / "run")
+
+
+def test_a_full_disk_keeps_what_is_finished(tmp_path, monkeypatch):
+    store = tmp_path / "run"
+    calls = []
+
+    def full(self, name, arrays, write=Store.write):
+        calls.append(name)
+        if len(calls) == 2:
+            monkeypatch.setattr("zarr.Group.create_array", no_space)
+        write(self, name, arrays)
+
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Store, "write", full)
+    with pytest.raises(StoreError, match="No space left.*can be resumed"):
+        run(store)
+    monkeypatch.undo()
+    assert [f.stem for f in (store / "chunks").iterdir()] == [calls[0]]
+    xarray.testing.assert_identical(run(store), run(tmp_path / "fresh"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_directory_is_refused(tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(StoreError, match="cannot be used"):
+        run(tmp_path / "locked" / "run")
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be used"):
+        run(tmp_path / "file" / "run")
+
+
+def test_memory_is_planned():
+    chunk, group = Chunk(0, tuple(range(64)), 64, "000-00000"), Group(1000, (), tuple(range(64)))
+    runners.check_fit(900, 1000, group, chunk)
+    runners.check_fit(10**18, None, group, chunk)
+    with pytest.raises(ValueError, match="pass chunk=28"):
+        runners.check_fit(2 * 2**30, 2**30, group, chunk)
+    with pytest.raises(ValueError, match="one cell is too large"):
+        runners.check_fit(2**40, 2**30, group, chunk)
+
+
+def test_memory_of_the_compiled_program_is_compared_with_what_is_free(monkeypatch):
+    monkeypatch.setattr(runners, "free_memory", lambda device: 1000)
+    with pytest.raises(ValueError, match="a chunk of .* cells with .* particles each needs"):
+        run(steps=2)
+
+
+def test_descriptions_follow_the_code_not_the_place():
+    def scaled(c):
+        return lambda key, width: c * width
+
+    def the_same(c):
+        return lambda key, width: c * width
+
+    strip = lambda f: describe(f).split(":")[1]
+    assert strip(scaled(2.0)) == strip(the_same(2.0))
+    assert strip(scaled(2.0)) != strip(scaled(3.0))
+    assert strip(lambda key: key + 1) != strip(lambda key: key + 2)
+    assert describe(mf.KernelStep(0.1)) != describe(mf.KernelStep(0.2))
+    assert describe(mf.vanilla("relu")) != describe(mf.vanilla("tanh"))
+    assert difference({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}) == ["b.c: 2 in the store, 3 now"]

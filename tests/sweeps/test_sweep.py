@@ -1,0 +1,270 @@
+"""A sweep equals the loop it replaces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meanflow as mf
+from meanflow.solvers.sliding import Sliding
+from meanflow.sweeps import program
+
+X = jnp.linspace(-1.0, 1.0, 6)
+LINE = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8, -1.0, 0.3]), "sum")
+PLANE = mf.Dataset(
+    jax.random.normal(jax.random.key(3), (12, 2)) + 0.5,
+    jnp.sin(jnp.arange(12.0)),
+)
+ENDS = (-np.inf, -3.0, 0.0, 2.0, np.inf)
+TOLERANCE = 1e-12
+
+
+def draw(flow, data, width, seed, key=0, **labels):
+    """The default initial cloud, by the documented rule."""
+    folded = jax.random.fold_in(jax.random.fold_in(jax.random.key(key), seed), width)
+    dim = data.x.shape[1] if data.x.ndim == 2 else None
+    return flow.bind(data).init(folded, width, dim=dim, **labels)
+
+
+CASES = {
+    "vanilla": (mf.vanilla("tanh"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
+    "batchnorm": (mf.batchnorm("tanh"), PLANE, None, {"t1": 2.0, "ts": 3}),
+    "batchnorm relu": (mf.batchnorm("relu"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
+    "manifold": (mf.batchnorm_manifold("tanh"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
+    "canonical": (mf.canonical(), LINE, None, {"t1": 1.0, "ts": 3, "solver": Sliding(), "step": 0.05}),
+    "planar": (mf.planar("sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
+    "radial": (mf.radial(), LINE, None, {"t1": 1.0, "ts": 3}),
+    "lifted": (mf.lifted("sqrt"), LINE, ENDS, {"steps": 40, "every": 20, "step": mf.KernelStep(0.3, 5)}),
+    "lifted sliding": (mf.lifted("one"), LINE, ENDS, {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05}),
+    "full": (mf.full("sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sweep_equals_loop_of_single_runs(name):
+    flow, data, deltas, settings = CASES[name]
+    widths, seeds = (5, 6), (0, 4)
+    ds = mf.sweep(
+        flow, data, widths=widths, deltas=deltas, seeds=seeds, observe=("predictions",), chunk=7, **settings
+    )
+    settings = dict(settings)
+    solver = mf.descend if "steps" in settings else mf.solve
+    end = settings.pop("steps", None) or settings.pop("t1")
+    points = ds.x.values if "x" in ds.dims else data.x
+    for width in widths if deltas else widths[:1]:  # the padded width; each alone is a compilation
+        for seed in seeds:
+            for delta in (None,) if deltas is None else deltas:
+                labels = {} if delta is None else {"labels": delta}
+                cloud = draw(flow, data, width, seed, **labels)
+                alone = solver(flow, cloud, data, end, clock="lazy", **settings)
+                cell = ds.sel(width=width, seed=seed, **({} if delta is None else {"delta": delta}))
+                assert int(cell.result) == 0 and bool(alone.ok)
+                np.testing.assert_allclose(cell.energy, alone.energy, rtol=TOLERANCE, atol=TOLERANCE)
+                np.testing.assert_allclose(cell.t, alone.ts, rtol=TOLERANCE)
+                f = mf.predict(flow.bind(data), alone.final, jnp.asarray(points))
+                np.testing.assert_allclose(cell.predictions[-1], f, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A small sweep that the tests below vary: settings, and its result."""
+    settings = {
+        "widths": (3, 5, 11),
+        "deltas": (-np.inf, 0.0, np.inf),
+        "seeds": (0, 1),
+        "steps": 10,
+        "every": 5,
+        "step": 0.02,
+        "observe": ("predictions", "angle_displacement"),
+    }
+    return settings, mf.sweep(mf.lifted("sqrt"), LINE, **settings)
+
+
+def close(one, two):
+    assert set(one.data_vars) == set(two.data_vars)
+    for name in one.data_vars:
+        np.testing.assert_allclose(one[name], two[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("change", [{"chunk": 1}, {"chunk": 4, "waste": 0.9}])
+def test_chunks_and_padding_do_not_matter(plain, change):
+    settings, result = plain
+    close(mf.sweep(mf.lifted("sqrt"), LINE, **settings | change), result)
+
+
+def test_order_of_the_grid_does_not_matter(plain):
+    settings, result = plain
+    shuffled = {"widths": (11, 3, 5), "deltas": (0.0, np.inf, -np.inf), "seeds": (1, 0)}
+    other = mf.sweep(mf.lifted("sqrt"), LINE, **settings | shuffled)
+    close(other.sortby(["width", "delta", "seed"]), result)
+    # a cell is the same network whatever else is in the grid
+    part = mf.sweep(mf.lifted("sqrt"), LINE, **settings | {"widths": (5,), "seeds": (1,)})
+    close(part, result.sel(width=[5], seed=[1]))
+
+
+def test_one_compilation_per_width_group(plain):
+    settings, _ = plain
+    data = mf.Dataset(X, jnp.cos(X), "sum")
+    flow = mf.lifted("sqrt")
+    changed = settings | {"steps": 15, "chunk": 2}
+    plan = mf.sweeps.prepare(flow, data, **changed)
+    assert len(plan.groups) == 2 and len(plan.chunks) > 4 and plan.waste <= 0.15
+    before = program._compile.cache_info().misses
+    plan.run()
+    assert program._compile.cache_info().misses - before == len(plan.groups)
+    # other numbers in the same shapes, even in a new sweep, use the same programs
+    mf.sweep(flow, LINE, **changed | {"deltas": (-1.0, 1.0, 7.0), "key": 9, "step": 0.02})
+    assert program._compile.cache_info().misses - before == len(plan.groups)
+
+
+def test_lazy_clock_compares_widths_at_one_stage():
+    """With alpha = m^(1/4), taken from the width inside the program, f moves at a speed that hardly depends on m."""
+    x = jnp.linspace(-1.0, 1.0, 5)
+    data = mf.Dataset(x, jnp.sin(2.5 * x), "sum")
+
+    def paired(key, width):
+        half = mf.canonical().init(key, width // 2)
+        theta = jnp.tile(half.particles.theta, 2)
+        ratio = width**0.75
+        return mf.Cloud(mf.Polar(ratio * jnp.repeat(jnp.array([1.0, -1.0]), width // 2), theta), labels=0.0)
+
+    ds = mf.sweep(
+        lambda width: mf.lifted(alpha=width**0.25),
+        data,
+        widths=(64, 1024),
+        seeds=3,
+        init=paired,
+        steps=100,
+        step=0.01,
+        observe=("angle_displacement",),
+    )
+    decay = (ds.energy.isel(step=-1) / ds.energy.isel(step=0)).mean("seed")
+    assert np.all(ds.energy.isel(step=0) > 0) and np.all(decay < 0.5)
+    assert abs(float(decay[0] / decay[1]) - 1) < 0.3
+    # and the turn of the neurons falls like alpha/m = m^(-3/4), theory section 4
+    turn = ds.angle_displacement.isel(step=-1).mean("seed")
+    slope = float(np.log(turn[1] / turn[0]) / np.log(16))
+    assert abs(slope + 0.75) < 0.1
+
+
+def test_nested_seeds_are_prefixes():
+    plan = mf.sweeps.prepare(
+        mf.lifted(), LINE, widths=(4, 9), deltas=(1.0,), seeds=2, steps=1, step=0.1, nested=True, observe=()
+    )
+    small, large = plan.cloud(width=4, seed=1), plan.cloud(width=9, seed=1)
+    np.testing.assert_array_equal(small.particles.r, large.particles.r[:4])
+    np.testing.assert_array_equal(small.weights, np.full(4, 0.25))
+    assert float(small.width) == 4
+    ds = plan.run()
+    again = mf.descend(mf.lifted(), small, LINE, 1, step=0.1)
+    np.testing.assert_allclose(ds.energy.sel(width=4, delta=1.0, seed=1), again.energy, rtol=TOLERANCE)
+
+
+def test_scales_axes_of_the_solver_and_of_the_model():
+    def model(strength):
+        return mf.canonical(variation=strength)
+
+    ds = mf.sweep(
+        model,
+        LINE,
+        widths=(4,),
+        scales=(0.5, 2.0),
+        axes={"strength": (0.0, 0.1), "step": (0.01, 0.02), "clock": ("mean_field", "gradient")},
+        steps=3,
+        observe=(),
+    )
+    assert ds.energy.dims == ("width", "scale", "strength", "step_size", "clock", "seed", "step")
+    for scale in (0.5, 2.0):
+        for clock in ("mean_field", "gradient"):
+            cloud = draw(mf.canonical(), LINE, 4, 0)
+            cloud = cloud.at(cloud.particles._replace(r=scale * cloud.particles.r))
+            alone = mf.descend(model(0.1), cloud, LINE, 3, step=0.02, clock=clock)
+            cell = ds.sel(scale=scale, strength=0.1, step_size=0.02, clock=clock)
+            np.testing.assert_allclose(np.ravel(cell.energy), alone.energy, rtol=TOLERANCE)
+
+
+def test_minibatches_differ_between_cells_and_repeat():
+    settings = {"widths": (4,), "seeds": 2, "steps": 4, "step": 0.02, "batch_size": 3, "observe": ()}
+    one, two = (mf.sweep(mf.canonical(), LINE, **settings) for _ in range(2))
+    np.testing.assert_array_equal(one.energy, two.energy)
+    whole = mf.sweep(mf.canonical(), LINE, **{k: v for k, v in settings.items() if k != "batch_size"})
+    assert np.all(one.energy.isel(step=-1) != whole.energy.isel(step=-1))
+
+
+def test_a_failed_cell_loses_nothing_else():
+    settings = {"widths": (4,), "seeds": 2, "steps": 60, "every": 20, "observe": ("predictions",)}
+    flow = mf.vanilla("linear")
+    good = mf.sweep(flow, PLANE, axes={"step": (0.05, 0.1)}, **settings)
+    mixed = mf.sweep(flow, PLANE, axes={"step": (0.05, 1e9, 0.1)}, **settings)
+    code = {
+        name: value
+        for value, name in zip(mixed.result.flag_values, mixed.result.flag_meanings.split(), strict=True)
+    }
+    assert np.all(mixed.result.sel(step_size=1e9) == code["non_finite"])
+    assert np.all(mixed.result.sel(step_size=[0.05, 0.1]) == code["successful"])
+    close(mixed.sel(step_size=[0.05, 0.1]), good)
+    # step limit: the tight tolerance runs out of steps, the loose one does not notice
+    limits = {"widths": (4,), "t1": 3.0, "ts": 4, "max_steps": 12, "observe": ()}
+    tight = mf.sweep(mf.vanilla("tanh"), PLANE, axes={"rtol": (1e-2, 1e-12)}, atol=1e-12, **limits)
+    assert int(tight.result.sel(rtol=1e-2)[0, 0]) == code["successful"]
+    assert int(tight.result.sel(rtol=1e-12)[0, 0]) == code["max_steps_reached"]
+    assert np.isfinite(tight.energy.sel(rtol=1e-2)).all()
+    assert np.isnan(tight.energy.sel(rtol=1e-12)).any()
+
+
+def test_gradient_of_all_final_losses_with_respect_to_the_data():
+    flow = mf.lifted("sqrt")
+    plan = mf.sweeps.prepare(
+        flow,
+        LINE,
+        widths=(3, 5, 11),
+        deltas=(-1.0, np.inf),
+        steps=12,
+        every=6,
+        step=0.02,
+        seeds=2,
+        observe=("predictions", "kernel_drift", "angle_displacement"),
+    )
+
+    @jax.jit
+    def total(y):
+        return plan.values(mf.Dataset(LINE.x, y, "sum"))["energy"][..., -1].sum()
+
+    value, slope = jax.jit(jax.value_and_grad(total))(LINE.y)
+    assert float(value) == pytest.approx(float(plan.run().energy.isel(step=-1).sum()), rel=1e-12)
+    for direction in np.eye(6)[[0, 3]]:
+        h = 1e-5
+        difference = (total(LINE.y + h * direction) - total(LINE.y - h * direction)) / (2 * h)
+        assert float(slope @ direction) == pytest.approx(float(difference), rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"widths": ()}, "width must hold at least one"),
+        ({"widths": (3, 3)}, "distinct"),
+        ({"widths": 3}, "sequence of integers"),
+        ({"deltas": (np.nan,)}, "NaN"),
+        ({"steps": None}, "exactly one of t1 and steps"),
+        ({"t1": 1.0}, "exactly one of t1 and steps"),
+        ({"every": 3}, "every must divide steps"),
+        ({"ts": 3}, "ts belongs to t1"),
+        ({"axes": {"depth": (1, 2)}}, "reaches nothing"),
+        ({"axes": {"width": (1, 2)}}, "taken"),
+        ({"observe": ("spectrum",)}, "observables among"),
+        ({"seeds": (-1,)}, ">= 0"),
+        ({"chunk": 0}, "chunk"),
+        ({"init": lambda key, width: 3}, "must return a Cloud"),
+        ({"init": lambda key, width: mf.canonical().init(key, 2)}, "cloud of the width"),
+        ({"mesh": 3}, "mesh must have the axes"),
+    ],
+)
+def test_bad_arguments(change, message):
+    settings = {"widths": (3,), "deltas": (0.0,), "steps": 4, "step": 0.1} | change
+    with pytest.raises(ValueError, match=message):
+        mf.sweep(mf.lifted(), LINE, **settings)
+
+
+def test_deltas_need_labels():
+    with pytest.raises(ValueError, match="deltas need a flow"):
+        mf.sweep(mf.canonical(), LINE, widths=(3,), deltas=(0.0,), steps=1, step=0.1)
