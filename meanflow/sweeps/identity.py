@@ -55,8 +55,8 @@ def describe(value: Any) -> Any:
     if isinstance(value, type | types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, eqx.Module):
-        fields = {name: describe(getattr(value, name, None)) for name in value.__dataclass_fields__}
-        return {type(value).__name__: fields}
+        parts = {name: describe(getattr(value, name, None)) for name in value.__dataclass_fields__}
+        return {type(value).__name__: parts}
     wrapped = getattr(value, "__wrapped__", None)  # jitted and custom-derivative functions
     if wrapped is not None:
         return describe(wrapped)
