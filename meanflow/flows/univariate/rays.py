@@ -88,7 +88,7 @@ def classify_rays(x: Any, residual: Any) -> RayTable:
 
     >>> table = classify_rays(jnp.array([-1.0, 0.0, 1.0]), jnp.array([-0.5, 1.0, -0.6]))
     >>> table.positive.tolist()
-    [0, 1, 0, 0, 1, 0]
+    [0, 1, 0, -1, 1, 0]
     """
     x, residual = floating(x), floating(residual)
     order = jnp.argsort(x)
