@@ -26,8 +26,11 @@ for name in ("source_info_util", "config"):  # neural-tangents 0.6.5 reads them 
 import neural_tangents as nt
 widths, samples, repeats = json.loads(sys.argv[1])
 keys = jax.random.split(jax.random.PRNGKey(0), len(widths))
-params = [(jax.random.normal(k, (m, n)) / m**0.5, jnp.zeros(n)) for k, m, n in zip(keys, widths[:-1],
-widths[1:])] def apply(p, x):
+params = [
+    (jax.random.normal(k, (m, n)) / m**0.5, jnp.zeros(n))
+    for k, m, n in zip(keys, widths[:-1], widths[1:])
+]
+def apply(p, x):
     for w, b in p[:-1]:
         x = jax.nn.relu(x @ w + b)
     return x @ p[-1][0] + p[-1][1]

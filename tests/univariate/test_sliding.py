@@ -68,7 +68,10 @@ def slide(flow, cloud, data, t1, step, *, solver="sliding", clock="gradient", ma
     ],
 )
 def test_agrees_with_the_reference_at_time_30(kind, seed):
-    """Parameter error below 1e-5 at step 1e-2, where gradient descent is off by 1e-3; the same events."""
+    """Parameter error below 1e-5 at step 1e-2, where gradient descent is off by 1e-3; the same events.
+
+    Not true of every start: full seeds 0, 1 and 3 give 1.0e-5, 1.1e-5 and 3.9e-5, and are not in this list.
+    """
     x, y, _, cloud, flow = problem(kind, seed)
     data = Dataset(x, y, weights="sum")
     expected, log = reference(kind, seed)
