@@ -7,7 +7,8 @@
     E'     = -sum_i p_i <grad V, C grad V>                        dissipation, an equality
     K(x,z) = sum_i p_i <grad phi(w_i; x), C(w_i) grad phi(w_i; z)>    tangent kernel
 
-Everything here is a pure function of pytrees and works under jit, vmap and grad.
+Everything here is a pure function of pytrees and works under jit, vmap and grad. Arguments are checked first, then one
+compiled program runs, so that calls from a notebook are as fast as calls from inside a jitted function.
 """
 
 from collections.abc import Callable
@@ -97,6 +98,11 @@ def predict(flow: Flow, cloud: Cloud, x: Any) -> jax.Array:
     """f(x), shape (n,). A batch-norm flow must be bound to its statistics first."""
     x = floating(x)
     flow.check(cloud, x)
+    return _predict(flow, cloud, x)
+
+
+@eqx.filter_jit
+def _predict(flow: Flow, cloud: Cloud, x: jax.Array) -> jax.Array:
     return flow.feature.predict(cloud, x)
 
 
@@ -114,7 +120,11 @@ def _penalty(flow: Flow, cloud: Cloud) -> jax.Array | float:
 
 def energy(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
     """E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i)."""
-    flow = _prepare(flow, cloud, data)
+    return _energy(_prepare(flow, cloud, data), cloud, data)
+
+
+@eqx.filter_jit
+def _energy(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
     f = flow.feature.predict(cloud, data.x)
     return data.weights @ flow.loss(f, data.y) + _penalty(flow, cloud)
 
@@ -136,13 +146,21 @@ def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> Any:
     Equals -(1/p_i) C dE/dw_i, but is computed without dividing by p_i, so padding moves as test particles do.
     Cost O(n m d).
     """
-    flow = _prepare(flow, cloud, data)
+    return _velocity(_prepare(flow, cloud, data), cloud, data)
+
+
+@eqx.filter_jit
+def _velocity(flow: Flow, cloud: Cloud, data: Dataset) -> Any:
     return jax.tree.map(jnp.negative, flow.space.cometric(cloud, _differential(flow, cloud, data)))
 
 
 def dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
     """-dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its square root is the speed of the measure."""
-    flow = _prepare(flow, cloud, data)
+    return _dissipation(_prepare(flow, cloud, data), cloud, data)
+
+
+@eqx.filter_jit
+def _dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
     covector = _differential(flow, cloud, data)
     return _pair(cloud, covector, flow.space.cometric(cloud, covector))
 
@@ -163,6 +181,11 @@ def first_variation(flow: Flow, cloud: Cloud, data: Dataset, probes: Any) -> jax
     flow = _prepare(flow, cloud, data)
     probe = probes if isinstance(probes, Cloud) else Cloud(probes, width=cloud.width)
     flow.check(probe, data.x)
+    return _first_variation(flow, cloud, data, probe)
+
+
+@eqx.filter_jit
+def _first_variation(flow: Flow, cloud: Cloud, data: Dataset, probe: Cloud) -> jax.Array:
     f = flow.feature.predict(cloud, data.x)
     value = (data.weights * flow.loss.slope(f, data.y)) @ flow.feature(probe, data.x)
     if flow.regulariser is None:
@@ -189,6 +212,11 @@ def tangent_kernel(
     z = x if z is None else floating(z)
     flow.check(cloud, x)
     flow.check(cloud, z)
+    return _tangent_kernel(flow, cloud, x, z, chunk)
+
+
+@eqx.filter_jit
+def _tangent_kernel(flow: Flow, cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int) -> jax.Array:
     columns = jax.lax.map(
         kernel_operator(flow, cloud, x, z), jnp.eye(z.shape[0], dtype=z.dtype), batch_size=chunk
     )

@@ -20,27 +20,32 @@ from meanflow.geometry import sphere
 from meanflow.geometry.sphere import dot, norm
 
 
+@jax.jit
 def sigma_norm(b: jax.Array, sigma: jax.Array) -> jax.Array:
     """|b|_S = sqrt(b' S b), the standard deviation of b . x; last axis kept with length 1."""
     # whole-array product: some jax releases miscompile a vmapped w -> w' S w
     return jnp.sqrt(dot(b, b @ sigma))
 
 
+@jax.jit
 def normalize(b: jax.Array, sigma: jax.Array) -> jax.Array:
     """T(b) = b / |b|_S, from raw weights to Omega; invariant under b -> lambda b, lambda > 0."""
     return b / sigma_norm(b, sigma)
 
 
+@jax.jit
 def direction(bb: jax.Array) -> jax.Array:
     """The unit vector bb/|bb|: inverse of T on the unit sphere, and the isometry Omega -> sphere."""
     return bb / norm(bb)
 
 
+@jax.jit
 def project(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
     """(I - bb u') v: the projection along bb onto the tangent space {v : u . v = 0} at bb."""
     return v - bb * dot(bb @ sigma, v)
 
 
+@jax.jit
 def cometric_apply(bb: jax.Array, covector: jax.Array, sigma: jax.Array) -> jax.Array:
     """G^-1 g = |bb|^2 (I - bb u')(I - u bb') g: the gradient of the metric from a differential. O(d) after S bb."""
     u = bb @ sigma
@@ -48,12 +53,14 @@ def cometric_apply(bb: jax.Array, covector: jax.Array, sigma: jax.Array) -> jax.
     return dot(bb, bb) * (h - bb * dot(u, h))
 
 
+@jax.jit
 def inner(bb: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
     """<v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
     square = dot(bb, bb)
     return ((dot(v, w) - dot(v, bb) * dot(w, bb) / square) / square)[..., 0]
 
 
+@jax.jit
 def metric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
     """The ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
     u = sigma @ bb
@@ -62,6 +69,7 @@ def metric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
     return (tangent - jnp.outer(w, w) / (bb @ bb)) / (bb @ bb)
 
 
+@jax.jit
 def cometric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
     """The matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
     u = sigma @ bb
@@ -69,11 +77,13 @@ def cometric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
     return (bb @ bb) * left @ left.T
 
 
+@jax.jit
 def distance(bb: jax.Array, other: jax.Array) -> jax.Array:
     """Geodesic distance on (Omega, G): the Euclidean angle between the two vectors. Shape (...)."""
     return sphere.angle(direction(bb), direction(other))
 
 
+@jax.jit
 def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
     """Endpoint of the geodesic of G from bb with velocity v (tangent)."""
     s = direction(bb)
@@ -81,12 +91,14 @@ def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
     return normalize(sphere.exp(s, turn), sigma)
 
 
+@jax.jit
 def log(bb: jax.Array, other: jax.Array, sigma: jax.Array) -> jax.Array:
     """Tangent v at bb with exp(bb, v) = other; undefined for opposite vectors."""
     turn = sphere.log(direction(bb), direction(other))
     return norm(bb) * project(bb, turn, sigma)
 
 
+@jax.jit
 def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
     """One raw gradient step, then renormalise: second order, distance to exp is |v|_G^3 / 3."""
     s = direction(bb)
@@ -94,6 +106,7 @@ def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
     return normalize(s + turn, sigma)
 
 
+@jax.jit
 def volume_density(bb: jax.Array, sigma: jax.Array) -> jax.Array:
     """d vol_G / d(Euclidean surface area of Omega) = 1 / (|bb|^d |S bb|); total volume is that of S^(d-1)."""
     return (norm(bb) ** -bb.shape[-1] / norm(bb @ sigma))[..., 0]
@@ -113,6 +126,7 @@ class Comparison(NamedTuple):
     condition: jax.Array
 
 
+@jax.jit
 def comparison(sigma: jax.Array) -> Comparison:
     """The comparison constants of (Omega, G): chord <= lower * angle, angle <= (pi/2) upper * chord."""
     spectrum = jnp.linalg.eigvalsh(sigma)

@@ -21,17 +21,20 @@ def sinc(t: jax.Array) -> jax.Array:
     return jnp.sinc(t / jnp.pi)
 
 
+@jax.jit
 def angle(p: jax.Array, q: jax.Array) -> jax.Array:
     """Geodesic distance of unit vectors, 2 atan2(|p-q|, |p+q|): accurate at 0 and at pi. Shape (...)."""
     return 2 * jnp.arctan2(norm(p - q), norm(p + q))[..., 0]
 
 
+@jax.jit
 def exp(p: jax.Array, v: jax.Array) -> jax.Array:
     """Endpoint of the geodesic from ``p`` with initial velocity ``v`` (tangent at p), after unit time."""
     length = norm(v)
     return jnp.cos(length) * p + sinc(length) * v
 
 
+@jax.jit
 def log(p: jax.Array, q: jax.Array) -> jax.Array:
     """Tangent vector v at ``p`` with exp(p, v) = q; undefined for antipodal points."""
     turn = angle(p, q)[..., None]

@@ -90,7 +90,9 @@ class Cloud(eqx.Module):
         self.particles = particles
         self.weights = weights
         self.labels = labels
-        self.width = jnp.asarray(jnp.count_nonzero(weights) if width is None else width, dtype)
+        if width is None:
+            width = jnp.count_nonzero(weights) if known is None else np.count_nonzero(known)
+        self.width = jnp.asarray(width, dtype)
 
     @property
     def size(self) -> int:

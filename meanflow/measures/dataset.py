@@ -54,6 +54,7 @@ class Dataset(eqx.Module):
         """Number of points n."""
         return self.y.shape[0]
 
+    @eqx.filter_jit
     def moments(self) -> tuple[jax.Array, jax.Array]:
         """Mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
         share = self.weights / jnp.sum(self.weights)
