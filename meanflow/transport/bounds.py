@@ -213,6 +213,30 @@ def theorem33(x: jax.Array, y: jax.Array, alpha: Any, *, interpolation: str = "h
     return Bound(bounds[0], bounds[1], wasserstein(images[0], images[1]))
 
 
+def standardized_layer(x: jax.Array, y: jax.Array, alpha: Any) -> Bound:
+    """The practical layer before gamma and beta: exact standardisation, then (10) with alpha in [0, 1]^d.
+
+    Printed: 2 / min alpha of Theorem 3.3 (infinite at 0); corrected: ``unitized_standardized_bound``.
+    """
+    low, images = float(jnp.min(jnp.asarray(alpha))), [unitize(rescale(recenter(u)), alpha) for u in (x, y)]
+    corrected = unitized_standardized_bound(x.shape[1], low)
+    printed = 2 / low if low > 0 else float("inf")
+    sides = [jnp.asarray(side, x.dtype) for side in (printed, corrected)]
+    return Bound(sides[0], sides[1], wasserstein(images[0], images[1]))
+
+
+def layer_output(
+    x: jax.Array, y: jax.Array, gamma: Any, beta: Any, gamma_y: Any = None, beta_y: Any = None
+) -> Bound:
+    """The layer after gamma and beta, of unit samples: printed 2 of Theorem 3.1; corrected ``output_bound``."""
+    gamma_y, beta_y = (gamma if gamma_y is None else gamma_y), (beta if beta_y is None else beta_y)
+    units = [unitize(u, 1.0) for u in (x, y)]
+    lay = lambda u, g, b: u * jnp.asarray(g, u.dtype)[None] + jnp.asarray(b, u.dtype)[None]
+    distance = wasserstein(lay(units[0], gamma, beta), lay(units[1], gamma_y, beta_y))
+    corrected = output_bound(*units, gamma, beta, gamma_y, beta_y)
+    return Bound(jnp.asarray(2.0, x.dtype), corrected, distance)
+
+
 def unbounded_example(scale: float, dimension: int, p: int = 2) -> tuple[float, float]:
     """The paper's unnormalised example: uniform on [C/2, C]^d against uniform on [0, C/4]^d.
 

@@ -16,6 +16,7 @@ from meanflow.transport import (
     loss_shift,
     marginal_wasserstein,
     moments,
+    paired_distance,
     sandwich,
     sinkhorn_divergence,
     sliced_distances,
@@ -143,6 +144,9 @@ def test_bootstrap_of_the_other_estimators(key):
     x, y = clouds(4, n=30, d=3)
     statistics = {
         "sliced": lambda x, y: sliced_wasserstein(x, y, key=key, directions=32, scaled=True),
+        "one feature": lambda x, y: wasserstein(x[:, 0], y[:, 0]),
+        "paired": paired_distance,
+        "loss shift": lambda x, y: loss_shift(jnp.tanh, x, y, 0.0, lambda f, t: jnp.mean(f)),
         "sinkhorn": lambda x, y: sinkhorn_divergence(x, y, max_iterations=100).value,
         "critic": lambda x, y: critic_distance(x, y, key=key, steps=20).value,
     }
