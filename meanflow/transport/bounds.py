@@ -5,6 +5,7 @@ empirical measures themselves and are pure JAX. Each ``theorem...`` function als
 distance and returns a ``Bound`` with both sides. r denotes |x|, a = min alpha.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,9 @@ from meanflow.layers.functional import recenter, rescale, unitize
 from meanflow.transport.wasserstein import wasserstein
 
 FORMS = ("printed", "corrected")
+
+
+_unitize = jax.jit(unitize, static_argnames="interpolation")
 
 
 class Bound(NamedTuple):
@@ -29,6 +33,7 @@ class Bound(NamedTuple):
     distance: jax.Array
 
 
+@partial(jax.jit, static_argnames="form")
 def moment_bound(x: jax.Array, y: jax.Array, form: str = "corrected") -> jax.Array:
     """Upper bound from two moments (Theorem 1).
 
@@ -73,6 +78,7 @@ def noise_bound(x: jax.Array, y: jax.Array, c: float) -> jax.Array:
     return jnp.abs(noise[0] - noise[1]) / (2 * c * x.shape[1] ** 0.5)
 
 
+@partial(jax.jit, static_argnames="orders")
 def best_power_bound(x: jax.Array, y: jax.Array, orders: tuple[int, ...] = (1, 2, 3, 4)) -> jax.Array:
     """The largest ``power_bound`` over orders and a grid of C from 1/16 to 1 times the largest entry."""
     top = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
@@ -89,6 +95,7 @@ def harmonic_norm(r: jax.Array, alpha: jax.Array) -> jax.Array:
     return jnp.where(scale > 0, r / jnp.where(scale > 0, scale, 1), 0)
 
 
+@partial(jax.jit, static_argnames=("interpolation", "form"))
 def unitized_bound(
     x: jax.Array,
     y: jax.Array,
@@ -209,7 +216,7 @@ def theorem32(x: jax.Array, y: jax.Array, alpha: float) -> Bound:
 def theorem33(x: jax.Array, y: jax.Array, alpha: Any, *, interpolation: str = "harmonic") -> Bound:
     """Theorem 3.3 for a vector alpha: true of the harmonic form, false of the linear one the paper runs."""
     bounds = [unitized_bound(x, y, alpha, interpolation=interpolation, form=form) for form in FORMS]
-    images = [unitize(u, alpha, interpolation=interpolation) for u in (x, y)]
+    images = [_unitize(u, alpha, interpolation=interpolation) for u in (x, y)]
     return Bound(bounds[0], bounds[1], wasserstein(images[0], images[1]))
 
 
