@@ -51,6 +51,10 @@ def recentered(gram: jax.Array) -> jax.Array:
     return gram - jnp.mean(gram, axis=1, keepdims=True)
 
 
+LAYER = ("recenter", "rescale", "activation", "weights", "nodes")
+
+
+@partial(jax.jit, static_argnames=LAYER)
 def layer_map(
     gram: jax.Array,
     *,
@@ -116,9 +120,6 @@ def layer_map(
 def _unit(gram: jax.Array) -> jax.Array:
     """Scaled to mean squared length 1."""
     return gram * (gram.shape[0] / jnp.trace(gram))
-
-
-LAYER = ("recenter", "rescale", "activation", "weights", "nodes")  # static arguments of layer_map
 
 
 @partial(jax.jit, static_argnames=("depth", "renormalize", *LAYER))

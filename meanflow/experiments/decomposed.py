@@ -127,6 +127,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
     run = depth.propagate(jax.random.split(jax.random.key(31), seeds), x, [width] * layers, renormalize=True)
     odd = depth.odd_point(run.layers.gram[:, -1])
     limit = depth.odd_state(n)
+    wide = depth.odd_point(depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1])
     return Outcome(
         name="002/figure-3",
         claim="All points collapse to one cluster except one odd point, far away and orthogonal.",
@@ -137,9 +138,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
             "angles_after": run.layers.angles[:, -1],
             "projection": run.final @ jax.random.normal(jax.random.key(32), (width, 2)),
             "odd": odd._asdict(),
-            "infinite_width": depth.odd_point(
-                depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1]
-            )._asdict(),
+            "infinite_width": wide._asdict(),
         },
         criteria=(
             Criterion(
@@ -148,6 +147,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
             Criterion("mean norm ratio", float(odd.norm_ratio.mean()), 10),
             Criterion("least odd angle", float(odd.odd_angle.min()), 85),
             Criterion("mean cluster angle", float(odd.cluster_angle.mean()), high=45),
+            Criterion("cluster angle at infinite width", float(wide.cluster_angle), 24.5, 32),
         ),
     )
 

@@ -94,8 +94,8 @@ def test_batchnorm_angles():
 def test_rescaled_angles():
     for n, angle in {5: 60.86, 10: 59.84, 64: 58.93}.items():
         start = 0.5 * jnp.eye(n) + 0.5
-        nodes = 100 if n < 64 else 50
-        found = depth.fixed_point(start, recenter=False, rescale="rms", nodes=nodes, tolerance=1e-9)
+        nodes = 100 if n < 64 else 40
+        found = depth.fixed_point(start, recenter=False, rescale="rms", nodes=nodes, tolerance=1e-6)
         assert abs(float(depth.pair_angles(found.gram)[0]) - angle) < 0.005
     assert abs(degrees(rescaled_cosine_limit()) - 58.75) < 0.005
 
@@ -121,7 +121,7 @@ def test_rescaled_state_has_a_fast_and_a_slow_direction():
     values = depth.stability(gram, recenter=False, rescale="rms")
     step = lambda c: depth.layer_map(c + (1 - c) * jnp.eye(n), recenter=False, rescale="rms")
     cosine = lambda c: step(c)[0, 1] / step(c)[0, 0]
-    slope = jax.grad(cosine)(gram[0, 1])
+    slope = jax.jit(jax.grad(cosine))(gram[0, 1])
     assert abs(slope - 0.39) < 0.005
     assert np.min(np.abs(values - slope)) < 1e-8
     np.testing.assert_allclose(np.abs(values[0]), 0.8615, atol=1e-4)

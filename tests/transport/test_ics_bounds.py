@@ -178,7 +178,8 @@ def test_scalar_alpha():
     )
     assert np.all(w <= corrected * (1 + SLACK) + SLACK)
     assert np.all(corrected <= printed * (1 + SLACK))
-    assert np.median(corrected[alpha > 0] / printed[alpha > 0]) < 0.9
+    inner = (alpha > 0) & (alpha < 1)  # at alpha = 1 both are 2
+    assert np.all(corrected[inner] < printed[inner])
     out = bounds.theorem32(jnp.asarray(x[2]), jnp.asarray(y[2]), 0.5)
     np.testing.assert_allclose(out, [printed[2], corrected[2], w[2]], rtol=1e-12)
     far = jnp.array([[1e9, 0.0]])
