@@ -240,7 +240,7 @@ def layer_output(
     units = [unitize(u, 1.0) for u in (x, y)]
     lay = lambda u, g, b: u * jnp.asarray(g, u.dtype)[None] + jnp.asarray(b, u.dtype)[None]
     distance = wasserstein(lay(units[0], gamma, beta), lay(units[1], gamma_y, beta_y))
-    corrected = output_bound(*units, gamma, beta, gamma_y, beta_y)
+    corrected = output_bound(units[0], units[1], gamma, beta, gamma_y, beta_y)
     return Bound(jnp.asarray(2.0, x.dtype), corrected, distance)
 
 
