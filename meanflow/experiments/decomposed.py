@@ -236,6 +236,8 @@ def _figure_5(source: str, seeds: int, n: int, width: int) -> tuple[dict[str, ja
     return {f"{k} n={n}": v[:, -2:] for k, v in runs.items()}, [
         Criterion(f"BN n={n}", mean["BN"], bn - 1, bn + 1),
         Criterion(f"RS(rms) n={n}", mean["RS(rms)"], rms - 2, rms + 2),
+        # below 10 degrees was set for n = 10; at n = 64 the reference runs themselves gave 15 to 19, and the
+        # range stated for all batches is 1 to 32
         Criterion(f"RS(std) n={n}", mean["RS(std)"], high=10 if n == 10 else 32),
     ]
 
@@ -259,7 +261,8 @@ def figure_5_digits(seeds: int = 4, width: int = 512) -> Outcome:
     return Outcome(
         name="002/figure-5-digits",
         claim="About 75 degrees with batch norm, about 60 without recentring.",
-        finding="Batches of 64 give 71.92 and 58.93; rescaling by the std alone collapses the angles.",
+        finding="Batches of 64 give 71.92 and 58.93. Rescaling by the std alone collapses the angles: to "
+        f"{small_criteria[2].value:.1f} degrees at n = 10 and {large_criteria[2].value:.1f} at n = 64.",
         data=small | large,
         criteria=(*small_criteria, *large_criteria),
     )
