@@ -19,6 +19,8 @@ from meanflow.layers import (
 )
 from meanflow.transport import wasserstein
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 WIDE = {"param_dtype": jnp.float64}
 
 

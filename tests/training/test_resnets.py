@@ -13,6 +13,8 @@ from meanflow.layers import BatchNorm, Rescale, UnitizedBatchNorm
 from meanflow.training import ResNet, count_parameters
 from meanflow.training.resnet import Block
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 zeros = nnx.initializers.zeros
 
 

@@ -15,6 +15,8 @@ from meanflow.training import CNN, MLP, Trainer, Watch, load_state, save_state, 
 from meanflow.training.data import Data
 from meanflow.training.trainer import cross_entropy
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def small_data(seed=0, n=24, d=5):
     rng = np.random.default_rng(seed)
