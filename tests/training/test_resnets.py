@@ -104,7 +104,8 @@ def test_runs_forward_and_backward_on_cifar_shapes(name):
 
         return jax.value_and_grad(loss)(params)
 
-    assert jax.eval_shape(lambda p: nnx.merge(graph, p, stats, copy=True)(x), params).shape == shape
+    out = jax.eval_shape(lambda *state: nnx.merge(graph, *state, copy=True)(x), params, stats)
+    assert out.shape == shape
     value, grads = jax.tree.map(np.asarray, grad(params, stats, x))
     assert np.isfinite(value)
     leaves, slopes = jax.tree.leaves(params), jax.tree.leaves(grads)
