@@ -144,7 +144,7 @@ def test_bootstrap_of_the_other_estimators(key):
         "paired": paired_distance,
         "loss shift": lambda x, y: loss_shift(jnp.tanh, x, y, 0.0, lambda f, t: jnp.mean(f)),
         "sinkhorn": lambda x, y: sinkhorn_divergence(x, y, max_iterations=100).value,
-        "critic": lambda x, y: critic_distance(x, y, key=key, steps=20).value,
+        "critic": lambda x, y: critic_distance(x, y, key=key, steps=20, hidden=(8,)).value,
     }
     for name, statistic in statistics.items():
         out = bootstrap(statistic, x, y, key=key, repeats=10, compiled=True)
