@@ -13,7 +13,7 @@ for the rms (or after recentring, K replaced by HKH) and A = H for the spread ab
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,53 +21,28 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow.depth.propagate import VARIANCE
+from meanflow.kernels.dual import dual_activation
+
+HOMOGENEOUS = ("relu", "linear", "leaky_relu")
+"""Activations with phi(t z) = t phi(z) for t > 0, so that rescaling can be taken out of the expectation."""
 
 
-def _sqrt(v: jax.Array) -> jax.Array:
-    """sqrt(max(v, 0)) whose derivative is 0, not infinite, at 0."""
-    positive = v > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, v, 1.0)), 0.0)
+def dual_map(gram: jax.Array, activation: str = "relu") -> jax.Array:
+    """E[phi(z) phi(z)'] for z ~ N(0, K): the expected Gram matrix (n, n) of one neuron."""
+    square = jnp.diagonal(gram)
+    first, second = (jnp.broadcast_to(v, gram.shape) for v in (square[:, None], square[None, :]))
+    return dual_activation(activation)(first, second, gram).value
 
 
-@jax.custom_jvp
-def relu_dual(a: jax.Array, c: jax.Array, b: jax.Array) -> jax.Array:
-    """2 E[relu(u) relu(v)] for centred Gaussians with variances a, b and covariance c, elementwise.
-
-    Equals (s + (pi - theta) c) / pi with s = sqrt(ab - c^2) and theta = atan2(s, c). Written with atan2 the
-    rounding error of s cancels to third order, and parallel or zero vectors are no special case. The
-    derivative is given in closed form, hence finite everywhere: d/dc = 1 - theta/pi, d/da = s / (2 pi a).
-    """
-    s = _sqrt(a * b - c * c)
-    return (s + (jnp.pi - jnp.arctan2(s, c)) * c) / jnp.pi
-
-
-@relu_dual.defjvp
-def _relu_dual_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    (a, c, b), (da, dc, db) = primals, tangents
-    s = _sqrt(a * b - c * c)
-    # at a zero vector atan2(0, 0) has no derivative; any angle will do there, because s = c = 0
-    theta = jnp.arctan2(s, jnp.where((s == 0) & (c == 0), 1.0, c))
-    share = lambda da, a: jnp.where(a > 0, da / jnp.where(a > 0, a, 1.0), 0.0)
-    slope = (1 - theta / jnp.pi) * dc + s / (2 * jnp.pi) * (share(da, a) + share(db, b))
-    return relu_dual(a, c, b), slope
+def relu_map(gram: jax.Array) -> jax.Array:
+    """J(K): expected Gram matrix after ReLU, weights with fan_in * variance = 2; the diagonal is kept."""
+    return 2 * dual_map(gram)
 
 
 def kappa(r: jax.Array) -> jax.Array:
     """Cosine after a wide ReLU layer: (sqrt(1 - r^2) + (pi - arccos r) r) / pi."""
     r = jnp.asarray(r)
-    return relu_dual(jnp.ones_like(r), r, jnp.ones_like(r))
-
-
-def relu_map(gram: jax.Array) -> jax.Array:
-    """J(K): expected Gram matrix after ReLU, weights with fan_in * variance = 2; the diagonal is kept."""
-    square = jnp.diagonal(gram)
-    return relu_dual(
-        jnp.broadcast_to(square[:, None], gram.shape), gram, jnp.broadcast_to(square[None, :], gram.shape)
-    )
-
-
-DUALS = {"relu": lambda gram: 0.5 * relu_map(gram), "linear": lambda gram: gram}
-"""K -> E[phi(z) phi(z)'] for z ~ N(0, K)."""
+    return 2 * dual_activation("relu")(jnp.ones_like(r), jnp.ones_like(r), r).value
 
 
 def recentered(gram: jax.Array) -> jax.Array:
@@ -76,6 +51,10 @@ def recentered(gram: jax.Array) -> jax.Array:
     return gram - jnp.mean(gram, axis=1, keepdims=True)
 
 
+LAYER = ("recenter", "rescale", "activation", "weights", "nodes")
+
+
+@partial(jax.jit, static_argnames=LAYER)
 def layer_map(
     gram: jax.Array,
     *,
@@ -89,12 +68,11 @@ def layer_map(
 
     Args:
         gram: (n, n).
-        recenter: as in ``propagate``; so are rescale, activation (``"relu"`` or ``"linear"``) and weights
-            (``"he"`` or ``"gaussian"``).
+        recenter: as in ``propagate``.
         rescale: None, ``"rms"`` or ``"std"``. ``"std"`` without recentring needs n >= 4: below, the
             expectation is infinite.
-        activation: ``"relu"`` or ``"linear"``.
-        weights: sets the variance; without effect on the result when rescaling.
+        activation: ``"relu"``, ``"leaky_relu"`` or ``"linear"``.
+        weights: ``"he"`` or ``"gaussian"``; sets the variance, without effect when rescaling.
         nodes: Gauss-Legendre nodes of the rescaling integral; 100 give 1e-13 in double precision.
 
     Returns:
@@ -102,10 +80,10 @@ def layer_map(
         expected product per neuron, E[x_i x_j]. Cost O(n^2), with rescaling O(nodes n^3).
     """
     _checks.one_of("rescale", rescale, (None, "std", "rms"))
-    _checks.one_of("activation", activation, DUALS)
+    _checks.one_of("activation", activation, HOMOGENEOUS)
     _checks.one_of("weights", weights, VARIANCE)
     n = gram.shape[0]
-    dual = DUALS[activation]
+    dual = partial(dual_map, activation=activation)
     sigma = recentered(gram) if recenter else gram
     if rescale is None:
         return VARIANCE[weights] * dual(sigma)
@@ -144,13 +122,10 @@ def _unit(gram: jax.Array) -> jax.Array:
     return gram * (gram.shape[0] / jnp.trace(gram))
 
 
-@partial(
-    jax.jit,
-    static_argnames=("depth", "recenter", "rescale", "activation", "weights", "renormalize", "nodes"),
-)
-def _recursion(gram: jax.Array, depth: int, renormalize: bool, **layer: object) -> jax.Array:
+@partial(jax.jit, static_argnames=("depth", "renormalize", *LAYER))
+def _recursion(gram: jax.Array, depth: int, renormalize: bool, **layer: Any) -> jax.Array:
     def step(gram: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        gram = layer_map(gram, **layer)  # type: ignore[arg-type]
+        gram = layer_map(gram, **layer)
         gram = _unit(gram) if renormalize else gram
         return gram, gram
 
@@ -158,28 +133,14 @@ def _recursion(gram: jax.Array, depth: int, renormalize: bool, **layer: object) 
     return jnp.concatenate([first[None], jax.lax.scan(step, first, None, length=depth)[1]])
 
 
-def expected_gram(
-    gram: jax.Array,
-    depth: int,
-    *,
-    recenter: bool = True,
-    rescale: str | None = None,
-    activation: str = "relu",
-    weights: str = "he",
-    renormalize: bool = False,
-    nodes: int = 100,
-) -> jax.Array:
+def expected_gram(gram: jax.Array, depth: int, *, renormalize: bool = False, **layer: Any) -> jax.Array:
     """Expected Gram matrices of an infinitely wide network, layer by layer.
 
     Args:
         gram: (n, n) Gram matrix of the input batch.
         depth: number of layers.
-        recenter: see ``layer_map``; so are rescale, activation, weights and nodes.
-        rescale: None, ``"rms"`` or ``"std"``.
-        activation: ``"relu"`` or ``"linear"``.
-        weights: ``"he"`` or ``"gaussian"``.
         renormalize: scale every matrix to mean squared length 1.
-        nodes: quadrature nodes.
+        **layer: recenter, rescale, activation, weights and nodes of ``layer_map``.
 
     Returns:
         (depth + 1, n, n); row 0 is the input.
@@ -192,16 +153,7 @@ def expected_gram(
     gram = jnp.asarray(gram)
     _checks.shape("gram", gram, (gram.shape[0], gram.shape[0]) if gram.ndim else (None, None))
     _checks.finite("gram", gram)
-    return _recursion(
-        gram,
-        _checks.whole("depth", depth, 1),
-        bool(renormalize),
-        recenter=bool(recenter),
-        rescale=rescale,
-        activation=activation,
-        weights=weights,
-        nodes=nodes,
-    )
+    return _recursion(gram, _checks.whole("depth", depth, 1), bool(renormalize), **layer)
 
 
 class FixedPoint(NamedTuple):
@@ -220,28 +172,18 @@ class FixedPoint(NamedTuple):
     residual: jax.Array
 
 
-@partial(jax.jit, static_argnames=("max_steps", "recenter", "rescale", "activation", "weights", "nodes"))
+@partial(jax.jit, static_argnames=("max_steps", *LAYER))
 def fixed_point(
-    gram: jax.Array,
-    *,
-    recenter: bool = True,
-    rescale: str | None = None,
-    activation: str = "relu",
-    weights: str = "he",
-    nodes: int = 100,
-    tolerance: float = 1e-12,
-    max_steps: int = 100_000,
+    gram: jax.Array, *, tolerance: float = 1e-12, max_steps: int = 100_000, **layer: Any
 ) -> FixedPoint:
-    """Iterates one layer (``layer_map``, up to scale) from ``gram`` until no entry moves by ``tolerance``.
+    """Iterates one layer (``layer_map`` with the options ``layer``, up to scale) until it stands still.
 
-    Only attracting states are found; ``stability`` gives their eigenvalues.
+    Stops when no entry of ``gram`` moves by more than ``tolerance``. Only attracting states are found;
+    ``stability`` gives their eigenvalues.
     """
-    layer = partial(
-        layer_map, recenter=recenter, rescale=rescale, activation=activation, weights=weights, nodes=nodes
-    )
 
     def step(state: FixedPoint) -> FixedPoint:
-        image = layer(state.gram)
+        image = layer_map(state.gram, **layer)
         unit = _unit(image)
         change = jnp.max(jnp.abs(unit - state.gram))
         return FixedPoint(unit, jnp.trace(image) / gram.shape[0], state.steps + 1, change)
@@ -253,15 +195,8 @@ def fixed_point(
     return jax.lax.while_loop(going, step, start)
 
 
-def stability(
-    gram: jax.Array,
-    *,
-    recenter: bool = True,
-    rescale: str | None = None,
-    activation: str = "relu",
-    nodes: int = 100,
-) -> np.ndarray:
-    """Eigenvalues of one layer (up to scale) linearised at ``gram``, largest modulus first.
+def stability(gram: jax.Array, **layer: Any) -> np.ndarray:
+    """Eigenvalues of one ``layer_map`` (up to scale) linearised at ``gram``, largest modulus first.
 
     The derivative acts on symmetric matrices, n(n+1)/2 of them; the direction of ``gram`` itself has
     eigenvalue 0, because the scale is divided out. A fixed point attracts when all moduli are below 1. On
@@ -273,8 +208,7 @@ def stability(
     def step(entries: jax.Array) -> jax.Array:
         upper = jnp.zeros((n, n), gram.dtype).at[i, j].set(entries)
         full = upper + upper.T - jnp.diag(jnp.diagonal(upper))
-        image = layer_map(full, recenter=recenter, rescale=rescale, activation=activation, nodes=nodes)
-        return _unit(image)[i, j]
+        return _unit(layer_map(full, **layer))[i, j]
 
     jacobian = np.asarray(jax.jit(jax.jacfwd(step))(_unit(gram)[i, j]))
     values = np.linalg.eigvals(jacobian)

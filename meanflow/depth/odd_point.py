@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from meanflow import _checks
 from meanflow.depth import observables
-from meanflow.depth.expected import relu_dual
+from meanflow.kernels.dual import dual_activation
 
 
 class OddPoint(NamedTuple):
@@ -96,9 +96,8 @@ def block_layer(blocks: Blocks) -> Blocks:
     shape = inner.shape
     square = square - 2 * with_mean + mean
     inner = inner - with_mean[:, None] - with_mean[None, :] + mean
-    inner = relu_dual(
-        jnp.broadcast_to(square[:, None], shape), inner, jnp.broadcast_to(square[None, :], shape)
-    )
+    first, second = (jnp.broadcast_to(v, shape) for v in (square[:, None], square[None, :]))
+    inner = 2 * dual_activation("relu")(first, second, inner).value
     scale = n / jnp.sum(sizes * square)
     return Blocks(sizes, square * scale, inner * scale)
 

@@ -127,6 +127,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
     run = depth.propagate(jax.random.split(jax.random.key(31), seeds), x, [width] * layers, renormalize=True)
     odd = depth.odd_point(run.layers.gram[:, -1])
     limit = depth.odd_state(n)
+    wide = depth.odd_point(depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1])
     return Outcome(
         name="002/figure-3",
         claim="All points collapse to one cluster except one odd point, far away and orthogonal.",
@@ -137,9 +138,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
             "angles_after": run.layers.angles[:, -1],
             "projection": run.final @ jax.random.normal(jax.random.key(32), (width, 2)),
             "odd": odd._asdict(),
-            "infinite_width": depth.odd_point(
-                depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1]
-            )._asdict(),
+            "infinite_width": wide._asdict(),
         },
         criteria=(
             Criterion(
@@ -148,6 +147,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
             Criterion("mean norm ratio", float(odd.norm_ratio.mean()), 10),
             Criterion("least odd angle", float(odd.odd_angle.min()), 85),
             Criterion("mean cluster angle", float(odd.cluster_angle.mean()), high=45),
+            Criterion("cluster angle at infinite width", float(wide.cluster_angle), 24.5, 32),
         ),
     )
 
@@ -155,17 +155,20 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
 def figure_3_no_outlier(seeds: int = 8, width: int = 500, layers: int = 100) -> Outcome:
     """The same without an outlier, for several batch sizes: rare or absent in small batches."""
     sizes = (5, 10, 20, 50)
-    found = {}
+    found, farthest = {}, {}
     for n in sizes:
         x = jax.random.normal(jax.random.key(33), (seeds, n, 20))
         keys = jax.random.split(jax.random.key(34), seeds)
         run = depth.propagate(keys, x, [width] * layers, renormalize=True, observe=lambda x: x @ x.T)
         found[n] = depth.odd_point(run.layers[:, -1])
+        farthest[n] = int(jnp.sum(_farthest(x) == found[n].sample))
     count = lambda n: float(found[n].escaped.sum())
     return Outcome(
         name="002/figure-3-no-outlier",
-        claim="Consistent for all the batches that we experimented with.",
-        finding=f"Escapes out of {seeds}: " + ", ".join(f"n={n}: {count(n):.0f}" for n in sizes),
+        claim="Consistent for all the batches that we experimented with; the odd point has the largest norm.",
+        finding=f"Escapes out of {seeds}: "
+        + ", ".join(f"n={n}: {count(n):.0f}" for n in sizes)
+        + f". At n=20 the odd point was the input farthest from the mean in {farthest[20]} of {seeds}.",
         data={f"n={n}": odd._asdict() for n, odd in found.items()},
         criteria=(
             Criterion("escapes at n=5", count(5), high=0),
@@ -177,21 +180,36 @@ def figure_3_no_outlier(seeds: int = 8, width: int = 500, layers: int = 100) -> 
     )
 
 
-def figure_3_digits(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 200) -> Outcome:
-    """The same on raw digits: a point escapes, but rarely the one farthest from the mean."""
+def _farthest(x: jax.Array) -> jax.Array:
+    """Which sample of each batch (seeds, n, k) lies farthest from the batch mean."""
+    return jnp.argmax(jnp.sum(jnp.square(x - x.mean(1, keepdims=True)), axis=2), axis=1)
+
+
+def figure_3_digits(seeds: int = 24, n: int = 20, width: int = 300, layers: int = 200) -> Outcome:
+    """The same on raw digits: a point escapes, but rarely the one farthest from the mean.
+
+    The reference runs saw an escape in six of six batches after 60 layers. Of 24 batches 21 have escaped by
+    then, and 16 in infinitely wide networks; all 24 have in both after 200 layers, the depth used here.
+    """
     x = _batches("digits", jax.random.key(35), seeds, n)
     keys = jax.random.split(jax.random.key(36), seeds)
     run = depth.propagate(keys, x, [width] * layers, renormalize=True, observe=lambda x: x @ x.T)
     odd = depth.odd_point(run.layers)
-    far = jnp.argmax(jnp.sum(jnp.square(x - x.mean(1, keepdims=True)), axis=2), axis=1)
+    recursion = jax.vmap(lambda x: depth.expected_gram(x @ x.T, layers, renormalize=True))
+    wide = depth.odd_point(recursion(x))
+    far, early = _farthest(x), min(60, layers)
     same = int(jnp.sum(far == odd.sample[:, -1]))
     return Outcome(
         name="002/figure-3-digits",
         claim="The odd point is typically the one with the largest norm.",
         finding=f"The farthest input from the mean escaped in {same} of {seeds} runs. Some batches take over "
-        f"60 layers: {int(odd.escaped[:, min(60, layers)].sum())} of {seeds} had an odd point there.",
-        data={"odd": odd._asdict(), "farthest": far},
-        criteria=(Criterion("escapes at the last layer", float(odd.escaped[:, -1].sum()), seeds),),
+        f"60 layers: {int(odd.escaped[:, early].sum())} of {seeds} had an odd point there, "
+        f"{int(wide.escaped[:, early].sum())} at infinite width.",
+        data={"odd": odd._asdict(), "infinite_width": wide._asdict(), "farthest": far},
+        criteria=(
+            Criterion("escapes at the last layer", float(odd.escaped[:, -1].sum()), seeds),
+            Criterion("escapes at infinite width", float(wide.escaped[:, -1].sum()), seeds),
+        ),
     )
 
 
@@ -228,6 +246,8 @@ def _figure_5(source: str, seeds: int, n: int, width: int) -> tuple[dict[str, ja
     return {f"{k} n={n}": v[:, -2:] for k, v in runs.items()}, [
         Criterion(f"BN n={n}", mean["BN"], bn - 1, bn + 1),
         Criterion(f"RS(rms) n={n}", mean["RS(rms)"], rms - 2, rms + 2),
+        # below 10 degrees was set for n = 10; at n = 64 the reference runs themselves gave 15 to 19 (infinite
+        # width: 14 to 15.3), and the range stated for all batches is 1 to 32
         Criterion(f"RS(std) n={n}", mean["RS(std)"], high=10 if n == 10 else 32),
     ]
 
@@ -251,7 +271,8 @@ def figure_5_digits(seeds: int = 4, width: int = 512) -> Outcome:
     return Outcome(
         name="002/figure-5-digits",
         claim="About 75 degrees with batch norm, about 60 without recentring.",
-        finding="Batches of 64 give 71.92 and 58.93; rescaling by the std alone collapses the angles.",
+        finding="Batches of 64 give 71.92 and 58.93. Rescaling by the std alone collapses the angles: to "
+        f"{small_criteria[2].value:.1f} degrees at n = 10 and {large_criteria[2].value:.1f} at n = 64.",
         data=small | large,
         criteria=(*small_criteria, *large_criteria),
     )

@@ -143,31 +143,37 @@ def ics_trace(
 def micro_batches(
     rate: float = 0.01,
     epochs: int = 6,
-    seeds: int = 2,
+    seeds: int = 4,
     variants: Iterable[str] = ("BN", "GN1", "GN4", "GN16", "(10) n=HW", "(10) n=C", "alpha = 1"),
-    constant: bool = False,
+    falling: bool = False,
+    strides: tuple[int, ...] = (1, 2, 1, 2),
+    train: int = 1197,
 ) -> Outcome:
-    """Table 4: batches of two images through 1-16-16-16-16 convolutions of strides 1, 2, 1, 2.
+    """Table 4: batches of two images through four 3 x 3 convolutions of 16 channels, and the mean over pixels.
 
-    The rate falls as in the other experiments. At a ``constant`` 0.01 the criteria fail: the last epoch's accuracy
-    is then too noisy to compare methods (0.926 to 0.993 over two seeds); at a constant 0.05 one of two runs of
-    GN1 ends at chance, as in the paper's table. All layers have 16 channels, so that "groups" and "channels per
-    group" are the same divisions. No ranking is asserted. About 15 s a run on one core.
+    SGD with momentum 0.9 at a constant rate, 1197 training and 600 test images, accuracy after the last epoch.
+    The criteria (each run above 0.96, all within 0.03) come from reference runs with two seeds, of whose network
+    only the channels are known. They are *not met* here: at the constant rate the last epoch is too noisy. Four
+    seeds gave a worst run of 0.920 and a spread of 0.065 (0.926 and 0.067 with 1500 training images; 0.888 and
+    0.105 with strides 1). ``falling`` divides the rate as in the other experiments. All layers have 16 channels,
+    so that "groups" and "channels per group" are the same divisions. About 10 s a run on one core.
     """
-    schedule = rate if constant else staircase(rate, epochs, 750)
+    schedule = staircase(rate, epochs, train // 2) if falling else rate
     data: dict[str, Any] = {}
     keys = jax.random.split(jax.random.key(0), seeds)
     for name in variants:
-        make = lambda rngs, name=name: CNN(1, [16] * 4, 10, IMAGES[name], strides=(1, 2, 1, 2), rngs=rngs)
+        make = lambda rngs, name=name: CNN(1, [16] * 4, 10, IMAGES[name], strides=strides, rngs=rngs)
         trainer = Trainer(make, optax.sgd(schedule, momentum=0.9), batch=2)
-        runs = [trainer.run(key, digits(seed), epochs)[1] for seed, key in enumerate(keys)]
+        runs = [trainer.run(key, digits(seed, train), epochs)[1] for seed, key in enumerate(keys)]
         data[name] = np.array([run["test_accuracy"][-1] for run in runs])
     final = np.stack(list(data.values()))
+    means = final.mean(1)
     return Outcome(
         "003/table-4",
         "unitization wins clearly at batch size 2, where group norm may fail to train",
-        "at a learning rate suited to the batch, and lowered in time, all methods agree within three points "
-        "(digits, few seeds)",
+        f"no ranking: the methods' means over {seeds} seeds lie within {np.ptp(means):.3f} ({means.min():.3f} to "
+        f"{means.max():.3f}), the seeds of one method up to {np.ptp(final, axis=1).max():.3f} apart. Of "
+        f"{final.size} runs {int(np.sum(final < 0.96))} end below 0.96 (digits)",
         data,
         (
             Criterion("worst accuracy", float(final.min()), low=0.96),

@@ -172,8 +172,9 @@ class Rescale(Normalization):
 class BatchNorm(Normalization):
     """Batch normalisation: Rescale after Recenter, then gamma x + beta.
 
-    A drop-in for ``nnx.BatchNorm`` (same arguments, same variables mean, var, scale, bias) with the exact
-    variance. Arguments as in ``Normalization``.
+    Stands in for ``nnx.BatchNorm``: the arguments of ``Normalization`` have its names and defaults, the
+    variables (mean, var, scale, bias) too. Left out are use_fast_variance (the variance is exact),
+    axis_index_groups, promote_dtype, metadata and the mask at call time.
 
     >>> layer = BatchNorm(1, epsilon=1e-12)
     >>> print(layer(jnp.array([[1.0], [3.0]])).ravel())

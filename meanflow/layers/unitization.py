@@ -22,6 +22,10 @@ class Fixed(nnx.Variable):
     """A constant of a layer that is saved with it but not trained."""
 
 
+UNITIZE = ("alpha_init", "alpha_shape", "alpha_constraint", "train_alpha", "interpolation", "n", "sample")
+"""Arguments that ``UnitizedBatchNorm`` passes on to ``Interpolation``."""
+
+
 class Interpolation(nnx.Module):
     """The trainable alpha and the map x -> unitize(x, alpha) on dense or image batches.
 
@@ -153,38 +157,15 @@ class UnitizedBatchNorm(Normalization):
 
     Args:
         num_features: length of the feature axis.
-        alpha_init: and alpha_shape, alpha_constraint, train_alpha, interpolation, n, sample: see
-            ``Interpolation``.
-        **options: see ``Normalization``; epsilon serves both the variance and the norm.
+        **options: of ``Interpolation`` (alpha_init, alpha_shape, alpha_constraint, train_alpha,
+            interpolation, n, sample) and of ``Normalization``; axis, epsilon and param_dtype serve both.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        alpha_init: float = 0.0,
-        alpha_shape: str = "vector",
-        alpha_constraint: str = "none",
-        train_alpha: bool = True,
-        interpolation: str = "linear",
-        n: int | str | None = None,
-        sample: str = "image",
-        **options: Any,
-    ):
+    def __init__(self, num_features: int, **options: Any):
+        unitize = {name: options.pop(name) for name in UNITIZE if name in options}
         super().__init__(num_features, centre=True, moment="std", **options)
-        self.unitize = Interpolation(
-            num_features,
-            alpha_init=alpha_init,
-            alpha_shape=alpha_shape,
-            alpha_constraint=alpha_constraint,
-            train_alpha=train_alpha,
-            interpolation=interpolation,
-            n=n,
-            sample=sample,
-            axis=self.axis,
-            epsilon=self.epsilon,
-            param_dtype=self.param_dtype,
-        )
+        shared = {"axis": self.axis, "epsilon": self.epsilon, "param_dtype": self.param_dtype}
+        self.unitize = Interpolation(num_features, **unitize, **shared)
 
     @property
     def alpha(self) -> jax.Array:

@@ -5,6 +5,7 @@ empirical measures themselves and are pure JAX. Each ``theorem...`` function als
 distance and returns a ``Bound`` with both sides. r denotes |x|, a = min alpha.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,9 @@ from meanflow.layers.functional import recenter, rescale, unitize
 from meanflow.transport.wasserstein import wasserstein
 
 FORMS = ("printed", "corrected")
+
+
+_unitize = jax.jit(unitize, static_argnames="interpolation")
 
 
 class Bound(NamedTuple):
@@ -29,6 +33,7 @@ class Bound(NamedTuple):
     distance: jax.Array
 
 
+@partial(jax.jit, static_argnames="form")
 def moment_bound(x: jax.Array, y: jax.Array, form: str = "corrected") -> jax.Array:
     """Upper bound from two moments (Theorem 1).
 
@@ -73,6 +78,7 @@ def noise_bound(x: jax.Array, y: jax.Array, c: float) -> jax.Array:
     return jnp.abs(noise[0] - noise[1]) / (2 * c * x.shape[1] ** 0.5)
 
 
+@partial(jax.jit, static_argnames="orders")
 def best_power_bound(x: jax.Array, y: jax.Array, orders: tuple[int, ...] = (1, 2, 3, 4)) -> jax.Array:
     """The largest ``power_bound`` over orders and a grid of C from 1/16 to 1 times the largest entry."""
     top = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
@@ -89,6 +95,7 @@ def harmonic_norm(r: jax.Array, alpha: jax.Array) -> jax.Array:
     return jnp.where(scale > 0, r / jnp.where(scale > 0, scale, 1), 0)
 
 
+@partial(jax.jit, static_argnames=("interpolation", "form"))
 def unitized_bound(
     x: jax.Array,
     y: jax.Array,
@@ -209,8 +216,32 @@ def theorem32(x: jax.Array, y: jax.Array, alpha: float) -> Bound:
 def theorem33(x: jax.Array, y: jax.Array, alpha: Any, *, interpolation: str = "harmonic") -> Bound:
     """Theorem 3.3 for a vector alpha: true of the harmonic form, false of the linear one the paper runs."""
     bounds = [unitized_bound(x, y, alpha, interpolation=interpolation, form=form) for form in FORMS]
-    images = [unitize(u, alpha, interpolation=interpolation) for u in (x, y)]
+    images = [_unitize(u, alpha, interpolation=interpolation) for u in (x, y)]
     return Bound(bounds[0], bounds[1], wasserstein(images[0], images[1]))
+
+
+def standardized_layer(x: jax.Array, y: jax.Array, alpha: Any) -> Bound:
+    """The practical layer before gamma and beta: exact standardisation, then (10) with alpha in [0, 1]^d.
+
+    Printed: 2 / min alpha of Theorem 3.3 (infinite at 0); corrected: ``unitized_standardized_bound``.
+    """
+    low, images = float(jnp.min(jnp.asarray(alpha))), [unitize(rescale(recenter(u)), alpha) for u in (x, y)]
+    corrected = unitized_standardized_bound(x.shape[1], low)
+    printed = 2 / low if low > 0 else float("inf")
+    sides = [jnp.asarray(side, x.dtype) for side in (printed, corrected)]
+    return Bound(sides[0], sides[1], wasserstein(images[0], images[1]))
+
+
+def layer_output(
+    x: jax.Array, y: jax.Array, gamma: Any, beta: Any, gamma_y: Any = None, beta_y: Any = None
+) -> Bound:
+    """The layer after gamma and beta, of unit samples: printed 2 of Theorem 3.1; corrected ``output_bound``."""
+    gamma_y, beta_y = (gamma if gamma_y is None else gamma_y), (beta if beta_y is None else beta_y)
+    units = [unitize(u, 1.0) for u in (x, y)]
+    lay = lambda u, g, b: u * jnp.asarray(g, u.dtype)[None] + jnp.asarray(b, u.dtype)[None]
+    distance = wasserstein(lay(units[0], gamma, beta), lay(units[1], gamma_y, beta_y))
+    corrected = output_bound(units[0], units[1], gamma, beta, gamma_y, beta_y)
+    return Bound(jnp.asarray(2.0, x.dtype), corrected, distance)
 
 
 def unbounded_example(scale: float, dimension: int, p: int = 2) -> tuple[float, float]:

@@ -69,20 +69,12 @@ def wasserstein(
             weights_x = _weights("weights_x", weights_x, x.shape[0])
             weights_y = _weights("weights_y", weights_y, y.shape[0])
             return _line(x.reshape(-1), y.reshape(-1), weights_x, weights_y, p)
-    costs, plan = _solve(x, y, p, weights_x, weights_y, cost)
+    costs, plan = _solve(x, y, p, cost, weights_x, weights_y)
     total = np.sum(plan * np.asarray(costs, "float64") ** p)
     return jnp.asarray(total ** (1 / p), costs.dtype)
 
 
-def transport_plan(
-    x: Any,
-    y: Any,
-    p: float = 1,
-    *,
-    weights_x: Any = None,
-    weights_y: Any = None,
-    cost: Cost | None = None,
-) -> np.ndarray:
+def transport_plan(x: Any, y: Any, p: float = 1, *, cost: Cost | None = None, **weights: Any) -> np.ndarray:
     """An optimal coupling P (N, M) of two clouds; arguments as in ``wasserstein``, always on the host.
 
     By the envelope theorem the gradient of W_p^p in the points is that of sum(P * cost(x, y)**p) with P held
@@ -95,7 +87,7 @@ def transport_plan(
     _check_order(p)
     if cost is None:
         x, y = (u.reshape(u.shape[0], -1) for u in _clouds(x, y))
-    return _solve(x, y, p, weights_x, weights_y, cost)[1]
+    return _solve(x, y, p, cost, **weights)[1]
 
 
 def euclidean(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -162,7 +154,7 @@ def _line(x: jax.Array, y: jax.Array, weights_x: Any, weights_y: Any, p: float) 
 
 
 def _solve(
-    x: Any, y: Any, p: float, weights_x: Any, weights_y: Any, cost: Cost | None
+    x: Any, y: Any, p: float, cost: Cost | None, weights_x: Any = None, weights_y: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pairwise costs and an optimal coupling, both (N, M), on the host."""
     if any(_checks.concrete(u) is None for u in jax.tree.leaves((x, y))):

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import integrate, stats
 
 from meanflow import depth
-from meanflow.depth.expected import kappa, recentered, relu_dual, relu_map, rescaled_cosine_limit
+from meanflow.depth.expected import kappa, recentered, relu_map, rescaled_cosine_limit
 from meanflow.depth.odd_point import Blocks, block_layer
 
 
@@ -15,44 +14,26 @@ def degrees(cosine):
     return float(np.degrees(np.arccos(cosine)))
 
 
-@pytest.mark.parametrize("a, b, r", [(1.0, 1.0, 0.3), (2.0, 0.5, -0.8), (1.0, 3.0, 0.999), (1.0, 1.0, -1.0)])
-def test_relu_dual_against_quadrature(a, b, r):
-    c = r * np.sqrt(a * b)
-    rest = np.sqrt(max(b - c * c / a, 0.0))
-
-    def integrand(u):  # E[relu(v) | u] is the mean of a rectified Gaussian
-        mean = c / a * u
-        tail = (
-            mean * stats.norm.cdf(mean / rest) + rest * stats.norm.pdf(mean / rest)
-            if rest
-            else max(mean, 0.0)
-        )
-        return u * tail * stats.norm.pdf(u, scale=np.sqrt(a))
-
-    expected = 2 * integrate.quad(integrand, 0, np.inf, epsabs=1e-12)[0]
-    np.testing.assert_allclose(
-        relu_dual(jnp.float64(a), jnp.float64(c), jnp.float64(b)), expected, atol=1e-10
-    )
-
-
-def test_relu_dual_derivatives_are_right_and_finite_everywhere():
-    f = lambda v: relu_dual(v[0], v[1], v[2])
+def test_derivatives_are_right_and_finite_everywhere():
+    gram = lambda v: jnp.array([[1.0, 0.0], [0.0, 0.0]]) * v[0] + jnp.array([[0.0, 1.0], [1.0, 0.0]]) * v[1]
+    f = lambda v: relu_map(gram(v) + jnp.array([[0.0, 0.0], [0.0, 1.0]]) * v[2])[0, 1]
+    slope = jax.jit(jax.grad(f))
     for v in ([1.0, 0.4, 2.0], [3.0, -1.0, 1.0]):
         v = jnp.array(v)
         step = 1e-6 * jnp.eye(3)
         numeric = jnp.stack([(f(v + e) - f(v - e)) / 2e-6 for e in step])
-        np.testing.assert_allclose(jax.grad(f)(v), numeric, rtol=1e-7)
-    # parallel, opposite, orthogonal and zero vectors: where arccos and sqrt have no derivative
+        np.testing.assert_allclose(slope(v), numeric, rtol=1e-7)
+    # parallel, opposite and zero vectors: where arccos and sqrt have no derivative
     for v, expected in [
         ([1, 1, 1], [0, 1, 0]),
         ([1, -1, 1], [0, 0, 0]),
         ([0, 0, 1], None),
         ([0, 0, 0], None),
     ]:
-        slope = jax.grad(f)(jnp.array(v, float))
-        assert bool(jnp.all(jnp.isfinite(slope)))
+        found = slope(jnp.array(v, float))
+        assert bool(jnp.all(jnp.isfinite(found)))
         if expected is not None:
-            np.testing.assert_allclose(slope, expected, atol=1e-7)
+            np.testing.assert_allclose(found, expected, atol=1e-7)
     x = jnp.ones((3, 2))  # equal samples: a zero batch after recentring
     assert bool(jnp.all(jnp.isfinite(jax.grad(lambda x: jnp.sum(depth.layer_map(x @ x.T)))(x))))
 
@@ -74,7 +55,7 @@ def test_kernel_exceeds_the_product_unless_parallel(key):
 
 @pytest.mark.parametrize(
     "recenter, rescale, activation",
-    [(True, "std", "relu"), (False, "rms", "relu"), (False, "std", "relu"), (True, None, "relu")]
+    [(True, "std", "relu"), (False, "rms", "relu"), (False, "std", "relu"), (True, None, "leaky_relu")]
     + [(False, "rms", "linear")],
 )
 def test_one_layer_against_monte_carlo(key, recenter, rescale, activation):
@@ -113,8 +94,8 @@ def test_batchnorm_angles():
 def test_rescaled_angles():
     for n, angle in {5: 60.86, 10: 59.84, 64: 58.93}.items():
         start = 0.5 * jnp.eye(n) + 0.5
-        nodes = 100 if n < 64 else 50
-        found = depth.fixed_point(start, recenter=False, rescale="rms", nodes=nodes, tolerance=1e-9)
+        nodes = 100 if n < 64 else 40
+        found = depth.fixed_point(start, recenter=False, rescale="rms", nodes=nodes, tolerance=1e-6)
         assert abs(float(depth.pair_angles(found.gram)[0]) - angle) < 0.005
     assert abs(degrees(rescaled_cosine_limit()) - 58.75) < 0.005
 
@@ -140,7 +121,7 @@ def test_rescaled_state_has_a_fast_and_a_slow_direction():
     values = depth.stability(gram, recenter=False, rescale="rms")
     step = lambda c: depth.layer_map(c + (1 - c) * jnp.eye(n), recenter=False, rescale="rms")
     cosine = lambda c: step(c)[0, 1] / step(c)[0, 0]
-    slope = jax.grad(cosine)(gram[0, 1])
+    slope = jax.jit(jax.grad(cosine))(gram[0, 1])
     assert abs(slope - 0.39) < 0.005
     assert np.min(np.abs(values - slope)) < 1e-8
     np.testing.assert_allclose(np.abs(values[0]), 0.8615, atol=1e-4)

@@ -35,7 +35,7 @@ def test_relaxed_thresholds_wake_more_neurons(key):
         kernel, bias = kernel_init(key, (10, 60), float), bias_init(key, (60,), float)
         respond = lambda z, kernel=kernel, bias=bias: jax.nn.relu(z @ kernel + bias[None])
         silent.append(float(jnp.mean(jnp.all(respond(new) == 0, axis=1))))
-        angle.append(float(depth.summary(respond(x)).pair_angles.mean()))
+        angle.append(float(depth.pair_angles(respond(x) @ respond(x).T).mean()))
     assert silent[0] > silent[1] > silent[2]
     assert angle[0] == 90.0 > angle[1] > angle[2] > 75
 

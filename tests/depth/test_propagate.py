@@ -79,39 +79,37 @@ def test_both_ways_of_drawing_agree_on_average(key):
     x = jax.random.normal(key, (2, 30))
     angle = {}
     for draw in ("law", "weights"):
-        run = depth.propagate(jax.random.split(key, 200), x, [64] * 3, recenter=False, draw=draw, chunk=50)
-        angle[draw] = run.layers.angles[:, -1, 0, 1]
+        keys, net = jax.random.split(key, 200), {"recenter": False, "observe": observables.gram}
+        run = depth.propagate(keys, x, [64] * 3, draw=draw, chunk=50, **net)
+        angle[draw] = depth.pair_angles(run.layers[:, -1])[:, 0]
     noise = np.sqrt((jnp.var(angle["law"]) + jnp.var(angle["weights"])) / 200)
     assert abs(angle["law"].mean() - angle["weights"].mean()) < 4 * noise
 
 
 def test_renormalizing_keeps_the_geometry_and_the_scale(key):
     x = jax.random.normal(key, (6, 8))
-    plain = depth.propagate(key, x, [32] * 12)
-    scaled = depth.propagate(key, x, [32] * 12, renormalize=True)
-    np.testing.assert_allclose(scaled.layers.pair_angles, plain.layers.pair_angles, atol=1e-9)
-    np.testing.assert_allclose(
-        scaled.layers.gram * jnp.exp(2 * scaled.log_scale)[:, None, None],
-        plain.layers.gram,
-        rtol=1e-9,
-        atol=1e-14,
+    plain, scaled = (
+        depth.propagate(key, x, [32] * 12, renormalize=r, observe=observables.gram) for r in (False, True)
     )
-    np.testing.assert_allclose(jnp.trace(scaled.layers.gram, axis1=1, axis2=2), 6.0, rtol=1e-12)
+    np.testing.assert_allclose(depth.pair_angles(scaled.layers), depth.pair_angles(plain.layers), atol=1e-9)
+    back = scaled.layers * jnp.exp(2 * scaled.log_scale)[:, None, None]
+    np.testing.assert_allclose(back, plain.layers, rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(jnp.trace(scaled.layers, axis1=1, axis2=2), 6.0, rtol=1e-12)
 
 
 def test_depth_1000_neither_underflows_nor_overflows(key):
     x = jax.random.normal(key, (4, 8), jnp.float32)
-    run = depth.propagate(key, x, [32] * 1000, renormalize=True, weights="gaussian")
+    net = {"renormalize": True, "weights": "gaussian", "observe": observables.gram}
+    run = depth.propagate(key, x, [32] * 1000, **net)
     assert run.final.dtype == jnp.float32
-    assert (
-        bool(jnp.all(jnp.isfinite(run.layers.gram))) and run.log_scale[-1] < -100
-    )  # exp of it is 0 in float32
+    assert bool(jnp.all(jnp.isfinite(run.layers)))
+    assert run.log_scale[-1] < -100  # exp of it is 0 in float32
 
 
 def test_seeds_chunks_and_single_runs_agree(key):
     keys = jax.random.split(key, 5)
     x = jax.random.normal(key, (5, 6, 4))
-    net = {"widths": [9, 9], "rescale": "std", "observe": observables.gram}
+    net = {"widths": [5, 5], "rescale": "std", "observe": observables.gram, "draw": "weights"}
     run = lambda **kw: depth.propagate(keys, x, **net, **kw).layers
     whole = run()
     np.testing.assert_allclose(run(chunk=2), whole, rtol=1e-12, atol=1e-12)

@@ -19,6 +19,8 @@ from meanflow.layers import (
 )
 from meanflow.transport import wasserstein
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 WIDE = {"param_dtype": jnp.float64}
 
 
@@ -206,7 +208,7 @@ def test_gradients_equal_finite_differences(make):
     def f(params, x):
         return jnp.sum(w * jnp.tanh(nnx.merge(graph, params, rest, copy=True)(x)))
 
-    grads = jax.grad(f, (0, 1))(params, jnp.asarray(x))
+    grads = jax.jit(jax.grad(f, (0, 1)))(params, jnp.asarray(x))
     flat, unravel = jax.flatten_util.ravel_pytree((params, jnp.asarray(x)))
     flat_grad = jax.flatten_util.ravel_pytree(grads)[0]
     value = jax.jit(lambda v: f(*unravel(v)))
@@ -216,19 +218,29 @@ def test_gradients_equal_finite_differences(make):
         np.testing.assert_allclose(flat_grad[i], slope, rtol=2e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_tiny_batches_are_defined(size, alpha):
-    layer = UnitizedBatchNorm(4, alpha_init=alpha, **WIDE)
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
-    x = jnp.asarray(batch(0, (size, 4)))
-    f = lambda params, x: jnp.sum(jnp.sin(1 + nnx.merge(graph, params, rest, copy=True)(x)))
-    value, grads = jax.value_and_grad(f, (0, 1))(params, x)
-    assert np.isfinite(value)
-    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
-    if size == 1:
-        np.testing.assert_array_equal(layer(x), 0)  # beta
-        np.testing.assert_array_equal(grads[1], 0)
+@pytest.mark.parametrize("shape", [(1, 4), (2, 4), (1, 2, 2, 4)])
+def test_tiny_batches_are_defined(shape):
+    x = jnp.asarray(batch(0, shape))
+    graph, _, rest = nnx.split(UnitizedBatchNorm(4, **WIDE), nnx.Param, ...)
+
+    @jax.jit
+    def call(params, x):
+        def f(params, x):
+            out = nnx.merge(graph, params, rest, copy=True)(x)
+            return jnp.sum(jnp.sin(1 + out)), out
+
+        return jax.value_and_grad(f, (0, 1), has_aux=True)(params, x)
+
+    for alpha in (0.0, 1.0):
+        params = nnx.split(UnitizedBatchNorm(4, alpha_init=alpha, **WIDE), nnx.Param, ...)[1]
+        (value, out), grads = call(params, x)
+        assert np.isfinite(value)
+        assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+        if shape == (1, 4):
+            np.testing.assert_array_equal(out, 0)  # beta
+            np.testing.assert_array_equal(grads[1], 0)
+        if shape == (2, 4) and alpha == 0:
+            np.testing.assert_allclose(np.abs(out), 1, rtol=1e-3)  # a batch of two is plus and minus one
 
 
 def test_exact_variance_where_flax_fails():

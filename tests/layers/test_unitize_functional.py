@@ -1,5 +1,7 @@
 """The pure functions: both interpolations, zero samples, moments, precision."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def test_equals_loops(kind, eps):
     )
 
 
-@pytest.mark.parametrize("case", range(20))
+@pytest.mark.parametrize("case", range(10))
 def test_the_two_forms(case):
     rng = np.random.default_rng(case)
     x = rng.normal(size=(50, 5)) * rng.uniform(0.1, 5)
@@ -52,23 +54,30 @@ def test_the_two_forms(case):
 
 
 @pytest.mark.parametrize("kind", ["linear", "harmonic"])
-@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("eps", [0.0, 1e-5])
-def test_zero_samples_give_no_nan(kind, alpha, eps):
+def test_zero_samples_give_no_nan(kind):
     x = jnp.zeros((3, 4)).at[1].set(1.0)
-    f = lambda x, a: jnp.sum(jnp.sin(unitize(x, a, interpolation=kind, epsilon=eps) + 1))
-    value, grads = jax.value_and_grad(f, (0, 1))(x, jnp.full(4, alpha))
-    assert np.isfinite(value)
-    assert all(np.all(np.isfinite(g)) for g in grads)
-    np.testing.assert_array_equal(unitize(x, alpha, interpolation=kind, epsilon=eps)[0], 0)
+
+    @jax.jit
+    def call(alpha, eps):
+        def f(x, a):
+            out = unitize(x, a, interpolation=kind, epsilon=eps)
+            return jnp.sum(jnp.sin(out + 1)), out
+
+        return jax.value_and_grad(f, (0, 1), has_aux=True)(x, jnp.full(4, alpha))
+
+    for alpha, eps in itertools.product((0.0, 0.4, 1.0), (0.0, 1e-5)):
+        (value, out), grads = call(alpha, eps)
+        assert np.isfinite(value)
+        assert all(np.all(np.isfinite(g)) for g in grads)
+        np.testing.assert_array_equal(out[0], 0)
 
 
 @pytest.mark.parametrize("kind", ["linear", "harmonic"])
 def test_gradient_equals_finite_differences(kind):
     rng = np.random.default_rng(1)
     x, alpha, w = rng.normal(size=(3, 4)), rng.random(4), rng.normal(size=(3, 4))
-    f = lambda x, a: jnp.sum(w * unitize(x, a, interpolation=kind, epsilon=1e-5))
-    gx, ga = jax.grad(f, (0, 1))(jnp.asarray(x), jnp.asarray(alpha))
+    f = jax.jit(lambda x, a: jnp.sum(w * unitize(x, a, interpolation=kind, epsilon=1e-5)))
+    gx, ga = jax.jit(jax.grad(f, (0, 1)))(jnp.asarray(x), jnp.asarray(alpha))
     for index in np.ndindex(3, 4):
         h = np.zeros((3, 4))
         h[index] = 1e-6

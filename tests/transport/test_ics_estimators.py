@@ -16,6 +16,7 @@ from meanflow.transport import (
     loss_shift,
     marginal_wasserstein,
     moments,
+    paired_distance,
     sandwich,
     sinkhorn_divergence,
     sliced_distances,
@@ -52,7 +53,7 @@ def test_sliced_of_a_translation(key):
     assert float(scaled) == pytest.approx(mean * slicing_constant(5))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_projections_are_below_the_distance(seed):
     x, y = clouds(seed)
     w = float(wasserstein(x, y))
@@ -73,10 +74,11 @@ def test_marginal_bound_is_exact_for_translations():
 
 def test_sliced_gradient(key):
     x, y = clouds(2, n=6, d=3)
-    f = lambda x: sliced_wasserstein(x, y, 2, key=key, directions=16)
+    f = jax.jit(lambda x: sliced_wasserstein(x, y, 2, key=key, directions=16))
     h = jnp.zeros_like(x).at[1, 2].set(1e-6)
-    np.testing.assert_allclose(jax.grad(f)(x)[1, 2], (f(x + h) - f(x - h)) / 2e-6, rtol=1e-5)
-    assert np.all(np.isfinite(jax.grad(lambda u: sliced_wasserstein(u, x, 2, key=key))(x)))
+    slope = jax.jit(jax.grad(lambda x, y: sliced_wasserstein(x, y, 2, key=key, directions=16)))
+    np.testing.assert_allclose(slope(x, y)[1, 2], (f(x + h) - f(x - h)) / 2e-6, rtol=1e-5)
+    assert np.all(np.isfinite(slope(x, x)))
 
 
 def test_sinkhorn_divergence_is_biased_low():
@@ -95,6 +97,9 @@ def test_sinkhorn_divergence_is_biased_low():
 CASES = {"shift .3": (1.0, 0.3), "shift 1": (1.0, 1.0), "scale 1.5": (1.5, 0.0), "scale 3": (3.0, 0.0)}
 
 
+HALVES = (slice(0, 300), slice(300, 600))  # trained on, evaluated on
+
+
 def gaussian_case(d, scale, shift, n=600):
     z = np.random.default_rng(d).normal(size=(n, d))
     # W_1 of z and scale z + shift: E|(scale - 1) z + shift 1|, both couplings being monotone
@@ -110,26 +115,18 @@ def gaussian_case(d, scale, shift, n=600):
 
 @pytest.mark.parametrize("d", [2, 10, 50])
 def test_critic_against_the_exact_distance(d):
-    ratios = {}
-    for name, (scale, shift) in CASES.items():
-        x, y, w = gaussian_case(d, scale, shift)
-        assert float(wasserstein(x[:300], y[:300])) == pytest.approx(w, rel=0.2)  # same inputs
-        out = critic_distance(x, y, key=jax.random.key(0))
-        held_out = float(wasserstein(x[300:], y[300:]))
-        assert float(out.lower_bound) <= held_out * (1 + 1e-9)
-        assert float(out.lipschitz_estimate) <= float(out.lipschitz_bound) * (1 + 1e-9)
-        assert abs(float(out.value)) <= float(out.lipschitz_bound) * held_out * (1 + 1e-9)
-        ratios[name] = float(out.value) / w
-    # the bias: the critic sees less than one percent of the distance, by a factor that is not constant
-    assert all(0 < r < 0.02 for r in ratios.values())
-    assert max(ratios.values()) / min(ratios.values()) > 1.5
-
-
-def test_critic_factor_is_not_constant():
-    """Shifts and scalings in d = 32: value / W_1 varies by more than 3, so it is K W_1 for no K."""
-    values = {name: gaussian_case(32, *case) for name, case in CASES.items()}
-    ratios = [float(critic_distance(x, y, key=jax.random.key(1)).value) / w for x, y, w in values.values()]
-    assert max(ratios) / min(ratios) > 3
+    x, y, w = (np.stack(part) for part in zip(*(gaussian_case(d, *c) for c in CASES.values()), strict=True))
+    key = jax.random.key(0)
+    out = jax.jit(jax.vmap(lambda x, y: critic_distance(x, y, key=key)))(jnp.asarray(x), jnp.asarray(y))
+    fitted, held_out = ([float(wasserstein(a[h], b[h])) for a, b in zip(x, y, strict=True)] for h in HALVES)
+    np.testing.assert_allclose(fitted, w, rtol=0.2)  # same inputs
+    assert np.all(out.lower_bound <= np.array(held_out) * (1 + 1e-9))
+    assert np.all(out.lipschitz_estimate <= out.lipschitz_bound * (1 + 1e-9))
+    assert np.all(np.abs(out.value) <= np.asarray(out.lipschitz_bound) * held_out * (1 + 1e-9))
+    # the bias: the critic sees less than two percent of the distance, by a factor that is not constant
+    ratio = np.asarray(out.value) / w
+    assert np.all((ratio > 0) & (ratio < 0.02))
+    assert ratio.max() / ratio.min() > 1.5
 
 
 def test_critic_bad_input(key):
@@ -143,8 +140,11 @@ def test_bootstrap_of_the_other_estimators(key):
     x, y = clouds(4, n=30, d=3)
     statistics = {
         "sliced": lambda x, y: sliced_wasserstein(x, y, key=key, directions=32, scaled=True),
+        "one feature": lambda x, y: wasserstein(x[:, 0], y[:, 0]),
+        "paired": paired_distance,
+        "loss shift": lambda x, y: loss_shift(jnp.tanh, x, y, 0.0, lambda f, t: jnp.mean(f)),
         "sinkhorn": lambda x, y: sinkhorn_divergence(x, y, max_iterations=100).value,
-        "critic": lambda x, y: critic_distance(x, y, key=key, steps=20).value,
+        "critic": lambda x, y: critic_distance(x, y, key=key, steps=20, hidden=(8,)).value,
     }
     for name, statistic in statistics.items():
         out = bootstrap(statistic, x, y, key=key, repeats=10, compiled=True)
