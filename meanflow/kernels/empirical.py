@@ -165,18 +165,9 @@ def _sizes(maps: Maps, params: Params) -> tuple[int, int, int, int, int]:
 
 
 def ntk_plan(
-    apply: Apply,
-    params: Params,
-    x: Any,
-    z: Any = None,
-    *,
-    stats: str | None = None,
-    outputs: str = "full",
-    chunk: int | None = None,
-    method: str = "auto",
-    limit: int = LIMIT,
+    apply: Apply, params: Params, x: Any, z: Any = None, *, stats: str | None = None, **options: Any
 ) -> Plan:
-    """The method, chunk and cost that ``empirical_ntk`` with these arguments would use.
+    """The method, chunk and cost that ``empirical_ntk`` with these arguments and options would use.
 
     >>> import jax.numpy as jnp
     >>> apply = lambda p, x: jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) @ p[2]
@@ -184,11 +175,17 @@ def ntk_plan(
     >>> ntk_plan(apply, params, jnp.ones((300, 2))).method
     'structured'
     """
-    return _plan(resolve(apply, params, x, z, stats), params, x, outputs, chunk, method, limit)
+    return _plan(resolve(apply, params, x, z, stats), params, x, **options)
 
 
 def _plan(
-    maps: Maps, params: Params, x: Any, outputs: str, chunk: int | None, method: str, limit: int
+    maps: Maps,
+    params: Params,
+    x: Any,
+    outputs: str = "full",
+    chunk: int | None = None,
+    method: str = "auto",
+    limit: int = LIMIT,
 ) -> Plan:
     _checks.one_of("method", method, METHODS)
     _checks.one_of("outputs", outputs, OUTPUTS)

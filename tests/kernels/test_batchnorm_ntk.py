@@ -154,6 +154,16 @@ class TestPrintedForm:
         # so its trace is right and its Frobenius norm, the paper's second moment, is not
         assert float(jnp.sum(printed**2)) > float(jnp.sum(exact**2)) * 1.0003
 
+    def test_sigma_is_a_standard_deviation(self, key):
+        """The table calls it the variance. Outputs 3 f with kernel 9 K normalise to the same network."""
+        before, net, x = network(key)
+        kernel, f = kernels.empirical_ntk(before, net, x)[:, :, 0, 0], before(net, x)[:, 0]
+        exact = kernels.batchnorm_ntk(kernel, f)
+        np.testing.assert_allclose(kernels.batchnorm_ntk(9 * kernel, 3 * f), exact, rtol=1e-10, atol=1e-12)
+        read_as_variance = lambda kernel, f: kernels.batchnorm_ntk(kernel, f) / jnp.var(f)
+        ratio = read_as_variance(9 * kernel, 3 * f) / read_as_variance(kernel, f)
+        np.testing.assert_allclose(ratio, 1 / 9, rtol=1e-8)
+
     def test_isospectral_only_without_epsilon(self, key):
         before, net, x = network(key)
         kernel, f = kernels.empirical_ntk(before, net, x)[:, :, 0, 0], before(net, x)[:, 0]

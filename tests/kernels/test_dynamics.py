@@ -4,8 +4,10 @@ import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import meanflow as mf
 from meanflow import kernels
 
 
@@ -109,19 +111,29 @@ def test_alignment(key):
     np.testing.assert_allclose(shifted, 1.0, rtol=1e-9)
 
 
-def test_drift_as_an_observer(key):
-    from meanflow.solvers.iterate import iterate
-
+def test_drift_along_a_run(key):
+    """The observer inside ``solve`` and ``descend`` against kernels of the saved clouds."""
     x = jax.random.normal(key, (5, 2))
-    apply = lambda w, x: jnp.tanh(x @ w)
-    w0 = jnp.ones(2)
-    kernel = lambda w: kernels.empirical_ntk(apply, w, x, stats="frozen")
-    observe = kernels.drift_observer(kernel, kernel(w0))
-    _, seen = iterate(lambda w, _: 0.9 * w, w0, None, 4, 2, lambda w: (observe(w), kernel(w)))
-    series = kernels.kernel_drift(seen[1], kernel(w0))
-    np.testing.assert_allclose(seen[0]["drift"], series, rtol=1e-12)
-    assert series[1] > series[0] > 0
-    np.testing.assert_allclose(kernels.kernel_drift(seen[1])[0], 0.0, atol=1e-15)
+    data = mf.Dataset(x, jnp.sin(x[:, 0]))
+    flow = mf.batchnorm("tanh").bind(data)
+    cloud = flow.init(key, 6, dim=2)
+    start = mf.tangent_kernel(flow, cloud, x)
+    observe = kernels.drift_observer(lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x), start)
+    both = {"seen": observe, "cloud": lambda flow, cloud, data: cloud}
+    optimizer = optax.sgd(0.1)
+    for run in (
+        mf.solve(flow, cloud, data, 3.0, ts=3, observe=both),
+        mf.descend(flow, cloud, data, 4, optimizer=optimizer, every=2, observe=both),
+    ):
+        seen = run.observed["seen"]
+        clouds = run.observed["cloud"]
+        stack = jax.vmap(lambda c: mf.tangent_kernel(flow, c, x))(clouds)
+        np.testing.assert_allclose(seen["drift"], kernels.kernel_drift(stack, start), rtol=1e-10, atol=1e-13)
+        by_hand = np.linalg.norm(np.asarray(stack[-1] - start)) / np.linalg.norm(np.asarray(start))
+        np.testing.assert_allclose(seen["drift"][-1], by_hand, rtol=1e-10)
+        np.testing.assert_allclose(seen["trace"], np.trace(stack, axis1=1, axis2=2), rtol=1e-10)
+        assert by_hand > 1e-3 and 0 < float(seen["kernel cosine"][-1]) < 1
+    np.testing.assert_allclose(kernels.kernel_drift(stack)[0], 0.0, atol=1e-15)
 
 
 def test_train_statistics_predict_a_trained_batch_norm_network(key):

@@ -73,6 +73,12 @@ def test_moments_and_density(key):
     assert abs(float(estimate.s) - s) < 4 * float(estimate.s_error) + 1e-12
     plain = kernels.moments(matrix, key=key, probes=40, deflate=0)
     assert float(estimate.s_error) < 0.5 * float(plain.s_error)  # what deflation is for
+    # the variance from the same directions, with its own error: below those of m and s, and honest
+    assert abs(float(estimate.v) - (s - m**2)) < 4 * float(estimate.v_error)
+    assert float(estimate.v_error) < float(estimate.s_error)
+    pairs = kernels.top_eigenpairs(matrix, 4, key=key, steps=30)
+    known = kernels.moments(matrix, key=key, probes=40, deflate=pairs.vectors)
+    assert abs(float(known.v) - (s - m**2)) < 4 * float(known.v_error)
     density = kernels.spectral_density(matrix, key=key, probes=20, steps=30)
     np.testing.assert_allclose(jnp.sum(density.weights), 1.0, rtol=1e-10)
     for cut in (1.5, 3.0, 10.0):
@@ -95,7 +101,14 @@ def test_spectrum_sandwich(key):
     single = kernels.empirical_ntk(apply, params, x, stats="batch")[:, :, 0, 0]
     ours = kernels.spectrum(operator, key=key, top=2)
     np.testing.assert_allclose(ours.values, np.linalg.eigvalsh(single)[::-1][:2], rtol=1e-8)
-    np.testing.assert_allclose(ours.m, np.trace(single) / 30, rtol=0.1)
+    np.testing.assert_allclose(
+        ours.values[0], np.linalg.eigvalsh(single)[-1], atol=float(ours.residuals[0]) + 1e-9
+    )
+    exact = kernels.spectrum(single, key=key, top=2)  # Lanczos on the matrix, moments exact
+    np.testing.assert_allclose(exact.values, ours.values, rtol=1e-8)
+    assert abs(float(ours.m - exact.m)) < 4 * float(ours.m_error) and float(exact.m_error) == 0.0
+    assert abs(float(ours.v - exact.v)) < 4 * float(ours.v_error)
+    assert float(exact.lower) <= float(ours.values[0]) <= float(exact.upper)
     with pytest.raises(ValueError, match="key must be given"):
         kernels.spectrum(operator)
     with pytest.raises(ValueError, match="square"):
