@@ -57,6 +57,11 @@ class Unprobed(ValueError):
     """The function closes over traced values and cannot be evaluated while tracing."""
 
 
+@eqx.filter_jit  # so that a function is compiled for the probe once, not at every call
+def _first_row(apply: Apply, params: Params, batch: Any) -> jax.Array:
+    return apply(params, batch)[0]
+
+
 def is_coupled(apply: Apply, params: Params, x: Any) -> bool:
     """Whether the output at one sample depends on the other samples of the batch.
 
@@ -102,9 +107,8 @@ def is_coupled(apply: Apply, params: Params, x: Any) -> bool:
         second[0] = first[0]
         dtype = jnp.result_type(x)
         try:
-            head = jax.jit(lambda p, batch: apply(p, batch)[0])
-            a = np.asarray(head(moved, jnp.asarray(first, dtype)))
-            b = np.asarray(head(moved, jnp.asarray(second, dtype)))
+            a = np.asarray(_first_row(apply, moved, jnp.asarray(first, dtype)))
+            b = np.asarray(_first_row(apply, moved, jnp.asarray(second, dtype)))
         except jax.errors.TracerArrayConversionError as error:
             raise Unprobed(
                 "apply closes over traced values, so whether it couples samples cannot be probed; "

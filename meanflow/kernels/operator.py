@@ -194,7 +194,7 @@ class Moments(NamedTuple):
 
 
 @eqx.filter_jit
-def moments(kernel: Kernel, *, key: jax.Array, probes: int = 16, deflate: int | jax.Array = 4) -> Moments:
+def moments(kernel: Kernel, *, key: jax.Array, probes: int = 16, deflate: jax.Array | None = None) -> Moments:
     """Stochastic trace of K and K^2, exact on a few leading directions Q.
 
     Tr A = Tr Q'AQ + E g'(I - QQ') A (I - QQ')g with random signs g: removing the leading eigenvectors removes
@@ -204,19 +204,13 @@ def moments(kernel: Kernel, *, key: jax.Array, probes: int = 16, deflate: int | 
         kernel: symmetric matrix (n, n) or ``KernelOperator``.
         key: for the signs.
         probes: number of random directions, at least 2 for an error.
-        deflate: Q as orthonormal columns (n, k), for instance ``top_eigenpairs(...).vectors``; or k, for Q
-            from k + 10 steps of Lanczos. Costs probes + k products beside those.
+        deflate: Q, k orthonormal columns (n, k), for instance ``top_eigenpairs(...).vectors``; default none.
+            Costs probes + k products.
     """
     n, dtype = _square(kernel)
     product = _product(kernel)
-    first, second = jax.random.split(key)
-    if isinstance(deflate, int):
-        k = min(deflate, n)
-        pairs = top_eigenpairs(kernel, k, key=first, steps=k + 10) if k else None
-        basis = jnp.zeros((n, 0), dtype) if pairs is None else pairs.vectors
-    else:
-        basis = deflate
-    signs = jax.random.rademacher(second, (probes, n), dtype)
+    basis = jnp.zeros((n, 0), dtype) if deflate is None else deflate
+    signs = jax.random.rademacher(key, (probes, n), dtype)
     free = signs - (signs @ basis) @ basis.T
     # one product at a time: a batch of products would multiply the activations' memory
     images = jax.lax.map(product, free)
