@@ -191,10 +191,9 @@ def table_2(
 ) -> Outcome:
     """Exponents of m, v and lambda_max in N at T = N, L = 3, weights only, orthogonal inputs.
 
-    Fits start at 256: below, the output's variance fluctuates too much. Hidden batch norm couples the samples,
-    so its kernel is never formed: 44 products of about 12 N^3 operations a network, a minute at N = 2048 on two
-    cores and over 5 minutes at 4096, which is why the table ends there. m and v are then estimates; their
-    error, the residual of lambda_max and the seconds are in the data.
+    Fits start at 256, since smaller sizes are not yet in the asymptotic regime. Hidden batch norm couples the
+    samples, so its kernel is never formed: 44 products of about 12 N^3 operations a network. m and v are then
+    estimates; their error, the residual of lambda_max and the seconds of a network are in the data.
     """
     rows: dict[str, tuple[str, str, float]] = {n: (n, "relu", 0.0) for n in NETWORKS}
     rows |= {"plain, tanh": ("plain", "tanh", 0.0), "BN output, tanh": ("BN output", "tanh", 0.0)}
