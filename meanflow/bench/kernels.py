@@ -14,55 +14,57 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import kernels
+from meanflow.bench.timing import best_time
 
-# run by the peer's own interpreter, with a jax old enough for it
+# Run by the peer's own interpreter, with a jax old enough for it; prints one line of JSON. The network is drawn
+# as in _network. Its structured mode runs with and without vmap over samples, and the faster one counts.
 _PEER = r"""
 import json, sys, time
-import jax, jax.numpy as jnp
+import numpy as np, jax, jax.numpy as jnp
 from jax.interpreters import ad
-for name in ("source_info_util", "config"):  # neural-tangents 0.6.5 reads them there
-    if not hasattr(ad, name):
-        setattr(ad, name, getattr(__import__("jax._src", fromlist=[name]), name))
+from jax._src import source_info_util
+for name, value in (("source_info_util", source_info_util), ("config", jax.config)):
+    if not hasattr(ad, name):  # neural-tangents 0.6.5 reads them there
+        setattr(ad, name, value)
 import neural_tangents as nt
 widths, samples, repeats = json.loads(sys.argv[1])
-keys = jax.random.split(jax.random.PRNGKey(0), len(widths))
+draw = np.random.default_rng(0).normal
+x = jnp.asarray(draw(size=(samples, widths[0])), jnp.float32)
 params = [
-    (jax.random.normal(k, (m, n)) / m**0.5, jnp.zeros(n))
-    for k, m, n in zip(keys, widths[:-1], widths[1:])
+    (jnp.asarray(draw(size=(m, n)) / m**0.5, jnp.float32), jnp.zeros(n, jnp.float32))
+    for m, n in zip(widths[:-1], widths[1:])
 ]
 def apply(p, x):
     for w, b in p[:-1]:
         x = jax.nn.relu(x @ w + b)
     return x @ p[-1][0] + p[-1][1]
-x = jax.random.normal(keys[-1], (samples, widths[0]))
-kernel = jax.jit(nt.empirical_ntk_fn(
-    apply, trace_axes=(), vmap_axes=0, implementation=nt.NtkImplementation.STRUCTURED_DERIVATIVES))
-kernel(x, None, params).block_until_ready()
 best = 1e9
-for _ in range(repeats):
-    start = time.perf_counter()
-    kernel(x, None, params).block_until_ready()
-    best = min(best, time.perf_counter() - start)
-print(json.dumps({"seconds": best, "jax": jax.__version__}))
+for axes in (0, None):
+    kernel = jax.jit(nt.empirical_ntk_fn(
+        apply, trace_axes=(), vmap_axes=axes, implementation=nt.NtkImplementation.STRUCTURED_DERIVATIVES))
+    result = kernel(x, None, params).block_until_ready()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        kernel(x, None, params).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+row = np.asarray(result).reshape(samples, samples)[0].tolist()
+print(json.dumps({"seconds": best, "jax": jax.__version__, "row": row}))
 """
 
 
 def _best(function: Callable[..., Any], *args: Any, repeats: int = 20) -> float:
-    jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return best_time(function, *args, repeats=repeats)[1]
 
 
-def network(widths: tuple[int, ...], samples: int, dtype: Any = jnp.float32) -> tuple[Any, Any, jax.Array]:
-    """(apply, params, x) of a ReLU network with biases."""
-    keys = jax.random.split(jax.random.key(0), len(widths))
+def _network(widths: tuple[int, ...], samples: int) -> tuple[Any, Any, jax.Array]:
+    """(apply, params, x) of a ReLU network with biases, float32."""
+    draw = np.random.default_rng(
+        0
+    ).normal  # not jax.random, whose numbers differ between the peer's jax and ours
+    x = jnp.asarray(draw(size=(samples, widths[0])), jnp.float32)
     params = [
-        (jax.random.normal(k, (m, n), dtype) / np.sqrt(m).astype(dtype), jnp.zeros(n, dtype))
-        for k, m, n in zip(keys, widths[:-1], widths[1:], strict=False)
+        (jnp.asarray(draw(size=(m, n)) / np.sqrt(m), jnp.float32), jnp.zeros(n, jnp.float32))
+        for m, n in zip(widths[:-1], widths[1:], strict=True)
     ]
 
     def apply(p: Any, x: jax.Array) -> jax.Array:
@@ -70,10 +72,10 @@ def network(widths: tuple[int, ...], samples: int, dtype: Any = jnp.float32) -> 
             x = jax.nn.relu(x @ w + b[None])
         return (x @ p[-1][0] + p[-1][1][None])[:, 0]
 
-    return apply, params, jax.random.normal(keys[-1], (samples, widths[0]), dtype)
+    return apply, params, x
 
 
-def structured_flops(widths: tuple[int, ...], samples: int) -> float:
+def _structured_flops(widths: tuple[int, ...], samples: int) -> float:
     """Multiply-adds x 2 of the structured path: forward, backward, and two Gram matrices a layer."""
     pairs = list(zip(widths[:-1], widths[1:], strict=True))
     passes = sum(2 * samples * m * n for m, n in pairs) + sum(2 * samples * m * n for m, n in pairs[1:])
@@ -95,9 +97,9 @@ def speed(
 
     Returns:
         Seconds, and the ratios that matter: ``vs_jacobian`` (target 100), ``of_matmul_peak`` (0.5),
-        ``vs_peer`` (1.3), ``memory_ratio``: temporary bytes over kernel + activations (2).
+        ``vs_peer`` (1.3; its structured mode), ``memory_ratio``: temporary bytes over kernel + activations (2).
     """
-    apply, params, x = network(widths, samples)
+    apply, params, x = _network(widths, samples)
     ways = {
         method: jax.jit(
             lambda p, x, method=method: kernels.empirical_ntk(apply, p, x, stats="frozen", method=method)
@@ -111,7 +113,7 @@ def speed(
     square = jnp.ones((size, size), jnp.float32)
     multiply = _best(jax.jit(jnp.matmul), square, square, repeats=max(repeats // 2, 3))
     ours = min(ours, _best(ways["structured"], params, x, repeats=repeats))  # around the peak's measurement
-    rate, peak = structured_flops(widths, samples) / ours, 2 * size**3 / multiply
+    rate, peak = _structured_flops(widths, samples) / ours, 2 * size**3 / multiply
     memory: Any = ways["structured"].lower(params, x).compile().memory_analysis()
     item = x.dtype.itemsize
     # activations: input and gradient of every layer
@@ -133,7 +135,13 @@ def speed(
         command = [peer, "-c", _PEER, json.dumps([list(widths), samples, repeats])]
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         other = json.loads(answer.stdout.strip().splitlines()[-1])
-        out |= {"peer": other["seconds"], "peer_jax": other["jax"], "vs_peer": other["seconds"] / ours}
+        row = np.asarray(ways["structured"](params, x)[0])
+        out |= {
+            "peer": other["seconds"],
+            "peer_jax": other["jax"],
+            "vs_peer": other["seconds"] / ours,
+            "peer_difference": float(np.max(np.abs(row - np.asarray(other["row"]))) / np.max(np.abs(row))),
+        }
     return out
 
 
@@ -141,7 +149,7 @@ def large(
     samples: int = 8192, widths: tuple[int, ...] = (2, 1024, 1024, 1), chunk: int = 512
 ) -> dict[str, Any]:
     """The full kernel of many samples in row blocks: seconds, and the program's memory (target 2 GB)."""
-    apply, params, x = network(widths, samples)
+    apply, params, x = _network(widths, samples)
     kernel = jax.jit(lambda p, x: kernels.empirical_ntk(apply, p, x, stats="frozen", chunk=chunk))
     program = kernel.lower(params, x).compile()
     memory: Any = program.memory_analysis()
@@ -154,13 +162,13 @@ def large(
         "kernel_bytes": memory.output_size_in_bytes,
         "peak_bytes": memory.output_size_in_bytes + memory.temp_size_in_bytes + memory.argument_size_in_bytes,
         "difference_of_first_rows": float(jnp.max(jnp.abs(result[:4] - rows)) / jnp.max(jnp.abs(rows))),
-        "gflops": structured_flops(widths, samples) / seconds / 1e9,
+        "gflops": _structured_flops(widths, samples) / seconds / 1e9,
     }
 
 
 def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
     """Seconds for a product with a batch-norm network's kernel, and for a forward pass."""
-    apply, params, x = network((width, width, width, 1), samples)
+    apply, params, x = _network((width, width, width, 1), samples)
     normed = lambda p, x: kernels.normalise(apply(p, x))
     forward = _best(jax.jit(normed), params, x, repeats=3)
     kernel = kernels.ntk_operator(normed, params, x, stats="batch")

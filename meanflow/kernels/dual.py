@@ -31,20 +31,34 @@ def _linear(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
 
 
 def _angle(a: jax.Array, c: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """sin and angle between u and v. The gradient of the angle, infinite at 0 and pi, is set to 0 there."""
+    """|u| |v| sin and angle between u and v. Where they are parallel, or one is zero, the angle is exactly 0
+    or pi and its gradient, infinite there, is set to 0."""
     gap = a * c - b**2
-    inside = (
-        gap > 4 * float(jnp.finfo(b.dtype).eps) * a * c
-    )  # below is rounding, and would be an angle of 1e-8
+    # below this is rounding, and would be an angle of 1e-8
+    inside = gap > 4 * float(jnp.finfo(b.dtype).eps) * a * c
     root = jnp.where(inside, jnp.sqrt(jnp.where(inside, gap, 1.0)), 0.0)
-    return root, jnp.arctan2(root, jnp.where(inside, b, jax.lax.stop_gradient(b)))
+    flat = jnp.where(b < 0, math.pi, 0.0).astype(b.dtype)
+    return root, jnp.where(inside, jnp.arctan2(root, jnp.where(inside, b, 1.0)), flat)
+
+
+@jax.custom_jvp
+def _relu_value(a: jax.Array, c: jax.Array, b: jax.Array) -> jax.Array:
+    """E[relu(u) relu(v)]; its derivative is given, hence finite and accurate at every angle and norm."""
+    root, angle = _angle(a, c, b)
+    return (root + (math.pi - angle) * b) / (2 * math.pi)
+
+
+@_relu_value.defjvp
+def _relu_value_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (a, c, b), (da, dc, db) = primals, tangents
+    root, angle = _angle(a, c, b)
+    share = lambda dv, v: jnp.where(v > 0, dv / jnp.where(v > 0, v, 1.0), 0.0)
+    change = (math.pi - angle) * db + root / 2 * (share(da, a) + share(dc, c))
+    return _relu_value(a, c, b), change / (2 * math.pi)
 
 
 def _relu(a: jax.Array, c: jax.Array, b: jax.Array) -> Dual:
-    root, angle = _angle(a, c, b)
-    obtuse = math.pi - angle
-    value = (root + obtuse * b) / (2 * math.pi)
-    return Dual(value, obtuse / (2 * math.pi))
+    return Dual(_relu_value(a, c, b), (math.pi - _angle(a, c, b)[1]) / (2 * math.pi))
 
 
 def _leaky_relu(a: jax.Array, c: jax.Array, b: jax.Array, leak: float = 0.01) -> Dual:

@@ -220,14 +220,14 @@ def kernel_drift(kernels: jax.Array, reference: jax.Array | None = None) -> jax.
 
 
 def drift_observer(
-    kernel: Callable[[Any], jax.Array], reference: jax.Array
-) -> Callable[[Any], dict[str, jax.Array]]:
-    """An ``observe`` callback: state -> {"drift", "trace", "kernel cosine"} of the kernel against
-    ``reference``.
+    kernel: Callable[..., jax.Array], reference: jax.Array
+) -> Callable[..., dict[str, jax.Array]]:
+    """An ``observe`` callback: {"drift", "trace", "kernel cosine"} of the kernel against ``reference``.
 
     Args:
-        kernel: state -> kernel; for example ``lambda cloud: mf.tangent_kernel(flow, cloud, x)``, or
-            ``lambda params: empirical_ntk(apply, params, x)``.
+        kernel: called with what the callback is called with. For ``solve`` and ``descend`` that is
+            ``lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x)``; for a loop over parameters
+            ``lambda params: empirical_ntk(apply, params, x, stats=...)``.
         reference: the kernel at the start.
 
     >>> import jax.numpy as jnp
@@ -237,11 +237,11 @@ def drift_observer(
     """
     norm = jnp.linalg.norm(reference.reshape(-1))
 
-    def observe(state: Any) -> dict[str, jax.Array]:
-        now = kernel(state)
+    def observe(*state: Any) -> dict[str, jax.Array]:
+        now = kernel(*state)
         size = jnp.linalg.norm(now.reshape(-1))
         return {
-            "drift": jnp.linalg.norm((now - reference).reshape(-1)) / norm,
+            "drift": kernel_drift(now[None], reference)[0],
             "trace": jnp.sum(jnp.diagonal(now)),
             "kernel cosine": jnp.sum(now * reference) / (norm * size),
         }

@@ -57,6 +57,11 @@ class Unprobed(ValueError):
     """The function closes over traced values and cannot be evaluated while tracing."""
 
 
+@eqx.filter_jit  # so that a function is compiled for the probe once, not at every call
+def _first_row(apply: Apply, params: Params, batch: Any) -> jax.Array:
+    return apply(params, batch)[0]
+
+
 def is_coupled(apply: Apply, params: Params, x: Any) -> bool:
     """Whether the output at one sample depends on the other samples of the batch.
 
@@ -102,9 +107,8 @@ def is_coupled(apply: Apply, params: Params, x: Any) -> bool:
         second[0] = first[0]
         dtype = jnp.result_type(x)
         try:
-            head = jax.jit(lambda p, batch: apply(p, batch)[0])
-            a = np.asarray(head(moved, jnp.asarray(first, dtype)))
-            b = np.asarray(head(moved, jnp.asarray(second, dtype)))
+            a = np.asarray(_first_row(apply, moved, jnp.asarray(first, dtype)))
+            b = np.asarray(_first_row(apply, moved, jnp.asarray(second, dtype)))
         except jax.errors.TracerArrayConversionError as error:
             raise Unprobed(
                 "apply closes over traced values, so whether it couples samples cannot be probed; "
@@ -165,18 +169,9 @@ def _sizes(maps: Maps, params: Params) -> tuple[int, int, int, int, int]:
 
 
 def ntk_plan(
-    apply: Apply,
-    params: Params,
-    x: Any,
-    z: Any = None,
-    *,
-    stats: str | None = None,
-    outputs: str = "full",
-    chunk: int | None = None,
-    method: str = "auto",
-    limit: int = LIMIT,
+    apply: Apply, params: Params, x: Any, z: Any = None, *, stats: str | None = None, **options: Any
 ) -> Plan:
-    """The method, chunk and cost that ``empirical_ntk`` with these arguments would use.
+    """The method, chunk and cost that ``empirical_ntk`` with these arguments and options would use.
 
     >>> import jax.numpy as jnp
     >>> apply = lambda p, x: jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) @ p[2]
@@ -184,11 +179,17 @@ def ntk_plan(
     >>> ntk_plan(apply, params, jnp.ones((300, 2))).method
     'structured'
     """
-    return _plan(resolve(apply, params, x, z, stats), params, x, outputs, chunk, method, limit)
+    return _plan(resolve(apply, params, x, z, stats), params, x, **options)
 
 
 def _plan(
-    maps: Maps, params: Params, x: Any, outputs: str, chunk: int | None, method: str, limit: int
+    maps: Maps,
+    params: Params,
+    x: Any,
+    outputs: str = "full",
+    chunk: int | None = None,
+    method: str = "auto",
+    limit: int = LIMIT,
 ) -> Plan:
     _checks.one_of("method", method, METHODS)
     _checks.one_of("outputs", outputs, OUTPUTS)

@@ -175,12 +175,17 @@ def top_eigenpairs(kernel: Kernel, k: int, *, key: jax.Array, steps: int | None 
 
 
 class Moments(NamedTuple):
-    """Mean ``m`` = Tr K / n and mean square ``s`` = Tr K^2 / n of the eigenvalues, with standard errors."""
+    """Mean ``m`` = Tr K / n and mean square ``s`` = Tr K^2 / n of the eigenvalues, with standard errors.
+
+    ``v_error`` is that of the variance v = s - m^2, and far below the sum of the other two: m and s err
+    together, since both come from the same random directions.
+    """
 
     m: jax.Array
     s: jax.Array
     m_error: jax.Array
     s_error: jax.Array
+    v_error: jax.Array
 
     @property
     def v(self) -> jax.Array:
@@ -189,33 +194,32 @@ class Moments(NamedTuple):
 
 
 @eqx.filter_jit
-def moments(kernel: Kernel, *, key: jax.Array, probes: int = 16, deflate: int = 4) -> Moments:
-    """Stochastic trace of K and K^2, exact on the leading ``deflate`` directions.
+def moments(kernel: Kernel, *, key: jax.Array, probes: int = 16, deflate: jax.Array | None = None) -> Moments:
+    """Stochastic trace of K and K^2, exact on a few leading directions Q.
 
     Tr A = Tr Q'AQ + E g'(I - QQ') A (I - QQ')g with random signs g: removing the leading eigenvectors removes
-    the variance they cause, which for a plain ReLU network is nearly all of it. Costs probes + 2 deflate + 10
-    products.
+    the variance they cause, which for a plain ReLU network is nearly all of it.
+
+    Args:
+        kernel: symmetric matrix (n, n) or ``KernelOperator``.
+        key: for the signs.
+        probes: number of random directions, at least 2 for an error.
+        deflate: Q, k orthonormal columns (n, k), for instance ``top_eigenpairs(...).vectors``; default none.
+            Costs probes + k products.
     """
     n, dtype = _square(kernel)
-    deflate = min(deflate, n)
     product = _product(kernel)
-    first, second, third = jax.random.split(key, 3)
-    count = min(n, deflate + 10)
-    basis = jnp.zeros((n, 0), dtype)
-    if deflate:
-        start = jax.random.normal(first, (n,), dtype)
-        run = lanczos(product, start, count, third)
-        basis = run.basis.T @ jnp.linalg.eigh(run.matrix())[1][:, ::-1][:, :deflate]
-    signs = jax.random.rademacher(second, (probes, n), dtype)
+    basis = jnp.zeros((n, 0), dtype) if deflate is None else deflate
+    signs = jax.random.rademacher(key, (probes, n), dtype)
     free = signs - (signs @ basis) @ basis.T
     # one product at a time: a batch of products would multiply the activations' memory
     images = jax.lax.map(product, free)
     known = jax.lax.map(product, basis.T)
     one = jnp.sum(free * images, axis=1)
     two = jnp.sum(images**2, axis=1)
-    exact_one, exact_two = jnp.sum(basis.T * known), jnp.sum(known**2)
+    m, s = (jnp.sum(basis.T * known) + jnp.mean(one)) / n, (jnp.sum(known**2) + jnp.mean(two)) / n
     error = lambda a: jnp.std(a, ddof=1) / math.sqrt(probes) / n
-    return Moments((exact_one + jnp.mean(one)) / n, (exact_two + jnp.mean(two)) / n, error(one), error(two))
+    return Moments(m, s, error(one), error(two), error(two - 2 * m * one))
 
 
 class Density(NamedTuple):
@@ -265,11 +269,13 @@ class Spectrum(NamedTuple):
     """Summary of a kernel's spectrum.
 
     Attributes:
-        values: eigenvalues, largest first; all of them for a matrix, the leading ones for an operator.
+        values: eigenvalues, largest first; all of them, or the leading ones.
         m: mean of all eigenvalues.
         s: mean of their squares.
         v: their variance, s - m^2.
         lower, upper: s / m <= lambda_max <= sqrt(T s), which hold for every positive semi-definite kernel.
+        residuals: |K u - value u| of the values found by Lanczos, which bounds their error; 0 otherwise.
+        m_error, v_error: standard errors of an operator's estimated moments; 0 for a matrix.
     """
 
     values: jax.Array
@@ -278,33 +284,50 @@ class Spectrum(NamedTuple):
     v: jax.Array
     lower: jax.Array
     upper: jax.Array
+    residuals: jax.Array
+    m_error: jax.Array
+    v_error: jax.Array
 
 
 def spectrum(
-    kernel: Kernel, *, top: int | None = None, key: jax.Array | None = None, probes: int = 16
+    kernel: Kernel,
+    *,
+    top: int | None = None,
+    key: jax.Array | None = None,
+    probes: int = 16,
+    steps: int | None = None,
 ) -> Spectrum:
     """Eigenvalues and their moments ("BN NTK" section A.4).
 
     Args:
         kernel: symmetric (T, T) matrix, or a ``KernelOperator``.
-        top: number of leading eigenvalues. None: all, for a matrix; 4, for an operator.
-        key: random directions, required for an operator, whose moments are estimated (see ``moments``).
-        probes: random directions used for an operator.
+        top: number of leading eigenvalues. None: 4 by Lanczos, else all.
+        key: for random directions. An operator needs it: its moments are estimated (``moments``, without the
+            leading eigenvectors' share of the error). With a key, eigenvalues of a matrix come from Lanczos
+            too; its moments are exact.
+        probes: random directions used for an operator's moments.
+        steps: of Lanczos, see ``top_eigenpairs``.
 
     >>> import jax.numpy as jnp
     >>> s = spectrum(jnp.diag(jnp.array([3.0, 1.0])))
     >>> s.values.tolist(), float(s.m), float(s.v)
     ([3.0, 1.0], 2.0, 1.0)
     """
-    n, _ = _square(kernel)
-    if isinstance(kernel, KernelOperator):
-        if key is None:
+    n, dtype = _square(kernel)
+    zero = jnp.zeros((), dtype)
+    if key is None:
+        if isinstance(kernel, KernelOperator):
             raise ValueError("key must be given for an operator, got None")
-        one, two = jax.random.split(key)
-        values = top_eigenpairs(kernel, 4 if top is None else top, key=one).values
-        estimate = moments(kernel, key=two, probes=probes)
-        m, s = estimate.m, estimate.s
-    else:
         values = jnp.linalg.eigvalsh(kernel)[::-1][:top]
+        residuals = jnp.zeros_like(values)
+    else:
+        one, two = jax.random.split(key)
+        values, vectors, residuals = top_eigenpairs(kernel, 4 if top is None else top, key=one, steps=steps)
+    if isinstance(kernel, KernelOperator):
+        estimate = moments(kernel, key=two, probes=probes, deflate=vectors)
+    else:
         m, s = jnp.trace(kernel) / n, jnp.sum(kernel * kernel.T) / n
-    return Spectrum(values, m, s, s - m**2, s / m, jnp.sqrt(np.asarray(n, s.dtype) * s))
+        estimate = Moments(m, s, zero, zero, zero)
+    m, s = estimate.m, estimate.s
+    bounds = s / m, jnp.sqrt(np.asarray(n, dtype) * s)
+    return Spectrum(values, m, s, estimate.v, *bounds, residuals, estimate.m_error, estimate.v_error)

@@ -82,9 +82,10 @@ def _execute(jaxpr: Any, equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _interpret(closed: Any, args: Sequence[Any], tags: Sequence[Any], visit: Visit, count: list[int]) -> Any:
-    """Evaluates a jaxpr, handing every equation to ``visit(number, equation, values, tags, outputs)``.
+    """Evaluates a jaxpr, handing equations to ``visit(number, equation, values, tags, outputs)``.
 
-    ``visit`` returns (outputs, output tag). Nested jit calls are entered; other calls are opaque.
+    ``visit`` returns (outputs, output tag). It does not see operations that only turn one view of a parameter
+    into another. Nested jit calls are entered; other calls are opaque.
     """
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = {}
@@ -105,7 +106,8 @@ def _interpret(closed: Any, args: Sequence[Any], tags: Sequence[Any], visit: Vis
         else:
             count[0] += 1
             outs = _execute(jaxpr, equation, operands)
-            outs, tag = visit(count[0], equation, operands, operand_tags, outs)
+            view = _through(equation, operands, operand_tags)
+            outs, tag = (outs, view) if view else visit(count[0], equation, operands, operand_tags, outs)
             out_tags = [tag] * len(outs)
         for v, value, tag in zip(equation.outvars, outs, out_tags, strict=True):
             values[v], kinds[v] = value, tag
@@ -189,9 +191,6 @@ def analyse(apply: Callable[..., jax.Array], leaves: list[Any], treedef: Any, x:
     def visit(
         number: int, equation: Any, operands: Sequence[Any], tags: Sequence[Any], outs: list[Any]
     ) -> Any:
-        view = _through(equation, operands, tags)
-        if view is not None:
-            return outs, view
         views = [t for t in tags if isinstance(t, View)]
         for v in views:
             found.uses[v.leaf] = found.uses.get(v.leaf, 0) + 1
@@ -241,9 +240,6 @@ def factors(apply: Callable[..., jax.Array], params: Any, x: Any) -> tuple[list[
         def visit(
             number: int, equation: Any, operands: Sequence[Any], tags: Sequence[Any], outs: list[Any]
         ) -> Any:
-            view = _through(equation, operands, tags)
-            if view is not None:
-                return outs, view
             if number in sites:
                 position = 0 if isinstance(tags[0], View) else 1
                 activations[number] = operands[1 - position]

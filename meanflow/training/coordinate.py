@@ -139,7 +139,7 @@ def ensemble(key: jax.Array, members: int, inputs: int, **options: Any) -> tuple
     def draw(k: jax.Array) -> Any:
         return nnx.split(CoordinateMLP(inputs, rngs=nnx.Rngs(params=k), **options), nnx.Param, ...)[1]
 
-    params = jax.vmap(draw)(jax.random.split(key, members))
+    params = jax.jit(jax.vmap(draw))(jax.random.split(key, members))
     build = lambda p: nnx.merge(graph, p, rest)
     if options.get("norm", "none") == "none":
         return (lambda p, x: build(p)(x)), params

@@ -45,7 +45,7 @@ def test_photograph_runs():
 
 @pytest.mark.slow
 def test_spectral_bias_line():
-    """Two of the four E1 bounds hold in every draw; those on the plain network do not, see the finding."""
-    by_name = {c.name: c for c in ntk.spectral_bias_line(seeds=3).criteria}
-    assert by_name["steps to error 0.2 at k = 8, BN over plain"].passed
-    assert by_name["final error at k = 16, BN"].passed
+    """Everything but the bound on the plain network's own error: 0.15 lies inside the interval of its median."""
+    outcome = ntk.spectral_bias_line()
+    shown = "final error at k = 16, plain"
+    assert all(c.passed for c in outcome.criteria if c.name != shown), str(outcome)

@@ -24,4 +24,4 @@ def test_memory_at_full_size():
 
 def test_flop_count():
     # one hidden layer: forward 2 T (d N + N), backward 2 T N, Grams 2 T^2 (d + N + N + 1)
-    assert bench.structured_flops((3, 10, 1), 5) == 2 * 5 * 40 + 2 * 5 * 10 + 2 * 25 * 24
+    assert bench._structured_flops((3, 10, 1), 5) == 2 * 5 * 40 + 2 * 5 * 10 + 2 * 25 * 24

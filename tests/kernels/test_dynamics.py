@@ -1,11 +1,15 @@
 """Kernel dynamics against ODE solves, explicit steps and real networks."""
 
+import functools
+
 import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import meanflow as mf
 from meanflow import kernels
 
 
@@ -15,34 +19,38 @@ def problem(key, size=8):
     return root @ root.T / size, jax.random.normal(k[0], (size,)), jax.random.normal(k[1], (size,)), k[2]
 
 
-@pytest.mark.parametrize("weights", [None, "uneven"])
-def test_flow_against_ode_solver(weights, key):
+def test_flow_against_ode_solver(key):
     kernel, start, y, k = problem(key)
-    q = None if weights is None else jnp.linspace(0.1, 1.0, 8)
-    size = jnp.full(8, 1 / 8) if q is None else q
     cross, there = jax.random.normal(k, (3, 8)), jnp.arange(3.0)
     times = jnp.array([0.0, 0.5, 2.0, 6.0])
 
-    def field(t, state, _):
+    def field(t, state, size):
         f, g = state
         return -kernel @ (size * (f - y)), -cross @ (size * (f - y))
 
-    solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(field),
-        diffrax.Dopri8(),
-        0.0,
-        6.0,
-        0.01,
-        (start, there),
-        saveat=diffrax.SaveAt(ts=times),
-        stepsize_controller=diffrax.PIDController(rtol=1e-12, atol=1e-13),
-        max_steps=10_000,
-    )
-    flow = kernels.kernel_flow(kernel, start, y, weights=q)
-    np.testing.assert_allclose(flow(times), solution.ys[0], atol=1e-9)
-    np.testing.assert_allclose(flow.at(cross, there, times), solution.ys[1], atol=1e-9)
-    loss = 0.5 * jnp.sum(size[None] * (solution.ys[0] - y[None]) ** 2, axis=1)
-    np.testing.assert_allclose(flow.loss(times), loss, atol=1e-9)
+    @jax.jit
+    def reference(size):
+        return diffrax.diffeqsolve(
+            diffrax.ODETerm(field),
+            diffrax.Dopri8(),
+            0.0,
+            6.0,
+            0.01,
+            (start, there),
+            size,
+            saveat=diffrax.SaveAt(ts=times),
+            stepsize_controller=diffrax.PIDController(rtol=1e-12, atol=1e-13),
+            max_steps=10_000,
+        ).ys
+
+    for weights in (None, jnp.linspace(0.1, 1.0, 8)):
+        size = jnp.full(8, 1 / 8) if weights is None else weights
+        ours, test = reference(size)
+        flow = kernels.kernel_flow(kernel, start, y, weights=weights)
+        np.testing.assert_allclose(flow(times), ours, atol=1e-9)
+        np.testing.assert_allclose(flow.at(cross, there, times), test, atol=1e-9)
+        loss = 0.5 * jnp.sum(size[None] * (ours - y[None]) ** 2, axis=1)
+        np.testing.assert_allclose(flow.loss(times), loss, atol=1e-9)
 
 
 def test_flow_with_null_modes(key):
@@ -81,9 +89,9 @@ def test_batch_norm_descent_is_exact_for_a_linear_network(key):
     x, z = jax.random.normal(k[0], (10, 4)), jax.random.normal(k[1], (3, 4))
     y, w0 = jax.random.normal(k[2], (10,)), jax.random.normal(k[3], (4,))
     loss = lambda w: 0.5 * jnp.mean((kernels.normalise(x @ w, 0.01) - y) ** 2)
-    w = w0
+    w, gradient = w0, jax.jit(jax.grad(loss))
     for _ in range(30):
-        w = w - 0.2 * jax.grad(loss)(w)
+        w = w - 0.2 * gradient(w)
     run = kernels.linearised_batchnorm(
         x @ x.T, x @ w0, y, rate=0.2, steps=30, every=30, epsilon=0.01, cross=z @ x.T, at=z @ w0
     )
@@ -109,19 +117,29 @@ def test_alignment(key):
     np.testing.assert_allclose(shifted, 1.0, rtol=1e-9)
 
 
-def test_drift_as_an_observer(key):
-    from meanflow.solvers.iterate import iterate
-
+def test_drift_along_a_run(key):
+    """The observer inside ``solve`` and ``descend`` against kernels of the saved clouds."""
     x = jax.random.normal(key, (5, 2))
-    apply = lambda w, x: jnp.tanh(x @ w)
-    w0 = jnp.ones(2)
-    kernel = lambda w: kernels.empirical_ntk(apply, w, x, stats="frozen")
-    observe = kernels.drift_observer(kernel, kernel(w0))
-    _, seen = iterate(lambda w, _: 0.9 * w, w0, None, 4, 2, lambda w: (observe(w), kernel(w)))
-    series = kernels.kernel_drift(seen[1], kernel(w0))
-    np.testing.assert_allclose(seen[0]["drift"], series, rtol=1e-12)
-    assert series[1] > series[0] > 0
-    np.testing.assert_allclose(kernels.kernel_drift(seen[1])[0], 0.0, atol=1e-15)
+    data = mf.Dataset(x, jnp.sin(x[:, 0]))
+    flow = mf.batchnorm("tanh").bind(data)
+    cloud = flow.init(key, 6, dim=2)
+    start = mf.tangent_kernel(flow, cloud, x)
+    observe = kernels.drift_observer(lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x), start)
+    both = {"seen": observe, "cloud": lambda flow, cloud, data: cloud}
+    optimizer = optax.sgd(0.1)
+    for run in (
+        mf.solve(flow, cloud, data, 3.0, ts=3, observe=both),
+        mf.descend(flow, cloud, data, 4, optimizer=optimizer, every=2, observe=both),
+    ):
+        seen = run.observed["seen"]
+        clouds = run.observed["cloud"]
+        stack = jax.vmap(lambda c: mf.tangent_kernel(flow, c, x))(clouds)
+        np.testing.assert_allclose(seen["drift"], kernels.kernel_drift(stack, start), rtol=1e-10, atol=1e-13)
+        by_hand = np.linalg.norm(np.asarray(stack[-1] - start)) / np.linalg.norm(np.asarray(start))
+        np.testing.assert_allclose(seen["drift"][-1], by_hand, rtol=1e-10)
+        np.testing.assert_allclose(seen["trace"], np.trace(stack, axis1=1, axis2=2), rtol=1e-10)
+        assert by_hand > 1e-3 and 0 < float(seen["kernel cosine"][-1]) < 1
+    np.testing.assert_allclose(kernels.kernel_drift(stack)[0], 0.0, atol=1e-15)
 
 
 def test_train_statistics_predict_a_trained_batch_norm_network(key):
@@ -148,18 +166,18 @@ def test_train_statistics_predict_a_trained_batch_norm_network(key):
     net = kernels.Normalised(apply, moments)
     at = lambda p: apply(p, z, moments(p, x))
 
+    @functools.partial(jax.jit, static_argnums=2)
     def run(rate, steps, stats):
-        def step(state, _):
+        def step(_, state):
             p, predicted = state
-            residual = net(p, x) - y
+            outputs, pull = jax.vjp(lambda p: net(p, x), p)
+            residual = outputs - y
             cross = kernels.empirical_ntk(net, p, x, z, stats=stats, method="jacobian")
-            predicted = predicted - rate * residual @ cross
-            _, pull = jax.vjp(lambda p: net(p, x), p)
             p = jax.tree.map(lambda a, g: a - rate * g, p, pull(residual)[0])
-            return (p, predicted), None
+            return p, predicted - rate * residual @ cross
 
-        (p, predicted), _ = jax.jit(lambda s: jax.lax.scan(step, s, length=steps))((params, at(params)))
-        return float(jnp.linalg.norm(predicted - at(p))), float(jnp.linalg.norm(at(p) - at(params)))
+        p, predicted = jax.lax.fori_loop(0, steps, step, (params, at(params)))
+        return jnp.linalg.norm(predicted - at(p)), jnp.linalg.norm(at(p) - at(params))
 
     coarse, moved = run(1e-4, 300, "train")
     fine, _ = run(5e-5, 600, "train")

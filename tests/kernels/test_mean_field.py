@@ -1,5 +1,7 @@
 """Dual activations, order parameters, infinite-width kernels: against other integrals and wide networks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +25,9 @@ def gauss(phi, a, c, b, rule="legendre", nodes=260):
     return float(w @ (np.asarray(phi(u)) * np.asarray(phi(v))) @ w)
 
 
+@functools.cache
 def slope(phi):
-    return lambda z: jax.vmap(jax.vmap(jax.grad(phi)))(jnp.asarray(z))
+    return jax.jit(jax.vmap(jax.vmap(jax.grad(phi))))
 
 
 @pytest.mark.parametrize("name", ["linear", "erf", "sine", "gaussian", "tanh", "gelu", "softplus"])
@@ -103,12 +106,30 @@ def test_frequency_and_gradients():
             np.testing.assert_allclose(slope, dual(var, var, cov).slope, rtol=1e-9)
 
 
+@pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
+def test_relu_dual_has_finite_derivatives_everywhere(mode):
+    """Parallel, opposite, zero and nearly parallel vectors: d/dcov = slope, d/dvar = sqrt(ac - b^2)/(4 pi a)."""
+    dual = kernels.dual_activation("relu")
+    a = jnp.array([1.0, 2.0, 0.0, 1.5, 1.0, 3.0])
+    c = jnp.array([1.0, 0.5, 0.0, 0.0, 1.0, 3.0])
+    b = jnp.array([1.0, -1.0, 0.0, 0.0, 1.0 - 1e-13, -2.0])
+    derivative = mode(lambda a, c, b: dual(a, c, b).value, argnums=(0, 1, 2))(a, c, b)
+    along = [np.diagonal(d) for d in derivative]
+    root = np.sqrt(np.maximum(a * c - b**2, 0.0))
+    share = lambda v: np.where(v > 0, root / (4 * np.pi * np.where(v > 0, v, 1.0)), 0.0)
+    np.testing.assert_allclose(along[0], share(a), rtol=1e-7, atol=1e-12)
+    np.testing.assert_allclose(along[1], share(c), rtol=1e-7, atol=1e-12)
+    np.testing.assert_allclose(along[2], dual(a, c, b).slope, rtol=1e-12)
+    np.testing.assert_allclose(dual(a, c, b).value[:4], [0.5, 0.0, 0.0, 0.0], atol=1e-15)
+    gradient = mode(lambda b: dual(a, c, b).slope)(b)
+    assert np.all(np.isfinite(gradient))
+
+
 PHI = [("relu", 2.0, 0.0), ("tanh", 1.5, 0.1), ("erf", 1.5, 0.2), ("sine", 1.5, 0.1), ("gaussian", 1.2, 0.3)]
 
 
-@pytest.mark.parametrize("parametrisation", ["ntk", "standard"])
 @pytest.mark.parametrize(("name", "sw2", "sb2"), PHI)
-def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, parametrisation, key):
+def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, key):
     """A textbook layer-by-layer recursion of (Sigma, Theta), pair by pair, with duals by Gauss-Legendre."""
     depth, x = 3, 0.8 * jax.random.normal(key, (3, 5))
     widths = (5, 64, 96)
@@ -126,22 +147,31 @@ def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, parametrisatio
 
     gram = np.asarray(x @ x.T) / 5
     sigma = sw2 * gram + sb2
-    ntk = parametrisation == "ntk"
-    theta = sigma.copy() if ntk else widths[0] * gram + 1
+    theta = {"ntk": sigma.copy(), "standard": widths[0] * gram + 1}
     for layer in range(1, depth):
         value, slopes = np.zeros_like(sigma), np.zeros_like(sigma)
         for s in range(3):
-            for t in range(3):
-                value[s, t], slopes[s, t] = dual(sigma[s, s], sigma[t, t], sigma[s, t])
+            for t in range(s, 3):
+                out = dual(sigma[s, s], sigma[t, t], sigma[s, t])
+                (value[s, t], slopes[s, t]), (value[t, s], slopes[t, s]) = out, out
         sigma = sw2 * value + sb2
-        theta = sw2 * slopes * theta + (sigma if ntk else widths[layer] * value + 1)
+        for kind, more in (("ntk", sigma), ("standard", widths[layer] * value + 1)):
+            theta[kind] = sw2 * slopes * theta[kind] + more
     setup = dict(depth=depth, activation=name, weight_variance=sw2, bias_variance=sb2)
-    np.testing.assert_allclose(kernels.nngp(x, **setup), sigma, rtol=1e-10)
-    more = {} if ntk else {"widths": widths}
-    ours = kernels.infinite_ntk(x, parametrisation=parametrisation, **setup, **more)
-    np.testing.assert_allclose(ours, theta, rtol=1e-10 if name != "relu" else 1e-7)  # arccos near 1
-    cross = kernels.infinite_ntk(x[:2], x[1:], parametrisation=parametrisation, **setup, **more)
-    np.testing.assert_allclose(cross, ours[:2, 1:], rtol=1e-12)
+
+    @jax.jit
+    def ours(x):
+        standard = kernels.infinite_ntk(x, parametrisation="standard", widths=widths, **setup)
+        return kernels.nngp(x, **setup), kernels.infinite_ntk(x, **setup), standard
+
+    found = ours(x)
+    accuracy = 1e-10 if name != "relu" else 1e-7  # arccos near 1
+    np.testing.assert_allclose(found[0], sigma, rtol=1e-10)
+    np.testing.assert_allclose(found[1], theta["ntk"], rtol=accuracy)
+    np.testing.assert_allclose(found[2], theta["standard"], rtol=accuracy)
+    if name == "erf":
+        cross = kernels.infinite_ntk(x[:2], x[1:], **setup)
+        np.testing.assert_allclose(cross, found[1][:2, 1:], rtol=1e-12)
 
 
 # (activation, sw2, sb2, (L-1) kappa_1, (L-1) kappa_2) at L = 3, alpha_0 = 1
@@ -164,6 +194,15 @@ def test_coordinates_drop_the_first_layer():
     wide = kernels.kappas(depth=4, alpha_0=1.0)
     narrow = kernels.kappas(depth=4, alpha_0=0.0)
     np.testing.assert_allclose([wide.one, narrow.one], [4 / 3, 1.0], rtol=1e-12)
+    # A.12, A.14 take N_0 = N; a network on the plane has the second value
+    width = 1024
+    apply, params = random_network(jax.random.key(0), (2, width, width, width, 1), "relu", 2.0)
+    angle = 2 * np.pi * np.arange(16) / 16
+    x = jnp.asarray(np.sqrt(2) * np.stack([np.cos(angle), np.sin(angle)], axis=1))
+    weights_only = lambda w, x: apply([(a, b) for a, (_, b) in zip(w, params, strict=True)], x)
+    kernel = kernels.empirical_ntk(weights_only, [a for a, _ in params], x)
+    measured = float(jnp.trace(kernel)) / 16 / (3 * width)
+    assert abs(measured - 1.0) < 0.1
 
 
 def random_network(key, widths, activation, sw2, sb2=0.0):
@@ -210,16 +249,16 @@ def test_bias_variance_enters(key):
     exact = kernels.infinite_ntk(
         x,
         depth=3,
-        activation="tanh",
+        activation="erf",
         weight_variance=1.5,
         bias_variance=0.5,
         parametrisation="standard",
         widths=widths[:3],
     )
     without = kernels.infinite_ntk(
-        x, depth=3, activation="tanh", weight_variance=1.5, parametrisation="standard", widths=widths[:3]
+        x, depth=3, activation="erf", weight_variance=1.5, parametrisation="standard", widths=widths[:3]
     )
-    apply, params = random_network(key, widths, "tanh", 1.5, 0.5)
+    apply, params = random_network(key, widths, "erf", 1.5, 0.5)
     measured = kernels.empirical_ntk(apply, params, x)
     error = lambda a: float(jnp.linalg.norm(measured - a) / jnp.linalg.norm(measured))
     assert error(exact) < 0.06 and error(without) > 0.15
@@ -243,29 +282,35 @@ def test_predicted_spectrum_is_exact():
     assert abs(float(out.v) - 11 * (20 * 0.3)) > 1.0
 
 
-@pytest.mark.parametrize("sw2", [1.0, 2.0])
-def test_batch_norm_before_every_activation(sw2):
-    """ReLU, L = 3: K_tt/N = 1.7334 and K_st/N = 0.1592 whatever sw2 is."""
+def normed(p, x):
+    for w in p[:-1]:
+        x = jax.nn.relu(kernels.normalise(x @ w))
+    return (x @ p[-1])[:, 0]
+
+
+def test_batch_norm_before_every_activation():
+    """ReLU, L = 3: K_tt/N = 1.7334 and K_st/N = 0.1592 whatever sw2 is, so A = 1.5743 in K ~ N (A I + 11'/2pi).
+
+    1.7334, and 2.809 at L = 4, are the diagonal A + (E phi)^2, not A itself.
+    """
     ours = kernels.hidden_batchnorm(depth=3)
-    np.testing.assert_allclose([sum(ours), ours.common], [1.7334, 0.1592], atol=1e-4)
-    np.testing.assert_allclose(sum(kernels.hidden_batchnorm(depth=4)), 2.809, atol=6e-4)
+    np.testing.assert_allclose([sum(ours), *ours], [1.7334, 1.7334 - 0.1592, 1 / (2 * np.pi)], atol=1e-4)
+    deeper = kernels.hidden_batchnorm(depth=4)
+    np.testing.assert_allclose([sum(deeper), deeper.diagonal], [2.809, 2.809 - 0.1592], atol=6e-4)
     width, samples = 192, 48
     x = np.sqrt(width) * jnp.eye(width)[:samples]
-
-    def apply(p, x):
-        for w in p[:-1]:
-            x = jax.nn.relu(kernels.normalise(x @ w))
-        return (x @ p[-1])[:, 0]
-
-    estimates = []
-    for seed in range(2):
-        k = jax.random.split(jax.random.key(seed), 3)
-        sizes = [(width, width), (width, width), (width, 1)]
-        params = [jax.random.normal(a, s) * np.sqrt(sw2 / width) for a, s in zip(k, sizes, strict=True)]
-        kernel = np.asarray(kernels.empirical_ntk(apply, params, x, stats="batch")) / width
-        off = (kernel.sum() - np.trace(kernel)) / samples / (samples - 1)
-        estimates.append((np.trace(kernel) / samples, off))
-    diagonal, off = np.mean(estimates, axis=0)
+    sizes = [(width, width), (width, width), (width, 1)]
+    measured = []
+    for sw2 in (1.0, 2.0):
+        for seed in range(2):
+            k = jax.random.split(jax.random.key(seed), 3)
+            params = [jax.random.normal(a, s) * np.sqrt(sw2 / width) for a, s in zip(k, sizes, strict=True)]
+            kernel = np.asarray(kernels.empirical_ntk(normed, params, x, stats="batch")) / width
+            off = (kernel.sum() - np.trace(kernel)) / samples / (samples - 1)
+            measured.append((np.trace(kernel) / samples, off))
+    np.testing.assert_allclose(measured[:2], measured[2:], rtol=1e-10)  # the same draws at both sw2
+    diagonal, off = np.mean(measured, axis=0)
     # corrections of order 1/T, and fluctuations of order 1/sqrt(N)
-    assert abs(diagonal - sum(ours)) < 0.15 * sum(ours)
-    assert abs(off - float(ours.common)) < 0.06
+    assert abs(diagonal - 1.7334) < 0.15 * 1.7334 and abs(off - 0.1592) < 0.06
+    assert abs(diagonal - 1.7334) < abs(diagonal - 1.5743)
+    assert abs(diagonal - off - 1.5743) < abs(diagonal - off - 1.7334)

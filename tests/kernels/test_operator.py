@@ -1,35 +1,36 @@
 """The matrix-free path against dense linear algebra on the same kernel."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from meanflow import kernels
-from meanflow.kernels.operator import lanczos
 
 
-def network(key, samples=30):
-    k = jax.random.split(key, 3)
-    params = (jax.random.normal(k[0], (3, 40)), jax.random.normal(k[1], (40, 2)) / 6)
-    x = jax.random.normal(k[2], (samples, 3))
+def apply(p, x):
+    y = kernels.normalise(jax.nn.relu(x @ p[0]), 1e-3)
+    return y @ p[1]
 
-    def apply(p, x):
-        y = kernels.normalise(jax.nn.relu(x @ p[0]), 1e-3)
-        return y @ p[1]
 
-    return apply, params, x
+@functools.cache
+def network(samples=30):
+    """(params, x, matrix): two outputs, and the whole kernel with the outputs of a sample side by side."""
+    draw = np.random.default_rng(0).normal
+    params = (jnp.asarray(draw(size=(3, 40))), jnp.asarray(draw(size=(40, 2)) / 6))
+    x = jnp.asarray(draw(size=(samples, 3)))
+    full = np.asarray(kernels.empirical_ntk(apply, params, x, stats="batch"))
+    return params, x, np.transpose(full, (0, 2, 1, 3)).reshape(2 * samples, 2 * samples)
 
 
 def test_operator_is_the_kernel(key):
-    apply, params, x = network(key)
+    params, x, matrix = network()
     operator = kernels.ntk_operator(apply, params, x, stats="batch")
-    full = kernels.empirical_ntk(apply, params, x, stats="batch")
-    matrix = np.transpose(np.asarray(full), (0, 2, 1, 3)).reshape(60, 60)
     assert operator.shape == (60, 60)
     v = jax.random.normal(key, (60, 2))
     np.testing.assert_allclose(operator @ v, matrix @ v, rtol=1e-11, atol=1e-10)
-    np.testing.assert_allclose(operator @ v[:, 0], matrix @ v[:, 0], rtol=1e-11, atol=1e-10)
     with pytest.raises(ValueError, match="couples"):
         kernels.ntk_operator(apply, params, x)
     # conjugate gradient through the same product
@@ -39,63 +40,66 @@ def test_operator_is_the_kernel(key):
     np.testing.assert_allclose(solution, np.linalg.solve(matrix + shift * np.eye(60), v[:, 0]), atol=1e-9)
 
 
-def spectrum_case(key, size=40):
-    basis = jnp.linalg.qr(jax.random.normal(key, (size, size)))[0]
-    values = jnp.concatenate([jnp.array([50.0, 20.0, 20.0]), jnp.linspace(5.0, 0.5, size - 3)])
-    return (basis * values[None]) @ basis.T, values
+def with_spectrum(values):
+    size = len(values)
+    basis = np.linalg.qr(np.random.default_rng(1).normal(size=(size, size)))[0]
+    return jnp.asarray((basis * values) @ basis.T)
 
 
 def test_lanczos_finds_everything(key):
-    matrix, values = spectrum_case(key)
+    values = np.concatenate([[50.0, 20.0, 20.0], np.linspace(5.0, 0.5, 37)])
+    matrix = with_spectrum(values)
     pairs = kernels.top_eigenpairs(matrix, 40, key=key, steps=40)
     np.testing.assert_allclose(pairs.values, values, rtol=1e-10)  # the double 20 included
+    np.testing.assert_allclose(pairs.vectors.T @ pairs.vectors, np.eye(40), atol=1e-12)
     np.testing.assert_allclose(kernels.condition_number(matrix, key=key), 100.0, rtol=1e-9)
     few = kernels.top_eigenpairs(matrix, 2, key=key, steps=30)
-    error = jnp.linalg.norm(matrix @ few.vectors - few.vectors * few.values[None], axis=0)
+    error = np.linalg.norm(matrix @ few.vectors - few.vectors * few.values[None], axis=0)
     np.testing.assert_allclose(few.values, values[:2], rtol=1e-8)
-    assert np.all(np.asarray(error) <= np.asarray(few.residuals) + 1e-8)
-    run = lanczos(lambda v: matrix @ v, jnp.ones(40), 40, key)
-    np.testing.assert_allclose(run.basis @ run.basis.T, np.eye(40), atol=1e-12)
-
-
-def test_lanczos_survives_exhaustion(key):
-    # rank one plus identity: the Krylov space has dimension two
-    matrix = jnp.eye(12) + 5.0 * jnp.ones((12, 12)) / 12
-    pairs = kernels.top_eigenpairs(matrix, 12, key=key, steps=12)
-    np.testing.assert_allclose(pairs.values, [6.0] + [1.0] * 11, rtol=1e-12)
+    assert np.all(error <= np.asarray(few.residuals) + 1e-8)
+    # rank one plus identity: the Krylov space is exhausted after two steps
+    pairs = kernels.top_eigenpairs(jnp.asarray(np.eye(40) + 5.0 / 40), 40, key=key, steps=40)
+    np.testing.assert_allclose(pairs.values, [6.0] + [1.0] * 39, rtol=1e-12)
 
 
 def test_moments_and_density(key):
-    matrix, values = spectrum_case(key, 200)
-    estimate = kernels.moments(matrix, key=key, probes=40, deflate=4)
-    m, s = float(jnp.mean(values)), float(jnp.mean(values**2))
-    assert abs(float(estimate.m) - m) < 4 * float(estimate.m_error) + 1e-12
-    assert abs(float(estimate.s) - s) < 4 * float(estimate.s_error) + 1e-12
-    plain = kernels.moments(matrix, key=key, probes=40, deflate=0)
+    values = np.concatenate([[50.0, 20.0, 20.0], np.linspace(5.0, 0.5, 197)])
+    matrix, m, s, v = with_spectrum(values), np.mean(values), np.mean(values**2), np.var(values)
+    leading = kernels.top_eigenpairs(matrix, 4, key=key, steps=30).vectors
+    estimate = kernels.moments(matrix, key=key, probes=40, deflate=leading)
+    assert abs(float(estimate.m) - m) < 4 * float(estimate.m_error)
+    assert abs(float(estimate.s) - s) < 4 * float(estimate.s_error)
+    # the variance comes from the same directions, so that part of the errors cancels
+    assert abs(float(estimate.v) - v) < 4 * float(estimate.v_error)
+    plain = kernels.moments(matrix, key=key, probes=40)
+    assert abs(float(plain.v) - v) < 4 * float(plain.v_error)
     assert float(estimate.s_error) < 0.5 * float(plain.s_error)  # what deflation is for
     density = kernels.spectral_density(matrix, key=key, probes=20, steps=30)
     np.testing.assert_allclose(jnp.sum(density.weights), 1.0, rtol=1e-10)
-    for cut in (1.5, 3.0, 10.0):
-        exact = float(jnp.mean(values <= cut))
-        assert abs(float(density.cumulative(jnp.array(cut))[0]) - exact) < 0.06
+    cuts = np.array([1.5, 3.0, 10.0])
+    exact = np.mean(values[:, None] <= cuts, axis=0)
+    assert np.max(np.abs(density.cumulative(jnp.asarray(cuts)) - exact)) < 0.06
     grid = jnp.linspace(-5.0, 60.0, 3000)
     mass = jnp.sum(density.smooth(grid, 0.5)) * (grid[1] - grid[0])
     np.testing.assert_allclose(mass, 1.0, rtol=1e-3)
 
 
 def test_spectrum_sandwich(key):
-    apply, params, x = network(key)
-    full = kernels.empirical_ntk(apply, params, x, stats="batch", outputs="trace")
-    exact = kernels.spectrum(full)
-    values = np.linalg.eigvalsh(full)
+    params, x, matrix = network()
+    exact = kernels.spectrum(jnp.asarray(matrix))
+    values = np.linalg.eigvalsh(matrix)
     np.testing.assert_allclose(exact.values, values[::-1], rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose([exact.m, exact.v], [values.mean(), values.var()], rtol=1e-10)
     assert float(exact.lower) <= float(exact.values[0]) <= float(exact.upper)
-    operator = kernels.ntk_operator(lambda p, x: apply(p, x)[:, 0], params, x, stats="batch")
-    single = kernels.empirical_ntk(apply, params, x, stats="batch")[:, :, 0, 0]
+    operator = kernels.ntk_operator(apply, params, x, stats="batch")
     ours = kernels.spectrum(operator, key=key, top=2)
-    np.testing.assert_allclose(ours.values, np.linalg.eigvalsh(single)[::-1][:2], rtol=1e-8)
-    np.testing.assert_allclose(ours.m, np.trace(single) / 30, rtol=0.1)
+    np.testing.assert_allclose(ours.values, values[::-1][:2], rtol=1e-8)
+    assert abs(float(ours.values[0]) - values[-1]) <= float(ours.residuals[0]) + 1e-9
+    assert abs(float(ours.m - exact.m)) < 4 * float(ours.m_error)
+    assert abs(float(ours.v - exact.v)) < 4 * float(ours.v_error)
+    mixed = kernels.spectrum(jnp.asarray(matrix), key=key, top=2)  # Lanczos, with exact moments
+    np.testing.assert_allclose(mixed.values, ours.values, rtol=1e-8)
+    assert float(mixed.m) == float(exact.m) and float(mixed.m_error) == 0.0
     with pytest.raises(ValueError, match="key must be given"):
         kernels.spectrum(operator)
     with pytest.raises(ValueError, match="square"):
