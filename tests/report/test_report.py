@@ -55,7 +55,9 @@ def test_the_numbers_on_the_page_are_those_of_the_sweep(runs, page):
     turn = runs.angle_displacement.isel(step=-1).median("seed")
     np.testing.assert_allclose(shown["maps"]["angle_displacement"]["values"], turn, rtol=1e-4)
     assert [n is None for n in shown["neurons"]["u"][0][0][0]] == [False] * 4 + [True]
-    assert "data_hash" in shown["provenance"] and shown["failed"] == 0
+    settings = dict(shown["provenance"])
+    assert settings["settings.step"] == "0.05" and "versions.jax" in settings and "data_hash" in settings
+    assert shown["summary"] == "2 widths x 3 deltas x 2 seeds: 12 runs, 0 failed."
 
 
 def test_the_page_stands_alone(page):
