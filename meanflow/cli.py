@@ -327,11 +327,8 @@ def bench(
       meanflow bench sweeps --torch ~/torch-env/bin/python
       meanflow bench sweeps.grid_speed --set steps=200 --set seeds=2
     """
-    import jax
-
     from meanflow import bench as rooms
 
-    jax.config.update("jax_enable_x64", precision == "float64")
     wanted = dict(_setting(change) for change in changes) | ({} if torch is None else {"torch": torch})
 
     found = {}
@@ -354,6 +351,7 @@ def bench(
     stray = set(wanted) - {"torch"} - set().union(*taken.values())
     if stray:
         raise ValueError(f"--set must name an argument of a chosen benchmark, got {sorted(stray)[0]!r}")
+    _precision({"run": {"precision": precision}})
     results = {}
     for name in chosen:
         results[name] = found[name](**{k: v for k, v in wanted.items() if k in taken[name]})

@@ -43,9 +43,9 @@ class Hyperbola(Space):
 
 
 def unfold(cloud: Cloud, delta: jax.Array, ratio: jax.Array) -> Affine:
-    """``Polar`` neurons as (a, b, c); one of length n = 0 keeps its direction, at the smallest length there is."""
+    """``Polar`` neurons as (a, b, c); one of length n = 0 keeps its direction, at a length whose square is nothing."""
     p, c = to_raw(cloud.particles, delta, ratio)
-    least = jnp.finfo(p.dtype).tiny
+    least = jnp.sqrt(jnp.finfo(p.dtype).tiny)
     theta = cloud.particles.theta
     lost = jnp.all(p == 0, axis=-1)
     a = jnp.where(lost, least * jnp.cos(theta), p[:, 0])

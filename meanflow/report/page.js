@@ -42,7 +42,16 @@
     return marks;
   }
 
-  // a plot area; returns the maps from data to pixels. Options: x, y (labels of ticks), xname, yname, square, right
+  // logarithms of round numbers: powers of ten, or 1, 2 and 5 times those where there are few
+  function powers(low, high) {
+    const marks = [];
+    for (let k = Math.floor(low); k <= high; k++) {
+      (high - low > 2 ? [1] : [1, 2, 5]).forEach((u) => marks.push(k + Math.log10(u)));
+    }
+    return marks.filter((v) => v >= low && v <= high);
+  }
+
+  // a plot area; returns the maps from data to pixels. Options: x, y (labels of ticks), xname, yname, square, log, right
   function frame(id, xs, ys, options) {
     const { c, w, h } = open(id), left = 66, bottom = 44, top = 12, right = options.right || 14;
     const span = (v) => {
@@ -61,13 +70,12 @@
     }
     const px = (x) => left + (x - x0) / (x1 - x0) * (w - left - right);
     const py = (y) => h - bottom - (y - y0) / (y1 - y0) * (h - top - bottom);
-    const whole = options.powers ? (m) => m.filter((v) => Number.isInteger(v)) : (m) => m;
     c.lineWidth = 1;
     ticks(x0, x1, 6).forEach((x) => {
       c.strokeStyle = FAINT; c.beginPath(); c.moveTo(px(x), top); c.lineTo(px(x), h - bottom); c.stroke();
       c.fillStyle = GREY; c.textAlign = "center"; c.fillText(options.x(x), px(x), h - bottom + 17);
     });
-    whole(ticks(y0, y1, 5)).forEach((y) => {
+    (options.log ? powers(y0, y1) : ticks(y0, y1, 5)).forEach((y) => {
       c.strokeStyle = FAINT; c.beginPath(); c.moveTo(left, py(y)); c.lineTo(w - right, py(y)); c.stroke();
       c.fillStyle = GREY; c.textAlign = "right"; c.fillText(options.y(y), left - 7, py(y) + 4);
     });
@@ -100,10 +108,8 @@
     const curves = page.energy.map((row) => row.map((curve) => curve.map(log)));
     const values = flat(curves);
     if (!values.length) return;
-    const decades = Math.max(...values) - Math.min(...values) >= 2;
     const area = frame("loss", times, values, {
-      x: number, y: (v) => decades ? "1e" + Math.round(v) : number(10 ** v), powers: decades,
-      xname: page.along.name, yname: "loss", right: 118,
+      x: number, y: (v) => number(10 ** v), log: true, xname: page.along.name, yname: "loss", right: 118,
     });
     curves.forEach((row) => row.forEach((curve, j) => {
       area.c.globalAlpha = 0.4; path(area, times, curve, columnColour(j), 1); area.c.globalAlpha = 1;

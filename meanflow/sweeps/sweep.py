@@ -88,7 +88,7 @@ class Sweep(Plan):
 
         >>> import jax, jax.numpy as jnp, meanflow as mf
         >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 4), jnp.array([1.0, -1.0, 1.0, 0.0]))
-        >>> plan = mf.sweeps.prepare(mf.lifted(), data, widths=[3, 4], deltas=[0.0], steps=2, step=0.1)
+        >>> plan = mf.sweeps.prepare(mf.lifted(), data, widths=[4], deltas=[0.0], steps=2, step=0.1, observe=())
         >>> loss = lambda y: plan.values(mf.Dataset(data.x, y))["energy"][..., -1].sum()
         >>> jax.grad(loss)(data.y).shape
         (4,)
@@ -326,7 +326,7 @@ def sweep(
     >>> import jax.numpy as jnp, meanflow as mf
     >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 5), jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
     >>> ds = mf.sweep(mf.lifted(alpha="sqrt"), data, widths=[3, 4], deltas=[-1.0, float("inf")], seeds=2,
-    ...               steps=4, every=2, step=0.01)
+    ...               steps=4, every=2, step=0.01, observe=["angle_displacement"])
     >>> dict(ds.energy.sizes)
     {'width': 2, 'delta': 2, 'seed': 2, 'step': 3}
     """
