@@ -18,7 +18,7 @@
   }
   const columnColour = (j) => colour(columns.length > 1 ? 0.92 * j / (columns.length - 1) : 0.3);
 
-  const number = (v) => v !== 0 && (Math.abs(v) >= 1e4 || Math.abs(v) < 1e-2) ? v.toExponential(1) : String(+v.toPrecision(3));
+  const number = (v) => v !== 0 && (Math.abs(v) >= 1e5 || Math.abs(v) < 1e-2) ? v.toExponential(1) : String(+v.toPrecision(3));
 
   // a canvas in the resolution of the screen; drawing keeps to the size written in the page
   const sizes = {};

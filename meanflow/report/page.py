@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "energy")
-MOST_PARTICLES = 300  # per picture; more cannot be told apart
+MOST_PARTICLES = 200  # per picture; more cannot be told apart
 
 
 def write_report(
@@ -80,7 +80,7 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
     plane = _plane(first)
     if plane is not None:
         names = ("u", "v", "sign")
-        page["neurons"] = {n: _clean(u[..., :MOST_PARTICLES]) for n, u in zip(names, plane, strict=True)}
+        page["neurons"] = {n: _clean(u[..., :MOST_PARTICLES], 3) for n, u in zip(names, plane, strict=True)}
     if samples is not None:
         x, y = (samples.x, samples.y) if hasattr(samples, "x") else samples
         if np.ndim(x) == 1:
@@ -88,15 +88,15 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
     return page
 
 
-def _clean(values: Any) -> Any:
-    """Nested lists rounded to five digits; what is not finite becomes None."""
+def _clean(values: Any, digits: int = 5) -> Any:
+    """Nested lists rounded to a few digits; what is not finite becomes None."""
     array = np.asarray(values)
     if array.ndim:
-        return [_clean(v) for v in array]
+        return [_clean(v, digits) for v in array]
     number = float(array)
     if not math.isfinite(number):
         return None
-    return int(number) if number == int(number) and abs(number) < 1e9 else float(f"{number:.5g}")
+    return int(number) if number == int(number) and abs(number) < 1e9 else float(f"{number:.{digits}g}")
 
 
 def _text(value: Any) -> str:

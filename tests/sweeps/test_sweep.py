@@ -125,7 +125,7 @@ def test_one_compilation_per_width_group(plain):
     settings, _ = plain
     data = mf.Dataset(X, jnp.cos(X), "sum")
     flow = mf.lifted("sqrt")
-    changed = settings | {"steps": 15, "chunk": 2}
+    changed = settings | {"steps": 15, "chunk": 2, "observe": ()}
     plan = mf.sweeps.prepare(flow, data, **changed)
     assert len(plan.groups) == 2 and len(plan.chunks) > 4 and plan.waste <= 0.15
     before = program._compile.cache_info().misses
