@@ -3,6 +3,7 @@
 Exit codes: 0 success, 1 some cells failed, 2 bad usage or configuration, 3 a run directory that cannot be used.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -72,11 +73,25 @@ def _precision(request: dict[str, Any]) -> None:
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
 
 
+def _use_all_cores() -> None:
+    """One CPU device per core, over which cells are spread; a no-op where devices were chosen or are in use already."""
+    import os
+
+    import jax
+
+    flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if flags or not hasattr(os, "sched_getaffinity"):
+        return
+    with contextlib.suppress(RuntimeError):  # too late: jax has started
+        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+
+
 def _execute(request: dict[str, Any], store: str | None, as_json: bool) -> None:
     from meanflow.sweeps import make_mesh
     from meanflow.sweeps.request import build
 
     _precision(request)
+    _use_all_cores()
     plan = build(request)
     plan.request = request
     mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
@@ -352,6 +367,7 @@ def bench(
     if stray:
         raise ValueError(f"--set must name an argument of a chosen benchmark, got {sorted(stray)[0]!r}")
     _precision({"run": {"precision": precision}})
+    _use_all_cores()
     results = {}
     for name in chosen:
         results[name] = found[name](**{k: v for k, v in wanted.items() if k in taken[name]})

@@ -1,5 +1,6 @@
 """Batch norm against vanilla, and a sweep of univariate networks through their regimes: figures and a report."""
 
+import os
 import pathlib
 import sys
 import time
@@ -16,6 +17,7 @@ from meanflow.report import write_report
 from meanflow.sweeps import Observable, particles
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)  # cells of a sweep are spread over devices
 
 
 def batchnorm_against_vanilla(folder: pathlib.Path) -> None:

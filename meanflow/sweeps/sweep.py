@@ -310,7 +310,7 @@ def sweep(
         steps, every: number of steps and steps between saves (as in ``descend``) of a run in discrete time.
         observe: None for ``default_observables``; names of some of these; or a dict of further ones.
         store: run directory. Finished chunks are kept there and a killed run goes on from them.
-        chunk: most cells run at once; default about 2^15 particles on CPU and 2^20 per accelerator.
+        chunk: most cells run at once; default about 2^13 particles per CPU device and 2^20 per accelerator.
         mesh: devices, axes ``sweep`` and ``particles`` (``sweeps.make_mesh``); default all devices along ``sweep``.
         waste: allowed share of padding among stored particles.
         nested: networks of one seed are prefixes of the widest; otherwise independent of each other.

@@ -24,9 +24,8 @@ from meanflow.measures.cloud import Affine, Cloud, Polar, floating
 from meanflow.measures.scaling import Scaling
 
 FORCES = ("auto", "dense", "fast")
-# below these sizes the dense forces are faster (see bench/univariate.py)
-CROSSOVER_SAMPLES = 16
-CROSSOVER_ENTRIES = 2**15
+# up to (samples, samples x neurons) the dense forces are faster (see bench/univariate.py and bench/sweeps.py)
+CROSSOVER = ((16, 2**62), (32, 2**18), (2**62, 2**15))
 
 
 class Univariate(Feature):
@@ -69,8 +68,9 @@ class Univariate(Feature):
 
     def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
         """Predictions (n,) and g -> J_q' G(g), the covectors of the potential; see ``Feature.linearize``."""
-        large = x.shape[0] > CROSSOVER_SAMPLES and x.shape[0] * cloud.size > CROSSOVER_ENTRIES
-        fast = self.forces == "fast" or (self.forces == "auto" and large)
+        count = x.shape[0]
+        small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
+        fast = self.forces == "fast" or (self.forces == "auto" and not small)
         path = force.sorted_linearization if fast else force.dense_linearization
         slopes = self.slopes(cloud)
         f, gather = path(self.direction(cloud), cloud.weights[:, None] * slopes, x)
