@@ -48,6 +48,7 @@ def grid_speed(
     chosen = {"steps": steps, "step": 1e-3, "observe": ("angle_displacement",)}
     balances = [-np.inf, *np.linspace(-20, 20, deltas - 2), np.inf]
     plan = mf.sweeps.prepare(flow, data, widths=widths, deltas=balances, seeds=seeds, **chosen)
+    some = {w: [plan.cloud(width=w, delta=balances[k], seed=0) for k in (1, -1)] for w in widths}
     first = {chunk.group: chunk for chunk in reversed(plan.chunks)}
     everything, plan.chunks = plan.chunks, list(first.values())
     cold, warm = _seconds(plan.run), _seconds(plan.run)  # one chunk of each group
@@ -55,15 +56,13 @@ def grid_speed(
     run = _seconds(plan.run)
     particles = sum(widths) * deltas * seeds * steps
     loop = 0.0
-    for width in widths:
-        some = [plan.cloud(width=width, delta=balances[k], seed=0) for k in (1, -1)]
+    for clouds in some.values():
         alone = lambda c: (
             mf.descend(
                 flow, c, data, steps, step=1e-3, clock="lazy", observe=plan.cell(plan.groups[0]).observers()
             ).energy
         )
-        alone(some[0])
-        loop += sum(best_time(alone, c, repeats=1)[1] for c in some) / 2 * deltas * seeds
+        loop += sum(best_time(alone, c, repeats=2)[1] for c in clouds) / len(clouds) * deltas * seeds
     dtype = jnp.dtype(jnp.result_type(float))
     numbers = {
         "run": run,
@@ -101,7 +100,7 @@ def _bandwidth(megabytes: int = 256) -> float:
     return 2 * x.nbytes / seconds
 
 
-def two_processes(width: int = 512, cells: int = 64, steps: int = 2000) -> dict[str, float]:
+def two_processes(width: int = 512, cells: int = 64, steps: int = 10_000) -> dict[str, float]:
     """One process pinned to one core against two on a core each, over JAX's distributed runtime (gloo).
 
     Returns:

@@ -72,8 +72,10 @@ class Univariate(Feature):
         small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
         fast = self.forces == "fast" or (self.forces == "auto" and not small)
         path = force.sorted_linearization if fast else force.dense_linearization
-        slopes = self.slopes(cloud)
-        f, gather = path(self.direction(cloud), cloud.weights[:, None] * slopes, x)
+        p, share = self.direction(cloud), cloud.weights * self.amplitude(cloud)
+        # a column at a time: the compiler then never stores the pairs
+        slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
+        f, gather = path(p, slopes, x)
         return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
 
     def predict(self, cloud: Cloud, x: jax.Array) -> jax.Array:
