@@ -91,7 +91,6 @@ def _execute(request: dict[str, Any], store: str | None, as_json: bool) -> None:
     from meanflow.sweeps.request import build
 
     _precision(request)
-    _use_all_cores()
     plan = build(request)
     plan.request = request
     mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None

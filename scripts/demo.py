@@ -1,6 +1,5 @@
 """Batch norm against vanilla, and a sweep of univariate networks through their regimes: figures and a report."""
 
-import os
 import pathlib
 import sys
 import time
@@ -17,7 +16,6 @@ from meanflow.report import write_report
 from meanflow.sweeps import Observable, particles
 
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)  # cells of a sweep are spread over devices
 
 
 def batchnorm_against_vanilla(folder: pathlib.Path) -> None:
