@@ -366,7 +366,8 @@ def bench(
     if stray:
         raise ValueError(f"--set must name an argument of a chosen benchmark, got {sorted(stray)[0]!r}")
     _precision({"run": {"precision": precision}})
-    _use_all_cores()
+    if all(name.startswith("sweeps.") for name in chosen):  # the others are about one device
+        _use_all_cores()
     results = {}
     for name in chosen:
         results[name] = found[name](**{k: v for k, v in wanted.items() if k in taken[name]})
