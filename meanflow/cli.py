@@ -3,6 +3,7 @@
 Exit codes: 0 success, 1 some cells failed, 2 bad usage or configuration, 3 a run directory that cannot be used.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -70,6 +71,19 @@ def _precision(request: dict[str, Any]) -> None:
     import jax
 
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
+
+
+def _use_all_cores() -> None:
+    """One CPU device per core, over which cells are spread; a no-op where devices were chosen or are in use already."""
+    import os
+
+    import jax
+
+    flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if flags or not hasattr(os, "sched_getaffinity"):
+        return
+    with contextlib.suppress(RuntimeError):  # too late: jax has started
+        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
 def _execute(request: dict[str, Any], store: str | None, as_json: bool) -> None:
@@ -144,8 +158,6 @@ def sweep(
       every = 200
       step = {kernel = 0.2}
     """
-    import tomllib
-
     from meanflow.sweeps import request as requests
 
     tables: dict[str, Any] = {"flow": {}, "data": {}, "grid": {}, "run": {}}
@@ -155,17 +167,26 @@ def sweep(
         raise click.UsageError("give a CONFIG file or flags; see meanflow sweep --help")
     _apply_flags(tables, flags)
     for change in changes:
-        place, equals, value = change.partition("=")
+        place, parsed = _setting(change)
         table, dot, key = place.partition(".")
-        if not equals or not dot:
+        if not dot:
             raise click.UsageError(f"--set needs TABLE.KEY=VALUE, got {change!r}")
-        try:
-            parsed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            parsed = value
         tables.setdefault(table, {})[key] = parsed
     request = requests.check_request(tables)
     _execute(request, store or request.get("store"), as_json)
+
+
+def _setting(change: str) -> tuple[str, Any]:
+    """KEY=VALUE with the value in TOML syntax, or else as text."""
+    import tomllib
+
+    key, equals, value = change.partition("=")
+    if not equals:
+        raise click.UsageError(f"--set needs TABLE.KEY=VALUE, got {change!r}")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
 def _apply_flags(tables: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -298,15 +319,35 @@ def report(directory: str, output: str | None, title: str | None) -> None:
 @main.command()
 @click.argument("names", nargs=-1)
 @click.option("--list", "listing", is_flag=True, help="Only list the benchmarks.")
+@click.option(
+    "--set", "changes", multiple=True, metavar="KEY=VALUE", help="An argument of the benchmarks (TOML)."
+)
+@click.option("--torch", type=click.Path(exists=True, dir_okay=False), help="Interpreter that has PyTorch.")
+@click.option("--precision", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Numbers as JSON.")
 @_guard
-def bench(names: tuple[str, ...], listing: bool, as_json: bool) -> None:
-    """Run benchmarks by NAME (for instance sweeps.grid_speed, or sweeps for all of a room); default all."""
+def bench(
+    names: tuple[str, ...],
+    listing: bool,
+    changes: tuple[str, ...],
+    torch: str | None,
+    precision: str,
+    as_json: bool,
+) -> None:
+    """Run benchmarks by NAME (for instance sweeps.grid_speed, or sweeps for all of a room); default all.
+
+    \b
+    Examples:
+      meanflow bench sweeps --torch ~/torch-env/bin/python
+      meanflow bench sweeps.grid_speed --set steps=200 --set seeds=2
+    """
     from meanflow import bench as rooms
+
+    wanted = dict(_setting(change) for change in changes) | ({} if torch is None else {"torch": torch})
 
     found = {}
     for module in pkgutil.iter_modules(rooms.__path__):
-        if module.name in ("timing", "team"):
+        if module.name in ("timing", "team", "eager"):
             continue
         loaded = importlib.import_module(f"meanflow.bench.{module.name}")
         for name, function in inspect.getmembers(loaded, inspect.isfunction):
@@ -320,9 +361,16 @@ def bench(names: tuple[str, ...], listing: bool, as_json: bool) -> None:
     unknown = [n for n in names if n not in found and not any(f.startswith(f"{n}.") for f in found)]
     if unknown:
         raise ValueError(f"NAME must be one of {sorted(found)}, got {unknown[0]!r}")
+    taken = {name: set(inspect.signature(found[name]).parameters) for name in chosen}
+    stray = set(wanted) - {"torch"} - set().union(*taken.values())
+    if stray:
+        raise ValueError(f"--set must name an argument of a chosen benchmark, got {sorted(stray)[0]!r}")
+    _precision({"run": {"precision": precision}})
+    if all(name.startswith("sweeps.") for name in chosen):  # the others are about one device
+        _use_all_cores()
     results = {}
     for name in chosen:
-        results[name] = found[name]()
+        results[name] = found[name](**{k: v for k, v in wanted.items() if k in taken[name]})
         if not as_json:
             click.echo(name)
             for key, value in results[name].items():

@@ -35,6 +35,10 @@ class Feature(eqx.Module):
         """Fixes what the feature takes from the data (mean and covariance, under batch norm)."""
         return self
 
+    def chart(self, flow: Any, cloud: Cloud) -> tuple[Any, Cloud, Callable[[Any], Any]]:
+        """Coordinates in which ``flow``, of this feature, steps fastest; see ``Flow.chart``. Default: its own."""
+        return flow, cloud, lambda particles: particles
+
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raises ValueError if cloud and inputs do not fit this feature."""
         if not isinstance(cloud.particles, self.record):

@@ -72,6 +72,15 @@ class Flow(eqx.Module):
         drawn = sample(key, width, self.feature.record, {**self.laws(dim), **laws}, labels=labels)
         return self.space.settle(drawn)
 
+    def chart(self, cloud: Cloud) -> tuple["Flow", Cloud, Callable[[Any], Any]]:
+        """The same flow in the coordinates in which its steps are cheapest.
+
+        Returns:
+            A flow with equal predictions, kernels and retractions, ``cloud`` in its coordinates, and the map of its
+            particles back to those of this flow.
+        """
+        return self.feature.chart(self, cloud)
+
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raises ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
         self.feature.check(cloud, x)

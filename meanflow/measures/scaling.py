@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meanflow import _checks
 from meanflow.measures.cloud import Cloud
@@ -33,7 +34,7 @@ class Scaling(eqx.Module):
         if self.kind == "m":
             return jnp.ones_like(m)
         known = _checks.concrete(m)
-        if known is not None and not jnp.all(jnp.isfinite(known)):
+        if known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
                 f"alpha={self.kind!r} needs a finite cloud.width, got infinity (a quadrature cloud); use alpha='m'"
             )
@@ -57,6 +58,6 @@ def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:
     if clock == "lazy":
         return scaling.ratio(cloud) ** -2
     known = _checks.concrete(cloud.width)
-    if known is not None and not jnp.all(jnp.isfinite(known)):
+    if known is not None and not np.all(np.isfinite(known)):
         raise ValueError("clock='gradient' needs a finite cloud.width, got an infinite one; use 'mean_field'")
     return 1.0 / cloud.width

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "energy")
-MOST_PARTICLES = 300  # per picture; more cannot be told apart
+MOST_PARTICLES = 200  # per picture; more cannot be told apart
 
 
 def write_report(
@@ -48,7 +48,7 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
     axes = [d for d in runs.result.dims if d != "seed"]
     columns = next((d for d in axes if d != "width" and runs.sizes[d] > 1), None)
     chosen = {d: 0 for d in axes if d not in ("width", columns)}
-    runs = runs.isel(chosen)
+    whole, runs = runs, runs.isel(chosen)
     if columns is None:
         columns = "all"
         runs = runs.expand_dims(all=[0])
@@ -57,6 +57,7 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
     maps = {
         name: {
             "title": runs[name].attrs.get("long_name", name),
+            "units": runs[name].attrs.get("units", "1"),
             "values": _clean(runs[name].isel({along: -1}).median("seed").values),
         }
         for name in MAPS
@@ -68,23 +69,18 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
         "columns": {"name": columns, "values": [_text(v) for v in runs[columns].values]},
         "along": {"name": along, "values": _clean(runs[along].values)},
         "energy": _clean(median),
-        "failed": int(((runs.result != 0) & (runs.result != 3)).sum()),
+        "summary": _summary(whole),
         "maps": maps,
-        "provenance": _provenance(runs),
+        "provenance": _provenance(whole),
     }
     first = runs.isel(seed=0)
     if "predictions" in runs and "x" in runs.predictions.dims:
         page["x"] = _clean(runs.x.values)
         page["f"] = _clean(first.predictions.values)
-    if "neurons_r" in runs and "neurons_theta" in runs:
-        r, theta = first.neurons_r.values, first.neurons_theta.values
-        pick = slice(0, MOST_PARTICLES)
-        u, v = np.abs(r) * np.cos(theta), np.abs(r) * np.sin(theta)
-        page["neurons"] = {
-            "u": _clean(u[..., pick]),
-            "v": _clean(v[..., pick]),
-            "sign": _clean(np.sign(r[..., pick])),
-        }
+    plane = _plane(first)
+    if plane is not None:
+        names = ("u", "v", "sign")
+        page["neurons"] = {n: _clean(u[..., :MOST_PARTICLES], 3) for n, u in zip(names, plane, strict=True)}
     if samples is not None:
         x, y = (samples.x, samples.y) if hasattr(samples, "x") else samples
         if np.ndim(x) == 1:
@@ -92,20 +88,57 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
     return page
 
 
-def _clean(values: Any) -> Any:
-    """Nested lists rounded to five digits; what is not finite becomes None."""
+def _clean(values: Any, digits: int = 5) -> Any:
+    """Nested lists rounded to a few digits; what is not finite becomes None."""
     array = np.asarray(values)
     if array.ndim:
-        return [_clean(v) for v in array]
+        return [_clean(v, digits) for v in array]
     number = float(array)
     if not math.isfinite(number):
         return None
-    return int(number) if number == int(number) and abs(number) < 1e9 else float(f"{number:.5g}")
+    return int(number) if number == int(number) and abs(number) < 1e9 else float(f"{number:.{digits}g}")
 
 
 def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float | np.number) else str(value)
 
 
-def _provenance(runs: Any) -> dict[str, str]:
-    return {str(name): str(value) for name, value in runs.attrs.items() if name != "title"}
+def _plane(runs: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """(u, v) = |r| d(theta) and the sign of r of recorded neurons, up to the factor m/alpha in raw coordinates."""
+    if "neurons_r" in runs and "neurons_theta" in runs:
+        r, theta = runs.neurons_r.values, runs.neurons_theta.values
+        return np.abs(r) * np.cos(theta), np.abs(r) * np.sin(theta), np.sign(r)
+    if all(f"neurons_{name}" in runs for name in "abc"):
+        a, b, c = (runs[f"neurons_{name}"].values for name in "abc")
+        return np.abs(c) * a, -np.abs(c) * b, np.sign(c)
+    return None
+
+
+def _summary(runs: Any) -> str:
+    """One line: the axes, the number of runs, and how many failed."""
+    axes = " x ".join(f"{runs.sizes[d]} {d}s" if runs.sizes[d] > 1 else f"1 {d}" for d in runs.result.dims)
+    steady = runs.result == 3  # stopped where it was asked to
+    failed = int(((runs.result != 0) & ~steady).sum())
+    return f"{axes}: {runs.result.size} runs, {failed} failed."
+
+
+def _provenance(runs: Any) -> list[list[str]]:
+    """Name and text of every setting; nested ones are joined by dots."""
+    found: list[list[str]] = []
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inside in value.items():
+                walk(f"{name}.{key}" if name else str(key), inside)
+        else:
+            found.append([name, value if isinstance(value, str) else json.dumps(value)])
+
+    for name, text in runs.attrs.items():
+        if name == "title":
+            continue
+        try:
+            value = json.loads(text)
+        except (TypeError, ValueError):
+            value = str(text)
+        walk("" if name == "run" else str(name), value)
+    return found

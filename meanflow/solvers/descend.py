@@ -136,25 +136,29 @@ def _descend(
 ) -> dict[str, Any]:
     whole = flow.bind(data)
     problem = Problem(whole, cloud, data, scaling.speed(clock, flow.scaling, cloud))
-    carry = _start(problem, cloud, optimizer, rule, state)
+    # a plain step is the same in all coordinates; an optimiser with a state of its own is not
+    easy = flow.chart(cloud) if optimizer == PLAIN else (flow, cloud, lambda particles: particles)
+    model, base, back = easy
+    inner_problem = problem._replace(flow=model.bind(data), cloud=base)
+    carry = _start(base, optimizer, rule, state)
 
     def step(carry: _Carry, _: None) -> _Carry:
-        here = cloud.at(carry.particles)
+        here = base.at(carry.particles)
         batch = data
         if batch_size is not None:
             chosen = jax.random.choice(
                 jax.random.fold_in(key, carry.steps), data.size, (batch_size,), replace=False
             )
             batch = data.take(chosen)
-        bound = flow.bind(batch)
+        bound = model.bind(batch)
         gradient = jax.tree.map(lambda v: -problem.speed * v, velocity(bound, here, batch))
-        size = next_size(rule, carry.steps, carry.size, problem, here)
+        size = next_size(rule, carry.steps, carry.size, inner_problem, here)
         updates, inner = optimizer.update(gradient, carry.optimizer, carry.particles)
         moved = bound.space.retract(here, jax.tree.map(lambda u: size * u, updates))
         return _Carry(carry.t + size, moved, carry.steps + 1, inner, size)
 
     def look(carry: _Carry) -> Any:
-        here = cloud.at(carry.particles)
+        here = cloud.at(back(carry.particles))
         seen = here if observe is None else observe_with(observe, problem, here)
         return carry.t, energy(whole, here, data), seen
 
@@ -169,7 +173,7 @@ def _descend(
         "energy": energies,
         "clouds": seen if observe is None else None,
         "observed": None if observe is None else seen,
-        "final": cloud.at(carry.particles),
+        "final": cloud.at(back(carry.particles)),
         "state": State(
             carry.t, carry.particles, carry.steps, tuple(jax.tree.leaves((carry.optimizer, carry.size)))
         ),
@@ -178,9 +182,7 @@ def _descend(
     }
 
 
-def _start(
-    problem: Problem, cloud: Cloud, optimizer: optax.GradientTransformation, rule: Any, state: State | None
-) -> _Carry:
+def _start(cloud: Cloud, optimizer: optax.GradientTransformation, rule: Any, state: State | None) -> _Carry:
     dtype = cloud.weights.dtype
     fresh = optimizer.init(cloud.particles)
     # a KernelStep is refreshed at step 0, so its first size is never used

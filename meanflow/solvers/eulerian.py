@@ -22,6 +22,7 @@ from meanflow.flows.flow import Flow, energy
 from meanflow.geometry import omega
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
+from meanflow.solvers.saving import SaveTimes, save_times
 from meanflow.solvers.step import Problem, StepController
 
 CFL = 0.4  # positivity needs sum of Courant numbers <= 1/2
@@ -105,13 +106,14 @@ def evolve(flow: Flow, density: Density, data: Dataset, t1: Any, ts: Any = None)
     if getattr(flow.feature, "sigma", None) is None:
         raise ValueError(f"flow must be a batch-norm flow, got the feature {type(flow.feature).__name__}")
     _checks.at_least("t1", t1, 0.0, strict=True)
-    return _evolve(flow, density, data, jnp.asarray(t1, density.mass.dtype), ts)
+    t1 = jnp.asarray(t1, density.mass.dtype)
+    return _evolve(flow, density, data, t1, save_times(ts, jnp.zeros_like(t1), t1, t1.dtype))
 
 
 @eqx.filter_jit
 def _evolve(flow: Flow, density: Density, data: Dataset, t1: jax.Array, ts: Any) -> DensitySolution:
     problem = Problem(flow, density, data, jnp.ones_like(t1))  # type: ignore[arg-type]
-    solver = diffrax.Heun()
+    solver, adjoint = diffrax.Heun(), diffrax.RecursiveCheckpointAdjoint()
 
     def save(t: Any, mass: jax.Array, problem: Any) -> Any:
         return mass, energy(flow, density.at(mass).cloud(flow.feature.sigma), data)
@@ -124,13 +126,14 @@ def _evolve(flow: Flow, density: Density, data: Dataset, t1: jax.Array, ts: Any)
         jnp.ones_like(t1),
         density.mass,
         problem,
-        saveat=diffrax.SaveAt(ts=None if ts is None else jnp.asarray(ts), t1=ts is None, fn=save),
-        stepsize_controller=StepController(_Courant(), solver, None if ts is None else jnp.asarray(ts), None),
+        saveat=diffrax.SaveAt(subs={"series": diffrax.SubSaveAt(t1=True, fn=save)}),
+        stepsize_controller=StepController(_Courant(), solver, ts, None),
+        adjoint=adjoint if ts is None else SaveTimes(adjoint, ts),
         max_steps=None,
         throw=False,
     )
-    mass, energies = raw.ys
-    return DensitySolution(raw.ts, mass, energies, raw.stats["num_steps"], density.at(mass[-1]))
+    mass, energies = raw.ys["series"]
+    return DensitySolution(raw.ts["series"], mass, energies, raw.stats["num_steps"], density.at(mass[-1]))
 
 
 def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:

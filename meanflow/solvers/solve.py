@@ -15,6 +15,7 @@ from meanflow.flows.flow import Flow, dissipation, energy, velocity
 from meanflow.measures import scaling
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
+from meanflow.solvers.saving import SaveTimes, save_times
 from meanflow.solvers.solution import RESULTS, Solution, State, versions
 from meanflow.solvers.step import KernelStep, Problem, StepController, cloud_at
 
@@ -114,7 +115,7 @@ def solve(
         t0 = state.t
     t0, t1 = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype)
     _check_times(t0, t1)
-    ts = _save_times(ts, t0, t1, dtype)
+    ts = save_times(ts, t0, t1, dtype)
     solver = _resolve_solver(solver)
     settings = settings_text(
         solver=solver, step=step, rtol=rtol, atol=atol, clock=clock, adjoint=adjoint, t0=t0, t1=t1
@@ -211,7 +212,7 @@ def _solve(
         problem,
         saveat=diffrax.SaveAt(
             subs={
-                "series": diffrax.SubSaveAt(ts=ts, t1=ts is None, fn=save),
+                "series": diffrax.SubSaveAt(t1=True, fn=save),
                 "end": diffrax.SubSaveAt(t1=True),
             },
             solver_state=True,
@@ -219,7 +220,7 @@ def _solve(
             made_jump=True,
         ),
         stepsize_controller=controller,
-        adjoint=adjoint,
+        adjoint=adjoint if ts is None else SaveTimes(adjoint, ts),
         event=None if steady is None else diffrax.Event(_Steady(steady, solver)),
         max_steps=max_steps,
         throw=False,
@@ -301,22 +302,6 @@ def _check_times(t0: jax.Array, t1: jax.Array) -> None:
     known = _checks.concrete(t0), _checks.concrete(t1)
     if known[0] is not None and known[1] is not None and np.any(known[1] <= known[0]):
         raise ValueError(f"t1 must be greater than t0 = {known[0]}, got {known[1]}")
-
-
-def _save_times(ts: Any, t0: jax.Array, t1: jax.Array, dtype: Any) -> jax.Array | None:
-    if ts is None:
-        return None
-    if isinstance(ts, int | np.integer):
-        count = _checks.whole("ts", ts, 2)
-        return t0 + (t1 - t0) * jnp.linspace(0.0, 1.0, count, dtype=dtype)
-    ts = jnp.asarray(ts, dtype)
-    _checks.shape("ts", ts, (None,))
-    times, start, end = (_checks.concrete(u) for u in (ts, t0, t1))
-    if times is None or start is None or end is None:
-        return ts
-    if np.any(np.diff(times) <= 0) or times[0] < start or times[-1] > end:
-        raise ValueError(f"ts must increase within [t0, t1] = [{start}, {end}], got {times}")
-    return ts
 
 
 def _resolve_solver(solver: Any) -> diffrax.AbstractSolver:

@@ -23,6 +23,7 @@ def phase_diagram(
     scales: Sequence[float] | None = None,
     seeds: int | Sequence[int] = 4,
     variables: Sequence[str] = VARIABLES,
+    level: float | None = None,
     init: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Any:
@@ -36,7 +37,10 @@ def phase_diagram(
         widths: at least two.
         alphas: exponents: 1 is the mean-field scale, 1/2 the NTK scale, 0 no normalisation.
         deltas, scales, seeds, init, settings: as in ``sweep``; ``init`` may take ``alpha``, the exponent.
-        variables: observables whose final values are fitted.
+        variables: observables whose final values are fitted; ``"t"`` is the time of the comparison.
+        level: compare runs where their loss falls to this fraction of its start, interpolated between saves, and not
+            at the end. Neurons go on turning after the fit, faster in the adaptive regime, so a common end time
+            flattens the exponents; a common loss gives those of the theory. Runs that never get there are left out.
 
     Returns:
         ``xarray.Dataset`` of ``fit_exponents``: for each variable the exponent, its standard error and the prefactor,
@@ -44,7 +48,9 @@ def phase_diagram(
     """
     if len(widths) < 2:
         raise ValueError(f"widths must hold at least two widths to fit an exponent, got {list(widths)}")
-    named = [name for name in variables if name != "energy"]
+    if level is not None:
+        _checks.at_least("level", level, 0.0, strict=True)
+    named = [name for name in variables if name not in ("energy", "t")]
     runs = sweep(
         _scaled,
         data,
@@ -57,8 +63,8 @@ def phase_diagram(
         observe=named,
         **settings,
     )
-    fitted = fit_exponents(runs, variables)
-    ends = {f"sweep_{name}": _final(runs, name) for name in variables}
+    fitted = fit_exponents(runs, variables, level)
+    ends = {f"sweep_{name}": _compared(runs, name, level) for name in variables}
     return fitted.assign(ends).assign_attrs(runs.attrs)
 
 
@@ -75,13 +81,44 @@ def _final(runs: Any, name: str) -> Any:
     return value.where((runs.result == 0) | (runs.result == _steady(runs)))
 
 
+def _compared(runs: Any, name: str, level: float | None) -> Any:
+    """The value of a variable with which a run enters a fit; NaN for runs that failed or never reached the level."""
+    if level is None:
+        return _final(runs, name)
+    along = next(d for d in ("time", "step") if d in runs.energy.dims)
+    import xarray
+
+    found = xarray.apply_ufunc(
+        _at_level,
+        runs.energy,
+        runs[name],
+        input_core_dims=[[along], [along]],
+        kwargs={"level": level},
+        vectorize=True,
+    )
+    return found.where(runs.result == 0)
+
+
+def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
+    """``value`` where ``energy`` first falls to ``level`` times its start, linear in the logarithm of the energy."""
+    below = np.flatnonzero(energy <= level * energy[0])
+    if not below.size:
+        return np.nan
+    k = int(below[0])
+    if k == 0:
+        return float(value[0])
+    before, after = np.log(energy[k - 1]), np.log(max(energy[k], np.finfo(float).tiny))
+    share = (before - np.log(level * energy[0])) / (before - after)
+    return float(value[k - 1] + share * (value[k] - value[k - 1]))
+
+
 def _steady(runs: Any) -> int:
     flags = dict(zip(runs.result.flag_meanings.split(), np.atleast_1d(runs.result.flag_values), strict=True))
     return int(flags["event_occurred"])
 
 
-def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES) -> Any:
-    """Fits value ~ prefactor * width^exponent at the end of every run of a sweep.
+def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES, level: float | None = None) -> Any:
+    """Fits value ~ prefactor * width^exponent at the end of every run of a sweep, or where its loss reaches ``level``.
 
     The logarithms are averaged over seeds and fitted by least squares over widths. The standard error joins the scatter
     of the fit around a power law (three widths or more) with the scatter over seeds (two or more).
@@ -89,6 +126,7 @@ def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES) -> Any:
     Args:
         runs: a data set of ``sweep``.
         variables: names of scalar observables; values must be positive (zero gives NaN: no power law).
+        level: fraction of the initial loss at which runs are compared, as in ``phase_diagram``; None for the end.
 
     Returns:
         ``exponent_<name>``, ``error_<name>`` and ``prefactor_<name>`` over the other axes of the sweep.
@@ -101,7 +139,7 @@ def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES) -> Any:
     for name in variables:
         if name not in runs:
             raise ValueError(f"variables must be among {sorted(runs.data_vars)}, got {name!r}")
-        value = _final(runs, name)
+        value = _compared(runs, name, level)
         logs = np.log(value.where(value > 0))
         other = [d for d in logs.dims if d not in ("width", "seed")]
         slope, error, prefactor = xarray.apply_ufunc(

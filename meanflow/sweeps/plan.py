@@ -137,8 +137,8 @@ def numbers(values: Sequence[Any]) -> np.ndarray:
 
 
 def _particle_budget() -> int:
-    """Particles per chunk: enough to fill the device, few enough to stay in cache (CPU) and to checkpoint often."""
-    return 2**15 if jax.default_backend() == "cpu" else 2**20 * jax.device_count()
+    """Particles per chunk: enough to fill the devices, few enough to stay in cache (CPU) and to checkpoint often."""
+    return (2**13 if jax.default_backend() == "cpu" else 2**20) * jax.device_count()
 
 
 def _plain(value: Any) -> Any:

@@ -52,18 +52,23 @@ class RunCell(eqx.Module):
             return self.flow
         return self.flow(**{name: values[name] for name in self.taken["flow"]})
 
+    def observers(self) -> dict[str, Any]:
+        """What to record, in the form the solvers take."""
+        return {name: one.observer() for name, one in self.observe.items()}
+
     def solution(self, data: Dataset, inputs: dict[str, Any]) -> Solution:
         """The run as the solver returns it."""
         values = self.fixed | inputs["axes"]
         settings = self.settings | {name: values[name] for name in self.taken["solver"]}
         if "key" in inputs:
             settings["key"] = jax.random.wrap_key_data(inputs["key"])
-        observers = {name: one.observer() for name, one in self.observe.items()}
         solver: Callable[..., Solution] = descend if "steps" in self.horizon else solve
         end = "steps" if "steps" in self.horizon else "t1"
         rest = {name: value for name, value in self.horizon.items() if name != end}
         flow = self.flow_at(values)
-        return solver(flow, inputs["cloud"], data, self.horizon[end], observe=observers, **rest, **settings)
+        return solver(
+            flow, inputs["cloud"], data, self.horizon[end], observe=self.observers(), **rest, **settings
+        )
 
     def __call__(self, data: Dataset, inputs: dict[str, Any]) -> dict[str, jax.Array]:
         """Arrays by name; the leading axis of all but ``result`` and the counts is the save time."""

@@ -88,7 +88,7 @@ class Sweep(Plan):
 
         >>> import jax, jax.numpy as jnp, meanflow as mf
         >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 4), jnp.array([1.0, -1.0, 1.0, 0.0]))
-        >>> plan = mf.sweeps.prepare(mf.lifted(), data, widths=[3, 4], deltas=[0.0], steps=2, step=0.1)
+        >>> plan = mf.sweeps.prepare(mf.lifted(), data, widths=[4], deltas=[0.0], steps=2, step=0.1, observe=())
         >>> loss = lambda y: plan.values(mf.Dataset(data.x, y))["energy"][..., -1].sum()
         >>> jax.grad(loss)(data.y).shape
         (4,)
@@ -310,7 +310,7 @@ def sweep(
         steps, every: number of steps and steps between saves (as in ``descend``) of a run in discrete time.
         observe: None for ``default_observables``; names of some of these; or a dict of further ones.
         store: run directory. Finished chunks are kept there and a killed run goes on from them.
-        chunk: most cells run at once; default about 2^15 particles on CPU and 2^20 per accelerator.
+        chunk: most cells run at once; default about 2^13 particles per CPU device and 2^20 per accelerator.
         mesh: devices, axes ``sweep`` and ``particles`` (``sweeps.make_mesh``); default all devices along ``sweep``.
         waste: allowed share of padding among stored particles.
         nested: networks of one seed are prefixes of the widest; otherwise independent of each other.
@@ -326,7 +326,7 @@ def sweep(
     >>> import jax.numpy as jnp, meanflow as mf
     >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 5), jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
     >>> ds = mf.sweep(mf.lifted(alpha="sqrt"), data, widths=[3, 4], deltas=[-1.0, float("inf")], seeds=2,
-    ...               steps=4, every=2, step=0.01)
+    ...               steps=4, every=2, step=0.01, observe=["angle_displacement"])
     >>> dict(ds.energy.sizes)
     {'width': 2, 'delta': 2, 'seed': 2, 'step': 3}
     """

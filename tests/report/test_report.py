@@ -55,7 +55,9 @@ def test_the_numbers_on_the_page_are_those_of_the_sweep(runs, page):
     turn = runs.angle_displacement.isel(step=-1).median("seed")
     np.testing.assert_allclose(shown["maps"]["angle_displacement"]["values"], turn, rtol=1e-4)
     assert [n is None for n in shown["neurons"]["u"][0][0][0]] == [False] * 4 + [True]
-    assert "data_hash" in shown["provenance"] and shown["failed"] == 0
+    settings = dict(shown["provenance"])
+    assert settings["settings.step"] == "0.05" and "versions.jax" in settings and "data_hash" in settings
+    assert shown["summary"] == "2 widths x 3 deltas x 2 seeds: 12 runs, 0 failed."
 
 
 def test_the_page_stands_alone(page):
@@ -141,15 +143,19 @@ def test_the_slider_moves_the_picture_in_a_browser(page, tmp_path):
     probed.write_text(
         page.read_text().replace("<head>", "<head>" + trap).replace("</body>", PROBE + "</body>")
     )
+    quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
     command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=3000",
-        "--dump-dom",
+        *(
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--no-first-run",
+            f"--user-data-dir={tmp_path / 'profile'}",
+        ),
+        *(f"--disable-{name}" for name in quiet),
+        *("--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom"),
     ]
     done = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=120)
     assert 'data-moved="true"' in done.stdout
     assert "data-error" not in done.stdout.split("<script", 1)[0]
-    assert "Uncaught" not in done.stderr
+    assert "CONSOLE" not in done.stderr  # where chromium writes what a page logs, errors above all

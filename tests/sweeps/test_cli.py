@@ -127,3 +127,15 @@ def test_info_and_help():
     for command in ((), ("sweep",), ("resume",), ("show",), ("bench",), ("info",)):
         assert "Usage" in call(*command, "--help")
     assert "sweeps.grid_speed" in call("bench", "--list")
+
+
+def test_benchmarks_take_arguments():
+    small = ("deltas=3", "seeds=1", "steps=2", "samples=3", "widths=[4, 5]")
+    flags = [part for setting in small for part in ("--set", setting)]
+    text = call("bench", "sweeps.grid_speed", "--precision", "float64", "--json", *flags)
+    numbers = json.loads(text)["sweeps.grid_speed"]
+    assert numbers["programs"] == 1 and numbers["waste"] == pytest.approx(0.1)
+    assert numbers["particle_steps"] * numbers["run"] == pytest.approx(9 * 3 * 2)
+    assert numbers["speedup_loop"] == pytest.approx(numbers["loop"] / numbers["run"])
+    assert "got 'lenght'" in call("bench", "sweeps", "--set", "lenght=3", code=2)
+    assert "NAME must be one of" in call("bench", "sweep", code=2)

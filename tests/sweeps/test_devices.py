@@ -47,7 +47,7 @@ def same(path, reference, devices):
         np.testing.assert_allclose(value, reference[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize(("across", "along"), [(4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("across", "along"), [(2, 1), (2, 2)])
 def test_devices_do_not_change_the_result(tmp_path, reference, across, along):
     finish(start(across * along, tmp_path / "out", across, along))
     same(tmp_path / "out-0.npz", reference, across * along)

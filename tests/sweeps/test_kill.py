@@ -21,7 +21,8 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "JAX_PLATFORMS":
 
 def start(worker, *arguments, **environment):
     command = [sys.executable, "-W", "ignore", str(HERE / worker), *map(str, arguments)]
-    return subprocess.Popen(command, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, env=ENVIRONMENT | environment, text=True, bufsize=1, **pipes)
 
 
 def whole(path, names):
@@ -37,21 +38,24 @@ def whole(path, names):
 def test_a_killed_writer_leaves_whole_chunks_only(tmp_path):
     rng = np.random.default_rng(0)
     seen, halves = 0, 0
-    for _ in range(10):
-        worker = start("store_worker.py", tmp_path / "run", 10_000)
-        assert worker.stdout.readline() == "ready\n"
-        time.sleep(rng.uniform(0.0, 0.1))
-        worker.send_signal(signal.SIGKILL)
-        worker.communicate()
-        names = finished_chunks(tmp_path / "run")
-        assert len(names) >= seen
-        seen = len(names)
-        halves += len(list((tmp_path / "run" / "chunks").glob(".part-*")))
-        whole(tmp_path / "run", names)
-    assert seen > 0 and halves > 0  # kills did land inside writes
-    last = start("store_worker.py", tmp_path / "run", seen + 3)
-    last.communicate()
-    assert last.returncode == 0
+    with start("store_worker.py", tmp_path / "run") as worker:
+        for _ in range(10):
+            worker.stdin.write("10000\n")
+            child = int(worker.stdout.readline())
+            assert worker.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.0, 0.1))
+            os.kill(child, signal.SIGKILL)
+            assert int(worker.stdout.readline()) == -signal.SIGKILL
+            names = finished_chunks(tmp_path / "run")
+            assert len(names) >= seen
+            seen = len(names)
+            halves += len(list((tmp_path / "run" / "chunks").glob(".part-*")))
+            whole(tmp_path / "run", names)
+        assert seen > 0 and halves > 0  # kills did land inside writes
+        worker.stdin.write(f"{seen + 3}\n")
+        worker.stdout.readline()
+        assert [worker.stdout.readline() for _ in range(2)] == ["ready\n", "0\n"]
+        worker.stdin.close()
     assert len(finished_chunks(tmp_path / "run")) == seen + 3
     assert not list((tmp_path / "run" / "chunks").glob(".part-*"))
 

@@ -185,6 +185,16 @@ def test_a_read_only_directory_is_refused(tmp_path):
         run(tmp_path / "locked" / "run")
 
 
+def test_a_directory_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    """As for any user, told by the system rather than by permissions, which bind no administrator."""
+    run(tmp_path / "run")
+    files = {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()}
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(StoreError, match="no permission to write"):
+        run(tmp_path / "run")
+    assert {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()} == files
+
+
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):

@@ -81,7 +81,6 @@ def dense_linearization(
     p: jax.Array, slopes: jax.Array, x: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """The same in O(m s), through the s x m array of activations: the oracle, and faster for few samples."""
-    active = is_active(p, x)
-    lifted = jnp.stack([x, jnp.ones_like(x)], axis=-1)
-    f = jnp.sum(jnp.where(active, lifted @ slopes.T, 0.0), axis=1)
-    return f, lambda g: active.T.astype(g.dtype) @ (g[:, None] * lifted)
+    active = is_active(p, x).astype(slopes.dtype)
+    f = x * (active @ slopes[:, 0]) + active @ slopes[:, 1]
+    return f, lambda g: jnp.stack([(g * x) @ active, g @ active], axis=-1)

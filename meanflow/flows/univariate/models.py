@@ -5,6 +5,7 @@ amplitude (m/alpha) c in full ones. Inside a region the neuron is linear in x wi
 so the potential of the neuron has the differential J_q' G with G the force of ``forces``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -16,15 +17,15 @@ from meanflow.flows.features import Feature, Pull
 from meanflow.flows.flow import Flow, make_flow
 from meanflow.flows.univariate import forces as force
 from meanflow.geometry.balance import Layers, Lifted, unit
+from meanflow.geometry.hyperbola import Hyperbola, fold, unfold
 from meanflow.geometry.space import Cylinder
 from meanflow.measures import laws
 from meanflow.measures.cloud import Affine, Cloud, Polar, floating
 from meanflow.measures.scaling import Scaling
 
 FORCES = ("auto", "dense", "fast")
-# below these sizes the dense forces are faster (see bench/univariate.py)
-CROSSOVER_SAMPLES = 16
-CROSSOVER_ENTRIES = 2**15
+# up to (samples, samples x neurons) the dense forces are faster (see bench/univariate.py and bench/sweeps.py)
+CROSSOVER = ((16, 2**62), (32, 2**18), (2**62, 2**15))
 
 
 class Univariate(Feature):
@@ -48,6 +49,10 @@ class Univariate(Feature):
         """q_i = amplitude_i p_i (m, 2): where active, phi(w_i; x) = <(x, 1), q_i>."""
         return self.amplitude(cloud)[:, None] * self.direction(cloud)
 
+    def pull(self, cloud: Cloud, force: jax.Array) -> Any:
+        """J_q' G of forces G (m, 2): the covector of the potential at each neuron."""
+        return jax.vjp(lambda w: self.slopes(cloud.at(w)), cloud.particles)[1](force)[0]
+
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Inputs are scalars, coordinates one number per neuron."""
         super().check(cloud, x)
@@ -63,12 +68,15 @@ class Univariate(Feature):
 
     def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
         """Predictions (n,) and g -> J_q' G(g), the covectors of the potential; see ``Feature.linearize``."""
-        large = x.shape[0] > CROSSOVER_SAMPLES and x.shape[0] * cloud.size > CROSSOVER_ENTRIES
-        fast = self.forces == "fast" or (self.forces == "auto" and large)
+        count = x.shape[0]
+        small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
+        fast = self.forces == "fast" or (self.forces == "auto" and not small)
         path = force.sorted_linearization if fast else force.dense_linearization
-        slopes, pullback = jax.vjp(lambda w: self.slopes(cloud.at(w)), cloud.particles)
-        f, gather = path(self.direction(cloud), cloud.weights[:, None] * slopes, x)
-        return f, lambda g: pullback(gather(g).astype(slopes.dtype))[0]
+        p, share = self.direction(cloud), cloud.weights * self.amplitude(cloud)
+        # a column at a time: the compiler then never stores the pairs
+        slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
+        f, gather = path(p, slopes, x)
+        return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
 
     def predict(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """f(x_j), shape (n,)."""
@@ -90,6 +98,16 @@ class Reduced(Univariate):
         """r."""
         return cloud.particles.r
 
+    def chart(self, flow: Flow, cloud: Cloud) -> tuple[Flow, Cloud, Callable[[Any], Any]]:
+        """Lifted flows step in (a, b, c), where no sine, cosine or arctangent is needed."""
+        if type(flow.space) is not Lifted or flow.regulariser is not None:
+            return super().chart(flow, cloud)
+        ratio = flow.scaling.ratio(cloud)
+        space = Hyperbola(flow.space)
+        twin = Flow(Raw(self.forces, flow.scaling), space, flow.loss, flow.scaling)
+        start = unfold(cloud, space.delta(cloud), ratio)
+        return twin, cloud.at(start), lambda now: fold(cloud, start, now, ratio)
+
 
 class Raw(Univariate):
     """(m/alpha) c relu(a x - b) for ``Affine`` neurons, eq. (1)."""
@@ -107,6 +125,14 @@ class Raw(Univariate):
     def amplitude(self, cloud: Cloud) -> jax.Array:
         """(m/alpha) c."""
         return self.scaling.ratio(cloud) * cloud.particles.c
+
+    def pull(self, cloud: Cloud, force: jax.Array) -> Affine:
+        """(m/alpha) (c G_1, -c G_2, a G_1 - b G_2), coordinate by coordinate, which a compiler fuses better."""
+        a, b, c = cloud.particles
+        ratio = self.scaling.ratio(cloud)
+        return Affine(
+            ratio * c * force[:, 0], -ratio * c * force[:, 1], ratio * (a * force[:, 0] - b * force[:, 1])
+        )
 
 
 def total_variation(particles: Polar) -> jax.Array:

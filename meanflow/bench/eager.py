@@ -1,0 +1,42 @@
+"""The peer of ``bench.sweeps``: gradient descent of one univariate network in eager PyTorch.
+
+Run as a script by any interpreter that has torch; it imports nothing of this package. Arguments: widths with commas,
+samples, steps, float32 or float64. Prints the seconds of one step for each width.
+"""
+
+import sys
+import time
+
+
+def seconds_per_step(width: int, samples: int, steps: int, precision: str) -> float:
+    """Best of three rounds of ``steps`` steps of c relu(a x - b) / sqrt(width), by autograd."""
+    import torch
+
+    kind = getattr(torch, precision)
+    torch.manual_seed(0)
+    a, b, c = ((2 * torch.rand(width, dtype=kind) - 1).requires_grad_() for _ in range(3))
+    x = torch.linspace(-1, 1, samples, dtype=kind)
+    y = torch.sin(2 * torch.pi * x)
+
+    def step() -> None:
+        f = (c * torch.relu(a * x[:, None] - b)).sum(1) / width**0.5
+        loss = 0.5 * ((f - y) ** 2).sum()
+        grads = torch.autograd.grad(loss, (a, b, c))
+        with torch.no_grad():
+            for parameter, grad in zip((a, b, c), grads, strict=True):
+                parameter -= 1e-3 * grad
+
+    def timed() -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return (time.perf_counter() - start) / steps
+
+    step()
+    return min(timed() for _ in range(3))
+
+
+if __name__ == "__main__":
+    widths, samples, steps, precision = sys.argv[1:]
+    each = (seconds_per_step(int(w), int(samples), int(steps), precision) for w in widths.split(","))
+    sys.stdout.write(" ".join(map(repr, each)) + "\n")

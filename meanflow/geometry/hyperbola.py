@@ -1,0 +1,63 @@
+"""Lifted neurons in their raw coordinates (a, b, c): the same geometry, with steps that need no angle and no root."""
+
+import jax
+import jax.numpy as jnp
+
+from meanflow.geometry.balance import Lifted, angle_of, factors, safe_divide, to_polar, to_raw
+from meanflow.geometry.space import Space
+from meanflow.measures.cloud import Affine, Cloud, Polar
+
+
+class Hyperbola(Space):
+    """(a, b, c) on the hyperbolas c^2 - a^2 - b^2 = delta, the raw coordinates of ``Lifted``, which knows delta."""
+
+    lifted: Lifted
+
+    def delta(self, cloud: Cloud) -> jax.Array:
+        """Balance of each neuron (m,)."""
+        return self.lifted.delta(cloud)
+
+    def cometric(self, cloud: Cloud, covector: Affine) -> Affine:
+        """(kp g_a, kp g_b, kc g_c): delta = +inf freezes c, delta = -inf freezes (a, b)."""
+        kp, kc = factors(self.delta(cloud))
+        return Affine(kp * covector.a, kp * covector.b, kc * covector.c)
+
+    def inner(self, cloud: Cloud, u: Affine, v: Affine) -> jax.Array:
+        """The flat product; frozen directions count as 0."""
+        kp, kc = factors(self.delta(cloud))
+        return kp * (u.a * v.a + u.b * v.b) + kc * u.c * v.c
+
+    def retract(self, cloud: Cloud, v: Affine) -> Affine:
+        """The straight step, then back to the hyperbola at fixed c |(a, b)| and direction.
+
+        c (1 - k) and (a, b) (1 + k) with k = (c^2 - a^2 - b^2 - delta) / 2 (a^2 + b^2 + c^2): one Newton step. A
+        step misses the hyperbola by O(step^2), so the balance is kept to O(step^4) and errors do not add up.
+        """
+        delta = self.delta(cloud)
+        a, b, c = jax.tree.map(jnp.add, cloud.particles, v)
+        inner, outer = a * a + b * b, c * c
+        finite = jnp.isfinite(delta)  # one layer is frozen otherwise, and there is nothing to correct
+        defect = jnp.where(finite, outer - inner - jnp.where(finite, delta, 0.0), 0.0)
+        k = 0.5 * safe_divide(defect, outer + inner)
+        return Affine(a * (1 + k), b * (1 + k), c * (1 - k))
+
+
+def unfold(cloud: Cloud, delta: jax.Array, ratio: jax.Array) -> Affine:
+    """``Polar`` neurons as (a, b, c); one of length n = 0 keeps its direction, at a length whose square is nothing."""
+    p, c = to_raw(cloud.particles, delta, ratio)
+    least = jnp.sqrt(jnp.finfo(p.dtype).tiny)
+    theta = cloud.particles.theta
+    lost = jnp.all(p == 0, axis=-1)
+    a = jnp.where(lost, least * jnp.cos(theta), p[:, 0])
+    b = jnp.where(lost, -least * jnp.sin(theta), -p[:, 1])
+    return Affine(a, b, c)
+
+
+def fold(cloud: Cloud, start: Affine, now: Affine, ratio: jax.Array) -> Polar:
+    """Back to (r, theta); directions that did not move since ``start`` keep the angle they have in ``cloud``."""
+    p = jnp.stack([now.a, -now.b], axis=-1)
+    still = (now.a == start.a) & (now.b == start.b)
+    untouched = still & (now.c == start.c)
+    r = to_polar(p, now.c, ratio).r
+    r0, theta0 = cloud.particles
+    return Polar(jnp.where(untouched, r0, r), jnp.where(still, theta0, angle_of(p)))
