@@ -32,7 +32,7 @@ def test_placement(norm):
     graph, state = nnx.split(model)
 
     def outputs(factors):
-        scaled = nnx.merge(graph, state)
+        scaled = nnx.merge(graph, state, copy=True)
         for factor, layer in zip(factors, scaled.layers, strict=True):
             for leaf in (layer.kernel, layer.bias):
                 leaf.set_value(factor * leaf[...])
