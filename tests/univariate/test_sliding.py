@@ -1,13 +1,15 @@
 """The sliding solver against an independent event-driven integrator, closed forms and its own derivatives."""
 
 import functools
+import math
 
 import diffrax
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from event_reference import Reference
+from event_reference import NotUnique, Reference
 from scipy.integrate import solve_ivp
 
 import meanflow as mf
@@ -56,50 +58,71 @@ def slide(flow, cloud, data, t1, step, *, solver="sliding", clock="gradient", ma
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [
-        ("full", 2),
-        ("planar", 2),
-        ("canonical", 3),
-        pytest.param("full", 4, marks=pytest.mark.slow),
-        pytest.param("planar", 0, marks=pytest.mark.slow),
-        pytest.param("canonical", 2, marks=pytest.mark.slow),
-    ],
-)
-def test_agrees_with_the_reference_at_time_30(kind, seed):
-    """Parameter error below 1e-5 at step 1e-2, where gradient descent is off by 1e-3; the same events.
+SEEDS = range(5)
+SIZES = np.append(0.16 / 2.0 ** np.arange(7), 1e-2)
 
-    Not true of every start: full seeds 0, 1 and 3 give 1.0e-5, 1.1e-5 and 3.9e-5, and are not in this list.
+
+@functools.cache
+def batch(kind):
+    """The problems of all seeds, stacked, and one compiled program for them that takes the step size."""
+    parts = [problem(kind, seed) for seed in SEEDS]
+    clouds = jax.tree.map(lambda *u: jnp.stack(u), *(p[3] for p in parts))
+    data = jax.tree.map(lambda *u: jnp.stack(u), *(Dataset(*p[:2], weights="sum") for p in parts))
+    return clouds, data, parts[0][4]
+
+
+@eqx.filter_jit
+def slide_all(flow, clouds, data, step):
+    sol = jax.vmap(lambda c, d: slide(flow, c, d, 30.0, step))(clouds, data)
+    return sol.final.particles, sol.ok, {name: sol.stats[name] for name in EVENTS}
+
+
+@functools.cache
+def errors(kind):
+    """Per seed: reference events, errors over SIZES, event counts at step 1e-2, error of gradient descent there."""
+    clouds, data, flow = batch(kind)
+    ends = [slide_all(flow, clouds, data, jnp.asarray(h)) for h in SIZES]
+    assert all(bool(jnp.all(ok)) for _, ok, _ in ends)
+    plain = jax.vmap(lambda c, d: mf.descend(flow, c, d, 3000, step=1e-2, clock="gradient").final.particles)
+    descent = plain(clouds, data)
+    rows = {}
+    for i, seed in enumerate(SEEDS):
+        own = lambda w, i=i: jax.tree.map(lambda u: np.asarray(u[i]), w)
+        counts = own(ends[-1][2])
+        try:
+            expected, log = reference(kind, seed)
+        except NotUnique:
+            assert counts["nonunique"] > 0  # the solver says so too, and there is nothing to compare
+            continue
+        away = lambda w, expected=expected, own=own: distance(kind, own(w), expected)
+        rows[seed] = log, np.array([away(w) for w, _, _ in ends]), counts, away(descent)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["full", "planar", "canonical"])
+def test_agrees_with_the_reference_at_time_30(kind):
+    """Parameter error below 1e-5 at step 1e-2, where gradient descent is off by 3e-4 to 5e-3; the same events."""
+    rows = errors(kind)
+    assert len(rows) == (4 if kind == "canonical" else 5)  # canonical 0 meets c = 0 on a ray
+    for seed, (log, error, counts, descent) in rows.items():
+        assert error[-1] < 1e-5, (seed, error)
+        assert descent > 500 * error[-1], (seed, descent, error)
+        assert counts["captures"] == log.count("capture") > 0
+        assert counts["crossings"] == log.count("cross") > 0
+        assert counts["releases"] == log.count("release")
+        assert counts["nonunique"] == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "planar", "canonical"])
+def test_order_through_kinks(kind):
+    """At least 1.8 over six halvings, with crossings, captures, deaths and releases on the way.
+
+    There is no upper bound: smooth stretches are of order 3, each event costs O(h^2) with a factor that depends on
+    where in a step it falls. The mean over seeds of log(error) is fitted.
     """
-    x, y, _, cloud, flow = problem(kind, seed)
-    data = Dataset(x, y, weights="sum")
-    expected, log = reference(kind, seed)
-    sol = slide(flow, cloud, data, 30.0, 1e-2)
-    assert bool(sol.ok)
-    assert distance(kind, sol.final.particles, expected) < 1e-5
-    descent = mf.descend(flow, cloud, data, 3000, step=1e-2, clock="gradient")
-    assert distance(kind, descent.final.particles, expected) > 100 * distance(
-        kind, sol.final.particles, expected
-    )
-    assert int(sol.stats["captures"]) == log.count("capture") > 0
-    assert int(sol.stats["crossings"]) == log.count("cross") > 0
-    assert int(sol.stats["releases"]) == log.count("release")
-    assert int(sol.stats["nonunique"]) == 0
-
-
-@pytest.mark.parametrize(("kind", "seed"), [("full", 1), ("planar", 2), ("canonical", 3)])
-def test_second_order_through_kinks(kind, seed):
-    """Fitted over six halvings, with crossings, captures, deaths and releases on the way."""
-    x, y, _, cloud, flow = problem(kind, seed)
-    expected, _ = reference(kind, seed)
-    sizes = 0.16 / 2.0 ** np.arange(7)
-    errors = [
-        distance(kind, slide(flow, cloud, Dataset(x, y, weights="sum"), 30.0, h).final.particles, expected)
-        for h in sizes
-    ]
-    order = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
-    assert 1.8 < order < 2.2, (order, errors)
+    logs = np.mean([np.log(error[:-1]) for _, error, _, _ in errors(kind).values()], axis=0)
+    order = np.polyfit(np.log(SIZES[:-1]), logs, 1)[0]
+    assert 1.8 < order < 3.2, (order, np.exp(logs))
 
 
 def test_balance_is_conserved_for_any_step():
@@ -142,25 +165,31 @@ def test_one_neuron_case():
         assert abs(float(ends[0] - ends[1])) < 1e-14  # frozen residual: exact for every step
 
 
-def test_black_box_solver_needs_many_more_evaluations():
-    """scipy's RK45 on the same neuron: at least 100 times the force evaluations at equal error or worse."""
-    x, rho = np.asarray(ONE.x), np.asarray(ONE.y)
+@pytest.mark.parametrize("end", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_black_box_solver_needs_many_more_evaluations(end):
+    """scipy's RK45 on the same neuron: at least 100 times the force evaluations (3 a step) at equal error or worse.
+
+    Measured to t = 1: 218 456 evaluations for an error of 2e-6.
+    """
+    x, rho = ONE.x.tolist(), ONE.y.tolist()
 
     def rhs(t, w):
-        d = np.array([np.cos(w[1]), np.sin(w[1])])
-        on = x * d[0] + d[1] > 0
-        force = np.array([rho[on] @ x[on], rho[on].sum()])
-        return [-force @ d, -w[0] * (force @ np.array([-d[1], d[0]]))]
+        u, v = math.cos(w[1]), math.sin(w[1])
+        on = [(p, g) for p, g in zip(x, rho, strict=True) if p * u + v > 0]
+        force_u, force_v = sum(p * g for p, g in on), sum(g for _, g in on)
+        return [-force_u * u - force_v * v, -w[0] * (force_v * u - force_u * v)]
 
-    out = solve_ivp(rhs, (0, 0.3), [1.0, -0.15], method="RK45")
-    exact = slide(
-        uni.canonical(frozen), one := Cloud(Polar(jnp.ones(1), -0.15 * jnp.ones(1))), ONE, 0.3, 1e-4
-    )
-    error = abs(out.y[0, -1] - float(exact.final.particles.r[0]))
-    steps = 30
-    sol = slide(uni.canonical(frozen), one, ONE, 0.3, 0.3 / steps)
-    assert abs(float(sol.final.particles.r[0] - exact.final.particles.r[0])) < max(error, 2e-5)
-    assert out.success and out.nfev > 100 * 2 * steps
+    start = np.array([[1.0], [-0.15]])
+    out = solve_ivp(rhs, (0, end), start[:, 0], method="RK45")
+    exact = Reference(np.array(x), np.array(rho), 1.0, "canonical", slope=lambda f, y: y).solve(start, end)
+    target = abs(out.y[0, -1] - exact[0, 0])
+    cloud = Cloud(Polar(*jnp.asarray(start)))
+    for steps in (25, 50, 100, 200, 400):
+        sol = slide(uni.canonical(frozen), cloud, ONE, end, end / steps, clock="mean_field")
+        if abs(float(sol.final.particles.r[0]) - exact[0, 0]) <= target:
+            break
+    assert abs(float(sol.final.particles.r[0]) - exact[0, 0]) <= target
+    assert out.success and out.nfev > 100 * 3 * steps, (out.nfev, steps, target)
 
 
 def test_coordinates_agree():
@@ -204,7 +233,7 @@ def test_large_delta_tends_to_planar():
 
 
 def test_radial_flow_is_the_linear_ode():
-    """c-only training: rho(t) = exp(-K t) rho_0 with the kernel of the start; second order in the step."""
+    """c-only training: rho(t) = exp(-K t) rho_0 with the kernel of the start; no events, so third order."""
     x, y, _, _, _ = problem("canonical", 1)
     cloud = Cloud(Polar(*np.random.default_rng(0).standard_normal((2, 12))))
     data = Dataset(x, y, weights="sum")
@@ -219,7 +248,7 @@ def test_radial_flow_is_the_linear_ode():
         errors.append(np.max(np.abs(mf.predict(flow, sol.final, x) - y - expected)))
         turn = np.asarray(sol.final.particles.theta - cloud.particles.theta)
         np.testing.assert_allclose(np.sin(turn), 0.0, atol=1e-15)
-    assert errors[0] < 1e-3 and 3.5 < errors[0] / errors[1] < 4.5
+    assert errors[0] < 1e-4 and 7 < errors[0] / errors[1] < 9
 
 
 def test_weight_decay_is_exact_and_delta_decays():

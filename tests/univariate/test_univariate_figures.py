@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from meanflow.experiments import univariate as figures
+from meanflow.experiments import univariate_courses as courses
 
 
 def check(outcome):
@@ -54,6 +55,29 @@ def test_figure_7():
 @pytest.mark.slow
 def test_figure_8():
     check(figures.figure_8())
+
+
+@pytest.mark.slow
+def test_figure_8_with_the_outer_weights_of_the_library():
+    """U(+-1/sqrt m), where the paper says U(+-1/m): the same story, with the sheet's turns .143, .086, .010."""
+    outcome = figures.figure_8(power=0.5)
+    check(outcome)
+    np.testing.assert_allclose(outcome.data["turn"], [0.143, 0.086, 0.010], rtol=0.35)
+
+
+@pytest.mark.slow
+def test_figure_5_late():
+    check(courses.figure_5_late())
+
+
+@pytest.mark.slow
+def test_figure_6_course():
+    check(courses.figure_6_course())
+
+
+@pytest.mark.slow
+def test_sparse_limit():
+    check(courses.sparse_limit())
 
 
 @pytest.mark.slow
