@@ -46,6 +46,7 @@ def statistics(start: Affine, end: Affine, x: jax.Array, bins: int) -> dict[str,
     jump = lambda w: jnp.abs(w.c * w.a)
     # dead neurons keep their slope jumps, outside the data: "live" leaves them out
     live = jnp.where(jnp.maximum(end.a * x[0], end.a * x[-1]) > end.b, jump(end), 0.0)
+    near = jnp.abs(knot(end)) <= 1.1
     moved = jnp.abs(balance.balance(end) - balance.balance(start))
     return {
         "share": knots.on_sample_share(knot(end), x),
@@ -53,6 +54,7 @@ def statistics(start: Affine, end: Affine, x: jax.Array, bins: int) -> dict[str,
         "share_before": knots.on_sample_share(knot(start), x),
         "concentration": knots.concentration(knot(end), jump(end), bins),
         "live_concentration": knots.concentration(knot(end), live, bins),
+        "window_concentration": knots.concentration(knot(end), jnp.where(near, jump(end), 0.0), bins),
         "concentration_before": knots.concentration(knot(start), jump(start), bins),
         "turn": _rms_turn(start, end),
         "drift": jnp.max(moved / (1 + jnp.abs(balance.balance(start)))),
@@ -371,7 +373,7 @@ def lazy_slopes(
     data = Dataset(x, jnp.sin(2.5 * x) + 0.3 * x, weights="sum")
     target = 1e-3 * 0.5 * jnp.sum(data.y**2)
     # the lazy clock makes one horizon fit every width; the first save below the target is used
-    ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, 300.0, 200)])
+    ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, 300.0, 200).at[-1].set(300.0)])
     turned = FromStart(lambda flow, cloud, data, start: _rms_turn(start.particles, cloud.particles))
 
     def one(theta: jax.Array, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:

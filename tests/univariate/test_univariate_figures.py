@@ -1,5 +1,7 @@
 """Figures of the univariate paper at their setups; the short ones and reduced horizons in the fast suite."""
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,10 @@ from meanflow.experiments import univariate_courses as courses
 
 
 def check(outcome):
+    """The numbers are written out, so that ``pytest -rP`` shows them for passing tests too."""
+    short = {name: value for name, value in outcome.data.items() if np.size(value) <= 60}
+    rows = [f"  {name}: {np.array2string(np.asarray(value), precision=4)}" for name, value in short.items()]
+    sys.stdout.write("\n".join([str(outcome), *rows]) + "\n")
     assert outcome.passed, str(outcome)
 
 
