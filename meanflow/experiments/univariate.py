@@ -361,7 +361,7 @@ def _seen(d: jax.Array, x: jax.Array) -> jax.Array:
 def lazy_slopes(
     widths: tuple[int, ...] = (100, 400, 1600, 6400),
     powers: tuple[float, ...] = (0.0, 0.25, 0.5),
-    neurons: int = 25600,
+    neurons: int = 12800,
 ) -> Outcome:
     """Turning of the neurons until the loss has fallen to 1e-3 of its start, against the width, alpha = m^power.
 

@@ -148,11 +148,11 @@ def test_energy_decreases_by_the_dissipation():
 def test_one_neuron_case():
     """Exact solution: hits theta = 0 at t = .2206577 and slides; r(1) = 1.5896180. One step is enough when full."""
     cloud = Cloud(Polar(jnp.array([1.0]), jnp.array([-0.15])))
-    sol = slide(uni.canonical(frozen), cloud, ONE, 1.0, 1e-3, clock="mean_field")
+    sol = slide(uni.canonical(frozen), cloud, ONE, 1.0, 1e-3, clock="mean_field", ts=101)
     assert abs(float(sol.final.particles.r[0]) - 1.5896180) < 1e-7
     assert float(sol.final.particles.theta[0]) == 0.0 and int(sol.stats["captures"]) == 1
     # no chatter: the angle is 0 from the capture on, to the last bit
-    path = slide(uni.canonical(frozen), cloud, ONE, 1.0, 1e-2, clock="mean_field", ts=101).clouds.particles
+    path = sol.clouds.particles
     assert np.all(path.theta[23:] == 0.0) and np.all(path.theta[:22] < 0)
     lifted = Cloud(cloud.particles, labels=1.0)
     for flow, start in [
@@ -285,10 +285,10 @@ def test_variation_penalty_pins_r_at_zero():
     for time in (0.1, 0.7, 3.0):
         got = events.soft_drift(r0, pull, jnp.asarray(lam), jnp.asarray(time))
         r = np.array(r0)
-        for _ in range(20000):  # proximal steps: soft thresholding
-            r = r - time / 20000 * np.asarray(pull)
-            r = np.sign(r) * np.maximum(np.abs(r) - lam * time / 20000, 0)
-        np.testing.assert_allclose(got, r, atol=3e-4)
+        for _ in range(5000):  # proximal steps: soft thresholding
+            r = r - time / 5000 * np.asarray(pull)
+            r = np.sign(r) * np.maximum(np.abs(r) - lam * time / 5000, 0)
+        np.testing.assert_allclose(got, r, atol=2e-3)
     data = Dataset([-1.0, -0.4, 0.1, 0.8], [0.5, -0.6, 0.4, 0.1], weights="sum")
     cloud = uni.canonical().init(jax.random.key(1), 40)
     x, y, lam = np.asarray(data.x), np.asarray(data.y), 0.2
@@ -296,8 +296,8 @@ def test_variation_penalty_pins_r_at_zero():
         sol = slide(flow, cloud, data, 6.0, 0.02, clock="mean_field", ts=[0.5, 2.0, 6.0])
         assert np.all(np.diff(sol.energy) <= 0)
         r, theta = (np.array(u) for u in cloud.particles)
-        h = 2e-4
-        for _ in range(30000):  # proximal descent: explicit in theta, soft threshold in r
+        h = 6e-4
+        for _ in range(10000):  # proximal descent: explicit in theta, soft threshold in r
             z = np.outer(x, np.cos(theta)) + np.sin(theta)
             rho = np.maximum(z, 0) @ r / 40 - y
             turn = (rho[:, None] * (z > 0) * (np.cos(theta) - np.outer(x, np.sin(theta)))).sum(0)
@@ -417,10 +417,24 @@ def test_sliding_through_zero_goes_on_along_the_opposite_ray():
     cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.0]), jnp.array([1.0])))
     flow = uni.full("m", loss=frozen, outer=False)
     for step in (5.0, 0.25):
-        sol = slide(flow, cloud, data, 5.0, step, clock="mean_field")
+        sol = slide(flow, cloud, data, 5.0, step, clock="mean_field", ts=[1.0, 2.0, 5.0])
         assert bool(sol.ok)
+        np.testing.assert_allclose(sol.clouds.particles.a[:2, 0], [0.7, 0.4], rtol=1e-12)
         np.testing.assert_allclose(sol.final.particles.a[0], -0.5 * (5 - 1 / 0.3), rtol=1e-12)
         np.testing.assert_allclose(sol.final.particles.b[0], 0.0, atol=1e-15)
+
+
+def test_death_is_final_and_counted():
+    data = Dataset([-1.0, -0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], weights="sum")
+    # r > 0 and positive residual on the last sample alone: the neuron is pushed off the data
+    cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.9]), jnp.array([1.0])))
+    sol = slide(uni.full(loss=frozen), cloud, data, 3.0, 0.5, clock="mean_field", ts=[0.05, 1.5, 3.0])
+    assert int(sol.stats["deaths"]) == 1
+    a = np.asarray(sol.clouds.particles.a[:, 0])
+    assert a[1] == a[2] != a[0]
+    np.testing.assert_allclose(
+        sol.final.particles.a[0], sol.final.particles.b[0], rtol=1e-12
+    )  # at the ray x = 1
 
 
 def test_reference_reproduces_the_exact_one_neuron_solution():
@@ -487,19 +501,6 @@ def test_one_sample_and_neurons_on_samples_and_dead_neurons():
     end = slide(uni.full(), dead, Dataset(x, y), 5.0, 0.1).final.particles
     for u, v in zip(end, dead.particles, strict=True):
         assert np.array_equal(u, v)
-
-
-def test_death_is_final_and_counted():
-    data = Dataset([-1.0, 0.0, 1.0], [0.0, 0.0, 1.0], weights="sum")
-    # r > 0 and positive residual on the last sample alone: the neuron is pushed off the data
-    cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.9]), jnp.array([1.0])))
-    sol = slide(uni.full(loss=frozen), cloud, data, 3.0, 0.5, clock="mean_field", ts=7)
-    assert int(sol.stats["deaths"]) == 1
-    a = np.asarray(sol.clouds.particles.a[:, 0])
-    assert np.ptp(a[3:]) == 0 and a[0] != a[-1]
-    np.testing.assert_allclose(
-        sol.final.particles.a[0], sol.final.particles.b[0], rtol=1e-12
-    )  # at the ray x = 1
 
 
 def test_messages():
