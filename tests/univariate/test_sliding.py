@@ -154,14 +154,10 @@ def test_one_neuron_case():
     # no chatter: the angle is 0 from the capture on, to the last bit
     path = sol.clouds.particles
     assert np.all(path.theta[23:] == 0.0) and np.all(path.theta[:22] < 0)
-    lifted = Cloud(cloud.particles, labels=1.0)
-    for flow, start in [
-        (uni.lifted("m", frozen), lifted),
-        (uni.planar("m", frozen), cloud),
-    ]:
-        ends = [
-            slide(flow, start, ONE, 1.0, h, clock="mean_field").final.particles.r[0] for h in (1.0, 0.125)
-        ]
+    for delta in (1.0, np.inf):
+        start = Cloud(cloud.particles, labels=delta)
+        run = lambda h, start=start: slide(uni.lifted("m", frozen), start, ONE, 1.0, h, clock="mean_field")
+        ends = [run(h).final.particles.r[0] for h in (1.0, 0.125)]
         assert abs(float(ends[0] - ends[1])) < 1e-14  # frozen residual: exact for every step
 
 
@@ -193,7 +189,7 @@ def test_black_box_solver_needs_many_more_evaluations():
 
 
 def test_coordinates_agree():
-    """full, lifted and (for infinite delta) planar and radial follow one path."""
+    """full and lifted follow one path."""
     x, y, _, raw, _ = problem("full", 4)
     data = Dataset(x, y, weights="sum")
     polar = balance.project(raw, "sqrt")
@@ -202,19 +198,28 @@ def test_coordinates_agree():
     projected = balance.project(one.final, "sqrt").particles
     np.testing.assert_allclose(two.final.particles.r, projected.r, rtol=1e-9)
     np.testing.assert_allclose(two.final.particles.theta, projected.theta, rtol=1e-9, atol=1e-12)
-    for limit, named, moves in [(np.inf, uni.planar, (1, 0)), (-np.inf, uni.radial, (0, 1))]:
-        cloud = Cloud(polar.particles, labels=limit)
-        lifted = balance.lift(cloud, "sqrt")
-        ends = [
-            slide(uni.lifted("sqrt"), cloud, data, 5.0, 1e-2).final.particles,
-            slide(named("sqrt"), Cloud(polar.particles), data, 5.0, 1e-2).final.particles,
-            balance.project(
-                slide(uni.full("sqrt", inner=moves[0], outer=moves[1]), lifted, data, 5.0, 1e-2).final, "sqrt"
-            ).particles,
-        ]
-        for other in ends[1:]:
-            np.testing.assert_allclose(other.r, ends[0].r, rtol=1e-9)
-            np.testing.assert_allclose(other.theta, ends[0].theta, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "named", "moves"), [(np.inf, uni.planar, (1, 0)), (-np.inf, uni.radial, (0, 1))]
+)
+def test_coordinates_agree_in_the_limits(limit, named, moves):
+    x, y, _, raw, _ = problem("full", 4)
+    data = Dataset(x, y, weights="sum")
+    polar = balance.project(raw, "sqrt").particles
+    cloud = Cloud(polar, labels=limit)
+    frozen_layer = uni.full("sqrt", inner=moves[0], outer=moves[1])
+    ends = [
+        slide(uni.lifted("sqrt"), cloud, data, 5.0, 1e-2).final.particles,
+        slide(named("sqrt"), Cloud(polar), data, 5.0, 1e-2).final.particles,
+        balance.project(
+            slide(frozen_layer, balance.lift(cloud, "sqrt"), data, 5.0, 1e-2).final, "sqrt"
+        ).particles,
+    ]
+    for other in ends[1:]:
+        np.testing.assert_allclose(other.r, ends[0].r, rtol=1e-9)
+        np.testing.assert_allclose(other.theta, ends[0].theta, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -275,8 +280,8 @@ def test_weight_decay_with_a_frozen_layer(moves):
         np.testing.assert_allclose(u, v, atol=3e-4)
 
 
-def test_variation_penalty_pins_r_at_zero():
-    """r' = -(h + lam sign r): closed form with sticking, and the flow reaches the sparse minimiser's condition."""
+def test_soft_drift_sticks_at_zero():
+    """r' = -(h + lam sign r): closed form with sticking against proximal steps."""
     r0, pull, lam = (
         jnp.array([0.5, 0.5, -0.5, 0.0, 0.0, 0.2]),
         jnp.array([0.2, 2.0, 0.1, 0.3, -1.5, -3.0]),
@@ -289,28 +294,33 @@ def test_variation_penalty_pins_r_at_zero():
             r = r - time / 5000 * np.asarray(pull)
             r = np.sign(r) * np.maximum(np.abs(r) - lam * time / 5000, 0)
         np.testing.assert_allclose(got, r, atol=2e-3)
+
+
+@pytest.mark.parametrize("model", [uni.canonical, pytest.param(uni.radial, marks=pytest.mark.slow)])
+def test_variation_penalty_pins_r_at_zero(model):
+    """The flow of (16) against proximal descent; the dual certificate holds on the pinned neurons."""
     data = Dataset([-1.0, -0.4, 0.1, 0.8], [0.5, -0.6, 0.4, 0.1], weights="sum")
     cloud = uni.canonical().init(jax.random.key(1), 40)
     x, y, lam = np.asarray(data.x), np.asarray(data.y), 0.2
-    for flow, turns in ((uni.canonical(variation=lam), 1.0), (uni.radial(variation=lam), 0.0)):
-        sol = slide(flow, cloud, data, 6.0, 0.02, clock="mean_field", ts=[0.5, 2.0, 6.0])
-        assert np.all(np.diff(sol.energy) <= 0)
-        r, theta = (np.array(u) for u in cloud.particles)
-        h = 6e-4
-        for _ in range(10000):  # proximal descent: explicit in theta, soft threshold in r
-            z = np.outer(x, np.cos(theta)) + np.sin(theta)
-            rho = np.maximum(z, 0) @ r / 40 - y
-            turn = (rho[:, None] * (z > 0) * (np.cos(theta) - np.outer(x, np.sin(theta)))).sum(0)
-            lean = r - h * (rho @ np.maximum(z, 0))
-            theta = theta - turns * h * r * turn
-            r = np.sign(lean) * np.maximum(np.abs(lean) - h * lam, 0)
-        got = sol.final.particles
-        np.testing.assert_allclose(got.r, r, atol=5e-3)
-        pinned = np.asarray(got.r) == 0
-        assert np.array_equal(pinned, r == 0) and 3 < pinned.sum() < 40
-        rho = mf.predict(flow, sol.final, data.x) - data.y
-        field = rho @ jax.nn.relu(jnp.outer(data.x, jnp.cos(got.theta)) + jnp.sin(got.theta)[None, :])
-        assert np.all(np.abs(field[pinned]) <= lam)  # the dual certificate on the pinned neurons
+    flow, turns = model(variation=lam), float(model is uni.canonical)
+    sol = slide(flow, cloud, data, 6.0, 0.02, clock="mean_field", ts=[0.5, 2.0, 6.0])
+    assert np.all(np.diff(sol.energy) <= 0)
+    r, theta = (np.array(u) for u in cloud.particles)
+    h = 6e-4
+    for _ in range(10000):  # proximal descent: explicit in theta, soft threshold in r
+        z = np.outer(x, np.cos(theta)) + np.sin(theta)
+        rho = np.maximum(z, 0) @ r / 40 - y
+        turn = (rho[:, None] * (z > 0) * (np.cos(theta) - np.outer(x, np.sin(theta)))).sum(0)
+        lean = r - h * (rho @ np.maximum(z, 0))
+        theta = theta - turns * h * r * turn
+        r = np.sign(lean) * np.maximum(np.abs(lean) - h * lam, 0)
+    got = sol.final.particles
+    np.testing.assert_allclose(got.r, r, atol=5e-3)
+    pinned = np.asarray(got.r) == 0
+    assert np.array_equal(pinned, r == 0) and 3 < pinned.sum() < 40
+    rho = mf.predict(flow, sol.final, data.x) - data.y
+    field = rho @ jax.nn.relu(jnp.outer(data.x, jnp.cos(got.theta)) + jnp.sin(got.theta)[None, :])
+    assert np.all(np.abs(field[pinned]) <= lam)  # the dual certificate on the pinned neurons
 
 
 def gradient_problem(kind):
@@ -359,7 +369,7 @@ def test_reverse_gradients_match_finite_differences_and_the_reference(kind):
     truth = (exact(1e-4) - exact(-1e-4)) / 2e-4
     errors = [abs(float(both(0.0, step)[1]) - truth) for step in (1e-2, 5e-3, 2.5e-3)]
     assert errors[0] < 1e-3 * max(1, abs(truth)) and errors[2] < errors[0] / 3, errors
-    if kind == "planar":
+    if kind == "full":
         forward = jax.jvp(lambda s: value(s, jnp.asarray(1e-2), "forward"), (0.0,), (1.0,))[1]
         np.testing.assert_allclose(forward, got, rtol=1e-9)
 
@@ -443,7 +453,7 @@ def test_reference_reproduces_the_exact_one_neuron_solution():
     assert abs(end[0, 0] - 1.5896180) < 5e-8 and abs(solver.log[0][0] - 0.2206577) < 5e-8
 
 
-def test_resume_vmap_padding_and_precision():
+def test_resume_and_padding():
     x, y, _, cloud, flow = problem("full", 3)
     data = Dataset(x, y, weights="sum")
     whole = slide(flow, cloud, data, 8.0, 0.0625)
@@ -456,6 +466,13 @@ def test_resume_vmap_padding_and_precision():
     for u, v in zip(whole.final.particles, padded.final.particles, strict=True):
         np.testing.assert_allclose(v[:8], u, rtol=1e-11)
     assert {k: int(padded.stats[k]) for k in EVENTS} == {k: int(whole.stats[k]) for k in EVENTS}
+
+
+@pytest.mark.slow
+def test_batches_of_balances_and_single_precision():
+    x, y, _, cloud, flow = problem("full", 3)
+    data = Dataset(x, y, weights="sum")
+    whole = slide(flow, cloud, data, 8.0, 0.0625)
     polar = balance.project(cloud, "sqrt").particles
     deltas = jnp.array([-jnp.inf, -3.0, 0.0, 3.0, jnp.inf])
     go = lambda d: slide(uni.lifted("sqrt"), Cloud(polar, labels=d), data, 3.0, 0.0625).final.particles
@@ -496,9 +513,9 @@ def test_one_sample_and_neurons_on_samples_and_dead_neurons():
     # the first knot is exactly on the sample: relu'(0) = 0, inactive side, and it is at the dead edge
     assert [float(u[0]) for u in sol.final.particles] == [1.0, 0.3, 0.5]
     # neurons in the dead arc never move
-    x, y, _, _, _ = problem("planar", 0)
-    dead = Cloud(Affine(jnp.array([1.0, -1.0]), jnp.array([2.0, 2.0]), jnp.array([1.0, -1.0])))
-    end = slide(uni.full(), dead, Dataset(x, y), 5.0, 0.1).final.particles
+    x, y, _, _, flow = problem("full", 0)
+    dead = Cloud(Affine(*(jnp.tile(jnp.array(u), 4) for u in ([1.0, -1.0], [2.0, 2.0], [1.0, -1.0]))))
+    end = slide(flow, dead, Dataset(x, y, weights="sum"), 5.0, 0.1).final.particles
     for u, v in zip(end, dead.particles, strict=True):
         assert np.array_equal(u, v)
 
