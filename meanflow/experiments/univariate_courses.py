@@ -29,7 +29,7 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
     losses, stats, _ = jax.vmap(lambda k: run(_planar_start(k, 200), 1.0, 0.0, kappa))(keys)
     middle = {name: np.median(value, axis=0) for name, value in stats.items()}
     loss = np.median(losses, axis=0)
-    share, concentration = middle["share"], middle["live_concentration"]
+    share, concentration = middle["share"], middle["concentration"]
     return Outcome(
         "004/figure-5-late",
         "as delta grows, clusters of knots emerge at the samples",
@@ -54,7 +54,7 @@ def figure_6_course(
     keys = jax.random.split(jax.random.key(6), seeds)
     loss, stats, _ = jax.vmap(lambda k: run(_planar_start(k, width), 1.0, 0.0, rate))(keys)
     at = [round(t / every) for t in times]
-    share, concentration = (np.asarray(stats[k])[:, at] for k in ("share", "live_concentration"))
+    share, concentration = (np.asarray(stats[k])[:, at] for k in ("share", "concentration"))
     swing = share.max(axis=1) - share.min(axis=1)
     return Outcome(
         "004/figure-6-course",
