@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import diffrax
 import equinox as eqx
@@ -339,6 +340,10 @@ def gradient_problem(kind):
     ],
 )
 def test_reverse_gradients_match_finite_differences_and_the_reference(kind):
+    """The order against the reference's gradients is written out (``pytest -rP``): about 1.7 for planar.
+
+    It is below that of the states, because the time of an event enters the derivative with one order less.
+    """
     x, y, w, cloud, flow, data, direction = gradient_problem(kind)
     end = 4.0
     probe = np.random.default_rng(5).standard_normal(w.shape)
@@ -349,7 +354,7 @@ def test_reverse_gradients_match_finite_differences_and_the_reference(kind):
 
     def value(s, step, adjoint="checkpoint"):
         out = slide(
-            flow, move(s), data, end, step, solver=Sliding(max_events=8), max_steps=2048, adjoint=adjoint
+            flow, move(s), data, end, step, solver=Sliding(max_events=8), max_steps=4096, adjoint=adjoint
         )
         final = out.final.particles
         rows = (final.r, jnp.sin(final.theta)) if kind == "canonical" else (final.a, -final.b, final.c)
@@ -367,8 +372,14 @@ def test_reverse_gradients_match_finite_differences_and_the_reference(kind):
     own = float(both(h, 1e-2)[0] - both(-h, 1e-2)[0]) / (2 * h)
     assert abs(got - own) < 1e-7 * max(1, abs(own))
     truth = (exact(1e-4) - exact(-1e-4)) / 2e-4
-    errors = [abs(float(both(0.0, step)[1]) - truth) for step in (1e-2, 5e-3, 2.5e-3)]
-    assert errors[0] < 1e-3 * max(1, abs(truth)) and errors[2] < errors[0] / 3, errors
+    steps = 1e-2 / 2.0 ** np.arange(4)
+    errors = np.array([abs(float(both(0.0, step)[1]) - truth) for step in steps])
+    order = np.polyfit(np.log(steps), np.log(errors), 1)[0]
+    sys.stdout.write(f"gradients, {kind}: errors {errors}, order {order:.2f}\n")
+    assert errors[0] < 1e-3 * max(1, abs(truth)) and errors[-1] < errors[0] / 4 and order > 0.8, (
+        order,
+        errors,
+    )
     if kind == "full":
         forward = jax.jvp(lambda s: value(s, jnp.asarray(1e-2), "forward"), (0.0,), (1.0,))[1]
         np.testing.assert_allclose(forward, got, rtol=1e-9)
