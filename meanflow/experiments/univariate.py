@@ -17,7 +17,7 @@ from meanflow.flows.flow import predict
 from meanflow.flows.univariate import forces, knots
 from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.solvers import KernelStep, Solution, descend, solve
+from meanflow.solvers import FromStart, KernelStep, Solution, descend, solve
 
 SQUARE_WAVE = (1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1)
 
@@ -41,48 +41,65 @@ def draw(key: jax.Array, width: int, scale: float = 3.0) -> Polar:
 
 
 def statistics(start: Affine, end: Affine, x: jax.Array, bins: int) -> dict[str, jax.Array]:
-    """Knot share on samples, concentration, rms turn, balance drift of one run."""
+    """Knot share on samples, concentration, rms turn, balance drift of one run.
+
+    Concentration counts the slope jumps inside the window of the bins. Of three readings this one gives the values that
+    were measured independently: medians of 6 seeds for Figure 5 at delta = 0, 10, 100, +inf are .9993 .9994 .9995 .9994
+    (expected .999 each; all jumps: .991 .989 .988 .989; live neurons: .996 1.000 .999 .999), and .9955 for Figure 6
+    (expected .997; all .943, live .955).
+    """
     knot = lambda w: w.b / jnp.where(w.a == 0, jnp.inf, w.a)
     jump = lambda w: jnp.abs(w.c * w.a)
-    # dead neurons keep their slope jumps, outside the data: "live" leaves them out
-    live = jnp.where(jnp.maximum(end.a * x[0], end.a * x[-1]) > end.b, jump(end), 0.0)
-    turn = balance.angle_of(_directions(end)) - balance.angle_of(_directions(start))
-    turn = jnp.arctan2(jnp.sin(turn), jnp.cos(turn))
     moved = jnp.abs(balance.balance(end) - balance.balance(start))
     return {
         "share": knots.on_sample_share(knot(end), x),
         "weighted_share": knots.on_sample_share(knot(end), x, mass=jump(end)),
         "share_before": knots.on_sample_share(knot(start), x),
         "concentration": knots.concentration(knot(end), jump(end), bins),
-        "live_concentration": knots.concentration(knot(end), live, bins),
         "concentration_before": knots.concentration(knot(start), jump(start), bins),
-        "turn": jnp.sqrt(jnp.mean(turn**2)),
+        "turn": _rms_turn(start, end),
         "drift": jnp.max(moved / (1 + jnp.abs(balance.balance(start)))),
         "dead": knots.dead_share(end.a, end.b, x),
-        "fraction": jnp.median(balance.tangential_fraction(end)),
+        "fraction": jnp.median(
+            balance.tangential_fraction(balance.balance(end), end.c * jnp.hypot(end.a, end.b))
+        ),
     }
+
+
+def _rms_turn(start: Affine, end: Affine) -> jax.Array:
+    turn = balance.angle_of(_directions(end)) - balance.angle_of(_directions(start))
+    return jnp.sqrt(jnp.mean(jnp.arctan2(jnp.sin(turn), jnp.cos(turn)) ** 2))
 
 
 def _directions(w: Affine) -> jax.Array:
     return jnp.stack([w.a, -w.b], axis=-1)
 
 
-def _train(
-    data: Dataset,
-    epochs: int,
-    every: int,
-    bins: int,
-    alpha: Any = "sqrt",
+def train(
+    data: Dataset, epochs: int, refresh: int | None, bins: int, alpha: Any = "sqrt", saves: int = 1
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array], Affine]]:
-    """One run (particles, inner, outer, kappa) -> loss, statistics, final neurons; made for vmap, compiled once."""
+    """One run (particles, inner, outer, kappa) -> losses, statistics (both at ``saves`` + 1 times), final neurons.
+
+    The step is kappa / lambda_max(K), renewed every ``refresh`` epochs; with None it is kappa. Made for vmap.
+    """
+    see = FromStart(
+        lambda flow, cloud, data, start: statistics(start.particles, cloud.particles, data.x, bins)
+    )
 
     def run(w: Affine, inner: Any, outer: Any, kappa: Any) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
         flow = uni.full(alpha, inner=inner, outer=outer)
-        out = descend(flow, Cloud(w), data, epochs, step=KernelStep(kappa, every), clock="gradient")
-        end = out.final.particles
-        return out.energy[-1], statistics(w, end, data.x, bins), end
+        step = kappa if refresh is None else KernelStep(kappa, refresh)
+        out = descend(
+            flow, Cloud(w), data, epochs, step=step, every=epochs // saves, observe=see, clock="gradient"
+        )
+        return out.energy, out.observed, out.final.particles
 
     return run
+
+
+def last(values: Any) -> Any:
+    """The entries at the last save."""
+    return jax.tree.map(lambda u: u[..., -1], values)
 
 
 def figure_1(seed: int = 0) -> Outcome:
@@ -160,7 +177,7 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
     """Figure 5: knots and fit of a sinusoid for delta from -inf to +inf, one compiled program."""
     data = sinusoid()
     deltas = jnp.array([-jnp.inf, -100.0, -10.0, 0.0, 10.0, 100.0, jnp.inf])
-    run = _train(data, epochs, 20, 8)
+    run = train(data, epochs, 20, 8)
 
     def one(key: jax.Array, delta: jax.Array) -> Any:
         kp, kc = balance.factors(delta)
@@ -168,25 +185,21 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
         return run(w, kp, kc, kappa)
 
     keys = jax.random.split(jax.random.key(5), seeds)
-    loss, stats, _ = jax.vmap(lambda d: jax.vmap(lambda k: one(k, d))(keys))(deltas)
+    loss, stats = last(jax.vmap(lambda d: jax.vmap(lambda k: one(k, d)[:2])(keys))(deltas))
     middle = {name: np.median(value, axis=1) for name, value in stats.items()}
     return Outcome(
         "004/figure-5",
         "as delta grows, clusters of knots emerge at the samples",
         "true after 10000 epochs (share .97 at delta = +inf); the share depends on time and falls later, while the "
-        "concentration of the slope jumps in few places stays; dead neurons hold about 1 % of the jumps elsewhere",
+        "concentration of the slope jumps in few places stays",
         {"delta": deltas, "loss": np.median(loss, axis=1), **middle},
         (
             Criterion("turn at -inf", float(middle["turn"][0]), 0, 0),
             Criterion("share at -100", float(middle["share"][1]), 0, 0.2),
             Criterion("share at 100", float(middle["share"][5]), 0.85, 1),
             Criterion("share at +inf", float(middle["share"][6]), 0.85, 1),
-            Criterion(
-                "concentration_8 of live neurons at 100", float(middle["live_concentration"][5]), 0.99, 1
-            ),
-            Criterion(
-                "concentration_8 of live neurons at +inf", float(middle["live_concentration"][6]), 0.99, 1
-            ),
+            Criterion("concentration_8 at 100", float(middle["concentration"][5]), 0.99, 1),
+            Criterion("concentration_8 at +inf", float(middle["concentration"][6]), 0.99, 1),
             Criterion("delta drift at +-100", float(max(middle["drift"][1], middle["drift"][5])), 0, 1e-4),
         ),
     )
@@ -195,7 +208,7 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
 def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
     """Figure 6: 1000 neurons on a square wave, delta = -inf against delta = +inf."""
     data = square_wave()
-    run = _train(data, epochs, 20, 6)
+    run = train(data, epochs, 20, 6)
     settings = (jnp.array([-jnp.inf, jnp.inf]), jnp.array([1.0, 0.1]))
 
     def one(key: jax.Array, delta: jax.Array, kappa: jax.Array) -> Any:
@@ -205,7 +218,7 @@ def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
         return loss, stats
 
     keys = jax.random.split(jax.random.key(6), seeds)
-    loss, stats = jax.vmap(lambda d, k: jax.vmap(lambda u: one(u, d, k))(keys))(*settings)
+    loss, stats = last(jax.vmap(lambda d, k: jax.vmap(lambda u: one(u, d, k))(keys))(*settings))
     middle = {name: np.median(value, axis=1) for name, value in stats.items()}
     return Outcome(
         "004/figure-6",
@@ -216,9 +229,7 @@ def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
         (
             Criterion("turn at -inf", float(middle["turn"][0]), 0, 0),
             Criterion("share at -inf unchanged", float(middle["share"][0] - middle["share_before"][0]), 0, 0),
-            Criterion(
-                "concentration_6 of live neurons at +inf", float(middle["live_concentration"][1]), 0.95, 1
-            ),
+            Criterion("concentration_6 at +inf", float(middle["concentration"][1]), 0.95, 1),
             Criterion("share at +inf", float(middle["share"][1]), 0.5, 1),
         ),
     )
@@ -230,8 +241,9 @@ def figure_7(epochs: int = 20000, width: int = 200, seed: int = 7) -> Outcome:
     a, b, c = jax.random.uniform(jax.random.key(seed), (3, width), minval=-1.0)
     scales = jnp.array([0.1, 0.3, 1.0, 3.0, 10.0])
     start = jax.vmap(lambda k: Affine(k * a, k * b, 0.3 * c / k))(scales)
-    run = _train(data, epochs, 20, 6)
+    run = train(data, epochs, 20, 6)
     loss, stats, end = jax.vmap(lambda w: run(w, 1.0, 1.0, 0.2))(start)
+    loss, stats = last((loss, stats))
     grid = jnp.linspace(-1, 1, 401)
     curve = jax.vmap(lambda w: predict(uni.full("sqrt"), Cloud(w), grid))
     before, after = curve(start), curve(end)
@@ -261,7 +273,8 @@ def figure_8(
     for width in widths:
         a, b, c = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), width), (3, width), minval=-1.0)
         start = Affine(a, b, c / width**power)
-        loss, stats, end = _train(data, epochs, 50, 8, "one")(start, 1.0, 1.0, 0.5)
+        loss, stats, end = train(data, epochs, 50, 8, "one")(start, 1.0, 1.0, 0.5)
+        loss, stats = last((loss, stats))
         moved = jnp.mean(balance.balance(end)) - jnp.mean(balance.balance(start))
         rows.append({"loss": loss, "delta": jnp.mean(balance.balance(end)), "delta_change": moved, **stats})
     table = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
@@ -279,7 +292,7 @@ def figure_8(
 
 
 def figure_9(
-    times: tuple[float, ...] = (10.0, 40.0, 100.0), width: int = 1000, step: float = 0.02
+    times: tuple[float, ...] = (10.0, 40.0, 100.0, 150.0), width: int = 1000, step: float = 0.02
 ) -> Outcome:
     """Figure 9: the field in the plane is constant per region; which rays attract; where captured neurons sit."""
     data = square_wave()
@@ -341,48 +354,79 @@ def _seen(d: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def lazy_slopes(
-    widths: tuple[int, ...] = (100, 400, 1600, 6400), powers: tuple[float, ...] = (0.0, 0.25, 0.5)
+    widths: tuple[int, ...] = (100, 400, 1600, 6400),
+    powers: tuple[float, ...] = (0.0, 0.25, 0.5),
+    neurons: int = 12800,
 ) -> Outcome:
-    """Turning of the neurons until the loss has fallen to 1e-3 of its start, against the width, alpha = m^power."""
+    """Turning of the neurons until the loss has fallen to 1e-3 of its start, against the width, alpha = m^power.
+
+    Angles are drawn uniformly, each with both signs of c, so that f_0 = 0. Narrow networks vary more from draw to
+    draw: width m gets ``neurons``/m draws, seeds 0, 1, ... A slope is fitted to the means of log(turn); its standard
+    error is that of the draws.
+    """
     x = jnp.linspace(-1, 1, 6)
     data = Dataset(x, jnp.sin(2.5 * x) + 0.3 * x, weights="sum")
-    slopes, turns, reached = [], [], True
-    for power in powers:
-        row = []
-        for width in widths:
-            # equal spacing in place of a draw: 50 random angles change the kernel itself by more than the effect
-            theta = 2 * jnp.pi * (jnp.arange(width // 2) + 0.5) / (width // 2)
-            theta = jnp.concatenate([theta, theta])  # paired signs: f_0 = 0
-            sign = jnp.concatenate([jnp.ones(width // 2), -jnp.ones(width // 2)])
-            cloud = Cloud(Affine(jnp.cos(theta), -jnp.sin(theta), sign))
-            flow = uni.full(float(width) ** power)
-            # the lazy clock makes one horizon fit every width; the first save below the target is used
-            ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, 300.0, 200)])
-            run = solve(flow, cloud, data, 300.0, ts=ts, solver="sliding", step=0.1, clock="lazy")
-            fitted = run.energy < 1e-3 * 0.5 * jnp.sum(data.y**2)
-            reached &= bool(fitted[-1])
-            index = int(jnp.argmax(fitted))
-            w = jax.tree.map(lambda u, i=index: u[i], _series(run).particles)
-            turn = balance.angle_of(_directions(w)) - theta
-            row.append(float(jnp.sqrt(jnp.mean(jnp.arctan2(jnp.sin(turn), jnp.cos(turn)) ** 2))))
-        turns.append(row)
-        slopes.append(float(np.polyfit(np.log(widths), np.log(row), 1)[0]))
-    expected = [power - 1 for power in powers]
+    target = 1e-3 * 0.5 * jnp.sum(data.y**2)
+    # the lazy clock makes one horizon fit every width; the first save below the target is used
+    ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, 300.0, 200).at[-1].set(300.0)])
+    turned = FromStart(lambda flow, cloud, data, start: _rms_turn(start.particles, cloud.particles))
+
+    def one(theta: jax.Array, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sign = jnp.ones_like(theta)
+        both = jnp.concatenate([theta, theta])
+        cloud = Cloud(Affine(jnp.cos(both), -jnp.sin(both), jnp.concatenate([sign, -sign])))
+        run = solve(
+            uni.full(alpha),
+            cloud,
+            data,
+            300.0,
+            ts=ts,
+            observe=turned,
+            solver="sliding",
+            step=0.1,
+            clock="lazy",
+        )
+        fitted = run.energy < target
+        return run.observed[jnp.argmax(fitted)], fitted[-1]
+
+    sweep = jax.jit(jax.vmap(jax.vmap(one, (0, None)), (None, 0)))
+    drawn, spaced, reached = [], [], True
+    for width in widths:
+        alphas = float(width) ** jnp.array(powers)
+        half = width // 2
+        keys = jax.vmap(jax.random.key)(jnp.arange(neurons // width))
+        theta = jax.vmap(lambda k, n=half: jax.random.uniform(k, (n,), maxval=2 * jnp.pi))(keys)
+        even = 2 * jnp.pi * (jnp.arange(half) + 0.5) / half
+        turn, done = (np.asarray(u) for u in sweep(jnp.concatenate([theta, even[None, :]]), alphas))
+        reached &= bool(done.all())
+        drawn.append(np.log(turn[:, :-1]))
+        spaced.append(np.log(turn[:, -1]))
+    mean = np.array([u.mean(axis=1) for u in drawn])  # (widths, powers)
+    error = np.array([u.std(axis=1, ddof=1) / np.sqrt(u.shape[1]) for u in drawn])
+    logs = np.log(widths)
+    lever = (logs - logs.mean()) / np.sum((logs - logs.mean()) ** 2)  # slope = lever @ values
+    slopes, errors = lever @ mean, np.sqrt(lever**2 @ error**2)
+    even_slopes = lever @ np.array(spaced)
     return Outcome(
         "004/lazy-slopes",
         "alpha = o(m) makes the motion of each neuron vanish; the radial component dominates",
-        "all of a, b, c and theta move like alpha/m; no direction is preferred",
+        "all of a, b, c and theta move like alpha/m; no direction is preferred. Slopes -1.019, -0.773, -0.458 (errors "
+        "0.002): narrow random networks turn a little more, since their kernel varies; with equally spaced angles they "
+        "are -1.002, -0.757, -0.471",
         {
             "widths": np.array(widths),
             "powers": np.array(powers),
-            "turn": np.array(turns),
-            "slope": np.array(slopes),
+            "turn": np.exp(mean).T,
+            "turn_even": np.exp(np.array(spaced)).T,
+            "slope": slopes,
+            "slope_error": errors,
+            "slope_even": even_slopes,
         },
         (
             Criterion("all runs reached the target", float(reached), 1, 1),
             *(
-                Criterion(f"slope at alpha = m^{power}", slope, want - 0.05, want + 0.05)
-                for power, slope, want in zip(powers, slopes, expected, strict=True)
+                Criterion(f"slope at alpha = m^{power}", float(slope), power - 1.05, power - 0.95)
+                for power, slope in zip(powers, slopes, strict=True)
             ),
         ),
     )

@@ -86,13 +86,22 @@ def balance(particles: Affine) -> jax.Array:
     return (c - n) * (c + n)
 
 
-def tangential_fraction(particles: Affine) -> jax.Array:
-    """c^2 / (c^2 + n^2): share of the mobility that turns the neuron; 0 is the kernel, 1 the adaptive regime.
+def tangential_fraction(delta: Any, q: Any) -> jax.Array:
+    """c^2/(c^2 + n^2) of neurons with balance delta and c n = q: the share of the mobility that turns them.
 
-    Equals (1 + k/sqrt(1 + k^2))/2 with k = delta/(2 |q|); neither m nor alpha enter.
+    0 is the kernel regime (delta -> -inf), 1 the adaptive one (delta -> +inf). Equals (1 + k/sqrt(1 + k^2))/2 with
+    k = delta/(2 |q|), q = alpha r/m, but without its cancellation; 1/2 at delta = q = 0.
+
+    >>> [float(tangential_fraction(d, 1.0)) for d in (-jnp.inf, 0.0, jnp.inf)]
+    [0.0, 0.5, 1.0]
     """
-    a, b, c = particles
-    return safe_divide(c**2, a**2 + b**2 + c**2)
+    delta, q = jnp.broadcast_arrays(*(jnp.asarray(u, jnp.result_type(delta, q, float)) for u in (delta, q)))
+    endless = jnp.isinf(delta)
+    finite = jnp.where(endless, 0.0, delta)
+    c, _ = split(q, finite)
+    whole = _hypot(finite, 2 * q)
+    fraction = jnp.where(whole > 0, safe_divide(c**2, whole), 0.5)
+    return jnp.where(endless, (delta > 0).astype(fraction.dtype), fraction)
 
 
 def to_plane(particles: Polar) -> jax.Array:

@@ -1,11 +1,10 @@
-"""Training the output weights alone, in closed form, and when a whole network trains like that.
+"""Training the output weights alone, in closed form.
 
 With (a, b) frozen, f(x) = sum_i c_i feature_i(x) is linear in c. The residual rho = f - y on the samples
 obeys rho' = -K rho in time and rho <- (I - lr K) rho in steps, where K = features features^T. One
 eigendecomposition gives every time and every number of steps, so early stopping costs O(n^2) a point.
 
-A full network (a, b, c) with balance delta = c^2 - n^2 moves in angle by the fraction ``tangential_fraction``
-of its metric: 0 for delta -> -inf (kernel regime), 1 for delta -> +inf (adaptive regime), whatever alpha is.
+A full network trains like this where ``geometry.balance.tangential_fraction`` is small (delta -> -inf).
 """
 
 import equinox as eqx
@@ -114,43 +113,3 @@ def minimum_norm(features: jax.Array, y: jax.Array, c0: jax.Array | None = None)
     start = jnp.zeros(m, features.dtype) if c0 is None else jnp.asarray(c0)
     q, r = jnp.linalg.qr(features.T)
     return start + q @ jax.scipy.linalg.solve_triangular(r, y - features @ start, trans=1)
-
-
-def balance_ratio(delta: ArrayLike, q: ArrayLike) -> jax.Array:
-    """k = delta / (2 abs(q)), q = c n = alpha r / m: kernel regime for k << -1, adaptive for k >> 1."""
-    return jnp.asarray(delta) / (2 * jnp.abs(jnp.asarray(q)))
-
-
-@jax.jit
-def tangential_fraction(delta: ArrayLike, q: ArrayLike) -> jax.Array:
-    """Tangential over radial speed, c^2/(c^2 + n^2) = (1 + k/sqrt(1 + k^2))/2 with k = ``balance_ratio``.
-
-    Free of cancellation for any balance, delta = +-inf included; 1/2 at delta = q = 0.
-
-    >>> [float(tangential_fraction(d, 1.0)) for d in (-jnp.inf, 0.0, jnp.inf)]
-    [0.0, 0.5, 1.0]
-    """
-    delta, q = jnp.broadcast_arrays(jnp.asarray(delta, jnp.result_type(delta, q, 0.0)), jnp.asarray(q))
-    bounded = jnp.where(jnp.isinf(delta), 0, delta)
-    scale = jnp.maximum(jnp.abs(bounded), 2 * jnp.abs(q))
-    unit = jnp.where(scale > 0, scale, 1)
-    d, two_q = bounded / unit, 2 * q / unit
-    h = jnp.sqrt(jnp.where(scale > 0, d * d + two_q * two_q, 1))
-    big = (jnp.abs(d) + h) / 2
-    small = (two_q / 2) ** 2 / big
-    fraction = jnp.where(d >= 0, big, small) / h
-    fraction = jnp.where(scale > 0, fraction, 0.5)
-    return jnp.where(jnp.isinf(delta), (delta > 0).astype(fraction.dtype), fraction)
-
-
-def lazy_time(t: float | jax.Array, width: int, alpha: float) -> float | jax.Array:
-    """The clock tau = t width / alpha^2 in which functions move at speed O(1) for every scaling alpha."""
-    return t * width / alpha**2
-
-
-def lazy_displacement_exponent(power: float) -> float:
-    """Slope power - 1 of log(weight displacement) against log(width) for alpha = width^power and f_0 = 0.
-
-    When the residual has gone, weights have moved O(alpha / width): -1, -0.75, -0.5 for power 0, 1/4, 1/2.
-    """
-    return power - 1.0

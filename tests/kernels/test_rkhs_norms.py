@@ -20,39 +20,65 @@ from meanflow.kernels.univariate import (
 LAWS = [Signs(0.8), Signs(3.0), Uniform(1.3, 0.9), Uniform(0.5, 2.0), Radial(2.0), Interval(2.0, -1.2, 1.0)]
 
 
+# laws and points are arguments: one program a kind of law
+@jax.jit
+def section_norm(law, x0):
+    """Norm of the section K(., x0)."""
+    return feature_norm(lambda u: random_feature(u, x0, law=law), law=law, breaks=x0)
+
+
+@jax.jit
+def second_derivative(law, x0, u):
+    return jax.vmap(jax.grad(jax.grad(lambda u: random_feature(u, x0, law=law))))(u)
+
+
+@jax.jit
+def combination(law, nodes, alpha):
+    f = lambda u: random_feature(u, nodes, law=law) @ alpha
+    quadratic = alpha @ random_feature(nodes, law=law) @ alpha
+    return feature_norm(f, law=law, breaks=nodes), quadratic
+
+
+@jax.jit
+def tangent_sections(law, x0, c2):
+    section = lambda x0: tangent_norm(tangent_parts(x0, law=law, c2=c2), law=law, c2=c2, breaks=x0).total
+    return jax.vmap(section)(x0), jnp.diag(univariate_ntk(x0, law=law, c2=c2))
+
+
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_norm_of_a_combination_of_sections_is_the_quadratic_form(law):
-    nodes, alpha = jnp.array([-0.45, 0.0, 0.2, 0.75]), jnp.array([1.0, -2.0, 0.7, 0.4])
-    f = lambda u: random_feature(u, nodes, law=law) @ alpha
-    norm = jax.jit(lambda breaks: feature_norm(f, law=law, breaks=breaks))(nodes)
-    assert norm.total == pytest.approx(float(alpha @ random_feature(nodes, law=law) @ alpha), rel=1e-11)
+    norm, quadratic = combination(law, jnp.array([-0.45, 0.0, 0.2, 0.75]), jnp.array([1.0, -2.0, 0.7, 0.4]))
+    assert norm.total == pytest.approx(float(quadratic), rel=1e-11)
     assert norm.curvature > 0
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_tangent_norm_of_a_section(law):
-    section = lambda x0: tangent_norm(tangent_parts(x0, law=law, c2=0.3), law=law, c2=0.3, breaks=x0).total
-    x0 = jnp.array([0.6, 0.15, -0.35])
-    truth = jnp.diag(univariate_ntk(x0, law=law, c2=0.3))
-    np.testing.assert_allclose(jax.jit(jax.vmap(section))(x0), truth, rtol=1e-10, atol=1e-13)
+    norms, truth = tangent_sections(law, jnp.array([0.6, 0.15, -0.35]), 0.3)
+    np.testing.assert_allclose(norms, truth, rtol=1e-10, atol=1e-13)
 
 
 def test_other_decompositions_cost_more():
-    law, x0, c2 = Signs(1.0), 0.3, 0.5
-    f1, f2, f3 = tangent_parts(x0, law=law, c2=c2)
-    bump = lambda x: 0.05 * random_feature(x, 0.3, law=law)
-    moved = (lambda x: f1(x) - bump(x), lambda x: f2(x) + bump(x), f3)
-    cost = lambda parts: jax.jit(lambda c2: tangent_norm(parts, law=law, c2=c2, breaks=[x0]).total)(c2)
-    assert cost(moved) > cost((f1, f2, f3)) + 1e-4
+    law, x0 = Signs(1.0), 0.3
+
+    @jax.jit
+    def cost(c2, amount):
+        f1, f2, f3 = tangent_parts(x0, law=law, c2=c2)
+        bump = lambda x: amount * random_feature(x, x0, law=law)
+        moved = (lambda x: f1(x) - bump(x), lambda x: f2(x) + bump(x), f3)
+        return tangent_norm(moved, law=law, c2=c2, breaks=[x0]).total
+
+    assert min(cost(0.5, 0.05), cost(0.5, -0.05)) > cost(0.5, 0.0) + 1e-4
 
 
 def test_norm_is_the_least_cost_of_wide_networks():
     # |f|^2 = min sum c^2 over networks sum_i c_i sqrt(p_i) relu(..) equal to f: knows no kernel
     law, nodes = Signs(1.0), jnp.linspace(-0.95, 0.95, 60)
-    f = lambda u: random_feature(u, 0.25, law=law) - 0.5 * random_feature(u, -0.6, law=law)
+    centres, alpha = jnp.array([-0.6, -0.1, 0.0, 0.25]), jnp.array([-0.5, 0.0, 0.0, 1.0])
     cloud = Finite(*law.midpoints(4000))
-    cost = jnp.sum(minimum_norm(cloud.features(nodes), jax.vmap(f)(nodes)) ** 2)
-    assert feature_norm(f, law=law, breaks=[0.25, -0.6]).total == pytest.approx(float(cost), rel=2e-3)
+    target = random_feature(nodes, centres, law=law) @ alpha
+    cost = jnp.sum(minimum_norm(cloud.features(nodes), target) ** 2)
+    assert combination(law, centres, alpha)[0].total == pytest.approx(float(cost), rel=2e-3)
 
 
 def test_finite_clouds_have_no_density():
@@ -78,36 +104,33 @@ def _grid(low, high, breaks, n=400):
 def test_33_each_slope_enters_with_its_third_power():
     law, x0 = Interval(2.0, 0.0, 1.0), 0.4
     u, du = _grid(0.0, 0.5, [x0])
-    second = jax.jit(jax.vmap(jax.grad(jax.grad(lambda u: random_feature(u, x0, law=law)))))(u)
+    second = second_derivative(law, x0, u)
     printed = _integral(second**2 / 2.0, u, du)  # 1/|a| int h''^2 / mu_a, mu_a = 1
     assert random_feature(x0, x0, law=law) == pytest.approx(0.170667, abs=1e-6)
-    assert feature_norm(
-        lambda u: random_feature(u, x0, law=law), law=law, breaks=[x0]
-    ).total == pytest.approx(0.170667, abs=1e-6)
+    assert section_norm(law, x0).total == pytest.approx(0.170667, abs=1e-6)
     assert printed == pytest.approx(0.682667, abs=1e-6)
 
 
 def test_25_has_an_affine_penalty():
-    f = lambda u: random_feature(u, 0.5, law="radial")
-    norm = feature_norm(f, law="radial", breaks=[0.5])
+    norm = section_norm(Radial(), 0.5)
     assert norm.curvature == pytest.approx(0.3125, abs=1e-12)
     assert norm.affine == pytest.approx(0.3125, abs=1e-12)
-    assert norm.total == pytest.approx(float(f(0.5)), abs=1e-12)
+    assert norm.total == pytest.approx(float(random_feature(0.5, 0.5, law="radial")), abs=1e-12)
     # printed: int f''^2 / nu_1 alone, over the real line (u = tan t)
     t, dt = _grid(-np.pi / 2, np.pi / 2, [np.arctan(0.5)])
     u = jnp.tan(t)
-    second = jax.jit(jax.vmap(jax.grad(jax.grad(f))))(u)
+    second = second_derivative(Radial(), 0.5, u)
     printed = _integral(second**2 * jnp.pi * (1 + u**2) * (1 + u**2), t, dt)
     assert printed == pytest.approx(0.219, abs=1e-3)
 
 
 def test_25_the_affine_part_of_signs_in_terms_of_end_values():
-    law, f = Signs(0.8), lambda u: random_feature(u, 0.3, law=Signs(0.8))
-    value, slope, b = f, jax.grad(f), 0.8 * (1 - 1e-12)
-    a = (slope(b) + slope(-b)) / 2
-    d = (value(b) + value(-b) - b * (slope(b) - slope(-b))) / 2
+    law, b = Signs(0.8), 0.8 * (1 - 1e-12)
+    ends = jax.jit(jax.vmap(jax.value_and_grad(lambda u: random_feature(u, 0.3, law=law))))
+    (low, high), (left, right) = ends(jnp.array([-b, b]))
+    a, d = (right + left) / 2, (high + low - b * (right - left)) / 2
     expected = 4 * a**2 + 4 * d**2 / (0.8**2 / 3)
-    assert feature_norm(f, law=law, breaks=[0.3]).affine == pytest.approx(float(expected), rel=1e-9)
+    assert section_norm(law, 0.3).affine == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_28_corollary_6():
@@ -115,10 +138,11 @@ def test_28_corollary_6():
     f1, f2, f3 = tangent_parts(x0, law=law, c2=c2)
     truth = univariate_ntk(x0, x0, law=law, c2=c2)
     assert truth == pytest.approx(0.3168, abs=1e-12)
-    assert tangent_norm((f1, f2, f3), law=law, c2=c2, breaks=[x0]).total == pytest.approx(0.3168, abs=1e-12)
+    assert tangent_sections(law, jnp.full(3, x0), c2)[0][0] == pytest.approx(0.3168, abs=1e-12)
     u, du = _grid(0.0, 1.0, [x0])
-    d1, d2, d3 = (jax.vmap(jax.grad(f))(u) for f in (f1, f2, f3))
-    ratio = (u * d3 - jax.vmap(f3)(u)) ** 2 / u**2
+    slopes = jax.jit(lambda u: ([jax.vmap(jax.grad(f))(u) for f in (f1, f2, f3)], jax.vmap(f3)(u)))
+    (d1, d2, d3), values = slopes(u)
+    ratio = (u * d3 - values) ** 2 / u**2
     printed = _integral(d1**2 + c2 * (d2**2 + ratio), u, du)  # nu = 1
     assert printed == pytest.approx(0.0402, abs=1e-3)
 

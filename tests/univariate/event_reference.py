@@ -9,6 +9,10 @@ import numpy as np
 from scipy.integrate import solve_ivp
 
 
+class NotUnique(Exception):
+    """The Filippov solution has no unique continuation."""
+
+
 class Reference:
     """kind: "full" (y = a, -b, c), "planar" (c frozen), "canonical" (y = r, theta; network mean). slope(f, y) = l'."""
 
@@ -136,7 +140,7 @@ class Reference:
                 k = self.stuck[i]
                 sign = (w[0] if self.kind == "canonical" else w[2])[i]
                 if abs(sign) < 1e-9:
-                    raise NotImplementedError("c = 0 while sliding: not unique")
+                    raise NotUnique("c = 0 while sliding")
                 self.stuck[i] = -1
                 self.active[i, k] = j == 1
                 self.log.append((self.now, "release", i, k))
@@ -149,11 +153,16 @@ class Reference:
         w[:2, i] -= (w[:2, i] @ normal) * normal
 
     def nudge(self, w, i):
-        """Rounding must not leave a neuron on the wrong side of the ray it has just passed."""
-        if self.stuck[i] >= 0 or self.kind == "canonical":
+        """Moves a neuron by 1e-13 off the ray it has just passed, so that rounding cannot make it meet it again."""
+        if self.stuck[i] >= 0:
             return
-        z = w[:2, i] @ self.tilde.T
-        for j in np.flatnonzero((z > 0) != self.active[i]):
+        p = self.directions(w)[i]
+        z = p @ self.tilde.T
+        side = np.where(self.active[i], 1.0, -1.0)
+        for j in np.flatnonzero(side * z < 1e-13):
             assert abs(z[j]) < 1e-9
-            side = 1.0 if self.active[i, j] else -1.0
-            w[:2, i] += (side * 1e-15 - z[j]) * self.tilde[j] / (self.tilde[j] @ self.tilde[j])
+            gap = side[j] * 1e-13 - z[j]
+            if self.kind == "canonical":
+                w[1, i] += gap / (self.tilde[j] @ np.array([-p[1], p[0]]))
+            else:
+                w[:2, i] += gap * self.tilde[j] / (self.tilde[j] @ self.tilde[j])

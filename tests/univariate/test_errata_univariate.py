@@ -7,6 +7,7 @@ import numpy as np
 import meanflow as mf
 from meanflow.flows import univariate as uni
 from meanflow.flows.univariate import forces
+from meanflow.flows.univariate.rays import sample_rays
 from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 
@@ -76,13 +77,33 @@ def test_3_1_gradient_of_the_potential():
 
 
 def test_3_1_field_is_constant_only_in_the_plane():
-    """In the cylinder the field varies with theta inside a region; in (u, v) of the planar flow it does not."""
-    theta = jnp.array([0.1, 0.5])  # one region of X: all but the two left samples... same pattern for both
-    d = balance.unit(theta)
-    assert forces.find_regions(d, jnp.asarray(X))[0] == forces.find_regions(d, jnp.asarray(X))[1]
-    force = jnp.array([0.4, -0.7])
-    turning = -force[0] * jnp.sin(theta) + force[1] * jnp.cos(theta)
-    assert abs(turning[0] - turning[1]) > 0.05
+    """Printed: piecewise linear on the cylinder. True: constant per region in (u, v) of the planar flow only."""
+    x = jnp.asarray(X)
+    theta = jnp.linspace(0.12, 0.6, 7)  # equally spaced, in one region: all but the left sample are active
+    assert len(set(forces.find_regions(balance.unit(theta), x).tolist())) == 1
+    cloud = Cloud(Polar(jnp.linspace(0.5, 2.0, 7), theta))
+    v = mf.velocity(uni.planar(), cloud, DATA)
+    _, plane = jax.jvp(balance.to_plane, (cloud.particles,), (v,))
+    np.testing.assert_allclose(plane, jnp.broadcast_to(plane[:1], plane.shape), rtol=1e-12)
+    rho = mf.predict(uni.planar(), cloud, x) - DATA.y
+    np.testing.assert_allclose(plane[0], -jnp.array([rho[1:] @ x[1:], jnp.sum(rho[1:])]), rtol=1e-12)
+    # on the cylinder the turning speed at fixed r is a sinusoid of theta: its second differences do not vanish
+    same = Cloud(Polar(jnp.ones(7), theta))
+    turning = mf.velocity(uni.canonical(), same, DATA).theta
+    bend = turning[2:] - 2 * turning[1:-1] + turning[:-2]
+    assert np.min(np.abs(bend)) > 1e-3 * np.max(np.abs(turning))
+    np.testing.assert_allclose(bend, -2 * (1 - np.cos(0.08)) * turning[1:-1], rtol=1e-9)
+
+
+def test_3_1_sign_of_the_jump_depends_on_which_side_has_the_sample():
+    """grad V_k - grad V_{k+1} = +rho x~ only where the sample is active in the region of smaller theta."""
+    x, rho = jnp.asarray(X), jnp.array([0.4, -0.9, 0.3, 0.8])
+    table, rays = forces.region_forces(rho, x), sample_rays(x)
+    jump = table - jnp.roll(table, -1, axis=0)  # ray b separates the regions b and b + 1
+    printed = rho[rays.sample][:, None] * rays.normal
+    leaves = rays.busy == jnp.arange(8)
+    np.testing.assert_allclose(jump, jnp.where(leaves[:, None], printed, -printed), atol=1e-15)
+    assert np.sum(np.max(np.abs(jump - printed), axis=1) > 0.1) == 4  # wrong on every right-facing ray
 
 
 def test_45_and_21_need_alpha_over_m():
@@ -94,6 +115,10 @@ def test_45_and_21_need_alpha_over_m():
     np.testing.assert_allclose(got**2, c**2, rtol=1e-12)
     printed = (delta + np.sqrt(delta**2 + 4 * r**2)) / 2
     assert np.min(np.abs(printed - c**2)) > 0.1
+    # proof of Lemma 7, printed: r^2 in the place of q^2 = c^2 n^2
+    n2 = a**2 + b**2
+    np.testing.assert_allclose(c**2 * n2, (r / np.sqrt(7)) ** 2, rtol=1e-12)
+    assert np.min(np.abs(c**2 * n2 / r**2 - 1)) > 0.8
     radial, turning = uni.lifted("sqrt").space.mobility(polar)
     np.testing.assert_allclose(turning * r**2, 7 * c**2, rtol=1e-12)  # printed: c^2
     np.testing.assert_allclose(radial, 7 * (a**2 + b**2 + c**2), rtol=1e-12)
@@ -141,6 +166,7 @@ def test_19_sign_of_the_reduced_flow():
     _, true = jax.jvp(lambda w: balance.project(RAW.at(w), "sqrt").particles, (RAW.particles,), (v,))
     np.testing.assert_allclose(true.r / 7, -radial * gradient.r, rtol=1e-10)  # mean-field time is t/m
     np.testing.assert_allclose(true.theta / 7, -turning * gradient.theta, rtol=1e-10, atol=1e-14)
+    assert np.max(np.abs(true.r / 7 - radial * gradient.r)) > 0.1  # printed: +
 
 
 def test_lemma_7_under_gradient_descent():

@@ -1,5 +1,7 @@
 """Attractors, repulsors, regions and the residual equation, each against something independent."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,66 +13,66 @@ from meanflow.flows.univariate import forces, rays
 from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 
+classify = jax.jit(jax.vmap(uni.classify_rays))
+attracting = jax.jit(jax.vmap(uni.attracting_angles))
+
+
+@functools.cache
+def draws(seed, count=300, s=6):
+    """Many samples and residuals (count, s), with the table of the rays of each."""
+    rng = np.random.default_rng(seed)
+    x, rho = np.sort(rng.uniform(-2, 2, (count, s)), axis=1), rng.standard_normal((count, s))
+    return x, rho, jax.tree.map(np.asarray, classify(x, rho))
+
 
 def potential(theta, x, rho):
-    z = x[:, None] * np.cos(theta) + np.sin(theta)
-    return rho @ np.maximum(z, 0)
+    z = x[..., :, None] * np.cos(theta)[..., None, :] + np.sin(theta)[..., None, :]
+    return np.sum(rho[..., :, None] * np.maximum(z, 0), axis=-2)
 
 
-def brute_kinds(x, rho, sign, h=1e-7):
+def brute_kinds(theta, x, rho, sign, h=1e-7):
     """Local minima (1) and maxima (-1) of sign * F at the rays, by differences on both sides."""
-    theta = np.concatenate([-np.arctan(x)[::-1], np.pi - np.arctan(x)[::-1]])
     here, left, right = (sign * potential(theta + s, x, rho) for s in (0.0, -h, h))
-    return theta, np.where((left > here) & (right > here), 1, np.where((left < here) & (right < here), -1, 0))
+    return np.where((left > here) & (right > here), 1, np.where((left < here) & (right < here), -1, 0))
 
 
 def test_rule_equals_extrema_of_the_angular_potential():
-    rng = np.random.default_rng(0)
-    classify = jax.jit(uni.classify_rays)
-    wrong = 0
-    for _ in range(300):
-        x, rho = np.sort(rng.uniform(-2, 2, 6)), rng.standard_normal(6)
-        table = classify(x, rho)
-        for sign, got in ((1, table.positive), (-1, table.negative)):
-            theta, want = brute_kinds(x, rho, sign)
-            np.testing.assert_allclose(np.sin(table.theta - theta), 0, atol=1e-12)
-            # at the edges of the dead arc F is flat on one side: no strict extremum, both rules say 0
-            wrong += np.sum(np.asarray(got) != want)
-    assert wrong == 0
+    x, rho, table = draws(0)
+    theta = np.concatenate([-np.arctan(x)[:, ::-1], np.pi - np.arctan(x)[:, ::-1]], axis=1)
+    np.testing.assert_allclose(np.sin(table.theta - theta), 0, atol=1e-12)
+    # at the edges of the dead arc F is flat on one side: no strict extremum, both rules say 0
+    assert np.array_equal(table.positive, brute_kinds(theta, x, rho, 1))
+    assert np.array_equal(table.negative, brute_kinds(theta, x, rho, -1))
 
 
 def test_printed_lemma_has_false_positives_only():
     """Lemma 2 as printed keeps one of the two inequalities: never misses, but over-reports."""
-    rng = np.random.default_rng(1)
-    false_positive = false_negative = true_positive = 0
-    for _ in range(300):
-        x, rho = np.sort(rng.uniform(-2, 2, 6)), rng.standard_normal(6)
-        gram = np.outer(rho, rho) * (np.outer(x, x) + 1)
-        below = np.array([gram[:k, k].sum() for k in range(6)])
-        above = np.array([gram[k + 1 :, k].sum() for k in range(6)])
-        printed = np.concatenate([above[::-1] > -np.diag(gram)[::-1], below[::-1] > -np.diag(gram)[::-1]])
-        true = np.asarray(uni.classify_rays(x, rho).positive) != 0
-        false_positive += np.sum(printed & ~true)
-        false_negative += np.sum(~printed & true)
-        true_positive += np.sum(printed & true)
-    assert false_negative == 0 and false_positive > true_positive > 0
+    x, rho, table = draws(1)
+    gram = rho[:, :, None] * rho[:, None, :] * (x[:, :, None] * x[:, None, :] + 1)
+    own = np.einsum("nkk->nk", gram)
+    below, above = np.triu(gram, 1).sum(1), np.tril(gram, -1).sum(1)
+    printed = np.concatenate([above[:, ::-1] > -own[:, ::-1], below[:, ::-1] > -own[:, ::-1]], axis=1)
+    true = table.positive != 0
+    assert not np.any(~printed & true) and np.sum(printed & ~true) > np.sum(printed & true) > 0
 
 
 def test_jump_condition_holds_from_the_smaller_angle():
-    """(14): |s_k| < |rho| |x~| and opposite signs, with s_k on the region at the smaller theta."""
-    rng = np.random.default_rng(2)
-    for _ in range(200):
-        x, rho = np.sort(rng.uniform(-2, 2, 5)), rng.standard_normal(5)
-        table = uni.classify_rays(x, rho)
-        theta, sample = np.asarray(table.theta), np.asarray(table.sample)
-        for b in range(10):
-            turn = np.array([-np.sin(theta[b]), np.cos(theta[b])])
-            seen = np.cos(theta[b] - 1e-7) * x + np.sin(theta[b] - 1e-7) > 0
-            s_k = np.stack([rho[seen] @ x[seen], rho[seen].sum()]) @ turn
-            own = rho[sample[b]] * np.hypot(x[sample[b]], 1)
-            # on either facing the component beyond the ray is s_k + rho |x~|
-            inside = abs(s_k) < abs(own) * (1 - 1e-9)  # equal at the edge of the dead arc
-            assert (np.sign(s_k) == -np.sign(own) and inside) == (table.positive[b] != 0)
+    """(14): |s_k| < |rho| |x~| and opposite signs, with s_k on the region at the smaller theta.
+
+    Printed without an orientation: read from the larger theta it misses every attractor and repulsor.
+    """
+    x, rho, table = draws(2)
+    before = table.theta - 1e-7
+    seen = x[:, None, :] * np.cos(before)[:, :, None] + np.sin(before)[:, :, None] > 0  # (draw, ray, sample)
+    force = np.stack([seen @ (rho * x)[:, :, None], seen @ rho[:, :, None]], -1)[:, :, 0]
+    s_k = -force[..., 0] * np.sin(table.theta) + force[..., 1] * np.cos(table.theta)
+    pick = lambda u: np.take_along_axis(u, table.sample, axis=1)
+    # on either facing the component beyond the ray is s_k + rho |x~|
+    own = pick(rho) * np.hypot(pick(x), 1)
+    inside = np.abs(s_k) < np.abs(own) * (1 - 1e-9)  # equal at the edge of the dead arc
+    found = (np.sign(s_k) == -np.sign(own)) & inside
+    assert np.array_equal(found, table.positive != 0) and found.sum() > 100
+    assert not np.any(np.sign(s_k + own)[found] == -np.sign(own)[found])
 
 
 def test_frozen_flow_ends_at_the_predicted_set():
@@ -95,16 +97,13 @@ def test_frozen_flow_ends_at_the_predicted_set():
 
 
 def test_interior_directions_are_minima():
-    rng = np.random.default_rng(3)
-    found = 0
-    for _ in range(100):
-        x, rho = np.sort(rng.uniform(-2, 2, 5)), rng.standard_normal(5)
-        for sign, angles in zip((1, -1), uni.attracting_angles(x, rho), strict=True):
-            for theta in np.asarray(angles)[np.isfinite(angles)]:
-                here, left, right = (sign * potential(theta + s, x, rho) for s in (0, -1e-4, 1e-4))
-                assert here < left and here < right and here < 0  # |r| grows: r' = -F has the sign of r
-                found += 1
-    assert found > 30
+    x, rho, _ = draws(3)
+    for sign, angles in zip((1, -1), attracting(x, rho), strict=True):
+        there = np.isfinite(angles)
+        theta = np.where(there, angles, 0.0)
+        here, left, right = (sign * potential(theta + s, x, rho)[there] for s in (0, -1e-4, 1e-4))
+        assert np.all(here < left) and np.all(here < right) and np.all(here < 0)  # |r| grows: r' = -F
+        assert there.sum() > 50
 
 
 def test_regions_dead_arc_and_angles():

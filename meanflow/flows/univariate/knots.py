@@ -201,22 +201,26 @@ def concentration(
     low: float = -1.1,
     high: float = 1.1,
 ) -> jax.Array:
-    """Share of the whole mass that sits in the k fullest of ``bins`` equal bins on [low, high].
+    """Share of the mass in [low, high] that sits in the k fullest of ``bins`` equal bins.
 
     Args:
-        knots: (m,); knots outside the window count in the whole but in no bin.
+        knots: (m,); knots outside the window do not count. (Dead neurons keep their slope jumps there, where no sample
+            sees them.)
         mass: (m,) non-negative, abs(c a) for the papers' statistic.
         k: number of bins.
         bins: number of equal bins.
         low: left end of the window.
         high: right end of the window.
+
+    Returns:
+        The share, NaN if there is no mass in the window.
     """
     k = _checks.whole("k", k, 1)
     inside = (knots >= low) & (knots <= high)
     place = jnp.where(inside, knots - low, 0) / (high - low) * bins
     index = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
     filled = jax.ops.segment_sum(jnp.where(inside, mass, 0), index, num_segments=bins)
-    return jnp.sum(jax.lax.top_k(filled, min(k, bins))[0]) / jnp.sum(mass)
+    return jnp.sum(jax.lax.top_k(filled, min(k, bins))[0]) / jnp.sum(filled)
 
 
 @jax.jit
