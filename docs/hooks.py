@@ -80,6 +80,7 @@ def _notebook(path: pathlib.Path) -> tuple[str, dict[str, bytes]]:
     for cell in json.loads(path.read_text())["cells"]:
         text = _lines(cell["source"])
         if cell["cell_type"] == "markdown":
+            text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
             parts.append(re.sub(r"\]\(\.\./docs/", "](../", text))
             continue
         parts.append(f"```python\n{text}\n```")

@@ -19,9 +19,10 @@ x = jnp.linspace(-1.0, 1.0, 10)
 data = mf.Dataset(x, jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1]), weights="sum")
 r = 3 * jax.random.uniform(jax.random.key(0), (60,), minval=-1, maxval=1)
 theta = jax.random.uniform(jax.random.key(1), (60,), minval=-np.pi, maxval=np.pi)
-for ax, delta, name in zip(panels[:2], (-10.0, 10.0), ("kernel regime", "adaptive regime"), strict=True):
+for ax, delta, name in zip(panels[:2], (-100.0, 10.0), ("kernel regime", "adaptive regime"), strict=True):
     cloud = mf.Cloud(mf.Polar(r, theta), labels=delta)
-    run = mf.solve(mf.lifted(), cloud, data, 3.0, ts=151, solver="sliding", step=0.01)
+    end = 30 / abs(delta)  # functions move at a speed of order |delta|
+    run = mf.solve(mf.lifted(), cloud, data, end, ts=151, solver="sliding", step=end / 300, throw=True)
     knots = -np.tan(run.clouds.particles.theta)
     for k in range(60):
         inside = np.where(np.abs(knots[:, k]) < 1.15, knots[:, k], np.nan)
@@ -42,5 +43,5 @@ for flow, colour, name in ((mf.vanilla(), "0.65", "vanilla"), (mf.batchnorm(), "
     panels[2].plot([], [], color=colour, label=name)
 panels[2].set(title="variances 5 and 1, target $|x_1|$", xlabel="time", ylabel="direction of $b$ (degrees)")
 panels[2].set_yticks([-180, -90, 0, 90, 180])
-panels[2].legend(fontsize=8, loc="upper right")
+panels[2].legend(fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.64))
 figure.savefig(pathlib.Path(__file__).with_suffix(".png"), dpi=100)
