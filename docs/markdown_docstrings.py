@@ -15,7 +15,7 @@ def _prose(line: str) -> str:
 def to_markdown(text: str) -> str:
     """A docstring in which doctest blocks are fenced and formulas in running text are left as they are written."""
     out: list[str] = []
-    fenced = False
+    fenced = formula = False
     for line in text.splitlines():
         if line.startswith(">>>") and not fenced:
             out += ["", "```pycon"]
@@ -23,8 +23,9 @@ def to_markdown(text: str) -> str:
         if fenced and not line.strip():
             out.append("```")
             fenced = False
-        # indented four and more below the margin is a formula or the body of a section
-        formula = not fenced and re.match(r" {4}\S", line) and not out[-1].strip() if out else False
+        # indented after an empty line is a formula; indented below "Args:" is the body of a section
+        indented = line.startswith("    ")
+        formula = indented and (formula or bool(out) and not out[-1].strip())
         out.append(line if fenced or formula else _prose(line))
     if fenced:
         out.append("```")
