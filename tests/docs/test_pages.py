@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import doctest
+import functools
 import io
 import pathlib
 import re
@@ -67,9 +68,14 @@ def test_links_resolve(page):
             assert anchor in anchors(place.read_text()), f"{link} in {page.name}"
 
 
+@functools.cache
+def tests_in(path):
+    """Names of the functions and classes of a file."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, kinds)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_quoted_tests_exist(page):
     for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?", page.read_text()):
-        tree = ast.parse((ROOT / path).read_text())
-        tests = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        assert set(filter(None, name.split("::"))) <= tests, f"{path}::{name}"
+        assert set(filter(None, name.split("::"))) <= tests_in(path), f"{path}::{name}"
