@@ -1,0 +1,67 @@
+"""What is public: the names that ``meanflow`` and its rooms export, found by reading their ``__init__`` files.
+
+Used by the documentation's build (``hooks.py``) and by the tests, so that the reference cannot forget a name.
+Nothing is imported: the documentation can be built without JAX.
+"""
+
+import ast
+import pathlib
+from typing import NamedTuple
+
+PACKAGE = pathlib.Path(__file__).parent.parent / "meanflow"
+ROOMS = (
+    "measures",
+    "geometry",
+    "kernels",
+    "flows",
+    "flows.univariate",
+    "solvers",
+    "transport",
+    "layers",
+    "depth",
+    "training",
+    "sweeps",
+    "experiments",
+    "plots",
+    "report",
+)
+
+
+class Name(NamedTuple):
+    """A public name, where it is defined, and whether it is a module."""
+
+    name: str
+    path: str
+    is_module: bool
+
+
+def source(module: str) -> pathlib.Path:
+    """The file of a module, given by its dotted path below ``meanflow``."""
+    place = PACKAGE.joinpath(*module.split(".")[1:])
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def exported(module: str) -> list[Name]:
+    """The public names of a package: imports of the form ``x as x`` and the keys of its table of lazy names."""
+    found: dict[str, Name] = {}
+    for node in ast.parse(source(module).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meanflow"):
+            for alias in node.names:
+                if alias.asname == alias.name:
+                    path = f"{node.module}.{alias.name}"
+                    found[alias.name] = Name(alias.name, path, source(path).exists())
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                if not (isinstance(key, ast.Constant) and isinstance(value, ast.Constant)):
+                    continue
+                home = f"{module}.{value.value}"
+                if isinstance(value.value, str) and source(home).exists():
+                    found[key.value] = Name(key.value, f"{home}.{key.value}", False)
+    return list(found.values())
+
+
+def definitions(module: str) -> dict[str, str]:
+    """Public functions and classes that a module defines itself, with their docstrings."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    nodes = [node for node in ast.parse(source(module).read_text()).body if isinstance(node, kinds)]
+    return {node.name: ast.get_docstring(node) or "" for node in nodes if not node.name.startswith("_")}

@@ -1,0 +1,74 @@
+"""The reference holds every public name, each with a docstring and an example that runs."""
+
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import meanflow
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+spec = importlib.util.spec_from_file_location("names", ROOT / "docs" / "names.py")
+names = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(names)
+
+PAGES = {room: ROOT / "docs" / "reference" / f"{room.split('.')[-1]}.md" for room in names.ROOMS}
+PAGES["report"] = PAGES["plots"]
+
+
+def test_every_room_is_listed():
+    packages = {p.parent.name for p in names.PACKAGE.glob("*/__init__.py")} - {"bench"}
+    assert packages == {room for room in names.ROOMS if "." not in room}
+    for room, page in PAGES.items():
+        assert f"<!-- reference: meanflow.{room} -->" in page.read_text(), page.name
+
+
+@pytest.mark.parametrize("room", names.ROOMS)
+def test_every_public_name_has_a_docstring_and_an_example(room):
+    """An example in the docstring, or a use of the name in the executed blocks of the room's page."""
+    used = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGES[room].read_text(), re.DOTALL | re.MULTILINE))
+    missing = []
+    for public in names.exported(f"meanflow.{room}"):
+        if public.is_module:
+            assert all(names.definitions(public.path).values()), public.path
+            text = ""
+        else:
+            home, _, name = public.path.rpartition(".")
+            text = names.definitions(home)[name]
+            assert text, f"{public.path} has no docstring"
+        if ">>>" not in text and not re.search(rf"\b{public.name}\b", used):
+            missing.append(public.name)
+    assert not missing, f"no example on {PAGES[room].name}: {missing}"
+
+
+def test_names_read_from_the_sources_are_those_of_the_package():
+    for room in names.ROOMS:
+        package = importlib.import_module(f"meanflow.{room}")
+        for public in names.exported(f"meanflow.{room}"):
+            assert getattr(package, public.name) is not None
+    listed = {public.name for public in names.exported("meanflow")} | {"sweep", "phase_diagram"}
+    public = [name for name in dir(meanflow) if not name.startswith("_")]
+    assert {
+        n for n in public if getattr(getattr(meanflow, n), "__module__", "").startswith("meanflow")
+    } <= listed
+
+
+def test_site_builds_without_warnings_and_stands_alone(tmp_path):
+    pytest.importorskip("mkdocs", reason="the docs extra is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=\"(https?:[^\"]*)\"", page.read_text()
+        )
+        assert not loaded, f"{page.name} loads {loaded}"
+    reference = "".join(p.read_text() for p in (tmp_path / "reference").glob("*.html"))
+    assert "&amp;lt;" not in reference  # formulas are not escaped twice
+    for room in names.ROOMS:
+        for public in names.exported(f"meanflow.{room}"):
+            if not public.is_module:
+                assert f'id="{public.path}"' in reference, public.path
