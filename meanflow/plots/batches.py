@@ -20,7 +20,8 @@ def angles(
     """
     ax = axes(ax)
     before, after = np.ravel(before), np.ravel(after)
-    ax.plot(before, after, ".", ms=3, alpha=0.6, color=colour, label=label, mec="none")
+    size = 6 if len(before) < 500 else 3
+    ax.plot(before, after, ".", ms=size, alpha=0.6, color=colour, label=label, mec="none")
     if not any(line.get_gid() == "diagonal" for line in ax.lines):
         ax.plot([0, 180], [0, 180], color=PALE, lw=0.7, zorder=0, gid="diagonal")
     low = min(before.min(), after.min(), *(ax.get_xlim() if len(ax.lines) > 2 else (180.0,)))
@@ -85,7 +86,7 @@ def tree(layers: Any, ax: Any = None) -> Any:
             gap = 0.5 / len(rows)
             above = places[depth - 1]
             places[depth] = [p - gap for p in above] + [p + gap for p in above]
-        reach = 0.40 / len(rows)
+        reach = 0.33 / len(rows)
         for i, row in enumerate(rows):
             centre = places[depth][i]
             span = row.max() - row.min()

@@ -8,9 +8,9 @@ from meanflow.plots.style import COLOURS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes
 
 
 def directions(cloud: Any, ax: Any = None, *, bins: int = 36, colour: str = COLOURS[0]) -> Any:
-    """Histogram of the directions of b in the plane, on polar axes; bars are shares of the weight.
+    """Histogram of the directions of b in the plane, on polar axes; the area of a bar is its share of the weight.
 
-    Areas, not radii, are what the eye compares: the radius is the square root of the share.
+    The radius is the square root of the share, since areas are what the eye compares.
 
     Args:
         cloud: neurons with b (m, 2).
@@ -20,9 +20,10 @@ def directions(cloud: Any, ax: Any = None, *, bins: int = 36, colour: str = COLO
     """
     ax = axes(ax, projection="polar")
     b = np.asarray(cloud.particles.b)
-    turn = np.mod(np.arctan2(b[:, 1], b[:, 0]), 2 * np.pi)
-    share, edges = np.histogram(turn, bins=bins, range=(0, 2 * np.pi), weights=np.asarray(cloud.weights))
     width = 2 * np.pi / bins
+    span = (-width / 2, 2 * np.pi - width / 2)  # the first sector is centred on the first axis
+    turn = np.mod(np.arctan2(b[:, 1], b[:, 0]) + width / 2, 2 * np.pi) - width / 2
+    share, edges = np.histogram(turn, bins=bins, range=span, weights=np.asarray(cloud.weights))
     ax.bar(edges[:-1], np.sqrt(share), width=width, align="edge", color=colour, edgecolor="white", lw=0.3)
     ax.set_xticks(np.pi / 2 * np.arange(4), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$"])
     ax.set_yticks([])

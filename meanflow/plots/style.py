@@ -1,4 +1,4 @@
-"""Colours and defaults shared by all plots: colour-blind safe (Okabe-Ito), thin axes, text that stays text.
+"""Colours and defaults shared by all plots: colour-blind safe (Okabe-Ito), thin axes, vector output.
 
 Every plot draws on the Axes it is given, or on those of a new figure, and returns them. Figures are made here rather
 than by pyplot, so that nothing is kept alive between plots and no display is needed.
@@ -12,7 +12,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1, 1.5)))
 POSITIVE, NEGATIVE, SAMPLE, PALE, REFERENCE = COLOURS[0], COLOURS[1], "#000000", "#9AA0A6", "#5F6368"
-RULES: dict[str, Any] = {
+RULES: Any = {
     "font.size": 9.0,
     "axes.titlesize": 9.5,
     "axes.labelsize": 9.5,
@@ -26,10 +26,10 @@ RULES: dict[str, Any] = {
     "ytick.major.width": 0.7,
     "lines.linewidth": 1.4,
     "lines.markersize": 4.0,
-    "mathtext.fontset": "cm",
+    "mathtext.fontset": "dejavusans",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "path",  # the same letters on every machine
     "svg.hashsalt": "meanflow",  # the same figure gives the same file
     "pdf.fonttype": 42,
 }

@@ -16,7 +16,7 @@ ENTRIES = (
         "decomposed:figure_2",
         minutes=(1.2, 1.2),
         verdict="corrected",
-        setup="digits, 20 hidden layers of 128, SGD with momentum, 40 epochs, 2 seeds (the paper's code uses other data).",
+        setup="digits, 20 hidden layers of 128, SGD with momentum, 40 epochs, 2 seeds (the paper: other data).",
     ),
     Entry(
         "002/figure-3",

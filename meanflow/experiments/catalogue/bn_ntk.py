@@ -22,8 +22,8 @@ ENTRIES = (
         small={"sizes": (128, 256, 512), "hidden_sizes": (64, 128, 256), "seeds": 3},
         minutes=(1.0, 4.0),
         verdict="corrected",
-        setup="[N, N, N, 1] networks, T = N orthogonal inputs, weights only; exact kernels, or the matrix-free operator "
-        "where batch norm couples the samples.",
+        setup="[N, N, N, 1] networks, T = N orthogonal inputs, weights only; exact kernels, or the matrix-free "
+        "operator where batch norm couples the samples.",
         full_only={
             "*": "exponents of small networks: the small size stops at N = 512 (256 under hidden batch norm), where "
             "finite-width effects still bend the fits; --full goes to 1024 (512)"

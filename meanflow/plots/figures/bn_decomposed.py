@@ -39,7 +39,7 @@ def figure_2(data: dict[str, Any]) -> Any:
     right.set_yticks(range(3), list(BN.values()))
     right.set(xscale="log", xlabel="rank of the last hidden layer at the start", ylim=(2.6, -0.6))
     right.grid(axis="y", color=PALE, alpha=0.4, lw=0.6)
-    key(right, loc="lower right")
+    key(right, loc="center right")
     return figure
 
 
@@ -73,8 +73,8 @@ def no_outlier(data: dict[str, Any]) -> Any:
         ax.set(xscale="log", xlabel="batch size $n$", ylabel=label)
         ax.set_xticks(sizes, [str(n) for n in sizes])
         ax.minorticks_off()
-    n = np.linspace(7, 60, 100)
-    left.plot(n, 540 / n, color=PALE, ls="--", lw=1, label=r"$540°/n$")
+    size = np.linspace(7, 60, 100)
+    left.plot(size, 540 / size, color=PALE, ls="--", lw=1, label=r"$540^\circ/n$")
     left.plot([], [], "o", color=COLOURS[1], label="a point escaped")
     left.plot([], [], "o", mfc="none", color=COLOURS[0], label="none")
     left.set_ylim(0, 90)
@@ -101,7 +101,7 @@ def digits_escape(data: dict[str, Any]) -> Any:
 def figure_4(data: dict[str, Any]) -> Any:
     """The first three layers of the tree."""
     rows = np.asarray(data["rows"])
-    figure = canvas(9.0, 3.6)
+    figure = canvas(9.0, 4.0)
     tree([rows[t][: 2**t] for t in range(4)], figure.add_subplot())
     return figure
 
@@ -139,7 +139,7 @@ def figure_6(data: dict[str, Any]) -> Any:
 
 
 def _rows(data: dict[str, Any], kind: str) -> Any:
-    figure = canvas(9.0, 3.4)
+    figure = canvas(9.0, 4.0)
     tree(data["rows"][kind], figure.add_subplot())
     return figure
 
@@ -201,7 +201,8 @@ def odd_states(data: dict[str, Any]) -> Any:
     """Cluster angle and norm ratio in depth at infinite width, by batch size."""
     figure, (left, right) = panels(1, 2, width=3.6, height=3.0)
     paths = data["paths"]
-    for colour, (name, odd) in zip(shades(len(paths)), paths.items(), strict=True):
+    ordered = sorted(paths.items(), key=lambda pair: int(pair[0][2:]))
+    for colour, (name, odd) in zip(shades(len(paths)), ordered, strict=True):
         layers = np.arange(1, len(odd["cluster_angle"]) + 1)
         left.plot(layers, np.asarray(odd["cluster_angle"]), color=colour, label=f"${name}$")
         right.plot(layers, np.asarray(odd["norm_ratio"]), color=colour, label=f"${name}$")

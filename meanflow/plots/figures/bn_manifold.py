@@ -25,7 +25,7 @@ def figure_1(data: dict[str, Any]) -> Any:
         for k, frame in enumerate(shown):
             cloud = jax.tree.map(lambda u, i=frame: u[i], data["clouds"][name])
             ax = figure.add_subplot(grid[row, 1 + k], projection="polar")
-            directions(cloud, ax, bins=24, colour=COLOURS[row])
+            directions(cloud, ax, bins=25, colour=COLOURS[row])
             ax.set_xticklabels([])
             if row == 0:
                 ax.set_title(f"iteration {int(data['iteration'][frame])}")
@@ -41,23 +41,20 @@ def figure_1(data: dict[str, Any]) -> Any:
 def figure_2(data: dict[str, Any]) -> Any:
     """Directions of short and long neurons in time, and their alignment."""
     figure = canvas(11.0, 4.4)
-    grid = figure.add_gridspec(2, 6, height_ratios=(1, 1.25))
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.3))
     b = np.asarray(data["b"])
-    for k, iteration in enumerate(data["frames"]):
-        ax = figure.add_subplot(grid[0, k])
-        needles(b[k, 25:], ax, colour=COLOURS[3], label=r"$|b_0| = 10$")
-        needles(b[k, :25], ax, colour=COLOURS[0], label=r"$|b_0| = 1$")
+    for ax, k, iteration in zip(above.subplots(1, 6), range(6), data["frames"], strict=True):
+        needles(b[k, 25:], ax, colour=COLOURS[3])
+        needles(b[k, :25], ax, colour=COLOURS[0])
         ax.set_title(f"iteration {int(iteration)}")
+    left, right = below.subplots(1, 2)
     q = np.asarray(data["Q"])
-    ax = figure.add_subplot(grid[1, :3])
     label = r"alignment $Q = \langle\cos 2\vartheta\rangle$"
-    curves = {r"$|b_0| = 1$": q[:, 0], r"$|b_0| = 10$": q[:, 1]}
-    traces(data["iteration"], curves, ax, xlabel="iteration", ylabel=label)
-    ax.lines[1].set_color(COLOURS[3])
-    key(ax)
-    ax = figure.add_subplot(grid[1, 3:])
-    traces(data["iteration"], {"loss": data["energy"]}, ax, xlabel="iteration", ylabel="loss $L$", logy=True)
-    ax.get_legend().remove()
+    curves = {"$|b_0| = 1$": q[:, 0], "$|b_0| = 10$": q[:, 1]}
+    traces(data["iteration"], curves, left, xlabel="iteration", ylabel=label)
+    left.lines[1].set_color(COLOURS[3])
+    key(left)
+    traces(data["iteration"], {"": data["energy"]}, right, xlabel="iteration", ylabel="loss $L$", logy=True)
     return figure
 
 
@@ -148,7 +145,7 @@ def theorem_5(data: dict[str, Any]) -> Any:
     ax.set_yticks(range(3), list(rows.values()))
     ax.set(xscale="log", ylim=(2.5, -0.5), xlabel="value at the end")
     ax.grid(axis="y", color=PALE, alpha=0.4, lw=0.6)
-    key(ax)
+    key(ax, loc="center left")
     return figure
 
 

@@ -87,6 +87,5 @@ DRAWINGS = {
     "003/table-2": accuracies,
     "003/table-4": table_4,
     "003/table-4-cifar": accuracies,
-    "003/figure-3-cifar": figure_3,
     "003/algorithm-3": critic,
 }
