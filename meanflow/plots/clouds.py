@@ -90,7 +90,15 @@ def plane(
         u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
         ax.plot(u, v, ".", ms=3.5, color=colour, mec="white", mew=0.2, label=name)
     ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
-    key(ax, loc="upper right", handletextpad=0.1, borderaxespad=0.1)
+    key(
+        ax,
+        loc="upper right",
+        handletextpad=0.1,
+        frameon=True,
+        framealpha=0.85,
+        edgecolor="none",
+        markerscale=1.6,
+    )
     return ax
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from meanflow.plots.style import COLOURS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key
+from meanflow.plots.style import COLOURS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
 
 
 def energies(runs: dict[str, Any], ax: Any = None) -> Any:
@@ -145,6 +145,10 @@ def convergence(
                 line = values[good][0] * (n[good] / n[good][0]) ** order
                 ax.plot(n[good], line, color=PALE, ls=dash, lw=1.0, label=guide, zorder=0)
     ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    every = sorted({float(n) for line in ax.lines for n in line.get_xdata()})
+    if len(every) <= 6:
+        ax.set_xticks(every, [f"{n:g}" for n in every])
+    sparse(ax)
     key(ax)
     return ax
 

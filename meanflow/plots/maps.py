@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from meanflow.plots.style import COLOURS, MARKERS, PALE, axes
+from meanflow.plots.style import COLOURS, MARKERS, PALE, axes, sparse
 
 SYMBOLS = {"width": "width $m$", "delta": r"balance $\delta$", "scale": "scale of $r$", "seed": "seed"}
 
@@ -63,6 +63,7 @@ def dots(table: dict[str, Any], ax: Any = None, *, xlabel: str = "", reference: 
         ax.axvline(where, color=COLOURS[1 + k], lw=1.0, ls="--", label=label)
     ax.set_yticks(range(len(names)), names)
     ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))
+    sparse(ax)
     ax.grid(axis="y", color=PALE, alpha=0.35, lw=0.6)
     ax.set_axisbelow(True)
     if reference:
@@ -93,7 +94,7 @@ def criteria(checks: Any, ax: Any = None) -> Any:
             1.78, row, _interval(check.low, check.high), va="center", ha="left", fontsize=7.5, color="#5F6368"
         )
     ax.set_yticks(range(len(checks)), [c.name.replace("$", r"\$") for c in checks], fontsize=7.5)
-    ax.set(xlim=(-0.35, 2.6), ylim=(len(checks) - 0.4, -0.6), xticks=[])
+    ax.set(xlim=(-0.35, 2.7), ylim=(len(checks) - 0.4, -0.6), xticks=[])
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     return ax

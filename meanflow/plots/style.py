@@ -78,6 +78,22 @@ def key(ax: Any, **kwargs: Any) -> None:
         ax.legend(**{"frameon": False, "fontsize": RULES["legend.fontsize"], **kwargs})
 
 
+def below(ax: Any, columns: int = 2, **kwargs: Any) -> None:
+    """A legend under the Axes, where no curve can be."""
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, **{"fontsize": 7.5, **kwargs})
+
+
+def sparse(ax: Any, axis: str = "x", count: int = 5) -> None:
+    """Few tick labels on a linear axis, none on the minor ticks of a logarithmic one."""
+    from matplotlib.ticker import NullFormatter
+
+    line = getattr(ax, f"{axis}axis")
+    if line.get_scale() == "linear":
+        ax.locator_params(axis=axis, nbins=count)
+    else:
+        line.set_minor_formatter(NullFormatter())
+
+
 def save(figure: Any, stem: str | Path, formats: Sequence[str] = ("png",), dpi: int = 150) -> list[Path]:
     """Writes ``stem.png`` and so on; PNG, SVG and PDF carry no date, so that equal figures are equal files."""
     stem = Path(stem)

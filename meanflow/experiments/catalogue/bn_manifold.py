@@ -56,8 +56,8 @@ ENTRIES = (
         minutes=(0.6, 2.0),
         explained={
             "slope, quasi-random neurons": "one quasi-random sequence: its error falls unevenly in m, so the slope "
-            "fitted to one sequence varies (-0.94 in the independent check, -0.69 here for 2^5 .. 2^12); an average over "
-            "random shifts would settle it"
+            "fitted to one sequence varies (-0.94 in the independent check, -0.69 here for 2^5 .. 2^12); an average "
+            "over random shifts would settle it"
         },
         setup="ring of 128 points with covariance diag(5, 1), tanh, t = 5; reference: quadrature with 48 x 256 nodes.",
     ),

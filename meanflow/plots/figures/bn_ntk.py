@@ -6,24 +6,23 @@ import numpy as np
 
 from meanflow.plots.curves import convergence, traces
 from meanflow.plots.maps import dots
-from meanflow.plots.style import COLOURS, PALE, key, panels, shades
+from meanflow.plots.style import COLOURS, PALE, below, key, panels, shades, sparse
 
 FREQUENCIES = (1, 2, 4, 8, 16, 32)
 
 
 def table_2(data: dict[str, Any]) -> Any:
-    """m, v and the largest eigenvalue against N, for every network."""
-    figure, grid = panels(1, 3, width=3.5, height=3.4)
+    """m, v and the largest eigenvalue against N, for every network, with the fitted exponents."""
+    figure, grid = panels(1, 3, width=3.4, height=3.8)
     names = [n for n in data if n not in ("printed", "corrected", "exponents")]
     symbols = (r"mean $m_\lambda$", r"variance $v_\lambda$", r"$\lambda_{\max}$")
     for j, (ax, symbol) in enumerate(zip(grid, symbols, strict=True)):
         sizes = {n: data[n]["sizes"] for n in names}
-        convergence(
-            sizes, {n: data[n]["m, v, top"][:, j] for n in names}, ax, xlabel="$N = T$", ylabel=symbol
-        )
-        for text, name in zip(ax.get_legend().get_texts(), names, strict=True):
-            text.set_text(f"{name}: {data['exponents'][name][j]:.2f}")
-        ax.legend(*ax.get_legend_handles_labels(), fontsize=6.5)
+        values = {n: data[n]["m, v, top"][:, j] for n in names}
+        convergence(sizes, values, ax, xlabel="$N = T$", ylabel=symbol, fitted=False)
+        for line, name in zip(ax.lines, names, strict=True):
+            line.set_label(f"{name}: $N^{{{data['exponents'][name][j]:.2f}}}$")
+        below(ax, 2, fontsize=7, columnspacing=0.8)
     return figure
 
 
@@ -44,7 +43,7 @@ def variance_ratio(data: dict[str, Any]) -> Any:
 
 def width(data: dict[str, Any]) -> Any:
     """Deviation of K/N from the order parameters."""
-    figure, grid = panels(1, 2, width=3.8, height=3.2)
+    figure, grid = panels(1, 2, width=3.8, height=3.8)
     names = [n for n in data if n != "widths"]
     for j, (ax, entry) in enumerate(
         zip(grid, (r"diagonal $K_{tt}/N$", r"off-diagonal $K_{st}/N$"), strict=True)
@@ -52,8 +51,7 @@ def width(data: dict[str, Any]) -> Any:
         errors = {n: data[n][j] for n in names}
         guides = {"$N^{-1/2}$": -0.5}
         convergence(data["widths"], errors, ax, orders=guides, xlabel="$N$", ylabel=f"rms error, {entry}")
-        ax.get_legend().set(alpha=0.8)
-        ax.legend(fontsize=6.5)
+        below(ax, 2)
     return figure
 
 
@@ -77,26 +75,32 @@ def printed_kernel(data: dict[str, Any]) -> Any:
 def lazy(data: dict[str, Any]) -> Any:
     """Errors of the linearised predictions against the width."""
     figure, (ax,) = panels(1, 1, width=4.8, height=3.4)
-    errors = {k: v for k, v in data.items() if k != "widths"}
+    names = {
+        "plain, frozen K": "plain, frozen $K$",
+        "BN, frozen K_BN": r"batch norm, frozen $K_{\mathrm{BN}}$",
+        "BN, frozen K before BN": "batch norm exact, frozen $K$",
+        "same, test points": "the same on test points",
+    }
+    errors = {title: data[name] for name, title in names.items()}
     label = "error / initial residual after 100 steps"
     convergence(data["widths"], errors, ax, xlabel="$N$", ylabel=label, fitted=False)
-    ax.set_xticks(data["widths"], [str(w) for w in data["widths"]])
-    ax.minorticks_off()
     return figure
 
 
 def spectral_bias(data: dict[str, Any]) -> Any:
     """Error of each frequency in time, plain and batch norm, and at the end."""
-    figure, grid = panels(1, 3, width=3.6, height=3.1)
+    figure, grid = panels(1, 3, width=3.6, height=3.3)
     colours = shades(len(FREQUENCIES))
     for ax, (name, run) in zip(grid, data.items(), strict=False):
         errors = np.median(run["errors"], axis=0)
         for k, frequency in enumerate(FREQUENCIES):
             ax.plot(run["steps"], errors[:, k], color=colours[k], label=f"$k = {frequency}$")
         ax.axhline(0.2, color=PALE, lw=0.8, ls="--")
-        ax.set(xlabel="step", ylabel="relative error of the frequency", yscale="log", ylim=(1e-4, 2))
+        ax.set(xlabel="step", ylabel="relative error of the frequency", yscale="log")
         ax.set_title(name)
-    grid[0].legend(ncols=2, fontsize=7, loc="lower left")
+    for ax in grid[:2]:
+        ax.set_ylim(bottom=max(ax.get_ylim()[0], 1e-5), top=2)
+        below(ax, 6, fontsize=7, columnspacing=0.7, handlelength=0.9)
     for k, (name, run) in enumerate(data.items()):
         final = run["errors"][:, -1]
         grid[2].plot(FREQUENCIES, np.median(final, axis=0), marker="os"[k], color=COLOURS[k], label=name)
@@ -139,6 +143,7 @@ def coordinates(data: dict[str, Any]) -> Any:
         xlabel=r"$R_{32} / \lambda_{\max}$: rate of frequency 32 over the fastest",
         ylim=(3.5, -0.5),
     )
+    sparse(ax)
     ax.grid(axis="y", color=PALE, alpha=0.4, lw=0.6)
     key(ax)
     return figure

@@ -16,6 +16,7 @@ from meanflow.plots.style import (
     key,
     panels,
     shades,
+    sparse,
 )
 
 
@@ -53,7 +54,7 @@ def figure_1(data: dict[str, Any]) -> Any:
     plane(r, np.arctan2(uv[:, 1], uv[:, 0]), right, samples=data["samples"])
     for line in right.lines:
         if line.get_label().startswith("$r"):
-            line.set_markersize(8)
+            line.set_markersize(11)
     return figure
 
 
@@ -211,6 +212,8 @@ def figure_7(data: dict[str, Any]) -> Any:
         grid[1].plot(x, np.asarray(data["after"])[k], color=colours[k], label=f"$k = {scale:g}$")
     grid[1].set(xlabel="$x$", ylabel="$f(x)$")
     grid[1].set_title("after training")
+    for ax in grid[:2]:
+        sparse(ax)
     key(grid[1])
     grid[2].plot(scales, np.asarray(data["turn"]), "o-", color=COLOURS[0], label=r"rms $\Delta\theta$")
     grid[2].plot(scales, np.asarray(data["concentration"]), "s-", color=COLOURS[1], label="slope in 6 bins")
@@ -245,7 +248,7 @@ def figure_9(data: dict[str, Any]) -> Any:
     )
     grid[1].set_ylim(-2.4, 2.4)
     plane(data["r"], data["theta"], grid[2], samples=data["x"], rays=rays, reach=reach)
-    grid[2].legend(fontsize=7, loc="upper right")
+    grid[2].legend(fontsize=7, loc="upper right", frameon=True, framealpha=0.85, edgecolor="none")
     return figure
 
 
