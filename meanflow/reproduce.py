@@ -229,7 +229,7 @@ class Worker:
     def run(self, entry: Entry, folder: Path, **options: Any) -> dict[str, Any]:
         """The record of one entry, also when its process dies."""
         if self.process is None or not self.process.is_alive():
-            self._start()
+            self.start()
         try:
             self.pipe.send((entry, str(folder), options))
             return self.pipe.recv()
@@ -238,7 +238,8 @@ class Worker:
             error = f"the process died with exit code {self.process.exitcode}"
             return _keep(folder, _blank(entry, options["full"]) | {"error": error})
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """A new process; ``run`` does it by itself."""
         context = multiprocessing.get_context("spawn")  # jax must not be forked
         self.pipe, far = context.Pipe()
         self.process = context.Process(target=_serve, args=(far,), daemon=True)

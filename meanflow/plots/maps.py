@@ -91,7 +91,7 @@ def criteria(checks: Any, ax: Any = None) -> Any:
         ax.plot([np.clip(place, -0.3, 1.3)], [row], ms=6, mec="white", mew=0.5, zorder=2, ls="", **style)
         ax.text(1.42, row, f"{check.value:.3g}", va="center", ha="left", fontsize=7.5)
         ax.text(
-            1.78, row, _interval(check.low, check.high), va="center", ha="left", fontsize=7.5, color="#5F6368"
+            1.92, row, _interval(check.low, check.high), va="center", ha="left", fontsize=7.5, color="#5F6368"
         )
     ax.set_yticks(range(len(checks)), [c.name.replace("$", r"\$") for c in checks], fontsize=7.5)
     ax.set(xlim=(-0.35, 2.7), ylim=(len(checks) - 0.4, -0.6), xticks=[])

@@ -25,7 +25,7 @@ def figure_1(data: dict[str, Any]) -> Any:
         for k, frame in enumerate(shown):
             cloud = jax.tree.map(lambda u, i=frame: u[i], data["clouds"][name])
             ax = figure.add_subplot(grid[row, 1 + k], projection="polar")
-            directions(cloud, ax, bins=25, colour=COLOURS[row])
+            directions(cloud, ax, bins=50, colour=COLOURS[row])
             ax.set_xticklabels([])
             if row == 0:
                 ax.set_title(f"iteration {int(data['iteration'][frame])}")

@@ -141,6 +141,7 @@ def coordinates(data: dict[str, Any]) -> Any:
     ax.set(
         xscale="log",
         xlabel=r"$R_{32} / \lambda_{\max}$: rate of frequency 32 over the fastest",
+        xlim=(9e-5, 1.1e-2),
         ylim=(3.5, -0.5),
     )
     sparse(ax)
