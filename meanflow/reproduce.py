@@ -328,8 +328,7 @@ def reproduce(
             for entry in todo:
                 note(run_entry(entry, folder, **options))
         elif todo:
-            with ThreadPoolExecutor(jobs) as pool:
-                list(pool.map(one, todo))
+            _share(jobs, one, todo)
     finally:
         for worker in workers:
             worker.stop()
@@ -339,6 +338,16 @@ def reproduce(
 
         write_gallery(summary, folder)
     return summary
+
+
+def _share(jobs: int, one: Callable[[Entry], None], todo: list[Entry]) -> None:
+    """``one`` of each entry in ``jobs`` threads; an interrupt drops what has not begun."""
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for future in [pool.submit(one, entry) for entry in todo]:
+            future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def summarise(folder: str | Path, full: bool) -> dict[str, Any]:

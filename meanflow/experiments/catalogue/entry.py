@@ -23,7 +23,8 @@ STATUSES = ("runnable", "needs data", "out of scope")
 VERDICTS = {
     "confirmed": "the claim holds as printed",
     "corrected": "the claim holds only in part, or with another constant or condition; the finding says which",
-    "refuted": "the claim fails here",
+    "refuted": "the claim fails, by proof or measurement in its own setting",
+    "not reproduced": "the claim does not show in our stand-in, which does not refute the published result",
     "not tested": "nothing was run here that could confirm or refute it",
 }
 

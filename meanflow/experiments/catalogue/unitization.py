@@ -20,7 +20,7 @@ ENTRIES = (
             "variants": ("BN", "(10) from 0", "(10) from .5", "(10) from 1", "(9) from .5", "alpha = 1"),
         },
         minutes=(0.7, 5.0),
-        verdict="refuted",
+        verdict="not reproduced",
         setup="64-[100]x10-8-10 on digits (the paper: MNIST, 200 epochs), SGD at 0.05 with three drops.",
     ),
     Entry(
@@ -87,7 +87,7 @@ ENTRIES = (
             "variants": ("BN", "GN1", "GN2", "GN4", "GN8", "GN16", "(10) n=HW", "(10) n=C", "alpha = 1"),
         },
         minutes=(1.2, 4.0),
-        verdict="refuted",
+        verdict="not reproduced",
         setup="1-16-16-16-16 convolutions on digits, batch 2, rate 0.01 falling (the paper: ResNet-110 on CIFAR-10).",
     ),
     Entry(
