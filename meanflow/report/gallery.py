@@ -150,8 +150,12 @@ def _card(r: dict[str, Any], folder: Path) -> str:
     image = next((f for f in r["figures"] if f.endswith(".png")), None)
     picture = ""
     if image and (folder / image).exists():
-        coded = base64.b64encode((folder / image).read_bytes()).decode()
-        picture = f'<figure><img alt="{e(r["shows"])}" src="data:image/png;base64,{coded}"></figure>'
+        raw = (folder / image).read_bytes()
+        wide = int.from_bytes(raw[16:20], "big") * 96 // 150  # its width in inches, on a screen
+        coded = base64.b64encode(raw).decode()
+        picture = (
+            f'<figure><img width="{wide}" alt="{e(r["shows"])}" src="data:image/png;base64,{coded}"></figure>'
+        )
     facts = "".join(f"<dt>{e(label)}</dt><dd>{e(text)}</dd>" for label, text in _facts(r))
     checks = "".join(
         f'<tr class="{"" if c["passed"] else "explained" if c["explanation"] else "bad"}"><td>{e(c["name"])}</td>'

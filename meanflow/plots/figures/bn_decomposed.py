@@ -222,6 +222,15 @@ def linear_rescale(data: dict[str, Any]) -> Any:
     return figure
 
 
+def linear_recenter(data: dict[str, Any]) -> Any:
+    """Mean of the batch in depth: removed by the first layer."""
+    figure, (ax,) = panels(1, 1, width=4.4, height=2.8)
+    mean = np.asarray(data["relative_mean"])
+    ax.plot(np.arange(len(mean)), np.maximum(mean, 1e-18), marker="o", ms=3, color=COLOURS[0])
+    ax.set(xlabel="layer", ylabel="largest batch mean / largest entry", yscale="log")
+    return figure
+
+
 def one_neuron(data: dict[str, Any]) -> Any:
     """Training and test accuracy of the starts."""
     figure, (ax,) = panels(1, 1, width=4.8, height=2.5)
@@ -248,6 +257,7 @@ DRAWINGS = {
     "002/theorem-3": theorem_3,
     "002/theorem-11": theorem_11,
     "002/odd-states": odd_states,
+    "002/linear-recenter": linear_recenter,
     "002/linear-rescale": linear_rescale,
     "002/one-neuron-per-sample": one_neuron,
 }
