@@ -88,7 +88,7 @@ def plane(
         pick = np.sign(r) == sign
         size = np.abs(r[pick])
         u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
-        ax.plot(u, v, ".", ms=3.5, color=colour, mec="white", mew=0.2, label=name)
+        ax.plot(u, v, ".", ms=4.5, color=colour, mec="white", mew=0.2, label=name)
     ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
     key(
         ax,

@@ -42,16 +42,9 @@ def fit(x: Any, f: dict[str, Any], data: Any, ax: Any = None, *, knots: Any = No
         knots = np.asarray(knots)
         inside = knots[(knots >= x[0]) & (knots <= x[-1])]
         first = np.asarray(next(iter(f.values())))
-        ax.plot(
-            inside,
-            np.interp(inside, x, first),
-            "o",
-            ms=3.2,
-            mfc="white",
-            mec=COLOURS[2],
-            mew=0.8,
-            label="knots",
-        )
+        height = np.interp(inside, x, first)
+        style = {"ms": 3.2 if len(inside) < 80 else 2.2, "mfc": "white", "mec": COLOURS[2], "mew": 0.8}
+        ax.plot(inside, height, "o", label="knots", **style)
     if data is not None:
         ax.plot(
             np.asarray(data.x),

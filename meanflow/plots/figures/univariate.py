@@ -12,6 +12,7 @@ from meanflow.plots.style import (
     DASHES,
     MARKERS,
     PALE,
+    below,
     canvas,
     key,
     panels,
@@ -119,6 +120,7 @@ def figure_4(data: dict[str, Any]) -> Any:
     }
     errors = {"stratified knots": data["stratified"]} | {f"random, {n}": g for n, g in data["random"].items()}
     convergence(sizes, errors, grid[1], ylabel="distance to the limit")
+    below(grid[1], 1)
     label = "distance to the natural spline"
     convergence(
         data["bounds"],
