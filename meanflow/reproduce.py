@@ -213,8 +213,10 @@ def finished(
     same = record.get("version") == VERSION and record.get("size") == ("full" if full else "small")
     if not same or record["status"] not in FINISHED:
         return None
-    if entry.function and record["arguments"] != _plain(entry.arguments(full)):
-        return None
+    if entry.function:
+        wanted = _plain(entry.arguments(full))
+        if any(record["arguments"].get(k) != v for k, v in wanted.items() if k != "folder"):
+            return None
     drawn = {Path(f).suffix[1:] for f in record["figures"]}
     return record if not entry.function or drawn >= set(formats) else None
 
