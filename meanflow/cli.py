@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 
+from meanflow import reproduce
+
 BAD_JAX = {
     "0.10.2": "wrong numbers on CPU (jit of a vmapped product followed by a sum)",
     "0.11.0": "crashes on CPU",
@@ -402,6 +404,8 @@ def info(as_json: bool) -> None:
     if warning:
         click.echo(f"warning: jax {found['jax']} is known to be bad: {warning}", err=True)
 
+
+main.add_command(reproduce.command, "reproduce")
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,10 @@
-"""Curves over time and over the input."""
+"""Curves over time, over the input, over sizes."""
 
 from typing import Any
 
 import numpy as np
 
-from meanflow.plots.style import COLOURS, axes
+from meanflow.plots.style import COLOURS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
 
 
 def energies(runs: dict[str, Any], ax: Any = None) -> Any:
@@ -20,23 +20,195 @@ def energies(runs: dict[str, Any], ax: Any = None) -> Any:
         later = ts > 0
         ax.plot(ts[later], energy[later], label=name, color=colour)
     ax.set(xscale="log", yscale="log", xlabel="$t$", ylabel=r"$E(\mu_t)$")
-    ax.legend(frameon=False)
+    key(ax)
     return ax
 
 
-def fit(x: Any, f: dict[str, Any], data: Any, ax: Any = None) -> Any:
-    """Functions of one variable over the samples they fit.
+def fit(x: Any, f: dict[str, Any], data: Any, ax: Any = None, *, knots: Any = None) -> Any:
+    """Functions of one variable over the samples they fit, and the knots of the first.
 
     Args:
         x: (k,) grid.
         f: name -> (k,) values on the grid.
-        data: ``Dataset`` with inputs (n,).
+        data: ``Dataset`` with inputs (n,), or None.
         ax: matplotlib Axes; a new figure by default.
+        knots: (m,) positions; those on the grid are marked on the first curve.
     """
     ax = axes(ax)
+    x = np.asarray(x)
     for colour, (name, values) in zip(COLOURS * 4, f.items(), strict=False):
-        ax.plot(np.asarray(x), np.asarray(values), label=name, color=colour, lw=1.3)
-    ax.plot(np.asarray(data.x), np.asarray(data.y), "o", color="black", ms=4, zorder=3)
+        ax.plot(x, np.asarray(values), label=name, color=colour)
+    if knots is not None:
+        knots = np.asarray(knots)
+        inside = knots[(knots >= x[0]) & (knots <= x[-1])]
+        first = np.asarray(next(iter(f.values())))
+        height = np.interp(inside, x, first)
+        style = {"ms": 3.2 if len(inside) < 80 else 2.2, "mfc": "white", "mec": COLOURS[2], "mew": 0.8}
+        ax.plot(inside, height, "o", label="knots", **style)
+    if data is not None:
+        ax.plot(
+            np.asarray(data.x),
+            np.asarray(data.y),
+            "x",
+            color=SAMPLE,
+            ms=5,
+            mew=1.1,
+            zorder=3,
+            label="samples",
+        )
     ax.set(xlabel="$x$", ylabel="$f(x)$")
-    ax.legend(frameon=False)
+    key(ax)
+    return ax
+
+
+def traces(
+    x: Any,
+    curves: dict[str, Any],
+    ax: Any = None,
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    logx: bool = False,
+    logy: bool = False,
+    spread: bool = True,
+) -> Any:
+    """Named curves over one axis: the median over runs, and their range as a band.
+
+    Args:
+        x: (k,).
+        curves: name -> (k,) or (runs, k).
+        ax: matplotlib Axes; a new figure by default.
+        xlabel, ylabel: axis labels.
+        logx, logy: logarithmic axes.
+        spread: draw the band from the smallest to the largest run.
+    """
+    ax = axes(ax)
+    x = np.asarray(x)
+    for k, (name, values) in enumerate(curves.items()):
+        values = np.atleast_2d(np.asarray(values))
+        colour, dash = COLOURS[k % len(COLOURS)], DASHES[(k // len(COLOURS)) % len(DASHES)]
+        ax.plot(x, np.median(values, axis=0), color=colour, ls=dash, label=name)
+        if spread and len(values) > 1:
+            ax.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.18, lw=0)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    if logx:
+        ax.set_xscale("log")
+    if logy:
+        ax.set_yscale("log")
+    key(ax)
+    return ax
+
+
+def convergence(
+    sizes: Any,
+    errors: dict[str, Any],
+    ax: Any = None,
+    *,
+    orders: dict[str, float] | None = None,
+    xlabel: str = "$m$",
+    ylabel: str = "error",
+    fitted: bool = True,
+) -> Any:
+    """Errors against sizes, log-log, with the fitted exponent in the legend and guides of given slope.
+
+    Args:
+        sizes: (k,), or name -> (k,) when the curves have their own.
+        errors: name -> (k,) positive.
+        ax: matplotlib Axes; a new figure by default.
+        orders: label -> slope of a dashed guide, started at the first curve.
+        xlabel, ylabel: axis labels.
+        fitted: append the least-squares slope to each label.
+    """
+    ax = axes(ax)
+    for k, (name, values) in enumerate(errors.items()):
+        n = np.asarray(sizes[name] if isinstance(sizes, dict) else sizes, float)
+        values = np.asarray(values, float)
+        good = values > 0
+        slope = np.polyfit(np.log(n[good]), np.log(values[good]), 1)[0] if good.sum() > 1 else np.nan
+        label = f"{name}: slope ${slope:.2f}$" if fitted else name
+        ax.plot(
+            n[good],
+            values[good],
+            marker=MARKERS[k % len(MARKERS)],
+            color=COLOURS[k % len(COLOURS)],
+            label=label,
+        )
+        if k == 0:
+            for dash, (guide, order) in zip(DASHES[1:] * 3, (orders or {}).items(), strict=False):
+                line = values[good][0] * (n[good] / n[good][0]) ** order
+                ax.plot(n[good], line, color=PALE, ls=dash, lw=1.0, label=guide, zorder=0)
+    ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    every = sorted({float(n) for line in ax.lines for n in line.get_xdata()})
+    if len(every) <= 6:
+        ax.set_xticks(every, [f"{n:g}" for n in every])
+    sparse(ax)
+    key(ax)
+    return ax
+
+
+def speeds(theta: Any, speed: dict[str, Any], ax: Any = None, *, log: bool = False) -> Any:
+    """Speed of the neurons against their direction theta in [0, 2 pi), one curve a model (angular-speed profile).
+
+    Args:
+        theta: (m,), or name -> (m,).
+        speed: name -> (m,).
+        ax: matplotlib Axes; a new figure by default.
+        log: logarithmic speeds.
+    """
+    ax = axes(ax)
+    for k, (name, values) in enumerate(speed.items()):
+        turn = np.mod(np.asarray(theta[name] if isinstance(theta, dict) else theta), 2 * np.pi)
+        order = np.argsort(turn)
+        style = {"marker": MARKERS[k], "color": COLOURS[k % len(COLOURS)], "ms": 3, "lw": 0.8}
+        ax.plot(turn[order], np.asarray(values)[order], label=name, **style)
+    ax.set_xticks(np.pi / 2 * np.arange(5), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$", r"$2\pi$"])
+    ax.set(
+        xlabel=r"direction $\vartheta$ of $b$",
+        ylabel=r"tangential speed $|\dot b_\perp|$",
+        xlim=(0, 2 * np.pi),
+    )
+    if log:
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(bottom=0)
+    key(ax)
+    return ax
+
+
+def spectrum(values: dict[str, Any], ax: Any = None, *, relative: bool = True) -> Any:
+    """Eigenvalues in falling order, log-log; by default divided by the largest.
+
+    Args:
+        values: name -> (k,) eigenvalues in any order; those not positive are left out.
+        ax: matplotlib Axes; a new figure by default.
+        relative: divide by the largest.
+    """
+    ax = axes(ax)
+    for k, (name, found) in enumerate(values.items()):
+        found = np.sort(np.asarray(found, float))[::-1]
+        found = found[found > 0]
+        style = {"marker": MARKERS[k % len(MARKERS)], "ms": 3, "lw": 1.0, "markevery": 0.08}
+        scaled = found / found[0] if relative else found
+        ax.plot(np.arange(1, len(found) + 1), scaled, color=COLOURS[k % len(COLOURS)], label=name, **style)
+    ylabel = r"$\lambda_k / \lambda_{\max}$" if relative else r"$\lambda_k$"
+    ax.set(xscale="log", yscale="log", xlabel="rank $k$", ylabel=ylabel)
+    key(ax)
+    return ax
+
+
+def ics_trace(epoch: Any, shift: dict[str, Any], ax: Any = None, *, drops: Any = ()) -> Any:
+    """Internal covariate shift, W1 between consecutive epochs, on a logarithmic axis.
+
+    Args:
+        epoch: (k,).
+        shift: name -> (k,) or (runs, k).
+        ax: matplotlib Axes; a new figure by default.
+        drops: epochs at which the learning rate falls, as vertical lines.
+    """
+    ax = traces(epoch, shift, ax, xlabel="epoch", ylabel=r"$W_1$ from epoch to epoch", logy=True)
+    for k, drop in enumerate(drops):
+        ax.axvline(
+            drop, color=REFERENCE, lw=0.8, ls=DASHES[2], zorder=0, label="rate falls" if k == 0 else None
+        )
+    key(ax)
     return ax
