@@ -71,7 +71,7 @@ def _seed(*numbers: int) -> jax.Array:
 WIDTH_CASES = (("relu", 2.0), ("tanh", 1.5), ("erf", 1.5), ("sine", 1.5), ("linear", 1.0))
 
 
-def width_convergence(widths: tuple[int, ...] = (256, 512, 1024, 2048), seeds: int = 4) -> Outcome:
+def width_convergence(widths: tuple[int, ...] = (256, 512, 1024, 2048), seeds: int = 10) -> Outcome:
     """K/N of a finite network against the order parameters: T = 32, L = 3, orthogonal inputs with N_0 = N."""
     samples, data, criteria = 32, {"widths": np.asarray(widths)}, []
     for name, variance in WIDTH_CASES:

@@ -51,14 +51,8 @@ ENTRIES = (
         "001/theorem-4",
         "finite networks approach the mean-field limit: function error against the width",
         "batchnorm:theorem_4",
-        small={"largest": 10, "seeds": 64},
-        full={"largest": 12, "seeds": 64},
+        small={"largest": 10},
         minutes=(1.6, 6.5),
-        explained={
-            "slope, quasi-random neurons": "one quasi-random sequence: its error falls unevenly in m, so the slope "
-            "fitted to one sequence varies (-0.94 in the independent check, -0.69 here for 2^5 .. 2^12); an average "
-            "over random shifts would settle it"
-        },
         setup="ring of 128 points with covariance diag(5, 1), tanh, t = 5; reference: quadrature with 48 x 256 nodes.",
     ),
     Entry(

@@ -19,7 +19,7 @@ ENTRIES = (
         "000/table-2",
         "exponents in N of the mean, variance and largest eigenvalue of the kernel, with and without batch norm",
         "ntk:table_2",
-        full={"sizes": (256, 512, 1024, 2048), "hidden_sizes": (128, 256, 512, 1024), "seeds": 3},
+        small={"sizes": (256, 512, 1024), "hidden_sizes": (256, 512, 1024)},
         minutes=(2.0, 20.0),
         verdict="corrected",
         setup="[N, N, N, 1] networks, T = N orthogonal inputs, weights only; exact kernels, or the matrix-free "
@@ -65,8 +65,7 @@ ENTRIES = (
         "spectral bias: six sines on raw coordinates, plain against batch norm",
         "ntk:spectral_bias_line",
         small={"seeds": 5},
-        full={"seeds": 9},
-        minutes=(0.7, 1.2),
+        minutes=(0.7, 2.2),
         setup="256 points, width 128, three hidden layers, Adam with cosine decay, 2000 steps.",
         explained={"final error at k = 16, plain": DRAWS, "held-out error, plain over BN": DRAWS},
     ),

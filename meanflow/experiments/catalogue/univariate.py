@@ -52,6 +52,15 @@ ENTRIES = (
         setup="width 200, seven balances, 10000 steps.",
     ),
     Entry(
+        "004/figure-5-late",
+        "Figure 5 at delta = +inf ten times later: most knots have left the samples again",
+        "univariate_courses:figure_5_late",
+        small={"seeds": 3},
+        minutes=(0.5, 0.8),
+        verdict="corrected",
+        setup="200 neurons, 20 samples of sin(2 pi x), 100000 epochs at 0.5/lambda_max.",
+    ),
+    Entry(
         "004/figure-6",
         "1000 neurons on a square wave: delta = -inf against delta = +inf, with their paths",
         "univariate:figure_6",
@@ -59,6 +68,15 @@ ENTRIES = (
         verdict="corrected",
         setup="ten samples of a square wave, alpha = sqrt m, 10000 epochs.",
         picture="extremes",
+    ),
+    Entry(
+        "004/figure-6-course",
+        "Figure 6 at delta = +inf as a function of time: few places, but not always the samples",
+        "univariate_courses:figure_6_course",
+        small={"times": (10.0, 40.0, 120.0, 300.0), "seeds": 4},
+        minutes=(0.3, 1.0),
+        verdict="corrected",
+        setup="1000 neurons on a square wave, step 0.02.",
     ),
     Entry(
         "004/figure-7",
@@ -87,11 +105,19 @@ ENTRIES = (
         picture="field",
     ),
     Entry(
+        "004/sparse-limit",
+        "the flow with the penalty (16) against the minimiser over all measures, with the dual certificate",
+        "univariate_courses:sparse_limit",
+        minutes=(1.0, 1.0),
+        verdict="corrected",
+        setup="five data sets of five samples, 128 neurons on the cylinder, lam = 0.1, t = 400.",
+    ),
+    Entry(
         "004/lazy-slopes",
         "how far neurons turn until the data are fitted, against the width, for alpha = m^p",
         "univariate:lazy_slopes",
         minutes=(1.1, 1.1),
         verdict="corrected",
-        setup="6 samples, paired neurons equally spaced on the circle, lazy clock, loss down to 1e-3.",
+        setup="6 samples, paired neurons at random angles, lazy clock, loss down to 1e-3.",
     ),
 )

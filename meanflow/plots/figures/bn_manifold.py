@@ -121,8 +121,7 @@ def theorem_3(data: dict[str, Any]) -> Any:
 def theorem_4(data: dict[str, Any]) -> Any:
     """Function error against the width."""
     figure, (ax,) = panels(1, 1, width=4.6, height=3.3)
-    named = {"iid": "independent neurons", "quasi": "quasi-random neurons"}
-    errors = {label: data[name] for name, label in named.items() if name in data}
+    errors = {f"{name} neurons": values for name, values in data["errors"].items()}
     guides = {r"$m^{-1/2}$": -0.5, "$m^{-1}$": -1.0}
     convergence(data["widths"], errors, ax, orders=guides, ylabel=r"$\|f_m - f_\infty\|_{L^2(\mu)}$")
     return figure

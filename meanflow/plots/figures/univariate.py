@@ -281,6 +281,47 @@ def regime_map(data: dict[str, Any]) -> Any:
     return figure
 
 
+def _course(data: dict[str, Any], time: str, label: str, logarithmic: bool) -> Any:
+    """Share of knots on samples, concentration and loss against time; medians over draws, and the draws."""
+    figure, grid = panels(1, 3, width=3.0, height=2.7)
+    rows = {"share": "share of knots on samples", "concentration": "concentration", "loss": "loss $L$"}
+    for ax, (name, text) in zip(grid, rows.items(), strict=True):
+        values = np.atleast_2d(np.asarray(data[name]))
+        if len(values) > 1:
+            ax.plot(np.asarray(data[time]), values.T, color=PALE, lw=0.8)
+        ax.plot(np.asarray(data[time]), np.median(values, axis=0), color=COLOURS[0], marker="o", ms=3)
+        ax.set(xlabel=label, ylabel=text, xscale="log" if logarithmic else "linear")
+        if name != "loss":
+            ax.set_ylim(0, 1.02)
+    return figure
+
+
+def figure_5_late(data: dict[str, Any]) -> Any:
+    """Knots on samples, concentration and loss against epochs."""
+    return _course(data, "epoch", "epoch", logarithmic=False)
+
+
+def figure_6_course(data: dict[str, Any]) -> Any:
+    """Knots on samples, concentration and loss against flow time."""
+    return _course(data, "times", "$t$", logarithmic=True)
+
+
+def sparse_limit(data: dict[str, Any]) -> Any:
+    """Excess over the minimum and the certificate along the runs; the function of the best run."""
+    figure, (left, middle, right) = panels(1, 3, width=3.0, height=2.7)
+    times = np.asarray(data["times"])[1:]
+    for k, (excess, bound) in enumerate(zip(data["excess"], data["bound"], strict=True)):
+        left.plot(times, np.maximum(excess[1:], 1e-12), color=COLOURS[k % len(COLOURS)])
+        middle.plot(times, bound[1:], color=COLOURS[k % len(COLOURS)])
+    left.set(xscale="log", yscale="log", xlabel="$t$", ylabel="$E/E_{\\min} - 1$")
+    middle.axhline(1.0, color=PALE, lw=0.8)
+    middle.set(xscale="log", xlabel="$t$", ylabel=r"$\sup|F|/\lambda$")
+    best = int(np.argmin(np.asarray(data["excess"])[:, -1]))
+    curves = {"flow": np.asarray(data["f"])[best], "minimiser": np.asarray(data["f_best"])[best]}
+    fit(data["grid"], curves, None, right)
+    return figure
+
+
 def lazy_slopes(data: dict[str, Any]) -> Any:
     """Turning of the neurons against the width, for three scalings."""
     figure, (ax,) = panels(1, 1, width=4.6, height=3.2)
@@ -305,5 +346,8 @@ DRAWINGS = {
     "004/figure-7": figure_7,
     "004/figure-8": figure_8,
     "004/figure-9": figure_9,
+    "004/figure-5-late": figure_5_late,
+    "004/figure-6-course": figure_6_course,
+    "004/sparse-limit": sparse_limit,
     "004/lazy-slopes": lazy_slopes,
 }
