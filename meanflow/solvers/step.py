@@ -12,7 +12,8 @@ from meanflow.flows.flow import Flow, kernel_operator
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 
-DENSE = 256  # up to this many samples the kernel is diagonalised, beyond it power iteration is used
+DENSE = 256  # up to this many samples the kernel is formed and squared, beyond it power iteration is used
+SQUARINGS = 24
 POWER_ITERATIONS = 48
 
 
@@ -31,6 +32,31 @@ def cloud_at(solver: Any, problem: Problem, y: Any) -> Cloud:
     return problem.cloud.at(y if decode is None else decode(problem.flow, problem.cloud, y))
 
 
+def dominant_vector(matrix: jax.Array) -> jax.Array:
+    """Unit top eigenvector (n,) of a positive semi-definite matrix (n, n), by squaring it 24 times.
+
+    M^(2^k), rescaled, tends to the projector on the top eigenspace. The Rayleigh quotient of the result is the top
+    eigenvalue to a relative 1/(2^25 e) = 1e-8 for any spectrum. Unlike an eigendecomposition this is products only:
+    fast under vmap and on accelerators, and without LAPACK, whose batched call deadlocks when several CPU devices
+    share a process. A zero matrix gives a zero vector.
+
+    >>> dominant_vector(jnp.diag(jnp.array([1.0, 3.0]))).tolist()
+    [0.0, 1.0]
+    """
+
+    def scaled(m: jax.Array) -> jax.Array:
+        size = jnp.trace(m)
+        return m / jnp.where(size > 0, size, 1.0)
+
+    def square(_: int, m: jax.Array) -> jax.Array:
+        return scaled(jnp.matmul(m, m, precision=jax.lax.Precision.HIGHEST))
+
+    power = jax.lax.fori_loop(0, SQUARINGS, square, scaled(matrix))
+    column = power[:, jnp.argmax(jnp.diagonal(power))]
+    length = jnp.linalg.norm(column)
+    return column / jnp.where(length > 0, length, 1.0)
+
+
 def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
     """Largest eigenvalue of the linearised dynamics f' = -K q l'' f (mean-field time), for a bound flow.
 
@@ -46,7 +72,7 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
 
     if data.size <= DENSE:
         matrix = jax.lax.stop_gradient(jax.vmap(product)(jnp.eye(data.size, dtype=data.y.dtype)))
-        top = jnp.linalg.eigh(0.5 * (matrix + matrix.T))[1][:, -1]
+        top = dominant_vector(0.5 * (matrix + matrix.T))
     else:
 
         def refine(_: int, v: jax.Array) -> jax.Array:

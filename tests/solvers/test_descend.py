@@ -14,6 +14,7 @@ import meanflow as mf
 from meanflow.measures import stack
 from meanflow.solvers import top_eigenvalue
 from meanflow.solvers.iterate import iterate
+from meanflow.solvers.step import dominant_vector
 
 
 @pytest.mark.parametrize(("clock", "width"), [("mean_field", 3), ("gradient", 8), ("lazy", 3)])
@@ -134,6 +135,19 @@ def test_kernel_step_is_the_top_eigenvalue(points, loss):
     np.testing.assert_allclose(
         top_eigenvalue(flow, cloud, data), expected, rtol=1e-8 if points == 20 else 1e-3
     )
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-9, 1e-7, 1e-3, 0.5])
+def test_dominant_vector_against_lapack(gap):
+    """The Rayleigh quotient is the top eigenvalue to 1e-8 for any gap between the first two eigenvalues."""
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(12, 12)))[0]
+    spectrum = 7.0 * np.concatenate([[1.0, 1.0 - gap], rng.uniform(0, 0.4, 10)])
+    matrix = (basis * spectrum) @ basis.T
+    v = np.asarray(dominant_vector(jnp.asarray(matrix)))
+    np.testing.assert_allclose(np.linalg.norm(v), 1, rtol=1e-12)
+    np.testing.assert_allclose(v @ matrix @ v, np.linalg.eigvalsh(matrix)[-1], rtol=1.1e-8)
+    assert not np.any(dominant_vector(jnp.zeros((12, 12))))
 
 
 def test_kernel_step_is_stable_below_two_and_not_above():

@@ -30,7 +30,7 @@ def main(out, across, along, process=None, port=None, store=None):
         seeds=1,
         steps=6,
         every=3,
-        step=0.02,
+        step=mf.KernelStep(0.2, 3),
         chunk=3,
         observe=("predictions", "angle_displacement"),
         mesh=mf.sweeps.make_mesh(int(across), int(along)),
