@@ -60,7 +60,7 @@ def quasi(
 
     >>> from meanflow.measures import Polar, laws
     >>> cloud = quasi(64, Polar, {"r": laws.uniform(), "theta": laws.angle()})
-    >>> abs(float(cloud.weights @ cloud.particles.r)) < 0.02
+    >>> abs(float(cloud.weights @ cloud.particles.r)) < 2 / 64
     True
     """
     width = _checks.whole("width", width, 1)
