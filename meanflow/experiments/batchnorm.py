@@ -78,7 +78,11 @@ def figure_1(width: int = 50, points: int = 400, eta: float = 0.01) -> Outcome:
     }
     peak = {name: np.asarray(run.observed["speed"]).max(axis=1) for name, run in runs.items()}
     q = {name: np.asarray(run.observed["Q"]) for name, run in runs.items()}
-    at_500 = jax.tree.map(lambda u: u[50], {name: run.observed["cloud"] for name, run in runs.items()})
+    frames = np.array([0, 500, 2000, 4000, 8000])
+    clouds = jax.tree.map(
+        lambda u: u[frames // 10], {name: run.observed["cloud"] for name, run in runs.items()}
+    )
+    at_500 = jax.tree.map(lambda u: u[1], clouds)
     # the control: both at the same loss, each at its first save below the level
     levels = np.geomspace(1.0, 0.003, 13)
     reached = {name: np.array([np.argmax(run.energy <= v) for v in levels]) for name, run in runs.items()}
@@ -100,7 +104,8 @@ def figure_1(width: int = 50, points: int = 400, eta: float = 0.01) -> Outcome:
             "levels": levels,
             "peak_ratio_at_equal_loss": equal_loss,
             "Q": q,
-            "clouds": {name: run.observed["cloud"] for name, run in runs.items()},
+            "frames": frames,
+            "clouds": clouds,
             "data": data,
         },
         (

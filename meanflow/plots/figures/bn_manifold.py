@@ -16,7 +16,7 @@ def figure_1(data: dict[str, Any]) -> Any:
     """Speeds by direction at iteration 500 (left), directions at four times (right), for both models."""
     figure = canvas(11.5, 4.6)
     grid = figure.add_gridspec(2, 6, width_ratios=(1.9, 1, 1, 1, 1, 1.6))
-    shown = (0, 4, 8, 16)
+    shown = (0, 2, 3, 4)
     for row, (name, title) in enumerate(NAMES.items()):
         ax = speeds(data["direction"][name], {title: data["speed"][name]}, figure.add_subplot(grid[row, 0]))
         ax.lines[0].set_color(COLOURS[row])
@@ -28,7 +28,7 @@ def figure_1(data: dict[str, Any]) -> Any:
             directions(cloud, ax, bins=50, colour=COLOURS[row])
             ax.set_xticklabels([])
             if row == 0:
-                ax.set_title(f"iteration {int(data['iteration'][frame])}")
+                ax.set_title(f"iteration {int(data['frames'][frame])}")
     curves = {title: data["Q"][name] for name, title in NAMES.items()}
     label = r"alignment $Q = \langle\cos 2\vartheta\rangle$"
     traces(data["iteration"], curves, figure.add_subplot(grid[0, 5]), xlabel="iteration", ylabel=label)
