@@ -96,9 +96,9 @@ def figure_1(width: int = 50, points: int = 400, eta: float = 0.01) -> Outcome:
     return Outcome(
         "001/figure-1",
         "Under batch norm neurons near the low-variance axis move faster, by an order of magnitude, and align.",
-        "True at equal iteration, because vanilla has fitted already; at equal loss, from 1 to 0.003, batch norm's peak "
-        "speed stays below vanilla's (0.2 to 0.7 of it). The anisotropy of the speed and the alignment survive that "
-        "control.",
+        "True at equal iteration, because vanilla has fitted already; at equal loss, from 1 to 0.003, batch norm's "
+        "peak speed stays below vanilla's (0.2 to 0.7 of it). The anisotropy of the speed and the alignment survive "
+        "that control.",
         {
             "iteration": np.arange(0, 8001, 10),
             "energy": {name: np.asarray(run.energy) for name, run in runs.items()},
