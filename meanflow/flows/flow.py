@@ -85,6 +85,7 @@ class Flow(eqx.Module):
         """Raises ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
         self.feature.check(cloud, x)
         self.space.check(cloud)
+        self.scaling.check(cloud)
 
 
 def make_flow(

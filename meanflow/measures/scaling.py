@@ -28,16 +28,20 @@ class Scaling(eqx.Module):
             _checks.at_least("alpha", alpha, 0.0, strict=True)
             self.kind, self.value = "number", jnp.asarray(alpha, jnp.result_type(float))
 
-    def ratio(self, cloud: Cloud) -> jax.Array:
-        """m / alpha, the factor between the network and the mean over its neurons; 1 for ``"m"``."""
-        m = cloud.width
-        if self.kind == "m":
-            return jnp.ones_like(m)
-        known = _checks.concrete(m)
-        if known is not None and not np.all(np.isfinite(known)):
+    def check(self, cloud: Cloud) -> None:
+        """Only alpha = m has a limit at infinite width; raises ValueError for the others there."""
+        known = _checks.concrete(cloud.width)
+        if self.kind != "m" and known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
                 f"alpha={self.kind!r} needs a finite cloud.width, got infinity (a quadrature cloud); use alpha='m'"
             )
+
+    def ratio(self, cloud: Cloud) -> jax.Array:
+        """m / alpha, the factor between the network and the mean over its neurons; 1 for ``"m"``."""
+        self.check(cloud)
+        m = cloud.width
+        if self.kind == "m":
+            return jnp.ones_like(m)
         if self.kind == "sqrt":
             return jnp.sqrt(m)
         return m if self.value is None else m / self.value.astype(m.dtype)

@@ -69,7 +69,7 @@ def test_links_resolve(page):
 
 
 @functools.cache
-def tests_in(path):
+def names_in(path):
     """Names of the functions and classes of a file."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     return {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, kinds)}
@@ -78,4 +78,4 @@ def tests_in(path):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_quoted_tests_exist(page):
     for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?", page.read_text()):
-        assert set(filter(None, name.split("::"))) <= tests_in(path), f"{path}::{name}"
+        assert set(filter(None, name.split("::"))) <= names_in(path), f"{path}::{name}"

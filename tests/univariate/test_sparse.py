@@ -86,9 +86,11 @@ def test_the_minimiser_agrees_with_projected_descent_on_a_grid():
         slope = columns.T @ rho
         return rho @ rho / 2 + lam * u.sum(), np.concatenate([slope, -slope]) + lam
 
-    start, bounds = np.zeros(2 * len(theta)), [(0, None)] * (2 * len(theta))
-    options = {"maxiter": 20_000, "maxfun": 40_000, "ftol": 1e-13, "gtol": 1e-9}
-    on_grid = minimize(objective, start, jac=True, bounds=bounds, method="L-BFGS-B", options=options).fun
+    u, bounds = np.zeros(2 * len(theta)), [(0, None)] * (2 * len(theta))
+    options = {"maxiter": 20_000, "maxfun": 40_000, "ftol": 0.0, "gtol": 1e-9}
+    for _ in range(20):  # it gives up early on this ill-conditioned problem, so it is started again
+        found = minimize(objective, u, jac=True, bounds=bounds, method="L-BFGS-B", options=options)
+        u, on_grid = found.x, found.fun
     best = sparse_minimiser(x, y, lam)
     assert best.primal <= on_grid + 1e-9
     assert best.primal == pytest.approx(on_grid, rel=2e-4)
