@@ -25,7 +25,7 @@ from meanflow.measures.scaling import Scaling
 
 FORCES = ("auto", "dense", "fast")
 # up to (samples, samples x neurons) the dense forces are faster (see bench/univariate.py and bench/sweeps.py)
-CROSSOVER = ((16, 2**62), (32, 2**18), (2**62, 2**15))
+CROSSOVER = ((40, 2**22), (2**62, 2**15))
 
 
 class Univariate(Feature):
