@@ -2,6 +2,11 @@
 
 from meanflow.experiments.catalogue.entry import CIFAR, DIAGRAM, Entry
 
+RATE = (
+    "single runs at a constant rate end anywhere in .92 to .99, whatever the method; the independent check, with strides "
+    "and split unknown to us, had .975 to .990; with a falling rate all lie within .96 to .99"
+)
+
 ENTRIES = (
     Entry(
         "003/figure-1",
@@ -88,7 +93,8 @@ ENTRIES = (
         },
         minutes=(1.2, 4.0),
         verdict="not reproduced",
-        setup="1-16-16-16-16 convolutions on digits, batch 2, rate 0.01 falling (the paper: ResNet-110 on CIFAR-10).",
+        setup="1-16-16-16-16 convolutions on digits, batch 2, constant rate 0.01 (the paper: ResNet-110 on CIFAR-10).",
+        explained={"worst accuracy": RATE, "spread of accuracies": RATE},
     ),
     Entry(
         "003/table-4-cifar",
