@@ -3,8 +3,8 @@
 from meanflow.experiments.catalogue.entry import CIFAR, DIAGRAM, Entry
 
 RATE = (
-    "single runs at a constant rate end anywhere in .92 to .99, whatever the method; the independent check, with strides "
-    "and split unknown to us, had .975 to .990; with a falling rate all lie within .96 to .99"
+    "single runs at a constant rate end anywhere in .92 to .99, whatever the method; the independent check, with "
+    "strides and split unknown to us, had .975 to .990; with a falling rate all lie within .96 to .99"
 )
 
 ENTRIES = (
