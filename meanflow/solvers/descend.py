@@ -136,7 +136,7 @@ def _descend(
 ) -> dict[str, Any]:
     whole = flow.bind(data)
     problem = Problem(whole, cloud, data, scaling.speed(clock, flow.scaling, cloud))
-    # a plain step is the same in all coordinates; an optimiser with a state of its own is not
+    # a plain step moves the neurons alike in all coordinates, up to its own error; the state of an optimiser would not
     easy = flow.chart(cloud) if optimizer == PLAIN else (flow, cloud, lambda particles: particles)
     model, base, back = easy
     inner_problem = problem._replace(flow=model.bind(data), cloud=base)
