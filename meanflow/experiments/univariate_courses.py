@@ -74,74 +74,78 @@ def figure_6_course(
 
 
 def sparse_limit(
-    lam: float = 0.1, samples: int = 5, draws: int = 5, width: int = 128, end: float = 400.0
+    lam: float = 0.3,
+    samples: int = 5,
+    draws: int = 5,
+    width: int = 128,
+    end: float = 400.0,
+    fixed_end: float = 10_000.0,
 ) -> Outcome:
     """The flow of (16) with the penalty lam mean |r|, against the minimiser over all measures, for several data sets.
 
     Neurons start almost at r = 0 with equally spaced angles and both signs. At the minimum |F| <= lam everywhere and
-    F = -lam sign(r) on the support; ``bound`` is the exact supremum of |F|/lam along the run. In (r, theta) the problem
-    is not convex; the certificate says whether the limit is the minimum.
+    F = -lam sign(r) on the support; ``bound`` is the exact supremum of |F|/lam along the run. Canonical to time
+    ``end``, and radial (fixed directions, a convex problem) to ``fixed_end``.
     """
     rng = np.random.default_rng(0)
     x = np.sort(rng.uniform(-1, 1, (draws, samples)), axis=1)
     y = rng.standard_normal((draws, samples))
     best = [sparse.sparse_minimiser(u, v, lam) for u, v in zip(x, y, strict=True)]
-    minimum = np.array([b.primal for b in best])
+    minimum = np.array([b.primal for b in best])[:, None]
     spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
     cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))
-    ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
-
-    flow = uni.canonical(variation=lam)
+    # few neurons end up with all the mass, r^2 and the kernel grow fast: an older step would be too long
+    step = KernelStep(1.0, every=1)
 
     def watch(flow: Flow, cloud: Cloud, data: Dataset) -> sparse.Duality:
         return sparse.duality(*cloud.particles, data.x, data.y, lam)
 
-    @jax.jit
-    @jax.vmap
-    def run(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar, jax.Array]:
-        data = Dataset(x, y, weights="sum")
-        step, most = KernelStep(1.0, 20), 200_000
-        sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step, max_steps=most)
-        return sol.observed, sol.final.particles, sol.ok
+    def course(flow: Flow, end: float) -> tuple[np.ndarray, sparse.Duality, Polar]:
+        ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
 
-    found, ends, finished = run(jnp.asarray(x), jnp.asarray(y))
-    excess = np.asarray(found.primal) / minimum[:, None] - 1  # (draws, times)
+        def one(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar]:
+            data = Dataset(x, y, weights="sum")
+            sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step)
+            return sol.observed, sol.final.particles
+
+        return np.asarray(ts), *jax.jit(jax.vmap(one))(jnp.asarray(x), jnp.asarray(y))
+
+    times, found, ends = course(uni.canonical(variation=lam), end)
+    fixed_times, fixed, _ = course(uni.radial(variation=lam), fixed_end)
+    excess, fixed_excess = (np.asarray(u.primal) / minimum - 1 for u in (found, fixed))  # (draws, times)
     bound = np.asarray(found.bound) / lam
-    closed, optimal = bound[:, -1] < 1.01, excess[:, -1] < 1e-4
     grid = np.linspace(-1, 1, 401)
     features = jax.nn.relu(
         grid[None, :, None] * jnp.cos(ends.theta)[:, None, :] + jnp.sin(ends.theta)[:, None, :]
     )
     network = np.asarray(jnp.mean(features * ends.r[:, None, :], axis=-1))
     wanted = np.stack([np.asarray(b.function()(grid)) for b in best])
-    gap = np.max(np.abs(network - wanted), axis=1)
+    gap = float(np.max(np.abs(network - wanted)))
+    duality_gap = float(max((b.primal - b.dual) / b.primal for b in best))
+    rise = max(float(np.max(np.diff(u))) for u in (excess, fixed_excess))
     return Outcome(
         "004/sparse-limit",
         "regularised, the flow finds the function of least weighted total variation of f' (16), (17)",
-        "true, with the weight sqrt(1 + x^2) that (17) leaves out, where the certificate |F| <= lam closes along the "
-        "run; it need not: neurons may have left a direction that is needed later, then the flow stays above the "
-        "minimum and the certificate shows it",
+        "true, with the weight sqrt(1 + x^2) that (17) leaves out, on every data set: the certificate |F| <= lam "
+        "closes. With fixed directions it is much slower, and ends at the best measure on those directions",
         {
-            "times": np.asarray(ts),
+            "times": times,
             "excess": excess,
             "bound": bound,
-            "minimum": minimum,
-            "finished": np.asarray(finished),
-            "gap": gap,
+            "fixed_times": fixed_times,
+            "fixed_excess": fixed_excess,
+            "minimum": minimum[:, 0],
             "grid": grid,
             "f": network,
             "f_best": wanted,
         },
         (
-            Criterion(
-                "duality gap of the reference",
-                float(max((b.primal - b.dual) / b.primal for b in best)),
-                -1,
-                1e-8,
-            ),
-            Criterion("data sets on which the flow reached the minimum", float(np.sum(optimal)), 1),
-            Criterion("certificate and minimum disagree", float(np.sum(closed != optimal)), 0, 0),
+            Criterion("duality gap of the reference", duality_gap, -1, 1e-8),
+            Criterion("worst excess over the minimum at the end", float(excess[:, -1].max()), -1, 1e-3),
+            Criterion("worst sup |F| / lam at the end", float(bound[:, -1].max()), 0.99, 1.02),
             Criterion("least excess over the minimum", float(excess.min()), -1e-8),
-            Criterion("functions differ where optimal", float(np.max(gap[optimal], initial=0.0)), 0, 0.02),
+            Criterion("largest rise of the energy", rise, -1, 1e-9),
+            Criterion("functions differ at the end", gap, 0, 0.02),
+            Criterion("fixed directions, worst excess", float(fixed_excess[:, -1].max()), -1e-8, 1e-2),
         ),
     )

@@ -91,7 +91,8 @@ class KernelStep(eqx.Module):
 
     Attributes:
         kappa: fraction of the stability scale; plain descent is stable below 2.
-        every: steps between refreshes.
+        every: steps between refreshes. Where the kernel grows by itself (regularised flows, growing weights) a step of
+            the past may be too long and the energy rise; 1 is safe, and costs one kernel product a step.
     """
 
     kappa: jax.Array

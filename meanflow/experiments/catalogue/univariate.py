@@ -110,7 +110,7 @@ ENTRIES = (
         "univariate_courses:sparse_limit",
         minutes=(1.0, 1.0),
         verdict="corrected",
-        setup="five data sets of five samples, 128 neurons on the cylinder, lam = 0.1, t = 400.",
+        setup="five data sets of five samples, 128 neurons on the cylinder, lam = 0.3, t = 400 (radial: 10000).",
     ),
     Entry(
         "004/lazy-slopes",

@@ -166,7 +166,7 @@ def figure_5(data: dict[str, Any]) -> Any:
             top.set_ylabel("")
             bottom.set_ylabel("")
     places = np.arange(len(data["delta"]))
-    shares = {"share": "knots on samples", "live_concentration": "slope in 8 bins"}
+    shares = {"share": "knots on samples", "concentration": "slope in 8 bins"}
     for ax, names, label in (
         (figure.add_subplot(outer[0, 4]), shares, "share"),
         (
@@ -307,17 +307,20 @@ def figure_6_course(data: dict[str, Any]) -> Any:
 
 
 def sparse_limit(data: dict[str, Any]) -> Any:
-    """Excess over the minimum and the certificate along the runs; the function of the best run."""
+    """Excess over the minimum (dashed: fixed directions) and the certificate along the runs; one of the functions."""
     figure, (left, middle, right) = panels(1, 3, width=3.0, height=2.7)
-    times = np.asarray(data["times"])[1:]
-    for k, (excess, bound) in enumerate(zip(data["excess"], data["bound"], strict=True)):
-        left.plot(times, np.maximum(excess[1:], 1e-12), color=COLOURS[k % len(COLOURS)])
-        middle.plot(times, bound[1:], color=COLOURS[k % len(COLOURS)])
+    times, fixed_times = np.asarray(data["times"])[1:], np.asarray(data["fixed_times"])[1:]
+    for k, (excess, bound, fixed) in enumerate(
+        zip(data["excess"], data["bound"], data["fixed_excess"], strict=True)
+    ):
+        colour = COLOURS[k % len(COLOURS)]
+        left.plot(times, np.maximum(excess[1:], 1e-12), color=colour)
+        left.plot(fixed_times, fixed[1:], color=colour, ls="--", lw=0.8)
+        middle.plot(times, bound[1:], color=colour)
     left.set(xscale="log", yscale="log", xlabel="$t$", ylabel="$E/E_{\\min} - 1$")
     middle.axhline(1.0, color=PALE, lw=0.8)
     middle.set(xscale="log", xlabel="$t$", ylabel=r"$\sup|F|/\lambda$")
-    best = int(np.argmin(np.asarray(data["excess"])[:, -1]))
-    curves = {"flow": np.asarray(data["f"])[best], "minimiser": np.asarray(data["f_best"])[best]}
+    curves = {"flow": np.asarray(data["f"])[-1], "minimiser": np.asarray(data["f_best"])[-1]}
     fit(data["grid"], curves, None, right)
     return figure
 
