@@ -314,7 +314,9 @@ def figure_9(
         p = _directions(w)
         gap = jnp.abs(jnp.sin(balance.angle_of(p)[:, None] - table.theta[None, :]))
         ahead = jnp.cos(balance.angle_of(p)[:, None] - table.theta[None, :]) > 0
-        on = (gap < 1e-9) & ahead
+        # a neuron pushed off the data stays at the ray of the last sample: dead, not captured
+        alive = jnp.any(p @ _tilde(data.x).T > 1e-9, axis=1)
+        on = (gap < 1e-9) & ahead & alive[:, None]
         kind = jnp.where(w.c[:, None] > 0, table.positive[None, :], table.negative[None, :])
         return {
             "disagree": jnp.sum(seen != table.positive) + jnp.sum(-seen != table.negative),
@@ -328,12 +330,16 @@ def figure_9(
     return Outcome(
         "004/figure-9",
         "the field is piecewise linear; neurons gather at attracting samples",
-        "constant per region in (u, v); captured neurons sit on attracting rays or on ones just left, never on a "
-        "repulsor; the sliding solver keeps them there without chatter",
+        "constant per region in (u, v); captured neurons sit on rays that attract at that moment, all of them, and the "
+        "sliding solver keeps them there without chatter",
         {"times": np.array(times), **found, **{k: int(v) for k, v in sol.stats.items()}},
         (
             Criterion("rays where rule and field disagree", float(found["disagree"].sum()), 0, 0),
             Criterion("neurons on repulsors", float(found["repelled"].sum()), 0, 0),
+            Criterion(
+                "captured but not attracted", float((found["captured"] - found["attracted"]).sum()), 0, 0
+            ),
+            Criterion("largest rise of the energy", float(np.diff(np.asarray(sol.energy)).max()), high=0),
             Criterion("least number of captured neurons", float(found["captured"].min()), 1),
             Criterion("solver finished", float(bool(sol.ok)), 1, 1),
         ),

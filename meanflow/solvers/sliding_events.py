@@ -10,7 +10,8 @@ regular at G = 0. At the ray the normal speed is z'_- = -kp c H_- on the side wh
 -kp c H_+ on the other: the neuron slides if z'_- > 0 >= z'_+, crosses if both have one sign, and on a repulsor
 (z'_- < 0 < z'_+) has no unique future; it then takes the inactive side, as relu'(0) = 0 does, and the event is counted.
 Sliding is the same motion with G projected on the ray; it ends when the table changes, when c passes 0 (delta < 0)
-or when p passes 0 (delta > 0; the neuron goes on along the opposite ray).
+or when p passes 0 (delta > 0). At p = 0 all regions meet, the dead one among them, and the future is not unique (plain
+descent may die there); the neuron goes on along the opposite ray if it is let, and the event is counted.
 
 Region and ray are state, never inferred from the angle. Only the two rays that bound a region are tested, so there
 is no m x s array.
@@ -244,14 +245,16 @@ def advance(
     met = jnp.where(behind, (met + s) % total, met)
     through = exits & slides & first  # p = 0
     halts = exits & slides & ~first  # c = 0
-    ray_new = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, (b + s) % total, b), -1))
+    opposite = (b + s) % total
+    ray_new = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, b), -1))
     line_u, line_v = field.ray_u[met], field.ray_v[met]
     on_line = u_new * line_u + v_new * line_v
+    counts = counts._replace(nonunique=counts.nonunique + tally(through))
     new = Neurons(
         jnp.where(arrives, on_line * line_u, jnp.where(through, 0.0, u_new)),
         jnp.where(arrives, on_line * line_v, jnp.where(through, 0.0, v_new)),
         jnp.where(halts, 0.0, c_new),
-        region,
+        jnp.where(through, field.to_idle[opposite], region),  # there the other samples have changed sides
         ray_new,
         arrives,
         jnp.where(exits, left - step, 0.0),

@@ -443,6 +443,18 @@ def test_sliding_through_zero_goes_on_along_the_opposite_ray():
         np.testing.assert_allclose(sol.clouds.particles.a[:2, 0], [0.7, 0.4], rtol=1e-12)
         np.testing.assert_allclose(sol.final.particles.a[0], -0.5 * (5 - 1 / 0.3), rtol=1e-12)
         np.testing.assert_allclose(sol.final.particles.b[0], 0.0, atol=1e-15)
+        assert int(sol.stats["nonunique"]) == 1  # at p = 0 it could have died as well
+
+
+def test_the_other_samples_are_seen_beyond_zero():
+    """The same with a squared loss: a' = -(10 a + 0.3) while x = 1, 3 are active, then |a|' = 0.5 - |a| with x = -1."""
+    data = Dataset([-1.0, 0.0, 1.0, 3.0], [0.5, -5.0, 0.9, -0.4], weights="sum")
+    cloud = Cloud(Affine(jnp.array([0.1]), jnp.array([0.0]), jnp.array([1.0])))
+    sol = slide(uni.full("m", outer=False), cloud, data, 1.0, 1e-3, clock="mean_field", ts=51)
+    turn = np.log(0.13 / 0.03) / 10
+    expected = np.where(sol.ts < turn, 0.13 * np.exp(-10 * sol.ts) - 0.03, -0.5 * -np.expm1(turn - sol.ts))
+    np.testing.assert_allclose(sol.clouds.particles.a[:, 0], expected, atol=1e-6)
+    assert np.all(np.diff(sol.energy) < 0)
 
 
 def test_death_is_final_and_counted():
