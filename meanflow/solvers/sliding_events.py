@@ -279,8 +279,10 @@ def run(
 
     cap = field.x.shape[0] + 2
     if max_events is None:
-        neurons, counts = advance(neurons, counts, field, kp, kc, real)
-        neurons, counts = _finish(neurons, counts, field, kp, kc, real, cap)
+        many = neurons.left.shape[0] > SMALL
+        if many:  # all move once together; a small cloud does so in the loop, which compiles one copy less
+            neurons, counts = advance(neurons, counts, field, kp, kc, real)
+        neurons, counts = _finish(neurons, counts, field, kp, kc, real, cap - many)
     else:
 
         def attempt(state: tuple[Neurons, Counts], _: None) -> tuple[tuple[Neurons, Counts], None]:
@@ -300,7 +302,8 @@ def _finish(
     real: jax.Array,
     cap: int,
 ) -> tuple[Neurons, Counts]:
-    """Further events, for the few neurons that have any: they are gathered in blocks, so the rest costs nothing."""
+    """At most ``cap`` further events. In large clouds the few neurons that have any are gathered in blocks, so that the
+    rest costs nothing."""
     size = neurons.left.shape[0]
     block = size if size <= SMALL else size // BLOCKS
 
@@ -321,7 +324,7 @@ def _finish(
             return inner[0] + 1, *advance(inner[1], inner[2], field, *own)
 
         going = lambda inner: (inner[0] < cap) & jnp.any(inner[1].left > 0)
-        _, chosen, counts = jax.lax.while_loop(going, go, (1, chosen, counts))
+        _, chosen, counts = jax.lax.while_loop(going, go, (0, chosen, counts))
         if block == size:
             return rounds + 2 * BLOCKS, chosen, counts
         put = lambda u, v: u.at[index].set(v, mode="drop")
