@@ -14,7 +14,6 @@ from meanflow.solvers.solution import versions
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import hosts, labels, program, runner
 from meanflow.sweeps.grid import Chunk, Grid, Group
-from meanflow.sweeps.identity import describe
 from meanflow.sweeps.store import Store, StoreError, finished_chunks, read_chunk, read_config
 
 
@@ -58,7 +57,7 @@ class Plan:
     def layout(self) -> dict[str, Any]:
         """JSON-ready description of axes, chunks and variables."""
         return {
-            "axes": {name: [_plain(v) for v in values] for name, values in self.grid.axes.items()},
+            "axes": {name: labels.axis_labels(values) for name, values in self.grid.axes.items()},
             "chunks": [[c.name, c.group, c.length, list(c.cells)] for c in self.chunks],
             "along": None,
             "variables": {},
@@ -136,10 +135,17 @@ def numbers(values: Sequence[Any]) -> np.ndarray:
     return array.astype(jnp.result_type(float) if array.dtype.kind == "f" else jnp.result_type(int))
 
 
+def as_key(key: Any) -> jax.Array:
+    """A PRNG key from an integer, a key, or the raw numbers of one."""
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        return jax.random.key(key)
+    if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == np.uint32:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    raise ValueError(f"key must be an integer or a PRNG key, got {key!r}")
+
+
 def _particle_budget() -> int:
     """Particles per chunk: enough to fill the devices, few enough to stay in cache (CPU) and to checkpoint often."""
     return (2**13 if jax.default_backend() == "cpu" else 2**20) * jax.device_count()
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, int | float | str) else str(describe(value))
