@@ -93,14 +93,7 @@ class Plan:
         if hosts.is_lead():
             try:
                 opened = Store(store, self.config())
-                old = read_config(store)["layout"]["chunks"]
-                for _, number, length, _ in old:
-                    lengths[number] = length
-                if self.chunk is not None and old != self.layout()["chunks"]:
-                    raise StoreError(
-                        f"store {store} was written in chunks of {sorted(set(lengths.tolist()))} cells; "
-                        f"leave chunk out to go on with them, got chunk={self.chunk}"
-                    )
+                lengths = self._lengths(opened)
             except StoreError as error:
                 problem = str(error)
         problem = hosts.agree(problem)
@@ -108,6 +101,31 @@ class Plan:
             raise StoreError(problem)
         self.chunks = grids.cut(self.groups, hosts.share(lengths).tolist())
         return opened
+
+    def _lengths(self, store: Store) -> np.ndarray:
+        """Cells per chunk of each group: as stored, but ``chunk`` decides where nothing is finished yet."""
+        old = read_config(store.path)["layout"]
+        lengths, wanted = np.zeros((2, len(self.groups)), np.int64)
+        for _, number, length, _ in old["chunks"]:
+            lengths[number] = length
+        if self.chunk is None:
+            return lengths
+        for chunk in self.chunks:
+            wanted[chunk.group] = chunk.length
+        done = store.finished()
+        begun = np.isin(
+            np.arange(len(lengths)), [number for name, number, *_ in old["chunks"] if name in done]
+        )
+        if begun.all() and not np.array_equal(lengths, wanted):
+            raise StoreError(
+                f"store {store.path} was written in chunks of {sorted(set(lengths.tolist()))} cells; "
+                f"leave chunk out to go on with them, got chunk={self.chunk}"
+            )
+        new = np.where(begun, lengths, wanted)
+        if not np.array_equal(lengths, new):
+            self.chunks = grids.cut(self.groups, new.tolist())
+            store.set_layout(self.layout())
+        return new
 
 
 def load(store: str | pathlib.Path) -> Any:
