@@ -19,10 +19,20 @@ def concrete(value: Any) -> np.ndarray | None:
         return None
 
 
+def numeric(name: str, value: Any) -> None:
+    """Refuses what is not a number or an array of numbers."""
+    array = concrete(value)
+    if array is not None and not (array.dtype == bool or jax.dtypes.issubdtype(array.dtype, np.number)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+
+
 def finite(name: str, value: Any) -> None:
     """Refuses NaN and infinity."""
     array = concrete(value)
-    if array is not None and not np.all(np.isfinite(array)):
+    if array is None:
+        return
+    numeric(name, value)
+    if not np.all(np.isfinite(array)):
         bad = int(np.size(array) - np.count_nonzero(np.isfinite(array)))
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite entries out of {array.size}")
 
@@ -32,6 +42,7 @@ def at_least(name: str, value: Any, low: float, *, strict: bool = False) -> None
     array = concrete(value)
     if array is None:
         return
+    numeric(name, value)
     good = array > low if strict else array >= low
     if not np.all(good):
         raise ValueError(f"{name} must be {'>' if strict else '>='} {low}, got {array[~good].flat[0]}")

@@ -1,5 +1,6 @@
 """``sweep_function``: any function of a key over a grid, on the machinery of ``sweep``."""
 
+import inspect
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from meanflow.sweeps import grid as grids
 from meanflow.sweeps import program
 from meanflow.sweeps.grid import Grid, Group
 from meanflow.sweeps.identity import describe
-from meanflow.sweeps.plan import Plan, numbers
+from meanflow.sweeps.plan import Plan, as_key, numbers
 
 
 @dataclass(kw_only=True)
@@ -46,9 +47,27 @@ class FunctionSweep(Plan):
             "kind": "function",
             "function": describe(self.function),
             "axes": {name: describe(list(values)) for name, values in self.grid.axes.items()},
-            "key": describe(jax.random.key_data(self.key)),
+            "key": jax.random.key_data(self.key).tolist(),
             "precision": str(numbers([0.5]).dtype),
         }
+
+    def check(self) -> None:
+        """Names of results that clash with axes, and wrong names for their own axes, before anything is computed."""
+        known: set[str] = set()
+        for group in self.groups:
+            one = self.inputs(group, group.cells[:1])
+            for name, value in program.output_shapes(self.cell(group), None, one).items():
+                known.add(name)
+                dims = self.dims.get(name, [])
+                if name in self.grid.axes or set(dims) & set(self.grid.axes):
+                    raise ValueError(
+                        f"results and their axes must not be called like an axis of the grid, got {name!r} {dims}"
+                    )
+                if name in self.dims and len(dims) != len(value.shape):
+                    raise ValueError(f"dims[{name!r}] must name {len(value.shape)} axes, got {dims}")
+        stray = sorted(set(self.dims) - known)
+        if stray:
+            raise ValueError(f"dims must name results among {sorted(known)}, got {stray[0]!r}")
 
     def layout(self) -> dict[str, Any]:
         """Axes, chunks, and the names the user gave to the axes of the results."""
@@ -89,15 +108,25 @@ def sweep_function(
     named = dict(axes or {}) | {"seed": range(_checks.whole("seeds", seeds, 1)) if count else seeds}
     checked = grids.axis_values(named)
     checked["seed"] = tuple(_checks.whole("seeds", s, 0) for s in checked["seed"])
+    missing = _missing(function, [name for name in checked if name != "seed"])
+    if missing:
+        raise ValueError(f"function must take every axis by name, got one that does not take {missing}")
     grid = Grid(checked)
     static = [name for name, values in checked.items() if not grids.is_traceable(values)]
-    key = jax.random.key(key) if isinstance(key, int | np.integer) else key
     return FunctionSweep(
         grid=grid,
         groups=grids.make_groups(grid, static, 0.0, 1, [n for n in checked if n not in static]),
         shared=None,
         chunk=1024 if chunk is None else _checks.whole("chunk", chunk, 1),
         function=function,
-        key=key,
+        key=as_key(key),
         dims={name: list(some) for name, some in (dims or {}).items()},
     ).run(store=store, mesh=mesh, progress=progress)
+
+
+def _missing(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Names that ``function`` has no argument for."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in names if name not in parameters]

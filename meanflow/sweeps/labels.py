@@ -4,10 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
+import jax
 import numpy as np
 
 from meanflow.solvers.solution import RESULTS
 from meanflow.sweeps.grid import Chunk, Grid
+from meanflow.sweeps.identity import digest
 
 PLAIN = {
     "t": ("time on the clock of the run", "1"),
@@ -16,6 +19,17 @@ PLAIN = {
     "accepted_steps": ("number of accepted steps", "1"),
     "rejected_steps": ("number of rejected steps", "1"),
     "result": ("result code; 0 is success", "1"),
+}
+AXES = {
+    "width": "number of neurons",
+    "delta": "balance of the neurons",
+    "scale": "factor of the initial amplitudes",
+    "seed": "number of the random draw",
+    "step": "steps done",
+    "step_size": "step size",
+    "time": "time on the clock of the run",
+    "sample": "input of the sample, or its number",
+    "x": "input",
 }
 SHOWN = {"step": "step_size"}  # "step" is the axis of saves
 CODES = (
@@ -81,15 +95,17 @@ def assemble(
             attrs |= {"flag_values": list(result_codes()), "flag_meanings": " ".join(result_codes().values())}
         variables[name] = (outer + dims, value, attrs)
     coords: dict[str, Any] = {
-        shown: (shown, _coordinate(values)) for shown, values in zip(outer, grid.axes.values(), strict=True)
+        shown: (shown, np.asarray(axis_labels(values)), _about_axis(shown))
+        for shown, values in zip(outer, grid.axes.values(), strict=True)
     }
     used = {d for dims, _, _ in variables.values() for d in dims}
     along = layout.get("along")
     if along is not None and along["name"] in used:
-        coords[along["name"]] = (along["name"], np.asarray(along["values"]), {"units": along["units"]})
+        about_along = _about_axis(along["name"]) | {"units": along["units"]}
+        coords[along["name"]] = (along["name"], np.asarray(along["values"]), about_along)
     for name, values in layout.get("coords", {}).items():
         if name in used:
-            coords[name] = (name, np.asarray(values))
+            coords[name] = (name, np.asarray(values), _about_axis(name))
     return xarray.Dataset(variables, coords, dict(provenance))
 
 
@@ -110,18 +126,40 @@ def _dims(name: str, extra: int, along: Any, given: Sequence[str], series: bool)
     return lead + own
 
 
-def _coordinate(values: Sequence[Any]) -> np.ndarray:
+def _about_axis(name: str) -> dict[str, str]:
+    return {"long_name": AXES.get(name, name), "units": "1"}
+
+
+def axis_labels(values: Sequence[Any]) -> list[Any]:
+    """Numbers as they are; anything else as short text, which is the same in every process and always distinct."""
     if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-        return np.asarray(values)
-    return np.asarray([v if isinstance(v, str) else str(v) for v in values])
+        return list(values)
+    texts = [_label(v) for v in values]
+    return [t if texts.count(t) == 1 else f"{t}#{k}" for k, t in enumerate(texts)]
+
+
+def _label(value: Any) -> str:
+    """For instance ``KernelStep(kappa=0.1, every=20)``; objects and functions without readable fields by their name."""
+    if isinstance(value, str | bool | int | float):
+        return str(value)
+    if isinstance(value, eqx.Module):
+        shown = {n: getattr(value, n, None) for n in value.__dataclass_fields__}
+        plain = [
+            f"{n}={np.asarray(v).item()}"
+            for n, v in shown.items()
+            if isinstance(v, int | float | str | jax.Array) and np.size(v) == 1
+        ]
+        return f"{type(value).__name__}({', '.join(plain)})"
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def provenance(config: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes that say how a data set came about, as text."""
+    run = config["run"]
     return {
         "title": "meanflow sweep",
         "versions": json.dumps(config["versions"]),
-        "run": json.dumps(config["run"]),
-        "data_hash": config["run"].get("data", ""),
-        "key": str(config["run"].get("key", "")),
+        "run": json.dumps(run),
+        "data_hash": digest(json.dumps(run["data"]).encode()) if "data" in run else "",
+        "key": json.dumps(run.get("key")),
     }

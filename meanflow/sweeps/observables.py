@@ -24,6 +24,7 @@ from meanflow.measures import scaling
 from meanflow.measures.cloud import Affine, Cloud, Neurons, Polar
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.solve import FromStart
+from meanflow.sweeps.labels import PLAIN
 
 KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square
 GRID_POINTS = 101
@@ -72,6 +73,13 @@ class Dissipation(eqx.Module):
     def __call__(self, flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
         """A scalar."""
         return scaling.speed(self.clock, flow.scaling, cloud) * dissipation(flow, cloud, data)
+
+
+def on_clock(observable: Observable, clock: str) -> Observable:
+    """The same observable of a run on another clock."""
+    if not isinstance(observable.function, Dissipation):
+        return observable
+    return eqx.tree_at(lambda o: o.function, observable, Dissipation(clock))
 
 
 class KnotConcentration(eqx.Module):
@@ -281,18 +289,22 @@ def default_observables(flow: Flow, data: Dataset, clock: str = "lazy") -> dict[
     return chosen
 
 
+ON_REQUEST = {"neurons": Observable(particles, ("particle",), about="coordinates of every neuron")}
+
+
 def choose(observe: Any, defaults: Mapping[str, Observable]) -> dict[str, Observable]:
     """Resolves the argument ``observe`` of a sweep.
 
-    None: the defaults. A sequence of names: these of the defaults. A dict: the defaults and these; a name mapped to
-    None is left out; plain functions and ``FromStart`` are allowed.
+    None: the defaults. A sequence of names: these of the defaults and of ``ON_REQUEST``; ``"default"`` stands for all
+    defaults. A dict: the defaults and these; a name mapped to None is left out; plain functions and ``FromStart`` are
+    allowed.
     """
     if observe is None:
         return dict(defaults)
     if isinstance(observe, Mapping):
         chosen = dict(defaults)
         for name, one in observe.items():
-            if name in ("energy", "t", "result", "steps"):
+            if name in PLAIN:
                 raise ValueError(f"observe must not use the name {name!r}, which every sweep records itself")
             if one is None:
                 chosen.pop(name, None)
@@ -306,7 +318,9 @@ def choose(observe: Any, defaults: Mapping[str, Observable]) -> dict[str, Observ
                 raise ValueError(f"observe[{name!r}] must be a function or Observable, got {one!r}")
         return chosen
     names = [observe] if isinstance(observe, str) else list(observe)
-    unknown = [name for name in names if name not in defaults]
+    known = {**defaults, **ON_REQUEST}
+    unknown = [name for name in names if name not in (*known, "default")]
     if unknown:
-        raise ValueError(f"observe must name observables among {sorted(defaults)}, got {unknown}")
-    return {name: defaults[name] for name in names}
+        raise ValueError(f"observe must name observables among {sorted(known)} or 'default', got {unknown}")
+    everything = dict(defaults) if "default" in names else {}
+    return everything | {name: known[name] for name in names if name != "default"}

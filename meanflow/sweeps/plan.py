@@ -14,7 +14,6 @@ from meanflow.solvers.solution import versions
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import hosts, labels, program, runner
 from meanflow.sweeps.grid import Chunk, Grid, Group
-from meanflow.sweeps.identity import describe
 from meanflow.sweeps.store import Store, StoreError, finished_chunks, read_chunk, read_config
 
 
@@ -58,7 +57,7 @@ class Plan:
     def layout(self) -> dict[str, Any]:
         """JSON-ready description of axes, chunks and variables."""
         return {
-            "axes": {name: [_plain(v) for v in values] for name, values in self.grid.axes.items()},
+            "axes": {name: labels.axis_labels(values) for name, values in self.grid.axes.items()},
             "chunks": [[c.name, c.group, c.length, list(c.cells)] for c in self.chunks],
             "along": None,
             "variables": {},
@@ -94,14 +93,7 @@ class Plan:
         if hosts.is_lead():
             try:
                 opened = Store(store, self.config())
-                old = read_config(store)["layout"]["chunks"]
-                for _, number, length, _ in old:
-                    lengths[number] = length
-                if self.chunk is not None and old != self.layout()["chunks"]:
-                    raise StoreError(
-                        f"store {store} was written in chunks of {sorted(set(lengths.tolist()))} cells; "
-                        f"leave chunk out to go on with them, got chunk={self.chunk}"
-                    )
+                lengths = self._lengths(opened)
             except StoreError as error:
                 problem = str(error)
         problem = hosts.agree(problem)
@@ -109,6 +101,31 @@ class Plan:
             raise StoreError(problem)
         self.chunks = grids.cut(self.groups, hosts.share(lengths).tolist())
         return opened
+
+    def _lengths(self, store: Store) -> np.ndarray:
+        """Cells per chunk of each group: as stored, but ``chunk`` decides where nothing is finished yet."""
+        old = read_config(store.path)["layout"]
+        lengths, wanted = np.zeros((2, len(self.groups)), np.int64)
+        for _, number, length, _ in old["chunks"]:
+            lengths[number] = length
+        if self.chunk is None:
+            return lengths
+        for chunk in self.chunks:
+            wanted[chunk.group] = chunk.length
+        done = store.finished()
+        begun = np.isin(
+            np.arange(len(lengths)), [number for name, number, *_ in old["chunks"] if name in done]
+        )
+        if begun.all() and not np.array_equal(lengths, wanted):
+            raise StoreError(
+                f"store {store.path} was written in chunks of {sorted(set(lengths.tolist()))} cells; "
+                f"leave chunk out to go on with them, got chunk={self.chunk}"
+            )
+        new = np.where(begun, lengths, wanted)
+        if not np.array_equal(lengths, new):
+            self.chunks = grids.cut(self.groups, new.tolist())
+            store.set_layout(self.layout())
+        return new
 
 
 def load(store: str | pathlib.Path) -> Any:
@@ -136,10 +153,17 @@ def numbers(values: Sequence[Any]) -> np.ndarray:
     return array.astype(jnp.result_type(float) if array.dtype.kind == "f" else jnp.result_type(int))
 
 
+def as_key(key: Any) -> jax.Array:
+    """A PRNG key from an integer, a key, or the raw numbers of one."""
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        return jax.random.key(key)
+    if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == np.uint32:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    raise ValueError(f"key must be an integer or a PRNG key, got {key!r}")
+
+
 def _particle_budget() -> int:
     """Particles per chunk: enough to fill the devices, few enough to stay in cache (CPU) and to checkpoint often."""
     return (2**13 if jax.default_backend() == "cpu" else 2**20) * jax.device_count()
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, int | float | str) else str(describe(value))

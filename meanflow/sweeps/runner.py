@@ -154,11 +154,12 @@ def _reporter(progress: Any, total: int, done: int) -> Iterator[Callable[[int], 
 
         yield tell
         return
-    wanted = sys.stdout.isatty() if progress is None else bool(progress)
+    wanted = sys.stderr.isatty() if progress is None else bool(progress)
     if not wanted or not hosts.is_lead():
         yield lambda count: None
         return
     from rich import progress as rich
+    from rich.console import Console
 
     columns = (
         rich.TextColumn("sweep"),
@@ -167,7 +168,7 @@ def _reporter(progress: Any, total: int, done: int) -> Iterator[Callable[[int], 
         rich.TextColumn("{task.fields[rate]}"),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns) as bar:
+    with rich.Progress(*columns, console=Console(stderr=True)) as bar:  # standard output is for results
         task = bar.add_task("sweep", total=total, completed=done, rate="compiling")
         start = time.perf_counter()
         count_now = [0]

@@ -4,7 +4,8 @@
     DIR/chunks/003-00012.zarr  a finished chunk: arrays whose leading axis are its cells
     DIR/chunks/.part-*         a chunk being written; never read, removed by the next run
 
-A chunk gets its final name by one rename after everything is on disk, so a killed run leaves only whole chunks.
+A chunk gets its final name by one rename after everything is written, so a killed run leaves only whole chunks. It
+carries a digest of each array, so files that were lost or changed later (a crashed machine, a bad copy) are noticed.
 """
 
 import json
@@ -17,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from meanflow.sweeps.identity import difference
+from meanflow.sweeps.identity import array_text, difference
 
-FORMAT = 1
+FORMAT = 2
 CONFIG, CHUNKS, PART = "config.json", "chunks", ".part-"
 
 
@@ -45,20 +46,43 @@ class Store:
         try:
             if known.exists():
                 self._compare(read_config(self.path))
-            elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            elif self.path.exists() and not self._is_new():
                 raise StoreError(
                     f"store must name a new or empty directory or an earlier run, got {self.path}, "
                     "which holds other files; nothing was changed"
                 )
             (self.path / CHUNKS).mkdir(parents=True, exist_ok=True)
-            if not known.exists():
-                partial = self.path / f"{PART}{uuid.uuid4().hex}"
-                partial.write_text(json.dumps(self.config, indent=1))
-                partial.replace(known)
             if not os.access(self.path / CHUNKS, os.W_OK):
                 raise PermissionError(f"no permission to write in {self.path / CHUNKS}")
+            if not known.exists():
+                self._write_config()
             for left in (self.path / CHUNKS).glob(f"{PART}*"):
                 shutil.rmtree(left, ignore_errors=True)
+            for left in self.path.glob(f"{PART}*"):
+                left.unlink(missing_ok=True)
+        except OSError as problem:
+            raise StoreError(f"store {self.path} cannot be used: {problem}") from problem
+
+    def _is_new(self) -> bool:
+        """Whether the directory is empty, or holds only what a run leaves that ends while it makes its store."""
+        if not self.path.is_dir():
+            return False
+        rest = [entry for entry in self.path.iterdir() if not entry.name.startswith(PART)]
+        return all(e.name == CHUNKS and e.is_dir() and not any(e.iterdir()) for e in rest)
+
+    def _write_config(self) -> None:
+        partial = self.path / f"{PART}{uuid.uuid4().hex}"
+        try:
+            partial.write_text(json.dumps(self.config, indent=1))
+            partial.replace(self.path / CONFIG)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def set_layout(self, layout: dict[str, Any]) -> None:
+        """Another division into chunks; those that are finished must be part of it."""
+        self.config = read_config(self.path) | {"layout": layout}
+        try:
+            self._write_config()
         except OSError as problem:
             raise StoreError(f"store {self.path} cannot be used: {problem}") from problem
 
@@ -92,7 +116,7 @@ class Store:
             group = zarr.open_group(partial, mode="w-")
             for key, value in arrays.items():
                 group.create_array(key, data=np.asarray(value))
-            group.attrs["arrays"] = sorted(arrays)
+            group.attrs["digests"] = {key: array_text(value) for key, value in sorted(arrays.items())}
             partial.rename(folder / f"{name}.zarr")
         except OSError as problem:
             shutil.rmtree(partial, ignore_errors=True)
@@ -136,9 +160,18 @@ def read_chunk(path: str | pathlib.Path, name: str) -> dict[str, np.ndarray]:
     """The arrays of one finished chunk of a run directory."""
     import zarr
 
+    folder = pathlib.Path(path) / CHUNKS / f"{name}.zarr"
+    advice = f"remove {folder} to have it computed again"
     try:
-        group: Any = zarr.open_group(pathlib.Path(path) / CHUNKS / f"{name}.zarr", mode="r")
-        arrays = {key: np.asarray(group[key][...]) for key in group.attrs["arrays"]}
+        group: Any = zarr.open_group(folder, mode="r")
+        digests = dict(group.attrs["digests"])
+        arrays = {key: np.asarray(group[key][...]) for key in digests}
     except (OSError, KeyError, ValueError) as problem:
-        raise StoreError(f"chunk {name} of store {path} cannot be read: {problem}") from problem
+        raise StoreError(f"chunk {name} of store {path} cannot be read: {problem}; {advice}") from problem
+    # zarr takes a missing file for zeros
+    bad = [key for key, value in arrays.items() if array_text(value) != digests[key]]
+    if bad:
+        raise StoreError(
+            f"chunk {name} of store {path} is damaged: {bad} changed since it was written; {advice}"
+        )
     return arrays

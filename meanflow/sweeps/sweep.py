@@ -12,18 +12,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meanflow import _checks
+from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import Flow
+from meanflow.flows.univariate.models import Univariate
 from meanflow.geometry.balance import Lifted
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
+from meanflow.solvers.descend import descend
 from meanflow.solvers.solution import Solution
-from meanflow.solvers.solve import _step_budget
+from meanflow.solvers.solve import _step_budget, solve
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group
-from meanflow.sweeps.identity import array_text, describe
-from meanflow.sweeps.observables import Observable, choose, default_observables
-from meanflow.sweeps.plan import Plan, numbers
+from meanflow.sweeps.identity import describe
+from meanflow.sweeps.labels import PLAIN, SHOWN
+from meanflow.sweeps.observables import Observable, choose, default_observables, on_clock
+from meanflow.sweeps.plan import Plan, as_key, numbers
 
 TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
 STATIC_SETTINGS = ("solver", "optimizer", "clock", "adjoint", "batch_size", "statistics", "max_steps")
@@ -62,9 +66,11 @@ class Sweep(Plan):
 
     def cell(self, group: Group) -> program.RunCell:
         """The program of one cell of a group."""
-        return program.RunCell(
-            self.flow, self.observe, self.horizon, self.settings, self.taken, dict(group.fixed)
-        )
+        fixed = dict(group.fixed)
+        observe = self.observe
+        if "clock" in fixed:  # what is measured in time follows the clock of the cell
+            observe = {name: on_clock(one, fixed["clock"]) for name, one in observe.items()}
+        return program.RunCell(self.flow, observe, self.horizon, self.settings, self.taken, fixed)
 
     def cloud(self, **cell: Any) -> Cloud:
         """The initial cloud of a cell, at its true width."""
@@ -76,7 +82,7 @@ class Sweep(Plan):
         (group,) = (g for g in self.groups if index in g.cells)
         values = self.grid.at(index)
         inputs = {"cloud": self.cloud(**cell), "axes": {n: values[n] for n in self._traced(group)}}
-        if "batch_size" in self.settings:
+        if self._has_batches():
             inputs["key"] = self._batch_key(values)
         return self.cell(group).solution(self.shared, inputs)
 
@@ -114,7 +120,7 @@ class Sweep(Plan):
         values = [self.grid.at(cell) for cell in cells]
         inputs: dict[str, Any] = {"cloud": clouds.stack_padded([self._cloud(v) for v in values], size)}
         inputs["axes"] = {name: numbers([v[name] for v in values]) for name in self._traced(group)}
-        if "batch_size" in self.settings or "batch_size" in self.taken["solver"]:
+        if self._has_batches():
             inputs["key"] = np.stack([np.asarray(self._batch_key(v)) for v in values])
         return inputs
 
@@ -123,11 +129,11 @@ class Sweep(Plan):
         return {
             "kind": "sweep",
             "flow": describe(self.flow),
-            "data": array_text(np.concatenate([np.ravel(u) for u in jax.tree.leaves(self.shared)])),
+            "data": {name: describe(getattr(self.shared, name)) for name in ("x", "y", "weights")},
             "axes": {name: describe(list(values)) for name, values in self.grid.axes.items()},
             "init": describe(self.init),
             "nested": self.nested,
-            "key": describe(jax.random.key_data(self.key)),
+            "key": jax.random.key_data(self.key).tolist(),
             "horizon": describe(self.horizon),
             "settings": describe(self.settings),
             "observe": describe(self.observe),
@@ -141,10 +147,12 @@ class Sweep(Plan):
             for name, o in self.observe.items()
         }
         coords = {n: np.asarray(v).tolist() for o in self.observe.values() for n, v in o.coords.items()}
-        if self.shared.x.ndim == 1:
-            coords.setdefault("sample", np.asarray(self.shared.x).tolist())
+        univariate = self.shared.x.ndim == 1
+        coords.setdefault(
+            "sample", np.asarray(self.shared.x).tolist() if univariate else [*range(self.shared.size)]
+        )
         more = {"along": self.along, "variables": about, "coords": coords}
-        if self.shared.x.ndim == 1:
+        if univariate:
             more["samples"] = {name: np.asarray(getattr(self.shared, name)).tolist() for name in ("x", "y")}
         return super().layout() | more
 
@@ -154,6 +162,9 @@ class Sweep(Plan):
             values = self.grid.at(group.cells[0])
             cloud = jax.tree.map(jnp.asarray, self._cloud(values))
             self._flow_at(values).bind(self.shared).check(cloud, self.shared.x)
+
+    def _has_batches(self) -> bool:
+        return "batch_size" in self.settings or "batch_size" in self.taken["solver"]
 
     def _traced(self, group: Group) -> list[str]:
         fixed = dict(group.fixed)
@@ -251,16 +262,19 @@ def prepare(
     template = flow if isinstance(flow, Flow) else flow(**{n: first[n] for n in taken["flow"]})
     if not isinstance(template, Flow):
         raise ValueError(f"flow must return a Flow, got {type(template).__name__}")
+    _check_inputs(template, data)
     _check_labels(template, grid, taken)
     clash = sorted(set(settings) & set(named))
     if clash:
         raise ValueError(f"{clash[0]} is given both as an axis and as a setting")
     settings.setdefault("clock", "lazy")  # equal to mean-field time for alpha = m
     horizon, along = _horizon(t1, ts, steps, every, settings, grid)
+    _check_settings(solve if steps is None else descend, [*settings, *taken["solver"]])
+    recorded = choose(observe, default_observables(template.bind(data), data, settings["clock"]))
+    _check_names(grid, recorded, along["name"])
     if chunk is not None:
         chunk = _checks.whole("chunk", chunk, 1)
-    key = jax.random.key(key) if isinstance(key, int | np.integer) else key
-    clock = settings["clock"]
+    key = as_key(key)
     order = ["width", "seed", *(n for n in named if n not in static)]
     return Sweep(
         grid=grid,
@@ -268,7 +282,7 @@ def prepare(
         shared=data,
         flow=flow,
         init=init,
-        observe=choose(observe, default_observables(template.bind(data), data, clock)),
+        observe=recorded,
         horizon=horizon,
         settings=settings,
         taken=taken,
@@ -308,14 +322,15 @@ def sweep(
         init: (key, width, **axes) -> Cloud; default ``flow.init``. It gets the axes it has arguments for.
         t1, ts: end time and save times (as in ``solve``; default start and end) of a run in continuous time.
         steps, every: number of steps and steps between saves (as in ``descend``) of a run in discrete time.
-        observe: None for ``default_observables``; names of some of these; or a dict of further ones.
+        observe: None for ``default_observables``; names of some of these (``"default"`` for all of them, ``"neurons"``
+            for the coordinates of every neuron); or a dict of further ones.
         store: run directory. Finished chunks are kept there and a killed run goes on from them.
         chunk: most cells run at once; default about 2^13 particles per CPU device and 2^20 per accelerator.
         mesh: devices, axes ``sweep`` and ``particles`` (``sweeps.make_mesh``); default all devices along ``sweep``.
         waste: allowed share of padding among stored particles.
         nested: networks of one seed are prefixes of the widest; otherwise independent of each other.
         key: integer or PRNG key that all random numbers come from.
-        progress: True, False, a function (cells done, cells in all), or None: a bar if the output is a terminal.
+        progress: True, False, a function (cells done, cells in all), or None: a bar if the error output is a terminal.
         plan: settings of the solver: ``solver``, ``step``, ``rtol``, ``optimizer``, ``clock``, ... The clock is
             ``"lazy"`` by default, so that widths are compared at the same stage of training for every alpha.
 
@@ -343,7 +358,7 @@ def _make_grid(widths: Any, deltas: Any, scales: Any, axes: Any, seeds: Any) -> 
         named["scale"] = [float(s) for s in np.asarray(scales, float).ravel()]
         _checks.finite("scales", named["scale"])
     for name, values in (axes or {}).items():
-        if name in (*named, "seed", "time", "step_count", "sample", "x"):
+        if name in (*named, "seed", "step_size"):
             raise ValueError(f"axes must not use the name {name!r}, which is taken")
         named[name] = values
     count = isinstance(seeds, int | np.integer) and not isinstance(seeds, bool)
@@ -359,6 +374,44 @@ def _takes(function: Callable[..., Any], names: Sequence[str]) -> tuple[str, ...
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return tuple(n for n in names if n in parameters or (anything and n != "width"))
+
+
+def _check_settings(solver: Callable[..., Any], given: Sequence[str]) -> None:
+    """Refuses a setting that the solver of the sweep does not have."""
+    allowed = _settings_of(solver)
+    stray = next((name for name in given if name not in allowed), None)
+    if stray is None:
+        return
+    other, end = (descend, "steps") if solver is solve else (solve, "t1")
+    hint = f" (it belongs to runs with {end})" if stray in _settings_of(other) else ""
+    raise ValueError(f"settings of {solver.__name__} must be among {allowed}, got {stray!r}{hint}")
+
+
+def _settings_of(solver: Callable[..., Any]) -> list[str]:
+    """Arguments of a solver that are not the sweep's own business."""
+    own = ("t0", "ts", "every", "observe", "key", "state", "throw")
+    parameters = inspect.signature(solver).parameters.values()
+    return sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own)
+
+
+def _check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> None:
+    """Refuses observables and their axes that are called like an axis of the grid, before hours of computing."""
+    dims = {d for one in observe.values() for d in one.dims}
+    for name in (SHOWN.get(n, n) for n in grid.axes):
+        if name in PLAIN or name in observe or name in dims or name == along:
+            raise ValueError(
+                f"axes and observables need different names, got {name!r} for an axis and for something recorded"
+            )
+
+
+def _check_inputs(flow: Flow, data: Dataset) -> None:
+    univariate = isinstance(flow.feature, Univariate)
+    if (univariate and data.x.ndim != 1) or (
+        isinstance(flow.feature, TwoLayer | BatchNormed) and data.x.ndim != 2
+    ):
+        raise ValueError(
+            f"data.x must have shape {'(n,)' if univariate else '(n, d)'} for this flow, got {data.x.shape}"
+        )
 
 
 def _check_labels(flow: Flow, grid: Grid, taken: dict[str, tuple[str, ...]]) -> None:
@@ -404,7 +457,8 @@ def _horizon(
         step = min(grid.axes["step"]) if _numeric_axis(grid, "step") else settings.get("step")
         plain = isinstance(step, int | float | np.generic)
         settings["max_steps"] = _step_budget(step if plain else None, jnp.asarray(0.0), jnp.asarray(t1))
-    along = {"name": "time", "values": times.tolist(), "units": f"{settings['clock']} time"}
+    units = "time on the clock of the run" if "clock" in grid.axes else f"{settings['clock']} time"
+    along = {"name": "time", "values": times.tolist(), "units": units}
     return {"t1": float(t1), "ts": jnp.asarray(times)}, along
 
 

@@ -1,8 +1,11 @@
 """Run directories: resumed, refused, never half-read."""
 
+import io
 import json
 import os
+import re
 import shutil
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,12 +75,37 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     xarray.testing.assert_identical(run(tmp_path / "part"), whole)
 
 
+class Terminal(io.StringIO):
+    def __init__(self, interactive):
+        super().__init__()
+        self.interactive = interactive
+
+    def isatty(self):
+        return self.interactive
+
+
+def test_progress_has_a_rate_and_the_time_left_on_terminals_only(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    silent, loud = Terminal(False), Terminal(True)
+    monkeypatch.setattr(sys, "stderr", silent)
+    run()
+    assert silent.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", loud)
+    run(progress=False)
+    assert loud.getvalue() == ""
+    run()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", loud.getvalue())
+    assert "6/6" in plain and re.search(r"[0-9.]+ cells/s", plain) and re.search(r"\d:\d\d:\d\d", plain)
+    assert capsys.readouterr().out == ""  # results only
+
+
 def test_labels_units_and_provenance(tmp_path):
     ds = run(tmp_path / "run")
     assert ds.predictions.dims == ("width", "delta", "seed", "step", "x")
     assert list(ds.delta.values) == [0.0, np.inf]
     assert float(ds.x[0]) == pytest.approx(-1.2) and float(ds.x[-1]) == pytest.approx(1.2)
-    assert all("units" in ds[name].attrs for name in ds.data_vars)
+    assert all({"units", "long_name"} <= set(ds[name].attrs) for name in ds.variables)
     assert json.loads(ds.attrs["versions"])["jax"]
     settings = json.loads(ds.attrs["run"])
     assert settings["settings"] == {"step": "0.05", "clock": "lazy"} and ds.attrs["data_hash"]
@@ -215,6 +243,98 @@ def test_memory_of_the_compiled_program_is_compared_with_what_is_free(monkeypatc
     monkeypatch.setattr(runners, "free_memory", lambda device: 1000)
     with pytest.raises(ValueError, match="a chunk of .* cells with .* particles each needs"):
         run(steps=2)
+
+
+def test_a_chunk_too_large_may_be_cut_after_the_refusal(tmp_path, monkeypatch):
+    """The advice of the memory error works in the directory that the refused run has made."""
+    monkeypatch.setattr(runners, "free_memory", lambda device: 1000)
+    with pytest.raises(ValueError, match="needs .* GiB"):
+        run(tmp_path / "run", chunk=None)
+    monkeypatch.undo()
+    assert len(load(tmp_path / "run").data_vars) == 0
+    smaller = run(tmp_path / "run", chunk=1)
+    assert len(list((tmp_path / "run" / "chunks").glob("*.zarr"))) == smaller.result.size
+    xarray.testing.assert_allclose(smaller, run(), rtol=1e-12)
+    xarray.testing.assert_identical(load(tmp_path / "run"), smaller)
+
+
+def test_groups_that_are_begun_keep_their_chunks(tmp_path):
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", progress=interrupt_after(2))  # the first of two groups is begun, in chunks of 2
+    told = []
+    mixed = run(tmp_path / "run", chunk=1, progress=lambda done, total: told.append(done))
+    assert told == [4, 5, 6]
+    xarray.testing.assert_allclose(mixed, run(), rtol=1e-12)
+    xarray.testing.assert_identical(load(tmp_path / "run"), mixed)
+
+
+@pytest.mark.parametrize("left", [(), ("chunks/",), ("chunks/", ".part-0")])
+def test_a_run_killed_while_it_makes_its_store_can_be_started_again(tmp_path, left):
+    (tmp_path / "run").mkdir()
+    for name in left:
+        (tmp_path / "run" / name).mkdir() if name.endswith("/") else (tmp_path / "run" / name).write_text("{")
+    assert np.all(run(tmp_path / "run").result == 0)
+    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["chunks", "config.json"]
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch):
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", no_space)
+    with pytest.raises(StoreError, match="No space left"):
+        run(tmp_path / "run")
+    monkeypatch.undo()
+    assert np.all(run(tmp_path / "run").result == 0)
+
+
+def test_lost_and_changed_files_are_noticed(tmp_path):
+    """Zarr itself reads a missing file as zeros."""
+    run(tmp_path / "run")
+    folder = next((tmp_path / "run" / "chunks").glob("*.zarr"))
+    piece = next(f for f in (folder / "energy").rglob("*") if f.is_file() and f.name != "zarr.json")
+    piece.unlink()
+    for use in (load, run):
+        with pytest.raises(StoreError, match=r"damaged: \['energy'\].*remove .* computed again"):
+            use(tmp_path / "run")
+    shutil.rmtree(folder)
+    xarray.testing.assert_identical(run(tmp_path / "run"), run(tmp_path / "fresh"))
+
+
+class Law:
+    """An initial law with a parameter, as a user would write it."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def draw(self, key, width):
+        return self.size * width
+
+
+FACTOR = 2.0
+
+
+def helper(width):
+    return FACTOR * width
+
+
+def uses_a_helper(key, width):
+    return helper(width)
+
+
+def test_descriptions_follow_parameters_helpers_and_constants(monkeypatch):
+    assert describe(Law(1.0).draw) == describe(Law(1.0).draw) != describe(Law(2.0).draw)
+    assert describe(Law(1.0)) != describe(Law(2.0))
+    loop = Law(1.0)
+    loop.own = loop.draw  # refers to itself
+    assert "recursive" in str(describe(loop))
+    before = describe(uses_a_helper)
+    assert describe(uses_a_helper) == before
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert describe(uses_a_helper) != before
+    monkeypatch.undo()
+    monkeypatch.setitem(globals(), "helper", lambda width: 3 * width)
+    assert describe(uses_a_helper) != before
 
 
 def test_descriptions_follow_the_code_not_the_place():

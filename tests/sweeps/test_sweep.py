@@ -1,9 +1,13 @@
 """A sweep equals the loop it replaces."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import xarray
 
 import meanflow as mf
 from meanflow.solvers.sliding import Sliding
@@ -121,7 +125,7 @@ def test_values_are_those_of_the_run(plain):
         np.testing.assert_allclose(values[name], result[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_one_compilation_per_width_group(plain):
+def test_one_compilation_per_width_group(plain, caplog):
     settings, _ = plain
     data = mf.Dataset(X, jnp.cos(X), "sum")
     flow = mf.lifted("sqrt")
@@ -129,8 +133,12 @@ def test_one_compilation_per_width_group(plain):
     plan = mf.sweeps.prepare(flow, data, **changed)
     assert len(plan.groups) == 2 and len(plan.chunks) > 4 and plan.waste <= 0.15
     before = program._compile.cache_info().misses
-    plan.run()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        plan.run()
     assert program._compile.cache_info().misses - before == len(plan.groups)
+    # and so says the compiler
+    told = [record.getMessage() for record in caplog.records]
+    assert sum(text.startswith("Finished XLA compilation of jit(run)") for text in told) == len(plan.groups)
     # other numbers in the same shapes, even in a new sweep, use the same programs
     mf.sweep(flow, LINE, **changed | {"deltas": (-1.0, 1.0, 7.0), "key": 9, "step": 0.02})
     assert program._compile.cache_info().misses - before == len(plan.groups)
@@ -200,6 +208,17 @@ def test_scales_axes_of_the_solver_and_of_the_model():
             alone = mf.descend(model(0.1), cloud, LINE, 3, step=0.02, clock=clock)
             cell = ds.sel(scale=scale, strength=0.1, step_size=0.02, clock=clock)
             np.testing.assert_allclose(np.ravel(cell.energy), alone.energy, rtol=TOLERANCE)
+
+
+def test_dissipation_follows_the_clock_of_the_cell():
+    clocks = ("mean_field", "gradient", "lazy")
+    settings = {"widths": (4,), "deltas": (1.0,), "steps": 2, "observe": ("dissipation",)}
+    ds = mf.sweep(mf.lifted("sqrt"), LINE, axes={"clock": clocks}, step=0.01, **settings)
+    for clock in clocks:
+        alone = mf.sweep(mf.lifted("sqrt"), LINE, clock=clock, step=0.01, **settings)
+        np.testing.assert_allclose(ds.dissipation.sel(clock=clock), alone.dissipation, rtol=TOLERANCE)
+    start = ds.dissipation.isel(step=0, width=0, seed=0, delta=0)
+    np.testing.assert_allclose(start / start.sel(clock="mean_field"), [1.0, 1 / 4, 1 / 4], rtol=TOLERANCE)
 
 
 def test_minibatches_differ_between_cells_and_repeat():
@@ -276,12 +295,51 @@ def test_gradient_of_all_final_losses_with_respect_to_the_data():
         ({"init": lambda key, width: 3}, "must return a Cloud"),
         ({"init": lambda key, width: mf.canonical().init(key, 2)}, "cloud of the width"),
         ({"mesh": 3}, "mesh must have the axes"),
+        ({"stpe": 0.1}, "settings of descend must be among .* got 'stpe'"),
+        ({"rtol": 1e-3}, "got 'rtol' .it belongs to runs with t1"),
+        ({"axes": {"rtol": (1e-3, 1e-4)}}, "got 'rtol' .it belongs to runs with t1"),
+        ({"steps": None, "t1": 1.0, "batch_size": 2}, "it belongs to runs with steps"),
+        ({"step": "small"}, "step must be a number, got 'small'"),
+        ({"key": "abc"}, "key must be an integer or a PRNG key"),
+        ({"observe": {"delta": mf.dissipation}}, "need different names, got 'delta'"),
+        ({"observe": {"accepted_steps": mf.dissipation}}, "must not use the name 'accepted_steps'"),
+        ({"axes": {"step_size": (1, 2)}}, "taken"),
     ],
 )
 def test_bad_arguments(change, message):
     settings = {"widths": (3,), "deltas": (0.0,), "steps": 4, "step": 0.1} | change
     with pytest.raises(ValueError, match=message):
         mf.sweep(mf.lifted(), LINE, **settings)
+
+
+@pytest.mark.parametrize("name", ["t", "energy", "result", "predictions", "x"])
+def test_axes_are_not_called_like_what_is_recorded(name):
+    def model(**given):
+        return mf.canonical(variation=given[name])
+
+    with pytest.raises(ValueError, match=f"need different names, got '{name}'"):
+        mf.sweep(model, LINE, widths=(3,), axes={name: (0.1, 0.2)}, steps=1, step=0.1)
+
+
+def test_settings_that_are_objects_have_readable_distinct_labels(tmp_path):
+    settings = {"widths": (3,), "observe": ()}
+    steps = {"step": (mf.KernelStep(0.1), mf.KernelStep(0.2, 5))}
+    ds = mf.sweep(mf.canonical(), LINE, axes=steps, steps=2, store=tmp_path / "run", **settings)
+    expected = ["KernelStep(kappa=0.1, every=20)", "KernelStep(kappa=0.2, every=5)"]
+    assert ds.step_size.values.tolist() == expected
+    xarray.testing.assert_identical(mf.sweeps.load(tmp_path / "run"), ds)
+    rules = {"optimizer": (optax.sgd(0.1), optax.adam(0.1))}
+    plan = mf.sweeps.prepare(mf.canonical(), LINE, axes=rules, steps=2, **settings)
+    labels = plan.layout()["axes"]["optimizer"]
+    assert len(set(labels)) == 2 and not any("0x" in text for text in labels)
+
+
+def test_sizes_of_batches_may_be_an_axis():
+    plan = mf.sweeps.prepare(
+        mf.canonical(), LINE, widths=(4,), axes={"batch_size": (2, 3)}, steps=4, step=0.02, observe=()
+    )
+    alone = plan.single(batch_size=3)
+    np.testing.assert_allclose(plan.run().energy.sel(batch_size=3)[0, 0], alone.energy, rtol=TOLERANCE)
 
 
 def test_deltas_need_labels():
