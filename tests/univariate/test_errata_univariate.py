@@ -194,7 +194,9 @@ def test_47_velocity_in_the_plane():
     np.testing.assert_allclose(true, ours, rtol=1e-12)
     np.testing.assert_allclose(true[0], [0.279, -0.689], atol=1e-3)  # printed: (0.3, -0.4)
     # Dpi Dpi' of the map (r, theta) -> (u, v), printed as the identity
-    jacobian = jax.vmap(jax.jacobian(lambda w: balance.to_plane(Polar(*w[:, None]))[0]))(jnp.stack([r, theta], -1))
+    jacobian = jax.vmap(jax.jacobian(lambda w: balance.to_plane(Polar(*w[:, None]))[0]))(
+        jnp.stack([r, theta], -1)
+    )
     product = jnp.einsum("mij,mkj->mik", jacobian, jacobian)
     outer = lambda v: v[:, :, None] * v[:, None, :]
     np.testing.assert_allclose(product, outer(d) + (r**2)[:, None, None] * outer(t), rtol=1e-12)
