@@ -196,7 +196,7 @@ def fixed_point(
 
 
 def stability(gram: jax.Array, **layer: Any) -> np.ndarray:
-    """Eigenvalues of one ``layer_map`` (up to scale) linearised at ``gram``, largest modulus first.
+    """Eigenvalues (n(n+1)/2,) of one ``layer_map`` (up to scale) linearised at ``gram`` (n, n), largest modulus first.
 
     The derivative acts on symmetric matrices, n(n+1)/2 of them; the direction of ``gram`` itself has
     eigenvalue 0, because the scale is divided out. A fixed point attracts when all moduli are below 1. On

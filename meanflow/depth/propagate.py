@@ -33,7 +33,7 @@ WEIGHTS: dict[str, Initializer] = {
 
 
 def split_identity(key: Any, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
-    """The weights (I, -I) of the tree model, equation (9), as an initializer; fan_out must be 2 fan_in."""
+    """The weights (I, -I) of the tree model, equation (9), as an initializer; shape (fan_in, 2 fan_in)."""
     fan_in, fan_out = shape
     if fan_out != 2 * fan_in:
         raise ValueError(f"split_identity needs fan_out = 2 fan_in, got shape {shape}")

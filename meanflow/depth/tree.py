@@ -220,7 +220,7 @@ def tree(x: jax.Array | np.ndarray, depth: int, every: int = 1) -> TreeRecord:
 
 
 def merge_rate(n: int) -> float:
-    """Factor per layer of the weight separating interior samples: ((n-2)^2 + 4) / ((n-1)^2 + 1)."""
+    """Factor per layer (a scalar) of the weight separating interior samples: ((n-2)^2 + 4) / ((n-1)^2 + 1)."""
     return ((n - 2) ** 2 + 4) / ((n - 1) ** 2 + 1)
 
 

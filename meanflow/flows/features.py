@@ -23,7 +23,8 @@ def _average(weights: jax.Array, features: jax.Array) -> jax.Array:
 
 
 class Feature(eqx.Module):
-    """Base class. A feature supplies ``__call__``; it may override ``linearize`` with a faster exact form."""
+    """Base class. A feature supplies ``__call__(cloud, x)``, phi(w_i; x_j) of shape (n, m); it may override
+    ``linearize`` with a faster exact form."""
 
     record: type = eqx.field(static=True)
 

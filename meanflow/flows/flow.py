@@ -129,7 +129,7 @@ def _penalty(flow: Flow, cloud: Cloud) -> jax.Array | float:
 
 
 def energy(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    """E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i)."""
+    """E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar."""
     return _energy(_prepare(flow, cloud, data), cloud, data)
 
 
@@ -165,7 +165,7 @@ def _velocity(flow: Flow, cloud: Cloud, data: Dataset) -> Any:
 
 
 def dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    """-dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its square root is the speed of the measure."""
+    """-dE/dt = sum_i p_i <grad V, C grad V> in mean-field time, a scalar; its root is the speed of the measure."""
     return _dissipation(_prepare(flow, cloud, data), cloud, data)
 
 

@@ -20,7 +20,7 @@ def project(cloud: Cloud, sigma: jax.Array) -> Cloud:
 
 
 def lift(cloud: Cloud) -> Cloud:
-    """Inverse of ``project``: b = c bb/|bb|."""
+    """Inverse of ``project``: (a, bb) with labels c (m,) to (a, b), b = c bb/|bb| (m, d)."""
     a, bb = cloud.particles
     raw = norms(cloud)[:, None] * omega.direction(bb)
     return Cloud(Neurons(a, raw), cloud.weights, width=cloud.width)

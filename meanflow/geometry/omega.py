@@ -22,20 +22,20 @@ from meanflow.geometry.sphere import dot, norm
 
 @jax.jit
 def sigma_norm(b: jax.Array, sigma: jax.Array) -> jax.Array:
-    """|b|_S = sqrt(b' S b), the standard deviation of b . x; last axis kept with length 1."""
+    """|b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
     # whole-array product: some jax releases miscompile a vmapped w -> w' S w
     return jnp.sqrt(dot(b, b @ sigma))
 
 
 @jax.jit
 def normalize(b: jax.Array, sigma: jax.Array) -> jax.Array:
-    """T(b) = b / |b|_S, from raw weights to Omega; invariant under b -> lambda b, lambda > 0."""
+    """T(b) = b / |b|_S, (..., d), from raw weights to Omega; invariant under b -> lambda b, lambda > 0."""
     return b / sigma_norm(b, sigma)
 
 
 @jax.jit
 def direction(bb: jax.Array) -> jax.Array:
-    """The unit vector bb/|bb|: inverse of T on the unit sphere, and the isometry Omega -> sphere."""
+    """The unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere."""
     return bb / norm(bb)
 
 
@@ -47,7 +47,7 @@ def project(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def cometric_apply(bb: jax.Array, covector: jax.Array, sigma: jax.Array) -> jax.Array:
-    """G^-1 g = |bb|^2 (I - bb u')(I - u bb') g: the gradient of the metric from a differential. O(d) after S bb."""
+    """G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d): the gradient from a differential g. O(d) after S bb."""
     u = bb @ sigma
     h = covector - u * dot(bb, covector)
     return dot(bb, bb) * (h - bb * dot(u, h))
@@ -79,13 +79,13 @@ def cometric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def distance(bb: jax.Array, other: jax.Array) -> jax.Array:
-    """Geodesic distance on (Omega, G): the Euclidean angle between the two vectors. Shape (...)."""
+    """Geodesic distance on (Omega, G), in radians: the Euclidean angle of two vectors (..., d). Shape (...)."""
     return sphere.angle(direction(bb), direction(other))
 
 
 @jax.jit
 def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """Endpoint of the geodesic of G from bb with velocity v (tangent)."""
+    """Endpoint (..., d), at time 1, of the geodesic of G from bb with velocity v (tangent, |v|_G in radians)."""
     s = direction(bb)
     turn = (v - s * dot(s, v)) / norm(bb)
     return normalize(sphere.exp(s, turn), sigma)
@@ -93,14 +93,14 @@ def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def log(bb: jax.Array, other: jax.Array, sigma: jax.Array) -> jax.Array:
-    """Tangent v at bb with exp(bb, v) = other; undefined for opposite vectors."""
+    """Tangent v (..., d) at bb with exp(bb, v) = other; undefined for opposite vectors."""
     turn = sphere.log(direction(bb), direction(other))
     return norm(bb) * project(bb, turn, sigma)
 
 
 @jax.jit
 def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """One raw gradient step, then renormalise: second order, distance to exp is |v|_G^3 / 3."""
+    """One raw gradient step, then renormalise, (..., d): second order, distance to exp is |v|_G^3 / 3."""
     s = direction(bb)
     turn = (v - s * dot(s, v)) / norm(bb)
     return normalize(s + turn, sigma)
@@ -108,7 +108,7 @@ def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def volume_density(bb: jax.Array, sigma: jax.Array) -> jax.Array:
-    """d vol_G / d(Euclidean surface area of Omega) = 1 / (|bb|^d |S bb|); total volume is that of S^(d-1)."""
+    """d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
     return (norm(bb) ** -bb.shape[-1] / norm(bb @ sigma))[..., 0]
 
 
@@ -128,7 +128,7 @@ class Comparison(NamedTuple):
 
 @jax.jit
 def comparison(sigma: jax.Array) -> Comparison:
-    """The comparison constants of (Omega, G): chord <= lower * angle, angle <= (pi/2) upper * chord."""
+    """Scalars for covariance S (d, d): chord <= lower * angle, angle <= (pi/2) upper * chord on (Omega, G)."""
     spectrum = jnp.linalg.eigvalsh(sigma)
     low, high = spectrum[0], spectrum[-1]
     k = high / low

@@ -19,7 +19,7 @@ _HIGH = jax.lax.Precision.HIGHEST
 
 
 def normalise(outputs: jax.Array, epsilon: float = 0.0, reference: jax.Array | None = None) -> jax.Array:
-    """Batch norm over the first axis, by the statistics of ``reference`` (default: of the outputs)."""
+    """Batch norm of (T, ...) over the first axis, by the statistics of ``reference`` (default: the outputs')."""
     source = outputs if reference is None else reference
     return (outputs - jnp.mean(source, axis=0, keepdims=True)) / spread(source, epsilon=epsilon)
 
@@ -124,6 +124,8 @@ def batchnorm_ntk(
 def one_sided(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
     """The printed form (I/sigma^2 - h h'/(T sigma^4)) G K G, "BN NTK" eq. A.18: not symmetric, and wrong.
 
+    ``kernel`` K (T, T) and ``outputs`` f (T,) before batch norm, h = G f; (T, T).
+
     At epsilon = 0 it has the eigenvalues of B K B, because B is a multiple of a projection.
     """
     h = recenter(outputs)
@@ -134,7 +136,7 @@ def one_sided(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
 
 
 def one_sided_error(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
-    """|one_sided - B K B| / |B K B| in Frobenius norm."""
+    """|one_sided - B K B| / |B K B| in Frobenius norm, a scalar; arguments as for ``one_sided``."""
     exact = batchnorm_ntk(kernel, outputs)
     return jnp.linalg.norm(one_sided(kernel, outputs) - exact) / jnp.linalg.norm(exact)
 
@@ -153,8 +155,8 @@ def last_hidden_ntk(
 
     f = sum_i a_i phi(gamma_i y_i + beta_i), y = batch norm of z = H W' over the batch. Each unit's
     normalisation couples samples, yet K_W needs Gram matrices alone: with C = G H H' G, D_it = a_i gamma_i
-    phi'_it / s_i, U = D y, V = D (y C), K_W = (D'D) C - (U'V + V'U)/T + U' diag(y_i C y_i) U / T^2 (o:
-    elementwise).
+    phi'_it / s_i, U = D o y, V = D o (y C) and o the elementwise product,
+    K_W = (D'D) o C - (U'V + V'U)/T + U' diag(y_i C y_i) U / T^2.
 
     Args:
         hidden: H (T, n), the layer's input.

@@ -17,7 +17,7 @@ from meanflow.activations import Activation, resolve
 
 
 class Dual(NamedTuple):
-    """``value`` = E[phi(u) phi(v)], ``slope`` = E[phi'(u) phi'(v)]."""
+    """``value`` = E[phi(u) phi(v)], ``slope`` = E[phi'(u) phi'(v)]; shapes of the (co)variances given."""
 
     value: jax.Array
     slope: jax.Array

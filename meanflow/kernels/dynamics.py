@@ -201,7 +201,7 @@ def linearised_batchnorm(
 
 
 def alignment(kernel: jax.Array, y: jax.Array, *, centred: bool = False) -> jax.Array:
-    """<K, y y'> / (|K| |y y'|) in [0, 1]: how much of the kernel points along the target.
+    """<K, y y'> / (|K| |y y'|) in [0, 1], K (T, T), y (T,): how much of the kernel points along the target.
 
     ``centred`` removes the means of K's rows and columns and of y first.
     """
@@ -213,7 +213,7 @@ def alignment(kernel: jax.Array, y: jax.Array, *, centred: bool = False) -> jax.
 
 
 def kernel_drift(kernels: jax.Array, reference: jax.Array | None = None) -> jax.Array:
-    """|K_i - K_0| / |K_0| (Frobenius) for kernels stacked along axis 0; K_0 is the first by default."""
+    """|K_i - K_0| / |K_0| (Frobenius), (k,), for kernels (k, T, T); K_0 is the first by default."""
     base = kernels[0] if reference is None else reference
     change = jnp.sqrt(jnp.sum((kernels - base[None]) ** 2, axis=tuple(range(1, kernels.ndim))))
     return change / jnp.linalg.norm(base.reshape(-1))

@@ -222,7 +222,7 @@ class Prediction(NamedTuple):
 
 
 def predict_spectrum(kappa: Kappas, *, depth: int, width: int, samples: int) -> Prediction:
-    """Spectrum of (L-1) N M, M = (k1 - k2) I + k2 11': exact for that matrix ("BN NTK" A.21-A.27)."""
+    """Spectrum of (L-1) N M, M = (k1 - k2) I + k2 11' (T, T): exact for that matrix ("BN NTK" A.21-A.27)."""
     scale = (depth - 1) * width
     return Prediction(
         scale * kappa.one,

@@ -37,7 +37,7 @@ class Sandwich(NamedTuple):
 
 @jax.jit
 def paired_distance(x: jax.Array, y: jax.Array) -> jax.Array:
-    """mean_i |x_i - y_i|: the cost of pairing equal inputs, an upper bound on W_1, equal for small drifts."""
+    """mean_i |x_i - y_i| for (N, d): the cost of pairing equal inputs, at least W_1, equal for small drifts."""
     return jnp.mean(jnp.linalg.norm(x - y, axis=1))
 
 

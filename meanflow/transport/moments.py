@@ -11,7 +11,7 @@ from meanflow import _checks
 
 
 class Moments(NamedTuple):
-    """Mean, variance, skewness and excess kurtosis, one entry a feature."""
+    """Mean, variance, skewness and excess kurtosis, one entry a feature: (d,) for x (N, d)."""
 
     mean: jax.Array
     variance: jax.Array

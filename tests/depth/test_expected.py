@@ -100,6 +100,15 @@ def test_rescaled_angles():
     assert abs(degrees(rescaled_cosine_limit()) - 58.75) < 0.005
 
 
+def test_dividing_by_the_standard_deviation_without_recentring_collapses_the_angles():
+    """Equation (2) read literally, n = 10: 70 degrees after one layer, 1.03 after 30, and falling."""
+    x = jax.random.normal(jax.random.key(0), (10, 50))
+    run = depth.expected_gram(x @ x.T, 30, recenter=False, rescale="std")
+    angle = [float(depth.pair_angles(gram).mean()) for gram in run]
+    np.testing.assert_allclose([angle[1], angle[-1]], [70.46, 1.03], atol=0.01)
+    assert np.all(np.diff(angle) < 0)
+
+
 @pytest.mark.parametrize("n, top", [(3, 0.781), (10, 0.967), (20, 0.985)])
 def test_symmetric_state_is_stable(n, top):
     c = depth.batchnorm_cosine(n)
@@ -180,6 +189,9 @@ def test_blocks_are_the_full_recursion():
 
 def test_odd_state_is_a_stable_fixed_point_and_the_cluster_keeps_an_angle():
     state = depth.odd_state(10)
+    np.testing.assert_allclose(
+        [state.norm_ratio, state.odd_angle, state.cluster_angle], [7.412, 88.71, 45.20], atol=6e-3
+    )
     gram = state.blocks.expand()
     image = depth.layer_map(gram)
     np.testing.assert_allclose(image * 10 / jnp.trace(image), gram, atol=1e-11)

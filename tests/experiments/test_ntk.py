@@ -1,6 +1,7 @@
 """The BN NTK tables and experiments; all but the smallest are long."""
 
 import jax
+import numpy as np
 import pytest
 
 from meanflow.experiments import ntk
@@ -16,6 +17,19 @@ from meanflow.experiments import ntk
 def test_quick(experiment, options):
     outcome = experiment(**options)
     assert outcome.passed, str(outcome)
+
+
+def check_quoted(experiment, data):
+    """The numbers that the errata quote from these runs."""
+    if experiment is ntk.printed_kernel:
+        means = [data[case].mean() for case in ("random, relu", "line, relu", "line, tanh")]
+        np.testing.assert_allclose(means, [0.068, 0.79, 0.80], rtol=0.02)
+    if experiment is ntk.variance_ratio:
+        np.testing.assert_allclose(data["relu"], [0.253, 0.243, 0.235], rtol=0.02)
+        np.testing.assert_allclose(data["tanh"], [0.377, 0.375, 0.362], rtol=0.02)
+    if experiment is ntk.lazy_training:
+        np.testing.assert_allclose(data["BN, frozen K_BN"], [0.51, 0.59, 0.67], atol=0.01)
+        np.testing.assert_allclose(data["BN, frozen K before BN"], [0.022, 0.0077, 0.0021], rtol=0.05)
 
 
 @pytest.mark.slow
@@ -35,6 +49,7 @@ def test_quick(experiment, options):
 def test_full(experiment):
     outcome = experiment()
     assert outcome.passed, str(outcome)
+    check_quoted(experiment, outcome.data)
 
 
 @pytest.mark.slow

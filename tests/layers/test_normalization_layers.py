@@ -139,12 +139,14 @@ def test_unit_norms_at_alpha_one():
     np.testing.assert_allclose(np.linalg.norm(pixel(image), axis=-1), 1.0, rtol=1e-12)
 
 
-def test_images_are_not_bounded_by_two():
+@pytest.mark.parametrize("side", [32, 16, 8])
+def test_images_are_not_bounded_by_two(side):
     """Algorithm 2 with the paper's n has 2 HW for Theorem 3.1's 2, reached by an image and its negative."""
-    image = jnp.asarray(batch(0, (1, 8, 8, 3)))
+    image = jnp.asarray(batch(0, (1, side, side, 3)))
     layer = Unitize(3, alpha_init=1.0, train_alpha=False, n="pixels", epsilon=0.0, param_dtype=jnp.float64)
     rows = [layer(u).reshape(1, -1) for u in (image, -image)]
-    assert float(wasserstein(*rows)) == pytest.approx(2 * 64)
+    assert float(jnp.linalg.norm(rows[0])) == pytest.approx(side**2)  # 1024, 256, 64
+    assert float(wasserstein(*rows)) == pytest.approx(2 * side**2)
 
 
 def test_conv_on_one_pixel_is_dense():
@@ -166,7 +168,7 @@ def test_factor_does_not_depend_on_resolution_at_fixed_n():
 
 
 @pytest.mark.parametrize(
-    ("channels", "side", "p"), [(16, 32, 8.0), (32, 16, 2.83), (64, 8, 1.0), (64, 56, 7.0)]
+    ("channels", "side", "p"), [(16, 32, 8.0), (32, 16, 2.83), (64, 8, 1.0), (64, 56, 7.0), (2048, 7, 0.155)]
 )
 def test_the_papers_n_amplifies_early_layers(channels, side, p):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, side, side, channels)))

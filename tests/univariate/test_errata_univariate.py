@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from scipy.integrate import solve_ivp
 
 import meanflow as mf
 from meanflow.flows import univariate as uni
@@ -33,7 +35,8 @@ def test_5_angle_needs_atan2():
     f = mf.predict(uni.full(), RAW, X)
     ours = mf.predict(uni.canonical(), Cloud(polar), X)
     printed = mf.predict(uni.canonical(), Cloud(Polar(polar.r, jnp.arctan(-b / a))), X)
-    assert np.max(np.abs(ours - f)) < 1e-14 and np.max(np.abs(printed - f)) > 0.1
+    assert np.max(np.abs(ours - f)) < 1e-15
+    np.testing.assert_allclose(np.max(np.abs(printed - f)), 0.384, atol=1e-3)
 
 
 def test_2_3_knot_sign():
@@ -114,6 +117,7 @@ def test_45_and_21_need_alpha_over_m():
     got, _ = balance.split(r / np.sqrt(7), delta)
     np.testing.assert_allclose(got**2, c**2, rtol=1e-12)
     printed = (delta + np.sqrt(delta**2 + 4 * r**2)) / 2
+    np.testing.assert_allclose([c[0] ** 2, printed[0]], [0.25, 1.117], atol=1e-3)
     assert np.min(np.abs(printed - c**2)) > 0.1
     # proof of Lemma 7, printed: r^2 in the place of q^2 = c^2 n^2
     n2 = a**2 + b**2
@@ -123,6 +127,7 @@ def test_45_and_21_need_alpha_over_m():
     np.testing.assert_allclose(turning * r**2, 7 * c**2, rtol=1e-12)  # printed: c^2
     np.testing.assert_allclose(radial, 7 * (a**2 + b**2 + c**2), rtol=1e-12)
     np.testing.assert_allclose(radial, r**2 / c**2 + 7 * c**2, rtol=1e-12)
+    np.testing.assert_allclose((turning * r**2)[0], 1.75, rtol=1e-12)  # printed: 0.25
     assert np.min(np.abs(turning * r**2 - c**2)) > 0.1
 
 
@@ -180,14 +185,22 @@ def test_lemma_7_under_gradient_descent():
 
 
 def test_47_velocity_in_the_plane():
-    r, theta = jnp.array([-1.5, 2.0]), jnp.array([0.7, 2.5])
+    r, theta = jnp.array([-1.7, 2.0]), jnp.array([0.8, 2.5])
     rate = Polar(jnp.array([0.3, 0.3]), jnp.array([-0.4, -0.4]))
     _, true = jax.jvp(balance.to_plane, (Polar(r, theta),), (rate,))
     d = balance.unit(theta)
     t = jnp.stack([-d[:, 1], d[:, 0]], -1)
     ours = (jnp.sign(r) * rate.r)[:, None] * d + (jnp.abs(r) * rate.theta)[:, None] * t
     np.testing.assert_allclose(true, ours, rtol=1e-12)
-    assert np.max(np.abs(true - jnp.stack([rate.r, rate.theta], -1))) > 0.1
+    np.testing.assert_allclose(true[0], [0.279, -0.689], atol=1e-3)  # printed: (0.3, -0.4)
+    # Dpi Dpi' of the map (r, theta) -> (u, v), printed as the identity
+    jacobian = jax.vmap(jax.jacobian(lambda w: balance.to_plane(Polar(*w[:, None]))[0]))(
+        jnp.stack([r, theta], -1)
+    )
+    product = jnp.einsum("mij,mkj->mik", jacobian, jacobian)
+    outer = lambda v: v[:, :, None] * v[:, None, :]
+    np.testing.assert_allclose(product, outer(d) + (r**2)[:, None, None] * outer(t), rtol=1e-12)
+    assert np.max(np.abs(product - jnp.eye(2)[None])) > 1
 
 
 def test_after_21_large_delta_is_planar_not_canonical():
@@ -200,6 +213,34 @@ def test_after_21_large_delta_is_planar_not_canonical():
     np.testing.assert_allclose(big / ratio(mf.velocity(uni.canonical(), bare, DATA)), 4.0, rtol=1e-5)
 
 
+def test_after_21_full_flow_approaches_the_planar_flow_as_delta_to_the_minus_two():
+    """Both flows by scipy, a few neurons that cross no kink: after the time 0.1/delta in the plane (u, v)."""
+    start = np.array([[0.5, 1.2], [0.8, 1.4], [-0.6, 1.5]])  # (u, v), all samples active, r > 0
+    x, y = np.stack([X, np.ones(4)], 1), np.asarray(DATA.y)
+
+    def pull(total):
+        return (x @ total / 3 - y) @ x  # G: every sample is active
+
+    def planar(t, w):
+        return -np.tile(pull(w.reshape(3, 2).sum(0)), 3)
+
+    def full(t, z):
+        p, c = z[:6].reshape(3, 2), z[6:]
+        force = pull((c[:, None] * p).sum(0))
+        return np.concatenate([(-c[:, None] * force).ravel(), -p @ force])
+
+    options = {"rtol": 1e-12, "atol": 1e-13, "method": "DOP853"}
+    limit = solve_ivp(planar, (0, 0.1), start.ravel(), **options).y[:, -1].reshape(3, 2)
+    assert np.all(limit @ x.T > 0.1) and np.max(np.abs(limit - start)) > 0.1
+    errors, deltas = [], (1e1, 1e2, 1e4)
+    for delta in deltas:
+        c, n = balance.split(jnp.linalg.norm(start, axis=1), jnp.full(3, delta))
+        p = start / np.linalg.norm(start, axis=1, keepdims=True) * np.asarray(n)[:, None]
+        end = solve_ivp(full, (0, 0.1 / delta), np.concatenate([p.ravel(), c]), **options).y[:, -1]
+        errors.append(np.max(np.abs(end[6:, None] * end[:6].reshape(3, 2) - limit)))
+    np.testing.assert_allclose(errors, [1.195e-2, 1.240e-4, 1.240e-8], rtol=0.01)
+
+
 def test_after_21_alpha_does_not_choose_a_direction():
     ratios = []
     for alpha in ("m", "sqrt", "one"):
@@ -208,6 +249,21 @@ def test_after_21_alpha_does_not_choose_a_direction():
         ratios.append(turning * polar.particles.r**2 / radial)
     np.testing.assert_allclose(ratios[0], ratios[1], rtol=1e-12)
     np.testing.assert_allclose(ratios[0], ratios[2], rtol=1e-12)
+    a, b, c = RAW.particles
+    np.testing.assert_allclose(ratios[0], c**2 / (a**2 + b**2 + c**2), rtol=1e-12)
+
+
+def test_section_4_the_kernel_regime_is_set_by_q_not_by_r():
+    """Turning share at alpha = 1, m = 100, r = 10: q = 0.1. Printed -delta << r^2, true -delta >> 2 |q| = 0.2."""
+    cloud = lambda delta: Cloud(Polar(jnp.full(100, 10.0), jnp.zeros(100)), labels=delta)
+
+    def share(delta):
+        radial, turning = uni.lifted("one").space.mobility(cloud(delta))
+        return float((turning * 100.0 / radial)[0])
+
+    assert share(-1e-3) == pytest.approx(0.4975, abs=1e-4)  # far below r^2 = 100, and not frozen at all
+    assert share(-20.0) < 1e-4  # far above 0.2, although below r^2: frozen
+    assert share(20.0) > 1 - 1e-4
 
 
 def test_16_the_signed_measure_carries_r():
