@@ -162,13 +162,18 @@ def make_groups(
     ]
 
 
-def make_chunks(groups: Sequence[Group], chunk: int | None, particles: int) -> list[Chunk]:
-    """Cuts each group into chunks of one length: at most ``chunk`` cells, or about ``particles`` stored particles."""
+def make_chunks(groups: Sequence[Group], chunk: int | None, particles: int, devices: int = 1) -> list[Chunk]:
+    """Cuts each group into chunks of one length: at most ``chunk`` cells, or about ``particles`` a device.
+
+    Without ``chunk`` the length is a multiple of ``devices``, so that none of them is idle.
+    """
     lengths = []
     for group in groups:
-        most = max(1, particles // max(group.size, 1)) if chunk is None else chunk
-        pieces = -(-len(group.cells) // most)
-        lengths.append(-(-len(group.cells) // pieces))  # equal pieces: the last chunk has less filling
+        count = len(group.cells)
+        most = devices * max(1, particles // max(group.size, 1)) if chunk is None else chunk
+        pieces = -(-count // most)
+        length = -(-count // pieces)  # equal pieces: the last chunk has less filling
+        lengths.append(length if chunk is not None else min(count, _round_up(length, devices)))
     return cut(groups, lengths)
 
 

@@ -40,7 +40,7 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.chunks = grids.make_chunks(self.groups, self.chunk, _particle_budget())
+        self.chunks = grids.make_chunks(self.groups, self.chunk, _particle_budget(), jax.device_count())
 
     def cell(self, group: Group) -> Any:
         """The program of one cell of a group."""
@@ -165,5 +165,5 @@ def as_key(key: Any) -> jax.Array:
 
 
 def _particle_budget() -> int:
-    """Particles per chunk: enough to fill the devices, few enough to stay in cache (CPU) and to checkpoint often."""
-    return (2**13 if jax.default_backend() == "cpu" else 2**20) * jax.device_count()
+    """Particles of a chunk on each device: enough to hide the cost of a step, few enough to store often."""
+    return 2**15 if jax.default_backend() == "cpu" else 2**20

@@ -49,8 +49,17 @@ def run_chunks(
     results: dict[str, dict[str, np.ndarray]] = {}
     cells_left = sum(len(c.cells) for c, done in zip(job.chunks, finished, strict=True) if not done)
     with _reporter(progress, job.grid.size, job.grid.size - cells_left) as report:
+
+        def collect(chunk: Chunk, running: Any) -> None:
+            out = hosts.gather(running)
+            results[chunk.name] = {name: u[: len(chunk.cells)] for name, u in out.items()}
+            if stored:  # on every process: all must hear whether the write succeeded
+                _save(store, chunk.name, results[chunk.name])
+            report(len(chunk.cells))
+
         compiled: dict[int, Any] = {}
         shared = program.spread(job.shared, mesh)
+        ahead: list[tuple[Chunk, Any]] = []
         for chunk, done in zip(job.chunks, finished, strict=True):
             group = job.groups[chunk.group]
             if done:
@@ -64,11 +73,12 @@ def run_chunks(
                 _check_memory(run, group, chunk, mesh)
                 compiled[chunk.group] = run
             arrays, _ = eqx.partition((cell, shared, inputs), eqx.is_array)
-            out = hosts.gather(compiled[chunk.group](arrays))
-            results[chunk.name] = {name: u[: len(chunk.cells)] for name, u in out.items()}
-            if stored:  # on every process: all must hear whether the write succeeded
-                _save(store, chunk.name, results[chunk.name])
-            report(len(chunk.cells))
+            # one chunk ahead: the devices go on while the host writes, reports and prepares
+            ahead.append((chunk, compiled[chunk.group](arrays)))
+            if len(ahead) > 1:
+                collect(*ahead.pop(0))
+        for chunk, running in ahead:
+            collect(chunk, running)
     return results
 
 
@@ -120,7 +130,9 @@ def _check_memory(compiled: Any, group: Group, chunk: Chunk, mesh: Mesh | None) 
     usage = compiled.memory_analysis()
     if usage is None:
         return
-    needed = usage.temp_size_in_bytes + usage.argument_size_in_bytes + usage.output_size_in_bytes
+    # one chunk runs while another waits or is collected
+    held = 2 * (usage.argument_size_in_bytes + usage.output_size_in_bytes)
+    needed = usage.temp_size_in_bytes + held
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     # simulated devices of one host share its memory
     sharing = 1 if mesh is None or device.platform != "cpu" else len(mesh.local_devices)

@@ -53,6 +53,15 @@ def test_chunks_hold_every_cell_once_in_one_length_per_group():
     assert fixed == {"x", "y"}
 
 
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_chunks_leave_no_device_idle(devices):
+    grid = Grid({"width": (300,), "seed": tuple(range(22))})
+    groups = make_groups(grid, [], 0.0, 1, ["seed"])
+    chunks = make_chunks(groups, None, 400, devices)  # one cell of 300 fits on a device
+    assert {c.length for c in chunks} == {devices}
+    assert [c for piece in chunks for c in piece.cells] == list(range(22))
+
+
 def test_cells_are_found_by_their_values():
     grid = Grid({"width": (3, 5), "delta": (-np.inf, 0.0, np.inf), "seed": (7,)})
     for cell in range(grid.size):
