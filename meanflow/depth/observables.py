@@ -23,7 +23,8 @@ def cosines(gram: jax.Array) -> jax.Array:
     """Pairwise cosines (..., n, n) in [-1, 1]; 0 wherever one of the two samples is zero."""
     length = norms(gram)
     scale = length[..., :, None] * length[..., None, :]
-    return jnp.where(scale > 0, jnp.clip(gram / jnp.where(scale > 0, scale, 1), -1.0, 1.0), 0.0)
+    zero = scale == 0  # not "> 0": NaN stays NaN
+    return jnp.where(zero, 0.0, jnp.clip(gram / jnp.where(zero, 1, scale), -1.0, 1.0))
 
 
 def angles(gram: jax.Array) -> jax.Array:

@@ -192,6 +192,7 @@ def test_observables_of_simple_batches():
     gram = observables.gram(x)
     expected = [[0, 90, 45, 180], [90, 90, 90, 90], [45, 90, 0, 135], [180, 90, 135, 0]]
     np.testing.assert_allclose(observables.angles(gram), expected, atol=1e-5)
+    assert np.all(np.isnan(observables.angles(gram.at[2, 2].set(jnp.nan))[2]))  # a failure is not 90 degrees
     np.testing.assert_allclose(observables.norms(gram), [3, 0, np.sqrt(2), 2], rtol=1e-14)
     np.testing.assert_array_equal(observables.cluster_labels(gram, 50.0), [0, 1, 0, 3])
     assert observables.clusters(gram, 50.0) == 3

@@ -68,6 +68,18 @@ def test_links_resolve(page):
             assert anchor in anchors(place.read_text()), f"{link} in {page.name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_rows_of_tables_are_complete(page):
+    """As many cells as the head has; a bar inside a formula would cut it in two."""
+    width = 0
+    for line in BLOCK.sub("", page.read_text()).splitlines():
+        if not line.startswith("|"):
+            width = 0
+            continue
+        width = width or line.count("|")
+        assert line.count("|") == width and line.endswith("|"), line
+
+
 @functools.cache
 def names_in(path):
     """Names of the functions and classes of a file."""

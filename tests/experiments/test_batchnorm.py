@@ -30,3 +30,9 @@ def test_bounds_of_theorem_4():
 def test_long_experiments(name):
     outcome = getattr(batchnorm, name)()
     assert outcome.passed, str(outcome)
+    if name == "figure_1":  # the numbers of the errata
+        values = {c.name: c.value for c in outcome.criteria}
+        assert values["probe anisotropy of BN"] == pytest.approx(7.1, rel=0.05)
+        assert values["probe anisotropy of vanilla"] == pytest.approx(1.4, rel=0.05)
+        ratio = outcome.data["peak_ratio_at_equal_loss"]
+        assert 0.15 < ratio.min() < ratio.max() < 0.75

@@ -317,3 +317,63 @@ def test_batch_norm_before_every_activation():
     assert abs(diagonal - 1.7334) < 0.15 * 1.7334 and abs(off - 0.1592) < 0.06
     assert abs(diagonal - 1.7334) < abs(diagonal - 1.5743)
     assert abs(diagonal - off - 1.5743) < abs(diagonal - off - 1.7334)
+
+
+def kernel_by_hand(network, width, seed):
+    """K at T = N, L = 3, orthogonal inputs, weights only: back-propagation written out in numpy; and the weights."""
+    rng = np.random.default_rng([width, seed])
+    sw2 = 1.5 if network == "tanh" else 2.0
+    one, two, readout = (rng.normal(size=s) * np.sqrt(sw2 / width) for s in [(width, width)] * 2 + [width])
+    x = np.sqrt(width) * np.eye(width)  # rows are samples
+    z1 = x @ one
+    if network == "hidden":  # batch norm before both activations couples the samples
+        s1 = z1.std(0)
+        y1 = (z1 - z1.mean(0)) / s1
+        h1 = np.maximum(y1, 0)
+        z2 = h1 @ two
+        s2 = z2.std(0)
+        y2 = (z2 - z2.mean(0)) / s2
+        h2 = np.maximum(y2, 0)
+        back = lambda d, y, s: (d - d.mean(1, keepdims=True) - y * np.mean(d * y, axis=1, keepdims=True)) / s
+        d2 = np.zeros((width,) * 3)  # (output t, sample, neuron)
+        d2[np.arange(width), np.arange(width)] = readout * (y2 > 0)
+        d2 = back(d2, y2, s2)
+        d1 = back((d2 @ two.T) * (y1 > 0), y1, s1)
+        pair = lambda d, gram: d.reshape(width, -1) @ np.einsum("sr,trn->tsn", gram, d).reshape(width, -1).T
+        kernel = h2 @ h2.T + pair(d2, h1 @ h1.T) + width * pair(d1, np.eye(width))  # x x' = N I
+    else:
+        phi, slope = {
+            "relu": (lambda z: np.maximum(z, 0), lambda z: 1.0 * (z > 0)),
+            "tanh": (np.tanh, lambda z: 1 - np.tanh(z) ** 2),
+        }[network]
+        h1 = phi(z1)
+        z2 = h1 @ two
+        h2 = phi(z2)
+        d2 = slope(z2) * readout
+        d1 = slope(z1) * (d2 @ two.T)
+        kernel = h2 @ h2.T + (d2 @ d2.T) * (h1 @ h1.T) + (d1 @ d1.T) * (x @ x.T)
+    return kernel, (one, two, readout[:, None])
+
+
+def test_kernel_by_hand_is_the_engine_s():
+    kernel, weights = kernel_by_hand("hidden", 12, 0)
+    ours = kernels.empirical_ntk(
+        normed, [jnp.asarray(w) for w in weights], np.sqrt(12) * jnp.eye(12), stats="batch"
+    )
+    np.testing.assert_allclose(kernel, ours, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("network", "sizes", "exponents"),
+    [
+        ("relu", (128, 256, 512), (2.99, 1.99)),
+        ("tanh", (128, 256, 512), (2.06, 1.06)),  # odd, no bias: kappa_2 = 0
+        ("hidden", (32, 64, 128), (2.79, 1.93)),  # 2.92 and 1.95 from 64 to 192
+    ],
+)
+def test_table_2_exponents_by_hand(network, sizes, exponents):
+    """Of v and lambda_max. Printed: 3 and 2 for every plain network; 3/2 and at most 3/2 under batch norm."""
+    spectra = [[np.linalg.eigvalsh(kernel_by_hand(network, n, k)[0]) for k in range(3)] for n in sizes]
+    means = [np.mean([(s.var(), s[-1]) for s in runs], axis=0) for runs in spectra]
+    slopes = np.polyfit(np.log(sizes), np.log(means), 1)[0]
+    np.testing.assert_allclose(slopes, exponents, atol=0.02)

@@ -60,7 +60,11 @@ def test_figure_7():
 
 @pytest.mark.slow
 def test_figure_8():
-    check(figures.figure_8())
+    """And the numbers of the errata: delta does not move in training, the share of c^2 falls with the width."""
+    outcome = figures.figure_8()
+    check(outcome)
+    assert np.max(np.abs(outcome.data["delta_change"])) == pytest.approx(1.1e-4, rel=0.3)
+    np.testing.assert_allclose(outcome.data["fraction"], [0.37, 5.5e-4, 2.0e-5], rtol=0.3)
 
 
 @pytest.mark.slow
