@@ -1,12 +1,15 @@
 """The command ``meanflow``: sweeps from configuration files, run directories, benchmarks, information.
 
-Exit codes: 0 success, 1 some cells failed, 2 bad usage or configuration, 3 a run directory that cannot be used.
+Exit codes: 0 success, 1 some cells failed, 2 bad usage or configuration, 3 a run directory that cannot be used, 130
+interrupted.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import json
+import math
 import pathlib
 import pkgutil
 import sys
@@ -21,7 +24,7 @@ BAD_JAX = {
     "0.11.0": "crashes on CPU",
     "0.11.1": "crashes on CPU, breaks flax",
 }
-FAILED_CELLS = 1
+FAILED_CELLS, INTERRUPTED = 1, 130
 
 
 class _Failure(click.ClickException):
@@ -37,18 +40,42 @@ class _BadStore(_Failure):
 
 
 def _guard(function: Any) -> Any:
-    """Turns ValueError into a message with exit code 2, and store errors into one with 3."""
-    import functools
+    """Turns ValueError and OSError into a message with exit code 2, and store errors into one with 3."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except ValueError as problem:
+        except (ValueError, OSError) as problem:
             store = type(problem).__name__ == "StoreError"
             raise (_BadStore if store else _Failure)(str(problem)) from None
+        except KeyboardInterrupt:
+            click.echo(
+                "interrupted; finished chunks of a run with --store are kept, see meanflow resume", err=True
+            )
+            sys.exit(INTERRUPTED)
 
     return guarded
+
+
+def _print_json(value: Any) -> None:
+    """One line of JSON that every parser takes: NaN becomes null, infinities the texts "inf" and "-inf"."""
+
+    def strict(u: Any) -> Any:
+        if isinstance(u, dict):
+            return {str(k): strict(v) for k, v in u.items()}
+        if isinstance(u, list | tuple):
+            return [strict(v) for v in u]
+        if isinstance(u, float) and not math.isfinite(u):
+            return None if math.isnan(u) else str(u)
+        return u if u is None or isinstance(u, bool | int | float | str) else strict(_plain(u))
+
+    click.echo(json.dumps(strict(value), allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and jax as Python's own; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,12 +88,19 @@ def main() -> None:
       meanflow sweep regimes.toml
       meanflow sweep regimes.toml --store runs/a --set run.steps=500 --set grid.seeds=2
       meanflow sweep --flow lifted --alpha sqrt --data sine --widths 50,200 --deltas -inf,0,inf \\
-                     --steps 2000 --kernel-step 0.2 --store runs/b
+                     --steps 2000 --every 50 --kernel-step 0.2 --observe default,neurons --store runs/b
       meanflow resume runs/b
       meanflow show runs/b --variable angle_displacement
       meanflow report runs/b
       meanflow info
     """
+
+
+_DISTRIBUTED = click.option(
+    "--distributed",
+    is_flag=True,
+    help="One of several processes (Slurm, TPU pods, ...): start the same command once per process.",
+)
 
 
 def _precision(request: dict[str, Any]) -> None:
@@ -88,8 +122,12 @@ def _use_all_cores() -> None:
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
-def _execute(request: dict[str, Any], store: str | None, as_json: bool) -> None:
-    from meanflow.sweeps import make_mesh
+def _execute(request: dict[str, Any], store: str | None, as_json: bool, distributed: bool) -> None:
+    if distributed:
+        import jax
+
+        jax.distributed.initialize()
+    from meanflow.sweeps import hosts, make_mesh, summary
     from meanflow.sweeps.request import build
 
     _precision(request)
@@ -97,27 +135,22 @@ def _execute(request: dict[str, Any], store: str | None, as_json: bool) -> None:
     plan.request = request
     mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
     data = plan.run(store=store, mesh=mesh)
-    failed = int((data.result != 0).sum()) - int((data.result == _code(data, "event_occurred")).sum())
-    summary = {
+    failed = int(summary.failed(data).sum())
+    numbers = {
         "store": store,
         "cells": plan.grid.size,
         "failed": failed,
         "programs": len(plan.groups),
         "waste": round(plan.waste, 4),
     }
-    if as_json:
-        click.echo(json.dumps(summary))
-    else:
-        _table(data, "energy")
+    if as_json and hosts.is_lead():
+        _print_json(numbers)
+    elif hosts.is_lead():
+        summary.print_table(data, "energy")
         where = f", stored in {store}" if store else " (not stored; pass --store DIR to keep them)"
         click.echo(f"{plan.grid.size} runs in {len(plan.groups)} compiled programs, {failed} failed{where}")
     if failed:
         sys.exit(FAILED_CELLS)
-
-
-def _code(data: Any, name: str) -> int:
-    flags = dict(zip(data.result.flag_meanings.split(), data.result.flag_values, strict=True))
-    return int(flags[name])
 
 
 @main.command()
@@ -131,17 +164,35 @@ def _code(data: Any, name: str) -> int:
 @click.option("--data", help="Named data: sine, square, ridge; or an .npz file.")
 @click.option("--widths", help="Comma-separated widths.")
 @click.option("--deltas", help="Comma-separated balances; -inf and inf allowed.")
+@click.option("--scales", help="Comma-separated factors of the initial amplitudes.")
 @click.option("--seeds", type=int, help="Number of seeds.")
 @click.option("--steps", type=int, help="Steps of descent.")
+@click.option("--every", type=int, help="Steps between saves; default start and end only.")
 @click.option("--t1", type=float, help="End time, instead of --steps.")
 @click.option("--step", type=float, help="Step size.")
 @click.option("--kernel-step", type=float, help="Step size as a fraction of 1/lambda_max of the kernel.")
+@click.option(
+    "--observe",
+    help="Comma-separated observables; default stands for the usual ones, neurons for what the report animates.",
+)
+@_DISTRIBUTED
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
 @_guard
 def sweep(
-    config: str | None, changes: tuple[str, ...], store: str | None, as_json: bool, **flags: Any
+    config: str | None,
+    changes: tuple[str, ...],
+    store: str | None,
+    distributed: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Run a sweep from CONFIG (TOML) or from flags; flags override the file.
+
+    \b
+    Examples:
+      meanflow sweep regimes.toml --set run.steps=500
+      meanflow sweep --flow batchnorm --data ridge --widths 50,100 --t1 20 --store runs/a --json
+      srun --ntasks-per-node=4 --gpus-per-node=4 meanflow sweep regimes.toml --distributed
 
     \b
     Example configuration:
@@ -159,6 +210,7 @@ def sweep(
       steps = 2000
       every = 200
       step = {kernel = 0.2}
+      observe = ["default", "neurons"]
     """
     from meanflow.sweeps import request as requests
 
@@ -171,11 +223,18 @@ def sweep(
     for change in changes:
         place, parsed = _setting(change)
         table, dot, key = place.partition(".")
-        if not dot:
-            raise click.UsageError(f"--set needs TABLE.KEY=VALUE, got {change!r}")
-        tables.setdefault(table, {})[key] = parsed
+        if dot:
+            tables.setdefault(table, {})[key] = parsed
+        elif isinstance(parsed, dict) or table == "store":
+            tables[table] = parsed
+        else:
+            raise click.UsageError(
+                f"--set needs TABLE.KEY=VALUE or TABLE={{KEY = VALUE, ...}}, got {change!r}"
+            )
     request = requests.check_request(tables)
-    _execute(request, store or request.get("store"), as_json)
+    if "file" in request["data"]:  # so that the run can be resumed from elsewhere
+        request["data"]["file"] = str(pathlib.Path(request["data"]["file"]).resolve())
+    _execute(request, store or request.get("store"), as_json, distributed)
 
 
 def _setting(change: str) -> tuple[str, Any]:
@@ -205,25 +264,43 @@ def _apply_flags(tables: dict[str, Any], flags: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name} must be comma-separated numbers, got {flags[name]!r}") from None
 
     put("flow", "name", flags["flow"])
-    alpha = flags["alpha"]
-    put("flow", "alpha", alpha if alpha is None or alpha in ("m", "sqrt", "one") else float(alpha))
+    put("flow", "alpha", _alpha(flags["alpha"]))
     if flags["data"] is not None:
         tables["data"] = {"file" if flags["data"].endswith(".npz") else "name": flags["data"]}
     put("grid", "widths", listed("widths", int))
     put("grid", "deltas", listed("deltas", float))
+    put("grid", "scales", listed("scales", float))
     put("grid", "seeds", flags["seeds"])
-    for name in ("steps", "t1", "step"):
+    put("run", "observe", listed("observe", str))
+    for name in ("steps", "every", "t1", "step"):
         put("run", name, flags[name])
     if flags["kernel_step"] is not None:
         tables["run"]["step"] = {"kernel": flags["kernel_step"]}
 
 
+def _alpha(text: str | None) -> Any:
+    """A name as it is, anything else as a number."""
+    if text is None or text in ("m", "sqrt", "one"):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"--alpha must be m, sqrt, one or a number, got {text!r}") from None
+
+
 @main.command()
 @click.argument("directory", type=click.Path(file_okay=False))
+@_DISTRIBUTED
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
 @_guard
-def resume(directory: str, as_json: bool) -> None:
-    """Continue the sweep of a run DIRECTORY where it stopped."""
+def resume(directory: str, distributed: bool, as_json: bool) -> None:
+    """Continue the sweep of a run DIRECTORY where it stopped.
+
+    \b
+    Examples:
+      meanflow resume runs/a
+      meanflow resume runs/a --json
+    """
     from meanflow.sweeps.request import check_request
     from meanflow.sweeps.store import StoreError, read_config
 
@@ -232,90 +309,99 @@ def resume(directory: str, as_json: bool) -> None:
         raise StoreError(
             f"store {directory} was not written by meanflow sweep; continue it by calling meanflow.sweep again"
         )
-    _execute(check_request(request), directory, as_json)
+    _execute(check_request(request), directory, as_json, distributed)
+
+
+def _load(directory: str) -> Any:
+    """The finished part of a run directory."""
+    from meanflow.sweeps import StoreError, load
+
+    data = load(directory)
+    if not data.data_vars:
+        raise StoreError(
+            f"store {directory} has no finished chunk yet; meanflow resume {directory} goes on with it"
+        )
+    return data
 
 
 @main.command()
 @click.argument("directory", type=click.Path(file_okay=False))
 @click.option("--variable", default="energy", show_default=True, help="Which observable.")
-@click.option("--figure", type=click.Path(dir_okay=False), help="Also write a heat map to this file.")
+@click.option("--figure", type=click.Path(dir_okay=False), help="Also draw it into this file.")
 @click.option("--json", "as_json", is_flag=True, help="All scalar observables as JSON.")
 @_guard
 def show(directory: str, variable: str, figure: str | None, as_json: bool) -> None:
-    """Final values of a run DIRECTORY: medians over seeds, as a table, a figure or JSON."""
-    from meanflow.sweeps import load
+    """Final values of a run DIRECTORY: medians over seeds, as a table, a figure or JSON.
 
-    data = load(directory)
+    \b
+    Examples:
+      meanflow show runs/a
+      meanflow show runs/a --variable angle_displacement --figure map.png
+      meanflow show runs/a --json
+    """
+    from meanflow.sweeps import summary
+
+    data = _load(directory)
     if variable not in data:
         raise ValueError(f"--variable must be one of {sorted(data.data_vars)}, got {variable!r}")
     if as_json:
-        scalars = {n: _medians(data, n) for n in data.data_vars if _is_scalar(data, n)}
-        click.echo(json.dumps({name: table.to_dict() for name, table in scalars.items()}, default=str))
+        scalars = {n: summary.medians(data, n) for n in data.data_vars if summary.is_scalar(data, n)}
+        _print_json({name: table.to_dict() for name, table in scalars.items()})
     else:
-        _table(data, variable)
+        summary.print_table(data, variable)
     if figure is not None:
-        from meanflow import plots
-
-        plots.heat_map(_medians(data, variable)).figure.savefig(figure, dpi=150)
-        click.echo(f"figure in {figure}")
+        _draw(data, variable).figure.savefig(figure, dpi=150)
+        click.echo(f"figure in {figure}", err=as_json)
 
 
-def _is_scalar(data: Any, name: str) -> bool:
-    return set(data[name].dims) <= {"width", "seed", "time", "step"} | _grid_axes(data)
+def _draw(data: Any, variable: str) -> Any:
+    """Final values as a map over two axes, or as a curve over one with the range of the seeds."""
+    from meanflow import plots
+    from meanflow.sweeps import summary
 
-
-def _grid_axes(data: Any) -> set[str]:
-    return set(data.result.dims)
-
-
-def _medians(data: Any, name: str) -> Any:
-    """Final values, median over seeds."""
-    value = data[name]
-    for along in ("time", "step"):
-        if along in value.dims:
-            value = value.isel({along: -1}, drop=True)
-    return value.median("seed", skipna=True) if "seed" in value.dims else value
-
-
-def _table(data: Any, name: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    if not _is_scalar(data, name):
-        raise ValueError(f"--variable must be a scalar observable, got {name!r} with axes {data[name].dims}")
-    value = _medians(data, name)
-    last = [d for d in value.dims if d != "width"][-1:]  # columns
-    rows = [d for d in value.dims if d not in last]
-    table = Table(title=f"{name}: {value.attrs.get('long_name', '')} (final, median over seeds)")
-    for d in rows:
-        table.add_column(d)
-    columns = value[last[0]].values if last else [""]
-    for c in columns:
-        table.add_column(f"{last[0]} {c}" if last else name, justify="right")
-    flat = value.stack(row=rows) if rows else value.expand_dims("row")
-    for k in range(flat.sizes["row"]):
-        row = flat.isel(row=k)
-        place = [str(row[d].item()) for d in rows]
-        table.add_row(*place, *(f"{v:.4g}" for v in (row.values.ravel() if last else [row.item()])))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    last = summary.final(data, variable)
+    long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
+    if len(long) == 2:
+        return plots.heat_map(summary.medians(data, variable))
+    if len(long) != 1:
+        raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
+    values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
+        "seed", *long
+    )
+    return plots.traces(last[long[0]].values, {variable: values.values}, xlabel=long[0], ylabel=variable)
 
 
 @main.command()
 @click.argument("directory", type=click.Path(file_okay=False))
 @click.option("--output", type=click.Path(dir_okay=False), help="HTML file; default DIRECTORY/report.html.")
 @click.option("--title", help="Heading of the page.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
 @_guard
-def report(directory: str, output: str | None, title: str | None) -> None:
-    """One self-contained HTML page about a run DIRECTORY: losses, regimes, animation, provenance."""
+def report(directory: str, output: str | None, title: str | None, as_json: bool) -> None:
+    """One self-contained HTML page about a run DIRECTORY: losses, regimes, animation, provenance.
+
+    The neurons move on the page if the sweep has recorded them (--observe default,neurons).
+
+    \b
+    Examples:
+      meanflow report runs/a
+      meanflow report runs/a --output regimes.html --title "Kernel to adaptive"
+    """
     from meanflow.report import write_report
-    from meanflow.sweeps import load
     from meanflow.sweeps.store import read_config
 
+    data = _load(directory)
+    if "energy" not in data:
+        raise ValueError(f"report needs the run directory of a sweep of networks, got {directory}")
     samples = read_config(directory)["layout"].get("samples")
     pair = (samples["x"], samples["y"]) if samples else None
     where = output or str(pathlib.Path(directory) / "report.html")
-    write_report(load(directory), where, title=title or f"Sweep {pathlib.Path(directory).name}", samples=pair)
-    click.echo(f"report in {where}")
+    name = pathlib.Path(directory).resolve().name
+    write_report(data, where, title=title or f"Sweep {name}", samples=pair)
+    if as_json:
+        _print_json({"report": where})
+    else:
+        click.echo(f"report in {where}")
 
 
 @main.command()
@@ -380,13 +466,19 @@ def bench(
                     f"  {key} = {value:.4g}" if isinstance(value, int | float) else f"  {key} = {value}"
                 )
     if as_json:
-        click.echo(json.dumps(results, default=str))
+        _print_json(results)
 
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def info(as_json: bool) -> None:
-    """Devices and versions, with a warning for releases of jax that are known to be wrong."""
+    """Devices and versions, with a warning for releases of jax that are known to be wrong.
+
+    \b
+    Examples:
+      meanflow info
+      meanflow info --json
+    """
     import jax
 
     from meanflow.sweeps.plan import all_versions
@@ -395,7 +487,7 @@ def info(as_json: bool) -> None:
     warning = BAD_JAX.get(found["jax"])
     devices = [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]
     if as_json:
-        click.echo(json.dumps({"versions": found, "devices": devices, "warning": warning}))
+        _print_json({"versions": found, "devices": devices, "warning": warning})
         return
     for name, version in found.items():
         click.echo(f"{name:<10} {version}")

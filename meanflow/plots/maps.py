@@ -9,8 +9,10 @@ from meanflow.plots.style import COLOURS, MARKERS, PALE, axes, sparse
 SYMBOLS = {"width": "width $m$", "delta": r"balance $\delta$", "scale": "scale of $r$", "seed": "seed"}
 
 
-def number(value: float) -> str:
-    """A number for a tick or cell: three digits, infinities as symbols."""
+def number(value: float | str) -> str:
+    """A number for a tick or cell: three digits, infinities as symbols; text as it is."""
+    if isinstance(value, str):
+        return value
     if np.isinf(value):
         return r"$\infty$" if value > 0 else r"$-\infty$"
     return f"{value:.3g}"

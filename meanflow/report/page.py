@@ -4,10 +4,13 @@ import html
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 import numpy as np
+
+from meanflow.sweeps.summary import failed, final
 
 MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "energy")
 MOST_PARTICLES = 200  # per picture; more cannot be told apart
@@ -58,7 +61,7 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
         name: {
             "title": runs[name].attrs.get("long_name", name),
             "units": runs[name].attrs.get("units", "1"),
-            "values": _clean(runs[name].isel({along: -1}).median("seed").values),
+            "values": _clean(final(runs, name).median("seed").values),
         }
         for name in MAPS
         if name in runs and along in runs[name].dims
@@ -69,7 +72,7 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
         "columns": {"name": columns, "values": [_text(v) for v in runs[columns].values]},
         "along": {"name": along, "values": _clean(runs[along].values)},
         "energy": _clean(median),
-        "summary": _summary(whole),
+        "summary": _summary(whole, [d for d in chosen if whole.sizes[d] > 1]),
         "maps": maps,
         "provenance": _provenance(whole),
     }
@@ -114,12 +117,14 @@ def _plane(runs: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     return None
 
 
-def _summary(runs: Any) -> str:
-    """One line: the axes, the number of runs, and how many failed."""
+def _summary(runs: Any, shown: Sequence[str]) -> str:
+    """One line: the axes, the number of runs, how many failed, and at which values of the other axes they are shown."""
     axes = " x ".join(f"{runs.sizes[d]} {d}s" if runs.sizes[d] > 1 else f"1 {d}" for d in runs.result.dims)
-    steady = runs.result == 3  # stopped where it was asked to
-    failed = int(((runs.result != 0) & ~steady).sum())
-    return f"{axes}: {runs.result.size} runs, {failed} failed."
+    missing = int((runs.result == -1).sum())
+    rest = f", {missing} not run yet" if missing else ""
+    held = ", ".join(f"{d} = {_text(runs[d].values[0])}" for d in shown)
+    pictures = f" Pictures at {held}." if held else ""
+    return f"{axes}: {runs.result.size} runs, {int(failed(runs).sum())} failed{rest}.{pictures}"
 
 
 def _provenance(runs: Any) -> list[list[str]]:

@@ -106,7 +106,8 @@ class KernelStep(eqx.Module):
     def size_at(self, problem: Problem, cloud: Cloud) -> jax.Array:
         """The step at ``cloud``, on the clock of the problem."""
         top = problem.speed * top_eigenvalue(problem.flow, cloud, problem.data)
-        return self.kappa.astype(top.dtype) / top
+        # a network that is dead on every sample has no kernel and stands still: any finite step will do
+        return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 
 
 def next_size(rule: Any, count: jax.Array, size: jax.Array, problem: Problem, cloud: Cloud) -> jax.Array:

@@ -201,7 +201,7 @@ def _raw_norm(flow: Flow, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
 
 def _on_manifold(flow: Flow, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
     feature: Any = flow.feature
-    square = omega.sigma_norm(cloud.particles.b, feature.sigma) ** 2
+    square = omega.sigma_norm(cloud.particles.b, feature.sigma)[:, 0] ** 2
     return square, square
 
 

@@ -9,8 +9,11 @@ from scipy import optimize
 from meanflow import _checks
 from meanflow.flows.univariate.models import lifted
 from meanflow.measures.dataset import Dataset
+from meanflow.sweeps import summary
 from meanflow.sweeps.sweep import sweep
 
+COLLAPSE = ("a", "a_error", "b", "b_error", "quality", "raw")
+NO_OVERLAP = 1e6
 VARIABLES = ("angle_displacement", "kernel_drift", "energy")
 
 
@@ -44,7 +47,8 @@ def phase_diagram(
 
     Returns:
         ``xarray.Dataset`` of ``fit_exponents``: for each variable the exponent, its standard error and the prefactor,
-        over (alpha, delta, scale); the sweep itself under ``sweep_<name>``.
+        over (alpha, delta, scale); the sweep itself under ``sweep_<name>``. With three or more finite ``deltas`` also
+        the finite-size collapse along delta, ``collapse_<name>`` over (alpha, scale), with the numbers of ``collapse``.
     """
     if len(widths) < 2:
         raise ValueError(f"widths must hold at least two widths to fit an exponent, got {list(widths)}")
@@ -64,8 +68,27 @@ def phase_diagram(
         **settings,
     )
     fitted = fit_exponents(runs, variables, level)
-    ends = {f"sweep_{name}": _compared(runs, name, level) for name in variables}
-    return fitted.assign(ends).assign_attrs(runs.attrs)
+    ends = {name: _compared(runs, name, level) for name in variables}
+    more = {f"sweep_{name}": value for name, value in ends.items()}
+    if all(_can_collapse(value, "delta") for value in ends.values()):
+        more |= {f"collapse_{name}": _collapsed(value) for name, value in ends.items()}
+    return fitted.assign(more).assign_attrs(runs.attrs)
+
+
+def _collapsed(value: Any) -> Any:
+    """The numbers of ``COLLAPSE`` for final values over (width, delta, seed) and further axes, which stay."""
+    import xarray
+
+    found = xarray.apply_ufunc(
+        _collapse,
+        value.width,
+        value.delta,
+        value,
+        input_core_dims=[["width"], ["delta"], ["width", "delta", "seed"]],
+        output_core_dims=[["number"]],
+        vectorize=True,
+    )
+    return found.assign_coords(number=list(COLLAPSE))
 
 
 def _scaled(width: Any, alpha: Any) -> Any:
@@ -74,11 +97,7 @@ def _scaled(width: Any, alpha: Any) -> Any:
 
 def _final(runs: Any, name: str) -> Any:
     """Last save of a variable; failed cells become NaN."""
-    value = runs[name]
-    for along in ("time", "step"):
-        if along in value.dims:
-            value = value.isel({along: -1}, drop=True)
-    return value.where((runs.result == 0) | (runs.result == _steady(runs)))
+    return summary.final(runs, name).where(~summary.failed(runs))
 
 
 def _compared(runs: Any, name: str, level: float | None) -> Any:
@@ -96,7 +115,7 @@ def _compared(runs: Any, name: str, level: float | None) -> Any:
         kwargs={"level": level},
         vectorize=True,
     )
-    return found.where(runs.result == 0)
+    return found.where(~summary.failed(runs))
 
 
 def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
@@ -110,11 +129,6 @@ def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
     before, after = np.log(energy[k - 1]), np.log(max(energy[k], np.finfo(float).tiny))
     share = (before - np.log(level * energy[0])) / (before - after)
     return float(value[k - 1] + share * (value[k] - value[k - 1]))
-
-
-def _steady(runs: Any) -> int:
-    flags = dict(zip(runs.result.flag_meanings.split(), np.atleast_1d(runs.result.flag_values), strict=True))
-    return int(flags["event_occurred"])
 
 
 def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES, level: float | None = None) -> Any:
@@ -174,7 +188,9 @@ def _fit(x: np.ndarray, logs: np.ndarray) -> tuple[float, float, float]:
     return slope, float(np.sqrt(error)) if known else np.nan, float(np.exp(mean.mean() - slope * x.mean()))
 
 
-def collapse(runs: Any, variable: str = "angle_displacement", *, along: str = "delta") -> dict[str, float]:
+def collapse(
+    runs: Any, variable: str = "angle_displacement", *, along: str = "delta", level: float | None = None
+) -> dict[str, float]:
     """Finite-size collapse: exponents (a, b) with value * m^b a function of along * m^a alone.
 
     The curves of all widths are put on one another: (a, b) minimise the mean square deviation, in logarithms of the
@@ -185,47 +201,85 @@ def collapse(runs: Any, variable: str = "angle_displacement", *, along: str = "d
         runs: a data set of ``sweep`` in which only width, seed and ``along`` vary.
         variable: a positive observable.
         along: the axis; infinite values are left out.
+        level: fraction of the initial loss at which runs are compared, as in ``phase_diagram``; None for the end.
 
     Returns:
-        ``a``, ``b``, ``quality`` (rms deviation of the logarithms) and ``raw`` (the same without rescaling).
+        ``a`` and ``b`` with standard errors ``a_error`` and ``b_error`` (jackknife over seeds; NaN for a single one),
+        ``quality`` (rms deviation of the logarithms) and ``raw`` (the same without rescaling). NaN if no exponents make
+        the curves overlap.
     """
-    value = _final(runs, variable)
-    value = np.log(value.where(value > 0)).mean("seed")
-    value = value.isel({along: np.isfinite(value[along].values)}).squeeze(drop=True)
-    if set(value.dims) != {"width", along}:
-        raise ValueError(f"runs must vary along width, seed and {along} only, got the axes {value.dims}")
-    curves = value.transpose("width", along).values
-    m, control = np.log(value.width.values.astype(float)), value[along].values
-    if len(m) < 2 or len(control) < 3:
-        raise ValueError(f"a collapse needs two widths and three finite values of {along}")
-    rows = [np.argsort(control)[np.isfinite(row[np.argsort(control)])] for row in curves]
-
-    def spread(p: np.ndarray) -> float:
-        places = [np.arcsinh(control[row] * np.exp(p[0] * (m[k] - m.mean()))) for k, row in enumerate(rows)]
-        heights = [curves[k, row] + p[1] * m[k] for k, row in enumerate(rows)]
-        gaps = []
-        for i in range(len(rows)):
-            for j in range(len(rows)):
-                if i == j or len(places[j]) < 2 or not len(places[i]):
-                    continue
-                inside = (places[i] >= places[j][0]) & (places[i] <= places[j][-1])
-                gaps.append(heights[i][inside] - np.interp(places[i][inside], places[j], heights[j]))
-        joined = np.concatenate(gaps) if gaps else np.array([])
-        # an exponent so large that no curves overlap explains nothing
-        return float(np.mean(joined**2)) if joined.size >= len(control) else 1e6
-
-    starts = [np.array([a, b]) for a in (-0.5, 0.0, 0.5) for b in (0.0, 0.5)]
-    best = min(
-        (
-            optimize.minimize(spread, s, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10})
-            for s in starts
-        ),
-        key=lambda r: r.fun,
+    value = _compared(runs, variable, level).squeeze(
+        [d for d in runs.result.dims if d not in ("width", "seed", along) and runs.sizes[d] == 1], drop=True
     )
-    _checks.finite("collapse", best.x)
-    return {
-        "a": float(best.x[0]),
-        "b": float(best.x[1]),
-        "quality": float(np.sqrt(best.fun)),
-        "raw": float(np.sqrt(spread(np.zeros(2)))),
-    }
+    if set(value.dims) != {"width", "seed", along}:
+        raise ValueError(f"runs must vary along width, seed and {along} only, got the axes {value.dims}")
+    if not _can_collapse(value, along):
+        raise ValueError(f"a collapse needs two widths and three finite values of {along}")
+    numbers = _collapse(
+        value.width.values, value[along].values, value.transpose("width", along, "seed").values
+    )
+    return dict(zip(COLLAPSE, map(float, numbers), strict=True))
+
+
+def _can_collapse(value: Any, along: str) -> bool:
+    return value.sizes["width"] >= 2 and int(np.isfinite(value[along].values).sum()) >= 3
+
+
+def _collapse(widths: np.ndarray, control: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The numbers of ``COLLAPSE`` for ``values`` (width, along, seed)."""
+    order = np.argsort(control)
+    order = order[np.isfinite(control[order])]
+    m, control = np.log(widths.astype(float)), control[order]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.where(values > 0, np.log(values), np.nan)[:, order]
+    starts = [np.array([a, b]) for a in (-0.5, 0.0, 0.5) for b in (0.0, 0.5)]
+    best, quality = _best_overlap(m, control, _seed_mean(logs), starts)
+    if not quality < NO_OVERLAP:
+        return np.full(len(COLLAPSE), np.nan)
+    raw = _gap(np.zeros(2), m, control, _seed_mean(logs))
+    seeds, error = logs.shape[2], np.full(2, np.nan)
+    if seeds > 1:
+        without = [_seed_mean(np.delete(logs, k, axis=2)) for k in range(seeds)]
+        found = np.array([_best_overlap(m, control, some, [best])[0] for some in without])
+        error = np.sqrt((seeds - 1) * found.var(axis=0))
+    return np.array([best[0], error[0], best[1], error[1], np.sqrt(quality), np.sqrt(raw)])
+
+
+def _seed_mean(logs: np.ndarray) -> np.ndarray:
+    """Mean over the last axis of what is finite, NaN where nothing is."""
+    good = np.isfinite(logs)
+    count = good.sum(axis=-1)
+    return np.where(count > 0, np.where(good, logs, 0.0).sum(axis=-1) / np.maximum(count, 1), np.nan)
+
+
+def _best_overlap(
+    m: np.ndarray, control: np.ndarray, curves: np.ndarray, starts: Sequence[np.ndarray]
+) -> tuple[np.ndarray, float]:
+    """The exponents with the least gap between curves (width, along), and that gap."""
+    options = {"xatol": 1e-4, "fatol": 1e-10}
+    found = [
+        optimize.minimize(_gap, s, (m, control, curves), method="Nelder-Mead", options=options)
+        for s in starts
+    ]
+    best = min(found, key=lambda r: r.fun)
+    return best.x, float(best.fun)
+
+
+def _gap(p: np.ndarray, m: np.ndarray, control: np.ndarray, curves: np.ndarray) -> float:
+    """Mean square deviation of the rescaled curves from one another, at exponents p = (a, b)."""
+    rows = [np.flatnonzero(np.isfinite(row)) for row in curves]
+    places = [
+        np.arcsinh(control[row] * np.exp(np.clip(p[0] * (m[k] - m.mean()), -200, 200)))
+        for k, row in enumerate(rows)
+    ]
+    heights = [curves[k, row] + p[1] * m[k] for k, row in enumerate(rows)]
+    gaps = []
+    for i in range(len(rows)):
+        for j in range(len(rows)):
+            if i == j or len(places[j]) < 2 or not len(places[i]):
+                continue
+            inside = (places[i] >= places[j][0]) & (places[i] <= places[j][-1])
+            gaps.append(heights[i][inside] - np.interp(places[i][inside], places[j], heights[j]))
+    joined = np.concatenate(gaps) if gaps else np.array([])
+    # an exponent so large that no curves overlap explains nothing
+    return float(np.mean(joined**2)) if joined.size >= len(control) else NO_OVERLAP

@@ -19,6 +19,7 @@
     steps = 2000
     every = 200
     step = {kernel = 0.2}      # or a number
+    observe = ["default", "neurons"]    # some names, "default" for the usual ones; neurons for the animation
 
 Every table is checked: an unknown or misspelt key is an error that names the nearest known one.
 """
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from meanflow import _checks
 from meanflow.flows import models
 from meanflow.flows.univariate import models as univariate
 from meanflow.measures.dataset import Dataset
@@ -84,6 +86,8 @@ def check_request(tables: Mapping[str, Any]) -> dict[str, Any]:
     _known("[grid]", tables["grid"], GRID_KEYS)
     _known("[run]", tables["run"], RUN_KEYS)
     _known("[mesh]", tables.get("mesh", {}), ("sweep", "particles"))
+    if not isinstance(tables.get("store", ""), str):
+        raise ValueError(f"store must be the name of a directory, got {tables['store']!r}")
     if "widths" not in tables["grid"]:
         raise ValueError("[grid] needs widths, a list of integers")
     precision = tables["run"].get("precision", "float64")
@@ -103,10 +107,13 @@ def build(request: Mapping[str, Any]) -> Sweep:
             raise ValueError(f"run.step must be a number or {{kernel = kappa, every = n}}, got {run['step']}")
         run["step"] = KernelStep(run["step"]["kernel"], run["step"].get("every", 20))
     settings = {k: v for k, v in run.items() if v is not None}
-    grid: dict[str, Any] = {
-        k: [float(d) for d in v] if k == "deltas" else v for k, v in request["grid"].items()
-    }
-    return prepare(make(**flow), named_data(**request["data"]), **grid, **settings)
+    for name in ("deltas", "scales"):
+        given = request["grid"].get(name, [])
+        if not isinstance(given, list) or any(
+            isinstance(v, bool) or not isinstance(v, int | float) for v in given
+        ):
+            raise ValueError(f"grid.{name} must be a list of numbers, got {given!r}")
+    return prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
 
 
 def named_data(
@@ -144,16 +151,22 @@ def named_data(
             raise ValueError(f"data.file {file} must hold x and y, got {sorted(stored)}")
         return Dataset(stored["x"], stored["y"], stored.get("weights", weights))
     if x is not None:
+        if y is None:
+            raise ValueError("[data] needs y beside x, got none")
         return Dataset(np.asarray(x, float), np.asarray(y, float), weights)
+    if points is not None:
+        points = _checks.whole("data.points", points, 1)
+    weights = "sum" if weights is None and name != "ridge" else weights
     if name == "sine":
         inputs = np.linspace(-1, 1, points or 20)
-        return Dataset(inputs, np.sin(2 * np.pi * inputs), weights or "sum")
+        return Dataset(inputs, np.sin(2 * np.pi * inputs), weights)
     if name == "square":
         wave = np.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
         if points not in (None, wave.size):
             raise ValueError(f"data.points of the square wave must be {wave.size}, got {points}")
-        return Dataset(np.linspace(-1, 1, wave.size), wave, weights or "sum")
+        return Dataset(np.linspace(-1, 1, wave.size), wave, weights)
     if name == "ridge":
+        dim, seed = _checks.whole("data.dim", dim, 1), _checks.whole("data.seed", seed, 0)
         normal = np.random.default_rng(seed).normal(size=(points or 100, dim))
         normal[:, 0] *= np.sqrt(5.0)
         return Dataset(normal, np.abs(normal[:, 0]), weights)

@@ -1,4 +1,6 @@
 import json
+import pathlib
+import re
 
 import jax
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import meanflow as mf
+from meanflow import cli
 from meanflow.cli import main
 
 CONFIG = """
@@ -75,6 +78,14 @@ def test_sweep_show_and_resume(config, tmp_path):
     assert "settings" in call("sweep", config, "--store", store, "--set", "run.clock='gradient'", code=3)
 
 
+@pytest.mark.parametrize("axes", ["{}", "{clock = ['lazy', 'gradient']}"])
+def test_figures_of_one_axis_and_of_names(config, tmp_path, axes):
+    change = ("--set", f"grid={{widths = [3, 4], deltas = [0.0], seeds = 2, axes = {axes}}}")
+    call("sweep", config, "--store", tmp_path / "run", *change)
+    call("show", tmp_path / "run", "--figure", tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
 def test_flags_alone_and_failed_cells():
     base = (
         "sweep",
@@ -106,10 +117,108 @@ def test_flags_alone_and_failed_cells():
         ("run.every=3", "every must divide steps"),
         ("sweeep.x=1", "no key 'sweeep'"),
         ("nonsense", "TABLE.KEY=VALUE"),
+        ("grid.deltas=3", "grid.deltas must be a list of numbers, got 3"),
+        ("grid.deltas=abc", "grid.deltas must be a list of numbers, got 'abc'"),
+        ("grid.scales=['a']", "grid.scales must be a list of numbers"),
+        ("run.step='abc'", "step must be a number, got 'abc'"),
+        ("run.step={kernel='abc'}", "kappa must be a number, got 'abc'"),
+        ("run.solver='sliding'", "it belongs to runs with t1"),
+        ("run.key='abc'", "key must be an integer"),
+        ("run.observe=['neuron']", "observe must name observables among"),
+        ("data.points=0", "data.points must be an integer >= 1, got 0"),
+        ("data={x=[1.0]}", "needs y beside x"),
+        ("data={name='ridge'}", "data.x must have shape (n,)"),
+        ("flow={name='vanilla'}", "data.x must have shape (n, d)"),
+        ("mesh.sweep=64", "a mesh of 64 x 1 devices"),
+        ("store=3", "store must be the name of a directory, got 3"),
+        ("grid=3", "--set needs TABLE.KEY=VALUE"),
     ],
 )
 def test_bad_configurations_are_explained(config, change, message):
     assert message in call("sweep", config, "--set", change, code=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--alpha", "cube"), "--alpha must be m, sqrt, one or a number, got 'cube'"),
+        (("--widths", "3,x"), "--widths must be comma-separated numbers"),
+        (("--scales", "1,x"), "--scales must be comma-separated numbers"),
+        (("--observe", "energies"), "observe must name observables among"),
+    ],
+)
+def test_bad_flags_are_explained(config, flags, message):
+    assert message in call("sweep", config, *flags, code=2)
+
+
+def test_what_the_report_animates_can_be_asked_for(config, tmp_path):
+    store = tmp_path / "run"
+    call(
+        "sweep",
+        config,
+        "--observe",
+        "predictions,neurons",
+        "--every",
+        "1",
+        "--scales",
+        "0.5,2",
+        "--store",
+        store,
+    )
+    assert mf.sweeps.load(store).neurons_r.dims == ("width", "delta", "scale", "seed", "step", "particle")
+    where = json.loads(call("report", store, "--json"))["report"]
+    page = re.search(r'<script id="data"[^>]*>(.*?)</script>', pathlib.Path(where).read_text(), re.DOTALL)
+    shown = json.loads(page.group(1))
+    assert np.shape(shown["neurons"]["u"]) == (2, 3, 5, 4) and np.shape(shown["f"]) == (2, 3, 5, 101)
+    assert shown["summary"].endswith("0 failed. Pictures at scale = 0.5.")
+
+
+def test_json_is_strict(config, tmp_path):
+    """Infinite balances and failed runs, for parsers that know neither Infinity nor NaN."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    store = tmp_path / "run"
+    change = "run={steps = 400, step = 1e9, observe = []}"
+    call("sweep", config, "--store", store, "--set", change, "--json", code=1)
+    shown = json.loads(call("show", store, "--json"), parse_constant=refuse)
+    assert shown["energy"]["coords"]["delta"]["data"] == ["-inf", 0.0, "inf"]
+    assert None in shown["energy"]["data"][0]
+
+
+def test_directories_without_results_and_files_that_cannot_be_written(config, tmp_path, monkeypatch):
+    store = tmp_path / "run"
+    monkeypatch.setattr("meanflow.sweeps.runner.free_memory", lambda device: 1000)
+    assert "GiB are free" in call("sweep", config, "--store", store, code=2)
+    monkeypatch.undo()
+    for command in ("show", "report"):
+        assert "no finished chunk yet; meanflow resume" in call(command, store, code=3)
+    call("resume", store)
+    (tmp_path / "file").write_text("")
+    assert "Error: " in call("show", store, "--figure", tmp_path / "none" / "map.png", code=2)
+    assert "Error: " in call("report", store, "--output", tmp_path / "file" / "page.html", code=2)
+    mf.sweeps.sweep_function(lambda key, s: 2 * s, axes={"s": (1.0, 2.0)}, store=tmp_path / "function")
+    assert "s 2.0" in call("show", tmp_path / "function", "--variable", "value")
+    assert "sweep of networks" in call("report", tmp_path / "function", code=2)
+    assert "not written by meanflow sweep" in call("resume", tmp_path / "function", code=3)
+
+
+def test_an_interrupted_run_says_how_to_go_on(config, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meanflow.sweeps.store.Store.write", interrupted)
+    assert "meanflow resume" in call("sweep", config, "--store", tmp_path / "run", code=130)
+
+
+def test_data_files_are_found_from_elsewhere(config, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    np.savez("points.npz", x=[-1.0, 0.0, 1.0], y=[1.0, 0.0, 1.0])
+    call("sweep", config, "--data", "points.npz", "--store", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert "12 runs" in call("resume", tmp_path / "run")
 
 
 def test_unreadable_files_and_stores(tmp_path):
@@ -124,9 +233,17 @@ def test_unreadable_files_and_stores(tmp_path):
 def test_info_and_help():
     found = json.loads(call("info", "--json"))
     assert found["versions"]["jax"] == jax.__version__ and len(found["devices"]) == jax.device_count()
-    for command in ((), ("sweep",), ("resume",), ("show",), ("bench",), ("info",)):
-        assert "Usage" in call(*command, "--help")
+    for command in ("sweep", "resume", "show", "report", "reproduce", "bench", "info"):
+        text = call(command, "--help")
+        assert "Usage" in text and "Example" in text and f"  meanflow {command}" in text and "--json" in text
+    assert "meanflow resume" in call("--help")
     assert "sweeps.grid_speed" in call("bench", "--list")
+
+
+def test_bad_releases_of_jax_are_named(monkeypatch):
+    monkeypatch.setitem(cli.BAD_JAX, jax.__version__, "wrong on Mondays")
+    assert f"warning: jax {jax.__version__} is known to be bad: wrong on Mondays" in call("info")
+    assert json.loads(call("info", "--json"))["warning"] == "wrong on Mondays"
 
 
 def test_benchmarks_take_arguments():

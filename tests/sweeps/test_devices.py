@@ -1,5 +1,6 @@
 """The same sweep on 1, 2 and 4 simulated devices, and in two processes."""
 
+import json
 import os
 import pathlib
 import socket
@@ -8,6 +9,8 @@ import sys
 
 import numpy as np
 import pytest
+
+from meanflow.sweeps import load
 
 WORKER = pathlib.Path(__file__).with_name("devices_worker.py")
 ROOT = WORKER.parents[2]
@@ -21,6 +24,19 @@ def start(devices, *arguments):
     }
     command = [sys.executable, "-W", "ignore", str(WORKER), *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+CONFIG = """
+flow = {name = "lifted", alpha = "sqrt"}
+data = {x = [-1.0, -0.5, 0.0, 0.5, 1.0], y = [1.0, -1.0, 1.0, 0.0, 1.0], weights = "sum"}
+grid = {widths = [5, 6], deltas = [-inf, 0, inf]}
+[run]
+steps = 6
+every = 3
+step = {kernel = 0.2, every = 3}
+chunk = 3
+observe = ["predictions", "angle_displacement"]
+"""
 
 
 def finish(*processes):
@@ -40,6 +56,12 @@ def reference(tmp_path_factory):
     return dict(np.load(f"{out}-0.npz"))
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def same(path, reference, devices):
     found = dict(np.load(path))
     assert int(found.pop("devices")) == devices
@@ -47,16 +69,17 @@ def same(path, reference, devices):
         np.testing.assert_allclose(value, reference[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize(("across", "along"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("across", "along"),
+    [(2, 1), (2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((4, 1), (1, 4)))],
+)
 def test_devices_do_not_change_the_result(tmp_path, reference, across, along):
     finish(start(across * along, tmp_path / "out", across, along))
     same(tmp_path / "out-0.npz", reference, across * along)
 
 
 def test_two_processes_do_not_change_the_result(tmp_path, reference):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     shared = (port, tmp_path / "store")
     finish(*(start(1, tmp_path / "out", 2, 1, number, *shared) for number in (0, 1)))
     for number in (0, 1):
@@ -65,3 +88,42 @@ def test_two_processes_do_not_change_the_result(tmp_path, reference):
     # resumed: both processes get what process 0 has stored
     finish(*(start(1, tmp_path / "twice", 2, 1, number, port, tmp_path / "store") for number in (0, 1)))
     same(tmp_path / "twice-1.npz", reference, 2)
+
+
+def test_the_command_runs_as_a_team_on_slurm(tmp_path, reference):
+    """What srun sets for two tasks of one job is all that the processes are told."""
+    (tmp_path / "config.toml").write_text(CONFIG)
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "JAX_COORDINATOR_PORT": str(free_port()),
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+    }
+    start = "from meanflow.cli import main; main()"
+    command = (
+        "sweep",
+        str(tmp_path / "config.toml"),
+        "--store",
+        str(tmp_path / "run"),
+        "--distributed",
+        "--json",
+    )
+    team = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", start, *command],
+            env=os.environ | job | {"SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for k in (0, 1)
+    ]
+    told = [process.communicate(timeout=200) for process in team]
+    assert [process.returncode for process in team] == [0, 0], told
+    assert json.loads(told[0][0].splitlines()[-1])["cells"] == 6 and '"cells"' not in told[1][0]
+    stored = load(tmp_path / "run")
+    for name in ("energy", "predictions", "angle_displacement", "result"):
+        np.testing.assert_allclose(stored[name], reference[name], rtol=1e-12, atol=1e-12, err_msg=name)

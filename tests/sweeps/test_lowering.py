@@ -11,6 +11,7 @@ import pytest
 import meanflow as mf
 from meanflow import kernels
 from meanflow.solvers import eulerian
+from meanflow.solvers.weak import weak_form
 from meanflow.sweeps import program
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
@@ -97,6 +98,64 @@ def minibatches(cloud, data):
     return noisy.energy, mf.descend(bound, start, data, 4, step=0.1).energy
 
 
+def every_univariate_model(cloud, data):
+    """Both solvers on every space that ``descent`` and ``sliding`` leave out."""
+    polar = mf.Cloud(cloud.particles)
+    models = {
+        mf.canonical: polar,
+        mf.planar: polar,
+        mf.radial: polar,
+        mf.full: mf.geometry.balance.lift(cloud),
+    }
+    euler = {"step": 0.25, "solver": diffrax.Euler(), "ts": 2}
+    continuous = [mf.solve(make(), start, data, 0.5, **euler).energy for make, start in models.items()]
+    discrete = [mf.descend(make(), start, data, 2, step=0.1).energy for make, start in models.items()]
+    return continuous, discrete
+
+
+def sliding_on_the_cylinder(cloud, data):
+    polar = mf.Cloud(cloud.particles)
+    return [
+        mf.solve(flow, polar, data, 0.2, solver=mf.solvers.Sliding(), step=0.1).energy
+        for flow in (mf.canonical(), mf.planar())
+    ]
+
+
+def gradient_through_kinks(cloud, data):
+    def loss(w):
+        through = mf.solvers.Sliding(max_events=2)
+        return mf.solve(mf.lifted(), cloud.at(w), data, 0.2, solver=through, step=0.1).energy[-1]
+
+    return jax.grad(loss)(cloud.particles)
+
+
+def other_adjoints(cloud, data):
+    def end(y, adjoint, run=mf.solve):
+        return run(mf.vanilla("tanh"), cloud, mf.Dataset(data.x, y), 1, step=0.25, adjoint=adjoint).energy[-1]
+
+    forward = jax.jvp(lambda y: end(y, "forward"), (data.y,), (jnp.ones_like(data.y),))
+    descents = [
+        jax.grad(lambda y, a=a: end(y, a, lambda *given, **k: mf.descend(*given, **k)))(data.y)
+        for a in ("checkpoint", "full")
+    ]
+    return forward, jax.grad(lambda y: end(y, "full"))(data.y), descents
+
+
+def resumed(cloud, data):
+    flow = mf.vanilla("tanh")
+    half = mf.solve(flow, cloud, data, 0.5, step=0.25)
+    whole = mf.solve(flow, cloud, data, 1.0, step=0.25, state=half.state)
+    first = mf.descend(flow, cloud, data, 2, step=0.1)
+    return whole.energy, mf.descend(flow, cloud, data, 2, step=0.1, state=first.state).energy
+
+
+def loops_and_steps(cloud, data):
+    flow = mf.vanilla("tanh")
+    count = mf.solvers.iterate(lambda u, v: u + v, jnp.zeros((), data.y.dtype), data.y, 8, 4, lambda u: u)
+    weak = weak_form(flow, cloud, data, lambda t, w: jnp.cos(t) * w.a, 0.5, nodes=4)
+    return count, mf.solvers.top_eigenvalue(flow, cloud, data), weak
+
+
 def finite_volumes(cloud, data):
     flow = mf.batchnorm_manifold("tanh").bind(data)
     density = single(eulerian.uniform_density(6, 8, 3.0))
@@ -117,18 +176,63 @@ def tangent_kernels(cloud, data):
     return full, flow(jnp.asarray([0.5, 1.0], full.dtype)), spectrum, closed
 
 
+def networks(params, x):
+    """Two outputs and two layers, for the methods of the kernel engine."""
+    return jnp.tanh(x @ params["b"].T) @ jnp.stack([params["a"], params["a"] ** 2], axis=1)
+
+
+def kernel_methods(cloud, data):
+    """Every method, every reduction, chunks, coupled samples, and matrix-free spectra."""
+    params = {"a": cloud.particles.a, "b": cloud.particles.b}
+    batch = kernels.Normalised(
+        lambda p, x, s: (networks(p, x) - s[0]) / s[1],
+        lambda p, x: (jnp.mean(networks(p, x), 0, keepdims=True), jnp.std(networks(p, x), 0, keepdims=True)),
+    )
+    found = [
+        kernels.empirical_ntk(networks, params, data.x, data.x[:3], method=method, outputs=outputs, chunk=3)
+        for method in ("jacobian", "products", "structured")
+        for outputs in ("full", "trace", "diagonal")
+    ]
+    found += [
+        kernels.empirical_ntk(batch, params, data.x, stats=stats) for stats in ("batch", "train", "frozen")
+    ]
+    operator = kernels.ntk_operator(batch, params, data.x, stats="batch")
+    key = jax.random.key(0)
+    spectra = kernels.spectrum(operator, top=2, key=key), kernels.spectral_density(operator, key=key, steps=4)
+    return found, spectra, kernels.condition_number(operator, key=key)
+
+
+def kernels_in_closed_form(cloud, data):
+    kernel, infinite = data.x @ data.x.T, kernels.infinite_ntk(data.x, depth=2)
+    course = kernels.linearised_descent(kernel, jnp.zeros_like(data.y), data.y, rate=0.1, steps=4)
+    return infinite, kernels.nngp(data.x, depth=2), kernels.batchnorm_ntk(kernel, data.y), course
+
+
+def lower_sweep(flow, shared, data, **settings):
+    with jax.ensure_compile_time_eval():
+        plan = mf.sweeps.prepare(flow, shared(), widths=(3, 4), step=0.1, **settings)
+        inputs = jax.tree.map(jnp.asarray, plan.inputs(plan.groups[0], plan.groups[0].cells))
+    return program.batched(plan.cell(plan.groups[0]), data, inputs)
+
+
 def swept(cloud, data):
-    """Both solvers, with all default observables."""
-    shapes = {"steps": {"steps": 4, "every": 2}, "time": {"t1": 0.5, "ts": 2}}
-    runs = []
-    for horizon in shapes.values():
-        with jax.ensure_compile_time_eval():
-            plan = mf.sweeps.prepare(
-                mf.lifted("sqrt"), line(), widths=(3, 4), deltas=(-1.0, np.inf), step=0.1, **horizon
-            )
-            inputs = jax.tree.map(jnp.asarray, plan.inputs(plan.groups[0], plan.groups[0].cells))
-        runs.append(program.batched(plan.cell(plan.groups[0]), data, inputs))
-    return runs
+    """All three solvers, with all default observables."""
+    horizons = ({"steps": 4, "every": 2}, {"t1": 0.5, "ts": 2}, {"t1": 0.2, "solver": "sliding"})
+    ends = {"deltas": (-1.0, np.inf)}
+    return [lower_sweep(mf.lifted("sqrt"), line, data, **ends, **horizon) for horizon in horizons]
+
+
+def swept_raw(cloud, data):
+    return lower_sweep(mf.full("sqrt"), line, data, steps=2, observe=["default", "neurons"])
+
+
+def swept_in_the_plane(cloud, data):
+    batches = {"steps": 4, "batch_size": 5, "statistics": "batch"}
+    return [
+        lower_sweep(mf.vanilla("relu"), plane, data, steps=4),
+        lower_sweep(mf.batchnorm("relu"), plane, data, **batches),
+        lower_sweep(mf.batchnorm_manifold("tanh"), plane, data, t1=0.5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +245,19 @@ def swept(cloud, data):
         (sliding, labelled, line),
         (descent, labelled, line),
         (minibatches, flat, plane),
+        (every_univariate_model, labelled, line),
+        (sliding_on_the_cylinder, labelled, line),
+        (gradient_through_kinks, labelled, line),
+        (other_adjoints, flat, plane),
+        (resumed, flat, plane),
+        (loops_and_steps, flat, plane),
         (finite_volumes, flat, plane),
         (tangent_kernels, flat, plane),
+        (kernel_methods, flat, plane),
+        (kernels_in_closed_form, flat, plane),
         (swept, labelled, line),
+        (swept_raw, labelled, line),
+        (swept_in_the_plane, flat, plane),
     ],
 )
 def test_lowers_for_all_platforms(function, cloud, data):
@@ -154,3 +268,11 @@ def test_lowers_for_all_platforms(function, cloud, data):
         text = jax.export.export(run, platforms=PLATFORMS)(*leaves).mlir_module()
     assert "f64" not in text
     assert "callback" not in text
+
+
+def test_what_must_not_be_there_would_be_found():
+    """The words looked for are those that jax writes."""
+    x = jnp.ones(2)
+    called = jax.jit(lambda u: jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(u.shape, u.dtype), u))
+    text = called.lower(x).as_text()
+    assert "callback" in text and "f64" in text

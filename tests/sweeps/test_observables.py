@@ -26,6 +26,7 @@ def pair(flow, data, width=6, shift=0.3, **labels):
 MODELS = {
     "vanilla": (mf.vanilla("relu"), PLANE, {}),
     "batchnorm": (mf.batchnorm("relu"), PLANE, {}),
+    "manifold": (mf.batchnorm_manifold("relu"), PLANE, {}),
     "lifted": (mf.lifted("sqrt"), LINE, {"labels": 1.0}),
     "full": (mf.full("sqrt"), LINE, {}),
 }

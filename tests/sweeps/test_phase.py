@@ -122,21 +122,63 @@ def test_failed_and_frozen_runs_are_left_out():
     assert np.isnan(fit_exponents(runs * 0, ["speed"]).exponent_speed)
 
 
-def test_collapse_finds_the_scaling_variable():
+def crossover(noise=0.0, seeds=1):
+    """Curves of value * m^(1/4) that depend on delta * m^(-1/2) alone."""
     widths, deltas = (50, 100, 200, 400), np.array([-30.0, -10, -3, -1, 0, 1, 3, 10, 30])
     m = np.array(widths, float)[:, None]
     k = deltas[None, :] * m**-0.5
     value = (m**-0.25 * (1 + k / np.sqrt(1 + k**2)) / 2 + 1e-3 * m**-0.25)[:, :, None]
+    value = value * np.exp(noise * np.random.default_rng(0).normal(size=(*value.shape[:2], seeds)))
     flags = {"flag_meanings": "ok event_occurred", "flag_values": [0, 3]}
-    runs = xarray.Dataset(
+    return xarray.Dataset(
         {
             "turn": (("width", "delta", "seed"), value),
             "result": (("width", "delta", "seed"), 0 * value, flags),
         },
-        {"width": list(widths), "delta": deltas, "seed": [0]},
+        {"width": list(widths), "delta": deltas, "seed": range(seeds)},
     )
+
+
+def test_collapse_finds_the_scaling_variable():
+    runs = crossover()
     found = collapse(runs, "turn")
+    assert np.isnan(found["a_error"]) and np.isnan(found["b_error"])  # one seed says nothing about scatter
     assert found["a"] == pytest.approx(-0.5, abs=0.05) and found["b"] == pytest.approx(0.25, abs=0.05)
     assert found["quality"] < 0.2 * found["raw"]
     with pytest.raises(ValueError, match="two widths and three"):
         collapse(runs.isel(delta=slice(0, 2)), "turn")
+
+
+def test_errors_of_the_collapse_are_those_of_its_scatter():
+    """Over many groups of seeds the jackknife error is the standard deviation of the exponents, within a factor 2."""
+    runs = crossover(noise=0.1, seeds=80)
+    groups = [collapse(runs.isel(seed=slice(k, k + 8)), "turn") for k in range(0, 80, 8)]
+    for name in ("a", "b"):
+        scatter = np.std([g[name] for g in groups], ddof=1)
+        claimed = np.sqrt(np.mean([g[f"{name}_error"] ** 2 for g in groups]))
+        assert 0.5 < claimed / scatter < 2
+
+
+def test_the_diagram_holds_the_collapse_of_every_alpha_and_scale():
+    settings = {
+        "widths": (8, 12, 16),
+        "deltas": (-np.inf, -5.0, 0.0, 5.0),
+        "seeds": 2,
+        "steps": 40,
+        "step": 0.02,
+    }
+    diagram = mf.phase_diagram(
+        LAZY, alphas=(0.5, 1.0), scales=(1.0, 2.0), variables=("energy", "angle_displacement"), **settings
+    )
+    assert diagram.collapse_energy.sizes == {"scale": 2, "alpha": 2, "number": 6}
+    runs = mf.sweep(
+        lambda width: mf.lifted(alpha=width**0.5),
+        LAZY,
+        scales=(2.0,),
+        observe=("angle_displacement",),
+        **settings,
+    )
+    alone = collapse(runs)
+    there = diagram.collapse_angle_displacement.sel(alpha=0.5, scale=2.0)
+    for name, value in alone.items():
+        assert float(there.sel(number=name)) == pytest.approx(value, abs=1e-3)

@@ -250,6 +250,26 @@ def test_a_failed_cell_loses_nothing_else():
     assert np.isnan(tight.energy.sel(rtol=1e-12)).any()
 
 
+def test_a_network_that_has_died_stands_still():
+    """With all neurons dead on the samples the kernel is zero: no failure, and no infinite kernel step."""
+
+    def dead(key, width):
+        return mf.Cloud(mf.Polar(jnp.ones(width), jnp.full(width, -jnp.pi / 2)))  # relu(-1) at every x
+
+    for horizon in ({"steps": 4, "every": 2}, {"t1": 1.0, "ts": 3}):
+        ds = mf.sweep(
+            mf.canonical(),
+            LINE,
+            widths=(3,),
+            init=dead,
+            step=mf.KernelStep(0.2, 2),
+            observe=("dead_share",),
+            **horizon,
+        )
+        assert int(ds.result[0, 0]) == 0 and np.all(ds.dead_share == 1)
+        np.testing.assert_array_equal(ds.energy[0, 0], np.full(3, 0.5 * np.sum(np.asarray(LINE.y) ** 2)))
+
+
 def test_gradient_of_all_final_losses_with_respect_to_the_data():
     flow = mf.lifted("sqrt")
     plan = mf.sweeps.prepare(
