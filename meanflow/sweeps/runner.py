@@ -60,25 +60,27 @@ def run_chunks(
         compiled: dict[int, Any] = {}
         shared = program.spread(job.shared, mesh)
         ahead: list[tuple[Chunk, Any]] = []
-        for chunk, done in zip(job.chunks, finished, strict=True):
-            group = job.groups[chunk.group]
-            if done:
-                results[chunk.name] = _reread(job, group, chunk, store)
-                continue
-            filled = _fill(chunk, mesh)
-            cell = program.spread(job.cell(group), mesh)
-            inputs = program.place(job.inputs(group, filled), mesh)
-            if chunk.group not in compiled:
-                run = program.compile_batched(cell, shared, inputs, mesh)
-                _check_memory(run, group, chunk, mesh)
-                compiled[chunk.group] = run
-            arrays, _ = eqx.partition((cell, shared, inputs), eqx.is_array)
-            # one chunk ahead: the devices go on while the host writes, reports and prepares
-            ahead.append((chunk, compiled[chunk.group](arrays)))
-            if len(ahead) > 1:
+        try:
+            for chunk, done in zip(job.chunks, finished, strict=True):
+                group = job.groups[chunk.group]
+                if done:
+                    results[chunk.name] = _reread(job, group, chunk, store)
+                    continue
+                filled = _fill(chunk, mesh)
+                cell = program.spread(job.cell(group), mesh)
+                inputs = program.place(job.inputs(group, filled), mesh)
+                if chunk.group not in compiled:
+                    run = program.compile_batched(cell, shared, inputs, mesh)
+                    _check_memory(run, group, chunk, mesh)
+                    compiled[chunk.group] = run
+                arrays, _ = eqx.partition((cell, shared, inputs), eqx.is_array)
+                # one chunk ahead: the devices go on while the host writes, reports and prepares
+                ahead.append((chunk, compiled[chunk.group](arrays)))
+                if len(ahead) > 1:
+                    collect(*ahead.pop(0))
+        finally:  # what runs is kept, whatever happens to the next
+            while ahead:
                 collect(*ahead.pop(0))
-        for chunk, running in ahead:
-            collect(chunk, running)
     return results
 
 
