@@ -261,6 +261,8 @@ class Worker:
 def _serve(pipe: Any) -> None:
     import jax
 
+    # read when the first program is compiled: workers share the cores, and threads can deadlock in batched LAPACK
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false {os.environ.get('XLA_FLAGS', '')}"
     jax.config.update("jax_enable_x64", True)
     while (job := pipe.recv()) is not None:
         entry, folder, options = job

@@ -135,6 +135,8 @@ def sparse_limit(
             "fixed_times": fixed_times,
             "fixed_excess": fixed_excess,
             "minimum": minimum[:, 0],
+            "x": x,
+            "y": y,
             "grid": grid,
             "f": network,
             "f_best": wanted,

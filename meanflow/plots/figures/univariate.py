@@ -320,8 +320,10 @@ def sparse_limit(data: dict[str, Any]) -> Any:
     left.set(xscale="log", yscale="log", xlabel="$t$", ylabel="$E/E_{\\min} - 1$")
     middle.axhline(1.0, color=PALE, lw=0.8)
     middle.set(xscale="log", xlabel="$t$", ylabel=r"$\sup|F|/\lambda$")
-    curves = {"flow": np.asarray(data["f"])[-1], "minimiser": np.asarray(data["f_best"])[-1]}
-    fit(data["grid"], curves, None, right)
+    best = np.asarray(data["f_best"])
+    bent = int(np.argmax(np.abs(np.diff(best, 2)).sum(axis=1)))  # the data set with the most bends
+    curves = {"flow": np.asarray(data["f"])[bent], "minimiser": best[bent]}
+    fit(data["grid"], curves, _Samples(data["x"][bent], data["y"][bent]), right)
     return figure
 
 
