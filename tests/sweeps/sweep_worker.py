@@ -19,7 +19,7 @@ def run(store):
         mf.lifted("sqrt"),
         data,
         widths=(5, 6),
-        deltas=np.linspace(-5.0, 5.0, 11),
+        deltas=np.linspace(-5.0, 5.0, 61),
         seeds=2,
         steps=200,
         every=50,

@@ -71,19 +71,21 @@ def test_a_sweep_killed_ten_times_ends_with_the_same_bits(tmp_path):
     assert undisturbed.returncode == 0
     expected = load(tmp_path / "whole")
     rng = np.random.default_rng(1)
-    kills = 0
-    while kills < 10:
-        before = len(finished_chunks(tmp_path / "run"))
-        worker = start("sweep_worker.py", tmp_path / "run", **cache)
-        while worker.poll() is None and len(finished_chunks(tmp_path / "run")) == before:
-            time.sleep(0.005)  # imports and compilation
-        time.sleep(rng.uniform(0.0, 0.05))
+    run = tmp_path / "run"
+    for kill in range(10):
+        before = len(finished_chunks(run))
+        worker = start("sweep_worker.py", run, **cache)
+        # past imports and compilation; the first kill comes as soon as there is a directory
+        while worker.poll() is None and (
+            not run.exists() if kill == 0 else len(finished_chunks(run)) == before
+        ):
+            time.sleep(0.001)
+        time.sleep(0.0 if kill == 0 else rng.uniform(0.0, 0.05))
         worker.send_signal(signal.SIGKILL)
         worker.communicate()
-        kills += 1
-        if len(finished_chunks(tmp_path / "run")) == 44:
-            break
-    final = start("sweep_worker.py", tmp_path / "run", **cache)
+        assert worker.returncode == -signal.SIGKILL
+    assert len(finished_chunks(run)) < expected.result.size  # every kill came before the end
+    final = start("sweep_worker.py", run, **cache)
     final.communicate()
     assert final.returncode == 0
-    xarray.testing.assert_identical(load(tmp_path / "run"), expected)
+    xarray.testing.assert_identical(load(run), expected)
