@@ -50,12 +50,12 @@ def run_chunks(
     cells_left = sum(len(c.cells) for c, done in zip(job.chunks, finished, strict=True) if not done)
     with _reporter(progress, job.grid.size, job.grid.size - cells_left) as report:
 
-        def collect(chunk: Chunk, running: Any) -> None:
+        def keep(chunk: Chunk, running: Any) -> int:
             out = hosts.gather(running)
             results[chunk.name] = {name: u[: len(chunk.cells)] for name, u in out.items()}
             if stored:  # on every process: all must hear whether the write succeeded
                 _save(store, chunk.name, results[chunk.name])
-            report(len(chunk.cells))
+            return len(chunk.cells)
 
         compiled: dict[int, Any] = {}
         shared = program.spread(job.shared, mesh)
@@ -77,10 +77,13 @@ def run_chunks(
                 # one chunk ahead: the devices go on while the host writes, reports and prepares
                 ahead.append((chunk, compiled[chunk.group](arrays)))
                 if len(ahead) > 1:
-                    collect(*ahead.pop(0))
-        finally:  # what runs is kept, whatever happens to the next
+                    report(keep(*ahead.pop(0)))
             while ahead:
-                collect(*ahead.pop(0))
+                report(keep(*ahead.pop(0)))
+        except BaseException:
+            while ahead:  # what runs is kept, whatever happened to the next
+                keep(*ahead.pop(0))
+            raise
     return results
 
 
