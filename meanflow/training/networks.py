@@ -18,6 +18,16 @@ Norm = Callable[..., Any]
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_in", "normal")
 
 
+def normalized(norm: Any, x: jax.Array) -> jax.Array:
+    """Output of a normalisation layer before its gamma and beta, where it has any such output."""
+    return norm.normalized(x) if hasattr(norm, "normalized") else norm(x)
+
+
+def affine_part(norm: Any, h: jax.Array) -> jax.Array:
+    """What the layer makes of its ``normalized`` output."""
+    return norm.affine(h) if hasattr(norm, "affine") else h
+
+
 class Stack(nnx.Module):
     """Affine map, normalisation and relu, repeated; then a linear read-out of ``classes`` logits."""
 
@@ -30,18 +40,16 @@ class Stack(nnx.Module):
         return self.upper(self.lower(x))
 
     def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
-        """Outputs of one normalisation layer before gamma and beta (where it has any such output)."""
+        """Outputs of one normalisation layer, ``normalized``."""
         index = range(len(self.maps))[layer]
         for affine, norm in zip(self.maps[:index], self.norms[:index], strict=True):
             x = jax.nn.relu(norm(affine(x)))
-        x, norm = self.maps[index](x), self.norms[index]
-        return norm.normalized(x) if hasattr(norm, "normalized") else norm(x)
+        return normalized(self.norms[index], self.maps[index](x))
 
     def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
         """What the network makes of the outputs ``lower`` gives."""
         index = range(len(self.maps))[layer]
-        norm = self.norms[index]
-        h = jax.nn.relu(norm.affine(h) if hasattr(norm, "affine") else h)
+        h = jax.nn.relu(affine_part(self.norms[index], h))
         for affine, norm in zip(self.maps[index + 1 :], self.norms[index + 1 :], strict=True):
             h = jax.nn.relu(norm(affine(h)))
         return self.head(self.pool(h))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meanflow import _checks
-from meanflow.training.networks import Norm, he_normal
+from meanflow.training.networks import Norm, affine_part, he_normal, normalized
 
 
 def _conv(m: int, n: int, size: int, stride: int, init: Any, rngs: nnx.Rngs) -> nnx.Conv:
@@ -95,10 +95,20 @@ class ResNet(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Logits (N, classes) of images (N, H, W, channels)."""
+        return self.upper(self.lower(x))
+
+    def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
+        """Outputs of the last normalisation layer, the only one that no shortcut passes by."""
+        if layer != -1:
+            raise ValueError(f"layer must be -1, the last normalisation layer of a ResNet, got {layer}")
         h = self.stem(x)
         for block in self.blocks:
             h = block(h)
-        return self.head(jnp.mean(jax.nn.relu(self.norm(h)), axis=(1, 2)))
+        return normalized(self.norm, h)
+
+    def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
+        """What the network makes of the outputs ``lower`` gives."""
+        return self.head(jnp.mean(jax.nn.relu(affine_part(self.norm, h)), axis=(1, 2)))
 
 
 def count_parameters(make: Callable[[], Any]) -> int:

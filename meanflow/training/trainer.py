@@ -43,9 +43,11 @@ class Watch:
 
     Attributes:
         layer: index of the normalisation layer (the network needs ``lower`` and ``upper``).
-        moments: ``"batch"`` recomputes all batch moments on the whole training set; ``"running"`` uses the
-            stored averages, whose own noise puts a floor under the measured shift.
+        moments: ``"batch"`` recomputes all batch moments on the watched inputs; ``"running"`` uses the stored
+            averages, whose own noise puts a floor under the measured shift.
         rows: the shift is measured on this many first training inputs.
+        inputs: moments and the shift of the loss are taken over this many first training inputs; None for all, which
+            must fit into memory at once.
         max_exact: see ``transport.sandwich``.
         shift: False records the moments alone.
     """
@@ -53,6 +55,7 @@ class Watch:
     layer: int = -1
     moments: str = "batch"
     rows: int = 400
+    inputs: int | None = None
     max_exact: int = 2000
     shift: bool = True
 
@@ -164,6 +167,7 @@ class Trainer:
         """The watched layer at two times on the same inputs: outputs, moments, shift of the loss above."""
         watch = self.watch or Watch()
         training = watch.moments == "batch"
+        x, y = x[: watch.inputs], y[: watch.inputs]
 
         def lower(params: Any, stats: Any) -> jax.Array:
             state = old._replace(params=params, stats=stats)

@@ -6,6 +6,7 @@ import json
 import pkgutil
 import re
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def test_catalogue_names_every_figure_and_table_of_the_papers():
     status = {name: CATALOGUE[name].status for name in wanted}
     assert {n for n, s in status.items() if s == "needs data"} == {"003/table-1", "003/table-2"}
     assert {n for n, s in status.items() if s == "out of scope"} == {"003/table-3"}
-    assert CATALOGUE["003/table-4-cifar"].status == "needs data"
+    assert all(CATALOGUE[f"003/{name}-cifar"].status == "needs data" for name in ("table-4", "figure-3"))
     assert all(entry.reason for entry in CATALOGUE.values() if entry.status != "runnable")
 
 
@@ -219,8 +220,8 @@ def test_worker_processes_run_the_catalogue(tmp_path):
 
 
 @pytest.mark.slow
-def test_cifar_table_from_local_files(tmp_path):
-    """A folder in the format of CIFAR-10 with a few random images goes through to the table."""
+def test_cifar_from_local_files(tmp_path):
+    """A folder in the format of CIFAR-10 with a few random images goes through to the table and the figure."""
     random = np.random.default_rng(0)
     for name in [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]:
         rows = random.integers(0, 256, (40, 3073), dtype=np.uint8)
@@ -229,3 +230,12 @@ def test_cifar_table_from_local_files(tmp_path):
     cifar = importlib.import_module("meanflow.experiments.cifar")
     outcome = cifar.table_4(tmp_path, depth=8, epochs=1, limit=20, groups=(1,), seeds=1)
     assert set(outcome.data["accuracy"]) == {"BN", "unitization", "G = 1"} and outcome.criteria == ()
+    entry = replace(
+        CATALOGUE["003/figure-3-cifar"], small={"depth": 8, "epochs": 2, "limit": 160, "inputs": 30}
+    )
+    record = run_entry(entry, tmp_path, data=str(tmp_path))
+    assert record["status"] == "passed" and record["figures"], record["error"]
+    with np.load(tmp_path / "data" / "003_figure-3-cifar.npz") as arrays:
+        run = {n: arrays[f"['BN']['ics_{n}']"] for n in ("lower", "exact", "upper")}
+    assert run["exact"].shape == (2, 1) and np.all(run["exact"] > 0)
+    assert np.all(run["lower"] <= run["exact"] * 1.001) and np.all(run["exact"] <= run["upper"] * 1.001)

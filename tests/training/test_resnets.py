@@ -119,6 +119,21 @@ def test_runs_forward_and_backward_on_cifar_shapes(name):
     assert (ends[0] - ends[1]) / (2 * h) == pytest.approx(norm2, rel=0.05)
 
 
+def test_the_last_norm_layer_can_be_watched():
+    """It gives standardised channels, and what is above it is the read-out of relu(gamma h + beta)."""
+    x = jnp.asarray(np.random.default_rng(0).random((4, 8, 8, 3)), "float32")
+    network = ResNet(8, 10, BatchNorm, rngs=nnx.Rngs(0))
+    h = np.asarray(nnx.jit(lambda net, x: net.lower(x))(network, x))
+    np.testing.assert_allclose(h.mean((0, 1, 2)), 0, atol=1e-5)
+    np.testing.assert_allclose(h.std((0, 1, 2)), 1, atol=1e-2)
+    network.norm.bias[...] = jnp.full(64, 0.5)
+    pooled = np.maximum(h + 0.5, 0).mean((1, 2))
+    expected = pooled @ np.asarray(network.head.kernel[...]) + np.asarray(network.head.bias[...])
+    np.testing.assert_allclose(network.upper(h), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="last normalisation layer"):
+        network.lower(x, 0)
+
+
 def test_bad_depth():
     with pytest.raises(ValueError, match="6 k"):
         ResNet(21, 10, BatchNorm, rngs=nnx.Rngs(0))

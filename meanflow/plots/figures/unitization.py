@@ -11,6 +11,7 @@ from meanflow.plots.style import COLOURS, PALE, key, panels
 VARIANTS = {
     "BN": "batch norm",
     "(10) from 0": r"unitization, $\alpha$ from 0",
+    "unitization": r"unitization, $\alpha$ from 0",
     "alpha = 1": r"$\alpha = 1$ fixed",
 }
 
@@ -83,6 +84,7 @@ def critic(data: dict[str, Any]) -> Any:
 DRAWINGS = {
     "003/figure-2": figure_2,
     "003/figure-3": figure_3,
+    "003/figure-3-cifar": figure_3,
     "003/table-1": accuracies,
     "003/table-2": accuracies,
     "003/table-4": table_4,
