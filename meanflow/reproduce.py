@@ -2,7 +2,7 @@
 
 A folder holds ``results/NAME.json`` and ``data/NAME.npz`` for each experiment, ``figures/NAME.png``, and
 ``summary.json``, ``gallery.md`` and ``gallery.html`` about all of them. A second run skips what is there. Experiments
-run in worker processes, so that one which fails, or takes its process down, costs only itself.
+run in worker processes, so that one which fails, hangs, or takes its process down, costs only itself.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ VERSION = 1  # of the layout of the records
 GOOD = ("passed", "explained", "needs data", "out of scope")
 FINISHED = ("passed", "explained", "failed", "out of scope")
 UNEXPLAINED = 1  # exit code
+PATIENCE = 20  # an experiment is ended after so many times its expected minutes, at least ten minutes
 
 
 def stem(name: str) -> str:
@@ -229,16 +230,20 @@ class Worker:
         self.pipe: Any = None
 
     def run(self, entry: Entry, folder: Path, **options: Any) -> dict[str, Any]:
-        """The record of one entry, also when its process dies."""
+        """The record of one entry, also when its process dies or never answers."""
         if self.process is None or not self.process.is_alive():
             self.start()
         try:
             self.pipe.send((entry, str(folder), options))
-            return self.pipe.recv()
+            if self.pipe.poll(60 * max(10.0, PATIENCE * entry.minutes[options["full"]])):
+                return self.pipe.recv()
+            self.process.kill()
+            error = f"no answer in {PATIENCE} times the expected time; its process was ended"
         except (EOFError, OSError):
-            self.process.join()
-            error = f"the process died with exit code {self.process.exitcode}"
-            return _keep(folder, _blank(entry, options["full"]) | {"error": error})
+            error = ""
+        self.process.join()
+        error = error or f"the process died with exit code {self.process.exitcode}"
+        return _keep(folder, _blank(entry, options["full"]) | {"error": error})
 
     def start(self) -> None:
         """A new process; ``run`` does it by itself."""
@@ -261,7 +266,7 @@ class Worker:
 def _serve(pipe: Any) -> None:
     import jax
 
-    # read when the first program is compiled: workers share the cores, and threads can deadlock in batched LAPACK
+    # read when the first program is compiled: workers share the cores
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false {os.environ.get('XLA_FLAGS', '')}"
     jax.config.update("jax_enable_x64", True)
     while (job := pipe.recv()) is not None:

@@ -1,5 +1,7 @@
 """Infinite-width maps: against quadrature, Monte Carlo, finite differences and wide networks."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -238,3 +240,35 @@ def test_odd_point_arguments():
         depth.odd_point(jnp.eye(2))
     with pytest.raises(ValueError, match="n must"):
         depth.odd_state(2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [{"rescale": "std"}, {"recenter": False, "rescale": "rms"}, {"recenter": False, "rescale": "std"}],
+)
+def test_rescaled_layers_have_right_derivatives_where_eigenvalues_coincide(layer):
+    """Forward and reverse mode against finite differences at K = I + small, and at K = I, where all are equal."""
+    n = 5
+    rng = np.random.default_rng(0)
+    probe, direction, bump = (jnp.asarray(u + u.T) for u in rng.normal(size=(3, n, n)))
+
+    def value(gram):
+        return jnp.sum(probe * depth.layer_map(gram, **layer))
+
+    for start in (jnp.eye(n), jnp.eye(n) + 0.05 * bump):
+        h = 1e-5
+        expected = (value(start + h * direction) - value(start - h * direction)) / (2 * h)
+        forward = jax.jvp(value, (start,), (direction,))[1]
+        backward = jnp.sum(jax.grad(value)(start) * direction)
+        np.testing.assert_allclose([forward, backward], expected, rtol=1e-7)
+
+
+def test_no_batched_factorisation_in_the_derivative():
+    """Several batched LAPACK calls of one program can deadlock on CPU; products of matrices cannot."""
+    calls = lambda f: re.findall(r"@lapack_\w+\(.*", jax.jit(f).lower(jnp.eye(4)).as_text())
+    batched = lambda rows: [row for row in rows if re.search(r"tensor<\d+x\d+x\d+xf", row)]
+    assert batched(
+        calls(lambda u: jnp.linalg.cholesky(jnp.stack([u, u])))
+    )  # the pattern finds what it looks for
+    found = calls(jax.jacfwd(lambda u: depth.layer_map(u, rescale="std")))
+    assert found and not batched(found)

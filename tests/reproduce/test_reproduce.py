@@ -7,6 +7,7 @@ import pkgutil
 import re
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -211,6 +212,17 @@ def test_a_process_that_dies_is_recorded(tmp_path):
     assert record["status"] == "error" and "exit code -9" in record["error"]
     assert finished(CATALOGUE["004/figure-2"], tmp_path, False) is None
     worker.stop()
+
+
+def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("meanflow.reproduce.PATIENCE", 0)
+    worker = Worker()
+    worker.start()
+    real, asked = worker.pipe, []
+    worker.pipe = SimpleNamespace(send=real.send, recv=real.recv, poll=lambda seconds: asked.append(seconds))
+    record = worker.run(CATALOGUE["004/figure-2"], tmp_path, full=False)
+    assert asked == [600.0] and not worker.process.is_alive()
+    assert record["status"] == "error" and "no answer" in record["error"]
 
 
 @pytest.mark.slow
