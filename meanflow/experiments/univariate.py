@@ -414,12 +414,13 @@ def lazy_slopes(
     lever = (logs - logs.mean()) / np.sum((logs - logs.mean()) ** 2)  # slope = lever @ values
     slopes, errors = lever @ mean, np.sqrt(lever**2 @ error**2)
     even_slopes = lever @ np.array(spaced)
+    listed = lambda values: ", ".join(f"{v:.3f}" for v in values)
     return Outcome(
         "004/lazy-slopes",
         "alpha = o(m) makes the motion of each neuron vanish; the radial component dominates",
-        "all of a, b, c and theta move like alpha/m; no direction is preferred. Slopes -1.019, -0.773, -0.458 (errors "
-        "0.002): narrow random networks turn a little more, since their kernel varies; with equally spaced angles they "
-        "are -1.002, -0.757, -0.471",
+        f"all of a, b, c and theta move like alpha/m; no direction is preferred. Slopes {listed(slopes)} (errors up to "
+        f"{errors.max():.3f}): narrow random networks turn a little more, as their kernel varies; with equally spaced "
+        f"angles they are {listed(even_slopes)}",
         {
             "widths": np.array(widths),
             "powers": np.array(powers),
