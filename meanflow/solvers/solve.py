@@ -84,7 +84,8 @@ def solve(
             dict of them; ``meanflow.dissipation`` and its like fit as they are. ``FromStart(function)`` is called
             as function(flow, cloud, data, start) with the initial cloud.
         solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for univariate ReLU flows, whose velocity
-            jumps and which ordinary solvers cannot resolve.
+            jumps and which ordinary solvers cannot resolve. Reverse mode through kinks needs a fixed number of events
+            a step: ``solvers.Sliding(max_events=8)``.
         step: a number or ``KernelStep``: fixed steps. None: adaptive steps at ``rtol``, ``atol``.
         rtol, atol: tolerances of the local error in rms over the measure. They are not the error of the result.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``; see ``meanflow.measures.scaling``.
