@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.stats import tukey_hsd
 
 from meanflow.experiments import unitization
 
@@ -41,7 +42,6 @@ def test_micro_batches_give_no_ranking():
     # the reference criteria (each run above 0.96, all within 0.03) fail at the constant rate: see the docstring
     final = np.stack(list(unitization.micro_batches().data.values()))
     assert np.all(final > 0.9)  # every run trains, group norm in every division too
-    means, errors = final.mean(1), final.std(1, ddof=1) / np.sqrt(final.shape[1])
-    best, worst = np.argmax(means), np.argmin(means)
-    assert means[best] - means[worst] < 0.03
-    assert means[best] - means[worst] < 3 * np.hypot(errors[best], errors[worst])
+    assert np.ptp(final.mean(1)) < 0.03
+    # Tukey's test knows that the extreme pair of seven was picked after looking
+    assert np.min(tukey_hsd(*final.astype(float)).pvalue) > 0.05
