@@ -1,5 +1,10 @@
-"""Strict test configuration: float64, no silent broadcasting of ranks, one fixed key per test."""
+"""Strict configuration of all tests (tests, benchmarks/tests, papers/tests).
 
+Float64, no silent broadcasting of ranks, one fixed key per test; with ``--beartype`` every call of a function of the
+library is checked against the types and array shapes of its signature.
+"""
+
+import sys
 import zlib
 
 import jax
@@ -7,6 +12,31 @@ import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--beartype", action="store_true", help="check the types and shapes of meanflow's signatures"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--beartype"):
+        import jaxtyping
+
+        # the hook rewrites modules while they are imported, so it comes before the first import of meanflow
+        assert "meanflow" not in sys.modules
+        jaxtyping.install_import_hook(["meanflow"], "beartype.beartype")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--beartype"):
+        skip = pytest.mark.skip(
+            reason="passes wrong types on purpose; beartype's own TypeError would come first"
+        )
+        for item in items:
+            if item.get_closest_marker("bad_input"):
+                item.add_marker(skip)
 
 
 @pytest.fixture
