@@ -189,7 +189,7 @@ def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: S
             batch = data.take(chosen)
         bound = model.bind(batch)
         gradient = jax.tree.map(lambda v: -speed * v, equation.velocity(bound, here, batch))
-        size = rule.next_size(carry.steps, carry.size, problem, problem.cloud(carry.particles))
+        size = rule.next_size(carry.steps, carry.size, problem, carry.particles)
         updates, inner = options.optimizer.update(gradient, carry.optimizer, carry.particles)
         moved = bound.space.retract(here, jax.tree.map(lambda u: size * u, updates))
         return _Carry(carry.t + size, moved, carry.steps + 1, inner, size)
@@ -228,7 +228,7 @@ def _start(problem: Problem, options: Options, state: State | None) -> _Carry:
     dtype = base.weights.dtype
     fresh = options.optimizer.init(base.particles)
     # a rule that is refreshed sets the size at step 0, so that this one is never used
-    size = jnp.zeros((), dtype) if rule.every is not None else rule.size_at(problem, problem.start).astype(dtype)
+    size = jnp.zeros((), dtype) if rule.every is not None else rule.size_at(problem, base.particles).astype(dtype)
     if state is None:
         return _Carry(jnp.zeros((), dtype), base.particles, jnp.asarray(0, jnp.int32), fresh, size)
     structure = jax.tree.structure((fresh, size))

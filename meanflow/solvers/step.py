@@ -87,16 +87,18 @@ class StepRule(eqx.Module):
     every: eqx.AbstractVar[int | None]
 
     @abc.abstractmethod
-    def size_at(self, problem: Problem, cloud: Cloud) -> Float[Array, ""]:
-        """Return the step at ``cloud`` (in the coordinates of the model), on the clock of the problem."""
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return the step at the state ``y``, on the clock of the problem; ``problem.cloud(y)`` is the cloud there."""
 
-    def next_size(self, taken: jax.Array, size: jax.Array, problem: Problem, cloud: Cloud) -> jax.Array:
+    def next_size(
+        self, taken: jax.Array, size: jax.Array, problem: Problem, y: PyTree[jax.Array]
+    ) -> jax.Array:
         """Return the size of the step after ``taken`` steps: ``size`` again, unless a refresh is due."""
         if self.every is None:
             return size
         return jax.lax.cond(
             taken % self.every == 0,
-            lambda: self.size_at(problem, cloud).astype(size.dtype),
+            lambda: self.size_at(problem, y).astype(size.dtype),
             lambda: size,
         )
 
@@ -111,7 +113,7 @@ class ConstantStep(StepRule):
     size: jax.Array
     every: int | None = eqx.field(static=True, default=None)
 
-    def size_at(self, problem: Problem, cloud: Cloud) -> Float[Array, ""]:
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
         return self.size
 
@@ -136,9 +138,10 @@ class KernelStep(StepRule):
         self.kappa = jnp.asarray(kappa, jnp.result_type(float))
         self.every = _checks.whole("every", every, 1)
 
-    def size_at(self, problem: Problem, cloud: Cloud) -> Float[Array, ""]:
-        """Return kappa over the top eigenvalue at ``cloud``."""
-        top = problem.speed * top_eigenvalue(problem.flow, cloud, problem.data)
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return kappa over the top eigenvalue at ``y``, computed in the chart: the kernel is the same, and cheaper."""
+        chart = problem.chart
+        top = problem.speed * top_eigenvalue(chart.flow, chart.base.at(y), problem.data)
         # a network that is dead on every sample has no kernel and stands still: any finite step will do
         return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 
@@ -195,7 +198,7 @@ class StepController(diffrax.AbstractStepSizeController):
             count, size = self.start
         else:
             count = jnp.asarray(0, jnp.int32)
-            size = jnp.asarray(self.rule.size_at(args, args.cloud(y0)), jnp.result_type(t0))
+            size = jnp.asarray(self.rule.size_at(args, y0), jnp.result_type(t0))
         return self._clip(t0, size), (count, size)
 
     def adapt_step_size(
@@ -212,7 +215,7 @@ class StepController(diffrax.AbstractStepSizeController):
         """Accept every step, and refresh the size when that is due."""
         count, size = controller_state
         count = count + 1
-        size = self.rule.next_size(count, size, args, args.cloud(y1_candidate))
+        size = self.rule.next_size(count, size, args, y1_candidate)
         # stop a run that blew up instead of stepping NaN to the end
         result = diffrax.RESULTS.where(
             all_finite(y1_candidate), diffrax.RESULTS.successful, diffrax.RESULTS.dt_min_reached
