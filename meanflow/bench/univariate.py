@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow import univariate as uni
 from meanflow.bench.timing import best_time
-from meanflow.flows import univariate as uni
 from meanflow.flows.flow import Flow, velocity
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.solvers import solve

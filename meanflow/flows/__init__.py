@@ -14,8 +14,3 @@ from meanflow.flows.losses import Loss as Loss
 from meanflow.flows.models import batchnorm as batchnorm
 from meanflow.flows.models import batchnorm_manifold as batchnorm_manifold
 from meanflow.flows.models import vanilla as vanilla
-from meanflow.flows.univariate.models import canonical as canonical
-from meanflow.flows.univariate.models import full as full
-from meanflow.flows.univariate.models import lifted as lifted
-from meanflow.flows.univariate.models import planar as planar
-from meanflow.flows.univariate.models import radial as radial

@@ -15,7 +15,7 @@ import numpy as np
 from meanflow import _checks
 from meanflow.geometry import lifts, omega, sphere
 from meanflow.geometry.lifts import norms
-from meanflow.measures.cloud import Cloud, Neurons, Polar
+from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
 
 
@@ -62,16 +62,6 @@ class Space(eqx.Module):
         """Geodesic distance of each particle to its partner in ``particles`` (m,)."""
         v = self.log(cloud, particles)
         return jnp.sqrt(self.inner(cloud, v, v))
-
-
-class Cylinder(Space):
-    """R x circle with coordinates (r, theta) and the flat metric dr^2 + dtheta^2."""
-
-    def log(self, cloud: Cloud, particles: Polar) -> Polar:
-        """Shortest way round the circle."""
-        r, theta = cloud.particles
-        turn = particles.theta - theta
-        return Polar(particles.r - r, jnp.arctan2(jnp.sin(turn), jnp.cos(turn)))
 
 
 class BatchNormManifold(Space):

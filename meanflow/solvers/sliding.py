@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
+from meanflow._numerics import safe_divide
 from meanflow.flows.flow import Flow
-from meanflow.flows.univariate import forces
-from meanflow.flows.univariate.models import Univariate, total_variation, weight_decay
-from meanflow.geometry import balance
-from meanflow.geometry.balance import Layers, Lifted
-from meanflow.geometry.space import Cylinder, Space
+from meanflow.geometry.space import Space
 from meanflow.measures.cloud import Affine, Cloud, Polar
 from meanflow.solvers import sliding_events as events
+from meanflow.univariate import balance, forces
+from meanflow.univariate.balance import Layers, Lifted
+from meanflow.univariate.cylinder import Cylinder
+from meanflow.univariate.models import Univariate, total_variation, weight_decay
 
 # The commutator-free method of order 3 with 3 stages and 2 sub-steps of Celledoni, Marthinsen and Owren (2003). A row
 # per stage: weights of the covector at the start of the step and of the stage's own in the one that is frozen; the
@@ -263,7 +264,7 @@ class Sliding(diffrax.AbstractSolver):
         """(p, c) for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
         lam = motion.lam
         # p = exp(-lam t) P, c = exp(-lam t) C leaves P' = -C G; with one layer frozen the clock stretches instead
-        stretched = balance.safe_divide(jnp.expm1(lam * time), lam) + jnp.where(lam == 0, time, 0.0)
+        stretched = safe_divide(jnp.expm1(lam * time), lam) + jnp.where(lam == 0, time, 0.0)
         left = jnp.where(motion.kp * motion.kc > 0, time, stretched)
         u, v, c, state = self._run(y, state, field, motion.kp, motion.kc, left, motion.real)
         inner, outer = jnp.exp(-lam * motion.kp * time), jnp.exp(-lam * motion.kc * time)
