@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.geometry import lifts, omega, sphere
+from meanflow._numerics import safe_norm
+from meanflow.geometry import lifts, omega
 from meanflow.geometry.lifts import norms
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
@@ -131,4 +132,4 @@ class BatchNormManifold(Space):
         """sqrt(|a - a'|^2 + c^2 angle^2); independent of the covariance."""
         a, b = cloud.particles
         turn = norms(cloud) * omega.distance(b, particles.b)
-        return sphere.norm(jnp.stack([particles.a - a, turn], axis=-1))[..., 0]
+        return safe_norm(jnp.stack([particles.a - a, turn], axis=-1))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
+from meanflow._numerics import safe_divide, safe_norm, safe_sqrt, wrap_angle
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import Affine, Cloud, Polar
 from meanflow.measures.scaling import Scaling
@@ -100,7 +100,7 @@ def to_plane(particles: Polar) -> jax.Array:
 
 def to_polar(p: jax.Array, c: jax.Array, ratio: jax.Array) -> Polar:
     """(r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)) of p = (a, -b), eq. (5) with atan2."""
-    return Polar(ratio * c * safe_sqrt(jnp.sum(p**2, axis=-1)), angle_of(p))
+    return Polar(ratio * c * safe_norm(p), angle_of(p))
 
 
 def to_raw(particles: Polar, delta: jax.Array, ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
