@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.flows import univariate as uni
+from meanflow import univariate as uni
 from meanflow.flows.flow import Flow, velocity
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.solvers import solve

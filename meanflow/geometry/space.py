@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from meanflow import _checks
-from meanflow._numerics import safe_norm, wrap_angle
+from meanflow._numerics import safe_norm
 from meanflow.geometry import lifts, omega
 from meanflow.geometry.lifts import norms
-from meanflow.measures.cloud import Cloud, Neurons, Polar
+from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
 
 # A conservation law: maps a cloud to what each neuron conserves and the scale it is measured on, both (m,).
@@ -79,15 +79,6 @@ class Space(eqx.Module):
         """Geodesic distance of each particle to its partner in ``particles`` (m,)."""
         v = self.log(cloud, particles)
         return jnp.sqrt(self.inner(cloud, v, v))
-
-
-class Cylinder(Space):
-    """R x circle with coordinates (r, theta) and the flat metric dr^2 + dtheta^2."""
-
-    def log(self, cloud: Cloud, particles: Polar) -> Polar:
-        """Shortest way round the circle."""
-        r, theta = cloud.particles
-        return Polar(particles.r - r, wrap_angle(particles.theta - theta))
 
 
 class BatchNormManifold(Space):

@@ -16,16 +16,16 @@ from meanflow import activations
 from meanflow._numerics import safe_sqrt
 from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import Flow, dissipation, tangent_kernel
-from meanflow.flows.univariate import knots
-from meanflow.flows.univariate.models import Univariate
 from meanflow.geometry import omega
-from meanflow.geometry.balance import Layers, balance
 from meanflow.geometry.space import Space
 from meanflow.measures import scaling
 from meanflow.measures.cloud import Affine, Cloud, Neurons, Polar
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.continuous import FromStart
 from meanflow.sweeps.labels import PLAIN
+from meanflow.univariate import knots
+from meanflow.univariate.balance import Layers, balance
+from meanflow.univariate.models import Univariate
 
 KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square
 GRID_POINTS = 101
@@ -110,7 +110,7 @@ def _knots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def on_sample_share(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    """Share of the knots within 5 % of the mean spacing of a sample; see ``flows.univariate.knots``."""
+    """Share of the knots within 5 % of the mean spacing of a sample; see ``univariate.knots``."""
     a, b, _ = affine(cloud)
     real = (cloud.weights > 0).astype(a.dtype)
     return knots.on_sample_share(_knots(a, b), jnp.sort(data.x), mass=real)

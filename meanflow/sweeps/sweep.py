@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 from meanflow import _checks
 from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import Flow
-from meanflow.flows.univariate.models import Univariate
-from meanflow.geometry.balance import Lifted
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.continuous import _step_budget, solve
@@ -28,6 +26,8 @@ from meanflow.sweeps.identity import describe
 from meanflow.sweeps.labels import PLAIN, SHOWN
 from meanflow.sweeps.observables import Observable, choose, default_observables, on_clock
 from meanflow.sweeps.plan import Plan, as_key, numbers
+from meanflow.univariate.balance import Lifted
+from meanflow.univariate.models import Univariate
 
 TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
 STATIC_SETTINGS = ("solver", "optimizer", "clock", "adjoint", "batch_size", "statistics", "max_steps")

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from meanflow import _checks
 from meanflow.flows.features import Feature, Pull
 from meanflow.flows.flow import Flow, make_flow
-from meanflow.flows.univariate import forces as force
-from meanflow.geometry.balance import Layers, Lifted, unit
-from meanflow.geometry.hyperbola import Hyperbola, fold, unfold
-from meanflow.geometry.space import Cylinder
 from meanflow.measures import laws
 from meanflow.measures.cloud import Affine, Cloud, Polar, floating
 from meanflow.measures.scaling import Scaling
+from meanflow.univariate import forces as force
+from meanflow.univariate.balance import Layers, Lifted, unit
+from meanflow.univariate.cylinder import Cylinder
+from meanflow.univariate.hyperbola import Hyperbola, fold, unfold
 
 FORCES = ("auto", "dense", "fast")
 # up to (samples, samples x neurons) the dense forces are faster (see bench/univariate.py and bench/sweeps.py)
@@ -181,7 +181,7 @@ def canonical(loss: Any = "squared", *, variation: Any = None, forces: str = "au
 def lifted(alpha: Any = "m", loss: Any = "squared", *, variation: Any = None, forces: str = "auto") -> Flow:
     """The flow of (a, b, c) seen in (r, theta), with labels delta = c^2 - n^2 (+-inf allowed), Proposition 4.
 
-    r' = -P_rr <G, d>, theta' = -P_tt r <G, t>, with ``meanflow.geometry.balance.Lifted``. delta -> -inf is the kernel
+    r' = -P_rr <G, d>, theta' = -P_tt r <G, t>, with ``meanflow.univariate.balance.Lifted``. delta -> -inf is the kernel
     regime (only r moves), delta -> +inf the adaptive one (the planar flow).
     """
     return _reduced(Lifted(Scaling(alpha)), loss, alpha, variation, forces)

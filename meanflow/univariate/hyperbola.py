@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from meanflow._numerics import safe_divide
-from meanflow.geometry.balance import Lifted, angle_of, factors, to_polar, to_raw
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import Affine, Cloud, Polar
+from meanflow.univariate.balance import Lifted, angle_of, factors, to_polar, to_raw
 
 
 class Hyperbola(Space):
