@@ -28,7 +28,9 @@ import numpy as np
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Kind = Callable[[str, object], object]  # (name of the argument, value) -> value to pass on; raises if it is refused
+Kind = Callable[
+    [str, object], object
+]  # (name of the argument, value) -> value to pass on; raises if it is refused
 
 
 # One property of one value.
@@ -194,9 +196,7 @@ def array(*shapes: tuple[int | None, ...], infinite: bool = False, low: float | 
 
 
 def _fits(given: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(given) == len(wanted) and all(
-        w is None or g == w for g, w in zip(given, wanted, strict=True)
-    )
+    return len(given) == len(wanted) and all(w is None or g == w for g, w in zip(given, wanted, strict=True))
 
 
 def instance(*types: type, hint: str = "") -> Kind:

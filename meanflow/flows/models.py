@@ -45,9 +45,7 @@ def vanilla(
     (8, 3)
     """
     feature = TwoLayer(activations.resolve(activation))
-    return make_flow(
-        feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength
-    )
+    return make_flow(feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
 STATISTICS = {"mean": optional(array((None,))), "covariance": optional(array((None, None)))}
@@ -77,9 +75,7 @@ def batchnorm(
     True
     """
     feature = BatchNormed(activations.resolve(activation), mean, covariance, raw=True)
-    return make_flow(
-        feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength
-    )
+    return make_flow(feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
 @_checks.arguments(activation=ACTIVATION, **STATISTICS)

@@ -24,7 +24,9 @@ from meanflow.measures.dataset import Dataset
 # A conservation law: maps a cloud to what each neuron conserves and the scale it is measured on, both (m,).
 Invariant = Callable[[Cloud], tuple[jax.Array, jax.Array]]
 
-Record = PyTree[jax.Array]  # particles, tangent vectors and covectors: one array per coordinate, leading axis m
+Record = PyTree[
+    jax.Array
+]  # particles, tangent vectors and covectors: one array per coordinate, leading axis m
 
 
 def _rows(u: jax.Array) -> jax.Array:

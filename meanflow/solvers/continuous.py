@@ -135,15 +135,16 @@ def solve(
         solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for univariate ReLU flows, whose velocity
             jumps and which ordinary solvers cannot resolve. Reverse mode through kinks needs a fixed number of events
             a step: ``solvers.Sliding(max_events=8)``.
-        step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol``, ``atol``.
+        step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
+            ``atol``.
         rtol, atol: tolerances of the local error in rms over the measure. They are not the error of the result.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``; see ``meanflow.measures.scaling``.
         adjoint: ``"checkpoint"`` (reverse mode, memory O(sqrt(max_steps)) states), ``"full"`` (reverse through
             the whole loop), ``"forward"`` (forward mode), or a diffrax adjoint.
         steady: stop when the speed sqrt(-dE/dt) of the measure falls below this.
         max_steps: step limit; default 100 000, or what a fixed step needs.
-        state: ``Solution.state`` of an earlier run: goes on from there (``cloud`` supplies weights and labels). Data and
-            settings must be those of that run, except for a constant step, tolerances, save times and the end. With
+        state: ``Solution.state`` of an earlier run: goes on from there (``cloud`` supplies weights and labels). Data
+            and settings must be those of that run, except for a constant step, tolerances, save times and the end. With
             steps on a dyadic grid two half runs equal one full run bit for bit.
         throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the run fails. Inside jit, vmap and grad
             nothing is raised: look at ``Solution.result``.
@@ -205,7 +206,9 @@ def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: Sta
     controller, first = _controller(options, cloud)
     solver_state = controller_state = made_jump = None
     if state is not None:
-        solver_state, controller_state, made_jump = _unpack(terms, controller, y0, first, problem, options, state)
+        solver_state, controller_state, made_jump = _unpack(
+            terms, controller, y0, first, problem, options, state
+        )
         if isinstance(controller, StepController):
             # the controller continues with its count; a constant step is taken from the new settings
             taken, size = controller_state
@@ -248,9 +251,7 @@ def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: Sta
     return _solution(raw, problem, options, state)
 
 
-def _solution(
-    raw: diffrax.Solution, problem: Problem, options: Options, state: State | None
-) -> Solution:
+def _solution(raw: diffrax.Solution, problem: Problem, options: Options, state: State | None) -> Solution:
     """Put together what diffrax returned, in the coordinates of the model."""
     assert raw.ys is not None and raw.ts is not None
     y1 = jax.tree.map(lambda u: u[-1], raw.ys["end"])
@@ -318,7 +319,11 @@ def _unpack(
 
 def _settings(solver: diffrax.AbstractSolver, rule: StepRule | None, clock: str) -> Settings:
     """Return the settings that a resumed run must share; a constant step and tolerances may change."""
-    names = {"solver": type(solver).__name__, "clock": clock, "step": type(rule).__name__ if rule else "adaptive"}
+    names = {
+        "solver": type(solver).__name__,
+        "clock": clock,
+        "step": type(rule).__name__ if rule else "adaptive",
+    }
     numbers = {} if rule is None or isinstance(rule, ConstantStep) else rule_numbers(rule)
     return Settings(numbers, tuple(names.items()))
 
@@ -344,9 +349,7 @@ def _check_step(solver: diffrax.AbstractSolver, rule: StepRule | None) -> None:
         )
 
 
-def step_budget(
-    rule: StepRule | None, t0: jax.Array, t1: jax.Array, ts: jax.Array | None = None
-) -> int:
+def step_budget(rule: StepRule | None, t0: jax.Array, t1: jax.Array, ts: jax.Array | None = None) -> int:
     """Return a limit for the number of steps from t0 to t1: what a constant step needs, else 100 000."""
     size = rule.size if isinstance(rule, ConstantStep) else None
     known = None if size is None else [_checks.concrete(u) for u in (size, t0, t1)]

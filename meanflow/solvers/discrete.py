@@ -115,8 +115,8 @@ def descend(
         adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (all).
         state: ``Solution.state`` of an earlier run; goes on bit for bit. Data and settings must be those of that run,
             except for a constant step, ``steps``, ``every`` and ``observe``.
-        throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the result is not finite. Inside jit, vmap
-            and grad nothing is raised: look at ``Solution.result``.
+        throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the result is not finite. Inside jit,
+            vmap and grad nothing is raised: look at ``Solution.result``.
 
     Returns:
         A ``Solution``; ``ts`` is the sum of the step sizes, that is flow time for plain descent and the step
@@ -228,7 +228,11 @@ def _start(problem: Problem, options: Options, state: State | None) -> _Carry:
     dtype = base.weights.dtype
     fresh = options.optimizer.init(base.particles)
     # a rule that is refreshed sets the size at step 0, so that this one is never used
-    size = jnp.zeros((), dtype) if rule.every is not None else rule.size_at(problem, base.particles).astype(dtype)
+    size = (
+        jnp.zeros((), dtype)
+        if rule.every is not None
+        else rule.size_at(problem, base.particles).astype(dtype)
+    )
     if state is None:
         return _Carry(jnp.zeros((), dtype), base.particles, jnp.asarray(0, jnp.int32), fresh, size)
     structure = jax.tree.structure((fresh, size))
@@ -254,6 +258,6 @@ def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data
 
 def describe_optimizer(optimizer: optax.GradientTransformation) -> str:
     """Return a text that differs for different optimizers; see ``meanflow._identity``."""
-    from meanflow._identity import describe
+    from meanflow.sweeps.identity import describe
 
     return str(describe(optimizer))

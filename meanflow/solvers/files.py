@@ -52,7 +52,9 @@ def read_solution(kind: type[Kind], path: pathlib.Path, records: Sequence[type])
         header = json.loads(arrays["header"].tobytes().decode())
         layout = header["layout"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as problem:
-        raise ValueError(f"path must name a file written by Solution.save, got {path}: {problem}") from problem
+        raise ValueError(
+            f"path must name a file written by Solution.save, got {path}: {problem}"
+        ) from problem
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} has format {header.get('format')}, this version reads format {FORMAT}")
     parts = {name: _restore(layout[name], arrays, records) for name in PARTS}
@@ -96,7 +98,10 @@ def _describe(node: object, name: str, arrays: dict[str, np.ndarray]) -> object:
         fields = ("particles", "weights", "labels", "width")
         return {"cloud": {f: _describe(getattr(node, f), f"{name}.{f}", arrays) for f in fields}}
     if isinstance(node, Settings):
-        return {"settings": _describe(node.numbers, name, arrays), "names": [list(pair) for pair in node.names]}
+        return {
+            "settings": _describe(node.numbers, name, arrays),
+            "names": [list(pair) for pair in node.names],
+        }
     if isinstance(node, State):
         return {"state": [_describe(v, f"{name}.{k}", arrays) for k, v in node._asdict().items()]}
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -149,5 +154,3 @@ def _cloud(particles: object, weights: object, labels: object, width: object) ->
     return eqx.tree_at(
         lambda c: (c.particles, c.weights, c.labels, c.width), blank, parts, is_leaf=lambda x: x is None
     )
-
-

@@ -22,7 +22,7 @@ from meanflow.solvers.solution import RESULTS
 
 
 class FlowSolver(diffrax.AbstractSolver):
-    """A diffrax solver that knows it solves a flow. Its ``args`` are the ``Problem``, its state is in chart coordinates.
+    """A diffrax solver that knows it solves a flow: its ``args`` are the ``Problem``, its ``y`` is in the chart.
 
     Attributes:
         lands_on_saves: whether steps must end exactly at the save times, because there is no interpolation.
@@ -112,7 +112,9 @@ class Sliding(FlowSolver):
         """Return the state of neurons that have not moved yet."""
         return self._motion(args).begin(y0)
 
-    def func(self, terms: diffrax.AbstractTerm, t0: jax.Array, y0: PyTree[jax.Array], args: Problem) -> PyTree:
+    def func(
+        self, terms: diffrax.AbstractTerm, t0: jax.Array, y0: PyTree[jax.Array], args: Problem
+    ) -> PyTree:
         """Return the velocity (diffrax's interface)."""
         return terms.vf(t0, y0, args)
 

@@ -205,7 +205,7 @@ class FailedRun(RuntimeError):
 
 
 def raise_on_failure(solution: Solution) -> None:
-    """Raise ``FailedRun`` with the code's message unless every run of the solution is ok; does nothing while tracing."""
+    """Raise ``FailedRun`` with the code's message unless every run is ok; does nothing while tracing."""
     if solution.result.is_traced():
         return
     ok = np.asarray(solution.ok)

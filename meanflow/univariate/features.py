@@ -1,30 +1,36 @@
-"""Models of a univariate ReLU network: one feature in two coordinates, five inverse metrics.
+"""The feature of a univariate ReLU network, in reduced and in raw coordinates.
 
 Every neuron is amplitude * relu(<(x, 1), p>): p = d(theta), amplitude r in reduced coordinates; p = (a, -b),
 amplitude (m/alpha) c in full ones. Inside a region the neuron is linear in x with slope vector q = amplitude * p,
 so the potential of the neuron has the differential J_q' G with G the force of ``forces``.
 """
 
-from collections.abc import Callable
-from typing import Any
+import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from meanflow import _checks
+from meanflow._numerics import wrap_angle
 from meanflow.flows.features import Feature, Pull
-from meanflow.flows.flow import Flow, make_flow
-from meanflow.measures import laws
-from meanflow.measures.cloud import Affine, Cloud, Polar, floating
+from meanflow.flows.motion import FrozenMotion
+from meanflow.flows.observables import Observable
+from meanflow.flows.problem import Problem
+from meanflow.geometry.space import Invariant, Space
+from meanflow.measures.cloud import Affine, Cloud, Polar
+from meanflow.measures.dataset import Dataset
 from meanflow.measures.scaling import Scaling
 from meanflow.univariate import forces as force
-from meanflow.univariate.balance import Layers, Lifted, unit
+from meanflow.univariate import observables
+from meanflow.univariate.balance import Layers, Lifted, angle_of, balance, unit
 from meanflow.univariate.cylinder import Cylinder
-from meanflow.univariate.hyperbola import Hyperbola, fold, unfold
+from meanflow.univariate.motion import CylinderMotion, RawMotion
 
 FORCES = ("auto", "dense", "fast")
-# up to (samples, samples x neurons) the dense forces are faster (see bench/univariate.py and bench/sweeps.py)
+# up to (samples, samples x neurons) the dense forces are faster (benchmarks ``univariate`` and ``sweeps``)
 CROSSOVER = ((40, 2**22), (2**62, 2**15))
 
 
@@ -36,20 +42,30 @@ class Univariate(Feature):
     """
 
     forces: str = eqx.field(static=True)
+    input_ndim: ClassVar[int | None] = 1
+    has_direction: ClassVar[bool] = True
 
+    @abc.abstractmethod
     def direction(self, cloud: Cloud) -> jax.Array:
-        """p_i (m, 2), the direction that decides which samples are active."""
-        raise NotImplementedError
+        """Return p_i (m, 2), the direction that decides which samples are active."""
 
-    def amplitude(self, cloud: Cloud) -> jax.Array:
-        """The factor (m,) of relu(<(x, 1), p>)."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def outer_weight(self, cloud: Cloud) -> jax.Array:
+        """Return the factor (m,) of relu(<(x, 1), p>)."""
+
+    @abc.abstractmethod
+    def affine(self, cloud: Cloud) -> Affine:
+        """Return neurons (a, b, c) with the same function c relu(a x - b); |(a, b)| is the model's own choice."""
+
+    def observables(self, data: Dataset) -> dict[str, Observable]:
+        """Return predictions on a grid and statistics of the knots."""
+        return observables.univariate_observables(data)
 
     def slopes(self, cloud: Cloud) -> jax.Array:
         """q_i = amplitude_i p_i (m, 2): where active, phi(w_i; x) = <(x, 1), q_i>."""
-        return self.amplitude(cloud)[:, None] * self.direction(cloud)
+        return self.outer_weight(cloud)[:, None] * self.direction(cloud)
 
-    def pull(self, cloud: Cloud, force: jax.Array) -> Any:
+    def pull(self, cloud: Cloud, force: jax.Array) -> PyTree[jax.Array]:
         """J_q' G of forces G (m, 2): the covector of the potential at each neuron."""
         return jax.vjp(lambda w: self.slopes(cloud.at(w)), cloud.particles)[1](force)[0]
 
@@ -72,7 +88,7 @@ class Univariate(Feature):
         small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
         fast = self.forces == "fast" or (self.forces == "auto" and not small)
         path = force.sorted_linearization if fast else force.dense_linearization
-        p, share = self.direction(cloud), cloud.weights * self.amplitude(cloud)
+        p, share = self.direction(cloud), cloud.weights * self.outer_weight(cloud)
         # a column at a time: the compiler then never stores the pairs
         slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
         f, gather = path(p, slopes, x)
@@ -86,6 +102,9 @@ class Univariate(Feature):
 class Reduced(Univariate):
     """r relu(<(x, 1), d(theta)>) for ``Polar`` neurons, eq. (4)."""
 
+    amplitude: ClassVar[str | None] = "r"
+    angles: ClassVar[tuple[str, ...]] = ("theta",)
+
     def __init__(self, forces: str) -> None:
         _checks.one_of("forces", forces, FORCES)
         self.record, self.forces = Polar, forces
@@ -94,25 +113,37 @@ class Reduced(Univariate):
         """d(theta)."""
         return unit(cloud.particles.theta)
 
-    def amplitude(self, cloud: Cloud) -> jax.Array:
-        """r."""
+    def outer_weight(self, cloud: Cloud) -> jax.Array:
+        """Return r."""
         return cloud.particles.r
 
-    def chart(self, flow: Flow, cloud: Cloud) -> tuple[Flow, Cloud, Callable[[Any], Any]]:
-        """Lifted flows step in (a, b, c), where no sine, cosine or arctangent is needed."""
-        if type(flow.space) is not Lifted or flow.regulariser is not None:
-            return super().chart(flow, cloud)
-        ratio = flow.scaling.ratio(cloud)
-        space = Hyperbola(flow.space)
-        twin = Flow(Raw(self.forces, flow.scaling), space, flow.loss, flow.scaling)
-        start = unfold(cloud, space.delta(cloud), ratio)
-        return twin, cloud.at(start), lambda now: fold(cloud, start, now, ratio)
+    def affine(self, cloud: Cloud) -> Affine:
+        """Return (cos theta, -sin theta, r)."""
+        r, theta = cloud.particles
+        return Affine(jnp.cos(theta), -jnp.sin(theta), r)
+
+    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+        """Return the change of theta, the short way round."""
+        return wrap_angle(cloud.particles.theta - start.particles.theta)
+
+    def motion(self, problem: Problem) -> FrozenMotion:
+        """Return the motion on the cylinder; lifted flows without a penalty are stepped in raw coordinates instead."""
+        flow = problem.chart.flow
+        radial = isinstance(flow.space, Lifted) and flow.space.limit == -jnp.inf
+        if not radial and type(flow.space) is not Cylinder:
+            raise ValueError(
+                "solver='sliding' solves the penalty variation= on canonical and radial flows and decay= on full ones, "
+                f"got a flow on {type(flow.space).__name__}"
+            )
+        _check_penalty(problem, total_variation)
+        return CylinderMotion(problem)
 
 
 class Raw(Univariate):
     """(m/alpha) c relu(a x - b) for ``Affine`` neurons, eq. (1)."""
 
     scaling: Scaling
+    amplitude: ClassVar[str | None] = "c"
 
     def __init__(self, forces: str, scaling: Scaling) -> None:
         _checks.one_of("forces", forces, FORCES)
@@ -122,9 +153,27 @@ class Raw(Univariate):
         """(a, -b)."""
         return jnp.stack([cloud.particles.a, -cloud.particles.b], axis=-1)
 
-    def amplitude(self, cloud: Cloud) -> jax.Array:
-        """(m/alpha) c."""
+    def outer_weight(self, cloud: Cloud) -> jax.Array:
+        """Return (m/alpha) c."""
         return self.scaling.ratio(cloud) * cloud.particles.c
+
+    def affine(self, cloud: Cloud) -> Affine:
+        """Return (a, b, (m/alpha) c)."""
+        a, b, c = cloud.particles
+        return Affine(a, b, self.scaling.ratio(cloud) * c)
+
+    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+        """Return the change of the angle of (a, -b), the short way round."""
+        return wrap_angle(angle_of(self.direction(cloud)) - angle_of(self.direction(start)))
+
+    def invariant(self, space: Space) -> Invariant | None:
+        """Return the balance c^2 - a^2 - b^2, which is conserved where both layers learn."""
+        return _balance_law(space) if isinstance(space, Layers) else None
+
+    def motion(self, problem: Problem) -> FrozenMotion:
+        """Return the exact motion of (a, b, c)."""
+        _check_penalty(problem, weight_decay)
+        return RawMotion(problem)
 
     def pull(self, cloud: Cloud, force: jax.Array) -> Affine:
         """(m/alpha) (c G_1, -c G_2, a G_1 - b G_2), coordinate by coordinate, which a compiler fuses better."""
@@ -146,77 +195,20 @@ def weight_decay(particles: Affine) -> jax.Array:
     return 0.5 * (a**2 + b**2 + c**2)
 
 
-def _polar_laws(dim: int | None) -> dict[str, laws.Law]:
-    return {"r": laws.uniform(), "theta": laws.angle()}
+def _balance_law(space: Layers) -> Invariant:
+    def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+        a, b, c = cloud.particles
+        learns = space.inner_moves * space.outer_moves
+        return jnp.where(learns == 0, 0.0, balance(cloud.particles)), a**2 + b**2 + c**2
+
+    return law
 
 
-def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
-    return {"a": laws.uniform(), "b": laws.uniform(), "c": laws.uniform()}
-
-
-def _reduced(space: Any, loss: Any, alpha: Any, penalty: Any, forces: str) -> Flow:
-    extra = {} if penalty is None else {"regulariser": total_variation, "strength": penalty}
-    return make_flow(Reduced(forces), space, loss, alpha=alpha, laws=_polar_laws, **extra)
-
-
-def canonical(loss: Any = "squared", *, variation: Any = None, forces: str = "auto") -> Flow:
-    """f = mean_i r_i relu(<(x, 1), d(theta_i)>) on the cylinder dr^2 + dtheta^2, eqs. (4), (7), (11).
-
-    In mean-field time r' = -<G, d>, theta' = -r <G, t>.
-
-    Args:
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
-        variation: strength lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
-        forces: ``"auto"``, ``"dense"`` or ``"fast"``.
-
-    >>> import jax, meanflow as mf
-    >>> flow = canonical()
-    >>> cloud = flow.init(jax.random.key(0), 50)
-    >>> flow.feature.predict(cloud, jnp.linspace(-1, 1, 5)).shape
-    (5,)
-    """
-    return _reduced(Cylinder(), loss, "m", variation, forces)
-
-
-def lifted(alpha: Any = "m", loss: Any = "squared", *, variation: Any = None, forces: str = "auto") -> Flow:
-    """The flow of (a, b, c) seen in (r, theta), with labels delta = c^2 - n^2 (+-inf allowed), Proposition 4.
-
-    r' = -P_rr <G, d>, theta' = -P_tt r <G, t>, with ``meanflow.univariate.balance.Lifted``. delta -> -inf is the kernel
-    regime (only r moves), delta -> +inf the adaptive one (the planar flow).
-    """
-    return _reduced(Lifted(Scaling(alpha)), loss, alpha, variation, forces)
-
-
-def planar(alpha: Any = "m", loss: Any = "squared", *, variation: Any = None, forces: str = "auto") -> Flow:
-    """The limit delta = +inf: |c| = 1, only (a, b) learn. (u, v)' = -(m/alpha)^2 sign(r) G, constant in a region."""
-    return _reduced(Lifted(Scaling(alpha), float("inf")), loss, alpha, variation, forces)
-
-
-def radial(alpha: Any = "m", loss: Any = "squared", *, variation: Any = None, forces: str = "auto") -> Flow:
-    """The limit delta = -inf: n = 1, only c learns. r' = -(m/alpha)^2 <G, d>, theta' = 0: a linear ODE."""
-    return _reduced(Lifted(Scaling(alpha), float("-inf")), loss, alpha, variation, forces)
-
-
-def full(
-    alpha: Any = "m",
-    loss: Any = "squared",
-    *,
-    inner: Any = True,
-    outer: Any = True,
-    decay: Any = None,
-    forces: str = "auto",
-) -> Flow:
-    """f = (1/alpha) sum_i c_i relu(a_i x - b_i) with plain gradient flow in (a, b, c), eqs. (1), (2).
-
-    Args:
-        alpha: ``"m"``, ``"sqrt"``, ``"one"`` or a number.
-        loss: as in ``canonical``.
-        inner, outer: whether (a, b) and c are trained; (True, False) is planar, (False, True) radial. May be
-            arrays of 0 and 1, one per neuron or traced, so that one compiled program covers all three.
-        decay: strength lam of weight decay lam * mean (a^2 + b^2 + c^2)/2; then delta' = -2 lam delta.
-        forces: as in ``canonical``.
-    """
-    scaling = Scaling(alpha)
-    space = Layers(*(floating(jnp.asarray(u, jnp.result_type(float))) for u in (inner, outer)))
-    extra = {} if decay is None else {"regulariser": weight_decay, "strength": decay}
-    return make_flow(Raw(forces, scaling), space, loss, alpha=alpha, laws=_affine_laws, **extra)
+def _check_penalty(problem: Problem, solved: object) -> None:
+    """Raise ValueError for a penalty whose frozen motion is not known."""
+    penalty = problem.chart.flow.regularizer
+    if penalty is not None and penalty.function is not solved:
+        raise ValueError(
+            "solver='sliding' solves the penalty variation= on canonical and radial flows and decay= on full ones, "
+            f"got {penalty.function}"
+        )

@@ -13,7 +13,7 @@ from helpers import MODELS, largest_gap, problem
 import meanflow as mf
 from meanflow._numerics import iterate
 from meanflow.measures import stack
-from meanflow.solvers import top_eigenvalue
+from meanflow.solvers.step import top_eigenvalue
 from meanflow.solvers.step import dominant_vector
 
 
