@@ -21,7 +21,7 @@ from meanflow.geometry.space import Space
 from meanflow.measures import scaling
 from meanflow.measures.cloud import Affine, Cloud, Neurons, Polar
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.solve import FromStart
+from meanflow.solvers.continuous import FromStart
 from meanflow.sweeps.labels import PLAIN
 from meanflow.univariate import knots
 from meanflow.univariate.balance import Layers, balance
