@@ -24,7 +24,7 @@ from meanflow.univariate.cylinder import Cylinder
 from meanflow.univariate.hyperbola import Hyperbola, fold, unfold
 
 FORCES = ("auto", "dense", "fast")
-# up to (samples, samples x neurons) the dense forces are faster (see bench/univariate.py and bench/sweeps.py)
+# up to (samples, samples x neurons) the dense forces are faster (measured in benchmarks: univariate, sweeps)
 CROSSOVER = ((40, 2**22), (2**62, 2**15))
 
 
