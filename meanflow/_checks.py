@@ -99,7 +99,7 @@ def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
 
 def shape(name: str, value: object, expected: tuple[int | None, ...]) -> None:
     """Refuse any shape but ``expected`` (None stands for any length)."""
-    given = np.shape(value)  # type: ignore[arg-type]
+    given = np.shape(value)  # type: ignore[call-overload]
     if len(given) != len(expected) or any(
         e is not None and g != e for g, e in zip(given, expected, strict=True)
     ):
@@ -241,8 +241,8 @@ def either(*kinds: Kind) -> Kind:
 
 def prng_key(name: str, value: object) -> object:
     """Accept one typed PRNG key."""
-    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not is_key or value.shape != ():
+    single = isinstance(value, jax.Array) and value.shape == ()
+    if not single or not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):  # type: ignore[attr-defined]
         raise TypeError(f"{name} must be a single PRNG key such as jax.random.key(0), got {show(value)}")
     return value
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from meanflow import _checks
@@ -179,8 +180,9 @@ def predict(flow: Flow, cloud: Cloud, x: Float[ArrayLike, "n *d"]) -> Float[Arra
     >>> mf.predict(flow, cloud, [[1.0, 0.0], [0.0, 1.0]]).shape
     (2,)
     """
-    flow.check(cloud, x)
-    return _predict(flow, cloud, x)
+    inputs = jnp.asarray(x)
+    flow.check(cloud, inputs)
+    return _predict(flow, cloud, inputs)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
@@ -233,10 +235,11 @@ def tangent_kernel(
     Under the mean-field clock predictions obey f' = -K (q l'). The kernel is computed ``chunk`` columns at a time, in
     O(n_x n_z m d) operations and O(chunk n m) memory.
     """
-    flow.check(cloud, x)
-    if z is not None:
-        flow.check(cloud, z)
-    return _tangent_kernel(flow, cloud, x, x if z is None else z, chunk)
+    left = jnp.asarray(x)
+    right = left if z is None else jnp.asarray(z)
+    for inputs in (left, right):
+        flow.check(cloud, inputs)
+    return _tangent_kernel(flow, cloud, left, right, chunk)
 
 
 _predict = eqx.filter_jit(equation.predict)

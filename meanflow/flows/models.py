@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks, activations
@@ -74,7 +75,7 @@ def batchnorm(
     >>> mf.batchnorm("tanh").feature.raw
     True
     """
-    feature = BatchNormed(activations.resolve(activation), mean, covariance, raw=True)
+    feature = BatchNormed(activations.resolve(activation), *_arrays(mean, covariance), raw=True)
     return make_flow(feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
@@ -99,6 +100,15 @@ def batchnorm_manifold(
     >>> flow.init(jax.random.key(0), 4, dim=2).labels.tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    feature = BatchNormed(activations.resolve(activation), mean, covariance, raw=False)
-    space = BatchNormManifold(covariance)
+    statistics = _arrays(mean, covariance)
+    feature = BatchNormed(activations.resolve(activation), *statistics, raw=False)
+    space = BatchNormManifold(statistics[1])
     return make_flow(feature, space, loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
+
+
+def _arrays(
+    mean: Float[ArrayLike, " d"] | None, covariance: Float[ArrayLike, "d d"] | None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    return None if mean is None else jnp.asarray(mean), None if covariance is None else jnp.asarray(
+        covariance
+    )

@@ -6,12 +6,13 @@ model supplies that motion; the solver composes such sub-steps into a method of 
 """
 
 import abc
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-MotionState = PyTree[jax.Array]
+MotionState: TypeAlias = PyTree[jax.Array]
 
 
 class FrozenMotion(eqx.Module):

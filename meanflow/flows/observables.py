@@ -5,7 +5,7 @@ All quantities ignore padding (weight zero), so a run gives the same numbers at 
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square
 
-Values = PyTree[jax.Array]
+Values: TypeAlias = PyTree[jax.Array]
 
 
 class Observable(eqx.Module):

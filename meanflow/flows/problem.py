@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from meanflow.flows import equation
@@ -71,7 +72,7 @@ class Problem(eqx.Module):
         """Return the cloud of the model at the integrated state ``y``."""
         return self.chart.cloud(y)
 
-    def field(self, t: jax.Array, y: PyTree[jax.Array]) -> PyTree[jax.Array]:
+    def field(self, t: float | jax.Array | np.ndarray, y: PyTree[jax.Array]) -> PyTree[jax.Array]:
         """Return dy/dt on the clock of the run, at the state ``y`` in the coordinates of the chart."""
         v = equation.velocity(self.chart.flow, self.chart.base.at(y), self.data)
         return jax.tree.map(lambda u: self.speed * u, v)

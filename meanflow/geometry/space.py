@@ -6,7 +6,7 @@ interface only, so they never know which geometry they run on.
 """
 
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TypeAlias
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ from meanflow.measures.dataset import Dataset
 # A conservation law: maps a cloud to what each neuron conserves and the scale it is measured on, both (m,).
 Invariant = Callable[[Cloud], tuple[jax.Array, jax.Array]]
 
-Record = PyTree[
+Record: TypeAlias = PyTree[
     jax.Array
 ]  # particles, tangent vectors and covectors: one array per coordinate, leading axis m
 

@@ -29,19 +29,28 @@ from meanflow.solvers.solution import (
     fingerprint,
     raise_on_failure,
 )
-from meanflow.solvers.step import STEP, ConstantStep, StepController, StepRule, all_finite, as_rule
+from meanflow.solvers.step import (
+    STEP,
+    ConstantStep,
+    RealScalarLike,
+    StepController,
+    StepRule,
+    all_finite,
+    as_rule,
+)
 
 ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
     "checkpoint": diffrax.RecursiveCheckpointAdjoint,
     "full": diffrax.DirectAdjoint,
     "forward": diffrax.ForwardMode,
 }
+DEFAULTS: dict[str | None, diffrax.AbstractSolver] = {None: diffrax.Tsit5(), "sliding": Sliding()}
 MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
 SOLVER = either(choice("sliding"), instance(diffrax.AbstractSolver, hint="for instance diffrax.Tsit5()"))
 STATE = instance(State, hint="pass Solution.state")
 
 
-def _field(t: jax.Array, y: PyTree[jax.Array], problem: Problem) -> PyTree[jax.Array]:
+def _field(t: RealScalarLike, y: PyTree[jax.Array], problem: Problem) -> PyTree[jax.Array]:
     return problem.field(t, y)
 
 
@@ -167,10 +176,10 @@ def solve(
     end = jnp.asarray(t1, dtype)
     _check_order(start, end)
     times = save_times(ts, start, end, dtype)
-    solver = Sliding() if solver == "sliding" else diffrax.Tsit5() if solver is None else solver
+    method = solver if isinstance(solver, diffrax.AbstractSolver) else DEFAULTS[solver]
     rule = None if step is None else as_rule(step, dtype)
-    _check_step(solver, rule)
-    settings = _settings(solver, rule, clock)
+    _check_step(method, rule)
+    settings = _settings(method, rule, clock)
     if state is not None:
         check_resumed(state, settings, data)
     options = Options(
@@ -178,7 +187,7 @@ def solve(
         t1=end,
         ts=times,
         observe=observables.resolve(observe, flow, data),
-        solver=solver,
+        solver=method,
         rule=rule,
         rtol=jnp.asarray(rtol, dtype),
         atol=jnp.asarray(atol, dtype),
@@ -308,11 +317,11 @@ def _unpack(
         _, control = controller.init(terms, t0, t1, y0, first, problem, solver.func, order)
         return solver.init(terms, t0, t1, y0, problem), control, jnp.asarray(False)
 
-    structure = jax.tree.structure(eqx.filter_eval_shape(blank))
-    if structure.num_leaves != len(state.leaves):
+    needed, structure = jax.tree.flatten(eqx.filter_eval_shape(blank))
+    if len(needed) != len(state.leaves):
         raise ValueError(
             "state must come from a run with the same solver and step settings; "
-            f"it holds {len(state.leaves)} arrays, these settings need {structure.num_leaves}"
+            f"it holds {len(state.leaves)} arrays, these settings need {len(needed)}"
         )
     return jax.tree.unflatten(structure, state.leaves)
 

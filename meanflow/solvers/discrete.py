@@ -235,11 +235,11 @@ def _start(problem: Problem, options: Options, state: State | None) -> _Carry:
     )
     if state is None:
         return _Carry(jnp.zeros((), dtype), base.particles, jnp.asarray(0, jnp.int32), fresh, size)
-    structure = jax.tree.structure((fresh, size))
-    if structure.num_leaves != len(state.leaves):
+    needed, structure = jax.tree.flatten((fresh, size))
+    if len(needed) != len(state.leaves):
         raise ValueError(
             "state must come from a run with the same optimizer; "
-            f"it holds {len(state.leaves)} arrays, this optimizer needs {structure.num_leaves}"
+            f"it holds {len(state.leaves)} arrays, this optimizer needs {len(needed)}"
         )
     inner, kept = jax.tree.unflatten(structure, state.leaves)
     return _Carry(state.t, state.y, state.steps, inner, size if isinstance(rule, ConstantStep) else kept)

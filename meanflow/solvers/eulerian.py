@@ -27,7 +27,7 @@ from meanflow.geometry import omega
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.saving import SaveTimes, save_times
-from meanflow.solvers.step import StepController, StepRule
+from meanflow.solvers.step import RealScalarLike, StepController, StepRule
 
 CFL = 0.4  # positivity needs sum of Courant numbers <= 1/2
 
@@ -198,7 +198,7 @@ def _upwind(mass: jax.Array, before: jax.Array, after: jax.Array, speed: jax.Arr
     return jnp.where(speed > 0, speed * from_left, speed * from_right)
 
 
-def _rate(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> jax.Array:
+def _rate(t: RealScalarLike, mass: jax.Array, problem: _DensityProblem) -> jax.Array:
     """Return d mass / dt: differences of fluxes, so that the total is conserved to rounding."""
     speed_a, speed_th = _face_speeds(problem, mass)
     da, dth = problem.grid.spacing

@@ -65,7 +65,7 @@ def read_solution(kind: type[Kind], path: pathlib.Path, records: Sequence[type])
         raise ValueError(f"{path} has the result code {sorted(unknown)}, which this version does not know")
     code = np.vectorize(numbers.__getitem__, otypes=[np.int32])(np.asarray(named, object))
     result = eqx.tree_at(lambda r: r._value, RESULTS.successful, jnp.asarray(code))
-    return kind(**parts, result=result)
+    return kind(**parts, result=result)  # type: ignore[arg-type]
 
 
 def _with_suffix(path: pathlib.Path) -> pathlib.Path:
@@ -139,7 +139,7 @@ def _restore(node: object, arrays: dict[str, np.ndarray], records: Sequence[type
 
 def _as_stored(name: str, array: np.ndarray) -> jax.Array:
     """Return the array in the precision in which it was stored, or refuse: half of its digits must not vanish."""
-    if array.dtype == np.float64 and not jax.config.jax_enable_x64:
+    if array.dtype == np.float64 and jnp.result_type(float) != np.float64:
         raise ValueError(
             f"{name} was stored in float64, which is switched off; "
             "call jax.config.update('jax_enable_x64', True) before loading"

@@ -19,6 +19,7 @@ from meanflow import _checks
 from meanflow.flows.motion import FrozenMotion, MotionState
 from meanflow.flows.problem import Problem
 from meanflow.solvers.solution import RESULTS
+from meanflow.solvers.step import RealScalarLike
 
 
 class FlowSolver(diffrax.AbstractSolver):
@@ -107,13 +108,13 @@ class Sliding(FlowSolver):
         return RESULTS.where(overflow, RESULTS.event_overflow, result)
 
     def init(
-        self, terms: PyTree, t0: jax.Array, t1: jax.Array, y0: PyTree[jax.Array], args: Problem
+        self, terms: PyTree, t0: RealScalarLike, t1: RealScalarLike, y0: PyTree[jax.Array], args: Problem
     ) -> MotionState:
         """Return the state of neurons that have not moved yet."""
         return self._motion(args).begin(y0)
 
     def func(
-        self, terms: diffrax.AbstractTerm, t0: jax.Array, y0: PyTree[jax.Array], args: Problem
+        self, terms: diffrax.AbstractTerm, t0: RealScalarLike, y0: PyTree[jax.Array], args: Problem
     ) -> PyTree:
         """Return the velocity (diffrax's interface)."""
         return terms.vf(t0, y0, args)
@@ -121,8 +122,8 @@ class Sliding(FlowSolver):
     def step(
         self,
         terms: PyTree,
-        t0: jax.Array,
-        t1: jax.Array,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
         y0: PyTree[jax.Array],
         args: Problem,
         solver_state: MotionState,
@@ -151,7 +152,7 @@ class Sliding(FlowSolver):
         opening = jnp.zeros(args.data.y.shape, time.dtype)
         # one program for all stages: the events are what takes long to compile
         ((y1, final), _, _), _ = jax.lax.scan(stage, (here, here, opening), rows)
-        return y1, None, {"y0": y0, "y1": y1}, final, diffrax.RESULTS.successful
+        return y1, None, {"y0": y0, "y1": y1}, final, diffrax.RESULTS.successful  # type: ignore[return-value]
 
     def _motion(self, problem: Problem) -> FrozenMotion:
         return problem.chart.flow.feature.motion(problem)

@@ -167,7 +167,8 @@ class Solution(eqx.Module):
     @property
     def ok(self) -> Bool[Array, ""]:
         """True where the run succeeded or stopped at a steady state."""
-        return (self.result == RESULTS.successful) | (self.result == RESULTS.event_occurred)
+        done = jnp.asarray(self.result == RESULTS.successful)
+        return done | jnp.asarray(self.result == RESULTS.event_occurred)
 
     def save(self, path: str | pathlib.Path) -> pathlib.Path:
         """Write the solution to one .npz file (arrays, settings, versions; no pickles) and return its path.
@@ -216,5 +217,5 @@ def raise_on_failure(solution: Solution) -> None:
     else:
         steps = int(np.asarray(solution.state.steps))
         time = float(np.asarray(solution.state.t))
-        message = f"the run failed at t = {time:g} after {steps} steps: {RESULTS[solution.result]}"
+        message = f"the run failed at t = {time:g} after {steps} steps: {RESULTS[solution.result]}"  # type: ignore[misc]
     raise FailedRun(f"{message} (throw=False returns the Solution instead)", solution)

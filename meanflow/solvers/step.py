@@ -6,6 +6,7 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
@@ -111,7 +112,10 @@ class ConstantStep(StepRule):
     """
 
     size: jax.Array
-    every: int | None = eqx.field(static=True, default=None)
+    every: int | None = eqx.field(static=True)
+
+    def __init__(self, size: jax.Array) -> None:
+        self.size, self.every = size, None
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
@@ -156,6 +160,9 @@ def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
     return step if isinstance(step, StepRule) else ConstantStep(jnp.asarray(step, dtype))
 
 
+RealScalarLike = float | jax.Array | np.ndarray  # times, as diffrax passes them
+
+
 class StepController(diffrax.AbstractStepSizeController):
     """A step rule as diffrax takes it; optionally clipped to land on given times.
 
@@ -169,13 +176,13 @@ class StepController(diffrax.AbstractStepSizeController):
     stops: jax.Array | None
     start: tuple[jax.Array, jax.Array] | None
 
-    def wrap(self, direction: jax.Array) -> "StepController":
+    def wrap(self, direction: int | jax.Array | np.ndarray) -> "StepController":
         """Return the controller itself: integration always runs forward in time here (diffrax's interface)."""
         return self
 
-    def _clip(self, t: jax.Array, size: jax.Array) -> jax.Array:
+    def _clip(self, t: RealScalarLike, size: jax.Array) -> jax.Array:
         if self.stops is None:
-            return t + size
+            return jnp.asarray(t) + size
         index = jnp.searchsorted(self.stops, t, side="right")
         stop = jnp.where(
             index < self.stops.shape[0], self.stops[jnp.minimum(index, self.stops.shape[0] - 1)], jnp.inf
@@ -185,8 +192,8 @@ class StepController(diffrax.AbstractStepSizeController):
     def init(
         self,
         terms: PyTree,
-        t0: jax.Array,
-        t1: jax.Array,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
         y0: PyTree,
         dt0: jax.Array,
         args: Problem,
@@ -203,15 +210,15 @@ class StepController(diffrax.AbstractStepSizeController):
 
     def adapt_step_size(
         self,
-        t0: jax.Array,
-        t1: jax.Array,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
         y0: PyTree,
         y1_candidate: PyTree,
         args: Problem,
         y_error: PyTree,
         error_order: object,
         controller_state: tuple[jax.Array, jax.Array],
-    ) -> tuple[bool, jax.Array, jax.Array, bool, tuple[jax.Array, jax.Array], diffrax.RESULTS]:
+    ) -> tuple[bool, RealScalarLike, jax.Array, bool, tuple[jax.Array, jax.Array], diffrax.RESULTS]:
         """Accept every step, and refresh the size when that is due."""
         count, size = controller_state
         count = count + 1
