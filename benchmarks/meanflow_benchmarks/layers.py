@@ -65,8 +65,9 @@ def batch_norm(batch: int = 256, features: int = 512, repeats: int = 20) -> dict
     Returns:
         Seconds by layer, and ``*_error`` of the output's standard deviation on the hard data, which should be 1.
     """
-    x = jax.random.normal(jax.random.key(0), (batch, features))
-    hard = 1e4 + 0.1 * jax.random.normal(jax.random.key(1), (4096, 1))
+    # float32 as the layers' parameters are, whatever the precision of the other benchmarks
+    x = jax.random.normal(jax.random.key(0), (batch, features), jnp.float32)
+    hard = 1e4 + 0.1 * jax.random.normal(jax.random.key(1), (4096, 1), jnp.float32)
     makes: dict[str, Callable[..., nnx.Module]] = {
         "ours": layers.BatchNorm,
         "ours_unitized": layers.UnitizedBatchNorm,
