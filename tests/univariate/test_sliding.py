@@ -16,7 +16,7 @@ from scipy.integrate import solve_ivp
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.solvers import sliding_events as events
+from meanflow.univariate import events
 from meanflow.solvers.sliding import Sliding
 from meanflow.univariate import balance
 
