@@ -23,32 +23,32 @@ from meanflow.geometry.sphere import dot
 
 @jax.jit
 def sigma_norm(b: jax.Array, sigma: jax.Array) -> jax.Array:
-    """|b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
+    """Return |b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
     # whole-array product: some jax releases miscompile a vmapped w -> w' S w
     return jnp.sqrt(dot(b, b @ sigma))
 
 
 @jax.jit
 def normalize(b: jax.Array, sigma: jax.Array) -> jax.Array:
-    """T(b) = b / |b|_S, (..., d), from raw weights to Omega; invariant under b -> lambda b, lambda > 0."""
+    """Return T(b) = b / |b|_S, (..., d), the map from raw weights to Omega; invariant under b -> lambda b, lambda > 0."""
     return b / sigma_norm(b, sigma)
 
 
 @jax.jit
 def direction(bb: jax.Array) -> jax.Array:
-    """The unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere."""
+    """Return the unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere."""
     return bb / safe_norm(bb, keepdims=True)
 
 
 @jax.jit
 def project(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """(I - bb u') v: the projection along bb onto the tangent space {v : u . v = 0} at bb."""
+    """Return (I - bb u') v, the projection along bb onto the tangent space {v : u . v = 0} at bb."""
     return v - bb * dot(bb @ sigma, v)
 
 
 @jax.jit
 def cometric_apply(bb: jax.Array, covector: jax.Array, sigma: jax.Array) -> jax.Array:
-    """G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d): the gradient from a differential g. O(d) after S bb."""
+    """Return G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d): the gradient from a differential g. O(d) after S bb."""
     u = bb @ sigma
     h = covector - u * dot(bb, covector)
     return dot(bb, bb) * (h - bb * dot(u, h))
@@ -56,14 +56,14 @@ def cometric_apply(bb: jax.Array, covector: jax.Array, sigma: jax.Array) -> jax.
 
 @jax.jit
 def inner(bb: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
-    """<v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
+    """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
     square = dot(bb, bb)
     return ((dot(v, w) - dot(v, bb) * dot(w, bb) / square) / square)[..., 0]
 
 
 @jax.jit
 def metric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
-    """The ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
+    """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
     u = sigma @ bb
     tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(u, u) / (u @ u)
     w = tangent @ bb
@@ -72,7 +72,7 @@ def metric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def cometric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
-    """The matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
+    """Return the matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
     u = sigma @ bb
     left = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(bb, u)
     return (bb @ bb) * left @ left.T
@@ -80,13 +80,13 @@ def cometric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def distance(bb: jax.Array, other: jax.Array) -> jax.Array:
-    """Geodesic distance on (Omega, G), in radians: the Euclidean angle of two vectors (..., d). Shape (...)."""
+    """Return the geodesic distance on (Omega, G), in radians: the Euclidean angle of two vectors (..., d). Shape (...)."""
     return sphere.angle(direction(bb), direction(other))
 
 
 @jax.jit
 def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """Endpoint (..., d), at time 1, of the geodesic of G from bb with velocity v (tangent, |v|_G in radians)."""
+    """Return the endpoint (..., d), at time 1, of the geodesic of G from bb with velocity v (tangent, |v|_G in radians)."""
     s = direction(bb)
     turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
     return normalize(sphere.exp(s, turn), sigma)
@@ -94,14 +94,14 @@ def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def log(bb: jax.Array, other: jax.Array, sigma: jax.Array) -> jax.Array:
-    """Tangent v (..., d) at bb with exp(bb, v) = other; undefined for opposite vectors."""
+    """Return the tangent v (..., d) at bb with exp(bb, v) = other; undefined for opposite vectors."""
     turn = sphere.log(direction(bb), direction(other))
     return safe_norm(bb, keepdims=True) * project(bb, turn, sigma)
 
 
 @jax.jit
 def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """One raw gradient step, then renormalise, (..., d): second order, distance to exp is |v|_G^3 / 3."""
+    """Return the end of one raw gradient step after renormalising, (..., d): second order, distance to exp is |v|_G^3 / 3."""
     s = direction(bb)
     turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
     return normalize(s + turn, sigma)
@@ -109,7 +109,7 @@ def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
 
 @jax.jit
 def volume_density(bb: jax.Array, sigma: jax.Array) -> jax.Array:
-    """d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
+    """Return d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
     return safe_norm(bb) ** -bb.shape[-1] / safe_norm(bb @ sigma)
 
 
@@ -129,7 +129,7 @@ class Comparison(NamedTuple):
 
 @jax.jit
 def comparison(sigma: jax.Array) -> Comparison:
-    """Scalars for covariance S (d, d): chord <= lower * angle, angle <= (pi/2) upper * chord on (Omega, G)."""
+    """Return scalars for the covariance S (d, d): chord <= lower * angle, angle <= (pi/2) upper * chord on (Omega, G)."""
     spectrum = jnp.linalg.eigvalsh(sigma)
     low, high = spectrum[0], spectrum[-1]
     k = high / low

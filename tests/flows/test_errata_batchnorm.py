@@ -11,6 +11,7 @@ from helpers import largest_gap, problem
 
 import meanflow as mf
 from meanflow.experiments.batchnorm import quasi_normal, ring, spokes
+from meanflow.geometry import omega
 from meanflow.solvers.weak import weak_form
 
 
@@ -124,7 +125,7 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     gap = jax.tree.map(jnp.subtract, sol.final.particles, cloud.particles)
     ratio = float(cloud.weights @ (gap.a**2 + jnp.sum(gap.b**2, axis=1))) / span
     np.testing.assert_allclose(ratio, 7.39, atol=0.01)
-    bound = float(mf.geometry.comparison(flow.feature.sigma).lower) ** 2
+    bound = float(omega.comparison(flow.feature.sigma).lower) ** 2
     np.testing.assert_allclose(bound, 20.83, atol=0.01)
     assert ratio <= max(1, bound)
 
