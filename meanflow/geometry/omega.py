@@ -21,7 +21,6 @@ from meanflow._numerics import safe_norm
 from meanflow.geometry import sphere
 from meanflow.geometry.sphere import dot
 
-
 Vectors = Float[Array, "*batch d"]
 Matrix = Float[Array, "d d"]
 
@@ -35,7 +34,7 @@ def sigma_norm(b: Vectors, sigma: Matrix) -> Float[Array, "*batch 1"]:
 
 @jax.jit
 def normalize(b: Vectors, sigma: Matrix) -> Vectors:
-    """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), which does not change when b is scaled by a positive number."""
+    """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it."""
     return b / sigma_norm(b, sigma)
 
 
@@ -85,7 +84,7 @@ def cometric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
 
 @jax.jit
 def distance(bb: Vectors, other: Vectors) -> Float[Array, "*batch"]:
-    """Return the geodesic distance on (Omega, G), shape (...): the Euclidean angle of two vectors (..., d), in radians."""
+    """Return the geodesic distance on (Omega, G), shape (...): the angle of two vectors (..., d) in radians."""
     return sphere.angle(direction(bb), direction(other))
 
 
