@@ -117,7 +117,7 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     x = ring(32, (5.0, 0.2))
     data = mf.Dataset(x, np.sin(2 * x[:, 1] / np.sqrt(0.2)) + x[:, 0])
     flow = mf.batchnorm_manifold("tanh").bind(data)
-    cloud = flow.space.settle(spokes(16))
+    cloud = flow.space.from_raw(spokes(16))
     sol = mf.solve(flow, cloud, data, 0.05, rtol=1e-10, atol=1e-12)
     span = 0.05 * float(mf.energy(flow, cloud, data) - sol.energy[-1])
     metric = float(cloud.weights @ flow.space.distance(cloud, sol.final.particles) ** 2)

@@ -188,7 +188,7 @@ def test_iterate_with_inputs_and_checkpoints():
 
 BAD = [
     ({"steps": 0, "step": 0.1}, "steps must be an integer >= 1"),
-    ({"steps": 10}, "step must be a number or KernelStep when no optimizer"),
+    ({"steps": 10}, "step must be a number or a StepRule when no optimizer"),
     ({"steps": 10, "step": 0.1, "every": 3}, "steps must be a multiple of every"),
     ({"steps": 10, "step": 0.0}, "step must be > 0"),
     ({"steps": 10, "step": 0.1, "batch_size": 31, "key": jax.random.key(0)}, "batch_size must be at most"),
