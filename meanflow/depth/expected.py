@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.depth.propagate import VARIANCE
+from meanflow.depth.propagation import VARIANCE
 from meanflow.kernels.dual import dual_activation
 
 HOMOGENEOUS = ("relu", "linear", "leaky_relu")

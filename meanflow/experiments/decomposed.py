@@ -9,7 +9,7 @@ import optax
 
 from meanflow import depth
 from meanflow.depth.observables import activity, rank, stable_rank
-from meanflow.depth.propagate import WEIGHTS
+from meanflow.depth.propagation import WEIGHTS
 from meanflow.experiments.outcome import Criterion, Outcome
 from meanflow.layers import functional
 from meanflow.solvers.iterate import iterate

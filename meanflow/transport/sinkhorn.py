@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
-from meanflow.transport.wasserstein import euclidean
+from meanflow.transport.exact import euclidean
 
 
 class SinkhornDivergence(NamedTuple):

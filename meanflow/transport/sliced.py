@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
-from meanflow.transport.wasserstein import _root, _safe_sqrt, wasserstein
+from meanflow.transport.exact import _root, _safe_sqrt, wasserstein
 
 
 def slicing_constant(dimension: int) -> float:

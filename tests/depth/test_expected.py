@@ -9,7 +9,7 @@ import pytest
 
 from meanflow import depth
 from meanflow.depth.expected import kappa, recentered, relu_map, rescaled_cosine_limit
-from meanflow.depth.odd_point import Blocks, block_layer
+from meanflow.depth.odd_points import Blocks, block_layer
 
 
 def degrees(cosine):

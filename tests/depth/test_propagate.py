@@ -7,7 +7,7 @@ import pytest
 
 from meanflow import depth
 from meanflow.depth import observables
-from meanflow.depth.propagate import draw_preactivations
+from meanflow.depth.propagation import draw_preactivations
 
 
 def waves(key, shape, dtype):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow import depth
-from meanflow.depth.tree import tree_start, tree_step
+from meanflow.depth.tree_model import tree_start, tree_step
 
 
 def explicit(x, layers):

@@ -11,7 +11,7 @@ import scipy.stats
 
 from meanflow.transport import cylinder_distance, euclidean, transport_plan, wasserstein
 
-module = importlib.import_module("meanflow.transport.wasserstein")
+module = importlib.import_module("meanflow.transport.exact")
 
 
 def weights(rng, size):

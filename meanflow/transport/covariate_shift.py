@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow.transport import bounds
+from meanflow.transport.exact import MAX_ASSIGNMENT, wasserstein
 from meanflow.transport.sliced import marginal_wasserstein
-from meanflow.transport.wasserstein import MAX_ASSIGNMENT, wasserstein
 
 
 class Sandwich(NamedTuple):
