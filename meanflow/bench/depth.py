@@ -61,7 +61,7 @@ def propagation(
         "peak_resident_mb": _peak_memory(),
         "resident_before_mb": before,
         "mean_angle": float(result.layers.pair_angles[:, -1].mean()),
-        "infinite_width_angle": float(jnp.degrees(jnp.arccos(depth.batchnorm_cosine(batch)))),
+        "infinite_width_angle": float(jnp.degrees(jnp.arccos(depth.expected.batchnorm_cosine(batch)))),
     }
 
 

@@ -1,6 +1,7 @@
 """Exact transport against scipy and POT, normalisation layers against flax: time and error in the same run."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def batch_norm(batch: int = 256, features: int = 512, repeats: int = 20) -> dict
     """
     x = jax.random.normal(jax.random.key(0), (batch, features))
     hard = 1e4 + 0.1 * jax.random.normal(jax.random.key(1), (4096, 1))
-    makes = {
+    makes: dict[str, Any] = {
         "ours": layers.BatchNorm,
         "ours_unitized": layers.UnitizedBatchNorm,
         "flax": nnx.BatchNorm,

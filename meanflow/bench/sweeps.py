@@ -45,7 +45,7 @@ def grid_speed(
     """
     flow, x = mf.lifted(alpha="sqrt"), np.linspace(-1, 1, samples)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
-    chosen = {"steps": steps, "step": 1e-3, "observe": ("angle_displacement",)}
+    chosen: dict[str, Any] = {"steps": steps, "step": 1e-3, "observe": ("angle_displacement",)}
     balances = [-np.inf, *np.linspace(-20, 20, deltas - 2), np.inf]
     plan = mf.sweeps.prepare(flow, data, widths=widths, deltas=balances, seeds=seeds, **chosen)
     some = {w: [plan.cloud(width=w, delta=balances[k], seed=0) for k in (1, -1)] for w in widths}

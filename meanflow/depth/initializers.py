@@ -31,11 +31,11 @@ def one_neuron_per_sample(
         (kernel_init, bias_init) for a layer with kernel (k, n) and bias (n,); any other shape raises
         ValueError.
 
-    >>> import jax, meanflow as mf
+    >>> import jax
     >>> from flax import nnx
     >>> x = jax.random.normal(jax.random.key(0), (5, 3))
     >>> x = x / jax.numpy.linalg.norm(x, axis=1, keepdims=True)
-    >>> kernel_init, bias_init = mf.depth.one_neuron_per_sample(x)
+    >>> kernel_init, bias_init = one_neuron_per_sample(x)
     >>> layer = nnx.Linear(3, 5, kernel_init=kernel_init, bias_init=bias_init, rngs=nnx.Rngs(0))
     >>> jax.numpy.abs(nnx.relu(layer(x)) - jax.numpy.eye(5)).max() < 1e-4
     Array(True, dtype=bool)

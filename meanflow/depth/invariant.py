@@ -52,7 +52,7 @@ class OneLayer(NamedTuple):
         alpha: the gain used.
         radius: R = |x_1 - nu| before the layer, nu the mean of the other samples.
         odd_square: E |x_1'|^2 = alpha ((n-1)/n)^2 R^2.
-        centre_square: E |nu^|^2 = alpha R^2 / n^2, nu^ the image of nu (not the mean of the images).
+        center_square: E |nu^|^2 = alpha R^2 / n^2, nu^ the image of nu (not the mean of the images).
         gram: (n + 1, n + 1) expected Gram matrix of x_1', ..., x_n', nu^.
         distances: (n + 1, n + 1) squared distances before the layer, nu last.
         expected_distances: (n + 1, n + 1) expected squared distances after it.
@@ -61,7 +61,7 @@ class OneLayer(NamedTuple):
     alpha: jax.Array
     radius: jax.Array
     odd_square: jax.Array
-    centre_square: jax.Array
+    center_square: jax.Array
     gram: jax.Array
     distances: jax.Array
     expected_distances: jax.Array
@@ -95,7 +95,7 @@ def one_layer(x: jax.Array, alpha: float | jax.Array | None = None) -> OneLayer:
         alpha=gain,
         radius=radius,
         odd_square=gain * ((n - 1) / n) ** 2 * radius**2,
-        centre_square=gain * radius**2 / n**2,
+        center_square=gain * radius**2 / n**2,
         gram=gram,
         distances=_distances(gram_of(extended)),
         expected_distances=_distances(gram),

@@ -95,7 +95,7 @@ def activity(x: jax.Array) -> jax.Array:
     return jnp.mean((x > 0).astype(x.dtype), axis=-2)
 
 
-class Layers(eqx.Module):
+class LayerRecord(eqx.Module):
     """Record of a batch, layer by layer; leading axes (seeds, layers) are shared by all arrays.
 
     Attributes:
@@ -145,13 +145,13 @@ class Layers(eqx.Module):
         return (self.active.astype(self.gram.dtype) @ inside) / jnp.sum(self.active, axis=-1)
 
 
-def summary(x: jax.Array) -> Layers:
+def summary(x: jax.Array) -> LayerRecord:
     """The record of one batch x (n, d). Cost O(n^2 d), memory O(n^2): the activations are not kept."""
     n, width = x.shape
     factor = jnp.linalg.qr(x.T, mode="r") if width > n else x  # same singular values, far smaller
     values = jnp.linalg.svd(factor, compute_uv=False)
     count = jnp.sum(x > 0, axis=0)
-    return Layers(
+    return LayerRecord(
         gram=gram(x),
         singular_values=jnp.pad(values, (0, n - values.shape[0])),
         active=jnp.zeros(n + 1, jnp.int32).at[count].add(1),

@@ -155,7 +155,7 @@ def odd_state(n: int, scale: float = 20.0, *, tolerance: float = 1e-13, max_step
     scale.
 
     >>> import meanflow as mf
-    >>> state = mf.depth.odd_state(10)
+    >>> state = mf.depth.odd_points.odd_state(10)
     >>> round(float(state.norm_ratio), 2), round(float(state.cluster_angle), 1)
     (7.41, 45.2)
     """

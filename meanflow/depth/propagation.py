@@ -75,7 +75,7 @@ class Propagation(eqx.Module):
     """What ``propagate`` saw. With several seeds every array has a leading axis of that length.
 
     Attributes:
-        layers: stacked observations, (depth + 1, ...) each; row 0 is the input. A ``Layers`` unless
+        layers: stacked observations, (depth + 1, ...) each; row 0 is the input. A ``LayerRecord`` unless
             ``observe`` was given.
         log_scale: (depth + 1,) logarithm of the factor divided out so far; all 0 unless ``renormalize``.
             The true batch is exp(log_scale) times the observed one.

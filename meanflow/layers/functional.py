@@ -18,7 +18,7 @@ def recenter(x: jax.Array, axis: Axes = 0) -> jax.Array:
     return x - jnp.mean(x, axis=axis, keepdims=True)
 
 
-def spread(x: jax.Array, axis: Axes = 0, mode: str = "std", epsilon: float = 0.0) -> jax.Array:
+def batch_scale(x: jax.Array, axis: Axes = 0, mode: str = "std", epsilon: float = 0.0) -> jax.Array:
     """sqrt(second moment + epsilon) over ``axis``, kept as axes of length 1.
 
     ``mode="std"`` takes the moment about the mean, ``"rms"`` about zero. They agree on recentred batches.
@@ -29,8 +29,8 @@ def spread(x: jax.Array, axis: Axes = 0, mode: str = "std", epsilon: float = 0.0
 
 
 def rescale(x: jax.Array, axis: Axes = 0, mode: str = "std", epsilon: float = 0.0) -> jax.Array:
-    """x divided by its ``spread`` over ``axis``."""
-    return x / spread(x, axis, mode, epsilon)
+    """x divided by its ``batch_scale`` over ``axis``."""
+    return x / batch_scale(x, axis, mode, epsilon)
 
 
 def batch_moments(

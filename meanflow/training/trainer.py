@@ -17,9 +17,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from meanflow import _checks, transport
+from meanflow import _checks
 from meanflow.solvers.iterate import iterate
 from meanflow.training.data import Data
+from meanflow.transport.covariate_shift import ics, loss_shift
+from meanflow.transport.statistics import moments
 
 EVALUATION_BATCH = 1000
 """Rows evaluated at once in inference mode."""
@@ -48,7 +50,7 @@ class Watch:
         rows: the shift is measured on this many first training inputs.
         inputs: moments and the shift of the loss are taken over this many first training inputs; None for all, which
             must fit into memory at once.
-        max_exact: see ``transport.sandwich``.
+        max_exact: see ``transport.covariate_shift.sandwich``.
         shift: False records the moments alone.
     """
 
@@ -181,8 +183,8 @@ class Trainer:
         return {
             "before": before[: watch.rows],
             "after": after[: watch.rows],
-            "moments": transport.moments(flat),
-            "loss_shift": transport.loss_shift(upper, before, after, y, self.loss),
+            "moments": moments(flat),
+            "loss_shift": loss_shift(upper, before, after, y, self.loss),
         }
 
     def run(
@@ -238,7 +240,7 @@ class Trainer:
         assert self.watch is not None
         if not self.watch.shift:
             return record
-        measure = partial(transport.ics, max_exact=self.watch.max_exact)
+        measure = partial(ics, max_exact=self.watch.max_exact)
         if self.ensemble:
             parts = [measure(b, a) for b, a in zip(seen["before"], seen["after"], strict=True)]
         else:

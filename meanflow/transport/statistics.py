@@ -1,4 +1,4 @@
-"""Moments up to order 4 of a layer's outputs, and bootstrap intervals for any statistic of two samples."""
+"""FeatureMoments up to order 4 of a layer's outputs, and bootstrap intervals for any statistic of two samples."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import numpy as np
 from meanflow import _checks
 
 
-class Moments(NamedTuple):
+class FeatureMoments(NamedTuple):
     """Mean, variance, skewness and excess kurtosis, one entry a feature: (d,) for x (N, d)."""
 
     mean: jax.Array
@@ -19,7 +19,7 @@ class Moments(NamedTuple):
     kurtosis: jax.Array
 
 
-def moments(x: jax.Array, axis: int | tuple[int, ...] = 0) -> Moments:
+def moments(x: jax.Array, axis: int | tuple[int, ...] = 0) -> FeatureMoments:
     """Population moments over ``axis``: E x, s^2 = E c^2, E c^3 / s^3, E c^4 / s^4 - 3, where c = x - E x.
 
     Shape measures of a constant feature are 0. Pure JAX.
@@ -34,10 +34,10 @@ def moments(x: jax.Array, axis: int | tuple[int, ...] = 0) -> Moments:
     standard = centred / jnp.sqrt(jnp.where(varies, variance, 1))
     skewness = jnp.mean(standard**3, axis=axis)
     kurtosis = jnp.where(varies.reshape(skewness.shape), jnp.mean(standard**4, axis=axis) - 3, 0)
-    return Moments(mean.reshape(skewness.shape), variance.reshape(skewness.shape), skewness, kurtosis)
+    return FeatureMoments(mean.reshape(skewness.shape), variance.reshape(skewness.shape), skewness, kurtosis)
 
 
-class Interval(NamedTuple):
+class BootstrapInterval(NamedTuple):
     """A statistic with its bootstrap standard error and percentile interval."""
 
     value: float
@@ -56,7 +56,7 @@ def bootstrap(
     level: float = 0.95,
     paired: bool = True,
     compiled: bool = False,
-) -> Interval:
+) -> BootstrapInterval:
     """Bootstrap uncertainty of a scalar statistic of two samples.
 
     Distances between samples are biased upwards, and the resampled ones more so: read the standard error
@@ -101,4 +101,4 @@ def bootstrap(
         values = np.array([float(statistic(host_x[i], host_y[j])) for i, j in pairs])
     draws = values[1:]
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(values[0]), float(draws.std(ddof=1)), float(low), float(high))
+    return BootstrapInterval(float(values[0]), float(draws.std(ddof=1)), float(low), float(high))

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from meanflow.layers import BatchNorm, Rescale, UnitizedBatchNorm
-from meanflow.training import ResNet, count_parameters
-from meanflow.training.resnet import Block
+from meanflow.training import ResNet
+from meanflow.training.resnet import Block, count_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
