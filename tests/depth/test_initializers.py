@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from meanflow import depth
 from meanflow.depth.initializers import one_neuron_per_sample
 
 
