@@ -1,45 +1,59 @@
-"""FeatureMoments up to order 4 of a layer's outputs, and bootstrap intervals for any statistic of two samples."""
+"""Moments up to order 4 of the outputs of a layer, and bootstrap intervals for any statistic of two samples."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Key, Shaped
 
 from meanflow import _checks
 from meanflow._numerics import safe_divide, safe_sqrt
 
 
 class FeatureMoments(NamedTuple):
-    """Mean, variance, skewness and excess kurtosis, one entry a feature: (d,) for x (N, d)."""
+    """Mean, variance, skewness and excess kurtosis, one entry a feature."""
 
-    mean: jax.Array
-    variance: jax.Array
-    skewness: jax.Array
-    kurtosis: jax.Array
+    mean: Float[Array, "*features"]
+    variance: Float[Array, "*features"]
+    skewness: Float[Array, "*features"]
+    kurtosis: Float[Array, "*features"]
 
 
-def moments(x: jax.Array, axis: int | tuple[int, ...] = 0) -> FeatureMoments:
-    """Population moments over ``axis``: E x, s^2 = E c^2, E c^3 / s^3, E c^4 / s^4 - 3, where c = x - E x.
+def moments(x: Float[ArrayLike, "..."], axis: int | tuple[int, ...] = 0) -> FeatureMoments:
+    """Return the population moments of x over ``axis``.
 
-    Shape measures of a constant feature are 0. Pure JAX.
+    With c = x - E x they are E x, s^2 = E c^2, E c^3 / s^3 and E c^4 / s^4 - 3. The last two are 0 for a feature that
+    is constant. The function is pure JAX.
+
+    Args:
+        x: samples (N, ...).
+        axis: axes averaged over.
 
     >>> print(moments(jnp.array([-1.0, 1.0])).kurtosis)
     -2.0
     """
+    x = jnp.asarray(x)
     mean = jnp.mean(x, axis=axis, keepdims=True)
-    centred = x - mean
-    variance = jnp.mean(jnp.square(centred), axis=axis, keepdims=True)
+    centered = x - mean
+    variance = jnp.mean(jnp.square(centered), axis=axis, keepdims=True)
     varies = variance > 0
-    standard = safe_divide(centred, safe_sqrt(variance))
+    standard = safe_divide(centered, safe_sqrt(variance))
     skewness = jnp.mean(standard**3, axis=axis)
     kurtosis = jnp.where(varies.reshape(skewness.shape), jnp.mean(standard**4, axis=axis) - 3, 0)
     return FeatureMoments(mean.reshape(skewness.shape), variance.reshape(skewness.shape), skewness, kurtosis)
 
 
 class BootstrapInterval(NamedTuple):
-    """A statistic with its bootstrap standard error and percentile interval."""
+    """A statistic with its bootstrap standard error and percentile interval.
+
+    Attributes:
+        value: the statistic of the samples themselves.
+        standard_error: standard deviation over the resamples.
+        low: lower end of the percentile interval.
+        high: upper end of the percentile interval.
+    """
 
     value: float
     standard_error: float
@@ -48,30 +62,31 @@ class BootstrapInterval(NamedTuple):
 
 
 def bootstrap(
-    statistic: Callable[[Any, Any], Any],
-    x: Any,
-    y: Any,
+    statistic: Callable[[ArrayLike, ArrayLike], jax.Array | float],
+    x: Shaped[ArrayLike, "n ..."],
+    y: Shaped[ArrayLike, "m ..."],
     *,
-    key: jax.Array,
+    key: Key[Array, ""],
     repeats: int = 200,
     level: float = 0.95,
     paired: bool = True,
     compiled: bool = False,
 ) -> BootstrapInterval:
-    """Bootstrap uncertainty of a scalar statistic of two samples.
+    """Estimate the uncertainty of a scalar statistic of two samples by resampling their rows.
 
-    Distances between samples are biased upwards, and the resampled ones more so: read the standard error
-    as the size of the noise and use ``sandwich`` for bounds.
+    Distances between samples are biased upwards, and distances between resamples more so: read the standard error as
+    the size of the noise, and use ``covariate_shift.sandwich`` for bounds.
 
     Args:
         statistic: (x, y) -> scalar.
         x: samples (N, ...).
         y: samples (M, ...).
         key: PRNG key.
-        repeats: resamples.
+        repeats: number of resamples.
         level: coverage of the percentile interval.
-        paired: draw the same rows of both (the same inputs through two networks); needs N = M.
-        compiled: the statistic is pure JAX: all resamples run in one vmapped program. Otherwise a host loop.
+        paired: draw the same rows of both, as for the same inputs through two networks; this needs N = M.
+        compiled: run all resamples in one vmapped program, which needs a statistic in pure JAX. Otherwise they run in
+            a loop on the host.
 
     >>> x = jnp.arange(10.0)
     >>> out = bootstrap(lambda x, y: jnp.mean(y - x), x, x + 2, key=jax.random.key(0))
