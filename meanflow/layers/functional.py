@@ -39,8 +39,8 @@ def batch_scale(
             batch that has been recentered.
         epsilon: added to the second moment before the root is taken.
 
-    >>> print(batch_scale(jnp.array([3.0, 5.0])), batch_scale(jnp.array([3.0, 5.0]), mode="rms"))
-    [1.] [4.1231055]
+    >>> print(batch_scale(jnp.array([3.0, 5.0])), batch_scale(jnp.array([1.0, 7.0]), mode="rms"))
+    [1.] [5.]
     """
     _checks.one_of("mode", mode, ("std", "rms"))
     x = jnp.asarray(x)
