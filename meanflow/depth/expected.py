@@ -239,7 +239,7 @@ class FixedPoint(NamedTuple):
 def fixed_point(
     gram: Float[ArrayLike, "n n"],
     *,
-    tolerance: float = 1e-12,
+    tolerance: float | Float[Array, ""] = 1e-12,
     max_steps: int = 100_000,
     **layer: Unpack[LayerOptions],
 ) -> FixedPoint:
@@ -335,7 +335,7 @@ def rescaled_cosine_limit(nodes: int = 200, steps: int = 200) -> Float[Array, ""
     g = jnp.asarray(10 * t)
     law = jnp.asarray(10 * w) * jax.scipy.stats.norm.pdf(g)
 
-    def step(_: int, c: jax.Array) -> jax.Array:
+    def step(_: object, c: jax.Array) -> jax.Array:
         mean, deviation = jnp.sqrt(c) * g, jnp.sqrt(1 - c)
         ratio = mean / deviation
         h = mean * jax.scipy.stats.norm.cdf(ratio) + deviation * jax.scipy.stats.norm.pdf(ratio)

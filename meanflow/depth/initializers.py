@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.depth.propagation import Initializer
+from meanflow.layers.initializers import Initializer
 
 
 def one_neuron_per_sample(

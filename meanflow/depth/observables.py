@@ -116,7 +116,7 @@ def cluster_labels(gram: Float[ArrayLike, "*lead n n"], degrees: float) -> Int[A
     itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), gram.shape)
     linked = (angles(gram) <= degrees) | itself
 
-    def square(_: int, linked: jax.Array) -> jax.Array:
+    def square(_: object, linked: jax.Array) -> jax.Array:
         count = linked.astype(gram.dtype)
         return count @ count > 0
 

@@ -127,7 +127,7 @@ class OddState(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("max_steps",))
-def _outlier_limit(n: jax.Array, scale: jax.Array, tolerance: float, max_steps: int) -> OddState:
+def _outlier_limit(n: jax.Array, scale: jax.Array, tolerance: ArrayLike, max_steps: int) -> OddState:
     dtype = jnp.result_type(scale, float)
     sizes = jnp.stack([jnp.ones((), dtype), n.astype(dtype) - 1])
     square = jnp.stack([jnp.square(scale).astype(dtype), jnp.ones((), dtype)])
@@ -201,7 +201,7 @@ def critical_scale(n: Shaped[ArrayLike, ""], high: float = 20.0, steps: int = 50
     def odd(scale: jax.Array) -> jax.Array:
         return _outlier_limit(size, scale, 1e-10, 20_000).norm_ratio > jnp.sqrt(size - 1.0)
 
-    def halve(_: int, ends: tuple) -> tuple:
+    def halve(_: object, ends: tuple) -> tuple:
         low, top = ends
         middle = (low + top) / 2
         escaped = odd(middle)

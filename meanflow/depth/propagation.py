@@ -8,7 +8,7 @@ writes the transpose. Moments are population moments over the batch.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,14 +20,7 @@ from meanflow import _checks, activations
 from meanflow.activations import Activation
 from meanflow.depth.observables import summary
 from meanflow.layers import functional
-
-
-class Initializer(Protocol):
-    """A function that draws weights: ``(key, (fan_in, fan_out), dtype) -> array``, any jax or flax initializer."""
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, /) -> jax.Array:
-        """Draw an array of the given shape and dtype."""
-
+from meanflow.layers.initializers import Initializer
 
 VARIANCE = {"gaussian": 1.0, "he": 2.0}
 """fan_in times the variance of the entries, for the laws with independent Gaussian entries."""

@@ -199,7 +199,7 @@ def limiting_rank(x: Shaped[ArrayLike, "n k"], *, recenter: bool = False, tolera
 
 
 @partial(jax.jit, static_argnames=("target", "max_neurons"))
-def _waiting(keys: jax.Array, x: jax.Array, target: int, max_neurons: int, rtol: float) -> jax.Array:
+def _waiting(keys: jax.Array, x: jax.Array, target: int, max_neurons: int, rtol: ArrayLike) -> jax.Array:
     """Add neurons one by one until their outputs span ``target`` dimensions; once for each key."""
     n, k = x.shape
 

@@ -28,7 +28,7 @@ def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*sh
 
 
 def batch_scale(
-    x: Float[ArrayLike, "..."], axis: Axes = 0, mode: str = "std", epsilon: float = 0.0
+    x: Float[ArrayLike, "..."], axis: Axes = 0, mode: str = "std", epsilon: float | Float[Array, ""] = 0.0
 ) -> Float[Array, "..."]:
     """Return the scale of x over ``axis``: its standard deviation or its root mean square.
 
@@ -49,7 +49,7 @@ def batch_scale(
 
 
 def rescale(
-    x: Float[ArrayLike, "*shape"], axis: Axes = 0, mode: str = "std", epsilon: float = 0.0
+    x: Float[ArrayLike, "*shape"], axis: Axes = 0, mode: str = "std", epsilon: float | Float[Array, ""] = 0.0
 ) -> Float[Array, "*shape"]:
     """Divide x by its ``batch_scale`` over ``axis``; the arguments are those of ``batch_scale``.
 
@@ -114,7 +114,7 @@ def unitize(
     axis: Axes = -1,
     *,
     interpolation: str = "linear",
-    epsilon: float = 0.0,
+    epsilon: float | Float[Array, ""] = 0.0,
     n: float = 1.0,
 ) -> Float[Array, "*shape"]:
     """Interpolate between a batch (alpha = 0) and its samples scaled to unit norm (alpha = 1).

@@ -5,7 +5,7 @@ standard deviation 0.1 come out with standard deviation 1, where flax's default 
 with the rounding. And the running moments keep their dtype.
 """
 
-from typing import Protocol, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,7 @@ from jaxtyping import Array, Float
 
 from meanflow import _checks
 from meanflow.layers import functional
-
-
-class Initializer(Protocol):
-    """A function that draws a parameter: ``(key, shape, dtype) -> array``, as in ``nnx.initializers``."""
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, /) -> jax.Array:
-        """Draw an array of the given shape and dtype."""
+from meanflow.layers.initializers import Initializer
 
 
 class NormalizationOptions(TypedDict, total=False):

@@ -6,7 +6,7 @@ A normalization layer is given as a function ``(features, rngs=...) -> layer``, 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from meanflow import _checks
 from meanflow.layers.normalization import Normalization
 
 
+@runtime_checkable
 class Layer(Protocol):
     """A part of a network: batch -> batch."""
 
@@ -24,6 +25,7 @@ class Layer(Protocol):
         """Apply the layer to a batch."""
 
 
+@runtime_checkable
 class MakeNorm(Protocol):
     """A function that builds a normalization layer: ``(features, rngs=...) -> layer``."""
 
@@ -31,6 +33,7 @@ class MakeNorm(Protocol):
         """Build the layer for a number of features."""
 
 
+@runtime_checkable
 class Network(Protocol):
     """What the trainer needs of a network: predictions, and a switch between training and inference.
 
@@ -47,6 +50,7 @@ class Network(Protocol):
         """Switch to inference: normalize by the running moments."""
 
 
+@runtime_checkable
 class CuttableNetwork(Network, Protocol):
     """A network that can be cut at a normalization layer; the trainer watches such a layer."""
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from meanflow import _checks
-from meanflow.layers.normalization import Initializer
+from meanflow.layers.initializers import Initializer
 from meanflow.training.networks import MakeNorm, affine_part, he_normal, normalized
 
 

@@ -196,7 +196,7 @@ def _solve(
     rows, columns = np.flatnonzero(mass_x), np.flatnonzero(mass_y)
     mass_x, mass_y = mass_x[rows], mass_y[columns]
     # equal masses on both sides: some permutation is optimal, and the assignment solver is far faster
-    matching = rows.size == columns.size and np.ptp(mass_x) <= 1e-12 and np.ptp(mass_y) <= 1e-12
+    matching = bool(rows.size == columns.size and np.ptp(mass_x) <= 1e-12 and np.ptp(mass_y) <= 1e-12)
     _check_size(rows.size, columns.size, matching)
 
     costs = np.asarray((cost or euclidean)(x, y))
@@ -267,7 +267,7 @@ def _check_weights(name: str, weights: ArrayLike | None, size: int) -> None:
         raise ValueError(f"{name} must have a positive sum, got {values.sum()}")
 
 
-def _clouds(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def _clouds(x: Points, y: Points) -> tuple[jax.Array, jax.Array]:
     """Return both clouds as floating-point arrays whose points have the same shape."""
     x, y = jnp.asarray(x), jnp.asarray(y)
     given = jnp.result_type(x, y)

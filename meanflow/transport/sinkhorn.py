@@ -30,7 +30,7 @@ def sinkhorn_divergence(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
     *,
-    relative_epsilon: float = 0.05,
+    relative_epsilon: Float[ArrayLike, ""] = 0.05,
     weights_x: Float[ArrayLike, "n"] | None = None,
     weights_y: Float[ArrayLike, "m"] | None = None,
     max_iterations: int = 2000,
@@ -66,7 +66,7 @@ def sinkhorn_divergence(
 def _divergence(
     x: jax.Array,
     y: jax.Array,
-    relative_epsilon: float,
+    relative_epsilon: ArrayLike,
     weights_x: jax.Array | None,
     weights_y: jax.Array | None,
     max_iterations: int,
@@ -76,7 +76,7 @@ def _divergence(
         warnings.simplefilter("ignore", DeprecationWarning)  # ott imports the retired jaxopt
         from ott.geometry import costs, pointcloud
         from ott.tools import sinkhorn_divergence as ott_divergence
-    epsilon = jax.lax.stop_gradient(relative_epsilon * jnp.mean(euclidean(x, y)))
+    epsilon = jax.lax.stop_gradient(jnp.mean(euclidean(x, y)) * relative_epsilon)
     with jax.numpy_rank_promotion("allow"):  # ott broadcasts ranks
         value, output = ott_divergence.sinkhorn_divergence(
             pointcloud.PointCloud,

@@ -164,6 +164,7 @@ def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
         depth.propagation.split_identity(key, (8, 8))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -213,6 +213,7 @@ def test_rank_needs_a_stated_tolerance(key):
     assert values[-1] / values[0] < 1e-3  # close to the resolution of float32
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -117,6 +117,7 @@ def test_critic_against_the_exact_distance(d):
     assert ratio.max() / ratio.min() > 1.5
 
 
+@pytest.mark.bad_input
 def test_critic_bad_input(key):
     with pytest.raises(ValueError, match="head must be one of"):
         critic_distance(jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, head="tanh")
