@@ -125,7 +125,7 @@ def ics(
 
 def ics_trace(
     outputs: Sequence[Float[ArrayLike, "n ..."]] | Float[Array, "times n ..."], *, max_exact: int = 2000
-) -> dict[str, Float[np.ndarray, "times-1"]]:
+) -> dict[str, Float[np.ndarray, "steps"]]:
     """Return ``ics`` between consecutive snapshots of a layer's outputs.
 
     Args:
