@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, ArrayLike, Float, Int, Key, Shaped
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow._files import atomic_write
@@ -48,13 +48,13 @@ class TrainState(NamedTuple):
     """
 
     epoch: Int[Array, "*runs"]
-    params: nnx.State
-    stats: nnx.State
+    params: PyTree[Array]
+    stats: PyTree[Array]
     opt_state: optax.OptState
     key: Key[Array, "*runs"]
 
 
-Carry = tuple[nnx.State, nnx.State, optax.OptState, jax.Array]
+Carry = tuple[PyTree[Array], PyTree[Array], optax.OptState, jax.Array]
 """What one minibatch passes to the next: parameters, other variables, optimizer state, sum of the losses."""
 
 
@@ -195,8 +195,8 @@ class Trainer:
         rows = order[: steps * self.batch].reshape(steps, self.batch)
 
         def objective(
-            params: nnx.State, stats: nnx.State, key: jax.Array, rows: jax.Array
-        ) -> tuple[jax.Array, nnx.State]:
+            params: PyTree[Array], stats: PyTree[Array], key: jax.Array, rows: jax.Array
+        ) -> tuple[jax.Array, PyTree[Array]]:
             model = nnx.merge(self.graph, params, stats, copy=True)
             model.train()
             inputs = x[rows] if self.augment is None else self.augment(key, x[rows])
@@ -232,7 +232,7 @@ class Trainer:
         training = watch.moments == "batch"
         x, y = x[: watch.inputs], y[: watch.inputs]
 
-        def lower(params: nnx.State, stats: nnx.State) -> jax.Array:
+        def lower(params: PyTree[Array], stats: PyTree[Array]) -> jax.Array:
             state = old._replace(params=params, stats=stats)
             return self._cuttable(state, training).lower(x, watch.layer)
 
@@ -320,7 +320,7 @@ class Trainer:
         return record | (found if self.ensemble else {name: values[0] for name, values in found.items()})
 
 
-def _variables(model: Network) -> tuple[nnx.State, nnx.State]:
+def _variables(model: Network) -> tuple[PyTree[Array], PyTree[Array]]:
     """Return the trained parameters of a network, and all its other variables (running moments, constants)."""
     return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
