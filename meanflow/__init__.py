@@ -11,15 +11,10 @@ from meanflow import _lazy
 from meanflow.flows import Flow as Flow
 from meanflow.flows import batchnorm as batchnorm
 from meanflow.flows import batchnorm_manifold as batchnorm_manifold
-from meanflow.flows import canonical as canonical
 from meanflow.flows import dissipation as dissipation
 from meanflow.flows import energy as energy
 from meanflow.flows import first_variation as first_variation
-from meanflow.flows import full as full
-from meanflow.flows import lifted as lifted
-from meanflow.flows import planar as planar
 from meanflow.flows import predict as predict
-from meanflow.flows import radial as radial
 from meanflow.flows import tangent_kernel as tangent_kernel
 from meanflow.flows import vanilla as vanilla
 from meanflow.flows import velocity as velocity
@@ -33,6 +28,11 @@ from meanflow.solvers import KernelStep as KernelStep
 from meanflow.solvers import Solution as Solution
 from meanflow.solvers import descend as descend
 from meanflow.solvers import solve as solve
+from meanflow.univariate import canonical as canonical
+from meanflow.univariate import full as full
+from meanflow.univariate import lifted as lifted
+from meanflow.univariate import planar as planar
+from meanflow.univariate import radial as radial
 
 if typing.TYPE_CHECKING:
     from meanflow import depth as depth
@@ -45,7 +45,6 @@ if typing.TYPE_CHECKING:
     from meanflow import sweeps as sweeps
     from meanflow import training as training
     from meanflow import transport as transport
-    from meanflow.flows import univariate as univariate
     from meanflow.sweeps.phase import phase_diagram as phase_diagram
     from meanflow.sweeps.sweep import sweep as sweep
 
@@ -59,6 +58,7 @@ _ROOMS = (
     "layers",
     "depth",
     "training",
+    "univariate",
     "sweeps",
     "experiments",
     "plots",
@@ -70,7 +70,6 @@ _LAZY = {
     **{room: room for room in _ROOMS},
     "sweep": "sweeps",
     "phase_diagram": "sweeps",
-    "univariate": "flows.univariate",
 }
 
 __getattr__, __dir__ = _lazy.attach(__name__, _LAZY)
