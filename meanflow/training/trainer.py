@@ -58,7 +58,7 @@ Carry = tuple[PyTree[Array], PyTree[Array], optax.OptState, jax.Array]
 """What one minibatch passes to the next: parameters, other variables, optimizer state, sum of the losses."""
 
 
-class Comparison(TypedDict):
+class LayerComparison(TypedDict):
     """A watched layer at two times: its outputs on the same inputs, moments, and the shift of the loss above."""
 
     before: jax.Array
@@ -226,7 +226,7 @@ class Trainer:
 
     def compare(
         self, old: TrainState, new: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
-    ) -> Comparison:
+    ) -> LayerComparison:
         """Compare the watched layer at two times on the same inputs."""
         watch = self.watch or Watch()
         training = watch.moments == "batch"
@@ -300,7 +300,7 @@ class Trainer:
         names = records[0] if records else {}
         return current, {name: np.stack([r[name] for r in records]) for name in names}
 
-    def _shift(self, seen: Comparison) -> dict[str, ArrayLike]:
+    def _shift(self, seen: LayerComparison) -> dict[str, ArrayLike]:
         """Return the record of a watched layer; the covariate shift is measured here, on the host."""
         record: dict[str, ArrayLike] = {"loss_shift": seen["loss_shift"], **seen["moments"]._asdict()}
         assert self.watch is not None
