@@ -17,8 +17,9 @@ from flax import nnx
 
 from meanflow.experiments.outcome import Criterion, Outcome
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import ResNet, Trainer, Watch, cifar, staircase
-from meanflow.training.data import Data, crop_and_flip
+from meanflow.training import ResNet, Trainer, Watch
+from meanflow.training.data import Data, cifar, crop_and_flip
+from meanflow.training.trainer import staircase
 
 NORMS: dict[str, Callable[..., Any]] = {
     "BN": partial(BatchNorm, momentum=0.9),

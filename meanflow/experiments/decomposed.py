@@ -10,7 +10,7 @@ import optax
 from meanflow import depth
 from meanflow._numerics import iterate
 from meanflow.depth.observables import activity, rank, stable_rank
-from meanflow.depth.propagate import WEIGHTS
+from meanflow.depth.propagation import WEIGHTS
 from meanflow.experiments.outcome import Criterion, Outcome
 from meanflow.layers import functional
 
@@ -126,7 +126,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
     x = jax.random.normal(jax.random.key(3), (seeds, n, 20)).at[:, 0].multiply(3.0)
     run = depth.propagate(jax.random.split(jax.random.key(31), seeds), x, [width] * layers, renormalize=True)
     odd = depth.odd_point(run.layers.gram[:, -1])
-    limit = depth.odd_state(n)
+    limit = depth.odd_points.odd_state(n)
     wide = depth.odd_point(depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1])
     return Outcome(
         name="002/figure-3",
@@ -219,7 +219,11 @@ def figure_4(layers: int = 12) -> Outcome:
     widths = [2 ** (t + 1) for t in range(layers)]
     rows = lambda x: jnp.pad(x.T, ((0, 2**layers - x.shape[1]), (0, 0)))[:8]
     explicit = depth.propagate(
-        jax.random.key(0), x, widths, weights=depth.split_identity, observe=lambda x: (x @ x.T, rows(x))
+        jax.random.key(0),
+        x,
+        widths,
+        weights=depth.propagation.split_identity,
+        observe=lambda x: (x @ x.T, rows(x)),
     )
     grams, first = explicit.layers
     record = depth.tree(x, layers)
@@ -241,8 +245,8 @@ def _figure_5(source: str, seeds: int, n: int, width: int) -> tuple[dict[str, ja
     runs = {k: depth.propagate(keys, x, [width] * 30, **v).layers.pair_angles for k, v in nets.items()}
     mean = {k: float(v[:, -1].mean()) for k, v in runs.items()}
     start = jnp.full((n, n), 0.5) + 0.5 * jnp.eye(n)
-    bn = float(jnp.degrees(jnp.arccos(depth.batchnorm_cosine(n))))
-    rms = float(depth.pair_angles(depth.fixed_point(start, **RMS_ONLY).gram)[0])
+    bn = float(jnp.degrees(jnp.arccos(depth.expected.batchnorm_cosine(n))))
+    rms = float(depth.pair_angles(depth.expected.fixed_point(start, **RMS_ONLY).gram)[0])
     return {f"{k} n={n}": v[:, -2:] for k, v in runs.items()}, [
         Criterion(f"BN n={n}", mean["BN"], bn - 1, bn + 1),
         Criterion(f"RS(rms) n={n}", mean["RS(rms)"], rms - 2, rms + 2),

@@ -32,14 +32,14 @@ def theorem_3(runs: int = 2000) -> Outcome:
     for name, x in batches.items():
         n = x.shape[0]
         found = depth.gamma(x)
-        y = depth.neurons_to_full_rank(key, x, runs)
+        y = depth.rank.neurons_to_full_rank(key, x, runs)
         neurons = jnp.unique(jnp.round(jnp.geomspace(n, 4 * n / min(found.value, 1 / n), 30)).astype(int))
         bounds = depth.rank_bounds(n, found.value, neurons)
         missed = jnp.mean(y[None, :] > neurons[:, None], axis=1)
         noise = 4 * jnp.sqrt(missed * (1 - missed) / runs) + 4 / runs
         ordered = (bounds.binomial <= bounds.chernoff + 1e-12) & (bounds.chernoff <= bounds.simple + 1e-12)
         violations += float(jnp.sum(~ordered) + jnp.sum(missed > bounds.binomial + noise))
-        sharper = depth.expected_neurons_bound(x)
+        sharper = depth.rank.expected_neurons_bound(x)
         violations += float(y.mean() > sharper) + float(sharper > bounds.expected[0] * (1 + 1e-9))
         table[name] = {
             "gamma": found.value,
@@ -82,12 +82,12 @@ def theorem_11(sizes: tuple[int, ...] = (5, 10, 50), draws: int = 20, layers: in
         cosine = sort[:, 1:-1, jnp.array([0, -1])] / (
             length[:, 1:-1, None] * length[:, None, jnp.array([0, -1])]
         )
-        limits = depth.tree_limits(n, rho)
+        limits = depth.tree_model.tree_limits(n, rho)
         theory = jnp.stack([limits.ratio_first, limits.ratio_last], axis=1)[:, None, :]
         theory_cos = jnp.stack([limits.cos_first, limits.cos_last], axis=1)[:, None, :]
         worst_limit = max(worst_limit, float(jnp.max(jnp.abs(ratio - theory))))
         worst_limit = max(worst_limit, float(jnp.max(jnp.abs(cosine - theory_cos))))
-        bounds = depth.tree_bounds(n)
+        bounds = depth.tree_model.tree_bounds(n)
         best = jnp.min(jnp.max(ratio, axis=1), axis=1)  # over the two extreme samples
         angle = jnp.arccos(jnp.min(jnp.max(cosine, axis=1), axis=1))
         worst_bound = max(
@@ -115,16 +115,16 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
 
     def layer(key: jax.Array, x: jax.Array, alpha: jax.Array) -> jax.Array:
         z = x @ (jax.random.normal(key, (4, rows)) * jnp.sqrt(2 * alpha / rows))
-        return gram(depth.Stages()(z))
+        return gram(depth.propagation.Stages()(z))
 
-    exact = depth.one_layer(x)
+    exact = depth.invariant.one_layer(x)
     measured = layer(jax.random.key(13), x, exact.alpha)
     off = spread / jnp.linalg.norm(spread, axis=1).at[0].set(1.0)[:, None]
-    near = depth.one_layer(x + 1e-6 * off)
+    near = depth.invariant.one_layer(x + 1e-6 * off)
     i, j = jnp.triu_indices(n - 1, 1)
     pairs = lambda d: d[1:n, 1:n][i, j]
     growth = jnp.max(pairs(near.expected_distances) / pairs(near.distances))
-    wide = depth.one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
+    wide = depth.invariant.one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
     shrink = pairs(wide.expected_distances) / pairs(wide.distances)
     return Outcome(
         name="002/theorems-13-14",
@@ -156,8 +156,8 @@ def odd_states() -> Outcome:
     rows: dict[int, tuple[Any, ...]] = {}
     error = 0.0
     for n, expected in table.items():
-        state = depth.odd_state(n)
-        scale = depth.critical_scale(n) if expected[3] else None
+        state = depth.odd_points.odd_state(n)
+        scale = depth.odd_points.critical_scale(n) if expected[3] else None
         rows[n] = (state.norm_ratio, state.odd_angle, state.cluster_angle, scale)
         units = (1e-3, 1e-2, 1e-2, 1e-3)  # last digit given
         error = max(
@@ -170,7 +170,9 @@ def odd_states() -> Outcome:
         data={f"n={n}": row for n, row in rows.items()},
         criteria=(
             Criterion("largest error in units of the last digit", error, high=0.51),
-            Criterion("n = 6: norm ratio", float(depth.odd_state(6).norm_ratio), 1 - 1e-9, 1 + 1e-9),
+            Criterion(
+                "n = 6: norm ratio", float(depth.odd_points.odd_state(6).norm_ratio), 1 - 1e-9, 1 + 1e-9
+            ),
         ),
     )
 
@@ -196,7 +198,7 @@ def linear_rescale(
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
     mean = {rc: float(depth.pair_angles(grams[widths[1], rc][:, -1]).mean()) for rc in (False, True)}
     simplex = np.degrees(np.arccos(-1 / (n - 1)))
-    slope = depth.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")[0]
+    slope = depth.expected.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")[0]
     return Outcome(
         name="002/linear-rescale",
         claim="Rescaling alone makes a full-rank batch orthonormal as the depth grows (previous work).",
@@ -264,8 +266,11 @@ def one_neuron_per_sample(samples: int = 200, steps: int = 300) -> Outcome:
     data: dict[str, Any] = {}
     for relax in (0.0, 0.25, 0.5):
         kernel_init, bias_init = initializers_for(x[train], relax=relax)
-        kernel, bias = kernel_init(None, (64, samples), x.dtype), bias_init(None, (samples,), x.dtype)
-        code = depth.summary(jax.nn.relu(x[train] @ kernel + bias[None]))
+        kernel, bias = (
+            kernel_init(jax.random.key(0), (64, samples), x.dtype),
+            bias_init(jax.random.key(0), (samples,), x.dtype),
+        )
+        code = depth.observables.summary(jax.nn.relu(x[train] @ kernel + bias[None]))
         silent = jnp.mean(jnp.all(x[test] @ kernel + bias[None] <= 0, axis=1))
         data[f"relax={relax}"] = {
             "angles": code.pair_angles, "rank": code.rank(1e-9), "silent": silent,

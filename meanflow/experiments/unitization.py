@@ -1,7 +1,7 @@
 """The unitization paper on digits: its theorems, Figures 2 and 3, Table 4 and Algorithm 3.
 
 Claims are about what runs here: scikit-learn's digits stand in for MNIST and CIFAR, so a curve that does not
-reproduce does not refute the published one. The CIFAR tables need the data (``training.cifar``) and an
+reproduce does not refute the published one. The CIFAR tables need the data (``training.data.cifar``) and an
 accelerator; only the size of their networks is checked. The ImageNet table is out of scope.
 """
 
@@ -18,9 +18,12 @@ from flax import nnx
 from meanflow import transport
 from meanflow.experiments.outcome import Criterion, Outcome
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import CNN, MLP, ResNet, Trainer, Watch, count_parameters, digits, staircase
-from meanflow.training.data import Data
+from meanflow.training import CNN, MLP, ResNet, Trainer, Watch
+from meanflow.training.data import Data, digits
+from meanflow.training.resnet import count_parameters
+from meanflow.training.trainer import staircase
 from meanflow.transport import bounds
+from meanflow.transport.covariate_shift import paired_distance
 
 _unit = partial(UnitizedBatchNorm, momentum=0.9)
 DENSE: dict[str, Callable[..., Any]] = {
@@ -227,7 +230,7 @@ def critic(dimension: int = 32, samples: int = 600) -> Outcome:
     data: dict[str, Any] = {}
     for name, x in cases.items():
         out = transport.critic_distance(x, z, key=jax.random.key(2))
-        w = float(transport.paired_distance(x, z))  # both couplings are monotone, so this pairing is optimal
+        w = float(paired_distance(x, z))  # both couplings are monotone, so this pairing is optimal
         data[name] = {
             "w1": w,
             "ratio": float(out.value) / w,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from meanflow import _checks
 from meanflow.layers.functional import recenter, rescale, unitize
-from meanflow.transport.wasserstein import wasserstein
+from meanflow.transport.exact import wasserstein
 
 FORMS = ("printed", "corrected")
 
