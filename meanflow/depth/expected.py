@@ -21,7 +21,7 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow.depth.propagate import VARIANCE
-from meanflow.kernels.dual import dual_activation
+from meanflow.kernels.infinite.dual import dual_activation
 
 HOMOGENEOUS = ("relu", "linear", "leaky_relu")
 """Activations with phi(t z) = t phi(z) for t > 0, so that rescaling can be taken out of the expectation."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from meanflow import _checks
 from meanflow.depth import observables
-from meanflow.kernels.dual import dual_activation
+from meanflow.kernels.infinite.dual import dual_activation
 
 
 class OddPoint(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from meanflow import kernels
 from meanflow.activations import resolve
 from meanflow.experiments.outcome import Criterion, Outcome
-from meanflow.kernels.mean_field import CORRECTED, NETWORKS, ODD_WITHOUT_BIAS, PRINTED, exponent
+from meanflow.kernels.infinite.mean_field import CORRECTED, NETWORKS, ODD_WITHOUT_BIAS, PRINTED, exponent
 from meanflow.training import coordinate
 
 

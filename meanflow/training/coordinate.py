@@ -18,7 +18,7 @@ from flax import nnx
 from meanflow import _checks
 from meanflow._numerics import iterate
 from meanflow.activations import resolve
-from meanflow.kernels.modules import Normalised
+from meanflow.kernels.empirical.modules import Normalised
 
 NORMS = ("none", "hidden", "later", "output", "both")
 

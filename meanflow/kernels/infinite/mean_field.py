@@ -16,7 +16,7 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow.activations import Activation
-from meanflow.kernels.dual import dual_activation
+from meanflow.kernels.infinite.dual import dual_activation
 
 
 class OrderParameters(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.kernels.empirical import Apply, Params, resolve
+from meanflow.kernels.empirical.ntk import Apply, Params, resolve
 
 
 class KernelOperator(eqx.Module):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.kernels import structured
-from meanflow.kernels.modules import Apply, Normalised, Params
+from meanflow.kernels.empirical import structured
+from meanflow.kernels.empirical.modules import Apply, Normalised, Params
 
 METHODS = ("auto", "jacobian", "products", "structured")
 STATS = ("batch", "train", "frozen")
