@@ -1,50 +1,21 @@
-"""Kernels: the empirical tangent kernel of any network, its spectrum, infinite-width limit and dynamics; the
-univariate kernels and splines in closed form."""
+"""Kernels: the tangent kernel of any network, its spectrum, its limit at infinite width, and training under it.
 
-from meanflow.kernels.batchnorm import Affine as Affine
+``empirical`` holds the engine (networks as functions, coupling of samples, plan, matrix, operator, spectra),
+``batchnorm`` the kernel after batch norm, ``infinite`` order parameters and infinite width, ``regime`` training in
+closed form, and ``drift`` how kernels change. Result classes are described where they are returned.
+"""
+
 from meanflow.kernels.batchnorm import batchnorm_ntk as batchnorm_ntk
-from meanflow.kernels.batchnorm import last_hidden_ntk as last_hidden_ntk
-from meanflow.kernels.batchnorm import normalise as normalise
-from meanflow.kernels.batchnorm import one_sided as one_sided
-from meanflow.kernels.batchnorm import one_sided_error as one_sided_error
-from meanflow.kernels.empirical.modules import Normalised as Normalised
+from meanflow.kernels.drift import kernel_drift as kernel_drift
+from meanflow.kernels.empirical.modules import Normalized as Normalized
 from meanflow.kernels.empirical.modules import from_equinox as from_equinox
 from meanflow.kernels.empirical.modules import from_linen as from_linen
 from meanflow.kernels.empirical.modules import from_nnx as from_nnx
-from meanflow.kernels.empirical.ntk import Plan as Plan
 from meanflow.kernels.empirical.ntk import empirical_ntk as empirical_ntk
-from meanflow.kernels.empirical.ntk import is_coupled as is_coupled
-from meanflow.kernels.empirical.ntk import ntk_plan as ntk_plan
-from meanflow.kernels.empirical.operator import KernelOperator as KernelOperator
-from meanflow.kernels.empirical.operator import Spectrum as Spectrum
-from meanflow.kernels.empirical.operator import condition_number as condition_number
-from meanflow.kernels.empirical.operator import moments as moments
 from meanflow.kernels.empirical.operator import ntk_operator as ntk_operator
-from meanflow.kernels.empirical.operator import spectral_density as spectral_density
-from meanflow.kernels.empirical.operator import spectrum as spectrum
-from meanflow.kernels.empirical.operator import top_eigenpairs as top_eigenpairs
-from meanflow.kernels.infinite.dual import Dual as Dual
-from meanflow.kernels.infinite.dual import dual_activation as dual_activation
-from meanflow.kernels.infinite.dual import trapezoid as trapezoid
-from meanflow.kernels.infinite.mean_field import Kappas as Kappas
-from meanflow.kernels.infinite.mean_field import OrderParameters as OrderParameters
-from meanflow.kernels.infinite.mean_field import hidden_batchnorm as hidden_batchnorm
+from meanflow.kernels.empirical.plan import ntk_plan as ntk_plan
+from meanflow.kernels.empirical.spectra import spectrum as spectrum
 from meanflow.kernels.infinite.mean_field import infinite_ntk as infinite_ntk
-from meanflow.kernels.infinite.mean_field import kappas as kappas
 from meanflow.kernels.infinite.mean_field import nngp as nngp
 from meanflow.kernels.infinite.mean_field import order_parameters as order_parameters
-from meanflow.kernels.infinite.mean_field import predict_batchnorm_bulk as predict_batchnorm_bulk
-from meanflow.kernels.infinite.mean_field import predict_spectrum as predict_spectrum
-from meanflow.kernels.regime import KernelFlow as KernelFlow
-from meanflow.kernels.regime import alignment as alignment
-from meanflow.kernels.regime import drift_observer as drift_observer
-from meanflow.kernels.regime import kernel_drift as kernel_drift
 from meanflow.kernels.regime import kernel_flow as kernel_flow
-from meanflow.kernels.regime import kernel_regression as kernel_regression
-from meanflow.kernels.regime import linearised_batchnorm as linearised_batchnorm
-from meanflow.kernels.regime import linearised_descent as linearised_descent
-from meanflow.kernels.splines import natural_spline as natural_spline
-from meanflow.kernels.splines import spline_interpolant as spline_interpolant
-from meanflow.kernels.univariate import indicator as indicator
-from meanflow.kernels.univariate import random_feature as random_feature
-from meanflow.kernels.univariate import univariate_ntk as univariate_ntk

@@ -1,63 +1,125 @@
-"""Training in the kernel regime: exact flows, regression, linearised descent, and how far a kernel drifts.
+"""Training in the kernel regime: the network is linear in its parameters, so that training has a closed form.
 
-Loss (1/2) sum_j q_j (f_j - y_j)^2 with weights q_j = 1/n unless given. Time is learning rate x steps.
+With the loss (1/2) sum_j q_j (f_j - y_j)^2, weights q_j = 1/n unless given, and a fixed kernel K, the residual
+rho = f - y at the training points obeys
+
+    gradient flow       rho' = -K Q rho                     Q = diag(q)
+    gradient descent    rho <- (I - eta K Q) rho            learning rate eta
+
+One eigendecomposition of Q^(1/2) K Q^(1/2) solves both for every time and every number of steps, so early stopping
+costs O(n^2) a point. Time t of the flow is learning rate x steps. Predictions elsewhere follow from dual coefficients
+beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of a network alone is exactly this, with
+K = features features'. Batch norm on the output is not: ``linearized_batchnorm`` keeps it exact and linearizes what is
+before it.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
-from meanflow.kernels.batchnorm import jacobian_apply, normalise
+from meanflow._numerics import iterate
+from meanflow.kernels.batchnorm import jacobian_apply, normalize
 
 
-class KernelFlow(NamedTuple):
-    """Modes of f' = -K Q (f - y): in mode i the residual decays as exp(-rates[i] t).
+class KernelFlow(eqx.Module):
+    """Training under a fixed kernel, in closed form; ``kernel_flow`` makes one.
+
+    All methods take ``times``: times of gradient flow, or numbers of steps if there is a ``learning_rate``. ``times``
+    may have any shape, which is the leading shape of the result.
 
     Attributes:
-        rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (n,).
+        rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (n,). In mode i the residual decays as exp(-rates[i] t),
+            or as (1 - learning_rate rates[i])^steps.
         modes: its orthonormal eigenvectors in columns, (n, n).
         weights: q, (n,).
         residual: f(0) - y, (n,).
         target: y, (n,).
+        learning_rate: of gradient descent; None for gradient flow.
     """
 
-    rates: jax.Array
-    modes: jax.Array
-    weights: jax.Array
-    residual: jax.Array
-    target: jax.Array
+    rates: Float[Array, " n"]
+    modes: Float[Array, "n n"]
+    weights: Float[Array, " n"]
+    residual: Float[Array, " n"]
+    target: Float[Array, " n"]
+    learning_rate: Float[Array, ""] | None = None
 
-    def coefficients(self) -> jax.Array:
-        """Initial residual in each mode, (n,): squares sum to twice the loss."""
+    def _aligned(self, times: Real[ArrayLike, "..."]) -> tuple[Array, Array]:
+        """Return rates (1, ..., n) and times (..., 1), ready to be combined."""
+        t = jnp.asarray(times, self.rates.dtype)
+        return self.rates.reshape((1,) * t.ndim + (-1,)), t[..., None]
+
+    def _combine(self, spectral: Float[Array, "*times n"]) -> Float[Array, "*times n"]:
+        """Multiply the initial residual by ``spectral`` in each mode, and return to sqrt(weights) x samples."""
+        row = (1,) * (spectral.ndim - 1) + (-1,)
+        return (spectral * self.coefficients().reshape(row)) @ self.modes.T
+
+    def _decay(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return what is left of the residual in each mode."""
+        rates, t = self._aligned(times)
+        if self.learning_rate is None:
+            return jnp.exp(-rates * t)
+        # sign and modulus apart: a power of a negative base with a float exponent is NaN
+        factor = 1 - self.learning_rate * rates
+        odd = jnp.where((t % 2 == 1) & (factor < 0), -1.0, 1.0)
+        return odd * jnp.abs(factor) ** t
+
+    def _gain(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return (1 - decay) / rate in each mode, and its limit, the time itself, where the rate is 0."""
+        rates, t = self._aligned(times)
+        if self.learning_rate is None:
+            lost, still = -jnp.expm1(-rates * t), t
+        else:
+            # where steps are short, 1 - (1 - eta rate)^k loses digits that expm1 keeps
+            short = self.learning_rate * rates < 0.5
+            safe = jnp.where(short, self.learning_rate * rates, 0.0)
+            gentle = -jnp.expm1(t * jnp.log1p(-safe))
+            lost, still = jnp.where(short, gentle, 1 - self._decay(times)), self.learning_rate * t
+        moves = rates > 0
+        return jnp.where(moves, lost / jnp.where(moves, rates, 1.0), still)
+
+    def coefficients(self) -> Float[Array, " n"]:
+        """Return the initial residual in each mode; the squares sum to twice the loss."""
         return self.modes.T @ (jnp.sqrt(self.weights) * self.residual)
 
-    def __call__(self, times: jax.Array) -> jax.Array:
-        """f(t) at the training points, (times, n)."""
-        decay = jnp.exp(-jnp.atleast_1d(times)[:, None] * self.rates[None]) * self.coefficients()[None]
-        return self.target[None] + decay @ self.modes.T / jnp.sqrt(self.weights)[None]
+    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return f at the training points, shape times.shape + (n,)."""
+        scaled = self._combine(self._decay(times))
+        row = (1,) * (scaled.ndim - 1) + (-1,)
+        return self.target.reshape(row) + scaled / jnp.sqrt(self.weights).reshape(row)
 
-    def loss(self, times: jax.Array) -> jax.Array:
-        """Loss at every time, (times,)."""
-        decay = jnp.exp(-jnp.atleast_1d(times)[:, None] * self.rates[None])
-        return 0.5 * jnp.sum((decay * self.coefficients()[None]) ** 2, axis=1)
+    def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
+        """Return the loss, shape times.shape."""
+        decay = self._decay(times)
+        row = (1,) * (decay.ndim - 1) + (-1,)
+        return 0.5 * jnp.sum((decay * self.coefficients().reshape(row)) ** 2, axis=-1)
 
-    def at(self, cross: jax.Array, start: jax.Array, times: jax.Array) -> jax.Array:
-        """f(t) at other points z, (times, S), from K(z, x) (S, n) and f(0) at z (S,)."""
-        t = jnp.atleast_1d(times)[:, None]
-        rates = jnp.maximum(self.rates, 0.0)[None]
-        # (1 - exp(-rate t)) / rate, which is t for a mode that does not move
-        slow = rates * t < 1e-8
-        safe = jnp.where(slow, 1.0, rates)
-        integral = jnp.where(slow, t * jnp.ones_like(rates), -jnp.expm1(-rates * t) / safe)
-        push = (integral * self.coefficients()[None]) @ self.modes.T * jnp.sqrt(self.weights)[None]
-        return start[None] - push @ cross.T
+    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return the dual coefficients beta, shape times.shape + (n,): f(z) = f_0(z) + K(z, x) beta."""
+        scaled = self._combine(self._gain(times))
+        return -scaled * jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 1) + (-1,))
+
+    def dual_limit(self) -> Float[Array, " n"]:
+        """Return the dual coefficients of the end of training, (n,); modes at rounding level stay untrained."""
+        floor = self.rates[0] * self.rates.shape[0] * jnp.finfo(self.rates.dtype).eps
+        kept = self.rates > floor
+        inverse = jnp.where(kept, 1 / jnp.where(kept, self.rates, 1.0), 0.0)
+        return -self._combine(inverse) * jnp.sqrt(self.weights)
+
+    def at(
+        self, cross: Float[Array, "S n"], start: Float[Array, " S"], times: Real[ArrayLike, "..."]
+    ) -> Float[Array, "*times S"]:
+        """Return f at other points z, shape times.shape + (S,), from ``cross`` = K(z, x) and ``start`` = f_0(z)."""
+        moved = self.dual(times) @ cross.T
+        return start.reshape((1,) * (moved.ndim - 1) + (-1,)) + moved
 
 
-def _weights(weights: Any, y: jax.Array) -> jax.Array:
+def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, " n"]) -> Float[Array, " n"]:
+    """Return the weights q as an array, 1/n each by default."""
     if weights is None:
         return jnp.full(y.shape, 1.0 / y.shape[0], y.dtype)
     weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape)
@@ -65,36 +127,70 @@ def _weights(weights: Any, y: jax.Array) -> jax.Array:
     return weights
 
 
-def kernel_flow(kernel: jax.Array, start: jax.Array, y: jax.Array, *, weights: Any = None) -> KernelFlow:
-    """Exact solution of gradient flow under a fixed kernel, by one eigendecomposition.
+def kernel_flow(
+    kernel: Float[Array, "n n"],
+    start: Float[Array, " n"],
+    y: Float[Array, " n"],
+    *,
+    weights: Real[ArrayLike, "..."] | None = None,
+    learning_rate: Real[ArrayLike, ""] | None = None,
+) -> KernelFlow:
+    """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
+
+    This predicts wide plain networks. It does not predict networks with batch norm on the output at any width, not even
+    with their own kernel, because that kernel depends on f, which moves by O(1): see ``linearized_batchnorm``.
 
     Args:
-        kernel: K (n, n), symmetric positive semi-definite.
+        kernel: K (n, n) at the training points, symmetric positive semi-definite.
         start: f(0), (n,).
         y: targets, (n,).
         weights: q_j > 0, default 1/n; a number stands for all.
+        learning_rate: of gradient descent, whose time is the number of steps. None: gradient flow.
+
+    Returns:
+        A ``KernelFlow``: called with times (or numbers of steps) it gives f at the training points, shape
+        times.shape + (n,); ``.at(cross, start, times)`` gives f elsewhere, ``.loss(times)`` the loss, ``.dual(times)``
+        and ``.dual_limit()`` the coefficients of kernel sections.
 
     >>> import jax.numpy as jnp
     >>> flow = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0)
-    >>> round(float(flow(1.0)[0, 0]), 4)  # 1 - exp(-1)
+    >>> round(float(flow(1.0)[0]), 4)  # 1 - exp(-1)
     0.6321
+    >>> descent = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0, learning_rate=0.5)
+    >>> descent(jnp.arange(3))[:, 0].tolist()
+    [0.0, 0.5, 0.75]
     """
+    _checks.shape("y", y, (None,))
     _checks.shape("kernel", kernel, (y.shape[0], y.shape[0]))
     _checks.shape("start", start, y.shape)
     q = _weights(weights, y)
     root = jnp.sqrt(q)
     rates, modes = jnp.linalg.eigh(root[:, None] * kernel * root[None, :])
-    return KernelFlow(rates[::-1], modes[:, ::-1], q, start - y, y)
+    rates = jnp.maximum(rates, 0.0)  # rounding may leave -1e-17, and such a mode would grow in time
+    eta = None if learning_rate is None else jnp.asarray(learning_rate, y.dtype)
+    return KernelFlow(rates[::-1], modes[:, ::-1], q, start - y, y, eta)
 
 
 def kernel_regression(
-    kernel: jax.Array, y: jax.Array, cross: jax.Array | None = None, *, ridge: float = 0.0
-) -> jax.Array:
-    """K(z, x) (K + ridge I)^-1 y: the limit of kernel flow from 0 at ridge = 0. ``cross`` is (S, n), default
-    K.
+    kernel: Float[Array, "n n"],
+    y: Float[Array, " n"],
+    cross: Float[Array, "S n"] | None = None,
+    *,
+    ridge: float = 0.0,
+) -> Float[Array, " S"]:
+    """Return K(z, x) (K + ridge I)^-1 y, at ridge = 0 the limit of kernel flow from 0.
 
-    Uses a Cholesky factor, so K + ridge I must be positive definite (batch norm kernels are singular: give a
-    ridge).
+    It uses a Cholesky factor, so K + ridge I must be positive definite (kernels under batch norm are singular: give a
+    ridge, or take ``KernelFlow.dual_limit``).
+
+    Args:
+        kernel: K (n, n).
+        y: targets (n,).
+        cross: K(z, x), (S, n), default K itself.
+        ridge: added to the diagonal.
+
+    >>> kernel_regression(jnp.eye(2), jnp.array([1.0, 2.0]), ridge=1.0).tolist()
+    [0.5, 1.0]
     """
     size = y.shape[0]
     factor = jax.scipy.linalg.cho_factor(kernel + ridge * jnp.eye(size, dtype=kernel.dtype))
@@ -102,148 +198,98 @@ def kernel_regression(
     return (kernel if cross is None else cross) @ solution
 
 
-def _record(step: Any, state: Any, steps: int, every: int, observe: Any) -> Any:
-    # the loop of solvers.iterate, which this room may not import
-    if steps % every:
-        raise ValueError(f"steps must be a multiple of every, got steps={steps}, every={every}")
+@jax.jit
+def minimum_norm(
+    features: Float[Array, "n m"], y: Float[Array, " n"], start: Float[Array, " m"] | None = None
+) -> Float[Array, " m"]:
+    """Return the limit of training output weights c alone: the interpolating c nearest to where they start.
 
-    def block(state: Any, _: None) -> Any:
-        state = jax.lax.fori_loop(0, every, lambda _, s: step(s), state)
-        return state, observe(state)
+    This is c_0 + argmin { norm(d) : features (c_0 + d) = y }. ("univariate ReLU", equation (22), prints the interpolant
+    of least norm, which is the limit only for c_0 = 0.)
 
-    return jax.lax.scan(block, state, length=steps // every)[1]
+    Args:
+        features: (n, m) with n <= m and independent rows; f = features @ c.
+        y: (n,) targets.
+        start: c_0 (m,), zero by default.
+
+    Returns:
+        c, shape (m,). O(n^2 m) by a QR factorization, so the condition number is not squared.
+
+    >>> minimum_norm(jnp.array([[1.0, 1.0]]), jnp.array([1.0])).round(6).tolist()
+    [0.5, 0.5]
+    """
+    _checks.shape("features", features, (None, None))
+    n, m = features.shape
+    _checks.shape("y", y, (n,))
+    if n > m:
+        raise ValueError(f"features must have at least as many columns as rows, got shape {features.shape}")
+    first = jnp.zeros(m, features.dtype) if start is None else jnp.asarray(start)
+    q, r = jnp.linalg.qr(features.T)
+    return first + q @ jax.scipy.linalg.solve_triangular(r, y - features @ first, trans=1)
 
 
 class Descent(NamedTuple):
-    """Outputs every few steps: ``train`` (records, n), ``test`` (records, S) or None."""
+    """Outputs recorded along gradient descent.
 
-    train: jax.Array
-    test: jax.Array | None
-
-
-@eqx.filter_jit
-def linearised_descent(
-    kernel: jax.Array,
-    start: jax.Array,
-    y: jax.Array,
-    *,
-    rate: Any,
-    steps: int,
-    every: int = 1,
-    weights: Any = None,
-    cross: jax.Array | None = None,
-    at: jax.Array | None = None,
-) -> Descent:
-    """f <- f - rate K Q (f - y): gradient descent of the linearised network.
-
-    It predicts wide plain networks. It does not predict networks with batch norm on the output at any width,
-    not even with their own kernel, since B K B depends on f, which moves by O(1): see
-    ``linearised_batchnorm``.
-
-    Args:
-        kernel: K (n, n), frozen at initialisation.
-        start: f(0) at the training points (n,).
-        y: targets (n,).
-        rate: learning rate.
-        steps, every: number of steps, and steps between records.
-        weights: q, default 1/n.
-        cross: K(z, x), (S, n), to follow test points too.
-        at: f(0) at z, (S,).
+    Attributes:
+        train: at the training points, (records, n).
+        test: at other points, (records, S), or None.
     """
-    q = _weights(weights, y)
 
-    def step(state: Any) -> Any:
-        f, g = state
-        force = rate * q * (f - y)
-        return f - kernel @ force, g if cross is None else g - cross @ force
-
-    records = _record(step, (start, at), steps, every, lambda s: s)
-    return Descent(*records)
+    train: Float[Array, "records n"]
+    test: Float[Array, "records S"] | None
 
 
 @eqx.filter_jit
-def linearised_batchnorm(
-    kernel: jax.Array,
-    start: jax.Array,
-    y: jax.Array,
+def linearized_batchnorm(
+    kernel: Float[Array, "n n"],
+    start: Float[Array, " n"],
+    y: Float[Array, " n"],
     *,
-    rate: Any,
+    learning_rate: Real[ArrayLike, ""],
     steps: int,
     every: int = 1,
     epsilon: float = 0.0,
-    weights: Any = None,
-    cross: jax.Array | None = None,
-    at: jax.Array | None = None,
+    weights: Real[ArrayLike, "..."] | None = None,
+    cross: Float[Array, "S n"] | None = None,
+    at: Float[Array, " S"] | None = None,
 ) -> Descent:
-    """Linearised training that works under batch norm on the output: z <- z - rate K B(z) Q (bn(z) - y).
+    """Train a network with batch norm on the output, linearized before batch norm.
 
-    The kernel K before batch norm is frozen (it is what becomes constant with width); batch norm and its
-    Jacobian B(z) stay exact and move with z. Arguments as in ``linearised_descent``, with ``kernel``,
-    ``start``, ``cross`` and ``at`` all taken before batch norm.
+    u <- u - learning_rate K B(u) Q (bn(u) - y), where u are the outputs before batch norm. Their kernel K is frozen (it
+    is what becomes constant with width); batch norm and its Jacobian B(u) stay exact and move with u.
+
+    Args:
+        kernel: K (n, n) before batch norm, frozen at initialization.
+        start: u(0) at the training points (n,).
+        y: targets (n,).
+        learning_rate: of gradient descent.
+        steps: number of steps, a multiple of ``every``.
+        every: steps between two records.
+        epsilon: added to the variance.
+        weights: q_j > 0, default 1/n; a number stands for all.
+        cross: K(z, x) before batch norm, (S, n), to follow test points too.
+        at: u(0) at z, (S,).
 
     Returns:
-        Normalised outputs; test points use the training batch's statistics.
+        Normalized outputs, (steps // every, n) and (steps // every, S); test points use the training batch's
+        statistics.
+
+    >>> run = linearized_batchnorm(jnp.eye(3), jnp.arange(3.0), jnp.ones(3), learning_rate=0.1, steps=6, every=2)
+    >>> run.train.shape, run.test
+    ((3, 3), None)
     """
     q = _weights(weights, y)
 
-    def step(state: Any) -> Any:
-        z, g = state
-        residual = q * (normalise(z, epsilon) - y)
-        force = rate * jacobian_apply(z, residual[:, None], epsilon)[:, 0]
-        return z - kernel @ force, g if cross is None else g - cross @ force
+    def step(state: tuple[Array, Array | None], _: None) -> tuple[Array, Array | None]:
+        u, there = state
+        residual = q * (normalize(u, epsilon) - y)
+        force = learning_rate * jacobian_apply(u, residual[:, None], epsilon)[:, 0]
+        return u - kernel @ force, there if cross is None or there is None else there - cross @ force
 
-    def observe(state: Any) -> Any:
-        z, g = state
-        return normalise(z, epsilon), None if g is None else normalise(g, epsilon, z)
+    def observe(state: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        u, there = state
+        return normalize(u, epsilon), None if there is None else normalize(there, epsilon, u)
 
-    records = _record(step, (start, at), steps, every, observe)
+    _, records = iterate(step, (start, at), None, steps, every, observe)
     return Descent(*records)
-
-
-def alignment(kernel: jax.Array, y: jax.Array, *, centred: bool = False) -> jax.Array:
-    """<K, y y'> / (|K| |y y'|) in [0, 1], K (T, T), y (T,): how much of the kernel points along the target.
-
-    ``centred`` removes the means of K's rows and columns and of y first.
-    """
-    if centred:
-        y = y - jnp.mean(y)
-        kernel = kernel - jnp.mean(kernel, axis=0, keepdims=True)
-        kernel = kernel - jnp.mean(kernel, axis=1, keepdims=True)
-    return y @ (kernel @ y) / (jnp.linalg.norm(kernel) * (y @ y))
-
-
-def kernel_drift(kernels: jax.Array, reference: jax.Array | None = None) -> jax.Array:
-    """|K_i - K_0| / |K_0| (Frobenius), (k,), for kernels (k, T, T); K_0 is the first by default."""
-    base = kernels[0] if reference is None else reference
-    change = jnp.sqrt(jnp.sum((kernels - base[None]) ** 2, axis=tuple(range(1, kernels.ndim))))
-    return change / jnp.linalg.norm(base.reshape(-1))
-
-
-def drift_observer(
-    kernel: Callable[..., jax.Array], reference: jax.Array
-) -> Callable[..., dict[str, jax.Array]]:
-    """An ``observe`` callback: {"drift", "trace", "kernel cosine"} of the kernel against ``reference``.
-
-    Args:
-        kernel: called with what the callback is called with. For ``solve`` and ``descend`` that is
-            ``lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x)``; for a loop over parameters
-            ``lambda params: empirical_ntk(apply, params, x, stats=...)``.
-        reference: the kernel at the start.
-
-    >>> import jax.numpy as jnp
-    >>> observe = drift_observer(lambda w: w * jnp.eye(2), jnp.eye(2))
-    >>> float(observe(3.0)["drift"])
-    2.0
-    """
-    norm = jnp.linalg.norm(reference.reshape(-1))
-
-    def observe(*state: Any) -> dict[str, jax.Array]:
-        now = kernel(*state)
-        size = jnp.linalg.norm(now.reshape(-1))
-        return {
-            "drift": kernel_drift(now[None], reference)[0],
-            "trace": jnp.sum(jnp.diagonal(now)),
-            "kernel cosine": jnp.sum(now * reference) / (norm * size),
-        }
-
-    return observe

@@ -1,82 +1,106 @@
-"""Networks as functions of (params, batch), and statistics that can be taken out of them.
+"""Networks as functions of (params, batch), with normalization statistics that can be taken out of them.
 
-The kernel engine takes any JAX function ``apply(params, batch) -> outputs``. Batch normalisation makes the
-output of one sample depend on the others through a few statistics; a ``Normalised`` function exposes them,
-so that the engine can take them from another batch, or hold them fixed.
+The kernel engine takes any JAX function ``apply(params, batch) -> outputs``. Batch normalization makes the output of
+one sample depend on the other samples through a few statistics. A ``Normalized`` function exposes these statistics, so
+that the engine can compute them from another batch, or hold them fixed.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Shaped
 
-Params = Any
-Apply = Callable[[Params, jax.Array], jax.Array]
+Params: TypeAlias = PyTree
+Statistics: TypeAlias = PyTree
+Batch: TypeAlias = Shaped[Array, "T ..."]
+Outputs: TypeAlias = Shaped[Array, "T ..."]
+Apply: TypeAlias = Callable[[Params, Batch], Outputs]
 
 
-class Normalised(eqx.Module):
-    """A network whose normalisation statistics are a value, not a side effect.
+class Normalized(eqx.Module):
+    """A network whose normalization statistics are an argument instead of a side effect.
 
-    Called as ``network(params, batch)`` it uses the statistics of that very batch.
+    Called as ``network(params, batch)`` it normalizes with the statistics of that very batch.
 
     Attributes:
-        apply: (params, batch, statistics) -> outputs (T, ...); a function of each sample alone once the
-            statistics are given.
-        statistics: (params, batch) -> any pytree of arrays.
+        apply: (params, batch, statistics) -> outputs (T, ...). Once the statistics are given, the output at a sample
+            must depend on that sample alone.
+        statistics: (params, batch) -> the statistics of the batch, any pytree of arrays.
 
     >>> import jax.numpy as jnp
     >>> moments = lambda w, x: (jnp.mean(x @ w), jnp.std(x @ w))
-    >>> net = Normalised(lambda w, x, s: (x @ w - s[0]) / s[1], moments)
+    >>> net = Normalized(lambda w, x, s: (x @ w - s[0]) / s[1], moments)
     >>> net(jnp.ones(1), jnp.array([[0.0], [2.0]])).tolist()
     [-1.0, 1.0]
     """
 
-    apply: Callable[[Params, jax.Array, Any], jax.Array]
-    statistics: Callable[[Params, jax.Array], Any]
+    apply: Callable[[Params, Batch, Statistics], Outputs]
+    statistics: Callable[[Params, Batch], Statistics]
 
-    def __call__(self, params: Params, batch: jax.Array) -> jax.Array:
-        """Outputs at ``batch`` under its own statistics."""
+    def __call__(self, params: Params, batch: Batch) -> Outputs:
+        """Return the outputs at ``batch``, normalized with its own statistics."""
         return self.apply(params, batch, self.statistics(params, batch))
 
 
-def from_nnx(model: Any) -> tuple[Apply | Normalised, Params]:
-    """(apply, params) of a flax NNX module that maps a batch to outputs.
+@runtime_checkable
+class LinenModule(Protocol):
+    """What ``from_linen`` needs of a flax linen module."""
 
-    A module with ``nnx.BatchNorm`` layers becomes a ``Normalised`` function: its statistics are those that
-    training mode would compute on the batch (momentum plays no part), its parameters the ``nnx.Param`` s.
+    def apply(self, variables: PyTree, *args: PyTree, **kwargs: object) -> PyTree:
+        """Return the outputs, and with ``mutable`` also the changed collections."""
+
+
+# flax is imported inside the functions that need it: importing the kernels must not cost the time of loading it
+
+
+def from_nnx(model: Callable[[Batch], Outputs]) -> tuple[Apply | Normalized, Params]:
+    """Turn a flax NNX module that maps a batch to outputs into (apply, params).
+
+    The parameters are the module's ``nnx.Param`` variables. A module with ``nnx.BatchNorm`` layers becomes a
+    ``Normalized`` function whose statistics are those that training mode would compute on the batch (the momentum of
+    the layer plays no part); any other module becomes a plain function.
+
+    >>> from flax import nnx
+    >>> apply, params = from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    >>> apply(params, jnp.ones((5, 3))).shape
+    (5, 1)
     """
     from flax import nnx
 
     graph, *states = nnx.split(model, nnx.Param, ...)
     params, rest = states
-    if not any(isinstance(m, nnx.BatchNorm) for _, m in nnx.iter_modules(model)):
+    if not any(isinstance(m, nnx.BatchNorm) for _, m in nnx.iter_modules(cast(nnx.Module, model))):
         return lambda p, x: nnx.merge(graph, p, rest)(x), params
 
-    def collect(p: Params, x: jax.Array) -> Any:
-        network, statistics = _explicit(nnx.merge(graph, p, rest, copy=True), None)
+    def collect(p: Params, x: Batch) -> Statistics:
+        network, statistics = _with_explicit_statistics(nnx.merge(graph, p, rest, copy=True), None)
         network(x)
         return statistics
 
-    def evaluate(p: Params, x: jax.Array, statistics: Any) -> jax.Array:
-        return _explicit(nnx.merge(graph, p, rest, copy=True), statistics)[0](x)
+    def evaluate(p: Params, x: Batch, statistics: Statistics) -> Outputs:
+        return _with_explicit_statistics(nnx.merge(graph, p, rest, copy=True), statistics)[0](x)
 
-    return Normalised(evaluate, collect), params
+    return Normalized(evaluate, collect), params
 
 
-def _explicit(model: Any, given: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-    """The NNX model with batch norms that use ``given`` statistics, or record those of the batch they see.
+def _with_explicit_statistics(
+    model: Callable[[Batch], Outputs], given: dict[str, tuple[Array, Array]] | None
+) -> tuple[Callable[[Batch], Outputs], dict[str, tuple[Array, Array]]]:
+    """Make the batch norms of an NNX model use ``given`` statistics, or record those of the batch they see.
 
-    flax's running averages cannot serve: gradients stop there, and they are float32 whatever the batch is.
+    The running averages that flax keeps cannot serve: gradients stop there, and they are float32 whatever the dtype
+    of the batch.
     """
     from flax import nnx
 
-    recorded: dict[str, Any] = {} if given is None else given
+    recorded: dict[str, tuple[Array, Array]] = {} if given is None else given
     paths: dict[int, str] = {}
 
     class Explicit(nnx.BatchNorm):
-        def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        def __call__(self, x: Array, *args: object, **kwargs: object) -> Array:
             path, axes = paths[id(self)], tuple(range(x.ndim - 1))
             if given is None:
                 recorded[path] = (jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True))
@@ -86,54 +110,78 @@ def _explicit(model: Any, given: dict[str, Any] | None) -> tuple[Any, dict[str, 
             out = out if self.scale is None else out * like(self.scale)
             return out if self.bias is None else out + like(self.bias)
 
-    for path, module in nnx.iter_modules(model):
+    for path, module in nnx.iter_modules(cast(nnx.Module, model)):
         if isinstance(module, nnx.BatchNorm):
             if module.axis != -1 or module.axis_name is not None:
                 raise ValueError("nnx.BatchNorm must have axis=-1 and no axis_name here")
+            # The merged model is our own copy, so exchanging the class of its layers changes nothing elsewhere.
             module.__class__ = Explicit
             paths[id(module)] = "/".join(map(str, path))
     return model, recorded
 
 
-def from_linen(module: Any, variables: Any, train: dict[str, Any], evaluate: dict[str, Any]) -> Any:
-    """(apply, params) of a flax linen module.
+def from_linen(
+    module: LinenModule,
+    variables: Mapping[str, PyTree],
+    train: dict[str, object],
+    evaluate: dict[str, object],
+) -> tuple[Apply | Normalized, Params]:
+    """Turn a flax linen module into (apply, params).
 
     Args:
-        module: the module; ``variables``: what ``module.init`` returned.
+        module: the module, which maps a batch to outputs.
+        variables: what ``module.init`` returned.
         train: keyword arguments of the call that compute batch statistics, e.g. ``{"train": True}``.
         evaluate: keyword arguments that use stored statistics, e.g. ``{"train": False}``.
 
     Returns:
-        A ``Normalised`` function if there is a ``batch_stats`` collection, else a plain one; and the params.
+        A ``Normalized`` function if there is a ``batch_stats`` collection, else a plain one; and the params.
+
+    >>> import jax
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(1), jnp.ones((5, 3))
+    >>> apply, params = from_linen(dense, dense.init(jax.random.key(0), x), {}, {})
+    >>> apply(params, x).shape
+    (5, 1)
     """
     params = variables["params"]
     others = {k: v for k, v in variables.items() if k != "params"}
     if "batch_stats" not in others:
         return lambda p, x: module.apply({"params": p, **others}, x, **evaluate), params
 
-    def run(p: Params, x: jax.Array, start: float) -> Any:
+    def run(p: Params, x: Batch, start: float) -> Statistics:
         stats = jax.tree.map(lambda a: jnp.full(a.shape, start, x.dtype), others["batch_stats"])
         _, new = module.apply(
             {"params": p, **others, "batch_stats": stats}, x, mutable=["batch_stats"], **train
         )
         return new["batch_stats"]
 
-    def collect(p: Params, x: jax.Array) -> Any:
+    def collect(p: Params, x: Batch) -> Statistics:
         # stored = momentum * old + (1 - momentum) * batch: two runs solve for batch, whatever the momentum
         low, high = run(p, x, 0.0), run(p, x, 1.0)
         return jax.tree.map(lambda a, b: a / (1.0 - (b - a)), low, high)
 
-    def forward(p: Params, x: jax.Array, statistics: Any) -> jax.Array:
+    def forward(p: Params, x: Batch, statistics: Statistics) -> Outputs:
         return module.apply({"params": p, **others, "batch_stats": statistics}, x, **evaluate)
 
-    return Normalised(forward, collect), params
+    return Normalized(forward, collect), params
 
 
-def from_equinox(model: Any, *, per_sample: bool = True) -> tuple[Apply, Params]:
-    """(apply, params) of an equinox module; ``per_sample`` modules (the equinox habit) are vmapped."""
+def from_equinox(model: Callable[..., Array], *, per_sample: bool = True) -> tuple[Apply, Params]:
+    """Turn an equinox module, or any callable pytree, into (apply, params).
+
+    Args:
+        model: the module; its floating-point arrays are the parameters.
+        per_sample: whether the module maps one sample, as is the habit of equinox, and has to be vmapped over the
+            batch. False: it maps a whole batch.
+
+    >>> apply, params = from_equinox(lambda sample: jnp.tanh(sample).sum())
+    >>> apply(params, jnp.ones((5, 3))).shape
+    (5,)
+    """
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    def apply(p: Params, x: jax.Array) -> jax.Array:
+    def apply(p: Params, x: Batch) -> Outputs:
         whole = eqx.combine(p, static)
         return jax.vmap(whole)(x) if per_sample else whole(x)
 

@@ -1,75 +1,101 @@
 """The tangent kernel of dense layers without their Jacobian.
 
-For z = H W (+ b) the gradient of output f_t with respect to W is H_t (x) D_t with D = df/dz, so
-K_W[s, t] = (H_s . H_t)(D_s . D_t): two Gram matrices instead of a Jacobian ("BN NTK" eq. A.10). This module
-finds such uses of each parameter in the trace of any function, taps the outputs of those operations, and
-reads all D in one backward pass a network output. It needs f_t to depend on sample t alone.
+For z = H W (+ b) the gradient of output f_t with respect to W is the outer product of H_t and D_t with D = df/dz, so
+K_W[s, t] = (H_s . H_t)(D_s . D_t): two Gram matrices instead of a Jacobian ("BN NTK" eq. A.10). This module finds such
+uses of each parameter in the trace (jaxpr) of any function, adds a zero ("tap") to the outputs of those operations, and
+reads all D as gradients with respect to the taps, in one backward pass a network output. It needs f_t to depend on
+sample t alone.
 
-Recognised uses, each parameter used once: matrix or vector product with a (T, n) activation, addition of a
-bias, multiplication by a scale; transposed, reshaped by axes of length 1 and scaled by scalars at will.
-Parameters used in any other way (convolutions, sharing) are returned as ``rest``.
+A parameter is understood if it is used once: in a matrix or vector product with a (T, n) activation, as a bias that is
+added, or as a scale that multiplies; before that it may be transposed, reshaped by axes of length 1 and multiplied by
+scalars. Parameters used in any other way (convolutions, sharing) are returned as ``rest``.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jaxtyping import Array, ArrayLike, Float, PyTreeDef
+
+from meanflow.kernels.empirical.modules import Apply, Batch, Params
 
 
 class View(NamedTuple):
-    """A parameter seen through transposes, new axes and scalar factors.
+    """A tag of values that are a parameter, seen through transposes, new axes and scalar factors.
 
-    ``axes[i]`` is the parameter's axis shown as axis i of the value, None for an axis along which it is
-    constant.
+    Attributes:
+        leaf: index of the parameter among the leaves.
+        axes: axes[i] is the parameter's axis shown as axis i of the value, None for an axis along which it is constant.
+        scale: the product of the scalar factors.
     """
 
     leaf: int
     axes: tuple[int | None, ...]
-    scale: Any = 1.0
+    scale: ArrayLike = 1.0
 
 
-class _Batch:  # tag of values that depend on the batch
-    pass
+class _Batch:
+    """A tag of values that depend on the batch."""
 
 
 BATCH = _Batch()
 
+# None tags values that depend neither on the batch nor on exactly one parameter.
+Tag: TypeAlias = View | _Batch | None
+
 
 @dataclass
 class Site:
-    """One use of one parameter: K += scale^2 (H H') o (D D') with D the cotangent of the tapped value."""
+    """One use of one parameter: K += scale^2 (H H') o (D D') with D the cotangent of the tapped value.
+
+    Attributes:
+        leaf: index of the parameter among the leaves.
+        kind: "dense", "bias" or "scale".
+        batch_axis: axis of the value that runs over samples.
+        summed: axes of the value along which the parameter is constant, batch excluded.
+        contracted: axis of the activation that is summed over, in a dense use.
+    """
 
     leaf: int
-    kind: str  # "dense", "bias" or "scale"
+    kind: str
     batch_axis: int
-    summed: tuple[int, ...] = ()  # axes of the value along which the parameter is constant, batch excluded
-    contracted: int = 1  # axis of the activation that is summed over, in a dense use
+    summed: tuple[int, ...] = ()
+    contracted: int = 1
 
 
 @dataclass
 class Analysis:
-    """Sites by equation (in order of execution) and the number of uses of each parameter."""
+    """What a trace does with each parameter.
+
+    Attributes:
+        sites: understood uses, by the number of the equation in order of execution.
+        uses: how often each parameter is used.
+        refused: parameters with a use that is not understood.
+    """
 
     sites: dict[int, Site] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
 
     def structured(self) -> set[int]:
-        """Parameters whose every use is understood."""
+        """Return the parameters whose only use is understood."""
         found = {s.leaf for s in self.sites.values()}
         return {i for i in found if self.uses[i] == 1 and i not in self.refused}
 
 
-Visit = Callable[[int, Any, Sequence[Any], Sequence[Any], Any], Any]
+# (number, equation, values, tags, outputs) -> (outputs, tag of the outputs)
+Visit: TypeAlias = Callable[
+    [int, JaxprEqn, Sequence[Array], Sequence[Tag], list[Array]], tuple[list[Array], Tag]
+]
 
 
-def _execute(jaxpr: Any, equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """One equation's outputs. Run as a trace of its own, so that only JAX knows how primitives are called."""
+def _execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
+    """Return one equation's outputs. It runs as a trace of its own: only JAX knows how primitives are called."""
     inputs = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, Literal)}
     alone = jaxpr.replace(
         constvars=[],
@@ -81,17 +107,20 @@ def _execute(jaxpr: Any, equation: Any, operands: Sequence[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(alone, []))(*inputs.values())
 
 
-def _interpret(closed: Any, args: Sequence[Any], tags: Sequence[Any], visit: Visit, count: list[int]) -> Any:
-    """Evaluates a jaxpr, handing equations to ``visit(number, equation, values, tags, outputs)``.
+def _interpret(
+    closed: ClosedJaxpr, args: Sequence[Array], tags: Sequence[Tag], visit: Visit, count: list[int]
+) -> tuple[list[Array], list[Tag]]:
+    """Evaluate a jaxpr, handing equations to ``visit``; return the outputs and their tags.
 
-    ``visit`` returns (outputs, output tag). It does not see operations that only turn one view of a parameter
-    into another. Nested jit calls are entered; other calls are opaque.
+    ``visit`` may change the outputs of an equation and gives them a tag. It does not see operations that only turn one
+    view of a parameter into another. Nested jit calls are entered; other calls are opaque. ``count`` holds the number
+    of the last equation, so that nested calls go on counting.
     """
     jaxpr = closed.jaxpr
-    values: dict[Any, Any] = {}
-    kinds: dict[Any, Any] = {}
+    values: dict[Var, Array] = {}
+    kinds: dict[Var, Tag] = {}
 
-    def read(v: Any) -> tuple[Any, Any]:
+    def read(v: Var | Literal) -> tuple[Array, Tag]:
         return (v.val, None) if isinstance(v, Literal) else (values[v], kinds[v])
 
     for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -115,8 +144,14 @@ def _interpret(closed: Any, args: Sequence[Any], tags: Sequence[Any], visit: Vis
     return [f[0] for f in finals], [f[1] for f in finals]
 
 
-def _through(equation: Any, operands: Sequence[Any], tags: Sequence[Any]) -> View | None:
-    """The view behind an operation that only moves, inserts or rescales; None for any other operation."""
+def _output_shape(equation: JaxprEqn) -> tuple[int, ...]:
+    """Return the shape of an equation's first output."""
+    value: Any = equation.outvars[0].aval  # JAX does not type the shape of abstract values
+    return tuple(value.shape)
+
+
+def _through(equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag]) -> View | None:
+    """Return the view behind an operation that only moves, inserts or rescales axes; None for any other."""
     name, parameters = equation.primitive.name, equation.params
     if name in ("mul", "div"):
         (a, b), (ta, tb) = operands, tags
@@ -128,7 +163,7 @@ def _through(equation: Any, operands: Sequence[Any], tags: Sequence[Any]) -> Vie
     if len(tags) != 1 or not isinstance(tags[0], View):
         return None
     view, shape = tags[0], np.shape(operands[0])
-    out_shape = tuple(equation.outvars[0].aval.shape)
+    out_shape = _output_shape(equation)
     if name in ("copy", "neg"):
         return view
     if name == "convert_element_type":
@@ -150,10 +185,10 @@ def _through(equation: Any, operands: Sequence[Any], tags: Sequence[Any]) -> Vie
     return None
 
 
-def _site(equation: Any, operands: Sequence[Any], tags: Sequence[Any], samples: int) -> Site | None:
-    """The use of a parameter against a batch-dependent value, if it is one of the three we know."""
+def _site(equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], samples: int) -> Site | None:
+    """Return the use of a parameter against a batch-dependent value, if it is one of the three we know."""
     name = equation.primitive.name
-    out_shape = tuple(equation.outvars[0].aval.shape)
+    out_shape = _output_shape(equation)
     if len(tags) != 2:
         return None
     position = 0 if isinstance(tags[0], View) else 1
@@ -181,16 +216,25 @@ def _site(equation: Any, operands: Sequence[Any], tags: Sequence[Any], samples: 
     return Site(view.leaf, kind, over[0], tuple(i for i in constant if i != over[0]))
 
 
-def analyse(apply: Callable[..., jax.Array], leaves: list[Any], treedef: Any, x: Any) -> tuple[Any, Analysis]:
-    """The trace of ``apply`` and what it does with each parameter. No number is computed."""
+def analyze(
+    apply: Apply, leaves: Sequence[Array], treedef: PyTreeDef, x: Batch
+) -> tuple[ClosedJaxpr, Analysis]:
+    """Return the trace of ``apply`` and what it does with each parameter. No number is computed.
+
+    Args:
+        apply: (params, batch) -> outputs, each a function of its own sample.
+        leaves: the leaves of params.
+        treedef: the structure of params.
+        x: batch (T, ...).
+    """
     function = lambda leaves, x: apply(jax.tree.unflatten(treedef, leaves), x)
     closed = jax.make_jaxpr(function)(leaves, x)
     samples = np.shape(x)[0]
     found = Analysis()
 
     def visit(
-        number: int, equation: Any, operands: Sequence[Any], tags: Sequence[Any], outs: list[Any]
-    ) -> Any:
+        number: int, equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], outs: list[Array]
+    ) -> tuple[list[Array], Tag]:
         views = [t for t in tags if isinstance(t, View)]
         for v in views:
             found.uses[v.leaf] = found.uses.get(v.leaf, 0) + 1
@@ -201,7 +245,7 @@ def analyse(apply: Callable[..., jax.Array], leaves: list[Any], treedef: Any, x:
             found.refused.update(v.leaf for v in views)
         return outs, (BATCH if any(t is BATCH for t in tags) else None)
 
-    def run(leaves: list[Any], x: Any) -> Any:
+    def run(leaves: Sequence[Array], x: Array) -> list[Array]:
         tags = [View(i, tuple(range(np.ndim(a)))) for i, a in enumerate(leaves)] + [BATCH]
         outs, out_tags = _interpret(closed, [*leaves, x], tags, visit, [0])
         found.refused.update(t.leaf for t in out_tags if isinstance(t, View))  # returned as it is
@@ -212,38 +256,46 @@ def analyse(apply: Callable[..., jax.Array], leaves: list[Any], treedef: Any, x:
 
 
 class Factors(NamedTuple):
-    """One site's share of the kernel: K += (H H') o (D_c D_c''), or D D' alone where H is None.
+    """One site's share of the kernel: K_cd += (H H') o (D_c D_d'), or D_c D_d' alone where H is None.
 
-    ``activation`` is (T, n); ``cotangent`` is (C, T, N), C outputs; both include the parameter's scale.
+    Attributes:
+        activation: H (T, n), what a dense parameter is multiplied with; None for biases and scales.
+        cotangent: D (C, T, N), gradients of the C outputs, which include the scale of the parameter's view.
     """
 
-    activation: jax.Array | None
-    cotangent: jax.Array
+    activation: Float[Array, "T n"] | None
+    cotangent: Float[Array, "C T N"]
 
 
-def factors(apply: Callable[..., jax.Array], params: Any, x: Any) -> tuple[list[Factors], list[int]]:
-    """All factors of ``apply`` at (params, x), and the indices of the parameters they do not cover.
+def factors(apply: Apply, params: Params, x: Batch) -> tuple[list[Factors], list[int]]:
+    """Return all factors of ``apply`` at (params, x), and the indices of the parameters they do not cover.
 
     Cost: one forward and C backward passes; memory: activations and their cotangents, O(T sum of widths).
+
+    >>> mine, rest = factors(lambda w, x: x @ w, jnp.ones((2, 1)), jnp.ones((3, 2)))
+    >>> mine[0].activation.shape, mine[0].cotangent.shape, rest
+    ((3, 2), (1, 3, 1), [])
     """
     leaves, treedef = jax.tree.flatten(params)
-    closed, found = analyse(apply, leaves, treedef, x)
+    closed, found = analyze(apply, leaves, treedef, x)
     structured = found.structured()
     sites = {n: s for n, s in found.sites.items() if s.leaf in structured}
     unused = {i for i in range(len(leaves)) if i not in found.uses and i not in found.refused}
     rest = [i for i in range(len(leaves)) if i not in structured and i not in unused]
-    scales: dict[int, Any] = {}
+    scales: dict[int, ArrayLike] = {}
 
-    def tapped(taps: dict[int, jax.Array]) -> tuple[jax.Array, dict[int, Any]]:
-        activations: dict[int, Any] = {}
+    def tapped(taps: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
+        activations: dict[int, Array] = {}
 
         def visit(
-            number: int, equation: Any, operands: Sequence[Any], tags: Sequence[Any], outs: list[Any]
-        ) -> Any:
+            number: int, equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], outs: list[Array]
+        ) -> tuple[list[Array], Tag]:
             if number in sites:
                 position = 0 if isinstance(tags[0], View) else 1
+                view = tags[position]
+                assert isinstance(view, View)  # that is what makes the equation a site
                 activations[number] = operands[1 - position]
-                scales[number] = tags[position].scale
+                scales[number] = view.scale
                 outs = [outs[0] + taps[number]] if number in taps else outs
             return outs, (BATCH if any(t is BATCH for t in tags) else None)
 
@@ -251,11 +303,11 @@ def factors(apply: Callable[..., jax.Array], params: Any, x: Any) -> tuple[list[
         outs, _ = _interpret(closed, [*leaves, x], tags, visit, [0])
         return outs[0], activations
 
-    shapes: dict[int, Any] = {}
+    shapes: dict[int, jax.ShapeDtypeStruct] = {}
 
     def record(
-        number: int, equation: Any, operands: Sequence[Any], tags: Sequence[Any], outs: list[Any]
-    ) -> Any:
+        number: int, equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], outs: list[Array]
+    ) -> tuple[list[Array], Tag]:
         if number in sites:
             shapes[number] = jax.ShapeDtypeStruct(outs[0].shape, outs[0].dtype)
         return outs, None
@@ -271,7 +323,8 @@ def factors(apply: Callable[..., jax.Array], params: Any, x: Any) -> tuple[list[
     return [_factor(sites[n], activations[n], cotangents[n], scales[n]) for n in sorted(sites)], rest
 
 
-def _factor(site: Site, activation: jax.Array, cotangent: jax.Array, scale: Any) -> Factors:
+def _factor(site: Site, activation: Array, cotangent: Array, scale: ArrayLike) -> Factors:
+    """Bring one site's activation and cotangents (C, value's shape) into the form (T, n) and (C, T, N)."""
     if site.kind == "scale":
         cotangent = cotangent * activation[None]
     cotangent = jnp.moveaxis(cotangent, 1 + site.batch_axis, 1)
@@ -285,23 +338,25 @@ def _factor(site: Site, activation: jax.Array, cotangent: jax.Array, scale: Any)
     return Factors(activation if site.contracted == 1 else activation.T, flat)
 
 
-def contract(left: Sequence[Factors], right: Sequence[Factors], chunk: int, diagonal: bool) -> jax.Array:
-    """Sum over sites of Gram products: (T, S, C, C), or (T, S, C) when only equal outputs are wanted.
+def contract(
+    left: Sequence[Factors], right: Sequence[Factors], chunk: int, diagonal: bool
+) -> Float[Array, "T S ..."]:
+    """Sum the Gram products of all sites: (T, S, C, C), or (T, S, C) when only equal outputs are wanted.
 
     Rows are computed ``chunk`` at a time, so that beside the result only chunk x S numbers a site are alive.
     """
     high = jax.lax.Precision.HIGHEST
 
-    def row(mine: Sequence[Factors]) -> jax.Array:
-        total: Any = 0.0
+    def row(mine: Sequence[Factors]) -> Array:
+        terms = []
         for m, r in zip(mine, right, strict=True):
             pattern = "cn,csn->sc" if diagonal else "cn,dsn->scd"
             gram = jnp.einsum(pattern, m.cotangent, r.cotangent, precision=high)
             if m.activation is not None and r.activation is not None:
                 inner = jnp.matmul(r.activation, m.activation, precision=high)
                 gram = gram * inner.reshape((-1,) + (1,) * (gram.ndim - 1))
-            total = total + gram
-        return total
+            terms.append(gram)
+        return jax.tree.reduce(jnp.add, terms)
 
     # rows first: lax.map walks along the leading axis
     rows = [Factors(f.activation, jnp.moveaxis(f.cotangent, 1, 0)) for f in left]
