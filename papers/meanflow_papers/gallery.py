@@ -27,7 +27,7 @@ def write_gallery(summary: dict[str, Any], folder: str | Path) -> tuple[Path, Pa
     folder = Path(folder)
     text, page = folder / "gallery.md", folder / "gallery.html"
     text.write_text(markdown(summary))
-    template = resources.files("meanflow.report").joinpath("gallery.html").read_text()
+    template = resources.files("meanflow_papers").joinpath("gallery.html").read_text()
     page.write_text(template.replace("{{body}}", _body(summary, folder)))
     return text, page
 
@@ -78,16 +78,16 @@ def outcome_of(check: dict[str, Any]) -> str:
 def markdown(summary: dict[str, Any]) -> str:
     """The page as Markdown."""
     lines = ["# Gallery", "", headline(summary), ""]
-    lines += ["| name | shows | claim | criteria | seconds |", "|---|---|---|---|---|"]
+    lines += ["| name | what | claim | criteria | seconds |", "|---|---|---|---|---|"]
     for r in summary["experiments"]:
         link = f"[{r['name']}](#{_anchor(r['name'])})"
-        lines.append(f"| {link} | {_cell(r['shows'])} | {r['verdict']} | {_score(r)} | {r['seconds']:.0f} |")
+        lines.append(f"| {link} | {_cell(r['title'])} | {r['verdict']} | {_score(r)} | {r['seconds']:.0f} |")
     for paper, title in summary["papers"].items():
         records = [r for r in summary["experiments"] if r["paper"] == paper]
         if records:
             lines += ["", f"## {paper}: {title}"]
         for r in records:
-            lines += ["", f'<a id="{_anchor(r["name"])}"></a>', f"### {r['name']}: {r['shows']}", ""]
+            lines += ["", f'<a id="{_anchor(r["name"])}"></a>', f"### {r['name']}: {r['title']}", ""]
             image = next((f for f in r["figures"] if f.endswith(".png")), None)
             lines += [f"![{r['name']}]({image})", ""] if image else []
             lines += [f"- **{label}:** {text}" for label, text in _facts(r)]
@@ -130,12 +130,12 @@ def _cell(text: str) -> str:
 def _body(summary: dict[str, Any], folder: Path) -> str:
     e = html.escape
     rows = "".join(
-        f'<tr class="{_tone(r)}"><td><a href="#{_anchor(r["name"])}">{e(r["name"])}</a></td><td>{e(r["shows"])}</td>'
+        f'<tr class="{_tone(r)}"><td><a href="#{_anchor(r["name"])}">{e(r["name"])}</a></td><td>{e(r["title"])}</td>'
         f'<td><span class="verdict {_tone(r, True)}">{e(r["verdict"])}</span></td><td>{e(_score(r))}</td>'
         f"<td>{r['seconds']:.0f}</td></tr>"
         for r in summary["experiments"]
     )
-    head = "<tr><th>name</th><th>shows</th><th>claim</th><th>criteria</th><th>seconds</th></tr>"
+    head = "<tr><th>name</th><th>what</th><th>claim</th><th>criteria</th><th>seconds</th></tr>"
     parts = [f"<p>{e(headline(summary))}</p><table>{head}{rows}</table>"]
     for paper, title in summary["papers"].items():
         records = [r for r in summary["experiments"] if r["paper"] == paper]
@@ -154,7 +154,7 @@ def _card(r: dict[str, Any], folder: Path) -> str:
         wide = int.from_bytes(raw[16:20], "big") * 96 // 150  # its width in inches, on a screen
         coded = base64.b64encode(raw).decode()
         picture = (
-            f'<figure><img width="{wide}" alt="{e(r["shows"])}" src="data:image/png;base64,{coded}"></figure>'
+            f'<figure><img width="{wide}" alt="{e(r["title"])}" src="data:image/png;base64,{coded}"></figure>'
         )
     facts = "".join(f"<dt>{e(label)}</dt><dd>{e(text)}</dd>" for label, text in _facts(r))
     checks = "".join(
@@ -165,7 +165,7 @@ def _card(r: dict[str, Any], folder: Path) -> str:
     head = "<tr><th>criterion</th><th>measured</th><th>allowed</th><th></th></tr>"
     table = f"<table>{head}{checks}</table>" if checks else ""
     return (
-        f'<section id="{_anchor(r["name"])}"><h3>{e(r["name"])}: {e(r["shows"])}</h3>{picture}'
+        f'<section id="{_anchor(r["name"])}"><h3>{e(r["name"])}: {e(r["title"])}</h3>{picture}'
         f"<dl>{facts}</dl>{table}</section>"
     )
 

@@ -20,15 +20,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
-from meanflow.experiments.catalogue import CATALOGUE, PAPERS, Entry, find
+from meanflow_papers.catalogue import CATALOGUE
+from meanflow_papers.drawing import figure_of
+from meanflow_papers.entry import PAPERS, Arguments, Entry
+from meanflow_papers.gallery import write_gallery
+from meanflow_papers.outcome import Outcome
 
-VERSION = 1  # of the layout of the records
+VERSION = 2  # of the layout of the records
 GOOD = ("passed", "explained", "needs data", "out of scope")
 FINISHED = ("passed", "explained", "failed", "out of scope")
-UNEXPLAINED = 1  # exit code
 PATIENCE = 20  # an experiment is ended after so many times its expected minutes, at least ten minutes
 
 
@@ -89,25 +91,23 @@ def run_entry(
     return _keep(folder, record)
 
 
-def _compute(entry: Entry, arguments: dict[str, Any]) -> Any:
+def _compute(entry: Entry, arguments: Arguments) -> Outcome:
+    """Run the experiment and what its picture needs; the arrays are computed when this returns."""
     import jax
 
-    from meanflow.experiments import pictures
-
-    outcome = entry.load()(**arguments)
-    if entry.picture:
-        extra = getattr(pictures, entry.picture)(outcome, arguments)
-        outcome = replace(outcome, data={**outcome.data, **extra})
+    assert entry.compute is not None  # entries that are out of scope never come here
+    outcome = entry.compute(**arguments)
+    if entry.picture is not None:
+        outcome = replace(outcome, data={**outcome.data, **entry.picture(outcome, arguments)})
     return jax.block_until_ready(outcome)
 
 
-def _draw(entry: Entry, outcome: Any, folder: Path, formats: Sequence[str]) -> list[str]:
-    from meanflow import plots
+def _draw(entry: Entry, outcome: Outcome, folder: Path, formats: Sequence[str]) -> list[str]:
+    """Draw the outcome and return the paths of the written files, relative to the folder."""
+    from meanflow.plots import save
 
-    figure = plots.draw(outcome, entry.name)
-    return [
-        str(p.relative_to(folder)) for p in plots.save(figure, folder / "figures" / stem(entry.name), formats)
-    ]
+    paths = save(figure_of(entry, outcome), folder / "figures" / stem(entry.name), formats)
+    return [str(path.relative_to(folder)) for path in paths]
 
 
 def _fault(clock: float, cpu: float) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _blank(entry: Entry, full: bool) -> dict[str, Any]:
         "version": VERSION,
         "name": entry.name,
         "paper": entry.paper,
-        "shows": entry.shows,
+        "title": entry.title,
         "setup": entry.setup,
         "verdict": entry.verdict,
         "size": "full" if full else "small",
@@ -146,7 +146,7 @@ def _blank(entry: Entry, full: bool) -> dict[str, Any]:
     }
 
 
-def _criteria(entry: Entry, outcome: Any, full: bool) -> list[dict[str, Any]]:
+def _criteria(entry: Entry, outcome: Outcome, full: bool) -> list[dict[str, Any]]:
     return [
         {
             "name": c.name,
@@ -214,12 +214,12 @@ def finished(
     same = record.get("version") == VERSION and record.get("size") == ("full" if full else "small")
     if not same or record["status"] not in FINISHED:
         return None
-    if entry.function:
+    if entry.compute is not None:
         wanted = _plain(entry.arguments(full))
         if any(record["arguments"].get(k) != v for k, v in wanted.items() if k != "folder"):
             return None
     drawn = {Path(f).suffix[1:] for f in record["figures"]}
-    return record if not entry.function or drawn >= set(formats) else None
+    return record if entry.compute is None or drawn >= set(formats) else None
 
 
 class Worker:
@@ -320,7 +320,7 @@ def reproduce(
         with lock:
             done += 1
             tell(_line(record, done, len(entries)))
-            _write(folder / "summary.json", summarise(folder, full))
+            _write(folder / "summary.json", summarize(folder, full))
 
     spare = threading.local()
     workers: list[Worker] = []
@@ -341,10 +341,8 @@ def reproduce(
     finally:
         for worker in workers:
             worker.stop()
-        summary = summarise(folder, full) | {"wall_seconds": round(time.perf_counter() - started, 1)}
+        summary = summarize(folder, full) | {"wall_seconds": round(time.perf_counter() - started, 1)}
         _write(folder / "summary.json", summary)
-        from meanflow.report import write_gallery
-
         write_gallery(summary, folder)
     return summary
 
@@ -359,7 +357,7 @@ def _share(jobs: int, one: Callable[[Entry], None], todo: list[Entry]) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def summarise(folder: str | Path, full: bool) -> dict[str, Any]:
+def summarize(folder: str | Path, full: bool) -> dict[str, Any]:
     """What ``summary.json`` holds: every record of this size in the folder, in the order of the catalogue."""
     size = "full" if full else "small"
     records = []
@@ -394,90 +392,3 @@ def _line(record: dict[str, Any], done: int, count: int, again: bool = False) ->
         bad = [c["name"] for c in checks if not c["passed"] and not c["explanation"]]
         line += f"  {'; '.join(bad)}"
     return line
-
-
-def _list(entries: list[Entry], full: bool, as_json: bool) -> None:
-    rows = [
-        {
-            "name": e.name,
-            "status": e.status,
-            "verdict": e.verdict,
-            "minutes": e.minutes[full],
-            "shows": e.shows,
-            "reason": e.reason,
-        }
-        for e in entries
-    ]
-    if as_json:
-        click.echo(json.dumps(rows))
-        return
-    paper = ""
-    for e in entries:
-        if e.paper != paper:
-            paper = e.paper
-            click.echo(f"\n{paper}  {PAPERS[paper]}")
-        length = f"{e.minutes[full]:g} min" if e.status == "runnable" else e.status
-        click.echo(f"  {e.name:<30} {length:>12}  {e.shows}{f' [{e.reason}]' if e.reason else ''}")
-
-
-@click.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--list", "listing", is_flag=True, help="Only list what there is.")
-@click.option("--full", is_flag=True, help="Paper size; the default is small (minutes in all).")
-@click.option("--force", is_flag=True, help="Run again what is finished.")
-@click.option("--output", default="out/gallery", show_default=True, type=click.Path(file_okay=False))
-@click.option("--format", "formats", multiple=True, type=click.Choice(["svg", "pdf"]), help="Besides PNG.")
-@click.option("--data", type=click.Path(file_okay=False), help="Folder with local data sets (CIFAR).")
-@click.option(
-    "--jobs", type=click.IntRange(0), help="Worker processes (0: none); default 2 where there are cores."
-)
-@click.option("--json", "as_json", is_flag=True, help="The list, or the summary, as JSON on standard output.")
-def command(
-    names: tuple[str, ...],
-    listing: bool,
-    full: bool,
-    force: bool,
-    output: str,
-    formats: tuple[str, ...],
-    data: str | None,
-    jobs: int | None,
-    as_json: bool,
-) -> None:
-    """Reproduce figures, tables and theorems of the five papers by NAME: all, a name, or a glob.
-
-    \b
-    Examples:
-      meanflow reproduce --list
-      meanflow reproduce 001/figure-1 '004/*'
-      meanflow reproduce all --output out/gallery
-      meanflow reproduce all --full --format pdf
-
-    Writes figures, summary.json and a gallery page (Markdown and HTML). Finished names are skipped; an interrupted run
-    goes on where it stopped. Exit code 1 if a criterion fails without a known reason, or an experiment breaks.
-    """
-    try:
-        chosen = find(names or ("all",))
-    except ValueError as problem:
-        raise click.UsageError(str(problem)) from None
-    if listing:
-        _list(chosen, full, as_json)
-        return
-    if not names:
-        raise click.UsageError("give a NAME, a glob such as '004/*', or all; --list prints the names")
-    count = min(2, os.cpu_count() or 1) if jobs is None else jobs
-    if count == 0:
-        import jax
-
-        jax.config.update("jax_enable_x64", True)
-    elif count > 1:  # several processes share a device
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    options: dict[str, Any] = {"full": full, "force": force, "formats": formats, "data": data, "jobs": count}
-    summary = reproduce(chosen, output, **options, tell=lambda line: click.echo(line, err=True))
-    if as_json:
-        click.echo(json.dumps(summary))
-    else:
-        counts = ", ".join(f"{n} {status}" for status, n in summary["counts"].items())
-        click.echo(f"{counts}; page in {Path(output) / 'gallery.html'}")
-    selected = {e.name for e in chosen}
-    if selected & set(summary["unexplained"]):
-        raise SystemExit(UNEXPLAINED)

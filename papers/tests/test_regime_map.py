@@ -1,5 +1,4 @@
 import pytest
-
 from meanflow.experiments.sweeps import regime_map
 
 

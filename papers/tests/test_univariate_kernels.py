@@ -1,9 +1,8 @@
 """Figures 3 and 4 of the univariate ReLU paper."""
 
 import numpy as np
-from scipy.interpolate import CubicSpline
-
 from meanflow.experiments.univariate_kernels import figure_3, figure_4, square_wave
+from scipy.interpolate import CubicSpline
 
 
 def test_figure_3():

@@ -1,31 +1,58 @@
-"""Long runs of the "univariate ReLU" paper: what Figures 5 and 6 become later, and the regularised flow.
+"""What Figures 5 and 6 become later.
 
 The paper shows its figures at one time. Its story of knots gathering at the samples depends on that time.
 """
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 import numpy as np
+from matplotlib.figure import Figure
 
-from meanflow.experiments.outcome import Criterion, Outcome
-from meanflow.experiments.univariate import draw, sinusoid, square_wave, train
-from meanflow.flows import univariate as uni
-from meanflow.flows.flow import Flow
-from meanflow.flows.univariate import sparse
-from meanflow.geometry import balance
-from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.solvers import KernelStep, solve
+from meanflow.plots.style import COLOURS, PALE, panels
+from meanflow_papers.entry import entry
+from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.univariate.setup import planar_start, sinusoid, square_wave, train
 
 
-def _planar_start(key: jax.Array, width: int) -> Affine:
-    return balance.lift(Cloud(draw(key, width), labels=jnp.inf), "sqrt").particles
+def _draw_course(data: dict[str, Any], time: str, label: str, logarithmic: bool) -> Any:
+    """Share of knots on samples, concentration and loss against time; medians over draws, and the draws."""
+    figure, grid = panels(1, 3, width=3.0, height=2.7)
+    rows = {"share": "share of knots on samples", "concentration": "concentration", "loss": "loss $L$"}
+    for ax, (name, text) in zip(grid, rows.items(), strict=True):
+        values = np.atleast_2d(np.asarray(data[name]))
+        if len(values) > 1:
+            ax.plot(np.asarray(data[time]), values.T, color=PALE, lw=0.8)
+        ax.plot(np.asarray(data[time]), np.median(values, axis=0), color=COLOURS[0], marker="o", ms=3)
+        ax.set(xlabel=label, ylabel=text, xscale="log" if logarithmic else "linear")
+        if name != "loss":
+            ax.set_ylim(0, 1.02)
+    return figure
 
 
+def draw_late(data: Data) -> Figure:
+    """Knots on samples, concentration and loss against epochs."""
+    return _draw_course(data, "epoch", "epoch", logarithmic=False)
+
+
+@entry(
+    "004/figure-5-late",
+    title="Figure 5 at delta = +inf ten times later: most knots have left the samples again",
+    small={"seeds": 3},
+    minutes=(0.5, 0.8),
+    verdict="corrected",
+    setup="200 neurons, 20 samples of sin(2 pi x), 100000 epochs at 0.5/lambda_max.",
+    draw=draw_late,
+)
 def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, saves: int = 10) -> Outcome:
-    """Figure 5 at delta = +inf, ten times longer and with larger steps: the same seeds, medians over them."""
+    """Continue Figure 5 at delta = +inf ten times longer and with larger steps, from the same seeds.
+
+    The paper claims that clusters of knots emerge at the samples. Decisive are medians at the end: most
+    knots have left the samples again, while the slope jumps stay in few places and the loss is lower.
+    """
     run = train(sinusoid(), epochs, 20, 8, saves=saves)
     keys = jax.random.split(jax.random.key(5), seeds)
-    losses, stats, _ = jax.vmap(lambda k: run(_planar_start(k, 200), 1.0, 0.0, kappa))(keys)
+    losses, stats, _ = jax.vmap(lambda k: run(planar_start(k, 200), 1.0, 0.0, kappa))(keys)
     middle = {name: np.median(value, axis=0) for name, value in stats.items()}
     loss = np.median(losses, axis=0)
     share, concentration = middle["share"], middle["concentration"]
@@ -35,7 +62,7 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
         "at delta = +inf most knots leave the samples again while the fit improves; the slope jumps stay in few places",
         {"epoch": np.linspace(0, epochs, saves + 1), "loss": loss, **middle},
         (
-            # the sheet's medians: share .29, concentration_8 .84, loss .026
+            # medians of the reference runs: share .29, concentration_8 .84, loss .026
             Criterion("share at the end", float(share[-1]), 0.19, 0.39),
             Criterion("concentration_8 at the end", float(concentration[-1]), 0.74, 0.94),
             Criterion("loss at the end", float(loss[-1]), 0.013, 0.052),
@@ -43,15 +70,33 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
     )
 
 
+def draw_course(data: Data) -> Figure:
+    """Knots on samples, concentration and loss against flow time."""
+    return _draw_course(data, "times", "$t$", logarithmic=True)
+
+
+@entry(
+    "004/figure-6-course",
+    title="Figure 6 at delta = +inf as a function of time: few places, but not always the samples",
+    small={"times": (10.0, 40.0, 120.0, 300.0), "seeds": 4},
+    minutes=(0.3, 1.0),
+    verdict="corrected",
+    setup="1000 neurons on a square wave, step 0.02.",
+    draw=draw_course,
+)
 def figure_6_course(
     times: tuple[float, ...] = (10.0, 40.0, 120.0, 300.0, 1000.0, 3000.0), seeds: int = 6, width: int = 1000
 ) -> Outcome:
-    """Figure 6 at delta = +inf as a function of time, gradient descent with step 0.02, several draws."""
+    """Follow Figure 6 at delta = +inf in time, by gradient descent with step 0.02, for several draws.
+
+    The paper claims that neurons cluster at the samples. Decisive are the concentration in few places,
+    which stays high, and how much the share of knots on samples changes over time, which is a lot.
+    """
     rate, every = 0.02, 10.0
     saves = round(times[-1] / every)
     run = train(square_wave(), round(times[-1] / rate), None, 6, saves=saves)
     keys = jax.random.split(jax.random.key(6), seeds)
-    loss, stats, _ = jax.vmap(lambda k: run(_planar_start(k, width), 1.0, 0.0, rate))(keys)
+    loss, stats, _ = jax.vmap(lambda k: run(planar_start(k, width), 1.0, 0.0, rate))(keys)
     at = [round(t / every) for t in times]
     share, concentration = (np.asarray(stats[k])[:, at] for k in ("share", "concentration"))
     swing = share.max(axis=1) - share.min(axis=1)
@@ -65,89 +110,9 @@ def figure_6_course(
             **{name: np.asarray(value)[:, at] for name, value in stats.items()},
         },
         (
-            # the sheet's single run: shares .64 .59 .20 .73 .39 .62, concentration_6 .945 .924 .902 .997 .998 .999
+            # a single reference run had: shares .64 .59 .20 .73 .39 .62, concentration_6 .945 .924 .902 .997 .998 .999
             Criterion("least median concentration_6", float(np.median(concentration, axis=0).min()), 0.85, 1),
             Criterion("median concentration_6 at the end", float(np.median(concentration[:, -1])), 0.95, 1),
             Criterion("median over draws of max - min share", float(np.median(swing)), 0.3, 1),
-        ),
-    )
-
-
-def sparse_limit(
-    lam: float = 0.3,
-    samples: int = 5,
-    draws: int = 5,
-    width: int = 128,
-    end: float = 400.0,
-    fixed_end: float = 10_000.0,
-) -> Outcome:
-    """The flow of (16) with the penalty lam mean |r|, against the minimiser over all measures, for several data sets.
-
-    Neurons start almost at r = 0 with equally spaced angles and both signs. At the minimum |F| <= lam everywhere and
-    F = -lam sign(r) on the support; ``bound`` is the exact supremum of |F|/lam along the run. Canonical to time
-    ``end``, and radial (fixed directions, a convex problem) to ``fixed_end``.
-    """
-    rng = np.random.default_rng(0)
-    x = np.sort(rng.uniform(-1, 1, (draws, samples)), axis=1)
-    y = rng.standard_normal((draws, samples))
-    best = [sparse.sparse_minimiser(u, v, lam) for u, v in zip(x, y, strict=True)]
-    minimum = np.array([b.primal for b in best])[:, None]
-    spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
-    cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))
-    # few neurons end up with all the mass, r^2 and the kernel grow fast: an older step would be too long
-    step = KernelStep(1.0, every=1)
-
-    def watch(flow: Flow, cloud: Cloud, data: Dataset) -> sparse.Duality:
-        return sparse.duality(*cloud.particles, data.x, data.y, lam)
-
-    def course(flow: Flow, end: float) -> tuple[np.ndarray, sparse.Duality, Polar]:
-        ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
-
-        def one(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar]:
-            data = Dataset(x, y, weights="sum")
-            sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step)
-            return sol.observed, sol.final.particles
-
-        return np.asarray(ts), *jax.jit(jax.vmap(one))(jnp.asarray(x), jnp.asarray(y))
-
-    times, found, ends = course(uni.canonical(variation=lam), end)
-    fixed_times, fixed, _ = course(uni.radial(variation=lam), fixed_end)
-    excess, fixed_excess = (np.asarray(u.primal) / minimum - 1 for u in (found, fixed))  # (draws, times)
-    bound = np.asarray(found.bound) / lam
-    grid = np.linspace(-1, 1, 401)
-    features = jax.nn.relu(
-        grid[None, :, None] * jnp.cos(ends.theta)[:, None, :] + jnp.sin(ends.theta)[:, None, :]
-    )
-    network = np.asarray(jnp.mean(features * ends.r[:, None, :], axis=-1))
-    wanted = np.stack([np.asarray(b.function()(grid)) for b in best])
-    gap = float(np.max(np.abs(network - wanted)))
-    duality_gap = float(max((b.primal - b.dual) / b.primal for b in best))
-    rise = max(float(np.max(np.diff(u))) for u in (excess, fixed_excess))
-    return Outcome(
-        "004/sparse-limit",
-        "regularised, the flow finds the function of least weighted total variation of f' (16), (17)",
-        "true, with the weight sqrt(1 + x^2) that (17) leaves out, on every data set: the certificate |F| <= lam "
-        "closes. With fixed directions it is much slower, and ends at the best measure on those directions",
-        {
-            "times": times,
-            "excess": excess,
-            "bound": bound,
-            "fixed_times": fixed_times,
-            "fixed_excess": fixed_excess,
-            "minimum": minimum[:, 0],
-            "x": x,
-            "y": y,
-            "grid": grid,
-            "f": network,
-            "f_best": wanted,
-        },
-        (
-            Criterion("duality gap of the reference", duality_gap, -1, 1e-8),
-            Criterion("worst excess over the minimum at the end", float(excess[:, -1].max()), -1, 1e-3),
-            Criterion("worst sup |F| / lam at the end", float(bound[:, -1].max()), 0.99, 1.02),
-            Criterion("least excess over the minimum", float(excess.min()), -1e-8),
-            Criterion("largest rise of the energy", rise, -1, 1e-9),
-            Criterion("functions differ at the end", gap, 0, 0.02),
-            Criterion("fixed directions, worst excess", float(fixed_excess[:, -1].max()), -1e-8, 1e-2),
         ),
     )
