@@ -1,84 +1,28 @@
-"""The command ``meanflow``: sweeps from configuration files, run directories, benchmarks, information.
+"""The command ``meanflow``: sweeps from configuration files, run directories, information.
+
+Other distributions add commands of their own, for instance ``meanflow bench`` (see ``meanflow.commands``).
 
 Exit codes: 0 success, 1 some cells failed, 2 bad usage or configuration, 3 a run directory that cannot be used, 130
 interrupted.
 """
 
-import contextlib
-import functools
-import importlib
-import inspect
-import json
-import math
 import pathlib
-import pkgutil
 import sys
 from typing import Any
 
 import click
 
 from meanflow import reproduce
+from meanflow.commands import FAILED_CELLS, Commands, guard, parse_setting, print_json
 
 BAD_JAX = {
     "0.10.2": "wrong numbers on CPU (jit of a vmapped product followed by a sum)",
     "0.11.0": "crashes on CPU",
     "0.11.1": "crashes on CPU, breaks flax",
 }
-FAILED_CELLS, INTERRUPTED = 1, 130
 
 
-class _Failure(click.ClickException):
-    """An error shown without a traceback; exit code 2."""
-
-    exit_code = 2
-
-
-class _BadStore(_Failure):
-    """A run directory that cannot be used."""
-
-    exit_code = 3
-
-
-def _guard(function: Any) -> Any:
-    """Turns ValueError and OSError into a message with exit code 2, and store errors into one with 3."""
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (ValueError, OSError) as problem:
-            store = type(problem).__name__ == "StoreError"
-            raise (_BadStore if store else _Failure)(str(problem)) from None
-        except KeyboardInterrupt:
-            click.echo(
-                "interrupted; finished chunks of a run with --store are kept, see meanflow resume", err=True
-            )
-            sys.exit(INTERRUPTED)
-
-    return guarded
-
-
-def _print_json(value: Any) -> None:
-    """One line of JSON that every parser takes: NaN becomes null, infinities the texts "inf" and "-inf"."""
-
-    def strict(u: Any) -> Any:
-        if isinstance(u, dict):
-            return {str(k): strict(v) for k, v in u.items()}
-        if isinstance(u, list | tuple):
-            return [strict(v) for v in u]
-        if isinstance(u, float) and not math.isfinite(u):
-            return None if math.isnan(u) else str(u)
-        return u if u is None or isinstance(u, bool | int | float | str) else strict(_plain(u))
-
-    click.echo(json.dumps(strict(value), allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and jax as Python's own; anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="meanflow")
 def main() -> None:
     """How two-layer networks learn: sweeps over width, balance and seed.
@@ -109,19 +53,6 @@ def _precision(request: dict[str, Any]) -> None:
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
 
 
-def _use_all_cores() -> None:
-    """One CPU device per core, over which cells are spread; a no-op where devices were chosen or are in use already."""
-    import os
-
-    import jax
-
-    flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("JAX_NUM_CPU_DEVICES", "")
-    if flags or not hasattr(os, "sched_getaffinity"):
-        return
-    with contextlib.suppress(RuntimeError):  # too late: jax has started
-        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
-
-
 def _execute(request: dict[str, Any], store: str | None, as_json: bool, distributed: bool) -> None:
     if distributed:
         import jax
@@ -144,7 +75,7 @@ def _execute(request: dict[str, Any], store: str | None, as_json: bool, distribu
         "waste": round(plan.waste, 4),
     }
     if as_json and hosts.is_lead():
-        _print_json(numbers)
+        print_json(numbers)
     elif hosts.is_lead():
         summary.print_table(data, "energy")
         where = f", stored in {store}" if store else " (not stored; pass --store DIR to keep them)"
@@ -177,7 +108,7 @@ def _execute(request: dict[str, Any], store: str | None, as_json: bool, distribu
 )
 @_DISTRIBUTED
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
-@_guard
+@guard
 def sweep(
     config: str | None,
     changes: tuple[str, ...],
@@ -221,7 +152,7 @@ def sweep(
         raise click.UsageError("give a CONFIG file or flags; see meanflow sweep --help")
     _apply_flags(tables, flags)
     for change in changes:
-        place, parsed = _setting(change)
+        place, parsed = parse_setting(change)
         table, dot, key = place.partition(".")
         if dot:
             tables.setdefault(table, {})[key] = parsed
@@ -235,19 +166,6 @@ def sweep(
     if "file" in request["data"]:  # so that the run can be resumed from elsewhere
         request["data"]["file"] = str(pathlib.Path(request["data"]["file"]).resolve())
     _execute(request, store or request.get("store"), as_json, distributed)
-
-
-def _setting(change: str) -> tuple[str, Any]:
-    """KEY=VALUE with the value in TOML syntax, or else as text."""
-    import tomllib
-
-    key, equals, value = change.partition("=")
-    if not equals:
-        raise click.UsageError(f"--set needs TABLE.KEY=VALUE, got {change!r}")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
 
 
 def _apply_flags(tables: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -292,7 +210,7 @@ def _alpha(text: str | None) -> Any:
 @click.argument("directory", type=click.Path(file_okay=False))
 @_DISTRIBUTED
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
-@_guard
+@guard
 def resume(directory: str, distributed: bool, as_json: bool) -> None:
     """Continue the sweep of a run DIRECTORY where it stopped.
 
@@ -329,7 +247,7 @@ def _load(directory: str) -> Any:
 @click.option("--variable", default="energy", show_default=True, help="Which observable.")
 @click.option("--figure", type=click.Path(dir_okay=False), help="Also draw it into this file.")
 @click.option("--json", "as_json", is_flag=True, help="All scalar observables as JSON.")
-@_guard
+@guard
 def show(directory: str, variable: str, figure: str | None, as_json: bool) -> None:
     """Final values of a run DIRECTORY: medians over seeds, as a table, a figure or JSON.
 
@@ -346,7 +264,7 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
         raise ValueError(f"--variable must be one of {sorted(data.data_vars)}, got {variable!r}")
     if as_json:
         scalars = {n: summary.medians(data, n) for n in data.data_vars if summary.is_scalar(data, n)}
-        _print_json({name: table.to_dict() for name, table in scalars.items()})
+        print_json({name: table.to_dict() for name, table in scalars.items()})
     else:
         summary.print_table(data, variable)
     if figure is not None:
@@ -376,7 +294,7 @@ def _draw(data: Any, variable: str) -> Any:
 @click.option("--output", type=click.Path(dir_okay=False), help="HTML file; default DIRECTORY/report.html.")
 @click.option("--title", help="Heading of the page.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
-@_guard
+@guard
 def report(directory: str, output: str | None, title: str | None, as_json: bool) -> None:
     """One self-contained HTML page about a run DIRECTORY: losses, regimes, animation, provenance.
 
@@ -399,74 +317,9 @@ def report(directory: str, output: str | None, title: str | None, as_json: bool)
     name = pathlib.Path(directory).resolve().name
     write_report(data, where, title=title or f"Sweep {name}", samples=pair)
     if as_json:
-        _print_json({"report": where})
+        print_json({"report": where})
     else:
         click.echo(f"report in {where}")
-
-
-@main.command()
-@click.argument("names", nargs=-1)
-@click.option("--list", "listing", is_flag=True, help="Only list the benchmarks.")
-@click.option(
-    "--set", "changes", multiple=True, metavar="KEY=VALUE", help="An argument of the benchmarks (TOML)."
-)
-@click.option("--torch", type=click.Path(exists=True, dir_okay=False), help="Interpreter that has PyTorch.")
-@click.option("--precision", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Numbers as JSON.")
-@_guard
-def bench(
-    names: tuple[str, ...],
-    listing: bool,
-    changes: tuple[str, ...],
-    torch: str | None,
-    precision: str,
-    as_json: bool,
-) -> None:
-    """Run benchmarks by NAME (for instance sweeps.grid_speed, or sweeps for all of a room); default all.
-
-    \b
-    Examples:
-      meanflow bench sweeps --torch ~/torch-env/bin/python
-      meanflow bench sweeps.grid_speed --set steps=200 --set seeds=2
-    """
-    from meanflow import bench as rooms
-
-    wanted = dict(_setting(change) for change in changes) | ({} if torch is None else {"torch": torch})
-
-    found = {}
-    for module in pkgutil.iter_modules(rooms.__path__):
-        if module.name in ("timing", "team", "eager"):
-            continue
-        loaded = importlib.import_module(f"meanflow.bench.{module.name}")
-        for name, function in inspect.getmembers(loaded, inspect.isfunction):
-            if function.__module__ == loaded.__name__ and not name.startswith("_"):
-                found[f"{module.name}.{name}"] = function
-    if listing:
-        for name, function in found.items():
-            click.echo(f"{name}: {(inspect.getdoc(function) or '').splitlines()[0]}")
-        return
-    chosen = [n for n in found if not names or n in names or n.split(".")[0] in names]
-    unknown = [n for n in names if n not in found and not any(f.startswith(f"{n}.") for f in found)]
-    if unknown:
-        raise ValueError(f"NAME must be one of {sorted(found)}, got {unknown[0]!r}")
-    taken = {name: set(inspect.signature(found[name]).parameters) for name in chosen}
-    stray = set(wanted) - {"torch"} - set().union(*taken.values())
-    if stray:
-        raise ValueError(f"--set must name an argument of a chosen benchmark, got {sorted(stray)[0]!r}")
-    _precision({"run": {"precision": precision}})
-    if all(name.startswith("sweeps.") for name in chosen):  # the others are about one device
-        _use_all_cores()
-    results = {}
-    for name in chosen:
-        results[name] = found[name](**{k: v for k, v in wanted.items() if k in taken[name]})
-        if not as_json:
-            click.echo(name)
-            for key, value in results[name].items():
-                click.echo(
-                    f"  {key} = {value:.4g}" if isinstance(value, int | float) else f"  {key} = {value}"
-                )
-    if as_json:
-        _print_json(results)
 
 
 @main.command()
@@ -487,7 +340,7 @@ def info(as_json: bool) -> None:
     warning = BAD_JAX.get(found["jax"])
     devices = [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]
     if as_json:
-        _print_json({"versions": found, "devices": devices, "warning": warning})
+        print_json({"versions": found, "devices": devices, "warning": warning})
         return
     for name, version in found.items():
         click.echo(f"{name:<10} {version}")

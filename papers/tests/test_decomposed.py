@@ -2,7 +2,6 @@
 
 import pytest
 
-from meanflow.bench import depth as bench
 from meanflow.experiments import decomposed as figures
 from meanflow.experiments import decomposed_theorems as theorems
 
@@ -35,14 +34,3 @@ def test_short_experiments(experiment):
 def test_long_experiments(experiment):
     outcome = experiment()
     assert outcome.passed, str(outcome)
-
-
-@pytest.mark.slow
-def test_hundred_networks_in_one_program():
-    # 100 seeds x depth 100 x width 1000 x batch 64; memory must not grow with the number of seeds
-    result = bench.propagation()
-    assert abs(result["mean_angle"] - result["infinite_width_angle"]) < 0.5
-    assert (
-        result["temporary_mb"] < 100
-    )  # all 100 networks side by side would need 100 times one batch: 2.5 GB
-    assert result["output_mb"] < 250

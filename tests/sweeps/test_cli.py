@@ -233,26 +233,13 @@ def test_unreadable_files_and_stores(tmp_path):
 def test_info_and_help():
     found = json.loads(call("info", "--json"))
     assert found["versions"]["jax"] == jax.__version__ and len(found["devices"]) == jax.device_count()
-    for command in ("sweep", "resume", "show", "report", "reproduce", "bench", "info"):
+    for command in ("sweep", "resume", "show", "report", "reproduce", "info"):
         text = call(command, "--help")
         assert "Usage" in text and "Example" in text and f"  meanflow {command}" in text and "--json" in text
     assert "meanflow resume" in call("--help")
-    assert "sweeps.grid_speed" in call("bench", "--list")
 
 
 def test_bad_releases_of_jax_are_named(monkeypatch):
     monkeypatch.setitem(cli.BAD_JAX, jax.__version__, "wrong on Mondays")
     assert f"warning: jax {jax.__version__} is known to be bad: wrong on Mondays" in call("info")
     assert json.loads(call("info", "--json"))["warning"] == "wrong on Mondays"
-
-
-def test_benchmarks_take_arguments():
-    small = ("deltas=3", "seeds=1", "steps=2", "samples=3", "widths=[4, 5]")
-    flags = [part for setting in small for part in ("--set", setting)]
-    text = call("bench", "sweeps.grid_speed", "--precision", "float64", "--json", *flags)
-    numbers = json.loads(text)["sweeps.grid_speed"]
-    assert numbers["programs"] == 1 and numbers["waste"] == pytest.approx(0.1)
-    assert numbers["particle_steps"] * numbers["run"] == pytest.approx(9 * 3 * 2)
-    assert numbers["speedup_loop"] == pytest.approx(numbers["loop"] / numbers["run"])
-    assert "got 'lenght'" in call("bench", "sweeps", "--set", "lenght=3", code=2)
-    assert "NAME must be one of" in call("bench", "sweep", code=2)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import meanflow as mf
-from meanflow.bench.timing import best_time
+from meanflow_benchmarks.timing import best_time
 
 
 def velocity_speed(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meanflow.bench import univariate as bench
+from meanflow_benchmarks import univariate as bench
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meanflow.bench import kernels as bench
+from meanflow_benchmarks import kernels as bench
 
 
 def test_small_run():

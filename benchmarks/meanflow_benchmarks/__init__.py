@@ -4,4 +4,4 @@ Times are the best of several runs of compiled code, blocked until ready; compil
 Compare them as ratios within one run only.
 """
 
-from meanflow.bench.timing import best_time as best_time
+from meanflow_benchmarks.timing import best_time as best_time

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.bench.timing import best_time
 from meanflow.flows import univariate as uni
 from meanflow.flows.flow import Flow, velocity
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.solvers import solve
 from meanflow.solvers.sliding import STAGES
+from meanflow_benchmarks.timing import best_time
 
 
-def make_problem(width: int, samples: int, seed: int = 0, dtype: Any = jnp.float32) -> tuple[Cloud, Dataset]:
+def _problem(width: int, samples: int, seed: int = 0, dtype: Any = jnp.float32) -> tuple[Cloud, Dataset]:
     """Gaussian neurons with paired signs of c (f = 0 at the start) and a sinusoid."""
     a, b = jax.random.normal(jax.random.key(seed), (2, width // 2), dtype)
     c = jnp.concatenate([jnp.ones(width // 2, dtype), -jnp.ones(width // 2, dtype)])
@@ -54,7 +54,7 @@ def force_cost(
     fast = uni.full(forces="fast")
 
     def measure(m: int, s: int) -> float:
-        cloud, data = make_problem(m, s)
+        cloud, data = _problem(m, s)
         return best_time(_evaluate, fast, cloud, data)[1]
 
     over_s = [measure(width, s) for s in samples]
@@ -72,8 +72,8 @@ def force_cost(
 
 def against_dense(width: int = 100_000, samples: int = 1000) -> dict[str, float]:
     """The fast forces, the dense forces and dense autodiff on one problem; and the automatic choice at s = 20."""
-    cloud, data = make_problem(width, samples)
-    few = make_problem(width, 20)
+    cloud, data = _problem(width, samples)
+    few = _problem(width, 20)
     seconds = {
         "fast": best_time(_evaluate, uni.full(forces="fast"), cloud, data)[1],
         "dense": best_time(_evaluate, uni.full(forces="dense"), cloud, data, repeats=2)[1],
@@ -88,7 +88,7 @@ def crossover(width: int = 100_000, samples: tuple[int, ...] = (10, 20, 40, 80))
     """Seconds of the fast and the dense forces around the number of samples where they meet."""
     rows: dict[str, list[float]] = {"fast": [], "dense": []}
     for s in samples:
-        cloud, data = make_problem(width, s)
+        cloud, data = _problem(width, s)
         for kind, row in rows.items():
             flow = uni.full(forces=kind)
             row.append(best_time(_evaluate, flow, cloud, data)[1])
@@ -128,7 +128,7 @@ def against_tsit5(width: int = 200, end: float = 20.0, max_steps: int = 200_000)
 
 def million(width: int = 1_000_000, samples: int = 100, steps: int = 1000) -> dict[str, float]:
     """Seconds and peak memory of ``steps`` sliding steps of a million neurons in float32."""
-    cloud, data = make_problem(width, samples)
+    cloud, data = _problem(width, samples)
     flow = uni.full("m")
     step = 0.02
     run = lambda: solve(flow, cloud, data, step * steps, solver="sliding", step=step)

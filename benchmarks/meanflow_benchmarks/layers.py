@@ -9,7 +9,7 @@ import scipy.stats
 from flax import nnx
 
 from meanflow import layers, transport
-from meanflow.bench.timing import best_time
+from meanflow_benchmarks.timing import best_time
 
 
 def distances(

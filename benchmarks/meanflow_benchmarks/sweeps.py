@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meanflow as mf
-from meanflow.bench.timing import best_time
+from meanflow_benchmarks.timing import best_time
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 TRAFFIC = 8  # numbers moved per particle and step: a, b, c, balance and weight read, a, b, c written
@@ -119,7 +119,7 @@ def two_processes(width: int = 512, cells: int = 64, steps: int = 10_000) -> dic
                 [
                     sys.executable,
                     "-m",
-                    "meanflow.bench.team",
+                    "meanflow_benchmarks.team",
                     *map(str, (k, count, port, cores[k], width, cells, steps)),
                 ],
                 stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import kernels
-from meanflow.bench.timing import best_time
+from meanflow_benchmarks.timing import best_time
 
 # Run by the peer's own interpreter, with a jax old enough for it; prints one line of JSON. The network is drawn
 # as in _network. Its structured mode runs with and without vmap over samples, and the faster one counts.

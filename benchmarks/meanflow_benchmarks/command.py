@@ -1,0 +1,105 @@
+"""The command ``meanflow bench``."""
+
+import contextlib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+
+import click
+import jax
+
+from meanflow.commands import guard, parse_setting, print_json
+
+ROOMS = ("depth", "flows", "kernels", "layers", "sweeps", "univariate")
+
+Numbers = Mapping[str, object]  # what a benchmark returns: seconds, ratios, sizes, versions by name
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--list", "listing", is_flag=True, help="Only list the benchmarks.")
+@click.option(
+    "--set", "changes", multiple=True, metavar="KEY=VALUE", help="An argument of the benchmarks (TOML)."
+)
+@click.option("--torch", type=click.Path(exists=True, dir_okay=False), help="Interpreter that has PyTorch.")
+@click.option("--precision", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Numbers as JSON.")
+@guard
+def bench(
+    names: tuple[str, ...],
+    listing: bool,
+    changes: tuple[str, ...],
+    torch: str | None,
+    precision: str,
+    as_json: bool,
+) -> None:
+    """Run benchmarks by NAME (for instance sweeps.grid_speed, or sweeps for all of a room); default all.
+
+    \b
+    Examples:
+      meanflow bench sweeps --torch ~/torch-env/bin/python
+      meanflow bench sweeps.grid_speed --set steps=200 --set seeds=2
+      meanflow bench flows --json
+    """
+    found = benchmarks()
+    if listing:
+        for name, function in found.items():
+            click.echo(f"{name}: {(inspect.getdoc(function) or '').splitlines()[0]}")
+        return
+    chosen = _choose(found, names)
+    wanted = dict(parse_setting(change) for change in changes) | ({} if torch is None else {"torch": torch})
+    taken = {name: set(inspect.signature(found[name]).parameters) for name in chosen}
+    stray = set(wanted) - {"torch"} - set().union(*taken.values())
+    if stray:
+        raise ValueError(f"--set must name an argument of a chosen benchmark, got {sorted(stray)[0]!r}")
+    jax.config.update("jax_enable_x64", precision == "float64")
+    if all(name.startswith("sweeps.") for name in chosen):  # the others are about one device
+        _use_all_cores()
+    results: dict[str, Numbers] = {}
+    for name in chosen:
+        results[name] = found[name](**{k: v for k, v in wanted.items() if k in taken[name]})
+        if not as_json:
+            _print_numbers(name, results[name])
+    if as_json:
+        print_json(results)
+
+
+def benchmarks() -> dict[str, Callable[..., Numbers]]:
+    """Return every benchmark as a function by the name ``room.function``: the public functions of the rooms.
+
+    Example:
+        >>> "flows.velocity_speed" in benchmarks()
+        True
+    """
+    found: dict[str, Callable[..., Numbers]] = {}
+    for room in ROOMS:
+        module = importlib.import_module(f"meanflow_benchmarks.{room}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            # a module also holds functions that it has imported
+            if function.__module__ == module.__name__ and not name.startswith("_"):
+                found[f"{room}.{name}"] = function
+    return found
+
+
+def _choose(found: Mapping[str, Callable[..., Numbers]], names: tuple[str, ...]) -> list[str]:
+    """Return the names of the benchmarks that ``names`` asks for, each a benchmark or a room; none means all."""
+    unknown = [n for n in names if n not in found and n not in ROOMS]
+    if unknown:
+        raise ValueError(f"NAME must be one of {sorted(found)}, got {unknown[0]!r}")
+    return [n for n in found if not names or n in names or n.split(".")[0] in names]
+
+
+def _print_numbers(name: str, numbers: Numbers) -> None:
+    click.echo(name)
+    for key, value in numbers.items():
+        click.echo(f"  {key} = {value:.4g}" if isinstance(value, int | float) else f"  {key} = {value}")
+
+
+def _use_all_cores() -> None:
+    """Make one CPU device per core, over which a sweep spreads its cells; keep devices that the user chose."""
+    flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if flags or not hasattr(os, "sched_getaffinity"):  # macOS has no such call
+        return
+    with contextlib.suppress(RuntimeError):  # too late: jax has started
+        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))

@@ -1,0 +1,53 @@
+"""Strict configuration of all tests (tests, benchmarks/tests, papers/tests).
+
+Float64, no silent broadcasting of ranks, one fixed key per test; with ``--beartype`` every call of a function of the
+library is checked against the types and array shapes of its signature.
+"""
+
+import sys
+import zlib
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--beartype", action="store_true", help="check the types and shapes of meanflow's signatures"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--beartype"):
+        import jaxtyping
+
+        # the hook rewrites modules while they are imported, so it comes before the first import of meanflow
+        assert "meanflow" not in sys.modules
+        jaxtyping.install_import_hook(["meanflow"], "beartype.beartype")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--beartype"):
+        skip = pytest.mark.skip(
+            reason="passes wrong types on purpose; beartype's own TypeError would come first"
+        )
+        for item in items:
+            if item.get_closest_marker("bad_input"):
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def key(request):
+    """A PRNG key fixed by the test's own name, so that no test depends on another."""
+    return jax.random.fold_in(jax.random.key(0), zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture
+def quick_compilation():
+    """For programs that run once on small arrays, where nearly all time goes into compiling them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
