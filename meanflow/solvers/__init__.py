@@ -1,7 +1,6 @@
 """Solvers: continuous time on diffrax, discrete time on optax, and step rules for both."""
 
 from meanflow.solvers.descend import descend as descend
-from meanflow.solvers.iterate import iterate as iterate
 from meanflow.solvers.sliding import Sliding as Sliding
 from meanflow.solvers.solution import RESULTS as RESULTS
 from meanflow.solvers.solution import Solution as Solution
