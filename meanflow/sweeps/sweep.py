@@ -18,9 +18,9 @@ from meanflow.flows.univariate.models import Univariate
 from meanflow.geometry.balance import Lifted
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.descend import descend
+from meanflow.solvers.continuous import _step_budget, solve
+from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
-from meanflow.solvers.solve import _step_budget, solve
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group
