@@ -7,11 +7,11 @@ import time
 import jax
 import numpy as np
 from matplotlib.figure import Figure
+from meanflow.experiments.batchnorm import alignment, quasi_normal, spokes
+from meanflow.experiments.sweeps import regime_map
 
 import meanflow as mf
 from meanflow import plots
-from meanflow.experiments.batchnorm import alignment, quasi_normal, spokes
-from meanflow.experiments.sweeps import regime_map
 from meanflow.report import write_report
 from meanflow.sweeps import Observable, particles
 

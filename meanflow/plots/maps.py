@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from meanflow.plots.style import COLOURS, MARKERS, PALE, axes, sparse
+from meanflow.plots.style import COLOURS, PALE, axes, sparse
 
 SYMBOLS = {"width": "width $m$", "delta": r"balance $\delta$", "scale": "scale of $r$", "seed": "seed"}
 

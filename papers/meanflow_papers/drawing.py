@@ -37,8 +37,18 @@ def draw_criteria(checks: Sequence[Criterion], ax: Axes | None = None) -> Axes:
         place, left, right = _placed(check.value, check.low, check.high)
         ax.plot([left, right], [row, row], color=PALE, lw=5, alpha=0.45, solid_capstyle="butt", zorder=1)
         good = check.passed
-        style = {"color": COLOURS[0] if good else COLOURS[1], "marker": MARKERS[0] if good else "X"}
-        ax.plot([np.clip(place, -0.3, 1.3)], [row], ms=6, mec="white", mew=0.5, zorder=2, ls="", **style)
+        color, marker = (COLOURS[0], MARKERS[0]) if good else (COLOURS[1], "X")
+        ax.plot(
+            [np.clip(place, -0.3, 1.3)],
+            [row],
+            ms=6,
+            mec="white",
+            mew=0.5,
+            zorder=2,
+            ls="",
+            color=color,
+            marker=marker,
+        )
         ax.text(1.42, row, f"{check.value:.3g}", va="center", ha="left", fontsize=7.5)
         ax.text(
             1.92, row, _interval(check.low, check.high), va="center", ha="left", fontsize=7.5, color="#5F6368"

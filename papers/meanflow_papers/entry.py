@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from matplotlib.figure import Figure
 
-from meanflow_papers.outcome import Data, Outcome
+from meanflow_papers.outcome import Arrays, Outcome
 
 PAPERS = {
     "000": "Batch Normalization Alleviates the Spectral Bias in Coordinate Networks (supplement; BN NTK)",
@@ -40,8 +40,8 @@ DIAGRAM = "a diagram: nothing is measured in it"
 
 Arguments: TypeAlias = dict[str, Any]  # arguments of the computing function, by name
 Compute: TypeAlias = Callable[..., Outcome]
-Draw: TypeAlias = Callable[[Data], Figure]
-Picture: TypeAlias = Callable[[Outcome, Arguments], Data]
+Draw: TypeAlias = Callable[[Arrays], Figure]
+Picture: TypeAlias = Callable[[Outcome, Arguments], Arrays]
 Computes = TypeVar("Computes", bound=Compute)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 # Arrays, numbers and nested dictionaries of them, by name: what the criteria are computed from and drawings show.
-Data: TypeAlias = dict[str, Any]
+Arrays: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Outcome:
     name: str
     claim: str
     finding: str
-    data: Data = field(default_factory=dict)
+    data: Arrays = field(default_factory=dict)
     criteria: tuple[Criterion, ...] = ()
 
     @property

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from meanflow import kernels
-from meanflow.training import coordinate
+from meanflow_papers.ntk import coordinate
 
 
 def test_encoding():

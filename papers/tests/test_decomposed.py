@@ -1,7 +1,6 @@
 """The figures and theorems of "BN decomposed" meet their criteria."""
 
 import pytest
-
 from meanflow.experiments import decomposed as figures
 from meanflow.experiments import decomposed_theorems as theorems
 

@@ -1,7 +1,6 @@
 """Figures and theorems of the batch-norm manifold paper meet the criteria of the theory."""
 
 import pytest
-
 from meanflow.experiments import batchnorm
 
 

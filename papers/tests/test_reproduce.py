@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from meanflow.experiments import Criterion, Outcome
+from meanflow.experiments.catalogue import CATALOGUE, Entry, find
 from meanflow.experiments.catalogue.entry import VERDICTS
 from meanflow.reproduce import Worker, finished, reproduce, run_entry
 
 from meanflow import experiments
 from meanflow.cli import main
-from meanflow.experiments import Criterion, Outcome
-from meanflow.experiments.catalogue import CATALOGUE, Entry, find
 
 CHEAP = ["002/linear-recenter", "004/figure-2"]
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from scipy.stats import tukey_hsd
-
 from meanflow.experiments import unitization
+from scipy.stats import tukey_hsd
 
 
 @pytest.mark.parametrize("name", ["theorems", "critic", "resnet_sizes"])

@@ -5,7 +5,6 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from meanflow.experiments import univariate as figures
 from meanflow.experiments import univariate_courses as courses
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
-from meanflow._numerics import iterate
 
+from meanflow._numerics import iterate
 from meanflow.depth.observables import rank, stable_rank
 from meanflow.depth.propagate import WEIGHTS
 from meanflow.layers import functional
@@ -16,7 +16,7 @@ from meanflow.plots.curves import traces
 from meanflow.plots.style import COLOURS, PALE, key, panels
 from meanflow_papers.decomposed.setup import digits
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 NETWORKS = {"batchnorm": "batch norm", "default": "default weights", "he": "He weights"}
 
@@ -51,7 +51,7 @@ def _mlp_init(key: jax.Array, law: str, inputs: int, width: int, depth: int, dty
     }
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Accuracy in training, and rank of the last hidden layer at the start."""
     figure, (left, right) = panels(1, 2, width=3.9, height=3.0)
     epochs = np.arange(np.shape(data["he_accuracy"])[1])
@@ -128,7 +128,7 @@ def figure_2(seeds: int = 2, epochs: int = 40, hidden: int = 20, width: int = 12
 
     keys = jax.random.split(jax.random.key(2), seeds)
     nets = {"batchnorm": ("uniform", True), "default": ("uniform", False), "he": ("he", False)}
-    data: Data = {}
+    data: Arrays = {}
     for name, (law, norm) in nets.items():
         run = jax.jit(jax.vmap(lambda k, law=law, norm=norm: train(k, law, norm)))(keys)
         values = run["singular_values"]

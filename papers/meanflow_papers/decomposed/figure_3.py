@@ -10,10 +10,10 @@ from meanflow.plots.batches import angles, projection
 from meanflow.plots.style import COLOURS, PALE, key, panels
 from meanflow_papers.decomposed.setup import input_batches
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Random projection of the last layer, and angles before and after it."""
     figure, (left, right) = panels(1, 2, width=3.7, height=3.2)
     odd = int(np.ravel(data["odd"]["sample"])[0])
@@ -72,7 +72,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
     )
 
 
-def draw_no_outlier(data: Data) -> Figure:
+def draw_no_outlier(data: Arrays) -> Figure:
     """Angles of the state reached, by batch size; filled where a point escaped."""
     figure, (left, right) = panels(1, 2, width=3.5, height=2.9)
     sizes = [int(name[2:]) for name in data]
@@ -143,7 +143,7 @@ def _farthest(x: jax.Array) -> jax.Array:
     return jnp.argmax(jnp.sum(jnp.square(x - x.mean(1, keepdims=True)), axis=2), axis=1)
 
 
-def draw_digits(data: Data) -> Figure:
+def draw_digits(data: Arrays) -> Figure:
     """Norm ratio of the odd point in depth, one line a batch."""
     figure, (left, right) = panels(1, 2, width=3.5, height=2.9)
     odd = data["odd"]

@@ -10,7 +10,7 @@ from meanflow.plots.batches import angles
 from meanflow.plots.style import COLOURS, DASHES, REFERENCE, key, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY, input_batches
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def _figure_5(source: str, seeds: int, n: int, width: int) -> tuple[dict[str, jax.Array], list[Criterion]]:
@@ -31,7 +31,7 @@ def _figure_5(source: str, seeds: int, n: int, width: int) -> tuple[dict[str, ja
     ]
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Angles before and after layer 30, with the limits of infinite width."""
     sizes = sorted({name.rpartition("n=")[2] for name in data}, key=int)
     figure, grid = panels(1, len(sizes), width=3.9, height=3.6)

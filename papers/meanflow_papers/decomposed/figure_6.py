@@ -11,10 +11,10 @@ from meanflow.plots import batches
 from meanflow.plots.style import COLOURS, key, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Activity over the network, and the histogram of the busiest neuron of each."""
     figure, grid = panels(1, 3, width=3.5, height=2.9)
     names = {"BN": "batch norm", "RS(rms)": "rescaling by the rms", "RS(std)": "rescaling by the std"}
@@ -44,7 +44,7 @@ def figure_6(n: int = 512, width: int = 256, layers: int = 30) -> Outcome:
     """
     x = jax.random.normal(jax.random.key(6), (n, 50))
     nets = {"BN": BATCH_NORM, "RS(rms)": RMS_ONLY, "RS(std)": STD_ONLY}
-    data: Data = {}
+    data: Arrays = {}
     for name, net in nets.items():
         run = depth.propagate(jax.random.key(61), x, [width] * layers, observe=lambda x: (), **net)
         share = activity(run.final)

@@ -11,10 +11,10 @@ from meanflow import depth
 from meanflow.depth.observables import gram, orthogonality_gap
 from meanflow.plots.style import COLOURS, key, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw_rescale(data: Data) -> Figure:
+def draw_rescale(data: Arrays) -> Figure:
     """Orthogonality gap in depth for two widths."""
     figure, (ax,) = panels(1, 1, width=4.4, height=3.0)
     for k, (width, gap) in enumerate(data["gap"].items()):
@@ -74,7 +74,7 @@ def linear_rescale(
     )
 
 
-def draw_recenter(data: Data) -> Figure:
+def draw_recenter(data: Arrays) -> Figure:
     """Mean of the batch in depth: removed by the first layer."""
     figure, (ax,) = panels(1, 1, width=4.4, height=2.8)
     mean = np.asarray(data["relative_mean"])

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from meanflow import depth
 from meanflow.plots.style import key, panels, shades
 from meanflow_papers.entry import Arguments, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def odd_paths(outcome: Outcome, arguments: Arguments) -> Data:
+def odd_paths(outcome: Outcome, arguments: Arguments) -> Arrays:
     """002/odd-states: the infinite-width recursion from an outlier and from equal inputs, by batch size."""
     found = {}
     for n in (5, 10, 20, 50):
@@ -23,7 +23,7 @@ def odd_paths(outcome: Outcome, arguments: Arguments) -> Data:
     return {"paths": found}
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Cluster angle and norm ratio in depth at infinite width, by batch size."""
     figure, (left, right) = panels(1, 2, width=3.6, height=3.0)
     paths = data["paths"]

@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
-from meanflow._numerics import iterate
 
 from meanflow import depth
+from meanflow._numerics import iterate
 from meanflow.depth.initializers import one_neuron_per_sample as initializers_for
 from meanflow.plots.maps import dots
 from meanflow.plots.style import COLOURS, key, panels
 from meanflow_papers.decomposed.setup import digits
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Training and test accuracy of the starts."""
     figure, (ax,) = panels(1, 1, width=4.8, height=2.5)
     names = [n.replace("relax=", "relaxed by ") if n != "he" else "He weights" for n in data]
@@ -68,7 +68,7 @@ def one_neuron_per_sample(samples: int = 200, steps: int = 300) -> Outcome:
             step, start, None, steps, steps, lambda s: jnp.stack([right(s[0], train), right(s[0], test)])
         )[1][0]
 
-    data: Data = {}
+    data: Arrays = {}
     for relax in (0.0, 0.25, 0.5):
         kernel_init, bias_init = initializers_for(x[train], relax=relax)
         kernel, bias = kernel_init(None, (64, samples), x.dtype), bias_init(None, (samples,), x.dtype)

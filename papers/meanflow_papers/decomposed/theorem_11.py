@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from meanflow import depth
 from meanflow.plots.style import COLOURS, PALE, key, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Norm ratio and angle of the tree's limit against the sharp and the printed bounds."""
     figure, (left, right) = panels(1, 2, width=3.7, height=3.0)
     sizes = np.array([int(name[2:]) for name in data])

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from meanflow import depth
 from meanflow.plots.style import COLOURS, DASHES, key, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def polygon(n: int) -> jax.Array:
@@ -19,7 +19,7 @@ def polygon(n: int) -> jax.Array:
     return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Probability of missing full rank against the number of neurons, and three bounds."""
     figure, grid = panels(1, len(data), width=2.9, height=2.8)
     for ax, (name, row) in zip(grid, data.items(), strict=True):

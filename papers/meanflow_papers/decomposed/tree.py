@@ -9,10 +9,10 @@ from meanflow import depth
 from meanflow.plots.batches import tree
 from meanflow.plots.style import canvas
 from meanflow_papers.entry import Arguments, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw_figure_4(data: Data) -> Figure:
+def draw_figure_4(data: Arrays) -> Figure:
     """The first three layers of the tree."""
     rows = np.asarray(data["rows"])
     figure = canvas(9.0, 4.0)
@@ -51,7 +51,7 @@ def figure_4(layers: int = 12) -> Outcome:
     )
 
 
-def stable_rows(outcome: Outcome, arguments: Arguments) -> Data:
+def stable_rows(outcome: Outcome, arguments: Arguments) -> Arrays:
     """002/figures-7-8: three layers of explicit rows from two and from three clusters."""
     rows = {}
     for name, x in {"two": [0.0, 0, 1, 1, 1], "three": [0.0, 0, 1, 3, 3]}.items():
@@ -63,18 +63,18 @@ def stable_rows(outcome: Outcome, arguments: Arguments) -> Data:
     return {"rows": rows}
 
 
-def _draw_rows(data: Data, kind: str) -> Figure:
+def _draw_rows(data: Arrays, kind: str) -> Figure:
     figure = canvas(9.0, 4.0)
     tree(data["rows"][kind], figure.add_subplot())
     return figure
 
 
-def draw_figure_7(data: Data) -> Figure:
+def draw_figure_7(data: Arrays) -> Figure:
     """Rows with two clusters stay so."""
     return _draw_rows(data, "two")
 
 
-def draw_figure_8(data: Data) -> Figure:
+def draw_figure_8(data: Arrays) -> Figure:
     """A row with three clusters has at most one such child."""
     return _draw_rows(data, "three")
 

@@ -13,7 +13,7 @@ from meanflow.plots.curves import speeds, traces
 from meanflow.plots.style import COLOURS, canvas
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, alignment, quasi_normal, spokes, tangential_speeds
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 NAMES = {"bn": "batch norm", "vanilla": "vanilla"}
 
@@ -31,7 +31,7 @@ def _probe_anisotropy(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> float
     return float(speed[near_second].mean() / speed[near_first].mean())
 
 
-def speed_profiles(outcome: Outcome, arguments: Arguments) -> Data:
+def speed_profiles(outcome: Outcome, arguments: Arguments) -> Arrays:
     """001/figure-1: tangential speed of each neuron against its direction at iteration 500."""
     data, clouds = outcome.data["data"], outcome.data["clouds"]
     out: dict[str, Any] = {"speed": {}, "direction": {}}
@@ -43,7 +43,7 @@ def speed_profiles(outcome: Outcome, arguments: Arguments) -> Data:
     return out
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Speeds by direction at iteration 500 (left), directions at four times (right), for both models."""
     figure = canvas(11.5, 4.6)
     grid = figure.add_gridspec(2, 6, width_ratios=(1.9, 1, 1, 1, 1, 1.6))

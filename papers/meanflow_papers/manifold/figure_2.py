@@ -14,10 +14,10 @@ from meanflow.plots.curves import traces
 from meanflow.plots.style import COLOURS, canvas, key
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def two_scales(outcome: Outcome, arguments: Arguments) -> Data:
+def two_scales(outcome: Outcome, arguments: Arguments) -> Arrays:
     """001/figure-2: directions of the 25 short and 25 long neurons at six iterations, (6, 50, 2)."""
     x = quasi_normal(400)
     data = mf.Dataset(x, np.abs(x[:, 0]))
@@ -30,7 +30,7 @@ def two_scales(outcome: Outcome, arguments: Arguments) -> Data:
     return {"b": run.observed, "frames": np.arange(0, steps + 1, steps // 5)}
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Directions of short and long neurons in time, and their alignment."""
     figure = canvas(11.0, 4.4)
     above, below = figure.subfigures(2, 1, height_ratios=(1, 1.3))

@@ -9,10 +9,10 @@ import meanflow as mf
 from meanflow.plots.style import COLOURS, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Norms before and after the first step, and later."""
     figure, (left, right) = panels(1, 2, width=4.0, height=3.2)
     norms = np.asarray(data["norms"])

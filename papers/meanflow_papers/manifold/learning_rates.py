@@ -9,10 +9,10 @@ import meanflow as mf
 from meanflow.plots.style import COLOURS, REFERENCE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Final loss against the learning rate."""
     figure, (ax,) = panels(1, 1, width=4.6, height=3.2)
     etas = np.asarray(data["etas"])

@@ -11,10 +11,10 @@ import meanflow as mf
 from meanflow.measures import laws
 from meanflow.plots.style import COLOURS, PALE, key, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Gaps between the two flows, with and without the factor 1/c^2."""
     figure, (ax,) = panels(1, 1, width=5.2, height=2.6)
     rows = {

@@ -14,7 +14,7 @@ from meanflow.plots.style import panels
 from meanflow.transport import cylinder_distance, wasserstein
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import ring
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def ring_problem() -> tuple[mf.Flow, mf.Dataset]:
@@ -24,7 +24,7 @@ def ring_problem() -> tuple[mf.Flow, mf.Dataset]:
     return mf.batchnorm_manifold("tanh").bind(data), data
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Function error against the width."""
     figure, (ax,) = panels(1, 1, width=4.6, height=3.3)
     errors = {f"{name} neurons": values for name, values in data["errors"].items()}

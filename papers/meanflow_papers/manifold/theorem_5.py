@@ -10,10 +10,10 @@ from meanflow.flows.optimality import certificate, separates
 from meanflow.plots.style import COLOURS, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import SPREAD, ring
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Energy, certificate and speed at the end, from the circle and from the arc."""
     figure, (ax,) = panels(1, 1, width=5.0, height=2.4)
     rows = {"energy": "energy $L$", "certificate": r"certificate $\max|F|$", "speed": "rms speed"}

@@ -7,13 +7,13 @@ from matplotlib.figure import Figure
 
 from meanflow import kernels
 from meanflow.plots.style import COLOURS, PALE, key, panels, sparse
-from meanflow.training import coordinate
 from meanflow_papers.entry import entry
+from meanflow_papers.ntk import coordinate
 from meanflow_papers.ntk.networks import seed_key
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """How fast the frequency 32 is learned relative to the fastest mode."""
     figure, (ax,) = panels(1, 1, width=4.8, height=3.0)
     places = {"none": "plain", "output": "BN, output", "hidden": "BN, hidden", "later": "BN, layers 2+"}

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 from meanflow.plots.curves import traces
 from meanflow.plots.style import panels
-from meanflow.training import coordinate
 from meanflow_papers.entry import entry
+from meanflow_papers.ntk import coordinate
 from meanflow_papers.ntk.networks import seed_key
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def _image(
@@ -34,7 +34,7 @@ def _image(
     return np.asarray(run.observed)
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Held-out PSNR in time."""
     figure, grid = panels(1, 2, width=3.7, height=3.0)
     names = {"none": "plain", "hidden": "batch norm"}

@@ -12,10 +12,10 @@ from meanflow.plots.curves import convergence
 from meanflow.plots.style import panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Errors of the linearised predictions against the width."""
     figure, (ax,) = panels(1, 1, width=4.8, height=3.4)
     names = {

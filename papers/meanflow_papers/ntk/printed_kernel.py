@@ -11,7 +11,7 @@ from meanflow.plots.maps import dots
 from meanflow.plots.style import panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def one_sided(kernel: Float[Array, "t t"], outputs: Float[Array, "t"]) -> Float[Array, "t t"]:
@@ -37,7 +37,7 @@ def one_sided_error(kernel: Float[Array, "t t"], outputs: Float[Array, "t"]) -> 
     return jnp.linalg.norm(one_sided(kernel, outputs) - exact) / jnp.linalg.norm(exact)
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Relative error of the one-sided kernel."""
     figure, (ax,) = panels(1, 1, width=5.0, height=2.0)
     label = r"relative Frobenius error of the printed $K_{\mathrm{BN}}$"
@@ -75,7 +75,7 @@ def printed_kernel(width: int = 128, samples: int = 64, seeds: int = 3) -> Outco
         "line, relu": (jnp.linspace(-1, 1, samples)[:, None], "relu"),
         "line, tanh": (jnp.linspace(-1, 1, samples)[:, None], "tanh"),
     }
-    data: Data = {}
+    data: Arrays = {}
     spectral = 0.0
     for name, (x, activation) in cases.items():
         errors = []

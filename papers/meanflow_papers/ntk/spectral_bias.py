@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.plots.style import COLOURS, PALE, below, key, panels, shades
-from meanflow.training import coordinate
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.ntk import coordinate
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 DRAWS = (
     "the plain network's final error at k = 16 varies from 0.07 to 0.34 between seeds (medians of 3 to 9 seeds: 0.12 "
@@ -50,7 +50,7 @@ def _interval(statistic: Any, *samples: np.ndarray, draws: int = 4000) -> np.nda
     return np.array([statistic(*samples), low, high])
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Error of each frequency in time, plain and batch norm, and at the end."""
     figure, grid = panels(1, 3, width=3.6, height=3.3)
     colours = shades(len(FREQUENCIES))

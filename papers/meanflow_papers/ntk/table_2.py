@@ -14,7 +14,7 @@ from meanflow.plots.curves import convergence
 from meanflow.plots.style import COLOURS, below, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 NETWORKS = ("plain", "BN output", "BN hidden", "BN both")
 # Exponents of (m, v, lambda_max) in N at T = N. The printed table has no hidden row; a pair is an interval.
@@ -70,7 +70,7 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
     return _Measured(m, v, top, float(out.v_error) / v, float(out.residuals[0]) / top, spent)
 
 
-def draw_table_2(data: Data) -> Figure:
+def draw_table_2(data: Arrays) -> Figure:
     """m, v and the largest eigenvalue against N, for every network, with the fitted exponents."""
     figure, grid = panels(1, 3, width=3.4, height=3.8)
     names = [n for n in data if n not in ("printed", "corrected", "exponents")]
@@ -113,7 +113,7 @@ def table_2(
     rows: dict[str, tuple[str, str, float]] = {n: (n, "relu", 0.0) for n in NETWORKS}
     rows |= {"plain, tanh": ("plain", "tanh", 0.0), "BN output, tanh": ("BN output", "tanh", 0.0)}
     rows |= {"plain, tanh, bias": ("plain", "tanh", 0.1)}
-    data: Data = {"printed": PRINTED, "corrected": {**CORRECTED, "plain, tanh": ODD_WITHOUT_BIAS}}
+    data: Arrays = {"printed": PRINTED, "corrected": {**CORRECTED, "plain, tanh": ODD_WITHOUT_BIAS}}
     slopes = {}
     for row, (network, activation, bias) in rows.items():
         ns = hidden_sizes if network in ("BN hidden", "BN both") else sizes
@@ -153,7 +153,7 @@ def table_2(
     )
 
 
-def draw_ratio(data: Data) -> Figure:
+def draw_ratio(data: Arrays) -> Figure:
     """v/m^2 by size, beside what the printed exponent would give."""
     figure, (ax,) = panels(1, 1, width=4.4, height=3.0)
     sizes = np.asarray(data["sizes"], float)

@@ -10,12 +10,12 @@ from meanflow.plots.curves import convergence
 from meanflow.plots.style import below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 WIDTH_CASES = (("relu", 2.0), ("tanh", 1.5), ("erf", 1.5), ("sine", 1.5), ("linear", 1.0))
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Deviation of K/N from the order parameters."""
     figure, grid = panels(1, 2, width=3.8, height=3.8)
     names = [n for n in data if n != "widths"]

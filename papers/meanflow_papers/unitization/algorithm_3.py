@@ -8,10 +8,10 @@ from meanflow import transport
 from meanflow.plots.maps import dots
 from meanflow.plots.style import panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Output of the clipped critic over the exact distance."""
     figure, (ax,) = panels(1, 1, width=4.6, height=2.2)
     dots(
@@ -39,7 +39,7 @@ def algorithm_3(dimension: int = 32, samples: int = 600) -> Outcome:
     """
     z = jax.random.normal(jax.random.key(1), (samples, dimension))
     cases = {"shift .3": z + 0.3, "shift 1": z + 1.0, "scale 1.5": 1.5 * z, "scale 3": 3.0 * z}
-    data: Data = {}
+    data: Arrays = {}
     for name, x in cases.items():
         out = transport.critic_distance(x, z, key=jax.random.key(2))
         w = float(transport.paired_distance(x, z))  # both couplings are monotone, so this pairing is optimal

@@ -20,6 +20,7 @@ from meanflow.plots.maps import dots
 from meanflow.plots.style import COLOURS, key, panels
 from meanflow.training import ResNet, Trainer, Watch, cifar, staircase
 from meanflow.training.data import Data, crop_and_flip
+from meanflow_papers.outcome import Arrays
 
 NORMS: dict[str, Callable[..., Any]] = {
     "BN": partial(BatchNorm, momentum=0.9),
@@ -60,7 +61,7 @@ def accuracies(*arguments: Any) -> np.ndarray:
     return np.array([run["test_accuracy"][-1] for run in train(*arguments)])
 
 
-def draw_accuracies(data: Data) -> Figure:
+def draw_accuracies(data: Arrays) -> Figure:
     """Accuracies of tables 1 and 2 beside the published ones."""
     figure, (ax,) = panels(1, 1, width=5.2, height=0.9 + 0.3 * len(data["accuracy"]))
     dots({name: np.asarray(v) for name, v in data["accuracy"].items()}, ax, xlabel="test accuracy")

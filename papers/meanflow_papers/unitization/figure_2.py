@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from meanflow.plots.style import COLOURS, panels
 from meanflow.training import Watch
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.unitization.dense import DENSE, VARIANTS, train_dense
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Skewness and kurtosis of the eight units of one run, each a line, by variant."""
     figure, grid = panels(2, len(data), width=3.0, height=2.2, sharex=True, sharey="row")
     for column, (name, run) in enumerate(data.items()):
@@ -56,7 +56,7 @@ def figure_2(
     Decisive are the standard deviation of the kurtosis over epochs and its largest value, of each variant
     against batch norm, and the sign of alpha.
     """
-    data: Data = {}
+    data: Arrays = {}
     for name in variants:
         watch = Watch(moments="running", shift=False)
         trainer, state, record = train_dense(DENSE[name], seeds, epochs, watch)

@@ -10,12 +10,12 @@ from meanflow.plots.curves import ics_trace, traces
 from meanflow.plots.style import PALE, panels
 from meanflow.training import Watch
 from meanflow_papers.entry import CIFAR, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.unitization.cifar import EPOCHS, NORMS, load, train
 from meanflow_papers.unitization.dense import DENSE, VARIANTS, train_dense
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Covariate shift and accuracy from epoch to epoch; the rate falls at 30, 60 and 80 %."""
     figure, (left, right) = panels(1, 2, width=4.0, height=3.0)
     names = {VARIANTS.get(name, name): run for name, run in data.items()}
@@ -55,7 +55,7 @@ def figure_3(
 
     Decisive is the ratio of the distance before and after each drop: about 5 for every method.
     """
-    data: Data = {}
+    data: Arrays = {}
     for name in variants:
         *_, record = train_dense(DENSE[name], seeds, epochs, Watch(moments=moments, rows=400))
         w, drops = record["ics_exact"], [round(f * epochs) for f in (0.3, 0.6, 0.8)]

@@ -15,7 +15,7 @@ from meanflow.plots.maps import dots
 from meanflow.plots.style import panels
 from meanflow.training import CNN, Trainer, digits, staircase
 from meanflow_papers.entry import CIFAR, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.unitization.cifar import EPOCHS, NORMS, accuracies, draw_accuracies, load
 
 RATE = (
@@ -35,7 +35,7 @@ MICRO |= dict(
 )
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Test accuracy of each method, one dot a seed."""
     figure, (ax,) = panels(1, 1, width=4.8, height=0.7 + 0.28 * len(data))
     dots(data, ax, xlabel="test accuracy, batches of two")
@@ -78,7 +78,7 @@ def table_4(
     images; 0.888 and 0.105 with strides 1). ``falling`` divides the rate as in the other experiments.
     """
     schedule = staircase(rate, epochs, train // 2) if falling else rate
-    data: Data = {}
+    data: Arrays = {}
     keys = jax.random.split(jax.random.key(0), seeds)
     for name in variants:
         make = lambda rngs, name=name: CNN(1, [16] * 4, 10, IMAGES[name], strides=strides, rngs=rngs)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from meanflow.plots.style import COLOURS, PALE, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import planar_start, sinusoid, square_wave, train
 
 
@@ -30,7 +30,7 @@ def _draw_course(data: dict[str, Any], time: str, label: str, logarithmic: bool)
     return figure
 
 
-def draw_late(data: Data) -> Figure:
+def draw_late(data: Arrays) -> Figure:
     """Knots on samples, concentration and loss against epochs."""
     return _draw_course(data, "epoch", "epoch", logarithmic=False)
 
@@ -70,7 +70,7 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
     )
 
 
-def draw_course(data: Data) -> Figure:
+def draw_course(data: Arrays) -> Figure:
     """Knots on samples, concentration and loss against flow time."""
     return _draw_course(data, "times", "$t$", logarithmic=True)
 

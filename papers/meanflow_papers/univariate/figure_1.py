@@ -14,11 +14,11 @@ from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
 from meanflow.plots.style import PALE, key, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import random_neurons
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """The function with its knots, and the neurons between the sample lines."""
     figure, (left, right) = panels(1, 2, width=3.9, height=3.4)
     grid, f = np.asarray(data["grid"]), np.asarray(data["f"])

@@ -9,11 +9,11 @@ from meanflow.geometry import balance
 from meanflow.measures import Polar
 from meanflow.plots.style import COLOURS, PALE, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import balance_title
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Short paths of five neurons under one frozen force, by balance."""
     deltas, paths = np.asarray(data["delta"]), np.asarray(data["paths"])
     figure, grid = panels(1, len(deltas), width=2.4, height=2.5, sharex=True, sharey=True)

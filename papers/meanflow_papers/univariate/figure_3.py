@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 from meanflow.kernels.univariate import Finite, Law, Radial, Uniform, indicator, random_feature
 from meanflow.plots.style import COLOURS, DASHES, PALE, key, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def _gate_term(x: jax.Array, at: float, law: Law | Finite, c2: float = 1.0) -> jax.Array:
     return c2 * (x * at + 1) * indicator(x, at, law=law)
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Slices of the two kernel terms, sampled and in closed form."""
     figure, grid = panels(1, 2, width=3.8, height=3.0)
     x = np.asarray(data["x"])
@@ -64,7 +64,7 @@ def figure_3(width: int = 25_000, seed: int = 0, points: int = 201) -> Outcome:
     indicator term has.
     """
     x, at = jnp.linspace(-1, 1, points), 0.5
-    data: Data = {"x": x}
+    data: Arrays = {"x": x}
     criteria = []
     for name, law, c2 in (("uniform", Uniform(1.0, 1.0), 1 / 3), ("gaussian", Radial(2.0), 1.0)):
         neurons, outputs = jax.random.split(jax.random.fold_in(jax.random.key(seed), len(name)))

@@ -14,12 +14,12 @@ from meanflow.kernels.univariate import Finite, Law, Signs, Uniform, random_feat
 from meanflow.plots.curves import convergence, fit
 from meanflow.plots.style import below, panels
 from meanflow_papers.entry import Arguments, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import Samples
 from meanflow_papers.univariate.setup import square_wave
 
 
-def spline_networks(outcome: Outcome, arguments: Arguments) -> Data:
+def spline_networks(outcome: Outcome, arguments: Arguments) -> Arrays:
     """004/figure-4: functions of three random networks whose output weights are trained to the end."""
     data = square_wave()
     x, y = data.x, data.y
@@ -33,7 +33,7 @@ def spline_networks(outcome: Outcome, arguments: Arguments) -> Data:
     return {"networks": found, "x": x, "y": y}
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Functions of finite networks beside their limit, and distances to the two splines."""
     figure, grid = panels(1, 3, width=3.6, height=3.0)
     x = np.asarray(data["grid"])

@@ -12,12 +12,12 @@ from meanflow.measures import Cloud
 from meanflow.plots.maps import number
 from meanflow.plots.style import COLOURS, MARKERS, canvas, key
 from meanflow_papers.entry import Arguments, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import balance_title, draw_state, journeys_by_balance
 from meanflow_papers.univariate.setup import last, random_neurons, sinusoid, train
 
 
-def regimes(outcome: Outcome, arguments: Arguments) -> Data:
+def regimes(outcome: Outcome, arguments: Arguments) -> Arrays:
     """004/figure-5: the first seed's function and neurons for four balances."""
     key = jax.random.split(jax.random.key(5), arguments["seeds"])[0]
     kappa = arguments["kappa"]
@@ -25,7 +25,7 @@ def regimes(outcome: Outcome, arguments: Arguments) -> Data:
     return journeys_by_balance(sinusoid(), key, 200, arguments["epochs"], settings)
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Functions and neurons for four balances, and the statistics of all."""
     runs, deltas = data["runs"], np.asarray(data["run_delta"])
     figure = canvas(12.5, 5.2)

@@ -12,7 +12,7 @@ import meanflow as mf
 from meanflow.plots.maps import heat_map, number
 from meanflow.plots.style import COLOURS, MARKERS, key, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 DELTAS = (-np.inf, -100.0, -10.0, 0.0, 10.0, 100.0, np.inf)
 OBSERVED = ("angle_displacement", "concentration", "on_sample_share", "predictions")
@@ -24,7 +24,7 @@ def square_law(key: jax.Array, width: int) -> mf.Cloud:
     return mf.Cloud(mf.Polar(3 * r, jnp.arctan2(-b, a)))
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Turning, concentration and knots on samples by balance (and width)."""
     runs = data["runs"]
     names = {
@@ -53,7 +53,7 @@ def draw(data: Data) -> Figure:
 
 @entry(
     "004/figure-5-map",
-    title="the same as one sweep: turning, concentration and knots on samples by delta",
+    title="Figure 5 as one sweep: turning, concentration and knots on samples by delta",
     small={"seeds": 3},
     full={"seeds": 6, "widths": (20, 50, 100, 200, 500)},
     minutes=(1.2, 6.0),

@@ -12,19 +12,19 @@ from meanflow.measures import Cloud
 from meanflow.plots.clouds import plane
 from meanflow.plots.style import panels
 from meanflow_papers.entry import Arguments, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import balance_title, draw_state, journeys_by_balance
 from meanflow_papers.univariate.setup import last, random_neurons, square_wave, train
 
 
-def extremes(outcome: Outcome, arguments: Arguments) -> Data:
+def extremes(outcome: Outcome, arguments: Arguments) -> Arrays:
     """004/figure-6: the first seed's function, neurons and their paths for both extremes."""
     key = jax.random.split(jax.random.key(6), arguments["seeds"])[0]
     settings = ([-np.inf, np.inf], [1.0, 0.1])
     return journeys_by_balance(square_wave(), key, arguments["width"], arguments["epochs"], settings)
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Function, neurons and paths of 100 neurons for both extremes."""
     runs, deltas = data["runs"], np.asarray(data["run_delta"])
     figure, grid = panels(2, 3, width=3.5, height=3.1)

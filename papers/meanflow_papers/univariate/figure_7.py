@@ -11,11 +11,11 @@ from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud
 from meanflow.plots.style import COLOURS, key, panels, shades, sparse
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import last, square_wave, train
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """One start, five ends."""
     figure, grid = panels(1, 3, width=3.6, height=3.0)
     scales, x = np.asarray(data["k"]), np.asarray(data["grid"])

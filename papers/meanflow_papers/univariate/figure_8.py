@@ -10,12 +10,12 @@ from meanflow.geometry import balance
 from meanflow.measures import Affine
 from meanflow.plots.style import panels
 from meanflow_papers.entry import Arguments, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import GRID, draw_state, journey
 from meanflow_papers.univariate.setup import last, sinusoid, train
 
 
-def width_journeys(outcome: Outcome, arguments: Arguments) -> Data:
+def width_journeys(outcome: Outcome, arguments: Arguments) -> Arrays:
     """004/figure-8: functions and neurons of the three networks after training."""
     data, found = sinusoid(), {}
     for width in arguments["widths"]:
@@ -29,7 +29,7 @@ def width_journeys(outcome: Outcome, arguments: Arguments) -> Data:
     return {"grid": GRID, "x": data.x, "y": data.y, "runs": found}
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Functions and neurons of three widths."""
     figure, grid = panels(2, len(data["runs"]), width=3.3, height=2.8)
     for k, (width, run) in enumerate(data["runs"].items()):

@@ -16,12 +16,12 @@ from meanflow.plots.curves import fit
 from meanflow.plots.style import panels
 from meanflow.solvers import Solution, solve
 from meanflow_papers.entry import Arguments, entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import GRID, Rays, Samples, knot_places
 from meanflow_papers.univariate.setup import directions, random_neurons, square_wave
 
 
-def field_at_10(outcome: Outcome, arguments: Arguments) -> Data:
+def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
     """004/figure-9: function, neurons, rays and the field felt by a neuron of either sign at flow time 10."""
     data = square_wave()
     cloud = balance.lift(mf.Cloud(random_neurons(jax.random.key(9), 400), labels=jnp.inf), "sqrt")
@@ -47,7 +47,7 @@ def field_at_10(outcome: Outcome, arguments: Arguments) -> Data:
     }
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """The field on a neuron with r > 0, the function, and the neurons with the attracting rays."""
     figure, grid = panels(1, 3, width=3.9, height=3.6)
     rays = Rays(**{k: np.asarray(v) for k, v in data["rays"].items()})

@@ -11,11 +11,11 @@ from meanflow.plots.curves import convergence
 from meanflow.plots.style import panels
 from meanflow.solvers import FromStart, solve
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import rms_turn
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Turning of the neurons against the width, for three scalings."""
     figure, (ax,) = panels(1, 1, width=4.6, height=3.2)
     turns = np.asarray(data["turn"])

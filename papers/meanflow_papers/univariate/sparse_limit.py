@@ -13,11 +13,11 @@ from meanflow.plots.curves import fit
 from meanflow.plots.style import COLOURS, PALE, panels
 from meanflow.solvers import KernelStep, solve
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Data, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import Samples
 
 
-def draw(data: Data) -> Figure:
+def draw(data: Arrays) -> Figure:
     """Excess over the minimum (dashed: fixed directions) and the certificate along the runs; one of the functions."""
     figure, (left, middle, right) = panels(1, 3, width=3.0, height=2.7)
     times, fixed_times = np.asarray(data["times"])[1:], np.asarray(data["fixed_times"])[1:]
