@@ -1,5 +1,8 @@
+"""The sweep over balances meets its criteria."""
+
 import pytest
-from meanflow.experiments.sweeps import regime_map
+
+from meanflow_papers.univariate.figure_5_map import regime_map
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from meanflow.experiments import Criterion, Outcome
-from meanflow.experiments.catalogue import CATALOGUE, Entry, find
-from meanflow.experiments.catalogue.entry import VERDICTS
-from meanflow.reproduce import Worker, finished, reproduce, run_entry
 
-from meanflow import experiments
 from meanflow.cli import main
+from meanflow_papers import Criterion, Outcome
+from meanflow_papers.catalogue import CATALOGUE, PACKAGES, find
+from meanflow_papers.entry import DECLARED, VERDICTS, Entry, entry
+from meanflow_papers.reproduce import Worker, finished, reproduce, run_entry
+from meanflow_papers.unitization.table_4 import table_4_cifar
 
 CHEAP = ["002/linear-recenter", "004/figure-2"]
 
@@ -42,20 +42,33 @@ def test_catalogue_names_every_figure_and_table_of_the_papers():
 
 
 def test_catalogue_holds_every_experiment_and_only_arguments_that_exist():
-    named = {entry.function for entry in CATALOGUE.values()}
-    for module in pkgutil.iter_modules(experiments.__path__):
-        loaded = importlib.import_module(f"meanflow.experiments.{module.name}")
-        for name, function in inspect.getmembers(loaded, inspect.isfunction):
-            made_here = function.__module__ == loaded.__name__ and not name.startswith("_")
-            if made_here and inspect.signature(function).return_annotation is Outcome:
-                assert f"{module.name}:{name}" in named, f"{module.name}.{name} is not in the catalogue"
-    pictures = importlib.import_module("meanflow.experiments.pictures")
-    for entry in CATALOGUE.values():
-        if entry.function:
-            assert set(entry.small) <= set(entry.arguments(False)) and set(entry.full) <= set(
-                entry.arguments(True)
-            )
-        assert not entry.picture or callable(getattr(pictures, entry.picture))
+    declared = [entry.compute for entry in CATALOGUE.values()]
+    for package in PACKAGES:
+        for module in pkgutil.iter_modules(package.__path__):
+            loaded = importlib.import_module(f"{package.__name__}.{module.name}")
+            for name, function in inspect.getmembers(loaded, inspect.isfunction):
+                made_here = function.__module__ == loaded.__name__ and not name.startswith("_")
+                if made_here and inspect.signature(function).return_annotation is Outcome:
+                    assert function in declared, f"{loaded.__name__}.{name} is not in the catalogue"
+    for item in CATALOGUE.values():
+        assert set(item.small) <= set(item.arguments(False))
+        assert set(item.full) <= set(item.arguments(True))
+        assert (item.compute is None) == (item.status == "out of scope")
+
+
+def test_each_entry_says_in_words_what_is_claimed_and_what_decides():
+    for name, item in CATALOGUE.items():
+        if item.compute is None:
+            continue
+        text = inspect.getdoc(item.compute)
+        assert "\n\n" in text or "claim" in text, name
+        assert item.setup and item.title, name
+
+
+def test_a_name_is_declared_once():
+    with pytest.raises(ValueError, match="two functions declare 004/figure-2"):
+        entry("004/figure-2", title="")(_broken)
+    assert DECLARED["004/figure-2"] is CATALOGUE["004/figure-2"]
 
 
 def test_small_runs_fit_the_budget():
@@ -160,7 +173,7 @@ def _broken():
 
 
 @pytest.fixture
-def made_up(monkeypatch):
+def made_up():
     """Entries 004/good, 004/bad, 004/broken and 004/known that run made-up experiments."""
     functions = {
         "good": _outcome(Criterion("fine", 1.0, 0, 2)),
@@ -168,9 +181,11 @@ def made_up(monkeypatch):
         "known": _outcome(Criterion("off by much", 5.0, 0, 2)),
         "broken": _broken,
     }
-    monkeypatch.setattr(Entry, "load", lambda entry: functions[entry.function])
     known = {"known": {"explained": {"off*": "a known reason"}}}
-    return {name: Entry(f"004/{name}", name, name, **known.get(name, {})) for name in functions}
+    return {
+        name: Entry(f"004/{name}", name, compute, **known.get(name, {}))
+        for name, compute in functions.items()
+    }
 
 
 def test_a_failure_loses_nothing_else_and_sets_the_exit_code(made_up, tmp_path):
@@ -215,7 +230,7 @@ def test_a_process_that_dies_is_recorded(tmp_path):
 
 
 def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("meanflow.reproduce.PATIENCE", 0)
+    monkeypatch.setattr("meanflow_papers.reproduce.PATIENCE", 0)
     worker = Worker()
     worker.start()
     real, asked = worker.pipe, []
@@ -239,8 +254,7 @@ def test_cifar_from_local_files(tmp_path):
         rows = random.integers(0, 256, (40, 3073), dtype=np.uint8)
         rows[:, 0] %= 10
         (tmp_path / name).write_bytes(rows.tobytes())
-    cifar = importlib.import_module("meanflow.experiments.cifar")
-    outcome = cifar.table_4(tmp_path, depth=8, epochs=1, limit=20, groups=(1,), seeds=1)
+    outcome = table_4_cifar(tmp_path, depth=8, epochs=1, limit=20, groups=(1,), seeds=1)
     assert set(outcome.data["accuracy"]) == {"BN", "unitization", "G = 1"} and outcome.criteria == ()
     entry = replace(
         CATALOGUE["003/figure-3-cifar"], small={"depth": 8, "epochs": 2, "limit": 160, "inputs": 30}

@@ -5,8 +5,17 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meanflow.experiments import univariate as figures
-from meanflow.experiments import univariate_courses as courses
+
+from meanflow_papers.univariate.courses import figure_5_late, figure_6_course
+from meanflow_papers.univariate.figure_1 import figure_1
+from meanflow_papers.univariate.figure_2 import figure_2
+from meanflow_papers.univariate.figure_5 import figure_5
+from meanflow_papers.univariate.figure_6 import figure_6
+from meanflow_papers.univariate.figure_7 import figure_7
+from meanflow_papers.univariate.figure_8 import figure_8
+from meanflow_papers.univariate.figure_9 import figure_9
+from meanflow_papers.univariate.lazy_slopes import lazy_slopes
+from meanflow_papers.univariate.sparse_limit import sparse_limit
 
 
 def check(outcome):
@@ -18,24 +27,24 @@ def check(outcome):
 
 
 def test_figure_1():
-    check(figures.figure_1())
+    check(figure_1())
 
 
 def test_figure_2():
-    """Also the sheet's values, computed there by other code."""
-    outcome = figures.figure_2()
+    """Also the values that independent code had given."""
+    outcome = figure_2()
     check(outcome)
     np.testing.assert_allclose(outcome.data["turn"], [5.5e-5, 0.116, 0.279, 0.518, 0.720], rtol=0.01)
     np.testing.assert_allclose(outcome.data["across"], [0.997, 0.650, 0.328, 0.131, 5.4e-5], rtol=0.01)
 
 
 def test_figure_9_reduced():
-    check(figures.figure_9(times=(5.0, 10.0), width=100, step=0.05))
+    check(figure_9(times=(5.0, 10.0), width=100, step=0.05))
 
 
 def test_figure_5_reduced():
     """After 200 epochs: nothing turns at delta = -inf, little at -100, and order is by delta."""
-    data = figures.figure_5(epochs=200, seeds=2).data
+    data = figure_5(epochs=200, seeds=2).data
     assert data["turn"][0] == 0 and data["turn"][1] < 1e-4
     assert np.all(np.diff(data["turn"][:5]) > 0)
     assert data["share"][-1] > 0.5 > 0.2 > data["share"][1]
@@ -44,23 +53,23 @@ def test_figure_5_reduced():
 
 @pytest.mark.slow
 def test_figure_5():
-    check(figures.figure_5())
+    check(figure_5())
 
 
 @pytest.mark.slow
 def test_figure_6():
-    check(figures.figure_6())
+    check(figure_6())
 
 
 @pytest.mark.slow
 def test_figure_7():
-    check(figures.figure_7())
+    check(figure_7())
 
 
 @pytest.mark.slow
 def test_figure_8():
     """And the numbers of the errata: delta does not move in training, the share of c^2 falls with the width."""
-    outcome = figures.figure_8()
+    outcome = figure_8()
     check(outcome)
     assert np.max(np.abs(outcome.data["delta_change"])) == pytest.approx(1.1e-4, rel=0.3)
     np.testing.assert_allclose(outcome.data["fraction"], [0.37, 5.5e-4, 2.0e-5], rtol=0.3)
@@ -73,31 +82,31 @@ def test_figure_8_with_the_outer_weights_of_the_library():
     Turns .086 and .010 were measured independently at widths 200 and 2000; a single draw of 20 neurons varies by a
     factor of two (.143 there, .258 here) and is not compared.
     """
-    outcome = figures.figure_8(power=0.5)
+    outcome = figure_8(power=0.5)
     check(outcome)
     np.testing.assert_allclose(outcome.data["turn"][1:], [0.086, 0.010], rtol=0.35)
 
 
 @pytest.mark.slow
 def test_figure_5_late():
-    check(courses.figure_5_late())
+    check(figure_5_late())
 
 
 @pytest.mark.slow
 def test_figure_6_course():
-    check(courses.figure_6_course())
+    check(figure_6_course())
 
 
 @pytest.mark.slow
 def test_sparse_limit():
-    check(courses.sparse_limit())
+    check(sparse_limit())
 
 
 @pytest.mark.slow
 def test_figure_9():
-    check(figures.figure_9())
+    check(figure_9())
 
 
 @pytest.mark.slow
 def test_lazy_slopes():
-    check(figures.lazy_slopes())
+    check(lazy_slopes())

@@ -10,8 +10,8 @@ import pytest
 from helpers import largest_gap, problem
 
 import meanflow as mf
-from meanflow.experiments.batchnorm import quasi_normal, ring, spokes
 from meanflow.solvers.weak import weak_form
+from meanflow_papers.manifold.setup import quasi_normal, ring, spokes
 
 
 def printed_parts(flow, cloud, data):
