@@ -5,8 +5,6 @@ from meanflow.kernels.batchnorm import Affine as Affine
 from meanflow.kernels.batchnorm import batchnorm_ntk as batchnorm_ntk
 from meanflow.kernels.batchnorm import last_hidden_ntk as last_hidden_ntk
 from meanflow.kernels.batchnorm import normalise as normalise
-from meanflow.kernels.batchnorm import one_sided as one_sided
-from meanflow.kernels.batchnorm import one_sided_error as one_sided_error
 from meanflow.kernels.dual import Dual as Dual
 from meanflow.kernels.dual import dual_activation as dual_activation
 from meanflow.kernels.dual import trapezoid as trapezoid

@@ -1,9 +1,7 @@
 """Tangent kernels under batch normalisation, from the kernel before it.
 
 Batch norm of outputs f (T,): h = f - mean f, s^2 = |h|^2/T + epsilon, output h/s. Its Jacobian is the
-symmetric B = (1/s)(I - 11'/T - h h'/(T s^2)), so the kernel is exactly K_BN = B K B. "BN NTK" eq. A.3 and
-A.18 print a one-sided product, which is right only for its eigenvalues; it is kept here as ``one_sided`` to
-be measured.
+symmetric B = (1/s)(I - 11'/T - h h'/(T s^2)), so the kernel is exactly K_BN = B K B.
 """
 
 from typing import NamedTuple
@@ -119,26 +117,6 @@ def batchnorm_ntk(
     own = left[:, None, :] * right[None, :, :] + 1.0
     result = result * (scale[:, None] * scale[None, :])[None, None]
     return result + own[..., None, :] * jnp.eye(channels, dtype=outputs.dtype)[None, None]
-
-
-def one_sided(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
-    """The printed form (I/sigma^2 - h h'/(T sigma^4)) G K G, "BN NTK" eq. A.18: not symmetric, and wrong.
-
-    ``kernel`` K (T, T) and ``outputs`` f (T,) before batch norm, h = G f; (T, T).
-
-    At epsilon = 0 it has the eigenvalues of B K B, because B is a multiple of a projection.
-    """
-    h = recenter(outputs)
-    size = outputs.shape[0]
-    variance = jnp.mean(h**2)
-    centred = recenter(recenter(kernel, 0), 1)
-    return centred / variance - h[:, None] * (h @ centred)[None, :] / (size * variance**2)
-
-
-def one_sided_error(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
-    """|one_sided - B K B| / |B K B| in Frobenius norm, a scalar; arguments as for ``one_sided``."""
-    exact = batchnorm_ntk(kernel, outputs)
-    return jnp.linalg.norm(one_sided(kernel, outputs) - exact) / jnp.linalg.norm(exact)
 
 
 def last_hidden_ntk(

@@ -269,23 +269,6 @@ def hidden_batchnorm(*, depth: int, activation: str | Activation = "relu") -> Hi
     return HiddenBatchNorm(total - common, common)
 
 
-NETWORKS = ("plain", "BN output", "BN hidden", "BN both")
-
-# Exponents of (m, v, lambda_max) in N at T = N. Printed: "BN NTK" Table 2, which has no hidden row. A pair
-# is an interval.
-PRINTED: dict[str, tuple[Any, Any, Any]] = {
-    "plain": (1.0, 3.0, 2.0),
-    "BN output": (1.0, 1.5, (1.0, 1.5)),
-}
-CORRECTED: dict[str, tuple[float, float, float]] = {
-    "plain": (1.0, 3.0, 2.0),
-    "BN output": (1.0, 2.0, 1.0),
-    "BN hidden": (1.0, 3.0, 2.0),
-    "BN both": (1.0, 2.0, 1.0),
-}
-ODD_WITHOUT_BIAS = (1.0, 2.0, 1.0)  # kappa_2 = 0: a plain tanh network scales like one with batch norm
-
-
 def exponent(sizes: Any, values: Any) -> float:
     """Least-squares slope of log value against log size."""
     return float(np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float)), 1)[0])

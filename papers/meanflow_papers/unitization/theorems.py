@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.transport import bounds
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Criterion, Outcome
+from meanflow_papers.unitization import bounds
 
 
 @entry(
