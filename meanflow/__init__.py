@@ -45,7 +45,6 @@ _ROOMS = (
     "depth",
     "training",
     "sweeps",
-    "experiments",
     "plots",
     "report",
 )

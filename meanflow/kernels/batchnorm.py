@@ -141,26 +141,6 @@ def _both_sides(
     return both(kernel, cross, outputs, outputs, points)
 
 
-def one_sided(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
-    """The printed form (I/sigma^2 - h h'/(T sigma^4)) G K G, "BN NTK" eq. A.18: not symmetric, and wrong.
-
-    ``kernel`` K (T, T) and ``outputs`` f (T,) before batch norm, h = G f; (T, T).
-
-    At epsilon = 0 it has the eigenvalues of B K B, because B is a multiple of a projection.
-    """
-    h = recenter(outputs)
-    size = outputs.shape[0]
-    variance = jnp.mean(h**2)
-    centred = recenter(recenter(kernel, 0), 1)
-    return centred / variance - h[:, None] * (h @ centred)[None, :] / (size * variance**2)
-
-
-def one_sided_error(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
-    """|one_sided - B K B| / |B K B| in Frobenius norm, a scalar; arguments as for ``one_sided``."""
-    exact = batchnorm_ntk(kernel, outputs)
-    return jnp.linalg.norm(one_sided(kernel, outputs) - exact) / jnp.linalg.norm(exact)
-
-
 def last_hidden_ntk(
     hidden: Float[Array, "T n"],
     weights: Float[Array, "N n"],

@@ -20,7 +20,7 @@ _NAMES = {
     "save_state": "trainer",
     "staircase": "trainer",
 }
-_MODULES = ("coordinate", "data", "networks", "resnet", "trainer")
+_MODULES = ("data", "networks", "resnet", "trainer")
 
 
 def __getattr__(name: str) -> Any:

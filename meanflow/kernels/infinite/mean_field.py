@@ -11,11 +11,10 @@ These are "BN NTK" A.5-A.14 with three corrections: the bias variance, the index
 layer.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
@@ -182,25 +181,3 @@ def nngp(
     [[2.0]]
     """
     return _order_between(x, z, depth, activation, weight_variance, bias_variance).r[-1]
-
-
-NETWORKS = ("plain", "BN output", "BN hidden", "BN both")
-
-# Exponents of (m, v, lambda_max) in N at T = N. Printed: "BN NTK" Table 2, which has no hidden row. A pair
-# is an interval.
-PRINTED: dict[str, tuple[Any, Any, Any]] = {
-    "plain": (1.0, 3.0, 2.0),
-    "BN output": (1.0, 1.5, (1.0, 1.5)),
-}
-CORRECTED: dict[str, tuple[float, float, float]] = {
-    "plain": (1.0, 3.0, 2.0),
-    "BN output": (1.0, 2.0, 1.0),
-    "BN hidden": (1.0, 3.0, 2.0),
-    "BN both": (1.0, 2.0, 1.0),
-}
-ODD_WITHOUT_BIAS = (1.0, 2.0, 1.0)  # kappa_2 = 0: a plain tanh network scales like one with batch norm
-
-
-def exponent(sizes: Any, values: Any) -> float:
-    """Least-squares slope of log value against log size."""
-    return float(np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float)), 1)[0])
