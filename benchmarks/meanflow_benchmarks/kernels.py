@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import kernels
+from meanflow.kernels.batchnorm import normalize
 from meanflow_benchmarks.timing import best_time
 
 # Run by the peer's own interpreter, with a jax old enough for it; prints one line of JSON. The network is drawn
@@ -169,7 +170,7 @@ def large(
 def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
     """Seconds for a product with a batch-norm network's kernel, and for a forward pass."""
     apply, params, x = _network((width, width, width, 1), samples)
-    normed = lambda p, x: kernels.normalise(apply(p, x))
+    normed = lambda p, x: normalize(apply(p, x))
     forward = _best(jax.jit(normed), params, x, repeats=3)
     kernel = kernels.ntk_operator(normed, params, x, stats="batch")
     product = _best(lambda v: kernel @ v, jnp.ones(samples, x.dtype), repeats=3)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow import kernels
+from meanflow.kernels.batchnorm import normalize
 from meanflow_papers.ntk.printed_kernel import one_sided, one_sided_error
 
 
@@ -61,7 +62,7 @@ class TestPrintedForm:
 
         kernel, f = kernels.empirical_ntk(apply, params, x), apply(params, x)
         exact, printed = kernels.batchnorm_ntk(kernel, f), one_sided(kernel, f)
-        normed = lambda p, x: kernels.normalise(apply(p, x))
+        normed = lambda p, x: normalize(apply(p, x))
         truth = kernels.empirical_ntk(normed, params, x, stats="batch")
         np.testing.assert_allclose(exact, truth, rtol=0, atol=1e-14 * float(jnp.abs(truth).max()))
         error = np.linalg.norm(printed - truth) / np.linalg.norm(truth)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from meanflow import kernels
-from meanflow.kernels.batchnorm import jacobian_apply
+from meanflow.kernels.batchnorm import jacobian_apply, last_hidden_ntk, normalize
+from meanflow.kernels.infinite.predictions import Kappas, predict_batchnorm_bulk
 
 
 def network(key, outputs=1, samples=7, activation=jnp.tanh):
@@ -46,15 +47,14 @@ def test_against_jacobian_of_a_real_network(key):
     kernel, f = kernels.empirical_ntk(before, net, x), before(net, x)
     one, zero = jnp.ones(2), jnp.zeros(2)
     for epsilon in (0.0, 0.3):
-        for affine in (None, kernels.Affine(jnp.array([0.5, 2.0]), jnp.array([-1.0, 1.0]))):
-            gamma, beta = (one, zero) if affine is None else affine
-            rows = jacobian({"net": net, "gamma": gamma, "beta": beta}, epsilon)
-            rows = flat(rows["net"] if affine is None else rows)
+        for scale, beta in ((None, zero), (jnp.array([0.5, 2.0]), jnp.array([-1.0, 1.0]))):
+            rows = jacobian({"net": net, "gamma": one if scale is None else scale, "beta": beta}, epsilon)
+            rows = flat(rows["net"] if scale is None else rows)
             exact = np.einsum("tcp,sdp->tscd", rows, rows)
-            ours = kernels.batchnorm_ntk(kernel, f, epsilon=epsilon, affine=affine)
+            ours = kernels.batchnorm_ntk(kernel, f, epsilon=epsilon, scale=scale)
             np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-10)
-            first = affine and kernels.Affine(affine.gamma[:1], affine.beta[:1])
-            single = kernels.batchnorm_ntk(kernel[:, :, 0, 0], f[:, 0], epsilon=epsilon, affine=first)
+            first = None if scale is None else scale[:1]
+            single = kernels.batchnorm_ntk(kernel[:, :, 0, 0], f[:, 0], epsilon=epsilon, scale=first)
             np.testing.assert_allclose(single, exact[:, :, 0, 0], rtol=1e-10, atol=1e-10)
 
 
@@ -75,7 +75,7 @@ def test_test_points_use_the_training_statistics(key):
         kernels.empirical_ntk(before, net, x),
         before(net, x),
         epsilon=0.1,
-        affine=kernels.Affine(gamma, beta),
+        scale=gamma,
         cross=kernels.empirical_ntk(before, net, x, z),
         at=before(net, z),
     )
@@ -99,7 +99,7 @@ def test_null_vectors(key):
     np.testing.assert_allclose(
         jacobian_apply(f, h[:, None], 0.2)[:, 0], h * 0.2 / s2**1.5, rtol=1e-12, atol=1e-14
     )
-    full = kernels.batchnorm_ntk(kernel, f, affine=kernels.Affine(1.0, 0.0))
+    full = kernels.batchnorm_ntk(kernel, f, scale=1.0)
     assert np.linalg.matrix_rank(np.asarray(full), tol=1e-10 * scale) == 7
 
 
@@ -129,11 +129,11 @@ def test_last_hidden_layer_without_jacobian(epsilon, key):
     gamma, beta = 1 + 0.3 * jax.random.normal(k[3], (11,)), jax.random.normal(k[4], (11,))
 
     def apply(w, x):
-        y = kernels.normalise(x @ w.T, epsilon)
+        y = normalize(x @ w.T, epsilon)
         return jnp.tanh(gamma[None] * y + beta[None]) @ readout
 
     exact = kernels.empirical_ntk(apply, weights, hidden, stats="batch", method="jacobian")
-    ours = kernels.last_hidden_ntk(hidden, weights, readout, "tanh", epsilon=epsilon, gamma=gamma, beta=beta)
+    ours = last_hidden_ntk(hidden, weights, readout, "tanh", epsilon=epsilon, gamma=gamma, beta=beta)
     np.testing.assert_allclose(ours, exact, rtol=0, atol=4e-14 * float(jnp.abs(exact).max()))
 
 
@@ -150,8 +150,8 @@ def test_centred_mean_field_matrix_is_a_projector(key):
     projector = centre - h[:, None] * h[None, :] / (size * variance)
     ours = kernels.batchnorm_ntk(matrix, f)
     np.testing.assert_allclose(ours, (one - two) / variance * projector, atol=1e-13)
-    kappa = kernels.Kappas(jnp.asarray(one), jnp.asarray(two))
-    bulk = kernels.predict_batchnorm_bulk(kappa, depth=2, width=1, variance=variance)
+    kappa = Kappas(jnp.asarray(one), jnp.asarray(two))
+    bulk = predict_batchnorm_bulk(kappa, depth=2, width=1, variance=variance)
     np.testing.assert_allclose(np.linalg.eigvalsh(ours)[2:], float(bulk), rtol=1e-12)
     # the cost of calling it the identity: sqrt(2/T) in Frobenius norm, everything in operator norm
     scaled = ours / bulk

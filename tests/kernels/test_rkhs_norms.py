@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow.kernels.norms import feature_norm, tangent_norm, tangent_parts
-from meanflow.kernels.readout import minimum_norm
+from meanflow.kernels.regime import minimum_norm
 from meanflow.kernels.univariate import (
     Finite,
     Interval,

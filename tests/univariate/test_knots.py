@@ -13,7 +13,7 @@ from meanflow.flows.univariate.knots import (
     piecewise_linear,
     total_variation,
 )
-from meanflow.kernels.readout import minimum_norm
+from meanflow.kernels.regime import minimum_norm
 from meanflow.kernels.splines import natural_spline
 from meanflow.kernels.univariate import Finite, Signs
 

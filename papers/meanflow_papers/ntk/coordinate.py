@@ -18,7 +18,7 @@ from flax import nnx
 from meanflow import _checks
 from meanflow._numerics import iterate
 from meanflow.activations import resolve
-from meanflow.kernels.empirical.modules import Normalised
+from meanflow.kernels.empirical.modules import Normalized
 
 NORMS = ("none", "hidden", "later", "output", "both")
 
@@ -130,7 +130,7 @@ class CoordinateMLP(nnx.Module):
 def ensemble(key: jax.Array, members: int, inputs: int, **options: Any) -> tuple[Any, Any]:
     """(apply, params) of independently drawn ``CoordinateMLP`` s, parameters stacked along the first axis.
 
-    ``apply`` is a ``Normalised`` function of one member's parameters (a plain one without batch norm); vmap
+    ``apply`` is a ``Normalized`` function of one member's parameters (a plain one without batch norm); vmap
     it.
     """
     graph, *states = nnx.split(CoordinateMLP(inputs, rngs=nnx.Rngs(0), **options), nnx.Param, ...)
@@ -143,7 +143,7 @@ def ensemble(key: jax.Array, members: int, inputs: int, **options: Any) -> tuple
     build = lambda p: nnx.merge(graph, p, rest)
     if options.get("norm", "none") == "none":
         return (lambda p, x: build(p)(x)), params
-    return Normalised(lambda p, x, s: build(p)(x, s), lambda p, x: build(p).statistics(x)), params
+    return Normalized(lambda p, x, s: build(p)(x, s), lambda p, x: build(p).statistics(x)), params
 
 
 class Fit(NamedTuple):
@@ -192,7 +192,7 @@ def fit(
 
 def evaluate(apply: Any, params: Any, z: jax.Array, x: jax.Array) -> jax.Array:
     """Outputs at z under the batch statistics of the training inputs x."""
-    if isinstance(apply, Normalised):
+    if isinstance(apply, Normalized):
         return apply.apply(params, z, apply.statistics(params, x))
     return apply(params, z)
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import kernels
 from meanflow.activations import resolve
+from meanflow.kernels.batchnorm import normalize
 
 
 def dense(
@@ -47,8 +47,8 @@ def _forward(activation: Any, network: str) -> Any:
         for i, matrix in enumerate(w):
             x = x @ matrix if biases is None else x @ matrix + biases[i][None]
             if i < len(w) - 1:
-                x = phi(kernels.normalise(x) if inside else x)
-        return kernels.normalise(x[:, 0]) if outside else x[:, 0]
+                x = phi(normalize(x) if inside else x)
+        return normalize(x[:, 0]) if outside else x[:, 0]
 
     return apply
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.kernels.mean_field import exponent
+from meanflow._numerics import loglog_slope
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import COLOURS, below, key, panels
 from meanflow_papers.entry import entry
@@ -65,9 +65,9 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
         kernel = kernels.empirical_ntk(apply, weights, x)
         kernel = kernel if network == "plain" else kernels.batchnorm_ntk(kernel, apply(weights, x))
     out = kernels.spectrum(kernel, key=seed_key(5, seed), top=4, steps=24 if inside else 60, probes=16)
-    m, v, top = float(out.m), float(out.v), float(out.values[0])
+    m, v, top = float(out.mean), float(out.variance), float(out.values[0])
     spent = time.perf_counter() - start
-    return _Measured(m, v, top, float(out.v_error) / v, float(out.residuals[0]) / top, spent)
+    return _Measured(m, v, top, float(out.variance_error) / v, float(out.residuals[0]) / top, spent)
 
 
 def draw_table_2(data: Arrays) -> Figure:
@@ -126,7 +126,7 @@ def table_2(
             "error of v, residual of top": np.max(values[..., 3:5], axis=1),
             "seconds": np.max(values[..., 5], axis=1),
         }
-        slopes[row] = [exponent(ns, mean[:, j]) for j in range(3)]
+        slopes[row] = [loglog_slope(ns, mean[:, j]) for j in range(3)]
     data["exponents"] = slopes
     criteria = [
         Criterion("plain v", slopes["plain"][1], 2.7, 3.3),

@@ -5,7 +5,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.kernels.mean_field import exponent
+from meanflow._numerics import loglog_slope
+from meanflow.kernels.infinite.predictions import kappas
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import below, panels
 from meanflow_papers.entry import entry
@@ -50,7 +51,7 @@ def width_convergence(widths: tuple[int, ...] = (256, 512, 1024, 2048), seeds: i
     """
     samples, data, criteria = 32, {"widths": np.asarray(widths)}, []
     for name, variance in WIDTH_CASES:
-        kappa = kernels.kappas(depth=3, alpha_0=1.0, activation=name, weight_variance=variance)
+        kappa = kappas(depth=3, alpha_0=1.0, activation=name, weight_variance=variance)
         rms = np.zeros((2, len(widths)))
         for i, width in enumerate(widths):
             x = np.sqrt(width) * jnp.eye(samples, width)
@@ -69,7 +70,7 @@ def width_convergence(widths: tuple[int, ...] = (256, 512, 1024, 2048), seeds: i
             rms[:, i] = [np.sqrt(np.mean(np.square(e))) for e in errors]
         data[name] = rms
         for row, pair in zip(rms, ("tt", "st"), strict=True):
-            criteria.append(Criterion(f"{name} slope {pair}", exponent(widths, row), -0.65, -0.35))
+            criteria.append(Criterion(f"{name} slope {pair}", loglog_slope(widths, row), -0.65, -0.35))
         if name == "relu":
             scaled = rms * np.sqrt(np.asarray(widths))[None]
             for j, (pair, low, high) in enumerate((("tt", 5, 11), ("st", 1.5, 3.5))):

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.flows.univariate.knots import piecewise_linear
-from meanflow.kernels.readout import Readout, minimum_norm
+from meanflow.kernels.regime import kernel_flow, minimum_norm
 from meanflow.kernels.splines import natural_spline, spline_interpolant
 from meanflow.kernels.univariate import Finite, Law, Signs, Uniform, random_feature
 from meanflow.plots.curves import convergence, fit
@@ -113,7 +113,8 @@ def figure_4(
             scattered[name].append(np.median([_distance(trained(*ab), limits[name]) for ab in draws]))
     gram = random_feature(x, law=Signs(1.0))
     rate = 1.9 / jnp.linalg.eigvalsh(gram)[-1]
-    stopped = random_feature(grid, x, law=Signs(1.0)) @ Readout(gram, -y).dual_descent(rate, epochs)
+    training = kernel_flow(gram, jnp.zeros_like(y), y, weights=1.0, learning_rate=rate)
+    stopped = training.at(random_feature(grid, x, law=Signs(1.0)), jnp.zeros_like(grid), epochs)
     criteria = [
         Criterion(f"stratified width {m} to the closed form", gap, high=2e-4)
         for m, gap in zip(widths, stratified, strict=True)
