@@ -60,14 +60,22 @@ def jacobian_apply(
     return (change - mean - (at - jnp.mean(outputs))[:, None] * along) / s
 
 
+@_checks.arguments(
+    kernel=_checks.array(),
+    outputs=_checks.array(),
+    epsilon=_checks.number(low=0),
+    scale=_checks.optional(_checks.array((), (None,))),
+    cross=_checks.optional(_checks.array()),
+    at=_checks.optional(_checks.array()),
+)
 def batchnorm_ntk(
-    kernel: Float[Array, "T T *CC"],
-    outputs: Float[Array, "T *C"],
+    kernel: Float[ArrayLike, "T T *CC"],
+    outputs: Float[ArrayLike, "T *C"],
     *,
     epsilon: float = 0.0,
     scale: Float[ArrayLike, "..."] | None = None,
-    cross: Float[Array, "T S *CC"] | None = None,
-    at: Float[Array, "S *C"] | None = None,
+    cross: Float[ArrayLike, "T S *CC"] | None = None,
+    at: Float[ArrayLike, "S *C"] | None = None,
 ) -> Float[Array, "T _ *CC"]:
     """Return the kernel after batch norm of the outputs, B K B; gradients through mean and variance are included.
 
@@ -90,34 +98,28 @@ def batchnorm_ntk(
     >>> bool(jnp.allclose(K @ jnp.ones(3), 0, atol=1e-6))
     True
     """
-    if outputs.ndim not in (1, 2) or kernel.ndim != 2 * outputs.ndim:
+    k, f = jnp.asarray(kernel), jnp.asarray(outputs)
+    if f.ndim not in (1, 2) or k.ndim != 2 * f.ndim:
         raise ValueError(
-            f"kernel must be (T, T) with outputs (T,), or (T, T, C, C) with (T, C); got {kernel.shape} and "
-            f"{outputs.shape}"
+            f"kernel must be (T, T) with outputs (T,), or (T, T, C, C) with (T, C); got {k.shape} and {f.shape}"
         )
     if (cross is None) != (at is None):
         raise ValueError("cross and at must be given together")
-    if outputs.ndim == 1:
-        wide = None if cross is None else cross[..., None, None]
-        there = None if at is None else at[..., None]
-        gamma = None if scale is None else jnp.atleast_1d(scale)
-        out = batchnorm_ntk(
-            kernel[..., None, None], outputs[:, None], epsilon=epsilon, scale=gamma, cross=wide, at=there
-        )
-        return out[..., 0, 0]
-    points = outputs if at is None else at
-    result = _both_sides(
-        kernel, outputs, kernel if cross is None else cross, points, epsilon, cross is not None
-    )
-    if scale is None:
-        return result
-    channels = outputs.shape[1]
-    gamma = jnp.broadcast_to(jnp.asarray(scale, outputs.dtype), (channels,))
-    left = normalize(outputs, epsilon)
-    right = left if at is None else normalize(at, epsilon, outputs)
-    own = left[:, None, :] * right[None, :, :] + 1.0  # gradients of gamma and of beta
-    result = result * (gamma[:, None] * gamma[None, :])[None, None]
-    return result + own[..., None, :] * jnp.eye(channels, dtype=outputs.dtype)[None, None]
+    wide = k if cross is None else jnp.asarray(cross)
+    points = f if at is None else jnp.asarray(at)
+    single = f.ndim == 1
+    if single:  # one output is the case C = 1
+        k, wide, f, points = k[..., None, None], wide[..., None, None], f[:, None], points[:, None]
+    result = _both_sides(k, f, wide, points, epsilon, cross is not None)
+    if scale is not None:
+        channels = f.shape[1]
+        gamma = jnp.broadcast_to(jnp.asarray(scale, f.dtype), (channels,))
+        left = normalize(f, epsilon)
+        right = left if at is None else normalize(points, epsilon, f)
+        own = left[:, None, :] * right[None, :, :] + 1.0  # gradients of gamma and of beta
+        result = result * (gamma[:, None] * gamma[None, :])[None, None]
+        result = result + own[..., None, :] * jnp.eye(channels, dtype=f.dtype)[None, None]
+    return result[..., 0, 0] if single else result
 
 
 def _both_sides(

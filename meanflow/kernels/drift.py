@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
 
 
 def alignment(
@@ -27,8 +29,9 @@ def alignment(
     return y @ (kernel @ y) / (jnp.linalg.norm(kernel) * (y @ y))
 
 
+@_checks.arguments(kernels=_checks.array(), reference=_checks.optional(_checks.array()))
 def kernel_drift(
-    kernels: Float[Array, "k T ..."], reference: Float[Array, "T ..."] | None = None
+    kernels: Float[ArrayLike, "k T ..."], reference: Float[ArrayLike, "T ..."] | None = None
 ) -> Float[Array, " k"]:
     """Return |K_i - K_0| / |K_0| in the Frobenius norm for every kernel of a stack.
 
@@ -39,8 +42,10 @@ def kernel_drift(
     >>> kernel_drift(jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])).tolist()
     [0.0, 2.0]
     """
-    base = kernels[0] if reference is None else reference
-    change = jnp.sqrt(jnp.sum((kernels - base[None]) ** 2, axis=tuple(range(1, kernels.ndim))))
+    stack = jnp.asarray(kernels)
+    base = stack[0] if reference is None else jnp.asarray(reference)
+    _checks.shape("reference", base, stack.shape[1:])
+    change = jnp.sqrt(jnp.sum((stack - base[None]) ** 2, axis=tuple(range(1, stack.ndim))))
     return change / jnp.linalg.norm(base.reshape(-1))
 
 

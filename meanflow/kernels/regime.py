@@ -127,10 +127,17 @@ def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, " n"]) -> F
     return weights
 
 
+@_checks.arguments(
+    kernel=_checks.array((None, None)),
+    start=_checks.array((None,)),
+    y=_checks.array((None,)),
+    weights=_checks.optional(_checks.array((), (None,))),
+    learning_rate=_checks.optional(_checks.number(above=0)),
+)
 def kernel_flow(
-    kernel: Float[Array, "n n"],
-    start: Float[Array, " n"],
-    y: Float[Array, " n"],
+    kernel: Float[ArrayLike, "n n"],
+    start: Float[ArrayLike, " n"],
+    y: Float[ArrayLike, " n"],
     *,
     weights: Real[ArrayLike, "..."] | None = None,
     learning_rate: Real[ArrayLike, ""] | None = None,
@@ -160,15 +167,15 @@ def kernel_flow(
     >>> descent(jnp.arange(3))[:, 0].tolist()
     [0.0, 0.5, 0.75]
     """
-    _checks.shape("y", y, (None,))
-    _checks.shape("kernel", kernel, (y.shape[0], y.shape[0]))
-    _checks.shape("start", start, y.shape)
-    q = _weights(weights, y)
+    matrix, first, target = jnp.asarray(kernel), jnp.asarray(start), jnp.asarray(y)
+    _checks.shape("kernel", matrix, (target.shape[0], target.shape[0]))
+    _checks.shape("start", first, target.shape)
+    q = _weights(weights, target)
     root = jnp.sqrt(q)
-    rates, modes = jnp.linalg.eigh(root[:, None] * kernel * root[None, :])
+    rates, modes = jnp.linalg.eigh(root[:, None] * matrix * root[None, :])
     rates = jnp.maximum(rates, 0.0)  # rounding may leave -1e-17, and such a mode would grow in time
-    eta = None if learning_rate is None else jnp.asarray(learning_rate, y.dtype)
-    return KernelFlow(rates[::-1], modes[:, ::-1], q, start - y, y, eta)
+    eta = None if learning_rate is None else jnp.asarray(learning_rate, target.dtype)
+    return KernelFlow(rates[::-1], modes[:, ::-1], q, first - target, target, eta)
 
 
 def kernel_regression(
@@ -189,7 +196,7 @@ def kernel_regression(
         cross: K(z, x), (S, n), default K itself.
         ridge: added to the diagonal.
 
-    >>> kernel_regression(jnp.eye(2), jnp.array([1.0, 2.0]), ridge=1.0).tolist()
+    >>> kernel_regression(jnp.eye(2), jnp.array([1.0, 2.0]), ridge=1.0).round(6).tolist()
     [0.5, 1.0]
     """
     size = y.shape[0]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Shaped
 
 from meanflow import _checks
-from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
+from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params, batch
 
 STATS = ("batch", "train", "frozen")
 
@@ -68,6 +68,7 @@ def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> np.ndarray:
     return center + width * rng.normal(size=(rows, *shape))
 
 
+@_checks.arguments(apply=_checks.function, x=batch)
 def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> bool:
     """Tell whether the output at one sample depends on the other samples of the batch, by a probe.
 
@@ -89,14 +90,14 @@ def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> b
     >>> is_coupled(lambda w, x: x @ w - jnp.mean(x @ w), jnp.ones(2), jnp.ones((3, 2)))
     True
     """
-    x = jnp.asarray(x)
+    samples = jnp.asarray(x)
     rng = np.random.default_rng(0)
-    rows = min(max(np.shape(x)[0], 2), 8)
+    rows = min(max(samples.shape[0], 2), 8)
     with jax.ensure_compile_time_eval():
         moved = jax.tree.map(lambda leaf: _moved(leaf, rng), params)
-        first, second = _random_batch(x, rows, rng), _random_batch(x, rows, rng)
+        first, second = _random_batch(samples, rows, rng), _random_batch(samples, rows, rng)
         second[0] = first[0]
-        dtype = jnp.result_type(x)
+        dtype = samples.dtype
         try:
             a = np.asarray(_first_row(apply, moved, jnp.asarray(first, dtype)))
             b = np.asarray(_first_row(apply, moved, jnp.asarray(second, dtype)))
@@ -147,8 +148,6 @@ def kernel_maps(
         ValueError: if the function couples samples and ``stats`` does not say what is meant, or asks for statistics
             that cannot be taken out of the function.
     """
-    if stats is not None:
-        _checks.one_of("stats", stats, STATS)
     other = x if z is None else z
     if isinstance(apply, Normalized):
         return _normalized_maps(apply, params, x, other, stats)

@@ -13,11 +13,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Shaped
 
+from meanflow import _checks
+
 Params: TypeAlias = PyTree
 Statistics: TypeAlias = PyTree
 Batch: TypeAlias = Shaped[Array, "T ..."]
 Outputs: TypeAlias = Shaped[Array, "T ..."]
 Apply: TypeAlias = Callable[[Params, Batch], Outputs]
+
+
+def batch(name: str, value: object) -> object:
+    """Accept a batch of samples, an array of at least one axis; integers (such as tokens) stay integers."""
+    _checks.numeric(name, value)
+    samples = jnp.asarray(value)
+    if samples.ndim < 1:
+        raise ValueError(f"{name} must be a batch of samples (T, ...), got a single number")
+    _checks.finite(name, value)
+    return samples
 
 
 class Normalized(eqx.Module):
@@ -40,6 +52,10 @@ class Normalized(eqx.Module):
     apply: Callable[[Params, Batch, Statistics], Outputs]
     statistics: Callable[[Params, Batch], Statistics]
 
+    def __check_init__(self) -> None:
+        _checks.function("apply", self.apply)
+        _checks.function("statistics", self.statistics)
+
     def __call__(self, params: Params, batch: Batch) -> Outputs:
         """Return the outputs at ``batch``, normalized with its own statistics."""
         return self.apply(params, batch, self.statistics(params, batch))
@@ -56,6 +72,7 @@ class LinenModule(Protocol):
 # flax is imported inside the functions that need it: importing the kernels must not cost the time of loading it
 
 
+@_checks.arguments(model=_checks.function)
 def from_nnx(model: Callable[[Batch], Outputs]) -> tuple[Apply | Normalized, Params]:
     """Turn a flax NNX module that maps a batch to outputs into (apply, params).
 
@@ -120,6 +137,7 @@ def _with_explicit_statistics(
     return model, recorded
 
 
+@_checks.arguments(module=_checks.instance(LinenModule))
 def from_linen(
     module: LinenModule,
     variables: Mapping[str, PyTree],
@@ -167,6 +185,7 @@ def from_linen(
     return Normalized(forward, collect), params
 
 
+@_checks.arguments(model=_checks.function, per_sample=_checks.flag)
 def from_equinox(model: Callable[..., Array], *, per_sample: bool = True) -> tuple[Apply, Params]:
     """Turn an equinox module, or any callable pytree, into (apply, params).
 

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
+from meanflow import _checks
 from meanflow.kernels.empirical import structured
 from meanflow.kernels.empirical.coupling import kernel_maps, uncoupled_maps
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels.empirical.plan import LIMIT, plan_for
+from meanflow.kernels.empirical.plan import LIMIT, OPTIONS, plan_for
 
 
+@_checks.arguments(**OPTIONS)
 def empirical_ntk(
     apply: Apply | Normalized,
     params: Params,
@@ -66,10 +68,10 @@ def empirical_ntk(
     >>> empirical_ntk(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
     [[1.0, 1.0], [1.0, 2.0]]
     """
-    x, z = jnp.asarray(x), None if z is None else jnp.asarray(z)
-    maps = kernel_maps(apply, params, x, z, stats)
-    plan = plan_for(maps, params, x, outputs, chunk, method, limit)
-    return _evaluate(apply, params, x, z, stats, outputs, plan.method, plan.chunk)
+    left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
+    maps = kernel_maps(apply, params, left, right, stats)
+    plan = plan_for(maps, params, left, outputs, chunk, method, limit)
+    return _evaluate(apply, params, left, right, stats, outputs, plan.method, plan.chunk)
 
 
 @eqx.filter_jit

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
-from meanflow.kernels.empirical.coupling import kernel_maps
-from meanflow.kernels.empirical.modules import Apply, Normalized, Params
+from meanflow import _checks
+from meanflow.kernels.empirical.coupling import STATS, kernel_maps
+from meanflow.kernels.empirical.modules import Apply, Normalized, Params, batch
 
 
 class KernelOperator(eqx.Module):
@@ -72,6 +73,7 @@ def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array,
     return product(v) if v.ndim == 1 else jax.vmap(product, in_axes=1, out_axes=1)(v)
 
 
+@_checks.arguments(apply=_checks.function, x=batch, stats=_checks.optional(_checks.choice(*STATS)))
 def ntk_operator(
     apply: Apply | Normalized,
     params: Params,
@@ -92,6 +94,6 @@ def ntk_operator(
     >>> (K @ jnp.array([1.0, 1.0])).tolist()
     [2.0, 3.0]
     """
-    x = jnp.asarray(x)
-    maps = kernel_maps(apply, params, x, None, stats)
-    return KernelOperator(apply, params, x, stats, maps.single is apply)
+    samples = jnp.asarray(x)
+    maps = kernel_maps(apply, params, samples, None, stats)
+    return KernelOperator(apply, params, samples, stats, maps.single is apply)

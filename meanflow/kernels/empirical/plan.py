@@ -14,8 +14,8 @@ from jaxtyping import ArrayLike, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical import structured
-from meanflow.kernels.empirical.coupling import KernelMaps, kernel_maps
-from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params
+from meanflow.kernels.empirical.coupling import STATS, KernelMaps, kernel_maps
+from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params, batch
 
 METHODS = ("auto", "jacobian", "products", "structured")
 OUTPUTS = ("full", "trace", "diagonal")
@@ -62,6 +62,21 @@ def _sizes(maps: KernelMaps, params: Params) -> _Sizes:
     return _Sizes(left.shape[0], right.shape[0], math.prod(left.shape[1:]), count, left.dtype.itemsize)
 
 
+# How a kernel is to be computed; the same for ``ntk_plan`` and ``empirical_ntk``.
+OPTIONS = {
+    "apply": _checks.function,
+    "params": _checks.anything,
+    "x": batch,
+    "z": _checks.optional(batch),
+    "stats": _checks.optional(_checks.choice(*STATS)),
+    "outputs": _checks.choice(*OUTPUTS),
+    "chunk": _checks.optional(_checks.count(1)),
+    "method": _checks.choice(*METHODS),
+    "limit": _checks.number(above=0),
+}
+
+
+@_checks.arguments(**OPTIONS)
 def ntk_plan(
     apply: Apply | Normalized,
     params: Params,
@@ -84,8 +99,9 @@ def ntk_plan(
     >>> ntk_plan(apply, params, jnp.ones((300, 2))).method
     'structured'
     """
-    x, z = jnp.asarray(x), None if z is None else jnp.asarray(z)
-    return plan_for(kernel_maps(apply, params, x, z, stats), params, x, outputs, chunk, method, limit)
+    left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
+    maps = kernel_maps(apply, params, left, right, stats)
+    return plan_for(maps, params, left, outputs, chunk, method, limit)
 
 
 def plan_for(
@@ -98,8 +114,6 @@ def plan_for(
     limit: int,
 ) -> NtkPlan:
     """Choose method and chunk for the kernel of ``maps``; the other arguments are those of ``empirical_ntk``."""
-    _checks.one_of("method", method, METHODS)
-    _checks.one_of("outputs", outputs, OUTPUTS)
     sizes = _sizes(maps, params)
     kept = {"full": sizes.outputs**2, "diagonal": sizes.outputs, "trace": 1}[outputs]
     result = sizes.item * sizes.rows * sizes.columns * kept
@@ -118,7 +132,7 @@ def plan_for(
         )
     chosen, reason = _choose(method, flops, memory, limit)
     if chunk is not None:
-        at_a_time = _checks.whole("chunk", chunk, 1)
+        at_a_time = chunk
     elif chosen == "structured":  # temporaries of a block stay below a quarter of the limit
         share = limit / 4 / max(3 * sizes.item * sizes.columns * sizes.outputs**2, 1)
         at_a_time = max(1, min(sizes.rows, int(share)))

@@ -6,19 +6,28 @@ memory can be computed.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from meanflow import _checks
 from meanflow.kernels.empirical.operator import KernelOperator
 
 Kernel: TypeAlias = KernelOperator | Float[Array, "n n"]
 Product: TypeAlias = Callable[[Float[Array, " n"]], Float[Array, " n"]]
+
+
+def square_kernel(name: str, value: object) -> object:
+    """Accept a square matrix, or a ``KernelOperator``."""
+    if isinstance(value, KernelOperator):
+        return value
+    matrix = cast(Array, _checks.array((None, None))(name, value))
+    _square(matrix)
+    return matrix
 
 
 def _product(kernel: Kernel) -> Product:
@@ -281,8 +290,15 @@ class Spectrum(NamedTuple):
     variance_error: Float[Array, ""]
 
 
+@_checks.arguments(
+    kernel=square_kernel,
+    top=_checks.optional(_checks.count(1)),
+    key=_checks.optional(_checks.prng_key),
+    probes=_checks.count(2),
+    steps=_checks.optional(_checks.count(1)),
+)
 def spectrum(
-    kernel: Kernel,
+    kernel: KernelOperator | Float[ArrayLike, "n n"],
     *,
     top: int | None = None,
     key: Key[Array, ""] | None = None,
@@ -308,20 +324,21 @@ def spectrum(
     >>> s.values.tolist(), float(s.mean), float(s.variance)
     ([3.0, 1.0], 2.0, 1.0)
     """
-    n, dtype = _square(kernel)
+    matrix = kernel if isinstance(kernel, KernelOperator) else jnp.asarray(kernel)
+    n, dtype = _square(matrix)
     zero = jnp.zeros((), dtype)
     if key is None:
-        if isinstance(kernel, KernelOperator):
+        if isinstance(matrix, KernelOperator):
             raise ValueError("key must be given for an operator, got None")
-        values = jnp.linalg.eigvalsh(kernel)[::-1][:top]
+        values = jnp.linalg.eigvalsh(matrix)[::-1][:top]
         residuals = jnp.zeros_like(values)
     else:
         one, two = jax.random.split(key)
-        values, vectors, residuals = top_eigenpairs(kernel, 4 if top is None else top, key=one, steps=steps)
-    if isinstance(kernel, KernelOperator):
-        estimate = spectral_moments(kernel, key=two, probes=probes, deflate=vectors)
+        values, vectors, residuals = top_eigenpairs(matrix, 4 if top is None else top, key=one, steps=steps)
+    if isinstance(matrix, KernelOperator):
+        estimate = spectral_moments(matrix, key=two, probes=probes, deflate=vectors)
     else:
-        mean, mean_square = jnp.trace(kernel) / n, jnp.sum(kernel * kernel.T) / n
+        mean, mean_square = jnp.trace(matrix) / n, jnp.sum(matrix * matrix.T) / n
         estimate = SpectralMoments(mean, mean_square, zero, zero, zero)
     mean, mean_square = estimate.mean, estimate.mean_square
     return Spectrum(

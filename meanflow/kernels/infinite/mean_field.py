@@ -36,6 +36,16 @@ class OrderParameters(NamedTuple):
     q: Float[Array, "L T S"]
 
 
+# The network; the same for all functions of this module.
+NETWORK = {
+    "depth": _checks.count(1),
+    "weight_variance": _checks.number(low=0),
+    "bias_variance": _checks.number(low=0),
+}
+INPUTS = {"x": _checks.array((None, None)), "z": _checks.optional(_checks.array((None, None)))}
+
+
+@_checks.arguments(gram=_checks.array((None, None)), **NETWORK)
 def order_parameters(
     gram: Float[ArrayLike, "T S"],
     *,
@@ -64,9 +74,6 @@ def order_parameters(
     >>> out.p.shape, round(float(out.p[1, 0, 1]), 4)
     ((3, 2, 2), 0.3183)
     """
-    depth = _checks.whole("depth", depth, 1)
-    _checks.at_least("weight_variance", weight_variance, 0.0)
-    _checks.at_least("bias_variance", bias_variance, 0.0)
     gram = jnp.asarray(gram)
     if variances is None:
         if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
@@ -118,6 +125,9 @@ def _order_between(
     )
 
 
+@_checks.arguments(
+    **INPUTS, **NETWORK, parametrization=_checks.choice("ntk", "standard"), biases=_checks.flag
+)
 def infinite_ntk(
     x: Float[ArrayLike, "T d"],
     z: Float[ArrayLike, "S d"] | None = None,
@@ -146,7 +156,6 @@ def infinite_ntk(
     >>> infinite_ntk(jnp.ones((1, 2)), depth=2).tolist()  # sum over two layers of r^l q^l = 2 x 1 + 2 x 1
     [[4.0]]
     """
-    _checks.one_of("parametrization", parametrization, ("ntk", "standard"))
     order = _order_between(x, z, depth, activation, weight_variance, bias_variance)
     if parametrization == "ntk":
         inner = order.r if biases else order.r - bias_variance
@@ -159,6 +168,7 @@ def infinite_ntk(
     return jnp.sum((sizes * order.p + (1.0 if biases else 0.0)) * order.q, axis=0)
 
 
+@_checks.arguments(**INPUTS, **NETWORK)
 def nngp(
     x: Float[ArrayLike, "T d"],
     z: Float[ArrayLike, "S d"] | None = None,
