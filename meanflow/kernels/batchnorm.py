@@ -185,8 +185,8 @@ def last_hidden_ntk(
     shift = jnp.zeros_like(readout) if beta is None else beta
     _, slope = jax.jvp(resolve(activation), (scale[None] * y + shift[None],), (jnp.ones_like(y),))
     d = slope * (readout * scale)[None] / s  # (T, N)
-    centred = recenter(hidden)
-    gram = jnp.matmul(centred, centred.T, precision=_HIGH)
+    centered = recenter(hidden)
+    gram = jnp.matmul(centered, centered.T, precision=_HIGH)
     image = jnp.matmul(gram, y, precision=_HIGH)  # (y C)', (T, N)
     u, v = d * y, d * image
     cross = jnp.matmul(u, v.T, precision=_HIGH)
