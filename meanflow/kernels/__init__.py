@@ -19,8 +19,3 @@ from meanflow.kernels.infinite.mean_field import infinite_ntk as infinite_ntk
 from meanflow.kernels.infinite.mean_field import nngp as nngp
 from meanflow.kernels.infinite.mean_field import order_parameters as order_parameters
 from meanflow.kernels.regime import kernel_flow as kernel_flow
-from meanflow.kernels.splines import natural_spline as natural_spline
-from meanflow.kernels.splines import spline_interpolant as spline_interpolant
-from meanflow.kernels.univariate import indicator as indicator
-from meanflow.kernels.univariate import random_feature as random_feature
-from meanflow.kernels.univariate import univariate_ntk as univariate_ntk

@@ -3,9 +3,6 @@
 from meanflow.sweeps.function import sweep_function as sweep_function
 from meanflow.sweeps.grid import Grid as Grid
 from meanflow.sweeps.grid import group_widths as group_widths
-from meanflow.sweeps.observables import Observable as Observable
-from meanflow.sweeps.observables import default_observables as default_observables
-from meanflow.sweeps.observables import particles as particles
 from meanflow.sweeps.phase import collapse as collapse
 from meanflow.sweeps.phase import fit_exponents as fit_exponents
 from meanflow.sweeps.phase import phase_diagram as phase_diagram

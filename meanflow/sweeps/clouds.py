@@ -6,9 +6,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from meanflow.measures.cloud import Affine, Cloud, Neurons, Polar
-
-AMPLITUDE = {Polar: "r", Neurons: "a", Affine: "c"}  # the coordinate in which a neuron is linear
+from meanflow.measures.cloud import Cloud
 
 
 def prefix(cloud: Cloud, width: int) -> Cloud:
@@ -26,9 +24,8 @@ def with_labels(cloud: Cloud, label: float) -> Cloud:
     return _replace(cloud, cloud.particles, labels, cloud.weights, cloud.width)
 
 
-def scaled(cloud: Cloud, factor: float) -> Cloud:
-    """Amplitudes (r, a or c) times ``factor``."""
-    name = AMPLITUDE[type(cloud.particles)]
+def scaled(cloud: Cloud, name: str, factor: float) -> Cloud:
+    """The same cloud with the amplitudes, coordinate ``name``, times ``factor``."""
     value = getattr(cloud.particles, name) * cloud.weights.dtype.type(factor)
     return cloud.at(cloud.particles._replace(**{name: value}))
 

@@ -7,10 +7,10 @@ import numpy as np
 from scipy import optimize
 
 from meanflow import _checks
-from meanflow.flows.univariate.models import lifted
 from meanflow.measures.dataset import Dataset
 from meanflow.sweeps import summary
 from meanflow.sweeps.sweep import sweep
+from meanflow.univariate.models import lifted
 
 COLLAPSE = ("a", "a_error", "b", "b_error", "quality", "raw")
 NO_OVERLAP = 1e6

@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
+from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.continuous import solve
 from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
-from meanflow.sweeps.observables import Observable
 
 SWEEP, PARTICLES = "sweep", "particles"
 
@@ -52,10 +52,6 @@ class RunCell(eqx.Module):
             return self.flow
         return self.flow(**{name: values[name] for name in self.taken["flow"]})
 
-    def observers(self) -> dict[str, Any]:
-        """What to record, in the form the solvers take."""
-        return {name: one.observer() for name, one in self.observe.items()}
-
     def solution(self, data: Dataset, inputs: dict[str, Any]) -> Solution:
         """The run as the solver returns it."""
         values = self.fixed | inputs["axes"]
@@ -67,7 +63,14 @@ class RunCell(eqx.Module):
         rest = {name: value for name, value in self.horizon.items() if name != end}
         flow = self.flow_at(values)
         return solver(
-            flow, inputs["cloud"], data, self.horizon[end], observe=self.observers(), **rest, **settings
+            flow,
+            inputs["cloud"],
+            data,
+            self.horizon[end],
+            observe=self.observe,
+            throw=False,
+            **rest,
+            **settings,
         )
 
     def __call__(self, data: Dataset, inputs: dict[str, Any]) -> dict[str, jax.Array]:

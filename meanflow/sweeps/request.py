@@ -34,10 +34,10 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow.flows import models
-from meanflow.flows.univariate import models as univariate
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.step import KernelStep
 from meanflow.sweeps.sweep import Sweep, prepare
+from meanflow.univariate import models as univariate
 
 FLOWS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "vanilla": (models.vanilla, ("activation", "loss")),

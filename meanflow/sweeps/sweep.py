@@ -12,21 +12,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meanflow import _checks
-from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import Flow
-from meanflow.flows.univariate.models import Univariate
-from meanflow.geometry.balance import Lifted
+from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.continuous import _step_budget, solve
+from meanflow.solvers.continuous import solve, step_budget
 from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
+from meanflow.solvers.step import ConstantStep
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group
 from meanflow.sweeps.identity import describe
 from meanflow.sweeps.labels import PLAIN, SHOWN
-from meanflow.sweeps.observables import Observable, choose, default_observables, on_clock
+from meanflow.sweeps.observables import choose
 from meanflow.sweeps.plan import Plan, as_key, numbers
 
 TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
@@ -67,10 +66,7 @@ class Sweep(Plan):
     def cell(self, group: Group) -> program.RunCell:
         """The program of one cell of a group."""
         fixed = dict(group.fixed)
-        observe = self.observe
-        if "clock" in fixed:  # what is measured in time follows the clock of the cell
-            observe = {name: on_clock(one, fixed["clock"]) for name, one in observe.items()}
-        return program.RunCell(self.flow, observe, self.horizon, self.settings, self.taken, fixed)
+        return program.RunCell(self.flow, self.observe, self.horizon, self.settings, self.taken, fixed)
 
     def cloud(self, **cell: Any) -> Cloud:
         """The initial cloud of a cell, at its true width."""
@@ -200,7 +196,7 @@ class Sweep(Plan):
         if "delta" in values and "delta" not in self.taken["init"]:
             cloud = clouds.with_labels(cloud, values["delta"])
         if "scale" in values and "scale" not in self.taken["init"]:
-            cloud = clouds.scaled(cloud, values["scale"])
+            cloud = clouds.scaled(cloud, self._flow_at(values).feature.amplitude, values["scale"])
         return cloud
 
     def _draw(self, values: dict[str, Any], width: int, passed: dict[str, Any]) -> Cloud:
@@ -270,7 +266,7 @@ def prepare(
     settings.setdefault("clock", "lazy")  # equal to mean-field time for alpha = m
     horizon, along = _horizon(t1, ts, steps, every, settings, grid)
     _check_settings(solve if steps is None else descend, [*settings, *taken["solver"]])
-    recorded = choose(observe, default_observables(template.bind(data), data, settings["clock"]))
+    recorded = choose(observe, template.bind(data).observables(data))
     _check_names(grid, recorded, along["name"])
     if chunk is not None:
         chunk = _checks.whole("chunk", chunk, 1)
@@ -405,24 +401,25 @@ def _check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> N
 
 
 def _check_inputs(flow: Flow, data: Dataset) -> None:
-    univariate = isinstance(flow.feature, Univariate)
-    if (univariate and data.x.ndim != 1) or (
-        isinstance(flow.feature, TwoLayer | BatchNormed) and data.x.ndim != 2
-    ):
+    wanted = flow.feature.input_ndim
+    if wanted is not None and data.x.ndim != wanted:
         raise ValueError(
-            f"data.x must have shape {'(n,)' if univariate else '(n, d)'} for this flow, got {data.x.shape}"
+            f"data.x must have shape {'(n,)' if wanted == 1 else '(n, d)'} for this flow, got {data.x.shape}"
         )
 
 
 def _check_labels(flow: Flow, grid: Grid, taken: dict[str, tuple[str, ...]]) -> None:
-    labelled = isinstance(flow.space, Lifted) and flow.space.limit is None
+    labelled = flow.space.label_name == "delta"
     if "delta" in grid.axes and not labelled and not any("delta" in some for some in taken.values()):
         raise ValueError(
             "deltas need a flow whose labels are balances (meanflow.lifted), or an init that takes delta, "
             f"got a flow on {type(flow.space).__name__}"
         )
-    if "scale" in grid.axes and "scale" not in taken["init"] and flow.feature.record not in clouds.AMPLITUDE:
-        raise ValueError("scales need neurons of type Neurons, Polar or Affine, or an init that takes scale")
+    if "scale" in grid.axes and "scale" not in taken["init"] and flow.feature.amplitude is None:
+        raise ValueError(
+            "scales need a feature that names its amplitude, or an init that takes scale, "
+            f"got {type(flow.feature).__name__}"
+        )
 
 
 def _horizon(
@@ -456,7 +453,9 @@ def _horizon(
         # inside the program the step is traced and its budget unknown
         step = min(grid.axes["step"]) if _numeric_axis(grid, "step") else settings.get("step")
         plain = isinstance(step, int | float | np.generic)
-        settings["max_steps"] = _step_budget(step if plain else None, jnp.asarray(0.0), jnp.asarray(t1))
+        rule = ConstantStep(jnp.asarray(step, float)) if plain else None
+        saves = jnp.asarray(times)
+        settings["max_steps"] = step_budget(rule, jnp.asarray(0.0), jnp.asarray(t1), saves)
     units = "time on the clock of the run" if "clock" in grid.axes else f"{settings['clock']} time"
     along = {"name": "time", "values": times.tolist(), "units": units}
     return {"t1": float(t1), "ts": jnp.asarray(times)}, along

@@ -67,7 +67,7 @@ def test_displacements_are_root_mean_squares():
     start, now = pair(polar, LINE, labels=1.0)
     around = start.at(start.particles._replace(theta=start.particles.theta + 2 * jnp.pi))
     assert float(obs.angle_displacement(polar, around, LINE, start)) < 1e-14
-    lift = mf.geometry.balance.lift
+    lift = mf.univariate.balance.lift
     expected = obs.angle_displacement(polar, now, LINE, start)
     assert float(obs.angle_displacement(raw, lift(now), LINE, lift(start))) == pytest.approx(float(expected))
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from meanflow.flows.univariate import sparse
 
 from meanflow.flows import univariate as uni
 from meanflow.flows.flow import Flow
-from meanflow.flows.univariate import sparse
 from meanflow.measures import Cloud, Dataset, Polar
 from meanflow.plots.curves import fit
 from meanflow.plots.style import COLOURS, PALE, panels
