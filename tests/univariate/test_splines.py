@@ -106,6 +106,7 @@ def test_gradients_jit_and_single_precision():
     np.testing.assert_allclose(single(GRID.astype(jnp.float32)), spline_interpolant(X, Y)(GRID), atol=2e-3)
 
 
+@pytest.mark.bad_input
 def test_bad_arguments():
     with pytest.raises(ValueError, match="cubic kernel"):
         spline_interpolant(X, Y, law=Radial())

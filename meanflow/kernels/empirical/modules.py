@@ -17,8 +17,9 @@ from meanflow import _checks
 
 Params: TypeAlias = PyTree
 Statistics: TypeAlias = PyTree
-Batch: TypeAlias = Shaped[Array, "T ..."]
-Outputs: TypeAlias = Shaped[Array, "T ..."]
+# axes without a name, since functions take batches of different sizes
+Batch: TypeAlias = Shaped[Array, "_ ..."]
+Outputs: TypeAlias = Shaped[Array, "_ ..."]
 Apply: TypeAlias = Callable[[Params, Batch], Outputs]
 
 

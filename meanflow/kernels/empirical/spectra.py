@@ -26,7 +26,8 @@ def square_kernel(name: str, value: object) -> object:
     if isinstance(value, KernelOperator):
         return value
     matrix = cast(Array, _checks.array((None, None))(name, value))
-    _square(matrix)
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"{name} must be a square matrix or an operator, got shape {matrix.shape}")
     return matrix
 
 
