@@ -60,7 +60,6 @@ _ROOMS = (
     "training",
     "univariate",
     "sweeps",
-    "experiments",
     "plots",
     "report",
 )

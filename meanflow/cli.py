@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from meanflow import reproduce
 from meanflow.commands import FAILED_CELLS, Commands, guard, parse_setting, print_json
 
 BAD_JAX = {
@@ -349,8 +348,6 @@ def info(as_json: bool) -> None:
     if warning:
         click.echo(f"warning: jax {found['jax']} is known to be bad: {warning}", err=True)
 
-
-main.add_command(reproduce.command, "reproduce")
 
 if __name__ == "__main__":
     main()

@@ -26,7 +26,7 @@ from jaxtyping import Array, ArrayLike, Complex, Float, Int
 
 from meanflow import _checks
 from meanflow.depth.propagation import VARIANCE
-from meanflow.kernels.dual import dual_activation
+from meanflow.kernels.infinite.dual import dual_activation
 
 HOMOGENEOUS = ("relu", "linear", "leaky_relu")
 """Activations with phi(t z) = t phi(z) for t > 0, so that rescaling can be taken out of the expectation."""

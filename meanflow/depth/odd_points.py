@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
 from meanflow.depth import observables
-from meanflow.kernels.dual import dual_activation
+from meanflow.kernels.infinite.dual import dual_activation
 
 
 class OddPoint(NamedTuple):

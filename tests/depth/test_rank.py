@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import polygon
 from scipy import optimize, stats
 
 from meanflow import depth
 from meanflow.depth.cells import cells, cone_volumes, general_position_count
-from meanflow.experiments.decomposed_theorems import polygon
 
 
 def planar_gamma(x):

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
+from helpers import ring
 
 import meanflow as mf
-from meanflow.experiments.batchnorm import ring
 from meanflow.flows.optimality import certificate, separates
 
 

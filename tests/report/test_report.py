@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.report import contents, write_report
+from meanflow.report import write_report
+from meanflow.report.page import contents
 from meanflow.sweeps import Observable, particles
 
 X = jnp.linspace(-1.0, 1.0, 5)
