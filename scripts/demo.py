@@ -13,7 +13,7 @@ from meanflow import plots
 from meanflow.experiments.batchnorm import alignment, quasi_normal, spokes
 from meanflow.experiments.sweeps import regime_map
 from meanflow.report import write_report
-from meanflow.sweeps import Observable, particles
+from meanflow.sweeps.observables import Observable, particles
 
 jax.config.update("jax_enable_x64", True)
 

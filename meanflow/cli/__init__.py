@@ -58,29 +58,31 @@ def _execute(request: dict[str, Any], store: str | None, as_json: bool, distribu
         import jax
 
         jax.distributed.initialize()
-    from meanflow.sweeps import hosts, make_mesh, summary
-    from meanflow.sweeps.request import build
+    from meanflow.cli import tables
+    from meanflow.cli.request import build
+    from meanflow.sweeps import make_mesh
+    from meanflow.sweeps.results import failed
+    from meanflow.sweeps.runner import is_lead
 
     _precision(request)
     plan = build(request)
-    plan.request = request
     mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
     data = plan.run(store=store, mesh=mesh)
-    failed = int(summary.failed(data).sum())
+    lost = int(failed(data).sum())
     numbers = {
         "store": store,
         "cells": plan.grid.size,
-        "failed": failed,
+        "failed": lost,
         "programs": len(plan.groups),
         "waste": round(plan.waste, 4),
     }
-    if as_json and hosts.is_lead():
+    if as_json and is_lead():
         print_json(numbers)
-    elif hosts.is_lead():
-        summary.print_table(data, "energy")
+    elif is_lead():
+        tables.print_table(data, "energy")
         where = f", stored in {store}" if store else " (not stored; pass --store DIR to keep them)"
-        click.echo(f"{plan.grid.size} runs in {len(plan.groups)} compiled programs, {failed} failed{where}")
-    if failed:
+        click.echo(f"{plan.grid.size} runs in {len(plan.groups)} compiled programs, {lost} failed{where}")
+    if lost:
         sys.exit(FAILED_CELLS)
 
 
@@ -143,7 +145,7 @@ def sweep(
       step = {kernel = 0.2}
       observe = ["default", "neurons"]
     """
-    from meanflow.sweeps import request as requests
+    from meanflow.cli import request as requests
 
     tables: dict[str, Any] = {"flow": {}, "data": {}, "grid": {}, "run": {}}
     if config is not None:
@@ -219,7 +221,7 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
       meanflow resume runs/a
       meanflow resume runs/a --json
     """
-    from meanflow.sweeps.request import check_request
+    from meanflow.cli.request import check_request
     from meanflow.sweeps.store import StoreError, read_config
 
     request = read_config(directory).get("request")
@@ -257,16 +259,16 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
       meanflow show runs/a --variable angle_displacement --figure map.png
       meanflow show runs/a --json
     """
-    from meanflow.sweeps import summary
+    from meanflow.cli import tables
 
     data = _load(directory)
     if variable not in data:
         raise ValueError(f"--variable must be one of {sorted(data.data_vars)}, got {variable!r}")
     if as_json:
-        scalars = {n: summary.medians(data, n) for n in data.data_vars if summary.is_scalar(data, n)}
+        scalars = {n: tables.medians(data, n) for n in data.data_vars if tables.is_scalar(data, n)}
         print_json({name: table.to_dict() for name, table in scalars.items()})
     else:
-        summary.print_table(data, variable)
+        tables.print_table(data, variable)
     if figure is not None:
         _draw(data, variable).figure.savefig(figure, dpi=150)
         click.echo(f"figure in {figure}", err=as_json)
@@ -275,18 +277,19 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
 def _draw(data: Any, variable: str) -> Any:
     """Final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
-    from meanflow.sweeps import summary
+    from meanflow.cli import tables
+    from meanflow.sweeps.results import final
 
-    last = summary.final(data, variable)
+    last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
     if len(long) == 2:
-        return plots.heat_map(summary.medians(data, variable))
+        return plots.heat_map(tables.medians(data, variable))
     if len(long) != 1:
         raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
     values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
         "seed", *long
     )
-    return plots.traces(last[long[0]].values, {variable: values.values}, xlabel=long[0], ylabel=variable)
+    return plots.traces(last[long[0]].values, {variable: values.values}, xlabel=str(long[0]), ylabel=variable)
 
 
 @main.command()

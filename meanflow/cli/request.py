@@ -24,6 +24,7 @@
 Every table is checked: an unknown or misspelt key is an error that names the nearest known one.
 """
 
+import dataclasses
 import difflib
 import pathlib
 import tomllib
@@ -37,7 +38,7 @@ from meanflow.flows import models
 from meanflow.flows.univariate import models as univariate
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.step import KernelStep
-from meanflow.sweeps.sweep import Sweep, prepare
+from meanflow.sweeps.networks import Sweep, prepare
 
 FLOWS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "vanilla": (models.vanilla, ("activation", "loss")),
@@ -113,7 +114,8 @@ def build(request: Mapping[str, Any]) -> Sweep:
             isinstance(v, bool) or not isinstance(v, int | float) for v in given
         ):
             raise ValueError(f"grid.{name} must be a list of numbers, got {given!r}")
-    return prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
+    plan = prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
+    return dataclasses.replace(plan, request=dict(request))
 
 
 def named_data(

@@ -24,7 +24,7 @@ from meanflow.measures import scaling
 from meanflow.measures.cloud import Affine, Cloud, Neurons, Polar
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.solve import FromStart
-from meanflow.sweeps.labels import PLAIN
+from meanflow.sweeps.results import PLAIN
 
 KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square
 GRID_POINTS = 101

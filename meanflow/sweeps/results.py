@@ -1,16 +1,19 @@
-"""From chunks of arrays to one labelled ``xarray.Dataset``."""
+"""From chunks of arrays to one labelled ``xarray.Dataset``, and what is asked of it: final values and failures."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import numpy as np
 
 from meanflow.solvers.solution import RESULTS
-from meanflow.sweeps.grid import Chunk, Grid
-from meanflow.sweeps.identity import digest
+from meanflow.sweeps.grid import Chunk, Grid, Value
+from meanflow.sweeps.identity import Json, digest
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
 
 PLAIN = {
     "t": ("time on the clock of the run", "1"),
@@ -45,18 +48,22 @@ CODES = (
 
 
 def result_codes() -> dict[int, str]:
-    """Names of the result codes that a sweep may record."""
+    """Return the names of the result codes that a sweep may record."""
     return {int(np.asarray(getattr(RESULTS, name)._value)): name for name in CODES}
+
+
+# a run that was asked to stop in a steady state, and did
+(STEADY,) = (code for code, name in result_codes().items() if name == "event_occurred")
 
 
 def assemble(
     grid: Grid,
     chunks: Sequence[Chunk],
     results: Mapping[str, Mapping[str, np.ndarray]],
-    layout: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-) -> Any:
-    """One data set from the results of all chunks that are there; missing cells are NaN (-1 for integers).
+    layout: Json,
+    provenance: Mapping[str, str],
+) -> "xarray.Dataset":
+    """Return one data set with the results of all chunks that are there; missing cells are NaN (-1 for integers).
 
     Args:
         grid: the grid of the sweep.
@@ -68,60 +75,72 @@ def assemble(
     """
     import xarray
 
-    names: dict[str, np.ndarray] = {}
-    for chunk in chunks:
-        for name, value in results.get(chunk.name, {}).items():
-            names.setdefault(name, value)
-    whole: dict[str, np.ndarray] = {}
-    for name, example in names.items():
-        parts = [(c, results[c.name][name]) for c in chunks if c.name in results]
-        tail = tuple(np.max([p.shape[1:] for _, p in parts], axis=0)) if example.ndim > 1 else ()
-        empty = np.nan if example.dtype.kind == "f" else (False if example.dtype.kind == "b" else -1)
-        full = np.full((grid.size, *(int(k) for k in tail)), empty, example.dtype)
-        for chunk, part in parts:
-            # narrower groups leave the rest empty
-            window: Any = (np.array(chunk.cells), *(slice(0, k) for k in part.shape[1:]))
-            full[window] = part
-        whole[name] = full.reshape(*grid.shape, *full.shape[1:])
-    variables, outer = {}, tuple(SHOWN.get(name, name) for name in grid.axes)
-    for name, value in whole.items():
+    there = [c for c in chunks if c.name in results]
+    names = dict.fromkeys(name for c in there for name in results[c.name])
+    outer = tuple(SHOWN.get(name, name) for name in grid.axes)
+    variables = {}
+    for name in names:
+        whole = _join(grid, [(c, results[c.name][name]) for c in there])
         about = _described(name, layout["variables"])
-        extra = value.ndim - len(outer)
-        dims = _dims(name, extra, layout.get("along"), about.get("dims", []), bool(about.get("series", True)))
-        attrs = {"units": about.get("units", "1"), "long_name": about.get("about") or name}
-        if name in PLAIN:
-            attrs = {"long_name": PLAIN[name][0], "units": PLAIN[name][1]}
-        if name == "result":
-            attrs |= {"flag_values": list(result_codes()), "flag_meanings": " ".join(result_codes().values())}
-        variables[name] = (outer + dims, value, attrs)
-    coords: dict[str, Any] = {
+        dims = _dims(name, whole.ndim - len(outer), layout.get("along"), about)
+        variables[name] = (outer + dims, whole, _attributes(name, about))
+    used = {d for dims, _, _ in variables.values() for d in dims}
+    return xarray.Dataset(variables, _coordinates(grid, outer, layout, used), dict(provenance))
+
+
+def _join(grid: Grid, parts: Sequence[tuple[Chunk, np.ndarray]]) -> np.ndarray:
+    """Return one variable over the whole grid from its values in some chunks."""
+    example = parts[0][1]
+    tail = tuple(np.max([p.shape[1:] for _, p in parts], axis=0)) if example.ndim > 1 else ()
+    empty = np.nan if example.dtype.kind == "f" else (False if example.dtype.kind == "b" else -1)
+    full = np.full((grid.size, *(int(k) for k in tail)), empty, example.dtype)
+    for chunk, part in parts:
+        # narrower groups leave the rest empty
+        window = full[(slice(None), *(slice(0, k) for k in part.shape[1:]))]
+        window[np.array(chunk.cells)] = part
+    return full.reshape(*grid.shape, *full.shape[1:])
+
+
+def _attributes(name: str, about: Json) -> Json:
+    """Return units and description of a variable."""
+    if name not in PLAIN:
+        return {"units": about.get("units", "1"), "long_name": about.get("about") or name}
+    attributes: Json = {"long_name": PLAIN[name][0], "units": PLAIN[name][1]}
+    if name == "result":
+        codes = result_codes()
+        attributes |= {"flag_values": list(codes), "flag_meanings": " ".join(codes.values())}
+    return attributes
+
+
+def _coordinates(grid: Grid, outer: Sequence[str], layout: Json, used: set[str]) -> Json:
+    """Return the values along the axes of the grid, the save axis and those of the observables."""
+    coords = {
         shown: (shown, np.asarray(axis_labels(values)), _about_axis(shown))
         for shown, values in zip(outer, grid.axes.values(), strict=True)
     }
-    used = {d for dims, _, _ in variables.values() for d in dims}
     along = layout.get("along")
     if along is not None and along["name"] in used:
-        about_along = _about_axis(along["name"]) | {"units": along["units"]}
-        coords[along["name"]] = (along["name"], np.asarray(along["values"]), about_along)
+        about = _about_axis(along["name"]) | {"units": along["units"]}
+        coords[along["name"]] = (along["name"], np.asarray(along["values"]), about)
     for name, values in layout.get("coords", {}).items():
         if name in used:
             coords[name] = (name, np.asarray(values), _about_axis(name))
-    return xarray.Dataset(variables, coords, dict(provenance))
+    return coords
 
 
-def _described(name: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The description of a variable; the parts of an observable that is a dict share its description."""
+def _described(name: str, variables: Mapping[str, Json]) -> Json:
+    """Return the description of a variable; the parts of an observable that is a dict share its description."""
     if name in variables:
         return variables[name]
     return next((about for parent, about in variables.items() if name.startswith(f"{parent}_")), {})
 
 
-def _dims(name: str, extra: int, along: Any, given: Sequence[str], series: bool) -> tuple[str, ...]:
-    """Names of the axes behind those of the grid: the save axis first, then the observable's own."""
+def _dims(name: str, extra: int, along: Json | None, about: Json) -> tuple[str, ...]:
+    """Return the names of the axes behind those of the grid: the save axis first, then the observable's own."""
     if extra == 0:
         return ()
-    lead = (along["name"],) if along is not None and series else ()
-    rest = extra - len(lead)
+    lead = (along["name"],) if along is not None and about.get("series", True) else ()
+    rest, given = extra - len(lead), about.get("dims", [])
     own = tuple(given) if len(given) == rest else tuple(f"{name}_{k}" for k in range(rest))
     return lead + own
 
@@ -130,16 +149,20 @@ def _about_axis(name: str) -> dict[str, str]:
     return {"long_name": AXES.get(name, name), "units": "1"}
 
 
-def axis_labels(values: Sequence[Any]) -> list[Any]:
-    """Numbers as they are; anything else as short text, which is the same in every process and always distinct."""
+def axis_labels(values: Sequence[Value]) -> list[float | str]:
+    """Return numbers as they are, anything else as short text that is the same in every process and always distinct.
+
+    >>> axis_labels(["lazy", "gradient"])
+    ['lazy', 'gradient']
+    """
     if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         return list(values)
     texts = [_label(v) for v in values]
     return [t if texts.count(t) == 1 else f"{t}#{k}" for k, t in enumerate(texts)]
 
 
-def _label(value: Any) -> str:
-    """For instance ``KernelStep(kappa=0.1, every=20)``; objects and functions without readable fields by their name."""
+def _label(value: Value) -> str:
+    """Return for instance ``KernelStep(kappa=0.1, every=20)``; without readable fields a name."""
     if isinstance(value, str | bool | int | float):
         return str(value)
     if isinstance(value, eqx.Module):
@@ -153,13 +176,38 @@ def _label(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 
-def provenance(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that say how a data set came about, as text."""
+def provenance(config: Json) -> dict[str, str]:
+    """Return the attributes that say how a data set came about, as text."""
     run = config["run"]
     return {
         "title": "meanflow sweep",
         "versions": json.dumps(config["versions"]),
+        "source": config["source"],
         "run": json.dumps(run),
         "data_hash": digest(json.dumps(run["data"]).encode()) if "data" in run else "",
         "key": json.dumps(run.get("key")),
     }
+
+
+def final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":
+    """Return the last save of a variable of a sweep; of a run that stopped in a steady state, the last before it did.
+
+    Args:
+        runs: a data set of ``sweep``.
+        name: the variable.
+    """
+    value = runs[name]
+    along = next((d for d in ("time", "step") if d in value.dims), None)
+    if along is None:
+        return value
+    last = value.isel({along: -1}, drop=True)
+    if "result" not in runs or "t" not in runs or along not in runs.t.dims:
+        return last
+    saved = np.isfinite(runs.t).sum(along) - 1
+    stopped = (runs.result == STEADY) & (saved >= 0)
+    return value.isel({along: saved.clip(0)}, drop=True).where(stopped, last).assign_attrs(value.attrs)
+
+
+def failed(runs: "xarray.Dataset") -> "xarray.DataArray":
+    """Say of each run of a sweep whether it ended in a failure; those that have not been run did not."""
+    return (runs.result != 0) & (runs.result != STEADY) & (runs.result != -1)

@@ -12,7 +12,7 @@ import pytest
 
 import meanflow as mf
 from meanflow.report import contents, write_report
-from meanflow.sweeps import Observable, particles
+from meanflow.sweeps.observables import Observable, particles
 
 X = jnp.linspace(-1.0, 1.0, 5)
 DATA = mf.Dataset(X, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")

@@ -3,8 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meanflow.sweeps import Grid, group_widths
-from meanflow.sweeps.grid import make_chunks, make_groups, padding_waste
+from meanflow.sweeps.grid import Grid, group_widths, make_chunks, make_groups, padding_waste
 
 
 def brute_force(widths, waste):

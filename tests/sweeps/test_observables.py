@@ -125,7 +125,7 @@ def test_flows_without_a_law_record_none():
 
 
 def test_particles_are_recorded_on_request_only():
-    record = {"neurons": mf.sweeps.Observable(obs.particles, dims=("particle",))}
+    record = {"neurons": obs.Observable(obs.particles, dims=("particle",))}
     ds = mf.sweep(mf.canonical(), LINE, widths=(2, 5), steps=2, step=0.01, waste=0.0, observe=record)
     assert ds.neurons_r.dims == ("width", "seed", "step", "particle")
     assert ds.sizes["particle"] == 5
