@@ -8,12 +8,19 @@ interrupted.
 
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
 from meanflow import reproduce
 from meanflow.commands import FAILED_CELLS, Commands, guard, parse_setting, print_json
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
+    from matplotlib.figure import Figure
+
+Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
 
 BAD_JAX = {
     "0.10.2": "wrong numbers on CPU (jit of a vmapped product followed by a sum)",
@@ -47,13 +54,15 @@ _DISTRIBUTED = click.option(
 )
 
 
-def _precision(request: dict[str, Any]) -> None:
+def _precision(request: Tables) -> None:
+    """Set the precision of the run before anything is computed."""
     import jax
 
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
 
 
-def _execute(request: dict[str, Any], store: str | None, as_json: bool, distributed: bool) -> None:
+def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
+    """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
     if distributed:
         import jax
 
@@ -147,7 +156,7 @@ def sweep(
     """
     from meanflow.cli import request as requests
 
-    tables: dict[str, Any] = {"flow": {}, "data": {}, "grid": {}, "run": {}}
+    tables: Tables = {"flow": {}, "data": {}, "grid": {}, "run": {}}
     if config is not None:
         tables |= requests.read_request(config)
     elif not any(v is not None for v in flags.values()):
@@ -170,12 +179,14 @@ def sweep(
     _execute(request, store or request.get("store"), as_json, distributed)
 
 
-def _apply_flags(tables: dict[str, Any], flags: dict[str, Any]) -> None:
-    def put(table: str, key: str, value: Any) -> None:
+def _apply_flags(tables: Tables, flags: Tables) -> None:
+    """Write the flags that were given into the tables."""
+
+    def put(table: str, key: str, value: object) -> None:
         if value is not None:
             tables[table][key] = value
 
-    def listed(name: str, kind: Any) -> Any:
+    def listed(name: str, kind: Callable[[str], object]) -> list[object] | None:
         if flags[name] is None:
             return None
         try:
@@ -198,8 +209,8 @@ def _apply_flags(tables: dict[str, Any], flags: dict[str, Any]) -> None:
         tables["run"]["step"] = {"kernel": flags["kernel_step"]}
 
 
-def _alpha(text: str | None) -> Any:
-    """A name as it is, anything else as a number."""
+def _alpha(text: str | None) -> str | float | None:
+    """Return the name of an output scale as it is, anything else as a number."""
     if text is None or text in ("m", "sqrt", "one"):
         return text
     try:
@@ -232,8 +243,8 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
     _execute(check_request(request), directory, as_json, distributed)
 
 
-def _load(directory: str) -> Any:
-    """The finished part of a run directory."""
+def _load(directory: str) -> "xarray.Dataset":
+    """Return the finished part of a run directory."""
     from meanflow.sweeps import StoreError, load
 
     data = load(directory)
@@ -262,20 +273,21 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
     from meanflow.cli import tables
 
     data = _load(directory)
-    if variable not in data:
-        raise ValueError(f"--variable must be one of {sorted(data.data_vars)}, got {variable!r}")
+    names = [str(name) for name in data.data_vars]
+    if variable not in names:
+        raise ValueError(f"--variable must be one of {sorted(names)}, got {variable!r}")
     if as_json:
-        scalars = {n: tables.medians(data, n) for n in data.data_vars if tables.is_scalar(data, n)}
+        scalars = {n: tables.medians(data, n) for n in names if tables.is_scalar(data, n)}
         print_json({name: table.to_dict() for name, table in scalars.items()})
     else:
         tables.print_table(data, variable)
     if figure is not None:
-        _draw(data, variable).figure.savefig(figure, dpi=150)
+        _draw(data, variable).savefig(figure, dpi=150)
         click.echo(f"figure in {figure}", err=as_json)
 
 
-def _draw(data: Any, variable: str) -> Any:
-    """Final values as a map over two axes, or as a curve over one with the range of the seeds."""
+def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
+    """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
     from meanflow.cli import tables
     from meanflow.sweeps.results import final
@@ -283,13 +295,14 @@ def _draw(data: Any, variable: str) -> Any:
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
     if len(long) == 2:
-        return plots.heat_map(tables.medians(data, variable))
+        return plots.heat_map(tables.medians(data, variable)).figure
     if len(long) != 1:
         raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
     values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
         "seed", *long
     )
-    return plots.traces(last[long[0]].values, {variable: values.values}, xlabel=str(long[0]), ylabel=variable)
+    axis = str(long[0])
+    return plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable).figure
 
 
 @main.command()

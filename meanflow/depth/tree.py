@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.solvers.iterate import iterate
+from meanflow._numerics import iterate
 
 
 class Tree(eqx.Module):

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 
 from meanflow import depth
+from meanflow._numerics import iterate
 from meanflow.depth.observables import activity, rank, stable_rank
 from meanflow.depth.propagate import WEIGHTS
 from meanflow.experiments.outcome import Criterion, Outcome
 from meanflow.layers import functional
-from meanflow.solvers.iterate import iterate
 
 BATCH_NORM: dict[str, Any] = {"recenter": True, "rescale": "std"}
 RMS_ONLY: dict[str, Any] = {"recenter": False, "rescale": "rms"}

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 
 from meanflow import depth
+from meanflow._numerics import iterate
 from meanflow.depth.initializers import one_neuron_per_sample as initializers_for
 from meanflow.depth.observables import gram, orthogonality_gap
 from meanflow.experiments.decomposed import digits
 from meanflow.experiments.outcome import Criterion, Outcome
-from meanflow.solvers.iterate import iterate
 
 
 def polygon(n: int) -> jax.Array:

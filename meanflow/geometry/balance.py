@@ -20,21 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
+from meanflow._numerics import safe_divide, safe_norm, safe_sqrt, wrap_angle
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import Affine, Cloud, Polar
 from meanflow.measures.scaling import Scaling
-
-
-def safe_sqrt(u: jax.Array) -> jax.Array:
-    """sqrt with derivative 0 at 0 instead of infinity."""
-    good = u > 0
-    return jnp.where(good, jnp.sqrt(jnp.where(good, u, 1.0)), 0.0)
-
-
-def safe_divide(u: jax.Array, v: jax.Array) -> jax.Array:
-    """u / v, and 0 where v = 0."""
-    good = v != 0
-    return jnp.where(good, u / jnp.where(good, v, 1.0), 0.0)
 
 
 def angle_of(p: jax.Array) -> jax.Array:
@@ -111,7 +100,7 @@ def to_plane(particles: Polar) -> jax.Array:
 
 def to_polar(p: jax.Array, c: jax.Array, ratio: jax.Array) -> Polar:
     """(r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)) of p = (a, -b), eq. (5) with atan2."""
-    return Polar(ratio * c * safe_sqrt(jnp.sum(p**2, axis=-1)), angle_of(p))
+    return Polar(ratio * c * safe_norm(p), angle_of(p))
 
 
 def to_raw(particles: Polar, delta: jax.Array, ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -210,8 +199,7 @@ class Lifted(Space):
     def log(self, cloud: Cloud, particles: Polar) -> Polar:
         """Coordinate difference, the shortest way round in theta."""
         r, theta = cloud.particles
-        turn = particles.theta - theta
-        return Polar(particles.r - r, jnp.arctan2(jnp.sin(turn), jnp.cos(turn)))
+        return Polar(particles.r - r, wrap_angle(particles.theta - theta))
 
 
 class Layers(Space):

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from meanflow.geometry.balance import Lifted, angle_of, factors, safe_divide, to_polar, to_raw
+from meanflow._numerics import safe_divide
+from meanflow.geometry.balance import Lifted, angle_of, factors, to_polar, to_raw
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import Affine, Cloud, Polar
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meanflow._numerics import safe_norm
 from meanflow.geometry import sphere
-from meanflow.geometry.sphere import dot, norm
+from meanflow.geometry.sphere import dot
 
 
 @jax.jit
@@ -36,7 +37,7 @@ def normalize(b: jax.Array, sigma: jax.Array) -> jax.Array:
 @jax.jit
 def direction(bb: jax.Array) -> jax.Array:
     """The unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere."""
-    return bb / norm(bb)
+    return bb / safe_norm(bb, keepdims=True)
 
 
 @jax.jit
@@ -87,7 +88,7 @@ def distance(bb: jax.Array, other: jax.Array) -> jax.Array:
 def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
     """Endpoint (..., d), at time 1, of the geodesic of G from bb with velocity v (tangent, |v|_G in radians)."""
     s = direction(bb)
-    turn = (v - s * dot(s, v)) / norm(bb)
+    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
     return normalize(sphere.exp(s, turn), sigma)
 
 
@@ -95,21 +96,21 @@ def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
 def log(bb: jax.Array, other: jax.Array, sigma: jax.Array) -> jax.Array:
     """Tangent v (..., d) at bb with exp(bb, v) = other; undefined for opposite vectors."""
     turn = sphere.log(direction(bb), direction(other))
-    return norm(bb) * project(bb, turn, sigma)
+    return safe_norm(bb, keepdims=True) * project(bb, turn, sigma)
 
 
 @jax.jit
 def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
     """One raw gradient step, then renormalise, (..., d): second order, distance to exp is |v|_G^3 / 3."""
     s = direction(bb)
-    turn = (v - s * dot(s, v)) / norm(bb)
+    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
     return normalize(s + turn, sigma)
 
 
 @jax.jit
 def volume_density(bb: jax.Array, sigma: jax.Array) -> jax.Array:
     """d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
-    return (norm(bb) ** -bb.shape[-1] / norm(bb @ sigma))[..., 0]
+    return safe_norm(bb) ** -bb.shape[-1] / safe_norm(bb @ sigma)
 
 
 class Comparison(NamedTuple):

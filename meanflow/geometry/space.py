@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.geometry import lifts, omega, sphere
+from meanflow._numerics import safe_norm, wrap_angle
+from meanflow.geometry import lifts, omega
 from meanflow.geometry.lifts import norms
 from meanflow.measures.cloud import Cloud, Neurons, Polar
 from meanflow.measures.dataset import Dataset
@@ -70,8 +71,7 @@ class Cylinder(Space):
     def log(self, cloud: Cloud, particles: Polar) -> Polar:
         """Shortest way round the circle."""
         r, theta = cloud.particles
-        turn = particles.theta - theta
-        return Polar(particles.r - r, jnp.arctan2(jnp.sin(turn), jnp.cos(turn)))
+        return Polar(particles.r - r, wrap_angle(particles.theta - theta))
 
 
 class BatchNormManifold(Space):
@@ -141,4 +141,4 @@ class BatchNormManifold(Space):
         """sqrt(|a - a'|^2 + c^2 angle^2); independent of the covariance."""
         a, b = cloud.particles
         turn = norms(cloud) * omega.distance(b, particles.b)
-        return sphere.norm(jnp.stack([particles.a - a, turn], axis=-1))[..., 0]
+        return safe_norm(jnp.stack([particles.a - a, turn], axis=-1))

@@ -3,17 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from meanflow._numerics import safe_norm
+
 
 def dot(u: jax.Array, v: jax.Array) -> jax.Array:
     """Inner product over the last axis, which is kept with length 1."""
     return jnp.sum(u * v, axis=-1, keepdims=True)
-
-
-def norm(v: jax.Array) -> jax.Array:
-    """Euclidean norm over the last axis (kept); its derivative at 0 is 0 instead of NaN."""
-    square = dot(v, v)
-    safe = jnp.where(square > 0, square, 1.0)
-    return jnp.where(square > 0, jnp.sqrt(safe), 0.0)
 
 
 def sinc(t: jax.Array) -> jax.Array:
@@ -24,13 +19,13 @@ def sinc(t: jax.Array) -> jax.Array:
 @jax.jit
 def angle(p: jax.Array, q: jax.Array) -> jax.Array:
     """Geodesic distance of unit vectors, 2 atan2(|p-q|, |p+q|): accurate at 0 and at pi. Shape (...)."""
-    return 2 * jnp.arctan2(norm(p - q), norm(p + q))[..., 0]
+    return 2 * jnp.arctan2(safe_norm(p - q), safe_norm(p + q))
 
 
 @jax.jit
 def exp(p: jax.Array, v: jax.Array) -> jax.Array:
     """Endpoint of the geodesic from ``p`` with initial velocity ``v`` (tangent at p), after unit time."""
-    length = norm(v)
+    length = safe_norm(v, keepdims=True)
     return jnp.cos(length) * p + sinc(length) * v
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow._numerics import safe_divide, safe_sqrt
 from meanflow.activations import Activation, resolve
 
 
@@ -36,7 +37,7 @@ def _angle(a: jax.Array, c: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Arr
     gap = a * c - b**2
     # below this is rounding, and would be an angle of 1e-8
     inside = gap > 4 * float(jnp.finfo(b.dtype).eps) * a * c
-    root = jnp.where(inside, jnp.sqrt(jnp.where(inside, gap, 1.0)), 0.0)
+    root = safe_sqrt(jnp.where(inside, gap, 0.0))
     flat = jnp.where(b < 0, math.pi, 0.0).astype(b.dtype)
     return root, jnp.where(inside, jnp.arctan2(root, jnp.where(inside, b, 1.0)), flat)
 
@@ -52,8 +53,7 @@ def _relu_value(a: jax.Array, c: jax.Array, b: jax.Array) -> jax.Array:
 def _relu_value_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     (a, c, b), (da, dc, db) = primals, tangents
     root, angle = _angle(a, c, b)
-    share = lambda dv, v: jnp.where(v > 0, dv / jnp.where(v > 0, v, 1.0), 0.0)
-    change = (math.pi - angle) * db + root / 2 * (share(da, a) + share(dc, c))
+    change = (math.pi - angle) * db + root / 2 * (safe_divide(da, a) + safe_divide(dc, c))
     return _relu_value(a, c, b), change / (2 * math.pi)
 
 
@@ -112,7 +112,7 @@ def trapezoid(
         safe = jnp.where(a * c > 0.0, first * second, 1.0)
         cosine = jnp.clip(b / safe, -1.0, 1.0)
         gap = (1.0 - cosine) * (1.0 + cosine)
-        sine = jnp.where(gap > 0.0, jnp.sqrt(jnp.where(gap > 0.0, gap, 1.0)), 0.0)
+        sine = safe_sqrt(gap)
         u = first * z
         v = second * (cosine * z[:, None] + sine * z[None, :])
         left, left_slope = jax.jvp(phi, (u,), (jnp.ones_like(u),))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
+from meanflow._numerics import safe_divide, safe_sqrt
 
 Axes = int | tuple[int, ...]
 
@@ -105,12 +106,9 @@ def unitize(
         )
     if alpha.ndim == 1:
         alpha = along(alpha, x.ndim, -1)
-    square = sample_square(x, axis, n) + epsilon
-    present = square > 0
-    norm = jnp.sqrt(jnp.where(present, square, 1))
+    norm = safe_sqrt(sample_square(x, axis, n) + epsilon)
     if interpolation == "linear":
-        return x * jnp.where(present, alpha / norm + 1 - alpha, 1 - alpha)
-    norm = jnp.where(present, norm, 0)
+        return x * (safe_divide(alpha, norm) + 1 - alpha)
     scale = alpha * norm + 1 - alpha
     return x / jnp.where(scale == 0, 1, scale)  # 0 only for a vanishing sample at alpha = 1
 

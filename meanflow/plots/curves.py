@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from meanflow._numerics import loglog_slope
 from meanflow.plots.style import COLOURS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
 
 
@@ -124,7 +125,7 @@ def convergence(
         n = np.asarray(sizes[name] if isinstance(sizes, dict) else sizes, float)
         values = np.asarray(values, float)
         good = values > 0
-        slope = np.polyfit(np.log(n[good]), np.log(values[good]), 1)[0] if good.sum() > 1 else np.nan
+        slope = loglog_slope(n[good], values[good]) if good.sum() > 1 else np.nan
         label = f"{name}: slope ${slope:.2f}$" if fitted else name
         ax.plot(
             n[good],

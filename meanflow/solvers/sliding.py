@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
+from meanflow._numerics import safe_divide
 from meanflow.flows.flow import Flow
 from meanflow.flows.univariate import forces
 from meanflow.flows.univariate.models import Univariate, total_variation, weight_decay
@@ -263,7 +264,7 @@ class Sliding(diffrax.AbstractSolver):
         """(p, c) for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
         lam = motion.lam
         # p = exp(-lam t) P, c = exp(-lam t) C leaves P' = -C G; with one layer frozen the clock stretches instead
-        stretched = balance.safe_divide(jnp.expm1(lam * time), lam) + jnp.where(lam == 0, time, 0.0)
+        stretched = safe_divide(jnp.expm1(lam * time), lam) + jnp.where(lam == 0, time, 0.0)
         left = jnp.where(motion.kp * motion.kc > 0, time, stretched)
         u, v, c, state = self._run(y, state, field, motion.kp, motion.kc, left, motion.real)
         inner, outer = jnp.exp(-lam * motion.kp * time), jnp.exp(-lam * motion.kc * time)

@@ -10,7 +10,7 @@ import numpy as np
 from meanflow.flows.flow import Flow, velocity
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.solve import solve
+from meanflow.solvers.continuous import solve
 
 
 class WeakForm(NamedTuple):

@@ -16,9 +16,9 @@ from meanflow import _checks
 from meanflow.flows.flow import Flow
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.descend import descend
+from meanflow.solvers.continuous import FromStart, _step_budget, solve
+from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
-from meanflow.solvers.solve import FromStart, _step_budget, solve
 from meanflow.sweeps import clouds, models, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group, Value

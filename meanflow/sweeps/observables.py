@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import activations
+from meanflow._numerics import safe_sqrt
 from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import Flow, dissipation, tangent_kernel
 from meanflow.flows.univariate import knots
 from meanflow.flows.univariate.models import Univariate
 from meanflow.geometry import omega
-from meanflow.geometry.balance import Layers, balance, safe_sqrt
+from meanflow.geometry.balance import Layers, balance
 from meanflow.geometry.space import Space
 from meanflow.measures import scaling
 from meanflow.measures.cloud import Affine, Cloud, Neurons, Polar
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.solve import FromStart
+from meanflow.solvers.continuous import FromStart
 from meanflow.sweeps.results import PLAIN
 
 KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square

@@ -21,9 +21,9 @@ from meanflow import _checks
 from meanflow.flows.flow import Flow
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.descend import descend
+from meanflow.solvers.continuous import FromStart, solve
+from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
-from meanflow.solvers.solve import FromStart, solve
 from meanflow.sweeps.observables import Observable
 
 SWEEP, PARTICLES = "sweep", "particles"

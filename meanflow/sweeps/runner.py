@@ -98,18 +98,21 @@ def _open(plan: "Plan", path: str | pathlib.Path) -> tuple[Store | None, Sequenc
     """Open the store on process 0; the chunks of an earlier run are kept, whatever this platform would choose."""
     opened, problem = None, ""
     lengths = np.zeros(len(plan.groups), np.int64)
-    if is_lead():
-        try:
-            opened = Store(path, plan.config())
-            lengths = _lengths(plan, opened)
-        except StoreError as error:
-            problem = str(error)
-    problem = broadcast_error(problem)
-    if problem:
+    try:
+        if is_lead():
+            try:
+                opened = Store(path, plan.config())
+                lengths = _lengths(plan, opened)
+            except StoreError as error:
+                problem = str(error)
+        problem = broadcast_error(problem)
+        if problem:
+            raise StoreError(problem)
+        return opened, grids.cut(plan.groups, share(lengths).tolist())
+    except BaseException:
         if opened is not None:
             opened.close()
-        raise StoreError(problem)
-    return opened, grids.cut(plan.groups, share(lengths).tolist())
+        raise
 
 
 def _lengths(plan: "Plan", store: Store) -> np.ndarray:
@@ -169,10 +172,8 @@ class _Run:
 
     def all_chunks(self, progress: Progress) -> dict[str, Arrays]:
         """Read the chunks that are in the store, compute and store the others; return their arrays by name."""
-        flags = np.array(
-            [self.store is not None and c.name in self.store.finished() for c in self.chunks], bool
-        )
-        finished = share(flags)
+        there = set() if self.store is None else self.store.finished()
+        finished = share(np.array([c.name in there for c in self.chunks], bool))
         total = self.plan.grid.size
         left = sum(len(c.cells) for c, done in zip(self.chunks, finished, strict=True) if not done)
         ahead: list[tuple[Chunk, Results]] = []

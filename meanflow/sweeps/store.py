@@ -19,13 +19,13 @@ import pathlib
 import reprlib
 import shutil
 import socket
-import uuid
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
 
 import numpy as np
 
+from meanflow._files import PART, atomic_write
 from meanflow.sweeps.identity import Json, array_text, difference, json_digest
 
 try:
@@ -34,7 +34,7 @@ except ImportError:  # no file locks on this platform
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 3
-CONFIG, CHUNKS, PART, LOCK = "config.json", "chunks", ".part-", ".lock"
+CONFIG, CHUNKS, LOCK = "config.json", "chunks", ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -125,13 +125,9 @@ class Store:
             left.unlink(missing_ok=True)
 
     def _write_config(self) -> None:
-        partial = self.path / f"{PART}{uuid.uuid4().hex}"
         sealed = self.config | {"digest": _seal(self.config)}
-        try:
-            partial.write_text(json.dumps(sealed, indent=1))
-            partial.replace(self.path / CONFIG)
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_write(self.path / CONFIG) as part:
+            part.write_text(json.dumps(sealed, indent=1))
 
     def set_layout(self, layout: Json) -> None:
         """Store another division into chunks; those that are finished must be part of it."""
@@ -181,26 +177,20 @@ class Store:
         """
         import zarr
 
-        folder = self.path / CHUNKS
-        partial = folder / f"{PART}{name}-{uuid.uuid4().hex}"
         record = _expected(self.config, name) | {
             "digests": {key: array_text(value) for key, value in sorted(arrays.items())}
         }
         try:
-            group = zarr.open_group(partial, mode="w-", zarr_format=3)
-            for key, value in arrays.items():
-                group.create_array(key, data=np.asarray(value))
-            group.attrs.update({"record": record, "digest": json_digest(record)})
-            partial.rename(folder / f"{name}.zarr")
+            with atomic_write(self.path / CHUNKS / f"{name}.zarr") as part:
+                group = zarr.open_group(part, mode="w-", zarr_format=3)
+                for key, value in arrays.items():
+                    group.create_array(key, data=np.asarray(value))
+                group.attrs.update({"record": record, "digest": json_digest(record)})
         except OSError as problem:
-            shutil.rmtree(partial, ignore_errors=True)
             raise StoreError(
                 f"chunk {name} could not be written to {self.path}: {problem}; "
                 "chunks finished before it are safe and the run can be resumed"
             ) from problem
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
 
     def read(self, name: str) -> dict[str, np.ndarray]:
         """Return the arrays of a finished chunk."""

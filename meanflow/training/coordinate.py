@@ -16,9 +16,9 @@ import optax
 from flax import nnx
 
 from meanflow import _checks
+from meanflow._numerics import iterate
 from meanflow.activations import resolve
 from meanflow.kernels.modules import Normalised
-from meanflow.solvers.iterate import iterate
 
 NORMS = ("none", "hidden", "later", "output", "both")
 

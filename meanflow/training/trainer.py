@@ -1,6 +1,6 @@
 """The recording trainer: minibatch descent by optax, one compiled program an epoch, resumable.
 
-Its loop is ``solvers.iterate``. Between epochs, on the host, it measures the internal covariate shift of a
+Its loop is ``_numerics.iterate``. Between epochs, on the host, it measures the internal covariate shift of a
 watched layer and reports progress; nothing inside the compiled program calls back.
 """
 
@@ -18,7 +18,8 @@ import optax
 from flax import nnx
 
 from meanflow import _checks, transport
-from meanflow.solvers.iterate import iterate
+from meanflow._files import atomic_write
+from meanflow._numerics import iterate
 from meanflow.training.data import Data
 
 EVALUATION_BATCH = 1000
@@ -261,11 +262,9 @@ def save_state(path: str | Path, state: TrainState, config: dict[str, Any] | Non
     arrays = {jax.tree_util.keystr(where): np.asarray(leaf) for where, leaf in leaves}
     versions = {"jax": jax.__version__, "optax": optax.__version__, "numpy": np.__version__}
     header = json.dumps({"config": config or {}, "versions": versions})
-    target = Path(path)
-    partial_file = target.with_name(target.name + ".part")  # never leave half a checkpoint behind
-    with partial_file.open("wb") as file:
+    # an open file, since savez would append a suffix to a path that has none
+    with atomic_write(path) as part, part.open("wb") as file:
         np.savez(file, allow_pickle=False, header=np.array(header), **arrays)
-    partial_file.replace(target)
 
 
 def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, Any]]:

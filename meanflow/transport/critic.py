@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from meanflow import _checks
-from meanflow.solvers.iterate import iterate
+from meanflow._numerics import iterate
 
 
 class CriticDistance(NamedTuple):

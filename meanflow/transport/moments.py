@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
+from meanflow._numerics import safe_divide, safe_sqrt
 
 
 class Moments(NamedTuple):
@@ -31,7 +32,7 @@ def moments(x: jax.Array, axis: int | tuple[int, ...] = 0) -> Moments:
     centred = x - mean
     variance = jnp.mean(jnp.square(centred), axis=axis, keepdims=True)
     varies = variance > 0
-    standard = centred / jnp.sqrt(jnp.where(varies, variance, 1))
+    standard = safe_divide(centred, safe_sqrt(variance))
     skewness = jnp.mean(standard**3, axis=axis)
     kurtosis = jnp.where(varies.reshape(skewness.shape), jnp.mean(standard**4, axis=axis) - 3, 0)
     return Moments(mean.reshape(skewness.shape), variance.reshape(skewness.shape), skewness, kurtosis)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
-from meanflow.transport.wasserstein import _root, _safe_sqrt, wasserstein
+from meanflow._numerics import safe_norm, safe_root
+from meanflow.transport.wasserstein import wasserstein
 
 
 def slicing_constant(dimension: int) -> float:
@@ -66,7 +67,7 @@ def sliced_wasserstein(
         scaled: multiply by ``slicing_constant(d)``; for p = 1 this estimates a lower bound on W_1 in the
             units of W_1, exact for translations.
     """
-    mean = _root(jnp.mean(sliced_distances(x, y, p, key=key, directions=directions) ** p), p)
+    mean = safe_root(jnp.mean(sliced_distances(x, y, p, key=key, directions=directions) ** p), p)
     return mean * slicing_constant(jnp.shape(x)[1]) if scaled else mean
 
 
@@ -85,4 +86,4 @@ def marginal_wasserstein(x: jax.Array, y: jax.Array, basis: jax.Array | None = N
     """
     if basis is not None:
         x, y = x @ basis, y @ basis
-    return _safe_sqrt(jnp.sum(jnp.square(jax.vmap(wasserstein, in_axes=(1, 1))(x, y))))
+    return safe_norm(jax.vmap(wasserstein, in_axes=(1, 1))(x, y))

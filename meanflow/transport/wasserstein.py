@@ -18,6 +18,7 @@ import scipy.optimize
 import scipy.sparse
 
 from meanflow import _checks
+from meanflow._numerics import safe_norm, safe_root, safe_sqrt
 
 MAX_ASSIGNMENT = 4096
 """Largest number of points the assignment solver accepts (O(N^3) worst case, 8 N^2 bytes)."""
@@ -126,14 +127,14 @@ def cylinder_distance(x: tuple[Any, Any], y: tuple[Any, Any]) -> jax.Array:
             worst = norms[np.argmax(np.abs(norms - 1))]
             raise ValueError(f"b of {name} must have unit rows, got a row of norm {worst}")
     angle = 2 * jnp.arctan2(_pairwise_norm(b, b2), _pairwise_norm(b, -b2))
-    return _safe_sqrt(jnp.square(a[:, None] - a2[None, :]) + jnp.square(angle))
+    return safe_sqrt(jnp.square(a[:, None] - a2[None, :]) + jnp.square(angle))
 
 
 @partial(jax.jit, static_argnames="p")
 def _line(x: jax.Array, y: jax.Array, weights_x: Any, weights_y: Any, p: float) -> jax.Array:
     """W_p on the line: the L^p distance of the two quantile functions."""
     if weights_x is None and weights_y is None and x.size == y.size:
-        return _root(jnp.mean(jnp.abs(jnp.sort(x) - jnp.sort(y)) ** p), p)
+        return safe_root(jnp.mean(jnp.abs(jnp.sort(x) - jnp.sort(y)) ** p), p)
     dtype = jnp.result_type(x, y)
     quantiles, levels = [], []
     for points, weights in ((x, weights_x), (y, weights_y)):
@@ -150,7 +151,7 @@ def _line(x: jax.Array, y: jax.Array, weights_x: Any, weights_y: Any, p: float) 
         q[jnp.minimum(jnp.searchsorted(level, middles), q.size - 1)]
         for q, level in zip(quantiles, levels, strict=True)
     ]
-    return _root(jnp.sum((cuts - starts) * jnp.abs(gaps[0] - gaps[1]) ** p), p)
+    return safe_root(jnp.sum((cuts - starts) * jnp.abs(gaps[0] - gaps[1]) ** p), p)
 
 
 def _solve(
@@ -259,17 +260,4 @@ def _check_order(p: Any) -> None:
 @jax.jit
 def _pairwise_norm(x: jax.Array, y: jax.Array) -> jax.Array:
     # compiled so that the (N, M, d) differences are reduced as they are formed
-    return _safe_sqrt(jnp.sum(jnp.square(x[:, None, :] - y[None, :, :]), axis=-1))
-
-
-def _safe_sqrt(square: jax.Array) -> jax.Array:
-    positive = square > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)
-
-
-def _root(total: jax.Array, p: float) -> jax.Array:
-    """total^(1/p) with gradient 0 where the distance vanishes."""
-    if p == 1:
-        return total
-    positive = total > 0
-    return jnp.where(positive, jnp.where(positive, total, 1) ** (1 / p), 0)
+    return safe_norm(x[:, None, :] - y[None, :, :])

@@ -11,9 +11,9 @@ import pytest
 from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
+from meanflow._numerics import iterate
 from meanflow.measures import stack
 from meanflow.solvers import top_eigenvalue
-from meanflow.solvers.iterate import iterate
 from meanflow.solvers.step import dominant_vector
 
 

@@ -1,5 +1,6 @@
 """What a store must never do: mix runs, take one chunk for another, or let two processes write at once."""
 
+import dataclasses
 import fcntl
 import functools
 import importlib
@@ -23,9 +24,10 @@ from store_worker import content
 
 import meanflow as mf
 from meanflow.cli import main
+from meanflow.measures import laws
 from meanflow.sweeps import StoreError, identity, load, sweep_function
 from meanflow.sweeps.identity import describe
-from meanflow.sweeps.store import Store, finished_chunks, read_chunk
+from meanflow.sweeps.store import Store, _seal, finished_chunks, read_chunk
 
 HERE = pathlib.Path(__file__).parent
 DATA = mf.Dataset(jnp.linspace(-1.0, 1.0, 4), jnp.array([1.0, -0.5, 0.2, 0.8]), "sum")
@@ -124,6 +126,32 @@ def test_an_edited_configuration_is_noticed(tmp_path, change):
             use(tmp_path / "run")
 
 
+def test_chunks_with_other_cells_are_refused(tmp_path):
+    """Even if the configuration is whole: the cells of a chunk are compared with those the run would put there."""
+    run(tmp_path / "run", seeds=4)
+    shutil.rmtree(tmp_path / "run" / "chunks")
+
+    def swap(config):
+        chunks = config["layout"]["chunks"]
+        one, two = list(chunks)[:2]
+        chunks[one]["cells"], chunks[two]["cells"] = chunks[two]["cells"], chunks[one]["cells"]
+        config["digest"] = _seal(config)
+
+    edit(tmp_path / "run" / "config.json", swap)
+    with pytest.raises(StoreError, match="other chunks.*000-00000: .* in the store"):
+        run(tmp_path / "run", seeds=4)
+
+
+def test_a_plan_does_not_change():
+    """What is run, stored and compared is one thing: a plan is made once, and running it leaves it as it is."""
+    plan = mf.sweeps.prepare(mf.lifted(), DATA, **SETTINGS)
+    before = json.dumps(plan.config())
+    plan.run()
+    assert json.dumps(plan.config()) == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.chunk = 3
+
+
 # draws
 
 
@@ -131,7 +159,9 @@ def test_each_initial_law_of_an_axis_is_used():
     """Two laws of one class have the same text: arrays inside are not written out."""
     by_text = [Law(jnp.full(2, s)) for s in (1.0, 3.0)]
     assert str(by_text[0]) == str(by_text[1])
-    for axis in (by_text, [functools.partial(scaled, s) for s in (1.0, 3.0)]):
+    own = [laws.normal(s) for s in (1.0, 3.0)]
+    assert str(own[0]) == str(own[1])
+    for axis in (by_text, own):
         plan = mf.sweeps.prepare(
             mf.canonical(), DATA, widths=(3,), axes={"law": axis}, init=draw, steps=1, step=0.1, observe=()
         )
@@ -151,16 +181,12 @@ class Law:
     def __repr__(self):
         return "Law"
 
-    def __call__(self, key, width):
-        return self.size[0] * jax.random.normal(key, (width,))
-
-
-def scaled(size, key, width):
-    return size * jax.random.normal(key, (width,))
+    def __call__(self, u):
+        return self.size[0] * u[:, 0]
 
 
 def draw(key, width, law):
-    return mf.Cloud(mf.Polar(law(key, width), jnp.linspace(0.0, 3.0, width)))
+    return mf.Cloud(mf.Polar(law(jax.random.uniform(key, (width, 1))), jnp.linspace(0.0, 3.0, width)))
 
 
 # locks
@@ -295,7 +321,7 @@ MODULES = {
             return SIZE * sigma
 
         def by_module_constant(key, sigma):
-            return constant_module.SIZE * sigma
+            return constant_module.OTHER * sigma
 
         def by_table(key, sigma):
             return TABLE["size"] * sigma
@@ -322,7 +348,7 @@ MODULES = {
         def imported(sigma):
             return inner(sigma)
     """,
-    "constant_module": "SIZE = 1.0",
+    "constant_module": "SIZE = OTHER = 1.0",
 }
 KINDS = {
     "by_import": ("helper_module", "1.0 * sigma", "2.0 * sigma"),

@@ -10,6 +10,7 @@ import pytest
 
 import meanflow as mf
 from meanflow import kernels
+from meanflow._numerics import iterate
 from meanflow.solvers import eulerian
 from meanflow.solvers.weak import weak_form
 from meanflow.sweeps import program
@@ -151,7 +152,7 @@ def resumed(cloud, data):
 
 def loops_and_steps(cloud, data):
     flow = mf.vanilla("tanh")
-    count = mf.solvers.iterate(lambda u, v: u + v, jnp.zeros((), data.y.dtype), data.y, 8, 4, lambda u: u)
+    count = iterate(lambda u, v: u + v, jnp.zeros((), data.y.dtype), data.y, 8, 4, lambda u: u)
     weak = weak_form(flow, cloud, data, lambda t, w: jnp.cos(t) * w.a, 0.5, nodes=4)
     return count, mf.solvers.top_eigenvalue(flow, cloud, data), weak
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
+from meanflow._numerics import safe_norm
 
 
 class PiecewiseLinear(eqx.Module):
@@ -135,13 +136,7 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> jax.Arra
     merged = f.merged()
     if not count_bias:
         return jnp.sum(jnp.abs(merged.jumps))
-    return jnp.sum(_norm(merged.jumps, merged.drops))
-
-
-def _norm(u: jax.Array, v: jax.Array) -> jax.Array:
-    """hypot with gradient 0 at the origin."""
-    square = u * u + v * v
-    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+    return jnp.sum(safe_norm(jnp.stack([merged.jumps, merged.drops]), axis=0))
 
 
 @jax.jit

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from meanflow import _checks
+from meanflow._numerics import iterate
 from meanflow.flows.flow import Flow, energy, velocity
 from meanflow.measures import scaling
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.iterate import iterate
+from meanflow.solvers.continuous import observe_with, raise_on_failure, settings_text
 from meanflow.solvers.solution import RESULTS, Solution, State
-from meanflow.solvers.solve import observe_with, raise_on_failure, settings_text
 from meanflow.solvers.step import KernelStep, Problem, next_size
 
 PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled program

@@ -1,0 +1,157 @@
+"""Numerics that several rooms share: safe roots and quotients, angles, slopes of power laws, the one loop.
+
+The functions named ``safe_*`` are ordinary formulas that also have a finite derivative where the textbook form
+has none. ``jnp.where(u > 0, jnp.sqrt(u), 0)`` is not enough: reverse mode differentiates the branch that was
+not taken as well and multiplies its infinite derivative by zero, which gives NaN. So the argument is replaced
+before the root is taken, and the result afterwards.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+State = TypeVar("State")
+Observed = TypeVar("Observed")
+
+
+def safe_sqrt(u: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return sqrt(u), and 0 with derivative 0 where u <= 0 (elementwise).
+
+    >>> float(jax.grad(safe_sqrt)(0.0)), float(safe_sqrt(jnp.array(4.0)))
+    (0.0, 2.0)
+    """
+    positive = u > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, u, 1.0)), 0.0)
+
+
+def safe_root(u: Float[Array, "..."], order: float) -> Float[Array, "..."]:
+    """Return u^(1/order), and 0 with derivative 0 where u <= 0 (elementwise); order 1 returns u itself.
+
+    >>> round(float(safe_root(jnp.array(8.0), 3.0)), 6)
+    2.0
+    """
+    if order == 1:
+        return u
+    positive = u > 0
+    return jnp.where(positive, jnp.where(positive, u, 1.0) ** (1 / order), 0.0)
+
+
+def safe_divide(u: Float[Array, "..."], v: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return u / v, and 0 with derivative 0 where v = 0 (elementwise).
+
+    >>> safe_divide(jnp.array([1.0, 1.0]), jnp.array([2.0, 0.0])).tolist()
+    [0.5, 0.0]
+    """
+    nonzero = v != 0
+    return jnp.where(nonzero, u / jnp.where(nonzero, v, 1.0), 0.0)
+
+
+def safe_norm(
+    v: Float[Array, "..."], axis: int | tuple[int, ...] | None = -1, *, keepdims: bool = False
+) -> Float[Array, "..."]:
+    """Return the Euclidean norm of ``v`` over ``axis``; its derivative at the zero vector is 0.
+
+    ``axis=None`` takes the norm of all entries; ``keepdims`` keeps the reduced axes with length 1.
+
+    >>> float(safe_norm(jnp.array([3.0, 4.0]))), jax.grad(safe_norm)(jnp.zeros(2)).tolist()
+    (5.0, [0.0, 0.0])
+    """
+    return safe_sqrt(jnp.sum(v * v, axis=axis, keepdims=keepdims))
+
+
+def wrap_angle(turn: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the angle in [-pi, pi] that equals ``turn`` up to whole turns (radians, elementwise).
+
+    >>> round(float(wrap_angle(jnp.array(1.5 * jnp.pi))), 4)
+    -1.5708
+    """
+    return jnp.arctan2(jnp.sin(turn), jnp.cos(turn))
+
+
+def loglog_slope(sizes: Float[ArrayLike, " k"], values: Float[ArrayLike, " k"]) -> float:
+    """Return the exponent p of the power law values = C sizes^p that fits best, on the host.
+
+    The fit is by least squares of log(values) against log(sizes). Both must be positive.
+
+    >>> round(loglog_slope([1.0, 2.0, 4.0], [3.0, 12.0, 48.0]), 12)
+    2.0
+    """
+    return float(np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float)), 1)[0])
+
+
+def iterate(
+    step: Callable[[State, PyTree], State],
+    state: State,
+    inputs: PyTree[Array] | None,
+    steps: int,
+    every: int,
+    observe: Callable[[State], Observed],
+    *,
+    checkpoint: bool = False,
+) -> tuple[State, Observed]:
+    """Apply ``step`` ``steps`` times and observe the state after each ``every`` of them, in a compiled scan.
+
+    This is the one discrete-time loop: gradient descent, training, the critic and the linearized descent run
+    on it.
+
+    Args:
+        step: (state, input) -> state.
+        state: any pytree; only what the next step needs.
+        inputs: pytree of arrays with leading axis ``steps`` (one slice a step), or None.
+        steps: number of steps, a multiple of ``every``.
+        every: steps between two observations.
+        observe: state -> pytree of arrays.
+        checkpoint: in reverse mode keep about 2 sqrt(every) states per observation instead of every one, for
+            one more forward pass.
+
+    Returns:
+        The final state, and the observations stacked along a leading axis of length steps // every.
+
+    >>> end, seen = iterate(lambda s, u: s + u, jnp.zeros(()), jnp.ones(4), 4, 2, lambda s: s)
+    >>> float(end), seen.tolist()
+    (4.0, [2.0, 4.0])
+    """
+    if steps % every:
+        raise ValueError(f"steps must be a multiple of every, got steps={steps}, every={every}")
+    rounds = steps // every
+
+    def block(state: State, slices: PyTree) -> tuple[State, Observed]:
+        state = _run(step, state, slices, every, checkpoint)
+        return state, observe(state)
+
+    return jax.lax.scan(block, state, _split(inputs, rounds, every), length=rounds)
+
+
+def _run(
+    step: Callable[[State, PyTree], State], state: State, inputs: PyTree, length: int, checkpoint: bool
+) -> State:
+    """Take ``length`` steps without observing."""
+
+    def one(state: State, slice_: PyTree) -> tuple[State, None]:
+        return step(state, slice_), None
+
+    if not checkpoint:
+        return jax.lax.scan(one, state, inputs, length=length)[0]
+
+    # Segments of about sqrt(length) steps: only their starts are stored, the inside is recomputed.
+    size = max(1, math.isqrt(length))
+    count = length // size
+
+    @jax.checkpoint
+    def segment(state: State, slices: PyTree) -> tuple[State, None]:
+        return jax.lax.scan(one, state, slices, length=size)
+
+    head = _split(jax.tree.map(lambda u: u[: count * size], inputs), count, size)
+    state, _ = jax.lax.scan(segment, state, head, length=count)
+    rest = length - count * size
+    return jax.lax.scan(one, state, jax.tree.map(lambda u: u[count * size :], inputs), length=rest)[0]
+
+
+def _split(inputs: PyTree, rounds: int, every: int) -> PyTree:
+    """Reshape the leading axis of every array from (rounds * every,) to (rounds, every)."""
+    return jax.tree.map(lambda u: u.reshape((rounds, every, *u.shape[1:])), inputs)
