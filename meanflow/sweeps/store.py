@@ -337,7 +337,8 @@ def read_config(path: str | pathlib.Path) -> Json:
 
 def finished_chunks(path: str | pathlib.Path) -> set[str]:
     """Return the names of the whole chunks in a run directory."""
-    return {entry.stem for entry in (pathlib.Path(path) / CHUNKS).glob("*.zarr")}
+    found = (pathlib.Path(path) / CHUNKS).glob("*.zarr")
+    return {entry.stem for entry in found if not entry.name.startswith(PART)}
 
 
 def read_chunk(path: str | pathlib.Path, name: str, config: Json | None = None) -> dict[str, np.ndarray]:
