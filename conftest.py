@@ -26,7 +26,7 @@ def pytest_configure(config):
 
         # the hook rewrites modules while they are imported, so it comes before the first import of meanflow
         assert "meanflow" not in sys.modules
-        jaxtyping.install_import_hook(["meanflow"], "beartype.beartype")
+        jaxtyping.install_import_hook(["meanflow"], "signatures.check")
 
 
 def pytest_collection_modifyitems(config, items):

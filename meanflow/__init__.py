@@ -11,15 +11,10 @@ from typing import Any
 from meanflow.flows import Flow as Flow
 from meanflow.flows import batchnorm as batchnorm
 from meanflow.flows import batchnorm_manifold as batchnorm_manifold
-from meanflow.flows import canonical as canonical
 from meanflow.flows import dissipation as dissipation
 from meanflow.flows import energy as energy
 from meanflow.flows import first_variation as first_variation
-from meanflow.flows import full as full
-from meanflow.flows import lifted as lifted
-from meanflow.flows import planar as planar
 from meanflow.flows import predict as predict
-from meanflow.flows import radial as radial
 from meanflow.flows import tangent_kernel as tangent_kernel
 from meanflow.flows import vanilla as vanilla
 from meanflow.flows import velocity as velocity
@@ -33,6 +28,11 @@ from meanflow.solvers import KernelStep as KernelStep
 from meanflow.solvers import Solution as Solution
 from meanflow.solvers import descend as descend
 from meanflow.solvers import solve as solve
+from meanflow.univariate import canonical as canonical
+from meanflow.univariate import full as full
+from meanflow.univariate import lifted as lifted
+from meanflow.univariate import planar as planar
+from meanflow.univariate import radial as radial
 
 _ROOMS = (
     "measures",
@@ -44,6 +44,7 @@ _ROOMS = (
     "layers",
     "depth",
     "training",
+    "univariate",
     "sweeps",
     "experiments",
     "plots",
@@ -59,10 +60,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"meanflow.{name}")
     if name in _SWEEPS:
         return getattr(importlib.import_module("meanflow.sweeps"), name)
-    if name == "univariate":
-        return importlib.import_module("meanflow.flows.univariate")
     raise AttributeError(f"module 'meanflow' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, *_SWEEPS, "univariate"])
+    return sorted([*globals(), *_ROOMS, *_SWEEPS])

@@ -28,6 +28,9 @@ NAMED: dict[str, Activation] = {
 }
 
 
+ACTIVATION = _checks.either(_checks.choice(*NAMED), _checks.function)
+
+
 def resolve(activation: str | Activation) -> Activation:
     """The function behind a name; a callable is returned as it is.
 

@@ -12,8 +12,8 @@ import meanflow as mf
 from meanflow import plots
 from meanflow.experiments.batchnorm import alignment, quasi_normal, spokes
 from meanflow.experiments.sweeps import regime_map
+from meanflow.flows.observables import ON_REQUEST
 from meanflow.report import write_report
-from meanflow.sweeps.observables import Observable, particles
 
 jax.config.update("jax_enable_x64", True)
 
@@ -43,7 +43,7 @@ def regime_sweep(folder: pathlib.Path) -> None:
         deltas=(-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf),
         seeds=4,
         every=500,
-        observe={"neurons": Observable(particles, dims=("particle",))},
+        observe={"neurons": ON_REQUEST["neurons"]},
     )
     runs, samples = outcome.data["runs"], outcome.data["samples"]
     end = runs.isel(step=-1).median("seed")

@@ -1,7 +1,7 @@
-"""Benchmarks: each function measures ours and its peers in one run and returns a dict of numbers.
+"""Benchmarks of meanflow: each function measures the library and its peers in one run and returns numbers by name.
 
-Times are the best of several runs of compiled code, blocked until ready; compilation is reported apart.
-Compare them as ratios within one run only.
+A time is the best of several runs of compiled code, measured until the result is ready; compilation is reported apart.
+Machines differ, so compare times as ratios within one run only. ``meanflow bench --list`` names the benchmarks.
 """
 
 from meanflow_benchmarks.timing import best_time as best_time

@@ -1,7 +1,8 @@
-"""The peer of ``bench.sweeps``: gradient descent of one univariate network in eager PyTorch.
+"""The peer of ``sweeps.grid_speed``: gradient descent of one univariate network in eager PyTorch.
 
-Run as a script by any interpreter that has torch; it imports nothing of this package. Arguments: widths with commas,
-samples, steps, float32 or float64. Prints the seconds of one step for each width.
+``grid_speed`` runs this file as a script by an interpreter that has torch, so it imports nothing of this package. The
+arguments are widths separated by commas, samples, steps, and float32 or float64. It prints the seconds of one step for
+each width.
 """
 
 import sys
@@ -9,7 +10,13 @@ import time
 
 
 def seconds_per_step(width: int, samples: int, steps: int, precision: str) -> float:
-    """Best of three rounds of ``steps`` steps of c relu(a x - b) / sqrt(width), by autograd."""
+    """Return the seconds of one step of the network sum c relu(a x - b) / sqrt(width) by autograd.
+
+    Args:
+        width, samples: size of the network and of the data.
+        steps: length of a round; the best of three rounds counts.
+        precision: "float32" or "float64".
+    """
     import torch
 
     kind = getattr(torch, precision)
@@ -32,7 +39,7 @@ def seconds_per_step(width: int, samples: int, steps: int, precision: str) -> fl
             step()
         return (time.perf_counter() - start) / steps
 
-    step()
+    step()  # the first one also starts torch
     return min(timed() for _ in range(3))
 
 

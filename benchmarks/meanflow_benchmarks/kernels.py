@@ -1,22 +1,22 @@
-"""Speed and memory of the empirical tangent kernel, against matrix multiplication and against its peer.
-
-Each function returns a dict of numbers; times are the best of several runs after compilation, in seconds.
-"""
+"""Speed and memory of the empirical tangent kernel, against matrix multiplication and against its peer."""
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from meanflow import kernels
-from meanflow_benchmarks.timing import best_time
+from meanflow_benchmarks.memory import program_memory
+from meanflow_benchmarks.timing import best_time, timed
 
-# Run by the peer's own interpreter, with a jax old enough for it; prints one line of JSON. The network is drawn
+Params = list[tuple[Float[Array, "m n"], Float[Array, " n"]]]  # weights and biases by layer
+Apply = Callable[[Params, Float[Array, "samples d"]], Float[Array, " samples"]]
+
+# The peer's own interpreter runs this, with a jax old enough for it; it prints one line of JSON. The network is drawn
 # as in _network. Its structured mode runs with and without vmap over samples, and the faster one counts.
 _PEER = r"""
 import json, sys, time
@@ -52,22 +52,21 @@ print(json.dumps({"seconds": best, "jax": jax.__version__, "row": row}))
 """
 
 
-def _best(function: Callable[..., Any], *args: Any, repeats: int = 20) -> float:
+def _best(function: Callable[..., object], *args: object, repeats: int = 20) -> float:
     return best_time(function, *args, repeats=repeats)[1]
 
 
-def _network(widths: tuple[int, ...], samples: int) -> tuple[Any, Any, jax.Array]:
-    """(apply, params, x) of a ReLU network with biases, float32."""
-    draw = np.random.default_rng(
-        0
-    ).normal  # not jax.random, whose numbers differ between the peer's jax and ours
+def _network(widths: tuple[int, ...], samples: int) -> tuple[Apply, Params, Float[Array, "samples d"]]:
+    """Return (apply, params, x) of a ReLU network with biases and one output, in float32."""
+    # not jax.random, whose numbers differ between the peer's jax and ours
+    draw = np.random.default_rng(0).normal
     x = jnp.asarray(draw(size=(samples, widths[0])), jnp.float32)
     params = [
         (jnp.asarray(draw(size=(m, n)) / np.sqrt(m), jnp.float32), jnp.zeros(n, jnp.float32))
         for m, n in zip(widths[:-1], widths[1:], strict=True)
     ]
 
-    def apply(p: Any, x: jax.Array) -> jax.Array:
+    def apply(p: Params, x: Float[Array, "samples d"]) -> Float[Array, " samples"]:
         for w, b in p[:-1]:
             x = jax.nn.relu(x @ w + b[None])
         return (x @ p[-1][0] + p[-1][1][None])[:, 0]
@@ -76,7 +75,10 @@ def _network(widths: tuple[int, ...], samples: int) -> tuple[Any, Any, jax.Array
 
 
 def _structured_flops(widths: tuple[int, ...], samples: int) -> float:
-    """Multiply-adds x 2 of the structured path: forward, backward, and two Gram matrices a layer."""
+    """Return the operations of the structured path: forward, backward, and two Gram matrices per layer.
+
+    A multiplication and an addition count as two.
+    """
     pairs = list(zip(widths[:-1], widths[1:], strict=True))
     passes = sum(2 * samples * m * n for m, n in pairs) + sum(2 * samples * m * n for m, n in pairs[1:])
     return float(passes + sum(2 * samples**2 * (m + n) for m, n in pairs))
@@ -87,17 +89,18 @@ def speed(
     samples: int = 256,
     repeats: int = 20,
     peer: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, float | str]:
     """The structured path against Jacobian contraction, matrix multiplication and neural-tangents.
 
     Args:
-        widths, samples: of the network and the batch, float32.
-        repeats: of the fast rows; the Jacobian runs twice.
-        peer: path of a Python interpreter that has neural-tangents and a jax it imports on; None skips it.
+        widths, samples: size of the network and of the batch, in float32.
+        repeats: measurements of which the best counts; the Jacobian, which is slow, has two.
+        peer: path of a Python interpreter that has neural-tangents and a jax that works with it; None leaves the peer
+            out.
 
     Returns:
-        Seconds, and the ratios that matter: ``vs_jacobian`` (target 100), ``of_matmul_peak`` (0.5),
-        ``vs_peer`` (1.3; its structured mode), ``memory_ratio``: temporary bytes over kernel + activations (2).
+        Seconds and the ratios that matter: ``vs_jacobian`` (target 100), ``of_matmul_peak`` (0.5), ``vs_peer`` (1.3,
+        its structured mode) and ``memory_ratio``, the program's bytes over those of the kernel and activations (2).
     """
     apply, params, x = _network(widths, samples)
     ways = {
@@ -108,66 +111,91 @@ def speed(
     }
     ours = _best(ways["structured"], params, x, repeats=repeats)
     jacobian = _best(ways["jacobian"], params, x, repeats=2)
-    difference = ways["structured"](params, x) - ways["jacobian"](params, x)
-    size = 2048
-    square = jnp.ones((size, size), jnp.float32)
-    multiply = _best(jax.jit(jnp.matmul), square, square, repeats=max(repeats // 2, 3))
-    ours = min(ours, _best(ways["structured"], params, x, repeats=repeats))  # around the peak's measurement
-    rate, peak = _structured_flops(widths, samples) / ours, 2 * size**3 / multiply
-    memory: Any = ways["structured"].lower(params, x).compile().memory_analysis()
-    item = x.dtype.itemsize
-    # activations: input and gradient of every layer
-    factors = item * samples * (sum(widths[:-1]) + sum(widths[1:]))
-    out = {
+    peak = _matmul_rate(max(repeats // 2, 3))
+    # once more after the peak, so that a busy machine does not slow down only one side of the ratio
+    ours = min(ours, _best(ways["structured"], params, x, repeats=repeats))
+    rate = _structured_flops(widths, samples) / ours
+    kernel, reference = ways["structured"](params, x), ways["jacobian"](params, x)
+    memory = program_memory(ways["structured"].lower(params, x).compile())
+    # what must be stored: the kernel, and the input and gradient of every layer
+    needed = x.dtype.itemsize * (samples**2 + samples * (sum(widths[:-1]) + sum(widths[1:])))
+    out: dict[str, float | str] = {
         "structured": ours,
         "jacobian": jacobian,
         "vs_jacobian": jacobian / ours,
         "gflops": rate / 1e9,
         "matmul_gflops": peak / 1e9,
         "of_matmul_peak": rate / peak,
-        "relative_difference": float(jnp.max(jnp.abs(difference)) / jnp.max(ways["jacobian"](params, x))),
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "memory_ratio": (memory.temp_size_in_bytes + memory.output_size_in_bytes)
-        / (item * samples**2 + factors),
+        "relative_difference": float(jnp.max(jnp.abs(kernel - reference)) / jnp.max(reference)),
+        "temporary_bytes": memory.temporary,
+        "memory_ratio": (memory.temporary + memory.output) / needed,
         "jax": jax.__version__,
     }
-    if peer is not None:
-        command = [peer, "-c", _PEER, json.dumps([list(widths), samples, repeats])]
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-        other = json.loads(answer.stdout.strip().splitlines()[-1])
-        row = np.asarray(ways["structured"](params, x)[0])
-        out |= {
-            "peer": other["seconds"],
-            "peer_jax": other["jax"],
-            "vs_peer": other["seconds"] / ours,
-            "peer_difference": float(np.max(np.abs(row - np.asarray(other["row"]))) / np.max(np.abs(row))),
-        }
-    return out
+    return (
+        out
+        if peer is None
+        else out | _peer_numbers(peer, widths, samples, repeats, ours, np.asarray(kernel[0]))
+    )
+
+
+def _matmul_rate(repeats: int, size: int = 2048) -> float:
+    """Return the operations per second of a product of square float32 matrices, the machine's peak in practice."""
+    square = jnp.ones((size, size), jnp.float32)
+    return 2 * size**3 / _best(jax.jit(jnp.matmul), square, square, repeats=repeats)
+
+
+def _peer_numbers(
+    interpreter: str, widths: tuple[int, ...], samples: int, repeats: int, ours: float, row: np.ndarray
+) -> dict[str, float | str]:
+    """Run the peer and return its seconds, our speedup and the relative difference of the kernel's first row."""
+    command = [interpreter, "-c", _PEER, json.dumps([list(widths), samples, repeats])]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    other = json.loads(answer.stdout.strip().splitlines()[-1])
+    return {
+        "peer": other["seconds"],
+        "peer_jax": other["jax"],
+        "vs_peer": other["seconds"] / ours,
+        "peer_difference": float(np.max(np.abs(row - np.asarray(other["row"]))) / np.max(np.abs(row))),
+    }
 
 
 def large(
     samples: int = 8192, widths: tuple[int, ...] = (2, 1024, 1024, 1), chunk: int = 512
-) -> dict[str, Any]:
-    """The full kernel of many samples in row blocks: seconds, and the program's memory (target 2 GB)."""
+) -> dict[str, float]:
+    """The full kernel of many samples, block of rows by block: seconds and the program's memory (target 2 GB).
+
+    Args:
+        samples, widths: size of the batch and of the network, in float32.
+        chunk: rows per block.
+
+    Returns:
+        Seconds, bytes, speed, and the relative difference of the first four rows from a direct computation.
+    """
     apply, params, x = _network(widths, samples)
     kernel = jax.jit(lambda p, x: kernels.empirical_ntk(apply, p, x, stats="frozen", chunk=chunk))
     program = kernel.lower(params, x).compile()
-    memory: Any = program.memory_analysis()
-    start = time.perf_counter()
-    result = jax.block_until_ready(program(params, x))
-    seconds = time.perf_counter() - start
+    memory = program_memory(program)
+    result, seconds = timed(program, params, x)
     rows = kernels.empirical_ntk(apply, params, x[:4], x, stats="frozen")
     return {
         "seconds": seconds,
-        "kernel_bytes": memory.output_size_in_bytes,
-        "peak_bytes": memory.output_size_in_bytes + memory.temp_size_in_bytes + memory.argument_size_in_bytes,
+        "kernel_bytes": memory.output,
+        "peak_bytes": memory.output + memory.temporary + memory.arguments,
         "difference_of_first_rows": float(jnp.max(jnp.abs(result[:4] - rows)) / jnp.max(jnp.abs(rows))),
         "gflops": _structured_flops(widths, samples) / seconds / 1e9,
     }
 
 
 def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
-    """Seconds for a product with a batch-norm network's kernel, and for a forward pass."""
+    """Seconds of a product of a vector with a batch-norm network's kernel, in units of a forward pass.
+
+    Args:
+        width: of the input and of both hidden layers.
+        samples: size of the batch, which is the size of the kernel.
+
+    Returns:
+        Seconds of ``product`` and ``forward``, and ``passes``, their ratio.
+    """
     apply, params, x = _network((width, width, width, 1), samples)
     normed = lambda p, x: kernels.normalise(apply(p, x))
     forward = _best(jax.jit(normed), params, x, repeats=3)

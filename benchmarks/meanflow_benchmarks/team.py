@@ -1,4 +1,4 @@
-"""One process of a team that runs a sweep together; started by ``bench.sweeps.two_processes``."""
+"""One process of a team that runs a sweep together; ``sweeps.two_processes`` starts it."""
 
 import os
 import sys
@@ -6,8 +6,15 @@ import time
 
 
 def main(number: int, count: int, port: int, core: int, width: int, cells: int, steps: int) -> None:
-    """Pins itself to ``core``, joins the team, runs the sweep twice and prints the seconds of the second run."""
-    os.sched_setaffinity(0, {core})
+    """Pin this process to one core, join the team, run the sweep twice and print the seconds of the second run.
+
+    Args:
+        number, count: which process this is, and how many there are.
+        port: of process 0, where the team meets.
+        core: the core to run on.
+        width, cells, steps: the sweep, of ``cells`` seeds of a network of ``width`` neurons.
+    """
+    os.sched_setaffinity(0, {core})  # before jax starts its threads, which inherit it
     import jax
 
     if count > 1:
@@ -29,7 +36,7 @@ def main(number: int, count: int, port: int, core: int, width: int, cells: int, 
         step=1e-3,
         observe=(),
     )
-    plan.run()
+    plan.run()  # compiles
     start = time.perf_counter()
     plan.run()
     sys.stdout.write(f"{time.perf_counter() - start}\n")

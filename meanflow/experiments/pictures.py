@@ -13,14 +13,13 @@ import numpy as np
 
 import meanflow as mf
 from meanflow import depth
+from meanflow import univariate as uni
 from meanflow.experiments import batchnorm, univariate, univariate_kernels
 from meanflow.experiments.outcome import Outcome
-from meanflow.flows import univariate as uni
-from meanflow.flows.univariate import forces
-from meanflow.flows.univariate.knots import piecewise_linear
-from meanflow.geometry import balance
 from meanflow.kernels.readout import minimum_norm
-from meanflow.kernels.univariate import Finite, Signs
+from meanflow.univariate import balance, forces
+from meanflow.univariate.kernels import Finite, Signs
+from meanflow.univariate.knots import piecewise_linear
 
 GRID = np.linspace(-1.15, 1.15, 921)
 FRAMES = 50

@@ -9,7 +9,6 @@ import numpy as np
 
 import meanflow as mf
 from meanflow.experiments.outcome import Criterion, Outcome
-from meanflow.sweeps.observables import default_observables
 
 DELTAS = (-np.inf, -100.0, -10.0, 0.0, 10.0, 100.0, np.inf)
 OBSERVED = ("angle_displacement", "concentration", "on_sample_share", "predictions")
@@ -43,7 +42,7 @@ def regime_map(
     x = np.linspace(-1, 1, 20)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
     flow = mf.lifted(alpha="sqrt")
-    defaults = default_observables(flow, data)
+    defaults = flow.observables(data)
     ds = mf.sweep(
         flow,
         data,

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow import univariate as uni
 from meanflow.experiments.outcome import Criterion, Outcome
-from meanflow.flows import univariate as uni
 from meanflow.flows.flow import predict
-from meanflow.flows.univariate import forces, knots
-from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.solvers import FromStart, KernelStep, Solution, descend, solve
+from meanflow.univariate import balance, forces, knots, rays
 
 SQUARE_WAVE = (1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1)
 
@@ -126,7 +125,7 @@ def figure_1(seed: int = 0) -> Outcome:
             Criterion("knot = -v/u", float(jnp.max(jnp.abs(knot + plane[:, 1] / plane[:, 0]))), 0, 1e-9),
             Criterion("patterns", float(len(patterns)), 10, 10),
             Criterion("regions", float(len(set(regions.tolist()))), 10, 10),
-            Criterion("dead arc", float(jnp.mean(regions == 0) * 2 * jnp.pi - uni.dead_arc(x)), -3e-4, 3e-4),
+            Criterion("dead arc", float(jnp.mean(regions == 0) * 2 * jnp.pi - rays.dead_arc(x)), -3e-4, 3e-4),
         ),
     )
 

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow import univariate as uni
 from meanflow.experiments.outcome import Criterion, Outcome
 from meanflow.experiments.univariate import draw, sinusoid, square_wave, train
-from meanflow.flows import univariate as uni
 from meanflow.flows.flow import Flow
-from meanflow.flows.univariate import sparse
-from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.solvers import KernelStep, solve
+from meanflow.univariate import balance, sparse
 
 
 def _planar_start(key: jax.Array, width: int) -> Affine:

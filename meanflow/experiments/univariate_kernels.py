@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow.experiments.outcome import Criterion, Outcome
-from meanflow.flows.univariate.knots import piecewise_linear
 from meanflow.kernels.readout import Readout, minimum_norm
-from meanflow.kernels.splines import natural_spline, spline_interpolant
-from meanflow.kernels.univariate import Finite, Law, Radial, Signs, Uniform, indicator, random_feature
+from meanflow.univariate.kernels import Finite, Law, Radial, Signs, Uniform, indicator, random_feature
+from meanflow.univariate.knots import piecewise_linear
+from meanflow.univariate.splines import natural_spline, spline_interpolant
 
 
 def square_wave() -> tuple[jax.Array, jax.Array]:

@@ -1,67 +1,108 @@
 """Features phi(w; x): what one neuron contributes to the prediction f(x) = sum_i p_i phi(w_i; x)."""
 
+import abc
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
-from meanflow import _checks
+from meanflow import _checks, activations
 from meanflow.activations import Activation
-from meanflow.geometry import omega
+from meanflow.flows.observables import Observable, Predictions
+from meanflow.geometry import omega, sphere
+from meanflow.geometry.space import Invariant, Space
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
 
-Pull = Callable[[jax.Array], Any]
+if TYPE_CHECKING:
+    from meanflow.flows.motion import FrozenMotion
+    from meanflow.flows.problem import Problem
+
+Pull = Callable[[jax.Array], PyTree[jax.Array]]
 
 
 def _average(weights: jax.Array, features: jax.Array) -> jax.Array:
-    """sum_i p_i phi_i; a fused reduction, which spares writing the (n, m) features that a product would need."""
+    """Return sum_i p_i phi_i; a fused reduction, which spares writing the (n, m) features that a product would need."""
     return jnp.sum(features * weights[None, :], axis=1)
 
 
 class Feature(eqx.Module):
-    """Base class. A feature supplies ``__call__(cloud, x)``, phi(w_i; x_j) of shape (n, m); it may override
-    ``linearize`` with a faster exact form."""
+    """What one neuron contributes to the prediction. Subclasses define ``__call__``; the rest has defaults.
+
+    A feature also says what the rest of the package needs to know about its neurons, so that a model of your own is
+    treated like a built-in one everywhere.
+
+    Attributes:
+        record: the type of its particles, a NamedTuple of arrays.
+        input_ndim: rank of the inputs x, 1 for (n,) or 2 for (n, d); None allows both.
+        amplitude: name of the coordinate in which a neuron is linear (initial scales multiply it), or None.
+        angles: names of coordinates that are angles.
+        has_direction: whether ``turn`` is defined.
+    """
 
     record: type = eqx.field(static=True)
+    input_ndim: ClassVar[int | None] = None
+    amplitude: ClassVar[str | None] = None
+    angles: ClassVar[tuple[str, ...]] = ()
+    has_direction: ClassVar[bool] = False
 
+    @abc.abstractmethod
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """phi(w_i; x_j) as an (n, m) array; weights do not enter."""
-        raise NotImplementedError
+        """Return phi(w_i; x_j) as an (n, m) array; weights do not enter."""
 
     def bind(self, data: Dataset) -> Self:
-        """Fixes what the feature takes from the data (mean and covariance, under batch norm)."""
+        """Fix what the feature takes from the data (mean and covariance, under batch norm)."""
         return self
 
-    def chart(self, flow: Any, cloud: Cloud) -> tuple[Any, Cloud, Callable[[Any], Any]]:
-        """Coordinates in which ``flow``, of this feature, steps fastest; see ``Flow.chart``. Default: its own."""
-        return flow, cloud, lambda particles: particles
-
     def check(self, cloud: Cloud, x: jax.Array) -> None:
-        """Raises ValueError if cloud and inputs do not fit this feature."""
+        """Raise ValueError if cloud and inputs do not fit this feature."""
         if not isinstance(cloud.particles, self.record):
             raise ValueError(
                 f"cloud.particles must be {self.record.__name__}, got {type(cloud.particles).__name__}"
             )
+        if self.input_ndim is not None and x.ndim != self.input_ndim:
+            wanted = "(n,)" if self.input_ndim == 1 else "(n, d)"
+            raise ValueError(f"x must have shape {wanted} for this flow, got {x.shape}")
+
+    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+        """Return the angle (m,) between the directions of each neuron in ``cloud`` and in ``start``."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what the direction of a neuron is")
+
+    def invariant(self, space: Space) -> Invariant | None:
+        """Return the conservation law of the flow in ``space`` without a penalty; None if none is known."""
+        return None
+
+    def observables(self, data: Dataset) -> dict[str, Observable]:
+        """Return what is worth recording about this model, by name, beside what every model has."""
+        return {"predictions": Predictions(data.x, dims=("sample",), about="f at the samples")}
+
+    def motion(self, problem: "Problem") -> "FrozenMotion":
+        """Return how neurons move while the residual is frozen; the sliding solver needs it."""
+        raise ValueError(
+            f"solver='sliding' needs a feature that defines motion(problem), got {type(self).__name__}; "
+            "the univariate ReLU flows have one. Use a diffrax solver, or fixed steps such as KernelStep"
+        )
 
     def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
-        """Predictions f (n,) and the map g -> grad_w sum_j g_j phi(w; x_j), one covector per particle.
+        """Return predictions f (n,) and the map g -> grad_w sum_j g_j phi(w; x_j), one covector per particle.
 
         The map never involves the weights p_i: it is the differential of the potential at each particle, not
-        the derivative of the loss, so particles of weight zero need no special care.
+        the derivative of the loss, so particles of weight zero need no special care. Override it with a faster exact
+        form where there is one.
         """
         features, pullback = jax.vjp(lambda w: self(cloud.at(w), x), cloud.particles)
 
-        def pull(g: jax.Array) -> Any:
+        def pull(g: jax.Array) -> PyTree[jax.Array]:
             return pullback(jnp.broadcast_to(g[:, None], features.shape))[0]
 
         return _average(cloud.weights, features), pull
 
     def predict(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """f(x_j) = sum_i p_i phi(w_i; x_j), shape (n,)."""
+        """Return f(x_j) = sum_i p_i phi(w_i; x_j), shape (n,)."""
         return _average(cloud.weights, self(cloud, x))
 
 
@@ -69,22 +110,35 @@ class TwoLayer(Feature):
     """phi = a s(b . x) for inputs x (n, d). Cost O(n m d)."""
 
     activation: Activation = eqx.field(static=True)
+    input_ndim: ClassVar[int | None] = 2
+    amplitude: ClassVar[str | None] = "a"
+    has_direction: ClassVar[bool] = True
 
     def __init__(self, activation: Activation) -> None:
         self.record = Neurons
         self.activation = activation
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
-        """Shapes of a, b and x must agree."""
+        """Raise ValueError unless the shapes of a, b and x agree."""
         super().check(cloud, x)
         _checks.shape("particles.a", cloud.particles.a, (cloud.size,))
         _checks.shape("particles.b", cloud.particles.b, (cloud.size, None))
         _checks.shape("x", x, (None, cloud.particles.b.shape[1]))
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """a_i s(b_i . x_j)."""
+        """Return a_i s(b_i . x_j)."""
         a, b = cloud.particles
         return self.activation(x @ b.T) * a[None, :]
+
+    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+        """Return the angle between b now and at the start."""
+        return sphere.angle(*(omega.direction(one.particles.b) for one in (cloud, start)))
+
+    def invariant(self, space: Space) -> Invariant | None:
+        """Return the balance a^2 - |b|^2, on the scale a^2 + |b|^2, which ReLU neurons conserve in flat space."""
+        if type(space) is not Space or self.activation is not activations.resolve("relu"):
+            return None
+        return _relu_balance
 
 
 class BatchNormed(TwoLayer):
@@ -95,16 +149,18 @@ class BatchNormed(TwoLayer):
         raw: whether b is normalised here.
     """
 
-    mean: Any
-    sigma: Any
+    mean: jax.Array | None
+    sigma: jax.Array | None
     raw: bool = eqx.field(static=True)
 
-    def __init__(self, activation: Activation, mean: Any, sigma: Any, raw: bool) -> None:
+    def __init__(
+        self, activation: Activation, mean: jax.Array | None, sigma: jax.Array | None, raw: bool
+    ) -> None:
         super().__init__(activation)
         self.mean, self.sigma, self.raw = mean, sigma, raw
 
     def bind(self, data: Dataset) -> Self:
-        """Takes mean and covariance (1/N) of the data where they were not given."""
+        """Take mean and covariance (1/N) of the data where they were not given."""
         if self.mean is not None and self.sigma is not None:
             return self
         if data.x.ndim != 2:
@@ -123,7 +179,7 @@ class BatchNormed(TwoLayer):
         )
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
-        """Needs bound statistics of the right shape, d >= 2, a regular covariance and b != 0."""
+        """Raise ValueError without bound statistics of the right shape, d >= 2, a regular covariance and b != 0."""
         super().check(cloud, x)
         if self.mean is None or self.sigma is None:
             raise ValueError(
@@ -151,7 +207,23 @@ class BatchNormed(TwoLayer):
             raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """a_i s(bb_i . (x_j - mean))."""
+        """Return a_i s(bb_i . (x_j - mean))."""
         a, b = cloud.particles
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
         bb = omega.normalize(b, self.sigma) if self.raw else b
         return self.activation((x - self.mean[None, :]) @ bb.T) * a[None, :]
+
+    def invariant(self, space: Space) -> Invariant | None:
+        """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""
+        return _square_norm if self.raw else None
+
+
+def _relu_balance(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+    a, b = cloud.particles
+    square = jnp.sum(b**2, axis=-1)
+    return a**2 - square, a**2 + square
+
+
+def _square_norm(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+    square = jnp.sum(cloud.particles.b**2, axis=-1)
+    return square, square

@@ -1,233 +1,250 @@
-"""The one equation: feature x inverse metric x loss.
+"""Flows: a model of learning, and the public functions of the one equation (see ``meanflow.flows.equation``).
 
-    f(x)   = sum_i p_i phi(w_i; x)                                prediction
-    E(mu)  = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i)    energy
-    V(w)   = sum_j q_j l'(f(x_j), y_j) phi(w; x_j) + lam reg(w)   first variation
-    w_i'   = -C(w_i) grad V(w_i)                                  velocity
-    E'     = -sum_i p_i <grad V, C grad V>                        dissipation, an equality
-    K(x,z) = sum_i p_i <grad phi(w_i; x), C(w_i) grad phi(w_i; z)>    tangent kernel
-
-Everything here is a pure function of pytrees and works under jit, vmap and grad. Arguments are checked first, then one
-compiled program runs, so that calls from a notebook are as fast as calls from inside a jitted function.
+Everything here is a pure function of pytrees and works under jit, vmap and grad. Each public function checks its
+arguments once and then runs one compiled program of the inner function of the same name.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from meanflow import _checks
+from meanflow._checks import anything, array, count, floating, function, instance, number, optional, prng_key
+from meanflow.flows import equation
 from meanflow.flows.features import Feature
 from meanflow.flows.losses import Loss
-from meanflow.geometry.space import Space
-from meanflow.measures.cloud import Cloud, floating
-from meanflow.measures.dataset import Dataset
+from meanflow.flows.observables import Observable, common_observables
+from meanflow.flows.problem import Chart
+from meanflow.geometry.space import Invariant, Space
+from meanflow.measures.cloud import CLOUD, Cloud
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.measures.laws import Law
 from meanflow.measures.sampling import sample
 from meanflow.measures.scaling import Scaling
 
+if TYPE_CHECKING:
+    from meanflow.flows.losses import LossFunction
+    from meanflow.measures.scaling import Alpha
 
-class Regulariser(eqx.Module):
-    """lam * reg(w): ``function`` maps the particle record to (m,) values."""
 
-    function: Callable[[Any], jax.Array] = eqx.field(static=True)
+class Regularizer(eqx.Module):
+    """The penalty lam * reg(w).
+
+    Attributes:
+        function: maps the record of particles to one value each, (m,).
+        strength: lam >= 0, a scalar.
+    """
+
+    function: Callable[[PyTree[jax.Array]], jax.Array] = eqx.field(static=True)
     strength: jax.Array
 
 
 class Flow(eqx.Module):
-    """A model of learning: feature phi, geometry (inverse metric C), loss, optional regulariser.
+    """A model of learning: a feature phi, a geometry with inverse metric C, a loss, and an optional penalty.
 
-    Build one with ``vanilla``, ``batchnorm``, ``batchnorm_manifold`` or a univariate constructor; the parts may
-    also be combined by hand.
+    Build one with ``vanilla``, ``batchnorm``, ``batchnorm_manifold`` or a univariate constructor, or assemble parts of
+    your own with ``make_flow``. Whatever the rest of the package knows about a model it asks the model's parts.
+
+    Attributes:
+        feature: what one neuron contributes to the prediction.
+        space: the geometry of its particles.
+        loss: the loss of a prediction.
+        scaling: the output scale alpha(m).
+        regularizer: the penalty, or None.
+        laws: maps the input dimension to the default laws of an initial cloud; None if there are none.
+        chart_type: the coordinates in which solvers step this flow.
     """
 
-    feature: Any  # a Feature; models add their own attributes
-    space: Any  # a Space
+    feature: Feature
+    space: Space
     loss: Loss
     scaling: Scaling
-    regulariser: Regulariser | None = None
+    regularizer: Regularizer | None = None
     laws: Callable[[int | None], dict[str, Law]] | None = eqx.field(static=True, default=None)
+    chart_type: type[Chart] = eqx.field(static=True, default=Chart)
 
     def bind(self, data: Dataset) -> Self:
-        """Freezes the statistics that the model takes from the data; does nothing where they are known."""
+        """Freeze the statistics that the model takes from the data; does nothing where they are known."""
         feature, space = self.feature.bind(data), self.space.bind(data)
+        if feature is self.feature and space is self.space:
+            return self
         return eqx.tree_at(lambda f: (f.feature, f.space), self, (feature, space))
 
+    @_checks.arguments(key=prng_key, width=count(1), dim=optional(count(1)))
     def init(
-        self, key: jax.Array, width: int, *, dim: int | None = None, labels: Any = None, **laws: Law
+        self,
+        key: jax.Array,
+        width: int,
+        *,
+        dim: int | None = None,
+        labels: ArrayLike | None = None,
+        **laws: Law,
     ) -> Cloud:
-        """A random cloud of ``width`` particles.
+        """Draw a random cloud of ``width`` neurons.
 
         Args:
             key: PRNG key.
             width: number of neurons, >= 1.
             dim: input dimension d (models with vector inputs).
-            labels: a number or (width,) array, if the geometry needs labels.
-            laws: the law of a coordinate by name, overriding the model's default, e.g. ``a=laws.signs()``.
+            labels: a number or a (width,) array, if the geometry needs labels.
+            laws: the law of a coordinate by name, instead of the model's default, e.g. ``a=laws.signs()``.
         """
         if self.laws is None:
             raise ValueError("this flow names no default laws; use meanflow.measures.sample")
         drawn = sample(key, width, self.feature.record, {**self.laws(dim), **laws}, labels=labels)
-        return self.space.settle(drawn)
+        return self.space.from_raw(drawn)
 
-    def chart(self, cloud: Cloud) -> tuple["Flow", Cloud, Callable[[Any], Any]]:
-        """The same flow in the coordinates in which its steps are cheapest.
+    def chart(self, cloud: Cloud) -> Chart:
+        """Return the coordinates in which solvers step this flow from ``cloud``."""
+        return self.chart_type(self, cloud)
 
-        Returns:
-            A flow with equal predictions, kernels and retractions, ``cloud`` in its coordinates, and the map of its
-            particles back to those of this flow.
+    def invariant(self) -> Invariant | None:
+        """Return the conservation law of this flow: a map of clouds to (conserved, scale), both (m,); None without one.
+
+        The space knows what its points obey at any time, the feature what is conserved while nothing is penalised.
         """
-        return self.feature.chart(self, cloud)
+        held = self.space.invariant()
+        if held is None and self.regularizer is None:
+            held = self.feature.invariant(self.space)
+        return held
+
+    def observables(self, data: Dataset) -> dict[str, Observable]:
+        """Return what a sweep records by default, by name: common quantities and those of the model."""
+        return common_observables(self, data) | self.feature.observables(data)
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
-        """Raises ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
+        """Raise ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
         self.feature.check(cloud, x)
         self.space.check(cloud)
         self.scaling.check(cloud)
 
 
+FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.vanilla()")
+
+
+@_checks.arguments(
+    feature=instance(Feature),
+    space=instance(Space),
+    regularizer=optional(function),
+    strength=number(low=0),
+    laws=optional(function),
+)
 def make_flow(
     feature: Feature,
     space: Space,
-    loss: Any = "squared",
+    loss: "str | LossFunction | Loss" = "squared",
     *,
-    alpha: Any = "m",
-    regulariser: Callable[[Any], jax.Array] | None = None,
-    strength: Any = 0.0,
+    alpha: "Alpha" = "m",
+    regularizer: Callable[[PyTree[jax.Array]], jax.Array] | None = None,
+    strength: float | jax.Array = 0.0,
     laws: Callable[[int | None], dict[str, Law]] | None = None,
+    chart: type[Chart] = Chart,
 ) -> Flow:
-    """Assembles a flow; ``regulariser`` maps particles to (m,) and is weighted by ``strength`` = lam >= 0."""
-    _checks.at_least("strength", strength, 0.0)
-    extra = None if regulariser is None else Regulariser(regulariser, floating(strength))
-    return Flow(feature, space, Loss(loss), Scaling(alpha), extra, laws)
+    """Assemble a flow from its parts.
+
+    Args:
+        feature: what one neuron contributes to the prediction.
+        space: the geometry.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        alpha: the output scale, which decides the lazy clock; a feature that uses it has it as well.
+        regularizer: maps particles to (m,) values, weighted by ``strength``.
+        strength: lam >= 0.
+        laws: maps the input dimension (or None) to the laws of an initial cloud, by coordinate.
+        chart: the coordinates in which solvers step the flow.
+    """
+    penalty = None if regularizer is None else Regularizer(regularizer, floating(strength))
+    return Flow(feature, space, Loss(loss), Scaling(alpha), penalty, laws, chart)
 
 
-def predict(flow: Flow, cloud: Cloud, x: Any) -> jax.Array:
-    """f(x), shape (n,). A batch-norm flow must be bound to its statistics first."""
-    x = floating(x)
-    flow.check(cloud, x)
-    return _predict(flow, cloud, x)
-
-
-@eqx.filter_jit
-def _predict(flow: Flow, cloud: Cloud, x: jax.Array) -> jax.Array:
-    return flow.feature.predict(cloud, x)
-
-
-def _prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
+def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
+    """Bind a flow to the data and check that cloud, data and flow fit together; the entry of all public functions."""
     flow = flow.bind(data)
     flow.check(cloud, data.x)
     return flow
 
 
-def _penalty(flow: Flow, cloud: Cloud) -> jax.Array | float:
-    if flow.regulariser is None:
-        return 0.0
-    return flow.regulariser.strength * (cloud.weights @ flow.regulariser.function(cloud.particles))
+INPUTS = array((None,), (None, None))
 
 
-def energy(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    """E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar."""
-    return _energy(_prepare(flow, cloud, data), cloud, data)
+@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
+def predict(flow: Flow, cloud: Cloud, x: Float[ArrayLike, "n *d"]) -> Float[Array, " n"]:
+    """Return f(x), shape (n,). A batch-norm flow must be bound to its statistics first.
+
+    >>> import jax, meanflow as mf
+    >>> flow = mf.vanilla("tanh")
+    >>> cloud = flow.init(jax.random.key(0), 8, dim=2)
+    >>> mf.predict(flow, cloud, [[1.0, 0.0], [0.0, 1.0]]).shape
+    (2,)
+    """
+    inputs = jnp.asarray(x)
+    flow.check(cloud, inputs)
+    return _predict(flow, cloud, inputs)
 
 
-@eqx.filter_jit
-def _energy(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    f = flow.feature.predict(cloud, data.x)
-    return data.weights @ flow.loss(f, data.y) + _penalty(flow, cloud)
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+def energy(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
+    """Return E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar."""
+    return _energy(prepare(flow, cloud, data), cloud, data)
 
 
-def _differential(flow: Flow, cloud: Cloud, data: Dataset) -> Any:
-    """grad V at each particle (a covector), for a bound flow."""
-    f, pull = flow.feature.linearize(cloud, data.x)
-    covector = pull(data.weights * flow.loss.slope(f, data.y))
-    if flow.regulariser is not None:
-        value, pullback = jax.vjp(flow.regulariser.function, cloud.particles)
-        extra = pullback(jnp.full_like(value, flow.regulariser.strength))[0]
-        covector = jax.tree.map(jnp.add, covector, extra)
-    return covector
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m *d"]]:
+    """Return w_i' = -C(w_i) grad V(w_i) in mean-field time, a record like the particles.
 
-
-def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> Any:
-    """w_i' = -C(w_i) grad V(w_i) in mean-field time, a record like the particles.
-
-    Equals -(1/p_i) C dE/dw_i, but is computed without dividing by p_i, so padding moves as test particles do.
+    It equals -(1/p_i) C dE/dw_i, but is computed without dividing by p_i, so padding moves as test particles do.
     Cost O(n m d).
     """
-    return _velocity(_prepare(flow, cloud, data), cloud, data)
+    return _velocity(prepare(flow, cloud, data), cloud, data)
 
 
-@eqx.filter_jit
-def _velocity(flow: Flow, cloud: Cloud, data: Dataset) -> Any:
-    return jax.tree.map(jnp.negative, flow.space.cometric(cloud, _differential(flow, cloud, data)))
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+def dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
+    """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure."""
+    return _dissipation(prepare(flow, cloud, data), cloud, data)
 
 
-def dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    """-dE/dt = sum_i p_i <grad V, C grad V> in mean-field time, a scalar; its root is the speed of the measure."""
-    return _dissipation(_prepare(flow, cloud, data), cloud, data)
-
-
-@eqx.filter_jit
-def _dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    covector = _differential(flow, cloud, data)
-    return _pair(cloud, covector, flow.space.cometric(cloud, covector))
-
-
-def _pair(cloud: Cloud, covector: Any, tangent: Any) -> jax.Array:
-    """sum_i p_i <g_i, v_i>, the natural pairing of covectors and tangents."""
-    products = jax.tree.map(
-        lambda g, v: cloud.weights @ jnp.sum((g * v).reshape(cloud.size, -1), 1), covector, tangent
-    )
-    return jnp.sum(jnp.stack(jax.tree.leaves(products)))
-
-
-def first_variation(flow: Flow, cloud: Cloud, data: Dataset, probes: Any) -> jax.Array:
-    """V(w) = dE/dmu at the particles ``probes`` (a record with leading axis k, or a Cloud); shape (k,).
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, probes=anything)
+def first_variation(
+    flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k *d"]]
+) -> Float[Array, " k"]:
+    """Return V(w) = dE/dmu at the particles ``probes`` (a record with leading axis k, or a Cloud); shape (k,).
 
     At a minimiser V is constant (zero for these homogeneous features) on the support and nowhere smaller.
     """
-    flow = _prepare(flow, cloud, data)
+    flow = prepare(flow, cloud, data)
     probe = probes if isinstance(probes, Cloud) else Cloud(probes, width=cloud.width)
     flow.check(probe, data.x)
     return _first_variation(flow, cloud, data, probe)
 
 
-@eqx.filter_jit
-def _first_variation(flow: Flow, cloud: Cloud, data: Dataset, probe: Cloud) -> jax.Array:
-    f = flow.feature.predict(cloud, data.x)
-    value = (data.weights * flow.loss.slope(f, data.y)) @ flow.feature(probe, data.x)
-    if flow.regulariser is None:
-        return value
-    return value + flow.regulariser.strength * flow.regulariser.function(probe.particles)
-
-
-def kernel_operator(flow: Flow, cloud: Cloud, x: jax.Array, z: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """The map v -> K(x, z) v of the tangent kernel, by one pullback and one jvp: O((n_x + n_z) m d), no Jacobian."""
-    _, pull = flow.feature.linearize(cloud, z)
-    _, push = jax.linearize(lambda w: flow.feature.predict(cloud.at(w), x), cloud.particles)
-    return lambda v: push(flow.space.cometric(cloud, pull(v)))
-
-
+@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS, z=optional(INPUTS), chunk=count(1))
 def tangent_kernel(
-    flow: Flow, cloud: Cloud, x: jax.Array, z: jax.Array | None = None, *, chunk: int = 16
-) -> jax.Array:
-    """K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
+    flow: Flow,
+    cloud: Cloud,
+    x: Float[ArrayLike, "n *d"],
+    z: Float[ArrayLike, "k *d"] | None = None,
+    *,
+    chunk: int = 16,
+) -> Float[Array, "n k"]:
+    """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
 
-    Under the mean-field clock predictions obey f' = -K (q l'). Computed ``chunk`` columns at a time, in
+    Under the mean-field clock predictions obey f' = -K (q l'). The kernel is computed ``chunk`` columns at a time, in
     O(n_x n_z m d) operations and O(chunk n m) memory.
     """
-    x = floating(x)
-    z = x if z is None else floating(z)
-    flow.check(cloud, x)
-    flow.check(cloud, z)
-    return _tangent_kernel(flow, cloud, x, z, chunk)
+    left = jnp.asarray(x)
+    right = left if z is None else jnp.asarray(z)
+    for inputs in (left, right):
+        flow.check(cloud, inputs)
+    return _tangent_kernel(flow, cloud, left, right, chunk)
 
 
-@eqx.filter_jit
-def _tangent_kernel(flow: Flow, cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int) -> jax.Array:
-    columns = jax.lax.map(
-        kernel_operator(flow, cloud, x, z), jnp.eye(z.shape[0], dtype=z.dtype), batch_size=chunk
-    )
-    return columns.T
+_predict = eqx.filter_jit(equation.predict)
+_energy = eqx.filter_jit(equation.energy)
+_velocity = eqx.filter_jit(equation.velocity)
+_dissipation = eqx.filter_jit(equation.dissipation)
+_first_variation = eqx.filter_jit(equation.first_variation)
+_tangent_kernel = eqx.filter_jit(equation.tangent_kernel)

@@ -1,14 +1,22 @@
 """Two-layer models: vanilla, batch norm in raw coordinates, batch norm on its manifold."""
 
 from collections.abc import Callable
-from typing import Any
 
-from meanflow import activations
+import jax
+import jax.numpy as jnp
+from jaxtyping import ArrayLike, Float
+
+from meanflow import _checks, activations
+from meanflow._checks import array, optional
+from meanflow.activations import ACTIVATION, Activation
 from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import Flow, make_flow
+from meanflow.flows.losses import Loss, LossFunction
 from meanflow.geometry.space import BatchNormManifold, Space
 from meanflow.measures import laws
-from meanflow.measures.cloud import floating
+from meanflow.measures.cloud import Neurons
+
+Penalty = Callable[[Neurons], jax.Array]
 
 
 def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -17,51 +25,90 @@ def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
     return {"a": laws.uniform(), "b": laws.sphere(dim)}
 
 
-def vanilla(activation: str | Callable = "relu", loss: Any = "squared", **regularisation: Any) -> Flow:
-    """f(x) = sum_i p_i a_i s(b_i . x), gradient flow in flat (a, b).
+@_checks.arguments(activation=ACTIVATION)
+def vanilla(
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    *,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
+) -> Flow:
+    """Build the flow of f(x) = sum_i p_i a_i s(b_i . x): gradient flow in flat (a, b).
 
     Args:
         activation: a name in ``meanflow.activations.NAMED`` or an elementwise callable.
         loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
-        regularisation: ``regulariser=`` (particles -> (m,)) and ``strength=``.
+        regularizer: a penalty, particles -> (m,), weighted by ``strength``.
+        strength: lam >= 0.
+
+    >>> import jax, meanflow as mf
+    >>> mf.vanilla("tanh").init(jax.random.key(0), 8, dim=3).particles.b.shape
+    (8, 3)
     """
     feature = TwoLayer(activations.resolve(activation))
-    return make_flow(feature, Space(), loss, laws=_two_layer_laws, **regularisation)
+    return make_flow(feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
+STATISTICS = {"mean": optional(array((None,))), "covariance": optional(array((None, None)))}
+
+
+@_checks.arguments(activation=ACTIVATION, **STATISTICS)
 def batchnorm(
-    activation: str | Callable = "relu",
-    loss: Any = "squared",
-    mean: Any = None,
-    covariance: Any = None,
-    **regularisation: Any,
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    mean: Float[ArrayLike, " d"] | None = None,
+    covariance: Float[ArrayLike, "d d"] | None = None,
+    *,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
 ) -> Flow:
-    """f(x) = sum_i p_i a_i s(b_i . (x - mean) / |b_i|_S), gradient flow in flat raw (a, b); |b_i| is conserved.
+    """Build the flow of f(x) = sum_i p_i a_i s(b_i . (x - mean) / |b_i|_S) in flat raw (a, b); |b_i| is conserved.
 
-    ``mean`` and ``covariance`` are population statistics; where None, those of the data (1/N) are frozen by
-    ``flow.bind(data)``, and ``energy``, ``velocity`` and the solvers bind implicitly.
+    Args:
+        activation, loss, regularizer, strength: as in ``vanilla``.
+        mean: (d,) population mean, or None: that of the data.
+        covariance: (d, d) population covariance S, or None: that of the data (1/N).
+
+    Statistics of the data are frozen by ``flow.bind(data)``; ``energy``, ``velocity`` and the solvers bind implicitly.
+
+    >>> import meanflow as mf
+    >>> mf.batchnorm("tanh").feature.raw
+    True
     """
-    feature = BatchNormed(activations.resolve(activation), _given(mean), _given(covariance), raw=True)
-    return make_flow(feature, Space(), loss, laws=_two_layer_laws, **regularisation)
+    feature = BatchNormed(activations.resolve(activation), *_arrays(mean, covariance), raw=True)
+    return make_flow(feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
+@_checks.arguments(activation=ACTIVATION, **STATISTICS)
 def batchnorm_manifold(
-    activation: str | Callable = "relu",
-    loss: Any = "squared",
-    mean: Any = None,
-    covariance: Any = None,
-    **regularisation: Any,
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    mean: Float[ArrayLike, " d"] | None = None,
+    covariance: Float[ArrayLike, "d d"] | None = None,
+    *,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
 ) -> Flow:
-    """The same learning in reduced coordinates: (a, bb) on R x Omega with labels c = |b| (default 1).
+    """Build the same flow in reduced coordinates: (a, bb) on R x Omega with labels c = |b| (default 1).
 
     f(x) = sum_i p_i a_i s(bb_i . (x - mean)), a' = -g_a, bb' = -G^-1 g_b / c^2. ``geometry.project`` and
-    ``geometry.lift`` go from raw clouds to these and back. Needs the covariance before clouds can be drawn on
-    Omega: ``flow.bind(data).init(key, width, dim=d)``.
+    ``geometry.lift`` go from raw clouds to these and back. It needs the covariance before clouds can be drawn on
+    Omega: ``flow.bind(data).init(key, width, dim=d)``. Arguments are those of ``batchnorm``.
+
+    >>> import jax, jax.numpy as jnp, meanflow as mf
+    >>> flow = mf.batchnorm_manifold("tanh", mean=jnp.zeros(2), covariance=jnp.eye(2))
+    >>> flow.init(jax.random.key(0), 4, dim=2).labels.tolist()
+    [1.0, 1.0, 1.0, 1.0]
     """
-    mean, covariance = _given(mean), _given(covariance)
-    feature = BatchNormed(activations.resolve(activation), mean, covariance, raw=False)
-    return make_flow(feature, BatchNormManifold(covariance), loss, laws=_two_layer_laws, **regularisation)
+    statistics = _arrays(mean, covariance)
+    feature = BatchNormed(activations.resolve(activation), *statistics, raw=False)
+    space = BatchNormManifold(statistics[1])
+    return make_flow(feature, space, loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
-def _given(statistic: Any) -> Any:
-    return None if statistic is None else floating(statistic)
+def _arrays(
+    mean: Float[ArrayLike, " d"] | None, covariance: Float[ArrayLike, "d d"] | None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    return None if mean is None else jnp.asarray(mean), None if covariance is None else jnp.asarray(
+        covariance
+    )

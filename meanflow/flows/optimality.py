@@ -36,10 +36,8 @@ def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> C
     dim = cloud.particles.b.shape[1]
     dtype = cloud.weights.dtype
     directions = _spread(count, dim).astype(dtype)
-    b = directions
-    if getattr(flow.feature, "raw", True) is False:
-        b = omega.normalize(directions, flow.feature.sigma)
-    size = jnp.abs(first_variation(flow, cloud, data, Neurons(jnp.ones(count, dtype), b)))
+    probes = flow.space.from_raw(Cloud(Neurons(jnp.ones(count, dtype), directions)))
+    size = jnp.abs(first_variation(flow, cloud, data, probes.particles))
     best = jnp.argmax(size)
     return Certificate(size[best], directions[best])
 

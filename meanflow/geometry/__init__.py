@@ -1,6 +1,5 @@
-"""Geometry: inverse metrics, the batch-norm manifold, the cylinder, lifts and projections."""
+"""Geometry: inverse metrics, the batch-norm manifold, lifts and projections."""
 
-from meanflow.geometry import balance as balance
 from meanflow.geometry import sphere as sphere
 from meanflow.geometry.lifts import lift as lift
 from meanflow.geometry.lifts import project as project
@@ -18,5 +17,4 @@ from meanflow.geometry.omega import retract as retract
 from meanflow.geometry.omega import sigma_norm as sigma_norm
 from meanflow.geometry.omega import volume_density as volume_density
 from meanflow.geometry.space import BatchNormManifold as BatchNormManifold
-from meanflow.geometry.space import Cylinder as Cylinder
 from meanflow.geometry.space import Space as Space

@@ -5,19 +5,28 @@ and width may enter the metric) and records of the same type as its particles as
 interface only, so they never know which geometry they run on.
 """
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from meanflow import _checks
-from meanflow._numerics import safe_norm, wrap_angle
+from meanflow._numerics import safe_norm
 from meanflow.geometry import lifts, omega
 from meanflow.geometry.lifts import norms
-from meanflow.measures.cloud import Cloud, Neurons, Polar
+from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
+
+# A conservation law: maps a cloud to what each neuron conserves and the scale it is measured on, both (m,).
+Invariant = Callable[[Cloud], tuple[jax.Array, jax.Array]]
+
+Record: TypeAlias = PyTree[
+    jax.Array
+]  # particles, tangent vectors and covectors: one array per coordinate, leading axis m
 
 
 def _rows(u: jax.Array) -> jax.Array:
@@ -28,6 +37,11 @@ def _rows(u: jax.Array) -> jax.Array:
 class Space(eqx.Module):
     """Flat space: C = identity. Other geometries override what differs."""
 
+    @property
+    def label_name(self) -> str | None:
+        """What the label of a particle stands for, a short name such as ``"delta"``; None without labels."""
+        return None
+
     def bind(self, data: Dataset) -> Self:
         """Fixes what the metric takes from the data (the covariance, under batch norm)."""
         return self
@@ -35,43 +49,38 @@ class Space(eqx.Module):
     def check(self, cloud: Cloud) -> None:
         """Raises ValueError if the cloud's labels or particles do not fit this space."""
 
-    def settle(self, cloud: Cloud) -> Cloud:
-        """Brings freshly drawn raw particles into the coordinates of this space."""
+    def from_raw(self, cloud: Cloud) -> Cloud:
+        """Map raw neurons into this space's coordinates."""
         return cloud
 
-    def cometric(self, cloud: Cloud, covector: Any) -> Any:
+    def invariant(self) -> Invariant | None:
+        """Return what the points of this space obey at any time, whatever the flow; None if they are free."""
+        return None
+
+    def cometric(self, cloud: Cloud, covector: Record) -> Record:
         """C(w) g: turns differentials into gradients of the metric."""
         return covector
 
-    def inner(self, cloud: Cloud, u: Any, v: Any) -> jax.Array:
+    def inner(self, cloud: Cloud, u: Record, v: Record) -> jax.Array:
         """<u, v> in the metric C^-1 for tangent vectors, one number per particle (m,)."""
         return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(lambda p, q: _rows(p * q), u, v))), axis=0)
 
-    def retract(self, cloud: Cloud, v: Any) -> Any:
+    def retract(self, cloud: Cloud, v: Record) -> Record:
         """A point reached by moving along ``v`` that stays in the space; agrees with exp to second order."""
         return self.exp(cloud, v)
 
-    def exp(self, cloud: Cloud, v: Any) -> Any:
+    def exp(self, cloud: Cloud, v: Record) -> Record:
         """Endpoints of the geodesics with initial velocities ``v``."""
         return jax.tree.map(jnp.add, cloud.particles, v)
 
-    def log(self, cloud: Cloud, particles: Any) -> Any:
+    def log(self, cloud: Cloud, particles: Record) -> Record:
         """Tangent vectors that ``exp`` maps to ``particles``."""
         return jax.tree.map(jnp.subtract, particles, cloud.particles)
 
-    def distance(self, cloud: Cloud, particles: Any) -> jax.Array:
+    def distance(self, cloud: Cloud, particles: Record) -> jax.Array:
         """Geodesic distance of each particle to its partner in ``particles`` (m,)."""
         v = self.log(cloud, particles)
         return jnp.sqrt(self.inner(cloud, v, v))
-
-
-class Cylinder(Space):
-    """R x circle with coordinates (r, theta) and the flat metric dr^2 + dtheta^2."""
-
-    def log(self, cloud: Cloud, particles: Polar) -> Polar:
-        """Shortest way round the circle."""
-        r, theta = cloud.particles
-        return Polar(particles.r - r, wrap_angle(particles.theta - theta))
 
 
 class BatchNormManifold(Space):
@@ -81,7 +90,7 @@ class BatchNormManifold(Space):
         sigma: (d, d) covariance of the inputs, or None until ``bind``.
     """
 
-    sigma: Any = None
+    sigma: jax.Array | None = None
 
     def bind(self, data: Dataset) -> Self:
         """Takes the covariance of the data unless one was given."""
@@ -102,11 +111,28 @@ class BatchNormManifold(Space):
                 "meanflow.geometry.project maps raw neurons there"
             )
 
-    def settle(self, cloud: Cloud) -> Cloud:
-        """Raw (a, b) to (a, T(b)); the labels are |b| unless given."""
+    @property
+    def label_name(self) -> str | None:
+        """The labels are the norms c = |b| of the raw neurons."""
+        return "norm"
+
+    def invariant(self) -> Invariant | None:
+        """Return b'Sb, which is 1 on Omega."""
+
+        def constraint(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+            square = omega.sigma_norm(cloud.particles.b, self._covariance())[:, 0] ** 2
+            return square, square
+
+        return constraint
+
+    def _covariance(self) -> jax.Array:
         if self.sigma is None:
             raise ValueError("Omega needs a covariance; call flow.bind(data) first or pass covariance=")
-        moved = lifts.project(cloud, self.sigma)
+        return self.sigma
+
+    def from_raw(self, cloud: Cloud) -> Cloud:
+        """Map raw (a, b) to (a, T(b)); the labels are |b| unless given."""
+        moved = lifts.project(cloud, self._covariance())
         return (
             moved
             if cloud.labels is None
@@ -115,7 +141,7 @@ class BatchNormManifold(Space):
 
     def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
         """(g_a, G^-1 g_b / c^2)."""
-        b = omega.cometric_apply(cloud.particles.b, covector.b, self.sigma)
+        b = omega.cometric_apply(cloud.particles.b, covector.b, self._covariance())
         return Neurons(covector.a, b / norms(cloud)[:, None] ** 2)
 
     def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
@@ -125,17 +151,17 @@ class BatchNormManifold(Space):
     def retract(self, cloud: Cloud, v: Neurons) -> Neurons:
         """A raw gradient step followed by renormalisation to |b| = c."""
         a, b = cloud.particles
-        return Neurons(a + v.a, omega.retract(b, v.b, self.sigma))
+        return Neurons(a + v.a, omega.retract(b, v.b, self._covariance()))
 
     def exp(self, cloud: Cloud, v: Neurons) -> Neurons:
         """Straight in a, great circle in the direction of b."""
         a, b = cloud.particles
-        return Neurons(a + v.a, omega.exp(b, v.b, self.sigma))
+        return Neurons(a + v.a, omega.exp(b, v.b, self._covariance()))
 
     def log(self, cloud: Cloud, particles: Neurons) -> Neurons:
         """Inverse of ``exp``."""
         a, b = cloud.particles
-        return Neurons(particles.a - a, omega.log(b, particles.b, self.sigma))
+        return Neurons(particles.a - a, omega.log(b, particles.b, self._covariance()))
 
     def distance(self, cloud: Cloud, particles: Neurons) -> jax.Array:
         """sqrt(|a - a'|^2 + c^2 angle^2); independent of the covariance."""

@@ -1,5 +1,4 @@
-"""Kernels: the empirical tangent kernel of any network, its spectrum, infinite-width limit and dynamics; the
-univariate kernels and splines in closed form."""
+"""Kernels: the empirical tangent kernel of any network, its spectrum, infinite-width limit and dynamics."""
 
 from meanflow.kernels.batchnorm import Affine as Affine
 from meanflow.kernels.batchnorm import batchnorm_ntk as batchnorm_ntk
@@ -43,8 +42,3 @@ from meanflow.kernels.operator import ntk_operator as ntk_operator
 from meanflow.kernels.operator import spectral_density as spectral_density
 from meanflow.kernels.operator import spectrum as spectrum
 from meanflow.kernels.operator import top_eigenpairs as top_eigenpairs
-from meanflow.kernels.splines import natural_spline as natural_spline
-from meanflow.kernels.splines import spline_interpolant as spline_interpolant
-from meanflow.kernels.univariate import indicator as indicator
-from meanflow.kernels.univariate import random_feature as random_feature
-from meanflow.kernels.univariate import univariate_ntk as univariate_ntk

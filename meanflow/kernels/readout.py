@@ -4,7 +4,7 @@ With (a, b) frozen, f(x) = sum_i c_i feature_i(x) is linear in c. The residual r
 obeys rho' = -K rho in time and rho <- (I - lr K) rho in steps, where K = features features^T. One
 eigendecomposition gives every time and every number of steps, so early stopping costs O(n^2) a point.
 
-A full network trains like this where ``geometry.balance.tangential_fraction`` is small (delta -> -inf).
+A full network trains like this where ``univariate.balance.tangential_fraction`` is small (delta -> -inf).
 """
 
 import equinox as eqx

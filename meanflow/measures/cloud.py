@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
+from meanflow._checks import floating
 
 
 class Neurons(NamedTuple):
@@ -30,12 +31,6 @@ class Affine(NamedTuple):
     a: jax.Array
     b: jax.Array
     c: jax.Array
-
-
-def floating(value: Any) -> jax.Array:
-    """The value as an array of floats; float32 and float64 are kept as they are."""
-    array = jnp.asarray(value)
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
 
 
 class Cloud(eqx.Module):
@@ -128,3 +123,6 @@ def stack(clouds: list[Cloud]) -> Cloud:
     """Pads clouds to their largest size and stacks them along a new first axis, ready for ``jax.vmap``."""
     size = max(cloud.size for cloud in clouds)
     return jax.tree.map(lambda *u: jnp.stack(u), *(cloud.pad(size) for cloud in clouds))
+
+
+CLOUD = _checks.instance(Cloud, hint="build one with flow.init(key, width) or meanflow.Cloud(particles)")

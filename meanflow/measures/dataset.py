@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
-from meanflow.measures.cloud import floating
+from meanflow._checks import floating
 
 
 class Dataset(eqx.Module):
@@ -67,3 +67,6 @@ class Dataset(eqx.Module):
         chosen = self.weights[index]
         scale = jnp.sum(self.weights) / jnp.sum(chosen)
         return Dataset(self.x[index], self.y[index], chosen * scale)
+
+
+DATA = _checks.instance(Dataset, hint="build one with meanflow.Dataset(x, y)")

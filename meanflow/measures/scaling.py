@@ -1,7 +1,5 @@
 """The output scale alpha(m) of a network f = (1/alpha) sum_i ..., and the three clocks it defines."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,8 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow.measures.cloud import Cloud
+
+Alpha = str | float | jax.Array  # "m", "sqrt", "one" or a positive number
 
 NAMES = ("m", "sqrt", "one")
 CLOCKS = ("mean_field", "gradient", "lazy")
@@ -20,7 +20,7 @@ class Scaling(eqx.Module):
     kind: str = eqx.field(static=True)
     value: jax.Array | None
 
-    def __init__(self, alpha: Any = "m") -> None:
+    def __init__(self, alpha: Alpha = "m") -> None:
         if isinstance(alpha, str):
             _checks.one_of("alpha", alpha, NAMES)
             self.kind, self.value = alpha, None

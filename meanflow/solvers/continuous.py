@@ -1,38 +1,61 @@
 """Continuous time: the flow as an ODE, on diffrax."""
 
-import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import ArrayLike, Float, PyTree
 
 from meanflow import _checks
-from meanflow.flows.flow import Flow, dissipation, energy, velocity
+from meanflow._checks import anything, choice, count, either, flag, instance, number, optional
+from meanflow.flows import equation, observables
+from meanflow.flows.flow import FLOW, Flow, prepare
+from meanflow.flows.observables import Observable, Observe
+from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
-from meanflow.measures.cloud import Cloud
-from meanflow.measures.dataset import Dataset
+from meanflow.measures.cloud import CLOUD, Cloud
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.saving import SaveTimes, save_times
-from meanflow.solvers.solution import RESULTS, Solution, State, versions
-from meanflow.solvers.step import KernelStep, Problem, StepController, cloud_at
+from meanflow.solvers.sliding import FlowSolver, Sliding
+from meanflow.solvers.solution import (
+    RESULTS,
+    Settings,
+    Solution,
+    State,
+    check_resumed,
+    fingerprint,
+    raise_on_failure,
+)
+from meanflow.solvers.step import (
+    STEP,
+    ConstantStep,
+    RealScalarLike,
+    StepController,
+    StepRule,
+    all_finite,
+    as_rule,
+)
 
 ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
     "checkpoint": diffrax.RecursiveCheckpointAdjoint,
     "full": diffrax.DirectAdjoint,
     "forward": diffrax.ForwardMode,
 }
+DEFAULTS: dict[str | None, diffrax.AbstractSolver] = {None: diffrax.Tsit5(), "sliding": Sliding()}
+MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
+SOLVER = either(choice("sliding"), instance(diffrax.AbstractSolver, hint="for instance diffrax.Tsit5()"))
+STATE = instance(State, hint="pass Solution.state")
 
 
-def _field(t: Any, y: Any, problem: Problem) -> Any:
-    v = velocity(problem.flow, problem.cloud.at(y), problem.data)
-    return jax.tree.map(lambda u: problem.speed * u, v)
+def _field(t: RealScalarLike, y: PyTree[jax.Array], problem: Problem) -> PyTree[jax.Array]:
+    return problem.field(t, y)
 
 
-def _cloud_norm(weights: jax.Array, error: Any) -> jax.Array:
-    """Root mean square over the measure: padding has no say, and duplicating the particles changes nothing."""
+def _cloud_norm(weights: jax.Array, error: PyTree[jax.Array]) -> jax.Array:
+    """Return the root mean square over the measure: padding has no say, duplicating the particles changes nothing."""
     leaves = [u.reshape(weights.shape[0], -1) for u in jax.tree.leaves(error)]
     squares = jnp.sum(jnp.concatenate(leaves, axis=1) ** 2, axis=1)
     total = jnp.sum(jnp.where(weights > 0, weights * squares, 0.0))
@@ -44,34 +67,69 @@ class _Steady(eqx.Module):
     """Stops when the speed of the measure, sqrt(-dE/dt), falls below a tolerance."""
 
     tolerance: jax.Array
+
+    def __call__(self, t: jax.Array, y: PyTree[jax.Array], args: Problem, **kwargs: object) -> jax.Array:
+        rate = equation.dissipation(args.flow, args.cloud(y), args.data)
+        return args.speed * rate < self.tolerance**2
+
+
+class Options(eqx.Module):
+    """The arguments of ``solve`` beside flow, cloud and data, checked and in the form the compiled program takes."""
+
+    t0: jax.Array
+    t1: jax.Array
+    ts: jax.Array | None
+    observe: Observable | dict[str, Observable] | None
     solver: diffrax.AbstractSolver
+    rule: StepRule | None
+    rtol: jax.Array
+    atol: jax.Array
+    adjoint: diffrax.AbstractAdjoint
+    steady: jax.Array | None
+    settings: Settings
+    clock: str = eqx.field(static=True)
+    max_steps: int = eqx.field(static=True)
 
-    def __call__(self, t: Any, y: Any, args: Problem, **kwargs: Any) -> jax.Array:
-        cloud = cloud_at(self.solver, args, y)
-        return args.speed * dissipation(args.flow, cloud, args.data) < self.tolerance**2
 
-
+@_checks.arguments(
+    flow=FLOW,
+    cloud=CLOUD,
+    data=DATA,
+    t1=number(),
+    t0=number(),
+    observe=anything,
+    solver=optional(SOLVER),
+    step=optional(STEP),
+    rtol=number(low=0),
+    atol=number(low=0),
+    clock=choice(*scaling.CLOCKS),
+    adjoint=either(choice(*ADJOINTS), instance(diffrax.AbstractAdjoint)),
+    steady=optional(number(above=0)),
+    max_steps=optional(count(1)),
+    state=optional(STATE),
+    throw=flag,
+)
 def solve(
     flow: Flow,
     cloud: Cloud,
     data: Dataset,
-    t1: Any,
+    t1: float | jax.Array,
     *,
-    t0: Any = 0.0,
-    ts: Any = None,
-    observe: Any = None,
-    solver: Any = None,
-    step: Any = None,
-    rtol: float = 1e-7,
-    atol: float = 1e-9,
+    t0: float | jax.Array = 0.0,
+    ts: int | Float[ArrayLike, " k"] | None = None,
+    observe: Observe = None,
+    solver: str | diffrax.AbstractSolver | None = None,
+    step: StepRule | float | jax.Array | None = None,
+    rtol: float | jax.Array = 1e-7,
+    atol: float | jax.Array = 1e-9,
     clock: str = "mean_field",
-    adjoint: Any = "checkpoint",
-    steady: Any = None,
+    adjoint: str | diffrax.AbstractAdjoint = "checkpoint",
+    steady: float | jax.Array | None = None,
     max_steps: int | None = None,
     state: State | None = None,
-    throw: bool = False,
+    throw: bool = True,
 ) -> Solution:
-    """Solves w' = -C grad V from t0 to t1.
+    """Solve w' = -C grad V from t0 to t1.
 
     Args:
         flow: the model; a batch-norm flow takes its statistics from ``data`` unless bound before.
@@ -79,23 +137,26 @@ def solve(
         data: training data.
         t1: end time on ``clock``. May be traced and differentiated.
         t0: start time.
-        ts: save times in [t0, t1]; an integer k means k equal intervals' ends, t0 included; default only the end.
-        observe: what to save at ``ts`` instead of whole clouds: a function (flow, cloud, data) -> pytree, or a
-            dict of them; ``meanflow.dissipation`` and its like fit as they are. ``FromStart(function)`` is called
-            as function(flow, cloud, data, start) with the initial cloud.
+        ts: save times in [t0, t1]; an integer k means k equally spaced times, both ends included; default only the end.
+        observe: what to save at ``ts`` instead of whole clouds: a function (flow, cloud, data) -> pytree such as
+            ``meanflow.dissipation``, an ``Observable``, a dict of these by name, or names of the model's own
+            observables such as ``["dissipation", "kernel_drift"]``.
         solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for univariate ReLU flows, whose velocity
             jumps and which ordinary solvers cannot resolve. Reverse mode through kinks needs a fixed number of events
             a step: ``solvers.Sliding(max_events=8)``.
-        step: a number or ``KernelStep``: fixed steps. None: adaptive steps at ``rtol``, ``atol``.
+        step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
+            ``atol``.
         rtol, atol: tolerances of the local error in rms over the measure. They are not the error of the result.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``; see ``meanflow.measures.scaling``.
         adjoint: ``"checkpoint"`` (reverse mode, memory O(sqrt(max_steps)) states), ``"full"`` (reverse through
             the whole loop), ``"forward"`` (forward mode), or a diffrax adjoint.
         steady: stop when the speed sqrt(-dE/dt) of the measure falls below this.
         max_steps: step limit; default 100 000, or what a fixed step needs.
-        state: ``Solution.state`` of an earlier run with the same settings: goes on from there (``cloud`` supplies
-            weights and labels). With steps on a dyadic grid two half runs equal one full run bit for bit.
-        throw: raise RuntimeError on failure (outside jit); otherwise look at ``Solution.result``.
+        state: ``Solution.state`` of an earlier run: goes on from there (``cloud`` supplies weights and labels). Data
+            and settings must be those of that run, except for a constant step, tolerances, save times and the end. With
+            steps on a dyadic grid two half runs equal one full run bit for bit.
+        throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the run fails. Inside jit, vmap and grad
+            nothing is raised: look at ``Solution.result``.
 
     Returns:
         A ``Solution``. Cost: one velocity, O(n m d), per stage.
@@ -109,106 +170,73 @@ def solve(
     >>> bool(sol.ok), bool(jnp.all(jnp.diff(sol.energy) < 0))
     (True, True)
     """
-    flow = flow.bind(data)
-    flow.check(cloud, data.x)
+    flow = prepare(flow, cloud, data)
     dtype = cloud.weights.dtype
+    start = jnp.asarray(t0 if state is None else state.t, dtype)
+    end = jnp.asarray(t1, dtype)
+    _check_order(start, end)
+    times = save_times(ts, start, end, dtype)
+    method = solver if isinstance(solver, diffrax.AbstractSolver) else DEFAULTS[solver]
+    rule = None if step is None else as_rule(step, dtype)
+    _check_step(method, rule)
+    settings = _settings(method, rule, clock)
     if state is not None:
-        t0 = state.t
-    t0, t1 = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype)
-    _check_times(t0, t1)
-    ts = save_times(ts, t0, t1, dtype)
-    solver = _resolve_solver(solver)
-    settings = settings_text(
-        solver=solver, step=step, rtol=rtol, atol=atol, clock=clock, adjoint=adjoint, t0=t0, t1=t1
+        check_resumed(state, settings, data)
+    options = Options(
+        t0=start,
+        t1=end,
+        ts=times,
+        observe=observables.resolve(observe, flow, data),
+        solver=method,
+        rule=rule,
+        rtol=jnp.asarray(rtol, dtype),
+        atol=jnp.asarray(atol, dtype),
+        adjoint=ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint,
+        steady=None if steady is None else jnp.asarray(steady, dtype),
+        settings=settings,
+        clock=clock,
+        max_steps=step_budget(rule, start, end, times) if max_steps is None else max_steps,
     )
-    if isinstance(adjoint, str):
-        _checks.one_of("adjoint", adjoint, ADJOINTS)
-        adjoint = ADJOINTS[adjoint]()
-    if step is not None and not isinstance(step, KernelStep):
-        _checks.at_least("step", step, 0.0, strict=True)
-        step = jnp.asarray(step, dtype)
-    if max_steps is None:
-        max_steps = _step_budget(step, t0, t1)
-    max_steps = _checks.whole("max_steps", max_steps, 1)
-    if steady is not None:
-        _checks.at_least("steady", steady, 0.0, strict=True)
-        steady = jnp.asarray(steady, dtype)
-    parts = _solve(
-        flow,
-        cloud,
-        data,
-        t0,
-        t1,
-        ts,
-        observe,
-        solver,
-        step,
-        jnp.asarray(rtol, dtype),
-        jnp.asarray(atol, dtype),
-        clock,
-        adjoint,
-        steady,
-        max_steps,
-        state,
-    )
-    solution = Solution(**parts, settings=settings)
+    solution = _solve(flow, cloud, data, options, state)
     if throw:
         raise_on_failure(solution)
     return solution
 
 
 @eqx.filter_jit
-def _solve(
-    flow: Flow,
-    cloud: Cloud,
-    data: Dataset,
-    t0: jax.Array,
-    t1: jax.Array,
-    ts: jax.Array | None,
-    observe: Any,
-    solver: Any,
-    step: Any,
-    rtol: jax.Array,
-    atol: jax.Array,
-    clock: str,
-    adjoint: diffrax.AbstractAdjoint,
-    steady: jax.Array | None,
-    max_steps: int,
-    state: State | None,
-) -> dict[str, Any]:
-    problem = Problem(flow, cloud, data, scaling.speed(clock, flow.scaling, cloud))
-    encode = getattr(solver, "encode", None)
-    y0 = state.y if state is not None else (cloud.particles if encode is None else encode(flow, cloud))
-    # a solver with coordinates of its own brings the velocity in them
-    terms = diffrax.ODETerm(_field if encode is None else solver.velocity)
-    stops = ts if getattr(solver, "clip_to_saves", False) else None
-    if step is None:
-        norm = jax.tree_util.Partial(_cloud_norm, cloud.weights)
-        controller: Any = diffrax.PIDController(rtol=rtol, atol=atol, norm=norm)
-        size = None
-    else:
-        controller = StepController(step, solver, stops, None)
-        size = jnp.asarray(1.0, t0.dtype)  # unused: the controller knows the size
+def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+    solver, observe = options.solver, options.observe
+    problem = Problem(flow.chart(cloud), data, scaling.speed(options.clock, flow.scaling, cloud))
+    problem = eqx.tree_at(
+        lambda p: p.memory, problem, observables.begin(observe, problem), is_leaf=lambda u: u is None
+    )
+    terms = diffrax.ODETerm(_field)
+    y0 = problem.chart.base.particles if state is None else state.y
+    controller, first = _controller(options, cloud)
     solver_state = controller_state = made_jump = None
     if state is not None:
         solver_state, controller_state, made_jump = _unpack(
-            terms, solver, controller, t0, t1, y0, size, problem, state
+            terms, controller, y0, first, problem, options, state
         )
-        if step is not None:
-            controller = StepController(step, solver, stops, controller_state)
+        if isinstance(controller, StepController):
+            # the controller continues with its count; a constant step is taken from the new settings
+            taken, size = controller_state
+            if isinstance(options.rule, ConstantStep):
+                size = options.rule.size
+            controller = StepController(controller.rule, controller.stops, (taken, size))
             controller_state = None
 
-    def save(t: jax.Array, y: Any, problem: Problem) -> Any:
-        here = cloud_at(solver, problem, y)
-        seen = here if observe is None else observe_with(observe, problem, here)
-        return energy(problem.flow, here, problem.data), seen
+    def save(t: jax.Array, y: PyTree[jax.Array], problem: Problem) -> tuple[jax.Array, PyTree]:
+        here = problem.cloud(y)
+        seen = here if observe is None else observables.measure(observe, problem, here)
+        return equation.energy(problem.flow, here, problem.data), seen
 
     raw = diffrax.diffeqsolve(
         terms,
         solver,
-        t0,
-        t1,
-        size,
+        options.t0,
+        options.t1,
+        first,
         y0,
         problem,
         saveat=diffrax.SaveAt(
@@ -221,123 +249,122 @@ def _solve(
             made_jump=True,
         ),
         stepsize_controller=controller,
-        adjoint=adjoint if ts is None else SaveTimes(adjoint, ts),
-        event=None if steady is None else diffrax.Event(_Steady(steady, solver)),
-        max_steps=max_steps,
+        adjoint=options.adjoint if options.ts is None else SaveTimes(options.adjoint, options.ts),
+        event=None if options.steady is None else diffrax.Event(_Steady(options.steady)),
+        max_steps=options.max_steps,
         throw=False,
         solver_state=solver_state,
         controller_state=controller_state,
         made_jump=made_jump,
     )
+    return _solution(raw, problem, options, state)
+
+
+def _solution(raw: diffrax.Solution, problem: Problem, options: Options, state: State | None) -> Solution:
+    """Put together what diffrax returned, in the coordinates of the model."""
+    assert raw.ys is not None and raw.ts is not None
     y1 = jax.tree.map(lambda u: u[-1], raw.ys["end"])
     energies, seen = raw.ys["series"]
-    stats = {k: v for k, v in raw.stats.items() if k.startswith("num")}
-    result = RESULTS.promote(raw.result)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(y1)]))
-    result = RESULTS.where(finite, result, RESULTS.non_finite)
-    if hasattr(solver, "report"):
-        stats |= solver.report(raw.solver_state)
-        result = RESULTS.where(solver.failed(raw.solver_state), RESULTS.event_overflow, result)
+    stats = {k: jnp.asarray(v) for k, v in raw.stats.items() if k.startswith("num")}
+    result = RESULTS.where(all_finite(y1), RESULTS.promote(raw.result), RESULTS.non_finite)
+    if isinstance(options.solver, FlowSolver):
+        stats |= options.solver.report(problem, raw.solver_state)
+        result = options.solver.result(problem, raw.solver_state, result)
     done = stats["num_steps"] + (0 if state is None else state.steps)
     leaves = tuple(jax.tree.leaves((raw.solver_state, raw.controller_state, raw.made_jump)))
-    return {
-        "ts": raw.ts["series"],
-        "energy": energies,
-        "clouds": seen if observe is None else None,
-        "observed": None if observe is None else seen,
-        "final": cloud_at(solver, problem, y1),
-        "state": State(raw.ts["end"][-1], y1, done, leaves),
-        "result": result,
-        "stats": stats,
-    }
+    numbers = {"t0": options.t0, "t1": options.t1, "rtol": options.rtol, "atol": options.atol}
+    if isinstance(options.rule, ConstantStep):
+        numbers["step"] = options.rule.size
+    return Solution(
+        ts=raw.ts["series"],
+        energy=energies,
+        clouds=seen if options.observe is None else None,
+        observed=None if options.observe is None else seen,
+        final=problem.cloud(y1),
+        state=State(raw.ts["end"][-1], y1, done, leaves, options.settings, fingerprint(problem.data)),
+        result=result,
+        stats=stats,
+        settings=Settings(options.settings.numbers | numbers, options.settings.names),
+    )
+
+
+def _controller(
+    options: Options, cloud: Cloud
+) -> tuple[diffrax.AbstractStepSizeController, jax.Array | None]:
+    """Return the step size controller and the first step that diffrax wants beside it."""
+    if options.rule is None:
+        norm = jax.tree_util.Partial(_cloud_norm, cloud.weights)
+        return diffrax.PIDController(rtol=options.rtol, atol=options.atol, norm=norm), None
+    lands = isinstance(options.solver, FlowSolver) and options.solver.lands_on_saves
+    controller = StepController(options.rule, options.ts if lands else None, None)
+    return controller, jnp.asarray(1.0, options.t0.dtype)  # unused: the controller knows the size
 
 
 def _unpack(
-    terms: Any,
-    solver: Any,
-    controller: Any,
-    t0: Any,
-    t1: Any,
-    y0: Any,
-    size: Any,
+    terms: PyTree,
+    controller: diffrax.AbstractStepSizeController,
+    y0: PyTree[jax.Array],
+    first: jax.Array | None,
     problem: Problem,
+    options: Options,
     state: State,
-) -> tuple[Any, Any, Any]:
-    """Rebuilds the stepper's own state from the flat leaves of ``state``."""
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Rebuild the states of solver and controller from the flat leaves of ``state``."""
+    solver, t0, t1 = options.solver, options.t0, options.t1
 
-    def blank() -> Any:
+    def blank() -> PyTree:
         order = solver.error_order(terms)
-        _, control = controller.init(terms, t0, t1, y0, size, problem, solver.func, order)
+        _, control = controller.init(terms, t0, t1, y0, first, problem, solver.func, order)
         return solver.init(terms, t0, t1, y0, problem), control, jnp.asarray(False)
 
-    structure: Any = jax.tree.structure(eqx.filter_eval_shape(blank))
-    if structure.num_leaves != len(state.leaves):
+    needed, structure = jax.tree.flatten(eqx.filter_eval_shape(blank))
+    if len(needed) != len(state.leaves):
         raise ValueError(
             "state must come from a run with the same solver and step settings; "
-            f"it holds {len(state.leaves)} arrays, these settings need {structure.num_leaves}"
+            f"it holds {len(state.leaves)} arrays, these settings need {len(needed)}"
         )
     return jax.tree.unflatten(structure, state.leaves)
 
 
-class FromStart(eqx.Module):
-    """Marks an observer that compares with the start: ``function(flow, cloud, data, start) -> pytree``.
-
-    ``start`` is the cloud that was given to the solver (in a resumed run, the one passed along with ``state``).
-    """
-
-    function: Callable[[Flow, Cloud, Dataset, Cloud], Any]
-
-
-def observe_with(observe: Any, problem: Problem, cloud: Cloud) -> Any:
-    """What ``observe`` (a function, ``FromStart`` or a dict of these) sees at ``cloud`` during ``problem``."""
-    if isinstance(observe, dict):
-        return {name: observe_with(one, problem, cloud) for name, one in observe.items()}
-    if isinstance(observe, FromStart):
-        return observe.function(problem.flow, cloud, problem.data, problem.cloud)
-    return observe(problem.flow, cloud, problem.data)
+def _settings(solver: diffrax.AbstractSolver, rule: StepRule | None, clock: str) -> Settings:
+    """Return the settings that a resumed run must share; a constant step and tolerances may change."""
+    names = {
+        "solver": type(solver).__name__,
+        "clock": clock,
+        "step": type(rule).__name__ if rule else "adaptive",
+    }
+    numbers = {} if rule is None or isinstance(rule, ConstantStep) else rule_numbers(rule)
+    return Settings(numbers, tuple(names.items()))
 
 
-def _check_times(t0: jax.Array, t1: jax.Array) -> None:
-    _checks.finite("t0", t0)
-    _checks.finite("t1", t1)
+def rule_numbers(rule: StepRule) -> dict[str, jax.Array]:
+    """Return the numbers of a step rule, by name."""
+    named: Sequence[str] = list(type(rule).__dataclass_fields__)
+    values = {f"step.{name}": getattr(rule, name) for name in named}
+    return {name: jnp.asarray(v) for name, v in values.items() if eqx.is_array_like(v) and v is not None}
+
+
+def _check_order(t0: jax.Array, t1: jax.Array) -> None:
     known = _checks.concrete(t0), _checks.concrete(t1)
     if known[0] is not None and known[1] is not None and np.any(known[1] <= known[0]):
         raise ValueError(f"t1 must be greater than t0 = {known[0]}, got {known[1]}")
 
 
-def _resolve_solver(solver: Any) -> diffrax.AbstractSolver:
-    if solver is None:
-        return diffrax.Tsit5()
-    if isinstance(solver, str):
-        _checks.one_of("solver", solver, ("sliding",))
-        from meanflow.solvers.sliding import Sliding
-
-        return Sliding()
-    return solver
+def _check_step(solver: diffrax.AbstractSolver, rule: StepRule | None) -> None:
+    if rule is None and not isinstance(solver, diffrax.AbstractAdaptiveSolver):
+        raise ValueError(
+            f"step must be a number or a StepRule with solver {type(solver).__name__}, which has no error estimate, "
+            "got None"
+        )
 
 
-def _step_budget(step: Any, t0: jax.Array, t1: jax.Array) -> int:
-    fixed = step is not None and not isinstance(step, KernelStep)
-    size, start, end = (_checks.concrete(u) if fixed else None for u in (step, t0, t1))
-    if size is None or start is None or end is None:
-        return 100_000
-    needed = float(np.max((end - start) / size)) + 2
+def step_budget(rule: StepRule | None, t0: jax.Array, t1: jax.Array, ts: jax.Array | None = None) -> int:
+    """Return a limit for the number of steps from t0 to t1: what a constant step needs, else 100 000."""
+    size = rule.size if isinstance(rule, ConstantStep) else None
+    known = None if size is None else [_checks.concrete(u) for u in (size, t0, t1)]
+    if known is None or any(u is None for u in known):
+        return MOST_STEPS
+    step, start, end = known
+    # a step that is cut short to land on a save time is a step more
+    needed = float(np.max((end - start) / step)) + 2 + (0 if ts is None else ts.shape[-1])  # type: ignore[operator]
     return 1 << int(np.ceil(np.log2(max(needed, 16))))  # powers of two: few compiled shapes
-
-
-def settings_text(**values: Any) -> str:
-    """Settings and package versions as JSON, for ``Solution.settings``."""
-    shown = {}
-    for name, value in values.items():
-        known = _checks.concrete(value) if isinstance(value, jax.Array) else None
-        shown[name] = known.tolist() if known is not None else str(value)
-    return json.dumps(shown | {"versions": versions()})
-
-
-def raise_on_failure(solution: Solution) -> None:
-    """Raises RuntimeError with the code's message unless every run of the solution is ok; not under jit."""
-    ok = _checks.concrete(solution.ok)
-    if ok is not None and not np.all(ok):
-        if ok.ndim:
-            raise RuntimeError(f"{int(np.sum(~ok))} of {ok.size} runs failed; see Solution.result")
-        raise RuntimeError(f"the run failed: {RESULTS[solution.result]}")  # type: ignore[misc]

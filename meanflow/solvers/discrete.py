@@ -1,33 +1,79 @@
 """Discrete time: gradient descent and its relatives, on optax."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from meanflow import _checks
+from meanflow._checks import anything, choice, count, flag, instance, optional, prng_key
 from meanflow._numerics import iterate
-from meanflow.flows.flow import Flow, energy, velocity
+from meanflow.flows import equation, observables
+from meanflow.flows.flow import FLOW, Flow, prepare
+from meanflow.flows.observables import Observable, Observe
+from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
-from meanflow.measures.cloud import Cloud
-from meanflow.measures.dataset import Dataset
-from meanflow.solvers.continuous import observe_with, raise_on_failure, settings_text
-from meanflow.solvers.solution import RESULTS, Solution, State
-from meanflow.solvers.step import KernelStep, Problem, next_size
+from meanflow.measures.cloud import CLOUD, Cloud
+from meanflow.measures.dataset import DATA, Dataset
+from meanflow.solvers.continuous import STATE, rule_numbers
+from meanflow.solvers.solution import (
+    RESULTS,
+    Settings,
+    Solution,
+    State,
+    check_resumed,
+    fingerprint,
+    raise_on_failure,
+)
+from meanflow.solvers.step import STEP, ConstantStep, StepRule, all_finite, as_rule
 
 PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled program
+OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
+
+
+class Options(eqx.Module):
+    """The arguments of ``descend`` beside flow, cloud and data, checked and in the form the compiled program takes."""
+
+    optimizer: optax.GradientTransformation
+    rule: StepRule
+    observe: Observable | dict[str, Observable] | None
+    key: jax.Array | None
+    settings: Settings
+    steps: int = eqx.field(static=True)
+    every: int = eqx.field(static=True)
+    batch_size: int | None = eqx.field(static=True)
+    clock: str = eqx.field(static=True)
+    adjoint: str = eqx.field(static=True)
 
 
 class _Carry(NamedTuple):
     t: jax.Array
-    particles: Any
+    particles: PyTree[jax.Array]
     steps: jax.Array
-    optimizer: Any
+    optimizer: optax.OptState
     size: jax.Array
 
 
+@_checks.arguments(
+    flow=FLOW,
+    cloud=CLOUD,
+    data=DATA,
+    steps=count(1),
+    optimizer=optional(OPTIMIZER),
+    step=optional(STEP),
+    every=optional(count(1)),
+    observe=anything,
+    batch_size=optional(count(1)),
+    statistics=choice("frozen", "batch"),
+    key=optional(prng_key),
+    clock=choice(*scaling.CLOCKS),
+    adjoint=choice("checkpoint", "full"),
+    state=optional(STATE),
+    throw=flag,
+)
 def descend(
     flow: Flow,
     cloud: Cloud,
@@ -35,28 +81,30 @@ def descend(
     steps: int,
     *,
     optimizer: optax.GradientTransformation | None = None,
-    step: Any = None,
+    step: StepRule | float | jax.Array | None = None,
     every: int | None = None,
-    observe: Any = None,
+    observe: Observe = None,
     batch_size: int | None = None,
     statistics: str = "frozen",
     key: jax.Array | None = None,
     clock: str = "mean_field",
     adjoint: str = "checkpoint",
     state: State | None = None,
-    throw: bool = False,
+    throw: bool = True,
 ) -> Solution:
-    """Runs ``steps`` steps w <- retract(w, step * optimizer(gradient)) in one compiled scan.
+    """Run ``steps`` steps w <- retract(w, step * optimizer(gradient)) in one compiled scan.
 
-    The gradient is minus the velocity on ``clock``. With the default optimiser a step of size h is an Euler step
+    The gradient is minus the velocity on ``clock``. With the default optimizer a step of size h is an Euler step
     of the flow, and gradient descent on the loss with learning rate h (clock ``"gradient"``), m h
-    (``"mean_field"``) or h m (alpha/m)^2 (``"lazy"``).
+    (``"mean_field"``) or h m (alpha/m)^2 (``"lazy"``). Flows with a chart of their own (``lifted``) step in it:
+    the optimizer sees the gradient in the coordinates of the chart.
 
     Args:
         flow, cloud, data: model, initial particles, training data.
         steps: number of steps, >= 1.
-        optimizer: any optax optimiser; default plain descent, which needs ``step``.
-        step: a number or ``KernelStep`` that multiplies the optimiser's updates; default 1 with an optimiser.
+        optimizer: any optax optimizer; default plain descent, which needs ``step``.
+        step: a number or a ``StepRule`` such as ``KernelStep`` that multiplies the optimizer's updates; default 1 with
+            an optimizer.
         every: steps between saves (divides ``steps``); default only the end. The start is saved too, unless the
             run is resumed.
         observe: as in ``solve``.
@@ -65,12 +113,14 @@ def descend(
         key: PRNG key of the minibatches; step k uses fold_in(key, k), so runs can be resumed.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``.
         adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (all).
-        state: ``Solution.state`` of an earlier run with the same settings; goes on bit for bit.
-        throw: raise RuntimeError if the result is not finite (outside jit).
+        state: ``Solution.state`` of an earlier run; goes on bit for bit. Data and settings must be those of that run,
+            except for a constant step, ``steps``, ``every`` and ``observe``.
+        throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the result is not finite. Inside jit,
+            vmap and grad nothing is raised: look at ``Solution.result``.
 
     Returns:
         A ``Solution``; ``ts`` is the sum of the step sizes, that is flow time for plain descent and the step
-        count for an optimiser without ``step``.
+        count for an optimizer without ``step``.
 
     >>> import jax, jax.numpy as jnp, meanflow as mf
     >>> x = jax.random.normal(jax.random.key(0), (40, 2))
@@ -81,119 +131,133 @@ def descend(
     >>> run.energy.shape, round(float(run.ts[-1]), 6)
     ((3,), 10.0)
     """
-    flow_given, flow = flow, flow.bind(data)
-    flow.check(cloud, data.x)
-    steps = _checks.whole("steps", steps, 1)
-    every = steps if every is None else _checks.whole("every", every, 1)
-    _checks.one_of("adjoint", adjoint, ("checkpoint", "full"))
-    _checks.one_of("statistics", statistics, ("frozen", "batch"))
+    bound = prepare(flow, cloud, data)
     if optimizer is None and step is None:
-        raise ValueError("step must be a number or KernelStep when no optimizer is given, got None")
+        raise ValueError("step must be a number or a StepRule when no optimizer is given, got None")
     if batch_size is not None:
-        batch_size = _checks.whole("batch_size", batch_size, 1)
-        if batch_size > data.size:
-            raise ValueError(f"batch_size must be at most the number of points {data.size}, got {batch_size}")
-        if key is None:
-            raise ValueError("key must be a PRNG key when batch_size is given, got None")
-        if statistics == "batch":
-            flow = flow_given
-            if data.x.ndim == 2 and batch_size <= data.x.shape[1]:
-                raise ValueError(
-                    f"batch_size must exceed d = {data.x.shape[1]} for batch statistics, got {batch_size}"
-                )
-    settings = settings_text(
-        optimizer=optimizer, step=step, steps=steps, batch_size=batch_size, statistics=statistics, clock=clock
+        _check_batches(batch_size, statistics, key, data)
+    rule = as_rule(1.0 if step is None else step, cloud.weights.dtype)
+    names = {
+        "optimizer": "plain descent" if optimizer is None else describe_optimizer(optimizer),
+        "clock": clock,
+        "step": type(rule).__name__,
+        "batch_size": str(batch_size),
+        "statistics": statistics,
+    }
+    settings = Settings({} if isinstance(rule, ConstantStep) else rule_numbers(rule), tuple(names.items()))
+    if state is not None:
+        check_resumed(state, settings, data)
+    options = Options(
+        optimizer=PLAIN if optimizer is None else optimizer,
+        rule=rule,
+        observe=observables.resolve(observe, bound, data),
+        key=key,
+        settings=settings,
+        steps=steps,
+        every=steps if every is None else every,
+        batch_size=batch_size,
+        clock=clock,
+        adjoint=adjoint,
     )
-    if not isinstance(step, KernelStep):
-        step = 1.0 if step is None else step
-        _checks.at_least("step", step, 0.0, strict=True)
-        step = jnp.asarray(step, cloud.weights.dtype)
-    optimizer = PLAIN if optimizer is None else optimizer
-    parts = _descend(
-        flow, cloud, data, steps, optimizer, step, every, observe, batch_size, key, clock, adjoint, state
-    )
-    solution = Solution(**parts, settings=settings)
+    # statistics of each minibatch: the flow stays unbound, and is bound to the batch in every step
+    per_batch = batch_size is not None and statistics == "batch"
+    solution = _descend(flow if per_batch else bound, cloud, data, options, state)
     if throw:
         raise_on_failure(solution)
     return solution
 
 
 @eqx.filter_jit
-def _descend(
-    flow: Flow,
-    cloud: Cloud,
-    data: Dataset,
-    steps: int,
-    optimizer: optax.GradientTransformation,
-    rule: Any,
-    every: int,
-    observe: Any,
-    batch_size: int | None,
-    key: Any,
-    clock: str,
-    adjoint: str,
-    state: State | None,
-) -> dict[str, Any]:
-    whole = flow.bind(data)
-    problem = Problem(whole, cloud, data, scaling.speed(clock, flow.scaling, cloud))
-    # a plain step moves the neurons alike in all coordinates, up to its own error; the state of an optimiser would not
-    easy = flow.chart(cloud) if optimizer == PLAIN else (flow, cloud, lambda particles: particles)
-    model, base, back = easy
-    inner_problem = problem._replace(flow=model.bind(data), cloud=base)
-    carry = _start(base, optimizer, rule, state)
+def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+    observe, rule = options.observe, options.rule
+    speed = scaling.speed(options.clock, flow.scaling, cloud)
+    problem = Problem(flow.bind(data).chart(cloud), data, speed)
+    problem = eqx.tree_at(
+        lambda p: p.memory, problem, observables.begin(observe, problem), is_leaf=lambda u: u is None
+    )
+    model, base = flow.chart(cloud).flow, problem.chart.base
+    carry = _start(problem, options, state)
 
     def step(carry: _Carry, _: None) -> _Carry:
         here = base.at(carry.particles)
         batch = data
-        if batch_size is not None:
+        if options.batch_size is not None:
+            assert options.key is not None
             chosen = jax.random.choice(
-                jax.random.fold_in(key, carry.steps), data.size, (batch_size,), replace=False
+                jax.random.fold_in(options.key, carry.steps), data.size, (options.batch_size,), replace=False
             )
             batch = data.take(chosen)
         bound = model.bind(batch)
-        gradient = jax.tree.map(lambda v: -problem.speed * v, velocity(bound, here, batch))
-        size = next_size(rule, carry.steps, carry.size, inner_problem, here)
-        updates, inner = optimizer.update(gradient, carry.optimizer, carry.particles)
+        gradient = jax.tree.map(lambda v: -speed * v, equation.velocity(bound, here, batch))
+        size = rule.next_size(carry.steps, carry.size, problem, carry.particles)
+        updates, inner = options.optimizer.update(gradient, carry.optimizer, carry.particles)
         moved = bound.space.retract(here, jax.tree.map(lambda u: size * u, updates))
         return _Carry(carry.t + size, moved, carry.steps + 1, inner, size)
 
-    def look(carry: _Carry) -> Any:
-        here = cloud.at(back(carry.particles))
-        seen = here if observe is None else observe_with(observe, problem, here)
-        return carry.t, energy(whole, here, data), seen
+    def look(carry: _Carry) -> tuple[jax.Array, jax.Array, PyTree]:
+        here = problem.cloud(carry.particles)
+        seen = here if observe is None else observables.measure(observe, problem, here)
+        return carry.t, equation.energy(problem.flow, here, data), seen
 
     first = look(carry)
-    carry, series = iterate(step, carry, None, steps, every, look, checkpoint=adjoint == "checkpoint")
+    checkpoint = options.adjoint == "checkpoint"
+    carry, series = iterate(step, carry, None, options.steps, options.every, look, checkpoint=checkpoint)
     if state is None:
         series = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, series)
     times, energies, seen = series
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(carry.particles)]))
-    return {
-        "ts": times,
-        "energy": energies,
-        "clouds": seen if observe is None else None,
-        "observed": None if observe is None else seen,
-        "final": cloud.at(back(carry.particles)),
-        "state": State(
-            carry.t, carry.particles, carry.steps, tuple(jax.tree.leaves((carry.optimizer, carry.size)))
-        ),
-        "result": RESULTS.where(finite, RESULTS.successful, RESULTS.non_finite),
-        "stats": {"num_steps": carry.steps},
-    }
+    leaves = tuple(jax.tree.leaves((carry.optimizer, carry.size)))
+    numbers = {"steps": jnp.asarray(options.steps), "every": jnp.asarray(options.every)}
+    if isinstance(rule, ConstantStep):
+        numbers["step"] = rule.size
+    return Solution(
+        ts=times,
+        energy=energies,
+        clouds=seen if observe is None else None,
+        observed=None if observe is None else seen,
+        final=problem.cloud(carry.particles),
+        state=State(carry.t, carry.particles, carry.steps, leaves, options.settings, fingerprint(data)),
+        result=RESULTS.where(all_finite(carry.particles), RESULTS.successful, RESULTS.non_finite),
+        stats={"num_steps": carry.steps},
+        settings=Settings(options.settings.numbers | numbers, options.settings.names),
+    )
 
 
-def _start(cloud: Cloud, optimizer: optax.GradientTransformation, rule: Any, state: State | None) -> _Carry:
-    dtype = cloud.weights.dtype
-    fresh = optimizer.init(cloud.particles)
-    # a KernelStep is refreshed at step 0, so its first size is never used
-    size = jnp.zeros((), dtype) if isinstance(rule, KernelStep) else rule.astype(dtype)
+def _start(problem: Problem, options: Options, state: State | None) -> _Carry:
+    """Return what the first step starts from: a fresh optimizer, or the one of the run that is resumed."""
+    base, rule = problem.chart.base, options.rule
+    dtype = base.weights.dtype
+    fresh = options.optimizer.init(base.particles)
+    # a rule that is refreshed sets the size at step 0, so that this one is never used
+    size = (
+        jnp.zeros((), dtype)
+        if rule.every is not None
+        else rule.size_at(problem, base.particles).astype(dtype)
+    )
     if state is None:
-        return _Carry(jnp.zeros((), dtype), cloud.particles, jnp.asarray(0, jnp.int32), fresh, size)
-    structure: Any = jax.tree.structure((fresh, size))
-    if structure.num_leaves != len(state.leaves):
+        return _Carry(jnp.zeros((), dtype), base.particles, jnp.asarray(0, jnp.int32), fresh, size)
+    needed, structure = jax.tree.flatten((fresh, size))
+    if len(needed) != len(state.leaves):
         raise ValueError(
             "state must come from a run with the same optimizer; "
-            f"it holds {len(state.leaves)} arrays, this optimizer needs {structure.num_leaves}"
+            f"it holds {len(state.leaves)} arrays, this optimizer needs {len(needed)}"
         )
-    inner, size = jax.tree.unflatten(structure, state.leaves)
-    return _Carry(state.t, state.y, state.steps, inner, size)
+    inner, kept = jax.tree.unflatten(structure, state.leaves)
+    return _Carry(state.t, state.y, state.steps, inner, size if isinstance(rule, ConstantStep) else kept)
+
+
+def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data: Dataset) -> None:
+    if batch_size > data.size:
+        raise ValueError(f"batch_size must be at most the number of points {data.size}, got {batch_size}")
+    if key is None:
+        raise ValueError("key must be a PRNG key when batch_size is given, got None")
+    if statistics == "batch" and data.x.ndim == 2 and batch_size <= data.x.shape[1]:
+        raise ValueError(
+            f"batch_size must exceed d = {data.x.shape[1]} for batch statistics, got {batch_size}"
+        )
+
+
+def describe_optimizer(optimizer: optax.GradientTransformation) -> str:
+    """Return a text that differs for different optimizers; see ``meanflow._identity``."""
+    from meanflow.sweeps.identity import describe
+
+    return str(describe(optimizer))

@@ -10,20 +10,24 @@ steps (strong-stability preserving) below the CFL bound. It knows nothing of par
 gives densities at m = infinity.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.flows.flow import Flow, energy
+from meanflow._checks import instance, number
+from meanflow.flows import equation
+from meanflow.flows.features import BatchNormed
+from meanflow.flows.flow import FLOW, Flow
 from meanflow.geometry import omega
 from meanflow.measures.cloud import Cloud, Neurons
-from meanflow.measures.dataset import Dataset
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.saving import SaveTimes, save_times
-from meanflow.solvers.step import Problem, StepController
+from meanflow.solvers.step import RealScalarLike, StepController, StepRule
 
 CFL = 0.4  # positivity needs sum of Courant numbers <= 1/2
 
@@ -40,7 +44,7 @@ class Density(eqx.Module):
     bound: jax.Array
 
     def at(self, mass: jax.Array) -> Self:
-        """The same grid with other masses."""
+        """Return the same grid with other masses."""
         return eqx.tree_at(lambda d: d.mass, self, mass)
 
     @property
@@ -50,13 +54,13 @@ class Density(eqx.Module):
         return 2 * self.bound / rows, 2 * jnp.pi / columns
 
     def centres(self) -> tuple[jax.Array, jax.Array]:
-        """Cell centres: a (rows,) and angle (columns,)."""
+        """Return the cell centres: a (rows,) and angle (columns,)."""
         rows, columns = self.mass.shape
         da, dth = self.spacing
         return -self.bound + da * (jnp.arange(rows) + 0.5), dth * (jnp.arange(columns) + 0.5)
 
     def cloud(self, sigma: jax.Array) -> Cloud:
-        """The quadrature cloud of the cells on R x Omega, so that every function of clouds applies."""
+        """Return the quadrature cloud of the cells on R x Omega, so that every function of clouds applies."""
         a, th = (u.ravel() for u in jnp.meshgrid(*self.centres(), indexing="ij"))
         return Cloud(Neurons(a, _omega(th, sigma)), self.mass.ravel() / jnp.sum(self.mass), width=jnp.inf)
 
@@ -64,27 +68,41 @@ class Density(eqx.Module):
 class DensitySolution(NamedTuple):
     """Densities ``mass`` (k, rows, columns), energies (k,) at times ``ts`` (k,), steps taken, final density."""
 
-    ts: jax.Array
-    mass: jax.Array
-    energy: jax.Array
+    ts: Float[Array, " k"]
+    mass: Float[Array, "k rows columns"]
+    energy: Float[Array, " k"]
     steps: jax.Array
     final: Density
 
 
-class _Courant(NamedTuple):
+class _DensityProblem(eqx.Module):
+    """What field, step rule and observer receive: a bound flow, its data and the grid of the density."""
+
+    flow: Flow
+    grid: Density
+    data: Dataset
+
+    @property
+    def sigma(self) -> jax.Array:
+        """The covariance of the inputs."""
+        assert isinstance(self.flow.feature, BatchNormed) and self.flow.feature.sigma is not None
+        return self.flow.feature.sigma
+
+
+class _Courant(StepRule):
     """Step rule: CFL * 1 / max(|v_a|/da + |v_th|/dth), refreshed at every step."""
 
-    every: int = 1
+    every: int | None = eqx.field(static=True, default=1)
 
-    def size_at(self, problem: Problem, density: Any) -> jax.Array:
-        speed_a, speed_th = _face_speeds(problem.flow, density, problem.data)
-        da, dth = density.spacing
+    def size_at(self, problem: _DensityProblem, y: jax.Array) -> jax.Array:  # type: ignore[override]
+        speed_a, speed_th = _face_speeds(problem, y)
+        da, dth = problem.grid.spacing
         worst = jnp.max(jnp.abs(speed_a)) / da + jnp.max(jnp.abs(speed_th)) / dth
         return CFL / worst
 
 
 def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1.0) -> Density:
-    """a ~ U(-half_width, half_width), uniform angle, on [-bound, bound] x circle (exact cell masses)."""
+    """Return a ~ U(-half_width, half_width) with a uniform angle, on [-bound, bound] x circle (exact cell masses)."""
     rows, columns = _checks.whole("rows", rows, 2), _checks.whole("columns", columns, 3)
     if not 0 < half_width <= bound:
         raise ValueError(f"half_width must lie in (0, bound = {bound}], got {half_width}")
@@ -94,29 +112,35 @@ def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1
     return Density(jnp.outer(share, jnp.full(columns, 1.0 / columns)), jnp.asarray(bound, share.dtype))
 
 
-def evolve(flow: Flow, density: Density, data: Dataset, t1: Any, ts: Any = None) -> DensitySolution:
-    """Solves the continuity equation of a batch-norm manifold flow (c = 1) in mean-field time up to ``t1``.
+@_checks.arguments(flow=FLOW, density=instance(Density), data=DATA, t1=number(above=0))
+def evolve(
+    flow: Flow,
+    density: Density,
+    data: Dataset,
+    t1: float | jax.Array,
+    ts: int | Float[ArrayLike, " k"] | None = None,
+) -> DensitySolution:
+    """Solve the continuity equation of a batch-norm manifold flow (c = 1) in mean-field time up to ``t1``.
 
     The walls at a = +-bound are closed: choose ``bound`` beyond the support (|a'| <= sqrt(2 E(0)) (|s(0)| + Lip s)
     for the squared loss). Cost per step O(n columns + rows columns). Second order where the density is smooth.
     """
-    flow = flow.bind(data)
     if data.x.ndim != 2 or data.x.shape[1] != 2:
         raise ValueError(f"x must have shape (n, 2) for the Eulerian view, got {data.x.shape}")
-    if getattr(flow.feature, "sigma", None) is None:
+    if not isinstance(flow.feature, BatchNormed):
         raise ValueError(f"flow must be a batch-norm flow, got the feature {type(flow.feature).__name__}")
-    _checks.at_least("t1", t1, 0.0, strict=True)
     t1 = jnp.asarray(t1, density.mass.dtype)
-    return _evolve(flow, density, data, t1, save_times(ts, jnp.zeros_like(t1), t1, t1.dtype))
+    times = save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
+    return _evolve(_DensityProblem(flow.bind(data), density, data), t1, times)
 
 
 @eqx.filter_jit
-def _evolve(flow: Flow, density: Density, data: Dataset, t1: jax.Array, ts: Any) -> DensitySolution:
-    problem = Problem(flow, density, data, jnp.ones_like(t1))  # type: ignore[arg-type]
+def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> DensitySolution:
     solver, adjoint = diffrax.Heun(), diffrax.RecursiveCheckpointAdjoint()
 
-    def save(t: Any, mass: jax.Array, problem: Any) -> Any:
-        return mass, energy(flow, density.at(mass).cloud(flow.feature.sigma), data)
+    def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, jax.Array]:
+        cloud = problem.grid.at(mass).cloud(problem.sigma)
+        return mass, equation.energy(problem.flow, cloud, problem.data)
 
     raw = diffrax.diffeqsolve(
         diffrax.ODETerm(_rate),
@@ -124,33 +148,35 @@ def _evolve(flow: Flow, density: Density, data: Dataset, t1: jax.Array, ts: Any)
         jnp.zeros_like(t1),
         t1,
         jnp.ones_like(t1),
-        density.mass,
+        problem.grid.mass,
         problem,
         saveat=diffrax.SaveAt(subs={"series": diffrax.SubSaveAt(t1=True, fn=save)}),
-        stepsize_controller=StepController(_Courant(), solver, ts, None),
+        stepsize_controller=StepController(_Courant(), ts, None),
         adjoint=adjoint if ts is None else SaveTimes(adjoint, ts),
         max_steps=None,
         throw=False,
     )
+    assert raw.ys is not None and raw.ts is not None
     mass, energies = raw.ys["series"]
-    return DensitySolution(raw.ts["series"], mass, energies, raw.stats["num_steps"], density.at(mass[-1]))
+    final = problem.grid.at(mass[-1])
+    return DensitySolution(raw.ts["series"], mass, energies, raw.stats["num_steps"], final)
 
 
 def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:
     return omega.normalize(jnp.stack([jnp.cos(th), jnp.sin(th)], axis=-1), sigma)
 
 
-def _face_speeds(flow: Flow, density: Density, data: Dataset) -> tuple[jax.Array, jax.Array]:
-    """v_a = -F at the angle centres (columns,), v_th = -a F' at (rows, columns), columns = right faces."""
-    sigma = flow.feature.sigma
-    a, th = density.centres()
-    _, dth = density.spacing
+def _face_speeds(problem: _DensityProblem, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return v_a = -F at the angle centres (columns,) and v_th = -a F' at (rows, columns), columns = right faces."""
+    flow, data, sigma = problem.flow, problem.data, problem.sigma
+    a, th = problem.grid.centres()
+    _, dth = problem.grid.spacing
     unit = jnp.ones_like(th)
 
     def features(angle: jax.Array) -> jax.Array:
         return flow.feature(Cloud(Neurons(unit, _omega(angle, sigma))), data.x)
 
-    moment = a @ density.mass  # sum of a over each column: f is linear in a
+    moment = a @ mass  # sum of a over each column: f is linear in a
     f = features(th) @ moment
     g = data.weights * flow.loss.slope(f, data.y)
     force = g @ features(th)
@@ -163,7 +189,7 @@ def _minmod(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _upwind(mass: jax.Array, before: jax.Array, after: jax.Array, speed: jax.Array) -> jax.Array:
-    """Mass flux through the right face of each cell; ``before``, ``after`` are the neighbours' masses."""
+    """Return the mass flux through the right face of each cell; ``before``, ``after`` are the neighbours' masses."""
     half = 0.5 * _minmod(mass - before, after - mass)
     from_left = mass + half
     # the right neighbour's own limited slope, at its left face
@@ -172,11 +198,10 @@ def _upwind(mass: jax.Array, before: jax.Array, after: jax.Array, speed: jax.Arr
     return jnp.where(speed > 0, speed * from_left, speed * from_right)
 
 
-def _rate(t: Any, mass: jax.Array, problem: Problem) -> jax.Array:
-    """d mass / dt: differences of fluxes, so that the total is conserved to rounding."""
-    density: Any = problem.cloud.at(mass)
-    speed_a, speed_th = _face_speeds(problem.flow, density, problem.data)
-    da, dth = density.spacing
+def _rate(t: RealScalarLike, mass: jax.Array, problem: _DensityProblem) -> jax.Array:
+    """Return d mass / dt: differences of fluxes, so that the total is conserved to rounding."""
+    speed_a, speed_th = _face_speeds(problem, mass)
+    da, dth = problem.grid.spacing
     # periodic neighbours; the walls in a are closed below by zeroing the flux through the last face
     flux_a = _upwind(
         mass, jnp.roll(mass, 1, 0), jnp.roll(mass, -1, 0), jnp.broadcast_to(speed_a[None], mass.shape)

@@ -1,20 +1,21 @@
-"""What a solver returns, how it is saved, and the state from which a run goes on."""
+"""What a solver returns: the solution of a run, its result code, and the state from which it goes on."""
 
-import json
+import functools
 import pathlib
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from meanflow.measures import cloud as records
+from meanflow import _checks
 from meanflow.measures.cloud import Cloud
-
-_RECORDS = {kind.__name__: kind for kind in (records.Neurons, records.Polar, records.Affine)}
+from meanflow.measures.dataset import Dataset
 
 
 class RESULTS(diffrax.RESULTS):  # type: ignore[misc,valid-type]
@@ -25,24 +26,108 @@ class RESULTS(diffrax.RESULTS):  # type: ignore[misc,valid-type]
     event_overflow = "A step met more kinks than max_events allows. Use smaller steps or raise max_events."
 
 
+# Codes by name. Files hold the name: the integer behind a code may change with the library that numbers it.
+CODES = (
+    "successful",
+    "event_occurred",
+    "max_steps_reached",
+    "dt_min_reached",
+    "non_finite",
+    "event_overflow",
+    "max_steps_rejected",
+    "internal_error",
+    "nonlinear_max_steps_reached",
+    "nonlinear_divergence",
+    "nonfinite",
+    "nonfinite_input",
+    "singular",
+    "breakdown",
+    "stagnation",
+    "conlim",
+)
+
+
+def code_numbers() -> dict[str, int]:
+    """Return the integer behind each result code that the installed libraries know, by name."""
+    known = [name for name in CODES if hasattr(RESULTS, name)]
+    return {name: int(np.asarray(getattr(RESULTS, name)._value)) for name in known}
+
+
+class Settings(eqx.Module):
+    """How a run was made: numbers are arrays, so that runs with different numbers stack; names are static.
+
+    Attributes:
+        numbers: end time, step, tolerances and the like, as arrays.
+        names: pairs (setting, name) such as ("clock", "lazy").
+    """
+
+    numbers: dict[str, jax.Array]
+    names: tuple[tuple[str, str], ...] = eqx.field(static=True)
+
+    def differences(self, other: "Settings") -> list[str]:
+        """List the names that differ, and the numbers whose values are known and differ, as text."""
+        found = [
+            f"{name}: {old!r} before, {dict(other.names).get(name)!r} now"
+            for name, old in self.names
+            if dict(other.names).get(name) != old
+        ]
+        for name, value in self.numbers.items():
+            old, new = _checks.concrete(value), _checks.concrete(other.numbers.get(name, value))
+            if old is not None and new is not None and not np.array_equal(old, new):
+                found.append(f"{name}: {old} before, {new} now")
+        return found
+
+
 class State(NamedTuple):
-    """Everything the next step needs; a plain pytree of arrays.
+    """Everything the next step needs, and what a run must share with the one it continues.
 
     Attributes:
         t: time on the clock of the run.
-        y: the integrated coordinates (the particles, for most solvers).
+        y: the integrated coordinates, those of the flow's chart.
         steps: number of steps taken so far.
-        leaves: arrays of the stepper's own state (solver, controller or optimiser), flattened.
+        leaves: arrays of the stepper's own state (solver, controller or optimizer), flattened.
+        settings: settings that a resumed run must share.
+        data: fingerprint of the training data.
     """
 
-    t: jax.Array
-    y: Any
-    steps: jax.Array
-    leaves: tuple[jax.Array, ...]
+    t: Float[Array, ""]
+    y: PyTree[Array]
+    steps: Int[Array, ""]
+    leaves: tuple[Array, ...]
+    settings: Settings
+    data: Float[Array, " k"]
 
 
+def fingerprint(data: Dataset) -> Float[Array, " k"]:
+    """Return a few weighted sums of the data, by which a resumed run recognises them."""
+
+    def mixed(u: jax.Array) -> jax.Array:
+        flat = u.reshape(-1)
+        # weights without symmetry, so that exchanged samples are noticed
+        return jnp.sum(flat * (1.0 + 0.5 * jnp.cos(1.7 * jnp.arange(flat.shape[0], dtype=flat.dtype) ** 1.1)))
+
+    return jnp.stack([mixed(u).astype(data.y.dtype) for u in (data.x, data.y, data.weights)])
+
+
+def check_resumed(state: State, settings: Settings, data: Dataset) -> None:
+    """Raise ValueError if a run with these settings and data is not a continuation of the run behind ``state``."""
+    found = state.settings.differences(settings)
+    old, new = _checks.concrete(state.data), _checks.concrete(fingerprint(data))
+    if old is not None and new is not None:
+        # programs may sum in different orders, so equal data agree to rounding only
+        close = np.sqrt(np.finfo(new.dtype).eps)
+        if old.shape != new.shape or not np.allclose(old, new, rtol=close, atol=close):
+            found.append("data: other data than before")
+    if found:
+        raise ValueError(
+            "state must come from a run with the same settings and data; start a new run from Solution.final "
+            f"instead. Differences: {'; '.join(found)}"
+        )
+
+
+@functools.cache
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide the numbers."""
+    """Return the versions of the packages that decide the numbers."""
     found = {}
     for name in ("meanflow", "jax", "jaxlib", "diffrax", "optax", "equinox", "numpy"):
         try:
@@ -64,100 +149,73 @@ class Solution(eqx.Module):
         state: pass it to the same solver to go on.
         result: result code; ``sol.ok`` is True for success and for a steady-state stop.
         stats: counts such as ``num_steps``.
-        settings: JSON text of the solver settings and package versions.
+        settings: how the run was made.
 
     Entries of save times that were not reached (a failed or stopped run) are infinite.
     """
 
-    ts: jax.Array
-    energy: jax.Array
-    clouds: Any  # Cloud or None
-    observed: Any
+    ts: Float[Array, " k"]
+    energy: Float[Array, " k"]
+    clouds: Cloud | None
+    observed: PyTree[Array]
     final: Cloud
     state: State
-    result: Any
-    stats: dict[str, Any]
-    settings: str = eqx.field(static=True)
+    result: RESULTS
+    stats: dict[str, Array]
+    settings: Settings
 
     @property
-    def ok(self) -> jax.Array:
+    def ok(self) -> Bool[Array, ""]:
         """True where the run succeeded or stopped at a steady state."""
-        return (self.result == RESULTS.successful) | (self.result == RESULTS.event_occurred)
+        done = jnp.asarray(self.result == RESULTS.successful)
+        return done | jnp.asarray(self.result == RESULTS.event_occurred)
 
     def save(self, path: str | pathlib.Path) -> pathlib.Path:
-        """Writes the solution to one .npz file (arrays, settings, versions; no pickles).
+        """Write the solution to one .npz file (arrays, settings, versions; no pickles) and return its path.
 
-        ``observed`` must be an array or nested dicts, tuples and lists of arrays.
+        ``.npz`` is appended unless the name ends with it. ``observed`` must be an array or nested dicts, tuples and
+        lists of arrays.
         """
-        path = pathlib.Path(path).with_suffix(".npz")
-        arrays: dict[str, np.ndarray] = {}
-        layout = {
-            name: _describe(getattr(self, name), name, arrays)
-            for name in ("ts", "energy", "clouds", "observed", "final", "state", "stats")
-        }
-        arrays["result"] = np.asarray(self.result._value)  # the integer behind the enumeration
-        header = json.dumps({"format": 1, "layout": layout, "settings": self.settings})
-        arrays["header"] = np.frombuffer(header.encode(), np.uint8)
-        partial = path.with_suffix(".partial.npz")
-        np.savez(partial, **arrays)  # type: ignore[arg-type]
-        partial.replace(path)  # a crash never leaves a half-written file under the final name
-        return path
+        from meanflow.solvers.files import write_solution
+
+        return write_solution(self, _checks.path("path", path))
 
     @classmethod
-    def load(cls, path: str | pathlib.Path) -> Self:
-        """Reads a solution written by ``save``; it can be resumed through ``state``."""
-        path = pathlib.Path(path).with_suffix(".npz")
-        if not path.exists():
-            raise ValueError(f"path must name a saved solution, got {path}, which does not exist")
-        with np.load(path) as file:
-            arrays = dict(file)
-        if "header" not in arrays:
-            raise ValueError(f"path must name a file written by Solution.save, got {path}")
-        header = json.loads(arrays["header"].tobytes().decode())
-        parts = {name: _restore(node, arrays) for name, node in header["layout"].items()}
-        code = jnp.asarray(arrays["result"])
-        result = eqx.tree_at(lambda r: r._value, RESULTS.successful, code)
-        return cls(**parts, result=result, settings=header["settings"])
+    def load(cls, path: str | pathlib.Path, *, records: Sequence[type] = ()) -> Self:
+        """Read a solution written by ``save``; it can be resumed through ``state``.
+
+        Args:
+            path: the file; ``.npz`` may be left out.
+            records: types of particles of your own that the file holds; needed if their module is not imported.
+        """
+        from meanflow.solvers.files import read_solution
+
+        return read_solution(cls, _checks.path("path", path), records)
 
 
-def _describe(node: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
-    """A JSON layout of ``node``; its arrays go into ``arrays`` under dotted names."""
-    if node is None:
-        return None
-    if isinstance(node, Cloud):
-        fields = ("particles", "weights", "labels", "width")
-        return {"cloud": {f: _describe(getattr(node, f), f"{name}.{f}", arrays) for f in fields}}
-    if isinstance(node, State):
-        return {"state": [_describe(v, f"{name}.{i}", arrays) for i, v in enumerate(node)]}
-    if type(node).__name__ in _RECORDS:
-        values = [_describe(v, f"{name}.{i}", arrays) for i, v in enumerate(node)]
-        return {"record": type(node).__name__, "values": values}
-    if isinstance(node, dict):
-        return {"dict": {k: _describe(v, f"{name}.{k}", arrays) for k, v in node.items()}}
-    if isinstance(node, tuple | list):
-        return {"tuple": [_describe(v, f"{name}.{i}", arrays) for i, v in enumerate(node)]}
-    arrays[name] = np.asarray(node)
-    return name
+class FailedRun(RuntimeError):
+    """A run that failed, raised outside of tracing. ``solution`` holds what was computed.
+
+    Attributes:
+        solution: the ``Solution``, with its result code.
+    """
+
+    def __init__(self, message: str, solution: Solution) -> None:
+        super().__init__(message)
+        self.solution = solution
 
 
-def _restore(node: Any, arrays: dict[str, np.ndarray]) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, str):
-        return jnp.asarray(arrays[node])
-    if "cloud" in node:
-        parts = {k: _restore(v, arrays) for k, v in node["cloud"].items()}
-        blank = Cloud(records.Polar(jnp.zeros(1), jnp.zeros(1)))
-        return eqx.tree_at(
-            lambda c: (c.particles, c.weights, c.labels, c.width),
-            blank,
-            (parts["particles"], parts["weights"], parts["labels"], parts["width"]),
-            is_leaf=lambda x: x is None,
-        )
-    if "state" in node:
-        return State(*(_restore(v, arrays) for v in node["state"]))
-    if "record" in node:
-        return _RECORDS[node["record"]](*(_restore(v, arrays) for v in node["values"]))
-    if "dict" in node:
-        return {k: _restore(v, arrays) for k, v in node["dict"].items()}
-    return tuple(_restore(v, arrays) for v in node["tuple"])
+def raise_on_failure(solution: Solution) -> None:
+    """Raise ``FailedRun`` with the code's message unless every run is ok; does nothing while tracing."""
+    if solution.result.is_traced():
+        return
+    ok = np.asarray(solution.ok)
+    if np.all(ok):
+        return
+    if ok.ndim:
+        message = f"{int(np.sum(~ok))} of {ok.size} runs failed; see Solution.result"
+    else:
+        steps = int(np.asarray(solution.state.steps))
+        time = float(np.asarray(solution.state.t))
+        message = f"the run failed at t = {time:g} after {steps} steps: {RESULTS[solution.result]}"  # type: ignore[misc]
+    raise FailedRun(f"{message} (throw=False returns the Solution instead)", solution)

@@ -1,14 +1,18 @@
-"""Step rules: a fixed step, or one that follows the tangent kernel."""
+"""Step rules: how long a step is. A constant, or a fraction of what the tangent kernel allows, or a rule of yours."""
 
-from typing import Any, NamedTuple
+import abc
 
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
-from meanflow.flows.flow import Flow, kernel_operator
+from meanflow.flows import equation
+from meanflow.flows.flow import Flow
+from meanflow.flows.problem import Problem
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 
@@ -17,23 +21,8 @@ SQUARINGS = 24
 POWER_ITERATIONS = 48
 
 
-class Problem(NamedTuple):
-    """What a vector field needs beside time and state; ``speed`` is d t_mean_field / d t of the clock."""
-
-    flow: Flow
-    cloud: Cloud
-    data: Dataset
-    speed: jax.Array
-
-
-def cloud_at(solver: Any, problem: Problem, y: Any) -> Cloud:
-    """The cloud at the integrated state ``y``; a solver may define ``decode(flow, cloud, y) -> particles``."""
-    decode = getattr(solver, "decode", None)
-    return problem.cloud.at(y if decode is None else decode(problem.flow, problem.cloud, y))
-
-
-def dominant_vector(matrix: jax.Array) -> jax.Array:
-    """Unit top eigenvector (n,) of a positive semi-definite matrix (n, n), by squaring it 24 times.
+def dominant_vector(matrix: Float[Array, "n n"]) -> Float[Array, " n"]:
+    """Return the unit top eigenvector of a positive semi-definite matrix, by squaring it 24 times.
 
     M^(2^k), rescaled, tends to the projector on the top eigenspace. The Rayleigh quotient of the result is the top
     eigenvalue to a relative 1/(2^25 e) = 1e-8 for any spectrum. Unlike an eigendecomposition this is products only:
@@ -57,15 +46,15 @@ def dominant_vector(matrix: jax.Array) -> jax.Array:
     return column / jnp.where(length > 0, length, 1.0)
 
 
-def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
-    """Largest eigenvalue of the linearised dynamics f' = -K q l'' f (mean-field time), for a bound flow.
+def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
+    """Return the largest eigenvalue of the linearized dynamics f' = -K q l'' f (mean-field time), for a bound flow.
 
-    Gradient descent on these linearised dynamics is stable for steps below 2 / lambda. Differentiable in
+    Gradient descent on these linearized dynamics is stable for steps below 2 / lambda. Differentiable in
     everything (the eigenvector is held fixed, which is exact to first order).
     """
-    f = flow.feature.predict(cloud, data.x)
+    f = equation.predict(flow, cloud, data.x)
     root = jnp.sqrt(jnp.maximum(data.weights * flow.loss.curvature(f, data.y), 0.0))
-    apply = kernel_operator(flow, cloud, data.x, data.x)
+    apply = equation.kernel_operator(flow, cloud, data.x, data.x)
 
     def product(v: jax.Array) -> jax.Array:
         return root * apply(root * v)
@@ -86,59 +75,114 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> jax.Array:
     return top @ product(top)
 
 
-class KernelStep(eqx.Module):
+class StepRule(eqx.Module):
+    """How long a step is. Subclasses define ``size_at`` and ``every``.
+
+    A rule may look at the cloud but remembers nothing: between refreshes the solver keeps the size. Pass an instance
+    as ``step=`` to ``solve`` or ``descend``.
+
+    Attributes:
+        every: number of steps between two refreshes; None asks for the size once, at the start.
+    """
+
+    every: eqx.AbstractVar[int | None]
+
+    @abc.abstractmethod
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return the step at the state ``y``, on the clock of the problem; ``problem.cloud(y)`` is the cloud there."""
+
+    def next_size(
+        self, taken: jax.Array, size: jax.Array, problem: Problem, y: PyTree[jax.Array]
+    ) -> jax.Array:
+        """Return the size of the step after ``taken`` steps: ``size`` again, unless a refresh is due."""
+        if self.every is None:
+            return size
+        return jax.lax.cond(
+            taken % self.every == 0,
+            lambda: self.size_at(problem, y).astype(size.dtype),
+            lambda: size,
+        )
+
+
+class ConstantStep(StepRule):
+    """The same step always.
+
+    Attributes:
+        size: the step, > 0, a scalar.
+    """
+
+    size: jax.Array
+    every: int | None = eqx.field(static=True)
+
+    def __init__(self, size: jax.Array) -> None:
+        self.size, self.every = size, None
+
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return the size."""
+        return self.size
+
+
+class KernelStep(StepRule):
     """Step = kappa / (largest eigenvalue of the tangent kernel), refreshed every few steps.
 
     Attributes:
         kappa: fraction of the stability scale; plain descent is stable below 2.
-        every: steps between refreshes. Where the kernel grows by itself (regularised flows, growing weights) a step of
+        every: steps between refreshes. Where the kernel grows by itself (regularized flows, growing weights) a step of
             the past may be too long and the energy rise; 1 is safe, and costs one kernel product a step.
+
+    >>> KernelStep(0.5).every
+    20
     """
 
     kappa: jax.Array
     every: int = eqx.field(static=True)
 
-    def __init__(self, kappa: Any, every: int = 20) -> None:
-        _checks.at_least("kappa", kappa, 0.0, strict=True)
+    def __init__(self, kappa: float | jax.Array, every: int = 20) -> None:
+        _checks.number(above=0)("kappa", kappa)
         self.kappa = jnp.asarray(kappa, jnp.result_type(float))
         self.every = _checks.whole("every", every, 1)
 
-    def size_at(self, problem: Problem, cloud: Cloud) -> jax.Array:
-        """The step at ``cloud``, on the clock of the problem."""
-        top = problem.speed * top_eigenvalue(problem.flow, cloud, problem.data)
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return kappa over the top eigenvalue at ``y``, computed in the chart: the kernel is the same, and cheaper."""
+        chart = problem.chart
+        top = problem.speed * top_eigenvalue(chart.flow, chart.base.at(y), problem.data)
         # a network that is dead on every sample has no kernel and stands still: any finite step will do
         return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 
 
-def next_size(rule: Any, count: jax.Array, size: jax.Array, problem: Problem, cloud: Cloud) -> jax.Array:
-    """The step to take as number ``count``: ``size`` again, unless the rule asks for a refresh."""
-    if not hasattr(rule, "size_at"):
-        return size
-    return jax.lax.cond(count % rule.every == 0, lambda: rule.size_at(problem, cloud), lambda: size)
+STEP = _checks.either(
+    _checks.instance(StepRule, hint="for instance KernelStep(0.5)"), _checks.number(above=0)
+)
+
+
+def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
+    """Return the rule behind the argument ``step`` of a solver; a number means a constant step."""
+    return step if isinstance(step, StepRule) else ConstantStep(jnp.asarray(step, dtype))
+
+
+RealScalarLike = float | jax.Array | np.ndarray  # times, as diffrax passes them
 
 
 class StepController(diffrax.AbstractStepSizeController):
-    """Fixed steps, or ``KernelStep``, for diffrax; optionally clipped to land on given times.
+    """A step rule as diffrax takes it; optionally clipped to land on given times.
 
     Attributes:
-        rule: a number, or a rule with ``size_at(problem, cloud)`` and ``every`` such as ``KernelStep``.
-        solver: the diffrax solver in use, which may integrate other coordinates than the particles.
+        rule: the rule.
         stops: sorted times to land on exactly, or None.
-        start: (count, size) of a run that is resumed, or None.
+        start: (steps taken, size) of a run that is resumed, or None.
     """
 
-    rule: Any
-    solver: diffrax.AbstractSolver
+    rule: StepRule
     stops: jax.Array | None
     start: tuple[jax.Array, jax.Array] | None
 
-    def wrap(self, direction: Any) -> "StepController":
-        """Part of diffrax's interface; integration always runs forward in time here."""
+    def wrap(self, direction: int | jax.Array | np.ndarray) -> "StepController":
+        """Return the controller itself: integration always runs forward in time here (diffrax's interface)."""
         return self
 
-    def _clip(self, t: jax.Array, size: jax.Array) -> jax.Array:
+    def _clip(self, t: RealScalarLike, size: jax.Array) -> jax.Array:
         if self.stops is None:
-            return t + size
+            return jnp.asarray(t) + size
         index = jnp.searchsorted(self.stops, t, side="right")
         stop = jnp.where(
             index < self.stops.shape[0], self.stops[jnp.minimum(index, self.stops.shape[0] - 1)], jnp.inf
@@ -146,35 +190,46 @@ class StepController(diffrax.AbstractStepSizeController):
         return jnp.where(t + (1 + 1e-6) * size >= stop, stop, t + size)
 
     def init(
-        self, terms: Any, t0: Any, t1: Any, y0: Any, dt0: Any, args: Problem, func: Any, error_order: Any
-    ) -> Any:
-        """First step end and the controller state (count, size)."""
+        self,
+        terms: PyTree,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
+        y0: PyTree,
+        dt0: jax.Array,
+        args: Problem,
+        func: object,
+        error_order: object,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Return the end of the first step and the controller's state (steps taken, size)."""
         if self.start is not None:
             count, size = self.start
         else:
             count = jnp.asarray(0, jnp.int32)
-            cloud = cloud_at(self.solver, args, y0)
-            size = self.rule.size_at(args, cloud) if hasattr(self.rule, "size_at") else self.rule
-            size = jnp.asarray(size, jnp.result_type(t0))
+            size = jnp.asarray(self.rule.size_at(args, y0), jnp.result_type(t0))
         return self._clip(t0, size), (count, size)
 
     def adapt_step_size(
         self,
-        t0: Any,
-        t1: Any,
-        y0: Any,
-        y1_candidate: Any,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
+        y0: PyTree,
+        y1_candidate: PyTree,
         args: Problem,
-        y_error: Any,
-        error_order: Any,
-        controller_state: Any,
-    ) -> Any:
-        """Accepts every step and refreshes the size when it is due."""
+        y_error: PyTree,
+        error_order: object,
+        controller_state: tuple[jax.Array, jax.Array],
+    ) -> tuple[bool, RealScalarLike, jax.Array, bool, tuple[jax.Array, jax.Array], diffrax.RESULTS]:
+        """Accept every step, and refresh the size when that is due."""
         count, size = controller_state
         count = count + 1
-        cloud = cloud_at(self.solver, args, y1_candidate)
-        size = next_size(self.rule, count, size, args, cloud).astype(size.dtype)
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(y1_candidate)]))
+        size = self.rule.next_size(count, size, args, y1_candidate)
         # stop a run that blew up instead of stepping NaN to the end
-        result = diffrax.RESULTS.where(finite, diffrax.RESULTS.successful, diffrax.RESULTS.dt_min_reached)
+        result = diffrax.RESULTS.where(
+            all_finite(y1_candidate), diffrax.RESULTS.successful, diffrax.RESULTS.dt_min_reached
+        )
         return True, t1, self._clip(t1, size), False, (count, size), result
+
+
+def all_finite(tree: PyTree[jax.Array]) -> jax.Array:
+    """Return whether every entry of every array is finite, a boolean scalar."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(tree)]))

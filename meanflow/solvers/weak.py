@@ -40,6 +40,8 @@ def weak_form(
     times = t1 * (points + 1) / 2
     sol = solve(flow, cloud, data, t1, ts=times, **settings)
 
+    assert sol.clouds is not None  # nothing was observed instead
+
     def mean(t: jax.Array, particles: Any) -> jax.Array:
         return cloud.weights @ test(t, particles)
 

@@ -14,19 +14,20 @@ from jaxtyping import Array, ArrayLike, Float, Key, PyTree, UInt32
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
+from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.continuous import FromStart, _step_budget, solve
+from meanflow.solvers.continuous import solve, step_budget
 from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
-from meanflow.sweeps import clouds, models, program
+from meanflow.solvers.step import ConstantStep
+from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group, Value
 from meanflow.sweeps.identity import Json, describe
-from meanflow.sweeps.observables import Observable, choose, default_observables, on_clock
 from meanflow.sweeps.plan import Plan, as_key, as_seeds, numbers
 from meanflow.sweeps.program import Values
-from meanflow.sweeps.results import PLAIN, SHOWN
+from meanflow.sweeps.results import Observe, check_names, choose
 from meanflow.sweeps.runner import Progress
 
 if TYPE_CHECKING:  # slow to import
@@ -34,9 +35,6 @@ if TYPE_CHECKING:  # slow to import
 
 Model: TypeAlias = Flow | Callable[..., Flow]
 Init: TypeAlias = Callable[..., Cloud]
-Observe: TypeAlias = (
-    None | str | Iterable[str] | Mapping[str, Observable | FromStart | Callable[..., PyTree] | None]
-)
 AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
 
 TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
@@ -76,10 +74,7 @@ class Sweep(Plan):
     def cell(self, group: Group) -> program.RunCell:
         """Return the program of one cell of a group."""
         fixed = dict(group.fixed)
-        observe = self.observe
-        if "clock" in fixed:  # what is measured in time follows the clock of the cell
-            observe = {name: on_clock(one, fixed["clock"]) for name, one in observe.items()}
-        return program.RunCell(self.flow, observe, self.horizon, self.settings, self.taken, fixed)
+        return program.RunCell(self.flow, self.observe, self.horizon, self.settings, self.taken, fixed)
 
     def cloud(self, **cell: Value) -> Cloud:
         """Return the initial cloud of a cell, named by its axis values, at its true width."""
@@ -207,7 +202,7 @@ class Sweep(Plan):
         if "delta" in values and "delta" not in self.taken["init"]:
             cloud = clouds.with_labels(cloud, values["delta"])
         if "scale" in values and "scale" not in self.taken["init"]:
-            cloud = clouds.scaled(cloud, models.amplitude(self._flow_at(values)) or "", values["scale"])
+            cloud = clouds.scaled(cloud, self._flow_at(values).feature.amplitude or "", values["scale"])
         return cloud
 
     def _draw(self, values: Values, width: int, passed: Values) -> Cloud:
@@ -261,7 +256,7 @@ def prepare(
     taken = _find_takers(flow, init, named)
     static = [n for n in named if n in STATIC_SETTINGS or not grids.is_traceable(grid.axes[n])]
     template = _first_flow(flow, grid, taken)
-    models.check_inputs(template, data)
+    _check_inputs(template, data)
     _check_changes(template, grid, taken)
     clash = sorted(set(settings) & set(named))
     if clash:
@@ -269,10 +264,10 @@ def prepare(
     settings.setdefault("clock", "lazy")  # equal to mean-field time for alpha = m
     horizon, along = _horizon(t1, ts, steps, every, settings, grid)
     if steps is None and settings.get("max_steps") is None and "max_steps" not in grid.axes:
-        settings["max_steps"] = _most_steps(grid, settings.get("step"), horizon["t1"])
+        settings["max_steps"] = _most_steps(grid, settings.get("step"), **horizon)
     _check_settings(solve if steps is None else descend, [*settings, *taken["solver"]])
-    recorded = choose(observe, default_observables(template.bind(data), data, settings["clock"]))
-    _check_names(grid, recorded, along["name"])
+    recorded = choose(observe, template.bind(data).observables(data))
+    check_names(grid, recorded, along["name"])
     order = ["width", "seed", *(n for n in named if n not in static)]
     return Sweep(
         grid=grid,
@@ -427,29 +422,31 @@ def _settings_of(solver: Callable[..., Solution]) -> list[str]:
     return sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own)
 
 
-def _check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> None:
-    """Refuse observables and their axes that are called like an axis of the grid, before hours of computing."""
-    dims = {d for one in observe.values() for d in one.dims}
-    for name in (SHOWN.get(n, n) for n in grid.axes):
-        if name in PLAIN or name in observe or name in dims or name == along:
-            raise ValueError(
-                f"axes and observables need different names, got {name!r} for an axis and for something recorded"
-            )
+def _check_inputs(flow: Flow, data: Dataset) -> None:
+    """Refuse data whose inputs have another rank than those of the model."""
+    rank = flow.feature.input_ndim
+    if rank is not None and data.x.ndim != rank:
+        raise ValueError(
+            f"data.x must have shape {'(n,)' if rank == 1 else '(n, d)'} for this flow, got {data.x.shape}"
+        )
 
 
 def _check_changes(flow: Flow, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse axes delta and scale for a model whose clouds they cannot change."""
     if (
         "delta" in grid.axes
-        and not models.has_balances(flow)
+        and flow.space.label_name != "delta"
         and not any("delta" in some for some in taken.values())
     ):
         raise ValueError(
             "deltas need a flow whose labels are balances (meanflow.lifted), or an init that takes delta, "
             f"got a flow on {type(flow.space).__name__}"
         )
-    if "scale" in grid.axes and "scale" not in taken["init"] and models.amplitude(flow) is None:
-        raise ValueError("scales need neurons of type Neurons, Polar or Affine, or an init that takes scale")
+    if "scale" in grid.axes and "scale" not in taken["init"] and flow.feature.amplitude is None:
+        raise ValueError(
+            "scales need a feature that names its amplitude, or an init that takes scale, "
+            f"got {type(flow.feature).__name__}"
+        )
 
 
 def _horizon(
@@ -488,9 +485,9 @@ def _horizon(
     return {"t1": float(t1), "ts": jnp.asarray(times)}, along
 
 
-def _most_steps(grid: Grid, step: object, t1: float) -> int:
+def _most_steps(grid: Grid, step: object, t1: float, ts: Float[Array, "times"]) -> int:
     """Return the number of steps that the smallest step of the grid needs; while it is traced it is unknown."""
     if "step" in grid.axes and grids.is_traceable(grid.axes["step"]):
         step = min(grid.axes["step"])
-    plain = isinstance(step, int | float | np.generic)
-    return _step_budget(step if plain else None, jnp.asarray(0.0), jnp.asarray(t1))
+    rule = ConstantStep(jnp.asarray(step, float)) if isinstance(step, int | float | np.number) else None
+    return step_budget(rule, jnp.asarray(0.0), jnp.asarray(t1), ts)

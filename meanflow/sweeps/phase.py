@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import ArrayLike, Float
+from jaxtyping import Array, Float
 from scipy import optimize
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
-from meanflow.flows.univariate.models import lifted
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 from meanflow.sweeps import results
 from meanflow.sweeps.networks import sweep
+from meanflow.univariate.models import lifted
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -97,7 +97,8 @@ def _collapsed(value: "xarray.DataArray") -> "xarray.DataArray":
     return found.assign_coords(number=list(COLLAPSE))
 
 
-def _scaled(width: Float[ArrayLike, ""], alpha: Float[ArrayLike, ""]) -> Flow:
+def _scaled(width: Float[Array, ""], alpha: Float[Array, ""]) -> Flow:
+    """Return the model with output scale width^alpha."""
     return lifted(alpha=width**alpha)
 
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, PyTree
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
+from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.continuous import FromStart, solve
+from meanflow.solvers.continuous import solve
 from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
-from meanflow.sweeps.observables import Observable
 
 SWEEP, PARTICLES = "sweep", "particles"
 Results: TypeAlias = dict[str, Array]
@@ -74,10 +74,6 @@ class RunCell(Cell):
             return self.flow
         return self.flow(**{name: values[name] for name in self.taken["flow"]})
 
-    def observers(self) -> dict[str, Callable[..., PyTree] | FromStart]:
-        """Return what to record in the form the solvers take."""
-        return {name: one.observer() for name, one in self.observe.items()}
-
     def solution(self, data: Dataset, inputs: Mapping[str, PyTree]) -> Solution:
         """Return the run as the solver returns it."""
         values = self.fixed | inputs["axes"]
@@ -89,7 +85,14 @@ class RunCell(Cell):
         rest = {name: value for name, value in self.horizon.items() if name != end}
         flow = self.flow_at(values)
         return solver(
-            flow, inputs["cloud"], data, self.horizon[end], observe=self.observers(), **rest, **settings
+            flow,
+            inputs["cloud"],
+            data,
+            self.horizon[end],
+            observe=self.observe,
+            throw=False,
+            **rest,
+            **settings,
         )
 
     def __call__(self, shared: Dataset, inputs: Mapping[str, PyTree]) -> Results:

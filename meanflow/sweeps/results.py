@@ -1,19 +1,23 @@
-"""From chunks of arrays to one labelled ``xarray.Dataset``, and what is asked of it: final values and failures."""
+"""What a sweep records, from the observables asked for to one labelled ``xarray.Dataset``."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
-from meanflow.solvers.solution import RESULTS
+from meanflow.flows.observables import Observable, as_observable, named
+from meanflow.solvers.solution import code_numbers
 from meanflow.sweeps.grid import Chunk, Grid, Value
 from meanflow.sweeps.identity import Json, digest
 
 if TYPE_CHECKING:  # slow to import
     import xarray
+
+Observe: TypeAlias = None | str | Sequence[str] | Mapping[str, Observable | Callable[..., PyTree] | None]
 
 PLAIN = {
     "t": ("time on the clock of the run", "1"),
@@ -35,25 +39,48 @@ AXES = {
     "x": "input",
 }
 SHOWN = {"step": "step_size"}  # "step" is the axis of saves
-CODES = (
-    "successful",
-    "max_steps_reached",
-    "dt_min_reached",
-    "event_occurred",
-    "max_steps_rejected",
-    "internal_error",
-    "non_finite",
-    "event_overflow",
-)
 
 
 def result_codes() -> dict[int, str]:
     """Return the names of the result codes that a sweep may record."""
-    return {int(np.asarray(getattr(RESULTS, name)._value)): name for name in CODES}
+    return {number: name for name, number in code_numbers().items()}
 
 
 # a run that was asked to stop in a steady state, and did
 (STEADY,) = (code for code, name in result_codes().items() if name == "event_occurred")
+
+
+def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Observable]:
+    """Return the observables behind the argument ``observe`` of a sweep, by name.
+
+    Args:
+        observe: None for the defaults. A sequence of names: these of the defaults and of those on request;
+            ``"default"`` stands for all defaults. A dict: the defaults and these; a name mapped to None is left out.
+        defaults: what the model offers, ``flow.observables(data)``.
+    """
+    if observe is None:
+        return dict(defaults)
+    if isinstance(observe, Mapping):
+        taken = next((name for name in observe if name in PLAIN), None)
+        if taken is not None:
+            raise ValueError(f"observe must not use the name {taken!r}, which every sweep records itself")
+        given = {n: as_observable(f"observe[{n!r}]", one) for n, one in observe.items() if one is not None}
+        return {n: one for n, one in defaults.items() if n not in observe} | given
+    if not isinstance(observe, str | list | tuple):
+        raise ValueError(f"observe must be None, names or a dict of observables, got {observe!r}")
+    names = [observe] if isinstance(observe, str) else list(observe)
+    everything = dict(defaults) if "default" in names else {}
+    return everything | named([name for name in names if name != "default"], defaults)
+
+
+def check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> None:
+    """Refuse observables and their axes that are called like an axis of the grid, before hours of computing."""
+    dims = {d for one in observe.values() for d in one.dims}
+    for name in (SHOWN.get(n, n) for n in grid.axes):
+        if name in PLAIN or name in observe or name in dims or name == along:
+            raise ValueError(
+                f"axes and observables need different names, got {name!r} for an axis and for something recorded"
+            )
 
 
 def assemble(

@@ -7,8 +7,9 @@ import pytest
 from helpers import largest_gap, problem
 
 import meanflow as mf
-from meanflow.geometry import Cylinder, Space
+from meanflow.geometry import Space
 from meanflow.measures import laws, sample
+from meanflow.univariate.cylinder import Cylinder
 
 
 def spaces():

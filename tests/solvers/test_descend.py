@@ -13,8 +13,7 @@ from helpers import MODELS, largest_gap, problem
 import meanflow as mf
 from meanflow._numerics import iterate
 from meanflow.measures import stack
-from meanflow.solvers import top_eigenvalue
-from meanflow.solvers.step import dominant_vector
+from meanflow.solvers.step import dominant_vector, top_eigenvalue
 
 
 @pytest.mark.parametrize(("clock", "width"), [("mean_field", 3), ("gradient", 8), ("lazy", 3)])

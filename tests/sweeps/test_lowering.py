@@ -79,7 +79,7 @@ def descent(cloud, data):
         mf.descend(mf.lifted(), cloud, data, 4, step=mf.KernelStep(0.2, 2)),
         mf.descend(mf.lifted(forces="fast"), cloud, data, 4, step=0.1),
         mf.descend(mf.canonical(variation=0.1), polar, data, 4, step=0.1),
-        mf.descend(mf.full(decay=0.1), mf.geometry.balance.lift(cloud), data, 4, step=0.1),
+        mf.descend(mf.full(decay=0.1), mf.univariate.balance.lift(cloud), data, 4, step=0.1),
     ]
     return [run.energy for run in runs]
 
@@ -106,7 +106,7 @@ def every_univariate_model(cloud, data):
         mf.canonical: polar,
         mf.planar: polar,
         mf.radial: polar,
-        mf.full: mf.geometry.balance.lift(cloud),
+        mf.full: mf.univariate.balance.lift(cloud),
     }
     euler = {"step": 0.25, "solver": diffrax.Euler(), "ts": 2}
     continuous = [mf.solve(make(), start, data, 0.5, **euler).energy for make, start in models.items()]
@@ -173,7 +173,7 @@ def tangent_kernels(cloud, data):
     operator = kernels.ntk_operator(network, params, data.x)
     flow = kernels.kernel_flow(full, jnp.zeros_like(data.y), data.y)
     spectrum = kernels.top_eigenpairs(operator, 2, key=jax.random.key(0)).values
-    closed = kernels.univariate_ntk(data.x[:, 0], data.x[:, 0])
+    closed = mf.univariate.univariate_ntk(data.x[:, 0], data.x[:, 0])
     return full, flow(jnp.asarray([0.5, 1.0], full.dtype)), spectrum, closed
 
 

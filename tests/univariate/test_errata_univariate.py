@@ -7,11 +7,10 @@ import pytest
 from scipy.integrate import solve_ivp
 
 import meanflow as mf
-from meanflow.flows import univariate as uni
-from meanflow.flows.univariate import forces
-from meanflow.flows.univariate.rays import sample_rays
-from meanflow.geometry import balance
+from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
+from meanflow.univariate import balance, forces
+from meanflow.univariate.rays import sample_rays
 
 X = np.array([-0.8, -0.1, 0.4, 1.0])
 DATA = Dataset(X, [0.3, -0.7, 0.2, 0.9], weights="sum")
@@ -268,7 +267,7 @@ def test_section_4_the_kernel_regime_is_set_by_q_not_by_r():
 
 def test_16_the_signed_measure_carries_r():
     """mean |r| bounds the variation of int r mu(dr, .), with equality only without cancellation at equal theta."""
-    from meanflow.flows.univariate.models import total_variation
+    from meanflow.univariate.models import total_variation
 
     polar = Polar(jnp.array([1.0, -1.0, 2.0]), jnp.array([0.3, 0.3, 1.0]))
     penalty = float(jnp.mean(total_variation(polar)))

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meanflow import univariate as uni
 from meanflow.flows import energy, predict, tangent_kernel, velocity
-from meanflow.flows import univariate as uni
-from meanflow.flows.univariate import forces
 from meanflow.measures import Affine, Cloud, Dataset, Polar, stack
+from meanflow.univariate import forces
 
 
 def hard_case(m=5000, s=300, seed=0, dtype=np.float64):

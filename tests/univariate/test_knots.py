@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.flows.univariate.knots import (
+from meanflow.kernels.readout import minimum_norm
+from meanflow.univariate.kernels import Finite, Signs
+from meanflow.univariate.knots import (
     concentration,
     curvature_energy,
     dead_share,
@@ -13,9 +15,7 @@ from meanflow.flows.univariate.knots import (
     piecewise_linear,
     total_variation,
 )
-from meanflow.kernels.readout import minimum_norm
-from meanflow.kernels.splines import natural_spline
-from meanflow.kernels.univariate import Finite, Signs
+from meanflow.univariate.splines import natural_spline
 
 
 def _network(key, m=60):

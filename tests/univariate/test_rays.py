@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.flows import univariate as uni
-from meanflow.flows.univariate import forces, rays
-from meanflow.geometry import balance
+from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
+from meanflow.univariate import balance, forces, rays
 
 classify = jax.jit(jax.vmap(uni.classify_rays))
 attracting = jax.jit(jax.vmap(uni.attracting_angles))
@@ -118,8 +117,8 @@ def test_regions_dead_arc_and_angles():
     assert low.tolist() == list(range(8)) and high.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     theta = jnp.linspace(-jnp.pi, jnp.pi, 100001)[1:]
     share = jnp.mean(forces.find_regions(balance.unit(theta), x) == 0)
-    np.testing.assert_allclose(share, uni.dead_arc(x) / (2 * jnp.pi), atol=2e-5)
-    np.testing.assert_allclose(uni.dead_arc(x) / (2 * jnp.pi), 0.25)
+    np.testing.assert_allclose(share, rays.dead_arc(x) / (2 * jnp.pi), atol=2e-5)
+    np.testing.assert_allclose(rays.dead_arc(x) / (2 * jnp.pi), 0.25)
 
 
 @pytest.mark.parametrize("model", ["canonical", "lifted", "planar", "radial", "full"])
@@ -141,7 +140,7 @@ def test_proposition_1(model):
     rho = mf.predict(flow, cloud, data.x) - data.y
     np.testing.assert_allclose(got, -kernel @ (data.weights * rho), rtol=1e-12, atol=1e-13)
     if model == "canonical":
-        sigma = uni.region_covariances(flow, cloud, jnp.sort(data.x))
+        sigma = rays.region_covariances(flow, cloud, jnp.sort(data.x))
         d = np.asarray(balance.unit(cloud.particles.theta))
         t = np.stack([-d[:, 1], d[:, 0]], 1)
         each = np.einsum("m,mi,mj->mij", np.asarray(cloud.particles.r) ** 2, t, t) + np.einsum(

@@ -14,11 +14,10 @@ from event_reference import NotUnique, Reference
 from scipy.integrate import solve_ivp
 
 import meanflow as mf
-from meanflow.flows import univariate as uni
-from meanflow.geometry import balance
+from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.solvers import sliding_events as events
 from meanflow.solvers.sliding import Sliding
+from meanflow.univariate import balance, events
 
 EVENTS = ("crossings", "captures", "releases", "deaths", "nonunique")
 frozen = lambda f, y: f * y  # a linear loss freezes the residual at y

@@ -7,8 +7,8 @@ import pytest
 from scipy.integrate import solve_ivp
 from scipy.optimize import minimize
 
-from meanflow.flows.univariate.knots import total_variation
-from meanflow.flows.univariate.sparse import (
+from meanflow.univariate.knots import total_variation
+from meanflow.univariate.sparse import (
     angular_potential,
     certificate,
     charge,

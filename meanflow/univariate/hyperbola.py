@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from meanflow._numerics import safe_divide
-from meanflow.geometry.balance import Lifted, angle_of, factors, to_polar, to_raw
-from meanflow.geometry.space import Space
+from meanflow.flows.flow import Flow
+from meanflow.flows.problem import Chart
 from meanflow.measures.cloud import Affine, Cloud, Polar
+from meanflow.univariate.balance import Lifted, RawSpace, angle_of, factors, to_polar, to_raw
+from meanflow.univariate.features import Raw, Reduced
 
 
-class Hyperbola(Space):
+class Hyperbola(RawSpace):
     """(a, b, c) on the hyperbolas c^2 - a^2 - b^2 = delta, the raw coordinates of ``Lifted``, which knows delta."""
 
     lifted: Lifted
@@ -18,10 +20,9 @@ class Hyperbola(Space):
         """Balance of each neuron (m,)."""
         return self.lifted.delta(cloud)
 
-    def cometric(self, cloud: Cloud, covector: Affine) -> Affine:
-        """(kp g_a, kp g_b, kc g_c): delta = +inf freezes c, delta = -inf freezes (a, b)."""
-        kp, kc = factors(self.delta(cloud))
-        return Affine(kp * covector.a, kp * covector.b, kc * covector.c)
+    def rates(self, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+        """Return (kp, kc): delta = +inf freezes c, delta = -inf freezes (a, b)."""
+        return factors(self.delta(cloud))
 
     def inner(self, cloud: Cloud, u: Affine, v: Affine) -> jax.Array:
         """The flat product; frozen directions count as 0."""
@@ -41,6 +42,23 @@ class Hyperbola(Space):
         defect = jnp.where(finite, outer - inner - jnp.where(finite, delta, 0.0), 0.0)
         k = 0.5 * safe_divide(defect, outer + inner)
         return Affine(a * (1 + k), b * (1 + k), c * (1 - k))
+
+
+class HyperbolaChart(Chart):
+    """Lifted flows stepped in (a, b, c), which needs no sine, cosine or arctangent; r = 0 is not singular there."""
+
+    def __init__(self, model: Flow, start: Cloud) -> None:
+        feature, space = model.feature, model.space
+        assert isinstance(feature, Reduced) and isinstance(space, Lifted)
+        raw = Hyperbola(space)
+        self.model, self.start = model, start
+        self.flow = Flow(Raw(feature.forces, model.scaling), raw, model.loss, model.scaling)
+        self.base = start.at(unfold(start, raw.delta(start), model.scaling.ratio(start)))
+
+    def cloud(self, y: Affine) -> Cloud:
+        """Return (r, theta) of the neurons (a, b, c)."""
+        ratio = self.model.scaling.ratio(self.start)
+        return self.start.at(fold(self.start, self.base.particles, y, ratio))
 
 
 def unfold(cloud: Cloud, delta: jax.Array, ratio: jax.Array) -> Affine:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.kernels.univariate import Finite, Law, Scalar, Uniform, indicator, random_feature, resolve_law
+from meanflow.univariate.kernels import Finite, Law, Scalar, Uniform, indicator, random_feature, resolve_law
 
 Function = Callable[[jax.Array], jax.Array]
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from meanflow.flows.flow import Flow
-from meanflow.flows.univariate import forces
-from meanflow.geometry.balance import angle_of
 from meanflow.measures.cloud import Cloud, floating
 from meanflow.measures.dataset import Dataset
+from meanflow.univariate import forces
+from meanflow.univariate.balance import angle_of
 
 
 class Rays(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from meanflow import _checks
-from meanflow.kernels.univariate import Law, Signs, Uniform, resolve_law
+from meanflow.univariate.kernels import Law, Signs, Uniform, resolve_law
 
 
 class Spline(eqx.Module):
@@ -190,7 +190,7 @@ def spline_interpolant(
         with a ridge.
 
     >>> import jax.numpy as jnp
-    >>> from meanflow.kernels.univariate import Signs
+    >>> from meanflow.univariate.kernels import Signs
     >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
     >>> f, natural = spline_interpolant(x, y, law=Signs(100.0)), natural_spline(x, y)
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from meanflow import _checks
-from meanflow.flows.univariate.knots import PiecewiseLinear, piecewise_linear
+from meanflow.univariate.knots import PiecewiseLinear, piecewise_linear
 
 
 def _data_weights(x: jax.Array, weights: jax.Array | None) -> jax.Array:

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.flows.univariate import forces
-from meanflow.flows.univariate.rays import normal_forces, sample_rays
+from meanflow.univariate import forces
+from meanflow.univariate.rays import normal_forces, sample_rays
 
 SMALL = 4096  # up to this many neurons all are moved together in every event
 BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time

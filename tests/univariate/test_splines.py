@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy import interpolate
 
-from meanflow.kernels.norms import feature_norm
 from meanflow.kernels.readout import Readout, minimum_norm
-from meanflow.kernels.splines import bordered_spline, natural_spline, spline_interpolant
-from meanflow.kernels.univariate import Finite, Radial, Signs, Uniform, random_feature, univariate_ntk
 from meanflow.measures import Affine, Cloud
 from meanflow.measures.scaling import Scaling, speed
+from meanflow.univariate.kernels import Finite, Radial, Signs, Uniform, random_feature, univariate_ntk
+from meanflow.univariate.norms import feature_norm
+from meanflow.univariate.splines import bordered_spline, natural_spline, spline_interpolant
 
 X = jnp.linspace(-1, 1, 10)
 Y = jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])

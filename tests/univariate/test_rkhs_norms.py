@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.kernels.norms import feature_norm, tangent_norm, tangent_parts
 from meanflow.kernels.readout import minimum_norm
-from meanflow.kernels.univariate import (
+from meanflow.univariate.kernels import (
     Finite,
     Interval,
     Radial,
@@ -16,6 +15,7 @@ from meanflow.kernels.univariate import (
     random_feature,
     univariate_ntk,
 )
+from meanflow.univariate.norms import feature_norm, tangent_norm, tangent_parts
 
 LAWS = [Signs(0.8), Signs(3.0), Uniform(1.3, 0.9), Uniform(0.5, 2.0), Radial(2.0), Interval(2.0, -1.2, 1.0)]
 

@@ -13,6 +13,7 @@ the layers move is written as two factors (kp, kc): (1, 1) for finite delta, (1,
     P_rr = k^2 (kp c^2 + kc n^2),    P_theta theta = kp / n^2          (eq. 20)
 """
 
+import abc
 from typing import Any
 
 import jax
@@ -143,6 +144,11 @@ class Lifted(Space):
     scaling: Scaling
     limit: float | None = None
 
+    @property
+    def label_name(self) -> str | None:
+        """The labels are the balances delta, unless the space fixes them."""
+        return "delta" if self.limit is None else None
+
     def delta(self, cloud: Cloud) -> jax.Array:
         """Balance of each neuron (m,), from the limit or the labels."""
         if self.limit is not None:
@@ -202,8 +208,21 @@ class Lifted(Space):
         return Polar(particles.r - r, wrap_angle(particles.theta - theta))
 
 
-class Layers(Space):
-    """Flat (a, b, c) in which either layer may be frozen: C = diag(kp, kp, kc).
+class RawSpace(Space):
+    """Raw neurons (a, b, c) of which each layer learns at its own rate: C = diag(kp, kp, kc)."""
+
+    @abc.abstractmethod
+    def rates(self, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+        """Return (kp, kc), the rates of the inner layer (a, b) and of the outer one c, (m,) each; 0 if frozen."""
+
+    def cometric(self, cloud: Cloud, covector: Affine) -> Affine:
+        """Return (kp g_a, kp g_b, kc g_c)."""
+        kp, kc = self.rates(cloud)
+        return Affine(kp * covector.a, kp * covector.b, kc * covector.c)
+
+
+class Layers(RawSpace):
+    """Flat (a, b, c) in which either layer may be frozen.
 
     Attributes:
         inner_moves: kp, 1 if (a, b) are trained, else 0.
@@ -213,7 +232,7 @@ class Layers(Space):
     inner_moves: jax.Array
     outer_moves: jax.Array
 
-    def cometric(self, cloud: Cloud, covector: Affine) -> Affine:
-        """(kp g_a, kp g_b, kc g_c)."""
-        kp, kc = (u.astype(cloud.weights.dtype) for u in (self.inner_moves, self.outer_moves))
-        return Affine(kp * covector.a, kp * covector.b, kc * covector.c)
+    def rates(self, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+        """Return (kp, kc), broadcast to one number per neuron."""
+        one = jnp.ones_like(cloud.weights)
+        return self.inner_moves.astype(one.dtype) * one, self.outer_moves.astype(one.dtype) * one

@@ -10,7 +10,7 @@ Every law also knows its two knot densities, with u = b / a the knot,
 
     nu_1(u) du = P(knot in du),        nu_3(u) du = E[a^2; knot in du],
 
-which weigh the RKHS norms of ``meanflow.kernels.norms``. All formulas hold inside and outside the support
+which weigh the RKHS norms of ``meanflow.univariate.norms``. All formulas hold inside and outside the support
 of the knots, keep the dtype of the input and can be differentiated.
 """
 

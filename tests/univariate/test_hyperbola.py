@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import meanflow as mf
-from meanflow.geometry.balance import balance
-from meanflow.geometry.hyperbola import Hyperbola, fold, unfold
+from meanflow import flows
 from meanflow.measures.cloud import Affine
+from meanflow.univariate.balance import balance
+from meanflow.univariate.hyperbola import Hyperbola, fold, unfold
 
 X = jnp.linspace(-1.0, 1.0, 6)
 DATA = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8, -1.0, 0.3]), "sum")
@@ -59,10 +59,11 @@ def test_descent_does_not_depend_on_the_coordinates():
     cloud = neurons()
     cloud = mf.Cloud(mf.Polar(cloud.particles.r[:7], cloud.particles.theta[:7]), labels=DELTAS[:7])
     flow = mf.lifted("sqrt")
+    own = flows.make_flow(flow.feature, flow.space, alpha="sqrt")  # the same flow without a chart of its own
     gaps = []
     for h in (0.02, 0.01):
         raw = mf.descend(flow, cloud, DATA, 40, step=h, clock="lazy", every=20)
-        polar = mf.descend(flow, cloud, DATA, 40, step=h, clock="lazy", every=20, optimizer=optax.sgd(1.0))
+        polar = mf.descend(own, cloud, DATA, 40, step=h, clock="lazy", every=20)
         assert float(raw.energy[-1]) < 0.95 * float(raw.energy[0])
         gaps.append(float(jnp.max(jnp.abs(raw.energy - polar.energy))))
         np.testing.assert_array_equal(raw.final.particles.theta[0], cloud.particles.theta[0])  # delta = -inf

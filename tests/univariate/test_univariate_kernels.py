@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import integrate
 
-from meanflow.kernels.univariate import (
+from meanflow.univariate.kernels import (
     Finite,
     Interval,
     Radial,

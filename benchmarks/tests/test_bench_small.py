@@ -1,0 +1,58 @@
+"""Every other benchmark at a small size: it runs, and what does not depend on the clock is right."""
+
+import math
+
+import pytest
+
+from meanflow_benchmarks import depth, flows, kernels, layers, memory, timing, univariate
+
+
+def test_velocities():
+    out = flows.velocity_speed(width=20, points=10, dim=3, repeats=1)
+    assert out["ratio_vanilla"] == pytest.approx(out["vanilla"] / out["products"])
+
+
+def test_random_networks():
+    out = depth.propagation(seeds=2, layers=2, width=200, batch=6, chunk=2)
+    assert out["mean_angle"] == pytest.approx(out["infinite_width_angle"], abs=10)
+    assert {f"{way}_seconds_per_layer" for way in ("numpy", "law", "weights")} == set(
+        depth.propagation_peer(layers=1, width=10, batch=4)
+    )
+
+
+def test_tree_and_gamma():
+    assert math.isfinite(depth.tree_cost(sizes=(3, 4, 5), layers=3)["exponent"])
+    out = depth.gamma_cost(shapes=((2, 5),))
+    assert out["k=2 n=5: cells"] == 10  # five lines through the origin cut the plane into ten sectors
+    assert out["k=2 n=5: missing volume"] < 1e-12
+
+
+def test_distances_agree_with_their_peers():
+    out = layers.distances(line=50, cloud=20, dimension=3, repeats=1)
+    assert out["line_gap"] < 1e-6 and out["cloud_gap"] < 1e-6
+
+
+def test_batch_norm_is_as_exact_as_two_passes():
+    out = layers.batch_norm(batch=8, features=4, repeats=1)
+    assert out["ours_error"] <= out["flax_two_pass_error"] + 1e-9
+
+
+def test_forces():
+    out = univariate.force_cost(width=20, samples=(3, 5), widths=(20, 40), fixed=4)
+    assert math.isfinite(out["slope_samples"]) and math.isfinite(out["slope_widths"])
+    out = univariate.against_dense(width=20, samples=4)
+    assert out["speedup_over_autodiff"] == pytest.approx(out["autodiff"] / out["fast"])
+    assert len(univariate.crossover(width=20, samples=(3, 5))["dense"]) == 2
+
+
+def test_operator():
+    out = kernels.operator(width=4, samples=5)
+    assert out["passes"] == pytest.approx(out["product"] / out["forward"])
+
+
+def test_times_and_memory():
+    calls = []
+    first, best = timing.best_time(calls.append, 1, repeats=3)
+    assert len(calls) == 4 and best >= 0 and first >= 0
+    assert timing.timed(divmod, 7, 2)[0] == (3, 1)
+    assert memory.peak_bytes() > 10 * memory.MEGABYTE

@@ -1,0 +1,90 @@
+"""The one equation: feature x inverse metric x loss.
+
+    f(x)   = sum_i p_i phi(w_i; x)                                prediction
+    E(mu)  = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i)    energy
+    V(w)   = sum_j q_j l'(f(x_j), y_j) phi(w; x_j) + lam reg(w)   first variation
+    w_i'   = -C(w_i) grad V(w_i)                                  velocity
+    E'     = -sum_i p_i <grad V, C grad V>                        dissipation, an equality
+    K(x,z) = sum_i p_i <grad phi(w_i; x), C(w_i) grad phi(w_i; z)>    tangent kernel
+
+These are the inner functions: they take flows that are bound to their statistics and arguments that fit, check
+nothing, and are what compiled programs are made of. ``meanflow.flows.flow`` has the public functions of the same
+names, which check and compile.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import Dataset
+
+if TYPE_CHECKING:
+    from meanflow.flows.flow import Flow
+
+
+def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
+    """Return f(x), shape (n,)."""
+    return flow.feature.predict(cloud, x)
+
+
+def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+    """Return E, a scalar."""
+    loss = data.weights @ flow.loss(predict(flow, cloud, data.x), data.y)
+    if flow.regularizer is None:
+        return loss
+    return loss + flow.regularizer.strength * (cloud.weights @ flow.regularizer.function(cloud.particles))
+
+
+def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
+    """Return grad V at each particle: a covector, in a record like the particles."""
+    f, pull = flow.feature.linearize(cloud, data.x)
+    covector = pull(data.weights * flow.loss.slope(f, data.y))
+    if flow.regularizer is None:
+        return covector
+    value, pullback = jax.vjp(flow.regularizer.function, cloud.particles)
+    extra = pullback(jnp.full_like(value, flow.regularizer.strength))[0]
+    return jax.tree.map(jnp.add, covector, extra)
+
+
+def velocity(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
+    """Return w' = -C grad V in mean-field time, in a record like the particles."""
+    return jax.tree.map(jnp.negative, flow.space.cometric(cloud, differential(flow, cloud, data)))
+
+
+def dissipation(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+    """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time, a scalar."""
+    covector = differential(flow, cloud, data)
+    tangent = flow.space.cometric(cloud, covector)
+
+    def paired(g: jax.Array, v: jax.Array) -> jax.Array:
+        return cloud.weights @ jnp.sum((g * v).reshape(cloud.size, -1), 1)
+
+    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(paired, covector, tangent))))
+
+
+def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> jax.Array:
+    """Return V at the particles of ``probe``, shape (k,); the weights of the probe do not enter."""
+    f = predict(flow, cloud, data.x)
+    value = (data.weights * flow.loss.slope(f, data.y)) @ flow.feature(probe, data.x)
+    if flow.regularizer is None:
+        return value
+    return value + flow.regularizer.strength * flow.regularizer.function(probe.particles)
+
+
+def kernel_operator(
+    flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array
+) -> Callable[[jax.Array], jax.Array]:
+    """Return the map v -> K(x, z) v, by one pullback and one jvp: O((n_x + n_z) m d), without a Jacobian."""
+    _, pull = flow.feature.linearize(cloud, z)
+    _, push = jax.linearize(lambda w: predict(flow, cloud.at(w), x), cloud.particles)
+    return lambda v: push(flow.space.cometric(cloud, pull(v)))
+
+
+def tangent_kernel(flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int = 16) -> jax.Array:
+    """Return K(x, z), shape (n_x, n_z), ``chunk`` columns at a time."""
+    unit = jnp.eye(z.shape[0], dtype=z.dtype)
+    return jax.lax.map(kernel_operator(flow, cloud, x, z), unit, batch_size=chunk).T

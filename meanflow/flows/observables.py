@@ -1,0 +1,253 @@
+"""What a run records at its save times: the contract, what every model offers, and how users ask for it.
+
+All quantities ignore padding (weight zero), so a run gives the same numbers at every stored size.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from meanflow import _checks
+from meanflow.flows import equation
+from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import Dataset
+
+if TYPE_CHECKING:
+    from meanflow.flows.flow import Flow
+    from meanflow.flows.problem import Problem
+
+KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square
+
+Values: TypeAlias = PyTree[jax.Array]
+
+
+class Observable(eqx.Module):
+    """Something that is recorded at the save times of a run. Subclasses define ``measure``, and may define ``begin``.
+
+    Attributes:
+        dims: names of the axes of the result; ``"particle"`` may differ in length between widths (filled with NaN).
+        coords: values along some of those axes, by name.
+        units: unit of the numbers, ``"1"`` for pure numbers.
+        about: one line for the reader of the data set.
+    """
+
+    dims: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
+    coords: dict[str, jax.Array] = eqx.field(default_factory=dict, kw_only=True)
+    units: str = eqx.field(static=True, default="1", kw_only=True)
+    about: str = eqx.field(static=True, default="", kw_only=True)
+
+    def begin(self, problem: "Problem") -> Values:
+        """Compute once, at the start of the run, what ``measure`` wants to compare with; default nothing."""
+        return None
+
+    @abc.abstractmethod
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
+        """Return what is recorded at ``cloud``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
+
+
+class FunctionObservable(Observable):
+    """A plain function as an observable, with names for the axes of its result.
+
+    Attributes:
+        function: (flow, cloud, data) -> array or dict of arrays; with ``from_start`` it gets the cloud at the start of
+            the run as a fourth argument.
+        from_start: whether the function compares with the start.
+
+    >>> import jax.numpy as jnp
+    >>> largest = FunctionObservable(lambda flow, cloud, data: jnp.max(jnp.abs(cloud.particles.a)), about="max |a|")
+    >>> largest.about
+    'max |a|'
+    """
+
+    function: Callable[..., Values]
+    from_start: bool = eqx.field(static=True, default=False, kw_only=True)
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
+        """Call the function."""
+        start = (problem.start,) if self.from_start else ()
+        return self.function(problem.flow, cloud, problem.data, *start)
+
+
+class Dissipation(Observable):
+    """-dE/dt on the clock of the run."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        return problem.speed * equation.dissipation(problem.flow, cloud, problem.data)
+
+
+class Predictions(Observable):
+    """f at fixed inputs.
+
+    Attributes:
+        x: (k,) or (k, d).
+    """
+
+    x: jax.Array
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return predictions (k,)."""
+        return equation.predict(problem.flow, cloud, self.x.astype(cloud.weights.dtype))
+
+
+class Displacement(Observable):
+    """Root mean square distance of the coordinates from the start (angles the short way round)."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        moved = jax.tree.map(jnp.subtract, cloud.particles, problem.start.particles)
+        for name in problem.flow.feature.angles:
+            angle = getattr(moved, name)
+            moved = moved._replace(**{name: jnp.arctan2(jnp.sin(angle), jnp.cos(angle))})
+        squares = [jnp.sum(u.reshape(u.shape[0], -1) ** 2, axis=1) for u in jax.tree.leaves(moved)]
+        return _rms(cloud, jnp.sum(jnp.stack(squares), axis=0))
+
+
+class AngleDisplacement(Observable):
+    """Root mean square angle between the directions of the neurons now and at the start, in radians."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        turn = problem.flow.feature.turn(cloud, problem.start)
+        return _rms(cloud, turn**2)
+
+
+class KernelDrift(Observable):
+    """|K_t - K_0| / |K_0| of the tangent kernel on the samples (64 of them, evenly chosen, if there are more)."""
+
+    def _kernel(self, problem: "Problem", cloud: Cloud) -> jax.Array:
+        size = problem.data.size
+        pick = np.unique(np.linspace(0, size - 1, min(size, KERNEL_POINTS)).round().astype(int))
+        x = problem.data.x[pick]
+        return equation.tangent_kernel(problem.flow, cloud, x, x)
+
+    def begin(self, problem: "Problem") -> jax.Array:
+        """Return the kernel at the start."""
+        return self._kernel(problem, problem.start)
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        change = self._kernel(problem, cloud) - memory
+        return _root(jnp.sum(change**2)) / jnp.linalg.norm(memory)
+
+
+class InvariantDrift(Observable):
+    """Root mean square change of what the flow conserves for each neuron, relative to its scale at the start."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        law = problem.flow.invariant()
+        if law is None:
+            raise ValueError("invariant_drift needs a flow with a conserved quantity, got one without")
+        (now, _), (then, scale) = law(cloud), law(problem.start)
+        return _rms(cloud, (now - then) ** 2) / _rms(problem.start, scale**2)
+
+
+class Coordinates(Observable):
+    """Coordinates of every neuron, NaN for padding; a vector coordinate b gives b_0, b_1, ..."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> dict[str, jax.Array]:
+        """Return one (m,) array per coordinate."""
+        real = cloud.weights > 0
+        named: dict[str, jax.Array] = {}
+        for name, value in cloud.particles._asdict().items():
+            columns = (
+                {name: value}
+                if value.ndim == 1
+                else {f"{name}_{k}": value[:, k] for k in range(value.shape[1])}
+            )
+            named |= {key: jnp.where(real, column, jnp.nan) for key, column in columns.items()}
+        return named
+
+
+def _root(square: jax.Array) -> jax.Array:
+    """Square root with derivative 0 at 0 instead of infinity."""
+    good = square > 0
+    return jnp.where(good, jnp.sqrt(jnp.where(good, square, 1.0)), 0.0)
+
+
+def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
+    return _root(jnp.sum(jnp.where(cloud.weights > 0, cloud.weights * squares, 0.0)))
+
+
+def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
+    """Return the observables that every model has, and those that its parts make possible."""
+    chosen: dict[str, Observable] = {
+        "dissipation": Dissipation(about="-dE/dt on the clock of the run"),
+        "displacement": Displacement(about="rms change of the coordinates"),
+        "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples"),
+    }
+    if flow.feature.has_direction:
+        chosen["angle_displacement"] = AngleDisplacement(units="rad", about="rms turn of the neurons")
+    if flow.invariant() is not None:
+        chosen["invariant_drift"] = InvariantDrift(about="rms relative change of what the flow conserves")
+    return chosen
+
+
+ON_REQUEST: dict[str, Observable] = {
+    "neurons": Coordinates(dims=("particle",), about="coordinates of every neuron")
+}
+
+Observe = (
+    None
+    | Observable
+    | Callable[..., Values]
+    | str
+    | Sequence[str]
+    | Mapping[str, "Observable | Callable[..., Values]"]
+)
+
+
+def as_observable(name: str, one: object) -> Observable:
+    """Return an observable for what a user gave: an ``Observable``, or a function of (flow, cloud, data)."""
+    if isinstance(one, Observable):
+        return one
+    _checks.function(name, one)
+    return FunctionObservable(one)  # type: ignore[arg-type]
+
+
+def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[str, Observable] | None:
+    """Return the observables behind the argument ``observe`` of a solver.
+
+    Args:
+        observe: None, an ``Observable`` or function, a dict of these by name, or names of the model's own observables
+            (one name, or a sequence of names).
+        flow: the model, bound to its statistics.
+        data: training data.
+    """
+    if observe is None:
+        return None
+    if isinstance(observe, Mapping):
+        return {name: as_observable(f"observe[{name!r}]", one) for name, one in observe.items()}
+    if isinstance(observe, str | list | tuple):
+        return named([observe] if isinstance(observe, str) else observe, flow.observables(data))
+    return as_observable("observe", observe)
+
+
+def named(names: Sequence[str], known: Mapping[str, Observable]) -> dict[str, Observable]:
+    """Return the observables of these names, out of ``known`` and those that exist on request."""
+    options = {**known, **ON_REQUEST}
+    unknown = [name for name in names if name not in options]
+    if unknown:
+        raise ValueError(f"observe must name observables among {sorted(options)}, got {unknown}")
+    return {name: options[name] for name in names}
+
+
+def begin(observe: Observable | dict[str, Observable] | None, problem: "Problem") -> Values:
+    """Compute what the observables want to keep from the start of a run; pass it on as ``Problem.memory``."""
+    if isinstance(observe, dict):
+        return {name: one.begin(problem) for name, one in observe.items()}
+    return None if observe is None else observe.begin(problem)
+
+
+def measure(observe: Observable | dict[str, Observable], problem: "Problem", cloud: Cloud) -> Values:
+    """Return what the observables see at ``cloud``; ``problem.memory`` must come from ``begin``."""
+    if isinstance(observe, dict):
+        return {name: one.measure(problem, cloud, problem.memory[name]) for name, one in observe.items()}
+    return observe.measure(problem, cloud, problem.memory)

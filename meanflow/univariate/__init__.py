@@ -1,0 +1,17 @@
+"""Univariate: everything special about one input dimension, from models and exact forces to splines."""
+
+from meanflow.univariate import balance as balance
+from meanflow.univariate import forces as forces
+from meanflow.univariate import knots as knots
+from meanflow.univariate.kernels import indicator as indicator
+from meanflow.univariate.kernels import random_feature as random_feature
+from meanflow.univariate.kernels import univariate_ntk as univariate_ntk
+from meanflow.univariate.models import canonical as canonical
+from meanflow.univariate.models import full as full
+from meanflow.univariate.models import lifted as lifted
+from meanflow.univariate.models import planar as planar
+from meanflow.univariate.models import radial as radial
+from meanflow.univariate.rays import attracting_angles as attracting_angles
+from meanflow.univariate.rays import classify_rays as classify_rays
+from meanflow.univariate.rays import residual_ode as residual_ode
+from meanflow.univariate.splines import spline_interpolant as spline_interpolant

@@ -1,0 +1,14 @@
+"""The flat cylinder of reduced neurons (r, theta): the geometry of the canonical flow."""
+
+from meanflow._numerics import wrap_angle
+from meanflow.geometry.space import Space
+from meanflow.measures.cloud import Cloud, Polar
+
+
+class Cylinder(Space):
+    """R x circle with coordinates (r, theta) and the flat metric dr^2 + dtheta^2."""
+
+    def log(self, cloud: Cloud, particles: Polar) -> Polar:
+        """Shortest way round the circle."""
+        r, theta = cloud.particles
+        return Polar(particles.r - r, wrap_angle(particles.theta - theta))

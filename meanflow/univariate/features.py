@@ -1,0 +1,214 @@
+"""The feature of a univariate ReLU network, in reduced and in raw coordinates.
+
+Every neuron is amplitude * relu(<(x, 1), p>): p = d(theta), amplitude r in reduced coordinates; p = (a, -b),
+amplitude (m/alpha) c in full ones. Inside a region the neuron is linear in x with slope vector q = amplitude * p,
+so the potential of the neuron has the differential J_q' G with G the force of ``forces``.
+"""
+
+import abc
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from meanflow import _checks
+from meanflow._numerics import wrap_angle
+from meanflow.flows.features import Feature, Pull
+from meanflow.flows.motion import FrozenMotion
+from meanflow.flows.observables import Observable
+from meanflow.flows.problem import Problem
+from meanflow.geometry.space import Invariant, Space
+from meanflow.measures.cloud import Affine, Cloud, Polar
+from meanflow.measures.dataset import Dataset
+from meanflow.measures.scaling import Scaling
+from meanflow.univariate import forces as force
+from meanflow.univariate import observables
+from meanflow.univariate.balance import Layers, Lifted, angle_of, balance, unit
+from meanflow.univariate.cylinder import Cylinder
+from meanflow.univariate.motion import CylinderMotion, RawMotion
+
+FORCES = ("auto", "dense", "fast")
+# up to (samples, samples x neurons) the dense forces are faster (benchmarks ``univariate`` and ``sweeps``)
+CROSSOVER = ((40, 2**22), (2**62, 2**15))
+
+
+class Univariate(Feature):
+    """amplitude_i * relu(<(x_j, 1), p_i>) for scalar inputs x (n,).
+
+    Attributes:
+        forces: ``"dense"`` O(m n), ``"fast"`` O(m log n + n), or ``"auto"``, by size. Exact alike.
+    """
+
+    forces: str = eqx.field(static=True)
+    input_ndim: ClassVar[int | None] = 1
+    has_direction: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def direction(self, cloud: Cloud) -> jax.Array:
+        """Return p_i (m, 2), the direction that decides which samples are active."""
+
+    @abc.abstractmethod
+    def outer_weight(self, cloud: Cloud) -> jax.Array:
+        """Return the factor (m,) of relu(<(x, 1), p>)."""
+
+    @abc.abstractmethod
+    def affine(self, cloud: Cloud) -> Affine:
+        """Return neurons (a, b, c) with the same function c relu(a x - b); |(a, b)| is the model's own choice."""
+
+    def observables(self, data: Dataset) -> dict[str, Observable]:
+        """Return predictions on a grid and statistics of the knots."""
+        return observables.univariate_observables(data)
+
+    def slopes(self, cloud: Cloud) -> jax.Array:
+        """q_i = amplitude_i p_i (m, 2): where active, phi(w_i; x) = <(x, 1), q_i>."""
+        return self.outer_weight(cloud)[:, None] * self.direction(cloud)
+
+    def pull(self, cloud: Cloud, force: jax.Array) -> PyTree[jax.Array]:
+        """J_q' G of forces G (m, 2): the covector of the potential at each neuron."""
+        return jax.vjp(lambda w: self.slopes(cloud.at(w)), cloud.particles)[1](force)[0]
+
+    def check(self, cloud: Cloud, x: jax.Array) -> None:
+        """Inputs are scalars, coordinates one number per neuron."""
+        super().check(cloud, x)
+        _checks.shape("x", x, (None,))
+        for name, value in cloud.particles._asdict().items():
+            _checks.shape(f"particles.{name}", value, (cloud.size,))
+
+    def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
+        """phi(w_i; x_j), shape (n, m)."""
+        lifted = jnp.stack([x, jnp.ones_like(x)], axis=-1)
+        active = force.is_active(self.direction(cloud), x)
+        return jnp.where(active, lifted @ self.slopes(cloud).T, 0.0)
+
+    def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
+        """Predictions (n,) and g -> J_q' G(g), the covectors of the potential; see ``Feature.linearize``."""
+        count = x.shape[0]
+        small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
+        fast = self.forces == "fast" or (self.forces == "auto" and not small)
+        path = force.sorted_linearization if fast else force.dense_linearization
+        p, share = self.direction(cloud), cloud.weights * self.outer_weight(cloud)
+        # a column at a time: the compiler then never stores the pairs
+        slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
+        f, gather = path(p, slopes, x)
+        return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
+
+    def predict(self, cloud: Cloud, x: jax.Array) -> jax.Array:
+        """f(x_j), shape (n,)."""
+        return self.linearize(cloud, x)[0]
+
+
+class Reduced(Univariate):
+    """r relu(<(x, 1), d(theta)>) for ``Polar`` neurons, eq. (4)."""
+
+    amplitude: ClassVar[str | None] = "r"
+    angles: ClassVar[tuple[str, ...]] = ("theta",)
+
+    def __init__(self, forces: str) -> None:
+        _checks.one_of("forces", forces, FORCES)
+        self.record, self.forces = Polar, forces
+
+    def direction(self, cloud: Cloud) -> jax.Array:
+        """d(theta)."""
+        return unit(cloud.particles.theta)
+
+    def outer_weight(self, cloud: Cloud) -> jax.Array:
+        """Return r."""
+        return cloud.particles.r
+
+    def affine(self, cloud: Cloud) -> Affine:
+        """Return (cos theta, -sin theta, r)."""
+        r, theta = cloud.particles
+        return Affine(jnp.cos(theta), -jnp.sin(theta), r)
+
+    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+        """Return the change of theta, the short way round."""
+        return wrap_angle(cloud.particles.theta - start.particles.theta)
+
+    def motion(self, problem: Problem) -> FrozenMotion:
+        """Return the motion on the cylinder; lifted flows without a penalty are stepped in raw coordinates instead."""
+        flow = problem.chart.flow
+        radial = isinstance(flow.space, Lifted) and flow.space.limit == -jnp.inf
+        if not radial and type(flow.space) is not Cylinder:
+            raise ValueError(
+                "solver='sliding' solves the penalty variation= on canonical and radial flows and decay= on full ones, "
+                f"got a flow on {type(flow.space).__name__}"
+            )
+        _check_penalty(problem, total_variation)
+        return CylinderMotion(problem)
+
+
+class Raw(Univariate):
+    """(m/alpha) c relu(a x - b) for ``Affine`` neurons, eq. (1)."""
+
+    scaling: Scaling
+    amplitude: ClassVar[str | None] = "c"
+
+    def __init__(self, forces: str, scaling: Scaling) -> None:
+        _checks.one_of("forces", forces, FORCES)
+        self.record, self.forces, self.scaling = Affine, forces, scaling
+
+    def direction(self, cloud: Cloud) -> jax.Array:
+        """(a, -b)."""
+        return jnp.stack([cloud.particles.a, -cloud.particles.b], axis=-1)
+
+    def outer_weight(self, cloud: Cloud) -> jax.Array:
+        """Return (m/alpha) c."""
+        return self.scaling.ratio(cloud) * cloud.particles.c
+
+    def affine(self, cloud: Cloud) -> Affine:
+        """Return (a, b, (m/alpha) c)."""
+        a, b, c = cloud.particles
+        return Affine(a, b, self.scaling.ratio(cloud) * c)
+
+    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+        """Return the change of the angle of (a, -b), the short way round."""
+        return wrap_angle(angle_of(self.direction(cloud)) - angle_of(self.direction(start)))
+
+    def invariant(self, space: Space) -> Invariant | None:
+        """Return the balance c^2 - a^2 - b^2, which is conserved where both layers learn."""
+        return _balance_law(space) if isinstance(space, Layers) else None
+
+    def motion(self, problem: Problem) -> FrozenMotion:
+        """Return the exact motion of (a, b, c)."""
+        _check_penalty(problem, weight_decay)
+        return RawMotion(problem)
+
+    def pull(self, cloud: Cloud, force: jax.Array) -> Affine:
+        """(m/alpha) (c G_1, -c G_2, a G_1 - b G_2), coordinate by coordinate, which a compiler fuses better."""
+        a, b, c = cloud.particles
+        ratio = self.scaling.ratio(cloud)
+        return Affine(
+            ratio * c * force[:, 0], -ratio * c * force[:, 1], ratio * (a * force[:, 0] - b * force[:, 1])
+        )
+
+
+def total_variation(particles: Polar) -> jax.Array:
+    """|r|: summed over neurons, a bound on the weighted total variation of f' (eqs. 16, 17)."""
+    return jnp.abs(particles.r)
+
+
+def weight_decay(particles: Affine) -> jax.Array:
+    """(a^2 + b^2 + c^2)/2, weight decay; >= |c| n, with equality at delta = 0."""
+    a, b, c = particles
+    return 0.5 * (a**2 + b**2 + c**2)
+
+
+def _balance_law(space: Layers) -> Invariant:
+    def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+        a, b, c = cloud.particles
+        learns = space.inner_moves * space.outer_moves
+        return jnp.where(learns == 0, 0.0, balance(cloud.particles)), a**2 + b**2 + c**2
+
+    return law
+
+
+def _check_penalty(problem: Problem, solved: object) -> None:
+    """Raise ValueError for a penalty whose frozen motion is not known."""
+    penalty = problem.chart.flow.regularizer
+    if penalty is not None and penalty.function is not solved:
+        raise ValueError(
+            "solver='sliding' solves the penalty variation= on canonical and radial flows and decay= on full ones, "
+            f"got {penalty.function}"
+        )

@@ -1,0 +1,169 @@
+"""Solutions: settings that stack, files that keep apart, states that refuse another run, failures that are noticed."""
+
+import json
+from typing import NamedTuple
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import largest_gap, problem
+
+import meanflow as mf
+from meanflow import flows, geometry, solvers
+from meanflow.measures import laws
+
+
+def test_settings_stack_and_a_function_of_a_solution_compiles_once():
+    flow, cloud, data = problem("vanilla")
+    runs = [mf.solve(flow, cloud, data, t1, step=0.25) for t1 in (0.5, 1.0)]
+    stacked = jax.tree.map(lambda *u: jnp.stack(u), *runs)
+    assert stacked.settings.numbers["t1"].tolist() == [0.5, 1.0]
+    traces = []
+
+    @eqx.filter_jit
+    def last(sol):
+        traces.append(1)
+        return sol.energy[-1]
+
+    for run in runs:
+        last(run)
+    assert len(traces) == 1
+    inside = jax.vmap(lambda t: mf.solve(flow, cloud, data, t, step=0.25).settings.numbers["t1"])
+    assert inside(jnp.array([0.5, 1.0])).tolist() == [0.5, 1.0]  # numbers, not the text of a tracer
+
+
+def test_names_with_dots_are_kept_apart(tmp_path):
+    flow, cloud, data = problem("vanilla")
+    runs = {name: mf.solve(flow, cloud, data, t) for name, t in (("run_0.1", 0.1), ("run_0.2", 0.2))}
+    for name, run in runs.items():
+        assert run.save(tmp_path / name) == tmp_path / f"{name}.npz"
+    for name, run in runs.items():
+        assert float(mf.Solution.load(tmp_path / name).energy[-1]) == float(run.energy[-1])
+
+
+def test_files_hold_the_name_of_the_result_and_the_versions(tmp_path):
+    flow, cloud, data = problem("vanilla")
+    run = mf.solve(flow, cloud, data, 10.0, max_steps=3, throw=False)
+    with np.load(run.save(tmp_path / "short.npz")) as file:
+        header = json.loads(file["header"].tobytes().decode())
+    assert header["layout"]["result"] == "max_steps_reached"
+    assert header["versions"]["jax"] == jax.__version__
+    assert bool(mf.Solution.load(tmp_path / "short").result == mf.RESULTS.max_steps_reached)
+
+
+@pytest.mark.bad_input
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text.npz").write_text("no archive")
+    np.savez(tmp_path / "other.npz", a=np.zeros(2))
+    for name in ("text", "other"):
+        with pytest.raises(ValueError, match="written by Solution.save"):
+            mf.Solution.load(tmp_path / name)
+    with pytest.raises(ValueError, match="does not exist"):
+        mf.Solution.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("way", ["solve", "descend"])
+def test_a_resumed_run_honours_a_new_step(way):
+    flow, cloud, data = problem("vanilla")
+
+    def run(start, end, step, state=None):
+        if way == "solve":
+            return mf.solve(flow, start, data, end, solver=diffrax.Euler(), step=step, state=state)
+        count = round((end - (0.0 if state is None else float(state.t))) / step)
+        return mf.descend(flow, start, data, count, step=step, state=state)
+
+    half = run(cloud, 0.5, 0.1)
+    fine = run(half.final, 1.0, 0.01, half.state)
+    assert int(fine.state.steps) == 5 + 50
+    fresh = mf.descend(flow, half.final, data, 50, step=0.01)
+    assert largest_gap(fine.final.particles, fresh.final.particles) < 1e-12
+
+
+def test_a_state_refuses_other_data_and_other_optimizers():
+    flow, cloud, data = problem("vanilla")
+    half = mf.descend(flow, cloud, data, 2, optimizer=optax.adam(0.1))
+    again = mf.descend(flow, cloud, data, 2, optimizer=optax.adam(0.1), state=half.state)
+    assert int(again.state.steps) == 4
+    with pytest.raises(ValueError, match="optimizer: .* before"):
+        mf.descend(flow, cloud, data, 2, optimizer=optax.adam(0.2), state=half.state)
+    moved = mf.Dataset(data.x, data.y.at[3].add(0.1), data.weights)
+    with pytest.raises(ValueError, match="other data than before"):
+        mf.descend(flow, cloud, moved, 2, optimizer=optax.adam(0.1), state=half.state)
+    swapped = mf.Dataset(data.x[::-1], data.y[::-1], data.weights[::-1])
+    with pytest.raises(ValueError, match="other data than before"):
+        mf.descend(flow, cloud, swapped, 2, optimizer=optax.adam(0.1), state=half.state)
+
+
+class Halving(solvers.StepRule):
+    """Steps of 1/2, 1/4, ... a new one after each two steps; a rule that a user might write."""
+
+    every: int = 2
+
+    def size_at(self, problem, y):
+        gone = jnp.sum(problem.cloud(y).weights)  # 1: the rule gets the cloud of the model
+        return 0.25 * gone * jnp.exp(-mf.energy(problem.flow, problem.cloud(y), problem.data))
+
+
+def test_a_step_rule_of_the_user(key):
+    flow, cloud, data = problem("batchnorm")
+    run = mf.descend(flow, cloud, data, 4, step=Halving(), every=1)
+    sizes = np.diff(run.ts)
+    expected = [0.25 * np.exp(-float(run.energy[k])) for k in (0, 0, 2, 2)]
+    np.testing.assert_allclose(sizes, expected, rtol=1e-12)
+    euler = mf.solve(flow, cloud, data, float(run.ts[-1]), solver=diffrax.Euler(), step=Halving())
+    assert largest_gap(euler.final.particles, run.final.particles) < 1e-12
+
+
+class Waves(NamedTuple):
+    a: jax.Array
+    b: jax.Array
+    t: jax.Array
+
+
+class Ridge(flows.Feature):
+    """a cos(b . x + t), the model of the page "How to add a model"."""
+
+    input_ndim, amplitude, angles = 2, "a", ("t",)
+
+    def __call__(self, cloud, x):
+        a, b, t = cloud.particles
+        return a[None, :] * jnp.cos(x @ b.T + t[None, :])
+
+
+def user_problem():
+    def wave_laws(dim):
+        return {"a": laws.uniform(), "b": laws.normal(1.0, dim), "t": laws.angle()}
+
+    flow = flows.make_flow(Ridge(Waves), geometry.Space(), laws=wave_laws)
+    x = jax.random.normal(jax.random.key(1), (20, 2))
+    return flow, flow.init(jax.random.key(0), 6, dim=2), mf.Dataset(x, jnp.cos(2 * x[:, 0]))
+
+
+def test_a_model_of_the_user_is_saved_and_resumed(tmp_path):
+    flow, cloud, data = user_problem()
+    whole = mf.solve(flow, cloud, data, 1.0, ts=[0.5, 1.0], step=1 / 16)
+    half = mf.solve(flow, cloud, data, 0.5, step=1 / 16)
+    back = mf.Solution.load(half.save(tmp_path / "half"), records=[Waves])
+    assert isinstance(back.final.particles, Waves)
+    rest = mf.solve(flow, back.final, data, 1.0, step=1 / 16, state=back.state)
+    assert largest_gap(rest.final.particles, whole.final.particles) == 0
+    run = mf.descend(flow, cloud, data, 4, step=0.1, observe=["displacement", "kernel_drift", "neurons"])
+    assert run.observed["neurons"]["b_1"].shape == (2, 6)
+    assert float(run.observed["kernel_drift"][0]) == 0 < float(run.observed["kernel_drift"][1])
+
+
+def test_a_model_of_the_user_is_swept_stored_and_reported(tmp_path):
+    from meanflow.report import write_report
+
+    flow, _, data = user_problem()
+    grid = {"widths": [3, 5], "scales": [0.5, 1.0], "seeds": 2, "steps": 4, "every": 2, "step": 0.1}
+    runs = mf.sweep(flow, data, store=tmp_path / "runs", **grid)
+    again = mf.sweep(flow, data, store=tmp_path / "runs", **grid)
+    np.testing.assert_array_equal(runs.energy, again.energy)
+    alone = mf.sweeps.prepare(flow, data, **grid).single(width=5, scale=0.5, seed=1)
+    np.testing.assert_allclose(runs.energy.sel(width=5, scale=0.5, seed=1), alone.energy, rtol=1e-12)
+    assert write_report(runs, tmp_path / "page.html").exists()
