@@ -10,8 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from meanflow._numerics import loglog_slope
 from meanflow import univariate as uni
+from meanflow._numerics import loglog_slope
 from meanflow.flows.flow import Flow, velocity
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.solvers import solve

@@ -120,7 +120,7 @@ class TwoLayer(Feature):
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless the shapes of a, b and x agree."""
-        super().check(cloud, x)
+        Feature.check(self, cloud, x)
         _checks.shape("particles.a", cloud.particles.a, (cloud.size,))
         _checks.shape("particles.b", cloud.particles.b, (cloud.size, None))
         _checks.shape("x", x, (None, cloud.particles.b.shape[1]))
@@ -180,7 +180,7 @@ class BatchNormed(TwoLayer):
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError without bound statistics of the right shape, d >= 2, a regular covariance and b != 0."""
-        super().check(cloud, x)
+        TwoLayer.check(self, cloud, x)
         if self.mean is None or self.sigma is None:
             raise ValueError(
                 "this batch-norm flow has no statistics yet; call flow.bind(data) first or pass mean= and covariance="

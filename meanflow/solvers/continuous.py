@@ -37,6 +37,7 @@ from meanflow.solvers.step import (
     StepRule,
     all_finite,
     as_rule,
+    scalar,
 )
 
 ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
@@ -172,8 +173,8 @@ def solve(
     """
     flow = prepare(flow, cloud, data)
     dtype = cloud.weights.dtype
-    start = jnp.asarray(t0 if state is None else state.t, dtype)
-    end = jnp.asarray(t1, dtype)
+    start = scalar(t0 if state is None else state.t, dtype)
+    end = scalar(t1, dtype)
     _check_order(start, end)
     times = save_times(ts, start, end, dtype)
     method = solver if isinstance(solver, diffrax.AbstractSolver) else DEFAULTS[solver]
@@ -189,10 +190,10 @@ def solve(
         observe=observables.resolve(observe, flow, data),
         solver=method,
         rule=rule,
-        rtol=jnp.asarray(rtol, dtype),
-        atol=jnp.asarray(atol, dtype),
+        rtol=scalar(rtol, dtype),
+        atol=scalar(atol, dtype),
         adjoint=ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint,
-        steady=None if steady is None else jnp.asarray(steady, dtype),
+        steady=None if steady is None else scalar(steady, dtype),
         settings=settings,
         clock=clock,
         max_steps=step_budget(rule, start, end, times) if max_steps is None else max_steps,

@@ -47,6 +47,7 @@ CODES = (
 )
 
 
+@functools.cache
 def code_numbers() -> dict[str, int]:
     """Return the integer behind each result code that the installed libraries know, by name."""
     known = [name for name in CODES if hasattr(RESULTS, name)]
@@ -207,9 +208,13 @@ class FailedRun(RuntimeError):
 
 def raise_on_failure(solution: Solution) -> None:
     """Raise ``FailedRun`` with the code's message unless every run is ok; does nothing while tracing."""
-    if solution.result.is_traced():
+    code = _checks.concrete(solution.result._value)
+    if code is None:
         return
-    ok = np.asarray(solution.ok)
+    # on the host: the comparison of codes on the device would take longer than a small run
+    numbers = code_numbers()
+    fine = [numbers["successful"], numbers["event_occurred"]]
+    ok = (code == fine[0]) | (code == fine[1])
     if np.all(ok):
         return
     if ok.ndim:

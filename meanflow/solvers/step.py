@@ -151,13 +151,24 @@ class KernelStep(StepRule):
 
 
 STEP = _checks.either(
-    _checks.instance(StepRule, hint="for instance KernelStep(0.5)"), _checks.number(above=0)
+    _checks.number(above=0), _checks.instance(StepRule, hint="for instance KernelStep(0.5)")
 )
+
+
+def scalar(value: float | jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return a number as a scalar array of the given type.
+
+    Numbers that are known stay on the host: moving each of them to the device by itself would take longer than a small
+    compiled program, to which they are handed together.
+    """
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    return np.asarray(value, dtype)  # type: ignore[return-value]
 
 
 def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
     """Return the rule behind the argument ``step`` of a solver; a number means a constant step."""
-    return step if isinstance(step, StepRule) else ConstantStep(jnp.asarray(step, dtype))
+    return step if isinstance(step, StepRule) else ConstantStep(scalar(step, dtype))
 
 
 RealScalarLike = float | jax.Array | np.ndarray  # times, as diffrax passes them

@@ -1,6 +1,5 @@
 """Continuous time: dissipation equality, resume, clocks, adjoints, padding, save and load, result codes."""
 
-
 import diffrax
 import jax
 import jax.flatten_util
