@@ -86,6 +86,11 @@ class FunctionSweep(Plan):
         return super().layout(chunks) | {"variables": variables}
 
 
+@_checks.arguments(
+    function=_checks.function,
+    chunk=_checks.optional(_checks.count(1)),
+    store=_checks.optional(_checks.path),
+)
 def sweep_function(
     function: Callable[..., PyTree],
     *,
@@ -113,8 +118,6 @@ def sweep_function(
     >>> dict(ds.value.sizes)
     {'sigma': 2, 'seed': 4, 'value_0': 3}
     """
-    if not callable(function):
-        raise ValueError(f"function must be callable, got {type(function).__name__}")
     checked = grids.axis_values(dict(axes or {}) | {"seed": as_seeds(seeds)})
     checked["seed"] = tuple(_checks.whole("seeds", s, 0) for s in checked["seed"])
     missing = _missing(function, [name for name in checked if name != "seed"])
@@ -126,7 +129,7 @@ def sweep_function(
         grid=grid,
         groups=grids.make_groups(grid, static, 0.0, 1, [n for n in checked if n not in static]),
         shared=None,
-        chunk=1024 if chunk is None else _checks.whole("chunk", chunk, 1),
+        chunk=1024 if chunk is None else chunk,
         function=function,
         key=as_key(key),
         dims={name: list(some) for name, some in (dims or {}).items()},

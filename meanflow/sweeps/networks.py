@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, UInt32
 
 from meanflow import _checks
+from meanflow._checks import count, number, optional
 from meanflow.flows.flow import Flow
 from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
-from meanflow.measures.dataset import Dataset
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.continuous import solve, step_budget
 from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
@@ -219,6 +220,15 @@ class Sweep(Plan):
         return cloud
 
 
+@_checks.arguments(
+    data=DATA,
+    init=optional(_checks.function),
+    t1=optional(number(above=0.0)),
+    steps=optional(count(1)),
+    every=optional(count(1)),
+    chunk=optional(count(1)),
+    waste=number(low=0.0),
+)
 def prepare(
     flow: Model,
     data: Dataset,
@@ -249,8 +259,6 @@ def prepare(
     """
     if not isinstance(flow, Flow) and not callable(flow):
         raise ValueError(f"flow must be a Flow or a function that returns one, got {type(flow).__name__}")
-    if not isinstance(data, Dataset):
-        raise ValueError(f"data must be a meanflow.Dataset, got {type(data).__name__}")
     grid = _make_grid(widths, deltas, scales, axes, seeds)
     named = [name for name in grid.axes if name not in ("width", "seed")]
     taken = _find_takers(flow, init, named)
@@ -281,7 +289,7 @@ def prepare(
         taken=taken,
         nested=nested,
         key=as_key(key),
-        chunk=None if chunk is None else _checks.whole("chunk", chunk, 1),
+        chunk=chunk,
         along=along,
     )
 
@@ -463,16 +471,13 @@ def _horizon(
     if steps is not None:
         if ts is not None:
             raise ValueError("ts belongs to t1; with steps pass every, the number of steps between saves")
-        steps = _checks.whole("steps", steps, 1)
-        every = steps if every is None else _checks.whole("every", every, 1)
+        every = steps if every is None else every
         if steps % every:
             raise ValueError(f"every must divide steps, got steps={steps}, every={every}")
-        count = list(range(0, steps + 1, every))
-        return {"steps": steps, "every": every}, {"name": "step", "values": count, "units": "steps"}
+        done = list(range(0, steps + 1, every))
+        return {"steps": steps, "every": every}, {"name": "step", "values": done, "units": "steps"}
     if every is not None or t1 is None:
         raise ValueError("every belongs to steps; with t1 pass ts, the save times")
-    _checks.finite("t1", t1)
-    _checks.at_least("t1", t1, 0.0, strict=True)
     if ts is None or (isinstance(ts, int | np.integer) and not isinstance(ts, bool)):
         ts = np.linspace(0.0, 1.0, _checks.whole("ts", 2 if ts is None else ts, 2)) * t1
     times = np.asarray(ts, jnp.result_type(float))

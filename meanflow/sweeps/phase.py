@@ -10,7 +10,7 @@ from scipy import optimize
 from meanflow import _checks
 from meanflow.flows.flow import Flow
 from meanflow.measures.cloud import Cloud
-from meanflow.measures.dataset import Dataset
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.sweeps import results
 from meanflow.sweeps.networks import sweep
 from meanflow.univariate.models import lifted
@@ -23,6 +23,7 @@ NO_OVERLAP = 1e6
 VARIABLES = ("angle_displacement", "kernel_drift", "energy")
 
 
+@_checks.arguments(data=DATA, level=_checks.optional(_checks.number(above=0.0)))
 def phase_diagram(
     data: Dataset,
     *,
@@ -58,8 +59,6 @@ def phase_diagram(
     """
     if len(widths) < 2:
         raise ValueError(f"widths must hold at least two widths to fit an exponent, got {list(widths)}")
-    if level is not None:
-        _checks.at_least("level", level, 0.0, strict=True)
     named = [name for name in variables if name not in ("energy", "t")]
     runs = sweep(
         _scaled,
@@ -138,6 +137,7 @@ def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
     return float(value[k - 1] + share * (value[k] - value[k - 1]))
 
 
+@_checks.arguments(level=_checks.optional(_checks.number(above=0.0)))
 def fit_exponents(
     runs: "xarray.Dataset", variables: Sequence[str] = VARIABLES, level: float | None = None
 ) -> "xarray.Dataset":

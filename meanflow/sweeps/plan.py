@@ -121,6 +121,7 @@ class Plan(abc.ABC):
         return results.assemble(self.grid, chunks, arrays, config["layout"], results.provenance(config))
 
 
+@_checks.arguments(store=_checks.path)
 def load(store: str | pathlib.Path) -> "xarray.Dataset":
     """Return the data set of a run directory, as far as it is finished; missing cells are NaN (-1 for integers).
 

@@ -170,6 +170,7 @@ def batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None
     return across(arrays, inputs)
 
 
+@_checks.arguments(sweep=_checks.optional(_checks.count(1)), particles=_checks.count(1))
 def make_mesh(
     sweep: int | None = None, particles: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
@@ -184,8 +185,7 @@ def make_mesh(
     {'sweep': 1, 'particles': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
-    particles = _checks.whole("particles", particles, 1)
-    sweep = max(1, len(devices) // particles) if sweep is None else _checks.whole("sweep", sweep, 1)
+    sweep = max(1, len(devices) // particles) if sweep is None else sweep
     if sweep * particles > len(devices):
         raise ValueError(
             f"a mesh of {sweep} x {particles} devices needs {sweep * particles}, got {len(devices)}"
