@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, ArrayLike, Float, Key, PyTree, UInt32
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
 
 from meanflow import _checks
 from meanflow._checks import count, number, optional
@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # slow to import
 
 Model: TypeAlias = Flow | Callable[..., Flow]
 Init: TypeAlias = Callable[..., Cloud]
+Numbers: TypeAlias = Sequence[float] | Float[ArrayLike, "k"]
+Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
 AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
 
 TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
@@ -233,14 +235,14 @@ def prepare(
     flow: Model,
     data: Dataset,
     *,
-    widths: Sequence[int],
-    deltas: Float[ArrayLike, "..."] | None = None,
-    scales: Float[ArrayLike, "..."] | None = None,
+    widths: Counts,
+    deltas: Numbers | None = None,
+    scales: Numbers | None = None,
     axes: Mapping[str, Iterable[Value]] | None = None,
-    seeds: int | Sequence[int] = 1,
+    seeds: int | Counts = 1,
     init: Init | None = None,
     t1: float | None = None,
-    ts: int | Float[ArrayLike, "times"] | None = None,
+    ts: int | Numbers | None = None,
     steps: int | None = None,
     every: int | None = None,
     observe: Observe = None,
@@ -298,7 +300,7 @@ def sweep(
     flow: Model,
     data: Dataset,
     *,
-    widths: Sequence[int],
+    widths: Counts,
     store: str | pathlib.Path | None = None,
     mesh: Mesh | None = None,
     progress: Progress = None,
@@ -351,11 +353,11 @@ def sweep(
 
 
 def _make_grid(
-    widths: Sequence[int],
-    deltas: Float[ArrayLike, "..."] | None,
-    scales: Float[ArrayLike, "..."] | None,
+    widths: Counts,
+    deltas: Numbers | None,
+    scales: Numbers | None,
     axes: Mapping[str, Iterable[Value]] | None,
-    seeds: int | Sequence[int],
+    seeds: int | Counts,
 ) -> Grid:
     """Return the grid width x delta x scale x named axes x seed, checked."""
     named: dict[str, Iterable[Value]] = {"width": widths}
@@ -459,7 +461,7 @@ def _check_changes(flow: Flow, grid: Grid, taken: Mapping[str, tuple[str, ...]])
 
 def _horizon(
     t1: float | None,
-    ts: int | Float[ArrayLike, "times"] | None,
+    ts: int | Numbers | None,
     steps: int | None,
     every: int | None,
     settings: Values,

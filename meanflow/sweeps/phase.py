@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Num
 from scipy import optimize
 
 from meanflow import _checks
@@ -96,7 +96,7 @@ def _collapsed(value: "xarray.DataArray") -> "xarray.DataArray":
     return found.assign_coords(number=list(COLLAPSE))
 
 
-def _scaled(width: Float[Array, ""], alpha: Float[Array, ""]) -> Flow:
+def _scaled(width: float | Num[Array, ""], alpha: float | Num[Array, ""]) -> Flow:
     """Return the model with output scale width^alpha."""
     return lifted(alpha=width**alpha)
 

@@ -2,7 +2,7 @@
 
 import abc
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -170,7 +170,7 @@ def as_key(key: int | Key[Array, ""] | UInt32[ArrayLike, "words"]) -> Key[Array,
     raise ValueError(f"key must be an integer or a PRNG key, got {key!r}")
 
 
-def as_seeds(seeds: int | Sequence[int]) -> Sequence[int]:
+def as_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
     """Return the list of seeds: 0, 1, ... if their number is given."""
     return list(range(_checks.whole("seeds", seeds, 1))) if isinstance(seeds, int | np.integer) else seeds
 

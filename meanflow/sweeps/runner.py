@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import program
@@ -167,7 +168,7 @@ class _Run:
     ) -> None:
         self.plan, self.chunks, self.store, self.stored, self.mesh = plan, chunks, store, stored, mesh
         self.shared = program.replicate(plan.shared, mesh)
-        self.compiled: dict[int, program.Program] = {}
+        self.compiled: dict[int, Compiled] = {}
         self.results: dict[str, Arrays] = {}
 
     def all_chunks(self, progress: Progress) -> dict[str, Arrays]:
@@ -260,7 +261,7 @@ def free_memory(device: jax.Device) -> int | None:
     return None
 
 
-def _check_memory(compiled: program.Program, group: Group, chunk: Chunk, mesh: Mesh | None) -> None:
+def _check_memory(compiled: Compiled, group: Group, chunk: Chunk, mesh: Mesh | None) -> None:
     """Refuse a chunk whose compiled program needs more memory than there is, before it runs."""
     usage = compiled.memory_analysis()
     if usage is None:

@@ -46,6 +46,7 @@ def draw(key, sigma):
     return sigma * jax.random.normal(key, (3,))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("function", "change", "message"),
     [

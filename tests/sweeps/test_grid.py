@@ -72,6 +72,7 @@ def test_cells_are_found_by_their_values():
         grid.find(width=3, depth=2.0)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("widths", "waste", "message"),
     [
