@@ -1,6 +1,6 @@
 """Training of wide networks against linearized predictions under batch norm."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from meanflow import kernels
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import panels
 from meanflow_papers.entry import entry
-from meanflow_papers.ntk.networks import dense, seed_key
+from meanflow_papers.ntk.networks import Weights, dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def draw(data: Arrays) -> Figure:
-    """Errors of the linearised predictions against the width."""
+    """Errors of the linearized predictions against the width."""
     figure, (ax,) = panels(1, 1, width=4.8, height=3.4)
     names = {
         "plain, frozen K": "plain, frozen $K$",
@@ -32,7 +32,7 @@ def draw(data: Arrays) -> Figure:
 
 @entry(
     "000/lazy",
-    title="gradient descent against three linearised predictions under batch norm",
+    title="gradient descent against three linearized predictions under batch norm",
     full={"widths": (128, 512, 2048), "seeds": 4},
     minutes=(0.8, 1.5),
     verdict="refuted",
@@ -58,7 +58,7 @@ def lazy_training(
     y = jnp.asarray(np.sin(angle) + 0.5 * np.cos(2 * angle + 1))
     y = y / jnp.std(y)  # reachable by a normalised output
 
-    def descend(loss: Any, weights: Any, rate: jax.Array) -> Any:
+    def descend(loss: Callable[[Weights], jax.Array], weights: Weights, rate: jax.Array) -> Weights:
         step = lambda w, _: (jax.tree.map(lambda a, g: a - rate * g, w, jax.grad(loss)(w)), None)
         return jax.lax.scan(step, weights, length=steps)[0]
 

@@ -10,7 +10,7 @@ from meanflow.flows.flow import Flow
 from meanflow.flows.univariate import sparse
 from meanflow.measures import Cloud, Dataset, Polar
 from meanflow.plots.curves import fit
-from meanflow.plots.style import COLOURS, PALE, panels
+from meanflow.plots.style import COLORS, PALE, panels
 from meanflow.solvers import KernelStep, solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -24,23 +24,23 @@ def draw(data: Arrays) -> Figure:
     for k, (excess, bound, fixed) in enumerate(
         zip(data["excess"], data["bound"], data["fixed_excess"], strict=True)
     ):
-        colour = COLOURS[k % len(COLOURS)]
-        left.plot(times, np.maximum(excess[1:], 1e-12), color=colour)
-        left.plot(fixed_times, fixed[1:], color=colour, ls="--", lw=0.8)
-        middle.plot(times, bound[1:], color=colour)
+        color = COLORS[k % len(COLORS)]
+        left.plot(times, np.maximum(excess[1:], 1e-12), color=color)
+        left.plot(fixed_times, fixed[1:], color=color, ls="--", lw=0.8)
+        middle.plot(times, bound[1:], color=color)
     left.set(xscale="log", yscale="log", xlabel="$t$", ylabel="$E/E_{\\min} - 1$")
     middle.axhline(1.0, color=PALE, lw=0.8)
     middle.set(xscale="log", xlabel="$t$", ylabel=r"$\sup|F|/\lambda$")
     best = np.asarray(data["f_best"])
     bent = int(np.argmax(np.abs(np.diff(best, 2)).sum(axis=1)))  # the data set with the most bends
-    curves = {"flow": np.asarray(data["f"])[bent], "minimiser": best[bent]}
+    curves = {"flow": np.asarray(data["f"])[bent], "minimizer": best[bent]}
     fit(data["grid"], curves, Samples(data["x"][bent], data["y"][bent]), right)
     return figure
 
 
 @entry(
     "004/sparse-limit",
-    title="the flow with the penalty (16) against the minimiser over all measures, with the dual certificate",
+    title="the flow with the penalty (16) against the minimizer over all measures, with the dual certificate",
     minutes=(1.0, 1.0),
     verdict="corrected",
     setup="five data sets of five samples, 128 neurons on the cylinder, lam = 0.3, t = 400 (radial: 10000).",
@@ -103,7 +103,7 @@ def sparse_limit(
     rise = max(float(np.max(np.diff(u))) for u in (excess, fixed_excess))
     return Outcome(
         "004/sparse-limit",
-        "regularised, the flow finds the function of least weighted total variation of f' (16), (17)",
+        "regularized, the flow finds the function of least weighted total variation of f' (16), (17)",
         "true, with the weight sqrt(1 + x^2) that (17) leaves out, on every data set: the certificate |F| <= lam "
         "closes. With fixed directions it is much slower, and ends at the best measure on those directions",
         {
