@@ -1,5 +1,4 @@
-"""Coordinate networks: MLPs that fit a signal x -> y over a line or an image, with batch norm where you want
-it.
+"""Coordinate networks: MLPs that fit a signal x -> y over a line or an image, with or without batch norm.
 
 Error is measured by frequency and on held-out points. Training error says nothing here: a network of 35 000
 parameters with positional encoding fits 1024 pixels of white noise to rounding as well as it fits a picture.
@@ -31,7 +30,7 @@ NORMS = ("none", "hidden", "later", "output", "both")
 
 
 def encode(x: jax.Array, octaves: int) -> jax.Array:
-    """Positional encoding: x (T, d) with sin and cos of pi 2^j x, j < octaves; (T, d (1 + 2 octaves))."""
+    """Return the positional encoding: x (T, d) with sin and cos of pi 2^j x, j < octaves; (T, d (1 + 2 octaves))."""
     waves = [trig(math.pi * 2.0**j * x) for j in range(octaves) for trig in (jnp.sin, jnp.cos)]
     return jnp.concatenate([x, *waves], axis=1)
 
@@ -238,7 +237,7 @@ class Signal(NamedTuple):
 
 
 def sines(frequencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32), samples: int = 256, seed: int = 0) -> Signal:
-    """Sum of unit sines with random phases on [-1, 1), in cycles a period; held out: the midpoints."""
+    """Return a sum of unit sines with random phases on [-1, 1), in cycles a period; held out: the midpoints."""
     phases = np.random.RandomState(seed).uniform(0, 2 * np.pi, len(frequencies))  # noqa: NPY002 the paper's setup
     at = lambda t: np.sum(np.sin(2 * np.pi * np.outer(t, frequencies) + phases[None]), axis=1)
     t = np.arange(samples) / samples
@@ -248,7 +247,7 @@ def sines(frequencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32), samples: int = 25
 
 
 def picture(size: int = 32) -> Signal:
-    """Three plane waves and a disc at cell centers of [-1, 1]^2, standardized; held out: the cell corners."""
+    """Return three plane waves and a disc at cell centers of [-1, 1]^2, standardized; held out: the cell corners."""
 
     def at(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         pi = np.pi
@@ -267,7 +266,7 @@ def picture(size: int = 32) -> Signal:
 
 
 def photograph(name: str = "china.jpg", size: int = 64) -> Signal:
-    """A grey photograph that scikit-learn carries; every second pixel (checkerboard) is held out."""
+    """Return a grey photograph that scikit-learn carries; every second pixel (checkerboard) is held out."""
     from sklearn.datasets import load_sample_image
 
     image = np.asarray(load_sample_image(name), float).mean(axis=2)
@@ -285,8 +284,9 @@ def photograph(name: str = "china.jpg", size: int = 64) -> Signal:
 
 
 def frequency_error(outputs: jax.Array, y: jax.Array, frequencies: tuple[int, ...]) -> jax.Array:
-    """|DFT_k(outputs - y)| / |DFT_k(y)| at each frequency (cycles a period of an even grid),
-    (len(frequencies),).
+    """Return the relative error |DFT_k(outputs - y)| / |DFT_k(y)| at each frequency, (len(frequencies),).
+
+    Frequencies are in cycles a period of an even grid.
 
     >>> t = jnp.arange(8) / 8
     >>> round(float(frequency_error(0.25 * jnp.sin(2 * jnp.pi * t), jnp.sin(2 * jnp.pi * t), (1,))[0]), 4)
@@ -297,5 +297,5 @@ def frequency_error(outputs: jax.Array, y: jax.Array, frequencies: tuple[int, ..
 
 
 def psnr(outputs: jax.Array, y: jax.Array, span: float | jax.Array) -> jax.Array:
-    """Peak signal-to-noise ratio in dB for values that span ``span``."""
+    """Return the peak signal-to-noise ratio in dB for values that span ``span``."""
     return 10 * jnp.log10(span**2 / jnp.mean((outputs - y) ** 2))

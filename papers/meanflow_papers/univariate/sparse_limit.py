@@ -38,6 +38,25 @@ def draw(data: Arrays) -> Figure:
     return figure
 
 
+def _course(
+    flow: Flow, cloud: Cloud, x: np.ndarray, y: np.ndarray, lam: float, end: float
+) -> tuple[np.ndarray, sparse.Duality, Polar]:
+    """Solve the flow on each data set (draws, samples); return times, duality along the runs and final neurons."""
+    ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
+    # few neurons end up with all the mass, r^2 and the kernel grow fast: an older step would be too long
+    step = KernelStep(1.0, every=1)
+
+    def watch(flow: Flow, cloud: Cloud, data: Dataset) -> sparse.Duality:
+        return sparse.duality(*cloud.particles, data.x, data.y, lam)
+
+    def one(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar]:
+        data = Dataset(x, y, weights="sum")
+        sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step)
+        return sol.observed, sol.final.particles
+
+    return np.asarray(ts), *jax.jit(jax.vmap(one))(jnp.asarray(x), jnp.asarray(y))
+
+
 @entry(
     "004/sparse-limit",
     title="the flow with the penalty (16) against the minimizer over all measures, with the dual certificate",
@@ -72,24 +91,8 @@ def sparse_limit(
     minimum = np.array([b.primal for b in best])[:, None]
     spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
     cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))
-    # few neurons end up with all the mass, r^2 and the kernel grow fast: an older step would be too long
-    step = KernelStep(1.0, every=1)
-
-    def watch(flow: Flow, cloud: Cloud, data: Dataset) -> sparse.Duality:
-        return sparse.duality(*cloud.particles, data.x, data.y, lam)
-
-    def course(flow: Flow, end: float) -> tuple[np.ndarray, sparse.Duality, Polar]:
-        ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
-
-        def one(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar]:
-            data = Dataset(x, y, weights="sum")
-            sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step)
-            return sol.observed, sol.final.particles
-
-        return np.asarray(ts), *jax.jit(jax.vmap(one))(jnp.asarray(x), jnp.asarray(y))
-
-    times, found, ends = course(uni.canonical(variation=lam), end)
-    fixed_times, fixed, _ = course(uni.radial(variation=lam), fixed_end)
+    times, found, ends = _course(uni.canonical(variation=lam), cloud, x, y, lam, end)
+    fixed_times, fixed, _ = _course(uni.radial(variation=lam), cloud, x, y, lam, fixed_end)
     excess, fixed_excess = (np.asarray(u.primal) / minimum - 1 for u in (found, fixed))  # (draws, times)
     bound = np.asarray(found.bound) / lam
     grid = np.linspace(-1, 1, 401)
