@@ -1,6 +1,6 @@
 """Pictures of clouds: directions on the circle, and univariate neurons in the plane (u, v)."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,6 +10,7 @@ from meanflow.measures import Cloud
 from meanflow.plots.style import COLORS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
 
 
+@runtime_checkable
 class Rays(Protocol):
     """Rays of samples, such as a ``RayTable`` of ``classify_rays``: angles, and 1 where a sign is attracted."""
 

@@ -1,7 +1,7 @@
 """Curves over time, over the input, over sizes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,6 +11,7 @@ from meanflow._numerics import loglog_slope
 from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
 
 
+@runtime_checkable
 class Course(Protocol):
     """Energies (k,) at times (k,), such as a ``Solution``."""
 
@@ -21,6 +22,7 @@ class Course(Protocol):
     def energy(self) -> ArrayLike: ...  # noqa: D102
 
 
+@runtime_checkable
 class Points(Protocol):
     """Samples of a function, such as a ``Dataset`` with inputs (n,)."""
 
