@@ -89,10 +89,10 @@ def draw(data: Arrays) -> Figure:
 def spectral_bias_line(steps: int = 2000, seeds: int = 16) -> Outcome:
     """E1: fit six unit sines on raw 1-D coordinates, plain and with batch norm on layers 2+.
 
-    The paper claims that batch norm alleviates spectral bias. The learning rates, 1e-2 and 1e-3, are each side's best by final training
-    error; the plain side had the larger search. The plain network's final error at k = 16 varies by a
-    factor of 5 between seeds, so that the median of a few falls on either side of 0.15; the data hold
-    bootstrap intervals.
+    The paper claims that batch norm alleviates spectral bias. The learning rates, 1e-2 and 1e-3, are each
+    side's best by final training error; the plain side had the larger search. The plain network's final
+    error at k = 16 varies by a factor of 5 between seeds, so that the median of a few falls on either side
+    of 0.15; the data hold bootstrap intervals.
 
     Decisive are medians over seeds: the steps until the error at frequency 8 is below 0.2, the final error
     at 16, and the held-out error, each of batch norm against plain.
