@@ -10,8 +10,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.kernels.batchnorm import normalize
-from meanflow.kernels.regime import linearized_batchnorm
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import panels
 from meanflow_papers.entry import entry

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-
 from meanflow.flows.univariate.knots import piecewise_linear
-from meanflow.kernels.regime import kernel_flow, minimum_norm
 from meanflow.kernels.splines import natural_spline, spline_interpolant
 from meanflow.kernels.univariate import Finite, Law, Signs, Uniform, random_feature
+
+from meanflow.kernels.regime import kernel_flow, minimum_norm
 from meanflow.plots.curves import convergence, fit
 from meanflow.plots.style import below, panels
 from meanflow_papers.entry import Arguments, entry

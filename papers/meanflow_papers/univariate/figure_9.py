@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from meanflow.flows.univariate import forces
 
 import meanflow as mf
 from meanflow.flows import univariate as uni
 from meanflow.flows.flow import predict
-from meanflow.flows.univariate import forces
 from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud
 from meanflow.plots.clouds import attractors, field, plane, regions

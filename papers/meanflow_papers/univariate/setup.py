@@ -10,9 +10,9 @@ from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from meanflow.flows.univariate import knots
 
 from meanflow.flows import univariate as uni
-from meanflow.flows.univariate import knots
 from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.solvers import FromStart, KernelStep, descend
