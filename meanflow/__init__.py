@@ -36,7 +36,6 @@ from meanflow.univariate import radial as radial
 
 if typing.TYPE_CHECKING:
     from meanflow import depth as depth
-    from meanflow import experiments as experiments
     from meanflow import geometry as geometry
     from meanflow import kernels as kernels
     from meanflow import layers as layers

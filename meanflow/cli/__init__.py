@@ -17,7 +17,7 @@ from meanflow.commands import FAILED_CELLS, Commands, guard, parse_setting, prin
 
 if TYPE_CHECKING:  # slow to import
     import xarray
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
 
@@ -294,14 +294,23 @@ def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
     if len(long) == 2:
-        return plots.heat_map(tables.medians(data, variable)).figure
+        return _whole(plots.heat_map(tables.medians(data, variable)).figure)
     if len(long) != 1:
         raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
     values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
         "seed", *long
     )
     axis = str(long[0])
-    return plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable).figure
+    axes = plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable)
+    return _whole(axes.figure)
+
+
+def _whole(figure: "Figure | SubFigure") -> "Figure":
+    """Return the figure that a plot was drawn on; plots of the command line are no parts of others."""
+    from matplotlib.figure import Figure, SubFigure
+
+    assert isinstance(figure, Figure)
+    return figure
 
 
 @main.command()

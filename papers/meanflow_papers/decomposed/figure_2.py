@@ -8,10 +8,10 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 from matplotlib.figure import Figure
-from meanflow.depth.propagate import WEIGHTS
 
 from meanflow._numerics import iterate
 from meanflow.depth.observables import rank, stable_rank
+from meanflow.depth.propagation import WEIGHTS
 from meanflow.layers import functional
 from meanflow.plots.curves import traces
 from meanflow.plots.style import COLORS, PALE, key, panels

@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
+from meanflow.kernels.batchnorm import normalize
+from meanflow.kernels.regime import linearized_batchnorm
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import panels
 from meanflow_papers.entry import entry
@@ -61,23 +63,24 @@ def _errors(key: jax.Array, *, width: int, circle: _Circle, steps: int) -> list[
     kernel = kernels.empirical_ntk(apply, weights, x, stats="frozen")
     cross = kernels.empirical_ntk(apply, weights, z, x, stats="frozen")
     f, g = apply(weights, x), apply(weights, z)
-    normed = lambda w: kernels.normalise(apply(w, x))
+    normed = lambda w: normalize(apply(w, x))
     size = lambda a, b, r: jnp.linalg.norm(a - b) / jnp.linalg.norm(r)
     rate = 0.5 / jnp.linalg.eigvalsh(kernel)[-1]
     trained = _descend(lambda w: 0.5 * jnp.sum((apply(w, x) - y) ** 2), weights, rate, steps)
-    plain = kernels.linearised_descent(kernel, f, y, rate=rate, steps=steps, every=steps, weights=1.0)
+    plain = kernels.kernel_flow(kernel, f, y, learning_rate=rate, weights=1.0)(steps)
     after = kernels.batchnorm_ntk(kernel, f)
     rate = 0.5 / jnp.linalg.eigvalsh(after)[-1]
     normal = _descend(lambda w: 0.5 * jnp.sum((normed(w) - y) ** 2), weights, rate, steps)
-    options = {"rate": rate, "steps": steps, "every": steps, "weights": 1.0}
-    frozen = kernels.linearised_descent(after, normed(weights), y, **options)
-    exact = kernels.linearised_batchnorm(kernel, f, y, cross=cross, at=g, **options)
+    frozen = kernels.kernel_flow(after, normed(weights), y, learning_rate=rate, weights=1.0)(steps)
+    exact = linearized_batchnorm(
+        kernel, f, y, learning_rate=rate, steps=steps, every=steps, weights=1.0, cross=cross, at=g
+    )
     start = normed(weights) - y
     # at test points a trained network uses the statistics of the training batch
-    between = kernels.normalise(apply(normal, z), 0.0, apply(normal, x))
+    between = normalize(apply(normal, z), 0.0, apply(normal, x))
     return [
-        size(plain.train[-1], apply(trained, x), f - y),
-        size(frozen.train[-1], normed(normal), start),
+        size(plain, apply(trained, x), f - y),
+        size(frozen, normed(normal), start),
         size(exact.train[-1], normed(normal), start),
         size(jnp.asarray(exact.test)[-1], between, start),
     ]

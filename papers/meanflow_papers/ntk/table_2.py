@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
+from meanflow.kernels.empirical.operator import KernelOperator
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import COLORS, below, key, panels
 from meanflow_papers.entry import entry
@@ -59,7 +60,7 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
         network=network if inside else "plain",
         dtype=jnp.float32,
     )
-    kernel: kernels.KernelOperator | jax.Array
+    kernel: KernelOperator | jax.Array
     if inside:  # products with K alone: 24 for the edge of the spectrum, 20 for the moments
         kernel = kernels.ntk_operator(apply, weights, x, stats="batch")
     else:
