@@ -307,7 +307,7 @@ def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
 
 def _whole(figure: "Figure | SubFigure") -> "Figure":
     """Return the figure that a plot was drawn on; plots of the command line are no parts of others."""
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import Figure
 
     assert isinstance(figure, Figure)
     return figure

@@ -23,10 +23,10 @@ from click.testing import CliRunner
 from store_worker import content
 
 import meanflow as mf
+from meanflow._identity import describe
 from meanflow.cli import main
 from meanflow.measures import laws
 from meanflow.sweeps import StoreError, identity, load, sweep_function
-from meanflow.sweeps.identity import describe
 from meanflow.sweeps.store import Store, _seal, finished_chunks, read_chunk
 
 HERE = pathlib.Path(__file__).parent

@@ -12,6 +12,7 @@ from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
 from meanflow.plots.style import PALE, key, panels
 from meanflow.univariate import balance, forces
+from meanflow.univariate.rays import dead_arc
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import random_neurons
