@@ -14,11 +14,11 @@ PLACES = {"meanflow": PACKAGE, "meanflow_papers": ROOT / "papers" / "meanflow_pa
 ROOMS = (
     "measures",
     "geometry",
+    "layers",
     "kernels",
     "flows",
     "solvers",
     "transport",
-    "layers",
     "depth",
     "training",
     "univariate",

@@ -45,16 +45,16 @@ if typing.TYPE_CHECKING:
     from meanflow import training as training
     from meanflow import transport as transport
     from meanflow.sweeps.phase import phase_diagram as phase_diagram
-    from meanflow.sweeps.sweep import sweep as sweep
+    from meanflow.sweeps.networks import sweep as sweep
 
 _ROOMS = (
     "measures",
     "geometry",
+    "layers",
     "kernels",
     "flows",
     "solvers",
     "transport",
-    "layers",
     "depth",
     "training",
     "univariate",

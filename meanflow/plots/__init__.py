@@ -6,9 +6,7 @@ These are the kinds that most users need. More are in the modules: ``clouds`` (d
 """
 
 from meanflow.plots.clouds import plane as plane
-from meanflow.plots.curves import convergence as convergence
 from meanflow.plots.curves import energies as energies
 from meanflow.plots.curves import fit as fit
 from meanflow.plots.curves import traces as traces
 from meanflow.plots.maps import heat_map as heat_map
-from meanflow.plots.style import save as save

@@ -3,7 +3,6 @@
 from meanflow.transport import bounds as bounds
 from meanflow.transport.covariate_shift import ics as ics
 from meanflow.transport.critic import critic_distance as critic_distance
-from meanflow.transport.exact import cylinder_distance as cylinder_distance
 from meanflow.transport.exact import transport_plan as transport_plan
 from meanflow.transport.exact import wasserstein as wasserstein
 from meanflow.transport.sinkhorn import sinkhorn_divergence as sinkhorn_divergence

@@ -1,7 +1,6 @@
 """Univariate: everything special about one input dimension, from models and exact forces to splines."""
 
 from meanflow.univariate import balance as balance
-from meanflow.univariate import forces as forces
 from meanflow.univariate import knots as knots
 from meanflow.univariate.kernels import indicator as indicator
 from meanflow.univariate.kernels import random_feature as random_feature

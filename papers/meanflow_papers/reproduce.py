@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from meanflow._files import atomic_write
-from meanflow.plots import save
+from meanflow.plots.style import save
 from meanflow.sweeps.plan import all_versions
 from meanflow_papers.catalogue import CATALOGUE
 from meanflow_papers.drawing import figure_of

@@ -84,7 +84,7 @@ def test_energies_skip_the_start_of_a_log_axis():
 
 def test_convergence_writes_the_fitted_slope_and_ticks_the_sizes():
     sizes = np.array([10.0, 20.0, 40.0])
-    ax = plots.convergence(sizes, {"a": 3 / sizes}, orders={"guide": -0.5})
+    ax = plots.curves.convergence(sizes, {"a": 3 / sizes}, orders={"guide": -0.5})
     assert labels(ax) == ["a: slope $-1.00$", "guide"]
     guide = ax.lines[1].get_ydata()
     np.testing.assert_allclose(guide, 0.3 * (sizes / 10) ** -0.5)
@@ -169,9 +169,9 @@ def test_tree_puts_children_on_either_side_of_their_parent():
 
 def test_saved_figures_are_vectors_without_a_date(tmp_path):
     figure = plots.fit([0.0, 1.0], {"f": [0.0, 1.0]}, None).figure
-    paths = plots.save(figure, tmp_path / "a", ("png", "svg", "pdf"))
+    paths = plots.style.save(figure, tmp_path / "a", ("png", "svg", "pdf"))
     assert [p.name for p in paths] == ["a.png", "a.svg", "a.pdf"]
-    again = plots.save(figure, tmp_path / "b", ("svg",))[0]
+    again = plots.style.save(figure, tmp_path / "b", ("svg",))[0]
     assert paths[1].read_bytes() == again.read_bytes()
     assert b"<path" in paths[1].read_bytes()
 

@@ -9,8 +9,8 @@ import ot
 import pytest
 import scipy.stats
 
-from meanflow.transport import cylinder_distance, transport_plan, wasserstein
-from meanflow.transport.exact import euclidean
+from meanflow.transport import transport_plan, wasserstein
+from meanflow.transport.exact import cylinder_distance, euclidean
 
 module = importlib.import_module("meanflow.transport.exact")
 

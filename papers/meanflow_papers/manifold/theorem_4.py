@@ -9,7 +9,8 @@ import meanflow as mf
 from meanflow.measures import laws, quadrature, quasi, sample
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import panels
-from meanflow.transport import cylinder_distance, wasserstein
+from meanflow.transport import wasserstein
+from meanflow.transport.exact import cylinder_distance
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
