@@ -44,8 +44,8 @@ if typing.TYPE_CHECKING:
     from meanflow import sweeps as sweeps
     from meanflow import training as training
     from meanflow import transport as transport
-    from meanflow.sweeps.phase import phase_diagram as phase_diagram
     from meanflow.sweeps.networks import sweep as sweep
+    from meanflow.sweeps.phase import phase_diagram as phase_diagram
 
 _ROOMS = (
     "measures",
