@@ -52,7 +52,7 @@ def json_digest(value: object) -> str:
 @functools.cache
 def source_digest() -> str:
     """Return the digest of this package's own source files, which is another one after any change of them."""
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parent
     files = sorted(path for path in root.rglob("*.py"))
     return digest(*(part for f in files for part in (str(f.relative_to(root)).encode(), f.read_bytes())))
 

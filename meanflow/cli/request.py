@@ -35,11 +35,11 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._identity import Json
 from meanflow.flows import models
 from meanflow.flows.flow import Flow
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.step import KernelStep
-from meanflow.sweeps.identity import Json
 from meanflow.sweeps.networks import Sweep, prepare
 from meanflow.univariate import models as univariate
 

@@ -258,6 +258,6 @@ def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data
 
 def describe_optimizer(optimizer: optax.GradientTransformation) -> str:
     """Return a text that differs for different optimizers; see ``meanflow._identity``."""
-    from meanflow.sweeps.identity import describe
+    from meanflow._identity import describe
 
     return str(describe(optimizer))

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 
 from meanflow import _checks
+from meanflow._identity import Json, describe
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import program
 from meanflow.sweeps.grid import Chunk, Grid, Group, Value
-from meanflow.sweeps.identity import Json, describe
 from meanflow.sweeps.plan import Plan, as_key, as_seeds, numbers
 from meanflow.sweeps.runner import Progress
 

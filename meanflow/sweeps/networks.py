@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
 
 from meanflow import _checks
 from meanflow._checks import count, number, optional
+from meanflow._identity import Json, describe
 from meanflow.flows.flow import Flow
 from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
@@ -25,7 +26,6 @@ from meanflow.solvers.step import ConstantStep
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group, Value
-from meanflow.sweeps.identity import Json, describe
 from meanflow.sweeps.plan import Plan, as_key, as_seeds, numbers
 from meanflow.sweeps.program import Values
 from meanflow.sweeps.results import Observe, check_names, choose

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Key, PyTree, Shaped, UInt32
 
 from meanflow import _checks
+from meanflow._identity import Json, json_digest, source_digest
 from meanflow.solvers.solution import versions
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import results, runner
 from meanflow.sweeps.grid import Chunk, Grid, Group
-from meanflow.sweeps.identity import Json, json_digest, source_digest
 from meanflow.sweeps.program import Cell
 from meanflow.sweeps.store import finished_chunks, read_chunk, read_config
 

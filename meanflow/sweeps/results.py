@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from meanflow._identity import Json, digest
 from meanflow.flows.observables import Observable, as_observable, named
 from meanflow.solvers.solution import code_numbers
 from meanflow.sweeps.grid import Chunk, Grid, Value
-from meanflow.sweeps.identity import Json, digest
 
 if TYPE_CHECKING:  # slow to import
     import xarray

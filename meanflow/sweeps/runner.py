@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from meanflow._identity import difference
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import program
 from meanflow.sweeps.grid import Chunk, Group
-from meanflow.sweeps.identity import difference
 from meanflow.sweeps.program import Results
 from meanflow.sweeps.store import Store, StoreError
 

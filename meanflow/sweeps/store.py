@@ -26,7 +26,7 @@ from types import TracebackType
 import numpy as np
 
 from meanflow._files import PART, atomic_write
-from meanflow.sweeps.identity import Json, array_text, difference, json_digest
+from meanflow._identity import Json, array_text, difference, json_digest
 
 try:
     import fcntl

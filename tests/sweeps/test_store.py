@@ -13,10 +13,10 @@ import pytest
 import xarray
 
 import meanflow as mf
+from meanflow._identity import describe, difference
 from meanflow.sweeps import StoreError, load
 from meanflow.sweeps import runner as runners
 from meanflow.sweeps.grid import Chunk, Group
-from meanflow.sweeps.identity import describe, difference
 from meanflow.sweeps.store import Store
 
 X = jnp.linspace(-1.0, 1.0, 4)
