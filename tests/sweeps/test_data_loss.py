@@ -23,10 +23,11 @@ from click.testing import CliRunner
 from store_worker import content
 
 import meanflow as mf
+from meanflow import _identity as identity
 from meanflow._identity import describe
 from meanflow.cli import main
 from meanflow.measures import laws
-from meanflow.sweeps import StoreError, identity, load, sweep_function
+from meanflow.sweeps import StoreError, load, sweep_function
 from meanflow.sweeps.store import Store, _seal, finished_chunks, read_chunk
 
 HERE = pathlib.Path(__file__).parent
@@ -443,8 +444,8 @@ def test_another_source_of_this_package_is_said(tmp_path, monkeypatch):
 
 
 def test_the_digest_of_the_source_follows_the_files(tmp_path, monkeypatch):
-    (tmp_path / "meanflow" / "sweeps").mkdir(parents=True)
-    monkeypatch.setattr(identity, "__file__", str(tmp_path / "meanflow" / "sweeps" / "identity.py"))
+    (tmp_path / "meanflow").mkdir()
+    monkeypatch.setattr(identity, "__file__", str(tmp_path / "meanflow" / "_identity.py"))
     seen = set()
     for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", ""), ("note.txt", "not code")):
         (tmp_path / "meanflow" / name).write_text(text)
