@@ -247,7 +247,7 @@ def analyze(
             found.refused.update(v.leaf for v in views)
         return outs, (BATCH if any(t is BATCH for t in tags) else None)
 
-    def run(leaves: Sequence[Array], x: Array) -> list[Array]:
+    def run(leaves: Sequence[Array], x: Array) -> list[Value]:
         tags = [View(i, tuple(range(np.ndim(a)))) for i, a in enumerate(leaves)] + [BATCH]
         outs, out_tags = _interpret(closed, [*leaves, x], tags, visit, [0])
         found.refused.update(t.leaf for t in out_tags if isinstance(t, View))  # returned as it is
