@@ -148,7 +148,7 @@ def duality(
 
 
 def charge(r: jax.Array, *, particle_weights: jax.Array | None = None) -> jax.Array:
-    """The regulariser Gamma = sum_i p_i abs(r_i) of a cloud."""
+    """The regularizer Gamma = sum_i p_i abs(r_i) of a cloud."""
     p = jnp.full_like(r, 1 / r.shape[0]) if particle_weights is None else particle_weights
     return jnp.sum(p * jnp.abs(r))
 

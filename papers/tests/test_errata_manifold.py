@@ -10,6 +10,7 @@ import pytest
 from helpers import largest_gap, problem
 
 import meanflow as mf
+from meanflow.geometry import omega
 from meanflow.solvers.weak import weak_form
 from meanflow_papers.manifold.setup import quasi_normal, ring, spokes
 
@@ -116,7 +117,7 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     x = ring(32, (5.0, 0.2))
     data = mf.Dataset(x, np.sin(2 * x[:, 1] / np.sqrt(0.2)) + x[:, 0])
     flow = mf.batchnorm_manifold("tanh").bind(data)
-    cloud = flow.space.settle(spokes(16))
+    cloud = flow.space.from_raw(spokes(16))
     sol = mf.solve(flow, cloud, data, 0.05, rtol=1e-10, atol=1e-12)
     span = 0.05 * float(mf.energy(flow, cloud, data) - sol.energy[-1])
     metric = float(cloud.weights @ flow.space.distance(cloud, sol.final.particles) ** 2)
@@ -124,7 +125,7 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     gap = jax.tree.map(jnp.subtract, sol.final.particles, cloud.particles)
     ratio = float(cloud.weights @ (gap.a**2 + jnp.sum(gap.b**2, axis=1))) / span
     np.testing.assert_allclose(ratio, 7.39, atol=0.01)
-    bound = float(mf.geometry.comparison(flow.feature.sigma).lower) ** 2
+    bound = float(omega.comparison(flow.feature.sigma).lower) ** 2
     np.testing.assert_allclose(bound, 20.83, atol=0.01)
     assert ratio <= max(1, bound)
 

@@ -14,7 +14,7 @@ def test_conservative_positive_and_convergent_to_the_particle_limit():
     """Errors against a quadrature cloud fall as in the reference computation: 4.1e-3, 1.3e-3 on 40x32, 80x64 cells."""
     flow, data = ring_problem()
     laws_ = {"a": laws.uniform(), "b": laws.sphere(2)}
-    cloud = flow.space.settle(quadrature((24, 64), mf.Neurons, laws_, rule=("gauss", "midpoint")))
+    cloud = flow.space.from_raw(quadrature((24, 64), mf.Neurons, laws_, rule=("gauss", "midpoint")))
     reference = mf.solve(flow, cloud, data, 5.0, step=0.125)
     f = mf.predict(flow, reference.final, data.x)
     errors = []
