@@ -8,7 +8,9 @@ import ast
 import pathlib
 from typing import NamedTuple
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "meanflow"
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "meanflow"
+PLACES = {"meanflow": PACKAGE, "meanflow_papers": ROOT / "papers" / "meanflow_papers"}
 ROOMS = (
     "measures",
     "geometry",
@@ -21,7 +23,6 @@ ROOMS = (
     "training",
     "univariate",
     "sweeps",
-    "experiments",
     "plots",
     "report",
 )
@@ -36,8 +37,9 @@ class Name(NamedTuple):
 
 
 def source(module: str) -> pathlib.Path:
-    """The file of a module, given by its dotted path below ``meanflow``."""
-    place = PACKAGE.joinpath(*module.split(".")[1:])
+    """The file of a module, given by its dotted path below ``meanflow`` or ``meanflow_papers``."""
+    package, *rest = module.split(".")
+    place = PLACES[package].joinpath(*rest)
     return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
 

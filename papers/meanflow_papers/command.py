@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -14,6 +13,7 @@ UNEXPLAINED = 1  # exit code
 
 
 def _list(entries: list[Entry], full: bool, as_json: bool) -> None:
+    """Print the entries by paper, with their expected minutes, or as JSON."""
     rows = [
         {
             "name": e.name,
@@ -90,8 +90,16 @@ def reproduce(
         jax.config.update("jax_enable_x64", True)
     elif count > 1:  # several processes share a device
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    options: dict[str, Any] = {"full": full, "force": force, "formats": formats, "data": data, "jobs": count}
-    summary = run(chosen, output, **options, tell=lambda line: click.echo(line, err=True))
+    summary = run(
+        chosen,
+        output,
+        full=full,
+        force=force,
+        formats=formats,
+        data=data,
+        jobs=count,
+        tell=lambda line: click.echo(line, err=True),
+    )
     if as_json:
         click.echo(json.dumps(summary))
     else:

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLOURS, MARKERS, PALE, axes, canvas, theme
+from meanflow.plots.style import COLORS, MARKERS, PALE, axes, canvas, theme
 from meanflow_papers.entry import Entry
 from meanflow_papers.outcome import Criterion, Outcome
 
@@ -37,7 +37,7 @@ def draw_criteria(checks: Sequence[Criterion], ax: Axes | None = None) -> Axes:
         place, left, right = _placed(check.value, check.low, check.high)
         ax.plot([left, right], [row, row], color=PALE, lw=5, alpha=0.45, solid_capstyle="butt", zorder=1)
         good = check.passed
-        color, marker = (COLOURS[0], MARKERS[0]) if good else (COLOURS[1], "X")
+        color, marker = (COLORS[0], MARKERS[0]) if good else (COLORS[1], "X")
         ax.plot(
             [np.clip(place, -0.3, 1.3)],
             [row],

@@ -5,7 +5,8 @@ import html
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
+
+from meanflow_papers.record import Check, Record, Summary
 
 MARKS = {
     "passed": "pass",
@@ -17,7 +18,7 @@ MARKS = {
 }
 
 
-def write_gallery(summary: dict[str, Any], folder: str | Path) -> tuple[Path, Path]:
+def write_gallery(summary: Summary, folder: str | Path) -> tuple[Path, Path]:
     """Writes ``gallery.md`` (figures beside it) and ``gallery.html`` (figures inside) and returns both paths.
 
     Args:
@@ -32,7 +33,7 @@ def write_gallery(summary: dict[str, Any], folder: str | Path) -> tuple[Path, Pa
     return text, page
 
 
-def headline(summary: dict[str, Any]) -> str:
+def headline(summary: Summary) -> str:
     """One sentence about the whole: how many ran, how many criteria passed, where claims stand."""
     records = summary["experiments"]
     checks = [c for r in records for c in r["criteria"]]
@@ -49,7 +50,7 @@ def headline(summary: dict[str, Any]) -> str:
     )
 
 
-def _versions(records: list[dict[str, Any]]) -> str:
+def _versions(records: list[Record]) -> str:
     found = records[0]["versions"] if records else {}
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
@@ -68,14 +69,14 @@ def value(number: float | None) -> str:
     return "not finite" if number is None else f"{number:.4g}"
 
 
-def outcome_of(check: dict[str, Any]) -> str:
+def outcome_of(check: Check) -> str:
     """pass, FAIL, or the explained failure with its reason."""
     if check["passed"]:
         return "pass"
     return f"fails, explained: {check['explanation']}" if check["explanation"] else "FAIL"
 
 
-def markdown(summary: dict[str, Any]) -> str:
+def markdown(summary: Summary) -> str:
     """The page as Markdown."""
     lines = ["# Gallery", "", headline(summary), ""]
     lines += ["| name | what | claim | criteria | seconds |", "|---|---|---|---|---|"]
@@ -99,7 +100,7 @@ def markdown(summary: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _facts(r: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(r: Record) -> list[tuple[str, str]]:
     facts = [
         ("Paper's claim", r["claim"]),
         ("Where it stands", r["verdict"] if r["criteria"] else ""),
@@ -112,7 +113,7 @@ def _facts(r: dict[str, Any]) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text]
 
 
-def _score(r: dict[str, Any]) -> str:
+def _score(r: Record) -> str:
     if not r["criteria"]:
         return MARKS[r["status"]] if r["status"] != "passed" else "none"
     score = f"{sum(c['passed'] for c in r['criteria'])}/{len(r['criteria'])}"
@@ -127,7 +128,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _body(summary: dict[str, Any], folder: Path) -> str:
+def _body(summary: Summary, folder: Path) -> str:
     e = html.escape
     rows = "".join(
         f'<tr class="{_tone(r)}"><td><a href="#{_anchor(r["name"])}">{e(r["name"])}</a></td><td>{e(r["title"])}</td>'
@@ -145,7 +146,7 @@ def _body(summary: dict[str, Any], folder: Path) -> str:
     return "\n".join(parts)
 
 
-def _card(r: dict[str, Any], folder: Path) -> str:
+def _card(r: Record, folder: Path) -> str:
     e = html.escape
     image = next((f for f in r["figures"] if f.endswith(".png")), None)
     picture = ""
@@ -170,7 +171,7 @@ def _card(r: dict[str, Any], folder: Path) -> str:
     )
 
 
-def _tone(r: dict[str, Any], verdict: bool = False) -> str:
+def _tone(r: Record, verdict: bool = False) -> str:
     if verdict:
         return r["verdict"].replace(" ", "-")
     return {"failed": "bad", "error": "bad", "explained": "explained"}.get(r["status"], "")

@@ -1,4 +1,4 @@
-"""Runs the catalogue: each figure, table and theorem on its own, with results on disk as soon as they exist.
+"""Run entries of the catalogue, each on its own, with results on disk as soon as they exist.
 
 A folder holds ``results/NAME.json`` and ``data/NAME.npz`` for each experiment, ``figures/NAME.png``, and
 ``summary.json``, ``gallery.md`` and ``gallery.html`` about all of them. A second run skips what is there. Experiments
@@ -13,20 +13,27 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
+import jax
 import numpy as np
 
+from meanflow._files import atomic_write
+from meanflow.plots import save
+from meanflow.sweeps.plan import all_versions
 from meanflow_papers.catalogue import CATALOGUE
 from meanflow_papers.drawing import figure_of
 from meanflow_papers.entry import PAPERS, Arguments, Entry
 from meanflow_papers.gallery import write_gallery
-from meanflow_papers.outcome import Outcome
+from meanflow_papers.outcome import Arrays, Outcome
+from meanflow_papers.record import Check, Record, Summary
 
 VERSION = 2  # of the layout of the records
 GOOD = ("passed", "explained", "needs data", "out of scope")
@@ -34,8 +41,16 @@ FINISHED = ("passed", "explained", "failed", "out of scope")
 PATIENCE = 20  # an experiment is ended after so many times its expected minutes, at least ten minutes
 
 
+class Options(TypedDict, total=False):
+    """How an entry is run: arguments of ``run_entry``."""
+
+    full: bool
+    formats: Sequence[str]
+    data: str | None
+
+
 def stem(name: str) -> str:
-    """File name of an entry, without its ending."""
+    """Return the file name of an entry, without its ending."""
     return name.replace("/", "_")
 
 
@@ -46,14 +61,14 @@ def run_entry(
     full: bool = False,
     formats: Sequence[str] = ("png",),
     data: str | None = None,
-) -> dict[str, Any]:
-    """Runs and draws one entry and writes its files; never raises for a fault of the experiment.
+) -> Record:
+    """Run and draw one entry and write its files; a fault of the experiment is recorded, never raised.
 
     Args:
-        entry: of the catalogue.
+        entry: an entry of the catalogue.
         folder: where results, arrays and figures go.
-        full: paper size instead of the small one.
-        formats: of the figures: png, svg, pdf.
+        full: run the size of the paper instead of the small one.
+        formats: file formats of the figures: png, svg, pdf.
         data: folder with local data sets, for entries that need one.
 
     Returns:
@@ -63,38 +78,36 @@ def run_entry(
     record = _blank(entry, full)
     clock, cpu = time.perf_counter(), time.process_time()
     if entry.status == "out of scope" or (entry.status == "needs data" and data is None):
-        return _keep(folder, record | {"status": entry.status, "reason": entry.reason})
+        record["status"], record["reason"] = entry.status, entry.reason
+        return _keep(folder, record)
     try:
         arguments = entry.arguments(full)
         if entry.status == "needs data":
             arguments["folder"] = data
-        record["arguments"] = _plain(arguments)
+        record["arguments"] = {name: _plain(value) for name, value in arguments.items()}
         record["seed"] = record["arguments"].get("seed", record["seed"])
         outcome = _compute(entry, arguments)
-        record |= {
-            "claim": outcome.claim,
-            "finding": outcome.finding,
-            "criteria": _criteria(entry, outcome, full),
-        }
-        marks = {c["passed"] or ("explained" if c["explanation"] else False) for c in record["criteria"]}
-        record["status"] = "failed" if False in marks else "explained" if "explained" in marks else "passed"
+        record["claim"], record["finding"] = outcome.claim, outcome.finding
+        record["criteria"] = _checks(entry, outcome, full)
+        record["status"] = _status(record["criteria"])
         record["seconds"] = round(time.perf_counter() - clock, 2)
         record["cpu_seconds"] = round(time.process_time() - cpu, 2)
-        record["figures"] = _draw(entry, outcome, folder, formats)
-        _arrays(folder / "data" / f"{stem(entry.name)}.npz", outcome.data)
-    except FileNotFoundError as missing:
-        if entry.status != "needs data":
-            return _keep(folder, record | _fault(clock, cpu))
-        record |= {"status": "needs data", "reason": str(missing)}
-    except Exception:
-        record |= _fault(clock, cpu)
+        paths = save(figure_of(entry, outcome), folder / "figures" / stem(entry.name), formats)
+        record["figures"] = [str(path.relative_to(folder)) for path in paths]
+        _save_arrays(folder / "data" / f"{stem(entry.name)}.npz", outcome.data)
+    except Exception as problem:
+        # whatever goes wrong in one experiment, the others go on
+        if isinstance(problem, FileNotFoundError) and entry.status == "needs data":
+            record["status"], record["reason"] = "needs data", str(problem)
+        else:
+            record["status"], record["error"] = "error", traceback.format_exc()
+            record["seconds"] = round(time.perf_counter() - clock, 2)
+            record["cpu_seconds"] = round(time.process_time() - cpu, 2)
     return _keep(folder, record)
 
 
 def _compute(entry: Entry, arguments: Arguments) -> Outcome:
     """Run the experiment and what its picture needs; the arrays are computed when this returns."""
-    import jax
-
     assert entry.compute is not None  # entries that are out of scope never come here
     outcome = entry.compute(**arguments)
     if entry.picture is not None:
@@ -102,26 +115,16 @@ def _compute(entry: Entry, arguments: Arguments) -> Outcome:
     return jax.block_until_ready(outcome)
 
 
-def _draw(entry: Entry, outcome: Outcome, folder: Path, formats: Sequence[str]) -> list[str]:
-    """Draw the outcome and return the paths of the written files, relative to the folder."""
-    from meanflow.plots import save
-
-    paths = save(figure_of(entry, outcome), folder / "figures" / stem(entry.name), formats)
-    return [str(path.relative_to(folder)) for path in paths]
-
-
-def _fault(clock: float, cpu: float) -> dict[str, Any]:
-    return {
-        "status": "error",
-        "error": traceback.format_exc(),
-        "seconds": round(time.perf_counter() - clock, 2),
-        "cpu_seconds": round(time.process_time() - cpu, 2),
-    }
+def _status(checks: Sequence[Check]) -> str:
+    """Return "failed" if a criterion fails without a known reason, "explained" if one fails with it, else "passed"."""
+    failures = [check for check in checks if not check["passed"]]
+    if not failures:
+        return "passed"
+    return "explained" if all(check["explanation"] for check in failures) else "failed"
 
 
-def _blank(entry: Entry, full: bool) -> dict[str, Any]:
-    from meanflow.sweeps.plan import all_versions
-
+def _blank(entry: Entry, full: bool) -> Record:
+    """Return the record of a run that has not come to an end."""
     return {
         "version": VERSION,
         "name": entry.name,
@@ -146,13 +149,17 @@ def _blank(entry: Entry, full: bool) -> dict[str, Any]:
     }
 
 
-def _criteria(entry: Entry, outcome: Outcome, full: bool) -> list[dict[str, Any]]:
+def _checks(entry: Entry, outcome: Outcome, full: bool) -> list[Check]:
+    """Return the criteria as JSON, with the known reasons of those that fail."""
+    finite = lambda number: (
+        float(number) if math.isfinite(number) else None
+    )  # strict JSON has no NaN and no infinity
     return [
         {
             "name": c.name,
-            "value": _number(c.value),
-            "low": _number(c.low),
-            "high": _number(c.high),
+            "value": finite(c.value),
+            "low": finite(c.low),
+            "high": finite(c.high),
             "passed": c.passed,
             "explanation": "" if c.passed else entry.explanation(c.name, full),
         }
@@ -160,14 +167,8 @@ def _criteria(entry: Entry, outcome: Outcome, full: bool) -> list[dict[str, Any]
     ]
 
 
-def _number(value: Any) -> float | None:
-    """A finite number, or None: strict JSON has neither NaN nor infinities."""
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _plain(value: Any) -> Any:
-    """Arguments as JSON: sequences as lists, infinities as text, the rest by its name."""
+def _plain(value: object) -> object:
+    """Return an argument as JSON: sequences as lists, infinities as text, what JSON does not know by its text."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set):
@@ -177,85 +178,94 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | None) else str(value)
 
 
-def _arrays(path: Path, data: Any) -> None:
-    """The numbers behind a figure as one npz file, keyed by their place in the outcome's data."""
-    import jax
-
-    leaves = jax.tree_util.tree_leaves_with_path(data)
-    found = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _save_arrays(path: Path, data: Arrays) -> None:
+    """Write the numbers behind a figure as one npz file, keyed by their place in the outcome's data."""
     kinds = (bool, int, float, np.generic, np.ndarray, jax.Array)
-    arrays: Any = {k: np.asarray(v) for k, v in found.items() if isinstance(v, kinds)}
-    np.savez_compressed(path, **arrays)
+    leaves = jax.tree_util.tree_leaves_with_path(data)
+    arrays = {
+        jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves if isinstance(leaf, kinds)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]  # no array is called allow_pickle
 
 
-def _keep(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _keep(folder: Path, record: Record) -> Record:
+    """Write the record with the time of its end and return it."""
     record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     _write(folder / "results" / f"{stem(record['name'])}.json", record)
     return record
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    """Write JSON so that a reader finds the old or the new file, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1, allow_nan=False))
-    part.replace(path)  # never half a file
+    with atomic_write(path) as part:
+        part.write_text(json.dumps(content, indent=1, allow_nan=False))
 
 
-def finished(
-    entry: Entry, folder: str | Path, full: bool, formats: Sequence[str] = ()
-) -> dict[str, Any] | None:
-    """The record of an earlier run of the same size and arguments, if it came to an end."""
+def finished(entry: Entry, folder: str | Path, full: bool, formats: Sequence[str] = ()) -> Record | None:
+    """Return the record of an earlier run of the same size and arguments, if it came to an end."""
     path = Path(folder) / "results" / f"{stem(entry.name)}.json"
     try:
-        record = json.loads(path.read_text())
+        record: Record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
     same = record.get("version") == VERSION and record.get("size") == ("full" if full else "small")
     if not same or record["status"] not in FINISHED:
         return None
-    if entry.compute is not None:
-        wanted = _plain(entry.arguments(full))
-        if any(record["arguments"].get(k) != v for k, v in wanted.items() if k != "folder"):
-            return None
-    drawn = {Path(f).suffix[1:] for f in record["figures"]}
-    return record if entry.compute is None or drawn >= set(formats) else None
+    if entry.compute is None:
+        return record
+    # the folder of local data is no part of what was computed
+    wanted = {name: _plain(value) for name, value in entry.arguments(full).items() if name != "folder"}
+    if any(record["arguments"].get(name) != value for name, value in wanted.items()):
+        return None
+    drawn = {Path(figure).suffix[1:] for figure in record["figures"]}
+    return record if drawn >= set(formats) else None
 
 
 class Worker:
     """One process that runs entries; a new one is started when it has died."""
 
     def __init__(self) -> None:
-        self.process: Any = None
-        self.pipe: Any = None
+        self.process: BaseProcess | None = None
+        self.pipe: Connection | None = None
 
-    def run(self, entry: Entry, folder: Path, **options: Any) -> dict[str, Any]:
-        """The record of one entry, also when its process dies or never answers."""
-        if self.process is None or not self.process.is_alive():
-            self.start()
+    def run(self, entry: Entry, folder: Path, **options: Unpack[Options]) -> Record:
+        """Return the record of one entry, also when its process dies or never answers."""
+        full = options.get("full", False)
+        process, pipe = self._running()
         try:
-            self.pipe.send((entry, str(folder), options))
-            if self.pipe.poll(60 * max(10.0, PATIENCE * entry.minutes[options["full"]])):
-                return self.pipe.recv()
-            self.process.kill()
+            pipe.send((entry, str(folder), options))
+            if pipe.poll(60 * max(10.0, PATIENCE * entry.minutes[full])):
+                return pipe.recv()
+            process.kill()
             error = f"no answer in {PATIENCE} times the expected time; its process was ended"
         except (EOFError, OSError):
             error = ""
-        self.process.join()
-        error = error or f"the process died with exit code {self.process.exitcode}"
-        return _keep(folder, _blank(entry, options["full"]) | {"error": error})
+        process.join()
+        record = _blank(entry, full)
+        record["error"] = error or f"the process died with exit code {process.exitcode}"
+        return _keep(folder, record)
 
-    def start(self) -> None:
-        """A new process; ``run`` does it by itself."""
+    def _running(self) -> tuple[BaseProcess, Connection]:
+        """Return the process and the pipe to it, started if need be."""
+        if self.process is None or self.pipe is None or not self.process.is_alive():
+            return self.start()
+        return self.process, self.pipe
+
+    def start(self) -> tuple[BaseProcess, Connection]:
+        """Start a new process; ``run`` does it by itself."""
         context = multiprocessing.get_context("spawn")  # jax must not be forked
-        self.pipe, far = context.Pipe()
-        self.process = context.Process(target=_serve, args=(far,), daemon=True)
-        self.process.start()
+        pipe, far = context.Pipe()
+        process = context.Process(target=_serve, args=(far,), daemon=True)
+        process.start()
         far.close()
+        self.process, self.pipe = process, pipe
+        return process, pipe
 
     def stop(self) -> None:
-        """Ends the process."""
-        if self.process is not None:
+        """End the process."""
+        if self.process is not None and self.pipe is not None:
             with contextlib.suppress(OSError):
                 self.pipe.send(None)
             self.process.join(5)
@@ -263,9 +273,8 @@ class Worker:
                 self.process.terminate()
 
 
-def _serve(pipe: Any) -> None:
-    import jax
-
+def _serve(pipe: Connection) -> None:
+    """Run what comes through the pipe until None comes; the main function of a worker process."""
     # read when the first program is compiled: workers share the cores
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false {os.environ.get('XLA_FLAGS', '')}"
     jax.config.update("jax_enable_x64", True)
@@ -285,84 +294,84 @@ def reproduce(
     data: str | None = None,
     jobs: int = 1,
     tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Runs entries one by one and writes summary and gallery.
+) -> Summary:
+    """Run entries one by one and write summary and gallery.
 
     Args:
-        entries: of the catalogue.
+        entries: entries of the catalogue.
         folder: results of earlier runs in it are kept and skipped.
-        full: paper size.
+        full: run the size of the papers.
         force: run again what is finished.
-        formats: of the figures; png is always written.
+        formats: file formats of the figures; png is always written.
         data: folder with local data sets.
-        jobs: worker processes; 0 runs in this process.
-        tell: called with one line at each end.
+        jobs: number of worker processes; 0 runs in this process.
+        tell: called with one line when an entry has ended.
 
     Returns:
         The summary, as in ``summary.json``.
     """
     folder, entries = Path(folder), list(entries)
-    formats = tuple(dict.fromkeys(("png", *formats)))
-    options: dict[str, Any] = {"full": full, "formats": formats, "data": data}
+    options: Options = {"full": full, "formats": tuple(dict.fromkeys(("png", *formats))), "data": data}
     started, done, lock = time.perf_counter(), 0, threading.Lock()
     todo = []
     for entry in entries:
-        old = None if force else finished(entry, folder, full, formats)
-        if old is not None:
+        old = None if force else finished(entry, folder, full, options["formats"])
+        if old is None:
+            todo.append(entry)
+        else:
             done += 1
             tell(_line(old, done, len(entries), again=True))
-        else:
-            todo.append(entry)
     todo.sort(key=lambda e: -e.minutes[full] if e.status == "runnable" else -math.inf)  # longest first
 
-    def note(record: dict[str, Any]) -> None:
+    def note(record: Record) -> None:
         nonlocal done
         with lock:
             done += 1
             tell(_line(record, done, len(entries)))
             _write(folder / "summary.json", summarize(folder, full))
 
-    spare = threading.local()
-    workers: list[Worker] = []
-
-    def one(entry: Entry) -> None:
-        if not hasattr(spare, "worker"):
-            spare.worker = Worker()
-            with lock:
-                workers.append(spare.worker)
-        note(spare.worker.run(entry, folder, **options))
-
     try:
         if jobs == 0:
             for entry in todo:
                 note(run_entry(entry, folder, **options))
         elif todo:
-            _share(jobs, one, todo)
+            _share(jobs, todo, lambda worker, entry: note(worker.run(entry, folder, **options)))
     finally:
-        for worker in workers:
-            worker.stop()
-        summary = summarize(folder, full) | {"wall_seconds": round(time.perf_counter() - started, 1)}
+        summary = summarize(folder, full)
+        summary["wall_seconds"] = round(time.perf_counter() - started, 1)
         _write(folder / "summary.json", summary)
         write_gallery(summary, folder)
     return summary
 
 
-def _share(jobs: int, one: Callable[[Entry], None], todo: list[Entry]) -> None:
-    """``one`` of each entry in ``jobs`` threads; an interrupt drops what has not begun."""
+def _share(jobs: int, todo: list[Entry], one: Callable[[Worker, Entry], None]) -> None:
+    """Call ``one`` for each entry in ``jobs`` threads with a worker each; an interrupt drops what has not begun."""
+    idle = [Worker() for _ in range(jobs)]
+    workers = list(idle)
+
+    def run(entry: Entry) -> None:
+        worker = idle.pop()  # there are as many threads as workers
+        try:
+            one(worker, entry)
+        finally:
+            idle.append(worker)
+
     pool = ThreadPoolExecutor(jobs)
     try:
-        for future in [pool.submit(one, entry) for entry in todo]:
+        for future in [pool.submit(run, entry) for entry in todo]:
             future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.stop()
 
 
-def summarize(folder: str | Path, full: bool) -> dict[str, Any]:
-    """What ``summary.json`` holds: every record of this size in the folder, in the order of the catalogue."""
+def summarize(folder: str | Path, full: bool) -> Summary:
+    """Return what ``summary.json`` holds: every record of this size in the folder, in the order of the catalogue."""
     size = "full" if full else "small"
-    records = []
-    for path in sorted((Path(folder) / "results").glob("*.json")):
-        record = json.loads(path.read_text())
+    records: list[Record] = []
+    for path in sorted((Path(folder) / "results").glob("[!.]*.json")):  # hidden files are unfinished
+        record: Record = json.loads(path.read_text())
         if record.get("version") == VERSION and record["size"] == size:
             records.append(record)
     place = {name: k for k, name in enumerate(CATALOGUE)}
@@ -376,12 +385,14 @@ def summarize(folder: str | Path, full: bool) -> dict[str, Any]:
         "papers": PAPERS,
         "counts": counts,
         "cpu_seconds": round(sum(r["cpu_seconds"] for r in records), 1),
+        "wall_seconds": 0.0,
         "unexplained": [r["name"] for r in records if r["status"] not in GOOD],
         "experiments": records,
     }
 
 
-def _line(record: dict[str, Any], done: int, count: int, again: bool = False) -> str:
+def _line(record: Record, done: int, count: int, again: bool = False) -> str:
+    """Return the line that tells the user about one entry."""
     checks = record["criteria"]
     score = f"{sum(c['passed'] for c in checks)}/{len(checks)}" if checks else ""
     seconds = "kept" if again else f"{record['seconds']:.1f} s" if record["seconds"] else ""

@@ -112,16 +112,18 @@ def test_fit_is_adam_on_every_member(key):
     apply, params = coordinate.ensemble(key, 2, 1, width=6, hidden=1, norm="hidden", octaves=1)
     x = jnp.linspace(-1, 1, 8)[:, None]
     y = jnp.sin(3 * x[:, 0])
-    run = coordinate.fit(apply, params, x, y, rate=1e-2, steps=4, every=2, observe=lambda p: apply(p, x))
+    run = coordinate.fit(
+        apply, params, x, y, learning_rate=1e-2, steps=4, every=2, observe=lambda p: apply(p, x)
+    )
     assert run.observed.shape == (2, 2, 8) and list(run.steps) == [2, 4]
     member = jax.tree.map(lambda a: a[1], params)
-    optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, 4))
-    memory = optimiser.init(member)
+    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 4))
+    memory = optimizer.init(member)
     gradient = jax.grad(lambda p: 0.5 * jnp.mean((apply(p, x) - y) ** 2))
 
     @jax.jit
     def step(p, memory):
-        updates, memory = optimiser.update(gradient(p), memory)
+        updates, memory = optimizer.update(gradient(p), memory)
         p = optax.apply_updates(p, updates)
         return p, memory, apply(p, x)
 

@@ -214,8 +214,8 @@ def test_equation_2_needs_covariance_and_centring():
     # batch norm as frameworks do it: normalise the pre-activations of the batch
     z = data.x @ cloud.particles.b.T
     share = data.weights / data.weights.sum()
-    centred = z - (share @ z)[None]
-    layer = jnp.tanh(centred / jnp.sqrt(share @ centred**2)[None]) @ cloud.particles.a / 7
+    centerd = z - (share @ z)[None]
+    layer = jnp.tanh(centerd / jnp.sqrt(share @ centerd**2)[None]) @ cloud.particles.a / 7
     np.testing.assert_allclose(true, layer, rtol=1e-12)
     for wrong_mean, wrong in ((jnp.zeros(3), second), (jnp.zeros(3), sigma)):
         other = mf.predict(mf.batchnorm("tanh", mean=wrong_mean, covariance=wrong), cloud, data.x)

@@ -21,12 +21,14 @@ def test_directions_bars_have_the_shares_as_areas():
     )
     ax = clouds.directions(cloud, bins=4)
     np.testing.assert_allclose([bar.get_height() ** 2 for bar in ax.patches], [0.75, 0.0, 0.25, 0.0])
-    assert ax.patches[0].get_x() == pytest.approx(-np.pi / 4)  # the first sector is centred on the first axis
+    assert ax.patches[0].get_x() == pytest.approx(
+        -np.pi / 4
+    )  # the first sector is centered on the first axis
 
 
 def test_needles_end_on_one_circle():
     ax = clouds.needles(np.array([[3.0, 0.0], [0.0, -0.2]]))
-    clouds.needles(np.array([[1.0, 1.0]]), ax, colour="red")
+    clouds.needles(np.array([[1.0, 1.0]]), ax, color="red")
     ends = ax.lines[1]
     np.testing.assert_allclose(np.hypot(ends.get_xdata(), ends.get_ydata()), 1.0)
     assert sum(line.get_gid() == "circle" for line in ax.lines) == 1
@@ -174,11 +176,11 @@ def test_saved_figures_are_vectors_without_a_date(tmp_path):
     assert b"<path" in paths[1].read_bytes()
 
 
-def test_colours_can_be_told_apart_in_grey():
+def test_colors_can_be_told_apart_in_grey():
     """Neighbours in the cycle differ in lightness or hue; the Okabe-Ito palette without its yellow."""
-    assert len(set(style.COLOURS)) == len(style.COLOURS) == 7
+    assert len(set(style.COLORS)) == len(style.COLORS) == 7
     grey = [
         sum(w * int(c[i : i + 2], 16) for w, i in zip((0.3, 0.59, 0.11), (1, 3, 5), strict=True))
-        for c in style.COLOURS
+        for c in style.COLORS
     ]
     assert max(grey) < 190  # nothing too pale for a white page

@@ -1,11 +1,12 @@
 """Figure 2: rank at initialization and training accuracy of deep networks."""
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 
 from meanflow._numerics import iterate
@@ -13,7 +14,7 @@ from meanflow.depth.observables import rank, stable_rank
 from meanflow.depth.propagate import WEIGHTS
 from meanflow.layers import functional
 from meanflow.plots.curves import traces
-from meanflow.plots.style import COLOURS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.decomposed.setup import digits
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -21,7 +22,10 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 NETWORKS = {"batchnorm": "batch norm", "default": "default weights", "he": "He weights"}
 
 
-def _mlp(params: dict[str, Any], x: jax.Array, norm: bool) -> tuple[jax.Array, jax.Array]:
+Params: TypeAlias = dict[str, tuple[jax.Array, ...]]  # weights, biases and scales of first, rest and out
+
+
+def _mlp(params: Params, x: jax.Array, norm: bool) -> tuple[jax.Array, jax.Array]:
     """Logits and last hidden batch of a ReLU network, with batch norm before each ReLU if ``norm``."""
 
     def hidden(x: jax.Array, layer: tuple) -> tuple[jax.Array, None]:
@@ -36,7 +40,7 @@ def _mlp(params: dict[str, Any], x: jax.Array, norm: bool) -> tuple[jax.Array, j
     return x @ params["out"][0] + params["out"][1][None], x
 
 
-def _mlp_init(key: jax.Array, law: str, inputs: int, width: int, depth: int, dtype: Any) -> dict[str, Any]:
+def _mlp_init(key: jax.Array, law: str, inputs: int, width: int, depth: int, dtype: DTypeLike) -> Params:
     def layer(key: jax.Array, fan_in: int, fan_out: int) -> tuple[jax.Array, ...]:
         kw, kb = jax.random.split(key)
         bound = fan_in**-0.5 if law == "uniform" else 0.0  # PyTorch draws the bias like the weights
@@ -71,7 +75,7 @@ def draw(data: Arrays) -> Figure:
                 values,
                 np.full(len(values), row + 0.18 * (k - 1)),
                 "os^"[k],
-                color=COLOURS[k + 3],
+                color=COLORS[k + 3],
                 label=shown,
                 ms=5,
             )
@@ -111,7 +115,7 @@ def figure_2(seeds: int = 2, epochs: int = 40, hidden: int = 20, width: int = 12
         order = jax.vmap(lambda k: jax.random.permutation(k, len(images)))(jax.random.split(k_data, epochs))
         order = order[:, : per_epoch * 128].reshape(-1, 128)
 
-        def loss(params: Any, index: jax.Array) -> jax.Array:
+        def loss(params: Params, index: jax.Array) -> jax.Array:
             logits = _mlp(params, x[index], norm)[0]
             return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y[index]))
 
@@ -137,7 +141,7 @@ def figure_2(seeds: int = 2, epochs: int = 40, hidden: int = 20, width: int = 12
     last = lambda name: data[f"{name}_accuracy"][:, -1]
     return Outcome(
         name="002/figure-2",
-        claim="A network may reach high training accuracy from low-rank representations at initialisation.",
+        claim="A network may reach high training accuracy from low-rank representations at initialization.",
         finding="He trains from a low *soft* rank (stable rank below 1.2); its hard rank is not low.",
         data=data,
         criteria=(

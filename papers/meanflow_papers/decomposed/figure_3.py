@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.plots.batches import angles, projection
-from meanflow.plots.style import COLOURS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.decomposed.setup import input_batches
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -23,13 +23,13 @@ def draw(data: Arrays) -> Figure:
     i, j = np.triu_indices(n, 1)
     pair = (i == odd) | (j == odd)
     angles(before[i, j][~pair], after[i, j][~pair], right, label="inside the cluster")
-    angles(before[i, j][pair], after[i, j][pair], right, label="with the odd point", colour=COLOURS[1])
+    angles(before[i, j][pair], after[i, j][pair], right, label="with the odd point", color=COLORS[1])
     return figure
 
 
 @entry(
     "002/figure-3",
-    title="recentring + ReLU: one odd point, the others in a cluster",
+    title="recentering + ReLU: one odd point, the others in a cluster",
     verdict="corrected",
     setup="20 Gaussian inputs, one times 3, width 300, 60 layers, 6 seeds.",
     draw=draw,
@@ -83,15 +83,15 @@ def draw_no_outlier(data: Arrays) -> Figure:
         for n, odd in zip(sizes, data.values(), strict=True):
             values, escaped = np.asarray(odd[what]), np.asarray(odd["escaped"], bool)
             spread = n * (1 + 0.05 * np.linspace(-1, 1, len(values)))
-            ax.plot(spread[escaped], values[escaped], "o", color=COLOURS[1], ms=4.5)
-            ax.plot(spread[~escaped], values[~escaped], "o", mfc="none", color=COLOURS[0], ms=4.5)
+            ax.plot(spread[escaped], values[escaped], "o", color=COLORS[1], ms=4.5)
+            ax.plot(spread[~escaped], values[~escaped], "o", mfc="none", color=COLORS[0], ms=4.5)
         ax.set(xscale="log", xlabel="batch size $n$", ylabel=label)
         ax.set_xticks(sizes, [str(n) for n in sizes])
         ax.minorticks_off()
     size = np.linspace(7, 60, 100)
     left.plot(size, 540 / size, color=PALE, ls="--", lw=1, label=r"$540^\circ/n$")
-    left.plot([], [], "o", color=COLOURS[1], label="a point escaped")
-    left.plot([], [], "o", mfc="none", color=COLOURS[0], label="none")
+    left.plot([], [], "o", color=COLORS[1], label="a point escaped")
+    left.plot([], [], "o", mfc="none", color=COLORS[0], label="none")
     left.set_ylim(0, 90)
     right.set_yscale("log")
     key(left)
@@ -152,7 +152,7 @@ def draw_digits(data: Arrays) -> Figure:
         ("cluster_angle", right, "angle inside the cluster (degrees)"),
     ):
         for row in np.asarray(odd[what]):
-            ax.plot(np.arange(len(row)), row, color=COLOURS[0], lw=0.9, alpha=0.8)
+            ax.plot(np.arange(len(row)), row, color=COLORS[0], lw=0.9, alpha=0.8)
         ax.set(xlabel="layer", ylabel=label)
     left.set_yscale("log")
     return figure

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.plots.batches import angles
-from meanflow.plots.style import COLOURS, DASHES, REFERENCE, key, panels
+from meanflow.plots.style import COLORS, DASHES, REFERENCE, key, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY, input_batches
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -39,7 +39,7 @@ def draw(data: Arrays) -> Figure:
     for ax, n in zip(grid, sizes, strict=True):
         for k, (name, label) in enumerate(names.items()):
             pairs = np.asarray(data[f"{name} n={n}"])
-            angles(pairs[:, 0], pairs[:, 1], ax, label=label, colour=COLOURS[k])
+            angles(pairs[:, 0], pairs[:, 1], ax, label=label, color=COLORS[k])
         for where in (75, 60):
             ax.axhline(where, color=REFERENCE, lw=0.7, ls=DASHES[2], zorder=0)
             ax.text(ax.get_xlim()[0] + 1, where + 0.5, f"paper: {where}°", fontsize=7, color=REFERENCE)
@@ -50,7 +50,7 @@ def draw(data: Arrays) -> Figure:
 
 @entry(
     "002/figure-5",
-    title="angles between pairs before and after layer 30, with and without recentring",
+    title="angles between pairs before and after layer 30, with and without recentering",
     minutes=(0.2, 0.2),
     verdict="corrected",
     setup="10 Gaussian inputs, width 512, 30 layers, 3 seeds; rescaling by the std or by the rms.",
@@ -67,7 +67,7 @@ def figure_5(seeds: int = 3, width: int = 512) -> Outcome:
     data, criteria = _figure_5("gaussian", seeds, 10, width)
     return Outcome(
         name="002/figure-5",
-        claim="About 75 degrees with batch norm, about 60 without recentring.",
+        claim="About 75 degrees with batch norm, about 60 without recentering.",
         finding="These are the n = 10 values, 74.65 and 59.84; the second needs the rms, not the std.",
         data=data,
         criteria=tuple(criteria),
@@ -91,7 +91,7 @@ def figure_5_digits(seeds: int = 4, width: int = 512) -> Outcome:
     large, large_criteria = _figure_5("digits", seeds, 64, width)
     return Outcome(
         name="002/figure-5-digits",
-        claim="About 75 degrees with batch norm, about 60 without recentring.",
+        claim="About 75 degrees with batch norm, about 60 without recentering.",
         finding="Batches of 64 give 71.92 and 58.93. Rescaling by the std alone collapses the angles: to "
         f"{small_criteria[2].value:.1f} degrees at n = 10 and {large_criteria[2].value:.1f} at n = 64.",
         data=small | large,

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from meanflow import depth
 from meanflow.depth.observables import activity
 from meanflow.plots import batches
-from meanflow.plots.style import COLOURS, key, panels
+from meanflow.plots.style import COLORS, key, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -22,7 +22,7 @@ def draw(data: Arrays) -> Figure:
     for ax, kind in zip(grid[1:], ("busiest neuron", "typical neuron"), strict=True):
         for k, (name, label) in enumerate(names.items()):
             count, edges = (np.asarray(u, float) for u in data[name][kind])
-            ax.stairs(count / count.sum(), edges, color=COLOURS[k], label=label, lw=1.3)
+            ax.stairs(count / count.sum(), edges, color=COLORS[k], label=label, lw=1.3)
         ax.set(xlabel="response to an input", ylabel="share of inputs", yscale="log")
         ax.set_title(f"the {kind}")
     key(grid[1])
@@ -31,7 +31,7 @@ def draw(data: Arrays) -> Figure:
 
 @entry(
     "002/figure-6",
-    title="activity of the neurons with and without recentring",
+    title="activity of the neurons with and without recentering",
     minutes=(0.2, 0.2),
     setup="512 Gaussian inputs, width 256, 30 layers.",
     draw=draw,
@@ -59,7 +59,7 @@ def figure_6(n: int = 512, width: int = 256, layers: int = 30) -> Outcome:
         }
     return Outcome(
         name="002/figure-6",
-        claim="Without recentring some neurons respond to most inputs; with it almost none do.",
+        claim="Without recentering some neurons respond to most inputs; with it almost none do.",
         finding=f"Neurons active on over 90 % of inputs: BN {float(data['BN']['above 90%']):.1%}, "
         f"RS(rms) {float(data['RS(rms)']['above 90%']):.1%}, "
         f"RS(std) {float(data['RS(std)']['above 90%']):.1%}.",

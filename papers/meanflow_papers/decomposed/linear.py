@@ -1,7 +1,5 @@
 """Linear networks with rescaling alone or recentering alone."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.depth.observables import gram, orthogonality_gap
-from meanflow.plots.style import COLOURS, key, panels
+from meanflow.plots.style import COLORS, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -18,7 +16,7 @@ def draw_rescale(data: Arrays) -> Figure:
     """Orthogonality gap in depth for two widths."""
     figure, (ax,) = panels(1, 1, width=4.4, height=3.0)
     for k, (width, gap) in enumerate(data["gap"].items()):
-        ax.plot(np.arange(len(gap)), np.asarray(gap), color=COLOURS[k], label=f"width {width}")
+        ax.plot(np.arange(len(gap)), np.asarray(gap), color=COLORS[k], label=f"width {width}")
     ax.set(xlabel="layer", ylabel="orthogonality gap", yscale="log")
     key(ax)
     return figure
@@ -46,13 +44,17 @@ def linear_rescale(
     grams = {}
     for w in widths:
         for recenter in (False, True):
-            net: dict[str, Any] = {
-                "recenter": recenter,
-                "rescale": "rms",
-                "activation": "linear",
-                "weights": "gaussian",
-            }
-            grams[w, recenter] = depth.propagate(keys, x, [w] * layers, observe=gram, **net).layers
+            run = depth.propagate(
+                keys,
+                x,
+                [w] * layers,
+                recenter=recenter,
+                rescale="rms",
+                activation="linear",
+                weights="gaussian",
+                observe=gram,
+            )
+            grams[w, recenter] = run.layers
     gaps = {w: orthogonality_gap(grams[w, False]).mean(0) for w in widths}
     plateau = {w: float(gap[layers // 2 :].mean()) for w, gap in gaps.items()}
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
@@ -68,7 +70,7 @@ def linear_rescale(
         criteria=(
             Criterion("mean angle", mean[False], 88.5, 91.5),
             Criterion("ratio of gaps / sqrt(ratio of widths)", ratio, 0.8, 1.25),
-            Criterion("recentred: mean angle", mean[True], simplex - 0.5, simplex + 0.5),
+            Criterion("recentered: mean angle", mean[True], simplex - 0.5, simplex + 0.5),
             Criterion("infinite width: |slope - n/(n+2)|", float(abs(slope - n / (n + 2))), high=1e-9),
         ),
     )
@@ -78,14 +80,14 @@ def draw_recenter(data: Arrays) -> Figure:
     """Mean of the batch in depth: removed by the first layer."""
     figure, (ax,) = panels(1, 1, width=4.4, height=2.8)
     mean = np.asarray(data["relative_mean"])
-    ax.plot(np.arange(len(mean)), np.maximum(mean, 1e-18), marker="o", ms=3, color=COLOURS[0])
+    ax.plot(np.arange(len(mean)), np.maximum(mean, 1e-18), marker="o", ms=3, color=COLORS[0])
     ax.set(xlabel="layer", ylabel="largest batch mean / largest entry", yscale="log")
     return figure
 
 
 @entry(
     "002/linear-recenter",
-    title="linear layers with recentring: only the first matters",
+    title="linear layers with recentering: only the first matters",
     setup="10 inputs, width 300, 30 orthogonal layers.",
     draw=draw_recenter,
 )
@@ -107,11 +109,11 @@ def linear_recenter(n: int = 10, width: int = 300, layers: int = 30) -> Outcome:
     error = jnp.max(jnp.abs(run.final - free.final)) / jnp.max(jnp.abs(free.final))
     return Outcome(
         name="002/linear-recenter",
-        claim="Recentring alone changes only the first layer of a linear network.",
-        finding="True: recentring the input once gives the same network.",
+        claim="Recentering alone changes only the first layer of a linear network.",
+        finding="True: recentering the input once gives the same network.",
         data={"relative_mean": run.layers},
         criteria=(
             Criterion("largest relative mean after layer 1", float(run.layers[1:].max()), high=1e-6),
-            Criterion("difference from recentring the input", float(error), high=1e-6),
+            Criterion("difference from recentering the input", float(error), high=1e-6),
         ),
     )

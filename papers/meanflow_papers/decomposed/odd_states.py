@@ -1,7 +1,5 @@
 """Recentering and ReLU at infinite width: the states with one odd point."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +26,10 @@ def draw(data: Arrays) -> Figure:
     figure, (left, right) = panels(1, 2, width=3.6, height=3.0)
     paths = data["paths"]
     ordered = sorted(paths.items(), key=lambda pair: int(pair[0][2:]))
-    for colour, (name, odd) in zip(shades(len(paths)), ordered, strict=True):
+    for color, (name, odd) in zip(shades(len(paths)), ordered, strict=True):
         layers = np.arange(1, len(odd["cluster_angle"]) + 1)
-        left.plot(layers, np.asarray(odd["cluster_angle"]), color=colour, label=f"${name}$")
-        right.plot(layers, np.asarray(odd["norm_ratio"]), color=colour, label=f"${name}$")
+        left.plot(layers, np.asarray(odd["cluster_angle"]), color=color, label=f"${name}$")
+        right.plot(layers, np.asarray(odd["norm_ratio"]), color=color, label=f"${name}$")
     left.set(xscale="log", xlabel="layer", ylabel="angle inside the cluster (degrees)", ylim=(0, 95))
     right.set(xscale="log", yscale="log", xlabel="layer", ylabel="norm of the odd point / next largest")
     key(left)
@@ -40,7 +38,7 @@ def draw(data: Arrays) -> Figure:
 
 @entry(
     "002/odd-states",
-    title="recentring + ReLU at infinite width: states with an odd point",
+    title="recentering + ReLU at infinite width: states with an odd point",
     minutes=(0.5, 0.5),
     verdict="refuted",
     setup="fixed points of the Gram recursion, n = 6 to 100.",
@@ -61,16 +59,15 @@ def odd_states() -> Outcome:
         50: (48.589, 89.99, 10.38, None),
         100: (98.787, 90.00, 5.29, None),
     }
-    rows: dict[int, tuple[Any, ...]] = {}
+    rows: dict[int, tuple[jax.Array | float | None, ...]] = {}
     error = 0.0
     for n, expected in table.items():
         state = depth.odd_state(n)
         scale = depth.critical_scale(n) if expected[3] else None
         rows[n] = (state.norm_ratio, state.odd_angle, state.cluster_angle, scale)
         units = (1e-3, 1e-2, 1e-2, 1e-3)  # last digit given
-        error = max(
-            error, *(abs(float(v) - e) / u for v, e, u in zip(rows[n], expected, units, strict=True) if e)
-        )
+        columns = zip(rows[n], expected, units, strict=True)
+        error = max(error, *(abs(float(v) - e) / u for v, e, u in columns if v is not None and e))
     return Outcome(
         name="002/odd-states",
         claim="All points but one collapse to a single point.",

@@ -10,7 +10,7 @@ from meanflow import depth
 from meanflow._numerics import iterate
 from meanflow.depth.initializers import one_neuron_per_sample as initializers_for
 from meanflow.plots.maps import dots
-from meanflow.plots.style import COLOURS, key, panels
+from meanflow.plots.style import COLORS, key, panels
 from meanflow_papers.decomposed.setup import digits
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -23,14 +23,14 @@ def draw(data: Arrays) -> Figure:
     pairs = np.array([row["train and test accuracy"] for row in data.values()])
     dots({n: p[1:] for n, p in zip(names, pairs, strict=True)}, ax, xlabel="accuracy")
     ax.lines[0].set_label("test")
-    ax.plot(pairs[:, 0], np.arange(len(pairs)), "^", color=COLOURS[1], ms=5, label="train")
+    ax.plot(pairs[:, 0], np.arange(len(pairs)), "^", color=COLORS[1], ms=5, label="train")
     key(ax)
     return figure
 
 
 @entry(
     "002/one-neuron-per-sample",
-    title="one neuron a sample as initialisation: orthogonal codes, silent on new inputs",
+    title="one neuron a sample as initialization: orthogonal codes, silent on new inputs",
     minutes=(0.3, 0.3),
     verdict="corrected",
     setup="200 unit-norm digits, 300 steps of Adam.",

@@ -1,14 +1,22 @@
 """Layers, inputs and the digits that the figures and theorems of paper 002 share."""
 
-from typing import Any
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-BATCH_NORM: dict[str, Any] = {"recenter": True, "rescale": "std"}
-RMS_ONLY: dict[str, Any] = {"recenter": False, "rescale": "rms"}
-STD_ONLY: dict[str, Any] = {"recenter": False, "rescale": "std"}
+
+class Stages(TypedDict):
+    """What stands between the linear map and the activation: arguments of ``depth.propagate``."""
+
+    recenter: bool
+    rescale: str
+
+
+BATCH_NORM: Stages = {"recenter": True, "rescale": "std"}
+RMS_ONLY: Stages = {"recenter": False, "rescale": "rms"}
+STD_ONLY: Stages = {"recenter": False, "rescale": "std"}
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:

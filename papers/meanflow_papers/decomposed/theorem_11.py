@@ -1,14 +1,12 @@
 """Theorem 11: where the tree model ends, and bounds on it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.style import COLOURS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -19,19 +17,19 @@ def draw(data: Arrays) -> Figure:
     sizes = np.array([int(name[2:]) for name in data])
     for n, row in zip(sizes, data.values(), strict=True):
         for ax, values in ((left, row["ratio"]), (right, np.degrees(row["angle"]))):
-            ax.plot(np.full(np.size(values), n), np.ravel(values), ".", color=COLOURS[0], ms=4)
+            ax.plot(np.full(np.size(values), n), np.ravel(values), ".", color=COLORS[0], ms=4)
     n = np.linspace(sizes.min(), sizes.max(), 200)
-    left.plot(n, np.sqrt(2 / ((n - 1) ** 2 + 1)), color=COLOURS[1], label="sharp bound")
+    left.plot(n, np.sqrt(2 / ((n - 1) ** 2 + 1)), color=COLORS[1], label="sharp bound")
     left.plot(n, 3 / (n - 2), color=PALE, ls="--", label="printed bound")
     right.plot(
-        n, np.degrees(np.arccos(1 / np.sqrt(2 * ((n - 1) ** 2 + 1)))), color=COLOURS[1], label="sharp bound"
+        n, np.degrees(np.arccos(1 / np.sqrt(2 * ((n - 1) ** 2 + 1)))), color=COLORS[1], label="sharp bound"
     )
     printed = np.degrees(np.pi / 2 - np.sqrt(2) * np.pi / (n - 2))
     right.plot(n[printed > 0], printed[printed > 0], color=PALE, ls="--", label="printed bound")
     left.set(xlabel="$n$", ylabel=r"$|x_i| / |x_{\mathrm{odd}}|$ at depth 10000", yscale="log")
     right.set(xlabel="$n$", ylabel=r"$\angle(x_i, x_{\mathrm{odd}})$ (degrees)")
     for ax in (left, right):
-        ax.plot([], [], ".", color=COLOURS[0], label="inputs")
+        ax.plot([], [], ".", color=COLORS[0], label="inputs")
         key(ax)
     return figure
 
@@ -52,7 +50,7 @@ def theorem_11(sizes: tuple[int, ...] = (5, 10, 50), draws: int = 20, layers: in
     Decisive are the distance from the limits in closed form, and the ratio to our sharp bounds, which
     symmetric inputs attain.
     """
-    table: dict[int, dict[str, Any]] = {}
+    table: dict[int, Arrays] = {}
     worst_limit = worst_bound = 0.0
     attained = 1.0
     for n in sizes:

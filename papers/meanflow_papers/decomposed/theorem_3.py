@@ -1,14 +1,12 @@
 """Theorem 3: how many random neurons give a batch full rank."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.style import COLOURS, DASHES, key, panels
+from meanflow.plots.style import COLORS, DASHES, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -26,12 +24,12 @@ def draw(data: Arrays) -> Figure:
         neurons = np.asarray(row["neurons"])
         failure = np.asarray(row["failure"], float)
         seen = failure > 0
-        ax.plot(neurons[seen], failure[seen], "o", color=COLOURS[0], ms=3.5, label="measured")
+        ax.plot(neurons[seen], failure[seen], "o", color=COLORS[0], ms=3.5, label="measured")
         for k, (bound, label) in enumerate(
             (("binomial", "binomial tail"), ("chernoff", "(7a)"), ("simple", "(7b)"))
         ):
             values = np.minimum(np.asarray(row["bounds"][bound]), 1.0)
-            ax.plot(neurons, values, color=COLOURS[k + 1], ls=DASHES[k], lw=1.1, label=label)
+            ax.plot(neurons, values, color=COLORS[k + 1], ls=DASHES[k], lw=1.1, label=label)
         ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.6), xlabel="neurons $d$")
         ax.set_title(f"{name}, $\\gamma$ = {float(row['gamma']):.2g}")
     grid[0].set_ylabel("probability that the rank is below $n$")
@@ -58,7 +56,7 @@ def theorem_3(runs: int = 2000) -> Outcome:
     batches = {f"{n}-gon": polygon(n) for n in (5, 9)}
     batches["random (3, 8)"] = jax.random.normal(jax.random.key(38), (8, 3))
     batches["random (3, 4)"] = jax.random.normal(jax.random.key(34), (4, 3))
-    table: dict[str, Any] = {}
+    table: Arrays = {}
     violations = 0.0
     for name, x in batches.items():
         n = x.shape[0]

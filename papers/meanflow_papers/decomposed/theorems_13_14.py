@@ -50,7 +50,7 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
                 "defect of the expected Gram", float(jnp.max(jnp.abs(exact.gram[:n, :n] - gram(x)))), 0, 1e-12
             ),
             Criterion("Monte Carlo error", float(jnp.max(jnp.abs(measured - gram(x)))), high=0.03),
-            Criterion("odd . centre, any weights", float(jnp.abs(measured[0, 1])), 0, 0),
+            Criterion("odd . center, any weights", float(jnp.abs(measured[0, 1])), 0, 0),
             Criterion("growth / (n^2/(n^2-2n+2))", float(growth * (n**2 - 2 * n + 2) / n**2), 0.999, 1.001),
             Criterion("one layer, R > n/(n-1): largest factor", float(shrink.max()), high=1),
         ),

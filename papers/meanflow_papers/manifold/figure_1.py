@@ -1,7 +1,5 @@
 """Figure 1: the speed of neurons by direction, and how they align with the axis of large variance."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.plots.clouds import directions
 from meanflow.plots.curves import speeds, traces
-from meanflow.plots.style import COLOURS, canvas
+from meanflow.plots.style import COLORS, canvas, no_legend
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, alignment, quasi_normal, spokes, tangential_speeds
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -34,7 +32,7 @@ def _probe_anisotropy(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> float
 def speed_profiles(outcome: Outcome, arguments: Arguments) -> Arrays:
     """001/figure-1: tangential speed of each neuron against its direction at iteration 500."""
     data, clouds = outcome.data["data"], outcome.data["clouds"]
-    out: dict[str, Any] = {"speed": {}, "direction": {}}
+    out: Arrays = {"speed": {}, "direction": {}}
     for name, flow in {"bn": mf.batchnorm().bind(data), "vanilla": mf.vanilla()}.items():
         cloud = jax.tree.map(lambda u: u[1], clouds[name])
         b = np.asarray(cloud.particles.b)
@@ -50,13 +48,13 @@ def draw(data: Arrays) -> Figure:
     shown = (0, 2, 3, 4)
     for row, (name, title) in enumerate(NAMES.items()):
         ax = speeds(data["direction"][name], {title: data["speed"][name]}, figure.add_subplot(grid[row, 0]))
-        ax.lines[0].set_color(COLOURS[row])
-        ax.get_legend().remove()
+        ax.lines[0].set_color(COLORS[row])
+        no_legend(ax)
         ax.set_title(f"{title}, iteration 500")
         for k, frame in enumerate(shown):
             cloud = jax.tree.map(lambda u, i=frame: u[i], data["clouds"][name])
             ax = figure.add_subplot(grid[row, 1 + k], projection="polar")
-            directions(cloud, ax, bins=50, colour=COLOURS[row])
+            directions(cloud, ax, bins=50, color=COLORS[row])
             ax.set_xticklabels([])
             if row == 0:
                 ax.set_title(f"iteration {int(data['frames'][frame])}")

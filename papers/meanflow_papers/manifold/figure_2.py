@@ -1,8 +1,5 @@
 """Figure 2: short and long neurons in one network with batch norm."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +8,15 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.plots.clouds import needles
 from meanflow.plots.curves import traces
-from meanflow.plots.style import COLOURS, canvas, key
+from meanflow.plots.style import COLORS, canvas, key
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+
+
+def _directions(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> jax.Array:
+    """Observe the inner weights b of all neurons."""
+    return cloud.particles.b
 
 
 def two_scales(outcome: Outcome, arguments: Arguments) -> Arrays:
@@ -23,28 +25,27 @@ def two_scales(outcome: Outcome, arguments: Arguments) -> Arrays:
     data = mf.Dataset(x, np.abs(x[:, 0]))
     short, long = spokes(25).particles, spokes(25, 10.0).particles
     cloud = mf.Cloud(jax.tree.map(lambda u, v: jnp.concatenate([u, v]), short, long))
-    see: Callable[..., Any] = lambda flow, cloud, data: cloud.particles.b
     steps = arguments["steps"]
     flow = mf.batchnorm().bind(data)
-    run = mf.descend(flow, cloud, data, steps, step=arguments["eta"], every=steps // 5, observe=see)
+    run = mf.descend(flow, cloud, data, steps, step=arguments["eta"], every=steps // 5, observe=_directions)
     return {"b": run.observed, "frames": np.arange(0, steps + 1, steps // 5)}
 
 
 def draw(data: Arrays) -> Figure:
     """Directions of short and long neurons in time, and their alignment."""
     figure = canvas(11.0, 4.4)
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.3))
+    above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(1, 1.3)))
     b = np.asarray(data["b"])
     for ax, k, iteration in zip(above.subplots(1, 6), range(6), data["frames"], strict=True):
-        needles(b[k, 25:], ax, colour=COLOURS[3])
-        needles(b[k, :25], ax, colour=COLOURS[0])
+        needles(b[k, 25:], ax, color=COLORS[3])
+        needles(b[k, :25], ax, color=COLORS[0])
         ax.set_title(f"iteration {int(iteration)}")
     left, right = below.subplots(1, 2)
     q = np.asarray(data["Q"])
     label = r"alignment $Q = \langle\cos 2\vartheta\rangle$"
     curves = {"$|b_0| = 1$": q[:, 0], "$|b_0| = 10$": q[:, 1]}
     traces(data["iteration"], curves, left, xlabel="iteration", ylabel=label)
-    left.lines[1].set_color(COLOURS[3])
+    left.lines[1].set_color(COLORS[3])
     key(left)
     traces(data["iteration"], {"": data["energy"]}, right, xlabel="iteration", ylabel="loss $L$", logy=True)
     return figure

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots.style import COLOURS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -18,14 +18,14 @@ def draw(data: Arrays) -> Figure:
     norms = np.asarray(data["norms"])
     order = np.argsort(norms[0])
     start = norms[0][order]
-    left.plot(start, norms[1][order], "o", color=COLOURS[0], label="after 1 step", ms=4)
-    left.plot(start, norms[-1][order], "^", color=COLOURS[1], label=f"after {len(norms) - 1} steps", ms=4)
+    left.plot(start, norms[1][order], "o", color=COLORS[0], label="after 1 step", ms=4)
+    left.plot(start, norms[-1][order], "^", color=COLORS[1], label=f"after {len(norms) - 1} steps", ms=4)
     left.plot(start, start, color=PALE, lw=1, label="no change")
     left.set(xscale="log", yscale="log", xlabel=r"$|b_0|$", ylabel=r"$|b_n|$")
     key(left)
     steps = np.arange(len(norms)) + 1
     for k in order[:: max(1, len(order) // 10)]:
-        right.plot(steps, norms[:, k], color=COLOURS[0], lw=0.9, alpha=0.8)
+        right.plot(steps, norms[:, k], color=COLORS[0], lw=0.9, alpha=0.8)
     right.set(xscale="log", yscale="log", xlabel="iteration + 1", ylabel=r"$|b_n|$ of ten neurons")
     return figure
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots.style import COLOURS, REFERENCE, key, panels
+from meanflow.plots.style import COLORS, REFERENCE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -20,11 +20,9 @@ def draw(data: Arrays) -> Figure:
     for k, (name, label) in enumerate(labels.items()):
         values = np.asarray(data["final"][name], float)
         fine = np.isfinite(values) & (values < 1e3)
-        ax.plot(etas[fine], values[fine], marker="os^"[k], color=COLOURS[k], label=label)
+        ax.plot(etas[fine], values[fine], marker="os^"[k], color=COLORS[k], label=label)
         for eta in etas[~fine]:
-            ax.plot(
-                [eta], [0.97 - 0.05 * k], marker="x", color=COLOURS[k], transform=ax.get_xaxis_transform()
-            )
+            ax.plot([eta], [0.97 - 0.05 * k], marker="x", color=COLORS[k], transform=ax.get_xaxis_transform())
     ax.axhline(data["initial"], color=REFERENCE, lw=0.8, ls="--", label="start")
     ax.set(xscale="log", yscale="log", xlabel=r"learning rate $\eta$", ylabel="loss after the run")
     ax.set_title(r"crosses: diverged", fontsize=8)

@@ -1,6 +1,6 @@
 """Theorems 2 and 3: training with batch norm is a gradient flow on a manifold."""
 
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow.measures import laws
-from meanflow.plots.style import COLOURS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -26,7 +26,7 @@ def draw(data: Arrays) -> Figure:
     for k, (case, marker) in enumerate(zip(data, "os", strict=True)):
         values = [max(data[case][row], 1e-17) for row in rows]
         title = {"c = 1": "$c = 1$", "c in 0.2..5": r"$c \in [0.2, 5]$"}.get(case, case)
-        ax.plot(values, np.arange(4) + 0.12 * (2 * k - 1), marker, color=COLOURS[k], label=title, ms=6)
+        ax.plot(values, np.arange(4) + 0.12 * (2 * k - 1), marker, color=COLORS[k], label=title, ms=6)
     ax.set_yticks(range(4), list(rows.values()))
     ax.set(
         xscale="log", xlabel=r"largest difference of $f$, or drift, over $t \in [0, t_1]$", ylim=(3.5, -0.5)
@@ -58,15 +58,15 @@ def theorem_3(width: int = 12, points: int = 300, t1: float = 20.0, activation: 
     x = rng.normal(size=(points, 3)) @ rng.normal(size=(3, 3)) + 1.5
     data = mf.Dataset(x, np.sin(x[:, 0]) + 0.3 * x[:, 1])
     raw, manifold = mf.batchnorm(activation).bind(data), mf.batchnorm_manifold(activation).bind(data)
-    settings: dict[str, Any] = {"ts": 11, "rtol": 1e-11, "atol": 1e-12}
+    solve = partial(mf.solve, t1=t1, ts=11, rtol=1e-11, atol=1e-12)
     numbers = {}
     for name, law in {"c = 1": laws.sphere(3), "c in 0.2..5": laws.mixed_scales(3, 0.2, 5.0)}.items():
         cloud = raw.init(jax.random.key(2), width, dim=3, b=law)
         reduced = mf.geometry.project(cloud, raw.feature.sigma)
-        one = mf.solve(raw, cloud, data, t1, **settings)
-        two = mf.solve(manifold, reduced, data, t1, **settings)
+        one = solve(raw, cloud, data)
+        two = solve(manifold, reduced, data)
         unit = mf.Cloud(reduced.particles, reduced.weights)
-        printed = mf.solve(manifold, unit, data, t1, **settings)  # the theorem as printed has no factor 1/c^2
+        printed = solve(manifold, unit, data)  # the theorem as printed has no factor 1/c^2
         f = [
             jax.vmap(lambda c, m=model: mf.predict(m, c, data.x))(sol.clouds)
             for model, sol in ((raw, one), (manifold, two), (manifold, printed))

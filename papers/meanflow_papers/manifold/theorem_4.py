@@ -1,7 +1,5 @@
 """Theorem 4: finite networks approach the mean-field limit, and the estimates inside its proof."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,13 +50,10 @@ def theorem_4(largest: int = 12, seeds: int = 32, t1: float = 5.0) -> Outcome:
     """
     flow, data = ring_problem()
     rule = {"a": laws.uniform(), "b": laws.sphere(2)}
-    solve: dict[str, Any] = {
-        "step": 0.125,
-        "observe": lambda flow, cloud, data: mf.predict(flow, cloud, data.x),
-    }
+    function = lambda flow, cloud, data: mf.predict(flow, cloud, data.x)
 
     def limit(cloud: mf.Cloud) -> jax.Array:
-        return mf.solve(flow, flow.space.settle(cloud), data, t1, **solve).observed[-1]
+        return mf.solve(flow, flow.space.settle(cloud), data, t1, step=0.125, observe=function).observed[-1]
 
     truth = limit(quadrature((48, 256), mf.Neurons, rule, rule=("gauss", "midpoint")))
     starts = {

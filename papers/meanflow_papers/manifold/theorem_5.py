@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow import activations
 from meanflow.flows.optimality import certificate, separates
-from meanflow.plots.style import COLOURS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -23,7 +23,7 @@ def draw(data: Arrays) -> Figure:
             values,
             np.arange(3) + 0.1 * (2 * k - 1),
             "os"[k],
-            color=COLOURS[k],
+            color=COLORS[k],
             label=f"from the {case}",
             ms=6,
         )
@@ -73,7 +73,7 @@ def theorem_5(width: int = 64, points: int = 64, t1: float = 300.0) -> Outcome:
         }
     return Outcome(
         "001/theorem-5",
-        "From a separating initialisation the flow converges to a global minimum.",
+        "From a separating initialization the flow converges to a global minimum.",
         "So it does; from an arc it stops at a critical point, where max |F| stays large. Separation is sufficient, "
         "not necessary.",
         numbers,

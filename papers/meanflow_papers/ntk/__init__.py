@@ -1,6 +1,7 @@
 """Paper 000: tangent kernels under batch norm, and spectral bias of coordinate networks."""
 
 from meanflow_papers.entry import not_run
+from meanflow_papers.ntk import coordinate as coordinate
 from meanflow_papers.ntk import coordinate_kernels as coordinate_kernels
 from meanflow_papers.ntk import image as image
 from meanflow_papers.ntk import lazy as lazy

@@ -1,5 +1,4 @@
-"""Coordinate networks: MLPs that fit a signal x -> y over a line or an image, with batch norm where you want
-it.
+"""Coordinate networks: MLPs that fit a signal x -> y over a line or an image, with or without batch norm.
 
 Error is measured by frequency and on held-out points. Training error says nothing here: a network of 35 000
 parameters with positional encoding fits 1024 pixels of white noise to rounding as well as it fits a picture.
@@ -7,24 +6,31 @@ parameters with positional encoding fits 1024 pixels of white noise to rounding 
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, PyTree
 
 from meanflow import _checks
 from meanflow._numerics import iterate
 from meanflow.activations import resolve
 from meanflow.kernels.empirical.modules import Normalized
 
+Statistics: TypeAlias = list[
+    tuple[Float[Array, "1 n"], Float[Array, "1 n"]]
+]  # mean and variance of each batch norm
+Plain: TypeAlias = Callable[[PyTree, jax.Array], jax.Array]  # (parameters, inputs (T, d)) -> outputs (T,)
+
 NORMS = ("none", "hidden", "later", "output", "both")
 
 
 def encode(x: jax.Array, octaves: int) -> jax.Array:
-    """Positional encoding: x (T, d) with sin and cos of pi 2^j x, j < octaves; (T, d (1 + 2 octaves))."""
+    """Return the positional encoding: x (T, d) with sin and cos of pi 2^j x, j < octaves; (T, d (1 + 2 octaves))."""
     waves = [trig(math.pi * 2.0**j * x) for j in range(octaves) for trig in (jnp.sin, jnp.cos)]
     return jnp.concatenate([x, *waves], axis=1)
 
@@ -62,11 +68,11 @@ class CoordinateMLP(nnx.Module):
         hidden: int = 3,
         octaves: int = 0,
         norm: str = "none",
-        activation: Any = "relu",
+        activation: str | Callable[[jax.Array], jax.Array] = "relu",
         epsilon: float = 1e-5,
         random_shift: bool = False,
         rngs: nnx.Rngs,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ):
         _checks.one_of("norm", norm, NORMS)
         self.octaves, self.norm, self.epsilon, self.hidden = octaves, norm, epsilon, hidden
@@ -88,7 +94,7 @@ class CoordinateMLP(nnx.Module):
                     rngs=rngs,
                 )
             )
-            if self.normalised(i):
+            if self.is_normalized(i):
                 draw = random_shift and i < hidden
                 scales.append(nnx.Param(jnp.ones(n, kind)))
                 shifts.append(
@@ -97,18 +103,19 @@ class CoordinateMLP(nnx.Module):
         self.layers = nnx.List(layers)
         self.scales, self.shifts = nnx.List(scales), nnx.List(shifts)
 
-    def normalised(self, layer: int) -> bool:
+    def is_normalized(self, layer: int) -> bool:
         """Whether batch norm follows this layer (0 the first hidden one, ``hidden`` the output)."""
         if layer == self.hidden:
             return self.norm in ("output", "both")
         return self.norm in ("hidden", "both") or (self.norm == "later" and layer > 0)
 
-    def _forward(self, x: jax.Array, given: list[Any] | None) -> tuple[jax.Array, list[Any]]:
+    def _forward(self, x: jax.Array, given: Statistics | None) -> tuple[jax.Array, Statistics]:
+        """Return the outputs and the statistics that were used."""
         h = encode(x, self.octaves)
-        used: list[Any] = []
+        used: Statistics = []
         for i, layer in enumerate(self.layers):
             h = layer(h)
-            if self.normalised(i):
+            if self.is_normalized(i):
                 j = len(used)
                 moments = (jnp.mean(h, 0, keepdims=True), jnp.var(h, 0, keepdims=True))
                 mean, variance = moments if given is None else given[j]
@@ -118,25 +125,46 @@ class CoordinateMLP(nnx.Module):
             h = self.activation(h) if i < self.hidden else h
         return h[:, 0], used
 
-    def __call__(self, x: jax.Array, statistics: list[Any] | None = None) -> jax.Array:
-        """Outputs under the batch's own statistics, or under given ones."""
+    def __call__(self, x: jax.Array, statistics: Statistics | None = None) -> Float[Array, " t"]:
+        """Return the outputs under the batch's own statistics, or under given ones."""
         return self._forward(x, statistics)[0]
 
-    def statistics(self, x: jax.Array) -> list[Any]:
-        """(mean, variance) before each batch norm on the batch x."""
+    def statistics(self, x: jax.Array) -> Statistics:
+        """Return (mean, variance) before each batch norm on the batch x."""
         return self._forward(x, None)[1]
 
 
-def ensemble(key: jax.Array, members: int, inputs: int, **options: Any) -> tuple[Any, Any]:
-    """(apply, params) of independently drawn ``CoordinateMLP`` s, parameters stacked along the first axis.
+class Options(TypedDict, total=False):
+    """Arguments of ``CoordinateMLP`` beside the number of inputs."""
 
-    ``apply`` is a ``Normalized`` function of one member's parameters (a plain one without batch norm); vmap
-    it.
+    width: int
+    hidden: int
+    octaves: int
+    norm: str
+    activation: str
+    epsilon: float
+    random_shift: bool
+    dtype: DTypeLike | None
+
+
+def ensemble(
+    key: Key[Array, ""], members: int, inputs: int, **options: Unpack[Options]
+) -> tuple[Plain | Normalized, PyTree]:
+    """Return (apply, params) of independently drawn networks, parameters stacked along the first axis.
+
+    ``apply`` is a function of one member's parameters: a ``Normalized`` one with batch norm, a plain one without.
+    Use it under vmap.
+
+    Args:
+        key: random key of the parameters.
+        members: number of networks.
+        inputs: number of coordinates.
+        options: further arguments of ``CoordinateMLP``.
     """
     graph, *states = nnx.split(CoordinateMLP(inputs, rngs=nnx.Rngs(0), **options), nnx.Param, ...)
     rest = states[1]
 
-    def draw(k: jax.Array) -> Any:
+    def draw(k: Key[Array, ""]) -> PyTree:
         return nnx.split(CoordinateMLP(inputs, rngs=nnx.Rngs(params=k), **options), nnx.Param, ...)[1]
 
     params = jax.jit(jax.vmap(draw))(jax.random.split(key, members))
@@ -149,49 +177,51 @@ def ensemble(key: jax.Array, members: int, inputs: int, **options: Any) -> tuple
 class Fit(NamedTuple):
     """``params`` after training; ``steps`` (records,); ``observed``: stacked observations, members first."""
 
-    params: Any
+    params: PyTree
     steps: np.ndarray
-    observed: Any
+    observed: PyTree
 
 
 def fit(
-    apply: Any,
-    params: Any,
-    x: jax.Array,
-    y: jax.Array,
+    apply: Plain | Normalized,
+    params: PyTree,
+    x: Float[Array, "t d"],
+    y: Float[Array, " t"],
     *,
-    rate: float,
+    learning_rate: float,
     steps: int,
     every: int,
-    observe: Callable[[Any], Any],
+    observe: Callable[[PyTree], PyTree],
 ) -> Fit:
-    """Trains stacked networks at once: full-batch Adam, squared loss, cosine decay of the rate to 0.
+    """Train stacked networks at once: full-batch Adam, squared loss, cosine decay of the learning rate to 0.
 
     Args:
         apply: (params, x) -> (T,), of one member.
         params: stacked along the first axis (members).
         x, y: the training set (T, d), (T,).
-        rate: initial learning rate.
+        learning_rate: the initial one.
         steps, every: steps, and steps between observations.
         observe: params of one member -> pytree of arrays.
     """
-    optimiser = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
     loss = lambda p: 0.5 * jnp.mean((apply(p, x) - y) ** 2)
 
-    def step(state: Any, _: Any) -> Any:
+    def step(state: tuple[PyTree, optax.OptState], _: None) -> tuple[PyTree, optax.OptState]:
         p, memory = state
-        updates, memory = optimiser.update(jax.grad(loss)(p), memory, p)
+        updates, memory = optimizer.update(jax.grad(loss)(p), memory, p)
         return optax.apply_updates(p, updates), memory
 
-    def one(p: Any) -> Any:
-        return iterate(step, (p, optimiser.init(p)), None, steps, every, lambda s: observe(s[0]))
+    def one(p: PyTree) -> tuple[tuple[PyTree, optax.OptState], PyTree]:
+        return iterate(step, (p, optimizer.init(p)), None, steps, every, lambda s: observe(s[0]))
 
     (final, _), observed = jax.jit(jax.vmap(one))(params)
     return Fit(final, np.arange(every, steps + 1, every), observed)
 
 
-def evaluate(apply: Any, params: Any, z: jax.Array, x: jax.Array) -> jax.Array:
-    """Outputs at z under the batch statistics of the training inputs x."""
+def evaluate(
+    apply: Plain | Normalized, params: PyTree, z: Float[Array, "s d"], x: Float[Array, "t d"]
+) -> Float[Array, " s"]:
+    """Return the outputs at z under the batch statistics of the training inputs x."""
     if isinstance(apply, Normalized):
         return apply.apply(params, z, apply.statistics(params, x))
     return apply(params, z)
@@ -207,7 +237,7 @@ class Signal(NamedTuple):
 
 
 def sines(frequencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32), samples: int = 256, seed: int = 0) -> Signal:
-    """Sum of unit sines with random phases on [-1, 1), in cycles a period; held out: the midpoints."""
+    """Return a sum of unit sines with random phases on [-1, 1), in cycles a period; held out: the midpoints."""
     phases = np.random.RandomState(seed).uniform(0, 2 * np.pi, len(frequencies))  # noqa: NPY002 the paper's setup
     at = lambda t: np.sum(np.sin(2 * np.pi * np.outer(t, frequencies) + phases[None]), axis=1)
     t = np.arange(samples) / samples
@@ -217,7 +247,7 @@ def sines(frequencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32), samples: int = 25
 
 
 def picture(size: int = 32) -> Signal:
-    """Three plane waves and a disc at cell centres of [-1, 1]^2, standardised; held out: the cell corners."""
+    """Return three plane waves and a disc at cell centers of [-1, 1]^2, standardized; held out: the cell corners."""
 
     def at(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         pi = np.pi
@@ -225,18 +255,18 @@ def picture(size: int = 32) -> Signal:
         waves = waves + 0.15 * np.cos(pi * (9 * a + 7 * b) + 2)
         return waves + 0.2 * ((a - 0.2) ** 2 + (b + 0.1) ** 2 < 0.3)
 
-    centres = (np.arange(size) + 0.5) * 2 / size - 1
+    centers = (np.arange(size) + 0.5) * 2 / size - 1
     grid = lambda c: [g.reshape(-1) for g in np.meshgrid(c, c, indexing="ij")]
-    y = at(*grid(centres))
-    corners = centres[:-1] + 1 / size
+    y = at(*grid(centers))
+    corners = centers[:-1] + 1 / size
     truth = at(*grid(corners))
     point = lambda c: jnp.asarray(np.stack(grid(c), axis=1))
     scale = lambda v: jnp.asarray((v - y.mean()) / y.std())
-    return Signal(point(centres), scale(y), point(corners), scale(truth))
+    return Signal(point(centers), scale(y), point(corners), scale(truth))
 
 
 def photograph(name: str = "china.jpg", size: int = 64) -> Signal:
-    """A grey photograph that scikit-learn carries; every second pixel (checkerboard) is held out."""
+    """Return a grey photograph that scikit-learn carries; every second pixel (checkerboard) is held out."""
     from sklearn.datasets import load_sample_image
 
     image = np.asarray(load_sample_image(name), float).mean(axis=2)
@@ -244,8 +274,8 @@ def photograph(name: str = "china.jpg", size: int = 64) -> Signal:
     top, left = ((n - side) // 2 for n in image.shape)
     block = side // size
     image = image[top : top + side, left : left + side].reshape(size, block, size, block).mean(axis=(1, 3))
-    centres = (np.arange(size) + 0.5) * 2 / size - 1
-    a, b = np.meshgrid(centres, centres, indexing="ij")
+    centers = (np.arange(size) + 0.5) * 2 / size - 1
+    a, b = np.meshgrid(centers, centers, indexing="ij")
     points, values = np.stack([a.reshape(-1), b.reshape(-1)], axis=1), image.reshape(-1)
     keep = (np.add.outer(np.arange(size), np.arange(size)) % 2 == 0).reshape(-1)
     values = (values - values[keep].mean()) / values[keep].std()
@@ -254,8 +284,9 @@ def photograph(name: str = "china.jpg", size: int = 64) -> Signal:
 
 
 def frequency_error(outputs: jax.Array, y: jax.Array, frequencies: tuple[int, ...]) -> jax.Array:
-    """|DFT_k(outputs - y)| / |DFT_k(y)| at each frequency (cycles a period of an even grid),
-    (len(frequencies),).
+    """Return the relative error |DFT_k(outputs - y)| / |DFT_k(y)| at each frequency, (len(frequencies),).
+
+    Frequencies are in cycles a period of an even grid.
 
     >>> t = jnp.arange(8) / 8
     >>> round(float(frequency_error(0.25 * jnp.sin(2 * jnp.pi * t), jnp.sin(2 * jnp.pi * t), (1,))[0]), 4)
@@ -265,6 +296,6 @@ def frequency_error(outputs: jax.Array, y: jax.Array, frequencies: tuple[int, ..
     return jnp.abs(jnp.fft.rfft(outputs - y)[index]) / jnp.abs(jnp.fft.rfft(y)[index])
 
 
-def psnr(outputs: jax.Array, y: jax.Array, span: Any) -> jax.Array:
-    """Peak signal-to-noise ratio in dB for values that span ``span``."""
+def psnr(outputs: jax.Array, y: jax.Array, span: float | jax.Array) -> jax.Array:
+    """Return the peak signal-to-noise ratio in dB for values that span ``span``."""
     return 10 * jnp.log10(span**2 / jnp.mean((outputs - y) ** 2))

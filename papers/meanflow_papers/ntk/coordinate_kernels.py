@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.plots.style import COLOURS, PALE, key, panels, sparse
+from meanflow.plots.style import COLORS, PALE, key, panels, sparse
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk import coordinate
 from meanflow_papers.ntk.networks import seed_key
@@ -23,7 +23,7 @@ def draw(data: Arrays) -> Figure:
             values,
             np.arange(4) + 0.1 * (2 * k - 1),
             "os"[k],
-            color=COLOURS[k],
+            color=COLORS[k],
             ms=6,
             label=f"{inputs} coordinates",
         )

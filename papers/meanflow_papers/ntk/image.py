@@ -29,7 +29,7 @@ def _image(
     z, truth = (signal.x, signal.y) if train else (signal.held_out, signal.truth)
     observe = lambda p: coordinate.psnr(coordinate.evaluate(apply, p, z, signal.x), truth, span)
     run = coordinate.fit(
-        apply, params, signal.x, signal.y, rate=3e-3, steps=steps, every=every, observe=observe
+        apply, params, signal.x, signal.y, learning_rate=3e-3, steps=steps, every=every, observe=observe
     )
     return np.asarray(run.observed)
 
@@ -71,7 +71,7 @@ def spectral_bias_image(steps: int = 1000, seeds: int = 2) -> Outcome:
         for norm in ("none", "hidden")
     }
     noise = signal._replace(y=jnp.asarray(np.random.default_rng(0).normal(size=signal.y.shape)))
-    memorised = _image(noise, "hidden", 3, steps, seeds, 100, train=True)
+    memorized = _image(noise, "hidden", 3, steps, seeds, 100, train=True)
     gain = lambda inputs, record: float(
         np.mean(runs[f"{inputs}, hidden"][:, record] - runs[f"{inputs}, none"][:, record])
     )
@@ -79,12 +79,12 @@ def spectral_bias_image(steps: int = 1000, seeds: int = 2) -> Outcome:
         "000/E3",
         "batch norm improves images fitted by coordinate networks",
         "held out, raw coordinates gain about 1 dB; encoded ones only get there sooner",
-        {"steps": np.arange(100, steps + 1, 100), **runs, "white noise, training": memorised},
+        {"steps": np.arange(100, steps + 1, 100), **runs, "white noise, training": memorized},
         (
             Criterion("raw gain at the end, dB", gain("raw", -1), 0.7),
             Criterion("encoded gain at step 100, dB", gain("encoded", 0), 3.0),
             Criterion("encoded difference at the end, dB", gain("encoded", -1), -1.0, 1.0),
-            Criterion("white noise, training PSNR at the end, dB", float(memorised[:, -1].min()), 60.0),
+            Criterion("white noise, training PSNR at the end, dB", float(memorized[:, -1].min()), 60.0),
         ),
     )
 

@@ -1,13 +1,13 @@
 """Experiments E1 and E2: which frequencies of a signal a coordinate network learns first."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLOURS, PALE, below, key, panels, shades
+from meanflow.plots.style import COLORS, PALE, below, key, panels, shades
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk import coordinate
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -26,7 +26,9 @@ def _line(norm: str, octaves: int, rate: float, steps: int, seeds: int) -> dict[
         jax.random.key(0), seeds, 1, norm=norm, octaves=octaves, dtype=jnp.float32
     )
     observe = lambda p: coordinate.frequency_error(apply(p, signal.x), signal.y, FREQUENCIES)
-    run = coordinate.fit(apply, params, signal.x, signal.y, rate=rate, steps=steps, every=20, observe=observe)
+    run = coordinate.fit(
+        apply, params, signal.x, signal.y, learning_rate=rate, steps=steps, every=20, observe=observe
+    )
     errors = np.asarray(run.observed)
     below = errors <= 0.2
     reached = np.where(below.any(axis=1), run.steps[np.argmax(below, axis=1)], 2 * steps)
@@ -42,7 +44,7 @@ def _line(norm: str, octaves: int, rate: float, steps: int, seeds: int) -> dict[
     }
 
 
-def _interval(statistic: Any, *samples: np.ndarray, draws: int = 4000) -> np.ndarray:
+def _interval(statistic: Callable[..., float], *samples: np.ndarray, draws: int = 4000) -> np.ndarray:
     """(value, low, high): a statistic of independent samples, and its 95 % bootstrap interval."""
     rng = np.random.default_rng(0)
     again = [rng.choice(s, (draws, len(s))) for s in samples]
@@ -53,11 +55,11 @@ def _interval(statistic: Any, *samples: np.ndarray, draws: int = 4000) -> np.nda
 def draw(data: Arrays) -> Figure:
     """Error of each frequency in time, plain and batch norm, and at the end."""
     figure, grid = panels(1, 3, width=3.6, height=3.3)
-    colours = shades(len(FREQUENCIES))
+    colors = shades(len(FREQUENCIES))
     for ax, (name, run) in zip(grid, data.items(), strict=False):
         errors = np.median(run["errors"], axis=0)
         for k, frequency in enumerate(FREQUENCIES):
-            ax.plot(run["steps"], errors[:, k], color=colours[k], label=f"$k = {frequency}$")
+            ax.plot(run["steps"], errors[:, k], color=colors[k], label=f"$k = {frequency}$")
         ax.axhline(0.2, color=PALE, lw=0.8, ls="--")
         ax.set(xlabel="step", ylabel="relative error of the frequency", yscale="log")
         ax.set_title(name)
@@ -66,8 +68,8 @@ def draw(data: Arrays) -> Figure:
         below(ax, 6, fontsize=7, columnspacing=0.7, handlelength=0.9)
     for k, (name, run) in enumerate(data.items()):
         final = run["errors"][:, -1]
-        grid[2].plot(FREQUENCIES, np.median(final, axis=0), marker="os"[k], color=COLOURS[k], label=name)
-        grid[2].fill_between(FREQUENCIES, final.min(0), final.max(0), color=COLOURS[k], alpha=0.18, lw=0)
+        grid[2].plot(FREQUENCIES, np.median(final, axis=0), marker="os"[k], color=COLORS[k], label=name)
+        grid[2].fill_between(FREQUENCIES, final.min(0), final.max(0), color=COLORS[k], alpha=0.18, lw=0)
     grid[2].set_xscale("log", base=2)
     grid[2].set(yscale="log", xlabel="frequency $k$", ylabel="final relative error")
     grid[2].set_title("after training, all seeds")
@@ -85,13 +87,12 @@ def draw(data: Arrays) -> Figure:
     draw=draw,
 )
 def spectral_bias_line(steps: int = 2000, seeds: int = 16) -> Outcome:
-    """E1: fit six unit sines on raw 1-D coordinates, plain (rate 1e-2) and with batch norm on layers 2+
-    (1e-3).
+    """E1: fit six unit sines on raw 1-D coordinates, plain and with batch norm on layers 2+.
 
-    The paper claims that batch norm alleviates spectral bias. Rates are each side's best by final training
-    error; the plain side had the larger search. The plain network's final error at k = 16 varies by a
-    factor of 5 between seeds, so that the median of a few falls on either side of 0.15; the data hold
-    bootstrap intervals.
+    The paper claims that batch norm alleviates spectral bias. The learning rates, 1e-2 and 1e-3, are each
+    side's best by final training error; the plain side had the larger search. The plain network's final
+    error at k = 16 varies by a factor of 5 between seeds, so that the median of a few falls on either side
+    of 0.15; the data hold bootstrap intervals.
 
     Decisive are medians over seeds: the steps until the error at frequency 8 is below 0.2, the final error
     at 16, and the held-out error, each of batch norm against plain.

@@ -2,16 +2,18 @@
 
 import functools
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
+from meanflow.kernels.empirical.operator import KernelOperator
 from meanflow.plots.curves import convergence
-from meanflow.plots.style import COLOURS, below, key, panels
+from meanflow.plots.style import COLORS, below, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -58,7 +60,7 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
         network=network if inside else "plain",
         dtype=jnp.float32,
     )
-    kernel: Any
+    kernel: KernelOperator | jax.Array
     if inside:  # products with K alone: 24 for the edge of the spectrum, 20 for the moments
         kernel = kernels.ntk_operator(apply, weights, x, stats="batch")
     else:
@@ -159,9 +161,9 @@ def draw_ratio(data: Arrays) -> Figure:
     sizes = np.asarray(data["sizes"], float)
     for k, name in enumerate(("relu", "tanh")):
         values = np.asarray(data[name])
-        ax.plot(sizes, values, marker="os"[k], color=COLOURS[k], label=f"{name}: measured")
+        ax.plot(sizes, values, marker="os"[k], color=COLORS[k], label=f"{name}: measured")
         printed = values[0] * (sizes / sizes[0]) ** -0.5
-        ax.plot(sizes, printed, color=COLOURS[k], ls="--", lw=1, label=r"if $v \sim N^{3/2}$")
+        ax.plot(sizes, printed, color=COLORS[k], ls="--", lw=1, label=r"if $v \sim N^{3/2}$")
     ax.set_xscale("log", base=2)
     ax.set(xlabel="$N = T$", ylabel=r"$v_\lambda / m_\lambda^2$", ylim=(0, None))
     key(ax)

@@ -5,10 +5,8 @@ at 30, 60 and 80 % of 200 epochs, padded crops and mirrors, He weights shared by
 At a reduced size the path from the files to the table is checked, not the claim.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,12 +15,13 @@ from matplotlib.figure import Figure
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.plots.maps import dots
-from meanflow.plots.style import COLOURS, key, panels
+from meanflow.plots.style import COLORS, key, panels
 from meanflow.training import ResNet, Trainer, Watch, cifar, staircase
 from meanflow.training.data import Data, crop_and_flip
+from meanflow.training.networks import Norm
 from meanflow_papers.outcome import Arrays
 
-NORMS: dict[str, Callable[..., Any]] = {
+NORMS: dict[str, Norm] = {
     "BN": partial(BatchNorm, momentum=0.9),
     "unitization": partial(UnitizedBatchNorm, momentum=0.9, n="pixels"),
 }
@@ -39,7 +38,7 @@ def load(folder: str | Path | None, classes: int, limit: int | None) -> Data:
 
 def train(
     data: Data,
-    norm: Callable[..., Any],
+    norm: Norm,
     depth: int,
     classes: int,
     batch: int,
@@ -56,9 +55,12 @@ def train(
     return [trainer.run(jax.random.key(seed), data, epochs)[1] for seed in range(seeds)]
 
 
-def accuracies(*arguments: Any) -> np.ndarray:
-    """Final test accuracies (seeds,) of ``train``."""
-    return np.array([run["test_accuracy"][-1] for run in train(*arguments)])
+def accuracies(
+    data: Data, norm: Norm, depth: int, classes: int, batch: int, epochs: int, seeds: int
+) -> np.ndarray:
+    """Return the final test accuracies (seeds,) of ``train``, whose arguments these are."""
+    runs = train(data, norm, depth, classes, batch, epochs, seeds)
+    return np.array([run["test_accuracy"][-1] for run in runs])
 
 
 def draw_accuracies(data: Arrays) -> Figure:
@@ -68,6 +70,6 @@ def draw_accuracies(data: Arrays) -> Figure:
     for row, name in enumerate(data["accuracy"]):
         if name in data["published"]:
             label = "published" if row == 0 else None
-            ax.plot([data["published"][name]], [row], "x", color=COLOURS[1], ms=6, mew=1.5, label=label)
+            ax.plot([data["published"][name]], [row], "x", color=COLORS[1], ms=6, mew=1.5, label=label)
     key(ax)
     return figure

@@ -1,25 +1,24 @@
 """The network 64-[100]x10-8-10 on digits, with the normalization layers that Figures 2 and 3 compare."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import MLP, Trainer, Watch, digits, staircase
+from meanflow.training import MLP, Trainer, TrainState, Watch, digits, staircase
 from meanflow.training.data import Data
+from meanflow.training.networks import Norm
 
 _unit = partial(UnitizedBatchNorm, momentum=0.9)
-DENSE: dict[str, Callable[..., Any]] = {
+DENSE: dict[str, Norm] = {
     "BN": partial(BatchNorm, momentum=0.9),
     "(10) from 0": _unit,  # the stated default
     "(10) from .5": partial(_unit, alpha_init=0.5),
     "(10) from 1": partial(_unit, alpha_init=1.0),
     "(9) from .5": partial(_unit, alpha_init=0.5, interpolation="harmonic", alpha_constraint="clip"),
-    # true unitization; n = d multiplies by sqrt(d), so that outputs have the size of standardised ones
+    # true unitization; n = d multiplies by sqrt(d), so that outputs have the size of standardized ones
     "alpha = 1": partial(_unit, alpha_init=1.0, train_alpha=False, n="features"),
 }
 VARIANTS = {
@@ -38,8 +37,8 @@ def digit_splits(seeds: int, *, flat: bool) -> Data:
 
 
 def train_dense(
-    norm: Callable[..., Any], seeds: int, epochs: int, watch: Watch
-) -> tuple[Trainer, Any, dict[str, Any]]:
+    norm: Norm, seeds: int, epochs: int, watch: Watch
+) -> tuple[Trainer, TrainState, dict[str, np.ndarray]]:
     """The network 64-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %."""
     data = digit_splits(seeds, flat=True)
     schedule = staircase(0.05, epochs, data.train_x.shape[1] // 128)

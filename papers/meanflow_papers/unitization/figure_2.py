@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLOURS, panels
+from meanflow.plots.style import COLORS, panels
 from meanflow.training import Watch
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -21,7 +21,7 @@ def draw(data: Arrays) -> Figure:
             ax = grid[row * len(data) + column]
             values = np.asarray(run[what])[:, 0]  # first seed: (epochs, units)
             for k, unit in enumerate(values.T):
-                ax.plot(np.arange(1, len(unit) + 1), unit, lw=0.9, color=COLOURS[k % len(COLOURS)])
+                ax.plot(np.arange(1, len(unit) + 1), unit, lw=0.9, color=COLORS[k % len(COLORS)])
             if row == 0:
                 ax.set_title(VARIANTS.get(name, name))
             else:

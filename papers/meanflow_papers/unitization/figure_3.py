@@ -1,13 +1,13 @@
 """Figure 3: internal covariate shift and accuracy over training, on digits and on CIFAR."""
 
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.plots.curves import ics_trace, traces
-from meanflow.plots.style import PALE, panels
+from meanflow.plots.style import PALE, no_legend, panels
 from meanflow.training import Watch
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -27,7 +27,7 @@ def draw(data: Arrays) -> Figure:
     traces(axis, curves, right, xlabel="epoch", ylabel="test accuracy")
     for drop in drops:
         right.axvline(drop, color=PALE, lw=0.8, ls=":", zorder=0)
-    right.get_legend().remove()
+    no_legend(right)
     return figure
 
 
@@ -93,11 +93,11 @@ def figure_3(
     verdict="not tested",
     status="needs data",
     reason=CIFAR,
-    setup="the last normalisation layer, 2000 images, exact W1 on 400 of them (the paper: critics, six layers).",
+    setup="the last normalization layer, 2000 images, exact W1 on 400 of them (the paper: critics, six layers).",
     draw=draw,
 )
 def figure_3_cifar(
-    folder: Any = None,
+    folder: str | Path | None = None,
     classes: int = 10,
     depth: int = 110,
     epochs: int = EPOCHS,
@@ -119,7 +119,7 @@ def figure_3_cifar(
     """
     data = load(folder, classes, limit)
     watch = Watch(rows=min(inputs, 400), inputs=inputs)
-    runs: dict[str, Any] = {}
+    runs: Arrays = {}
     for name, norm in NORMS.items():
         records = train(data, norm, depth, classes, 128, epochs, seeds, watch)
         kept = [n for n in records[0] if n.startswith("ics_") or n == "test_accuracy"]

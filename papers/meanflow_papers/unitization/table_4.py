@@ -1,8 +1,8 @@
 """Table 4: batches of two images, on digits and on CIFAR."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.plots.maps import dots
 from meanflow.plots.style import panels
 from meanflow.training import CNN, Trainer, digits, staircase
+from meanflow.training.networks import Norm
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.unitization.cifar import EPOCHS, NORMS, accuracies, draw_accuracies, load
@@ -22,7 +23,7 @@ RATE = (
     "single runs at a constant rate end anywhere in .92 to .99, whatever the method; the independent check, with "
     "strides and split unknown to us, had .975 to .990; with a falling rate all lie within .96 to .99"
 )
-IMAGES: dict[str, Callable[..., Any]] = {
+IMAGES: dict[str, Norm] = {
     "BN": BatchNorm,
     **{f"GN{g}": partial(nnx.GroupNorm, num_groups=g) for g in (1, 2, 4, 8, 16)},
     "(10) n=HW": partial(UnitizedBatchNorm, n="pixels"),
@@ -114,7 +115,7 @@ def table_4(
     draw=draw_accuracies,
 )
 def table_4_cifar(
-    folder: Any = None,
+    folder: str | Path | None = None,
     depth: int = 110,
     epochs: int = EPOCHS,
     limit: int | None = None,

@@ -1,7 +1,7 @@
 """Tables 1 and 2: accuracy of ResNets on CIFAR, and the size of these networks."""
 
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from flax import nnx
@@ -19,7 +19,12 @@ PUBLISHED = {
 
 
 def _table(
-    folder: Any, classes: int, depths: tuple[int, ...], epochs: int, limit: int | None, seeds: int
+    folder: str | Path | None,
+    classes: int,
+    depths: tuple[int, ...],
+    epochs: int,
+    limit: int | None,
+    seeds: int,
 ) -> Outcome:
     data = load(folder, classes, limit)
     accuracy: dict[str, np.ndarray] = {}
@@ -59,7 +64,7 @@ def _table(
     draw=draw_accuracies,
 )
 def table_1(
-    folder: Any = None,
+    folder: str | Path | None = None,
     depths: tuple[int, ...] = (20, 110, 164),
     epochs: int = EPOCHS,
     limit: int | None = None,
@@ -93,7 +98,7 @@ def table_1(
     draw=draw_accuracies,
 )
 def table_2(
-    folder: Any = None,
+    folder: str | Path | None = None,
     depths: tuple[int, ...] = (20, 110, 164),
     epochs: int = EPOCHS,
     limit: int | None = None,
@@ -120,7 +125,7 @@ def resnet_sizes() -> Outcome:
     millions = {name: count / 1e6 for name, count in data.items()}
     return Outcome(
         "003/tables-1-2",
-        "ResNet-20, -110 and -164 with any normalisation layer (0.27 M, 1.7 M, 1.7 M parameters)",
+        "ResNet-20, -110 and -164 with any normalization layer (0.27 M, 1.7 M, 1.7 M parameters)",
         "sizes agree; the accuracies need CIFAR and an accelerator and were not run",
         data,
         (

@@ -3,19 +3,17 @@
 The paper shows its figures at one time. Its story of knots gathering at the samples depends on that time.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLOURS, PALE, panels
+from meanflow.plots.style import COLORS, PALE, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import planar_start, sinusoid, square_wave, train
 
 
-def _draw_course(data: dict[str, Any], time: str, label: str, logarithmic: bool) -> Any:
+def _draw_course(data: Arrays, time: str, label: str, logarithmic: bool) -> Figure:
     """Share of knots on samples, concentration and loss against time; medians over draws, and the draws."""
     figure, grid = panels(1, 3, width=3.0, height=2.7)
     rows = {"share": "share of knots on samples", "concentration": "concentration", "loss": "loss $L$"}
@@ -23,7 +21,7 @@ def _draw_course(data: dict[str, Any], time: str, label: str, logarithmic: bool)
         values = np.atleast_2d(np.asarray(data[name]))
         if len(values) > 1:
             ax.plot(np.asarray(data[time]), values.T, color=PALE, lw=0.8)
-        ax.plot(np.asarray(data[time]), np.median(values, axis=0), color=COLOURS[0], marker="o", ms=3)
+        ax.plot(np.asarray(data[time]), np.median(values, axis=0), color=COLORS[0], marker="o", ms=3)
         ax.set(xlabel=label, ylabel=text, xscale="log" if logarithmic else "linear")
         if name != "loss":
             ax.set_ylim(0, 1.02)

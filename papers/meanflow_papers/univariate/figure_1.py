@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from meanflow.flows.univariate import forces
 
 from meanflow.flows import univariate as uni
 from meanflow.flows.flow import predict
-from meanflow.flows.univariate import forces
 from meanflow.geometry import balance
 from meanflow.measures import Cloud
 from meanflow.plots.clouds import plane
@@ -30,7 +30,7 @@ def draw(data: Arrays) -> Figure:
     r = np.asarray(data["sign"]) * np.linalg.norm(uv, axis=1)
     plane(r, np.arctan2(uv[:, 1], uv[:, 0]), right, samples=data["samples"])
     for line in right.lines:
-        if line.get_label().startswith("$r"):
+        if str(line.get_label()).startswith("$r"):
             line.set_markersize(11)
     return figure
 

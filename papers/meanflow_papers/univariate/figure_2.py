@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from meanflow.geometry import balance
 from meanflow.measures import Polar
-from meanflow.plots.style import COLOURS, PALE, panels
+from meanflow.plots.style import COLORS, PALE, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import balance_title
@@ -21,8 +21,8 @@ def draw(data: Arrays) -> Figure:
     for ax, delta, path in zip(grid, deltas, paths, strict=True):
         for k, uv in enumerate(path):
             ax.plot([0, uv[0, 0]], [0, uv[0, 1]], color=PALE, lw=0.6, ls=":")
-            ax.plot(uv[:, 0], uv[:, 1], color=COLOURS[k], lw=1.8)
-            ax.plot(*uv[0], "o", color=COLOURS[k], ms=4)
+            ax.plot(uv[:, 0], uv[:, 1], color=COLORS[k], lw=1.8)
+            ax.plot(*uv[0], "o", color=COLORS[k], ms=4)
         ax.set(aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach), xlabel="$u$ (along $G$)")
         ax.set_title(balance_title(delta))
     grid[0].set_ylabel("$v$")

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-
 from meanflow.kernels.univariate import Finite, Law, Radial, Uniform, indicator, random_feature
-from meanflow.plots.style import COLOURS, DASHES, PALE, key, panels
+
+from meanflow.plots.style import COLORS, DASHES, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -29,7 +29,7 @@ def draw(data: Arrays) -> Figure:
             ax.plot(
                 x,
                 data[f"{law}/{term}/sampled"],
-                color=COLOURS[k],
+                color=COLORS[k],
                 lw=3,
                 alpha=0.35,
                 label=f"{label}, $m = 25000$",
@@ -37,7 +37,7 @@ def draw(data: Arrays) -> Figure:
             ax.plot(
                 x,
                 data[f"{law}/{term}/closed"],
-                color=COLOURS[k],
+                color=COLORS[k],
                 lw=1.2,
                 ls=DASHES[k],
                 label=f"{label}, closed form",

@@ -1,16 +1,14 @@
 """Figure 5: function and knots as the balance delta goes from -inf to +inf."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.geometry import balance
-from meanflow.measures import Cloud
+from meanflow.measures import Affine, Cloud
 from meanflow.plots.maps import number
-from meanflow.plots.style import COLOURS, MARKERS, canvas, key
+from meanflow.plots.style import COLORS, MARKERS, canvas, key
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import balance_title, draw_state, journeys_by_balance
@@ -58,7 +56,7 @@ def draw(data: Arrays) -> Figure:
         ),
     ):
         for k, (name, title) in enumerate(names.items()):
-            ax.plot(places, np.asarray(data[name]), marker=MARKERS[k], color=COLOURS[k], label=title)
+            ax.plot(places, np.asarray(data[name]), marker=MARKERS[k], color=COLORS[k], label=title)
         ax.set_xticks(places, [number(float(d)) for d in data["delta"]])
         ax.set(xlabel=r"$\delta$", ylabel=label)
         key(ax)
@@ -85,7 +83,7 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
     deltas = jnp.array([-jnp.inf, -100.0, -10.0, 0.0, 10.0, 100.0, jnp.inf])
     run = train(data, epochs, 20, 8)
 
-    def one(key: jax.Array, delta: jax.Array) -> Any:
+    def one(key: jax.Array, delta: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
         kp, kc = balance.factors(delta)
         w = balance.lift(Cloud(random_neurons(key, 200), labels=delta), "sqrt").particles
         return run(w, kp, kc, kappa)

@@ -1,7 +1,6 @@
 """Figure 5 and section 1.2 as one sweep over balances: the map of the regimes."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,8 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow.plots.maps import heat_map, number
-from meanflow.plots.style import COLOURS, MARKERS, key, panels
+from meanflow.plots.style import COLORS, MARKERS, key, panels
+from meanflow.sweeps import Observable
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -42,9 +42,7 @@ def draw(data: Arrays) -> Figure:
     figure, (ax,) = panels(1, 1, width=4.8, height=3.0)
     deltas = runs.delta.values
     for k, (name, title) in enumerate(names.items()):
-        ax.plot(
-            range(len(deltas)), end[name].values.ravel(), marker=MARKERS[k], color=COLOURS[k], label=title
-        )
+        ax.plot(range(len(deltas)), end[name].values.ravel(), marker=MARKERS[k], color=COLORS[k], label=title)
     ax.set_xticks(range(len(deltas)), [number(d) for d in deltas])
     ax.set(xlabel=r"balance $\delta$", ylabel="median over seeds", ylim=(-0.03, 1.05))
     key(ax)
@@ -66,8 +64,8 @@ def regime_map(
     seeds: int = 6,
     steps: int = 10_000,
     every: int | None = None,
-    observe: Mapping[str, Any] | None = None,
-    **run: Any,
+    observe: Mapping[str, Observable | None] | None = None,
+    store: str | None = None,
 ) -> Outcome:
     """Sweep the balance delta for 20 samples of sin(2 pi x), alpha = sqrt m, kappa = 0.2.
 
@@ -81,7 +79,7 @@ def regime_map(
         seeds, steps: of each cell.
         every: steps between saves; default start and end only.
         observe: observables to record beside those of the criteria.
-        run: further arguments of ``sweep``, such as ``store``.
+        store: folder in which the sweep keeps its results; default none.
     """
     x = np.linspace(-1, 1, 20)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
@@ -98,7 +96,7 @@ def regime_map(
         every=steps if every is None else every,
         step=mf.KernelStep(0.2),
         observe={name: None for name in defaults if name not in OBSERVED} | dict(observe or {}),
-        **run,
+        store=store,
     )
     end = ds.sel(width=200).median("seed")
     start, end = end.isel(step=0), end.isel(step=-1)

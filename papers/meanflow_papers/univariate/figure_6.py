@@ -1,7 +1,5 @@
 """Figure 6: 1000 neurons on a square wave at the two extreme balances."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +63,7 @@ def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
     run = train(data, epochs, 20, 6)
     settings = (jnp.array([-jnp.inf, jnp.inf]), jnp.array([1.0, 0.1]))
 
-    def one(key: jax.Array, delta: jax.Array, kappa: jax.Array) -> Any:
+    def one(key: jax.Array, delta: jax.Array, kappa: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         kp, kc = balance.factors(delta)
         w = balance.lift(Cloud(random_neurons(key, width), labels=delta), "sqrt").particles
         loss, stats, _ = run(w, kp, kc, kappa)

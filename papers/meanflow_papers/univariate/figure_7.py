@@ -9,7 +9,7 @@ from meanflow.flows import univariate as uni
 from meanflow.flows.flow import predict
 from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud
-from meanflow.plots.style import COLOURS, key, panels, shades, sparse
+from meanflow.plots.style import COLORS, key, panels, shades, sparse
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import last, square_wave, train
@@ -22,16 +22,16 @@ def draw(data: Arrays) -> Figure:
     grid[0].plot(x, np.asarray(data["before"])[0], color="black")
     grid[0].set(xlabel="$x$", ylabel="$f(x)$")
     grid[0].set_title("start, the same for every $k$")
-    colours = shades(len(scales))
+    colors = shades(len(scales))
     for k, scale in enumerate(scales):
-        grid[1].plot(x, np.asarray(data["after"])[k], color=colours[k], label=f"$k = {scale:g}$")
+        grid[1].plot(x, np.asarray(data["after"])[k], color=colors[k], label=f"$k = {scale:g}$")
     grid[1].set(xlabel="$x$", ylabel="$f(x)$")
     grid[1].set_title("after training")
     for ax in grid[:2]:
         sparse(ax)
     key(grid[1])
-    grid[2].plot(scales, np.asarray(data["turn"]), "o-", color=COLOURS[0], label=r"rms $\Delta\theta$")
-    grid[2].plot(scales, np.asarray(data["concentration"]), "s-", color=COLOURS[1], label="slope in 6 bins")
+    grid[2].plot(scales, np.asarray(data["turn"]), "o-", color=COLORS[0], label=r"rms $\Delta\theta$")
+    grid[2].plot(scales, np.asarray(data["concentration"]), "s-", color=COLORS[1], label="slope in 6 bins")
     grid[2].set(xscale="log", yscale="log", xlabel="scale $k$ of $(ka, kb, c/k)$")
     key(grid[2])
     return figure

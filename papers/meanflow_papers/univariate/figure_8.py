@@ -42,7 +42,7 @@ def draw(data: Arrays) -> Figure:
 
 @entry(
     "004/figure-8",
-    title="20, 200 and 2000 neurons from the default initialisation",
+    title="20, 200 and 2000 neurons from the default initialization",
     minutes=(0.4, 0.4),
     verdict="corrected",
     setup="20 samples of sin(2 pi x), alpha = 1, c ~ U(-1/m, 1/m), 10000 epochs.",

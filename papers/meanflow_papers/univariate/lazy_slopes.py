@@ -1,5 +1,7 @@
 """How far neurons turn until the data are fitted, against the width."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,29 @@ def draw(data: Arrays) -> Figure:
     return figure
 
 
+def _turn_until_fitted(
+    theta: jax.Array, alpha: jax.Array, end: jax.Array, *, data: Dataset
+) -> tuple[jax.Array, jax.Array]:
+    """Return how far the neurons have turned when the loss is 1e-3 of its start, and whether it got there by ``end``.
+
+    Args:
+        theta: angles (m/2,); each becomes two neurons with c = 1 and c = -1, so that f is 0 at the start.
+        alpha: scale of the network.
+        end: time on the lazy clock.
+        data: what is fitted.
+    """
+    # the lazy clock makes one horizon fit every alpha; the first save below the target is used
+    ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, end, 200).at[-1].set(end)])
+    turned = FromStart(lambda flow, cloud, data, start: rms_turn(start.particles, cloud.particles))
+    sign = jnp.ones_like(theta)
+    both = jnp.concatenate([theta, theta])
+    cloud = Cloud(Affine(jnp.cos(both), -jnp.sin(both), jnp.concatenate([sign, -sign])))
+    flow = uni.full(alpha)
+    run = solve(flow, cloud, data, end, ts=ts, observe=turned, solver="sliding", step=0.3, clock="lazy")
+    fitted = run.energy < 1e-3 * 0.5 * jnp.sum(data.y**2)
+    return run.observed[jnp.argmax(fitted)], fitted[-1]
+
+
 @entry(
     "004/lazy-slopes",
     title="how far neurons turn until the data are fitted, against the width, for alpha = m^p",
@@ -42,8 +67,7 @@ def lazy_slopes(
     powers: tuple[float, ...] = (0.0, 0.25, 0.5),
     neurons: int = 12800,
 ) -> Outcome:
-    """Measure how far neurons turn until the loss is 1e-3 of its start, against the width, for alpha =
-    m^power.
+    """Measure how far neurons turn until the data are fitted, against the width, for alpha = m^power.
 
     The paper claims that alpha = o(m) makes the motion of each neuron vanish and that the radial component
     dominates. Angles are drawn uniformly, each with both signs of c, so that f_0 = 0. Narrow networks vary
@@ -54,29 +78,7 @@ def lazy_slopes(
     """
     x = jnp.linspace(-1, 1, 6)
     data = Dataset(x, jnp.sin(2.5 * x) + 0.3 * x, weights="sum")
-    target = 1e-3 * 0.5 * jnp.sum(data.y**2)
-    turned = FromStart(lambda flow, cloud, data, start: rms_turn(start.particles, cloud.particles))
-
-    def one(theta: jax.Array, alpha: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # the lazy clock makes one horizon fit every alpha; the first save below the target is used
-        ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, end, 200).at[-1].set(end)])
-        sign = jnp.ones_like(theta)
-        both = jnp.concatenate([theta, theta])
-        cloud = Cloud(Affine(jnp.cos(both), -jnp.sin(both), jnp.concatenate([sign, -sign])))
-        run = solve(
-            uni.full(alpha),
-            cloud,
-            data,
-            end,
-            ts=ts,
-            observe=turned,
-            solver="sliding",
-            step=0.3,
-            clock="lazy",
-        )
-        fitted = run.energy < target
-        return run.observed[jnp.argmax(fitted)], fitted[-1]
-
+    one = partial(_turn_until_fitted, data=data)
     sweep = jax.jit(jax.vmap(jax.vmap(one, (0, None, None)), (None, 0, None)))
     drawn, spaced, reached = [], [], True
     for width in widths:

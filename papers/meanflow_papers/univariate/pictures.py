@@ -1,12 +1,13 @@
 """What several drawings of paper 004 share: titles, samples and rays, and runs that only a drawing needs."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike
+from matplotlib.axes import Axes
 
 import meanflow as mf
 from meanflow.flows import univariate as uni
@@ -14,7 +15,9 @@ from meanflow.geometry import balance
 from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
 from meanflow.plots.maps import number
-from meanflow_papers.univariate.setup import random_neurons
+from meanflow.plots.style import no_legend
+from meanflow_papers.outcome import Arrays
+from meanflow_papers.univariate.setup import Rate, random_neurons
 
 GRID = np.linspace(-1.15, 1.15, 921)
 FRAMES = 50
@@ -23,17 +26,17 @@ FRAMES = 50
 class Samples(NamedTuple):
     """Training samples, as the plots of functions take them: inputs and targets, (n,) each."""
 
-    x: Any
-    y: Any
+    x: ArrayLike
+    y: ArrayLike
 
 
 class Rays(NamedTuple):
     """Rays of the samples and whether they attract neurons of either sign, as ``classify_rays`` gives them."""
 
-    theta: Any
-    sample: Any
-    positive: Any
-    negative: Any
+    theta: ArrayLike
+    sample: ArrayLike
+    positive: ArrayLike
+    negative: ArrayLike
 
 
 def balance_title(delta: float) -> str:
@@ -48,13 +51,19 @@ def knot_places(theta: ArrayLike) -> np.ndarray:
 
 
 def draw_state(
-    ax_f: Any, ax_uv: Any, data: dict[str, Any], f: Any, r: Any, theta: Any, reach: Any = None
+    ax_f: Axes,
+    ax_uv: Axes,
+    data: Arrays,
+    f: ArrayLike,
+    r: ArrayLike,
+    theta: ArrayLike,
+    reach: float | None = None,
 ) -> None:
     """Function with knots on one Axes, neurons on the other."""
     fit(data["grid"], {"$f$": f}, Samples(data["x"], data["y"]), ax_f, knots=knot_places(theta))
-    ax_f.get_legend().remove()
     plane(r, theta, ax_uv, samples=data["x"], reach=reach)
-    ax_uv.get_legend().remove()
+    for ax in (ax_f, ax_uv):  # the panels are small
+        no_legend(ax)
 
 
 def journey(
@@ -63,12 +72,14 @@ def journey(
     epochs: int,
     step: mf.KernelStep,
     alpha: str,
-    kp: Any = 1.0,
-    kc: Any = 1.0,
+    kp: Rate = 1.0,
+    kc: Rate = 1.0,
 ) -> dict[str, jax.Array]:
     """Gradient descent of one network: f on the grid at the end, and (r, theta) at ``FRAMES`` + 1 times."""
     flow = uni.full(alpha, inner=kp, outer=kc)
-    see: Callable[..., Any] = lambda flow, cloud, data: balance.project(cloud, alpha).particles
+    see: Callable[[mf.Flow, mf.Cloud, mf.Dataset], mf.Polar] = lambda flow, cloud, data: (
+        balance.project(cloud, alpha).particles
+    )
     every = max(1, epochs // FRAMES)
     run = mf.descend(
         flow, mf.Cloud(start), data, every * FRAMES, step=step, clock="gradient", every=every, observe=see
@@ -78,8 +89,12 @@ def journey(
 
 
 def journeys_by_balance(
-    data: mf.Dataset, key: jax.Array, width: int, epochs: int, settings: Any
-) -> dict[str, Any]:
+    data: mf.Dataset,
+    key: jax.Array,
+    width: int,
+    epochs: int,
+    settings: tuple[Sequence[float], Sequence[float]],
+) -> Arrays:
     """``journey`` of one start for pairs (delta, kappa), alpha = sqrt m; arrays with a leading axis of pairs."""
 
     def one(delta: jax.Array, kappa: jax.Array) -> dict[str, jax.Array]:

@@ -6,16 +6,19 @@ the finding says so. Gradient descent uses the step kappa / lambda_max(K), renew
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from meanflow.flows.univariate import knots
 
 from meanflow.flows import univariate as uni
-from meanflow.flows.univariate import knots
 from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.solvers import FromStart, KernelStep, descend
+
+Rate: TypeAlias = float | jax.Array  # a number, which may be traced
+Tree = TypeVar("Tree")  # arrays of times, or dictionaries and tuples of them
 
 SQUARE_WAVE = (1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1)
 
@@ -76,7 +79,7 @@ def directions(w: Affine) -> jax.Array:
 
 
 def train(
-    data: Dataset, epochs: int, refresh: int | None, bins: int, alpha: Any = "sqrt", saves: int = 1
+    data: Dataset, epochs: int, refresh: int | None, bins: int, alpha: str | float = "sqrt", saves: int = 1
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array], Affine]]:
     """One run (particles, inner, outer, kappa) -> losses, statistics (both at ``saves`` + 1 times), final neurons.
 
@@ -86,7 +89,9 @@ def train(
         lambda flow, cloud, data, start: statistics(start.particles, cloud.particles, data.x, bins)
     )
 
-    def run(w: Affine, inner: Any, outer: Any, kappa: Any) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
+    def run(
+        w: Affine, inner: Rate, outer: Rate, kappa: Rate
+    ) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
         flow = uni.full(alpha, inner=inner, outer=outer)
         step = kappa if refresh is None else KernelStep(kappa, refresh)
         out = descend(
@@ -97,7 +102,7 @@ def train(
     return run
 
 
-def last(values: Any) -> Any:
+def last(values: Tree) -> Tree:
     """The entries at the last save."""
     return jax.tree.map(lambda u: u[..., -1], values)
 

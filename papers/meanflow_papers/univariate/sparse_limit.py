@@ -10,7 +10,7 @@ from meanflow.flows import univariate as uni
 from meanflow.flows.flow import Flow
 from meanflow.measures import Cloud, Dataset, Polar
 from meanflow.plots.curves import fit
-from meanflow.plots.style import COLOURS, PALE, panels
+from meanflow.plots.style import COLORS, PALE, panels
 from meanflow.solvers import KernelStep, solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -24,23 +24,42 @@ def draw(data: Arrays) -> Figure:
     for k, (excess, bound, fixed) in enumerate(
         zip(data["excess"], data["bound"], data["fixed_excess"], strict=True)
     ):
-        colour = COLOURS[k % len(COLOURS)]
-        left.plot(times, np.maximum(excess[1:], 1e-12), color=colour)
-        left.plot(fixed_times, fixed[1:], color=colour, ls="--", lw=0.8)
-        middle.plot(times, bound[1:], color=colour)
+        color = COLORS[k % len(COLORS)]
+        left.plot(times, np.maximum(excess[1:], 1e-12), color=color)
+        left.plot(fixed_times, fixed[1:], color=color, ls="--", lw=0.8)
+        middle.plot(times, bound[1:], color=color)
     left.set(xscale="log", yscale="log", xlabel="$t$", ylabel="$E/E_{\\min} - 1$")
     middle.axhline(1.0, color=PALE, lw=0.8)
     middle.set(xscale="log", xlabel="$t$", ylabel=r"$\sup|F|/\lambda$")
     best = np.asarray(data["f_best"])
     bent = int(np.argmax(np.abs(np.diff(best, 2)).sum(axis=1)))  # the data set with the most bends
-    curves = {"flow": np.asarray(data["f"])[bent], "minimiser": best[bent]}
+    curves = {"flow": np.asarray(data["f"])[bent], "minimizer": best[bent]}
     fit(data["grid"], curves, Samples(data["x"][bent], data["y"][bent]), right)
     return figure
 
 
+def _course(
+    flow: Flow, cloud: Cloud, x: np.ndarray, y: np.ndarray, lam: float, end: float
+) -> tuple[np.ndarray, sparse.Duality, Polar]:
+    """Solve the flow on each data set (draws, samples); return times, duality along the runs and final neurons."""
+    ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
+    # few neurons end up with all the mass, r^2 and the kernel grow fast: an older step would be too long
+    step = KernelStep(1.0, every=1)
+
+    def watch(flow: Flow, cloud: Cloud, data: Dataset) -> sparse.Duality:
+        return sparse.duality(*cloud.particles, data.x, data.y, lam)
+
+    def one(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar]:
+        data = Dataset(x, y, weights="sum")
+        sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step)
+        return sol.observed, sol.final.particles
+
+    return np.asarray(ts), *jax.jit(jax.vmap(one))(jnp.asarray(x), jnp.asarray(y))
+
+
 @entry(
     "004/sparse-limit",
-    title="the flow with the penalty (16) against the minimiser over all measures, with the dual certificate",
+    title="the flow with the penalty (16) against the minimizer over all measures, with the dual certificate",
     minutes=(1.0, 1.0),
     verdict="corrected",
     setup="five data sets of five samples, 128 neurons on the cylinder, lam = 0.3, t = 400 (radial: 10000).",
@@ -72,24 +91,8 @@ def sparse_limit(
     minimum = np.array([b.primal for b in best])[:, None]
     spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
     cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))
-    # few neurons end up with all the mass, r^2 and the kernel grow fast: an older step would be too long
-    step = KernelStep(1.0, every=1)
-
-    def watch(flow: Flow, cloud: Cloud, data: Dataset) -> sparse.Duality:
-        return sparse.duality(*cloud.particles, data.x, data.y, lam)
-
-    def course(flow: Flow, end: float) -> tuple[np.ndarray, sparse.Duality, Polar]:
-        ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
-
-        def one(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar]:
-            data = Dataset(x, y, weights="sum")
-            sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step)
-            return sol.observed, sol.final.particles
-
-        return np.asarray(ts), *jax.jit(jax.vmap(one))(jnp.asarray(x), jnp.asarray(y))
-
-    times, found, ends = course(uni.canonical(variation=lam), end)
-    fixed_times, fixed, _ = course(uni.radial(variation=lam), fixed_end)
+    times, found, ends = _course(uni.canonical(variation=lam), cloud, x, y, lam, end)
+    fixed_times, fixed, _ = _course(uni.radial(variation=lam), cloud, x, y, lam, fixed_end)
     excess, fixed_excess = (np.asarray(u.primal) / minimum - 1 for u in (found, fixed))  # (draws, times)
     bound = np.asarray(found.bound) / lam
     grid = np.linspace(-1, 1, 401)
@@ -103,7 +106,7 @@ def sparse_limit(
     rise = max(float(np.max(np.diff(u))) for u in (excess, fixed_excess))
     return Outcome(
         "004/sparse-limit",
-        "regularised, the flow finds the function of least weighted total variation of f' (16), (17)",
+        "regularized, the flow finds the function of least weighted total variation of f' (16), (17)",
         "true, with the weight sqrt(1 + x^2) that (17) leaves out, on every data set: the certificate |F| <= lam "
         "closes. With fixed directions it is much slower, and ends at the best measure on those directions",
         {
