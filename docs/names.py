@@ -58,7 +58,9 @@ def exported(module: str) -> list[Name]:
                     continue
                 home = f"{module}.{value.value}"
                 if isinstance(value.value, str) and source(home).exists():
-                    found[key.value] = Name(key.value, f"{home}.{key.value}", False)
+                    # a name that equals the last part of its module stands for the module itself (_lazy.attach)
+                    whole = value.value.rpartition(".")[2] == key.value
+                    found[key.value] = Name(key.value, home if whole else f"{home}.{key.value}", whole)
     return list(found.values())
 
 

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
+from meanflow.flows.observables import ON_REQUEST
 from meanflow.plots.clouds import directions
 from meanflow.report import write_report
-from meanflow.sweeps import Observable, particles
 from meanflow_papers.manifold.setup import alignment, quasi_normal, spokes
 from meanflow_papers.univariate.figure_5_map import regime_map
 
@@ -44,7 +44,7 @@ def regime_sweep(folder: pathlib.Path) -> None:
         deltas=(-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf),
         seeds=4,
         every=500,
-        observe={"neurons": Observable(particles, dims=("particle",))},
+        observe={"neurons": ON_REQUEST["neurons"]},
     )
     runs, samples = outcome.data["runs"], outcome.data["samples"]
     end = runs.isel(step=-1).median("seed")

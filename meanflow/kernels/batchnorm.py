@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow.activations import Activation, resolve
-from meanflow.layers.functional import recenter, spread
+from meanflow.layers.functional import batch_scale, recenter
 
 _HIGH = jax.lax.Precision.HIGHEST
 
@@ -30,7 +30,7 @@ def normalize(
     [-1.0, 1.0]
     """
     source = outputs if reference is None else reference
-    return (outputs - jnp.mean(source, axis=0, keepdims=True)) / spread(source, epsilon=epsilon)
+    return (outputs - jnp.mean(source, axis=0, keepdims=True)) / batch_scale(source, epsilon=epsilon)
 
 
 def jacobian_apply(
@@ -52,7 +52,7 @@ def jacobian_apply(
     """
     h = recenter(outputs)
     size = outputs.shape[0]
-    s = spread(outputs, epsilon=epsilon)[0]
+    s = batch_scale(outputs, epsilon=epsilon)[0]
     mean = jnp.mean(directions, axis=0, keepdims=True)
     along = (h @ directions)[None, :] / (size * s**2)
     if at is None or change is None:
@@ -179,7 +179,7 @@ def last_hidden_ntk(
     _checks.shape("weights", weights, (None, hidden.shape[1]))
     _checks.shape("readout", readout, (weights.shape[0],))
     z = jnp.matmul(hidden, weights.T, precision=_HIGH)
-    s = spread(z, epsilon=epsilon)
+    s = batch_scale(z, epsilon=epsilon)
     y = recenter(z) / s
     scale = jnp.ones_like(readout) if gamma is None else gamma
     shift = jnp.zeros_like(readout) if beta is None else beta

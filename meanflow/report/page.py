@@ -12,7 +12,7 @@ import xarray
 from numpy.typing import ArrayLike
 
 from meanflow.measures import Dataset
-from meanflow.sweeps.summary import failed, final
+from meanflow.sweeps.results import failed, final
 
 MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "energy")
 MOST_PARTICLES = 200  # per picture; more cannot be told apart
@@ -29,7 +29,7 @@ def write_report(
 
     Args:
         runs: a data set of ``sweep``. Predictions on a grid give the picture of f; an observable ``neurons`` made from
-            ``sweeps.particles`` gives that of the neurons.
+            ``"neurons"`` gives that of the neurons.
         path: HTML file to write.
         title: heading.
         samples: training data to draw, a ``Dataset`` or pair (x, y).

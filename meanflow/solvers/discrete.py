@@ -1,5 +1,6 @@
 """Discrete time: gradient descent and its relatives, on optax."""
 
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -10,6 +11,7 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow._checks import anything, choice, count, flag, instance, optional, prng_key
+from meanflow._identity import describe, json_digest
 from meanflow._numerics import iterate
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
@@ -256,8 +258,7 @@ def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data
         )
 
 
+@functools.lru_cache(maxsize=64)
 def describe_optimizer(optimizer: optax.GradientTransformation) -> str:
-    """Return a text that differs for different optimizers; see ``meanflow._identity``."""
-    from meanflow.sweeps.identity import describe
-
-    return str(describe(optimizer))
+    """Return a text that is equal for equal optimizers; remembered, since following their code takes milliseconds."""
+    return json_digest(describe(optimizer))

@@ -108,8 +108,8 @@ def full(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
-    inner: bool | jax.Array = True,
-    outer: bool | jax.Array = True,
+    inner: bool | float | jax.Array = True,
+    outer: bool | float | jax.Array = True,
     decay: Number | None = None,
     forces: str = "auto",
 ) -> Flow:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from meanflow._numerics import iterate
 from meanflow.depth.observables import rank, stable_rank
-from meanflow.depth.propagate import WEIGHTS
+from meanflow.depth.propagation import WEIGHTS
 from meanflow.layers import functional
 from meanflow.plots.curves import traces
 from meanflow.plots.style import COLORS, PALE, key, panels

@@ -46,7 +46,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
     x = jax.random.normal(jax.random.key(3), (seeds, n, 20)).at[:, 0].multiply(3.0)
     run = depth.propagate(jax.random.split(jax.random.key(31), seeds), x, [width] * layers, renormalize=True)
     odd = depth.odd_point(run.layers.gram[:, -1])
-    limit = depth.odd_state(n)
+    limit = depth.odd_points.odd_state(n)
     wide = depth.odd_point(depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1])
     return Outcome(
         name="002/figure-3",

@@ -60,7 +60,7 @@ def linear_rescale(
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
     mean = {rc: float(depth.pair_angles(grams[widths[1], rc][:, -1]).mean()) for rc in (False, True)}
     simplex = np.degrees(np.arccos(-1 / (n - 1)))
-    slope = depth.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")[0]
+    slope = depth.expected.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")[0]
     return Outcome(
         name="002/linear-rescale",
         claim="Rescaling alone makes a full-rank batch orthonormal as the depth grows (previous work).",

@@ -71,8 +71,9 @@ def one_neuron_per_sample(samples: int = 200, steps: int = 300) -> Outcome:
     data: Arrays = {}
     for relax in (0.0, 0.25, 0.5):
         kernel_init, bias_init = initializers_for(x[train], relax=relax)
-        kernel, bias = kernel_init(None, (64, samples), x.dtype), bias_init(None, (samples,), x.dtype)
-        code = depth.summary(jax.nn.relu(x[train] @ kernel + bias[None]))
+        unused = jax.random.key(0)  # these initializers are constants
+        kernel, bias = kernel_init(unused, (64, samples), x.dtype), bias_init(unused, (samples,), x.dtype)
+        code = depth.observables.summary(jax.nn.relu(x[train] @ kernel + bias[None]))
         silent = jnp.mean(jnp.all(x[test] @ kernel + bias[None] <= 0, axis=1))
         data[f"relax={relax}"] = {
             "angles": code.pair_angles, "rank": code.rank(1e-9), "silent": silent,

@@ -28,16 +28,16 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
 
     def layer(key: jax.Array, x: jax.Array, alpha: jax.Array) -> jax.Array:
         z = x @ (jax.random.normal(key, (4, rows)) * jnp.sqrt(2 * alpha / rows))
-        return gram(depth.Stages()(z))
+        return gram(depth.propagation.Stages()(z))
 
-    exact = depth.one_layer(x)
+    exact = depth.invariant.one_layer(x)
     measured = layer(jax.random.key(13), x, exact.alpha)
     off = spread / jnp.linalg.norm(spread, axis=1).at[0].set(1.0)[:, None]
-    near = depth.one_layer(x + 1e-6 * off)
+    near = depth.invariant.one_layer(x + 1e-6 * off)
     i, j = jnp.triu_indices(n - 1, 1)
     pairs = lambda d: d[1:n, 1:n][i, j]
     growth = jnp.max(pairs(near.expected_distances) / pairs(near.distances))
-    wide = depth.one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
+    wide = depth.invariant.one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
     shrink = pairs(wide.expected_distances) / pairs(wide.distances)
     return Outcome(
         name="002/theorems-13-14",

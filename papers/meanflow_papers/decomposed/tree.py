@@ -36,7 +36,11 @@ def figure_4(layers: int = 12) -> Outcome:
     widths = [2 ** (t + 1) for t in range(layers)]
     rows = lambda x: jnp.pad(x.T, ((0, 2**layers - x.shape[1]), (0, 0)))[:8]
     explicit = depth.propagate(
-        jax.random.key(0), x, widths, weights=depth.split_identity, observe=lambda x: (x @ x.T, rows(x))
+        jax.random.key(0),
+        x,
+        widths,
+        weights=depth.propagation.split_identity,
+        observe=lambda x: (x @ x.T, rows(x)),
     )
     grams, first = explicit.layers
     record = depth.tree(x, layers)

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
+from meanflow.geometry import omega
 from meanflow.measures import laws
 from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.entry import entry
@@ -58,11 +59,12 @@ def theorem_3(width: int = 12, points: int = 300, t1: float = 20.0, activation: 
     x = rng.normal(size=(points, 3)) @ rng.normal(size=(3, 3)) + 1.5
     data = mf.Dataset(x, np.sin(x[:, 0]) + 0.3 * x[:, 1])
     raw, manifold = mf.batchnorm(activation).bind(data), mf.batchnorm_manifold(activation).bind(data)
+    sigma = data.moments()[1]
     solve = partial(mf.solve, t1=t1, ts=11, rtol=1e-11, atol=1e-12)
     numbers = {}
     for name, law in {"c = 1": laws.sphere(3), "c in 0.2..5": laws.mixed_scales(3, 0.2, 5.0)}.items():
         cloud = raw.init(jax.random.key(2), width, dim=3, b=law)
-        reduced = mf.geometry.project(cloud, raw.feature.sigma)
+        reduced = mf.geometry.project(cloud, sigma)
         one = solve(raw, cloud, data)
         two = solve(manifold, reduced, data)
         unit = mf.Cloud(reduced.particles, reduced.weights)
@@ -71,8 +73,9 @@ def theorem_3(width: int = 12, points: int = 300, t1: float = 20.0, activation: 
             jax.vmap(lambda c, m=model: mf.predict(m, c, data.x))(sol.clouds)
             for model, sol in ((raw, one), (manifold, two), (manifold, printed))
         ]
+        assert one.clouds is not None and two.clouds is not None  # whole clouds were saved
         norms = jnp.linalg.norm(one.clouds.particles.b, axis=-1)
-        size = jax.vmap(lambda b: mf.geometry.sigma_norm(b, raw.feature.sigma))(two.clouds.particles.b)
+        size = jax.vmap(lambda b: omega.sigma_norm(b, sigma))(two.clouds.particles.b)
         numbers[name] = {
             "gap": float(jnp.max(jnp.abs(f[0] - f[1]))),
             "printed": float(jnp.max(jnp.abs(f[0] - f[2]))),

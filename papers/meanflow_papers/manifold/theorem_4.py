@@ -53,7 +53,7 @@ def theorem_4(largest: int = 12, seeds: int = 32, t1: float = 5.0) -> Outcome:
     function = lambda flow, cloud, data: mf.predict(flow, cloud, data.x)
 
     def limit(cloud: mf.Cloud) -> jax.Array:
-        return mf.solve(flow, flow.space.settle(cloud), data, t1, step=0.125, observe=function).observed[-1]
+        return mf.solve(flow, flow.space.from_raw(cloud), data, t1, step=0.125, observe=function).observed[-1]
 
     truth = limit(quadrature((48, 256), mf.Neurons, rule, rule=("gauss", "midpoint")))
     starts = {
@@ -99,6 +99,7 @@ def theorem_4_bounds(width: int = 256, t1: float = 5.0) -> Outcome:
     flow, data = ring_problem()
     cloud = flow.init(jax.random.key(4), width, dim=2)
     sol = mf.solve(flow, cloud, data, t1, ts=21, rtol=1e-10, atol=1e-12)
+    assert sol.clouds is not None  # whole clouds were saved
     velocities = jax.vmap(lambda c: mf.velocity(flow, c, data).a)(sol.clouds)
     start = float(sol.energy[0])
     sharp = np.sqrt(2 * start)  # (|s(0)| + Lip s) = 1 for tanh, and E (bb . x)^2 = 1

@@ -55,7 +55,7 @@ def theorem_5(width: int = 64, points: int = 64, t1: float = 300.0) -> Outcome:
     student = mf.batchnorm_manifold(activations.softplus(4.0), covariance=np.diag(SPREAD), mean=np.zeros(2))
     teacher_turn = np.array([0.4, 1.9, 4.0])
     directions = jnp.stack([jnp.cos(teacher_turn), jnp.sin(teacher_turn)], axis=1)
-    teacher = student.space.settle(mf.Cloud(mf.Neurons(3.0 * jnp.array([1.0, -1.0, 1.5]), directions)))
+    teacher = student.space.from_raw(mf.Cloud(mf.Neurons(3.0 * jnp.array([1.0, -1.0, 1.5]), directions)))
     data = mf.Dataset(x, mf.predict(student, teacher, x))
     numbers = {}
     for name, turn in {
@@ -63,7 +63,7 @@ def theorem_5(width: int = 64, points: int = 64, t1: float = 300.0) -> Outcome:
         "arc": np.linspace(0.0, 0.5, width),
     }.items():
         b = jnp.stack([jnp.cos(turn), jnp.sin(turn)], axis=1)
-        cloud = student.space.settle(mf.Cloud(mf.Neurons(jnp.zeros(width), b)))
+        cloud = student.space.from_raw(mf.Cloud(mf.Neurons(jnp.zeros(width), b)))
         sol = mf.solve(student, cloud, data, t1, rtol=1e-8, atol=1e-10)
         numbers[name] = {
             "separates": float(separates(cloud, 1.0, tolerance=0.15)),

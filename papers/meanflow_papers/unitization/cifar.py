@@ -16,12 +16,13 @@ from matplotlib.figure import Figure
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.plots.maps import dots
 from meanflow.plots.style import COLORS, key, panels
-from meanflow.training import ResNet, Trainer, Watch, cifar, staircase
-from meanflow.training.data import Data, crop_and_flip
-from meanflow.training.networks import Norm
+from meanflow.training import ResNet, Trainer, Watch
+from meanflow.training.data import Data, cifar, crop_and_flip
+from meanflow.training.networks import MakeNorm
+from meanflow.training.trainer import staircase
 from meanflow_papers.outcome import Arrays
 
-NORMS: dict[str, Norm] = {
+NORMS: dict[str, MakeNorm] = {
     "BN": partial(BatchNorm, momentum=0.9),
     "unitization": partial(UnitizedBatchNorm, momentum=0.9, n="pixels"),
 }
@@ -38,7 +39,7 @@ def load(folder: str | Path | None, classes: int, limit: int | None) -> Data:
 
 def train(
     data: Data,
-    norm: Norm,
+    norm: MakeNorm,
     depth: int,
     classes: int,
     batch: int,
@@ -56,7 +57,7 @@ def train(
 
 
 def accuracies(
-    data: Data, norm: Norm, depth: int, classes: int, batch: int, epochs: int, seeds: int
+    data: Data, norm: MakeNorm, depth: int, classes: int, batch: int, epochs: int, seeds: int
 ) -> np.ndarray:
     """Return the final test accuracies (seeds,) of ``train``, whose arguments these are."""
     runs = train(data, norm, depth, classes, batch, epochs, seeds)

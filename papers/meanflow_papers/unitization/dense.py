@@ -7,12 +7,13 @@ import numpy as np
 import optax
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import MLP, Trainer, TrainState, Watch, digits, staircase
-from meanflow.training.data import Data
-from meanflow.training.networks import Norm
+from meanflow.training import MLP, Trainer, Watch
+from meanflow.training.data import Data, digits
+from meanflow.training.networks import MakeNorm
+from meanflow.training.trainer import TrainState, staircase
 
 _unit = partial(UnitizedBatchNorm, momentum=0.9)
-DENSE: dict[str, Norm] = {
+DENSE: dict[str, MakeNorm] = {
     "BN": partial(BatchNorm, momentum=0.9),
     "(10) from 0": _unit,  # the stated default
     "(10) from .5": partial(_unit, alpha_init=0.5),
@@ -37,7 +38,7 @@ def digit_splits(seeds: int, *, flat: bool) -> Data:
 
 
 def train_dense(
-    norm: Norm, seeds: int, epochs: int, watch: Watch
+    norm: MakeNorm, seeds: int, epochs: int, watch: Watch
 ) -> tuple[Trainer, TrainState, dict[str, np.ndarray]]:
     """The network 64-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %."""
     data = digit_splits(seeds, flat=True)

@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.plots.maps import dots
 from meanflow.plots.style import panels
-from meanflow.training import CNN, Trainer, digits, staircase
-from meanflow.training.networks import Norm
+from meanflow.training import CNN, Trainer
+from meanflow.training.data import digits
+from meanflow.training.networks import MakeNorm
+from meanflow.training.trainer import staircase
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.unitization.cifar import EPOCHS, NORMS, accuracies, draw_accuracies, load
@@ -23,7 +25,7 @@ RATE = (
     "single runs at a constant rate end anywhere in .92 to .99, whatever the method; the independent check, with "
     "strides and split unknown to us, had .975 to .990; with a falling rate all lie within .96 to .99"
 )
-IMAGES: dict[str, Norm] = {
+IMAGES: dict[str, MakeNorm] = {
     "BN": BatchNorm,
     **{f"GN{g}": partial(nnx.GroupNorm, num_groups=g) for g in (1, 2, 4, 8, 16)},
     "(10) n=HW": partial(UnitizedBatchNorm, n="pixels"),

@@ -7,7 +7,8 @@ import numpy as np
 from flax import nnx
 
 from meanflow.layers import BatchNorm
-from meanflow.training import ResNet, count_parameters
+from meanflow.training import ResNet
+from meanflow.training.resnet import count_parameters
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.outcome import Criterion, Outcome
 from meanflow_papers.unitization.cifar import EPOCHS, NORMS, accuracies, draw_accuracies, load

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from meanflow.flows.univariate import forces
 
-from meanflow.flows import univariate as uni
+from meanflow import univariate as uni
 from meanflow.flows.flow import predict
-from meanflow.geometry import balance
 from meanflow.measures import Cloud
 from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
 from meanflow.plots.style import PALE, key, panels
+from meanflow.univariate import balance, forces
+from meanflow.univariate.rays import dead_arc
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import random_neurons
@@ -71,6 +71,6 @@ def figure_1(seed: int = 0) -> Outcome:
             Criterion("knot = -v/u", float(jnp.max(jnp.abs(knot + plane[:, 1] / plane[:, 0]))), 0, 1e-9),
             Criterion("patterns", float(len(patterns)), 10, 10),
             Criterion("regions", float(len(set(regions.tolist()))), 10, 10),
-            Criterion("dead arc", float(jnp.mean(regions == 0) * 2 * jnp.pi - uni.dead_arc(x)), -3e-4, 3e-4),
+            Criterion("dead arc", float(jnp.mean(regions == 0) * 2 * jnp.pi - dead_arc(x)), -3e-4, 3e-4),
         ),
     )

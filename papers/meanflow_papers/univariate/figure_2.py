@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.geometry import balance
 from meanflow.measures import Polar
 from meanflow.plots.style import COLORS, PALE, panels
+from meanflow.univariate import balance
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import balance_title

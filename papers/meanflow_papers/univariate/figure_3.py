@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from meanflow.kernels.univariate import Finite, Law, Radial, Uniform, indicator, random_feature
 
 from meanflow.plots.style import COLORS, DASHES, PALE, key, panels
+from meanflow.univariate.kernels import Finite, Law, Radial, Uniform, indicator, random_feature
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.flows.univariate.knots import piecewise_linear
 from meanflow.kernels.regime import kernel_flow, minimum_norm
-from meanflow.kernels.splines import natural_spline, spline_interpolant
-from meanflow.kernels.univariate import Finite, Law, Signs, Uniform, random_feature
 from meanflow.plots.curves import convergence, fit
 from meanflow.plots.style import below, panels
+from meanflow.univariate.kernels import Finite, Law, Signs, Uniform, random_feature
+from meanflow.univariate.knots import piecewise_linear
+from meanflow.univariate.splines import natural_spline, spline_interpolant
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import Samples

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
+from meanflow.flows import Observable
 from meanflow.plots.maps import heat_map, number
 from meanflow.plots.style import COLORS, MARKERS, key, panels
-from meanflow.sweeps import Observable
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -84,7 +84,7 @@ def regime_map(
     x = np.linspace(-1, 1, 20)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
     flow = mf.lifted(alpha="sqrt")
-    defaults = mf.sweeps.default_observables(flow, data)
+    defaults = flow.observables(data)
     ds = mf.sweep(
         flow,
         data,

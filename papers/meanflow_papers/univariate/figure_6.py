@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.geometry import balance
 from meanflow.measures import Cloud
 from meanflow.plots.clouds import plane
 from meanflow.plots.style import panels
+from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import balance_title, draw_state, journeys_by_balance

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.flows import univariate as uni
+from meanflow import univariate as uni
 from meanflow.flows.flow import predict
-from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud
 from meanflow.plots.style import COLORS, key, panels, shades, sparse
+from meanflow.univariate import balance
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import last, square_wave, train

@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.geometry import balance
 from meanflow.measures import Affine
 from meanflow.plots.style import panels
+from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import GRID, draw_state, journey

@@ -6,15 +6,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.flows import univariate as uni
+from meanflow import univariate as uni
 from meanflow.flows.flow import predict
-from meanflow.flows.univariate import forces
-from meanflow.geometry import balance
 from meanflow.measures import Affine, Cloud
 from meanflow.plots.clouds import attractors, field, plane, regions
 from meanflow.plots.curves import fit
 from meanflow.plots.style import panels
 from meanflow.solvers import Solution, solve
+from meanflow.univariate import balance, forces
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import GRID, Rays, Samples, knot_places
@@ -95,7 +94,9 @@ def figure_9(
     data = square_wave()
     cloud = balance.lift(Cloud(random_neurons(jax.random.key(9), width), labels=jnp.inf), "sqrt")
     flow = uni.full("sqrt", outer=False)
-    sol = solve(flow, cloud, data, times[-1], ts=times, solver="sliding", step=step, clock="gradient")
+    sol = solve(
+        flow, cloud, data, times[-1], ts=jnp.asarray(times), solver="sliding", step=step, clock="gradient"
+    )
 
     def inspect(w: Affine) -> dict[str, jax.Array]:
         residual = predict(flow, cloud.at(w), data.x) - data.y

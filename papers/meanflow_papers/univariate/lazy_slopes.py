@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.flows import univariate as uni
+from meanflow import univariate as uni
+from meanflow.flows import FunctionObservable
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import panels
-from meanflow.solvers import FromStart, solve
+from meanflow.solvers import solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import rms_turn
@@ -43,7 +44,9 @@ def _turn_until_fitted(
     """
     # the lazy clock makes one horizon fit every alpha; the first save below the target is used
     ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, end, 200).at[-1].set(end)])
-    turned = FromStart(lambda flow, cloud, data, start: rms_turn(start.particles, cloud.particles))
+    turned = FunctionObservable(
+        lambda flow, cloud, data, start: rms_turn(start.particles, cloud.particles), from_start=True
+    )
     sign = jnp.ones_like(theta)
     both = jnp.concatenate([theta, theta])
     cloud = Cloud(Affine(jnp.cos(both), -jnp.sin(both), jnp.concatenate([sign, -sign])))

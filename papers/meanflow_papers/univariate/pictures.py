@@ -10,12 +10,12 @@ from jaxtyping import ArrayLike
 from matplotlib.axes import Axes
 
 import meanflow as mf
-from meanflow.flows import univariate as uni
-from meanflow.geometry import balance
+from meanflow import univariate as uni
 from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
 from meanflow.plots.maps import number
 from meanflow.plots.style import no_legend
+from meanflow.univariate import balance
 from meanflow_papers.outcome import Arrays
 from meanflow_papers.univariate.setup import Rate, random_neurons
 

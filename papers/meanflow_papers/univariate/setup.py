@@ -10,12 +10,12 @@ from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from meanflow.flows.univariate import knots
 
-from meanflow.flows import univariate as uni
-from meanflow.geometry import balance
+from meanflow import univariate as uni
+from meanflow.flows import FunctionObservable
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.solvers import FromStart, KernelStep, descend
+from meanflow.solvers import KernelStep, descend
+from meanflow.univariate import balance, knots
 
 Rate: TypeAlias = float | jax.Array  # a number, which may be traced
 Tree = TypeVar("Tree")  # arrays of times, or dictionaries and tuples of them
@@ -85,8 +85,9 @@ def train(
 
     The step is kappa / lambda_max(K), renewed every ``refresh`` epochs; with None it is kappa. Made for vmap.
     """
-    see = FromStart(
-        lambda flow, cloud, data, start: statistics(start.particles, cloud.particles, data.x, bins)
+    see = FunctionObservable(
+        lambda flow, cloud, data, start: statistics(start.particles, cloud.particles, data.x, bins),
+        from_start=True,
     )
 
     def run(

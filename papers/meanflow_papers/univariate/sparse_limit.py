@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from meanflow.flows.univariate import sparse
 
-from meanflow.flows import univariate as uni
+from meanflow import univariate as uni
 from meanflow.flows.flow import Flow
 from meanflow.measures import Cloud, Dataset, Polar
 from meanflow.plots.curves import fit
 from meanflow.plots.style import COLORS, PALE, panels
 from meanflow.solvers import KernelStep, solve
+from meanflow.univariate import sparse
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import Samples

@@ -1,8 +1,8 @@
 """The odd point: recenter + ReLU sends one sample away from all the others.
 
-At infinite width the layer K <- J(HKH) is bistable from n = 7 on. Besides the symmetric state (all pairwise
-cosines kappa(-1/(n-1))) it has a state with one long sample, nearly orthogonal to a cluster of the others.
-The cluster does not collapse to a point, as the invariant representation of "BN decomposed" (Definition 12)
+At infinite width the layer K <- J(HKH) is bistable from n = 7 samples on. Besides the symmetric state, in which all
+pairwise cosines are kappa(-1/(n-1)), it has a state with one long sample that is nearly orthogonal to a cluster of the
+others. The cluster does not collapse to a point, as the invariant representation of "BN decomposed" (Definition 12)
 has it: its angles tend to about 540/n degrees.
 """
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
 from meanflow.depth import observables
@@ -18,30 +19,30 @@ from meanflow.kernels.infinite.dual import dual_activation
 
 
 class OddPoint(NamedTuple):
-    """Diagnostics of one batch (leading axes allowed).
+    """How far the longest sample of a batch is from all the others.
 
     Attributes:
-        sample: the longest one.
+        sample: index of the longest sample.
         norm_ratio: its length over that of the second longest.
         odd_angle: mean angle in degrees between it and the others.
         cluster_angle: mean angle in degrees among the others.
-        escaped: norm_ratio above the threshold.
+        escaped: whether norm_ratio is above the threshold.
     """
 
-    sample: jax.Array
-    norm_ratio: jax.Array
-    odd_angle: jax.Array
-    cluster_angle: jax.Array
-    escaped: jax.Array
+    sample: Int[Array, "*lead"]
+    norm_ratio: Float[Array, "*lead"]
+    odd_angle: Float[Array, "*lead"]
+    cluster_angle: Float[Array, "*lead"]
+    escaped: Bool[Array, "*lead"]
 
 
-def odd_point(gram: jax.Array, threshold: float | None = None) -> OddPoint:
-    """Which sample has escaped, and how far.
+def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = None) -> OddPoint:
+    """Find the sample that has escaped from the others, and measure how far.
 
     Args:
-        gram: (..., n, n), n >= 3.
-        threshold: norm ratio that counts as an escape. By default sqrt(n - 1), the geometric mean of the
-            symmetric state's 1 and Definition 12's n - 1.
+        gram: Gram matrix of n >= 3 samples; leading axes such as (seeds, layers) are kept.
+        threshold: the norm ratio that counts as an escape. The default sqrt(n - 1) is the geometric mean of 1, the
+            ratio of the symmetric state, and n - 1, the ratio of Definition 12.
 
     >>> import jax.numpy as jnp, meanflow as mf
     >>> batch = mf.depth.invariant_representation(20)
@@ -49,6 +50,7 @@ def odd_point(gram: jax.Array, threshold: float | None = None) -> OddPoint:
     >>> int(odd.sample), round(float(odd.norm_ratio), 3), float(odd.odd_angle)
     (0, 19.0, 90.0)
     """
+    gram = jnp.asarray(gram)
     n = gram.shape[-1]
     if n < 3:
         raise ValueError(f"gram must describe at least 3 samples, got {n}")
@@ -67,28 +69,31 @@ def odd_point(gram: jax.Array, threshold: float | None = None) -> OddPoint:
 
 
 class Blocks(NamedTuple):
-    """Gram matrix of exchangeable groups of samples: B groups of sizes m_b, n = sum m_b.
+    """The Gram matrix of a batch that consists of groups of exchangeable samples.
 
     Attributes:
-        sizes: (B,) samples in each group, as floats.
-        square: (B,) squared length of each sample of a group.
-        inner: (B, B) inner product of two *different* samples of groups b and c (unused on the diagonal where
-            a group has one sample).
+        sizes: number of samples in each group, as floats.
+        square: squared length of each sample of a group.
+        inner: inner product of two *different* samples, one of each group. The diagonal entry of a group with a
+            single sample is not used.
     """
 
-    sizes: jax.Array
-    square: jax.Array
-    inner: jax.Array
+    sizes: Float[Array, "groups"]
+    square: Float[Array, "groups"]
+    inner: Float[Array, "groups groups"]
 
-    def expand(self) -> jax.Array:
-        """The (n, n) Gram matrix. Sizes must be known outside of compilation."""
+    def expand(self) -> Float[Array, "n n"]:
+        """Return the Gram matrix of all samples. The sizes must be known outside of compilation."""
         label = jnp.repeat(jnp.arange(len(self.sizes)), self.sizes.astype(int))
         full = self.inner[label[:, None], label[None, :]]
         return full.at[jnp.diag_indices(full.shape[0])].set(self.square[label])
 
 
 def block_layer(blocks: Blocks) -> Blocks:
-    """One infinitely wide layer of recenter + ReLU, scaled to mean squared length 1: J(HKH) in O(B^2)."""
+    """Apply one infinitely wide layer of recenter + ReLU, J(HKH), and scale to mean squared length 1.
+
+    The cost is O(groups^2), whatever the number of samples.
+    """
     sizes, square, inner = blocks
     n = jnp.sum(sizes)
     with_mean = (square - jnp.diagonal(inner) + inner @ sizes) / n  # <x_b, mean>
@@ -103,25 +108,26 @@ def block_layer(blocks: Blocks) -> Blocks:
 
 
 class OddState(NamedTuple):
-    """Where one outlier ends up at infinite width.
+    """The state that a batch with one outlier reaches at infinite width.
 
     Attributes:
-        norm_ratio: odd sample over cluster sample (1 in the symmetric state; Definition 12: n - 1).
-        odd_angle: degrees between them.
-        cluster_angle: degrees between two cluster samples.
+        norm_ratio: length of the odd sample over that of a sample in the cluster. It is 1 in the symmetric state and
+            n - 1 in Definition 12.
+        odd_angle: angle in degrees between the odd sample and one in the cluster.
+        cluster_angle: angle in degrees between two samples in the cluster.
         residual: largest change of an entry in the last layer.
-        blocks: the state itself, groups of 1 and n - 1.
+        blocks: the state itself, with groups of 1 and of n - 1 samples.
     """
 
-    norm_ratio: jax.Array
-    odd_angle: jax.Array
-    cluster_angle: jax.Array
-    residual: jax.Array
+    norm_ratio: Float[Array, ""]
+    odd_angle: Float[Array, ""]
+    cluster_angle: Float[Array, ""]
+    residual: Float[Array, ""]
     blocks: Blocks
 
 
 @partial(jax.jit, static_argnames=("max_steps",))
-def _outlier_limit(n: jax.Array, scale: jax.Array, tolerance: float, max_steps: int) -> OddState:
+def _outlier_limit(n: jax.Array, scale: jax.Array, tolerance: ArrayLike, max_steps: int) -> OddState:
     dtype = jnp.result_type(scale, float)
     sizes = jnp.stack([jnp.ones((), dtype), n.astype(dtype) - 1])
     square = jnp.stack([jnp.square(scale).astype(dtype), jnp.ones((), dtype)])
@@ -148,14 +154,25 @@ def _outlier_limit(n: jax.Array, scale: jax.Array, tolerance: float, max_steps: 
     )
 
 
-def odd_state(n: int, scale: float = 20.0, *, tolerance: float = 1e-13, max_steps: int = 200_000) -> OddState:
-    """Limit of recenter + ReLU at infinite width: n orthonormal samples, one multiplied by ``scale``.
+def odd_state(
+    n: Shaped[ArrayLike, ""],
+    scale: Shaped[ArrayLike, ""] = 20.0,
+    *,
+    tolerance: float = 1e-13,
+    max_steps: int = 200_000,
+) -> OddState:
+    """Return the limit of recenter + ReLU at infinite width, starting from orthonormal samples and one outlier.
 
-    Exchangeable samples stay exchangeable, so a layer costs O(1) whatever n. Works under vmap over n and
-    scale.
+    Exchangeable samples stay exchangeable, so a layer costs O(1) whatever n is. The function works under vmap over n
+    and scale.
 
-    >>> import meanflow as mf
-    >>> state = mf.depth.odd_state(10)
+    Args:
+        n: number of samples, at least 3.
+        scale: length of the outlier; all other samples have length 1.
+        tolerance: stop when no entry of the Gram matrix moves by more than this in a layer.
+        max_steps: stop after so many layers in any case.
+
+    >>> state = odd_state(10)
     >>> round(float(state.norm_ratio), 2), round(float(state.cluster_angle), 1)
     (7.41, 45.2)
     """
@@ -164,10 +181,19 @@ def odd_state(n: int, scale: float = 20.0, *, tolerance: float = 1e-13, max_step
     return _outlier_limit(jnp.asarray(n), jnp.asarray(scale, float), tolerance, max_steps)
 
 
-def critical_scale(n: int, high: float = 20.0, steps: int = 50) -> jax.Array:
-    """The outlier scale s* above which ``odd_state`` reaches the odd point, by bisection on [1, high].
+def critical_scale(n: Shaped[ArrayLike, ""], high: float = 20.0, steps: int = 50) -> Float[Array, ""]:
+    """Return the length of the outlier above which ``odd_state`` reaches the odd point, by bisection.
 
-    NaN when even ``high`` ends in the symmetric state (n <= 6).
+    Args:
+        n: number of samples, at least 3.
+        high: the bisection runs on [1, high].
+        steps: number of halvings.
+
+    Returns:
+        The critical length, or NaN when even an outlier of length ``high`` ends in the symmetric state (n <= 6).
+
+    >>> round(float(critical_scale(10)), 3)
+    1.227
     """
     _checks.at_least("n", n, 3)
     size = jnp.asarray(n)
@@ -175,7 +201,7 @@ def critical_scale(n: int, high: float = 20.0, steps: int = 50) -> jax.Array:
     def odd(scale: jax.Array) -> jax.Array:
         return _outlier_limit(size, scale, 1e-10, 20_000).norm_ratio > jnp.sqrt(size - 1.0)
 
-    def halve(_: int, ends: tuple) -> tuple:
+    def halve(_: object, ends: tuple) -> tuple:
         low, top = ends
         middle = (low + top) / 2
         escaped = odd(middle)

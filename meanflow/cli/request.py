@@ -24,30 +24,42 @@
 Every table is checked: an unknown or misspelt key is an error that names the nearest known one.
 """
 
+import dataclasses
 import difflib
 import pathlib
 import tomllib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._identity import Json
 from meanflow.flows import models
+from meanflow.flows.flow import Flow
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.step import KernelStep
-from meanflow.sweeps.sweep import Sweep, prepare
+from meanflow.sweeps.networks import Sweep, prepare
 from meanflow.univariate import models as univariate
 
-FLOWS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "vanilla": (models.vanilla, ("activation", "loss")),
-    "batchnorm": (models.batchnorm, ("activation", "loss")),
-    "batchnorm_manifold": (models.batchnorm_manifold, ("activation", "loss")),
-    "canonical": (univariate.canonical, ("loss", "variation", "forces")),
-    "lifted": (univariate.lifted, ("alpha", "loss", "variation", "forces")),
-    "planar": (univariate.planar, ("alpha", "loss", "variation", "forces")),
-    "radial": (univariate.radial, ("alpha", "loss", "variation", "forces")),
-    "full": (univariate.full, ("alpha", "loss", "decay", "forces")),
+
+class NamedFlow(NamedTuple):
+    """A model that a configuration can name: how it is made, and which arguments the table [flow] may give."""
+
+    make: Callable[..., Flow]
+    arguments: tuple[str, ...]
+
+
+FLOWS = {
+    "vanilla": NamedFlow(models.vanilla, ("activation", "loss")),
+    "batchnorm": NamedFlow(models.batchnorm, ("activation", "loss")),
+    "batchnorm_manifold": NamedFlow(models.batchnorm_manifold, ("activation", "loss")),
+    "canonical": NamedFlow(univariate.canonical, ("loss", "variation", "forces")),
+    "lifted": NamedFlow(univariate.lifted, ("alpha", "loss", "variation", "forces")),
+    "planar": NamedFlow(univariate.planar, ("alpha", "loss", "variation", "forces")),
+    "radial": NamedFlow(univariate.radial, ("alpha", "loss", "variation", "forces")),
+    "full": NamedFlow(univariate.full, ("alpha", "loss", "decay", "forces")),
 }
 TABLES = ("store", "flow", "data", "grid", "run", "mesh")
 DATA_KEYS = ("name", "points", "dim", "seed", "file", "x", "y", "weights")
@@ -59,8 +71,8 @@ RUN_KEYS = (
 PRECISIONS = ("float32", "float64")
 
 
-def read_request(path: str | pathlib.Path) -> dict[str, Any]:
-    """The tables of a TOML file, checked."""
+def read_request(path: str | pathlib.Path) -> Json:
+    """Return the tables of a TOML file, checked."""
     path = pathlib.Path(path)
     try:
         tables = tomllib.loads(path.read_text())
@@ -71,8 +83,8 @@ def read_request(path: str | pathlib.Path) -> dict[str, Any]:
     return check_request(tables)
 
 
-def check_request(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuses unknown tables and keys, and what is missing."""
+def check_request(tables: Json) -> Json:
+    """Return a copy of the tables; refuse unknown tables and keys, and what is missing."""
     _known("configuration", tables, TABLES)
     for name in ("flow", "data", "grid", "run"):
         if not isinstance(tables.get(name), Mapping):
@@ -81,7 +93,7 @@ def check_request(tables: Mapping[str, Any]) -> dict[str, Any]:
     if flow.get("name") not in FLOWS:
         name = flow.get("name")
         raise ValueError(f"flow.name must be one of {sorted(FLOWS)}, got {name!r}{_near(name, FLOWS)}")
-    _known("[flow]", flow, ("name", *FLOWS[flow["name"]][1]))
+    _known("[flow]", flow, ("name", *FLOWS[flow["name"]].arguments))
     _known("[data]", tables["data"], DATA_KEYS)
     _known("[grid]", tables["grid"], GRID_KEYS)
     _known("[run]", tables["run"], RUN_KEYS)
@@ -96,10 +108,10 @@ def check_request(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dict(t) if isinstance(t, Mapping) else t for name, t in tables.items()}
 
 
-def build(request: Mapping[str, Any]) -> Sweep:
-    """The sweep that a checked request describes."""
+def build(request: Json) -> Sweep:
+    """Return the plan of the sweep that a checked request describes; it keeps the request for its store."""
     flow = dict(request["flow"])
-    make = FLOWS[flow.pop("name")][0]
+    make = FLOWS[flow.pop("name")].make
     run = {k: v for k, v in request["run"].items() if k != "precision"}
     if isinstance(run.get("step"), Mapping):
         _known("run.step", run["step"], ("kernel", "every"))
@@ -113,7 +125,8 @@ def build(request: Mapping[str, Any]) -> Sweep:
             isinstance(v, bool) or not isinstance(v, int | float) for v in given
         ):
             raise ValueError(f"grid.{name} must be a list of numbers, got {given!r}")
-    return prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
+    plan = prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
+    return dataclasses.replace(plan, request=dict(request))
 
 
 def named_data(
@@ -123,11 +136,11 @@ def named_data(
     dim: int = 2,
     seed: int = 0,
     file: str | None = None,
-    x: Any = None,
-    y: Any = None,
-    weights: Any = None,
+    x: Float[ArrayLike, "n *d"] | None = None,
+    y: Float[ArrayLike, "n"] | None = None,
+    weights: str | Float[ArrayLike, "n"] | None = None,
 ) -> Dataset:
-    """Training data by name, from a file, or as given.
+    """Return training data by name, from a file, or as given.
 
     Args:
         name: ``"sine"`` (sin 2 pi x on [-1, 1]), ``"square"`` (the square wave of "univariate ReLU"), or ``"ridge"``
@@ -173,7 +186,8 @@ def named_data(
     raise ValueError(f"data.name must be one of ['ridge', 'sine', 'square'], got {name!r}")
 
 
-def _known(where: str, table: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+def _known(where: str, table: object, allowed: tuple[str, ...]) -> None:
+    """Refuse what is no table, and keys that are not among the allowed ones."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} must be a table, got {table!r}")
     for key in table:
@@ -183,6 +197,7 @@ def _known(where: str, table: Mapping[str, Any], allowed: tuple[str, ...]) -> No
             )
 
 
-def _near(word: Any, allowed: Any) -> str:
+def _near(word: object, allowed: Iterable[str]) -> str:
+    """Return a question that names the allowed word nearest to a misspelt one; "" if there is none."""
     close = difflib.get_close_matches(str(word), list(allowed), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""

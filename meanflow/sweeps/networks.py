@@ -2,39 +2,51 @@
 
 import inspect
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
 
 from meanflow import _checks
+from meanflow._checks import count, number, optional
+from meanflow._identity import Json, describe
 from meanflow.flows.flow import Flow
 from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
-from meanflow.measures.dataset import Dataset
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.continuous import solve, step_budget
 from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
 from meanflow.solvers.step import ConstantStep
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
-from meanflow.sweeps.grid import Grid, Group
-from meanflow.sweeps.identity import describe
-from meanflow.sweeps.labels import PLAIN, SHOWN
-from meanflow.sweeps.observables import choose
-from meanflow.sweeps.plan import Plan, as_key, numbers
+from meanflow.sweeps.grid import Grid, Group, Value
+from meanflow.sweeps.plan import Plan, as_key, as_seeds, numbers
+from meanflow.sweeps.program import Values
+from meanflow.sweeps.results import Observe, check_names, choose
+from meanflow.sweeps.runner import Progress
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
+
+Model: TypeAlias = Flow | Callable[..., Flow]
+Init: TypeAlias = Callable[..., Cloud]
+Numbers: TypeAlias = Sequence[float] | Float[ArrayLike, "k"]
+Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
+AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
 
 TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
 STATIC_SETTINGS = ("solver", "optimizer", "clock", "adjoint", "batch_size", "statistics", "max_steps")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Plan):
-    """A planned sweep: nothing is computed until ``run``, ``values``, ``cloud`` or ``single`` is called.
+    """A planned sweep of networks; nothing is computed until ``run``, ``values``, ``cloud`` or ``single`` is called.
 
     Attributes:
         shared: the data.
@@ -47,33 +59,32 @@ class Sweep(Plan):
         along: name, values and units of the save axis.
     """
 
-    flow: Any
-    init: Callable[..., Cloud] | None
+    flow: Model
+    init: Init | None
     observe: dict[str, Observable]
-    horizon: dict[str, Any]
-    settings: dict[str, Any]
+    horizon: Values
+    settings: Values
     taken: dict[str, tuple[str, ...]]
     nested: bool
-    key: jax.Array
-    along: dict[str, Any]
-    _drawn: dict[Any, Cloud] = field(default_factory=dict)
+    key: Key[Array, ""]
+    along: Json
 
     @property
     def waste(self) -> float:
-        """Share of padding among all stored particles."""
+        """The share of padding among all stored particles."""
         return grids.padding_waste(self.groups, self.grid)
 
     def cell(self, group: Group) -> program.RunCell:
-        """The program of one cell of a group."""
+        """Return the program of one cell of a group."""
         fixed = dict(group.fixed)
         return program.RunCell(self.flow, self.observe, self.horizon, self.settings, self.taken, fixed)
 
-    def cloud(self, **cell: Any) -> Cloud:
-        """The initial cloud of a cell, at its true width."""
-        return jax.tree.map(jnp.asarray, self._cloud(self.grid.at(self.grid.find(**cell))))
+    def cloud(self, **cell: Value) -> Cloud:
+        """Return the initial cloud of a cell, named by its axis values, at its true width."""
+        return jax.tree.map(jnp.asarray, self._cloud(self.grid.find(**cell)))
 
-    def single(self, **cell: Any) -> Solution:
-        """One cell run alone, unpadded and unbatched, as the solver returns it."""
+    def single(self, **cell: Value) -> Solution:
+        """Run one cell alone, unpadded and unbatched, and return what the solver returns."""
         index = self.grid.find(**cell)
         (group,) = (g for g in self.groups if index in g.cells)
         values = self.grid.at(index)
@@ -82,8 +93,8 @@ class Sweep(Plan):
             inputs["key"] = self._batch_key(values)
         return self.cell(group).solution(self.shared, inputs)
 
-    def values(self, data: Dataset | None = None) -> dict[str, jax.Array]:
-        """All results as arrays over the grid, a pure function of the data: jit it, differentiate it.
+    def values(self, data: Dataset | None = None) -> dict[str, Array]:
+        """Return all results as arrays over the grid, a pure function of the data: jit it, differentiate it.
 
         All cells of a group run at once and in one process; use ``run`` for grids that need chunks. The initial clouds
         are constants.
@@ -110,18 +121,18 @@ class Sweep(Plan):
             whole[name] = jnp.concatenate(some)[back].reshape(*self.grid.shape, *some[0].shape[1:])
         return whole
 
-    def inputs(self, group: Group, cells: Sequence[int]) -> dict[str, Any]:
-        """Padded clouds and axis values of some cells, as host arrays with a leading axis."""
-        size = -(-group.size // self.multiple) * self.multiple
+    def inputs(self, group: Group, cells: Sequence[int], multiple: int = 1) -> PyTree[np.ndarray]:
+        """Return padded clouds and axis values of some cells, as host arrays with a leading axis."""
+        size = -(-group.size // multiple) * multiple
         values = [self.grid.at(cell) for cell in cells]
-        inputs: dict[str, Any] = {"cloud": clouds.stack_padded([self._cloud(v) for v in values], size)}
+        inputs: dict[str, PyTree] = {"cloud": clouds.stack_padded([self._cloud(c) for c in cells], size)}
         inputs["axes"] = {name: numbers([v[name] for v in values]) for name in self._traced(group)}
         if self._has_batches():
             inputs["key"] = np.stack([np.asarray(self._batch_key(v)) for v in values])
         return inputs
 
-    def identity(self) -> dict[str, Any]:
-        """Model, data, axes, solver settings, observables and key."""
+    def identity(self) -> Json:
+        """Return a description of model, data, axes, solver settings, observables and key."""
         return {
             "kind": "sweep",
             "flow": describe(self.flow),
@@ -136,8 +147,8 @@ class Sweep(Plan):
             "precision": str(jnp.result_type(float)),
         }
 
-    def layout(self) -> dict[str, Any]:
-        """Axes, chunks, and names, units and meaning of the observables."""
+    def layout(self, chunks: Sequence[grids.Chunk] | None = None) -> Json:
+        """Return axes, chunks, and names, units and meaning of the observables."""
         about = {
             name: {"dims": list(o.dims), "units": o.units, "about": o.about}
             for name, o in self.observe.items()
@@ -150,14 +161,14 @@ class Sweep(Plan):
         more = {"along": self.along, "variables": about, "coords": coords}
         if univariate:
             more["samples"] = {name: np.asarray(getattr(self.shared, name)).tolist() for name in ("x", "y")}
-        return super().layout() | more
+        return super().layout(chunks) | more
 
     def check(self) -> None:
-        """The checks of the solvers that are skipped while they are being traced, on the first cell of each group."""
+        """Make the checks that solvers skip while they are being traced, on the first cell of each group."""
         for group in self.groups:
-            values = self.grid.at(group.cells[0])
-            cloud = jax.tree.map(jnp.asarray, self._cloud(values))
-            self._flow_at(values).bind(self.shared).check(cloud, self.shared.x)
+            first = group.cells[0]
+            cloud = jax.tree.map(jnp.asarray, self._cloud(first))
+            self._flow_at(self.grid.at(first)).bind(self.shared).check(cloud, self.shared.x)
 
     def _has_batches(self) -> bool:
         return "batch_size" in self.settings or "batch_size" in self.taken["solver"]
@@ -167,39 +178,37 @@ class Sweep(Plan):
         names = dict.fromkeys([*self.taken["flow"], *self.taken["solver"]])
         return [name for name in names if name not in fixed]
 
-    def _keys(self, values: dict[str, Any], width: int) -> jax.Array:
+    def _keys(self, values: Values, width: int) -> Key[Array, ""]:
         key = jax.random.fold_in(self.key, values["seed"])
         return key if self.nested else jax.random.fold_in(key, width)
 
-    def _batch_key(self, values: dict[str, Any]) -> jax.Array:
+    def _batch_key(self, values: Values) -> UInt32[Array, "words"]:
         key = jax.random.fold_in(self._keys(values, values["width"]), values["width"])
         return jax.random.key_data(jax.random.fold_in(key, 1))
 
-    def _flow_at(self, values: dict[str, Any]) -> Flow:
+    def _flow_at(self, values: Values) -> Flow:
         if isinstance(self.flow, Flow):
             return self.flow
         return self.flow(**{name: values[name] for name in self.taken["flow"]})
 
-    def _cloud(self, values: dict[str, Any]) -> Cloud:
-        """Initial cloud of a cell as host arrays, at its true width."""
+    def _cloud(self, cell: int) -> Cloud:
+        """Return the initial cloud of a cell as host arrays, at its true width."""
+        values, places = self.grid.at(cell), self.grid.places(cell)
         width = max(self.grid.axes["width"]) if self.nested else values["width"]
         names = self.taken["init"] if self.init is not None else self.taken["flow"]
+        # by place along the axis: texts of two laws or functions may well be equal
+        tag = (width, values["seed"], *(places[name] for name in names))
         passed = {name: values[name] for name in names}
-        tag = (width, values["seed"], tuple(map(str, passed.values())))
-        if tag not in self._drawn:
-            if len(self._drawn) > 64:
-                self._drawn.clear()  # neighbouring cells share draws, distant ones do not
-            self._drawn[tag] = jax.tree.map(np.asarray, self._draw(values, width, passed))
-        cloud = self._drawn[tag]
+        cloud = clouds.remember(self, tag, lambda: self._draw(values, width, passed))
         if cloud.size > values["width"]:
             cloud = clouds.prefix(cloud, values["width"])
         if "delta" in values and "delta" not in self.taken["init"]:
             cloud = clouds.with_labels(cloud, values["delta"])
         if "scale" in values and "scale" not in self.taken["init"]:
-            cloud = clouds.scaled(cloud, self._flow_at(values).feature.amplitude, values["scale"])
+            cloud = clouds.scaled(cloud, self._flow_at(values).feature.amplitude or "", values["scale"])
         return cloud
 
-    def _draw(self, values: dict[str, Any], width: int, passed: dict[str, Any]) -> Cloud:
+    def _draw(self, values: Values, width: int, passed: Values) -> Cloud:
         key = self._keys(values, width)
         if self.init is None:
             x = self.shared.x
@@ -213,64 +222,62 @@ class Sweep(Plan):
         return cloud
 
 
+@_checks.arguments(
+    data=DATA,
+    init=optional(_checks.function),
+    t1=optional(number(above=0.0)),
+    steps=optional(count(1)),
+    every=optional(count(1)),
+    chunk=optional(count(1)),
+    waste=number(low=0.0),
+)
 def prepare(
-    flow: Flow | Callable[..., Flow],
+    flow: Model,
     data: Dataset,
     *,
-    widths: Sequence[int],
-    deltas: Sequence[float] | None = None,
-    scales: Sequence[float] | None = None,
-    axes: Mapping[str, Sequence[Any]] | None = None,
-    seeds: int | Sequence[int] = 1,
-    init: Callable[..., Cloud] | None = None,
+    widths: Counts,
+    deltas: Numbers | None = None,
+    scales: Numbers | None = None,
+    axes: Mapping[str, Iterable[Value]] | None = None,
+    seeds: int | Counts = 1,
+    init: Init | None = None,
     t1: float | None = None,
-    ts: Any = None,
+    ts: int | Numbers | None = None,
     steps: int | None = None,
     every: int | None = None,
-    observe: Any = None,
+    observe: Observe = None,
     chunk: int | None = None,
     waste: float = 0.15,
     nested: bool = False,
-    key: Any = 0,
+    key: AnyKey = 0,
     **settings: Any,
 ) -> Sweep:
-    """Plans a sweep without running it; arguments as in ``sweep``."""
+    """Plan a sweep without running it; the arguments are those of ``sweep``.
+
+    Returns:
+        A plan with ``run(store=, mesh=, progress=)``; ``values(data)``, all results as a pure function of the data;
+        ``single(**cell)``, one cell run alone; ``cloud(**cell)``, its initial cloud; and ``grid``, ``groups``,
+        ``chunks`` and ``waste``, which say how it would be run.
+    """
     if not isinstance(flow, Flow) and not callable(flow):
         raise ValueError(f"flow must be a Flow or a function that returns one, got {type(flow).__name__}")
-    if not isinstance(data, Dataset):
-        raise ValueError(f"data must be a meanflow.Dataset, got {type(data).__name__}")
     grid = _make_grid(widths, deltas, scales, axes, seeds)
     named = [name for name in grid.axes if name not in ("width", "seed")]
-    taken = {
-        "flow": () if isinstance(flow, Flow) else _takes(flow, [*named, "width"]),
-        "init": () if init is None else _takes(init, named),
-        "solver": tuple(n for n in named if n in TRACED_SETTINGS + STATIC_SETTINGS),
-    }
-    for name in named:
-        if name in ("delta", "scale") or any(name in some for some in taken.values()):
-            continue
-        raise ValueError(
-            f"axes[{name!r}] reaches nothing: flow and init do not take it, and the settings that can be swept are "
-            f"{[*TRACED_SETTINGS, *STATIC_SETTINGS]}"
-        )
+    taken = _find_takers(flow, init, named)
     static = [n for n in named if n in STATIC_SETTINGS or not grids.is_traceable(grid.axes[n])]
-    first = grid.at(0)
-    template = flow if isinstance(flow, Flow) else flow(**{n: first[n] for n in taken["flow"]})
-    if not isinstance(template, Flow):
-        raise ValueError(f"flow must return a Flow, got {type(template).__name__}")
+    template = _first_flow(flow, grid, taken)
     _check_inputs(template, data)
-    _check_labels(template, grid, taken)
+    _check_changes(template, grid, taken)
     clash = sorted(set(settings) & set(named))
     if clash:
         raise ValueError(f"{clash[0]} is given both as an axis and as a setting")
     settings.setdefault("clock", "lazy")  # equal to mean-field time for alpha = m
     horizon, along = _horizon(t1, ts, steps, every, settings, grid)
+    if steps is None and settings.get("max_steps") is None and "max_steps" not in grid.axes:
+        settings["max_steps"] = _most_steps(grid, settings.get("step"), **horizon)
     _check_settings(solve if steps is None else descend, [*settings, *taken["solver"]])
     recorded = choose(observe, template.bind(data).observables(data))
-    _check_names(grid, recorded, along["name"])
-    if chunk is not None:
-        chunk = _checks.whole("chunk", chunk, 1)
-    key = as_key(key)
+    check_names(grid, recorded, along["name"])
     order = ["width", "seed", *(n for n in named if n not in static)]
     return Sweep(
         grid=grid,
@@ -283,23 +290,23 @@ def prepare(
         settings=settings,
         taken=taken,
         nested=nested,
-        key=key,
+        key=as_key(key),
         chunk=chunk,
         along=along,
     )
 
 
 def sweep(
-    flow: Flow | Callable[..., Flow],
+    flow: Model,
     data: Dataset,
     *,
-    widths: Sequence[int],
+    widths: Counts,
     store: str | pathlib.Path | None = None,
     mesh: Mesh | None = None,
-    progress: Any = None,
+    progress: Progress = None,
     **plan: Any,
-) -> Any:
-    """Trains one network per cell of a grid width x named axes x seed, in as few compiled programs as possible.
+) -> "xarray.Dataset":
+    """Train one network per cell of a grid width x named axes x seed, in as few compiled programs as possible.
 
     Clouds are drawn at their true width, padded with weight zero to a common size and run side by side; widths are
     grouped so that padding stays below ``waste``. The result of a cell does not depend on its neighbours, on the chunk
@@ -320,8 +327,9 @@ def sweep(
         steps, every: number of steps and steps between saves (as in ``descend``) of a run in discrete time.
         observe: None for ``default_observables``; names of some of these (``"default"`` for all of them, ``"neurons"``
             for the coordinates of every neuron); or a dict of further ones.
-        store: run directory. Finished chunks are kept there and a killed run goes on from them.
-        chunk: most cells run at once; default about 2^13 particles per CPU device and 2^20 per accelerator.
+        store: run directory. Finished chunks are kept there and a killed run goes on from them. One process writes
+            there at a time; another run, or another division of the grid, is refused with the differences.
+        chunk: most cells run at once; default about 2^15 particles per CPU device and 2^20 per accelerator.
         mesh: devices, axes ``sweep`` and ``particles`` (``sweeps.make_mesh``); default all devices along ``sweep``.
         waste: allowed share of padding among stored particles.
         nested: networks of one seed are prefixes of the widest; otherwise independent of each other.
@@ -344,8 +352,15 @@ def sweep(
     return prepare(flow, data, widths=widths, **plan).run(store=store, mesh=mesh, progress=progress)
 
 
-def _make_grid(widths: Any, deltas: Any, scales: Any, axes: Any, seeds: Any) -> Grid:
-    named: dict[str, Any] = {"width": widths}
+def _make_grid(
+    widths: Counts,
+    deltas: Numbers | None,
+    scales: Numbers | None,
+    axes: Mapping[str, Iterable[Value]] | None,
+    seeds: int | Counts,
+) -> Grid:
+    """Return the grid width x delta x scale x named axes x seed, checked."""
+    named: dict[str, Iterable[Value]] = {"width": widths}
     if isinstance(widths, str | int):
         raise ValueError(f"widths must be a sequence of integers, got {widths!r}")
     if deltas is not None:
@@ -357,23 +372,50 @@ def _make_grid(widths: Any, deltas: Any, scales: Any, axes: Any, seeds: Any) -> 
         if name in (*named, "seed", "step_size"):
             raise ValueError(f"axes must not use the name {name!r}, which is taken")
         named[name] = values
-    count = isinstance(seeds, int | np.integer) and not isinstance(seeds, bool)
-    named["seed"] = list(range(_checks.whole("seeds", seeds, 1))) if count else seeds
+    named["seed"] = as_seeds(seeds)
     checked = grids.axis_values(named)
     checked["width"] = tuple(_checks.whole("widths", w, 1) for w in checked["width"])
     checked["seed"] = tuple(_checks.whole("seeds", s, 0) for s in checked["seed"])
     return Grid(checked)
 
 
-def _takes(function: Callable[..., Any], names: Sequence[str]) -> tuple[str, ...]:
-    """The names among ``names`` that ``function`` has arguments for; **kwargs takes all but the width."""
+def _find_takers(flow: Model, init: Init | None, named: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return which of the named axes flow, init and solver take; refuse an axis that reaches nothing."""
+    taken = {
+        "flow": () if isinstance(flow, Flow) else _takes(flow, [*named, "width"]),
+        "init": () if init is None else _takes(init, named),
+        "solver": tuple(n for n in named if n in TRACED_SETTINGS + STATIC_SETTINGS),
+    }
+    for name in named:
+        if name in ("delta", "scale") or any(name in some for some in taken.values()):
+            continue
+        raise ValueError(
+            f"axes[{name!r}] reaches nothing: flow and init do not take it, and the settings that can be swept are "
+            f"{[*TRACED_SETTINGS, *STATIC_SETTINGS]}"
+        )
+    return taken
+
+
+def _first_flow(flow: Model, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> Flow:
+    """Return the model of the first cell, which stands for all of them in the checks."""
+    if isinstance(flow, Flow):
+        return flow
+    first = grid.at(0)
+    made = flow(**{n: first[n] for n in taken["flow"]})
+    if not isinstance(made, Flow):
+        raise ValueError(f"flow must return a Flow, got {type(made).__name__}")
+    return made
+
+
+def _takes(function: Callable[..., object], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names among ``names`` that ``function`` has arguments for; **kwargs takes all but the width."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return tuple(n for n in names if n in parameters or (anything and n != "width"))
 
 
-def _check_settings(solver: Callable[..., Any], given: Sequence[str]) -> None:
-    """Refuses a setting that the solver of the sweep does not have."""
+def _check_settings(solver: Callable[..., Solution], given: Sequence[str]) -> None:
+    """Refuse a setting that the solver of the sweep does not have."""
     allowed = _settings_of(solver)
     stray = next((name for name in given if name not in allowed), None)
     if stray is None:
@@ -383,34 +425,29 @@ def _check_settings(solver: Callable[..., Any], given: Sequence[str]) -> None:
     raise ValueError(f"settings of {solver.__name__} must be among {allowed}, got {stray!r}{hint}")
 
 
-def _settings_of(solver: Callable[..., Any]) -> list[str]:
-    """Arguments of a solver that are not the sweep's own business."""
+def _settings_of(solver: Callable[..., Solution]) -> list[str]:
+    """Return the arguments of a solver that are not the sweep's own business."""
     own = ("t0", "ts", "every", "observe", "key", "state", "throw")
     parameters = inspect.signature(solver).parameters.values()
     return sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own)
 
 
-def _check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> None:
-    """Refuses observables and their axes that are called like an axis of the grid, before hours of computing."""
-    dims = {d for one in observe.values() for d in one.dims}
-    for name in (SHOWN.get(n, n) for n in grid.axes):
-        if name in PLAIN or name in observe or name in dims or name == along:
-            raise ValueError(
-                f"axes and observables need different names, got {name!r} for an axis and for something recorded"
-            )
-
-
 def _check_inputs(flow: Flow, data: Dataset) -> None:
-    wanted = flow.feature.input_ndim
-    if wanted is not None and data.x.ndim != wanted:
+    """Refuse data whose inputs have another rank than those of the model."""
+    rank = flow.feature.input_ndim
+    if rank is not None and data.x.ndim != rank:
         raise ValueError(
-            f"data.x must have shape {'(n,)' if wanted == 1 else '(n, d)'} for this flow, got {data.x.shape}"
+            f"data.x must have shape {'(n,)' if rank == 1 else '(n, d)'} for this flow, got {data.x.shape}"
         )
 
 
-def _check_labels(flow: Flow, grid: Grid, taken: dict[str, tuple[str, ...]]) -> None:
-    labelled = flow.space.label_name == "delta"
-    if "delta" in grid.axes and not labelled and not any("delta" in some for some in taken.values()):
+def _check_changes(flow: Flow, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse axes delta and scale for a model whose clouds they cannot change."""
+    if (
+        "delta" in grid.axes
+        and flow.space.label_name != "delta"
+        and not any("delta" in some for some in taken.values())
+    ):
         raise ValueError(
             "deltas need a flow whose labels are balances (meanflow.lifted), or an init that takes delta, "
             f"got a flow on {type(flow.space).__name__}"
@@ -423,47 +460,41 @@ def _check_labels(flow: Flow, grid: Grid, taken: dict[str, tuple[str, ...]]) -> 
 
 
 def _horizon(
-    t1: Any, ts: Any, steps: Any, every: Any, settings: dict[str, Any], grid: Grid
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the solver that set the end and the saves, and the save axis of the result."""
+    t1: float | None,
+    ts: int | Numbers | None,
+    steps: int | None,
+    every: int | None,
+    settings: Values,
+    grid: Grid,
+) -> tuple[Values, Json]:
+    """Return the arguments of the solver that set the end and the saves, and the save axis of the result."""
     if (t1 is None) == (steps is None):
         raise ValueError(f"exactly one of t1 and steps must be given, got t1={t1!r}, steps={steps!r}")
     if steps is not None:
         if ts is not None:
             raise ValueError("ts belongs to t1; with steps pass every, the number of steps between saves")
-        steps = _checks.whole("steps", steps, 1)
-        every = steps if every is None else _checks.whole("every", every, 1)
+        every = steps if every is None else every
         if steps % every:
             raise ValueError(f"every must divide steps, got steps={steps}, every={every}")
-        count = list(range(0, steps + 1, every))
-        return {"steps": steps, "every": every}, {"name": "step", "values": count, "units": "steps"}
-    if every is not None:
+        done = list(range(0, steps + 1, every))
+        return {"steps": steps, "every": every}, {"name": "step", "values": done, "units": "steps"}
+    if every is not None or t1 is None:
         raise ValueError("every belongs to steps; with t1 pass ts, the save times")
-    _checks.finite("t1", t1)
-    _checks.at_least("t1", t1, 0.0, strict=True)
-    times = (
-        np.linspace(0.0, 1.0, _checks.whole("ts", 2 if ts is None else ts, 2)) * t1 if _is_count(ts) else ts
-    )
-    times = np.asarray(times, jnp.result_type(float))
+    if ts is None or (isinstance(ts, int | np.integer) and not isinstance(ts, bool)):
+        ts = np.linspace(0.0, 1.0, _checks.whole("ts", 2 if ts is None else ts, 2)) * t1
+    times = np.asarray(ts, jnp.result_type(float))
     _checks.shape("ts", times, (None,))
     _checks.finite("ts", times)
     if times.size < 1 or np.any(np.diff(times) <= 0) or times[0] < 0 or times[-1] > times.dtype.type(t1):
         raise ValueError(f"ts must increase within [0, t1] = [0, {t1}], got {times}")
-    if settings.get("max_steps") is None and "max_steps" not in grid.axes:
-        # inside the program the step is traced and its budget unknown
-        step = min(grid.axes["step"]) if _numeric_axis(grid, "step") else settings.get("step")
-        plain = isinstance(step, int | float | np.generic)
-        rule = ConstantStep(jnp.asarray(step, float)) if plain else None
-        saves = jnp.asarray(times)
-        settings["max_steps"] = step_budget(rule, jnp.asarray(0.0), jnp.asarray(t1), saves)
     units = "time on the clock of the run" if "clock" in grid.axes else f"{settings['clock']} time"
     along = {"name": "time", "values": times.tolist(), "units": units}
     return {"t1": float(t1), "ts": jnp.asarray(times)}, along
 
 
-def _is_count(ts: Any) -> bool:
-    return ts is None or (isinstance(ts, int | np.integer) and not isinstance(ts, bool))
-
-
-def _numeric_axis(grid: Grid, name: str) -> bool:
-    return name in grid.axes and grids.is_traceable(grid.axes[name])
+def _most_steps(grid: Grid, step: object, t1: float, ts: Float[Array, "times"]) -> int:
+    """Return the number of steps that the smallest step of the grid needs; while it is traced it is unknown."""
+    if "step" in grid.axes and grids.is_traceable(grid.axes["step"]):
+        step = min(grid.axes["step"])
+    rule = ConstantStep(jnp.asarray(step, float)) if isinstance(step, int | float | np.number) else None
+    return step_budget(rule, jnp.asarray(0.0), jnp.asarray(t1), ts)

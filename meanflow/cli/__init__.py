@@ -8,11 +8,18 @@ interrupted.
 
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
 from meanflow.commands import FAILED_CELLS, Commands, guard, parse_setting, print_json
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
+    from matplotlib.figure import Figure, SubFigure
+
+Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
 
 BAD_JAX = {
     "0.10.2": "wrong numbers on CPU (jit of a vmapped product followed by a sum)",
@@ -46,40 +53,44 @@ _DISTRIBUTED = click.option(
 )
 
 
-def _precision(request: dict[str, Any]) -> None:
+def _precision(request: Tables) -> None:
+    """Set the precision of the run before anything is computed."""
     import jax
 
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
 
 
-def _execute(request: dict[str, Any], store: str | None, as_json: bool, distributed: bool) -> None:
+def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
+    """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
     if distributed:
         import jax
 
         jax.distributed.initialize()
-    from meanflow.sweeps import hosts, make_mesh, summary
-    from meanflow.sweeps.request import build
+    from meanflow.cli import tables
+    from meanflow.cli.request import build
+    from meanflow.sweeps import make_mesh
+    from meanflow.sweeps.results import failed
+    from meanflow.sweeps.runner import is_lead
 
     _precision(request)
     plan = build(request)
-    plan.request = request
     mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
     data = plan.run(store=store, mesh=mesh)
-    failed = int(summary.failed(data).sum())
+    lost = int(failed(data).sum())
     numbers = {
         "store": store,
         "cells": plan.grid.size,
-        "failed": failed,
+        "failed": lost,
         "programs": len(plan.groups),
         "waste": round(plan.waste, 4),
     }
-    if as_json and hosts.is_lead():
+    if as_json and is_lead():
         print_json(numbers)
-    elif hosts.is_lead():
-        summary.print_table(data, "energy")
+    elif is_lead():
+        tables.print_table(data, "energy")
         where = f", stored in {store}" if store else " (not stored; pass --store DIR to keep them)"
-        click.echo(f"{plan.grid.size} runs in {len(plan.groups)} compiled programs, {failed} failed{where}")
-    if failed:
+        click.echo(f"{plan.grid.size} runs in {len(plan.groups)} compiled programs, {lost} failed{where}")
+    if lost:
         sys.exit(FAILED_CELLS)
 
 
@@ -142,9 +153,9 @@ def sweep(
       step = {kernel = 0.2}
       observe = ["default", "neurons"]
     """
-    from meanflow.sweeps import request as requests
+    from meanflow.cli import request as requests
 
-    tables: dict[str, Any] = {"flow": {}, "data": {}, "grid": {}, "run": {}}
+    tables: Tables = {"flow": {}, "data": {}, "grid": {}, "run": {}}
     if config is not None:
         tables |= requests.read_request(config)
     elif not any(v is not None for v in flags.values()):
@@ -167,12 +178,14 @@ def sweep(
     _execute(request, store or request.get("store"), as_json, distributed)
 
 
-def _apply_flags(tables: dict[str, Any], flags: dict[str, Any]) -> None:
-    def put(table: str, key: str, value: Any) -> None:
+def _apply_flags(tables: Tables, flags: Tables) -> None:
+    """Write the flags that were given into the tables."""
+
+    def put(table: str, key: str, value: object) -> None:
         if value is not None:
             tables[table][key] = value
 
-    def listed(name: str, kind: Any) -> Any:
+    def listed(name: str, kind: Callable[[str], object]) -> list[object] | None:
         if flags[name] is None:
             return None
         try:
@@ -195,8 +208,8 @@ def _apply_flags(tables: dict[str, Any], flags: dict[str, Any]) -> None:
         tables["run"]["step"] = {"kernel": flags["kernel_step"]}
 
 
-def _alpha(text: str | None) -> Any:
-    """A name as it is, anything else as a number."""
+def _alpha(text: str | None) -> str | float | None:
+    """Return the name of an output scale as it is, anything else as a number."""
     if text is None or text in ("m", "sqrt", "one"):
         return text
     try:
@@ -218,7 +231,7 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
       meanflow resume runs/a
       meanflow resume runs/a --json
     """
-    from meanflow.sweeps.request import check_request
+    from meanflow.cli.request import check_request
     from meanflow.sweeps.store import StoreError, read_config
 
     request = read_config(directory).get("request")
@@ -229,8 +242,8 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
     _execute(check_request(request), directory, as_json, distributed)
 
 
-def _load(directory: str) -> Any:
-    """The finished part of a run directory."""
+def _load(directory: str) -> "xarray.Dataset":
+    """Return the finished part of a run directory."""
     from meanflow.sweeps import StoreError, load
 
     data = load(directory)
@@ -256,36 +269,48 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
       meanflow show runs/a --variable angle_displacement --figure map.png
       meanflow show runs/a --json
     """
-    from meanflow.sweeps import summary
+    from meanflow.cli import tables
 
     data = _load(directory)
-    if variable not in data:
-        raise ValueError(f"--variable must be one of {sorted(data.data_vars)}, got {variable!r}")
+    names = [str(name) for name in data.data_vars]
+    if variable not in names:
+        raise ValueError(f"--variable must be one of {sorted(names)}, got {variable!r}")
     if as_json:
-        scalars = {n: summary.medians(data, n) for n in data.data_vars if summary.is_scalar(data, n)}
+        scalars = {n: tables.medians(data, n) for n in names if tables.is_scalar(data, n)}
         print_json({name: table.to_dict() for name, table in scalars.items()})
     else:
-        summary.print_table(data, variable)
+        tables.print_table(data, variable)
     if figure is not None:
-        _draw(data, variable).figure.savefig(figure, dpi=150)
+        _draw(data, variable).savefig(figure, dpi=150)
         click.echo(f"figure in {figure}", err=as_json)
 
 
-def _draw(data: Any, variable: str) -> Any:
-    """Final values as a map over two axes, or as a curve over one with the range of the seeds."""
+def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
+    """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
-    from meanflow.sweeps import summary
+    from meanflow.cli import tables
+    from meanflow.sweeps.results import final
 
-    last = summary.final(data, variable)
+    last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
     if len(long) == 2:
-        return plots.heat_map(summary.medians(data, variable))
+        return _whole(plots.heat_map(tables.medians(data, variable)).figure)
     if len(long) != 1:
         raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
     values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
         "seed", *long
     )
-    return plots.traces(last[long[0]].values, {variable: values.values}, xlabel=long[0], ylabel=variable)
+    axis = str(long[0])
+    axes = plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable)
+    return _whole(axes.figure)
+
+
+def _whole(figure: "Figure | SubFigure") -> "Figure":
+    """Return the figure that a plot was drawn on; plots of the command line are no parts of others."""
+    from matplotlib.figure import Figure
+
+    assert isinstance(figure, Figure)
+    return figure
 
 
 @main.command()
