@@ -48,6 +48,8 @@ BATCH = _Batch()
 # None tags values that depend neither on the batch nor on exactly one parameter.
 Tag: TypeAlias = View | _Batch | None
 
+Value: TypeAlias = Any  # in a trace: an array, a tracer, or a literal number of one of JAX's own types
+
 
 @dataclass
 class Site:
@@ -90,11 +92,11 @@ class Analysis:
 
 # (number, equation, values, tags, outputs) -> (outputs, tag of the outputs)
 Visit: TypeAlias = Callable[
-    [int, JaxprEqn, Sequence[Array], Sequence[Tag], list[Array]], tuple[list[Array], Tag]
+    [int, JaxprEqn, Sequence[Value], Sequence[Tag], list[Value]], tuple[list[Value], Tag]
 ]
 
 
-def _execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
+def _execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     """Return one equation's outputs. It runs as a trace of its own: only JAX knows how primitives are called."""
     inputs = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, Literal)}
     alone = jaxpr.replace(
@@ -108,8 +110,8 @@ def _execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Array]) -> lis
 
 
 def _interpret(
-    closed: ClosedJaxpr, args: Sequence[Array], tags: Sequence[Tag], visit: Visit, count: list[int]
-) -> tuple[list[Array], list[Tag]]:
+    closed: ClosedJaxpr, args: Sequence[Value], tags: Sequence[Tag], visit: Visit, count: list[int]
+) -> tuple[list[Value], list[Tag]]:
     """Evaluate a jaxpr, handing equations to ``visit``; return the outputs and their tags.
 
     ``visit`` may change the outputs of an equation and gives them a tag. It does not see operations that only turn one
@@ -117,10 +119,10 @@ def _interpret(
     of the last equation, so that nested calls go on counting.
     """
     jaxpr = closed.jaxpr
-    values: dict[Var, Array] = {}
+    values: dict[Var, Value] = {}
     kinds: dict[Var, Tag] = {}
 
-    def read(v: Var | Literal) -> tuple[Array, Tag]:
+    def read(v: Var | Literal) -> tuple[Value, Tag]:
         return (v.val, None) if isinstance(v, Literal) else (values[v], kinds[v])
 
     for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -150,7 +152,7 @@ def _output_shape(equation: JaxprEqn) -> tuple[int, ...]:
     return tuple(value.shape)
 
 
-def _through(equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag]) -> View | None:
+def _through(equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag]) -> View | None:
     """Return the view behind an operation that only moves, inserts or rescales axes; None for any other."""
     name, parameters = equation.primitive.name, equation.params
     if name in ("mul", "div"):
@@ -185,7 +187,7 @@ def _through(equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag])
     return None
 
 
-def _site(equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], samples: int) -> Site | None:
+def _site(equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], samples: int) -> Site | None:
     """Return the use of a parameter against a batch-dependent value, if it is one of the three we know."""
     name = equation.primitive.name
     out_shape = _output_shape(equation)
@@ -233,8 +235,8 @@ def analyze(
     found = Analysis()
 
     def visit(
-        number: int, equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], outs: list[Array]
-    ) -> tuple[list[Array], Tag]:
+        number: int, equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], outs: list[Value]
+    ) -> tuple[list[Value], Tag]:
         views = [t for t in tags if isinstance(t, View)]
         for v in views:
             found.uses[v.leaf] = found.uses.get(v.leaf, 0) + 1
@@ -245,7 +247,7 @@ def analyze(
             found.refused.update(v.leaf for v in views)
         return outs, (BATCH if any(t is BATCH for t in tags) else None)
 
-    def run(leaves: Sequence[Array], x: Array) -> list[Array]:
+    def run(leaves: Sequence[Array], x: Array) -> list[Value]:
         tags = [View(i, tuple(range(np.ndim(a)))) for i, a in enumerate(leaves)] + [BATCH]
         outs, out_tags = _interpret(closed, [*leaves, x], tags, visit, [0])
         found.refused.update(t.leaf for t in out_tags if isinstance(t, View))  # returned as it is
@@ -288,8 +290,8 @@ def factors(apply: Apply, params: Params, x: Batch) -> tuple[list[Factors], list
         activations: dict[int, Array] = {}
 
         def visit(
-            number: int, equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], outs: list[Array]
-        ) -> tuple[list[Array], Tag]:
+            number: int, equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], outs: list[Value]
+        ) -> tuple[list[Value], Tag]:
             if number in sites:
                 position = 0 if isinstance(tags[0], View) else 1
                 view = tags[position]
@@ -306,8 +308,8 @@ def factors(apply: Apply, params: Params, x: Batch) -> tuple[list[Factors], list
     shapes: dict[int, jax.ShapeDtypeStruct] = {}
 
     def record(
-        number: int, equation: JaxprEqn, operands: Sequence[Array], tags: Sequence[Tag], outs: list[Array]
-    ) -> tuple[list[Array], Tag]:
+        number: int, equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], outs: list[Value]
+    ) -> tuple[list[Value], Tag]:
         if number in sites:
             shapes[number] = jax.ShapeDtypeStruct(outs[0].shape, outs[0].dtype)
         return outs, None
