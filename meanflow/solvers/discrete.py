@@ -210,7 +210,7 @@ def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: S
     leaves = tuple(jax.tree.leaves((carry.optimizer, carry.size)))
     numbers = {"steps": jnp.asarray(options.steps), "every": jnp.asarray(options.every)}
     if isinstance(rule, ConstantStep):
-        numbers["step"] = rule.size
+        numbers["step"] = jnp.asarray(rule.size)
     return Solution(
         ts=times,
         energy=energies,
