@@ -75,7 +75,7 @@ class _Steady(eqx.Module):
         return args.speed * rate < self.tolerance**2
 
 
-class Options(eqx.Module):
+class SolveOptions(eqx.Module):
     """The arguments of ``solve`` beside flow, cloud and data, checked and in the form the compiled program takes."""
 
     t0: Scalar
@@ -184,7 +184,7 @@ def solve(
     settings = _settings(method, rule, clock)
     if state is not None:
         check_resumed(state, settings, data)
-    options = Options(
+    options = SolveOptions(
         t0=start,
         t1=end,
         ts=times,
@@ -206,7 +206,7 @@ def solve(
 
 
 @eqx.filter_jit
-def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state: State | None) -> Solution:
     solver, observe = options.solver, options.observe
     problem = Problem(flow.chart(cloud), data, scaling.speed(options.clock, flow.scaling, cloud))
     problem = eqx.tree_at(
@@ -262,7 +262,9 @@ def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: Sta
     return _solution(raw, problem, options, state)
 
 
-def _solution(raw: diffrax.Solution, problem: Problem, options: Options, state: State | None) -> Solution:
+def _solution(
+    raw: diffrax.Solution, problem: Problem, options: SolveOptions, state: State | None
+) -> Solution:
     """Put together what diffrax returned, in the coordinates of the model."""
     assert raw.ys is not None and raw.ts is not None
     y1 = jax.tree.map(lambda u: u[-1], raw.ys["end"])
@@ -292,7 +294,7 @@ def _solution(raw: diffrax.Solution, problem: Problem, options: Options, state: 
 
 
 def _controller(
-    options: Options, cloud: Cloud
+    options: SolveOptions, cloud: Cloud
 ) -> tuple[diffrax.AbstractStepSizeController, jax.Array | None]:
     """Return the step size controller and the first step that diffrax wants beside it."""
     if options.rule is None:
@@ -309,7 +311,7 @@ def _unpack(
     y0: PyTree[jax.Array],
     first: jax.Array | None,
     problem: Problem,
-    options: Options,
+    options: SolveOptions,
     state: State,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Rebuild the states of solver and controller from the flat leaves of ``state``."""

@@ -36,7 +36,7 @@ PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled 
 OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
 
 
-class Options(eqx.Module):
+class DescentOptions(eqx.Module):
     """The arguments of ``descend`` beside flow, cloud and data, checked and in the form the compiled program takes."""
 
     optimizer: optax.GradientTransformation
@@ -149,7 +149,7 @@ def descend(
     settings = Settings({} if isinstance(rule, ConstantStep) else rule_numbers(rule), tuple(names.items()))
     if state is not None:
         check_resumed(state, settings, data)
-    options = Options(
+    options = DescentOptions(
         optimizer=PLAIN if optimizer is None else optimizer,
         rule=rule,
         observe=observables.resolve(observe, bound, data),
@@ -170,7 +170,9 @@ def descend(
 
 
 @eqx.filter_jit
-def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+def _descend(
+    flow: Flow, cloud: Cloud, data: Dataset, options: DescentOptions, state: State | None
+) -> Solution:
     observe, rule = options.observe, options.rule
     speed = scaling.speed(options.clock, flow.scaling, cloud)
     problem = Problem(flow.bind(data).chart(cloud), data, speed)
@@ -224,7 +226,7 @@ def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: S
     )
 
 
-def _start(problem: Problem, options: Options, state: State | None) -> _Carry:
+def _start(problem: Problem, options: DescentOptions, state: State | None) -> _Carry:
     """Return what the first step starts from: a fresh optimizer, or the one of the run that is resumed."""
     base, rule = problem.chart.base, options.rule
     dtype = base.weights.dtype
