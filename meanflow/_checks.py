@@ -20,7 +20,7 @@ import inspect
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 import jax
@@ -45,6 +45,12 @@ def concrete(value: object) -> np.ndarray | None:
         return None
 
 
+def is_real(dtype: np.dtype) -> bool:
+    """Say whether numbers of this type are real: booleans, integers and floats of any width, but not complex."""
+    number = jax.dtypes.issubdtype(dtype, np.bool_) or jax.dtypes.issubdtype(dtype, np.number)
+    return bool(number and not jax.dtypes.issubdtype(dtype, np.complexfloating))
+
+
 def show(value: object) -> str:
     """Describe a given value in at most one line: arrays by type and shape, long texts cut."""
     if isinstance(value, np.ndarray | jax.Array):
@@ -59,12 +65,15 @@ def show(value: object) -> str:
 
 
 def numeric(name: str, value: object) -> None:
-    """Refuse what is not a real number or an array of real numbers."""
-    array = concrete(value)
-    if array is None:
-        return
-    real = array.dtype == bool or jax.dtypes.issubdtype(array.dtype, np.number)
-    if not real or np.iscomplexobj(array):
+    """Refuse what is not a real number or an array of real numbers; the type is known even while it is traced."""
+    try:
+        array = concrete(value)
+        dtype = (
+            value.dtype if isinstance(value, jax.Array) else np.dtype(float) if array is None else array.dtype
+        )
+    except (TypeError, ValueError):  # ragged lists, PRNG keys, objects that numpy cannot read
+        dtype = np.dtype(object)
+    if not is_real(dtype):
         raise ValueError(f"{name} must be a number or an array of real numbers, got {show(value)}")
 
 
@@ -90,6 +99,55 @@ def at_least(name: str, value: object, low: float, *, strict: bool = False) -> N
         raise ValueError(f"{name} must be {'>' if strict else '>='} {low}, got {array[~good].flat[0]}")
 
 
+def at_most(name: str, value: object, high: float, *, strict: bool = False) -> None:
+    """Refuse entries above ``high`` (or equal to it, if ``strict``) and NaN."""
+    array = concrete(value)
+    if array is None:
+        return
+    numeric(name, value)
+    good = array < high if strict else array <= high
+    if not np.all(good):
+        raise ValueError(f"{name} must be {'<' if strict else '<='} {high}, got {array[~good].flat[0]}")
+
+
+def symmetric(name: str, value: object) -> None:
+    """Refuse matrices (..., n, n) that differ from their transpose by more than rounding."""
+    array = concrete(value)
+    if array is None:
+        return
+    gap = np.abs(array - np.swapaxes(array, -1, -2)).max(initial=0.0)
+    if gap > _rounding(array) * np.abs(array).max(initial=0.0):
+        raise ValueError(
+            f"{name} must be symmetric, got entries that differ from their mirror image by {gap:.3g}"
+        )
+
+
+def semidefinite(name: str, value: object, *, strict: bool = False) -> None:
+    """Refuse symmetric matrices (n, n) with negative eigenvalues (or none above zero, if ``strict``)."""
+    array = concrete(value)
+    if array is None:
+        return
+    symmetric(name, array)
+    least, most = np.linalg.eigvalsh(array)[[0, -1]]
+    rounding = _rounding(array) * array.shape[-1] * max(abs(least), abs(most))
+    if least < -rounding or (strict and least <= 0):
+        wanted = "positive definite" if strict else "positive semi-definite"
+        raise ValueError(f"{name} must be {wanted}, got eigenvalues from {least:.3g} to {most:.3g}")
+
+
+def _rounding(array: np.ndarray) -> float:
+    """Return the relative error that sums of products may leave in the entries of a matrix."""
+    inexact = np.issubdtype(array.dtype, np.floating)
+    return 1e3 * float(np.finfo(array.dtype if inexact else float).eps)
+
+
+def increasing(name: str, value: object) -> None:
+    """Refuse sequences (k,) that do not increase strictly."""
+    array = concrete(value)
+    if array is not None and np.any(np.diff(array) <= 0):
+        raise ValueError(f"{name} must increase strictly, got {show(array.tolist())}")
+
+
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     """Refuse a name that is not in ``allowed``."""
     options = list(allowed)
@@ -108,17 +166,27 @@ def shape(name: str, value: object, expected: tuple[int | None, ...]) -> None:
         raise ValueError(f"{name} must have shape {wanted}, got {given}")
 
 
-def whole(name: str, value: object, low: int) -> int:
-    """Refuse anything but an integer >= ``low``; return it as an int."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {show(value)}")
-    return int(value)
+def whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Refuse anything but an integer >= ``low`` (and at most ``high``); return it as an int."""
+    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not integer or value < low or (high is not None and value > high):  # type: ignore[operator]
+        most = "" if high is None or not integer or value < low else f" and <= {high}"  # type: ignore[operator]
+        raise ValueError(f"{name} must be an integer >= {low}{most}, got {show(value)}")
+    return int(value)  # type: ignore[call-overload]
 
 
 def floating(value: object) -> jax.Array:
-    """Return the value as an array of floats; float32 and float64 are kept as they are."""
+    """Return the value as an array of floats; float32 and float64 are kept as they are.
+
+    Raises:
+        ValueError: for complex numbers, whose imaginary parts would be lost.
+    """
     array = jnp.asarray(value)
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    if not is_real(array.dtype):
+        raise ValueError(f"values must be real numbers, got {show(array)}")
+    return array.astype(jnp.result_type(float))
 
 
 # Kinds of arguments.
@@ -129,25 +197,49 @@ def anything(name: str, value: object) -> object:
     return value
 
 
-def count(low: int) -> Kind:
-    """Make the kind of integers >= ``low``."""
-    return lambda name, value: whole(name, value, low)
+def unchecked(reason: str) -> Kind:
+    """Make a kind that accepts every value, for the ``reason`` given: who checks it instead, or why nobody can."""
+
+    def check(name: str, value: object) -> object:
+        return value
+
+    check.reason = reason  # type: ignore[attr-defined]  # read by the tests
+    return check
 
 
-def number(*, above: float | None = None, low: float | None = None, infinite: bool = False) -> Kind:
-    """Make the kind of single real numbers, greater than ``above`` or at least ``low``; may be traced.
+MOST = 2**31 - 1  # the largest count: more could be neither stored nor counted by 32-bit integers
+
+
+def count(low: int, high: int = MOST) -> Kind:
+    """Make the kind of integers from ``low`` to ``high``."""
+    return lambda name, value: whole(name, value, low, high)
+
+
+def number(
+    *,
+    above: float | None = None,
+    low: float | None = None,
+    below: float | None = None,
+    high: float | None = None,
+    infinite: bool = False,
+    static: bool = False,
+) -> Kind:
+    """Make the kind of single real numbers between bounds; may be traced unless ``static``.
 
     Args:
         above: open lower bound, or None.
         low: closed lower bound, or None.
+        below: open upper bound, or None.
+        high: closed upper bound, or None.
         infinite: whether plus and minus infinity are allowed. NaN never is.
+        static: whether the number decides what is compiled; it is returned as a Python number then.
     """
 
     def check(name: str, value: object) -> object:
         # the usual case, without a way through numpy: a call of a small program takes microseconds
         if isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value):
             within = (above is None or value > above) and (low is None or value >= low)
-            if within:
+            if within and (below is None or value < below) and (high is None or value <= high):
                 return value
         if value is None or isinstance(value, str | bool | Sequence | dict):
             raise ValueError(f"{name} must be a number, got {show(value)}")
@@ -158,7 +250,16 @@ def number(*, above: float | None = None, low: float | None = None, infinite: bo
         if above is not None:
             at_least(name, value, above, strict=True)
         at_least(name, value, -np.inf if low is None else low)  # refuses NaN in any case
-        return value
+        if below is not None:
+            at_most(name, value, below, strict=True)
+        if high is not None:
+            at_most(name, value, high)
+        if not static:
+            return value
+        known = concrete(value)
+        if known is None:
+            raise TypeError(f"{name} must be known when the program is compiled, got a traced value")
+        return known.item()
 
     return check
 
@@ -174,7 +275,13 @@ def choice(*allowed: str) -> Kind:
 
 
 def array(
-    *shapes: tuple[int | None, ...], infinite: bool = False, low: float | None = None
+    *shapes: tuple[int | None, ...],
+    infinite: bool = False,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    least: int = 0,
+    rank: int = 0,
 ) -> Callable[[str, object], jax.Array]:
     """Make the kind of real arrays of one of the given ``shapes`` (None: any length); returns floats.
 
@@ -182,23 +289,191 @@ def array(
         shapes: allowed shapes; without any, every shape is allowed.
         infinite: whether infinite entries are allowed. NaN never is.
         low: least allowed entry, or None.
+        above: open lower bound of the entries, or None.
+        high: largest allowed entry, or None.
+        least: least length of the first axis.
+        rank: least number of axes.
     """
 
     def check(name: str, value: object) -> jax.Array:
-        if value is None or isinstance(value, str | dict):
-            raise ValueError(f"{name} must be an array, got {show(value)}")
-        try:
-            numeric(name, value)
-            converted = floating(value)
-        except (TypeError, ValueError) as problem:
-            raise ValueError(f"{name} must be an array of real numbers, got {show(value)}") from problem
-        if shapes and not any(_fits(converted.shape, wanted) for wanted in shapes):
-            listed = " or ".join(str(wanted).replace("None", "any") for wanted in shapes)
-            raise ValueError(f"{name} must have shape {listed}, got {converted.shape}")
-        if not infinite:
-            finite(name, converted)
-        at_least(name, converted, -np.inf if low is None else low)
+        _readable(name, value)
+        known = concrete(value)
+        # all is looked at on the host first: the conversion of integers is compiled
+        _check_shape(name, np.shape(value if known is None else known), shapes, least, rank)  # type: ignore[call-overload]
+        if known is not None:
+            if not infinite:
+                finite(name, known)
+            at_least(name, known, -np.inf if low is None else low)
+            if above is not None:
+                at_least(name, known, above, strict=True)
+            if high is not None:
+                at_most(name, known, high)
+        converted = floating(value)
+        if known is not None and not infinite and converted.dtype.itemsize < known.dtype.itemsize:
+            finite(name, converted)  # too large for the working precision
         return converted
+
+    return check
+
+
+def host_array(
+    *shapes: tuple[int | None, ...], nan: bool = False, least: int = 0, rank: int = 0
+) -> Callable[[str, object], np.ndarray]:
+    """Make the kind of real arrays that are used on the host; returns a numpy array in the precision given.
+
+    Args:
+        shapes: allowed shapes; without any, every shape is allowed.
+        nan: whether NaN and infinite entries are allowed, as in plots, where they leave gaps.
+        least: least length of the first axis.
+        rank: least number of axes.
+    """
+
+    def check(name: str, value: object) -> np.ndarray:
+        _readable(name, value)
+        known = concrete(value)
+        if known is None:
+            raise TypeError(f"{name} must be known: it is used on the host, got a traced value")
+        _check_shape(name, known.shape, shapes, least, rank)
+        if not nan:
+            finite(name, known)
+        return known
+
+    return check
+
+
+def _readable(name: str, value: object) -> None:
+    """Refuse what cannot be read as an array of real numbers."""
+    if value is None or isinstance(value, str | dict):
+        raise ValueError(f"{name} must be an array, got {show(value)}")
+    try:
+        numeric(name, value)
+        np.shape(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{name} must be an array of real numbers, got {show(value)}") from problem
+
+
+def _check_shape(
+    name: str, given: tuple[int, ...], shapes: tuple[tuple[int | None, ...], ...], least: int, rank: int
+) -> None:
+    if shapes and not any(_fits(given, wanted) for wanted in shapes):
+        listed = " or ".join(str(wanted).replace("None", "any") for wanted in shapes)
+        raise ValueError(f"{name} must have shape {listed}, got {given}")
+    if len(given) < rank:
+        raise ValueError(f"{name} must have at least {rank} axes, got shape {given}")
+    if least and (not given or given[0] < least):
+        raise ValueError(f"{name} must hold at least {least} entries along its first axis, got shape {given}")
+
+
+def matrix(*, definite: bool = False, low: int = 1) -> Callable[[str, object], jax.Array]:
+    """Make the kind of symmetric positive semi-definite matrices (n, n), such as covariances and Gram matrices.
+
+    Args:
+        definite: whether the matrix must be positive definite.
+        low: least n.
+    """
+    read = array((None, None), least=low)
+
+    def check(name: str, value: object) -> jax.Array:
+        converted = read(name, value)
+        _check_square(name, converted.shape)
+        semidefinite(name, converted, strict=definite)
+        return converted
+
+    return check
+
+
+def grams(low: int = 1) -> Callable[[str, object], jax.Array]:
+    """Make the kind of Gram matrices (..., n, n) with n >= ``low``, of which there may be very many.
+
+    Instead of eigenvalues it looks at pairs of samples: |g_ij|^2 <= g_ii g_jj.
+    """
+    read = array(rank=2)
+
+    def check(name: str, value: object) -> jax.Array:
+        converted = read(name, value)
+        _check_square(name, converted.shape)
+        if converted.shape[-1] < low:
+            raise ValueError(f"{name} must describe at least {low} samples, got shape {converted.shape}")
+        known = concrete(converted)
+        if known is None or known.size == 0:
+            return converted
+        symmetric(name, known)
+        square = np.diagonal(known, axis1=-2, axis2=-1)
+        at_least(f"the diagonal of {name}", square, 0.0)
+        most = np.sqrt(square[..., :, None]) * np.sqrt(square[..., None, :])
+        if np.any(np.abs(known) > most + _rounding(known) * most.max(axis=(-1, -2), keepdims=True)):
+            raise ValueError(f"{name} must be a Gram matrix, got |g_ij|^2 > g_ii g_jj for some pair")
+        return converted
+
+    return check
+
+
+def _check_square(name: str, given: tuple[int, ...]) -> None:
+    if given[-1] != given[-2]:
+        raise ValueError(f"{name} must be a square matrix, got shape {given}")
+
+
+def times(name: str, value: object) -> jax.Array:
+    """Accept finite numbers (k,), k >= 1, that increase strictly."""
+    converted = array((None,), least=1)(name, value)
+    increasing(name, converted)
+    return converted
+
+
+def sequence(kind: Kind, *, least: int = 1) -> Callable[[str, object], tuple[object, ...]]:
+    """Make the kind of sequences (no text) of at least ``least`` values of one ``kind``; returns a tuple.
+
+    An array counts as the sequence of its entries.
+    """
+
+    def check(name: str, value: object) -> tuple[object, ...]:
+        if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable) or inspect.isclass(value):
+            raise ValueError(f"{name} must be a sequence of values, got {show(value)}")
+        entries: list[object]
+        try:
+            if isinstance(value, jax.Array | np.ndarray):
+                shape(name, value, (None,))
+                entries = np.asarray(value).tolist()
+            else:
+                entries = list(value)
+        except TypeError as problem:  # arrays that are traced or hold keys, iterators that fail
+            raise ValueError(f"{name} must be a sequence of known values, got {show(value)}") from problem
+        listed = tuple(kind(f"{name}[{k}]", entry) for k, entry in enumerate(entries))
+        if len(listed) < least:
+            raise ValueError(f"{name} must hold at least {least} values, got {show(listed)}")
+        return listed
+
+    return check
+
+
+def mapping(kind: Kind, *, least: int = 0) -> Callable[[str, object], dict[str, object]]:
+    """Make the kind of mappings from names to values of one ``kind``; returns a dict."""
+
+    def check(name: str, value: object) -> dict[str, object]:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a mapping from names to values, got {show(value)}")
+        if len(value) < least:
+            raise ValueError(f"{name} must hold at least {least} entries, got {show(value)}")
+        return {text(f"keys of {name}", key): kind(f"{name}[{key!r}]", entry) for key, entry in value.items()}
+
+    return check
+
+
+def text(name: str, value: object) -> str:
+    """Accept a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {show(value)}")
+    return value
+
+
+def subclass(parent: type, *, hint: str = "") -> Kind:
+    """Make the kind of classes below ``parent``, the class itself and not one of its instances."""
+
+    def check(name: str, value: object) -> object:
+        if not (inspect.isclass(value) and issubclass(value, parent)):
+            advice = f"; {hint}" if hint else ""
+            raise TypeError(f"{name} must be a subclass of {parent.__name__}, got {show(value)}{advice}")
+        return value
 
     return check
 
@@ -212,7 +487,7 @@ def instance(*types: type, hint: str = "") -> Kind:
     names = " or ".join(kind.__name__ for kind in types)
 
     def check(name: str, value: object) -> object:
-        if not isinstance(value, types):
+        if not isinstance(value, types) or inspect.isclass(value):  # a class may look like its own instances
             advice = f"; {hint}" if hint else ""
             raise TypeError(f"{name} must be a {names}, got {show(value)}{advice}")
         return value
@@ -285,9 +560,11 @@ def arguments(**kinds: Kind) -> Callable[[Callable[Arguments, Result]], Callable
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        names = tuple(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
+        names = tuple(parameters)
         unknown = set(kinds) - set(names)
-        if unknown:
+        # a function with **options may declare the kinds of the options too
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             raise TypeError(f"{function.__qualname__} has no arguments {sorted(unknown)}")
 
         @functools.wraps(function)

@@ -20,25 +20,25 @@ Observed = TypeVar("Observed")
 
 
 def safe_sqrt(u: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return sqrt(u), and 0 with derivative 0 where u <= 0 (elementwise).
+    """Return sqrt(u), and 0 with derivative 0 where u <= 0 (elementwise); NaN stays NaN.
 
     >>> float(jax.grad(safe_sqrt)(0.0)), float(safe_sqrt(jnp.array(4.0)))
     (0.0, 2.0)
     """
-    positive = u > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, u, 1.0)), 0.0)
+    zero = u <= 0  # not "u > 0": NaN must not become 0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, u)))
 
 
 def safe_root(u: Float[Array, "..."], order: float) -> Float[Array, "..."]:
-    """Return u^(1/order), and 0 with derivative 0 where u <= 0 (elementwise); order 1 returns u itself.
+    """Return u^(1/order), and 0 with derivative 0 where u <= 0 (elementwise); order 1 returns u itself. NaN stays NaN.
 
     >>> round(float(safe_root(jnp.array(8.0), 3.0)), 6)
     2.0
     """
     if order == 1:
         return u
-    positive = u > 0
-    return jnp.where(positive, jnp.where(positive, u, 1.0) ** (1 / order), 0.0)
+    zero = u <= 0
+    return jnp.where(zero, 0.0, jnp.where(zero, 1.0, u) ** (1 / order))
 
 
 def safe_divide(u: Float[Array, "..."], v: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -62,6 +62,46 @@ def safe_norm(
     (5.0, [0.0, 0.0])
     """
     return safe_sqrt(jnp.sum(v * v, axis=axis, keepdims=keepdims))
+
+
+def magnitude(
+    u: Float[Array, "..."], axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False
+) -> Float[Array, "..."]:
+    """Return the largest |u| over ``axis``, 1 where that is 0, as a constant of differentiation.
+
+    Powers overflow and underflow long before the numbers themselves do, in float32 at 1e19 and 1e-19 for squares. What
+    is homogeneous, f(c u) = c f(u), is therefore computed as c f(u / c) with this c, which changes no derivative.
+
+    >>> float(magnitude(jnp.array([-3.0, 2.0]))), float(magnitude(jnp.zeros(2)))
+    (3.0, 1.0)
+    """
+    top = jax.lax.stop_gradient(jnp.max(jnp.abs(u), axis=axis, keepdims=keepdims))
+    return jnp.where(top == 0, 1.0, top)
+
+
+def scaled_norm(v: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return ``safe_norm`` of ``v`` over its last axis, without overflow and underflow of the squares.
+
+    >>> float(scaled_norm(jnp.array([3e-30, 4e-30], jnp.float32)) / jnp.float32(5e-30)).__round__(6)
+    1.0
+    """
+    scale = magnitude(v, -1, keepdims=True)
+    return scale[..., 0] * safe_norm(v / scale)
+
+
+def power_mean(
+    u: Float[Array, " k"], order: float, weights: Float[Array, " k"] | None = None
+) -> Float[Array, ""]:
+    """Return (sum_i w_i u_i^order)^(1/order) for u >= 0, without overflow and underflow of the powers; w_i = 1/k.
+
+    >>> round(float(power_mean(jnp.array([1.0, 7.0]), 2)), 6)
+    5.0
+    """
+    mean = lambda v: jnp.mean(v) if weights is None else jnp.sum(weights * v)
+    if order == 1:
+        return mean(u)
+    scale = magnitude(u)
+    return scale * safe_root(mean((u / scale) ** order), order)
 
 
 def wrap_angle(turn: Float[Array, "..."]) -> Float[Array, "..."]:

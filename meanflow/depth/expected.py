@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Complex, Float, Int
 
 from meanflow import _checks
+from meanflow._checks import choice, count, flag, matrix, optional, unchecked
 from meanflow.depth.propagation import VARIANCE
 from meanflow.kernels.infinite.dual import dual_activation
 
@@ -192,6 +193,22 @@ def _recursion(gram: jax.Array, depth: int, renormalize: bool, **layer: Unpack[L
     return jnp.concatenate([first[None], jax.lax.scan(step, first, None, length=depth)[1]])
 
 
+OPTIONS = {
+    "recenter": flag,
+    "rescale": optional(choice("std", "rms")),
+    "activation": choice(*HOMOGENEOUS),
+    "weights": choice(*VARIANCE),
+    "nodes": count(1),
+}
+
+
+@_checks.arguments(
+    gram=matrix(),
+    depth=count(1),
+    renormalize=flag,
+    **OPTIONS,
+    layer=unchecked("its names are those of layer_map, and each has a kind"),
+)
 def expected_gram(
     gram: Float[ArrayLike, "n n"], depth: int, *, renormalize: bool = False, **layer: Unpack[LayerOptions]
 ) -> Float[Array, "{depth}+1 n n"]:
@@ -213,10 +230,10 @@ def expected_gram(
     >>> round(float(mf.depth.pair_angles(grams[1])[0]), 2)          # already at the fixed point
     74.65
     """
-    gram = jnp.asarray(gram)
-    _checks.shape("gram", gram, (gram.shape[0], gram.shape[0]) if gram.ndim else (None, None))
-    _checks.finite("gram", gram)
-    return _recursion(gram, _checks.whole("depth", depth, 1), bool(renormalize), **layer)
+    stray = sorted(set(layer) - set(LAYER))
+    if stray:
+        raise TypeError(f"layer must be among {list(LAYER)}, got {stray}")
+    return _recursion(jnp.asarray(gram), depth, renormalize, **layer)
 
 
 class FixedPoint(NamedTuple):

@@ -18,10 +18,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._checks import count
 from meanflow.depth.expected import recentered, relu_map
 from meanflow.depth.observables import gram as gram_of
 
 
+def float_type(name: str, value: object) -> object:
+    """Accept None, and types of real floating-point numbers such as ``jnp.float32`` or ``"float64"``."""
+    try:
+        named = isinstance(value, str | type | jnp.dtype)  # an array would pass for its own type
+        good = value is None or named and jnp.issubdtype(jnp.dtype(value), jnp.floating)  # type: ignore[call-overload]
+    except TypeError:
+        good = False
+    if not good:
+        raise TypeError(f"{name} must be a floating-point type or None, got {_checks.show(value)}")
+    return value
+
+
+@_checks.arguments(n=count(3), features=count(2), dtype=float_type)
 def invariant_representation(
     n: int, features: int = 2, dtype: DTypeLike | None = None
 ) -> Float[Array, "{n} {features}"]:
@@ -38,8 +52,6 @@ def invariant_representation(
     >>> mf.depth.invariant_representation(3).tolist()
     [[1.0, 0.0], [0.0, 0.5], [0.0, 0.5]]
     """
-    n = _checks.whole("n", n, 3)
-    features = _checks.whole("features", features, 2)
     x = jnp.zeros((n, features), dtype or jnp.result_type(float))
     return x.at[0, 0].set(1.0).at[1:, 1].set(1.0 / (n - 1))
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from meanflow import _checks
+
 
 def gram(x: Float[ArrayLike, "*lead n k"]) -> Float[Array, "*lead n n"]:
     """Return the inner products of the samples of a batch, x x'.
@@ -43,6 +45,7 @@ def angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead n n"]:
     return jnp.degrees(jnp.arccos(cosines(gram)))
 
 
+@_checks.arguments(gram=_checks.grams(2))
 def pair_angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead pairs"]:
     """Return the angles in degrees of the n(n-1)/2 pairs of distinct samples, from their Gram matrix.
 
@@ -56,7 +59,12 @@ def pair_angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead pair
     >>> pair_angles(jnp.eye(3)).tolist()
     [90.0, 90.0, 90.0]
     """
-    i, j = jnp.triu_indices(jnp.shape(gram)[-1], 1)
+    return _pair_angles(jnp.asarray(gram))
+
+
+def _pair_angles(gram: jax.Array) -> jax.Array:
+    """Return ``pair_angles`` of any matrix; those of a network that failed are NaN."""
+    i, j = jnp.triu_indices(gram.shape[-1], 1)
     return angles(gram)[..., i, j]
 
 
@@ -166,7 +174,7 @@ class LayerRecord(eqx.Module):
     @property
     def pair_angles(self) -> Float[Array, "*lead pairs"]:
         """Angles of the n(n-1)/2 distinct pairs in degrees."""
-        return pair_angles(self.gram)
+        return _pair_angles(self.gram)
 
     @property
     def stable_rank(self) -> Float[Array, "*lead"]:

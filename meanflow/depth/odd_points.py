@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
+from meanflow._checks import grams, number, optional
 from meanflow.depth import observables
 from meanflow.kernels.infinite.dual import dual_activation
 
@@ -36,6 +37,7 @@ class OddPoint(NamedTuple):
     escaped: Bool[Array, "*lead"]
 
 
+@_checks.arguments(gram=grams(3), threshold=optional(number(above=0)))
 def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = None) -> OddPoint:
     """Find the sample that has escaped from the others, and measure how far.
 
@@ -52,8 +54,6 @@ def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = Non
     """
     gram = jnp.asarray(gram)
     n = gram.shape[-1]
-    if n < 3:
-        raise ValueError(f"gram must describe at least 3 samples, got {n}")
     length = observables.norms(gram)
     top, index = jax.lax.top_k(length, 2)
     ratio = top[..., 0] / top[..., 1]

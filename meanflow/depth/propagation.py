@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
 from meanflow import _checks, activations
-from meanflow.activations import Activation
+from meanflow._checks import array, choice, count, either, flag, function, number, optional, sequence
+from meanflow.activations import ACTIVATION, Activation
 from meanflow.depth.observables import summary
 from meanflow.layers import functional
 from meanflow.layers.initializers import Initializer
@@ -185,6 +186,30 @@ def _many(keys: jax.Array, x: jax.Array, network: _Network, chunk: int | None) -
     return jax.lax.map(run, keys if x.ndim == 2 else (keys, x), batch_size=chunk)
 
 
+def keys(name: str, value: object) -> object:
+    """Accept one typed PRNG key, or an array (s,) of such keys."""
+    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not typed or value.ndim > 1 or value.size == 0:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{name} must be made by jax.random.key, one key or an array (s,) of keys, got {_checks.show(value)}"
+        )
+    return value
+
+
+@_checks.arguments(
+    key=keys,
+    x=array((None, None), (None, None, None), least=1),
+    widths=sequence(count(1)),
+    recenter=flag,
+    rescale=optional(choice("std", "rms")),
+    activation=ACTIVATION,
+    epsilon=number(low=0, static=True),
+    weights=either(choice(*WEIGHTS), function),
+    draw=choice("auto", "weights", "law"),
+    renormalize=flag,
+    observe=function,
+    chunk=optional(count(1)),
+)
 def propagate(
     key: Key[Array, "*networks"],
     x: Shaped[ArrayLike, "*batches n k"],
@@ -236,38 +261,24 @@ def propagate(
     >>> bool(abs(run.layers.pair_angles[-1].mean() - 74.65) < 2)      # degrees, not 90
     True
     """
-    stages = Stages(bool(recenter), rescale, activation, float(epsilon))
-    widths = tuple(_checks.whole("widths", w, 1) for w in widths)
-    if not widths:
-        raise ValueError("widths must list at least one layer, got none")
-    keys, x = _check_batches(key, x)
-    if chunk is not None:
-        chunk = _checks.whole("chunk", chunk, 1)
-    draw = _choose_draw(draw, weights, x.shape[-2], max(widths))
-    return _many(keys, x, _Network(widths, stages, weights, draw, bool(renormalize), observe), chunk)
+    stages = Stages(recenter, rescale, activation, epsilon)
+    batch = _check_batches(key, jnp.asarray(x))
+    draw = _choose_draw(draw, weights, batch.shape[-2], max(widths))
+    network = _Network(tuple(widths), stages, weights, draw, renormalize, observe)
+    return _many(key, batch, network, chunk)
 
 
-def _check_batches(key: jax.Array, x: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Return keys and batches as arrays whose shapes fit together."""
-    keys = jnp.asarray(key)
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-        raise ValueError(f"key must be made by jax.random.key, got dtype {keys.dtype}")
-    x = jnp.asarray(x)
-    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))
-    seeds = keys.shape[0] if keys.ndim == 1 else None
-    if keys.ndim > 1 or x.ndim != (2 if seeds is None else 3) and x.ndim != 2:
-        raise ValueError(f"x must be (n, k), or (s, n, k) with s keys; got {x.shape} and keys {keys.shape}")
-    if x.ndim == 3:
-        _checks.shape("x", x, (seeds, None, None))
-    _checks.finite("x", x)
-    return keys, x
+def _check_batches(key: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the batches; refuse them if there is not one for each key."""
+    if x.ndim == 3 and x.shape[:1] != key.shape:
+        raise ValueError(f"x must be (n, k), or (s, n, k) with s keys; got {x.shape} and keys {key.shape}")
+    if x.shape[-1] == 0 or x.shape[-2] == 0:
+        raise ValueError(f"x must hold at least one sample and one feature, got shape {x.shape}")
+    return x
 
 
 def _choose_draw(draw: str, weights: str | Initializer, samples: int, width: int) -> str:
     """Return ``"weights"`` or ``"law"``, whichever was asked for or is cheaper."""
-    if isinstance(weights, str):
-        _checks.one_of("weights", weights, WEIGHTS)
-    _checks.one_of("draw", draw, ("auto", "weights", "law"))
     gaussian = isinstance(weights, str) and weights in VARIANCE
     if draw == "law" and not gaussian:
         raise ValueError(f"draw='law' needs weights in {list(VARIANCE)}, got {weights!r}")

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key, Shaped
 
 from meanflow import _checks
+from meanflow._checks import array, choice, count, flag, host_array, number, optional, prng_key
 from meanflow.depth.cells import cells, distinct_lines, general_position_count
 
 
@@ -42,6 +43,14 @@ class Gamma(NamedTuple):
     total: float
 
 
+@_checks.arguments(
+    x=host_array((None, None), least=1),
+    recenter=flag,
+    method=choice("exact", "monte_carlo"),
+    key=optional(prng_key),
+    samples=count(1),
+    confidence=number(above=0, below=1, static=True),
+)
 def gamma(
     x: Shaped[ArrayLike, "n k"],
     *,
@@ -73,10 +82,7 @@ def gamma(
     >>> found.cells, round(found.value, 6)                    # 2n cells and 1/(2n), not n and 1/n
     (10, 0.1)
     """
-    _checks.one_of("method", method, ("exact", "monte_carlo"))
     batch = np.asarray(x, float)
-    _checks.shape("x", batch, (None, None))
-    _checks.finite("x", batch)
     if recenter:
         batch = batch - batch.mean(0)
     if method == "exact":
@@ -85,7 +91,7 @@ def gamma(
         return Gamma(value, value, value, len(found.volumes), float(found.volumes.sum()))
     if key is None:
         raise ValueError("key must be given for method='monte_carlo', got None")
-    return _counted(batch, key, _checks.whole("samples", samples, 1), confidence)
+    return _counted(batch, key, samples, confidence)
 
 
 def _counted(batch: np.ndarray, key: jax.Array, samples: int, confidence: float) -> Gamma:
@@ -122,6 +128,7 @@ class RankBounds(NamedTuple):
     alpha: Float[Array, "*shape"]
 
 
+@_checks.arguments(n=count(1), gamma=array(above=0, high=1), neurons=array(low=1))
 def rank_bounds(
     n: int, gamma: Shaped[ArrayLike, "*#shape"], neurons: Shaped[ArrayLike, "*#shape"]
 ) -> RankBounds:
@@ -141,10 +148,12 @@ def rank_bounds(
     >>> bool(bounds.binomial <= bounds.chernoff <= bounds.simple < 1)
     True
     """
-    n = _checks.whole("n", n, 1)
-    _checks.at_least("gamma", gamma, 0.0, strict=True)
-    _checks.at_least("neurons", neurons, 1)
-    g, d = jnp.broadcast_arrays(jnp.asarray(gamma, float), jnp.asarray(neurons, float))
+    try:
+        g, d = jnp.broadcast_arrays(jnp.asarray(gamma, float), jnp.asarray(neurons, float))
+    except ValueError:
+        raise ValueError(
+            f"neurons must broadcast against gamma of shape {np.shape(gamma)}, got shape {np.shape(neurons)}"
+        ) from None
     alpha = d * g / n
     enough = d >= n
     binomial = jnp.where(

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
+from meanflow._checks import array, count
 from meanflow._numerics import iterate
 
 
@@ -196,6 +197,7 @@ def _tree(x: jax.Array, depth: int, every: int) -> TreeRecord:
     return TreeRecord(layer, gram, log_scale, weight, multi, most, order)
 
 
+@_checks.arguments(x=array((None,), (None, None), least=3), depth=count(1), every=count(1))
 def tree(x: Shaped[ArrayLike, "n *d"], depth: int, every: int = 1) -> TreeRecord:
     """Follow a batch through the tree model of "BN decomposed" (equations (9) and (10)), exactly and at any depth.
 
@@ -217,13 +219,7 @@ def tree(x: Shaped[ArrayLike, "n *d"], depth: int, every: int = 1) -> TreeRecord
     4
     """
     x = jnp.asarray(x)
-    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))
-    x = x[:, None] if x.ndim == 1 else x
-    _checks.shape("x", x, (None, None))
-    if x.shape[0] < 3:
-        raise ValueError(f"x must hold at least 3 samples, got {x.shape[0]}")
-    _checks.finite("x", x)
-    return _tree(x, _checks.whole("depth", depth, 1), _checks.whole("every", every, 1))
+    return _tree(x[:, None] if x.ndim == 1 else x, depth, every)
 
 
 def merge_rate(n: int) -> float:

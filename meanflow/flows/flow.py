@@ -13,10 +13,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from meanflow import _checks
-from meanflow._checks import anything, array, count, floating, function, instance, number, optional, prng_key
+from meanflow._checks import (
+    array,
+    choice,
+    count,
+    either,
+    floating,
+    function,
+    instance,
+    number,
+    optional,
+    prng_key,
+    subclass,
+    unchecked,
+)
 from meanflow.flows import equation
 from meanflow.flows.features import Feature
-from meanflow.flows.losses import Loss
+from meanflow.flows.losses import LOSS, Loss
 from meanflow.flows.observables import Observable, common_observables
 from meanflow.flows.problem import Chart
 from meanflow.geometry.space import Invariant, Space
@@ -24,7 +37,7 @@ from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.measures.laws import Law
 from meanflow.measures.sampling import sample
-from meanflow.measures.scaling import Scaling
+from meanflow.measures.scaling import NAMES, Scaling
 
 if TYPE_CHECKING:
     from meanflow.flows.losses import LossFunction
@@ -125,15 +138,19 @@ class Flow(eqx.Module):
         type(self.scaling).check(self.scaling, cloud)
 
 
+ALPHA = either(choice(*NAMES), number(above=0))
 FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.vanilla()")
 
 
 @_checks.arguments(
     feature=instance(Feature),
     space=instance(Space),
+    loss=LOSS,
+    alpha=ALPHA,
     regularizer=optional(function),
     strength=number(low=0),
     laws=optional(function),
+    chart=subclass(Chart),
 )
 def make_flow(
     feature: Feature,
@@ -158,6 +175,8 @@ def make_flow(
         laws: maps the input dimension (or None) to the laws of an initial cloud, by coordinate.
         chart: the coordinates in which solvers step the flow.
     """
+    if regularizer is None and _checks.concrete(strength) != 0:
+        raise ValueError(f"strength must be 0 without a regularizer, got {_checks.show(strength)}")
     penalty = None if regularizer is None else Regularizer(regularizer, floating(strength))
     return Flow(feature, space, Loss(loss), Scaling(alpha), penalty, laws, chart)
 
@@ -209,7 +228,12 @@ def dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     return _dissipation(prepare(flow, cloud, data), cloud, data)
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, probes=anything)
+@_checks.arguments(
+    flow=FLOW,
+    cloud=CLOUD,
+    data=DATA,
+    probes=unchecked("a pytree of the model's particles; Cloud and flow.check look at it"),
+)
 def first_variation(
     flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k *d"]]
 ) -> Float[Array, " k"]:

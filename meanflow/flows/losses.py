@@ -54,3 +54,6 @@ class Loss(eqx.Module):
     def curvature(self, f: jax.Array, y: jax.Array) -> jax.Array:
         """l''(f, y), the second derivative in f."""
         return jax.jvp(lambda g: self.slope(g, y), (f,), (jnp.ones_like(f),))[1]
+
+
+LOSS = _checks.either(_checks.choice(*NAMED), _checks.function)  # a Loss can be called too

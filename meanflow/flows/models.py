@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks, activations
-from meanflow._checks import array, optional
+from meanflow._checks import array, function, matrix, number, optional
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import Flow, make_flow
-from meanflow.flows.losses import Loss, LossFunction
+from meanflow.flows.losses import LOSS, Loss, LossFunction
 from meanflow.geometry.space import BatchNormManifold, Space
 from meanflow.measures import laws
 from meanflow.measures.cloud import Neurons
@@ -25,7 +25,10 @@ def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
     return {"a": laws.uniform(), "b": laws.sphere(dim)}
 
 
-@_checks.arguments(activation=ACTIVATION)
+MODEL = {"activation": ACTIVATION, "loss": LOSS, "regularizer": optional(function), "strength": number(low=0)}
+
+
+@_checks.arguments(**MODEL)
 def vanilla(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",
@@ -49,10 +52,10 @@ def vanilla(
     return make_flow(feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
-STATISTICS = {"mean": optional(array((None,))), "covariance": optional(array((None, None)))}
+STATISTICS = {"mean": optional(array((None,))), "covariance": optional(matrix(definite=True))}
 
 
-@_checks.arguments(activation=ACTIVATION, **STATISTICS)
+@_checks.arguments(**MODEL, **STATISTICS)
 def batchnorm(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",
@@ -79,7 +82,7 @@ def batchnorm(
     return make_flow(feature, Space(), loss, laws=_two_layer_laws, regularizer=regularizer, strength=strength)
 
 
-@_checks.arguments(activation=ACTIVATION, **STATISTICS)
+@_checks.arguments(**MODEL, **STATISTICS)
 def batchnorm_manifold(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.flows.flow import Flow, first_variation
+from meanflow._checks import number
+from meanflow.flows.flow import FLOW, Flow, first_variation
 from meanflow.geometry import omega, sphere
 from meanflow.measures import laws
-from meanflow.measures.cloud import Cloud, Neurons
-from meanflow.measures.dataset import Dataset
+from meanflow.measures.cloud import CLOUD, Cloud, Neurons
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.measures.sampling import quasi
 
 
@@ -27,6 +28,16 @@ class Certificate(NamedTuple):
     direction: jax.Array
 
 
+def two_layer(name: str, value: object) -> object:
+    """Accept a cloud of neurons (a, b)."""
+    CLOUD(name, value)
+    if not isinstance(value.particles, Neurons):  # type: ignore[attr-defined]
+        kind = type(value.particles).__name__  # type: ignore[attr-defined]
+        raise TypeError(f"{name} must hold Neurons(a, b), got {kind}")
+    return value
+
+
+@_checks.arguments(flow=FLOW, cloud=two_layer, data=DATA, count=_checks.count(1))
 def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> Certificate:
     """max |F(b)| over ``count`` well-spread directions, F(b) = sum_j q_j l'(f_j, y_j) phi((1, b); x_j).
 
@@ -42,6 +53,13 @@ def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> C
     return Certificate(size[best], directions[best])
 
 
+@_checks.arguments(
+    cloud=two_layer,
+    radius=number(above=0, static=True),
+    tolerance=number(above=0, static=True),
+    levels=_checks.count(2),
+    directions=_checks.count(3),
+)
 def separates(
     cloud: Cloud, radius: float, *, tolerance: float, levels: int = 33, directions: int = 256
 ) -> bool:
@@ -56,8 +74,6 @@ def separates(
         radius: the r of Theorem 5; the support must lie in |a| <= r.
         tolerance: more than the spacing of the particles and of the graph.
     """
-    _checks.at_least("radius", radius, 0.0, strict=True)
-    _checks.at_least("tolerance", tolerance, 0.0, strict=True)
     import scipy.sparse
     from scipy.sparse.csgraph import connected_components
 

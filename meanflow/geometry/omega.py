@@ -98,7 +98,7 @@ def exp(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
 
 @jax.jit
 def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Vectors:
-    """Return the tangent v (..., d) at bb with exp(bb, v) = other; undefined for opposite vectors."""
+    """Return the tangent v (..., d) at bb with exp(bb, v) = other; NaN for opposite vectors."""
     turn = sphere.log(direction(bb), direction(other))
     return safe_norm(bb, keepdims=True) * project(bb, turn, sigma)
 

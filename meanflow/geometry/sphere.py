@@ -31,9 +31,11 @@ def exp(p: jax.Array, v: jax.Array) -> jax.Array:
 
 @jax.jit
 def log(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Return the tangent vector v at ``p`` with exp(p, v) = q; undefined for antipodal points."""
+    """Return the tangent vector v at ``p`` with exp(p, v) = q; NaN for antipodal points, which many geodesics join."""
     turn = angle(p, q)[..., None]
-    return (q - jnp.cos(turn) * p) / sinc(turn)
+    # rounding leaves a vector of no meaning (often zero) where p and q are antipodal
+    antipodal = safe_norm(p + q, keepdims=True) <= 4 * jnp.finfo(turn.dtype).eps
+    return jnp.where(antipodal, jnp.nan, (q - jnp.cos(turn) * p) / sinc(turn))
 
 
 def area(dim: int) -> jax.Array:

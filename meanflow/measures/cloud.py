@@ -1,5 +1,6 @@
 """A network as a measure: particles with weights and frozen labels."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import equinox as eqx
@@ -10,6 +11,9 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from meanflow import _checks
 from meanflow._checks import floating
+
+LABELS = _checks.array(infinite=True)
+WIDTH = _checks.number(above=0, infinite=True)
 
 
 class Neurons(NamedTuple):
@@ -65,6 +69,8 @@ class Cloud(eqx.Module):
         *,
         width: float | jax.Array | None = None,
     ) -> None:
+        for name, leaf in _named(particles):
+            _checks.numeric(f"particles.{name}", leaf)
         particles = jax.tree.map(floating, particles)
         leaves = jax.tree.leaves(particles)
         sizes = {np.shape(leaf)[:1] for leaf in leaves}
@@ -80,14 +86,12 @@ class Cloud(eqx.Module):
         dtype = jnp.result_type(*leaves)
         if weights is None:
             weights = jnp.full((size,), 1.0 / size, dtype)
-        weights = jnp.asarray(weights, dtype)
-        _checks.shape("weights", weights, (size,))
-        _checks.at_least("weights", weights, 0.0)
+        weights = _checks.array((size,), low=0.0)("weights", weights).astype(dtype)
         known = _checks.concrete(weights)
         if known is not None and abs(known.sum(dtype=np.float64) - 1) > 1e3 * np.finfo(known.dtype).eps:
             raise ValueError(f"weights must sum to 1, got a sum of {known.sum(dtype=np.float64)}")
         if labels is not None:
-            labels = jnp.asarray(labels, dtype)
+            labels = LABELS("labels", labels).astype(dtype)
             labels = jnp.full((size,), labels) if labels.ndim == 0 else labels
             _checks.shape("labels", labels, (size,))
         self.particles = particles
@@ -95,8 +99,7 @@ class Cloud(eqx.Module):
         self.labels = labels
         if width is None:
             width = jnp.count_nonzero(weights) if known is None else int(np.count_nonzero(known))
-        _checks.at_least("width", width, 0.0, strict=True)
-        self.width = jnp.asarray(width, dtype)
+        self.width = jnp.asarray(WIDTH("width", width), dtype)
 
     @property
     def size(self) -> int:
@@ -128,8 +131,15 @@ def _named(record: PyTree[jax.Array]) -> list[tuple[str, jax.Array]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 
 
-def stack(clouds: list[Cloud]) -> Cloud:
+CLOUD = _checks.instance(Cloud, hint="build one with flow.init(key, width) or meanflow.Cloud(particles)")
+
+
+@_checks.arguments(clouds=_checks.sequence(CLOUD))
+def stack(clouds: Sequence[Cloud]) -> Cloud:
     """Pad clouds to their largest size and stack them along a new first axis, ready for ``jax.vmap``.
+
+    Args:
+        clouds: at least one cloud; all have particles of one type and dimension, and labels, or none of them has.
 
     >>> import jax.numpy as jnp
     >>> pair = [Cloud(Polar(jnp.ones(m), jnp.zeros(m))) for m in (2, 3)]
@@ -137,7 +147,8 @@ def stack(clouds: list[Cloud]) -> Cloud:
     (2, 3)
     """
     size = max(cloud.size for cloud in clouds)
-    return jax.tree.map(lambda *u: jnp.stack(u), *(cloud.pad(size) for cloud in clouds))
-
-
-CLOUD = _checks.instance(Cloud, hint="build one with flow.init(key, width) or meanflow.Cloud(particles)")
+    padded = [cloud.pad(size) for cloud in clouds]
+    shapes = {str(jax.tree.map(lambda u: (u.dtype.name, u.shape), cloud)) for cloud in padded}
+    if len(shapes) > 1:
+        raise ValueError(f"clouds must hold particles of one kind, got {sorted(shapes)}")
+    return jax.tree.map(lambda *u: jnp.stack(u), *padded)

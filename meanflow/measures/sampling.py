@@ -6,11 +6,29 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
-from meanflow._checks import anything, count, flag, optional, prng_key
-from meanflow.measures.cloud import Cloud
+from meanflow._checks import (
+    choice,
+    count,
+    either,
+    flag,
+    instance,
+    mapping,
+    optional,
+    prng_key,
+    sequence,
+    subclass,
+)
+from meanflow.measures.cloud import LABELS, Cloud
 from meanflow.measures.laws import Law
 
 Labels = float | Float[ArrayLike, "*m"] | None
+
+RULE = choice("midpoint", "gauss")
+PARTICLES = {
+    "record": subclass(tuple, hint="for instance meanflow.Neurons"),
+    "laws": mapping(instance(Law, hint="for instance meanflow.measures.laws.normal()")),
+    "labels": optional(LABELS),
+}
 
 
 def _place(
@@ -36,7 +54,7 @@ def _total(laws: dict[str, Law]) -> int:
     return sum(law.size for law in laws.values())
 
 
-@_checks.arguments(key=prng_key, width=count(1), record=anything, laws=anything)
+@_checks.arguments(key=prng_key, width=count(1), **PARTICLES)
 def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, labels: Labels = None) -> Cloud:
     """Draw ``width`` independent particles of type ``record``, coordinate ``name`` drawn from ``laws[name]``.
 
@@ -51,7 +69,7 @@ def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, la
     return _place(record, laws, u, labels)
 
 
-@_checks.arguments(width=count(1), key=optional(prng_key), limit=flag)
+@_checks.arguments(width=count(1), key=optional(prng_key), limit=flag, **PARTICLES)
 def quasi(
     width: int,
     record: type,
@@ -85,6 +103,7 @@ def quasi(
     return _place(record, laws, u, labels, width=np.inf if limit else None)
 
 
+@_checks.arguments(counts=sequence(count(1)), rule=either(RULE, sequence(RULE)), **PARTICLES)
 def quadrature(
     counts: tuple[int, ...],
     record: type,
@@ -110,10 +129,10 @@ def quadrature(
     if len(counts) != size:
         raise ValueError(f"counts must list {size} numbers of nodes for these laws, got {counts}")
     rules = (rule,) * size if isinstance(rule, str) else rule
+    if len(rules) != size:
+        raise ValueError(f"rule must be one name, or {size} names for these laws, got {rules}")
     axes, shares = [], []
-    for nodes_wanted, kind in zip(counts, rules, strict=True):
-        _checks.one_of("rule", kind, ("midpoint", "gauss"))
-        size_here = _checks.whole("counts", nodes_wanted, 1)
+    for size_here, kind in zip(counts, rules, strict=True):
         if kind == "midpoint":
             axes.append((np.arange(size_here) + 0.5) / size_here)
             shares.append(np.full(size_here, 1.0 / size_here))

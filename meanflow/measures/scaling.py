@@ -47,6 +47,14 @@ class Scaling(eqx.Module):
         return m if self.value is None else m / self.value.astype(m.dtype)
 
 
+def check_clock(clock: str, cloud: Cloud) -> None:
+    """Raise ValueError if ``clock`` has no meaning at the width of the cloud; skipped while the width is traced."""
+    _checks.one_of("clock", clock, CLOCKS)
+    known = _checks.concrete(cloud.width)
+    if clock == "gradient" and known is not None and not np.all(np.isfinite(known)):
+        raise ValueError("clock='gradient' needs a finite cloud.width, got an infinite one; use 'mean_field'")
+
+
 def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:
     """Return d t_mf / d t for a clock t: the factor that multiplies the mean-field velocity.
 
@@ -56,12 +64,9 @@ def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:
     | ``gradient`` | m t_mf | learning rate x steps of plain gradient descent on the loss |
     | ``lazy`` | t_mf (m/alpha)^2 | f moves at speed O(1) for every alpha |
     """
-    _checks.one_of("clock", clock, CLOCKS)
+    check_clock(clock, cloud)
     if clock == "mean_field":
         return jnp.ones_like(cloud.width)
     if clock == "lazy":
         return scaling.ratio(cloud) ** -2
-    known = _checks.concrete(cloud.width)
-    if known is not None and not np.all(np.isfinite(known)):
-        raise ValueError("clock='gradient' needs a finite cloud.width, got an infinite one; use 'mean_field'")
     return 1.0 / cloud.width

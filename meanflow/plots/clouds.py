@@ -6,8 +6,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
+from meanflow import _checks
+from meanflow._checks import host_array, instance, number, optional
 from meanflow.measures import Cloud
-from meanflow.plots.style import COLORS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
+from meanflow.plots.style import AXES, COLORS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
 
 
 @runtime_checkable
@@ -67,6 +69,15 @@ def needles(
     return ax
 
 
+@_checks.arguments(
+    r=host_array((None,), nan=True),
+    theta=host_array((None,), nan=True),
+    ax=AXES,
+    samples=optional(host_array((None,))),
+    rays=optional(instance(Rays, hint="the table of univariate.classify_rays")),
+    paths=optional(host_array((None, None, 2), nan=True)),
+    reach=optional(number(above=0, static=True)),
+)
 def plane(
     r: ArrayLike,
     theta: ArrayLike,
@@ -89,8 +100,11 @@ def plane(
         paths: (frames, m, 2) positions in time.
         reach: half the side of the square shown; default by the largest |r|.
     """
-    ax = axes(ax)
     r, theta = np.asarray(r), np.asarray(theta)
+    _checks.shape("theta", theta, r.shape)
+    if paths is not None:
+        _checks.shape("paths", paths, (None, r.size, 2))
+    ax = axes(ax)
     reach = float(reach or 1.08 * max(np.max(np.abs(r), initial=0.0), 1e-12))
     if samples is not None:
         regions(samples, ax, reach=reach)

@@ -7,8 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
+from meanflow import _checks
+from meanflow._checks import flag, host_array, instance, mapping, optional, text
 from meanflow._numerics import loglog_slope
-from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
+from meanflow.plots.style import AXES, COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
 
 
 @runtime_checkable
@@ -33,6 +35,7 @@ class Points(Protocol):
     def y(self) -> ArrayLike: ...  # noqa: D102
 
 
+@_checks.arguments(runs=mapping(instance(Course, hint="for instance a Solution")), ax=AXES)
 def energies(runs: Mapping[str, Course], ax: Axes | None = None) -> Axes:
     """Energy against time of several solutions, log-log after the start.
 
@@ -50,6 +53,13 @@ def energies(runs: Mapping[str, Course], ax: Axes | None = None) -> Axes:
     return ax
 
 
+@_checks.arguments(
+    x=host_array((None,), nan=True, least=1),
+    f=mapping(host_array((None,), nan=True), least=1),
+    data=optional(instance(Points, hint="for instance a Dataset")),
+    ax=AXES,
+    knots=optional(host_array((None,), nan=True)),
+)
 def fit(
     x: ArrayLike,
     f: Mapping[str, ArrayLike],
@@ -67,8 +77,9 @@ def fit(
         ax: matplotlib Axes; a new figure by default.
         knots: (m,) positions; those on the grid are marked on the first curve.
     """
-    ax = axes(ax)
     x = np.asarray(x)
+    _check_curves("f", x, f)
+    ax = axes(ax)
     for color, (name, values) in zip(COLORS * 4, f.items(), strict=False):
         ax.plot(x, np.asarray(values), label=name, color=color)
     if knots is not None:
@@ -94,6 +105,25 @@ def fit(
     return ax
 
 
+def _check_curves(name: str, x: np.ndarray, curves: Mapping[str, ArrayLike]) -> None:
+    """Refuse curves that have not one value for each point of the axis ``x``."""
+    for key_, values in curves.items():
+        if np.shape(values)[-1:] != x.shape:
+            raise ValueError(
+                f"{name}[{key_!r}] must have {x.size} values like x, got shape {np.shape(values)}"
+            )
+
+
+@_checks.arguments(
+    x=host_array((None,), nan=True, least=1),
+    curves=mapping(host_array((None,), (None, None), nan=True)),
+    ax=AXES,
+    xlabel=text,
+    ylabel=text,
+    logx=flag,
+    logy=flag,
+    spread=flag,
+)
 def traces(
     x: ArrayLike,
     curves: Mapping[str, ArrayLike],
@@ -115,8 +145,9 @@ def traces(
         logx, logy: logarithmic axes.
         spread: draw the band from the smallest to the largest run.
     """
-    ax = axes(ax)
     x = np.asarray(x)
+    _check_curves("curves", x, curves)
+    ax = axes(ax)
     for k, (name, values) in enumerate(curves.items()):
         values = np.atleast_2d(np.asarray(values))
         color, dash = COLORS[k % len(COLORS)], DASHES[(k // len(COLORS)) % len(DASHES)]

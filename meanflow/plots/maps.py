@@ -7,7 +7,8 @@ import xarray
 from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
-from meanflow.plots.style import COLORS, PALE, axes, sparse
+from meanflow import _checks
+from meanflow.plots.style import AXES, COLORS, PALE, axes, sparse
 
 SYMBOLS = {"width": "width $m$", "delta": r"balance $\delta$", "scale": "scale of $r$", "seed": "seed"}
 
@@ -21,6 +22,7 @@ def number(value: float | str) -> str:
     return f"{value:.3g}"
 
 
+@_checks.arguments(values=_checks.instance(xarray.DataArray), ax=AXES, log=_checks.flag)
 def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = False) -> Axes:
     """A table over two axes as colors with the numbers written in; axes are evenly spaced, so +-inf are fine.
 

@@ -14,6 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from meanflow import _checks
+
+AXES = _checks.optional(_checks.instance(Axes, hint="for instance figure.add_subplot()"))
+
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (

@@ -11,6 +11,8 @@ import numpy as np
 import xarray
 from numpy.typing import ArrayLike
 
+from meanflow import _checks
+from meanflow._checks import host_array, instance, optional
 from meanflow.measures import Dataset
 from meanflow.sweeps.results import failed, final
 
@@ -18,6 +20,26 @@ MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share"
 MOST_PARTICLES = 200  # per picture; more cannot be told apart
 
 
+def sweep_result(name: str, value: object) -> object:
+    """Accept a data set of ``sweep``: one that holds energies and results over time or steps."""
+    instance(xarray.Dataset, hint="pass what meanflow.sweep returned")(name, value)
+    missing = [key for key in ("energy", "result") if key not in value]  # type: ignore[operator]
+    if missing:
+        raise ValueError(f"{name} must be a data set of meanflow.sweep, got one without {missing}")
+    return value
+
+
+def samples_of(name: str, value: object) -> object:
+    """Accept a ``Dataset`` or a pair (x, y) of arrays."""
+    if not isinstance(value, Dataset):
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise TypeError(f"{name} must be a Dataset or a pair (x, y), got {_checks.show(value)}")
+        for entry in value:
+            host_array(rank=1)(name, entry)
+    return value
+
+
+@_checks.arguments(runs=sweep_result, path=_checks.path, title=_checks.text, samples=optional(samples_of))
 def write_report(
     runs: xarray.Dataset,
     path: str | pathlib.Path,

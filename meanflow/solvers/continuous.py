@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float, PyTree
 
 from meanflow import _checks
-from meanflow._checks import anything, choice, count, either, flag, instance, number, optional
+from meanflow._checks import array, choice, count, either, flag, instance, number, optional, unchecked
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
@@ -49,6 +49,7 @@ ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
 DEFAULTS: dict[str | None, diffrax.AbstractSolver] = {None: diffrax.Tsit5(), "sliding": Sliding()}
 MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
 SOLVER = either(choice("sliding"), instance(diffrax.AbstractSolver, hint="for instance diffrax.Tsit5()"))
+OBSERVE = unchecked("observables.resolve checks it, which knows the names of the model")
 STATE = instance(State, hint="pass Solution.state")
 
 
@@ -99,7 +100,8 @@ class SolveOptions(eqx.Module):
     data=DATA,
     t1=number(),
     t0=number(),
-    observe=anything,
+    ts=optional(either(count(2), array((None,), least=1))),
+    observe=OBSERVE,
     solver=optional(SOLVER),
     step=optional(STEP),
     rtol=number(low=0),
@@ -173,6 +175,7 @@ def solve(
     (True, True)
     """
     flow = prepare(flow, cloud, data)
+    scaling.check_clock(clock, cloud)  # inside the program the width is traced
     dtype = cloud.weights.dtype
     start = scalar(t0 if state is None else state.t, dtype)
     end = scalar(t1, dtype)

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from meanflow import _checks
-from meanflow._checks import anything, choice, count, flag, instance, optional, prng_key
+from meanflow._checks import choice, count, flag, instance, optional, prng_key
 from meanflow._identity import describe, json_digest
 from meanflow._numerics import iterate
 from meanflow.flows import equation, observables
@@ -20,7 +20,7 @@ from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
-from meanflow.solvers.continuous import STATE, rule_numbers
+from meanflow.solvers.continuous import OBSERVE, STATE, rule_numbers
 from meanflow.solvers.solution import (
     RESULTS,
     Settings,
@@ -67,7 +67,7 @@ class _Carry(NamedTuple):
     optimizer=optional(OPTIMIZER),
     step=optional(STEP),
     every=optional(count(1)),
-    observe=anything,
+    observe=OBSERVE,
     batch_size=optional(count(1)),
     statistics=choice("frozen", "batch"),
     key=optional(prng_key),
@@ -134,6 +134,7 @@ def descend(
     ((3,), 10.0)
     """
     bound = prepare(flow, cloud, data)
+    scaling.check_clock(clock, cloud)  # inside the program the width is traced
     if optimizer is None and step is None:
         raise ValueError("step must be a number or a StepRule when no optimizer is given, got None")
     if batch_size is not None:

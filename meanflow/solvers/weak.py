@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.flows.flow import Flow, velocity
-from meanflow.measures.cloud import Cloud
-from meanflow.measures.dataset import Dataset
+from meanflow import _checks
+from meanflow._checks import count, function, number, unchecked
+from meanflow.flows.flow import FLOW, Flow, velocity
+from meanflow.measures.cloud import CLOUD, Cloud
+from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.continuous import solve
 
 
@@ -20,6 +22,15 @@ class WeakForm(NamedTuple):
     boundary: jax.Array
 
 
+@_checks.arguments(
+    flow=FLOW,
+    cloud=CLOUD,
+    data=DATA,
+    test=function,
+    t1=number(above=0),
+    nodes=count(1),
+    settings=unchecked("solve checks each of them"),
+)
 def weak_form(
     flow: Flow,
     cloud: Cloud,

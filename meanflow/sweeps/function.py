@@ -16,7 +16,7 @@ from meanflow._identity import Json, describe
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import program
 from meanflow.sweeps.grid import Chunk, Grid, Group, Value
-from meanflow.sweeps.plan import Plan, as_key, as_seeds, numbers
+from meanflow.sweeps.plan import AXES, RUN, SEEDS, Plan, any_key, as_key, as_seeds, numbers
 from meanflow.sweeps.runner import Progress
 
 if TYPE_CHECKING:  # slow to import
@@ -88,8 +88,12 @@ class FunctionSweep(Plan):
 
 @_checks.arguments(
     function=_checks.function,
+    axes=_checks.optional(AXES),
+    seeds=SEEDS,
+    dims=_checks.optional(_checks.mapping(_checks.sequence(_checks.text, least=0))),
+    key=any_key,
     chunk=_checks.optional(_checks.count(1)),
-    store=_checks.optional(_checks.path),
+    **RUN,
 )
 def sweep_function(
     function: Callable[..., PyTree],

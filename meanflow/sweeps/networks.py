@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
 
 from meanflow import _checks
-from meanflow._checks import count, number, optional
+from meanflow._checks import array, count, either, flag, number, optional, sequence, unchecked
 from meanflow._identity import Json, describe
 from meanflow.flows.flow import Flow
 from meanflow.flows.observables import Observable
@@ -26,7 +26,7 @@ from meanflow.solvers.step import ConstantStep
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group, Value
-from meanflow.sweeps.plan import Plan, as_key, as_seeds, numbers
+from meanflow.sweeps.plan import AXES, NUMBERS, RUN, SEEDS, Plan, any_key, as_key, as_seeds, numbers
 from meanflow.sweeps.program import Values
 from meanflow.sweeps.results import Observe, check_names, choose
 from meanflow.sweeps.runner import Progress
@@ -222,14 +222,35 @@ class Sweep(Plan):
         return cloud
 
 
+def model(name: str, value: object) -> object:
+    """Accept a flow, or a function that returns one."""
+    if not isinstance(value, Flow) and (not callable(value) or inspect.isclass(value)):
+        raise ValueError(f"{name} must be a Flow or a function that returns one, got {_checks.show(value)}")
+    return value
+
+
+WIDTHS = sequence(count(1))
+
+
 @_checks.arguments(
+    flow=model,
     data=DATA,
+    widths=WIDTHS,
+    deltas=optional(NUMBERS),
+    scales=optional(NUMBERS),
+    axes=optional(AXES),
+    seeds=SEEDS,
+    ts=optional(either(count(2), array((None,), least=1))),
+    observe=unchecked("results.choose checks it, which knows the names of the model"),
+    nested=flag,
+    key=any_key,
+    settings=unchecked("the solver checks each of them"),
     init=optional(_checks.function),
     t1=optional(number(above=0.0)),
     steps=optional(count(1)),
     every=optional(count(1)),
     chunk=optional(count(1)),
-    waste=number(low=0.0),
+    waste=number(low=0.0, high=1.0),
 )
 def prepare(
     flow: Model,
@@ -259,8 +280,6 @@ def prepare(
         ``single(**cell)``, one cell run alone; ``cloud(**cell)``, its initial cloud; and ``grid``, ``groups``,
         ``chunks`` and ``waste``, which say how it would be run.
     """
-    if not isinstance(flow, Flow) and not callable(flow):
-        raise ValueError(f"flow must be a Flow or a function that returns one, got {type(flow).__name__}")
     grid = _make_grid(widths, deltas, scales, axes, seeds)
     named = [name for name in grid.axes if name not in ("width", "seed")]
     taken = _find_takers(flow, init, named)
@@ -296,6 +315,7 @@ def prepare(
     )
 
 
+@_checks.arguments(flow=model, data=DATA, widths=WIDTHS, **RUN, plan=unchecked("prepare checks each of them"))
 def sweep(
     flow: Model,
     data: Dataset,
@@ -361,8 +381,6 @@ def _make_grid(
 ) -> Grid:
     """Return the grid width x delta x scale x named axes x seed, checked."""
     named: dict[str, Iterable[Value]] = {"width": widths}
-    if isinstance(widths, str | int):
-        raise ValueError(f"widths must be a sequence of integers, got {widths!r}")
     if deltas is not None:
         named["delta"] = [float(d) for d in np.asarray(deltas, float).ravel()]
     if scales is not None:

@@ -13,6 +13,7 @@ from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.sweeps import results
 from meanflow.sweeps.networks import sweep
+from meanflow.sweeps.plan import NUMBERS, SEEDS
 from meanflow.univariate.models import lifted
 
 if TYPE_CHECKING:  # slow to import
@@ -23,7 +24,29 @@ NO_OVERLAP = 1e6
 VARIABLES = ("angle_displacement", "kernel_drift", "energy")
 
 
-@_checks.arguments(data=DATA, level=_checks.optional(_checks.number(above=0.0)))
+def sweep_result(name: str, value: object) -> object:
+    """Accept an ``xarray.Dataset``, such as ``sweep`` returns."""
+    import xarray
+
+    return _checks.instance(xarray.Dataset, hint="pass what sweep returned")(name, value)
+
+
+NAMES = _checks.sequence(_checks.text)
+LEVEL = _checks.optional(_checks.number(above=0.0))
+
+
+@_checks.arguments(
+    data=DATA,
+    widths=_checks.sequence(_checks.count(1), least=2),
+    alphas=NUMBERS,
+    deltas=NUMBERS,
+    scales=_checks.optional(NUMBERS),
+    seeds=SEEDS,
+    variables=NAMES,
+    level=LEVEL,
+    init=_checks.optional(_checks.function),
+    settings=_checks.unchecked("sweep checks each of them"),
+)
 def phase_diagram(
     data: Dataset,
     *,
@@ -57,8 +80,6 @@ def phase_diagram(
         over (alpha, delta, scale); the sweep itself under ``sweep_<name>``. With three or more finite ``deltas`` also
         the finite-size collapse along delta, ``collapse_<name>`` over (alpha, scale), with the numbers of ``collapse``.
     """
-    if len(widths) < 2:
-        raise ValueError(f"widths must hold at least two widths to fit an exponent, got {list(widths)}")
     named = [name for name in variables if name not in ("energy", "t")]
     runs = sweep(
         _scaled,
@@ -137,7 +158,7 @@ def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
     return float(value[k - 1] + share * (value[k] - value[k - 1]))
 
 
-@_checks.arguments(level=_checks.optional(_checks.number(above=0.0)))
+@_checks.arguments(runs=sweep_result, variables=NAMES, level=LEVEL)
 def fit_exponents(
     runs: "xarray.Dataset", variables: Sequence[str] = VARIABLES, level: float | None = None
 ) -> "xarray.Dataset":

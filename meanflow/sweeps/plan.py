@@ -170,6 +170,26 @@ def as_key(key: int | Key[Array, ""] | UInt32[ArrayLike, "words"]) -> Key[Array,
     raise ValueError(f"key must be an integer or a PRNG key, got {key!r}")
 
 
+def any_key(name: str, value: object) -> Key[Array, ""]:
+    """Accept a PRNG key, an integer, or the raw numbers of a key; return the key."""
+    try:
+        found = as_key(value)  # type: ignore[arg-type]
+    except (TypeError, OverflowError) as problem:
+        raise ValueError(f"{name} must be an integer or a PRNG key, got {_checks.show(value)}") from problem
+    return _checks.prng_key(name, found)  # type: ignore[return-value]
+
+
+MOST_SEEDS = 2**24
+SEEDS = _checks.either(_checks.count(1, MOST_SEEDS), _checks.sequence(_checks.count(0, 2**32 - 1)))
+NUMBERS = _checks.sequence(_checks.number(infinite=True, static=True))
+AXES = _checks.mapping(_checks.sequence(_checks.unchecked("what takes the axis checks its values")))
+RUN = {  # how a plan is run
+    "store": _checks.optional(_checks.path),
+    "mesh": _checks.optional(_checks.instance(Mesh, hint="see sweeps.make_mesh")),
+    "progress": _checks.optional(_checks.either(_checks.flag, _checks.function)),
+}
+
+
 def as_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
     """Return the list of seeds: 0, 1, ... if their number is given."""
     return list(range(_checks.whole("seeds", seeds, 1))) if isinstance(seeds, int | np.integer) else seeds

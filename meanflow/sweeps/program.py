@@ -161,7 +161,11 @@ def batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None
     return across(arrays, inputs)
 
 
-@_checks.arguments(sweep=_checks.optional(_checks.count(1)), particles=_checks.count(1))
+@_checks.arguments(
+    sweep=_checks.optional(_checks.count(1)),
+    particles=_checks.count(1),
+    devices=_checks.optional(_checks.sequence(_checks.instance(jax.Device, hint="see jax.devices()"))),
+)
 def make_mesh(
     sweep: int | None = None, particles: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:

@@ -13,12 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
+from meanflow import _checks
+from meanflow._checks import array, count, flag
 from meanflow.transport import bounds
 from meanflow.transport.exact import MAX_ASSIGNMENT, wasserstein
 from meanflow.transport.sliced import marginal_wasserstein
 
 Predictions = TypeVar("Predictions")
 Targets = TypeVar("Targets")
+
+
+OUTPUTS = array(rank=1, least=1)
 
 
 class Sandwich(NamedTuple):
@@ -64,6 +69,7 @@ def _pieces(x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
     }
 
 
+@_checks.arguments(x=OUTPUTS, y=OUTPUTS, paired=flag, max_exact=count(0))
 def sandwich(
     x: Float[ArrayLike, "n ..."],
     y: Float[ArrayLike, "m ..."],
@@ -100,6 +106,7 @@ def sandwich(
     return Sandwich(lower, exact, upper, pieces)
 
 
+@_checks.arguments(before=OUTPUTS, after=OUTPUTS, max_exact=count(0))
 def ics(
     before: Float[ArrayLike, "n ..."], after: Float[ArrayLike, "n ..."], *, max_exact: int = 2000
 ) -> Sandwich:
@@ -120,6 +127,10 @@ def ics(
     >>> round(found.lower, 6), round(found.exact, 6), round(found.upper, 6)
     (1.414214, 1.414214, 1.414214)
     """
+    if jnp.shape(before) != jnp.shape(after):
+        raise ValueError(
+            f"before and after must have equal shapes, got {jnp.shape(before)} and {jnp.shape(after)}"
+        )
     return sandwich(after, before, paired=True, max_exact=max_exact)
 
 

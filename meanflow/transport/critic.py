@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from meanflow import _checks
+from meanflow._checks import array, choice, count, number, prng_key, sequence
 from meanflow._numerics import iterate
 
 Weights: TypeAlias = list[tuple[jax.Array, jax.Array]]
@@ -38,6 +39,17 @@ class CriticDistance(NamedTuple):
     lower_bound: Float[Array, ""]
 
 
+@_checks.arguments(
+    x=array(rank=2, least=2),
+    y=array(rank=2, least=2),
+    key=prng_key,
+    hidden=sequence(count(1), least=0),
+    clip=number(above=0, static=True),
+    steps=count(1),
+    batch=count(1),
+    learning_rate=number(above=0, static=True),
+    head=choice("sigmoid", "linear"),
+)
 def critic_distance(
     x: Float[ArrayLike, "n ..."],
     y: Float[ArrayLike, "n ..."],
@@ -71,16 +83,10 @@ def critic_distance(
     >>> bool(found.lower_bound <= 3 * 2**0.5)
     True
     """
-    _checks.one_of("head", head, ("sigmoid", "linear"))
-    _checks.at_least("clip", clip, 0.0, strict=True)
-    _checks.whole("steps", steps, 1)
-    _checks.whole("batch", batch, 1)
-    if jnp.shape(x) != jnp.shape(y) or jnp.ndim(x) < 2 or jnp.shape(x)[0] < 2:
+    if jnp.shape(x) != jnp.shape(y):
         raise ValueError(f"x and y must both be (N, ...) with N >= 2, got {jnp.shape(x)} and {jnp.shape(y)}")
-    _checks.finite("x", x)
-    _checks.finite("y", y)
     x, y = (jnp.asarray(u).reshape(jnp.shape(u)[0], -1) for u in (x, y))
-    return _train(x, y, key, tuple(hidden), clip, steps, batch, learning_rate, head)
+    return _train(x, y, key, hidden, clip, steps, batch, learning_rate, head)
 
 
 def _forward(weights: Weights, x: jax.Array, head: str) -> jax.Array:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from meanflow import _checks
-from meanflow.transport.exact import euclidean
+from meanflow._checks import array, count, number
+from meanflow.transport.exact import WEIGHTS, check_weights, euclidean
 
 
 class SinkhornDivergence(NamedTuple):
@@ -26,6 +27,14 @@ class SinkhornDivergence(NamedTuple):
     epsilon: Float[Array, ""]
 
 
+@_checks.arguments(
+    x=array((None, None), least=1),
+    y=array((None, None), least=1),
+    relative_epsilon=number(above=0),
+    weights_x=WEIGHTS,
+    weights_y=WEIGHTS,
+    max_iterations=count(1),
+)
 def sinkhorn_divergence(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
@@ -54,10 +63,10 @@ def sinkhorn_divergence(
     >>> bool(found.converged), bool(0.5 < found.value < 2**0.5)
     (True, True)
     """
-    _checks.at_least("relative_epsilon", relative_epsilon, 0.0, strict=True)
-    _checks.whole("max_iterations", max_iterations, 1)
-    _checks.finite("x", x)
-    _checks.finite("y", y)
+    if jnp.shape(x)[1] != jnp.shape(y)[1]:
+        raise ValueError(f"x and y must have shapes (N, d) and (M, d), got {jnp.shape(x)} and {jnp.shape(y)}")
+    check_weights("weights_x", weights_x, jnp.shape(x)[0])
+    check_weights("weights_y", weights_y, jnp.shape(y)[0])
     weights = [None if w is None else jnp.asarray(w) for w in (weights_x, weights_y)]
     return _divergence(jnp.asarray(x), jnp.asarray(y), relative_epsilon, *weights, max_iterations)
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from meanflow import _checks
-from meanflow._numerics import safe_norm, safe_root
+from meanflow._checks import array, count, flag, number, prng_key
+from meanflow._numerics import power_mean, scaled_norm
 from meanflow.transport.exact import wasserstein
 
 
@@ -25,6 +26,17 @@ def slicing_constant(dimension: int) -> float:
     return math.sqrt(math.pi) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))
 
 
+CLOUD = array((None, None), least=1)
+SLICES = {
+    "x": CLOUD,
+    "y": CLOUD,
+    "p": number(low=1, static=True),
+    "key": prng_key,
+    "directions": count(1),
+}
+
+
+@_checks.arguments(**SLICES)
 def sliced_distances(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
@@ -39,11 +51,8 @@ def sliced_distances(
     error. The cost is O(L (d N + N log N)) for L directions, in pure JAX. The arguments are those of
     ``sliced_wasserstein``.
     """
-    _checks.whole("directions", directions, 1)
-    if jnp.ndim(x) != 2 or jnp.ndim(y) != 2 or jnp.shape(x)[1] != jnp.shape(y)[1]:
+    if jnp.shape(x)[1] != jnp.shape(y)[1]:
         raise ValueError(f"x and y must have shapes (N, d) and (M, d), got {jnp.shape(x)} and {jnp.shape(y)}")
-    _checks.finite("x", x)
-    _checks.finite("y", y)
     return _sliced(jnp.asarray(x), jnp.asarray(y), p, key, directions)
 
 
@@ -55,6 +64,7 @@ def _sliced(x: jax.Array, y: jax.Array, p: float, key: jax.Array, directions: in
     return jax.vmap(lambda u: wasserstein(x @ u, y @ u, p))(units)
 
 
+@_checks.arguments(**SLICES, scaled=flag)
 def sliced_wasserstein(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
@@ -82,7 +92,7 @@ def sliced_wasserstein(
     >>> bool(abs(moved - 3**0.5) < 0.1)
     True
     """
-    mean = safe_root(jnp.mean(sliced_distances(x, y, p, key=key, directions=directions) ** p), p)
+    mean = power_mean(sliced_distances(x, y, p, key=key, directions=directions), p)
     return mean * slicing_constant(jnp.shape(x)[1]) if scaled else mean
 
 
@@ -106,4 +116,4 @@ def marginal_wasserstein(
     x, y = jnp.asarray(x), jnp.asarray(y)
     if basis is not None:
         x, y = x @ basis, y @ basis
-    return safe_norm(jax.vmap(wasserstein, in_axes=(1, 1))(x, y))
+    return scaled_norm(jax.vmap(wasserstein, in_axes=(1, 1))(x, y))

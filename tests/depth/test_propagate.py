@@ -177,7 +177,7 @@ def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
         ({"epsilon": -1.0}, "epsilon"),
         ({"chunk": 0}, "chunk"),
         ({"x": np.full((3, 2), np.nan)}, "finite"),
-        ({"x": np.zeros(3)}, "x must be"),
+        ({"x": np.zeros(3)}, "x must have shape"),
         ({"observe": lambda x: x[0], "widths": [4, 5]}, "observe"),
         ({"key": 0}, "key"),
     ],

@@ -138,7 +138,16 @@ def _with_explicit_statistics(
     return model, recorded
 
 
-@_checks.arguments(module=_checks.instance(LinenModule))
+PARAMS = _checks.unchecked("any pytree that the user's function takes")
+OF_CALL = _checks.mapping(_checks.unchecked("the module's own arguments"))
+
+
+@_checks.arguments(
+    module=_checks.instance(LinenModule),
+    variables=_checks.mapping(_checks.unchecked("collections of the module")),
+    train=OF_CALL,
+    evaluate=OF_CALL,
+)
 def from_linen(
     module: LinenModule,
     variables: Mapping[str, PyTree],

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical.coupling import STATS, kernel_maps
-from meanflow.kernels.empirical.modules import Apply, Normalized, Params, batch
+from meanflow.kernels.empirical.modules import PARAMS, Apply, Normalized, Params, batch
 
 
 class KernelOperator(eqx.Module):
@@ -73,7 +73,9 @@ def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array,
     return product(v) if v.ndim == 1 else jax.vmap(product, in_axes=1, out_axes=1)(v)
 
 
-@_checks.arguments(apply=_checks.function, x=batch, stats=_checks.optional(_checks.choice(*STATS)))
+@_checks.arguments(
+    apply=_checks.function, params=PARAMS, x=batch, stats=_checks.optional(_checks.choice(*STATS))
+)
 def ntk_operator(
     apply: Apply | Normalized,
     params: Params,

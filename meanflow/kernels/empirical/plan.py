@@ -15,7 +15,7 @@ from jaxtyping import ArrayLike, Shaped
 from meanflow import _checks
 from meanflow.kernels.empirical import structured
 from meanflow.kernels.empirical.coupling import STATS, KernelMaps, kernel_maps
-from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params, batch
+from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params, batch
 
 METHODS = ("auto", "jacobian", "products", "structured")
 OUTPUTS = ("full", "trace", "diagonal")
@@ -65,7 +65,7 @@ def _sizes(maps: KernelMaps, params: Params) -> _Sizes:
 # How a kernel is to be computed; the same for ``ntk_plan`` and ``empirical_ntk``.
 OPTIONS = {
     "apply": _checks.function,
-    "params": _checks.anything,
+    "params": PARAMS,
     "x": batch,
     "z": _checks.optional(batch),
     "stats": _checks.optional(_checks.choice(*STATS)),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.activations import Activation
+from meanflow.activations import ACTIVATION, Activation
 from meanflow.kernels.infinite.dual import dual_activation
 
 
@@ -39,13 +39,17 @@ class OrderParameters(NamedTuple):
 # The network; the same for all functions of this module.
 NETWORK = {
     "depth": _checks.count(1),
+    "activation": ACTIVATION,
     "weight_variance": _checks.number(low=0),
     "bias_variance": _checks.number(low=0),
 }
 INPUTS = {"x": _checks.array((None, None)), "z": _checks.optional(_checks.array((None, None)))}
 
 
-@_checks.arguments(gram=_checks.array((None, None)), **NETWORK)
+VARIANCES = _checks.sequence(_checks.array((None,), low=0.0), least=2)
+
+
+@_checks.arguments(gram=_checks.array((None, None)), variances=_checks.optional(VARIANCES), **NETWORK)
 def order_parameters(
     gram: Float[ArrayLike, "T S"],
     *,
@@ -126,7 +130,11 @@ def _order_between(
 
 
 @_checks.arguments(
-    **INPUTS, **NETWORK, parametrization=_checks.choice("ntk", "standard"), biases=_checks.flag
+    **INPUTS,
+    **NETWORK,
+    parametrization=_checks.choice("ntk", "standard"),
+    widths=_checks.optional(_checks.sequence(_checks.count(1))),
+    biases=_checks.flag,
 )
 def infinite_ntk(
     x: Float[ArrayLike, "T d"],

@@ -1,0 +1,204 @@
+"""The public boundary: every argument of every public function has a declared kind, and bad values are refused by name.
+
+The kinds themselves are in ``meanflow/_checks.py``. Bad values are drawn from a pool for every argument of every
+exported function. Some of the pool must be refused by whatever kind an argument has (``test_no_kind_is_too_weak``);
+for the others the kind says whether they are bad, and the call must then refuse them in the words of the kind, with the
+name of the argument, before anything is compiled.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meanflow as mf
+from meanflow import _checks
+
+ROOT = pathlib.Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("names", ROOT / "docs" / "names.py")
+names = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(names)
+
+PENDING = ("meanflow.univariate.",)  # rooms whose functions do not declare all their kinds yet
+CLASSES = {"record", "chart", "dtype"}  # arguments that are classes
+
+
+def functions():
+    """Every exported function once, by the path of its module."""
+    found = {}
+    for room in names.ROOMS:
+        package = importlib.import_module(f"meanflow.{room}")
+        for public in names.exported(f"meanflow.{room}"):
+            value = getattr(package, public.name)
+            if inspect.isfunction(value):
+                found[public.path] = value
+    return found
+
+
+FUNCTIONS = functions()
+DECLARED = {path: f for path, f in FUNCTIONS.items() if not path.startswith(PENDING)}
+ARGUMENTS = [
+    (path, name)
+    for path, f in DECLARED.items()
+    for name, p in inspect.signature(f).parameters.items()
+    if p.kind is not p.VAR_KEYWORD
+]
+
+
+def kind_of(path, name):
+    return DECLARED[path].kinds[name]
+
+
+def is_unchecked(kind):
+    return hasattr(kind, "reason")
+
+
+def pool():
+    """Values of every sort that users pass by mistake, by name; the random ones are always the same."""
+    rng = np.random.default_rng(0)
+    flow = mf.vanilla("tanh")
+    values = {
+        "None": None,
+        "text": "bogus",
+        "no text": "",
+        "bytes": b"bogus",
+        "object": object(),
+        "class": dict,
+        "class of flows": mf.Flow,
+        "class of clouds": mf.Cloud,
+        "uncalled constructor": mf.vanilla,
+        "not a number": float("nan"),
+        "infinity": float("inf"),
+        "minus infinity": float("-inf"),
+        "complex number": 1 + 2j,
+        "negative": -3,
+        "negative fraction": -0.5,
+        "zero": 0,
+        "fraction": 2.5,
+        "huge integer": 10**13,
+        "huge number": 1e300,
+        "true": True,
+        "empty list": [],
+        "empty dict": {},
+        "empty array": np.zeros(0),
+        "empty matrix": np.zeros((0, 2)),
+        "ragged": [[1.0], [2.0, 3.0]],
+        "list of texts": ["a", "b"],
+        "list of None": [None, None],
+        "dict of None": {"a": None},
+        "dict of texts": {1: "a"},
+        "set": {1, 2},
+        "array of texts": np.array(["a", "b"]),
+        "array of objects": np.array([object(), None]),
+        "five axes": np.ones((2, 1, 2, 1, 2)),
+        "asymmetric": np.array([[1.0, 0.9], [0.1, 1.0]]),
+        "indefinite": np.array([[1.0, 2.0], [2.0, 1.0]]),
+        "singular": np.ones((2, 2)),
+        "not square": np.ones((2, 3)),
+        "zeros": np.zeros((3, 2)),
+        "decreasing": np.array([3.0, 2.0, 1.0]),
+        "negative entries": -np.ones((3,)),
+        "flow": flow,
+        "cloud": mf.Cloud(mf.Neurons(np.ones(3), np.ones((3, 2)))),
+        "univariate cloud": mf.Cloud(mf.Polar(np.ones(3), np.ones(3))),
+        "bare particles": mf.Neurons(np.ones(3), np.ones((3, 2))),
+        "data": mf.Dataset(np.ones((4, 2)), np.ones(4)),
+        "key": jax.random.key(0),
+        "batch of keys": jax.random.split(jax.random.key(0), 3),
+        "raw key": np.zeros(2, np.uint32),
+    }
+    for rank in range(1, 4):
+        shape = tuple(int(n) for n in rng.integers(2, 5, rank))
+        whole = rng.normal(size=shape)
+        for name, bad in (("NaN", np.nan), ("infinity", np.inf)):
+            broken = whole.copy()
+            broken.flat[rng.integers(broken.size)] = bad
+            values[f"{name} among {rank} axes"] = broken
+        values[f"complex with {rank} axes"] = whole + 1j
+        values[f"as jax array: complex with {rank} axes"] = jnp.asarray(whole + 1j)
+    return values
+
+
+POOL = pool()
+
+
+def refusal(kind, name, value):
+    """The message with which the kind refuses the value, or None."""
+    try:
+        kind(name, value)
+    except (TypeError, ValueError) as problem:
+        return str(problem)
+    return None
+
+
+def test_every_argument_declares_its_kind():
+    missing = {}
+    for path, f in DECLARED.items():
+        declared = getattr(f, "kinds", {})
+        lacking = [name for name in inspect.signature(f).parameters if name not in declared]
+        if lacking:
+            missing[path] = lacking
+    assert not missing
+    assert len(DECLARED) > 60
+
+
+def test_whatever_is_not_checked_says_why():
+    kinds = [(path, name, kind) for path, f in DECLARED.items() for name, kind in f.kinds.items()]
+    assert not [(path, name) for path, name, kind in kinds if kind is _checks.anything]
+    reasons = [kind.reason for _, _, kind in kinds if is_unchecked(kind)]
+    assert all(len(reason) > 15 for reason in reasons)
+    assert len(reasons) < 20
+
+
+@pytest.mark.bad_input
+def test_no_kind_is_too_weak():
+    """Some values are bad for every argument, whatever its kind says."""
+    accepted = []
+    for path, name in ARGUMENTS:
+        kind = kind_of(path, name)
+        if is_unchecked(kind):
+            continue
+        bad = ["object", "complex number", "array of objects", "list of None", "dict of texts"]
+        bad += [f"complex with {rank} axes" for rank in (1, 2, 3)]
+        if ".plots." not in path:  # NaN leaves a gap in a curve
+            bad += [f"NaN among {rank} axes" for rank in (1, 2, 3)] + ["not a number"]
+        if name not in CLASSES:
+            bad += ["class", "class of flows", "class of clouds"]
+        parameter = inspect.signature(DECLARED[path]).parameters[name]
+        if parameter.default is not None and "None" not in str(parameter.annotation):
+            bad += ["None"]
+        accepted += [(path, name, value) for value in bad if refusal(kind, name, POOL[value]) is None]
+    assert not accepted
+
+
+@pytest.mark.bad_input
+def test_bad_values_are_refused_by_name_before_anything_is_compiled(caplog):
+    cases = [
+        (path, name, label, words)
+        for path, name in ARGUMENTS
+        for label, value in POOL.items()
+        if (words := refusal(kind_of(path, name), name, value)) is not None
+    ]
+    wrong = []
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for path, name, label, words in cases:
+            try:
+                DECLARED[path](**{name: POOL[label]})
+                wrong.append((path, name, label, "accepted"))
+            except (TypeError, ValueError) as problem:
+                if str(problem) != words or name not in words or len(words) > 1500:
+                    wrong.append((path, name, label, str(problem)))
+            except Exception as problem:
+                wrong.append((path, name, label, repr(problem)))
+    compiled = [r.getMessage()[:120] for r in caplog.records if "ompiling" in r.getMessage()]
+    assert not wrong
+    assert not compiled
+    assert len(cases) >= 5000, (
+        f"{len(cases)} cases for {len(ARGUMENTS)} arguments of {len(DECLARED)} functions"
+    )
