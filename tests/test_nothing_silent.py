@@ -1,0 +1,124 @@
+"""Bad or extreme input that used to give a wrong number without a word."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meanflow as mf
+from meanflow import geometry, transport
+from meanflow._numerics import safe_norm, safe_root, safe_sqrt
+from meanflow.measures import laws
+from meanflow.transport.exact import cylinder_distance, euclidean
+from meanflow.transport.sliced import marginal_wasserstein, sliced_distances
+
+HOLE = jnp.array([[0.0, 1.0], [jnp.nan, 2.0], [3.0, 1.0]])
+WHOLE = jnp.ones((3, 2))
+
+
+@pytest.mark.parametrize(
+    "distance",
+    [
+        lambda x: transport.wasserstein(x[:, 0], WHOLE[:, 0], 2),
+        lambda x: transport.wasserstein(x[:, 0], WHOLE[:2, 0], 3),  # unequal numbers of points
+        lambda x: transport.sliced_wasserstein(x, WHOLE, 2, key=jax.random.key(0), directions=3),
+        lambda x: marginal_wasserstein(x, WHOLE),
+        lambda x: jnp.max(euclidean(x, WHOLE)),
+        lambda x: jnp.max(cylinder_distance((x[:, 0], jnp.eye(3)), (WHOLE[:, 0], jnp.eye(3)))),
+    ],
+)
+def test_nan_is_no_distance_of_zero(distance):
+    assert jnp.isnan(jax.jit(distance)(HOLE))  # traced values cannot be refused
+
+
+def test_nan_passes_through_the_safe_functions():
+    assert (
+        jnp.isnan(safe_sqrt(jnp.nan)) and jnp.isnan(safe_root(jnp.nan, 3)) and jnp.isnan(safe_norm(HOLE[1]))
+    )
+    assert safe_sqrt(jnp.array(-1.0)) == 0
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e30])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_distances_scale_with_the_unit_of_length(unit, order):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 6, 2))
+
+    def all_of(x, y):
+        key = jax.random.key(0)
+        on_line = transport.wasserstein(x[:, 0], y[:, 0], order)
+        return [
+            on_line,
+            transport.wasserstein(x[:, 0], y[:4, 0], order),
+            transport.wasserstein(x, y, order),
+            transport.wasserstein(x, y[:4], order),
+            transport.sliced_wasserstein(x, y, order, key=key, directions=4),
+            sliced_distances(x, y, order, key=key, directions=4)[0],
+            marginal_wasserstein(x, y),
+            euclidean(x, y)[0, 0],
+        ]
+
+    in_units = lambda unit: all_of(jnp.asarray(unit * x, jnp.float32), jnp.asarray(unit * y, jnp.float32))
+    plain, scaled = (np.array(in_units(u), float) for u in (1.0, unit))
+    np.testing.assert_allclose(scaled / unit, plain, rtol=1e-5)
+
+
+def test_gradients_of_scaled_distances_are_those_of_the_plain_formula():
+    x, y = jnp.array([0.3, -1.0, 2.0]), jnp.array([0.5, 1.5, -0.2])
+    plain = lambda x: jnp.sqrt(jnp.mean((jnp.sort(x) - jnp.sort(y)) ** 2))
+    got = jax.grad(lambda x: transport.wasserstein(x, y, 2))(x)
+    np.testing.assert_allclose(got, jax.grad(plain)(x), rtol=1e-12)
+    assert not jnp.any(jnp.isnan(jax.grad(lambda x: transport.wasserstein(x, y, 2))(y)))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2) + 1j, np.eye(2))), "particles.a must be .*complex"),
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), [0.5 + 1j, 0.5]), "weights must be .*real"),
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), labels=1j), "labels must be .*real"),
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), labels=np.nan), "labels must be"),
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), width=-3), "width must be > 0"),
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), width=np.nan), "width must be"),
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), width="3"), "width must be a number"),
+        (lambda: mf.Dataset(np.ones(3) + 1j, np.ones(3)), "x must be .*real"),
+        (lambda: mf.Dataset(np.ones(3), np.ones(3) + 1j), "y must be .*real"),
+        (lambda: jax.jit(lambda y: mf.Dataset(np.ones(3), y).y)(jnp.ones(3) + 1j), "y must be .*real"),
+        (lambda: mf.batchnorm(covariance=[[1.0, 0.9], [0.1, 1.0]]), "covariance must be symmetric"),
+        (lambda: mf.batchnorm_manifold(covariance=-np.eye(2)), "covariance must be positive definite"),
+        (lambda: mf.vanilla(strength=0.1), "strength must be 0 without a regularizer"),
+        (lambda: mf.depth.expected_gram([[1.0, 2.0], [2.0, 1.0]], 3), "gram must be positive semi-definite"),
+        (lambda: mf.depth.pair_angles([[1.0, 2.0], [2.0, 1.0]]), "gram must be a Gram matrix"),
+        (lambda: geometry.log([1.0, 0.0], [-2.0, 0.0], np.eye(2)), "other must not be opposite"),
+        (lambda: geometry.direction([[1.0, 0.0], [0.0, 0.0]]), "bb must hold nonzero vectors"),
+        (lambda: geometry.normalize(np.ones(3), np.eye(2)), r"sigma must have shape \(3, 3\)"),
+        (lambda: geometry.exp(np.ones(2), np.ones(3), np.eye(2)), "v must have as many columns as bb"),
+    ],
+)
+def test_is_refused(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
+
+
+def infinite():
+    flow = mf.vanilla("tanh")
+    cloud = mf.measures.quadrature((2, 8), mf.Neurons, {"a": laws.uniform(), "b": laws.sphere(2)})
+    data = mf.Dataset(np.array([[1.0, 0.0], [0.5, 1.0], [0.0, 2.0]]), np.ones(3))
+    return flow, cloud, data
+
+
+def test_gradient_clock_needs_a_finite_width():
+    flow, cloud, data = infinite()
+    with pytest.raises(ValueError, match="clock='gradient' needs a finite cloud.width"):
+        mf.solve(flow, cloud, data, 1.0, clock="gradient")
+    with pytest.raises(ValueError, match="clock='gradient' needs a finite cloud.width"):
+        mf.descend(flow, cloud, data, 2, optimizer=optax.sgd(0.1), clock="gradient")
+
+
+def test_log_of_opposite_points_is_nan_while_traced():
+    bb, sigma = jnp.array([0.6, 0.8]), jnp.eye(2)
+    assert jnp.all(jnp.isnan(jax.jit(geometry.log)(bb, -bb, sigma)))
+    nearly = jnp.array([-0.6 + 1e-9, -0.8])
+    np.testing.assert_allclose(jnp.linalg.norm(geometry.log(bb, nearly, sigma)), jnp.pi, rtol=1e-6)
