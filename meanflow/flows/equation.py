@@ -88,6 +88,9 @@ def kernel_operator(
 
 
 def tangent_kernel(flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int = 16) -> jax.Array:
-    """Return K(x, z), shape (n_x, n_z), ``chunk`` columns at a time."""
+    """Return K(x, z), shape (n_x, n_z): by the feature's own form where it has one, else ``chunk`` columns at a time."""
+    structured = flow.feature.kernel(cloud, x, z, flow.space)
+    if structured is not None:
+        return structured
     unit = jnp.eye(z.shape[0], dtype=z.dtype)
     return jax.lax.map(kernel_operator(flow, cloud, x, z), unit, batch_size=chunk).T
