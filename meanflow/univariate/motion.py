@@ -124,7 +124,7 @@ class UnivariateMotion(FrozenMotion):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Place]:
         """Move (u, v, c) for ``time`` (m,) at the given inner and outer rates, through all events."""
         fresh = jnp.zeros_like(place.ray, bool)
-        neurons = events.Neurons(*start, place.region, place.ray, fresh, time)
+        neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
         end, counts, overflow = events.run(neurons, place.counts, field, *rates, self.is_real, max_events)
         moved = Place(None, None, end.region, end.ray, counts, place.overflow | overflow)
         return end.u, end.v, end.c, moved
