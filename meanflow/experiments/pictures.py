@@ -109,7 +109,7 @@ def _by_balance(data: mf.Dataset, key: jax.Array, width: int, epochs: int, setti
     """``_journey`` of one start for pairs (delta, kappa), alpha = sqrt m; arrays with a leading axis of pairs."""
 
     def one(delta: jax.Array, kappa: jax.Array) -> dict[str, jax.Array]:
-        kp, kc = balance.factors(delta)
+        kp, kc = balance.layer_rates(delta)
         start = balance.lift(mf.Cloud(univariate.draw(key, width), labels=delta), "sqrt").particles
         return _journey(start, data, epochs, mf.KernelStep(kappa, 20), "sqrt", kp, kc)
 

@@ -179,7 +179,7 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
     run = train(data, epochs, 20, 8)
 
     def one(key: jax.Array, delta: jax.Array) -> Any:
-        kp, kc = balance.factors(delta)
+        kp, kc = balance.layer_rates(delta)
         w = balance.lift(Cloud(draw(key, 200), labels=delta), "sqrt").particles
         return run(w, kp, kc, kappa)
 
@@ -211,7 +211,7 @@ def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
     settings = (jnp.array([-jnp.inf, jnp.inf]), jnp.array([1.0, 0.1]))
 
     def one(key: jax.Array, delta: jax.Array, kappa: jax.Array) -> Any:
-        kp, kc = balance.factors(delta)
+        kp, kc = balance.layer_rates(delta)
         w = balance.lift(Cloud(draw(key, width), labels=delta), "sqrt").particles
         loss, stats, _ = run(w, kp, kc, kappa)
         return loss, stats

@@ -10,7 +10,15 @@ import numpy as np
 
 from meanflow.experiments.outcome import Criterion, Outcome
 from meanflow.kernels.readout import Readout, minimum_norm
-from meanflow.univariate.kernels import Finite, Law, Radial, Signs, Uniform, indicator, random_feature
+from meanflow.univariate.kernels import (
+    Finite,
+    Radial,
+    Signs,
+    Uniform,
+    WeightLaw,
+    indicator,
+    random_feature,
+)
 from meanflow.univariate.knots import piecewise_linear
 from meanflow.univariate.splines import natural_spline, spline_interpolant
 
@@ -20,7 +28,7 @@ def square_wave() -> tuple[jax.Array, jax.Array]:
     return jnp.linspace(-1, 1, 10), jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
 
 
-def _gate_term(x: jax.Array, at: float, law: Law | Finite, c2: float = 1.0) -> jax.Array:
+def _gate_term(x: jax.Array, at: float, law: WeightLaw, c2: float = 1.0) -> jax.Array:
     return c2 * (x * at + 1) * indicator(x, at, law=law)
 
 
@@ -77,7 +85,10 @@ def figure_4(
     x, y = square_wave()
     grid = jnp.linspace(-1, 1, 2001)
     natural = natural_spline(x, y)(grid)
-    laws: dict[str, Callable[[float], Law]] = {"signs": Signs, "uniform": lambda bound: Uniform(1.0, bound)}
+    laws: dict[str, Callable[[float], Signs | Uniform]] = {
+        "signs": Signs,
+        "uniform": lambda bound: Uniform(1.0, bound),
+    }
     to_natural = {
         name: jnp.array([_distance(spline_interpolant(x, y, law=family(b))(grid), natural) for b in bounds])
         for name, family in laws.items()

@@ -16,9 +16,8 @@ from scipy.integrate import solve_ivp
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.univariate import events
 from meanflow.solvers.sliding import Sliding
-from meanflow.univariate import balance
+from meanflow.univariate import balance, events
 
 EVENTS = ("crossings", "captures", "releases", "deaths", "nonunique")
 frozen = lambda f, y: f * y  # a linear loss freezes the residual at y
