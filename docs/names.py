@@ -8,20 +8,21 @@ import ast
 import pathlib
 from typing import NamedTuple
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "meanflow"
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "meanflow"
+PLACES = {"meanflow": PACKAGE, "meanflow_papers": ROOT / "papers" / "meanflow_papers"}
 ROOMS = (
     "measures",
     "geometry",
+    "layers",
     "kernels",
     "flows",
     "solvers",
     "transport",
-    "layers",
     "depth",
     "training",
     "univariate",
     "sweeps",
-    "experiments",
     "plots",
     "report",
 )
@@ -36,8 +37,9 @@ class Name(NamedTuple):
 
 
 def source(module: str) -> pathlib.Path:
-    """The file of a module, given by its dotted path below ``meanflow``."""
-    place = PACKAGE.joinpath(*module.split(".")[1:])
+    """The file of a module, given by its dotted path below ``meanflow`` or ``meanflow_papers``."""
+    package, *rest = module.split(".")
+    place = PLACES[package].joinpath(*rest)
     return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
 
@@ -56,7 +58,9 @@ def exported(module: str) -> list[Name]:
                     continue
                 home = f"{module}.{value.value}"
                 if isinstance(value.value, str) and source(home).exists():
-                    found[key.value] = Name(key.value, f"{home}.{key.value}", False)
+                    # a name that equals the last part of its module stands for the module itself (_lazy.attach)
+                    whole = value.value.rpartition(".")[2] == key.value
+                    found[key.value] = Name(key.value, home if whole else f"{home}.{key.value}", whole)
     return list(found.values())
 
 

@@ -5,9 +5,9 @@ w_i' = -C(w_i) grad V(w_i), where V is the first variation of the loss and C an 
 the balance of a ReLU neuron only change C.
 """
 
-import importlib
-from typing import Any
+import typing
 
+from meanflow import _lazy
 from meanflow.flows import Flow as Flow
 from meanflow.flows import batchnorm as batchnorm
 from meanflow.flows import batchnorm_manifold as batchnorm_manifold
@@ -34,34 +34,40 @@ from meanflow.univariate import lifted as lifted
 from meanflow.univariate import planar as planar
 from meanflow.univariate import radial as radial
 
+if typing.TYPE_CHECKING:
+    from meanflow import depth as depth
+    from meanflow import geometry as geometry
+    from meanflow import kernels as kernels
+    from meanflow import layers as layers
+    from meanflow import plots as plots
+    from meanflow import report as report
+    from meanflow import sweeps as sweeps
+    from meanflow import training as training
+    from meanflow import transport as transport
+    from meanflow.sweeps.networks import sweep as sweep
+    from meanflow.sweeps.phase import phase_diagram as phase_diagram
+
 _ROOMS = (
     "measures",
     "geometry",
+    "layers",
     "kernels",
     "flows",
     "solvers",
     "transport",
-    "layers",
     "depth",
     "training",
     "univariate",
     "sweeps",
-    "experiments",
     "plots",
     "report",
 )
 
-_SWEEPS = ("sweep", "phase_diagram")
+# rooms load on first use: flax, ott, xarray and matplotlib are slow to import
+_LAZY = {
+    **{room: room for room in _ROOMS},
+    "sweep": "sweeps",
+    "phase_diagram": "sweeps",
+}
 
-
-def __getattr__(name: str) -> Any:
-    # rooms load on first use: flax, ott, xarray and matplotlib are slow to import
-    if name in _ROOMS:
-        return importlib.import_module(f"meanflow.{name}")
-    if name in _SWEEPS:
-        return getattr(importlib.import_module("meanflow.sweeps"), name)
-    raise AttributeError(f"module 'meanflow' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, *_SWEEPS])
+__getattr__, __dir__ = _lazy.attach(__name__, _LAZY)

@@ -173,7 +173,9 @@ def choice(*allowed: str) -> Kind:
     return check
 
 
-def array(*shapes: tuple[int | None, ...], infinite: bool = False, low: float | None = None) -> Kind:
+def array(
+    *shapes: tuple[int | None, ...], infinite: bool = False, low: float | None = None
+) -> Callable[[str, object], jax.Array]:
     """Make the kind of real arrays of one of the given ``shapes`` (None: any length); returns floats.
 
     Args:
@@ -182,7 +184,7 @@ def array(*shapes: tuple[int | None, ...], infinite: bool = False, low: float | 
         low: least allowed entry, or None.
     """
 
-    def check(name: str, value: object) -> object:
+    def check(name: str, value: object) -> jax.Array:
         if value is None or isinstance(value, str | dict):
             raise ValueError(f"{name} must be an array, got {show(value)}")
         try:

@@ -7,13 +7,13 @@ before the root is taken, and the result afterwards.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 State = TypeVar("State")
 Observed = TypeVar("Observed")
@@ -73,7 +73,9 @@ def wrap_angle(turn: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.arctan2(jnp.sin(turn), jnp.cos(turn))
 
 
-def loglog_slope(sizes: Float[ArrayLike, " k"], values: Float[ArrayLike, " k"]) -> float:
+def loglog_slope(
+    sizes: Real[ArrayLike, " k"] | Sequence[float], values: Real[ArrayLike, " k"] | Sequence[float]
+) -> float:
     """Return the exponent p of the power law values = C sizes^p that fits best, on the host.
 
     The fit is by least squares of log(values) against log(sizes). Both must be positive.

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
-from meanflow.experiments.batchnorm import alignment, quasi_normal, spokes
-from meanflow.experiments.sweeps import regime_map
+from meanflow.flows.observables import ON_REQUEST
+from meanflow.plots.clouds import directions
 from meanflow.report import write_report
-from meanflow.sweeps import Observable, particles
+from meanflow_papers.manifold.setup import alignment, quasi_normal, spokes
+from meanflow_papers.univariate.figure_5_map import regime_map
 
 jax.config.update("jax_enable_x64", True)
 
@@ -29,7 +30,7 @@ def batchnorm_against_vanilla(folder: pathlib.Path) -> None:
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     plots.energies(runs, figure.add_subplot(131))
     for k, (name, run) in enumerate(runs.items()):
-        ax = plots.directions(run.final, figure.add_subplot(132 + k, projection="polar"))
+        ax = directions(run.final, figure.add_subplot(132 + k, projection="polar"))
         ax.set_title(f"{name}: directions of $b$")
         q = float(alignment(None, run.final, None))
         print(f"{name:>10}: loss {float(run.energy[-1]):.2e}, alignment with the wide axis {q:.2f}")
@@ -43,7 +44,7 @@ def regime_sweep(folder: pathlib.Path) -> None:
         deltas=(-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf),
         seeds=4,
         every=500,
-        observe={"neurons": Observable(particles, dims=("particle",))},
+        observe={"neurons": ON_REQUEST["neurons"]},
     )
     runs, samples = outcome.data["runs"], outcome.data["samples"]
     end = runs.isel(step=-1).median("seed")

@@ -24,6 +24,25 @@ def problem(model, *, activation="tanh", loss="squared", width=7, points=30, dim
     return flow, cloud, data
 
 
+def ring(count, variances=(5.0, 1.0)):
+    """Points sqrt(2 var) (cos, sin) on an ellipse: mean 0 and covariance diag(variances) exactly. (count, 2)."""
+    turn = 2 * np.pi * np.arange(count) / count
+    return np.sqrt(2.0 * np.array(variances)) * np.stack([np.cos(turn), np.sin(turn)], axis=1)
+
+
+def ring_problem():
+    """The tanh flow on the batch-norm manifold and a smooth target on a ring of 128 points."""
+    x = ring(128)
+    data = mf.Dataset(x, 2 * np.tanh(1.5 * x[:, 0] / np.sqrt(5)) - np.tanh(x[:, 1] + x[:, 0] / 2))
+    return mf.batchnorm_manifold("tanh").bind(data), data
+
+
+def polygon(n):
+    """n equally spaced points on the unit circle, (n, 2)."""
+    angle = 2 * jnp.pi * jnp.arange(n) / n
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)
+
+
 def largest_gap(one, two):
     """Largest absolute difference between the leaves of two pytrees."""
     gaps = jax.tree.map(lambda u, v: float(jnp.max(jnp.abs(u - v))), one, two)

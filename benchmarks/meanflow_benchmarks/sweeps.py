@@ -59,7 +59,7 @@ def grid_speed(
     cold, run = timed(plan.run)[1], timed(plan.run)[1]  # the first run also compiles
     particles = sum(widths) * deltas * seeds * steps
     chosen = {w: [plan.cloud(width=w, delta=balances[k], seed=0) for k in (1, -1)] for w in widths}
-    observers = plan.cell(plan.groups[0]).observers()
+    observers = plan.cell(plan.groups[0]).observe
     alone = lambda cloud: (
         mf.descend(flow, cloud, data, steps, step=STEP, clock="lazy", observe=observers).energy
     )

@@ -1,30 +1,10 @@
-"""What random normalised layers do to a batch: rank, angles, the tree model, infinite-width maps."""
+"""What random normalized layers do to a batch: rank, angles, the tree model, infinite-width maps."""
 
-from meanflow.depth.expected import batchnorm_cosine as batchnorm_cosine
 from meanflow.depth.expected import expected_gram as expected_gram
-from meanflow.depth.expected import fixed_point as fixed_point
-from meanflow.depth.expected import layer_map as layer_map
-from meanflow.depth.expected import stability as stability
-from meanflow.depth.initializers import one_neuron_per_sample as one_neuron_per_sample
 from meanflow.depth.invariant import invariant_representation as invariant_representation
-from meanflow.depth.invariant import one_layer as one_layer
-from meanflow.depth.observables import Layers as Layers
-from meanflow.depth.observables import angles as angles
 from meanflow.depth.observables import pair_angles as pair_angles
-from meanflow.depth.observables import summary as summary
-from meanflow.depth.odd_point import critical_scale as critical_scale
-from meanflow.depth.odd_point import odd_point as odd_point
-from meanflow.depth.odd_point import odd_state as odd_state
-from meanflow.depth.propagate import Propagation as Propagation
-from meanflow.depth.propagate import Stages as Stages
-from meanflow.depth.propagate import propagate as propagate
-from meanflow.depth.propagate import split_identity as split_identity
-from meanflow.depth.rank import expected_neurons_bound as expected_neurons_bound
+from meanflow.depth.odd_points import odd_point as odd_point
+from meanflow.depth.propagation import propagate as propagate
 from meanflow.depth.rank import gamma as gamma
-from meanflow.depth.rank import limiting_rank as limiting_rank
-from meanflow.depth.rank import neurons_to_full_rank as neurons_to_full_rank
 from meanflow.depth.rank import rank_bounds as rank_bounds
-from meanflow.depth.tree import merge_rate as merge_rate
-from meanflow.depth.tree import tree as tree
-from meanflow.depth.tree import tree_bounds as tree_bounds
-from meanflow.depth.tree import tree_limits as tree_limits
+from meanflow.depth.tree_model import tree as tree

@@ -1,48 +1,61 @@
-"""Cells of the arrangement of hyperplanes {w : w . x_i = 0}, and their Gaussian volumes. On the host.
+"""Cells of the arrangement of hyperplanes {w : w . x_i = 0}, and their Gaussian volumes, on the host.
 
-A cell is a sign vector of the samples met by a neuron w, its volume the probability that w ~ N(0, I) falls
-in it. Cells are found from the rays of the arrangement (null vectors of r - 1 samples, r the rank of the
-batch): the cells that touch a ray are the sign patterns of the hyperplanes through it. They are cut into
-simplicial cones along their faces, and each cone is measured to *relative* accuracy, because the least
-volume is what counts.
+A cell is a sign vector of the samples that some neuron w meets; its volume is the probability that w ~ N(0, I) falls in
+it. Cells are found from the rays of the arrangement, which are the null vectors of r - 1 samples, where r is the rank
+of the batch: the cells that touch a ray are the sign patterns of the hyperplanes through it. Each cell is cut into
+simplicial cones along its faces, and each cone is measured to *relative* accuracy, because the least volume is what
+counts.
 """
 
+from collections.abc import Iterator
 from itertools import combinations, product
 from math import comb, gamma, pi
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import ArrayLike, Float, Int, Shaped
 
 from meanflow import _checks
 
 MAX_RANK = 6
-"""Cones are measured by quadrature with nodes ** (rank - 1) points."""
+"""Largest rank of a batch: cones are measured by quadrature with nodes ** (rank - 1) points."""
 
 MAX_RAYS = 200_000
-"""Limit of C(n, r - 1) 2^r, the incidences of rays and cells that are enumerated."""
+"""Largest C(n, r - 1) 2^r, the number of pairs of a ray and a cell that are enumerated."""
 
 QUADRATURE = {4: (10, 50.0), 5: (6, 50.0), 6: (6, 80.0)}
-"""rank -> nodes a dimension, and the edge in degrees above which a cone is halved first."""
+"""For each rank: nodes for each dimension, and the edge in degrees above which a cone is halved first."""
 
 
 class Cells(NamedTuple):
     """All cells of positive volume.
 
     Attributes:
-        signs: (N, m) entries +-1: side of each distinct line (in the order of ``lines``).
-        volumes: (N,) Gaussian volumes; their sum should be 1 and is not forced to.
-        lines: (m, k) unit vectors, one for each line spanned by nonzero samples.
+        signs: +1 or -1, the side of each distinct line (in the order of ``lines``) on which a cell lies.
+        volumes: Gaussian volumes of the cells. Their sum should be 1, but is not forced to.
+        lines: unit vectors, one for each line that is spanned by nonzero samples.
     """
 
-    signs: np.ndarray
-    volumes: np.ndarray
-    lines: np.ndarray
+    signs: Int[np.ndarray, "cells lines"]
+    volumes: Float[np.ndarray, "cells"]
+    lines: Float[np.ndarray, "lines k"]
 
 
-def distinct_lines(x: np.ndarray, tolerance: float = 1e-9) -> tuple[np.ndarray, np.ndarray]:
-    """Lines through 0 spanned by the rows of x (n, k): unit vectors (m, k), and signed line numbers (n,).
+def distinct_lines(
+    x: Float[np.ndarray, "n k"], tolerance: float = 1e-9
+) -> tuple[Float[np.ndarray, "lines k"], Int[np.ndarray, "n"]]:
+    """Find the distinct lines through 0 that the rows of x span.
 
-    Entry i is +-(1 + j) for a sample on line j, with the side it lies on, and 0 for a zero sample.
+    Args:
+        x: batch.
+        tolerance: unit vectors closer than this count as one line.
+
+    Returns:
+        A unit vector for each line; and for each sample the number +-(1 + j) of its line j, where the sign says on
+        which side of 0 it lies, or 0 for a zero sample.
+
+    >>> distinct_lines(np.array([[2.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]))[1].tolist()
+    [1, -1, 0]
     """
     length = np.linalg.norm(x, axis=1)
     zero = length <= tolerance * max(length.max(initial=0.0), np.finfo(float).tiny)
@@ -62,12 +75,21 @@ def distinct_lines(x: np.ndarray, tolerance: float = 1e-9) -> tuple[np.ndarray, 
 
 
 def general_position_count(m: int, r: int) -> int:
-    """Cells of m hyperplanes through 0 in R^r: 2 sum_{i<r} C(m-1, i) in general position, never more."""
+    """Return the number of cells that m hyperplanes through 0 in general position have in R^r.
+
+    It is 2 sum_{i<r} C(m-1, i); hyperplanes that are not in general position have fewer cells.
+
+    >>> general_position_count(5, 2)
+    10
+    """
     return 2 * sum(comb(m - 1, i) for i in range(r)) if m else 1
 
 
 def _rays(normals: np.ndarray, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Unit rays up to sign (q, r), and the sides (q, m) of all hyperplanes, 0 for those through the ray."""
+    """Return all rays up to sign as unit vectors (q, r), and on which side of each hyperplane they lie (q, m).
+
+    A side is +1 or -1, or 0 for a hyperplane that contains the ray.
+    """
     m, r = normals.shape
     if r == 1:
         return np.ones((1, 1)), np.sign(normals.T).astype(np.int8)
@@ -82,15 +104,15 @@ def _rays(normals: np.ndarray, tolerance: float) -> tuple[np.ndarray, np.ndarray
 
 
 def _patterns(normals: np.ndarray, tolerance: float) -> np.ndarray:
-    """Sign vectors of all cells of an essential arrangement (m, r)."""
+    """Return the sign vectors of all cells of hyperplanes (m, r) whose normals span R^r."""
     m, r = normals.shape
     if m == r:
         return np.array(list(product((1, -1), repeat=m)), np.int8)
     return np.array(sorted({signs for signs, _ in _incidences(normals, tolerance)}), np.int8)
 
 
-def _incidences(normals: np.ndarray, tolerance: float):
-    """Yields (sign vector of a cell as a tuple, one of its rays)."""
+def _incidences(normals: np.ndarray, tolerance: float) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Yield every pair of a cell, given by its sign vector, and one of its rays."""
     for ray, side in zip(*_rays(normals, tolerance), strict=True):
         through = np.flatnonzero(side == 0)
         quotient = np.linalg.svd(ray[None])[2][1:]  # basis of the orthogonal complement of the ray
@@ -102,14 +124,26 @@ def _incidences(normals: np.ndarray, tolerance: float):
                 yield tuple(int(s) for s in signs), direction * ray
 
 
-def _triangulate(rays: list[int], facets: list[frozenset[int]], vectors: np.ndarray, dim: int) -> list:
-    """Simplicial cones (lists of dim rays) that fill the cone of ``rays``: pulled from its first ray.
+def _triangulate(
+    rays: list[int], facets: list[frozenset[int]], vectors: np.ndarray, dim: int
+) -> list[list[int]]:
+    """Cut the cone of some rays into simplicial cones, which all share its first ray.
 
-    ``facets`` are the sets of rays on each hyperplane; those meeting the cone in lower dimension are skipped.
+    Args:
+        rays: numbers of the rays of the cone.
+        facets: for each hyperplane, the numbers of the rays on it. Hyperplanes that meet the cone in lower dimension
+            are skipped.
+        vectors: all rays.
+        dim: dimension of the cone.
+
+    Returns:
+        Simplicial cones, each a list of ``dim`` rays.
     """
     if len(rays) == dim:
         return [rays]
-    apex, inside, seen, out = rays[0], frozenset(rays), set(), []
+    apex, inside = rays[0], frozenset(rays)
+    seen: set[frozenset[int]] = set()
+    out: list[list[int]] = []
     for facet in facets:
         face = facet & inside
         if apex in face or len(face) < dim - 1 or face in seen:
@@ -121,7 +155,7 @@ def _triangulate(rays: list[int], facets: list[frozenset[int]], vectors: np.ndar
 
 
 def _halved(cones: np.ndarray, owner: np.ndarray, widest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Bisects edges until none is wider than ``widest`` (radians)."""
+    """Bisect the edges of cones until none is wider than ``widest`` (radians); pieces keep their owner's number."""
     done, owners = [], []
     r = cones.shape[1]
     i, j = np.triu_indices(r, 1)
@@ -143,7 +177,11 @@ def _halved(cones: np.ndarray, owner: np.ndarray, widest: float) -> tuple[np.nda
 
 
 def _simplex_rule(dim: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Barycentric points (q, dim + 1) and weights (sum 1 / dim!) on the simplex, by collapsed coordinates."""
+    """Return barycentric points (q, dim + 1) and weights of a quadrature rule on the simplex.
+
+    The rule is a product of Gauss-Legendre rules on the cube, which is collapsed to the simplex. The weights sum to
+    the volume 1 / dim!.
+    """
     t, w = np.polynomial.legendre.leggauss(nodes)
     t, w = (t + 1) / 2, w / 2
     grid = np.stack(np.meshgrid(*[t] * dim, indexing="ij"), -1).reshape(-1, dim)
@@ -156,11 +194,15 @@ def _simplex_rule(dim: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([*points, left], axis=1), weight
 
 
-def cone_volumes(cones: np.ndarray) -> np.ndarray:
-    """Gaussian volumes of simplicial cones given by unit rays (s, r, r).
+def cone_volumes(cones: Float[np.ndarray, "s r r"]) -> Float[np.ndarray, "s"]:
+    """Return the Gaussian volumes of simplicial cones, each given by r unit rays in R^r.
 
-    r = 2, 3 in closed form; beyond, |det R| Gamma(r/2) / (2 pi^(r/2)) int_simplex |u R|^-r du by
-    Gauss-Legendre after halving wide edges (relative error about 1e-13, 1e-8, 1e-5 for r = 4, 5, 6).
+    There are closed forms for r = 2 and 3. Beyond, the volume |det R| Gamma(r/2) / (2 pi^(r/2)) int_simplex |u R|^-r du
+    is integrated by Gauss-Legendre after wide edges have been halved. The relative error is about 1e-13, 1e-8 and 1e-5
+    for r = 4, 5 and 6.
+
+    >>> cone_volumes(np.eye(3)[None]).tolist()                        # one of eight octants
+    [0.125]
     """
     s, r, _ = cones.shape
     det = np.abs(np.linalg.det(cones))
@@ -184,20 +226,24 @@ def cone_volumes(cones: np.ndarray) -> np.ndarray:
     return total * gamma(r / 2) / (2 * pi ** (r / 2))
 
 
-def cells(x: np.ndarray, tolerance: float = 1e-9) -> Cells:
-    """Enumerates the cells of a batch x (n, k) and measures them.
+def cells(x: Shaped[ArrayLike, "n k"], tolerance: float = 1e-9) -> Cells:
+    """Enumerate the cells of a batch and measure their volumes.
 
     Args:
-        x: batch; zero samples are dropped and samples on one line counted once.
-        tolerance: below it, relative to unit vectors, samples count as collinear and dots as zero.
+        x: batch. Zero samples are dropped, and samples on one line count once.
+        tolerance: unit vectors closer than this count as collinear, and inner products of unit vectors below it as
+            zero.
 
     Raises:
-        ValueError: when the rank exceeds ``MAX_RANK`` or the enumeration ``MAX_RAYS`` (cost C(n, r-1) 2^r).
+        ValueError: when the rank exceeds ``MAX_RANK`` or the enumeration, C(n, r-1) 2^r, exceeds ``MAX_RAYS``.
+
+    >>> cells(np.eye(2)).volumes.tolist()
+    [0.25, 0.25, 0.25, 0.25]
     """
-    x = np.asarray(x, float)
-    _checks.shape("x", x, (None, None))
-    _checks.finite("x", x)
-    lines, _ = distinct_lines(x, tolerance)
+    batch = np.asarray(x, float)
+    _checks.shape("x", batch, (None, None))
+    _checks.finite("x", batch)
+    lines, _ = distinct_lines(batch, tolerance)
     m = len(lines)
     if m == 0:
         return Cells(np.ones((1, 0), np.int8), np.ones(1), lines)
@@ -206,10 +252,15 @@ def cells(x: np.ndarray, tolerance: float = 1e-9) -> Cells:
     if r > MAX_RANK or comb(m, r - 1) * 2**r > MAX_RAYS:
         raise ValueError(
             f"x must have rank at most {MAX_RANK} and C(lines, rank - 1) 2^rank at most {MAX_RAYS} for exact "
-            f"cells, "
-            f"got {m} lines of rank {r}; use method='monte_carlo'"
+            f"cells, got {m} lines of rank {r}; use method='monte_carlo'"
         )
     normals = lines @ basis[:r].T  # the volume of a cell only depends on the span of the samples
+    return _measured(normals, lines, tolerance)
+
+
+def _measured(normals: np.ndarray, lines: np.ndarray, tolerance: float) -> Cells:
+    """Enumerate and measure the cells of hyperplanes whose normals (m, r) span R^r."""
+    r = normals.shape[1]
     touching: dict[tuple[int, ...], list[np.ndarray]] = {}
     for signs, ray in _incidences(normals, tolerance):
         touching.setdefault(signs, []).append(ray)
@@ -223,5 +274,5 @@ def cells(x: np.ndarray, tolerance: float = 1e-9) -> Cells:
             cones.append(rays[simplex])
             owner.append(number)
     volumes = np.bincount(owner, cone_volumes(np.array(cones)), len(half))
-    signs = np.array(half, np.int8)
-    return Cells(np.concatenate([signs, -signs]), np.concatenate([volumes, volumes]), lines)
+    sides = np.array(half, np.int8)
+    return Cells(np.concatenate([sides, -sides]), np.concatenate([volumes, volumes]), lines)

@@ -1,13 +1,14 @@
-"""ReLU raises the rank of a batch: gamma(X), Theorem 3, Corollary 4, and the law of the neurons needed.
+"""ReLU raises the rank of a batch: gamma(X), Theorem 3 and Corollary 4 of "BN decomposed", and the neurons needed.
 
-gamma(X) is the least volume of a cell (``meanflow.depth.cells``). Each further neuron raises the rank with
-probability at least gamma, *given the past*: the waiting times y_1, ..., y_n are dominated by independent
-geometric ones, though they are not independent themselves. Hence for d neurons and alpha = d gamma / n > 1
+The hyperplanes {w : w . x_i = 0} of the samples cut the space of neurons w into cells, and gamma(X) is the least volume
+of a cell (``meanflow.depth.cells``). Each further neuron raises the rank with probability at least gamma, *given the
+past*: the waiting times y_1, ..., y_n are dominated by independent geometric ones, though they are not independent
+themselves. Hence for d neurons and alpha = d gamma / n > 1
 
     P(rank < n) <= P(Binomial(d, gamma) < n) <= exp(-d KL(n/d || gamma))   (7a)
                 <= exp(-n (alpha - 1 - log alpha))                         (7b)
 
-and E[neurons to full rank] <= sum_t 1/gamma(X_t) <= n / gamma, X_t the first t samples.
+and E[neurons to full rank] <= sum_t 1/gamma(X_t) <= n / gamma, where X_t are the first t samples.
 """
 
 from functools import partial
@@ -16,21 +17,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int, Key, Shaped
 
 from meanflow import _checks
 from meanflow.depth.cells import cells, distinct_lines, general_position_count
 
 
 class Gamma(NamedTuple):
-    """The least positive volume of a cell.
+    """The least positive volume of a cell, as ``gamma`` finds it.
 
     Attributes:
-        value: exact value, or the least observed frequency (which bounds nothing: cells may be missed).
-        low: lower end of the confidence interval; 0 while cells may have been missed. Equal to value if
-            exact.
-        high: upper end; equal to value if exact.
-        cells: number of cells found.
-        total: sum of their volumes; a check that exact enumeration missed none.
+        value: the exact volume; or under Monte Carlo the least observed frequency, which bounds nothing, because cells
+            may have been missed.
+        low: lower end of the confidence interval, 0 while cells may have been missed. Equal to ``value`` if exact.
+        high: upper end of the confidence interval. Equal to ``value`` if exact.
+        cells: number of cells that were found.
+        total: sum of their volumes, which is 1 if the enumeration missed none.
     """
 
     value: float
@@ -41,25 +43,28 @@ class Gamma(NamedTuple):
 
 
 def gamma(
-    x: jax.Array | np.ndarray,
+    x: Shaped[ArrayLike, "n k"],
     *,
     recenter: bool = False,
     method: str = "exact",
-    key: jax.Array | None = None,
+    key: Key[Array, ""] | None = None,
     samples: int = 100_000,
     confidence: float = 0.95,
 ) -> Gamma:
-    """gamma(X) of Definition 1 for a batch x (n, k). On the host.
+    """Return gamma(X) of Definition 1 of "BN decomposed", the least probability of a sign pattern of the batch.
+
+    A random neuron w ~ N(0, I) sees the signs of w . x_i. Each pattern of signs that can occur is a cell, and gamma is
+    the least probability among them. The function runs on the host.
 
     Args:
         x: batch.
-        recenter: of the batch minus its mean, as in Corollary 4.
-        method: ``"exact"`` enumerates the cells (any n in the plane, C(n, r-1) 2^r up to 200 000 and rank r
-            up to 6 otherwise); ``"monte_carlo"`` counts sign patterns of random neurons.
-        key: for Monte Carlo.
-        samples: neurons drawn.
-        confidence: of the Monte Carlo interval; Clopper-Pearson for each cell, with a union bound over the
-            largest possible number of cells. It is an interval for gamma itself.
+        recenter: subtract the mean of the batch first, as in Corollary 4.
+        method: ``"exact"`` enumerates the cells, for any n in the plane and otherwise up to rank r = 6 and
+            C(n, r-1) 2^r = 200 000. ``"monte_carlo"`` counts the sign patterns of random neurons.
+        key: PRNG key for Monte Carlo.
+        samples: number of neurons drawn by Monte Carlo.
+        confidence: level of the Monte Carlo interval. It is an interval for gamma itself: Clopper-Pearson for each
+            cell, with a union bound over the largest possible number of cells.
 
     >>> import jax.numpy as jnp, meanflow as mf
     >>> angle = 2 * jnp.pi * jnp.arange(5) / 5
@@ -80,7 +85,11 @@ def gamma(
         return Gamma(value, value, value, len(found.volumes), float(found.volumes.sum()))
     if key is None:
         raise ValueError("key must be given for method='monte_carlo', got None")
-    samples = _checks.whole("samples", samples, 1)
+    return _counted(batch, key, _checks.whole("samples", samples, 1), confidence)
+
+
+def _counted(batch: np.ndarray, key: jax.Array, samples: int, confidence: float) -> Gamma:
+    """Estimate gamma from the sign patterns of random neurons, with a confidence interval."""
     from scipy.stats import beta
 
     lines, _ = distinct_lines(batch)
@@ -89,35 +98,43 @@ def gamma(
     count = np.unique(packed, axis=0, return_counts=True)[1]
     possible = general_position_count(len(lines), int(np.linalg.matrix_rank(lines))) if len(lines) else 1
     tail = (1 - confidence) / (2 * possible)
+    # a cell that was never hit may be arbitrarily small: there is a lower end only once all cells have been seen
     low = float(beta.ppf(tail, count, samples - count + 1).min()) if len(count) == possible else 0.0
     over = np.where(count < samples, beta.ppf(1 - tail, count + 1, np.maximum(samples - count, 1)), 1.0)
     return Gamma(float(count.min()) / samples, low, float(over.min()), len(count), 1.0)
 
 
 class RankBounds(NamedTuple):
-    """Theorem 3: bounds of the probability that d neurons do not reach rank n, each implying the next.
+    """Theorem 3 of "BN decomposed": bounds on the probability that d neurons do not reach rank n.
 
     Attributes:
-        expected: n / gamma >= E[neurons to full rank] (item 1).
-        binomial: P(Binomial(d, gamma) < n), the exact dominating tail.
-        chernoff: (7a); 1 where alpha <= 1.
-        simple: (7b); 1 where alpha <= 1.
+        expected: n / gamma, a bound on the expected number of neurons to full rank (item 1).
+        binomial: P(Binomial(d, gamma) < n), the sharpest bound on the probability.
+        chernoff: (7a), a bound on ``binomial``; 1 where alpha <= 1.
+        simple: (7b), a bound on ``chernoff``; 1 where alpha <= 1.
         alpha: d gamma / n.
     """
 
-    expected: jax.Array
-    binomial: jax.Array
-    chernoff: jax.Array
-    simple: jax.Array
-    alpha: jax.Array
+    expected: Float[Array, "*shape"]
+    binomial: Float[Array, "*shape"]
+    chernoff: Float[Array, "*shape"]
+    simple: Float[Array, "*shape"]
+    alpha: Float[Array, "*shape"]
 
 
-def rank_bounds(n: int, gamma: jax.Array | float, neurons: jax.Array | int) -> RankBounds:
-    """The three tail bounds of Theorem 3 for n samples, no two collinear (elementwise in the rest).
+def rank_bounds(
+    n: int, gamma: Shaped[ArrayLike, "*#shape"], neurons: Shaped[ArrayLike, "*#shape"]
+) -> RankBounds:
+    """Return the bounds of Theorem 3 on the probability that random ReLU neurons do not reach full rank.
 
-    For Corollary 4 (recentring, batch norm) use gamma of the recentred batch; the recentred samples must be
-    nonzero and not collinear. The paper asks for alpha > 2; alpha > 1 is enough, and below it (7a), (7b)
-    are no bounds.
+    The paper asks for alpha = neurons gamma / n > 2. In fact alpha > 1 is enough, and below it (7a) and (7b) bound
+    nothing.
+
+    Args:
+        n: number of samples, of which no two may be collinear.
+        gamma: the least volume of a cell, from ``gamma``. For Corollary 4 (recentering, batch norm) take it of the
+            recentered batch, whose samples must be nonzero and not collinear.
+        neurons: number d of neurons; it broadcasts against ``gamma``.
 
     >>> import meanflow as mf
     >>> bounds = mf.depth.rank_bounds(5, 0.1, 100)
@@ -146,21 +163,33 @@ def rank_bounds(n: int, gamma: jax.Array | float, neurons: jax.Array | int) -> R
     )
 
 
-def expected_neurons_bound(x: jax.Array | np.ndarray, *, recenter: bool = False) -> float:
-    """sum_t 1 / gamma(X_t) over the prefixes of a batch (n, k): sharper than n / gamma, same proof.
+def expected_neurons_bound(x: Shaped[ArrayLike, "n k"], *, recenter: bool = False) -> float:
+    """Return sum_t 1 / gamma(X_t) over the first t samples of a batch, a bound on the expected neurons to full rank.
 
-    With ``recenter`` the whole batch is recentred first (Corollary 4).
+    It is sharper than n / gamma, by the same proof.
+
+    Args:
+        x: batch.
+        recenter: subtract the mean of the whole batch first (Corollary 4).
     """
     batch = np.asarray(x, float)
     batch = batch - batch.mean(0) if recenter else batch
     return float(sum(1 / gamma(batch[: t + 1]).value for t in range(len(batch))))
 
 
-def limiting_rank(x: jax.Array | np.ndarray, *, recenter: bool = False, tolerance: float = 1e-9) -> int:
-    """Rank of relu(W x) for sufficiently many Gaussian neurons, for any batch (n, k), exactly.
+def limiting_rank(x: Shaped[ArrayLike, "n k"], *, recenter: bool = False, tolerance: float = 1e-9) -> int:
+    """Return the rank of relu(x W) for sufficiently many Gaussian neurons, exactly and for any batch.
 
-    The number of distinct lines spanned by nonzero samples, plus the rank of the directions of those lines
-    that have samples on both sides: relu(t) and relu(-t) of one line span |t| and t, and the t's are linear.
+    It is the number of distinct lines spanned by nonzero samples, plus the rank of the directions of those lines that
+    have samples on both sides: relu(t) and relu(-t) of one line span |t| and t, and the t's are linear.
+
+    Args:
+        x: batch.
+        recenter: subtract the mean of the batch first.
+        tolerance: unit vectors closer than this count as one line.
+
+    >>> limiting_rank(np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 2.0]]))
+    3
     """
     batch = np.asarray(x, float)
     batch = batch - batch.mean(0) if recenter else batch
@@ -170,7 +199,8 @@ def limiting_rank(x: jax.Array | np.ndarray, *, recenter: bool = False, toleranc
 
 
 @partial(jax.jit, static_argnames=("target", "max_neurons"))
-def _waiting(keys: jax.Array, x: jax.Array, target: int, max_neurons: int, rtol: float) -> jax.Array:
+def _waiting(keys: jax.Array, x: jax.Array, target: int, max_neurons: int, rtol: ArrayLike) -> jax.Array:
+    """Add neurons one by one until their outputs span ``target`` dimensions; once for each key."""
     n, k = x.shape
 
     def one(key: jax.Array) -> jax.Array:
@@ -195,30 +225,33 @@ def _waiting(keys: jax.Array, x: jax.Array, target: int, max_neurons: int, rtol:
 
 
 def neurons_to_full_rank(
-    key: jax.Array,
-    x: jax.Array,
+    key: Key[Array, ""],
+    x: Float[ArrayLike, "n k"],
     runs: int,
     *,
     recenter: bool = False,
     target: int | None = None,
     max_neurons: int = 10_000,
     rtol: float = 1e-9,
-) -> jax.Array:
-    """Sample of y, the number of random ReLU neurons that make the batch x (n, k) full rank.
+) -> Int[Array, "{runs}"]:
+    """Draw how many random ReLU neurons it takes until the batch has full rank.
 
     Args:
-        key: PRNG key. Run j uses the same sequence of neurons whatever the batch: calling with x[:t] gives
-            the times r_t of the proof of Theorem 3.
+        key: PRNG key. Run j uses the same sequence of neurons whatever the batch, so x[:t] gives the times r_t of the
+            proof of Theorem 3.
         x: batch.
-        runs: sample size.
-        recenter: recentre before ReLU (Corollary 4; rescaling changes no rank).
-        target: rank to wait for, n by default.
-        max_neurons: give up after so many and return max_neurons + 1.
-        rtol: a neuron counts as new when its normalised outputs leave the span of the former by more than
+        runs: number of independent draws.
+        recenter: subtract the mean of the batch before ReLU (Corollary 4; rescaling changes no rank).
+        target: the rank to wait for; n by default.
+        max_neurons: give up after so many neurons and return max_neurons + 1.
+        rtol: a neuron counts as new when its outputs, scaled to norm 1, leave the span of the former ones by more than
             this.
 
     Returns:
-        (runs,) integers. Cost O(n^2 + n k) a neuron.
+        The number of neurons in each run. The cost is O(n^2 + n k) for each neuron.
+
+    >>> neurons_to_full_rank(jax.random.key(0), jnp.eye(2), 4).shape
+    (4,)
     """
     x = jnp.asarray(x)
     _checks.shape("x", x, (None, None))

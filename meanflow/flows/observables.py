@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from meanflow import _checks
+from meanflow._numerics import safe_sqrt, wrap_angle
 from meanflow.flows import equation
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
@@ -103,8 +104,7 @@ class Displacement(Observable):
         """Return a scalar."""
         moved = jax.tree.map(jnp.subtract, cloud.particles, problem.start.particles)
         for name in problem.flow.feature.angles:
-            angle = getattr(moved, name)
-            moved = moved._replace(**{name: jnp.arctan2(jnp.sin(angle), jnp.cos(angle))})
+            moved = moved._replace(**{name: wrap_angle(getattr(moved, name))})
         squares = [jnp.sum(u.reshape(u.shape[0], -1) ** 2, axis=1) for u in jax.tree.leaves(moved)]
         return _rms(cloud, jnp.sum(jnp.stack(squares), axis=0))
 
@@ -134,7 +134,7 @@ class KernelDrift(Observable):
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
         change = self._kernel(problem, cloud) - memory
-        return _root(jnp.sum(change**2)) / jnp.linalg.norm(memory)
+        return safe_sqrt(jnp.sum(change**2)) / jnp.linalg.norm(memory)
 
 
 class InvariantDrift(Observable):
@@ -166,14 +166,8 @@ class Coordinates(Observable):
         return named
 
 
-def _root(square: jax.Array) -> jax.Array:
-    """Square root with derivative 0 at 0 instead of infinity."""
-    good = square > 0
-    return jnp.where(good, jnp.sqrt(jnp.where(good, square, 1.0)), 0.0)
-
-
 def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
-    return _root(jnp.sum(jnp.where(cloud.weights > 0, cloud.weights * squares, 0.0)))
+    return safe_sqrt(jnp.sum(jnp.where(cloud.weights > 0, cloud.weights * squares, 0.0)))
 
 
 def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:

@@ -1,11 +1,8 @@
 """Geometry: inverse metrics, the batch-norm manifold, lifts and projections."""
 
-from meanflow.geometry import sphere as sphere
 from meanflow.geometry.lifts import lift as lift
 from meanflow.geometry.lifts import project as project
-from meanflow.geometry.omega import cometric as cometric
 from meanflow.geometry.omega import cometric_apply as cometric_apply
-from meanflow.geometry.omega import comparison as comparison
 from meanflow.geometry.omega import direction as direction
 from meanflow.geometry.omega import distance as distance
 from meanflow.geometry.omega import exp as exp
@@ -14,7 +11,5 @@ from meanflow.geometry.omega import log as log
 from meanflow.geometry.omega import metric as metric
 from meanflow.geometry.omega import normalize as normalize
 from meanflow.geometry.omega import retract as retract
-from meanflow.geometry.omega import sigma_norm as sigma_norm
-from meanflow.geometry.omega import volume_density as volume_density
 from meanflow.geometry.space import BatchNormManifold as BatchNormManifold
 from meanflow.geometry.space import Space as Space

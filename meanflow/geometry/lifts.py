@@ -8,19 +8,19 @@ from meanflow.measures.cloud import Cloud, Neurons
 
 
 def norms(cloud: Cloud) -> jax.Array:
-    """The labels c = |b| of a cloud on the batch-norm manifold; 1 if it has none."""
+    """Return the labels c = |b| of a cloud on the batch-norm manifold; 1 if it has none."""
     return jnp.ones_like(cloud.weights) if cloud.labels is None else cloud.labels
 
 
 def project(cloud: Cloud, sigma: jax.Array) -> Cloud:
-    """Raw neurons (a, b) to the batch-norm manifold: (a, T(b)) with label c = |b|, which the flow conserves."""
+    """Map raw neurons (a, b) to the batch-norm manifold: (a, T(b)) with label c = |b|, which the flow conserves."""
     a, b = cloud.particles
     length = jnp.linalg.norm(b, axis=-1)
     return Cloud(Neurons(a, omega.normalize(b, sigma)), cloud.weights, length, width=cloud.width)
 
 
 def lift(cloud: Cloud) -> Cloud:
-    """Inverse of ``project``: (a, bb) with labels c (m,) to (a, b), b = c bb/|bb| (m, d)."""
+    """Invert ``project``: map (a, bb) with labels c (m,) to (a, b), b = c bb/|bb| (m, d)."""
     a, bb = cloud.particles
     raw = norms(cloud)[:, None] * omega.direction(bb)
     return Cloud(Neurons(a, raw), cloud.weights, width=cloud.width)

@@ -15,55 +15,59 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from meanflow._numerics import safe_norm
 from meanflow.geometry import sphere
 from meanflow.geometry.sphere import dot
 
+Vectors = Float[Array, "*batch d"]
+Matrix = Float[Array, "d d"]
+
 
 @jax.jit
-def sigma_norm(b: jax.Array, sigma: jax.Array) -> jax.Array:
-    """|b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
+def sigma_norm(b: Vectors, sigma: Matrix) -> Float[Array, "*batch 1"]:
+    """Return |b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
     # whole-array product: some jax releases miscompile a vmapped w -> w' S w
     return jnp.sqrt(dot(b, b @ sigma))
 
 
 @jax.jit
-def normalize(b: jax.Array, sigma: jax.Array) -> jax.Array:
-    """T(b) = b / |b|_S, (..., d), from raw weights to Omega; invariant under b -> lambda b, lambda > 0."""
+def normalize(b: Vectors, sigma: Matrix) -> Vectors:
+    """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it."""
     return b / sigma_norm(b, sigma)
 
 
 @jax.jit
-def direction(bb: jax.Array) -> jax.Array:
-    """The unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere."""
+def direction(bb: Vectors) -> Vectors:
+    """Return the unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere."""
     return bb / safe_norm(bb, keepdims=True)
 
 
 @jax.jit
-def project(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """(I - bb u') v: the projection along bb onto the tangent space {v : u . v = 0} at bb."""
+def project(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+    """Return (I - bb u') v, the projection along bb onto the tangent space {v : u . v = 0} at bb."""
     return v - bb * dot(bb @ sigma, v)
 
 
 @jax.jit
-def cometric_apply(bb: jax.Array, covector: jax.Array, sigma: jax.Array) -> jax.Array:
-    """G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d): the gradient from a differential g. O(d) after S bb."""
+def cometric_apply(bb: Vectors, covector: Vectors, sigma: Matrix) -> Vectors:
+    """Return the gradient of a differential g, G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d). O(d) after S bb."""
     u = bb @ sigma
     h = covector - u * dot(bb, covector)
     return dot(bb, bb) * (h - bb * dot(u, h))
 
 
 @jax.jit
-def inner(bb: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
-    """<v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
+def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "*batch"]:
+    """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
     square = dot(bb, bb)
     return ((dot(v, w) - dot(v, bb) * dot(w, bb) / square) / square)[..., 0]
 
 
 @jax.jit
-def metric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
-    """The ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
+def metric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
+    """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
     u = sigma @ bb
     tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(u, u) / (u @ u)
     w = tangent @ bb
@@ -71,45 +75,45 @@ def metric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def cometric(bb: jax.Array, sigma: jax.Array) -> jax.Array:
-    """The matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
+def cometric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
+    """Return the matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
     u = sigma @ bb
     left = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(bb, u)
     return (bb @ bb) * left @ left.T
 
 
 @jax.jit
-def distance(bb: jax.Array, other: jax.Array) -> jax.Array:
-    """Geodesic distance on (Omega, G), in radians: the Euclidean angle of two vectors (..., d). Shape (...)."""
+def distance(bb: Vectors, other: Vectors) -> Float[Array, "*batch"]:
+    """Return the geodesic distance on (Omega, G), shape (...): the angle of two vectors (..., d) in radians."""
     return sphere.angle(direction(bb), direction(other))
 
 
 @jax.jit
-def exp(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """Endpoint (..., d), at time 1, of the geodesic of G from bb with velocity v (tangent, |v|_G in radians)."""
+def exp(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+    """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians)."""
     s = direction(bb)
     turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
     return normalize(sphere.exp(s, turn), sigma)
 
 
 @jax.jit
-def log(bb: jax.Array, other: jax.Array, sigma: jax.Array) -> jax.Array:
-    """Tangent v (..., d) at bb with exp(bb, v) = other; undefined for opposite vectors."""
+def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Vectors:
+    """Return the tangent v (..., d) at bb with exp(bb, v) = other; undefined for opposite vectors."""
     turn = sphere.log(direction(bb), direction(other))
     return safe_norm(bb, keepdims=True) * project(bb, turn, sigma)
 
 
 @jax.jit
-def retract(bb: jax.Array, v: jax.Array, sigma: jax.Array) -> jax.Array:
-    """One raw gradient step, then renormalise, (..., d): second order, distance to exp is |v|_G^3 / 3."""
+def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+    """Return the end of one raw gradient step, renormalised, (..., d). It is |v|_G^3 / 3 away from ``exp``."""
     s = direction(bb)
     turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
     return normalize(s + turn, sigma)
 
 
 @jax.jit
-def volume_density(bb: jax.Array, sigma: jax.Array) -> jax.Array:
-    """d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
+def volume_density(bb: Vectors, sigma: Matrix) -> Float[Array, "*batch"]:
+    """Return d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
     return safe_norm(bb) ** -bb.shape[-1] / safe_norm(bb @ sigma)
 
 
@@ -128,8 +132,8 @@ class Comparison(NamedTuple):
 
 
 @jax.jit
-def comparison(sigma: jax.Array) -> Comparison:
-    """Scalars for covariance S (d, d): chord <= lower * angle, angle <= (pi/2) upper * chord on (Omega, G)."""
+def comparison(sigma: Matrix) -> Comparison:
+    """Return the constants for a covariance S (d, d): chord <= lower * angle and angle <= (pi/2) upper * chord."""
     spectrum = jnp.linalg.eigvalsh(sigma)
     low, high = spectrum[0], spectrum[-1]
     k = high / low

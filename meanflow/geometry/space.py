@@ -43,11 +43,11 @@ class Space(eqx.Module):
         return None
 
     def bind(self, data: Dataset) -> Self:
-        """Fixes what the metric takes from the data (the covariance, under batch norm)."""
+        """Fix what the metric takes from the data (the covariance, under batch norm)."""
         return self
 
     def check(self, cloud: Cloud) -> None:
-        """Raises ValueError if the cloud's labels or particles do not fit this space."""
+        """Raise ValueError if the cloud's labels or particles do not fit this space."""
 
     def from_raw(self, cloud: Cloud) -> Cloud:
         """Map raw neurons into this space's coordinates."""
@@ -58,27 +58,27 @@ class Space(eqx.Module):
         return None
 
     def cometric(self, cloud: Cloud, covector: Record) -> Record:
-        """C(w) g: turns differentials into gradients of the metric."""
+        """Return C(w) g: the gradient in the metric from a differential g."""
         return covector
 
     def inner(self, cloud: Cloud, u: Record, v: Record) -> jax.Array:
-        """<u, v> in the metric C^-1 for tangent vectors, one number per particle (m,)."""
+        """Return <u, v> in the metric C^-1 for tangent vectors u and v, one number per particle (m,)."""
         return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(lambda p, q: _rows(p * q), u, v))), axis=0)
 
     def retract(self, cloud: Cloud, v: Record) -> Record:
-        """A point reached by moving along ``v`` that stays in the space; agrees with exp to second order."""
+        """Return a point reached by moving along ``v`` that stays in the space; agrees with exp to second order."""
         return self.exp(cloud, v)
 
     def exp(self, cloud: Cloud, v: Record) -> Record:
-        """Endpoints of the geodesics with initial velocities ``v``."""
+        """Return the endpoints of the geodesics with initial velocities ``v``."""
         return jax.tree.map(jnp.add, cloud.particles, v)
 
     def log(self, cloud: Cloud, particles: Record) -> Record:
-        """Tangent vectors that ``exp`` maps to ``particles``."""
+        """Return the tangent vectors that ``exp`` maps to ``particles``."""
         return jax.tree.map(jnp.subtract, particles, cloud.particles)
 
     def distance(self, cloud: Cloud, particles: Record) -> jax.Array:
-        """Geodesic distance of each particle to its partner in ``particles`` (m,)."""
+        """Return the geodesic distance of each particle to its partner in ``particles`` (m,)."""
         v = self.log(cloud, particles)
         return jnp.sqrt(self.inner(cloud, v, v))
 
@@ -93,13 +93,13 @@ class BatchNormManifold(Space):
     sigma: jax.Array | None = None
 
     def bind(self, data: Dataset) -> Self:
-        """Takes the covariance of the data unless one was given."""
+        """Take the covariance of the data unless one was given."""
         if self.sigma is not None:
             return self
         return eqx.tree_at(lambda s: s.sigma, self, data.moments()[1], is_leaf=lambda x: x is None)
 
     def check(self, cloud: Cloud) -> None:
-        """Labels must be positive norms and the particles must lie on Omega."""
+        """Raise ValueError unless labels are positive norms and the particles lie on Omega."""
         if cloud.labels is not None:
             _checks.at_least("labels (the norms c = |b|)", cloud.labels, 0.0, strict=True)
         if self.sigma is None:
@@ -140,31 +140,31 @@ class BatchNormManifold(Space):
         )
 
     def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
-        """(g_a, G^-1 g_b / c^2)."""
+        """Return (g_a, G^-1 g_b / c^2)."""
         b = omega.cometric_apply(cloud.particles.b, covector.b, self._covariance())
         return Neurons(covector.a, b / norms(cloud)[:, None] ** 2)
 
     def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
-        """u_a v_a + c^2 <u_b, v_b>_G."""
+        """Return u_a v_a + c^2 <u_b, v_b>_G."""
         return u.a * v.a + norms(cloud) ** 2 * omega.inner(cloud.particles.b, u.b, v.b)
 
     def retract(self, cloud: Cloud, v: Neurons) -> Neurons:
-        """A raw gradient step followed by renormalisation to |b| = c."""
+        """Return the end of a raw gradient step followed by renormalisation to |b| = c."""
         a, b = cloud.particles
         return Neurons(a + v.a, omega.retract(b, v.b, self._covariance()))
 
     def exp(self, cloud: Cloud, v: Neurons) -> Neurons:
-        """Straight in a, great circle in the direction of b."""
+        """Return the endpoint of a geodesic: straight in a, a great circle in the direction of b."""
         a, b = cloud.particles
         return Neurons(a + v.a, omega.exp(b, v.b, self._covariance()))
 
     def log(self, cloud: Cloud, particles: Neurons) -> Neurons:
-        """Inverse of ``exp``."""
+        """Return the tangent vector of the geodesic to ``particles``, the inverse of ``exp``."""
         a, b = cloud.particles
         return Neurons(particles.a - a, omega.log(b, particles.b, self._covariance()))
 
     def distance(self, cloud: Cloud, particles: Neurons) -> jax.Array:
-        """sqrt(|a - a'|^2 + c^2 angle^2); independent of the covariance."""
+        """Return sqrt(|a - a'|^2 + c^2 angle^2), which does not depend on the covariance."""
         a, b = cloud.particles
         turn = norms(cloud) * omega.distance(b, particles.b)
         return safe_norm(jnp.stack([particles.a - a, turn], axis=-1))

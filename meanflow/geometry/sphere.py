@@ -7,36 +7,36 @@ from meanflow._numerics import safe_norm
 
 
 def dot(u: jax.Array, v: jax.Array) -> jax.Array:
-    """Inner product over the last axis, which is kept with length 1."""
+    """Return the inner product over the last axis, which is kept with length 1."""
     return jnp.sum(u * v, axis=-1, keepdims=True)
 
 
 def sinc(t: jax.Array) -> jax.Array:
-    """sin(t)/t, smooth at 0."""
+    """Return sin(t)/t, smooth at 0."""
     return jnp.sinc(t / jnp.pi)
 
 
 @jax.jit
 def angle(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Geodesic distance of unit vectors, 2 atan2(|p-q|, |p+q|): accurate at 0 and at pi. Shape (...)."""
+    """Return the geodesic distance of unit vectors, 2 atan2(|p-q|, |p+q|): accurate at 0 and at pi. Shape (...)."""
     return 2 * jnp.arctan2(safe_norm(p - q), safe_norm(p + q))
 
 
 @jax.jit
 def exp(p: jax.Array, v: jax.Array) -> jax.Array:
-    """Endpoint of the geodesic from ``p`` with initial velocity ``v`` (tangent at p), after unit time."""
+    """Return the endpoint of the geodesic from ``p`` with initial velocity ``v`` (tangent at p), after unit time."""
     length = safe_norm(v, keepdims=True)
     return jnp.cos(length) * p + sinc(length) * v
 
 
 @jax.jit
 def log(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Tangent vector v at ``p`` with exp(p, v) = q; undefined for antipodal points."""
+    """Return the tangent vector v at ``p`` with exp(p, v) = q; undefined for antipodal points."""
     turn = angle(p, q)[..., None]
     return (q - jnp.cos(turn) * p) / sinc(turn)
 
 
 def area(dim: int) -> jax.Array:
-    """Surface area of the unit sphere in R^dim, 2 pi^(d/2) / Gamma(d/2)."""
+    """Return the surface area of the unit sphere in R^dim, 2 pi^(d/2) / Gamma(d/2)."""
     half = dim / 2
     return 2 * jnp.exp(half * jnp.log(jnp.pi) - jax.scipy.special.gammaln(half))

@@ -1,44 +1,21 @@
-"""Kernels: the empirical tangent kernel of any network, its spectrum, infinite-width limit and dynamics."""
+"""Kernels: the tangent kernel of any network, its spectrum, its limit at infinite width, and training under it.
 
-from meanflow.kernels.batchnorm import Affine as Affine
+``empirical`` holds the engine (networks as functions, coupling of samples, plan, matrix, operator, spectra),
+``batchnorm`` the kernel after batch norm, ``infinite`` order parameters and infinite width, ``regime`` training in
+closed form, and ``drift`` how kernels change. Result classes are described where they are returned.
+"""
+
 from meanflow.kernels.batchnorm import batchnorm_ntk as batchnorm_ntk
-from meanflow.kernels.batchnorm import last_hidden_ntk as last_hidden_ntk
-from meanflow.kernels.batchnorm import normalise as normalise
-from meanflow.kernels.batchnorm import one_sided as one_sided
-from meanflow.kernels.batchnorm import one_sided_error as one_sided_error
-from meanflow.kernels.dual import Dual as Dual
-from meanflow.kernels.dual import dual_activation as dual_activation
-from meanflow.kernels.dual import trapezoid as trapezoid
-from meanflow.kernels.dynamics import KernelFlow as KernelFlow
-from meanflow.kernels.dynamics import alignment as alignment
-from meanflow.kernels.dynamics import drift_observer as drift_observer
-from meanflow.kernels.dynamics import kernel_drift as kernel_drift
-from meanflow.kernels.dynamics import kernel_flow as kernel_flow
-from meanflow.kernels.dynamics import kernel_regression as kernel_regression
-from meanflow.kernels.dynamics import linearised_batchnorm as linearised_batchnorm
-from meanflow.kernels.dynamics import linearised_descent as linearised_descent
-from meanflow.kernels.empirical import Plan as Plan
-from meanflow.kernels.empirical import empirical_ntk as empirical_ntk
-from meanflow.kernels.empirical import is_coupled as is_coupled
-from meanflow.kernels.empirical import ntk_plan as ntk_plan
-from meanflow.kernels.mean_field import Kappas as Kappas
-from meanflow.kernels.mean_field import OrderParameters as OrderParameters
-from meanflow.kernels.mean_field import hidden_batchnorm as hidden_batchnorm
-from meanflow.kernels.mean_field import infinite_ntk as infinite_ntk
-from meanflow.kernels.mean_field import kappas as kappas
-from meanflow.kernels.mean_field import nngp as nngp
-from meanflow.kernels.mean_field import order_parameters as order_parameters
-from meanflow.kernels.mean_field import predict_batchnorm_bulk as predict_batchnorm_bulk
-from meanflow.kernels.mean_field import predict_spectrum as predict_spectrum
-from meanflow.kernels.modules import Normalised as Normalised
-from meanflow.kernels.modules import from_equinox as from_equinox
-from meanflow.kernels.modules import from_linen as from_linen
-from meanflow.kernels.modules import from_nnx as from_nnx
-from meanflow.kernels.operator import KernelOperator as KernelOperator
-from meanflow.kernels.operator import Spectrum as Spectrum
-from meanflow.kernels.operator import condition_number as condition_number
-from meanflow.kernels.operator import moments as moments
-from meanflow.kernels.operator import ntk_operator as ntk_operator
-from meanflow.kernels.operator import spectral_density as spectral_density
-from meanflow.kernels.operator import spectrum as spectrum
-from meanflow.kernels.operator import top_eigenpairs as top_eigenpairs
+from meanflow.kernels.drift import kernel_drift as kernel_drift
+from meanflow.kernels.empirical.modules import Normalized as Normalized
+from meanflow.kernels.empirical.modules import from_equinox as from_equinox
+from meanflow.kernels.empirical.modules import from_linen as from_linen
+from meanflow.kernels.empirical.modules import from_nnx as from_nnx
+from meanflow.kernels.empirical.ntk import empirical_ntk as empirical_ntk
+from meanflow.kernels.empirical.operator import ntk_operator as ntk_operator
+from meanflow.kernels.empirical.plan import ntk_plan as ntk_plan
+from meanflow.kernels.empirical.spectra import spectrum as spectrum
+from meanflow.kernels.infinite.mean_field import infinite_ntk as infinite_ntk
+from meanflow.kernels.infinite.mean_field import nngp as nngp
+from meanflow.kernels.infinite.mean_field import order_parameters as order_parameters
+from meanflow.kernels.regime import kernel_flow as kernel_flow

@@ -1,44 +1,58 @@
-"""Tangent kernels under batch normalisation, from the kernel before it.
+"""Tangent kernels under batch normalization, from the kernel before it.
 
-Batch norm of outputs f (T,): h = f - mean f, s^2 = |h|^2/T + epsilon, output h/s. Its Jacobian is the
-symmetric B = (1/s)(I - 11'/T - h h'/(T s^2)), so the kernel is exactly K_BN = B K B. "BN NTK" eq. A.3 and
-A.18 print a one-sided product, which is right only for its eigenvalues; it is kept here as ``one_sided`` to
-be measured.
+Batch norm of outputs f (T,): h = f - mean f, s^2 = |h|^2/T + epsilon, output h/s. Its Jacobian is the symmetric matrix
+B = (1/s)(I - 11'/T - h h'/(T s^2)), so the kernel is exactly K_BN = B K B. ("BN NTK" eq. A.3 and A.18 print a one-sided
+product, which is right only for its eigenvalues.)
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow.activations import Activation, resolve
-from meanflow.layers.functional import recenter, spread
+from meanflow.layers.functional import batch_scale, recenter
 
 _HIGH = jax.lax.Precision.HIGHEST
 
 
-def normalise(outputs: jax.Array, epsilon: float = 0.0, reference: jax.Array | None = None) -> jax.Array:
-    """Batch norm of (T, ...) over the first axis, by the statistics of ``reference`` (default: the outputs')."""
+def normalize(
+    outputs: Float[Array, "T ..."], epsilon: float = 0.0, reference: Float[Array, "R ..."] | None = None
+) -> Float[Array, "T ..."]:
+    """Return batch norm of ``outputs`` over the first axis: minus the mean, divided by the standard deviation.
+
+    Args:
+        outputs: (T, ...).
+        epsilon: added to the variance.
+        reference: (R, ...), the values whose statistics are used; by default the outputs themselves.
+
+    >>> normalize(jnp.array([0.0, 2.0])).tolist()
+    [-1.0, 1.0]
+    """
     source = outputs if reference is None else reference
-    return (outputs - jnp.mean(source, axis=0, keepdims=True)) / spread(source, epsilon=epsilon)
+    return (outputs - jnp.mean(source, axis=0, keepdims=True)) / batch_scale(source, epsilon=epsilon)
 
 
 def jacobian_apply(
-    outputs: jax.Array,
-    directions: jax.Array,
+    outputs: Float[Array, " T"],
+    directions: Float[Array, "T k"],
     epsilon: float = 0.0,
-    at: jax.Array | None = None,
-    change: jax.Array | None = None,
-) -> jax.Array:
-    """B v for every column v of ``directions`` (T, k): a rank-two update, O(T k), never a matrix product.
+    at: Float[Array, " S"] | None = None,
+    change: Float[Array, "S k"] | None = None,
+) -> Float[Array, "_ k"]:
+    """Return B v for every column v of ``directions``: a rank-two update, O(T k), never a matrix product.
 
-    With ``at`` (S,) and ``change`` (S, k), values and their changes at other points normalised by the same
-    statistics, the change of the normalised values there.
+    Args:
+        outputs: f before batch norm, at which the Jacobian B is taken.
+        directions: changes v of f, in columns.
+        epsilon: added to the variance.
+        at: values at other points that are normalized by the same statistics.
+        change: changes of those values, in columns. Given with ``at``, the result is the change (S, k) of the
+            normalized values there.
     """
     h = recenter(outputs)
     size = outputs.shape[0]
-    s = spread(outputs, epsilon=epsilon)[0]
+    s = batch_scale(outputs, epsilon=epsilon)[0]
     mean = jnp.mean(directions, axis=0, keepdims=True)
     along = (h @ directions)[None, :] / (size * s**2)
     if at is None or change is None:
@@ -46,36 +60,37 @@ def jacobian_apply(
     return (change - mean - (at - jnp.mean(outputs))[:, None] * along) / s
 
 
-class Affine(NamedTuple):
-    """Trained scale and shift after batch norm, gamma h/s + beta; both count as parameters of the kernel."""
-
-    gamma: jax.Array | float = 1.0
-    beta: jax.Array | float = 0.0
-
-
+@_checks.arguments(
+    kernel=_checks.array(),
+    outputs=_checks.array(),
+    epsilon=_checks.number(low=0),
+    scale=_checks.optional(_checks.array((), (None,))),
+    cross=_checks.optional(_checks.array()),
+    at=_checks.optional(_checks.array()),
+)
 def batchnorm_ntk(
-    kernel: jax.Array,
-    outputs: jax.Array,
+    kernel: Float[ArrayLike, "T T *CC"],
+    outputs: Float[ArrayLike, "T *C"],
     *,
     epsilon: float = 0.0,
-    affine: Affine | None = None,
-    cross: jax.Array | None = None,
-    at: jax.Array | None = None,
-) -> jax.Array:
-    """Kernel after batch norm of the outputs: B K B, exactly (gradients through mean and variance included).
+    scale: Float[ArrayLike, "..."] | None = None,
+    cross: Float[ArrayLike, "T S *CC"] | None = None,
+    at: Float[ArrayLike, "S *C"] | None = None,
+) -> Float[Array, "T _ *CC"]:
+    """Return the kernel after batch norm of the outputs, B K B; gradients through mean and variance are included.
 
     Args:
-        kernel: K before batch norm, (T, T), or (T, T, C, C) for C outputs, each normalised on its own.
+        kernel: K before batch norm, (T, T), or (T, T, C, C) for C outputs, each normalized on its own.
         outputs: f before batch norm, (T,) or (T, C).
         epsilon: added to the variance.
-        affine: trained scale and shift, (C,) each: adds (h/s)(h/s)' + 11' to gamma^2 B K B (equal outputs
-            only).
+        scale: gamma, a number or (C,), of a trained scale and shift gamma h/s + beta after batch norm. Given, gamma and
+            beta count as parameters, which adds (h/s)(h/s)' + 11' to gamma^2 B K B (equal outputs only).
         cross: K(x, z) before batch norm, (T, S) or (T, S, C, C). Given with ``at``, the result is the kernel
-            between x and z, both normalised by the statistics of x: ``stats="train"``.
+            between x and z, both normalized by the statistics of x: ``stats="train"`` of ``empirical_ntk``.
         at: f at z, (S,) or (S, C).
 
     Returns:
-        (T, T) or (T, S), or these + (C, C). At epsilon = 0, without affine, 1 and h are null vectors.
+        (T, T) or (T, S), or these + (C, C). At epsilon = 0, without scale, 1 and h are null vectors.
         Time O(T^2 C^2).
 
     >>> import jax.numpy as jnp
@@ -83,79 +98,66 @@ def batchnorm_ntk(
     >>> bool(jnp.allclose(K @ jnp.ones(3), 0, atol=1e-6))
     True
     """
-    if outputs.ndim not in (1, 2) or kernel.ndim != 2 * outputs.ndim:
+    k, f = jnp.asarray(kernel), jnp.asarray(outputs)
+    if f.ndim not in (1, 2) or k.ndim != 2 * f.ndim:
         raise ValueError(
-            f"kernel must be (T, T) with outputs (T,), or (T, T, C, C) with (T, C); got {kernel.shape} and "
-            f"{outputs.shape}"
+            f"kernel must be (T, T) with outputs (T,), or (T, T, C, C) with (T, C); got {k.shape} and {f.shape}"
         )
     if (cross is None) != (at is None):
         raise ValueError("cross and at must be given together")
-    if outputs.ndim == 1:
-        lift = lambda a: a if a is None else a[..., None]
-        wide = None if cross is None else cross[..., None, None]
-        gamma = affine and Affine(*(jnp.atleast_1d(a) for a in affine))
-        out = batchnorm_ntk(
-            kernel[..., None, None], outputs[:, None], epsilon=epsilon, affine=gamma, cross=wide, at=lift(at)
-        )
-        return out[..., 0, 0]
+    wide = k if cross is None else jnp.asarray(cross)
+    points = f if at is None else jnp.asarray(at)
+    single = f.ndim == 1
+    if single:  # one output is the case C = 1
+        k, wide, f, points = k[..., None, None], wide[..., None, None], f[:, None], points[:, None]
+    result = _both_sides(k, f, wide, points, epsilon, cross is not None)
+    if scale is not None:
+        channels = f.shape[1]
+        gamma = jnp.broadcast_to(jnp.asarray(scale, f.dtype), (channels,))
+        left = normalize(f, epsilon)
+        right = left if at is None else normalize(points, epsilon, f)
+        own = left[:, None, :] * right[None, :, :] + 1.0  # gradients of gamma and of beta
+        result = result * (gamma[:, None] * gamma[None, :])[None, None]
+        result = result + own[..., None, :] * jnp.eye(channels, dtype=f.dtype)[None, None]
+    return result[..., 0, 0] if single else result
 
-    def block(k: jax.Array, w: jax.Array, f: jax.Array, g: jax.Array, a: jax.Array) -> jax.Array:
-        # rows by f's normalisation, columns by g's (at the points z if there are any)
-        if cross is None:
+
+def _both_sides(
+    kernel: Float[Array, "T T C C"],
+    outputs: Float[Array, "T C"],
+    cross: Float[Array, "T S C C"],
+    points: Float[Array, "S C"],
+    epsilon: float,
+    elsewhere: bool,
+) -> Float[Array, "T S C C"]:
+    """Apply B to the rows and columns of every block K_cd; the columns belong to ``points`` if ``elsewhere``."""
+
+    def block(k: Array, w: Array, f: Array, g: Array, a: Array) -> Array:
+        # rows by f's normalization, columns by g's
+        if not elsewhere:
             return jacobian_apply(f, jacobian_apply(g, k.T, epsilon).T, epsilon)
         return jacobian_apply(f, jacobian_apply(g, k.T, epsilon, a, w.T).T, epsilon)
 
-    wide = kernel if cross is None else cross
-    points = outputs if at is None else at
     inner = jax.vmap(block, in_axes=(-1, -1, None, -1, -1), out_axes=-1)  # over d
     both = jax.vmap(inner, in_axes=(-2, -2, -1, None, None), out_axes=-2)  # over c
-    result = both(kernel, wide, outputs, outputs, points)
-    if affine is None:
-        return result
-    channels = outputs.shape[1]
-    scale = jnp.broadcast_to(jnp.asarray(affine.gamma, outputs.dtype), (channels,))
-    left = normalise(outputs, epsilon)
-    right = left if at is None else normalise(at, epsilon, outputs)
-    own = left[:, None, :] * right[None, :, :] + 1.0
-    result = result * (scale[:, None] * scale[None, :])[None, None]
-    return result + own[..., None, :] * jnp.eye(channels, dtype=outputs.dtype)[None, None]
-
-
-def one_sided(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
-    """The printed form (I/sigma^2 - h h'/(T sigma^4)) G K G, "BN NTK" eq. A.18: not symmetric, and wrong.
-
-    ``kernel`` K (T, T) and ``outputs`` f (T,) before batch norm, h = G f; (T, T).
-
-    At epsilon = 0 it has the eigenvalues of B K B, because B is a multiple of a projection.
-    """
-    h = recenter(outputs)
-    size = outputs.shape[0]
-    variance = jnp.mean(h**2)
-    centred = recenter(recenter(kernel, 0), 1)
-    return centred / variance - h[:, None] * (h @ centred)[None, :] / (size * variance**2)
-
-
-def one_sided_error(kernel: jax.Array, outputs: jax.Array) -> jax.Array:
-    """|one_sided - B K B| / |B K B| in Frobenius norm, a scalar; arguments as for ``one_sided``."""
-    exact = batchnorm_ntk(kernel, outputs)
-    return jnp.linalg.norm(one_sided(kernel, outputs) - exact) / jnp.linalg.norm(exact)
+    return both(kernel, cross, outputs, outputs, points)
 
 
 def last_hidden_ntk(
-    hidden: jax.Array,
-    weights: jax.Array,
-    readout: jax.Array,
+    hidden: Float[Array, "T n"],
+    weights: Float[Array, "N n"],
+    readout: Float[Array, " N"],
     activation: str | Activation = "relu",
     *,
     epsilon: float = 0.0,
-    gamma: jax.Array | None = None,
-    beta: jax.Array | None = None,
-) -> jax.Array:
-    """Exact kernel of the last hidden layer's weights W when batch norm stands before its activation.
+    gamma: Float[Array, " N"] | None = None,
+    beta: Float[Array, " N"] | None = None,
+) -> Float[Array, "T T"]:
+    """Return the exact kernel of the last hidden layer's weights W when batch norm stands before its activation.
 
-    f = sum_i a_i phi(gamma_i y_i + beta_i), y = batch norm of z = H W' over the batch. Each unit's
-    normalisation couples samples, yet K_W needs Gram matrices alone: with C = G H H' G, D_it = a_i gamma_i
-    phi'_it / s_i, U = D o y, V = D o (y C) and o the elementwise product,
+    f = sum_i a_i phi(gamma_i y_i + beta_i), y = batch norm of z = H W' over the batch. Each unit's normalization
+    couples samples, yet K_W needs Gram matrices alone: with C = G H H' G, G = I - 11'/T,
+    D_it = a_i gamma_i phi'_it / s_i, U = D o y, V = D o (y C) and o the elementwise product,
     K_W = (D'D) o C - (U'V + V'U)/T + U' diag(y_i C y_i) U / T^2.
 
     Args:
@@ -169,19 +171,22 @@ def last_hidden_ntk(
 
     Returns:
         (T, T). Time O(T N n + T^2 (n + N)), against T^2 N n for the Jacobian.
+
+    >>> last_hidden_ntk(jnp.eye(4), jnp.ones((2, 4)).at[0, 0].set(2.0), jnp.ones(2), epsilon=1e-5).shape
+    (4, 4)
     """
     size = hidden.shape[0]
     _checks.shape("weights", weights, (None, hidden.shape[1]))
     _checks.shape("readout", readout, (weights.shape[0],))
     z = jnp.matmul(hidden, weights.T, precision=_HIGH)
-    s = spread(z, epsilon=epsilon)
+    s = batch_scale(z, epsilon=epsilon)
     y = recenter(z) / s
     scale = jnp.ones_like(readout) if gamma is None else gamma
     shift = jnp.zeros_like(readout) if beta is None else beta
     _, slope = jax.jvp(resolve(activation), (scale[None] * y + shift[None],), (jnp.ones_like(y),))
     d = slope * (readout * scale)[None] / s  # (T, N)
-    centred = recenter(hidden)
-    gram = jnp.matmul(centred, centred.T, precision=_HIGH)
+    centered = recenter(hidden)
+    gram = jnp.matmul(centered, centered.T, precision=_HIGH)
     image = jnp.matmul(gram, y, precision=_HIGH)  # (y C)', (T, N)
     u, v = d * y, d * image
     cross = jnp.matmul(u, v.T, precision=_HIGH)

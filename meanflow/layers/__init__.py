@@ -1,28 +1,27 @@
-"""Normalisation layers for flax NNX, and the pure functions underneath (``layers.functional``)."""
+"""Normalization layers for flax NNX, and the pure functions underneath (``layers.functional``).
 
-import importlib
-from typing import Any
+Kernels, transport and depth use the pure functions alone: flax is imported with the first layer that is named.
+"""
 
-from meanflow.layers import functional as functional
+import typing
+
+from meanflow import _lazy
+
+if typing.TYPE_CHECKING:
+    from meanflow.layers import functional as functional
+    from meanflow.layers.normalization import BatchNorm as BatchNorm
+    from meanflow.layers.normalization import Recenter as Recenter
+    from meanflow.layers.normalization import Rescale as Rescale
+    from meanflow.layers.unitization import Unitize as Unitize
+    from meanflow.layers.unitization import UnitizedBatchNorm as UnitizedBatchNorm
 
 _LAZY = {
+    "functional": "functional",
     "BatchNorm": "normalization",
-    "Normalization": "normalization",
     "Recenter": "normalization",
     "Rescale": "normalization",
-    "Fixed": "unitization",
-    "Interpolation": "unitization",
     "Unitize": "unitization",
     "UnitizedBatchNorm": "unitization",
 }
 
-
-def __getattr__(name: str) -> Any:
-    # kernels and depth import only the pure functions: flax loads with the first layer
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"meanflow.layers.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'meanflow.layers' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+__getattr__, __dir__ = _lazy.attach(__name__, _LAZY)

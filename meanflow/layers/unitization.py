@@ -1,52 +1,58 @@
-"""Unitization layers: samples scaled towards unit norm, alone or inside batch norm.
+"""Unitization layers: samples are scaled towards unit norm, alone or inside batch norm.
 
-The unitization paper trains the *linear* interpolation (10) but proves its Theorem 3.3 for the *harmonic* one
-(9); only the latter bounds the outputs, and only while alpha stays in (0, 1].
+The unitization paper trains the *linear* interpolation (10) but proves its Theorem 3.3 for the *harmonic* one (9). Only
+the harmonic interpolation bounds the outputs, and only while alpha stays in (0, 1].
 """
 
 import math
 import warnings
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from meanflow import _checks
 from meanflow.layers import functional
-from meanflow.layers.normalization import Initializer as Initializer
-from meanflow.layers.normalization import Normalization
+from meanflow.layers.normalization import Normalization, NormalizationOptions
 
 
 class Fixed(nnx.Variable):
-    """A constant of a layer that is saved with it but not trained."""
+    """A constant of a layer: it is saved with the layer but not trained."""
 
 
-UNITIZE = ("alpha_init", "alpha_shape", "alpha_constraint", "train_alpha", "interpolation", "n", "sample")
-"""Arguments that ``UnitizedBatchNorm`` passes on to ``Interpolation``."""
+class Unitize(nnx.Module):
+    """Scale each sample towards unit norm by a trainable share alpha, without batch statistics.
 
-
-class Interpolation(nnx.Module):
-    """The trainable alpha and the map x -> unitize(x, alpha) on dense or image batches.
+    The layer applies ``functional.unitize`` with its alpha, so training and inference are the same map. With
+    ``alpha_init=1, train_alpha=False`` it is the vanilla unitization x / |x| of the unitization paper; a scalar alpha
+    gives the paper's (8), a vector alpha its (10) or, with the harmonic interpolation, its (9).
 
     Args:
         num_features: length of the feature axis.
         alpha_init: initial alpha, a number.
-        alpha_shape: ``"vector"`` (one a feature) or ``"scalar"``.
-        alpha_constraint: ``"none"``, ``"clip"`` (alpha = clip(parameter, 0, 1)) or ``"sigmoid"`` (alpha =
-            sigmoid(parameter), needs 0 < alpha_init < 1).
-        train_alpha: False keeps alpha at its initial value (``Fixed`` instead of ``nnx.Param``).
-        interpolation: ``"linear"`` (10) or ``"harmonic"`` (9); the harmonic form has a pole at negative alpha
-            and so needs a constraint or a fixed alpha.
-        n: divisor of the squared norm. An integer, ``"features"`` (the number C of features) or ``"pixels"``
-            (HW, as in the paper). None means 1 for dense batches (Algorithm 1) and C for images, where p is
-            then about 1 at any width and resolution. With ``"pixels"`` the map changes with the resolution:
-            at another one pass the training value as an integer.
-        sample: for image batches, ``"image"`` (Algorithm 2: one norm an image, mean over pixels) or
-            ``"pixel"`` (Figure 1(b): one norm a location).
+        alpha_shape: ``"vector"`` for one alpha a feature, ``"scalar"`` for a single one.
+        alpha_constraint: ``"none"``; ``"clip"`` for alpha = clip(parameter, 0, 1); or ``"sigmoid"`` for
+            alpha = sigmoid(parameter), which needs 0 < alpha_init < 1.
+        train_alpha: False keeps alpha at its initial value: it is then a ``Fixed`` instead of an ``nnx.Param``.
+        interpolation: ``"linear"`` (10) or ``"harmonic"`` (9). The harmonic form has a pole at negative alpha and so
+            needs a constraint or a fixed alpha.
+        n: divisor of the squared norm. An integer; or ``"features"`` for the number C of features; or ``"pixels"`` for
+            the number HW of pixels, as in the paper. None means 1 for dense batches (Algorithm 1) and C for images,
+            where the norm is then about 1 at any width and resolution. With ``"pixels"`` the map changes with the
+            resolution: to run at another resolution, pass the training value as an integer.
+        sample: what one norm is taken over in a batch of images: ``"image"`` (Algorithm 2: one norm an image, mean
+            over pixels) or ``"pixel"`` (Figure 1(b): one norm a location).
         axis: the feature axis. Axis 0 is the batch.
         epsilon: added to the squared norm.
-        param_dtype: of alpha.
+        param_dtype: dtype of alpha.
+
+    >>> layer = Unitize(2, alpha_init=1.0, train_alpha=False, epsilon=0.0)
+    >>> print(layer(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
+    [[0.6 0.8]
+     [0.  0. ]]
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class Interpolation(nnx.Module):
         sample: str = "image",
         axis: int = -1,
         epsilon: float = 1e-5,
-        param_dtype: Any = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
     ):
         _checks.whole("num_features", num_features, 1)
         _checks.one_of("alpha_shape", alpha_shape, ("vector", "scalar"))
@@ -75,23 +81,7 @@ class Interpolation(nnx.Module):
         elif n is not None:
             _checks.whole("n", n, 1)
         alpha_init = float(alpha_init)
-        if alpha_constraint == "sigmoid" and not 0 < alpha_init < 1:
-            raise ValueError(
-                f"alpha_init must lie in (0, 1) for alpha_constraint='sigmoid', got {alpha_init}"
-            )
-        if alpha_constraint == "clip" and not 0 <= alpha_init <= 1:
-            raise ValueError(f"alpha_init must lie in [0, 1] for alpha_constraint='clip', got {alpha_init}")
-        if interpolation == "harmonic" and alpha_constraint == "none" and (train_alpha or alpha_init < 0):
-            raise ValueError(
-                "interpolation='harmonic' has a pole at negative alpha: set alpha_constraint to 'clip' or "
-                "'sigmoid', or train_alpha=False with alpha_init >= 0"
-            )
-        if train_alpha and alpha_constraint == "clip" and interpolation == "linear" and alpha_init == 0:
-            warnings.warn(
-                "alpha clipped at its initial 0 tends to stay there (gradients of the linear form usually "
-                "push it down), which leaves plain batch norm; start from alpha_init > 0",
-                stacklevel=3,
-            )
+        _check_alpha(alpha_init, alpha_constraint, train_alpha, interpolation)
         if alpha_constraint == "sigmoid":
             alpha_init = math.log(alpha_init / (1 - alpha_init))
         shape = (num_features,) if alpha_shape == "vector" else ()
@@ -100,8 +90,8 @@ class Interpolation(nnx.Module):
         self.n, self.sample, self.axis, self.epsilon = n, sample, axis, epsilon
 
     @property
-    def alpha(self) -> jax.Array:
-        """The constrained alpha, () or (features,)."""
+    def alpha(self) -> Float[Array, "*features"]:
+        """Alpha after its constraint has been applied; a number, or one number a feature."""
         raw = self.raw[...]
         if self.constraint == "sigmoid":
             return jax.nn.sigmoid(raw)
@@ -111,20 +101,18 @@ class Interpolation(nnx.Module):
         return raw
 
     def divisor(self, shape: tuple[int, ...]) -> float:
-        """What the sum of squares over one sample is divided by, for a batch of this shape."""
+        """Return the number that divides the sum of squares of one sample, for a batch of this shape."""
         pixels = math.prod(shape) // (shape[0] * self.num_features)
         if self.n is None:
             n = 1 if len(shape) == 2 else self.num_features
+        elif isinstance(self.n, str):
+            n = {"features": self.num_features, "pixels": pixels}[self.n]
         else:
-            n = (
-                {"features": self.num_features, "pixels": pixels}[self.n]
-                if isinstance(self.n, str)
-                else self.n
-            )
+            n = self.n
         return float(n * pixels if self.sample == "image" else n)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Unitizes each sample of the batch."""
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Unitize each sample of a dense or image batch."""
         feature = self.axis % x.ndim
         axes = (feature,) if self.sample == "pixel" else tuple(range(1, x.ndim))
         alpha = self.alpha
@@ -135,43 +123,83 @@ class Interpolation(nnx.Module):
         )
 
 
-class Unitize(Interpolation):
-    """Unitization without batch statistics: train and eval mode are the same map.
-
-    ``alpha_init=1, train_alpha=False`` is the paper's vanilla unitization x / |x|; a scalar alpha its (8); a
-    vector alpha its (9) or (10). Arguments as in ``Interpolation``.
-
-    >>> layer = Unitize(2, alpha_init=1.0, train_alpha=False, epsilon=0.0)
-    >>> print(layer(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
-    [[0.6 0.8]
-     [0.  0. ]]
-    """
+def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpolation: str) -> None:
+    """Refuse an initial alpha that its constraint or its interpolation does not allow."""
+    if constraint == "sigmoid" and not 0 < alpha_init < 1:
+        raise ValueError(f"alpha_init must lie in (0, 1) for alpha_constraint='sigmoid', got {alpha_init}")
+    if constraint == "clip" and not 0 <= alpha_init <= 1:
+        raise ValueError(f"alpha_init must lie in [0, 1] for alpha_constraint='clip', got {alpha_init}")
+    if interpolation == "harmonic" and constraint == "none" and (train_alpha or alpha_init < 0):
+        raise ValueError(
+            "interpolation='harmonic' has a pole at negative alpha: set alpha_constraint to 'clip' or "
+            "'sigmoid', or train_alpha=False with alpha_init >= 0"
+        )
+    if train_alpha and constraint == "clip" and interpolation == "linear" and alpha_init == 0:
+        warnings.warn(
+            "alpha clipped at its initial 0 tends to stay there (gradients of the linear form usually "
+            "push it down), which leaves plain batch norm; start from alpha_init > 0",
+            stacklevel=4,
+        )
 
 
 class UnitizedBatchNorm(Normalization):
-    """Batch standardisation, unitization of each standardised sample, then gamma x + beta.
+    """Standardize each feature over the batch, unitize each standardized sample, then apply gamma and beta.
 
-    Algorithm 1 of the unitization paper for dense batches (N, d), Algorithm 2 (or Figure 1(b) with
-    ``sample="pixel"``) for images (N, H, W, C). In inference the moments are the running ones while the norm
-    still comes from the sample itself. With alpha = 0, the paper's initial value, it is batch norm.
+    This is Algorithm 1 of the unitization paper for dense batches (N, d) and Algorithm 2, or Figure 1(b) with
+    ``sample="pixel"``, for images (N, H, W, C). In inference the moments are the running averages, while the norm still
+    comes from the sample itself. With alpha = 0, which is the paper's initial value, the layer is batch norm.
 
     Args:
         num_features: length of the feature axis.
-        **options: of ``Interpolation`` (alpha_init, alpha_shape, alpha_constraint, train_alpha,
-            interpolation, n, sample) and of ``Normalization``; axis, epsilon and param_dtype serve both.
+        alpha_init: initial alpha. This argument and the next ones are described under ``Unitize``.
+        alpha_shape: ``"vector"`` or ``"scalar"``.
+        alpha_constraint: ``"none"``, ``"clip"`` or ``"sigmoid"``.
+        train_alpha: whether alpha is trained.
+        interpolation: ``"linear"`` or ``"harmonic"``.
+        n: divisor of the squared norm.
+        sample: ``"image"`` or ``"pixel"``.
+        **options: as in ``BatchNorm``; axis, epsilon and param_dtype serve the unitization too.
+
+    >>> layer = UnitizedBatchNorm(2, alpha_init=1.0, train_alpha=False)
+    >>> print(jnp.linalg.norm(layer(jnp.array([[0.0, 5.0], [2.0, 1.0], [9.0, 3.0]])), axis=1).round(3))
+    [1. 1. 1.]
     """
 
-    def __init__(self, num_features: int, **options: Any):
-        unitize = {name: options.pop(name) for name in UNITIZE if name in options}
-        super().__init__(num_features, centre=True, moment="std", **options)
-        shared = {"axis": self.axis, "epsilon": self.epsilon, "param_dtype": self.param_dtype}
-        self.unitize = Interpolation(num_features, **unitize, **shared)
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        alpha_init: float = 0.0,
+        alpha_shape: str = "vector",
+        alpha_constraint: str = "none",
+        train_alpha: bool = True,
+        interpolation: str = "linear",
+        n: int | str | None = None,
+        sample: str = "image",
+        **options: Unpack[NormalizationOptions],
+    ):
+        super().__init__(num_features, center=True, moment="std", **options)
+        self.unitize = Unitize(
+            num_features,
+            alpha_init=alpha_init,
+            alpha_shape=alpha_shape,
+            alpha_constraint=alpha_constraint,
+            train_alpha=train_alpha,
+            interpolation=interpolation,
+            n=n,
+            sample=sample,
+            axis=self.axis,
+            epsilon=self.epsilon,
+            param_dtype=self.param_dtype,
+        )
 
     @property
-    def alpha(self) -> jax.Array:
-        """The constrained alpha, () or (features,)."""
+    def alpha(self) -> Float[Array, "*features"]:
+        """Alpha after its constraint has been applied; a number, or one number a feature."""
         return self.unitize.alpha
 
-    def normalized(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
-        """The unitized output before gamma and beta: the quantity the theorems bound."""
+    def normalized(
+        self, x: Float[Array, "*shape"], use_running_average: bool | None = None
+    ) -> Float[Array, "*shape"]:
+        """Standardize and unitize a batch, but leave gamma and beta out: the theorems bound this quantity."""
         return self.unitize(super().normalized(x, use_running_average))

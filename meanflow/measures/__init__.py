@@ -10,4 +10,3 @@ from meanflow.measures.dataset import Dataset as Dataset
 from meanflow.measures.sampling import quadrature as quadrature
 from meanflow.measures.sampling import quasi as quasi
 from meanflow.measures.sampling import sample as sample
-from meanflow.measures.scaling import Scaling as Scaling

@@ -1,11 +1,12 @@
 """A network as a measure: particles with weights and frozen labels."""
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from meanflow import _checks
 from meanflow._checks import floating
@@ -14,23 +15,23 @@ from meanflow._checks import floating
 class Neurons(NamedTuple):
     """Two-layer neurons a * s(b . x): ``a`` (m,), ``b`` (m, d). On the batch-norm manifold ``b`` is b-bar."""
 
-    a: jax.Array
-    b: jax.Array
+    a: Float[Array, "*batch m"]
+    b: Float[Array, "*batch m d"]
 
 
 class Polar(NamedTuple):
     """Univariate ReLU neurons r * relu(x cos(theta) + sin(theta)): ``r`` (m,), ``theta`` (m,)."""
 
-    r: jax.Array
-    theta: jax.Array
+    r: Float[Array, "*batch m"]
+    theta: Float[Array, "*batch m"]
 
 
 class Affine(NamedTuple):
     """Univariate ReLU neurons c * relu(a x - b): ``a``, ``b``, ``c`` of shape (m,)."""
 
-    a: jax.Array
-    b: jax.Array
-    c: jax.Array
+    a: Float[Array, "*batch m"]
+    b: Float[Array, "*batch m"]
+    c: Float[Array, "*batch m"]
 
 
 class Cloud(eqx.Module):
@@ -51,12 +52,19 @@ class Cloud(eqx.Module):
     (2.0, [0.5, 0.5])
     """
 
-    particles: Any
+    particles: PyTree[jax.Array]
     weights: jax.Array
     labels: jax.Array | None
     width: jax.Array
 
-    def __init__(self, particles: Any, weights: Any = None, labels: Any = None, *, width: Any = None) -> None:
+    def __init__(
+        self,
+        particles: PyTree[ArrayLike],
+        weights: Float[ArrayLike, " m"] | None = None,
+        labels: float | Float[ArrayLike, "*m"] | None = None,
+        *,
+        width: float | jax.Array | None = None,
+    ) -> None:
         particles = jax.tree.map(floating, particles)
         leaves = jax.tree.leaves(particles)
         sizes = {np.shape(leaf)[:1] for leaf in leaves}
@@ -86,20 +94,21 @@ class Cloud(eqx.Module):
         self.weights = weights
         self.labels = labels
         if width is None:
-            width = jnp.count_nonzero(weights) if known is None else np.count_nonzero(known)
+            width = jnp.count_nonzero(weights) if known is None else int(np.count_nonzero(known))
+        _checks.at_least("width", width, 0.0, strict=True)
         self.width = jnp.asarray(width, dtype)
 
     @property
     def size(self) -> int:
-        """Number of stored particles, padding included."""
+        """The number of stored particles, padding included."""
         return self.weights.shape[-1]
 
-    def at(self, particles: Any) -> Self:
-        """The same weights and labels with the particles moved to ``particles``; unchecked, for solvers."""
+    def at(self, particles: PyTree[jax.Array]) -> Self:
+        """Return the same weights and labels with the particles moved to ``particles``; unchecked, for solvers."""
         return eqx.tree_at(lambda c: c.particles, self, particles)
 
     def pad(self, size: int) -> Self:
-        """Appends copies of the last particle with weight zero until ``size`` are stored.
+        """Append copies of the last particle with weight zero until ``size`` are stored.
 
         Padding never contributes to predictions, energies or error norms, so a padded cloud follows the
         same trajectory; clouds of different widths can then be stacked and vmapped.
@@ -114,13 +123,19 @@ class Cloud(eqx.Module):
         return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width)
 
 
-def _named(record: Any) -> list[tuple[str, Any]]:
+def _named(record: PyTree[jax.Array]) -> list[tuple[str, jax.Array]]:
     paths = jax.tree_util.tree_flatten_with_path(record)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 
 
 def stack(clouds: list[Cloud]) -> Cloud:
-    """Pads clouds to their largest size and stacks them along a new first axis, ready for ``jax.vmap``."""
+    """Pad clouds to their largest size and stack them along a new first axis, ready for ``jax.vmap``.
+
+    >>> import jax.numpy as jnp
+    >>> pair = [Cloud(Polar(jnp.ones(m), jnp.zeros(m))) for m in (2, 3)]
+    >>> stack(pair).weights.shape
+    (2, 3)
+    """
     size = max(cloud.size for cloud in clouds)
     return jax.tree.map(lambda *u: jnp.stack(u), *(cloud.pad(size) for cloud in clouds))
 

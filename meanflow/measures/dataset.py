@@ -1,13 +1,13 @@
 """Training data as a measure: points with targets and weights."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
-from meanflow._checks import floating
+
+ANY_ARRAY = _checks.array()  # real numbers of any shape, without NaN
 
 
 class Dataset(eqx.Module):
@@ -30,40 +30,42 @@ class Dataset(eqx.Module):
     y: jax.Array
     weights: jax.Array
 
-    def __init__(self, x: Any, y: Any, weights: Any = None) -> None:
-        x, y = floating(x), floating(y)
-        if x.ndim not in (1, 2) or x.shape[0] < 1:
-            raise ValueError(f"x must have shape (n,) or (n, d) with n >= 1, got {x.shape}")
-        _checks.shape("y", y, (x.shape[0],))
-        _checks.finite("x", x)
-        _checks.finite("y", y)
-        dtype = jnp.result_type(x, y)
+    def __init__(
+        self,
+        x: Float[ArrayLike, "n *d"],
+        y: Float[ArrayLike, " n"],
+        weights: Float[ArrayLike, " n"] | str | None = None,
+    ) -> None:
+        inputs, targets = ANY_ARRAY("x", x), ANY_ARRAY("y", y)
+        if inputs.ndim not in (1, 2) or inputs.shape[0] < 1:
+            raise ValueError(f"x must have shape (n,) or (n, d) with n >= 1, got {inputs.shape}")
+        count = inputs.shape[0]
+        _checks.shape("y", targets, (count,))
+        dtype = jnp.result_type(inputs, targets)
         if weights is None:
-            weights = jnp.full(y.shape, 1.0 / y.shape[0], dtype)
+            shares = jnp.full((count,), 1.0 / count, dtype)
         elif isinstance(weights, str):
             _checks.one_of("weights", weights, ("sum",))
-            weights = jnp.ones(y.shape, dtype)
-        weights = jnp.asarray(weights, dtype)
-        _checks.shape("weights", weights, y.shape)
-        _checks.finite("weights", weights)
-        _checks.at_least("weights", weights, 0.0)
-        self.x, self.y, self.weights = x, y, weights
+            shares = jnp.ones((count,), dtype)
+        else:
+            shares = _checks.array((count,), low=0.0)("weights", weights).astype(dtype)
+        self.x, self.y, self.weights = inputs, targets, shares
 
     @property
     def size(self) -> int:
-        """Number of points n."""
+        """The number of points n."""
         return self.y.shape[0]
 
     @eqx.filter_jit
     def moments(self) -> tuple[jax.Array, jax.Array]:
-        """Mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
+        """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
         share = self.weights / jnp.sum(self.weights)
         mean = share @ self.x
         centred = self.x - mean[None, :]
         return mean, centred.T @ (share[:, None] * centred)
 
     def take(self, index: jax.Array) -> "Dataset":
-        """The minibatch x[index], reweighted to keep the total weight: q_j * (sum q) / (sum of chosen q)."""
+        """Return the minibatch x[index], reweighted to keep the total weight: q_j * (sum q) / (sum of chosen q)."""
         chosen = self.weights[index]
         scale = jnp.sum(self.weights) / jnp.sum(chosen)
         return Dataset(self.x[index], self.y[index], chosen * scale)

@@ -16,23 +16,28 @@ from meanflow import _checks
 
 
 class Law(eqx.Module):
-    """A law on R or R^d: ``transform`` maps (k, size) numbers in (0, 1) to (k,) or (k, d) values."""
+    """A law on R or R^d, as a map from the unit cube.
+
+    Attributes:
+        size: how many numbers in (0, 1) one value consumes.
+        transform: maps (k, size) such numbers to (k,) or (k, d) values.
+    """
 
     size: int = eqx.field(static=True)
     transform: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
 
     def __call__(self, u: jax.Array) -> jax.Array:
-        """Values of the law at the points ``u`` (k, size) of the unit cube."""
+        """Return the values of the law at the points ``u`` (k, size) of the unit cube."""
         return self.transform(u)
 
 
 def uniform(low: float = -1.0, high: float = 1.0) -> Law:
-    """U(low, high) on R."""
+    """Return the uniform law on (low, high)."""
     return Law(1, lambda u: low + (high - low) * u[:, 0])
 
 
 def normal(scale: float = 1.0, dim: int | None = None) -> Law:
-    """N(0, scale^2) on R, or with covariance scale^2 I on R^dim."""
+    """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim."""
     size = 1 if dim is None else _checks.whole("dim", dim, 1)
 
     def transform(u: jax.Array) -> jax.Array:
@@ -43,22 +48,22 @@ def normal(scale: float = 1.0, dim: int | None = None) -> Law:
 
 
 def constant(value: float = 0.0) -> Law:
-    """The Dirac mass at ``value``."""
+    """Return the law that always gives ``value``."""
     return Law(0, lambda u: jnp.full(u.shape[:1], value, u.dtype))
 
 
 def signs(scale: float = 1.0) -> Law:
-    """+scale or -scale with probability 1/2 each."""
+    """Return the law of +scale or -scale, with probability 1/2 each."""
     return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype))
 
 
 def angle(low: float = -np.pi, high: float = np.pi) -> Law:
-    """A uniform angle in (low, high), the full circle by default."""
+    """Return the law of a uniform angle in (low, high), the full circle by default."""
     return uniform(low, high)
 
 
 def sphere(dim: int, radius: float = 1.0) -> Law:
-    """The uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle."""
+    """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle."""
     if _checks.whole("dim", dim, 2) == 2:
 
         def circle(u: jax.Array) -> jax.Array:
@@ -75,7 +80,7 @@ def sphere(dim: int, radius: float = 1.0) -> Law:
 
 
 def mixed_scales(dim: int, low: float, high: float) -> Law:
-    """Uniform direction in R^dim, norm log-uniform in (low, high)."""
+    """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high)."""
     _checks.at_least("low", low, 0.0, strict=True)
     direction = sphere(dim)
 

@@ -1,18 +1,27 @@
 """Clouds from laws: random, quasi-random and tensor-grid particles."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._checks import anything, count, flag, optional, prng_key
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.laws import Law
 
+Labels = float | Float[ArrayLike, "*m"] | None
 
-def _place(record: type, laws: dict[str, Law], u: jax.Array, **cloud: Any) -> Cloud:
-    """Builds particles from numbers ``u`` (k, total size), each law taking its own columns."""
+
+def _place(
+    record: type,
+    laws: dict[str, Law],
+    u: jax.Array,
+    labels: Labels,
+    weights: jax.Array | None = None,
+    width: float | None = None,
+) -> Cloud:
+    """Build particles from numbers ``u`` (k, total size), each law taking its own columns."""
     fields = getattr(record, "_fields", ())
     if set(laws) != set(fields):
         raise ValueError(f"laws must name the coordinates {list(fields)}, got {sorted(laws)}")
@@ -20,15 +29,16 @@ def _place(record: type, laws: dict[str, Law], u: jax.Array, **cloud: Any) -> Cl
     for name in fields:
         values[name] = laws[name](u[:, start : start + laws[name].size])
         start += laws[name].size
-    return Cloud(record(**values), **cloud)
+    return Cloud(record(**values), weights, labels, width=width)
 
 
 def _total(laws: dict[str, Law]) -> int:
     return sum(law.size for law in laws.values())
 
 
-def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, labels: Any = None) -> Cloud:
-    """``width`` independent particles of type ``record``, coordinate ``name`` drawn from ``laws[name]``.
+@_checks.arguments(key=prng_key, width=count(1), record=anything, laws=anything)
+def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, labels: Labels = None) -> Cloud:
+    """Draw ``width`` independent particles of type ``record``, coordinate ``name`` drawn from ``laws[name]``.
 
     >>> import jax
     >>> from meanflow.measures import Polar, laws
@@ -36,22 +46,22 @@ def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, la
     >>> cloud.particles.r.shape, float(cloud.width)
     ((5,), 5.0)
     """
-    width = _checks.whole("width", width, 1)
     tiny = jnp.finfo(jnp.result_type(float)).tiny  # ndtri(0) is infinite
     u = jax.random.uniform(key, (width, _total(laws)), minval=tiny)
-    return _place(record, laws, u, labels=labels)
+    return _place(record, laws, u, labels)
 
 
+@_checks.arguments(width=count(1), key=optional(prng_key), limit=flag)
 def quasi(
     width: int,
     record: type,
     laws: dict[str, Law],
     *,
     key: jax.Array | None = None,
-    labels: Any = None,
+    labels: Labels = None,
     limit: bool = False,
 ) -> Cloud:
-    """``width`` particles on an additive low-discrepancy (Weyl) sequence; nested in ``width``.
+    """Place ``width`` particles on an additive low-discrepancy (Weyl) sequence; nested in ``width``.
 
     The k-th point is frac(shift + k / g^j), j = 1..size, with g the root of g^(size+1) = g + 1. Function errors
     fall almost like 1/width instead of 1/sqrt(width). The shift is 1/2, or uniform if a ``key`` is given: then
@@ -63,7 +73,6 @@ def quasi(
     >>> abs(float(cloud.weights @ cloud.particles.r)) < 2 / 64
     True
     """
-    width = _checks.whole("width", width, 1)
     size = _total(laws)
     root = 2.0
     for _ in range(64):  # fixed point of g = (1 + g)^(1/(size+1)), contracting
@@ -73,7 +82,7 @@ def quasi(
     # whole turns are taken off in float64, before the shift is added in the working precision
     turns = np.mod(np.arange(1, width + 1)[:, None] * steps, 1.0)
     u = jnp.mod(shift[None, :] + jnp.asarray(turns, shift.dtype), 1.0)
-    return _place(record, laws, u, labels=labels, width=np.inf if limit else None)
+    return _place(record, laws, u, labels, width=np.inf if limit else None)
 
 
 def quadrature(
@@ -82,30 +91,36 @@ def quadrature(
     laws: dict[str, Law],
     *,
     rule: str | tuple[str, ...] = "midpoint",
-    labels: Any = None,
+    labels: Labels = None,
 ) -> Cloud:
-    """A tensor-product quadrature cloud that stands for m = infinity (``cloud.width`` is infinite).
+    """Build a tensor-product quadrature cloud that stands for m = infinity (``cloud.width`` is infinite).
 
     Args:
         counts: nodes for each of the numbers the laws consume, in the order of the record's fields.
         rule: ``"midpoint"`` (spectrally accurate for angles) or ``"gauss"`` (Gauss-Legendre, for smooth
             non-periodic coordinates); a tuple gives one rule per number.
+        labels: a number or one per particle, as in ``Cloud``.
+
+    >>> from meanflow.measures import Polar, laws
+    >>> cloud = quadrature((3, 8), Polar, {"r": laws.uniform(), "theta": laws.angle()}, rule=("gauss", "midpoint"))
+    >>> cloud.size, float(cloud.width), round(float(cloud.weights @ cloud.particles.r**2), 12)
+    (24, inf, 0.333333333333)
     """
     size = _total(laws)
     if len(counts) != size:
         raise ValueError(f"counts must list {size} numbers of nodes for these laws, got {counts}")
     rules = (rule,) * size if isinstance(rule, str) else rule
     axes, shares = [], []
-    for count, kind in zip(counts, rules, strict=True):
+    for nodes_wanted, kind in zip(counts, rules, strict=True):
         _checks.one_of("rule", kind, ("midpoint", "gauss"))
-        count = _checks.whole("counts", count, 1)
+        size_here = _checks.whole("counts", nodes_wanted, 1)
         if kind == "midpoint":
-            axes.append((np.arange(count) + 0.5) / count)
-            shares.append(np.full(count, 1.0 / count))
+            axes.append((np.arange(size_here) + 0.5) / size_here)
+            shares.append(np.full(size_here, 1.0 / size_here))
         else:
-            nodes, weights = np.polynomial.legendre.leggauss(count)
+            nodes, weights = np.polynomial.legendre.leggauss(size_here)
             axes.append((nodes + 1) / 2)
             shares.append(weights / 2)
     u = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=-1)
     p = np.prod([share.ravel() for share in np.meshgrid(*shares, indexing="ij")], axis=0)
-    return _place(record, laws, jnp.asarray(u), weights=jnp.asarray(p / p.sum()), labels=labels, width=np.inf)
+    return _place(record, laws, jnp.asarray(u), labels, jnp.asarray(p / p.sum()), np.inf)

@@ -29,7 +29,7 @@ class Scaling(eqx.Module):
             self.kind, self.value = "number", jnp.asarray(alpha, jnp.result_type(float))
 
     def check(self, cloud: Cloud) -> None:
-        """Only alpha = m has a limit at infinite width; raises ValueError for the others there."""
+        """Raise ValueError at infinite width unless alpha = m, the only scale that has a limit there."""
         known = _checks.concrete(cloud.width)
         if self.kind != "m" and known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
@@ -37,7 +37,7 @@ class Scaling(eqx.Module):
             )
 
     def ratio(self, cloud: Cloud) -> jax.Array:
-        """m / alpha, the factor between the network and the mean over its neurons; 1 for ``"m"``."""
+        """Return m / alpha, the factor between the network and the mean over its neurons; 1 for ``"m"``."""
         self.check(cloud)
         m = cloud.width
         if self.kind == "m":
@@ -48,7 +48,7 @@ class Scaling(eqx.Module):
 
 
 def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:
-    """d t_mf / d t for a clock t, the factor that multiplies the mean-field velocity.
+    """Return d t_mf / d t for a clock t: the factor that multiplies the mean-field velocity.
 
     | clock | t in terms of mean-field time | use |
     |---|---|---|

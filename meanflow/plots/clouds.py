@@ -1,13 +1,30 @@
 """Pictures of clouds: directions on the circle, and univariate neurons in the plane (u, v)."""
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import ArrayLike
 
-from meanflow.plots.style import COLOURS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
+from meanflow.measures import Cloud
+from meanflow.plots.style import COLORS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
 
 
-def directions(cloud: Any, ax: Any = None, *, bins: int = 36, colour: str = COLOURS[0]) -> Any:
+@runtime_checkable
+class Rays(Protocol):
+    """Rays of samples, such as a ``RayTable`` of ``classify_rays``: angles, and 1 where a sign is attracted."""
+
+    @property
+    def theta(self) -> ArrayLike: ...  # noqa: D102
+
+    @property
+    def positive(self) -> ArrayLike: ...  # noqa: D102
+
+    @property
+    def negative(self) -> ArrayLike: ...  # noqa: D102
+
+
+def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: str = COLORS[0]) -> Axes:
     """Histogram of the directions of b in the plane, on polar axes; the area of a bar is its share of the weight.
 
     The radius is the square root of the share, since areas are what the eye compares.
@@ -16,30 +33,32 @@ def directions(cloud: Any, ax: Any = None, *, bins: int = 36, colour: str = COLO
         cloud: neurons with b (m, 2).
         ax: polar Axes; a new figure by default.
         bins: sectors of the circle.
-        colour: of the bars.
+        color: of the bars.
     """
     ax = axes(ax, projection="polar")
     b = np.asarray(cloud.particles.b)
     width = 2 * np.pi / bins
-    span = (-width / 2, 2 * np.pi - width / 2)  # the first sector is centred on the first axis
+    span = (-width / 2, 2 * np.pi - width / 2)  # the first sector is centered on the first axis
     turn = np.mod(np.arctan2(b[:, 1], b[:, 0]) + width / 2, 2 * np.pi) - width / 2
     share, edges = np.histogram(turn, bins=bins, range=span, weights=np.asarray(cloud.weights))
-    ax.bar(edges[:-1], np.sqrt(share), width=width, align="edge", color=colour, edgecolor="white", lw=0.3)
+    ax.bar(edges[:-1], np.sqrt(share), width=width, align="edge", color=color, edgecolor="white", lw=0.3)
     ax.set_xticks(np.pi / 2 * np.arange(4), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$"])
     ax.set_yticks([])
     ax.spines["polar"].set_color(PALE)
     return ax
 
 
-def needles(b: Any, ax: Any = None, *, colour: str = COLOURS[0], label: str | None = None) -> Any:
+def needles(
+    b: ArrayLike, ax: Axes | None = None, *, color: str = COLORS[0], label: str | None = None
+) -> Axes:
     """Each direction of b (m, 2) as a segment from the origin to the unit circle."""
     ax = axes(ax)
     b = np.asarray(b)
     s = b / np.linalg.norm(b, axis=1, keepdims=True)
     gaps = np.full(len(s), np.nan)
     ends = np.stack([np.zeros_like(s), s, np.stack([gaps, gaps], 1)], axis=1).reshape(-1, 2)
-    ax.plot(ends[:, 0], ends[:, 1], color=colour, lw=0.8, label=label)
-    ax.plot(s[:, 0], s[:, 1], ".", ms=3.5, color=colour)
+    ax.plot(ends[:, 0], ends[:, 1], color=color, lw=0.8, label=label)
+    ax.plot(s[:, 0], s[:, 1], ".", ms=3.5, color=color)
     turn = np.linspace(0, 2 * np.pi, 200)
     if not any(line.get_gid() == "circle" for line in ax.lines):
         ax.plot(np.cos(turn), np.sin(turn), color=PALE, lw=0.7, zorder=0, gid="circle")
@@ -49,23 +68,23 @@ def needles(b: Any, ax: Any = None, *, colour: str = COLOURS[0], label: str | No
 
 
 def plane(
-    r: Any,
-    theta: Any,
-    ax: Any = None,
+    r: ArrayLike,
+    theta: ArrayLike,
+    ax: Axes | None = None,
     *,
-    samples: Any = None,
-    rays: Any = None,
-    paths: Any = None,
+    samples: ArrayLike | None = None,
+    rays: Rays | None = None,
+    paths: ArrayLike | None = None,
     reach: float | None = None,
-) -> Any:
-    """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), coloured by the sign of r.
+) -> Axes:
+    """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), colored by the sign of r.
 
     Args:
         r, theta: (m,) each.
         ax: matplotlib Axes; a new figure by default.
         samples: (s,) inputs; their lines u x_j + v = 0 cut the plane into activation regions, shaded by the
             number of active samples.
-        rays: ``RayTable`` of ``classify_rays``: rays that attract either sign are drawn in its colour, on either
+        rays: ``RayTable`` of ``classify_rays``: rays that attract either sign are drawn in its color, on either
             side of the sample line.
         paths: (frames, m, 2) positions in time.
         reach: half the side of the square shown; default by the largest |r|.
@@ -79,16 +98,16 @@ def plane(
         attractors(rays, ax, reach=reach)
     if paths is not None:
         paths = np.asarray(paths)
-        for sign, colour in ((1, POSITIVE), (-1, NEGATIVE)):
+        for sign, color in ((1, POSITIVE), (-1, NEGATIVE)):
             pick = paths[:, np.sign(r) == sign]
             broken = np.concatenate([pick, np.full((1, *pick.shape[1:]), np.nan)])
             flat = broken.transpose(1, 0, 2).reshape(-1, 2)
-            ax.plot(flat[:, 0], flat[:, 1], color=colour, lw=0.5, alpha=0.5)
-    for sign, colour, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
+            ax.plot(flat[:, 0], flat[:, 1], color=color, lw=0.5, alpha=0.5)
+    for sign, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
         pick = np.sign(r) == sign
         size = np.abs(r[pick])
         u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
-        ax.plot(u, v, ".", ms=4.5, color=colour, mec="white", mew=0.2, label=name)
+        ax.plot(u, v, ".", ms=4.5, color=color, mec="white", mew=0.2, label=name)
     ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
     key(
         ax,
@@ -102,7 +121,7 @@ def plane(
     return ax
 
 
-def regions(samples: Any, ax: Any = None, *, reach: float = 1.0) -> Any:
+def regions(samples: ArrayLike, ax: Axes | None = None, *, reach: float = 1.0) -> Axes:
     """Activation regions of the samples in the (u, v) plane: lines u x_j + v = 0, darker where more are active."""
     from matplotlib.patches import Wedge
 
@@ -123,11 +142,11 @@ def regions(samples: Any, ax: Any = None, *, reach: float = 1.0) -> Any:
     return ax
 
 
-def attractors(rays: Any, ax: Any = None, *, reach: float = 1.0) -> Any:
-    """Rays that attract neurons (solid, in the colour of their sign) or repel both signs' opposites (not drawn)."""
+def attractors(rays: Rays, ax: Axes | None = None, *, reach: float = 1.0) -> Axes:
+    """Rays that attract neurons (solid, in the color of their sign) or repel both signs' opposites (not drawn)."""
     ax = axes(ax)
     theta = np.asarray(rays.theta)
-    for kind, colour, name in (
+    for kind, color, name in (
         (rays.positive, POSITIVE, "attracts $r > 0$"),
         (rays.negative, NEGATIVE, "attracts $r < 0$"),
     ):
@@ -135,16 +154,18 @@ def attractors(rays: Any, ax: Any = None, *, reach: float = 1.0) -> Any:
         for k, angle in enumerate(chosen):
             end = 2 * reach * np.array([np.cos(angle), np.sin(angle)])
             label = name if k == 0 else None
-            ax.plot([0, end[0]], [0, end[1]], color=colour, lw=1.0, alpha=0.7, zorder=0.8, label=label)
+            ax.plot([0, end[0]], [0, end[1]], color=color, lw=1.0, alpha=0.7, zorder=0.8, label=label)
     return ax
 
 
-def field(u: Any, v: Any, velocity: Any, ax: Any = None, *, colour: str = SAMPLE) -> Any:
+def field(
+    u: ArrayLike, v: ArrayLike, velocity: ArrayLike, ax: Axes | None = None, *, color: str = SAMPLE
+) -> Axes:
     """Arrows (k, 2) at the points (u, v) of the plane, all of one length: the direction is what matters."""
     ax = axes(ax)
     velocity = np.asarray(velocity)
     size = np.linalg.norm(velocity, axis=1, keepdims=True)
     unit = np.where(size > 0, velocity / np.where(size > 0, size, 1), 0)
-    ax.quiver(u, v, unit[:, 0], unit[:, 1], color=colour, angles="xy", pivot="mid", scale=34, width=0.0028)
+    ax.quiver(u, v, unit[:, 0], unit[:, 1], color=color, angles="xy", pivot="mid", scale=34, width=0.0028)
     ax.set(xlabel="$u$", ylabel="$v$", aspect="equal")
     return ax

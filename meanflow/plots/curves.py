@@ -1,14 +1,39 @@
 """Curves over time, over the input, over sizes."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import ArrayLike
 
 from meanflow._numerics import loglog_slope
-from meanflow.plots.style import COLOURS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
+from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
 
 
-def energies(runs: dict[str, Any], ax: Any = None) -> Any:
+@runtime_checkable
+class Course(Protocol):
+    """Energies (k,) at times (k,), such as a ``Solution``."""
+
+    @property
+    def ts(self) -> ArrayLike: ...  # noqa: D102
+
+    @property
+    def energy(self) -> ArrayLike: ...  # noqa: D102
+
+
+@runtime_checkable
+class Points(Protocol):
+    """Samples of a function, such as a ``Dataset`` with inputs (n,)."""
+
+    @property
+    def x(self) -> ArrayLike: ...  # noqa: D102
+
+    @property
+    def y(self) -> ArrayLike: ...  # noqa: D102
+
+
+def energies(runs: Mapping[str, Course], ax: Axes | None = None) -> Axes:
     """Energy against time of several solutions, log-log after the start.
 
     Args:
@@ -16,16 +41,23 @@ def energies(runs: dict[str, Any], ax: Any = None) -> Any:
         ax: matplotlib Axes; a new figure by default.
     """
     ax = axes(ax)
-    for colour, (name, run) in zip(COLOURS * 4, runs.items(), strict=False):
+    for color, (name, run) in zip(COLORS * 4, runs.items(), strict=False):
         ts, energy = np.asarray(run.ts), np.asarray(run.energy)
         later = ts > 0
-        ax.plot(ts[later], energy[later], label=name, color=colour)
+        ax.plot(ts[later], energy[later], label=name, color=color)
     ax.set(xscale="log", yscale="log", xlabel="$t$", ylabel=r"$E(\mu_t)$")
     key(ax)
     return ax
 
 
-def fit(x: Any, f: dict[str, Any], data: Any, ax: Any = None, *, knots: Any = None) -> Any:
+def fit(
+    x: ArrayLike,
+    f: Mapping[str, ArrayLike],
+    data: Points | None,
+    ax: Axes | None = None,
+    *,
+    knots: ArrayLike | None = None,
+) -> Axes:
     """Functions of one variable over the samples they fit, and the knots of the first.
 
     Args:
@@ -37,15 +69,15 @@ def fit(x: Any, f: dict[str, Any], data: Any, ax: Any = None, *, knots: Any = No
     """
     ax = axes(ax)
     x = np.asarray(x)
-    for colour, (name, values) in zip(COLOURS * 4, f.items(), strict=False):
-        ax.plot(x, np.asarray(values), label=name, color=colour)
+    for color, (name, values) in zip(COLORS * 4, f.items(), strict=False):
+        ax.plot(x, np.asarray(values), label=name, color=color)
     if knots is not None:
         knots = np.asarray(knots)
         inside = knots[(knots >= x[0]) & (knots <= x[-1])]
         first = np.asarray(next(iter(f.values())))
         height = np.interp(inside, x, first)
-        style = {"ms": 3.2 if len(inside) < 80 else 2.2, "mfc": "white", "mec": COLOURS[2], "mew": 0.8}
-        ax.plot(inside, height, "o", label="knots", **style)
+        size = 3.2 if len(inside) < 80 else 2.2
+        ax.plot(inside, height, "o", label="knots", ms=size, mfc="white", mec=COLORS[2], mew=0.8)
     if data is not None:
         ax.plot(
             np.asarray(data.x),
@@ -63,16 +95,16 @@ def fit(x: Any, f: dict[str, Any], data: Any, ax: Any = None, *, knots: Any = No
 
 
 def traces(
-    x: Any,
-    curves: dict[str, Any],
-    ax: Any = None,
+    x: ArrayLike,
+    curves: Mapping[str, ArrayLike],
+    ax: Axes | None = None,
     *,
     xlabel: str = "",
     ylabel: str = "",
     logx: bool = False,
     logy: bool = False,
     spread: bool = True,
-) -> Any:
+) -> Axes:
     """Named curves over one axis: the median over runs, and their range as a band.
 
     Args:
@@ -87,10 +119,10 @@ def traces(
     x = np.asarray(x)
     for k, (name, values) in enumerate(curves.items()):
         values = np.atleast_2d(np.asarray(values))
-        colour, dash = COLOURS[k % len(COLOURS)], DASHES[(k // len(COLOURS)) % len(DASHES)]
-        ax.plot(x, np.median(values, axis=0), color=colour, ls=dash, label=name)
+        color, dash = COLORS[k % len(COLORS)], DASHES[(k // len(COLORS)) % len(DASHES)]
+        ax.plot(x, np.median(values, axis=0), color=color, ls=dash, label=name)
         if spread and len(values) > 1:
-            ax.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.18, lw=0)
+            ax.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.18, lw=0)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     if logx:
         ax.set_xscale("log")
@@ -101,15 +133,15 @@ def traces(
 
 
 def convergence(
-    sizes: Any,
-    errors: dict[str, Any],
-    ax: Any = None,
+    sizes: ArrayLike | Mapping[str, ArrayLike],
+    errors: Mapping[str, ArrayLike],
+    ax: Axes | None = None,
     *,
     orders: dict[str, float] | None = None,
     xlabel: str = "$m$",
     ylabel: str = "error",
     fitted: bool = True,
-) -> Any:
+) -> Axes:
     """Errors against sizes, log-log, with the fitted exponent in the legend and guides of given slope.
 
     Args:
@@ -131,7 +163,7 @@ def convergence(
             n[good],
             values[good],
             marker=MARKERS[k % len(MARKERS)],
-            color=COLOURS[k % len(COLOURS)],
+            color=COLORS[k % len(COLORS)],
             label=label,
         )
         if k == 0:
@@ -139,7 +171,7 @@ def convergence(
                 line = values[good][0] * (n[good] / n[good][0]) ** order
                 ax.plot(n[good], line, color=PALE, ls=dash, lw=1.0, label=guide, zorder=0)
     ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
-    every = sorted({float(n) for line in ax.lines for n in line.get_xdata()})
+    every = sorted({float(n) for line in ax.lines for n in np.asarray(line.get_xdata())})
     if len(every) <= 6:
         ax.set_xticks(every, [f"{n:g}" for n in every])
     sparse(ax)
@@ -147,7 +179,13 @@ def convergence(
     return ax
 
 
-def speeds(theta: Any, speed: dict[str, Any], ax: Any = None, *, log: bool = False) -> Any:
+def speeds(
+    theta: ArrayLike | Mapping[str, ArrayLike],
+    speed: Mapping[str, ArrayLike],
+    ax: Axes | None = None,
+    *,
+    log: bool = False,
+) -> Axes:
     """Speed of the neurons against their direction theta in [0, 2 pi), one curve a model (angular-speed profile).
 
     Args:
@@ -160,8 +198,15 @@ def speeds(theta: Any, speed: dict[str, Any], ax: Any = None, *, log: bool = Fal
     for k, (name, values) in enumerate(speed.items()):
         turn = np.mod(np.asarray(theta[name] if isinstance(theta, dict) else theta), 2 * np.pi)
         order = np.argsort(turn)
-        style = {"marker": MARKERS[k], "color": COLOURS[k % len(COLOURS)], "ms": 3, "lw": 0.8}
-        ax.plot(turn[order], np.asarray(values)[order], label=name, **style)
+        ax.plot(
+            turn[order],
+            np.asarray(values)[order],
+            label=name,
+            marker=MARKERS[k],
+            color=COLORS[k % len(COLORS)],
+            ms=3,
+            lw=0.8,
+        )
     ax.set_xticks(np.pi / 2 * np.arange(5), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$", r"$2\pi$"])
     ax.set(
         xlabel=r"direction $\vartheta$ of $b$",
@@ -176,7 +221,7 @@ def speeds(theta: Any, speed: dict[str, Any], ax: Any = None, *, log: bool = Fal
     return ax
 
 
-def spectrum(values: dict[str, Any], ax: Any = None, *, relative: bool = True) -> Any:
+def spectrum(values: Mapping[str, ArrayLike], ax: Axes | None = None, *, relative: bool = True) -> Axes:
     """Eigenvalues in falling order, log-log; by default divided by the largest.
 
     Args:
@@ -188,16 +233,26 @@ def spectrum(values: dict[str, Any], ax: Any = None, *, relative: bool = True) -
     for k, (name, found) in enumerate(values.items()):
         found = np.sort(np.asarray(found, float))[::-1]
         found = found[found > 0]
-        style = {"marker": MARKERS[k % len(MARKERS)], "ms": 3, "lw": 1.0, "markevery": 0.08}
         scaled = found / found[0] if relative else found
-        ax.plot(np.arange(1, len(found) + 1), scaled, color=COLOURS[k % len(COLOURS)], label=name, **style)
+        ax.plot(
+            np.arange(1, len(found) + 1),
+            scaled,
+            color=COLORS[k % len(COLORS)],
+            label=name,
+            marker=MARKERS[k % len(MARKERS)],
+            markevery=0.08,
+            ms=3,
+            lw=1.0,
+        )
     ylabel = r"$\lambda_k / \lambda_{\max}$" if relative else r"$\lambda_k$"
     ax.set(xscale="log", yscale="log", xlabel="rank $k$", ylabel=ylabel)
     key(ax)
     return ax
 
 
-def ics_trace(epoch: Any, shift: dict[str, Any], ax: Any = None, *, drops: Any = ()) -> Any:
+def ics_trace(
+    epoch: ArrayLike, shift: Mapping[str, ArrayLike], ax: Axes | None = None, *, drops: Sequence[float] = ()
+) -> Axes:
     """Internal covariate shift, W1 between consecutive epochs, on a logarithmic axis.
 
     Args:

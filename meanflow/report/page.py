@@ -6,24 +6,30 @@ import math
 import pathlib
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 import numpy as np
+import xarray
+from numpy.typing import ArrayLike
 
-from meanflow.sweeps.summary import failed, final
+from meanflow.measures import Dataset
+from meanflow.sweeps.results import failed, final
 
 MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "energy")
 MOST_PARTICLES = 200  # per picture; more cannot be told apart
 
 
 def write_report(
-    runs: Any, path: str | pathlib.Path, *, title: str = "meanflow sweep", samples: Any = None
+    runs: xarray.Dataset,
+    path: str | pathlib.Path,
+    *,
+    title: str = "meanflow sweep",
+    samples: Dataset | tuple[ArrayLike, ArrayLike] | None = None,
 ) -> pathlib.Path:
-    """Writes the page for a sweep.
+    """Write one self-contained HTML page about a sweep; nothing in it is loaded from elsewhere.
 
     Args:
         runs: a data set of ``sweep``. Predictions on a grid give the picture of f; an observable ``neurons`` made from
-            ``sweeps.particles`` gives that of the neurons.
+            ``"neurons"`` gives that of the neurons.
         path: HTML file to write.
         title: heading.
         samples: training data to draw, a ``Dataset`` or pair (x, y).
@@ -45,8 +51,10 @@ def write_report(
     return path
 
 
-def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
-    """What the page shows, JSON-ready (NaN and infinities as null or text)."""
+def contents(
+    runs: xarray.Dataset, title: str = "", samples: Dataset | tuple[ArrayLike, ArrayLike] | None = None
+) -> dict[str, object]:
+    """Return what the page shows, JSON-ready (NaN and infinities as null or text); arguments of ``write_report``."""
     along = next(d for d in ("time", "step") if d in runs.energy.dims)
     axes = [d for d in runs.result.dims if d != "seed"]
     columns = next((d for d in axes if d != "width" and runs.sizes[d] > 1), None)
@@ -66,7 +74,7 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
         for name in MAPS
         if name in runs and along in runs[name].dims
     }
-    page: dict[str, Any] = {
+    page: dict[str, object] = {
         "title": title,
         "rows": {"name": "width", "values": [_text(v) for v in runs.width.values]},
         "columns": {"name": columns, "values": [_text(v) for v in runs[columns].values]},
@@ -85,14 +93,14 @@ def contents(runs: Any, title: str = "", samples: Any = None) -> dict[str, Any]:
         names = ("u", "v", "sign")
         page["neurons"] = {n: _clean(u[..., :MOST_PARTICLES], 3) for n, u in zip(names, plane, strict=True)}
     if samples is not None:
-        x, y = (samples.x, samples.y) if hasattr(samples, "x") else samples
+        x, y = (samples.x, samples.y) if isinstance(samples, Dataset) else samples
         if np.ndim(x) == 1:
             page["samples"] = {"x": _clean(np.asarray(x)), "y": _clean(np.asarray(y))}
     return page
 
 
-def _clean(values: Any, digits: int = 5) -> Any:
-    """Nested lists rounded to a few digits; what is not finite becomes None."""
+def _clean(values: ArrayLike, digits: int = 5) -> list | float | int | None:
+    """Return nested lists of numbers rounded to a few digits; what is not finite becomes None."""
     array = np.asarray(values)
     if array.ndim:
         return [_clean(v, digits) for v in array]
@@ -102,11 +110,12 @@ def _clean(values: Any, digits: int = 5) -> Any:
     return int(number) if number == int(number) and abs(number) < 1e9 else float(f"{number:.{digits}g}")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
+    """Return an axis value as the page writes it."""
     return f"{value:g}" if isinstance(value, int | float | np.number) else str(value)
 
 
-def _plane(runs: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _plane(runs: xarray.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """(u, v) = |r| d(theta) and the sign of r of recorded neurons, up to the factor m/alpha in raw coordinates."""
     if "neurons_r" in runs and "neurons_theta" in runs:
         r, theta = runs.neurons_r.values, runs.neurons_theta.values
@@ -117,7 +126,7 @@ def _plane(runs: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     return None
 
 
-def _summary(runs: Any, shown: Sequence[str]) -> str:
+def _summary(runs: xarray.Dataset, shown: Sequence[str]) -> str:
     """One line: the axes, the number of runs, how many failed, and at which values of the other axes they are shown."""
     axes = " x ".join(f"{runs.sizes[d]} {d}s" if runs.sizes[d] > 1 else f"1 {d}" for d in runs.result.dims)
     missing = int((runs.result == -1).sum())
@@ -127,11 +136,11 @@ def _summary(runs: Any, shown: Sequence[str]) -> str:
     return f"{axes}: {runs.result.size} runs, {int(failed(runs).sum())} failed{rest}.{pictures}"
 
 
-def _provenance(runs: Any) -> list[list[str]]:
+def _provenance(runs: xarray.Dataset) -> list[list[str]]:
     """Name and text of every setting; nested ones are joined by dots."""
     found: list[list[str]] = []
 
-    def walk(name: str, value: Any) -> None:
+    def walk(name: str, value: object) -> None:
         if isinstance(value, dict) and value:
             for key, inside in value.items():
                 walk(f"{name}.{key}" if name else str(key), inside)

@@ -1,5 +1,6 @@
 """Solvers: continuous time on diffrax, discrete time on optax, and step rules for both."""
 
+from meanflow.solvers import eulerian as eulerian
 from meanflow.solvers.continuous import solve as solve
 from meanflow.solvers.discrete import descend as descend
 from meanflow.solvers.sliding import FlowSolver as FlowSolver

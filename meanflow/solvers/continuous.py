@@ -33,6 +33,7 @@ from meanflow.solvers.step import (
     STEP,
     ConstantStep,
     RealScalarLike,
+    Scalar,
     StepController,
     StepRule,
     all_finite,
@@ -67,26 +68,26 @@ def _cloud_norm(weights: jax.Array, error: PyTree[jax.Array]) -> jax.Array:
 class _Steady(eqx.Module):
     """Stops when the speed of the measure, sqrt(-dE/dt), falls below a tolerance."""
 
-    tolerance: jax.Array
+    tolerance: Scalar
 
     def __call__(self, t: jax.Array, y: PyTree[jax.Array], args: Problem, **kwargs: object) -> jax.Array:
         rate = equation.dissipation(args.flow, args.cloud(y), args.data)
         return args.speed * rate < self.tolerance**2
 
 
-class Options(eqx.Module):
+class SolveOptions(eqx.Module):
     """The arguments of ``solve`` beside flow, cloud and data, checked and in the form the compiled program takes."""
 
-    t0: jax.Array
-    t1: jax.Array
+    t0: Scalar
+    t1: Scalar
     ts: jax.Array | None
     observe: Observable | dict[str, Observable] | None
     solver: diffrax.AbstractSolver
     rule: StepRule | None
-    rtol: jax.Array
-    atol: jax.Array
+    rtol: Scalar
+    atol: Scalar
     adjoint: diffrax.AbstractAdjoint
-    steady: jax.Array | None
+    steady: Scalar | None
     settings: Settings
     clock: str = eqx.field(static=True)
     max_steps: int = eqx.field(static=True)
@@ -183,7 +184,7 @@ def solve(
     settings = _settings(method, rule, clock)
     if state is not None:
         check_resumed(state, settings, data)
-    options = Options(
+    options = SolveOptions(
         t0=start,
         t1=end,
         ts=times,
@@ -205,7 +206,7 @@ def solve(
 
 
 @eqx.filter_jit
-def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state: State | None) -> Solution:
     solver, observe = options.solver, options.observe
     problem = Problem(flow.chart(cloud), data, scaling.speed(options.clock, flow.scaling, cloud))
     problem = eqx.tree_at(
@@ -261,7 +262,9 @@ def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: Sta
     return _solution(raw, problem, options, state)
 
 
-def _solution(raw: diffrax.Solution, problem: Problem, options: Options, state: State | None) -> Solution:
+def _solution(
+    raw: diffrax.Solution, problem: Problem, options: SolveOptions, state: State | None
+) -> Solution:
     """Put together what diffrax returned, in the coordinates of the model."""
     assert raw.ys is not None and raw.ts is not None
     y1 = jax.tree.map(lambda u: u[-1], raw.ys["end"])
@@ -273,9 +276,10 @@ def _solution(raw: diffrax.Solution, problem: Problem, options: Options, state: 
         result = options.solver.result(problem, raw.solver_state, result)
     done = stats["num_steps"] + (0 if state is None else state.steps)
     leaves = tuple(jax.tree.leaves((raw.solver_state, raw.controller_state, raw.made_jump)))
-    numbers = {"t0": options.t0, "t1": options.t1, "rtol": options.rtol, "atol": options.atol}
+    known = {"t0": options.t0, "t1": options.t1, "rtol": options.rtol, "atol": options.atol}
     if isinstance(options.rule, ConstantStep):
-        numbers["step"] = options.rule.size
+        known["step"] = options.rule.size
+    numbers = {name: jnp.asarray(value) for name, value in known.items()}
     return Solution(
         ts=raw.ts["series"],
         energy=energies,
@@ -290,7 +294,7 @@ def _solution(raw: diffrax.Solution, problem: Problem, options: Options, state: 
 
 
 def _controller(
-    options: Options, cloud: Cloud
+    options: SolveOptions, cloud: Cloud
 ) -> tuple[diffrax.AbstractStepSizeController, jax.Array | None]:
     """Return the step size controller and the first step that diffrax wants beside it."""
     if options.rule is None:
@@ -307,7 +311,7 @@ def _unpack(
     y0: PyTree[jax.Array],
     first: jax.Array | None,
     problem: Problem,
-    options: Options,
+    options: SolveOptions,
     state: State,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Rebuild the states of solver and controller from the flat leaves of ``state``."""
@@ -345,7 +349,7 @@ def rule_numbers(rule: StepRule) -> dict[str, jax.Array]:
     return {name: jnp.asarray(v) for name, v in values.items() if eqx.is_array_like(v) and v is not None}
 
 
-def _check_order(t0: jax.Array, t1: jax.Array) -> None:
+def _check_order(t0: Scalar, t1: Scalar) -> None:
     known = _checks.concrete(t0), _checks.concrete(t1)
     if known[0] is not None and known[1] is not None and np.any(known[1] <= known[0]):
         raise ValueError(f"t1 must be greater than t0 = {known[0]}, got {known[1]}")
@@ -359,7 +363,7 @@ def _check_step(solver: diffrax.AbstractSolver, rule: StepRule | None) -> None:
         )
 
 
-def step_budget(rule: StepRule | None, t0: jax.Array, t1: jax.Array, ts: jax.Array | None = None) -> int:
+def step_budget(rule: StepRule | None, t0: Scalar, t1: Scalar, ts: jax.Array | None = None) -> int:
     """Return a limit for the number of steps from t0 to t1: what a constant step needs, else 100 000."""
     size = rule.size if isinstance(rule, ConstantStep) else None
     known = None if size is None else [_checks.concrete(u) for u in (size, t0, t1)]

@@ -1,5 +1,6 @@
 """Discrete time: gradient descent and its relatives, on optax."""
 
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -10,6 +11,7 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow._checks import anything, choice, count, flag, instance, optional, prng_key
+from meanflow._identity import describe, json_digest
 from meanflow._numerics import iterate
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
@@ -34,7 +36,7 @@ PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled 
 OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
 
 
-class Options(eqx.Module):
+class DescentOptions(eqx.Module):
     """The arguments of ``descend`` beside flow, cloud and data, checked and in the form the compiled program takes."""
 
     optimizer: optax.GradientTransformation
@@ -147,7 +149,7 @@ def descend(
     settings = Settings({} if isinstance(rule, ConstantStep) else rule_numbers(rule), tuple(names.items()))
     if state is not None:
         check_resumed(state, settings, data)
-    options = Options(
+    options = DescentOptions(
         optimizer=PLAIN if optimizer is None else optimizer,
         rule=rule,
         observe=observables.resolve(observe, bound, data),
@@ -168,7 +170,9 @@ def descend(
 
 
 @eqx.filter_jit
-def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+def _descend(
+    flow: Flow, cloud: Cloud, data: Dataset, options: DescentOptions, state: State | None
+) -> Solution:
     observe, rule = options.observe, options.rule
     speed = scaling.speed(options.clock, flow.scaling, cloud)
     problem = Problem(flow.bind(data).chart(cloud), data, speed)
@@ -208,7 +212,7 @@ def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: S
     leaves = tuple(jax.tree.leaves((carry.optimizer, carry.size)))
     numbers = {"steps": jnp.asarray(options.steps), "every": jnp.asarray(options.every)}
     if isinstance(rule, ConstantStep):
-        numbers["step"] = rule.size
+        numbers["step"] = jnp.asarray(rule.size)
     return Solution(
         ts=times,
         energy=energies,
@@ -222,7 +226,7 @@ def _descend(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: S
     )
 
 
-def _start(problem: Problem, options: Options, state: State | None) -> _Carry:
+def _start(problem: Problem, options: DescentOptions, state: State | None) -> _Carry:
     """Return what the first step starts from: a fresh optimizer, or the one of the run that is resumed."""
     base, rule = problem.chart.base, options.rule
     dtype = base.weights.dtype
@@ -256,8 +260,7 @@ def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data
         )
 
 
+@functools.lru_cache(maxsize=64)
 def describe_optimizer(optimizer: optax.GradientTransformation) -> str:
-    """Return a text that differs for different optimizers; see ``meanflow._identity``."""
-    from meanflow.sweeps.identity import describe
-
-    return str(describe(optimizer))
+    """Return a text that is equal for equal optimizers; remembered, since following their code takes milliseconds."""
+    return json_digest(describe(optimizer))

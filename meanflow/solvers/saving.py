@@ -1,31 +1,37 @@
 """Save times of runs in continuous time, in a form that lowers for accelerators."""
 
-from typing import Any
-
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from meanflow import _checks
 
 
-def save_times(ts: Any, t0: jax.Array, t1: jax.Array, dtype: Any) -> jax.Array | None:
-    """The argument ``ts`` of a solver as an array, checked where it is known; an integer k means k equally spaced."""
+def save_times(
+    ts: int | Float[ArrayLike, " k"] | None,
+    t0: jax.Array | np.ndarray,
+    t1: jax.Array | np.ndarray,
+    dtype: jnp.dtype,
+) -> Float[Array, " k"] | None:
+    """Return the argument ``ts`` of a solver as an array, checked where it is known; None stays None.
+
+    An integer k means k equally spaced times, both ends included.
+    """
     if ts is None:
         return None
     if isinstance(ts, int | np.integer):
         count = _checks.whole("ts", ts, 2)
         return jnp.minimum(t0 + (t1 - t0) * jnp.linspace(0.0, 1.0, count, dtype=dtype), t1)
-    ts = jnp.asarray(ts, dtype)
-    _checks.shape("ts", ts, (None,))
-    times, start, end = (_checks.concrete(u) for u in (ts, t0, t1))
+    chosen = _checks.array((None,))("ts", ts).astype(dtype)
+    times, start, end = (_checks.concrete(u) for u in (chosen, t0, t1))
     if times is None or start is None or end is None:
-        return ts
-    if np.any(np.diff(times) <= 0) or times[0] < start or times[-1] > end:
+        return chosen
+    if times.size < 1 or np.any(np.diff(times) <= 0) or times[0] < start or times[-1] > end:
         raise ValueError(f"ts must increase within [t0, t1] = [{start}, {end}], got {times}")
-    return ts
+    return chosen
 
 
 class SaveTimes(diffrax.AbstractAdjoint):
@@ -39,8 +45,8 @@ class SaveTimes(diffrax.AbstractAdjoint):
     adjoint: diffrax.AbstractAdjoint
     ts: jax.Array
 
-    def loop(self, *, saveat: Any, init_state: Any, **rest: Any) -> Any:
-        """The loop of the adjoint, with ``series`` saved at the times and room for that."""
+    def loop(self, *, saveat: diffrax.SaveAt, init_state: PyTree, **rest: PyTree) -> PyTree:
+        """Run the loop of the adjoint, with ``series`` saved at the times and room for that."""
         series = diffrax.SubSaveAt(ts=self.ts, fn=saveat.subs["series"].fn)
         saveat = eqx.tree_at(
             lambda s: s.subs["series"], saveat, series, is_leaf=lambda u: isinstance(u, diffrax.SubSaveAt)

@@ -1,6 +1,7 @@
 """Step rules: how long a step is. A constant, or a fraction of what the tangent kernel allows, or a rule of yours."""
 
 import abc
+from typing import TypeAlias
 
 import diffrax
 import equinox as eqx
@@ -75,6 +76,9 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     return top @ product(top)
 
 
+Scalar: TypeAlias = jax.Array | np.ndarray  # one number, on the device or still on the host
+
+
 class StepRule(eqx.Module):
     """How long a step is. Subclasses define ``size_at`` and ``every``.
 
@@ -111,15 +115,15 @@ class ConstantStep(StepRule):
         size: the step, > 0, a scalar.
     """
 
-    size: jax.Array
+    size: Scalar
     every: int | None = eqx.field(static=True)
 
-    def __init__(self, size: jax.Array) -> None:
+    def __init__(self, size: Scalar) -> None:
         self.size, self.every = size, None
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
-        return self.size
+        return jnp.asarray(self.size)
 
 
 class KernelStep(StepRule):
@@ -155,7 +159,7 @@ STEP = _checks.either(
 )
 
 
-def scalar(value: float | jax.Array, dtype: jnp.dtype) -> jax.Array:
+def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
     """Return a number as a scalar array of the given type.
 
     Numbers that are known stay on the host: moving each of them to the device by itself would take longer than a small
@@ -163,7 +167,7 @@ def scalar(value: float | jax.Array, dtype: jnp.dtype) -> jax.Array:
     """
     if isinstance(value, jax.Array):
         return value.astype(dtype)
-    return np.asarray(value, dtype)  # type: ignore[return-value]
+    return np.asarray(value, dtype)
 
 
 def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:

@@ -1,6 +1,7 @@
-"""Initial clouds of many cells as host arrays: prefixes, padding, stacking."""
+"""Initial clouds of many cells as host arrays: drawn once, cut to prefixes, padded and stacked."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 
 import equinox as eqx
 import jax
@@ -8,9 +9,29 @@ import numpy as np
 
 from meanflow.measures.cloud import Cloud
 
+KEPT = 64
+# draws by plan; they are forgotten with it
+_DRAWN: weakref.WeakKeyDictionary[object, dict[Hashable, Cloud]] = weakref.WeakKeyDictionary()
+
+
+def remember(plan: object, tag: Hashable, draw: Callable[[], Cloud]) -> Cloud:
+    """Return the cloud ``draw()`` as host arrays; a second call with the same plan and tag draws nothing.
+
+    Args:
+        plan: whose draw it is.
+        tag: what decides the draw within the plan.
+        draw: makes the cloud.
+    """
+    kept = _DRAWN.setdefault(plan, {})
+    if tag not in kept:
+        if len(kept) >= KEPT:
+            kept.clear()  # neighboring cells share draws, distant ones do not
+        kept[tag] = jax.tree.map(np.asarray, draw())
+    return kept[tag]
+
 
 def prefix(cloud: Cloud, width: int) -> Cloud:
-    """The first ``width`` particles as a network of their own."""
+    """Return the first ``width`` particles as a network of their own."""
     particles, labels = jax.tree.map(lambda u: u[:width], (cloud.particles, cloud.labels))
     weights = np.asarray(cloud.weights[:width])
     even = np.all(weights == weights[0])
@@ -19,19 +40,19 @@ def prefix(cloud: Cloud, width: int) -> Cloud:
 
 
 def with_labels(cloud: Cloud, label: float) -> Cloud:
-    """The same particles, all with one label."""
+    """Return the same particles, all with one label."""
     labels = np.full_like(cloud.weights, label)
     return _replace(cloud, cloud.particles, labels, cloud.weights, cloud.width)
 
 
-def scaled(cloud: Cloud, name: str, factor: float) -> Cloud:
-    """The same cloud with the amplitudes, coordinate ``name``, times ``factor``."""
-    value = getattr(cloud.particles, name) * cloud.weights.dtype.type(factor)
-    return cloud.at(cloud.particles._replace(**{name: value}))
+def scaled(cloud: Cloud, amplitude: str, factor: float) -> Cloud:
+    """Return the cloud with one coordinate of its particles, named ``amplitude``, times ``factor``."""
+    value = getattr(cloud.particles, amplitude) * cloud.weights.dtype.type(factor)
+    return cloud.at(cloud.particles._replace(**{amplitude: value}))
 
 
 def stack_padded(clouds: Sequence[Cloud], size: int) -> Cloud:
-    """``measures.stack`` on the host: clouds filled up to ``size`` with their last particle at weight zero."""
+    """Stack clouds on the host, each filled up to ``size`` particles with its last particle at weight zero."""
 
     def grown(*values: np.ndarray) -> np.ndarray:
         out = np.empty((len(values), size, *values[0].shape[1:]), values[0].dtype)
@@ -49,7 +70,7 @@ def stack_padded(clouds: Sequence[Cloud], size: int) -> Cloud:
 
 
 def _replace(cloud: Cloud, *parts: object) -> Cloud:
-    """A cloud with new particles, labels, weights and width; unchecked, since the arrays may be stacked."""
+    """Return a cloud with new particles, labels, weights and width; unchecked, since the arrays may be stacked."""
     return eqx.tree_at(
         lambda c: (c.particles, c.labels, c.weights, c.width), cloud, parts, is_leaf=lambda u: u is None
     )

@@ -2,36 +2,47 @@
 
 import inspect
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 
 from meanflow import _checks
+from meanflow._identity import Json, describe
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps import program
-from meanflow.sweeps.grid import Grid, Group
-from meanflow.sweeps.identity import describe
-from meanflow.sweeps.plan import Plan, as_key, numbers
+from meanflow.sweeps.grid import Chunk, Grid, Group, Value
+from meanflow.sweeps.plan import Plan, as_key, as_seeds, numbers
+from meanflow.sweeps.runner import Progress
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionSweep(Plan):
-    """A planned sweep of a user's function."""
+    """A planned sweep of a user's function.
 
-    function: Callable[..., Any]
-    key: jax.Array
+    Attributes:
+        function: the function.
+        key: key that the key of every seed is made from.
+        dims: names of the axes of each result.
+    """
+
+    function: Callable[..., PyTree]
+    key: Key[Array, ""]
     dims: dict[str, list[str]]
 
     def cell(self, group: Group) -> program.FunctionCell:
-        """The function with the values of the axes that are not traced."""
+        """Return the function with the values of the axes that are not traced."""
         return program.FunctionCell(self.function, dict(group.fixed))
 
-    def inputs(self, group: Group, cells: Sequence[int]) -> dict[str, Any]:
-        """Keys and axis values."""
+    def inputs(self, group: Group, cells: Sequence[int], multiple: int = 1) -> PyTree[np.ndarray]:
+        """Return keys and axis values of some cells, with a leading axis; there are no clouds to fill up."""
         values = [self.grid.at(cell) for cell in cells]
         fixed = dict(group.fixed)
         traced = [name for name in self.grid.axes if name not in fixed and name != "seed"]
@@ -41,8 +52,8 @@ class FunctionSweep(Plan):
             "key": np.stack([np.asarray(jax.random.key_data(k)) for k in keys]),
         }
 
-    def identity(self) -> dict[str, Any]:
-        """Function, axes and key."""
+    def identity(self) -> Json:
+        """Return a description of function, axes and key."""
         return {
             "kind": "function",
             "function": describe(self.function),
@@ -52,7 +63,7 @@ class FunctionSweep(Plan):
         }
 
     def check(self) -> None:
-        """Names of results that clash with axes, and wrong names for their own axes, before anything is computed."""
+        """Refuse results that are called like axes, and wrong names for their own axes, before computing."""
         known: set[str] = set()
         for group in self.groups:
             one = self.inputs(group, group.cells[:1])
@@ -69,25 +80,30 @@ class FunctionSweep(Plan):
         if stray:
             raise ValueError(f"dims must name results among {sorted(known)}, got {stray[0]!r}")
 
-    def layout(self) -> dict[str, Any]:
-        """Axes, chunks, and the names the user gave to the axes of the results."""
+    def layout(self, chunks: Sequence[Chunk] | None = None) -> Json:
+        """Return axes, chunks, and the names the user gave to the axes of the results."""
         variables = {name: {"dims": dims, "series": False} for name, dims in self.dims.items()}
-        return super().layout() | {"variables": variables}
+        return super().layout(chunks) | {"variables": variables}
 
 
+@_checks.arguments(
+    function=_checks.function,
+    chunk=_checks.optional(_checks.count(1)),
+    store=_checks.optional(_checks.path),
+)
 def sweep_function(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     *,
-    axes: Mapping[str, Sequence[Any]] | None = None,
+    axes: Mapping[str, Iterable[Value]] | None = None,
     seeds: int | Sequence[int] = 1,
     dims: Mapping[str, Sequence[str]] | None = None,
-    key: Any = 0,
+    key: int | Key[Array, ""] | UInt32[ArrayLike, "words"] = 0,
     chunk: int | None = None,
     store: str | pathlib.Path | None = None,
     mesh: Mesh | None = None,
-    progress: Any = None,
-) -> Any:
-    """Any function of a PRNG key and named values over a grid: vmapped, chunked, sharded, stored and labelled.
+    progress: Progress = None,
+) -> "xarray.Dataset":
+    """Run any function of a PRNG key and named values over a grid: vmapped, chunked, sharded, stored and labelled.
 
     Args:
         function: (key, **axes) -> array or dict of arrays; it is traced. The key of seed s is the same in all cells.
@@ -102,11 +118,7 @@ def sweep_function(
     >>> dict(ds.value.sizes)
     {'sigma': 2, 'seed': 4, 'value_0': 3}
     """
-    if not callable(function):
-        raise ValueError(f"function must be callable, got {type(function).__name__}")
-    count = isinstance(seeds, int | np.integer) and not isinstance(seeds, bool)
-    named = dict(axes or {}) | {"seed": range(_checks.whole("seeds", seeds, 1)) if count else seeds}
-    checked = grids.axis_values(named)
+    checked = grids.axis_values(dict(axes or {}) | {"seed": as_seeds(seeds)})
     checked["seed"] = tuple(_checks.whole("seeds", s, 0) for s in checked["seed"])
     missing = _missing(function, [name for name in checked if name != "seed"])
     if missing:
@@ -117,15 +129,15 @@ def sweep_function(
         grid=grid,
         groups=grids.make_groups(grid, static, 0.0, 1, [n for n in checked if n not in static]),
         shared=None,
-        chunk=1024 if chunk is None else _checks.whole("chunk", chunk, 1),
+        chunk=1024 if chunk is None else chunk,
         function=function,
         key=as_key(key),
         dims={name: list(some) for name, some in (dims or {}).items()},
     ).run(store=store, mesh=mesh, progress=progress)
 
 
-def _missing(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Names that ``function`` has no argument for."""
+def _missing(function: Callable[..., PyTree], names: Sequence[str]) -> list[str]:
+    """Return the names that ``function`` has no argument for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []

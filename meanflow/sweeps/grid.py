@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from meanflow import _checks
+
+Value: TypeAlias = Any  # of an axis: a number, a name, or any object that a model, law or solver takes
 
 
 @dataclass(frozen=True)
@@ -21,25 +23,32 @@ class Grid:
     ((2, 3), {'width': 128, 'seed': 1})
     """
 
-    axes: dict[str, tuple[Any, ...]]
+    axes: dict[str, tuple[Value, ...]]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length of each axis."""
+        """The length of each axis."""
         return tuple(len(values) for values in self.axes.values())
 
     @property
     def size(self) -> int:
-        """Number of cells."""
+        """The number of cells."""
         return int(np.prod(self.shape, dtype=np.int64))
 
-    def at(self, cell: int) -> dict[str, Any]:
-        """The value of each axis at a cell."""
-        places = np.unravel_index(cell, self.shape)
-        return {name: values[k] for (name, values), k in zip(self.axes.items(), places, strict=True)}
+    def places(self, cell: int) -> dict[str, int]:
+        """Return the position of a cell along each axis.
 
-    def find(self, **values: Any) -> int:
-        """The cell with these values; axes of length 1 may be left out."""
+        >>> Grid({"width": (64, 128), "seed": (0, 1, 2)}).places(4)
+        {'width': 1, 'seed': 1}
+        """
+        return {name: int(k) for name, k in zip(self.axes, np.unravel_index(cell, self.shape), strict=True)}
+
+    def at(self, cell: int) -> dict[str, Value]:
+        """Return the value of each axis at a cell."""
+        return {name: self.axes[name][k] for name, k in self.places(cell).items()}
+
+    def find(self, **values: Value) -> int:
+        """Return the cell with these values; axes of length 1 may be left out."""
         unknown = set(values) - set(self.axes)
         if unknown:
             raise ValueError(f"cell must name axes among {list(self.axes)}, got {sorted(unknown)}")
@@ -65,13 +74,20 @@ class Group:
     """
 
     size: int
-    fixed: tuple[tuple[str, Any], ...]
+    fixed: tuple[tuple[str, Value], ...]
     cells: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Cells run together; ``name`` is that of its file in the store, ``length`` the same for a whole group."""
+    """Cells that run together.
+
+    Attributes:
+        group: number of their group.
+        cells: the cells, in the order of the results.
+        length: number of cells that the program of the group is compiled for; the last chunk may have fewer.
+        name: name of the chunk's file in a store.
+    """
 
     group: int
     cells: tuple[int, ...]
@@ -80,7 +96,7 @@ class Chunk:
 
 
 def group_widths(widths: Iterable[int], waste: float = 0.15, multiple: int = 1) -> list[tuple[int, ...]]:
-    """Splits widths into the fewest groups whose padding stays below a share of the whole.
+    """Split widths into the fewest groups whose padding stays below a share of the whole.
 
     Every cloud of a group is stored at the size of its widest (rounded up to ``multiple``). With padded the sum of
     stored and real the sum of true widths, (padded - real)/padded <= waste. Among partitions into the fewest groups the
@@ -127,7 +143,7 @@ def group_widths(widths: Iterable[int], waste: float = 0.15, multiple: int = 1) 
 
 
 def padding_waste(groups: Sequence[Group], grid: Grid) -> float:
-    """(padded - real)/padded over all cells."""
+    """Return (padded - real)/padded over all cells, with padded the stored and real the true number of particles."""
     padded = sum(group.size * len(group.cells) for group in groups)
     real = sum(grid.at(cell)["width"] for group in groups for cell in group.cells)
     return (padded - real) / padded
@@ -135,37 +151,49 @@ def padding_waste(groups: Sequence[Group], grid: Grid) -> float:
 
 def make_groups(
     grid: Grid, static: Sequence[str], waste: float, multiple: int, order: Sequence[str]
-) -> list[Group]:
-    """Cells by width group and by the values of the ``static`` axes; inside, sorted along ``order``."""
+) -> tuple[Group, ...]:
+    """Divide the cells by width group and by the values of the ``static`` axes.
+
+    Args:
+        grid: the grid.
+        static: axes whose values select a program.
+        waste: allowed share of padding, as in ``group_widths``.
+        multiple: stored sizes are multiples of this.
+        order: axes along which the cells of a group are sorted, slowest first.
+    """
     bins = group_widths(grid.axes["width"], waste, multiple) if "width" in grid.axes else [()]
     sizes = {w: _round_up(max(some), multiple) for some in bins for w in some}
-    found: dict[Any, list[int]] = {}
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for cell in range(grid.size):
-        values = grid.at(cell)
-        size = sizes.get(values.get("width", 0), 0)
-        fixed = tuple(grid.axes[name].index(values[name]) for name in static)
-        found.setdefault((size, fixed), []).append(cell)
-    places = {name: k for k, name in enumerate(grid.axes)}
-    sort = [places[name] for name in order]
+        places = grid.places(cell)
+        size = sizes[grid.axes["width"][places["width"]]] if "width" in places else 0
+        found.setdefault((size, tuple(places[name] for name in static)), []).append(cell)
 
     def rank(cell: int) -> tuple[int, ...]:
-        index = np.unravel_index(cell, grid.shape)
-        return tuple(int(index[k]) for k in sort)
+        places = grid.places(cell)
+        return tuple(places[name] for name in order)
 
-    return [
+    return tuple(
         Group(
             size,
             tuple((name, grid.axes[name][k]) for name, k in zip(static, fixed, strict=True)),
             tuple(sorted(cells, key=rank)),
         )
         for (size, fixed), cells in sorted(found.items(), key=lambda item: item[0])
-    ]
+    )
 
 
-def make_chunks(groups: Sequence[Group], chunk: int | None, particles: int, devices: int = 1) -> list[Chunk]:
-    """Cuts each group into chunks of one length: at most ``chunk`` cells, or about ``particles`` a device.
+def make_chunks(
+    groups: Sequence[Group], chunk: int | None, particles: int, devices: int = 1
+) -> tuple[Chunk, ...]:
+    """Cut each group into chunks of one length.
 
-    Without ``chunk`` the length is a multiple of ``devices``, so that none of them is idle.
+    Args:
+        groups: the groups.
+        chunk: the most cells of a chunk; None for about ``particles`` particles on each device, in a multiple of
+            ``devices`` cells, so that none of them is idle.
+        particles: particles of a chunk on each device.
+        devices: number of devices.
     """
     lengths = []
     for group in groups:
@@ -177,17 +205,17 @@ def make_chunks(groups: Sequence[Group], chunk: int | None, particles: int, devi
     return cut(groups, lengths)
 
 
-def cut(groups: Sequence[Group], lengths: Sequence[int]) -> list[Chunk]:
-    """Chunks of the given length for each group."""
-    return [
+def cut(groups: Sequence[Group], lengths: Sequence[int]) -> tuple[Chunk, ...]:
+    """Cut each group into chunks of its given length."""
+    return tuple(
         Chunk(number, group.cells[k : k + length], length, f"{number:03d}-{k // length:05d}")
         for number, (group, length) in enumerate(zip(groups, lengths, strict=True))
         for k in range(0, len(group.cells), length)
-    ]
+    )
 
 
-def axis_values(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Checks named axes: each a non-empty sequence of distinct values; numbers become Python numbers."""
+def axis_values(axes: Mapping[str, Iterable[Value]]) -> dict[str, tuple[Value, ...]]:
+    """Check named axes, each a non-empty sequence of distinct values, and return them with Python's own numbers."""
     checked = {}
     for name, values in axes.items():
         if not str(name).isidentifier():
@@ -205,8 +233,8 @@ def axis_values(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return checked
 
 
-def is_traceable(values: Sequence[Any]) -> bool:
-    """Whether an axis holds numbers only, so that one program covers all its values."""
+def is_traceable(values: Sequence[Value]) -> bool:
+    """Say whether an axis holds numbers only, so that one program covers all its values."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 

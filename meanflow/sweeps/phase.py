@@ -1,22 +1,29 @@
 """Phase diagrams: how observables scale with the width, over the output scale, the balance and the initial scale."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Array, Num
 from scipy import optimize
 
 from meanflow import _checks
-from meanflow.measures.dataset import Dataset
-from meanflow.sweeps import summary
-from meanflow.sweeps.sweep import sweep
+from meanflow.flows.flow import Flow
+from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import DATA, Dataset
+from meanflow.sweeps import results
+from meanflow.sweeps.networks import sweep
 from meanflow.univariate.models import lifted
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
 
 COLLAPSE = ("a", "a_error", "b", "b_error", "quality", "raw")
 NO_OVERLAP = 1e6
 VARIABLES = ("angle_displacement", "kernel_drift", "energy")
 
 
+@_checks.arguments(data=DATA, level=_checks.optional(_checks.number(above=0.0)))
 def phase_diagram(
     data: Dataset,
     *,
@@ -27,10 +34,10 @@ def phase_diagram(
     seeds: int | Sequence[int] = 4,
     variables: Sequence[str] = VARIABLES,
     level: float | None = None,
-    init: Callable[..., Any] | None = None,
+    init: Callable[..., Cloud] | None = None,
     **settings: Any,
-) -> Any:
-    """Exponents in the width of univariate ReLU networks with output scale alpha(m) = m^alpha.
+) -> "xarray.Dataset":
+    """Fit exponents in the width of univariate ReLU networks with output scale alpha(m) = m^alpha.
 
     One sweep over width x alpha x delta x scale x seed of ``lifted`` flows, on the lazy clock, so that all cells
     are compared at the same stage of training; the exponent itself is a number of the program, not a reason to compile.
@@ -52,8 +59,6 @@ def phase_diagram(
     """
     if len(widths) < 2:
         raise ValueError(f"widths must hold at least two widths to fit an exponent, got {list(widths)}")
-    if level is not None:
-        _checks.at_least("level", level, 0.0, strict=True)
     named = [name for name in variables if name not in ("energy", "t")]
     runs = sweep(
         _scaled,
@@ -75,8 +80,8 @@ def phase_diagram(
     return fitted.assign(more).assign_attrs(runs.attrs)
 
 
-def _collapsed(value: Any) -> Any:
-    """The numbers of ``COLLAPSE`` for final values over (width, delta, seed) and further axes, which stay."""
+def _collapsed(value: "xarray.DataArray") -> "xarray.DataArray":
+    """Return the numbers of ``COLLAPSE`` for final values over (width, delta, seed) and further axes, which stay."""
     import xarray
 
     found = xarray.apply_ufunc(
@@ -91,17 +96,18 @@ def _collapsed(value: Any) -> Any:
     return found.assign_coords(number=list(COLLAPSE))
 
 
-def _scaled(width: Any, alpha: Any) -> Any:
+def _scaled(width: float | Num[Array, ""], alpha: float | Num[Array, ""]) -> Flow:
+    """Return the model with output scale width^alpha."""
     return lifted(alpha=width**alpha)
 
 
-def _final(runs: Any, name: str) -> Any:
-    """Last save of a variable; failed cells become NaN."""
-    return summary.final(runs, name).where(~summary.failed(runs))
+def _final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":
+    """Return the last save of a variable; failed cells become NaN."""
+    return results.final(runs, name).where(~results.failed(runs))
 
 
-def _compared(runs: Any, name: str, level: float | None) -> Any:
-    """The value of a variable with which a run enters a fit; NaN for runs that failed or never reached the level."""
+def _compared(runs: "xarray.Dataset", name: str, level: float | None) -> "xarray.DataArray":
+    """Return the value with which a run enters a fit; NaN for runs that failed or never reached the level."""
     if level is None:
         return _final(runs, name)
     along = next(d for d in ("time", "step") if d in runs.energy.dims)
@@ -115,11 +121,11 @@ def _compared(runs: Any, name: str, level: float | None) -> Any:
         kwargs={"level": level},
         vectorize=True,
     )
-    return found.where(~summary.failed(runs))
+    return found.where(~results.failed(runs))
 
 
 def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
-    """``value`` where ``energy`` first falls to ``level`` times its start, linear in the logarithm of the energy."""
+    """Return ``value`` where ``energy`` first falls to ``level`` times its start, linear in log energy."""
     below = np.flatnonzero(energy <= level * energy[0])
     if not below.size:
         return np.nan
@@ -131,8 +137,11 @@ def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
     return float(value[k - 1] + share * (value[k] - value[k - 1]))
 
 
-def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES, level: float | None = None) -> Any:
-    """Fits value ~ prefactor * width^exponent at the end of every run of a sweep, or where its loss reaches ``level``.
+@_checks.arguments(level=_checks.optional(_checks.number(above=0.0)))
+def fit_exponents(
+    runs: "xarray.Dataset", variables: Sequence[str] = VARIABLES, level: float | None = None
+) -> "xarray.Dataset":
+    """Fit value ~ prefactor * width^exponent at the end of every run of a sweep, or where its loss reaches ``level``.
 
     The logarithms are averaged over seeds and fitted by least squares over widths. The standard error joins the scatter
     of the fit around a power law (three widths or more) with the scatter over seeds (two or more).
@@ -144,6 +153,15 @@ def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES, level: float 
 
     Returns:
         ``exponent_<name>``, ``error_<name>`` and ``prefactor_<name>`` over the other axes of the sweep.
+
+    >>> import numpy as np, xarray
+    >>> widths = np.array([10, 20, 40])
+    >>> runs = xarray.Dataset(
+    ...     {"speed": (("width", "seed"), 3.0 / widths[:, None]), "result": (("width", "seed"), np.zeros((3, 1)))},
+    ...     {"width": widths},
+    ... )
+    >>> round(float(fit_exponents(runs, ["speed"]).exponent_speed), 6)
+    -1.0
     """
     import xarray
 
@@ -152,9 +170,9 @@ def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES, level: float 
     fitted = {}
     for name in variables:
         if name not in runs:
-            raise ValueError(f"variables must be among {sorted(runs.data_vars)}, got {name!r}")
+            raise ValueError(f"variables must be among {sorted(map(str, runs.data_vars))}, got {name!r}")
         value = _compared(runs, name, level)
-        logs = np.log(value.where(value > 0))
+        logs: Any = np.log(value.where(value > 0))  # a DataArray again, which numpy's types do not say
         other = [d for d in logs.dims if d not in ("width", "seed")]
         slope, error, prefactor = xarray.apply_ufunc(
             _fit,
@@ -171,16 +189,16 @@ def fit_exponents(runs: Any, variables: Sequence[str] = VARIABLES, level: float 
 
 
 def _fit(x: np.ndarray, logs: np.ndarray) -> tuple[float, float, float]:
-    """Slope, its standard error and exp(intercept) of the seed means of ``logs`` (width, seed) against ``x``."""
+    """Return slope, its standard error and exp(intercept) of the seed means of ``logs`` (width, seed) against ``x``."""
     good = np.isfinite(logs).all(axis=0)  # a seed counts if it succeeded at every width
     if not good.any():
         return np.nan, np.nan, np.nan
     logs = logs[:, good]
-    centred = x - x.mean()
-    weight = centred / np.sum(centred**2)
+    centered = x - x.mean()
+    weight = centered / np.sum(centered**2)
     slopes = weight @ logs
     slope, mean = float(slopes.mean()), logs.mean(axis=1)
-    rest = mean - mean.mean() - slope * centred
+    rest = mean - mean.mean() - slope * centered
     error = np.sum(rest**2) / (len(x) - 2) * np.sum(weight**2) if len(x) > 2 else 0.0
     if slopes.size > 1:
         error += slopes.var(ddof=1) / slopes.size
@@ -189,9 +207,13 @@ def _fit(x: np.ndarray, logs: np.ndarray) -> tuple[float, float, float]:
 
 
 def collapse(
-    runs: Any, variable: str = "angle_displacement", *, along: str = "delta", level: float | None = None
+    runs: "xarray.Dataset",
+    variable: str = "angle_displacement",
+    *,
+    along: str = "delta",
+    level: float | None = None,
 ) -> dict[str, float]:
-    """Finite-size collapse: exponents (a, b) with value * m^b a function of along * m^a alone.
+    """Fit the finite-size collapse: exponents (a, b) with value * m^b a function of along * m^a alone.
 
     The curves of all widths are put on one another: (a, b) minimise the mean square deviation, in logarithms of the
     value, of the points of each width from the interpolated curve of every other width, where they overlap.
@@ -221,12 +243,12 @@ def collapse(
     return dict(zip(COLLAPSE, map(float, numbers), strict=True))
 
 
-def _can_collapse(value: Any, along: str) -> bool:
+def _can_collapse(value: "xarray.DataArray", along: str) -> bool:
     return value.sizes["width"] >= 2 and int(np.isfinite(value[along].values).sum()) >= 3
 
 
 def _collapse(widths: np.ndarray, control: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The numbers of ``COLLAPSE`` for ``values`` (width, along, seed)."""
+    """Return the numbers of ``COLLAPSE`` for ``values`` (width, along, seed)."""
     order = np.argsort(control)
     order = order[np.isfinite(control[order])]
     m, control = np.log(widths.astype(float)), control[order]
@@ -246,7 +268,7 @@ def _collapse(widths: np.ndarray, control: np.ndarray, values: np.ndarray) -> np
 
 
 def _seed_mean(logs: np.ndarray) -> np.ndarray:
-    """Mean over the last axis of what is finite, NaN where nothing is."""
+    """Return the mean over the last axis of what is finite, NaN where nothing is."""
     good = np.isfinite(logs)
     count = good.sum(axis=-1)
     return np.where(count > 0, np.where(good, logs, 0.0).sum(axis=-1) / np.maximum(count, 1), np.nan)
@@ -255,7 +277,7 @@ def _seed_mean(logs: np.ndarray) -> np.ndarray:
 def _best_overlap(
     m: np.ndarray, control: np.ndarray, curves: np.ndarray, starts: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, float]:
-    """The exponents with the least gap between curves (width, along), and that gap."""
+    """Return the exponents with the least gap between curves (width, along), and that gap."""
     options = {"xatol": 1e-4, "fatol": 1e-10}
     found = [
         optimize.minimize(_gap, s, (m, control, curves), method="Nelder-Mead", options=options)
@@ -266,7 +288,7 @@ def _best_overlap(
 
 
 def _gap(p: np.ndarray, m: np.ndarray, control: np.ndarray, curves: np.ndarray) -> float:
-    """Mean square deviation of the rescaled curves from one another, at exponents p = (a, b)."""
+    """Return the mean square deviation of the rescaled curves from one another, at exponents p = (a, b)."""
     rows = [np.flatnonzero(np.isfinite(row)) for row in curves]
     places = [
         np.arcsinh(control[row] * np.exp(np.clip(p[0] * (m[k] - m.mean()), -200, 200)))

@@ -1,160 +1,166 @@
-"""A planned grid of runs: what is common to sweeps of flows and of users' functions."""
+"""A planned grid of runs: what is common to sweeps of networks and of users' functions."""
 
+import abc
 import pathlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, ArrayLike, Key, PyTree, Shaped, UInt32
 
+from meanflow import _checks
+from meanflow._identity import Json, json_digest, source_digest
 from meanflow.solvers.solution import versions
 from meanflow.sweeps import grid as grids
-from meanflow.sweeps import hosts, labels, program, runner
+from meanflow.sweeps import results, runner
 from meanflow.sweeps.grid import Chunk, Grid, Group
-from meanflow.sweeps.store import Store, StoreError, finished_chunks, read_chunk, read_config
+from meanflow.sweeps.program import Cell
+from meanflow.sweeps.store import finished_chunks, read_chunk, read_config
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
 
 
-@dataclass(kw_only=True)
-class Plan:
-    """Cells, how they are grouped and chunked, and how they are run. Nothing is computed before ``run``.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan(abc.ABC):
+    """Cells, how they are grouped, and how they are run. A plan never changes, and computes nothing before ``run``.
 
     Attributes:
         grid: the named axes.
         groups: cells that share a compiled program.
-        chunks: cells that are run and stored together.
         shared: pytree that every cell gets.
-        chunk: the most cells in a chunk, or None.
+        chunk: the most cells that run at once, or None for what suits the devices.
         request: the configuration tables this plan was built from, kept in the store for ``meanflow resume``.
-        multiple: stored clouds are filled up to a multiple of this (devices along ``particles``).
     """
 
     grid: Grid
-    groups: list[Group]
-    shared: Any
+    groups: tuple[Group, ...]
+    shared: PyTree
     chunk: int | None
-    request: dict[str, Any] | None = None
-    multiple: int = 1
-    chunks: list[Chunk] = field(default_factory=list)
+    request: Json | None = None
 
-    def __post_init__(self) -> None:
-        self.chunks = grids.make_chunks(self.groups, self.chunk, _particle_budget(), jax.device_count())
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Cells that are run and stored together, on the devices of this process."""
+        return grids.make_chunks(self.groups, self.chunk, _particle_budget(), jax.device_count())
 
-    def cell(self, group: Group) -> Any:
-        """The program of one cell of a group."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def cell(self, group: Group) -> Cell:
+        """Return the program of one cell of a group."""
 
-    def inputs(self, group: Group, cells: Sequence[int]) -> dict[str, Any]:
-        """What the program takes for some cells, as host arrays with a leading axis."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def inputs(self, group: Group, cells: Sequence[int], multiple: int = 1) -> PyTree[np.ndarray]:
+        """Return what the program takes for some cells, as host arrays with a leading axis.
 
-    def identity(self) -> dict[str, Any]:
-        """JSON-ready description of everything that decides the result."""
-        raise NotImplementedError
+        Args:
+            group: the group of the cells.
+            cells: numbers of the cells.
+            multiple: clouds are filled up to a multiple of this size, the number of devices that share a cloud.
+        """
 
-    def layout(self) -> dict[str, Any]:
-        """JSON-ready description of axes, chunks and variables."""
+    @abc.abstractmethod
+    def identity(self) -> Json:
+        """Return a JSON-ready description of everything that decides the numbers."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise ValueError for what can be seen to be wrong before anything is compiled."""
+
+    def layout(self, chunks: Sequence[Chunk] | None = None) -> Json:
+        """Return a JSON-ready description of axes, chunks and variables.
+
+        Args:
+            chunks: the division into chunks; default that of the plan.
+        """
+        chunks = self.chunks if chunks is None else chunks
         return {
-            "axes": {name: labels.axis_labels(values) for name, values in self.grid.axes.items()},
-            "chunks": [[c.name, c.group, c.length, list(c.cells)] for c in self.chunks],
+            "axes": {name: results.axis_labels(values) for name, values in self.grid.axes.items()},
+            "chunks": {
+                c.name: {"group": c.group, "length": c.length, "cells": list(c.cells)} for c in chunks
+            },
             "along": None,
             "variables": {},
             "coords": {},
         }
 
-    def check(self) -> None:
-        """Raises ValueError for what can be seen to be wrong before anything is compiled."""
+    def config(self, chunks: Sequence[Chunk] | None = None) -> Json:
+        """Return the content of ``config.json``: identity of the run, versions, and layout.
 
-    def config(self) -> dict[str, Any]:
-        """Identity of the run, versions, and layout: the content of ``config.json``."""
-        config = {"run": self.identity(), "versions": all_versions(), "layout": self.layout()}
+        The cells of every group are part of the identity: a chunk is stored by its place in its group, so its
+        numbers would be taken for those of other cells if the groups changed.
+        """
+        groups = {f"{number:03d}": _describe_group(self.grid, g) for number, g in enumerate(self.groups)}
+        config = {
+            "run": self.identity() | {"groups": groups},
+            "versions": all_versions(),
+            "source": source_digest(),
+            "layout": self.layout(chunks),
+        }
         return config if self.request is None else config | {"request": self.request}
 
     def run(
-        self, *, store: str | pathlib.Path | None = None, mesh: Mesh | None = None, progress: Any = None
-    ) -> Any:
-        """Runs what is not in the store yet and returns the labelled data set; see ``sweep``."""
-        mesh = program.check_mesh(mesh)
-        self.multiple = 1 if mesh is None else mesh.shape[program.PARTICLES]
-        self.check()
-        opened = None if store is None else self._open(store)
-        results = runner.run_chunks(
-            self, store=opened, stored=store is not None, mesh=mesh, progress=progress
-        )
-        config = self.config()
-        return labels.assemble(self.grid, self.chunks, results, config["layout"], labels.provenance(config))
+        self,
+        *,
+        store: str | pathlib.Path | None = None,
+        mesh: Mesh | None = None,
+        progress: runner.Progress = None,
+    ) -> "xarray.Dataset":
+        """Run what is not in the store yet and return the labelled data set.
 
-    def _open(self, store: str | pathlib.Path) -> Store | None:
-        """The store on process 0; the chunks of an earlier run are kept, whatever this platform would choose."""
-        opened, problem = None, ""
-        lengths = np.zeros(len(self.groups), np.int64)
-        if hosts.is_lead():
-            try:
-                opened = Store(store, self.config())
-                lengths = self._lengths(opened)
-            except StoreError as error:
-                problem = str(error)
-        problem = hosts.agree(problem)
-        if problem:
-            raise StoreError(problem)
-        self.chunks = grids.cut(self.groups, hosts.share(lengths).tolist())
-        return opened
-
-    def _lengths(self, store: Store) -> np.ndarray:
-        """Cells per chunk of each group: as stored, but ``chunk`` decides where nothing is finished yet."""
-        old = read_config(store.path)["layout"]
-        lengths, wanted = np.zeros((2, len(self.groups)), np.int64)
-        for _, number, length, _ in old["chunks"]:
-            lengths[number] = length
-        if self.chunk is None:
-            return lengths
-        for chunk in self.chunks:
-            wanted[chunk.group] = chunk.length
-        done = store.finished()
-        begun = np.isin(
-            np.arange(len(lengths)), [number for name, number, *_ in old["chunks"] if name in done]
-        )
-        if begun.all() and not np.array_equal(lengths, wanted):
-            raise StoreError(
-                f"store {store.path} was written in chunks of {sorted(set(lengths.tolist()))} cells; "
-                f"leave chunk out to go on with them, got chunk={self.chunk}"
-            )
-        new = np.where(begun, lengths, wanted)
-        if not np.array_equal(lengths, new):
-            self.chunks = grids.cut(self.groups, new.tolist())
-            store.set_layout(self.layout())
-        return new
+        Args:
+            store: run directory, or None to keep nothing.
+            mesh: devices, axes ``sweep`` and ``particles``; default all devices along ``sweep``.
+            progress: as in ``sweep``.
+        """
+        chunks, arrays = runner.run_plan(self, store=store, mesh=mesh, progress=progress)
+        config = self.config(chunks)
+        return results.assemble(self.grid, chunks, arrays, config["layout"], results.provenance(config))
 
 
-def load(store: str | pathlib.Path) -> Any:
-    """The data set of a run directory, as far as it is finished; missing cells are NaN (result -1)."""
+@_checks.arguments(store=_checks.path)
+def load(store: str | pathlib.Path) -> "xarray.Dataset":
+    """Return the data set of a run directory, as far as it is finished; missing cells are NaN (-1 for integers).
+
+    Reading needs no lock: a directory can be loaded while a sweep writes there.
+
+    Args:
+        store: the run directory.
+
+    Raises:
+        StoreError: if this is no run directory, or one that is damaged; the message says what to do.
+    """
     config = read_config(store)
     layout = config["layout"]
     grid = Grid({name: tuple(values) for name, values in layout["axes"].items()})
-    chunks = [Chunk(number, tuple(cells), length, name) for name, number, length, cells in layout["chunks"]]
+    chunks = [
+        Chunk(planned["group"], tuple(planned["cells"]), planned["length"], name)
+        for name, planned in layout["chunks"].items()
+    ]
     there = finished_chunks(store)
-    results = {c.name: read_chunk(store, c.name) for c in chunks if c.name in there}
-    return labels.assemble(grid, chunks, results, layout, labels.provenance(config))
+    arrays = {c.name: read_chunk(store, c.name, config) for c in chunks if c.name in there}
+    return results.assemble(grid, chunks, arrays, layout, results.provenance(config))
 
 
 def all_versions() -> dict[str, str]:
-    """Versions of the packages that decide the numbers and the format."""
+    """Return the versions of the packages that decide the numbers and the format of a store."""
     import xarray
     import zarr
 
     return versions() | {"xarray": xarray.__version__, "zarr": zarr.__version__}
 
 
-def numbers(values: Sequence[Any]) -> np.ndarray:
-    """Axis values as an array of the default float or integer type."""
+def numbers(values: Sequence[float]) -> Shaped[np.ndarray, "cells"]:
+    """Return axis values as an array of JAX's default float or integer type."""
     array = np.asarray(values)
     return array.astype(jnp.result_type(float) if array.dtype.kind == "f" else jnp.result_type(int))
 
 
-def as_key(key: Any) -> jax.Array:
-    """A PRNG key from an integer, a key, or the raw numbers of one."""
+def as_key(key: int | Key[Array, ""] | UInt32[ArrayLike, "words"]) -> Key[Array, ""]:
+    """Return a PRNG key from an integer, a key, or the raw numbers of one."""
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
         return jax.random.key(key)
     if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -164,6 +170,22 @@ def as_key(key: Any) -> jax.Array:
     raise ValueError(f"key must be an integer or a PRNG key, got {key!r}")
 
 
+def as_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
+    """Return the list of seeds: 0, 1, ... if their number is given."""
+    return list(range(_checks.whole("seeds", seeds, 1))) if isinstance(seeds, int | np.integer) else seeds
+
+
+def _describe_group(grid: Grid, group: Group) -> Json:
+    """Return size, widths and cells of a group in a form that shows a reader what differs."""
+    cells = {"cells": f"{len(group.cells)}:{json_digest(group.cells)}"}
+    if "width" not in grid.axes:
+        return cells
+    return {
+        "size": group.size,
+        "widths": sorted({grid.at(cell)["width"] for cell in group.cells}),  # type: ignore[type-var]
+    } | cells
+
+
 def _particle_budget() -> int:
-    """Particles of a chunk on each device: enough to hide the cost of a step, few enough to store often."""
+    """Return the particles of a chunk on each device: enough to hide the cost of a step, few enough to store often."""
     return 2**15 if jax.default_backend() == "cpu" else 2**20

@@ -5,15 +5,18 @@ axis of ``inputs``; over a mesh, the axis ``sweep`` is split by shard_map (cells
 steps) and the axis ``particles`` by the compiler, which sums over devices where a prediction sums over neurons.
 """
 
+import abc
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
+from jaxtyping import Array, PyTree
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
@@ -25,9 +28,19 @@ from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
 
 SWEEP, PARTICLES = "sweep", "particles"
+Results: TypeAlias = dict[str, Array]
+Values: TypeAlias = dict[str, Any]  # values of named axes or settings, of any kind
 
 
-class RunCell(eqx.Module):
+class Cell(eqx.Module):
+    """The program of one cell: a pure function of what all cells share and of the cell's own inputs."""
+
+    @abc.abstractmethod
+    def __call__(self, shared: PyTree, inputs: Mapping[str, PyTree]) -> Results:
+        """Return the results of the cell as arrays by name."""
+
+
+class RunCell(Cell):
     """One training run: inputs {cloud, axes, key} -> energies, observables, result code.
 
     Attributes:
@@ -39,21 +52,21 @@ class RunCell(eqx.Module):
         fixed: values of the axes that are not traced.
     """
 
-    flow: Any
+    flow: Flow | Callable[..., Flow]
     observe: dict[str, Observable]
-    horizon: dict[str, Any]
-    settings: dict[str, Any]
+    horizon: Values
+    settings: Values
     taken: dict[str, tuple[str, ...]]
-    fixed: dict[str, Any]
+    fixed: Values
 
-    def flow_at(self, values: dict[str, Any]) -> Flow:
-        """The model of a cell."""
+    def flow_at(self, values: Values) -> Flow:
+        """Return the model of a cell with these axis values."""
         if isinstance(self.flow, Flow):
             return self.flow
         return self.flow(**{name: values[name] for name in self.taken["flow"]})
 
-    def solution(self, data: Dataset, inputs: dict[str, Any]) -> Solution:
-        """The run as the solver returns it."""
+    def solution(self, data: Dataset, inputs: Mapping[str, PyTree]) -> Solution:
+        """Return the run as the solver returns it."""
         values = self.fixed | inputs["axes"]
         settings = self.settings | {name: values[name] for name in self.taken["solver"]}
         if "key" in inputs:
@@ -73,12 +86,12 @@ class RunCell(eqx.Module):
             **settings,
         )
 
-    def __call__(self, data: Dataset, inputs: dict[str, Any]) -> dict[str, jax.Array]:
-        """Arrays by name; the leading axis of all but ``result`` and the counts is the save time."""
-        run = self.solution(data, inputs)
+    def __call__(self, shared: Dataset, inputs: Mapping[str, PyTree]) -> Results:
+        """Return arrays by name; the leading axis of all but ``result`` and the counts is the save time."""
+        run = self.solution(shared, inputs)
         reached = jnp.isfinite(run.ts)
 
-        def mask(u: jax.Array) -> jax.Array:
+        def mask(u: Array) -> Array:
             if not jnp.issubdtype(u.dtype, jnp.floating):
                 return u
             return jnp.where(reached.reshape((-1,) + (1,) * (u.ndim - 1)), u, jnp.nan)
@@ -88,23 +101,32 @@ class RunCell(eqx.Module):
         return {name: mask(u) for name, u in series.items()} | counts | {"result": run.result._value}
 
 
-class FunctionCell(eqx.Module):
-    """A user's function of a key and named values, as a cell."""
+class FunctionCell(Cell):
+    """A user's function of a key and named values, as a cell.
 
-    function: Callable[..., Any]
-    fixed: dict[str, Any]
+    Attributes:
+        function: (key, **values) -> array, or dict of arrays.
+        fixed: values of the axes that are not traced.
+    """
 
-    def __call__(self, shared: Any, inputs: dict[str, Any]) -> dict[str, jax.Array]:
-        """The function's arrays by name; a single array is called ``value``."""
+    function: Callable[..., PyTree]
+    fixed: Values
+
+    def __call__(self, shared: None, inputs: Mapping[str, PyTree]) -> Results:
+        """Return the function's arrays by name; a single array is called ``value``."""
         values = self.fixed | inputs["axes"]
         out = self.function(jax.random.wrap_key_data(inputs["key"]), **values)
         named = flatten(out) if isinstance(out, dict) else {"value": out}
         return {name: jnp.asarray(u) for name, u in named.items()}
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, jax.Array]:
-    """Nested dicts of arrays as one dict; names are joined by underscores."""
-    flat: dict[str, jax.Array] = {}
+def flatten(tree: Mapping[str, PyTree], prefix: str = "") -> Results:
+    """Return nested dicts of arrays as one dict whose names are joined by underscores.
+
+    >>> list(flatten({"end": {"square": jnp.ones(2)}}))
+    ['end_square']
+    """
+    flat: Results = {}
     for name, value in tree.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{name}_")
@@ -117,12 +139,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, jax.Array]:
     return flat
 
 
-def batched(cell: Any, shared: Any, inputs: Any, mesh: Mesh | None = None) -> dict[str, jax.Array]:
-    """``cell`` over the leading axis of ``inputs``; pure, so it can be jitted, differentiated and exported."""
+def batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None) -> Results:
+    """Map ``cell`` over the leading axis of ``inputs``; pure, so it can be jitted, differentiated and exported."""
     # closures would hide the arrays of the cell from shard_map
     arrays, rest = eqx.partition((cell, shared), eqx.is_array)
 
-    def run(arrays: Any, inputs: Any) -> dict[str, jax.Array]:
+    def run(arrays: PyTree, inputs: PyTree) -> Results:
         cell, shared = eqx.combine(arrays, rest)
         return jax.vmap(cell, in_axes=(None, 0))(shared, inputs)
 
@@ -139,17 +161,22 @@ def batched(cell: Any, shared: Any, inputs: Any, mesh: Mesh | None = None) -> di
     return across(arrays, inputs)
 
 
-def make_mesh(sweep: int | None = None, particles: int = 1, devices: Any = None) -> Mesh:
-    """A mesh with axes ``sweep`` and ``particles`` over all devices (of all processes), or the first few.
+@_checks.arguments(sweep=_checks.optional(_checks.count(1)), particles=_checks.count(1))
+def make_mesh(
+    sweep: int | None = None, particles: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Return a mesh with axes ``sweep`` and ``particles`` over all devices of all processes, or the first few.
 
     Args:
         sweep: devices along which cells are spread; default all that are left.
         particles: devices along which each cloud is spread.
         devices: default ``jax.devices()``.
+
+    >>> dict(make_mesh(sweep=1).shape)
+    {'sweep': 1, 'particles': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
-    particles = _checks.whole("particles", particles, 1)
-    sweep = max(1, len(devices) // particles) if sweep is None else _checks.whole("sweep", sweep, 1)
+    sweep = max(1, len(devices) // particles) if sweep is None else sweep
     if sweep * particles > len(devices):
         raise ValueError(
             f"a mesh of {sweep} x {particles} devices needs {sweep * particles}, got {len(devices)}"
@@ -158,7 +185,7 @@ def make_mesh(sweep: int | None = None, particles: int = 1, devices: Any = None)
 
 
 def check_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Refuses a mesh whose axes are not ``sweep`` and ``particles``; a single device needs none."""
+    """Return the mesh to use, None for a single device; refuse axes other than ``sweep`` and ``particles``."""
     if mesh is None:
         return make_mesh() if jax.device_count() > 1 else None
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {SWEEP, PARTICLES}:
@@ -168,11 +195,11 @@ def check_mesh(mesh: Mesh | None) -> Mesh | None:
     return mesh
 
 
-def specs(inputs: Any) -> Any:
-    """How the inputs are split: clouds along both axes, everything else along ``sweep``."""
+def specs(inputs: PyTree) -> PyTree[PartitionSpec]:
+    """Return how the inputs are split: clouds along both axes, everything else along ``sweep``."""
     by_cell = PartitionSpec(SWEEP)
 
-    def of(node: Any) -> Any:
+    def of(node: PyTree) -> PyTree[PartitionSpec]:
         if not isinstance(node, Cloud):
             return by_cell
         both = PartitionSpec(SWEEP, PARTICLES)
@@ -182,36 +209,36 @@ def specs(inputs: Any) -> Any:
     return jax.tree.map(of, inputs, is_leaf=lambda node: isinstance(node, Cloud))
 
 
-def place(inputs: Any, mesh: Mesh | None) -> Any:
-    """Host arrays on the devices of the mesh, each process filling its own."""
+def place(inputs: PyTree, mesh: Mesh | None) -> PyTree[Array]:
+    """Put host arrays on the devices of the mesh; each process fills its own."""
     if mesh is None:
         return jax.tree.map(jnp.asarray, inputs)
 
-    def put(u: np.ndarray, spec: PartitionSpec) -> jax.Array:
+    def put(u: np.ndarray, spec: PartitionSpec) -> Array:
         return jax.make_array_from_callback(u.shape, NamedSharding(mesh, spec), lambda index: u[index])
 
     return jax.tree.map(put, inputs, specs(inputs))
 
 
-def spread(shared: Any, mesh: Mesh | None) -> Any:
-    """Arrays that every device holds in full."""
+def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Return the same tree with every array held in full by every device of the mesh."""
     if mesh is None:
-        return shared
+        return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def put(u: Any) -> jax.Array:
+    def put(u: Array) -> Array:
         host = np.asarray(u)
         return jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
 
-    arrays, rest = eqx.partition(shared, eqx.is_array)
+    arrays, rest = eqx.partition(tree, eqx.is_array)
     return eqx.combine(jax.tree.map(put, arrays), rest)
 
 
-def compile_batched(cell: Any, shared: Any, inputs: Any, mesh: Mesh | None) -> Callable[..., Any]:
-    """The compiled program for inputs of these shapes, as a function of (cell, shared, inputs).
+def compile_batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None) -> Compiled:
+    """Return the compiled program for inputs of these shapes, as a function of the arrays of (cell, shared, inputs).
 
-    Compiled ahead of time: it can run on these shapes only, so a group of cells costs one compilation. Programs are
-    kept, and a later sweep with the same settings and shapes uses them again.
+    It is compiled ahead of time and can run on these shapes only, so a group of cells costs one compilation. Programs
+    are kept, and a later sweep with the same settings and shapes uses them again.
     """
     arrays, rest = eqx.partition((cell, shared, inputs), eqx.is_array)
     leaves, structure = jax.tree.flatten(rest)
@@ -227,18 +254,19 @@ def compile_batched(cell: Any, shared: Any, inputs: Any, mesh: Mesh | None) -> C
 
 
 @functools.lru_cache(maxsize=32)
-def _compile(key: Any) -> Any:
+def _compile(key: tuple[Any, ...]) -> Compiled:
+    """Compile the program that ``key`` (static parts, shapes, mesh) stands for."""
     leaves, structure, shape_leaves, shape_structure, mesh = key
     rest = jax.tree.unflatten(structure, leaves)
 
-    def run(arrays: Any) -> dict[str, jax.Array]:
+    def run(arrays: PyTree) -> Results:
         cell, shared, inputs = eqx.combine(arrays, rest)
         return batched(cell, shared, inputs, mesh)
 
     return jax.jit(run).lower(jax.tree.unflatten(shape_structure, shape_leaves)).compile()
 
 
-def output_shapes(cell: Any, shared: Any, inputs: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of one cell's results, without computing."""
+def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of one cell's results, without computing."""
     one = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), inputs)
     return eqx.filter_eval_shape(cell, shared, one)

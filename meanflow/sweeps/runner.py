@@ -1,122 +1,253 @@
-"""Runs the chunks of a grid: compile once per group, plan memory, store what is finished, report progress."""
+"""Runs a plan: compile once per group, plan memory, store what is finished, report progress.
+
+Several processes act as one: every process runs the same program on its own devices, JAX's distributed runtime moves
+the arrays, and process 0 alone opens the store, writes and reports.
+"""
 
 import contextlib
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
-from meanflow.sweeps import hosts, program
-from meanflow.sweeps.grid import Chunk, Grid, Group
+from meanflow._identity import difference
+from meanflow.sweeps import grid as grids
+from meanflow.sweeps import program
+from meanflow.sweeps.grid import Chunk, Group
+from meanflow.sweeps.program import Results
 from meanflow.sweeps.store import Store, StoreError
 
+if TYPE_CHECKING:
+    from meanflow.sweeps.plan import Plan
+
 MEMORY_SHARE = 0.9  # of the free memory that a chunk may take
-Progress = Callable[[int, int], None]
+# True, False, a function (cells done, cells in all), or None: a bar if the error output is a terminal
+Progress: TypeAlias = bool | Callable[[int, int], object] | None
+Arrays: TypeAlias = dict[str, np.ndarray]
+Tree = TypeVar("Tree")
 
 
-class Job(Protocol):
-    """What the runner needs to know of a sweep."""
-
-    grid: Grid
-    groups: list[Group]
-    chunks: list[Chunk]
-    shared: Any
-
-    def cell(self, group: Group) -> Any:
-        """The cell program of a group."""
-
-    def inputs(self, group: Group, cells: Sequence[int]) -> Any:
-        """Host arrays with the leading axis ``cells``."""
+def is_lead() -> bool:
+    """Say whether this process is the one that writes and reports."""
+    return jax.process_index() == 0
 
 
-def run_chunks(
-    job: Job, *, store: Store | None, stored: bool, mesh: Mesh | None, progress: Any = None
-) -> dict[str, dict[str, np.ndarray]]:
-    """All chunks of a job by name; those in the store are read, the others computed and stored.
+def gather(tree: Results) -> Arrays:
+    """Return arrays that are spread over the devices of all processes in full on each host."""
+    if jax.process_count() == 1:
+        return jax.tree.map(np.asarray, tree)
+    from jax.experimental import multihost_utils
 
-    Every process calls this with the same job and the same ``stored``, which says whether there is a store; the store
-    itself is on process 0. Chunks that are stored there count as finished.
+    return jax.tree.map(np.asarray, multihost_utils.process_allgather(tree, tiled=True))
+
+
+def share(value: Tree) -> Tree:
+    """Return what process 0 holds on every process: a pytree of arrays of the same shapes everywhere."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(value))
+
+
+def broadcast_error(message: str) -> str:
+    """Send process 0's error message to every process; '' means success."""
+    if jax.process_count() == 1:
+        return message
+    text = message.encode()[:4000]
+    padded = np.frombuffer(text.ljust(4000, b"\0"), np.uint8)
+    return bytes(share(padded)).rstrip(b"\0").decode(errors="replace")
+
+
+def run_plan(
+    plan: "Plan", *, store: str | pathlib.Path | None, mesh: Mesh | None, progress: Progress = None
+) -> tuple[Sequence[Chunk], Mapping[str, Arrays]]:
+    """Run the chunks of a plan that are not in the store yet.
+
+    Every process calls this with the same arguments; the store is opened by process 0 alone.
+
+    Args:
+        plan: what to run.
+        store: run directory, or None to keep nothing.
+        mesh: devices; None for all.
+        progress: whom to tell.
+
+    Returns:
+        The chunks, and the arrays of each by name.
     """
-    flags = np.array([store is not None and c.name in store.finished() for c in job.chunks], bool)
-    finished = hosts.share(flags)
-    results: dict[str, dict[str, np.ndarray]] = {}
-    cells_left = sum(len(c.cells) for c, done in zip(job.chunks, finished, strict=True) if not done)
-    with _reporter(progress, job.grid.size, job.grid.size - cells_left) as report:
+    mesh = program.check_mesh(mesh)
+    plan.check()
+    if store is None:
+        return plan.chunks, _Run(plan, plan.chunks, None, False, mesh).all_chunks(progress)
+    opened, chunks = _open(plan, store)
+    try:
+        return chunks, _Run(plan, chunks, opened, True, mesh).all_chunks(progress)
+    finally:
+        if opened is not None:
+            opened.close()
 
-        def keep(chunk: Chunk, running: Any) -> int:
-            out = hosts.gather(running)
-            results[chunk.name] = {name: u[: len(chunk.cells)] for name, u in out.items()}
-            if stored:  # on every process: all must hear whether the write succeeded
-                _save(store, chunk.name, results[chunk.name])
-            return len(chunk.cells)
 
-        compiled: dict[int, Any] = {}
-        shared = program.spread(job.shared, mesh)
-        ahead: list[tuple[Chunk, Any]] = []
-        try:
-            for chunk, done in zip(job.chunks, finished, strict=True):
-                group = job.groups[chunk.group]
-                if done:
-                    results[chunk.name] = _reread(job, group, chunk, store)
-                    continue
-                filled = _fill(chunk, mesh)
-                cell = program.spread(job.cell(group), mesh)
-                inputs = program.place(job.inputs(group, filled), mesh)
-                if chunk.group not in compiled:
-                    run = program.compile_batched(cell, shared, inputs, mesh)
-                    _check_memory(run, group, chunk, mesh)
-                    compiled[chunk.group] = run
-                arrays, _ = eqx.partition((cell, shared, inputs), eqx.is_array)
-                # one chunk ahead: the devices go on while the host writes, reports and prepares
-                ahead.append((chunk, compiled[chunk.group](arrays)))
-                if len(ahead) > 1:
-                    report(keep(*ahead.pop(0)))
-            while ahead:
-                report(keep(*ahead.pop(0)))
-        except BaseException:
-            while ahead:  # what runs is kept, whatever happened to the next
-                keep(*ahead.pop(0))
-            raise
-    return results
+def _open(plan: "Plan", path: str | pathlib.Path) -> tuple[Store | None, Sequence[Chunk]]:
+    """Open the store on process 0; the chunks of an earlier run are kept, whatever this platform would choose."""
+    opened, problem = None, ""
+    lengths = np.zeros(len(plan.groups), np.int64)
+    try:
+        if is_lead():
+            try:
+                opened = Store(path, plan.config())
+                lengths = _lengths(plan, opened)
+            except StoreError as error:
+                problem = str(error)
+        problem = broadcast_error(problem)
+        if problem:
+            raise StoreError(problem)
+        return opened, grids.cut(plan.groups, share(lengths).tolist())
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+
+
+def _lengths(plan: "Plan", store: Store) -> np.ndarray:
+    """Return the cells per chunk of each group: as stored, but ``chunk`` decides where nothing is finished yet."""
+    old = store.config["layout"]["chunks"]
+    lengths, wanted = np.zeros((2, len(plan.groups)), np.int64)
+    for planned in old.values():
+        lengths[planned["group"]] = planned["length"]
+    done = store.finished()
+    _check_cells(plan, store, lengths)
+    if plan.chunk is None:
+        return lengths
+    for chunk in plan.chunks:
+        wanted[chunk.group] = chunk.length
+    begun = np.isin(np.arange(len(lengths)), [old[name]["group"] for name in done if name in old])
+    if begun.all() and not np.array_equal(lengths, wanted):
+        raise StoreError(
+            f"store {store.path} was written in chunks of {sorted(set(lengths.tolist()))} cells; "
+            f"leave chunk out to go on with them, got chunk={plan.chunk}"
+        )
+    new = np.where(begun, lengths, wanted)
+    if not np.array_equal(lengths, new):
+        store.set_layout(plan.layout(grids.cut(plan.groups, new.tolist())))
+    return new
+
+
+def _check_cells(plan: "Plan", store: Store, lengths: np.ndarray) -> None:
+    """Refuse a store whose chunks hold other cells than this plan would put there."""
+    old = {name: planned["cells"] for name, planned in store.config["layout"]["chunks"].items()}
+    new = {c.name: list(c.cells) for c in grids.cut(plan.groups, np.maximum(lengths, 1).tolist())}
+    found = difference(old, new)
+    if found:
+        raise StoreError(
+            f"store {store.path} divides the grid into other chunks; use another directory. Cells of the first that "
+            f"differs: {found[0]}"
+        )
+
+
+class _Run:
+    """One pass over the chunks of a plan.
+
+    Args:
+        plan: what to run.
+        chunks: its division into chunks.
+        store: where finished chunks are, on process 0.
+        stored: whether there is a store; the same on all processes.
+        mesh: the devices.
+    """
+
+    def __init__(
+        self, plan: "Plan", chunks: Sequence[Chunk], store: Store | None, stored: bool, mesh: Mesh | None
+    ) -> None:
+        self.plan, self.chunks, self.store, self.stored, self.mesh = plan, chunks, store, stored, mesh
+        self.shared = program.replicate(plan.shared, mesh)
+        self.compiled: dict[int, Compiled] = {}
+        self.results: dict[str, Arrays] = {}
+
+    def all_chunks(self, progress: Progress) -> dict[str, Arrays]:
+        """Read the chunks that are in the store, compute and store the others; return their arrays by name."""
+        there = set() if self.store is None else self.store.finished()
+        finished = share(np.array([c.name in there for c in self.chunks], bool))
+        total = self.plan.grid.size
+        left = sum(len(c.cells) for c, done in zip(self.chunks, finished, strict=True) if not done)
+        ahead: list[tuple[Chunk, Results]] = []
+        with _reporter(progress, total, total - left) as report:
+            try:
+                for chunk, done in zip(self.chunks, finished, strict=True):
+                    if done:
+                        self.results[chunk.name] = self._reread(chunk)
+                        continue
+                    # one chunk ahead: the devices go on while the host writes, reports and prepares
+                    ahead.append((chunk, self._start(chunk)))
+                    if len(ahead) > 1:
+                        report(self._keep(*ahead.pop(0)))
+                while ahead:
+                    report(self._keep(*ahead.pop(0)))
+            except BaseException:
+                while ahead:  # what runs is kept, whatever happened to the next
+                    self._keep(*ahead.pop(0))
+                raise
+        return self.results
+
+    def _start(self, chunk: Chunk) -> Results:
+        """Start a chunk on the devices and return its results, which need not be there yet."""
+        group = self.plan.groups[chunk.group]
+        multiple = 1 if self.mesh is None else self.mesh.shape[program.PARTICLES]
+        cell = program.replicate(self.plan.cell(group), self.mesh)
+        filled = _fill(chunk, self.mesh)
+        inputs = program.place(self.plan.inputs(group, filled, multiple), self.mesh)
+        if chunk.group not in self.compiled:
+            compiled = program.compile_batched(cell, self.shared, inputs, self.mesh)
+            _check_memory(compiled, group, chunk, self.mesh)
+            self.compiled[chunk.group] = compiled
+        arrays, _ = eqx.partition((cell, self.shared, inputs), eqx.is_array)
+        return self.compiled[chunk.group](arrays)
+
+    def _keep(self, chunk: Chunk, running: Results) -> int:
+        """Wait for the results of a chunk and store them; return the number of its cells."""
+        out = gather(running)
+        self.results[chunk.name] = {name: u[: len(chunk.cells)] for name, u in out.items()}
+        if self.stored:
+            # on every process: all must hear whether the write succeeded
+            problem = ""
+            if self.store is not None:
+                try:
+                    self.store.write(chunk.name, self.results[chunk.name])
+                except StoreError as error:
+                    problem = str(error)
+            problem = broadcast_error(problem)
+            if problem:
+                raise StoreError(problem)
+        return len(chunk.cells)
+
+    def _reread(self, chunk: Chunk) -> Arrays:
+        """Return the stored results of a chunk, on every process."""
+        if jax.process_count() == 1:
+            assert self.store is not None
+            return self.store.read(chunk.name)
+        group = self.plan.groups[chunk.group]
+        one = self.plan.inputs(group, chunk.cells[:1])
+        shapes = program.output_shapes(self.plan.cell(group), self.plan.shared, one)
+        blank = {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
+        return share(self.store.read(chunk.name) if self.store is not None else blank)
 
 
 def _fill(chunk: Chunk, mesh: Mesh | None) -> list[int]:
-    """Cells of a chunk with the first one repeated up to the length its group is compiled for."""
+    """Return the cells of a chunk with the first one repeated up to the length its group is compiled for."""
     devices = 1 if mesh is None else mesh.shape[program.SWEEP]
     length = -(-chunk.length // devices) * devices
     return [*chunk.cells, *[chunk.cells[0]] * (length - len(chunk.cells))]
 
 
-def _reread(job: Job, group: Group, chunk: Chunk, store: Store | None) -> dict[str, np.ndarray]:
-    if jax.process_count() == 1:
-        assert store is not None
-        return store.read(chunk.name)
-    shapes = program.output_shapes(job.cell(group), job.shared, job.inputs(group, chunk.cells[:1]))
-    blank = {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
-    return hosts.share(store.read(chunk.name) if store is not None else blank)
-
-
-def _save(store: Store | None, name: str, arrays: dict[str, np.ndarray]) -> None:
-    problem = ""
-    if store is not None:
-        try:
-            store.write(name, arrays)
-        except StoreError as error:
-            problem = str(error)
-    problem = hosts.agree(problem)
-    if problem:
-        raise StoreError(problem)
-
-
-def free_memory(device: Any) -> int | None:
-    """Bytes a program may still take on a device, or None where the platform does not say."""
+def free_memory(device: jax.Device) -> int | None:
+    """Return the bytes that a program may still take on a device, or None where the platform does not say."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
@@ -130,8 +261,8 @@ def free_memory(device: Any) -> int | None:
     return None
 
 
-def _check_memory(compiled: Any, group: Group, chunk: Chunk, mesh: Mesh | None) -> None:
-    """Refuses a chunk whose compiled program needs more memory than there is, before it runs."""
+def _check_memory(compiled: Compiled, group: Group, chunk: Chunk, mesh: Mesh | None) -> None:
+    """Refuse a chunk whose compiled program needs more memory than there is, before it runs."""
     usage = compiled.memory_analysis()
     if usage is None:
         return
@@ -145,7 +276,7 @@ def _check_memory(compiled: Any, group: Group, chunk: Chunk, mesh: Mesh | None) 
 
 
 def check_fit(needed: int, free: int | None, group: Group, chunk: Chunk) -> None:
-    """Raises ValueError with a chunk size that fits, if ``needed`` bytes exceed the allowed share of ``free``."""
+    """Raise ValueError with a chunk size that fits, if ``needed`` bytes exceed the allowed share of ``free`` bytes."""
     if free is None or needed <= MEMORY_SHARE * free:
         return
     fits = int(chunk.length * MEMORY_SHARE * free / needed)
@@ -159,20 +290,20 @@ def check_fit(needed: int, free: int | None, group: Group, chunk: Chunk) -> None
 
 
 @contextlib.contextmanager
-def _reporter(progress: Any, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of cells just finished: a bar, a callback, or nothing."""
+def _reporter(progress: Progress, total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the number of cells just finished: it moves a bar, calls back, or does nothing."""
     if callable(progress):
-        seen = [done]
+        tell, seen = progress, [done]
 
-        def tell(count: int) -> None:
+        def pass_on(count: int) -> None:
             seen[0] += count
-            if hosts.is_lead():
-                progress(seen[0], total)
+            if is_lead():
+                tell(seen[0], total)
 
-        yield tell
+        yield pass_on
         return
     wanted = sys.stderr.isatty() if progress is None else bool(progress)
-    if not wanted or not hosts.is_lead():
+    if not wanted or not is_lead():
         yield lambda count: None
         return
     from rich import progress as rich

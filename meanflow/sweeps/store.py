@@ -1,140 +1,319 @@
 """A run directory: the configuration, and one Zarr group per finished chunk, each written atomically.
 
-    DIR/config.json            what is computed, with versions; written once
+    DIR/config.json            what is computed, with versions and the cells of every chunk; carries its own digest
     DIR/chunks/003-00012.zarr  a finished chunk: arrays whose leading axis are its cells
     DIR/chunks/.part-*         a chunk being written; never read, removed by the next run
+    DIR/.lock                  names the process that writes here; gone when that process ends in good order
 
 A chunk gets its final name by one rename after everything is written, so a killed run leaves only whole chunks. It
-carries a digest of each array, so files that were lost or changed later (a crashed machine, a bad copy) are noticed.
+records its name, its cells, the digest of the run it belongs to and a digest of each array, so that files which were
+lost, changed, or put in another's place later (a crashed machine, a bad copy) are noticed.
+
+One process at a time writes in a directory. Reading needs no lock: a reader sees whole chunks only.
 """
 
+import errno
 import json
 import os
 import pathlib
+import reprlib
 import shutil
-import uuid
+import socket
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from types import TracebackType
 
 import numpy as np
 
-from meanflow.sweeps.identity import array_text, difference
+from meanflow._files import PART, atomic_write
+from meanflow._identity import Json, array_text, difference, json_digest
 
-FORMAT = 2
-CONFIG, CHUNKS, PART = "config.json", "chunks", ".part-"
+try:
+    import fcntl
+except ImportError:  # no file locks on this platform
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 3
+CONFIG, CHUNKS, LOCK = "config.json", "chunks", ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class StoreError(ValueError):
-    """A run directory that cannot be used; nothing in it was changed."""
+    """A run directory that cannot be used; nothing in it was changed.
+
+    >>> import meanflow as mf
+    >>> try:
+    ...     mf.sweeps.load("no such directory")
+    ... except mf.sweeps.StoreError as error:
+    ...     print(error)
+    store must name a run directory, got no such directory, which has no config.json
+    """
 
 
 class Store:
-    """A run directory opened for one configuration.
+    """A run directory opened for writing by one process, which holds its lock until ``close`` or its end.
 
     Args:
         path: the directory; made if it does not exist.
-        config: JSON-ready description of the run. Everything under ``"run"`` must equal that of the directory.
+        config: JSON-ready description of the run. Everything under ``"run"`` must equal that of the directory;
+            ``"versions"`` and ``"source"`` may differ, with a warning; ``"layout"`` lists the chunks with their cells.
 
     Raises:
-        StoreError: if the directory holds another run, something else, or cannot be written.
+        StoreError: if the directory holds another run or something else, is being written by another process, or
+            cannot be written.
     """
 
-    def __init__(self, path: str | pathlib.Path, config: dict[str, Any]) -> None:
+    def __init__(self, path: str | pathlib.Path, config: Json) -> None:
         self.path = pathlib.Path(path)
         self.config = {"format": FORMAT, **config}
-        known = self.path / CONFIG
         try:
-            if known.exists():
-                self._compare(read_config(self.path))
-            elif self.path.exists() and not self._is_new():
-                raise StoreError(
-                    f"store must name a new or empty directory or an earlier run, got {self.path}, "
-                    "which holds other files; nothing was changed"
-                )
+            self._check_place()
             (self.path / CHUNKS).mkdir(parents=True, exist_ok=True)
             if not os.access(self.path / CHUNKS, os.W_OK):
                 raise PermissionError(f"no permission to write in {self.path / CHUNKS}")
-            if not known.exists():
-                self._write_config()
-            for left in (self.path / CHUNKS).glob(f"{PART}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            for left in self.path.glob(f"{PART}*"):
-                left.unlink(missing_ok=True)
+            self._lock = Lock(self.path)
+            try:
+                self._start()
+            except BaseException:
+                self._lock.release()
+                raise
         except OSError as problem:
             raise StoreError(f"store {self.path} cannot be used: {problem}") from problem
 
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes write in this directory."""
+        self._lock.release()
+
+    def _check_place(self) -> None:
+        """Refuse a directory that is neither a store nor empty, before anything is written there."""
+        if (self.path / CONFIG).exists():
+            read_config(self.path)
+        elif self.path.exists() and not self._is_new():
+            raise StoreError(
+                f"store must name a new or empty directory or an earlier run, got {self.path}, "
+                "which holds other files; nothing was changed"
+            )
+
     def _is_new(self) -> bool:
-        """Whether the directory is empty, or holds only what a run leaves that ends while it makes its store."""
+        """Say whether the directory is empty, or holds only what a run leaves that ends while it makes its store."""
         if not self.path.is_dir():
             return False
-        rest = [entry for entry in self.path.iterdir() if not entry.name.startswith(PART)]
+        rest = [e for e in self.path.iterdir() if not e.name.startswith(PART) and e.name != LOCK]
         return all(e.name == CHUNKS and e.is_dir() and not any(e.iterdir()) for e in rest)
 
-    def _write_config(self) -> None:
-        partial = self.path / f"{PART}{uuid.uuid4().hex}"
-        try:
-            partial.write_text(json.dumps(self.config, indent=1))
-            partial.replace(self.path / CONFIG)
-        finally:
-            partial.unlink(missing_ok=True)
+    def _start(self) -> None:
+        """Compare with the run that is there, or write the configuration; clear away what a dead process left."""
+        if (self.path / CONFIG).exists():
+            # read again: another process may have made the store before this one got the lock
+            old = read_config(self.path)
+            self._compare(old)
+            self.config = old
+        else:
+            self._write_config()
+        # parts are the lock holder's own, and nobody else holds the lock
+        for left in (self.path / CHUNKS).glob(f"{PART}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for left in self.path.glob(f"{PART}*"):
+            left.unlink(missing_ok=True)
 
-    def set_layout(self, layout: dict[str, Any]) -> None:
-        """Another division into chunks; those that are finished must be part of it."""
+    def _write_config(self) -> None:
+        sealed = self.config | {"digest": _seal(self.config)}
+        with atomic_write(self.path / CONFIG) as part:
+            part.write_text(json.dumps(sealed, indent=1))
+
+    def set_layout(self, layout: Json) -> None:
+        """Store another division into chunks; those that are finished must be part of it."""
         self.config = read_config(self.path) | {"layout": layout}
         try:
             self._write_config()
         except OSError as problem:
             raise StoreError(f"store {self.path} cannot be used: {problem}") from problem
 
-    def _compare(self, old: dict[str, Any]) -> None:
-        found = difference(old.get("run"), json.loads(json.dumps(self.config["run"])))
+    def _compare(self, old: Json) -> None:
+        """Refuse another run; warn if the same run was begun with other versions or another source of this package."""
+        new = json.loads(json.dumps(self.config))
+        found = difference(old.get("run"), new["run"])
         if found:
             listed = "\n  ".join(found[:8])
+            if any(line.startswith("groups") for line in found):
+                listed += "\n  (which widths share a group follows from widths and waste)"
             raise StoreError(
                 f"store {self.path} holds a different run; use another directory or the same settings. "
                 f"Differences:\n  {listed}"
             )
-        newer = difference(old.get("versions"), json.loads(json.dumps(self.config.get("versions"))))
+        newer = difference(old.get("versions"), new.get("versions"))
         if newer:
             warnings.warn(
                 f"store {self.path} was started with other versions ({'; '.join(newer)}); "
                 "new chunks may differ from old ones by rounding",
-                stacklevel=4,
+                stacklevel=2,
+            )
+        if old.get("source") != new.get("source"):
+            warnings.warn(
+                f"store {self.path} was started with another source code of meanflow (digest {old.get('source')}, "
+                f"now {new.get('source')}); new chunks may differ from old ones: use another directory if the change "
+                "matters to the numbers",
+                stacklevel=2,
             )
 
     def finished(self) -> set[str]:
-        """Names of the chunks on disk."""
+        """Return the names of the chunks on disk."""
         return finished_chunks(self.path)
 
-    def write(self, name: str, arrays: dict[str, np.ndarray]) -> None:
-        """Writes a chunk; on any failure the directory is as before."""
+    def write(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write a chunk; on any failure the directory is as before.
+
+        Args:
+            name: name of the chunk; its cells are those of the layout.
+            arrays: its results by name, with the cells along the leading axis.
+        """
         import zarr
 
-        folder = self.path / CHUNKS
-        partial = folder / f"{PART}{name}-{uuid.uuid4().hex}"
+        record = _expected(self.config, name) | {
+            "digests": {key: array_text(value) for key, value in sorted(arrays.items())}
+        }
         try:
-            group = zarr.open_group(partial, mode="w-")
-            for key, value in arrays.items():
-                group.create_array(key, data=np.asarray(value))
-            group.attrs["digests"] = {key: array_text(value) for key, value in sorted(arrays.items())}
-            partial.rename(folder / f"{name}.zarr")
+            with atomic_write(self.path / CHUNKS / f"{name}.zarr") as part:
+                group = zarr.open_group(part, mode="w-", zarr_format=3)
+                for key, value in arrays.items():
+                    group.create_array(key, data=np.asarray(value))
+                group.attrs.update({"record": record, "digest": json_digest(record)})
         except OSError as problem:
-            shutil.rmtree(partial, ignore_errors=True)
             raise StoreError(
                 f"chunk {name} could not be written to {self.path}: {problem}; "
                 "chunks finished before it are safe and the run can be resumed"
             ) from problem
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
 
     def read(self, name: str) -> dict[str, np.ndarray]:
-        """The arrays of a finished chunk."""
-        return read_chunk(self.path, name)
+        """Return the arrays of a finished chunk."""
+        return read_chunk(self.path, name, self.config)
 
 
-def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The configuration of a run directory."""
+class Lock:
+    """The exclusive right to write in a run directory.
+
+    It is an advisory lock (``flock``) on the file ``.lock``, which names the owner. The system drops it when the owner
+    ends, however that happens, so the lock of a dead process is free. Where the file system has no such locks the
+    name in the file is all there is, and a warning says so.
+
+    Args:
+        folder: the run directory.
+
+    Raises:
+        StoreError: if another process, or this one, holds the lock.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.path = folder / LOCK
+        while True:
+            self._file = self.path.open("a+")
+            try:
+                self._take()
+            except BaseException:
+                self._file.close()
+                raise
+            if self._is_current():
+                break
+            self._file.close()  # the owner before us removed the file between our opening and locking it
+        self._file.seek(0)
+        self._file.truncate()
+        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
+        self._file.flush()
+
+    def _take(self) -> None:
+        """Lock the open file, or refuse."""
+        owner = self._owner()
+        here = owner.get("host") == socket.gethostname()
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOSYS, "this platform has no flock")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno not in NO_LOCKS:
+                raise self._refusal(self._owner()) from None
+            if owner and not (here and not _is_running(int(owner["pid"]))):
+                raise self._refusal(owner, f" (if that process is dead, remove {self.path})") from None
+            warnings.warn(
+                f"the file system of {self.path.parent} has no file locks ({problem}): make sure that no other "
+                "process writes there at the same time",
+                stacklevel=2,
+            )
+        else:
+            if owner and not here:
+                warnings.warn(
+                    f"{self.path} was left by process {owner['pid']} on {owner['host']} and is taken over; if hosts "
+                    "do not share locks on this file system, make sure that this process has ended",
+                    stacklevel=2,
+                )
+
+    def _refusal(self, owner: Json, more: str = "") -> StoreError:
+        who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+        return StoreError(
+            f"store {self.path.parent} is being written by {who}; wait until it ends or use another directory"
+            f"{more}. Reading is possible meanwhile"
+        )
+
+    def _owner(self) -> Json:
+        """Return ``pid`` and ``host`` of the process named in the file; nothing if it is empty or unreadable."""
+        self._file.seek(0)
+        try:
+            owner = json.load(self._file)
+            return {"pid": int(owner["pid"]), "host": str(owner["host"])}
+        except (ValueError, KeyError, TypeError):
+            return {}
+
+    def _is_current(self) -> bool:
+        """Say whether the locked file is still the one that the directory shows."""
+        try:
+            shown = self.path.stat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(shown, os.fstat(self._file.fileno()))
+
+    def release(self) -> None:
+        """Remove the file and give the lock up; a second call does nothing."""
+        if self._file.closed:
+            return
+        # a forked child shares the open file, but the lock belongs to its parent
+        if self._owner().get("pid") == os.getpid() and self._is_current():
+            self.path.unlink(missing_ok=True)  # while it is locked, so that nobody else's file is removed
+        self._file.close()
+
+
+def _is_running(pid: int) -> bool:
+    """Say whether a process of this host is alive; True where the platform cannot tell."""
+    if fcntl is None:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _seal(config: Json) -> str:
+    """Return the digest that ``config.json`` carries: of everything but itself."""
+    return json_digest({name: value for name, value in config.items() if name != "digest"})
+
+
+def _expected(config: Json, name: str) -> Json:
+    """Return what a chunk of this name must record: the name, its cells, and the digest of the run."""
+    planned = config.get("layout", {}).get("chunks", {}).get(name, {})
+    return {"chunk": name, "cells": planned.get("cells"), "run": json_digest(config["run"])}
+
+
+def read_config(path: str | pathlib.Path) -> Json:
+    """Return the configuration of a run directory, after a check of its digest."""
     known = pathlib.Path(path) / CONFIG
     if not known.is_file():
         raise StoreError(f"store must name a run directory, got {path}, which has no {CONFIG}")
@@ -148,28 +327,50 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
         raise StoreError(
             f"store {path} has format {config.get('format')}, this version reads format {FORMAT}"
         )
+    if config.get("digest") != _seal(config):
+        raise StoreError(
+            f"store {path} has a damaged {CONFIG}: it changed since it was written; restore it from a copy, or run "
+            "the sweep again in another directory"
+        )
     return config
 
 
 def finished_chunks(path: str | pathlib.Path) -> set[str]:
-    """Names of the whole chunks in a run directory."""
-    return {entry.stem for entry in (pathlib.Path(path) / CHUNKS).glob("*.zarr")}
+    """Return the names of the whole chunks in a run directory."""
+    found = (pathlib.Path(path) / CHUNKS).glob("*.zarr")
+    return {entry.stem for entry in found if not entry.name.startswith(PART)}
 
 
-def read_chunk(path: str | pathlib.Path, name: str) -> dict[str, np.ndarray]:
-    """The arrays of one finished chunk of a run directory."""
+def read_chunk(path: str | pathlib.Path, name: str, config: Json | None = None) -> dict[str, np.ndarray]:
+    """Return the arrays of one finished chunk of a run directory, after a check that they are its own and whole.
+
+    Args:
+        path: the run directory.
+        name: name of the chunk.
+        config: configuration of the directory, if it is at hand; otherwise it is read.
+    """
     import zarr
 
+    config = read_config(path) if config is None else config
     folder = pathlib.Path(path) / CHUNKS / f"{name}.zarr"
     advice = f"remove {folder} to have it computed again"
     try:
-        group: Any = zarr.open_group(folder, mode="r")
-        digests = dict(group.attrs["digests"])
-        arrays = {key: np.asarray(group[key][...]) for key in digests}
-    except (OSError, KeyError, ValueError) as problem:
+        group = zarr.open_group(folder, mode="r", zarr_format=3)
+        attributes: Json = dict(group.attrs)
+        record, seal = attributes["record"], attributes["digest"]
+        arrays = {str(key): np.asarray(group[key][...]) for key in record["digests"]}  # type: ignore[index]
+    except Exception as problem:  # damaged files make zarr and its codecs raise whatever they like
         raise StoreError(f"chunk {name} of store {path} cannot be read: {problem}; {advice}") from problem
+    if seal != json_digest(record):
+        raise StoreError(f"chunk {name} of store {path} is damaged: its record was changed; {advice}")
+    for key, expected in json.loads(json.dumps(_expected(config, name))).items():
+        if record.get(key) != expected:
+            raise StoreError(
+                f"chunk {name} of store {path} is another's: it records {key} {reprlib.repr(record.get(key))}, "
+                f"expected {reprlib.repr(expected)}; {advice}"
+            )
     # zarr takes a missing file for zeros
-    bad = [key for key, value in arrays.items() if array_text(value) != digests[key]]
+    bad = [key for key, value in arrays.items() if array_text(value) != record["digests"][key]]
     if bad:
         raise StoreError(
             f"chunk {name} of store {path} is damaged: {bad} changed since it was written; {advice}"

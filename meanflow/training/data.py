@@ -1,34 +1,42 @@
-"""Image data from local files: digits (ships with scikit-learn), MNIST and CIFAR. Nothing is downloaded."""
+"""Image data from local files: digits (which comes with scikit-learn), MNIST and CIFAR. Nothing is downloaded."""
 
 import gzip
 import io
 import pickle
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Key, UInt8
 
 from meanflow import _checks
 
 
 class Data(NamedTuple):
-    """A train and test split: images (N, H, W, C) or rows (N, HWC), float32 in [0, 1]; labels (N,) int32."""
+    """A data set that is split into training and test data.
 
-    train_x: np.ndarray
-    train_y: np.ndarray
-    test_x: np.ndarray
-    test_y: np.ndarray
+    Attributes:
+        train_x: images (N, H, W, C), or one row (N, HWC) for each image, float32 in [0, 1].
+        train_y: labels, int32.
+        test_x: images or rows of the test data.
+        test_y: labels of the test data.
+    """
+
+    train_x: Float[np.ndarray, "..."]
+    train_y: Int[np.ndarray, "*runs n"]
+    test_x: Float[np.ndarray, "..."]
+    test_y: Int[np.ndarray, "*runs m"]
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
+        """Number of classes, the largest training label plus one."""
         return int(self.train_y.max()) + 1
 
     def flat(self) -> "Data":
-        """The same data with each image as one row."""
+        """Return the same data with each image as one row."""
         return self._replace(
             train_x=self.train_x.reshape(len(self.train_x), -1),
             test_x=self.test_x.reshape(len(self.test_x), -1),
@@ -36,7 +44,11 @@ class Data(NamedTuple):
 
 
 def digits(seed: int = 0, train: int = 1500) -> Data:
-    """scikit-learn's 1797 handwritten digits, 8 x 8, split at random.
+    """Return scikit-learn's 1797 handwritten digits of 8 x 8 pixels, split at random.
+
+    Args:
+        seed: of the split.
+        train: number of training images; the others are for the test.
 
     >>> digits().train_x.shape
     (1500, 8, 8, 1)
@@ -55,15 +67,15 @@ def digits(seed: int = 0, train: int = 1500) -> Data:
 
 
 def mnist(folder: str | Path) -> Data:
-    """MNIST (or any set in its format) from idx files, plain or gzipped.
+    """Read MNIST, or any data set in its format, from idx files, plain or gzipped.
 
     Args:
-        folder: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+        folder: the folder that holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
             t10k-labels-idx1-ubyte, each possibly with .gz appended.
 
     Raises:
-        FileNotFoundError: naming the file that is missing.
-        ValueError: for a file that is not in idx format.
+        FileNotFoundError: if a file is missing; the message names it.
+        ValueError: if a file is not in idx format.
     """
     parts = []
     for stem in ("train", "t10k"):
@@ -74,8 +86,8 @@ def mnist(folder: str | Path) -> Data:
     return Data(*parts)
 
 
-def read_idx(path: str | Path) -> np.ndarray:
-    """One idx file of unsigned bytes as an array."""
+def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
+    """Read one idx file of unsigned bytes, plain or gzipped."""
     path = Path(path)
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
@@ -89,7 +101,7 @@ def read_idx(path: str | Path) -> np.ndarray:
 
 
 def cifar(folder: str | Path, classes: int = 10) -> Data:
-    """CIFAR-10 or CIFAR-100 from the python or the binary batches.
+    """Read CIFAR-10 or CIFAR-100 from the batches of its Python or its binary version.
 
     Args:
         folder: the unpacked archive or its parent: data_batch_1 ... data_batch_5 and test_batch (python)
@@ -98,8 +110,8 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         classes: 10 or 100 (fine labels).
 
     Raises:
-        FileNotFoundError: naming the file that is missing.
-        ValueError: for a batch in neither format.
+        FileNotFoundError: if a file is missing; the message names it.
+        ValueError: if a batch is in neither format.
     """
     _checks.one_of("classes", classes, (10, 100))
     train = [f"data_batch_{i}" for i in range(1, 6)] if classes == 10 else ["train"]
@@ -115,14 +127,18 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
     return Data(*parts)
 
 
-def crop_and_flip(key: jax.Array, images: jax.Array, padding: int = 4) -> jax.Array:
-    """The usual CIFAR augmentation: pad with zeros, crop at random to the old size, mirror half of the
-    images.
+def crop_and_flip(
+    key: Key[Array, ""], images: Float[Array, "n h w c"], padding: int = 4
+) -> Float[Array, "n h w c"]:
+    """Augment images as is usual for CIFAR: pad with zeros, crop at random to the old size, mirror half of them.
 
     Args:
         key: PRNG key.
-        images: (N, H, W, C).
-        padding: pixels added on each side.
+        images: batch of images.
+        padding: number of pixels that are added on each side.
+
+    >>> crop_and_flip(jax.random.key(0), jnp.ones((2, 8, 8, 3))).shape
+    (2, 8, 8, 3)
     """
     n, height, width, channels = images.shape
     crop_key, flip_key = jax.random.split(key)
@@ -137,6 +153,7 @@ def crop_and_flip(key: jax.Array, images: jax.Array, padding: int = 4) -> jax.Ar
 
 
 def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Read one batch: rows of 3072 bytes, and labels."""
     raw = path.read_bytes()
     if path.suffix == ".bin":
         header = 1 if classes == 10 else 2  # CIFAR-100: coarse label, fine label
@@ -152,7 +169,7 @@ def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickles numpy arrays and builtin containers only: a data file must not run code."""
+    """An unpickler of numpy arrays and builtin containers only: a data file must not run code."""
 
     allowed = {
         ("numpy.core.multiarray", "_reconstruct"),
@@ -164,14 +181,14 @@ class _ArrayUnpickler(pickle.Unpickler):
         ("_codecs", "encode"),
     }
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) not in self.allowed:
             raise ValueError(f"the batch asks for {module}.{name}; only numpy arrays are read")
         return super().find_class(module.replace("numpy.core", "numpy._core"), name)
 
 
 def _find(folder: str | Path, *names: str, below: str = "") -> Path:
-    """The first of the names in the folder, or in a subfolder whose name starts with ``below``."""
+    """Find the first of the names in the folder, or in a subfolder whose name starts with ``below``."""
     root = Path(folder)
     places = [root, *sorted(p for p in root.glob(f"{below}*") if p.is_dir())] if below else [root]
     for place in places:
@@ -185,5 +202,6 @@ def _find(folder: str | Path, *names: str, below: str = "") -> Path:
 
 
 def _same_length(images: np.ndarray, labels: np.ndarray, stem: str) -> None:
+    """Refuse files that do not belong together."""
     if len(images) != len(labels):
         raise ValueError(f"{stem}: {len(images)} images but {len(labels)} labels")

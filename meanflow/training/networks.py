@@ -1,76 +1,140 @@
-"""Small normalised classifiers that can be cut at a layer: ``upper(lower(x, l), l) == network(x)``.
+"""Small normalized classifiers that can be cut at a layer: ``upper(lower(x, l), l) == network(x)``.
 
-A normalisation layer is given as a function (features, rngs=...) -> module, for instance
+A normalization layer is given as a function ``(features, rngs=...) -> layer``, for instance
 ``functools.partial(BatchNorm, momentum=0.9)`` or ``partial(nnx.GroupNorm, num_groups=4)``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from meanflow import _checks
+from meanflow.layers.normalization import Normalization
 
-Norm = Callable[..., Any]
+
+@runtime_checkable
+class Layer(Protocol):
+    """A part of a network: batch -> batch."""
+
+    def __call__(self, x: jax.Array, /) -> jax.Array:
+        """Apply the layer to a batch."""
+
+
+@runtime_checkable
+class MakeNorm(Protocol):
+    """A function that builds a normalization layer: ``(features, rngs=...) -> layer``."""
+
+    def __call__(self, features: int, /, *, rngs: nnx.Rngs) -> Layer:
+        """Build the layer for a number of features."""
+
+
+@runtime_checkable
+class Network(Protocol):
+    """What the trainer needs of a network: predictions, and a switch between training and inference.
+
+    Every flax NNX module that maps a batch to logits has these methods.
+    """
+
+    def __call__(self, x: jax.Array, /) -> jax.Array:
+        """Return the logits of a batch."""
+
+    def train(self) -> None:
+        """Switch to training: normalize by the moments of the batch."""
+
+    def eval(self) -> None:
+        """Switch to inference: normalize by the running moments."""
+
+
+@runtime_checkable
+class CuttableNetwork(Network, Protocol):
+    """A network that can be cut at a normalization layer; the trainer watches such a layer."""
+
+    def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
+        """Return the outputs of one normalization layer, without gamma and beta."""
+
+    def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
+        """Return the logits, given the outputs that ``lower`` returns."""
+
+
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_in", "normal")
 
 
-def normalized(norm: Any, x: jax.Array) -> jax.Array:
-    """Output of a normalisation layer before its gamma and beta, where it has any such output."""
-    return norm.normalized(x) if hasattr(norm, "normalized") else norm(x)
+def normalized(norm: Layer, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return the output of a normalization layer before its gamma and beta.
+
+    A layer that is not one of ``meanflow.layers`` cannot be taken apart: its whole output is returned.
+    """
+    return norm.normalized(x) if isinstance(norm, Normalization) else norm(x)
 
 
-def affine_part(norm: Any, h: jax.Array) -> jax.Array:
-    """What the layer makes of its ``normalized`` output."""
-    return norm.affine(h) if hasattr(norm, "affine") else h
+def affine_part(norm: Layer, h: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Apply gamma and beta of a normalization layer to its ``normalized`` output."""
+    return norm.affine(h) if isinstance(norm, Normalization) else h
 
 
 class Stack(nnx.Module):
-    """Affine map, normalisation and relu, repeated; then a linear read-out of ``classes`` logits."""
+    """Affine map, normalization and ReLU, repeated; then a linear read-out that gives the logits.
 
-    maps: Any
-    norms: Any
+    Subclasses set ``maps``, ``norms`` and ``head``.
+    """
+
+    maps: Sequence[Layer]
+    norms: Sequence[Layer]
     head: nnx.Linear
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (N, classes)."""
+    def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n classes"]:
+        """Return the logits of a batch."""
         return self.upper(self.lower(x))
 
-    def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
-        """Outputs of one normalisation layer, ``normalized``."""
+    def lower(self, x: Float[Array, "n ..."], layer: int = -1) -> Float[Array, "n ..."]:
+        """Return the outputs of one normalization layer, without its gamma and beta.
+
+        Args:
+            x: batch.
+            layer: index of the normalization layer; -1 is the last one.
+        """
         index = range(len(self.maps))[layer]
         for affine, norm in zip(self.maps[:index], self.norms[:index], strict=True):
             x = jax.nn.relu(norm(affine(x)))
         return normalized(self.norms[index], self.maps[index](x))
 
-    def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
-        """What the network makes of the outputs ``lower`` gives."""
+    def upper(self, h: Float[Array, "n ..."], layer: int = -1) -> Float[Array, "n classes"]:
+        """Return the logits, given the outputs that ``lower`` returns for the same ``layer``."""
         index = range(len(self.maps))[layer]
         h = jax.nn.relu(affine_part(self.norms[index], h))
         for affine, norm in zip(self.maps[index + 1 :], self.norms[index + 1 :], strict=True):
             h = jax.nn.relu(norm(affine(h)))
         return self.head(self.pool(h))
 
-    def pool(self, h: jax.Array) -> jax.Array:
-        """From the last feature map to (N, features)."""
+    def pool(self, h: Float[Array, "n ..."]) -> Float[Array, "n features"]:
+        """Turn the last feature map into one row a sample; here it is one already."""
         return h
 
 
 class MLP(Stack):
-    """Dense layers: in_features - widths - classes, each hidden one Linear, norm, relu.
+    """A dense classifier: each hidden layer is a linear map, a normalization and ReLU; then come the logits.
 
     Args:
         in_features: length of an input row.
-        widths: hidden widths.
+        widths: widths of the hidden layers.
         classes: number of logits.
-        norm: see the module; called with each width.
-        rngs: keys; weights are He-normal, biases 0.
+        norm: function (features, rngs=...) -> normalization layer; it is called with each width.
+        rngs: keys for the weights, which are He-normal. Biases are 0.
+
+    >>> from meanflow.layers import BatchNorm
+    >>> network = MLP(4, (8, 8), 3, norm=BatchNorm, rngs=nnx.Rngs(0))
+    >>> network(jnp.ones((5, 4))).shape
+    (5, 3)
     """
 
-    def __init__(self, in_features: int, widths: Sequence[int], classes: int, norm: Norm, *, rngs: nnx.Rngs):
+    def __init__(
+        self, in_features: int, widths: Sequence[int], classes: int, norm: MakeNorm, *, rngs: nnx.Rngs
+    ):
         sizes = [
             _checks.whole("in_features", in_features, 1),
             *(_checks.whole("widths", w, 1) for w in widths),
@@ -88,15 +152,20 @@ class MLP(Stack):
 
 
 class CNN(Stack):
-    """3 x 3 convolutions with same padding, each with norm and relu, then the mean over pixels.
+    """A convolutional classifier: 3 x 3 convolutions, each with normalization and ReLU; then the mean over pixels.
 
     Args:
         in_channels: channels of the images (N, H, W, channels).
-        channels: of each convolution.
+        channels: number of channels after each convolution.
         classes: number of logits.
-        norm: see the module; called with each number of channels.
-        strides: of each convolution; 1 by default.
-        rngs: keys; weights are He-normal, no convolution biases.
+        norm: function (features, rngs=...) -> normalization layer; it is called with each number of channels.
+        strides: stride of each convolution; 1 by default.
+        rngs: keys for the weights, which are He-normal. Convolutions have no biases.
+
+    >>> from meanflow.layers import BatchNorm
+    >>> network = CNN(1, (4, 4), 10, norm=BatchNorm, strides=(1, 2), rngs=nnx.Rngs(0))
+    >>> network(jnp.ones((5, 8, 8, 1))).shape
+    (5, 10)
     """
 
     def __init__(
@@ -104,7 +173,7 @@ class CNN(Stack):
         in_channels: int,
         channels: Sequence[int],
         classes: int,
-        norm: Norm,
+        norm: MakeNorm,
         *,
         strides: Sequence[int] | None = None,
         rngs: nnx.Rngs,
@@ -125,6 +194,6 @@ class CNN(Stack):
         self.norms = nnx.List([norm(n, rngs=rngs) for n in sizes[1:]])
         self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
 
-    def pool(self, h: jax.Array) -> jax.Array:
-        """Mean over pixels."""
+    def pool(self, h: Float[Array, "n height width features"]) -> Float[Array, "n features"]:
+        """Average over the pixels."""
         return jnp.mean(h, axis=(1, 2))

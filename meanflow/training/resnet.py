@@ -1,34 +1,54 @@
-"""Pre-activation residual networks for 32 x 32 images: ResNet-20, -110 (basic) and -164 (bottleneck).
+"""Pre-activation residual networks for 32 x 32 images: ResNet-20 and -110 (basic), ResNet-164 (bottleneck).
 
-As in the unitization paper's section 4.2: norm, relu, convolution in each branch; three stages of 16, 32
-and 64 channels (times 4 at the bottlenecks' outputs) at strides 1, 2, 2; any normalisation layer.
+They follow section 4.2 of the unitization paper: each branch is normalization, ReLU, convolution, repeated. There are
+three stages of 16, 32 and 64 channels (4 times as many at the outputs of bottlenecks) with strides 1, 2, 2. Any
+normalization layer can be used.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from meanflow import _checks
-from meanflow.training.networks import Norm, affine_part, he_normal, normalized
+from meanflow.layers.initializers import Initializer
+from meanflow.training.networks import MakeNorm, affine_part, he_normal, normalized
 
 
-def _conv(m: int, n: int, size: int, stride: int, init: Any, rngs: nnx.Rngs) -> nnx.Conv:
+def _conv(m: int, n: int, size: int, stride: int, init: Initializer, rngs: nnx.Rngs) -> nnx.Conv:
+    """Build a convolution from m to n channels without bias."""
     return nnx.Conv(m, n, (size, size), stride, use_bias=False, kernel_init=init, rngs=rngs)
 
 
 class Block(nnx.Module):
     """One full pre-activation residual block.
 
-    Basic: norm relu conv3 norm relu conv3 (+ identity, subsampled and padded with zero channels where
-    the shape changes). Bottleneck: norm relu conv1 norm relu conv3 norm relu conv1, with a 1 x 1
-    projection of the pre-activation where the shape changes.
+    A basic block is norm, ReLU, 3 x 3 convolution, twice, plus the identity. Where the shape changes, the identity is
+    subsampled and padded with zero channels. A bottleneck is norm, ReLU and a convolution of size 1, then 3, then 1.
+    Where the shape changes, its shortcut is a 1 x 1 convolution of the first ReLU's output.
+
+    Args:
+        m: channels of the input.
+        width: channels inside the block; the output has as many, or 4 times as many for a bottleneck.
+        stride: of the first 3 x 3 convolution.
+        bottleneck: which of the two kinds.
+        norm: function (features, rngs=...) -> normalization layer.
+        init: initializer of the convolutions.
+        rngs: keys.
     """
 
     def __init__(
-        self, m: int, width: int, stride: int, bottleneck: bool, norm: Norm, init: Any, *, rngs: nnx.Rngs
+        self,
+        m: int,
+        width: int,
+        stride: int,
+        bottleneck: bool,
+        norm: MakeNorm,
+        init: Initializer,
+        *,
+        rngs: nnx.Rngs,
     ):
         n = 4 * width if bottleneck else width
         sizes = [(m, width, 1, 1), (width, width, 3, stride), (width, n, 1, 1)]
@@ -40,8 +60,8 @@ class Block(nnx.Module):
         self.project = _conv(m, n, 1, stride, init, rngs) if bottleneck and changes else nnx.data(None)
         self.stride, self.extra = stride, n - m
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(N, H, W, m) -> (N, H / stride, W / stride, n)."""
+    def __call__(self, x: Float[Array, "n h w channels"]) -> Float[Array, "n h2 w2 channels2"]:
+        """Apply the block; height and width are divided by the stride."""
         h = jax.nn.relu(self.norms[0](x))
         if self.project is not None:
             shortcut = self.project(h)
@@ -55,27 +75,31 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """A CIFAR residual network of the given depth.
+    """A pre-activation residual network for CIFAR images.
 
     Args:
-        depth: 6 k + 2 with basic blocks (20, 110, ...); 9 k + 2 with bottlenecks (164, ...).
+        depth: number of layers, 6 k + 2 with basic blocks (20, 110, ...) or 9 k + 2 with bottlenecks (164, ...).
         classes: number of logits.
-        norm: (features, rngs=...) -> normalisation layer, for instance ``partial(BatchNorm, momentum=0.9)``.
-        bottleneck: by default True from depth 164 on.
-        in_channels: of the images (N, H, W, channels).
-        kernel_init: initialiser of the convolutions and the read-out.
-        rngs: keys.
+        norm: function (features, rngs=...) -> normalization layer, for instance ``partial(BatchNorm, momentum=0.9)``.
+        bottleneck: whether to use bottlenecks; by default from depth 164 on.
+        in_channels: channels of the images (N, H, W, channels).
+        kernel_init: initializer of the convolutions and the read-out.
+        rngs: keys for the weights.
+
+    >>> from meanflow.layers import BatchNorm
+    >>> count_parameters(lambda: ResNet(20, 10, norm=BatchNorm, rngs=nnx.Rngs(0)))
+    269722
     """
 
     def __init__(
         self,
         depth: int,
         classes: int,
-        norm: Norm,
+        norm: MakeNorm,
         *,
         bottleneck: bool | None = None,
         in_channels: int = 3,
-        kernel_init: Any = he_normal,
+        kernel_init: Initializer = he_normal,
         rngs: nnx.Rngs,
     ):
         bottleneck = depth >= 164 if bottleneck is None else bottleneck
@@ -93,24 +117,28 @@ class ResNet(nnx.Module):
         self.norm = norm(m, rngs=rngs)
         self.head = nnx.Linear(m, classes, kernel_init=kernel_init, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (N, classes) of images (N, H, W, channels)."""
+    def __call__(self, x: Float[Array, "n h w channels"]) -> Float[Array, "n classes"]:
+        """Return the logits of a batch of images."""
         return self.upper(self.lower(x))
 
-    def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
-        """Outputs of the last normalisation layer, the only one that no shortcut passes by."""
+    def lower(self, x: Float[Array, "n h w channels"], layer: int = -1) -> Float[Array, "n h2 w2 features"]:
+        """Return the outputs of the last normalization layer, the only one that no shortcut passes by."""
         if layer != -1:
-            raise ValueError(f"layer must be -1, the last normalisation layer of a ResNet, got {layer}")
+            raise ValueError(f"layer must be -1, the last normalization layer of a ResNet, got {layer}")
         h = self.stem(x)
         for block in self.blocks:
             h = block(h)
         return normalized(self.norm, h)
 
-    def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
-        """What the network makes of the outputs ``lower`` gives."""
+    def upper(self, h: Float[Array, "n h2 w2 features"], layer: int = -1) -> Float[Array, "n classes"]:
+        """Return the logits, given the outputs that ``lower`` returns."""
         return self.head(jnp.mean(jax.nn.relu(affine_part(self.norm, h)), axis=(1, 2)))
 
 
-def count_parameters(make: Callable[[], Any]) -> int:
-    """Number of trainable parameters of the network ``make()`` would build, without allocating it."""
+def count_parameters(make: Callable[[], nnx.Module]) -> int:
+    """Count the trainable parameters of the network that ``make()`` would build, without allocating it.
+
+    >>> count_parameters(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+    16
+    """
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param)))

@@ -1,56 +1,89 @@
 """The recording trainer: minibatch descent by optax, one compiled program an epoch, resumable.
 
-Its loop is ``_numerics.iterate``. Between epochs, on the host, it measures the internal covariate shift of a
-watched layer and reports progress; nothing inside the compiled program calls back.
+Its steps run in the one loop, ``iterate``. Between epochs, on the host, the trainer measures the internal covariate
+shift of a watched layer and reports progress; nothing inside the compiled program calls back.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 
-from meanflow import _checks, transport
+from meanflow import _checks
 from meanflow._files import atomic_write
 from meanflow._numerics import iterate
 from meanflow.training.data import Data
+from meanflow.training.networks import CuttableNetwork, Network
+from meanflow.transport.covariate_shift import ics, loss_shift
+from meanflow.transport.statistics import FeatureMoments, moments
 
 EVALUATION_BATCH = 1000
-"""Rows evaluated at once in inference mode."""
+"""Number of samples that are evaluated at once in inference."""
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
+"""(logits, labels) -> scalar mean loss."""
+
+Record = dict[str, np.ndarray]
+"""What ``Trainer.run`` returns of each epoch, by name."""
 
 
 class TrainState(NamedTuple):
-    """Everything the next epoch depends on, as one pytree of arrays."""
+    """Everything the next epoch depends on, as one pytree of arrays.
 
-    epoch: jax.Array
-    params: Any
-    stats: Any
-    opt_state: Any
-    key: jax.Array
+    Attributes:
+        epoch: number of epochs that have been run.
+        params: trained parameters of the network.
+        stats: all its other variables, such as running moments.
+        opt_state: state of the optimizer.
+        key: PRNG key from which the keys of all epochs are derived.
+    """
+
+    epoch: Int[Array, "*runs"]
+    params: PyTree[Array]
+    stats: PyTree[Array]
+    opt_state: optax.OptState
+    key: Key[Array, "*runs"]
+
+
+Carry = tuple[PyTree[Array], PyTree[Array], optax.OptState, jax.Array]
+"""What one minibatch passes to the next: parameters, other variables, optimizer state, sum of the losses."""
+
+
+class LayerComparison(TypedDict):
+    """A watched layer at two times: its outputs on the same inputs, moments, and the shift of the loss above."""
+
+    before: jax.Array
+    after: jax.Array
+    moments: FeatureMoments
+    loss_shift: jax.Array
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What to record of one layer after each epoch.
+    """What the trainer records of one layer after each epoch.
 
     Attributes:
-        layer: index of the normalisation layer (the network needs ``lower`` and ``upper``).
-        moments: ``"batch"`` recomputes all batch moments on the watched inputs; ``"running"`` uses the stored
-            averages, whose own noise puts a floor under the measured shift.
-        rows: the shift is measured on this many first training inputs.
-        inputs: moments and the shift of the loss are taken over this many first training inputs; None for all, which
-            must fit into memory at once.
-        max_exact: see ``transport.sandwich``.
+        layer: index of the normalization layer. The network must have ``lower`` and ``upper``, as ``MLP``, ``CNN`` and
+            ``ResNet`` do.
+        moments: ``"batch"`` recomputes all moments on the watched inputs. ``"running"`` uses the running averages,
+            whose own noise puts a floor under the measured shift.
+        rows: number of training inputs, the first ones, on which the shift is measured.
+        inputs: number of training inputs, the first ones, over which the moments and the shift of the loss are taken.
+            None takes all, which must fit into memory at once.
+        max_exact: largest number of rows for which the exact distance is computed.
         shift: False records the moments alone.
+
+    >>> Watch(rows=100).layer                                         # the last normalization layer
+    -1
     """
 
     layer: int = -1
@@ -61,44 +94,65 @@ class Watch:
     shift: bool = True
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean softmax cross-entropy with integer labels."""
+def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Float[Array, ""]:
+    """Return the mean softmax cross-entropy of logits with integer labels."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
 def staircase(
-    rate: float, epochs: int, steps: int, *, at: Iterable[float] = (0.3, 0.6, 0.8), factor: float = 5.0
+    learning_rate: float,
+    epochs: int,
+    steps: int,
+    *,
+    at: Iterable[float] = (0.3, 0.6, 0.8),
+    factor: float = 5.0,
 ) -> optax.Schedule:
-    """A learning rate divided by ``factor`` at the given fractions of the epochs, of ``steps`` steps each.
+    """Return a schedule that divides the learning rate by a factor at given fractions of the training.
+
+    Args:
+        learning_rate: initial learning rate.
+        epochs: number of epochs of the whole training.
+        steps: number of minibatches in an epoch.
+        at: fractions of the epochs at which the learning rate falls.
+        factor: what it is divided by each time.
 
     >>> [round(float(staircase(0.05, 10, 1)(t)), 6) for t in (2, 3, 6, 8)]
     [0.05, 0.01, 0.002, 0.0004]
     """
     # a schedule drops when the count reaches the boundary, that is from the first step of epoch f * epochs
-    return optax.piecewise_constant_schedule(rate, {round(f * epochs) * steps: 1 / factor for f in at})
+    return optax.piecewise_constant_schedule(
+        learning_rate, {round(f * epochs) * steps: 1 / factor for f in at}
+    )
 
 
 class Trainer:
-    """Trains a network and records loss, accuracy, moments and internal covariate shift.
+    """Train a network, and record its loss, accuracy, and the moments and covariate shift of a layer.
+
+    ``run`` is the loop over epochs. The pure functions ``init``, ``epoch``, ``evaluate`` and ``compare`` may be used on
+    their own, under jit and vmap.
 
     Args:
-        make: rngs -> flax NNX network; rebuilt from ``init``'s key.
-        optimizer: any optax transformation; its schedule counts minibatches.
-        batch: minibatch size. Each epoch draws a new permutation and drops the remainder.
-        loss: (logits, labels) -> scalar mean.
-        augment: (key, minibatch) -> minibatch, applied in training only; for instance
-            ``data.crop_and_flip``.
-        watch: a layer to record, or None.
-        ensemble: states, data and history carry a leading axis of independent runs, trained by one vmapped
-            program.
+        make: function of ``nnx.Rngs`` that builds the flax NNX network.
+        optimizer: any optax optimizer; its schedule counts minibatches.
+        batch: size of a minibatch. Each epoch draws a new permutation of the data and drops the remainder.
+        loss: (logits, labels) -> scalar mean loss.
+        augment: (key, minibatch) -> minibatch, applied in training only; for instance ``data.crop_and_flip``.
+        watch: the layer to record, or None.
+        ensemble: train independent runs in one vmapped program: states, data and records then have a leading axis of
+            runs.
 
-    The pure functions ``init``, ``epoch``, ``evaluate`` and ``compare`` may be used on their own under
-    jit and vmap; ``run`` is the loop over epochs.
+    >>> from meanflow.layers import BatchNorm
+    >>> from meanflow.training import MLP, data
+    >>> make = lambda rngs: MLP(64, (8,), 10, norm=BatchNorm, rngs=rngs)
+    >>> trainer = Trainer(make, optax.sgd(0.1), batch=64)
+    >>> state, record = trainer.run(jax.random.key(0), data.digits(train=128).flat(), 2, progress=False)
+    >>> sorted(record), record["train_loss"].shape
+    (['epoch', 'test_accuracy', 'test_loss', 'train_loss'], (2,))
     """
 
     def __init__(
         self,
-        make: Callable[[nnx.Rngs], Any],
+        make: Callable[[nnx.Rngs], Network],
         optimizer: optax.GradientTransformation,
         *,
         batch: int = 128,
@@ -119,33 +173,37 @@ class Trainer:
         self._evaluate = jax.jit(lift(self.evaluate))
         self._compare = jax.jit(lift(self.compare))
 
-    def init(self, key: jax.Array) -> TrainState:
-        """The state before the first epoch."""
+    def init(self, key: Key[Array, ""]) -> TrainState:
+        """Return the state before the first epoch."""
         init_key, run_key = jax.random.split(key)
         params, stats = _variables(self.make(nnx.Rngs(init_key)))
         return TrainState(jnp.zeros((), jnp.int32), params, stats, self.optimizer.init(params), run_key)
 
-    def network(self, state: TrainState, *, training: bool = False) -> Any:
-        """The network of a state, in inference or training mode; changing it leaves the state as it is."""
+    def network(self, state: TrainState, *, training: bool = False) -> Network:
+        """Return the network of a state, in inference or in training; changing it leaves the state as it is."""
         model = nnx.merge(self.graph, state.params, state.stats, copy=True)
         model.train() if training else model.eval()
         return model
 
-    def epoch(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-        """One pass over the data in minibatches; the new state and the mean loss on the way."""
+    def epoch(
+        self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        """Pass once over the data in minibatches; return the new state and the mean loss on the way."""
         steps = x.shape[0] // self.batch
         order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
         order = jax.random.permutation(order_key, x.shape[0])
         rows = order[: steps * self.batch].reshape(steps, self.batch)
 
-        def objective(params: Any, stats: Any, key: jax.Array, rows: jax.Array) -> tuple[jax.Array, Any]:
+        def objective(
+            params: PyTree[Array], stats: PyTree[Array], key: jax.Array, rows: jax.Array
+        ) -> tuple[jax.Array, PyTree[Array]]:
             model = nnx.merge(self.graph, params, stats, copy=True)
             model.train()
             inputs = x[rows] if self.augment is None else self.augment(key, x[rows])
             value = self.loss(model(inputs), y[rows])
             return value, _variables(model)[1]
 
-        def step(carry: Any, inputs: tuple[jax.Array, jax.Array]) -> Any:
+        def step(carry: Carry, inputs: tuple[jax.Array, jax.Array]) -> Carry:
             params, stats, opt_state, total = carry
             (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params, stats, *inputs)
             updates, opt_state = self.optimizer.update(grads, opt_state, params)
@@ -157,59 +215,67 @@ class Trainer:
         new = TrainState(state.epoch + 1, params, stats, opt_state, state.key)
         return new, total / steps
 
-    def evaluate(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-        """Loss and accuracy in inference mode."""
+    def evaluate(
+        self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+    ) -> dict[str, Float[Array, ""]]:
+        """Return loss and accuracy in inference, by name."""
         model = self.network(state)
         # inference treats samples independently: large test sets go through in pieces
         logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
         return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
 
-    def compare(self, old: TrainState, new: TrainState, x: jax.Array, y: jax.Array) -> dict[str, Any]:
-        """The watched layer at two times on the same inputs: outputs, moments, shift of the loss above."""
+    def compare(
+        self, old: TrainState, new: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+    ) -> LayerComparison:
+        """Compare the watched layer at two times on the same inputs."""
         watch = self.watch or Watch()
         training = watch.moments == "batch"
         x, y = x[: watch.inputs], y[: watch.inputs]
 
-        def lower(params: Any, stats: Any) -> jax.Array:
+        def lower(params: PyTree[Array], stats: PyTree[Array]) -> jax.Array:
             state = old._replace(params=params, stats=stats)
-            return self.network(state, training=training).lower(x, watch.layer)
+            return self._cuttable(state, training).lower(x, watch.layer)
 
         # both times in one vmapped pass: half the program to compile
         both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
         before, after = jax.vmap(lower)(*both)
-        upper = partial(self.network(old, training=training).upper, layer=watch.layer)
+        upper = partial(self._cuttable(old, training).upper, layer=watch.layer)
         flat = after.reshape(-1, after.shape[-1])
         return {
             "before": before[: watch.rows],
             "after": after[: watch.rows],
-            "moments": transport.moments(flat),
-            "loss_shift": transport.loss_shift(upper, before, after, y, self.loss),
+            "moments": moments(flat),
+            "loss_shift": loss_shift(upper, before, after, y, self.loss),
         }
+
+    def _cuttable(self, state: TrainState, training: bool) -> CuttableNetwork:
+        # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
+        return cast(CuttableNetwork, self.network(state, training=training))
 
     def run(
         self,
-        state: TrainState | jax.Array,
+        state: TrainState | Key[Array, "*runs"],
         data: Data,
         epochs: int,
         *,
         progress: bool | None = None,
         checkpoint: str | Path | None = None,
-        config: dict[str, Any] | None = None,
-    ) -> tuple[TrainState, dict[str, np.ndarray]]:
-        """Trains until ``epochs`` epochs are done in all, and records each.
+        config: Mapping[str, object] | None = None,
+    ) -> tuple[TrainState, Record]:
+        """Train until ``epochs`` epochs are done in all, and record each.
 
         Args:
-            state: a state to continue from, or a PRNG key (keys, for an ensemble) to start with.
-            data: arrays; for an ensemble each with a leading axis of runs.
-            epochs: total number, counting those the state already has behind it.
-            progress: show a bar; by default only on a terminal.
-            checkpoint: file to save the state to after each epoch.
-            config: stored with the checkpoint.
+            state: a state to continue from; or a PRNG key to start with, an array of keys for an ensemble.
+            data: training and test data; for an ensemble each array has a leading axis of runs.
+            epochs: total number of epochs, counting those that the state already has behind it.
+            progress: show a progress bar; by default only on a terminal.
+            checkpoint: file to which the state is saved after each epoch.
+            config: settings that are stored with the checkpoint.
 
         Returns:
-            The final state, and a record of arrays with leading axis (epochs run now, ...): epoch,
-            train_loss, test_loss, test_accuracy, and for a watched layer mean, variance, skewness,
-            kurtosis (one entry a feature), loss_shift and the sandwich ics_lower, ics_exact, ics_upper,
+            The final state, and a record of arrays by name, whose leading axis counts the epochs run now: epoch,
+            train_loss, test_loss and test_accuracy. For a watched layer there are also mean, variance, skewness and
+            kurtosis (one entry a feature), loss_shift, and the covariate shift as ics_lower, ics_exact, ics_upper and
             ics_paired.
         """
         _checks.whole("epochs", epochs, 0)
@@ -219,12 +285,12 @@ class Trainer:
             raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
         x, y, test_x, test_y = (jnp.asarray(u) for u in data)
         first = int(np.ravel(current.epoch)[0])
-        records: list[dict[str, Any]] = []
+        records: list[Record] = []
         for epoch in _ticker(range(first, epochs), progress):
             old = current
             current, loss = self._epoch(old, x, y)
             test = self._evaluate(current, test_x, test_y)
-            record = {"epoch": epoch + 1, "train_loss": loss}
+            record: dict[str, ArrayLike] = {"epoch": epoch + 1, "train_loss": loss}
             record |= {f"test_{name}": value for name, value in test.items()}
             if self.watch is not None:
                 record |= self._shift(self._compare(old, current, x, y))
@@ -234,41 +300,57 @@ class Trainer:
         names = records[0] if records else {}
         return current, {name: np.stack([r[name] for r in records]) for name in names}
 
-    def _shift(self, seen: dict[str, Any]) -> dict[str, Any]:
-        record = {"loss_shift": seen["loss_shift"], **seen["moments"]._asdict()}
+    def _shift(self, seen: LayerComparison) -> dict[str, ArrayLike]:
+        """Return the record of a watched layer; the covariate shift is measured here, on the host."""
+        record: dict[str, ArrayLike] = {"loss_shift": seen["loss_shift"], **seen["moments"]._asdict()}
         assert self.watch is not None
         if not self.watch.shift:
             return record
-        measure = partial(transport.ics, max_exact=self.watch.max_exact)
+        measure = partial(ics, max_exact=self.watch.max_exact)
         if self.ensemble:
             parts = [measure(b, a) for b, a in zip(seen["before"], seen["after"], strict=True)]
         else:
             parts = [measure(seen["before"], seen["after"])]
-        for name in ("lower", "exact", "upper"):
-            values = np.array([getattr(p, name) for p in parts])
-            record[f"ics_{name}"] = values if self.ensemble else values[0]
-        paired = np.array([p.pieces["paired"] for p in parts])
-        return record | {"ics_paired": paired if self.ensemble else paired[0]}
+        found = {
+            "ics_lower": np.array([part.lower for part in parts]),
+            "ics_exact": np.array([part.exact for part in parts]),
+            "ics_upper": np.array([part.upper for part in parts]),
+            "ics_paired": np.array([part.pieces["paired"] for part in parts]),
+        }
+        return record | (found if self.ensemble else {name: values[0] for name, values in found.items()})
 
 
-def _variables(model: Any) -> tuple[Any, Any]:
-    """Trained parameters, and all other variables (running moments, constants)."""
+def _variables(model: Network) -> tuple[PyTree[Array], PyTree[Array]]:
+    """Return the trained parameters of a network, and all its other variables (running moments, constants)."""
     return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
 
-def save_state(path: str | Path, state: TrainState, config: dict[str, Any] | None = None) -> None:
-    """Writes a state to one npz file, with the configuration and the versions it was made by."""
+def save_state(path: str | Path, state: TrainState, config: Mapping[str, object] | None = None) -> None:
+    """Write a state to one npz file, together with the versions of the libraries that made it.
+
+    Args:
+        path: name of the file, which is replaced if it exists. It is never left half written.
+        state: the state.
+        config: settings to store with it, as JSON.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(state._replace(key=jax.random.key_data(state.key)))
     arrays = {jax.tree_util.keystr(where): np.asarray(leaf) for where, leaf in leaves}
     versions = {"jax": jax.__version__, "optax": optax.__version__, "numpy": np.__version__}
-    header = json.dumps({"config": config or {}, "versions": versions})
+    header = json.dumps({"config": dict(config or {}), "versions": versions})
     # an open file, since savez would append a suffix to a path that has none
     with atomic_write(path) as part, part.open("wb") as file:
         np.savez(file, allow_pickle=False, header=np.array(header), **arrays)
 
 
-def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Reads a state of the same network and optimiser as ``template``; also returns config and versions.
+def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, dict[str, object]]]:
+    """Read a state that ``save_state`` has written.
+
+    Args:
+        path: name of the file.
+        template: any state of the same network and optimizer, such as ``trainer.init(key)``.
+
+    Returns:
+        The state; and ``config`` and ``versions`` as they were stored.
 
     Raises:
         ValueError: if a part is missing or has another shape than in the template.
@@ -290,6 +372,7 @@ def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict
 
 
 def _ticker(epochs: range, progress: bool | None) -> Iterable[int]:
+    """Return the epochs, with a progress bar if asked for or, by default, on a terminal."""
     from rich.console import Console
     from rich.progress import track
 

@@ -1,44 +1,48 @@
-"""The clipped critic of the unitization paper's Algorithm 3, kept as a baseline, never as the distance.
+"""The clipped critic of Algorithm 3 of the unitization paper, as a baseline: it is not the distance W_1.
 
-A network f_w with weights clipped to [-c, c] is trained to tell two samples apart. Clipping bounds the
-weights, not the Lipschitz constant: the output is K W_1 for no fixed K. Here K is reported, so that
-value / lipschitz_bound is at least a valid lower bound on W_1.
+A network f_w whose weights are clipped to [-c, c] is trained to tell two samples apart. Clipping bounds the weights but
+not the Lipschitz constant K: the output is K W_1, and K is not known in advance. Here bounds on K are reported too, so
+that value / lipschitz_bound is at least a valid lower bound on W_1.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from meanflow import _checks
 from meanflow._numerics import iterate
 
+Weights: TypeAlias = list[tuple[jax.Array, jax.Array]]
+"""Matrix and bias of each layer of the critic."""
+
 
 class CriticDistance(NamedTuple):
-    """Outcome of Algorithm 3.
+    """Outcome of Algorithm 3 of the unitization paper.
 
     Attributes:
-        value: mean of f_w over the held-out x minus that over the held-out y.
-        train_value: the same on the training half.
-        lipschitz_bound: product of the layers' spectral norms (and 1/4 for the sigmoid): K <= this.
-        lipschitz_estimate: largest gradient norm at the sample points: K >= this.
-        lower_bound: |value| / lipschitz_bound, a lower bound on the W_1 of the held-out samples.
+        value: mean of f_w over the held-out rows of x minus that over the held-out rows of y.
+        train_value: the same over the rows the critic was trained on.
+        lipschitz_bound: product of the spectral norms of the layers (times 1/4 for the sigmoid), at least K.
+        lipschitz_estimate: largest norm of the gradient at the samples, at most K.
+        lower_bound: |value| / lipschitz_bound, a lower bound on W_1 between the held-out rows.
     """
 
-    value: jax.Array
-    train_value: jax.Array
-    lipschitz_bound: jax.Array
-    lipschitz_estimate: jax.Array
-    lower_bound: jax.Array
+    value: Float[Array, ""]
+    train_value: Float[Array, ""]
+    lipschitz_bound: Float[Array, ""]
+    lipschitz_estimate: Float[Array, ""]
+    lower_bound: Float[Array, ""]
 
 
 def critic_distance(
-    x: jax.Array,
-    y: jax.Array,
+    x: Float[ArrayLike, "n ..."],
+    y: Float[ArrayLike, "n ..."],
     *,
-    key: jax.Array,
+    key: Key[Array, ""],
     hidden: tuple[int, ...] = (64, 64),
     clip: float = 0.01,
     steps: int = 1000,
@@ -46,21 +50,26 @@ def critic_distance(
     learning_rate: float = 1e-3,
     head: str = "sigmoid",
 ) -> CriticDistance:
-    """Trains the critic on the first half of the samples and evaluates it on the second (Algorithm 3).
+    """Train a clipped critic on the first half of two samples and evaluate it on the second half.
 
-    A dense relu network stands in for the paper's convolutional one; the paper names no optimiser, this is
-    RMSProp ascent. One compiled loop of ``steps`` steps; pure JAX.
+    This is Algorithm 3 of the unitization paper, with a dense ReLU network in place of its convolutional one. The paper
+    names no optimizer; this is ascent by RMSProp. It is one compiled loop in pure JAX.
 
     Args:
-        x: outputs after, (N, ...) (flattened to (N, d)).
-        y: outputs before, (N, ...), on the same inputs: minibatches take the same rows of both.
-        key: PRNG key for weights and minibatches.
+        x: outputs of a layer after some training, (N, ...); flattened to (N, d).
+        y: outputs before it, (N, ...), on the same inputs: minibatches take the same rows of both.
+        key: PRNG key for the initial weights and the minibatches.
         hidden: widths of the hidden layers.
-        clip: c > 0.
-        steps: T.
-        batch: minibatch size, at most N // 2 rows are available to draw from (with replacement).
+        clip: weights are clipped to [-clip, clip] after each step.
+        steps: number of training steps.
+        batch: size of a minibatch, drawn with replacement from the first N // 2 rows.
         learning_rate: of RMSProp.
-        head: ``"sigmoid"`` as in the paper (caps the value at 1) or ``"linear"``.
+        head: ``"sigmoid"`` as in the paper, which caps the value at 1, or ``"linear"``.
+
+    >>> x = jax.random.normal(jax.random.key(0), (40, 2))
+    >>> found = critic_distance(x + 3.0, x, key=jax.random.key(1), steps=50)
+    >>> bool(found.lower_bound <= 3 * 2**0.5)
+    True
     """
     _checks.one_of("head", head, ("sigmoid", "linear"))
     _checks.at_least("clip", clip, 0.0, strict=True)
@@ -74,7 +83,8 @@ def critic_distance(
     return _train(x, y, key, tuple(hidden), clip, steps, batch, learning_rate, head)
 
 
-def _forward(weights: Any, x: jax.Array, head: str) -> jax.Array:
+def _forward(weights: Weights, x: jax.Array, head: str) -> jax.Array:
+    """Return the critic's score of each row of x."""
     *inner, (last, shift) = weights
     for matrix, bias in inner:
         x = jax.nn.relu(x @ matrix + bias[None, :])
@@ -94,6 +104,7 @@ def _train(
     learning_rate: float,
     head: str,
 ) -> CriticDistance:
+    """Train and evaluate the critic, compiled."""
     widths = (x.shape[1], *hidden, 1)
     init_key, batch_key = jax.random.split(key)
     weights = [
@@ -103,10 +114,10 @@ def _train(
     half = x.shape[0] // 2
     optimizer = optax.rmsprop(learning_rate)
 
-    def gap(weights: Any, rows_x: jax.Array, rows_y: jax.Array) -> jax.Array:
+    def gap(weights: Weights, rows_x: jax.Array, rows_y: jax.Array) -> jax.Array:
         return jnp.mean(_forward(weights, rows_x, head)) - jnp.mean(_forward(weights, rows_y, head))
 
-    def step(state: Any, rows: jax.Array) -> Any:
+    def step(state: tuple[Weights, optax.OptState], rows: jax.Array) -> tuple[Weights, optax.OptState]:
         weights, opt_state = state
         grads = jax.grad(lambda w: -gap(w, x[rows], y[rows]))(weights)  # ascent
         updates, opt_state = optimizer.update(grads, opt_state, weights)

@@ -7,7 +7,6 @@ problem and ``decay`` follows weight decay; ``kernels``, ``norms`` and ``splines
 """
 
 from meanflow.univariate import balance as balance
-from meanflow.univariate import forces as forces
 from meanflow.univariate import knots as knots
 from meanflow.univariate.kernels import indicator as indicator
 from meanflow.univariate.kernels import random_feature as random_feature

@@ -18,8 +18,14 @@ from meanflow._checks import array, count, instance, number, optional
 from meanflow._numerics import safe_norm
 
 VECTOR = array((None,))
-KNOTS = array((None,), infinite=True)  # a neuron without a knot has it at infinity
 MASS = optional(array((None,), low=0))
+
+
+def knot_places(name: str, value: object) -> object:
+    """Accept a vector of numbers, finite or not: a neuron may have no knot. A kind of ``meanflow._checks``."""
+    _checks.numeric(name, value)
+    _checks.shape(name, value, (None,))
+    return _checks.floating(value)
 
 
 class PiecewiseLinear(eqx.Module):
@@ -166,7 +172,7 @@ def curvature_energy(f: PiecewiseLinear, grid: Float[Array, " k"]) -> Float[Arra
     return jnp.sum(jnp.diff(f.derivative(grid)) ** 2 / jnp.diff(grid))
 
 
-@_checks.arguments(knots=KNOTS, x=VECTOR, mass=MASS, radius=number(above=0))
+@_checks.arguments(knots=knot_places, x=VECTOR, mass=MASS, radius=number(above=0))
 @jax.jit
 def on_sample_share(
     knots: Float[Array, " m"],
@@ -201,7 +207,7 @@ def on_sample_share(
 
 
 @_checks.arguments(
-    knots=KNOTS, mass=array((None,), low=0), k=count(1), bins=count(1), low=number(), high=number()
+    knots=knot_places, mass=array((None,), low=0), k=count(1), bins=count(1), low=number(), high=number()
 )
 @partial(jax.jit, static_argnames=("k", "bins"))
 def concentration(

@@ -5,7 +5,7 @@ this kind is a new function here; how its neurons move while the residual is fro
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from meanflow import _checks
 from meanflow._checks import choice, number, optional
@@ -124,8 +124,8 @@ def full(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
-    inner: bool | Float[ArrayLike, "*m"] = True,
-    outer: bool | Float[ArrayLike, "*m"] = True,
+    inner: bool | float | Shaped[ArrayLike, "*m"] = True,
+    outer: bool | float | Shaped[ArrayLike, "*m"] = True,
     decay: Number | None = None,
     forces: str = "auto",
 ) -> Flow:

@@ -135,8 +135,8 @@ def attracting_angles(
         Two arrays of shape (2s,), for e = +1 and e = -1: the angle in each region, NaN where the region has none.
 
     >>> up, down = attracting_angles(jnp.array([-1.0, 1.0]), jnp.array([-1.0, -1.0]))
-    >>> [round(float(t / jnp.pi), 3) for t in up]  # a neuron with r > 0 turns to the constant function
-    [nan, nan, 0.5, nan]
+    >>> [round(float(t / jnp.pi), 3) for t in up]  # one direction in each region that sees a sample
+    [nan, 0.25, 0.5, 0.75]
     """
     _, points, values = _sorted_samples(x, residual)
     table = forces.region_forces(values, points)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from meanflow import depth
+from meanflow.depth.initializers import one_neuron_per_sample
 
 
 def unit(key, n, k, dtype=float):
@@ -17,21 +18,21 @@ def unit(key, n, k, dtype=float):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_flax_layer_gives_orthonormal_codes(key, dtype):
     x = unit(key, 30, 8, dtype)
-    kernel_init, bias_init = depth.one_neuron_per_sample(x, margin=1e-4)
+    kernel_init, bias_init = one_neuron_per_sample(x, margin=1e-4)
     layer = nnx.Linear(
         8, 30, kernel_init=kernel_init, bias_init=bias_init, param_dtype=dtype, rngs=nnx.Rngs(0)
     )
     code = nnx.relu(layer(x))
     np.testing.assert_array_equal(np.count_nonzero(np.asarray(code), axis=1), 1)
     np.testing.assert_allclose(code, np.eye(30), atol=2e-4 if dtype == jnp.float64 else 1e-2)
-    assert depth.summary(code).rank(1e-6) == 30
+    assert depth.observables.summary(code).rank(1e-6) == 30
 
 
 def test_relaxed_thresholds_wake_more_neurons(key):
     x, new = unit(key, 60, 10), unit(jax.random.fold_in(key, 1), 500, 10)
     silent, angle = [], []
     for relax in (0.0, 0.25, 0.5):
-        kernel_init, bias_init = depth.one_neuron_per_sample(x, relax=relax)
+        kernel_init, bias_init = one_neuron_per_sample(x, relax=relax)
         kernel, bias = kernel_init(key, (10, 60), float), bias_init(key, (60,), float)
         respond = lambda z, kernel=kernel, bias=bias: jax.nn.relu(z @ kernel + bias[None])
         silent.append(float(jnp.mean(jnp.all(respond(new) == 0, axis=1))))
@@ -43,10 +44,10 @@ def test_relaxed_thresholds_wake_more_neurons(key):
 def test_bad_samples(key):
     x = unit(key, 5, 3)
     with pytest.raises(ValueError, match="unit length"):
-        depth.one_neuron_per_sample(2 * x)
+        one_neuron_per_sample(2 * x)
     with pytest.raises(ValueError, match="distinct"):
-        depth.one_neuron_per_sample(jnp.concatenate([x, x[:1]]))
+        one_neuron_per_sample(jnp.concatenate([x, x[:1]]))
     with pytest.raises(ValueError, match="at least 2"):
-        depth.one_neuron_per_sample(x[:1])
+        one_neuron_per_sample(x[:1])
     with pytest.raises(ValueError, match="shape must be"):
-        depth.one_neuron_per_sample(x)[0](key, (3, 4), float)
+        one_neuron_per_sample(x)[0](key, (3, 4), float)

@@ -89,5 +89,5 @@ def names_in(path):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_quoted_tests_exist(page):
-    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?", page.read_text()):
+    for path, name in re.findall(r"`((?:papers/)?tests/[\w/]+\.py)(?:::([\w:]+))?", page.read_text()):
         assert set(filter(None, name.split("::"))) <= names_in(path), f"{path}::{name}"

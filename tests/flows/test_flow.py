@@ -120,9 +120,9 @@ def test_first_variation_is_the_derivative_of_the_energy_in_the_measure():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_regulariser_enters_energy_and_velocity(model):
+def test_regularizer_enters_energy_and_velocity(model):
     flow, cloud, data = problem(model)
-    extra = getattr(mf, model)("tanh", regulariser=lambda w: w.a**2, strength=0.3).bind(data)
+    extra = getattr(mf, model)("tanh", regularizer=lambda w: w.a**2, strength=0.3).bind(data)
     np.testing.assert_allclose(
         mf.energy(extra, cloud, data) - mf.energy(flow, cloud, data),
         0.3 * np.mean(cloud.particles.a**2),
@@ -258,7 +258,7 @@ def bad_calls():
         (lambda: manifold.init(jax.random.key(0), 3, dim=3), "Omega needs a covariance"),
         (lambda: flow.init(jax.random.key(0), 0, dim=3), "width must be an integer >= 1, got 0"),
         (lambda: flow.init(jax.random.key(0), 3), "needs dim="),
-        (lambda: mf.vanilla(regulariser=lambda w: w.a, strength=-1.0), "strength must be >= 0"),
+        (lambda: mf.vanilla(regularizer=lambda w: w.a, strength=-1.0), "strength must be >= 0"),
     ]
 
 

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
+from helpers import ring
 
 import meanflow as mf
-from meanflow.experiments.batchnorm import ring
 from meanflow.flows.optimality import certificate, separates
 
 
@@ -12,7 +12,7 @@ def student_and_teacher():
     x = ring(48)
     flow = mf.batchnorm_manifold("tanh", mean=jnp.zeros(2), covariance=jnp.diag(jnp.array([5.0, 1.0])))
     turn = np.array([0.4, 1.9, 4.0])
-    teacher = flow.space.settle(
+    teacher = flow.space.from_raw(
         mf.Cloud(mf.Neurons(jnp.array([3.0, -3.0, 2.0]), jnp.asarray(np.c_[np.cos(turn), np.sin(turn)])))
     )
     return flow, teacher, mf.Dataset(x, mf.predict(flow, teacher, x))

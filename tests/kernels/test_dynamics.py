@@ -11,6 +11,10 @@ import pytest
 
 import meanflow as mf
 from meanflow import kernels
+from meanflow._numerics import iterate
+from meanflow.kernels.batchnorm import normalize
+from meanflow.kernels.drift import alignment, drift_observer
+from meanflow.kernels.regime import kernel_regression, linearized_batchnorm
 
 
 def problem(key, size=8):
@@ -56,8 +60,8 @@ def test_flow_against_ode_solver(key):
 def test_flow_with_null_modes(key):
     kernel = jnp.diag(jnp.array([2.0, 0.0]))
     flow = kernels.kernel_flow(kernel, jnp.zeros(2), jnp.ones(2), weights=1.0)
-    np.testing.assert_allclose(flow(50.0)[0], [1.0, 0.0], atol=1e-12)
-    np.testing.assert_allclose(flow.at(jnp.array([[0.0, 3.0]]), jnp.zeros(1), 2.0)[0], [6.0], atol=1e-12)
+    np.testing.assert_allclose(flow(50.0), [1.0, 0.0], atol=1e-12)
+    np.testing.assert_allclose(flow.at(jnp.array([[0.0, 3.0]]), jnp.zeros(1), 2.0), [6.0], atol=1e-12)
 
 
 def test_regression_is_the_limit_of_the_flow(key):
@@ -65,22 +69,41 @@ def test_regression_is_the_limit_of_the_flow(key):
     kernel = kernel + 0.5 * jnp.eye(8)
     cross = jax.random.normal(k, (3, 8))
     flow = kernels.kernel_flow(kernel, jnp.zeros(8), y)
-    limit = flow.at(cross, jnp.zeros(3), 1e4)[0]
-    np.testing.assert_allclose(kernels.kernel_regression(kernel, y, cross), limit, rtol=1e-9)
-    ridge = kernels.kernel_regression(kernel, y, ridge=0.7)
+    limit = flow.at(cross, jnp.zeros(3), 1e4)
+    np.testing.assert_allclose(kernel_regression(kernel, y, cross), limit, rtol=1e-9)
+    ridge = kernel_regression(kernel, y, ridge=0.7)
     np.testing.assert_allclose(ridge, kernel @ np.linalg.solve(kernel + 0.7 * np.eye(8), y), rtol=1e-10)
 
 
 def test_descent_is_explicit_euler(key):
     kernel, start, y, k = problem(key)
-    run = kernels.linearised_descent(kernel, start, y, rate=0.3, steps=20, every=5, weights=1.0)
+    run = kernels.kernel_flow(kernel, start, y, weights=1.0, learning_rate=0.3)
     step = jnp.eye(8) - 0.3 * kernel
-    for i, n in enumerate((5, 10, 15, 20)):
-        np.testing.assert_allclose(
-            run.train[i] - y, jnp.linalg.matrix_power(step, n) @ (start - y), rtol=1e-10
-        )
+    for n in (5, 10, 15, 20):
+        np.testing.assert_allclose(run(n) - y, jnp.linalg.matrix_power(step, n) @ (start - y), rtol=1e-10)
     with pytest.raises(ValueError, match="multiple of every"):
-        kernels.linearised_descent(kernel, start, y, rate=0.3, steps=20, every=3)
+        linearized_batchnorm(kernel, start, y, learning_rate=0.3, steps=20, every=3)
+
+
+def test_closed_form_of_descent_against_the_loop_with_weights_and_test_points(key):
+    kernel, start, y, k = problem(key)
+    cross, there, q = jax.random.normal(k, (3, 8)), jnp.arange(3.0), jnp.linspace(0.1, 1.0, 8)
+    flow = kernels.kernel_flow(kernel, start, y, weights=q, learning_rate=0.3)
+
+    def step(state, _):
+        f, g = state
+        force = 0.3 * q * (f - y)
+        return f - kernel @ force, g - cross @ force
+
+    _, (train, test) = iterate(step, (start, there), None, 20, 5, lambda s: s)
+    counts = jnp.arange(5, 21, 5)
+    np.testing.assert_allclose(flow(counts), train, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(flow.at(cross, there, counts), test, rtol=1e-10, atol=1e-12)
+    loss = 0.5 * jnp.sum(q[None] * (train - y[None]) ** 2, axis=1)
+    np.testing.assert_allclose(flow.loss(counts), loss, rtol=1e-10)
+    one = kernels.kernel_flow(kernel, start, y, weights=q)
+    assert one(0.5).shape == (8,) and one(jnp.ones((2, 3))).shape == (2, 3, 8)
+    assert one.loss(jnp.ones((2, 3))).shape == (2, 3)
 
 
 def test_batch_norm_descent_is_exact_for_a_linear_network(key):
@@ -88,32 +111,26 @@ def test_batch_norm_descent_is_exact_for_a_linear_network(key):
     k = jax.random.split(key, 4)
     x, z = jax.random.normal(k[0], (10, 4)), jax.random.normal(k[1], (3, 4))
     y, w0 = jax.random.normal(k[2], (10,)), jax.random.normal(k[3], (4,))
-    loss = lambda w: 0.5 * jnp.mean((kernels.normalise(x @ w, 0.01) - y) ** 2)
+    loss = lambda w: 0.5 * jnp.mean((normalize(x @ w, 0.01) - y) ** 2)
     w, gradient = w0, jax.jit(jax.grad(loss))
     for _ in range(30):
         w = w - 0.2 * gradient(w)
-    run = kernels.linearised_batchnorm(
-        x @ x.T, x @ w0, y, rate=0.2, steps=30, every=30, epsilon=0.01, cross=z @ x.T, at=z @ w0
+    run = linearized_batchnorm(
+        x @ x.T, x @ w0, y, learning_rate=0.2, steps=30, every=30, epsilon=0.01, cross=z @ x.T, at=z @ w0
     )
-    np.testing.assert_allclose(run.train[0], kernels.normalise(x @ w, 0.01), rtol=1e-9)
-    np.testing.assert_allclose(run.test[0], kernels.normalise(z @ w, 0.01, x @ w), rtol=1e-9)
+    np.testing.assert_allclose(run.train[0], normalize(x @ w, 0.01), rtol=1e-9)
+    np.testing.assert_allclose(run.test[0], normalize(z @ w, 0.01, x @ w), rtol=1e-9)
     # the frozen kernel after batch norm is not: B moves with the outputs
-    frozen = kernels.linearised_descent(
-        kernels.batchnorm_ntk(x @ x.T, x @ w0, epsilon=0.01),
-        kernels.normalise(x @ w0, 0.01),
-        y,
-        rate=0.2,
-        steps=30,
-        every=30,
-    )
-    assert float(jnp.linalg.norm(frozen.train[0] - run.train[0])) > 0.03
+    after, start = kernels.batchnorm_ntk(x @ x.T, x @ w0, epsilon=0.01), normalize(x @ w0, 0.01)
+    frozen = kernels.kernel_flow(after, start, y, learning_rate=0.2)
+    assert float(jnp.linalg.norm(frozen(30) - run.train[0])) > 0.03
 
 
 def test_alignment(key):
     y = jax.random.normal(key, (6,))
-    np.testing.assert_allclose(kernels.alignment(3.0 * y[:, None] * y[None], y), 1.0, rtol=1e-12)
-    np.testing.assert_allclose(kernels.alignment(jnp.eye(6), y), 1 / np.sqrt(6), rtol=1e-12)
-    shifted = kernels.alignment(y[:, None] * y[None] + 100.0, y, centred=True)
+    np.testing.assert_allclose(alignment(3.0 * y[:, None] * y[None], y), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(alignment(jnp.eye(6), y), 1 / np.sqrt(6), rtol=1e-12)
+    shifted = alignment(y[:, None] * y[None] + 100.0, y, centered=True)
     np.testing.assert_allclose(shifted, 1.0, rtol=1e-9)
 
 
@@ -124,7 +141,7 @@ def test_drift_along_a_run(key):
     flow = mf.batchnorm("tanh").bind(data)
     cloud = flow.init(key, 6, dim=2)
     start = mf.tangent_kernel(flow, cloud, x)
-    observe = kernels.drift_observer(lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x), start)
+    observe = drift_observer(lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x), start)
     both = {"seen": observe, "cloud": lambda flow, cloud, data: cloud}
     optimizer = optax.sgd(0.1)
     for run in (
@@ -163,7 +180,7 @@ def test_train_statistics_predict_a_trained_batch_norm_network(key):
         h = jnp.tanh((x @ p[0] - s[0][0][None]) / s[0][1][None])
         return ((h @ p[1])[:, 0] - s[1][0]) / s[1][1]
 
-    net = kernels.Normalised(apply, moments)
+    net = kernels.Normalized(apply, moments)
     at = lambda p: apply(p, z, moments(p, x))
 
     @functools.partial(jax.jit, static_argnums=2)

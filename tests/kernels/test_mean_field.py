@@ -10,6 +10,9 @@ from scipy import integrate, special
 
 from meanflow import kernels
 from meanflow.activations import NAMED
+from meanflow.kernels.batchnorm import normalize
+from meanflow.kernels.infinite.dual import dual_activation, trapezoid
+from meanflow.kernels.infinite.predictions import Kappas, hidden_batchnorm, kappas, predict_spectrum
 
 
 def gauss(phi, a, c, b, rule="legendre", nodes=260):
@@ -34,7 +37,7 @@ def slope(phi):
 def test_duals_of_smooth_activations(name):
     phi = NAMED[name]
     for a, c, b in ((1.0, 0.7, 0.3), (0.5, 1.2, -0.6)):
-        ours = kernels.dual_activation(name)(*(jnp.asarray(v) for v in (a, c, b)))
+        ours = dual_activation(name)(*(jnp.asarray(v) for v in (a, c, b)))
         np.testing.assert_allclose(ours.value, gauss(phi, a, c, b), rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(ours.slope, gauss(slope(phi), a, c, b), rtol=1e-9, atol=1e-12)
 
@@ -63,7 +66,7 @@ def test_duals_of_kinked_activations(name):
         * power
         / (2 * np.pi)
     )
-    ours = kernels.dual_activation(name)(*(jnp.asarray(v) for v in (a, c, b)))
+    ours = dual_activation(name)(*(jnp.asarray(v) for v in (a, c, b)))
     np.testing.assert_allclose(ours.value, both(phi, 2.0), rtol=1e-11)  # E r^2 = 2
     np.testing.assert_allclose(ours.slope, both(dphi, 1.0), rtol=1e-11)
 
@@ -79,25 +82,25 @@ def test_trapezoid_beats_gauss_hermite_on_tanh():
         epsabs=1e-12,
         epsrel=1e-12,
     )[0] / (2 * np.pi)
-    rule = kernels.dual_activation("tanh")
+    rule = dual_activation("tanh")
     ours = float(rule(jnp.asarray(a), jnp.asarray(a), jnp.asarray(b)).value)
     np.testing.assert_allclose(ours, reference, rtol=1e-10)
     assert abs(gauss(np.tanh, a, a, b, "hermite", 64) - reference) > 1e-7 * abs(reference)
     # and relu needs its closed form
     one, half = jnp.ones(()), jnp.asarray(0.5)
-    rough = kernels.trapezoid("relu")(one, one, half).value
-    exact = kernels.dual_activation("relu")(one, one, half).value
+    rough = trapezoid("relu")(one, one, half).value
+    exact = dual_activation("relu")(one, one, half).value
     assert 1e-5 < abs(float(rough - exact)) < 1e-2
 
 
 def test_frequency_and_gradients():
     a, c, b = jnp.asarray(0.7), jnp.asarray(0.4), jnp.asarray(0.2)
-    ours = kernels.dual_activation("sine", frequency=3.0)(a, c, b)
-    stretched = kernels.trapezoid(lambda z: jnp.sin(3.0 * z))(a, c, b)
+    ours = dual_activation("sine", frequency=3.0)(a, c, b)
+    stretched = trapezoid(lambda z: jnp.sin(3.0 * z))(a, c, b)
     np.testing.assert_allclose(ours, stretched, rtol=1e-10)
     # d value / d covariance = slope (Price), also at the edge where the angle has no derivative
     for name in ("relu", "erf", "gaussian", "tanh"):
-        dual = kernels.dual_activation(name)
+        dual = dual_activation(name)
         for cov in (b, jnp.asarray(0.7)):
             var = a if cov is b else cov
             slope = jax.grad(lambda t, dual=dual, var=var: dual(var, var, t).value)(cov)
@@ -109,7 +112,7 @@ def test_frequency_and_gradients():
 @pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
 def test_relu_dual_has_finite_derivatives_everywhere(mode):
     """Parallel, opposite, zero and nearly parallel vectors: d/dcov = slope, d/dvar = sqrt(ac - b^2)/(4 pi a)."""
-    dual = kernels.dual_activation("relu")
+    dual = dual_activation("relu")
     a = jnp.array([1.0, 2.0, 0.0, 1.5, 1.0, 3.0])
     c = jnp.array([1.0, 0.5, 0.0, 0.0, 1.0, 3.0])
     b = jnp.array([1.0, -1.0, 0.0, 0.0, 1.0 - 1e-13, -2.0])
@@ -161,7 +164,7 @@ def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, key):
 
     @jax.jit
     def ours(x):
-        standard = kernels.infinite_ntk(x, parametrisation="standard", widths=widths, **setup)
+        standard = kernels.infinite_ntk(x, parametrization="standard", widths=widths, **setup)
         return kernels.nngp(x, **setup), kernels.infinite_ntk(x, **setup), standard
 
     found = ours(x)
@@ -186,13 +189,13 @@ KAPPAS = [
 
 @pytest.mark.parametrize(("name", "sw2", "one", "two"), KAPPAS)
 def test_kappas(name, sw2, one, two):
-    kappa = kernels.kappas(depth=3, alpha_0=1.0, activation=name, weight_variance=sw2)
+    kappa = kappas(depth=3, alpha_0=1.0, activation=name, weight_variance=sw2)
     np.testing.assert_allclose([2 * kappa.one, 2 * kappa.two], [one, two], atol=6e-5)
 
 
 def test_coordinates_drop_the_first_layer():
-    wide = kernels.kappas(depth=4, alpha_0=1.0)
-    narrow = kernels.kappas(depth=4, alpha_0=0.0)
+    wide = kappas(depth=4, alpha_0=1.0)
+    narrow = kappas(depth=4, alpha_0=0.0)
     np.testing.assert_allclose([wide.one, narrow.one], [4 / 3, 1.0], rtol=1e-12)
     # A.12, A.14 take N_0 = N; a network on the plane has the second value
     width = 1024
@@ -252,11 +255,11 @@ def test_bias_variance_enters(key):
         activation="erf",
         weight_variance=1.5,
         bias_variance=0.5,
-        parametrisation="standard",
+        parametrization="standard",
         widths=widths[:3],
     )
     without = kernels.infinite_ntk(
-        x, depth=3, activation="erf", weight_variance=1.5, parametrisation="standard", widths=widths[:3]
+        x, depth=3, activation="erf", weight_variance=1.5, parametrization="standard", widths=widths[:3]
     )
     apply, params = random_network(key, widths, "erf", 1.5, 0.5)
     measured = kernels.empirical_ntk(apply, params, x)
@@ -272,20 +275,20 @@ def test_orthogonal_inputs_need_width(key):
 
 
 def test_predicted_spectrum_is_exact():
-    kappa = kernels.Kappas(jnp.asarray(1.5), jnp.asarray(0.3))
-    out = kernels.predict_spectrum(kappa, depth=3, width=10, samples=12)
+    kappa = Kappas(jnp.asarray(1.5), jnp.asarray(0.3))
+    out = predict_spectrum(kappa, depth=3, width=10, samples=12)
     matrix = 20 * ((1.5 - 0.3) * np.eye(12) + 0.3)
     values = np.linalg.eigvalsh(matrix)
     np.testing.assert_allclose(
-        [out.m, out.v, out.top, out.bulk], [values.mean(), values.var(), values[-1], values[0]]
+        [out.mean, out.variance, out.top, out.bulk], [values.mean(), values.var(), values[-1], values[0]]
     )
     # A.24 prints (T - 2)(N k2 + ...) without the square
-    assert abs(float(out.v) - 11 * (20 * 0.3)) > 1.0
+    assert abs(float(out.variance) - 11 * (20 * 0.3)) > 1.0
 
 
 def normed(p, x):
     for w in p[:-1]:
-        x = jax.nn.relu(kernels.normalise(x @ w))
+        x = jax.nn.relu(normalize(x @ w))
     return (x @ p[-1])[:, 0]
 
 
@@ -294,11 +297,11 @@ def test_batch_norm_before_every_activation():
 
     1.7334, and 2.809 at L = 4, are the diagonal A + (E phi)^2, not A itself.
     """
-    ours = kernels.hidden_batchnorm(depth=3)
+    ours = hidden_batchnorm(depth=3)
     np.testing.assert_allclose(
         [sum(ours), *ours], [1.7334, 1.7334 - 1 / (2 * np.pi), 1 / (2 * np.pi)], atol=1e-4
     )
-    deeper = kernels.hidden_batchnorm(depth=4)
+    deeper = hidden_batchnorm(depth=4)
     np.testing.assert_allclose([sum(deeper), deeper.diagonal], [2.809, 2.809 - 0.1592], atol=6e-4)
     width, samples = 192, 48
     x = np.sqrt(width) * jnp.eye(width)[:samples]

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from meanflow import kernels
+from meanflow.kernels.batchnorm import normalize
+from meanflow.kernels.empirical.spectra import (
+    condition_number,
+    spectral_density,
+    spectral_moments,
+    top_eigenpairs,
+)
 
 
 def apply(p, x):
-    y = kernels.normalise(jax.nn.relu(x @ p[0]), 1e-3)
+    y = normalize(jax.nn.relu(x @ p[0]), 1e-3)
     return y @ p[1]
 
 
@@ -49,32 +56,32 @@ def with_spectrum(values):
 def test_lanczos_finds_everything(key):
     values = np.concatenate([[50.0, 20.0, 20.0], np.linspace(5.0, 0.5, 37)])
     matrix = with_spectrum(values)
-    pairs = kernels.top_eigenpairs(matrix, 40, key=key, steps=40)
+    pairs = top_eigenpairs(matrix, 40, key=key, steps=40)
     np.testing.assert_allclose(pairs.values, values, rtol=1e-10)  # the double 20 included
     np.testing.assert_allclose(pairs.vectors.T @ pairs.vectors, np.eye(40), atol=1e-12)
-    np.testing.assert_allclose(kernels.condition_number(matrix, key=key), 100.0, rtol=1e-9)
-    few = kernels.top_eigenpairs(matrix, 2, key=key, steps=30)
+    np.testing.assert_allclose(condition_number(matrix, key=key), 100.0, rtol=1e-9)
+    few = top_eigenpairs(matrix, 2, key=key, steps=30)
     error = np.linalg.norm(matrix @ few.vectors - few.vectors * few.values[None], axis=0)
     np.testing.assert_allclose(few.values, values[:2], rtol=1e-8)
     assert np.all(error <= np.asarray(few.residuals) + 1e-8)
     # rank one plus identity: the Krylov space is exhausted after two steps
-    pairs = kernels.top_eigenpairs(jnp.asarray(np.eye(40) + 5.0 / 40), 40, key=key, steps=40)
+    pairs = top_eigenpairs(jnp.asarray(np.eye(40) + 5.0 / 40), 40, key=key, steps=40)
     np.testing.assert_allclose(pairs.values, [6.0] + [1.0] * 39, rtol=1e-12)
 
 
 def test_moments_and_density(key):
     values = np.concatenate([[50.0, 20.0, 20.0], np.linspace(5.0, 0.5, 197)])
     matrix, m, s, v = with_spectrum(values), np.mean(values), np.mean(values**2), np.var(values)
-    leading = kernels.top_eigenpairs(matrix, 4, key=key, steps=30).vectors
-    estimate = kernels.moments(matrix, key=key, probes=40, deflate=leading)
-    assert abs(float(estimate.m) - m) < 4 * float(estimate.m_error)
-    assert abs(float(estimate.s) - s) < 4 * float(estimate.s_error)
+    leading = top_eigenpairs(matrix, 4, key=key, steps=30).vectors
+    estimate = spectral_moments(matrix, key=key, probes=40, deflate=leading)
+    assert abs(float(estimate.mean) - m) < 4 * float(estimate.mean_error)
+    assert abs(float(estimate.mean_square) - s) < 4 * float(estimate.mean_square_error)
     # the variance comes from the same directions, so that part of the errors cancels
-    assert abs(float(estimate.v) - v) < 4 * float(estimate.v_error)
-    plain = kernels.moments(matrix, key=key, probes=40)
-    assert abs(float(plain.v) - v) < 4 * float(plain.v_error)
-    assert float(estimate.s_error) < 0.5 * float(plain.s_error)  # what deflation is for
-    density = kernels.spectral_density(matrix, key=key, probes=20, steps=30)
+    assert abs(float(estimate.variance) - v) < 4 * float(estimate.variance_error)
+    plain = spectral_moments(matrix, key=key, probes=40)
+    assert abs(float(plain.variance) - v) < 4 * float(plain.variance_error)
+    assert float(estimate.mean_square_error) < 0.5 * float(plain.mean_square_error)  # what deflation is for
+    density = spectral_density(matrix, key=key, probes=20, steps=30)
     np.testing.assert_allclose(jnp.sum(density.weights), 1.0, rtol=1e-10)
     cuts = np.array([1.5, 3.0, 10.0])
     exact = np.mean(values[:, None] <= cuts, axis=0)
@@ -89,17 +96,17 @@ def test_spectrum_sandwich(key):
     exact = kernels.spectrum(jnp.asarray(matrix))
     values = np.linalg.eigvalsh(matrix)
     np.testing.assert_allclose(exact.values, values[::-1], rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose([exact.m, exact.v], [values.mean(), values.var()], rtol=1e-10)
+    np.testing.assert_allclose([exact.mean, exact.variance], [values.mean(), values.var()], rtol=1e-10)
     assert float(exact.lower) <= float(exact.values[0]) <= float(exact.upper)
     operator = kernels.ntk_operator(apply, params, x, stats="batch")
     ours = kernels.spectrum(operator, key=key, top=2)
     np.testing.assert_allclose(ours.values, values[::-1][:2], rtol=1e-8)
     assert abs(float(ours.values[0]) - values[-1]) <= float(ours.residuals[0]) + 1e-9
-    assert abs(float(ours.m - exact.m)) < 4 * float(ours.m_error)
-    assert abs(float(ours.v - exact.v)) < 4 * float(ours.v_error)
+    assert abs(float(ours.mean - exact.mean)) < 4 * float(ours.mean_error)
+    assert abs(float(ours.variance - exact.variance)) < 4 * float(ours.variance_error)
     mixed = kernels.spectrum(jnp.asarray(matrix), key=key, top=2)  # Lanczos, with exact moments
     np.testing.assert_allclose(mixed.values, ours.values, rtol=1e-8)
-    assert float(mixed.m) == float(exact.m) and float(mixed.m_error) == 0.0
+    assert float(mixed.mean) == float(exact.mean) and float(mixed.mean_error) == 0.0
     with pytest.raises(ValueError, match="key must be given"):
         kernels.spectrum(operator)
     with pytest.raises(ValueError, match="square"):

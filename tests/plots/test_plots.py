@@ -7,10 +7,7 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
-from meanflow.experiments import Criterion, Outcome
-from meanflow.experiments.catalogue import CATALOGUE
-from meanflow.plots import style
-from meanflow.plots.figures import DRAWINGS, draw
+from meanflow.plots import batches, clouds, curves, maps, style
 
 
 def labels(ax):
@@ -22,14 +19,16 @@ def test_directions_bars_have_the_shares_as_areas():
     cloud = mf.Cloud(
         mf.Neurons(jnp.ones(4), jnp.asarray(np.c_[np.cos(turn), np.sin(turn)])), [0.5, 0.25, 0.25, 0.0]
     )
-    ax = plots.directions(cloud, bins=4)
+    ax = clouds.directions(cloud, bins=4)
     np.testing.assert_allclose([bar.get_height() ** 2 for bar in ax.patches], [0.75, 0.0, 0.25, 0.0])
-    assert ax.patches[0].get_x() == pytest.approx(-np.pi / 4)  # the first sector is centred on the first axis
+    assert ax.patches[0].get_x() == pytest.approx(
+        -np.pi / 4
+    )  # the first sector is centered on the first axis
 
 
 def test_needles_end_on_one_circle():
-    ax = plots.needles(np.array([[3.0, 0.0], [0.0, -0.2]]))
-    plots.needles(np.array([[1.0, 1.0]]), ax, colour="red")
+    ax = clouds.needles(np.array([[3.0, 0.0], [0.0, -0.2]]))
+    clouds.needles(np.array([[1.0, 1.0]]), ax, color="red")
     ends = ax.lines[1]
     np.testing.assert_allclose(np.hypot(ends.get_xdata(), ends.get_ydata()), 1.0)
     assert sum(line.get_gid() == "circle" for line in ax.lines) == 1
@@ -68,7 +67,7 @@ def test_plane_shades_two_s_regions_and_draws_attracting_rays():
 
 
 def test_field_arrows_have_one_length():
-    ax = plots.field([0.0, 1.0], [0.0, 1.0], [[3.0, 4.0], [0.0, 0.0]])
+    ax = clouds.field([0.0, 1.0], [0.0, 1.0], [[3.0, 4.0], [0.0, 0.0]])
     arrows = ax.collections[0]
     np.testing.assert_allclose(arrows.U, [0.6, 0.0])
     np.testing.assert_allclose(arrows.V, [0.8, 0.0])
@@ -85,7 +84,7 @@ def test_energies_skip_the_start_of_a_log_axis():
 
 def test_convergence_writes_the_fitted_slope_and_ticks_the_sizes():
     sizes = np.array([10.0, 20.0, 40.0])
-    ax = plots.convergence(sizes, {"a": 3 / sizes}, orders={"guide": -0.5})
+    ax = plots.curves.convergence(sizes, {"a": 3 / sizes}, orders={"guide": -0.5})
     assert labels(ax) == ["a: slope $-1.00$", "guide"]
     guide = ax.lines[1].get_ydata()
     np.testing.assert_allclose(guide, 0.3 * (sizes / 10) ** -0.5)
@@ -100,19 +99,19 @@ def test_traces_show_median_and_range():
 
 
 def test_ics_trace_marks_the_drops():
-    ax = plots.ics_trace([1, 2, 3], {"a": [1.0, 0.5, 0.1]}, drops=[1.5, 2.5])
+    ax = curves.ics_trace([1, 2, 3], {"a": [1.0, 0.5, 0.1]}, drops=[1.5, 2.5])
     assert ax.get_yscale() == "log" and labels(ax) == ["a", "rate falls"]
     assert [line.get_xdata()[0] for line in ax.lines[1:]] == [1.5, 2.5]
 
 
 def test_speeds_are_sorted_by_direction():
-    ax = plots.speeds([3.0, -0.5, 1.0], {"a": [30.0, 50.0, 10.0]})
+    ax = curves.speeds([3.0, -0.5, 1.0], {"a": [30.0, 50.0, 10.0]})
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [10.0, 30.0, 50.0])  # -0.5 is 2 pi - 0.5
     assert ax.get_xlim() == (0, 2 * np.pi)
 
 
 def test_spectrum_falls_from_one():
-    ax = plots.spectrum({"k": [1.0, 4.0, -1e-9, 2.0]})
+    ax = curves.spectrum({"k": [1.0, 4.0, -1e-9, 2.0]})
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [1.0, 0.5, 0.25])
 
 
@@ -131,42 +130,33 @@ def test_heat_map_writes_numbers_that_can_be_read():
 
 
 def test_dots_have_one_row_a_name():
-    ax = plots.dots({"a": [1.0, 2.0], "b": [3.0]}, reference={"limit": 2.5})
+    ax = maps.dots({"a": [1.0, 2.0], "b": [3.0]}, reference={"limit": 2.5})
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["a", "b"]
     assert [list(line.get_ydata()) for line in ax.lines[:2]] == [[0, 0], [1]]
 
 
-def test_criteria_show_failures_outside_their_interval():
-    checks = [Criterion("in", 0.5, 0, 1), Criterion("out", 2.0, 0, 1), Criterion("least", 3.0, low=1)]
-    ax = plots.criteria(checks)
-    spots = [line for line in ax.lines if line.get_marker() not in ("None", None)]
-    assert [line.get_marker() for line in spots] == ["o", "X", "o"]
-    assert spots[0].get_xdata()[0] == 0.5 and spots[1].get_xdata()[0] > 1
-    assert "0 .. 1" in [text.get_text() for text in ax.texts]
-
-
 def test_angles_keep_equal_limits_for_all_points():
-    ax = plots.angles([70.0, 75.0], [71.0, 74.0], label="a")
-    plots.angles([10.0], [5.0], ax, label="b")
+    ax = batches.angles([70.0, 75.0], [71.0, 74.0], label="a")
+    batches.angles([10.0], [5.0], ax, label="b")
     assert ax.get_xlim() == ax.get_ylim() and ax.get_xlim()[0] < 5 and ax.get_xlim()[1] > 75
     assert sum(line.get_gid() == "diagonal" for line in ax.lines) == 1
 
 
 def test_projection_marks_the_odd_point():
-    ax = plots.projection(np.arange(8.0).reshape(4, 2), 2)
+    ax = batches.projection(np.arange(8.0).reshape(4, 2), 2)
     assert labels(ax) == ["odd point", "cluster"]
     assert (ax.lines[0].get_xdata()[0], ax.lines[0].get_ydata()[0]) == (4, 5)
     assert len(ax.lines[1].get_xdata()) == 3
 
 
 def test_activity_is_a_density():
-    ax = plots.activity({"a": np.linspace(0, 1, 50)}, bins=5)
+    ax = batches.activity({"a": np.linspace(0, 1, 50)}, bins=5)
     assert labels(ax) == ["a"] and ax.get_xlim() == (0, 1)
 
 
 def test_tree_puts_children_on_either_side_of_their_parent():
     layers = [np.array([[0.0, 1.0, 3.0]]), np.array([[0.0, 0.0, 1.0], [1.0, 0.5, 0.0]])]
-    ax = plots.tree(layers)
+    ax = batches.tree(layers)
     points = [line for line in ax.lines if line.get_marker() != "None"]
     assert len(points) == 9
     depth = [round(-float(line.get_ydata()[0])) for line in points]
@@ -179,46 +169,18 @@ def test_tree_puts_children_on_either_side_of_their_parent():
 
 def test_saved_figures_are_vectors_without_a_date(tmp_path):
     figure = plots.fit([0.0, 1.0], {"f": [0.0, 1.0]}, None).figure
-    paths = plots.save(figure, tmp_path / "a", ("png", "svg", "pdf"))
+    paths = plots.style.save(figure, tmp_path / "a", ("png", "svg", "pdf"))
     assert [p.name for p in paths] == ["a.png", "a.svg", "a.pdf"]
-    again = plots.save(figure, tmp_path / "b", ("svg",))[0]
+    again = plots.style.save(figure, tmp_path / "b", ("svg",))[0]
     assert paths[1].read_bytes() == again.read_bytes()
     assert b"<path" in paths[1].read_bytes()
 
 
-def test_colours_can_be_told_apart_in_grey():
+def test_colors_can_be_told_apart_in_grey():
     """Neighbours in the cycle differ in lightness or hue; the Okabe-Ito palette without its yellow."""
-    assert len(set(style.COLOURS)) == len(style.COLOURS) == 7
+    assert len(set(style.COLORS)) == len(style.COLORS) == 7
     grey = [
         sum(w * int(c[i : i + 2], 16) for w, i in zip((0.3, 0.59, 0.11), (1, 3, 5), strict=True))
-        for c in style.COLOURS
+        for c in style.COLORS
     ]
     assert max(grey) < 190  # nothing too pale for a white page
-
-
-def test_every_drawing_belongs_to_the_catalogue():
-    assert set(DRAWINGS) <= set(CATALOGUE)
-
-
-def test_an_outcome_without_a_picture_is_drawn_as_its_criteria():
-    outcome = Outcome("x", "", "", {}, (Criterion("a", 1.0, 0, 2),))
-    assert [tick.get_text() for tick in draw(outcome).axes[0].get_yticklabels()] == ["a"]
-
-
-def test_drawings_of_small_outcomes():
-    """The mapping from data to panels, on arrays small enough to check."""
-    turn = np.array([[0.3, 0.1], [0.4, 0.2]])
-    lazy = {"widths": [10, 40], "powers": [0.0, 0.5], "turn": turn, "slope": [-1.0, -0.5]}
-    (ax,) = draw(Outcome("004/lazy-slopes", "", "", lazy)).axes
-    assert labels(ax)[0].startswith(r"$\alpha = m^{0}$") and ax.get_xlabel() == "$m$"
-    norms = np.array([[0.1, 1.0], [0.5, 1.1], [0.6, 1.2]])
-    left, right = draw(Outcome("001/figure-3", "", "", {"norms": norms})).axes
-    assert labels(left) == ["after 1 step", "after 2 steps", "no change"]
-    assert left.get_xscale() == right.get_yscale() == "log"
-    paths = np.zeros((3, 2, 4, 2))
-    local = {"delta": np.array([-1.0, 0.0, np.inf]), "paths": paths + np.arange(4)[:, None]}
-    titles = [ax.get_title() for ax in draw(Outcome("004/figure-2", "", "", local)).axes]
-    assert titles == [r"$\delta = -1$", r"$\delta = 0$", r"$\delta = \infty$"]
-    ics = {"BN": {"ics_exact": np.ones((10, 2)), "test_accuracy": np.ones((10, 2))}}
-    left, right = draw(Outcome("003/figure-3", "", "", ics)).axes
-    assert labels(left) == ["batch norm", "rate falls"] and right.get_ylabel() == "test accuracy"

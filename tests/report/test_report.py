@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.report import contents, write_report
-from meanflow.sweeps import Observable, particles
+from meanflow.flows.observables import ON_REQUEST
+from meanflow.report import write_report
+from meanflow.report.page import contents
 
 X = jnp.linspace(-1.0, 1.0, 5)
 DATA = mf.Dataset(X, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
@@ -30,7 +31,7 @@ def runs():
         every=5,
         step=0.05,
         observe={
-            "neurons": Observable(particles, dims=("particle",)),
+            "neurons": ON_REQUEST["neurons"],
             "kernel_drift": None,
             "dissipation": None,
             "displacement": None,

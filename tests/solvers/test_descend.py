@@ -12,9 +12,9 @@ from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
 from meanflow._numerics import iterate
+from meanflow.geometry import omega
 from meanflow.measures import stack
-from meanflow.solvers.step import top_eigenvalue
-from meanflow.solvers.step import dominant_vector
+from meanflow.solvers.step import dominant_vector, top_eigenvalue
 
 
 @pytest.mark.parametrize(("clock", "width"), [("mean_field", 3), ("gradient", 8), ("lazy", 3)])
@@ -44,7 +44,7 @@ def test_optimisers_and_momentum_match_optax(model):
     run = mf.descend(flow, cloud, data, 10, optimizer=optimizer)
     assert float(run.ts[-1]) == 10
     if model == "batchnorm_manifold":  # stays on Omega although Adam's updates are not tangent
-        length = mf.geometry.sigma_norm(run.final.particles.b, flow.feature.sigma)
+        length = omega.sigma_norm(run.final.particles.b, flow.feature.sigma)
         np.testing.assert_allclose(length, 1, rtol=1e-13)
         return
     w, state = cloud.particles, optimizer.init(cloud.particles)
@@ -188,7 +188,7 @@ def test_iterate_with_inputs_and_checkpoints():
 
 BAD = [
     ({"steps": 0, "step": 0.1}, "steps must be an integer >= 1"),
-    ({"steps": 10}, "step must be a number or KernelStep when no optimizer"),
+    ({"steps": 10}, "step must be a number or a StepRule when no optimizer"),
     ({"steps": 10, "step": 0.1, "every": 3}, "steps must be a multiple of every"),
     ({"steps": 10, "step": 0.0}, "step must be > 0"),
     ({"steps": 10, "step": 0.1, "batch_size": 31, "key": jax.random.key(0)}, "batch_size must be at most"),

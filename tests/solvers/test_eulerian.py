@@ -3,18 +3,18 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ring, ring_problem
 
 import meanflow as mf
-from meanflow.experiments.batchnorm import _theorem_4_problem, ring
 from meanflow.measures import laws, quadrature
 from meanflow.solvers.eulerian import evolve, uniform_density
 
 
 def test_conservative_positive_and_convergent_to_the_particle_limit():
-    """Errors against a quadrature cloud fall as in the theory sheet: 4.1e-3, 1.3e-3 on 40x32, 80x64 cells."""
-    flow, data = _theorem_4_problem()
+    """Errors against a quadrature cloud fall as in the reference computation: 4.1e-3, 1.3e-3 on 40x32, 80x64 cells."""
+    flow, data = ring_problem()
     laws_ = {"a": laws.uniform(), "b": laws.sphere(2)}
-    cloud = flow.space.settle(quadrature((24, 64), mf.Neurons, laws_, rule=("gauss", "midpoint")))
+    cloud = flow.space.from_raw(quadrature((24, 64), mf.Neurons, laws_, rule=("gauss", "midpoint")))
     reference = mf.solve(flow, cloud, data, 5.0, step=0.125)
     f = mf.predict(flow, reference.final, data.x)
     errors = []
@@ -34,7 +34,7 @@ def test_conservative_positive_and_convergent_to_the_particle_limit():
 
 def test_marginals_move_as_the_continuity_equation_says():
     """Over a short time d/dt mean(a^2) = -2 mean(a F) and d/dt mean(cos) = mean(a F' sin), from the particle side."""
-    flow, data = _theorem_4_problem()
+    flow, data = ring_problem()
     density = uniform_density(160, 128, 1.5)
     cloud = density.cloud(flow.feature.sigma)
     v = mf.velocity(flow, cloud, data)
@@ -52,7 +52,7 @@ def test_marginals_move_as_the_continuity_equation_says():
 
 
 def test_bad_input_is_refused():
-    flow, data = _theorem_4_problem()
+    flow, data = ring_problem()
     with pytest.raises(ValueError, match="flow must be a batch-norm flow"):
         evolve(mf.vanilla("tanh"), uniform_density(8, 8, 2.0), data, 1.0)
     with pytest.raises(ValueError, match=r"x must have shape \(n, 2\)"):

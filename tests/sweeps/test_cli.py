@@ -104,6 +104,7 @@ def test_flags_alone_and_failed_cells():
     assert json.loads(call(*base, "--step", "1e9", "--json", code=1).splitlines()[-1])["failed"] == 1
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -46,10 +46,11 @@ def draw(key, sigma):
     return sigma * jax.random.normal(key, (3,))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("function", "change", "message"),
     [
-        (3, {}, "function must be callable"),
+        (3, {}, "function must be a function, got 3"),
         (lambda key: 1.0, {}, r"does not take \['sigma'\]"),
         (lambda key, sigma: {"sigma": sigma}, {}, "called like an axis"),
         (draw, {"dims": {"value": ["sigma"]}}, "called like an axis"),
@@ -60,5 +61,5 @@ def draw(key, sigma):
     ],
 )
 def test_bad_arguments(function, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         sweep_function(function, **{"axes": {"sigma": (1.0, 2.0)}} | change)

@@ -3,8 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meanflow.sweeps import Grid, group_widths
-from meanflow.sweeps.grid import make_chunks, make_groups, padding_waste
+from meanflow.sweeps.grid import Grid, group_widths, make_chunks, make_groups, padding_waste
 
 
 def brute_force(widths, waste):
@@ -73,6 +72,7 @@ def test_cells_are_found_by_their_values():
         grid.find(width=3, depth=2.0)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("widths", "waste", "message"),
     [

@@ -11,6 +11,7 @@ import pytest
 import meanflow as mf
 from meanflow import kernels
 from meanflow._numerics import iterate
+from meanflow.kernels.empirical.spectra import condition_number, spectral_density, top_eigenpairs
 from meanflow.solvers import eulerian
 from meanflow.solvers.weak import weak_form
 from meanflow.sweeps import program
@@ -172,7 +173,7 @@ def tangent_kernels(cloud, data):
     full = kernels.empirical_ntk(network, params, data.x)
     operator = kernels.ntk_operator(network, params, data.x)
     flow = kernels.kernel_flow(full, jnp.zeros_like(data.y), data.y)
-    spectrum = kernels.top_eigenpairs(operator, 2, key=jax.random.key(0)).values
+    spectrum = top_eigenpairs(operator, 2, key=jax.random.key(0)).values
     closed = mf.univariate.univariate_ntk(data.x[:, 0], data.x[:, 0])
     return full, flow(jnp.asarray([0.5, 1.0], full.dtype)), spectrum, closed
 
@@ -185,7 +186,7 @@ def networks(params, x):
 def kernel_methods(cloud, data):
     """Every method, every reduction, chunks, coupled samples, and matrix-free spectra."""
     params = {"a": cloud.particles.a, "b": cloud.particles.b}
-    batch = kernels.Normalised(
+    batch = kernels.Normalized(
         lambda p, x, s: (networks(p, x) - s[0]) / s[1],
         lambda p, x: (jnp.mean(networks(p, x), 0, keepdims=True), jnp.std(networks(p, x), 0, keepdims=True)),
     )
@@ -199,13 +200,13 @@ def kernel_methods(cloud, data):
     ]
     operator = kernels.ntk_operator(batch, params, data.x, stats="batch")
     key = jax.random.key(0)
-    spectra = kernels.spectrum(operator, top=2, key=key), kernels.spectral_density(operator, key=key, steps=4)
-    return found, spectra, kernels.condition_number(operator, key=key)
+    spectra = kernels.spectrum(operator, top=2, key=key), spectral_density(operator, key=key, steps=4)
+    return found, spectra, condition_number(operator, key=key)
 
 
 def kernels_in_closed_form(cloud, data):
     kernel, infinite = data.x @ data.x.T, kernels.infinite_ntk(data.x, depth=2)
-    course = kernels.linearised_descent(kernel, jnp.zeros_like(data.y), data.y, rate=0.1, steps=4)
+    course = kernels.kernel_flow(kernel, jnp.zeros_like(data.y), data.y, learning_rate=0.1)(jnp.arange(4))
     return infinite, kernels.nngp(data.x, depth=2), kernels.batchnorm_ntk(kernel, data.y), course
 
 

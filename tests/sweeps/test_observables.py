@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.sweeps import observables as obs
+from meanflow.flows import observables as obs
+from meanflow.flows.problem import Chart, Problem
+from meanflow.univariate import observables as knots_of
 
 X = jnp.linspace(-1.0, 1.0, 5)
 LINE = mf.Dataset(X, jnp.sin(2 * X), "sum")
@@ -23,6 +25,12 @@ def pair(flow, data, width=6, shift=0.3, **labels):
     return start, start.at(moved)
 
 
+def see(observable, flow, cloud, data, start):
+    """What an observable records at ``cloud`` in a run from ``start``."""
+    problem = Problem(Chart(flow, start), data, jnp.ones(()))
+    return observable.measure(problem, cloud, observable.begin(problem))
+
+
 MODELS = {
     "vanilla": (mf.vanilla("relu"), PLANE, {}),
     "batchnorm": (mf.batchnorm("relu"), PLANE, {}),
@@ -37,14 +45,11 @@ def test_padding_is_invisible(name):
     flow, data, labels = MODELS[name]
     flow = flow.bind(data)
     start, now = pair(flow, data, **labels)
-    chosen = obs.default_observables(flow, data)
+    chosen = flow.observables(data)
 
     @jax.jit
     def observe(now, start):
-        return {
-            key: one.function(flow, now, data, *((start,) if one.from_start else ()))
-            for key, one in chosen.items()
-        }
+        return {key: see(one, flow, now, data, start) for key, one in chosen.items()}
 
     narrow, padded = observe(now, start), observe(now.pad(11), start.pad(11))
     assert set(narrow) == set(chosen)
@@ -58,18 +63,19 @@ def test_displacements_are_root_mean_squares():
     start, now = pair(flow, data)
     b0, b1 = np.asarray(start.particles.b), np.asarray(now.particles.b)
     cosine = np.sum(b0 * b1, 1) / np.linalg.norm(b0, axis=1) / np.linalg.norm(b1, axis=1)
-    turn = obs.angle_displacement(flow, now, data, start)
+    turn = see(obs.AngleDisplacement(), flow, now, data, start)
     assert float(turn) == pytest.approx(np.sqrt(np.mean(np.arccos(cosine) ** 2)), rel=1e-9)
     squares = np.sum((b1 - b0) ** 2, 1) + np.asarray(now.particles.a - start.particles.a) ** 2
-    assert float(obs.displacement(flow, now, data, start)) == pytest.approx(np.sqrt(squares.mean()))
+    assert float(see(obs.Displacement(), flow, now, data, start)) == pytest.approx(np.sqrt(squares.mean()))
     # a full turn is no displacement, and raw neurons turn as their polar images do
     polar, raw = mf.lifted(), mf.full()
     start, now = pair(polar, LINE, labels=1.0)
     around = start.at(start.particles._replace(theta=start.particles.theta + 2 * jnp.pi))
-    assert float(obs.angle_displacement(polar, around, LINE, start)) < 1e-14
+    assert float(see(obs.AngleDisplacement(), polar, around, LINE, start)) < 1e-14
     lift = mf.univariate.balance.lift
-    expected = obs.angle_displacement(polar, now, LINE, start)
-    assert float(obs.angle_displacement(raw, lift(now), LINE, lift(start))) == pytest.approx(float(expected))
+    expected = see(obs.AngleDisplacement(), polar, now, LINE, start)
+    found = see(obs.AngleDisplacement(), raw, lift(now), LINE, lift(start))
+    assert float(found) == pytest.approx(float(expected))
 
 
 def test_kernel_drift_is_relative():
@@ -77,8 +83,8 @@ def test_kernel_drift_is_relative():
     start, now = pair(flow, data)
     k0, k1 = (np.asarray(mf.tangent_kernel(flow, c, data.x)) for c in (start, now))
     expected = np.linalg.norm(k1 - k0) / np.linalg.norm(k0)
-    assert float(obs.kernel_drift(flow, now, data, start)) == pytest.approx(expected)
-    assert float(obs.kernel_drift(flow, start, data, start)) == 0
+    assert float(see(obs.KernelDrift(), flow, now, data, start)) == pytest.approx(expected)
+    assert float(see(obs.KernelDrift(), flow, start, data, start)) == 0
 
 
 def test_knot_statistics_by_counting():
@@ -88,17 +94,17 @@ def test_knot_statistics_by_counting():
     knots, x = b / a, np.asarray(X)
     inside = np.abs(knots) <= 1.25
     near = np.min(np.abs(knots[:, None] - x[None, :]), axis=1) < 0.05 * 0.5
-    share = obs.on_sample_share(flow, cloud, LINE)
+    share = knots_of.on_sample_share(flow, cloud, LINE)
     assert float(share) == pytest.approx(np.sum(near & inside) / np.sum(inside))
     filled = np.histogram(knots, bins=110, range=(-1.1, 1.1), weights=np.abs(c * a))[0]
     expected = np.sort(filled)[-8:].sum() / filled.sum()  # of the mass inside the window
-    assert float(obs.KnotConcentration(8)(flow, cloud, LINE)) == pytest.approx(expected)
+    assert float(knots_of.KnotConcentration(8)(flow, cloud, LINE)) == pytest.approx(expected)
     active = (a[:, None] * x[None, :] - b[:, None] > 0).any(axis=1)
-    assert float(obs.dead_share(flow, cloud, LINE)) == pytest.approx(np.mean(~active))
+    assert float(knots_of.dead_share(flow, cloud, LINE)) == pytest.approx(np.mean(~active))
     grid = np.sort(np.concatenate([knots - 1e-7, knots + 1e-7, [-1e4, 1e4]]))
     f = np.asarray(mf.predict(flow, cloud, jnp.asarray(grid)))
     slopes = np.diff(f)[::2] / np.diff(grid)[::2]  # between neighbouring knots
-    assert float(obs.slope_variation(flow, cloud, LINE)) == pytest.approx(
+    assert float(knots_of.slope_variation(flow, cloud, LINE)) == pytest.approx(
         np.abs(np.diff(slopes)).sum(), rel=1e-5
     )
 
@@ -111,21 +117,22 @@ def test_invariants_drift_with_the_step_of_descent(name):
     drift = []
     for steps in (20, 40):
         run = mf.descend(flow, start, data, steps, step=0.4 / steps)
-        drift.append(float(obs.invariant_drift(flow.bind(data), run.final, data, start)))
+        drift.append(float(see(obs.InvariantDrift(), flow.bind(data), run.final, data, start)))
     assert drift[0] > 1e-6
     assert drift[1] / drift[0] == pytest.approx(0.5, abs=0.1)
 
 
 def test_flows_without_a_law_record_none():
-    assert "invariant_drift" not in obs.default_observables(mf.canonical(), LINE)
-    assert "invariant_drift" not in obs.default_observables(mf.vanilla("tanh"), PLANE)
-    assert "invariant_drift" not in obs.default_observables(mf.full(decay=0.1), LINE)
+    assert "invariant_drift" not in mf.canonical().observables(LINE)
+    assert "invariant_drift" not in mf.vanilla("tanh").observables(PLANE)
+    assert "invariant_drift" not in mf.full(decay=0.1).observables(LINE)
+    cloud = mf.canonical().init(jax.random.key(0), 3)
     with pytest.raises(ValueError, match="conserved"):
-        obs.invariant_drift(mf.canonical(), mf.canonical().init(jax.random.key(0), 3), LINE, None)
+        see(obs.InvariantDrift(), mf.canonical(), cloud, LINE, cloud)
 
 
 def test_particles_are_recorded_on_request_only():
-    record = {"neurons": mf.sweeps.Observable(obs.particles, dims=("particle",))}
+    record = {"neurons": obs.ON_REQUEST["neurons"]}
     ds = mf.sweep(mf.canonical(), LINE, widths=(2, 5), steps=2, step=0.01, waste=0.0, observe=record)
     assert ds.neurons_r.dims == ("width", "seed", "step", "particle")
     assert ds.sizes["particle"] == 5

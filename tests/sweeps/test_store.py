@@ -13,10 +13,10 @@ import pytest
 import xarray
 
 import meanflow as mf
+from meanflow._identity import describe, difference
 from meanflow.sweeps import StoreError, load
 from meanflow.sweeps import runner as runners
 from meanflow.sweeps.grid import Chunk, Group
-from meanflow.sweeps.identity import describe, difference
 from meanflow.sweeps.store import Store
 
 X = jnp.linspace(-1.0, 1.0, 4)
@@ -146,11 +146,10 @@ def test_other_data_and_another_model_are_refused(tmp_path):
         mf.sweep(mf.lifted("one"), DATA, store=tmp_path / "run", **SETTINGS)
 
 
-def test_other_versions_are_said(tmp_path):
-    run(tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    config["versions"]["jax"] = "0.0.1"
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+def test_other_versions_are_said(tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr("meanflow.sweeps.plan.all_versions", lambda: {"jax": "0.0.1"})
+        run(tmp_path / "run")
     with pytest.warns(UserWarning, match="0.0.1"):
         run(tmp_path / "run")
 

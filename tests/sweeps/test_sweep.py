@@ -296,6 +296,7 @@ def test_gradient_of_all_final_losses_with_respect_to_the_data():
         assert float(slope @ direction) == pytest.approx(float(difference), rel=1e-6, abs=1e-8)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("change", "message"),
     [

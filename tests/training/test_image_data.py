@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.training import cifar, crop_and_flip, digits, mnist
-from meanflow.training.data import read_idx
+from meanflow.training.data import cifar, crop_and_flip, digits, mnist, read_idx
 
 
 def write_idx(path, array, compress=False):

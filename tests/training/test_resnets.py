@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from meanflow.layers import BatchNorm, Rescale, UnitizedBatchNorm
-from meanflow.training import ResNet, count_parameters
-from meanflow.training.resnet import Block
+from meanflow.training import ResNet
+from meanflow.training.resnet import Block, count_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -130,7 +130,7 @@ def test_the_last_norm_layer_can_be_watched():
     pooled = np.maximum(h + 0.5, 0).mean((1, 2))
     expected = pooled @ np.asarray(network.head.kernel[...]) + np.asarray(network.head.bias[...])
     np.testing.assert_allclose(network.upper(h), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="last normalisation layer"):
+    with pytest.raises(ValueError, match="last normalization layer"):
         network.lower(x, 0)
 
 

@@ -1,79 +1,23 @@
-"""The unitization paper's theorems on thousands of random pairs: as printed and as corrected."""
+"""Bounds on the Wasserstein distance hold on thousands of random pairs, and some are attained."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.optimize import linear_sum_assignment
-from scipy.spatial.distance import cdist
+from random_pairs import SLACK, exact, over_pairs, pairs
 
-from meanflow.layers.functional import recenter, rescale, unitize
+from meanflow.layers.functional import unitize
 from meanflow.transport import bounds, wasserstein
 
-SLACK = 1e-12
 
-
-def pairs(seed, trials, n=6, d=4):
-    """Random pairs of small clouds: heavy tails, shifts, scales over four decades, repeated points."""
-    rng = np.random.default_rng(seed)
-    shape = (2, trials, n, d)
-    points = np.where(
-        rng.random((2, trials, 1, 1)) < 0.5, rng.normal(size=shape), rng.standard_t(1.5, size=shape)
-    )
-    points *= 10 ** rng.uniform(-2, 2, size=(2, trials, 1, 1))
-    points *= rng.random((2, trials, 1, d)) < 0.8  # some features are switched off
-    points += rng.normal(size=(2, trials, 1, d)) * 10 ** rng.uniform(-2, 2, size=(1, trials, 1, 1))
-    points[:, ::5, 1:] = points[:, ::5, :1]  # every fifth pair is two Diracs
-    return points[0], points[1]
-
-
-def exact(x, y):
-    """W_1 of each pair by assignment, independently of the package."""
-    out = []
-    for a, b in zip(np.asarray(x), np.asarray(y), strict=True):
-        costs = cdist(a, b)
-        out.append(costs[linear_sum_assignment(costs)].mean())
-    return np.array(out)
-
-
-def over_pairs(function, *arrays):
-    return np.asarray(jax.jit(jax.vmap(function))(*(jnp.asarray(a) for a in arrays)))
-
-
-def test_moment_bound():
-    x, y = pairs(0, 3000)
-    w = exact(x, y)
-    printed = over_pairs(lambda x, y: bounds.moment_bound(x, y, "printed"), x, y)
-    corrected = over_pairs(bounds.moment_bound, x, y)
-    assert np.all(w <= corrected * (1 + SLACK))
-    assert np.all(corrected <= printed)
-    assert np.max(w / printed) < 1  # never attained: it is at least 2 (sd + sd') + |dmu|
-    sd = np.sqrt(x.var(1).sum(1)) + np.sqrt(y.var(1).sum(1))
-    assert np.all(printed >= (2 * sd + np.linalg.norm(x.mean(1) - y.mean(1), axis=1)) * (1 - SLACK))
-    # scale-equivariant, unlike the printed one
-    np.testing.assert_allclose(over_pairs(bounds.moment_bound, 7 * x, 7 * y), 7 * corrected, rtol=1e-12)
-    rescaled = over_pairs(lambda x, y: bounds.moment_bound(x, y, "printed"), 7 * x, 7 * y)
-    assert not np.allclose(rescaled, 7 * printed, rtol=0.1)
-
-
-def test_moment_bound_is_sharp():
-    out = bounds.theorem1(jnp.array([[-2.0], [2.0]]), jnp.zeros((2, 1)))
-    assert (float(out.printed), float(out.corrected), float(out.distance)) == (6.0, 2.0, 2.0)
-    shifted = bounds.theorem1(jnp.ones((3, 4)) * 5, jnp.zeros((3, 4)))  # Diracs: both are exact up to the 2
-    assert float(shifted.corrected) == pytest.approx(float(shifted.distance)) == pytest.approx(10.0)
-    assert float(shifted.printed) == pytest.approx(12.0)
-
-
-def test_standardized_bound():
-    x, y = np.random.default_rng(1).normal(size=(2, 2000, 8, 3)) ** 3
-    standard = [over_pairs(lambda u: rescale(recenter(u)), u) for u in (x, y)]
-    assert np.all(exact(*standard) <= bounds.standardized_bound(3) * (1 + SLACK))
-    rng = np.random.default_rng(2)
-    out = bounds.equation4(jnp.asarray(rng.normal(size=(200, 64))), jnp.asarray(rng.normal(size=(200, 64))))
-    assert float(out.corrected) == pytest.approx(np.sqrt(128))
-    assert float(out.printed) == 130.0
-    # the corrected bound is within 1.5, the printed 15 times too large
-    assert float(out.distance) == pytest.approx(9.33, abs=0.01)
+def test_upper_bounds_are_above():
+    x, y = pairs(0, 500)
+    assert np.all(exact(x, y) <= over_pairs(bounds.moment_bound, x, y) * (1 + SLACK))
+    alpha = np.random.default_rng(8).random((500, 4)) ** 2
+    for form in ("harmonic", "linear"):
+        images = [over_pairs(lambda u, a, f=form: unitize(u, a, interpolation=f), u, alpha) for u in (x, y)]
+        bound = lambda x, y, a, f=form: bounds.unitized_bound(x, y, a, interpolation=f)
+        assert np.all(exact(*images) <= over_pairs(bound, x, y, alpha) * (1 + SLACK) + SLACK)
 
 
 def test_standardized_bound_on_two_point_laws():
@@ -142,92 +86,6 @@ def test_noise_bound_is_an_identity():
         )
 
 
-def test_theorem2_reports_the_best():
-    rng = np.random.default_rng(5)
-    out = bounds.theorem2(jnp.asarray(rng.normal(size=(20, 2)) + 1), jnp.asarray(rng.normal(size=(20, 2))))
-    assert float(out.printed) <= float(out.corrected) <= float(out.distance)
-    with pytest.raises(ValueError, match="p = 1"):
-        bounds.theorem2(jnp.zeros((2, 2)), jnp.ones((2, 2)), p=1)
-
-
-def test_unbounded_example():
-    grid = (np.arange(4000) + 0.5) / 4000
-    for scale in (1.0, 1e3):
-        printed, shift = bounds.unbounded_example(scale, 1)
-        w = float(wasserstein(scale * (0.5 + 0.5 * grid), scale * 0.25 * grid))
-        assert w == pytest.approx(shift, rel=1e-12)
-        assert shift / printed == pytest.approx(6.67, abs=0.01)
-    assert bounds.unbounded_example(1.0, 9)[1] == pytest.approx(15 / 8)
-
-
-def test_unit_vectors_are_at_most_two_apart():
-    x, y = pairs(6, 2000)
-    images = [over_pairs(lambda u: unitize(u, 1.0), u) for u in (x, y)]
-    assert np.all(exact(*images) <= 2 * (1 + SLACK))
-    out = bounds.theorem31(jnp.array([[3.0, 4.0]]), jnp.array([[-6.0, -8.0]]))
-    assert float(out.distance) == pytest.approx(2.0) == pytest.approx(float(out.printed))
-
-
-def test_scalar_alpha():
-    x, y = pairs(100, 3000)
-    alpha = np.resize([0.0, 0.05, 0.5, 1.0], 3000)
-    w = exact(*(over_pairs(lambda u, a: unitize(u, a, interpolation="harmonic"), u, alpha) for u in (x, y)))
-    half = lambda u, a: bounds.harmonic_norm(jnp.mean(jnp.linalg.norm(u, axis=1)), a)  # h(E r)
-    corrected = over_pairs(lambda x, y, a: half(x, a) + half(y, a), x, y, alpha)
-    printed = over_pairs(
-        lambda x, y, a: bounds.unitized_bound(x, y, a, interpolation="harmonic", form="printed"), x, y, alpha
-    )
-    assert np.all(w <= corrected * (1 + SLACK) + SLACK)
-    assert np.all(corrected <= printed * (1 + SLACK))
-    inner = (alpha > 0) & (alpha < 1)  # at alpha = 1 both are 2
-    assert np.all(corrected[inner] < printed[inner])
-    out = bounds.theorem32(jnp.asarray(x[2]), jnp.asarray(y[2]), 0.5)
-    np.testing.assert_allclose(out, [printed[2], corrected[2], w[2]], rtol=1e-12)
-    far = jnp.array([[1e9, 0.0]])
-    out = bounds.theorem32(far, -far, 0.25)  # a supremum: reached as R grows
-    assert float(out.distance) == pytest.approx(8.0, rel=1e-6)
-
-
-@pytest.mark.parametrize("interpolation", ["harmonic", "linear"])
-def test_vector_alpha(interpolation):
-    x, y = pairs(7, 3000)
-    rng = np.random.default_rng(8)
-    alpha = rng.random((3000, 4)) ** 2
-    alpha[::7] = rng.random((429, 1))  # all equal
-    alpha[::11, 0] = 0.0
-    images = [over_pairs(lambda u, a: unitize(u, a, interpolation=interpolation), u, alpha) for u in (x, y)]
-    w = exact(*images)
-    bound = lambda form: over_pairs(
-        lambda x, y, a: bounds.unitized_bound(x, y, a, interpolation=interpolation, form=form), x, y, alpha
-    )
-    assert np.all(w <= bound("corrected") * (1 + SLACK) + SLACK)
-    if interpolation == "harmonic":
-        assert np.all(w <= bound("printed") * (1 + SLACK))
-        assert np.all(bound("corrected") <= bound("printed") * (1 + SLACK))
-    else:
-        violated = w > bound("printed")
-        assert np.mean(violated) > 0.1  # Theorem 3.3 does not cover the form the paper trains
-        assert np.max(w / bound("printed")) > 3
-
-
-def test_theorem33_fails_for_the_practical_form():
-    alpha = jnp.array([0.9, 0.3, 0.7])
-    far = 1e5 * jnp.eye(3)[1:2]
-    harmonic = bounds.theorem33(far, -far, alpha, interpolation="harmonic")
-    linear = bounds.theorem33(far, -far, alpha, interpolation="linear")
-    assert float(harmonic.printed) == pytest.approx(6.6667, abs=1e-4)
-    assert float(harmonic.distance) == pytest.approx(6.6665, abs=1e-4)
-    assert float(linear.distance) == pytest.approx(140000.6, abs=0.1)
-    assert float(linear.distance) > 2e4 * float(linear.printed)  # the printed bound, violated
-    assert float(linear.distance) == pytest.approx(float(linear.corrected), rel=1e-12)  # ours, attained
-
-
-def test_practical_bound_is_attained():
-    far = 50.0 * jnp.eye(3)[1:2]
-    out = bounds.theorem33(far, -far, jnp.array([0.9, 0.3, 0.7]), interpolation="linear")
-    assert float(out.distance) == pytest.approx(70.6) == pytest.approx(float(out.corrected))
-
-
 def test_practical_bound_for_any_alpha():
     x, y = pairs(9, 2000)
     alpha = np.random.default_rng(10).normal(size=(2000, 4)) * 2  # what unconstrained training produces
@@ -235,62 +93,9 @@ def test_practical_bound_for_any_alpha():
     assert np.all(exact(*images) <= over_pairs(bounds.unitized_bound, x, y, alpha) * (1 + SLACK))
 
 
-@pytest.mark.parametrize("d", [2, 8])
-def test_practical_bound_after_standardisation(d):
-    rng = np.random.default_rng(d)
-    x, y = rng.standard_t(2, size=(2, 1000, 12, d))
-    standard = [over_pairs(lambda u: rescale(recenter(u)), u) for u in (x, y)]
-    for low in (0.0, 0.5, 1.0):
-        alpha = low + (1 - low) * rng.random((1000, d))
-        alpha[:, 0] = low
-        images = [over_pairs(unitize, u, alpha) for u in standard]
-        assert np.all(exact(*images) <= bounds.unitized_standardized_bound(d, low) * (1 + SLACK))
-    both = bounds.standardized_layer(jnp.asarray(x[0]), jnp.asarray(y[0]), jnp.asarray(alpha[0]))  # alpha = 1
-    assert float(both.distance) <= float(both.corrected) == 2.0 == float(both.printed)
-    assert bounds.unitized_standardized_bound(8, 0.5) == pytest.approx(3.83, abs=0.01)
-    assert bounds.unitized_standardized_bound(8, 0.0) == pytest.approx(5.66, abs=0.01)
-    assert bounds.unitized_standardized_bound(8, 1.0) == 2.0
-
-
-def test_moving_alpha():
-    far = 1e9 * jnp.eye(2)[:1]
-    kwargs = {"interpolation": "harmonic", "alpha_y": jnp.full(2, 0.25)}
-    printed = bounds.unitized_bound(far, -far, jnp.full(2, 0.5), form="printed", **kwargs)
-    images = [unitize(s * far, a, interpolation="harmonic") for s, a in ((1, 0.5), (-1, 0.25))]
-    assert float(printed) == 6.0
-    assert float(wasserstein(*images)) == pytest.approx(6.0, rel=1e-6)
-    assert float(wasserstein(*images)) > 2 / 0.5  # the bound with one of the two alphas would be false
-    assert float(bounds.unitized_bound(far, -far, jnp.full(2, 0.5), **kwargs)) == pytest.approx(6.0, rel=1e-6)
-
-
-def test_output_bound():
-    x, y = pairs(11, 2000)
-    images = [over_pairs(lambda u: unitize(u, 1.0), u) for u in (x, y)]
-    rng = np.random.default_rng(12)
-    gamma, gamma_y, beta, beta_y = rng.normal(size=(4, 2000, 1, 4)) * 3
-    w = exact(gamma * images[0] + beta, gamma_y * images[1] + beta_y)
-    bound = over_pairs(
-        lambda x, y, g, b, h, c: bounds.output_bound(x, y, g[0], b[0], h[0], c[0]),
-        *images,
-        gamma,
-        beta,
-        gamma_y,
-        beta_y,
-    )
-    assert np.all(w <= bound * (1 + SLACK))
-    out = bounds.layer_output(*(jnp.asarray(u) for u in (x[0], y[0], gamma[0, 0], beta[0, 0])))
-    assert float(out.printed) == 2.0 < np.max(w)  # Theorem 3.1 does not survive gamma and beta
-    assert float(out.distance) <= float(out.corrected) * (1 + SLACK)
-    moved = bounds.layer_output(
-        jnp.eye(2), jnp.eye(2), jnp.ones(2), jnp.zeros(2), beta_y=jnp.array([3.0, 4.0])
-    )
-    assert float(moved.distance) == pytest.approx(5.0)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: bounds.moment_bound(jnp.ones((2, 1)), jnp.ones((2, 1)), "best"), "form must be one of"),
         (lambda: bounds.power_bound(jnp.ones((2, 1)), jnp.ones((2, 1)), 0, 1.0), "p must be an integer"),
         (lambda: bounds.power_bound(jnp.ones((2, 1)), jnp.ones((2, 1)), 2, 0.0), "c must be > 0"),
         (lambda: bounds.unitized_standardized_bound(8, 1.5), "alpha_min"),

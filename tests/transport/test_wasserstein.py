@@ -9,9 +9,10 @@ import ot
 import pytest
 import scipy.stats
 
-from meanflow.transport import cylinder_distance, euclidean, transport_plan, wasserstein
+from meanflow.transport import transport_plan, wasserstein
+from meanflow.transport.exact import cylinder_distance, euclidean
 
-module = importlib.import_module("meanflow.transport.wasserstein")
+module = importlib.import_module("meanflow.transport.exact")
 
 
 def weights(rng, size):

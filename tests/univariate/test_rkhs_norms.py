@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.kernels.readout import minimum_norm
+from meanflow.kernels.regime import minimum_norm
 from meanflow.univariate.kernels import (
     Finite,
     FixedSlope,

@@ -237,7 +237,7 @@ def test_coordinates_agree_in_the_limits(limit, named, moves):
 
 @pytest.mark.slow
 def test_large_delta_tends_to_planar():
-    """Errors 6e-4, 6e-6, 6e-10 in the sheet for delta = 1e1, 1e2, 1e4, once time is scaled by delta."""
+    """Errors 6e-4, 6e-6, 6e-10 in a reference computation for delta = 1e1, 1e2, 1e4, once time is scaled by delta."""
     x, y, _, raw, _ = problem("full", 4)
     data = Dataset(x, y, weights="sum")
     polar = balance.project(raw, "m").particles

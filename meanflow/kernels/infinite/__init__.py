@@ -1,0 +1,1 @@
+"""Infinite width: dual activations, order parameters, and the kernels and spectra they predict."""

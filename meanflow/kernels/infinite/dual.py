@@ -1,0 +1,176 @@
+"""Dual activations: E[phi(u) phi(v)] and E[phi'(u) phi'(v)] for jointly Gaussian u, v of mean zero.
+
+Closed forms for linear, relu, leaky_relu, erf, sine and gaussian; a two-dimensional trapezoid rule for any
+other activation, which for smooth ones converges faster than Gauss-Hermite (tanh at variance 4: 1e-15 with
+201 nodes, where Gauss-Hermite needs over 200 for 1e-8).
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from meanflow._numerics import safe_divide, safe_sqrt
+from meanflow.activations import Activation, resolve
+
+
+class Dual(NamedTuple):
+    """The dual of an activation, elementwise in the given variances and covariance.
+
+    Attributes:
+        value: E[phi(u) phi(v)].
+        slope: E[phi'(u) phi'(v)].
+    """
+
+    value: Float[Array, "..."]
+    slope: Float[Array, "..."]
+
+
+# (variance of u, variance of v, covariance) -> Dual; called a, c, b below
+DualFunction: TypeAlias = Callable[[Array, Array, Array], Dual]
+
+
+def _linear(a: Array, c: Array, b: Array) -> Dual:
+    return Dual(b, jnp.ones_like(b))
+
+
+def _angle(a: Array, c: Array, b: Array) -> tuple[Array, Array]:
+    """Return |u| |v| sin(angle) and the angle between u and v.
+
+    Where they are parallel, or one is zero, the angle is exactly 0 or pi and its gradient, infinite there, is 0.
+    """
+    gap = a * c - b**2
+    # what is below this is rounding, and would be read as an angle of 1e-8
+    inside = gap > 4 * float(jnp.finfo(b.dtype).eps) * a * c
+    root = safe_sqrt(jnp.where(inside, gap, 0.0))
+    flat = jnp.where(b < 0, math.pi, 0.0).astype(b.dtype)
+    return root, jnp.where(inside, jnp.arctan2(root, jnp.where(inside, b, 1.0)), flat)
+
+
+@jax.custom_jvp
+def _relu_value(a: Array, c: Array, b: Array) -> Array:
+    """Return E[relu(u) relu(v)]; its derivative is given below, hence finite and accurate at every angle and norm."""
+    root, angle = _angle(a, c, b)
+    return (root + (math.pi - angle) * b) / (2 * math.pi)
+
+
+@_relu_value.defjvp
+def _relu_value_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (a, c, b), (da, dc, db) = primals, tangents
+    root, angle = _angle(a, c, b)
+    change = (math.pi - angle) * db + root / 2 * (safe_divide(da, a) + safe_divide(dc, c))
+    return _relu_value(a, c, b), change / (2 * math.pi)
+
+
+def _relu(a: Array, c: Array, b: Array) -> Dual:
+    return Dual(_relu_value(a, c, b), (math.pi - _angle(a, c, b)[1]) / (2 * math.pi))
+
+
+def _leaky_relu(a: Array, c: Array, b: Array, leak: float = 0.01) -> Dual:
+    # phi(u) = leak u + (1 - leak) relu(u), and E[u relu(v)] = b / 2
+    relu = _relu(a, c, b)
+    value = leak**2 * b + leak * (1 - leak) * b + (1 - leak) ** 2 * relu.value
+    return Dual(value, leak**2 + leak * (1 - leak) + (1 - leak) ** 2 * relu.slope)
+
+
+def _erf(a: Array, c: Array, b: Array) -> Dual:
+    product = (1 + 2 * a) * (1 + 2 * c)
+    value = (2 / math.pi) * jnp.arcsin(2 * b / jnp.sqrt(product))
+    return Dual(value, (4 / math.pi) / jnp.sqrt(product - 4 * b**2))
+
+
+def _sine(a: Array, c: Array, b: Array) -> Dual:
+    close, far = jnp.exp(-(a + c - 2 * b) / 2), jnp.exp(-(a + c + 2 * b) / 2)
+    return Dual((close - far) / 2, (close + far) / 2)
+
+
+def _gaussian(a: Array, c: Array, b: Array) -> Dual:
+    d = (1 + a) * (1 + c) - b**2
+    return Dual(d**-0.5, b * d**-1.5)
+
+
+CLOSED: dict[str, DualFunction] = {
+    "linear": _linear,
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "erf": _erf,
+    "sine": _sine,
+    "gaussian": _gaussian,
+}
+
+
+def trapezoid(
+    activation: str | Activation, nodes: int = 201, span: float = 9.0, batch: int = 64
+) -> DualFunction:
+    """Return the dual of a smooth activation by the trapezoid rule.
+
+    Args:
+        activation: a name, or a function that maps arrays elementwise.
+        nodes: number of nodes in each of the two directions.
+        span: half the side of the square of integration, in standard deviations.
+        batch: entries computed at a time.
+
+    Returns:
+        (variance of u, variance of v, covariance) -> ``Dual``. Time: entries x nodes^2 activations; memory
+        batch x nodes^2. A kink costs accuracy (relu: 1e-3).
+
+    >>> one, zero = jnp.ones(1), jnp.zeros(1)
+    >>> bool(jnp.abs(trapezoid("tanh")(one, one, zero).value[0]) < 1e-6)  # odd, and u, v independent
+    True
+    """
+    phi = resolve(activation)
+    grid = np.linspace(-span, span, nodes)
+    mass = np.exp(-0.5 * grid**2) * (grid[1] - grid[0]) / math.sqrt(2 * math.pi)
+
+    def one(entry: tuple[Array, Array, Array]) -> Dual:
+        a, c, b = entry
+        z, w = jnp.asarray(grid, b.dtype), jnp.asarray(mass, b.dtype)
+        first, second = jnp.sqrt(a), jnp.sqrt(c)
+        safe = jnp.where(a * c > 0.0, first * second, 1.0)
+        cosine = jnp.clip(b / safe, -1.0, 1.0)
+        gap = (1.0 - cosine) * (1.0 + cosine)
+        sine = safe_sqrt(gap)
+        u = first * z
+        v = second * (cosine * z[:, None] + sine * z[None, :])
+        left, left_slope = jax.jvp(phi, (u,), (jnp.ones_like(u),))
+        right, right_slope = jax.jvp(phi, (v,), (jnp.ones_like(v),))
+        return Dual((w * left) @ (right @ w), (w * left_slope) @ (right_slope @ w))
+
+    def dual(a: Array, c: Array, b: Array) -> Dual:
+        shape = jnp.shape(b)
+        entries = tuple(jnp.broadcast_to(e, shape).reshape(-1) for e in (a, c, b))
+        out = jax.lax.map(one, entries, batch_size=batch)
+        return Dual(out.value.reshape(shape), out.slope.reshape(shape))
+
+    return dual
+
+
+def dual_activation(activation: str | Activation, frequency: float = 1.0) -> DualFunction:
+    """Return the dual of phi(frequency * z) as a function (variance of u, variance of v, covariance) -> ``Dual``.
+
+    Args:
+        activation: a name, or a function that maps arrays elementwise. Names with a closed form (``CLOSED``) use it;
+            everything else uses ``trapezoid``.
+        frequency: factor of the argument, as in sinusoidal networks.
+
+    >>> import jax.numpy as jnp
+    >>> one = jnp.ones(())
+    >>> float(dual_activation("relu")(one, one, one).value)
+    0.5
+    """
+    base = (
+        CLOSED[activation] if isinstance(activation, str) and activation in CLOSED else trapezoid(activation)
+    )
+    if frequency == 1.0:
+        return base
+    factor = frequency**2
+
+    def stretched(a: Array, c: Array, b: Array) -> Dual:
+        out = base(factor * a, factor * c, factor * b)
+        return Dual(out.value, factor * out.slope)
+
+    return stretched

@@ -1,0 +1,302 @@
+"""Training in the kernel regime: the network is linear in its parameters, so that training has a closed form.
+
+With the loss (1/2) sum_j q_j (f_j - y_j)^2, weights q_j = 1/n unless given, and a fixed kernel K, the residual
+rho = f - y at the training points obeys
+
+    gradient flow       rho' = -K Q rho                     Q = diag(q)
+    gradient descent    rho <- (I - eta K Q) rho            learning rate eta
+
+One eigendecomposition of Q^(1/2) K Q^(1/2) solves both for every time and every number of steps, so early stopping
+costs O(n^2) a point. Time t of the flow is learning rate x steps. Predictions elsewhere follow from dual coefficients
+beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of a network alone is exactly this, with
+K = features features'. Batch norm on the output is not: ``linearized_batchnorm`` keeps it exact and linearizes what is
+before it.
+"""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from meanflow import _checks
+from meanflow._numerics import iterate
+from meanflow.kernels.batchnorm import jacobian_apply, normalize
+
+
+class KernelFlow(eqx.Module):
+    """Training under a fixed kernel, in closed form; ``kernel_flow`` makes one.
+
+    All methods take ``times``: times of gradient flow, or numbers of steps if there is a ``learning_rate``. ``times``
+    may have any shape, which is the leading shape of the result.
+
+    Attributes:
+        rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (n,). In mode i the residual decays as exp(-rates[i] t),
+            or as (1 - learning_rate rates[i])^steps.
+        modes: its orthonormal eigenvectors in columns, (n, n).
+        weights: q, (n,).
+        residual: f(0) - y, (n,).
+        target: y, (n,).
+        learning_rate: of gradient descent; None for gradient flow.
+    """
+
+    rates: Float[Array, " n"]
+    modes: Float[Array, "n n"]
+    weights: Float[Array, " n"]
+    residual: Float[Array, " n"]
+    target: Float[Array, " n"]
+    learning_rate: Float[Array, ""] | None = None
+
+    def _aligned(self, times: Real[ArrayLike, "..."]) -> tuple[Array, Array]:
+        """Return rates (1, ..., n) and times (..., 1), ready to be combined."""
+        t = jnp.asarray(times, self.rates.dtype)
+        return self.rates.reshape((1,) * t.ndim + (-1,)), t[..., None]
+
+    def _combine(self, spectral: Float[Array, "*times n"]) -> Float[Array, "*times n"]:
+        """Multiply the initial residual by ``spectral`` in each mode, and return to sqrt(weights) x samples."""
+        row = (1,) * (spectral.ndim - 1) + (-1,)
+        return (spectral * self.coefficients().reshape(row)) @ self.modes.T
+
+    def _decay(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return what is left of the residual in each mode."""
+        rates, t = self._aligned(times)
+        if self.learning_rate is None:
+            return jnp.exp(-rates * t)
+        # sign and modulus apart: a power of a negative base with a float exponent is NaN
+        factor = 1 - self.learning_rate * rates
+        odd = jnp.where((t % 2 == 1) & (factor < 0), -1.0, 1.0)
+        return odd * jnp.abs(factor) ** t
+
+    def _gain(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return (1 - decay) / rate in each mode, and its limit, the time itself, where the rate is 0."""
+        rates, t = self._aligned(times)
+        if self.learning_rate is None:
+            lost, still = -jnp.expm1(-rates * t), t
+        else:
+            # where steps are short, 1 - (1 - eta rate)^k loses digits that expm1 keeps
+            short = self.learning_rate * rates < 0.5
+            safe = jnp.where(short, self.learning_rate * rates, 0.0)
+            gentle = -jnp.expm1(t * jnp.log1p(-safe))
+            lost, still = jnp.where(short, gentle, 1 - self._decay(times)), self.learning_rate * t
+        moves = rates > 0
+        return jnp.where(moves, lost / jnp.where(moves, rates, 1.0), still)
+
+    def coefficients(self) -> Float[Array, " n"]:
+        """Return the initial residual in each mode; the squares sum to twice the loss."""
+        return self.modes.T @ (jnp.sqrt(self.weights) * self.residual)
+
+    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return f at the training points, shape times.shape + (n,)."""
+        scaled = self._combine(self._decay(times))
+        row = (1,) * (scaled.ndim - 1) + (-1,)
+        return self.target.reshape(row) + scaled / jnp.sqrt(self.weights).reshape(row)
+
+    def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
+        """Return the loss, shape times.shape."""
+        decay = self._decay(times)
+        row = (1,) * (decay.ndim - 1) + (-1,)
+        return 0.5 * jnp.sum((decay * self.coefficients().reshape(row)) ** 2, axis=-1)
+
+    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+        """Return the dual coefficients beta, shape times.shape + (n,): f(z) = f_0(z) + K(z, x) beta."""
+        scaled = self._combine(self._gain(times))
+        return -scaled * jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 1) + (-1,))
+
+    def dual_limit(self) -> Float[Array, " n"]:
+        """Return the dual coefficients of the end of training, (n,); modes at rounding level stay untrained."""
+        floor = self.rates[0] * self.rates.shape[0] * jnp.finfo(self.rates.dtype).eps
+        kept = self.rates > floor
+        inverse = jnp.where(kept, 1 / jnp.where(kept, self.rates, 1.0), 0.0)
+        return -self._combine(inverse) * jnp.sqrt(self.weights)
+
+    def at(
+        self, cross: Float[Array, "S n"], start: Float[Array, " S"], times: Real[ArrayLike, "..."]
+    ) -> Float[Array, "*times S"]:
+        """Return f at other points z, shape times.shape + (S,), from ``cross`` = K(z, x) and ``start`` = f_0(z)."""
+        moved = self.dual(times) @ cross.T
+        return start.reshape((1,) * (moved.ndim - 1) + (-1,)) + moved
+
+
+def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, " n"]) -> Float[Array, " n"]:
+    """Return the weights q as an array, 1/n each by default."""
+    if weights is None:
+        return jnp.full(y.shape, 1.0 / y.shape[0], y.dtype)
+    weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape)
+    _checks.at_least("weights", weights, 0.0, strict=True)
+    return weights
+
+
+@_checks.arguments(
+    kernel=_checks.array((None, None)),
+    start=_checks.array((None,)),
+    y=_checks.array((None,)),
+    weights=_checks.optional(_checks.array((), (None,))),
+    learning_rate=_checks.optional(_checks.number(above=0)),
+)
+def kernel_flow(
+    kernel: Float[ArrayLike, "n n"],
+    start: Float[ArrayLike, " n"],
+    y: Float[ArrayLike, " n"],
+    *,
+    weights: Real[ArrayLike, "..."] | None = None,
+    learning_rate: Real[ArrayLike, ""] | None = None,
+) -> KernelFlow:
+    """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
+
+    This predicts wide plain networks. It does not predict networks with batch norm on the output at any width, not even
+    with their own kernel, because that kernel depends on f, which moves by O(1): see ``linearized_batchnorm``.
+
+    Args:
+        kernel: K (n, n) at the training points, symmetric positive semi-definite.
+        start: f(0), (n,).
+        y: targets, (n,).
+        weights: q_j > 0, default 1/n; a number stands for all.
+        learning_rate: of gradient descent, whose time is the number of steps. None: gradient flow.
+
+    Returns:
+        A ``KernelFlow``: called with times (or numbers of steps) it gives f at the training points, shape
+        times.shape + (n,); ``.at(cross, start, times)`` gives f elsewhere, ``.loss(times)`` the loss, ``.dual(times)``
+        and ``.dual_limit()`` the coefficients of kernel sections.
+
+    >>> import jax.numpy as jnp
+    >>> flow = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0)
+    >>> round(float(flow(1.0)[0]), 4)  # 1 - exp(-1)
+    0.6321
+    >>> descent = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0, learning_rate=0.5)
+    >>> descent(jnp.arange(3))[:, 0].tolist()
+    [0.0, 0.5, 0.75]
+    """
+    matrix, first, target = jnp.asarray(kernel), jnp.asarray(start), jnp.asarray(y)
+    _checks.shape("kernel", matrix, (target.shape[0], target.shape[0]))
+    _checks.shape("start", first, target.shape)
+    q = _weights(weights, target)
+    root = jnp.sqrt(q)
+    rates, modes = jnp.linalg.eigh(root[:, None] * matrix * root[None, :])
+    rates = jnp.maximum(rates, 0.0)  # rounding may leave -1e-17, and such a mode would grow in time
+    eta = None if learning_rate is None else jnp.asarray(learning_rate, target.dtype)
+    return KernelFlow(rates[::-1], modes[:, ::-1], q, first - target, target, eta)
+
+
+def kernel_regression(
+    kernel: Float[Array, "n n"],
+    y: Float[Array, " n"],
+    cross: Float[Array, "S n"] | None = None,
+    *,
+    ridge: float = 0.0,
+) -> Float[Array, " S"]:
+    """Return K(z, x) (K + ridge I)^-1 y, at ridge = 0 the limit of kernel flow from 0.
+
+    It uses a Cholesky factor, so K + ridge I must be positive definite (kernels under batch norm are singular: give a
+    ridge, or take ``KernelFlow.dual_limit``).
+
+    Args:
+        kernel: K (n, n).
+        y: targets (n,).
+        cross: K(z, x), (S, n), default K itself.
+        ridge: added to the diagonal.
+
+    >>> kernel_regression(jnp.eye(2), jnp.array([1.0, 2.0]), ridge=1.0).round(6).tolist()
+    [0.5, 1.0]
+    """
+    size = y.shape[0]
+    factor = jax.scipy.linalg.cho_factor(kernel + ridge * jnp.eye(size, dtype=kernel.dtype))
+    solution = jax.scipy.linalg.cho_solve(factor, y)
+    return (kernel if cross is None else cross) @ solution
+
+
+@jax.jit
+def minimum_norm(
+    features: Float[Array, "n m"], y: Float[Array, " n"], start: Float[Array, " m"] | None = None
+) -> Float[Array, " m"]:
+    """Return the limit of training output weights c alone: the interpolating c nearest to where they start.
+
+    This is c_0 + argmin { norm(d) : features (c_0 + d) = y }. ("univariate ReLU", equation (22), prints the interpolant
+    of least norm, which is the limit only for c_0 = 0.)
+
+    Args:
+        features: (n, m) with n <= m and independent rows; f = features @ c.
+        y: (n,) targets.
+        start: c_0 (m,), zero by default.
+
+    Returns:
+        c, shape (m,). O(n^2 m) by a QR factorization, so the condition number is not squared.
+
+    >>> minimum_norm(jnp.array([[1.0, 1.0]]), jnp.array([1.0])).round(6).tolist()
+    [0.5, 0.5]
+    """
+    _checks.shape("features", features, (None, None))
+    n, m = features.shape
+    _checks.shape("y", y, (n,))
+    if n > m:
+        raise ValueError(f"features must have at least as many columns as rows, got shape {features.shape}")
+    first = jnp.zeros(m, features.dtype) if start is None else jnp.asarray(start)
+    q, r = jnp.linalg.qr(features.T)
+    return first + q @ jax.scipy.linalg.solve_triangular(r, y - features @ first, trans=1)
+
+
+class Descent(NamedTuple):
+    """Outputs recorded along gradient descent.
+
+    Attributes:
+        train: at the training points, (records, n).
+        test: at other points, (records, S), or None.
+    """
+
+    train: Float[Array, "records n"]
+    test: Float[Array, "records S"] | None
+
+
+@eqx.filter_jit
+def linearized_batchnorm(
+    kernel: Float[Array, "n n"],
+    start: Float[Array, " n"],
+    y: Float[Array, " n"],
+    *,
+    learning_rate: Real[ArrayLike, ""],
+    steps: int,
+    every: int = 1,
+    epsilon: float = 0.0,
+    weights: Real[ArrayLike, "..."] | None = None,
+    cross: Float[Array, "S n"] | None = None,
+    at: Float[Array, " S"] | None = None,
+) -> Descent:
+    """Train a network with batch norm on the output, linearized before batch norm.
+
+    u <- u - learning_rate K B(u) Q (bn(u) - y), where u are the outputs before batch norm. Their kernel K is frozen (it
+    is what becomes constant with width); batch norm and its Jacobian B(u) stay exact and move with u.
+
+    Args:
+        kernel: K (n, n) before batch norm, frozen at initialization.
+        start: u(0) at the training points (n,).
+        y: targets (n,).
+        learning_rate: of gradient descent.
+        steps: number of steps, a multiple of ``every``.
+        every: steps between two records.
+        epsilon: added to the variance.
+        weights: q_j > 0, default 1/n; a number stands for all.
+        cross: K(z, x) before batch norm, (S, n), to follow test points too.
+        at: u(0) at z, (S,).
+
+    Returns:
+        Normalized outputs, (steps // every, n) and (steps // every, S); test points use the training batch's
+        statistics.
+
+    >>> run = linearized_batchnorm(jnp.eye(3), jnp.arange(3.0), jnp.ones(3), learning_rate=0.1, steps=6, every=2)
+    >>> run.train.shape, run.test
+    ((3, 3), None)
+    """
+    q = _weights(weights, y)
+
+    def step(state: tuple[Array, Array | None], _: None) -> tuple[Array, Array | None]:
+        u, there = state
+        residual = q * (normalize(u, epsilon) - y)
+        force = learning_rate * jacobian_apply(u, residual[:, None], epsilon)[:, 0]
+        return u - kernel @ force, there if cross is None or there is None else there - cross @ force
+
+    def observe(state: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        u, there = state
+        return normalize(u, epsilon), None if there is None else normalize(there, epsilon, u)
+
+    _, records = iterate(step, (start, at), None, steps, every, observe)
+    return Descent(*records)

@@ -1,0 +1,294 @@
+"""Exact Wasserstein distances between discrete measures.
+
+    W_p(mu, nu) = ( min over couplings P of sum_ij P_ij c(x_i, y_j)^p )^(1/p)
+
+Results are always the distance itself: no p-th power, no entropy, no regularization. Points on a line are sorted, in
+JAX, which works under jit, vmap and grad. Anything else is solved on the host: by assignment where both clouds are
+uniform and of equal size, and by a linear program otherwise.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+import scipy.sparse
+from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
+
+from meanflow import _checks
+from meanflow._numerics import safe_norm, safe_root, safe_sqrt
+
+MAX_ASSIGNMENT = 4096
+"""Largest number N of points that are assigned exactly: O(N^3) operations in the worst case, 8 N^2 bytes."""
+
+MAX_PROGRAM = 1 << 18
+"""Largest number N M of pairs in the linear program."""
+
+Points: TypeAlias = PyTree[Shaped[ArrayLike, "..."]]
+"""A cloud: an array whose leading axis counts the points, or a pytree of such arrays."""
+
+Cost = Callable[[Points, Points], Float[Array, "n m"]]
+"""A pairwise ground distance: clouds of N and M points -> (N, M)."""
+
+
+def wasserstein(
+    x: Points,
+    y: Points,
+    p: float = 1,
+    *,
+    weights_x: Shaped[ArrayLike, "n"] | None = None,
+    weights_y: Shaped[ArrayLike, "m"] | None = None,
+    cost: Cost | None = None,
+) -> Float[Array, ""]:
+    """Return the exact p-Wasserstein distance between two weighted point clouds.
+
+    On the line (d = 1 and no ``cost``) it is compiled by JAX, costs O((N+M) log(N+M)) and is differentiable in points
+    and weights. Otherwise it is computed on the host in float64: uniform clouds of equal size in O(N^3) operations at
+    worst, up to N = ``MAX_ASSIGNMENT``; other clouds by a linear program with N M <= ``MAX_PROGRAM`` unknowns.
+
+    Args:
+        x: points (N,) or (N, d); with ``cost`` any pytree of arrays with leading axis N.
+        y: points (M,) or (M, d), or a pytree likewise.
+        p: order, at least 1.
+        weights_x: nonnegative weights of the points of x, which are scaled to sum 1; uniform by default. Points of
+            weight zero do not count.
+        weights_y: weights of the points of y.
+        cost: pairwise ground distance (x, y) -> (N, M); Euclidean by default.
+
+    Returns:
+        The distance (not its p-th power) in the dtype of the points.
+
+    Raises:
+        ValueError: on mismatched shapes, bad weights or order, and sizes above the limits; and when a cloud that needs
+            the host is being traced. In that case call ``transport_plan`` outside and differentiate its cost.
+
+    >>> print(wasserstein(jnp.array([0.0, 1.0]), jnp.array([2.0, 5.0])))
+    3.0
+    >>> print(wasserstein(jnp.array([[0.0, 0.0]]), jnp.array([[3.0, 4.0]]), p=2))
+    5.0
+    """
+    _check_order(p)
+    if cost is None:
+        x, y = _clouds(x, y)
+        if x.ndim == 1 or x.shape[1] == 1:
+            _check_weights("weights_x", weights_x, x.shape[0])
+            _check_weights("weights_y", weights_y, y.shape[0])
+            return _line(x.reshape(-1), y.reshape(-1), weights_x, weights_y, p)
+    costs, plan = _solve(x, y, p, cost, weights_x, weights_y)
+    total = np.sum(plan * np.asarray(costs, "float64") ** p)
+    return jnp.asarray(total ** (1 / p), costs.dtype)
+
+
+def transport_plan(
+    x: Points,
+    y: Points,
+    p: float = 1,
+    *,
+    weights_x: Shaped[ArrayLike, "n"] | None = None,
+    weights_y: Shaped[ArrayLike, "m"] | None = None,
+    cost: Cost | None = None,
+) -> Float[np.ndarray, "n m"]:
+    """Return an optimal coupling of two clouds: entry (i, j) is the mass that moves from x_i to y_j.
+
+    The arguments are those of ``wasserstein``; the computation always runs on the host. By the envelope theorem the
+    gradient of W_p^p in the points is that of sum(P * cost(x, y)**p) with the coupling P held fixed.
+
+    >>> transport_plan(jnp.array([[0.0], [1.0]]), jnp.array([[1.1], [0.2]]))
+    array([[0. , 0.5],
+           [0.5, 0. ]])
+    """
+    _check_order(p)
+    if cost is None:
+        x, y = (u.reshape(u.shape[0], -1) for u in _clouds(x, y))
+    return _solve(x, y, p, cost, weights_x, weights_y)[1]
+
+
+def euclidean(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Float[Array, "n m"]:
+    """Return the Euclidean distances between all points of x and y; at coincident points the gradient is 0.
+
+    >>> print(euclidean(jnp.zeros((1, 2)), jnp.array([[3.0, 4.0], [0.0, 0.0]])))
+    [[5. 0.]]
+    """
+    return _pairwise_norm(jnp.asarray(x), jnp.asarray(y))
+
+
+def cylinder_distance(
+    x: tuple[Float[ArrayLike, "n"], Float[ArrayLike, "n d"]],
+    y: tuple[Float[ArrayLike, "m"], Float[ArrayLike, "m d"]],
+) -> Float[Array, "n m"]:
+    """Return the geodesic distances on R x S^(d-1), the manifold of batch-normalized neurons.
+
+        c((a, b), (a', b')) = sqrt( |a - a'|^2 + angle(b, b')^2 ),   angle = 2 atan2(|b - b'|, |b + b'|)
+
+    The angle is in radians, and it is accurate near 0 and near pi, where arccos loses half the digits. Pass the
+    function itself as ``cost`` to ``wasserstein``, with p = 2 for the mean-field theory.
+
+    Args:
+        x: pair (a, b); the rows of b are unit vectors. To measure by a covariance S, pass S^(1/2) b.
+        y: pair (a', b') likewise.
+
+    Raises:
+        ValueError: if rows of b are not unit vectors.
+
+    >>> point = lambda a, b: (jnp.array([a]), jnp.array([b]))
+    >>> print(wasserstein(point(0.0, [1.0, 0.0]), point(3.0, [1.0, 0.0]), p=2, cost=cylinder_distance))
+    3.0
+    """
+    (a, b), (a2, b2) = jax.tree.map(jnp.asarray, (tuple(x), tuple(y)))
+    for name, height, direction in (("x", a, b), ("y", a2, b2)):
+        _checks.shape(f"a of {name}", height, (None,))
+        _checks.shape(f"b of {name}", direction, (height.shape[0], None))
+        norms = _checks.concrete(jnp.linalg.norm(direction, axis=1))
+        if norms is not None and not np.all(np.abs(norms - 1) <= 1e-4):
+            worst = norms[np.argmax(np.abs(norms - 1))]
+            raise ValueError(f"b of {name} must have unit rows, got a row of norm {worst}")
+    angle = 2 * jnp.arctan2(_pairwise_norm(b, b2), _pairwise_norm(b, -b2))
+    return safe_sqrt(jnp.square(a[:, None] - a2[None, :]) + jnp.square(angle))
+
+
+@partial(jax.jit, static_argnames="p")
+def _line(
+    x: jax.Array, y: jax.Array, weights_x: ArrayLike | None, weights_y: ArrayLike | None, p: float
+) -> jax.Array:
+    """Return W_p on the line, the L^p distance between the two quantile functions."""
+    if weights_x is None and weights_y is None and x.size == y.size:
+        return safe_root(jnp.mean(jnp.abs(jnp.sort(x) - jnp.sort(y)) ** p), p)
+    dtype = jnp.result_type(x, y)
+    quantiles, levels = [], []
+    for points, weights in ((x, weights_x), (y, weights_y)):
+        weights = jnp.ones(points.shape, dtype) if weights is None else jnp.asarray(weights, dtype)
+        order = jnp.argsort(points)
+        level = jnp.cumsum(weights[order])
+        quantiles.append(points[order])
+        levels.append(level / level[-1])
+    # between two consecutive levels both quantile functions are constant
+    cuts = jnp.sort(jnp.concatenate(levels))
+    starts = jnp.concatenate([jnp.zeros(1, dtype), cuts[:-1]])
+    middles = jax.lax.stop_gradient((starts + cuts) / 2)
+    gaps = [
+        q[jnp.minimum(jnp.searchsorted(level, middles), q.size - 1)]
+        for q, level in zip(quantiles, levels, strict=True)
+    ]
+    return safe_root(jnp.sum((cuts - starts) * jnp.abs(gaps[0] - gaps[1]) ** p), p)
+
+
+def _solve(
+    x: Points,
+    y: Points,
+    p: float,
+    cost: Cost | None,
+    weights_x: ArrayLike | None,
+    weights_y: ArrayLike | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pairwise costs and an optimal coupling, both (N, M), on the host."""
+    if any(_checks.concrete(u) is None for u in jax.tree.leaves((x, y))):
+        raise ValueError(
+            "x and y must be concrete: exact transport off the line runs on the host. Call it outside jit "
+            "and grad (transport_plan gives the coupling to differentiate), or use sliced_wasserstein"
+        )
+    n, m = (jax.tree.leaves(u)[0].shape[0] for u in (x, y))
+    _check_weights("weights_x", weights_x, n)
+    _check_weights("weights_y", weights_y, m)
+    mass_x, mass_y = _mass(weights_x, n), _mass(weights_y, m)
+    rows, columns = np.flatnonzero(mass_x), np.flatnonzero(mass_y)
+    mass_x, mass_y = mass_x[rows], mass_y[columns]
+    # equal masses on both sides: some permutation is optimal, and the assignment solver is far faster
+    matching = bool(rows.size == columns.size and np.ptp(mass_x) <= 1e-12 and np.ptp(mass_y) <= 1e-12)
+    _check_size(rows.size, columns.size, matching)
+
+    costs = np.asarray((cost or euclidean)(x, y))
+    _checks.shape("cost(x, y)", costs, (n, m))
+    _checks.finite("cost(x, y)", costs)
+    powers = costs[np.ix_(rows, columns)].astype("float64") ** p
+    plan = np.zeros((n, m))
+    plan[np.ix_(rows, columns)] = _match(powers) if matching else _couple(powers, mass_x, mass_y)
+    return costs, plan
+
+
+def _match(powers: np.ndarray) -> np.ndarray:
+    """Return the best permutation matrix divided by n, which is optimal for uniform clouds of n points (Birkhoff)."""
+    plan = np.zeros_like(powers)
+    plan[scipy.optimize.linear_sum_assignment(powers)] = 1 / len(powers)
+    return plan
+
+
+def _couple(powers: np.ndarray, mass_x: np.ndarray, mass_y: np.ndarray) -> np.ndarray:
+    """Return the coupling of least total cost between two positive mass vectors, by the dual simplex method."""
+    n, m = powers.shape
+    rows = scipy.sparse.kron(scipy.sparse.eye(n), np.ones((1, m)))
+    columns = scipy.sparse.kron(np.ones((1, n)), scipy.sparse.eye(m))
+    scale = float(powers.max()) or 1.0  # the solver's tolerances are absolute
+    result = scipy.optimize.linprog(
+        powers.ravel() / scale,
+        A_eq=scipy.sparse.vstack([rows, columns]).tocsc(),
+        b_eq=np.concatenate([mass_x, mass_y]),
+        method="highs-ds",
+        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+    )
+    if result.status != 0:
+        raise RuntimeError(f"the linear program failed: {result.message}")
+    return result.x.reshape(n, m)
+
+
+def _check_size(n: int, m: int, matching: bool) -> None:
+    """Refuse clouds that would take too long or too much memory."""
+    if matching and n > MAX_ASSIGNMENT:
+        raise ValueError(
+            f"exact assignment takes at most {MAX_ASSIGNMENT} points, got {n}; "
+            "subsample or use sliced_wasserstein"
+        )
+    if not matching and n * m > MAX_PROGRAM:
+        raise ValueError(
+            f"the exact linear program takes at most {MAX_PROGRAM} pairs, got {n} x {m} = {n * m}; "
+            "use uniform clouds of equal size, subsample, or use sliced_wasserstein"
+        )
+
+
+def _mass(weights: ArrayLike | None, size: int) -> np.ndarray:
+    """Return the weights scaled to sum 1, uniform if None."""
+    if weights is None:
+        return np.full(size, 1 / size)
+    mass = np.asarray(weights, "float64")
+    return mass / mass.sum()
+
+
+def _check_weights(name: str, weights: ArrayLike | None, size: int) -> None:
+    """Refuse weights of another shape, negative ones, and a sum of zero, where they can be looked at."""
+    if weights is None:
+        return
+    _checks.shape(name, weights, (size,))
+    _checks.finite(name, weights)
+    _checks.at_least(name, weights, 0.0)
+    values = _checks.concrete(weights)
+    if values is not None and not values.sum() > 0:
+        raise ValueError(f"{name} must have a positive sum, got {values.sum()}")
+
+
+def _clouds(x: Points, y: Points) -> tuple[jax.Array, jax.Array]:
+    """Return both clouds as floating-point arrays whose points have the same shape."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    given = jnp.result_type(x, y)
+    dtype = given if jnp.issubdtype(given, jnp.inexact) else jnp.result_type(float)
+    for name, cloud in (("x", x), ("y", y)):
+        if cloud.ndim not in (1, 2) or cloud.shape[0] == 0:
+            raise ValueError(f"{name} must have shape (N,) or (N, d) with N >= 1, got {cloud.shape}")
+        _checks.finite(name, cloud)
+    if x.shape[1:] != y.shape[1:]:
+        raise ValueError(f"x and y must have points of the same shape, got {x.shape[1:]} and {y.shape[1:]}")
+    return x.astype(dtype), y.astype(dtype)
+
+
+def _check_order(p: object) -> None:
+    """Refuse an order that is not a number from 1 on."""
+    if not isinstance(p, int | float | np.number) or not 1 <= p < np.inf:
+        raise ValueError(f"p must be a finite number >= 1, got {p!r}")
+
+
+@jax.jit
+def _pairwise_norm(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return |x_i - y_j| for all pairs."""
+    # compiled so that the (N, M, d) differences are reduced as they are formed
+    return safe_norm(x[:, None, :] - y[None, :, :])

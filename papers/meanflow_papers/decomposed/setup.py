@@ -1,0 +1,36 @@
+"""Layers, inputs and the digits that the figures and theorems of paper 002 share."""
+
+from typing import TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Stages(TypedDict):
+    """What stands between the linear map and the activation: arguments of ``depth.propagate``."""
+
+    recenter: bool
+    rescale: str
+
+
+BATCH_NORM: Stages = {"recenter": True, "rescale": "std"}
+RMS_ONLY: Stages = {"recenter": False, "rescale": "rms"}
+STD_ONLY: Stages = {"recenter": False, "rescale": "std"}
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """The 1797 handwritten digits of scikit-learn: images (1797, 64) in 0..16, and labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return data.data, data.target
+
+
+def input_batches(source: str, key: jax.Array, seeds: int, n: int) -> jax.Array:
+    """(seeds, n, k): Gaussian inputs with k = 50, or random digits."""
+    if source == "gaussian":
+        return jax.random.normal(key, (seeds, n, 50))
+    images = jnp.asarray(digits()[0], float)
+    pick = jax.vmap(lambda k: jax.random.choice(k, len(images), (n,), replace=False))
+    return images[pick(jax.random.split(key, seeds))]

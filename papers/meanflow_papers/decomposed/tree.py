@@ -1,0 +1,128 @@
+"""Figures 4, 7 and 8: the binary tree of positive and negative transformations of one feature."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from meanflow import depth
+from meanflow.plots.batches import tree
+from meanflow.plots.style import canvas
+from meanflow_papers.entry import Arguments, entry
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
+
+
+def draw_figure_4(data: Arrays) -> Figure:
+    """The first three layers of the tree."""
+    rows = np.asarray(data["rows"])
+    figure = canvas(9.0, 4.0)
+    tree([rows[t][: 2**t] for t in range(4)], figure.add_subplot())
+    return figure
+
+
+@entry(
+    "002/figure-4",
+    title="the binary tree of positive and negative transformations",
+    setup="five points, 12 layers: 4096 explicit rows against the O(n^2) algorithm.",
+    draw=draw_figure_4,
+)
+def figure_4(layers: int = 12) -> Outcome:
+    """Compute the tree of five points by its explicit rows and by the O(n^2) algorithm.
+
+    The paper draws the first layers of the tree and claims nothing. Decisive is that both ways give the
+    same Gram matrix at every layer.
+    """
+    x = jnp.asarray([[0.0], [1.0], [2.0], [4.0], [9.0]])
+    widths = [2 ** (t + 1) for t in range(layers)]
+    rows = lambda x: jnp.pad(x.T, ((0, 2**layers - x.shape[1]), (0, 0)))[:8]
+    explicit = depth.propagate(
+        jax.random.key(0),
+        x,
+        widths,
+        weights=depth.propagation.split_identity,
+        observe=lambda x: (x @ x.T, rows(x)),
+    )
+    grams, first = explicit.layers
+    record = depth.tree(x, layers)
+    exact = record.gram * jnp.exp(2 * record.log_scale)[:, None, None]
+    error = jnp.max(jnp.abs(exact - grams[1:]), axis=(1, 2)) / jnp.max(grams[1:], axis=(1, 2))
+    return Outcome(
+        name="002/figure-4",
+        claim="The first three layers of the binary tree of positive and negative transformations.",
+        finding=f"{2**layers} explicit rows and at most 3 + 2 x 4 numbers give the same Gram matrices.",
+        data={"rows": first[:4], "error": error, "clusters": record.max_clusters},
+        criteria=(Criterion("largest relative error", float(error.max()), high=1e-13),),
+    )
+
+
+def stable_rows(outcome: Outcome, arguments: Arguments) -> Arrays:
+    """002/figures-7-8: three layers of explicit rows from two and from three clusters."""
+    rows = {}
+    for name, x in {"two": [0.0, 0, 1, 1, 1], "three": [0.0, 0, 1, 3, 3]}.items():
+        layers = [jnp.asarray([x])]
+        for _ in range(3):
+            z = layers[-1] - jnp.mean(layers[-1], axis=1, keepdims=True)
+            layers.append(jnp.maximum(jnp.concatenate([z, -z]), 0.0))
+        rows[name] = layers
+    return {"rows": rows}
+
+
+def _draw_rows(data: Arrays, kind: str) -> Figure:
+    figure = canvas(9.0, 4.0)
+    tree(data["rows"][kind], figure.add_subplot())
+    return figure
+
+
+def draw_figure_7(data: Arrays) -> Figure:
+    """Rows with two clusters stay so."""
+    return _draw_rows(data, "two")
+
+
+def draw_figure_8(data: Arrays) -> Figure:
+    """A row with three clusters has at most one such child."""
+    return _draw_rows(data, "three")
+
+
+@entry(
+    "002/figure-8",
+    title="evolution of three-cluster rows of the tree",
+    verdict="corrected",
+    setup="7 points in three clusters, with and without a tie of the middle value with the mean.",
+    draw=draw_figure_8,
+    picture=stable_rows,
+)
+@entry(
+    "002/figure-7",
+    title="evolution of two-cluster rows of the tree",
+    setup="7 points in two clusters, 8 layers; sums of squares against (40).",
+    draw=draw_figure_7,
+    picture=stable_rows,
+)
+def figures_7_8(n: int = 7, layers: int = 8) -> Outcome:
+    """Follow rows of the tree with two and with three clusters of equal values.
+
+    The paper claims that two clusters stay two, with sums of squares given by (38) to (40), and that a
+    three-cluster row has exactly one three-cluster child. Decisive are (40) to rounding, and the number of
+    three-cluster rows: none after a layer if the middle value equals the mean.
+    """
+    split = 2
+    two = jnp.where(jnp.arange(n) < split, 0.0, 1.0)
+    record = depth.tree(two, layers)
+    total = record.weight[:, 0, split - 1] * jnp.exp(2 * record.log_scale)
+    shrink = (split**2 + (n - split) ** 2) / n**2
+    # layer 1 holds (s/n)^2 and ((n-s)/n)^2 times height 1; each layer multiplies the sum by lambda_s
+    theory = shrink ** jnp.arange(1, layers + 1)
+    three = jnp.concatenate([jnp.zeros(1), jnp.ones(1), jnp.full(n - 2, 3.7)])
+    tie = jnp.concatenate([jnp.zeros(1), jnp.full(n - 2, 1.0), jnp.full(1, 2.0)])  # middle value = mean
+    counts = {k: depth.tree(v, layers).multi_rows[:, 0] for k, v in {"generic": three, "tie": tie}.items()}
+    return Outcome(
+        name="002/figures-7-8",
+        claim="A three-cluster row always has exactly one three-cluster child.",
+        finding="At most one: none when the middle value equals the mean.",
+        data={"two_cluster_weight": total, "three_cluster_rows": counts},
+        criteria=(
+            Criterion("two clusters: error of (40)", float(jnp.max(jnp.abs(total / theory - 1))), high=1e-12),
+            Criterion("generic row: most three-cluster rows", float(counts["generic"].max()), 1, 1),
+            Criterion("tied row: three-cluster rows at layer 1", float(counts["tie"][0]), 0, 0),
+        ),
+    )

@@ -1,0 +1,76 @@
+"""ResNets on CIFAR, from local files; made for an accelerator.
+
+Training is as published: SGD with Nesterov momentum 0.9, weight decay 5e-4, learning rate 0.05 divided by 5
+at 30, 60 and 80 % of 200 epochs, padded crops and mirrors, He weights shared by the methods, alpha from 0.
+At a reduced size the path from the files to the table is checked, not the claim.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+from meanflow.layers import BatchNorm, UnitizedBatchNorm
+from meanflow.plots.maps import dots
+from meanflow.plots.style import COLORS, key, panels
+from meanflow.training import ResNet, Trainer, Watch
+from meanflow.training.data import Data, cifar, crop_and_flip
+from meanflow.training.networks import MakeNorm
+from meanflow.training.trainer import staircase
+from meanflow_papers.outcome import Arrays
+
+NORMS: dict[str, MakeNorm] = {
+    "BN": partial(BatchNorm, momentum=0.9),
+    "unitization": partial(UnitizedBatchNorm, momentum=0.9, n="pixels"),
+}
+EPOCHS = 200  # of the published runs
+
+
+def load(folder: str | Path | None, classes: int, limit: int | None) -> Data:
+    """Read CIFAR-10 or CIFAR-100 from a local folder; ``limit`` keeps that many images of each split."""
+    if folder is None:
+        raise FileNotFoundError(f"CIFAR-{classes} is read from a local folder; give --data FOLDER")
+    data = cifar(folder, classes)
+    return data if limit is None else Data(*(part[:limit] for part in data))
+
+
+def train(
+    data: Data,
+    norm: MakeNorm,
+    depth: int,
+    classes: int,
+    batch: int,
+    epochs: int,
+    seeds: int,
+    watch: Watch | None = None,
+) -> list[dict[str, np.ndarray]]:
+    """The records of a ResNet trained as published, one a seed."""
+    schedule = staircase(0.05, epochs, len(data.train_x) // batch)
+    descent = optax.sgd(schedule, momentum=0.9, nesterov=True)
+    optimizer = optax.chain(optax.add_decayed_weights(5e-4), descent)
+    make = lambda rngs: ResNet(depth, classes, norm, rngs=rngs)
+    trainer = Trainer(make, optimizer, batch=batch, augment=crop_and_flip, watch=watch)
+    return [trainer.run(jax.random.key(seed), data, epochs)[1] for seed in range(seeds)]
+
+
+def accuracies(
+    data: Data, norm: MakeNorm, depth: int, classes: int, batch: int, epochs: int, seeds: int
+) -> np.ndarray:
+    """Return the final test accuracies (seeds,) of ``train``, whose arguments these are."""
+    runs = train(data, norm, depth, classes, batch, epochs, seeds)
+    return np.array([run["test_accuracy"][-1] for run in runs])
+
+
+def draw_accuracies(data: Arrays) -> Figure:
+    """Accuracies of tables 1 and 2 beside the published ones."""
+    figure, (ax,) = panels(1, 1, width=5.2, height=0.9 + 0.3 * len(data["accuracy"]))
+    dots({name: np.asarray(v) for name, v in data["accuracy"].items()}, ax, xlabel="test accuracy")
+    for row, name in enumerate(data["accuracy"]):
+        if name in data["published"]:
+            label = "published" if row == 0 else None
+            ax.plot([data["published"][name]], [row], "x", color=COLORS[1], ms=6, mew=1.5, label=label)
+    key(ax)
+    return figure

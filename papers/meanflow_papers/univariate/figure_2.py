@@ -1,0 +1,84 @@
+"""Figure 2: local trajectories of neurons as the balance delta grows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from meanflow.measures import Polar
+from meanflow.plots.style import COLORS, PALE, panels
+from meanflow.univariate import balance
+from meanflow_papers.entry import entry
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.univariate.pictures import balance_title
+
+
+def draw(data: Arrays) -> Figure:
+    """Short paths of five neurons under one frozen force, by balance."""
+    deltas, paths = np.asarray(data["delta"]), np.asarray(data["paths"])
+    figure, grid = panels(1, len(deltas), width=2.4, height=2.5, sharex=True, sharey=True)
+    reach = 1.1 * np.abs(paths).max()
+    for ax, delta, path in zip(grid, deltas, paths, strict=True):
+        for k, uv in enumerate(path):
+            ax.plot([0, uv[0, 0]], [0, uv[0, 1]], color=PALE, lw=0.6, ls=":")
+            ax.plot(uv[:, 0], uv[:, 1], color=COLORS[k], lw=1.8)
+            ax.plot(*uv[0], "o", color=COLORS[k], ms=4)
+        ax.set(aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach), xlabel="$u$ (along $G$)")
+        ax.set_title(balance_title(delta))
+    grid[0].set_ylabel("$v$")
+    return figure
+
+
+@entry(
+    "004/figure-2",
+    title="local trajectories as the balance delta grows, one frozen force",
+    verdict="corrected",
+    setup="five neurons, G = (1, 0), delta = -100, -1, 0, 1, 100, in closed form.",
+    draw=draw,
+)
+def figure_2() -> Outcome:
+    """Follow five neurons under one frozen force for balances delta from -100 to 100.
+
+    The paper claims that neurons move radially for delta << 0 and along the gradient for delta >> 0, as in
+    the reduced flow (7). Paths are in closed form. Decisive are how far each neuron turns and how much of
+    its motion is across the force, both monotone in delta; the limit delta = +inf is the planar flow, not
+    (7).
+    """
+    start = Polar(jnp.array([0.6, 0.6, 1.0, 1.0, 1.4]), jnp.array([0.7, 2.0, -1.2, -2.6, 1.5]))
+    deltas = jnp.array([-100.0, -1.0, 0.0, 1.0, 100.0])
+    force = jnp.array([1.0, 0.0])
+
+    def path(r: jax.Array, theta: jax.Array, delta: jax.Array) -> dict[str, jax.Array]:
+        """(c, p) along p' = -c G, c' = -<G, p> in closed form, in a single region (no sample is met)."""
+        p, c = balance.to_raw(Polar(r[None], theta[None]), delta[None], jnp.ones(()))
+        ts = jnp.linspace(0.0, 1.0, 41) * 0.4 / (c[0] ** 2 + p[0] @ p[0])
+        along = p[0] @ force
+        q = p[0][None, :] + ((jnp.cosh(ts) - 1) * along - c[0] * jnp.sinh(ts))[:, None] * force[None, :]
+        c = c[0] * jnp.cosh(ts) - along * jnp.sinh(ts)
+        polar = balance.to_polar(q, c, jnp.ones(()))
+        uv = jnp.abs(polar.r)[:, None] * balance.unit(polar.theta)
+        across = uv[-1] - uv[0] - force * ((uv[-1] - uv[0]) @ force)
+        n = jnp.linalg.norm(q, axis=-1)
+        invariants = jnp.stack([q[:, 1], c**2 - n**2])  # n sin psi is the component across the force
+        return {
+            "uv": uv,
+            "turn": jnp.max(jnp.abs(polar.theta - polar.theta[0])),
+            "across": jnp.linalg.norm(across) / jnp.linalg.norm(uv[-1] - uv[0]),
+            "drift": jnp.max(jnp.abs(invariants - invariants[:, :1]) / (1 + jnp.abs(invariants[:, :1]))),
+        }
+
+    paths = jax.vmap(lambda d: jax.vmap(lambda r, t: path(r, t, d))(*start))(deltas)
+    turn, across = jnp.max(paths["turn"], 1), jnp.max(paths["across"], 1)
+    return Outcome(
+        "004/figure-2",
+        "delta << 0: neurons move radially; delta >> 0: along the gradient, as in the reduced flow (7)",
+        "monotone in delta, but the limit delta = +inf is the planar flow, not (7)",
+        {"delta": deltas, "paths": paths["uv"], "turn": turn, "across": across},
+        (
+            Criterion("max turn at delta = -100", float(turn[0]), 0, 1e-3),
+            Criterion("turn is monotone", float(jnp.min(jnp.diff(turn))), 0),
+            Criterion("share across the force at delta = 100", float(across[-1]), 0, 1e-3),
+            Criterion("share across is monotone", float(jnp.max(jnp.diff(across))), -np.inf, 0),
+            Criterion("drift of n sin psi and delta", float(jnp.max(paths["drift"])), 0, 1e-12),
+        ),
+    )

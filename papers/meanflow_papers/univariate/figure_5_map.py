@@ -1,0 +1,130 @@
+"""Figure 5 and section 1.2 as one sweep over balances: the map of the regimes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+import meanflow as mf
+from meanflow.flows import Observable
+from meanflow.plots.maps import heat_map, number
+from meanflow.plots.style import COLORS, MARKERS, key, panels
+from meanflow_papers.entry import entry
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
+
+DELTAS = (-np.inf, -100.0, -10.0, 0.0, 10.0, 100.0, np.inf)
+OBSERVED = ("angle_displacement", "concentration", "on_sample_share", "predictions")
+
+
+def square_law(key: jax.Array, width: int) -> mf.Cloud:
+    """Angles of (a, b) uniform on a square, r uniform on (-3, 3)."""
+    a, b, r = jax.random.uniform(key, (3, width), minval=-1.0, maxval=1.0)
+    return mf.Cloud(mf.Polar(3 * r, jnp.arctan2(-b, a)))
+
+
+def draw(data: Arrays) -> Figure:
+    """Turning, concentration and knots on samples by balance (and width)."""
+    runs = data["runs"]
+    names = {
+        "angle_displacement": r"rms $\Delta\theta$",
+        "concentration": "concentration",
+        "on_sample_share": "knots on samples",
+    }
+    end = runs.isel(step=-1).median("seed")
+    if runs.sizes["width"] > 1:
+        figure, grid = panels(1, 3, width=3.8, height=2.8)
+        for ax, (name, title) in zip(grid, names.items(), strict=True):
+            heat_map(end[name], ax)
+            ax.set_title(title)
+        return figure
+    figure, (ax,) = panels(1, 1, width=4.8, height=3.0)
+    deltas = runs.delta.values
+    for k, (name, title) in enumerate(names.items()):
+        ax.plot(range(len(deltas)), end[name].values.ravel(), marker=MARKERS[k], color=COLORS[k], label=title)
+    ax.set_xticks(range(len(deltas)), [number(d) for d in deltas])
+    ax.set(xlabel=r"balance $\delta$", ylabel="median over seeds", ylim=(-0.03, 1.05))
+    key(ax)
+    return figure
+
+
+@entry(
+    "004/figure-5-map",
+    title="Figure 5 as one sweep: turning, concentration and knots on samples by delta",
+    small={"seeds": 3},
+    full={"seeds": 6, "widths": (20, 50, 100, 200, 500)},
+    minutes=(1.2, 6.0),
+    setup="width 200, seven balances, 10000 steps.",
+    draw=draw,
+)
+def regime_map(
+    widths: tuple[int, ...] = (200,),
+    deltas: tuple[float, ...] = DELTAS,
+    seeds: int = 6,
+    steps: int = 10_000,
+    every: int | None = None,
+    observe: Mapping[str, Observable | None] | None = None,
+    store: str | None = None,
+) -> Outcome:
+    """Sweep the balance delta for 20 samples of sin(2 pi x), alpha = sqrt m, kappa = 0.2.
+
+    The paper claims a kernel regime for delta << 0, an adaptive one for delta >> 0 and a smooth passage.
+    Decisive are how far neurons turn, the concentration of slope jumps and the share of knots on samples at
+    width 200; the intervals lie around reference runs, whose values the names of the criteria give.
+
+    Args:
+        widths: the criteria are those of width 200, which must be among them.
+        deltas: must contain -inf, -100, -10, 0, 100 and inf.
+        seeds, steps: of each cell.
+        every: steps between saves; default start and end only.
+        observe: observables to record beside those of the criteria.
+        store: folder in which the sweep keeps its results; default none.
+    """
+    x = np.linspace(-1, 1, 20)
+    data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
+    flow = mf.lifted(alpha="sqrt")
+    defaults = flow.observables(data)
+    ds = mf.sweep(
+        flow,
+        data,
+        widths=widths,
+        deltas=deltas,
+        seeds=seeds,
+        init=square_law,
+        steps=steps,
+        every=steps if every is None else every,
+        step=mf.KernelStep(0.2),
+        observe={name: None for name in defaults if name not in OBSERVED} | dict(observe or {}),
+        store=store,
+    )
+    end = ds.sel(width=200).median("seed")
+    start, end = end.isel(step=0), end.isel(step=-1)
+
+    def at(name: str, delta: float) -> float:
+        return float(end[name].sel(delta=delta))
+
+    frozen = float(np.abs(end.on_sample_share - start.on_sample_share).sel(delta=-np.inf))
+    return Outcome(
+        "004/figure-5-map",
+        "delta << 0 is the kernel regime, delta >> 0 the adaptive one, with a smooth passage between them",
+        "true; the passage lies between delta = -100 and 10, and neurons turn by 0.5 at most on both adaptive values",
+        {"runs": ds, "samples": data},
+        (
+            Criterion("failed runs", float((ds.result != 0).sum()), 0, 0),
+            Criterion("turn at -inf", at("angle_displacement", -np.inf), 0, 0),
+            Criterion("change of on-sample share at -inf", frozen, 0, 0),
+            Criterion("turn at -100 (reference run: .0019)", at("angle_displacement", -100.0), 0.001, 0.004),
+            Criterion("on-sample share at -100", at("on_sample_share", -100.0), 0, 0.2),
+            Criterion("turn at -10 (reference run: .067)", at("angle_displacement", -10.0), 0.04, 0.1),
+            Criterion("turn at 0 (reference run: .20)", at("angle_displacement", 0.0), 0.15, 0.25),
+            Criterion("turn at 100 (reference run: .49)", at("angle_displacement", 100.0), 0.4, 0.6),
+            Criterion("turn at inf (reference run: .49)", at("angle_displacement", np.inf), 0.4, 0.6),
+            Criterion("concentration at -inf (reference run: .34)", at("concentration", -np.inf), 0.25, 0.45),
+            Criterion("concentration at -10 (reference run: .79)", at("concentration", -10.0), 0.65, 0.9),
+            Criterion("concentration at 0 (reference run: .999)", at("concentration", 0.0), 0.95),
+            Criterion("concentration at 100", at("concentration", 100.0), 0.99),
+            Criterion("concentration at inf", at("concentration", np.inf), 0.99),
+            Criterion("on-sample share at inf", at("on_sample_share", np.inf), 0.85),
+        ),
+    )

@@ -1,0 +1,78 @@
+"""Figure 7: one function, five scalings of its layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from meanflow import univariate as uni
+from meanflow.flows.flow import predict
+from meanflow.measures import Affine, Cloud
+from meanflow.plots.style import COLORS, key, panels, shades, sparse
+from meanflow.univariate import balance
+from meanflow_papers.entry import entry
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.univariate.setup import last, square_wave, train
+
+
+def draw(data: Arrays) -> Figure:
+    """One start, five ends."""
+    figure, grid = panels(1, 3, width=3.6, height=3.0)
+    scales, x = np.asarray(data["k"]), np.asarray(data["grid"])
+    grid[0].plot(x, np.asarray(data["before"])[0], color="black")
+    grid[0].set(xlabel="$x$", ylabel="$f(x)$")
+    grid[0].set_title("start, the same for every $k$")
+    colors = shades(len(scales))
+    for k, scale in enumerate(scales):
+        grid[1].plot(x, np.asarray(data["after"])[k], color=colors[k], label=f"$k = {scale:g}$")
+    grid[1].set(xlabel="$x$", ylabel="$f(x)$")
+    grid[1].set_title("after training")
+    for ax in grid[:2]:
+        sparse(ax)
+    key(grid[1])
+    grid[2].plot(scales, np.asarray(data["turn"]), "o-", color=COLORS[0], label=r"rms $\Delta\theta$")
+    grid[2].plot(scales, np.asarray(data["concentration"]), "s-", color=COLORS[1], label="slope in 6 bins")
+    grid[2].set(xscale="log", yscale="log", xlabel="scale $k$ of $(ka, kb, c/k)$")
+    key(grid[2])
+    return figure
+
+
+@entry(
+    "004/figure-7",
+    title="one function, five scalings of its layers, different ends",
+    minutes=(0.4, 0.4),
+    setup="200 neurons, weights (k a, k b, c/k) with k = 0.1 .. 10, 20000 epochs.",
+    draw=draw,
+)
+def figure_7(epochs: int = 20000, width: int = 200, seed: int = 7) -> Outcome:
+    """Train one function from five scalings (k a, k b, c/k) of its layers.
+
+    The paper claims that the scale of the layers alone decides between the kernel and the adaptive regime.
+    Decisive are that all start as the same function, and that turning, concentration and the final
+    functions differ.
+    """
+    data = square_wave()
+    a, b, c = jax.random.uniform(jax.random.key(seed), (3, width), minval=-1.0)
+    scales = jnp.array([0.1, 0.3, 1.0, 3.0, 10.0])
+    start = jax.vmap(lambda k: Affine(k * a, k * b, 0.3 * c / k))(scales)
+    run = train(data, epochs, 20, 6)
+    loss, stats, end = jax.vmap(lambda w: run(w, 1.0, 1.0, 0.2))(start)
+    loss, stats = last((loss, stats))
+    grid = jnp.linspace(-1, 1, 401)
+    curve = jax.vmap(lambda w: predict(uni.full("sqrt"), Cloud(w), grid))
+    before, after = curve(start), curve(end)
+    gap = after[0] - after[-1]
+    delta = jnp.median(jax.vmap(balance.balance)(start), axis=1)
+    return Outcome(
+        "004/figure-7",
+        "the scale of the layers alone decides between the kernel and the adaptive regime",
+        "true: the same function at the start ends as two different ones",
+        {"k": scales, "loss": loss, "delta": delta, "grid": grid, "before": before, "after": after, **stats},
+        (
+            Criterion("same function at the start", float(jnp.max(jnp.abs(before - before[:1]))), 0, 1e-12),
+            Criterion("turn(k=.1) / turn(k=10)", float(stats["turn"][0] / stats["turn"][-1]), 20),
+            Criterion("concentration_6 at k=.1", float(stats["concentration"][0]), 0.9, 1),
+            Criterion("concentration_6 at k=10", float(stats["concentration"][-1]), 0, 0.35),
+            Criterion("rms difference of the two ends", float(jnp.sqrt(jnp.mean(gap**2))), 0.05),
+        ),
+    )

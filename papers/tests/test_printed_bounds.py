@@ -1,0 +1,185 @@
+"""The theorems of paper 003 on thousands of random pairs: as printed and as corrected."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_pairs import SLACK, exact, over_pairs, pairs
+
+from meanflow.layers.functional import recenter, rescale, unitize
+from meanflow.transport import bounds, wasserstein
+from meanflow_papers.unitization import bounds as printed
+
+
+def test_moment_bound():
+    x, y = pairs(0, 3000)
+    w = exact(x, y)
+    stated = over_pairs(lambda x, y: printed.printed_moment_bound(x, y), x, y)
+    corrected = over_pairs(bounds.moment_bound, x, y)
+    assert np.all(w <= corrected * (1 + SLACK))
+    assert np.all(corrected <= stated)
+    assert np.max(w / stated) < 1  # never attained: it is at least 2 (sd + sd') + |dmu|
+    sd = np.sqrt(x.var(1).sum(1)) + np.sqrt(y.var(1).sum(1))
+    assert np.all(stated >= (2 * sd + np.linalg.norm(x.mean(1) - y.mean(1), axis=1)) * (1 - SLACK))
+    # scale-equivariant, unlike the printed one
+    np.testing.assert_allclose(over_pairs(bounds.moment_bound, 7 * x, 7 * y), 7 * corrected, rtol=1e-12)
+    rescaled = over_pairs(lambda x, y: printed.printed_moment_bound(x, y), 7 * x, 7 * y)
+    assert not np.allclose(rescaled, 7 * stated, rtol=0.1)
+
+
+def test_moment_bound_is_sharp():
+    out = printed.theorem1(jnp.array([[-2.0], [2.0]]), jnp.zeros((2, 1)))
+    assert (float(out.printed), float(out.corrected), float(out.distance)) == (6.0, 2.0, 2.0)
+    shifted = printed.theorem1(jnp.ones((3, 4)) * 5, jnp.zeros((3, 4)))  # Diracs: both are exact up to the 2
+    assert float(shifted.corrected) == pytest.approx(float(shifted.distance)) == pytest.approx(10.0)
+    assert float(shifted.printed) == pytest.approx(12.0)
+
+
+def test_standardized_bound():
+    x, y = np.random.default_rng(1).normal(size=(2, 2000, 8, 3)) ** 3
+    standard = [over_pairs(lambda u: rescale(recenter(u)), u) for u in (x, y)]
+    assert np.all(exact(*standard) <= bounds.standardized_bound(3) * (1 + SLACK))
+    rng = np.random.default_rng(2)
+    out = printed.equation4(jnp.asarray(rng.normal(size=(200, 64))), jnp.asarray(rng.normal(size=(200, 64))))
+    assert float(out.corrected) == pytest.approx(np.sqrt(128))
+    assert float(out.printed) == 130.0
+    # the corrected bound is within 1.5, the printed 15 times too large
+    assert float(out.distance) == pytest.approx(9.33, abs=0.01)
+
+
+def test_theorem2_reports_the_best():
+    rng = np.random.default_rng(5)
+    out = printed.theorem2(jnp.asarray(rng.normal(size=(20, 2)) + 1), jnp.asarray(rng.normal(size=(20, 2))))
+    assert float(out.printed) <= float(out.corrected) <= float(out.distance)
+    with pytest.raises(ValueError, match="p = 1"):
+        printed.theorem2(jnp.zeros((2, 2)), jnp.ones((2, 2)), p=1)
+
+
+def test_unbounded_example():
+    grid = (np.arange(4000) + 0.5) / 4000
+    for scale in (1.0, 1e3):
+        stated, shift = printed.unbounded_example(scale, 1)
+        w = float(wasserstein(scale * (0.5 + 0.5 * grid), scale * 0.25 * grid))
+        assert w == pytest.approx(shift, rel=1e-12)
+        assert shift / stated == pytest.approx(6.67, abs=0.01)
+    assert printed.unbounded_example(1.0, 9)[1] == pytest.approx(15 / 8)
+
+
+def test_unit_vectors_are_at_most_two_apart():
+    x, y = pairs(6, 2000)
+    images = [over_pairs(lambda u: unitize(u, 1.0), u) for u in (x, y)]
+    assert np.all(exact(*images) <= 2 * (1 + SLACK))
+    out = printed.theorem31(jnp.array([[3.0, 4.0]]), jnp.array([[-6.0, -8.0]]))
+    assert float(out.distance) == pytest.approx(2.0) == pytest.approx(float(out.printed))
+
+
+def test_scalar_alpha():
+    x, y = pairs(100, 3000)
+    alpha = np.resize([0.0, 0.05, 0.5, 1.0], 3000)
+    w = exact(*(over_pairs(lambda u, a: unitize(u, a, interpolation="harmonic"), u, alpha) for u in (x, y)))
+    half = lambda u, a: bounds.harmonic_norm(jnp.mean(jnp.linalg.norm(u, axis=1)), a)  # h(E r)
+    corrected = over_pairs(lambda x, y, a: half(x, a) + half(y, a), x, y, alpha)
+    stated = over_pairs(printed.printed_unitized_bound, x, y, alpha)
+    assert np.all(w <= corrected * (1 + SLACK) + SLACK)
+    assert np.all(corrected <= stated * (1 + SLACK))
+    inner = (alpha > 0) & (alpha < 1)  # at alpha = 1 both are 2
+    assert np.all(corrected[inner] < stated[inner])
+    out = printed.theorem32(jnp.asarray(x[2]), jnp.asarray(y[2]), 0.5)
+    np.testing.assert_allclose(out, [stated[2], corrected[2], w[2]], rtol=1e-12)
+    far = jnp.array([[1e9, 0.0]])
+    out = printed.theorem32(far, -far, 0.25)  # a supremum: reached as R grows
+    assert float(out.distance) == pytest.approx(8.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("interpolation", ["harmonic", "linear"])
+def test_vector_alpha(interpolation):
+    x, y = pairs(7, 3000)
+    rng = np.random.default_rng(8)
+    alpha = rng.random((3000, 4)) ** 2
+    alpha[::7] = rng.random((429, 1))  # all equal
+    alpha[::11, 0] = 0.0
+    images = [over_pairs(lambda u, a: unitize(u, a, interpolation=interpolation), u, alpha) for u in (x, y)]
+    w = exact(*images)
+    corrected = over_pairs(
+        lambda x, y, a: bounds.unitized_bound(x, y, a, interpolation=interpolation), x, y, alpha
+    )
+    stated = over_pairs(printed.printed_unitized_bound, x, y, alpha)
+    assert np.all(w <= corrected * (1 + SLACK) + SLACK)
+    if interpolation == "harmonic":
+        assert np.all(w <= stated * (1 + SLACK))
+        assert np.all(corrected <= stated * (1 + SLACK))
+    else:
+        violated = w > stated
+        assert np.mean(violated) > 0.1  # Theorem 3.3 does not cover the form the paper trains
+        assert np.max(w / stated) > 3
+
+
+def test_theorem33_fails_for_the_practical_form():
+    alpha = jnp.array([0.9, 0.3, 0.7])
+    far = 1e5 * jnp.eye(3)[1:2]
+    harmonic = printed.theorem33(far, -far, alpha, interpolation="harmonic")
+    linear = printed.theorem33(far, -far, alpha, interpolation="linear")
+    assert float(harmonic.printed) == pytest.approx(6.6667, abs=1e-4)
+    assert float(harmonic.distance) == pytest.approx(6.6665, abs=1e-4)
+    assert float(linear.distance) == pytest.approx(140000.6, abs=0.1)
+    assert float(linear.distance) > 2e4 * float(linear.printed)  # the printed bound, violated
+    assert float(linear.distance) == pytest.approx(float(linear.corrected), rel=1e-12)  # ours, attained
+
+
+def test_practical_bound_is_attained():
+    far = 50.0 * jnp.eye(3)[1:2]
+    out = printed.theorem33(far, -far, jnp.array([0.9, 0.3, 0.7]), interpolation="linear")
+    assert float(out.distance) == pytest.approx(70.6) == pytest.approx(float(out.corrected))
+
+
+@pytest.mark.parametrize("d", [2, 8])
+def test_practical_bound_after_standardisation(d):
+    rng = np.random.default_rng(d)
+    x, y = rng.standard_t(2, size=(2, 1000, 12, d))
+    standard = [over_pairs(lambda u: rescale(recenter(u)), u) for u in (x, y)]
+    for low in (0.0, 0.5, 1.0):
+        alpha = low + (1 - low) * rng.random((1000, d))
+        alpha[:, 0] = low
+        images = [over_pairs(unitize, u, alpha) for u in standard]
+        assert np.all(exact(*images) <= bounds.unitized_standardized_bound(d, low) * (1 + SLACK))
+    both = printed.standardized_layer(
+        jnp.asarray(x[0]), jnp.asarray(y[0]), jnp.asarray(alpha[0])
+    )  # alpha = 1
+    assert float(both.distance) <= float(both.corrected) == 2.0 == float(both.printed)
+    assert bounds.unitized_standardized_bound(8, 0.5) == pytest.approx(3.83, abs=0.01)
+    assert bounds.unitized_standardized_bound(8, 0.0) == pytest.approx(5.66, abs=0.01)
+    assert bounds.unitized_standardized_bound(8, 1.0) == 2.0
+
+
+def test_moving_alpha():
+    far = 1e9 * jnp.eye(2)[:1]
+    kwargs = {"interpolation": "harmonic", "alpha_y": jnp.full(2, 0.25)}
+    stated = printed.printed_unitized_bound(far, -far, jnp.full(2, 0.5), kwargs["alpha_y"])
+    images = [unitize(s * far, a, interpolation="harmonic") for s, a in ((1, 0.5), (-1, 0.25))]
+    assert float(stated) == 6.0
+    assert float(wasserstein(*images)) == pytest.approx(6.0, rel=1e-6)
+    assert float(wasserstein(*images)) > 2 / 0.5  # the bound with one of the two alphas would be false
+    assert float(bounds.unitized_bound(far, -far, jnp.full(2, 0.5), **kwargs)) == pytest.approx(6.0, rel=1e-6)
+
+
+def test_output_bound():
+    x, y = pairs(11, 2000)
+    images = [over_pairs(lambda u: unitize(u, 1.0), u) for u in (x, y)]
+    rng = np.random.default_rng(12)
+    gamma, gamma_y, beta, beta_y = rng.normal(size=(4, 2000, 1, 4)) * 3
+    w = exact(gamma * images[0] + beta, gamma_y * images[1] + beta_y)
+    bound = over_pairs(
+        lambda x, y, g, b, h, c: bounds.output_bound(x, y, g[0], b[0], h[0], c[0]),
+        *images,
+        gamma,
+        beta,
+        gamma_y,
+        beta_y,
+    )
+    assert np.all(w <= bound * (1 + SLACK))
+    out = printed.layer_output(*(jnp.asarray(u) for u in (x[0], y[0], gamma[0, 0], beta[0, 0])))
+    assert float(out.printed) == 2.0 < np.max(w)  # Theorem 3.1 does not survive gamma and beta
+    assert float(out.distance) <= float(out.corrected) * (1 + SLACK)
+    moved = printed.layer_output(
+        jnp.eye(2), jnp.eye(2), jnp.ones(2), jnp.zeros(2), beta_y=jnp.array([3.0, 4.0])
+    )
+    assert float(moved.distance) == pytest.approx(5.0)

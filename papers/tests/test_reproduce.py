@@ -1,0 +1,267 @@
+"""``meanflow reproduce``: the catalogue is complete, runs are isolated and resumable, the pages stand alone."""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from meanflow.cli import main
+from meanflow_papers import Criterion, Outcome
+from meanflow_papers.catalogue import CATALOGUE, PACKAGES, find
+from meanflow_papers.entry import DECLARED, VERDICTS, Entry, entry
+from meanflow_papers.reproduce import Worker, finished, reproduce, run_entry
+from meanflow_papers.unitization.table_4 import table_4_cifar
+
+CHEAP = ["002/linear-recenter", "004/figure-2"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, ["reproduce", *arguments])
+
+
+def test_catalogue_names_every_figure_and_table_of_the_papers():
+    wanted = ["000/table-2", "000/E1", "000/E2", "000/E3"]
+    wanted += [f"001/figure-{k}" for k in range(1, 4)]
+    wanted += [f"002/figure-{k}" for k in range(2, 9)]
+    wanted += ["003/figure-2", "003/figure-3", *(f"003/table-{k}" for k in range(1, 5))]
+    wanted += [f"004/figure-{k}" for k in range(1, 10)]
+    assert set(wanted) <= set(CATALOGUE)
+    status = {name: CATALOGUE[name].status for name in wanted}
+    assert {n for n, s in status.items() if s == "needs data"} == {"003/table-1", "003/table-2"}
+    assert {n for n, s in status.items() if s == "out of scope"} == {"003/table-3"}
+    assert all(CATALOGUE[f"003/{name}-cifar"].status == "needs data" for name in ("table-4", "figure-3"))
+    assert all(entry.reason for entry in CATALOGUE.values() if entry.status != "runnable")
+
+
+def test_catalogue_holds_every_experiment_and_only_arguments_that_exist():
+    declared = [entry.compute for entry in CATALOGUE.values()]
+    for package in PACKAGES:
+        for module in pkgutil.iter_modules(package.__path__):
+            loaded = importlib.import_module(f"{package.__name__}.{module.name}")
+            for name, function in inspect.getmembers(loaded, inspect.isfunction):
+                made_here = function.__module__ == loaded.__name__ and not name.startswith("_")
+                if made_here and inspect.signature(function).return_annotation is Outcome:
+                    assert function in declared, f"{loaded.__name__}.{name} is not in the catalogue"
+    for item in CATALOGUE.values():
+        assert set(item.small) <= set(item.arguments(False))
+        assert set(item.full) <= set(item.arguments(True))
+        assert (item.compute is None) == (item.status == "out of scope")
+
+
+def test_each_entry_says_in_words_what_is_claimed_and_what_decides():
+    for name, item in CATALOGUE.items():
+        if item.compute is None:
+            continue
+        text = inspect.getdoc(item.compute)
+        assert "\n\n" in text or "claim" in text, name
+        assert item.setup and item.title, name
+
+
+def test_a_name_is_declared_once():
+    with pytest.raises(ValueError, match="two functions declare 004/figure-2"):
+        entry("004/figure-2", title="")(_broken)
+    assert DECLARED["004/figure-2"] is CATALOGUE["004/figure-2"]
+
+
+def test_small_runs_fit_the_budget():
+    """15 minutes on 2 cores; the expected times are for one core."""
+    assert sum(e.minutes[0] for e in CATALOGUE.values() if e.status == "runnable") < 30
+
+
+def test_names_are_globs():
+    assert [e.name for e in find(["004/figure-[12]", "001/figure-3"])] == [
+        "001/figure-3",
+        "004/figure-1",
+        "004/figure-2",
+    ]
+    assert len(find(["all"])) == len(CATALOGUE)
+    assert invoke("005/*").exit_code == 2 and "005/*" in invoke("005/*").output
+    assert invoke().exit_code == 2
+
+
+def test_entries_are_checked():
+    with pytest.raises(ValueError, match="verdict"):
+        Entry("001/x", "", verdict="true")
+    with pytest.raises(ValueError, match="paper"):
+        Entry("999/x", "")
+
+
+def test_list():
+    text = invoke("--list").output
+    assert all(name in text for name in CATALOGUE)
+    rows = json.loads(invoke("001/*", "--list", "--json").output)
+    assert {row["name"] for row in rows} == {e.name for e in find(["001/*"])}
+    assert all(row["verdict"] in VERDICTS for row in rows)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two cheap names and two that cannot run, end to end through the command."""
+    path = tmp_path_factory.mktemp("gallery")
+    names = [*CHEAP, "003/table-1", "003/table-3"]
+    result = invoke(*names, "--output", str(path), "--jobs", "0", "--format", "svg", "--json")
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def test_summary_is_complete_strict_json(folder):
+    def strict(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    summary = json.loads((folder / "summary.json").read_text(), parse_constant=strict)
+    assert summary["size"] == "small" and summary["unexplained"] == []
+    records = {r["name"]: r for r in summary["experiments"]}
+    assert list(records) == ["002/linear-recenter", "003/table-1", "003/table-3", "004/figure-2"]
+    assert summary["counts"] == {"passed": 2, "needs data": 1, "out of scope": 1}
+    record = records["004/figure-2"]
+    assert record["claim"] and record["finding"] and record["seconds"] > 0 and "jax" in record["versions"]
+    check = record["criteria"][0]
+    assert set(check) == {"name", "value", "low", "high", "passed", "explanation"}
+    assert check["low"] <= check["value"] <= check["high"] and check["passed"] is True
+    open_ended = [c for c in record["criteria"] if c["low"] is None or c["high"] is None]
+    assert open_ended, "infinite bounds are null"
+    assert "CIFAR" in records["003/table-1"]["reason"]
+    assert record["arguments"] == {} and records["002/linear-recenter"]["arguments"]["width"] == 300
+
+
+def test_figures_and_arrays_are_written(folder):
+    for name in CHEAP:
+        stem = name.replace("/", "_")
+        assert (folder / "figures" / f"{stem}.png").stat().st_size > 1000
+        assert (folder / "figures" / f"{stem}.svg").exists()
+    with np.load(folder / "data" / "004_figure-2.npz") as arrays:
+        np.testing.assert_array_equal(arrays["['delta']"], [-100, -1, 0, 1, 100])
+
+
+def test_pages_tell_claim_and_finding_and_load_nothing(folder):
+    page, text = (folder / "gallery.html").read_text(), (folder / "gallery.md").read_text()
+    for part in (page, text):
+        for needed in ("radially", "planar flow", "corrected", "needs local data", "out of scope"):
+            assert needed in part, needed
+    assert page.count('src="data:image/png;base64,') == len(CHEAP)
+    assert not re.search(r"https?://|<script|<link|@import|url\(", page)
+    assert "figures/004_figure-2.png" in text
+
+
+def test_second_run_keeps_what_is_finished(folder):
+    before = (folder / "results" / "004_figure-2.json").read_text()
+    again = invoke("004/figure-2", "--output", str(folder), "--jobs", "0")
+    assert again.exit_code == 0 and "kept" in again.output
+    assert (folder / "results" / "004_figure-2.json").read_text() == before
+    entry = CATALOGUE["004/figure-2"]
+    assert finished(entry, folder, full=False) and not finished(entry, folder, full=True)
+    assert finished(entry, folder, False, ("png", "svg")) and not finished(entry, folder, False, ("pdf",))
+    (folder / "results" / "004_figure-2.json").write_text(before[: len(before) // 2])  # killed while writing
+    assert finished(entry, folder, full=False) is None
+    (folder / "results" / "004_figure-2.json").write_text(before)
+
+
+def _outcome(*checks):
+    return lambda: Outcome("004/made-up", "a claim", "a finding", {"x": np.arange(3)}, checks)
+
+
+def _broken():
+    raise RuntimeError("no luck")
+
+
+@pytest.fixture
+def made_up():
+    """Entries 004/good, 004/bad, 004/broken and 004/known that run made-up experiments."""
+    functions = {
+        "good": _outcome(Criterion("fine", 1.0, 0, 2)),
+        "bad": _outcome(Criterion("fine", 1.0, 0, 2), Criterion("off", float("nan"), 0, 2)),
+        "known": _outcome(Criterion("off by much", 5.0, 0, 2)),
+        "broken": _broken,
+    }
+    known = {"known": {"explained": {"off*": "a known reason"}}}
+    return {
+        name: Entry(f"004/{name}", name, compute, **known.get(name, {}))
+        for name, compute in functions.items()
+    }
+
+
+def test_a_failure_loses_nothing_else_and_sets_the_exit_code(made_up, tmp_path):
+    lines = []
+    summary = reproduce(made_up.values(), tmp_path, jobs=0, tell=lines.append)
+    status = {r["name"][4:]: r["status"] for r in summary["experiments"]}
+    assert status == {"good": "passed", "bad": "failed", "known": "explained", "broken": "error"}
+    assert sorted(summary["unexplained"]) == ["004/bad", "004/broken"]
+    assert any("no luck" in line for line in lines) and len(lines) == 4
+    page = (tmp_path / "gallery.html").read_text()
+    assert "a known reason" in page and "no luck" in page and "not finite" in page
+    again = reproduce(made_up.values(), tmp_path, jobs=0)
+    assert again["counts"] == summary["counts"]
+
+
+def test_errors_run_again_but_results_do_not(made_up, tmp_path):
+    for name in ("broken", "bad"):
+        run_entry(made_up[name], tmp_path)
+    assert finished(made_up["broken"], tmp_path, False) is None
+    assert finished(made_up["bad"], tmp_path, False)["status"] == "failed"
+
+
+def test_full_only_explanations_do_not_excuse_a_full_run():
+    entry = Entry("004/x", "", full_only={"slope*": "too small"}, explained={"share": "noise"})
+    assert entry.explanation("slope, iid") == "too small" and entry.explanation("slope, iid", full=True) == ""
+    assert entry.explanation("share", full=True) == "noise"
+
+
+def test_missing_files_are_named(tmp_path):
+    record = run_entry(CATALOGUE["003/table-1"], tmp_path, data=str(tmp_path))
+    assert record["status"] == "needs data" and "data_batch_1" in record["reason"]
+
+
+def test_a_process_that_dies_is_recorded(tmp_path):
+    worker = Worker()
+    worker.start()
+    threading.Timer(0.2, worker.process.kill).start()  # long before it has imported jax
+    record = worker.run(CATALOGUE["004/figure-2"], tmp_path, full=False)
+    assert record["status"] == "error" and "exit code -9" in record["error"]
+    assert finished(CATALOGUE["004/figure-2"], tmp_path, False) is None
+    worker.stop()
+
+
+def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("meanflow_papers.reproduce.PATIENCE", 0)
+    worker = Worker()
+    worker.start()
+    real, asked = worker.pipe, []
+    worker.pipe = SimpleNamespace(send=real.send, recv=real.recv, poll=lambda seconds: asked.append(seconds))
+    record = worker.run(CATALOGUE["004/figure-2"], tmp_path, full=False)
+    assert asked == [600.0] and not worker.process.is_alive()
+    assert record["status"] == "error" and "no answer" in record["error"]
+
+
+@pytest.mark.slow
+def test_worker_processes_run_the_catalogue(tmp_path):
+    summary = reproduce(find(CHEAP), tmp_path, jobs=2)
+    assert summary["counts"] == {"passed": 2}
+
+
+@pytest.mark.slow
+def test_cifar_from_local_files(tmp_path):
+    """A folder in the format of CIFAR-10 with a few random images goes through to the table and the figure."""
+    random = np.random.default_rng(0)
+    for name in [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]:
+        rows = random.integers(0, 256, (40, 3073), dtype=np.uint8)
+        rows[:, 0] %= 10
+        (tmp_path / name).write_bytes(rows.tobytes())
+    outcome = table_4_cifar(tmp_path, depth=8, epochs=1, limit=20, groups=(1,), seeds=1)
+    assert set(outcome.data["accuracy"]) == {"BN", "unitization", "G = 1"} and outcome.criteria == ()
+    entry = replace(
+        CATALOGUE["003/figure-3-cifar"], small={"depth": 8, "epochs": 2, "limit": 160, "inputs": 30}
+    )
+    record = run_entry(entry, tmp_path, data=str(tmp_path))
+    assert record["status"] == "passed" and record["figures"], record["error"]
+    with np.load(tmp_path / "data" / "003_figure-3-cifar.npz") as arrays:
+        run = {n: arrays[f"['BN']['ics_{n}']"] for n in ("lower", "exact", "upper")}
+    assert run["exact"].shape == (2, 1) and np.all(run["exact"] > 0)
+    assert np.all(run["lower"] <= run["exact"] * 1.001) and np.all(run["exact"] <= run["upper"] * 1.001)

@@ -1,9 +1,0 @@
-import pytest
-
-from meanflow.experiments.sweeps import regime_map
-
-
-@pytest.mark.slow
-def test_regimes_have_the_numbers_of_the_theory():
-    outcome = regime_map()
-    assert outcome.passed, str(outcome)
