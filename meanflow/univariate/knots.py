@@ -92,18 +92,18 @@ class PiecewiseLinear(eqx.Module):
         )
 
 
-def _weights_or_equal(a: jax.Array, weights: jax.Array | None) -> jax.Array:
+def _weights_or_equal(a: jax.Array, weights: Float[ArrayLike, " m"] | None) -> jax.Array:
     return jnp.full_like(a, 1 / a.shape[0]) if weights is None else jnp.asarray(weights)
 
 
 @_checks.arguments(a=VECTOR, b=VECTOR, c=VECTOR, weights=optional(VECTOR), scale=number())
 @jax.jit
 def piecewise_linear(
-    a: Float[Array, " m"],
-    b: Float[Array, " m"],
-    c: Float[Array, " m"],
+    a: Float[ArrayLike, " m"],
+    b: Float[ArrayLike, " m"],
+    c: Float[ArrayLike, " m"],
     *,
-    weights: Float[Array, " m"] | None = None,
+    weights: Float[ArrayLike, " m"] | None = None,
     scale: float | Float[Array, ""] = 1.0,
 ) -> PiecewiseLinear:
     """Return the function of a network, as sorted knots and slope jumps.
@@ -124,8 +124,9 @@ def piecewise_linear(
     >>> float(f(1.0)), float(f(-1.5))
     (3.0, 1.0)
     """
+    a, b, c = jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)
     for name, value in (("b", b), ("c", c)):
-        _checks.shape(name, value, jnp.shape(a))
+        _checks.shape(name, value, a.shape)
     mass = scale * _weights_or_equal(a, weights) * c
     has_knot = (a != 0) & (mass != 0)
     knots = jnp.where(has_knot, b / jnp.where(has_knot, a, 1), jnp.inf)
@@ -158,7 +159,7 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Ar
 
 @_checks.arguments(f=instance(PiecewiseLinear), grid=VECTOR)
 @jax.jit
-def curvature_energy(f: PiecewiseLinear, grid: Float[Array, " k"]) -> Float[Array, ""]:
+def curvature_energy(f: PiecewiseLinear, grid: Float[ArrayLike, " k"]) -> Float[Array, ""]:
     """Return int f''^2 at the resolution of ``grid``: the sum over cells of (change of f')^2 / (cell length).
 
     A piecewise linear function has no square-integrable f''; this is the energy of the piecewise linear
@@ -169,16 +170,17 @@ def curvature_energy(f: PiecewiseLinear, grid: Float[Array, " k"]) -> Float[Arra
         f: piecewise linear function.
         grid: (k,) increasing cell edges.
     """
-    return jnp.sum(jnp.diff(f.derivative(grid)) ** 2 / jnp.diff(grid))
+    edges = jnp.asarray(grid)
+    return jnp.sum(jnp.diff(f.derivative(edges)) ** 2 / jnp.diff(edges))
 
 
 @_checks.arguments(knots=knot_places, x=VECTOR, mass=MASS, radius=number(above=0))
 @jax.jit
 def on_sample_share(
-    knots: Float[Array, " m"],
-    x: Float[Array, " s"],
+    knots: Float[ArrayLike, " m"],
+    x: Float[ArrayLike, " s"],
     *,
-    mass: Float[Array, " m"] | None = None,
+    mass: Float[ArrayLike, " m"] | None = None,
     radius: float = 0.05,
 ) -> Float[Array, ""]:
     """Return the share of the knots in [x_1 - h/2, x_s + h/2] that lie within radius * h of a sample.
@@ -196,9 +198,10 @@ def on_sample_share(
     Returns:
         The share, NaN if no knot lies in the window. O(m log s).
     """
+    knots, x = jnp.asarray(knots), jnp.asarray(x)
     _checks.at_least("number of samples", x.shape[0], 2)  # one sample has no spacing
     h = (x[-1] - x[0]) / (x.shape[0] - 1)
-    mass = jnp.ones_like(knots) if mass is None else mass
+    mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
     near = jnp.clip(jnp.searchsorted(x, knots), 1, x.shape[0] - 1)
     gap = jnp.minimum(jnp.abs(knots - x[near - 1]), jnp.abs(knots - x[near]))
     inside = jnp.isfinite(knots) & (knots >= x[0] - h / 2) & (knots <= x[-1] + h / 2)
@@ -211,8 +214,8 @@ def on_sample_share(
 )
 @partial(jax.jit, static_argnames=("k", "bins"))
 def concentration(
-    knots: Float[Array, " m"],
-    mass: Float[Array, " m"],
+    knots: Float[ArrayLike, " m"],
+    mass: Float[ArrayLike, " m"],
     k: int,
     *,
     bins: int = 110,
@@ -233,6 +236,7 @@ def concentration(
     Returns:
         The share, NaN if there is no mass in the window.
     """
+    knots, mass = jnp.asarray(knots), jnp.asarray(mass)
     inside = (knots >= low) & (knots <= high)
     place = jnp.where(inside, knots - low, 0) / (high - low) * bins
     index = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
@@ -243,11 +247,11 @@ def concentration(
 @_checks.arguments(a=VECTOR, b=VECTOR, x=VECTOR, weights=MASS)
 @jax.jit
 def dead_share(
-    a: Float[Array, " m"],
-    b: Float[Array, " m"],
-    x: Float[Array, " s"],
+    a: Float[ArrayLike, " m"],
+    b: Float[ArrayLike, " m"],
+    x: Float[ArrayLike, " s"],
     *,
-    weights: Float[Array, " m"] | None = None,
+    weights: Float[ArrayLike, " m"] | None = None,
 ) -> Float[Array, ""]:
     """Return the share of the neurons that are active (a x - b > 0) on no sample.
 
@@ -256,7 +260,8 @@ def dead_share(
         x: (s,) samples.
         weights: (m,); neurons of weight 0 are left out, all others count once.
     """
-    real = jnp.ones_like(a) if weights is None else (weights > 0).astype(a.dtype)
+    a, b, x = jnp.asarray(a), jnp.asarray(b), jnp.asarray(x)
+    real = jnp.ones_like(a) if weights is None else (jnp.asarray(weights) > 0).astype(a.dtype)
     # a x - b is linear in x: its largest value over the samples is at one end
     top = jnp.maximum(a * jnp.max(x), a * jnp.min(x)) - b
     return jnp.sum(jnp.where(top > 0, 0, real)) / jnp.sum(real)

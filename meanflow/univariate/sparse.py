@@ -48,7 +48,7 @@ def host_vector(name: str, value: object) -> object:
     return np.asarray(value, float)
 
 
-def _data_weights(x: jax.Array, weights: jax.Array | None) -> jax.Array:
+def _data_weights(x: jax.Array, weights: Float[ArrayLike, " s"] | None) -> jax.Array:
     return jnp.ones_like(x) if weights is None else jnp.asarray(weights)
 
 
@@ -60,11 +60,11 @@ def _features(theta: jax.Array, x: jax.Array) -> jax.Array:
 @_checks.arguments(theta=VECTOR, x=VECTOR, rho=VECTOR, weights=WEIGHTS)
 @jax.jit
 def angular_potential(
-    theta: Float[Array, " k"],
-    x: Float[Array, " s"],
-    rho: Float[Array, " s"],
+    theta: Float[ArrayLike, " k"],
+    x: Float[ArrayLike, " s"],
+    rho: Float[ArrayLike, " s"],
     *,
-    weights: Float[Array, " s"] | None = None,
+    weights: Float[ArrayLike, " s"] | None = None,
 ) -> Float[Array, " k"]:
     """Return the first variation F(theta) = sum_j q_j rho_j <(x_j, 1), d(theta)>_+ at each angle.
 
@@ -74,6 +74,7 @@ def angular_potential(
         rho: residual f(x_j) - y_j.
         weights: data weights q_j, default 1.
     """
+    theta, x, rho = jnp.asarray(theta), jnp.asarray(x), jnp.asarray(rho)
     _checks.shape("rho", rho, x.shape)
     return (_data_weights(x, weights) * rho) @ _features(theta, x)
 
@@ -97,10 +98,10 @@ class AngularCertificate(NamedTuple):
 @_checks.arguments(x=sorted_samples, rho=VECTOR, weights=WEIGHTS, count_bias=_checks.flag)
 @partial(jax.jit, static_argnames="count_bias")
 def certificate(
-    x: Float[Array, " s"],
-    rho: Float[Array, " s"],
+    x: Float[ArrayLike, " s"],
+    rho: Float[ArrayLike, " s"],
     *,
-    weights: Float[Array, " s"] | None = None,
+    weights: Float[ArrayLike, " s"] | None = None,
     count_bias: bool = True,
 ) -> AngularCertificate:
     """Find the exact supremum of abs(F) over all directions, and where it may be attained.
@@ -119,6 +120,7 @@ def certificate(
     >>> float(certificate(jnp.array([0.0]), jnp.array([-2.0])).bound)      # a single sample: |rho| |(x, 1)|
     2.0
     """
+    x, rho = jnp.asarray(x), jnp.asarray(rho)
     _checks.shape("rho", rho, x.shape)
     return _stationary(jnp, x, _data_weights(x, weights) * rho, count_bias)
 
@@ -176,14 +178,14 @@ class Duality(NamedTuple):
 )
 @jax.jit
 def duality(
-    r: Float[Array, " m"],
-    theta: Float[Array, " m"],
-    x: Float[Array, " s"],
-    y: Float[Array, " s"],
+    r: Float[ArrayLike, " m"],
+    theta: Float[ArrayLike, " m"],
+    x: Float[ArrayLike, " s"],
+    y: Float[ArrayLike, " s"],
     lam: float | Float[Array, ""],
     *,
-    weights: Float[Array, " s"] | None = None,
-    particle_weights: Float[Array, " m"] | None = None,
+    weights: Float[ArrayLike, " s"] | None = None,
+    particle_weights: Float[ArrayLike, " m"] | None = None,
 ) -> Duality:
     """Return the objective of a network, a lower bound on the minimum over all networks, and the certificate's bound.
 
@@ -194,6 +196,7 @@ def duality(
         weights: (s,) data weights, default 1.
         particle_weights: (m,) p_i, default 1/m.
     """
+    r, theta, x, y = (jnp.asarray(u) for u in (r, theta, x, y))
     _checks.shape("theta", theta, r.shape)
     _checks.shape("y", y, x.shape)
     p = _particle_weights(r, particle_weights)
@@ -206,13 +209,16 @@ def duality(
     return Duality(primal, -jnp.sum(q * (shrunk * y + shrunk**2 / 2)), bound)
 
 
-def _particle_weights(r: jax.Array, weights: jax.Array | None) -> jax.Array:
-    return jnp.full_like(r, 1 / r.shape[0]) if weights is None else weights
+def _particle_weights(r: jax.Array, weights: Float[ArrayLike, " m"] | None) -> jax.Array:
+    return jnp.full_like(r, 1 / r.shape[0]) if weights is None else jnp.asarray(weights)
 
 
 @_checks.arguments(r=VECTOR, particle_weights=WEIGHTS)
-def charge(r: Float[Array, " m"], *, particle_weights: Float[Array, " m"] | None = None) -> Float[Array, ""]:
+def charge(
+    r: Float[ArrayLike, " m"], *, particle_weights: Float[ArrayLike, " m"] | None = None
+) -> Float[Array, ""]:
     """Return the regularizer Gamma = sum_i p_i abs(r_i) of a cloud; p_i are its weights, default 1/m."""
+    r = jnp.asarray(r)
     p = _particle_weights(r, particle_weights)
     return jnp.sum(p * jnp.abs(r))
 
@@ -220,16 +226,17 @@ def charge(r: Float[Array, " m"], *, particle_weights: Float[Array, " m"] | None
 @_checks.arguments(r=VECTOR, theta=VECTOR, particle_weights=WEIGHTS)
 @jax.jit
 def measure_variation(
-    r: Float[Array, " m"],
-    theta: Float[Array, " m"],
+    r: Float[ArrayLike, " m"],
+    theta: Float[ArrayLike, " m"],
     *,
-    particle_weights: Float[Array, " m"] | None = None,
+    particle_weights: Float[ArrayLike, " m"] | None = None,
 ) -> Float[Array, ""]:
     """Return the total variation of nu = int r mu(dr, .): equal angles are summed before taking absolute values.
 
     Never above ``charge``; equal to it unless neurons of opposite sign share a direction. (As printed,
     without the factor r, the measure is the law of the angles and its variation is always 1.)
     """
+    r, theta = jnp.asarray(r), jnp.asarray(theta)
     _checks.shape("theta", theta, r.shape)
     p = _particle_weights(r, particle_weights)
     order = jnp.argsort(theta)
