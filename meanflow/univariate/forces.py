@@ -40,7 +40,7 @@ def find_regions(p: Float[Array, "m 2"], x: Float[Array, " s"]) -> Int[Array, " 
     x = jax.lax.stop_gradient(x)
     left = a < 0
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(_: int | jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high) // 2
         # the first sample that is active (a >= 0) or inactive (a < 0) is at or before the middle

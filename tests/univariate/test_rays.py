@@ -127,7 +127,7 @@ def test_proposition_1(model):
     """(13) with region covariances against the derivative of the predictions along the velocity, and -K rho."""
     rng = np.random.default_rng(4)
     x = np.array([0.3, -1.0, 0.9, -0.2])
-    data = Dataset(x, rng.standard_normal(4), weights=[1.0, 2.0, 0.5, 1.0])
+    data = Dataset(x, rng.standard_normal(4), weights=jnp.array([1.0, 2.0, 0.5, 1.0]))
     if model == "full":
         cloud, flow = Cloud(Affine(*rng.standard_normal((3, 9)))), uni.full("sqrt")
     else:
