@@ -88,7 +88,7 @@ def kernel_operator(
 
 
 def tangent_kernel(flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int = 16) -> jax.Array:
-    """Return K(x, z), shape (n_x, n_z): by the feature's own form where it has one, else ``chunk`` columns at a time."""
+    """Return K(x, z), shape (n_x, n_z): by the feature's own form if it has one, else ``chunk`` columns at a time."""
     structured = flow.feature.kernel(cloud, x, z, flow.space)
     if structured is not None:
         return structured

@@ -307,9 +307,9 @@ def tangent_kernel(
 ) -> Float[Array, "n k"]:
     """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
 
-    Under the mean-field clock predictions obey f' = -K (q l'). The built-in models sum products of their activations over
-    neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is differentiated
-    ``chunk`` columns at a time, in O(n_x n_z m d) operations and O(chunk n m) memory.
+    Under the mean-field clock predictions obey f' = -K (q l'). The built-in models sum products of their activations
+    over neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is
+    differentiated ``chunk`` columns at a time, in O(n_x n_z m d) operations and O(chunk n m) memory.
     """
     left = jnp.asarray(x)
     right = left if z is None else jnp.asarray(z)

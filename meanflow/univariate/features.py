@@ -34,6 +34,7 @@ from meanflow.univariate.cylinder import Cylinder
 from meanflow.univariate.motion import CylinderMotion, RawMotion
 
 FORCES = ("auto", "dense", "fast")
+LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed
 # up to (samples, samples x neurons) the dense forces are faster (benchmarks ``univariate`` and ``sweeps``)
 CROSSOVER = ((40, 2**22), (2**62, 2**15))
 
@@ -86,6 +87,29 @@ class Univariate(Feature):
         lifted = jnp.stack([x, jnp.ones_like(x)], axis=-1)
         active = force.is_active(self.direction(cloud), x)
         return jnp.where(active, lifted @ self.slopes(cloud).T, 0.0)
+
+    def kernel(
+        self, cloud: Cloud, x: Float[Array, " n"], z: Float[Array, " k"], space: Space
+    ) -> Float[Array, "n k"] | None:
+        """Return sum_i p_i 1_i(x) 1_i(z) <(x, 1), M_i (z, 1)>, where 1_i says whether neuron i is active.
+
+        M_i = J_q C J_q', a 2 x 2 matrix for each neuron, is the motion of its slopes under a unit force. Where the
+        arrays of activations would be large there is no such form: products with the kernel are faster.
+        """
+        if max(x.shape[0], z.shape[0]) * cloud.size > LARGEST_PATTERN:
+            return None
+        p, basis = self.direction(cloud), jnp.eye(2, dtype=cloud.weights.dtype)
+        active_x, active_z = (force.is_active(p, u).astype(cloud.weights.dtype) for u in (x, z))
+
+        def response(unit: jax.Array) -> jax.Array:
+            tangent = space.cometric(cloud, self.pull(cloud, jnp.broadcast_to(unit[None, :], p.shape)))
+            return jax.jvp(lambda w: self.slopes(cloud.at(w)), (cloud.particles,), (tangent,))[1]
+
+        right, up = (cloud.weights[:, None] * response(unit) for unit in basis)  # columns of p_i M_i, (m, 2)
+        pattern = lambda weight: (active_x * weight[None, :]) @ active_z.T
+        line_x, line_z = x[:, None], z[None, :]
+        mixed = line_x * pattern(up[:, 0]) + line_z * pattern(right[:, 1])
+        return line_x * line_z * pattern(right[:, 0]) + mixed + pattern(up[:, 1])
 
     def linearize(self, cloud: Cloud, x: Float[Array, " n"]) -> tuple[Float[Array, " n"], Pull]:
         """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``."""
