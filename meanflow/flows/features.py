@@ -17,6 +17,7 @@ from meanflow.geometry import omega, sphere
 from meanflow.geometry.space import Invariant, Space
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
+from meanflow.measures.scaling import Scaling
 
 if TYPE_CHECKING:
     from meanflow.flows.motion import FrozenMotion
@@ -107,28 +108,51 @@ class Feature(eqx.Module):
 
 
 class TwoLayer(Feature):
-    """phi = a s(b . x) for inputs x (n, d). Cost O(n m d)."""
+    """phi = (m/alpha) a s(b . x) for inputs x (n, d). Cost O(n m d).
+
+    Attributes:
+        activation: s, elementwise.
+        scaling: the output scale alpha(m); with alpha = m the network is the mean over its neurons.
+        bias: whether the last entry of b is a bias: b (m, d + 1) and phi = (m/alpha) a s(b . (x, 1)).
+    """
 
     activation: Activation = eqx.field(static=True)
+    scaling: Scaling
+    bias: bool = eqx.field(static=True)
     input_ndim: ClassVar[int | None] = 2
     amplitude: ClassVar[str | None] = "a"
     has_direction: ClassVar[bool] = True
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(self, activation: Activation, scaling: Scaling | None = None, *, bias: bool = False) -> None:
         self.record = Neurons
         self.activation = activation
+        self.scaling = Scaling() if scaling is None else scaling
+        self.bias = bias
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless the shapes of a, b and x agree."""
         Feature.check(self, cloud, x)
         _checks.shape("particles.a", cloud.particles.a, (cloud.size,))
         _checks.shape("particles.b", cloud.particles.b, (cloud.size, None))
-        _checks.shape("x", x, (None, cloud.particles.b.shape[1]))
+        extra = 1 if self.bias else 0
+        if x.shape[1] + extra != cloud.particles.b.shape[1]:
+            wanted = "one column more than x (the bias)" if self.bias else "as many columns as x"
+            raise ValueError(
+                f"particles.b must have {wanted}, got shape {cloud.particles.b.shape} for x of shape {x.shape}"
+            )
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return a_i s(b_i . x_j)."""
+        """Return (m/alpha) a_i s(b_i . x_j)."""
         a, b = cloud.particles
-        return self.activation(x @ b.T) * a[None, :]
+        if self.bias:
+            x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
+        return self.activation(x @ b.T) * self.amplitudes(cloud)[None, :]
+
+    def amplitudes(self, cloud: Cloud) -> jax.Array:
+        """Return (m/alpha) a (m,), what multiplies the activation of each neuron."""
+        a = cloud.particles.a
+        # alpha = m is the mean itself: nothing to multiply, and clouds of infinite width have no m
+        return a if self.scaling.kind == "m" else self.scaling.ratio(cloud) * a
 
     def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
         """Return the angle between b now and at the start."""
@@ -142,7 +166,7 @@ class TwoLayer(Feature):
 
 
 class BatchNormed(TwoLayer):
-    """phi = a s(bb . (x - mean)) with bb = b/|b|_S (raw neurons) or bb = b (neurons on the manifold).
+    """phi = (m/alpha) a s(bb . (x - mean)) with bb = b/|b|_S (raw neurons) or bb = b (neurons on the manifold).
 
     Attributes:
         mean: (d,), sigma: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
@@ -154,9 +178,14 @@ class BatchNormed(TwoLayer):
     raw: bool = eqx.field(static=True)
 
     def __init__(
-        self, activation: Activation, mean: jax.Array | None, sigma: jax.Array | None, raw: bool
+        self,
+        activation: Activation,
+        mean: jax.Array | None,
+        sigma: jax.Array | None,
+        raw: bool,
+        scaling: Scaling | None = None,
     ) -> None:
-        super().__init__(activation)
+        super().__init__(activation, scaling)
         self.mean, self.sigma, self.raw = mean, sigma, raw
 
     def bind(self, data: Dataset) -> Self:
@@ -176,6 +205,7 @@ class BatchNormed(TwoLayer):
             mean if self.mean is None else self.mean,
             sigma if self.sigma is None else self.sigma,
             self.raw,
+            self.scaling,
         )
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
@@ -207,11 +237,11 @@ class BatchNormed(TwoLayer):
             raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return a_i s(bb_i . (x_j - mean))."""
-        a, b = cloud.particles
+        """Return (m/alpha) a_i s(bb_i . (x_j - mean))."""
+        b = cloud.particles.b
         assert self.mean is not None and self.sigma is not None  # bound before anything is computed
         bb = omega.normalize(b, self.sigma) if self.raw else b
-        return self.activation((x - self.mean[None, :]) @ bb.T) * a[None, :]
+        return self.activation((x - self.mean[None, :]) @ bb.T) * self.amplitudes(cloud)[None, :]
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""
