@@ -20,7 +20,7 @@ from meanflow.univariate.balance import angle_of
 SAMPLES = array((None,))
 
 
-class Rays(NamedTuple):
+class SampleRays(NamedTuple):
     """The 2s rays of s sorted samples.
 
     Attributes:
@@ -42,7 +42,7 @@ class Rays(NamedTuple):
         return angle_of(self.direction)
 
 
-def sample_rays(x: Float[Array, " s"]) -> Rays:
+def sample_rays(x: Float[Array, " s"]) -> SampleRays:
     """Return the rays of sorted samples x, in counter-clockwise order of the regions they separate."""
     s = x.shape[0]
     ray = jnp.arange(2 * s, dtype=jnp.int32)
@@ -52,11 +52,11 @@ def sample_rays(x: Float[Array, " s"]) -> Rays:
     normal = jnp.stack([x[sample], jnp.ones_like(x)[sample]], axis=-1)
     along = jnp.where(right, 1.0, -1.0).astype(x.dtype) / jnp.hypot(1.0, x[sample]).astype(x.dtype)
     direction = jnp.stack([along, -along * x[sample]], axis=-1)
-    return Rays(sample, normal, direction, jnp.where(right, ray, after), jnp.where(right, after, ray))
+    return SampleRays(sample, normal, direction, jnp.where(right, ray, after), jnp.where(right, after, ray))
 
 
 def normal_forces(
-    rays: Rays, table: Float[Array, "rays 2"]
+    rays: SampleRays, table: Float[Array, "rays 2"]
 ) -> tuple[Float[Array, " rays"], Float[Array, " rays"]]:
     """Return <x~_k, G> on the inactive and on the active side of each ray, from the table of ``region_forces``.
 
