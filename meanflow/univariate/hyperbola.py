@@ -61,7 +61,8 @@ class HyperbolaChart(Chart):
         assert isinstance(feature, Reduced) and isinstance(space, Lifted)
         raw = Hyperbola(space)
         self.model, self.start = model, start
-        self.flow = Flow(Raw(feature.forces, model.scaling), raw, model.loss, model.scaling)
+        twin = Raw(feature.forces, model.scaling)
+        self.flow = Flow(twin, raw, model.loss, model.scaling, centered=model.centered, offset=model.offset)
         self.base = start.at(unfold(start, raw.delta(start), model.scaling.ratio(start)))
 
     def cloud(self, y: Affine) -> Cloud:

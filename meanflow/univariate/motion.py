@@ -54,6 +54,7 @@ class UnivariateMotion(FrozenMotion):
     Attributes:
         x, y, weights: the data, sorted by x, (s,) each.
         loss: the loss of a prediction.
+        offset: (s,) what a centered flow subtracts from its predictions, else 0.
         shares: p_i times the output scale, (m,): what a neuron counts in the prediction.
         force_scale: factor of the force: the clock, and m/alpha in raw coordinates.
         decay: strength of the penalty on the clock of the run, a scalar.
@@ -64,6 +65,7 @@ class UnivariateMotion(FrozenMotion):
     y: Float[Array, " s"]
     weights: Float[Array, " s"]
     loss: Loss
+    offset: Float[Array, "*s"]
     shares: Vector
     force_scale: Float[Array, ""]
     decay: Float[Array, ""]
@@ -80,6 +82,7 @@ class UnivariateMotion(FrozenMotion):
         order = jnp.argsort(data.x)
         self.x, self.y, self.weights = data.x[order], data.y[order], data.weights[order]
         self.loss = flow.loss
+        self.offset = jnp.zeros_like(self.y) if flow.offset is None else flow.offset(self.x)
         self.shares = cloud.weights * output_scale
         self.force_scale = force_scale
         strength = 0.0 if flow.regularizer is None else flow.regularizer.strength
@@ -121,7 +124,7 @@ class UnivariateMotion(FrozenMotion):
         u, v, c = self.direction(particles, state)
         share = self.shares * c
         f = forces.region_predictions(state.region, jnp.stack([share * u, share * v], axis=-1), self.x)
-        return self.force_scale * self.weights * self.loss.slope(f, self.y)
+        return self.force_scale * self.weights * self.loss.slope(f - self.offset, self.y)
 
     def pass_events(
         self,

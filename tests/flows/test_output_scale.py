@@ -67,6 +67,21 @@ def test_centered_flows_learn_with_f_minus_f0(model, loss):
         assert largest_gap(sol.final.particles, other.final.particles) < 1e-9
 
 
+@pytest.mark.parametrize("solver", ["sliding", None])
+@pytest.mark.parametrize("model", ["canonical", "lifted", "full"])
+def test_centered_univariate_flows(model, solver, key):
+    """The squared loss with moved targets, in own coordinates, in the chart and through kinks."""
+    data = mf.Dataset(jnp.linspace(-1, 1, 5), jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]))
+    make = getattr(mf, model)
+    cloud = make().init(key, 6, labels=0.5 if model == "lifted" else None)
+    moved = mf.Dataset(data.x, data.y + mf.predict(make(), cloud, data.x), data.weights)
+    settings = {"solver": solver, "step": 0.05} if solver else {"step": 0.05}
+    one = mf.solve(make(centered=True), cloud, data, 1.0, **settings)
+    two = mf.solve(make(), cloud, moved, 1.0, **settings)
+    assert largest_gap(one.final.particles, two.final.particles) < 1e-12
+    np.testing.assert_allclose(one.energy, two.energy, rtol=1e-10)
+
+
 def test_centered_flows_resume_and_sweep():
     _, cloud, data = problem("vanilla")
     flow = mf.vanilla("tanh", alpha="sqrt", centered=True)
