@@ -183,10 +183,13 @@ def _run(
     # Segments of about sqrt(length) steps: only their starts are stored, the inside is recomputed.
     size = max(1, math.isqrt(length))
     count = length // size
+    # Inside a segment each step keeps its state alone: what it computes on the way (activations of all samples and
+    # neurons) is as large as many states, and cheaper to compute again than to write and read.
+    lean = jax.checkpoint(one)
 
     @jax.checkpoint
     def segment(state: State, slices: PyTree) -> tuple[State, None]:
-        return jax.lax.scan(one, state, slices, length=size)
+        return jax.lax.scan(lean, state, slices, length=size)
 
     head = _split(jax.tree.map(lambda u: u[: count * size], inputs), count, size)
     state, _ = jax.lax.scan(segment, state, head, length=count)

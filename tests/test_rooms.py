@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "meanflow"
-FOUNDATION = ("_checks", "_numerics", "_files", "_identity", "_lazy", "activations", "commands")
+FOUNDATION = ("_checks", "_matrices", "_numerics", "_files", "_identity", "_lazy", "activations", "commands")
 ROOMS = (
     *("measures", "geometry", "layers", "kernels", "flows", "solvers", "transport", "depth", "training"),
     *("univariate", "sweeps", "plots", "report", "cli"),

@@ -25,7 +25,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Complex, Float, Int
 
 from meanflow import _checks
-from meanflow._checks import choice, count, flag, matrix, optional, unchecked
+from meanflow._checks import choice, count, flag, optional, unchecked
+from meanflow._matrices import matrix
 from meanflow.depth.propagation import VARIANCE
 from meanflow.kernels.infinite.dual import dual_activation
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from meanflow import _checks
+from meanflow._matrices import grams
 
 
 def gram(x: Float[ArrayLike, "*lead n k"]) -> Float[Array, "*lead n n"]:
@@ -45,7 +46,7 @@ def angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead n n"]:
     return jnp.degrees(jnp.arccos(cosines(gram)))
 
 
-@_checks.arguments(gram=_checks.grams(2))
+@_checks.arguments(gram=grams(2))
 def pair_angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead pairs"]:
     """Return the angles in degrees of the n(n-1)/2 pairs of distinct samples, from their Gram matrix.
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
-from meanflow._checks import grams, number, optional
+from meanflow._checks import number, optional
+from meanflow._matrices import grams
 from meanflow.depth import observables
 from meanflow.kernels.infinite.dual import dual_activation
 

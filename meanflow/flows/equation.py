@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
-    """Return f(x), shape (n,)."""
-    return flow.feature.predict(cloud, x)
+    """Return f(x), shape (n,); a centered flow predicts f - f_0."""
+    f = flow.feature.predict(cloud, x)
+    return f if flow.offset is None else f - flow.offset(x)
 
 
 def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
@@ -42,6 +43,8 @@ def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
 def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     """Return grad V at each particle: a covector, in a record like the particles."""
     f, pull = flow.feature.linearize(cloud, data.x)
+    if flow.offset is not None:
+        f = f - flow.offset(data.x)
     covector = pull(data.weights * flow.loss.slope(f, data.y))
     if flow.regularizer is None:
         return covector
@@ -85,6 +88,9 @@ def kernel_operator(
 
 
 def tangent_kernel(flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int = 16) -> jax.Array:
-    """Return K(x, z), shape (n_x, n_z), ``chunk`` columns at a time."""
+    """Return K(x, z), shape (n_x, n_z): by the feature's own form if it has one, else ``chunk`` columns at a time."""
+    structured = flow.feature.kernel(cloud, x, z, flow.space)
+    if structured is not None:
+        return structured
     unit = jnp.eye(z.shape[0], dtype=z.dtype)
     return jax.lax.map(kernel_operator(flow, cloud, x, z), unit, batch_size=chunk).T

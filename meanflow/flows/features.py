@@ -14,9 +14,11 @@ from meanflow import _checks, activations
 from meanflow.activations import Activation
 from meanflow.flows.observables import Observable, Predictions
 from meanflow.geometry import omega, sphere
-from meanflow.geometry.space import Invariant, Space
+from meanflow.geometry.lifts import norms
+from meanflow.geometry.space import BatchNormManifold, Invariant, Space
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
+from meanflow.measures.scaling import Scaling
 
 if TYPE_CHECKING:
     from meanflow.flows.motion import FrozenMotion
@@ -87,6 +89,13 @@ class Feature(eqx.Module):
             "the univariate ReLU flows have one. Use a diffrax solver, or fixed steps such as KernelStep"
         )
 
+    def kernel(self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space) -> jax.Array | None:
+        """Return the tangent kernel K(x, z) in ``space``, (n_x, n_z), in a fast exact form.
+
+        None, the default, means that there is none, and the kernel is found by differentiating ``predict``.
+        """
+        return None
+
     def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
         """Return predictions f (n,) and the map g -> grad_w sum_j g_j phi(w; x_j), one covector per particle.
 
@@ -107,28 +116,71 @@ class Feature(eqx.Module):
 
 
 class TwoLayer(Feature):
-    """phi = a s(b . x) for inputs x (n, d). Cost O(n m d)."""
+    """phi = (m/alpha) a s(b . x) for inputs x (n, d). Cost O(n m d).
+
+    Attributes:
+        activation: s, elementwise.
+        scaling: the output scale alpha(m); with alpha = m the network is the mean over its neurons.
+        bias: whether the last entry of b is a bias: b (m, d + 1) and phi = (m/alpha) a s(b . (x, 1)).
+    """
 
     activation: Activation = eqx.field(static=True)
+    scaling: Scaling
+    bias: bool = eqx.field(static=True)
     input_ndim: ClassVar[int | None] = 2
     amplitude: ClassVar[str | None] = "a"
     has_direction: ClassVar[bool] = True
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(self, activation: Activation, scaling: Scaling | None = None, *, bias: bool = False) -> None:
         self.record = Neurons
         self.activation = activation
+        self.scaling = Scaling() if scaling is None else scaling
+        self.bias = bias
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless the shapes of a, b and x agree."""
         Feature.check(self, cloud, x)
         _checks.shape("particles.a", cloud.particles.a, (cloud.size,))
         _checks.shape("particles.b", cloud.particles.b, (cloud.size, None))
-        _checks.shape("x", x, (None, cloud.particles.b.shape[1]))
+        extra = 1 if self.bias else 0
+        if x.shape[1] + extra != cloud.particles.b.shape[1]:
+            wanted = "one column more than x (the bias)" if self.bias else "as many columns as x"
+            raise ValueError(
+                f"particles.b must have {wanted}, got shape {cloud.particles.b.shape} for x of shape {x.shape}"
+            )
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return a_i s(b_i . x_j)."""
+        """Return (m/alpha) a_i s(b_i . x_j)."""
         a, b = cloud.particles
-        return self.activation(x @ b.T) * a[None, :]
+        if self.bias:
+            x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
+        return self.activation(x @ b.T) * self.amplitudes(cloud)[None, :]
+
+    def kernel(self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space) -> jax.Array | None:
+        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) + a^2 s'(b.x) s'(b.z) <x, z>] in flat space."""
+        if type(space) is not Space:
+            return None
+        b = cloud.particles.b
+        if self.bias:
+            x, z = (jnp.concatenate([u, jnp.ones_like(u[:, :1])], axis=1) for u in (x, z))
+        (value_x, slope_x), (value_z, slope_z) = (self._activate(u @ b.T) for u in (x, z))
+        outer, inner = self._kernel_weights(cloud)
+        return (value_x * outer) @ value_z.T + ((slope_x * inner) @ slope_z.T) * (x @ z.T)
+
+    def _activate(self, preactivation: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return s and s' at the preactivations (n, m)."""
+        return jax.jvp(self.activation, (preactivation,), (jnp.ones_like(preactivation),))
+
+    def _kernel_weights(self, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+        """Return what a neuron counts in the kernel by its outer and by its inner weights, (1, m) each."""
+        scale = cloud.weights if self.scaling.kind == "m" else cloud.weights * self.scaling.ratio(cloud) ** 2
+        return scale[None, :], (scale * cloud.particles.a**2)[None, :]
+
+    def amplitudes(self, cloud: Cloud) -> jax.Array:
+        """Return (m/alpha) a (m,), what multiplies the activation of each neuron."""
+        a = cloud.particles.a
+        # alpha = m is the mean itself: nothing to multiply, and clouds of infinite width have no m
+        return a if self.scaling.kind == "m" else self.scaling.ratio(cloud) * a
 
     def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
         """Return the angle between b now and at the start."""
@@ -142,7 +194,7 @@ class TwoLayer(Feature):
 
 
 class BatchNormed(TwoLayer):
-    """phi = a s(bb . (x - mean)) with bb = b/|b|_S (raw neurons) or bb = b (neurons on the manifold).
+    """phi = (m/alpha) a s(bb . (x - mean)) with bb = b/|b|_S (raw neurons) or bb = b (neurons on the manifold).
 
     Attributes:
         mean: (d,), sigma: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
@@ -154,9 +206,14 @@ class BatchNormed(TwoLayer):
     raw: bool = eqx.field(static=True)
 
     def __init__(
-        self, activation: Activation, mean: jax.Array | None, sigma: jax.Array | None, raw: bool
+        self,
+        activation: Activation,
+        mean: jax.Array | None,
+        sigma: jax.Array | None,
+        raw: bool,
+        scaling: Scaling | None = None,
     ) -> None:
-        super().__init__(activation)
+        super().__init__(activation, scaling)
         self.mean, self.sigma, self.raw = mean, sigma, raw
 
     def bind(self, data: Dataset) -> Self:
@@ -176,6 +233,7 @@ class BatchNormed(TwoLayer):
             mean if self.mean is None else self.mean,
             sigma if self.sigma is None else self.sigma,
             self.raw,
+            self.scaling,
         )
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
@@ -207,11 +265,37 @@ class BatchNormed(TwoLayer):
             raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return a_i s(bb_i . (x_j - mean))."""
-        a, b = cloud.particles
+        """Return (m/alpha) a_i s(bb_i . (x_j - mean))."""
+        b = cloud.particles.b
         assert self.mean is not None and self.sigma is not None  # bound before anything is computed
         bb = omega.normalize(b, self.sigma) if self.raw else b
-        return self.activation((x - self.mean[None, :]) @ bb.T) * a[None, :]
+        return self.activation((x - self.mean[None, :]) @ bb.T) * self.amplitudes(cloud)[None, :]
+
+    def kernel(self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space) -> jax.Array | None:
+        """Return sum_i p_i (m/alpha)^2 [s s + a^2 s' s' <x - t u, z - t' u> / |b|_S^2], with t = bb . x, u = S bb.
+
+        Inputs are centered. Raw neurons and those on the manifold have the same kernel, |bb|^2/c^2 = 1/|b|_S^2.
+        """
+        b = cloud.particles.b
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        if self.raw and type(space) is Space:
+            rate = omega.sigma_norm(b, self.sigma)[:, 0] ** -2
+            bb = omega.normalize(b, self.sigma)
+        elif not self.raw and type(space) is BatchNormManifold:
+            rate = jnp.sum(b**2, axis=-1) / norms(cloud) ** 2
+            bb = b
+        else:
+            return None
+        x, z = x - self.mean[None, :], z - self.mean[None, :]
+        normal = bb @ self.sigma
+        pre_x, pre_z = x @ bb.T, z @ bb.T
+        (value_x, slope_x), (value_z, slope_z) = self._activate(pre_x), self._activate(pre_z)
+        outer, inner = self._kernel_weights(cloud)
+        left, right = slope_x * inner * rate[None, :], slope_z
+        # <x - t u, z - t' u> written out: sums over neurons of products of (n, m) arrays, never (n, n, m)
+        cross = (left * pre_x) @ (right * (z @ normal.T)).T + (left * (x @ normal.T)) @ (right * pre_z).T
+        square = (left * pre_x * jnp.sum(normal**2, axis=-1)[None, :]) @ (right * pre_z).T
+        return (value_x * outer) @ value_z.T + (left @ right.T) * (x @ z.T) - cross + square
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""

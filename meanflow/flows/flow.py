@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from meanflow import _checks
@@ -18,6 +19,7 @@ from meanflow._checks import (
     choice,
     count,
     either,
+    flag,
     floating,
     function,
     instance,
@@ -56,6 +58,22 @@ class Regularizer(eqx.Module):
     strength: jax.Array
 
 
+class Offset(eqx.Module):
+    """The prediction f_0 of a network that stands still, subtracted from that of one that learns.
+
+    Attributes:
+        feature: its feature, bound to its statistics.
+        cloud: its neurons.
+    """
+
+    feature: Feature
+    cloud: Cloud
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return f_0(x), shape (n,)."""
+        return self.feature.predict(self.cloud, x)
+
+
 class Flow(eqx.Module):
     """A model of learning: a feature phi, a geometry with inverse metric C, a loss, and an optional penalty.
 
@@ -70,6 +88,8 @@ class Flow(eqx.Module):
         regularizer: the penalty, or None.
         laws: maps the input dimension to the default laws of an initial cloud; None if there are none.
         chart_type: the coordinates in which solvers step this flow.
+        centered: whether the network is f - f_0, with f_0 its prediction at the start of a run.
+        offset: f_0, or None until ``begin`` (or for a flow that is not centered).
     """
 
     feature: Feature
@@ -79,6 +99,8 @@ class Flow(eqx.Module):
     regularizer: Regularizer | None = None
     laws: Callable[[int | None], dict[str, Law]] | None = eqx.field(static=True, default=None)
     chart_type: type[Chart] = eqx.field(static=True, default=Chart)
+    centered: bool = eqx.field(static=True, default=False)
+    offset: Offset | None = None
 
     def bind(self, data: Dataset) -> Self:
         """Freeze the statistics that the model takes from the data; does nothing where they are known."""
@@ -87,9 +109,28 @@ class Flow(eqx.Module):
         space = type(self.space).bind(self.space, data)
         if feature is self.feature and space is self.space:
             return self
-        return eqx.tree_at(lambda f: (f.feature, f.space), self, (feature, space))
+        bound = eqx.tree_at(lambda f: (f.feature, f.space), self, (feature, space))
+        return bound if self.offset is None else bound._with_offset(Offset(feature, self.offset.cloud))
 
-    @_checks.arguments(key=prng_key, width=count(1), dim=optional(count(1)))
+    def begin(self, cloud: Cloud) -> Self:
+        """Return the flow of a run that starts at ``cloud``: a centered flow subtracts the prediction of that cloud.
+
+        Solvers and sweeps call it; call it yourself to evaluate a centered flow, or to resume a run of one.
+
+        >>> import jax, meanflow as mf
+        >>> flow = mf.vanilla("tanh", alpha="sqrt", centered=True)
+        >>> cloud = flow.init(jax.random.key(0), 8, dim=2)
+        >>> mf.predict(flow.begin(cloud), cloud, [[1.0, 0.0]]).tolist()
+        [0.0]
+        """
+        if not self.centered or self.offset is not None:
+            return self
+        return self._with_offset(Offset(self.feature, cloud))
+
+    def _with_offset(self, offset: Offset) -> Self:
+        return eqx.tree_at(lambda f: f.offset, self, offset, is_leaf=lambda u: u is None)
+
+    @_checks.arguments(key=prng_key, width=count(1), dim=optional(count(1)), paired=flag)
     def init(
         self,
         key: jax.Array,
@@ -97,6 +138,7 @@ class Flow(eqx.Module):
         *,
         dim: int | None = None,
         labels: ArrayLike | None = None,
+        paired: bool = False,
         **laws: Law,
     ) -> Cloud:
         """Draw a random cloud of ``width`` neurons.
@@ -106,12 +148,23 @@ class Flow(eqx.Module):
             width: number of neurons, >= 1.
             dim: input dimension d (models with vector inputs).
             labels: a number or a (width,) array, if the geometry needs labels.
+            paired: draw neurons in pairs of opposite amplitude, one behind the other, so that the network starts at
+                f_0 = 0 (symmetric initialization). The width must be even.
             laws: the law of a coordinate by name, instead of the model's default, e.g. ``a=laws.signs()``.
         """
         if self.laws is None:
             raise ValueError("this flow names no default laws; use meanflow.measures.sample")
-        drawn = sample(key, width, self.feature.record, {**self.laws(dim), **laws}, labels=labels)
-        return self.space.from_raw(drawn)
+        chosen = {**self.laws(dim), **laws}
+        if not paired:
+            return self.space.from_raw(sample(key, width, self.feature.record, chosen, labels=labels))
+        if width % 2 or self.feature.amplitude is None:
+            raise ValueError(f"paired needs an even width and a feature with an amplitude, got width {width}")
+        half = sample(key, width // 2, self.feature.record, chosen)
+        twice = jax.tree.map(lambda u: jnp.repeat(u, 2, axis=0), half.particles)
+        sign = jnp.where(jnp.arange(width) % 2 == 0, 1.0, -1.0).astype(half.weights.dtype)
+        name = self.feature.amplitude
+        both = twice._replace(**{name: sign * getattr(twice, name)})
+        return self.space.from_raw(Cloud(both, labels=labels))
 
     def chart(self, cloud: Cloud) -> Chart:
         """Return the coordinates in which solvers step this flow from ``cloud``."""
@@ -133,6 +186,8 @@ class Flow(eqx.Module):
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
+        if self.centered and self.offset is None:
+            raise ValueError("a centered flow needs the start of its run: call flow.begin(cloud) first")
         type(self.feature).check(self.feature, cloud, x)
         type(self.space).check(self.space, cloud)
         type(self.scaling).check(self.scaling, cloud)
@@ -151,6 +206,7 @@ FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.
     strength=number(low=0),
     laws=optional(function),
     chart=subclass(Chart),
+    centered=flag,
 )
 def make_flow(
     feature: Feature,
@@ -162,6 +218,7 @@ def make_flow(
     strength: float | jax.Array = 0.0,
     laws: Callable[[int | None], dict[str, Law]] | None = None,
     chart: type[Chart] = Chart,
+    centered: bool = False,
 ) -> Flow:
     """Assemble a flow from its parts.
 
@@ -174,11 +231,15 @@ def make_flow(
         strength: lam >= 0.
         laws: maps the input dimension (or None) to the laws of an initial cloud, by coordinate.
         chart: the coordinates in which solvers step the flow.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
     """
-    if regularizer is None and _checks.concrete(strength) != 0:
-        raise ValueError(f"strength must be 0 without a regularizer, got {_checks.show(strength)}")
+    known = _checks.concrete(strength)
+    if regularizer is None and known is not None and np.any(known != 0):
+        raise ValueError(
+            f"strength needs a regularizer to multiply, got strength={strength} and no regularizer"
+        )
     penalty = None if regularizer is None else Regularizer(regularizer, floating(strength))
-    return Flow(feature, space, Loss(loss), Scaling(alpha), penalty, laws, chart)
+    return Flow(feature, space, Loss(loss), Scaling(alpha), penalty, laws, chart, centered)
 
 
 def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
@@ -258,8 +319,9 @@ def tangent_kernel(
 ) -> Float[Array, "n k"]:
     """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
 
-    Under the mean-field clock predictions obey f' = -K (q l'). The kernel is computed ``chunk`` columns at a time, in
-    O(n_x n_z m d) operations and O(chunk n m) memory.
+    Under the mean-field clock predictions obey f' = -K (q l'). The built-in models sum products of their activations
+    over neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is
+    differentiated ``chunk`` columns at a time, in O(n_x n_z m d) operations and O(chunk n m) memory.
     """
     left = jnp.asarray(x)
     right = left if z is None else jnp.asarray(z)

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow._checks import array, matrix
+from meanflow._checks import array
+from meanflow._matrices import matrix
 from meanflow.geometry import lifts, omega
 from meanflow.measures.cloud import CLOUD, Cloud, Neurons
 
@@ -160,8 +161,8 @@ def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
             length pi. While they are traced they cannot be looked at, and the result for opposite points is NaN.
         sigma: covariance S (d, d), symmetric and positive definite.
 
-    >>> log([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]]).round(4).tolist()
-    [0.0, 1.5708]
+    >>> print(log([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]])[1].round(4))
+    1.5708
     """
     _fit(sigma, bb=bb, other=other)
     tangent = omega.log(bb, other, sigma)
@@ -180,8 +181,8 @@ def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
         v: tangent vectors at bb (..., d).
         sigma: covariance S (d, d), symmetric and positive definite.
 
-    >>> retract([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]]).round(4).tolist()
-    [0.7071, 0.7071]
+    >>> print(retract([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]]).round(4))
+    [0.7071 0.7071]
     """
     _fit(sigma, bb=bb, v=v)
     return omega.retract(bb, v, sigma)
@@ -202,7 +203,8 @@ def project(cloud: Cloud, sigma: Matrix) -> Cloud:
         cloud: neurons with nonzero b (m, d).
         sigma: covariance S (d, d), symmetric and positive definite.
 
-    >>> project(Cloud(Neurons([1.0], [[3.0, 4.0]])), [[1.0, 0.0], [0.0, 1.0]]).labels.tolist()
+    >>> raw = Cloud(Neurons(jnp.ones(1), jnp.array([[3.0, 4.0]])))
+    >>> project(raw, jnp.eye(2)).labels.tolist()
     [5.0]
     """
     b = nonzero("cloud.particles.b", _neurons(cloud).b)
@@ -217,8 +219,9 @@ def lift(cloud: Cloud) -> Cloud:
     Args:
         cloud: neurons on the batch-norm manifold.
 
-    >>> lift(Cloud(Neurons([1.0], [[0.6, 0.8]]), labels=5.0)).particles.b.round(6).tolist()
-    [[3.0, 4.0]]
+    >>> reduced = Cloud(Neurons(jnp.ones(1), jnp.array([[0.6, 0.8]])), labels=5.0)
+    >>> print(lift(reduced).particles.b.round(6))
+    [[3. 4.]]
     """
     nonzero("cloud.particles.b", _neurons(cloud).b)
     return lifts.lift(cloud)

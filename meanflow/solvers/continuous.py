@@ -25,6 +25,7 @@ from meanflow.solvers.solution import (
     Settings,
     Solution,
     State,
+    begin,
     check_resumed,
     fingerprint,
     raise_on_failure,
@@ -174,7 +175,7 @@ def solve(
     >>> bool(sol.ok), bool(jnp.all(jnp.diff(sol.energy) < 0))
     (True, True)
     """
-    flow = prepare(flow, cloud, data)
+    flow = prepare(begin(flow, cloud, state), cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     dtype = cloud.weights.dtype
     start = scalar(t0 if state is None else state.t, dtype)

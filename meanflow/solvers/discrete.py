@@ -26,6 +26,7 @@ from meanflow.solvers.solution import (
     Settings,
     Solution,
     State,
+    begin,
     check_resumed,
     fingerprint,
     raise_on_failure,
@@ -133,6 +134,7 @@ def descend(
     >>> run.energy.shape, round(float(run.ts[-1]), 6)
     ((3,), 10.0)
     """
+    flow = begin(flow, cloud, state)
     bound = prepare(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     if optimizer is None and step is None:

@@ -129,6 +129,8 @@ def evolve(
         raise ValueError(f"x must have shape (n, 2) for the Eulerian view, got {data.x.shape}")
     if not isinstance(flow.feature, BatchNormed):
         raise ValueError(f"flow must be a batch-norm flow, got the feature {type(flow.feature).__name__}")
+    if flow.scaling.kind != "m" or flow.centered:
+        raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
     t1 = jnp.asarray(t1, density.mass.dtype)
     times = save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
     return _evolve(_DensityProblem(flow.bind(data), density, data), t1, times)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow import _checks
+from meanflow.flows.flow import Flow
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 
@@ -108,6 +109,13 @@ def fingerprint(data: Dataset) -> Float[Array, " k"]:
         return jnp.sum(flat * (1.0 + 0.5 * jnp.cos(1.7 * jnp.arange(flat.shape[0], dtype=flat.dtype) ** 1.1)))
 
     return jnp.stack([mixed(u).astype(data.y.dtype) for u in (data.x, data.y, data.weights)])
+
+
+def begin(flow: Flow, cloud: Cloud, state: State | None) -> Flow:
+    """Return the flow of a run from ``cloud``; a resumed run of a centered flow must know where the first one began."""
+    if state is not None and flow.centered and flow.offset is None:
+        raise ValueError("state of a centered flow needs flow.begin(start), with the cloud of the first run")
+    return flow.begin(cloud)
 
 
 def check_resumed(state: State, settings: Settings, data: Dataset) -> None:

@@ -61,7 +61,8 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
         return root * apply(root * v)
 
     if data.size <= DENSE:
-        matrix = jax.lax.stop_gradient(jax.vmap(product)(jnp.eye(data.size, dtype=data.y.dtype)))
+        kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
+        matrix = jax.lax.stop_gradient(root[:, None] * kernel * root[None, :])
         top = dominant_vector(0.5 * (matrix + matrix.T))
     else:
 

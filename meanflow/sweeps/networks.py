@@ -168,7 +168,8 @@ class Sweep(Plan):
         for group in self.groups:
             first = group.cells[0]
             cloud = jax.tree.map(jnp.asarray, self._cloud(first))
-            self._flow_at(self.grid.at(first)).bind(self.shared).check(cloud, self.shared.x)
+            flow = self._flow_at(self.grid.at(first)).bind(self.shared)
+            flow.begin(cloud).check(cloud, self.shared.x)
 
     def _has_batches(self) -> bool:
         return "batch_size" in self.settings or "batch_size" in self.taken["solver"]

@@ -1,4 +1,10 @@
-"""Univariate: everything special about one input dimension, from models and exact forces to splines."""
+"""Univariate: everything special about ReLU networks of one input, from models and exact forces to splines.
+
+``models`` builds the flows out of ``features`` and the spaces in ``cylinder``, ``balance`` and ``hyperbola``;
+``motion`` and ``events`` move neurons through kinks for the sliding solver; ``forces``, ``rays`` and ``residual`` sum
+by activation region; ``knots`` and ``observables`` look at the network as a function; ``sparse`` solves the regularized
+problem and ``decay`` follows weight decay; ``kernels``, ``norms`` and ``splines`` are the limit of infinite width.
+"""
 
 from meanflow.univariate import balance as balance
 from meanflow.univariate import knots as knots
@@ -12,5 +18,5 @@ from meanflow.univariate.models import planar as planar
 from meanflow.univariate.models import radial as radial
 from meanflow.univariate.rays import attracting_angles as attracting_angles
 from meanflow.univariate.rays import classify_rays as classify_rays
-from meanflow.univariate.rays import residual_ode as residual_ode
+from meanflow.univariate.residual import residual_ode as residual_ode
 from meanflow.univariate.splines import spline_interpolant as spline_interpolant

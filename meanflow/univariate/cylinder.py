@@ -6,9 +6,9 @@ from meanflow.measures.cloud import Cloud, Polar
 
 
 class Cylinder(Space):
-    """R x circle with coordinates (r, theta) and the flat metric dr^2 + dtheta^2."""
+    """The cylinder R x circle with coordinates (r, theta) and the flat metric dr^2 + dtheta^2."""
 
     def log(self, cloud: Cloud, particles: Polar) -> Polar:
-        """Shortest way round the circle."""
+        """Return the difference of coordinates from the cloud to ``particles``, the short way round the circle."""
         r, theta = cloud.particles
         return Polar(particles.r - r, wrap_angle(particles.theta - theta))

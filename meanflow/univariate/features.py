@@ -1,5 +1,9 @@
 """The feature of a univariate ReLU network, in reduced and in raw coordinates.
 
+``Univariate`` holds what both share, ``Reduced`` is the feature of ``Polar`` neurons (r, theta) and ``Raw`` that of
+``Affine`` neurons (a, b, c); ``models`` joins them with spaces. The penalties ``total_variation`` and ``weight_decay``
+are here too, since the exact motion of a model is known only for its own penalty.
+
 Every neuron is amplitude * relu(<(x, 1), p>): p = d(theta), amplitude r in reduced coordinates; p = (a, -b),
 amplitude (m/alpha) c in full ones. Inside a region the neuron is linear in x with slope vector q = amplitude * p,
 so the potential of the neuron has the differential J_q' G with G the force of ``forces``.
@@ -11,7 +15,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
 from meanflow._numerics import wrap_angle
@@ -25,20 +29,22 @@ from meanflow.measures.dataset import Dataset
 from meanflow.measures.scaling import Scaling
 from meanflow.univariate import forces as force
 from meanflow.univariate import observables
-from meanflow.univariate.balance import Layers, Lifted, angle_of, balance, unit
+from meanflow.univariate.balance import Lifted, TrainableLayers, angle_of, balance, unit
 from meanflow.univariate.cylinder import Cylinder
 from meanflow.univariate.motion import CylinderMotion, RawMotion
 
 FORCES = ("auto", "dense", "fast")
+LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed
 # up to (samples, samples x neurons) the dense forces are faster (benchmarks ``univariate`` and ``sweeps``)
 CROSSOVER = ((40, 2**22), (2**62, 2**15))
 
 
 class Univariate(Feature):
-    """amplitude_i * relu(<(x_j, 1), p_i>) for scalar inputs x (n,).
+    """The feature amplitude_i * relu(<(x_j, 1), p_i>) of scalar inputs x (n,).
 
     Attributes:
-        forces: ``"dense"`` O(m n), ``"fast"`` O(m log n + n), or ``"auto"``, by size. Exact alike.
+        forces: how forces are summed: ``"dense"`` in O(m n), ``"fast"`` in O(m log n + n), or ``"auto"``, the faster
+            one for the given size. Both are exact.
     """
 
     forces: str = eqx.field(static=True)
@@ -46,12 +52,12 @@ class Univariate(Feature):
     has_direction: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def direction(self, cloud: Cloud) -> jax.Array:
-        """Return p_i (m, 2), the direction that decides which samples are active."""
+    def direction(self, cloud: Cloud) -> Float[Array, "m 2"]:
+        """Return p_i, the direction that decides at which samples neuron i is active."""
 
     @abc.abstractmethod
-    def outer_weight(self, cloud: Cloud) -> jax.Array:
-        """Return the factor (m,) of relu(<(x, 1), p>)."""
+    def outer_weight(self, cloud: Cloud) -> Float[Array, " m"]:
+        """Return the factor in front of relu(<(x, 1), p>)."""
 
     @abc.abstractmethod
     def affine(self, cloud: Cloud) -> Affine:
@@ -61,29 +67,52 @@ class Univariate(Feature):
         """Return predictions on a grid and statistics of the knots."""
         return observables.univariate_observables(data)
 
-    def slopes(self, cloud: Cloud) -> jax.Array:
-        """q_i = amplitude_i p_i (m, 2): where active, phi(w_i; x) = <(x, 1), q_i>."""
+    def slopes(self, cloud: Cloud) -> Float[Array, "m 2"]:
+        """Return q_i = amplitude_i p_i: where active, neuron i is <(x, 1), q_i>."""
         return self.outer_weight(cloud)[:, None] * self.direction(cloud)
 
-    def pull(self, cloud: Cloud, force: jax.Array) -> PyTree[jax.Array]:
-        """J_q' G of forces G (m, 2): the covector of the potential at each neuron."""
+    def pull(self, cloud: Cloud, force: Float[Array, "m 2"]) -> PyTree[jax.Array]:
+        """Return J_q' G for the forces G: the covector of the potential at each neuron."""
         return jax.vjp(lambda w: self.slopes(cloud.at(w)), cloud.particles)[1](force)[0]
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
-        """Inputs are scalars, coordinates one number per neuron."""
+        """Raise ValueError unless inputs are scalars and every coordinate is one number for each neuron."""
         super().check(cloud, x)
         _checks.shape("x", x, (None,))
         for name, value in cloud.particles._asdict().items():
             _checks.shape(f"particles.{name}", value, (cloud.size,))
 
-    def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """phi(w_i; x_j), shape (n, m)."""
+    def __call__(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, "n m"]:
+        """Return phi(w_i; x_j) for every input and neuron."""
         lifted = jnp.stack([x, jnp.ones_like(x)], axis=-1)
         active = force.is_active(self.direction(cloud), x)
         return jnp.where(active, lifted @ self.slopes(cloud).T, 0.0)
 
-    def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
-        """Predictions (n,) and g -> J_q' G(g), the covectors of the potential; see ``Feature.linearize``."""
+    def kernel(
+        self, cloud: Cloud, x: Float[Array, " n"], z: Float[Array, " k"], space: Space
+    ) -> Float[Array, "n k"] | None:
+        """Return sum_i p_i 1_i(x) 1_i(z) <(x, 1), M_i (z, 1)>, where 1_i says whether neuron i is active.
+
+        M_i = J_q C J_q', a 2 x 2 matrix for each neuron, is the motion of its slopes under a unit force. Where the
+        arrays of activations would be large there is no such form: products with the kernel are faster.
+        """
+        if max(x.shape[0], z.shape[0]) * cloud.size > LARGEST_PATTERN:
+            return None
+        p, basis = self.direction(cloud), jnp.eye(2, dtype=cloud.weights.dtype)
+        active_x, active_z = (force.is_active(p, u).astype(cloud.weights.dtype) for u in (x, z))
+
+        def response(unit: jax.Array) -> jax.Array:
+            tangent = space.cometric(cloud, self.pull(cloud, jnp.broadcast_to(unit[None, :], p.shape)))
+            return jax.jvp(lambda w: self.slopes(cloud.at(w)), (cloud.particles,), (tangent,))[1]
+
+        right, up = (cloud.weights[:, None] * response(unit) for unit in basis)  # columns of p_i M_i, (m, 2)
+        pattern = lambda weight: (active_x * weight[None, :]) @ active_z.T
+        line_x, line_z = x[:, None], z[None, :]
+        mixed = line_x * pattern(up[:, 0]) + line_z * pattern(right[:, 1])
+        return line_x * line_z * pattern(right[:, 0]) + mixed + pattern(up[:, 1])
+
+    def linearize(self, cloud: Cloud, x: Float[Array, " n"]) -> tuple[Float[Array, " n"], Pull]:
+        """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``."""
         count = x.shape[0]
         small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
         fast = self.forces == "fast" or (self.forces == "auto" and not small)
@@ -94,13 +123,13 @@ class Univariate(Feature):
         f, gather = path(p, slopes, x)
         return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
 
-    def predict(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """f(x_j), shape (n,)."""
+    def predict(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, " n"]:
+        """Return f(x_j)."""
         return self.linearize(cloud, x)[0]
 
 
 class Reduced(Univariate):
-    """r relu(<(x, 1), d(theta)>) for ``Polar`` neurons, eq. (4)."""
+    """The feature r relu(<(x, 1), d(theta)>) of ``Polar`` neurons, eq. (4)."""
 
     amplitude: ClassVar[str | None] = "r"
     angles: ClassVar[tuple[str, ...]] = ("theta",)
@@ -109,11 +138,11 @@ class Reduced(Univariate):
         _checks.one_of("forces", forces, FORCES)
         self.record, self.forces = Polar, forces
 
-    def direction(self, cloud: Cloud) -> jax.Array:
-        """d(theta)."""
+    def direction(self, cloud: Cloud) -> Float[Array, "m 2"]:
+        """Return d(theta) = (cos theta, sin theta)."""
         return unit(cloud.particles.theta)
 
-    def outer_weight(self, cloud: Cloud) -> jax.Array:
+    def outer_weight(self, cloud: Cloud) -> Float[Array, " m"]:
         """Return r."""
         return cloud.particles.r
 
@@ -122,7 +151,7 @@ class Reduced(Univariate):
         r, theta = cloud.particles
         return Affine(jnp.cos(theta), -jnp.sin(theta), r)
 
-    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+    def turn(self, cloud: Cloud, start: Cloud) -> Float[Array, " m"]:
         """Return the change of theta, the short way round."""
         return wrap_angle(cloud.particles.theta - start.particles.theta)
 
@@ -140,7 +169,7 @@ class Reduced(Univariate):
 
 
 class Raw(Univariate):
-    """(m/alpha) c relu(a x - b) for ``Affine`` neurons, eq. (1)."""
+    """The feature (m/alpha) c relu(a x - b) of ``Affine`` neurons, eq. (1)."""
 
     scaling: Scaling
     amplitude: ClassVar[str | None] = "c"
@@ -149,11 +178,11 @@ class Raw(Univariate):
         _checks.one_of("forces", forces, FORCES)
         self.record, self.forces, self.scaling = Affine, forces, scaling
 
-    def direction(self, cloud: Cloud) -> jax.Array:
-        """(a, -b)."""
+    def direction(self, cloud: Cloud) -> Float[Array, "m 2"]:
+        """Return (a, -b)."""
         return jnp.stack([cloud.particles.a, -cloud.particles.b], axis=-1)
 
-    def outer_weight(self, cloud: Cloud) -> jax.Array:
+    def outer_weight(self, cloud: Cloud) -> Float[Array, " m"]:
         """Return (m/alpha) c."""
         return self.scaling.ratio(cloud) * cloud.particles.c
 
@@ -162,21 +191,21 @@ class Raw(Univariate):
         a, b, c = cloud.particles
         return Affine(a, b, self.scaling.ratio(cloud) * c)
 
-    def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
+    def turn(self, cloud: Cloud, start: Cloud) -> Float[Array, " m"]:
         """Return the change of the angle of (a, -b), the short way round."""
         return wrap_angle(angle_of(self.direction(cloud)) - angle_of(self.direction(start)))
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return the balance c^2 - a^2 - b^2, which is conserved where both layers learn."""
-        return _balance_law(space) if isinstance(space, Layers) else None
+        return _balance_law(space) if isinstance(space, TrainableLayers) else None
 
     def motion(self, problem: Problem) -> FrozenMotion:
         """Return the exact motion of (a, b, c)."""
         _check_penalty(problem, weight_decay)
         return RawMotion(problem)
 
-    def pull(self, cloud: Cloud, force: jax.Array) -> Affine:
-        """(m/alpha) (c G_1, -c G_2, a G_1 - b G_2), coordinate by coordinate, which a compiler fuses better."""
+    def pull(self, cloud: Cloud, force: Float[Array, "m 2"]) -> Affine:
+        """Return (m/alpha) (c G_1, -c G_2, a G_1 - b G_2), by coordinates, which a compiler fuses better."""
         a, b, c = cloud.particles
         ratio = self.scaling.ratio(cloud)
         return Affine(
@@ -184,28 +213,30 @@ class Raw(Univariate):
         )
 
 
-def total_variation(particles: Polar) -> jax.Array:
-    """|r|: summed over neurons, a bound on the weighted total variation of f' (eqs. 16, 17)."""
+def total_variation(particles: Polar) -> Float[Array, " m"]:
+    """Return |r|: summed over neurons, it bounds the weighted total variation of f' (eqs. 16, 17)."""
     return jnp.abs(particles.r)
 
 
-def weight_decay(particles: Affine) -> jax.Array:
-    """(a^2 + b^2 + c^2)/2, weight decay; >= |c| n, with equality at delta = 0."""
+def weight_decay(particles: Affine) -> Float[Array, " m"]:
+    """Return (a^2 + b^2 + c^2)/2, which is at least |c| |(a, b)|, with equality at balance 0."""
     a, b, c = particles
     return 0.5 * (a**2 + b**2 + c**2)
 
 
-def _balance_law(space: Layers) -> Invariant:
+def _balance_law(space: TrainableLayers) -> Invariant:
+    """Return the map of a cloud to its balances and their scale; 0 where a frozen layer breaks the law."""
+
     def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
         a, b, c = cloud.particles
-        learns = space.inner_moves * space.outer_moves
+        learns = space.inner_rate * space.outer_rate
         return jnp.where(learns == 0, 0.0, balance(cloud.particles)), a**2 + b**2 + c**2
 
     return law
 
 
 def _check_penalty(problem: Problem, solved: object) -> None:
-    """Raise ValueError for a penalty whose frozen motion is not known."""
+    """Raise ValueError for a penalty other than ``solved``: its frozen motion is not known."""
     penalty = problem.chart.flow.regularizer
     if penalty is not None and penalty.function is not solved:
         raise ValueError(

@@ -6,35 +6,41 @@ The samples x_1 < ... < x_s cut the circle of directions p = (a, -b) into 2 s ar
     R = 1 .. s     the R rightmost samples are active  (a > 0)
     R = s .. 2s-1  the 2s - R leftmost samples are     (a < 0)
 
-Everything a neuron feels is the force G = sum_{j active} g_j (x_j, 1), a function of R alone; so a table of 2 s
-suffix and prefix sums replaces the m x s array. Predictions are sums of neurons by region. Both kinds of sum are
-kept apart, never subtracted. A sample is active when a x > b strictly, with the product rounded: a comparison
-cannot be contracted to a fused multiply-add, so every path finds the same pattern, also with knots on samples.
+A neuron feels only the force G = sum_{j active} g_j (x_j, 1), which is a function of R alone; so a table of 2 s suffix
+and prefix sums replaces the m x s array. Predictions are sums of neurons by region. Sums over right-facing and
+left-facing neurons are kept apart and never subtracted, since the difference would lose digits. A sample is active when
+a x > b strictly, with the product rounded: a compiler cannot contract a comparison to a fused multiply-add, so every
+path finds the same pattern, also with knots on samples.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Gather = Callable[
+    [Float[Array, " s"]], Float[Array, "m 2"]
+]  # a covector g on the samples -> force on each neuron
 
 
-def is_active(p: jax.Array, x: jax.Array) -> jax.Array:
-    """Whether a x > b for directions p = (a, -b) (m, 2) and points x (s,), shape (s, m)."""
+def is_active(p: Float[Array, "m 2"], x: Float[Array, " s"]) -> Bool[Array, "s m"]:
+    """Return whether a x > b, for each point x and each direction p = (a, -b)."""
     return x[:, None] * p[None, :, 0] > -p[None, :, 1]
 
 
-def find_regions(p: jax.Array, x: jax.Array) -> jax.Array:
-    """Region index (m,) int32 of directions p (m, 2) for *sorted* x (s,); duplicates in x are allowed.
+def find_regions(p: Float[Array, "m 2"], x: Float[Array, " s"]) -> Int[Array, " m"]:
+    """Return the region of each direction p = (a, -b) among *sorted* samples x; equal samples are allowed.
 
-    Bisection on the same rounded comparison as ``is_active``, which is monotone along x: the pattern is the dense
-    one, bit for bit, without repair. O(m log s).
+    This is a bisection on the same rounded comparison as ``is_active``, which is monotone along x: it finds the pattern
+    of the dense path, bit for bit, without repair. O(m log s).
     """
     s = x.shape[0]
     a, b = jax.lax.stop_gradient((p[:, 0], -p[:, 1]))
     x = jax.lax.stop_gradient(x)
     left = a < 0
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(_: int | jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high) // 2
         # the first sample that is active (a >= 0) or inactive (a < 0) is at or before the middle
@@ -46,16 +52,24 @@ def find_regions(p: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(left, (2 * s - first) % (2 * s), s - first)
 
 
-def region_forces(g: jax.Array, x: jax.Array) -> jax.Array:
-    """Table (2s, 2) of the forces sum_{j active in R} g_j (x_j, 1), for sorted x. O(s)."""
+def region_forces(g: Float[Array, " s"], x: Float[Array, " s"]) -> Float[Array, "regions 2"]:
+    """Return the force sum_{j active in R} g_j (x_j, 1) in each of the 2s regions R, for sorted x. O(s)."""
     moments = jnp.stack([g * x, g], axis=-1)
     prefix = jnp.cumsum(moments, axis=0)
     suffix = jnp.cumsum(moments[::-1], axis=0)
     return jnp.concatenate([jnp.zeros_like(moments[:1]), suffix, prefix[:-1][::-1]])
 
 
-def region_predictions(regions: jax.Array, slopes: jax.Array, x: jax.Array) -> jax.Array:
-    """f(x_j) = <(x_j, 1), sum of the slopes (m, 2) of the neurons active at x_j>, for sorted x. O(m + s)."""
+def region_predictions(
+    regions: Int[Array, " m"], slopes: Float[Array, "m 2"], x: Float[Array, " s"]
+) -> Float[Array, " s"]:
+    """Return f(x_j) = <(x_j, 1), sum of the slopes of the neurons active at x_j>, for sorted x. O(m + s).
+
+    Args:
+        regions: region of each neuron.
+        slopes: slope vector of each neuron, its weight included.
+        x: sorted samples.
+    """
     s = x.shape[0]
     # sums by region; a column at a time keeps the scatter one-dimensional
     table = jnp.stack([jax.ops.segment_sum(slopes[:, i], regions, 2 * s) for i in range(2)], axis=-1)
@@ -67,9 +81,15 @@ def region_predictions(regions: jax.Array, slopes: jax.Array, x: jax.Array) -> j
 
 
 def sorted_linearization(
-    p: jax.Array, slopes: jax.Array, x: jax.Array
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Predictions (s,) and the map g -> G (m, 2), for x in any order. ``slopes`` (m, 2) carry the weights."""
+    p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], x: Float[Array, " s"]
+) -> tuple[Float[Array, " s"], Gather]:
+    """Return the predictions and the map from a covector g to the forces G, in O(m log s + s).
+
+    Args:
+        p: direction (a, -b) of each neuron.
+        slopes: slope vector of each neuron, its weight included.
+        x: samples, in any order.
+    """
     order = jnp.argsort(x)
     ordered = x[order]
     regions = find_regions(p, ordered)
@@ -78,9 +98,12 @@ def sorted_linearization(
 
 
 def dense_linearization(
-    p: jax.Array, slopes: jax.Array, x: jax.Array
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The same in O(m s), through the s x m array of activations: the oracle, and faster for few samples."""
+    p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], x: Float[Array, " s"]
+) -> tuple[Float[Array, " s"], Gather]:
+    """Return the same as ``sorted_linearization`` in O(m s), through the s x m array of activations.
+
+    This is the oracle of the tests, and it is faster for few samples.
+    """
     active = is_active(p, x).astype(slopes.dtype)
     f = x * (active @ slopes[:, 0]) + active @ slopes[:, 1]
     return f, lambda g: jnp.stack([(g * x) @ active, g @ active], axis=-1)

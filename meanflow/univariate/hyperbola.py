@@ -1,39 +1,48 @@
-"""Lifted neurons in their raw coordinates (a, b, c): the same geometry, with steps that need no angle and no root."""
+"""Lifted neurons in their raw coordinates (a, b, c): the same geometry, with steps that need no angle and no root.
+
+A flow on ``Lifted`` names ``HyperbolaChart`` as its chart, so that solvers step the raw neurons; users see (r, theta).
+"""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from meanflow._numerics import safe_divide
 from meanflow.flows.flow import Flow
 from meanflow.flows.problem import Chart
 from meanflow.measures.cloud import Affine, Cloud, Polar
-from meanflow.univariate.balance import Lifted, RawSpace, angle_of, factors, to_polar, to_raw
+from meanflow.univariate.balance import Lifted, RawSpace, angle_of, layer_rates, to_polar, to_raw
 from meanflow.univariate.features import Raw, Reduced
 
 
 class Hyperbola(RawSpace):
-    """(a, b, c) on the hyperbolas c^2 - a^2 - b^2 = delta, the raw coordinates of ``Lifted``, which knows delta."""
+    """Neurons (a, b, c) on the hyperbolas c^2 - a^2 - b^2 = delta.
+
+    Attributes:
+        lifted: the same neurons in (r, theta); it knows the balances delta.
+    """
 
     lifted: Lifted
 
-    def delta(self, cloud: Cloud) -> jax.Array:
-        """Balance of each neuron (m,)."""
+    def delta(self, cloud: Cloud) -> Float[Array, " m"]:
+        """Return the balance of each neuron."""
         return self.lifted.delta(cloud)
 
-    def rates(self, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-        """Return (kp, kc): delta = +inf freezes c, delta = -inf freezes (a, b)."""
-        return factors(self.delta(cloud))
+    def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return the rates of the two layers: delta = +inf freezes c, delta = -inf freezes (a, b)."""
+        return layer_rates(self.delta(cloud))
 
-    def inner(self, cloud: Cloud, u: Affine, v: Affine) -> jax.Array:
-        """The flat product; frozen directions count as 0."""
-        kp, kc = factors(self.delta(cloud))
-        return kp * (u.a * v.a + u.b * v.b) + kc * u.c * v.c
+    def inner(self, cloud: Cloud, u: Affine, v: Affine) -> Float[Array, " m"]:
+        """Return the flat product; frozen directions count as 0."""
+        inner_rate, outer_rate = self.rates(cloud)
+        return inner_rate * (u.a * v.a + u.b * v.b) + outer_rate * u.c * v.c
 
     def retract(self, cloud: Cloud, v: Affine) -> Affine:
-        """The straight step, then back to the hyperbola at fixed c |(a, b)| and direction.
+        """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction.
 
-        c (1 - k) and (a, b) (1 + k) with k = (c^2 - a^2 - b^2 - delta) / 2 (a^2 + b^2 + c^2): one Newton step. A
-        step misses the hyperbola by O(step^2), so the balance is kept to O(step^4) and errors do not add up.
+        The way back is one Newton step: c (1 - k) and (a, b) (1 + k) with k = (c^2 - a^2 - b^2 - delta) /
+        2 (a^2 + b^2 + c^2). A straight step misses the hyperbola by O(step^2), so the balance is kept to O(step^4), and
+        errors do not add up.
         """
         delta = self.delta(cloud)
         a, b, c = jax.tree.map(jnp.add, cloud.particles, v)
@@ -45,14 +54,15 @@ class Hyperbola(RawSpace):
 
 
 class HyperbolaChart(Chart):
-    """Lifted flows stepped in (a, b, c), which needs no sine, cosine or arctangent; r = 0 is not singular there."""
+    """Steps lifted flows in (a, b, c), which needs no sine, cosine or arctangent; r = 0 is not singular there."""
 
     def __init__(self, model: Flow, start: Cloud) -> None:
         feature, space = model.feature, model.space
         assert isinstance(feature, Reduced) and isinstance(space, Lifted)
         raw = Hyperbola(space)
         self.model, self.start = model, start
-        self.flow = Flow(Raw(feature.forces, model.scaling), raw, model.loss, model.scaling)
+        twin = Raw(feature.forces, model.scaling)
+        self.flow = Flow(twin, raw, model.loss, model.scaling, centered=model.centered, offset=model.offset)
         self.base = start.at(unfold(start, raw.delta(start), model.scaling.ratio(start)))
 
     def cloud(self, y: Affine) -> Cloud:
@@ -61,8 +71,11 @@ class HyperbolaChart(Chart):
         return self.start.at(fold(self.start, self.base.particles, y, ratio))
 
 
-def unfold(cloud: Cloud, delta: jax.Array, ratio: jax.Array) -> Affine:
-    """``Polar`` neurons as (a, b, c); one of length n = 0 keeps its direction, at a length whose square is nothing."""
+def unfold(cloud: Cloud, delta: Float[Array, " m"], ratio: Float[Array, ""]) -> Affine:
+    """Return the ``Polar`` neurons of a cloud as (a, b, c), for balances ``delta`` and ``ratio`` = m/alpha.
+
+    A neuron of length |(a, b)| = 0 would lose its direction: it gets a length whose square is 0 in floating point.
+    """
     p, c = to_raw(cloud.particles, delta, ratio)
     least = jnp.sqrt(jnp.finfo(p.dtype).tiny)
     theta = cloud.particles.theta
@@ -72,8 +85,11 @@ def unfold(cloud: Cloud, delta: jax.Array, ratio: jax.Array) -> Affine:
     return Affine(a, b, c)
 
 
-def fold(cloud: Cloud, start: Affine, now: Affine, ratio: jax.Array) -> Polar:
-    """Back to (r, theta); directions that did not move since ``start`` keep the angle they have in ``cloud``."""
+def fold(cloud: Cloud, start: Affine, now: Affine, ratio: Float[Array, ""]) -> Polar:
+    """Return the neurons ``now`` in (r, theta), the way back from ``unfold``.
+
+    Neurons that did not move since ``start`` keep the coordinates they have in ``cloud``, to the last digit.
+    """
     p = jnp.stack([now.a, -now.b], axis=-1)
     still = (now.a == start.a) & (now.b == start.b)
     untouched = still & (now.c == start.c)

@@ -1,12 +1,17 @@
-"""Kernels of univariate ReLU features relu(a x - b) in closed form, for several laws of (a, b).
+"""Kernels of univariate ReLU features relu(a x - b) in closed form, for several laws of the weights (a, b).
 
-For a law of (a, b) and an independent output weight c (univariate ReLU, equations 23 and 27):
+A wide network whose inner weights (a, b) are drawn from a law, with an independent outer weight c, has the kernels
+("univariate ReLU", equations 23 and 27)
 
     random_feature(x, z) = E relu(a x - b) relu(a z - b)
     indicator(x, z)      = E 1(a x > b) 1(a z > b)
     univariate_ntk(x, z) = random_feature + E(c^2) (x z + 1) indicator
 
-Every law also knows its two knot densities, with u = b / a the knot,
+A law is a class: ``WeightLaw`` says what the three functions ask of it, ``DensityLaw`` is the base of laws with
+elementwise formulas, and ``Finite`` is the law of finitely many given neurons. To add a law, write a subclass of
+``DensityLaw`` and, if it should be known by name, add it to ``LAWS``.
+
+Laws with formulas also know two densities of the knot u = b / a, the point where a neuron bends,
 
     nu_1(u) du = P(knot in du),        nu_3(u) du = E[a^2; knot in du],
 
@@ -17,77 +22,117 @@ of the knots, keep the dtype of the input and can be differentiated.
 import abc
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from meanflow import _checks
+from meanflow._checks import array, number, optional
 
-Scalar = float | jax.Array
+Scalar = float | Float[Array, ""]
+Formula = Callable[[jax.Array, jax.Array, Scalar, Scalar], jax.Array]  # (x, z, low, high) -> values
 
 # two Gauss-Legendre nodes on (0, 1): exact for cubics
 _GAUSS = (0.5 - math.sqrt(3.0) / 6.0, 0.5 + math.sqrt(3.0) / 6.0)
 
 
 def _interval_feature(x: jax.Array, z: jax.Array, low: Scalar, high: Scalar) -> jax.Array:
-    """E (x-b)_+ (z-b)_+ for b ~ U(low, high): the integral of (b-x)(b-z) over [low, min(x, z, high)]."""
+    """Return E (x-b)_+ (z-b)_+ for b ~ U(low, high): the mean of (b-x)(b-z) over b up to min(x, z, high)."""
     top = jnp.clip(jnp.minimum(x, z), low, high)
     mean = (top * top + top * low + low * low) / 3 - (x + z) * (top + low) / 2 + x * z
     return (top - low) * mean / (high - low)
 
 
 def _interval_indicator(x: jax.Array, z: jax.Array, low: Scalar, high: Scalar) -> jax.Array:
-    """P(b < min(x, z)) for b ~ U(low, high)."""
+    """Return P(b < min(x, z)) for b ~ U(low, high)."""
     return (jnp.clip(jnp.minimum(x, z), low, high) - low) / (high - low)
 
 
-def _both_facings(interval: Callable, x: jax.Array, z: jax.Array, bound: jax.Array) -> jax.Array:
-    """Average over a = 1 and a = -1 of an interval kernel with b ~ U(-bound, bound)."""
+def _both_facings(interval: Formula, x: jax.Array, z: jax.Array, bound: jax.Array) -> jax.Array:
+    """Average an interval kernel with b ~ U(-bound, bound) over a = 1 and a = -1."""
     return (interval(x, z, -bound, bound) + interval(-x, -z, -bound, bound)) / 2
 
 
-class Law(eqx.Module):
-    """A law of (a, b) with closed-form kernels; ``symmetric`` under (a, b) -> (-a, -b), or one-signed."""
+class WeightLaw(eqx.Module):
+    """The law of the inner weights (a, b) of a neuron, by what the kernels of this module need of it."""
+
+    @abc.abstractmethod
+    def feature_gram(
+        self, x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None
+    ) -> Float[Array, "*shape"]:
+        """Return E relu(a x - b) relu(a z - b) for all pairs, shape x.shape + z.shape; z = None means x itself."""
+
+    @abc.abstractmethod
+    def indicator_gram(
+        self, x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None
+    ) -> Float[Array, "*shape"]:
+        """Return P(a x > b and a z > b) for all pairs, shape x.shape + z.shape; z = None means x itself."""
+
+
+class DensityLaw(WeightLaw):
+    """A law of (a, b) whose knots b/a have a density, with closed forms for its kernels.
+
+    Attributes:
+        symmetric: True if the law is the same for (-a, -b); False if a has one sign.
+    """
 
     symmetric: ClassVar[bool] = True
 
-    @abc.abstractmethod
-    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """E relu(a x - b) relu(a z - b), elementwise."""
+    def feature_gram(
+        self, x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None
+    ) -> Float[Array, "*shape"]:
+        """Return the random-feature kernel of all pairs by the elementwise formula."""
+        return self.random_feature(*_pairs(x, z))
+
+    def indicator_gram(
+        self, x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None
+    ) -> Float[Array, "*shape"]:
+        """Return the indicator kernel of all pairs by the elementwise formula."""
+        return self.indicator(*_pairs(x, z))
 
     @abc.abstractmethod
-    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """P(a x > b and a z > b), elementwise."""
+    def random_feature(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return E relu(a x - b) relu(a z - b), elementwise."""
 
     @abc.abstractmethod
-    def nu_1(self, u: jax.Array) -> jax.Array:
-        """Density of the knots b / a at u."""
+    def indicator(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return P(a x > b and a z > b), elementwise."""
 
     @abc.abstractmethod
-    def nu_3(self, u: jax.Array) -> jax.Array:
-        """Density of the knots at u, each counted a^2 times."""
+    def nu_1(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots b / a at u, elementwise."""
 
     @abc.abstractmethod
-    def moments(self) -> jax.Array:
-        """E[(a, b)(a, b)^T], shape (2, 2)."""
+    def nu_3(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots at u, each counted a^2 times, elementwise."""
 
     @abc.abstractmethod
-    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Independent draws (a, b), each (width,)."""
+    def moments(self) -> Float[Array, "2 2"]:
+        """Return E[(a, b)(a, b)^T], shape (2, 2)."""
 
-    def support(self) -> tuple[jax.Array, jax.Array]:
-        """Smallest interval that holds all knots; the whole line unless a law says otherwise."""
+    @abc.abstractmethod
+    def sample(
+        self, key: Key[Array, ""], width: int
+    ) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
+        """Draw independent a and b, each of shape (width,)."""
+
+    def support(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return the ends of the smallest interval that holds all knots; the whole line unless a law says otherwise."""
         return jnp.array(-jnp.inf), jnp.array(jnp.inf)
 
 
-class Interval(Law):
+class FixedSlope(DensityLaw):
     """One fixed slope a and b ~ U(low, high): the kernel K_a of equation (29).
 
-    One-signed: functions vanish with their slope at the inactive end of the knots; there is no affine part.
+    All neurons face the same way, so functions and their slopes vanish at the inactive end of the knots, and there is
+    no affine part.
+
+    Attributes:
+        slope: the slope a of every neuron.
+        low, high: ends of the interval of b.
     """
 
     slope: Scalar = 1.0
@@ -95,91 +140,95 @@ class Interval(Law):
     high: Scalar = 1.0
     symmetric: ClassVar[bool] = False
 
-    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """E relu(a x - b) relu(a z - b), elementwise."""
+    def random_feature(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return E relu(a x - b) relu(a z - b), elementwise."""
         return _interval_feature(self.slope * x, self.slope * z, self.low, self.high)
 
-    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """P(a x > b and a z > b), elementwise."""
+    def indicator(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return P(a x > b and a z > b), elementwise."""
         return _interval_indicator(self.slope * x, self.slope * z, self.low, self.high)
 
-    def _density(self, u: jax.Array) -> jax.Array:
+    def _density(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
         inside = (self.slope * u >= self.low) & (self.slope * u <= self.high)
         return jnp.where(inside, 1 / (jnp.asarray(self.high, u.dtype) - self.low), 0)
 
-    def nu_1(self, u: jax.Array) -> jax.Array:
-        """Density of the knots."""
+    def nu_1(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, elementwise."""
         return jnp.abs(self.slope) * self._density(u)
 
-    def nu_3(self, u: jax.Array) -> jax.Array:
-        """Density of the knots, each counted a^2 times."""
+    def nu_3(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, each counted a^2 times."""
         return jnp.abs(self.slope) ** 3 * self._density(u)
 
-    def moments(self) -> jax.Array:
-        """E[(a, b)(a, b)^T], shape (2, 2)."""
+    def moments(self) -> Float[Array, "2 2"]:
+        """Return E[(a, b)(a, b)^T], shape (2, 2)."""
         a, low, high = self.slope, self.low, self.high
         cross = a * (low + high) / 2
         return jnp.array([[a * a, cross], [cross, (low * low + low * high + high * high) / 3]])
 
-    def support(self) -> tuple[jax.Array, jax.Array]:
-        """Smallest interval that holds all knots."""
+    def support(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return the ends of the smallest interval that holds all knots."""
         ends = jnp.asarray(self.low) / self.slope, jnp.asarray(self.high) / self.slope
         return jnp.minimum(*ends), jnp.maximum(*ends)
 
-    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Independent draws (a, b), each (width,)."""
+    def sample(
+        self, key: Key[Array, ""], width: int
+    ) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
+        """Draw independent a and b, each of shape (width,)."""
         b = jax.random.uniform(key, (width,), minval=self.low, maxval=self.high)
         return jnp.full_like(b, self.slope), b
 
 
-class Signs(Law):
-    """a = 1 or -1 with equal odds, b ~ U(-bound, bound): knots uniform on (-bound, bound)."""
+class Signs(DensityLaw):
+    """a = 1 or -1 with equal odds and b ~ U(-bound, bound), so that knots are uniform on (-bound, bound)."""
 
     bound: Scalar = 1.0
 
-    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """bound^2/6 + xz/2 + abs(x-z)^3/(24 bound) inside the support."""
+    def random_feature(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return the kernel, which is bound^2/6 + xz/2 + abs(x-z)^3/(24 bound) inside the support."""
         return _both_facings(_interval_feature, x, z, jnp.asarray(self.bound, x.dtype))
 
-    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """1/2 - abs(x-z)/(4 bound) inside the support."""
+    def indicator(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return the kernel, which is 1/2 - abs(x-z)/(4 bound) inside the support."""
         return _both_facings(_interval_indicator, x, z, jnp.asarray(self.bound, x.dtype))
 
-    def nu_1(self, u: jax.Array) -> jax.Array:
-        """Density of the knots."""
+    def nu_1(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, elementwise."""
         return jnp.where(jnp.abs(u) <= self.bound, 1 / (2 * jnp.asarray(self.bound, u.dtype)), 0)
 
-    def nu_3(self, u: jax.Array) -> jax.Array:
-        """Density of the knots, each counted a^2 = 1 times."""
+    def nu_3(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, each counted a^2 = 1 times."""
         return self.nu_1(u)
 
-    def moments(self) -> jax.Array:
-        """E[(a, b)(a, b)^T], shape (2, 2)."""
+    def moments(self) -> Float[Array, "2 2"]:
+        """Return E[(a, b)(a, b)^T], shape (2, 2)."""
         return jnp.diag(jnp.array([1.0, self.bound**2 / 3]))
 
-    def support(self) -> tuple[jax.Array, jax.Array]:
-        """Smallest interval that holds all knots."""
+    def support(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return the ends of the smallest interval that holds all knots."""
         return -jnp.asarray(self.bound), jnp.asarray(self.bound)
 
-    def cubic(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(k0, k1, k3) with random_feature = k0 + k1 xz + k3 abs(x-z)^3 for abs(x), abs(z) <= bound."""
+    def cubic(self) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        """Return (k0, k1, k3): the kernel is k0 + k1 xz + k3 abs(x-z)^3 for abs(x), abs(z) <= bound."""
         bound = jnp.asarray(self.bound)
         return bound**2 / 6, jnp.full_like(bound, 0.5), 1 / (24 * bound)
 
-    def reach(self) -> jax.Array:
-        """Largest abs(x) up to which the kernel is a cubic."""
+    def reach(self) -> Float[Array, ""]:
+        """Return the largest abs(x) up to which the kernel is a cubic."""
         return jnp.asarray(self.bound)
 
-    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Independent draws (a, b), each (width,)."""
+    def sample(
+        self, key: Key[Array, ""], width: int
+    ) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
+        """Draw independent a and b, each of shape (width,)."""
         signs, biases = jax.random.split(key)
         b = jax.random.uniform(biases, (width,), minval=-self.bound, maxval=self.bound)
         return jax.random.rademacher(signs, (width,), b.dtype), b
 
-    def midpoints(self, width: int) -> tuple[jax.Array, jax.Array]:
-        """Stratified (a, b), each (width,): for each sign, the midpoints of width/2 equal cells of the bias.
+    def midpoints(self, width: int) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
+        """Return stratified a and b, each (width,): for each sign, the midpoints of width/2 equal cells of the bias.
 
-        Kernels of this cloud differ from the closed form by O(width^-2).
+        ``width`` must be even. Kernels of this cloud differ from the closed form by O(width^-2).
         """
         half = _checks.whole("width", width, 2) // 2
         if width % 2:
@@ -188,13 +237,13 @@ class Signs(Law):
         return jnp.concatenate([jnp.ones_like(b), -jnp.ones_like(b)]), jnp.concatenate([b, b])
 
 
-class Uniform(Law):
-    """a ~ U(-slope, slope) and b ~ U(-bound, bound), independent (the usual library initialisation)."""
+class Uniform(DensityLaw):
+    """a ~ U(-A, A) and b ~ U(-B, B), independent, with A = ``slope`` and B = ``bound``: the usual initialization."""
 
     slope: Scalar = 1.0
     bound: Scalar = 1.0
 
-    def _average(self, interval: Callable, x: jax.Array, z: jax.Array) -> jax.Array:
+    def _average(self, interval: Formula, x: jax.Array, z: jax.Array) -> jax.Array:
         # (1/A) int_0^A k(a x, a z) da; between the breakpoints bound/|x|, bound/|z| a cubic in a
         bound = jnp.asarray(self.bound, x.dtype)
         slope = jnp.asarray(self.slope, x.dtype)
@@ -209,125 +258,162 @@ class Uniform(Law):
 
     @staticmethod
     def _leaves(x: jax.Array, slope: jax.Array, bound: jax.Array) -> jax.Array:
-        """The slope at which a x leaves the support of b, at most ``slope``."""
+        """Return the slope a at which a x leaves the support of b, at most ``slope``."""
         outside = slope * jnp.abs(x) > bound
         return jnp.where(outside, bound / jnp.where(outside, jnp.abs(x), 1), slope)
 
-    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """B^2/6 + A^2 xz/6 + A^3 abs(x-z)^3/(96 B) while A abs(x), A abs(z) <= B; rational in x beyond."""
+    def random_feature(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return the kernel: B^2/6 + A^2 xz/6 + A^3 abs(x-z)^3/(96 B) while A |x|, A |z| <= B, rational in x beyond."""
         return self._average(_interval_feature, x, z)
 
-    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """1/2 - A abs(x-z)/(8 B) while A abs(x), A abs(z) <= B."""
+    def indicator(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return the kernel, which is 1/2 - A abs(x-z)/(8 B) while A abs(x), A abs(z) <= B."""
         return self._average(_interval_indicator, x, z)
 
-    def nu_1(self, u: jax.Array) -> jax.Array:
-        """Density of the knots; decays like u^-2."""
+    def nu_1(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, which decays like u^-2."""
         reach = self._leaves(u, jnp.asarray(self.slope, u.dtype), jnp.asarray(self.bound, u.dtype))
         return reach**2 / (4 * self.slope * self.bound)
 
-    def nu_3(self, u: jax.Array) -> jax.Array:
-        """Density of the knots, each counted a^2 times; constant while A abs(u) <= B, then like u^-4."""
+    def nu_3(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, each counted a^2 times: constant while A |u| <= B, then like u^-4."""
         reach = self._leaves(u, jnp.asarray(self.slope, u.dtype), jnp.asarray(self.bound, u.dtype))
         return reach**4 / (8 * self.slope * self.bound)
 
-    def moments(self) -> jax.Array:
-        """E[(a, b)(a, b)^T], shape (2, 2)."""
+    def moments(self) -> Float[Array, "2 2"]:
+        """Return E[(a, b)(a, b)^T], shape (2, 2)."""
         return jnp.diag(jnp.array([self.slope**2 / 3, self.bound**2 / 3]))
 
-    def cubic(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(k0, k1, k3) with random_feature = k0 + k1 xz + k3 abs(x-z)^3 while A abs(x) <= B."""
+    def cubic(self) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        """Return (k0, k1, k3): the kernel is k0 + k1 xz + k3 abs(x-z)^3 while A abs(x), A abs(z) <= B."""
         slope, bound = jnp.asarray(self.slope), jnp.asarray(self.bound)
         return bound**2 / 6, slope**2 / 6, slope**3 / (96 * bound)
 
-    def reach(self) -> jax.Array:
-        """Largest abs(x) up to which the kernel is a cubic."""
+    def reach(self) -> Float[Array, ""]:
+        """Return the largest abs(x) up to which the kernel is a cubic."""
         return jnp.asarray(self.bound) / self.slope
 
-    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Independent draws (a, b), each (width,)."""
+    def sample(
+        self, key: Key[Array, ""], width: int
+    ) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
+        """Draw independent a and b, each of shape (width,)."""
         slopes, biases = jax.random.split(key)
         a = jax.random.uniform(slopes, (width,), minval=-self.slope, maxval=self.slope)
         return a, jax.random.uniform(biases, (width,), minval=-self.bound, maxval=self.bound)
 
 
-class Radial(Law):
-    """(a, b) with a rotation-invariant law, E(a^2 + b^2) = second_moment (2 for a standard Gaussian)."""
+class Radial(DensityLaw):
+    """(a, b) with a rotation-invariant law and E(a^2 + b^2) = C = ``second_moment``, 2 for a standard Gaussian."""
 
     second_moment: Scalar = 2.0
 
-    def random_feature(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """C/(4 pi) [(pi - abs(phi))(xz+1) + abs(x-z)], phi = arctan x - arctan z; corrects (26), (40)."""
+    def random_feature(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return C/(4 pi) [(pi - |phi|)(xz+1) + |x-z|], phi = arctan x - arctan z, which corrects (26) and (40)."""
         angle = jnp.pi - jnp.abs(jnp.arctan(x) - jnp.arctan(z))
         return self.second_moment / (4 * jnp.pi) * (angle * (x * z + 1) + jnp.abs(x - z))
 
-    def indicator(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """(pi - abs(phi)) / (2 pi)."""
+    def indicator(self, x: Float[Array, "*x"], z: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """Return (pi - |phi|) / (2 pi) with phi = arctan x - arctan z."""
         return 0.5 - jnp.abs(jnp.arctan(x) - jnp.arctan(z)) / (2 * jnp.pi)
 
-    def nu_1(self, u: jax.Array) -> jax.Array:
-        """Density of the knots: Cauchy."""
+    def nu_1(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, a Cauchy density."""
         return 1 / (jnp.pi * (1 + u * u))
 
-    def nu_3(self, u: jax.Array) -> jax.Array:
-        """Density of the knots, each counted a^2 times: C / (pi (1 + u^2)^2)."""
+    def nu_3(self, u: Float[Array, "*u"]) -> Float[Array, "*u"]:
+        """Return the density of the knots, each counted a^2 times: C / (pi (1 + u^2)^2)."""
         return self.second_moment / (jnp.pi * (1 + u * u) ** 2)
 
-    def moments(self) -> jax.Array:
-        """E[(a, b)(a, b)^T], shape (2, 2)."""
+    def moments(self) -> Float[Array, "2 2"]:
+        """Return E[(a, b)(a, b)^T], shape (2, 2)."""
         return self.second_moment / 2 * jnp.eye(2)
 
-    def sample(self, key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Independent Gaussian draws (a, b), each (width,)."""
+    def sample(
+        self, key: Key[Array, ""], width: int
+    ) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
+        """Draw independent Gaussian a and b, each of shape (width,)."""
         a, b = jax.random.normal(key, (2, width)) * jnp.sqrt(self.second_moment / 2)
         return a, b
 
 
-class Finite(eqx.Module):
-    """The law of a finite cloud: neurons (a_i, b_i) with weights p_i; kernels by summation, O(m) a pair."""
+class Finite(WeightLaw):
+    """The law of a finite cloud: neurons (a_i, b_i) with weights p_i; kernels by summation, O(m) for each pair.
 
-    a: jax.Array
-    b: jax.Array
-    weights: jax.Array
+    Attributes:
+        a, b: (m,) inner weights of the neurons.
+        weights: (m,) p_i, default 1/m each.
+    """
 
-    def __init__(self, a: jax.Array, b: jax.Array, weights: jax.Array | None = None):
-        _checks.shape("b", b, jnp.shape(a))
+    a: Float[Array, " m"]
+    b: Float[Array, " m"]
+    weights: Float[Array, " m"]
+
+    def __init__(
+        self,
+        a: Float[ArrayLike, " m"],
+        b: Float[ArrayLike, " m"],
+        weights: Float[ArrayLike, " m"] | None = None,
+    ) -> None:
         self.a, self.b = jnp.asarray(a), jnp.asarray(b)
+        _checks.shape("a", self.a, (None,))
+        _checks.shape("b", self.b, self.a.shape)
         self.weights = jnp.full_like(self.a, 1 / self.a.shape[0]) if weights is None else jnp.asarray(weights)
+        _checks.shape("weights", self.weights, self.a.shape)
 
-    def _scaled(self, gate: Callable, x: ArrayLike) -> jax.Array:
+    def _scaled(
+        self, gate: Callable[[jax.Array], jax.Array], x: Float[ArrayLike, "*x"]
+    ) -> Float[Array, "*x m"]:
         points = jnp.asarray(x)
         row = (1,) * points.ndim + (-1,)
         activity = points[..., None] * self.a.reshape(row) - self.b.reshape(row)
         return gate(activity) * jnp.sqrt(self.weights).reshape(row)
 
-    def features(self, x: ArrayLike) -> jax.Array:
-        """sqrt(p_i) relu(a_i x - b_i), shape x.shape + (m,); its Gram matrix is the random-feature kernel."""
+    def features(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x m"]:
+        """Return sqrt(p_i) relu(a_i x - b_i); the Gram matrix of these is the random-feature kernel."""
         return self._scaled(jax.nn.relu, x)
 
-    def gates(self, x: ArrayLike) -> jax.Array:
-        """sqrt(p_i) 1(a_i x > b_i), shape x.shape + (m,); its Gram matrix is the indicator kernel."""
+    def gates(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x m"]:
+        """Return sqrt(p_i) 1(a_i x > b_i); the Gram matrix of these is the indicator kernel."""
         return self._scaled(lambda activity: (activity > 0).astype(self.weights.dtype), x)
 
+    def feature_gram(
+        self, x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None
+    ) -> Float[Array, "*shape"]:
+        """Return the random-feature kernel of all pairs by summation over the neurons."""
+        left = self.features(x)
+        return jnp.tensordot(left, left if z is None else self.features(z), axes=(-1, -1))
 
-AnyLaw = str | Law | Finite
-LAWS: dict[str, type[Law]] = {"signs": Signs, "uniform": Uniform, "radial": Radial}
+    def indicator_gram(
+        self, x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None
+    ) -> Float[Array, "*shape"]:
+        """Return the indicator kernel of all pairs by summation over the neurons."""
+        left = self.gates(x)
+        return jnp.tensordot(left, left if z is None else self.gates(z), axes=(-1, -1))
 
 
-def resolve_law(law: AnyLaw) -> Law | Finite:
-    """The law behind a name, with its default parameters; a law is returned as it is.
+AnyLaw = str | WeightLaw
+LAWS: dict[str, type[DensityLaw]] = {"signs": Signs, "uniform": Uniform, "radial": Radial}
+
+
+def weight_law(name: str, value: object) -> WeightLaw:
+    """Accept a name in ``LAWS`` or a ``WeightLaw``; return the law. This is a kind of ``meanflow._checks``."""
+    if isinstance(value, WeightLaw):
+        return value
+    _checks.one_of(name, value, LAWS)
+    return LAWS[str(value)]()
+
+
+def resolve_law(law: AnyLaw) -> WeightLaw:
+    """Return the law behind a name, with its default parameters; a law is returned as it is.
 
     >>> resolve_law("uniform").bound
     1.0
     """
-    if isinstance(law, str):
-        _checks.one_of("law", law, LAWS)
-        return LAWS[law]()
-    return law
+    return weight_law("law", law)
 
 
-def _pairs(x: ArrayLike, z: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
-    """x and z (x itself if None), in one float dtype, broadcast to shape x.shape + z.shape."""
+def _pairs(x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None) -> tuple[jax.Array, jax.Array]:
+    """Return x and z (x itself if None) in one float dtype, broadcast to shape x.shape + z.shape."""
     first = jnp.asarray(x)
     second = first if z is None else jnp.asarray(z)
     dtype = jnp.result_type(first, second, 0.0)
@@ -337,21 +423,28 @@ def _pairs(x: ArrayLike, z: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(left, shape), jnp.broadcast_to(right, shape)
 
 
-@partial(jax.jit, static_argnames="kind")  # one program a law and shape, its parameters are arguments
-def _gram(law: Law | Finite, x: ArrayLike, z: ArrayLike | None, kind: str) -> jax.Array:
-    if isinstance(law, Finite):
-        features = law.features if kind == "random_feature" else law.gates
-        left = features(x)
-        return jnp.tensordot(left, left if z is None else features(z), axes=(-1, -1))
-    return getattr(law, kind)(*_pairs(x, z))
+# Compiled once for each class of laws and each shape: the parameters of the law are arguments of the program.
 
 
-def random_feature(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "signs") -> jax.Array:
-    """Random-feature kernel E relu(a x - b) relu(a z - b), equation (23).
+@jax.jit
+def _feature_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
+    return law.feature_gram(x, z)
+
+
+@jax.jit
+def _indicator_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
+    return law.indicator_gram(x, z)
+
+
+@_checks.arguments(x=array(), z=optional(array()), law=weight_law)
+def random_feature(
+    x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
+) -> Float[Array, "*shape"]:
+    """Return the random-feature kernel E relu(a x - b) relu(a z - b), equation (23).
 
     Args:
         x: inputs of any shape, for example (n,) or a scalar.
-        z: second inputs (x itself if None).
+        z: second inputs of any shape; x itself if None.
         law: "signs" (a = +-1, b ~ U(-1, 1)), "uniform" (both U(-1, 1)), "radial" (Gaussian), or a law object
             with its own parameters.
 
@@ -361,37 +454,48 @@ def random_feature(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "s
     >>> float(random_feature(0.5, 0.5, law="radial"))
     0.625
     """
-    return _gram(resolve_law(law), x, z, "random_feature")
+    return _feature_gram(resolve_law(law), jnp.asarray(x), None if z is None else jnp.asarray(z))
 
 
-def indicator(x: ArrayLike, z: ArrayLike | None = None, *, law: AnyLaw = "signs") -> jax.Array:
-    """Probability that a neuron is active at both points; arguments as for ``random_feature``.
+@_checks.arguments(x=array(), z=optional(array()), law=weight_law)
+def indicator(
+    x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
+) -> Float[Array, "*shape"]:
+    """Return the probability that a neuron is active at both points; arguments as for ``random_feature``.
 
     >>> float(indicator(0.25, -0.25, law="signs"))
     0.375
     """
-    return _gram(resolve_law(law), x, z, "indicator")
+    return _indicator_gram(resolve_law(law), jnp.asarray(x), None if z is None else jnp.asarray(z))
 
 
+@_checks.arguments(
+    x=array(), z=optional(array()), law=weight_law, c2=array((), (None,), low=0), scale=number(above=0)
+)
 def univariate_ntk(
-    x: ArrayLike,
-    z: ArrayLike | None = None,
+    x: Float[ArrayLike, "*x"],
+    z: Float[ArrayLike, "*z"] | None = None,
     *,
     law: AnyLaw = "signs",
-    c2: Scalar = 1.0,
+    c2: float | Float[ArrayLike, "*m"] = 1.0,
     scale: Scalar = 1.0,
-) -> jax.Array:
-    """Tangent kernel scale [K_RF + E(c^2)(xz + 1) K_1] of training (a, b, c) at infinite width, (27).
+) -> Float[Array, "*shape"]:
+    """Return the tangent kernel scale [K_RF + E(c^2)(xz + 1) K_1] of training (a, b, c) at infinite width, (27).
+
+    K_RF is ``random_feature`` and K_1 is ``indicator``.
 
     Args:
         x: inputs of any shape.
-        z: second inputs (x itself if None).
-        law: law of (a, b); c must be independent of it.
-        c2: E(c^2), or for ``Finite`` clouds an array (m,) of c_i^2: then exact at finite width.
-        scale: m / alpha^2; 1 for alpha = sqrt(m).
+        z: second inputs of any shape; x itself if None.
+        law: law of (a, b), as for ``random_feature``; c must be independent of it.
+        c2: E(c^2), or for a ``Finite`` law an array (m,) of c_i^2: then the kernel is exact at finite width.
+        scale: m / alpha^2 for the output scale alpha; 1 for alpha = sqrt(m).
 
     Returns:
         Array of shape x.shape + z.shape.
+
+    >>> round(float(univariate_ntk(0.5, 0.5, law="radial")), 6)  # 0.625 + (0.25 + 1)/2
+    1.25
     """
     law = resolve_law(law)
     left, right = _pairs(x, z)

@@ -1,9 +1,9 @@
-"""Networks seen in function space: knots, slope jumps, variation of the slope, knot statistics.
+"""Networks seen as functions: knots, slope jumps, variation of the slope, and statistics of the knots.
 
 A univariate ReLU network f(x) = scale sum_i w_i c_i relu(a_i x - b_i) is continuous and piecewise linear,
 with a knot at e_i = b_i / a_i where its slope jumps by scale w_i c_i abs(a_i). All functions here keep shapes
-fixed (one knot a neuron; a neuron without a knot or of weight 0 gets one at +inf with no jump), so they work
-under jit and vmap.
+fixed (one knot for each neuron; a neuron without a knot or of weight 0 gets one at +inf with no jump), so that they
+work under jit and vmap.
 """
 
 from functools import partial
@@ -11,13 +11,27 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._checks import array, count, instance, number, optional
 from meanflow._numerics import safe_norm
+
+VECTOR = array((None,))
+MASS = optional(array((None,), low=0))
+
+
+def knot_places(name: str, value: object) -> object:
+    """Accept a vector of numbers, finite or not: a neuron may have no knot. A kind of ``meanflow._checks``."""
+    _checks.numeric(name, value)
+    _checks.shape(name, value, (None,))
+    return _checks.floating(value)
 
 
 class PiecewiseLinear(eqx.Module):
-    """f(x) = slope x + intercept to the left of every knot; O(log m) a point.
+    """A continuous piecewise linear function, to be called on arrays of any shape; O(log m) for each point.
+
+    To the left of every knot it is slope x + intercept.
 
     Attributes:
         knots: (m,) sorted; +inf for unused entries.
@@ -27,31 +41,32 @@ class PiecewiseLinear(eqx.Module):
         intercept: intercept at -infinity.
     """
 
-    knots: jax.Array
-    jumps: jax.Array
-    drops: jax.Array
-    slope: jax.Array
-    intercept: jax.Array
+    knots: Float[Array, " m"]
+    jumps: Float[Array, " m"]
+    drops: Float[Array, " m"]
+    slope: Float[Array, ""]
+    intercept: Float[Array, ""]
 
     def _pieces(self) -> tuple[jax.Array, jax.Array]:
+        """Return slope and intercept of each piece, (m + 1,) each, from left to right."""
         slopes = jnp.concatenate([self.slope[None], self.slope + jnp.cumsum(self.jumps)])
         return slopes, jnp.concatenate([self.intercept[None], self.intercept + jnp.cumsum(self.drops)])
 
     @jax.jit
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Values at x, any shape."""
+    def __call__(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
+        """Return the values at x."""
         piece = jnp.searchsorted(self.knots, x, side="right")
         slopes, intercepts = self._pieces()
         return slopes[piece] * x + intercepts[piece]
 
     @jax.jit
-    def derivative(self, x: jax.Array) -> jax.Array:
-        """Slopes at x, any shape; on a knot the slope to its right."""
+    def derivative(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
+        """Return the slopes at x; on a knot the slope to its right."""
         return self._pieces()[0][jnp.searchsorted(self.knots, x, side="right")]
 
     @jax.jit
-    def merged(self, tolerance: float | jax.Array = 0.0) -> "PiecewiseLinear":
-        """One entry for each group of knots with gaps <= tolerance; freed entries move to +inf.
+    def merged(self, tolerance: float | Float[Array, ""] = 0.0) -> "PiecewiseLinear":
+        """Return the function with one entry for each group of knots with gaps <= tolerance; the rest move to +inf.
 
         With tolerance 0 the function is unchanged; otherwise each group sits at its mean knot, weighted by
         abs(jump), and the function is unchanged outside the groups.
@@ -67,9 +82,9 @@ class PiecewiseLinear(eqx.Module):
         mass = total(jnp.abs(self.jumps) * used)
         by_mass = total(jnp.abs(self.jumps) * finite) / jnp.where(mass > 0, mass, 1)
         first = jax.ops.segment_min(self.knots, label, num_segments=label.shape[0], indices_are_sorted=True)
-        centre = jnp.where((mass > 0) & (jnp.asarray(tolerance) > 0), by_mass, first)
+        center = jnp.where((mass > 0) & (jnp.asarray(tolerance) > 0), by_mass, first)
         return PiecewiseLinear(
-            jnp.where(count > 0, centre, jnp.inf),
+            jnp.where(count > 0, center, jnp.inf),
             total(self.jumps),
             total(self.drops),
             self.slope,
@@ -77,20 +92,21 @@ class PiecewiseLinear(eqx.Module):
         )
 
 
-def _resolved(a: jax.Array, weights: jax.Array | None) -> jax.Array:
+def _weights_or_equal(a: jax.Array, weights: Float[ArrayLike, " m"] | None) -> jax.Array:
     return jnp.full_like(a, 1 / a.shape[0]) if weights is None else jnp.asarray(weights)
 
 
+@_checks.arguments(a=VECTOR, b=VECTOR, c=VECTOR, weights=optional(VECTOR), scale=number())
 @jax.jit
 def piecewise_linear(
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
+    a: Float[ArrayLike, " m"],
+    b: Float[ArrayLike, " m"],
+    c: Float[ArrayLike, " m"],
     *,
-    weights: jax.Array | None = None,
-    scale: float | jax.Array = 1.0,
+    weights: Float[ArrayLike, " m"] | None = None,
+    scale: float | Float[Array, ""] = 1.0,
 ) -> PiecewiseLinear:
-    """The function of a network, as sorted knots and slope jumps.
+    """Return the function of a network, as sorted knots and slope jumps.
 
     Args:
         a, b, c: (m,) parameters of c_i relu(a_i x - b_i). For polar neurons (r, theta) take
@@ -108,9 +124,10 @@ def piecewise_linear(
     >>> float(f(1.0)), float(f(-1.5))
     (3.0, 1.0)
     """
+    a, b, c = jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)
     for name, value in (("b", b), ("c", c)):
-        _checks.shape(name, value, jnp.shape(a))
-    mass = scale * _resolved(a, weights) * c
+        _checks.shape(name, value, a.shape)
+    mass = scale * _weights_or_equal(a, weights) * c
     has_knot = (a != 0) & (mass != 0)
     knots = jnp.where(has_knot, b / jnp.where(has_knot, a, 1), jnp.inf)
     side = jnp.sign(a)
@@ -124,9 +141,10 @@ def piecewise_linear(
     return PiecewiseLinear(knots[order], keep(jumps), keep(drops), slope, intercept)
 
 
+@_checks.arguments(f=instance(PiecewiseLinear), count_bias=_checks.flag)
 @partial(jax.jit, static_argnames="count_bias")
-def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> jax.Array:
-    """Total variation of f', sum of abs(jump) over distinct knots, equation (17).
+def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Array, ""]:
+    """Return the total variation of f', the sum of abs(jump) over distinct knots, equation (17).
 
     Args:
         f: piecewise linear function; coinciding knots are merged first, so opposite jumps cancel.
@@ -139,9 +157,10 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> jax.Arra
     return jnp.sum(safe_norm(jnp.stack([merged.jumps, merged.drops]), axis=0))
 
 
+@_checks.arguments(f=instance(PiecewiseLinear), grid=VECTOR)
 @jax.jit
-def curvature_energy(f: PiecewiseLinear, grid: jax.Array) -> jax.Array:
-    """int f''^2 at the resolution of ``grid``: sum over cells of (change of f')^2 / (cell length).
+def curvature_energy(f: PiecewiseLinear, grid: Float[ArrayLike, " k"]) -> Float[Array, ""]:
+    """Return int f''^2 at the resolution of ``grid``: the sum over cells of (change of f')^2 / (cell length).
 
     A piecewise linear function has no square-integrable f''; this is the energy of the piecewise linear
     interpolant of f' on the grid. Under refinement it converges for the smooth functions of the kernel regime
@@ -151,19 +170,22 @@ def curvature_energy(f: PiecewiseLinear, grid: jax.Array) -> jax.Array:
         f: piecewise linear function.
         grid: (k,) increasing cell edges.
     """
-    _checks.shape("grid", grid, (None,))
-    return jnp.sum(jnp.diff(f.derivative(grid)) ** 2 / jnp.diff(grid))
+    edges = jnp.asarray(grid)
+    return jnp.sum(jnp.diff(f.derivative(edges)) ** 2 / jnp.diff(edges))
 
 
+@_checks.arguments(knots=knot_places, x=VECTOR, mass=MASS, radius=number(above=0))
 @jax.jit
 def on_sample_share(
-    knots: jax.Array,
-    x: jax.Array,
+    knots: Float[ArrayLike, " m"],
+    x: Float[ArrayLike, " s"],
     *,
-    mass: jax.Array | None = None,
+    mass: Float[ArrayLike, " m"] | None = None,
     radius: float = 0.05,
-) -> jax.Array:
-    """Share of the knots in [x_1 - h/2, x_s + h/2] within radius * h of a sample, h the mean spacing.
+) -> Float[Array, ""]:
+    """Return the share of the knots in [x_1 - h/2, x_s + h/2] that lie within radius * h of a sample.
+
+    h is the mean spacing of the samples.
 
     Uniformly spread knots and samples give 2 * radius (0.10).
 
@@ -176,9 +198,10 @@ def on_sample_share(
     Returns:
         The share, NaN if no knot lies in the window. O(m log s).
     """
-    _checks.shape("x", x, (None,))
+    knots, x = jnp.asarray(knots), jnp.asarray(x)
+    _checks.at_least("number of samples", x.shape[0], 2)  # one sample has no spacing
     h = (x[-1] - x[0]) / (x.shape[0] - 1)
-    mass = jnp.ones_like(knots) if mass is None else mass
+    mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
     near = jnp.clip(jnp.searchsorted(x, knots), 1, x.shape[0] - 1)
     gap = jnp.minimum(jnp.abs(knots - x[near - 1]), jnp.abs(knots - x[near]))
     inside = jnp.isfinite(knots) & (knots >= x[0] - h / 2) & (knots <= x[-1] + h / 2)
@@ -186,17 +209,20 @@ def on_sample_share(
     return jnp.sum(jnp.where(gap < radius * h, weight, 0)) / jnp.sum(weight)
 
 
+@_checks.arguments(
+    knots=knot_places, mass=array((None,), low=0), k=count(1), bins=count(1), low=number(), high=number()
+)
 @partial(jax.jit, static_argnames=("k", "bins"))
 def concentration(
-    knots: jax.Array,
-    mass: jax.Array,
+    knots: Float[ArrayLike, " m"],
+    mass: Float[ArrayLike, " m"],
     k: int,
     *,
     bins: int = 110,
     low: float = -1.1,
     high: float = 1.1,
-) -> jax.Array:
-    """Share of the mass in [low, high] that sits in the k fullest of ``bins`` equal bins.
+) -> Float[Array, ""]:
+    """Return the share of the mass in [low, high] that sits in the k fullest of ``bins`` equal bins.
 
     Args:
         knots: (m,); knots outside the window do not count. (Dead neurons keep their slope jumps there, where no sample
@@ -210,7 +236,7 @@ def concentration(
     Returns:
         The share, NaN if there is no mass in the window.
     """
-    k = _checks.whole("k", k, 1)
+    knots, mass = jnp.asarray(knots), jnp.asarray(mass)
     inside = (knots >= low) & (knots <= high)
     place = jnp.where(inside, knots - low, 0) / (high - low) * bins
     index = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
@@ -218,16 +244,24 @@ def concentration(
     return jnp.sum(jax.lax.top_k(filled, min(k, bins))[0]) / jnp.sum(filled)
 
 
+@_checks.arguments(a=VECTOR, b=VECTOR, x=VECTOR, weights=MASS)
 @jax.jit
-def dead_share(a: jax.Array, b: jax.Array, x: jax.Array, *, weights: jax.Array | None = None) -> jax.Array:
-    """Share of neurons that are active (a x - b > 0) on no sample.
+def dead_share(
+    a: Float[ArrayLike, " m"],
+    b: Float[ArrayLike, " m"],
+    x: Float[ArrayLike, " s"],
+    *,
+    weights: Float[ArrayLike, " m"] | None = None,
+) -> Float[Array, ""]:
+    """Return the share of the neurons that are active (a x - b > 0) on no sample.
 
     Args:
-        a, b: (m,).
+        a, b: (m,) inner weights.
         x: (s,) samples.
         weights: (m,); neurons of weight 0 are left out, all others count once.
     """
-    real = jnp.ones_like(a) if weights is None else (weights > 0).astype(a.dtype)
+    a, b, x = jnp.asarray(a), jnp.asarray(b), jnp.asarray(x)
+    real = jnp.ones_like(a) if weights is None else (jnp.asarray(weights) > 0).astype(a.dtype)
     # a x - b is linear in x: its largest value over the samples is at one end
     top = jnp.maximum(a * jnp.max(x), a * jnp.min(x)) - b
     return jnp.sum(jnp.where(top > 0, 0, real)) / jnp.sum(real)

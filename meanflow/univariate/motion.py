@@ -4,13 +4,17 @@ In raw coordinates (full, lifted, planar and radial flows) the motion in an acti
 weight decay only scales it. On the cylinder (the canonical flow, and radial flows with a penalty) there is none: the
 motion is split into r with theta frozen and theta with r frozen, where the turning is the same program with
 p = d(theta), c = 1 and both rates equal to r.
+
+``UnivariateMotion`` holds what both share, ``RawMotion`` and ``CylinderMotion`` are the two cases; what happens at a
+kink is in ``events``.
 """
 
 import abc
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide
 from meanflow.flows.losses import Loss
@@ -21,9 +25,11 @@ from meanflow.univariate import events, forces
 from meanflow.univariate.balance import RawSpace, angle_of, unit
 from meanflow.univariate.cylinder import Cylinder
 
+Vector: TypeAlias = Float[Array, " m"]  # one number for each neuron
+
 
 class Place(NamedTuple):
-    """Where each neuron is, arrays (m,): its region, the ray it sits on (-1: none), and the totals of the run.
+    """Where each neuron is, and the totals of the run: what is remembered from sub-step to sub-step.
 
     Attributes:
         u, v: on the cylinder the unit vector d(theta) of each neuron, which its angle would only give up to rounding;
@@ -34,12 +40,12 @@ class Place(NamedTuple):
         overflow: whether a sub-step ran out of events.
     """
 
-    u: jax.Array | None
-    v: jax.Array | None
-    region: jax.Array
-    ray: jax.Array
+    u: Vector | None
+    v: Vector | None
+    region: Int[Array, " m"]
+    ray: Int[Array, " m"]
     counts: events.Counts
-    overflow: jax.Array
+    overflow: Bool[Array, ""]
 
 
 class UnivariateMotion(FrozenMotion):
@@ -48,28 +54,35 @@ class UnivariateMotion(FrozenMotion):
     Attributes:
         x, y, weights: the data, sorted by x, (s,) each.
         loss: the loss of a prediction.
+        offset: (s,) what a centered flow subtracts from its predictions, else 0.
         shares: p_i times the output scale, (m,): what a neuron counts in the prediction.
         force_scale: factor of the force: the clock, and m/alpha in raw coordinates.
         decay: strength of the penalty on the clock of the run, a scalar.
         is_real: (m,) False for padding, whose events are not counted.
     """
 
-    x: jax.Array
-    y: jax.Array
-    weights: jax.Array
+    x: Float[Array, " s"]
+    y: Float[Array, " s"]
+    weights: Float[Array, " s"]
     loss: Loss
-    shares: jax.Array
-    force_scale: jax.Array
-    decay: jax.Array
-    is_real: jax.Array
+    offset: Float[Array, "*s"]
+    shares: Vector
+    force_scale: Float[Array, ""]
+    decay: Float[Array, ""]
+    is_real: Bool[Array, " m"]
 
     def __init__(
-        self, problem: Problem, output_scale: jax.Array, force_scale: jax.Array, decay_scale: jax.Array
+        self,
+        problem: Problem,
+        output_scale: Float[Array, ""],
+        force_scale: Float[Array, ""],
+        decay_scale: Float[Array, ""],
     ) -> None:
         flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
         order = jnp.argsort(data.x)
         self.x, self.y, self.weights = data.x[order], data.y[order], data.weights[order]
         self.loss = flow.loss
+        self.offset = jnp.zeros_like(self.y) if flow.offset is None else flow.offset(self.x)
         self.shares = cloud.weights * output_scale
         self.force_scale = force_scale
         strength = 0.0 if flow.regularizer is None else flow.regularizer.strength
@@ -77,23 +90,23 @@ class UnivariateMotion(FrozenMotion):
         self.is_real = cloud.weights > 0
 
     @abc.abstractmethod
-    def direction(self, particles: Affine | Polar, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def direction(self, particles: Affine | Polar, place: Place) -> tuple[Vector, Vector, Vector]:
         """Return (u, v, c): the direction p = (u, v) of each neuron and its outer weight."""
 
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of crossings, captures, releases, deaths and non-unique events of real neurons."""
         return dict(state.counts._asdict())
 
-    def overflow(self, state: Place) -> jax.Array:
+    def overflow(self, state: Place) -> Bool[Array, ""]:
         """Return whether a neuron had time left after the last allowed event of some sub-step."""
         return state.overflow
 
-    def with_overflow(self, state: Place, overflow: jax.Array) -> Place:
+    def with_overflow(self, state: Place, overflow: Bool[Array, ""]) -> Place:
         """Return the state, marked if ``overflow`` is true."""
         return state._replace(overflow=state.overflow | overflow)
 
-    def place(self, u: jax.Array, v: jax.Array) -> Place:
-        """Find regions by bisection; a neuron exactly on a sample starts on its ray, to be decided there."""
+    def place(self, u: Vector, v: Vector) -> Place:
+        """Find the regions of neurons with direction (u, v); one exactly on a sample starts on its ray, undecided."""
         x, total = self.x, 2 * self.x.shape[0]
         region = forces.find_regions(jnp.stack([u, v], axis=-1), x)
         lower = (region - 1) % total
@@ -106,25 +119,34 @@ class UnivariateMotion(FrozenMotion):
         zero = jnp.zeros((), jnp.int32)
         return Place(None, None, region, ray, events.Counts(*[zero] * 5), jnp.zeros((), bool))
 
-    def residual(self, particles: Affine | Polar, state: Place) -> jax.Array:
+    def residual(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
         """Return q_j l'(f_j) for the sorted samples, (s,), with the clock and the scale included."""
         u, v, c = self.direction(particles, state)
         share = self.shares * c
         f = forces.region_predictions(state.region, jnp.stack([share * u, share * v], axis=-1), self.x)
-        return self.force_scale * self.weights * self.loss.slope(f, self.y)
+        return self.force_scale * self.weights * self.loss.slope(f - self.offset, self.y)
 
     def pass_events(
         self,
-        start: tuple[jax.Array, jax.Array, jax.Array],
+        start: tuple[Vector, Vector, Vector],
         place: Place,
         field: events.Field,
-        rates: tuple[jax.Array, jax.Array],
-        time: jax.Array,
+        rates: tuple[Vector, Vector],
+        time: Vector,
         max_events: int | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Place]:
-        """Move (u, v, c) for ``time`` (m,) at the given inner and outer rates, through all events."""
+    ) -> tuple[Vector, Vector, Vector, Place]:
+        """Move neurons through all events of a sub-step; return (u, v, c) at its end, and where the neurons are then.
+
+        Args:
+            start: (u, v, c) at the start.
+            place: regions and rays at the start.
+            field: frozen forces.
+            rates: rates of the inner and of the outer layer.
+            time: how long each neuron moves.
+            max_events: None, or a fixed number of events; see ``events.run``.
+        """
         fresh = jnp.zeros_like(place.ray, bool)
-        neurons = events.Neurons(*start, place.region, place.ray, fresh, time)
+        neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
         end, counts, overflow = events.run(neurons, place.counts, field, *rates, self.is_real, max_events)
         moved = Place(None, None, end.region, end.ray, counts, place.overflow | overflow)
         return end.u, end.v, end.c, moved
@@ -137,8 +159,8 @@ class RawMotion(UnivariateMotion):
         inner_rate, outer_rate: (m,) factors of the two layers, 0 where one is frozen.
     """
 
-    inner_rate: jax.Array
-    outer_rate: jax.Array
+    inner_rate: Vector
+    outer_rate: Vector
 
     def __init__(self, problem: Problem) -> None:
         flow, cloud = problem.chart.flow, problem.chart.base
@@ -151,7 +173,7 @@ class RawMotion(UnivariateMotion):
         super().__init__(problem, ratio, ratio * speed, speed)
         self.inner_rate, self.outer_rate = flow.space.rates(cloud)
 
-    def direction(self, particles: Affine | Polar, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def direction(self, particles: Affine | Polar, place: Place) -> tuple[Vector, Vector, Vector]:
         """Return (a, -b, c)."""
         assert isinstance(particles, Affine)
         return particles.a, -particles.b, particles.c
@@ -161,7 +183,12 @@ class RawMotion(UnivariateMotion):
         return self.place(particles.a, -particles.b)
 
     def move(
-        self, particles: Affine, state: Place, covector: jax.Array, time: jax.Array, max_events: int | None
+        self,
+        particles: Affine,
+        state: Place,
+        covector: Float[Array, " s"],
+        time: Float[Array, ""],
+        max_events: int | None,
     ) -> tuple[Affine, Place]:
         """Move for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
         decay, rates = self.decay, (self.inner_rate, self.outer_rate)
@@ -182,7 +209,7 @@ class CylinderMotion(UnivariateMotion):
         turns: (m,) 1 where theta moves (the canonical flow), 0 where it is frozen (radial flows).
     """
 
-    turns: jax.Array
+    turns: Vector
 
     def __init__(self, problem: Problem) -> None:
         flow, cloud = problem.chart.flow, problem.chart.base
@@ -193,7 +220,7 @@ class CylinderMotion(UnivariateMotion):
         super().__init__(problem, jnp.ones_like(ratio), pace, pace)
         self.turns = jnp.ones_like(cloud.weights) if free else jnp.zeros_like(cloud.weights)
 
-    def direction(self, particles: Affine | Polar, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def direction(self, particles: Affine | Polar, place: Place) -> tuple[Vector, Vector, Vector]:
         """Return (cos theta, sin theta, r)."""
         assert isinstance(particles, Polar) and place.u is not None and place.v is not None
         return place.u, place.v, particles.r
@@ -204,7 +231,12 @@ class CylinderMotion(UnivariateMotion):
         return self.place(d[:, 0], d[:, 1])._replace(u=d[:, 0], v=d[:, 1])
 
     def move(
-        self, particles: Polar, state: Place, covector: jax.Array, time: jax.Array, max_events: int | None
+        self,
+        particles: Polar,
+        state: Place,
+        covector: Float[Array, " s"],
+        time: Float[Array, ""],
+        max_events: int | None,
     ) -> tuple[Polar, Place]:
         """Move r for half the time, theta for the whole with that r, then r by the force along the way.
 
@@ -214,7 +246,7 @@ class CylinderMotion(UnivariateMotion):
         """
         field = events.freeze(self.x, covector)
 
-        def pull(u: jax.Array, v: jax.Array, place: Place) -> jax.Array:
+        def pull(u: Vector, v: Vector, place: Place) -> Vector:
             free = u * field.force_u[place.region] + v * field.force_v[place.region]
             return jnp.where(place.ray >= 0, field.along[jnp.maximum(place.ray, 0)], free)
 

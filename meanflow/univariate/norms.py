@@ -1,13 +1,15 @@
 """RKHS norms of the univariate kernels: weighted curvature plus a penalty on the affine part.
 
-Univariate ReLU, Theorem 5 and Corollary 6, corrected. For a law symmetric under (a, b) -> (-a, -b) write
+``feature_norm`` measures a function by the random-feature kernel of a law, ``tangent_norm`` by its tangent kernel; both
+are "univariate ReLU", Theorem 5 and Corollary 6, corrected. For a law symmetric under (a, b) -> (-a, -b) write
 
     f(x) = 1/2 int f''(u) abs(x - u) du + A x + D;
     norm(f)^2 = int f''^2 / nu_3 du + 4 (A, -D) M^-1 (A, -D)^T,     M = E[(a, b)(a, b)^T].
 
-The published norm weighs curvature with nu_1 in place of nu_3 and has no affine part. A one-signed law has no
-affine part, but f and f' must vanish at the inactive end of the knots. Functions are scalar JAX callables;
-integrals use Gauss-Legendre nodes in arctan(u) between break points, so piecewise smooth f'' is no trouble.
+The published norm weighs curvature with nu_1 in place of nu_3 (both in ``kernels``) and has no affine part. A law with
+slopes of one sign has no affine part, but f and f' must vanish at the inactive end of the knots. Functions are scalar
+JAX callables; integrals use Gauss-Legendre nodes in arctan(u) between break points, so that f'' may be only piecewise
+smooth.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,39 +18,56 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float
 
-from meanflow.univariate.kernels import Finite, Law, Scalar, Uniform, indicator, random_feature, resolve_law
+from meanflow import _checks
+from meanflow._checks import array, count, number
+from meanflow.univariate.kernels import (
+    DensityLaw,
+    Scalar,
+    Uniform,
+    indicator,
+    random_feature,
+    weight_law,
+)
 
-Function = Callable[[jax.Array], jax.Array]
+Function = Callable[[Float[Array, ""]], Float[Array, ""]]
+Breaks = Sequence[float] | Float[ArrayLike, "*k"]
 
 
 class FeatureNorm(NamedTuple):
-    """Squared random-feature norm, in two parts."""
+    """The squared random-feature norm of a function, in two parts: of f'' and of the affine part A x + D."""
 
-    curvature: jax.Array
-    affine: jax.Array
+    curvature: Float[Array, ""]
+    affine: Float[Array, ""]
 
     @property
-    def total(self) -> jax.Array:
-        """The squared norm."""
+    def total(self) -> Float[Array, ""]:
+        """Return the squared norm."""
         return self.curvature + self.affine
 
 
 class TangentNorm(NamedTuple):
-    """Squared tangent-kernel norm of one decomposition f = f_1 + f_2 + f_3."""
+    """The squared tangent-kernel norm of one decomposition f = f_1 + f_2 + f_3, part by part.
+
+    Attributes:
+        feature: random-feature norm of f_1, which training c can reach.
+        slope: norm of f_2, which training b can reach.
+        ratio: norm of f_3, which training a can reach.
+    """
 
     feature: FeatureNorm
-    slope: jax.Array
-    ratio: jax.Array
+    slope: Float[Array, ""]
+    ratio: Float[Array, ""]
 
     @property
-    def total(self) -> jax.Array:
-        """The squared norm, an upper bound attained by the best decomposition."""
+    def total(self) -> Float[Array, ""]:
+        """Return the squared norm, an upper bound that the best decomposition attains."""
         return self.feature.total + self.slope + self.ratio
 
 
-def _rule(law: Law, breaks: Sequence[float] | jax.Array, nodes: int) -> tuple[jax.Array, jax.Array]:
-    """Nodes and weights on the knots' support, split at ``breaks``, at 0 and at the law's own kinks."""
+def _rule(law: DensityLaw, breaks: Breaks, nodes: int) -> tuple[jax.Array, jax.Array]:
+    """Return nodes and weights on the knots' support, split at ``breaks``, at 0 and at the law's own kinks."""
     low, high = law.support()
     own = [law.reach(), -law.reach()] if isinstance(law, Uniform) else []
     cuts = jnp.concatenate([jnp.atleast_1d(jnp.asarray(breaks, float)), jnp.array([0.0, *own])])
@@ -63,17 +82,20 @@ def _rule(law: Law, breaks: Sequence[float] | jax.Array, nodes: int) -> tuple[ja
     return u.ravel(), (half * jnp.asarray(weights, edges.dtype)[None, :] * (1 + u * u)).ravel()
 
 
-def _checked(law: str | Law) -> Law:
-    resolved = resolve_law(law)
-    if isinstance(resolved, Finite):
-        raise ValueError("law must have a knot density, got Finite; for finite clouds use minimum_norm")
-    return resolved
+def density_law(name: str, value: object) -> DensityLaw:
+    """Accept the laws whose knots have a density; return the law. This is a kind of ``meanflow._checks``."""
+    law = weight_law(name, value)
+    if not isinstance(law, DensityLaw):
+        given = type(law).__name__
+        raise ValueError(f"{name} must have a knot density, got {given}; for finite clouds use minimum_norm")
+    return law
 
 
+@_checks.arguments(f=_checks.function, law=density_law, breaks=array((), (None,)), nodes=count(1))
 def feature_norm(
-    f: Function, *, law: str | Law = "signs", breaks: Sequence[float] | jax.Array = (), nodes: int = 40
+    f: Function, *, law: str | DensityLaw = "signs", breaks: Breaks = (), nodes: int = 40
 ) -> FeatureNorm:
-    """Squared RKHS norm of f for the random-feature kernel of ``law`` (Theorem 5, corrected).
+    """Return the squared RKHS norm of f for the random-feature kernel of ``law`` (Theorem 5, corrected).
 
     Args:
         f: scalar -> scalar, twice differentiable but for kinks of f'' at ``breaks``; f'' must vanish where
@@ -89,7 +111,7 @@ def feature_norm(
     >>> round(float(norm.total), 5)                      # the reproducing property: K(0.5, 0.5)
     0.625
     """
-    law = _checked(law)
+    law = density_law("law", law)
     u, du = _rule(law, breaks, nodes)
     second = jax.vmap(jax.grad(jax.grad(f)))(u)
     curvature = jnp.sum(du * second**2 / law.nu_3(u))
@@ -102,25 +124,30 @@ def feature_norm(
     return FeatureNorm(curvature, 4 * affine @ jnp.linalg.solve(law.moments(), affine))
 
 
-def _gate_norm(at_zero: jax.Array, first: jax.Array, law: Law, u: jax.Array, du: jax.Array) -> jax.Array:
-    """Indicator kernel: int f'^2/nu_1, plus 4 D^2 where f = 1/2 int f'(u) sign(x-u) du + D."""
+def _gate_norm(
+    at_zero: jax.Array, first: jax.Array, law: DensityLaw, u: jax.Array, du: jax.Array
+) -> jax.Array:
+    """Return the norm of the indicator kernel: int f'^2/nu_1, plus 4 D^2 for f = 1/2 int f'(u) sign(x-u) du + D."""
     curvature = jnp.sum(du * first**2 / law.nu_1(u))
     if not law.symmetric:
         return curvature
     return curvature + 4 * (at_zero + jnp.sum(du * first * jnp.sign(u)) / 2) ** 2
 
 
+@_checks.arguments(law=density_law, c2=number(above=0), breaks=array((), (None,)), nodes=count(1))
 def tangent_norm(
     parts: tuple[Function, Function, Function],
     *,
-    law: str | Law = "signs",
+    law: str | DensityLaw = "signs",
     c2: Scalar = 1.0,
-    breaks: Sequence[float] | jax.Array = (),
+    breaks: Breaks = (),
     nodes: int = 40,
 ) -> TangentNorm:
-    """Squared norm for the tangent kernel of one decomposition f = f_1 + f_2 + f_3 (Corollary 6, corrected).
+    """Return the squared tangent-kernel norm of one decomposition f = f_1 + f_2 + f_3 (Corollary 6, corrected).
 
-        norm(f_1)^2 of ``feature_norm`` + (1/E c^2) [int f_2'^2/nu_1 + int (u f_3' - f_3)^2/(u^4 nu_1)]
+    It is
+
+        norm(f_1)^2 of ``feature_norm`` + (1/E c^2) [int f_2'^2/nu_1 + int (u f_3' - f_3)^2/(u^4 nu_1)].
 
     Symmetric laws add 4 D^2 for the constant part of f_2 and of f_3/u; one-signed laws ask f_2 and f_3/u to
     vanish at the inactive end.
@@ -133,7 +160,7 @@ def tangent_norm(
         breaks: points where f_1'', f_2' or f_3' is not smooth, shape (k,).
         nodes: quadrature nodes between two breaks.
     """
-    law = _checked(law)
+    law = density_law("law", law)
     f1, f2, f3 = parts
     u, du = _rule(law, breaks, nodes)
     zero = jnp.zeros((), u.dtype)
@@ -143,10 +170,11 @@ def tangent_norm(
     return TangentNorm(feature_norm(f1, law=law, breaks=breaks, nodes=nodes), slope / c2, ratio / c2)
 
 
+@_checks.arguments(z=number(), law=weight_law, c2=number(low=0))
 def tangent_parts(
-    z: Scalar, *, law: str | Law = "signs", c2: Scalar = 1.0
+    z: Scalar, *, law: str | DensityLaw = "signs", c2: Scalar = 1.0
 ) -> tuple[Function, Function, Function]:
-    """The best decomposition of the section K_NTK(., z): (K_RF, E(c^2) K_1, E(c^2) x z K_1)."""
+    """Return the best decomposition of the section K_NTK(., z): (K_RF, E(c^2) K_1, E(c^2) x z K_1)."""
     return (
         lambda x: random_feature(x, z, law=law),
         lambda x: c2 * indicator(x, z, law=law),

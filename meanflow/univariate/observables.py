@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, cast
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from meanflow._numerics import safe_divide
 from meanflow.flows.observables import FunctionObservable, Observable, Predictions
@@ -25,18 +25,21 @@ def neurons(flow: "Flow", cloud: Cloud) -> Affine:
     return cast("Univariate", flow.feature).affine(cloud)
 
 
-def _knots(a: jax.Array, b: jax.Array) -> jax.Array:
+def _knots(a: Float[Array, " m"], b: Float[Array, " m"]) -> Float[Array, " m"]:
     """Return b/a, where a neuron bends; infinite for one that is constant in x."""
     return jnp.where(a != 0, safe_divide(b, a), jnp.inf)
 
 
 class KnotConcentration(eqx.Module):
-    """Share of sum |c a| in the ``count`` fullest of 110 bins over the range of the data plus 5 % at each end."""
+    """Observes which share of sum |c a| is in the ``count`` fullest of 110 bins over the range of the data plus 5 %.
+
+    The window is wider than the range of the data by 5 % at each end.
+    """
 
     count: int = eqx.field(static=True)
 
-    def __call__(self, flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
-        """Return a scalar."""
+    def __call__(self, flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:
+        """Return the share, a scalar."""
         a, b, c = neurons(flow, cloud)
         margin = 0.05 * (jnp.max(data.x) - jnp.min(data.x))
         low, high = jnp.min(data.x) - margin, jnp.max(data.x) + margin
@@ -44,26 +47,26 @@ class KnotConcentration(eqx.Module):
         return knots.concentration(place, cloud.weights * jnp.abs(c * a), self.count)
 
 
-def on_sample_share(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+def on_sample_share(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     """Return the share of the knots within 5 % of the mean spacing of a sample; see ``univariate.knots``."""
     a, b, _ = neurons(flow, cloud)
     real = (cloud.weights > 0).astype(a.dtype)
     return knots.on_sample_share(_knots(a, b), jnp.sort(data.x), mass=real)
 
 
-def dead_share(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+def dead_share(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     """Return the share of the neurons that are active on no sample."""
     a, b, _ = neurons(flow, cloud)
     return knots.dead_share(a, b, data.x, weights=cloud.weights)
 
 
-def slope_variation(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+def slope_variation(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     """Return the total variation of f', equation (17) of "univariate ReLU"; coinciding knots are merged."""
     a, b, c = neurons(flow, cloud)
     return knots.total_variation(knots.piecewise_linear(a, b, c, weights=cloud.weights))
 
 
-def prediction_grid(data: Dataset, points: int = GRID_POINTS) -> jax.Array:
+def prediction_grid(data: Dataset, points: int = GRID_POINTS) -> Float[Array, " points"]:
     """Return inputs for predictions, (points,): the range of the data widened by 10 % at each end."""
     low, high = jnp.min(data.x), jnp.max(data.x)
     margin = 0.1 * (high - low)

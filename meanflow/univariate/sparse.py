@@ -1,6 +1,8 @@
-"""The regularised problem: sparse networks, their certificate, and weight decay.
+"""The regularized problem: sparse networks, and the certificate of their optimality.
 
-Univariate ReLU, equations (16) and (17). Over signed measures nu on the circle of directions,
+``certificate`` and ``duality`` say how far any network is from the minimum; ``sparse_minimizer`` finds the minimum.
+
+This is "univariate ReLU", equations (16) and (17). Over signed measures nu on the circle of directions,
 
     min  1/2 sum_j q_j rho_j^2 + lam abs(nu)(S1),    f(x) = int <(x, 1), d(theta)>_+ nu(dtheta),  rho = f - y.
 
@@ -13,36 +15,72 @@ free: this is the unweighted total variation of f' that (17) prints. Data weight
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._checks import array, count, number, optional
 from meanflow.univariate.knots import PiecewiseLinear, piecewise_linear
 
+VECTOR = array((None,))
+WEIGHTS = optional(array((None,), low=0))
 
-def _data_weights(x: jax.Array, weights: jax.Array | None) -> jax.Array:
+
+def sorted_samples(name: str, value: object) -> object:
+    """Accept increasing samples; return them as an array. This is a kind of ``meanflow._checks``."""
+    x = VECTOR(name, value)
+    known = _checks.concrete(x)
+    if known is not None:
+        _checks.at_least(
+            f"gaps between neighbors of {name} (sorted, distinct)", np.diff(known), 0.0, strict=True
+        )
+    return x
+
+
+def host_vector(name: str, value: object) -> object:
+    """Accept a vector of finite numbers; return it in numpy and double precision. A kind of ``meanflow._checks``."""
+    VECTOR(name, value)
+    return np.asarray(value, float)
+
+
+def _data_weights(x: jax.Array, weights: Float[ArrayLike, " s"] | None) -> jax.Array:
     return jnp.ones_like(x) if weights is None else jnp.asarray(weights)
 
 
 def _features(theta: jax.Array, x: jax.Array) -> jax.Array:
-    """<(x_j, 1), d(theta_k)>_+, shape (samples, angles)."""
+    """Return <(x_j, 1), d(theta_k)>_+, shape (samples, angles)."""
     return jax.nn.relu(x[:, None] * jnp.cos(theta)[None, :] + jnp.sin(theta)[None, :])
 
 
+@_checks.arguments(theta=VECTOR, x=VECTOR, rho=VECTOR, weights=WEIGHTS)
 @jax.jit
 def angular_potential(
-    theta: jax.Array, x: jax.Array, rho: jax.Array, *, weights: jax.Array | None = None
-) -> jax.Array:
-    """F(theta) = sum_j q_j rho_j <(x_j, 1), d(theta)>_+, shape of theta (k,)."""
+    theta: Float[ArrayLike, " k"],
+    x: Float[ArrayLike, " s"],
+    rho: Float[ArrayLike, " s"],
+    *,
+    weights: Float[ArrayLike, " s"] | None = None,
+) -> Float[Array, " k"]:
+    """Return the first variation F(theta) = sum_j q_j rho_j <(x_j, 1), d(theta)>_+ at each angle.
+
+    Args:
+        theta: angles.
+        x: samples.
+        rho: residual f(x_j) - y_j.
+        weights: data weights q_j, default 1.
+    """
+    theta, x, rho = jnp.asarray(theta), jnp.asarray(x), jnp.asarray(rho)
+    _checks.shape("rho", rho, x.shape)
     return (_data_weights(x, weights) * rho) @ _features(theta, x)
 
 
-class Certificate(NamedTuple):
-    """Stationary points of the first variation.
+class AngularCertificate(NamedTuple):
+    """The stationary points of the first variation F on the circle of directions, and its supremum.
 
     Attributes:
         angles: candidate directions; the 2s sample rays, then +-G/abs(G) of each arc if it lies inside.
@@ -51,17 +89,22 @@ class Certificate(NamedTuple):
         imbalance: sum_j q_j rho_j; must vanish when the constant is free.
     """
 
-    angles: jax.Array
-    values: jax.Array
-    bound: jax.Array
-    imbalance: jax.Array
+    angles: jax.Array | np.ndarray
+    values: jax.Array | np.ndarray
+    bound: jax.Array | np.ndarray
+    imbalance: jax.Array | np.ndarray
 
 
+@_checks.arguments(x=sorted_samples, rho=VECTOR, weights=WEIGHTS, count_bias=_checks.flag)
 @partial(jax.jit, static_argnames="count_bias")
 def certificate(
-    x: jax.Array, rho: jax.Array, *, weights: jax.Array | None = None, count_bias: bool = True
-) -> Certificate:
-    """The exact supremum of abs(F) over all directions, and where it may be attained.
+    x: Float[ArrayLike, " s"],
+    rho: Float[ArrayLike, " s"],
+    *,
+    weights: Float[ArrayLike, " s"] | None = None,
+    count_bias: bool = True,
+) -> AngularCertificate:
+    """Find the exact supremum of abs(F) over all directions, and where it may be attained.
 
     Args:
         x: (s,) sorted, distinct samples.
@@ -71,17 +114,21 @@ def certificate(
             balanced residual that quotient is linear between samples: only the sample rays matter.
 
     Returns:
-        A ``Certificate``; O(s) by cumulative sums, jit and vmap.
+        An ``AngularCertificate``, in O(s) by cumulative sums; works under jit and vmap.
 
     >>> import jax.numpy as jnp
     >>> float(certificate(jnp.array([0.0]), jnp.array([-2.0])).bound)      # a single sample: |rho| |(x, 1)|
     2.0
     """
+    x, rho = jnp.asarray(x), jnp.asarray(rho)
+    _checks.shape("rho", rho, x.shape)
     return _stationary(jnp, x, _data_weights(x, weights) * rho, count_bias)
 
 
-def _stationary(xp: Any, x: Any, push: Any, count_bias: bool) -> Certificate:
-    """``certificate`` in jax.numpy or, for the host's reference in double precision, in numpy."""
+def _stationary(
+    xp: ModuleType, x: jax.Array | np.ndarray, push: jax.Array | np.ndarray, count_bias: bool
+) -> AngularCertificate:
+    """Compute ``certificate`` in ``xp``: jax.numpy, or numpy for the reference in double precision on the host."""
     lifted = xp.stack([push * x, push], axis=1)
     above = xp.cumsum(lifted[::-1], axis=0)  # row k: the k+1 largest samples, active past a right-facing ray
     below = xp.concatenate([xp.zeros_like(lifted[:1]), xp.cumsum(lifted, axis=0)[:-1]])[::-1]  # left-facing
@@ -90,7 +137,7 @@ def _stationary(xp: Any, x: Any, push: Any, count_bias: bool) -> Certificate:
     at_rays = force[:, 0] * xp.cos(rays) + force[:, 1] * xp.sin(rays)
     if not count_bias:
         values = at_rays * xp.sqrt(1 + xp.tile(x[::-1], 2) ** 2)
-        return Certificate(rays, values, xp.max(xp.abs(values)), xp.sum(push))
+        return AngularCertificate(rays, values, xp.max(xp.abs(values)), xp.sum(push))
     length = xp.mod(xp.roll(rays, -1) - rays, 2 * xp.pi)
     size = xp.sqrt(xp.sum(force**2, axis=1))
     ahead = xp.arctan2(force[:, 1], force[:, 0])
@@ -101,34 +148,46 @@ def _stationary(xp: Any, x: Any, push: Any, count_bias: bool) -> Certificate:
         angles.append(xp.where(inside, peak, rays))
         values.append(xp.where(inside, sign * size, 0))
     every = xp.concatenate(values)
-    return Certificate(xp.concatenate(angles), every, xp.max(xp.abs(every)), xp.sum(push))
+    return AngularCertificate(xp.concatenate(angles), every, xp.max(xp.abs(every)), xp.sum(push))
 
 
 class Duality(NamedTuple):
-    """Both sides of (16) for any network; the minimum lies between ``dual`` and ``primal``."""
+    """Both sides of (16) for any network; the minimum lies between ``dual`` and ``primal``.
 
-    primal: jax.Array
-    dual: jax.Array
-    bound: jax.Array
+    ``bound`` is the supremum of abs(F); see ``AngularCertificate``.
+    """
+
+    primal: Float[Array, ""]
+    dual: Float[Array, ""]
+    bound: Float[Array, ""]
 
     @property
-    def gap(self) -> jax.Array:
-        """primal - dual >= 0; 0 exactly at a minimiser."""
+    def gap(self) -> Float[Array, ""]:
+        """Return primal - dual >= 0, which is 0 exactly at a minimizer."""
         return self.primal - self.dual
 
 
+@_checks.arguments(
+    r=VECTOR,
+    theta=VECTOR,
+    x=sorted_samples,
+    y=VECTOR,
+    lam=number(low=0),
+    weights=WEIGHTS,
+    particle_weights=WEIGHTS,
+)
 @jax.jit
 def duality(
-    r: jax.Array,
-    theta: jax.Array,
-    x: jax.Array,
-    y: jax.Array,
-    lam: ArrayLike,
+    r: Float[ArrayLike, " m"],
+    theta: Float[ArrayLike, " m"],
+    x: Float[ArrayLike, " s"],
+    y: Float[ArrayLike, " s"],
+    lam: float | Float[Array, ""],
     *,
-    weights: jax.Array | None = None,
-    particle_weights: jax.Array | None = None,
+    weights: Float[ArrayLike, " s"] | None = None,
+    particle_weights: Float[ArrayLike, " m"] | None = None,
 ) -> Duality:
-    """Objective of a network, a lower bound on the minimum over all networks, and the certificate's bound.
+    """Return the objective of a network, a lower bound on the minimum over all networks, and the certificate's bound.
 
     Args:
         r, theta: (m,) polar neurons.
@@ -137,7 +196,10 @@ def duality(
         weights: (s,) data weights, default 1.
         particle_weights: (m,) p_i, default 1/m.
     """
-    p = jnp.full_like(r, 1 / r.shape[0]) if particle_weights is None else particle_weights
+    r, theta, x, y = (jnp.asarray(u) for u in (r, theta, x, y))
+    _checks.shape("theta", theta, r.shape)
+    _checks.shape("y", y, x.shape)
+    p = _particle_weights(r, particle_weights)
     q = _data_weights(x, weights)
     rho = _features(theta, x) @ (p * r) - y
     bound = certificate(x, rho, weights=weights).bound
@@ -147,22 +209,36 @@ def duality(
     return Duality(primal, -jnp.sum(q * (shrunk * y + shrunk**2 / 2)), bound)
 
 
-def charge(r: jax.Array, *, particle_weights: jax.Array | None = None) -> jax.Array:
-    """The regularizer Gamma = sum_i p_i abs(r_i) of a cloud."""
-    p = jnp.full_like(r, 1 / r.shape[0]) if particle_weights is None else particle_weights
+def _particle_weights(r: jax.Array, weights: Float[ArrayLike, " m"] | None) -> jax.Array:
+    return jnp.full_like(r, 1 / r.shape[0]) if weights is None else jnp.asarray(weights)
+
+
+@_checks.arguments(r=VECTOR, particle_weights=WEIGHTS)
+def charge(
+    r: Float[ArrayLike, " m"], *, particle_weights: Float[ArrayLike, " m"] | None = None
+) -> Float[Array, ""]:
+    """Return the regularizer Gamma = sum_i p_i abs(r_i) of a cloud; p_i are its weights, default 1/m."""
+    r = jnp.asarray(r)
+    p = _particle_weights(r, particle_weights)
     return jnp.sum(p * jnp.abs(r))
 
 
+@_checks.arguments(r=VECTOR, theta=VECTOR, particle_weights=WEIGHTS)
 @jax.jit
 def measure_variation(
-    r: jax.Array, theta: jax.Array, *, particle_weights: jax.Array | None = None
-) -> jax.Array:
-    """Total variation of nu = int r mu(dr, .): equal angles are summed before taking absolute values.
+    r: Float[ArrayLike, " m"],
+    theta: Float[ArrayLike, " m"],
+    *,
+    particle_weights: Float[ArrayLike, " m"] | None = None,
+) -> Float[Array, ""]:
+    """Return the total variation of nu = int r mu(dr, .): equal angles are summed before taking absolute values.
 
     Never above ``charge``; equal to it unless neurons of opposite sign share a direction. (As printed,
     without the factor r, the measure is the law of the angles and its variation is always 1.)
     """
-    p = jnp.full_like(r, 1 / r.shape[0]) if particle_weights is None else particle_weights
+    r, theta = jnp.asarray(r), jnp.asarray(theta)
+    _checks.shape("theta", theta, r.shape)
+    p = _particle_weights(r, particle_weights)
     order = jnp.argsort(theta)
     angle, mass = theta[order], (p * r)[order]
     label = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum((jnp.diff(angle) > 0).astype(jnp.int32))])
@@ -172,7 +248,7 @@ def measure_variation(
 
 
 class SparseSolution(NamedTuple):
-    """A minimiser of (16) as finitely many neurons, with its certificate; numpy arrays.
+    """A minimizer of (16) as finitely many neurons, with its certificate, in numpy arrays.
 
     Attributes:
         theta, charges: f(x) = constant + sum_k charges_k <(x, 1), d(theta_k)>_+, shape (k,) each.
@@ -191,7 +267,7 @@ class SparseSolution(NamedTuple):
     bound: float
 
     def function(self) -> PiecewiseLinear:
-        """The minimiser as a piecewise linear function."""
+        """Return the minimizer as a piecewise linear function."""
         f = piecewise_linear(
             jnp.cos(self.theta),
             -jnp.sin(self.theta),
@@ -202,13 +278,15 @@ class SparseSolution(NamedTuple):
 
 
 def _columns(theta: np.ndarray, x: np.ndarray, count_bias: bool) -> np.ndarray:
-    """Features divided by their price, (s, k)."""
+    """Return the features divided by their price, shape (samples, angles)."""
     values = np.maximum(x[:, None] * np.cos(theta) + np.sin(theta), 0)
     return values if count_bias else values / np.abs(np.cos(theta))
 
 
-def _least_squares(columns: np.ndarray, free: np.ndarray, y: np.ndarray, lam: float):
-    """min 1/2 |A u + B v - y|^2 + lam |u|_1, exactly; returns u, v and the residual.
+def _least_squares(
+    columns: np.ndarray, free: np.ndarray, y: np.ndarray, lam: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Minimize 1/2 |A u + B v - y|^2 + lam |u|_1 exactly; return u, v and the residual.
 
     The dual is the projection of y on a polytope, a least-distance problem, which nnls solves in finitely
     many steps; its multipliers are u and v.
@@ -230,8 +308,10 @@ def _least_squares(columns: np.ndarray, free: np.ndarray, y: np.ndarray, lam: fl
     return u, v, columns @ u + free @ v - y
 
 
-def _interpolation(columns: np.ndarray, free: np.ndarray, y: np.ndarray):
-    """min |u|_1 subject to A u + B v = y, a linear programme; returns u, v and minus the dual variables."""
+def _interpolation(
+    columns: np.ndarray, free: np.ndarray, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Minimize |u|_1 subject to A u + B v = y, a linear program; return u, v and minus the dual variables."""
     from scipy.optimize import linprog
 
     k, f = columns.shape[1], free.shape[1]
@@ -243,14 +323,12 @@ def _interpolation(columns: np.ndarray, free: np.ndarray, y: np.ndarray):
         method="highs",
     )
     if not result.success:
-        raise ValueError(
-            f"the linear programme has no solution ({result.message}); are the samples distinct?"
-        )
+        raise ValueError(f"the linear program has no solution ({result.message}); are the samples distinct?")
     return result.x[:k] - result.x[k : 2 * k], result.x[2 * k :], -np.asarray(result.eqlin.marginals)
 
 
 def _merge(theta: np.ndarray, u: np.ndarray, rays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One neuron for all that share an open arc and a sign: same values on the samples, no more charge."""
+    """Make one neuron of all that share an open arc and a sign: same values on the samples, no more charge."""
     sorted_rays = np.sort(np.mod(rays, 2 * np.pi))
     turn = np.mod(theta, 2 * np.pi)
     apart = np.abs(turn[:, None] - sorted_rays[None, :]).min(axis=1)
@@ -264,114 +342,136 @@ def _merge(theta: np.ndarray, u: np.ndarray, rays: np.ndarray) -> tuple[np.ndarr
     return np.arctan2(sums[:, 1], sums[:, 0]), signs * np.hypot(sums[:, 0], sums[:, 1])
 
 
-def sparse_minimiser(
-    x: ArrayLike,
-    y: ArrayLike,
+class _Problem(NamedTuple):
+    """The data of ``sparse_minimizer``, sorted by x.
+
+    ``root`` is the square root of the data weights q, by which rows are multiplied; 1 for interpolation, which does not
+    depend on q. ``rays`` are the 2s angles of the sample rays.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    q: np.ndarray
+    root: np.ndarray
+    rays: np.ndarray
+    lam: float
+    count_bias: bool
+
+
+class _Candidate(NamedTuple):
+    """The exact solution over finitely many directions: charges u of the used ones, and its certificate."""
+
+    theta: np.ndarray
+    u: np.ndarray
+    constant: float
+    rho: np.ndarray
+    found: AngularCertificate
+    bound: float
+
+
+def _prepare(x: ArrayLike, y: ArrayLike, lam: float, weights: ArrayLike | None, count_bias: bool) -> _Problem:
+    """Sort the samples, in double precision on the host, and refuse those that coincide."""
+    points, targets = np.asarray(x, float), np.asarray(y, float)
+    _checks.shape("y", targets, points.shape)
+    order = np.argsort(points)
+    points, targets = points[order], targets[order]
+    _checks.at_least("gaps between samples", np.diff(points), 0.0, strict=True)
+    q = np.ones_like(points)
+    if weights is not None:
+        _checks.shape("weights", weights, points.shape)
+        q = np.asarray(weights, float)[order]
+    _checks.at_least("weights", q, 0.0, strict=True)
+    root = np.ones_like(points) if lam == 0 else np.sqrt(q)
+    rays = np.concatenate([-np.arctan(points), np.pi - np.arctan(points)])
+    return _Problem(points, targets, q, root, rays, float(lam), count_bias)
+
+
+def _restricted(problem: _Problem, theta: np.ndarray) -> _Candidate:
+    """Solve the problem exactly over the directions ``theta``; directions without charge are dropped."""
+    x, y, _, root, _, lam, count_bias = problem
+    columns = root[:, None] * _columns(theta, x, count_bias)
+    free = np.zeros((len(x), 0)) if count_bias else root[:, None]
+    if lam == 0:
+        u, v, rho = _interpolation(columns, free, y)
+    else:
+        u, v, residual = _least_squares(columns, free, root * y, lam)
+        rho = residual / root
+    found = _stationary(np, x, root**2 * rho, count_bias)
+    bound = float(found.bound) / (lam if lam > 0 else 1.0)
+    used = np.abs(u) > 1e-12 * max(np.abs(u).max(), 1e-300)
+    return _Candidate(theta[used], u[used], float(v.sum()), rho, found, bound)
+
+
+def _solution(problem: _Problem, best: _Candidate) -> SparseSolution:
+    """Merge neurons that can be one, and compute both sides of (16)."""
+    _, y, q, _, rays, lam, count_bias = problem
+    theta, u = _merge(best.theta, best.u, rays) if count_bias else (best.theta, best.u)
+    total = float(np.abs(u).sum())
+    charges = u if count_bias else u / np.abs(np.cos(theta))
+    # a residual whose certificate exceeds its limit is shrunk until it is feasible for the dual problem
+    shrunk = best.rho / max(best.bound, 1.0)
+    if lam == 0:
+        primal, dual = total, -float(shrunk @ y)
+    else:
+        primal = float(np.sum(q * best.rho**2) / 2 + lam * total)
+        dual = -float(np.sum(q * (shrunk * y + shrunk**2 / 2)))
+    return SparseSolution(theta, charges, best.constant, best.rho, primal, dual, best.bound)
+
+
+@_checks.arguments(
+    x=host_vector,
+    y=host_vector,
+    lam=number(low=0),
+    weights=optional(host_vector),
+    count_bias=_checks.flag,
+    grid=count(0),
+    rounds=count(1),
+    tolerance=number(low=0),
+)
+def sparse_minimizer(
+    x: Float[ArrayLike, " s"],
+    y: Float[ArrayLike, " s"],
     lam: float,
     *,
-    weights: ArrayLike | None = None,
+    weights: Float[ArrayLike, " s"] | None = None,
     count_bias: bool = True,
     grid: int = 256,
     rounds: int = 60,
     tolerance: float = 1e-10,
 ) -> SparseSolution:
-    """Reference minimiser of (16) over all measures, on the host: exact solves plus exact new directions.
+    """Minimize (16) over all measures, on the host, by exact solves and exact new directions: a reference.
 
-    Starts from all sample rays and ``grid`` equispaced angles, solves the finite problem exactly (a linear
-    programme for lam = 0, interpolation of least charge; a least-distance problem for lam > 0), adds the
-    directions at which the closed-form certificate is violated, and repeats.
+    The search starts from all sample rays and ``grid`` equispaced angles, solves the problem over these directions
+    exactly (a linear program for lam = 0, interpolation of least charge; a least-distance problem for lam > 0), adds
+    the directions at which the closed-form certificate is violated, and repeats.
 
     Args:
-        x: (s,) distinct samples.
-        y: (s,) targets.
+        x: distinct samples, in any order.
+        y: targets.
         lam: penalty; 0 for the interpolant of least charge.
-        weights: (s,) data weights, default 1 (unused for lam = 0).
-        count_bias: whether the charge counts biases; see the module's text.
-        grid: equispaced starting angles.
+        weights: data weights > 0, default 1 (unused for lam = 0).
+        count_bias: whether the charge counts biases; see the text of this module.
+        grid: number of equispaced starting angles.
         rounds: largest number of rounds.
-        tolerance: stop when sup abs(F) <= (1 + tolerance) lam.
+        tolerance: the search stops when sup abs(F) <= (1 + tolerance) lam.
 
     Returns:
-        The minimiser with primal and dual value.
+        The minimizer with primal and dual value. If the rounds run out, the best of the last round: its ``bound`` is
+        then above 1 + tolerance, and the minimum still lies between ``dual`` and ``primal``.
+
+    >>> best = sparse_minimizer([-1.0, 0.0, 1.0], [1.0, 0.0, 1.0], 0.0, count_bias=False)
+    >>> round(best.primal, 9)  # the slope of |x| changes by 2
+    2.0
     """
-    _checks.shape("x", x, (None,))
-    _checks.shape("y", y, np.shape(x))
-    order = np.argsort(np.asarray(x))
-    x, y = np.asarray(x, float)[order], np.asarray(y, float)[order]
-    _checks.finite("x", x)
-    _checks.finite("y", y)
-    _checks.at_least("gaps between samples", np.diff(x), 0.0, strict=True)
-    _checks.at_least("lam", lam, 0.0)
-    q = np.ones_like(x) if weights is None else np.asarray(weights, float)[order]
-    _checks.at_least("weights", q, 0.0, strict=True)
-    root = np.ones_like(x) if lam == 0 else np.sqrt(q)
-    free = np.zeros((len(x), 0)) if count_bias else root[:, None]
-    theta = rays = np.concatenate([-np.arctan(x), np.pi - np.arctan(x)])
+    problem = _prepare(x, y, lam, weights, count_bias)
+    theta = problem.rays
     if count_bias:
-        theta = np.concatenate([rays, 2 * np.pi * np.arange(grid) / grid])
-    for _ in range(rounds):
-        columns = root[:, None] * _columns(theta, x, count_bias)
-        if lam == 0:
-            u, v, rho = _interpolation(columns, free, y)
-        else:
-            u, v, residual = _least_squares(columns, free, root * y, lam)
-            rho = residual / root
-        found = _stationary(np, x, root**2 * rho, count_bias)
-        bound = float(found.bound) / (lam if lam > 0 else 1.0)
-        used = np.abs(u) > 1e-12 * max(np.abs(u).max(), 1e-300)
-        if bound <= 1 + tolerance:
+        theta = np.concatenate([theta, 2 * np.pi * np.arange(grid) / grid])
+    best = _restricted(problem, theta)
+    limit = (lam if lam > 0 else 1.0) * (1 + tolerance / 2)
+    for _ in range(rounds - 1):
+        if best.bound <= 1 + tolerance:
             break
-        limit = (lam if lam > 0 else 1.0) * (1 + tolerance / 2)
-        fresh = found.angles[np.abs(found.values) > limit]
-        theta = np.unique(np.concatenate([rays, theta[used], fresh]))
-    theta, u = theta[used], u[used]
-    if count_bias:
-        theta, u = _merge(theta, u, rays)
-    total = np.abs(u).sum()
-    charges = u if count_bias else u / np.abs(np.cos(theta))
-    if lam == 0:
-        primal, dual = total, -float(rho @ y) / max(bound, 1.0)
-    else:
-        primal = float(np.sum(q * rho**2) / 2 + lam * total)
-        shrunk = rho / max(bound, 1.0)
-        dual = -float(np.sum(q * (shrunk * y + shrunk**2 / 2)))
-    return SparseSolution(theta, charges, float(v.sum()), rho, primal, dual, bound)
-
-
-def decayed_balance(delta: jax.Array, rate: float | jax.Array, t: float | jax.Array) -> jax.Array:
-    """The balance delta = c^2 - a^2 - b^2 under weight decay, a label that evolves: delta' = -2 rate delta.
-
-    Weight decay adds (rate/2) sum_i (a_i^2 + b_i^2 + c_i^2) to the loss of the full network. Without it delta
-    is conserved (Lemma 3); with it every network tends to balance, at a rate that knows nothing of the data.
-    """
-    return delta * jnp.exp(-2 * rate * t)
-
-
-def decay_velocity(
-    r: jax.Array, delta: jax.Array, rate: float | jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What weight decay adds to (r', theta', delta') in lifted coordinates: (-2 rate r, 0, -2 rate delta)."""
-    return -2 * rate * r, jnp.zeros_like(r), -2 * rate * delta
-
-
-def descended_balance(
-    delta: jax.Array,
-    gradients: tuple[jax.Array, jax.Array, jax.Array],
-    lr: float | jax.Array,
-    rate: float | jax.Array = 0.0,
-) -> jax.Array:
-    """delta after a gradient step, exactly: (1 - lr rate)^2 delta + lr^2 (g_c^2 - g_a^2 - g_b^2).
-
-    Args:
-        delta: (m,) balances before the step.
-        gradients: (g_a, g_b, g_c), (m,) each, of the loss without the decay.
-        lr: step size.
-        rate: weight decay.
-    """
-    g_a, g_b, g_c = gradients
-    return (1 - lr * rate) ** 2 * delta + lr**2 * (g_c**2 - g_a**2 - g_b**2)
-
-
-def decay_to_charge(rate: float, alpha: float) -> float:
-    """lam = rate * alpha: a balanced neuron pays (rate/2)(a^2 + b^2 + c^2) = lam abs(r)/m, others more."""
-    return rate * alpha
+        fresh = best.found.angles[np.abs(best.found.values) > limit]
+        best = _restricted(problem, np.unique(np.concatenate([problem.rays, best.theta, fresh])))
+    return _solution(problem, best)

@@ -1,5 +1,8 @@
 """Cubic splines as the limit of training the output weights of a wide univariate ReLU network.
 
+``spline_interpolant`` is that limit for a law of the inner weights, ``natural_spline`` the classical spline, and
+``bordered_spline`` solves the same equations densely, with a ridge if asked.
+
 Inside the support of the knots the random-feature kernel is k0 + k1 xz + k3 abs(x-z)^3, so its interpolant is
 a cubic spline f(x) = d + s x + sum_j w_j abs(x - x_j)^3 whose constant d and slope s are shrunk by a Gaussian
 prior of variances k0 and k1: sum w = (k3/k0) d and sum w x = (k3/k1) s. It is the natural spline only in the
@@ -12,14 +15,17 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.univariate.kernels import Law, Signs, Uniform, resolve_law
+from meanflow._checks import array, number, optional
+from meanflow.univariate.kernels import Signs, Uniform, weight_law
+
+SAMPLES = array((None,))
 
 
 class Spline(eqx.Module):
-    """A piecewise cubic, callable on arrays of any shape; O(log n) a point.
+    """A piecewise cubic function, to be called on arrays of any shape; O(log n) for each point.
 
     Attributes:
         nodes: sorted samples, (n,).
@@ -28,24 +34,24 @@ class Spline(eqx.Module):
         constant, slope: the affine part d + s x, which is the mean of the two outer cubics.
     """
 
-    nodes: jax.Array
-    taylor: jax.Array
-    constant: jax.Array
-    slope: jax.Array
+    nodes: Float[Array, " n"]
+    taylor: Float[Array, "n_plus_1 4"]
+    constant: Float[Array, ""]
+    slope: Float[Array, ""]
 
-    def __call__(self, x: ArrayLike) -> jax.Array:
-        """Values at x."""
+    def __call__(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
+        """Return the values at x."""
         return self.derivative(x, 0)
 
-    def derivative(self, x: ArrayLike, order: int = 1) -> jax.Array:
-        """Derivative of order 0 to 3 at x, same shape as x; order 3 jumps at the nodes."""
+    def derivative(self, x: Float[ArrayLike, "*x"], order: int = 1) -> Float[Array, "*x"]:
+        """Return the derivative of order 0 to 3 at x; the third one jumps at the nodes."""
         if order not in (0, 1, 2, 3):
             raise ValueError(f"order must be 0, 1, 2 or 3, got {order}")
         return _evaluate(self, x, order)
 
 
 @partial(jax.jit, static_argnames="order")
-def _evaluate(spline: Spline, x: ArrayLike, order: int) -> jax.Array:
+def _evaluate(spline: Spline, x: Float[ArrayLike, "*x"], order: int) -> Float[Array, "*x"]:
     points = jnp.asarray(x, jnp.result_type(x, spline.nodes))
     piece = jnp.searchsorted(spline.nodes, points, side="right")
     step = points - spline.nodes[jnp.maximum(piece - 1, 0)]
@@ -55,8 +61,15 @@ def _evaluate(spline: Spline, x: ArrayLike, order: int) -> jax.Array:
     return value
 
 
-def _assemble(x, y, second, outer, constant, slope) -> Spline:
-    """Spline from values and second derivatives at sorted nodes; outer: third derivative beyond the last."""
+def _assemble(
+    x: Float[Array, " n"],
+    y: Float[Array, " n"],
+    second: Float[Array, " n"],
+    outer: Float[Array, ""],
+    constant: Float[Array, ""],
+    slope: Float[Array, ""],
+) -> Spline:
+    """Make a spline from values and second derivatives at sorted nodes; ``outer`` is the third derivative beyond."""
     h = jnp.diff(x)
     first = jnp.diff(y) / h - h * (2 * second[:-1] + second[1:]) / 6
     last = first[-1] + h[-1] * (second[-2] + second[-1]) / 2
@@ -70,13 +83,13 @@ def _assemble(x, y, second, outer, constant, slope) -> Spline:
     return Spline(x, jnp.stack(columns, axis=1), constant, slope)
 
 
-def _samples(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def _samples(
+    x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Return the samples sorted by x, in one dtype; at least two, and no two at one place."""
     x, y = jnp.asarray(x), jnp.asarray(y)
-    _checks.shape("x", x, (None,))
     _checks.shape("y", y, x.shape)
     _checks.at_least("number of samples", x.shape[0], 2)
-    _checks.finite("x", x)
-    _checks.finite("y", y)
     dtype = jnp.result_type(x, y, 0.0)
     order = jnp.argsort(x)
     x, y = x[order].astype(dtype), y[order].astype(dtype)
@@ -85,8 +98,8 @@ def _samples(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def _banded(x: jax.Array, y: jax.Array, shrink: tuple[ArrayLike, ArrayLike]) -> Spline:
-    """Interpolant with sum w = shrink[0] d and sum w x = shrink[1] s, by one tridiagonal solve."""
+def _banded(x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLike, ArrayLike]) -> Spline:
+    """Return the interpolant with sum w = shrink[0] d and sum w x = shrink[1] s, by one tridiagonal solve."""
     h = jnp.diff(x)
     zero, one = jnp.zeros_like(x[:1]), jnp.ones_like(x[:1])
     inner = 6 * jnp.diff(jnp.diff(y) / h)
@@ -98,7 +111,7 @@ def _banded(x: jax.Array, y: jax.Array, shrink: tuple[ArrayLike, ArrayLike]) -> 
     diagonal = jnp.concatenate([one, 2 * (h[1:] + h[:-1]), one])
     seconds = jax.lax.linalg.tridiagonal_solve(lower, diagonal, upper, sides.T).T
 
-    def outer_mean(second, ends, outer, rise):
+    def outer_mean(second: jax.Array, ends: jax.Array, outer: jax.Array, rise: jax.Array) -> jax.Array:
         # constant and slope of the mean of the two outer cubics, each expanded at its end node
         (left, right), (x0, x1), (y0, y1) = second[jnp.array([0, -1])], x[jnp.array([0, -1])], ends
         slope0 = rise[0] - h[0] * (2 * second[0] + second[1]) / 6
@@ -126,15 +139,18 @@ def _banded(x: jax.Array, y: jax.Array, shrink: tuple[ArrayLike, ArrayLike]) -> 
     return _assemble(x, y, second, 6 * p0 * affine[0], affine[0], affine[1])
 
 
+@_checks.arguments(
+    x=SAMPLES, y=SAMPLES, shrink_constant=number(low=0), shrink_slope=number(low=0), ridge=number(low=0)
+)
 @jax.jit
 def bordered_spline(
-    x: ArrayLike,
-    y: ArrayLike,
-    shrink_constant: ArrayLike = 0.0,
-    shrink_slope: ArrayLike = 0.0,
-    ridge: ArrayLike = 0.0,
+    x: Float[ArrayLike, " n"],
+    y: Float[ArrayLike, " n"],
+    shrink_constant: Float[ArrayLike, ""] = 0.0,
+    shrink_slope: Float[ArrayLike, ""] = 0.0,
+    ridge: Float[ArrayLike, ""] = 0.0,
 ) -> Spline:
-    """Solves the dense bordered system of the kernel k0 + k1 xz + k3 abs(x-z)^3, with or without a ridge.
+    """Solve the dense bordered system of the kernel k0 + k1 xz + k3 abs(x-z)^3, with or without a ridge.
 
         [ abs(xi-xj)^3 + ridge I    1         x      ] [w]   [y]
         [ 1^T                    -k3/k0       0      ] [d] = [0]
@@ -163,8 +179,13 @@ def bordered_spline(
     return _assemble(x, fitted, 6 * gaps @ weights, 6 * jnp.sum(weights), constant, slope)
 
 
-def natural_spline(x: ArrayLike, y: ArrayLike) -> Spline:
-    """The interpolant of least int f''^2: linear outside the samples, f'' = 0 at both ends.
+@_checks.arguments(x=SAMPLES, y=SAMPLES)
+def natural_spline(x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]) -> Spline:
+    """Return the interpolant of least int f''^2: it is linear outside the samples, with f'' = 0 at both ends.
+
+    Args:
+        x: distinct inputs, (n,), n >= 2.
+        y: targets, (n,).
 
     >>> import jax.numpy as jnp
     >>> f = natural_spline(jnp.array([0.0, 1.0, 3.0]), jnp.array([1.0, 2.0, 0.0]))
@@ -174,10 +195,23 @@ def natural_spline(x: ArrayLike, y: ArrayLike) -> Spline:
     return _banded(*_samples(x, y), (0.0, 0.0))
 
 
+def cubic_law(name: str, value: object) -> Signs | Uniform:
+    """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._checks``."""
+    law = weight_law(name, value)
+    if not isinstance(law, Signs | Uniform):
+        raise ValueError(f"{name} must be Signs or Uniform (a cubic kernel), got {value}")
+    return law
+
+
+@_checks.arguments(x=SAMPLES, y=SAMPLES, law=cubic_law, ridge=optional(number(low=0)))
 def spline_interpolant(
-    x: ArrayLike, y: ArrayLike, *, law: str | Law = "signs", ridge: ArrayLike | None = None
+    x: Float[ArrayLike, " n"],
+    y: Float[ArrayLike, " n"],
+    *,
+    law: str | Signs | Uniform = "signs",
+    ridge: Float[ArrayLike, ""] | None = None,
 ) -> Spline:
-    """What training c alone from c = 0 converges to at infinite width, equation (24), in spline form.
+    """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
 
     Args:
         x: distinct inputs, (n,), where the kernel is cubic (abs(x) <= bound, or bound / slope).
@@ -186,7 +220,7 @@ def spline_interpolant(
         ridge: kernel ridge penalty; None interpolates.
 
     Returns:
-        The minimum-norm spline, equal to the network's function inside the cubic region. O(n log n); O(n^3)
+        The minimum-norm spline, equal to the network's function inside the cubic region. O(n log n), or O(n^3)
         with a ridge.
 
     >>> import jax.numpy as jnp
@@ -196,9 +230,7 @@ def spline_interpolant(
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
     True
     """
-    cubic = resolve_law(law)
-    if not isinstance(cubic, Signs | Uniform):
-        raise ValueError(f"law must be Signs or Uniform (a cubic kernel), got {law}")
+    cubic = cubic_law("law", law)
     reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
     if reach is not None and given is not None and abs(given).max(initial=0.0) > reach * (1 + 1e-6):
         raise ValueError(

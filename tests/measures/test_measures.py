@@ -96,7 +96,7 @@ def test_samples_are_nested_only_when_quasi_random():
     [
         (lambda: mf.Cloud(neurons(3), weights=[0.5, 0.5, 0.5]), "weights must sum to 1, got a sum of 1.5"),
         (lambda: mf.Cloud(neurons(2), weights=[1.5, -0.5]), "weights must be >= 0"),
-        (lambda: mf.Cloud(neurons(3), weights=[0.5, 0.5]), r"weights must have shape \(3\)"),
+        (lambda: mf.Cloud(neurons(3), weights=[0.5, 0.5]), r"weights must have shape \(3,\)"),
         (lambda: mf.Cloud(mf.Neurons(jnp.ones(2), jnp.ones((3, 2)))), "share one leading axis"),
         (lambda: mf.Cloud(mf.Neurons(jnp.ones(0), jnp.ones((0, 2)))), "at least 1 neuron"),
         (

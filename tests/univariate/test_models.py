@@ -12,7 +12,7 @@ from meanflow.measures.laws import angle, uniform
 from meanflow.measures.scaling import Scaling, speed
 from meanflow.univariate import balance
 
-DATA = Dataset([-1.0, -0.3, 0.2, 0.9], [0.5, -1.0, 0.3, 1.2], weights="sum")
+DATA = Dataset(jnp.array([-1.0, -0.3, 0.2, 0.9]), jnp.array([0.5, -1.0, 0.3, 1.2]), weights="sum")
 
 
 def affine(seed=0, m=7):

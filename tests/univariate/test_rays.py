@@ -11,6 +11,7 @@ import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.univariate import balance, forces, rays
+from meanflow.univariate.residual import region_covariances
 
 classify = jax.jit(jax.vmap(uni.classify_rays))
 attracting = jax.jit(jax.vmap(uni.attracting_angles))
@@ -126,7 +127,7 @@ def test_proposition_1(model):
     """(13) with region covariances against the derivative of the predictions along the velocity, and -K rho."""
     rng = np.random.default_rng(4)
     x = np.array([0.3, -1.0, 0.9, -0.2])
-    data = Dataset(x, rng.standard_normal(4), weights=[1.0, 2.0, 0.5, 1.0])
+    data = Dataset(x, rng.standard_normal(4), weights=jnp.array([1.0, 2.0, 0.5, 1.0]))
     if model == "full":
         cloud, flow = Cloud(Affine(*rng.standard_normal((3, 9)))), uni.full("sqrt")
     else:
@@ -140,10 +141,40 @@ def test_proposition_1(model):
     rho = mf.predict(flow, cloud, data.x) - data.y
     np.testing.assert_allclose(got, -kernel @ (data.weights * rho), rtol=1e-12, atol=1e-13)
     if model == "canonical":
-        sigma = rays.region_covariances(flow, cloud, jnp.sort(data.x))
+        sigma = region_covariances(flow, cloud, jnp.sort(data.x))
         d = np.asarray(balance.unit(cloud.particles.theta))
         t = np.stack([-d[:, 1], d[:, 0]], 1)
         each = np.einsum("m,mi,mj->mij", np.asarray(cloud.particles.r) ** 2, t, t) + np.einsum(
             "mi,mj->mij", d, d
         )
         np.testing.assert_allclose(sigma.sum(0), each.mean(0), rtol=1e-12)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("function", [uni.classify_rays, uni.attracting_angles])
+def test_residuals_belong_to_samples(function):
+    with pytest.raises(ValueError, match=r"residual must have shape \(3\), got \(2,\)"):
+        function(jnp.array([-1.0, 0.0, 1.0]), jnp.array([1.0, 2.0]))
+    with pytest.raises(ValueError, match="x must be finite"):
+        function(jnp.array([jnp.nan, 0.0]), jnp.array([1.0, 2.0]))
+    with pytest.raises(ValueError, match="residual must be an array"):
+        function(jnp.array([-1.0, 0.0]), None)
+
+
+@pytest.mark.bad_input
+def test_the_residual_equation_is_for_univariate_flows(key):
+    data = Dataset(jnp.ones((4, 2)), jnp.ones(4))
+    flow = mf.vanilla()
+    with pytest.raises(ValueError, match="flow must be a flow of univariate ReLU neurons"):
+        uni.residual_ode(flow, flow.init(key, 5, dim=2), data)
+
+
+@pytest.mark.bad_input
+def test_lifts_need_the_right_neurons():
+    polar = Cloud(Polar(jnp.ones(2), jnp.ones(2)), labels=1.0)
+    with pytest.raises(TypeError, match="cloud must hold Affine neurons, got particles of type Polar"):
+        balance.project(polar)
+    with pytest.raises(TypeError, match="cloud must hold Polar neurons, got particles of type Affine"):
+        balance.lift(balance.lift(polar))
+    with pytest.raises(TypeError, match="cloud must be a Cloud"):
+        balance.lift(polar.particles)

@@ -8,7 +8,7 @@ import pytest
 from meanflow.kernels.regime import minimum_norm
 from meanflow.univariate.kernels import (
     Finite,
-    Interval,
+    FixedSlope,
     Radial,
     Signs,
     Uniform,
@@ -17,7 +17,7 @@ from meanflow.univariate.kernels import (
 )
 from meanflow.univariate.norms import feature_norm, tangent_norm, tangent_parts
 
-LAWS = [Signs(0.8), Signs(3.0), Uniform(1.3, 0.9), Uniform(0.5, 2.0), Radial(2.0), Interval(2.0, -1.2, 1.0)]
+LAWS = [Signs(0.8), Signs(3.0), Uniform(1.3, 0.9), Uniform(0.5, 2.0), Radial(2.0), FixedSlope(2.0, -1.2, 1.0)]
 
 
 # laws and points are arguments: one program a kind of law
@@ -102,7 +102,7 @@ def _grid(low, high, breaks, n=400):
 
 
 def test_33_each_slope_enters_with_its_third_power():
-    law, x0 = Interval(2.0, 0.0, 1.0), 0.4
+    law, x0 = FixedSlope(2.0, 0.0, 1.0), 0.4
     u, du = _grid(0.0, 0.5, [x0])
     second = second_derivative(law, x0, u)
     printed = _integral(second**2 / 2.0, u, du)  # 1/|a| int h''^2 / mu_a, mu_a = 1
@@ -134,7 +134,7 @@ def test_25_the_affine_part_of_signs_in_terms_of_end_values():
 
 
 def test_28_corollary_6():
-    law, x0, c2 = Interval(1.0, 0.0, 1.0), 0.6, 0.3
+    law, x0, c2 = FixedSlope(1.0, 0.0, 1.0), 0.6, 0.3
     f1, f2, f3 = tangent_parts(x0, law=law, c2=c2)
     truth = univariate_ntk(x0, x0, law=law, c2=c2)
     assert truth == pytest.approx(0.3168, abs=1e-12)

@@ -21,7 +21,9 @@ from meanflow.univariate import balance, events
 
 EVENTS = ("crossings", "captures", "releases", "deaths", "nonunique")
 frozen = lambda f, y: f * y  # a linear loss freezes the residual at y
-ONE = Dataset([-1.0, 0.0, 1.0], [-0.5, 1.0, -0.6], weights="sum")  # the one-neuron case of the theory
+ONE = Dataset(
+    jnp.array([-1.0, 0.0, 1.0]), jnp.array([-0.5, 1.0, -0.6]), weights="sum"
+)  # the one-neuron case of the theory
 
 
 def problem(kind, seed, m=8, s=6):
@@ -312,11 +314,11 @@ def test_soft_drift_sticks_at_zero():
 @pytest.mark.parametrize("model", [uni.canonical, pytest.param(uni.radial, marks=pytest.mark.slow)])
 def test_variation_penalty_pins_r_at_zero(model):
     """The flow of (16) against proximal descent; the dual certificate holds on the pinned neurons."""
-    data = Dataset([-1.0, -0.4, 0.1, 0.8], [0.5, -0.6, 0.4, 0.1], weights="sum")
+    data = Dataset(jnp.array([-1.0, -0.4, 0.1, 0.8]), jnp.array([0.5, -0.6, 0.4, 0.1]), weights="sum")
     cloud = uni.canonical().init(jax.random.key(1), 40)
     x, y, lam = np.asarray(data.x), np.asarray(data.y), 0.2
     flow, turns = model(variation=lam), float(model is uni.canonical)
-    sol = slide(flow, cloud, data, 6.0, 0.02, clock="mean_field", ts=[0.5, 2.0, 6.0])
+    sol = slide(flow, cloud, data, 6.0, 0.02, clock="mean_field", ts=jnp.array([0.5, 2.0, 6.0]))
     assert np.all(np.diff(sol.energy) <= 0)
     r, theta = (np.array(u) for u in cloud.particles)
     h = 6e-4
@@ -437,7 +439,9 @@ def test_sign_change_on_a_ray_is_reported_as_not_unique():
     ray = int(np.flatnonzero((np.asarray(table.sample) == 1) & (np.abs(table.theta) < 1))[0])
     assert int(table.positive[ray]) == 1 and float(g[2] + 3 * g[3]) > 0  # c' = -<G, d> n < 0
     cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.0]), jnp.array([0.2])))
-    sol = slide(uni.full("m", loss=frozen), cloud, data, 3.0, 0.125, clock="mean_field", ts=[0.5, 1.0, 3.0])
+    sol = slide(
+        uni.full("m", loss=frozen), cloud, data, 3.0, 0.125, clock="mean_field", ts=jnp.array([0.5, 1.0, 3.0])
+    )
     assert int(sol.stats["nonunique"]) == 1 and int(sol.stats["captures"]) == 0  # it starts on the ray
     a, b, c = (np.asarray(u[:, 0]) for u in sol.clouds.particles)
     # tanh(0.3 t) = 0.2 until c = 0: it slides with the knot on the sample, then leaves to the inactive side
@@ -446,11 +450,11 @@ def test_sign_change_on_a_ray_is_reported_as_not_unique():
 
 def test_sliding_through_zero_goes_on_along_the_opposite_ray():
     """delta = +inf, frozen forces: n' = -0.3 on the ray of x = 0 until p = 0, then n' = 0.5 on the opposite one."""
-    data = Dataset([-1.0, 0.0, 1.0, 3.0], [-0.5, 1.0, -0.9, 0.4], weights="sum")
+    data = Dataset(jnp.array([-1.0, 0.0, 1.0, 3.0]), jnp.array([-0.5, 1.0, -0.9, 0.4]), weights="sum")
     cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.0]), jnp.array([1.0])))
     flow = uni.full("m", loss=frozen, outer=False)
     for step in (5.0, 0.25):
-        sol = slide(flow, cloud, data, 5.0, step, clock="mean_field", ts=[1.0, 2.0, 5.0])
+        sol = slide(flow, cloud, data, 5.0, step, clock="mean_field", ts=jnp.array([1.0, 2.0, 5.0]))
         assert bool(sol.ok)
         np.testing.assert_allclose(sol.clouds.particles.a[:2, 0], [0.7, 0.4], rtol=1e-12)
         np.testing.assert_allclose(sol.final.particles.a[0], -0.5 * (5 - 1 / 0.3), rtol=1e-12)
@@ -460,7 +464,7 @@ def test_sliding_through_zero_goes_on_along_the_opposite_ray():
 
 def test_the_other_samples_are_seen_beyond_zero():
     """The same with a squared loss: a' = -(10 a + 0.3) while x = 1, 3 are active, then |a|' = 0.5 - |a| with x = -1."""
-    data = Dataset([-1.0, 0.0, 1.0, 3.0], [0.5, -5.0, 0.9, -0.4], weights="sum")
+    data = Dataset(jnp.array([-1.0, 0.0, 1.0, 3.0]), jnp.array([0.5, -5.0, 0.9, -0.4]), weights="sum")
     cloud = Cloud(Affine(jnp.array([0.1]), jnp.array([0.0]), jnp.array([1.0])))
     sol = slide(uni.full("m", outer=False), cloud, data, 1.0, 1e-3, clock="mean_field", ts=51)
     turn = np.log(0.13 / 0.03) / 10
@@ -470,10 +474,12 @@ def test_the_other_samples_are_seen_beyond_zero():
 
 
 def test_death_is_final_and_counted():
-    data = Dataset([-1.0, -0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], weights="sum")
+    data = Dataset(jnp.array([-1.0, -0.5, 0.0, 1.0]), jnp.array([0.0, 0.0, 0.0, 1.0]), weights="sum")
     # r > 0 and positive residual on the last sample alone: the neuron is pushed off the data
     cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.9]), jnp.array([1.0])))
-    sol = slide(uni.full(loss=frozen), cloud, data, 3.0, 0.5, clock="mean_field", ts=[0.05, 1.5, 3.0])
+    sol = slide(
+        uni.full(loss=frozen), cloud, data, 3.0, 0.5, clock="mean_field", ts=jnp.array([0.05, 1.5, 3.0])
+    )
     assert int(sol.stats["deaths"]) == 1
     a = np.asarray(sol.clouds.particles.a[:, 0])
     assert a[1] == a[2] != a[0]
@@ -538,7 +544,7 @@ def test_second_call_compiles_nothing():
 
 
 def test_one_sample_and_neurons_on_samples_and_dead_neurons():
-    data = Dataset([0.3], [1.0], weights="sum")
+    data = Dataset(jnp.array([0.3]), jnp.array([1.0]), weights="sum")
     cloud = Cloud(
         Affine(jnp.array([1.0, -1.0, 0.5]), jnp.array([0.3, 0.2, -0.4]), jnp.array([0.5, -0.7, 1.0]))
     )

@@ -8,7 +8,7 @@ from scipy import integrate
 
 from meanflow.univariate.kernels import (
     Finite,
-    Interval,
+    FixedSlope,
     Radial,
     Signs,
     Uniform,
@@ -19,7 +19,7 @@ from meanflow.univariate.kernels import (
 )
 
 LAWS = {
-    "interval": Interval(-1.5, -0.4, 0.7),
+    "interval": FixedSlope(-1.5, -0.4, 0.7),
     "signs": Signs(0.8),
     "uniform": Uniform(1.3, 0.9),
     "radial": Radial(3.0),
@@ -45,7 +45,7 @@ def _quadrature(law, kind, x, z):
         )
         return value / (high - low)
 
-    if isinstance(law, Interval):
+    if isinstance(law, FixedSlope):
         return over_b(law.slope, law.low, law.high)
     if isinstance(law, Signs):
         return (over_b(1.0, -law.bound, law.bound) + over_b(-1.0, -law.bound, law.bound)) / 2
@@ -235,8 +235,8 @@ def test_31_across_a_gap_of_the_biases_the_function_is_linear_not_constant():
     # b uniform on (0, 0.3) or (0.7, 1), a = 1: the kernel is the mixture, and so is its section
     section = lambda x: (
         (
-            random_feature(x, 0.9, law=Interval(1.0, 0.0, 0.3))
-            + random_feature(x, 0.9, law=Interval(1.0, 0.7, 1.0))
+            random_feature(x, 0.9, law=FixedSlope(1.0, 0.0, 0.3))
+            + random_feature(x, 0.9, law=FixedSlope(1.0, 0.7, 1.0))
         )
         / 2
     )
@@ -247,7 +247,7 @@ def test_31_across_a_gap_of_the_biases_the_function_is_linear_not_constant():
 
 
 def test_a1_for_negative_slopes_the_green_function_faces_left():
-    law, x0 = Interval(-1.5, -0.4, 0.7), -0.1
+    law, x0 = FixedSlope(-1.5, -0.4, 0.7), -0.1
     section = lambda x: random_feature(x, x0, law=law)
     low, high = (float(v) for v in law.support())
     x = 0.05

@@ -9,12 +9,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.plots.style import COLORS, DASHES, PALE, key, panels
-from meanflow.univariate.kernels import Finite, Law, Radial, Uniform, indicator, random_feature
+from meanflow.univariate.kernels import Finite, Radial, Uniform, WeightLaw, indicator, random_feature
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
-def _gate_term(x: jax.Array, at: float, law: Law | Finite, c2: float = 1.0) -> jax.Array:
+def _gate_term(x: jax.Array, at: float, law: WeightLaw, c2: float = 1.0) -> jax.Array:
     return c2 * (x * at + 1) * indicator(x, at, law=law)
 
 

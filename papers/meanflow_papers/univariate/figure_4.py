@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from meanflow.kernels.regime import kernel_flow, minimum_norm
 from meanflow.plots.curves import convergence, fit
 from meanflow.plots.style import below, panels
-from meanflow.univariate.kernels import Finite, Law, Signs, Uniform, random_feature
+from meanflow.univariate.kernels import Finite, Signs, Uniform, random_feature
 from meanflow.univariate.knots import piecewise_linear
 from meanflow.univariate.splines import natural_spline, spline_interpolant
 from meanflow_papers.entry import Arguments, entry
@@ -92,7 +92,10 @@ def figure_4(
     x, y = data.x, data.y
     grid = jnp.linspace(-1, 1, 2001)
     natural = natural_spline(x, y)(grid)
-    laws: dict[str, Callable[[float], Law]] = {"signs": Signs, "uniform": lambda bound: Uniform(1.0, bound)}
+    laws: dict[str, Callable[[float], Signs | Uniform]] = {
+        "signs": Signs,
+        "uniform": lambda bound: Uniform(1.0, bound),
+    }
     to_natural = {
         name: jnp.array([_distance(spline_interpolant(x, y, law=family(b))(grid), natural) for b in bounds])
         for name, family in laws.items()

@@ -84,7 +84,7 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
     run = train(data, epochs, 20, 8)
 
     def one(key: jax.Array, delta: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
-        kp, kc = balance.factors(delta)
+        kp, kc = balance.layer_rates(delta)
         w = balance.lift(Cloud(random_neurons(key, 200), labels=delta), "sqrt").particles
         return run(w, kp, kc, kappa)
 

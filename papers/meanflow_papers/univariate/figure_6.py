@@ -64,7 +64,7 @@ def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
     settings = (jnp.array([-jnp.inf, jnp.inf]), jnp.array([1.0, 0.1]))
 
     def one(key: jax.Array, delta: jax.Array, kappa: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        kp, kc = balance.factors(delta)
+        kp, kc = balance.layer_rates(delta)
         w = balance.lift(Cloud(random_neurons(key, width), labels=delta), "sqrt").particles
         loss, stats, _ = run(w, kp, kc, kappa)
         return loss, stats

@@ -98,7 +98,7 @@ def journeys_by_balance(
     """``journey`` of one start for pairs (delta, kappa), alpha = sqrt m; arrays with a leading axis of pairs."""
 
     def one(delta: jax.Array, kappa: jax.Array) -> dict[str, jax.Array]:
-        kp, kc = balance.factors(delta)
+        kp, kc = balance.layer_rates(delta)
         start = balance.lift(mf.Cloud(random_neurons(key, width), labels=delta), "sqrt").particles
         return journey(start, data, epochs, mf.KernelStep(kappa, 20), "sqrt", kp, kc)
 

@@ -87,7 +87,7 @@ def sparse_limit(
     rng = np.random.default_rng(0)
     x = np.sort(rng.uniform(-1, 1, (draws, samples)), axis=1)
     y = rng.standard_normal((draws, samples))
-    best = [sparse.sparse_minimiser(u, v, lam) for u, v in zip(x, y, strict=True)]
+    best = [sparse.sparse_minimizer(u, v, lam) for u, v in zip(x, y, strict=True)]
     minimum = np.array([b.primal for b in best])[:, None]
     spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
     cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))

@@ -1,0 +1,91 @@
+"""Kinds of matrices: symmetric, positive (semi-)definite, Gram matrices. See ``meanflow._checks`` for kinds.
+
+A matrix that was computed is symmetric and semi-definite up to rounding only, so all checks here leave room for that.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from meanflow._checks import array, at_least, concrete
+
+
+def symmetric(name: str, value: object) -> None:
+    """Refuse matrices (..., n, n) that differ from their transpose by more than rounding."""
+    array = concrete(value)
+    if array is None:
+        return
+    gap = np.abs(array - np.swapaxes(array, -1, -2)).max(initial=0.0)
+    if gap > _rounding(array) * np.abs(array).max(initial=0.0):
+        raise ValueError(
+            f"{name} must be symmetric, got entries that differ from their mirror image by {gap:.3g}"
+        )
+
+
+def semidefinite(name: str, value: object, *, strict: bool = False) -> None:
+    """Refuse symmetric matrices (n, n) with negative eigenvalues (or none above zero, if ``strict``)."""
+    array = concrete(value)
+    if array is None:
+        return
+    symmetric(name, array)
+    least, most = np.linalg.eigvalsh(array)[[0, -1]]
+    rounding = _rounding(array) * array.shape[-1] * max(abs(least), abs(most))
+    if least < -rounding or (strict and least <= 0):
+        wanted = "positive definite" if strict else "positive semi-definite"
+        raise ValueError(f"{name} must be {wanted}, got eigenvalues from {least:.3g} to {most:.3g}")
+
+
+def _rounding(array: np.ndarray) -> float:
+    """Return the relative error that sums of products may leave in the entries of a matrix."""
+    inexact = np.issubdtype(array.dtype, np.floating)
+    return 1e3 * float(np.finfo(array.dtype if inexact else float).eps)
+
+
+def matrix(*, definite: bool = False, low: int = 1) -> Callable[[str, object], jax.Array]:
+    """Make the kind of symmetric positive semi-definite matrices (n, n), such as covariances and Gram matrices.
+
+    Args:
+        definite: whether the matrix must be positive definite.
+        low: least n.
+    """
+    read = array((None, None), least=low)
+
+    def check(name: str, value: object) -> jax.Array:
+        converted = read(name, value)
+        _check_square(name, converted.shape)
+        semidefinite(name, converted, strict=definite)
+        return converted
+
+    return check
+
+
+def grams(low: int = 1) -> Callable[[str, object], jax.Array]:
+    """Make the kind of Gram matrices (..., n, n) with n >= ``low``, of which there may be very many.
+
+    Instead of eigenvalues it looks at pairs of samples: |g_ij|^2 <= g_ii g_jj.
+    """
+    read = array(rank=2)
+
+    def check(name: str, value: object) -> jax.Array:
+        converted = read(name, value)
+        _check_square(name, converted.shape)
+        if converted.shape[-1] < low:
+            raise ValueError(f"{name} must describe at least {low} samples, got shape {converted.shape}")
+        known = concrete(converted)
+        if known is None or known.size == 0:
+            return converted
+        symmetric(name, known)
+        square = np.diagonal(known, axis1=-2, axis2=-1)
+        at_least(f"the diagonal of {name}", square, 0.0)
+        most = np.sqrt(square[..., :, None]) * np.sqrt(square[..., None, :])
+        if np.any(np.abs(known) > most + _rounding(known) * most.max(axis=(-1, -2), keepdims=True)):
+            raise ValueError(f"{name} must be a Gram matrix, got |g_ij|^2 > g_ii g_jj for some pair")
+        return converted
+
+    return check
+
+
+def _check_square(name: str, given: tuple[int, ...]) -> None:
+    if given[-1] != given[-2]:
+        raise ValueError(f"{name} must be a square matrix, got shape {given}")
