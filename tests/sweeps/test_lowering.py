@@ -13,6 +13,7 @@ from meanflow import kernels
 from meanflow._numerics import iterate
 from meanflow.kernels.empirical.spectra import condition_number, spectral_density, top_eigenpairs
 from meanflow.solvers import eulerian
+from meanflow.solvers.step import top_eigenvalue
 from meanflow.solvers.weak import weak_form
 from meanflow.sweeps import program
 
@@ -155,7 +156,7 @@ def loops_and_steps(cloud, data):
     flow = mf.vanilla("tanh")
     count = iterate(lambda u, v: u + v, jnp.zeros((), data.y.dtype), data.y, 8, 4, lambda u: u)
     weak = weak_form(flow, cloud, data, lambda t, w: jnp.cos(t) * w.a, 0.5, nodes=4)
-    return count, mf.solvers.top_eigenvalue(flow, cloud, data), weak
+    return count, top_eigenvalue(flow, cloud, data), weak
 
 
 def finite_volumes(cloud, data):
