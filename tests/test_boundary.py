@@ -202,3 +202,67 @@ def test_bad_values_are_refused_by_name_before_anything_is_compiled(caplog):
     assert len(cases) >= 5000, (
         f"{len(cases)} cases for {len(ARGUMENTS)} arguments of {len(DECLARED)} functions"
     )
+
+
+def mismatches():
+    """Whole calls whose arguments are each of the right kind but do not fit together, with the words of the refusal."""
+    key = jax.random.key(0)
+    rng = np.random.default_rng(0)
+    x, y, wide, line = (
+        rng.normal(size=(4, 2)),
+        rng.normal(size=(5, 2)),
+        rng.normal(size=(4, 3)),
+        np.arange(4.0),
+    )
+    polar, plane = POOL["univariate cloud"], POOL["cloud"]
+    some = {"r": mf.measures.laws.uniform(), "theta": mf.measures.laws.angle()}
+    data, flow = POOL["data"], POOL["flow"]
+    t, d, g = mf.transport, mf.depth, mf.geometry
+    return [
+        (lambda: mf.measures.stack([polar, plane]), "clouds must hold particles of one kind"),
+        (
+            lambda: mf.measures.quadrature((3, 3), mf.Polar, some, rule=("gauss",)),
+            "rule must be one name, or 2",
+        ),
+        (lambda: mf.measures.quadrature((3,), mf.Polar, some), "counts must list 2"),
+        (lambda: mf.measures.sample(key, 3, mf.Neurons, some), "laws must name the coordinates"),
+        (lambda: mf.measures.sample(key, 3, mf.Polar, some, labels=[1.0, 2.0]), "labels must have shape"),
+        (lambda: g.project(polar, np.eye(2)), "cloud must hold Neurons"),
+        (lambda: g.project(plane, np.eye(3)), "sigma must have shape"),
+        (lambda: g.metric(x, np.eye(2)), "bb must have shape"),
+        (lambda: g.distance(x, wide), "other must have as many columns as bb"),
+        (lambda: g.inner(x, y, x), "v must have a shape that fits bb"),
+        (lambda: mf.flows.certificate(flow, polar, data), "cloud must hold Neurons"),
+        (lambda: mf.flows.separates(polar, 1.0, tolerance=0.1), "cloud must hold Neurons"),
+        (lambda: mf.energy(flow, polar, data), "particles must be"),
+        (lambda: mf.solve(flow, plane, data, 1.0, ts=[0.5, 0.2]), "ts must increase"),
+        (lambda: mf.solve(flow, plane, data, -1.0), "t1 must"),
+        (lambda: t.wasserstein(x, wide), "x and y must have points of the same shape"),
+        (lambda: t.wasserstein(x, y, weights_x=np.ones(3)), "weights_x must have shape"),
+        (lambda: t.transport_plan(x, y, weights_y=np.zeros(5)), "weights_y must have a positive sum"),
+        (lambda: t.sinkhorn_divergence(x, wide), "x and y must have shapes"),
+        (lambda: t.sinkhorn_divergence(x, y, weights_x=np.ones(3)), "weights_x must have shape"),
+        (lambda: t.sliced_wasserstein(x, wide, key=key), "x and y must have shapes"),
+        (lambda: t.critic_distance(x, y, key=key), "x and y must both be"),
+        (lambda: t.ics(x, y), "before and after must have equal shapes"),
+        (lambda: d.propagate(key, np.ones((2, 3, 4)), [5]), "x must be"),
+        (lambda: d.propagate(key, x, [5], draw="law", weights="uniform"), "draw='law' needs weights"),
+        (lambda: d.expected_gram(np.eye(3), 2, slope=1.0), "layer must be among"),
+        (lambda: d.gamma(x, method="monte_carlo"), "key must be given"),
+        (lambda: d.rank_bounds(3, [0.1, 0.2], [5, 6, 7]), "neurons must broadcast against gamma"),
+        (lambda: mf.plots.plane(line, line[:2]), "theta must have shape"),
+        (lambda: mf.plots.fit(line, {"f": line[:2]}, None), "must have 4 values like x"),
+        (lambda: mf.plots.traces(line, {"f": x}), "must have 4 values like x"),
+        (lambda: mf.sweeps.prepare(flow, data, widths=[2]), "exactly one of t1 and steps"),
+        (lambda: mf.sweep(flow, data, widths=[2], steps=2, step=0.1, bogus=1), "must be among"),
+        (lambda: mf.kernels.infinite_ntk(x, wide, depth=2), "x and z must be"),
+        (lambda: mf.kernels.infinite_ntk(x, depth=2, parametrization="standard"), "widths must list"),
+    ]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("number", range(len(mismatches())))
+def test_arguments_that_do_not_fit_together(number):
+    call, words = mismatches()[number]
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
