@@ -249,7 +249,7 @@ def array(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
-    least: int = 0,
+    least: int = 1,
     rank: int = 0,
 ) -> Callable[[str, object], jax.Array]:
     """Make the kind of real arrays of one of the given ``shapes`` (None: any length); returns floats.
@@ -260,7 +260,7 @@ def array(
         low: least allowed entry, or None.
         above: open lower bound of the entries, or None.
         high: largest allowed entry, or None.
-        least: least length of the first axis.
+        least: least length of the first axis; 0 allows empty arrays.
         rank: least number of axes.
     """
 
@@ -329,7 +329,9 @@ def _check_shape(
         raise ValueError(f"{name} must have shape {listed}, got {given}")
     if len(given) < rank:
         raise ValueError(f"{name} must have at least {rank} axes, got shape {given}")
-    if least and (not given or given[0] < least):
+    if least and 0 in given:
+        raise ValueError(f"{name} must not be empty, got shape {given}")
+    if least > 1 and (not given or given[0] < least):
         raise ValueError(f"{name} must hold at least {least} entries along its first axis, got shape {given}")
 
 
@@ -347,7 +349,11 @@ def sequence(kind: Kind, *, least: int = 1) -> Callable[[str, object], tuple[obj
     """
 
     def check(name: str, value: object) -> tuple[object, ...]:
-        if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable) or inspect.isclass(value):
+        if (
+            isinstance(value, str | bytes | dict | set | frozenset)
+            or not isinstance(value, Iterable)
+            or inspect.isclass(value)
+        ):
             raise ValueError(f"{name} must be a sequence of values, got {show(value)}")
         entries: list[object]
         try:

@@ -26,7 +26,7 @@ from meanflow.solvers.step import ConstantStep
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
 from meanflow.sweeps.grid import Grid, Group, Value
-from meanflow.sweeps.plan import AXES, NUMBERS, RUN, SEEDS, Plan, any_key, as_key, as_seeds, numbers
+from meanflow.sweeps.plan import AXES, FINITE, NUMBERS, RUN, SEEDS, Plan, any_key, as_key, as_seeds, numbers
 from meanflow.sweeps.program import Values
 from meanflow.sweeps.results import Observe, check_names, choose
 from meanflow.sweeps.runner import Progress
@@ -238,7 +238,7 @@ WIDTHS = sequence(count(1))
     data=DATA,
     widths=WIDTHS,
     deltas=optional(NUMBERS),
-    scales=optional(NUMBERS),
+    scales=optional(FINITE),
     axes=optional(AXES),
     seeds=SEEDS,
     ts=optional(either(count(2), array((None,), least=1))),
@@ -386,7 +386,6 @@ def _make_grid(
         named["delta"] = [float(d) for d in np.asarray(deltas, float).ravel()]
     if scales is not None:
         named["scale"] = [float(s) for s in np.asarray(scales, float).ravel()]
-        _checks.finite("scales", named["scale"])
     for name, values in (axes or {}).items():
         if name in (*named, "seed", "step_size"):
             raise ValueError(f"axes must not use the name {name!r}, which is taken")

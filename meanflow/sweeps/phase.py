@@ -13,7 +13,7 @@ from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.sweeps import results
 from meanflow.sweeps.networks import sweep
-from meanflow.sweeps.plan import NUMBERS, SEEDS
+from meanflow.sweeps.plan import FINITE, NUMBERS, SEEDS
 from meanflow.univariate.models import lifted
 
 if TYPE_CHECKING:  # slow to import
@@ -38,9 +38,9 @@ LEVEL = _checks.optional(_checks.number(above=0.0))
 @_checks.arguments(
     data=DATA,
     widths=_checks.sequence(_checks.count(1), least=2),
-    alphas=NUMBERS,
+    alphas=FINITE,
     deltas=NUMBERS,
-    scales=_checks.optional(NUMBERS),
+    scales=_checks.optional(FINITE),
     seeds=SEEDS,
     variables=NAMES,
     level=LEVEL,

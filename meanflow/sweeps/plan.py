@@ -181,6 +181,7 @@ def any_key(name: str, value: object) -> Key[Array, ""]:
 
 MOST_SEEDS = 2**24
 SEEDS = _checks.either(_checks.count(1, MOST_SEEDS), _checks.sequence(_checks.count(0, 2**32 - 1)))
+FINITE = _checks.sequence(_checks.number(static=True))
 NUMBERS = _checks.sequence(_checks.number(infinite=True, static=True))
 AXES = _checks.mapping(_checks.sequence(_checks.unchecked("what takes the axis checks its values")))
 RUN = {  # how a plan is run

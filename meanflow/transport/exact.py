@@ -302,6 +302,8 @@ def check_weights(name: str, weights: ArrayLike | None, size: int) -> None:
 
 def _clouds(x: Points, y: Points) -> tuple[jax.Array, jax.Array]:
     """Return both clouds as floating-point arrays whose points have the same shape."""
+    for name, cloud in (("x", x), ("y", y)):
+        _checks.numeric(name, cloud)  # other pytrees need a cost
     x, y = jnp.asarray(x), jnp.asarray(y)
     given = jnp.result_type(x, y)
     dtype = given if jnp.issubdtype(given, jnp.inexact) else jnp.result_type(float)

@@ -91,7 +91,7 @@ def density_law(name: str, value: object) -> DensityLaw:
     return law
 
 
-@_checks.arguments(f=_checks.function, law=density_law, breaks=array((), (None,)), nodes=count(1))
+@_checks.arguments(f=_checks.function, law=density_law, breaks=array((), (None,), least=0), nodes=count(1))
 def feature_norm(
     f: Function, *, law: str | DensityLaw = "signs", breaks: Breaks = (), nodes: int = 40
 ) -> FeatureNorm:
@@ -134,7 +134,7 @@ def _gate_norm(
     return curvature + 4 * (at_zero + jnp.sum(du * first * jnp.sign(u)) / 2) ** 2
 
 
-@_checks.arguments(law=density_law, c2=number(above=0), breaks=array((), (None,)), nodes=count(1))
+@_checks.arguments(law=density_law, c2=number(above=0), breaks=array((), (None,), least=0), nodes=count(1))
 def tangent_norm(
     parts: tuple[Function, Function, Function],
     *,
