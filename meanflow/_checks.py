@@ -95,6 +95,8 @@ def at_least(name: str, value: object, low: float, *, strict: bool = False) -> N
         return
     numeric(name, value)
     good = array > low if strict else array >= low
+    if low == -np.inf and not strict and not np.all(good):
+        raise ValueError(f"{name} must not be NaN, got {show(value)}")
     if not np.all(good):
         raise ValueError(f"{name} must be {'>' if strict else '>='} {low}, got {array[~good].flat[0]}")
 

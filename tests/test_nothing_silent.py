@@ -79,7 +79,7 @@ def test_gradients_of_scaled_distances_are_those_of_the_plain_formula():
         (lambda: mf.Cloud(mf.Neurons(np.ones(2) + 1j, np.eye(2))), "particles.a must be .*complex"),
         (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), [0.5 + 1j, 0.5]), "weights must be .*real"),
         (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), labels=1j), "labels must be .*real"),
-        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), labels=np.nan), "labels must be"),
+        (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), labels=np.nan), "labels must not be NaN"),
         (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), width=-3), "width must be > 0"),
         (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), width=np.nan), "width must be"),
         (lambda: mf.Cloud(mf.Neurons(np.ones(2), np.eye(2)), width="3"), "width must be a number"),
