@@ -4,14 +4,14 @@ Everything here is a pure function of pytrees and works under jit, vmap and grad
 arguments once and then runs one compiled program of the inner function of the same name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 from meanflow import _checks
 from meanflow._checks import (
@@ -253,7 +253,7 @@ INPUTS = array((None,), (None, None))
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
-def predict(flow: Flow, cloud: Cloud, x: Float[ArrayLike, "n *d"]) -> Float[Array, " n"]:
+def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, " n"]:
     """Return f(x), shape (n,). A batch-norm flow must be bound to its statistics first.
 
     >>> import jax, meanflow as mf
@@ -274,7 +274,7 @@ def energy(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
-def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m *d"]]:
+def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m ..."]]:
     """Return w_i' = -C(w_i) grad V(w_i) in mean-field time, a record like the particles.
 
     It equals -(1/p_i) C dE/dw_i, but is computed without dividing by p_i, so padding moves as test particles do.
@@ -296,7 +296,7 @@ def dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     probes=unchecked("a pytree of the model's particles; Cloud and flow.check look at it"),
 )
 def first_variation(
-    flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k *d"]]
+    flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k ..."]]
 ) -> Float[Array, " k"]:
     """Return V(w) = dE/dmu at the particles ``probes`` (a record with leading axis k, or a Cloud); shape (k,).
 
@@ -312,8 +312,8 @@ def first_variation(
 def tangent_kernel(
     flow: Flow,
     cloud: Cloud,
-    x: Float[ArrayLike, "n *d"],
-    z: Float[ArrayLike, "k *d"] | None = None,
+    x: Real[ArrayLike, "n *d"] | Sequence,
+    z: Real[ArrayLike, "k *d"] | Sequence | None = None,
     *,
     chunk: int = 16,
 ) -> Float[Array, "n k"]:

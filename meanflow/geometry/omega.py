@@ -21,12 +21,12 @@ from meanflow._numerics import safe_norm
 from meanflow.geometry import sphere
 from meanflow.geometry.sphere import dot
 
-Vectors = Float[Array, "*batch d"]
+Vectors = Float[Array, "*#batch d"]  # points and tangent vectors; batches are broadcast
 Matrix = Float[Array, "d d"]
 
 
 @jax.jit
-def sigma_norm(b: Vectors, sigma: Matrix) -> Float[Array, "*batch 1"]:
+def sigma_norm(b: Vectors, sigma: Matrix) -> Float[Array, "... 1"]:
     """Return |b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
     # whole-array product: some jax releases miscompile a vmapped w -> w' S w
     return jnp.sqrt(dot(b, b @ sigma))
@@ -59,7 +59,7 @@ def cometric_apply(bb: Vectors, covector: Vectors, sigma: Matrix) -> Vectors:
 
 
 @jax.jit
-def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "*batch"]:
+def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "..."]:
     """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
     square = dot(bb, bb)
     return ((dot(v, w) - dot(v, bb) * dot(w, bb) / square) / square)[..., 0]
@@ -83,7 +83,7 @@ def cometric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
 
 
 @jax.jit
-def distance(bb: Vectors, other: Vectors) -> Float[Array, "*batch"]:
+def distance(bb: Vectors, other: Vectors) -> Float[Array, "..."]:
     """Return the geodesic distance on (Omega, G), shape (...): the angle of two vectors (..., d) in radians."""
     return sphere.angle(direction(bb), direction(other))
 
@@ -112,7 +112,7 @@ def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
 
 
 @jax.jit
-def volume_density(bb: Vectors, sigma: Matrix) -> Float[Array, "*batch"]:
+def volume_density(bb: Vectors, sigma: Matrix) -> Float[Array, "..."]:
     """Return d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
     return safe_norm(bb) ** -bb.shape[-1] / safe_norm(bb @ sigma)
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 from meanflow import _checks
 from meanflow._checks import floating
@@ -64,10 +64,10 @@ class Cloud(eqx.Module):
     def __init__(
         self,
         particles: PyTree[ArrayLike],
-        weights: Float[ArrayLike, " m"] | None = None,
-        labels: float | Float[ArrayLike, "*m"] | None = None,
+        weights: Real[ArrayLike, " m"] | Sequence | None = None,
+        labels: Real[ArrayLike, "*m"] | Sequence | None = None,
         *,
-        width: float | jax.Array | None = None,
+        width: Real[ArrayLike, ""] | None = None,
     ) -> None:
         for name, leaf in _named(particles):
             _checks.numeric(f"particles.{name}", leaf)
@@ -106,7 +106,7 @@ class Cloud(eqx.Module):
         """The number of stored particles, padding included."""
         return self.weights.shape[-1]
 
-    def at(self, particles: PyTree[jax.Array]) -> Self:
+    def at(self, particles: PyTree[jax.Array | np.ndarray]) -> Self:
         """Return the same weights and labels with the particles moved to ``particles``; unchecked, for solvers."""
         return eqx.tree_at(lambda c: c.particles, self, particles)
 

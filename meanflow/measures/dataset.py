@@ -1,9 +1,11 @@
 """Training data as a measure: points with targets and weights."""
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import ArrayLike, Float
+from jaxtyping import ArrayLike, Real
 
 from meanflow import _checks
 
@@ -32,9 +34,9 @@ class Dataset(eqx.Module):
 
     def __init__(
         self,
-        x: Float[ArrayLike, "n *d"],
-        y: Float[ArrayLike, " n"],
-        weights: Float[ArrayLike, " n"] | str | None = None,
+        x: Real[ArrayLike, "n *d"] | Sequence,
+        y: Real[ArrayLike, " n"] | Sequence,
+        weights: Real[ArrayLike, " n"] | Sequence | str | None = None,
     ) -> None:
         inputs, targets = ANY_ARRAY("x", x), ANY_ARRAY("y", y)
         if inputs.ndim not in (1, 2) or inputs.shape[0] < 1:

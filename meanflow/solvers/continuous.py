@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, Float, PyTree
+from jaxtyping import ArrayLike, PyTree, Real
 
 from meanflow import _checks
 from meanflow._checks import array, choice, count, either, flag, instance, number, optional, unchecked
@@ -121,7 +121,7 @@ def solve(
     t1: float | jax.Array,
     *,
     t0: float | jax.Array = 0.0,
-    ts: int | Float[ArrayLike, " k"] | None = None,
+    ts: int | Real[ArrayLike, " k"] | Sequence | None = None,
     observe: Observe = None,
     solver: str | diffrax.AbstractSolver | None = None,
     step: StepRule | float | jax.Array | None = None,

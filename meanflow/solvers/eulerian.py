@@ -10,13 +10,14 @@ steps (strong-stability preserving) below the CFL bound. It knows nothing of par
 gives densities at m = infinity.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
 from meanflow._checks import instance, number
@@ -118,7 +119,7 @@ def evolve(
     density: Density,
     data: Dataset,
     t1: float | jax.Array,
-    ts: int | Float[ArrayLike, " k"] | None = None,
+    ts: int | Real[ArrayLike, " k"] | Sequence | None = None,
 ) -> DensitySolution:
     """Solve the continuity equation of a batch-norm manifold flow (c = 1) in mean-field time up to ``t1``.
 

@@ -1,17 +1,19 @@
 """Save times of runs in continuous time, in a form that lowers for accelerators."""
 
+from collections.abc import Sequence
+
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 from meanflow import _checks
 
 
 def save_times(
-    ts: int | Float[ArrayLike, " k"] | None,
+    ts: int | Real[ArrayLike, " k"] | Sequence | None,
     t0: jax.Array | np.ndarray,
     t1: jax.Array | np.ndarray,
     dtype: jnp.dtype,

@@ -38,7 +38,7 @@ def dominant_vector(matrix: Float[Array, "n n"]) -> Float[Array, " n"]:
         size = jnp.trace(m)
         return m / jnp.where(size > 0, size, 1.0)
 
-    def square(_: int, m: jax.Array) -> jax.Array:
+    def square(_: int | jax.Array, m: jax.Array) -> jax.Array:
         return scaled(jnp.matmul(m, m, precision=jax.lax.Precision.HIGHEST))
 
     power = jax.lax.fori_loop(0, SQUARINGS, square, scaled(matrix))
@@ -66,7 +66,7 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
         top = dominant_vector(0.5 * (matrix + matrix.T))
     else:
 
-        def refine(_: int, v: jax.Array) -> jax.Array:
+        def refine(_: int | jax.Array, v: jax.Array) -> jax.Array:
             w = product(v)
             return w / jnp.linalg.norm(w)
 

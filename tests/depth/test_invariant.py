@@ -159,6 +159,7 @@ def test_every_two_cluster_geometry_is_invariant_and_repels(n, m):
     assert spread(run[2]) > spread(run[1])  # a slightly opened cluster opens further
 
 
+@pytest.mark.bad_input
 def test_bad_arguments():
     with pytest.raises(ValueError, match="n must"):
         depth.invariant_representation(2)

@@ -182,6 +182,7 @@ def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
         ({"key": 0}, "key"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_arguments(kwargs, message):
     arguments = {"key": jax.random.key(0), "x": np.eye(3), "widths": [4]} | kwargs
     with pytest.raises(ValueError, match=message):

@@ -225,6 +225,7 @@ def test_rank_needs_a_stated_tolerance(key):
         (lambda: depth.rank_bounds(3, 0.0, 5), "gamma"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -219,6 +219,7 @@ def test_vmap_and_reflection():
         ((np.ones((2, 2, 2)), 3), "shape"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         depth.tree(*arguments)

@@ -262,6 +262,7 @@ def bad_calls():
     ]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("index", range(16))
 def test_bad_input_is_refused(index):
     call, words = bad_calls()[index]

@@ -301,6 +301,7 @@ def test_alpha_constraints():
         (lambda: BatchNorm(3, use_running_average=None)(jnp.ones((2, 3))), "use_running_average"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_input(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -123,6 +123,7 @@ def test_moments_synchronise_over_a_named_axis():
         np.testing.assert_allclose(var[k], whole[1], rtol=1e-12)
 
 
+@pytest.mark.bad_input
 def test_bad_input():
     with pytest.raises(ValueError, match="interpolation must be one of"):
         unitize(jnp.ones((2, 2)), 1.0, interpolation="cubic")

@@ -126,6 +126,7 @@ def test_samples_are_nested_only_when_quasi_random():
         (lambda: laws.sphere(1), "dim must be an integer >= 2"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_input_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -51,6 +51,7 @@ def test_marginals_move_as_the_continuity_equation_says():
     np.testing.assert_allclose(rate_cos, cloud.weights @ (-s[:, 1] * turn), atol=2e-2)
 
 
+@pytest.mark.bad_input
 def test_bad_input_is_refused():
     flow, data = ring_problem()
     with pytest.raises(ValueError, match="flow must be a batch-norm flow"):

@@ -205,6 +205,7 @@ BAD = [
 ]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("settings", "words"), BAD, ids=[words for _, words in BAD])
 def test_bad_input_is_refused(settings, words):
     flow, cloud, data = problem("vanilla")

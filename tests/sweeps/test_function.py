@@ -60,6 +60,7 @@ def draw(key, sigma):
         (draw, {"key": "abc"}, "key must be an integer"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_arguments(function, change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         sweep_function(function, **{"axes": {"sigma": (1.0, 2.0)}} | change)

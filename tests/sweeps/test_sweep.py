@@ -327,6 +327,7 @@ def test_gradient_of_all_final_losses_with_respect_to_the_data():
         ({"axes": {"step_size": (1, 2)}}, "taken"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_arguments(change, message):
     settings = {"widths": (3,), "deltas": (0.0,), "steps": 4, "step": 0.1} | change
     with pytest.raises((TypeError, ValueError), match=message):

@@ -229,6 +229,7 @@ def test_compiles_once_and_is_silent(key, capsys):
     assert "epochs" in capsys.readouterr().err
 
 
+@pytest.mark.bad_input
 def test_bad_input(shared, key):
     with pytest.raises(ValueError, match="batch must be at most the 4 training rows, got 8"):
         shared.run(key, small_data(n=4), 1)

@@ -101,6 +101,7 @@ def test_practical_bound_for_any_alpha():
         (lambda: bounds.unitized_standardized_bound(8, 1.5), "alpha_min"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -165,6 +165,7 @@ def test_cylinder():
         ((np.zeros((600, 2)), np.zeros((601, 2))), {}, "at most 262144 pairs"),
     ],
 )
+@pytest.mark.bad_input
 def test_bad_input(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         wasserstein(*args, **kwargs)

@@ -171,6 +171,7 @@ def test_unequal_lengths_and_unsorted_samples_are_refused():
         sparse_minimizer(x, y, 0.1, weights=np.zeros_like(x))
 
 
+@pytest.mark.bad_input
 def test_bad_arguments():
     with pytest.raises(ValueError, match="lam must be >= 0"):
         sparse_minimizer(*SQUARE, -1.0)

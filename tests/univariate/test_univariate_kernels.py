@@ -153,6 +153,7 @@ def test_stratified_clouds_converge_like_the_inverse_square_of_the_width():
     assert 1.7 < order < 2.3
 
 
+@pytest.mark.bad_input
 def test_bad_arguments():
     with pytest.raises(ValueError, match="law must be one of"):
         random_feature(0.1, law="gauss")
