@@ -25,7 +25,6 @@ spec = importlib.util.spec_from_file_location("names", ROOT / "docs" / "names.py
 names = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(names)
 
-PENDING = ("meanflow.univariate.models.",)  # what does not declare all its kinds yet
 CLASSES = {"record", "chart", "dtype"}  # arguments that are classes
 
 
@@ -42,7 +41,7 @@ def functions():
 
 
 FUNCTIONS = functions()
-DECLARED = {path: f for path, f in FUNCTIONS.items() if not path.startswith(PENDING)}
+DECLARED = FUNCTIONS
 ARGUMENTS = [
     (path, name)
     for path, f in DECLARED.items()

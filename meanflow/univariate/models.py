@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from meanflow import _checks
-from meanflow._checks import choice, number, optional
-from meanflow.flows.flow import Flow, make_flow
-from meanflow.flows.losses import Loss, LossFunction
+from meanflow._checks import array, choice, flag, number, optional
+from meanflow.flows.flow import ALPHA, Flow, make_flow
+from meanflow.flows.losses import LOSS, Loss, LossFunction
 from meanflow.flows.problem import Chart
 from meanflow.geometry.space import Space
 from meanflow.measures import laws
@@ -23,6 +23,10 @@ from meanflow.univariate.hyperbola import HyperbolaChart
 AnyLoss = str | LossFunction | Loss
 Number = float | Float[Array, ""]
 PENALTY = optional(number(low=0))
+MOVES = array(
+    (), (None,), low=0.0
+)  # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+COMMON = {"loss": LOSS, "forces": choice(*FORCES), "centered": flag}
 
 
 def _polar_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -51,7 +55,7 @@ def _reduced(
     )
 
 
-@_checks.arguments(variation=PENALTY, forces=choice(*FORCES))
+@_checks.arguments(**COMMON, variation=PENALTY)
 def canonical(
     loss: AnyLoss = "squared",
     *,
@@ -79,7 +83,7 @@ def canonical(
     return _reduced(Cylinder(), loss, "m", variation, forces, centered)
 
 
-@_checks.arguments(variation=PENALTY, forces=choice(*FORCES))
+@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
 def lifted(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
@@ -101,7 +105,7 @@ def lifted(
     return _reduced(Lifted(Scaling(alpha)), loss, alpha, variation, forces, centered)
 
 
-@_checks.arguments(variation=PENALTY, forces=choice(*FORCES))
+@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
 def planar(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
@@ -118,7 +122,7 @@ def planar(
     return _reduced(space, loss, alpha, variation, forces, centered)
 
 
-@_checks.arguments(variation=PENALTY, forces=choice(*FORCES))
+@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
 def radial(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
@@ -135,7 +139,7 @@ def radial(
     return _reduced(space, loss, alpha, variation, forces, centered)
 
 
-@_checks.arguments(decay=PENALTY, forces=choice(*FORCES))
+@_checks.arguments(alpha=ALPHA, **COMMON, decay=PENALTY, inner=MOVES, outer=MOVES)
 def full(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
