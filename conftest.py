@@ -4,6 +4,9 @@ Float64, no silent broadcasting of ranks, one fixed key per test; with ``--beart
 library is checked against the types and array shapes of its signature.
 """
 
+import gc
+import itertools
+import pathlib
 import sys
 import zlib
 
@@ -37,6 +40,20 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("bad_input"):
                 item.add_marker(skip)
+
+
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_MAPS = 25_000  # Linux allows a process 65 530 mapped regions; beyond, compiling a program is a segmentation fault
+_tests_done = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory():
+    """Forget compiled programs when they have become many: each keeps a few regions of memory mapped."""
+    yield
+    if next(_tests_done) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

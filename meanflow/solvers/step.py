@@ -97,7 +97,7 @@ class StepRule(eqx.Module):
         """Return the step at the state ``y``, on the clock of the problem; ``problem.cloud(y)`` is the cloud there."""
 
     def next_size(
-        self, taken: jax.Array, size: jax.Array, problem: Problem, y: PyTree[jax.Array]
+        self, taken: jax.Array, size: jax.Array, problem: PyTree, y: PyTree[jax.Array]
     ) -> jax.Array:
         """Return the size of the step after ``taken`` steps: ``size`` again, unless a refresh is due."""
         if self.every is None:
@@ -212,7 +212,7 @@ class StepController(diffrax.AbstractStepSizeController):
         t1: RealScalarLike,
         y0: PyTree,
         dt0: jax.Array,
-        args: Problem,
+        args: PyTree,
         func: object,
         error_order: object,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -230,7 +230,7 @@ class StepController(diffrax.AbstractStepSizeController):
         t1: RealScalarLike,
         y0: PyTree,
         y1_candidate: PyTree,
-        args: Problem,
+        args: PyTree,
         y_error: PyTree,
         error_order: object,
         controller_state: tuple[jax.Array, jax.Array],

@@ -96,7 +96,10 @@ def _weights_or_equal(a: jax.Array, weights: Float[ArrayLike, " m"] | None) -> j
     return jnp.full_like(a, 1 / a.shape[0]) if weights is None else jnp.asarray(weights)
 
 
-@_checks.arguments(a=VECTOR, b=VECTOR, c=VECTOR, weights=optional(VECTOR), scale=number())
+NEURONS = _checks.array((None,), least=0)  # a network without neurons is the function 0
+
+
+@_checks.arguments(a=NEURONS, b=NEURONS, c=NEURONS, weights=optional(NEURONS), scale=number())
 @jax.jit
 def piecewise_linear(
     a: Float[ArrayLike, " m"],
