@@ -5,7 +5,7 @@ w_i' = -C(w_i) grad V(w_i), where V is the first variation of the loss and C an 
 the balance of a ReLU neuron only change C.
 """
 
-import typing
+import typing as _typing
 
 from meanflow import _lazy
 from meanflow.flows import Flow as Flow
@@ -34,7 +34,7 @@ from meanflow.univariate import lifted as lifted
 from meanflow.univariate import planar as planar
 from meanflow.univariate import radial as radial
 
-if typing.TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meanflow import depth as depth
     from meanflow import geometry as geometry
     from meanflow import kernels as kernels
@@ -46,6 +46,8 @@ if typing.TYPE_CHECKING:
     from meanflow import transport as transport
     from meanflow.sweeps.networks import sweep as sweep
     from meanflow.sweeps.phase import phase_diagram as phase_diagram
+
+__version__ = "0.1.0"
 
 _ROOMS = (
     "measures",
