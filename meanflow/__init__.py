@@ -23,11 +23,6 @@ from meanflow.measures import Cloud as Cloud
 from meanflow.measures import Dataset as Dataset
 from meanflow.measures import Neurons as Neurons
 from meanflow.measures import Polar as Polar
-from meanflow.solvers import RESULTS as RESULTS
-from meanflow.solvers import KernelStep as KernelStep
-from meanflow.solvers import Solution as Solution
-from meanflow.solvers import descend as descend
-from meanflow.solvers import solve as solve
 from meanflow.univariate import canonical as canonical
 from meanflow.univariate import full as full
 from meanflow.univariate import lifted as lifted
@@ -44,6 +39,11 @@ if _typing.TYPE_CHECKING:
     from meanflow import sweeps as sweeps
     from meanflow import training as training
     from meanflow import transport as transport
+    from meanflow.solvers import RESULTS as RESULTS
+    from meanflow.solvers import KernelStep as KernelStep
+    from meanflow.solvers import Solution as Solution
+    from meanflow.solvers import descend as descend
+    from meanflow.solvers import solve as solve
     from meanflow.sweeps.networks import sweep as sweep
     from meanflow.sweeps.phase import phase_diagram as phase_diagram
 
@@ -65,9 +65,14 @@ _ROOMS = (
     "report",
 )
 
-# rooms load on first use: flax, ott, xarray and matplotlib are slow to import
+# rooms load on first use: diffrax, optax, flax, ott, xarray and matplotlib are slow to import
 _LAZY = {
     **{room: room for room in _ROOMS},
+    "RESULTS": "solvers",
+    "KernelStep": "solvers",
+    "Solution": "solvers",
+    "descend": "solvers",
+    "solve": "solvers",
     "sweep": "sweeps",
     "phase_diagram": "sweeps",
 }
