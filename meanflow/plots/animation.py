@@ -8,7 +8,7 @@ from matplotlib.artist import Artist
 from numpy.typing import ArrayLike
 
 from meanflow import _checks
-from meanflow._checks import count, host_array, instance, number, optional
+from meanflow._checks import count, host_array, instance, optional
 from meanflow.plots.clouds import positions, regions
 from meanflow.plots.style import NEGATIVE, POSITIVE, canvas, theme
 from meanflow.solvers.solution import Solution
@@ -20,11 +20,11 @@ SUFFIXES = (".gif", ".html")
     run=instance(Solution, hint="pass ts= to solve or every= to descend, so that clouds are saved"),
     path=_checks.path,
     samples=optional(host_array((None,))),
-    fps=number(above=0, static=True),
+    fps=count(1, 100),
     dpi=count(10, 1000),
 )
 def animate(
-    run: Solution, path: str | Path, *, samples: ArrayLike | None = None, fps: float = 12.0, dpi: int = 100
+    run: Solution, path: str | Path, *, samples: ArrayLike | None = None, fps: int = 12, dpi: int = 100
 ) -> Path:
     """Write the neurons of a run over time to a file, one frame a save time, and return its path.
 

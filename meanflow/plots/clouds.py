@@ -153,13 +153,13 @@ def plane(
         attractors(rays, ax, reach=reach)
     if paths is not None:
         paths = np.asarray(paths)
-        for sign, color in ((1, POSITIVE), (-1, NEGATIVE)):
-            pick = paths[:, np.sign(r) == sign]
+        for side, color in ((1, POSITIVE), (-1, NEGATIVE)):
+            pick = paths[:, np.sign(r) == side]
             broken = np.concatenate([pick, np.full((1, *pick.shape[1:]), np.nan)])
             flat = broken.transpose(1, 0, 2).reshape(-1, 2)
             ax.plot(flat[:, 0], flat[:, 1], color=color, lw=0.5, alpha=0.5)
-    for sign, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
-        pick = np.sign(r) == sign
+    for side, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
+        pick = np.sign(r) == side
         size = np.abs(r[pick])
         u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
         ax.plot(u, v, ".", ms=4.5, color=color, mec="white", mew=0.2, label=name)
