@@ -111,6 +111,7 @@ class LinenFunction(eqx.Module):
     key: Key[Array, ""] | None
 
     def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+        """Return the outputs at a batch, with the given statistics in place of its own."""
         variables = {"params": params, **self.variables}
         if statistics is not None:
             variables["batch_stats"] = statistics
@@ -208,6 +209,7 @@ class EquinoxFunction(eqx.Module):
     per_sample: bool = eqx.field(static=True)
 
     def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+        """Return the outputs at a batch, with the given statistics in place of its own."""
         model = eqx.combine(params, self.static)
         options = {} if self.key is None else {"key": self.key}
         if self.state is None:
@@ -337,6 +339,7 @@ class HaikuFunction(eqx.Module):
     key: Key[Array, ""] | None
 
     def __call__(self, params: Params, x: Batch) -> Outputs:
+        """Return the outputs at a batch."""
         if self.state is not None:
             return self.function(params, self.state, None, x)[0]
         if self.key is None:

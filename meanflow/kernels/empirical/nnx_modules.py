@@ -30,6 +30,8 @@ if (
 ):  # flax is loaded by whoever has an NNX module: importing the kernels must not cost that time
     from flax import nnx
 
+    from meanflow.layers.normalization import Normalization
+
 Model: TypeAlias = Callable[[Batch], Outputs]
 
 
@@ -51,6 +53,7 @@ class NnxFunction(eqx.Module):
         return nnx.merge(cast("nnx.GraphDef", self.graph.value), params, self.rest, copy=True)
 
     def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+        """Return the outputs at a batch, with the given statistics in place of its own."""
         if self.key is not None:
             return one_by_one(lambda batch: self._with_fixed_streams(params)(batch), x)
         model = self._merged(params)
@@ -92,7 +95,7 @@ def _without_drawing(model: "nnx.Module", x: Batch) -> Outputs:
     return outputs
 
 
-def _training_norms(model: "nnx.Module") -> "dict[str, nnx.Module]":
+def _training_norms(model: "nnx.Module") -> "dict[str, nnx.BatchNorm | Normalization]":
     """Return the normalization layers in training mode by their path."""
     from flax import nnx
 
@@ -150,7 +153,7 @@ def _explicit_class(kind: type, path: str, ledger: _Ledger) -> type:
     class ExplicitFlax(nnx.BatchNorm):
         def __call__(self, x: Array, use_running_average: bool | None = None, **options: object) -> Array:
             if use_running_average:
-                return super().__call__(x, use_running_average, **options)
+                return super().__call__(x, use_running_average)
             mean, variance = ledger.moments(path, x, self.axis, False)
             out = (x - mean) / jnp.sqrt(variance + self.epsilon)
             axes = tuple(i for i in range(x.ndim) if i != self.axis % x.ndim)
@@ -194,7 +197,8 @@ def from_nnx(
     """
     from flax import nnx
 
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, rest = states
     function = NnxFunction(ByValue(graph), rest, key)
     norms = _training_norms(cast("nnx.Module", model))
     if not norms:
@@ -204,9 +208,10 @@ def from_nnx(
     return Normalized(function, function.batch_statistics, running), params
 
 
-def _running(module: "nnx.Module") -> tuple[Array, Array]:
+def _running(module: "nnx.BatchNorm | Normalization") -> tuple[Array, Array]:
     """Return the running mean and variance of a normalization layer; what it does not keep has no effect."""
-    mean, variance = (None if v is None else v[...] for v in (module.mean, module.var))
-    return jnp.zeros_like(variance) if mean is None else mean, jnp.ones_like(
-        mean
-    ) if variance is None else variance
+    size = (module.num_features,)
+    return (
+        jnp.zeros(size) if module.mean is None else module.mean[...],
+        jnp.ones(size) if module.var is None else module.var[...],
+    )
