@@ -53,6 +53,21 @@ class Passes(NamedTuple):
     convolved: float
     stored: float
 
+    def plus(self, other: "Passes") -> "Passes":
+        """Return both, one after the other."""
+        return Passes(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.convolved + other.convolved,
+            self.stored + other.stored,
+        )
+
+    def times(self, count: int) -> "Passes":
+        """Return ``count`` rounds of it."""
+        return Passes(
+            self.forward * count, self.backward * count, self.convolved * count, self.stored * count
+        )
+
 
 # values that depend on: nothing or the sample alone, parameters alone, both
 _FIXED, _PARAM, _BOTH = 0, 1, 2
@@ -77,7 +92,7 @@ def _count(jaxpr: Jaxpr, kinds: Sequence[int]) -> tuple[Passes, list[int]]:
     for equation in jaxpr.eqns:
         ins = [read(v) for v in equation.invars]
         one, outs = _equation(equation, ins)
-        total = Passes(*(a + b for a, b in zip(total, one, strict=True)))
+        total = total.plus(one)
         env.update(zip(equation.outvars, outs, strict=True))
     return total, [read(v) for v in jaxpr.outvars]
 
@@ -91,7 +106,7 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
         _, outs = _count(inner[0], ins)
         ins[carried] = [max(a, b) for a, b in zip(ins[carried], outs, strict=False)]
         one, outs = _count(inner[0], ins)
-        return Passes(*(a * options["length"] for a in one)), outs
+        return one.times(options["length"]), outs
     if inner and all(len(j.invars) in (len(ins), len(ins) - 1) for j in inner):
         counted = [_count(j, ins[len(ins) - len(j.invars) :]) for j in inner]
         return max(counted, key=lambda c: c[0].forward.total)
@@ -112,7 +127,9 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
     if name in _FREE or kind == _PARAM:
         return Passes(Cost(), Cost(), 0.0, 0.0), outs
     # neighboring operations on numbers run as one pass: half a number for each
-    touched = Cost(0.0, 0.5 * size + 0.5 * sum(math.prod(shape_of(v)) for v in equation.invars) * ("reduce" in name))
+    touched = Cost(
+        0.0, 0.5 * size + 0.5 * sum(math.prod(shape_of(v)) for v in equation.invars) * ("reduce" in name)
+    )
     return Passes(touched, touched if kind == _BOTH else Cost(), 0.0, size), outs
 
 

@@ -8,7 +8,7 @@ input; a lookup of rows does with h the indicator of the row, which is never for
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -102,7 +102,8 @@ def _in_loops(site: Site, value: Shaped[Array, "..."], rank: int) -> Shaped[Arra
     return moved.reshape((math.prod(groups), math.prod(positions)) + moved.shape[len(order) - rank :])
 
 
-def _over_loops(site: Site, function, value: Array) -> Array:
+def _over_loops(site: Site, function: Callable[[Array], Array], value: Array) -> Array:
+    """Apply a function in every round of the loops."""
     for _ in site.lengths:
         function = jax.vmap(function)
     return function(value)
@@ -130,7 +131,9 @@ def cotangent(site: Site, value: Float[Array, "..."]) -> Float[Array, "G P O"]:
         if site.kind == "conv_general_dilated":
             numbers, groups = (site.equation.params[n] for n in ("dimension_numbers", "feature_group_count"))
             batch, channels, *space = numbers.out_spec
-            moved = jnp.transpose(d, (batch, *space, channels)).reshape(-1, groups, d.shape[channels] // groups)
+            moved = jnp.transpose(d, (batch, *space, channels)).reshape(
+                -1, groups, d.shape[channels] // groups
+            )
             return jnp.swapaxes(moved, 0, 1)
         mine, other = _dot_axes(site)
         shared, rows, columns = len(mine.shared), len(other.free), len(mine.free)
@@ -194,6 +197,8 @@ def to_root(site: Site, jacobian: Float[Array, "G K O"], root: jax.ShapeDtypeStr
         mine, _ = _dot_axes(site)
         axes = mine.shared + mine.contracted + mine.free
         flat = jacobian.reshape(loops + tuple(weight[i] for i in axes))
+    elif site.kind == "gather":
+        flat, axes = jacobian.reshape(loops + weight), tuple(range(len(weight)))
     else:
         outs, ins, *space = site.equation.params["dimension_numbers"].rhs_spec
         groups = site.equation.params["feature_group_count"]

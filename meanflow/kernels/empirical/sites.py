@@ -5,7 +5,8 @@ convolution or a lookup of rows. Adding a zero (a "tap") to y and reading the gr
 parameter's gradient as a product of h and D, which never has to be formed by the backward pass. Every other use of a
 parameter is *direct*: the ordinary backward pass delivers its gradient, for that parameter alone.
 
-Nested calls and scans are entered, so that a site may lie inside of loops; its values then have one leading axis a loop.
+Nested calls and scans are entered, so that a site may lie inside of loops; its values then have one leading axis for
+each loop.
 Functions with derivatives of their own (custom_jvp, custom_vjp) are never entered, since that would change them.
 """
 
@@ -82,6 +83,12 @@ class Site:
     def kind(self) -> str:
         """The operation: "dot_general", "conv_general_dilated" or "gather"."""
         return self.equation.primitive.name
+
+    @property
+    def out(self) -> jax.ShapeDtypeStruct:
+        """Shape of y in one round of the loops."""
+        y = self.equation.outvars[0]
+        return jax.ShapeDtypeStruct(shape_of(y), _dtype_of(y))
 
 
 @dataclass
@@ -293,9 +300,7 @@ class _Walk:
         before = set(self.direct), self.count, len(self.roots)
         while True:
             inner, outs = self.scope(_inner(equation), inside, (*lengths, options["length"]))
-            changed = [
-                i for i in range(carried) if inside[constants + i] is None and outs[i] is not None
-            ]
+            changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
             if not changed:
                 break
             for i in changed:
@@ -318,9 +323,7 @@ def _number(variable: Var | Literal, numbers: Mapping[Var, float]) -> float | No
 _FOLDED = ("sqrt", "rsqrt", "mul", "div", "add", "sub", "neg", "integer_pow", "pow", "exp", "log", "square")
 
 
-def _fold(
-    jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: dict[Var, float]
-) -> None:
+def _fold(jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: dict[Var, float]) -> None:
     """Compute constants such as sqrt(3), which are scales of parameters."""
     name = equation.primitive.name
     if any(k is None for k in known) or not known or len(equation.outvars) != 1:
@@ -432,9 +435,7 @@ def evaluate(
     for place, equation in enumerate(jaxpr.eqns):
         operands = [read(v) for v in equation.invars]
         if roots is not None:
-            roots.update(
-                {n: operands[i] for (where, i), n in scope.roots.items() if where == place}
-            )
+            roots.update({n: operands[i] for (where, i), n in scope.roots.items() if where == place})
         entry = scope.entries.get(place)
         if isinstance(entry, Scope):
             if equation.primitive.name == "scan":

@@ -6,11 +6,12 @@ D[g, p, o] is an outer product at every position, so that the kernel of two samp
     <J, J'>                                              in parameter space, or
     sum over g, p, q of (h_gp . h'_gq) (D_gp . D'_gq)    in sample space ("BN NTK" eq. A.10 for one position).
 
-All D come from one backward pass a network output, through zeros ("taps") added to every y (``sites``). A parameter that
-is used several times has the positions of all its uses, cross terms included. Parameters used in other ways get their
-part of J from the same backward pass.
+All D come from one backward pass a network output, through zeros ("taps") added to every y (``sites``). A parameter
+that is used several times has the positions of all its uses, cross terms included. Parameters used in other ways get
+their part of J from the same backward pass.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -45,7 +46,7 @@ class Gram(NamedTuple):
 class Rows(NamedTuple):
     """The factors of a table whose rows are looked up: J[k, o] = sum_p [row_p = k] D[p, o]."""
 
-    index: Int[Array, "T P"]
+    looked: Int[Array, "T P"]
     cotangent: Float[Array, "T C 1 P O"]
 
 
@@ -117,17 +118,35 @@ def shares(traced: Traced, by_jacobian: Chooser) -> list[Share]:
     for leaf in traced.used:
         mine = [s for s in traced.sites.values() if s.view.root == leaf]
         if leaf in mixed or len({forms.key(s) for s in mine}) != 1:
-            found.append(Share(leaf, "jacobian", (), forms.Sizes(1, 1, 1, math.prod(traced.leaves[leaf].shape))))
+            found.append(
+                Share(leaf, "jacobian", (), forms.Sizes(1, 1, 1, math.prod(traced.leaves[leaf].shape)))
+            )
             continue
         each = [forms.sizes(s) for s in mine]
         size = each[0]._replace(positions=sum(s.positions for s in each))
         numbers = tuple(s.number for s in mine)
-        if mine[0].kind == "gather":
-            mode = "rows"
-        else:
-            mode = "jacobian" if by_jacobian(size) else "gram"
+        way = "jacobian" if by_jacobian(size) else "gram"
+        mode = "rows" if mine[0].kind == "gather" else way
         found.append(Share(leaf, mode, numbers, size))
     return found
+
+
+def align(left: Traced, right: Traced, plan: Sequence[Share]) -> tuple[list[Share], list[Share]]:
+    """Return the shares of two traces of the same parameters so that their entries are in the same order."""
+    others = {s.leaf: s for s in shares(right, lambda _: True)}
+    mine, theirs = [], []
+    for share in plan:
+        other = others.get(share.leaf, share._replace(sites=()))
+        keys = {forms.key(left.sites[n]) for n in share.sites} | {
+            forms.key(right.sites[n]) for n in other.sites
+        }
+        if share.sites and other.sites and len(keys) == 1:
+            mine.append(share)
+            theirs.append(other._replace(mode=share.mode))
+        else:  # in the parameter's own order
+            mine.append(share._replace(mode="jacobian", sites=()))
+            theirs.append(other._replace(mode="jacobian", sites=()))
+    return mine, theirs
 
 
 class Gradients(NamedTuple):
@@ -143,13 +162,17 @@ class Gradients(NamedTuple):
     cotangents: dict[int, Array]
     direct: dict[int, Array]
 
+    @property
+    def outputs(self) -> int:
+        """How many outputs were pulled back."""
+        return next(iter((*self.cotangents.values(), *self.direct.values()))).shape[0]
 
-def gradients(traced: Traced, leaves: Sequence[Array], sample: Sample, basis: Float[Array, "C n"]) -> Gradients:
-    """Pull the outputs' combinations ``basis`` back to all sites, and to the parameters that are used directly."""
-    zeros = {
-        n: jnp.zeros(s.lengths + tuple(s.equation.outvars[0].aval.shape), s.equation.outvars[0].aval.dtype)
-        for n, s in traced.sites.items()
-    }
+
+def pullback(
+    traced: Traced, leaves: Sequence[Array], sample: Sample
+) -> tuple[dict[int, Array], Callable[[Array], tuple[dict[int, Array], dict[int, Array]]]]:
+    """Evaluate at one sample; return all activations, and the map from a cotangent of the outputs to D and direct J."""
+    zeros = {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
 
     def tapped(taps: dict[int, Array], some: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
         args = [some.get(i, a) for i, a in enumerate(leaves)] + jax.tree.leaves(sample)
@@ -158,12 +181,23 @@ def gradients(traced: Traced, leaves: Sequence[Array], sample: Sample, basis: Fl
 
     some = {i: leaves[i] for i in sorted(traced.analysis.direct)}
     _, pull, found = jax.vjp(tapped, zeros, some, has_aux=True)
-    cotangents, direct = jax.vmap(pull)(basis)
+    return found, pull
+
+
+def gradients(traced: Traced, leaves: Sequence[Array], sample: Sample) -> Gradients:
+    """Return the gradients of all outputs at one sample."""
+    found, pull = pullback(traced, leaves, sample)
+    cotangents, direct = jax.vmap(pull)(jnp.eye(traced.outputs, dtype=traced.output.dtype))
     return Gradients(found, cotangents, direct)
 
 
 def _site_jacobian(site: Site, activation: Array, cotangents: Array) -> Float[Array, "C G K O"]:
     """Return J of one site at one sample."""
+    if site.kind == "gather":
+        d = jax.vmap(lambda c: forms.cotangent(site, c))(cotangents)
+        index, d = forms.rows(site, activation, d)
+        table = jnp.zeros((forms.sizes(site).inputs, d.shape[-1]), d.dtype)
+        return jax.vmap(lambda c: table.at[index].add(c[0], mode="drop"))(d)[:, None]
     h = forms.activation(site, activation)
     d = jax.vmap(lambda c: forms.cotangent(site, c))(cotangents)
     return jnp.einsum("gpk,cgpo->cgko", h, d, precision=HIGH)
@@ -195,9 +229,7 @@ def _rows(traced: Traced, share: Share, found: Gradients) -> Rows:
 
 def _product_jacobian(traced: Traced, share: Share, found: Gradients) -> Jacobian:
     """Return J of one sample for a parameter that all its sites show in the same order."""
-    parts = [
-        _site_jacobian(traced.sites[n], found.activations[n], found.cotangents[n]) for n in share.sites
-    ]
+    parts = [_site_jacobian(traced.sites[n], found.activations[n], found.cotangents[n]) for n in share.sites]
     total = sum(parts[1:], parts[0])
     return Jacobian(total.reshape(total.shape[0], -1))
 
@@ -228,14 +260,17 @@ def _mixed_jacobians(
             derived[root] = derived[root] + part if root in derived else part
     if derived:
         seen, pull = jax.vjp(values, list(leaves))
-        outputs = next(iter(derived.values())).shape[0]
         full = {
-            r: derived[r] if r in derived else jnp.zeros((outputs, *a.shape), a.dtype) for r, a in seen.items()
+            r: derived[r] if r in derived else jnp.zeros((found.outputs, *a.shape), a.dtype)
+            for r, a in seen.items()
         }
         (parts,) = jax.vmap(pull)(full)
         touched = frozenset().union(*(traced.analysis.roots[r] for r in derived))
         for leaf in touched & set(wanted):
             add(leaf, parts[leaf])
+    for leaf in set(wanted) - set(total):  # used in the other trace only
+        shape = (found.outputs, *traced.leaves[leaf].shape)
+        total[leaf] = jnp.zeros(shape, traced.leaves[leaf].dtype)
     return {i: Jacobian(a.reshape(a.shape[0], -1)) for i, a in total.items()}
 
 
@@ -250,16 +285,13 @@ def _derived(traced: Traced, leaves: Sequence[Array]) -> dict[int, Array]:
     return {n: a for n, a in roots.items() if n in used}
 
 
-def factors(
-    traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], batch: Sample
-) -> list[Factor]:
+def factors(traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], batch: Sample) -> list[Factor]:
     """Return every share's factors at the samples of a batch (leading axis of all its arrays).
 
     Cost: one forward and C backward passes; J costs T G P K O C more operations for each parameter that is in parameter
     space.
     """
-    basis = jnp.eye(traced.outputs, dtype=traced.output.dtype)
-    found = jax.vmap(lambda sample: gradients(traced, leaves, sample, basis))(batch)
+    found = jax.vmap(lambda sample: gradients(traced, leaves, sample))(batch)
     mixed = [s.leaf for s in plan if not s.sites]
     made = jax.vmap(lambda g: _mixed_jacobians(traced, leaves, mixed, g))(found) if mixed else {}
     out: list[Factor] = []
@@ -268,15 +300,109 @@ def factors(
             out.append(made[share.leaf])
         elif share.mode == "jacobian":
             # one sample after the other where J is large: its product then runs at full speed, without copies
-            one = lambda g, share=share: _product_jacobian(traced, share, g)
+            one = functools.partial(_product_jacobian, traced, share)
             part = _part(found, share.sites)
             large = share.sizes.positions > 1 and _size(share.sizes) * traced.outputs > 2**14
             out.append(jax.lax.map(one, part) if large else jax.vmap(one)(part))
         else:
             form = _gram if share.mode == "gram" else _rows
-            one = lambda g, share=share, form=form: form(traced, share, g)
-            out.append(jax.vmap(one)(_part(found, share.sites)))
+            out.append(jax.vmap(functools.partial(form, traced, share))(_part(found, share.sites)))
     return out
+
+
+def coupled_factors(
+    traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], rows: int, chunk: int
+) -> list[tuple[Array | None, Array]]:
+    """Return every share's factors for a function that maps the whole batch, whose samples depend on each other.
+
+    Its positions run over the samples too: h is (G, P, K) and D (T, C, G, P, O), that is, D tells how output c of
+    sample t reacts to every position of every sample.
+
+    Args:
+        traced: the trace of (leaves, nothing) -> outputs (T, ...).
+        plan: how each parameter's share is computed.
+        leaves: the parameters.
+        rows: T.
+        chunk: rows of outputs pulled back at a time.
+
+    Returns:
+        For each share (h, D) in sample space, (rows looked up, D) for tables, or (None, J (T, C, M)).
+    """
+    found, pull = pullback(traced, leaves, ())
+    each = traced.outputs // rows
+    mixed = [s.leaf for s in plan if not s.sites]
+
+    def some(index: Int[Array, " b"]) -> list[Array]:
+        sample = jax.nn.one_hot(index, rows, dtype=traced.output.dtype)
+        output = jnp.eye(each, dtype=traced.output.dtype)
+        basis = (sample[:, None, :, None] * output[None, :, None, :]).reshape(-1, rows * each)
+        mine = Gradients(found, *jax.vmap(pull)(basis))
+        made = _mixed_jacobians(traced, leaves, mixed, mine) if mixed else {}
+        parts: list[Array] = []
+        for share in plan:
+            if not share.sites:
+                parts.append(made[share.leaf].value)
+            elif share.mode == "jacobian":
+                parts.append(_product_jacobian(traced, share, mine).value)
+            else:
+                form = _gram if share.mode == "gram" else _rows
+                parts.append(form(traced, share, mine).cotangent)
+        return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
+
+    parts = by_pieces(some, jnp.arange(rows), chunk)
+    nothing = Gradients(found, {n: a[None] for n, a in _outs(traced).items()}, {})
+    out: list[tuple[Array | None, Array]] = []
+    for share, part in zip(plan, parts, strict=True):
+        if share.mode == "jacobian":
+            out.append((None, part))
+        elif share.mode == "gram":
+            out.append((_gram(traced, share, nothing).activation, part))
+        else:
+            out.append((_rows(traced, share, nothing).looked, part))
+    return out
+
+
+def _outs(traced: Traced) -> dict[int, Array]:
+    """Return zeros in place of all D, where only the activations are wanted."""
+    return {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
+
+
+def coupled_pairs(
+    left: Sequence[tuple[Array | None, Array]], right: Sequence[tuple[Array | None, Array]]
+) -> tuple[list[Factor], list[Factor]]:
+    """Turn the factors of coupled functions into plain features: <D, (h h') D'> = <J, J'>."""
+    mine: list[Factor] = []
+    theirs: list[Factor] = []
+    flat = lambda a: Jacobian(a.reshape(a.shape[:2] + (-1,)))
+    for (h, d), (k, e) in zip(left, right, strict=True):
+        mine.append(flat(d))
+        if h is None or k is None:
+            theirs.append(flat(e))
+        elif h.ndim == 1:  # rows of a table
+            same = (h[:, None] == k[None]).astype(e.dtype)
+            theirs.append(flat(jnp.einsum("pq,sdgqo->sdgpo", same, e, precision=HIGH)))
+        else:
+            inner = jnp.einsum("gpk,gqk->gpq", h, k, precision=HIGH)
+            theirs.append(flat(jnp.einsum("gpq,sdgqo->sdgpo", inner, e, precision=HIGH)))
+    return mine, theirs
+
+
+def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree:
+    """Apply a function to ``size`` entries of the leading axis at a time, and put the results together.
+
+    >>> by_pieces(lambda a: 2 * a, jnp.arange(5), 2).tolist()
+    [0, 2, 4, 6, 8]
+    """
+    count = jax.tree.leaves(tree)[0].shape[0]
+    if size >= count:
+        return function(tree)
+    whole = count // size
+    head = jax.tree.map(lambda a: a[: whole * size].reshape((whole, size) + a.shape[1:]), tree)
+    out = jax.tree.map(lambda a: a.reshape((whole * size,) + a.shape[2:]), jax.lax.map(function, head))
+    if whole * size == count:
+        return out
+    rest = function(jax.tree.map(lambda a: a[whole * size :], tree))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
 
 
 def _size(sizes: forms.Sizes) -> int:
@@ -317,12 +443,11 @@ def _contract_one(left: Factor, right: Factor, outputs: str) -> Array:
         return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
     if outputs == "full" and d.shape[1] > 1:
         # with many outputs (h h') D' is smaller than D D'
-        def row(mine: Factor) -> Array:
+        def row(mine: Gram | Rows) -> Array:
             inner = _inner_products(mine, right)
             return jnp.einsum("gpsq,sdgqo,cgpo->csd", inner, e, mine.cotangent, precision=HIGH)
 
         return jax.lax.map(row, left)
-    first, second = ("tsc", "sc") if outputs == "full" else (mine, theirs)
     inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
     if outputs == "diagonal":
         outer = jnp.einsum("tcgpo,scgqo->cgtpsq", d, e, precision=HIGH)
@@ -336,7 +461,7 @@ def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
     """Return h_gp . h'_gq of one sample with many; equality of rows for a table."""
     if isinstance(one, Rows):
         assert isinstance(many, Rows)
-        same = one.index[:, None, None] == many.index[None]
+        same = one.looked[:, None, None] == many.looked[None]
         return same[None].astype(one.cotangent.dtype)
     assert isinstance(one, Gram) and isinstance(many, Gram)
     return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)
