@@ -21,4 +21,5 @@ from meanflow.kernels.gaussian import gp_posterior as gp_posterior
 from meanflow.kernels.infinite.mean_field import infinite_ntk as infinite_ntk
 from meanflow.kernels.infinite.mean_field import nngp as nngp
 from meanflow.kernels.infinite.mean_field import order_parameters as order_parameters
+from meanflow.kernels.infinite.wide import wide_inputs as wide_inputs
 from meanflow.kernels.regime import kernel_flow as kernel_flow
