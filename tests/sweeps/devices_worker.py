@@ -43,5 +43,46 @@ def main(out, across, along, process=None, port=None, store=None):
     )
 
 
+def spectra(out):
+    """Sweeps whose cells factorize matrices, over all devices of this process."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    import meanflow as mf
+
+    x = jnp.linspace(-1.0, 1.0, 5)
+    data = mf.Dataset(x, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
+    kernel = lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x)
+    ds = mf.sweep(
+        mf.lifted("sqrt"),
+        data,
+        widths=(5,),
+        deltas=(0.0,),
+        seeds=32,
+        steps=6,
+        every=3,
+        step=0.01,
+        observe={"kernel": kernel, "spectrum": lambda *run: jnp.linalg.eigvalsh(kernel(*run))},
+    )
+    points = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)))
+    critic = mf.sweeps.sweep_function(
+        lambda key, shift: mf.transport.critic_distance(points, points + shift, key=key, steps=5),
+        axes={"shift": [0.1, 0.2]},
+        seeds=16,
+    )
+    gram = mf.sweeps.sweep_function(
+        lambda key, scale: jax.tree.leaves(mf.depth.propagate(key, scale * points, [8, 8]))[0],
+        axes={"scale": [1.0, 2.0]},
+        seeds=16,
+    )
+    np.savez(
+        f"{out}-spectra.npz",
+        spectrum=ds.spectrum.values,
+        expected=np.linalg.eigvalsh(ds.kernel.values),
+        critic=critic.value.values,
+        gram=gram.value.values,
+    )
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if sys.argv[2] != "spectra" else spectra(sys.argv[1])
