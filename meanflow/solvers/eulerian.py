@@ -110,7 +110,10 @@ class _Courant(StepRule):
 
 
 @_checks.arguments(
-    rows=count(2), columns=count(3), bound=number(above=0, static=True), half_width=number(above=0, static=True)
+    rows=count(2),
+    columns=count(3),
+    bound=number(above=0, static=True),
+    half_width=number(above=0, static=True),
 )
 def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1.0) -> Density:
     """Return a ~ U(-half_width, half_width) with a uniform angle, on [-bound, bound] x circle (exact cell masses)."""

@@ -138,7 +138,10 @@ def test_cells_that_factorize_batches_run_one_by_one():
     def cell(key, scale):
         matrix = jax.random.normal(key, (3, 3))
         symmetric = scale * (matrix + matrix.T)
-        return {"spectrum": jnp.linalg.eigvalsh(symmetric), "lengths": jnp.linalg.svd(matrix, compute_uv=False)}
+        return {
+            "spectrum": jnp.linalg.eigvalsh(symmetric),
+            "lengths": jnp.linalg.svd(matrix, compute_uv=False),
+        }
 
     function = program.FunctionCell(cell, {})
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 4))
@@ -164,3 +167,31 @@ def test_spectra_in_sweeps_over_devices_do_not_hang(tmp_path, devices):
     found = dict(np.load(tmp_path / "out-spectra.npz"))
     np.testing.assert_allclose(found["spectrum"], found["expected"], rtol=1e-8, atol=1e-10)
     assert np.all(np.isfinite(found["critic"])) and np.all(np.isfinite(found["gram"]))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("1-memory", "ValueError", "one cell is too large"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("1-error", "OSError", "the disk is gone"),
+                ("0-progress", "ZeroDivisionError", "division by zero"),
+                ("0-interrupt", "KeyboardInterrupt", ""),
+                ("1-interrupt", "KeyboardInterrupt", ""),
+            )
+        ),
+    ],
+)
+def test_an_error_of_one_process_ends_both(tmp_path, how, kind, words):
+    """Whatever happens to one process, the other hears of it, with the message, within 30 seconds."""
+    port = free_port()
+    finish(*(start(1, tmp_path / "out", "failing", how, number, port) for number in (0, 1)))
+    told = [(tmp_path / f"out-{number}.txt").read_text().split(" ", 2) for number in (0, 1)]
+    failed = int(how[0])
+    assert told[failed][2].startswith(kind) and words in told[failed][2]
+    assert f"on process {failed}: {kind}" in told[1 - failed][2] and words in told[1 - failed][2]
+    since = max(float(begun) for begun, _, _ in told) if "interrupt" in how else float(told[failed][1])
+    assert all(abs(float(ended) - since) < 30 for _, ended, _ in told)
+    assert not (tmp_path / "out-store" / ".lock").exists()
