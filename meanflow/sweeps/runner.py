@@ -117,8 +117,8 @@ def together(work: Callable[[], Tree]) -> Tree:
         What ``work`` returned on this process.
 
     Raises:
-        BaseException: what ``work`` raised here; or, if it failed on other processes only, an error of the same sort with
-            their message. All processes raise then.
+        BaseException: what ``work`` raised here; or, if it failed on other processes only, an error of the same
+            sort with their message. All processes raise then.
     """
     problem: BaseException | None = None
     try:
