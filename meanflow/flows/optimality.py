@@ -50,9 +50,9 @@ def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> C
     dtype = cloud.weights.dtype
     directions = _spread(count, dim).astype(dtype)
     probes = flow.space.from_raw(Cloud(Neurons(jnp.ones(count, dtype), directions))).particles
-    outputs = cloud.particles.a.shape[1:]
-    if outputs:
-        units = jnp.broadcast_to(jnp.eye(*outputs, dtype=dtype)[:, None, :], (*outputs, count, *outputs))
+    if cloud.particles.a.ndim == 2:
+        outputs = cloud.particles.a.shape[1]
+        units = jnp.broadcast_to(jnp.eye(outputs, dtype=dtype)[:, None, :], (outputs, count, outputs))
         size = safe_norm(
             jnp.stack([first_variation(flow, cloud, data, probes._replace(a=a)) for a in units], axis=-1)
         )
