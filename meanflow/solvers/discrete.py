@@ -22,6 +22,7 @@ from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.batches import Batches
 from meanflow.solvers.continuous import OBSERVE, STATE, rule_numbers
+from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.solution import (
     RESULTS,
     Settings,
@@ -234,7 +235,9 @@ def _descend(
         state=State(carry.t, carry.particles, carry.steps, leaves, options.settings, fingerprint(data)),
         result=RESULTS.where(all_finite(carry.particles), RESULTS.successful, RESULTS.non_finite),
         stats={"num_steps": carry.steps},
-        settings=Settings(options.settings.numbers | numbers, options.settings.names),
+        settings=Settings(
+            options.settings.numbers | numbers, options.settings.names + axis_names(options.observe)
+        ),
     )
 
 
