@@ -22,4 +22,5 @@ from meanflow.kernels.infinite.mean_field import infinite_ntk as infinite_ntk
 from meanflow.kernels.infinite.mean_field import nngp as nngp
 from meanflow.kernels.infinite.mean_field import order_parameters as order_parameters
 from meanflow.kernels.infinite.wide import wide_inputs as wide_inputs
+from meanflow.kernels.recorder import KernelRecorder as KernelRecorder
 from meanflow.kernels.regime import kernel_flow as kernel_flow

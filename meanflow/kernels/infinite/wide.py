@@ -148,8 +148,8 @@ class WideLayer(eqx.Module):
             if self.pairs and self.rank:
                 left = variance.reshape(variance.shape + (1,) * self.rank)
                 right = variance.reshape(variance.shape[:1] + (1,) * self.rank + variance.shape[1:])
-                wide = (jnp.broadcast_to(v, kernel.shape) for v in (left, right))
-                own.append(dual(*wide, kernel).value)
+                first, second = (jnp.broadcast_to(v, kernel.shape) for v in (left, right))
+                own.append(dual(first, second, kernel).value)
             else:
                 own.append(dual(variance, variance, variance).value)
         return self._replace(
