@@ -128,14 +128,14 @@ def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> b
                     "apply closes over traced values, so whether it couples samples cannot be probed; "
                     f"pass stats= one of {STATS}"
                 ) from error
-            finite = [np.isfinite(a) for a in values]
-            if all(np.any(f) for f in finite):
+            finite = np.isfinite(values[0])
+            if np.any(finite):
                 break
         else:
             raise ValueError(
                 "apply returns nothing but NaN or infinity when it is probed for coupled samples; check params and x"
             )
-    scale = max(np.max(np.abs(a[f])) for a, f in zip(values, finite, strict=True))
+    scale = float(np.max(np.abs(values[0][finite])))
     tolerance = 1e4 * float(jnp.finfo(values[0].dtype).eps) * scale
 
     def same(a: np.ndarray, b: np.ndarray) -> bool:
