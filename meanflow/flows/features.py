@@ -182,6 +182,16 @@ class TwoLayer(Feature):
         # alpha = m is the mean itself: nothing to multiply, and clouds of infinite width have no m
         return a if self.scaling.kind == "m" else self.scaling.ratio(cloud) * a
 
+    def motion(self, problem: "Problem") -> "FrozenMotion":
+        """Return the exact motion of (a, b) between the hyperplanes of the samples."""
+        from meanflow.flows.kinks.two_layer import TwoLayerMotion
+
+        return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
+
+    def inputs(self, x: jax.Array) -> jax.Array:
+        """Return what b is multiplied with: x, or (x, 1) with a bias."""
+        return jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1) if self.bias else x
+
     def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
         """Return the angle between b now and at the start."""
         return sphere.angle(*(omega.direction(one.particles.b) for one in (cloud, start)))

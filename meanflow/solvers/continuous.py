@@ -146,9 +146,8 @@ def solve(
         observe: what to save at ``ts`` instead of whole clouds: a function (flow, cloud, data) -> pytree such as
             ``meanflow.dissipation``, an ``Observable``, a dict of these by name, or names of the model's own
             observables such as ``["dissipation", "kernel_drift"]``.
-        solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for univariate ReLU flows, whose velocity
-            jumps and which ordinary solvers cannot resolve. Reverse mode through kinks needs a fixed number of events
-            a step: ``solvers.Sliding(max_events=8)``.
+        solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for networks with kinks (relu, leaky_relu,
+            abs), whose velocity jumps and which ordinary solvers cannot resolve.
         step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
             ``atol``.
         rtol, atol: tolerances of the local error in rms over the measure. They are not the error of the result.
@@ -188,16 +187,17 @@ def solve(
     settings = _settings(method, rule, clock)
     if state is not None:
         check_resumed(state, settings, data)
+    backward = ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint
     options = SolveOptions(
         t0=start,
         t1=end,
         ts=times,
         observe=observables.resolve(observe, flow, data),
-        solver=method,
+        solver=method.prepared(backward) if isinstance(method, FlowSolver) else method,
         rule=rule,
         rtol=scalar(rtol, dtype),
         atol=scalar(atol, dtype),
-        adjoint=ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint,
+        adjoint=backward,
         steady=None if steady is None else scalar(steady, dtype),
         settings=settings,
         clock=clock,
