@@ -37,7 +37,7 @@ from meanflow.flows.problem import Chart
 from meanflow.geometry.space import Invariant, Space
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
-from meanflow.measures.laws import Law
+from meanflow.measures.laws import Law, as_law
 from meanflow.measures.sampling import sample
 from meanflow.measures.scaling import NAMES, Scaling
 
@@ -139,7 +139,7 @@ class Flow(eqx.Module):
         dim: int | None = None,
         labels: ArrayLike | None = None,
         paired: bool = False,
-        **laws: Law,
+        **laws: Law | float | Callable[[jax.Array], jax.Array],
     ) -> Cloud:
         """Draw a random cloud of ``width`` neurons.
 
@@ -150,11 +150,19 @@ class Flow(eqx.Module):
             labels: a number or a (width,) array, if the geometry needs labels.
             paired: draw neurons in pairs of opposite amplitude, one behind the other, so that the network starts at
                 f_0 = 0 (symmetric initialization). The width must be even.
-            laws: the law of a coordinate by name, instead of the model's default, e.g. ``a=laws.signs()``.
+            laws: the law of a coordinate by name, instead of the model's default: a law such as
+                ``a=measures.laws.signs()``, a number, or a function that maps uniform numbers in (0, 1), of the shape
+                of the coordinate, to its values.
+
+        >>> import jax, jax.numpy as jnp, meanflow as mf
+        >>> cloud = mf.canonical().init(jax.random.key(0), 3, r=0.5, theta=lambda u: jnp.pi * u)
+        >>> cloud.particles.r.tolist(), bool(jnp.all(cloud.particles.theta > 0))
+        ([0.5, 0.5, 0.5], True)
         """
         if self.laws is None:
             raise ValueError("this flow names no default laws; use meanflow.measures.sample")
-        chosen = {**self.laws(dim), **laws}
+        usual = self.laws(dim)
+        chosen = usual | {name: as_law(name, law, usual.get(name)) for name, law in laws.items()}
         if not paired:
             return self.space.from_raw(sample(key, width, self.feature.record, chosen, labels=labels))
         if width % 2 or self.feature.amplitude is None:

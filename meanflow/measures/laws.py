@@ -31,6 +31,36 @@ class Law(eqx.Module):
         return self.transform(u)
 
 
+def as_law(name: str, value: object, like: Law | None = None) -> Law:
+    """Return the law behind what a user gave: a law, a number that is always taken, or a function of uniform numbers.
+
+    A function maps numbers u in (0, 1) to values: the inverse of a distribution function, such as
+    ``lambda u: -jnp.log(u)`` for an exponential law. It gets u (k,) and returns (k,); where the coordinate is a vector
+    in R^d, u is (k, d) and so are the values.
+
+    Args:
+        name: of the argument, for messages.
+        value: what was given.
+        like: the law it stands in for, which says whether values are vectors; None for numbers.
+
+    >>> as_law("r", lambda u: u**2)(jnp.array([[0.5], [1.0]])).tolist(), as_law("a", 3)(jnp.zeros((1, 0))).tolist()
+    ([0.25, 1.0], [3.0])
+    """
+    if isinstance(value, Law):
+        return value
+    shape = () if like is None else jax.eval_shape(like, jnp.zeros((1, like.size))).shape[1:]
+    if not callable(value) or isinstance(value, type):
+        level = _checks.number()(name, value)
+        return Law(0, lambda u: jnp.full((u.shape[0], *shape), level, u.dtype))  # type: ignore[arg-type]
+
+    def transform(u: jax.Array) -> jax.Array:
+        values = jnp.asarray(value(u if shape else u[:, 0]), u.dtype)
+        _checks.shape(f"values of {name}", values, (u.shape[0], *shape))
+        return values
+
+    return Law(shape[0] if shape else 1, transform)
+
+
 def uniform(low: float = -1.0, high: float = 1.0) -> Law:
     """Return the uniform law on (low, high)."""
     return Law(1, lambda u: low + (high - low) * u[:, 0])
