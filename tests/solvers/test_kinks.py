@@ -1,6 +1,7 @@
 """The sliding solver for vector inputs against an independent event-driven integrator and closed forms."""
 
 import functools
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,7 +11,7 @@ import pytest
 from plane_reference import NotUnique, Reference
 
 import meanflow as mf
-from meanflow.flows.kinks import filippov, planes
+from meanflow.flows.kinks import filippov, passage, planes
 from meanflow.flows.kinks.two_layer import homogeneous_slopes
 
 EVENTS = {"crossings": "cross", "captures": "capture", "releases": "release"}
@@ -223,22 +224,28 @@ def test_messages():
         slide(odd, cloud, data, 1.0, 0.1)
 
 
-def test_reverse_mode_rests_on_a_private_loop():
-    """The assumption: ``equinox.internal.while_loop(kind="checkpointed")`` has a derivative, with few checkpoints."""
-    import equinox.internal as eqxi
+def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps():
+    """Forty events, of which sixteen are kept, and a bound that cuts the loop short; against forward mode."""
 
-    def power(x):
-        end = eqxi.while_loop(
-            lambda c: c[0] < 9,
-            lambda c: (c[0] + 1, c[1] * x),
-            (0, x),
-            max_steps=20,
-            kind="checkpointed",
-            checkpoints=3,
-        )
-        return end[1]
+    class Numbers(NamedTuple):
+        u: jax.Array
+        left: jax.Array
 
-    np.testing.assert_allclose(jax.grad(power)(1.1), 10 * 1.1**9, rtol=1e-12)
+    def advance(now, rows, shared):
+        moving = now.left > 0
+        u = jnp.where(moving, now.u + 0.1 * rows * jnp.sin(shared * now.u), now.u)
+        return Numbers(u, jnp.where(moving, now.left - 1.0, now.left)), passage.Counts.none()
+
+    def end(u, rows, shared, cap, forward):
+        left = jnp.array([40.0, 3.0, 0.0])
+        return jnp.sum(passage.run(advance, Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2)
+
+    arguments = jnp.array([0.3, 0.5, 0.7]), jnp.array([1.0, 0.9, 0.8]), jnp.array(1.3)
+    for cap in (100, 30):
+        got = jax.grad(end, argnums=(0, 1, 2))(*arguments, cap, False)
+        wanted = jax.jacfwd(end, argnums=(0, 1, 2))(*arguments, cap, True)
+        for u, v in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(u, v, rtol=1e-12)
 
 
 def directional(d, seed, end=4.0):

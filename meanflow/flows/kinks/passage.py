@@ -4,23 +4,25 @@ A motion supplies ``advance``, which carries every neuron over one event; here i
 left. In large clouds few neurons have any events left after the first: these are gathered in blocks, so that the rest
 costs nothing.
 
-Reverse mode replays the events from the start of the sub-step with a loop that keeps a few checkpoints, so that a run
-needs to remember nothing but its states and no bound on the number of events has to be guessed. Forward mode
-differentiates the plain loop.
+Reverse mode keeps the states before the first events of a sub-step and goes back from event to event; where there were
+more events, the states in between are found by replaying them. So no bound on the number of events has to be guessed.
+Forward mode differentiates the plain loop.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import equinox as eqx
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 SMALL = 4096  # up to this many neurons all are moved together in every event
 BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
-CHECKPOINTS = 8  # states kept while a sub-step is differentiated in reverse
+KEPT = (
+    16  # states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
+)
+LARGE = 1 << 22  # numbers in a state beyond which only two are kept
 
 
 class Counts(NamedTuple):
@@ -95,32 +97,64 @@ def _reversible(arguments: Arguments, advance: Advance, cap: int) -> tuple[Neuro
 
 @_reversible.def_fwd
 def _run_forward(perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int) -> tuple:
-    return _loop(arguments, advance, cap), None
+    """Run, and keep the states before the first events."""
+    neurons, rows, shared = arguments
+    entries = sum(u.size for u in jax.tree.leaves(neurons))
+    kept = min(cap, KEPT if entries <= LARGE else 2)
+    room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
+
+    def go(carry: tuple) -> tuple:
+        turn, now, counts, states = carry
+        place = jnp.minimum(turn, kept - 1)
+
+        def put(states: Array, now: Array) -> Array:
+            old = jax.lax.dynamic_index_in_dim(states, place, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(states, jnp.where(turn < kept, now, old), place, 0)
+
+        states = jax.tree.map(put, states, now)
+        now, more = advance(now, rows, shared)
+        return turn + 1, now, counts.plus(more), states
+
+    going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
+    none = jnp.zeros((), jnp.int32)
+    turns, neurons, counts, states = jax.lax.while_loop(going, go, (none, neurons, Counts.none(), room))
+    return (neurons, counts), (turns, states)
 
 
 @_reversible.def_bwd
 def _run_backward(
-    residuals: None, slopes: PyTree, perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int
+    residuals: tuple, slopes: PyTree, perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int
 ) -> PyTree:
-    smooth, fixed = eqx.partition(arguments, eqx.is_inexact_array)
+    """Go back event by event; states that were not kept are replayed from the last one that was."""
+    turns, states = residuals
+    _, rows, shared = arguments
+    kept = jax.tree.leaves(states)[0].shape[0]
+    smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
+    empty = lambda tree: jax.tree.map(jnp.zeros_like, eqx.filter(tree, eqx.is_inexact_array))
+    fill = lambda u, v: jnp.zeros_like(u) if v is None else v
+    ends = empty(arguments[0])
+    ends = jax.tree.map(fill, ends, jax.tree.map(lambda _, v: v, ends, slopes[0]))
 
-    def replay(smooth: PyTree) -> PyTree:
-        neurons, rows, shared = eqx.combine(smooth, fixed)
-        end = eqxi.while_loop(
-            lambda now: jnp.any(now.left > 0),
-            lambda now: advance(now, rows, shared)[0],
-            neurons,
-            max_steps=cap,
-            kind="checkpointed",
-            checkpoints=min(CHECKPOINTS, cap),
-        )
-        return eqx.filter(end, eqx.is_inexact_array)
+    def back(carry: tuple) -> tuple:
+        turn, upstream, gathered = carry
+        turn = turn - 1
+        place = jnp.minimum(turn, kept - 1)
+        now = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, place, keepdims=False), states)
+        replay = lambda c: (c[0] + 1, advance(c[1], rows, shared)[0])
+        _, now = jax.lax.while_loop(lambda c: c[0] < turn, replay, (place, now))
+        moving, still = eqx.partition(now, eqx.is_inexact_array)
 
-    end, pull = jax.vjp(replay, smooth)
-    absent = lambda u: u is None
-    fill = lambda u, v: u if u is None else jnp.zeros_like(u) if v is None else v
-    filled = jax.tree.map(fill, end, slopes[0], is_leaf=absent)
-    return pull(filled)[0]
+        def once(moving: PyTree, smooth: PyTree) -> PyTree:
+            end, _ = advance(eqx.combine(moving, still), *eqx.combine(smooth, fixed))
+            return eqx.filter(end, eqx.is_inexact_array)
+
+        _, pull = jax.vjp(once, moving, smooth)
+        upstream, more = pull(upstream)
+        return turn, upstream, jax.tree.map(jnp.add, gathered, more)
+
+    first = (turns, ends, jax.tree.map(jnp.zeros_like, smooth))
+    _, start, (own, common) = jax.lax.while_loop(lambda carry: carry[0] > 0, back, first)
+    return start, own, common
 
 
 def _loop(arguments: Arguments, advance: Advance, cap: int) -> tuple[Neurons, Counts]:
