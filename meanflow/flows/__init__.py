@@ -9,6 +9,7 @@ from meanflow.flows.flow import make_flow as make_flow
 from meanflow.flows.flow import predict as predict
 from meanflow.flows.flow import tangent_kernel as tangent_kernel
 from meanflow.flows.flow import velocity as velocity
+from meanflow.flows.losses import softmax as softmax
 from meanflow.flows.models import batchnorm as batchnorm
 from meanflow.flows.models import batchnorm_manifold as batchnorm_manifold
 from meanflow.flows.models import vanilla as vanilla

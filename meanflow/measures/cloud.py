@@ -17,9 +17,12 @@ WIDTH = _checks.number(above=0, infinite=True)
 
 
 class Neurons(NamedTuple):
-    """Two-layer neurons a * s(b . x): ``a`` (m,), ``b`` (m, d). On the batch-norm manifold ``b`` is b-bar."""
+    """Two-layer neurons a * s(b . x): ``a`` (m,), or (m, k) for k outputs, and ``b`` (m, d).
 
-    a: Float[Array, "*batch m"]
+    On the batch-norm manifold ``b`` is b-bar.
+    """
+
+    a: Float[Array, "*batch_m_and_k"]
     b: Float[Array, "*batch m d"]
 
 

@@ -30,6 +30,19 @@ class Law(eqx.Module):
         """Return the values of the law at the points ``u`` (k, size) of the unit cube."""
         return self.transform(u)
 
+    def repeat(self, count: int) -> "Law":
+        """Return the law of ``count`` independent copies of this one, which must be a law on R; values (k, count)."""
+
+        def transform(u: jax.Array) -> jax.Array:
+            columns = [self(u[:, start : start + self.size]) for start in range(0, u.shape[1], self.size)]
+            if columns[0].ndim != 1:
+                raise ValueError(
+                    f"only a law of single numbers can be repeated, got one of shape {columns[0].shape[1:]}"
+                )
+            return jnp.stack(columns, axis=1)
+
+        return Law(self.size * count, transform)
+
 
 def as_law(name: str, value: object, like: Law | None = None) -> Law:
     """Return the law behind what a user gave: a law, a number that is always taken, or a function of uniform numbers.

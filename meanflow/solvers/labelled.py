@@ -73,8 +73,8 @@ def _own_axes(name: str, count: int, given: dict[str, str]) -> tuple[str, ...]:
     parts = name.split("_")
     for k in range(len(parts), 0, -1):  # the parts of an observable that is a dict share its axes
         axes = given.get(AXES + "_".join(parts[:k]), given.get(AXES + "observed", "")).split()
-        if len(axes) == count:
-            return tuple(axes)
+        if len(axes) >= count:  # names at the end stand for axes that not every model has
+            return tuple(axes[:count])
     return tuple(f"{name}_{k}" for k in range(count))
 
 

@@ -111,7 +111,7 @@ def fingerprint(data: Dataset) -> Float[Array, " k"]:
         # weights without symmetry, so that exchanged samples are noticed
         return jnp.sum(flat * (1.0 + 0.5 * jnp.cos(1.7 * jnp.arange(flat.shape[0], dtype=flat.dtype) ** 1.1)))
 
-    return jnp.stack([mixed(u).astype(data.y.dtype) for u in (data.x, data.y, data.weights)])
+    return jnp.stack([mixed(u).astype(data.weights.dtype) for u in (data.x, data.y, data.weights)])
 
 
 def begin(flow: Flow, cloud: Cloud, state: State | None) -> Flow:

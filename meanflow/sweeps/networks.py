@@ -16,6 +16,7 @@ from meanflow import _checks
 from meanflow._checks import array, count, either, flag, number, optional, sequence, unchecked
 from meanflow._identity import Json, describe
 from meanflow.flows.flow import Flow
+from meanflow.flows.flow import prepare as check_fit
 from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import DATA, Dataset
@@ -177,8 +178,8 @@ class Sweep(Plan):
         for group in self.groups:
             first = group.cells[0]
             cloud = jax.tree.map(jnp.asarray, self._cloud(first))
-            flow = self._flow_at(self.grid.at(first)).bind(self.shared)
-            flow.begin(cloud).check(cloud, self.shared.x)
+            flow = self._flow_at(self.grid.at(first))
+            check_fit(flow.begin(cloud), cloud, self.shared)
 
     def _has_batches(self) -> bool:
         return "batch_size" in self.settings or "batch_size" in self.taken["solver"]
@@ -223,7 +224,8 @@ class Sweep(Plan):
         if self.init is None:
             x = self.shared.x
             flow = self._flow_at(values).bind(self.shared)
-            return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None)
+            outputs = flow.loss.outputs(self.shared.y)
+            return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None, outputs=outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):
             raise ValueError(f"init must return a Cloud, got {type(cloud).__name__}")

@@ -51,6 +51,10 @@ class Univariate(Feature):
     input_ndim: ClassVar[int | None] = 1
     has_direction: ClassVar[bool] = True
 
+    def has_kinks(self) -> bool:
+        """Say yes: the neurons are ReLU neurons."""
+        return True
+
     @abc.abstractmethod
     def direction(self, cloud: Cloud) -> Float[Array, "m 2"]:
         """Return p_i, the direction that decides at which samples neuron i is active."""
@@ -89,7 +93,12 @@ class Univariate(Feature):
         return jnp.where(active, lifted @ self.slopes(cloud).T, 0.0)
 
     def kernel(
-        self, cloud: Cloud, x: Float[Array, " n"], z: Float[Array, " k"], space: Space
+        self,
+        cloud: Cloud,
+        x: Float[Array, " n"],
+        z: Float[Array, " k"],
+        space: Space,
+        outputs: str = "full",
     ) -> Float[Array, "n k"] | None:
         """Return sum_i p_i 1_i(x) 1_i(z) <(x, 1), M_i (z, 1)>, where 1_i says whether neuron i is active.
 

@@ -107,7 +107,10 @@ def test_samples_are_nested_only_when_quasi_random():
         (lambda: mf.Cloud(neurons(3)).pad(2), "size must be an integer >= 3"),
         (lambda: mf.Dataset([[1.0, np.nan]], [1.0]), "x must be finite, got 1 NaN"),
         (lambda: mf.Dataset([[1.0, 2.0]], [np.inf]), "y must be finite"),
-        (lambda: mf.Dataset(np.ones((3, 2)), np.ones(2)), r"y must have shape \(3\), got \(2,\)"),
+        (
+            lambda: mf.Dataset(np.ones((3, 2)), np.ones(2)),
+            r"y must have shape \(3,\) or \(3, any\), got \(2,\)",
+        ),
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), "mean"), "weights must be one of"),
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), [-1.0, 1.0, 1.0]), "weights must be >= 0"),
         (lambda: mf.Dataset(np.ones((3, 2, 2)), np.ones(3)), "x must have shape"),
