@@ -269,7 +269,7 @@ class TwoLayer(Feature):
         """Return the exact motion of (a, b) between the hyperplanes of the samples, for one output."""
         if problem.chart.base.particles.a.ndim > 1:
             raise ValueError(
-                "solver='sliding' needs one output: with k outputs a neuron does not move in a plane between kinks, got "
+                "solver='sliding' needs one output: with k outputs neurons do not move in planes between kinks, got "
                 f"particles.a of shape {problem.chart.base.particles.a.shape}; use fixed steps of diffrax.Heun()"
             )
         from meanflow.flows.kinks.two_layer import TwoLayerMotion
