@@ -66,9 +66,8 @@ def decide(
     """
     gram = jnp.where(valid[:, :, None] & valid[:, None, :], gram, 0.0)
     jump, pull = jnp.where(valid, jump, 0.0), jnp.where(valid, pull, 0.0)
-    state, table, nonunique = jax.lax.stop_gradient(
-        _pivot(*(jax.lax.stop_gradient(u) for u in (gram, jump, pull, size)), valid, sign)
-    )
+    held = jax.lax.stop_gradient((gram, jump, pull, size))
+    state, table, nonunique = _pivot(*held, valid, sign)
     free, fixed = state == SLIDES, (state == ACTIVE).astype(jump.dtype)
     # gram_FF mu_F = -pull_F with mu = lam J; the table holds the inverse, one refinement mends what pivoting lost
     matvec = lambda v: jnp.where(free, _times(gram, jnp.where(free, v, 0.0)), v)

@@ -271,7 +271,8 @@ def _move(
     meets = jnp.isfinite(pick(hits))
     second, slope, constant, _ = coefficients(pick(sign * normal_force), pick(height), False)
     slope = jnp.where(jnp.any(left_planes == ahead[:, None], axis=1), jnp.maximum(slope, 0.0), slope)
-    to_plane = cell.first_root(*(jnp.where(meets, u, 0.0) for u in (second, slope, constant)), g2)
+    second, slope, constant = (jnp.where(meets, u, 0.0) for u in (second, slope, constant))
+    to_plane = cell.first_root(second, slope, constant, g2)
     to_plane = jnp.where(meets, to_plane, jnp.inf)
 
     # a = 0 while sliding changes the nature of the kinks; b = 0 is met on a line
