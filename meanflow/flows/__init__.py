@@ -11,6 +11,7 @@ from meanflow.flows.flow import tangent_kernel as tangent_kernel
 from meanflow.flows.flow import velocity as velocity
 from meanflow.flows.models import batchnorm as batchnorm
 from meanflow.flows.models import batchnorm_manifold as batchnorm_manifold
+from meanflow.flows.models import spherical as spherical
 from meanflow.flows.models import vanilla as vanilla
 from meanflow.flows.observables import FunctionObservable as FunctionObservable
 from meanflow.flows.observables import Observable as Observable

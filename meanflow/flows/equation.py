@@ -7,6 +7,12 @@
     E'     = -sum_i p_i <grad V, C grad V>                        dissipation, an equality
     K(x,z) = sum_i p_i <grad phi(w_i; x), C(w_i) grad phi(w_i; z)>    tangent kernel
 
+With a reaction rate beta weights move too, and with a temperature tau particles diffuse:
+
+    p_i'/p_i = -beta (V(w_i) - <V>)          probability is conserved; without <V> the total mass is free
+    E'       = -sum_i p_i <grad V, C grad V> - beta sum_i p_i (V(w_i) - <V>)^2
+    dw_i     = -C grad V dt + tau (div C - 1/2 C grad log det C) dt + sqrt(2 tau) C^(1/2) dW_i
+
 These are the inner functions: they take flows that are bound to their statistics and arguments that fit, check
 nothing, and are what compiled programs are made of. ``meanflow.flows.flow`` has the public functions of the same
 names, which check and compile.
@@ -58,15 +64,38 @@ def velocity(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     return jax.tree.map(jnp.negative, flow.space.cometric(cloud, differential(flow, cloud, data)))
 
 
-def dissipation(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
-    """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time, a scalar."""
+def total_slope(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+    """Return sum_j q_j |l'(f(x_j), y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
+    slope = jnp.abs(flow.loss.slope(predict(flow, cloud, data.x), data.y))
+    return data.weights @ jnp.sum(slope.reshape(slope.shape[0], -1), axis=1)
+
+
+def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:
+    """Return p_i'/(beta p_i) = -(V(w_i) - <V>), (m,); without <V> if the total mass is free (not ``conserve``)."""
+    value = first_variation(flow, cloud, data, cloud)
+    if conserve:
+        value = value - cloud.weights @ value / jnp.sum(cloud.weights)
+    return -value
+
+
+def dissipation(
+    flow: "Flow",
+    cloud: Cloud,
+    data: Dataset,
+    reaction: float | jax.Array | None = None,
+    conserve: bool = True,
+) -> jax.Array:
+    """Return -dE/dt = sum_i p_i <grad V, C grad V> + beta sum_i p_i (V - <V>)^2 in mean-field time, a scalar."""
     covector = differential(flow, cloud, data)
     tangent = flow.space.cometric(cloud, covector)
 
     def paired(g: jax.Array, v: jax.Array) -> jax.Array:
         return cloud.weights @ jnp.sum((g * v).reshape(cloud.size, -1), 1)
 
-    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(paired, covector, tangent))))
+    transport = jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(paired, covector, tangent))))
+    if reaction is None:
+        return transport
+    return transport + reaction * (cloud.weights @ growth(flow, cloud, data, conserve=conserve) ** 2)
 
 
 def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> jax.Array:

@@ -15,6 +15,7 @@ from meanflow.activations import Activation
 from meanflow.flows.observables import Observable, Predictions
 from meanflow.geometry import omega, sphere
 from meanflow.geometry.lifts import norms
+from meanflow.geometry.neurons import LayerRates
 from meanflow.geometry.space import BatchNormManifold, Invariant, Space
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
@@ -157,14 +158,20 @@ class TwoLayer(Feature):
         return self.activation(x @ b.T) * self.amplitudes(cloud)[None, :]
 
     def kernel(self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space) -> jax.Array | None:
-        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) + a^2 s'(b.x) s'(b.z) <x, z>] in flat space."""
-        if type(space) is not Space:
+        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) + a^2 s'(b.x) s'(b.z) <x, z>] in flat space.
+
+        Layers with rates of their own multiply the two terms by them.
+        """
+        if type(space) not in (Space, LayerRates):
             return None
         b = cloud.particles.b
         if self.bias:
             x, z = (jnp.concatenate([u, jnp.ones_like(u[:, :1])], axis=1) for u in (x, z))
         (value_x, slope_x), (value_z, slope_z) = (self._activate(u @ b.T) for u in (x, z))
         outer, inner = self._kernel_weights(cloud)
+        if isinstance(space, LayerRates):
+            outer_rate, inner_rate = space.rates(cloud)
+            outer, inner = outer * outer_rate[None, :], inner * inner_rate[None, :]
         return (value_x * outer) @ value_z.T + ((slope_x * inner) @ slope_z.T) * (x @ z.T)
 
     def _activate(self, preactivation: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -80,7 +80,7 @@ class Dissipation(Observable):
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
-        return problem.speed * equation.dissipation(problem.flow, cloud, problem.data)
+        return problem.dissipation(cloud)
 
 
 class Predictions(Observable):

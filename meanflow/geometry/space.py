@@ -65,6 +65,48 @@ class Space(eqx.Module):
         """Return <u, v> in the metric C^-1 for tangent vectors u and v, one number per particle (m,)."""
         return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(lambda p, q: _rows(p * q), u, v))), axis=0)
 
+    def noise(self, cloud: Cloud, normal: Record) -> Record:
+        """Return the tangent vectors S xi with S S' = C, for independent standard normal numbers xi.
+
+        Noise at temperature tau moves a particle by sqrt(2 tau dt) S xi + tau dt ``noise_drift``. S must be linear in
+        xi. A space with an inverse metric of its own defines it, or its flows run without noise.
+        """
+        if not self._is_flat():
+            raise ValueError(
+                f"temperature needs a space that defines noise(cloud, normal), got {type(self).__name__}"
+            )
+        return normal
+
+    def log_volume(self, cloud: Cloud) -> jax.Array:
+        """Return the logarithm of the Riemannian volume per coordinate volume, -1/2 log det C, (m,).
+
+        ``noise_drift`` asks for it where steps are additions of coordinates and C is not constant.
+        """
+        if not self._is_flat():
+            raise ValueError(
+                f"temperature needs a space that defines log_volume(cloud), got {type(self).__name__}"
+            )
+        return jnp.zeros_like(cloud.weights)
+
+    def noise_drift(self, cloud: Cloud) -> Record:
+        """Return div C - 1/2 C grad log det C, what a noisy step in these coordinates needs beside the noise.
+
+        Without it the stationary law would not be exp(-V/tau) times the Riemannian volume. A ``retract`` that agrees
+        with geodesics to second order has it built in: the default is zero where a space has an ``exp`` or ``retract``
+        of its own, and found by differentiating ``cometric`` and ``log_volume`` where steps are additions.
+        """
+        kind = type(self)
+        if self._is_flat() or kind.exp is not Space.exp or kind.retract is not Space.retract:
+            return jax.tree.map(jnp.zeros_like, cloud.particles)
+        return ito_drift(self, cloud)
+
+    def dimension(self, cloud: Cloud) -> int:
+        """Return the number of coordinates in which a particle can move freely."""
+        return sum(u[0].size for u in jax.tree.leaves(cloud.particles))
+
+    def _is_flat(self) -> bool:
+        return type(self).cometric is Space.cometric
+
     def retract(self, cloud: Cloud, v: Record) -> Record:
         """Return a point reached by moving along ``v`` that stays in the space; agrees with exp to second order."""
         return self.exp(cloud, v)
@@ -81,6 +123,24 @@ class Space(eqx.Module):
         """Return the geodesic distance of each particle to its partner in ``particles`` (m,)."""
         v = self.log(cloud, particles)
         return jnp.sqrt(self.inner(cloud, v, v))
+
+
+def ito_drift(space: Space, cloud: Cloud) -> Record:
+    """Return div C + C grad log_volume at each particle, by differentiating along every coordinate."""
+    leaves, structure = jax.tree.flatten(cloud.particles)
+    zeros = [jnp.zeros_like(u) for u in leaves]
+    total = space.cometric(
+        cloud, jax.grad(lambda w: jnp.sum(space.log_volume(cloud.at(w))))(cloud.particles)
+    )
+    for k, leaf in enumerate(leaves):
+        for column in np.ndindex(leaf.shape[1:]):
+            unit = list(zeros)
+            unit[k] = zeros[k].at[(slice(None), *column)].set(1.0)
+            e = jax.tree.unflatten(structure, unit)
+            # sum over coordinates j of d_j (C e_j): the divergence, since C is symmetric
+            slope = jax.jvp(lambda w, e=e: space.cometric(cloud.at(w), e), (cloud.particles,), (e,))[1]
+            total = jax.tree.map(jnp.add, total, slope)
+    return total
 
 
 class BatchNormManifold(Space):
@@ -152,6 +212,16 @@ class BatchNormManifold(Space):
         """Return the end of a raw gradient step followed by renormalisation to |b| = c."""
         a, b = cloud.particles
         return Neurons(a + v.a, omega.retract(b, v.b, self._covariance()))
+
+    def noise(self, cloud: Cloud, normal: Neurons) -> Neurons:
+        """Return (xi_a, |bb| (I - bb u') xi_b / c): white noise on the line and on a sphere of radius c."""
+        b = cloud.particles.b
+        turn = safe_norm(b, keepdims=True) * omega.project(b, normal.b, self._covariance())
+        return Neurons(normal.a, turn / norms(cloud)[:, None])
+
+    def dimension(self, cloud: Cloud) -> int:
+        """Return 1 for a and d - 1 for the direction."""
+        return super().dimension(cloud) - 1
 
     def exp(self, cloud: Cloud, v: Neurons) -> Neurons:
         """Return the endpoint of a geodesic: straight in a, a great circle in the direction of b."""
