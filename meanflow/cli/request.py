@@ -66,7 +66,7 @@ DATA_KEYS = ("name", "points", "dim", "seed", "file", "x", "y", "weights")
 GRID_KEYS = ("widths", "deltas", "scales", "seeds", "axes")
 RUN_KEYS = (
     *("t1", "ts", "steps", "every", "step", "solver", "clock", "rtol", "atol", "steady", "max_steps"),
-    *("batch_size", "statistics", "observe", "chunk", "waste", "nested", "key", "precision"),
+    *("batch_size", "replace", "statistics", "observe", "chunk", "waste", "nested", "key", "precision"),
 )
 PRECISIONS = ("float32", "float64")
 

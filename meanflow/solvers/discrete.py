@@ -20,6 +20,7 @@ from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
+from meanflow.solvers.batches import Batches
 from meanflow.solvers.continuous import OBSERVE, STATE, rule_numbers
 from meanflow.solvers.solution import (
     RESULTS,
@@ -48,6 +49,7 @@ class DescentOptions(eqx.Module):
     steps: int = eqx.field(static=True)
     every: int = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
+    replace: bool = eqx.field(static=True)
     clock: str = eqx.field(static=True)
     adjoint: str = eqx.field(static=True)
 
@@ -70,6 +72,7 @@ class _Carry(NamedTuple):
     every=optional(count(1)),
     observe=OBSERVE,
     batch_size=optional(count(1)),
+    replace=flag,
     statistics=choice("frozen", "batch"),
     key=optional(prng_key),
     clock=choice(*scaling.CLOCKS),
@@ -88,6 +91,7 @@ def descend(
     every: int | None = None,
     observe: Observe = None,
     batch_size: int | None = None,
+    replace: bool = False,
     statistics: str = "frozen",
     key: jax.Array | None = None,
     clock: str = "mean_field",
@@ -111,9 +115,13 @@ def descend(
         every: steps between saves (divides ``steps``); default only the end. The start is saved too, unless the
             run is resumed.
         observe: as in ``solve``.
-        batch_size: size of minibatches drawn without replacement at each step; needs ``key``.
+        batch_size: size of minibatches; needs ``key``. Every epoch takes the samples in a new random order and goes
+            through n // batch_size batches of them (the rest of that order is left out). A step costs O(batch_size),
+            whatever n. The weights of a batch are scaled up to the total weight of the data.
+        replace: draw each batch independently and with replacement instead of by epochs.
         statistics: under batch norm, ``"frozen"`` (those of the whole data) or ``"batch"`` (of each minibatch).
-        key: PRNG key of the minibatches; step k uses fold_in(key, k), so runs can be resumed.
+        key: PRNG key of the minibatches. The batch of a step is a function of this key and of the number of the
+            step, so runs can be resumed.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``.
         adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (all).
         state: ``Solution.state`` of an earlier run; goes on bit for bit. Data and settings must be those of that run,
@@ -147,6 +155,7 @@ def descend(
         "clock": clock,
         "step": type(rule).__name__,
         "batch_size": str(batch_size),
+        "replace": str(replace),
         "statistics": statistics,
     }
     settings = Settings({} if isinstance(rule, ConstantStep) else rule_numbers(rule), tuple(names.items()))
@@ -161,6 +170,7 @@ def descend(
         steps=steps,
         every=steps if every is None else every,
         batch_size=batch_size,
+        replace=replace,
         clock=clock,
         adjoint=adjoint,
     )
@@ -185,15 +195,14 @@ def _descend(
     model, base = flow.chart(cloud).flow, problem.chart.base
     carry = _start(problem, options, state)
 
+    batches = None
+    if options.batch_size is not None:
+        assert options.key is not None
+        batches = Batches(data, options.key, options.batch_size, replace=options.replace)
+
     def step(carry: _Carry, _: None) -> _Carry:
         here = base.at(carry.particles)
-        batch = data
-        if options.batch_size is not None:
-            assert options.key is not None
-            chosen = jax.random.choice(
-                jax.random.fold_in(options.key, carry.steps), data.size, (options.batch_size,), replace=False
-            )
-            batch = data.take(chosen)
+        batch = data if batches is None else batches.at(carry.steps)
         bound = model.bind(batch)
         gradient = jax.tree.map(lambda v: -speed * v, equation.velocity(bound, here, batch))
         size = rule.next_size(carry.steps, carry.size, problem, carry.particles)

@@ -41,7 +41,16 @@ Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
 AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
 
 TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
-STATIC_SETTINGS = ("solver", "optimizer", "clock", "adjoint", "batch_size", "statistics", "max_steps")
+STATIC_SETTINGS = (
+    "solver",
+    "optimizer",
+    "clock",
+    "adjoint",
+    "batch_size",
+    "replace",
+    "statistics",
+    "max_steps",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
