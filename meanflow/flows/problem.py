@@ -167,7 +167,9 @@ class Problem(eqx.Module):
         root = jnp.sqrt(2 * spread)
         return jax.tree.map(lambda u, v: spread * u + root * v, flow.space.noise_drift(here), shaken)
 
-    def move(self, here: Cloud, y: PyTree[jax.Array], by: PyTree[jax.Array], flow: "Flow") -> PyTree[jax.Array]:
+    def move(
+        self, here: Cloud, y: PyTree[jax.Array], by: PyTree[jax.Array], flow: "Flow"
+    ) -> PyTree[jax.Array]:
         """Return the state a step ``by`` away from ``y``, whose cloud in the chart is ``here``."""
         if isinstance(y, Weighted):
             return Weighted(flow.space.retract(here, by.particles), y.log_growth + by.log_growth)

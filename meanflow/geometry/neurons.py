@@ -1,4 +1,4 @@
-"""Spaces of two-layer neurons (a, b) beside the flat one: layers that learn at rates of their own; signed directions."""
+"""Spaces of two-layer neurons (a, b) beside the flat one: layers with rates of their own; signed directions."""
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +48,7 @@ class LayerRates(Space):
 
 
 def _scaled(record: Neurons, outer: jax.Array, inner: jax.Array) -> Neurons:
-    return Neurons(
-        record.a * outer.reshape((-1,) + (1,) * (record.a.ndim - 1)), record.b * inner[:, None]
-    )
+    return Neurons(record.a * outer.reshape((-1,) + (1,) * (record.a.ndim - 1)), record.b * inner[:, None])
 
 
 class SignedSphere(Space):
@@ -70,7 +68,7 @@ class SignedSphere(Space):
             )
 
     def from_raw(self, cloud: Cloud) -> Cloud:
-        """Map raw neurons (a, b) to sign(a), b/|b| with mass p |a| |b|: the same network, if s is positively homogeneous."""
+        """Map raw neurons to sign(a), b/|b| with mass p |a| |b|: the same network for positively homogeneous s."""
         a, b = cloud.particles
         length = safe_norm(b)
         mass = cloud.weights * jnp.abs(a) * length

@@ -100,6 +100,10 @@ class Space(eqx.Module):
             return jax.tree.map(jnp.zeros_like, cloud.particles)
         return ito_drift(self, cloud)
 
+    def check_noise(self, cloud: Cloud) -> None:
+        """Raise ValueError if noise cannot run from this cloud: it is not defined here, or C is not smooth."""
+        eqx.filter_eval_shape(lambda: (self.noise(cloud, cloud.particles), self.noise_drift(cloud)))
+
     def dimension(self, cloud: Cloud) -> int:
         """Return the number of coordinates in which a particle can move freely."""
         return sum(u[0].size for u in jax.tree.leaves(cloud.particles))
@@ -129,9 +133,7 @@ def ito_drift(space: Space, cloud: Cloud) -> Record:
     """Return div C + C grad log_volume at each particle, by differentiating along every coordinate."""
     leaves, structure = jax.tree.flatten(cloud.particles)
     zeros = [jnp.zeros_like(u) for u in leaves]
-    total = space.cometric(
-        cloud, jax.grad(lambda w: jnp.sum(space.log_volume(cloud.at(w))))(cloud.particles)
-    )
+    total = space.cometric(cloud, jax.grad(lambda w: jnp.sum(space.log_volume(cloud.at(w))))(cloud.particles))
     for k, leaf in enumerate(leaves):
         for column in np.ndindex(leaf.shape[1:]):
             unit = list(zeros)

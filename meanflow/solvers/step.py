@@ -149,8 +149,8 @@ class KernelStep(StepRule):
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return kappa over the top eigenvalue at ``y``, computed in the chart: the kernel is the same, and cheaper."""
-        chart = problem.chart
-        top = problem.speed * top_eigenvalue(chart.flow, chart.base.at(y), problem.data)
+        here = problem.here(y)
+        top = problem.pace(here) * top_eigenvalue(problem.chart.flow, here, problem.data)
         # a network that is dead on every sample has no kernel and stands still: any finite step will do
         return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 
