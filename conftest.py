@@ -1,7 +1,8 @@
 """Strict configuration of all tests (tests, benchmarks/tests, papers/tests).
 
 Float64, no silent broadcasting of ranks, one fixed key per test; with ``--beartype`` every call of a function of the
-library is checked against the types and array shapes of its signature.
+library is checked against the types and array shapes of its signature. ``--brief`` runs a tenth of the tests, some
+of every file.
 """
 
 import gc
@@ -21,6 +22,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--beartype", action="store_true", help="check the types and shapes of meanflow's signatures"
     )
+    parser.addoption("--brief", action="store_true", help="run the first and every tenth test of each file")
 
 
 def pytest_configure(config):
@@ -33,6 +35,14 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("--brief"):
+        by_file = {}
+        for item in items:
+            by_file.setdefault(item.path, []).append(item)
+        # the canary, which watches for wrong numbers of the compiler, is kept whole
+        chosen = {t for path, tests in by_file.items() for t in tests[:: 1 if "canary" in path.name else 10]}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     if config.getoption("--beartype"):
         skip = pytest.mark.skip(
             reason="passes wrong types on purpose; beartype's own TypeError would come first"

@@ -1,6 +1,6 @@
 """What is public: the names that ``meanflow`` and its rooms export, found by reading their ``__init__`` files.
 
-Used by the documentation's build (``hooks.py``) and by the tests, so that the reference cannot forget a name.
+Used by the documentation's build (``pages.py``) and by the tests, so that the reference cannot forget a name.
 Nothing is imported: the documentation can be built without JAX.
 """
 

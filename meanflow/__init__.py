@@ -5,7 +5,7 @@ w_i' = -C(w_i) grad V(w_i), where V is the first variation of the loss and C an 
 the balance of a ReLU neuron only change C.
 """
 
-import typing
+import typing as _typing
 
 from meanflow import _lazy
 from meanflow.flows import Flow as Flow
@@ -23,18 +23,13 @@ from meanflow.measures import Cloud as Cloud
 from meanflow.measures import Dataset as Dataset
 from meanflow.measures import Neurons as Neurons
 from meanflow.measures import Polar as Polar
-from meanflow.solvers import RESULTS as RESULTS
-from meanflow.solvers import KernelStep as KernelStep
-from meanflow.solvers import Solution as Solution
-from meanflow.solvers import descend as descend
-from meanflow.solvers import solve as solve
 from meanflow.univariate import canonical as canonical
 from meanflow.univariate import full as full
 from meanflow.univariate import lifted as lifted
 from meanflow.univariate import planar as planar
 from meanflow.univariate import radial as radial
 
-if typing.TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meanflow import depth as depth
     from meanflow import geometry as geometry
     from meanflow import kernels as kernels
@@ -44,8 +39,15 @@ if typing.TYPE_CHECKING:
     from meanflow import sweeps as sweeps
     from meanflow import training as training
     from meanflow import transport as transport
+    from meanflow.solvers import RESULTS as RESULTS
+    from meanflow.solvers import KernelStep as KernelStep
+    from meanflow.solvers import Solution as Solution
+    from meanflow.solvers import descend as descend
+    from meanflow.solvers import solve as solve
     from meanflow.sweeps.networks import sweep as sweep
     from meanflow.sweeps.phase import phase_diagram as phase_diagram
+
+__version__ = "0.1.0"
 
 _ROOMS = (
     "measures",
@@ -63,9 +65,14 @@ _ROOMS = (
     "report",
 )
 
-# rooms load on first use: flax, ott, xarray and matplotlib are slow to import
+# rooms load on first use: diffrax, optax, flax, ott, xarray and matplotlib are slow to import
 _LAZY = {
     **{room: room for room in _ROOMS},
+    "RESULTS": "solvers",
+    "KernelStep": "solvers",
+    "Solution": "solvers",
+    "descend": "solvers",
+    "solve": "solvers",
     "sweep": "sweeps",
     "phase_diagram": "sweeps",
 }

@@ -2,10 +2,16 @@
 
 import ast
 import pathlib
+import re
+import subprocess
+import sys
 
 import pytest
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "meanflow"
+import meanflow
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "meanflow"
 FOUNDATION = ("_checks", "_matrices", "_numerics", "_files", "_identity", "_lazy", "activations", "commands")
 ROOMS = (
     *("measures", "geometry", "layers", "kernels", "flows", "solvers", "transport", "depth", "training"),
@@ -41,3 +47,18 @@ def test_imports_go_one_way(room):
 
 def test_every_folder_is_a_room():
     assert {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == set(ROOMS)
+
+
+def test_import_loads_no_heavy_package():
+    """Half a second of every notebook's start: diffrax, flax and the like load when they are first used."""
+    heavy = ("diffrax", "optax", "flax", "ott", "xarray", "zarr", "matplotlib", "sklearn", "optimistix")
+    code = f"import sys, meanflow; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version_is_that_of_the_distribution():
+    assert meanflow.__version__ == re.search(
+        r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M
+    ).group(1)
+    assert f"## {meanflow.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -107,7 +107,7 @@ def _counted(batch: np.ndarray, key: jax.Array, samples: int, confidence: float)
     # a cell that was never hit may be arbitrarily small: there is a lower end only once all cells have been seen
     low = float(beta.ppf(tail, count, samples - count + 1).min()) if len(count) == possible else 0.0
     over = np.where(count < samples, beta.ppf(1 - tail, count + 1, np.maximum(samples - count, 1)), 1.0)
-    return Gamma(float(count.min()) / samples, low, float(over.min()), len(count), 1.0)
+    return Gamma(float(np.min(count)) / samples, low, float(over.min()), len(count), 1.0)
 
 
 class RankBounds(NamedTuple):

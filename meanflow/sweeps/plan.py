@@ -191,9 +191,11 @@ RUN = {  # how a plan is run
 }
 
 
-def as_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
+def as_seeds(seeds: int | Iterable[int] | jax.Array | np.ndarray) -> Iterable[int]:
     """Return the list of seeds: 0, 1, ... if their number is given."""
-    return list(range(_checks.whole("seeds", seeds, 1))) if isinstance(seeds, int | np.integer) else seeds
+    if isinstance(seeds, int | np.integer):
+        return list(range(_checks.whole("seeds", seeds, 1)))
+    return list(np.asarray(seeds)) if isinstance(seeds, jax.Array | np.ndarray) else seeds
 
 
 def _describe_group(grid: Grid, group: Group) -> Json:

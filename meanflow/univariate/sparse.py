@@ -335,7 +335,7 @@ def _merge(theta: np.ndarray, u: np.ndarray, rays: np.ndarray) -> tuple[np.ndarr
     arc = np.searchsorted(sorted_rays, turn) % len(rays)
     label = np.where(apart < 1e-9, -1 - np.arange(len(theta)), 2 * arc + (u > 0))
     _, group = np.unique(label, return_inverse=True)
-    sums = np.zeros((group.max(initial=-1) + 1, 2))
+    sums = np.zeros((int(np.max(group, initial=-1)) + 1, 2))
     np.add.at(sums, group, np.abs(u)[:, None] * np.stack([np.cos(theta), np.sin(theta)], axis=1))
     signs = np.zeros(len(sums))
     signs[group] = np.sign(u)

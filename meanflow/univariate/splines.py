@@ -15,6 +15,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
@@ -232,9 +233,9 @@ def spline_interpolant(
     """
     cubic = cubic_law("law", law)
     reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
-    if reach is not None and given is not None and abs(given).max(initial=0.0) > reach * (1 + 1e-6):
+    if reach is not None and given is not None and np.max(np.abs(given), initial=0.0) > reach * (1 + 1e-6):
         raise ValueError(
-            f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {abs(given).max()}"
+            f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {np.max(np.abs(given))}"
         )
     k0, k1, k3 = cubic.cubic()
     if ridge is not None:

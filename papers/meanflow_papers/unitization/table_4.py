@@ -93,8 +93,8 @@ def table_4(
     return Outcome(
         "003/table-4",
         "unitization wins clearly at batch size 2, where group norm may fail to train",
-        f"no ranking: the methods' means over {seeds} seeds lie within {np.ptp(means):.3f} ({means.min():.3f} to "
-        f"{means.max():.3f}), the seeds of one method up to {np.ptp(final, axis=1).max():.3f} apart. Of "
+        f"no ranking: the methods' means over {seeds} seeds lie within {np.ptp(means):.3f} ({np.min(means):.3f} to "
+        f"{np.max(means):.3f}), the seeds of one method up to {np.ptp(final, axis=1).max():.3f} apart. Of "
         f"{final.size} runs {int(np.sum(final < 0.96))} end below 0.96 (digits)",
         data,
         (

@@ -124,8 +124,8 @@ def sparse_limit(
         },
         (
             Criterion("duality gap of the reference", duality_gap, -1, 1e-8),
-            Criterion("worst excess over the minimum at the end", float(excess[:, -1].max()), -1, 1e-3),
-            Criterion("worst sup |F| / lam at the end", float(bound[:, -1].max()), 0.99, 1.02),
+            Criterion("worst excess over the minimum at the end", float(np.max(excess[:, -1])), -1, 1e-3),
+            Criterion("worst sup |F| / lam at the end", float(np.max(bound[:, -1])), 0.99, 1.02),
             Criterion("least excess over the minimum", float(excess.min()), -1e-8),
             Criterion("largest rise of the energy", rise, -1, 1e-9),
             Criterion("functions differ at the end", gap, 0, 0.02),

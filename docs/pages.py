@@ -1,33 +1,28 @@
-"""Steps of the documentation's build that Markdown alone cannot take.
+"""Write the pages of the documentation site into a folder, from which a site generator builds it (scripts/docs).
+
+The sources are readable as they are; this step does what Markdown alone cannot:
 
 * ``<!-- reference: meanflow.room -->`` becomes one entry of the reference per public name of the room.
 * Blocks marked ``math`` become MathML, which browsers draw by themselves: no script, no network.
 * README.md becomes the first page and each notebook a page, with links adjusted.
+
+It is a program of its own and no plug-in of the site generator, so that the generator can be exchanged.
+Usage: python docs/pages.py FOLDER
 """
 
 import base64
-import importlib.util
 import json
 import pathlib
 import re
+import shutil
+import sys
 from typing import Any
 
+import names
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File, Files
 
 DOCS = pathlib.Path(__file__).parent
 ROOT = DOCS.parent
-
-
-def _names() -> Any:
-    spec = importlib.util.spec_from_file_location("names", DOCS / "names.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-names = _names()
 
 
 def _entry(path: str, heading: str) -> str:
@@ -55,8 +50,8 @@ def _math(match: re.Match[str]) -> str:
     return "".join(f'<div class="math">{convert(line, display="block")}</div>\n' for line in lines)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Expands reference entries and equations."""
+def expand(markdown: str) -> str:
+    """Expand reference entries and equations, and lead links to notebooks to their pages."""
     markdown = re.sub(r"<!-- reference: ([\w.]+)( modules)? -->", _reference, markdown)
     markdown = re.sub(r"^```math\n(.*?)^```", _math, markdown, flags=re.DOTALL | re.MULTILINE)
     # a page below docs/learn or docs/reference finds the notebooks' pages where the sources have the notebooks
@@ -95,12 +90,20 @@ def _notebook(path: pathlib.Path) -> tuple[str, dict[str, bytes]]:
     return "\n\n".join(parts), pictures
 
 
-def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that are made from README.md and from the notebooks."""
-    files.append(File.generated(config, "index.md", content=_front_page()))
+def write(folder: pathlib.Path) -> None:
+    """Write all pages and pictures of the site; what the folder held before is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (folder / "index.md").write_text(_front_page())
+    (folder / "notebooks").mkdir()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, pictures = _notebook(path)
-        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
+        (folder / "notebooks" / f"{path.stem}.md").write_text(text)
         for name, data in pictures.items():
-            files.append(File.generated(config, f"notebooks/{name}", content=data))
-    return files
+            (folder / "notebooks" / name).write_bytes(data)
+    for page in folder.rglob("*.md"):
+        page.write_text(expand(page.read_text()))
+
+
+if __name__ == "__main__":
+    write(pathlib.Path(sys.argv[1]))
