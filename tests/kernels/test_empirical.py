@@ -101,7 +101,7 @@ def case(name, key):
     if name == "linen":
         layer = lambda n: nn.Dense(n, param_dtype=jnp.float64)
         net = nn.Sequential([layer(6), jnp.tanh, layer(2)])
-        return *kernels.from_linen(net, net.init(three, x), {}, {}), x, z
+        return *kernels.from_linen(net, net.init(three, x)), x, z
     if name == "equinox":
         return *kernels.from_equinox(eqx.nn.MLP(3, 2, 6, 2, key=three, dtype=jnp.float64)), x, z
     build = {
@@ -240,8 +240,14 @@ class TestCoupling:
             jax.jit(lambda p, x: kernels.empirical_ntk(self.norm, p, x))(params, x)
         with pytest.raises(ValueError, match="couples the samples"):
             kernels.empirical_ntk(self.norm, params, x, stats="frozen")
-        with pytest.raises(ValueError, match="stats must be one of"):
+        with pytest.raises(ValueError, match="couples the samples"):
             kernels.empirical_ntk(self.norm, params, x, stats="running")
+        with pytest.raises(ValueError, match="stats must be one of"):
+            kernels.empirical_ntk(self.norm, params, x, stats="eval")
+        with pytest.raises(ValueError, match="no running averages"):
+            kernels.empirical_ntk(
+                kernels.Normalized(lambda p, x, s: x, lambda p, x: x), params, x, stats="running"
+            )
         apply, params = kernels.from_nnx(BatchNormNet(nnx.Rngs(1), True, True))
         with pytest.raises(ValueError, match="stats must be one of"):
             kernels.empirical_ntk(apply, params, x)

@@ -18,7 +18,9 @@ from jaxtyping import Array, ArrayLike, Shaped
 from meanflow import _checks
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params, batch
 
-STATS = ("batch", "train", "frozen")
+STATS = ("batch", "train", "frozen", "running")
+# no gradient goes through the statistics, and samples are free of each other
+FIXED = ("frozen", "running")
 
 
 class KernelMaps(NamedTuple):
@@ -142,7 +144,7 @@ def kernel_maps(
         params: pytree of arrays.
         x: batch (T, ...).
         z: second batch (S, ...), or None for x.
-        stats: "batch", "train" or "frozen", explained at ``empirical_ntk``; None for functions without coupling.
+        stats: one of ``STATS``, explained at ``empirical_ntk``; None for functions without coupling.
 
     Raises:
         ValueError: if the function couples samples and ``stats`` does not say what is meant, or asks for statistics
@@ -153,13 +155,13 @@ def kernel_maps(
         return _normalized_maps(apply, params, x, other, stats)
     if stats == "batch" or (stats == "train" and z is None):
         return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), None)
-    if stats == "train" or _probe(apply, params, x, declared=stats == "frozen"):
+    if stats == "train" or _probe(apply, params, x, declared=stats in FIXED):
         needs = "the statistics of apply cannot be taken out of it: " if stats else ""
         raise ValueError(
             f"apply couples the samples of a batch and stats is {stats!r}; {needs}"
             'pass stats="batch" (statistics of the batch itself), or wrap apply as '
             'kernels.Normalized(apply, statistics) for "train" (statistics of x, their gradients included) '
-            'or "frozen" (statistics of x, held fixed)'
+            '"frozen" (statistics of x, held fixed) or "running" (the averages that the model keeps)'
         )
     return uncoupled_maps(apply, x, z)
 
@@ -178,7 +180,13 @@ def _normalized_maps(
         return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, z), None)
     if stats == "train":
         return KernelMaps(lambda p: apply(p, x), lambda p: apply.apply(p, z, apply.statistics(p, x)), None)
-    # "frozen": computed once, outside of what is differentiated, so that no gradient goes through them
-    constants = eqx.filter_jit(apply.statistics)(params, x)
+    if stats == "running":
+        if apply.running is None:
+            raise ValueError(
+                'apply keeps no running averages: stats="running" needs kernels.Normalized(..., running)'
+            )
+        constants = apply.running
+    else:  # "frozen": computed once, outside of what is differentiated, so that no gradient goes through them
+        constants = eqx.filter_jit(apply.statistics)(params, x)
     fixed = lambda p, batch: apply.apply(p, batch, constants)
     return KernelMaps(lambda p: fixed(p, x), lambda p: fixed(p, z), fixed)

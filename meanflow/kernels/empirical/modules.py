@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias, cast, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Key, PyTree, Shaped
 
 from meanflow import _checks
 
@@ -42,6 +42,8 @@ class Normalized(eqx.Module):
         apply: (params, batch, statistics) -> outputs (T, ...). Once the statistics are given, the output at a sample
             must depend on that sample alone.
         statistics: (params, batch) -> the statistics of the batch, any pytree of arrays.
+        running: the averages of the statistics that the model has gathered in training, which it normalizes with in
+            inference; None if it keeps none. ``stats="running"`` uses them.
 
     >>> import jax.numpy as jnp
     >>> moments = lambda w, x: (jnp.mean(x @ w), jnp.std(x @ w))
@@ -52,6 +54,7 @@ class Normalized(eqx.Module):
 
     apply: Callable[[Params, Batch, Statistics], Outputs]
     statistics: Callable[[Params, Batch], Statistics]
+    running: Statistics = None
 
     def __check_init__(self) -> None:
         _checks.function("apply", self.apply)
@@ -70,148 +73,306 @@ class LinenModule(Protocol):
         """Return the outputs, and with ``mutable`` also the changed collections."""
 
 
-# flax is imported inside the functions that need it: importing the kernels must not cost the time of loading it
-
-
-@_checks.arguments(model=_checks.function)
-def from_nnx(model: Callable[[Batch], Outputs]) -> tuple[Apply | Normalized, Params]:
-    """Turn a flax NNX module that maps a batch to outputs into (apply, params).
-
-    The parameters are the module's ``nnx.Param`` variables. A module with ``nnx.BatchNorm`` layers becomes a
-    ``Normalized`` function whose statistics are those that training mode would compute on the batch (the momentum of
-    the layer plays no part); any other module becomes a plain function.
-
-    >>> from flax import nnx
-    >>> apply, params = from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-    >>> apply(params, jnp.ones((5, 3))).shape
-    (5, 1)
-    """
-    from flax import nnx
-
-    graph, *states = nnx.split(model, nnx.Param, ...)
-    params, rest = states
-    if not any(isinstance(m, nnx.BatchNorm) for _, m in nnx.iter_modules(cast(nnx.Module, model))):
-        return lambda p, x: nnx.merge(graph, p, rest)(x), params
-
-    def collect(p: Params, x: Batch) -> Statistics:
-        network, statistics = _with_explicit_statistics(nnx.merge(graph, p, rest, copy=True), None)
-        network(x)
-        return statistics
-
-    def evaluate(p: Params, x: Batch, statistics: Statistics) -> Outputs:
-        return _with_explicit_statistics(nnx.merge(graph, p, rest, copy=True), statistics)[0](x)
-
-    return Normalized(evaluate, collect), params
-
-
-def _with_explicit_statistics(
-    model: Callable[[Batch], Outputs], given: dict[str, tuple[Array, Array]] | None
-) -> tuple[Callable[[Batch], Outputs], dict[str, tuple[Array, Array]]]:
-    """Make the batch norms of an NNX model use ``given`` statistics, or record those of the batch they see.
-
-    The running averages that flax keeps cannot serve: gradients stop there, and they are float32 whatever the dtype
-    of the batch.
-    """
-    from flax import nnx
-
-    recorded: dict[str, tuple[Array, Array]] = {} if given is None else given
-    paths: dict[int, str] = {}
-
-    class Explicit(nnx.BatchNorm):
-        def __call__(self, x: Array, *args: object, **kwargs: object) -> Array:
-            path, axes = paths[id(self)], tuple(range(x.ndim - 1))
-            if given is None:
-                recorded[path] = (jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True))
-            mean, variance = recorded[path]
-            out = (x - mean) / jnp.sqrt(variance + self.epsilon)
-            like = lambda a: a[...].reshape((1,) * len(axes) + (-1,))
-            out = out if self.scale is None else out * like(self.scale)
-            return out if self.bias is None else out + like(self.bias)
-
-    for path, module in nnx.iter_modules(cast(nnx.Module, model)):
-        if isinstance(module, nnx.BatchNorm):
-            if module.axis != -1 or module.axis_name is not None:
-                raise ValueError("nnx.BatchNorm must have axis=-1 and no axis_name here")
-            # The merged model is our own copy, so exchanging the class of its layers changes nothing elsewhere.
-            module.__class__ = Explicit
-            paths[id(module)] = "/".join(map(str, path))
-    return model, recorded
-
-
 PARAMS = _checks.unchecked("any pytree that the user's function takes")
 OF_CALL = _checks.mapping(_checks.unchecked("the module's own arguments"))
+
+
+def one_by_one(function: Callable[[Batch], Outputs], x: Batch) -> Outputs:
+    """Evaluate each sample as a batch of its own, so that random numbers held fixed are the same for every sample."""
+    return jax.vmap(lambda sample: function(sample[None])[0])(x)
+
+
+class ByValue:
+    """A constant that jit compares by its value where it can be hashed, else by its identity."""
+
+    def __init__(self, value: object):
+        self.value = value
+        try:
+            self.mark = hash(value)
+        except TypeError:
+            self.mark = id(value)
+
+    def __hash__(self) -> int:
+        return self.mark
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ByValue) or self.mark != other.mark:
+            return False
+        return self.value is other.value or bool(self.value == other.value)
+
+
+class LinenFunction(eqx.Module):
+    """A linen module as a function of (params, batch); ``statistics`` replaces its collection of batch statistics."""
+
+    module: ByValue = eqx.field(static=True)
+    variables: dict[str, PyTree]
+    train: dict[str, object]
+    evaluate: dict[str, object]
+    key: Key[Array, ""] | None
+
+    def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+        """Return the outputs at a batch, with the given statistics in place of its own."""
+        variables = {"params": params, **self.variables}
+        if statistics is not None:
+            variables["batch_stats"] = statistics
+        if self.key is None:
+            return self._apply(variables, x, **self.evaluate)
+        # a stream that has no key of its own takes that of "params"
+        fixed = lambda batch: self._apply(variables, batch, rngs={"params": self.key}, **self.evaluate)
+        return one_by_one(fixed, x)
+
+    def _apply(self, variables: dict[str, PyTree], x: Batch, **options: object) -> PyTree:
+        from flax.errors import InvalidRngError
+
+        module = cast(LinenModule, self.module.value)
+        try:
+            return module.apply(variables, x, **options)
+        except InvalidRngError as error:
+            raise ValueError(
+                "the module draws random numbers, which are no part of a kernel: give evaluate= the arguments that "
+                'switch them off, such as {"deterministic": True}, or key= to hold them fixed'
+            ) from error
+
+    def batch_statistics(self, params: Params, x: Batch) -> Statistics:
+        """Return what training mode computes on the batch, without the running averages mixed in."""
+
+        def run(start: float) -> Statistics:
+            stats = jax.tree.map(lambda a: jnp.full(a.shape, start, x.dtype), self.variables["batch_stats"])
+            variables = {"params": params, **self.variables, "batch_stats": stats}
+            return self._apply(variables, x, mutable=["batch_stats"], **self.train)[1]["batch_stats"]
+
+        # stored = momentum * old + (1 - momentum) * batch: two runs solve for batch, whatever the momentum
+        return jax.tree.map(lambda a, b: a / (1.0 - (b - a)), run(0.0), run(1.0))
 
 
 @_checks.arguments(
     module=_checks.instance(LinenModule),
     variables=_checks.mapping(_checks.unchecked("collections of the module")),
-    train=OF_CALL,
-    evaluate=OF_CALL,
+    train=_checks.optional(OF_CALL),
+    evaluate=_checks.optional(OF_CALL),
+    key=_checks.optional(_checks.prng_key),
 )
 def from_linen(
     module: LinenModule,
     variables: Mapping[str, PyTree],
-    train: dict[str, object],
-    evaluate: dict[str, object],
+    train: dict[str, object] | None = None,
+    evaluate: dict[str, object] | None = None,
+    *,
+    key: Key[Array, ""] | None = None,
 ) -> tuple[Apply | Normalized, Params]:
     """Turn a flax linen module into (apply, params).
 
     Args:
         module: the module, which maps a batch to outputs.
         variables: what ``module.init`` returned.
-        train: keyword arguments of the call that compute batch statistics, e.g. ``{"train": True}``.
+        train: keyword arguments of the call that compute batch statistics, e.g. ``{"train": True}``; only modules with
+            batch norm need them. Without ``train`` such a module is taken in inference.
         evaluate: keyword arguments that use stored statistics, e.g. ``{"train": False}``.
+        key: holds the random numbers that the module draws (dropout) fixed, the same for every sample.
 
     Returns:
-        A ``Normalized`` function if there is a ``batch_stats`` collection, else a plain one; and the params.
+        A ``Normalized`` function if there is a ``batch_stats`` collection and ``train`` is given, else a plain one; and
+        the params.
 
     >>> import jax
     >>> from flax import linen
     >>> dense, x = linen.Dense(1), jnp.ones((5, 3))
-    >>> apply, params = from_linen(dense, dense.init(jax.random.key(0), x), {}, {})
+    >>> apply, params = from_linen(dense, dense.init(jax.random.key(0), x))
     >>> apply(params, x).shape
     (5, 1)
     """
-    params = variables["params"]
+    if "params" not in variables:
+        raise ValueError(f"variables must hold a collection 'params', got {sorted(variables)}")
     others = {k: v for k, v in variables.items() if k != "params"}
-    if "batch_stats" not in others:
-        return lambda p, x: module.apply({"params": p, **others}, x, **evaluate), params
+    function = LinenFunction(ByValue(module), others, train or {}, evaluate or {}, key)
+    if "batch_stats" not in others or train is None:
+        return function, variables["params"]
+    _refuse_key(key)
+    return Normalized(function, function.batch_statistics, others["batch_stats"]), variables["params"]
 
-    def run(p: Params, x: Batch, start: float) -> Statistics:
-        stats = jax.tree.map(lambda a: jnp.full(a.shape, start, x.dtype), others["batch_stats"])
-        _, new = module.apply(
-            {"params": p, **others, "batch_stats": stats}, x, mutable=["batch_stats"], **train
+
+def _refuse_key(key: Key[Array, ""] | None) -> None:
+    """Refuse random numbers held fixed together with batch norm in training mode."""
+    if key is not None:
+        raise ValueError(
+            "key cannot be given for a module with batch norm in training mode: random numbers that are the same for "
+            "every sample need samples that are evaluated one by one"
         )
-        return new["batch_stats"]
-
-    def collect(p: Params, x: Batch) -> Statistics:
-        # stored = momentum * old + (1 - momentum) * batch: two runs solve for batch, whatever the momentum
-        low, high = run(p, x, 0.0), run(p, x, 1.0)
-        return jax.tree.map(lambda a, b: a / (1.0 - (b - a)), low, high)
-
-    def forward(p: Params, x: Batch, statistics: Statistics) -> Outputs:
-        return module.apply({"params": p, **others, "batch_stats": statistics}, x, **evaluate)
-
-    return Normalized(forward, collect), params
 
 
-@_checks.arguments(model=_checks.function, per_sample=_checks.flag)
-def from_equinox(model: Callable[..., Array], *, per_sample: bool = True) -> tuple[Apply, Params]:
+class EquinoxFunction(eqx.Module):
+    """An equinox module as a function of (params, batch); ``statistics`` replaces those of its batch norms."""
+
+    static: PyTree
+    state: PyTree
+    key: Key[Array, ""] | None
+    per_sample: bool = eqx.field(static=True)
+
+    def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+        """Return the outputs at a batch, with the given statistics in place of its own."""
+        model = eqx.combine(params, self.static)
+        options = {} if self.key is None else {"key": self.key}
+        if self.state is None:
+            return jax.vmap(lambda u: model(u, **options))(x) if self.per_sample else model(x, **options)
+        if statistics is None:
+            return self._run(model, self.state, x)[0]
+        state = _fresh(self.state)
+        for layer, (mean, variance) in zip(_batch_norms(model), statistics, strict=True):
+            if layer.mode == "ema":
+                state = state.set(layer.ema_state_index, (mean, variance))
+            else:
+                state = state.set(layer.batch_state_index, (mean, variance))
+                # a count of 0 switches equinox's correction of young averages off
+                state = state.set(layer.batch_counter, jnp.zeros_like(state.get(layer.batch_counter)))
+        return self._run(_in_mode(model, inference=True), state, x)[0]
+
+    def _run(self, model: Callable[..., PyTree], state: PyTree, x: Batch) -> PyTree:
+        options = {} if self.key is None else {"key": self.key}
+        names = {layer.axis_name for layer in _batch_norms(model)}
+        if len(names) > 1 or any(not isinstance(name, str) for name in names):
+            raise ValueError(
+                f"all batch norms must have one and the same axis_name, got {sorted(map(str, names))}"
+            )
+        name = next(iter(names), "batch")
+        one = lambda u, s: model(u, s, **options)
+        return jax.vmap(one, axis_name=name, in_axes=(0, None), out_axes=(0, None))(x, _fresh(state))
+
+    def batch_statistics(self, params: Params, x: Batch) -> Statistics:
+        """Return mean and variance of the batch at each batch norm, from one run in training mode on a fresh state."""
+        model = eqx.combine(params, self.static)
+        state = _fresh(self.state)
+        for layer in _batch_norms(model):
+            if layer.mode == "ema":
+                first = layer.ema_first_time_index
+                state = state.set(first, jnp.ones_like(state.get(first)))
+            else:
+                zero = jax.tree.map(jnp.zeros_like, state.get(layer.batch_state_index))
+                state = state.set(layer.batch_state_index, zero)
+        _, state = self._run(_in_mode(model, inference=False), state, x)
+        found = []
+        for layer in _batch_norms(model):
+            if layer.mode == "ema":
+                found.append(state.get(layer.ema_state_index))
+            else:  # from zero: (1 - momentum) x batch
+                scale = 1 / (1 - layer.momentum)
+                found.append(tuple(scale * u for u in state.get(layer.batch_state_index)))
+        return tuple(found)
+
+    def running(self, params: Params) -> Statistics:
+        """Return the running averages as inference uses them."""
+        found = []
+        for layer in _batch_norms(eqx.combine(params, self.static)):
+            if layer.mode == "ema":
+                found.append(self.state.get(layer.ema_state_index))
+            else:
+                count = self.state.get(layer.batch_counter)
+                grown = jnp.where(count == 0, 1, 1 - layer.momentum**count)
+                found.append(tuple(u / grown for u in self.state.get(layer.batch_state_index)))
+        return tuple(found)
+
+
+def _batch_norms(model: PyTree) -> list[eqx.nn.BatchNorm]:
+    is_norm = lambda part: isinstance(part, eqx.nn.BatchNorm)
+    return [part for part in jax.tree.leaves(model, is_leaf=is_norm) if is_norm(part)]
+
+
+def _in_mode(model: PyTree, *, inference: bool) -> PyTree:
+    """Return the model with its batch norms, and nothing else, in inference or in training."""
+    flags = lambda tree: [layer.inference for layer in _batch_norms(tree)]
+    return eqx.tree_at(flags, model, [inference] * len(_batch_norms(model)))
+
+
+def _fresh(state: PyTree) -> PyTree:
+    """Return a copy: equinox refuses to change a state that has been changed before."""
+    return jax.tree.map(lambda leaf: leaf, state)
+
+
+@_checks.arguments(
+    model=_checks.function,
+    state=_checks.optional(_checks.instance(eqx.nn.State)),
+    per_sample=_checks.flag,
+    key=_checks.optional(_checks.prng_key),
+)
+def from_equinox(
+    model: Callable[..., PyTree],
+    state: eqx.nn.State | None = None,
+    *,
+    per_sample: bool = True,
+    key: Key[Array, ""] | None = None,
+) -> tuple[Apply | Normalized, Params]:
     """Turn an equinox module, or any callable pytree, into (apply, params).
 
     Args:
         model: the module; its floating-point arrays are the parameters.
+        state: the state of a module with ``eqx.nn.BatchNorm`` or other stateful layers, which is called as
+            ``model(sample, state)`` then. Batch norms in training make the function ``Normalized``; after
+            ``eqx.nn.inference_mode`` it is a plain one.
         per_sample: whether the module maps one sample, as is the habit of equinox, and has to be vmapped over the
             batch. False: it maps a whole batch.
+        key: passed to the module as ``key=``, the same for every sample, to hold random numbers (dropout) fixed.
 
     >>> apply, params = from_equinox(lambda sample: jnp.tanh(sample).sum())
     >>> apply(params, jnp.ones((5, 3))).shape
     (5,)
     """
     params, static = eqx.partition(model, eqx.is_inexact_array)
+    function = EquinoxFunction(static, state, key, per_sample)
+    if state is None:
+        return function, params
+    if not per_sample:
+        raise ValueError(
+            "per_sample must be True for a module with a state, which equinox vmaps over the batch"
+        )
+    modes = {bool(layer.inference) for layer in _batch_norms(model)}
+    if modes == {True, False}:
+        raise ValueError("the batch norms of model must be all in training or all in inference, got both")
+    if modes != {False}:
+        return function, params
+    return Normalized(function, function.batch_statistics, function.running(params)), params
 
-    def apply(p: Params, x: Batch) -> Outputs:
-        whole = eqx.combine(p, static)
-        return jax.vmap(whole)(x) if per_sample else whole(x)
 
-    return apply, params
+class HaikuFunction(eqx.Module):
+    """A function in the style of haiku as a function of (params, batch)."""
+
+    function: Callable[..., PyTree]
+    state: PyTree
+    key: Key[Array, ""] | None
+
+    def __call__(self, params: Params, x: Batch) -> Outputs:
+        """Return the outputs at a batch."""
+        if self.state is not None:
+            return self.function(params, self.state, None, x)[0]
+        if self.key is None:
+            return self.function(params, None, x)
+        return one_by_one(lambda batch: self.function(params, self.key, batch), x)
+
+
+@_checks.arguments(
+    apply=_checks.function, params=PARAMS, state=PARAMS, key=_checks.optional(_checks.prng_key)
+)
+def from_haiku(
+    apply: Callable[..., PyTree],
+    params: Params,
+    *,
+    state: PyTree = None,
+    key: Key[Array, ""] | None = None,
+) -> tuple[Apply, Params]:
+    """Turn a function ``apply(params, rng, batch)``, as ``haiku.transform`` makes them, into (apply, params).
+
+    Args:
+        apply: (params, rng, batch) -> outputs; or with ``state`` (params, state, rng, batch) -> (outputs, state), as
+            ``haiku.transform_with_state`` makes them. Take batch norm in inference (``is_training=False``).
+        params: its parameters, returned as they are.
+        state: its state, which is held fixed.
+        key: the ``rng`` of every call, so that random numbers (dropout) are held fixed, the same for every sample; each
+            sample is then evaluated on its own. Without it ``rng`` is None.
+
+    >>> apply, params = from_haiku(lambda w, rng, x: x @ w, jnp.ones((3, 1)))
+    >>> apply(params, jnp.ones((5, 3))).shape
+    (5, 1)
+    """
+    if state is not None and key is not None:
+        raise ValueError(
+            "key cannot be given together with state: a state is held fixed in inference, without rng"
+        )
+    return HaikuFunction(apply, state, key), params

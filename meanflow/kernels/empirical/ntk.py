@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical import structured
-from meanflow.kernels.empirical.coupling import kernel_maps, uncoupled_maps
+from meanflow.kernels.empirical.coupling import FIXED, kernel_maps, uncoupled_maps
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
 from meanflow.kernels.empirical.plan import LIMIT, OPTIONS, plan_for
 
@@ -42,8 +42,9 @@ def empirical_ntk(
         stats: which statistics normalize the samples; required as soon as the function couples samples.
             "batch": each of x and z by its own, the gradients through them included. "train": x and z both by
             those of x, gradients included; K(x, z) then says how a step on the training batch x moves the
-            prediction at z. "frozen": those of x (x and z), without gradient; a function that is free of
-            coupling may be declared frozen too.
+            prediction at z. "frozen": those of x (x and z), without gradient; this is not inference mode.
+            "running": the averages that the model has gathered in training, which is inference mode, ``eval()``.
+            A function that is free of coupling may be declared either of the last two.
         outputs: "full": T x S x C x C, shape (T, S) + O + O for outputs of shape (T,) + O. "trace": sum over
             c of K_cc (T, S), not divided by C. "diagonal": K_cc, (T, S) + O.
         chunk: rows t computed at a time (any number; the result does not depend on it, since coupled
@@ -87,7 +88,7 @@ def _evaluate(
 ) -> Float[Array, "T S ..."]:
     """Compute the kernel by ``method``, compiled once for every shape."""
     # The caller has probed the function outside of jit: here one that needs no statistics is known to be uncoupled.
-    if stats in (None, "frozen") and not isinstance(apply, Normalized):
+    if stats in (None, *FIXED) and not isinstance(apply, Normalized):
         maps = uncoupled_maps(apply, x, z)
     else:
         maps = kernel_maps(apply, params, x, z, stats)
