@@ -17,4 +17,5 @@ from meanflow.flows.observables import FunctionObservable as FunctionObservable
 from meanflow.flows.observables import Observable as Observable
 from meanflow.flows.optimality import certificate as certificate
 from meanflow.flows.optimality import separates as separates
+from meanflow.flows.population import GaussianPopulation as GaussianPopulation
 from meanflow.flows.problem import Chart as Chart

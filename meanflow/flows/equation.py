@@ -18,6 +18,7 @@ nothing, and are what compiled programs are made of. ``meanflow.flows.flow`` has
 names, which check and compile.
 """
 
+import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -32,15 +33,37 @@ if TYPE_CHECKING:
     from meanflow.flows.flow import Flow
 
 
+class Population(Dataset):
+    """A law of data without samples, for which the expectation of the loss is known: x is (0, d), y and weights (0,).
+
+    The equation asks for two things; gradients follow by differentiation.
+    """
+
+    @abc.abstractmethod
+    def risk(self, flow: "Flow", cloud: Cloud) -> jax.Array:
+        """Return the expected loss of the network, a scalar, or raise ValueError if this flow has none."""
+
+    @abc.abstractmethod
+    def potential(self, flow: "Flow", cloud: Cloud, probe: Cloud) -> jax.Array:
+        """Return the first variation of the expected loss at the particles of ``probe``, (k,)."""
+
+
 def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
     """Return f(x), shape (n,); a centered flow predicts f - f_0."""
     f = flow.feature.predict(cloud, x)
     return f if flow.offset is None else f - flow.offset(x)
 
 
+def risk(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+    """Return sum_j q_j l(f(x_j), y_j), the energy without the penalty: a scalar."""
+    if isinstance(data, Population):
+        return data.risk(flow, cloud)
+    return data.weights @ flow.loss(predict(flow, cloud, data.x), data.y)
+
+
 def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     """Return E, a scalar."""
-    loss = data.weights @ flow.loss(predict(flow, cloud, data.x), data.y)
+    loss = risk(flow, cloud, data)
     if flow.regularizer is None:
         return loss
     return loss + flow.regularizer.strength * (cloud.weights @ flow.regularizer.function(cloud.particles))
@@ -48,10 +71,14 @@ def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
 
 def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     """Return grad V at each particle: a covector, in a record like the particles."""
-    f, pull = flow.feature.linearize(cloud, data.x)
-    if flow.offset is not None:
-        f = f - flow.offset(data.x)
-    covector = pull(data.weights * flow.loss.slope(f, data.y))
+    if isinstance(data, Population):
+        value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
+        covector = along(jnp.ones_like(value))[0]
+    else:
+        f, pull = flow.feature.linearize(cloud, data.x)
+        if flow.offset is not None:
+            f = f - flow.offset(data.x)
+        covector = pull(data.weights * flow.loss.slope(f, data.y))
     if flow.regularizer is None:
         return covector
     value, pullback = jax.vjp(flow.regularizer.function, cloud.particles)
@@ -66,6 +93,8 @@ def velocity(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
 
 def total_slope(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     """Return sum_j q_j |l'(f(x_j), y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
+    if isinstance(data, Population):
+        raise ValueError("clock='normalized' needs data with samples, got a population")
     slope = jnp.abs(flow.loss.slope(predict(flow, cloud, data.x), data.y))
     return data.weights @ jnp.sum(slope.reshape(slope.shape[0], -1), axis=1)
 
@@ -100,8 +129,11 @@ def dissipation(
 
 def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> jax.Array:
     """Return V at the particles of ``probe``, shape (k,); the weights of the probe do not enter."""
-    f = predict(flow, cloud, data.x)
-    value = (data.weights * flow.loss.slope(f, data.y)) @ flow.feature(probe, data.x)
+    if isinstance(data, Population):
+        value = data.potential(flow, cloud, probe)
+    else:
+        f = predict(flow, cloud, data.x)
+        value = (data.weights * flow.loss.slope(f, data.y)) @ flow.feature(probe, data.x)
     if flow.regularizer is None:
         return value
     return value + flow.regularizer.strength * flow.regularizer.function(probe.particles)

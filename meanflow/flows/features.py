@@ -97,6 +97,12 @@ class Feature(eqx.Module):
         """
         return None
 
+    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
+        """Return E[phi(w_i; x) phi(v_k; x)] over x ~ N(0, I) for neurons w of ``cloud`` and v of ``other``, (m, m')."""
+        raise ValueError(
+            f"a Gaussian population needs a feature that defines overlap(cloud, other), got {type(self).__name__}"
+        )
+
     def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
         """Return predictions f (n,) and the map g -> grad_w sum_j g_j phi(w; x_j), one covector per particle.
 
@@ -183,6 +189,24 @@ class TwoLayer(Feature):
         scale = cloud.weights if self.scaling.kind == "m" else cloud.weights * self.scaling.ratio(cloud) ** 2
         return scale[None, :], (scale * cloud.particles.a**2)[None, :]
 
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return the vectors (m, d) whose products with centered inputs the activation takes."""
+        return cloud.particles.b
+
+    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
+        """Return amplitudes times the dual activation of the directions."""
+        from meanflow.kernels.infinite.dual import dual_activation
+
+        if self.bias:
+            raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
+        left, right = self.directions(cloud), self.directions(other)
+        squares = jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
+        shape = (left.shape[0], right.shape[0])
+        variances = (jnp.broadcast_to(u, shape) for u in squares)
+        dual = dual_activation(self.activation)(*variances, left @ right.T).value
+        a, c = (self.amplitudes(one).reshape(one.size, -1) for one in (cloud, other))
+        return (a @ c.T) * dual
+
     def amplitudes(self, cloud: Cloud) -> jax.Array:
         """Return (m/alpha) a (m,), what multiplies the activation of each neuron."""
         a = cloud.particles.a
@@ -242,6 +266,15 @@ class BatchNormed(TwoLayer):
             self.raw,
             self.scaling,
         )
+
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return bb, for inputs of mean 0."""
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        mean = _checks.concrete(self.mean)
+        if mean is not None and np.any(mean != 0):
+            raise ValueError("a Gaussian population needs batch norm with mean 0, got another mean")
+        b = cloud.particles.b
+        return omega.normalize(b, self.sigma) if self.raw else b
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError without bound statistics of the right shape, d >= 2, a regular covariance and b != 0."""

@@ -53,6 +53,8 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     Gradient descent on these linearized dynamics is stable for steps below 2 / lambda. Differentiable in
     everything (the eigenvector is held fixed, which is exact to first order).
     """
+    if isinstance(data, equation.Population):
+        raise ValueError("KernelStep needs data with samples, got a population; give the step as a number")
     f = equation.predict(flow, cloud, data.x)
     root = jnp.sqrt(jnp.maximum(data.weights * flow.loss.curvature(f, data.y), 0.0))
     apply = equation.kernel_operator(flow, cloud, data.x, data.x)
