@@ -42,6 +42,11 @@ class LayerRates(Space):
         """Return white noise times the roots of the rates; a layer that is frozen has none."""
         return _scaled(normal, *(jnp.sqrt(rate) for rate in self.rates(cloud)))
 
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return (a, b), each over the root of its rate; a frozen layer stays at 0."""
+        shares = (jnp.sqrt(safe_divide(jnp.ones_like(rate), rate)) for rate in self.rates(cloud))
+        return Space.embedding(Space(), cloud.at(_scaled(cloud.particles, *shares)))
+
     def noise_drift(self, cloud: Cloud) -> Neurons:
         """Return zero: C is constant."""
         return jax.tree.map(jnp.zeros_like, cloud.particles)
@@ -83,6 +88,10 @@ class SignedSphere(Space):
             return square, square
 
         return constraint
+
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return b."""
+        return cloud.particles.b
 
     def dimension(self, cloud: Cloud) -> int:
         """Return d - 1."""

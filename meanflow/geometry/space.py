@@ -91,12 +91,12 @@ class Space(eqx.Module):
     def noise_drift(self, cloud: Cloud) -> Record:
         """Return div C - 1/2 C grad log det C, what a noisy step in these coordinates needs beside the noise.
 
-        Without it the stationary law would not be exp(-V/tau) times the Riemannian volume. A ``retract`` that agrees
-        with geodesics to second order has it built in: the default is zero where a space has an ``exp`` or ``retract``
-        of its own, and found by differentiating ``cometric`` and ``log_volume`` where steps are additions.
+        Without it the stationary law would not be exp(-V/tau) times the Riemannian volume. Noisy steps follow ``exp``,
+        and geodesics have it built in (as has whatever agrees with them to second order): the default is zero where a
+        space has an ``exp`` of its own, and found by differentiating ``cometric`` and ``log_volume`` where steps are
+        additions.
         """
-        kind = type(self)
-        if self._is_flat() or kind.exp is not Space.exp or kind.retract is not Space.retract:
+        if self._is_flat() or type(self).exp is not Space.exp:
             return jax.tree.map(jnp.zeros_like, cloud.particles)
         return ito_drift(self, cloud)
 
@@ -107,6 +107,14 @@ class Space(eqx.Module):
     def dimension(self, cloud: Cloud) -> int:
         """Return the number of coordinates in which a particle can move freely."""
         return sum(u[0].size for u in jax.tree.leaves(cloud.particles))
+
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return the particles in a flat space, (m, k): distances of close particles are those of the metric."""
+        if not self._is_flat():
+            raise ValueError(
+                f"an entropy needs a space that defines embedding(cloud), got {type(self).__name__}"
+            )
+        return jnp.concatenate([u.reshape(cloud.size, -1) for u in jax.tree.leaves(cloud.particles)], axis=1)
 
     def _is_flat(self) -> bool:
         return type(self).cometric is Space.cometric
@@ -220,6 +228,11 @@ class BatchNormManifold(Space):
         b = cloud.particles.b
         turn = safe_norm(b, keepdims=True) * omega.project(b, normal.b, self._covariance())
         return Neurons(normal.a, turn / norms(cloud)[:, None])
+
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return (a, c b/|b|): the line and a sphere of radius c."""
+        turn = norms(cloud)[:, None] * omega.direction(cloud.particles.b)
+        return jnp.concatenate([cloud.particles.a.reshape(cloud.size, -1), turn], axis=1)
 
     def dimension(self, cloud: Cloud) -> int:
         """Return 1 for a and d - 1 for the direction."""

@@ -3,11 +3,13 @@
 With batch norm and inputs in the plane a neuron is a point (a, th) of R x circle (b = (cos th, sin th)), and the
 measure has a density that obeys
 
-    d_t rho = d_a(rho F) + d_th(rho a F'(th)),    F(th) = sum_j q_j l'(f(x_j), y_j) s(T(b(th)) . (x_j - mean)).
+    d_t rho = d_a(rho d_a V) + d_th(rho d_th V) + tau (d_a^2 + d_th^2) rho,
+    V(a, th) = a F(th) + lam reg,    F(th) = sum_j q_j l'(f(x_j), y_j) s(T(b(th)) . (x_j - mean)).
 
-The scheme is conservative and positive: upwind fluxes of limited (minmod) piecewise-linear reconstructions, Heun
-steps (strong-stability preserving) below the CFL bound. It knows nothing of particles, so it checks them, and it
-gives densities at m = infinity.
+At a temperature tau > 0 it descends the free energy E + tau int rho log rho. The scheme is conservative and positive:
+upwind fluxes of limited (minmod) piecewise-linear reconstructions, central differences for diffusion, Heun steps
+(strong-stability preserving) below the CFL bound. It knows nothing of particles, so it checks them, and it gives
+densities at m = infinity.
 """
 
 from collections.abc import Sequence
@@ -67,11 +69,12 @@ class Density(eqx.Module):
 
 
 class DensitySolution(NamedTuple):
-    """Densities ``mass`` (k, rows, columns), energies (k,) at times ``ts`` (k,), steps taken, final density."""
+    """Densities ``mass`` (k, rows, columns), energies, free energies at times ``ts`` (k,), steps, final density."""
 
     ts: Float[Array, " k"]
     mass: Float[Array, "k rows columns"]
     energy: Float[Array, " k"]
+    free_energy: Float[Array, " k"]
     steps: jax.Array
     final: Density
 
@@ -82,6 +85,7 @@ class _DensityProblem(eqx.Module):
     flow: Flow
     grid: Density
     data: Dataset
+    temperature: jax.Array
 
     @property
     def sigma(self) -> jax.Array:
@@ -91,7 +95,7 @@ class _DensityProblem(eqx.Module):
 
 
 class _Courant(StepRule):
-    """Step rule: CFL * 1 / max(|v_a|/da + |v_th|/dth), refreshed at every step."""
+    """Step rule: CFL / max(|v_a|/da + |v_th|/dth + 2 tau (1/da^2 + 1/dth^2)), refreshed at every step."""
 
     every: int | None = eqx.field(static=True, default=1)
 
@@ -99,7 +103,7 @@ class _Courant(StepRule):
         speed_a, speed_th = _face_speeds(problem, y)
         da, dth = problem.grid.spacing
         worst = jnp.max(jnp.abs(speed_a)) / da + jnp.max(jnp.abs(speed_th)) / dth
-        return CFL / worst
+        return CFL / (worst + 2 * problem.temperature * (da**-2 + dth**-2))
 
 
 def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1.0) -> Density:
@@ -113,15 +117,21 @@ def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1
     return Density(jnp.outer(share, jnp.full(columns, 1.0 / columns)), jnp.asarray(bound, share.dtype))
 
 
-@_checks.arguments(flow=FLOW, density=instance(Density), data=DATA, t1=number(above=0))
+@_checks.arguments(
+    flow=FLOW, density=instance(Density), data=DATA, t1=number(above=0), temperature=number(low=0)
+)
 def evolve(
     flow: Flow,
     density: Density,
     data: Dataset,
     t1: float | jax.Array,
     ts: int | Real[ArrayLike, " k"] | Sequence | None = None,
+    *,
+    temperature: float | jax.Array = 0.0,
 ) -> DensitySolution:
     """Solve the continuity equation of a batch-norm manifold flow (c = 1) in mean-field time up to ``t1``.
+
+    A ``temperature`` adds diffusion: the limit of infinitely many noisy particles, in which ``free_energy`` falls.
 
     The walls at a = +-bound are closed: choose ``bound`` beyond the support (|a'| <= sqrt(2 E(0)) (|s(0)| + Lip s)
     for the squared loss). Cost per step O(n columns + rows columns). Second order where the density is smooth.
@@ -134,16 +144,21 @@ def evolve(
         raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
     t1 = jnp.asarray(t1, density.mass.dtype)
     times = save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
-    return _evolve(_DensityProblem(flow.bind(data), density, data), t1, times)
+    tau = jnp.asarray(temperature, density.mass.dtype)
+    return _evolve(_DensityProblem(flow.bind(data), density, data, tau), t1, times)
 
 
 @eqx.filter_jit
 def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> DensitySolution:
     solver, adjoint = diffrax.Heun(), diffrax.RecursiveCheckpointAdjoint()
 
-    def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, jax.Array]:
+    def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, ...]:
         cloud = problem.grid.at(mass).cloud(problem.sigma)
-        return mass, equation.energy(problem.flow, cloud, problem.data)
+        energy = equation.energy(problem.flow, cloud, problem.data)
+        da, dth = problem.grid.spacing
+        filled = jnp.where(mass > 0, mass, 1.0)
+        entropy = jnp.sum(jnp.where(mass > 0, mass * jnp.log(filled / (da * dth)), 0.0))
+        return mass, energy, energy + problem.temperature * entropy
 
     raw = diffrax.diffeqsolve(
         diffrax.ODETerm(_rate),
@@ -160,9 +175,9 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
         throw=False,
     )
     assert raw.ys is not None and raw.ts is not None
-    mass, energies = raw.ys["series"]
+    mass, energies, free = raw.ys["series"]
     final = problem.grid.at(mass[-1])
-    return DensitySolution(raw.ts["series"], mass, energies, raw.stats["num_steps"], final)
+    return DensitySolution(raw.ts["series"], mass, energies, free, raw.stats["num_steps"], final)
 
 
 def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:
@@ -170,10 +185,10 @@ def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:
 
 
 def _face_speeds(problem: _DensityProblem, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return v_a = -F at the angle centres (columns,) and v_th = -a F' at (rows, columns), columns = right faces."""
+    """Return v_a = -d_a V at the faces above, v_th = -d_th V at the faces right of each cell, (rows, columns)."""
     flow, data, sigma = problem.flow, problem.data, problem.sigma
     a, th = problem.grid.centres()
-    _, dth = problem.grid.spacing
+    da, dth = problem.grid.spacing
     unit = jnp.ones_like(th)
 
     def features(angle: jax.Array) -> jax.Array:
@@ -184,7 +199,19 @@ def _face_speeds(problem: _DensityProblem, mass: jax.Array) -> tuple[jax.Array, 
     g = data.weights * flow.loss.slope(f, data.y)
     force = g @ features(th)
     slope = jax.jvp(lambda angle: g @ features(angle), (th + dth / 2,), (unit,))[1]
-    return -force, -a[:, None] * slope[None, :]
+    up = jnp.broadcast_to(force[None, :], mass.shape)
+    right = a[:, None] * slope[None, :]
+    if flow.regularizer is not None:
+        lam, function = flow.regularizer.strength, flow.regularizer.function
+
+        def penalty(height: jax.Array, angle: jax.Array) -> jax.Array:
+            return lam * function(Neurons(height.ravel(), _omega(angle.ravel(), sigma))).reshape(mass.shape)
+
+        height, angle = jnp.meshgrid(a, th, indexing="ij")
+        one = jnp.ones_like(height)
+        up = up + jax.jvp(lambda h: penalty(h, angle), (height + da / 2,), (one,))[1]
+        right = right + jax.jvp(lambda t: penalty(height, t), (angle + dth / 2,), (one,))[1]
+    return -up, -right
 
 
 def _minmod(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -206,10 +233,10 @@ def _rate(t: RealScalarLike, mass: jax.Array, problem: _DensityProblem) -> jax.A
     speed_a, speed_th = _face_speeds(problem, mass)
     da, dth = problem.grid.spacing
     # periodic neighbours; the walls in a are closed below by zeroing the flux through the last face
-    flux_a = _upwind(
-        mass, jnp.roll(mass, 1, 0), jnp.roll(mass, -1, 0), jnp.broadcast_to(speed_a[None], mass.shape)
-    )
+    above, right = jnp.roll(mass, -1, 0), jnp.roll(mass, -1, 1)
+    flux_a = _upwind(mass, jnp.roll(mass, 1, 0), above, speed_a) - problem.temperature * (above - mass) / da
     flux_a = flux_a.at[-1].set(0.0)
     columns = mass.T
     flux_th = _upwind(columns, jnp.roll(columns, 1, 0), jnp.roll(columns, -1, 0), speed_th.T).T
+    flux_th = flux_th - problem.temperature * (right - mass) / dth
     return (jnp.roll(flux_a, 1, 0) - flux_a) / da + (jnp.roll(flux_th, 1, 1) - flux_th) / dth

@@ -52,6 +52,10 @@ class Hyperbola(RawSpace):
         )
         self.lifted.check_noise(unlike)
 
+    def exp(self, cloud: Cloud, v: Affine) -> Affine:
+        """Return ``retract``, which leaves the hyperbola along its normal only: right to second order."""
+        return self.retract(cloud, v)
+
     def retract(self, cloud: Cloud, v: Affine) -> Affine:
         """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction.
 

@@ -14,8 +14,10 @@ from meanflow.flows.problem import Problem
 NOTHING = mf.Dataset(jnp.ones((1, 2)), jnp.zeros(1), weights=[0.0])
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-@pytest.mark.parametrize("alpha", ["m", "sqrt"])
+@pytest.mark.parametrize(
+    ("decay", "alpha"),
+    [(0.3, "sqrt"), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((0.0, "m"), (0.3, "m")))],
+)
 def test_a_balanced_relu_network_is_a_flow_of_free_mass_on_the_sphere(decay, alpha):
     """Path by path: direction b/|b|, mass p |a| |b|; V includes the output scale, reaction has rate 2."""
     rng = np.random.default_rng(3)
@@ -29,7 +31,7 @@ def test_a_balanced_relu_network_is_a_flow_of_free_mass_on_the_sphere(decay, alp
     raw = mf.vanilla("relu", alpha=alpha, regularizer=half, strength=decay)
     flow = spherical("relu", alpha=alpha, regularizer=lambda w: jnp.ones_like(w.a), strength=decay)
     settings = {"rtol": 1e-11, "atol": 1e-13}
-    one = mf.solve(raw, raw_cloud, data, 0.4, **settings).final
+    one = mf.solve(raw, raw_cloud, data, 0.12, **settings).final
     two = mf.solve(
         flow, flow.space.from_raw(raw_cloud), data, 0.4, reaction=2.0, conserve=False, **settings
     ).final
@@ -62,10 +64,9 @@ def test_reaction_alone_is_replicator_dynamics():
     np.testing.assert_allclose(steep.final.weights[:4], [0, 0, 1, 0], atol=1e-12)
 
 
-@pytest.mark.parametrize("model", ["vanilla", "batchnorm", "batchnorm_manifold"])
 @pytest.mark.parametrize("conserve", [True, False])
-def test_energy_falls_by_transport_and_reaction(model, conserve):
-    flow, cloud, data = problem(model, loss="logistic")
+def test_energy_falls_by_transport_and_reaction(conserve):
+    flow, cloud, data = problem("batchnorm_manifold", loss="logistic")
     beta = 1.7
     stepped = Problem(flow.chart(cloud), data, jnp.ones(()), reaction=jnp.asarray(beta), conserve=conserve)
     y = stepped.initial()
@@ -79,6 +80,7 @@ def test_energy_falls_by_transport_and_reaction(model, conserve):
     assert float(rate) > 1.01 * float(mf.dissipation(flow, here, data)) > 0
 
 
+@pytest.mark.slow
 def test_transport_alone_is_stuck_on_an_arc_and_reaction_gets_out():
     """The arc of Theorem 5 holds 99 % of the mass; a fine grid of directions with the rest is enough for reaction."""
     x = ring(32)
@@ -114,11 +116,6 @@ def test_runs_with_reaction_resume_and_are_saved(tmp_path):
     assert whole.clouds.weights.shape == (3, 7)
     with pytest.raises(ValueError, match="dynamics: 'reaction' before"):
         mf.solve(flow, cloud, data, 1.0, state=half.state, step=0.125)
-    run = mf.descend(flow, cloud, data, 4, **settings)
-    again = mf.descend(
-        flow, cloud, data, 2, state=mf.descend(flow, cloud, data, 2, **settings).state, **settings
-    )
-    assert largest_gap(run.final, again.final) == 0
 
 
 def test_resampling_keeps_the_measure(key):
@@ -126,8 +123,8 @@ def test_resampling_keeps_the_measure(key):
     cloud = mf.Cloud(mf.Polar(jnp.arange(4.0), jnp.zeros(4)), 3 * weights, labels=jnp.arange(4.0), total=None)
     keys = jax.random.split(key, 200)
     copies = jax.vmap(lambda k: mf.measures.resample(k, cloud, 10).particles.r)(keys)
-    counts = jnp.sum(copies[:, :, None] == jnp.arange(4.0), axis=1)
-    assert bool(jnp.all(jnp.abs(counts - 10 * weights) < 1))  # floor or ceil of the expected number
+    counts = jnp.sum(copies[:, :, None] == jnp.arange(4.0)[None, None, :], axis=1)
+    assert bool(jnp.all(jnp.abs(counts - 10 * weights[None, :]) < 1))  # floor or ceil of the expected number
     np.testing.assert_allclose(counts.mean(0), 10 * weights, atol=0.15)
     one = mf.measures.resample(key, cloud)
     assert one.size == 4 and float(one.width) == 4 and float(one.labels.max()) < 3

@@ -95,10 +95,12 @@ def test_brownian_motion_on_the_sphere_forgets_at_the_right_rate(label, key):
     sol = mf.solve(flow, start, data, t, step=0.01, temperature=tau, key=key)
     unit = sol.final.particles.b / jnp.linalg.norm(sol.final.particles.b, axis=1, keepdims=True)
     cosine = unit @ (b[0] / jnp.linalg.norm(b[0]))
-    # a retraction s + v over its length turns by atan |v|: a bias of 1/cos, 1e-3 here, beside the standard error
-    truth = np.exp(-(d - 1) * tau * t / label**2)
-    bias = 5e-3 * truth
-    assert abs(float(cosine.mean()) - truth) < bias + 4 * float(cosine.std()) / np.sqrt(m)
+    # a step turns by |v| with |v|^2 = (2 tau h / c^2) chi^2: its mean cosine in closed form up to h^3
+    k, s = d - 1, 2 * tau * 0.01 / label**2
+    step = 1 - s * k / 2 + s**2 * k * (k + 2) / 24 - s**3 * k * (k + 2) * (k + 4) / 720
+    assert within(cosine, step**60)
+    assert abs(step**60 - np.exp(-(d - 1) * tau * t / label**2)) < 4e-3
+    assert abs(float(cosine.mean()) - np.exp(-(d - 1) * tau * t / label**2)) < 2e-2
     np.testing.assert_allclose(
         jnp.einsum("ij,jk,ik->i", *(sol.final.particles.b, sigma, sol.final.particles.b)), 1
     )
