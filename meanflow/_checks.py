@@ -127,14 +127,12 @@ def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
         raise ValueError(f"{name} must be one of {options}, got {show(value)}")
 
 
-def shape(name: str, value: object, expected: tuple[int | None, ...]) -> None:
-    """Refuse any shape but ``expected`` (None stands for any length)."""
+def shape(name: str, value: object, *allowed: tuple[int | None, ...]) -> None:
+    """Refuse any shape but those ``allowed`` (None stands for any length)."""
     given = np.shape(value)  # type: ignore[call-overload]
-    if len(given) != len(expected) or any(
-        e is not None and g != e for g, e in zip(given, expected, strict=True)
-    ):
-        wanted = "(" + ", ".join("any" if e is None else str(e) for e in expected) + ")"
-        raise ValueError(f"{name} must have shape {wanted}, got {given}")
+    if not any(_fits(given, wanted) for wanted in allowed):
+        listed = " or ".join(str(wanted).replace("None", "any") for wanted in allowed)
+        raise ValueError(f"{name} must have shape {listed}, got {given}")
 
 
 def whole(name: str, value: object, low: int, high: int | None = None) -> int:

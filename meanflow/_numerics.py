@@ -130,9 +130,10 @@ _SQUARINGS = 24
 
 
 def dominant_vector(matrix: Float[Array, "n n"]) -> Float[Array, " n"]:
-    """Return the unit top eigenvector of a positive semi-definite matrix, by squaring it 24 times.
+    """Return the unit top eigenvector of a matrix with eigenvalues >= 0, by squaring it 24 times.
 
-    M^(2^k), rescaled, tends to the projector on the top eigenspace. The Rayleigh quotient of the result is the top
+    M^(2^k), rescaled, tends to the projector on the top eigenspace. M is positive semi-definite, or a product of two
+    such matrices. The Rayleigh quotient of the result is the top
     eigenvalue to a relative 1/(2^25 e) = 1e-8 for any spectrum. Unlike an eigendecomposition this is products only:
     fast under vmap and on accelerators, and without LAPACK, whose batched call deadlocks when several CPU devices
     share a process. A zero matrix gives a zero vector.

@@ -1,8 +1,8 @@
 """The equations of Saad and Solla (1995) for the overlaps of a soft committee machine, written from Gaussian integrals.
 
 Students and teachers have the activation g(z) = erf(z / sqrt 2); a step of one-pass descent with rate eta/d on a fresh
-sample moves the student by (eta/d) delta_i x with delta_i = g'(x_i) (sum_n g(y_n) - sum_j g(x_j)). In the limit of large d,
-with time in samples over d,
+sample moves the student by (eta/d) delta_i x with delta_i = g'(x_i) (sum_n g(y_n) - sum_j g(x_j)). In the limit of
+large d, with time in samples over d,
 
     dR_in/dt = eta E[delta_i y_n],    dQ_ik/dt = eta E[delta_i x_k + delta_k x_i] + eta^2 E[delta_i delta_k].
 """

@@ -10,6 +10,7 @@ from meanflow.flows.flow import predict as predict
 from meanflow.flows.flow import tangent_kernel as tangent_kernel
 from meanflow.flows.flow import velocity as velocity
 from meanflow.flows.free_energy import free_energy as free_energy
+from meanflow.flows.losses import softmax as softmax
 from meanflow.flows.margins import max_margin as max_margin
 from meanflow.flows.models import batchnorm as batchnorm
 from meanflow.flows.models import batchnorm_manifold as batchnorm_manifold

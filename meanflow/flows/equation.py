@@ -1,11 +1,11 @@
 """The one equation: feature x inverse metric x loss.
 
-    f(x)   = sum_i p_i phi(w_i; x)                                prediction
+    f(x)   = sum_i p_i phi(w_i; x)                                prediction, a number or a row of k numbers
     E(mu)  = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i)    energy
-    V(w)   = sum_j q_j l'(f(x_j), y_j) phi(w; x_j) + lam reg(w)   first variation
+    V(w)   = sum_j q_j <l'(f(x_j), y_j), phi(w; x_j)> + lam reg(w)    first variation
     w_i'   = -C(w_i) grad V(w_i)                                  velocity
     E'     = -sum_i p_i <grad V, C grad V>                        dissipation, an equality
-    K(x,z) = sum_i p_i <grad phi(w_i; x), C(w_i) grad phi(w_i; z)>    tangent kernel
+    K(x,z) = sum_i p_i <grad phi(w_i; x), C(w_i) grad phi(w_i; z)>    tangent kernel, a number or a k x k matrix
 
 With a reaction rate beta weights move too, and with a temperature tau particles diffuse:
 
@@ -49,7 +49,7 @@ class Population(Dataset):
 
 
 def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
-    """Return f(x), shape (n,); a centered flow predicts f - f_0."""
+    """Return f(x), shape (n,) or (n, k); a centered flow predicts f - f_0."""
     f = flow.feature.predict(cloud, x)
     return f if flow.offset is None else f - flow.offset(x)
 
@@ -86,6 +86,12 @@ def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]
     return jax.tree.map(jnp.add, covector, extra)
 
 
+def residual(flow: "Flow", f: jax.Array, data: Dataset) -> jax.Array:
+    """Return the covector q_j l'(f_j, y_j) at predictions f, of the shape of f."""
+    slope = flow.loss.slope(f, data.y)
+    return (data.weights if f.ndim == 1 else data.weights[:, None]) * slope
+
+
 def velocity(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     """Return w' = -C grad V in mean-field time, in a record like the particles."""
     return jax.tree.map(jnp.negative, flow.space.cometric(cloud, differential(flow, cloud, data)))
@@ -95,8 +101,7 @@ def total_slope(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     """Return sum_j q_j |l'(f(x_j), y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
     if isinstance(data, Population):
         raise ValueError("clock='normalized' needs data with samples, got a population")
-    slope = jnp.abs(flow.loss.slope(predict(flow, cloud, data.x), data.y))
-    return data.weights @ jnp.sum(slope.reshape(slope.shape[0], -1), axis=1)
+    return jnp.sum(jnp.abs(residual(flow, predict(flow, cloud, data.x), data)))
 
 
 def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:
@@ -133,7 +138,7 @@ def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> 
         value = data.potential(flow, cloud, probe)
     else:
         f = predict(flow, cloud, data.x)
-        value = (data.weights * flow.loss.slope(f, data.y)) @ flow.feature(probe, data.x)
+        value = flow.feature.potential(probe, data.x, residual(flow, f, data))
     if flow.regularizer is None:
         return value
     return value + flow.regularizer.strength * flow.regularizer.function(probe.particles)
@@ -142,16 +147,31 @@ def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> 
 def kernel_operator(
     flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return the map v -> K(x, z) v, by one pullback and one jvp: O((n_x + n_z) m d), without a Jacobian."""
+    """Return the map v -> K(x, z) v of v (n_z,) or (n_z, k): one pullback, one jvp, O((n_x + n_z) m d), no Jacobian."""
     _, pull = flow.feature.linearize(cloud, z)
     _, push = jax.linearize(lambda w: predict(flow, cloud.at(w), x), cloud.particles)
     return lambda v: push(flow.space.cometric(cloud, pull(v)))
 
 
-def tangent_kernel(flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int = 16) -> jax.Array:
-    """Return K(x, z), shape (n_x, n_z): by the feature's own form if it has one, else ``chunk`` columns at a time."""
-    structured = flow.feature.kernel(cloud, x, z, flow.space)
+def tangent_kernel(
+    flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array, chunk: int = 16, outputs: str = "full"
+) -> jax.Array:
+    """Return K(x, z): by the feature's own form if it has one, else ``chunk`` columns at a time.
+
+    The shape is (n_x, n_z) for one output. For k of them ``outputs="full"`` gives (n_x, n_z, k, k), ``"diagonal"`` the
+    entries of equal outputs (n_x, n_z, k), and ``"trace"`` their sum (n_x, n_z).
+    """
+    structured = flow.feature.kernel(cloud, x, z, flow.space, outputs)
     if structured is not None:
         return structured
-    unit = jnp.eye(z.shape[0], dtype=z.dtype)
-    return jax.lax.map(kernel_operator(flow, cloud, x, z), unit, batch_size=chunk).T
+    shape = flow.feature.output_shape(cloud)
+    columns = z.shape[0] * math.prod(shape)
+    unit = jnp.eye(columns, dtype=z.dtype).reshape(columns, z.shape[0], *shape)
+    kernel = jax.lax.map(kernel_operator(flow, cloud, x, z), unit, batch_size=chunk)
+    if not shape:
+        return kernel.T
+    whole = kernel.reshape(*unit.shape[1:], *kernel.shape[1:]).transpose(2, 0, 3, 1)
+    if outputs == "full":
+        return whole
+    diagonal = jnp.diagonal(whole, axis1=2, axis2=3)
+    return diagonal if outputs == "diagonal" else jnp.sum(diagonal, axis=2)

@@ -1,4 +1,7 @@
-"""Features phi(w; x): what one neuron contributes to the prediction f(x) = sum_i p_i phi(w_i; x)."""
+"""Features phi(w; x): what one neuron contributes to the prediction f(x) = sum_i p_i phi(w_i; x).
+
+A prediction is one number, or a row of k numbers: predictions are (n,) or (n, k), features (n, m) or (n, m, k).
+"""
 
 import abc
 from collections.abc import Callable
@@ -30,7 +33,7 @@ Pull = Callable[[jax.Array], PyTree[jax.Array]]
 
 def _average(weights: jax.Array, features: jax.Array) -> jax.Array:
     """Return sum_i p_i phi_i; a fused reduction, which spares writing the (n, m) features that a product would need."""
-    return jnp.sum(features * weights[None, :], axis=1)
+    return jnp.sum(features * weights.reshape((1, -1) + (1,) * (features.ndim - 2)), axis=1)
 
 
 class Feature(eqx.Module):
@@ -55,7 +58,11 @@ class Feature(eqx.Module):
 
     @abc.abstractmethod
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return phi(w_i; x_j) as an (n, m) array; weights do not enter."""
+        """Return phi(w_i; x_j) as an (n, m) array, or (n, m, k) for k outputs; weights do not enter."""
+
+    def output_shape(self, cloud: Cloud) -> tuple[int, ...]:
+        """Return the shape of one prediction, () or (k,): that of the amplitude of one neuron."""
+        return () if self.amplitude is None else getattr(cloud.particles, self.amplitude).shape[1:]
 
     def bind(self, data: Dataset) -> Self:
         """Fix what the feature takes from the data (mean and covariance, under batch norm)."""
@@ -81,7 +88,7 @@ class Feature(eqx.Module):
 
     def observables(self, data: Dataset) -> dict[str, Observable]:
         """Return what is worth recording about this model, by name, beside what every model has."""
-        return {"predictions": Predictions(data.x, dims=("sample",), about="f at the samples")}
+        return {"predictions": Predictions(data.x, dims=("sample", "output"), about="f at the samples")}
 
     def motion(self, problem: "Problem") -> "FrozenMotion":
         """Return how neurons move while the residual is frozen; the sliding solver needs it."""
@@ -90,10 +97,13 @@ class Feature(eqx.Module):
             "the univariate ReLU flows have one. Use a diffrax solver, or fixed steps such as KernelStep"
         )
 
-    def kernel(self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space) -> jax.Array | None:
-        """Return the tangent kernel K(x, z) in ``space``, (n_x, n_z), in a fast exact form.
+    def kernel(
+        self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
+    ) -> jax.Array | None:
+        """Return the tangent kernel K(x, z) in ``space`` in a fast exact form, in the shape that ``outputs`` names.
 
-        None, the default, means that there is none, and the kernel is found by differentiating ``predict``.
+        It is (n_x, n_z) for one output. None, the default, means that there is no such form, and the kernel is found
+        by differentiating ``predict``.
         """
         return None
 
@@ -103,8 +113,15 @@ class Feature(eqx.Module):
             f"a Gaussian population needs a feature that defines overlap(cloud, other), got {type(self).__name__}"
         )
 
+    def potential(self, cloud: Cloud, x: jax.Array, g: jax.Array) -> jax.Array:
+        """Return sum_j <g_j, phi(w_i; x_j)>, shape (m,), for covectors g (n,) or (n, k)."""
+        features = self(cloud, x)
+        if g.ndim == 1:
+            return g @ features
+        return jnp.einsum("jc,jic->i", g, features)
+
     def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
-        """Return predictions f (n,) and the map g -> grad_w sum_j g_j phi(w; x_j), one covector per particle.
+        """Return predictions f (n,) or (n, k), and the map g -> grad_w sum_j <g_j, phi(w; x_j)>, per particle.
 
         The map never involves the weights p_i: it is the differential of the potential at each particle, not
         the derivative of the loss, so particles of weight zero need no special care. Override it with a faster exact
@@ -113,17 +130,17 @@ class Feature(eqx.Module):
         features, pullback = jax.vjp(lambda w: self(cloud.at(w), x), cloud.particles)
 
         def pull(g: jax.Array) -> PyTree[jax.Array]:
-            return pullback(jnp.broadcast_to(g[:, None], features.shape))[0]
+            return pullback(jnp.broadcast_to(jnp.expand_dims(g, 1), features.shape))[0]
 
         return _average(cloud.weights, features), pull
 
     def predict(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return f(x_j) = sum_i p_i phi(w_i; x_j), shape (n,)."""
+        """Return f(x_j) = sum_i p_i phi(w_i; x_j), shape (n,) or (n, k)."""
         return _average(cloud.weights, self(cloud, x))
 
 
 class TwoLayer(Feature):
-    """phi = (m/alpha) a s(b . x) for inputs x (n, d). Cost O(n m d).
+    """phi = (m/alpha) a s(b . x) for inputs x (n, d), with a (m,) or, for k outputs, (m, k). Cost O(n m (d + k)).
 
     Attributes:
         activation: s, elementwise.
@@ -147,7 +164,7 @@ class TwoLayer(Feature):
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless the shapes of a, b and x agree."""
         Feature.check(self, cloud, x)
-        _checks.shape("particles.a", cloud.particles.a, (cloud.size,))
+        _checks.shape("particles.a", cloud.particles.a, (cloud.size,), (cloud.size, None))
         _checks.shape("particles.b", cloud.particles.b, (cloud.size, None))
         extra = 1 if self.bias else 0
         if x.shape[1] + extra != cloud.particles.b.shape[1]:
@@ -156,15 +173,47 @@ class TwoLayer(Feature):
                 f"particles.b must have {wanted}, got shape {cloud.particles.b.shape} for x of shape {x.shape}"
             )
 
-    def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return (m/alpha) a_i s(b_i . x_j)."""
-        a, b = cloud.particles
+    def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
+        """Return the activations s(b_i . x_j), shape (n, m)."""
         if self.bias:
             x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
-        return self.activation(x @ b.T) * self.amplitudes(cloud)[None, :]
+        return self.activation(x @ cloud.particles.b.T)
 
-    def kernel(self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space) -> jax.Array | None:
-        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) + a^2 s'(b.x) s'(b.z) <x, z>] in flat space.
+    def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
+        """Return (m/alpha) a_i s(b_i . x_j)."""
+        hidden, a = self.hidden(cloud, x), self.amplitudes(cloud)
+        return hidden * a[None, :] if a.ndim == 1 else hidden[:, :, None] * a[None, :, :]
+
+    def predict(self, cloud: Cloud, x: jax.Array) -> jax.Array:
+        """Return f(x); k outputs are one matrix product, without the (n, m, k) features."""
+        if cloud.particles.a.ndim == 1:
+            return Feature.predict(self, cloud, x)
+        return self.hidden(cloud, x) @ (cloud.weights[:, None] * self.amplitudes(cloud))
+
+    def potential(self, cloud: Cloud, x: jax.Array, g: jax.Array) -> jax.Array:
+        """Return sum_j <g_j, a_i> s(b_i . x_j), times m/alpha."""
+        if g.ndim == 1:
+            return Feature.potential(self, cloud, x, g)
+        return jnp.sum(self.hidden(cloud, x) * (g @ self.amplitudes(cloud).T), axis=0)
+
+    def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, Pull]:
+        """Return predictions and covectors; k outputs are matrix products, without the (n, m, k) features."""
+        if cloud.particles.a.ndim == 1:
+            return Feature.linearize(self, cloud, x)
+        hidden, pullback = jax.vjp(lambda w: self.hidden(cloud.at(w), x), cloud.particles)
+        a = self.amplitudes(cloud)
+
+        def pull(g: jax.Array) -> PyTree[jax.Array]:
+            outer = hidden.T @ g
+            outer = outer if self.scaling.kind == "m" else self.scaling.ratio(cloud) * outer
+            return pullback(g @ a.T)[0]._replace(a=outer)
+
+        return hidden @ (cloud.weights[:, None] * a), pull
+
+    def kernel(
+        self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
+    ) -> jax.Array | None:
+        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) I + a a' s'(b.x) s'(b.z) <x, z>] in flat space.
 
         Layers with rates of their own multiply the two terms by them.
         """
@@ -174,20 +223,49 @@ class TwoLayer(Feature):
         if self.bias:
             x, z = (jnp.concatenate([u, jnp.ones_like(u[:, :1])], axis=1) for u in (x, z))
         (value_x, slope_x), (value_z, slope_z) = (self._activate(u @ b.T) for u in (x, z))
-        outer, inner = self._kernel_weights(cloud)
+        gram = x @ z.T
         if isinstance(space, LayerRates):
             outer_rate, inner_rate = space.rates(cloud)
-            outer, inner = outer * outer_rate[None, :], inner * inner_rate[None, :]
-        return (value_x * outer) @ value_z.T + ((slope_x * inner) @ slope_z.T) * (x @ z.T)
+            value_x, slope_x = value_x * outer_rate[None, :], slope_x * inner_rate[None, :]
+
+        def inner(weight: jax.Array) -> jax.Array:
+            return ((slope_x * weight[None, :]) @ slope_z.T) * gram
+
+        return self._join(cloud, (value_x, value_z), inner, outputs)
 
     def _activate(self, preactivation: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return s and s' at the preactivations (n, m)."""
         return jax.jvp(self.activation, (preactivation,), (jnp.ones_like(preactivation),))
 
-    def _kernel_weights(self, cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-        """Return what a neuron counts in the kernel by its outer and by its inner weights, (1, m) each."""
+    def _join(
+        self,
+        cloud: Cloud,
+        values: tuple[jax.Array, jax.Array],
+        inner: Callable[[jax.Array], jax.Array],
+        outputs: str,
+    ) -> jax.Array:
+        """Return the kernel from the part of the outer weights a and that of the inner ones.
+
+        Args:
+            cloud: the neurons.
+            values: activations at x and z, (n_x, m) and (n_z, m).
+            inner: maps weights (m,) of the neurons to the kernel (n_x, n_z) of their inner coordinates.
+            outputs: ``"full"``, ``"diagonal"`` or ``"trace"``.
+        """
         scale = cloud.weights if self.scaling.kind == "m" else cloud.weights * self.scaling.ratio(cloud) ** 2
-        return scale[None, :], (scale * cloud.particles.a**2)[None, :]
+        a = cloud.particles.a
+        outer = (values[0] * scale[None, :]) @ values[1].T
+        if a.ndim == 1:
+            return outer + inner(scale * a**2)
+        count = a.shape[1]
+        if outputs == "trace":
+            return count * outer + inner(scale * jnp.sum(a**2, axis=1))
+        # one product of (n, m) arrays for each pair of outputs: together they would take k^2 times the memory
+        if outputs == "diagonal":
+            return outer[:, :, None] + jnp.moveaxis(jax.lax.map(inner, (scale[:, None] * a**2).T), 0, -1)
+        pairs = (scale[:, None, None] * a[:, :, None] * a[:, None, :]).reshape(cloud.size, count**2)
+        mixed = jnp.moveaxis(jax.lax.map(inner, pairs.T), 0, -1).reshape(*outer.shape, count, count)
+        return outer[:, :, None, None] * jnp.eye(count, dtype=outer.dtype)[None, None] + mixed
 
     def directions(self, cloud: Cloud) -> jax.Array:
         """Return the vectors (m, d) whose products with centered inputs the activation takes."""
@@ -208,7 +286,7 @@ class TwoLayer(Feature):
         return (a @ c.T) * dual
 
     def amplitudes(self, cloud: Cloud) -> jax.Array:
-        """Return (m/alpha) a (m,), what multiplies the activation of each neuron."""
+        """Return (m/alpha) a, (m,) or (m, k): what multiplies the activation of each neuron."""
         a = cloud.particles.a
         # alpha = m is the mean itself: nothing to multiply, and clouds of infinite width have no m
         return a if self.scaling.kind == "m" else self.scaling.ratio(cloud) * a
@@ -218,7 +296,7 @@ class TwoLayer(Feature):
         return sphere.angle(*(omega.direction(one.particles.b) for one in (cloud, start)))
 
     def invariant(self, space: Space) -> Invariant | None:
-        """Return the balance a^2 - |b|^2, on the scale a^2 + |b|^2, which ReLU neurons conserve in flat space."""
+        """Return the balance |a|^2 - |b|^2, on the scale |a|^2 + |b|^2, which ReLU neurons conserve in flat space."""
         if type(space) is not Space or self.activation is not activations.resolve("relu"):
             return None
         return _relu_balance
@@ -304,15 +382,17 @@ class BatchNormed(TwoLayer):
         if b is not None and not np.all(np.any(b != 0, axis=-1)):
             raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
 
-    def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return (m/alpha) a_i s(bb_i . (x_j - mean))."""
+    def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
+        """Return the activations s(bb_i . (x_j - mean)), shape (n, m)."""
         b = cloud.particles.b
         assert self.mean is not None and self.sigma is not None  # bound before anything is computed
         bb = omega.normalize(b, self.sigma) if self.raw else b
-        return self.activation((x - self.mean[None, :]) @ bb.T) * self.amplitudes(cloud)[None, :]
+        return self.activation((x - self.mean[None, :]) @ bb.T)
 
-    def kernel(self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space) -> jax.Array | None:
-        """Return sum_i p_i (m/alpha)^2 [s s + a^2 s' s' <x - t u, z - t' u> / |b|_S^2], with t = bb . x, u = S bb.
+    def kernel(
+        self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
+    ) -> jax.Array | None:
+        """Return sum_i p_i (m/alpha)^2 [s s I + a a' s' s' <x - t u, z - t' u> / |b|_S^2], with t = bb . x, u = S bb.
 
         Inputs are centered. Raw neurons and those on the manifold have the same kernel, |bb|^2/c^2 = 1/|b|_S^2.
         """
@@ -330,12 +410,15 @@ class BatchNormed(TwoLayer):
         normal = bb @ self.sigma
         pre_x, pre_z = x @ bb.T, z @ bb.T
         (value_x, slope_x), (value_z, slope_z) = self._activate(pre_x), self._activate(pre_z)
-        outer, inner = self._kernel_weights(cloud)
-        left, right = slope_x * inner * rate[None, :], slope_z
-        # <x - t u, z - t' u> written out: sums over neurons of products of (n, m) arrays, never (n, n, m)
-        cross = (left * pre_x) @ (right * (z @ normal.T)).T + (left * (x @ normal.T)) @ (right * pre_z).T
-        square = (left * pre_x * jnp.sum(normal**2, axis=-1)[None, :]) @ (right * pre_z).T
-        return (value_x * outer) @ value_z.T + (left @ right.T) * (x @ z.T) - cross + square
+        normal_x, normal_z, square, gram = x @ normal.T, z @ normal.T, jnp.sum(normal**2, axis=-1), x @ z.T
+
+        def inner(weight: jax.Array) -> jax.Array:
+            left, right = slope_x * (weight * rate)[None, :], slope_z
+            # <x - t u, z - t' u> written out: sums over neurons of products of (n, m) arrays, never (n, n, m)
+            cross = (left * pre_x) @ (right * normal_z).T + (left * normal_x) @ (right * pre_z).T
+            return (left @ right.T) * gram - cross + (left * pre_x * square[None, :]) @ (right * pre_z).T
+
+        return self._join(cloud, (value_x, value_z), inner, outputs)
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""
@@ -343,9 +426,8 @@ class BatchNormed(TwoLayer):
 
 
 def _relu_balance(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-    a, b = cloud.particles
-    square = jnp.sum(b**2, axis=-1)
-    return a**2 - square, a**2 + square
+    outer, inner = (jnp.sum(u.reshape(cloud.size, -1) ** 2, axis=1) for u in cloud.particles)
+    return outer - inner, outer + inner
 
 
 def _square_norm(cloud: Cloud) -> tuple[jax.Array, jax.Array]:

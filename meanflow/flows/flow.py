@@ -37,7 +37,7 @@ from meanflow.flows.problem import Chart
 from meanflow.geometry.space import Invariant, Space
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
-from meanflow.measures.laws import Law
+from meanflow.measures.laws import Law, as_law
 from meanflow.measures.sampling import sample
 from meanflow.measures.scaling import NAMES, Scaling
 
@@ -70,7 +70,7 @@ class Offset(eqx.Module):
     cloud: Cloud
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return f_0(x), shape (n,)."""
+        """Return f_0(x), shape (n,) or (n, k)."""
         return self.feature.predict(self.cloud, x)
 
 
@@ -130,16 +130,19 @@ class Flow(eqx.Module):
     def _with_offset(self, offset: Offset) -> Self:
         return eqx.tree_at(lambda f: f.offset, self, offset, is_leaf=lambda u: u is None)
 
-    @_checks.arguments(key=prng_key, width=count(1), dim=optional(count(1)), paired=flag)
+    @_checks.arguments(
+        key=prng_key, width=count(1), dim=optional(count(1)), outputs=optional(count(1)), paired=flag
+    )
     def init(
         self,
         key: jax.Array,
         width: int,
         *,
         dim: int | None = None,
+        outputs: int | None = None,
         labels: ArrayLike | None = None,
         paired: bool = False,
-        **laws: Law,
+        **laws: Law | float | Callable[[jax.Array], jax.Array],
     ) -> Cloud:
         """Draw a random cloud of ``width`` neurons.
 
@@ -147,23 +150,37 @@ class Flow(eqx.Module):
             key: PRNG key.
             width: number of neurons, >= 1.
             dim: input dimension d (models with vector inputs).
+            outputs: number of outputs k, drawn independently: the amplitude is (width, k). None: one, without an axis.
             labels: a number or a (width,) array, if the geometry needs labels.
             paired: draw neurons in pairs of opposite amplitude, one behind the other, so that the network starts at
                 f_0 = 0 (symmetric initialization). The width must be even.
-            laws: the law of a coordinate by name, instead of the model's default, e.g. ``a=laws.signs()``.
+            laws: the law of a coordinate by name, instead of the model's default: a law such as
+                ``a=measures.laws.signs()``, a number, or a function that maps uniform numbers in (0, 1), of the shape
+                of the coordinate, to its values.
+
+        >>> import jax, jax.numpy as jnp, meanflow as mf
+        >>> cloud = mf.canonical().init(jax.random.key(0), 3, r=0.5, theta=lambda u: jnp.pi * u)
+        >>> cloud.particles.r.tolist(), bool(jnp.all(cloud.particles.theta > 0))
+        ([0.5, 0.5, 0.5], True)
         """
         if self.laws is None:
             raise ValueError("this flow names no default laws; use meanflow.measures.sample")
-        chosen = {**self.laws(dim), **laws}
+        usual = self.laws(dim)
+        chosen = usual | {name: as_law(name, law, usual.get(name)) for name, law in laws.items()}
+        name = self.feature.amplitude
+        if outputs is not None:
+            if name is None or self.feature.input_ndim == 1:
+                raise ValueError(f"outputs must be None for {type(self.feature).__name__}, got {outputs}")
+            chosen[name] = chosen[name].repeat(outputs)
         if not paired:
             return self.space.from_raw(sample(key, width, self.feature.record, chosen, labels=labels))
-        if width % 2 or self.feature.amplitude is None:
+        if width % 2 or name is None:
             raise ValueError(f"paired needs an even width and a feature with an amplitude, got width {width}")
         half = sample(key, width // 2, self.feature.record, chosen)
         twice = jax.tree.map(lambda u: jnp.repeat(u, 2, axis=0), half.particles)
+        amplitude = getattr(twice, name)
         sign = jnp.where(jnp.arange(width) % 2 == 0, 1.0, -1.0).astype(half.weights.dtype)
-        name = self.feature.amplitude
-        both = twice._replace(**{name: sign * getattr(twice, name)})
+        both = twice._replace(**{name: sign.reshape((-1,) + (1,) * (amplitude.ndim - 1)) * amplitude})
         return self.space.from_raw(Cloud(both, labels=labels))
 
     def chart(self, cloud: Cloud) -> Chart:
@@ -225,7 +242,8 @@ def make_flow(
     Args:
         feature: what one neuron contributes to the prediction.
         space: the geometry.
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"``, ``"softmax"`` or a callable (f, y) -> loss: elementwise for
+            one output, of rows f (k,) for k outputs.
         alpha: the output scale, which decides the lazy clock; a feature that uses it has it as well.
         regularizer: maps particles to (m,) values, weighted by ``strength``.
         strength: lam >= 0.
@@ -246,6 +264,7 @@ def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
     """Bind a flow to the data and check that cloud, data and flow fit together; the entry of all public functions."""
     flow = type(flow).bind(flow, data)
     type(flow).check(flow, cloud, data.x)
+    type(flow.loss).check(flow.loss, type(flow.feature).output_shape(flow.feature, cloud), data.y)
     return flow
 
 
@@ -253,8 +272,8 @@ INPUTS = array((None,), (None, None))
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
-def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, " n"]:
-    """Return f(x), shape (n,). A batch-norm flow must be bound to its statistics first.
+def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, "n *k"]:
+    """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
 
     >>> import jax, meanflow as mf
     >>> flow = mf.vanilla("tanh")
@@ -320,16 +339,23 @@ def first_variation(
     return _first_variation(flow, cloud, data, probe)
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS, z=optional(INPUTS), chunk=count(1))
+OUTPUTS = choice("full", "trace", "diagonal")
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS, z=optional(INPUTS), chunk=count(1), outputs=OUTPUTS)
 def tangent_kernel(
     flow: Flow,
     cloud: Cloud,
     x: Real[ArrayLike, "n *d"] | Sequence,
     z: Real[ArrayLike, "k *d"] | Sequence | None = None,
     *,
+    outputs: str = "full",
     chunk: int = 16,
-) -> Float[Array, "n k"]:
+) -> Float[Array, "n k *outputs"]:
     """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
+
+    For k outputs K(x, z) is a k x k matrix for each pair: ``outputs="full"`` gives (n_x, n_z, k, k), ``"diagonal"`` the
+    entries of equal outputs (n_x, n_z, k), and ``"trace"`` their sum (n_x, n_z), as in ``kernels.empirical_ntk``.
 
     Under the mean-field clock predictions obey f' = -K (q l'). The built-in models sum products of their activations
     over neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is
@@ -339,7 +365,7 @@ def tangent_kernel(
     right = left if z is None else jnp.asarray(z)
     for inputs in (left, right):
         flow.check(cloud, inputs)
-    return _tangent_kernel(flow, cloud, left, right, chunk)
+    return _tangent_kernel(flow, cloud, left, right, chunk, outputs)
 
 
 _predict = eqx.filter_jit(equation.predict)

@@ -1,10 +1,12 @@
-"""Losses l(f, y), elementwise in prediction f and target y, with derivatives in f."""
+"""Losses l(f, y) of a prediction f, a number or a row of k numbers, and a target y, with derivatives in f."""
 
+import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meanflow import _checks
 
@@ -27,11 +29,52 @@ def huber(f: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(gap <= 1, 0.5 * gap**2, gap - 0.5)
 
 
-NAMED: dict[str, LossFunction] = {"squared": squared, "logistic": logistic, "huber": huber}
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Cross-entropy -sum_c t_c log softmax(f)_c of a row f (k,): t is the target, moved by ``smoothing`` to uniform.
+
+    Attributes:
+        smoothing: share of the target that is spread evenly over all classes, in [0, 1).
+    """
+
+    smoothing: float = 0.0
+
+    def __call__(self, f: jax.Array, y: jax.Array) -> jax.Array:
+        """Return a scalar for f (k,) and a class number y, or probabilities y (k,)."""
+        classes = f.shape[-1]
+        target = jax.nn.one_hot(y.astype(int), classes, dtype=f.dtype) if y.ndim == 0 else y
+        target = (1 - self.smoothing) * target + self.smoothing / classes
+        return -jnp.sum(target * jax.nn.log_softmax(f))
+
+
+@_checks.arguments(smoothing=_checks.number(low=0.0, below=1.0, static=True))
+def softmax(smoothing: float = 0.0) -> LossFunction:
+    """Return the cross-entropy of k outputs with class numbers y (n,) or probabilities y (n, k), as a ``loss``.
+
+    The loss of a row is -sum_c t_c log softmax(f)_c with t = (1 - smoothing) target + smoothing/k (label smoothing).
+    ``loss="softmax"`` is the same without smoothing.
+
+    >>> import jax, jax.numpy as jnp, meanflow as mf
+    >>> flow = mf.vanilla("tanh", loss=mf.flows.softmax(smoothing=0.1))
+    >>> cloud = flow.init(jax.random.key(0), 8, dim=2, outputs=3)
+    >>> data = mf.Dataset([[1.0, 0.0], [0.0, 1.0]], [2, 0])
+    >>> mf.predict(flow, cloud, data.x).shape, mf.energy(flow, cloud, data).shape
+    ((2, 3), ())
+    """
+    return Softmax(float(smoothing))
+
+
+ELEMENTWISE: dict[str, LossFunction] = {"squared": squared, "logistic": logistic, "huber": huber}
+NAMED: dict[str, LossFunction] = {**ELEMENTWISE, "softmax": Softmax()}
 
 
 class Loss(eqx.Module):
-    """A loss by name (``"squared"``, ``"logistic"``, ``"huber"``) or any elementwise callable (f, y) -> loss."""
+    """A loss by name, or any callable.
+
+    ``"squared"``, ``"logistic"`` and ``"huber"`` are summed over the outputs of a network, ``"softmax"`` compares k
+    outputs with a class. A callable (f, y) -> loss is elementwise for networks with one output; for k outputs it is
+    called on rows, f (k,) and y () or (k,), and returns one number.
+    """
 
     function: LossFunction = eqx.field(static=True)
 
@@ -43,17 +86,77 @@ class Loss(eqx.Module):
             loss = NAMED[loss]
         self.function = loss
 
+    @property
+    def classifies(self) -> bool:
+        """Whether targets are classes and outputs their scores."""
+        return isinstance(self.function, Softmax)
+
+    def outputs(self, y: jax.Array) -> int | None:
+        """Return how many outputs a network needs for targets ``y``: k, or None for one without an axis."""
+        if y.ndim == 2:
+            return y.shape[1]
+        known = _checks.concrete(y) if self.classifies else None
+        return None if known is None else int(known.max()) + 1
+
+    def check(self, outputs: tuple[int, ...], y: jax.Array) -> None:
+        """Raise ValueError if the targets do not fit predictions of shape ``outputs``, () or (k,)."""
+        count, rows = y.shape[0], (y.shape[0], *outputs)
+        if not outputs:
+            if self.classifies:
+                raise ValueError(
+                    "loss='softmax' needs a network with k outputs: particles.a of shape (m, k), "
+                    "for instance of flow.init(..., outputs=k)"
+                )
+            _checks.shape("y", y, (count,))
+        elif self.function in ELEMENTWISE.values():
+            if y.shape != rows:
+                raise ValueError(
+                    f"y must have shape {rows}, one target for each of the {outputs[0]} outputs, got {y.shape}; "
+                    "jax.nn.one_hot turns class numbers into such rows"
+                )
+        else:
+            _checks.shape("y", y, (count,), rows)
+        known = _checks.concrete(y) if self.classifies else None
+        if known is None:
+            return
+        if known.ndim == 1 and (
+            np.any(known != np.round(known)) or known.min() < 0 or known.max() >= outputs[0]
+        ):
+            raise ValueError(
+                f"y must hold classes 0 to {outputs[0] - 1} for {outputs[0]} outputs, "
+                f"got values from {known.min():g} to {known.max():g}"
+            )
+        if known.ndim == 2 and (known.min() < 0 or np.max(np.abs(known.sum(axis=1) - 1)) > 1e-3):
+            raise ValueError("y must hold rows of probabilities, which sum to 1, for loss='softmax'")
+
     def __call__(self, f: jax.Array, y: jax.Array) -> jax.Array:
-        """l(f, y), same shape as f."""
-        return self.function(f, y)
+        """l(f, y) of each sample, (n,), for predictions f (n,) or (n, k)."""
+        if f.ndim == 1:
+            return self.function(f, y)
+        return jax.vmap(self._row)(f, y)
 
     def slope(self, f: jax.Array, y: jax.Array) -> jax.Array:
-        """l'(f, y), the derivative in f."""
-        return jax.jvp(lambda g: self.function(g, y), (f,), (jnp.ones_like(f),))[1]
+        """l'(f, y), the derivative in f, of the shape of f."""
+        if f.ndim == 1:
+            return jax.jvp(lambda g: self.function(g, y), (f,), (jnp.ones_like(f),))[1]
+        return jax.vmap(jax.grad(self._row))(f, y)
 
     def curvature(self, f: jax.Array, y: jax.Array) -> jax.Array:
-        """l''(f, y), the second derivative in f."""
-        return jax.jvp(lambda g: self.slope(g, y), (f,), (jnp.ones_like(f),))[1]
+        """l''(f, y), the second derivative in f: (n,), or (n, k, k) for f (n, k)."""
+        if f.ndim == 1:
+            return jax.jvp(lambda g: self.slope(g, y), (f,), (jnp.ones_like(f),))[1]
+        return jax.vmap(jax.hessian(self._row))(f, y)
+
+    def _row(self, f: jax.Array, y: jax.Array) -> jax.Array:
+        """Return the loss of one sample, f (k,)."""
+        value = self.function(f, y)
+        if self.function in ELEMENTWISE.values():
+            return jnp.sum(value)
+        if jnp.shape(value) != ():
+            raise ValueError(
+                f"loss must return one number for a row of {f.shape[0]} outputs, got shape {jnp.shape(value)}"
+            )
+        return value
 
 
 LOSS = _checks.either(_checks.choice(*NAMED), _checks.function)  # a Loss can be called too

@@ -64,7 +64,8 @@ def vanilla(
 
     Args:
         activation: a name in ``meanflow.activations.NAMED`` or an elementwise callable.
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"``, ``"softmax"`` or a callable (f, y) -> loss: elementwise for
+            one output, of rows f (k,) for k outputs.
         alpha: the output scale, ``"m"`` (mean field), ``"sqrt"`` (NTK), ``"one"`` or a number.
         bias: whether neurons have a bias: s(b . (x, 1)), with b (m, d + 1) and the bias in its last column.
         inner, outer: whether b and a are trained; also rates >= 0 at which they learn, one number or one per neuron.

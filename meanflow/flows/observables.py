@@ -32,7 +32,8 @@ class Observable(eqx.Module):
     """Something that is recorded at the save times of a run. Subclasses define ``measure``, and may define ``begin``.
 
     Attributes:
-        dims: names of the axes of the result; ``"particle"`` may differ in length between widths (filled with NaN).
+        dims: names of the axes of the result; names at the end that it has no axes for are left out (``"output"``, for
+            models with one). ``"particle"`` may differ in length between widths (filled with NaN).
         coords: values along some of those axes, by name.
         units: unit of the numbers, ``"1"`` for pure numbers.
         about: one line for the reader of the data set.
@@ -93,8 +94,19 @@ class Predictions(Observable):
     x: jax.Array
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
-        """Return predictions (k,)."""
+        """Return predictions (k,), or with one more axis for the outputs."""
         return equation.predict(problem.flow, cloud, self.x.astype(cloud.weights.dtype))
+
+
+class Accuracy(Observable):
+    """Share of the samples, by their weights, whose largest output is that of their class."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        data = problem.data
+        guess = jnp.argmax(equation.predict(problem.flow, cloud, data.x), axis=-1)
+        truth = data.y if data.y.ndim == 1 else jnp.argmax(data.y, axis=-1)
+        return jnp.sum(jnp.where(guess == truth, data.weights, 0.0)) / jnp.sum(data.weights)
 
 
 class Displacement(Observable):
@@ -177,6 +189,8 @@ def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
         "displacement": Displacement(about="rms change of the coordinates"),
         "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples"),
     }
+    if flow.loss.classifies:
+        chosen["accuracy"] = Accuracy(about="share of the samples that are classified correctly")
     if flow.feature.has_direction:
         chosen["angle_displacement"] = AngleDisplacement(units="rad", about="rms turn of the neurons")
     if flow.invariant() is not None:

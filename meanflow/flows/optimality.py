@@ -13,6 +13,7 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow._checks import number
+from meanflow._numerics import safe_norm
 from meanflow.flows.flow import FLOW, Flow, first_variation
 from meanflow.geometry import omega, sphere
 from meanflow.measures import laws
@@ -41,14 +42,22 @@ def two_layer(name: str, value: object) -> object:
 def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> Certificate:
     """max |F(b)| over ``count`` well-spread directions, F(b) = sum_j q_j l'(f_j, y_j) phi((1, b); x_j).
 
-    The maximum over finitely many directions is a lower bound of the true one. Cost O(count n d).
+    With k outputs F(b) is a vector, V(a, b) = <a, F(b)>, and |F| its Euclidean norm. The maximum over finitely many
+    directions is a lower bound of the true one. Cost O(count n d).
     """
     flow = flow.bind(data)
     dim = cloud.particles.b.shape[1]
     dtype = cloud.weights.dtype
     directions = _spread(count, dim).astype(dtype)
-    probes = flow.space.from_raw(Cloud(Neurons(jnp.ones(count, dtype), directions)))
-    size = jnp.abs(first_variation(flow, cloud, data, probes.particles))
+    probes = flow.space.from_raw(Cloud(Neurons(jnp.ones(count, dtype), directions))).particles
+    if cloud.particles.a.ndim == 2:
+        outputs = cloud.particles.a.shape[1]
+        units = jnp.broadcast_to(jnp.eye(outputs, dtype=dtype)[:, None, :], (outputs, count, outputs))
+        size = safe_norm(
+            jnp.stack([first_variation(flow, cloud, data, probes._replace(a=a)) for a in units], axis=-1)
+        )
+    else:
+        size = jnp.abs(first_variation(flow, cloud, data, probes))
     best = jnp.argmax(size)
     return Certificate(size[best], directions[best])
 
@@ -74,6 +83,8 @@ def separates(
         radius: the r of Theorem 5; the support must lie in |a| <= r.
         tolerance: more than the spacing of the particles and of the graph.
     """
+    if cloud.particles.a.ndim != 1:
+        raise ValueError("separates is about networks with one output, a (m,)")
     import scipy.sparse
     from scipy.sparse.csgraph import connected_components
 

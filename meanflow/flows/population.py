@@ -52,7 +52,7 @@ class GaussianPopulation(Population):
             raise ValueError(f"teacher must hold Neurons(a, b), got {type(teacher.particles).__name__}")
         dtype = teacher.weights.dtype
         self.x = jnp.zeros((0, b.shape[1]), dtype)
-        self.y = self.weights = jnp.zeros((0,), dtype)
+        self.y, self.weights = jnp.zeros((0, *teacher.particles.a.shape[1:]), dtype), jnp.zeros((0,), dtype)
         self.teacher = teacher
         self.flow = flow.bind(self)
         self.flow.check(teacher, self.x)

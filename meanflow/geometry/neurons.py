@@ -75,6 +75,10 @@ class SignedSphere(Space):
     def from_raw(self, cloud: Cloud) -> Cloud:
         """Map raw neurons to sign(a), b/|b| with mass p |a| |b|: the same network for positively homogeneous s."""
         a, b = cloud.particles
+        if a.ndim != 1:
+            raise ValueError(
+                f"particles.a must have shape (m,) on the sphere of signed directions, got {a.shape}"
+            )
         length = safe_norm(b)
         mass = cloud.weights * jnp.abs(a) * length
         units = Neurons(jnp.sign(a), b / length[:, None])

@@ -212,11 +212,11 @@ class BatchNormManifold(Space):
     def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
         """Return (g_a, G^-1 g_b / c^2)."""
         b = omega.cometric_apply(cloud.particles.b, covector.b, self._covariance())
-        return Neurons(covector.a, b / norms(cloud)[:, None] ** 2)
+        return covector._replace(b=b / norms(cloud)[:, None] ** 2)
 
     def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
-        """Return u_a v_a + c^2 <u_b, v_b>_G."""
-        return u.a * v.a + norms(cloud) ** 2 * omega.inner(cloud.particles.b, u.b, v.b)
+        """Return <u_a, v_a> + c^2 <u_b, v_b>_G."""
+        return _rows(u.a * v.a) + norms(cloud) ** 2 * omega.inner(cloud.particles.b, u.b, v.b)
 
     def retract(self, cloud: Cloud, v: Neurons) -> Neurons:
         """Return the end of a raw gradient step followed by renormalisation to |b| = c."""
@@ -252,4 +252,4 @@ class BatchNormManifold(Space):
         """Return sqrt(|a - a'|^2 + c^2 angle^2), which does not depend on the covariance."""
         a, b = cloud.particles
         turn = norms(cloud) * omega.distance(b, particles.b)
-        return safe_norm(jnp.stack([particles.a - a, turn], axis=-1))
+        return safe_norm(jnp.concatenate([(particles.a - a).reshape(cloud.size, -1), turn[:, None]], axis=-1))

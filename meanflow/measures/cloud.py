@@ -1,6 +1,6 @@
 """A network as a measure: particles with weights and frozen labels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 import equinox as eqx
@@ -17,9 +17,12 @@ WIDTH = _checks.number(above=0, infinite=True)
 
 
 class Neurons(NamedTuple):
-    """Two-layer neurons a * s(b . x): ``a`` (m,), ``b`` (m, d). On the batch-norm manifold ``b`` is b-bar."""
+    """Two-layer neurons a * s(b . x): ``a`` (m,), or (m, k) for k outputs, and ``b`` (m, d).
 
-    a: Float[Array, "*batch m"]
+    On the batch-norm manifold ``b`` is b-bar.
+    """
+
+    a: Float[Array, "*batch_m_and_k"]
     b: Float[Array, "*batch m d"]
 
 
@@ -116,6 +119,32 @@ class Cloud(eqx.Module):
     def total(self) -> jax.Array:
         """The total mass, the sum of the weights: 1 to rounding unless the cloud was made with free mass."""
         return jnp.sum(self.weights, axis=-1)
+
+    def __len__(self) -> int:
+        """The number of clouds, for those of a run or of ``stack``; a single cloud has no length, see ``size``."""
+        return self._stacked()
+
+    def __getitem__(self, index: int | slice | jax.Array) -> Self:
+        """Return one of stacked clouds (or several, for a slice), such as the one at a save time of a run.
+
+        >>> import jax.numpy as jnp
+        >>> pair = stack([Cloud(Polar(jnp.full(2, r), jnp.zeros(2))) for r in (1.0, 3.0)])
+        >>> pair[1].particles.r.tolist(), [float(cloud.particles.r[0]) for cloud in pair]
+        ([3.0, 3.0], [1.0, 3.0])
+        """
+        count = self._stacked()
+        if isinstance(index, int | np.integer) and not -count <= index < count:
+            raise IndexError(f"index must be from {-count} to {count - 1}, got {index}")
+        return jax.tree.map(lambda u: u[index], self)
+
+    def __iter__(self) -> Iterator[Self]:
+        """Go through stacked clouds one by one."""
+        return (self[k] for k in range(self._stacked()))
+
+    def _stacked(self) -> int:
+        if self.weights.ndim < 2:
+            raise TypeError("only stacked clouds can be indexed and counted; a single cloud has a size")
+        return self.weights.shape[0]
 
     def at(self, particles: PyTree[jax.Array | np.ndarray]) -> Self:
         """Return the same weights and labels with the particles moved to ``particles``; unchecked, for solvers."""

@@ -17,7 +17,7 @@ class Dataset(eqx.Module):
 
     Attributes:
         x: (n,) for univariate models or (n, d).
-        y: (n,).
+        y: (n,), or (n, k) for networks with k outputs. Class numbers are stored as floats, like all data.
         weights: (n,) q_j >= 0; default 1/n each (an average), ``"sum"`` means ones (a plain sum).
 
     Raises:
@@ -35,14 +35,14 @@ class Dataset(eqx.Module):
     def __init__(
         self,
         x: Real[ArrayLike, "n *d"] | Sequence,
-        y: Real[ArrayLike, " n"] | Sequence,
+        y: Real[ArrayLike, "n *k"] | Sequence,
         weights: Real[ArrayLike, " n"] | Sequence | str | None = None,
     ) -> None:
         inputs, targets = ANY_ARRAY("x", x), ANY_ARRAY("y", y)
         if inputs.ndim not in (1, 2) or inputs.shape[0] < 1:
             raise ValueError(f"x must have shape (n,) or (n, d) with n >= 1, got {inputs.shape}")
         count = inputs.shape[0]
-        _checks.shape("y", targets, (count,))
+        _checks.shape("y", targets, (count,), (count, None))
         dtype = jnp.result_type(inputs, targets)
         if weights is None:
             shares = jnp.full((count,), 1.0 / count, dtype)

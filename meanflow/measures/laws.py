@@ -30,6 +30,49 @@ class Law(eqx.Module):
         """Return the values of the law at the points ``u`` (k, size) of the unit cube."""
         return self.transform(u)
 
+    def repeat(self, count: int) -> "Law":
+        """Return the law of ``count`` independent copies of this one, which must be a law on R; values (k, count)."""
+
+        def transform(u: jax.Array) -> jax.Array:
+            columns = [self(u[:, start : start + self.size]) for start in range(0, u.shape[1], self.size)]
+            if columns[0].ndim != 1:
+                raise ValueError(
+                    f"only a law of single numbers can be repeated, got one of shape {columns[0].shape[1:]}"
+                )
+            return jnp.stack(columns, axis=1)
+
+        return Law(self.size * count, transform)
+
+
+def as_law(name: str, value: object, like: Law | None = None) -> Law:
+    """Return the law behind what a user gave: a law, a number that is always taken, or a function of uniform numbers.
+
+    A function maps numbers u in (0, 1) to values: the inverse of a distribution function, such as
+    ``lambda u: -jnp.log(u)`` for an exponential law. It gets u (k,) and returns (k,); where the coordinate is a vector
+    in R^d, u is (k, d) and so are the values.
+
+    Args:
+        name: of the argument, for messages.
+        value: what was given.
+        like: the law it stands in for, which says whether values are vectors; None for numbers.
+
+    >>> as_law("r", lambda u: u**2)(jnp.array([[0.5], [1.0]])).tolist(), as_law("a", 3)(jnp.zeros((1, 0))).tolist()
+    ([0.25, 1.0], [3.0])
+    """
+    if isinstance(value, Law):
+        return value
+    shape = () if like is None else jax.eval_shape(like, jnp.zeros((1, like.size))).shape[1:]
+    if not callable(value) or isinstance(value, type):
+        level = _checks.number()(name, value)
+        return Law(0, lambda u: jnp.full((u.shape[0], *shape), level, u.dtype))  # type: ignore[arg-type]
+
+    def transform(u: jax.Array) -> jax.Array:
+        values = jnp.asarray(value(u if shape else u[:, 0]), u.dtype)
+        _checks.shape(f"values of {name}", values, (u.shape[0], *shape))
+        return values
+
+    return Law(shape[0] if shape else 1, transform)
+
 
 def uniform(low: float = -1.0, high: float = 1.0) -> Law:
     """Return the uniform law on (low, high)."""

@@ -11,7 +11,6 @@ from meanflow._checks import (
     count,
     either,
     flag,
-    instance,
     mapping,
     optional,
     prng_key,
@@ -19,14 +18,14 @@ from meanflow._checks import (
     subclass,
 )
 from meanflow.measures.cloud import CLOUD, LABELS, Cloud
-from meanflow.measures.laws import Law
+from meanflow.measures.laws import Law, as_law
 
 Labels = float | Float[ArrayLike, "*m"] | None
 
 RULE = choice("midpoint", "gauss")
 PARTICLES = {
     "record": subclass(tuple, hint="for instance meanflow.Neurons"),
-    "laws": mapping(instance(Law, hint="for instance meanflow.measures.laws.normal()")),
+    "laws": mapping(as_law),
     "labels": optional(LABELS),
 }
 
@@ -57,6 +56,8 @@ def _total(laws: dict[str, Law]) -> int:
 @_checks.arguments(key=prng_key, width=count(1), **PARTICLES)
 def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, labels: Labels = None) -> Cloud:
     """Draw ``width`` independent particles of type ``record``, coordinate ``name`` drawn from ``laws[name]``.
+
+    A law may also be a number, or a function that maps uniform numbers (width,) in (0, 1) to values (width,).
 
     >>> import jax
     >>> from meanflow.measures import Polar, laws

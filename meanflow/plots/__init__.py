@@ -5,6 +5,7 @@ These are the kinds that most users need. More are in the modules: ``clouds`` (d
 ``style`` (colors, panels, legends).
 """
 
+from meanflow.plots.animation import animate as animate
 from meanflow.plots.clouds import plane as plane
 from meanflow.plots.curves import energies as energies
 from meanflow.plots.curves import fit as fit

@@ -7,9 +7,10 @@ from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
 from meanflow import _checks
-from meanflow._checks import host_array, instance, number, optional
-from meanflow.measures import Cloud
+from meanflow._checks import either, host_array, instance, number, optional
+from meanflow.measures import Affine, Cloud, Polar
 from meanflow.plots.style import AXES, COLORS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
+from meanflow.solvers.solution import Solution
 
 
 @runtime_checkable
@@ -69,9 +70,39 @@ def needles(
     return ax
 
 
+def positions(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
+    """Return where neurons stand in a plane, (m, 2), and the signs (m,) of what they contribute; padding is left out.
+
+    Univariate neurons stand at |r| (cos theta, sin theta), which is |c| (a, -b) for those with three weights; two-layer
+    neurons at |a| times the first two entries of b. Clouds that are stacked over time give (k, m, 2) and (k, m).
+    """
+    particles = cloud.particles
+    if isinstance(particles, Polar):
+        r, theta = (np.asarray(u) for u in particles)
+        place, sign = np.abs(r)[..., None] * np.stack([np.cos(theta), np.sin(theta)], -1), np.sign(r)
+    elif isinstance(particles, Affine):
+        a, b, c = (np.asarray(u) for u in particles)
+        place, sign = np.abs(c)[..., None] * np.stack([a, -b], -1), np.sign(c)
+    else:
+        a, b = np.asarray(particles.a), np.asarray(particles.b)
+        if b.shape[-1] < 2:
+            raise ValueError(
+                f"cloud.particles.b must have at least 2 columns to stand in a plane, got {b.shape}"
+            )
+        several = a.ndim == b.ndim  # one row of outputs a neuron
+        size = np.linalg.norm(a, axis=-1) if several else np.abs(a)
+        place, sign = size[..., None] * b[..., :2], np.sign(a[..., 0] if several else a)
+    weights = np.asarray(cloud.weights)
+    real = (weights[0] if weights.ndim > 1 else weights) > 0
+    return place[..., real, :], sign[..., real]
+
+
 @_checks.arguments(
-    r=host_array((None,), nan=True),
-    theta=host_array((None,), nan=True),
+    r=either(
+        instance(Solution, Cloud, hint="for instance a Solution of univariate neurons"),
+        host_array((None,), nan=True),
+    ),
+    theta=optional(host_array((None,), nan=True)),
     ax=AXES,
     samples=optional(host_array((None,))),
     rays=optional(instance(Rays, hint="the table of univariate.classify_rays")),
@@ -79,8 +110,8 @@ def needles(
     reach=optional(number(above=0, static=True)),
 )
 def plane(
-    r: ArrayLike,
-    theta: ArrayLike,
+    r: ArrayLike | Solution | Cloud,
+    theta: ArrayLike | None = None,
     ax: Axes | None = None,
     *,
     samples: ArrayLike | None = None,
@@ -91,7 +122,8 @@ def plane(
     """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), colored by the sign of r.
 
     Args:
-        r, theta: (m,) each.
+        r, theta: (m,) each; or as ``r`` alone a ``Cloud`` (see ``clouds.positions`` for other neurons), or a
+            ``Solution``, whose final neurons are drawn, with their paths where it has saved clouds.
         ax: matplotlib Axes; a new figure by default.
         samples: (s,) inputs; their lines u x_j + v = 0 cut the plane into activation regions, shaded by the
             number of active samples.
@@ -100,6 +132,15 @@ def plane(
         paths: (frames, m, 2) positions in time.
         reach: half the side of the square shown; default by the largest |r|.
     """
+    if isinstance(r, Solution | Cloud):
+        if theta is not None:
+            raise ValueError("theta must be None where r is a Solution or a Cloud, got an array")
+        if isinstance(r, Solution) and r.clouds is not None and paths is None:
+            paths = positions(r.clouds)[0]
+        place, sign = positions(r.final if isinstance(r, Solution) else r)
+        r, theta = sign * np.hypot(place[:, 0], place[:, 1]), np.arctan2(place[:, 1], place[:, 0])
+    if theta is None:
+        raise ValueError("theta must be an array (m,) like r, got None")
     r, theta = np.asarray(r), np.asarray(theta)
     _checks.shape("theta", theta, r.shape)
     if paths is not None:
@@ -112,13 +153,13 @@ def plane(
         attractors(rays, ax, reach=reach)
     if paths is not None:
         paths = np.asarray(paths)
-        for sign, color in ((1, POSITIVE), (-1, NEGATIVE)):
-            pick = paths[:, np.sign(r) == sign]
+        for side, color in ((1, POSITIVE), (-1, NEGATIVE)):
+            pick = paths[:, np.sign(r) == side]
             broken = np.concatenate([pick, np.full((1, *pick.shape[1:]), np.nan)])
             flat = broken.transpose(1, 0, 2).reshape(-1, 2)
             ax.plot(flat[:, 0], flat[:, 1], color=color, lw=0.5, alpha=0.5)
-    for sign, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
-        pick = np.sign(r) == sign
+    for side, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
+        pick = np.sign(r) == side
         size = np.abs(r[pick])
         u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
         ax.plot(u, v, ".", ms=4.5, color=color, mec="white", mew=0.2, label=name)

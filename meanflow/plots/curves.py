@@ -8,9 +8,10 @@ from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
 from meanflow import _checks
-from meanflow._checks import flag, host_array, instance, mapping, optional, text
+from meanflow._checks import either, flag, host_array, instance, mapping, optional, text
 from meanflow._numerics import loglog_slope
 from meanflow.plots.style import AXES, COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
+from meanflow.solvers.solution import Solution
 
 
 @runtime_checkable
@@ -35,15 +36,19 @@ class Points(Protocol):
     def y(self) -> ArrayLike: ...  # noqa: D102
 
 
-@_checks.arguments(runs=mapping(instance(Course, hint="for instance a Solution")), ax=AXES)
-def energies(runs: Mapping[str, Course], ax: Axes | None = None) -> Axes:
-    """Energy against time of several solutions, log-log after the start.
+COURSE = instance(Course, hint="for instance a Solution")
+
+
+@_checks.arguments(runs=either(COURSE, mapping(COURSE)), ax=AXES)
+def energies(runs: Course | Mapping[str, Course], ax: Axes | None = None) -> Axes:
+    """Energy against time of a solution or of several, log-log after the start.
 
     Args:
-        runs: name -> ``Solution`` (or anything with ``ts`` and ``energy``).
+        runs: a ``Solution`` (or anything with ``ts`` and ``energy``), or several by name.
         ax: matplotlib Axes; a new figure by default.
     """
     ax = axes(ax)
+    runs = runs if isinstance(runs, Mapping) else {"": runs}
     for color, (name, run) in zip(COLORS * 4, runs.items(), strict=False):
         ts, energy = np.asarray(run.ts), np.asarray(run.energy)
         later = ts > 0
@@ -115,8 +120,8 @@ def _check_curves(name: str, x: np.ndarray, curves: Mapping[str, ArrayLike]) -> 
 
 
 @_checks.arguments(
-    x=host_array((None,), nan=True, least=1),
-    curves=mapping(host_array((None,), (None, None), nan=True)),
+    x=either(instance(Solution), host_array((None,), nan=True, least=1)),
+    curves=optional(mapping(host_array((None,), (None, None), nan=True))),
     ax=AXES,
     xlabel=text,
     ylabel=text,
@@ -125,8 +130,8 @@ def _check_curves(name: str, x: np.ndarray, curves: Mapping[str, ArrayLike]) -> 
     spread=flag,
 )
 def traces(
-    x: ArrayLike,
-    curves: Mapping[str, ArrayLike],
+    x: ArrayLike | Solution,
+    curves: Mapping[str, ArrayLike] | None = None,
     ax: Axes | None = None,
     *,
     xlabel: str = "",
@@ -138,13 +143,23 @@ def traces(
     """Named curves over one axis: the median over runs, and their range as a band.
 
     Args:
-        x: (k,).
-        curves: name -> (k,) or (runs, k).
+        x: (k,), or a ``Solution``: then its save times, and its observables that are numbers are the curves.
+        curves: name -> (k,) or (runs, k); None with a ``Solution``.
         ax: matplotlib Axes; a new figure by default.
         xlabel, ylabel: axis labels.
         logx, logy: logarithmic axes.
         spread: draw the band from the smallest to the largest run.
     """
+    if isinstance(x, Solution):
+        if curves is not None:
+            raise ValueError("curves must be None where x is a Solution, got a mapping")
+        seen = x.to_xarray().drop_vars("energy")
+        curves = {str(name): u.values for name, u in seen.items() if u.dims == ("time",)}
+        if not curves:
+            raise ValueError("x must be a Solution that has observed numbers, got one without; see observe=")
+        x, xlabel = x.ts, xlabel or "$t$"
+    if curves is None:
+        raise ValueError("curves must be a mapping from names to values, got None")
     x = np.asarray(x)
     _check_curves("curves", x, curves)
     ax = axes(ax)

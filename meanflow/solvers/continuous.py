@@ -30,6 +30,7 @@ from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.dynamics import Dynamics, Langevin
+from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.saving import SaveTimes, save_times
 from meanflow.solvers.sliding import FlowSolver, Sliding
 from meanflow.solvers.solution import (
@@ -326,7 +327,9 @@ def _solution(
         state=State(raw.ts["end"][-1], y1, done, leaves, options.settings, fingerprint(problem.data)),
         result=result,
         stats=stats,
-        settings=Settings(options.settings.numbers | numbers, options.settings.names),
+        settings=Settings(
+            options.settings.numbers | numbers, options.settings.names + axis_names(options.observe)
+        ),
     )
 
 

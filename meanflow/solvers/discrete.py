@@ -24,6 +24,7 @@ from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.batches import Batches
 from meanflow.solvers.continuous import OBSERVE, STATE, rule_numbers
 from meanflow.solvers.dynamics import SAMPLES, Dynamics
+from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.solution import (
     RESULTS,
     Settings,
@@ -266,7 +267,9 @@ def _descend(
         state=State(carry.t, carry.y, carry.steps, leaves, options.settings, fingerprint(data)),
         result=RESULTS.where(all_finite(carry.y), RESULTS.successful, RESULTS.non_finite),
         stats={"num_steps": carry.steps},
-        settings=Settings(options.settings.numbers | numbers, options.settings.names),
+        settings=Settings(
+            options.settings.numbers | numbers, options.settings.names + axis_names(options.observe)
+        ),
     )
 
 

@@ -4,7 +4,7 @@ import functools
 import pathlib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import diffrax
 import equinox as eqx
@@ -17,6 +17,9 @@ from meanflow import _checks
 from meanflow.flows.flow import Flow
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
 
 
 class RESULTS(diffrax.RESULTS):  # type: ignore[misc,valid-type]
@@ -108,7 +111,7 @@ def fingerprint(data: Dataset) -> Float[Array, " k"]:
         # weights without symmetry, so that exchanged samples are noticed
         return jnp.sum(flat * (1.0 + 0.5 * jnp.cos(1.7 * jnp.arange(flat.shape[0], dtype=flat.dtype) ** 1.1)))
 
-    return jnp.stack([mixed(u).astype(data.y.dtype) for u in (data.x, data.y, data.weights)])
+    return jnp.stack([mixed(u).astype(data.weights.dtype) for u in (data.x, data.y, data.weights)])
 
 
 def begin(flow: Flow, cloud: Cloud, state: State | None) -> Flow:
@@ -152,7 +155,8 @@ class Solution(eqx.Module):
     Attributes:
         ts: (k,) save times on the clock of the run.
         energy: (k,) energies at those times.
-        clouds: the cloud at each save time, stacked along a leading axis k; None if ``observe`` was given.
+        clouds: the cloud at each save time, stacked along a leading axis k; ``sol.clouds[i]`` is one of them and
+            ``for cloud in sol.clouds`` goes through all. None if ``observe`` was given.
         observed: what ``observe`` returned, stacked along a leading axis k; None without it.
         final: the cloud at the end of the run.
         state: pass it to the same solver to go on.
@@ -178,6 +182,24 @@ class Solution(eqx.Module):
         """True where the run succeeded or stopped at a steady state."""
         done = jnp.asarray(self.result == RESULTS.successful)
         return done | jnp.asarray(self.result == RESULTS.event_occurred)
+
+    def to_xarray(self) -> "xarray.Dataset":
+        """Return the run as a labelled data set over the axis ``time``.
+
+        It holds the energy; what was observed, by name and with the axes that the observables name (an array inside a
+        dict gets the joined names); and, where clouds were saved, the coordinates of the particles with their weights
+        and labels. Settings, counts, versions and the message of the result are attributes, as text.
+
+        >>> import jax, jax.numpy as jnp, meanflow as mf
+        >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 3), jnp.array([1.0, -1.0, 1.0]))
+        >>> flow = mf.canonical()
+        >>> run = mf.descend(flow, flow.init(jax.random.key(0), 4), data, 2, step=0.1, every=1)
+        >>> dict(run.to_xarray().theta.sizes)
+        {'time': 3, 'particle': 4}
+        """
+        from meanflow.solvers.labelled import as_dataset
+
+        return as_dataset(self)
 
     def save(self, path: str | pathlib.Path) -> pathlib.Path:
         """Write the solution to one .npz file (arrays, settings, versions; no pickles) and return its path.

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
-from meanflow._numerics import dominant_vector
+from meanflow._numerics import dominant_vector, safe_divide
 from meanflow.flows import equation
 from meanflow.flows.flow import Flow
 from meanflow.flows.problem import Problem
@@ -31,6 +31,8 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     if isinstance(data, equation.Population):
         raise ValueError("KernelStep needs data with samples, got a population; give the step as a number")
     f = equation.predict(flow, cloud, data.x)
+    if f.ndim == 2:
+        return _top_of_rows(flow, cloud, data, f)
     root = jnp.sqrt(jnp.maximum(data.weights * flow.loss.curvature(f, data.y), 0.0))
     apply = equation.kernel_operator(flow, cloud, data.x, data.x)
 
@@ -47,11 +49,39 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
             w = product(v)
             return w / jnp.linalg.norm(w)
 
-        start = 1.0 + 0.5 * jnp.cos(jnp.arange(data.size, dtype=data.y.dtype))  # no symmetry of the data
+        start = 1.0 + 0.5 * jnp.cos(jnp.arange(data.size, dtype=f.dtype))  # no symmetry of the data
         top = jax.lax.stop_gradient(
             jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start / jnp.linalg.norm(start))
         )
     return top @ product(top)
+
+
+def _top_of_rows(flow: Flow, cloud: Cloud, data: Dataset, f: Float[Array, "n k"]) -> Float[Array, ""]:
+    """Return the largest eigenvalue of K H for k outputs, with H = q l'' a k x k matrix for each sample.
+
+    K H is not symmetric, but has the eigenvalues of sqrt(H) K sqrt(H). With its eigenvector v and u = H v the
+    eigenvalue is u'K u / u'v, which is exact to first order too. The loss is convex; where H vanishes so does K H.
+    """
+    curvature = data.weights[:, None, None] * flow.loss.curvature(f, data.y)
+    apply = equation.kernel_operator(flow, cloud, data.x, data.x)
+
+    def bend(v: jax.Array) -> jax.Array:
+        return jnp.einsum("jce,je->jc", curvature, v)
+
+    if f.size <= DENSE:
+        kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
+        matrix = jnp.einsum("xzce,zeg->xczg", kernel, curvature).reshape(f.size, f.size)
+        top = dominant_vector(jax.lax.stop_gradient(matrix)).reshape(f.shape)
+    else:
+
+        def refine(_: int | jax.Array, v: jax.Array) -> jax.Array:
+            w = apply(bend(v))
+            return safe_divide(w, jnp.linalg.norm(w))
+
+        start = 1.0 + 0.5 * jnp.cos(jnp.arange(f.size, dtype=f.dtype)).reshape(f.shape)
+        top = jax.lax.stop_gradient(jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start))
+    bent = bend(top)
+    return safe_divide(jnp.sum(bent * apply(bent)), jnp.sum(bent * top))
 
 
 Scalar: TypeAlias = jax.Array | np.ndarray  # one number, on the device or still on the host

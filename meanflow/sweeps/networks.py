@@ -16,6 +16,7 @@ from meanflow import _checks
 from meanflow._checks import array, count, either, flag, number, optional, sequence, unchecked
 from meanflow._identity import Json, describe
 from meanflow.flows.flow import Flow
+from meanflow.flows.flow import prepare as check_fit
 from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import DATA, Dataset
@@ -40,7 +41,7 @@ Numbers: TypeAlias = Sequence[float] | Float[ArrayLike, "k"]
 Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
 AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
 
-TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
+TRACED_SETTINGS = ("step", "rtol", "atol", "steady", "temperature", "reaction")
 STATIC_SETTINGS = (
     "solver",
     "optimizer",
@@ -98,7 +99,7 @@ class Sweep(Plan):
         (group,) = (g for g in self.groups if index in g.cells)
         values = self.grid.at(index)
         inputs = {"cloud": self.cloud(**cell), "axes": {n: values[n] for n in self._traced(group)}}
-        if self._has_batches():
+        if self._draws():
             inputs["key"] = self._batch_key(values)
         return self.cell(group).solution(self.shared, inputs)
 
@@ -136,7 +137,7 @@ class Sweep(Plan):
         values = [self.grid.at(cell) for cell in cells]
         inputs: dict[str, PyTree] = {"cloud": clouds.stack_padded([self._cloud(c) for c in cells], size)}
         inputs["axes"] = {name: numbers([v[name] for v in values]) for name in self._traced(group)}
-        if self._has_batches():
+        if self._draws():
             inputs["key"] = np.stack([np.asarray(self._batch_key(v)) for v in values])
         return inputs
 
@@ -177,11 +178,13 @@ class Sweep(Plan):
         for group in self.groups:
             first = group.cells[0]
             cloud = jax.tree.map(jnp.asarray, self._cloud(first))
-            flow = self._flow_at(self.grid.at(first)).bind(self.shared)
-            flow.begin(cloud).check(cloud, self.shared.x)
+            flow = self._flow_at(self.grid.at(first))
+            check_fit(flow.begin(cloud), cloud, self.shared)
 
-    def _has_batches(self) -> bool:
-        return "batch_size" in self.settings or "batch_size" in self.taken["solver"]
+    def _draws(self) -> bool:
+        """Whether runs draw minibatches or noise, and need a key of their own."""
+        given = {*self.settings, *self.taken["solver"]}
+        return bool(given & {"batch_size", "temperature"})
 
     def _traced(self, group: Group) -> list[str]:
         fixed = dict(group.fixed)
@@ -223,7 +226,8 @@ class Sweep(Plan):
         if self.init is None:
             x = self.shared.x
             flow = self._flow_at(values).bind(self.shared)
-            return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None)
+            outputs = flow.loss.outputs(self.shared.y)
+            return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None, outputs=outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):
             raise ValueError(f"init must return a Cloud, got {type(cloud).__name__}")

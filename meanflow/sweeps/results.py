@@ -168,7 +168,8 @@ def _dims(name: str, extra: int, along: Json | None, about: Json) -> tuple[str, 
         return ()
     lead = (along["name"],) if along is not None and about.get("series", True) else ()
     rest, given = extra - len(lead), about.get("dims", [])
-    own = tuple(given) if len(given) == rest else tuple(f"{name}_{k}" for k in range(rest))
+    # the last names stand for axes that not every model has, such as the outputs of a network
+    own = tuple(given[:rest]) if len(given) >= rest else tuple(f"{name}_{k}" for k in range(rest))
     return lead + own
 
 

@@ -89,7 +89,12 @@ class Univariate(Feature):
         return jnp.where(active, lifted @ self.slopes(cloud).T, 0.0)
 
     def kernel(
-        self, cloud: Cloud, x: Float[Array, " n"], z: Float[Array, " k"], space: Space
+        self,
+        cloud: Cloud,
+        x: Float[Array, " n"],
+        z: Float[Array, " k"],
+        space: Space,
+        outputs: str = "full",
     ) -> Float[Array, "n k"] | None:
         """Return sum_i p_i 1_i(x) 1_i(z) <(x, 1), M_i (z, 1)>, where 1_i says whether neuron i is active.
 

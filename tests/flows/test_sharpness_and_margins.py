@@ -1,4 +1,4 @@
-"""Sharpness against dense Hessians and kernels, the edge of stability; margins against linear and quadratic programmes."""
+"""Sharpness against dense Hessians and kernels, the edge of stability; margins against two programmes."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def circle(count):
 
 
 def test_logistic_flow_of_both_layers_reaches_the_largest_margin_in_variation():
-    """Four points on a line, inside against outside; the programme knows 2000 directions, the flow moves 100 neurons."""
+    """Four points on a line, inside against outside; the programme has 2000 directions, the flow 100 neurons."""
     flow = mf.vanilla("relu", "logistic", bias=True)
     best = max_margin(flow, mf.Cloud(mf.Neurons(np.ones(2000), circle(2000))), LINE)
     start = mf.Cloud(mf.Neurons(np.tile([1.0, -1.0], 50), np.repeat(circle(50), 2, axis=0)))
@@ -103,7 +103,7 @@ def test_margins_of_several_classes():
 
 
 def clusters(key, count, k=3, d=15):
-    """Chizat and Bach (2020): k^2 clusters on a grid in the first two coordinates, labels by cluster; noise in the others."""
+    """Chizat and Bach (2020): k^2 clusters on a grid in two coordinates, labels by cluster; noise in the others."""
     cell = jax.random.randint(key, (count,), 0, k * k)
     labels = jnp.asarray(np.random.default_rng(4).permutation(np.repeat([1.0, -1.0], [5, 4])))
     side = 1 / (3 * k - 1)

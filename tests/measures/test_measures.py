@@ -107,7 +107,10 @@ def test_samples_are_nested_only_when_quasi_random():
         (lambda: mf.Cloud(neurons(3)).pad(2), "size must be an integer >= 3"),
         (lambda: mf.Dataset([[1.0, np.nan]], [1.0]), "x must be finite, got 1 NaN"),
         (lambda: mf.Dataset([[1.0, 2.0]], [np.inf]), "y must be finite"),
-        (lambda: mf.Dataset(np.ones((3, 2)), np.ones(2)), r"y must have shape \(3\), got \(2,\)"),
+        (
+            lambda: mf.Dataset(np.ones((3, 2)), np.ones(2)),
+            r"y must have shape \(3,\) or \(3, any\), got \(2,\)",
+        ),
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), "mean"), "weights must be one of"),
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), [-1.0, 1.0, 1.0]), "weights must be >= 0"),
         (lambda: mf.Dataset(np.ones((3, 2, 2)), np.ones(3)), "x must have shape"),
@@ -130,3 +133,18 @@ def test_samples_are_nested_only_when_quasi_random():
 def test_bad_input_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_laws_may_be_numbers_and_functions():
+    key = jax.random.key(0)
+    flow = mf.vanilla("tanh")
+    cloud = flow.init(key, 2000, dim=3, a=0.5, b=lambda u: -jnp.log(u))
+    assert set(cloud.particles.a.tolist()) == {0.5}
+    np.testing.assert_allclose(jnp.mean(cloud.particles.b, axis=0), 1.0, atol=0.1)  # exponential laws
+    assert not np.any(flow.init(key, 4, dim=3, b=0.0).particles.b)
+    drawn = sample(key, 2000, mf.Polar, {"r": 2, "theta": lambda u: u**2})
+    np.testing.assert_allclose(jnp.mean(drawn.particles.theta), 1 / 3, atol=0.03)
+    with pytest.raises(ValueError, match="a must be a number"):
+        flow.init(key, 4, dim=3, a="normal")
+    with pytest.raises(ValueError, match="values of b must have shape"):
+        flow.init(key, 4, dim=3, b=lambda u: u[:, 0])

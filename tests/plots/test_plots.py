@@ -1,5 +1,6 @@
 """Plots draw what they are given, on the Axes they are given."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -184,3 +185,51 @@ def test_colors_can_be_told_apart_in_grey():
         for c in style.COLORS
     ]
     assert max(grey) < 190  # nothing too pale for a white page
+
+
+def small_run(**settings):
+    data = mf.Dataset(jnp.linspace(-1.0, 1.0, 5), jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]))
+    flow = mf.canonical()
+    cloud = flow.init(jax.random.key(0), 6).pad(8)
+    return mf.descend(flow, cloud, data, 4, step=0.1, every=1, **settings)
+
+
+def test_plots_take_a_run():
+    run = small_run()
+    assert len(plots.energies(run).lines[0].get_xdata()) == 4  # without the start, where t = 0
+    ax = plots.plane(run)
+    drawn = sorted(u for line in ax.lines[-2:] for u in line.get_xdata())
+    r, theta = (np.asarray(u)[:6] for u in run.final.particles)  # padding is not drawn
+    np.testing.assert_allclose(drawn, np.sort(np.abs(r) * np.cos(theta)), rtol=1e-12)
+    with pytest.raises(ValueError, match="theta must be None"):
+        plots.plane(run, theta)
+    seen = small_run(observe=["dissipation", "displacement", "predictions"])
+    assert set(labels(plots.traces(seen))) == {"dissipation", "displacement"}
+    with pytest.raises(ValueError, match="observed numbers"):
+        plots.traces(run)
+
+
+def test_positions_of_all_records():
+    r, theta = np.array([2.0, -1.0]), np.array([0.3, 2.0])
+    place, sign = clouds.positions(mf.Cloud(mf.Polar(r, theta)))
+    full = mf.Affine(np.cos(theta), -np.sin(theta), r)
+    np.testing.assert_allclose(clouds.positions(mf.Cloud(full))[0], place, rtol=1e-14)
+    np.testing.assert_array_equal(sign, [1, -1])
+    planar = mf.Neurons(r, np.c_[np.cos(theta), np.sin(theta)])
+    np.testing.assert_allclose(clouds.positions(mf.Cloud(planar))[0], place, rtol=1e-14)
+
+
+def test_animations_have_a_frame_a_save(tmp_path):
+    from PIL import Image
+
+    run = small_run()
+    path = plots.animate(run, tmp_path / "run.gif", samples=[-1.0, 0.0, 1.0], dpi=30)
+    with Image.open(path) as film:
+        assert film.n_frames == 5
+        assert film.size == (120, 120)
+    page = plots.animate(run, tmp_path / "run.html", dpi=30).read_text()
+    assert page.count("data:image/png;base64") == 5
+    with pytest.raises(ValueError, match="must end with one of"):
+        plots.animate(run, tmp_path / "run.mp4")
+    with pytest.raises(ValueError, match="saved clouds"):
+        plots.animate(small_run(observe=["dissipation"]), tmp_path / "run.gif")

@@ -167,3 +167,38 @@ def test_a_model_of_the_user_is_swept_stored_and_reported(tmp_path):
     alone = mf.sweeps.prepare(flow, data, **grid).single(width=5, scale=0.5, seed=1)
     np.testing.assert_allclose(runs.energy.sel(width=5, scale=0.5, seed=1), alone.energy, rtol=1e-12)
     assert write_report(runs, tmp_path / "page.html").exists()
+
+
+def test_clouds_of_a_run_are_indexed_and_iterated():
+    flow, cloud, data = problem("vanilla")
+    run = mf.descend(flow, cloud, data, 4, step=0.1, every=2)
+    assert len(run.clouds) == 3
+    assert largest_gap(run.clouds[-1].particles, run.final.particles) == 0
+    energies = [float(mf.energy(flow, one, data)) for one in run.clouds]
+    np.testing.assert_allclose(energies, run.energy, rtol=1e-13)
+    assert run.clouds[1:].weights.shape == (2, cloud.size)
+    with pytest.raises(IndexError, match="from -3 to 2, got 3"):
+        run.clouds[3]
+    with pytest.raises(TypeError, match="only stacked clouds"):
+        cloud[0]
+
+
+def test_runs_as_labelled_data():
+    flow, cloud, data = problem("vanilla")
+    run = mf.descend(flow, cloud, data, 4, step=0.1, every=2)
+    found = run.to_xarray()
+    assert found.b.dims == ("time", "particle", "b_0")
+    np.testing.assert_array_equal(found.b[-1], run.final.particles.b)
+    np.testing.assert_array_equal(found.time, run.ts)
+    assert json.loads(found.attrs["numbers"])["step"] == 0.1
+    assert found.attrs["ok"] == 1
+    named = mf.descend(
+        flow, cloud, data, 4, step=0.1, every=2, observe=["dissipation", "predictions", "neurons"]
+    ).to_xarray()
+    assert dict(named.predictions.sizes) == {"time": 3, "sample": data.size}
+    assert dict(named.neurons_b_0.sizes) == {"time": 3, "particle": cloud.size}
+    np.testing.assert_allclose(named.dissipation[0], mf.dissipation(flow, cloud, data), rtol=1e-13)
+    alone = mf.descend(flow, cloud, data, 2, step=0.1, observe=mf.dissipation).to_xarray()
+    assert alone.observed.dims == ("time",)
+    with pytest.raises(ValueError, match="a single run"):
+        jax.tree.map(lambda u: jnp.stack([u, u]), run).to_xarray()
