@@ -19,6 +19,7 @@ names, which check and compile.
 """
 
 import abc
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 

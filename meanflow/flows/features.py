@@ -280,8 +280,8 @@ class TwoLayer(Feature):
         left, right = self.directions(cloud), self.directions(other)
         squares = jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
         shape = (left.shape[0], right.shape[0])
-        variances = (jnp.broadcast_to(u, shape) for u in squares)
-        dual = dual_activation(self.activation)(*variances, left @ right.T).value
+        first, second = (jnp.broadcast_to(u, shape) for u in squares)
+        dual = dual_activation(self.activation)(first, second, left @ right.T).value
         a, c = (self.amplitudes(one).reshape(one.size, -1) for one in (cloud, other))
         return (a @ c.T) * dual
 

@@ -55,8 +55,8 @@ class GaussianPopulation(Population):
         self.y, self.weights = jnp.zeros((0, *teacher.particles.a.shape[1:]), dtype), jnp.zeros((0,), dtype)
         self.teacher = teacher
         self.flow = flow.bind(self)
-        self.flow.check(teacher, self.x)
         self.flow.feature.overlap(teacher, teacher)  # refuses features without closed expectations
+        self.flow.check(teacher, self.x)
 
     def moments(self) -> tuple[Array, Array]:  # type: ignore[override]
         """Return mean 0 and covariance I."""

@@ -245,8 +245,7 @@ def solve(
 def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state: State | None) -> Solution:
     solver, observe = options.solver, options.observe
     speed = scaling.speed(options.clock, flow.scaling, cloud)
-    normalized = options.clock == "normalized"
-    problem = Problem(flow.chart(cloud), data, speed, normalized=normalized, **options.dynamics.fields())
+    problem = options.dynamics.problem(flow.chart(cloud), data, speed, options.clock)
     problem = eqx.tree_at(
         lambda p: p.memory, problem, observables.begin(observe, problem), is_leaf=lambda u: u is None
     )

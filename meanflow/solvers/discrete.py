@@ -217,8 +217,7 @@ def _descend(
     observe, rule = options.observe, options.rule
     speed = scaling.speed(options.clock, flow.scaling, cloud)
     bound = flow.bind(data)
-    normalized = options.clock == "normalized"
-    problem = Problem(bound.chart(cloud), data, speed, normalized=normalized, **options.dynamics.fields())
+    problem = options.dynamics.problem(bound.chart(cloud), data, speed, options.clock)
     problem = eqx.tree_at(
         lambda p: p.memory, problem, observables.begin(observe, problem), is_leaf=lambda u: u is None
     )

@@ -15,8 +15,9 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
-from meanflow.flows.problem import Problem
+from meanflow.flows.problem import Chart, Problem
 from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import Dataset
 from meanflow.solvers.sliding import FlowSolver
 from meanflow.solvers.solution import RESULTS
 from meanflow.solvers.step import RealScalarLike, Scalar, scalar
@@ -86,14 +87,18 @@ class Dynamics(eqx.Module):
         known = {"temperature": self.temperature, "reaction": self.reaction}
         return {name: jnp.asarray(value) for name, value in known.items() if value is not None}
 
-    def fields(self) -> dict[str, object]:
-        """Return the fields of a ``Problem`` that this describes."""
-        return {
-            "temperature": None if self.temperature is None else jnp.asarray(self.temperature),
-            "reaction": None if self.reaction is None else jnp.asarray(self.reaction),
-            "key": self.key,
-            "conserve": self.conserve,
-        }
+    def problem(self, chart: Chart, data: Dataset, speed: jax.Array, clock: str) -> Problem:
+        """Return the problem of a run with these dynamics."""
+        return Problem(
+            chart,
+            data,
+            speed,
+            temperature=None if self.temperature is None else jnp.asarray(self.temperature),
+            reaction=None if self.reaction is None else jnp.asarray(self.reaction),
+            key=self.key,
+            conserve=self.conserve,
+            normalized=clock == "normalized",
+        )
 
 
 def _is_zero(value: float | jax.Array) -> bool:

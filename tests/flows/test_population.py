@@ -14,9 +14,10 @@ from meanflow.flows import GaussianPopulation
 SOFT = Stretched("erf", 0.5**0.5)
 
 
-def gauss_hermite(count):
-    """Nodes (count^2, 2) and weights of a product rule for N(0, I) in the plane."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
+def trapezoid(count=121, span=9.0):
+    """Nodes (count^2, 2) and weights for N(0, I) in the plane; for smooth integrands as exact as floating point."""
+    nodes = np.linspace(-span, span, count)
+    weights = np.exp(-0.5 * nodes**2)
     x = np.stack([u.ravel() for u in np.meshgrid(nodes, nodes)], axis=1)
     return x, np.outer(weights, weights).ravel() / weights.sum() ** 2
 
@@ -33,7 +34,7 @@ def polar_rule(rings, turns):
     ("activation", "model", "tolerance"),
     [
         (SOFT, "vanilla", 1e-9),
-        ("relu", "vanilla", 2e-5),
+        ("relu", "vanilla", 1e-4),
         ("erf", "batchnorm", 1e-8),
         ("tanh", "batchnorm_manifold", 1e-8),
     ],
@@ -47,7 +48,7 @@ def test_energy_and_velocity_are_expectations(activation, model, tolerance, quic
     )
     student, teacher = draw(4), draw(3)
     population = GaussianPopulation(flow, teacher)
-    x, weights = polar_rule(40, 4000) if activation == "relu" else gauss_hermite(60)
+    x, weights = polar_rule(40, 4000) if activation == "relu" else trapezoid()
     data = mf.Dataset(x, mf.predict(flow, teacher, x), weights)
     np.testing.assert_allclose(
         mf.energy(flow, student, population), mf.energy(flow, student, data), rtol=10 * tolerance
@@ -61,20 +62,23 @@ PLATEAUS = {2: 0.011611, 3: 0.020297, 5: 0.036226}
 PLAIN_PLATEAUS = {2: 0.031865, 3: 0.054859, 5: 0.097195}
 
 
+REST = [(k, s) for k in (2, 3, 5) for s in (SOFT, "erf") if (k, s) != (2, SOFT)]
+
+
 @pytest.mark.parametrize(
-    "k", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+    ("k", "activation"), [(2, SOFT), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
 )
-def test_the_symmetric_plateau_of_the_committee_machine(k):
+def test_the_symmetric_plateau_of_the_committee_machine(k, activation):
     """K students that start alike stay alike, at K/pi (pi/6 - K arcsin(1/(2K))) for erf(b.x/sqrt 2)."""
-    for activation, table in ((SOFT, PLATEAUS), ("erf", PLAIN_PLATEAUS)):
-        flow = mf.vanilla(activation, alpha="one", outer=0.0)
-        data = GaussianPopulation(flow, mf.Cloud(mf.Neurons(jnp.ones(k), jnp.eye(k))))
-        start = mf.Cloud(mf.Neurons(jnp.ones(k), jnp.full((k, k), 0.3)))
-        sol = mf.solve(flow, start, data, 300.0, clock="gradient", rtol=1e-9, atol=1e-11, steady=1e-9)
-        assert abs(float(sol.energy[-1]) - table[k]) < 5e-7
-        if activation is SOFT:
-            closed = k / np.pi * (np.pi / 6 - k * np.arcsin(1 / (2 * k)))
-            np.testing.assert_allclose(sol.energy[-1], closed, rtol=1e-7)
+    flow = mf.vanilla(activation, alpha="one", outer=0.0)
+    data = GaussianPopulation(flow, mf.Cloud(mf.Neurons(jnp.ones(k), jnp.eye(k))))
+    start = mf.Cloud(mf.Neurons(jnp.ones(k), jnp.full((k, k), 0.3)))
+    sol = mf.solve(flow, start, data, 300.0, clock="gradient", rtol=1e-9, atol=1e-11, steady=1e-8)
+    table = PLATEAUS if activation is SOFT else PLAIN_PLATEAUS
+    assert abs(float(sol.energy[-1]) - table[k]) < 5e-7
+    if activation is SOFT:
+        closed = k / np.pi * (np.pi / 6 - k * np.arcsin(1 / (2 * k)))
+        np.testing.assert_allclose(sol.energy[-1], closed, rtol=1e-7)
 
 
 def students(d, overlaps, norms, key):

@@ -88,7 +88,7 @@ def test_logistic_flow_of_the_output_layer_reaches_the_largest_margin_of_the_ker
     ratio = np.asarray(run.observed["kernel_margin"]) / best
     assert np.all(np.diff(ratio) > 0) and 0.99 < ratio[-1] < 1 + 1e-9
     # the programme against a general solver: least |w| with margins at least 1
-    features = np.asarray(flow.feature(start, LINE.x) * start.particles.a) * 0.1 * np.asarray(LINE.y)[:, None]
+    features = np.asarray(flow.feature.hidden(start, LINE.x)) * 0.1 * np.asarray(LINE.y)[:, None]
     found = optimize.minimize(
         lambda w: w @ w, np.zeros(100), jac=lambda w: 2 * w, method="SLSQP",
         constraints={"type": "ineq", "fun": lambda w: features @ w - 1, "jac": lambda w: features},

@@ -309,7 +309,9 @@ def test_neighbors_know_the_volume_of_the_sphere(key):
     with pytest.raises(ValueError, match="needs a flat space"):
         free_energy(flow, cloud, data, 1.0, estimator="gaussian")
     with pytest.raises(ValueError, match="equal weights"):
-        free_energy(mf.vanilla("tanh"), mf.Cloud(mf.Neurons([1.0, 2.0], jnp.eye(2)), [0.4, 0.6]), data, 1.0)
+        free_energy(
+            mf.vanilla("tanh"), mf.Cloud(mf.Neurons(jnp.ones(2), jnp.eye(2, 3)), [0.4, 0.6]), data, 1.0
+        )
 
 
 @pytest.mark.parametrize("size", [40, pytest.param(80, marks=pytest.mark.slow)])
@@ -328,7 +330,7 @@ def test_free_energy_of_the_density_falls_to_the_law_of_gibbs(size):
     cloud = run.final.cloud(flow.feature.sigma)
     potential = mf.first_variation(flow, cloud, data, cloud)
     gibbs = jax.nn.softmax(-potential / tau).reshape(run.final.mass.shape)
-    assert float(jnp.abs(gibbs - run.final.mass).sum()) < 2.0 / size
+    assert float(jnp.abs(gibbs - run.final.mass).sum()) < 1e-2
 
 
 @pytest.mark.slow

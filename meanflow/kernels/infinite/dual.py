@@ -163,7 +163,8 @@ def dual_activation(activation: str | Activation, frequency: float = 1.0) -> Dua
     0.5
     """
     if isinstance(activation, Stretched):
-        activation, frequency = activation.name, frequency * activation.frequency
+        frequency = frequency * activation.frequency
+        activation = activation.name
     # a function that has a name is as good as its name
     names = {function: name for name, function in NAMED.items()}
     known = activation if isinstance(activation, str) else names.get(activation)
