@@ -90,11 +90,16 @@ class Feature(eqx.Module):
         """Return what is worth recording about this model, by name, beside what every model has."""
         return {"predictions": Predictions(data.x, dims=("sample", "output"), about="f at the samples")}
 
+    def has_kinks(self) -> bool:
+        """Say whether velocities jump, as those of ReLU networks do where a neuron meets a sample; False by default."""
+        return False
+
     def motion(self, problem: "Problem") -> "FrozenMotion":
         """Return how neurons move while the residual is frozen; the sliding solver needs it."""
         raise ValueError(
             f"solver='sliding' needs a feature that defines motion(problem), got {type(self).__name__}; "
-            "the univariate ReLU flows have one. Use a diffrax solver, or fixed steps such as KernelStep"
+            "vanilla flows with relu, leaky_relu or abs and the univariate ReLU flows have one (a FrozenMotion). Use a "
+            "diffrax solver, or fixed steps such as KernelStep"
         )
 
     def kernel(
@@ -291,6 +296,25 @@ class TwoLayer(Feature):
         # alpha = m is the mean itself: nothing to multiply, and clouds of infinite width have no m
         return a if self.scaling.kind == "m" else self.scaling.ratio(cloud) * a
 
+    def motion(self, problem: "Problem") -> "FrozenMotion":
+        """Return the exact motion of (a, b) between the hyperplanes of the samples, for one output."""
+        if problem.chart.base.particles.a.ndim > 1:
+            raise ValueError(
+                "solver='sliding' needs one output: with k outputs neurons do not move in planes between kinks, got "
+                f"particles.a of shape {problem.chart.base.particles.a.shape}; use fixed steps of diffrax.Heun()"
+            )
+        from meanflow.flows.kinks.two_layer import TwoLayerMotion
+
+        return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
+
+    def inputs(self, x: jax.Array) -> jax.Array:
+        """Return what b is multiplied with: x, or (x, 1) with a bias."""
+        return jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1) if self.bias else x
+
+    def has_kinks(self) -> bool:
+        """Say whether the slope of the activation jumps."""
+        return activations.has_kink(self.activation)
+
     def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
         """Return the angle between b now and at the start."""
         return sphere.angle(*(omega.direction(one.particles.b) for one in (cloud, start)))
@@ -419,6 +443,10 @@ class BatchNormed(TwoLayer):
             return (left @ right.T) * gram - cross + (left * pre_x * square[None, :]) @ (right * pre_z).T
 
         return self._join(cloud, (value_x, value_z), inner, outputs)
+
+    def motion(self, problem: "Problem") -> "FrozenMotion":
+        """Raise ValueError: between kinks these neurons have no closed form."""
+        return Feature.motion(self, problem)
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""

@@ -29,10 +29,11 @@ from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
-from meanflow.solvers.dynamics import Dynamics, Langevin
+from meanflow.solvers.defaults import Method, choose
+from meanflow.solvers.dynamics import Dynamics
 from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.saving import SaveTimes, save_times
-from meanflow.solvers.sliding import FlowSolver, Sliding
+from meanflow.solvers.sliding import FlowSolver
 from meanflow.solvers.solution import (
     RESULTS,
     Settings,
@@ -46,12 +47,12 @@ from meanflow.solvers.solution import (
 from meanflow.solvers.step import (
     STEP,
     ConstantStep,
+    KernelStep,
     RealScalarLike,
     Scalar,
     StepController,
     StepRule,
     all_finite,
-    as_rule,
     scalar,
 )
 
@@ -60,7 +61,7 @@ ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
     "full": diffrax.DirectAdjoint,
     "forward": diffrax.ForwardMode,
 }
-DEFAULTS: dict[str | None, diffrax.AbstractSolver] = {None: diffrax.Tsit5(), "sliding": Sliding()}
+RTOL, ATOL = 1e-7, 1e-9
 MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
 SOLVER = either(choice("sliding"), instance(diffrax.AbstractSolver, hint="for instance diffrax.Tsit5()"))
 OBSERVE = unchecked("observables.resolve checks it, which knows the names of the model")
@@ -118,8 +119,8 @@ class SolveOptions(eqx.Module):
     observe=OBSERVE,
     solver=optional(SOLVER),
     step=optional(STEP),
-    rtol=number(low=0),
-    atol=number(low=0),
+    rtol=optional(number(low=0)),
+    atol=optional(number(low=0)),
     clock=choice(*scaling.CLOCKS),
     adjoint=either(choice(*ADJOINTS), instance(diffrax.AbstractAdjoint)),
     steady=optional(number(above=0)),
@@ -128,6 +129,7 @@ class SolveOptions(eqx.Module):
     reaction=number(low=0),
     conserve=flag,
     key=optional(prng_key),
+    measure_error=flag,
     state=optional(STATE),
     throw=flag,
 )
@@ -142,8 +144,8 @@ def solve(
     observe: Observe = None,
     solver: str | diffrax.AbstractSolver | None = None,
     step: StepRule | float | jax.Array | None = None,
-    rtol: float | jax.Array = 1e-7,
-    atol: float | jax.Array = 1e-9,
+    rtol: float | jax.Array | None = None,
+    atol: float | jax.Array | None = None,
     clock: str = "mean_field",
     adjoint: str | diffrax.AbstractAdjoint = "checkpoint",
     steady: float | jax.Array | None = None,
@@ -152,6 +154,7 @@ def solve(
     reaction: float | jax.Array = 0.0,
     conserve: bool = True,
     key: jax.Array | None = None,
+    measure_error: bool = True,
     state: State | None = None,
     throw: bool = True,
 ) -> Solution:
@@ -167,12 +170,13 @@ def solve(
         observe: what to save at ``ts`` instead of whole clouds: a function (flow, cloud, data) -> pytree such as
             ``meanflow.dissipation``, an ``Observable``, a dict of these by name, or names of the model's own
             observables such as ``["dissipation", "kernel_drift"]``.
-        solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for univariate ReLU flows, whose velocity
-            jumps and which ordinary solvers cannot resolve. Reverse mode through kinks needs a fixed number of events
-            a step: ``solvers.Sliding(max_events=8)``.
+        solver: a diffrax solver, or ``"sliding"`` for models that know how neurons move through kinks. By default the
+            model decides: ``Tsit5()`` if it is smooth; if it has kinks (relu), where ordinary solvers crawl or err,
+            ``"sliding"`` where the model has such a motion and ``Heun()`` otherwise.
         step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
-            ``atol``.
-        rtol, atol: tolerances of the local error in rms over the measure. They are not the error of the result.
+            ``atol``, or ``KernelStep(0.25)`` where a solver for kinks was chosen by default.
+        rtol, atol: tolerances of the local error in rms over the measure, default 1e-7 and 1e-9. They are not the error
+            of the result. Given without ``step`` they ask for adaptive steps, of a model with kinks as well.
         clock: ``"mean_field"``, ``"gradient"``, ``"lazy"`` or ``"normalized"`` (which does not stall as a logistic loss
             decays); see ``meanflow.measures.scaling``.
         adjoint: ``"checkpoint"`` (reverse mode, memory O(sqrt(max_steps)) states), ``"full"`` (reverse through
@@ -186,6 +190,9 @@ def solve(
             temperature.
         conserve: whether reaction conserves the total mass; False leaves out <V>, and ``Solution.final.total`` changes.
         key: PRNG key of the noise; step k uses fold_in(key, k), so runs can be resumed.
+        measure_error: where solver and steps were chosen for a model with kinks, run a second time with half the steps
+            and put the rms error of the final coordinates, estimated from the difference, into ``stats["error"]``. Not
+            done inside jit, vmap and grad, nor for resumed runs.
         state: ``Solution.state`` of an earlier run: goes on from there (``cloud`` supplies weights and labels). Data
             and settings must be those of that run, except for a constant step, tolerances, save times and the end. With
             steps on a dyadic grid two half runs equal one full run bit for bit.
@@ -212,23 +219,24 @@ def solve(
     _check_order(start, end)
     times = save_times(ts, start, end, dtype)
     dynamics = Dynamics(flow, cloud, temperature, reaction, conserve, key)
-    method = solver if isinstance(solver, diffrax.AbstractSolver) else DEFAULTS[solver]
-    method = _check_dynamics(method, dynamics, solver is not None, clock)
-    rule = None if step is None else as_rule(step, dtype)
-    _check_step(method, rule)
-    settings = _settings(method, rule, clock, dynamics)
+    adaptive = rtol is not None or atol is not None
+    method = choose(flow, cloud, data, solver, step, adaptive, dynamics, clock)
+    rule = method.rule
+    _check_step(method.solver, rule)
+    settings = _settings(method.solver, rule, clock, dynamics)
     if state is not None:
         check_resumed(state, settings, data)
+    backward = ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint
     options = SolveOptions(
         t0=start,
         t1=end,
         ts=times,
         observe=observables.resolve(observe, flow, data),
-        solver=method,
+        solver=method.solver.prepared(backward) if isinstance(method.solver, FlowSolver) else method.solver,
         rule=rule,
-        rtol=scalar(rtol, dtype),
-        atol=scalar(atol, dtype),
-        adjoint=ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint,
+        rtol=scalar(RTOL if rtol is None else rtol, dtype),
+        atol=scalar(ATOL if atol is None else atol, dtype),
+        adjoint=backward,
         steady=None if steady is None else scalar(steady, dtype),
         dynamics=dynamics,
         settings=settings,
@@ -238,7 +246,28 @@ def solve(
     solution = _solve(flow, cloud, data, options, state)
     if throw:
         raise_on_failure(solution)
+    if measure_error and method.order is not None and state is None:
+        solution = _with_error(solution, flow, cloud, data, options, method)
     return solution
+
+
+def _with_error(
+    solution: Solution, flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, method: Method
+) -> Solution:
+    """Return the solution with its error in ``stats``, found by a second run with half the steps; not while tracing."""
+    if _checks.concrete(solution.result._value) is None:
+        return solution
+    assert isinstance(options.rule, KernelStep) and method.order is not None
+    finer = eqx.tree_at(lambda o: o.rule.kappa, options, 0.5 * options.rule.kappa)
+    fine = _solve(flow, cloud, data, finer, None)
+    error = _distance(flow, solution.final, fine.final) / (1 - 0.5**method.order)
+    error = jnp.where(fine.ok & solution.ok, error, jnp.nan)
+    return eqx.tree_at(lambda s: s.stats, solution, solution.stats | {"error": error})
+
+
+@eqx.filter_jit
+def _distance(flow: Flow, one: Cloud, other: Cloud) -> jax.Array:
+    return observables.displacement(flow, one, other)
 
 
 @eqx.filter_jit
@@ -381,23 +410,6 @@ def _settings(
     } | dynamics.names()
     numbers = {} if rule is None or isinstance(rule, ConstantStep) else rule_numbers(rule)
     return Settings(numbers | dynamics.numbers(), tuple(names.items()))
-
-
-def _check_dynamics(
-    solver: diffrax.AbstractSolver, dynamics: Dynamics, chosen: bool, clock: str
-) -> diffrax.AbstractSolver:
-    """Return the solver of these dynamics: that of the user, unless there is noise."""
-    if isinstance(solver, FlowSolver) and (dynamics.moves or clock == "normalized"):
-        what = "temperature, reaction or clock='normalized'"
-        raise ValueError(
-            f"solver {type(solver).__name__} does not take {what}; leave out solver= and give step= for temperature, "
-            "or use a diffrax solver for the others"
-        )
-    if dynamics.temperature is None:
-        return solver
-    if chosen:
-        raise ValueError(f"solver must be None with a temperature, got {type(solver).__name__}")
-    return Langevin()
 
 
 def rule_numbers(rule: StepRule) -> dict[str, jax.Array]:

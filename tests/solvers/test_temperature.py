@@ -265,7 +265,7 @@ def test_what_cannot_be_simulated_is_refused(key):
 
     with pytest.raises(ValueError, match=r"a space that defines noise\(cloud, normal\), got Bare"):
         mf.descend(make_flow(TwoLayer(jnp.tanh), Bare()), cloud, data, 2, key=key, **noisy)
-    with pytest.raises(ValueError, match="solver Sliding does not take temperature"):
+    with pytest.raises(ValueError, match="solver sliding does not take temperature"):
         mf.solve(mf.canonical(), mf.Cloud(cone.particles), line, 1.0, solver="sliding", key=key, **noisy)
     assert Langevin().order(None) == 1
 
