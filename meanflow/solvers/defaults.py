@@ -51,8 +51,8 @@ def choose(
     solver: str | diffrax.AbstractSolver | None,
     step: StepRule | float | jax.Array | None,
     adaptive: bool,
-    dynamics: Dynamics,
-    clock: str,
+    dynamics: Dynamics | None = None,
+    clock: str = "mean_field",
 ) -> Method:
     """Return the method behind the arguments of ``solve``.
 
@@ -60,17 +60,17 @@ def choose(
         flow, cloud, data: the problem; the flow is bound.
         solver, step: as in ``solve``.
         adaptive: whether tolerances were given, which asks for adaptive steps.
-        dynamics: noise and reaction.
+        dynamics: noise and reaction, or None without them.
         clock: the clock of the run.
     """
     rule = None if step is None else as_rule(step, cloud.weights.dtype)
-    plain = not dynamics.moves and clock != "normalized"
+    plain = (dynamics is None or not dynamics.moves) and clock != "normalized"
     if not plain and (solver == "sliding" or isinstance(solver, FlowSolver)):
         raise ValueError(
             f"solver {solver if isinstance(solver, str) else type(solver).__name__} does not take temperature, "
             "reaction or clock='normalized'; leave out solver=, and give step= for temperature"
         )
-    if dynamics.temperature is not None:
+    if dynamics is not None and dynamics.temperature is not None:
         if solver is not None:
             raise ValueError(f"solver must be None with a temperature, got {type(solver).__name__}")
         return Method(LANGEVIN, rule, None)
