@@ -281,7 +281,12 @@ def ntk_by_group(
     z: PyTree[Shaped[ArrayLike, "S ..."]] | None = None,
     *,
     groups: Callable[[str], str] | None = None,
-    **options: PyTree,
+    stats: str | None = None,
+    outputs: str | Sequence[str] = "full",
+    chunk: int | None = None,
+    method: str = "auto",
+    limit: int = LIMIT,
+    mesh: Mesh | None = None,
 ) -> dict[str, Float[Array, "T S ..."]]:
     """Return the kernel of each group of parameters, by name; their sum is the kernel of all.
 
@@ -292,7 +297,12 @@ def ntk_by_group(
         z: second batch (S, ...), or None for x.
         groups: path of a parameter, such as "encoder/layer_1/kernel", -> name of its group. By default the first part
             of the path, which is a layer for most modules.
-        **options: stats, outputs, chunk, method, limit and mesh of ``empirical_ntk``.
+        stats: as in ``empirical_ntk``, as all that follow.
+        outputs: which outputs are kept.
+        chunk: rows computed at a time.
+        method: how each kernel is computed.
+        limit: the most bytes that the computation may take.
+        mesh: devices over which the rows are split.
 
     >>> import jax.numpy as jnp
     >>> net = lambda p, x: jnp.tanh(x @ p["first"]) @ p["last"]
@@ -311,5 +321,17 @@ def ntk_by_group(
         mine = jax.tree.map(lambda mark, label=label: mark == label, labels, is_leaf=lambda m: m is None)
         part, others = eqx.partition(params, mine)
         wrap = lambda function, others=others: ByGroup(function, others)
-        found[label] = empirical_ntk(_wrapped(apply, wrap, wrap), part, x, z, **options)
+        function = _wrapped(apply, wrap, wrap)
+        found[label] = empirical_ntk(
+            function,
+            part,
+            x,
+            z,
+            stats=stats,
+            outputs=outputs,
+            chunk=chunk,
+            method=method,
+            limit=limit,
+            mesh=mesh,
+        )
     return found
