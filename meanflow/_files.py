@@ -33,7 +33,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     (['a.txt'], 'whole')
     """
     path = Path(path)
-    part = path.with_name(f"{PART}{uuid.uuid4().hex}-{path.name}")
+    # the end of the name alone, so that a name which is long but allowed stays so
+    part = path.with_name(f"{PART}{uuid.uuid4().hex}-{path.name[-80:]}")
     try:
         yield part
         part.replace(path)

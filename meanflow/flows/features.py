@@ -87,6 +87,10 @@ class Feature(eqx.Module):
         """Return what is worth recording about this model, by name, beside what every model has."""
         return {"predictions": Predictions(data.x, dims=("sample", "output"), about="f at the samples")}
 
+    def has_kinks(self) -> bool:
+        """Say whether velocities jump, as those of ReLU networks do where a neuron meets a sample; False by default."""
+        return False
+
     def motion(self, problem: "Problem") -> "FrozenMotion":
         """Return how neurons move while the residual is frozen; the sliding solver needs it."""
         raise ValueError(
@@ -257,6 +261,10 @@ class TwoLayer(Feature):
         a = cloud.particles.a
         # alpha = m is the mean itself: nothing to multiply, and clouds of infinite width have no m
         return a if self.scaling.kind == "m" else self.scaling.ratio(cloud) * a
+
+    def has_kinks(self) -> bool:
+        """Say whether the slope of the activation jumps."""
+        return activations.has_kink(self.activation)
 
     def turn(self, cloud: Cloud, start: Cloud) -> jax.Array:
         """Return the angle between b now and at the start."""

@@ -4,6 +4,7 @@ Everything here is a pure function of pytrees and works under jit, vmap and grad
 arguments once and then runs one compiled program of the inner function of the same name.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -265,7 +266,27 @@ def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
     flow = type(flow).bind(flow, data)
     type(flow).check(flow, cloud, data.x)
     type(flow.loss).check(flow.loss, type(flow.feature).output_shape(flow.feature, cloud), data.y)
+    if flow.regularizer is not None:
+        leaves, structure = jax.tree.flatten(cloud.particles)
+        shapes = tuple((np.shape(u), jnp.result_type(u)) for u in leaves)
+        _check_penalty(flow.regularizer.function, structure, shapes)
     return flow
+
+
+@functools.lru_cache(maxsize=256)  # to know the shape means to trace, which takes milliseconds
+def _check_penalty(
+    penalty: Callable[[PyTree[jax.Array]], jax.Array],
+    structure: jax.tree_util.PyTreeDef,
+    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
+) -> None:
+    """Refuse a regularizer that does not return one number for each particle."""
+    particles = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*one) for one in shapes])
+    given, wanted = jax.eval_shape(penalty, particles), (shapes[0][0][0],)
+    if getattr(given, "shape", None) != wanted:
+        raise ValueError(
+            f"regularizer must return one value for each particle, shape {wanted}, "
+            f"got {getattr(given, 'shape', type(given).__name__)}"
+        )
 
 
 INPUTS = array((None,), (None, None))

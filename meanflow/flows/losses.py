@@ -116,8 +116,15 @@ class Loss(eqx.Module):
                 )
         else:
             _checks.shape("y", y, (count,), rows)
-        known = _checks.concrete(y) if self.classifies else None
+        known = _checks.concrete(y) if self.classifies or self.function is logistic else None
         if known is None:
+            return
+        if self.function is logistic:
+            wrong = known[np.abs(known) != 1]
+            if wrong.size:
+                raise ValueError(
+                    f"y must be -1 or 1 for loss='logistic', got {wrong[0]:g}; 2 * y - 1 maps labels 0 and 1 to these"
+                )
             return
         if known.ndim == 1 and (
             np.any(known != np.round(known)) or known.min() < 0 or known.max() >= outputs[0]

@@ -114,11 +114,7 @@ class Displacement(Observable):
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
-        moved = jax.tree.map(jnp.subtract, cloud.particles, problem.start.particles)
-        for name in problem.flow.feature.angles:
-            moved = moved._replace(**{name: wrap_angle(getattr(moved, name))})
-        squares = [jnp.sum(u.reshape(u.shape[0], -1) ** 2, axis=1) for u in jax.tree.leaves(moved)]
-        return _rms(cloud, jnp.sum(jnp.stack(squares), axis=0))
+        return displacement(problem.flow, cloud, problem.start)
 
 
 class AngleDisplacement(Observable):
@@ -176,6 +172,15 @@ class Coordinates(Observable):
             )
             named |= {key: jnp.where(real, column, jnp.nan) for key, column in columns.items()}
         return named
+
+
+def displacement(flow: "Flow", cloud: Cloud, start: Cloud) -> jax.Array:
+    """Return the root mean square distance of the coordinates of two clouds, angles the short way round."""
+    moved = jax.tree.map(jnp.subtract, cloud.particles, start.particles)
+    for name in flow.feature.angles:
+        moved = moved._replace(**{name: wrap_angle(getattr(moved, name))})
+    squares = [jnp.sum(u.reshape(u.shape[0], -1) ** 2, axis=1) for u in jax.tree.leaves(moved)]
+    return _rms(cloud, jnp.sum(jnp.stack(squares), axis=0))
 
 
 def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:

@@ -1,9 +1,17 @@
-"""The page: a template, a script, and the numbers of a sweep as JSON inside; nothing is loaded from elsewhere."""
+"""The page: a template, a script, and the numbers of a sweep as JSON inside; nothing is loaded from elsewhere.
 
+Titles, names and labels may come from anywhere (a directory's name, a store that somebody sent), so they are data on
+the page and never a part of it: the template is filled in one pass, data hold no ``<``, and the page's own security
+policy allows the one script and the one style sheet that this package wrote, by their digests, and nothing else.
+"""
+
+import base64
+import hashlib
 import html
 import json
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 from importlib import resources
 
@@ -13,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from meanflow import _checks
 from meanflow._checks import host_array, instance, optional
+from meanflow._files import atomic_write
 from meanflow.measures import Dataset
 from meanflow.sweeps.results import failed, final
 
@@ -60,17 +69,38 @@ def write_report(
         The path.
     """
     path = pathlib.Path(path)
-    here = resources.files("meanflow.report")
-    text = json.dumps(contents(runs, title, samples), allow_nan=False, separators=(",", ":"))
-    page = here.joinpath("page.html").read_text()
-    page = page.replace("{{title}}", html.escape(title))
-    page = page.replace("{{script}}", here.joinpath("page.js").read_text())
-    page = page.replace(
-        "{{data}}", text.replace("</", "<\\/")
-    )  # nothing in the data may end the script element
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    with atomic_write(path) as part:
+        # names of directories may hold bytes that are no text
+        part.write_text(
+            render(contents(runs, title, samples)), encoding="utf-8", errors="replace", newline="\n"
+        )
     return path
+
+
+def render(shown: dict[str, object]) -> str:
+    """Return the page that shows what ``contents`` returned."""
+    here = resources.files("meanflow.report")
+    template, script, style = (
+        here.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.js", "page.css")
+    )
+    data = json.dumps(shown, allow_nan=False, separators=(",", ":"))
+    parts = {
+        "title": html.escape(str(shown["title"])),
+        # without these three characters nothing in the data can end, begin or hide an element
+        "data": re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", data),
+        "script": script,
+        "style": style,
+        "policy": f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        "base-uri 'none'; form-action 'none'",
+    }
+    # one pass: what is filled in is not looked at again
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def _digest(text: str) -> str:
+    """Return the digest by which a security policy allows an inline script or style sheet."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def contents(

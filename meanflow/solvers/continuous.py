@@ -18,9 +18,10 @@ from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
+from meanflow.solvers.defaults import Method, choose
 from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.saving import SaveTimes, save_times
-from meanflow.solvers.sliding import FlowSolver, Sliding
+from meanflow.solvers.sliding import FlowSolver
 from meanflow.solvers.solution import (
     RESULTS,
     Settings,
@@ -34,12 +35,12 @@ from meanflow.solvers.solution import (
 from meanflow.solvers.step import (
     STEP,
     ConstantStep,
+    KernelStep,
     RealScalarLike,
     Scalar,
     StepController,
     StepRule,
     all_finite,
-    as_rule,
     scalar,
 )
 
@@ -48,7 +49,7 @@ ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
     "full": diffrax.DirectAdjoint,
     "forward": diffrax.ForwardMode,
 }
-DEFAULTS: dict[str | None, diffrax.AbstractSolver] = {None: diffrax.Tsit5(), "sliding": Sliding()}
+RTOL, ATOL = 1e-7, 1e-9
 MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
 SOLVER = either(choice("sliding"), instance(diffrax.AbstractSolver, hint="for instance diffrax.Tsit5()"))
 OBSERVE = unchecked("observables.resolve checks it, which knows the names of the model")
@@ -106,12 +107,13 @@ class SolveOptions(eqx.Module):
     observe=OBSERVE,
     solver=optional(SOLVER),
     step=optional(STEP),
-    rtol=number(low=0),
-    atol=number(low=0),
+    rtol=optional(number(low=0)),
+    atol=optional(number(low=0)),
     clock=choice(*scaling.CLOCKS),
     adjoint=either(choice(*ADJOINTS), instance(diffrax.AbstractAdjoint)),
     steady=optional(number(above=0)),
     max_steps=optional(count(1)),
+    measure_error=flag,
     state=optional(STATE),
     throw=flag,
 )
@@ -126,12 +128,13 @@ def solve(
     observe: Observe = None,
     solver: str | diffrax.AbstractSolver | None = None,
     step: StepRule | float | jax.Array | None = None,
-    rtol: float | jax.Array = 1e-7,
-    atol: float | jax.Array = 1e-9,
+    rtol: float | jax.Array | None = None,
+    atol: float | jax.Array | None = None,
     clock: str = "mean_field",
     adjoint: str | diffrax.AbstractAdjoint = "checkpoint",
     steady: float | jax.Array | None = None,
     max_steps: int | None = None,
+    measure_error: bool = True,
     state: State | None = None,
     throw: bool = True,
 ) -> Solution:
@@ -147,17 +150,21 @@ def solve(
         observe: what to save at ``ts`` instead of whole clouds: a function (flow, cloud, data) -> pytree such as
             ``meanflow.dissipation``, an ``Observable``, a dict of these by name, or names of the model's own
             observables such as ``["dissipation", "kernel_drift"]``.
-        solver: a diffrax solver (default ``Tsit5()``), or ``"sliding"`` for univariate ReLU flows, whose velocity
-            jumps and which ordinary solvers cannot resolve. Reverse mode through kinks needs a fixed number of events
-            a step: ``solvers.Sliding(max_events=8)``.
+        solver: a diffrax solver, or ``"sliding"`` for models that know how neurons move through kinks. By default the
+            model decides: ``Tsit5()`` if it is smooth; if it has kinks (relu), where ordinary solvers crawl or err,
+            ``"sliding"`` where the model has such a motion and ``Heun()`` otherwise.
         step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
-            ``atol``.
-        rtol, atol: tolerances of the local error in rms over the measure. They are not the error of the result.
+            ``atol``, or ``KernelStep(0.25)`` where a solver for kinks was chosen by default.
+        rtol, atol: tolerances of the local error in rms over the measure, default 1e-7 and 1e-9. They are not the error
+            of the result. Given without ``step`` they ask for adaptive steps, of a model with kinks as well.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``; see ``meanflow.measures.scaling``.
         adjoint: ``"checkpoint"`` (reverse mode, memory O(sqrt(max_steps)) states), ``"full"`` (reverse through
             the whole loop), ``"forward"`` (forward mode), or a diffrax adjoint.
         steady: stop when the speed sqrt(-dE/dt) of the measure falls below this.
         max_steps: step limit; default 100 000, or what a fixed step needs.
+        measure_error: where solver and steps were chosen for a model with kinks, run a second time with half the steps
+            and put the rms error of the final coordinates, estimated from the difference, into ``stats["error"]``. Not
+            done inside jit, vmap and grad, nor for resumed runs.
         state: ``Solution.state`` of an earlier run: goes on from there (``cloud`` supplies weights and labels). Data
             and settings must be those of that run, except for a constant step, tolerances, save times and the end. With
             steps on a dyadic grid two half runs equal one full run bit for bit.
@@ -183,10 +190,10 @@ def solve(
     end = scalar(t1, dtype)
     _check_order(start, end)
     times = save_times(ts, start, end, dtype)
-    method = solver if isinstance(solver, diffrax.AbstractSolver) else DEFAULTS[solver]
-    rule = None if step is None else as_rule(step, dtype)
-    _check_step(method, rule)
-    settings = _settings(method, rule, clock)
+    method = choose(flow, cloud, data, solver, step, rtol is not None or atol is not None)
+    rule = method.rule
+    _check_step(method.solver, rule)
+    settings = _settings(method.solver, rule, clock)
     if state is not None:
         check_resumed(state, settings, data)
     options = SolveOptions(
@@ -194,10 +201,10 @@ def solve(
         t1=end,
         ts=times,
         observe=observables.resolve(observe, flow, data),
-        solver=method,
+        solver=method.solver,
         rule=rule,
-        rtol=scalar(rtol, dtype),
-        atol=scalar(atol, dtype),
+        rtol=scalar(RTOL if rtol is None else rtol, dtype),
+        atol=scalar(ATOL if atol is None else atol, dtype),
         adjoint=ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint,
         steady=None if steady is None else scalar(steady, dtype),
         settings=settings,
@@ -207,7 +214,28 @@ def solve(
     solution = _solve(flow, cloud, data, options, state)
     if throw:
         raise_on_failure(solution)
+    if measure_error and method.order is not None and state is None:
+        solution = _with_error(solution, flow, cloud, data, options, method)
     return solution
+
+
+def _with_error(
+    solution: Solution, flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, method: Method
+) -> Solution:
+    """Return the solution with its error in ``stats``, found by a second run with half the steps; not while tracing."""
+    if _checks.concrete(solution.result._value) is None:
+        return solution
+    assert isinstance(options.rule, KernelStep) and method.order is not None
+    finer = eqx.tree_at(lambda o: o.rule.kappa, options, 0.5 * options.rule.kappa)
+    fine = _solve(flow, cloud, data, finer, None)
+    error = _distance(flow, solution.final, fine.final) / (1 - 0.5**method.order)
+    error = jnp.where(fine.ok & solution.ok, error, jnp.nan)
+    return eqx.tree_at(lambda s: s.stats, solution, solution.stats | {"error": error})
+
+
+@eqx.filter_jit
+def _distance(flow: Flow, one: Cloud, other: Cloud) -> jax.Array:
+    return observables.displacement(flow, one, other)
 
 
 @eqx.filter_jit

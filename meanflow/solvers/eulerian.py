@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
-from meanflow._checks import instance, number
+from meanflow._checks import array, count, either, instance, number, optional
 from meanflow.flows import equation
 from meanflow.flows.normalized import BatchNormed
 from meanflow.flows.flow import FLOW, Flow
@@ -29,6 +29,9 @@ from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.saving import SaveTimes, save_times
 from meanflow.solvers.step import RealScalarLike, StepController, StepRule
+
+MAX_STEPS = 10**6
+"""Most steps of one run: the time that a Courant step covers falls without bound as the speeds grow."""
 
 CFL = 0.4  # positivity needs sum of Courant numbers <= 1/2
 
@@ -67,13 +70,17 @@ class Density(eqx.Module):
 
 
 class DensitySolution(NamedTuple):
-    """Densities ``mass`` (k, rows, columns), energies (k,) at times ``ts`` (k,), steps taken, final density."""
+    """Densities ``mass`` (k, rows, columns), energies (k,) at times ``ts`` (k,), steps taken, final density.
+
+    ``reached`` says whether the run came to its end with finite numbers; outside of tracing it raises if not.
+    """
 
     ts: Float[Array, " k"]
     mass: Float[Array, "k rows columns"]
     energy: Float[Array, " k"]
     steps: jax.Array
     final: Density
+    reached: jax.Array
 
 
 class _DensityProblem(eqx.Module):
@@ -102,9 +109,14 @@ class _Courant(StepRule):
         return CFL / worst
 
 
+@_checks.arguments(
+    rows=count(2),
+    columns=count(3),
+    bound=number(above=0, static=True),
+    half_width=number(above=0, static=True),
+)
 def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1.0) -> Density:
     """Return a ~ U(-half_width, half_width) with a uniform angle, on [-bound, bound] x circle (exact cell masses)."""
-    rows, columns = _checks.whole("rows", rows, 2), _checks.whole("columns", columns, 3)
     if not 0 < half_width <= bound:
         raise ValueError(f"half_width must lie in (0, bound = {bound}], got {half_width}")
     edges = jnp.linspace(-bound, bound, rows + 1)
@@ -113,7 +125,13 @@ def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1
     return Density(jnp.outer(share, jnp.full(columns, 1.0 / columns)), jnp.asarray(bound, share.dtype))
 
 
-@_checks.arguments(flow=FLOW, density=instance(Density), data=DATA, t1=number(above=0))
+@_checks.arguments(
+    flow=FLOW,
+    density=instance(Density, hint="see uniform_density"),
+    data=DATA,
+    t1=number(above=0),
+    ts=optional(either(count(2), array((None,)))),
+)
 def evolve(
     flow: Flow,
     density: Density,
@@ -125,6 +143,10 @@ def evolve(
 
     The walls at a = +-bound are closed: choose ``bound`` beyond the support (|a'| <= sqrt(2 E(0)) (|s(0)| + Lip s)
     for the squared loss). Cost per step O(n columns + rows columns). Second order where the density is smooth.
+
+    Raises:
+        ValueError: if the speeds at the start are such that ``t1`` takes more than ``MAX_STEPS`` steps.
+        RuntimeError: if that many steps, or numbers that are finite, do not suffice after all.
     """
     if data.x.ndim != 2 or data.x.shape[1] != 2:
         raise ValueError(f"x must have shape (n, 2) for the Eulerian view, got {data.x.shape}")
@@ -136,7 +158,21 @@ def evolve(
         raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
     t1 = jnp.asarray(t1, density.mass.dtype)
     times = save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
-    return _evolve(_DensityProblem(flow.bind(data), density, data), t1, times)
+    problem = _DensityProblem(flow.bind(data), density, data)
+    expected = _checks.concrete(t1 / _Courant().size_at(problem, density.mass))
+    if expected is not None and not expected <= MAX_STEPS:
+        raise ValueError(
+            f"t1 must be reached in at most {MAX_STEPS} steps, got t1 = {t1}, which takes about {expected:.2g} at the "
+            "speed of the start; take a coarser grid, smaller outputs or a smaller t1"
+        )
+    solution = _evolve(problem, t1, times)
+    end = _checks.concrete(solution.reached)
+    if end is not None and not end:
+        raise RuntimeError(
+            f"t1 = {t1} was not reached in {int(solution.steps)} steps, or the density is not finite there: the "
+            "neurons run away, or the grid is too fine"
+        )
+    return solution
 
 
 @eqx.filter_jit
@@ -158,13 +194,14 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
         saveat=diffrax.SaveAt(subs={"series": diffrax.SubSaveAt(t1=True, fn=save)}),
         stepsize_controller=StepController(_Courant(), ts, None),
         adjoint=adjoint if ts is None else SaveTimes(adjoint, ts),
-        max_steps=None,
+        max_steps=MAX_STEPS,
         throw=False,
     )
     assert raw.ys is not None and raw.ts is not None
     mass, energies = raw.ys["series"]
     final = problem.grid.at(mass[-1])
-    return DensitySolution(raw.ts["series"], mass, energies, raw.stats["num_steps"], final)
+    reached = (raw.result == diffrax.RESULTS.successful) & jnp.all(jnp.isfinite(mass[-1]))
+    return DensitySolution(raw.ts["series"], mass, energies, raw.stats["num_steps"], final, reached)
 
 
 def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ steps) and the axis ``particles`` by the compiler, which sums over devices where
 
 import abc
 import functools
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from jaxtyping import Array, PyTree
 
 from meanflow import _checks
@@ -139,13 +141,25 @@ def flatten(tree: Mapping[str, PyTree], prefix: str = "") -> Results:
     return flat
 
 
-def batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None) -> Results:
-    """Map ``cell`` over the leading axis of ``inputs``; pure, so it can be jitted, differentiated and exported."""
+def batched(
+    cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None, *, one_by_one: bool = False
+) -> Results:
+    """Map ``cell`` over the leading axis of ``inputs``; pure, so it can be jitted, differentiated and exported.
+
+    Args:
+        cell: the program of one cell.
+        shared: what all cells share.
+        inputs: the inputs of the cells, along the leading axis.
+        mesh: devices; None for one.
+        one_by_one: each device runs its cells one after the other instead of all at once.
+    """
     # closures would hide the arrays of the cell from shard_map
     arrays, rest = eqx.partition((cell, shared), eqx.is_array)
 
     def run(arrays: PyTree, inputs: PyTree) -> Results:
         cell, shared = eqx.combine(arrays, rest)
+        if one_by_one:
+            return jax.lax.map(lambda own: cell(shared, own), inputs)
         return jax.vmap(cell, in_axes=(None, 0))(shared, inputs)
 
     if mesh is None:
@@ -263,11 +277,43 @@ def _compile(key: tuple[Any, ...]) -> Compiled:
     leaves, structure, shape_leaves, shape_structure, mesh = key
     rest = jax.tree.unflatten(structure, leaves)
 
-    def run(arrays: PyTree) -> Results:
-        cell, shared, inputs = eqx.combine(arrays, rest)
-        return batched(cell, shared, inputs, mesh)
+    shapes = jax.tree.unflatten(shape_structure, shape_leaves)
 
-    return jax.jit(run).lower(jax.tree.unflatten(shape_structure, shape_leaves)).compile()
+    def lowered(one_by_one: bool) -> Lowered:
+        def run(arrays: PyTree) -> Results:
+            cell, shared, inputs = eqx.combine(arrays, rest)
+            return batched(cell, shared, inputs, mesh, one_by_one=one_by_one)
+
+        return jax.jit(run).lower(shapes)
+
+    program = lowered(False)
+    devices = jax.devices()[:1] if mesh is None else mesh.devices.ravel()
+    # one such call in one program of one device has the pool of threads for itself
+    if devices[0].platform == "cpu" and batched_factorizations(program.as_text()) > (len(devices) == 1):
+        program = lowered(True)
+    return program.compile()
+
+
+LAPACK = re.compile(r"custom_call @lapack_\w+\(.*?: \((.*?)\) ->")
+
+
+def batched_factorizations(text: str) -> int:
+    """Return how many times a lowered program factorizes many matrices in one call of LAPACK.
+
+    On the CPU such a call hands its matrices to the pool of threads that it runs in, and waits. When every thread of
+    the pool waits like that, as happens when several devices of one host or several calls of one program meet, the
+    program stands still for ever (jax 0.10). Calls for one matrix do not wait for anybody.
+
+    >>> text = jax.jit(jnp.linalg.cholesky).lower(jnp.ones((4, 2, 2))).as_text()
+    >>> batched_factorizations(text), batched_factorizations(text.replace("4x2x2", "2x2"))
+    (1, 0)
+    """
+
+    def is_batched(operands: str) -> bool:
+        shapes = re.findall(r"tensor<((?:\d+x)*)\w+>", operands)
+        return any(math.prod(int(n) for n in sizes.split("x")[:-1][:-2]) > 1 for sizes in shapes)
+
+    return sum(is_batched(operands) for operands in LAPACK.findall(text))
 
 
 def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.ShapeDtypeStruct]:

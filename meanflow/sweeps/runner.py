@@ -1,15 +1,20 @@
 """Runs a plan: compile once per group, plan memory, store what is finished, report progress.
 
 Several processes act as one: every process runs the same program on its own devices, JAX's distributed runtime moves
-the arrays, and process 0 alone opens the store, writes and reports.
+the arrays, and process 0 alone opens the store, writes and reports. What a process does alone (preparing, compiling,
+writing) it does in ``together``, after which all processes know of each other's errors: one that failed would otherwise
+leave the others waiting for it.
 """
 
 import contextlib
 import os
 import pathlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import equinox as eqx
@@ -17,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
+from jaxtyping import PyTree
 
 from meanflow._identity import difference
 from meanflow.sweeps import grid as grids
@@ -58,13 +64,92 @@ def share(value: Tree) -> Tree:
     return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(value))
 
 
-def broadcast_error(message: str) -> str:
-    """Send process 0's error message to every process; '' means success."""
-    if jax.process_count() == 1:
-        return message
-    text = message.encode()[:4000]
-    padded = np.frombuffer(text.ljust(4000, b"\0"), np.uint8)
-    return bytes(share(padded)).rstrip(b"\0").decode(errors="replace")
+class _Interrupts:
+    """Ctrl-C on one of several processes: heard at once in its own work, and after a collective that all take part in.
+
+    A process that left a collective, or did not come to it, would leave the others waiting there. A second Ctrl-C is
+    not held back.
+    """
+
+    def __init__(self) -> None:
+        self.alone, self.waiting = False, False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold interrupts back, except in ``together``, while the block runs."""
+        if jax.process_count() == 1 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._hear)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+            self.alone, self.waiting = False, False
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.alone or self.waiting:
+            raise KeyboardInterrupt
+        self.waiting = True
+
+    def listen(self) -> None:
+        """Begin a stretch of work that this process does alone."""
+        self.alone = True
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt
+
+
+_INTERRUPTS = _Interrupts()
+ERRORS: dict[str, type[BaseException]] = {
+    kind.__name__: kind for kind in (StoreError, ValueError, TypeError, MemoryError, KeyboardInterrupt)
+}
+LENGTH = 4000  # bytes of a message between processes
+
+
+def together(work: Callable[[], Tree]) -> Tree:
+    """Do what each process does alone, and go on only if all have succeeded.
+
+    Args:
+        work: function of no arguments that waits for no other process.
+
+    Returns:
+        What ``work`` returned on this process.
+
+    Raises:
+        BaseException: what ``work`` raised here; or, if it failed on other processes only, an error of the same
+            sort with their message. All processes raise then.
+    """
+    problem: BaseException | None = None
+    try:
+        _INTERRUPTS.listen()
+        value = work()
+        _INTERRUPTS.alone = False
+    except BaseException as caught:  # interrupts too: the others are to hear of them
+        _INTERRUPTS.alone = False
+        problem = caught
+    if jax.process_count() > 1:
+        _tell(problem)
+    if problem is not None:
+        raise problem
+    return value
+
+
+def _tell(problem: BaseException | None) -> None:
+    """Exchange messages with all processes; raise if this one has succeeded and another has not."""
+    from jax.experimental import multihost_utils
+
+    name = (
+        "" if problem is None else next(n for n in (*ERRORS, "") if not n or isinstance(problem, ERRORS[n]))
+    )
+    text = "" if problem is None else f"{name}|{type(problem).__name__}: {problem}"
+    padded = np.frombuffer(text.encode()[:LENGTH].ljust(LENGTH, b"\0"), np.uint8)
+    heard = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, LENGTH)
+    for process, row in enumerate(heard):
+        said = bytes(row).rstrip(b"\0").decode(errors="replace")
+        if said and problem is None:
+            name, _, message = said.partition("|")
+            raise ERRORS.get(name, RuntimeError)(f"on process {process}: {message}")
 
 
 def run_plan(
@@ -83,36 +168,34 @@ def run_plan(
     Returns:
         The chunks, and the arrays of each by name.
     """
-    mesh = program.check_mesh(mesh)
-    plan.check()
-    if store is None:
-        return plan.chunks, _Run(plan, plan.chunks, None, False, mesh).all_chunks(progress)
-    opened, chunks = _open(plan, store)
-    try:
-        return chunks, _Run(plan, chunks, opened, True, mesh).all_chunks(progress)
-    finally:
-        if opened is not None:
-            opened.close()
+    with _INTERRUPTS.held():
+        mesh, _ = together(lambda: (program.check_mesh(mesh), plan.check()))
+        if store is None:
+            return plan.chunks, together(lambda: _Run(plan, plan.chunks, None, mesh)).all_chunks(progress)
+        opened, chunks = _open(plan, store)
+        try:
+            return chunks, together(lambda: _Run(plan, chunks, opened, mesh)).all_chunks(progress)
+        finally:
+            if opened is not None:
+                opened.close()
 
 
 def _open(plan: "Plan", path: str | pathlib.Path) -> tuple[Store | None, Sequence[Chunk]]:
     """Open the store on process 0; the chunks of an earlier run are kept, whatever this platform would choose."""
-    opened, problem = None, ""
-    lengths = np.zeros(len(plan.groups), np.int64)
+    opened: list[Store] = []
+
+    def work() -> np.ndarray:
+        if not is_lead():
+            return np.zeros(len(plan.groups), np.int64)
+        opened.append(Store(path, plan.config()))
+        return _lengths(plan, opened[0])
+
     try:
-        if is_lead():
-            try:
-                opened = Store(path, plan.config())
-                lengths = _lengths(plan, opened)
-            except StoreError as error:
-                problem = str(error)
-        problem = broadcast_error(problem)
-        if problem:
-            raise StoreError(problem)
-        return opened, grids.cut(plan.groups, share(lengths).tolist())
+        lengths = together(work)
+        return (opened[0] if opened else None), grids.cut(plan.groups, share(lengths).tolist())
     except BaseException:
-        if opened is not None:
-            opened.close()
+        for store in opened:
+            store.close()
         raise
 
 
@@ -159,21 +242,18 @@ class _Run:
         plan: what to run.
         chunks: its division into chunks.
         store: where finished chunks are, on process 0.
-        stored: whether there is a store; the same on all processes.
         mesh: the devices.
     """
 
-    def __init__(
-        self, plan: "Plan", chunks: Sequence[Chunk], store: Store | None, stored: bool, mesh: Mesh | None
-    ) -> None:
-        self.plan, self.chunks, self.store, self.stored, self.mesh = plan, chunks, store, stored, mesh
+    def __init__(self, plan: "Plan", chunks: Sequence[Chunk], store: Store | None, mesh: Mesh | None) -> None:
+        self.plan, self.chunks, self.store, self.mesh = plan, chunks, store, mesh
         self.shared = program.replicate(plan.shared, mesh)
         self.compiled: dict[int, Compiled] = {}
         self.results: dict[str, Arrays] = {}
 
     def all_chunks(self, progress: Progress) -> dict[str, Arrays]:
         """Read the chunks that are in the store, compute and store the others; return their arrays by name."""
-        there = set() if self.store is None else self.store.finished()
+        there = together(lambda: set() if self.store is None else self.store.finished())
         finished = share(np.array([c.name in there for c in self.chunks], bool))
         total = self.plan.grid.size
         left = sum(len(c.cells) for c, done in zip(self.chunks, finished, strict=True) if not done)
@@ -187,9 +267,9 @@ class _Run:
                     # one chunk ahead: the devices go on while the host writes, reports and prepares
                     ahead.append((chunk, self._start(chunk)))
                     if len(ahead) > 1:
-                        report(self._keep(*ahead.pop(0)))
+                        self._keep(*ahead.pop(0), report)
                 while ahead:
-                    report(self._keep(*ahead.pop(0)))
+                    self._keep(*ahead.pop(0), report)
             except BaseException:
                 while ahead:  # what runs is kept, whatever happened to the next
                     self._keep(*ahead.pop(0))
@@ -198,6 +278,11 @@ class _Run:
 
     def _start(self, chunk: Chunk) -> Results:
         """Start a chunk on the devices and return its results, which need not be there yet."""
+        compiled, arrays = together(lambda: self._prepare(chunk))
+        return compiled(arrays)
+
+    def _prepare(self, chunk: Chunk) -> tuple[Compiled, PyTree]:
+        """Return the program of a chunk and the arrays that it takes, on the devices."""
         group = self.plan.groups[chunk.group]
         multiple = 1 if self.mesh is None else self.mesh.shape[program.PARTICLES]
         cell = program.replicate(self.plan.cell(group), self.mesh)
@@ -208,35 +293,33 @@ class _Run:
             _check_memory(compiled, group, chunk, self.mesh)
             self.compiled[chunk.group] = compiled
         arrays, _ = eqx.partition((cell, self.shared, inputs), eqx.is_array)
-        return self.compiled[chunk.group](arrays)
+        return self.compiled[chunk.group], arrays
 
-    def _keep(self, chunk: Chunk, running: Results) -> int:
-        """Wait for the results of a chunk and store them; return the number of its cells."""
+    def _keep(self, chunk: Chunk, running: Results, report: Callable[[int], None] | None = None) -> None:
+        """Wait for the results of a chunk, store and report them."""
         out = gather(running)
         self.results[chunk.name] = {name: u[: len(chunk.cells)] for name, u in out.items()}
-        if self.stored:
-            # on every process: all must hear whether the write succeeded
-            problem = ""
+
+        def work() -> None:
             if self.store is not None:
-                try:
-                    self.store.write(chunk.name, self.results[chunk.name])
-                except StoreError as error:
-                    problem = str(error)
-            problem = broadcast_error(problem)
-            if problem:
-                raise StoreError(problem)
-        return len(chunk.cells)
+                self.store.write(chunk.name, self.results[chunk.name])
+            if report is not None:
+                report(len(chunk.cells))
+
+        together(work)
 
     def _reread(self, chunk: Chunk) -> Arrays:
         """Return the stored results of a chunk, on every process."""
-        if jax.process_count() == 1:
-            assert self.store is not None
-            return self.store.read(chunk.name)
-        group = self.plan.groups[chunk.group]
-        one = self.plan.inputs(group, chunk.cells[:1])
-        shapes = program.output_shapes(self.plan.cell(group), self.plan.shared, one)
-        blank = {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
-        return share(self.store.read(chunk.name) if self.store is not None else blank)
+
+        def work() -> Arrays:
+            if self.store is not None:
+                return self.store.read(chunk.name)
+            group = self.plan.groups[chunk.group]
+            one = self.plan.inputs(group, chunk.cells[:1])
+            shapes = program.output_shapes(self.plan.cell(group), self.plan.shared, one)
+            return {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
+
+        return share(together(work))
 
 
 def _fill(chunk: Chunk, mesh: Mesh | None) -> list[int]:

@@ -35,6 +35,9 @@ except ImportError:  # no file locks on this platform
 
 FORMAT = 3
 CONFIG, CHUNKS, LOCK = "config.json", "chunks", ".lock"
+NUMBERS = ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
+NUMBERS += ("float16", "float32", "float64", "complex64", "complex128")  # the types of arrays that are read
+CODECS = ("bytes", "zstd")  # what is written, and all that is read: other codecs run code of other packages
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -353,14 +356,18 @@ def read_chunk(path: str | pathlib.Path, name: str, config: Json | None = None) 
 
     config = read_config(path) if config is None else config
     folder = pathlib.Path(path) / CHUNKS / f"{name}.zarr"
-    advice = f"remove {folder} to have it computed again"
+    advice = f"remove {folder} and resume the run to have it computed again"
     try:
-        group = zarr.open_group(folder, mode="r", zarr_format=3)
-        attributes: Json = dict(group.attrs)
+        attributes = _node(folder, "group")["attributes"]
         record, seal = attributes["record"], attributes["digest"]
+        for key, text in record["digests"].items():
+            _check_array(folder, key, text)
+        group = zarr.open_group(folder, mode="r", zarr_format=3, use_consolidated=False)
         arrays = {str(key): np.asarray(group[key][...]) for key in record["digests"]}  # type: ignore[index]
     except Exception as problem:  # damaged files make zarr and its codecs raise whatever they like
-        raise StoreError(f"chunk {name} of store {path} cannot be read: {problem}; {advice}") from problem
+        raise StoreError(
+            f"chunk {name} of store {path} is damaged: {type(problem).__name__}: {problem}; {advice}"
+        ) from problem
     if seal != json_digest(record):
         raise StoreError(f"chunk {name} of store {path} is damaged: its record was changed; {advice}")
     for key, expected in json.loads(json.dumps(_expected(config, name))).items():
@@ -376,3 +383,37 @@ def read_chunk(path: str | pathlib.Path, name: str, config: Json | None = None) 
             f"chunk {name} of store {path} is damaged: {bad} changed since it was written; {advice}"
         )
     return arrays
+
+
+def _node(folder: pathlib.Path, kind: str) -> Json:
+    """Return the description of a Zarr group or array, read as JSON, before Zarr acts on what it says."""
+    node = json.loads((folder / "zarr.json").read_text(encoding="utf-8"))
+    if not isinstance(node, dict) or node.get("zarr_format") != 3 or node.get("node_type") != kind:
+        raise ValueError(f"{folder.name} must be a {kind} of Zarr format 3")
+    if kind == "group" and not isinstance(node.get("attributes"), dict):
+        raise ValueError(f"{folder.name} has no attributes")
+    return node
+
+
+def _check_array(folder: pathlib.Path, key: str, text: str) -> None:
+    """Refuse an array that this package did not write: it is to hold numbers, in the codecs of this module alone.
+
+    Args:
+        folder: the chunk.
+        key: name of the array.
+        text: its digest, which begins with type and shape; an edited shape could ask for any amount of memory.
+    """
+    if not key.replace("-", "_").replace(".", "_").isidentifier():
+        raise ValueError(f"{key!r} is no name of an array")
+    node = _node(folder / key, "array")
+    codecs = [codec.get("name") for codec in node["codecs"]]
+    if node["data_type"] not in NUMBERS or not set(codecs) <= set(CODECS) or node.get("storage_transformers"):
+        raise ValueError(
+            f"{key} must hold numbers ({', '.join(NUMBERS)}) in the codecs {list(CODECS)}, got "
+            f"{reprlib.repr(node['data_type'])} in {reprlib.repr(codecs)}"
+        )
+    given = f"{node['data_type']}{node['shape']}:"
+    if not text.startswith((given, f"{node['data_type']}:")) or (
+        not text.startswith(given) and int(np.prod(node["shape"])) != 1
+    ):
+        raise ValueError(f"{key} is described as {given[:-1]}, and its digest as {reprlib.repr(text)}")

@@ -2,8 +2,10 @@
 
 import gzip
 import io
+import math
 import pickle
 import struct
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,21 +83,26 @@ def mnist(folder: str | Path) -> Data:
     for stem in ("train", "t10k"):
         images = read_idx(_find(folder, f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"))
         labels = read_idx(_find(folder, f"{stem}-labels-idx1-ubyte", f"{stem}-labels.idx1-ubyte"))
-        _same_length(images, labels, stem)
+        _check_images(images, labels, stem)
         parts += [(images / 255).astype("float32")[..., None], labels.astype("int32")]
     return Data(*parts)
 
 
 def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
     """Read one idx file of unsigned bytes, plain or gzipped."""
-    path = Path(path)
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
+    path = _checks.path("path", path)
+    raw = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as problem:
+            raise ValueError(f"{path} is a damaged gzip file: {problem}") from problem
+    rank = raw[3] if len(raw) > 3 else 0
+    if raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * rank:
         raise ValueError(f"{path} is not an idx file of unsigned bytes: it starts with {raw[:4]!r}")
-    rank = raw[3]
     shape = struct.unpack(f">{rank}I", raw[4 : 4 + 4 * rank])
     values = np.frombuffer(raw, np.uint8, offset=4 + 4 * rank)
-    if values.size != np.prod(shape):
+    if values.size != math.prod(shape):
         raise ValueError(f"{path} announces shape {shape} but holds {values.size} bytes")
     return values.reshape(shape)
 
@@ -122,7 +129,12 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         batches = [_cifar_batch(_find(folder, name, f"{name}.bin", below=stem), classes) for name in names]
         rows = np.concatenate([rows for rows, _ in batches])
         labels = np.concatenate([labels for _, labels in batches])
+        if rows.ndim != 2 or rows.shape[1] != 3072:
+            raise ValueError(f"{names[0]} must hold rows of 3072 bytes, got shape {rows.shape}")
         images = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        _check_images(images[..., 0], labels, names[0])
+        _checks.at_least(f"labels of {names[0]}", labels, 0)
+        _checks.at_most(f"labels of {names[0]}", labels, classes - 1)
         parts += [(images / 255).astype("float32"), labels.astype("int32")]
     return Data(*parts)
 
@@ -161,11 +173,16 @@ def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError(f"{path} is not a binary CIFAR-{classes} batch: {len(raw)} bytes")
         rows = np.frombuffer(raw, np.uint8).reshape(-1, header + 3072)
         return rows[:, header:], rows[:, header - 1]
-    batch = _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
     key = b"labels" if classes == 10 else b"fine_labels"
-    if not isinstance(batch, dict) or b"data" not in batch or key not in batch:
-        raise ValueError(f"{path} is not a python CIFAR-{classes} batch: it lacks {key.decode()!r} or 'data'")
-    return np.asarray(batch[b"data"], np.uint8), np.asarray(batch[key])
+    try:
+        batch = _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
+        if not isinstance(batch, dict) or b"data" not in batch or key not in batch:
+            raise ValueError(f"it lacks {key.decode()!r} or 'data'")
+        return np.asarray(batch[b"data"], np.uint8), np.asarray(batch[key], np.int64)
+    except Exception as problem:  # damaged pickles raise whatever they like
+        raise ValueError(
+            f"{path} is not a python CIFAR-{classes} batch: {type(problem).__name__}: {problem}"
+        ) from problem
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -189,7 +206,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 def _find(folder: str | Path, *names: str, below: str = "") -> Path:
     """Find the first of the names in the folder, or in a subfolder whose name starts with ``below``."""
-    root = Path(folder)
+    root = _checks.path("folder", folder)
     places = [root, *sorted(p for p in root.glob(f"{below}*") if p.is_dir())] if below else [root]
     for place in places:
         for name in names:
@@ -201,7 +218,11 @@ def _find(folder: str | Path, *names: str, below: str = "") -> Path:
     )
 
 
-def _same_length(images: np.ndarray, labels: np.ndarray, stem: str) -> None:
-    """Refuse files that do not belong together."""
+def _check_images(images: np.ndarray, labels: np.ndarray, stem: str) -> None:
+    """Refuse files that hold no images (N, H, W) and labels (N,), or that do not belong together."""
+    if images.ndim != 3 or labels.ndim != 1:
+        raise ValueError(
+            f"{stem}: images (N, H, W) and labels (N,) expected, got {images.shape}, {labels.shape}"
+        )
     if len(images) != len(labels):
         raise ValueError(f"{stem}: {len(images)} images but {len(labels)} labels")

@@ -51,6 +51,10 @@ class Univariate(Feature):
     input_ndim: ClassVar[int | None] = 1
     has_direction: ClassVar[bool] = True
 
+    def has_kinks(self) -> bool:
+        """Say yes: the neurons are ReLU neurons."""
+        return True
+
     @abc.abstractmethod
     def direction(self, cloud: Cloud) -> Float[Array, "m 2"]:
         """Return p_i, the direction that decides at which samples neuron i is active."""

@@ -270,3 +270,19 @@ def test_bad_input_is_refused(index):
     with pytest.raises(ValueError, match=words):
         call()
     assert len(bad_calls()) == 16
+
+
+@pytest.mark.bad_input
+def test_labels_and_penalties_that_do_not_fit_are_refused():
+    x, key = jnp.eye(3), jax.random.key(0)
+    flow = mf.vanilla("tanh", "logistic")
+    cloud = flow.init(key, 4, dim=3)
+    with pytest.raises(ValueError, match=r"y must be -1 or 1 for loss='logistic', got 0; 2 \* y - 1"):
+        mf.energy(flow, cloud, mf.Dataset(x, jnp.array([0.0, 1.0, 1.0])))
+    data = mf.Dataset(x, jnp.array([-1.0, 1.0, 1.0]))
+    for penalty in (lambda w: jnp.sum(w.a**2), lambda w: w.b**2, lambda w: None):
+        wrong = mf.vanilla("tanh", regularizer=penalty, strength=0.1)
+        with pytest.raises(
+            ValueError, match=r"regularizer must return one value for each particle, shape \(4,\)"
+        ):
+            mf.solve(wrong, cloud, data, 1.0)

@@ -1,5 +1,6 @@
 """The page: right numbers, no network, and a slider that moves the pictures."""
 
+import html
 import json
 import pathlib
 import re
@@ -13,7 +14,7 @@ import pytest
 import meanflow as mf
 from meanflow.flows.observables import ON_REQUEST
 from meanflow.report import write_report
-from meanflow.report.page import contents
+from meanflow.report.page import _digest, contents
 
 X = jnp.linspace(-1.0, 1.0, 5)
 DATA = mf.Dataset(X, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
@@ -126,24 +127,32 @@ def test_the_script_reacts_to_slider_clicks_and_play(page, tmp_path):
     assert "width 4, delta -inf" in seen["clicked"]
 
 
-PROBE = """<script>
+TRAP = "window.onerror = (m) => { document.documentElement.dataset.error = m; };"
+PROBE = """
+document.documentElement.dataset.ran = "no";
+window.pwned = () => { document.documentElement.dataset.ran = "yes"; };
 window.addEventListener("load", () => {
   const look = () => ["function", "neurons"].map((id) => document.getElementById(id).toDataURL());
   const slider = document.getElementById("time"), before = look();
   slider.value = slider.max; slider.dispatchEvent(new Event("input"));
   const after = look();
   document.body.dataset.moved = String(before.every((b, k) => b !== after[k]));
+  document.body.dataset.foreign = document.querySelectorAll("img, iframe, a, svg").length;
+  document.body.dataset.scripts = document.querySelectorAll("script").length;
+  document.body.dataset.heading = document.querySelector("h1").textContent;
+  document.body.dataset.settings = document.querySelectorAll("#provenance dt").length;
 });
-</script>"""
+"""
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium to open the page")
-def test_the_slider_moves_the_picture_in_a_browser(page, tmp_path):
-    probed = pathlib.Path(tmp_path) / "page.html"
-    trap = "<script>window.onerror = (m) => { document.documentElement.dataset.error = m; };</script>"
-    probed.write_text(
-        page.read_text().replace("<head>", "<head>" + trap).replace("</body>", PROBE + "</body>")
-    )
+def opened(page, folder):
+    """What chromium shows and logs of a page to which the two scripts above are added, as its policy must allow."""
+    text = page.read_text()
+    for script, before in ((TRAP, "<title>"), (PROBE, "</head>")):
+        text = text.replace(before, f"<script>{script}</script>{before}", 1)
+        text = text.replace("script-src ", f"script-src {_digest(script)} ", 1)
+    probed = folder / "probed.html"
+    probed.write_text(text)
     quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
     command = [
         *(
@@ -151,12 +160,79 @@ def test_the_slider_moves_the_picture_in_a_browser(page, tmp_path):
             "--headless",
             "--no-sandbox",
             "--no-first-run",
-            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--user-data-dir={folder / 'profile'}",
         ),
         *(f"--disable-{name}" for name in quiet),
         *("--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom"),
     ]
     done = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=120)
-    assert 'data-moved="true"' in done.stdout
-    assert "data-error" not in done.stdout.split("<script", 1)[0]
-    assert "CONSOLE" not in done.stderr  # where chromium writes what a page logs, errors above all
+    assert "data-error" not in done.stdout.split("<script", 1)[0], done.stdout[:500]
+    return done.stdout, done.stderr
+
+
+def said(shown, name):
+    found = re.search(f'data-{name}="([^"]*)"', shown)
+    return html.unescape(found.group(1)) if found else None
+
+
+browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium to open the page")
+
+
+@browser
+def test_the_slider_moves_the_picture_in_a_browser(page, tmp_path):
+    shown, log = opened(page, pathlib.Path(tmp_path))
+    assert said(shown, "moved") == "true" and said(shown, "heading") == "a < b"
+    assert "CONSOLE" not in log  # where chromium writes what a page logs, errors above all
+
+
+HOSTILE = [
+    "{{data}}<img src=x onerror=pwned()>",
+    "{{script}}</title></script><script>pwned()</script>",
+    "<!--<script>pwned()",
+    "]]><svg onload=pwned()>' onmouseover='pwned()\" onfocus=\"pwned()",
+    "\u2028pwned()//\\u003cscript\\u003e${pwned()}`",
+]
+
+
+def hostile_runs(runs, words):
+    """The sweep with these words as the name of an axis, its labels, titles and units of observables, and settings."""
+    renamed = runs.rename(delta=words).assign_coords({words: [f"{words}{k}" for k in range(3)]})
+    for name in renamed.data_vars:
+        renamed[name].attrs.update(long_name=words, units=words)
+    return renamed.assign_attrs({words: words, "run": json.dumps({"settings": {words: words}})})
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_names_and_titles_are_data_on_the_page(runs, words, tmp_path):
+    path = write_report(hostile_runs(runs, words), tmp_path / "page.html", title=words, samples=DATA)
+    text = path.read_text()
+    data = re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL).group(1)
+    assert not set("<>&") & set(data)
+    shown = json.loads(data)
+    assert shown["title"] == words and shown["columns"]["name"] == words
+    assert shown["maps"]["angle_displacement"]["title"] == words
+    bare = text.replace(data, "")
+    assert bare.count("<script") == 2 and "<img" not in bare and "<svg" not in bare
+
+
+@browser
+def test_hostile_names_run_no_script_in_a_browser(runs, tmp_path):
+    words = "".join(HOSTILE)
+    page = write_report(hostile_runs(runs, words), tmp_path / "page.html", title=words, samples=DATA)
+    shown, log = opened(page, pathlib.Path(tmp_path))
+    assert said(shown, "ran") == "no" and said(shown, "foreign") == "0" and said(shown, "scripts") == "4"
+    assert said(shown, "moved") == "true" and int(said(shown, "settings")) > 1  # the page is not blank
+    assert said(shown, "heading") == words
+    assert "CONSOLE" not in log
+
+
+@browser
+def test_the_policy_of_the_page_stops_what_is_added_to_it(page, tmp_path):
+    """Were a name ever to become an element, it would still not run."""
+    spoiled = tmp_path / "page.html"
+    spoiled.write_text(
+        page.read_text().replace("</h1>", "</h1><img src=x onerror=pwned()><script>pwned()</script>")
+    )
+    shown, log = opened(spoiled, pathlib.Path(tmp_path))
+    assert said(shown, "foreign") == "1" and said(shown, "ran") == "no" and said(shown, "moved") == "true"
+    assert "Content Security Policy" in log

@@ -7,6 +7,7 @@ from helpers import ring, ring_problem
 
 import meanflow as mf
 from meanflow.measures import laws, quadrature
+from meanflow.solvers import eulerian
 from meanflow.solvers.eulerian import evolve, uniform_density
 
 
@@ -61,3 +62,21 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="half_width must lie in"):
         uniform_density(8, 8, 0.5)
     assert ring(8).shape == (8, 2)
+
+
+def test_a_run_without_end_is_refused(monkeypatch):
+    """Courant steps shrink with the speeds: 1e60 used to take for ever, infinity too."""
+    data = mf.Dataset(jnp.array([[1.0, 0.0], [0.0, 1.0], [-1.0, -0.5]]), jnp.array([1.0, 2.0, 3.0]))
+    flow, density = mf.batchnorm_manifold("tanh"), eulerian.uniform_density(6, 8, 3.0)
+    with pytest.raises(ValueError, match="t1 must be finite"):
+        eulerian.evolve(flow, density, data, np.inf)
+    for large in (1e60, 1e300):
+        with pytest.raises(ValueError, match="t1 must be reached in at most 1000000 steps"):
+            eulerian.evolve(flow, density, mf.Dataset(data.x, large * data.y), 0.5)
+    with pytest.raises(ValueError, match="ts must be one of several kinds"):
+        eulerian.evolve(flow, density, data, 0.5, ts=[0.1, np.nan])
+    # speeds may grow after the start: the budget of steps holds then
+    monkeypatch.setattr(eulerian, "MAX_STEPS", 7)
+    problem = eulerian._DensityProblem(flow.bind(data), density, data)
+    bounded = eulerian._evolve(problem, jnp.asarray(5.0), None)
+    assert not bounded.reached and int(bounded.steps) == 7

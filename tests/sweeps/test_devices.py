@@ -7,10 +7,13 @@ import socket
 import subprocess
 import sys
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.sweeps import load
+from meanflow.sweeps import load, program
 
 WORKER = pathlib.Path(__file__).with_name("devices_worker.py")
 ROOT = WORKER.parents[2]
@@ -127,3 +130,68 @@ def test_the_command_runs_as_a_team_on_slurm(tmp_path, reference):
     stored = load(tmp_path / "run")
     for name in ("energy", "predictions", "angle_displacement", "result"):
         np.testing.assert_allclose(stored[name], reference[name], rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_cells_that_factorize_batches_run_one_by_one():
+    """Batched LAPACK calls of several devices, or several of one program, wait for each other for ever."""
+
+    def cell(key, scale):
+        matrix = jax.random.normal(key, (3, 3))
+        symmetric = scale * (matrix + matrix.T)
+        return {
+            "spectrum": jnp.linalg.eigvalsh(symmetric),
+            "lengths": jnp.linalg.svd(matrix, compute_uv=False),
+        }
+
+    function = program.FunctionCell(cell, {})
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 4))
+    inputs = {"key": keys, "axes": {"scale": jnp.arange(1.0, 5.0)}}
+    plain, mapped = (
+        jax.jit(lambda u, m=m: program.batched(function, None, u, one_by_one=m)) for m in (False, True)
+    )
+    assert program.batched_factorizations(plain.lower(inputs).as_text()) == 2
+    assert program.batched_factorizations(mapped.lower(inputs).as_text()) == 0
+    chosen = program.compile_batched(function, None, inputs, None)
+    arrays, _ = eqx.partition((function, None, inputs), eqx.is_array)
+    found = chosen(arrays)
+    matrices = [np.asarray(jax.random.normal(k, (3, 3))) for k in jax.random.split(jax.random.key(0), 4)]
+    expected = [np.linalg.eigvalsh(s * (a + a.T)) for s, a in zip(range(1, 5), matrices, strict=True)]
+    np.testing.assert_allclose(found["spectrum"], expected, rtol=1e-10, atol=1e-12)
+    assert "while" in chosen.as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4])
+def test_spectra_in_sweeps_over_devices_do_not_hang(tmp_path, devices):
+    finish(start(devices, tmp_path / "out", "spectra"))
+    found = dict(np.load(tmp_path / "out-spectra.npz"))
+    np.testing.assert_allclose(found["spectrum"], found["expected"], rtol=1e-8, atol=1e-10)
+    assert np.all(np.isfinite(found["critic"])) and np.all(np.isfinite(found["gram"]))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("1-memory", "ValueError", "one cell is too large"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("1-error", "OSError", "the disk is gone"),
+                ("0-progress", "ZeroDivisionError", "division by zero"),
+                ("0-interrupt", "KeyboardInterrupt", ""),
+                ("1-interrupt", "KeyboardInterrupt", ""),
+            )
+        ),
+    ],
+)
+def test_an_error_of_one_process_ends_both(tmp_path, how, kind, words):
+    """Whatever happens to one process, the other hears of it, with the message, within 30 seconds."""
+    port = free_port()
+    finish(*(start(1, tmp_path / "out", "failing", how, number, port) for number in (0, 1)))
+    told = [(tmp_path / f"out-{number}.txt").read_text().split(" ", 2) for number in (0, 1)]
+    failed = int(how[0])
+    assert told[failed][2].startswith(kind) and words in told[failed][2]
+    assert f"on process {failed}: {kind}" in told[1 - failed][2] and words in told[1 - failed][2]
+    since = max(float(begun) for begun, _, _ in told) if "interrupt" in how else float(told[failed][1])
+    assert all(abs(float(ended) - since) < 30 for _, ended, _ in told)
+    assert not (tmp_path / "out-store" / ".lock").exists()

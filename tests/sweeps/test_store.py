@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -180,7 +181,7 @@ def test_foreign_and_damaged_directories_are_left_alone(tmp_path):
     run(tmp_path / "run")
     damaged = next((tmp_path / "run" / "chunks").glob("*.zarr"))
     shutil.rmtree(damaged / "energy")
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(StoreError, match="is damaged"):
         run(tmp_path / "run")
 
 
@@ -319,6 +320,95 @@ def helper(width):
 
 def uses_a_helper(key, width):
     return helper(width)
+
+
+@pytest.fixture(scope="module")
+def finished_store(tmp_path_factory):
+    store = tmp_path_factory.mktemp("finished") / "run"
+    run(store, widths=(2, 9), deltas=(0.0,), observe=())
+    return store
+
+
+def edit_node(path, change):
+    node = json.loads(path.read_text())
+    change(node)
+    path.write_text(json.dumps(node))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda n: n["codecs"].append({"name": "numcodecs.pickle", "configuration": {}}), "numcodecs.pickle"),
+        (lambda n: n["codecs"].insert(0, {"name": "vlen-utf8"}), "vlen-utf8"),
+        (lambda n: n.update(data_type="string"), "string"),
+        (lambda n: n.update(data_type={"name": "numpy.datetime64"}), "datetime64"),
+        (lambda n: n.update(shape=[10**13]), "is described as"),
+        (lambda n: n.update(zarr_format=2), "Zarr format 3"),
+        (lambda n: n.update(node_type="group"), "Zarr format 3"),
+        (lambda n: n.update(storage_transformers=[{"name": "x"}]), "must hold numbers"),
+        (lambda n: n.pop("codecs"), "KeyError"),
+    ],
+)
+def test_only_numbers_in_the_codecs_that_are_written_are_read(
+    tmp_path_factory, finished_store, change, named
+):
+    """Anything else is refused before Zarr sees it: a codec is code."""
+    store = tmp_path_factory.mktemp("codecs") / "run"
+    shutil.copytree(finished_store, store)
+    name = sorted(p.stem for p in (store / "chunks").iterdir())[0]
+    edit_node(store / "chunks" / f"{name}.zarr" / "energy" / "zarr.json", change)
+    with pytest.raises(mf.sweeps.StoreError, match=named) as caught:
+        mf.sweeps.load(store)
+    assert f"chunk {name}" in str(caught.value) and "remove" in str(caught.value)
+
+
+def test_a_store_of_zarr_2_with_a_pickle_filter_runs_no_code(tmp_path, finished_store):
+    store, trace = tmp_path / "run", tmp_path / "it ran"
+    shutil.copytree(finished_store, store)
+    chunk = next((store / "chunks").iterdir())
+    shutil.rmtree(chunk)
+    (chunk / "energy").mkdir(parents=True)
+    (chunk / ".zgroup").write_text('{"zarr_format": 2}')
+    record = {"chunk": chunk.stem, "digests": {"energy": "x"}}
+    (chunk / ".zattrs").write_text(json.dumps({"record": record, "digest": "x"}))
+    kind = {"shape": [1], "chunks": [1], "dtype": "|O", "compressor": None, "fill_value": None, "order": "C"}
+    filters = [{"id": "vlen-utf8"}, {"id": "pickle", "protocol": 5}]
+    (chunk / "energy" / ".zarray").write_text(json.dumps(kind | {"filters": filters, "zarr_format": 2}))
+    (chunk / "energy" / "0").write_bytes(pickle.dumps(Payload(trace)))
+    with pytest.raises(mf.sweeps.StoreError, match="is damaged"):
+        mf.sweeps.load(store)
+    assert not trace.exists()
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_damaged_chunk_files_are_named(tmp_path, finished_store):
+    """Every file of a chunk, cut short, overwritten and with bytes changed: the same numbers, or its name."""
+    store = tmp_path / "run"
+    shutil.copytree(finished_store, store)
+    whole = mf.sweeps.load(store)
+    chunk = sorted((store / "chunks").iterdir())[0]
+    rng = np.random.default_rng(0)
+    refused = 0
+    for path in sorted(p for p in chunk.rglob("*") if p.is_file()):
+        raw = path.read_bytes()
+        changed = bytearray(raw)
+        changed[rng.integers(len(raw))] ^= int(rng.integers(1, 256))
+        for broken in (raw[: len(raw) // 2], b"", b"\xff" * len(raw), b"{}", bytes(changed)):
+            path.write_bytes(broken)
+            try:
+                assert mf.sweeps.load(store).identical(whole)
+            except mf.sweeps.StoreError as problem:
+                refused += 1
+                assert f"chunk {chunk.stem}" in str(problem) and f"remove {chunk}" in str(problem)
+        path.write_bytes(raw)
+    assert refused > 35 and mf.sweeps.load(store).identical(whole)
 
 
 def test_descriptions_follow_parameters_helpers_and_constants(monkeypatch):

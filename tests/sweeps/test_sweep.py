@@ -43,7 +43,7 @@ CASES = {
         {"t1": 1.0, "ts": 3, "solver": Sliding(), "step": 0.05},
     ),
     "planar": (mf.planar("sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
-    "radial": (mf.radial(), LINE, None, {"t1": 1.0, "ts": 3}),
+    "radial": (mf.radial(), LINE, None, {"t1": 1.0, "ts": 3, "rtol": 1e-7}),
     "lifted": (mf.lifted("sqrt"), LINE, ENDS, {"steps": 40, "every": 20, "step": mf.KernelStep(0.3, 5)}),
     "lifted sliding": (mf.lifted("one"), LINE, ENDS, {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05}),
     "full": (mf.full("sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),

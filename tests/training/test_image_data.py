@@ -123,3 +123,48 @@ def test_crop_and_flip(key):
     np.testing.assert_array_equal(
         np.sort(crop_and_flip(key, jnp.asarray(images), 0).ravel()), np.sort(images.ravel())
     )
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_batch_that_would_run_code_is_refused(tmp_path):
+    trace = tmp_path / "it ran"
+    for seed, name in enumerate(["train", "test"]):
+        batch = {b"data": random_bytes(seed, 3, 3072), b"fine_labels": Payload(trace)}
+        (tmp_path / name).write_bytes(pickle.dumps(batch))
+    with pytest.raises(ValueError, match="only numpy arrays are read"):
+        cifar(tmp_path, 100)
+    assert not trace.exists()
+
+
+def test_damaged_files_are_named(tmp_path):
+    """Files that are cut, or have bytes changed, are read as they are or refused with ValueError and their name."""
+    rng = np.random.default_rng(0)
+    whole = {b"data": random_bytes(0, 2, 3072), b"fine_labels": [1, 2]}
+    (tmp_path / "test").write_bytes(pickle.dumps(whole))
+    (tmp_path / "train").write_bytes(pickle.dumps(whole))
+    write_idx(tmp_path / "images.gz", random_bytes(1, 4, 3, 2), compress=True)
+    readers = {"train": lambda path: cifar(path.parent, 100), "images.gz": read_idx}
+    for name, read in readers.items():
+        path = tmp_path / name
+        raw = path.read_bytes()
+        refused = 0
+        for case in range(40):
+            broken = bytearray(raw[: rng.integers(len(raw))] if case % 2 else raw)
+            for _ in range(3 * (1 - case % 2)):
+                broken[rng.integers(min(len(raw), 90))] = rng.integers(256)
+            path.write_bytes(bytes(broken))
+            try:
+                read(path)
+            except ValueError as problem:
+                refused += 1
+                assert name in str(problem)
+        assert refused >= 20
+        path.write_bytes(raw)
+        read(path)

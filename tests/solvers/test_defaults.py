@@ -1,0 +1,62 @@
+"""What ``solve`` does when solver and step are left to it: by the model, and with an error that is measured."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meanflow as mf
+from meanflow import activations
+from meanflow.flows.observables import displacement
+from meanflow.solvers import defaults
+
+X = jnp.linspace(-1.0, 1.0, 6)
+LINE = mf.Dataset(X, jnp.sin(5 * X), weights="sum")
+PLANE = mf.Dataset(jax.random.normal(jax.random.key(0), (12, 2)), jnp.sin(jnp.arange(12.0)))
+
+
+def test_the_model_decides():
+    line, plane = mf.canonical().init(jax.random.key(0), 4), mf.vanilla().init(jax.random.key(0), 4, dim=2)
+
+    def chosen(flow, cloud, data, solver=None, step=None, adaptive=False):
+        method = defaults.choose(flow.bind(data), cloud, data, solver, step, adaptive)
+        return type(method.solver).__name__, type(method.rule).__name__, method.order
+
+    assert chosen(mf.vanilla("tanh"), plane, PLANE) == ("Tsit5", "NoneType", None)
+    assert chosen(mf.canonical(), line, LINE) == ("Sliding", "KernelStep", 2)
+    assert chosen(mf.canonical(), line, LINE, step=0.1) == ("Sliding", "ConstantStep", None)
+    assert chosen(mf.canonical(), line, LINE, adaptive=True) == ("Tsit5", "NoneType", None)
+    rough = mf.vanilla(lambda z: jnp.maximum(z, 0) ** 2 + jnp.minimum(z, 0))  # a kink that no motion knows
+    assert chosen(rough, plane, PLANE) == ("Heun", "KernelStep", 1)
+
+
+@pytest.mark.parametrize("name", sorted(activations.NAMED))
+def test_kinks_are_seen(name):
+    assert activations.has_kink(activations.NAMED[name]) == (name in ("relu", "leaky_relu", "abs"))
+
+
+def test_the_measured_error_is_the_error():
+    """Against steps fifty times shorter; half the measured error to twice that, far from 0."""
+    flow = mf.canonical()
+    cloud = flow.init(jax.random.key(0), 20)
+    run = mf.solve(flow, cloud, LINE, 5.0, ts=3)
+    truth = mf.solve(flow, cloud, LINE, 5.0, ts=3, solver="sliding", step=mf.KernelStep(0.005))
+    error = float(displacement(flow, run.final, truth.final))
+    assert 1e-6 < error < 2e-3
+    assert 0.5 < float(run.stats["error"]) / error < 2
+    quiet = mf.solve(flow, cloud, LINE, 5.0, ts=3, measure_error=False)
+    assert "error" not in quiet.stats
+    np.testing.assert_array_equal(quiet.energy, run.energy)
+
+
+def test_a_run_by_default_is_resumed_and_compiled():
+    flow = mf.vanilla(lambda z: jnp.maximum(z, 0) ** 2 + jnp.minimum(z, 0))
+    cloud = flow.init(jax.random.key(0), 4, dim=2)
+    half = mf.solve(flow, cloud, PLANE, 1.0)
+    rest = mf.solve(flow, half.final, PLANE, 1.5, state=half.state)
+    assert "error" in half.stats
+    assert "error" not in rest.stats
+    assert float(rest.energy[-1]) < float(half.energy[-1])
+    inside = jax.jit(lambda cloud: mf.solve(flow, cloud, PLANE, 1.0))(cloud)
+    assert "error" not in inside.stats
+    np.testing.assert_allclose(inside.energy, half.energy, rtol=1e-9)
