@@ -22,8 +22,8 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from meanflow import _checks
 from meanflow._checks import array, count, either, instance, number, optional
 from meanflow.flows import equation
-from meanflow.flows.normalized import BatchNormed
 from meanflow.flows.flow import FLOW, Flow
+from meanflow.flows.normalized import BatchNormed
 from meanflow.geometry import omega
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import DATA, Dataset
