@@ -95,7 +95,8 @@ class Feature(eqx.Module):
         """Return how neurons move while the residual is frozen; the sliding solver needs it."""
         raise ValueError(
             f"solver='sliding' needs a feature that defines motion(problem), got {type(self).__name__}; "
-            "the univariate ReLU flows have one. Use a diffrax solver, or fixed steps such as KernelStep"
+            "vanilla flows with relu, leaky_relu or abs and the univariate ReLU flows have one (a FrozenMotion). Use a "
+            "diffrax solver, or fixed steps such as KernelStep"
         )
 
     def kernel(
@@ -261,6 +262,21 @@ class TwoLayer(Feature):
         a = cloud.particles.a
         # alpha = m is the mean itself: nothing to multiply, and clouds of infinite width have no m
         return a if self.scaling.kind == "m" else self.scaling.ratio(cloud) * a
+
+    def motion(self, problem: "Problem") -> "FrozenMotion":
+        """Return the exact motion of (a, b) between the hyperplanes of the samples, for one output."""
+        if problem.chart.base.particles.a.ndim > 1:
+            raise ValueError(
+                "solver='sliding' needs one output: with k outputs neurons do not move in planes between kinks, got "
+                f"particles.a of shape {problem.chart.base.particles.a.shape}; use fixed steps of diffrax.Heun()"
+            )
+        from meanflow.flows.kinks.two_layer import TwoLayerMotion
+
+        return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
+
+    def inputs(self, x: jax.Array) -> jax.Array:
+        """Return what b is multiplied with: x, or (x, 1) with a bias."""
+        return jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1) if self.bias else x
 
     def has_kinks(self) -> bool:
         """Say whether the slope of the activation jumps."""

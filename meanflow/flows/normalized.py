@@ -1,6 +1,6 @@
 """Two-layer features under batch norm: phi = a s(scale bb . (x - mean) + shift) with bb = b / |b|_S."""
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import equinox as eqx
 import jax
@@ -9,13 +9,17 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow.activations import Activation
-from meanflow.flows.features import TwoLayer
+from meanflow.flows.features import Feature, TwoLayer
 from meanflow.geometry import omega
 from meanflow.geometry.lifts import norms
 from meanflow.geometry.space import BatchNormManifold, Invariant, Space
 from meanflow.measures.cloud import BatchNormNeurons, Cloud, Neurons
 from meanflow.measures.dataset import Dataset
 from meanflow.measures.scaling import Scaling
+
+if TYPE_CHECKING:
+    from meanflow.flows.motion import FrozenMotion
+    from meanflow.flows.problem import Problem
 
 
 class BatchNormed(TwoLayer):
@@ -169,6 +173,10 @@ class BatchNormed(TwoLayer):
             return turned + (plain * pre_x) @ (right * pre_z).T + plain @ right.T
 
         return self._join(cloud, (value_x, value_z), inner, outputs)
+
+    def motion(self, problem: "Problem") -> "FrozenMotion":
+        """Raise ValueError: between kinks these neurons have no closed form."""
+        return Feature.motion(self, problem)
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""

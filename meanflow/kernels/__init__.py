@@ -16,7 +16,11 @@ from meanflow.kernels.empirical.ntk import empirical_ntk as empirical_ntk
 from meanflow.kernels.empirical.operator import ntk_operator as ntk_operator
 from meanflow.kernels.empirical.plan import ntk_plan as ntk_plan
 from meanflow.kernels.empirical.spectra import spectrum as spectrum
+from meanflow.kernels.expansion import taylor_expand as taylor_expand
+from meanflow.kernels.gaussian import gp_posterior as gp_posterior
 from meanflow.kernels.infinite.mean_field import infinite_ntk as infinite_ntk
 from meanflow.kernels.infinite.mean_field import nngp as nngp
 from meanflow.kernels.infinite.mean_field import order_parameters as order_parameters
+from meanflow.kernels.infinite.wide import wide_inputs as wide_inputs
+from meanflow.kernels.recorder import KernelRecorder as KernelRecorder
 from meanflow.kernels.regime import kernel_flow as kernel_flow
