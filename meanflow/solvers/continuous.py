@@ -196,16 +196,17 @@ def solve(
     settings = _settings(method.solver, rule, clock)
     if state is not None:
         check_resumed(state, settings, data)
+    backward = ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint
     options = SolveOptions(
         t0=start,
         t1=end,
         ts=times,
         observe=observables.resolve(observe, flow, data),
-        solver=method.solver,
+        solver=method.solver.prepared(backward) if isinstance(method.solver, FlowSolver) else method.solver,
         rule=rule,
         rtol=scalar(RTOL if rtol is None else rtol, dtype),
         atol=scalar(ATOL if atol is None else atol, dtype),
-        adjoint=ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint,
+        adjoint=backward,
         steady=None if steady is None else scalar(steady, dtype),
         settings=settings,
         clock=clock,
