@@ -10,9 +10,10 @@ from meanflow import _checks, activations
 from meanflow._checks import array, flag, function, number, optional
 from meanflow._matrices import matrix
 from meanflow.activations import ACTIVATION, Activation
-from meanflow.flows.features import BatchNormed, TwoLayer
+from meanflow.flows.features import TwoLayer
 from meanflow.flows.flow import ALPHA, Flow, make_flow
 from meanflow.flows.losses import LOSS, Loss, LossFunction
+from meanflow.flows.normalized import BatchNormed
 from meanflow.geometry.neurons import LayerRates, SignedSphere
 from meanflow.geometry.space import BatchNormManifold, Space
 from meanflow.measures import laws
@@ -130,7 +131,11 @@ def spherical(
     )
 
 
-STATISTICS = {"mean": optional(array((None,))), "covariance": optional(matrix(definite=True))}
+def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
+    return _two_layer_laws(dim) | {"scale": laws.constant(1.0), "shift": laws.constant(0.0)}
+
+
+STATISTICS = {"mean": optional(array((None,))), "covariance": optional(matrix()), "affine": flag}
 
 
 @_checks.arguments(**MODEL, **STATISTICS)
@@ -140,6 +145,7 @@ def batchnorm(
     mean: Float[ArrayLike, " d"] | None = None,
     covariance: Float[ArrayLike, "d d"] | None = None,
     *,
+    affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
     regularizer: Penalty | None = None,
@@ -152,7 +158,11 @@ def batchnorm(
     Args:
         activation, loss, alpha, centered, regularizer, strength: as in ``vanilla``.
         mean: (d,) population mean, or None: that of the data.
-        covariance: (d, d) population covariance S, or None: that of the data (1/N).
+        covariance: (d, d) population covariance S, or None: that of the data (1/N). It may be singular (constant
+            inputs, fewer samples than dimensions); then the part of b in its null space stands still.
+        affine: neurons ``BatchNormNeurons(a, b, scale, shift)`` with a trainable scale and shift of the normalized
+            preactivation, as in a layer: a s(scale t + shift). |b_i| is still conserved, and with ReLU so is
+            |a|^2 - scale^2 - shift^2.
 
     Statistics of the data are frozen by ``flow.bind(data)``; ``energy``, ``velocity`` and the solvers bind implicitly.
 
@@ -161,7 +171,7 @@ def batchnorm(
     True
     """
     statistics = _arrays(mean, covariance)
-    feature = BatchNormed(activations.resolve(activation), *statistics, raw=True, scaling=Scaling(alpha))
+    feature = BatchNormed(activations.resolve(activation), *statistics, True, Scaling(alpha), affine)
     return make_flow(
         feature,
         Space(),
@@ -170,7 +180,7 @@ def batchnorm(
         centered=centered,
         regularizer=regularizer,
         strength=strength,
-        laws=_two_layer_laws,
+        laws=_affine_laws if affine else _two_layer_laws,
     )
 
 
@@ -181,6 +191,7 @@ def batchnorm_manifold(
     mean: Float[ArrayLike, " d"] | None = None,
     covariance: Float[ArrayLike, "d d"] | None = None,
     *,
+    affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
     regularizer: Penalty | None = None,
@@ -192,13 +203,17 @@ def batchnorm_manifold(
     ``geometry.lift`` go from raw clouds to these and back. It needs the covariance before clouds can be drawn on
     Omega: ``flow.bind(data).init(key, width, dim=d)``. Arguments are those of ``batchnorm``.
 
+    With ``affine`` the metric is da^2 + c^2 G + dscale^2 + dshift^2. If the covariance S is singular, Omega lies in the
+    range of S and c = |P b| with P the projector on it, which the flow conserves too; the training data must lie in
+    mean + range(S). Off that plane the network is the raw one without the null part of b.
+
     >>> import jax, jax.numpy as jnp, meanflow as mf
     >>> flow = mf.batchnorm_manifold("tanh", mean=jnp.zeros(2), covariance=jnp.eye(2))
     >>> flow.init(jax.random.key(0), 4, dim=2).labels.round(6).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
     statistics = _arrays(mean, covariance)
-    feature = BatchNormed(activations.resolve(activation), *statistics, raw=False, scaling=Scaling(alpha))
+    feature = BatchNormed(activations.resolve(activation), *statistics, False, Scaling(alpha), affine)
     space = BatchNormManifold(statistics[1])
     return make_flow(
         feature,
@@ -208,7 +223,7 @@ def batchnorm_manifold(
         centered=centered,
         regularizer=regularizer,
         strength=strength,
-        laws=_two_layer_laws,
+        laws=_affine_laws if affine else _two_layer_laws,
     )
 
 

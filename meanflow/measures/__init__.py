@@ -2,6 +2,7 @@
 
 from meanflow.measures import laws as laws
 from meanflow.measures.cloud import Affine as Affine
+from meanflow.measures.cloud import BatchNormNeurons as BatchNormNeurons
 from meanflow.measures.cloud import Cloud as Cloud
 from meanflow.measures.cloud import Neurons as Neurons
 from meanflow.measures.cloud import Polar as Polar

@@ -26,6 +26,18 @@ class Neurons(NamedTuple):
     b: Float[Array, "*batch m d"]
 
 
+class BatchNormNeurons(NamedTuple):
+    """Two-layer neurons with a trainable batch norm, a * s(scale * t + shift) with t = b . (x - mean) / |b|_S.
+
+    ``a`` (m,) or (m, k), ``b`` (m, d), ``scale`` (m,) and ``shift`` (m,). On the batch-norm manifold ``b`` is b-bar.
+    """
+
+    a: Float[Array, "*batch_m_and_k"]
+    b: Float[Array, "*batch m d"]
+    scale: Float[Array, "*batch m"]
+    shift: Float[Array, "*batch m"]
+
+
 class Polar(NamedTuple):
     """Univariate ReLU neurons r * relu(x cos(theta) + sin(theta)): ``r`` (m,), ``theta`` (m,)."""
 

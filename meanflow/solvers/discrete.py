@@ -308,10 +308,8 @@ def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data
         raise ValueError(f"batch_size must be at most the number of points {data.size}, got {batch_size}")
     if key is None:
         raise ValueError("key must be a PRNG key when batch_size is given, got None")
-    if statistics == "batch" and data.x.ndim == 2 and batch_size <= data.x.shape[1]:
-        raise ValueError(
-            f"batch_size must exceed d = {data.x.shape[1]} for batch statistics, got {batch_size}"
-        )
+    if batch_size == 1 and statistics == "batch":
+        raise ValueError("batch_size must be at least 2 for statistics of each batch, got 1")
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,8 +25,8 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from meanflow import _checks
 from meanflow._checks import array, count, either, instance, number, optional
 from meanflow.flows import equation
-from meanflow.flows.features import BatchNormed
 from meanflow.flows.flow import FLOW, Flow
+from meanflow.flows.normalized import BatchNormed
 from meanflow.geometry import omega
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import DATA, Dataset
@@ -161,8 +161,10 @@ def evolve(
     """
     if data.x.ndim != 2 or data.x.shape[1] != 2:
         raise ValueError(f"x must have shape (n, 2) for the Eulerian view, got {data.x.shape}")
-    if not isinstance(flow.feature, BatchNormed):
-        raise ValueError(f"flow must be a batch-norm flow, got the feature {type(flow.feature).__name__}")
+    if not isinstance(flow.feature, BatchNormed) or flow.feature.affine:
+        raise ValueError(
+            f"flow must be a batch-norm flow without scale and shift, got the feature {type(flow.feature).__name__}"
+        )
     if flow.scaling.kind != "m" or flow.centered:
         raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
     t1 = jnp.asarray(t1, density.mass.dtype)

@@ -45,7 +45,7 @@ def _sizes(flow: Flow, cloud: Cloud, data: Dataset, start: Cloud) -> dict[str, j
     if feature.bias:
         x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
     first, last = (feature.predict(one, data.x) for one in (start, cloud))
-    turn = x @ (feature.directions(cloud) - feature.directions(start)).T
+    turn = x @ (cloud.particles.b - start.particles.b).T
     return {
         "output": jnp.mean(first**2),
         "change": jnp.mean((last - first) ** 2),
@@ -67,7 +67,7 @@ def coordinate_check(
     """Fit how f_0, the change of f and the change of b . x grow with the width, on the clock on which f moves alike.
 
     Args:
-        flow: a two-layer flow.
+        flow: a two-layer flow without batch norm.
         data: training data.
         widths: at least two widths.
         seeds: number of random starts of each width.
@@ -80,8 +80,10 @@ def coordinate_check(
     >>> sorted(found.slopes)
     ['change', 'output', 'preactivation']
     """
-    if not isinstance(flow.feature, TwoLayer):
-        raise ValueError(f"flow must be a two-layer flow, got the feature {type(flow.feature).__name__}")
+    if type(flow.feature) is not TwoLayer:
+        raise ValueError(
+            f"flow must be a vanilla two-layer flow, got the feature {type(flow.feature).__name__}"
+        )
     known = np.asarray(sorted({int(w) for w in widths}))
     if known.size < 2:
         raise ValueError(f"widths must hold at least two different widths, got {list(widths)}")

@@ -25,5 +25,5 @@ def test_slopes_in_the_width(alpha, slopes):
 def test_bad_requests_are_refused():
     with pytest.raises(ValueError, match="at least two different widths"):
         mf.sweeps.coordinate_check(mf.vanilla("tanh"), DATA, widths=[8, 8])
-    with pytest.raises(ValueError, match="must be a two-layer flow"):
+    with pytest.raises(ValueError, match="must be a vanilla two-layer flow"):
         mf.sweeps.coordinate_check(mf.canonical(), mf.Dataset([0.0, 1.0], [0.0, 1.0]), widths=[8, 16])
