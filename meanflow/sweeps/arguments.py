@@ -29,7 +29,7 @@ Numbers: TypeAlias = Sequence[float] | Float[ArrayLike, "k"]
 Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
 AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
 
-TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
+TRACED_SETTINGS = ("step", "rtol", "atol", "steady", "temperature", "reaction")
 STATIC_SETTINGS = (
     "solver",
     "optimizer",

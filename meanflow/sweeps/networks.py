@@ -103,7 +103,7 @@ class Sweep(Plan):
         (group,) = (g for g in self.groups if index in g.cells)
         values = self.grid.at(index)
         inputs = {"cloud": self.cloud(**cell), "axes": {n: values[n] for n in self._traced(group)}}
-        if self._has_batches():
+        if self._draws():
             inputs["key"] = self._batch_key(values)
         return self.cell(group).solution(jax.tree.map(jnp.asarray, self._data(index)), inputs)
 
@@ -157,7 +157,7 @@ class Sweep(Plan):
         inputs["axes"] = {name: numbers([v[name] for v in values]) for name in self._traced(group)}
         if self.room is not None:
             inputs["data"] = clouds.stack_data([self._data(cell) for cell in cells], self.room)
-        if self._has_batches():
+        if self._draws():
             inputs["key"] = np.stack([np.asarray(self._batch_key(v)) for v in values])
         return inputs
 
@@ -190,7 +190,7 @@ class Sweep(Plan):
         }
         if self.room is not None:
             inputs["data"] = join([self._data(cell, changed).pad(self.room) for cell in group.cells])
-        if self._has_batches():
+        if self._draws():
             with jax.ensure_compile_time_eval():
                 inputs["key"] = jnp.stack([self._batch_key(v) for v in values])
         return inputs
@@ -261,8 +261,10 @@ class Sweep(Plan):
             flow = self._flow_at(self.grid.at(first))
             check_fit(flow.begin(cloud), cloud, jax.tree.map(jnp.asarray, self._data(first)))
 
-    def _has_batches(self) -> bool:
-        return "batch_size" in self.settings or "batch_size" in self.taken["solver"]
+    def _draws(self) -> bool:
+        """Whether runs draw minibatches or noise, and need a key of their own."""
+        given = {*self.settings, *self.taken["solver"]}
+        return bool(given & {"batch_size", "temperature"})
 
     def _traced(self, group: Group) -> list[str]:
         fixed = dict(group.fixed)
