@@ -23,56 +23,60 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from meanflow import _checks
 from meanflow._numerics import iterate
 from meanflow.kernels.batchnorm import jacobian_apply, normalize
+from meanflow.kernels.gaussian import MATRIX, Gaussian, as_matrix, check_shapes
+from meanflow.kernels.loss_flow import Loss, LossFlow, cross_entropy, from_dual
 
 
 class KernelFlow(eqx.Module):
     """Training under a fixed kernel, in closed form; ``kernel_flow`` makes one.
 
     All methods take ``times``: times of gradient flow, or numbers of steps if there is a ``learning_rate``. ``times``
-    may have any shape, which is the leading shape of the result.
+    may have any shape, which is the leading shape of the result; infinity is the end of training. With a kernel
+    (n, n, k, k) there are N = n k modes, else N = n, which all outputs share.
 
     Attributes:
-        rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (n,). In mode i the residual decays as exp(-rates[i] t),
+        rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (N,). In mode i the residual decays as exp(-rates[i] t),
             or as (1 - learning_rate rates[i])^steps.
-        modes: its orthonormal eigenvectors in columns, (n, n).
-        weights: q, (n,).
-        residual: f(0) - y, (n,).
-        target: y, (n,).
+        modes: its orthonormal eigenvectors in columns, (N, N).
+        weights: q, (N,).
+        residual: f(0) - y, (n,) or (n, k).
+        target: y, (n,) or (n, k).
         learning_rate: of gradient descent; None for gradient flow.
     """
 
-    rates: Float[Array, " n"]
-    modes: Float[Array, "n n"]
-    weights: Float[Array, " n"]
-    residual: Float[Array, " n"]
-    target: Float[Array, " n"]
+    rates: Float[Array, " N"]
+    modes: Float[Array, "N N"]
+    weights: Float[Array, " N"]
+    residual: Float[Array, "n *k"]
+    target: Float[Array, "n *k"]
     learning_rate: Float[Array, ""] | None = None
 
     def _aligned(self, times: Real[ArrayLike, "..."]) -> tuple[Array, Array]:
-        """Return rates (1, ..., n) and times (..., 1), ready to be combined."""
+        """Return rates (1, ..., N) and times (..., 1), ready to be combined."""
         t = jnp.asarray(times, self.rates.dtype)
         return self.rates.reshape((1,) * t.ndim + (-1,)), t[..., None]
 
-    def _combine(self, spectral: Float[Array, "*times n"]) -> Float[Array, "*times n"]:
+    def _combine(self, spectral: Float[Array, "*times N"]) -> Float[Array, "*times N c"]:
         """Multiply the initial residual by ``spectral`` in each mode, and return to sqrt(weights) x samples."""
-        row = (1,) * (spectral.ndim - 1) + (-1,)
-        return (spectral * self.coefficients().reshape(row)) @ self.modes.T
+        coefficients = self.coefficients().reshape((1,) * (spectral.ndim - 1) + (self.rates.shape[0], -1))
+        return jnp.einsum("ij,...jc->...ic", self.modes, spectral[..., None] * coefficients)
 
-    def _decay(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+    def _decay(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N"]:
         """Return what is left of the residual in each mode."""
         rates, t = self._aligned(times)
         if self.learning_rate is None:
-            return jnp.exp(-rates * t)
+            moves = rates > 0  # 0 x infinity is not a number
+            return jnp.where(moves, jnp.exp(-jnp.where(moves, rates, 1.0) * t), 1.0)
         # sign and modulus apart: a power of a negative base with a float exponent is NaN
         factor = 1 - self.learning_rate * rates
         odd = jnp.where((t % 2 == 1) & (factor < 0), -1.0, 1.0)
         return odd * jnp.abs(factor) ** t
 
-    def _gain(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
+    def _gain(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N"]:
         """Return (1 - decay) / rate in each mode, and its limit, the time itself, where the rate is 0."""
         rates, t = self._aligned(times)
         if self.learning_rate is None:
-            lost, still = -jnp.expm1(-rates * t), t
+            lost, still = -jnp.expm1(-rates * jnp.where(jnp.isinf(t), 0.0, t)), t
         else:
             # where steps are short, 1 - (1 - eta rate)^k loses digits that expm1 keeps
             short = self.learning_rate * rates < 0.5
@@ -80,84 +84,144 @@ class KernelFlow(eqx.Module):
             gentle = -jnp.expm1(t * jnp.log1p(-safe))
             lost, still = jnp.where(short, gentle, 1 - self._decay(times)), self.learning_rate * t
         moves = rates > 0
-        return jnp.where(moves, lost / jnp.where(moves, rates, 1.0), still)
+        gain = jnp.where(moves, lost / jnp.where(moves, rates, 1.0), still)
+        return jnp.where(jnp.isinf(t), self._inverse().reshape(rates.shape), gain)
 
-    def coefficients(self) -> Float[Array, " n"]:
-        """Return the initial residual in each mode; the squares sum to twice the loss."""
-        return self.modes.T @ (jnp.sqrt(self.weights) * self.residual)
+    def _inverse(self) -> Float[Array, " N"]:
+        """Return the gain at the end of training; modes at rounding level stay untrained."""
+        floor = self.rates[0] * self.rates.shape[0] * jnp.finfo(self.rates.dtype).eps
+        kept = self.rates > floor
+        return jnp.where(kept, 1 / jnp.where(kept, self.rates, 1.0), 0.0)
 
-    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
-        """Return f at the training points, shape times.shape + (n,)."""
+    def coefficients(self) -> Float[Array, "N *c"]:
+        """Return the initial residual in each mode, (N,), or (N, k) if outputs share the modes.
+
+        The squares sum to twice the loss.
+        """
+        columns = self.residual.reshape(self.rates.shape[0], -1)
+        found = self.modes.T @ (jnp.sqrt(self.weights)[:, None] * columns)
+        return found[:, 0] if found.shape[1] == 1 else found
+
+    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return f at the training points, shape times.shape + y.shape."""
         scaled = self._combine(self._decay(times))
-        row = (1,) * (scaled.ndim - 1) + (-1,)
-        return self.target.reshape(row) + scaled / jnp.sqrt(self.weights).reshape(row)
+        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
+        left = (scaled / root).reshape(jnp.shape(times) + self.target.shape)
+        return self.target.reshape((1,) * jnp.ndim(times) + self.target.shape) + left
 
     def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
         """Return the loss, shape times.shape."""
         decay = self._decay(times)
-        row = (1,) * (decay.ndim - 1) + (-1,)
-        return 0.5 * jnp.sum((decay * self.coefficients().reshape(row)) ** 2, axis=-1)
+        row = self.coefficients().reshape((1,) * (decay.ndim - 1) + (self.rates.shape[0], -1))
+        return 0.5 * jnp.sum((decay[..., None] * row) ** 2, axis=(-2, -1))
 
-    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times n"]:
-        """Return the dual coefficients beta, shape times.shape + (n,): f(z) = f_0(z) + K(z, x) beta."""
+    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
         scaled = self._combine(self._gain(times))
-        return -scaled * jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 1) + (-1,))
+        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
+        return -(scaled * root).reshape(jnp.shape(times) + self.target.shape)
 
-    def dual_limit(self) -> Float[Array, " n"]:
-        """Return the dual coefficients of the end of training, (n,); modes at rounding level stay untrained."""
-        floor = self.rates[0] * self.rates.shape[0] * jnp.finfo(self.rates.dtype).eps
-        kept = self.rates > floor
-        inverse = jnp.where(kept, 1 / jnp.where(kept, self.rates, 1.0), 0.0)
-        return -self._combine(inverse) * jnp.sqrt(self.weights)
+    def dual_limit(self) -> Float[Array, "n *k"]:
+        """Return the dual coefficients of the end of training, y.shape; modes at rounding level stay untrained."""
+        return self.dual(jnp.inf)
 
     def at(
-        self, cross: Float[Array, "S n"], start: Float[Array, " S"], times: Real[ArrayLike, "..."]
-    ) -> Float[Array, "*times S"]:
-        """Return f at other points z, shape times.shape + (S,), from ``cross`` = K(z, x) and ``start`` = f_0(z)."""
-        moved = self.dual(times) @ cross.T
-        return start.reshape((1,) * (moved.ndim - 1) + (-1,)) + moved
+        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
+    ) -> Float[Array, "*times_S_k"]:
+        """Return f at other points z, shape times.shape + start.shape.
+
+        Args:
+            cross: K(z, x), (S, n), or (S, n, k, k).
+            start: f_0(z), (S,) or (S, k).
+            times: times or numbers of steps.
+        """
+        return from_dual(self.dual(times), cross, start)
+
+    def ensemble(
+        self,
+        cross: Float[Array, "S n ..."],
+        prior: tuple[Float[Array, "n n ..."], Float[Array, "S n ..."], Float[Array, "S S ..."]],
+        times: Real[ArrayLike, "..."],
+    ) -> Gaussian:
+        """Return mean and covariance at other points z over networks that start at random and are then trained.
+
+        The start is Gaussian with mean zero, so the flow must have been made with start = 0, and with covariance P, the
+        NNGP kernel. With A(t) = K(z, x) G(t), f_t(z) = f_0(z) - A (f_0(x) - y) gives
+
+            mean = A y,   covariance = P(z, z) - A P(x, z) - (A P(x, z))' + A P(x, x) A'.
+
+        Args:
+            cross: K(z, x), (S, n), or (S, n, k, k).
+            prior: P(x, x), P(z, x), P(z, z), each between points, or also between outputs.
+            times: times or numbers of steps; infinity for the end of training.
+
+        Returns:
+            ``Gaussian``: mean times.shape + (S,) or (S, k), and covariance times.shape + (S, S).
+        """
+        size = self.rates.shape[0] // self.target.shape[0]
+        at_x, between, at_z = (as_matrix(jnp.asarray(p), size if p.ndim == 2 else 1) for p in prior)
+        root = jnp.sqrt(self.weights)
+        spectral = self._gain(times)
+        factor = as_matrix(jnp.asarray(cross), size if cross.ndim == 2 else 1) @ (root[:, None] * self.modes)
+        # A = K(z, x) Q^(1/2) V gain V' Q^(1/2)
+        response = jnp.einsum("sm,...m,nm->...sn", factor, spectral, root[:, None] * self.modes)
+        shared = jnp.einsum("...sn,un->...su", response, between)
+        spread = jnp.einsum("...sn,nm,...um->...su", response, at_x, response)
+        start = jnp.zeros((cross.shape[0], *self.target.shape[1:]), self.rates.dtype)
+        whole = at_z.reshape((1,) * (shared.ndim - 2) + at_z.shape)
+        return Gaussian(self.at(cross, start, times), whole - shared - jnp.swapaxes(shared, -1, -2) + spread)
 
 
-def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, " n"]) -> Float[Array, " n"]:
+def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, "n *k"]) -> Float[Array, " n"]:
     """Return the weights q as an array, 1/n each by default."""
     if weights is None:
-        return jnp.full(y.shape, 1.0 / y.shape[0], y.dtype)
-    weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape)
+        return jnp.full(y.shape[:1], 1.0 / y.shape[0], y.dtype)
+    weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape[:1])
     _checks.at_least("weights", weights, 0.0, strict=True)
     return weights
 
 
+OUTPUTS = _checks.array((None,), (None, None))
+
+
 @_checks.arguments(
-    kernel=_checks.array((None, None)),
-    start=_checks.array((None,)),
-    y=_checks.array((None,)),
+    kernel=MATRIX,
+    start=OUTPUTS,
+    y=OUTPUTS,
     weights=_checks.optional(_checks.array((), (None,))),
     learning_rate=_checks.optional(_checks.number(above=0)),
+    loss=_checks.either(_checks.choice("squared", "cross_entropy"), _checks.function),
 )
 def kernel_flow(
-    kernel: Float[ArrayLike, "n n"],
-    start: Float[ArrayLike, " n"],
-    y: Float[ArrayLike, " n"],
+    kernel: Float[ArrayLike, "n n ..."],
+    start: Float[ArrayLike, "n *k"],
+    y: Float[ArrayLike, "n *k"],
     *,
     weights: Real[ArrayLike, "..."] | None = None,
     learning_rate: Real[ArrayLike, ""] | None = None,
-) -> KernelFlow:
+    loss: str | Loss = "squared",
+) -> KernelFlow | LossFlow:
     """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
 
     This predicts wide plain networks. It does not predict networks with batch norm on the output at any width, not even
     with their own kernel, because that kernel depends on f, which moves by O(1): see ``linearized_batchnorm``.
 
     Args:
-        kernel: K (n, n) at the training points, symmetric positive semi-definite.
-        start: f(0), (n,).
-        y: targets, (n,).
+        kernel: K (n, n) at the training points, symmetric positive semi-definite, the same for each of k outputs; or
+            (n, n, k, k), as ``empirical_ntk`` gives it.
+        start: f(0), (n,) or (n, k).
+        y: targets, (n,) or (n, k).
         weights: q_j > 0, default 1/n; a number stands for all.
         learning_rate: of gradient descent, whose time is the number of steps. None: gradient flow.
+        loss: "squared", in closed form. "cross_entropy" of softmax(f) with the probabilities y (n, k), or any function
+            (outputs, target) -> number of one sample, by an ODE solver; for gradient flow only.
 
     Returns:
         A ``KernelFlow``: called with times (or numbers of steps) it gives f at the training points, shape
-        times.shape + (n,); ``.at(cross, start, times)`` gives f elsewhere, ``.loss(times)`` the loss, ``.dual(times)``
-        and ``.dual_limit()`` the coefficients of kernel sections.
+        times.shape + y.shape; ``.at(cross, start, times)`` gives f elsewhere, ``.loss(times)`` the loss,
+        ``.dual(times)`` and ``.dual_limit()`` the coefficients of kernel sections, and ``.ensemble(cross, prior,
+        times)`` mean and covariance over random starts. For other losses than the squared one a ``LossFlow``, which
+        has the first four.
 
     >>> import jax.numpy as jnp
     >>> flow = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0)
@@ -167,10 +231,19 @@ def kernel_flow(
     >>> descent(jnp.arange(3))[:, 0].tolist()
     [0.0, 0.5, 0.75]
     """
-    matrix, first, target = jnp.asarray(kernel), jnp.asarray(start), jnp.asarray(y)
-    _checks.shape("kernel", matrix, (target.shape[0], target.shape[0]))
+    whole, first, target = jnp.asarray(kernel), jnp.asarray(start), jnp.asarray(y)
+    check_shapes(whole, target)
     _checks.shape("start", first, target.shape)
-    q = _weights(weights, target)
+    matrix, q = as_matrix(whole), _weights(weights, target)
+    if loss != "squared":
+        if learning_rate is not None:
+            raise ValueError('learning_rate must be None unless loss="squared"')
+        if loss == "cross_entropy" and target.ndim != 2:
+            raise ValueError(
+                f'y must be probabilities (n, k) for loss="cross_entropy", got shape {target.shape}'
+            )
+        return LossFlow(matrix, first, target, q, cross_entropy if isinstance(loss, str) else loss)
+    q = jnp.repeat(q, matrix.shape[0] // target.shape[0])
     root = jnp.sqrt(q)
     rates, modes = jnp.linalg.eigh(root[:, None] * matrix * root[None, :])
     rates = jnp.maximum(rates, 0.0)  # rounding may leave -1e-17, and such a mode would grow in time

@@ -261,6 +261,7 @@ class Trainer:
         progress: bool | None = None,
         checkpoint: str | Path | None = None,
         config: Mapping[str, object] | None = None,
+        hook: Callable[[int, Network], object] | None = None,
     ) -> tuple[TrainState, Record]:
         """Train until ``epochs`` epochs are done in all, and record each.
 
@@ -271,6 +272,8 @@ class Trainer:
             progress: show a progress bar; by default only on a terminal.
             checkpoint: file to which the state is saved after each epoch.
             config: settings that are stored with the checkpoint.
+            hook: called as ``hook(epoch, network)`` after each epoch, and before the first one of all, with the network
+                in inference, on the host; for instance ``kernels.KernelRecorder``. Not for ensembles.
 
         Returns:
             The final state, and a record of arrays by name, whose leading axis counts the epochs run now: epoch,
@@ -283,8 +286,12 @@ class Trainer:
         rows = data.train_x.shape[1 if self.ensemble else 0]
         if rows < self.batch:
             raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
+        if hook is not None and self.ensemble:
+            raise ValueError("hook must be None for an ensemble: it is called with a single network")
         x, y, test_x, test_y = (jnp.asarray(u) for u in data)
         first = int(np.ravel(current.epoch)[0])
+        if hook is not None and first == 0:
+            hook(0, self.network(current))
         records: list[Record] = []
         for epoch in _ticker(range(first, epochs), progress):
             old = current
@@ -295,6 +302,8 @@ class Trainer:
             if self.watch is not None:
                 record |= self._shift(self._compare(old, current, x, y))
             records.append(jax.tree.map(np.asarray, record))
+            if hook is not None:
+                hook(epoch + 1, self.network(current))
             if checkpoint is not None:
                 save_state(checkpoint, current, config)
         names = records[0] if records else {}

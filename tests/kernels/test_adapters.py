@@ -213,7 +213,9 @@ def test_haiku_style():
         return h if rng is None else h * jax.random.bernoulli(rng, 0.5, h.shape)
 
     exact = np.einsum("ti,si,cd->tscd", X[:, 0], X[:, 0], np.eye(4))
-    ours = kernels.empirical_ntk(*kernels.from_haiku(transformed, w), X[:, 0])
+    apply, _ = kernels.from_haiku(transformed, w)
+    np.testing.assert_allclose(jax.jit(apply)(w, X[:, 0]), X[:, 0] @ w, rtol=1e-12)
+    ours = kernels.empirical_ntk(apply, w, X[:, 0])
     np.testing.assert_allclose(ours, exact, rtol=1e-12)
     key = jax.random.key(5)
     mask = np.asarray(jax.random.bernoulli(key, 0.5, (1, 4)))[0]

@@ -169,7 +169,7 @@ def test_batch_norm_against_explicit_jacobian(hidden, output, outputs, key):
     graph, _, rest = nnx.split(model, nnx.Param, ...)
     trained = lambda p: nnx.merge(graph, p, rest, copy=True)(x)
     exact = explicit(trained, params)  # flax's own training mode
-    for method, chunk in (("jacobian", None), ("products", 4)):
+    for method, chunk in (("jacobian", None), ("products", 4), ("structured", 4)):
         kernel = jax.jit(
             lambda p, x, m=method, c=chunk: kernels.empirical_ntk(
                 apply, p, x, stats="batch", method=m, chunk=c
@@ -279,12 +279,6 @@ class TestCoupling:
         declared = jax.jit(lambda b: kernel(b, "frozen"))(0.3)
         np.testing.assert_allclose(declared, kernel(0.3, None), rtol=1e-12)
 
-    def test_structured_needs_free_samples(self, key):
-        x = jax.random.normal(key, (6, 3))
-        params = {"w": jnp.ones(3), "gamma": jnp.array(1.0)}
-        with pytest.raises(ValueError, match="do not depend on each other"):
-            kernels.empirical_ntk(self.norm, params, x, stats="batch", method="structured")
-
 
 def test_structured_falls_back_parameter_by_parameter(key):
     """Shared, scaled, transposed and element-wise parameters, each in a way the trace must get right."""
@@ -318,7 +312,7 @@ def test_plan_speaks_and_refuses(key):
     x = jax.random.normal(key, (20, 3))
     plan = kernels.ntk_plan(apply, params, x)
     assert plan.method == "structured" and "structured" in plan.reason
-    assert kernels.ntk_plan(apply, params, x, stats="batch").method in ("jacobian", "products")
+    assert kernels.ntk_plan(apply, params, x, stats="batch").coupled
     with pytest.raises(ValueError, match="ntk_operator"):
         kernels.empirical_ntk(apply, params, x, limit=1000)
     with pytest.raises(ValueError, match="Jacobian takes"):

@@ -17,6 +17,7 @@ from meanflow.kernels.empirical.modules import (
     Apply,
     Batch,
     ByValue,
+    Function,
     Normalized,
     Outputs,
     Params,
@@ -35,7 +36,7 @@ if (
 Model: TypeAlias = Callable[[Batch], Outputs]
 
 
-class NnxFunction(eqx.Module):
+class NnxFunction(Function):
     """An NNX module as a function of (params, batch), the same to jit for all modules of one structure.
 
     ``statistics`` replaces those of its normalization layers in training mode: a dict from the path of a layer to the

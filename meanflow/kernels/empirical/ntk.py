@@ -13,9 +13,19 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical import structured
-from meanflow.kernels.empirical.coupling import FIXED, kernel_maps, uncoupled_maps
+from meanflow.kernels.empirical.cost import Block
+from meanflow.kernels.empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels.empirical.plan import LIMIT, OPTIONS, plan_for
+from meanflow.kernels.empirical.plan import (
+    LIMIT,
+    OPTIONS,
+    block_of,
+    coupled_layout,
+    free_layout,
+    one_sample,
+    plan_once,
+    traces,
+)
 
 
 @_checks.arguments(**OPTIONS)
@@ -50,17 +60,19 @@ def empirical_ntk(
         chunk: rows t computed at a time (any number; the result does not depend on it, since coupled
             functions are always linearized on the whole batch). Chosen from ``limit`` by default.
         method: "jacobian" forms both Jacobians; "products" computes one vector-Jacobian and one Jacobian-vector
-            product a row; "structured" multiplies Gram matrices of dense layers, with Jacobians only for other
-            parameters, and needs uncoupled samples; "auto" takes the cheapest that fits (``ntk_plan`` says which and
-            why).
+            product a row; "structured" finds every product of a parameter in the trace of ``apply`` and takes,
+            parameter by parameter, Gram matrices or that layer's Jacobian; "auto" takes the cheapest that
+            fits (``ntk_plan`` says which and why).
         limit: the most bytes that the computation may take, 4 GiB by default.
 
     Returns:
         The kernel in the dtype of the outputs.
 
-    Cost, P parameters, b bytes a number. Time: jacobian T S C^2 P; products T S C P (coupled: 3 T^2 C P
-    each); structured (T + S) P + T S (sum of widths) C^2. Memory: the kernel b T S C^2; jacobian b S C P
-    beside it; products b chunk C P; structured b (T + S) C (sum of widths).
+    Cost, P parameters, F operations a forward pass of one sample, b bytes a number. Time: jacobian
+    (T + S) C F + T S C^2 P; products T S C F; structured (T + S) C F and for each parameter the less of T S C^2 P
+    and T S p^2 (k + C o), for a product of k inputs and o outputs at p positions ("trace": C in place of C^2).
+    Memory: the kernel b T S C^2; jacobian b (T + S) C P beside it; products b chunk C P; structured b (T + S) times
+    C P or p (k + C o).
 
     Raises:
         ValueError: for a coupled function without ``stats``, unknown names, or memory above ``limit``.
@@ -70,9 +82,8 @@ def empirical_ntk(
     [[1.0, 1.0], [1.0, 2.0]]
     """
     left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
-    maps = kernel_maps(apply, params, left, right, stats)
-    plan = plan_for(maps, params, left, outputs, chunk, method, limit)
-    return _evaluate(apply, params, left, right, stats, outputs, plan.method, plan.chunk)
+    plan = plan_once(apply, params, left, right, stats, outputs, chunk, method, limit)
+    return _evaluate(apply, params, left, right, stats, outputs, plan.method, plan.chunk, chunk, limit)
 
 
 @eqx.filter_jit
@@ -84,7 +95,9 @@ def _evaluate(
     stats: str | None,
     outputs: str,
     method: str,
-    chunk: int,
+    rows: int,
+    chunk: int | None,
+    limit: int,
 ) -> Float[Array, "T S ..."]:
     """Compute the kernel by ``method``, compiled once for every shape."""
     # The caller has probed the function outside of jit: here one that needs no statistics is known to be uncoupled.
@@ -92,54 +105,105 @@ def _evaluate(
         maps = uncoupled_maps(apply, x, z)
     else:
         maps = kernel_maps(apply, params, x, z, stats)
-    # integer leaves are constants: they have no gradient
-    moving, still = eqx.partition(params, eqx.is_inexact_array)
-    whole = lambda p: eqx.combine(p, still)
-    left = lambda p: maps.left(whole(p))
-    right = lambda p: maps.right(whole(p))
-    shape = jax.eval_shape(left, moving).shape[1:]
-    single = None
-    if maps.single is not None:
-        per_sample = maps.single
-        single = lambda p, batch: per_sample(whole(p), batch)
-    diagonal = outputs != "full"
+    shape = jax.eval_shape(maps.left, params).shape[1:]
     if method == "structured":
-        assert single is not None  # plan_for refuses the method otherwise
-        kernel = _structured(single, moving, x, z, chunk, diagonal)
+        kernel = structured_kernel(maps, params, x, z, outputs, chunk, limit)
     else:
-        other = x if z is None else z
-        kernel = _rows(left, right, single, moving, x, other, method, chunk, diagonal)
-    if outputs == "trace":
-        return jnp.sum(kernel, axis=2)
-    return kernel.reshape(kernel.shape[:2] + (shape if diagonal else shape + shape))
+        # integer leaves are constants: they have no gradient
+        moving, still = eqx.partition(params, eqx.is_inexact_array)
+        whole = lambda p: eqx.combine(p, still)
+        single = None
+        if maps.single is not None:
+            one = one_sample(maps, params, x)
+            single = lambda p, sample: one(whole(p), sample)
+        sides = (lambda p: maps.left(whole(p))), (lambda p: maps.right(whole(p)))
+        kernel = _plain(*sides, single, moving, x, z, method, rows, outputs)
+    kept = {"full": shape + shape, "diagonal": shape, "trace": ()}[outputs]
+    return kernel.reshape(kernel.shape[:2] + kept)
 
 
-def _structured(
-    single: Apply,
-    params: Params,
+def structured_kernel(
+    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, outputs: str, chunk: int | None, limit: int
+) -> Float[Array, "T S ..."]:
+    """Sum the shares of all parameters, each by the cheaper contraction; (T, S), (T, S, C) or (T, S, C, C)."""
+    leaves = [a for a in jax.tree.leaves(params) if eqx.is_inexact_array(a)]
+    left, right = traces(maps, params, x)
+    block = block_of(maps, params, z is None, outputs)
+    if maps.single is not None:
+        return _free_kernel(left, leaves, x, z, block, chunk, limit)
+    plan = coupled_layout(left, right, block, chunk, limit)
+    if not plan.shares:
+        return _zeros(left, block)
+    if z is None:
+        mine = theirs = structured.coupled_factors(left, plan.shares, leaves, block.rows, plan.piece)
+    else:
+        first, second = structured.align(left, right, plan.shares)
+        mine = structured.coupled_factors(left, first, leaves, block.rows, plan.piece)
+        theirs = structured.coupled_factors(right, second, leaves, block.columns, plan.piece)
+    return _all_pairs(*structured.coupled_pairs(mine, theirs), outputs, block.rows, z is None)
+
+
+def _zeros(traced: structured.Traced, block: Block) -> Float[Array, "T S ..."]:
+    """Return the kernel of a function that does not depend on its parameters."""
+    kept = {"full": (block.outputs,) * 2, "diagonal": (block.outputs,), "trace": ()}[block.kept]
+    return jnp.zeros((block.rows, block.columns, *kept), traced.output.dtype)
+
+
+def _free_kernel(
+    traced: structured.Traced,
+    leaves: list[Array],
     x: Batch,
     z: Batch | None,
-    chunk: int,
-    diagonal: bool,
+    block: Block,
+    chunk: int | None,
+    limit: int,
 ) -> Float[Array, "T S ..."]:
-    """Sum Gram products of the parameters that ``structured`` understands and Jacobian products of the rest."""
-    mine, rest = structured.factors(single, params, x)
-    theirs = mine if z is None else structured.factors(single, params, z)[0]
-    if not rest:
-        return structured.contract(mine, theirs, chunk, diagonal)
-    leaves, treedef = jax.tree.flatten(params)
-
-    def partial(some: list[Array], batch: Batch) -> Outputs:
-        full = list(leaves)
-        for i, a in zip(rest, some, strict=True):
-            full[i] = a
-        return single(jax.tree.unflatten(treedef, full), batch)
-
-    some = [leaves[i] for i in rest]
+    """Return the kernel of samples that do not depend on each other."""
+    plan = free_layout(traced, block, chunk, limit)
+    if not plan.shares:
+        return _zeros(traced, block)
+    at = lambda batch: structured.by_pieces(
+        lambda some: structured.factors(traced, plan.shares, leaves, some), batch, plan.piece
+    )
+    if plan.held:
+        left = at(x)
+        return _all_pairs(left, left if z is None else at(z), block.kept, plan.rows, z is None)
     other = x if z is None else z
-    left, right = (lambda p: partial(p, x)), (lambda p: partial(p, other))
-    kernel = _rows(left, right, partial, some, x, other, "jacobian", chunk, diagonal)
-    return structured.contract(mine, theirs, chunk, diagonal) + kernel if mine else kernel
+
+    def rows(some: Batch) -> Array:
+        mine = at(some)
+        columns = lambda batch: jnp.moveaxis(structured.contract(mine, at(batch), block.kept), 1, 0)
+        return jnp.moveaxis(structured.by_pieces(columns, other, plan.rows), 0, 1)
+
+    return structured.by_pieces(rows, x, plan.rows)
+
+
+_BLOCKS = 4  # of a symmetric kernel, of which only those on and below the diagonal are computed
+
+
+def _all_pairs(
+    left: list[structured.Factor],
+    right: list[structured.Factor],
+    outputs: str,
+    rows: int,
+    symmetric: bool,
+) -> Float[Array, "T S ..."]:
+    """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half."""
+    count = jax.tree.leaves(left)[0].shape[0]
+    if not symmetric or rows < count or count < 8 * _BLOCKS:
+        return structured.by_pieces(lambda some: structured.contract(some, right, outputs), left, rows)
+    edges = [count * i // _BLOCKS for i in range(_BLOCKS + 1)]
+    part = lambda tree, start, stop: jax.tree.map(lambda a: a[start:stop], tree)
+    below = [
+        structured.contract(part(left, start, stop), part(right, 0, stop), outputs)
+        for start, stop in zip(edges[:-1], edges[1:], strict=True)
+    ]
+    mirror = (1, 0, 3, 2) if outputs == "full" else (1, 0, 2) if outputs == "diagonal" else (1, 0)
+    lines = []
+    for i, line in enumerate(below):
+        above = [jnp.transpose(b[:, edges[i] : edges[i + 1]], mirror) for b in below[i + 1 :]]
+        lines.append(jnp.concatenate([line, *above], axis=1))
+    return jnp.concatenate(lines)
 
 
 def _flat(outputs: Outputs) -> Float[Array, "T C"]:
@@ -147,65 +211,63 @@ def _flat(outputs: Outputs) -> Float[Array, "T C"]:
     return outputs.reshape(outputs.shape[0], -1)
 
 
-def _jacobian(
-    function: Callable[[Params], Outputs],
-    single: Apply | None,
-    params: Params,
-    x: Batch,
-) -> PyTree[Float[Array, "T C _"]]:
-    """Return a pytree of Jacobians (T, C, size of the parameter)."""
-    if single is None:
-        jacobian = jax.jacrev(lambda p: _flat(function(p)))(params)
-    else:
-        one = lambda p, sample: _flat(single(p, sample[None]))[0]
-        jacobian = jax.vmap(jax.jacrev(one), in_axes=(None, 0))(params, x)
-    return jax.tree.map(lambda j: j.reshape(j.shape[:2] + (-1,)), jacobian)
-
-
-def _rows(
+def _plain(
     left: Callable[[Params], Outputs],
     right: Callable[[Params], Outputs],
     single: Apply | None,
     params: Params,
     x: Batch,
-    z: Batch,
+    z: Batch | None,
     method: str,
     chunk: int,
-    diagonal: bool,
+    outputs: str,
 ) -> Float[Array, "T S ..."]:
-    """Compute K row by row: pull one sample's outputs back to the parameters, then contract with every column."""
+    """Compute K without knowing anything about the network: by both Jacobians, or by products row by row."""
     high = jax.lax.Precision.HIGHEST
-    rows, size = jax.eval_shape(lambda p: _flat(left(p)), params).shape
-    if single is None:
-        outputs, pull = jax.vjp(lambda p: _flat(left(p)), params)
+    if method == "jacobian":
+        mine = _jacobian(left, single, params, x, chunk)
+        theirs = mine if z is None else _jacobian(right, single, params, z, chunk)
+        first, second, out = {
+            "full": ("tc", "sd", "tscd"),
+            "diagonal": ("tc", "sc", "tsc"),
+            "trace": ("tc", "sc", "ts"),
+        }[outputs]
+        pattern = f"{first}p,{second}p->{out}"
+        terms = jax.tree.map(lambda a, b: jnp.einsum(pattern, a, b, precision=high), mine, theirs)
+        return jax.tree.reduce(jnp.add, terms)
+    gradients, items = _gradients(left, single, params, x)
+    _, push = jax.linearize(lambda p: _flat(right(p)), params)
 
-        def gradients(item: Array) -> Params:
-            onehot = (jnp.arange(rows) == item).astype(outputs.dtype)
-            basis = onehot[None, :, None] * jnp.eye(size, dtype=outputs.dtype)[:, None, :]
-            return jax.vmap(lambda c: pull(c)[0])(basis)
+    def row(item: Array) -> Array:
+        kernel = jnp.moveaxis(jax.vmap(push)(gradients(item)), 0, 1)  # (S, C, C)
+        if outputs == "full":
+            return kernel
+        return jnp.diagonal(kernel, axis1=1, axis2=2) if outputs == "diagonal" else jnp.trace(kernel, 0, 1, 2)
 
-        items = jnp.arange(rows)
-    else:
+    return structured.by_pieces(jax.vmap(row), items, chunk)
 
-        def gradients(item: Array) -> Params:
-            return jax.jacrev(lambda p: _flat(single(p, item[None]))[0])(params)
 
-        items = jnp.asarray(x)
+def _gradients(
+    function: Callable[[Params], Outputs], single: Apply | None, params: Params, x: Batch
+) -> tuple[Callable[[Array], Params], Batch]:
+    """Return the map from an item to the gradients (C, ...) of one sample's outputs, and the items of all samples."""
+    if single is not None:
+        return lambda sample: jax.jacrev(lambda p: single(p, sample).reshape(-1))(params), x
+    outputs, pull = jax.vjp(lambda p: _flat(function(p)), params)
+    rows, size = outputs.shape
 
-    if method == "products":
-        _, push = jax.linearize(lambda p: _flat(right(p)), params)
+    def gradients(item: Array) -> Params:
+        onehot = (jnp.arange(rows) == item).astype(outputs.dtype)
+        basis = onehot[None, :, None] * jnp.eye(size, dtype=outputs.dtype)[:, None, :]
+        return jax.vmap(lambda c: pull(c)[0])(basis)
 
-        def row(item: Array) -> Array:
-            kernel = jnp.moveaxis(jax.vmap(push)(gradients(item)), 0, 1)  # (S, C, C)
-            return jnp.diagonal(kernel, axis1=1, axis2=2) if diagonal else kernel
+    return gradients, jnp.arange(rows)
 
-    else:
-        others = _jacobian(right, single, params, z)
-        pattern = "cp,scp->sc" if diagonal else "cp,sdp->scd"
 
-        def row(item: Array) -> Array:
-            mine = jax.tree.map(lambda g: g.reshape(g.shape[0], -1), gradients(item))
-            terms = jax.tree.map(lambda a, b: jnp.einsum(pattern, a, b, precision=high), mine, others)
-            return jax.tree.reduce(jnp.add, terms)
-
-    return jax.vmap(row)(items) if chunk >= rows else jax.lax.map(row, items, batch_size=chunk)
+def _jacobian(
+    function: Callable[[Params], Outputs], single: Apply | None, params: Params, x: Batch, chunk: int
+) -> PyTree[Float[Array, "T C _"]]:
+    """Return a pytree of Jacobians (T, C, size of the parameter), made ``chunk`` rows at a time."""
+    gradients, items = _gradients(function, single, params, x)
+    flat = lambda item: jax.tree.map(lambda g: g.reshape(g.shape[0], -1), gradients(item))
+    return structured.by_pieces(jax.vmap(flat), items, chunk)

@@ -1,19 +1,24 @@
-"""Which method computes a tangent kernel with the fewest operations within the memory that is allowed?
+"""Which method computes a tangent kernel in the least time within the memory that is allowed?
 
-The costs are rough counts for dense layers: P parameters cost 2 P operations a forward pass of one sample. They are
-good enough to choose between methods, which differ by orders of magnitude.
+All counts come from the traced program (``cost``): operations of matrix products and convolutions, and numbers that
+pass through memory. Nothing is compiled.
 """
 
+import collections
+import functools
 import math
+import time
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, Shaped
+from jaxtyping import Array, ArrayLike, Shaped
 
 from meanflow import _checks
-from meanflow.kernels.empirical import structured
+from meanflow.kernels.empirical import cost, structured
+from meanflow.kernels.empirical.cost import Block, Cost
 from meanflow.kernels.empirical.coupling import STATS, KernelMaps, kernel_maps
 from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params, batch
 
@@ -29,8 +34,9 @@ class NtkPlan(NamedTuple):
         method: "jacobian", "products" or "structured".
         chunk: rows of the kernel computed at a time.
         coupled: whether samples are treated as depending on each other.
-        flops: rough count of floating point operations, for each method that applies.
-        bytes: rough peak memory beside parameters and inputs, for each method that applies.
+        flops: count of floating point operations in products, for each method.
+        bytes: peak memory beside parameters and inputs, for each method.
+        seconds: estimated time on this machine, for each method.
         reason: the choice in words.
     """
 
@@ -39,27 +45,8 @@ class NtkPlan(NamedTuple):
     coupled: bool
     flops: dict[str, float]
     bytes: dict[str, float]
+    seconds: dict[str, float]
     reason: str
-
-
-class _Sizes(NamedTuple):
-    """T rows, S columns, C outputs a sample, P parameters, and bytes of one number."""
-
-    rows: int
-    columns: int
-    outputs: int
-    parameters: int
-    item: int
-
-
-def _sizes(maps: KernelMaps, params: Params) -> _Sizes:
-    """Read all sizes off the shapes, without computing a number."""
-    left, right = jax.eval_shape(maps.left, params), jax.eval_shape(maps.right, params)
-    for name, out in (("x", left), ("z", right)):
-        if not isinstance(out, jax.ShapeDtypeStruct) or out.ndim < 1:
-            raise ValueError(f"apply must return one array (samples, ...), got {out} at {name}")
-    count = sum(math.prod(np.shape(a)) for a in jax.tree.leaves(params))
-    return _Sizes(left.shape[0], right.shape[0], math.prod(left.shape[1:]), count, left.dtype.itemsize)
 
 
 # How a kernel is to be computed; the same for ``ntk_plan`` and ``empirical_ntk``.
@@ -91,7 +78,8 @@ def ntk_plan(
 ) -> NtkPlan:
     """Return the method, chunk and cost that ``empirical_ntk`` with these arguments would use.
 
-    All arguments are those of ``empirical_ntk``. No kernel is computed.
+    All arguments are those of ``empirical_ntk``. No kernel is computed; one small matrix product tells how fast this
+    machine is.
 
     >>> import jax.numpy as jnp
     >>> apply = lambda p, x: jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) @ p[2]
@@ -100,93 +88,308 @@ def ntk_plan(
     'structured'
     """
     left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
-    maps = kernel_maps(apply, params, left, right, stats)
-    return plan_for(maps, params, left, outputs, chunk, method, limit)
+    plan, total = _plan(apply, params, left, right, stats, outputs, chunk, method, limit)
+    rate = _rate(jnp.result_type(*jax.tree.leaves(params)).name)
+    return plan._replace(seconds={name: c.total / rate for name, c in total.items()})
+
+
+@functools.cache
+def _rate(dtype: str) -> float:
+    """Return the operations per second of a matrix product of this dtype on this machine, measured once."""
+    size = 512
+    with jax.ensure_compile_time_eval():
+        square = jnp.ones((size, size), dtype)
+        product = jax.jit(jnp.matmul)
+        jax.block_until_ready(product(square, square))
+        best = math.inf
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(product(square, square))
+            best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+_Planned = tuple[NtkPlan, dict[str, Cost]]
+_PLANS: collections.OrderedDict[object, _Planned] = collections.OrderedDict()
+
+
+def _plan(
+    apply: Apply | Normalized,
+    params: Params,
+    x: Batch,
+    z: Batch | None,
+    *options: object,
+) -> _Planned:
+    """Probe the function and plan, or return the plan of the same function, shapes and options."""
+    key = _key((apply, params, x, z), options)
+    if key is not None and key in _PLANS:
+        _PLANS.move_to_end(key)
+        return _PLANS[key]
+    stats, outputs, chunk, method, limit = options
+    maps = kernel_maps(apply, params, x, z, stats)  # type: ignore[arg-type]
+    planned = plan_for(maps, params, x, z, outputs, chunk, method, limit)  # type: ignore[arg-type]
+    if key is not None:
+        _PLANS[key] = planned
+        if len(_PLANS) > 64:
+            _PLANS.popitem(last=False)
+    return planned
+
+
+def plan_once(*args: object) -> NtkPlan:
+    """Return the plan for these arguments of ``empirical_ntk``, without times; made once a function and shapes."""
+    return _plan(*args)[0]  # type: ignore[arg-type]
+
+
+def _key(arguments: object, options: tuple[object, ...]) -> object:
+    """Return what decides a plan; None while tracing, or for what cannot be compared."""
+    leaves, structure = jax.tree.flatten(arguments)
+    described = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array | np.ndarray):
+            if isinstance(leaf, jax.Array) and _checks.concrete(leaf[:0] if leaf.ndim else leaf) is None:
+                return None
+            described.append((leaf.shape, leaf.dtype))
+        else:
+            described.append(leaf)
+    key = (structure, tuple(described), options)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+class Layout(NamedTuple):
+    """How the structured method goes about a kernel.
+
+    Attributes:
+        shares: how each parameter's share is computed.
+        rows: rows of the kernel contracted at a time.
+        held: whether the factors of all columns are kept; otherwise they are made anew for every block of rows.
+        piece: samples (for coupled functions: rows of outputs) differentiated at a time.
+        cost: operations and numbers.
+        bytes: peak memory, the kernel included.
+    """
+
+    shares: list[structured.Share]
+    rows: int
+    held: bool
+    piece: int
+    cost: Cost
+    bytes: float
+
+
+def _kept(block: Block) -> int:
+    return {"full": block.outputs**2, "diagonal": block.outputs, "trace": 1}[block.kept]
+
+
+def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
+    """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample."""
+    item, many = traced.output.dtype.itemsize, block.outputs
+    counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
+    plan = structured.shares(
+        traced, lambda size: cost.by_jacobian(block, size).total <= cost.by_gram(block, size).total
+    )
+    taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in traced.sites.values())
+    stored = sum(cost.stored(s.sizes, many, s.mode) for s in plan)
+    passing = 2 * counted.stored + many * (2 * taps + counted.stored / 2) + stored
+    piece = _fit(block.samples, limit / 8, item * passing)
+    held = item * stored * block.samples <= limit / 4
+    wide = [_pairs(s, block) for s in plan]
+    row = item * block.columns * (max(wide, default=0.0) + 2 * _kept(block))
+    rows = chunk if chunk is not None else _fit(block.rows, limit / 8, row)
+    if not held:
+        rows = min(rows, _fit(block.rows, limit / 8, item * stored))
+    rows = min(rows, block.rows)
+    piece = piece if held else min(piece, rows)
+    again = 1.0 if held else 1.0 + math.ceil(block.rows / rows) * block.columns / block.samples
+    total = (counted.forward + counted.backward * many) * block.samples * again
+    for share in plan:
+        both = cost.by_jacobian(block, share.sizes), cost.by_gram(block, share.sizes)
+        total = total + both[0 if share.mode == "jacobian" else 1]
+    samples = block.samples if held else 2 * rows
+    memory = (
+        item * (block.rows * block.columns * _kept(block) + samples * stored + piece * passing) + rows * row
+    )
+    return Layout(plan, rows, held, piece, total, memory)
+
+
+def _pairs(share: structured.Share, block: Block) -> float:
+    """Return the numbers that one share takes for a pair of samples while it is contracted."""
+    groups, positions, _, outputs = share.sizes
+    if share.mode == "jacobian" or groups * positions == 1:
+        return float(_kept(block))
+    if block.kept == "full" and block.outputs > 1:  # one row at a time, whatever the chunk
+        return float(_kept(block))
+    return 2.0 * groups * positions**2 * (block.outputs if block.kept == "diagonal" else 1)
+
+
+def coupled_layout(
+    left: structured.Traced, right: structured.Traced, block: Block, chunk: int | None, limit: int
+) -> Layout:
+    """Lay out the kernel of samples that depend on each other; the traces map whole batches."""
+    item, many = left.output.dtype.itemsize, block.outputs
+    counted = cost.passes(left.analysis.scope.closed.jaxpr, len(left.leaves))
+    rows, columns = block.rows * many, block.columns * many
+    sides = rows if block.symmetric else rows + columns
+    product = block.pairs * (many**2 if block.kept == "full" else many)
+
+    def ways(size: structured.forms.Sizes) -> tuple[Cost, Cost]:
+        groups, positions, inputs, outputs = size
+        entries = groups * inputs * outputs
+        jacobian = Cost(2.0 * (sides * positions * entries + product * entries), 3.0 * sides * entries)
+        spread = groups * positions * outputs
+        gram = Cost(
+            2.0 * (groups * positions**2 * (inputs + columns * outputs) + product * spread),
+            3.0 * sides * spread,
+        )
+        return jacobian, gram
+
+    fits = lambda size: 3 * item * sides * size.groups * size.positions * size.outputs <= limit / 4
+    plan = structured.shares(left, lambda s: ways(s)[0].total <= ways(s)[1].total or not fits(s))
+    taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in left.sites.values())
+    row = item * many * (2 * taps + counted.stored / 2 + _entries(left))
+    piece = chunk if chunk is not None else _fit(block.rows, limit / 8, row)
+    total = counted.forward + counted.backward * sides
+    stored = 0.0
+    for share in plan:
+        total = total + ways(share.sizes)[0 if share.mode == "jacobian" else 1]
+        groups, positions, inputs, outputs = share.sizes
+        stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else 2 * positions)
+    kernel = block.rows * block.columns * _kept(block) * (2 if block.kept == "full" else 1)
+    memory = item * (kernel + stored + 2 * counted.stored) + min(piece, block.rows) * row
+    return Layout(plan, block.rows, True, min(piece, block.rows), total, memory)
+
+
+def _entries(traced: structured.Traced) -> int:
+    return sum(math.prod(traced.leaves[i].shape) for i in traced.used)
+
+
+def _fit(most: int, limit: float, one: float) -> int:
+    """Return how many things of ``one`` byte size fit, at least one and at most ``most``."""
+    return max(1, min(most, int(limit / max(one, 1.0))))
 
 
 def plan_for(
     maps: KernelMaps,
     params: Params,
     x: Batch,
+    z: Batch | None,
     outputs: str,
     chunk: int | None,
     method: str,
     limit: int,
-) -> NtkPlan:
+) -> _Planned:
     """Choose method and chunk for the kernel of ``maps``; the other arguments are those of ``empirical_ntk``."""
-    sizes = _sizes(maps, params)
-    kept = {"full": sizes.outputs**2, "diagonal": sizes.outputs, "trace": 1}[outputs]
-    result = sizes.item * sizes.rows * sizes.columns * kept
+    moving = [a for a in jax.tree.leaves(params) if eqx.is_inexact_array(a)]
+    left, right = traces(maps, params, x)
+    block = block_of(maps, params, z is None, outputs)
+    item = left.output.dtype.itemsize
+    result = item * block.rows * block.columns * _kept(block)
     if result > limit:
         raise ValueError(
             f"the kernel alone takes {result:.3g} bytes, above limit={limit:.3g}; "
             "kernels.ntk_operator multiplies by it without forming it"
         )
     coupled = maps.single is None
-    block = chunk if chunk is not None else _block(sizes, limit, coupled)
-    flops, memory = _costs(maps, params, x, sizes, result, block)
-    if method == "structured" and "structured" not in flops:
-        raise ValueError(
-            'method="structured" needs samples that do not depend on each other; use "jacobian", "products", '
-            "or kernels.batchnorm_ntk for batch norm on the output"
-        )
-    chosen, reason = _choose(method, flops, memory, limit)
-    if chunk is not None:
-        at_a_time = chunk
-    elif chosen == "structured":  # temporaries of a block stay below a quarter of the limit
-        share = limit / 4 / max(3 * sizes.item * sizes.columns * sizes.outputs**2, 1)
-        at_a_time = max(1, min(sizes.rows, int(share)))
-    else:
-        at_a_time = block
-    return NtkPlan(chosen, at_a_time, coupled, flops, memory, reason)
-
-
-def _costs(
-    maps: KernelMaps,
-    params: Params,
-    x: Batch,
-    sizes: _Sizes,
-    result: int,
-    block: int,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Count operations and bytes of every method that applies; ``result`` is the kernel's own bytes."""
-    rows, columns, size, count, item = sizes
-    forward = 2.0 * count  # of one sample, for dense layers
-    # a coupled function is linearized on the whole batch, so that each row's gradient costs T samples
-    pulls = rows * size * (rows if maps.single is None else 1) * 2 * forward
-    flops = {
-        "jacobian": pulls + 2.0 * rows * columns * size**2 * count,
-        "products": pulls + 2.0 * rows * columns * size * forward,
-    }
-    memory = {
-        "jacobian": 2.0 * item * columns * size * count + result,
-        "products": float(2 * item * block * size * count + result),
-    }
-    if maps.single is None:
-        return flops, memory
-    leaves, treedef = jax.tree.flatten(params)
-    _, found = structured.analyze(maps.single, leaves, treedef, x)
-    covered = found.structured()
-    widths = sum(max(np.shape(leaves[i]), default=1) for i in covered)
-    uncovered = [a for i, a in enumerate(leaves) if i not in covered and i in found.uses]
-    rest = sum(math.prod(np.shape(a)) for a in uncovered)
-    flops["structured"] = (
-        (rows + columns) * forward * (1 + size)
-        + 2.0 * rows * columns * widths * (1 + size**2)
-        + rest * 2.0 * rows * columns * size**2
+    layout = (
+        coupled_layout(left, right, block, chunk, limit)
+        if coupled
+        else free_layout(left, block, chunk, limit)
     )
-    memory["structured"] = item * ((rows + columns) * (widths * (1 + size) + rest * size)) + 2.0 * result
-    return flops, memory
+    counted = cost.passes(left.analysis.scope.closed.jaxpr, len(moving))
+    total, memory, at_a_time = _plain(
+        left, counted, block, coupled, sum(a.size for a in moving), chunk, limit
+    )
+    total["structured"], memory["structured"] = layout.cost, layout.bytes
+    chosen, reason = _choose(method, {m: c.total for m, c in total.items()}, memory, limit)
+    rows = (layout.piece if coupled else layout.rows) if chosen == "structured" else at_a_time
+    flops = {m: c.flops for m, c in total.items()}
+    return NtkPlan(chosen, chunk or rows, coupled, flops, memory, {}, reason), total
 
 
-def _choose(method: str, flops: dict[str, float], memory: dict[str, float], limit: int) -> tuple[str, str]:
+def _plain(
+    traced: structured.Traced,
+    counted: cost.Passes,
+    block: Block,
+    coupled: bool,
+    parameters: int,
+    chunk: int | None,
+    limit: int,
+) -> tuple[dict[str, Cost], dict[str, float], int]:
+    """Count the methods that know nothing of the network: operations, memory, and rows that fit at a time."""
+    item, many = traced.output.dtype.itemsize, block.outputs
+    # gradients of convolutions in their parameters, sample by sample, run at a small part of a product's speed
+    slow = Cost(40.0 * counted.convolved) if not coupled else Cost(10.0 * counted.convolved)
+    pull = counted.backward + counted.forward + slow
+    rows, columns = block.rows * many, block.columns * many
+    both = rows if block.symmetric else rows + columns
+    product = 2.0 * block.rows * block.columns * parameters * (many**2 if block.kept == "full" else many)
+    batches = (
+        1.0 if coupled else float(block.columns)
+    )  # a coupled function is evaluated on the whole batch at once
+    total = {
+        "jacobian": pull * both + Cost(product, 3.0 * both * parameters),
+        "products": pull * rows + (counted.forward + counted.forward + slow) * (rows * batches),
+    }
+    kernel = block.rows * block.columns * _kept(block) * (2 if block.kept == "full" else 1)
+    one = item * many * (parameters + 2 * counted.stored + block.columns * many)
+    fitting = chunk if chunk is not None else _fit(block.rows, limit / 8, one)
+    memory = {
+        "jacobian": item * (2.0 * both * parameters + kernel) + min(fitting, block.rows) * one,
+        "products": item * kernel + min(fitting, block.rows) * (one + item * many * counted.stored * batches),
+    }
+    return total, memory, fitting
+
+
+def block_of(maps: KernelMaps, params: Params, symmetric: bool, outputs: str) -> Block:
+    """Read the sizes of a kernel off the shapes of its two functions."""
+    left, right = jax.eval_shape(maps.left, params), jax.eval_shape(maps.right, params)
+    return Block(left.shape[0], right.shape[0], math.prod(left.shape[1:]), outputs, symmetric)
+
+
+def traces(maps: KernelMaps, params: Params, x: Batch) -> tuple[structured.Traced, structured.Traced]:
+    """Return the traces of both sides: of one sample where samples are free, else of the whole batches."""
+    moving, still = eqx.partition(params, eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(moving)
+    whole = lambda some: eqx.combine(jax.tree.unflatten(structure, some), still)
+    if maps.single is None:
+        return (
+            structured.trace(lambda some, _: maps.left(whole(some)), leaves, ()),
+            structured.trace(lambda some, _: maps.right(whole(some)), leaves, ()),
+        )
+    one = one_sample(maps, params, x)
+    traced = structured.trace(lambda some, sample: one(whole(some), sample), leaves, jax.tree.map(_first, x))
+    return traced, traced
+
+
+def _first(batch: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+
+
+def one_sample(maps: KernelMaps, params: Params, x: Batch) -> Apply:
+    """Return (params, sample) -> outputs at that sample, of a function whose samples are free."""
+    single = maps.single
+    assert single is not None
+    wanted = jax.eval_shape(maps.left, params).shape[1:]
+    alone = jax.eval_shape(
+        single, params, jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), x)
+    )
+    # a function that squeezes its outputs loses the axis of a single sample: it gets two equal ones
+    copies = 1 if alone.shape == (1, *wanted) else 2
+    repeat = lambda a: jnp.broadcast_to(a[None], (copies, *a.shape))
+    return lambda p, sample: single(p, jax.tree.map(repeat, sample))[0]
+
+
+def _choose(method: str, total: dict[str, float], memory: dict[str, float], limit: int) -> tuple[str, str]:
     """Return the method and the reason in words; "auto" is resolved, and too large a Jacobian refused."""
     if method == "auto":
-        fitting = {m: f for m, f in flops.items() if memory[m] <= limit}
-        # "products" can always be made to fit, by smaller chunks
-        chosen = min(fitting, key=lambda m: fitting[m]) if fitting else "products"
-        return chosen, (
-            f"{chosen}: fewest operations ({flops[chosen]:.2g}) among methods within {limit:.2g} bytes"
+        fitting = {m: f for m, f in total.items() if memory[m] <= limit}
+        # when nothing fits, the one that comes closest
+        chosen = min(fitting, key=lambda m: fitting[m]) if fitting else min(memory, key=lambda m: memory[m])
+        return (
+            chosen,
+            f"{chosen}: least time ({total[chosen]:.2g} operations) among methods within {limit:.2g} bytes",
         )
     if method == "jacobian" and memory["jacobian"] > limit:
         raise ValueError(
@@ -194,10 +397,3 @@ def _choose(method: str, flops: dict[str, float], memory: dict[str, float], limi
             'method="products" with chunk=, or kernels.ntk_operator'
         )
     return method, f"{method}: asked for"
-
-
-def _block(sizes: _Sizes, limit: int, coupled: bool) -> int:
-    """Return how many rows' gradients, and the activations that carry them, fit in an eighth of the limit."""
-    rows, columns, size, count, item = sizes
-    one = item * size * (count + columns * size + (rows if coupled else 1) * math.isqrt(count + 1))
-    return max(1, min(rows, int(limit / 8 / one)))

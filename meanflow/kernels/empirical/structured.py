@@ -1,368 +1,467 @@
-"""The tangent kernel of dense layers without their Jacobian.
+"""The tangent kernel as a sum over parameters, each by the cheaper of two exact contractions.
 
-For z = H W (+ b) the gradient of output f_t with respect to W is the outer product of H_t and D_t with D = df/dz, so
-K_W[s, t] = (H_s . H_t)(D_s . D_t): two Gram matrices instead of a Jacobian ("BN NTK" eq. A.10). This module finds such
-uses of each parameter in the trace (jaxpr) of any function, adds a zero ("tap") to the outputs of those operations, and
-reads all D as gradients with respect to the taps, in one backward pass a network output. It needs f_t to depend on
-sample t alone.
+With y[g, p, o] = sum_k h[g, p, k] w[g, k, o] (``forms``) and D = df/dy, the gradient J[g, k, o] = sum_p h[g, p, k]
+D[g, p, o] is an outer product at every position, so that the kernel of two samples is either
 
-A parameter is understood if it is used once: in a matrix or vector product with a (T, n) activation, as a bias that is
-added, or as a scale that multiplies; before that it may be transposed, reshaped by axes of length 1 and multiplied by
-scalars. Parameters used in any other way (convolutions, sharing) are returned as ``rest``.
+    <J, J'>                                              in parameter space, or
+    sum over g, p, q of (h_gp . h'_gq) (D_gp . D'_gq)    in sample space ("BN NTK" eq. A.10 for one position).
+
+All D come from one backward pass a network output, through zeros ("taps") added to every y (``sites``). A parameter
+that is used several times has the positions of all its uses, cross terms included. Parameters used in other ways get
+their part of J from the same backward pass.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jaxtyping import Array, ArrayLike, Float, PyTreeDef
+from jaxtyping import Array, Float, Int, PyTree
 
-from meanflow.kernels.empirical.modules import Apply, Batch, Params
+from meanflow.kernels.empirical import forms
+from meanflow.kernels.empirical.sites import Analysis, Site, analyze, evaluate
+
+HIGH = jax.lax.Precision.HIGHEST
+
+Sample: TypeAlias = PyTree  # one sample, or a batch of them, of any structure
+# (leaves of the parameters, sample) -> outputs at that sample
+Function: TypeAlias = Callable[[Sequence[Array], Sample], Float[Array, "..."]]
 
 
-class View(NamedTuple):
-    """A tag of values that are a parameter, seen through transposes, new axes and scalar factors.
+class Jacobian(NamedTuple):
+    """One parameter's gradients at T samples, for C outputs each."""
+
+    value: Float[Array, "T C M"]
+
+
+class Gram(NamedTuple):
+    """One parameter's factors at T samples: J[g, k, o] = sum_p h[g, p, k] D[g, p, o]."""
+
+    activation: Float[Array, "T G P K"]
+    cotangent: Float[Array, "T C G P O"]
+
+
+class Rows(NamedTuple):
+    """The factors of a table whose rows are looked up: J[k, o] = sum_p [row_p = k] D[p, o]."""
+
+    looked: Int[Array, "T P"]
+    cotangent: Float[Array, "T C 1 P O"]
+
+
+Factor: TypeAlias = Jacobian | Gram | Rows
+
+
+class Share(NamedTuple):
+    """How one parameter's share of the kernel is computed.
 
     Attributes:
-        leaf: index of the parameter among the leaves.
-        axes: axes[i] is the parameter's axis shown as axis i of the value, None for an axis along which it is constant.
-        scale: the product of the scalar factors.
+        leaf: the parameter.
+        mode: "jacobian", "gram" or "rows".
+        sites: its products, which agree in the order of the parameter's entries; empty where J needs more than sums.
+        sizes: of all these products together.
     """
 
     leaf: int
-    axes: tuple[int | None, ...]
-    scale: ArrayLike = 1.0
+    mode: str
+    sites: tuple[int, ...]
+    sizes: forms.Sizes
 
 
-class _Batch:
-    """A tag of values that depend on the batch."""
-
-
-BATCH = _Batch()
-
-# None tags values that depend neither on the batch nor on exactly one parameter.
-Tag: TypeAlias = View | _Batch | None
-
-Value: TypeAlias = Any  # in a trace: an array, a tracer, or a literal number of one of JAX's own types
-
-
-@dataclass
-class Site:
-    """One use of one parameter: K += scale^2 (H H') o (D D') with D the cotangent of the tapped value.
+class Traced(NamedTuple):
+    """The trace of a function of (leaves, sample) and what is known about it.
 
     Attributes:
-        leaf: index of the parameter among the leaves.
-        kind: "dense", "bias" or "scale".
-        batch_axis: axis of the value that runs over samples.
-        summed: axes of the value along which the parameter is constant, batch excluded.
-        contracted: axis of the activation that is summed over, in a dense use.
+        analysis: its sites.
+        sites: the active ones by number.
+        leaves: shapes of the parameters.
+        output: shape of the outputs.
+        used: parameters that the outputs depend on, by number.
     """
 
-    leaf: int
-    kind: str
-    batch_axis: int
-    summed: tuple[int, ...] = ()
-    contracted: int = 1
+    analysis: Analysis
+    sites: dict[int, Site]
+    leaves: list[jax.ShapeDtypeStruct]
+    output: jax.ShapeDtypeStruct
+    used: tuple[int, ...]
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers the function returns."""
+        return math.prod(self.output.shape)
 
 
-@dataclass
-class Analysis:
-    """What a trace does with each parameter.
+def trace(function: Function, leaves: Sequence[Array], sample: Sample) -> Traced:
+    """Trace a function and find its sites; arrays may be given by their shapes alone."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
+    closed, output = jax.make_jaxpr(function, return_shape=True)(shapes, sample)
+    analysis = analyze(closed, len(shapes))
+    sites = {s.number: s for s in analysis.sites()}
+    used = set(analysis.direct)
+    for site in sites.values():
+        used |= analysis.roots[site.view.root]
+    return Traced(analysis, sites, shapes, output, tuple(sorted(used)))
+
+
+# (share in parameter space is cheaper) for products of these sizes
+Chooser: TypeAlias = Callable[[forms.Sizes], bool]
+
+
+def shares(traced: Traced, by_jacobian: Chooser) -> list[Share]:
+    """Return how each parameter's share is computed; ``by_jacobian`` decides where both contractions are possible."""
+    analysis, found = traced.analysis, []
+    mixed = set(analysis.direct)
+    for site in traced.sites.values():
+        if site.view.root >= len(traced.leaves):
+            mixed |= analysis.roots[site.view.root]
+    for leaf in traced.used:
+        mine = [s for s in traced.sites.values() if s.view.root == leaf]
+        if leaf in mixed or len({forms.key(s) for s in mine}) != 1:
+            found.append(
+                Share(leaf, "jacobian", (), forms.Sizes(1, 1, 1, math.prod(traced.leaves[leaf].shape)))
+            )
+            continue
+        each = [forms.sizes(s) for s in mine]
+        size = each[0]._replace(positions=sum(s.positions for s in each))
+        numbers = tuple(s.number for s in mine)
+        way = "jacobian" if by_jacobian(size) else "gram"
+        mode = "rows" if mine[0].kind == "gather" else way
+        found.append(Share(leaf, mode, numbers, size))
+    return found
+
+
+def align(left: Traced, right: Traced, plan: Sequence[Share]) -> tuple[list[Share], list[Share]]:
+    """Return the shares of two traces of the same parameters so that their entries are in the same order."""
+    others = {s.leaf: s for s in shares(right, lambda _: True)}
+    mine, theirs = [], []
+    for share in plan:
+        other = others.get(share.leaf, share._replace(sites=()))
+        keys = {forms.key(left.sites[n]) for n in share.sites} | {
+            forms.key(right.sites[n]) for n in other.sites
+        }
+        if share.sites and other.sites and len(keys) == 1:
+            mine.append(share)
+            theirs.append(other._replace(mode=share.mode))
+        else:  # in the parameter's own order
+            mine.append(share._replace(mode="jacobian", sites=()))
+            theirs.append(other._replace(mode="jacobian", sites=()))
+    return mine, theirs
+
+
+class Gradients(NamedTuple):
+    """What the backward pass delivers at one sample.
 
     Attributes:
-        sites: understood uses, by the number of the equation in order of execution.
-        uses: how often each parameter is used.
-        refused: parameters with a use that is not understood.
+        activations: what the parameter is multiplied with at each site.
+        cotangents: D of each site, the C outputs first.
+        direct: gradients of the parameters that are used directly, the C outputs first.
     """
 
-    sites: dict[int, Site] = field(default_factory=dict)
-    uses: dict[int, int] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)
+    activations: dict[int, Array]
+    cotangents: dict[int, Array]
+    direct: dict[int, Array]
 
-    def structured(self) -> set[int]:
-        """Return the parameters whose only use is understood."""
-        found = {s.leaf for s in self.sites.values()}
-        return {i for i in found if self.uses[i] == 1 and i not in self.refused}
-
-
-# (number, equation, values, tags, outputs) -> (outputs, tag of the outputs)
-Visit: TypeAlias = Callable[
-    [int, JaxprEqn, Sequence[Value], Sequence[Tag], list[Value]], tuple[list[Value], Tag]
-]
+    @property
+    def outputs(self) -> int:
+        """How many outputs were pulled back."""
+        return next(iter((*self.cotangents.values(), *self.direct.values()))).shape[0]
 
 
-def _execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-    """Return one equation's outputs. It runs as a trace of its own: only JAX knows how primitives are called."""
-    inputs = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, Literal)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=list(inputs),
-        outvars=list(equation.outvars),
-        eqns=[equation],
-        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, []))(*inputs.values())
+def pullback(
+    traced: Traced, leaves: Sequence[Array], sample: Sample
+) -> tuple[dict[int, Array], Callable[[Array], tuple[dict[int, Array], dict[int, Array]]]]:
+    """Evaluate at one sample; return all activations, and the map from a cotangent of the outputs to D and direct J."""
+    zeros = {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
+
+    def tapped(taps: dict[int, Array], some: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
+        args = [some.get(i, a) for i, a in enumerate(leaves)] + jax.tree.leaves(sample)
+        outs, found = evaluate(traced.analysis.scope, args, taps)
+        return outs[0].reshape(-1), found
+
+    some = {i: leaves[i] for i in sorted(traced.analysis.direct)}
+    _, pull, found = jax.vjp(tapped, zeros, some, has_aux=True)
+    return found, pull
 
 
-def _interpret(
-    closed: ClosedJaxpr, args: Sequence[Value], tags: Sequence[Tag], visit: Visit, count: list[int]
-) -> tuple[list[Value], list[Tag]]:
-    """Evaluate a jaxpr, handing equations to ``visit``; return the outputs and their tags.
+def gradients(traced: Traced, leaves: Sequence[Array], sample: Sample) -> Gradients:
+    """Return the gradients of all outputs at one sample."""
+    found, pull = pullback(traced, leaves, sample)
+    cotangents, direct = jax.vmap(pull)(jnp.eye(traced.outputs, dtype=traced.output.dtype))
+    return Gradients(found, cotangents, direct)
 
-    ``visit`` may change the outputs of an equation and gives them a tag. It does not see operations that only turn one
-    view of a parameter into another. Nested jit calls are entered; other calls are opaque. ``count`` holds the number
-    of the last equation, so that nested calls go on counting.
-    """
-    jaxpr = closed.jaxpr
-    values: dict[Var, Value] = {}
-    kinds: dict[Var, Tag] = {}
 
-    def read(v: Var | Literal) -> tuple[Value, Tag]:
-        return (v.val, None) if isinstance(v, Literal) else (values[v], kinds[v])
+def _site_jacobian(site: Site, activation: Array, cotangents: Array) -> Float[Array, "C G K O"]:
+    """Return J of one site at one sample."""
+    if site.kind == "gather":
+        d = jax.vmap(lambda c: forms.cotangent(site, c))(cotangents)
+        index, d = forms.rows(site, activation, d)
+        table = jnp.zeros((forms.sizes(site).inputs, d.shape[-1]), d.dtype)
+        return jax.vmap(lambda c: table.at[index].add(c[0], mode="drop"))(d)[:, None]
+    h = forms.activation(site, activation)
+    d = jax.vmap(lambda c: forms.cotangent(site, c))(cotangents)
+    return jnp.einsum("gpk,cgpo->cgko", h, d, precision=HIGH)
 
-    for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        values[v], kinds[v] = value, None
-    for v, value, tag in zip(jaxpr.invars, args, tags, strict=True):
-        values[v], kinds[v] = value, tag
-    for equation in jaxpr.eqns:
-        ins = [read(v) for v in equation.invars]
-        operands, operand_tags = [i[0] for i in ins], [i[1] for i in ins]
-        if equation.primitive.name in ("jit", "pjit"):
-            outs, out_tags = _interpret(equation.params["jaxpr"], operands, operand_tags, visit, count)
+
+def _positions(traced: Traced, share: Share, found: Gradients) -> tuple[Array, Array]:
+    """Return h (G, P, K) and D (C, G, P, O) of one sample, the positions of all uses one after the other."""
+    sites = [traced.sites[n] for n in share.sites]
+    h = [forms.activation(s, found.activations[s.number]) for s in sites]
+    d = [jax.vmap(lambda c, s=s: forms.cotangent(s, c))(found.cotangents[s.number]) for s in sites]
+    join = lambda parts, axis: parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+    return join(h, 1), join(d, 2)
+
+
+def _gram(traced: Traced, share: Share, found: Gradients) -> Gram:
+    return Gram(*_positions(traced, share, found))
+
+
+def _rows(traced: Traced, share: Share, found: Gradients) -> Rows:
+    index, cotangents = [], []
+    for n in share.sites:
+        site = traced.sites[n]
+        d = jax.vmap(lambda c, s=site: forms.cotangent(s, c))(found.cotangents[n])
+        i, d = forms.rows(site, found.activations[n], d)
+        index.append(i)
+        cotangents.append(d)
+    return Rows(jnp.concatenate(index), jnp.concatenate(cotangents, axis=2))
+
+
+def _product_jacobian(traced: Traced, share: Share, found: Gradients) -> Jacobian:
+    """Return J of one sample for a parameter that all its sites show in the same order."""
+    parts = [_site_jacobian(traced.sites[n], found.activations[n], found.cotangents[n]) for n in share.sites]
+    total = sum(parts[1:], parts[0])
+    return Jacobian(total.reshape(total.shape[0], -1))
+
+
+def _mixed_jacobians(
+    traced: Traced, leaves: Sequence[Array], wanted: Sequence[int], found: Gradients
+) -> dict[int, Jacobian]:
+    """Return J of one sample for parameters whose uses differ: direct ones, several views, functions of parameters."""
+    total: dict[int, Array] = {i: found.direct[i] for i in wanted if i in found.direct}
+
+    def add(leaf: int, part: Array) -> None:
+        total[leaf] = total[leaf] + part if leaf in total else part
+
+    count, derived = len(traced.leaves), dict[int, Array]()
+    roots: dict[int, jax.ShapeDtypeStruct] = dict(enumerate(traced.leaves))
+    values = lambda some: _derived(traced, some)
+    if any(s.view.root >= count for s in traced.sites.values()):
+        roots |= jax.eval_shape(values, list(leaves))
+    for n, site in traced.sites.items():
+        root = site.view.root
+        if root < count and root not in wanted:
+            continue
+        part = _site_jacobian(site, found.activations[n], found.cotangents[n])
+        part = jax.vmap(lambda j, s=site, r=roots[root]: forms.to_root(s, j, r))(part)
+        if root < count:
+            add(root, part)
         else:
-            count[0] += 1
-            outs = _execute(jaxpr, equation, operands)
-            view = _through(equation, operands, operand_tags)
-            outs, tag = (outs, view) if view else visit(count[0], equation, operands, operand_tags, outs)
-            out_tags = [tag] * len(outs)
-        for v, value, tag in zip(equation.outvars, outs, out_tags, strict=True):
-            values[v], kinds[v] = value, tag
-    finals = [read(v) for v in jaxpr.outvars]
-    return [f[0] for f in finals], [f[1] for f in finals]
+            derived[root] = derived[root] + part if root in derived else part
+    if derived:
+        seen, pull = jax.vjp(values, list(leaves))
+        full = {
+            r: derived[r] if r in derived else jnp.zeros((found.outputs, *a.shape), a.dtype)
+            for r, a in seen.items()
+        }
+        (parts,) = jax.vmap(pull)(full)
+        touched = frozenset().union(*(traced.analysis.roots[r] for r in derived))
+        for leaf in touched & set(wanted):
+            add(leaf, parts[leaf])
+    for leaf in set(wanted) - set(total):  # used in the other trace only
+        shape = (found.outputs, *traced.leaves[leaf].shape)
+        total[leaf] = jnp.zeros(shape, traced.leaves[leaf].dtype)
+    return {i: Jacobian(a.reshape(a.shape[0], -1)) for i, a in total.items()}
 
 
-def _output_shape(equation: JaxprEqn) -> tuple[int, ...]:
-    """Return the shape of an equation's first output."""
-    value: Any = equation.outvars[0].aval  # JAX does not type the shape of abstract values
-    return tuple(value.shape)
+def _derived(traced: Traced, leaves: Sequence[Array]) -> dict[int, Array]:
+    """Return the roots that are functions of parameters alone; they need no sample, so any will do."""
+    closed = traced.analysis.scope.closed
+    rest = closed.jaxpr.invars[len(leaves) :]
+    samples = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in rest]
+    roots: dict[int, Any] = {}
+    evaluate(traced.analysis.scope, [*leaves, *samples], {}, roots)
+    used = {s.view.root for s in traced.sites.values()}
+    return {n: a for n, a in roots.items() if n in used}
 
 
-def _through(equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag]) -> View | None:
-    """Return the view behind an operation that only moves, inserts or rescales axes; None for any other."""
-    name, parameters = equation.primitive.name, equation.params
-    if name in ("mul", "div"):
-        (a, b), (ta, tb) = operands, tags
-        if isinstance(ta, View) and tb is None and np.ndim(b) == 0:
-            return ta._replace(scale=ta.scale * b if name == "mul" else ta.scale / b)
-        if name == "mul" and isinstance(tb, View) and ta is None and np.ndim(a) == 0:
-            return tb._replace(scale=tb.scale * a)
-        return None
-    if len(tags) != 1 or not isinstance(tags[0], View):
-        return None
-    view, shape = tags[0], np.shape(operands[0])
-    out_shape = _output_shape(equation)
-    if name in ("copy", "neg"):
-        return view
-    if name == "convert_element_type":
-        same = operands[0].dtype == parameters["new_dtype"]
-        return view if same else None  # a cast to lower precision is not an isometry
-    if name == "transpose":
-        return view._replace(axes=tuple(view.axes[i] for i in parameters["permutation"]))
-    if name == "broadcast_in_dim":
-        axes: list[int | None] = [None] * len(out_shape)
-        for i, j in enumerate(parameters["broadcast_dimensions"]):
-            axes[int(j)] = view.axes[i] if shape[i] == out_shape[int(j)] else None
-        return view._replace(axes=tuple(axes))
-    if name in ("reshape", "squeeze", "expand_dims"):
-        solid = [(n, a) for n, a in zip(shape, view.axes, strict=True) if n != 1]
-        if [n for n, _ in solid] != [n for n in out_shape if n != 1]:
-            return None
-        remaining = iter(a for _, a in solid)
-        return view._replace(axes=tuple(next(remaining) if n != 1 else None for n in out_shape))
-    return None
+def factors(traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], batch: Sample) -> list[Factor]:
+    """Return every share's factors at the samples of a batch (leading axis of all its arrays).
+
+    Cost: one forward and C backward passes; J costs T G P K O C more operations for each parameter that is in parameter
+    space.
+    """
+    found = jax.vmap(lambda sample: gradients(traced, leaves, sample))(batch)
+    mixed = [s.leaf for s in plan if not s.sites]
+    made = jax.vmap(lambda g: _mixed_jacobians(traced, leaves, mixed, g))(found) if mixed else {}
+    out: list[Factor] = []
+    for share in plan:
+        if not share.sites:
+            out.append(made[share.leaf])
+        elif share.mode == "jacobian":
+            # one sample after the other where J is large: its product then runs at full speed, without copies
+            one = functools.partial(_product_jacobian, traced, share)
+            part = _part(found, share.sites)
+            large = share.sizes.positions > 1 and _size(share.sizes) * traced.outputs > 2**14
+            out.append(jax.lax.map(one, part) if large else jax.vmap(one)(part))
+        else:
+            form = _gram if share.mode == "gram" else _rows
+            out.append(jax.vmap(functools.partial(form, traced, share))(_part(found, share.sites)))
+    return out
 
 
-def _site(equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], samples: int) -> Site | None:
-    """Return the use of a parameter against a batch-dependent value, if it is one of the three we know."""
-    name = equation.primitive.name
-    out_shape = _output_shape(equation)
-    if len(tags) != 2:
-        return None
-    position = 0 if isinstance(tags[0], View) else 1
-    view, other = tags[position], operands[1 - position]
-    if not isinstance(view, View) or tags[1 - position] is not BATCH:
-        return None
-    if name == "dot_general":
-        (left, right), batched = equation.params["dimension_numbers"]
-        mine, theirs = (left, right) if position == 0 else (right, left)
-        plain = batched == ((), ()) and len(mine) == 1 and np.ndim(other) == 2
-        # both axes of the parameter must be present; a vector's only axis is contracted
-        if not plain or None in view.axes or len(view.axes) > 2:
-            return None
-        if np.shape(other)[1 - theirs[0]] != samples:
-            return None
-        batch_axis = 0 if position == 1 or len(view.axes) == 1 else 1
-        return Site(view.leaf, "dense", batch_axis, contracted=int(theirs[0]))
-    kind = {"add": "bias", "sub": "bias", "mul": "scale"}.get(name)
-    if kind is None or len(out_shape) != len(view.axes):
-        return None
-    constant = [i for i, a in enumerate(view.axes) if a is None]
-    over = [i for i in constant if out_shape[i] == samples]
-    if len(over) != 1:  # the batch axis must be told from the others by its length
-        return None
-    return Site(view.leaf, kind, over[0], tuple(i for i in constant if i != over[0]))
+def coupled_factors(
+    traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], rows: int, chunk: int
+) -> list[tuple[Array | None, Array]]:
+    """Return every share's factors for a function that maps the whole batch, whose samples depend on each other.
 
-
-def analyze(
-    apply: Apply, leaves: Sequence[Array], treedef: PyTreeDef, x: Batch
-) -> tuple[ClosedJaxpr, Analysis]:
-    """Return the trace of ``apply`` and what it does with each parameter. No number is computed.
+    Its positions run over the samples too: h is (G, P, K) and D (T, C, G, P, O), that is, D tells how output c of
+    sample t reacts to every position of every sample.
 
     Args:
-        apply: (params, batch) -> outputs, each a function of its own sample.
-        leaves: the leaves of params.
-        treedef: the structure of params.
-        x: batch (T, ...).
-    """
-    function = lambda leaves, x: apply(jax.tree.unflatten(treedef, leaves), x)
-    closed = jax.make_jaxpr(function)(leaves, x)
-    samples = np.shape(x)[0]
-    found = Analysis()
+        traced: the trace of (leaves, nothing) -> outputs (T, ...).
+        plan: how each parameter's share is computed.
+        leaves: the parameters.
+        rows: T.
+        chunk: rows of outputs pulled back at a time.
 
-    def visit(
-        number: int, equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], outs: list[Value]
-    ) -> tuple[list[Value], Tag]:
-        views = [t for t in tags if isinstance(t, View)]
-        for v in views:
-            found.uses[v.leaf] = found.uses.get(v.leaf, 0) + 1
-        site = _site(equation, operands, tags, samples) if len(views) == 1 else None
-        if site is not None:
-            found.sites[number] = site
+    Returns:
+        For each share (h, D) in sample space, (rows looked up, D) for tables, or (None, J (T, C, M)).
+    """
+    found, pull = pullback(traced, leaves, ())
+    each = traced.outputs // rows
+    mixed = [s.leaf for s in plan if not s.sites]
+
+    def some(index: Int[Array, " b"]) -> list[Array]:
+        sample = jax.nn.one_hot(index, rows, dtype=traced.output.dtype)
+        output = jnp.eye(each, dtype=traced.output.dtype)
+        basis = (sample[:, None, :, None] * output[None, :, None, :]).reshape(-1, rows * each)
+        mine = Gradients(found, *jax.vmap(pull)(basis))
+        made = _mixed_jacobians(traced, leaves, mixed, mine) if mixed else {}
+        parts: list[Array] = []
+        for share in plan:
+            if not share.sites:
+                parts.append(made[share.leaf].value)
+            elif share.mode == "jacobian":
+                parts.append(_product_jacobian(traced, share, mine).value)
+            else:
+                form = _gram if share.mode == "gram" else _rows
+                parts.append(form(traced, share, mine).cotangent)
+        return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
+
+    parts = by_pieces(some, jnp.arange(rows), chunk)
+    nothing = Gradients(found, {n: a[None] for n, a in _outs(traced).items()}, {})
+    out: list[tuple[Array | None, Array]] = []
+    for share, part in zip(plan, parts, strict=True):
+        if share.mode == "jacobian":
+            out.append((None, part))
+        elif share.mode == "gram":
+            out.append((_gram(traced, share, nothing).activation, part))
         else:
-            found.refused.update(v.leaf for v in views)
-        return outs, (BATCH if any(t is BATCH for t in tags) else None)
-
-    def run(leaves: Sequence[Array], x: Array) -> list[Value]:
-        tags = [View(i, tuple(range(np.ndim(a)))) for i, a in enumerate(leaves)] + [BATCH]
-        outs, out_tags = _interpret(closed, [*leaves, x], tags, visit, [0])
-        found.refused.update(t.leaf for t in out_tags if isinstance(t, View))  # returned as it is
-        return outs
-
-    jax.eval_shape(run, leaves, x)
-    return closed, found
+            out.append((_rows(traced, share, nothing).looked, part))
+    return out
 
 
-class Factors(NamedTuple):
-    """One site's share of the kernel: K_cd += (H H') o (D_c D_d'), or D_c D_d' alone where H is None.
+def _outs(traced: Traced) -> dict[int, Array]:
+    """Return zeros in place of all D, where only the activations are wanted."""
+    return {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
 
-    Attributes:
-        activation: H (T, n), what a dense parameter is multiplied with; None for biases and scales.
-        cotangent: D (C, T, N), gradients of the C outputs, which include the scale of the parameter's view.
+
+def coupled_pairs(
+    left: Sequence[tuple[Array | None, Array]], right: Sequence[tuple[Array | None, Array]]
+) -> tuple[list[Factor], list[Factor]]:
+    """Turn the factors of coupled functions into plain features: <D, (h h') D'> = <J, J'>."""
+    mine: list[Factor] = []
+    theirs: list[Factor] = []
+    flat = lambda a: Jacobian(a.reshape(a.shape[:2] + (-1,)))
+    for (h, d), (k, e) in zip(left, right, strict=True):
+        mine.append(flat(d))
+        if h is None or k is None:
+            theirs.append(flat(e))
+        elif h.ndim == 1:  # rows of a table
+            same = (h[:, None] == k[None]).astype(e.dtype)
+            theirs.append(flat(jnp.einsum("pq,sdgqo->sdgpo", same, e, precision=HIGH)))
+        else:
+            inner = jnp.einsum("gpk,gqk->gpq", h, k, precision=HIGH)
+            theirs.append(flat(jnp.einsum("gpq,sdgqo->sdgpo", inner, e, precision=HIGH)))
+    return mine, theirs
+
+
+def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree:
+    """Apply a function to ``size`` entries of the leading axis at a time, and put the results together.
+
+    >>> by_pieces(lambda a: 2 * a, jnp.arange(5), 2).tolist()
+    [0, 2, 4, 6, 8]
     """
-
-    activation: Float[Array, "T n"] | None
-    cotangent: Float[Array, "C T N"]
-
-
-def factors(apply: Apply, params: Params, x: Batch) -> tuple[list[Factors], list[int]]:
-    """Return all factors of ``apply`` at (params, x), and the indices of the parameters they do not cover.
-
-    Cost: one forward and C backward passes; memory: activations and their cotangents, O(T sum of widths).
-
-    >>> mine, rest = factors(lambda w, x: x @ w, jnp.ones((2, 1)), jnp.ones((3, 2)))
-    >>> mine[0].activation.shape, mine[0].cotangent.shape, rest
-    ((3, 2), (1, 3, 1), [])
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    closed, found = analyze(apply, leaves, treedef, x)
-    structured = found.structured()
-    sites = {n: s for n, s in found.sites.items() if s.leaf in structured}
-    unused = {i for i in range(len(leaves)) if i not in found.uses and i not in found.refused}
-    rest = [i for i in range(len(leaves)) if i not in structured and i not in unused]
-    scales: dict[int, ArrayLike] = {}
-
-    def tapped(taps: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
-        activations: dict[int, Array] = {}
-
-        def visit(
-            number: int, equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], outs: list[Value]
-        ) -> tuple[list[Value], Tag]:
-            if number in sites:
-                position = 0 if isinstance(tags[0], View) else 1
-                view = tags[position]
-                assert isinstance(view, View)  # that is what makes the equation a site
-                activations[number] = operands[1 - position]
-                scales[number] = view.scale
-                outs = [outs[0] + taps[number]] if number in taps else outs
-            return outs, (BATCH if any(t is BATCH for t in tags) else None)
-
-        tags = [View(i, tuple(range(np.ndim(a)))) for i, a in enumerate(leaves)] + [BATCH]
-        outs, _ = _interpret(closed, [*leaves, x], tags, visit, [0])
-        return outs[0], activations
-
-    shapes: dict[int, jax.ShapeDtypeStruct] = {}
-
-    def record(
-        number: int, equation: JaxprEqn, operands: Sequence[Value], tags: Sequence[Tag], outs: list[Value]
-    ) -> tuple[list[Value], Tag]:
-        if number in sites:
-            shapes[number] = jax.ShapeDtypeStruct(outs[0].shape, outs[0].dtype)
-        return outs, None
-
-    jax.eval_shape(lambda l, x: _interpret(closed, [*l, x], [None] * (len(l) + 1), record, [0])[0], leaves, x)
-    zeros = {n: jnp.zeros(s.shape, s.dtype) for n, s in shapes.items()}
-    outputs, pull, activations = jax.vjp(tapped, zeros, has_aux=True)
-    samples, shape = outputs.shape[0], outputs.shape[1:]
-    size = math.prod(shape)
-    # samples are independent, so one cotangent that is 1 on every sample gives every sample's D
-    basis = jnp.broadcast_to(jnp.eye(size, dtype=outputs.dtype)[:, None, :], (size, samples, size))
-    cotangents = jax.vmap(lambda c: pull(c.reshape(outputs.shape))[0])(basis)
-    return [_factor(sites[n], activations[n], cotangents[n], scales[n]) for n in sorted(sites)], rest
+    count = jax.tree.leaves(tree)[0].shape[0]
+    if size >= count:
+        return function(tree)
+    whole = count // size
+    head = jax.tree.map(lambda a: a[: whole * size].reshape((whole, size) + a.shape[1:]), tree)
+    out = jax.tree.map(lambda a: a.reshape((whole * size,) + a.shape[2:]), jax.lax.map(function, head))
+    if whole * size == count:
+        return out
+    rest = function(jax.tree.map(lambda a: a[whole * size :], tree))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
 
 
-def _factor(site: Site, activation: Array, cotangent: Array, scale: ArrayLike) -> Factors:
-    """Bring one site's activation and cotangents (C, value's shape) into the form (T, n) and (C, T, N)."""
-    if site.kind == "scale":
-        cotangent = cotangent * activation[None]
-    cotangent = jnp.moveaxis(cotangent, 1 + site.batch_axis, 1)
-    moved = [1 + i + (i < site.batch_axis) for i in site.summed]  # those axes' places after the move
-    if moved:
-        cotangent = jnp.sum(cotangent, axis=tuple(moved))
-    flat = cotangent.reshape(cotangent.shape[:2] + (-1,))
-    flat = flat if isinstance(scale, float) and scale == 1.0 else flat * scale
-    if site.kind != "dense":
-        return Factors(None, flat)
-    return Factors(activation if site.contracted == 1 else activation.T, flat)
+def _size(sizes: forms.Sizes) -> int:
+    """Return how many entries the parameter has."""
+    return sizes.groups * sizes.inputs * sizes.outputs
 
 
-def contract(
-    left: Sequence[Factors], right: Sequence[Factors], chunk: int, diagonal: bool
-) -> Float[Array, "T S ..."]:
-    """Sum the Gram products of all sites: (T, S, C, C), or (T, S, C) when only equal outputs are wanted.
+def _part(found: Gradients, sites: Sequence[int]) -> Gradients:
+    """Return what concerns these sites."""
+    return Gradients({n: found.activations[n] for n in sites}, {n: found.cotangents[n] for n in sites}, {})
 
-    Rows are computed ``chunk`` at a time, so that beside the result only chunk x S numbers a site are alive.
-    """
-    high = jax.lax.Precision.HIGHEST
 
-    def row(mine: Sequence[Factors]) -> Array:
-        terms = []
-        for m, r in zip(mine, right, strict=True):
-            pattern = "cn,csn->sc" if diagonal else "cn,dsn->scd"
-            gram = jnp.einsum(pattern, m.cotangent, r.cotangent, precision=high)
-            if m.activation is not None and r.activation is not None:
-                inner = jnp.matmul(r.activation, m.activation, precision=high)
-                gram = gram * inner.reshape((-1,) + (1,) * (gram.ndim - 1))
-            terms.append(gram)
-        return jax.tree.reduce(jnp.add, terms)
+def contract(left: Sequence[Factor], right: Sequence[Factor], outputs: str) -> Float[Array, "T S ..."]:
+    """Sum all shares: (T, S, C, C) for "full", (T, S, C) for "diagonal", (T, S) for "trace"."""
+    terms = [_contract_one(a, b, outputs) for a, b in zip(left, right, strict=True)]
+    total = sum(terms[1:], terms[0])
+    if outputs == "full":
+        return jnp.transpose(total, (0, 2, 1, 3))
+    return jnp.moveaxis(total, 0, 2) if outputs == "diagonal" else total
 
-    # rows first: lax.map walks along the leading axis
-    rows = [Factors(f.activation, jnp.moveaxis(f.cotangent, 1, 0)) for f in left]
-    samples = rows[0].cotangent.shape[0]
-    if chunk >= samples:
-        return jax.vmap(row)(rows)
-    return jax.lax.map(row, rows, batch_size=chunk)
+
+# patterns of the output axes: rows "tc" and columns "sd", and the kernel as it falls out of a product
+_SUMS = {"full": ("tc", "sd", "tcsd"), "diagonal": ("tc", "sc", "cts"), "trace": ("tc", "sc", "ts")}
+
+
+def _contract_one(left: Factor, right: Factor, outputs: str) -> Array:
+    """Return one share as (T, C, S, C), (C, T, S) or (T, S)."""
+    mine, theirs, out = _SUMS[outputs]
+    if isinstance(left, Jacobian):
+        assert isinstance(right, Jacobian)
+        return jnp.einsum(f"{mine}m,{theirs}m->{out}", left.value, right.value, precision=HIGH)
+    assert not isinstance(right, Jacobian)
+    d, e = left.cotangent, right.cotangent
+    groups, positions = d.shape[2], d.shape[3] * e.shape[3]
+    if groups * positions == 1 and isinstance(left, Gram) and isinstance(right, Gram):
+        inner = jnp.einsum("tk,sk->ts", left.activation[:, 0, 0], right.activation[:, 0, 0], precision=HIGH)
+        outer = jnp.einsum(f"{mine}o,{theirs}o->{out}", d[:, :, 0, 0], e[:, :, 0, 0], precision=HIGH)
+        return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
+    if outputs == "full" and d.shape[1] > 1:
+        # with many outputs (h h') D' is smaller than D D'
+        def row(mine: Gram | Rows) -> Array:
+            inner = _inner_products(mine, right)
+            return jnp.einsum("gpsq,sdgqo,cgpo->csd", inner, e, mine.cotangent, precision=HIGH)
+
+        return jax.lax.map(row, left)
+    inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
+    if outputs == "diagonal":
+        outer = jnp.einsum("tcgpo,scgqo->cgtpsq", d, e, precision=HIGH)
+        return jnp.sum(outer * inner[None], axis=(1, 3, 5))
+    outer = jnp.einsum("tcgpo,scgqo->gtpsq", d, e, precision=HIGH)
+    total = jnp.sum(outer * inner, axis=(0, 2, 4))
+    return total[:, None, :, None] if outputs == "full" else total
+
+
+def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
+    """Return h_gp . h'_gq of one sample with many; equality of rows for a table."""
+    if isinstance(one, Rows):
+        assert isinstance(many, Rows)
+        same = one.looked[:, None, None] == many.looked[None]
+        return same[None].astype(one.cotangent.dtype)
+    assert isinstance(one, Gram) and isinstance(many, Gram)
+    return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)

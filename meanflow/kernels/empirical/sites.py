@@ -1,0 +1,473 @@
+"""Where a function uses its parameters, found in its trace (jaxpr), and how it is evaluated with taps at these places.
+
+A *site* is one product of a parameter with something that depends on the sample: y = op(w, h), for op a dot_general, a
+convolution or a lookup of rows. Adding a zero (a "tap") to y and reading the gradient D = df/dy there gives the
+parameter's gradient as a product of h and D, which never has to be formed by the backward pass. Every other use of a
+parameter is *direct*: the ordinary backward pass delivers its gradient, for that parameter alone.
+
+Nested calls and scans are entered, so that a site may lie inside of loops; its values then have one leading axis for
+each loop.
+Functions with derivatives of their own (custom_jvp, custom_vjp) are never entered, since that would change them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jaxtyping import Array
+
+from meanflow import _checks
+
+Value: TypeAlias = Any  # in a trace: an array, a tracer, or a literal number of one of JAX's own types
+
+
+class View(NamedTuple):
+    """A tag of values that are a parameter in other axes, times a number; all its entries are there once.
+
+    Attributes:
+        root: number of the parameter (or of a value made of parameters alone) that is seen.
+        steps: how, one after the other: ("transpose", permutation), ("reshape", shape), ("slice", ()) for the entries
+            along the first axis, one a round of a loop.
+        sliced: for each loop around, whether it slices the root.
+        scale: the product of all numbers that the root was multiplied with.
+    """
+
+    root: int
+    steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    sliced: tuple[bool, ...] = ()
+    scale: float = 1.0
+
+
+class Param(NamedTuple):
+    """A tag of other values that depend on parameters alone: which ones."""
+
+    leaves: frozenset[int]
+
+
+class _Sample:
+    """A tag of values that depend on the sample, or that only the ordinary backward pass understands."""
+
+
+SAMPLE = _Sample()
+
+# None tags constants
+Tag: TypeAlias = View | Param | _Sample | None
+
+
+@dataclass
+class Site:
+    """One product of a parameter with a value that depends on the sample.
+
+    Attributes:
+        number: its place among all sites.
+        equation: the operation.
+        operand: which operand the parameter is.
+        view: how that operand shows the parameter.
+        lengths: of the loops around it, the outermost first.
+        active: False leaves the parameter's gradient to the ordinary backward pass.
+    """
+
+    number: int
+    equation: JaxprEqn
+    operand: int
+    view: View
+    lengths: tuple[int, ...]
+    active: bool = True
+
+    @property
+    def kind(self) -> str:
+        """The operation: "dot_general", "conv_general_dilated" or "gather"."""
+        return self.equation.primitive.name
+
+    @property
+    def out(self) -> jax.ShapeDtypeStruct:
+        """Shape of y in one round of the loops."""
+        y = self.equation.outvars[0]
+        return jax.ShapeDtypeStruct(shape_of(y), _dtype_of(y))
+
+
+@dataclass
+class Scope:
+    """A jaxpr with what is special about its equations, by their place.
+
+    Attributes:
+        closed: the jaxpr.
+        entries: sites, and the scopes of nested calls and loops that are entered.
+        roots: operands (equation, position) that are roots of their own, with their numbers.
+    """
+
+    closed: ClosedJaxpr
+    entries: dict[int, "Site | Scope"] = field(default_factory=dict)
+    roots: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def sites(self) -> Iterator[Site]:
+        """Yield the active sites, in order of execution."""
+        for _, entry in sorted(self.entries.items()):
+            if isinstance(entry, Scope):
+                yield from entry.sites()
+            elif entry.active:
+                yield entry
+
+
+@dataclass
+class Analysis:
+    """What a trace does with each parameter.
+
+    Attributes:
+        scope: the trace.
+        roots: the parameters that each root depends on; the parameters themselves come first.
+        direct: parameters (by number) whose gradient, or a part of it, comes from the ordinary backward pass.
+    """
+
+    scope: Scope
+    roots: list[frozenset[int]]
+    direct: set[int]
+
+    def sites(self) -> list[Site]:
+        """Return the active sites, in order of execution."""
+        return list(self.scope.sites())
+
+    def deactivate(self, sites: Sequence[Site]) -> None:
+        """Leave these sites to the ordinary backward pass."""
+        for site in sites:
+            site.active = False
+            self.direct.update(self.roots[site.view.root])
+
+
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "gather")
+
+
+def _inner(equation: JaxprEqn) -> ClosedJaxpr:
+    """Return the jaxpr that a call runs; some calls hold it without constants."""
+    jaxpr = equation.params["jaxpr"] if "jaxpr" in equation.params else equation.params["call_jaxpr"]
+    return ClosedJaxpr(jaxpr, []) if isinstance(jaxpr, Jaxpr) else jaxpr
+
+
+def execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    """Return one equation's outputs. It runs as a trace of its own: only JAX knows how primitives are called."""
+    inputs = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, Literal)}
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=list(inputs),
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, []))(*inputs.values())
+
+
+def shape_of(variable: Var | Literal) -> tuple[int, ...]:
+    """Return the shape of a variable of a jaxpr."""
+    value: Any = variable.aval  # JAX does not type the shape of abstract values
+    return tuple(value.shape)
+
+
+def _dtype_of(variable: Var | Literal) -> np.dtype:
+    value: Any = variable.aval
+    return value.dtype
+
+
+def analyze(closed: ClosedJaxpr, leaves: int) -> Analysis:
+    """Return what a trace does with its first ``leaves`` arguments, the parameters. No number is computed."""
+    roots = [frozenset({i}) for i in range(leaves)]
+    walk = _Walk(roots)
+    tags: list[Tag] = [View(i) for i in range(leaves)]
+    tags += [SAMPLE] * (len(closed.jaxpr.invars) - leaves)
+    scope, outs = walk.scope(closed, tags, ())
+    for tag in outs:  # an output that is a parameter
+        walk.use_directly(tag)
+    found = Analysis(scope, roots, walk.direct)
+    # rows that are looked up can be compared only with rows of the same table
+    for i in range(leaves):
+        mine = [s for s in found.sites() if s.view.root == i]
+        lookups = [s for s in mine if s.kind == "gather"]
+        if lookups and (len({(s.kind, s.view) for s in mine}) > 1 or i in found.direct):
+            found.deactivate(lookups)
+    return found
+
+
+class _Walk:
+    """Tags every value of a trace, and collects sites, roots and direct uses on the way."""
+
+    def __init__(self, roots: list[frozenset[int]]) -> None:
+        self.roots, self.direct, self.count = roots, set[int](), 0
+
+    def leaves(self, tag: Tag) -> frozenset[int]:
+        if isinstance(tag, View):
+            return self.roots[tag.root]
+        return tag.leaves if isinstance(tag, Param) else frozenset()
+
+    def use_directly(self, tag: Tag) -> None:
+        self.direct.update(self.leaves(tag))
+
+    def as_view(self, tag: Tag, scope: Scope, place: tuple[int, int], top: bool) -> View | None:
+        """Return a parameter's view; outside of loops any value of parameters alone becomes a root of its own."""
+        if isinstance(tag, View):
+            return tag
+        if not isinstance(tag, Param) or not top:
+            return None
+        self.roots.append(tag.leaves)
+        scope.roots[place] = len(self.roots) - 1
+        return View(len(self.roots) - 1)
+
+    def scope(
+        self, closed: ClosedJaxpr, tags: Sequence[Tag], lengths: tuple[int, ...]
+    ) -> tuple[Scope, list[Tag]]:
+        """Tag the values of one jaxpr, inside of loops of these lengths; return its scope and its outputs' tags."""
+        jaxpr, scope = closed.jaxpr, Scope(closed)
+        env: dict[Var, Tag] = dict(zip(jaxpr.invars, tags, strict=True))
+        numbers: dict[Var, float] = {}  # constants that are one number everywhere
+        for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
+            env[v] = None
+            given = _checks.concrete(value) if np.ndim(value) == 0 else None
+            if given is not None and _checks.is_real(given.dtype):
+                numbers[v] = float(given)
+        for place, equation in enumerate(jaxpr.eqns):
+            ins = [None if isinstance(v, Literal) else env[v] for v in equation.invars]
+            known = [_number(v, numbers) for v in equation.invars]
+            if all(t is None for t in ins):
+                outs: list[Tag] = [None] * len(equation.outvars)
+                _fold(jaxpr, equation, known, numbers)
+            else:
+                outs = self.equation(scope, place, equation, ins, known, lengths)
+            env.update(zip(equation.outvars, outs, strict=True))
+        return scope, [None if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+    def equation(
+        self,
+        scope: Scope,
+        place: int,
+        equation: JaxprEqn,
+        tags: list[Tag],
+        known: list[float | None],
+        lengths: tuple[int, ...],
+    ) -> list[Tag]:
+        """Return the tags of one equation's outputs."""
+        name = equation.primitive.name
+        held = [t for t in tags if isinstance(t, View | Param)]
+        if held and name in CALLS:
+            inner, outs = self.scope(_inner(equation), tags, lengths)
+            scope.entries[place] = inner
+            return outs
+        if held and name == "scan":
+            return self.scan(scope, place, equation, tags, lengths)
+        if all(t is not SAMPLE for t in tags):
+            view = _seen(equation, tags, known)
+            if view is not None:
+                return [view]
+            if not lengths:
+                return [Param(frozenset().union(*map(self.leaves, tags)))] * len(equation.outvars)
+        elif held and name in _PRODUCTS:
+            operand = next((i for i, t in enumerate(tags) if isinstance(t, View | Param)), 0)
+            alone = len(held) == 1 and all(t is SAMPLE for i, t in enumerate(tags) if i != operand)
+            if alone and _is_product(equation, operand):
+                view = self.as_view(tags[operand], scope, (place, operand), not lengths)
+                if view is not None and not (name == "gather" and any(view.sliced)):
+                    scope.entries[place] = Site(self.count, equation, operand, view, lengths)
+                    self.count += 1
+                    return [SAMPLE]
+        for tag in tags:
+            self.use_directly(tag)
+        return [SAMPLE] * len(equation.outvars)
+
+    def scan(
+        self, scope: Scope, place: int, equation: JaxprEqn, tags: list[Tag], lengths: tuple[int, ...]
+    ) -> list[Tag]:
+        """Enter a loop: constants show the same parameter in every round, sequences show its slices."""
+        options = equation.params
+        constants, carried = options["num_consts"], options["num_carry"]
+        inside: list[Tag] = []
+        for i, tag in enumerate(tags):
+            if constants <= i < constants + carried:
+                self.use_directly(tag)
+                inside.append(SAMPLE if tag is not None else None)
+                continue
+            view = self.as_view(tag, scope, (place, i), not lengths)
+            if view is None:
+                self.use_directly(tag)
+                inside.append(SAMPLE if tag is not None else None)
+                continue
+            slices = i >= constants + carried
+            step = (("slice", ()),) if slices else ()
+            inside.append(view._replace(steps=view.steps + step, sliced=(*view.sliced, slices)))
+        # a carried constant may depend on the sample after a round
+        before = set(self.direct), self.count, len(self.roots)
+        while True:
+            inner, outs = self.scope(_inner(equation), inside, (*lengths, options["length"]))
+            changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
+            if not changed:
+                break
+            for i in changed:
+                inside[constants + i] = SAMPLE
+            self.direct, self.count = set(before[0]), before[1]
+            del self.roots[before[2] :]
+        for tag in outs:
+            self.use_directly(tag)
+        scope.entries[place] = inner
+        return [None if t is None else SAMPLE for t in outs]
+
+
+def _number(variable: Var | Literal, numbers: Mapping[Var, float]) -> float | None:
+    """Return the number that a constant is everywhere, if it is known."""
+    if isinstance(variable, Literal):
+        return float(variable.val) if np.ndim(variable.val) == 0 and np.isreal(variable.val) else None
+    return numbers.get(variable)
+
+
+_FOLDED = ("sqrt", "rsqrt", "mul", "div", "add", "sub", "neg", "integer_pow", "pow", "exp", "log", "square")
+
+
+def _fold(jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: dict[Var, float]) -> None:
+    """Compute constants such as sqrt(3), which are scales of parameters."""
+    name = equation.primitive.name
+    if any(k is None for k in known) or not known or len(equation.outvars) != 1:
+        return
+    out = equation.outvars[0]
+    if not jnp.issubdtype(_dtype_of(out), jnp.inexact):
+        return
+    if name in ("broadcast_in_dim", "convert_element_type", "copy"):
+        numbers[out] = known[0] or 0.0
+    elif name in _FOLDED and all(shape_of(v) == () for v in equation.invars):
+        with jax.ensure_compile_time_eval():
+            operands = [np.asarray(k, _dtype_of(v)) for k, v in zip(known, equation.invars, strict=True)]
+            numbers[out] = float(execute(jaxpr, equation, operands)[0])
+
+
+def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]) -> View | None:
+    """Return the view behind an operation that only moves axes or multiplies by a number; None for any other."""
+    name, options = equation.primitive.name, equation.params
+    place = next((i for i, t in enumerate(tags) if isinstance(t, View)), None)
+    if place is None:
+        return None
+    view = tags[place]
+    assert isinstance(view, View)
+    shape, out = shape_of(equation.invars[place]), shape_of(equation.outvars[0])
+    if name in ("mul", "div") and len(tags) == 2:
+        factor = known[1 - place]
+        if factor is None or shape != out or (name == "div" and place == 1):
+            return None
+        return view._replace(scale=view.scale * factor if name == "mul" else view.scale / factor)
+    if len(tags) != 1:
+        return None
+    if name == "neg":
+        return view._replace(scale=-view.scale)
+    if name == "copy":
+        return view
+    if name == "convert_element_type":  # a cast to lower precision loses something
+        return view if options["new_dtype"] == _dtype_of(equation.invars[0]) else None
+    if name == "transpose":
+        return view._replace(steps=(*view.steps, ("transpose", tuple(options["permutation"]))))
+    order = list(options.get("broadcast_dimensions", ()))
+    moved = name == "broadcast_in_dim" and order == sorted(order) and math.prod(shape) == math.prod(out)
+    if moved or name in ("squeeze", "expand_dims") or (name == "reshape" and options["dimensions"] is None):
+        return view._replace(steps=(*view.steps, ("reshape", out)))
+    return None
+
+
+def show(view: View, root: Value) -> Value:
+    """Return what a view shows of its root, with one leading axis for each loop that slices it.
+
+    >>> show(View(0, (("slice", ()), ("transpose", (1, 0))), (True,), 2.0), np.ones((5, 2, 3))).shape
+    (5, 3, 2)
+    """
+
+    def follow(steps: tuple[tuple[str, tuple[int, ...]], ...], value: Value) -> Value:
+        for i, (name, sizes) in enumerate(steps):
+            if name == "slice":
+                return jax.vmap(lambda v, rest=steps[i + 1 :]: follow(rest, v))(value)
+            value = jnp.transpose(value, sizes) if name == "transpose" else jnp.reshape(value, sizes)
+        return value
+
+    return follow(view.steps, root) * np.asarray(view.scale, root.dtype)
+
+
+def _is_product(equation: JaxprEqn, operand: int) -> bool:
+    """Tell whether an equation is a product that this package knows, with the parameter as this operand."""
+    out, weight = equation.outvars[0], equation.invars[operand]
+    if _dtype_of(out) != _dtype_of(weight) or not jnp.issubdtype(_dtype_of(out), jnp.floating):
+        return False
+    name, options = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _dtype_of(equation.invars[1 - operand]) == _dtype_of(weight)
+    if name == "conv_general_dilated":
+        return operand == 1 and options["batch_group_count"] == 1
+    numbers, table = options["dimension_numbers"], shape_of(weight)
+    rank = len(shape_of(out))
+    return (
+        operand == 0
+        and not numbers.operand_batching_dims
+        and tuple(numbers.collapsed_slice_dims) == (0,)
+        and tuple(numbers.start_index_map) == (0,)
+        and tuple(numbers.offset_dims) == tuple(range(rank - len(table) + 1, rank))
+        and tuple(options["slice_sizes"]) == (1, *table[1:])
+    )
+
+
+def evaluate(
+    scope: Scope,
+    args: Sequence[Value],
+    taps: Mapping[int, Value],
+    roots: dict[int, Value] | None = None,
+) -> tuple[list[Value], dict[int, Value]]:
+    """Evaluate a trace with taps added to the outputs of its sites.
+
+    Args:
+        scope: the trace.
+        args: its arguments.
+        taps: what is added, by the number of the site; with one leading axis a loop around the site.
+        roots: receives the values of roots that are not parameters, by their numbers.
+
+    Returns:
+        The outputs, and what the parameter is multiplied with at each tapped site. No gradient reaches a parameter
+        through a tapped site.
+    """
+    jaxpr = scope.closed.jaxpr
+    values: dict[Var, Value] = dict(zip(jaxpr.constvars, scope.closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]
+    found: dict[int, Value] = {}
+    for place, equation in enumerate(jaxpr.eqns):
+        operands = [read(v) for v in equation.invars]
+        if roots is not None:
+            roots.update({n: operands[i] for (where, i), n in scope.roots.items() if where == place})
+        entry = scope.entries.get(place)
+        if isinstance(entry, Scope):
+            if equation.primitive.name == "scan":
+                outs, inner = _evaluate_scan(entry, equation, operands, taps)
+            else:
+                outs, inner = evaluate(entry, operands, taps, roots)
+            found.update(inner)
+        elif isinstance(entry, Site) and entry.active and entry.number in taps:
+            operands[entry.operand] = jax.lax.stop_gradient(operands[entry.operand])
+            found[entry.number] = operands[1 - entry.operand]
+            outs = [execute(jaxpr, equation, operands)[0] + taps[entry.number]]
+        else:
+            outs = execute(jaxpr, equation, operands)
+        values.update(zip(equation.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars], found
+
+
+def _evaluate_scan(
+    scope: Scope, equation: JaxprEqn, operands: Sequence[Value], taps: Mapping[int, Value]
+) -> tuple[list[Value], dict[int, Value]]:
+    """Run a loop whose rounds take their own taps, and return what its sites see in every round."""
+    options = equation.params
+    first, last = options["num_consts"], options["num_consts"] + options["num_carry"]
+    numbers = [s.number for s in scope.sites() if s.number in taps]
+
+    def body(carry: list[Array], item: tuple[list[Array], dict[int, Array]]) -> Any:
+        outs, found = evaluate(scope, [*operands[:first], *carry, *item[0]], item[1])
+        return outs[: last - first], (outs[last - first :], found)
+
+    start = [jnp.asarray(a) for a in operands[first:last]]
+    each = ([jnp.asarray(a) for a in operands[last:]], {n: taps[n] for n in numbers})
+    carry, (stacked, found) = jax.lax.scan(
+        body, start, each, length=options["length"], reverse=options["reverse"], unroll=options["unroll"]
+    )
+    return [*carry, *stacked], found

@@ -1,0 +1,128 @@
+"""Kernels along training: a recorder that is called at steps of any loop and compiles one program for all of them."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Shaped
+
+from meanflow import _checks
+from meanflow.kernels.drift import alignment
+from meanflow.kernels.empirical.coupling import STATS, kernel_maps
+from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params, batch
+from meanflow.kernels.empirical.nnx_modules import from_nnx
+from meanflow.kernels.empirical.ntk import empirical_ntk
+from meanflow.kernels.gaussian import as_matrix
+
+
+class KernelRecorder:
+    """Record the tangent kernel of a network at chosen steps of its training.
+
+    Call it as ``recorder(step, network)`` in a loop of your own, or pass it to ``training.Trainer.run`` as ``hook``.
+    All calls share one compiled program. The entries of ``recorder.record``, stacked over the steps recorded, are
+
+        step           the steps
+        trace          Tr K / T, where T is the number of samples
+        drift          |K - K_0| / |K_0| from the first kernel recorded
+        eigenvalues    the largest of K / T, largest first: the rates of training under the squared loss
+                       (1/2T) sum |f - y|^2, and the eigenvalues of its Hessian up to the curvature of f times the
+                       residual; the first is the sharpness, and descent needs a learning rate below 2 / sharpness
+        alignment      <K, y y'> / (|K| |y|^2), if there are targets
+        kernel         K as a matrix (T C, T C), outputs of sample 0 first, if ``keep``
+
+    Args:
+        x: the samples (T, ...) at which the kernel is taken.
+        y: targets, of the shape of the network's outputs at x, or None.
+        apply: (params, batch) -> outputs, if the recorder is called with parameters; by default it is called with flax
+            NNX modules, which are taken in the mode they are in.
+        steps: which steps are recorded: a sequence of them, a number for every so many, or None for all that it is
+            called with.
+        top: how many eigenvalues.
+        stats: which statistics normalize, as in ``empirical_ntk``.
+        keep: whether the kernels themselves are kept.
+
+    >>> import jax.numpy as jnp
+    >>> net = lambda w, x: x @ w**2
+    >>> recorder = KernelRecorder(jnp.eye(2), jnp.ones(2), apply=net, steps=10, top=1)
+    >>> for step in range(11):
+    ...     recorder(step, (1 + 0.1 * step) * jnp.ones(2))
+    >>> recorder.record["step"].tolist(), recorder.record["drift"].round(6).tolist()
+    ([0, 10], [0.0, 3.0])
+    """
+
+    @_checks.arguments(
+        x=batch,
+        y=_checks.optional(_checks.array()),
+        apply=_checks.optional(_checks.function),
+        steps=_checks.optional(_checks.either(_checks.count(1), _checks.sequence(_checks.count(0)))),
+        top=_checks.count(1),
+        stats=_checks.optional(_checks.choice(*STATS)),
+        keep=_checks.flag,
+    )
+    def __init__(
+        self,
+        x: Shaped[ArrayLike, "T ..."],
+        y: Float[ArrayLike, "T ..."] | None = None,
+        *,
+        apply: Apply | Normalized | None = None,
+        steps: int | Sequence[int] | None = None,
+        top: int = 3,
+        stats: str | None = None,
+        keep: bool = False,
+    ):
+        self.x, self.y = jnp.asarray(x), None if y is None else jnp.asarray(y)
+        self.apply, self.steps, self.top, self.stats, self.keep = apply, steps, top, stats, keep
+        self._reference: np.ndarray | None = None
+        self._recorded: list[dict[str, np.ndarray]] = []
+
+    def _chosen(self, step: int) -> bool:
+        if self.steps is None:
+            return True
+        return step % self.steps == 0 if isinstance(self.steps, int) else step in self.steps
+
+    def __call__(self, step: int, network: Callable[[Batch], Array] | Params) -> None:
+        """Record ``network`` (an NNX module, or the parameters of ``apply``) if ``step`` is one of the chosen."""
+        if not self._chosen(int(step)):
+            return
+        apply, params = from_nnx(network) if self.apply is None else (self.apply, network)
+        stats = self.stats
+        if stats is None:  # probed once, here: inside the compiled program it could not be
+            if self._reference is None:
+                kernel_maps(apply, params, self.x, None, None)
+            stats = "running"
+        found = {
+            k: np.asarray(v) for k, v in _measure(apply, params, self.x, self.y, stats, self.top).items()
+        }
+        kernel = found["kernel"] if self.keep else found.pop("kernel")
+        if self._reference is None:
+            self._reference = kernel
+        change = np.linalg.norm(kernel - self._reference) / np.linalg.norm(self._reference)
+        self._recorded.append({"step": np.asarray(step), "drift": np.asarray(change), **found})
+
+    @property
+    def record(self) -> dict[str, np.ndarray]:
+        """All that was recorded, by name, stacked over the steps; empty if nothing was."""
+        names = self._recorded[0] if self._recorded else {}
+        return {name: np.stack([entry[name] for entry in self._recorded]) for name in names}
+
+
+@eqx.filter_jit
+def _measure(
+    apply: Apply | Normalized, params: Params, x: Batch, y: Array | None, stats: str, top: int
+) -> dict[str, Array]:
+    """Compute the kernel and all that is recorded of it but the drift."""
+    kernel = empirical_ntk(apply, params, x, stats=stats)
+    size, outputs = kernel.shape[0], kernel.shape[2 : 2 + (kernel.ndim - 2) // 2]
+    count = math.prod(outputs)
+    matrix = as_matrix(kernel.reshape(size, size, count, count))
+    record = {
+        "kernel": matrix,
+        "trace": jnp.trace(matrix) / size,
+        "eigenvalues": jnp.linalg.eigvalsh(matrix)[::-1][:top] / size,
+    }
+    if y is not None:
+        _checks.shape("y", y, (size, *outputs))
+        record["alignment"] = alignment(matrix, y.reshape(-1).astype(matrix.dtype))
+    return record

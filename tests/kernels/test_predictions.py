@@ -1,0 +1,165 @@
+"""Linearized networks, their training in closed form, ensembles, Gaussian processes: against descent and ODEs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import integrate
+
+from meanflow import kernels
+from meanflow._numerics import iterate, loglog_slope
+
+KEYS = jax.random.split(jax.random.key(7), 8)
+X, Z = jax.random.normal(KEYS[0], (6, 3)), jax.random.normal(KEYS[1], (4, 3))
+PARAMS = {
+    "w": jax.random.normal(KEYS[2], (3, 5)),
+    "v": jax.random.normal(KEYS[3], (5, 2)) / 2,
+    "steps": jnp.arange(2),
+}
+
+
+def net(p, x):
+    return jnp.tanh(x @ p["w"]) @ p["v"] + p["steps"][1]
+
+
+def moved(scale):
+    noise = {"w": jax.random.normal(KEYS[4], (3, 5)), "v": jax.random.normal(KEYS[5], (5, 2))}
+    return {**PARAMS, **{k: PARAMS[k] + scale * noise[k] for k in noise}}
+
+
+def test_remainders_of_expansions():
+    """The remainder of degree d is of order d + 1; a cubic polynomial is its own expansion of degree 3."""
+    steps = [0.1, 0.05, 0.025]
+    for degree in (0, 1, 2, 3):
+        expanded = jax.jit(kernels.taylor_expand(net, PARAMS, degree))
+        gaps = [float(jnp.abs(expanded(moved(s), X) - net(moved(s), X)).max()) for s in steps]
+        assert abs(loglog_slope(steps, gaps) - degree - 1) < 0.3
+    cubic = lambda w, x: (x @ w) ** 3 + (x @ w)
+    w = jnp.array([1.0, -2.0, 0.5])
+    np.testing.assert_allclose(kernels.taylor_expand(cubic, 2 * w, 3)(w, X), cubic(w, X), rtol=1e-11)
+
+
+def test_kernel_of_the_linearized_network_is_constant():
+    linear = kernels.taylor_expand(net, PARAMS)
+    here = kernels.empirical_ntk(net, PARAMS, X)
+    np.testing.assert_allclose(kernels.empirical_ntk(linear, moved(0.5), X), here, rtol=1e-10, atol=1e-12)
+
+
+def test_descent_of_the_linearized_network_with_two_outputs():
+    """Real gradient descent on the parameters of the linearized network, at training and at other points."""
+    linear, y = kernels.taylor_expand(net, PARAMS), jax.random.normal(KEYS[6], (6, 2))
+    free = {k: PARAMS[k] for k in ("w", "v")}
+    whole = lambda p: {**PARAMS, **p}
+    loss = lambda p: 0.5 * jnp.mean(jnp.sum((linear(whole(p), X) - y) ** 2, axis=1))
+    step = lambda p, _: jax.tree.map(lambda a, g: a - 0.3 * g, p, jax.grad(loss)(p))
+    see = lambda p: (linear(whole(p), X), linear(whole(p), Z), loss(p))
+    _, (train, test, losses) = jax.jit(lambda p: iterate(step, p, None, 40, 20, see))(free)
+    kernel, cross = kernels.empirical_ntk(net, PARAMS, X), kernels.empirical_ntk(net, PARAMS, Z, X)
+    flow = kernels.kernel_flow(kernel, net(PARAMS, X), y, learning_rate=0.3)
+    counts = jnp.array([20, 40])
+    np.testing.assert_allclose(flow(counts), train, rtol=1e-9)
+    np.testing.assert_allclose(flow.at(cross, net(PARAMS, Z), counts), test, rtol=1e-9)
+    np.testing.assert_allclose(flow.loss(counts), losses, rtol=1e-9)
+
+
+def test_outputs_that_share_a_kernel():
+    """k outputs with the kernel (n, n) are k separate flows, and the kernel K x I."""
+    gram, y = X @ X.T + jnp.eye(6), jax.random.normal(KEYS[6], (6, 2))
+    weights = jnp.linspace(0.5, 1.5, 6)
+    flow = kernels.kernel_flow(gram, jnp.zeros((6, 2)), y, weights=weights)
+    times, cross = jnp.array([0.3, 2.0, jnp.inf]), Z @ X.T
+    apart = [kernels.kernel_flow(gram, jnp.zeros(6), y[:, c], weights=weights) for c in (0, 1)]
+    np.testing.assert_allclose(flow(times), jnp.stack([f(times) for f in apart], -1), rtol=1e-12)
+    blocks = jnp.einsum("ts,cd->tscd", gram, jnp.eye(2))
+    wide = kernels.kernel_flow(blocks, jnp.zeros((6, 2)), y, weights=weights)
+    ours = flow.at(cross, jnp.ones((4, 2)), times)
+    np.testing.assert_allclose(
+        wide.at(jnp.einsum("ts,cd->tscd", cross, jnp.eye(2)), jnp.ones((4, 2)), times), ours, rtol=1e-9
+    )
+    np.testing.assert_allclose(wide.loss(times[:2]), flow.loss(times[:2]), rtol=1e-10)
+    # the end of training interpolates, as kernel regression
+    np.testing.assert_allclose(flow(jnp.inf), y, atol=1e-12)
+    np.testing.assert_allclose(ours[2] - 1, cross @ np.linalg.solve(gram, y), rtol=1e-8)
+    with pytest.raises(ValueError, match="kernel"):
+        kernels.kernel_flow(blocks, jnp.zeros(6), y[:, 0])
+
+
+def test_ensemble_against_sampled_starts():
+    """Mean and covariance over starts drawn from the prior, each trained on its own: exact up to sampling."""
+    both = jnp.concatenate([X, Z])
+    prior, theta = kernels.nngp(both, depth=2), kernels.infinite_ntk(both, depth=2)
+    y = jnp.sin(X[:, 0])
+    blocks = prior[:6, :6], prior[6:, :6], prior[6:, 6:]
+    times = jnp.array([1.0, 10.0])
+    flow = kernels.kernel_flow(theta[:6, :6], jnp.zeros(6), y)
+    ours = flow.ensemble(theta[6:, :6], blocks, times)
+    root = np.linalg.cholesky(prior + 1e-10 * np.eye(10))
+    starts = root @ np.random.default_rng(0).normal(size=(10, 20000))
+    operator = lambda t: (
+        -theta[6:, :6]
+        @ np.linalg.inv(theta[:6, :6])
+        @ (np.eye(6) - jax.scipy.linalg.expm(-t / 6 * theta[:6, :6]))
+    )
+    for k, t in enumerate(times):
+        ends = starts[6:] + operator(t) @ (starts[:6] - y[:, None])
+        error = np.sqrt(np.var(ends, axis=1) / 20000)
+        assert np.all(np.abs(ends.mean(1) - ours.mean[k]) < 5 * error)
+        scale = np.sqrt(np.outer(np.diag(np.cov(ends)), np.diag(np.cov(ends))))
+        assert np.max(np.abs(np.cov(ends) - ours.covariance[k]) / scale) < 0.05
+    # with the prior's own kernel the end of training is the Bayesian posterior of the last layer
+    bayes = kernels.kernel_flow(blocks[0], jnp.zeros(6), y).ensemble(blocks[1], blocks, jnp.inf)
+    posterior = kernels.gp_posterior(blocks[0], y, blocks[1], blocks[2])
+    np.testing.assert_allclose(bayes.mean, posterior.mean, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(bayes.covariance, posterior.covariance, atol=1e-8)
+    # two outputs with the kernel between them: the same twice
+    eye = jnp.eye(2)
+    wide = kernels.kernel_flow(
+        jnp.einsum("ts,cd->tscd", theta[:6, :6], eye), jnp.zeros((6, 2)), jnp.stack([y, y], -1)
+    ).ensemble(jnp.einsum("ts,cd->tscd", theta[6:, :6], eye), blocks, 1.0)
+    np.testing.assert_allclose(wide.mean[:, 1], ours.mean[0], rtol=1e-8)
+    np.testing.assert_allclose(wide.covariance[::2, ::2], ours.covariance[0], rtol=1e-7, atol=1e-10)
+
+
+def test_posterior_by_conditioning():
+    """Against conditioning of the joint Gaussian by its precision matrix (Schur complement of the inverse)."""
+    both = jnp.concatenate([X, Z])
+    joint = np.asarray(kernels.nngp(both, depth=3, activation="erf", bias_variance=0.1))
+    noisy = joint + np.diag([0.3] * 6 + [0.0] * 4)
+    precision = np.linalg.inv(noisy)
+    y = jnp.cos(X[:, :2])
+    ours = kernels.gp_posterior(joint[:6, :6], y, joint[6:, :6], joint[6:, 6:], noise=0.3)
+    np.testing.assert_allclose(ours.covariance, np.linalg.inv(precision[6:, 6:]), rtol=1e-6, atol=1e-10)
+    mean = -np.linalg.solve(precision[6:, 6:], precision[6:, :6] @ y)
+    np.testing.assert_allclose(ours.mean, mean, rtol=1e-7)
+    with pytest.raises(ValueError, match="positive definite"):
+        kernels.gp_posterior(jnp.ones((6, 6)), y, joint[6:, :6], joint[6:, 6:])
+
+
+def test_cross_entropy_is_gradient_flow_of_the_linearized_network():
+    """The parameters of the linearized network by scipy's solver; and any other loss."""
+    labels = jax.nn.one_hot(jnp.array([0, 1, 1, 0, 1, 0]), 2)
+    free = {k: PARAMS[k] for k in ("w", "v")}
+    flat, build = jax.flatten_util.ravel_pytree(free)
+    linear = kernels.taylor_expand(net, PARAMS)
+    outputs = jax.jit(lambda p, x: linear({**PARAMS, **build(p)}, x))
+    loss = lambda p: jnp.mean(optax.softmax_cross_entropy(outputs(p, X), labels))
+    slope = jax.jit(jax.grad(loss))
+    path = integrate.solve_ivp(
+        lambda t, p: -np.asarray(slope(p)), (0, 8.0), flat, rtol=1e-10, atol=1e-12, t_eval=[2.0, 8.0]
+    ).y.T
+    kernel, cross = kernels.empirical_ntk(net, PARAMS, X), kernels.empirical_ntk(net, PARAMS, Z, X)
+    flow = kernels.kernel_flow(kernel, net(PARAMS, X), labels, loss="cross_entropy")
+    times = jnp.array([8.0, 2.0, 0.0])  # in any order
+    np.testing.assert_allclose(flow(times)[:2], [outputs(p, X) for p in path[::-1]], rtol=1e-6)
+    np.testing.assert_allclose(flow(times)[2], net(PARAMS, X), rtol=1e-12)
+    np.testing.assert_allclose(
+        flow.at(cross, net(PARAMS, Z), times)[:2], [outputs(p, Z) for p in path[::-1]], rtol=1e-6
+    )
+    np.testing.assert_allclose(flow.loss(times)[:2], [loss(p) for p in path[::-1]], rtol=1e-6)
+    square = lambda f, y: 0.5 * jnp.sum((f - y) ** 2)
+    general = kernels.kernel_flow(kernel, net(PARAMS, X), labels, loss=square)
+    closed = kernels.kernel_flow(kernel, net(PARAMS, X), labels)
+    np.testing.assert_allclose(general(times), closed(times), rtol=1e-6, atol=1e-8)
+    with pytest.raises(ValueError, match="learning_rate"):
+        kernels.kernel_flow(kernel, net(PARAMS, X), labels, loss="cross_entropy", learning_rate=0.1)

@@ -1,0 +1,247 @@
+"""Infinitely wide layers: against each other, against scipy-free algebra, and against wide finite networks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meanflow import kernels
+from meanflow._numerics import loglog_slope
+from meanflow.kernels.infinite.predictions import hidden_batchnorm
+
+KEY = jax.random.key(11)
+POINTS = jax.random.normal(KEY, (3, 5))
+LINE = jax.random.normal(KEY, (3, 6, 2))
+IMAGE = jax.random.normal(KEY, (3, 4, 4, 2))
+
+
+class Network:
+    """A finite network written like a ``WideLayer``: weights sqrt(variance / fan-in) w, in the order of calls."""
+
+    def __init__(self, h, width, key, params, used=None):
+        self.h, self.width, self.key, self.params, self.used = h, width, key, params, used or [0]
+
+    def _next(self, shape):
+        i = self.used[0]
+        self.used[0] += 1
+        if i == len(self.params):
+            self.params.append(jax.random.normal(jax.random.fold_in(self.key, i), shape))
+        return self.params[i]
+
+    def _with(self, h):
+        return Network(h, self.width, self.key, self.params, self.used)
+
+    def dense(self, weight_variance=2.0, bias_variance=0.0, out=None):
+        out = self.width if out is None else out
+        w, b = self._next((self.h.shape[-1], out)), self._next((out,))
+        scaled = jnp.sqrt(weight_variance / self.h.shape[-1]) * (self.h @ w)
+        return self._with(scaled + jnp.sqrt(bias_variance) * b.reshape((1,) * (scaled.ndim - 1) + (-1,)))
+
+    def conv(self, window, stride=1, padding="SAME", weight_variance=2.0, bias_variance=0.0):
+        h, rank = self.h, len(window)
+        w, b = self._next((*window, h.shape[-1], self.width)), self._next((self.width,))
+        if padding == "CIRCULAR":
+            h = jnp.pad(
+                h, [(0, 0)] + [((n - 1) // 2, n - 1 - (n - 1) // 2) for n in window] + [(0, 0)], mode="wrap"
+            )
+            padding = "VALID"
+        names = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[rank]
+        out = jax.lax.conv_general_dilated(h, w, (stride,) * rank, padding, dimension_numbers=names)
+        scaled = jnp.sqrt(weight_variance / (np.prod(window) * h.shape[-1])) * out
+        return self._with(scaled + jnp.sqrt(bias_variance) * b.reshape((1,) * (rank + 1) + (-1,)))
+
+    def activation(self, phi):
+        return self._with({"relu": jax.nn.relu, "tanh": jnp.tanh, "erf": jax.scipy.special.erf}[phi](self.h))
+
+    def flatten(self):
+        return self._with(self.h.reshape(self.h.shape[0], -1))
+
+    def pool(self):
+        return self._with(jnp.mean(self.h, axis=tuple(range(1, self.h.ndim - 1))))
+
+    def layer_norm(self):
+        centered = self.h - jnp.mean(self.h, -1, keepdims=True)
+        return self._with(centered / jnp.sqrt(jnp.mean(centered**2, -1, keepdims=True)))
+
+    def batch_norm(self):
+        axes = tuple(range(self.h.ndim - 1))
+        centered = self.h - jnp.mean(self.h, axes, keepdims=True)
+        return self._with(centered / jnp.sqrt(jnp.mean(centered**2, axes, keepdims=True)))
+
+    def __add__(self, other):
+        return self._with(self.h + other.h)
+
+
+def dense(h):
+    return h.dense(1.5, 0.1).activation("tanh").dense(1.2, 0.2).activation("erf")
+
+
+def flattened(h):
+    h = h.conv((3,), bias_variance=0.1).activation("relu")
+    return h.conv((3,), stride=2).activation("relu").flatten()
+
+
+def pooled(h):
+    h = h.conv((3, 2), padding="CIRCULAR").activation("relu")
+    return h.conv((2, 2), padding="VALID", weight_variance=1.5).activation("erf").pool()
+
+
+def residual(h):
+    h = h.dense()
+    for _ in range(2):
+        h = h + h.layer_norm().activation("relu").dense(1.0)
+    return h.activation("relu")
+
+
+def everything(h):
+    h = h.conv((3,))
+    h = h + h.layer_norm().activation("relu").conv((3,), bias_variance=0.2)
+    return h.activation("relu").pool()
+
+
+CASES = {
+    "dense": (dense, POINTS),
+    "flattened": (flattened, LINE),
+    "pooled": (pooled, IMAGE),
+    "residual": (residual, POINTS),
+    "everything": (everything, LINE),
+}
+
+
+def finite(build, width):
+    """(key, x) -> parameters, and (parameters, x) -> (outputs, last features)."""
+
+    def init(key, x):
+        params = []
+        build(Network(x, width, key, params)).dense(out=1)
+        return params
+
+    def features(params, x):
+        return build(Network(x, width, None, list(params)))
+
+    return init, features
+
+
+def gaps(build, x, width, count):
+    """Root mean square over networks of the relative error of NTK and NNGP."""
+    wide = build(kernels.wide_inputs(x, pairs=x.ndim > 2 and build is not flattened)).dense()
+    init, features = finite(build, width)
+    output = lambda p, x: features(p, x).dense(out=1).h[:, 0]
+
+    def one(key):
+        params = init(key, x)
+        last = features(params, x).h
+        ntk = kernels.empirical_ntk(output, params, x)
+        return ntk, 2 * last @ last.T / last.shape[-1]
+
+    ntk, nngp = jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(jax.random.key(width), count))
+    error = lambda a, b: float(jnp.sqrt(jnp.mean((a - b[None]) ** 2)) / jnp.linalg.norm(b) * b.shape[0])
+    return error(ntk, wide.ntk), error(nngp, wide.nngp)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "everything" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_finite_networks_approach_at_one_over_root_width(name):
+    build, x = CASES[name]
+    widths = (16, 64, 256) if name != "everything" else (16, 128)
+    found = np.array([gaps(build, x, width, 24) for width in widths])
+    assert np.all(found[-1] < 0.15)
+    for column in found.T:
+        assert -0.7 < loglog_slope(widths, column) < -0.35
+
+
+def wide(build, *inputs, pairs=False):
+    """NNGP and NTK of an infinitely wide network, in one compiled program."""
+
+    def run(*inputs):
+        h = build(kernels.wide_inputs(*inputs, pairs=pairs))
+        return h.nngp, h.ntk
+
+    return jax.jit(run)(*inputs)
+
+
+def test_dense_layers_are_those_of_the_order_parameters():
+    options = {"depth": 3, "weight_variance": 1.7, "bias_variance": 0.3, "activation": "relu"}
+    layers = lambda h: h.dense(1.7, 0.3).activation("relu").dense(1.7, 0.3).activation("relu").dense(1.7, 0.3)
+    nngp, ntk = wide(layers, POINTS, POINTS[:2])
+    np.testing.assert_allclose(ntk, kernels.infinite_ntk(POINTS, POINTS[:2], **options), rtol=1e-10)
+    np.testing.assert_allclose(nngp, kernels.nngp(POINTS, POINTS[:2], **options), rtol=1e-10)
+
+
+def test_convolutions_by_hand():
+    """A linear convolution has kernels that can be written down; positions with and without pairs agree."""
+    nngp, ntk = wide(lambda h: h.conv((3,), weight_variance=1.0), LINE, LINE[:2], pairs=True)
+    padded = np.pad(LINE, ((0, 0), (1, 1), (0, 0)))
+    patches = np.stack(
+        [padded[:, p : p + 3].reshape(3, -1) for p in range(6)], 1
+    )  # (T, P, window x channels)
+    exact = np.einsum("tpi,sqi->tspq", patches, patches[:2]) / 6
+    np.testing.assert_allclose(nngp, exact, rtol=1e-10)
+    np.testing.assert_allclose(ntk, exact, rtol=1e-10)
+    # one window over the whole image is a dense layer on all pixels
+    once = lambda h: h.conv((4, 4), padding="VALID").activation("relu").flatten().dense()
+    flat = IMAGE.reshape(3, -1)
+    np.testing.assert_allclose(wide(once, IMAGE)[1], kernels.infinite_ntk(flat, depth=2), rtol=1e-10)
+    lean, whole = (wide(flattened, LINE, LINE[:2], pairs=p) for p in (False, True))
+    np.testing.assert_allclose(lean, whole, rtol=1e-10)
+    # shifted images are the same image to a circular network that is pooled
+    circular = lambda h: h.conv((3, 3), padding="CIRCULAR").activation("relu").pool().dense()
+    rolled = [wide(circular, IMAGE, jnp.roll(IMAGE, n, axis=2), pairs=True) for n in (0, 2)]
+    np.testing.assert_allclose(*rolled, rtol=1e-10)
+
+
+def test_what_does_not_add_is_refused():
+    h = kernels.wide_inputs(POINTS).dense()
+    active = h.activation("relu")
+    np.testing.assert_allclose((active + h.dense()).nngp, active.nngp + h.dense().nngp)
+    with pytest.raises(ValueError, match="correlated"):
+        active + h
+    with pytest.raises(ValueError, match="correlated"):
+        h + h
+    with pytest.raises(ValueError, match="Gaussian"):
+        active.activation("relu")
+    with pytest.raises(ValueError, match="pairs=True"):
+        kernels.wide_inputs(LINE).conv((3,)).pool()
+    with pytest.raises(ValueError, match="leave z out"):
+        kernels.wide_inputs(POINTS, POINTS).dense().batch_norm()
+    with pytest.raises(ValueError, match="one length for each"):
+        kernels.wide_inputs(LINE).conv((3, 3))
+
+
+def test_batch_norm_of_orthogonal_inputs_is_the_known_one():
+    """For many orthogonal inputs the kernel is N (diagonal I + common 11') per unit of width ("BN NTK")."""
+    size = 400
+    h = kernels.wide_inputs(jnp.sqrt(size) * jnp.eye(size)).dense(1.0)
+    for _ in range(2):
+        h = h.batch_norm().activation("relu").dense(1.0)
+    known = hidden_batchnorm(depth=3)
+    np.testing.assert_allclose(h.ntk[0, 1], known.common, rtol=0.02)
+    np.testing.assert_allclose(h.ntk[0, 0], known.diagonal + known.common, rtol=0.02)
+
+
+@pytest.mark.slow
+def test_batch_norm_of_wide_networks_on_large_batches():
+    """Products K v of coupled networks: 1/root(width) on a large batch, and 1/samples at a large width."""
+
+    def build(h):
+        return h.dense().batch_norm().activation("relu").dense().batch_norm().activation("tanh")
+
+    def gap(width, samples, count):
+        x = jax.random.normal(KEY, (samples, 2 * samples))
+        exact = build(kernels.wide_inputs(x)).dense().ntk
+        v = jax.random.normal(jax.random.key(5), (samples, 4)) + 1.0
+        init, features = finite(build, width)
+        output = lambda p, x: features(p, x).dense(out=1).h[:, 0]
+        product = lambda key: kernels.ntk_operator(output, init(key, x), x, stats="batch") @ v
+        found = jax.jit(lambda keys: jax.lax.map(product, keys))(
+            jax.random.split(jax.random.key(width), count)
+        )
+        return float(
+            jnp.sqrt(jnp.mean((found - (exact @ v)[None]) ** 2)) / jnp.sqrt(jnp.mean((exact @ v) ** 2))
+        )
+
+    widths = (16, 64, 256)
+    assert -0.7 < loglog_slope(widths, [gap(w, 512, 12) for w in widths]) < -0.35
+    samples = (8, 16, 32)
+    assert -1.4 < loglog_slope(samples, [gap(16384, n, 4) for n in samples]) < -0.7
