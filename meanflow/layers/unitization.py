@@ -46,8 +46,8 @@ class Unitize(Normalization):
             over pixels) or ``"pixel"`` (Figure 1(b): one norm a location).
         **options: as in ``BatchNorm`` (axis, a single one, epsilon, which is added to the squared norm and may be 0
             here, param_dtype, that of alpha too), so that this layer fits wherever that one does; gamma and beta are
-            switched off by default. There are no batch statistics: use_running_average, momentum, axis_name and a mask change
-            nothing.
+            switched off by default. There are no batch statistics: use_running_average, momentum, axis_name and a
+            mask change nothing.
 
     >>> layer = Unitize(2, alpha_init=1.0, train_alpha=False, epsilon=0.0)
     >>> print(layer(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
