@@ -16,6 +16,7 @@ from meanflow import _checks, activations
 from meanflow.activations import Activation
 from meanflow.flows.observables import Observable, Predictions
 from meanflow.geometry import omega, sphere
+from meanflow.geometry.neurons import LayerRates
 from meanflow.geometry.space import Invariant, Space
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
@@ -108,6 +109,12 @@ class Feature(eqx.Module):
         by differentiating ``predict``.
         """
         return None
+
+    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
+        """Return E[phi(w_i; x) phi(v_k; x)] over x ~ N(0, I) for neurons w of ``cloud`` and v of ``other``, (m, m')."""
+        raise ValueError(
+            f"a Gaussian population needs a feature that defines overlap(cloud, other), got {type(self).__name__}"
+        )
 
     def potential(self, cloud: Cloud, x: jax.Array, g: jax.Array) -> jax.Array:
         """Return sum_j <g_j, phi(w_i; x_j)>, shape (m,), for covectors g (n,) or (n, k)."""
@@ -209,14 +216,20 @@ class TwoLayer(Feature):
     def kernel(
         self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
     ) -> jax.Array | None:
-        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) I + a a' s'(b.x) s'(b.z) <x, z>] in flat space."""
-        if type(space) is not Space:
+        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) I + a a' s'(b.x) s'(b.z) <x, z>] in flat space.
+
+        Layers with rates of their own multiply the two terms by them.
+        """
+        if type(space) not in (Space, LayerRates):
             return None
         b = cloud.particles.b
         if self.bias:
             x, z = (jnp.concatenate([u, jnp.ones_like(u[:, :1])], axis=1) for u in (x, z))
         (value_x, slope_x), (value_z, slope_z) = (self._activate(u @ b.T) for u in (x, z))
         gram = x @ z.T
+        if isinstance(space, LayerRates):
+            outer_rate, inner_rate = space.rates(cloud)
+            value_x, slope_x = value_x * outer_rate[None, :], slope_x * inner_rate[None, :]
 
         def inner(weight: jax.Array) -> jax.Array:
             return ((slope_x * weight[None, :]) @ slope_z.T) * gram
@@ -256,6 +269,24 @@ class TwoLayer(Feature):
         pairs = (scale[:, None, None] * a[:, :, None] * a[:, None, :]).reshape(cloud.size, count**2)
         mixed = jnp.moveaxis(jax.lax.map(inner, pairs.T), 0, -1).reshape(*outer.shape, count, count)
         return outer[:, :, None, None] * jnp.eye(count, dtype=outer.dtype)[None, None] + mixed
+
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return the vectors (m, d) whose products with centered inputs the activation takes."""
+        return cloud.particles.b
+
+    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
+        """Return amplitudes times the dual activation of the directions."""
+        from meanflow.kernels.infinite.dual import dual_activation
+
+        if self.bias:
+            raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
+        left, right = self.directions(cloud), self.directions(other)
+        squares = jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
+        shape = (left.shape[0], right.shape[0])
+        first, second = (jnp.broadcast_to(u, shape) for u in squares)
+        dual = dual_activation(self.activation)(first, second, left @ right.T).value
+        a, c = (self.amplitudes(one).reshape(one.size, -1) for one in (cloud, other))
+        return (a @ c.T) * dual
 
     def amplitudes(self, cloud: Cloud) -> jax.Array:
         """Return (m/alpha) a, (m,) or (m, k): what multiplies the activation of each neuron."""

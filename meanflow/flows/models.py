@@ -14,6 +14,7 @@ from meanflow.flows.features import TwoLayer
 from meanflow.flows.flow import ALPHA, Flow, make_flow
 from meanflow.flows.losses import LOSS, Loss, LossFunction
 from meanflow.flows.normalized import BatchNormed
+from meanflow.geometry.neurons import LayerRates, SignedSphere
 from meanflow.geometry.space import BatchNormManifold, Space
 from meanflow.measures import laws
 from meanflow.measures.cloud import Neurons
@@ -42,13 +43,20 @@ MODEL = {
 }
 
 
-@_checks.arguments(**MODEL, bias=flag)
+RATE = array(
+    (), (None,), low=0.0
+)  # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+
+
+@_checks.arguments(**MODEL, bias=flag, inner=RATE, outer=RATE)
 def vanilla(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",
     *,
     alpha: Alpha = "m",
     bias: bool = False,
+    inner: bool | float | Float[ArrayLike, "*m"] = True,
+    outer: bool | float | Float[ArrayLike, "*m"] = True,
     centered: bool = False,
     regularizer: Penalty | None = None,
     strength: float | jax.Array = 0.0,
@@ -61,6 +69,7 @@ def vanilla(
             one output, of rows f (k,) for k outputs.
         alpha: the output scale, ``"m"`` (mean field), ``"sqrt"`` (NTK), ``"one"`` or a number.
         bias: whether neurons have a bias: s(b . (x, 1)), with b (m, d + 1) and the bias in its last column.
+        inner, outer: whether b and a are trained; also rates >= 0 at which they learn, one number or one per neuron.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
         regularizer: a penalty, particles -> (m,), weighted by ``strength``.
         strength: lam >= 0.
@@ -70,9 +79,49 @@ def vanilla(
     (8, 3)
     """
     feature = TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias)
+    both = inner is True and outer is True
+    rates = (jnp.asarray(u, jnp.result_type(float)) for u in (outer, inner))
     return make_flow(
         feature,
-        Space(),
+        Space() if both else LayerRates(*rates),
+        loss,
+        alpha=alpha,
+        centered=centered,
+        regularizer=regularizer,
+        strength=strength,
+        laws=_biased_laws if bias else _two_layer_laws,
+    )
+
+
+@_checks.arguments(**MODEL, bias=flag)
+def spherical(
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    *,
+    alpha: Alpha = "m",
+    bias: bool = False,
+    centered: bool = False,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
+) -> Flow:
+    """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
+
+    Directions move on the round sphere, b' = -(I - b b') grad V. For a positively homogeneous s, such as ReLU, the
+    gradient flow of a balanced network (|a_i| = |b_i|) is this flow together with reaction at rate 2 and free mass:
+    ``flow.space.from_raw(cloud)`` projects the network, ``solve(..., reaction=2.0, conserve=False)`` follows it. Weight
+    decay lam (a^2 + |b|^2)/2 becomes a penalty of lam per unit of mass. Arguments are those of ``vanilla``.
+
+    >>> import jax, meanflow as mf
+    >>> raw = mf.vanilla("relu").init(jax.random.key(0), 8, dim=3)
+    >>> flow = mf.flows.spherical("relu")
+    >>> x = jax.random.normal(jax.random.key(1), (5, 3))
+    >>> gap = mf.predict(flow, flow.space.from_raw(raw), x) - mf.predict(mf.vanilla("relu"), raw, x)
+    >>> bool(abs(gap).max() < 1e-6)
+    True
+    """
+    return make_flow(
+        TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias),
+        SignedSphere(),
         loss,
         alpha=alpha,
         centered=centered,

@@ -115,6 +115,15 @@ class BatchNormed(TwoLayer):
             return preactivation
         return cloud.particles.scale[None, :] * preactivation + cloud.particles.shift[None, :]
 
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return bb, for inputs of mean 0 and neurons without a shift."""
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        mean = _checks.concrete(self.mean)
+        if self.affine or (mean is not None and np.any(mean != 0)):
+            raise ValueError("a Gaussian population needs batch norm with mean 0 and without scale and shift")
+        b = cloud.particles.b
+        return omega.normalize(b, self.sigma) if self.raw else b
+
     def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return the activations s(g_i bb_i . (x_j - mean) + h_i), shape (n, m)."""
         b = cloud.particles.b

@@ -65,6 +65,60 @@ class Space(eqx.Module):
         """Return <u, v> in the metric C^-1 for tangent vectors u and v, one number per particle (m,)."""
         return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(lambda p, q: _rows(p * q), u, v))), axis=0)
 
+    def noise(self, cloud: Cloud, normal: Record) -> Record:
+        """Return the tangent vectors S xi with S S' = C, for independent standard normal numbers xi.
+
+        Noise at temperature tau moves a particle by sqrt(2 tau dt) S xi + tau dt ``noise_drift``. S must be linear in
+        xi. A space with an inverse metric of its own defines it, or its flows run without noise.
+        """
+        if not self._is_flat():
+            raise ValueError(
+                f"temperature needs a space that defines noise(cloud, normal), got {type(self).__name__}"
+            )
+        return normal
+
+    def log_volume(self, cloud: Cloud) -> jax.Array:
+        """Return the logarithm of the Riemannian volume per coordinate volume, -1/2 log det C, (m,).
+
+        ``noise_drift`` asks for it where steps are additions of coordinates and C is not constant.
+        """
+        if not self._is_flat():
+            raise ValueError(
+                f"temperature needs a space that defines log_volume(cloud), got {type(self).__name__}"
+            )
+        return jnp.zeros_like(cloud.weights)
+
+    def noise_drift(self, cloud: Cloud) -> Record:
+        """Return div C - 1/2 C grad log det C, what a noisy step in these coordinates needs beside the noise.
+
+        Without it the stationary law would not be exp(-V/tau) times the Riemannian volume. Noisy steps follow ``exp``,
+        and geodesics have it built in (as has whatever agrees with them to second order): the default is zero where a
+        space has an ``exp`` of its own, and found by differentiating ``cometric`` and ``log_volume`` where steps are
+        additions.
+        """
+        if self._is_flat() or type(self).exp is not Space.exp:
+            return jax.tree.map(jnp.zeros_like, cloud.particles)
+        return ito_drift(self, cloud)
+
+    def check_noise(self, cloud: Cloud) -> None:
+        """Raise ValueError if noise cannot run from this cloud: it is not defined here, or C is not smooth."""
+        eqx.filter_eval_shape(lambda: (self.noise(cloud, cloud.particles), self.noise_drift(cloud)))
+
+    def dimension(self, cloud: Cloud) -> int:
+        """Return the number of coordinates in which a particle can move freely."""
+        return sum(u[0].size for u in jax.tree.leaves(cloud.particles))
+
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return the particles in a flat space, (m, k): distances of close particles are those of the metric."""
+        if not self._is_flat():
+            raise ValueError(
+                f"an entropy needs a space that defines embedding(cloud), got {type(self).__name__}"
+            )
+        return jnp.concatenate([u.reshape(cloud.size, -1) for u in jax.tree.leaves(cloud.particles)], axis=1)
+
+    def _is_flat(self) -> bool:
+        return type(self).cometric is Space.cometric
+
     def retract(self, cloud: Cloud, v: Record) -> Record:
         """Return a point reached by moving along ``v`` that stays in the space; agrees with exp to second order."""
         return self.exp(cloud, v)
@@ -81,6 +135,22 @@ class Space(eqx.Module):
         """Return the geodesic distance of each particle to its partner in ``particles`` (m,)."""
         v = self.log(cloud, particles)
         return jnp.sqrt(self.inner(cloud, v, v))
+
+
+def ito_drift(space: Space, cloud: Cloud) -> Record:
+    """Return div C + C grad log_volume at each particle, by differentiating along every coordinate."""
+    leaves, structure = jax.tree.flatten(cloud.particles)
+    zeros = [jnp.zeros_like(u) for u in leaves]
+    total = space.cometric(cloud, jax.grad(lambda w: jnp.sum(space.log_volume(cloud.at(w))))(cloud.particles))
+    for k, leaf in enumerate(leaves):
+        for column in np.ndindex(leaf.shape[1:]):
+            unit = list(zeros)
+            unit[k] = zeros[k].at[(slice(None), *column)].set(1.0)
+            e = jax.tree.unflatten(structure, unit)
+            # sum over coordinates j of d_j (C e_j): the divergence, since C is symmetric
+            slope = jax.jvp(lambda w, e=e: space.cometric(cloud.at(w), e), (cloud.particles,), (e,))[1]
+            total = jax.tree.map(jnp.add, total, slope)
+    return total
 
 
 class BatchNormManifold(Space):
@@ -164,6 +234,27 @@ class BatchNormManifold(Space):
         """Return the end of a raw gradient step followed by renormalisation to |b| = c."""
         moved = Space.exp(self, cloud, v)
         return moved._replace(b=omega.retract(cloud.particles.b, v.b, self._covariance()))
+
+    def noise(self, cloud: Cloud, normal: Record) -> Record:
+        """Return (xi_a, |bb| (I - bb u') xi_b / c): white noise on flat coordinates and on a sphere of radius c."""
+        b = cloud.particles.b
+        turn = safe_norm(b, keepdims=True) * omega.project(b, normal.b, self._covariance())
+        return normal._replace(b=turn / norms(cloud)[:, None])
+
+    def check_noise(self, cloud: Cloud) -> None:
+        """Refuse a singular covariance, whose Omega is smaller than its coordinates."""
+        if omega.null_projector(self._covariance()) is not None:
+            raise ValueError("temperature needs a regular covariance on the manifold, got a singular one")
+
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return (a, c b/|b|): the line and a sphere of radius c."""
+        turn = norms(cloud)[:, None] * omega.direction(cloud.particles.b)
+        flat = [u.reshape(cloud.size, -1) for u in _flat(cloud.particles)]
+        return jnp.concatenate([*flat, turn], axis=1)
+
+    def dimension(self, cloud: Cloud) -> int:
+        """Return 1 for a and d - 1 for the direction."""
+        return super().dimension(cloud) - 1
 
     def exp(self, cloud: Cloud, v: Record) -> Record:
         """Return the endpoint of a geodesic: straight in a, a great circle in the direction of b."""

@@ -10,4 +10,5 @@ from meanflow.measures.cloud import stack as stack
 from meanflow.measures.dataset import Dataset as Dataset
 from meanflow.measures.sampling import quadrature as quadrature
 from meanflow.measures.sampling import quasi as quasi
+from meanflow.measures.sampling import resample as resample
 from meanflow.measures.sampling import sample as sample
