@@ -217,7 +217,7 @@ def _line(
 
 
 def _quantile_gaps(xp: Any, x: Any, y: Any, weights_x: Any, weights_y: Any) -> tuple[Any, Any]:
-    """Return the distances of the quantile functions of two samples, piecewise constant, and their masses (None: equal).
+    """Return the distances of the quantile functions of two samples and their masses (None: equal).
 
     Args:
         xp: numpy, or jax.numpy.
@@ -246,7 +246,7 @@ def _quantile_gaps(xp: Any, x: Any, y: Any, weights_x: Any, weights_y: Any) -> t
 
 
 class Coupling(NamedTuple):
-    """The positive entries of a coupling: ``mass`` moves from the points ``rows`` of x to the points ``columns`` of y."""
+    """The positive entries of a coupling: ``mass`` moves from points ``rows`` of x to points ``columns`` of y."""
 
     rows: np.ndarray
     columns: np.ndarray
