@@ -38,12 +38,25 @@ class FrozenMotion(eqx.Module):
         covector: jax.Array,
         time: jax.Array,
         max_events: int | None,
+        forward: bool,
     ) -> tuple[PyTree[jax.Array], MotionState]:
         """Move every neuron for ``time`` in the field of ``covector``, through all its kinks.
 
-        ``max_events`` is None for loops that run until all is done, or a fixed number of events that reverse mode can
-        pass through.
+        Args:
+            particles, state: where the neurons are.
+            covector: the frozen residual, as ``residual`` returns it.
+            time: how long they move.
+            max_events: the most events of one neuron, or None for a number that is never needed.
+            forward: whether the program is differentiated in forward mode; see ``kinks.passage``.
         """
+
+    def unfold(self, particles: PyTree[jax.Array], state: MotionState) -> MotionState:
+        """Return the state at the start of a step, with what is derived from the particles; the same by default."""
+        return state
+
+    def fold(self, state: MotionState) -> MotionState:
+        """Return the state at the end of a step, without what ``unfold`` adds."""
+        return state
 
     @abc.abstractmethod
     def counts(self, state: MotionState) -> dict[str, jax.Array]:

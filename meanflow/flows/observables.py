@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from meanflow import _checks
@@ -81,21 +80,22 @@ class Dissipation(Observable):
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
-        return problem.speed * equation.dissipation(problem.flow, cloud, problem.data)
+        return problem.dissipation(cloud)
 
 
 class Predictions(Observable):
-    """f at fixed inputs.
+    """f at fixed inputs, or at the samples.
 
     Attributes:
-        x: (k,) or (k, d).
+        x: (k,) or (k, d); None for the inputs of the training data.
     """
 
-    x: jax.Array
+    x: jax.Array | None = None
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return predictions (k,), or with one more axis for the outputs."""
-        return equation.predict(problem.flow, cloud, self.x.astype(cloud.weights.dtype))
+        x = problem.data.x if self.x is None else self.x
+        return equation.predict(problem.flow, cloud, x.astype(cloud.weights.dtype))
 
 
 class Accuracy(Observable):
@@ -130,10 +130,15 @@ class KernelDrift(Observable):
     """|K_t - K_0| / |K_0| of the tangent kernel on the samples (64 of them, evenly chosen, if there are more)."""
 
     def _kernel(self, problem: "Problem", cloud: Cloud) -> jax.Array:
-        size = problem.data.size
-        pick = np.unique(np.linspace(0, size - 1, min(size, KERNEL_POINTS)).round().astype(int))
-        x = problem.data.x[pick]
-        return equation.tangent_kernel(problem.flow, cloud, x, x)
+        data = problem.data
+        room = min(data.size, KERNEL_POINTS)
+        real = jnp.minimum(data.real, room)  # padding of the data has no say
+        place = jnp.arange(room)
+        gap = (data.real - 1) / jnp.maximum(real - 1, 1)
+        x = data.x[jnp.where(place < real, jnp.round(place * gap), 0).astype(int)]
+        kernel = equation.tangent_kernel(problem.flow, cloud, x, x)
+        chosen = ((place[:, None] < real) & (place[None, :] < real)).astype(kernel.dtype)
+        return kernel * chosen.reshape(room, room, *(1,) * (kernel.ndim - 2))
 
     def begin(self, problem: "Problem") -> jax.Array:
         """Return the kernel at the start."""
@@ -207,6 +212,19 @@ ON_REQUEST: dict[str, Observable] = {
     "neurons": Coordinates(dims=("particle",), about="coordinates of every neuron")
 }
 
+
+def _on_request() -> dict[str, Observable]:
+    """Return observables of modules that themselves import this one."""
+    from meanflow.flows.margins import Margin
+    from meanflow.flows.sharpness import Sharpness
+
+    return {
+        "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow"),
+        "variation_margin": Margin("variation", about="least margin over the variation norm"),
+        "kernel_margin": Margin("kernel", about="least margin over the norm of the kernel space"),
+    }
+
+
 Observe = (
     None
     | Observable
@@ -245,7 +263,7 @@ def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[
 
 def named(names: Sequence[str], known: Mapping[str, Observable]) -> dict[str, Observable]:
     """Return the observables of these names, out of ``known`` and those that exist on request."""
-    options = {**known, **ON_REQUEST}
+    options = {**known, **ON_REQUEST, **_on_request()}
     unknown = [name for name in names if name not in options]
     if unknown:
         raise ValueError(f"observe must name observables among {sorted(options)}, got {unknown}")

@@ -9,20 +9,58 @@ on a raw b of unit length moves bb by the gradient flow of the metric (with u = 
 (Omega, G) is isometric to the round unit sphere through bb -> bb/|bb|; so distance, exp and log are those of the
 sphere and cost O(d) beside the product S bb. Nothing here needs a pseudo-inverse. Vectors are (..., d), the
 covariance ``sigma`` is (d, d); metric inner products of *tangent* vectors do not depend on ``sigma`` at all.
+
+A singular S has a smaller Omega: all formulas hold for bb in the range of S, with differentials g that lie there too.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from meanflow import _checks
 from meanflow._numerics import safe_norm
 from meanflow.geometry import sphere
 from meanflow.geometry.sphere import dot
 
 Vectors = Float[Array, "*#batch d"]  # points and tangent vectors; batches are broadcast
 Matrix = Float[Array, "d d"]
+
+ROUNDING = 4  # eigenvalues of correlations below this times d eps are zero: what sums of products leave
+
+
+def null_projector(sigma: Matrix) -> Matrix | None:
+    """Return the projector (d, d) on the null space of S; None if S is regular, or traced and taken to be so.
+
+    Inputs without variance count as constant, and the rest is judged by its correlations: a pixel that is dark in all
+    images but one has a variance far below that of the others, which is no rounding error.
+
+    >>> null_projector(jnp.diag(jnp.array([1.0, 0.0]))).tolist()
+    [[0.0, 0.0], [0.0, 1.0]]
+    >>> null_projector(jnp.eye(2)) is None
+    True
+    """
+    known = _checks.concrete(sigma)
+    if known is None or known.ndim != 2 or not np.all(np.isfinite(known)):
+        return None
+    eps, matrix = float(np.finfo(known.dtype).eps), known.astype(np.float64)
+    variance = np.diagonal(matrix)
+    constant = variance <= eps * variance.max(initial=0.0)
+    root = np.sqrt(np.where(constant, 1.0, variance))
+    moving = ~constant
+    correlation = (matrix / np.outer(root, root))[np.ix_(moving, moving)]
+    values, vectors = np.linalg.eigh(correlation)
+    null = np.zeros((len(root), len(values)))
+    null[moving] = vectors / root[moving, None]
+    null = np.concatenate(
+        [null[:, values <= ROUNDING * len(root) * eps], np.eye(len(root))[:, constant]], axis=1
+    )
+    if not null.shape[1]:
+        return None
+    basis = np.linalg.qr(null)[0]
+    return jnp.asarray(basis @ basis.T, known.dtype)
 
 
 @jax.jit

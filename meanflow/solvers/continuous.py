@@ -1,5 +1,6 @@
 """Continuous time: the flow as an ODE, on diffrax."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import diffrax
@@ -10,7 +11,18 @@ import numpy as np
 from jaxtyping import ArrayLike, PyTree, Real
 
 from meanflow import _checks
-from meanflow._checks import array, choice, count, either, flag, instance, number, optional, unchecked
+from meanflow._checks import (
+    array,
+    choice,
+    count,
+    either,
+    flag,
+    instance,
+    number,
+    optional,
+    prng_key,
+    unchecked,
+)
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
@@ -18,7 +30,8 @@ from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
-from meanflow.solvers.defaults import Method, choose
+from meanflow.solvers.defaults import Method, choose, rougher
+from meanflow.solvers.dynamics import Dynamics
 from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.saving import SaveTimes, save_times
 from meanflow.solvers.sliding import FlowSolver
@@ -29,6 +42,7 @@ from meanflow.solvers.solution import (
     State,
     begin,
     check_resumed,
+    code_numbers,
     fingerprint,
     raise_on_failure,
 )
@@ -64,7 +78,7 @@ def _cloud_norm(weights: jax.Array, error: PyTree[jax.Array]) -> jax.Array:
     """Return the root mean square over the measure: padding has no say, duplicating the particles changes nothing."""
     leaves = [u.reshape(weights.shape[0], -1) for u in jax.tree.leaves(error)]
     squares = jnp.sum(jnp.concatenate(leaves, axis=1) ** 2, axis=1)
-    total = jnp.sum(jnp.where(weights > 0, weights * squares, 0.0))
+    total = jnp.sum(jnp.where(weights > 0, weights * squares, 0.0)) / jnp.sum(weights)
     safe = jnp.where(total > 0, total, 1.0)
     return jnp.where(total > 0, jnp.sqrt(safe / sum(u.shape[1] for u in leaves)), 0.0)
 
@@ -75,8 +89,7 @@ class _Steady(eqx.Module):
     tolerance: Scalar
 
     def __call__(self, t: jax.Array, y: PyTree[jax.Array], args: Problem, **kwargs: object) -> jax.Array:
-        rate = equation.dissipation(args.flow, args.cloud(y), args.data)
-        return args.speed * rate < self.tolerance**2
+        return args.dissipation(args.cloud(y)) < self.tolerance**2
 
 
 class SolveOptions(eqx.Module):
@@ -92,6 +105,7 @@ class SolveOptions(eqx.Module):
     atol: Scalar
     adjoint: diffrax.AbstractAdjoint
     steady: Scalar | None
+    dynamics: Dynamics
     settings: Settings
     clock: str = eqx.field(static=True)
     max_steps: int = eqx.field(static=True)
@@ -113,6 +127,10 @@ class SolveOptions(eqx.Module):
     adjoint=either(choice(*ADJOINTS), instance(diffrax.AbstractAdjoint)),
     steady=optional(number(above=0)),
     max_steps=optional(count(1)),
+    temperature=number(low=0),
+    reaction=number(low=0),
+    conserve=flag,
+    key=optional(prng_key),
     measure_error=flag,
     state=optional(STATE),
     throw=flag,
@@ -134,6 +152,10 @@ def solve(
     adjoint: str | diffrax.AbstractAdjoint = "checkpoint",
     steady: float | jax.Array | None = None,
     max_steps: int | None = None,
+    temperature: float | jax.Array = 0.0,
+    reaction: float | jax.Array = 0.0,
+    conserve: bool = True,
+    key: jax.Array | None = None,
     measure_error: bool = True,
     state: State | None = None,
     throw: bool = True,
@@ -152,16 +174,25 @@ def solve(
             observables such as ``["dissipation", "kernel_drift"]``.
         solver: a diffrax solver, or ``"sliding"`` for models that know how neurons move through kinks. By default the
             model decides: ``Tsit5()`` if it is smooth; if it has kinks (relu), where ordinary solvers crawl or err,
-            ``"sliding"`` where the model has such a motion and ``Heun()`` otherwise.
+            ``"sliding"`` where the model has such a motion and ``Heun()`` otherwise, or where sliding runs out of
+            events (``settings.names`` says which it was).
         step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
             ``atol``, or ``KernelStep(0.25)`` where a solver for kinks was chosen by default.
         rtol, atol: tolerances of the local error in rms over the measure, default 1e-7 and 1e-9. They are not the error
             of the result. Given without ``step`` they ask for adaptive steps, of a model with kinks as well.
-        clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``; see ``meanflow.measures.scaling``.
+        clock: ``"mean_field"``, ``"gradient"``, ``"lazy"`` or ``"normalized"`` (which does not stall as a logistic loss
+            decays); see ``meanflow.measures.scaling``.
         adjoint: ``"checkpoint"`` (reverse mode, memory O(sqrt(max_steps)) states), ``"full"`` (reverse through
             the whole loop), ``"forward"`` (forward mode), or a diffrax adjoint.
         steady: stop when the speed sqrt(-dE/dt) of the measure falls below this.
         max_steps: step limit; default 100 000, or what a fixed step needs.
+        temperature: tau >= 0. Adds tau log rho to V: particles diffuse, dw = -C grad V dt
+            + tau (div C - 1/2 C grad log det C) dt + sqrt(2 tau) C^(1/2) dW. Needs ``key`` and ``step``: Euler-Maruyama
+            steps that land on ``ts``.
+        reaction: beta >= 0, the rate at which weights move: p_i'/p_i = -beta (V(w_i) - <V>). Not together with a
+            temperature.
+        conserve: whether reaction conserves the total mass; False leaves out <V>, and ``Solution.final.total`` changes.
+        key: PRNG key of the noise; step k uses fold_in(key, k), so runs can be resumed.
         measure_error: where solver and steps were chosen for a model with kinks, run a second time with half the steps
             and put the rms error of the final coordinates, estimated from the difference, into ``stats["error"]``. Not
             done inside jit, vmap and grad, nor for resumed runs.
@@ -190,33 +221,50 @@ def solve(
     end = scalar(t1, dtype)
     _check_order(start, end)
     times = save_times(ts, start, end, dtype)
-    method = choose(flow, cloud, data, solver, step, rtol is not None or atol is not None)
+    dynamics = Dynamics(flow, cloud, temperature, reaction, conserve, key)
+    adaptive = rtol is not None or atol is not None
+    method = choose(flow, cloud, data, solver, step, adaptive, dynamics, clock)
     rule = method.rule
     _check_step(method.solver, rule)
-    settings = _settings(method.solver, rule, clock)
+    settings = _settings(method.solver, rule, clock, dynamics)
     if state is not None:
         check_resumed(state, settings, data)
+    backward = ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint
     options = SolveOptions(
         t0=start,
         t1=end,
         ts=times,
         observe=observables.resolve(observe, flow, data),
-        solver=method.solver,
+        solver=method.solver.prepared(backward) if isinstance(method.solver, FlowSolver) else method.solver,
         rule=rule,
         rtol=scalar(RTOL if rtol is None else rtol, dtype),
         atol=scalar(ATOL if atol is None else atol, dtype),
-        adjoint=ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint,
+        adjoint=backward,
         steady=None if steady is None else scalar(steady, dtype),
+        dynamics=dynamics,
         settings=settings,
         clock=clock,
         max_steps=step_budget(rule, start, end, times) if max_steps is None else max_steps,
     )
     solution = _solve(flow, cloud, data, options, state)
+    if method.order is not None and state is None and _overflowed(solution):
+        # the default must not fail where a rougher method would not: in single precision a neuron among many kinks
+        # may go to and fro between two of them
+        method = rougher(method)
+        settings = _settings(method.solver, rule, clock, dynamics)
+        options = dataclasses.replace(options, solver=method.solver, settings=settings)
+        solution = _solve(flow, cloud, data, options, None)
     if throw:
         raise_on_failure(solution)
     if measure_error and method.order is not None and state is None:
         solution = _with_error(solution, flow, cloud, data, options, method)
     return solution
+
+
+def _overflowed(solution: Solution) -> bool:
+    """Say whether a run ran out of events; False while it is traced."""
+    code = _checks.concrete(solution.result._value)
+    return code is not None and bool(np.any(code == code_numbers()["event_overflow"]))
 
 
 def _with_error(
@@ -241,12 +289,13 @@ def _distance(flow: Flow, one: Cloud, other: Cloud) -> jax.Array:
 @eqx.filter_jit
 def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state: State | None) -> Solution:
     solver, observe = options.solver, options.observe
-    problem = Problem(flow.chart(cloud), data, scaling.speed(options.clock, flow.scaling, cloud))
+    speed = scaling.speed(options.clock, flow.scaling, cloud)
+    problem = options.dynamics.problem(flow.chart(cloud), data, speed, options.clock)
     problem = eqx.tree_at(
         lambda p: p.memory, problem, observables.begin(observe, problem), is_leaf=lambda u: u is None
     )
     terms = diffrax.ODETerm(_field)
-    y0 = problem.chart.base.particles if state is None else state.y
+    y0 = problem.initial() if state is None else state.y
     controller, first = _controller(options, cloud)
     solver_state = controller_state = made_jump = None
     if state is not None:
@@ -366,15 +415,17 @@ def _unpack(
     return jax.tree.unflatten(structure, state.leaves)
 
 
-def _settings(solver: diffrax.AbstractSolver, rule: StepRule | None, clock: str) -> Settings:
+def _settings(
+    solver: diffrax.AbstractSolver, rule: StepRule | None, clock: str, dynamics: Dynamics
+) -> Settings:
     """Return the settings that a resumed run must share; a constant step and tolerances may change."""
     names = {
         "solver": type(solver).__name__,
         "clock": clock,
         "step": type(rule).__name__ if rule else "adaptive",
-    }
+    } | dynamics.names()
     numbers = {} if rule is None or isinstance(rule, ConstantStep) else rule_numbers(rule)
-    return Settings(numbers, tuple(names.items()))
+    return Settings(numbers | dynamics.numbers(), tuple(names.items()))
 
 
 def rule_numbers(rule: StepRule) -> dict[str, jax.Array]:

@@ -31,6 +31,10 @@ class FlowSolver(diffrax.AbstractSolver):
 
     lands_on_saves: ClassVar[bool] = False
 
+    def prepared(self, adjoint: diffrax.AbstractAdjoint) -> "FlowSolver":
+        """Return the solver for a run that is differentiated by ``adjoint``; itself by default."""
+        return self
+
     @abc.abstractmethod
     def report(self, problem: Problem, solver_state: PyTree[jax.Array]) -> dict[str, jax.Array]:
         """Return counts for ``Solution.stats``, by name."""
@@ -70,20 +74,23 @@ STAGES = (
 class Sliding(FlowSolver):
     """Solver for flows with kinks that follows Filippov solutions exactly in each frozen field.
 
-    Works with every model whose feature defines ``motion``: the univariate ReLU flows. Order 3 without events (2 on the
-    cylinder, and with the penalty ``variation``), 2 with. Three force evaluations a step, O(m + s) each, and O(m) work
-    per event. The balance delta is conserved to rounding. Works with constant steps and with step rules.
+    Works with every model whose feature defines ``motion``: two-layer networks with relu, leaky_relu or abs in any
+    dimension, and the univariate ReLU flows. Order 3 without events (2 on the cylinder, with the penalty ``variation``,
+    and with a decay of its own for each layer), 2 with. Three force evaluations a step and work in proportion to the
+    events. What the flow conserves between kinks is conserved to rounding. Works with constant steps and with step
+    rules; ``jax.grad`` goes through it, and forward mode with ``adjoint="forward"``.
 
     Attributes:
-        max_events: None (forward use): loop until every neuron is done, at most 2s + 2 events a step. An integer, for
-            instance 8: a scan of that length through which reverse mode works, memory O(max_events m) a step. Running
-            out of events gives the result code ``event_overflow``.
+        max_events: the most events of one neuron in a sub-step; None for a number that is never needed. Running out of
+            events gives the result code ``event_overflow``.
+        forward: whether the program is differentiated in forward mode; ``solve`` sets it for ``adjoint="forward"``.
 
     >>> Sliding(max_events=8).max_events
     8
     """
 
     max_events: int | None = None
+    forward: bool = False
 
     term_structure: ClassVar = diffrax.AbstractTerm
     interpolation_cls: ClassVar = diffrax.LocalLinearInterpolation
@@ -97,6 +104,10 @@ class Sliding(FlowSolver):
     def order(self, terms: PyTree) -> int:
         """Return 2, the order through crossings, captures and releases."""
         return 2
+
+    def prepared(self, adjoint: diffrax.AbstractAdjoint) -> "Sliding":
+        """Return a solver whose loops forward mode can pass, if that is what ``adjoint`` is."""
+        return Sliding(self.max_events, isinstance(adjoint, diffrax.ForwardMode))
 
     def report(self, problem: Problem, solver_state: MotionState) -> dict[str, jax.Array]:
         """Return totals of crossings, captures, releases, deaths and non-unique events of real neurons."""
@@ -132,27 +143,26 @@ class Sliding(FlowSolver):
         """Take one step: three stages, two of which make up the way; see ``STAGES``."""
         motion = self._motion(args)
         time = jnp.asarray(t1 - t0, args.chart.base.weights.dtype)
+        opened = motion.unfold(y0, solver_state)
 
         def stage(carry: tuple, row: jax.Array) -> tuple[tuple, None]:
             (y, state), kept, opening = carry
             now = Stage(*row)
             g = motion.residual(y, state)
             opening = jnp.where(now.keep_end > 0, g, opening)
-            start, held = jax.tree.map(
-                lambda u, v: jnp.where(now.from_kept > 0, u, v), kept, (y0, solver_state)
-            )
+            start, held = jax.tree.map(lambda u, v: jnp.where(now.from_kept > 0, u, v), kept, (y0, opened))
             covector = now.start_weight * opening + now.own_weight * g
-            y, end = motion.move(start, held, covector, now.length * time, self.max_events)
+            y, end = motion.move(start, held, covector, now.length * time, self.max_events, self.forward)
             here = (y, motion.with_overflow(end, motion.overflow(state)))
             kept = jax.tree.map(lambda u, v: jnp.where(now.keep_end > 0, u, v), here, kept)
             return (here, kept, opening), None
 
-        here = (y0, solver_state)
+        here = (y0, opened)
         rows = jnp.asarray(STAGES, time.dtype)
         opening = jnp.zeros(args.data.y.shape, time.dtype)
         # one program for all stages: the events are what takes long to compile
         ((y1, final), _, _), _ = jax.lax.scan(stage, (here, here, opening), rows)
-        return y1, None, {"y0": y0, "y1": y1}, final, diffrax.RESULTS.successful  # type: ignore[return-value]
+        return y1, None, {"y0": y0, "y1": y1}, motion.fold(final), diffrax.RESULTS.successful  # type: ignore[return-value]
 
     def _motion(self, problem: Problem) -> FrozenMotion:
         return problem.chart.flow.feature.motion(problem)

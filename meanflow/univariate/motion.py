@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide
+from meanflow.flows.kinks import passage
 from meanflow.flows.losses import Loss
 from meanflow.flows.motion import FrozenMotion
 from meanflow.flows.problem import Problem
@@ -44,7 +45,7 @@ class Place(NamedTuple):
     v: Vector | None
     region: Int[Array, " m"]
     ray: Int[Array, " m"]
-    counts: events.Counts
+    counts: passage.Counts
     overflow: Bool[Array, ""]
 
 
@@ -94,8 +95,9 @@ class UnivariateMotion(FrozenMotion):
         """Return (u, v, c): the direction p = (u, v) of each neuron and its outer weight."""
 
     def counts(self, state: Place) -> dict[str, jax.Array]:
-        """Return the totals of crossings, captures, releases, deaths and non-unique events of real neurons."""
-        return dict(state.counts._asdict())
+        """Return the totals of events of real neurons, and how many slide now."""
+        on = jnp.sum((state.ray >= 0) & self.is_real, dtype=jnp.int32)
+        return dict(state.counts._asdict()) | {"sliding": on}
 
     def overflow(self, state: Place) -> Bool[Array, ""]:
         """Return whether a neuron had time left after the last allowed event of some sub-step."""
@@ -116,8 +118,7 @@ class UnivariateMotion(FrozenMotion):
             side = jnp.where(boundary < x.shape[0], 1, -1)
             on = (sample * u == -v) & (u * side > 0)
             ray = jnp.where(on, boundary, ray)
-        zero = jnp.zeros((), jnp.int32)
-        return Place(None, None, region, ray, events.Counts(*[zero] * 5), jnp.zeros((), bool))
+        return Place(None, None, region, ray, passage.Counts.none(), jnp.zeros((), bool))
 
     def residual(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
         """Return q_j l'(f_j) for the sorted samples, (s,), with the clock and the scale included."""
@@ -134,6 +135,7 @@ class UnivariateMotion(FrozenMotion):
         rates: tuple[Vector, Vector],
         time: Vector,
         max_events: int | None,
+        forward: bool,
     ) -> tuple[Vector, Vector, Vector, Place]:
         """Move neurons through all events of a sub-step; return (u, v, c) at its end, and where the neurons are then.
 
@@ -143,12 +145,15 @@ class UnivariateMotion(FrozenMotion):
             field: frozen forces.
             rates: rates of the inner and of the outer layer.
             time: how long each neuron moves.
-            max_events: None, or a fixed number of events; see ``events.run``.
+            max_events, forward: see ``FrozenMotion.move``.
         """
         fresh = jnp.zeros_like(place.ray, bool)
         neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
-        end, counts, overflow = events.run(neurons, place.counts, field, *rates, self.is_real, max_events)
-        moved = Place(None, None, end.region, end.ray, counts, place.overflow | overflow)
+        cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
+        own = events.Rates(*rates, self.is_real)
+        end, counts = passage.run(events.advance, neurons, own, field, cap, forward=forward)
+        overflow = jnp.any((end.left > 0) & self.is_real)
+        moved = Place(None, None, end.region, end.ray, place.counts.plus(counts), place.overflow | overflow)
         return end.u, end.v, end.c, moved
 
 
@@ -189,6 +194,7 @@ class RawMotion(UnivariateMotion):
         covector: Float[Array, " s"],
         time: Float[Array, ""],
         max_events: int | None,
+        forward: bool,
     ) -> tuple[Affine, Place]:
         """Move for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
         decay, rates = self.decay, (self.inner_rate, self.outer_rate)
@@ -197,7 +203,7 @@ class RawMotion(UnivariateMotion):
         left = jnp.where(rates[0] * rates[1] > 0, time, stretched)
         field = events.freeze(self.x, covector)
         start = self.direction(particles, state)
-        u, v, c, state = self.pass_events(start, state, field, rates, left, max_events)
+        u, v, c, state = self.pass_events(start, state, field, rates, left, max_events, forward)
         inner, outer = (jnp.exp(-decay * rate * time) for rate in rates)
         return Affine(inner * u, -(inner * v), outer * c), state
 
@@ -237,6 +243,7 @@ class CylinderMotion(UnivariateMotion):
         covector: Float[Array, " s"],
         time: Float[Array, ""],
         max_events: int | None,
+        forward: bool,
     ) -> tuple[Polar, Place]:
         """Move r for half the time, theta for the whole with that r, then r by the force along the way.
 
@@ -256,7 +263,7 @@ class CylinderMotion(UnivariateMotion):
         rate = self.turns * r
         whole = jnp.full_like(r, time)
         u, v, c, end = self.pass_events(
-            (u, v, jnp.ones_like(r)), state, field, (rate, rate), whole, max_events
+            (u, v, jnp.ones_like(r)), state, field, (rate, rate), whole, max_events, forward
         )
         length = jnp.sqrt(u**2 + v**2)
         u, v = u / length, v / length

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Shaped
 
 from meanflow import _checks
-from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params, batch
+from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
 
 STATS = ("batch", "train", "frozen", "running")
 # no gradient goes through the statistics, and samples are free of each other
@@ -63,9 +63,15 @@ def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
     return jnp.asarray(moved, jnp.result_type(leaf))
 
 
-def _random_batch(x: Batch, rng: np.random.Generator) -> Array:
-    """Draw as many samples on the scale of ``x``, at least two; integers are drawn from the entries of ``x``."""
-    dtype, shape = jnp.result_type(x), (max(np.shape(x)[0], 2), *np.shape(x)[1:])
+def _is_traced(leaf: ArrayLike) -> bool:
+    """Tell whether an array is being traced; keys of random numbers are not numbers."""
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return not is_key and _checks.concrete(leaf) is None
+
+
+def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> Array:
+    """Draw ``rows`` samples on the scale of ``x``; integers are drawn from the entries of ``x``."""
+    dtype, shape = jnp.result_type(x), (rows, *np.shape(x)[1:])
     given = _checks.concrete(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
         whole = np.zeros((1, *shape[1:]), int) if given is None else given
@@ -113,16 +119,20 @@ def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> b
     >>> is_coupled(lambda w, x: x @ w - jnp.mean(x @ w), jnp.ones(2), jnp.ones((3, 2)))
     True
     """
+    # a function of indices is probed as the function of samples that it stands for: indices hide what they point to
+    function, own = apply.probed(x) if isinstance(apply, Function) else (apply, x)
+    count = np.shape(jax.tree.leaves(x)[0])[0]
+    own = jax.tree.map(lambda a: jnp.asarray(a)[:count], own)
     rng = np.random.default_rng(0)
     with jax.ensure_compile_time_eval():
-        drawn = jax.tree.map(lambda a: _random_batch(a, rng), x)
+        drawn = jax.tree.map(lambda a: _random_batch(a, max(count, 2), rng), own)
         moved = jax.tree.map(lambda leaf: _moved(leaf, rng), params)
-        given = all(_checks.concrete(a) is not None for a in jax.tree.leaves((params, x)))
+        given = not any(map(_is_traced, jax.tree.leaves((params, own))))
         # where the random batch or the moved parameters leave the domain of the function, its own ones are tried
-        tries = [(moved, drawn), (moved, x), (params, x)] if given else [(moved, drawn)]
+        tries = [(moved, drawn), (moved, own), (params, own)] if given else [(moved, drawn)]
         for parameters, samples in tries:
             try:
-                values = [np.asarray(a) for a in _evaluations(apply, parameters, samples)]
+                values = [np.asarray(a) for a in _evaluations(function, parameters, samples)]
             except jax.errors.TracerArrayConversionError as error:
                 raise Unprobed(
                     "apply closes over traced values, so whether it couples samples cannot be probed; "

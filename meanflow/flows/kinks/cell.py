@@ -1,0 +1,110 @@
+"""The motion of a neuron in a cell of the arrangement of kinks, in closed form.
+
+With the residual frozen and no kink met, the force g on a neuron is constant, and its inner weights b and outer weight
+a, which learn at rates kp and kc, obey
+
+    b' = -kp a g,    a' = -kc <g, b>.
+
+This is a straight line along g, covered with hyperbolic time (``travel``); a^2/kc - |b|^2/kp is conserved. A quantity
+<x, b> = Z with H = <x, g>, S = <g, b>, w^2 = kp kc |g|^2 and T = 2 tanh(w t/2)/w vanishes where
+
+    (kp kc H S/2 - Z w^2/4) T^2 - kp H a T + Z = 0,
+
+a quadratic equation that is regular at g = 0 (``first_root``, ``clock_time``).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meanflow._numerics import safe_sqrt
+
+
+def _series(v: Float[Array, "*n"], start: int, terms: int) -> Float[Array, "*n"]:
+    """Return the sum of v^n / (2n + start)! over n < ``terms``."""
+    total, factor = jnp.zeros_like(v), 1.0
+    coefficients = []
+    for i in range(1, start + 1):
+        factor /= i
+    for n in range(terms):
+        coefficients.append(factor)
+        factor /= (2 * n + start + 1) * (2 * n + start + 2)
+    for value in reversed(coefficients):
+        total = total * v + value
+    return total
+
+
+def hyperbolic(v: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+    """Return sinh(w)/w and (cosh(w) - 1)/w^2 as smooth functions of v = w^2 >= 0."""
+    # the closed forms divide 0 by 0 at w = 0 and have no derivative there: small arguments go by the series
+    small = v < 0.25
+    w = jnp.sqrt(jnp.where(small, 1.0, v))
+    inner = jnp.where(small, v, 0.0)
+    grown = jnp.exp(w / 2)
+    half = (grown - 1 / grown) / 2  # sinh(w/2)
+    sine = jnp.where(small, _series(inner, 1, 8), half * (grown + 1 / grown) / w)
+    cosine = jnp.where(small, _series(inner, 2, 8), 2 * (half / w) ** 2)
+    return sine, cosine
+
+
+def arctanh_ratio(v: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Return artanh(w)/w as a smooth function of v = w^2 in [0, 1)."""
+    small = v < 0.03
+    w = jnp.sqrt(jnp.where(small, 0.25, v))
+    inner = jnp.where(small, v, 0.0)
+    total = jnp.zeros_like(v)
+    for n in reversed(range(11)):
+        total = total * inner + 1.0 / (2 * n + 1)
+    return jnp.where(small, total, jnp.arctanh(w) / w)
+
+
+def first_root(
+    a: Float[Array, "*n"], b: Float[Array, "*n"], z: Float[Array, "*n"], g2: Float[Array, "*n"]
+) -> Float[Array, "*n"]:
+    """Return the first zero T > 0 of a T^2 + b T + z that has g T < 2, or inf if there is none.
+
+    A neuron that leaves the ray it is on (z = 0, b >= 0) is not held back: the root at 0 is skipped. Entries
+    without a root are masked before anything is divided, so that derivatives stay finite.
+
+    Args:
+        a, b, z: coefficients, with z >= 0.
+        g2: g^2; g T = 2 tanh(g t/2) is below 2 at every time t.
+    """
+    square = b * b - 4 * a * z
+    falling = b < 0
+    real = (square >= 0) & (falling | (a < 0))
+    root = safe_sqrt(jnp.where(real, square, 1.0))
+    # of the two forms of the quadratic formula each sign of b has one that does not cancel
+    top = jnp.where(falling, 2 * z, b + root)
+    bottom = jnp.where(real, jnp.where(falling, root - b, -2 * a), 1.0)
+    scaled = top / bottom
+    return jnp.where(real & (g2 * scaled**2 < 4), scaled, jnp.inf)
+
+
+def clock_time(scaled: Float[Array, "*n"], g2: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Return the time t at which 2 tanh(g t/2)/g equals ``scaled``; inf for inf."""
+    good = jnp.isfinite(scaled)
+    known = jnp.where(good, scaled, 0.0)
+    return jnp.where(good, known * arctanh_ratio(g2 * known**2 / 4), jnp.inf)
+
+
+def travel(
+    a: Float[Array, " m"],
+    work: Float[Array, " m"],
+    g2: Float[Array, " m"],
+    inner_rate: Float[Array, " m"],
+    outer_rate: Float[Array, " m"],
+    time: Float[Array, " m"],
+) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+    """Return a at ``time``, and the shift for which b has become b - shift g.
+
+    Args:
+        a: outer weights.
+        work: S = <g, b>.
+        g2: w^2 = kp kc |g|^2.
+        inner_rate, outer_rate: kp and kc.
+        time: how long each neuron moves.
+    """
+    sine, cosine = hyperbolic(g2 * time**2)
+    sine, cosine = time * sine, time**2 * cosine
+    shift = inner_rate * (a * sine - outer_rate * work * cosine)
+    return a + a * g2 * cosine - outer_rate * work * sine, shift

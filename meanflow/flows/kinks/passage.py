@@ -1,0 +1,197 @@
+"""The loop that carries all neurons through all events of a sub-step, and its derivatives.
+
+A motion supplies ``advance``, which carries every neuron over one event; here it is repeated until no neuron has time
+left. In large clouds few neurons have any events left after the first: these are gathered in blocks, so that the rest
+costs nothing.
+
+Reverse mode keeps the states before the first events of a sub-step and goes back from event to event; where there were
+more events, the states in between are found by replaying them. So no bound on the number of events has to be guessed.
+Forward mode differentiates the plain loop.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+SMALL = 4096  # up to this many neurons all are moved together in every event
+BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
+KEPT = (
+    16  # states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
+)
+LARGE = 1 << 22  # numbers in a state beyond which only two are kept
+
+
+class Counts(NamedTuple):
+    """How many events there have been so far, one integer for each kind.
+
+    Attributes:
+        crossings: a neuron went through a kink.
+        captures: a neuron arrived on a kink and began to slide.
+        releases: a sliding neuron left its kink.
+        deaths: a neuron lost its last active sample.
+        nonunique: the Filippov rule left the decision open.
+    """
+
+    crossings: Int[Array, ""]
+    captures: Int[Array, ""]
+    releases: Int[Array, ""]
+    deaths: Int[Array, ""]
+    nonunique: Int[Array, ""]
+
+    @classmethod
+    def none(cls) -> "Counts":
+        """Return all zeros."""
+        return cls(*[jnp.zeros((), jnp.int32)] * 5)
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Return the sums."""
+        return jax.tree.map(jnp.add, self, other)
+
+
+class Moving(Protocol):
+    """Neurons on their way through a sub-step: a NamedTuple of arrays with leading axis m."""
+
+    @property
+    def left(self) -> Float[Array, " m"]:
+        """The time each neuron still has to move; not positive for one that is done."""
+        ...
+
+
+Neurons = TypeVar("Neurons", bound=Moving)
+# (neurons, what is constant for each of them, what all share) -> (neurons after one event, events of each kind)
+Advance: TypeAlias = Callable[[Neurons, PyTree[Array], PyTree[Array]], tuple[Neurons, Counts]]
+Arguments: TypeAlias = tuple[Neurons, PyTree[Array], PyTree[Array]]
+
+
+def run(
+    advance: Advance,
+    neurons: Neurons,
+    rows: PyTree[Array],
+    shared: PyTree[Array],
+    cap: int,
+    *,
+    forward: bool = False,
+) -> tuple[Neurons, Counts]:
+    """Carry all neurons through all events of a sub-step; one that needs more than ``cap`` keeps its time left.
+
+    Args:
+        advance: carries every neuron with time left over one event. A function of its arguments alone.
+        neurons: their state, with leading axis m.
+        rows: constants of each neuron, arrays with leading axis m.
+        shared: constants that all neurons share.
+        cap: the most events of one neuron.
+        forward: whether the program is differentiated in forward mode, which the default refuses.
+    """
+    arguments = (neurons, rows, shared)
+    return _loop(arguments, advance, cap) if forward else _reversible(arguments, advance, cap)
+
+
+@eqx.filter_custom_vjp
+def _reversible(arguments: Arguments, advance: Advance, cap: int) -> tuple[Neurons, Counts]:
+    return _loop(arguments, advance, cap)
+
+
+@_reversible.def_fwd
+def _run_forward(perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int) -> tuple:
+    """Run, and keep the states before the first events."""
+    neurons, rows, shared = arguments
+    entries = sum(u.size for u in jax.tree.leaves(neurons))
+    kept = min(cap, KEPT if entries <= LARGE else 2)
+    room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
+
+    def go(carry: tuple) -> tuple:
+        turn, now, counts, states = carry
+        place = jnp.minimum(turn, kept - 1)
+
+        def put(states: Array, now: Array) -> Array:
+            old = jax.lax.dynamic_index_in_dim(states, place, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(states, jnp.where(turn < kept, now, old), place, 0)
+
+        states = jax.tree.map(put, states, now)
+        now, more = advance(now, rows, shared)
+        return turn + 1, now, counts.plus(more), states
+
+    going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
+    none = jnp.zeros((), jnp.int32)
+    turns, neurons, counts, states = jax.lax.while_loop(going, go, (none, neurons, Counts.none(), room))
+    return (neurons, counts), (turns, states)
+
+
+@_reversible.def_bwd
+def _run_backward(
+    residuals: tuple, slopes: PyTree, perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int
+) -> PyTree:
+    """Go back event by event; states that were not kept are replayed from the last one that was."""
+    turns, states = residuals
+    _, rows, shared = arguments
+    kept = jax.tree.leaves(states)[0].shape[0]
+    smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
+    empty = lambda tree: jax.tree.map(jnp.zeros_like, eqx.filter(tree, eqx.is_inexact_array))
+    fill = lambda u, v: jnp.zeros_like(u) if v is None else v
+    ends = empty(arguments[0])
+    ends = jax.tree.map(fill, ends, jax.tree.map(lambda _, v: v, ends, slopes[0]))
+
+    def back(carry: tuple) -> tuple:
+        turn, upstream, gathered = carry
+        turn = turn - 1
+        place = jnp.minimum(turn, kept - 1)
+        now = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, place, keepdims=False), states)
+        replay = lambda c: (c[0] + 1, advance(c[1], rows, shared)[0])
+        _, now = jax.lax.while_loop(lambda c: c[0] < turn, replay, (place, now))
+        moving, still = eqx.partition(now, eqx.is_inexact_array)
+
+        def once(moving: PyTree, smooth: PyTree) -> PyTree:
+            end, _ = advance(eqx.combine(moving, still), *eqx.combine(smooth, fixed))
+            return eqx.filter(end, eqx.is_inexact_array)
+
+        _, pull = jax.vjp(once, moving, smooth)
+        upstream, more = pull(upstream)
+        return turn, upstream, jax.tree.map(jnp.add, gathered, more)
+
+    first = (turns, ends, jax.tree.map(jnp.zeros_like, smooth))
+    _, start, (own, common) = jax.lax.while_loop(lambda carry: carry[0] > 0, back, first)
+    return start, own, common
+
+
+def _loop(arguments: Arguments, advance: Advance, cap: int) -> tuple[Neurons, Counts]:
+    """Advance until nobody has time left."""
+    neurons, rows, shared = arguments
+    size = neurons.left.shape[0]
+    none = jnp.zeros((), jnp.int32)
+    if size <= SMALL:
+        return _block(neurons, rows, shared, Counts.none(), advance, cap)
+    neurons, counts = advance(neurons, rows, shared)
+    block = size // BLOCKS
+
+    def unfinished(carry: tuple) -> Bool[Array, ""]:
+        # a block that runs into the cap keeps its time left; the round limit then ends the loop
+        return jnp.any(carry[1].left > 0) & (carry[0] < 2 * BLOCKS)
+
+    def work(carry: tuple) -> tuple:
+        rounds, everyone, counts = carry
+        index = jnp.nonzero(everyone.left > 0, size=block, fill_value=size)[0]
+        take = lambda u: jnp.take(u, index, axis=0, mode="fill", fill_value=0)
+        chosen, own = jax.tree.map(take, (everyone, rows))
+        chosen, counts = _block(chosen, own, shared, counts, advance, cap - 1)
+        put = lambda u, v: u.at[index].set(v, mode="drop")
+        return rounds + 1, jax.tree.map(put, everyone, chosen), counts
+
+    _, neurons, counts = jax.lax.while_loop(unfinished, work, (none, neurons, counts))
+    return neurons, counts
+
+
+def _block(
+    neurons: Neurons, rows: PyTree, shared: PyTree, counts: Counts, advance: Advance, cap: int
+) -> tuple[Neurons, Counts]:
+    def go(carry: tuple) -> tuple:
+        turn, now, counts = carry
+        now, more = advance(now, rows, shared)
+        return turn + 1, now, counts.plus(more)
+
+    going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
+    _, neurons, counts = jax.lax.while_loop(going, go, (jnp.zeros((), jnp.int32), neurons, counts))
+    return neurons, counts

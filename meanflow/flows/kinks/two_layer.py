@@ -1,0 +1,232 @@
+"""How neurons a s(b . x) with a piecewise linear activation s move while the residual is frozen, in any dimension.
+
+In flat (a, b) the motion between kinks has a closed form, and weight decay that is equal on both layers only scales it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from meanflow._numerics import safe_divide
+from meanflow.flows.kinks import passage, planes
+from meanflow.flows.losses import Loss
+from meanflow.flows.motion import FrozenMotion
+from meanflow.flows.problem import Problem
+from meanflow.geometry.space import Space
+from meanflow.measures.cloud import Neurons
+
+MOST_SLOTS = 16  # hyperplanes on which one neuron can sit at once, if n and d are as large
+PROBES = (-3.0, -1.0, -0.5, -1e-3, 0.0, 1e-3, 0.5, 1.0, 3.0)
+
+
+def homogeneous_slopes(activation: Callable[[jax.Array], jax.Array]) -> tuple[float, float]:
+    """Return the slopes of an activation below and above 0, or raise ValueError if it is not linear on both sides.
+
+    >>> homogeneous_slopes(jax.nn.relu)
+    (0.0, 1.0)
+    """
+    with jax.ensure_compile_time_eval():
+        value = np.asarray(activation(jnp.asarray(PROBES)), np.float64)
+    z = np.asarray(PROBES)
+    below, above = -value[1], value[-2]
+    if not np.allclose(value, np.where(z < 0, below, above) * z, rtol=1e-5, atol=1e-12):
+        raise ValueError(
+            "solver='sliding' needs an activation that is linear on both sides of 0, such as relu, leaky_relu or abs, "
+            f"got {getattr(activation, '__name__', activation)}; use a diffrax solver for smooth activations"
+        )
+    return float(below), float(above)
+
+
+def quadratic_decay(penalty: Callable[[Neurons], jax.Array], dim: int) -> tuple[float, float]:
+    """Return (ka, kb) for which a penalty is (ka a^2 + kb |b|^2)/2, or raise ValueError if it is none of these."""
+    rng = np.random.default_rng(0)
+    a, b = np.append(rng.standard_normal(6), [1.0, 0.0]), rng.standard_normal((8, dim))
+    b[6:] = 0.0
+    b[7, 0] = 1.0
+    with jax.ensure_compile_time_eval():
+        value = np.asarray(penalty(Neurons(jnp.asarray(a), jnp.asarray(b))), np.float64)
+    outer, inner = 2 * value[6], 2 * value[7]
+    if not np.allclose(value, 0.5 * (outer * a**2 + inner * np.sum(b**2, axis=1)), rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            "solver='sliding' solves penalties (ka a^2 + kb |b|^2)/2, weight decay of each layer, "
+            f"got {getattr(penalty, '__name__', penalty)}; use fixed steps with another solver"
+        )
+    return float(outer), float(inner)
+
+
+class Place(NamedTuple):
+    """Where each neuron is among the hyperplanes, and the totals of the run.
+
+    Attributes:
+        planes: the arrangement of hyperplanes.
+        side: (m, n) on which side of each plane a neuron is; 0 if it sits on it.
+        slots: (m, k) the planes it sits on; n marks an empty slot.
+        z: (m, n) <x, b>, while a step is under way; None between steps.
+        most: the largest number of planes on which a neuron has slid at the end of a sub-step.
+        counts: events so far.
+        overflow: whether a sub-step ran out of events or of slots.
+    """
+
+    planes: planes.Planes
+    side: Int[Array, "m n"]
+    slots: Int[Array, "m k"]
+    z: Float[Array, "m n"] | None
+    most: Int[Array, ""]
+    counts: passage.Counts
+    overflow: Bool[Array, ""]
+
+
+class TwoLayerMotion(FrozenMotion):
+    """Exact motion of (a, b) between kinks, for activations that are linear on both sides of 0.
+
+    Attributes:
+        normal: (n, d) the samples, with a last column of ones if there is a bias.
+        y, weights: the data.
+        loss: the loss of a prediction.
+        offset: (n,) what a centered flow subtracts from its predictions, else 0.
+        shares: (m,) p_i times the output scale.
+        force_scale: factor of the force: the clock and the output scale.
+        decay: (2,) strengths of the decay of the outer and the inner layer, on the clock of the run.
+        rates: the rates of the two layers, and which neurons are real.
+        slopes: those of the activation below and above 0.
+        equal_decay: whether both layers decay alike.
+    """
+
+    normal: Float[Array, "n d"]
+    y: Float[Array, " n"]
+    weights: Float[Array, " n"]
+    loss: Loss
+    offset: Float[Array, " n"]
+    shares: Float[Array, " m"]
+    force_scale: Float[Array, ""]
+    decay: Float[Array, "2"]
+    rates: planes.Rates
+    slopes: tuple[float, float]
+    equal_decay: bool
+
+    def __init__(
+        self,
+        problem: Problem,
+        activation: Callable[[jax.Array], jax.Array],
+        inputs: Float[Array, "n d"],
+    ) -> None:
+        flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
+        if type(flow.space) is not Space:
+            raise ValueError(
+                f"solver='sliding' knows the motion of these neurons in flat space, got {type(flow.space).__name__}"
+            )
+        dtype = cloud.weights.dtype
+        self.slopes = homogeneous_slopes(activation)
+        self.normal, self.y, self.weights, self.loss = inputs, data.y, data.weights, flow.loss
+        self.offset = jnp.zeros_like(data.y) if flow.offset is None else flow.offset(data.x)
+        ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, dtype)
+        self.shares = cloud.weights * ratio
+        self.force_scale = ratio * speed
+        one = jnp.ones_like(cloud.weights)
+        self.rates = planes.Rates(one, one, cloud.weights > 0)
+        self.decay, self.equal_decay = jnp.zeros(2, dtype), True
+        if flow.regularizer is not None:
+            outer, inner = quadratic_decay(flow.regularizer.function, inputs.shape[1])
+            self.equal_decay = outer == inner
+            self.decay = jnp.asarray([outer, inner], dtype) * flow.regularizer.strength * speed
+
+    def begin(self, particles: Neurons) -> Place:
+        """Return the sides of neurons that have not moved yet; one exactly on hyperplanes is decided there."""
+        found = planes.arrange(self.normal)
+        z = particles.b @ self.normal.T
+        n, size = z.shape[1], min(*self.normal.shape, MOST_SLOTS)
+        # b = 0 is on all planes: such a neuron rests, without active samples
+        on = (z == 0) & found.live[None, :] & jnp.any(particles.b != 0, axis=1)[:, None]
+        side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
+        first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
+        slots = jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
+        many = jnp.sum(on, axis=1) > size
+        return Place(
+            found,
+            side,
+            slots,
+            None,
+            jnp.zeros((), jnp.int32),
+            passage.Counts.none(),
+            jnp.any(many & self.rates.is_real),
+        )
+
+    def unfold(self, particles: Neurons, state: Place) -> Place:
+        """Compute <x, b> anew; the side of each plane is remembered, so rounding cannot change it."""
+        z = particles.b @ self.normal.T
+        sign = state.side.astype(z.dtype)
+        return state._replace(z=sign * jnp.maximum(sign * z, 0.0))
+
+    def fold(self, state: Place) -> Place:
+        """Forget <x, b>."""
+        return state._replace(z=None)
+
+    def residual(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
+        """Return q_j l'(f_j), with the clock and the scale included."""
+        assert state.z is not None
+        share = self.shares * particles.a
+        f = planes.predictions(
+            share, particles.b, state.z, state.side, state.planes, self.slopes, self.normal
+        )
+        return self.force_scale * self.weights * self.loss.slope(f - self.offset, self.y)
+
+    def move(
+        self,
+        particles: Neurons,
+        state: Place,
+        covector: Float[Array, " n"],
+        time: Float[Array, ""],
+        max_events: int | None,
+        forward: bool,
+    ) -> tuple[Neurons, Place]:
+        """Move for ``time`` in a frozen field. Decay is exact if both layers decay alike, else split (order 2)."""
+        a, b, z = particles.a, particles.b, state.z
+        assert z is not None
+        rates, decay = self.rates, self.decay
+        halves = [jnp.exp(-decay[k] * rate * time / 2) for k, rate in enumerate((rates.outer, rates.inner))]
+        if self.equal_decay:
+            # a = exp(-lam t) A, b = exp(-lam t) B leaves the motion of A, B; with one layer frozen the clock stretches
+            rate = decay[0]
+            stretched = safe_divide(jnp.expm1(rate * time), rate) + jnp.where(rate == 0, time, 0.0)
+            left = jnp.where(rates.inner * rates.outer > 0, time, stretched)
+        else:
+            a, b, z = a * halves[0], b * halves[1][:, None], z * halves[1][:, None]
+            left = jnp.full_like(a, time)
+        field = planes.load(self.normal, state.planes, covector, self.slopes)
+        walkers = planes.start(a, b, z, state.side, state.slots, left, field)
+        cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
+        end, counts = passage.run(planes.advance, walkers, rates, field, cap, forward=forward)
+        ends = [u * u for u in halves] if self.equal_decay else halves
+        moved = Neurons(end.a * ends[0], end.b * ends[1][:, None])
+        count = jnp.sum(end.slots < self.y.shape[0], axis=1, dtype=jnp.int32)
+        most = jnp.max(jnp.where(rates.is_real, count, 0))
+        place = Place(
+            state.planes,
+            end.side,
+            end.slots,
+            end.z * ends[1][:, None],
+            jnp.maximum(state.most, most),
+            state.counts.plus(counts),
+            state.overflow | jnp.any((end.left != 0) & rates.is_real),
+        )
+        return moved, place
+
+    def counts(self, state: Place) -> dict[str, jax.Array]:
+        """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
+        on = jnp.any(state.slots < self.y.shape[0], axis=1) & self.rates.is_real
+        return dict(state.counts._asdict()) | {
+            "sliding": jnp.sum(on, dtype=jnp.int32),
+            "planes": state.most,
+        }
+
+    def overflow(self, state: Place) -> Bool[Array, ""]:
+        """Return whether a neuron had time left after the last allowed event of some sub-step, or no slot."""
+        return state.overflow
+
+    def with_overflow(self, state: Place, overflow: PyTree) -> Place:
+        """Return the state, marked if ``overflow`` is true."""
+        return state._replace(overflow=state.overflow | overflow)
