@@ -13,7 +13,7 @@ from meanflow.activations import ACTIVATION, Activation
 from meanflow.flows.features import BatchNormed, TwoLayer
 from meanflow.flows.flow import ALPHA, Flow, make_flow
 from meanflow.flows.losses import LOSS, Loss, LossFunction
-from meanflow.geometry.space import BatchNormManifold, Space
+from meanflow.geometry.space import BatchNormManifold, Layers, Space
 from meanflow.measures import laws
 from meanflow.measures.cloud import Neurons
 from meanflow.measures.scaling import Alpha, Scaling
@@ -41,13 +41,15 @@ MODEL = {
 }
 
 
-@_checks.arguments(**MODEL, bias=flag)
+@_checks.arguments(**MODEL, bias=flag, inner=flag, outer=flag)
 def vanilla(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",
     *,
     alpha: Alpha = "m",
     bias: bool = False,
+    inner: bool = True,
+    outer: bool = True,
     centered: bool = False,
     regularizer: Penalty | None = None,
     strength: float | jax.Array = 0.0,
@@ -60,6 +62,7 @@ def vanilla(
             one output, of rows f (k,) for k outputs.
         alpha: the output scale, ``"m"`` (mean field), ``"sqrt"`` (NTK), ``"one"`` or a number.
         bias: whether neurons have a bias: s(b . (x, 1)), with b (m, d + 1) and the bias in its last column.
+        inner, outer: whether b and a are trained.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
         regularizer: a penalty, particles -> (m,), weighted by ``strength``.
         strength: lam >= 0.
@@ -71,7 +74,7 @@ def vanilla(
     feature = TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias)
     return make_flow(
         feature,
-        Space(),
+        Space() if inner and outer else Layers(float(inner), float(outer)),
         loss,
         alpha=alpha,
         centered=centered,

@@ -83,6 +83,22 @@ class Space(eqx.Module):
         return jnp.sqrt(self.inner(cloud, v, v))
 
 
+class Layers(Space):
+    """Flat space of two-layer neurons (a, b) whose layers learn at rates of their own: C = diag(outer, inner, ...).
+
+    Attributes:
+        inner_rate: of b; 0 where it is frozen.
+        outer_rate: of a.
+    """
+
+    inner_rate: float
+    outer_rate: float
+
+    def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
+        """Return (outer g_a, inner g_b)."""
+        return Neurons(self.outer_rate * covector.a, self.inner_rate * covector.b)
+
+
 class BatchNormManifold(Space):
     """R x Omega with da^2 + c^2 G: the geometry that batch norm gives to neurons of raw norm c (the labels).
 

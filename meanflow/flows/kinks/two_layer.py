@@ -16,7 +16,7 @@ from meanflow.flows.kinks import passage, planes
 from meanflow.flows.losses import Loss
 from meanflow.flows.motion import FrozenMotion
 from meanflow.flows.problem import Problem
-from meanflow.geometry.space import Space
+from meanflow.geometry.space import Layers, Space
 from meanflow.measures.cloud import Neurons
 
 MOST_SLOTS = 16  # hyperplanes on which one neuron can sit at once, if n and d are as large
@@ -115,7 +115,7 @@ class TwoLayerMotion(FrozenMotion):
         inputs: Float[Array, "n d"],
     ) -> None:
         flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
-        if type(flow.space) is not Space:
+        if type(flow.space) not in (Space, Layers):
             raise ValueError(
                 f"solver='sliding' knows the motion of these neurons in flat space, got {type(flow.space).__name__}"
             )
@@ -127,12 +127,15 @@ class TwoLayerMotion(FrozenMotion):
         self.shares = cloud.weights * ratio
         self.force_scale = ratio * speed
         one = jnp.ones_like(cloud.weights)
-        self.rates = planes.Rates(one, one, cloud.weights > 0)
+        inner, outer = (
+            (flow.space.inner_rate, flow.space.outer_rate) if isinstance(flow.space, Layers) else (1.0, 1.0)
+        )
+        self.rates = planes.Rates(inner * one, outer * one, cloud.weights > 0)
         self.decay, self.equal_decay = jnp.zeros(2, dtype), True
         if flow.regularizer is not None:
-            outer, inner = quadratic_decay(flow.regularizer.function, inputs.shape[1])
-            self.equal_decay = outer == inner
-            self.decay = jnp.asarray([outer, inner], dtype) * flow.regularizer.strength * speed
+            decays = quadratic_decay(flow.regularizer.function, inputs.shape[1])
+            self.equal_decay = decays[0] == decays[1]
+            self.decay = jnp.asarray(decays, dtype) * flow.regularizer.strength * speed
 
     def begin(self, particles: Neurons) -> Place:
         """Return the sides of neurons that have not moved yet; one exactly on hyperplanes is decided there."""
@@ -142,8 +145,13 @@ class TwoLayerMotion(FrozenMotion):
         # b = 0 is on all planes: such a neuron rests, without active samples
         on = (z == 0) & found.live[None, :] & jnp.any(particles.b != 0, axis=1)[:, None]
         side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
-        first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
-        slots = jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
+
+        def gather(on: jax.Array) -> jax.Array:
+            first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
+            return jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
+
+        nowhere = lambda on: jnp.full((on.shape[0], size), n, jnp.int32)
+        slots = jax.lax.cond(jnp.any(on), gather, nowhere, on)  # few runs start on a plane
         many = jnp.sum(on, axis=1) > size
         return Place(
             found,
@@ -199,7 +207,9 @@ class TwoLayerMotion(FrozenMotion):
         field = planes.load(self.normal, state.planes, covector, self.slopes)
         walkers = planes.start(a, b, z, state.side, state.slots, left, field)
         cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
-        end, counts = passage.run(planes.advance, walkers, rates, field, cap, forward=forward)
+        end, counts = passage.run(
+            planes.advance, walkers, rates, field, cap, forward=forward, first=planes.glide
+        )
         ends = [u * u for u in halves] if self.equal_decay else halves
         moved = Neurons(end.a * ends[0], end.b * ends[1][:, None])
         count = jnp.sum(end.slots < self.y.shape[0], axis=1, dtype=jnp.int32)
