@@ -444,3 +444,21 @@ def test_order_through_kinks():
     order = np.polyfit(np.log(SIZES), np.mean(logs, axis=0), 1)[0]
     print("order", order)  # noqa: T201
     assert order >= 1.8, order
+
+
+@pytest.mark.slow
+def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch):
+    """5000 neurons, of which those with events are gathered in blocks: 625 copies of eight neurons move like these."""
+    from meanflow.solvers import sliding
+
+    flow, cloud, data = setup(5, 2)
+    small = slide(flow, cloud, data, 4.0, 1 / 16)
+    monkeypatch.setattr(sliding, "LARGE", 0)  # stages one after the other, as for large states
+    many = mf.Cloud(jax.tree.map(lambda u: jnp.tile(u, (625, *[1] * (u.ndim - 1))), cloud.particles))
+    large = slide(flow, many, data, 4.0, 1 / 16)
+    for u, v in zip(small.final.particles, large.final.particles, strict=True):
+        np.testing.assert_allclose(
+            v.reshape(625, *u.shape), jnp.broadcast_to(u[None], (625, *u.shape)), rtol=1e-8
+        )
+    for name in EVENTS:
+        assert int(large.stats[name]) == 625 * int(small.stats[name])
