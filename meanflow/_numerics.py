@@ -126,6 +126,35 @@ def loglog_slope(
     return float(np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float)), 1)[0])
 
 
+_SQUARINGS = 24
+
+
+def dominant_vector(matrix: Float[Array, "n n"]) -> Float[Array, " n"]:
+    """Return the unit top eigenvector of a matrix with eigenvalues >= 0, by squaring it 24 times.
+
+    M^(2^k), rescaled, tends to the projector on the top eigenspace. M is positive semi-definite, or a product of two
+    such matrices. The Rayleigh quotient of the result is the top
+    eigenvalue to a relative 1/(2^25 e) = 1e-8 for any spectrum. Unlike an eigendecomposition this is products only:
+    fast under vmap and on accelerators, and without LAPACK, whose batched call deadlocks when several CPU devices
+    share a process. A zero matrix gives a zero vector.
+
+    >>> dominant_vector(jnp.diag(jnp.array([1.0, 3.0]))).tolist()
+    [0.0, 1.0]
+    """
+
+    def scaled(m: jax.Array) -> jax.Array:
+        size = jnp.trace(m)
+        return m / jnp.where(size > 0, size, 1.0)
+
+    def square(_: int | jax.Array, m: jax.Array) -> jax.Array:
+        return scaled(jnp.matmul(m, m, precision=jax.lax.Precision.HIGHEST))
+
+    power = jax.lax.fori_loop(0, _SQUARINGS, square, scaled(matrix))
+    column = power[:, jnp.argmax(jnp.diagonal(power))]
+    length = jnp.linalg.norm(column)
+    return column / jnp.where(length > 0, length, 1.0)
+
+
 def iterate(
     step: Callable[[State, PyTree], State],
     state: State,

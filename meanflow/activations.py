@@ -1,5 +1,6 @@
 """Named activations. All act elementwise and are differentiable; relu'(0) = 0 by convention."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -14,6 +15,26 @@ Activation = Callable[[jax.Array], jax.Array]
 def softplus(sharpness: float) -> Activation:
     """z -> log(1 + exp(k z)) / k, a smooth relu; k = 1 is the usual softplus."""
     return lambda z: jax.nn.softplus(sharpness * z) / sharpness
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretched:
+    """The activation z -> s(frequency z); equal ones compile once, and dual activations know their closed forms.
+
+    Attributes:
+        name: a name in ``NAMED``.
+        frequency: the factor.
+
+    >>> round(float(Stretched("erf", 0.5**0.5)(jnp.array(1.0))), 4)
+    0.6827
+    """
+
+    name: str
+    frequency: float
+
+    def __call__(self, z: jax.Array) -> jax.Array:
+        """Return s(frequency z), elementwise."""
+        return NAMED[self.name](self.frequency * z)
 
 
 NAMED: dict[str, Activation] = {

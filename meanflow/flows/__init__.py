@@ -9,12 +9,16 @@ from meanflow.flows.flow import make_flow as make_flow
 from meanflow.flows.flow import predict as predict
 from meanflow.flows.flow import tangent_kernel as tangent_kernel
 from meanflow.flows.flow import velocity as velocity
+from meanflow.flows.free_energy import free_energy as free_energy
 from meanflow.flows.losses import softmax as softmax
+from meanflow.flows.margins import max_margin as max_margin
 from meanflow.flows.models import batchnorm as batchnorm
 from meanflow.flows.models import batchnorm_manifold as batchnorm_manifold
+from meanflow.flows.models import spherical as spherical
 from meanflow.flows.models import vanilla as vanilla
 from meanflow.flows.observables import FunctionObservable as FunctionObservable
 from meanflow.flows.observables import Observable as Observable
 from meanflow.flows.optimality import certificate as certificate
 from meanflow.flows.optimality import separates as separates
+from meanflow.flows.population import GaussianPopulation as GaussianPopulation
 from meanflow.flows.problem import Chart as Chart

@@ -7,11 +7,18 @@
     E'     = -sum_i p_i <grad V, C grad V>                        dissipation, an equality
     K(x,z) = sum_i p_i <grad phi(w_i; x), C(w_i) grad phi(w_i; z)>    tangent kernel, a number or a k x k matrix
 
+With a reaction rate beta weights move too, and with a temperature tau particles diffuse:
+
+    p_i'/p_i = -beta (V(w_i) - <V>)          probability is conserved; without <V> the total mass is free
+    E'       = -sum_i p_i <grad V, C grad V> - beta sum_i p_i (V(w_i) - <V>)^2
+    dw_i     = -C grad V dt + tau (div C - 1/2 C grad log det C) dt + sqrt(2 tau) C^(1/2) dW_i
+
 These are the inner functions: they take flows that are bound to their statistics and arguments that fit, check
 nothing, and are what compiled programs are made of. ``meanflow.flows.flow`` has the public functions of the same
 names, which check and compile.
 """
 
+import abc
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -27,15 +34,37 @@ if TYPE_CHECKING:
     from meanflow.flows.flow import Flow
 
 
+class Population(Dataset):
+    """A law of data without samples, for which the expectation of the loss is known: x is (0, d), y and weights (0,).
+
+    The equation asks for two things; gradients follow by differentiation.
+    """
+
+    @abc.abstractmethod
+    def risk(self, flow: "Flow", cloud: Cloud) -> jax.Array:
+        """Return the expected loss of the network, a scalar, or raise ValueError if this flow has none."""
+
+    @abc.abstractmethod
+    def potential(self, flow: "Flow", cloud: Cloud, probe: Cloud) -> jax.Array:
+        """Return the first variation of the expected loss at the particles of ``probe``, (k,)."""
+
+
 def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
     """Return f(x), shape (n,) or (n, k); a centered flow predicts f - f_0."""
     f = flow.feature.predict(cloud, x)
     return f if flow.offset is None else f - flow.offset(x)
 
 
+def risk(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+    """Return sum_j q_j l(f(x_j), y_j), the energy without the penalty: a scalar."""
+    if isinstance(data, Population):
+        return data.risk(flow, cloud)
+    return data.weights @ flow.loss(predict(flow, cloud, data.x), data.y)
+
+
 def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     """Return E, a scalar."""
-    loss = data.weights @ flow.loss(predict(flow, cloud, data.x), data.y)
+    loss = risk(flow, cloud, data)
     if flow.regularizer is None:
         return loss
     return loss + flow.regularizer.strength * (cloud.weights @ flow.regularizer.function(cloud.particles))
@@ -43,10 +72,14 @@ def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
 
 def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     """Return grad V at each particle: a covector, in a record like the particles."""
-    f, pull = flow.feature.linearize(cloud, data.x)
-    if flow.offset is not None:
-        f = f - flow.offset(data.x)
-    covector = pull(residual(flow, f, data))
+    if isinstance(data, Population):
+        value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
+        covector = along(jnp.ones_like(value))[0]
+    else:
+        f, pull = flow.feature.linearize(cloud, data.x)
+        if flow.offset is not None:
+            f = f - flow.offset(data.x)
+        covector = pull(data.weights * flow.loss.slope(f, data.y))
     if flow.regularizer is None:
         return covector
     value, pullback = jax.vjp(flow.regularizer.function, cloud.particles)
@@ -65,21 +98,48 @@ def velocity(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     return jax.tree.map(jnp.negative, flow.space.cometric(cloud, differential(flow, cloud, data)))
 
 
-def dissipation(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
-    """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time, a scalar."""
+def total_slope(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+    """Return sum_j q_j |l'(f(x_j), y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
+    if isinstance(data, Population):
+        raise ValueError("clock='normalized' needs data with samples, got a population")
+    return jnp.sum(jnp.abs(residual(flow, predict(flow, cloud, data.x), data)))
+
+
+def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:
+    """Return p_i'/(beta p_i) = -(V(w_i) - <V>), (m,); without <V> if the total mass is free (not ``conserve``)."""
+    value = first_variation(flow, cloud, data, cloud)
+    if conserve:
+        value = value - cloud.weights @ value / jnp.sum(cloud.weights)
+    return -value
+
+
+def dissipation(
+    flow: "Flow",
+    cloud: Cloud,
+    data: Dataset,
+    reaction: float | jax.Array | None = None,
+    conserve: bool = True,
+) -> jax.Array:
+    """Return -dE/dt = sum_i p_i <grad V, C grad V> + beta sum_i p_i (V - <V>)^2 in mean-field time, a scalar."""
     covector = differential(flow, cloud, data)
     tangent = flow.space.cometric(cloud, covector)
 
     def paired(g: jax.Array, v: jax.Array) -> jax.Array:
         return cloud.weights @ jnp.sum((g * v).reshape(cloud.size, -1), 1)
 
-    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(paired, covector, tangent))))
+    transport = jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(paired, covector, tangent))))
+    if reaction is None:
+        return transport
+    return transport + reaction * (cloud.weights @ growth(flow, cloud, data, conserve=conserve) ** 2)
 
 
 def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> jax.Array:
     """Return V at the particles of ``probe``, shape (k,); the weights of the probe do not enter."""
-    f = predict(flow, cloud, data.x)
-    value = flow.feature.potential(probe, data.x, residual(flow, f, data))
+    if isinstance(data, Population):
+        value = data.potential(flow, cloud, probe)
+    else:
+        f = predict(flow, cloud, data.x)
+        value = flow.feature.potential(probe, data.x, residual(flow, f, data))
     if flow.regularizer is None:
         return value
     return value + flow.regularizer.strength * flow.regularizer.function(probe.particles)

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from meanflow import _checks, activations
 from meanflow.activations import Activation
 from meanflow.flows.observables import Observable, Predictions
 from meanflow.geometry import omega, sphere
-from meanflow.geometry.lifts import norms
-from meanflow.geometry.space import BatchNormManifold, Invariant, Space
+from meanflow.geometry.neurons import LayerRates
+from meanflow.geometry.space import Invariant, Space
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
 from meanflow.measures.scaling import Scaling
@@ -110,6 +109,12 @@ class Feature(eqx.Module):
         by differentiating ``predict``.
         """
         return None
+
+    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
+        """Return E[phi(w_i; x) phi(v_k; x)] over x ~ N(0, I) for neurons w of ``cloud`` and v of ``other``, (m, m')."""
+        raise ValueError(
+            f"a Gaussian population needs a feature that defines overlap(cloud, other), got {type(self).__name__}"
+        )
 
     def potential(self, cloud: Cloud, x: jax.Array, g: jax.Array) -> jax.Array:
         """Return sum_j <g_j, phi(w_i; x_j)>, shape (m,), for covectors g (n,) or (n, k)."""
@@ -211,14 +216,20 @@ class TwoLayer(Feature):
     def kernel(
         self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
     ) -> jax.Array | None:
-        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) I + a a' s'(b.x) s'(b.z) <x, z>] in flat space."""
-        if type(space) is not Space:
+        """Return sum_i p_i (m/alpha)^2 [s(b.x) s(b.z) I + a a' s'(b.x) s'(b.z) <x, z>] in flat space.
+
+        Layers with rates of their own multiply the two terms by them.
+        """
+        if type(space) not in (Space, LayerRates):
             return None
         b = cloud.particles.b
         if self.bias:
             x, z = (jnp.concatenate([u, jnp.ones_like(u[:, :1])], axis=1) for u in (x, z))
         (value_x, slope_x), (value_z, slope_z) = (self._activate(u @ b.T) for u in (x, z))
         gram = x @ z.T
+        if isinstance(space, LayerRates):
+            outer_rate, inner_rate = space.rates(cloud)
+            value_x, slope_x = value_x * outer_rate[None, :], slope_x * inner_rate[None, :]
 
         def inner(weight: jax.Array) -> jax.Array:
             return ((slope_x * weight[None, :]) @ slope_z.T) * gram
@@ -259,6 +270,24 @@ class TwoLayer(Feature):
         mixed = jnp.moveaxis(jax.lax.map(inner, pairs.T), 0, -1).reshape(*outer.shape, count, count)
         return outer[:, :, None, None] * jnp.eye(count, dtype=outer.dtype)[None, None] + mixed
 
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return the vectors (m, d) whose products with centered inputs the activation takes."""
+        return cloud.particles.b
+
+    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
+        """Return amplitudes times the dual activation of the directions."""
+        from meanflow.kernels.infinite.dual import dual_activation
+
+        if self.bias:
+            raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
+        left, right = self.directions(cloud), self.directions(other)
+        squares = jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
+        shape = (left.shape[0], right.shape[0])
+        first, second = (jnp.broadcast_to(u, shape) for u in squares)
+        dual = dual_activation(self.activation)(first, second, left @ right.T).value
+        a, c = (self.amplitudes(one).reshape(one.size, -1) for one in (cloud, other))
+        return (a @ c.T) * dual
+
     def amplitudes(self, cloud: Cloud) -> jax.Array:
         """Return (m/alpha) a, (m,) or (m, k): what multiplies the activation of each neuron."""
         a = cloud.particles.a
@@ -295,129 +324,6 @@ class TwoLayer(Feature):
         return _relu_balance
 
 
-class BatchNormed(TwoLayer):
-    """phi = (m/alpha) a s(bb . (x - mean)) with bb = b/|b|_S (raw neurons) or bb = b (neurons on the manifold).
-
-    Attributes:
-        mean: (d,), sigma: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
-        raw: whether b is normalised here.
-    """
-
-    mean: jax.Array | None
-    sigma: jax.Array | None
-    raw: bool = eqx.field(static=True)
-
-    def __init__(
-        self,
-        activation: Activation,
-        mean: jax.Array | None,
-        sigma: jax.Array | None,
-        raw: bool,
-        scaling: Scaling | None = None,
-    ) -> None:
-        super().__init__(activation, scaling)
-        self.mean, self.sigma, self.raw = mean, sigma, raw
-
-    def bind(self, data: Dataset) -> Self:
-        """Take mean and covariance (1/N) of the data where they were not given."""
-        if self.mean is not None and self.sigma is not None:
-            return self
-        if data.x.ndim != 2:
-            raise ValueError(f"x must have shape (n, d) under batch norm, got {data.x.shape}")
-        n, d = data.x.shape
-        if self.sigma is None and n <= d:
-            raise ValueError(
-                f"x must have more than d = {d} points for a regular covariance, got n = {n}; or pass covariance="
-            )
-        mean, sigma = data.moments()
-        return type(self)(
-            self.activation,
-            mean if self.mean is None else self.mean,
-            sigma if self.sigma is None else self.sigma,
-            self.raw,
-            self.scaling,
-        )
-
-    def check(self, cloud: Cloud, x: jax.Array) -> None:
-        """Raise ValueError without bound statistics of the right shape, d >= 2, a regular covariance and b != 0."""
-        TwoLayer.check(self, cloud, x)
-        if self.mean is None or self.sigma is None:
-            raise ValueError(
-                "this batch-norm flow has no statistics yet; call flow.bind(data) first or pass mean= and covariance="
-            )
-        d = x.shape[1]
-        if d < 2:
-            raise ValueError(
-                "batch norm needs inputs of dimension d >= 2 (for d = 1 Omega is two points), got d = 1"
-            )
-        _checks.shape("mean", self.mean, (d,))
-        _checks.shape("covariance", self.sigma, (d, d))
-        _checks.finite("mean", self.mean)
-        _checks.finite("covariance", self.sigma)
-        sigma = _checks.concrete(self.sigma)
-        if sigma is not None:
-            spectrum = np.linalg.eigvalsh(sigma.astype(np.float64))
-            if spectrum[0] <= d * np.finfo(sigma.dtype).eps * spectrum[-1]:
-                raise ValueError(
-                    f"covariance must be positive definite, "
-                    f"got eigenvalues from {spectrum[0]:.3g} to {spectrum[-1]:.3g}"
-                )
-        b = _checks.concrete(cloud.particles.b)
-        if b is not None and not np.all(np.any(b != 0, axis=-1)):
-            raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
-
-    def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return the activations s(bb_i . (x_j - mean)), shape (n, m)."""
-        b = cloud.particles.b
-        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
-        bb = omega.normalize(b, self.sigma) if self.raw else b
-        return self.activation((x - self.mean[None, :]) @ bb.T)
-
-    def kernel(
-        self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
-    ) -> jax.Array | None:
-        """Return sum_i p_i (m/alpha)^2 [s s I + a a' s' s' <x - t u, z - t' u> / |b|_S^2], with t = bb . x, u = S bb.
-
-        Inputs are centered. Raw neurons and those on the manifold have the same kernel, |bb|^2/c^2 = 1/|b|_S^2.
-        """
-        b = cloud.particles.b
-        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
-        if self.raw and type(space) is Space:
-            rate = omega.sigma_norm(b, self.sigma)[:, 0] ** -2
-            bb = omega.normalize(b, self.sigma)
-        elif not self.raw and type(space) is BatchNormManifold:
-            rate = jnp.sum(b**2, axis=-1) / norms(cloud) ** 2
-            bb = b
-        else:
-            return None
-        x, z = x - self.mean[None, :], z - self.mean[None, :]
-        normal = bb @ self.sigma
-        pre_x, pre_z = x @ bb.T, z @ bb.T
-        (value_x, slope_x), (value_z, slope_z) = self._activate(pre_x), self._activate(pre_z)
-        normal_x, normal_z, square, gram = x @ normal.T, z @ normal.T, jnp.sum(normal**2, axis=-1), x @ z.T
-
-        def inner(weight: jax.Array) -> jax.Array:
-            left, right = slope_x * (weight * rate)[None, :], slope_z
-            # <x - t u, z - t' u> written out: sums over neurons of products of (n, m) arrays, never (n, n, m)
-            cross = (left * pre_x) @ (right * normal_z).T + (left * normal_x) @ (right * pre_z).T
-            return (left @ right.T) * gram - cross + (left * pre_x * square[None, :]) @ (right * pre_z).T
-
-        return self._join(cloud, (value_x, value_z), inner, outputs)
-
-    def motion(self, problem: "Problem") -> "FrozenMotion":
-        """Raise ValueError: between kinks these neurons have no closed form."""
-        return Feature.motion(self, problem)
-
-    def invariant(self, space: Space) -> Invariant | None:
-        """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""
-        return _square_norm if self.raw else None
-
-
 def _relu_balance(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
     outer, inner = (jnp.sum(u.reshape(cloud.size, -1) ** 2, axis=1) for u in cloud.particles)
     return outer - inner, outer + inner
-
-
-def _square_norm(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-    square = jnp.sum(cloud.particles.b**2, axis=-1)
-    return square, square

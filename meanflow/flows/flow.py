@@ -323,10 +323,22 @@ def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m 
     return _velocity(prepare(flow, cloud, data), cloud, data)
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
-def dissipation(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
-    """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure."""
-    return _dissipation(prepare(flow, cloud, data), cloud, data)
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, reaction=number(low=0), conserve=flag)
+def dissipation(
+    flow: Flow,
+    cloud: Cloud,
+    data: Dataset,
+    *,
+    reaction: float | jax.Array = 0.0,
+    conserve: bool = True,
+) -> Float[Array, ""]:
+    """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure.
+
+    With a ``reaction`` rate beta weights move as well, and beta sum_i p_i (V(w_i) - <V>)^2 is added; ``conserve=False``
+    leaves out <V>, as for a flow of free mass.
+    """
+    still = isinstance(reaction, float | int) and reaction == 0
+    return _dissipation(prepare(flow, cloud, data), cloud, data, None if still else reaction, conserve)
 
 
 @_checks.arguments(

@@ -10,10 +10,12 @@ from meanflow import _checks, activations
 from meanflow._checks import array, flag, function, number, optional
 from meanflow._matrices import matrix
 from meanflow.activations import ACTIVATION, Activation
-from meanflow.flows.features import BatchNormed, TwoLayer
+from meanflow.flows.features import TwoLayer
 from meanflow.flows.flow import ALPHA, Flow, make_flow
 from meanflow.flows.losses import LOSS, Loss, LossFunction
-from meanflow.geometry.space import BatchNormManifold, Layers, Space
+from meanflow.flows.normalized import BatchNormed
+from meanflow.geometry.neurons import LayerRates, SignedSphere
+from meanflow.geometry.space import BatchNormManifold, Space
 from meanflow.measures import laws
 from meanflow.measures.cloud import Neurons
 from meanflow.measures.scaling import Alpha, Scaling
@@ -41,15 +43,20 @@ MODEL = {
 }
 
 
-@_checks.arguments(**MODEL, bias=flag, inner=flag, outer=flag)
+RATE = array(
+    (), (None,), low=0.0
+)  # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+
+
+@_checks.arguments(**MODEL, bias=flag, inner=RATE, outer=RATE)
 def vanilla(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",
     *,
     alpha: Alpha = "m",
     bias: bool = False,
-    inner: bool = True,
-    outer: bool = True,
+    inner: bool | float | Float[ArrayLike, "*m"] = True,
+    outer: bool | float | Float[ArrayLike, "*m"] = True,
     centered: bool = False,
     regularizer: Penalty | None = None,
     strength: float | jax.Array = 0.0,
@@ -62,7 +69,7 @@ def vanilla(
             one output, of rows f (k,) for k outputs.
         alpha: the output scale, ``"m"`` (mean field), ``"sqrt"`` (NTK), ``"one"`` or a number.
         bias: whether neurons have a bias: s(b . (x, 1)), with b (m, d + 1) and the bias in its last column.
-        inner, outer: whether b and a are trained.
+        inner, outer: whether b and a are trained; also rates >= 0 at which they learn, one number or one per neuron.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
         regularizer: a penalty, particles -> (m,), weighted by ``strength``.
         strength: lam >= 0.
@@ -72,9 +79,11 @@ def vanilla(
     (8, 3)
     """
     feature = TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias)
+    both = inner is True and outer is True
+    rates = (jnp.asarray(u, jnp.result_type(float)) for u in (outer, inner))
     return make_flow(
         feature,
-        Space() if inner and outer else Layers(float(inner), float(outer)),
+        Space() if both else LayerRates(*rates),
         loss,
         alpha=alpha,
         centered=centered,
@@ -84,7 +93,49 @@ def vanilla(
     )
 
 
-STATISTICS = {"mean": optional(array((None,))), "covariance": optional(matrix(definite=True))}
+@_checks.arguments(**MODEL, bias=flag)
+def spherical(
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    *,
+    alpha: Alpha = "m",
+    bias: bool = False,
+    centered: bool = False,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
+) -> Flow:
+    """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
+
+    Directions move on the round sphere, b' = -(I - b b') grad V. For a positively homogeneous s, such as ReLU, the
+    gradient flow of a balanced network (|a_i| = |b_i|) is this flow together with reaction at rate 2 and free mass:
+    ``flow.space.from_raw(cloud)`` projects the network, ``solve(..., reaction=2.0, conserve=False)`` follows it. Weight
+    decay lam (a^2 + |b|^2)/2 becomes a penalty of lam per unit of mass. Arguments are those of ``vanilla``.
+
+    >>> import jax, meanflow as mf
+    >>> raw = mf.vanilla("relu").init(jax.random.key(0), 8, dim=3)
+    >>> flow = mf.flows.spherical("relu")
+    >>> x = jax.random.normal(jax.random.key(1), (5, 3))
+    >>> gap = mf.predict(flow, flow.space.from_raw(raw), x) - mf.predict(mf.vanilla("relu"), raw, x)
+    >>> bool(abs(gap).max() < 1e-6)
+    True
+    """
+    return make_flow(
+        TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias),
+        SignedSphere(),
+        loss,
+        alpha=alpha,
+        centered=centered,
+        regularizer=regularizer,
+        strength=strength,
+        laws=_biased_laws if bias else _two_layer_laws,
+    )
+
+
+def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
+    return _two_layer_laws(dim) | {"scale": laws.constant(1.0), "shift": laws.constant(0.0)}
+
+
+STATISTICS = {"mean": optional(array((None,))), "covariance": optional(matrix()), "affine": flag}
 
 
 @_checks.arguments(**MODEL, **STATISTICS)
@@ -94,6 +145,7 @@ def batchnorm(
     mean: Float[ArrayLike, " d"] | None = None,
     covariance: Float[ArrayLike, "d d"] | None = None,
     *,
+    affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
     regularizer: Penalty | None = None,
@@ -106,7 +158,11 @@ def batchnorm(
     Args:
         activation, loss, alpha, centered, regularizer, strength: as in ``vanilla``.
         mean: (d,) population mean, or None: that of the data.
-        covariance: (d, d) population covariance S, or None: that of the data (1/N).
+        covariance: (d, d) population covariance S, or None: that of the data (1/N). It may be singular (constant
+            inputs, fewer samples than dimensions); then the part of b in its null space stands still.
+        affine: neurons ``BatchNormNeurons(a, b, scale, shift)`` with a trainable scale and shift of the normalized
+            preactivation, as in a layer: a s(scale t + shift). |b_i| is still conserved, and with ReLU so is
+            |a|^2 - scale^2 - shift^2.
 
     Statistics of the data are frozen by ``flow.bind(data)``; ``energy``, ``velocity`` and the solvers bind implicitly.
 
@@ -115,7 +171,7 @@ def batchnorm(
     True
     """
     statistics = _arrays(mean, covariance)
-    feature = BatchNormed(activations.resolve(activation), *statistics, raw=True, scaling=Scaling(alpha))
+    feature = BatchNormed(activations.resolve(activation), *statistics, True, Scaling(alpha), affine)
     return make_flow(
         feature,
         Space(),
@@ -124,7 +180,7 @@ def batchnorm(
         centered=centered,
         regularizer=regularizer,
         strength=strength,
-        laws=_two_layer_laws,
+        laws=_affine_laws if affine else _two_layer_laws,
     )
 
 
@@ -135,6 +191,7 @@ def batchnorm_manifold(
     mean: Float[ArrayLike, " d"] | None = None,
     covariance: Float[ArrayLike, "d d"] | None = None,
     *,
+    affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
     regularizer: Penalty | None = None,
@@ -146,13 +203,17 @@ def batchnorm_manifold(
     ``geometry.lift`` go from raw clouds to these and back. It needs the covariance before clouds can be drawn on
     Omega: ``flow.bind(data).init(key, width, dim=d)``. Arguments are those of ``batchnorm``.
 
+    With ``affine`` the metric is da^2 + c^2 G + dscale^2 + dshift^2. If the covariance S is singular, Omega lies in the
+    range of S and c = |P b| with P the projector on it, which the flow conserves too; the training data must lie in
+    mean + range(S). Off that plane the network is the raw one without the null part of b.
+
     >>> import jax, jax.numpy as jnp, meanflow as mf
     >>> flow = mf.batchnorm_manifold("tanh", mean=jnp.zeros(2), covariance=jnp.eye(2))
     >>> flow.init(jax.random.key(0), 4, dim=2).labels.round(6).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
     statistics = _arrays(mean, covariance)
-    feature = BatchNormed(activations.resolve(activation), *statistics, raw=False, scaling=Scaling(alpha))
+    feature = BatchNormed(activations.resolve(activation), *statistics, False, Scaling(alpha), affine)
     space = BatchNormManifold(statistics[1])
     return make_flow(
         feature,
@@ -162,7 +223,7 @@ def batchnorm_manifold(
         centered=centered,
         regularizer=regularizer,
         strength=strength,
-        laws=_two_layer_laws,
+        laws=_affine_laws if affine else _two_layer_laws,
     )
 
 

@@ -81,7 +81,7 @@ class Dissipation(Observable):
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
-        return problem.speed * equation.dissipation(problem.flow, cloud, problem.data)
+        return problem.dissipation(cloud)
 
 
 class Predictions(Observable):
@@ -207,6 +207,19 @@ ON_REQUEST: dict[str, Observable] = {
     "neurons": Coordinates(dims=("particle",), about="coordinates of every neuron")
 }
 
+
+def _on_request() -> dict[str, Observable]:
+    """Return observables of modules that themselves import this one."""
+    from meanflow.flows.margins import Margin
+    from meanflow.flows.sharpness import Sharpness
+
+    return {
+        "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow"),
+        "variation_margin": Margin("variation", about="least margin over the variation norm"),
+        "kernel_margin": Margin("kernel", about="least margin over the norm of the kernel space"),
+    }
+
+
 Observe = (
     None
     | Observable
@@ -245,7 +258,7 @@ def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[
 
 def named(names: Sequence[str], known: Mapping[str, Observable]) -> dict[str, Observable]:
     """Return the observables of these names, out of ``known`` and those that exist on request."""
-    options = {**known, **ON_REQUEST}
+    options = {**known, **ON_REQUEST, **_on_request()}
     unknown = [name for name in names if name not in options]
     if unknown:
         raise ValueError(f"observe must name observables among {sorted(options)}, got {unknown}")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow.geometry import omega
-from meanflow.measures.cloud import Cloud, Neurons
+from meanflow.measures.cloud import Cloud
 
 
 def norms(cloud: Cloud) -> jax.Array:
@@ -12,15 +12,18 @@ def norms(cloud: Cloud) -> jax.Array:
     return jnp.ones_like(cloud.weights) if cloud.labels is None else cloud.labels
 
 
-def project(cloud: Cloud, sigma: jax.Array) -> Cloud:
-    """Map raw neurons (a, b) to the batch-norm manifold: (a, T(b)) with label c = |b|, which the flow conserves."""
-    a, b = cloud.particles
-    length = jnp.linalg.norm(b, axis=-1)
-    return Cloud(Neurons(a, omega.normalize(b, sigma)), cloud.weights, length, width=cloud.width)
+def project(cloud: Cloud, sigma: jax.Array, null: jax.Array | None = None) -> Cloud:
+    """Map raw neurons (a, b) to the batch-norm manifold: (a, T(P b)) with label c = |P b|, which the flow conserves.
+
+    ``null`` is the projector I - P on the null space of ``sigma``; None stands for P = I.
+    """
+    b = cloud.particles.b
+    b = b if null is None else b - b @ null
+    particles = cloud.particles._replace(b=omega.normalize(b, sigma))
+    return Cloud(particles, cloud.weights, jnp.linalg.norm(b, axis=-1), width=cloud.width)
 
 
 def lift(cloud: Cloud) -> Cloud:
     """Invert ``project``: map (a, bb) with labels c (m,) to (a, b), b = c bb/|bb| (m, d)."""
-    a, bb = cloud.particles
-    raw = norms(cloud)[:, None] * omega.direction(bb)
-    return Cloud(Neurons(a, raw), cloud.weights, width=cloud.width)
+    raw = norms(cloud)[:, None] * omega.direction(cloud.particles.b)
+    return Cloud(cloud.particles._replace(b=raw), cloud.weights, width=cloud.width)

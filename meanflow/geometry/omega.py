@@ -9,20 +9,42 @@ on a raw b of unit length moves bb by the gradient flow of the metric (with u = 
 (Omega, G) is isometric to the round unit sphere through bb -> bb/|bb|; so distance, exp and log are those of the
 sphere and cost O(d) beside the product S bb. Nothing here needs a pseudo-inverse. Vectors are (..., d), the
 covariance ``sigma`` is (d, d); metric inner products of *tangent* vectors do not depend on ``sigma`` at all.
+
+A singular S has a smaller Omega: all formulas hold for bb in the range of S, with differentials g that lie there too.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from meanflow import _checks
 from meanflow._numerics import safe_norm
 from meanflow.geometry import sphere
 from meanflow.geometry.sphere import dot
 
 Vectors = Float[Array, "*#batch d"]  # points and tangent vectors; batches are broadcast
 Matrix = Float[Array, "d d"]
+
+ROUNDING = 4  # eigenvalues below this times d eps of the largest one are zero: what sums of products leave
+
+
+def null_projector(sigma: Matrix) -> Matrix | None:
+    """Return the projector (d, d) on the null space of S; None if S is regular, or traced and taken to be so.
+
+    >>> null_projector(jnp.diag(jnp.array([1.0, 0.0]))).tolist()
+    [[0.0, 0.0], [0.0, 1.0]]
+    >>> null_projector(jnp.eye(2)) is None
+    True
+    """
+    known = _checks.concrete(sigma)
+    if known is None or known.ndim != 2 or not np.all(np.isfinite(known)):
+        return None
+    values, vectors = np.linalg.eigh(known.astype(np.float64))
+    null = vectors[:, values <= ROUNDING * len(values) * np.finfo(known.dtype).eps * values[-1]]
+    return jnp.asarray(null @ null.T, known.dtype) if null.shape[1] else None
 
 
 @jax.jit

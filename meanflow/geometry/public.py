@@ -14,7 +14,7 @@ from meanflow import _checks
 from meanflow._checks import array
 from meanflow._matrices import matrix
 from meanflow.geometry import lifts, omega
-from meanflow.measures.cloud import CLOUD, Cloud, Neurons
+from meanflow.measures.cloud import CLOUD, BatchNormNeurons, Cloud, Neurons
 
 Vectors = Float[ArrayLike, "*#batch d"]
 Matrix = Float[ArrayLike, "d d"]
@@ -188,20 +188,23 @@ def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
     return omega.retract(bb, v, sigma)
 
 
-def _neurons(cloud: Cloud) -> Neurons:
-    """Return the particles of a cloud, which must be neurons (a, b)."""
-    if not isinstance(cloud.particles, Neurons):
+def _neurons(cloud: Cloud) -> Neurons | BatchNormNeurons:
+    """Return the particles of a cloud, which must be neurons with a and b."""
+    if not isinstance(cloud.particles, Neurons | BatchNormNeurons):
         raise TypeError(f"cloud must hold Neurons(a, b), got {type(cloud.particles).__name__}")
     return cloud.particles
 
 
-@_checks.arguments(cloud=CLOUD, sigma=COVARIANCE)
+@_checks.arguments(cloud=CLOUD, sigma=matrix())
 def project(cloud: Cloud, sigma: Matrix) -> Cloud:
     """Map raw neurons (a, b) to the batch-norm manifold: (a, T(b)) with label c = |b|, which the flow conserves.
 
+    If S is singular, b is first projected on its range: (a, T(P b)) with label c = |P b|. While S is traced it cannot
+    be looked at and is taken to be regular.
+
     Args:
-        cloud: neurons with nonzero b (m, d).
-        sigma: covariance S (d, d), symmetric and positive definite.
+        cloud: neurons with b (m, d), none of which is zero or in the null space of S.
+        sigma: covariance S (d, d), symmetric and positive semi-definite.
 
     >>> raw = Cloud(Neurons(jnp.ones(1), jnp.array([[3.0, 4.0]])))
     >>> project(raw, jnp.eye(2)).labels.tolist()
@@ -209,7 +212,13 @@ def project(cloud: Cloud, sigma: Matrix) -> Cloud:
     """
     b = nonzero("cloud.particles.b", _neurons(cloud).b)
     _fit(sigma, b=b)
-    return lifts.project(cloud, jnp.asarray(sigma))
+    null = omega.null_projector(jnp.asarray(sigma))
+    known = None if null is None else _checks.concrete(b - b @ null)
+    if known is not None and np.any(np.linalg.norm(known, axis=1) <= 1e-10 * np.linalg.norm(b, axis=1)):
+        raise ValueError(
+            "cloud.particles.b must have a part in the range of sigma, got one in its null space"
+        )
+    return lifts.project(cloud, jnp.asarray(sigma), null)
 
 
 @_checks.arguments(cloud=CLOUD)

@@ -7,12 +7,13 @@ closed form, and ``drift`` how kernels change. Result classes are described wher
 
 from meanflow.kernels.batchnorm import batchnorm_ntk as batchnorm_ntk
 from meanflow.kernels.drift import kernel_drift as kernel_drift
+from meanflow.kernels.empirical.kernel import empirical_ntk as empirical_ntk
+from meanflow.kernels.empirical.kernel import ntk_by_group as ntk_by_group
 from meanflow.kernels.empirical.modules import Normalized as Normalized
 from meanflow.kernels.empirical.modules import from_equinox as from_equinox
 from meanflow.kernels.empirical.modules import from_haiku as from_haiku
 from meanflow.kernels.empirical.modules import from_linen as from_linen
 from meanflow.kernels.empirical.nnx_modules import from_nnx as from_nnx
-from meanflow.kernels.empirical.ntk import empirical_ntk as empirical_ntk
 from meanflow.kernels.empirical.operator import ntk_operator as ntk_operator
 from meanflow.kernels.empirical.plan import ntk_plan as ntk_plan
 from meanflow.kernels.empirical.spectra import spectrum as spectrum

@@ -26,6 +26,18 @@ class Neurons(NamedTuple):
     b: Float[Array, "*batch m d"]
 
 
+class BatchNormNeurons(NamedTuple):
+    """Two-layer neurons with a trainable batch norm, a * s(scale * t + shift) with t = b . (x - mean) / |b|_S.
+
+    ``a`` (m,) or (m, k), ``b`` (m, d), ``scale`` (m,) and ``shift`` (m,). On the batch-norm manifold ``b`` is b-bar.
+    """
+
+    a: Float[Array, "*batch_m_and_k"]
+    b: Float[Array, "*batch m d"]
+    scale: Float[Array, "*batch m"]
+    shift: Float[Array, "*batch m"]
+
+
 class Polar(NamedTuple):
     """Univariate ReLU neurons r * relu(x cos(theta) + sin(theta)): ``r`` (m,), ``theta`` (m,)."""
 
@@ -46,12 +58,13 @@ class Cloud(eqx.Module):
 
     Attributes:
         particles: record of arrays with leading axis m (``Neurons``, ``Polar``, ``Affine`` or any pytree).
-        weights: (m,) p_i >= 0 with sum 1; default 1/m each. Zero marks padding.
+        weights: (m,) p_i >= 0 with sum 1; default 1/m each. Zero marks padding. A cloud of free mass (``total=None``)
+            has weights of any sum: f = sum_i p_i phi(w_i; x) as always.
         labels: (m,) conserved quantities that the inverse metric depends on, or None.
         width: number of real particles as a float; infinite for quadrature clouds, which stand for m = infinity.
 
     Raises:
-        ValueError: for unequal leading axes, non-finite particles, negative weights or a sum other than 1.
+        ValueError: for unequal leading axes, non-finite particles, negative weights or a sum other than ``total``.
 
     >>> import jax.numpy as jnp
     >>> cloud = Cloud(Neurons(jnp.array([1.0, -1.0]), jnp.eye(2)))
@@ -71,6 +84,7 @@ class Cloud(eqx.Module):
         labels: Real[ArrayLike, "*m"] | Sequence | None = None,
         *,
         width: Real[ArrayLike, ""] | None = None,
+        total: Real[ArrayLike, ""] | None = 1.0,
     ) -> None:
         for name, leaf in _named(particles):
             _checks.numeric(f"particles.{name}", leaf)
@@ -91,8 +105,12 @@ class Cloud(eqx.Module):
             weights = jnp.full((size,), 1.0 / size, dtype)
         weights = _checks.array((size,), low=0.0)("weights", weights).astype(dtype)
         known = _checks.concrete(weights)
-        if known is not None and abs(known.sum(dtype=np.float64) - 1) > 1e3 * np.finfo(known.dtype).eps:
-            raise ValueError(f"weights must sum to 1, got a sum of {known.sum(dtype=np.float64)}")
+        wanted = None if total is None else _checks.concrete(_checks.number(low=0.0)("total", total))
+        if known is not None and wanted is not None:
+            mass = known.sum(dtype=np.float64)
+            if abs(mass - wanted) > 1e3 * np.finfo(known.dtype).eps * max(float(wanted), 1.0):
+                hint = "; total=None allows any sum" if wanted == 1 else ""
+                raise ValueError(f"weights must sum to {float(wanted):g}, got a sum of {mass}{hint}")
         if labels is not None:
             labels = LABELS("labels", labels).astype(dtype)
             labels = jnp.full((size,), labels) if labels.ndim == 0 else labels
@@ -108,6 +126,11 @@ class Cloud(eqx.Module):
     def size(self) -> int:
         """The number of stored particles, padding included."""
         return self.weights.shape[-1]
+
+    @property
+    def total(self) -> jax.Array:
+        """The total mass, the sum of the weights: 1 to rounding unless the cloud was made with free mass."""
+        return jnp.sum(self.weights, axis=-1)
 
     def __len__(self) -> int:
         """The number of clouds, for those of a run or of ``stack``; a single cloud has no length, see ``size``."""
@@ -152,7 +175,7 @@ class Cloud(eqx.Module):
 
         weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
         labels = None if self.labels is None else grow(self.labels)
-        return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width)
+        return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width, total=None)
 
 
 def _named(record: PyTree[jax.Array]) -> list[tuple[str, jax.Array]]:

@@ -17,7 +17,7 @@ from meanflow._checks import (
     sequence,
     subclass,
 )
-from meanflow.measures.cloud import LABELS, Cloud
+from meanflow.measures.cloud import CLOUD, LABELS, Cloud
 from meanflow.measures.laws import Law, as_law
 
 Labels = float | Float[ArrayLike, "*m"] | None
@@ -144,3 +144,31 @@ def quadrature(
     u = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=-1)
     p = np.prod([share.ravel() for share in np.meshgrid(*shares, indexing="ij")], axis=0)
     return _place(record, laws, jnp.asarray(u), labels, jnp.asarray(p / p.sum()), np.inf)
+
+
+@_checks.arguments(key=prng_key, cloud=CLOUD, width=optional(count(1)))
+def resample(key: jax.Array, cloud: Cloud, width: int | None = None) -> Cloud:
+    """Replace weights by copies: return ``width`` equally weighted particles that stand for the same measure.
+
+    Systematic resampling: one random shift, so that particle i gets floor or ceil of width * p_i copies, on average
+    width * p_i. The total mass and the labels stay. Reaction concentrates the mass on few particles; noise or transport
+    can tell the copies apart again.
+
+    Args:
+        key: PRNG key of the shift.
+        cloud: particles with weights.
+        width: number of particles of the result; default that of the cloud's arrays.
+
+    >>> from meanflow.measures import Polar
+    >>> cloud = Cloud(Polar(jnp.array([1.0, 2.0]), jnp.zeros(2)), [0.25, 0.75])
+    >>> resample(jax.random.key(0), cloud, 4).particles.r.tolist()
+    [1.0, 2.0, 2.0, 2.0]
+    """
+    size = cloud.size if width is None else width
+    edges = jnp.cumsum(cloud.weights) / cloud.total
+    places = (jnp.arange(size, dtype=edges.dtype) + jax.random.uniform(key, (), edges.dtype)) / size
+    last = cloud.size - 1 - jnp.argmax(cloud.weights[::-1] > 0)  # rounding must not reach padding
+    chosen = jnp.minimum(jnp.searchsorted(edges, places, side="right"), last)
+    labels = None if cloud.labels is None else cloud.labels[chosen]
+    weights = jnp.full((size,), 1.0 / size, edges.dtype) * cloud.total
+    return Cloud(jax.tree.map(lambda u: u[chosen], cloud.particles), weights, labels, width=size, total=None)

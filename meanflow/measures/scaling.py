@@ -11,7 +11,7 @@ from meanflow.measures.cloud import Cloud
 Alpha = str | float | jax.Array  # "m", "sqrt", "one" or a positive number
 
 NAMES = ("m", "sqrt", "one")
-CLOCKS = ("mean_field", "gradient", "lazy")
+CLOCKS = ("mean_field", "gradient", "lazy", "normalized")
 
 
 class Scaling(eqx.Module):
@@ -63,9 +63,12 @@ def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:
     | ``mean_field`` | t_mf | w' = -C grad V |
     | ``gradient`` | m t_mf | learning rate x steps of plain gradient descent on the loss |
     | ``lazy`` | t_mf (m/alpha)^2 | f moves at speed O(1) for every alpha |
+    | ``normalized`` | dt = dt_mf sum_j q_j abs(l'(f_j, y_j)) | losses that vanish while margins grow |
+
+    The last one depends on the state; the run multiplies by what is missing here (``Problem.pace``).
     """
     check_clock(clock, cloud)
-    if clock == "mean_field":
+    if clock in ("mean_field", "normalized"):
         return jnp.ones_like(cloud.width)
     if clock == "lazy":
         return scaling.ratio(cloud) ** -2

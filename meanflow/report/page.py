@@ -25,7 +25,7 @@ from meanflow._files import atomic_write
 from meanflow.measures import Dataset
 from meanflow.sweeps.results import failed, final
 
-MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "energy")
+MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "accuracy", "energy")
 MOST_PARTICLES = 200  # per picture; more cannot be told apart
 
 

@@ -10,7 +10,18 @@ import numpy as np
 from jaxtyping import ArrayLike, PyTree, Real
 
 from meanflow import _checks
-from meanflow._checks import array, choice, count, either, flag, instance, number, optional, unchecked
+from meanflow._checks import (
+    array,
+    choice,
+    count,
+    either,
+    flag,
+    instance,
+    number,
+    optional,
+    prng_key,
+    unchecked,
+)
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
@@ -19,6 +30,7 @@ from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.defaults import Method, choose
+from meanflow.solvers.dynamics import Dynamics
 from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.saving import SaveTimes, save_times
 from meanflow.solvers.sliding import FlowSolver
@@ -64,7 +76,7 @@ def _cloud_norm(weights: jax.Array, error: PyTree[jax.Array]) -> jax.Array:
     """Return the root mean square over the measure: padding has no say, duplicating the particles changes nothing."""
     leaves = [u.reshape(weights.shape[0], -1) for u in jax.tree.leaves(error)]
     squares = jnp.sum(jnp.concatenate(leaves, axis=1) ** 2, axis=1)
-    total = jnp.sum(jnp.where(weights > 0, weights * squares, 0.0))
+    total = jnp.sum(jnp.where(weights > 0, weights * squares, 0.0)) / jnp.sum(weights)
     safe = jnp.where(total > 0, total, 1.0)
     return jnp.where(total > 0, jnp.sqrt(safe / sum(u.shape[1] for u in leaves)), 0.0)
 
@@ -75,8 +87,7 @@ class _Steady(eqx.Module):
     tolerance: Scalar
 
     def __call__(self, t: jax.Array, y: PyTree[jax.Array], args: Problem, **kwargs: object) -> jax.Array:
-        rate = equation.dissipation(args.flow, args.cloud(y), args.data)
-        return args.speed * rate < self.tolerance**2
+        return args.dissipation(args.cloud(y)) < self.tolerance**2
 
 
 class SolveOptions(eqx.Module):
@@ -92,6 +103,7 @@ class SolveOptions(eqx.Module):
     atol: Scalar
     adjoint: diffrax.AbstractAdjoint
     steady: Scalar | None
+    dynamics: Dynamics
     settings: Settings
     clock: str = eqx.field(static=True)
     max_steps: int = eqx.field(static=True)
@@ -113,6 +125,10 @@ class SolveOptions(eqx.Module):
     adjoint=either(choice(*ADJOINTS), instance(diffrax.AbstractAdjoint)),
     steady=optional(number(above=0)),
     max_steps=optional(count(1)),
+    temperature=number(low=0),
+    reaction=number(low=0),
+    conserve=flag,
+    key=optional(prng_key),
     measure_error=flag,
     state=optional(STATE),
     throw=flag,
@@ -134,6 +150,10 @@ def solve(
     adjoint: str | diffrax.AbstractAdjoint = "checkpoint",
     steady: float | jax.Array | None = None,
     max_steps: int | None = None,
+    temperature: float | jax.Array = 0.0,
+    reaction: float | jax.Array = 0.0,
+    conserve: bool = True,
+    key: jax.Array | None = None,
     measure_error: bool = True,
     state: State | None = None,
     throw: bool = True,
@@ -157,11 +177,19 @@ def solve(
             ``atol``, or ``KernelStep(0.25)`` where a solver for kinks was chosen by default.
         rtol, atol: tolerances of the local error in rms over the measure, default 1e-7 and 1e-9. They are not the error
             of the result. Given without ``step`` they ask for adaptive steps, of a model with kinks as well.
-        clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``; see ``meanflow.measures.scaling``.
+        clock: ``"mean_field"``, ``"gradient"``, ``"lazy"`` or ``"normalized"`` (which does not stall as a logistic loss
+            decays); see ``meanflow.measures.scaling``.
         adjoint: ``"checkpoint"`` (reverse mode, memory O(sqrt(max_steps)) states), ``"full"`` (reverse through
             the whole loop), ``"forward"`` (forward mode), or a diffrax adjoint.
         steady: stop when the speed sqrt(-dE/dt) of the measure falls below this.
         max_steps: step limit; default 100 000, or what a fixed step needs.
+        temperature: tau >= 0. Adds tau log rho to V: particles diffuse, dw = -C grad V dt
+            + tau (div C - 1/2 C grad log det C) dt + sqrt(2 tau) C^(1/2) dW. Needs ``key`` and ``step``: Euler-Maruyama
+            steps that land on ``ts``.
+        reaction: beta >= 0, the rate at which weights move: p_i'/p_i = -beta (V(w_i) - <V>). Not together with a
+            temperature.
+        conserve: whether reaction conserves the total mass; False leaves out <V>, and ``Solution.final.total`` changes.
+        key: PRNG key of the noise; step k uses fold_in(key, k), so runs can be resumed.
         measure_error: where solver and steps were chosen for a model with kinks, run a second time with half the steps
             and put the rms error of the final coordinates, estimated from the difference, into ``stats["error"]``. Not
             done inside jit, vmap and grad, nor for resumed runs.
@@ -190,10 +218,12 @@ def solve(
     end = scalar(t1, dtype)
     _check_order(start, end)
     times = save_times(ts, start, end, dtype)
-    method = choose(flow, cloud, data, solver, step, rtol is not None or atol is not None)
+    dynamics = Dynamics(flow, cloud, temperature, reaction, conserve, key)
+    adaptive = rtol is not None or atol is not None
+    method = choose(flow, cloud, data, solver, step, adaptive, dynamics, clock)
     rule = method.rule
     _check_step(method.solver, rule)
-    settings = _settings(method.solver, rule, clock)
+    settings = _settings(method.solver, rule, clock, dynamics)
     if state is not None:
         check_resumed(state, settings, data)
     backward = ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint
@@ -208,6 +238,7 @@ def solve(
         atol=scalar(ATOL if atol is None else atol, dtype),
         adjoint=backward,
         steady=None if steady is None else scalar(steady, dtype),
+        dynamics=dynamics,
         settings=settings,
         clock=clock,
         max_steps=step_budget(rule, start, end, times) if max_steps is None else max_steps,
@@ -242,12 +273,13 @@ def _distance(flow: Flow, one: Cloud, other: Cloud) -> jax.Array:
 @eqx.filter_jit
 def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state: State | None) -> Solution:
     solver, observe = options.solver, options.observe
-    problem = Problem(flow.chart(cloud), data, scaling.speed(options.clock, flow.scaling, cloud))
+    speed = scaling.speed(options.clock, flow.scaling, cloud)
+    problem = options.dynamics.problem(flow.chart(cloud), data, speed, options.clock)
     problem = eqx.tree_at(
         lambda p: p.memory, problem, observables.begin(observe, problem), is_leaf=lambda u: u is None
     )
     terms = diffrax.ODETerm(_field)
-    y0 = problem.chart.base.particles if state is None else state.y
+    y0 = problem.initial() if state is None else state.y
     controller, first = _controller(options, cloud)
     solver_state = controller_state = made_jump = None
     if state is not None:
@@ -367,15 +399,17 @@ def _unpack(
     return jax.tree.unflatten(structure, state.leaves)
 
 
-def _settings(solver: diffrax.AbstractSolver, rule: StepRule | None, clock: str) -> Settings:
+def _settings(
+    solver: diffrax.AbstractSolver, rule: StepRule | None, clock: str, dynamics: Dynamics
+) -> Settings:
     """Return the settings that a resumed run must share; a constant step and tolerances may change."""
     names = {
         "solver": type(solver).__name__,
         "clock": clock,
         "step": type(rule).__name__ if rule else "adaptive",
-    }
+    } | dynamics.names()
     numbers = {} if rule is None or isinstance(rule, ConstantStep) else rule_numbers(rule)
-    return Settings(numbers, tuple(names.items()))
+    return Settings(numbers | dynamics.numbers(), tuple(names.items()))
 
 
 def rule_numbers(rule: StepRule) -> dict[str, jax.Array]:

@@ -15,17 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow.flows.equation import Population
 from meanflow.flows.flow import Flow
 from meanflow.flows.motion import FrozenMotion
 from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
-from meanflow.solvers.sliding import Sliding
+from meanflow.solvers.dynamics import Dynamics, Langevin
+from meanflow.solvers.sliding import FlowSolver, Sliding
 from meanflow.solvers.step import KernelStep, StepRule, as_rule
 
 KAPPA = 0.25  # steps of the default rule, as a fraction of the stability scale of the kernel
-SMOOTH, SLIDING, ROUGH = diffrax.Tsit5(), Sliding(), diffrax.Heun()
+SMOOTH, SLIDING, ROUGH, LANGEVIN = diffrax.Tsit5(), Sliding(), diffrax.Heun(), Langevin()
 
 
 class Method(NamedTuple):
@@ -49,6 +51,8 @@ def choose(
     solver: str | diffrax.AbstractSolver | None,
     step: StepRule | float | jax.Array | None,
     adaptive: bool,
+    dynamics: Dynamics | None = None,
+    clock: str = "mean_field",
 ) -> Method:
     """Return the method behind the arguments of ``solve``.
 
@@ -56,15 +60,29 @@ def choose(
         flow, cloud, data: the problem; the flow is bound.
         solver, step: as in ``solve``.
         adaptive: whether tolerances were given, which asks for adaptive steps.
+        dynamics: noise and reaction, or None without them.
+        clock: the clock of the run.
     """
     rule = None if step is None else as_rule(step, cloud.weights.dtype)
+    plain = (dynamics is None or not dynamics.moves) and clock != "normalized"
+    if not plain and (solver == "sliding" or isinstance(solver, FlowSolver)):
+        raise ValueError(
+            f"solver {solver if isinstance(solver, str) else type(solver).__name__} does not take temperature, "
+            "reaction or clock='normalized'; leave out solver=, and give step= for temperature"
+        )
+    if dynamics is not None and dynamics.temperature is not None:
+        if solver is not None:
+            raise ValueError(f"solver must be None with a temperature, got {type(solver).__name__}")
+        return Method(LANGEVIN, rule, None)
     if isinstance(solver, diffrax.AbstractSolver):
         return Method(solver, rule, None)
     if solver == "sliding":
         return Method(SLIDING, rule, None)
-    if not flow.feature.has_kinks() or (adaptive and rule is None):
+    # the expectation over a population has no kinks
+    smooth = not flow.feature.has_kinks() or isinstance(data, Population)
+    if smooth or (adaptive and rule is None):
         return Method(SMOOTH, rule, None)
-    slides = has_motion(flow, cloud, data)
+    slides = plain and has_motion(flow, cloud, data)
     # beyond kinks the second order of Heun's method is lost
     method, order = (SLIDING, 2) if slides else (ROUGH, 1)
     return Method(method, rule, None) if rule is not None else Method(method, KernelStep(KAPPA), order)

@@ -1,6 +1,7 @@
 """Discrete time: gradient descent and its relatives, on optax."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -10,18 +11,19 @@ import optax
 from jaxtyping import PyTree
 
 from meanflow import _checks
-from meanflow._checks import choice, count, flag, instance, optional, prng_key
+from meanflow._checks import choice, count, flag, function, instance, number, optional, prng_key
 from meanflow._identity import describe, json_digest
 from meanflow._numerics import iterate
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
-from meanflow.flows.problem import Problem
+from meanflow.flows.problem import Problem, Weighted
 from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.batches import Batches
 from meanflow.solvers.continuous import OBSERVE, STATE, rule_numbers
+from meanflow.solvers.dynamics import SAMPLES, Dynamics
 from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.solution import (
     RESULTS,
@@ -35,6 +37,8 @@ from meanflow.solvers.solution import (
 )
 from meanflow.solvers.step import STEP, ConstantStep, StepRule, all_finite, as_rule
 
+Sampler = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # (key, batch size) -> (x, y)
+
 PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled program
 OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
 
@@ -46,6 +50,8 @@ class DescentOptions(eqx.Module):
     rule: StepRule
     observe: Observable | dict[str, Observable] | None
     key: jax.Array | None
+    sampler: Sampler | None
+    dynamics: Dynamics
     settings: Settings
     steps: int = eqx.field(static=True)
     every: int = eqx.field(static=True)
@@ -57,7 +63,7 @@ class DescentOptions(eqx.Module):
 
 class _Carry(NamedTuple):
     t: jax.Array
-    particles: PyTree[jax.Array]
+    y: PyTree[jax.Array]
     steps: jax.Array
     optimizer: optax.OptState
     size: jax.Array
@@ -75,6 +81,10 @@ class _Carry(NamedTuple):
     batch_size=optional(count(1)),
     replace=flag,
     statistics=choice("frozen", "batch"),
+    sampler=optional(function),
+    temperature=number(low=0),
+    reaction=number(low=0),
+    conserve=flag,
     key=optional(prng_key),
     clock=choice(*scaling.CLOCKS),
     adjoint=choice("checkpoint", "full"),
@@ -94,6 +104,10 @@ def descend(
     batch_size: int | None = None,
     replace: bool = False,
     statistics: str = "frozen",
+    sampler: Sampler | None = None,
+    temperature: float | jax.Array = 0.0,
+    reaction: float | jax.Array = 0.0,
+    conserve: bool = True,
     key: jax.Array | None = None,
     clock: str = "mean_field",
     adjoint: str = "checkpoint",
@@ -148,7 +162,15 @@ def descend(
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     if optimizer is None and step is None:
         raise ValueError("step must be a number or a StepRule when no optimizer is given, got None")
-    if batch_size is not None:
+    dynamics = Dynamics(bound, cloud, temperature, reaction, conserve, key)
+    if dynamics.moves and optimizer is not None:
+        raise ValueError(
+            "optimizer must be None (plain descent) with temperature or reaction, got an optimizer"
+        )
+    if sampler is not None:
+        if batch_size is None or key is None:
+            raise ValueError(f"sampler needs batch_size and key, got batch_size={batch_size} and key={key}")
+    elif batch_size is not None:
         _check_batches(batch_size, statistics, key, data)
     rule = as_rule(1.0 if step is None else step, cloud.weights.dtype)
     names = {
@@ -158,8 +180,11 @@ def descend(
         "batch_size": str(batch_size),
         "replace": str(replace),
         "statistics": statistics,
-    }
-    settings = Settings({} if isinstance(rule, ConstantStep) else rule_numbers(rule), tuple(names.items()))
+    } | dynamics.names()
+    if sampler is not None:
+        names["sampler"] = "fresh samples"
+    numbers = {} if isinstance(rule, ConstantStep) else rule_numbers(rule)
+    settings = Settings(numbers | dynamics.numbers(), tuple(names.items()))
     if state is not None:
         check_resumed(state, settings, data)
     options = DescentOptions(
@@ -167,6 +192,8 @@ def descend(
         rule=rule,
         observe=observables.resolve(observe, bound, data),
         key=key,
+        sampler=sampler,
+        dynamics=dynamics,
         settings=settings,
         steps=steps,
         every=steps if every is None else every,
@@ -189,30 +216,34 @@ def _descend(
 ) -> Solution:
     observe, rule = options.observe, options.rule
     speed = scaling.speed(options.clock, flow.scaling, cloud)
-    problem = Problem(flow.bind(data).chart(cloud), data, speed)
+    bound = flow.bind(data)
+    problem = options.dynamics.problem(bound.chart(cloud), data, speed, options.clock)
     problem = eqx.tree_at(
         lambda p: p.memory, problem, observables.begin(observe, problem), is_leaf=lambda u: u is None
     )
-    model, base = flow.chart(cloud).flow, problem.chart.base
+    model = flow.chart(cloud).flow
     carry = _start(problem, options, state)
-
-    batches = None
-    if options.batch_size is not None:
-        assert options.key is not None
-        batches = Batches(data, options.key, options.batch_size, replace=options.replace)
+    draw = _batches(data, options)
 
     def step(carry: _Carry, _: None) -> _Carry:
-        here = base.at(carry.particles)
-        batch = data if batches is None else batches.at(carry.steps)
+        here = problem.here(carry.y)
+        batch = draw(carry.steps)
         bound = model.bind(batch)
-        gradient = jax.tree.map(lambda v: -speed * v, equation.velocity(bound, here, batch))
-        size = rule.next_size(carry.steps, carry.size, problem, carry.particles)
-        updates, inner = options.optimizer.update(gradient, carry.optimizer, carry.particles)
-        moved = bound.space.retract(here, jax.tree.map(lambda u: size * u, updates))
+        rates = problem.rates(here, batch, bound)
+        size = rule.next_size(carry.steps, carry.size, problem, carry.y)
+        v = rates.particles if isinstance(rates, Weighted) else rates
+        gradient = jax.tree.map(jnp.negative, v)
+        updates, inner = options.optimizer.update(gradient, carry.optimizer, here.particles)
+        by = jax.tree.map(lambda u: size * u, updates)
+        if problem.temperature is not None:
+            by = jax.tree.map(jnp.add, by, problem.noise(here, carry.steps, size, bound))
+        if isinstance(rates, Weighted):
+            by = Weighted(by, size * rates.log_growth)
+        moved = problem.move(here, carry.y, by, bound)
         return _Carry(carry.t + size, moved, carry.steps + 1, inner, size)
 
     def look(carry: _Carry) -> tuple[jax.Array, jax.Array, PyTree]:
-        here = problem.cloud(carry.particles)
+        here = problem.cloud(carry.y)
         seen = here if observe is None else observables.measure(observe, problem, here)
         return carry.t, equation.energy(problem.flow, here, data), seen
 
@@ -231,9 +262,9 @@ def _descend(
         energy=energies,
         clouds=seen if observe is None else None,
         observed=None if observe is None else seen,
-        final=problem.cloud(carry.particles),
-        state=State(carry.t, carry.particles, carry.steps, leaves, options.settings, fingerprint(data)),
-        result=RESULTS.where(all_finite(carry.particles), RESULTS.successful, RESULTS.non_finite),
+        final=problem.cloud(carry.y),
+        state=State(carry.t, carry.y, carry.steps, leaves, options.settings, fingerprint(data)),
+        result=RESULTS.where(all_finite(carry.y), RESULTS.successful, RESULTS.non_finite),
         stats={"num_steps": carry.steps},
         settings=Settings(
             options.settings.numbers | numbers, options.settings.names + axis_names(options.observe)
@@ -244,16 +275,12 @@ def _descend(
 def _start(problem: Problem, options: DescentOptions, state: State | None) -> _Carry:
     """Return what the first step starts from: a fresh optimizer, or the one of the run that is resumed."""
     base, rule = problem.chart.base, options.rule
-    dtype = base.weights.dtype
+    dtype, y0 = base.weights.dtype, problem.initial()
     fresh = options.optimizer.init(base.particles)
     # a rule that is refreshed sets the size at step 0, so that this one is never used
-    size = (
-        jnp.zeros((), dtype)
-        if rule.every is not None
-        else rule.size_at(problem, base.particles).astype(dtype)
-    )
+    size = jnp.zeros((), dtype) if rule.every is not None else rule.size_at(problem, y0).astype(dtype)
     if state is None:
-        return _Carry(jnp.zeros((), dtype), base.particles, jnp.asarray(0, jnp.int32), fresh, size)
+        return _Carry(jnp.zeros((), dtype), y0, jnp.asarray(0, jnp.int32), fresh, size)
     needed, structure = jax.tree.flatten((fresh, size))
     if len(needed) != len(state.leaves):
         raise ValueError(
@@ -264,15 +291,25 @@ def _start(problem: Problem, options: DescentOptions, state: State | None) -> _C
     return _Carry(state.t, state.y, state.steps, inner, size if isinstance(rule, ConstantStep) else kept)
 
 
+def _batches(data: Dataset, options: DescentOptions) -> Callable[[jax.Array], Dataset]:
+    """Return the map from the number of a step to the data it looks at: all, a minibatch, or fresh samples."""
+    if options.batch_size is None:
+        return lambda step: data
+    assert options.key is not None
+    if options.sampler is None:
+        return Batches(data, options.key, options.batch_size, replace=options.replace).at
+    sampler, size = options.sampler, options.batch_size
+    key = jax.random.fold_in(options.key, SAMPLES)
+    return lambda step: Dataset(*sampler(jax.random.fold_in(key, step), size))
+
+
 def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data: Dataset) -> None:
     if batch_size > data.size:
         raise ValueError(f"batch_size must be at most the number of points {data.size}, got {batch_size}")
     if key is None:
         raise ValueError("key must be a PRNG key when batch_size is given, got None")
-    if statistics == "batch" and data.x.ndim == 2 and batch_size <= data.x.shape[1]:
-        raise ValueError(
-            f"batch_size must exceed d = {data.x.shape[1]} for batch statistics, got {batch_size}"
-        )
+    if batch_size == 1 and statistics == "batch":
+        raise ValueError("batch_size must be at least 2 for statistics of each batch, got 1")
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,10 +3,13 @@
 With batch norm and inputs in the plane a neuron is a point (a, th) of R x circle (b = (cos th, sin th)), and the
 measure has a density that obeys
 
-    d_t rho = d_a(rho F) + d_th(rho a F'(th)),    F(th) = sum_j q_j l'(f(x_j), y_j) s(T(b(th)) . (x_j - mean)).
+    d_t rho = d_a(rho d_a V) + d_th(rho d_th V) + tau (d_a^2 + d_th^2) rho,
+    V(a, th) = a F(th) + lam reg,    F(th) = sum_j q_j l'(f(x_j), y_j) s(T(b(th)) . (x_j - mean)).
 
-The scheme is conservative and positive: upwind fluxes of limited (minmod) piecewise-linear reconstructions, Heun
-steps (strong-stability preserving) below the CFL bound. It knows nothing of particles, so it checks them, and it
+At a temperature tau > 0 it descends the free energy E + tau int rho log rho. The scheme is conservative and positive:
+upwind fluxes of limited (minmod) piecewise-linear reconstructions, or with diffusion the exponentially fitted fluxes of
+Scharfetter and Gummel, whose equilibrium is exp(-V/tau) on the grid and which let the free energy of the grid fall;
+Heun steps (strong-stability preserving) below the CFL bound. It knows nothing of particles, so it checks them, and it
 gives densities at m = infinity.
 """
 
@@ -22,8 +25,8 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from meanflow import _checks
 from meanflow._checks import array, count, either, instance, number, optional
 from meanflow.flows import equation
-from meanflow.flows.features import BatchNormed
 from meanflow.flows.flow import FLOW, Flow
+from meanflow.flows.normalized import BatchNormed
 from meanflow.geometry import omega
 from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import DATA, Dataset
@@ -70,7 +73,7 @@ class Density(eqx.Module):
 
 
 class DensitySolution(NamedTuple):
-    """Densities ``mass`` (k, rows, columns), energies (k,) at times ``ts`` (k,), steps taken, final density.
+    """Densities ``mass`` (k, rows, columns), energies, free energies at times ``ts`` (k,), steps, final density.
 
     ``reached`` says whether the run came to its end with finite numbers; outside of tracing it raises if not.
     """
@@ -78,6 +81,7 @@ class DensitySolution(NamedTuple):
     ts: Float[Array, " k"]
     mass: Float[Array, "k rows columns"]
     energy: Float[Array, " k"]
+    free_energy: Float[Array, " k"]
     steps: jax.Array
     final: Density
     reached: jax.Array
@@ -89,6 +93,7 @@ class _DensityProblem(eqx.Module):
     flow: Flow
     grid: Density
     data: Dataset
+    temperature: jax.Array | None
 
     @property
     def sigma(self) -> jax.Array:
@@ -98,7 +103,7 @@ class _DensityProblem(eqx.Module):
 
 
 class _Courant(StepRule):
-    """Step rule: CFL * 1 / max(|v_a|/da + |v_th|/dth), refreshed at every step."""
+    """Step rule: CFL / max(|v_a|/da + |v_th|/dth + 2 tau (1/da^2 + 1/dth^2)), refreshed at every step."""
 
     every: int | None = eqx.field(static=True, default=1)
 
@@ -106,7 +111,8 @@ class _Courant(StepRule):
         speed_a, speed_th = _face_speeds(problem, y)
         da, dth = problem.grid.spacing
         worst = jnp.max(jnp.abs(speed_a)) / da + jnp.max(jnp.abs(speed_th)) / dth
-        return CFL / worst
+        tau = 0.0 if problem.temperature is None else problem.temperature
+        return CFL / (worst + 2 * tau * (da**-2 + dth**-2))
 
 
 @_checks.arguments(
@@ -131,6 +137,7 @@ def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1
     data=DATA,
     t1=number(above=0),
     ts=optional(either(count(2), array((None,)))),
+    temperature=number(low=0),
 )
 def evolve(
     flow: Flow,
@@ -138,8 +145,12 @@ def evolve(
     data: Dataset,
     t1: float | jax.Array,
     ts: int | Real[ArrayLike, " k"] | Sequence | None = None,
+    *,
+    temperature: float | jax.Array = 0.0,
 ) -> DensitySolution:
     """Solve the continuity equation of a batch-norm manifold flow (c = 1) in mean-field time up to ``t1``.
+
+    A ``temperature`` adds diffusion: the limit of infinitely many noisy particles, in which ``free_energy`` falls.
 
     The walls at a = +-bound are closed: choose ``bound`` beyond the support (|a'| <= sqrt(2 E(0)) (|s(0)| + Lip s)
     for the squared loss). Cost per step O(n columns + rows columns). Second order where the density is smooth.
@@ -150,13 +161,17 @@ def evolve(
     """
     if data.x.ndim != 2 or data.x.shape[1] != 2:
         raise ValueError(f"x must have shape (n, 2) for the Eulerian view, got {data.x.shape}")
-    if not isinstance(flow.feature, BatchNormed):
-        raise ValueError(f"flow must be a batch-norm flow, got the feature {type(flow.feature).__name__}")
+    if not isinstance(flow.feature, BatchNormed) or flow.feature.affine:
+        raise ValueError(
+            f"flow must be a batch-norm flow without scale and shift, got the feature {type(flow.feature).__name__}"
+        )
     if flow.scaling.kind != "m" or flow.centered:
         raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
     t1 = jnp.asarray(t1, density.mass.dtype)
     times = save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
-    problem = _DensityProblem(flow.bind(data), density, data)
+    still = isinstance(temperature, float | int) and temperature == 0
+    tau = None if still else jnp.asarray(temperature, density.mass.dtype)
+    problem = _DensityProblem(flow.bind(data), density, data, tau)
     expected = _checks.concrete(t1 / _Courant().size_at(problem, density.mass))
     if expected is not None and not expected <= MAX_STEPS:
         raise ValueError(
@@ -177,9 +192,15 @@ def evolve(
 def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> DensitySolution:
     solver, adjoint = diffrax.Heun(), diffrax.RecursiveCheckpointAdjoint()
 
-    def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, jax.Array]:
+    def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, ...]:
         cloud = problem.grid.at(mass).cloud(problem.sigma)
-        return mass, equation.energy(problem.flow, cloud, problem.data)
+        energy = equation.energy(problem.flow, cloud, problem.data)
+        if problem.temperature is None:
+            return mass, energy, energy
+        da, dth = problem.grid.spacing
+        filled = jnp.where(mass > 0, mass, 1.0)
+        entropy = jnp.sum(jnp.where(mass > 0, mass * jnp.log(filled / (da * dth)), 0.0))
+        return mass, energy, energy + problem.temperature * entropy
 
     raw = diffrax.diffeqsolve(
         diffrax.ODETerm(_rate),
@@ -196,10 +217,10 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
         throw=False,
     )
     assert raw.ys is not None and raw.ts is not None
-    mass, energies = raw.ys["series"]
+    mass, energies, free = raw.ys["series"]
     final = problem.grid.at(mass[-1])
     reached = (raw.result == diffrax.RESULTS.successful) & jnp.all(jnp.isfinite(mass[-1]))
-    return DensitySolution(raw.ts["series"], mass, energies, raw.stats["num_steps"], final, reached)
+    return DensitySolution(raw.ts["series"], mass, energies, free, raw.stats["num_steps"], final, reached)
 
 
 def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:
@@ -207,10 +228,10 @@ def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:
 
 
 def _face_speeds(problem: _DensityProblem, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return v_a = -F at the angle centres (columns,) and v_th = -a F' at (rows, columns), columns = right faces."""
+    """Return v_a = -d_a V at the faces above, v_th = -d_th V at the faces right of each cell, (rows, columns)."""
     flow, data, sigma = problem.flow, problem.data, problem.sigma
     a, th = problem.grid.centres()
-    _, dth = problem.grid.spacing
+    da, dth = problem.grid.spacing
     unit = jnp.ones_like(th)
 
     def features(angle: jax.Array) -> jax.Array:
@@ -221,7 +242,19 @@ def _face_speeds(problem: _DensityProblem, mass: jax.Array) -> tuple[jax.Array, 
     g = data.weights * flow.loss.slope(f, data.y)
     force = g @ features(th)
     slope = jax.jvp(lambda angle: g @ features(angle), (th + dth / 2,), (unit,))[1]
-    return -force, -a[:, None] * slope[None, :]
+    up = jnp.broadcast_to(force[None, :], mass.shape)
+    right = a[:, None] * slope[None, :]
+    if flow.regularizer is not None:
+        lam, function = flow.regularizer.strength, flow.regularizer.function
+
+        def penalty(height: jax.Array, angle: jax.Array) -> jax.Array:
+            return lam * function(Neurons(height.ravel(), _omega(angle.ravel(), sigma))).reshape(mass.shape)
+
+        height, angle = jnp.meshgrid(a, th, indexing="ij")
+        one = jnp.ones_like(height)
+        up = up + jax.jvp(lambda h: penalty(h, angle), (height + da / 2,), (one,))[1]
+        right = right + jax.jvp(lambda t: penalty(height, t), (angle + dth / 2,), (one,))[1]
+    return -up, -right
 
 
 def _minmod(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -238,15 +271,41 @@ def _upwind(mass: jax.Array, before: jax.Array, after: jax.Array, speed: jax.Arr
     return jnp.where(speed > 0, speed * from_left, speed * from_right)
 
 
+def _fitted(
+    mass: jax.Array, after: jax.Array, rise: jax.Array, tau: jax.Array, width: jax.Array | float
+) -> jax.Array:
+    """Return the flux of drift and diffusion to the next cell, where the potential is higher by ``rise``.
+
+    It is that of the stationary solution between two cell centers: zero exactly if mass is proportional to exp(-V/tau).
+    """
+    return (tau * (_bernoulli(rise / tau) * mass - _bernoulli(-rise / tau) * after)) / width
+
+
+def _bernoulli(u: jax.Array) -> jax.Array:
+    """Return u / (exp(u) - 1), smooth at 0."""
+    small = jnp.abs(u) < 1e-4
+    safe = jnp.where(small, 1.0, u)
+    return jnp.where(small, 1 - u / 2 + u**2 / 12, safe / jnp.expm1(safe))
+
+
+def _potential(problem: _DensityProblem, mass: jax.Array) -> jax.Array:
+    """Return V at the cell centers: the derivative of the energy of the grid by the mass of each cell."""
+    cloud = problem.grid.at(mass).cloud(problem.sigma)
+    return equation.first_variation(problem.flow, cloud, problem.data, cloud).reshape(mass.shape)
+
+
 def _rate(t: RealScalarLike, mass: jax.Array, problem: _DensityProblem) -> jax.Array:
     """Return d mass / dt: differences of fluxes, so that the total is conserved to rounding."""
-    speed_a, speed_th = _face_speeds(problem, mass)
     da, dth = problem.grid.spacing
     # periodic neighbours; the walls in a are closed below by zeroing the flux through the last face
-    flux_a = _upwind(
-        mass, jnp.roll(mass, 1, 0), jnp.roll(mass, -1, 0), jnp.broadcast_to(speed_a[None], mass.shape)
-    )
+    if problem.temperature is None:
+        speed_a, speed_th = _face_speeds(problem, mass)
+        flux_a = _upwind(mass, jnp.roll(mass, 1, 0), jnp.roll(mass, -1, 0), speed_a)
+        columns = mass.T
+        flux_th = _upwind(columns, jnp.roll(columns, 1, 0), jnp.roll(columns, -1, 0), speed_th.T).T
+    else:
+        value, tau = _potential(problem, mass), problem.temperature
+        flux_a = _fitted(mass, jnp.roll(mass, -1, 0), jnp.roll(value, -1, 0) - value, tau, da)
+        flux_th = _fitted(mass, jnp.roll(mass, -1, 1), jnp.roll(value, -1, 1) - value, tau, dth)
     flux_a = flux_a.at[-1].set(0.0)
-    columns = mass.T
-    flux_th = _upwind(columns, jnp.roll(columns, 1, 0), jnp.roll(columns, -1, 0), speed_th.T).T
     return (jnp.roll(flux_a, 1, 0) - flux_a) / da + (jnp.roll(flux_th, 1, 1) - flux_th) / dth

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow._files import atomic_write
-from meanflow.measures.cloud import Affine, Cloud, Neurons, Polar
+from meanflow.measures.cloud import Affine, BatchNormNeurons, Cloud, Neurons, Polar
 from meanflow.solvers.solution import RESULTS, Settings, Solution, State, code_numbers, versions
 
 FORMAT = 2
@@ -78,7 +78,7 @@ def _type_name(kind: type) -> str:
 
 
 def _find_record(name: str, fields: list[str], records: Sequence[type]) -> type:
-    own = (Neurons, Polar, Affine)
+    own = (Neurons, BatchNormNeurons, Polar, Affine)
     known = {_type_name(kind): kind for kind in (*own, *records)}
     module, _, qualname = name.rpartition(".")
     found = known.get(name, getattr(sys.modules.get(module), qualname, None))

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
-from meanflow._numerics import safe_divide
+from meanflow._numerics import dominant_vector, safe_divide
 from meanflow.flows import equation
 from meanflow.flows.flow import Flow
 from meanflow.flows.problem import Problem
@@ -19,34 +19,7 @@ from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 
 DENSE = 256  # up to this many samples the kernel is formed and squared, beyond it power iteration is used
-SQUARINGS = 24
 POWER_ITERATIONS = 48
-
-
-def dominant_vector(matrix: Float[Array, "n n"]) -> Float[Array, " n"]:
-    """Return the unit top eigenvector of a matrix with eigenvalues >= 0, by squaring it 24 times.
-
-    M^(2^k), rescaled, tends to the projector on the top eigenspace. M is positive semi-definite, or a product of two
-    such matrices. The Rayleigh quotient of the result is the top
-    eigenvalue to a relative 1/(2^25 e) = 1e-8 for any spectrum. Unlike an eigendecomposition this is products only:
-    fast under vmap and on accelerators, and without LAPACK, whose batched call deadlocks when several CPU devices
-    share a process. A zero matrix gives a zero vector.
-
-    >>> dominant_vector(jnp.diag(jnp.array([1.0, 3.0]))).tolist()
-    [0.0, 1.0]
-    """
-
-    def scaled(m: jax.Array) -> jax.Array:
-        size = jnp.trace(m)
-        return m / jnp.where(size > 0, size, 1.0)
-
-    def square(_: int | jax.Array, m: jax.Array) -> jax.Array:
-        return scaled(jnp.matmul(m, m, precision=jax.lax.Precision.HIGHEST))
-
-    power = jax.lax.fori_loop(0, SQUARINGS, square, scaled(matrix))
-    column = power[:, jnp.argmax(jnp.diagonal(power))]
-    length = jnp.linalg.norm(column)
-    return column / jnp.where(length > 0, length, 1.0)
 
 
 def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
@@ -55,6 +28,8 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     Gradient descent on these linearized dynamics is stable for steps below 2 / lambda. Differentiable in
     everything (the eigenvector is held fixed, which is exact to first order).
     """
+    if isinstance(data, equation.Population):
+        raise ValueError("KernelStep needs data with samples, got a population; give the step as a number")
     f = equation.predict(flow, cloud, data.x)
     if f.ndim == 2:
         return _top_of_rows(flow, cloud, data, f)
@@ -181,8 +156,8 @@ class KernelStep(StepRule):
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return kappa over the top eigenvalue at ``y``, computed in the chart: the kernel is the same, and cheaper."""
-        chart = problem.chart
-        top = problem.speed * top_eigenvalue(chart.flow, chart.base.at(y), problem.data)
+        here = problem.here(y)
+        top = problem.pace(here) * top_eigenvalue(problem.chart.flow, here, problem.data)
         # a network that is dead on every sample has no kernel and stands still: any finite step will do
         return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 

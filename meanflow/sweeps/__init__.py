@@ -1,5 +1,6 @@
 """Sweeps: grids over width x delta x seed in few compiled programs, over devices and hosts, resumable."""
 
+from meanflow.sweeps.coordinate import coordinate_check as coordinate_check
 from meanflow.sweeps.function import sweep_function as sweep_function
 from meanflow.sweeps.networks import prepare as prepare
 from meanflow.sweeps.networks import sweep as sweep

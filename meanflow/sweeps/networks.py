@@ -41,7 +41,7 @@ Numbers: TypeAlias = Sequence[float] | Float[ArrayLike, "k"]
 Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
 AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
 
-TRACED_SETTINGS = ("step", "rtol", "atol", "steady")
+TRACED_SETTINGS = ("step", "rtol", "atol", "steady", "temperature", "reaction")
 STATIC_SETTINGS = (
     "solver",
     "optimizer",
@@ -99,7 +99,7 @@ class Sweep(Plan):
         (group,) = (g for g in self.groups if index in g.cells)
         values = self.grid.at(index)
         inputs = {"cloud": self.cloud(**cell), "axes": {n: values[n] for n in self._traced(group)}}
-        if self._has_batches():
+        if self._draws():
             inputs["key"] = self._batch_key(values)
         return self.cell(group).solution(self.shared, inputs)
 
@@ -137,7 +137,7 @@ class Sweep(Plan):
         values = [self.grid.at(cell) for cell in cells]
         inputs: dict[str, PyTree] = {"cloud": clouds.stack_padded([self._cloud(c) for c in cells], size)}
         inputs["axes"] = {name: numbers([v[name] for v in values]) for name in self._traced(group)}
-        if self._has_batches():
+        if self._draws():
             inputs["key"] = np.stack([np.asarray(self._batch_key(v)) for v in values])
         return inputs
 
@@ -181,8 +181,10 @@ class Sweep(Plan):
             flow = self._flow_at(self.grid.at(first))
             check_fit(flow.begin(cloud), cloud, self.shared)
 
-    def _has_batches(self) -> bool:
-        return "batch_size" in self.settings or "batch_size" in self.taken["solver"]
+    def _draws(self) -> bool:
+        """Whether runs draw minibatches or noise, and need a key of their own."""
+        given = {*self.settings, *self.taken["solver"]}
+        return bool(given & {"batch_size", "temperature"})
 
     def _traced(self, group: Group) -> list[str]:
         fixed = dict(group.fixed)

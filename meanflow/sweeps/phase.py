@@ -3,14 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Num
+from jaxtyping import Array, Key, Num
 from scipy import optimize
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
-from meanflow.measures.cloud import Cloud
+from meanflow.measures.cloud import Cloud, Polar
 from meanflow.measures.dataset import DATA, Dataset
+from meanflow.solvers.step import KernelStep
 from meanflow.sweeps import results
 from meanflow.sweeps.networks import sweep
 from meanflow.sweeps.plan import FINITE, NUMBERS, SEEDS
@@ -39,7 +42,7 @@ LEVEL = _checks.optional(_checks.number(above=0.0))
     data=DATA,
     widths=_checks.sequence(_checks.count(1), least=2),
     alphas=FINITE,
-    deltas=NUMBERS,
+    deltas=_checks.optional(NUMBERS),
     scales=_checks.optional(FINITE),
     seeds=SEEDS,
     variables=NAMES,
@@ -52,7 +55,7 @@ def phase_diagram(
     *,
     widths: Sequence[int],
     alphas: Sequence[float] = (0.0, 0.5, 1.0),
-    deltas: Sequence[float] = (0.0,),
+    deltas: Sequence[float] | None = None,
     scales: Sequence[float] | None = None,
     seeds: int | Sequence[int] = 4,
     variables: Sequence[str] = VARIABLES,
@@ -65,11 +68,19 @@ def phase_diagram(
     One sweep over width x alpha x delta x scale x seed of ``lifted`` flows, on the lazy clock, so that all cells
     are compared at the same stage of training; the exponent itself is a number of the program, not a reason to compile.
 
+    By default weights are of order one at every width, |c| |(a, b)| = 1, as in networks that people train: neurons of
+    amplitude r = +-m/alpha, in pairs of opposite sign, so that f_0 = 0 (widths must be even), with uniform directions.
+    Then all weights move by O(alpha/m) and the exponent of the turn is alpha - 1: lazy below 1, feature learning at 1.
+    A start whose r does not know alpha shows none of this: at delta = 0 alpha then drops out of the equations.
+
     Args:
         data: training data.
         widths: at least two.
         alphas: exponents: 1 is the mean-field scale, 1/2 the NTK scale, 0 no normalisation.
-        deltas, scales, seeds, init, settings: as in ``sweep``; ``init`` may take ``alpha``, the exponent.
+        deltas: as in ``sweep``; None for balanced neurons, delta = 0.
+        scales, seeds, settings: as in ``sweep``. Without ``steps`` and ``t1``, 600 steps of ``KernelStep(0.5)``, saved
+            every 10 steps.
+        init: (key, width, **axes) -> Cloud instead of the start above; it may take ``alpha``, the exponent.
         variables: observables whose final values are fitted; ``"t"`` is the time of the comparison.
         level: compare runs where their loss falls to this fraction of its start, interpolated between saves, and not
             at the end. Neurons go on turning after the fit, faster in the adaptive regime, so a common end time
@@ -81,15 +92,17 @@ def phase_diagram(
         the finite-size collapse along delta, ``collapse_<name>`` over (alpha, scale), with the numbers of ``collapse``.
     """
     named = [name for name in variables if name not in ("energy", "t")]
+    if "steps" not in settings and "t1" not in settings:
+        settings = {"steps": 600, "every": 10, "step": KernelStep(0.5)} | settings
     runs = sweep(
         _scaled,
         data,
         widths=widths,
         axes={"alpha": [float(a) for a in alphas]},
-        deltas=deltas,
+        deltas=(0.0,) if deltas is None else deltas,
         scales=scales,
         seeds=seeds,
-        init=init,
+        init=_unit_weights if init is None else init,
         observe=named,
         **settings,
     )
@@ -120,6 +133,15 @@ def _collapsed(value: "xarray.DataArray") -> "xarray.DataArray":
 def _scaled(width: float | Num[Array, ""], alpha: float | Num[Array, ""]) -> Flow:
     """Return the model with output scale width^alpha."""
     return lifted(alpha=width**alpha)
+
+
+def _unit_weights(key: Key[Array, ""], width: int, alpha: float) -> Cloud:
+    """Return neurons with |c| |(a, b)| = 1, in pairs c = +-1, and uniform directions; their labels are set later."""
+    if width % 2:
+        raise ValueError(f"widths must be even for neurons that start in pairs, got {width}; or pass init=")
+    theta = jax.random.uniform(key, (width // 2,), minval=-jnp.pi, maxval=jnp.pi)
+    sign = jnp.where(jnp.arange(width) % 2 == 0, 1.0, -1.0)
+    return Cloud(Polar(width ** (1.0 - alpha) * sign, jnp.repeat(theta, 2)))
 
 
 def _final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":

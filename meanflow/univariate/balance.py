@@ -248,6 +248,24 @@ class Lifted(Space):
         still = (inner_rate == 0) | jnp.all(p + step == 0, axis=-1)
         return Polar(moved.r, jnp.where(still, cloud.particles.theta, moved.theta))
 
+    def noise(self, cloud: Cloud, normal: Polar) -> Polar:
+        """Return (sqrt(P_rr) xi_r, sqrt(P_tt) xi_theta); ``retract`` follows the surface to second order."""
+        radial, turning = self.mobility(cloud)
+        return Polar(safe_sqrt(radial) * normal.r, safe_sqrt(turning) * normal.theta)
+
+    def check_noise(self, cloud: Cloud) -> None:
+        """Refuse delta = 0, where neurons live on a cone, and r = 0 at delta > 0, where theta has no meaning."""
+        delta, r = _checks.concrete(self.delta(cloud)), _checks.concrete(cloud.particles.r)
+        if delta is not None and np.any(delta == 0):
+            raise ValueError(
+                "temperature needs labels (the balances delta) other than 0: for delta = 0 neurons live on a cone, "
+                "whose inverse metric is not smooth at the tip r = 0"
+            )
+        if delta is not None and r is not None and np.any((r == 0) & (delta > 0)):
+            raise ValueError(
+                "temperature needs particles.r other than 0 where delta > 0, got a neuron at r = 0"
+            )
+
     def exp(self, cloud: Cloud, v: Polar) -> Polar:
         """Return ``retract``: geodesics of the hyperboloid c^2 - n^2 = delta have no elementary form."""
         return self.retract(cloud, v)
@@ -272,6 +290,15 @@ class RawSpace(Space):
         """Return (kp g_a, kp g_b, kc g_c) of a covector g."""
         inner_rate, outer_rate = self.rates(cloud)
         return Affine(inner_rate * covector.a, inner_rate * covector.b, outer_rate * covector.c)
+
+    def noise(self, cloud: Cloud, normal: Affine) -> Affine:
+        """Return white noise times the roots of the rates; a layer that is frozen has none."""
+        inner_rate, outer_rate = (jnp.sqrt(rate) for rate in self.rates(cloud))
+        return Affine(inner_rate * normal.a, inner_rate * normal.b, outer_rate * normal.c)
+
+    def noise_drift(self, cloud: Cloud) -> Affine:
+        """Return zero: the rates do not depend on the neuron's place."""
+        return Affine(*(jnp.zeros_like(u) for u in cloud.particles))
 
 
 class TrainableLayers(RawSpace):

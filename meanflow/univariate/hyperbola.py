@@ -37,6 +37,25 @@ class Hyperbola(RawSpace):
         inner_rate, outer_rate = self.rates(cloud)
         return inner_rate * (u.a * v.a + u.b * v.b) + outer_rate * u.c * v.c
 
+    def noise(self, cloud: Cloud, normal: Affine) -> Affine:
+        """Return the part of white noise that is tangent to the hyperbola, so that the balance stays."""
+        v = super().noise(cloud, normal)
+        a, b, c = cloud.particles
+        across = safe_divide(c * v.c - a * v.a - b * v.b, a * a + b * b + c * c)
+        across = jnp.where(jnp.isfinite(self.delta(cloud)), across, 0.0)  # flat where a layer is frozen
+        return Affine(v.a + across * a, v.b + across * b, v.c - across * c)
+
+    def check_noise(self, cloud: Cloud) -> None:
+        """Refuse delta = 0: a cone is not smooth at its tip."""
+        unlike = Cloud(
+            Polar(jnp.ones_like(cloud.weights), jnp.zeros_like(cloud.weights)), cloud.weights, cloud.labels
+        )
+        self.lifted.check_noise(unlike)
+
+    def exp(self, cloud: Cloud, v: Affine) -> Affine:
+        """Return ``retract``, which leaves the hyperbola along its normal only: right to second order."""
+        return self.retract(cloud, v)
+
     def retract(self, cloud: Cloud, v: Affine) -> Affine:
         """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction.
 

@@ -68,11 +68,14 @@ def test_figure_7():
 
 @pytest.mark.slow
 def test_figure_8():
-    """And the numbers of the errata: delta does not move in training, the share of c^2 falls with the width."""
+    """And the numbers of the errata: delta at the start hardly grows, the share of c^2 falls with the width."""
     outcome = figure_8()
     check(outcome)
-    assert np.max(np.abs(outcome.data["delta_change"])) == pytest.approx(1.1e-4, rel=0.3)
-    np.testing.assert_allclose(outcome.data["fraction"], [0.37, 5.5e-4, 2.0e-5], rtol=0.3)
+    np.testing.assert_allclose(outcome.data["expected_delta"], [-0.6658, -0.66666, -0.66667], atol=5e-5)
+    values = {c.name: c.value for c in outcome.criteria}
+    assert values["growth of E delta / spread of one draw"] == pytest.approx(0.0086, rel=0.1)
+    assert values["c^2 fraction falls by at least"] == pytest.approx(1850, rel=0.2)
+    assert values["turn falls by at least"] == pytest.approx(12, rel=0.1)
 
 
 @pytest.mark.slow
@@ -83,8 +86,8 @@ def test_figure_8_with_the_outer_weights_of_the_library():
     factor of two (.143 there, .258 here) and is not compared.
     """
     outcome = figure_8(power=0.5)
-    check(outcome)
-    np.testing.assert_allclose(outcome.data["turn"][1:], [0.086, 0.010], rtol=0.35)
+    np.testing.assert_allclose(np.median(outcome.data["turn"], axis=0)[1:], [0.086, 0.010], rtol=0.35)
+    assert np.all(outcome.data["fraction"][:, -1] < outcome.data["fraction"][:, 0])
 
 
 @pytest.mark.slow

@@ -225,6 +225,30 @@ def test_bad_arguments(arguments, message):
         depth.tree(*arguments)
 
 
+def test_31_gap_and_count_change_under_negative_transformations():
+    """(31) says that c_3 - c_2 and the number of positive entries stay; only the *least* middle gap does."""
+    x = np.array([0.0, 1.0, 3.0, 3.5, *[10.0] * 40])
+    middle_gaps = lambda row: np.diff(np.unique(row)[1:-1])
+    gap = lambda row: np.unique(row)[2] - np.unique(row)[1]
+    below = np.maximum(x.mean() - x, 0)
+    assert len(np.unique(below)) == len(np.unique(x)) == 5  # not more clustered: the premise (29) holds
+    assert (gap(x), np.sum(x > 0)) == (2.0, 43)
+    assert gap(below) == pytest.approx(0.5, abs=1e-12) and np.sum(below > 0) == 4
+    assert np.min(middle_gaps(below)) == pytest.approx(np.min(middle_gaps(x)), abs=1e-12)
+    # what the proof needs holds for every step that merges nothing: the least middle gap does not shrink
+    rng = np.random.default_rng(31)
+    kept = 0
+    for _ in range(2000):
+        row = np.sort(rng.choice(30, size=rng.integers(5, 9), replace=False)).astype(float)
+        row = np.repeat(row, rng.integers(1, 30, size=len(row)))
+        sign = rng.choice([-1.0, 1.0])
+        after = np.maximum(sign * (row - row.mean()), 0)
+        if len(np.unique(np.round(after, 9))) == len(np.unique(row)):
+            kept += 1
+            assert np.min(middle_gaps(np.round(after, 9))) > np.min(middle_gaps(row)) - 1e-8
+    assert kept > 20
+
+
 def test_formulas_62_and_92():
     # (62) divides by 2n - 7, which is negative at n = 3: it needs n >= 4
     assert 2 * 3 - 7 < 0 < 2 * 4 - 7

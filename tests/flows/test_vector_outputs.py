@@ -13,6 +13,7 @@ from meanflow._numerics import loglog_slope
 from meanflow.flows import certificate
 from meanflow.measures import laws
 from meanflow.solvers.step import top_eigenvalue
+from meanflow.training.data import digits
 
 
 def vector_problem(model, outputs, loss="squared", activation="tanh", **options):
@@ -303,6 +304,21 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
     measured = runs.displacement.sel(width=4, scale=0.5, seed=1).isel(step=-1)
     np.testing.assert_allclose(measured, jnp.sqrt(jnp.mean(moved)), rtol=1e-10)
     assert float(runs.kernel_drift.isel(step=-1).min()) > 0
+
+
+def test_ten_digits_are_learned_by_adam_on_minibatches():
+    rows = digits().flat()
+    train = mf.Dataset(np.asarray(rows.train_x, float), rows.train_y)
+    flow = mf.vanilla("relu", "softmax", alpha="sqrt", bias=True)
+    cloud = flow.init(jax.random.key(0), 100, dim=64, outputs=10)
+    run = mf.descend(
+        flow, cloud, train, 1000, optimizer=optax.adam(5e-3), batch_size=64, key=jax.random.key(1),
+        observe=["accuracy"],
+    )  # fmt: skip
+    guess = jnp.argmax(mf.predict(flow, run.final, np.asarray(rows.test_x, float)), axis=1)
+    found = float(jnp.mean(guess == rows.test_y))
+    assert found > 0.95, found
+    assert run.observed["accuracy"][-1] > 0.95
 
 
 def test_width_does_not_change_the_limit():

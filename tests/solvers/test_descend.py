@@ -195,8 +195,8 @@ BAD = [
     ({"steps": 10, "step": 0.1, "batch_size": 3}, "key must be a PRNG key"),
     ({"steps": 10, "step": 0.1, "statistics": "running"}, "statistics must be one of"),
     (
-        {"steps": 10, "step": 0.1, "batch_size": 3, "key": jax.random.key(0), "statistics": "batch"},
-        "batch_size must exceed d = 3",
+        {"steps": 10, "step": 0.1, "batch_size": 1, "key": jax.random.key(0), "statistics": "batch"},
+        "batch_size must be at least 2",
     ),
 ]
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Shaped
 
 from meanflow import _checks
-from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params, batch
+from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
 
 STATS = ("batch", "train", "frozen", "running")
 # no gradient goes through the statistics, and samples are free of each other
@@ -92,17 +92,20 @@ def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> b
     >>> is_coupled(lambda w, x: x @ w - jnp.mean(x @ w), jnp.ones(2), jnp.ones((3, 2)))
     True
     """
-    samples = jnp.asarray(x)
+    # a function of indices is probed as the function of samples that it stands for: indices hide what they point to
+    function, samples = apply.probed(x) if isinstance(apply, Function) else (apply, x)
+    samples = jax.tree.map(jnp.asarray, samples)
     rng = np.random.default_rng(0)
-    rows = min(max(samples.shape[0], 2), 8)
+    rows = min(max(jnp.shape(x)[0], 2), 8)
     with jax.ensure_compile_time_eval():
         moved = jax.tree.map(lambda leaf: _moved(leaf, rng), params)
-        first, second = _random_batch(samples, rows, rng), _random_batch(samples, rows, rng)
-        second[0] = first[0]
-        dtype = samples.dtype
+        first, second = (jax.tree.map(lambda leaf: _random_batch(leaf, rows, rng), samples) for _ in range(2))
+        for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+            two[0] = one[0]
+        typed = lambda drawn: jax.tree.map(lambda a, leaf: jnp.asarray(a, leaf.dtype), drawn, samples)
         try:
-            a = np.asarray(_first_row(apply, moved, jnp.asarray(first, dtype)))
-            b = np.asarray(_first_row(apply, moved, jnp.asarray(second, dtype)))
+            a = np.asarray(_first_row(function, moved, typed(first)))
+            b = np.asarray(_first_row(function, moved, typed(second)))
         except jax.errors.TracerArrayConversionError as error:
             raise Unprobed(
                 "apply closes over traced values, so whether it couples samples cannot be probed; "

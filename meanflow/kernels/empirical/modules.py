@@ -39,6 +39,10 @@ class Function(eqx.Module):
     To ``jax.jit``, which hashes the function it is given, two of them are the same only if they are one object.
     """
 
+    def probed(self, x: Batch) -> tuple[Callable[..., PyTree], PyTree]:
+        """Return the function, and the samples for x, at which to probe whether samples are coupled."""
+        return cast(Callable[..., PyTree], self), x
+
     def __hash__(self) -> int:
         return id(self)
 

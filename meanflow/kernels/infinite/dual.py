@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.activations import Activation, resolve
+from meanflow.activations import NAMED, Activation, Stretched, resolve
 
 
 class Dual(NamedTuple):
@@ -162,9 +162,13 @@ def dual_activation(activation: str | Activation, frequency: float = 1.0) -> Dua
     >>> float(dual_activation("relu")(one, one, one).value)
     0.5
     """
-    base = (
-        CLOSED[activation] if isinstance(activation, str) and activation in CLOSED else trapezoid(activation)
-    )
+    if isinstance(activation, Stretched):
+        frequency = frequency * activation.frequency
+        activation = activation.name
+    # a function that has a name is as good as its name
+    names = {function: name for name, function in NAMED.items()}
+    known = activation if isinstance(activation, str) else names.get(activation)
+    base = CLOSED[known] if known in CLOSED else trapezoid(activation)
     if frequency == 1.0:
         return base
     factor = frequency**2

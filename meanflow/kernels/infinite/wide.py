@@ -305,7 +305,7 @@ def wide_inputs(
     >>> x = jnp.array([[1.0, 0.0], [1.0, 1.0]])
     >>> two_layers = wide_inputs(x).dense().activation("relu").dense()
     >>> two_layers.ntk.round(4).tolist()
-    [[2.0, 1.9774], [1.9774, 4.0]]
+    [[2.0, 1.8183], [1.8183, 4.0]]
     >>> image = jnp.ones((1, 8, 8, 3))
     >>> h = wide_inputs(image, pairs=True).conv((3, 3))
     >>> h = h + h.activation("relu").conv((3, 3))

@@ -1,0 +1,130 @@
+"""Sharpness against dense Hessians and kernels, the edge of stability; margins against two programmes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import problem
+from jax.flatten_util import ravel_pytree
+from scipy import optimize
+
+import meanflow as mf
+from meanflow.flows import equation, max_margin
+from meanflow.flows.margins import margins
+from meanflow.flows.sharpness import sharpness
+
+
+def test_sharpness_is_the_top_eigenvalue_of_the_hessian_in_the_metric():
+    flow, cloud, data = problem("vanilla", width=4)
+    weights = np.array([0.1, 0.2, 0.3, 0.4])
+    cloud = mf.Cloud(cloud.particles, weights)
+    flat, unravel = ravel_pytree(cloud.particles)
+    hessian = jax.hessian(lambda w: equation.energy(flow, cloud.at(unravel(w)), data))(flat)
+    root = np.concatenate([weights**-0.5, np.repeat(weights**-0.5, 3)])
+    top = np.linalg.eigvalsh(root[:, None] * np.asarray(hessian) * root[None, :])[-1]
+    np.testing.assert_allclose(jax.jit(sharpness)(flow, cloud.pad(6), data), top, rtol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["vanilla", "batchnorm_manifold"])
+def test_sharpness_at_zero_residual_is_that_of_the_kernel(model):
+    flow, cloud, data = problem(model)
+    data = mf.Dataset(data.x, mf.predict(flow, cloud, data.x), data.weights)
+    root = np.sqrt(np.asarray(data.weights))
+    kernel = root[:, None] * np.asarray(mf.tangent_kernel(flow, cloud, data.x)) * root[None, :]
+    run = mf.descend(flow, cloud, data, 1, step=1e-9, observe=["sharpness"], clock="gradient")
+    np.testing.assert_allclose(run.observed["sharpness"][0], np.linalg.eigvalsh(kernel)[-1] / 7, rtol=1e-6)
+
+
+def test_descent_sharpens_until_the_edge_of_stability():
+    """A small step sees the sharpness grow fivefold; at two large steps it ends at 2/h (within 10 %)."""
+    rng = np.random.default_rng(0)
+    data = mf.Dataset(rng.normal(size=(20, 3)), np.sign(rng.normal(size=20)))
+    flow = mf.vanilla("tanh", bias=True)
+    cloud = flow.init(jax.random.key(0), 30, dim=3)
+    seen = {"observe": ["sharpness"], "every": 100}
+    slow = mf.descend(flow, cloud, data, 300, step=0.25, **seen).observed["sharpness"]
+    assert bool(jnp.all(jnp.diff(slow) > 0)) and float(slow[-1] / slow[0]) > 4
+    for h in (1.2, 1.5):
+        run = mf.descend(flow, cloud, data, 600, step=h, **seen)
+        late = run.observed["sharpness"][-3:] * h / 2
+        assert bool(jnp.all((late >= 0.9) & (late < 1.1))) and float(run.energy[-1]) < 1e-4
+
+
+LINE = mf.Dataset(jnp.array([[-1.5], [-0.5], [0.5], [1.5]]), jnp.array([1.0, -1.0, -1.0, 1.0]))
+
+
+def circle(count):
+    turn = 2 * np.pi * np.arange(count) / count
+    return np.stack([np.cos(turn), np.sin(turn)], axis=1)
+
+
+def test_logistic_flow_of_both_layers_reaches_the_largest_margin_in_variation():
+    """Four points on a line, inside against outside; the programme has 2000 directions, the flow 100 neurons."""
+    flow = mf.vanilla("relu", "logistic", bias=True)
+    best = max_margin(flow, mf.Cloud(mf.Neurons(np.ones(2000), circle(2000))), LINE)
+    start = mf.Cloud(mf.Neurons(np.tile([1.0, -1.0], 50), np.repeat(circle(50), 2, axis=0)))
+    run = mf.descend(
+        flow,
+        start,
+        LINE,
+        3000,
+        every=1000,
+        step=mf.KernelStep(0.5, 5),
+        clock="normalized",
+        observe="variation_margin",
+    )
+    ratio = np.asarray(run.observed["variation_margin"]) / best
+    assert np.all(np.diff(ratio) > 0) and 0.99 < ratio[-1] < 1 + 1e-3
+    assert float(run.energy[-1]) < 1e-20  # the clock does not stall while the loss vanishes
+
+
+def test_logistic_flow_of_the_output_layer_reaches_the_largest_margin_of_the_kernel():
+    flow = mf.vanilla("relu", "logistic", bias=True, inner=0.0)
+    start = mf.Cloud(mf.Neurons(np.tile([1.0, -1.0], 50), np.repeat(circle(50), 2, axis=0)))
+    best = max_margin(flow, start, LINE, "kernel")
+    run = mf.descend(
+        flow, start, LINE, 2000, step=2.0, every=500, clock="normalized", observe="kernel_margin"
+    )
+    ratio = np.asarray(run.observed["kernel_margin"]) / best
+    assert np.all(np.diff(ratio) > 0) and 0.99 < ratio[-1] < 1 + 1e-9
+    # the programme against a general solver: least |w| with margins at least 1
+    features = np.asarray(flow.feature.hidden(start, LINE.x)) * 0.1 * np.asarray(LINE.y)[:, None]
+    found = optimize.minimize(
+        lambda w: w @ w, np.zeros(100), jac=lambda w: 2 * w, method="SLSQP",
+        constraints={"type": "ineq", "fun": lambda w: features @ w - 1, "jac": lambda w: features},
+    )  # fmt: skip
+    np.testing.assert_allclose(best, 1 / np.sqrt(found.fun), rtol=1e-4)
+
+
+def test_margins_of_several_classes():
+    f = jnp.array([[1.0, 3.0, 2.0], [0.0, -1.0, 4.0]])
+    np.testing.assert_allclose(margins(f, jnp.array([1, 0])), [1.0, -4.0])
+    np.testing.assert_allclose(margins(f, jnp.eye(3)[jnp.array([1, 0])]), [1.0, -4.0])
+
+
+def clusters(key, count, k=3, d=15):
+    """Chizat and Bach (2020): k^2 clusters on a grid in two coordinates, labels by cluster; noise in the others."""
+    cell = jax.random.randint(key, (count,), 0, k * k)
+    labels = jnp.asarray(np.random.default_rng(4).permutation(np.repeat([1.0, -1.0], [5, 4])))
+    side = 1 / (3 * k - 1)
+    center = jnp.stack([cell // k, cell % k], axis=1) * 3 * side - 0.5 + side
+    one, two, three = jax.random.split(jax.random.fold_in(key, 1), 3)
+    radius = side * jnp.sqrt(jax.random.uniform(one, (count, 1)))
+    turn = 2 * jnp.pi * jax.random.uniform(two, (count,))
+    inside = center + radius * jnp.stack([jnp.cos(turn), jnp.sin(turn)], axis=1)
+    rest = jax.random.uniform(three, (count, d - 2)) - 0.5
+    return mf.Dataset(jnp.concatenate([inside, rest], axis=1), labels[cell])
+
+
+@pytest.mark.slow
+def test_training_both_layers_beats_the_output_layer_on_clusters():
+    """d = 15, k = 3: n = 256 points, m = 1000 neurons, 2000 steps; test error on 4000 points."""
+    train, test = (clusters(jax.random.key(s), n) for s, n in ((0, 256), (1, 4000)))
+    errors = {}
+    for name, rates in {"both": {}, "output": {"inner": 0.0}}.items():
+        flow = mf.vanilla("relu", "logistic", bias=True, **rates)
+        cloud = flow.init(jax.random.key(2), 1000, dim=15, a=mf.measures.laws.signs())
+        run = mf.descend(flow, cloud, train, 2000, step=mf.KernelStep(0.5, 20), clock="normalized")
+        assert float(jnp.mean(jnp.sign(mf.predict(flow, run.final, train.x)) == train.y)) == 1
+        errors[name] = float(jnp.mean(jnp.sign(mf.predict(flow, run.final, test.x)) != test.y))
+    assert errors["both"] < 0.7 * errors["output"], errors
