@@ -1,5 +1,6 @@
 """The sliding solver for vector inputs: work against precision beside ordinary solvers, and its cost at scale."""
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -83,9 +84,11 @@ def work_precision(
     """
     cloud, data = _problem(width, samples, dim)
     flow = vanilla()
-    slide = lambda rate: solve(
-        flow, cloud, data, end, solver="sliding", step=jnp.asarray(1 / rate), max_steps=1 << 14
-    )
+
+    def slide(rate: int) -> Solution:
+        step = jnp.asarray(1 / rate)
+        return solve(flow, cloud, data, end, solver="sliding", step=step, max_steps=1 << 14)
+
     best = slide(finest)
     error = lambda sol: float(
         max(jnp.max(jnp.abs(u - v)) for u, v in zip(sol.final.particles, best.final.particles, strict=True))
@@ -105,7 +108,7 @@ def work_precision(
 
     rows = []
     for rate in sliding:
-        sol, seconds = _processor_seconds(lambda rate=rate: slide(rate))
+        sol, seconds = _processor_seconds(functools.partial(slide, rate))
         rows.append((len(STAGES) * float(sol.stats["num_steps"]), error(sol), seconds))
     enter("sliding", rows)
     for name, (solver, stages) in FIXED.items():
