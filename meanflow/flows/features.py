@@ -86,7 +86,7 @@ class Feature(eqx.Module):
 
     def observables(self, data: Dataset) -> dict[str, Observable]:
         """Return what is worth recording about this model, by name, beside what every model has."""
-        return {"predictions": Predictions(data.x, dims=("sample", "output"), about="f at the samples")}
+        return {"predictions": Predictions(dims=("sample", "output"), about="f at the samples")}
 
     def has_kinks(self) -> bool:
         """Say whether velocities jump, as those of ReLU networks do where a neuron meets a sample; False by default."""
