@@ -204,8 +204,8 @@ def batchnorm_manifold(
     Omega: ``flow.bind(data).init(key, width, dim=d)``. Arguments are those of ``batchnorm``.
 
     With ``affine`` the metric is da^2 + c^2 G + dscale^2 + dshift^2. If the covariance S is singular, Omega lies in the
-    range of S and c = |P b| with P the projector on it, which the flow conserves too; the training data must lie in
-    mean + range(S). Off that plane the network is the raw one without the null part of b.
+    range of S and c = |P b| with P the projector on it, which the flow conserves too. Off the plane mean + range(S) the
+    network is the raw one without the null part of b.
 
     >>> import jax, jax.numpy as jnp, meanflow as mf
     >>> flow = mf.batchnorm_manifold("tanh", mean=jnp.zeros(2), covariance=jnp.eye(2))

@@ -28,11 +28,14 @@ from meanflow.geometry.sphere import dot
 Vectors = Float[Array, "*#batch d"]  # points and tangent vectors; batches are broadcast
 Matrix = Float[Array, "d d"]
 
-ROUNDING = 4  # eigenvalues below this times d eps of the largest one are zero: what sums of products leave
+ROUNDING = 4  # eigenvalues of correlations below this times d eps are zero: what sums of products leave
 
 
 def null_projector(sigma: Matrix) -> Matrix | None:
     """Return the projector (d, d) on the null space of S; None if S is regular, or traced and taken to be so.
+
+    Inputs without variance count as constant, and the rest is judged by its correlations: a pixel that is dark in all
+    images but one has a variance far below that of the others, which is no rounding error.
 
     >>> null_projector(jnp.diag(jnp.array([1.0, 0.0]))).tolist()
     [[0.0, 0.0], [0.0, 1.0]]
@@ -42,9 +45,22 @@ def null_projector(sigma: Matrix) -> Matrix | None:
     known = _checks.concrete(sigma)
     if known is None or known.ndim != 2 or not np.all(np.isfinite(known)):
         return None
-    values, vectors = np.linalg.eigh(known.astype(np.float64))
-    null = vectors[:, values <= ROUNDING * len(values) * np.finfo(known.dtype).eps * values[-1]]
-    return jnp.asarray(null @ null.T, known.dtype) if null.shape[1] else None
+    eps, matrix = float(np.finfo(known.dtype).eps), known.astype(np.float64)
+    variance = np.diagonal(matrix)
+    constant = variance <= eps * variance.max(initial=0.0)
+    root = np.sqrt(np.where(constant, 1.0, variance))
+    moving = ~constant
+    correlation = (matrix / np.outer(root, root))[np.ix_(moving, moving)]
+    values, vectors = np.linalg.eigh(correlation)
+    null = np.zeros((len(root), len(values)))
+    null[moving] = vectors / root[moving, None]
+    null = np.concatenate(
+        [null[:, values <= ROUNDING * len(root) * eps], np.eye(len(root))[:, constant]], axis=1
+    )
+    if not null.shape[1]:
+        return None
+    basis = np.linalg.qr(null)[0]
+    return jnp.asarray(basis @ basis.T, known.dtype)
 
 
 @jax.jit

@@ -157,7 +157,8 @@ class BatchNormManifold(Space):
     """R x Omega with da^2 + c^2 G: the geometry that batch norm gives to neurons of raw norm c (the labels).
 
     Coordinates other than b, such as a and the trainable scale and shift of a layer, are flat. If the covariance is
-    singular, Omega lies in its range and c = |P b| is the norm of the part of b there.
+    singular, ``from_raw`` maps to its range, with c = |P b| the norm of the part of b there. (All formulas are those of
+    raw neurons b = c bb/|bb| for any bb, so that nothing else depends on the rank.)
 
     Attributes:
         sigma: (d, d) covariance of the inputs, or None until ``bind``.
@@ -175,11 +176,6 @@ class BatchNormManifold(Space):
         """Take the covariance of the data unless one was given."""
         if self.sigma is not None:
             return self
-        if data.x.ndim == 2 and data.size <= data.x.shape[1] and _checks.concrete(data.x) is None:
-            raise ValueError(
-                f"batch norm on the manifold needs more than d = {data.x.shape[1]} samples where the covariance is "
-                f"computed inside a compiled program, got {data.size}; bind the flow first, or use mf.batchnorm"
-            )
         return type(self)(data.moments()[1])
 
     def check(self, cloud: Cloud) -> None:
@@ -195,16 +191,6 @@ class BatchNormManifold(Space):
                 "particles.b must lie on Omega (b' S b = 1), "
                 f"got |b|_S from {length.min():.3g} to {length.max():.3g}; {hint}"
             )
-        null, b = (None if u is None else _checks.concrete(u) for u in (self.null, cloud.particles.b))
-        if null is None or b is None:
-            return
-        rank = round(float(len(null) - np.trace(null)))
-        if rank < 2:
-            raise ValueError(
-                f"covariance must have rank >= 2 (else Omega is two points), got a matrix of rank {rank}"
-            )
-        if np.max(np.linalg.norm(b @ null, axis=1) / np.linalg.norm(b, axis=1)) > 1e-3:
-            raise ValueError(f"particles.b must lie in the range of the singular covariance; {hint}")
 
     @property
     def label_name(self) -> str | None:

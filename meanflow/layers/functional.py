@@ -3,8 +3,11 @@
 A batch is an array ``(n, ..., features)`` as in flax. The argument ``axis`` lists the axes that are *averaged over*, by
 default the batch axis 0. All moments are population moments (divided by n). The variance is computed in two passes,
 first the mean and then the deviations from it: in one pass, E x^2 - (E x)^2 loses all digits of float32 data whose mean
-is much larger than their standard deviation.
+is much larger than their standard deviation. Half-precision data are summed in float32 and the result is rounded back:
+float16 ends at 65504, and bfloat16 has three digits.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,17 @@ from meanflow import _checks
 from meanflow._numerics import safe_divide, safe_sqrt
 
 Axes = int | tuple[int, ...]
+Groups = tuple[tuple[int, ...], ...]
+
+
+def widen(x: Float[ArrayLike, "*shape"]) -> Float[Array, "*shape"]:
+    """Return x as an array of at least single precision.
+
+    >>> widen(jnp.ones(2, jnp.bfloat16)).dtype.name
+    'float32'
+    """
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*shape"]:
@@ -23,8 +37,8 @@ def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*sh
     [[-1. -2.]
      [ 1.  2.]]
     """
-    x = jnp.asarray(x)
-    return x - jnp.mean(x, axis=axis, keepdims=True)
+    x, full = jnp.asarray(x), widen(x)
+    return (full - jnp.mean(full, axis=axis, keepdims=True)).astype(_result(x))
 
 
 def batch_scale(
@@ -42,10 +56,20 @@ def batch_scale(
     >>> print(batch_scale(jnp.array([3.0, 5.0])), batch_scale(jnp.array([1.0, 7.0]), mode="rms"))
     [1.] [5.]
     """
+    return _batch_scale(widen(x), axis, mode, epsilon).astype(_result(jnp.asarray(x)))
+
+
+def _batch_scale(
+    x: jax.Array, axis: Axes, mode: str, epsilon: float | Float[Array, ""]
+) -> Float[Array, "..."]:
     _checks.one_of("mode", mode, ("std", "rms"))
-    x = jnp.asarray(x)
     centered = recenter(x, axis) if mode == "std" else x
     return jnp.sqrt(jnp.mean(jnp.square(centered), axis=axis, keepdims=True) + epsilon)
+
+
+def _result(x: jax.Array) -> jnp.dtype:
+    """Return the type of results for input x: its own, or the default float for integers."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
 
 
 def rescale(
@@ -56,7 +80,8 @@ def rescale(
     >>> print(rescale(jnp.array([3.0, 5.0])))
     [3. 5.]
     """
-    return jnp.asarray(x) / batch_scale(x, axis, mode, epsilon)
+    full = widen(x)
+    return (full / _batch_scale(full, axis, mode, epsilon)).astype(_result(jnp.asarray(x)))
 
 
 def batch_moments(
@@ -84,14 +109,135 @@ def batch_moments(
     >>> print(mean, variance)
     [[2.]] [[1.]]
     """
-    x = jnp.asarray(x)
+    x = widen(x)
+    mean = average(x, axis, axis_name=axis_name)
+    deviation = x - (mean if about is None else jnp.asarray(about))
+    return mean, average(jnp.square(deviation), axis, axis_name=axis_name)
 
-    def average(u: jax.Array) -> jax.Array:
-        local = jnp.mean(u, axis=axis, keepdims=True)
-        return local if axis_name is None else jax.lax.pmean(local, axis_name)
 
-    mean = average(x)
-    return mean, average(jnp.square(x - (mean if about is None else about)))
+def average(
+    x: Float[Array, "..."],
+    axis: Axes = 0,
+    mask: Float[Array, "..."] | None = None,
+    *,
+    axis_name: str | None = None,
+    axis_index_groups: Groups | None = None,
+) -> Float[Array, "..."]:
+    """Return the mean of x over ``axis``, over the entries where ``mask`` is 1, and over all devices of ``axis_name``.
+
+    Args:
+        x: batch.
+        axis: axes averaged over; they remain in the result with length 1.
+        mask: zeros and ones that broadcast against x; where all are zero the mean is 0.
+        axis_name: name of a mesh or vmap axis along which the batch is split.
+        axis_index_groups: groups of devices along that axis which average among themselves.
+
+    >>> print(average(jnp.array([[1.0], [3.0], [9.0]]), mask=jnp.array([[1.0], [1.0], [0.0]])))
+    [[2.]]
+    """
+    among = {} if axis_index_groups is None else {"axis_index_groups": axis_index_groups}
+    if mask is None:
+        local = jnp.mean(x, axis=axis, keepdims=True)
+        return local if axis_name is None else jax.lax.pmean(local, axis_name, **among)
+    total = jnp.sum(jnp.where(mask > 0, x, 0), axis=axis, keepdims=True)
+    count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis=axis, keepdims=True)
+    if axis_name is not None:
+        total, count = jax.lax.psum((total, count), axis_name, **among)
+    return total / jnp.maximum(count, 1)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7, 8, 9))
+def standardize(
+    x: Float[Array, "*shape"],
+    gamma: Float[Array, "..."] | None,
+    beta: Float[Array, "..."] | None,
+    mask: Float[Array, "..."] | None,
+    axes: tuple[int, ...],
+    epsilon: float,
+    center: bool = True,
+    moment: str | None = "std",
+    axis_name: str | None = None,
+    axis_index_groups: Groups | None = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "..."], Float[Array, "..."]]:
+    """Return the normalized batch gamma u + beta, with the mean m and the second moment of x.
+
+        u = (x - m)/s,   m = E x,   s = sqrt(E (x - m)^2 + epsilon)
+
+    The derivative is written out. What is constant along the batch stands outside of the means, so that the gradient
+    takes two sums over the batch, which those of gamma and beta share:
+
+        y' = (gamma/s) x' + (beta' - (gamma/s) E x') + u (gamma' - (gamma/s) E[u x'])
+
+    Args:
+        x: batch, in at least single precision.
+        gamma: factor that broadcasts against x and is constant along ``axes``, or None for 1.
+        beta: summand likewise, or None for 0.
+        mask: entries that count, as in ``average``, or None.
+        axes: axes averaged over.
+        epsilon: added to the second moment.
+        center: whether the mean is subtracted.
+        moment: ``"std"`` divides by the root of the second moment about the mean, ``"rms"`` about zero; None does not
+            divide.
+        axis_name: as in ``average``.
+        axis_index_groups: as in ``average``.
+
+    >>> y, mean, variance = standardize(jnp.array([[1.0], [5.0]]), None, None, None, (0,), 0.0)
+    >>> print(y.ravel(), mean.ravel(), variance.ravel())
+    [-1.  1.] [3.] [4.]
+    """
+    over = partial(average, axis=axes, mask=mask, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    mean = over(x)
+    second = over(jnp.square(x if moment == "rms" else x - mean))
+    u = x - mean if center else x
+    if moment is not None:
+        u = u / jnp.sqrt(second + epsilon)
+    return affine(u, gamma, beta), mean, second
+
+
+def affine(
+    x: Float[Array, "*shape"], gamma: Float[Array, "..."] | None, beta: Float[Array, "..."] | None
+) -> Float[Array, "*shape"]:
+    """Return gamma x + beta; None stands for 1 and 0.
+
+    >>> print(affine(jnp.array([1.0, 2.0]), jnp.array([3.0]), None))
+    [3. 6.]
+    """
+    x = x if gamma is None else x * gamma
+    return x if beta is None else x + beta
+
+
+@standardize.defjvp
+def _standardize_jvp(
+    axes: tuple[int, ...],
+    epsilon: float,
+    center: bool,
+    moment: str | None,
+    axis_name: str | None,
+    axis_index_groups: Groups | None,
+    primals: tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None],
+    tangents: tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None],
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+    (x, gamma, beta, mask), (dx, d_gamma, d_beta, _) = primals, tangents
+    how = (axes, epsilon, center, moment, axis_name, axis_index_groups)
+    u, mean, second = standardize(x, None, None, mask, *how)
+    over = partial(average, axis=axes, mask=mask, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    scale = jnp.ones_like(mean) if moment is None else jnp.sqrt(second + epsilon)
+    rate = scale**-1 if gamma is None else gamma / scale
+    d_mean = over(dx)
+    same = center == (
+        moment != "rms"
+    )  # u is then the deviation, of which the second moment is taken, over the scale
+    deviation = u if same else (x if moment == "rms" else x - mean) / scale
+    d_scale = over(deviation * dx)  # E[(x - m) (x' - m')] = E[(x - m) x']
+    shift = -rate * d_mean if center else None
+    turn = None if moment is None else -rate * d_scale
+    if d_beta is not None:
+        shift = d_beta if shift is None else shift + d_beta
+    if d_gamma is not None:
+        turn = d_gamma if turn is None else turn + d_gamma
+    dy = rate * dx if shift is None else rate * dx + shift
+    dy = dy if turn is None else dy + u * turn
+    return (affine(u, gamma, beta), mean, second), (dy, d_mean, 2 * scale * d_scale)
 
 
 def sample_square(x: Float[ArrayLike, "..."], axis: Axes = -1, n: float = 1.0) -> Float[Array, "..."]:
@@ -105,7 +251,7 @@ def sample_square(x: Float[ArrayLike, "..."], axis: Axes = -1, n: float = 1.0) -
     >>> print(sample_square(jnp.array([[3.0, 4.0]])))
     [[25.]]
     """
-    return jnp.sum(jnp.square(x), axis=axis, keepdims=True) / n
+    return jnp.sum(jnp.square(widen(x)) / n, axis=axis, keepdims=True)
 
 
 def unitize(
@@ -143,7 +289,7 @@ def unitize(
     [[1.8 2.4]]
     """
     _checks.one_of("interpolation", interpolation, ("linear", "harmonic"))
-    x = jnp.asarray(x)
+    given, x = jnp.asarray(x), widen(x)
     alpha = jnp.asarray(alpha, x.dtype)
     if alpha.ndim not in (0, 1, x.ndim):
         raise ValueError(
@@ -154,9 +300,11 @@ def unitize(
         alpha = along(alpha, x.ndim, -1)
     norm = safe_sqrt(sample_square(x, axis, n) + epsilon)
     if interpolation == "linear":
-        return x * (safe_divide(alpha, norm) + 1 - alpha)
-    scale = alpha * norm + 1 - alpha
-    return x / jnp.where(scale == 0, 1, scale)  # 0 only for a vanishing sample at alpha = 1
+        out = x * (safe_divide(alpha, norm) + 1 - alpha)
+    else:
+        scale = alpha * norm + 1 - alpha
+        out = x / jnp.where(scale == 0, 1, scale)  # 0 only for a vanishing sample at alpha = 1
+    return out.astype(_result(given))
 
 
 def along(vector: Float[ArrayLike, "features"], ndim: int, axis: int) -> Float[Array, "..."]:

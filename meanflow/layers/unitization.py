@@ -11,8 +11,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow.layers import functional
@@ -23,7 +22,7 @@ class Fixed(nnx.Variable):
     """A constant of a layer: it is saved with the layer but not trained."""
 
 
-class Unitize(nnx.Module):
+class Unitize(Normalization):
     """Scale each sample towards unit norm by a trainable share alpha, without batch statistics.
 
     The layer applies ``functional.unitize`` with its alpha, so training and inference are the same map. With
@@ -45,9 +44,10 @@ class Unitize(nnx.Module):
             resolution: to run at another resolution, pass the training value as an integer.
         sample: what one norm is taken over in a batch of images: ``"image"`` (Algorithm 2: one norm an image, mean
             over pixels) or ``"pixel"`` (Figure 1(b): one norm a location).
-        axis: the feature axis. Axis 0 is the batch.
-        epsilon: added to the squared norm.
-        param_dtype: dtype of alpha.
+        **options: as in ``BatchNorm`` (axis, a single one, epsilon, which is added to the squared norm and may be 0
+            here, param_dtype, that of alpha too), so that this layer fits wherever that one does; gamma and beta are
+            switched off by default. There are no batch statistics: use_running_average, momentum, axis_name and a
+            mask change nothing.
 
     >>> layer = Unitize(2, alpha_init=1.0, train_alpha=False, epsilon=0.0)
     >>> print(layer(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
@@ -66,16 +66,17 @@ class Unitize(nnx.Module):
         interpolation: str = "linear",
         n: int | str | None = None,
         sample: str = "image",
-        axis: int = -1,
-        epsilon: float = 1e-5,
-        param_dtype: DTypeLike = jnp.float32,
+        **options: Unpack[NormalizationOptions],
     ):
-        _checks.whole("num_features", num_features, 1)
+        options = {"use_bias": False, "use_scale": False, **options}
+        super().__init__(num_features, center=False, moment=None, **options)
+        _checks.whole("axis", self.axis, -(2**31))
+        _checks.number(static=True)("alpha_init", alpha_init)
+        _checks.flag("train_alpha", train_alpha)
         _checks.one_of("alpha_shape", alpha_shape, ("vector", "scalar"))
         _checks.one_of("alpha_constraint", alpha_constraint, ("none", "clip", "sigmoid"))
         _checks.one_of("interpolation", interpolation, ("linear", "harmonic"))
         _checks.one_of("sample", sample, ("image", "pixel"))
-        _checks.at_least("epsilon", epsilon, 0.0)
         if isinstance(n, str):
             _checks.one_of("n", n, ("features", "pixels"))
         elif n is not None:
@@ -85,9 +86,8 @@ class Unitize(nnx.Module):
         if alpha_constraint == "sigmoid":
             alpha_init = math.log(alpha_init / (1 - alpha_init))
         shape = (num_features,) if alpha_shape == "vector" else ()
-        self.raw = (nnx.Param if train_alpha else Fixed)(jnp.full(shape, alpha_init, param_dtype))
-        self.num_features, self.constraint, self.interpolation = num_features, alpha_constraint, interpolation
-        self.n, self.sample, self.axis, self.epsilon = n, sample, axis, epsilon
+        self.raw = (nnx.Param if train_alpha else Fixed)(jnp.full(shape, alpha_init, self.param_dtype))
+        self.constraint, self.interpolation, self.n, self.sample = alpha_constraint, interpolation, n, sample
 
     @property
     def alpha(self) -> Float[Array, "*features"]:
@@ -111,16 +111,27 @@ class Unitize(nnx.Module):
             n = self.n
         return float(n * pixels if self.sample == "image" else n)
 
-    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Unitize each sample of a dense or image batch."""
-        feature = self.axis % x.ndim
+    def _normalize(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None,
+        mask: ArrayLike | None,
+        gamma: jax.Array | None,
+        beta: jax.Array | None,
+    ) -> jax.Array:
+        """Unitize each sample of a dense or image batch, in at least single precision."""
+        x = super()._normalize(x, use_running_average, mask, None, None)
+        if x.size == 0:
+            return x
+        (feature,) = self._feature_axes(x)
         axes = (feature,) if self.sample == "pixel" else tuple(range(1, x.ndim))
         alpha = self.alpha
         if alpha.ndim:
             alpha = functional.along(alpha, x.ndim, feature)
-        return functional.unitize(
+        out = functional.unitize(
             x, alpha, axes, interpolation=self.interpolation, epsilon=self.epsilon, n=self.divisor(x.shape)
         )
+        return functional.affine(out, gamma, beta)
 
 
 def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpolation: str) -> None:
@@ -138,7 +149,7 @@ def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpol
         warnings.warn(
             "alpha clipped at its initial 0 tends to stay there (gradients of the linear form usually "
             "push it down), which leaves plain batch norm; start from alpha_init > 0",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -188,7 +199,7 @@ class UnitizedBatchNorm(Normalization):
             interpolation=interpolation,
             n=n,
             sample=sample,
-            axis=self.axis,
+            axis=self.axis,  # refused there if there are several
             epsilon=self.epsilon,
             param_dtype=self.param_dtype,
         )
@@ -198,8 +209,14 @@ class UnitizedBatchNorm(Normalization):
         """Alpha after its constraint has been applied; a number, or one number a feature."""
         return self.unitize.alpha
 
-    def normalized(
-        self, x: Float[Array, "*shape"], use_running_average: bool | None = None
-    ) -> Float[Array, "*shape"]:
-        """Standardize and unitize a batch, but leave gamma and beta out: the theorems bound this quantity."""
-        return self.unitize(super().normalized(x, use_running_average))
+    def _normalize(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None,
+        mask: ArrayLike | None,
+        gamma: jax.Array | None,
+        beta: jax.Array | None,
+    ) -> jax.Array:
+        """Standardize and unitize a batch: the theorems bound what comes before gamma and beta."""
+        out = super()._normalize(x, use_running_average, mask, None, None)
+        return self.unitize._normalize(out, True, None, gamma, beta)

@@ -204,8 +204,9 @@ def test_lazy_and_rich_exponents_in_the_width(activation, paired, power):
 
     The drift of a ReLU kernel is asserted for p >= 3/4 only. A displacement of size e flips a share e of the
     activations, with signs that cancel in the mean but not in the sum over m neurons: the drift has a part
-    sqrt(e/m) = m^(p/2 - 1), which is larger than m^(2p-2) for p < 2/3. Measured at p = 1/2 and 1/4: -0.77 and -0.85,
-    where this says -3/4 and -7/8.
+    sqrt(e/m) = m^(p/2 - 1), which is larger than m^(2p-2) for p < 2/3. Measured at p = 1/2, 1/4 and 0 from f_0 = 0:
+    -0.77, -0.85 and -1.25, where this says -3/4, -7/8 and -1 (at p = 0 hardly any activation flips); unpaired -0.81,
+    -0.89 and -0.91.
     """
     widths = (128, 256, 512, 1024, 2048)
     found = _lazy_runs(activation, power, paired, widths, 4)

@@ -1,8 +1,10 @@
 """NNX layers against numpy, nnx.BatchNorm and finite differences, in training and inference mode."""
 
+import inspect
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,9 @@ from meanflow.layers import (
     Rescale,
     Unitize,
     UnitizedBatchNorm,
+    functional,
 )
+from meanflow.layers.normalization import Normalization
 from meanflow.transport import wasserstein
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -320,7 +324,7 @@ import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec as P
 from meanflow.transport import wasserstein
-from meanflow.layers import UnitizedBatchNorm
+from meanflow.layers import BatchNorm, UnitizedBatchNorm
 assert jax.device_count() == 2
 mesh = Mesh(np.array(jax.devices()), ("data",))
 x = jax.random.normal(jax.random.key(0), (8, 3)) * 2 + 1
@@ -338,6 +342,14 @@ sharded = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
 z = jax.jit(lambda u: nnx.merge(*plain, copy=True)(u))(sharded)
 assert len(z.sharding.device_set) == 2
 np.testing.assert_allclose(z, y, rtol=1e-5, atol=1e-6)
+# each device a group of its own
+graph, state = nnx.split(BatchNorm(3, axis_name="data", axis_index_groups=[[0], [1]]))
+alone = jax.shard_map(
+    lambda u: nnx.merge(graph, state, copy=True)(u),
+    mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False,
+)
+halves = [BatchNorm(3)(part) for part in jnp.split(x, 2)]
+np.testing.assert_allclose(jax.jit(alone)(x), jnp.concatenate(halves), rtol=1e-5, atol=1e-6)
 """
 
 
@@ -362,3 +374,179 @@ def test_one_compile_per_shape():
     for seed in range(3):
         state, _ = step(state, jnp.asarray(batch(seed)))
     assert calls == 1
+
+
+ALL = [Recenter, Rescale, BatchNorm, Unitize, UnitizedBatchNorm]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_layer_takes_what_flax_takes(kind):
+    """Whatever code written for nnx.BatchNorm passes, to the constructor and to the call."""
+    theirs = set(inspect.signature(nnx.BatchNorm).parameters)
+    known = set(inspect.signature(Normalization.__init__).parameters) | set(
+        inspect.signature(kind).parameters
+    )
+    assert theirs <= known
+    x = jnp.asarray(batch(0, (6, 5)), "float32")
+    layer = kind(
+        5,
+        use_running_average=None,
+        axis=-1,
+        momentum=0.9,
+        epsilon=1e-5,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        use_bias=True,
+        use_scale=True,
+        bias_init=nnx.initializers.constant(0.5),
+        scale_init=nnx.initializers.constant(2.0),
+        axis_name=None,
+        axis_index_groups=None,
+        use_fast_variance=True,
+        promote_dtype=lambda arrays, *, dtype: tuple(u.astype(dtype) for u in arrays),
+        rngs=nnx.Rngs(0),
+        bias_metadata={"mark": "b"},
+        scale_metadata={"mark": "s"},
+    )
+    assert layer.bias.mark == "b" and layer.scale.mark == "s"
+    out = layer(x, use_running_average=False)
+    np.testing.assert_allclose(out, 2 * layer.normalized(x, use_running_average=False) + 0.5, rtol=1e-5)
+    assert layer(x, use_running_average=True, mask=jnp.ones((6, 1))).shape == x.shape
+    assert set(jax.tree.leaves(jax.tree.map(lambda u: u.dtype, out))) == {jnp.dtype("float32")}
+    if kind in (BatchNorm, UnitizedBatchNorm):
+        with jax.numpy_rank_promotion("allow"):
+            flax_layer = nnx.BatchNorm(
+                5,
+                use_running_average=False,
+                bias_init=nnx.initializers.constant(0.5),
+                scale_init=nnx.initializers.constant(2.0),
+                rngs=nnx.Rngs(0),
+            )
+            np.testing.assert_allclose(out, flax_layer(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ALL)
+def test_half_precision_is_as_accurate_as_its_rounding(kind, name):
+    """Sums are taken in float32: images of 200704 numbers, and features of mean 100."""
+    rng = np.random.default_rng(0)
+    unit = float(jnp.finfo(name).eps)
+    settings = {"alpha_init": 0.7} if kind in (Unitize, UnitizedBatchNorm) else {}
+    for shape, mean in (((2, 28, 28, 64), 0.0), ((64, 8), 100.0)):
+        x = jnp.asarray(mean + rng.normal(size=shape), name)
+        exact = kind(shape[-1], **settings, **WIDE)(x.astype("float64"))
+        out = kind(shape[-1], dtype=name, **settings)(x)
+        assert out.dtype == jnp.dtype(name)
+        np.testing.assert_allclose(np.asarray(out, "float64"), exact, rtol=0.51 * unit, atol=1e-4)
+        assert np.abs(np.asarray(out, "float64")).max() > 0.1  # float16 zeros would be close to nothing
+        plain = kind(shape[-1], **settings)(x)  # without dtype: that of the parameters, or the input's
+        np.testing.assert_allclose(np.asarray(plain, "float64"), exact, rtol=0.51 * unit, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Recenter, Rescale, BatchNorm, UnitizedBatchNorm])
+def test_bad_batches_do_not_enter_the_running_moments(kind):
+    layer = kind(3)
+    good = jnp.asarray(batch(0, (6, 3)), "float32")
+    layer(good)
+    before = jax.tree.map(np.asarray, nnx.state(layer, nnx.BatchStat))
+    bad = good.at[1, 2].set(jnp.nan)
+    with pytest.raises(ValueError, match="x must be finite in training"):
+        layer(bad)
+    with pytest.raises(ValueError, match="x must not be empty in training"):
+        layer(good[:0])
+    layer(good, mask=jnp.zeros((6, 1)))  # nothing counts
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(layer, nnx.BatchStat))
+    graph, state = nnx.split(layer)
+
+    @jax.jit
+    def step(state, x):
+        layer = nnx.merge(graph, state, copy=True)
+        return layer(x), nnx.state(layer, nnx.BatchStat)
+
+    out, after = step(state, bad)
+    assert np.all(
+        np.isnan(out[:, 2]) if kind is not UnitizedBatchNorm else np.isnan(out).any(1)
+    )  # it is seen
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.all(np.isfinite(new))
+        np.testing.assert_array_equal(new[2], old[2])
+        assert np.all(new[:2] != old[:2])
+
+
+@pytest.mark.parametrize("kind", [BatchNorm, Recenter, Rescale])
+def test_masked_entries_do_not_count(kind):
+    x = batch(0, (8, 3, 4))
+    mask = np.random.default_rng(1).integers(0, 2, (8, 3, 1)).astype(bool)
+    mask[0] = True
+    inside = x[np.broadcast_to(mask, x.shape)].reshape(-1, 4)
+    layer, reference = kind(4, momentum=0.0, **WIDE), kind(4, momentum=0.0, **WIDE)
+    spoiled = jnp.asarray(np.where(mask, x, 1e6))
+    out = layer(spoiled, mask=jnp.asarray(mask))
+    np.testing.assert_allclose(np.asarray(out)[mask[..., 0]], reference(jnp.asarray(inside)), rtol=1e-10)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10),
+        nnx.state(layer, nnx.BatchStat),
+        nnx.state(reference, nnx.BatchStat),
+    )
+    with pytest.raises(ValueError, match="mask must broadcast against x"):
+        layer(spoiled, mask=jnp.ones((2, 3)))
+
+
+def test_running_variance_as_in_torch_and_several_feature_axes():
+    x = batch(0, (10, 3, 4))
+    layer = BatchNorm(12, axis=(1, 2), momentum=0.9, unbiased=True, **WIDE)
+    flat = BatchNorm(12, momentum=0.9, **WIDE)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), flat(jnp.asarray(x.reshape(10, 12))).reshape(x.shape))
+    np.testing.assert_allclose(layer.var[...], 0.9 + 0.1 * x.reshape(10, 12).var(0, ddof=1), rtol=1e-12)
+    np.testing.assert_allclose(layer.mean[...], 0.1 * x.reshape(10, 12).mean(0), rtol=1e-12)
+    with pytest.raises(ValueError, match="axis must be among the 2 axes of x"):
+        BatchNorm(3, axis=2)(jnp.ones((4, 3)))
+
+
+def test_shards_with_different_numbers_of_entries():
+    """The mean over all entries that count, not the mean of the means of the shards."""
+    x = jnp.asarray(batch(0, (2, 3, 5)))
+    mask = jnp.ones((2, 3, 1)).at[0, :2].set(0)
+    graph, state = nnx.split(BatchNorm(5, axis_name="shards", unbiased=True, **WIDE))
+
+    def call(u, mask):
+        layer = nnx.merge(graph, state, copy=True)
+        return layer(u, mask=mask), layer.var[...]
+
+    out, var = jax.vmap(call, axis_name="shards")(x, mask)
+    rows = np.asarray(x)[np.asarray(mask[..., 0]) > 0]
+    np.testing.assert_allclose(out, (np.asarray(x) - rows.mean(0)) / np.sqrt(rows.var(0) + 1e-5), rtol=1e-10)
+    np.testing.assert_allclose(var[1], 0.99 + 0.01 * rows.var(0, ddof=1), rtol=1e-12)
+
+
+def test_derivatives_of_second_order_and_forward_mode():
+    """The written-out derivative of standardize, against that of its definition."""
+    x, w = jnp.asarray(batch(0, (5, 2))), jnp.asarray(batch(3, (5, 2)))
+    gamma, beta = jnp.array([[0.7, 1.3]]), jnp.array([[0.2, -0.4]])
+    mask = jnp.array([[1.0], [1.0], [0.0], [1.0], [1.0]])
+
+    def plain(x, gamma, beta, center, moment):
+        mean = jnp.sum(mask * x, 0, keepdims=True) / 4
+        second = jnp.sum(mask * (x if moment == "rms" else x - mean) ** 2, 0, keepdims=True) / 4
+        u = x - mean if center else x
+        u = u if moment is None else u / jnp.sqrt(second + 0.1)
+        return gamma * u + beta, mean, second
+
+    def ours(x, gamma, beta, center, moment):
+        return functional.standardize(x, gamma, beta, mask, (0,), 0.1, center, moment)
+
+    for center, moment in ((True, "std"), (True, None), (False, "std"), (False, "rms")):
+
+        def value(f, x, gamma, beta, how=(center, moment)):
+            y, mean, second = f(x, gamma, beta, *how)
+            return jnp.sum(w * jnp.sin(y)) + jnp.sum(jnp.sin(mean) * second)
+
+        for derivative in (jax.jacfwd, jax.grad, lambda f, at: jax.hessian(lambda x: f(x, gamma, beta))):
+            found, expected = (
+                jax.tree.leaves(jax.jit(derivative(partial(value, f), (0, 1, 2)))(x, gamma, beta))
+                if derivative is not None and "lambda" not in derivative.__name__
+                else jax.tree.leaves(jax.jit(derivative(partial(value, f), None))(x))
+                for f in (ours, plain)
+            )
+            for a, b in zip(found, expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)

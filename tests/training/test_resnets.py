@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meanflow.layers import BatchNorm, Rescale, UnitizedBatchNorm
+from meanflow.layers import BatchNorm, Recenter, Rescale, Unitize, UnitizedBatchNorm
 from meanflow.training import ResNet
 from meanflow.training.resnet import Block, count_parameters
 
@@ -67,12 +67,23 @@ def test_blocks_with_zero_convolutions_are_shortcuts(bottleneck):
 
 
 @pytest.mark.parametrize(
-    "norm", [BatchNorm, UnitizedBatchNorm, partial(Rescale, mode="rms"), partial(nnx.GroupNorm, num_groups=4)]
+    "norm",
+    [
+        BatchNorm,
+        UnitizedBatchNorm,
+        Unitize,
+        Recenter,
+        Rescale,
+        partial(Rescale, mode="rms"),
+        partial(Unitize, dtype=jnp.bfloat16),
+        nnx.BatchNorm,
+        partial(nnx.GroupNorm, num_groups=4),
+    ],
 )
 def test_any_norm_layer_fits(norm):
     def logits():
         return ResNet(11, 10, norm, bottleneck=True, kernel_init=zeros, rngs=nnx.Rngs(0))(
-            jnp.ones((2, 32, 32, 3))
+            jnp.ones((2, 32, 32, 3), "float32")
         )
 
     assert jax.eval_shape(logits).shape == (2, 10)

@@ -105,7 +105,9 @@ def _training_norms(model: "nnx.Module") -> "dict[str, nnx.BatchNorm | Normaliza
     return {
         "/".join(map(str, path)): module
         for path, module in nnx.iter_modules(model)
-        if isinstance(module, nnx.BatchNorm | Normalization) and not module.use_running_average
+        if isinstance(module, nnx.BatchNorm | Normalization)
+        and not module.use_running_average
+        and not (module.mean is None and module.var is None)  # unitization keeps no moments
     }
 
 
@@ -162,13 +164,9 @@ def _explicit_class(kind: type, path: str, ledger: _Ledger) -> type:
             return out if self.bias is None else out + jnp.expand_dims(self.bias[...], axes)
 
     class ExplicitOwn(Normalization):
-        def _moments(
-            self, x: Array, average: bool, axes: tuple[int, ...]
-        ) -> tuple[Array | None, Array | None]:
-            if average:
-                return super()._moments(x, average, axes)
-            mean, square = ledger.moments(path, x, self.axis, self.moment == "rms")
-            return (mean if self.center else None), (square if self.moment else None)
+        def given_moments(self, x: Array) -> tuple[Array, Array]:
+            assert isinstance(self.axis, int)
+            return ledger.moments(path, x, self.axis, self.moment == "rms")
 
     base = ExplicitFlax if issubclass(kind, nnx.BatchNorm) else ExplicitOwn
     return type(kind.__name__, (base, kind), {})

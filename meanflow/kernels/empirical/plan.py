@@ -146,7 +146,12 @@ def _key(arguments: object, options: tuple[object, ...]) -> object:
     described = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array | np.ndarray):
-            if isinstance(leaf, jax.Array) and _checks.concrete(leaf[:0] if leaf.ndim else leaf) is None:
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
+            numbers = jax.random.key_data(leaf) if is_key else leaf
+            if (
+                isinstance(leaf, jax.Array)
+                and _checks.concrete(numbers[:0] if leaf.ndim else numbers) is None
+            ):
                 return None
             described.append((leaf.shape, leaf.dtype))
         else:

@@ -225,7 +225,8 @@ class _Walk:
         numbers: dict[Var, float] = {}  # constants that are one number everywhere
         for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
             env[v] = None
-            given = _checks.concrete(value) if np.ndim(value) == 0 else None
+            is_key = jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)  # opaque, and never a number
+            given = _checks.concrete(value) if np.ndim(value) == 0 and not is_key else None
             if given is not None and _checks.is_real(given.dtype):
                 numbers[v] = float(given)
         for place, equation in enumerate(jaxpr.eqns):

@@ -38,7 +38,7 @@ def one_sided_error(kernel: Float[Array, "t t"], outputs: Float[Array, "t"]) -> 
 
 
 def draw(data: Arrays) -> Figure:
-    """Relative error of the one-sided kernel."""
+    """Relative error of the one-sided kernel, one dot a seed."""
     figure, (ax,) = panels(1, 1, width=5.0, height=2.0)
     label = r"relative Frobenius error of the printed $K_{\mathrm{BN}}$"
     dots(
@@ -50,7 +50,7 @@ def draw(data: Arrays) -> Figure:
         ax,
         xlabel=label,
     )
-    ax.set_xlim(left=0)
+    ax.set(xscale="log")
     return figure
 
 
@@ -58,17 +58,17 @@ def draw(data: Arrays) -> Figure:
     "000/A.18",
     title="the printed one-sided kernel beside the exact B K B",
     verdict="refuted",
-    setup="width 128, T = 64, random inputs and 1-D coordinates, 3 seeds.",
+    setup="width 128, T = 64, random inputs and 1-D coordinates, 60 seeds.",
     draw=draw,
 )
-def printed_kernel(width: int = 128, samples: int = 64, seeds: int = 3) -> Outcome:
+def printed_kernel(width: int = 128, samples: int = 64, seeds: int = 60) -> Outcome:
     """Compare the printed one-sided kernel of A.18 with the exact B K B.
 
     The paper claims K_BN = (I/sigma^2 - h h'/(T sigma^4)) G K G. We compute both forms for networks on
     random inputs and on 1-D coordinates.
 
-    Decisive are the relative error in the Frobenius norm, which is not small, and the eigenvalues, which
-    agree.
+    Decisive are the quantiles over seeds of the relative error in the Frobenius norm, which is not small, and the
+    eigenvalues, which agree.
     """
     cases = {
         "random, relu": (jax.random.normal(seed_key(1), (samples, width)), "relu"),
@@ -79,26 +79,36 @@ def printed_kernel(width: int = 128, samples: int = 64, seeds: int = 3) -> Outco
     spectral = 0.0
     for name, (x, activation) in cases.items():
         errors = []
+        widths = (x.shape[1], width, width, 1)
+        draw_weights = lambda seed, w=widths, s=activation: dense(
+            seed_key(2, seed), w, activation=s, bias_variance=0.1
+        )
+        apply = draw_weights(0)[0]
+        both = jax.jit(lambda w, f=apply, x=x: (kernels.empirical_ntk(f, w, x), f(w, x)))
         for seed in range(seeds):
-            widths = (x.shape[1], width, width, 1)
-            apply, weights = dense(seed_key(2, seed), widths, activation=activation, bias_variance=0.1)
-            kernel, f = kernels.empirical_ntk(apply, weights, x), apply(weights, x)
+            kernel, f = both(draw_weights(seed)[1])
             exact, printed = kernels.batchnorm_ntk(kernel, f), one_sided(kernel, f)
             errors.append(float(one_sided_error(kernel, f)))
             ours = np.linalg.eigvalsh(np.asarray(exact))
             theirs = np.sort(np.linalg.eigvals(np.asarray(printed)).real)
             spectral = max(spectral, float(np.max(np.abs(ours - theirs)) / ours[-1]))
         data[name] = np.asarray(errors)
+    quantiles = {name: np.quantile(errors, (0.05, 0.95)) for name, errors in data.items()}
+    shown = ", ".join(f"{100 * q[0]:.2g} to {100 * q[1]:.0f} % ({name})" for name, q in quantiles.items())
     accuracy = 1e-10 if jnp.zeros(()).dtype == jnp.float64 else 1e-3
     return Outcome(
         "000/A.18",
         "K_BN = (I/sigma^2 - h h'/(T sigma^4)) G K G",
-        "wrong by 3 % (random inputs) to over 100 % (coordinates), but isospectral: m and lambda_max survive",
+        f"wrong by {shown} from the 5 % to the 95 % quantile of {seeds} seeds, but isospectral: m and lambda_max "
+        "survive",
         data,
         (
-            Criterion("random inputs, mean error", data["random, relu"].mean(), 0.02, 0.3),
-            Criterion("1-D relu, mean error", data["line, relu"].mean(), 0.2, 2.5),
-            Criterion("1-D tanh, mean error", data["line, tanh"].mean(), 0.2, 3.5),
+            Criterion("random inputs, 5 % quantile of the error", quantiles["random, relu"][0], 0.04, 0.07),
+            Criterion("random inputs, 95 % quantile", quantiles["random, relu"][1], 0.06, 0.11),
+            Criterion("1-D relu, 5 % quantile", quantiles["line, relu"][0], 0.05, 0.2),
+            Criterion("1-D relu, 95 % quantile", quantiles["line, relu"][1], 0.6, 1.3),
+            Criterion("1-D tanh, 5 % quantile", quantiles["line, tanh"][0], 0.1, 0.5),
+            Criterion("1-D tanh, 95 % quantile", quantiles["line, tanh"][1], 1.8, 3.6),
             Criterion("largest difference of eigenvalues", spectral, 0.0, accuracy),
         ),
     )
