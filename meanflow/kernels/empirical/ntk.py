@@ -146,7 +146,10 @@ def _all_pairs(
 ) -> Float[Array, "T S ..."]:
     """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half."""
     count = jax.tree.leaves(left)[0].shape[0]
-    if not symmetric or rows < count or count < 8 * _BLOCKS:
+    many = jax.eval_shape(lambda a: structured.contract(a, a, "diagonal"), left).shape[2]
+    wide = count * (many if outputs == "full" else 1)
+    # blocks of few rows multiply at a small part of the speed
+    if not symmetric or rows < count or count < _BLOCKS or wide < 64 * _BLOCKS:
         return structured.by_pieces(lambda some: structured.contract(some, right, outputs), left, rows)
     edges = [count * i // _BLOCKS for i in range(_BLOCKS + 1)]
     part = lambda tree, start, stop: jax.tree.map(lambda a: a[start:stop], tree)
