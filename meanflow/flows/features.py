@@ -301,6 +301,11 @@ class TwoLayer(Feature):
                 "solver='sliding' needs one output: with k outputs neurons do not move in planes between kinks, got "
                 f"particles.a of shape {problem.chart.base.particles.a.shape}; use fixed steps of diffrax.Heun()"
             )
+        if not isinstance(problem.data, Dataset):
+            raise ValueError(
+                "solver='sliding' needs samples, whose kinks neurons meet one by one, got "
+                f"{type(problem.data).__name__}; use a diffrax solver"
+            )
         from meanflow.flows.kinks.two_layer import TwoLayerMotion
 
         return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
