@@ -308,7 +308,10 @@ def prepare(
     horizon, along = _horizon(t1, ts, steps, every, settings, grid)
     if steps is None and settings.get("max_steps") is None and "max_steps" not in grid.axes:
         settings["max_steps"] = _most_steps(grid, settings.get("step"), **horizon)
-    _check_settings(solve if steps is None else descend, [*settings, *taken["solver"]])
+    solver = solve if steps is None else descend
+    _check_settings(solver, [*settings, *taken["solver"]])
+    _check_values(solver, settings, {name: grid.axes[name] for name in taken["solver"]})
+    _check_flows(flow, grid, taken)
     recorded = choose(observe, template.bind(data).observables(data))
     check_names(grid, recorded, along["name"])
     order = ["width", "seed", *(n for n in named if n not in static)]
@@ -454,6 +457,32 @@ def _check_settings(solver: Callable[..., Solution], given: Sequence[str]) -> No
     other, end = (descend, "steps") if solver is solve else (solve, "t1")
     hint = f" (it belongs to runs with {end})" if stray in _settings_of(other) else ""
     raise ValueError(f"settings of {solver.__name__} must be among {allowed}, got {stray!r}{hint}")
+
+
+def _check_values(
+    solver: Callable[..., Solution], settings: Mapping[str, object], axes: Mapping[str, Sequence[object]]
+) -> None:
+    """Check settings, and every value of an axis of settings, by the kinds of the solver: before anything compiles.
+
+    Inside a compiled sweep their values are traced, and no check sees them.
+    """
+    kinds = solver.kinds  # type: ignore[attr-defined]
+    for name, value in settings.items():
+        kinds[name](name, value)
+    for name, values in axes.items():
+        for value in values:
+            kinds[name](name, value)
+
+
+def _check_flows(flow: Model, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
+    """Build the model for each value of each of its axes: one that is refused is refused before anything compiles."""
+    if isinstance(flow, Flow):
+        return
+    first = {name: values[0] for name, values in grid.axes.items()}
+    for name in taken["flow"]:
+        for value in grid.axes[name]:
+            values = first | {name: value}
+            flow(**{n: values[n] for n in taken["flow"]})
 
 
 def _settings_of(solver: Callable[..., Solution]) -> list[str]:
