@@ -1,5 +1,6 @@
 """Flows: feature x geometry x loss, and what follows from them."""
 
+from meanflow.flows.alignment import Alignment as Alignment
 from meanflow.flows.features import Feature as Feature
 from meanflow.flows.flow import Flow as Flow
 from meanflow.flows.flow import dissipation as dissipation

@@ -79,7 +79,7 @@ def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]
         f, pull = flow.feature.linearize(cloud, data.x)
         if flow.offset is not None:
             f = f - flow.offset(data.x)
-        covector = pull(data.weights * flow.loss.slope(f, data.y))
+        covector = pull(residual(flow, f, data))
     if flow.regularizer is None:
         return covector
     value, pullback = jax.vjp(flow.regularizer.function, cloud.particles)

@@ -86,7 +86,7 @@ class Feature(eqx.Module):
 
     def observables(self, data: Dataset) -> dict[str, Observable]:
         """Return what is worth recording about this model, by name, beside what every model has."""
-        return {"predictions": Predictions(data.x, dims=("sample", "output"), about="f at the samples")}
+        return {"predictions": Predictions(dims=("sample", "output"), about="f at the samples")}
 
     def has_kinks(self) -> bool:
         """Say whether velocities jump, as those of ReLU networks do where a neuron meets a sample; False by default."""
@@ -300,6 +300,11 @@ class TwoLayer(Feature):
             raise ValueError(
                 "solver='sliding' needs one output: with k outputs neurons do not move in planes between kinks, got "
                 f"particles.a of shape {problem.chart.base.particles.a.shape}; use fixed steps of diffrax.Heun()"
+            )
+        if not isinstance(problem.data, Dataset):
+            raise ValueError(
+                "solver='sliding' needs samples, whose kinks neurons meet one by one, got "
+                f"{type(problem.data).__name__}; use a diffrax solver"
             )
         from meanflow.flows.kinks.two_layer import TwoLayerMotion
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from meanflow import _checks
@@ -90,17 +89,18 @@ class Dissipation(Observable):
 
 
 class Predictions(Observable):
-    """f at fixed inputs.
+    """f at fixed inputs, or at the samples.
 
     Attributes:
-        x: (k,) or (k, d).
+        x: (k,) or (k, d); None for the inputs of the training data.
     """
 
-    x: jax.Array
+    x: jax.Array | None = None
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return predictions (k,), or with one more axis for the outputs."""
-        return equation.predict(problem.flow, cloud, self.x.astype(cloud.weights.dtype))
+        x = problem.data.x if self.x is None else self.x
+        return equation.predict(problem.flow, cloud, x.astype(cloud.weights.dtype))
 
 
 class Accuracy(Observable):
@@ -135,10 +135,15 @@ class KernelDrift(Observable):
     """|K_t - K_0| / |K_0| of the tangent kernel on the samples (64 of them, evenly chosen, if there are more)."""
 
     def _kernel(self, problem: "Problem", cloud: Cloud) -> jax.Array:
-        size = problem.data.size
-        pick = np.unique(np.linspace(0, size - 1, min(size, KERNEL_POINTS)).round().astype(int))
-        x = problem.data.x[pick]
-        return equation.tangent_kernel(problem.flow, cloud, x, x)
+        data = problem.data
+        room = min(data.size, KERNEL_POINTS)
+        real = jnp.minimum(data.real, room)  # padding of the data has no say
+        place = jnp.arange(room)
+        gap = (data.real - 1) / jnp.maximum(real - 1, 1)
+        x = data.x[jnp.where(place < real, jnp.round(place * gap), 0).astype(int)]
+        kernel = equation.tangent_kernel(problem.flow, cloud, x, x)
+        chosen = ((place[:, None] < real) & (place[None, :] < real)).astype(kernel.dtype)
+        return kernel * chosen.reshape(room, room, *(1,) * (kernel.ndim - 2))
 
     def begin(self, problem: "Problem") -> jax.Array:
         """Return the kernel at the start."""

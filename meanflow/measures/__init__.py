@@ -1,6 +1,7 @@
-"""Measures: networks as clouds of particles, data sets, sampling laws, quadrature."""
+"""Measures: networks as clouds of particles, data sets, teachers, sampling laws, quadrature."""
 
 from meanflow.measures import laws as laws
+from meanflow.measures import teachers as teachers
 from meanflow.measures.cloud import Affine as Affine
 from meanflow.measures.cloud import BatchNormNeurons as BatchNormNeurons
 from meanflow.measures.cloud import Cloud as Cloud

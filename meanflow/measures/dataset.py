@@ -61,6 +61,22 @@ class Dataset(eqx.Module):
         """The number of points n."""
         return self.y.shape[0]
 
+    @property
+    def real(self) -> jax.Array:
+        """The number of points up to the last one of positive weight; what stands behind is padding."""
+        return self.size - jnp.argmax(self.weights[::-1] > 0)
+
+    def pad(self, size: int) -> "Dataset":
+        """Append copies of the last point with weight zero until there are ``size``; they change no energy or flow.
+
+        >>> Dataset([1.0, 2.0], [0.0, 1.0]).pad(3).weights.tolist()
+        [0.5, 0.5, 0.0]
+        """
+        extra = _checks.whole("size", size, self.size) - self.size
+        grow = lambda u: jnp.concatenate([u, jnp.broadcast_to(u[-1:], (extra, *u.shape[1:]))])
+        weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
+        return Dataset(grow(self.x), grow(self.y), weights)
+
     @eqx.filter_jit
     def moments(self) -> tuple[jax.Array, jax.Array]:
         """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""

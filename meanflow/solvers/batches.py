@@ -6,8 +6,6 @@ network on a table of about sqrt(n) x sqrt(n) cells. A step costs O(size), whate
 with a run; and reverse mode has no orders to keep.
 """
 
-import math
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -39,8 +37,7 @@ class Batches(eqx.Module):
 
     def __init__(self, data: Dataset, key: jax.Array, size: int, *, replace: bool = False) -> None:
         self.data, self.key, self.size, self.replace = data, key, size, replace
-        padding = jnp.argmax(data.weights[::-1] > 0)
-        self.real = (data.size - padding).astype(jnp.uint32)
+        self.real = data.real.astype(jnp.uint32)
         self.total = jnp.sum(data.weights)
 
     def chosen(self, step: Int[Array, ""]) -> UInt32[Array, " size"]:
@@ -52,7 +49,7 @@ class Batches(eqx.Module):
         rounds = jnp.maximum(self.real // self.size, 1)
         places = (step % rounds) * self.size + jnp.arange(self.size, dtype=jnp.uint32)
         key = jax.random.fold_in(self.key, step // rounds)
-        return shuffle(key, places, self.real, self.data.size)
+        return shuffle(key, places, self.real)
 
     def at(self, step: Int[Array, ""]) -> Dataset:
         """Return the batch of a step, with weights scaled up to the total weight of the data."""
@@ -61,22 +58,19 @@ class Batches(eqx.Module):
         return Dataset(self.data.x[chosen], self.data.y[chosen], shares * (self.total / jnp.sum(shares)))
 
 
-def shuffle(
-    key: jax.Array, places: UInt32[Array, " k"], count: int | UInt32[Array, ""], room: int
-) -> UInt32[Array, " k"]:
+def shuffle(key: jax.Array, places: UInt32[Array, " k"], count: UInt32[Array, ""]) -> UInt32[Array, " k"]:
     """Return pi(places) for a pseudo-random permutation pi of 0, ..., count - 1 that the key decides. O(k).
 
     Args:
         key: PRNG key.
         places: (k,) numbers below ``count``.
         count: how many numbers are permuted; may be traced.
-        room: a bound of ``count`` that is known; the work grows with room / count.
 
-    >>> sorted(shuffle(jax.random.key(0), jnp.arange(5, dtype=jnp.uint32), 5, 8).tolist())
+    >>> sorted(shuffle(jax.random.key(0), jnp.arange(5, dtype=jnp.uint32), jnp.uint32(5)).tolist())
     [0, 1, 2, 3, 4]
     """
-    columns = math.isqrt(max(room - 1, 0)) + 1
-    rows = -(-room // columns)
+    columns = jnp.ceil(jnp.sqrt(count.astype(jnp.float32))).astype(jnp.uint32)
+    rows = (count + columns - 1) // columns
     salts = jax.random.bits(key, (ROUNDS, 2), jnp.uint32)
 
     def once(number: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Continuous time: the flow as an ODE, on diffrax."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import diffrax
@@ -29,7 +30,7 @@ from meanflow.flows.problem import Problem
 from meanflow.measures import scaling
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
-from meanflow.solvers.defaults import Method, choose
+from meanflow.solvers.defaults import Method, choose, rougher
 from meanflow.solvers.dynamics import Dynamics
 from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.saving import SaveTimes, save_times
@@ -41,6 +42,7 @@ from meanflow.solvers.solution import (
     State,
     begin,
     check_resumed,
+    code_numbers,
     fingerprint,
     raise_on_failure,
 )
@@ -172,7 +174,8 @@ def solve(
             observables such as ``["dissipation", "kernel_drift"]``.
         solver: a diffrax solver, or ``"sliding"`` for models that know how neurons move through kinks. By default the
             model decides: ``Tsit5()`` if it is smooth; if it has kinks (relu), where ordinary solvers crawl or err,
-            ``"sliding"`` where the model has such a motion and ``Heun()`` otherwise.
+            ``"sliding"`` where the model has such a motion and ``Heun()`` otherwise, or where sliding runs out of
+            events (``settings.names`` says which it was).
         step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
             ``atol``, or ``KernelStep(0.25)`` where a solver for kinks was chosen by default.
         rtol, atol: tolerances of the local error in rms over the measure, default 1e-7 and 1e-9. They are not the error
@@ -244,11 +247,24 @@ def solve(
         max_steps=step_budget(rule, start, end, times) if max_steps is None else max_steps,
     )
     solution = _solve(flow, cloud, data, options, state)
+    if method.order is not None and state is None and _overflowed(solution):
+        # the default must not fail where a rougher method would not: in single precision a neuron among many kinks
+        # may go to and fro between two of them
+        method = rougher(method)
+        settings = _settings(method.solver, rule, clock, dynamics)
+        options = dataclasses.replace(options, solver=method.solver, settings=settings)
+        solution = _solve(flow, cloud, data, options, None)
     if throw:
         raise_on_failure(solution)
     if measure_error and method.order is not None and state is None:
         solution = _with_error(solution, flow, cloud, data, options, method)
     return solution
+
+
+def _overflowed(solution: Solution) -> bool:
+    """Say whether a run ran out of events; False while it is traced."""
+    code = _checks.concrete(solution.result._value)
+    return code is not None and bool(np.any(code == code_numbers()["event_overflow"]))
 
 
 def _with_error(

@@ -88,6 +88,11 @@ def choose(
     return Method(method, rule, None) if rule is not None else Method(method, KernelStep(KAPPA), order)
 
 
+def rougher(method: Method) -> Method:
+    """Return the method to use where the sliding solver has run out of events."""
+    return Method(ROUGH, method.rule, 1)
+
+
 def has_motion(flow: Flow, cloud: Cloud, data: Dataset) -> bool:
     """Say whether the model knows how neurons move through kinks, here and in these coordinates."""
     leaves, structure = jax.tree.flatten((flow, cloud, data))

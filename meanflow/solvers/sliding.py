@@ -62,6 +62,8 @@ class Stage(NamedTuple):
     from_kept: int
 
 
+LARGE = 1 << 20  # numbers in particles and state beyond which time to run counts more than time to compile
+
 # The commutator-free method of order 3 with 3 stages and 2 sub-steps of Celledoni, Marthinsen and Owren (2003). Stages
 # 1 and 3, of lengths 1/3 and 2/3, make up the step; the second only feeds the third.
 STAGES = (
@@ -145,23 +147,33 @@ class Sliding(FlowSolver):
         time = jnp.asarray(t1 - t0, args.chart.base.weights.dtype)
         opened = motion.unfold(y0, solver_state)
 
-        def stage(carry: tuple, row: jax.Array) -> tuple[tuple, None]:
+        def choose(first: jax.Array | int, u: PyTree, v: PyTree) -> PyTree:
+            if isinstance(first, int):
+                return u if first else v
+            return jax.tree.map(lambda p, q: jnp.where(first > 0, p, q), u, v)
+
+        def stage(carry: tuple, row: jax.Array | Stage) -> tuple[tuple, None]:
             (y, state), kept, opening = carry
             now = Stage(*row)
             g = motion.residual(y, state)
-            opening = jnp.where(now.keep_end > 0, g, opening)
-            start, held = jax.tree.map(lambda u, v: jnp.where(now.from_kept > 0, u, v), kept, (y0, opened))
+            opening = choose(now.keep_end, g, opening)
+            start, held = choose(now.from_kept, kept, (y0, opened))
             covector = now.start_weight * opening + now.own_weight * g
             y, end = motion.move(start, held, covector, now.length * time, self.max_events, self.forward)
             here = (y, motion.with_overflow(end, motion.overflow(state)))
-            kept = jax.tree.map(lambda u, v: jnp.where(now.keep_end > 0, u, v), here, kept)
+            kept = choose(now.keep_end, here, kept)
             return (here, kept, opening), None
 
         here = (y0, opened)
-        rows = jnp.asarray(STAGES, time.dtype)
-        opening = jnp.zeros(args.data.y.shape, time.dtype)
-        # one program for all stages: the events are what takes long to compile
-        ((y1, final), _, _), _ = jax.lax.scan(stage, (here, here, opening), rows)
+        carry = (here, here, jnp.zeros(args.data.y.shape, time.dtype))
+        if sum(u.size for u in jax.tree.leaves(here)) < LARGE:
+            # one program for all stages: the events are what takes long to compile
+            carry, _ = jax.lax.scan(stage, carry, jnp.asarray(STAGES, time.dtype))
+        else:
+            # three programs, in which nothing large is copied from stage to stage
+            for row in STAGES:
+                carry, _ = stage(carry, row)
+        (y1, final), _, _ = carry
         return y1, None, {"y0": y0, "y1": y1}, motion.fold(final), diffrax.RESULTS.successful  # type: ignore[return-value]
 
     def _motion(self, problem: Problem) -> FrozenMotion:

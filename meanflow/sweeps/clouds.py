@@ -1,53 +1,64 @@
-"""Initial clouds of many cells as host arrays: drawn once, cut to prefixes, padded and stacked."""
+"""Initial clouds and data of many cells as host arrays: drawn once, cut to prefixes, padded and stacked."""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from meanflow._checks import concrete
 from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import Dataset
 
 KEPT = 64
 # draws by plan; they are forgotten with it
-_DRAWN: weakref.WeakKeyDictionary[object, dict[Hashable, Cloud]] = weakref.WeakKeyDictionary()
+_DRAWN: weakref.WeakKeyDictionary[object, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+Drawn = TypeVar("Drawn", Cloud, Dataset)
 
 
-def remember(plan: object, tag: Hashable, draw: Callable[[], Cloud]) -> Cloud:
-    """Return the cloud ``draw()`` as host arrays; a second call with the same plan and tag draws nothing.
+def remember(plan: object, tag: Hashable, draw: Callable[[], Drawn]) -> Drawn:
+    """Return ``draw()``, a cloud or data, as host arrays; a second call with the same plan and tag draws nothing.
 
     Args:
         plan: whose draw it is.
         tag: what decides the draw within the plan.
-        draw: makes the cloud.
+        draw: makes it.
     """
     kept = _DRAWN.setdefault(plan, {})
     if tag not in kept:
         if len(kept) >= KEPT:
             kept.clear()  # neighboring cells share draws, distant ones do not
-        kept[tag] = jax.tree.map(np.asarray, draw())
+        with jax.ensure_compile_time_eval():  # a draw is a constant, also while a caller is being traced
+            kept[tag] = jax.tree.map(np.asarray, draw())
     return kept[tag]
 
 
 def prefix(cloud: Cloud, width: int) -> Cloud:
     """Return the first ``width`` particles as a network of their own."""
     particles, labels = jax.tree.map(lambda u: u[:width], (cloud.particles, cloud.labels))
-    weights = np.asarray(cloud.weights[:width])
-    even = np.all(weights == weights[0])
-    weights = np.full_like(weights, 1.0 / width) if even else weights / weights.sum()
+    weights = cloud.weights[:width]
+    known = concrete(weights)
+    even = known is not None and np.all(known == known[0])
+    weights = np.full_like(known, 1.0 / width) if even else weights / weights.sum()  # type: ignore[assignment,arg-type]
     return _replace(cloud, particles, labels, weights, np.asarray(width, cloud.width.dtype))
 
 
-def with_labels(cloud: Cloud, label: float) -> Cloud:
+def with_labels(cloud: Cloud, label: float | jax.Array) -> Cloud:
     """Return the same particles, all with one label."""
-    labels = np.full_like(cloud.weights, label)
+    traced = any(isinstance(u, jax.Array) for u in (label, cloud.weights))
+    full = jnp.full_like if traced else np.full_like
+    labels = full(cloud.weights, label)
     return _replace(cloud, cloud.particles, labels, cloud.weights, cloud.width)
 
 
-def scaled(cloud: Cloud, amplitude: str, factor: float) -> Cloud:
+def scaled(cloud: Cloud, amplitude: str, factor: float | jax.Array) -> Cloud:
     """Return the cloud with one coordinate of its particles, named ``amplitude``, times ``factor``."""
-    value = getattr(cloud.particles, amplitude) * cloud.weights.dtype.type(factor)
+    dtype = cloud.weights.dtype
+    share = factor.astype(dtype) if isinstance(factor, jax.Array) else dtype.type(factor)
+    value = getattr(cloud.particles, amplitude) * share
     return cloud.at(cloud.particles._replace(**{amplitude: value}))
 
 
@@ -67,6 +78,23 @@ def stack_padded(clouds: Sequence[Cloud], size: int) -> Cloud:
         row[: cloud.size] = cloud.weights
     width = np.stack([np.asarray(c.width) for c in clouds])
     return _replace(clouds[0], particles, labels, weights, width)
+
+
+def stack_data(many: Sequence[Dataset], size: int) -> Dataset:
+    """Stack data on the host, each filled up to ``size`` points with its last point at weight zero."""
+
+    def grown(*values: np.ndarray) -> np.ndarray:
+        out = np.empty((len(values), size, *values[0].shape[1:]), values[0].dtype)
+        for row, u in zip(out, values, strict=True):
+            row[: len(u)] = u
+            row[len(u) :] = u[-1]
+        return out
+
+    full = jax.tree.map(grown, *many)
+    weights = np.zeros((len(many), size), many[0].weights.dtype)
+    for row, one in zip(weights, many, strict=True):
+        row[: one.size] = one.weights
+    return eqx.tree_at(lambda d: d.weights, full, weights)
 
 
 def _replace(cloud: Cloud, *parts: object) -> Cloud:

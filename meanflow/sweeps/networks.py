@@ -1,16 +1,18 @@
 """``sweep``: a flow, data and a grid in, one labelled data set out."""
 
+import dataclasses
 import inspect
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
+from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 
 from meanflow import _checks
 from meanflow._checks import array, count, either, flag, number, optional, sequence, unchecked
@@ -20,14 +22,32 @@ from meanflow.flows.flow import prepare as check_fit
 from meanflow.flows.observables import Observable
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import DATA, Dataset
-from meanflow.solvers.continuous import solve, step_budget
+from meanflow.solvers.continuous import solve
 from meanflow.solvers.discrete import descend
 from meanflow.solvers.solution import Solution
-from meanflow.solvers.step import ConstantStep
 from meanflow.sweeps import clouds, program
 from meanflow.sweeps import grid as grids
-from meanflow.sweeps.grid import Grid, Group, Value
-from meanflow.sweeps.plan import AXES, FINITE, NUMBERS, RUN, SEEDS, Plan, any_key, as_key, as_seeds, numbers
+from meanflow.sweeps.arguments import (
+    STATIC_SETTINGS,
+    AnyKey,
+    Counts,
+    Init,
+    Model,
+    Numbers,
+    Samples,
+    check_changes,
+    check_flows,
+    check_inputs,
+    check_settings,
+    check_values,
+    find_horizon,
+    find_takers,
+    first_flow,
+    make_grid,
+    most_steps,
+)
+from meanflow.sweeps.grid import Group, Value
+from meanflow.sweeps.plan import AXES, FINITE, NUMBERS, RUN, SEEDS, Plan, any_key, as_key, numbers
 from meanflow.sweeps.program import Values
 from meanflow.sweeps.results import Observe, check_names, choose
 from meanflow.sweeps.runner import Progress
@@ -35,40 +55,26 @@ from meanflow.sweeps.runner import Progress
 if TYPE_CHECKING:  # slow to import
     import xarray
 
-Model: TypeAlias = Flow | Callable[..., Flow]
-Init: TypeAlias = Callable[..., Cloud]
-Numbers: TypeAlias = Sequence[float] | Float[ArrayLike, "k"]
-Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
-AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
-
-TRACED_SETTINGS = ("step", "rtol", "atol", "steady", "temperature", "reaction")
-STATIC_SETTINGS = (
-    "solver",
-    "optimizer",
-    "clock",
-    "adjoint",
-    "batch_size",
-    "replace",
-    "statistics",
-    "max_steps",
-)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Plan):
     """A planned sweep of networks; nothing is computed until ``run``, ``values``, ``cloud`` or ``single`` is called.
 
     Attributes:
-        shared: the data.
+        shared: the data that all cells train on; None if each has its own.
+        samples: the data, or a function of a key and axis values that returns them.
+        room: the number of samples that the data of each cell are filled up to; None for shared data.
         flow: the model or a function of axis values that returns one.
         init: draws the initial clouds; None for the model's own law.
         observe: what is recorded.
         horizon, settings: arguments of the solver.
-        taken: the axes that flow, init and solver take.
+        taken: the axes that flow, data, init and solver take.
         nested, key: how random numbers depend on width and seed.
         along: name, values and units of the save axis.
     """
 
+    samples: Samples
+    room: int | None
     flow: Model
     init: Init | None
     observe: dict[str, Observable]
@@ -101,25 +107,39 @@ class Sweep(Plan):
         inputs = {"cloud": self.cloud(**cell), "axes": {n: values[n] for n in self._traced(group)}}
         if self._draws():
             inputs["key"] = self._batch_key(values)
-        return self.cell(group).solution(self.shared, inputs)
+        return self.cell(group).solution(jax.tree.map(jnp.asarray, self._data(index)), inputs)
 
-    def values(self, data: Dataset | None = None) -> dict[str, Array]:
-        """Return all results as arrays over the grid, a pure function of the data: jit it, differentiate it.
+    def values(self, data: Dataset | None = None, **axes: ArrayLike) -> dict[str, Array]:
+        """Return all results as arrays over the grid, a pure function of data and axes: jit it, differentiate it.
 
-        All cells of a group run at once and in one process; use ``run`` for grids that need chunks. The initial clouds
-        are constants.
+        All cells of a group run at once and in one process; use ``run`` for grids that need chunks.
+
+        Args:
+            data: the data, if all cells share them; default those of the plan.
+            axes: other values along numeric axes, such as ``delta`` or ``scale``, as many as the plan has. What draws
+                clouds or data from them is traced. Without them the initial clouds are constants.
 
         >>> import jax, jax.numpy as jnp, meanflow as mf
         >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 4), jnp.array([1.0, -1.0, 1.0, 0.0]))
         >>> plan = mf.sweeps.prepare(mf.lifted(), data, widths=[4], deltas=[0.0], steps=2, step=0.1, observe=())
-        >>> loss = lambda y: plan.values(mf.Dataset(data.x, y))["energy"][..., -1].sum()
-        >>> jax.grad(loss)(data.y).shape
-        (4,)
+        >>> loss = lambda y, delta: plan.values(mf.Dataset(data.x, y), delta=delta)["energy"][..., -1].sum()
+        >>> [u.shape for u in jax.grad(loss, (0, 1))(data.y, jnp.array([0.5]))]
+        [(4,), (1,)]
         """
+        if data is not None and self.shared is None:
+            raise ValueError("data must be None where each cell has data of its own, got a Dataset")
         data = self.shared if data is None else data
+        changed = self._changed(axes)
         order = np.concatenate([group.cells for group in self.groups])
-        with jax.ensure_compile_time_eval():  # the clouds are constants, also while a caller is being traced
-            inputs = [jax.tree.map(jnp.asarray, self.inputs(g, g.cells)) for g in self.groups]
+        inputs = []
+        for group in self.groups:
+            if changed:
+                inputs.append(self._traced_inputs(group, changed))
+            else:
+                with (
+                    jax.ensure_compile_time_eval()
+                ):  # clouds are constants, also while a caller is being traced
+                    inputs.append(jax.tree.map(jnp.asarray, self.inputs(group, group.cells)))
         parts = [program.batched(self.cell(g), data, i) for g, i in zip(self.groups, inputs, strict=True)]
         names = [name for name in parts[0] if all(name in part for part in parts)]
         back = np.argsort(order)
@@ -137,16 +157,59 @@ class Sweep(Plan):
         values = [self.grid.at(cell) for cell in cells]
         inputs: dict[str, PyTree] = {"cloud": clouds.stack_padded([self._cloud(c) for c in cells], size)}
         inputs["axes"] = {name: numbers([v[name] for v in values]) for name in self._traced(group)}
+        if self.room is not None:
+            inputs["data"] = clouds.stack_data([self._data(cell) for cell in cells], self.room)
         if self._draws():
             inputs["key"] = np.stack([np.asarray(self._batch_key(v)) for v in values])
         return inputs
+
+    def _changed(self, axes: Mapping[str, ArrayLike]) -> dict[str, Array]:
+        """Return new values along axes, checked."""
+        fixed = {name for group in self.groups for name, _ in group.fixed}
+        changed = {}
+        for name, values in axes.items():
+            numeric = name in self.grid.axes and grids.is_traceable(self.grid.axes[name])
+            if not numeric or name in fixed or name in ("width", "seed"):
+                free = [n for n in self.grid.axes if n not in fixed and n not in ("width", "seed")]
+                raise ValueError(
+                    f"axes of other values must be among the numeric ones of {free}, got {name!r}"
+                )
+            changed[name] = array((len(self.grid.axes[name]),), infinite=True)(name, values)
+        return changed
+
+    def _traced_inputs(self, group: Group, changed: Mapping[str, Array]) -> PyTree:
+        """Return the inputs of all cells of a group with changed values along some axes, as a function of these."""
+        values = [self._at(cell, changed) for cell in group.cells]
+        join = lambda many: jax.tree.map(lambda *u: jnp.stack([jnp.asarray(v) for v in u]), *many)
+        inputs: dict[str, PyTree] = {
+            "cloud": join([self._cloud(cell, changed).pad(group.size) for cell in group.cells]),
+            "axes": {
+                name: changed[name][np.array([self.grid.places(cell)[name] for cell in group.cells])]
+                if name in changed
+                else jnp.asarray(numbers([v[name] for v in values]))
+                for name in self._traced(group)
+            },
+        }
+        if self.room is not None:
+            inputs["data"] = join([self._data(cell, changed).pad(self.room) for cell in group.cells])
+        if self._draws():
+            with jax.ensure_compile_time_eval():
+                inputs["key"] = jnp.stack([self._batch_key(v) for v in values])
+        return inputs
+
+    def _at(self, cell: int, changed: Mapping[str, Array]) -> Values:
+        """Return the value of each axis at a cell, the changed ones as traced numbers."""
+        places = self.grid.places(cell)
+        return self.grid.at(cell) | {name: new[places[name]] for name, new in changed.items()}
 
     def identity(self) -> Json:
         """Return a description of model, data, axes, solver settings, observables and key."""
         return {
             "kind": "sweep",
             "flow": describe(self.flow),
-            "data": {name: describe(getattr(self.shared, name)) for name in ("x", "y", "weights")},
+            "data": describe(self.samples)
+            if self.shared is None
+            else {name: describe(getattr(self.shared, name)) for name in ("x", "y", "weights")},
             "axes": {name: describe(list(values)) for name, values in self.grid.axes.items()},
             "init": describe(self.init),
             "nested": self.nested,
@@ -164,14 +227,33 @@ class Sweep(Plan):
             for name, o in self.observe.items()
         }
         coords = {n: np.asarray(v).tolist() for o in self.observe.values() for n, v in o.coords.items()}
-        univariate = self.shared.x.ndim == 1
-        coords.setdefault(
-            "sample", np.asarray(self.shared.x).tolist() if univariate else [*range(self.shared.size)]
-        )
+        univariate = self.shared is not None and self.shared.x.ndim == 1
+        count = self.room if self.shared is None else self.shared.size
+        assert count is not None
+        coords.setdefault("sample", np.asarray(self.shared.x).tolist() if univariate else [*range(count)])
         more = {"along": self.along, "variables": about, "coords": coords}
         if univariate:
             more["samples"] = {name: np.asarray(getattr(self.shared, name)).tolist() for name in ("x", "y")}
         return super().layout(chunks) | more
+
+    def largest_data(self) -> int:
+        """Return the number of samples of the largest data of any cell; all must be of one kind, and hold a batch."""
+        names, first, sizes = self.taken["data"], self._data(0), []
+        batch = self.settings.get("batch_size", max(self.grid.axes.get("batch_size", (1,))))
+        seen = {tuple(self.grid.places(c)[n] for n in names): c for c in range(self.grid.size)}
+        for cell in seen.values():
+            found = self._data(cell)
+            kinds = [(u.shape[1:], u.dtype) for one in (first, found) for u in (one.x, one.y)]
+            if kinds[:2] != kinds[2:]:
+                raise ValueError(
+                    f"data must return inputs and targets of one kind for all cells, got {kinds[:2]} and {kinds[2:]}"
+                )
+            if found.size < batch:
+                raise ValueError(
+                    f"batch_size must be at most the number of samples, got {batch} for {found.size}"
+                )
+            sizes.append(found.size)
+        return max(sizes)
 
     def check(self) -> None:
         """Make the checks that solvers skip while they are being traced, on the first cell of each group."""
@@ -179,7 +261,7 @@ class Sweep(Plan):
             first = group.cells[0]
             cloud = jax.tree.map(jnp.asarray, self._cloud(first))
             flow = self._flow_at(self.grid.at(first))
-            check_fit(flow.begin(cloud), cloud, self.shared)
+            check_fit(flow.begin(cloud), cloud, jax.tree.map(jnp.asarray, self._data(first)))
 
     def _draws(self) -> bool:
         """Whether runs draw minibatches or noise, and need a key of their own."""
@@ -204,29 +286,56 @@ class Sweep(Plan):
             return self.flow
         return self.flow(**{name: values[name] for name in self.taken["flow"]})
 
-    def _cloud(self, cell: int) -> Cloud:
-        """Return the initial cloud of a cell as host arrays, at its true width."""
-        values, places = self.grid.at(cell), self.grid.places(cell)
+    def _data(self, cell: int, changed: Mapping[str, Array] = MappingProxyType({})) -> Dataset:
+        """Return the data of a cell, at their true size; as host arrays, where nothing is changed."""
+        if self.shared is not None:
+            return self.shared
+        places, names = self.grid.places(cell), self.taken["data"]
+        values = self._at(cell, changed)
+        draw = lambda: self._draw_data({name: values[name] for name in names})
+        if any(name in changed for name in names):
+            return draw()
+        return clouds.remember(self, ("data", *(places[name] for name in names)), draw)
+
+    def _draw_data(self, passed: Values) -> Dataset:
+        assert callable(self.samples)
+        found = self.samples(jax.random.split(self.key)[1], **passed)
+        if not isinstance(found, Dataset):
+            raise ValueError(f"data must return a Dataset, got {type(found).__name__}")
+        return found
+
+    def _cloud(self, cell: int, changed: Mapping[str, Array] = MappingProxyType({})) -> Cloud:
+        """Return the initial cloud of a cell at its true width; as host arrays, where nothing is changed."""
+        values, places = self._at(cell, changed), self.grid.places(cell)
         width = max(self.grid.axes["width"]) if self.nested else values["width"]
-        names = self.taken["init"] if self.init is not None else self.taken["flow"]
+        names = self.taken["init"] if self.init is not None else (*self.taken["flow"], *self.taken["data"])
         # by place along the axis: texts of two laws or functions may well be equal
         tag = (width, values["seed"], *(places[name] for name in names))
         passed = {name: values[name] for name in names}
-        cloud = clouds.remember(self, tag, lambda: self._draw(values, width, passed))
+        if any(name in changed for name in names):
+            cloud = self._draw(cell, values, width, passed)
+        else:
+            cloud = clouds.remember(self, tag, lambda: self._draw(cell, values, width, passed))
         if cloud.size > values["width"]:
             cloud = clouds.prefix(cloud, values["width"])
         if "delta" in values and "delta" not in self.taken["init"]:
+            if self.init is not None and cloud.labels is not None:
+                raise ValueError(
+                    "deltas would overwrite the labels that init returns; leave one of them out, or let init take "
+                    "an argument delta"
+                )
             cloud = clouds.with_labels(cloud, values["delta"])
         if "scale" in values and "scale" not in self.taken["init"]:
             cloud = clouds.scaled(cloud, self._flow_at(values).feature.amplitude or "", values["scale"])
         return cloud
 
-    def _draw(self, values: Values, width: int, passed: Values) -> Cloud:
+    def _draw(self, cell: int, values: Values, width: int, passed: Values) -> Cloud:
         key = self._keys(values, width)
         if self.init is None:
-            x = self.shared.x
-            flow = self._flow_at(values).bind(self.shared)
-            outputs = flow.loss.outputs(self.shared.y)
+            data = self._data(cell)
+            x = data.x
+            flow = self._flow_at(values).bind(data)
+            outputs = flow.loss.outputs(data.y)
             return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None, outputs=outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):
@@ -244,11 +353,12 @@ def model(name: str, value: object) -> object:
 
 
 WIDTHS = sequence(count(1))
+SAMPLES = either(DATA, _checks.function)
 
 
 @_checks.arguments(
     flow=model,
-    data=DATA,
+    data=SAMPLES,
     widths=WIDTHS,
     deltas=optional(NUMBERS),
     scales=optional(FINITE),
@@ -268,7 +378,7 @@ WIDTHS = sequence(count(1))
 )
 def prepare(
     flow: Model,
-    data: Dataset,
+    data: Samples,
     *,
     widths: Counts,
     deltas: Numbers | None = None,
@@ -290,38 +400,41 @@ def prepare(
     """Plan a sweep without running it; the arguments are those of ``sweep``.
 
     Returns:
-        A plan with ``run(store=, mesh=, progress=)``; ``values(data)``, all results as a pure function of the data;
+        A plan with ``run(store=, mesh=, progress=)``; ``values(data, **axes)``, all results as a pure function of data
+        and axes;
         ``single(**cell)``, one cell run alone; ``cloud(**cell)``, its initial cloud; and ``grid``, ``groups``,
         ``chunks`` and ``waste``, which say how it would be run.
     """
-    grid = _make_grid(widths, deltas, scales, axes, seeds)
+    grid = make_grid(widths, deltas, scales, axes, seeds)
     named = [name for name in grid.axes if name not in ("width", "seed")]
-    taken = _find_takers(flow, init, named)
-    static = [n for n in named if n in STATIC_SETTINGS or not grids.is_traceable(grid.axes[n])]
-    template = _first_flow(flow, grid, taken)
-    _check_inputs(template, data)
-    _check_changes(template, grid, taken)
+    taken = find_takers(flow, data, init, named)
+    asked = (*taken["flow"], *taken["solver"])  # by what is compiled; clouds and data are made beforehand
+    static = [
+        n for n in named if n in STATIC_SETTINGS or (n in asked and not grids.is_traceable(grid.axes[n]))
+    ]
+    template = first_flow(flow, grid, taken)
+    check_changes(template, grid, taken)
     clash = sorted(set(settings) & set(named))
     if clash:
         raise ValueError(f"{clash[0]} is given both as an axis and as a setting")
     settings.setdefault("clock", "lazy")  # equal to mean-field time for alpha = m
-    horizon, along = _horizon(t1, ts, steps, every, settings, grid)
+    horizon, along = find_horizon(t1, ts, steps, every, settings, grid)
     if steps is None and settings.get("max_steps") is None and "max_steps" not in grid.axes:
-        settings["max_steps"] = _most_steps(grid, settings.get("step"), **horizon)
+        settings["max_steps"] = most_steps(grid, settings.get("step"), **horizon)
     solver = solve if steps is None else descend
-    _check_settings(solver, [*settings, *taken["solver"]])
-    _check_values(solver, settings, {name: grid.axes[name] for name in taken["solver"]})
-    _check_flows(flow, grid, taken)
-    recorded = choose(observe, template.bind(data).observables(data))
-    check_names(grid, recorded, along["name"])
+    check_settings(solver, [*settings, *taken["solver"]])
+    check_values(solver, settings, {name: grid.axes[name] for name in taken["solver"]})
+    check_flows(flow, grid, taken)
     order = ["width", "seed", *(n for n in named if n not in static)]
-    return Sweep(
+    planned = Sweep(
         grid=grid,
         groups=grids.make_groups(grid, static, waste, 1, order),
-        shared=data,
+        shared=data if isinstance(data, Dataset) else None,
+        samples=data,
+        room=None,
         flow=flow,
         init=init,
-        observe=recorded,
+        observe={},
         horizon=horizon,
         settings=settings,
         taken=taken,
@@ -330,12 +443,20 @@ def prepare(
         chunk=chunk,
         along=along,
     )
+    first = data if isinstance(data, Dataset) else jax.tree.map(jnp.asarray, planned._data(0))
+    check_inputs(template, first)
+    recorded = choose(observe, template.bind(first).observables(first))
+    check_names(grid, recorded, along["name"])
+    room = None if isinstance(data, Dataset) else planned.largest_data()
+    return dataclasses.replace(planned, observe=recorded, room=room)
 
 
-@_checks.arguments(flow=model, data=DATA, widths=WIDTHS, **RUN, plan=unchecked("prepare checks each of them"))
+@_checks.arguments(
+    flow=model, data=SAMPLES, widths=WIDTHS, **RUN, plan=unchecked("prepare checks each of them")
+)
 def sweep(
     flow: Model,
-    data: Dataset,
+    data: Samples,
     *,
     widths: Counts,
     store: str | pathlib.Path | None = None,
@@ -351,7 +472,10 @@ def sweep(
 
     Args:
         flow: the model, or a function of named axes (and ``width``, if it has such an argument) that returns one.
-        data: training data, shared by all cells.
+        data: training data, shared by all cells; or a function (key, **axes) -> Dataset that gets the axes (and
+            ``seed``) it has arguments for, such as the number of samples, the noise or the teacher. The key is the same
+            for all cells: fold in what the draw shall depend on. Data are filled up to a common size with weight zero,
+            so that cells with different numbers of samples share a program.
         widths: distinct numbers of neurons.
         deltas: balances of a ``lifted`` flow (the labels), -inf and +inf allowed; axis ``delta``.
         scales: factors of the initial amplitudes (r, a or c); axis ``scale``.
@@ -387,174 +511,3 @@ def sweep(
     {'width': 2, 'delta': 2, 'seed': 2, 'step': 3}
     """
     return prepare(flow, data, widths=widths, **plan).run(store=store, mesh=mesh, progress=progress)
-
-
-def _make_grid(
-    widths: Counts,
-    deltas: Numbers | None,
-    scales: Numbers | None,
-    axes: Mapping[str, Iterable[Value]] | None,
-    seeds: int | Counts,
-) -> Grid:
-    """Return the grid width x delta x scale x named axes x seed, checked."""
-    named: dict[str, Iterable[Value]] = {"width": widths}
-    if deltas is not None:
-        named["delta"] = [float(d) for d in np.asarray(deltas, float).ravel()]
-    if scales is not None:
-        named["scale"] = [float(s) for s in np.asarray(scales, float).ravel()]
-    for name, values in (axes or {}).items():
-        if name in (*named, "seed", "step_size"):
-            raise ValueError(f"axes must not use the name {name!r}, which is taken")
-        named[name] = values
-    named["seed"] = as_seeds(seeds)
-    checked = grids.axis_values(named)
-    checked["width"] = tuple(_checks.whole("widths", w, 1) for w in checked["width"])
-    checked["seed"] = tuple(_checks.whole("seeds", s, 0) for s in checked["seed"])
-    return Grid(checked)
-
-
-def _find_takers(flow: Model, init: Init | None, named: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return which of the named axes flow, init and solver take; refuse an axis that reaches nothing."""
-    taken = {
-        "flow": () if isinstance(flow, Flow) else _takes(flow, [*named, "width"]),
-        "init": () if init is None else _takes(init, named),
-        "solver": tuple(n for n in named if n in TRACED_SETTINGS + STATIC_SETTINGS),
-    }
-    for name in named:
-        if name in ("delta", "scale") or any(name in some for some in taken.values()):
-            continue
-        raise ValueError(
-            f"axes[{name!r}] reaches nothing: flow and init do not take it, and the settings that can be swept are "
-            f"{[*TRACED_SETTINGS, *STATIC_SETTINGS]}"
-        )
-    return taken
-
-
-def _first_flow(flow: Model, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> Flow:
-    """Return the model of the first cell, which stands for all of them in the checks."""
-    if isinstance(flow, Flow):
-        return flow
-    first = grid.at(0)
-    made = flow(**{n: first[n] for n in taken["flow"]})
-    if not isinstance(made, Flow):
-        raise ValueError(f"flow must return a Flow, got {type(made).__name__}")
-    return made
-
-
-def _takes(function: Callable[..., object], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names among ``names`` that ``function`` has arguments for; **kwargs takes all but the width."""
-    parameters = inspect.signature(function).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return tuple(n for n in names if n in parameters or (anything and n != "width"))
-
-
-def _check_settings(solver: Callable[..., Solution], given: Sequence[str]) -> None:
-    """Refuse a setting that the solver of the sweep does not have."""
-    allowed = _settings_of(solver)
-    stray = next((name for name in given if name not in allowed), None)
-    if stray is None:
-        return
-    other, end = (descend, "steps") if solver is solve else (solve, "t1")
-    hint = f" (it belongs to runs with {end})" if stray in _settings_of(other) else ""
-    raise ValueError(f"settings of {solver.__name__} must be among {allowed}, got {stray!r}{hint}")
-
-
-def _check_values(
-    solver: Callable[..., Solution], settings: Mapping[str, object], axes: Mapping[str, Sequence[object]]
-) -> None:
-    """Check settings, and every value of an axis of settings, by the kinds of the solver: before anything compiles.
-
-    Inside a compiled sweep their values are traced, and no check sees them.
-    """
-    kinds = solver.kinds  # type: ignore[attr-defined]
-    for name, value in settings.items():
-        kinds[name](name, value)
-    for name, values in axes.items():
-        for value in values:
-            kinds[name](name, value)
-
-
-def _check_flows(flow: Model, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
-    """Build the model for each value of each of its axes: one that is refused is refused before anything compiles."""
-    if isinstance(flow, Flow):
-        return
-    first = {name: values[0] for name, values in grid.axes.items()}
-    for name in taken["flow"]:
-        for value in grid.axes[name]:
-            values = first | {name: value}
-            flow(**{n: values[n] for n in taken["flow"]})
-
-
-def _settings_of(solver: Callable[..., Solution]) -> list[str]:
-    """Return the arguments of a solver that are not the sweep's own business."""
-    own = ("t0", "ts", "every", "observe", "key", "state", "throw")
-    parameters = inspect.signature(solver).parameters.values()
-    return sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own)
-
-
-def _check_inputs(flow: Flow, data: Dataset) -> None:
-    """Refuse data whose inputs have another rank than those of the model."""
-    rank = flow.feature.input_ndim
-    if rank is not None and data.x.ndim != rank:
-        raise ValueError(
-            f"data.x must have shape {'(n,)' if rank == 1 else '(n, d)'} for this flow, got {data.x.shape}"
-        )
-
-
-def _check_changes(flow: Flow, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse axes delta and scale for a model whose clouds they cannot change."""
-    if (
-        "delta" in grid.axes
-        and flow.space.label_name != "delta"
-        and not any("delta" in some for some in taken.values())
-    ):
-        raise ValueError(
-            "deltas need a flow whose labels are balances (meanflow.lifted), or an init that takes delta, "
-            f"got a flow on {type(flow.space).__name__}"
-        )
-    if "scale" in grid.axes and "scale" not in taken["init"] and flow.feature.amplitude is None:
-        raise ValueError(
-            "scales need a feature that names its amplitude, or an init that takes scale, "
-            f"got {type(flow.feature).__name__}"
-        )
-
-
-def _horizon(
-    t1: float | None,
-    ts: int | Numbers | None,
-    steps: int | None,
-    every: int | None,
-    settings: Values,
-    grid: Grid,
-) -> tuple[Values, Json]:
-    """Return the arguments of the solver that set the end and the saves, and the save axis of the result."""
-    if (t1 is None) == (steps is None):
-        raise ValueError(f"exactly one of t1 and steps must be given, got t1={t1!r}, steps={steps!r}")
-    if steps is not None:
-        if ts is not None:
-            raise ValueError("ts belongs to t1; with steps pass every, the number of steps between saves")
-        every = steps if every is None else every
-        if steps % every:
-            raise ValueError(f"every must divide steps, got steps={steps}, every={every}")
-        done = list(range(0, steps + 1, every))
-        return {"steps": steps, "every": every}, {"name": "step", "values": done, "units": "steps"}
-    if every is not None or t1 is None:
-        raise ValueError("every belongs to steps; with t1 pass ts, the save times")
-    if ts is None or (isinstance(ts, int | np.integer) and not isinstance(ts, bool)):
-        ts = np.linspace(0.0, 1.0, _checks.whole("ts", 2 if ts is None else ts, 2)) * t1
-    times = np.asarray(ts, jnp.result_type(float))
-    _checks.shape("ts", times, (None,))
-    _checks.finite("ts", times)
-    if times.size < 1 or np.any(np.diff(times) <= 0) or times[0] < 0 or times[-1] > times.dtype.type(t1):
-        raise ValueError(f"ts must increase within [0, t1] = [0, {t1}], got {times}")
-    units = "time on the clock of the run" if "clock" in grid.axes else f"{settings['clock']} time"
-    along = {"name": "time", "values": times.tolist(), "units": units}
-    return {"t1": float(t1), "ts": jnp.asarray(times)}, along
-
-
-def _most_steps(grid: Grid, step: object, t1: float, ts: Float[Array, "times"]) -> int:
-    """Return the number of steps that the smallest step of the grid needs; while it is traced it is unknown."""
-    if "step" in grid.axes and grids.is_traceable(grid.axes["step"]):
-        step = min(grid.axes["step"])
-    rule = ConstantStep(jnp.asarray(step, float)) if isinstance(step, int | float | np.number) else None
-    return step_budget(rule, jnp.asarray(0.0), jnp.asarray(t1), ts)

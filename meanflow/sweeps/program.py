@@ -43,7 +43,7 @@ class Cell(eqx.Module):
 
 
 class RunCell(Cell):
-    """One training run: inputs {cloud, axes, key} -> energies, observables, result code.
+    """One training run: inputs {cloud, axes, key, data} -> energies, observables, result code.
 
     Attributes:
         flow: a Flow, or a function of named axis values that returns one.
@@ -80,7 +80,7 @@ class RunCell(Cell):
         return solver(
             flow,
             inputs["cloud"],
-            data,
+            inputs.get("data", data),
             self.horizon[end],
             observe=self.observe,
             throw=False,

@@ -203,8 +203,18 @@ def on_sample_share(
     """
     knots, x = jnp.asarray(knots), jnp.asarray(x)
     _checks.at_least("number of samples", x.shape[0], 2)  # one sample has no spacing
-    h = (x[-1] - x[0]) / (x.shape[0] - 1)
     mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
+    return share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1), radius)
+
+
+def share_near(
+    knots: Float[Array, " m"],
+    x: Float[Array, " s"],
+    mass: Float[Array, " m"],
+    h: Float[Array, ""],
+    radius: float = 0.05,
+) -> Float[Array, ""]:
+    """Return ``on_sample_share`` for samples of mean spacing ``h``, which may be repeated."""
     near = jnp.clip(jnp.searchsorted(x, knots), 1, x.shape[0] - 1)
     gap = jnp.minimum(jnp.abs(knots - x[near - 1]), jnp.abs(knots - x[near]))
     inside = jnp.isfinite(knots) & (knots >= x[0] - h / 2) & (knots <= x[-1] + h / 2)

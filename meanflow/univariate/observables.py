@@ -51,7 +51,9 @@ def on_sample_share(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, "
     """Return the share of the knots within 5 % of the mean spacing of a sample; see ``univariate.knots``."""
     a, b, _ = neurons(flow, cloud)
     real = (cloud.weights > 0).astype(a.dtype)
-    return knots.on_sample_share(_knots(a, b), jnp.sort(data.x), mass=real)
+    x = jnp.sort(data.x)
+    spacing = (x[-1] - x[0]) / jnp.maximum(data.real - 1, 1)  # padding repeats a sample
+    return knots.share_near(_knots(a, b), x, real, spacing)
 
 
 def dead_share(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:

@@ -131,7 +131,7 @@ def digits_problem(count, dim=None):
     return mf.Dataset(x, np.where(rows.train_y < 5, 1.0, -1.0)), rows
 
 
-@pytest.mark.parametrize("count", [90, 30])
+@pytest.mark.parametrize("count", [30, pytest.param(90, marks=pytest.mark.slow)])
 def test_singular_covariances_reduce_the_manifold_to_their_range(count):
     """Digits: constant pixels (n > d), and fewer images than pixels (n < d)."""
     data, _ = digits_problem(count)

@@ -12,6 +12,7 @@ import meanflow as mf
 from meanflow._numerics import loglog_slope
 from meanflow.flows import certificate
 from meanflow.measures import laws
+from meanflow.report.page import contents, write_report
 from meanflow.solvers.step import top_eigenvalue
 from meanflow.training.data import digits
 
@@ -78,10 +79,10 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "outputs", "loss"),
     [
-        ("vanilla", 3, "softmax"),
-        ("vanilla", 10, "squared"),
+        ("vanilla", 10, "softmax"),
+        pytest.param("vanilla", 3, "softmax", marks=SLOW),
         pytest.param("vanilla", 3, "squared", marks=SLOW),
-        pytest.param("vanilla", 10, "softmax", marks=SLOW),
+        pytest.param("vanilla", 10, "squared", marks=SLOW),
         pytest.param("batchnorm", 3, "softmax", marks=SLOW),
         ("batchnorm", 3, "squared"),
         pytest.param("batchnorm", 10, "softmax", marks=SLOW),
@@ -304,6 +305,8 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
     measured = runs.displacement.sel(width=4, scale=0.5, seed=1).isel(step=-1)
     np.testing.assert_allclose(measured, jnp.sqrt(jnp.mean(moved)), rtol=1e-10)
     assert float(runs.kernel_drift.isel(step=-1).min()) > 0
+    assert "accuracy" in contents(runs)["maps"] and write_report(runs, tmp_path / "runs.html").exists()
+    assert whole.to_xarray().a.dims == ("time", "particle", "a_0")
 
 
 def test_ten_digits_are_learned_by_adam_on_minibatches():

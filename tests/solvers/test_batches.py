@@ -11,10 +11,10 @@ import meanflow as mf
 from meanflow.solvers.batches import Batches, shuffle
 
 
-@pytest.mark.parametrize(("count", "room"), [(1, 1), (2, 2), (7, 7), (100, 100), (1000, 1000), (10, 64)])
-def test_shuffle_is_a_permutation(count, room):
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 1000])
+def test_shuffle_is_a_permutation(count):
     keys = jax.random.split(jax.random.key(count), 20)
-    orders = jax.vmap(lambda key: shuffle(key, jnp.arange(count, dtype=jnp.uint32), count, room))(keys)
+    orders = jax.vmap(lambda key: shuffle(key, jnp.arange(count, dtype=jnp.uint32), jnp.uint32(count)))(keys)
     np.testing.assert_array_equal(np.sort(orders, axis=1), np.tile(np.arange(count), (20, 1)))
 
 
@@ -22,7 +22,7 @@ def test_orders_are_uniform_to_the_noise_of_their_number():
     """Where a sample lands, where two samples land together, and all 24 orders of four: chi-square tests."""
     keys = jax.random.split(jax.random.key(0), 24_000)
     order = lambda count: jax.vmap(
-        lambda key: shuffle(key, jnp.arange(count, dtype=jnp.uint32), count, count)
+        lambda key: shuffle(key, jnp.arange(count, dtype=jnp.uint32), jnp.uint32(count))
     )
     four = np.asarray(order(4)(keys)).astype(int) @ np.array([64, 16, 4, 1])
     counts = np.unique(four, return_counts=True)[1]

@@ -60,3 +60,12 @@ def test_a_run_by_default_is_resumed_and_compiled():
     inside = jax.jit(lambda cloud: mf.solve(flow, cloud, PLANE, 1.0))(cloud)
     assert "error" not in inside.stats
     np.testing.assert_allclose(inside.energy, half.energy, rtol=1e-9)
+
+
+def test_a_default_that_runs_out_of_events_takes_the_rougher_method(monkeypatch):
+    monkeypatch.setattr(defaults, "SLIDING", mf.solvers.Sliding(max_events=1))
+    flow = mf.canonical()
+    cloud = flow.init(jax.random.key(0), 20)
+    run = mf.solve(flow, cloud, LINE, 5.0, measure_error=False)
+    assert bool(run.ok)
+    assert dict(run.settings.names)["solver"] == "Heun"

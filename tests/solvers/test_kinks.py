@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plane_reference import NotUnique, Reference
+from scipy.integrate import simpson
 
 import meanflow as mf
 from meanflow.flows.kinks import filippov, passage, planes
@@ -215,8 +216,107 @@ def test_slopes_of_activations():
         homogeneous_slopes(jnp.tanh)
 
 
+def decay_of(outer, inner):
+    return lambda w: 0.5 * (outer * w.a**2 + inner * jnp.sum(w.b**2, axis=-1))
+
+
+VARIANTS = {
+    "leaky_relu": ({"activation": "leaky_relu"}, 2e-3),
+    "abs": ({"activation": jnp.abs}, 2e-3),
+    "steep": ({"activation": lambda z: jnp.where(z > 0, 0.5, 2.0) * z}, 2e-3),
+    "decay": ({"regularizer": decay_of(1.0, 1.0), "strength": 0.1}, 2e-3),
+    "two decays": ({"regularizer": decay_of(0.5, 2.0), "strength": 0.1}, 2e-3),
+    "inner": ({"outer": False, "regularizer": decay_of(1.0, 1.0), "strength": 0.1}, 2e-3),
+    "outer": ({"inner": False, "regularizer": decay_of(1.0, 1.0), "strength": 0.1}, 2e-3),
+    "logistic, sqrt": ({"loss": "logistic", "alpha": "sqrt", "centered": True}, 2e-3),
+    "bias": ({"bias": True}, 2e-3),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(v, marks=() if v == "two decays" else pytest.mark.slow) for v in VARIANTS]
+)
+def test_variants_against_descent_with_tiny_steps(name):
+    """Every kind of kink, decay, frozen layer, loss and scale; plain descent errs by its step, 2e-4."""
+    options, tolerance = VARIANTS[name]
+    x, y, a, b = problem(3, 4)
+    if "bias" in options:
+        b = np.concatenate([b, a[:, None]], axis=1)
+    if options.get("loss") == "logistic":
+        y = np.sign(y)
+    flow, cloud, data = mf.vanilla(**options), mf.Cloud(mf.Neurons(a, b)), mf.Dataset(x, y)
+    clock = "lazy"
+    sol = slide(flow, cloud, data, 4.0, 1 / 32, clock=clock)
+    fine = mf.descend(flow, cloud, data, 20_000, step=2e-4, clock=clock).final.particles
+    assert bool(sol.ok) and distance(sol.final.particles, fine) < tolerance
+    if name == "decay":
+        (now, _), (before, _) = balance(sol.final.particles), balance(cloud.particles)
+        np.testing.assert_allclose(now, before * np.exp(-2 * 0.1 * 4.0), rtol=1e-11)
+    if name in ("inner", "outer"):
+        still = "a" if name == "inner" else "b"
+        np.testing.assert_array_equal(getattr(sol.final.particles, still), getattr(cloud.particles, still))
+    else:
+        assert int(sol.stats["crossings"]) > 0
+
+
+@pytest.mark.slow
+def test_padding_single_samples_and_neurons():
+    flow, cloud, data = setup(3, 4)
+    whole = slide(flow, cloud, data, 4.0, 1 / 32)
+    padded = slide(flow, cloud.pad(11), data, 4.0, 1 / 32)
+    for u, v in zip(whole.final.particles, padded.final.particles, strict=True):
+        np.testing.assert_allclose(v[:8], u, rtol=1e-10)
+    assert {k: int(padded.stats[k]) for k in EVENTS} == {k: int(whole.stats[k]) for k in EVENTS}
+    one = mf.Cloud(mf.Neurons(jnp.array([1.5]), jnp.array([[0.2, -0.3, 0.1]])))
+    point = mf.Dataset(jnp.array([[1.0, 0.5, -0.2]]), jnp.array([0.7]))
+    sol = slide(flow, one, point, 60.0, 1 / 8)
+    np.testing.assert_allclose(mf.predict(flow, sol.final, point.x), point.y, atol=1e-6)
+    # d = 1 without a bias: all samples share b = 0
+    line = mf.Dataset(jnp.array([[1.0], [-0.5], [2.0]]), jnp.array([1.0, 1.0, -1.0]))
+    cloud = mf.Cloud(mf.Neurons(jnp.array([1.0, -1.0, 0.5]), jnp.array([[0.3], [0.4], [-0.6]])))
+    got = slide(flow, cloud, line, 4.0, 1 / 32)
+    fine = mf.descend(flow, cloud, line, 20_000, step=2e-4).final.particles
+    assert distance(got.final.particles, fine) < 2e-3
+
+
+@pytest.mark.slow
+def test_balance_over_a_thousand_steps():
+    flow, cloud, data = setup(5, 2)
+    sol = slide(flow, cloud, data, 31.25, 1 / 32, ts=101)
+    (now, scale), (before, _) = balance(sol.clouds.particles), balance(cloud.particles)
+    assert int(sol.stats["num_steps"]) >= 1000
+    assert np.max(np.abs(now - before[None, :]) / scale) < 1e-12
+    assert np.all(np.diff(sol.energy) <= 0)
+
+
+@pytest.mark.slow
+def test_dissipation_equality_between_events():
+    flow, cloud, data = setup(3, 1)
+    ts = np.linspace(0, 1 / 64, 9)
+    sol = slide(flow, cloud, data, 1 / 64, 1 / 512, ts=ts)
+    assert int(sol.stats["crossings"]) == 0 == int(sol.stats["captures"])
+    rate = [
+        float(mf.dissipation(flow, cloud.at(jax.tree.map(lambda u, k=k: u[k], sol.clouds.particles)), data))
+        for k in range(9)
+    ]
+    np.testing.assert_allclose(sol.energy[0] - sol.energy[-1], simpson(rate, x=ts), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_residual_that_is_not_finite_is_a_result():
+    flow, cloud, data = setup(3, 4)
+    big = cloud.at(jax.tree.map(lambda u: 1e200 * u, cloud.particles))
+    assert not bool(slide(flow, big, data, 4.0, 1 / 32, throw=False).ok)
+
+
 def test_messages():
     flow, cloud, data = setup(3, 0)
+    many = mf.Cloud(mf.Neurons(jnp.ones((8, 2)), cloud.particles.b))
+    with pytest.raises(ValueError, match="one output"):
+        slide(flow, many, mf.Dataset(data.x, jnp.ones((12, 2))), 1.0, 0.1)
+    # a model of one's own says what is missing
+    with pytest.raises(ValueError, match=r"motion\(problem\)"):
+        slide(mf.batchnorm(), cloud, data, 1.0, 0.1)
     with pytest.raises(ValueError, match="linear on both sides"):
         slide(mf.vanilla("tanh"), cloud, data, 1.0, 0.1)
     odd = mf.vanilla(regularizer=lambda w: jnp.abs(w.a), strength=0.1)
@@ -344,3 +444,21 @@ def test_order_through_kinks():
     order = np.polyfit(np.log(SIZES), np.mean(logs, axis=0), 1)[0]
     print("order", order)  # noqa: T201
     assert order >= 1.8, order
+
+
+@pytest.mark.slow
+def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch):
+    """5000 neurons, of which those with events are gathered in blocks: 625 copies of eight neurons move like these."""
+    from meanflow.solvers import sliding
+
+    flow, cloud, data = setup(5, 2)
+    small = slide(flow, cloud, data, 4.0, 1 / 16)
+    monkeypatch.setattr(sliding, "LARGE", 0)  # stages one after the other, as for large states
+    many = mf.Cloud(jax.tree.map(lambda u: jnp.tile(u, (625, *[1] * (u.ndim - 1))), cloud.particles))
+    large = slide(flow, many, data, 4.0, 1 / 16)
+    for u, v in zip(small.final.particles, large.final.particles, strict=True):
+        np.testing.assert_allclose(
+            v.reshape(625, *u.shape), jnp.broadcast_to(u[None], (625, *u.shape)), rtol=1e-8
+        )
+    for name in EVENTS:
+        assert int(large.stats[name]) == 625 * int(small.stats[name])

@@ -59,6 +59,7 @@ def test_lazy_training_has_the_numbers_of_the_theory():
     np.testing.assert_allclose(scaled.sel(alpha=1.0), 0.57, rtol=0.08)
 
 
+@pytest.mark.slow
 def test_defaults_show_the_phases():
     """Without any choice: neurons turn less with the width for alpha < 1, and not so at alpha = 1.
 
@@ -70,8 +71,6 @@ def test_defaults_show_the_phases():
     lazy, ntk, rich = found.exponent_angle_displacement.isel(delta=0).values
     assert -1.1 < lazy < -0.75 < ntk < -0.25 < rich < 0.1
     assert found.delta.values.tolist() == [0.0]
-    with pytest.raises(ValueError, match="widths must be even"):
-        mf.phase_diagram(LAZY, widths=(3, 4))
 
 
 def test_values_where_the_loss_reaches_a_level():
@@ -85,6 +84,8 @@ def test_values_where_the_loss_reaches_a_level():
     fitted = fit_exponents(runs, ["age"], level=np.exp(-2.5))
     assert float(fitted.exponent_age) == pytest.approx(-0.7, abs=1e-12)
     assert float(fitted.prefactor_age) == pytest.approx(2.5 * 3.0, rel=1e-10)
+    with pytest.raises(ValueError, match="widths must be even"):
+        mf.phase_diagram(LAZY, widths=(3, 4), deltas=None)
     with pytest.raises(ValueError, match="level"):
         mf.phase_diagram(LAZY, widths=(2, 4), level=0.0, steps=1, step=0.1)
 

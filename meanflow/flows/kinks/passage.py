@@ -10,7 +10,7 @@ Forward mode differentiates the plain loop.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -52,6 +52,7 @@ class Counts(NamedTuple):
         return jax.tree.map(jnp.add, self, other)
 
 
+@runtime_checkable
 class Moving(Protocol):
     """Neurons on their way through a sub-step: a NamedTuple of arrays with leading axis m."""
 
@@ -75,6 +76,7 @@ def run(
     cap: int,
     *,
     forward: bool = False,
+    first: Advance | None = None,
 ) -> tuple[Neurons, Counts]:
     """Carry all neurons through all events of a sub-step; one that needs more than ``cap`` keeps its time left.
 
@@ -85,18 +87,24 @@ def run(
         shared: constants that all neurons share.
         cap: the most events of one neuron.
         forward: whether the program is differentiated in forward mode, which the default refuses.
+        first: what large clouds do before neurons are gathered, instead of ``advance`` itself: something cheaper that
+            carries most of them to the end.
     """
-    arguments = (neurons, rows, shared)
-    return _loop(arguments, advance, cap) if forward else _reversible(arguments, advance, cap)
+    arguments, opening = (neurons, rows, shared), advance if first is None else first
+    if forward:
+        return _loop(arguments, advance, cap, opening)
+    return _reversible(arguments, advance, cap, opening)
 
 
 @eqx.filter_custom_vjp
-def _reversible(arguments: Arguments, advance: Advance, cap: int) -> tuple[Neurons, Counts]:
-    return _loop(arguments, advance, cap)
+def _reversible(arguments: Arguments, advance: Advance, cap: int, opening: Advance) -> tuple[Neurons, Counts]:
+    return _loop(arguments, advance, cap, opening)
 
 
 @_reversible.def_fwd
-def _run_forward(perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int) -> tuple:
+def _run_forward(
+    perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int, opening: Advance
+) -> tuple:
     """Run, and keep the states before the first events."""
     neurons, rows, shared = arguments
     entries = sum(u.size for u in jax.tree.leaves(neurons))
@@ -123,7 +131,13 @@ def _run_forward(perturbed: PyTree, arguments: Arguments, advance: Advance, cap:
 
 @_reversible.def_bwd
 def _run_backward(
-    residuals: tuple, slopes: PyTree, perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int
+    residuals: tuple,
+    slopes: PyTree,
+    perturbed: PyTree,
+    arguments: Arguments,
+    advance: Advance,
+    cap: int,
+    opening: Advance,
 ) -> PyTree:
     """Go back event by event; states that were not kept are replayed from the last one that was."""
     turns, states = residuals
@@ -157,14 +171,14 @@ def _run_backward(
     return start, own, common
 
 
-def _loop(arguments: Arguments, advance: Advance, cap: int) -> tuple[Neurons, Counts]:
+def _loop(arguments: Arguments, advance: Advance, cap: int, opening: Advance) -> tuple[Neurons, Counts]:
     """Advance until nobody has time left."""
     neurons, rows, shared = arguments
     size = neurons.left.shape[0]
     none = jnp.zeros((), jnp.int32)
     if size <= SMALL:
         return _block(neurons, rows, shared, Counts.none(), advance, cap)
-    neurons, counts = advance(neurons, rows, shared)
+    neurons, counts = opening(neurons, rows, shared)
     block = size // BLOCKS
 
     def unfinished(carry: tuple) -> Bool[Array, ""]:
@@ -176,7 +190,7 @@ def _loop(arguments: Arguments, advance: Advance, cap: int) -> tuple[Neurons, Co
         index = jnp.nonzero(everyone.left > 0, size=block, fill_value=size)[0]
         take = lambda u: jnp.take(u, index, axis=0, mode="fill", fill_value=0)
         chosen, own = jax.tree.map(take, (everyone, rows))
-        chosen, counts = _block(chosen, own, shared, counts, advance, cap - 1)
+        chosen, counts = _block(chosen, own, shared, counts, advance, cap)
         put = lambda u, v: u.at[index].set(v, mode="drop")
         return rounds + 1, jax.tree.map(put, everyone, chosen), counts
 

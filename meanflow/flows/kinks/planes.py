@@ -164,12 +164,43 @@ def _at(table: Float[Array, "n *d"], slots: Int[Array, "m k"]) -> Float[Array, "
 
 def advance(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    moving = walkers.left > 0
     decided, left_planes, normal_force, counts = _decide(walkers, rates, load)
     moved, through = _move(decided, left_planes, normal_force, rates, load)
-    counts = counts._replace(nonunique=counts.nonunique + _tally(through, moving & rates.is_real))
-    keep = lambda old, new: jnp.where(moving.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-    return jax.tree.map(keep, walkers, moved), counts
+    return moved, counts._replace(nonunique=counts.nonunique + _tally(through, rates.is_real))
+
+
+def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
+    """Move neurons that meet no plane to the end of their time, and leave all others where they are.
+
+    A plane is met where the shift of b along g equals z / <x, g>. So the extremes of <x, g> / z over the planes, and
+    those of the shift over the time, say whether there is an event, with one quotient for each plane and no root.
+    """
+    a, b, force, z, side, slots, _, _, _, left = walkers
+    both = rates.inner * rates.outer
+    work = jnp.sum(b * force, axis=-1)
+    g2 = both * jnp.sum(force * force, axis=-1)
+    normal_force = force @ load.normal.T
+    time = jnp.maximum(left, 0.0)
+    # the shift turns back where a passes 0
+    own = jnp.sign(a)
+    turn = cell.clock_time(cell.first_root(own * a * g2 / 4, -own * rates.outer * work, own * a, g2), g2)
+    end, shift = cell.travel(a, work, g2, rates.inner, rates.outer, time)
+    _, furthest = cell.travel(a, work, g2, rates.inner, rates.outer, jnp.minimum(turn, time))
+    highest = jnp.maximum(jnp.maximum(shift, furthest), 0.0)
+    lowest = jnp.minimum(jnp.minimum(shift, furthest), 0.0)
+    tiny = jnp.finfo(z.dtype).tiny
+    height = jnp.where(z == 0, side * jnp.asarray(tiny, z.dtype), z)
+    ratio = jnp.where(side == 0, 0.0, normal_force / jnp.where(side == 0, 1.0, height))
+    meets = (highest * jnp.max(ratio, axis=1) >= 1) | (lowest * jnp.min(ratio, axis=1) >= 1)
+    done = (left > 0) & ~meets & jnp.all(slots >= z.shape[1], axis=1)
+    shift = jnp.where(done, shift, 0.0)[:, None]
+    moved = walkers._replace(
+        a=jnp.where(done, end, a),
+        b=b - shift * force,
+        z=jnp.where(side == 0, 0.0, z - shift * normal_force),
+        left=jnp.where(done, 0.0, left),
+    )
+    return moved, Counts.none()
 
 
 def _decide(
@@ -182,7 +213,7 @@ def _decide(
     """
     n = load.normal.shape[0]
     slots, lam, force, b = walkers.slots, walkers.lam, walkers.force, walkers.b
-    valid = slots < n
+    valid = (slots < n) & (walkers.left > 0)[:, None]
     normal, jump = _at(load.normal, slots), _at(load.jump, slots)
     gram = jnp.einsum("mkd,mld->mkl", normal, normal)
     without = force - jnp.einsum("mk,mkd->md", lam * jump, normal)
@@ -225,8 +256,8 @@ def _decide(
     decided = walkers._replace(
         force=force,
         side=side,
-        slots=jnp.where(slides, slots, n),
-        lam=jnp.where(slides, choice.lam, 0.0),
+        slots=jnp.where(valid & ~slides, n, slots),
+        lam=jnp.where(valid, jnp.where(slides, choice.lam, 0.0), lam),
         fresh=jnp.zeros_like(walkers.fresh),
         at_zero=jnp.zeros_like(walkers.at_zero),
     )
@@ -240,7 +271,10 @@ def _move(
     rates: Rates,
     load: Load,
 ) -> tuple[Walkers, Bool[Array, " m"]]:
-    """Move every neuron to its next event or to the end of its time; return also who passed through b = 0."""
+    """Move every neuron to its next event or to the end of its time; return also who passed through b = 0.
+
+    Neurons without time left keep their state: they move for no time.
+    """
     a, b, force, z, side, slots, lam, _, _, left = walkers
     m, n = z.shape
     dim = b.shape[1]
@@ -262,15 +296,15 @@ def _move(
 
     second, slope, constant, square = jax.lax.stop_gradient(coefficients(sign * normal_force, height, True))
     # a plane that was just left is not met again at once, whatever rounding says
-    rows = jnp.arange(m)[:, None]
-    slope = slope.at[rows, left_planes].max(0.0, mode="drop")
+    slope = slope.at[jnp.arange(m)[:, None], left_planes].max(0.0, mode="drop")
     watched = (side != 0) & ~on_line[:, None]
     hits = jnp.where(watched, cell.first_root(second, slope, constant, square), jnp.inf)
     ahead = jnp.argmin(hits, axis=1)
     pick = lambda u: jnp.take_along_axis(u, ahead[:, None], axis=1)[:, 0]
     meets = jnp.isfinite(pick(hits))
     second, slope, constant, _ = coefficients(pick(sign * normal_force), pick(height), False)
-    slope = jnp.where(jnp.any(left_planes == ahead[:, None], axis=1), jnp.maximum(slope, 0.0), slope)
+    just_left = jnp.any(left_planes == ahead[:, None], axis=1)
+    slope = jnp.where(just_left, jnp.maximum(slope, 0.0), slope)
     second, slope, constant = (jnp.where(meets, u, 0.0) for u in (second, slope, constant))
     to_plane = cell.first_root(second, slope, constant, g2)
     to_plane = jnp.where(meets, to_plane, jnp.inf)
@@ -286,7 +320,7 @@ def _move(
     first = jnp.minimum(to_plane, jnp.minimum(to_rest, to_zero))
     time = cell.clock_time(first, g2)
     exits = time < left
-    step = jnp.where(exits, time, left)
+    step = jnp.where(exits, time, jnp.maximum(left, 0.0))
 
     a, shift = cell.travel(a, work, g2, rates.inner, rates.outer, step)
     b = b - shift[:, None] * force
@@ -320,7 +354,7 @@ def _move(
         lam,
         slot,
         through,
-        jnp.where(lost, -1.0, jnp.where(exits, left - step, 0.0)),
+        jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
     )
     return moved, through
 

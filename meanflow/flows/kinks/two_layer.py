@@ -16,6 +16,7 @@ from meanflow.flows.kinks import passage, planes
 from meanflow.flows.losses import Loss
 from meanflow.flows.motion import FrozenMotion
 from meanflow.flows.problem import Problem
+from meanflow.geometry.neurons import LayerRates
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import Neurons
 
@@ -93,7 +94,6 @@ class TwoLayerMotion(FrozenMotion):
         decay: (2,) strengths of the decay of the outer and the inner layer, on the clock of the run.
         rates: the rates of the two layers, and which neurons are real.
         slopes: those of the activation below and above 0.
-        equal_decay: whether both layers decay alike.
     """
 
     normal: Float[Array, "n d"]
@@ -106,7 +106,6 @@ class TwoLayerMotion(FrozenMotion):
     decay: Float[Array, "2"]
     rates: planes.Rates
     slopes: tuple[float, float]
-    equal_decay: bool
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class TwoLayerMotion(FrozenMotion):
         inputs: Float[Array, "n d"],
     ) -> None:
         flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
-        if type(flow.space) is not Space:
+        if type(flow.space) not in (Space, LayerRates):
             raise ValueError(
                 f"solver='sliding' knows the motion of these neurons in flat space, got {type(flow.space).__name__}"
             )
@@ -127,12 +126,12 @@ class TwoLayerMotion(FrozenMotion):
         self.shares = cloud.weights * ratio
         self.force_scale = ratio * speed
         one = jnp.ones_like(cloud.weights)
-        self.rates = planes.Rates(one, one, cloud.weights > 0)
-        self.decay, self.equal_decay = jnp.zeros(2, dtype), True
+        outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
+        self.rates = planes.Rates(inner, outer, cloud.weights > 0)
+        self.decay = jnp.zeros(2, dtype)
         if flow.regularizer is not None:
-            outer, inner = quadratic_decay(flow.regularizer.function, inputs.shape[1])
-            self.equal_decay = outer == inner
-            self.decay = jnp.asarray([outer, inner], dtype) * flow.regularizer.strength * speed
+            decays = quadratic_decay(flow.regularizer.function, inputs.shape[1])
+            self.decay = jnp.asarray(decays, dtype) * flow.regularizer.strength * speed
 
     def begin(self, particles: Neurons) -> Place:
         """Return the sides of neurons that have not moved yet; one exactly on hyperplanes is decided there."""
@@ -142,8 +141,13 @@ class TwoLayerMotion(FrozenMotion):
         # b = 0 is on all planes: such a neuron rests, without active samples
         on = (z == 0) & found.live[None, :] & jnp.any(particles.b != 0, axis=1)[:, None]
         side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
-        first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
-        slots = jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
+
+        def gather(on: jax.Array) -> jax.Array:
+            first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
+            return jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
+
+        nowhere = lambda on: jnp.full((on.shape[0], size), n, jnp.int32)
+        slots = jax.lax.cond(jnp.any(on), gather, nowhere, on)  # few runs start on a plane
         many = jnp.sum(on, axis=1) > size
         return Place(
             found,
@@ -183,24 +187,30 @@ class TwoLayerMotion(FrozenMotion):
         max_events: int | None,
         forward: bool,
     ) -> tuple[Neurons, Place]:
-        """Move for ``time`` in a frozen field. Decay is exact if both layers decay alike, else split (order 2)."""
-        a, b, z = particles.a, particles.b, state.z
-        assert z is not None
-        rates, decay = self.rates, self.decay
-        halves = [jnp.exp(-decay[k] * rate * time / 2) for k, rate in enumerate((rates.outer, rates.inner))]
-        if self.equal_decay:
-            # a = exp(-lam t) A, b = exp(-lam t) B leaves the motion of A, B; with one layer frozen the clock stretches
-            rate = decay[0]
-            stretched = safe_divide(jnp.expm1(rate * time), rate) + jnp.where(rate == 0, time, 0.0)
-            left = jnp.where(rates.inner * rates.outer > 0, time, stretched)
-        else:
-            a, b, z = a * halves[0], b * halves[1][:, None], z * halves[1][:, None]
-            left = jnp.full_like(a, time)
+        """Move for ``time`` in a frozen field.
+
+        Decay is exact where both layers decay alike or one is frozen: a = exp(-lam t) A, b = exp(-lam t) B leaves the
+        motion of A and B, and with one layer frozen the clock stretches. Else it is split, which is of order 2.
+        """
+        assert state.z is not None
+        rates = self.rates
+        fading = self.decay[0] * rates.outer, self.decay[1] * rates.inner
+        frozen = rates.inner * rates.outer == 0
+        exact = frozen | (fading[0] == fading[1])
+        total = fading[0] + fading[1]
+        stretched = safe_divide(jnp.expm1(total * time), total) + jnp.where(total == 0, time, 0.0)
+        left = jnp.where(frozen, stretched, time)
+        whole = [jnp.exp(-rate * time) for rate in fading]
+        before = [jnp.where(exact, 1.0, jnp.sqrt(u)) for u in whole]
+        ends = [jnp.where(exact, u, jnp.sqrt(u)) for u in whole]
+        a, b = particles.a * before[0], particles.b * before[1][:, None]
+        z = state.z * before[1][:, None]
         field = planes.load(self.normal, state.planes, covector, self.slopes)
         walkers = planes.start(a, b, z, state.side, state.slots, left, field)
         cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
-        end, counts = passage.run(planes.advance, walkers, rates, field, cap, forward=forward)
-        ends = [u * u for u in halves] if self.equal_decay else halves
+        end, counts = passage.run(
+            planes.advance, walkers, rates, field, cap, forward=forward, first=planes.glide
+        )
         moved = Neurons(end.a * ends[0], end.b * ends[1][:, None])
         count = jnp.sum(end.slots < self.y.shape[0], axis=1, dtype=jnp.int32)
         most = jnp.max(jnp.where(rates.is_real, count, 0))
