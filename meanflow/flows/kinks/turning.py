@@ -122,7 +122,9 @@ def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple
     freed = leaves & ~fresh
     alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(slides, axis=1) & load.dies
     counts = Counts(
-        *(tally(event, is_real) for event in (crosses, slides & fresh, freed)),
+        tally(crosses, is_real),
+        tally(slides & fresh, is_real),
+        tally(freed, is_real),
         tally(jnp.any(crosses | freed, axis=1) & alone, is_real),
         tally(choice.nonunique, is_real),
     )
