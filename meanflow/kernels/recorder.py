@@ -11,9 +11,9 @@ from jaxtyping import Array, ArrayLike, Float, Shaped
 from meanflow import _checks
 from meanflow.kernels.drift import alignment
 from meanflow.kernels.empirical.coupling import STATS, kernel_maps
+from meanflow.kernels.empirical.kernel import empirical_ntk
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params, batch
 from meanflow.kernels.empirical.nnx_modules import from_nnx
-from meanflow.kernels.empirical.ntk import empirical_ntk
 from meanflow.kernels.gaussian import as_matrix
 
 

@@ -178,7 +178,7 @@ class Cloud(eqx.Module):
         return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width, total=None)
 
 
-def _named(record: PyTree[jax.Array]) -> list[tuple[str, jax.Array]]:
+def _named(record: PyTree[ArrayLike]) -> list[tuple[str, ArrayLike]]:
     paths = jax.tree_util.tree_flatten_with_path(record)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 

@@ -34,11 +34,11 @@ FULL = kernels.empirical_ntk(
 @pytest.mark.parametrize(
     ("outputs", "pattern"),
     [
-        (("full", "trace"), "tsabcb->tsac"),
-        (("trace", "full"), "tsabad->tsbd"),
+        pytest.param(("full", "trace"), "tsabcb->tsac", marks=pytest.mark.slow),
+        pytest.param(("trace", "full"), "tsabad->tsbd", marks=pytest.mark.slow),
         (("diagonal", "full"), "tsabad->tsabd"),
-        (("full", "diagonal"), "tsabcb->tsabc"),
-        (("diagonal", "trace"), "tsabab->tsa"),
+        pytest.param(("full", "diagonal"), "tsabcb->tsabc", marks=pytest.mark.slow),
+        pytest.param(("diagonal", "trace"), "tsabab->tsa", marks=pytest.mark.slow),
         (("trace", "trace"), "tsabab->ts"),
     ],
 )

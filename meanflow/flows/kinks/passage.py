@@ -10,7 +10,7 @@ Forward mode differentiates the plain loop.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -52,6 +52,7 @@ class Counts(NamedTuple):
         return jax.tree.map(jnp.add, self, other)
 
 
+@runtime_checkable
 class Moving(Protocol):
     """Neurons on their way through a sub-step: a NamedTuple of arrays with leading axis m."""
 

@@ -1,8 +1,8 @@
 """The tangent kernel as users ask for it: of arrays or pytrees of inputs, by output axes, by parameters, over devices.
 
-All of it is ``ntk.empirical_ntk`` for one batch of arrays, called with functions that select: samples by their index,
-outputs along some axes, parameters of one group. A selection is an object with its arrays inside, so that all of its
-values share one compiled program.
+All of it is ``ntk.kernel_of_arrays`` for one batch of arrays, called with functions that select: samples by their
+index, outputs along some axes, parameters of one group. A selection is an object with its arrays inside, so that all of
+its values share one compiled program.
 """
 
 import math
@@ -152,14 +152,22 @@ def empirical_ntk(
             the shape is then (T, S) + (axes that are full or diagonal) + (axes that are full).
         chunk: rows t computed at a time (any number; the result does not depend on it, since coupled
             functions are always linearized on the whole batch). Chosen from ``limit`` by default.
-        method: "jacobian", "products", "structured", or "auto", which takes the cheapest that fits (``ntk_plan`` says
-            which and why; ``ntk.empirical_ntk`` describes them).
+        method: "jacobian" forms both Jacobians; "products" computes one vector-Jacobian and one Jacobian-vector
+            product a row; "structured" finds every product of a parameter in the trace of ``apply`` and takes,
+            parameter by parameter, Gram matrices or that layer's Jacobian; "auto" takes the cheapest that
+            fits (``ntk_plan`` says which and why).
         limit: the most bytes that the computation may take, 4 GiB by default.
         mesh: devices over which the rows are split, any number of rows over any number of devices; for samples that do
             not depend on each other.
 
     Returns:
         The kernel in the dtype of the outputs.
+
+    Cost, P parameters, F operations a forward pass of one sample, b bytes a number. Time: jacobian
+    (T + S) C F + T S C^2 P; products T S C F; structured (T + S) C F and for each parameter the less of T S C^2 P
+    and T S p^2 (k + C o), for a product of k inputs and o outputs at p positions ("trace": C in place of C^2).
+    Memory: the kernel b T S C^2; jacobian b (T + S) C P beside it; products b chunk C P; structured b (T + S) times
+    C P or p (k + C o).
 
     Raises:
         ValueError: for a coupled function without ``stats``, unknown names, or memory above ``limit``.
@@ -177,7 +185,7 @@ def empirical_ntk(
         outputs = outputs[0]
     if mesh is not None:
         return _over_devices(function, params, left, right, outputs, mesh, options)
-    return ntk.empirical_ntk(function, params, left, right, outputs=outputs, **options)
+    return ntk.kernel_of_arrays(function, params, left, right, outputs=outputs, **options)
 
 
 def _output_shape(
@@ -265,7 +273,7 @@ def _sharded(
         function, values, statistics = eqx.combine(arrays, static)
         single = function if statistics is None else (lambda p, b: function(p, b, statistics))
         declared = {**options, "stats": "frozen"}  # known to be free of coupling
-        return ntk.empirical_ntk(single, values, mine, others, outputs=outputs, **declared)
+        return ntk.kernel_of_arrays(single, values, mine, others, outputs=outputs, **declared)
 
     split, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
     return jax.shard_map(rows, mesh=mesh, in_specs=(whole, split, whole), out_specs=split, check_vma=False)(

@@ -287,7 +287,11 @@ def plan_for(
 ) -> _Planned:
     """Choose method and chunk for the kernel of ``maps``; the other arguments are those of ``empirical_ntk``."""
     moving = [a for a in jax.tree.leaves(params) if eqx.is_inexact_array(a)]
+    if not moving:
+        raise ValueError("params must hold at least one array of floating point numbers, got none")
     left, right = traces(maps, params, x)
+    if not left.used and not right.used:
+        raise ValueError("the outputs of apply do not depend on params, so that its kernel is zero")
     block = block_of(maps, params, z is None, outputs)
     item = left.output.dtype.itemsize
     result = item * block.rows * block.columns * _kept(block)
