@@ -1,6 +1,7 @@
 """Speed of descent: minibatches and gradients against loops written by hand, in the same run."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def minibatches(
         return jax.lax.scan(one, w, jnp.arange(steps))[0]
 
     start = tuple(cloud.particles)
-    settings = {"step": LEARNING_RATE, "batch_size": batch, "key": key, "observe": _nothing}
+    settings: dict[str, Any] = {"step": LEARNING_RATE, "batch_size": batch, "key": key, "observe": _nothing}
     epochs_by_hand, replaced_by_hand = record(by_epochs), record(replaced)
     seconds = interleaved(
         {
