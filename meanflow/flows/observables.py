@@ -72,7 +72,12 @@ class FunctionObservable(Observable):
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
         """Call the function."""
         start = (problem.start,) if self.from_start else ()
-        return self.function(problem.flow, cloud, problem.data, *start)
+        values = self.function(problem.flow, cloud, problem.data, *start)
+        if not jax.tree.leaves(values):
+            raise TypeError(
+                f"observe must hold functions that return an array or a dict of arrays, got {_checks.show(values)}"
+            )
+        return values
 
 
 class Dissipation(Observable):

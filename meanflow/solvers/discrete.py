@@ -7,6 +7,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -287,6 +288,9 @@ def _start(problem: Problem, options: DescentOptions, state: State | None) -> _C
             "state must come from a run with the same optimizer; "
             f"it holds {len(state.leaves)} arrays, this optimizer needs {len(needed)}"
         )
+    old, new = ([np.shape(u) for u in jax.tree.leaves(y)] for y in (state.y, y0))
+    if old != new or any(np.shape(a) != np.shape(b) for a, b in zip(needed, state.leaves, strict=True)):
+        raise ValueError(f"state must come from a run of the same cloud; it holds {old}, the cloud {new}")
     inner, kept = jax.tree.unflatten(structure, state.leaves)
     return _Carry(state.t, state.y, state.steps, inner, size if isinstance(rule, ConstantStep) else kept)
 
