@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -369,7 +370,8 @@ def _network_numbers(
     folder = str(pathlib.Path(networks_module.__file__).parent)
     with tempfile.NamedTemporaryFile(suffix=".npz") as file:
         leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-        np.savez(file, x=np.asarray(x), **{jax.tree_util.keystr(k): np.asarray(v) for k, v in leaves})
+        arrays: dict[str, Any] = {jax.tree_util.keystr(k): np.asarray(v) for k, v in leaves}
+        np.savez(file, x=np.asarray(x), **arrays)
         file.flush()
         for label, interpreter, script in (("tangents", peer, _TANGENTS), ("torch", torch, _TORCH)):
             if interpreter is None:
