@@ -26,8 +26,8 @@ def four(c):
     return scale * 2 / np.pi * np.arcsin(rest[0, 1] / np.sqrt((1 + rest[0, 0]) * (1 + rest[1, 1])))
 
 
-def overlap_path(r, q, eta, end, noise=True):
-    """Return (R, Q) at time ``end`` for orthonormal teachers; ``noise=False`` leaves out the eta^2 terms."""
+def overlap_path(r, q, eta, times, noise=True):
+    """Return R (t, k, m) and Q (t, k, k) at times, for orthonormal teachers; ``noise=False``: no eta^2 terms."""
     k, m = r.shape
     signs = np.concatenate([-np.ones(k), np.ones(m)])  # students are subtracted from teachers
 
@@ -46,5 +46,21 @@ def overlap_path(r, q, eta, end, noise=True):
         return np.concatenate([dr.ravel(), dq.ravel()])
 
     start = np.concatenate([r.ravel(), q.ravel()])
-    end_state = solve_ivp(rate, (0, end), start, rtol=1e-7, atol=1e-9).y[:, -1]
-    return end_state[: k * m].reshape(k, m), end_state[k * m :].reshape(k, k)
+    path = solve_ivp(rate, (0, times[-1]), start, t_eval=times, rtol=1e-7, atol=1e-9).y.T
+    return path[:, : k * m].reshape(-1, k, m), path[:, k * m :].reshape(-1, k, k)
+
+
+def students(d, overlaps, norms, seed):
+    """Return K students in R^d with given products with the first K unit vectors and among each other, (K, d)."""
+    k = overlaps.shape[0]
+    rest = np.linalg.cholesky(norms - overlaps @ overlaps.T)
+    frame = np.linalg.qr(np.random.default_rng(seed).normal(size=(d - k, k)))[0]
+    return np.concatenate([overlaps, rest @ frame.T], axis=1)
+
+
+def energy(r, q):
+    """Return E (f - y)^2 / 2 from the overlaps, for orthonormal teachers."""
+    one = 1 + np.diag(q)
+    own = np.arcsin(q / np.sqrt(np.outer(one, one))).sum()
+    cross = np.arcsin(r / np.sqrt(2 * one)[:, None]).sum()
+    return (own + r.shape[1] * np.pi / 6 - 2 * cross) / np.pi

@@ -296,6 +296,13 @@ class TwoLayer(Feature):
 
     def motion(self, problem: "Problem") -> "FrozenMotion":
         """Return the exact motion of (a, b) between the hyperplanes of the samples, for one output."""
+        self.check_motion(problem)
+        from meanflow.flows.kinks.two_layer import TwoLayerMotion
+
+        return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
+
+    def check_motion(self, problem: "Problem") -> None:
+        """Raise ValueError unless neurons have one output and meet samples."""
         if problem.chart.base.particles.a.ndim > 1:
             raise ValueError(
                 "solver='sliding' needs one output: with k outputs neurons do not move in planes between kinks, got "
@@ -306,9 +313,6 @@ class TwoLayer(Feature):
                 "solver='sliding' needs samples, whose kinks neurons meet one by one, got "
                 f"{type(problem.data).__name__}; use a diffrax solver"
             )
-        from meanflow.flows.kinks.two_layer import TwoLayerMotion
-
-        return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
 
     def inputs(self, x: jax.Array) -> jax.Array:
         """Return what b is multiplied with: x, or (x, 1) with a bias."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow.activations import Activation
-from meanflow.flows.features import Feature, TwoLayer
+from meanflow.flows.features import TwoLayer
 from meanflow.geometry import omega
 from meanflow.geometry.lifts import norms
 from meanflow.geometry.space import BatchNormManifold, Invariant, Space
@@ -172,8 +172,13 @@ class BatchNormed(TwoLayer):
         return self._join(cloud, (value_x, value_z), inner, outputs)
 
     def motion(self, problem: "Problem") -> "FrozenMotion":
-        """Raise ValueError: between kinks these neurons have no closed form."""
-        return Feature.motion(self, problem)
+        """Return the motion by local integration between the hyperplanes of the centered samples, for one output."""
+        self.check_motion(problem)
+        from meanflow.flows.kinks.two_layer import NormalizedMotion
+
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        inputs = problem.data.x - self.mean[None, :]
+        return NormalizedMotion(problem, self.activation, inputs, self.sigma, self.raw)
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""

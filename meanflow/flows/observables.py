@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow._numerics import safe_sqrt, wrap_angle
+from meanflow._reuse import canonical
 from meanflow.flows import equation
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
@@ -72,7 +73,12 @@ class FunctionObservable(Observable):
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
         """Call the function."""
         start = (problem.start,) if self.from_start else ()
-        return self.function(problem.flow, cloud, problem.data, *start)
+        values = self.function(problem.flow, cloud, problem.data, *start)
+        if not jax.tree.leaves(values):
+            raise TypeError(
+                f"observe must hold functions that return an array or a dict of arrays, got {_checks.show(values)}"
+            )
+        return values
 
 
 class Dissipation(Observable):
@@ -240,7 +246,7 @@ def as_observable(name: str, one: object) -> Observable:
     if isinstance(one, Observable):
         return one
     _checks.function(name, one)
-    return FunctionObservable(one)  # type: ignore[arg-type]
+    return FunctionObservable(canonical(one))  # type: ignore[arg-type]
 
 
 def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[str, Observable] | None:

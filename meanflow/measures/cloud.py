@@ -88,6 +88,10 @@ class Cloud(eqx.Module):
     ) -> None:
         for name, leaf in _named(particles):
             _checks.numeric(f"particles.{name}", leaf)
+        if any(part is None for part in (particles if isinstance(particles, tuple) else ())):
+            raise ValueError(
+                f"particles must have all their coordinates, got None in {_checks.show(particles)}"
+            )
         particles = jax.tree.map(floating, particles)
         leaves = jax.tree.leaves(particles)
         sizes = {np.shape(leaf)[:1] for leaf in leaves}
@@ -178,7 +182,7 @@ class Cloud(eqx.Module):
         return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width, total=None)
 
 
-def _named(record: PyTree[jax.Array]) -> list[tuple[str, jax.Array]]:
+def _named(record: PyTree[ArrayLike]) -> list[tuple[str, ArrayLike]]:
     paths = jax.tree_util.tree_flatten_with_path(record)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 

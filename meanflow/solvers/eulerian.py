@@ -93,7 +93,7 @@ class _DensityProblem(eqx.Module):
     flow: Flow
     grid: Density
     data: Dataset
-    temperature: jax.Array | None
+    temperature: jax.Array | None = None
 
     @property
     def sigma(self) -> jax.Array:

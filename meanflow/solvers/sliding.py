@@ -77,10 +77,10 @@ class Sliding(FlowSolver):
     """Solver for flows with kinks that follows Filippov solutions exactly in each frozen field.
 
     Works with every model whose feature defines ``motion``: two-layer networks with relu, leaky_relu or abs in any
-    dimension, and the univariate ReLU flows. Order 3 without events (2 on the cylinder, with the penalty ``variation``,
-    and with a decay of its own for each layer), 2 with. Three force evaluations a step and work in proportion to the
-    events. What the flow conserves between kinks is conserved to rounding. Works with constant steps and with step
-    rules; ``jax.grad`` goes through it, and forward mode with ``adjoint="forward"``.
+    dimension, also under batch norm, and the univariate ReLU flows. Order 3 without events (2 on the cylinder, with the
+    penalty ``variation``, and with a decay of its own for each layer), 2 with. Three force evaluations a step and work
+    in proportion to the events. What the flow conserves between kinks is conserved to rounding. Works with constant
+    steps and with step rules; ``jax.grad`` goes through it, and forward mode with ``adjoint="forward"``.
 
     Attributes:
         max_events: the most events of one neuron in a sub-step; None for a number that is never needed. Running out of

@@ -36,8 +36,10 @@ from meanflow.sweeps.arguments import (
     Numbers,
     Samples,
     check_changes,
+    check_flows,
     check_inputs,
     check_settings,
+    check_values,
     find_horizon,
     find_takers,
     first_flow,
@@ -431,7 +433,10 @@ def prepare(
     horizon, along = find_horizon(t1, ts, steps, every, settings, grid)
     if steps is None and settings.get("max_steps") is None and "max_steps" not in grid.axes:
         settings["max_steps"] = most_steps(grid, settings.get("step"), **horizon)
-    check_settings(solve if steps is None else descend, [*settings, *taken["solver"]])
+    solver = solve if steps is None else descend
+    check_settings(solver, [*settings, *taken["solver"]])
+    check_values(solver, settings, {name: grid.axes[name] for name in taken["solver"]})
+    check_flows(flow, grid, taken)
     order = ["width", "seed", *(n for n in named if n not in static)]
     planned = Sweep(
         grid=grid,

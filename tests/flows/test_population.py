@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import largest_gap
-from overlaps import overlap_path
+from overlaps import energy, overlap_path, students
 
 import meanflow as mf
 from meanflow.activations import Stretched
@@ -81,14 +81,6 @@ def test_the_symmetric_plateau_of_the_committee_machine(k, activation):
         np.testing.assert_allclose(sol.energy[-1], closed, rtol=1e-7)
 
 
-def students(d, overlaps, norms, key):
-    """K students in R^d with given products with the first K unit vectors and given products among each other."""
-    k = overlaps.shape[0]
-    rest = np.linalg.cholesky(norms - overlaps @ overlaps.T)
-    frame = jnp.linalg.qr(jax.random.normal(key, (d - k, k)))[0]
-    return jnp.concatenate([jnp.asarray(overlaps), jnp.asarray(rest) @ frame.T], axis=1)
-
-
 def online(d, eta, alpha, start, key):
     """Overlaps (R, Q) after alpha d steps of one-pass descent with rate eta/d, one fresh sample a step."""
     flow = mf.vanilla(SOFT, alpha="one", outer=0.0)
@@ -102,16 +94,30 @@ def online(d, eta, alpha, start, key):
     return b[:, :2], b @ b.T
 
 
+def test_the_overlap_equations_know_the_gradient_of_the_population_loss():
+    """To first order in the rate they are gradient flow on the population, whose energy the overlaps give."""
+    overlaps, norms = np.array([[0.3, 0.1], [0.0, 0.2]]), np.array([[0.6, 0.1], [0.1, 0.4]])
+    start = students(5, overlaps, norms, 0)
+    flow = mf.vanilla(SOFT, alpha="one", outer=0.0)
+    data = GaussianPopulation(flow, mf.Cloud(mf.Neurons(jnp.ones(2), jnp.eye(2, 5))))
+    cloud = mf.Cloud(mf.Neurons(jnp.ones(2), start))
+    np.testing.assert_allclose(mf.energy(flow, cloud, data), energy(overlaps, norms), rtol=1e-12)
+    v = mf.velocity(flow, cloud, data).b / 2  # on the gradient clock
+    r, q = (path[-1] for path in overlap_path(overlaps, norms, 1.0, [1e-4], noise=False))
+    np.testing.assert_allclose((r - overlaps) / 1e-4, v[:, :2], atol=1e-3)
+    np.testing.assert_allclose((q - norms) / 1e-4, v @ start.T + start @ v.T, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_one_pass_descent_follows_the_overlap_equations():
     """Saad and Solla 1995 with eta^2 terms, before the escape: the error falls like 1/sqrt(d)."""
     eta, alpha, seeds = 1.0, 4.0, 24
     overlaps = np.array([[0.02, 0.01], [0.0, 0.015]])
     norms = np.array([[0.3, 0.02], [0.02, 0.25]])
-    limit = overlap_path(overlaps, norms, eta, alpha)
+    limit = [path[-1] for path in overlap_path(overlaps, norms, eta, [alpha])]
     sizes, errors = (500, 1000, 2000), []
     for d in sizes:
-        start = students(d, overlaps, norms, jax.random.key(d))
+        start = students(d, overlaps, norms, d)
         keys = jax.random.split(jax.random.key(1), seeds)
         r, q = jax.jit(jax.vmap(lambda k, d=d, start=start: online(d, eta, alpha, start, k)))(keys)
         square = jnp.mean((r - limit[0][None]) ** 2) + jnp.mean((q - limit[1][None]) ** 2)
@@ -119,7 +125,7 @@ def test_one_pass_descent_follows_the_overlap_equations():
     slope = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
     assert abs(slope + 0.5) < 0.15, (slope, errors)
     # without the eta^2 terms the equations are wrong by more than the error at any of these sizes
-    gap = np.abs(overlap_path(overlaps, norms, eta, alpha, noise=False)[1] - limit[1]).max()
+    gap = np.abs(overlap_path(overlaps, norms, eta, [alpha], noise=False)[1][-1] - limit[1]).max()
     assert gap > 3 * errors[0]
 
 

@@ -56,7 +56,7 @@ def trained(norm, seed=0, rate=0.0):
     return model
 
 
-@pytest.mark.parametrize("norm", [flax_norm, own_norm])
+@pytest.mark.parametrize("norm", [flax_norm, pytest.param(own_norm, marks=pytest.mark.slow)])
 def test_nnx_training_and_inference(norm):
     model = trained(norm)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -142,6 +142,7 @@ def test_linen_in_inference_needs_no_arguments():
         kernels.empirical_ntk(explicit, params, X, stats="batch")
 
 
+@pytest.mark.slow
 def test_linen_random_numbers():
     net = nn.Sequential([nn.Dense(6, param_dtype=jnp.float64), nn.Dropout(0.5, deterministic=False)])
     variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X[:, 0])
@@ -170,7 +171,7 @@ class Equinox(eqx.Module):
         return self.last(jnp.tanh(h)), state
 
 
-@pytest.mark.parametrize("mode", ["batch", "ema"])
+@pytest.mark.parametrize("mode", ["batch", pytest.param("ema", marks=pytest.mark.slow)])
 def test_equinox_batch_norm(mode):
     model, state = eqx.nn.make_with_state(Equinox)(jax.random.key(0), mode)
     run = lambda model, x, state: jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(

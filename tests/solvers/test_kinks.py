@@ -14,6 +14,7 @@ from scipy.integrate import simpson
 import meanflow as mf
 from meanflow.flows.kinks import filippov, passage, planes
 from meanflow.flows.kinks.two_layer import homogeneous_slopes
+from meanflow.geometry.space import Space
 
 EVENTS = {"crossings": "cross", "captures": "capture", "releases": "release"}
 SEEDS = range(6)
@@ -314,9 +315,16 @@ def test_messages():
     many = mf.Cloud(mf.Neurons(jnp.ones((8, 2)), cloud.particles.b))
     with pytest.raises(ValueError, match="one output"):
         slide(flow, many, mf.Dataset(data.x, jnp.ones((12, 2))), 1.0, 0.1)
-    # a model of one's own says what is missing
+    with pytest.raises(ValueError, match="without a penalty"):
+        slide(mf.batchnorm(regularizer=decay_of(1.0, 1.0), strength=0.1), cloud, data, 1.0, 0.1)
+
+    class Cubes(mf.flows.Feature):  # a model of one's own: the message says what is missing
+        def __call__(self, cloud, x):
+            return jnp.abs(x @ cloud.particles.b.T) ** 3 * cloud.particles.a[None, :]
+
+    own = mf.flows.make_flow(Cubes(mf.Neurons), Space())
     with pytest.raises(ValueError, match=r"motion\(problem\)"):
-        slide(mf.batchnorm(), cloud, data, 1.0, 0.1)
+        slide(own, cloud, data, 1.0, 0.1)
     with pytest.raises(ValueError, match="linear on both sides"):
         slide(mf.vanilla("tanh"), cloud, data, 1.0, 0.1)
     odd = mf.vanilla(regularizer=lambda w: jnp.abs(w.a), strength=0.1)
@@ -462,3 +470,46 @@ def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch):
         )
     for name in EVENTS:
         assert int(large.stats[name]) == 625 * int(small.stats[name])
+
+
+@pytest.mark.slow
+def test_batch_norm_raw_and_on_the_manifold():
+    """Against descent with tiny steps; |b| and the constraint to rounding; both coordinates slide alike; order 2."""
+    for seed in (2, 4):
+        x, y, a, b = problem(3, seed)
+        data = mf.Dataset(x + 0.3, y)
+        raw, manifold = mf.batchnorm().bind(data), mf.batchnorm_manifold().bind(data)
+        cloud = mf.Cloud(mf.Neurons(a, b))
+        reduced = manifold.space.from_raw(cloud)
+        runs = {rate: slide(raw, cloud, data, 6.0, 1 / rate) for rate in (8, 16, 32, 64)}
+        sol = runs[32]
+        assert bool(sol.ok) and int(sol.stats["captures"]) > 0 < int(sol.stats["crossings"])
+        fine = mf.descend(raw, cloud, data, 60_000, step=1e-4).final.particles
+        assert distance(sol.final.particles, fine) < 5e-4
+        np.testing.assert_allclose(
+            np.linalg.norm(sol.final.particles.b, axis=1), np.linalg.norm(b, axis=1), rtol=1e-13
+        )
+        other = slide(manifold, reduced, data, 6.0, 1 / 32)
+        moved = manifold.space.from_raw(sol.final)
+        np.testing.assert_allclose(other.final.particles.a, moved.particles.a, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(other.final.particles.b, moved.particles.b, rtol=1e-10, atol=1e-12)
+        held, _ = manifold.invariant()(other.final)
+        np.testing.assert_allclose(held, 1.0, rtol=1e-13)
+        assert {k: int(sol.stats[k]) for k in EVENTS} == {k: int(other.stats[k]) for k in EVENTS}
+        gaps = [distance(runs[k].final.particles, runs[64].final.particles) for k in (8, 16, 32)]
+        print("batch norm", seed, {k: int(v) for k, v in sol.stats.items()}, "gaps", gaps)  # noqa: T201
+        assert gaps[2] < 2e-5 and gaps[2] < gaps[0] / 4
+
+
+@pytest.mark.slow
+def test_gradients_under_batch_norm():
+    x, y, a, b = problem(3, 4)
+    turn = np.random.default_rng(0).standard_normal(b.shape)
+
+    def value(s, adjoint="checkpoint"):
+        cloud = mf.Cloud(mf.Neurons(jnp.asarray(a), jnp.asarray(b)))
+        cloud = cloud.at(mf.Neurons(jnp.asarray(a), b + s * turn))
+        return slide(mf.batchnorm(), cloud, mf.Dataset(x + 0.3, y), 4.0, 1 / 16, adjoint=adjoint).energy[-1]
+
+    slope, h = float(jax.grad(value)(0.0)), 1e-5
+    np.testing.assert_allclose(slope, (value(h) - value(-h)) / (2 * h), rtol=1e-6)

@@ -16,6 +16,7 @@ The pattern is found by principal pivoting with the least-index rule of Murty: w
 first kink for which it does. Every exchange is one sweep of a small table, so that no matrix is factored.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,17 +27,19 @@ INACTIVE, ACTIVE, SLIDES = 0, 1, 2
 
 
 class Choice(NamedTuple):
-    """The decision at every kink of every neuron; all fields have shape (m, k).
+    """The decision at every kink of every neuron; fields have shape (m, k) if not said otherwise.
 
     Attributes:
         state: ``INACTIVE``, ``ACTIVE`` or ``SLIDES``.
         lam: the weight of the active side, 0, 1 or between.
         nonunique: whether the rule left the decision open.
+        table: (m, k, k) holds the inverse Gram matrix of the kinks that are slid on; for ``hold``.
     """
 
     state: Int[Array, "m k"]
     lam: Float[Array, "m k"]
     nonunique: Bool[Array, "m k"]
+    table: Float[Array, "m k k"]
 
 
 def decide(
@@ -69,18 +72,30 @@ def decide(
     held = jax.lax.stop_gradient((gram, jump, pull, size))
     state, table, nonunique = _pivot(*held, valid, sign)
     free, fixed = state == SLIDES, (state == ACTIVE).astype(jump.dtype)
-    # gram_FF mu_F = -pull_F with mu = lam J; the table holds the inverse, one refinement mends what pivoting lost
+    mixed = hold(gram, free, table, pull + _times(gram, jump * fixed))
+    lam = jnp.where(free, mixed / jnp.where(free, jump, 1.0), fixed)
+    return Choice(state, lam, nonunique, table)
+
+
+def hold(
+    gram: Float[Array, "m k k"],
+    free: Bool[Array, "m k"],
+    table: Float[Array, "m k k"],
+    pull: Float[Array, "m k"],
+) -> Float[Array, "m k"]:
+    """Return mu = lam J for which the normal forces pull + gram mu vanish at the ``free`` kinks; 0 at the others.
+
+    ``table`` holds the inverse, which ``decide`` has found; one refinement mends what pivoting lost.
+    """
     matvec = lambda v: jnp.where(free, _times(gram, jnp.where(free, v, 0.0)), v)
     invert = lambda v: jnp.where(free, -_times(table, jnp.where(free, v, 0.0)), v)
 
-    def solve(product, right):
+    def solve(product: Callable[[jax.Array], jax.Array], right: jax.Array) -> jax.Array:
         first = invert(right)
         return first + invert(right - product(first))
 
-    right = jnp.where(free, -(pull + _times(gram, jump * fixed)), 0.0)
-    mixed = jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
-    lam = jnp.where(free, mixed / jnp.where(free, jump, 1.0), fixed)
-    return Choice(state, lam, nonunique)
+    right = jnp.where(free, -pull, 0.0)
+    return jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
 
 
 def _times(matrix: Float[Array, "m k k"], vector: Float[Array, "m k"]) -> Float[Array, "m k"]:

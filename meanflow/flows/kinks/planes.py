@@ -152,12 +152,13 @@ def predictions(
     return planes.factor * (above * with_up + below * with_down)
 
 
-def _tally(event: Bool[Array, "..."], counted: Bool[Array, " m"]) -> Int[Array, ""]:
+def tally(event: Bool[Array, "..."], counted: Bool[Array, " m"]) -> Int[Array, ""]:
+    """Count events of the neurons that are ``counted``."""
     mask = counted if event.ndim == 1 else counted[:, None]
     return jnp.sum(event & mask, dtype=jnp.int32)
 
 
-def _at(table: Float[Array, "n *d"], slots: Int[Array, "m k"]) -> Float[Array, "m k *d"]:
+def at(table: Float[Array, "n *d"], slots: Int[Array, "m k"]) -> Float[Array, "m k *d"]:
     """Return the rows of ``table`` in the slots, 0 for empty ones."""
     return jnp.take(table, slots, axis=0, mode="fill", fill_value=0)
 
@@ -166,7 +167,7 @@ def advance(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
     decided, left_planes, normal_force, counts = _decide(walkers, rates, load)
     moved, through = _move(decided, left_planes, normal_force, rates, load)
-    return moved, counts._replace(nonunique=counts.nonunique + _tally(through, rates.is_real))
+    return moved, counts._replace(nonunique=counts.nonunique + tally(through, rates.is_real))
 
 
 def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
@@ -214,7 +215,7 @@ def _decide(
     n = load.normal.shape[0]
     slots, lam, force, b = walkers.slots, walkers.lam, walkers.force, walkers.b
     valid = (slots < n) & (walkers.left > 0)[:, None]
-    normal, jump = _at(load.normal, slots), _at(load.jump, slots)
+    normal, jump = at(load.normal, slots), at(load.jump, slots)
     gram = jnp.einsum("mkd,mld->mkl", normal, normal)
     without = force - jnp.einsum("mk,mkd->md", lam * jump, normal)
     pull = jnp.einsum("mkd,md->mk", normal, without)
@@ -247,11 +248,11 @@ def _decide(
     dies = (jnp.any(crosses | freed, axis=1) | backward) & alone
     counted = (walkers.left > 0) & rates.is_real
     counts = Counts(
-        _tally(crosses, counted),
-        _tally(slides & walkers.fresh, counted),
-        _tally(freed, counted),
-        _tally(dies, counted),
-        _tally(choice.nonunique, counted),
+        tally(crosses, counted),
+        tally(slides & walkers.fresh, counted),
+        tally(freed, counted),
+        tally(dies, counted),
+        tally(choice.nonunique, counted),
     )
     decided = walkers._replace(
         force=force,
@@ -338,8 +339,8 @@ def _move(
     side = jnp.where(through[:, None], -side, side)
 
     def refresh(force: jax.Array) -> jax.Array:
-        turned = _force(side, load) + jnp.einsum(
-            "mk,mkd->md", lam * _at(load.jump, slots), _at(load.normal, slots)
+        turned = force_of(side, load) + jnp.einsum(
+            "mk,mkd->md", lam * at(load.jump, slots), at(load.normal, slots)
         )
         return jnp.where(through[:, None], turned, force)
 
@@ -359,7 +360,7 @@ def _move(
     return moved, through
 
 
-def _force(side: Int[Array, "m n"], load: Load) -> Float[Array, "m d"]:
+def force_of(side: Int[Array, "m n"], load: Load) -> Float[Array, "m d"]:
     """Return the force of all planes on whose sides the neurons are; those they sit on are left out."""
     return load.base[None, :] + jnp.where(side > 0, load.jump[None, :], 0.0) @ load.normal
 
@@ -376,4 +377,4 @@ def start(
     """Return neurons that begin a sub-step; planes they sit on are decided anew, since the forces have changed."""
     lam = jnp.zeros(slots.shape, a.dtype)
     fresh = jnp.zeros(slots.shape, bool)
-    return Walkers(a, b, _force(side, load), z, side, slots, lam, fresh, jnp.zeros(a.shape, bool), time)
+    return Walkers(a, b, force_of(side, load), z, side, slots, lam, fresh, jnp.zeros(a.shape, bool), time)

@@ -4,7 +4,7 @@ In flat (a, b) the motion between kinks has a closed form, and weight decay that
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow._numerics import safe_divide
-from meanflow.flows.kinks import passage, planes
+from meanflow.flows.kinks import passage, planes, turning
+from meanflow.flows.kinks.turning import Turners
 from meanflow.flows.losses import Loss
 from meanflow.flows.motion import FrozenMotion
 from meanflow.flows.problem import Problem
+from meanflow.geometry import omega
+from meanflow.geometry.lifts import norms
 from meanflow.geometry.neurons import LayerRates
-from meanflow.geometry.space import Space
+from meanflow.geometry.space import BatchNormManifold, Space
 from meanflow.measures.cloud import Neurons
 
 MOST_SLOTS = 16  # hyperplanes on which one neuron can sit at once, if n and d are as large
@@ -106,6 +109,7 @@ class TwoLayerMotion(FrozenMotion):
     decay: Float[Array, "2"]
     rates: planes.Rates
     slopes: tuple[float, float]
+    spaces: ClassVar[tuple[type[Space], ...]] = (Space, LayerRates)
 
     def __init__(
         self,
@@ -114,9 +118,9 @@ class TwoLayerMotion(FrozenMotion):
         inputs: Float[Array, "n d"],
     ) -> None:
         flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
-        if type(flow.space) not in (Space, LayerRates):
+        if type(flow.space) not in self.spaces:
             raise ValueError(
-                f"solver='sliding' knows the motion of these neurons in flat space, got {type(flow.space).__name__}"
+                f"solver='sliding' does not know how these neurons move on {type(flow.space).__name__}"
             )
         dtype = cloud.weights.dtype
         self.slopes = homogeneous_slopes(activation)
@@ -212,18 +216,23 @@ class TwoLayerMotion(FrozenMotion):
             planes.advance, walkers, rates, field, cap, forward=forward, first=planes.glide
         )
         moved = Neurons(end.a * ends[0], end.b * ends[1][:, None])
+        return moved, self._placed(state, end, end.z * ends[1][:, None], counts)
+
+    def _placed(
+        self, state: Place, end: "planes.Walkers | Turners", z: jax.Array, counts: passage.Counts
+    ) -> Place:
+        """Return where neurons are at the end of a sub-step, with the totals so far."""
         count = jnp.sum(end.slots < self.y.shape[0], axis=1, dtype=jnp.int32)
-        most = jnp.max(jnp.where(rates.is_real, count, 0))
-        place = Place(
+        most = jnp.max(jnp.where(self.rates.is_real, count, 0))
+        return Place(
             state.planes,
             end.side,
             end.slots,
-            end.z * ends[1][:, None],
+            z,
             jnp.maximum(state.most, most),
             state.counts.plus(counts),
-            state.overflow | jnp.any((end.left != 0) & rates.is_real),
+            state.overflow | jnp.any((end.left != 0) & self.rates.is_real),
         )
-        return moved, place
 
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
@@ -240,3 +249,78 @@ class TwoLayerMotion(FrozenMotion):
     def with_overflow(self, state: Place, overflow: PyTree) -> Place:
         """Return the state, marked if ``overflow`` is true."""
         return state._replace(overflow=state.overflow | overflow)
+
+
+class NormalizedMotion(TwoLayerMotion):
+    """Motion of neurons under batch norm, by local integration between kinks; raw, or on the manifold.
+
+    On the manifold a neuron bb with label c moves as the raw one b = c bb/|bb| does.
+
+    Attributes:
+        sigma: (d, d) covariance.
+        norms: (m,) the labels on the manifold, None for raw neurons.
+    """
+
+    sigma: Float[Array, "d d"]
+    norms: Float[Array, " m"] | None
+    spaces: ClassVar[tuple[type[Space], ...]] = (Space, BatchNormManifold)
+
+    def __init__(
+        self,
+        problem: Problem,
+        activation: Callable[[jax.Array], jax.Array],
+        inputs: Float[Array, "n d"],
+        sigma: Float[Array, "d d"],
+        raw: bool,
+    ) -> None:
+        if problem.chart.flow.regularizer is not None:
+            raise ValueError(
+                "solver='sliding' solves flows under batch norm without a penalty, "
+                f"got {problem.chart.flow.regularizer.function}; use fixed steps with another solver"
+            )
+        super().__init__(problem, activation, inputs)
+        self.sigma = sigma
+        self.norms = None if raw else norms(problem.chart.base)
+
+    def raw(self, particles: Neurons) -> Float[Array, "m d"]:
+        """Return the raw inner weights."""
+        if self.norms is None:
+            return particles.b
+        return self.norms[:, None] * omega.direction(particles.b)
+
+    def unfold(self, particles: Neurons, state: Place) -> Place:
+        """Compute <x, b> anew, as for neurons without batch norm."""
+        return super().unfold(particles._replace(b=self.raw(particles)), state)
+
+    def residual(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
+        """Return q_j l'(f_j): normalizing divides what a neuron counts by |b|_S."""
+        b = self.raw(particles)
+        return super().residual(Neurons(particles.a / omega.sigma_norm(b, self.sigma)[:, 0], b), state)
+
+    def move(
+        self,
+        particles: Neurons,
+        state: Place,
+        covector: Float[Array, " n"],
+        time: Float[Array, ""],
+        max_events: int | None,
+        forward: bool,
+    ) -> tuple[Neurons, Place]:
+        """Move for ``time`` in a frozen field, from event to event in steps of order 4."""
+        assert state.z is not None
+        load = planes.load(self.normal, state.planes, covector, self.slopes)
+        start = Turners(
+            particles.a,
+            self.raw(particles),
+            state.z,
+            state.side,
+            state.slots,
+            jnp.zeros(state.slots.shape, state.z.dtype),
+            jnp.zeros(state.slots.shape, bool),
+            jnp.full_like(particles.a, time),
+        )
+        cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
+        field = turning.Field(load, self.sigma)
+        end, counts = passage.run(turning.advance, start, self.rates.is_real, field, cap, forward=forward)
+        b = end.b if self.norms is None else omega.normalize(end.b, self.sigma)
+        return Neurons(end.a, b), self._placed(state, end, end.z, counts)

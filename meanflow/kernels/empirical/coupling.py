@@ -42,8 +42,12 @@ class Unprobed(ValueError):
 
 
 @eqx.filter_jit  # so that a function is compiled for the probe once, not at every call
-def _first_row(apply: Apply, params: Params, batch: Batch) -> Array:
-    return apply(params, batch)[0]
+def _evaluations(apply: Apply, params: Params, x: Batch) -> tuple[Array, Array, Array]:
+    """Return the outputs of a batch twice, traced anew each time, and those of its samples one by one."""
+    alone = jax.tree.map(lambda a: a[:, None], x)
+    # two equal rows: a function may squeeze its outputs, and lose the axis of a single sample
+    pair = lambda sample: apply(params, jax.tree.map(lambda a: jnp.concatenate([a, a]), sample))[0]
+    return apply(params, x), apply(params, x), jax.lax.map(pair, alone, batch_size=64)
 
 
 def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
@@ -59,24 +63,46 @@ def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
     return jnp.asarray(moved, jnp.result_type(leaf))
 
 
-def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> np.ndarray:
+def _is_traced(leaf: ArrayLike) -> bool:
+    """Tell whether an array is being traced; keys of random numbers are not numbers."""
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return not is_key and _checks.concrete(leaf) is None
+
+
+def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> Array:
     """Draw ``rows`` samples on the scale of ``x``; integers are drawn from the entries of ``x``."""
-    dtype, shape = jnp.result_type(x), np.shape(x)[1:]
+    dtype, shape = jnp.result_type(x), (rows, *np.shape(x)[1:])
     given = _checks.concrete(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
-        whole = np.zeros((1, *shape), int) if given is None else given
-        return rng.choice(whole, rows)
+        whole = np.zeros((1, *shape[1:]), int) if given is None else given
+        return jnp.asarray(rng.choice(whole, shape[0]), dtype)
     center, width = (0.0, 1.0) if given is None else (np.mean(given), np.std(given) + 1e-3)
-    return center + width * rng.normal(size=(rows, *shape))
+    return jnp.asarray(center + width * rng.normal(size=shape), dtype)
+
+
+def check_outputs(apply: Apply, params: Params, name: str, x: Batch) -> None:
+    """Refuse an empty batch, and outputs that are not one array of floating point numbers, a row a sample."""
+    rows = np.shape(jax.tree.leaves(x)[0])[0]
+    if rows == 0:
+        raise ValueError(f"{name} must hold at least one sample, got an empty batch")
+    out = jax.eval_shape(apply, params, x)
+    if not isinstance(out, jax.ShapeDtypeStruct):
+        raise ValueError(f"apply must return one array (samples, ...), got {type(out).__name__} at {name}")
+    if out.ndim < 1 or out.shape[0] != rows:
+        raise ValueError(
+            f"apply must return one row for each of the {rows} samples of {name}, got shape {out.shape}"
+        )
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(f"apply must return floating point numbers, got {out.dtype} at {name}")
 
 
 @_checks.arguments(apply=_checks.function, x=batch)
 def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> bool:
     """Tell whether the output at one sample depends on the other samples of the batch, by a probe.
 
-    Eight rows at most are evaluated twice, with the companions of the first row exchanged. The parameters are moved
-    off the given ones, because a batch norm whose scale starts at 0 hides its coupling there. Inside jit the probe runs
-    at trace time with random numbers in place of traced values.
+    A random batch of as many rows as ``x`` is evaluated at once and sample by sample; the engine needs both to agree.
+    The parameters are moved off the given ones, because a batch norm whose scale starts at 0 hides its coupling there.
+    Inside jit the probe runs at trace time with random numbers in place of traced values.
 
     Args:
         apply: (params, batch) -> outputs (T, ...).
@@ -84,7 +110,8 @@ def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> b
         x: batch (T, ...), which sets the scale of the probe.
 
     Raises:
-        ValueError: if the function closes over traced values, so that it cannot be evaluated now.
+        ValueError: if the function closes over traced values, so that it cannot be evaluated now; if it returns other
+            numbers when it is evaluated again; or if it returns nothing but NaN.
 
     >>> import jax.numpy as jnp
     >>> is_coupled(lambda w, x: x @ w, jnp.ones(2), jnp.ones((3, 2)))
@@ -93,28 +120,47 @@ def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> b
     True
     """
     # a function of indices is probed as the function of samples that it stands for: indices hide what they point to
-    function, samples = apply.probed(x) if isinstance(apply, Function) else (apply, x)
-    samples = jax.tree.map(jnp.asarray, samples)
+    function, own = apply.probed(x) if isinstance(apply, Function) else (apply, x)
+    count = np.shape(jax.tree.leaves(x)[0])[0]
+    own = jax.tree.map(lambda a: jnp.asarray(a)[:count], own)
     rng = np.random.default_rng(0)
-    rows = min(max(jnp.shape(x)[0], 2), 8)
     with jax.ensure_compile_time_eval():
+        drawn = jax.tree.map(lambda a: _random_batch(a, max(count, 2), rng), own)
         moved = jax.tree.map(lambda leaf: _moved(leaf, rng), params)
-        first, second = (jax.tree.map(lambda leaf: _random_batch(leaf, rows, rng), samples) for _ in range(2))
-        for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-            two[0] = one[0]
-        typed = lambda drawn: jax.tree.map(lambda a, leaf: jnp.asarray(a, leaf.dtype), drawn, samples)
-        try:
-            a = np.asarray(_first_row(function, moved, typed(first)))
-            b = np.asarray(_first_row(function, moved, typed(second)))
-        except jax.errors.TracerArrayConversionError as error:
-            raise Unprobed(
-                "apply closes over traced values, so whether it couples samples cannot be probed; "
-                f"pass stats= one of {STATS}"
-            ) from error
-    scale = np.max(np.abs(a), initial=0.0) + np.max(np.abs(b), initial=0.0)
-    tolerance = 1e4 * float(jnp.finfo(a.dtype).eps)
-    # NaN or infinity decide nothing: such a function counts as coupled and has to be declared
-    return not bool(np.all(np.abs(a - b) <= tolerance * scale))
+        given = not any(map(_is_traced, jax.tree.leaves((params, own))))
+        # where the random batch or the moved parameters leave the domain of the function, its own ones are tried
+        tries = [(moved, drawn), (moved, own), (params, own)] if given else [(moved, drawn)]
+        for parameters, samples in tries:
+            try:
+                values = [np.asarray(a) for a in _evaluations(function, parameters, samples)]
+            except jax.errors.TracerArrayConversionError as error:
+                raise Unprobed(
+                    "apply closes over traced values, so whether it couples samples cannot be probed; "
+                    f"pass stats= one of {STATS}"
+                ) from error
+            finite = np.isfinite(values[0])
+            if np.any(finite):
+                break
+        else:
+            raise ValueError(
+                "apply returns nothing but NaN or infinity when it is probed for coupled samples; check params and x"
+            )
+    scale = float(np.max(np.abs(values[0][finite])))
+    tolerance = 1e4 * float(jnp.finfo(values[0].dtype).eps) * scale
+
+    def same(a: np.ndarray, b: np.ndarray) -> bool:
+        both = np.isfinite(a) & np.isfinite(b)
+        return bool(np.array_equal(np.isfinite(a), np.isfinite(b))) and bool(
+            np.all(np.abs(a[both] - b[both]) <= tolerance)
+        )
+
+    first, again, alone = values
+    if not same(first, again):
+        raise ValueError(
+            "apply is random: it returns other numbers when it is evaluated again; fix its random numbers, "
+            "for instance by a key in params or in a closure"
+        )
+    return not same(first, alone)
 
 
 def _probe(apply: Apply, params: Params, x: Batch, declared: bool) -> bool:
@@ -154,11 +200,16 @@ def kernel_maps(
             that cannot be taken out of the function.
     """
     other = x if z is None else z
+    for name, some in (("x", x),) if z is None else (("x", x), ("z", z)):
+        check_outputs(apply, params, name, some)
     if isinstance(apply, Normalized):
         return _normalized_maps(apply, params, x, other, stats)
     if stats == "batch" or (stats == "train" and z is None):
         return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), None)
-    if stats == "train" or _probe(apply, params, x, declared=stats in FIXED):
+    probe = lambda batch: _probe(apply, params, batch, declared=stats in FIXED)
+    rows = lambda a: np.shape(jax.tree.leaves(a)[0])[0]
+    # batches of other sizes may be treated otherwise
+    if stats == "train" or probe(x) or (z is not None and rows(z) != rows(x) and probe(z)):
         needs = "the statistics of apply cannot be taken out of it: " if stats else ""
         raise ValueError(
             f"apply couples the samples of a batch and stats is {stats!r}; {needs}"

@@ -1,87 +1,25 @@
 """The tangent kernel as users ask for it: of arrays or pytrees of inputs, by output axes, by parameters, over devices.
 
-All of it is ``ntk.empirical_ntk`` for one batch of arrays, called with functions that select: samples by their index,
-outputs along some axes, parameters of one group. A selection is an object with its arrays inside, so that all of its
-values share one compiled program.
+All of it is ``ntk.kernel_of_arrays`` for one batch of arrays, called with functions that select: samples by their
+index, outputs along some axes, parameters of one group. A selection is an object with its arrays inside, so that all of
+its values share one compiled program.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical import ntk
 from meanflow.kernels.empirical.coupling import kernel_maps
-from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
+from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
 from meanflow.kernels.empirical.plan import LIMIT, OPTIONS, OUTPUTS
-
-Wrapper = Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
-
-
-def batches(name: str, value: object) -> object:
-    """Accept a batch of samples (T, ...), or a dict, tuple or other pytree of such arrays of one length T."""
-    if isinstance(value, list | np.ndarray | jax.Array) or jax.tree_util.all_leaves([value]):
-        return batch(name, value)
-    leaves = jax.tree.leaves(value)
-    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-        raise ValueError(
-            f"{name} must be a batch of samples, or a pytree of such arrays, got {_checks.show(value)}"
-        )
-    arrays = [cast(Array, batch(f"arrays of {name}", leaf)) for leaf in leaves]
-    if len({a.shape[0] for a in arrays}) > 1:
-        raise ValueError(
-            f"the arrays of {name} must have one number of samples, got shapes {[a.shape for a in arrays]}"
-        )
-    return jax.tree.unflatten(jax.tree.structure(value), arrays)
-
-
-def _wrapped(apply: Apply | Normalized, wrap: Wrapper, statistics: Wrapper) -> Apply | Normalized:
-    """Return the function with its outputs wrapped, and its statistics if it has any."""
-    if not isinstance(apply, Normalized):
-        return wrap(apply)
-    return Normalized(wrap(apply.apply), statistics(apply.statistics), apply.running)
-
-
-class BySample(Function):
-    """A function of a pytree of samples as a function of their indices."""
-
-    function: Callable[..., PyTree]
-    samples: PyTree
-
-    def probed(self, x: Batch) -> tuple[Callable[..., PyTree], PyTree]:
-        """Return the function of samples itself."""
-        return self.function, self.samples
-
-    def __call__(self, params: Params, index: Int[Array, " T"], *statistics: PyTree) -> PyTree:
-        """Evaluate the function at the samples with these indices."""
-        return self.function(params, jax.tree.map(lambda a: a[index], self.samples), *statistics)
-
-
-def as_arrays(
-    apply: Apply | Normalized, x: PyTree, z: PyTree
-) -> tuple[Apply | Normalized, Batch, Batch | None]:
-    """Return function and batches of arrays: a pytree of samples becomes the array of their indices."""
-    if eqx.is_array(x):
-        if z is not None and not eqx.is_array(z):
-            raise ValueError("x and z must have the same structure, got an array and a pytree")
-        return apply, x, z
-    if z is not None and jax.tree.structure(x) != jax.tree.structure(z):  # type: ignore[operator]
-        raise ValueError(
-            f"x and z must have the same structure, got {jax.tree.structure(x)} and {jax.tree.structure(z)}"
-        )
-    samples = x if z is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), x, z)
-    first = jax.tree.leaves(x)[0].shape[0]
-    count = jax.tree.leaves(samples)[0].shape[0]
-    wrap = lambda function: BySample(function, samples)
-    index = jnp.arange(count)
-    return _wrapped(apply, wrap, wrap), index[:first], None if z is None else index[first:]
+from meanflow.kernels.empirical.samples import as_arrays, wrapped
 
 
 class ByOutput(Function):
@@ -112,8 +50,6 @@ class ByGroup(Function):
 
 KINDS = {
     **OPTIONS,
-    "x": batches,
-    "z": _checks.optional(batches),
     "outputs": _checks.either(_checks.choice(*OUTPUTS), _checks.sequence(_checks.choice(*OUTPUTS))),
     "mesh": _checks.optional(_checks.instance(Mesh, hint="see jax.make_mesh")),
 }
@@ -152,14 +88,22 @@ def empirical_ntk(
             the shape is then (T, S) + (axes that are full or diagonal) + (axes that are full).
         chunk: rows t computed at a time (any number; the result does not depend on it, since coupled
             functions are always linearized on the whole batch). Chosen from ``limit`` by default.
-        method: "jacobian", "products", "structured", or "auto", which takes the cheapest that fits (``ntk_plan`` says
-            which and why; ``ntk.empirical_ntk`` describes them).
+        method: "jacobian" forms both Jacobians; "products" computes one vector-Jacobian and one Jacobian-vector
+            product a row; "structured" finds every product of a parameter in the trace of ``apply`` and takes,
+            parameter by parameter, Gram matrices or that layer's Jacobian; "auto" takes the cheapest that
+            fits (``ntk_plan`` says which and why).
         limit: the most bytes that the computation may take, 4 GiB by default.
         mesh: devices over which the rows are split, any number of rows over any number of devices; for samples that do
             not depend on each other.
 
     Returns:
         The kernel in the dtype of the outputs.
+
+    Cost, P parameters, F operations a forward pass of one sample, b bytes a number. Time: jacobian
+    (T + S) C F + T S C^2 P; products T S C F; structured (T + S) C F and for each parameter the less of T S C^2 P
+    and T S p^2 (k + C o), for a product of k inputs and o outputs at p positions ("trace": C in place of C^2).
+    Memory: the kernel b T S C^2; jacobian b (T + S) C P beside it; products b chunk C P; structured b (T + S) times
+    C P or p (k + C o).
 
     Raises:
         ValueError: for a coupled function without ``stats``, unknown names, or memory above ``limit``.
@@ -177,7 +121,7 @@ def empirical_ntk(
         outputs = outputs[0]
     if mesh is not None:
         return _over_devices(function, params, left, right, outputs, mesh, options)
-    return ntk.empirical_ntk(function, params, left, right, outputs=outputs, **options)
+    return ntk.kernel_of_arrays(function, params, left, right, outputs=outputs, **options)
 
 
 def _output_shape(
@@ -209,7 +153,7 @@ def _by_axes(
     def one(index: int) -> Array:
         wrap = lambda function: ByOutput(function, axes, jnp.asarray(index))
         return empirical_ntk(
-            _wrapped(apply, wrap, lambda s: s), params, x, z, outputs="full", mesh=mesh, **options
+            wrapped(apply, wrap, lambda s: s), params, x, z, outputs="full", mesh=mesh, **options
         )
 
     stacked = jnp.stack([one(i) for i in range(math.prod(sizes))])
@@ -265,7 +209,7 @@ def _sharded(
         function, values, statistics = eqx.combine(arrays, static)
         single = function if statistics is None else (lambda p, b: function(p, b, statistics))
         declared = {**options, "stats": "frozen"}  # known to be free of coupling
-        return ntk.empirical_ntk(single, values, mine, others, outputs=outputs, **declared)
+        return ntk.kernel_of_arrays(single, values, mine, others, outputs=outputs, **declared)
 
     split, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
     return jax.shard_map(rows, mesh=mesh, in_specs=(whole, split, whole), out_specs=split, check_vma=False)(
@@ -321,7 +265,7 @@ def ntk_by_group(
         mine = jax.tree.map(lambda mark, label=label: mark == label, labels, is_leaf=lambda m: m is None)
         part, others = eqx.partition(params, mine)
         wrap = lambda function, others=others: ByGroup(function, others)
-        function = _wrapped(apply, wrap, wrap)
+        function = wrapped(apply, wrap, wrap)
         found[label] = empirical_ntk(
             function,
             part,

@@ -9,16 +9,13 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
+from jaxtyping import Array, Float, PyTree
 
-from meanflow import _checks
 from meanflow.kernels.empirical import structured
 from meanflow.kernels.empirical.cost import Block
 from meanflow.kernels.empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
 from meanflow.kernels.empirical.plan import (
-    LIMIT,
-    OPTIONS,
     block_of,
     coupled_layout,
     free_layout,
@@ -28,62 +25,21 @@ from meanflow.kernels.empirical.plan import (
 )
 
 
-@_checks.arguments(**OPTIONS)
-def empirical_ntk(
+def kernel_of_arrays(
     apply: Apply | Normalized,
     params: Params,
-    x: Shaped[ArrayLike, "T ..."],
-    z: Shaped[ArrayLike, "S ..."] | None = None,
+    x: Batch,
+    z: Batch | None,
     *,
-    stats: str | None = None,
-    outputs: str = "full",
-    chunk: int | None = None,
-    method: str = "auto",
-    limit: int = LIMIT,
+    stats: str | None,
+    outputs: str,
+    chunk: int | None,
+    method: str,
+    limit: int,
 ) -> Float[Array, "T S ..."]:
-    """Return K(x, z)[t, s, c, d] = <df_c(x_t)/dparams, df_d(z_s)/dparams>, with no normalizing factor anywhere.
-
-    Args:
-        apply: (params, batch) -> outputs (T, ...); a plain function, or a ``Normalized`` one. ``from_nnx``,
-            ``from_linen`` and ``from_equinox`` make one of a module.
-        params: pytree; integer leaves are constants.
-        x: batch (T, ...).
-        z: second batch (S, ...), or None for x.
-        stats: which statistics normalize the samples; required as soon as the function couples samples.
-            "batch": each of x and z by its own, the gradients through them included. "train": x and z both by
-            those of x, gradients included; K(x, z) then says how a step on the training batch x moves the
-            prediction at z. "frozen": those of x (x and z), without gradient; this is not inference mode.
-            "running": the averages that the model has gathered in training, which is inference mode, ``eval()``.
-            A function that is free of coupling may be declared either of the last two.
-        outputs: "full": T x S x C x C, shape (T, S) + O + O for outputs of shape (T,) + O. "trace": sum over
-            c of K_cc (T, S), not divided by C. "diagonal": K_cc, (T, S) + O.
-        chunk: rows t computed at a time (any number; the result does not depend on it, since coupled
-            functions are always linearized on the whole batch). Chosen from ``limit`` by default.
-        method: "jacobian" forms both Jacobians; "products" computes one vector-Jacobian and one Jacobian-vector
-            product a row; "structured" finds every product of a parameter in the trace of ``apply`` and takes,
-            parameter by parameter, Gram matrices or that layer's Jacobian; "auto" takes the cheapest that
-            fits (``ntk_plan`` says which and why).
-        limit: the most bytes that the computation may take, 4 GiB by default.
-
-    Returns:
-        The kernel in the dtype of the outputs.
-
-    Cost, P parameters, F operations a forward pass of one sample, b bytes a number. Time: jacobian
-    (T + S) C F + T S C^2 P; products T S C F; structured (T + S) C F and for each parameter the less of T S C^2 P
-    and T S p^2 (k + C o), for a product of k inputs and o outputs at p positions ("trace": C in place of C^2).
-    Memory: the kernel b T S C^2; jacobian b (T + S) C P beside it; products b chunk C P; structured b (T + S) times
-    C P or p (k + C o).
-
-    Raises:
-        ValueError: for a coupled function without ``stats``, unknown names, or memory above ``limit``.
-
-    >>> import jax.numpy as jnp
-    >>> empirical_ntk(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
-    [[1.0, 1.0], [1.0, 2.0]]
-    """
-    left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
-    plan = plan_once(apply, params, left, right, stats, outputs, chunk, method, limit)
-    return _evaluate(apply, params, left, right, stats, outputs, plan.method, plan.chunk, chunk, limit)
+    """Return K(x, z) for one batch of arrays or two; ``kernel.empirical_ntk`` describes and checks the arguments."""
+    plan = plan_once(apply, params, x, z, stats, outputs, chunk, method, limit)
+    return _evaluate(apply, params, x, z, stats, outputs, plan.method, plan.chunk, chunk, limit)
 
 
 @eqx.filter_jit
@@ -190,7 +146,10 @@ def _all_pairs(
 ) -> Float[Array, "T S ..."]:
     """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half."""
     count = jax.tree.leaves(left)[0].shape[0]
-    if not symmetric or rows < count or count < 8 * _BLOCKS:
+    many = jax.eval_shape(lambda a: structured.contract(a, a, "diagonal"), left).shape[2]
+    wide = count * (many if outputs == "full" else 1)
+    # blocks of few rows multiply at a small part of the speed
+    if not symmetric or rows < count or count < _BLOCKS or wide < 64 * _BLOCKS:
         return structured.by_pieces(lambda some: structured.contract(some, right, outputs), left, rows)
     edges = [count * i // _BLOCKS for i in range(_BLOCKS + 1)]
     part = lambda tree, start, stop: jax.tree.map(lambda a: a[start:stop], tree)

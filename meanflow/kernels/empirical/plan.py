@@ -20,7 +20,8 @@ from meanflow import _checks
 from meanflow.kernels.empirical import cost, structured
 from meanflow.kernels.empirical.cost import Block, Cost
 from meanflow.kernels.empirical.coupling import STATS, KernelMaps, kernel_maps
-from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params, batch
+from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params
+from meanflow.kernels.empirical.samples import as_arrays, batches
 
 METHODS = ("auto", "jacobian", "products", "structured")
 OUTPUTS = ("full", "trace", "diagonal")
@@ -53,8 +54,8 @@ class NtkPlan(NamedTuple):
 OPTIONS = {
     "apply": _checks.function,
     "params": PARAMS,
-    "x": batch,
-    "z": _checks.optional(batch),
+    "x": batches,
+    "z": _checks.optional(batches),
     "stats": _checks.optional(_checks.choice(*STATS)),
     "outputs": _checks.choice(*OUTPUTS),
     "chunk": _checks.optional(_checks.count(1)),
@@ -87,8 +88,8 @@ def ntk_plan(
     >>> ntk_plan(apply, params, jnp.ones((300, 2))).method
     'structured'
     """
-    left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
-    plan, total = _plan(apply, params, left, right, stats, outputs, chunk, method, limit)
+    function, left, right = as_arrays(apply, x, z)
+    plan, total = _plan(function, params, left, right, stats, outputs, chunk, method, limit)
     rate = _rate(jnp.result_type(*jax.tree.leaves(params)).name)
     return plan._replace(seconds={name: c.total / rate for name, c in total.items()})
 
@@ -287,7 +288,11 @@ def plan_for(
 ) -> _Planned:
     """Choose method and chunk for the kernel of ``maps``; the other arguments are those of ``empirical_ntk``."""
     moving = [a for a in jax.tree.leaves(params) if eqx.is_inexact_array(a)]
+    if not moving:
+        raise ValueError("params must hold at least one array of floating point numbers, got none")
     left, right = traces(maps, params, x)
+    if not left.used and not right.used:
+        raise ValueError("the outputs of apply do not depend on params, so that its kernel is zero")
     block = block_of(maps, params, z is None, outputs)
     item = left.output.dtype.itemsize
     result = item * block.rows * block.columns * _kept(block)

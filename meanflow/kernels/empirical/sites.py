@@ -258,21 +258,22 @@ class _Walk:
             return outs
         if held and name == "scan":
             return self.scan(scope, place, equation, tags, lengths)
+        if len(held) == 1 and name in _PRODUCTS:
+            # a product with a constant is a site as well: the first round of a recurrence starts from zeros
+            operand = next(i for i, t in enumerate(tags) if isinstance(t, View | Param))
+            constant = all(t is None for i, t in enumerate(tags) if i != operand)
+            if _is_product(equation, operand) and not (constant and name == "gather"):
+                view = self.as_view(tags[operand], scope, (place, operand), not lengths)
+                if view is not None and not (name == "gather" and any(view.sliced)):
+                    scope.entries[place] = Site(self.count, equation, operand, view, lengths)
+                    self.count += 1
+                    return [SAMPLE]
         if all(t is not SAMPLE for t in tags):
             view = _seen(equation, tags, known)
             if view is not None:
                 return [view]
             if not lengths:
                 return [Param(frozenset().union(*map(self.leaves, tags)))] * len(equation.outvars)
-        elif held and name in _PRODUCTS:
-            operand = next((i for i, t in enumerate(tags) if isinstance(t, View | Param)), 0)
-            alone = len(held) == 1 and all(t is SAMPLE for i, t in enumerate(tags) if i != operand)
-            if alone and _is_product(equation, operand):
-                view = self.as_view(tags[operand], scope, (place, operand), not lengths)
-                if view is not None and not (name == "gather" and any(view.sliced)):
-                    scope.entries[place] = Site(self.count, equation, operand, view, lengths)
-                    self.count += 1
-                    return [SAMPLE]
         for tag in tags:
             self.use_directly(tag)
         return [SAMPLE] * len(equation.outvars)

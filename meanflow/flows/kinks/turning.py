@@ -1,0 +1,263 @@
+"""Neurons under batch norm between the hyperplanes of the samples: what happens from one event to the next.
+
+A neuron a s(b . x / |b|_S) with centered inputs x moves, in the frozen force g of its cell, by
+
+    a' = -F,    b' = -(a/s) xi,    xi = g - (F/s) S b,    s = |b|_S,    F = g . b / s,
+
+which turns b and keeps |b|. There is no closed form: from event to event the motion is one Runge-Kutta step of order
+4, scaled back to |b|, and the time of an event is found by root finding along such steps. On hyperplanes the neuron
+slides by the rule of ``filippov`` for the covector xi: g = g_0 + sum_k lam_k J_k x_k with the least |xi|. Since b is
+tangent to the planes it sits on, F does not depend on lam; but lam varies as b turns, so that lam = 0 and lam = 1 are
+events too. On the batch-norm manifold the metric makes the same motion of it, in the coordinates b/|b|_S.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from meanflow._numerics import safe_divide, safe_norm
+from meanflow.flows.kinks import filippov
+from meanflow.flows.kinks.passage import Counts
+from meanflow.flows.kinks.planes import Load, at, force_of, tally
+
+TO_INACTIVE, TO_ACTIVE = -1.0, 2.0  # in the place of lam: the neuron has just been set free, to that side
+ROOTS = 10  # steps of the search for the time of an event, by regula falsi with the Illinois rule
+POLISH = 6  # steps of Newton's method for the times at which an interpolating cubic meets the planes
+
+Vector = Float[Array, " m"]
+
+
+class Field(NamedTuple):
+    """The frozen forces on the planes, and the covariance (d, d) that normalizes neurons."""
+
+    load: Load
+    sigma: Float[Array, "d d"]
+
+
+class Turners(NamedTuple):
+    """Neurons on their way through a sub-step; fields as in ``planes.Walkers``."""
+
+    a: Vector
+    b: Float[Array, "m d"]
+    z: Float[Array, "m n"]
+    side: Int[Array, "m n"]
+    slots: Int[Array, "m k"]
+    lam: Float[Array, "m k"]
+    fresh: Bool[Array, "m k"]
+    left: Vector
+
+
+class _Held(NamedTuple):
+    """What is constant between two events: the force of all sides, and the planes that are slid on."""
+
+    force: Float[Array, "m d"]
+    normal: Float[Array, "m k d"]
+    gram: Float[Array, "m k k"]
+    jump: Float[Array, "m k"]
+    free: Bool[Array, "m k"]
+    table: Float[Array, "m k k"]
+
+
+Rate = tuple[Vector, Float[Array, "m d"], Float[Array, "m k"]]
+
+
+def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], sigma: jax.Array) -> tuple[jax.Array, ...]:
+    """Return s, F and xi, without planes that are slid on."""
+    image = b @ sigma
+    scale = jnp.sqrt(jnp.sum(b * image, axis=-1))
+    work = jnp.sum(b * force, axis=-1) / scale
+    return scale, work, force - (work / scale)[:, None] * image
+
+
+def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> Rate:
+    """Return a', b' and lam."""
+    scale, work, turn = _turn(b, held.force, sigma)
+    pull = jnp.einsum("mkd,md->mk", held.normal, turn)
+    mixed = filippov.hold(held.gram, held.free, held.table, pull)
+    turn = turn + jnp.einsum("mk,mkd->md", mixed, held.normal)
+    lam = mixed / jnp.where(held.free, held.jump, 1.0)
+    return -work, -(a / scale)[:, None] * turn, lam
+
+
+def _step(
+    a: Vector, b: Float[Array, "m d"], time: Vector, held: _Held, sigma: jax.Array
+) -> tuple[Vector, Float[Array, "m d"]]:
+    """Take one Runge-Kutta step of order 4, scaled back to |b|."""
+    long = time[:, None]
+    one = _rate(a, b, held, sigma)
+    two = _rate(a + time / 2 * one[0], b + long / 2 * one[1], held, sigma)
+    three = _rate(a + time / 2 * two[0], b + long / 2 * two[1], held, sigma)
+    four = _rate(a + time * three[0], b + long * three[1], held, sigma)
+    end = a + time / 6 * (one[0] + 2 * two[0] + 2 * three[0] + four[0])
+    turned = b + long / 6 * (one[1] + 2 * two[1] + 2 * three[1] + four[1])
+    return end, turned * safe_divide(safe_norm(b), safe_norm(turned))[:, None]
+
+
+def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple[Turners, Counts]:
+    """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
+    load, sigma = field
+    n = load.normal.shape[0]
+    a, b, z, side, slots, lam, fresh, left = turners
+    moving = left > 0
+    released = (slots < n) & moving[:, None] & ((lam == TO_INACTIVE) | (lam == TO_ACTIVE))
+    valid = (slots < n) & moving[:, None] & ~released
+    normal, jump = at(load.normal, slots), at(load.jump, slots)
+    gram = jnp.einsum("mkd,mld->mkl", normal, normal)
+    force = force_of(side, load)
+    _, work, turn = _turn(b, force, sigma)
+    pull = jnp.einsum("mkd,md->mk", normal, turn)
+    sign = jnp.sign(jnp.where(a == 0, -work, a))
+    choice = filippov.decide(gram, jump, pull, safe_norm(force), valid, sign)
+    slides = valid & (choice.state == filippov.SLIDES)
+    active = (valid & (choice.state == filippov.ACTIVE)) | (released & (lam == TO_ACTIVE))
+    leaves = (valid & ~slides) | released
+    target = jnp.where(active, 1, -1).astype(side.dtype)
+    left_planes = jnp.where(leaves, slots, n)
+    side = side.at[jnp.arange(slots.shape[0])[:, None], left_planes].set(target, mode="drop")
+    force = force + jnp.einsum("mk,mkd->md", jnp.where(active, jump, 0.0), normal)
+    crosses = leaves & fresh & (target != jnp.where(lam > 0.5, 1, -1))
+    freed = leaves & ~fresh
+    alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(slides, axis=1) & load.dies
+    counts = Counts(
+        tally(crosses, is_real),
+        tally(slides & fresh, is_real),
+        tally(freed, is_real),
+        tally(jnp.any(crosses | freed, axis=1) & alone, is_real),
+        tally(choice.nonunique, is_real),
+    )
+    slots = jnp.where(leaves, n, slots)
+    held = _Held(force, normal, jnp.where(_pairs(valid), gram, 0.0), jump, slides, choice.table)
+    return _move(turners._replace(side=side, slots=slots), left_planes, held, field), counts
+
+
+def _pairs(valid: Bool[Array, "m k"]) -> Bool[Array, "m k k"]:
+    return valid[:, :, None] & valid[:, None, :]
+
+
+def _move(turners: Turners, left_planes: Int[Array, "m k"], held: _Held, field: Field) -> Turners:
+    """Move every neuron to its next event or to the end of its time; those without time left stay."""
+    load, sigma = field
+    a, b, z, side, slots, lam, _, left = turners
+    m, n = z.shape
+    k = slots.shape[1]
+    time = jnp.maximum(left, 0.0)
+    path = lambda when: _step(a, b, when, held, sigma)
+
+    # a trial step over all the time left shows which events lie on the way
+    begin = jax.lax.stop_gradient(_rate(a, b, held, sigma))
+    end_a, end_b = jax.lax.stop_gradient(path(time))
+    finish = jax.lax.stop_gradient(_rate(end_a, end_b, held, sigma))
+    sides = side.astype(z.dtype)
+    z0 = sides * jax.lax.stop_gradient(z)
+    z1 = sides * (end_b @ load.normal.T)
+    v0, v1 = (sides * (rate[1] @ load.normal.T) * time[:, None] for rate in (begin, finish))
+    rows = jnp.arange(m)[:, None]
+    v0 = v0.at[rows, left_planes].max(0.0, mode="drop")  # a plane just left is not met again at once
+    when = _first_meeting(z0, z1, v0, v1)
+    when = jnp.where(side != 0, when, jnp.inf)
+    ahead = jnp.argmin(when, axis=1)
+    to_plane = jnp.min(when, axis=1)
+    linear = lambda u, v: jnp.where(
+        v < 0, jnp.maximum(u, 0.0) / jnp.where(v < 0, jnp.maximum(u, 0.0) - v, 1.0), jnp.inf
+    )
+    low = jnp.where(held.free, linear(begin[2], finish[2]), jnp.inf)
+    high = jnp.where(held.free, linear(1 - begin[2], 1 - finish[2]), jnp.inf)
+    bounds = jnp.concatenate([low, high], axis=1)
+    bound = jnp.argmin(bounds, axis=1)
+    to_bound = jnp.min(bounds, axis=1)
+    sign = jnp.sign(a)
+    to_rest = jnp.where(jnp.any(held.free, axis=1), linear(sign * a, sign * end_a), jnp.inf)
+    first = jnp.minimum(to_plane, jnp.minimum(to_bound, to_rest))
+    exits = jnp.isfinite(first) & (left > 0)
+    arrives = exits & (to_plane <= first)
+    frees = exits & ~arrives & (to_bound <= first)
+    halts = exits & ~arrives & ~frees
+
+    met = jnp.take(load.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
+    which = jnp.arange(k)[None, :] == (bound % k)[:, None]
+
+    def margin(when: Vector) -> Vector:
+        """Return what is positive before the event and negative behind it."""
+        now_a, now_b = path(when)
+        weight = jnp.sum(jnp.where(which, _rate(now_a, now_b, held, sigma)[2], 0.0), axis=1)
+        weight = jnp.where(bound < k, weight, 1 - weight)
+        return jnp.where(arrives, jnp.sum(met * now_b, axis=1), jnp.where(frees, weight, sign * now_a))
+
+    found = jax.lax.stop_gradient(_root(margin, time, jnp.where(exits, first, 1.0)))
+    # one more step of Newton's method, with derivatives: the time of the event as a function of everything else
+    gap, slope = jax.jvp(margin, (found,), (jnp.ones_like(found),))
+    slope = jax.lax.stop_gradient(slope)
+    refined = found - jnp.where(exits & (slope < 0), gap, 0.0) / jnp.where(slope < 0, slope, -1.0)
+    step = jnp.where(exits, jnp.clip(refined, 0.0, time), time)
+    new_a, new_b = path(step)
+    z = jnp.where(side == 0, 0.0, new_b @ load.normal.T)
+    z = sides * jnp.maximum(sides * z, 0.0)
+
+    hit = arrives[:, None] & (jnp.arange(n)[None, :] == ahead[:, None])
+    empty = slots >= n
+    slot = arrives[:, None] & empty & (jnp.cumsum(empty, axis=1) == 1)
+    lost = arrives & ~jnp.any(slot, axis=1)
+    came = jnp.take_along_axis(side, ahead[:, None], axis=1) > 0
+    outcome = jnp.where(bound < k, TO_INACTIVE, TO_ACTIVE).astype(lam.dtype)[:, None]
+    stays = (left > 0)[:, None]
+    return Turners(
+        jnp.where(halts, 0.0, jnp.where(left > 0, new_a, a)),
+        jnp.where(stays, new_b, b),
+        jnp.where(stays, jnp.where(hit, 0.0, z), turners.z),
+        jnp.where(hit, 0, side).astype(side.dtype),
+        jnp.where(slot, ahead[:, None], slots).astype(slots.dtype),
+        jnp.where(slot, came.astype(lam.dtype), jnp.where(frees[:, None] & which, outcome, 0.0)),
+        slot,
+        jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
+    )
+
+
+def _first_meeting(
+    z0: Float[Array, "m n"], z1: Float[Array, "m n"], v0: Float[Array, "m n"], v1: Float[Array, "m n"]
+) -> Float[Array, "m n"]:
+    """Return the time in [0, 1] at which the cubic with these ends and slopes first falls below 0, or inf."""
+    third = 2 * (z0 - z1) + v0 + v1
+    second = -3 * (z0 - z1) - 2 * v0 - v1
+    value = lambda t: ((third * t + second) * t + v0) * t + z0
+    middle = value(0.5)
+    crosses = (z1 < 0) | (middle < 0) | ((z0 <= 0) & (v0 < 0))
+    low, high = jnp.where(middle < 0, 0.0, 0.5), jnp.where(middle < 0, 0.5, 1.0)
+
+    def narrow(_: Int[Array, ""], bracket: tuple) -> tuple:
+        """Newton's method within a bracket that is halved."""
+        low, high = bracket
+        t = 0.5 * (low + high)
+        now = value(t)
+        slope = (3 * third * t + 2 * second) * t + v0
+        guess = t - now / jnp.where(slope == 0, 1.0, slope)
+        low, high = jnp.where(now > 0, t, low), jnp.where(now > 0, high, t)
+        inside = (guess > low) & (guess < high)
+        beyond = value(jnp.where(inside, guess, low)) > 0
+        return jnp.where(inside & beyond, guess, low), jnp.where(inside & ~beyond, guess, high)
+
+    low, high = jax.lax.fori_loop(0, POLISH, narrow, (low, high))
+    at_once = (z0 <= 0) & (v0 < 0)
+    return jnp.where(crosses, jnp.where(at_once, 0.0, 0.5 * (low + high)), jnp.inf)
+
+
+def _root(margin: Callable[[Vector], Vector], time: Vector, guess: Vector) -> Vector:
+    """Return where ``margin`` falls through 0 between 0 and ``time``, by the Illinois rule, from a guess in [0, 1]."""
+    start, end = jnp.zeros_like(time), time
+    at_start, at_end = margin(start), margin(end)
+    first = jnp.clip(guess, 0.0, 1.0) * time
+
+    def narrow(_: Int[Array, ""], carry: tuple) -> tuple:
+        low, high, at_low, at_high, now, _ = carry
+        value = margin(now)
+        ahead = value > 0
+        low_next, at_low_next = jnp.where(ahead, now, low), jnp.where(ahead, value, at_low / 2)
+        high_next, at_high_next = jnp.where(ahead, high, now), jnp.where(ahead, at_high / 2, value)
+        width = at_low_next - at_high_next
+        share = jnp.where(width > 0, at_low_next / jnp.where(width > 0, width, 1.0), 0.5)
+        return low_next, high_next, at_low_next, at_high_next, low_next + share * (high_next - low_next), now
+
+    carry = (start, end, at_start, at_end, first, first)
+    return jax.lax.fori_loop(0, ROOTS, narrow, carry)[4]
