@@ -20,7 +20,7 @@ Drawn = TypeVar("Drawn", Cloud, Dataset, np.ndarray)
 
 
 def remember(plan: object, tag: Hashable, draw: Callable[[], Drawn]) -> Drawn:
-    """Return ``draw()``, a cloud, data or an array, as host arrays; a second call with the same plan and tag draws nothing.
+    """Return ``draw()`` as host arrays; a second call with the same plan and tag draws nothing.
 
     Args:
         plan: whose draw it is.
