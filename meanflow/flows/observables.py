@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow._numerics import safe_sqrt, wrap_angle
+from meanflow._reuse import canonical
 from meanflow.flows import equation
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
@@ -245,7 +246,7 @@ def as_observable(name: str, one: object) -> Observable:
     if isinstance(one, Observable):
         return one
     _checks.function(name, one)
-    return FunctionObservable(one)  # type: ignore[arg-type]
+    return FunctionObservable(canonical(one))  # type: ignore[arg-type]
 
 
 def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[str, Observable] | None:

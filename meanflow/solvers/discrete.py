@@ -15,6 +15,7 @@ from meanflow import _checks
 from meanflow._checks import choice, count, flag, function, instance, number, optional, prng_key
 from meanflow._identity import describe, json_digest
 from meanflow._numerics import iterate
+from meanflow._reuse import canonical
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
@@ -161,6 +162,7 @@ def descend(
     flow = begin(flow, cloud, state)
     bound = prepare(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
+    optimizer = canonical(optimizer)  # one made anew finds the program of its like
     if optimizer is None and step is None:
         raise ValueError("step must be a number or a StepRule when no optimizer is given, got None")
     dynamics = Dynamics(bound, cloud, temperature, reaction, conserve, key)
