@@ -255,6 +255,16 @@ class Sweep(Plan):
             sizes.append(found.size)
         return max(sizes)
 
+    def _classes(self, flow: Flow) -> int:
+        """Return the number of classes in the data of all cells: a small sample may miss the last ones."""
+
+        def most() -> np.ndarray:
+            names = self.taken["data"]
+            seen = {tuple(self.grid.places(c)[n] for n in names): c for c in range(self.grid.size)}
+            return np.max([flow.loss.outputs(self._data(cell).y) for cell in seen.values()])
+
+        return int(clouds.remember(self, ("classes",), most))
+
     def check(self) -> None:
         """Make the checks that solvers skip while they are being traced, on the first cell of each group."""
         for group in self.groups:
@@ -336,6 +346,8 @@ class Sweep(Plan):
             x = data.x
             flow = self._flow_at(values).bind(data)
             outputs = flow.loss.outputs(data.y)
+            if self.room is not None and outputs is not None and data.y.ndim == 1:
+                outputs = self._classes(flow)
             return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None, outputs=outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):

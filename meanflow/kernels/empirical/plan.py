@@ -97,13 +97,13 @@ def ntk_plan(
 @functools.cache
 def _rate(dtype: str) -> float:
     """Return the operations per second of a matrix product of this dtype on this machine, measured once."""
-    size = 512
+    size = 384
     with jax.ensure_compile_time_eval():
         square = jnp.ones((size, size), dtype)
         product = jax.jit(jnp.matmul)
         jax.block_until_ready(product(square, square))
         best = math.inf
-        for _ in range(5):
+        for _ in range(40):  # short ones, so that some run undisturbed on a busy machine
             start = time.perf_counter()
             jax.block_until_ready(product(square, square))
             best = min(best, time.perf_counter() - start)
