@@ -425,6 +425,8 @@ def prepare(
         n for n in named if n in STATIC_SETTINGS or (n in asked and not grids.is_traceable(grid.axes[n]))
     ]
     template = first_flow(flow, grid, taken)
+    if isinstance(data, Dataset):
+        check_inputs(template, data)
     check_changes(template, grid, taken)
     clash = sorted(set(settings) & set(named))
     if clash:
