@@ -120,7 +120,9 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
     if name in ("dot_general", "conv_general_dilated"):
         flops = 2.0 * size * _contracted(equation)
         paths = sum(k == _BOTH for k in ins)
-        moved = size + sum(math.prod(shape_of(v)) for v in equation.invars)
+        # parameters are read once for all samples
+        pairs = zip(ins, equation.invars, strict=True)
+        moved = size + sum(math.prod(shape_of(v)) for k, v in pairs if k != _PARAM)
         back = Cost(flops, moved) * paths
         convolved = flops if name == "conv_general_dilated" else 0.0
         return Passes(Cost(flops, moved), back, convolved, size), outs
