@@ -1,6 +1,7 @@
 """Early alignment: ReLU neurons from a small start turn to extremal directions, slide on hyperplanes, and merge."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from scipy.optimize import lsq_linear
@@ -41,7 +42,8 @@ def _problem(dim: int, samples: int, width: int, size: float) -> tuple[Dataset, 
     unit = lambda rows: rows / np.linalg.norm(rows, axis=1, keepdims=True)
     data = Dataset(unit(rng.standard_normal((samples, dim))), np.sign(rng.standard_normal(samples)))
     a = size * np.where(np.arange(width) % 2, 1.0, -1.0)
-    return data, Cloud(Neurons(a, size * unit(rng.standard_normal((width, dim)))))
+    b = size * unit(rng.standard_normal((width, dim)))
+    return data, Cloud(Neurons(jnp.asarray(a), jnp.asarray(b)))
 
 
 def _directions(b: np.ndarray) -> np.ndarray:
@@ -129,16 +131,17 @@ def alignment(width: int = 60, samples: int = 40, end: float = 30.0, step: float
                 Criterion("neurons of descent on a hyperplane, at most", float(seen.max()), 0, 0),
             ]
         else:
-            checks += [
-                Criterion("share of neurons on a hyperplane, d = 10", float(on[-1] / width), 0.1, 1),
-                Criterion("ends without a choice", float(sol.stats["nonunique"]), 0, 0),
-            ]
+            kept["nonunique_10"] = int(sol.stats["nonunique"])
+            checks.append(
+                Criterion("share of neurons on a hyperplane, d = 10", float(on[-1] / width), 0.1, 1)
+            )
     return Outcome(
         "004/alignment",
         "neurons are attracted by rays on which they stay (for one input)",
         "for vector inputs the rays are hyperplanes: neurons from a small start slide on them, "
         f"{kept['on_2'][-1]} of {width} at time {end:g} for d = 2 and {kept['on_10'][-1]} for d = 10, there on up to "
-        f"{kept['planes_10']} at once; for d = 2 they point in {kept['groups_2']} directions. Descent chatters",
+        f"{kept['planes_10']} at once, with {kept['nonunique_10']} events without a unique future; "
+        f"for d = 2 they point in {kept['groups_2']} directions. Descent chatters",
         jax.tree.map(np.asarray, kept),
         tuple(checks),
     )
