@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
+from meanflow._reuse import canonical
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -67,12 +68,12 @@ ACTIVATION = _checks.either(_checks.choice(*NAMED), _checks.function)
 
 
 def resolve(activation: str | Activation) -> Activation:
-    """The function behind a name; a callable is returned as it is.
+    """The function behind a name; for a callable the first one of equal value, which spares compiling again.
 
     Raises:
         ValueError: for a name that is not in ``NAMED``.
     """
     if callable(activation):
-        return activation
+        return canonical(activation)
     _checks.one_of("activation", activation, NAMED)
     return NAMED[activation]

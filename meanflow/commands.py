@@ -61,13 +61,13 @@ class BadStore(Failure):
 
 
 def guard(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn ValueError and OSError of a command into a message with exit code 2, and store errors into one with 3."""
+    """Turn ValueError, TypeError and OSError of a command into a message with exit code 2, store errors with 3."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (ValueError, OSError) as problem:
+        except (ValueError, TypeError, OSError) as problem:
             # by name: importing the class would import the whole of sweeps for every command
             store = type(problem).__name__ == "StoreError"
             raise (BadStore if store else Failure)(str(problem)) from None

@@ -1,10 +1,14 @@
 """Bad or extreme input that used to give a wrong number without a word."""
 
+import logging
+
+import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import meanflow as mf
 from meanflow import geometry, transport
@@ -122,3 +126,117 @@ def test_log_of_opposite_points_is_nan_while_traced():
     assert jnp.all(jnp.isnan(jax.jit(geometry.log)(bb, -bb, sigma)))
     nearly = jnp.array([-0.6 + 1e-9, -0.8])
     np.testing.assert_allclose(jnp.linalg.norm(geometry.log(bb, nearly, sigma)), jnp.pi, rtol=1e-6)
+
+
+def sweep(**change):
+    settings = {"widths": (2,), "steps": 2, "step": 0.1, "observe": (), **change}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return mf.sweep(mf.canonical(), mf.Dataset([-1.0, 0.5], [1.0, -1.0]), **given)
+
+
+def timed(**change):
+    return sweep(**{"steps": None, "step": None, "t1": 0.1, **change})
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: sweep(step=None, axes={"step": [0.1, -0.1]}),
+            "step must be one of several kinds.*> 0.*got -0.1",
+        ),
+        (lambda: sweep(step=-0.1), "step must be"),
+        (lambda: sweep(step=None, axes={"step": [0.1, np.nan]}), "step must not hold NaN"),
+        (lambda: timed(axes={"rtol": [1e-3, -1.0]}), "rtol must be >= 0"),
+        (lambda: timed(axes={"rtol": [1e-3, np.inf]}), "rtol must be finite"),
+        (lambda: timed(axes={"atol": [-1e-3]}), "atol must be >= 0"),
+        (lambda: timed(axes={"clock": ["lazy", "bogus"]}), "clock must be one of"),
+        (lambda: timed(axes={"solver": ["bogus"]}), "solver must be"),
+    ],
+)
+def test_every_value_of_an_axis_is_checked_before_anything_compiles(call, words, caplog):
+    with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=words):
+        call()
+    assert not [r for r in caplog.records if "Finished XLA compilation of jit(run)" in r.getMessage()]
+
+
+@pytest.mark.bad_input
+def test_every_value_of_an_axis_of_models_is_checked():
+    with pytest.raises(ValueError, match="alpha"):
+        mf.sweep(
+            lambda alpha: mf.full(alpha=alpha),
+            mf.Dataset([-1.0, 0.5], [1.0, -1.0]),
+            widths=(2,),
+            steps=2,
+            step=0.1,
+            axes={"alpha": [1.0, -1.0]},
+        )
+
+
+CLOUD = mf.Cloud(mf.Neurons(np.ones(3), np.ones((3, 2))))
+PLANE = mf.Dataset(np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), np.array([1.0, -1.0, 1.0]))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: mf.solve(mf.vanilla("tanh"), PLANE, CLOUD, 1.0), "cloud must be a Cloud"),
+        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD.particles, PLANE, 1.0), "cloud must be a Cloud"),
+        (lambda: mf.solve(mf.vanilla, CLOUD, PLANE, 1.0), "flow must be a Flow"),
+        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, solver=diffrax.Tsit5), "solver must be"),
+        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, solver="tsit5"), "solver must be"),
+        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, solver=diffrax.Euler()), "step must be"),
+        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, "1"), "t1 must be a number"),
+        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, rtol="a"), "rtol must be"),
+        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, ts="a"), "ts must be"),
+        (lambda: mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 2, optimizer="adam"), "optimizer must be"),
+        (lambda: mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 2, optimizer=optax.adam), "optimizer must be"),
+        (
+            lambda: mf.descend(
+                mf.vanilla("tanh"), CLOUD, PLANE, 1, step=0.1, observe={"n": lambda *run: None}
+            ),
+            "observe must hold functions that return",
+        ),
+        (lambda: mf.vanilla("tanh").init(0, 3), "key must be a single PRNG key"),
+        (lambda: mf.vanilla("tanh").init(jax.random.split(jax.random.key(0), 2), 3), "key must be a single"),
+        (lambda: sweep(seeds=[2**32]), "seeds"),
+        (lambda: sweep(seeds=10**12), "seeds"),
+        (lambda: sweep(widths=[10**13]), "widths"),
+        (lambda: sweep(observe={"n": lambda *run: None}), "observe"),
+        (lambda: mf.sweeps.sweep_function(lambda key: "text"), "function\\['value'\\] must return an array"),
+        (lambda: mf.Cloud(mf.Neurons(None, np.ones((3, 2)))), "particles must have all their coordinates"),
+        (lambda: mf.Dataset([1.0, 2.0], [1.0, 2.0], [0.0, 0.0]), "weights must not all be zero"),
+        (lambda: mf.kernels.spectrum(np.array([[1.0, 2.0], [2.0, 1.0]])), "kernel must be a Gram matrix"),
+        (lambda: mf.kernels.spectrum(np.array([[1.0, 0.9], [0.1, 1.0]])), "kernel must be symmetric"),
+        (lambda: mf.geometry.BatchNormManifold(np.ones((2, 3))), "sigma must be a square matrix"),
+        (
+            lambda: mf.training.MLP(3, (2,), "a", norm=mf.layers.BatchNorm, rngs=nnx.Rngs(0)),
+            "classes must be",
+        ),
+        (lambda: mf.training.MLP(3, (2,), 2, norm=mf.layers.BatchNorm, rngs=0), "rngs must be a Rngs"),
+        (lambda: mf.measures.laws.uniform("a"), "low must be a number"),
+        (lambda: mf.transport.bounds.standardized_bound(-3), "dimension must be an integer >= 1"),
+        (lambda: mf.layers.functional.recenter(np.ones((2, 3)), axis=5), "axis must be among the 2 axes"),
+    ],
+)
+def test_mistakes_of_new_users_are_named(call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
+
+
+def test_a_state_of_another_width_is_refused():
+    run = mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 1, step=0.1)
+    wide = mf.Cloud(mf.Neurons(np.ones(5), np.ones((5, 2))))
+    with pytest.raises(ValueError, match="state must come from a run of the same cloud"):
+        mf.descend(mf.vanilla("tanh"), wide, PLANE, 1, step=0.1, state=run.state)
+
+
+def test_the_condition_number_of_a_singular_kernel_is_infinite():
+    from meanflow.kernels.empirical.spectra import condition_number
+
+    singular = np.ones((3, 3))
+    assert np.isinf(condition_number(jnp.asarray(singular), key=jax.random.key(0)))
+    regular = np.diag([1.0, 2.0, 5.0])
+    np.testing.assert_allclose(condition_number(jnp.asarray(regular), key=jax.random.key(0)), 5.0, rtol=1e-8)

@@ -12,7 +12,17 @@ import meanflow
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "meanflow"
-FOUNDATION = ("_checks", "_matrices", "_numerics", "_files", "_identity", "_lazy", "activations", "commands")
+FOUNDATION = (
+    "_checks",
+    "_matrices",
+    "_numerics",
+    "_files",
+    "_identity",
+    "_lazy",
+    "_reuse",
+    "activations",
+    "commands",
+)
 ROOMS = (
     *("measures", "geometry", "layers", "kernels", "flows", "solvers", "transport", "depth", "training"),
     *("univariate", "sweeps", "plots", "report", "cli"),

@@ -1,8 +1,12 @@
-"""Speed and memory of the empirical tangent kernel, against matrix multiplication and against its peer."""
+"""Speed and memory of the empirical tangent kernel, against matrix multiplication and against its peers."""
 
 import json
+import pathlib
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +15,9 @@ from jaxtyping import Array, Float
 
 from meanflow import kernels
 from meanflow.kernels.batchnorm import normalize
-from meanflow_benchmarks.memory import program_memory
+from meanflow_benchmarks import networks as networks_module
+from meanflow_benchmarks.memory import peak_bytes, program_memory
+from meanflow_benchmarks.networks import NETWORKS
 from meanflow_benchmarks.timing import best_time, timed
 
 Params = list[tuple[Float[Array, "m n"], Float[Array, " n"]]]  # weights and biases by layer
@@ -203,3 +209,185 @@ def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
     kernel = kernels.ntk_operator(normed, params, x, stats="batch")
     product = _best(lambda v: kernel @ v, jnp.ones(samples, x.dtype), repeats=3)
     return {"product": product, "forward": forward, "passes": product / forward}
+
+
+# Each peer runs one network in a process of its own, on one thread, and prints one line of JSON: processor seconds of
+# the best of its ways, the bytes by which the process grew, and the first row of the kernel.
+_TANGENTS = r"""
+import json, resource, sys, time
+sys.path.insert(0, sys.argv[1])
+import numpy as np, jax, jax.numpy as jnp
+from jax.interpreters import ad
+from jax._src import source_info_util
+for name, value in (("source_info_util", source_info_util), ("config", jax.config)):
+    if not hasattr(ad, name):  # neural-tangents 0.6.5 reads them there
+        setattr(ad, name, value)
+import neural_tangents as nt
+import networks
+name, outputs, repeats = sys.argv[2], sys.argv[3], int(sys.argv[4])
+apply, params, x = networks.NETWORKS[name]()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before, best, way = peak(), 1e9, ""
+modes = nt.NtkImplementation
+for mode in (modes.STRUCTURED_DERIVATIVES, modes.JACOBIAN_CONTRACTION):
+    axes = None if name.startswith("batch norm") else 0
+    trace = () if outputs == "full" else (-1,)
+    kernel = jax.jit(nt.empirical_ntk_fn(apply, trace_axes=trace, vmap_axes=axes, implementation=mode))
+    result = jax.block_until_ready(kernel(x, None, params))
+    for _ in range(repeats):
+        start = time.process_time()
+        jax.block_until_ready(kernel(x, None, params))
+        spent = time.process_time() - start
+        best, way = min((best, way), (spent, mode.name))
+count = 1 if outputs == "full" else jax.eval_shape(apply, params, x).shape[-1]  # it averages instead of summing
+row = (count * np.asarray(result)[0]).ravel().tolist()
+print(json.dumps({"seconds": best, "way": way, "bytes": peak() - before, "row": row}))
+"""
+_TORCH = r"""
+import json, resource, sys, time
+import numpy as np, torch
+import torch.nn.functional as F
+torch.set_num_threads(1)
+name, outputs, repeats = sys.argv[2], sys.argv[3], int(sys.argv[4])
+held = np.load(sys.argv[5])
+x = torch.tensor(held["x"])
+params = {k: torch.tensor(held[k]) for k in held.files if k != "x"}
+conv = lambda x, w: F.conv2d(x, w.permute(3, 2, 0, 1), padding=1)
+def unit(x, axis):
+    mean = x.mean(axis, keepdim=True)
+    return (x - mean) / torch.sqrt(((x - mean) ** 2).mean(axis, keepdim=True) + 1e-5)
+def dense(p, x):
+    count = len(p) // 2
+    axis = {"layer": -1, "batch": 0}.get(name.split()[0])
+    for i in range(count):
+        x = x @ p[f"[{i}]['w']"] + p[f"[{i}]['b']"]
+        if i < count - 1:
+            x = torch.relu(x if axis is None else unit(x, axis))
+    return x
+def cnn(p, x):
+    x = x.permute(0, 3, 1, 2)
+    for i in range(3):
+        x = torch.relu(conv(x, p[f"['layers'][{i}]['w']"]) + p[f"['layers'][{i}]['b']"].reshape(1, -1, 1, 1))
+    return x.mean((2, 3)) @ p["['head']"]
+def resnet(p, x):
+    x = conv(x.permute(0, 3, 1, 2), p["['first']"])
+    for i in range(3):
+        a, b = (p[f"['blocks'][{i}]['{n}']"] for n in "ab")
+        x = x + conv(torch.relu(conv(torch.relu(x), a)), b)
+    return x.mean((2, 3)) @ p["['head']"]
+def transformer(p, x):
+    for i in range(2):
+        get = lambda n: p[f"['blocks'][{i}]['{n}']"]
+        h = unit(x, -1) * get("s")[0]
+        q, k, v = ((h @ get(n)).reshape(h.shape[0], h.shape[1], 4, -1) for n in "qkv")
+        weight = torch.softmax(torch.einsum("bthk,bshk->bhts", q, k) / (x.shape[2] / 4) ** 0.5, -1)
+        x = x + torch.einsum("bhts,bshk->bthk", weight, v).reshape(h.shape) @ get("o")
+        x = x + torch.relu((unit(x, -1) * get("s")[1]) @ get("up")) @ get("down")
+    return x.mean(1) @ p["['head']"]
+def recurrent(p, x):
+    h = torch.zeros(x.shape[0], x.shape[2])
+    for i in range(x.shape[1]):
+        h = torch.tanh(x[:, i] @ p["['u']"] + h @ p["['w']"])
+    return h @ p["['head']"]
+kinds = {"cnn": cnn, "resnet": resnet, "transformer": transformer, "recurrent": recurrent}
+apply = kinds.get(name.split(",")[0], dense)
+def kernel():
+    if name.startswith("batch norm"):
+        jacobian = torch.func.jacrev(lambda p: apply(p, x))(params)
+    else:
+        one = torch.func.jacrev(lambda p, s: apply(p, s[None])[0])
+        jacobian = torch.func.vmap(one, (None, 0))(params, x)
+    flat = [j.flatten(2) for j in jacobian.values()]
+    if outputs == "trace":
+        return sum(j.flatten(1) @ j.flatten(1).T for j in flat)
+    return sum(torch.einsum("tcm,sdm->tscd", j, j) for j in flat)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before, best = peak(), 1e9
+result = kernel()
+for _ in range(repeats):
+    start = time.process_time()
+    kernel()
+    best = min(best, time.process_time() - start)
+print(json.dumps({"seconds": best, "bytes": peak() - before, "row": result[0].ravel().tolist()}))
+"""
+
+
+def of_networks(
+    names: tuple[str, ...] = tuple(NETWORKS),
+    outputs: tuple[str, ...] = ("full", "trace"),
+    repeats: int = 3,
+    peer: str | None = None,
+    torch: str | None = None,
+) -> dict[str, float | str]:
+    """Kernels of convolutional, residual, attending, recurrent and normalized networks, with peers in the same run.
+
+    All times are processor seconds of one thread, when XLA_FLAGS holds ``--xla_cpu_multi_thread_eigen=false``.
+
+    Args:
+        names: which of ``networks.NETWORKS``.
+        outputs: kernels kept: "full", "trace".
+        repeats: measurements of which the best counts.
+        peer: interpreter that has neural-tangents 0.6.5 and a jax that works with it.
+        torch: interpreter that has PyTorch; its kernel is vmap(jacrev) with a product of Jacobians.
+
+    Returns:
+        For every network and kept outputs: seconds of ``auto``, what was planned, bytes, and for each peer its seconds,
+        its bytes, how many times slower it is (target 1.3), and the relative difference of the first row.
+    """
+    out: dict[str, float | str] = {}
+    for name in names:
+        for kept in outputs:
+            out |= {
+                f"{name}, {kept}: {k}": v
+                for k, v in _network_numbers(name, kept, repeats, peer, torch).items()
+            }
+    return out
+
+
+def _network_numbers(
+    name: str, outputs: str, repeats: int, peer: str | None, torch: str | None
+) -> dict[str, float | str]:
+    """Time one network here and in the peers' interpreters."""
+    apply, params, x = NETWORKS[name]()
+    stats = "batch" if name.startswith("batch norm") else None
+    plan = kernels.ntk_plan(apply, params, x, outputs=outputs, stats=stats)
+    call = lambda: jax.block_until_ready(
+        kernels.empirical_ntk(apply, params, x, outputs=outputs, stats=stats)
+    )
+    before = peak_bytes()
+    row, best = np.asarray(call())[0].ravel(), float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        call()
+        best = min(best, time.process_time() - start)
+    out: dict[str, float | str] = {
+        "seconds": best,
+        "method": plan.method,
+        "planned seconds": plan.seconds[plan.method],
+        "planned bytes": plan.bytes[plan.method],
+        "bytes": peak_bytes() - before,
+    }
+    folder = str(pathlib.Path(networks_module.__file__).parent)
+    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        arrays: dict[str, Any] = {jax.tree_util.keystr(k): np.asarray(v) for k, v in leaves}
+        np.savez(file, x=np.asarray(x), **arrays)
+        file.flush()
+        for label, interpreter, script in (("tangents", peer, _TANGENTS), ("torch", torch, _TORCH)):
+            if interpreter is None:
+                continue
+            command = [interpreter, "-c", script, folder, name, outputs, str(repeats), file.name]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+            if answer.returncode:
+                out[f"{label} failed"] = answer.stderr.strip().splitlines()[-1][:200]
+                continue
+            other = json.loads(answer.stdout.strip().splitlines()[-1])
+            out |= {
+                f"{label} seconds": other["seconds"],
+                f"{label} bytes": other["bytes"],
+                f"vs {label}": other["seconds"] / best,
+                f"{label} difference": float(
+                    np.max(np.abs(row - np.asarray(other["row"]))) / np.max(np.abs(row))
+                ),
+            }
+    return out

@@ -1,7 +1,7 @@
 """How long a call takes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 import jax
@@ -41,3 +41,25 @@ def best_time(function: Callable[..., object], *args: object, repeats: int = 10)
     """
     first = timed(function, *args)[1]
     return first, min(timed(function, *args)[1] for _ in range(repeats))
+
+
+def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
+    """Return the best processor time of each job in seconds; jobs take turns, so that a busy machine slows all alike.
+
+    Args:
+        jobs: functions without arguments by name; each is called once before to compile.
+        repeats: measurements of each.
+
+    Example:
+        >>> sorted(interleaved({"a": lambda: 1, "b": lambda: 2}, repeats=1))
+        ['a', 'b']
+    """
+    for job in jobs.values():
+        jax.block_until_ready(job())
+    best = dict.fromkeys(jobs, float("inf"))
+    for _ in range(repeats):
+        for name, job in jobs.items():
+            start = time.process_time()
+            jax.block_until_ready(job())
+            best[name] = min(best[name], time.process_time() - start)
+    return best

@@ -25,3 +25,16 @@ def test_memory_at_full_size():
 def test_flop_count():
     # one hidden layer: forward 2 T (d N + N), backward 2 T N, Grams 2 T^2 (d + N + N + 1)
     assert bench._structured_flops((3, 10, 1), 5) == 2 * 5 * 40 + 2 * 5 * 10 + 2 * 25 * 24
+
+
+def test_networks_of_the_table(monkeypatch):
+    from meanflow_benchmarks import networks
+
+    small = {
+        "cnn": lambda: networks.convolutional(3, 4, 2),
+        "batch norm, 3": lambda: networks.dense(3, (2, 4, 1), 0),
+    }
+    monkeypatch.setattr(bench, "NETWORKS", small)
+    out = bench.of_networks(tuple(small), ("trace",), repeats=1)
+    assert all(out[f"{name}, trace: seconds"] > 0 for name in small)
+    assert {f"{name}, trace: method" for name in small} <= set(out)

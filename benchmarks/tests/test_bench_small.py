@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meanflow_benchmarks import depth, flows, kernels, layers, memory, timing, univariate
+from meanflow_benchmarks import depth, flows, kernels, layers, memory, solvers, timing, univariate
 
 
 def test_velocities():
@@ -56,3 +56,10 @@ def test_times_and_memory():
     assert len(calls) == 4 and best >= 0 and first >= 0
     assert timing.timed(divmod, 7, 2)[0] == (3, 1)
     assert memory.peak_bytes() > 10 * memory.MEGABYTE
+
+
+def test_descent():
+    out = solvers.minibatches(points=20, dim=2, width=3, batch=5, steps=8, repeats=1)
+    assert out["ratio_epochs"] == pytest.approx(out["epochs_us"] / out["epochs_by_hand_us"])
+    out = solvers.gradients(width=3, points=4, dim=2, steps=8, repeats=1)
+    assert out["ratio_full"] == pytest.approx(out["full_ms"] / out["by_hand_ms"])

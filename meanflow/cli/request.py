@@ -75,10 +75,10 @@ def read_request(path: str | pathlib.Path) -> Json:
     """Return the tables of a TOML file, checked."""
     path = pathlib.Path(path)
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise ValueError(f"configuration {path} cannot be read: {problem}") from problem
-    except tomllib.TOMLDecodeError as problem:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise ValueError(f"configuration {path} is not valid TOML: {problem}") from problem
     return check_request(tables)
 
@@ -156,17 +156,23 @@ def named_data(
         raise ValueError(f"[data] needs exactly one of name, file and x with y, got {given or 'none'}")
     if file is not None:
         try:
-            with np.load(file) as arrays:
+            with (
+                open(_checks.path("data.file", file), "rb") as raw,
+                np.load(raw, allow_pickle=False) as arrays,
+            ):
                 stored = {k: arrays[k] for k in arrays.files}
-        except (OSError, ValueError) as problem:
-            raise ValueError(f"data.file {file} cannot be read as .npz: {problem}") from problem
+        except Exception as problem:  # damaged archives raise whatever they like
+            raise ValueError(
+                f"data.file {file} cannot be read as .npz: {type(problem).__name__}: {problem}"
+            ) from problem
         if not {"x", "y"} <= set(stored):
             raise ValueError(f"data.file {file} must hold x and y, got {sorted(stored)}")
         return Dataset(stored["x"], stored["y"], stored.get("weights", weights))
     if x is not None:
         if y is None:
             raise ValueError("[data] needs y beside x, got none")
-        return Dataset(np.asarray(x, float), np.asarray(y, float), weights)
+        read = lambda name, value: _checks.array(rank=1)(f"data.{name}", value)
+        return Dataset(read("x", x), read("y", y), weights)
     if points is not None:
         points = _checks.whole("data.points", points, 1)
     weights = "sum" if weights is None and name != "ridge" else weights

@@ -30,6 +30,7 @@ from meanflow._checks import (
     subclass,
     unchecked,
 )
+from meanflow._reuse import canonical
 from meanflow.flows import equation
 from meanflow.flows.features import Feature
 from meanflow.flows.losses import LOSS, Loss
@@ -257,7 +258,7 @@ def make_flow(
         raise ValueError(
             f"strength needs a regularizer to multiply, got strength={strength} and no regularizer"
         )
-    penalty = None if regularizer is None else Regularizer(regularizer, floating(strength))
+    penalty = None if regularizer is None else Regularizer(canonical(regularizer), floating(strength))
     return Flow(feature, space, Loss(loss), Scaling(alpha), penalty, laws, chart, centered)
 
 

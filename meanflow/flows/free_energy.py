@@ -57,7 +57,7 @@ def free_energy(
         neighbors: k.
 
     >>> import jax, jax.numpy as jnp, meanflow as mf
-    >>> data = mf.Dataset(jnp.ones((1, 1)), jnp.zeros(1), weights=[0.0])
+    >>> data = mf.Dataset(jnp.zeros((1, 1)), jnp.zeros(1))
     >>> a, b = jax.random.normal(jax.random.key(0), (2, 4000))
     >>> found = mf.flows.free_energy(mf.vanilla("tanh"), mf.Cloud(mf.Neurons(a, b[:, None])), data, 1.0)
     >>> bool(abs(found.entropy + jnp.log(2 * jnp.pi * jnp.e)) < 4 * found.error)

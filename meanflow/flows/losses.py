@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
+from meanflow._reuse import canonical
 
 LossFunction = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -84,7 +85,7 @@ class Loss(eqx.Module):
         if not callable(loss):
             _checks.one_of("loss", loss, NAMED)
             loss = NAMED[loss]
-        self.function = loss
+        self.function = canonical(loss)
 
     @property
     def classifies(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from meanflow import _checks
+from meanflow._matrices import grams
 from meanflow._numerics import safe_norm
 from meanflow.geometry import lifts, omega
 from meanflow.geometry.lifts import norms
@@ -153,6 +154,9 @@ def ito_drift(space: Space, cloud: Cloud) -> Record:
     return total
 
 
+SIGMA = grams()
+
+
 class BatchNormManifold(Space):
     """R x Omega with da^2 + c^2 G: the geometry that batch norm gives to neurons of raw norm c (the labels).
 
@@ -169,7 +173,7 @@ class BatchNormManifold(Space):
     null: jax.Array | None
 
     def __init__(self, sigma: jax.Array | None = None) -> None:
-        self.sigma = sigma
+        self.sigma = sigma = None if sigma is None else SIGMA("sigma", sigma)
         self.null = None if sigma is None else omega.null_projector(sigma)
 
     def bind(self, data: Dataset) -> Self:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Shaped
+from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.drift import alignment
 from meanflow.kernels.empirical.coupling import STATS, kernel_maps
 from meanflow.kernels.empirical.kernel import empirical_ntk
-from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params, batch
+from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params
 from meanflow.kernels.empirical.nnx_modules import from_nnx
+from meanflow.kernels.empirical.samples import as_arrays, batches
 from meanflow.kernels.gaussian import as_matrix
 
 
@@ -33,7 +34,7 @@ class KernelRecorder:
         kernel         K as a matrix (T C, T C), outputs of sample 0 first, if ``keep``
 
     Args:
-        x: the samples (T, ...) at which the kernel is taken.
+        x: the samples (T, ...) at which the kernel is taken, or a pytree of such arrays.
         y: targets, of the shape of the network's outputs at x, or None.
         apply: (params, batch) -> outputs, if the recorder is called with parameters; by default it is called with flax
             NNX modules, which are taken in the mode they are in.
@@ -53,7 +54,7 @@ class KernelRecorder:
     """
 
     @_checks.arguments(
-        x=batch,
+        x=batches,
         y=_checks.optional(_checks.array()),
         apply=_checks.optional(_checks.function),
         steps=_checks.optional(_checks.either(_checks.count(1), _checks.sequence(_checks.count(0)))),
@@ -63,7 +64,7 @@ class KernelRecorder:
     )
     def __init__(
         self,
-        x: Shaped[ArrayLike, "T ..."],
+        x: PyTree[Shaped[ArrayLike, "T ..."]],
         y: Float[ArrayLike, "T ..."] | None = None,
         *,
         apply: Apply | Normalized | None = None,
@@ -72,7 +73,7 @@ class KernelRecorder:
         stats: str | None = None,
         keep: bool = False,
     ):
-        self.x, self.y = jnp.asarray(x), None if y is None else jnp.asarray(y)
+        self.x, self.y = x, None if y is None else jnp.asarray(y)
         self.apply, self.steps, self.top, self.stats, self.keep = apply, steps, top, stats, keep
         self._reference: np.ndarray | None = None
         self._recorded: list[dict[str, np.ndarray]] = []
@@ -87,14 +88,13 @@ class KernelRecorder:
         if not self._chosen(int(step)):
             return
         apply, params = from_nnx(network) if self.apply is None else (self.apply, network)
+        apply, x, _ = as_arrays(apply, self.x, None)
         stats = self.stats
         if stats is None:  # probed once, here: inside the compiled program it could not be
             if self._reference is None:
-                kernel_maps(apply, params, self.x, None, None)
+                kernel_maps(apply, params, x, None, None)
             stats = "running"
-        found = {
-            k: np.asarray(v) for k, v in _measure(apply, params, self.x, self.y, stats, self.top).items()
-        }
+        found = {k: np.asarray(v) for k, v in _measure(apply, params, x, self.y, stats, self.top).items()}
         kernel = found["kernel"] if self.keep else found.pop("kernel")
         if self._reference is None:
             self._reference = kernel

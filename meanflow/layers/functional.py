@@ -17,6 +17,24 @@ from meanflow import _checks
 from meanflow._numerics import safe_divide, safe_sqrt
 
 Axes = int | tuple[int, ...]
+
+
+def _axes(name: str, value: object) -> object:
+    """Accept an axis or a tuple of axes."""
+    whole = lambda name, entry: _checks.whole(name, entry, -(2**31))
+    return whole(name, value) if isinstance(value, int) else _checks.sequence(whole)(name, value)
+
+
+def _check_axes(x: jax.Array, axis: Axes) -> None:
+    """Refuse axes that x does not have."""
+    given = axis if isinstance(axis, tuple) else (axis,)
+    if any(not -x.ndim <= i < x.ndim for i in given):
+        raise ValueError(f"axis must be among the {x.ndim} axes of x, got {axis}")
+
+
+X = _checks.array(rank=1, infinite=True)
+LENGTH = _checks.number(low=0)
+MODE = _checks.choice("std", "rms")
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -30,6 +48,7 @@ def widen(x: Float[ArrayLike, "*shape"]) -> Float[Array, "*shape"]:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+@_checks.arguments(x=X, axis=_axes)
 def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*shape"]:
     """Subtract from x its mean over ``axis``.
 
@@ -38,9 +57,11 @@ def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*sh
      [ 1.  2.]]
     """
     x, full = jnp.asarray(x), widen(x)
+    _check_axes(x, axis)
     return (full - jnp.mean(full, axis=axis, keepdims=True)).astype(_result(x))
 
 
+@_checks.arguments(x=X, axis=_axes, mode=MODE, epsilon=LENGTH)
 def batch_scale(
     x: Float[ArrayLike, "..."], axis: Axes = 0, mode: str = "std", epsilon: float | Float[Array, ""] = 0.0
 ) -> Float[Array, "..."]:
@@ -56,13 +77,13 @@ def batch_scale(
     >>> print(batch_scale(jnp.array([3.0, 5.0])), batch_scale(jnp.array([1.0, 7.0]), mode="rms"))
     [1.] [5.]
     """
+    _check_axes(jnp.asarray(x), axis)
     return _batch_scale(widen(x), axis, mode, epsilon).astype(_result(jnp.asarray(x)))
 
 
 def _batch_scale(
     x: jax.Array, axis: Axes, mode: str, epsilon: float | Float[Array, ""]
 ) -> Float[Array, "..."]:
-    _checks.one_of("mode", mode, ("std", "rms"))
     centered = recenter(x, axis) if mode == "std" else x
     return jnp.sqrt(jnp.mean(jnp.square(centered), axis=axis, keepdims=True) + epsilon)
 
@@ -72,6 +93,7 @@ def _result(x: jax.Array) -> jnp.dtype:
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
 
 
+@_checks.arguments(x=X, axis=_axes, mode=MODE, epsilon=LENGTH)
 def rescale(
     x: Float[ArrayLike, "*shape"], axis: Axes = 0, mode: str = "std", epsilon: float | Float[Array, ""] = 0.0
 ) -> Float[Array, "*shape"]:
@@ -81,6 +103,7 @@ def rescale(
     [3. 5.]
     """
     full = widen(x)
+    _check_axes(full, axis)
     return (full / _batch_scale(full, axis, mode, epsilon)).astype(_result(jnp.asarray(x)))
 
 
@@ -254,6 +277,14 @@ def sample_square(x: Float[ArrayLike, "..."], axis: Axes = -1, n: float = 1.0) -
     return jnp.sum(jnp.square(widen(x)) / n, axis=axis, keepdims=True)
 
 
+@_checks.arguments(
+    x=X,
+    alpha=_checks.array(),
+    axis=_axes,
+    interpolation=_checks.choice("linear", "harmonic"),
+    epsilon=LENGTH,
+    n=_checks.number(above=0),
+)
 def unitize(
     x: Float[ArrayLike, "*shape"],
     alpha: Float[ArrayLike, "..."] | float = 1.0,
@@ -288,8 +319,8 @@ def unitize(
     >>> print(unitize(jnp.array([[3.0, 4.0]]), 0.5))
     [[1.8 2.4]]
     """
-    _checks.one_of("interpolation", interpolation, ("linear", "harmonic"))
     given, x = jnp.asarray(x), widen(x)
+    _check_axes(x, axis)
     alpha = jnp.asarray(alpha, x.dtype)
     if alpha.ndim not in (0, 1, x.ndim):
         raise ValueError(

@@ -88,6 +88,10 @@ class Cloud(eqx.Module):
     ) -> None:
         for name, leaf in _named(particles):
             _checks.numeric(f"particles.{name}", leaf)
+        if any(part is None for part in (particles if isinstance(particles, tuple) else ())):
+            raise ValueError(
+                f"particles must have all their coordinates, got None in {_checks.show(particles)}"
+            )
         particles = jax.tree.map(floating, particles)
         leaves = jax.tree.leaves(particles)
         sizes = {np.shape(leaf)[:1] for leaf in leaves}

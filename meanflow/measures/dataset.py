@@ -51,6 +51,9 @@ class Dataset(eqx.Module):
             shares = jnp.ones((count,), dtype)
         else:
             shares = _checks.array((count,), low=0.0)("weights", weights).astype(dtype)
+            known = _checks.concrete(shares)
+            if known is not None and not known.any():
+                raise ValueError("weights must not all be zero: nothing would be learned")
         self.x, self.y, self.weights = inputs, targets, shares
 
     @property

@@ -61,6 +61,8 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
     """
     if isinstance(value, Law):
         return value
+    if like is not None and not isinstance(like, Law):
+        raise TypeError(f"like must be a Law, got {_checks.show(like)}")
     shape = () if like is None else jax.eval_shape(like, jnp.zeros((1, like.size))).shape[1:]
     if not callable(value) or isinstance(value, type):
         level = _checks.number()(name, value)
@@ -74,11 +76,13 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
     return Law(shape[0] if shape else 1, transform)
 
 
+@_checks.arguments(low=_checks.number(), high=_checks.number())
 def uniform(low: float = -1.0, high: float = 1.0) -> Law:
     """Return the uniform law on (low, high)."""
     return Law(1, lambda u: low + (high - low) * u[:, 0])
 
 
+@_checks.arguments(scale=_checks.number(low=0), dim=_checks.optional(_checks.count(1)))
 def normal(scale: float = 1.0, dim: int | None = None) -> Law:
     """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim."""
     size = 1 if dim is None else _checks.whole("dim", dim, 1)
@@ -90,21 +94,25 @@ def normal(scale: float = 1.0, dim: int | None = None) -> Law:
     return Law(size, transform)
 
 
+@_checks.arguments(value=_checks.number())
 def constant(value: float = 0.0) -> Law:
     """Return the law that always gives ``value``."""
     return Law(0, lambda u: jnp.full(u.shape[:1], value, u.dtype))
 
 
+@_checks.arguments(scale=_checks.number())
 def signs(scale: float = 1.0) -> Law:
     """Return the law of +scale or -scale, with probability 1/2 each."""
     return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype))
 
 
+@_checks.arguments(low=_checks.number(), high=_checks.number())
 def angle(low: float = -np.pi, high: float = np.pi) -> Law:
     """Return the law of a uniform angle in (low, high), the full circle by default."""
     return uniform(low, high)
 
 
+@_checks.arguments(dim=_checks.count(2), radius=_checks.number(above=0))
 def sphere(dim: int, radius: float = 1.0) -> Law:
     """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle."""
     if _checks.whole("dim", dim, 2) == 2:
@@ -122,6 +130,7 @@ def sphere(dim: int, radius: float = 1.0) -> Law:
     return Law(dim, project)
 
 
+@_checks.arguments(dim=_checks.count(2), low=_checks.number(above=0), high=_checks.number(above=0))
 def mixed_scales(dim: int, low: float, high: float) -> Law:
     """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high)."""
     _checks.at_least("low", low, 0.0, strict=True)

@@ -35,6 +35,12 @@ def sweep_result(name: str, value: object) -> object:
     missing = [key for key in ("energy", "result") if key not in value]  # type: ignore[operator]
     if missing:
         raise ValueError(f"{name} must be a data set of meanflow.sweep, got one without {missing}")
+    lacking = [d for d in ("width", "seed") if d not in value.result.dims]  # type: ignore[attr-defined]
+    if lacking or not {"time", "step"} & set(value.energy.dims):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{name} must be a data set of meanflow.sweep, with axes width and seed, and energies along time or step, "
+            f"got axes {list(value.sizes)}"  # type: ignore[attr-defined]
+        )
     return value
 
 

@@ -458,4 +458,5 @@ def step_budget(rule: StepRule | None, t0: Scalar, t1: Scalar, ts: jax.Array | N
     step, start, end = known
     # a step that is cut short to land on a save time is a step more
     needed = float(np.max((end - start) / step)) + 2 + (0 if ts is None else ts.shape[-1])  # type: ignore[operator]
-    return 1 << int(np.ceil(np.log2(max(needed, 16))))  # powers of two: few compiled shapes
+    # one of few limits, since another one compiles again: 256, 4096, 65536, ...
+    return 16 ** int(np.ceil(np.log(max(needed, 256)) / np.log(16) - 1e-9))

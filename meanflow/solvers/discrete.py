@@ -7,6 +7,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -14,6 +15,7 @@ from meanflow import _checks
 from meanflow._checks import choice, count, flag, function, instance, number, optional, prng_key
 from meanflow._identity import describe, json_digest
 from meanflow._numerics import iterate
+from meanflow._reuse import canonical
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
@@ -160,6 +162,7 @@ def descend(
     flow = begin(flow, cloud, state)
     bound = prepare(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
+    optimizer = canonical(optimizer)  # one made anew finds the program of its like
     if optimizer is None and step is None:
         raise ValueError("step must be a number or a StepRule when no optimizer is given, got None")
     dynamics = Dynamics(bound, cloud, temperature, reaction, conserve, key)
@@ -247,12 +250,10 @@ def _descend(
         seen = here if observe is None else observables.measure(observe, problem, here)
         return carry.t, equation.energy(problem.flow, here, data), seen
 
-    first = look(carry)
     checkpoint = options.adjoint == "checkpoint"
-    carry, series = iterate(step, carry, None, options.steps, options.every, look, checkpoint=checkpoint)
-    if state is None:
-        series = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, series)
-    times, energies, seen = series
+    carry, (times, energies, seen) = iterate(
+        step, carry, None, options.steps, options.every, look, checkpoint=checkpoint, first=state is None
+    )
     leaves = tuple(jax.tree.leaves((carry.optimizer, carry.size)))
     numbers = {"steps": jnp.asarray(options.steps), "every": jnp.asarray(options.every)}
     if isinstance(rule, ConstantStep):
@@ -287,6 +288,9 @@ def _start(problem: Problem, options: DescentOptions, state: State | None) -> _C
             "state must come from a run with the same optimizer; "
             f"it holds {len(state.leaves)} arrays, this optimizer needs {len(needed)}"
         )
+    old, new = ([np.shape(u) for u in jax.tree.leaves(y)] for y in (state.y, y0))
+    if old != new or any(np.shape(a) != np.shape(b) for a, b in zip(needed, state.leaves, strict=True)):
+        raise ValueError(f"state must come from a run of the same cloud; it holds {old}, the cloud {new}")
     inner, kept = jax.tree.unflatten(structure, state.leaves)
     return _Carry(state.t, state.y, state.steps, inner, size if isinstance(rule, ConstantStep) else kept)
 

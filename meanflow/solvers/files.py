@@ -8,7 +8,6 @@ file never imports anything.
 import json
 import pathlib
 import sys
-import zipfile
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -47,11 +46,12 @@ def read_solution(kind: type[Kind], path: pathlib.Path, records: Sequence[type])
     if not path.exists():
         raise ValueError(f"path must name a saved solution, got {path}, which does not exist")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here: numpy leaves a file open that it cannot read
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = dict(file)
         header = json.loads(arrays["header"].tobytes().decode())
         layout = header["layout"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as problem:
+    except Exception as problem:  # damaged archives raise whatever they like
         raise ValueError(
             f"path must name a file written by Solution.save, got {path}: {problem}"
         ) from problem

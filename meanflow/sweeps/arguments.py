@@ -115,6 +115,32 @@ def check_settings(solver: Callable[..., Solution], given: Sequence[str]) -> Non
     raise ValueError(f"settings of {solver.__name__} must be among {allowed}, got {stray!r}{hint}")
 
 
+def check_values(
+    solver: Callable[..., Solution], settings: Mapping[str, object], axes: Mapping[str, Sequence[object]]
+) -> None:
+    """Check settings, and every value of an axis of settings, by the kinds of the solver: before anything compiles.
+
+    Inside a compiled sweep their values are traced, and no check sees them.
+    """
+    kinds = solver.kinds  # type: ignore[attr-defined]
+    for name, value in settings.items():
+        kinds[name](name, value)
+    for name, values in axes.items():
+        for value in values:
+            kinds[name](name, value)
+
+
+def check_flows(flow: Model, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
+    """Build the model for each value of each of its axes: one that is refused is refused before anything compiles."""
+    if isinstance(flow, Flow):
+        return
+    first = grid.at(0)
+    for name in taken["flow"]:
+        for value in grid.axes[name]:
+            values = first | {name: value}
+            flow(**{n: values[n] for n in taken["flow"]})
+
+
 def _settings_of(solver: Callable[..., Solution]) -> list[str]:
     """Return the arguments of a solver that are not the sweep's own business."""
     own = ("t0", "ts", "every", "observe", "key", "state", "throw", "measure_error")

@@ -16,11 +16,11 @@ from meanflow.measures.dataset import Dataset
 KEPT = 64
 # draws by plan; they are forgotten with it
 _DRAWN: weakref.WeakKeyDictionary[object, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-Drawn = TypeVar("Drawn", Cloud, Dataset)
+Drawn = TypeVar("Drawn", Cloud, Dataset, np.ndarray)
 
 
 def remember(plan: object, tag: Hashable, draw: Callable[[], Drawn]) -> Drawn:
-    """Return ``draw()``, a cloud or data, as host arrays; a second call with the same plan and tag draws nothing.
+    """Return ``draw()`` as host arrays; a second call with the same plan and tag draws nothing.
 
     Args:
         plan: whose draw it is.

@@ -36,8 +36,10 @@ from meanflow.sweeps.arguments import (
     Numbers,
     Samples,
     check_changes,
+    check_flows,
     check_inputs,
     check_settings,
+    check_values,
     find_horizon,
     find_takers,
     first_flow,
@@ -253,6 +255,16 @@ class Sweep(Plan):
             sizes.append(found.size)
         return max(sizes)
 
+    def _classes(self, flow: Flow) -> int:
+        """Return the number of classes in the data of all cells: a small sample may miss the last ones."""
+
+        def most() -> np.ndarray:
+            names = self.taken["data"]
+            seen = {tuple(self.grid.places(c)[n] for n in names): c for c in range(self.grid.size)}
+            return np.max([flow.loss.outputs(self._data(cell).y) for cell in seen.values()])
+
+        return int(clouds.remember(self, ("classes",), most))
+
     def check(self) -> None:
         """Make the checks that solvers skip while they are being traced, on the first cell of each group."""
         for group in self.groups:
@@ -334,6 +346,8 @@ class Sweep(Plan):
             x = data.x
             flow = self._flow_at(values).bind(data)
             outputs = flow.loss.outputs(data.y)
+            if self.room is not None and outputs is not None and data.y.ndim == 1:
+                outputs = self._classes(flow)
             return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None, outputs=outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):
@@ -411,6 +425,8 @@ def prepare(
         n for n in named if n in STATIC_SETTINGS or (n in asked and not grids.is_traceable(grid.axes[n]))
     ]
     template = first_flow(flow, grid, taken)
+    if isinstance(data, Dataset):
+        check_inputs(template, data)
     check_changes(template, grid, taken)
     clash = sorted(set(settings) & set(named))
     if clash:
@@ -419,7 +435,10 @@ def prepare(
     horizon, along = find_horizon(t1, ts, steps, every, settings, grid)
     if steps is None and settings.get("max_steps") is None and "max_steps" not in grid.axes:
         settings["max_steps"] = most_steps(grid, settings.get("step"), **horizon)
-    check_settings(solve if steps is None else descend, [*settings, *taken["solver"]])
+    solver = solve if steps is None else descend
+    check_settings(solver, [*settings, *taken["solver"]])
+    check_values(solver, settings, {name: grid.axes[name] for name in taken["solver"]})
+    check_flows(flow, grid, taken)
     order = ["width", "seed", *(n for n in named if n not in static)]
     planned = Sweep(
         grid=grid,
@@ -481,8 +500,9 @@ def sweep(
         init: (key, width, **axes) -> Cloud; default ``flow.init``. It gets the axes it has arguments for.
         t1, ts: end time and save times (as in ``solve``; default start and end) of a run in continuous time.
         steps, every: number of steps and steps between saves (as in ``descend``) of a run in discrete time.
-        observe: None for ``default_observables``; names of some of these (``"default"`` for all of them, ``"neurons"``
-            for the coordinates of every neuron); or a dict of further ones.
+        observe: None for the usual observables of the model; names of observables (``"default"`` for the usual ones,
+            ``"neurons"`` for the coordinates of every neuron; ``kernel_drift`` and the statistics of knots take long to
+            compile and are recorded when named); or a dict of further ones.
         store: run directory. Finished chunks are kept there and a killed run goes on from them. One process writes
             there at a time; another run, or another division of the grid, is refused with the differences.
         chunk: most cells run at once; default about 2^15 particles per CPU device and 2^20 per accelerator.

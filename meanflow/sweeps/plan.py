@@ -19,7 +19,7 @@ from meanflow.sweeps import grid as grids
 from meanflow.sweeps import results, runner
 from meanflow.sweeps.grid import Chunk, Grid, Group
 from meanflow.sweeps.program import Cell
-from meanflow.sweeps.store import finished_chunks, read_chunk, read_config
+from meanflow.sweeps.store import StoreError, finished_chunks, read_chunk, read_config
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -134,6 +134,16 @@ def load(store: str | pathlib.Path) -> "xarray.Dataset":
         StoreError: if this is no run directory, or one that is damaged; the message says what to do.
     """
     config = read_config(store)
+    try:
+        return _load(store, config)
+    except (KeyError, TypeError, AttributeError, IndexError) as problem:
+        raise StoreError(
+            f"store {store} has a config.json that this package did not write: {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+def _load(store: str | pathlib.Path, config: Json) -> "xarray.Dataset":
+    """Return the data set of a run directory with this configuration."""
     layout = config["layout"]
     grid = Grid({name: tuple(values) for name, values in layout["axes"].items()})
     chunks = [

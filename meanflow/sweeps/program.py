@@ -118,12 +118,15 @@ class FunctionCell(Cell):
         """Return the function's arrays by name; a single array is called ``value``."""
         values = self.fixed | inputs["axes"]
         out = self.function(jax.random.wrap_key_data(inputs["key"]), **values)
-        named = flatten(out) if isinstance(out, dict) else {"value": out}
-        return {name: jnp.asarray(u) for name, u in named.items()}
+        named = out if isinstance(out, dict) else {"value": out}
+        plain = {
+            name: jnp.asarray(u) if isinstance(u, bool | int | float) else u for name, u in named.items()
+        }
+        return flatten(plain, what="function")
 
 
-def flatten(tree: Mapping[str, PyTree], prefix: str = "") -> Results:
-    """Return nested dicts of arrays as one dict whose names are joined by underscores.
+def flatten(tree: Mapping[str, PyTree], prefix: str = "", what: str = "observe") -> Results:
+    """Return nested dicts of arrays as one dict whose names are joined by underscores; ``what`` made them.
 
     >>> list(flatten({"end": {"square": jnp.ones(2)}}))
     ['end_square']
@@ -131,12 +134,12 @@ def flatten(tree: Mapping[str, PyTree], prefix: str = "") -> Results:
     flat: Results = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}_")
+            flat |= flatten(value, f"{prefix}{name}_", what)
         elif hasattr(value, "shape"):
             flat[prefix + name] = value
         else:
             raise ValueError(
-                f"observe[{prefix + name!r}] must return an array or a dict, got {type(value).__name__}"
+                f"{what}[{prefix + name!r}] must return an array or a dict of arrays, got {_checks.show(value)}"
             )
     return flat
 

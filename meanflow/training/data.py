@@ -45,6 +45,7 @@ class Data(NamedTuple):
         )
 
 
+@_checks.arguments(seed=_checks.count(0), train=_checks.count(1))
 def digits(seed: int = 0, train: int = 1500) -> Data:
     """Return scikit-learn's 1797 handwritten digits of 8 x 8 pixels, split at random.
 
@@ -57,7 +58,6 @@ def digits(seed: int = 0, train: int = 1500) -> Data:
     """
     from sklearn.datasets import load_digits
 
-    train = _checks.whole("train", train, 1)
     bunch = load_digits()
     images = (bunch.images / 16).astype("float32")[..., None]
     labels = bunch.target.astype("int32")
@@ -91,6 +91,8 @@ def mnist(folder: str | Path) -> Data:
 def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
     """Read one idx file of unsigned bytes, plain or gzipped."""
     path = _checks.path("path", path)
+    if not path.is_file():
+        raise FileNotFoundError(f"path must name an idx file, got {path}, which is none")
     raw = path.read_bytes()
     if path.suffix == ".gz":
         try:
@@ -139,6 +141,9 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
     return Data(*parts)
 
 
+@_checks.arguments(
+    key=_checks.prng_key, images=_checks.array((None, None, None, None)), padding=_checks.count(0)
+)
 def crop_and_flip(
     key: Key[Array, ""], images: Float[Array, "n h w c"], padding: int = 4
 ) -> Float[Array, "n h w c"]:

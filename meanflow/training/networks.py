@@ -116,6 +116,19 @@ class Stack(nnx.Module):
         return h
 
 
+RNGS = _checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")
+
+
+def make_norm(name: str, value: object) -> object:
+    """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
+    if not callable(value):
+        raise TypeError(
+            f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
+            f"got {_checks.show(value)}"
+        )
+    return value
+
+
 class MLP(Stack):
     """A dense classifier: each hidden layer is a linear map, a normalization and ReLU; then come the logits.
 
@@ -132,15 +145,17 @@ class MLP(Stack):
     (5, 3)
     """
 
+    @_checks.arguments(
+        in_features=_checks.count(1),
+        widths=_checks.sequence(_checks.count(1)),
+        classes=_checks.count(1),
+        norm=make_norm,
+        rngs=RNGS,
+    )
     def __init__(
         self, in_features: int, widths: Sequence[int], classes: int, norm: MakeNorm, *, rngs: nnx.Rngs
     ):
-        sizes = [
-            _checks.whole("in_features", in_features, 1),
-            *(_checks.whole("widths", w, 1) for w in widths),
-        ]
-        if len(sizes) < 2:
-            raise ValueError("widths must name at least one hidden layer, got none")
+        sizes = [in_features, *widths]
         self.maps = nnx.List(
             [
                 nnx.Linear(m, n, kernel_init=he_normal, rngs=rngs)
@@ -168,6 +183,14 @@ class CNN(Stack):
     (5, 10)
     """
 
+    @_checks.arguments(
+        in_channels=_checks.count(1),
+        channels=_checks.sequence(_checks.count(1)),
+        classes=_checks.count(1),
+        norm=make_norm,
+        strides=_checks.optional(_checks.sequence(_checks.count(1))),
+        rngs=RNGS,
+    )
     def __init__(
         self,
         in_channels: int,
@@ -178,15 +201,10 @@ class CNN(Stack):
         strides: Sequence[int] | None = None,
         rngs: nnx.Rngs,
     ):
-        sizes = [
-            _checks.whole("in_channels", in_channels, 1),
-            *(_checks.whole("channels", c, 1) for c in channels),
-        ]
+        sizes = [in_channels, *channels]
         strides = [1] * len(channels) if strides is None else strides
-        if len(sizes) < 2 or len(strides) != len(channels):
-            raise ValueError(
-                f"channels and strides must be equally many and at least one, got {channels} and {strides}"
-            )
+        if len(strides) != len(channels):
+            raise ValueError(f"channels and strides must be equally many, got {channels} and {strides}")
         conv = partial(nnx.Conv, kernel_size=(3, 3), use_bias=False, kernel_init=he_normal, rngs=rngs)
         self.maps = nnx.List(
             [conv(m, n, strides=s) for m, n, s in zip(sizes, sizes[1:], strides, strict=False)]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from meanflow import _checks
 from meanflow.layers.initializers import Initializer
-from meanflow.training.networks import MakeNorm, affine_part, he_normal, normalized
+from meanflow.training.networks import RNGS, MakeNorm, affine_part, he_normal, make_norm, normalized
 
 
 def _conv(m: int, n: int, size: int, stride: int, init: Initializer, rngs: nnx.Rngs) -> nnx.Conv:
@@ -91,6 +91,15 @@ class ResNet(nnx.Module):
     269722
     """
 
+    @_checks.arguments(
+        depth=_checks.count(8),
+        classes=_checks.count(1),
+        norm=make_norm,
+        bottleneck=_checks.optional(_checks.flag),
+        in_channels=_checks.count(1),
+        kernel_init=_checks.function,
+        rngs=RNGS,
+    )
     def __init__(
         self,
         depth: int,

@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow._files import atomic_write
+from meanflow._identity import Json, array_text, describe, difference
 from meanflow._numerics import iterate
 from meanflow.training.data import Data
 from meanflow.training.networks import CuttableNetwork, Network
@@ -34,6 +36,9 @@ Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 Record = dict[str, np.ndarray]
 """What ``Trainer.run`` returns of each epoch, by name."""
+
+
+HISTORY = "history:"  # before the names of the record in a checkpoint
 
 
 class TrainState(NamedTuple):
@@ -93,12 +98,55 @@ class Watch:
     max_exact: int = 2000
     shift: bool = True
 
+    def __post_init__(self) -> None:
+        kinds = {
+            "layer": lambda name, value: _checks.whole(name, value, -(2**31)),
+            "moments": _checks.choice("batch", "running"),
+            "rows": _checks.count(1),
+            "inputs": _checks.optional(_checks.count(1)),
+            "max_exact": _checks.count(0),
+            "shift": _checks.flag,
+        }
+        for name, kind in kinds.items():
+            kind(f"watch.{name}", getattr(self, name))  # type: ignore[operator]
+
+
+def _keys(name: str, value: object) -> object:
+    """Accept a PRNG key, or an array (runs,) of them."""
+    if (
+        not isinstance(value, jax.Array)
+        or not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        or value.ndim > 1
+    ):
+        raise TypeError(
+            f"{name} must be a TrainState or a PRNG key such as jax.random.key(0), got {_checks.show(value)}"
+        )
+    return value
+
+
+def _train_data(name: str, value: object) -> Data:
+    """Accept training and test data, four finite arrays that are not empty."""
+    if not isinstance(value, tuple) or len(value) != 4:
+        raise TypeError(
+            f"{name} must be a training.data.Data (train_x, train_y, test_x, test_y), got {_checks.show(value)}"
+        )
+    for field, part in zip(Data._fields, value, strict=True):
+        _checks.host_array(rank=1, least=1)(f"{name}.{field}", part)
+    return Data(*value)
+
 
 def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Float[Array, ""]:
     """Return the mean softmax cross-entropy of logits with integer labels."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
+@_checks.arguments(
+    learning_rate=_checks.number(above=0),
+    epochs=_checks.count(1),
+    steps=_checks.count(1),
+    at=_checks.sequence(_checks.number(low=0, high=1, static=True), least=0),
+    factor=_checks.number(above=0),
+)
 def staircase(
     learning_rate: float,
     epochs: int,
@@ -140,6 +188,8 @@ class Trainer:
         watch: the layer to record, or None.
         ensemble: train independent runs in one vmapped program: states, data and records then have a leading axis of
             runs.
+        mesh: devices along one axis over which minibatches are split. Layers that are built with ``axis_name`` of that
+            axis take their moments over the whole minibatch, others over their share of it. None for one device.
 
     >>> from meanflow.layers import BatchNorm
     >>> from meanflow.training import MLP, data
@@ -150,6 +200,16 @@ class Trainer:
     (['epoch', 'test_accuracy', 'test_loss', 'train_loss'], (2,))
     """
 
+    @_checks.arguments(
+        make=_checks.function,
+        optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
+        batch=_checks.count(1),
+        loss=_checks.function,
+        augment=_checks.optional(_checks.function),
+        watch=_checks.optional(_checks.instance(Watch)),
+        ensemble=_checks.flag,
+        mesh=_checks.optional(_checks.instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")),
+    )
     def __init__(
         self,
         make: Callable[[nnx.Rngs], Network],
@@ -160,12 +220,15 @@ class Trainer:
         augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         watch: Watch | None = None,
         ensemble: bool = False,
+        mesh: Mesh | None = None,
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
-        self.batch = _checks.whole("batch", batch, 1)
-        self.watch, self.ensemble = watch, ensemble
-        if watch is not None:
-            _checks.one_of("watch.moments", watch.moments, ("batch", "running"))
+        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, ensemble, mesh
+        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or ensemble):
+            raise ValueError(
+                f"mesh must have one axis whose length divides batch = {batch}, and ensemble must be False with it, "
+                f"got axes {dict(mesh.shape)} and ensemble = {ensemble}"
+            )
         self.graph = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)[0]
         lift = jax.vmap if ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
@@ -197,11 +260,9 @@ class Trainer:
         def objective(
             params: PyTree[Array], stats: PyTree[Array], key: jax.Array, rows: jax.Array
         ) -> tuple[jax.Array, PyTree[Array]]:
-            model = nnx.merge(self.graph, params, stats, copy=True)
-            model.train()
             inputs = x[rows] if self.augment is None else self.augment(key, x[rows])
-            value = self.loss(model(inputs), y[rows])
-            return value, _variables(model)[1]
+            logits, stats = self._forward(params, stats, inputs)
+            return self.loss(logits, y[rows]), stats
 
         def step(carry: Carry, inputs: tuple[jax.Array, jax.Array]) -> Carry:
             params, stats, opt_state, total = carry
@@ -214,6 +275,46 @@ class Trainer:
         (params, stats, opt_state, total), _ = iterate(step, start, inputs, steps, steps, lambda carry: None)
         new = TrainState(state.epoch + 1, params, stats, opt_state, state.key)
         return new, total / steps
+
+    def _forward(
+        self, params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
+    ) -> tuple[jax.Array, PyTree[Array]]:
+        """Return logits and new other variables of the network in training, on one device or over the mesh."""
+
+        def local(
+            params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
+        ) -> tuple[jax.Array, PyTree[Array]]:
+            model = nnx.merge(self.graph, params, stats, copy=True)
+            model.train()
+            return model(inputs), _variables(model)[1]
+
+        if self.mesh is None:
+            return local(params, stats, inputs)
+        (name,) = self.mesh.axis_names
+
+        def shard(
+            params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
+        ) -> tuple[jax.Array, PyTree[Array]]:
+            logits, stats = local(params, stats, inputs)
+            # layers without axis_name have moments of their own on every device
+            mean = lambda u: jax.lax.pmean(u, name) if jnp.issubdtype(u.dtype, jnp.floating) else u
+            return logits, jax.tree.map(mean, stats)
+
+        everywhere, split = PartitionSpec(), PartitionSpec(name)
+        return jax.shard_map(
+            shard,
+            mesh=self.mesh,
+            in_specs=(everywhere, everywhere, split),
+            out_specs=(split, everywhere),
+            check_vma=False,
+        )(params, stats, inputs)
+
+    def _bind(self, function: Callable[[], jax.Array]) -> jax.Array:
+        """Call the function with the axis of the mesh bound to a single device, for layers that name it."""
+        if self.mesh is None:
+            return function()
+        (name,) = self.mesh.axis_names
+        return jax.vmap(lambda _: function(), axis_name=name)(jnp.zeros(1))[0]
 
     def evaluate(
         self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
@@ -234,12 +335,12 @@ class Trainer:
 
         def lower(params: PyTree[Array], stats: PyTree[Array]) -> jax.Array:
             state = old._replace(params=params, stats=stats)
-            return self._cuttable(state, training).lower(x, watch.layer)
+            return self._bind(lambda: self._cuttable(state, training).lower(x, watch.layer))
 
         # both times in one vmapped pass: half the program to compile
         both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
         before, after = jax.vmap(lower)(*both)
-        upper = partial(self._cuttable(old, training).upper, layer=watch.layer)
+        upper = lambda h: self._bind(lambda: self._cuttable(old, training).upper(h, watch.layer))
         flat = after.reshape(-1, after.shape[-1])
         return {
             "before": before[: watch.rows],
@@ -252,6 +353,15 @@ class Trainer:
         # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
         return cast(CuttableNetwork, self.network(state, training=training))
 
+    @_checks.arguments(
+        state=_checks.either(_checks.instance(TrainState), _keys),
+        data=_train_data,
+        epochs=_checks.count(0),
+        progress=_checks.optional(_checks.flag),
+        checkpoint=_checks.optional(_checks.path),
+        config=_checks.optional(_checks.mapping(_checks.unchecked("stored as JSON"))),
+        hook=_checks.optional(_checks.function),
+    )
     def run(
         self,
         state: TrainState | Key[Array, "*runs"],
@@ -270,24 +380,39 @@ class Trainer:
             data: training and test data; for an ensemble each array has a leading axis of runs.
             epochs: total number of epochs, counting those that the state already has behind it.
             progress: show a progress bar; by default only on a terminal.
-            checkpoint: file to which the state is saved after each epoch.
+            checkpoint: file to which the state and the record are saved after each epoch. If it exists, the run goes on
+                from there: call again with the same key to continue a run that was ended.
             config: settings that are stored with the checkpoint.
             hook: called as ``hook(epoch, network)`` after each epoch, and before the first one of all, with the network
                 in inference, on the host; for instance ``kernels.KernelRecorder``. Not for ensembles.
 
         Returns:
-            The final state, and a record of arrays by name, whose leading axis counts the epochs run now: epoch,
-            train_loss, test_loss and test_accuracy. For a watched layer there are also mean, variance, skewness and
-            kurtosis (one entry a feature), loss_shift, and the covariate shift as ics_lower, ics_exact, ics_upper and
-            ics_paired.
+            The final state, and a record of arrays by name, whose leading axis counts the epochs run now and those in
+            the checkpoint: epoch, train_loss, test_loss and test_accuracy. For a watched layer there are also mean,
+            variance, skewness and kurtosis (one entry a feature), loss_shift, and the covariate shift as ics_lower,
+            ics_exact, ics_upper and ics_paired.
+
+        Raises:
+            ValueError: if the data do not fit, or the checkpoint holds another run or later epochs than the state.
         """
-        _checks.whole("epochs", epochs, 0)
-        current: TrainState = state if isinstance(state, TrainState) else self._init(state)
-        rows = data.train_x.shape[1 if self.ensemble else 0]
+        fresh = not isinstance(state, TrainState)
+        if fresh and self.ensemble != bool(state.ndim):  # type: ignore[union-attr]
+            raise ValueError("state must be one key, or an array of keys for an ensemble, got the other")
+        current: TrainState = self._init(state) if fresh else state  # type: ignore[assignment]
+        axis = 1 if self.ensemble else 0
+        for name in ("train", "test"):
+            x, y = getattr(data, f"{name}_x"), getattr(data, f"{name}_y")
+            if x.shape[: axis + 1] != y.shape[: axis + 1]:
+                raise ValueError(f"data must have a label for each {name} row, got {x.shape} and {y.shape}")
+        rows = data.train_x.shape[axis]
         if rows < self.batch:
             raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
         if hook is not None and self.ensemble:
             raise ValueError("hook must be None for an ensemble: it is called with a single network")
+        identity = self._identity(current, data, config)
+        history: Record = {}
+        if checkpoint is not None and Path(checkpoint).exists():
+            current, history = self._resume(checkpoint, current, identity, fresh)
         x, y, test_x, test_y = (jnp.asarray(u) for u in data)
         first = int(np.ravel(current.epoch)[0])
         if hook is not None and first == 0:
@@ -305,9 +430,42 @@ class Trainer:
             if hook is not None:
                 hook(epoch + 1, self.network(current))
             if checkpoint is not None:
-                save_state(checkpoint, current, config)
-        names = records[0] if records else {}
-        return current, {name: np.stack([r[name] for r in records]) for name in names}
+                save_state(checkpoint, current, config, history=_joined(history, records), run=identity)
+        return current, _joined(history, records)
+
+    def _identity(self, state: TrainState, data: Data, config: Mapping[str, object] | None) -> Json:
+        """Return a description of what decides the numbers of a run."""
+        parts = {
+            "key": np.asarray(jax.random.key_data(state.key)).tolist(),
+            "data": {name: array_text(u) for name, u in data._asdict().items()},
+            "batch": self.batch,
+            "optimizer": describe(self.optimizer),
+            "network": describe(self.make),
+            "loss": describe(self.loss),
+            "augment": describe(self.augment),
+            "config": dict(config or {}),
+        }
+        return json.loads(json.dumps(parts, default=str))
+
+    def _resume(
+        self, checkpoint: str | Path, state: TrainState, identity: Json, fresh: bool
+    ) -> tuple[TrainState, Record]:
+        """Return the state to go on from and the record so far; refuse a file that holds another run."""
+        stored, header = load_state(checkpoint, state)
+        known = header.get("run")
+        found = ["no description of its run"] if not known else difference(known, identity)
+        if found:
+            raise ValueError(
+                f"checkpoint {checkpoint} holds another run; use another file, or remove it. Differences:\n  "
+                + "\n  ".join(found[:8])
+            )
+        done, given = (int(np.ravel(u.epoch)[0]) for u in (stored, state))
+        if not fresh and given != done:
+            raise ValueError(
+                f"checkpoint {checkpoint} has {done} epochs, the state {given}: pass the key to go on from the file, "
+                "or another file to go on from the state"
+            )
+        return (stored if fresh else state), header["history"]
 
     def _shift(self, seen: LayerComparison) -> dict[str, ArrayLike]:
         """Return the record of a watched layer; the covariate shift is measured here, on the host."""
@@ -334,24 +492,44 @@ def _variables(model: Network) -> tuple[PyTree[Array], PyTree[Array]]:
     return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
 
-def save_state(path: str | Path, state: TrainState, config: Mapping[str, object] | None = None) -> None:
+def _joined(history: Record, records: list[Record]) -> Record:
+    """Return the record of earlier epochs followed by that of the epochs run now."""
+    names = records[0] if records else history
+    new = {name: [r[name][None] for r in records] for name in names}
+    return {name: np.concatenate([*([history[name]] if history else []), *new[name]]) for name in names}
+
+
+def save_state(
+    path: str | Path,
+    state: TrainState,
+    config: Mapping[str, object] | None = None,
+    *,
+    history: Record | None = None,
+    run: Json | None = None,
+) -> None:
     """Write a state to one npz file, together with the versions of the libraries that made it.
 
     Args:
         path: name of the file, which is replaced if it exists. It is never left half written.
         state: the state.
         config: settings to store with it, as JSON.
+        history: the record of the epochs so far.
+        run: description of the run, by which it is known again.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state._replace(key=jax.random.key_data(state.key)))
     arrays = {jax.tree_util.keystr(where): np.asarray(leaf) for where, leaf in leaves}
     versions = {"jax": jax.__version__, "optax": optax.__version__, "numpy": np.__version__}
-    header = json.dumps({"config": dict(config or {}), "versions": versions})
+    arrays |= {f"{HISTORY}{name}": value for name, value in (history or {}).items()}
+    try:
+        header = json.dumps({"config": dict(config or {}), "versions": versions, "run": run or {}})
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"config must be JSON: {problem}") from problem
     # an open file, since savez would append a suffix to a path that has none
     with atomic_write(path) as part, part.open("wb") as file:
         np.savez(file, allow_pickle=False, header=np.array(header), **arrays)
 
 
-def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, dict[str, object]]]:
+def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, Any]]:
     """Read a state that ``save_state`` has written.
 
     Args:
@@ -359,14 +537,24 @@ def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict
         template: any state of the same network and optimizer, such as ``trainer.init(key)``.
 
     Returns:
-        The state; and ``config`` and ``versions`` as they were stored.
+        The state; and ``config``, ``versions``, ``run`` and ``history`` (the record) as they were stored.
 
     Raises:
-        ValueError: if a part is missing or has another shape than in the template.
+        ValueError: if the file is damaged, or a part is missing or has another shape than in the template.
     """
-    with np.load(path, allow_pickle=False) as file:
-        stored = {name: file[name] for name in file.files}
-    header = json.loads(str(stored.pop("header")))
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path must name a checkpoint, got {path}, which does not exist")
+    try:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
+        header = json.loads(str(stored.pop("header")))
+        header |= {
+            "history": {n.removeprefix(HISTORY): u for n, u in stored.items() if n.startswith(HISTORY)}
+        }
+    except Exception as problem:  # damaged archives raise whatever they like
+        raise ValueError(
+            f"{path} is damaged or no checkpoint of this package: {type(problem).__name__}: {problem}"
+        ) from problem
     plain = template._replace(key=jax.random.key_data(template.key))
     leaves, tree = jax.tree_util.tree_flatten_with_path(plain)
     values = []

@@ -32,6 +32,7 @@ def moment_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Floa
     return jnp.sqrt(variance + shift)
 
 
+@_checks.arguments(dimension=_checks.count(1))
 def standardized_bound(dimension: int) -> float:
     """Return the upper bound sqrt(2d) for d features of mean 0 and variance 1 (equation (4), corrected).
 
@@ -69,6 +70,7 @@ def power_bound(
     return jnp.abs(jnp.mean(truncated_power(x, p, c)) - jnp.mean(truncated_power(y, p, c)))
 
 
+@_checks.arguments(x=_checks.array((None, None)), y=_checks.array((None, None)), c=_checks.number(above=0))
 def noise_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], c: float) -> Float[Array, ""]:
     """Return the lower bound (5): ``power_bound`` for p = 2, by the errors of mean and variance.
 
@@ -94,6 +96,7 @@ def best_power_bound(
     return jnp.max(jnp.stack([jax.vmap(lambda c, p=p: power_bound(x, y, p, c))(scales) for p in orders]))
 
 
+@_checks.arguments(r=_checks.array(low=0), alpha=_checks.array(low=0, high=1))
 def harmonic_norm(r: Float[ArrayLike, "*n"], alpha: Float[ArrayLike, "..."]) -> Float[Array, "*n"]:
     """Return the largest norm that the harmonic interpolation (9) can give a vector of norm r.
 
@@ -175,6 +178,14 @@ def unitized_standardized_bound(dimension: int, alpha_min: float) -> float:
     return 2 + (1 - alpha_min) * dimension / 2
 
 
+@_checks.arguments(
+    x=_checks.array((None, None)),
+    y=_checks.array((None, None)),
+    gamma=_checks.array((), (None,)),
+    beta=_checks.array((), (None,)),
+    gamma_y=_checks.optional(_checks.array((), (None,))),
+    beta_y=_checks.optional(_checks.array((), (None,))),
+)
 def output_bound(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],

@@ -150,15 +150,29 @@ def transport_plan(
     return plan
 
 
+PLANE = _checks.array((None, None))
+
+
+@_checks.arguments(x=PLANE, y=PLANE)
 def euclidean(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Float[Array, "n m"]:
     """Return the Euclidean distances between all points of x and y; at coincident points the gradient is 0.
 
     >>> print(euclidean(jnp.zeros((1, 2)), jnp.array([[3.0, 4.0], [0.0, 0.0]])))
     [[5. 0.]]
     """
+    if jnp.shape(x)[1] != jnp.shape(y)[1]:
+        raise ValueError(f"x and y must have equally long rows, got {jnp.shape(x)} and {jnp.shape(y)}")
     return _pairwise_norm(jnp.asarray(x), jnp.asarray(y))
 
 
+def _pair(name: str, value: object) -> object:
+    """Accept a pair (a, b) of real arrays (n,) and (n, d)."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair (a, b) of arrays, got {_checks.show(value)}")
+    return (_checks.array((None,))(f"a of {name}", value[0]), PLANE(f"b of {name}", value[1]))
+
+
+@_checks.arguments(x=_pair, y=_pair)
 def cylinder_distance(
     x: tuple[Float[ArrayLike, "n"], Float[ArrayLike, "n d"]],
     y: tuple[Float[ArrayLike, "m"], Float[ArrayLike, "m d"]],

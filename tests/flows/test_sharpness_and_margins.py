@@ -118,13 +118,18 @@ def clusters(key, count, k=3, d=15):
 
 @pytest.mark.slow
 def test_training_both_layers_beats_the_output_layer_on_clusters():
-    """d = 15, k = 3: n = 256 points, m = 1000 neurons, 2000 steps; test error on 4000 points."""
+    """d = 15, k = 3: n = 256 points, m = 500 neurons, 4000 and 8000 steps, 10 s each; test error on 4000 points.
+
+    Both layers reach about 1 % of errors; the output layer, with steps as long as its kernel allows, far more.
+    """
     train, test = (clusters(jax.random.key(s), n) for s, n in ((0, 256), (1, 4000)))
+    cases = {"both": ({}, 4000, 0.03), "output": ({"inner": 0.0}, 8000, mf.KernelStep(1.0, 500))}
     errors = {}
-    for name, rates in {"both": {}, "output": {"inner": 0.0}}.items():
+    for name, (rates, steps, step) in cases.items():
         flow = mf.vanilla("relu", "logistic", bias=True, **rates)
-        cloud = flow.init(jax.random.key(2), 1000, dim=15, a=mf.measures.laws.signs())
-        run = mf.descend(flow, cloud, train, 2000, step=mf.KernelStep(0.5, 20), clock="normalized")
-        assert float(jnp.mean(jnp.sign(mf.predict(flow, run.final, train.x)) == train.y)) == 1
+        cloud = flow.init(jax.random.key(2), 500, dim=15, a=mf.measures.laws.signs())
+        run = mf.descend(flow, cloud, train, steps, step=step, clock="normalized")
+        right = jnp.sign(mf.predict(flow, run.final, train.x)) == train.y
+        assert float(jnp.mean(right)) > 0.98
         errors[name] = float(jnp.mean(jnp.sign(mf.predict(flow, run.final, test.x)) != test.y))
-    assert errors["both"] < 0.7 * errors["output"], errors
+    assert errors["both"] < 0.03 and errors["output"] > 5 * errors["both"], errors

@@ -309,6 +309,16 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
     assert whole.to_xarray().a.dims == ("time", "particle", "a_0")
 
 
+def test_samples_that_miss_a_class_get_networks_of_the_same_kind():
+    x = np.random.default_rng(0).normal(size=(8, 2))
+    data = lambda key, samples: mf.Dataset(x[:samples], np.arange(8)[:samples] // 2)
+    plan = mf.sweeps.prepare(
+        mf.vanilla("tanh", "softmax"), data, widths=[3], axes={"samples": [3, 8]}, steps=1, step=0.1,
+        observe=["accuracy"],
+    )  # fmt: skip
+    assert [plan.cloud(width=3, samples=n, seed=0).particles.a.shape for n in (3, 8)] == [(3, 4), (3, 4)]
+
+
 def test_ten_digits_are_learned_by_adam_on_minibatches():
     rows = digits().flat()
     train = mf.Dataset(np.asarray(rows.train_x, float), rows.train_y)

@@ -80,6 +80,11 @@ def test_pytrees_of_samples():
         kernels.ntk_operator(net, PARAMS, X, Z) @ v,
         rtol=1e-12,
     )
+    assert kernels.ntk_plan(apply, PARAMS, split(X), split(Z)).coupled is False
+    recorder = kernels.KernelRecorder(split(X), apply=apply, keep=True)
+    recorder(0, PARAMS)
+    own = np.transpose(kernels.empirical_ntk(net, PARAMS, X).reshape(5, 5, 6, 6), (0, 2, 1, 3))
+    np.testing.assert_allclose(recorder.record["kernel"][0], own.reshape(30, 30), rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match="couples the samples"):
         kernels.empirical_ntk(lambda p, s: apply(p, s) - jnp.mean(apply(p, s)), PARAMS, split(X))
     with pytest.raises(ValueError, match="same structure"):

@@ -11,7 +11,7 @@ from meanflow import activations
 from meanflow.flows import certificate, equation, spherical
 from meanflow.flows.problem import Problem
 
-NOTHING = mf.Dataset(jnp.ones((1, 2)), jnp.zeros(1), weights=[0.0])
+NOTHING = mf.Dataset(jnp.zeros((1, 2)), jnp.zeros(1))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 import pathlib
 import re
+import tomllib
 
 import jax
 import numpy as np
@@ -139,6 +140,35 @@ def test_bad_configurations_are_explained(config, change, message):
     assert message in call("sweep", config, "--set", change, code=2)
 
 
+WRONG_TYPES = """
+run.steps=['a', 1.5, -1, [1]]             run.step=[-1, nan, [0.1]]                        run.every=['a', 0]
+run.observe=[3, [1]]                      run.chunk=['a', 0]                          run.waste=['a', 2]
+run.precision=[3]                         run.clock=['bogus', 3]                      run.t1=['a']
+grid.widths=['a', 3, [1.5], ['a'], [], [[1]], [10000000000000]]                       grid.deltas=[['a'], [nan]]
+grid.seeds=['a', -1, 1.5, [4294967296], 1000000000000]                                flow.name=[3]
+flow.alpha=[[1], 'bogus', -1]             data.x=['a', [1, 'a', 2]]                   data.weights=[3, 'bogus']
+"""
+
+
+@pytest.mark.bad_input
+def test_values_of_the_wrong_type_end_with_the_key_and_code_2(config):
+    pairs = [pair.split("=", 1) for pair in re.split(r"\s{2,}|\n", WRONG_TYPES) if pair]
+    cases = [(key, value) for key, listed in pairs for value in tomllib.loads(f"v = {listed}")["v"]]
+    assert len(cases) >= 36
+    for key, value in cases:
+        change = {"data.x": "data={x=%s, y=[1.0, 2.0, 3.0]}"}.get(key, key + "=%s") % _toml(value)
+        said = call("sweep", config, "--set", change, code=2)
+        assert "Error: " in said and key.split(".")[1] in said, (key, value, said)
+
+
+def _toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return f"'{value}'" if isinstance(value, str) else str(value)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -226,6 +256,12 @@ def test_unreadable_files_and_stores(tmp_path):
     assert "cannot be read" in call("sweep", tmp_path / "none.toml", code=2)
     (tmp_path / "bad.toml").write_text("[flow")
     assert "not valid TOML" in call("sweep", tmp_path / "bad.toml", code=2)
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe = [")
+    assert "not valid TOML" in call("sweep", tmp_path / "bad.toml", code=2)
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04junk")
+    flags = ("--flow", "lifted", "--widths", "2", "--deltas", "0", "--steps", "2", "--step", "0.1")
+    said = call("sweep", *flags, "--data", tmp_path / "bad.npz", code=2)
+    assert "bad.npz cannot be read as .npz: BadZipFile" in said
     assert "no config.json" in call("show", tmp_path, code=3)
     assert "no config.json" in call("resume", tmp_path, code=3)
     assert "give a CONFIG file" in call("sweep", code=2)

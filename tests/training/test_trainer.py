@@ -1,5 +1,9 @@
 """The trainer against hand-made steps; resuming bit for bit; what it records against direct computation."""
 
+import os
+import pathlib
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -134,6 +138,100 @@ def test_two_halves_equal_one_run(shared, key, tmp_path):
     assert empty == {}
 
 
+def test_a_checkpoint_keeps_the_record_and_goes_on(shared, key, tmp_path):
+    data, path = small_data(), tmp_path / "state.npz"
+    whole, record = shared.run(key, data, 3)
+    shared.run(key, data, 1, checkpoint=path)
+    state, full = shared.run(key, data, 3, checkpoint=path)  # the same call again goes on
+    same(state, whole)
+    for name, values in record.items():
+        np.testing.assert_array_equal(full[name], values)
+    stamp = path.read_bytes()
+    again, full = shared.run(key, data, 3, checkpoint=path)  # nothing left to do
+    same(again, whole)
+    assert list(full["epoch"]) == [1, 2, 3] and path.read_bytes() == stamp
+    early, _ = shared.run(key, data, 1)
+    for change, words in (
+        (lambda: shared.run(jax.random.key(9), data, 3, checkpoint=path), "key"),
+        (lambda: shared.run(key, small_data(7), 3, checkpoint=path), "data.train_x"),
+        (lambda: shared.run(key, data, 3, checkpoint=path, config={"a": 1}), "config"),
+        (lambda: shared.run(early, data, 3, checkpoint=path), "has 3 epochs, the state 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            change()
+        assert path.read_bytes() == stamp
+    path.write_bytes(stamp[: len(stamp) // 2])
+    with pytest.raises(ValueError, match=r"state.npz is damaged or no checkpoint"):
+        shared.run(key, data, 3, checkpoint=path)
+
+
+@pytest.mark.bad_input
+def test_bad_input_of_the_trainer(shared, key):
+    data = small_data()
+    spoiled = data._replace(train_x=data.train_x * np.nan)
+    for call, words in (
+        (lambda: Trainer(make_trainer, optax.sgd), "optimizer must be a GradientTransformation"),
+        (lambda: Trainer(make_trainer, "adam"), "optimizer must be a GradientTransformation"),
+        (lambda: shared.run(0, data, 1), "state must be"),
+        (lambda: shared.run(jax.random.split(key, 2), data, 1), "state must be one key"),
+        (lambda: shared.run(key, data[:2], 1), "data must be a training.data.Data"),
+        (lambda: shared.run(key, spoiled, 1), "data.train_x must be finite"),
+        (lambda: shared.run(key, data._replace(train_y=data.train_y[:3]), 1), "a label for each train row"),
+        (lambda: Watch(moments="bogus"), "watch.moments must be one of"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            call()
+
+
+def synchronized(axis_name=None, mesh=None, watch=None):
+    norm = partial(UnitizedBatchNorm, alpha_init=0.3, axis_name=axis_name)
+    make = lambda rngs: MLP(5, (6,), 2, norm=norm, rngs=rngs)
+    return Trainer(make, optax.sgd(0.1), batch=8, mesh=mesh, watch=watch)
+
+
+def test_training_over_a_mesh_of_one_device(key):
+    """Layers that name the axis of the mesh find it bound, in training, in inference and when they are watched."""
+    data, watch = small_data(), Watch(rows=8)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    plain, record = synchronized(watch=watch).run(key, data, 2)
+    state, other = synchronized("data", mesh, watch).run(key, data, 2)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain.params, state.params
+    )
+    for name, values in record.items():
+        np.testing.assert_allclose(other[name], values, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="mesh must have one axis whose length divides"):
+        Trainer(linear, optax.sgd(0.1), mesh=mesh, ensemble=True)
+
+
+TWO_DEVICES = """
+import sys
+import jax, numpy as np
+sys.path[:0] = ["tests", "tests/training"]
+from test_trainer import small_data, synchronized
+assert jax.device_count() == 2
+data, key = small_data(), jax.random.key(3)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+plain, record = synchronized().run(key, data, 3)
+state, other = synchronized("data", mesh).run(key, data, 3)
+close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+jax.tree.map(close, (plain.params, plain.stats), (state.params, state.stats))
+close(record["train_loss"], other["train_loss"])
+alone, _ = synchronized(None, mesh).run(key, data, 3)  # moments of each half
+assert abs(alone.params["head"]["kernel"][...] - plain.params["head"]["kernel"][...]).max() > 1e-4
+"""
+
+
+@pytest.mark.slow
+def test_training_over_two_devices_equals_one(tmp_path):
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES], env=env, cwd=root, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_load_refuses_another_network(shared, key, tmp_path):
     state, _ = shared.run(key, small_data(), 0)
     save_state(tmp_path / "state.npz", state)
@@ -206,7 +304,7 @@ def test_networks_can_be_cut(norm):
 
 
 def test_network_errors():
-    with pytest.raises(ValueError, match="at least one hidden layer"):
+    with pytest.raises(ValueError, match="widths must hold at least 1"):
         MLP(3, [], 2, BatchNorm, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="equally many"):
         CNN(1, [4, 4], 2, BatchNorm, strides=(1,), rngs=nnx.Rngs(0))

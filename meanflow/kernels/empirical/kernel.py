@@ -7,81 +7,19 @@ its values share one compiled program.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical import ntk
 from meanflow.kernels.empirical.coupling import kernel_maps
-from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
+from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
 from meanflow.kernels.empirical.plan import LIMIT, OPTIONS, OUTPUTS
-
-Wrapper = Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
-
-
-def batches(name: str, value: object) -> object:
-    """Accept a batch of samples (T, ...), or a dict, tuple or other pytree of such arrays of one length T."""
-    if isinstance(value, list | np.ndarray | jax.Array) or jax.tree_util.all_leaves([value]):
-        return batch(name, value)
-    leaves = jax.tree.leaves(value)
-    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-        raise ValueError(
-            f"{name} must be a batch of samples, or a pytree of such arrays, got {_checks.show(value)}"
-        )
-    arrays = [cast(Array, batch(f"arrays of {name}", leaf)) for leaf in leaves]
-    if len({a.shape[0] for a in arrays}) > 1:
-        raise ValueError(
-            f"the arrays of {name} must have one number of samples, got shapes {[a.shape for a in arrays]}"
-        )
-    return jax.tree.unflatten(jax.tree.structure(value), arrays)
-
-
-def _wrapped(apply: Apply | Normalized, wrap: Wrapper, statistics: Wrapper) -> Apply | Normalized:
-    """Return the function with its outputs wrapped, and its statistics if it has any."""
-    if not isinstance(apply, Normalized):
-        return wrap(apply)
-    return Normalized(wrap(apply.apply), statistics(apply.statistics), apply.running)
-
-
-class BySample(Function):
-    """A function of a pytree of samples as a function of their indices."""
-
-    function: Callable[..., PyTree]
-    samples: PyTree
-
-    def probed(self, x: Batch) -> tuple[Callable[..., PyTree], PyTree]:
-        """Return the function of samples itself."""
-        return self.function, self.samples
-
-    def __call__(self, params: Params, index: Int[Array, " T"], *statistics: PyTree) -> PyTree:
-        """Evaluate the function at the samples with these indices."""
-        return self.function(params, jax.tree.map(lambda a: a[index], self.samples), *statistics)
-
-
-def as_arrays(
-    apply: Apply | Normalized, x: PyTree, z: PyTree
-) -> tuple[Apply | Normalized, Batch, Batch | None]:
-    """Return function and batches of arrays: a pytree of samples becomes the array of their indices."""
-    if eqx.is_array(x):
-        if z is not None and not eqx.is_array(z):
-            raise ValueError("x and z must have the same structure, got an array and a pytree")
-        return apply, x, z
-    if z is not None and jax.tree.structure(x) != jax.tree.structure(z):  # type: ignore[operator]
-        raise ValueError(
-            f"x and z must have the same structure, got {jax.tree.structure(x)} and {jax.tree.structure(z)}"
-        )
-    samples = x if z is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), x, z)
-    first = jax.tree.leaves(x)[0].shape[0]
-    count = jax.tree.leaves(samples)[0].shape[0]
-    wrap = lambda function: BySample(function, samples)
-    index = jnp.arange(count)
-    return _wrapped(apply, wrap, wrap), index[:first], None if z is None else index[first:]
+from meanflow.kernels.empirical.samples import as_arrays, wrapped
 
 
 class ByOutput(Function):
@@ -112,8 +50,6 @@ class ByGroup(Function):
 
 KINDS = {
     **OPTIONS,
-    "x": batches,
-    "z": _checks.optional(batches),
     "outputs": _checks.either(_checks.choice(*OUTPUTS), _checks.sequence(_checks.choice(*OUTPUTS))),
     "mesh": _checks.optional(_checks.instance(Mesh, hint="see jax.make_mesh")),
 }
@@ -217,7 +153,7 @@ def _by_axes(
     def one(index: int) -> Array:
         wrap = lambda function: ByOutput(function, axes, jnp.asarray(index))
         return empirical_ntk(
-            _wrapped(apply, wrap, lambda s: s), params, x, z, outputs="full", mesh=mesh, **options
+            wrapped(apply, wrap, lambda s: s), params, x, z, outputs="full", mesh=mesh, **options
         )
 
     stacked = jnp.stack([one(i) for i in range(math.prod(sizes))])
@@ -329,7 +265,7 @@ def ntk_by_group(
         mine = jax.tree.map(lambda mark, label=label: mark == label, labels, is_leaf=lambda m: m is None)
         part, others = eqx.partition(params, mine)
         wrap = lambda function, others=others: ByGroup(function, others)
-        function = _wrapped(apply, wrap, wrap)
+        function = wrapped(apply, wrap, wrap)
         found[label] = empirical_ntk(
             function,
             part,

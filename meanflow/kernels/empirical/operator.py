@@ -13,8 +13,8 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical.coupling import STATS, kernel_maps, uncoupled_maps
-from meanflow.kernels.empirical.kernel import as_arrays, batches
 from meanflow.kernels.empirical.modules import PARAMS, Apply, Normalized, Params
+from meanflow.kernels.empirical.samples import as_arrays, batches
 
 
 class KernelOperator(eqx.Module):

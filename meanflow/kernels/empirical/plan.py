@@ -20,7 +20,8 @@ from meanflow import _checks
 from meanflow.kernels.empirical import cost, structured
 from meanflow.kernels.empirical.cost import Block, Cost
 from meanflow.kernels.empirical.coupling import STATS, KernelMaps, kernel_maps
-from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params, batch
+from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params
+from meanflow.kernels.empirical.samples import as_arrays, batches
 
 METHODS = ("auto", "jacobian", "products", "structured")
 OUTPUTS = ("full", "trace", "diagonal")
@@ -53,8 +54,8 @@ class NtkPlan(NamedTuple):
 OPTIONS = {
     "apply": _checks.function,
     "params": PARAMS,
-    "x": batch,
-    "z": _checks.optional(batch),
+    "x": batches,
+    "z": _checks.optional(batches),
     "stats": _checks.optional(_checks.choice(*STATS)),
     "outputs": _checks.choice(*OUTPUTS),
     "chunk": _checks.optional(_checks.count(1)),
@@ -87,8 +88,8 @@ def ntk_plan(
     >>> ntk_plan(apply, params, jnp.ones((300, 2))).method
     'structured'
     """
-    left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
-    plan, total = _plan(apply, params, left, right, stats, outputs, chunk, method, limit)
+    function, left, right = as_arrays(apply, x, z)
+    plan, total = _plan(function, params, left, right, stats, outputs, chunk, method, limit)
     rate = _rate(jnp.result_type(*jax.tree.leaves(params)).name)
     return plan._replace(seconds={name: c.total / rate for name, c in total.items()})
 
@@ -96,13 +97,13 @@ def ntk_plan(
 @functools.cache
 def _rate(dtype: str) -> float:
     """Return the operations per second of a matrix product of this dtype on this machine, measured once."""
-    size = 512
+    size = 384
     with jax.ensure_compile_time_eval():
         square = jnp.ones((size, size), dtype)
         product = jax.jit(jnp.matmul)
         jax.block_until_ready(product(square, square))
         best = math.inf
-        for _ in range(5):
+        for _ in range(40):  # short ones, so that some run undisturbed on a busy machine
             start = time.perf_counter()
             jax.block_until_ready(product(square, square))
             best = min(best, time.perf_counter() - start)

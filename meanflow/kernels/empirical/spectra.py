@@ -6,7 +6,7 @@ memory can be computed.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from meanflow import _checks
+from meanflow._matrices import grams
 from meanflow.kernels.empirical.operator import KernelOperator
 
 Kernel: TypeAlias = KernelOperator | Float[Array, "n n"]
@@ -22,13 +23,11 @@ Product: TypeAlias = Callable[[Float[Array, " n"]], Float[Array, " n"]]
 
 
 def square_kernel(name: str, value: object) -> object:
-    """Accept a square matrix, or a ``KernelOperator``."""
+    """Accept a kernel as a Gram matrix (n, n), or a ``KernelOperator``."""
     if isinstance(value, KernelOperator):
         return value
-    matrix = cast(Array, _checks.array((None, None))(name, value))
-    if matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(f"{name} must be a square matrix or an operator, got shape {matrix.shape}")
-    return matrix
+    _checks.array((None, None))(name, value)
+    return grams()(name, value)
 
 
 def _product(kernel: Kernel) -> Product:
@@ -263,7 +262,9 @@ def condition_number(kernel: Kernel, *, key: Key[Array, ""], steps: int | None =
     count = n if steps is None else min(n, _checks.whole("steps", steps, 1))
     run = lanczos(_product(kernel), jax.random.normal(key, (n,), dtype), count, jax.random.fold_in(key, 1))
     values = jnp.linalg.eigvalsh(run.matrix())
-    return values[-1] / values[0]
+    # the least eigenvalue of a singular kernel is zero up to rounding, of either sign
+    singular = values[0] <= n * jnp.finfo(dtype).eps * jnp.abs(values[-1])
+    return jnp.where(singular, jnp.inf, values[-1] / jnp.where(singular, 1, values[0]))
 
 
 class Spectrum(NamedTuple):

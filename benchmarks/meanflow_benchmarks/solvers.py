@@ -1,0 +1,136 @@
+"""Speed of descent: minibatches and gradients against loops written by hand, in the same run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import meanflow as mf
+from meanflow_benchmarks.memory import MEGABYTE, program_memory
+from meanflow_benchmarks.timing import interleaved
+
+Weights = tuple[jax.Array, jax.Array]
+LEARNING_RATE = 0.1
+
+
+def _loss(w: Weights, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Half the mean square error of the mean of a tanh(b . x) over the neurons."""
+    return 0.5 * jnp.mean((jnp.mean(w[0][None] * jnp.tanh(x @ w[1].T), axis=1) - y) ** 2)
+
+
+def _step(w: Weights, x: jax.Array, y: jax.Array) -> Weights:
+    rate = LEARNING_RATE * w[0].shape[0]
+    return jax.tree.map(lambda u, g: u - rate * g, w, jax.grad(_loss)(w, x, y))
+
+
+def _problem(width: int, points: int, dim: int) -> tuple[mf.Flow, mf.Cloud, mf.Dataset]:
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (points, dim))
+    flow = mf.vanilla("tanh")
+    return flow, flow.init(keys[1], width, dim=dim), mf.Dataset(x, jnp.tanh(x[:, 0]))
+
+
+def minibatches(
+    points: int = 200_000,
+    dim: int = 20,
+    width: int = 100,
+    batch: int = 64,
+    steps: int = 12_500,
+    repeats: int = 3,
+) -> dict[str, float]:
+    """Descent on minibatches, by epochs and with replacement, against scans written by hand.
+
+    The peers record what ``descend`` records, the energy of all data at the start and at the end. By epochs the peer
+    permutes all samples once an epoch; with replacement it draws integers.
+
+    Args:
+        points, dim: number and dimension of the samples.
+        width: number of neurons.
+        batch: samples of a batch.
+        steps: number of steps, a multiple of the steps of an epoch.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Microseconds of processor time a step, and ``ratio_epochs``, ``ratio_replace`` (goal 1.3).
+    """
+    flow, cloud, data = _problem(width, points, dim)
+    key, rounds = jax.random.key(2), points // batch
+
+    def record(run: Callable[[Weights, mf.Dataset], Weights]) -> Callable[..., tuple]:
+        def whole(w: Weights, data: mf.Dataset) -> tuple:
+            end = run(w, data)
+            return end, _loss(w, data.x, data.y), _loss(end, data.x, data.y)
+
+        return jax.jit(whole)
+
+    def by_epochs(w: Weights, data: mf.Dataset) -> Weights:
+        def epoch(w: Weights, number: jax.Array) -> tuple[Weights, None]:
+            order = jax.random.permutation(jax.random.fold_in(key, number), points)
+            rows = order[: rounds * batch].reshape(rounds, batch)
+            return jax.lax.scan(lambda w, r: (_step(w, data.x[r], data.y[r]), None), w, rows)[0], None
+
+        return jax.lax.scan(epoch, w, jnp.arange(steps // rounds))[0]
+
+    def replaced(w: Weights, data: mf.Dataset) -> Weights:
+        def one(w: Weights, number: jax.Array) -> tuple[Weights, None]:
+            rows = jax.random.randint(jax.random.fold_in(key, number), (batch,), 0, points)
+            return _step(w, data.x[rows], data.y[rows]), None
+
+        return jax.lax.scan(one, w, jnp.arange(steps))[0]
+
+    start = tuple(cloud.particles)
+    settings: dict[str, Any] = {"step": LEARNING_RATE, "batch_size": batch, "key": key, "observe": _nothing}
+    epochs_by_hand, replaced_by_hand = record(by_epochs), record(replaced)
+    seconds = interleaved(
+        {
+            "epochs": lambda: mf.descend(flow, cloud, data, steps, **settings),
+            "epochs_by_hand": lambda: epochs_by_hand(start, data),
+            "replace": lambda: mf.descend(flow, cloud, data, steps, replace=True, **settings),
+            "replace_by_hand": lambda: replaced_by_hand(start, data),
+        },
+        repeats,
+    )
+    ratios = {f"ratio_{n}": seconds[n] / seconds[f"{n}_by_hand"] for n in ("epochs", "replace")}
+    return {f"{name}_us": 1e6 * value / steps for name, value in seconds.items()} | ratios
+
+
+def _nothing(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> jax.Array:
+    return cloud.width
+
+
+def gradients(
+    width: int = 200, points: int = 100, dim: int = 10, steps: int = 1000, repeats: int = 5
+) -> dict[str, float]:
+    """The gradient of the last energy of descent in the targets, against ``jax.grad`` of a plain scan.
+
+    Args:
+        width: number of neurons.
+        points, dim: number and dimension of the samples.
+        steps: number of steps.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Milliseconds of processor time, megabytes of temporaries of each program, and ``ratio_checkpoint``,
+        ``ratio_full`` (goal 1.2).
+    """
+    flow, cloud, data = _problem(width, points, dim)
+
+    def by_descend(adjoint: str) -> Callable[[jax.Array], jax.Array]:
+        def last(y: jax.Array) -> jax.Array:
+            there = mf.Dataset(data.x, y)
+            return mf.descend(flow, cloud, there, steps, step=LEARNING_RATE, adjoint=adjoint).energy[-1]
+
+        return last
+
+    def by_hand(y: jax.Array) -> jax.Array:
+        step = lambda w, _: (_step(w, data.x, y), None)
+        return _loss(jax.lax.scan(step, tuple(cloud.particles), length=steps)[0], data.x, y)
+
+    functions = {"checkpoint": by_descend("checkpoint"), "full": by_descend("full"), "by_hand": by_hand}
+    programs = {name: jax.jit(jax.grad(f)).lower(data.y).compile() for name, f in functions.items()}
+    seconds = interleaved({name: lambda p=p: p(data.y) for name, p in programs.items()}, repeats)  # type: ignore[misc]
+    numbers = {f"{name}_ms": 1e3 * value for name, value in seconds.items()}
+    memory = {f"{n}_mb": program_memory(p).temporary / MEGABYTE for n, p in programs.items()}
+    ratios = {f"ratio_{n}": seconds[n] / seconds["by_hand"] for n in ("checkpoint", "full")}
+    return numbers | memory | ratios

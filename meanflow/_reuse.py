@@ -1,0 +1,126 @@
+"""One object for functions of equal value, so that compiled programs are found again.
+
+JAX finds a compiled program by the functions that were compiled in. A lambda or ``optax.adam(0.1)`` made anew is
+another object, although it computes the same, and would be compiled again. ``canonical`` returns the first one of the
+same value. It never guesses: what it cannot look into counts as equal to itself only.
+"""
+
+import enum
+import functools
+import types
+from collections import OrderedDict
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from meanflow._identity import _is_library
+
+Value = TypeVar("Value")
+KEPT = 512
+LARGEST = 4096  # entries of arrays that are compared by value
+_KNOWN: OrderedDict[Any, Any] = OrderedDict()
+_KEYS: dict[int, Any] = {}  # the key of each value that is kept, by its address
+
+
+class _Unknown(Exception):
+    """The value holds something that is being traced."""
+
+
+def canonical(value: Value) -> Value:
+    """Return the first value that was given so far and is equal to ``value``, if possible; else ``value`` itself.
+
+    Functions are equal if their code, defaults, closed-over values and the globals that they name are.
+
+    >>> scaled = lambda c: lambda z: c * z
+    >>> canonical(scaled(2.0)) is canonical(scaled(2.0)), canonical(scaled(2.0)) is canonical(scaled(3.0))
+    (True, False)
+    """
+    try:
+        key = value_key(value)
+        hash(key)
+        if isinstance(key, _Same):
+            return value
+        found = _KNOWN.get(key, value)
+        if found is not value and value_key(found) != key:
+            found = value  # what that one names or holds has changed since
+    except (_Unknown, TypeError):  # traced, or without a hash
+        return value
+    if found is value and _KEYS.get(id(value), key) != key:
+        return value  # its meaning has changed since it was compiled: equals of its present meaning must not get it
+    _KNOWN[key], _KEYS[id(found)] = found, key
+    _KNOWN.move_to_end(key)
+    if len(_KNOWN) > KEPT:
+        _KEYS.pop(id(_KNOWN.popitem(last=False)[1]), None)
+    return found
+
+
+def value_key(value: object, seen: frozenset[int] = frozenset()) -> Any:
+    """Return a key that is equal for values that do the same; unknown objects are told apart by identity.
+
+    The key holds those objects themselves, so that none of them can vanish and leave its address to another.
+    """
+    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum):
+        return type(value), value
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # NaN equals itself here, and 0 differs from -0
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return _array_key(value)
+    if id(value) in seen:
+        return "recursive"
+    seen = seen | {id(value)}
+    inside = functools.partial(value_key, seen=seen)
+    if isinstance(value, types.FunctionType):
+        return _function_key(value, seen)
+    if isinstance(value, types.MethodType):
+        return "method", inside(value.__self__), inside(value.__func__)
+    if isinstance(value, functools.partial):
+        return "partial", inside(value.func), inside(value.args), inside(value.keywords)
+    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return type(value), tuple(inside(u) for u in value)  # type: ignore[attr-defined]
+    if type(value) is dict:
+        return "dict", tuple((inside(k), inside(v)) for k, v in value.items())
+    if isinstance(value, eqx.Module):
+        return type(value), tuple(inside(getattr(value, name, None)) for name in value.__dataclass_fields__)
+    return _Same(value)
+
+
+def _function_key(function: types.FunctionType, seen: frozenset[int]) -> Any:
+    held = [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # a name that is assigned later
+            return _Same(function)
+    if not _is_library(function.__module__ or ""):  # the globals of a library stay what they are
+        held += [function.__globals__.get(name) for name in sorted(_names(function.__code__))]
+    return function.__code__, tuple(value_key(u, seen) for u in held)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def _array_key(value: Any) -> Any:
+    if value.size > LARGEST:
+        return _Same(value)
+    try:
+        array = np.asarray(value)
+    except (jax.errors.TracerArrayConversionError, TypeError) as problem:  # traced, or a key
+        raise _Unknown from problem
+    return "array", type(value), array.dtype.str, array.shape, array.tobytes()
+
+
+class _Same:
+    """An object that is equal to itself only, whatever its own idea of equality."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
