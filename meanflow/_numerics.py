@@ -164,6 +164,7 @@ def iterate(
     observe: Callable[[State], Observed],
     *,
     checkpoint: bool = False,
+    first: bool = False,
 ) -> tuple[State, Observed]:
     """Apply ``step`` ``steps`` times and observe the state after each ``every`` of them, in a compiled scan.
 
@@ -179,9 +180,11 @@ def iterate(
         observe: state -> pytree of arrays.
         checkpoint: in reverse mode keep about 2 sqrt(every) states per observation instead of every one, for
             one more forward pass.
+        first: observe the initial state too. The observation is compiled once for all: it may be larger than a step.
 
     Returns:
-        The final state, and the observations stacked along a leading axis of length steps // every.
+        The final state, and the observations stacked along a leading axis of length steps // every (one more with
+        ``first``).
 
     >>> end, seen = iterate(lambda s, u: s + u, jnp.zeros(()), jnp.ones(4), 4, 2, lambda s: s)
     >>> float(end), seen.tolist()
@@ -195,7 +198,20 @@ def iterate(
         state = _run(step, state, slices, every, checkpoint)
         return state, observe(state)
 
-    return jax.lax.scan(block, state, _split(inputs, rounds, every), length=rounds)
+    slices = _split(inputs, rounds, every)
+    if not first:
+        return jax.lax.scan(block, state, slices, length=rounds)
+
+    def turn(state: State, item: tuple[Array, PyTree]) -> tuple[State, Observed]:
+        number, slices = item
+        # the number is the same for all members of a batch, so that this stays a branch under vmap
+        state = jax.lax.cond(
+            number > 0, lambda s: _run(step, s, slices, every, checkpoint), lambda s: s, state
+        )
+        return state, observe(state)
+
+    ahead = jax.tree.map(lambda u: jnp.concatenate([u[:1], u]), slices)  # the first turn takes no steps
+    return jax.lax.scan(turn, state, (jnp.arange(rounds + 1), ahead))
 
 
 def _run(
@@ -210,7 +226,7 @@ def _run(
         return jax.lax.scan(one, state, inputs, length=length)[0]
 
     # Segments of about sqrt(length) steps: only their starts are stored, the inside is recomputed.
-    size = max(1, math.isqrt(length))
+    size = _segment(length)
     count = length // size
     # Inside a segment each step keeps its state alone: what it computes on the way (activations of all samples and
     # neurons) is as large as many states, and cheaper to compute again than to write and read.
@@ -223,7 +239,20 @@ def _run(
     head = _split(jax.tree.map(lambda u: u[: count * size], inputs), count, size)
     state, _ = jax.lax.scan(segment, state, head, length=count)
     rest = length - count * size
+    if rest == 0:
+        return state
     return jax.lax.scan(one, state, jax.tree.map(lambda u: u[count * size :], inputs), length=rest)[0]
+
+
+def _segment(length: int) -> int:
+    """Return a number near sqrt(length), one that divides it if possible: a rest would be compiled once more.
+
+    >>> _segment(1000), _segment(1013)
+    (25, 31)
+    """
+    root = max(1, math.isqrt(length))
+    near = [k for k in range(max(1, root // 2), 2 * root + 1) if length % k == 0]
+    return min(near, key=lambda k: abs(math.log(k / length**0.5))) if near else root
 
 
 def _split(inputs: PyTree, rounds: int, every: int) -> PyTree:

@@ -91,22 +91,15 @@ class BatchNormed(TwoLayer):
         if self.affine:
             for name in ("scale", "shift"):
                 _checks.shape(f"particles.{name}", getattr(cloud.particles, name), (cloud.size,))
-        b, sigma = _checks.concrete(cloud.particles.b), _checks.concrete(self.sigma)
-        if b is None or sigma is None:
+        counts = _checks.concrete(_count_still(cloud.particles.b, self.sigma))
+        if counts is None:
             return
-        if not np.all(np.any(b != 0, axis=-1)):
+        if counts[0]:
             raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
-        # what is left of b'Sb by rounding, in a product and in S itself
-        variance, terms = (
-            np.sum(b * (b @ sigma), axis=-1),
-            np.sum(np.abs(b) * (np.abs(b) @ np.abs(sigma)), axis=-1),
-        )
-        left = np.maximum(d * terms, np.max(np.diagonal(sigma)) * np.sum(b**2, axis=-1))
-        still = variance <= np.finfo(sigma.dtype).eps * left
-        if np.any(still):
+        if counts[1]:
             raise ValueError(
                 "particles.b must have |b|_S > 0 under batch norm: the inputs do not vary along "
-                f"{int(still.sum())} of the {cloud.size} vectors b"
+                f"{counts[1]} of the {cloud.size} vectors b"
             )
 
     def _scaled(self, cloud: Cloud, preactivation: jax.Array) -> jax.Array:
@@ -188,3 +181,17 @@ class BatchNormed(TwoLayer):
 def _square_norm(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
     square = jnp.sum(cloud.particles.b**2, axis=-1)
     return square, square
+
+
+@jax.jit
+def _count_still(b: jax.Array, sigma: jax.Array) -> jax.Array:
+    """Return how many of the vectors b (m, d) are zero, and along how many the inputs do not vary, beyond rounding.
+
+    On the device, so that two numbers come to the host for a check and not all of b.
+    """
+    # what is left of b'Sb by rounding, in a product and in S itself
+    variance = jnp.sum(b * (b @ sigma), axis=-1)
+    terms = jnp.sum(jnp.abs(b) * (jnp.abs(b) @ jnp.abs(sigma)), axis=-1)
+    left = jnp.maximum(b.shape[-1] * terms, jnp.max(jnp.diagonal(sigma)) * jnp.sum(jnp.square(b), axis=-1))
+    still = variance <= jnp.finfo(sigma.dtype).eps * left
+    return jnp.stack([jnp.sum(jnp.all(b == 0, axis=-1)), jnp.sum(still)])

@@ -37,12 +37,14 @@ class Observable(eqx.Module):
         coords: values along some of those axes, by name.
         units: unit of the numbers, ``"1"`` for pure numbers.
         about: one line for the reader of the data set.
+        usual: whether a sweep records it without being asked; what takes long to compile waits to be named.
     """
 
     dims: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
     coords: dict[str, jax.Array] = eqx.field(default_factory=dict, kw_only=True)
     units: str = eqx.field(static=True, default="1", kw_only=True)
     about: str = eqx.field(static=True, default="", kw_only=True)
+    usual: bool = eqx.field(static=True, default=True, kw_only=True)
 
     def begin(self, problem: "Problem") -> Values:
         """Compute once, at the start of the run, what ``measure`` wants to compare with; default nothing."""
@@ -203,7 +205,7 @@ def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     chosen: dict[str, Observable] = {
         "dissipation": Dissipation(about="-dE/dt on the clock of the run"),
         "displacement": Displacement(about="rms change of the coordinates"),
-        "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples"),
+        "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples", usual=False),
     }
     if flow.loss.classifies:
         chosen["accuracy"] = Accuracy(about="share of the samples that are classified correctly")

@@ -250,12 +250,10 @@ def _descend(
         seen = here if observe is None else observables.measure(observe, problem, here)
         return carry.t, equation.energy(problem.flow, here, data), seen
 
-    first = look(carry)
     checkpoint = options.adjoint == "checkpoint"
-    carry, series = iterate(step, carry, None, options.steps, options.every, look, checkpoint=checkpoint)
-    if state is None:
-        series = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, series)
-    times, energies, seen = series
+    carry, (times, energies, seen) = iterate(
+        step, carry, None, options.steps, options.every, look, checkpoint=checkpoint, first=state is None
+    )
     leaves = tuple(jax.tree.leaves((carry.optimizer, carry.size)))
     numbers = {"steps": jnp.asarray(options.steps), "every": jnp.asarray(options.every)}
     if isinstance(rule, ConstantStep):

@@ -425,6 +425,8 @@ def prepare(
         n for n in named if n in STATIC_SETTINGS or (n in asked and not grids.is_traceable(grid.axes[n]))
     ]
     template = first_flow(flow, grid, taken)
+    if isinstance(data, Dataset):
+        check_inputs(template, data)
     check_changes(template, grid, taken)
     clash = sorted(set(settings) & set(named))
     if clash:
@@ -498,8 +500,9 @@ def sweep(
         init: (key, width, **axes) -> Cloud; default ``flow.init``. It gets the axes it has arguments for.
         t1, ts: end time and save times (as in ``solve``; default start and end) of a run in continuous time.
         steps, every: number of steps and steps between saves (as in ``descend``) of a run in discrete time.
-        observe: None for ``default_observables``; names of some of these (``"default"`` for all of them, ``"neurons"``
-            for the coordinates of every neuron); or a dict of further ones.
+        observe: None for the usual observables of the model; names of observables (``"default"`` for the usual ones,
+            ``"neurons"`` for the coordinates of every neuron; ``kernel_drift`` and the statistics of knots take long to
+            compile and are recorded when named); or a dict of further ones.
         store: run directory. Finished chunks are kept there and a killed run goes on from them. One process writes
             there at a time; another run, or another division of the grid, is refused with the differences.
         chunk: most cells run at once; default about 2^15 particles per CPU device and 2^20 per accelerator.

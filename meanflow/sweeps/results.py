@@ -54,22 +54,23 @@ def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Ob
     """Return the observables behind the argument ``observe`` of a sweep, by name.
 
     Args:
-        observe: None for the defaults. A sequence of names: these of the defaults and of those on request;
+        observe: None for the defaults. A sequence of names: these of what the model offers and of those on request;
             ``"default"`` stands for all defaults. A dict: the defaults and these; a name mapped to None is left out.
-        defaults: what the model offers, ``flow.observables(data)``.
+        defaults: what the model offers, ``flow.observables(data)``; the defaults are the usual ones of these.
     """
+    usual = {name: one for name, one in defaults.items() if one.usual}
     if observe is None:
-        return dict(defaults)
+        return usual
     if isinstance(observe, Mapping):
         taken = next((name for name in observe if name in PLAIN), None)
         if taken is not None:
             raise ValueError(f"observe must not use the name {taken!r}, which every sweep records itself")
         given = {n: as_observable(f"observe[{n!r}]", one) for n, one in observe.items() if one is not None}
-        return {n: one for n, one in defaults.items() if n not in observe} | given
+        return {n: one for n, one in usual.items() if n not in observe} | given
     if not isinstance(observe, str | list | tuple):
         raise ValueError(f"observe must be None, names or a dict of observables, got {observe!r}")
     names = [observe] if isinstance(observe, str) else list(observe)
-    everything = dict(defaults) if "default" in names else {}
+    everything = usual if "default" in names else {}
     return everything | named([name for name in names if name != "default"], defaults)
 
 

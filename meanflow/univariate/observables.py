@@ -81,11 +81,15 @@ def univariate_observables(data: Dataset) -> dict[str, Observable]:
     chosen: dict[str, Observable] = {
         "predictions": Predictions(grid, dims=("x",), coords={"x": grid}, about="f on a grid"),
         "dead_share": FunctionObservable(dead_share, about="share of neurons active on no sample"),
-        "slope_variation": FunctionObservable(slope_variation, about="total variation of f'"),
+        "slope_variation": FunctionObservable(slope_variation, about="total variation of f'", usual=False),
     }
     if data.size > 1:
-        chosen["on_sample_share"] = FunctionObservable(on_sample_share, about="share of knots at a sample")
+        chosen["on_sample_share"] = FunctionObservable(
+            on_sample_share, about="share of knots at a sample", usual=False
+        )
         chosen["concentration"] = FunctionObservable(
-            KnotConcentration(BINS_COUNTED), about="share of sum |c a| in the 8 fullest of 110 bins"
+            KnotConcentration(BINS_COUNTED),
+            about="share of sum |c a| in the 8 fullest of 110 bins",
+            usual=False,
         )
     return chosen

@@ -20,7 +20,10 @@ def test_cells_with_their_own_data_equal_single_runs():
     """Padded data of four sizes, names as values and defaults of all observables, in one program; against descend."""
     axes = {"samples": (6, 9, 14), "noise": (0.0, 0.5), "teacher": ("linear", "product")}
     settings = {"steps": 6, "every": 3, "step": 0.05}
-    plan = mf.sweeps.prepare(mf.batchnorm("tanh"), planar, widths=(4, 5), axes=axes, key=3, **settings)
+    names = ["kernel_drift", "dissipation", "displacement", "predictions"]
+    plan = mf.sweeps.prepare(
+        mf.batchnorm("tanh"), planar, widths=(4, 5), axes=axes, key=3, observe=names, **settings
+    )
     assert len(plan.groups) == 1
     assert plan.room == 14
     runs = plan.run()
@@ -35,7 +38,6 @@ def test_cells_with_their_own_data_equal_single_runs():
     cell = {"samples": 9, "noise": 0.5, "teacher": "product"}
     data = planar(jax.random.split(jax.random.key(3))[1], **cell)
     flow = mf.batchnorm("tanh").bind(data)
-    names = ["kernel_drift", "dissipation", "displacement", "predictions"]
     alone = mf.descend(
         flow, plan.cloud(width=5, **cell), data, 6, every=3, step=0.05, clock="lazy", observe=names
     )
@@ -52,17 +54,15 @@ def test_minibatches_and_univariate_observables_ignore_padding():
         x = jnp.linspace(-1.0, 1.0, samples)
         return mf.Dataset(x, jnp.sin(4 * x), weights="sum")
 
-    plan = mf.sweeps.prepare(
-        mf.canonical(), line, widths=(5,), axes={"samples": (4, 7)}, steps=4, step=0.01, batch_size=2
-    )
+    names = ("on_sample_share", "dead_share", "concentration", "kernel_drift")
+    settings = {"axes": {"samples": (4, 7)}, "steps": 4, "step": 0.01, "observe": names}
+    plan = mf.sweeps.prepare(mf.canonical(), line, widths=(5,), batch_size=2, **settings)
     runs, alone = plan.run().sel(samples=4), plan.single(samples=4)
     np.testing.assert_allclose(runs.energy[0, 0], alone.energy, rtol=1e-12)
-    for name in ("on_sample_share", "dead_share", "concentration", "kernel_drift"):
+    for name in names:
         np.testing.assert_allclose(runs[name][0, 0], alone.observed[name], rtol=1e-11, atol=1e-14)
     with pytest.raises(ValueError, match="batch_size must be at most the number of samples, got 5 for 4"):
-        mf.sweeps.prepare(
-            mf.canonical(), line, widths=(5,), axes={"samples": (4, 7)}, steps=4, step=0.01, batch_size=5
-        )
+        mf.sweeps.prepare(mf.canonical(), line, widths=(5,), batch_size=5, **settings)
 
 
 def test_gradients_in_every_numeric_axis_against_differences():

@@ -304,7 +304,7 @@ def test_networks_can_be_cut(norm):
 
 
 def test_network_errors():
-    with pytest.raises(ValueError, match="at least one hidden layer"):
+    with pytest.raises(ValueError, match="widths must hold at least 1"):
         MLP(3, [], 2, BatchNorm, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="equally many"):
         CNN(1, [4, 4], 2, BatchNorm, strides=(1,), rngs=nnx.Rngs(0))

@@ -42,7 +42,7 @@ def homogeneous_slopes(activation: Callable[[jax.Array], jax.Array]) -> tuple[fl
             "solver='sliding' needs an activation that is linear on both sides of 0, such as relu, leaky_relu or abs, "
             f"got {getattr(activation, '__name__', activation)}; use a diffrax solver for smooth activations"
         )
-    return float(below), float(above)
+    return float(below) + 0.0, float(above) + 0.0  # no negative zero
 
 
 def quadratic_decay(penalty: Callable[[Neurons], jax.Array], dim: int) -> tuple[float, float]:
