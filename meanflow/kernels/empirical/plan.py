@@ -199,11 +199,11 @@ def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limi
     taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in traced.sites.values())
     stored = sum(cost.stored(s.sizes, many, s.mode) for s in plan)
     passing = 2 * counted.stored + many * (2 * taps + counted.stored / 2) + stored
-    piece = _fit(block.samples, limit / 8, item * passing)
+    piece = _fit(block.samples, limit / 16, item * passing)
     held = item * stored * block.samples <= limit / 4
     wide = [_pairs(s, block) for s in plan]
     row = item * block.columns * (max(wide, default=0.0) + 2 * _kept(block))
-    rows = chunk if chunk is not None else _fit(block.rows, limit / 8, row)
+    rows = chunk if chunk is not None else _fit(block.rows, limit / 32, row)
     if not held:
         rows = min(rows, _fit(block.rows, limit / 8, item * stored))
     rows = min(rows, block.rows)
@@ -272,8 +272,9 @@ def _entries(traced: structured.Traced) -> int:
 
 
 def _fit(most: int, limit: float, one: float) -> int:
-    """Return how many things of ``one`` byte size fit, at least one and at most ``most``."""
-    return max(1, min(most, int(limit / max(one, 1.0))))
+    """Return how many things of ``one`` byte size fit, at least one and at most ``most``, in even parts of ``most``."""
+    parts = math.ceil(most / max(1, min(most, int(limit / max(one, 1.0)))))
+    return math.ceil(most / parts)
 
 
 def plan_for(
