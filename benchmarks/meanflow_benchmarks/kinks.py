@@ -59,9 +59,9 @@ def work_precision(
     target: float = 1e-4,
     sliding: tuple[int, ...] = (2, 4, 8, 16, 32),
     finest: int = 512,
-    euler: tuple[int, ...] = (10_000, 100_000, 400_000),
+    euler: tuple[int, ...] = (1000, 10_000, 100_000),
     tolerances: tuple[float, ...] = (1e-4, 1e-6, 1e-8),
-    max_steps: int = 60_000,
+    max_steps: int = 20_000,
 ) -> dict[str, float | list[float]]:
     """Force evaluations and processor seconds at an error of the parameters, against ordinary solvers.
 

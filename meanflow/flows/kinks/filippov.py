@@ -159,7 +159,8 @@ def _pivot(
     going = lambda carry: jnp.any(carry[3]) & (carry[0] < 8 * count + 8)
     _, state, table, wrong, _ = jax.lax.while_loop(going, exchange, first)
     _, speed = look(state, table)
-    own = sign[:, None] * jump * square
+    # what the kink itself changes, with the weights of those that are slid on following: its Schur complement
+    own = sign[:, None] * jump * jnp.diagonal(table, axis1=-2, axis2=-1)
     idle = jnp.where(state == ACTIVE, speed + own, speed)
     busy = jnp.where(state == ACTIVE, speed, speed - own)
     repels = valid & ~convex & (idle < -slack) & (busy > slack)

@@ -1,5 +1,6 @@
 """Paper 004: gradient dynamics of univariate ReLU networks."""
 
+from meanflow_papers.univariate import alignment as alignment
 from meanflow_papers.univariate import courses as courses
 from meanflow_papers.univariate import figure_1 as figure_1
 from meanflow_papers.univariate import figure_2 as figure_2

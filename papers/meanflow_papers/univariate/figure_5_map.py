@@ -95,7 +95,7 @@ def regime_map(
         steps=steps,
         every=steps if every is None else every,
         step=mf.KernelStep(0.2),
-        observe={name: None for name in defaults if name not in OBSERVED} | dict(observe or {}),
+        observe={n: one if n in OBSERVED else None for n, one in defaults.items()} | dict(observe or {}),
         store=store,
     )
     end = ds.sel(width=200).median("seed")
