@@ -7,9 +7,10 @@ before the root is taken, and the result afterwards.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,6 +154,29 @@ def dominant_vector(matrix: Float[Array, "n n"]) -> Float[Array, " n"]:
     column = power[:, jnp.argmax(jnp.diagonal(power))]
     length = jnp.linalg.norm(column)
     return column / jnp.where(length > 0, length, 1.0)
+
+
+class KeyBits(eqx.Module):
+    """A PRNG key by its bits, for steps of ``iterate`` that draw random numbers.
+
+    A typed key that stands inside of a branch has no zero of its kind when the branch is differentiated in reverse
+    (jax 0.10.1 then builds a program that does not compile); its bits have.
+
+    >>> key = jax.random.key(3)
+    >>> bool(KeyBits(key).key == key)
+    True
+    """
+
+    bits: Array
+    kind: Hashable = eqx.field(static=True)
+
+    def __init__(self, key: Array) -> None:
+        self.bits, self.kind = jax.random.key_data(key), jax.random.key_impl(key)
+
+    @property
+    def key(self) -> Array:
+        """The typed key."""
+        return jax.random.wrap_key_data(self.bits, impl=self.kind)  # type: ignore[arg-type]
 
 
 def iterate(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from meanflow._numerics import KeyBits
 from meanflow.flows import equation
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
@@ -80,7 +81,7 @@ class Problem(eqx.Module):
     speed: jax.Array
     memory: PyTree = None
     temperature: jax.Array | None = None
-    key: jax.Array | None = None
+    key: KeyBits | None = None
     reaction: jax.Array | None = None
     conserve: bool = eqx.field(static=True, default=True)
     normalized: bool = eqx.field(static=True, default=False)
@@ -160,7 +161,7 @@ class Problem(eqx.Module):
         """
         assert self.temperature is not None and self.key is not None
         leaves, structure = jax.tree.flatten(here.particles)
-        keys = jax.random.split(jax.random.fold_in(self.key, step), len(leaves))
+        keys = jax.random.split(jax.random.fold_in(self.key.key, step), len(leaves))
         drawn = [jax.random.normal(k, u.shape, u.dtype) for k, u in zip(keys, leaves, strict=True)]
         spread = self.temperature * size * self.pace(here, flow=flow)
         shaken = flow.space.noise(here, jax.tree.unflatten(structure, drawn))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
+from meanflow._numerics import KeyBits
 from meanflow.measures.dataset import Dataset
 
 ROUNDS = 4  # each moves rows by a random function of the column, then columns by one of the row
@@ -21,7 +22,7 @@ class Batches(eqx.Module):
 
     Attributes:
         data: the samples.
-        key: PRNG key of the choice.
+        bits: PRNG key of the choice.
         real: number of samples up to the last one of positive weight; what stands behind is padding, never drawn.
         total: sum of all weights.
         size: number of samples of a batch.
@@ -29,14 +30,14 @@ class Batches(eqx.Module):
     """
 
     data: Dataset
-    key: jax.Array
+    bits: KeyBits
     real: jax.Array
     total: jax.Array
     size: int = eqx.field(static=True)
     replace: bool = eqx.field(static=True)
 
     def __init__(self, data: Dataset, key: jax.Array, size: int, *, replace: bool = False) -> None:
-        self.data, self.key, self.size, self.replace = data, key, size, replace
+        self.data, self.bits, self.size, self.replace = data, KeyBits(key), size, replace
         self.real = data.real.astype(jnp.uint32)
         self.total = jnp.sum(data.weights)
 
@@ -44,11 +45,11 @@ class Batches(eqx.Module):
         """Return the numbers of the samples of step 0, 1, ..."""
         step = step.astype(jnp.uint32)
         if self.replace:
-            key = jax.random.fold_in(self.key, step)
+            key = jax.random.fold_in(self.bits.key, step)
             return jax.random.randint(key, (self.size,), 0, self.real, jnp.uint32)
         rounds = jnp.maximum(self.real // self.size, 1)
         places = (step % rounds) * self.size + jnp.arange(self.size, dtype=jnp.uint32)
-        key = jax.random.fold_in(self.key, step // rounds)
+        key = jax.random.fold_in(self.bits.key, step // rounds)
         return shuffle(key, places, self.real)
 
     def at(self, step: Int[Array, ""]) -> Dataset:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from meanflow import _checks
 from meanflow._checks import choice, count, flag, function, instance, number, optional, prng_key
 from meanflow._identity import describe, json_digest
-from meanflow._numerics import iterate
+from meanflow._numerics import KeyBits, iterate
 from meanflow._reuse import canonical
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
@@ -303,8 +303,8 @@ def _batches(data: Dataset, options: DescentOptions) -> Callable[[jax.Array], Da
     if options.sampler is None:
         return Batches(data, options.key, options.batch_size, replace=options.replace).at
     sampler, size = options.sampler, options.batch_size
-    key = jax.random.fold_in(options.key, SAMPLES)
-    return lambda step: Dataset(*sampler(jax.random.fold_in(key, step), size))
+    bits = KeyBits(jax.random.fold_in(options.key, SAMPLES))
+    return lambda step: Dataset(*sampler(jax.random.fold_in(bits.key, step), size))
 
 
 def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data: Dataset) -> None:

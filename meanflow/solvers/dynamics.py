@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from meanflow import _checks
+from meanflow._numerics import KeyBits
 from meanflow.flows.flow import Flow
 from meanflow.flows.problem import Chart, Problem
 from meanflow.measures.cloud import Cloud
@@ -95,7 +96,7 @@ class Dynamics(eqx.Module):
             speed,
             temperature=None if self.temperature is None else jnp.asarray(self.temperature),
             reaction=None if self.reaction is None else jnp.asarray(self.reaction),
-            key=self.key,
+            key=None if self.key is None else KeyBits(self.key),
             conserve=self.conserve,
             normalized=clock == "normalized",
         )

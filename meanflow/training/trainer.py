@@ -201,7 +201,7 @@ class Trainer:
     """
 
     @_checks.arguments(
-        make=_checks.function,
+        make=_checks.either(_checks.function, _checks.subclass(nnx.Module)),
         optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
         batch=_checks.count(1),
         loss=_checks.function,

@@ -289,7 +289,15 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
     assert largest_gap(rest.final.particles, straight.final.particles) < 1e-14
     assert whole.energy[-1] < whole.energy[0]
     plan = mf.sweeps.prepare(
-        flow, data, widths=[4, 6], seeds=2, steps=4, every=2, step=0.1, scales=[0.5, 1.0]
+        flow,
+        data,
+        widths=[4, 6],
+        seeds=2,
+        steps=4,
+        every=2,
+        step=0.1,
+        scales=[0.5, 1.0],
+        observe=("default", "kernel_drift"),
     )
     runs = plan.run()
     assert runs.predictions.dims == ("width", "scale", "seed", "step", "sample", "output")

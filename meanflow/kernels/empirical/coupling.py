@@ -5,6 +5,7 @@ of one sample needs the whole batch, and a kernel computed sample by sample or c
 every function is probed, and coupled ones are refused until ``stats`` says which statistics are meant.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -200,10 +201,14 @@ def kernel_maps(
             that cannot be taken out of the function.
     """
     other = x if z is None else z
-    for name, some in (("x", x),) if z is None else (("x", x), ("z", z)):
-        check_outputs(apply, params, name, some)
+    given = (("x", x),) if z is None else (("x", x), ("z", z))
     if isinstance(apply, Normalized):
-        return _normalized_maps(apply, params, x, other, stats)
+        maps = _normalized_maps(apply, params, x, other, stats)
+        for (name, some), outputs in zip(given, (maps.left, maps.right), strict=False):
+            check_outputs(functools.partial(_ignore_batch, outputs), params, name, some)
+        return maps
+    for name, some in given:
+        check_outputs(apply, params, name, some)
     if stats == "batch" or (stats == "train" and z is None):
         return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), None)
     probe = lambda batch: _probe(apply, params, batch, declared=stats in FIXED)
@@ -218,6 +223,10 @@ def kernel_maps(
             '"frozen" (statistics of x, held fixed) or "running" (the averages that the model keeps)'
         )
     return uncoupled_maps(apply, x, z)
+
+
+def _ignore_batch(outputs: Callable[[Params], Outputs], params: Params, _: Batch) -> Outputs:
+    return outputs(params)
 
 
 def _normalized_maps(
