@@ -174,7 +174,7 @@ def solve(
             observables such as ``["dissipation", "kernel_drift"]``.
         solver: a diffrax solver, or ``"sliding"`` for models that know how neurons move through kinks. By default the
             model decides: ``Tsit5()`` if it is smooth; if it has kinks (relu), where ordinary solvers crawl or err,
-            ``"sliding"`` where the model has such a motion (for vector inputs in float64 only) and ``Heun()`` otherwise,
+            ``"sliding"`` where the model has such a motion (for vector inputs: in float64) and ``Heun()`` otherwise,
             or where sliding runs out of events (``settings.names`` says which it was).
         step: a number or a ``StepRule`` such as ``KernelStep``: fixed steps. None: adaptive steps at ``rtol`` and
             ``atol``, or ``KernelStep(0.25)`` where a solver for kinks was chosen by default.
