@@ -216,3 +216,34 @@ def test_lazy_and_rich_exponents_in_the_width(activation, paired, power):
     if activation == "tanh" or power >= 0.75:
         expected = 2 * power - 2 if paired else max(2 * power - 2, -1.0)
         assert abs(drift - expected) < 0.15, (drift, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [0.75, 0.5, 0.25, 0.0])
+def test_relu_kernels_drift_as_smooth_ones_where_no_activation_flips(power):
+    """The part of a ReLU kernel's drift that is not flipped activations: m^(2p-2), as for a smooth activation.
+
+    The kernel at the end is taken twice: as it is, and with the activations of the start. The second drifts by the law
+    of smooth networks at every p; what the first has beyond it is flips (see the test above).
+    """
+    x = np.random.default_rng(0).normal(size=(POINTS, DIM)) / np.sqrt(DIM)
+    data = mf.Dataset(x, np.sin(3 * x[:, 0]) + x[:, 1] * x[:, 2])
+    widths = (128, 256, 512, 1024, 2048)
+
+    def kernel(w, active):
+        z, gates = (data.x @ w.b.T) * active, active * jnp.abs(w.a)[None, :]
+        return (z @ z.T + (gates @ gates.T) * (data.x @ data.x.T)) / w.a.size
+
+    def drift(key, width):
+        flow = mf.vanilla("relu", alpha=width**power)
+        start = flow.init(key, width, dim=DIM, paired=True, a=laws.signs(), b=laws.normal(1.0, DIM))
+        end = mf.descend(flow, start, data, 400, step=0.05, clock="lazy").final
+        active = (data.x @ start.particles.b.T > 0).astype(float)
+        first = kernel(start.particles, active)
+        scaled = mf.tangent_kernel(flow, start, data.x) * (width**power / width) ** 2
+        return jnp.linalg.norm(kernel(end.particles, active) - first) / jnp.linalg.norm(scaled)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    found = [jnp.exp(jnp.mean(jnp.log(jax.vmap(lambda key, m=m: drift(key, m))(keys)))) for m in widths]
+    slope = loglog_slope(widths, np.array(found))
+    assert abs(slope - (2 * power - 2)) < 0.15, slope
