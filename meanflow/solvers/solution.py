@@ -178,8 +178,8 @@ class Solution(eqx.Module):
     settings: Settings
 
     @property
-    def ok(self) -> Bool[Array, ""]:
-        """True where the run succeeded or stopped at a steady state."""
+    def ok(self) -> Bool[Array, "*runs"]:
+        """True where the run succeeded or stopped at a steady state; one value a run if several are stacked."""
         done = jnp.asarray(self.result == RESULTS.successful)
         return done | jnp.asarray(self.result == RESULTS.event_occurred)
 

@@ -126,7 +126,7 @@ def to_plane(particles: Polar) -> Float[Array, "m 2"]:
     return jnp.abs(particles.r)[:, None] * unit(particles.theta)
 
 
-def to_polar(p: Float[Array, "m 2"], c: Float[Array, " m"], ratio: Float[Array, ""]) -> Polar:
+def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
     """Return (r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)), eq. (5) with atan2.
 
     Args:
