@@ -142,7 +142,7 @@ def _name(value: Any) -> str:
 
 
 @functools.cache
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
     """Say whether a module belongs to Python, to an installed distribution or to this package."""
     top = module.partition(".")[0]
     if top == "__main__":
@@ -160,7 +160,7 @@ def _is_library(module: str) -> bool:
 
 def _class_code(kind: type, seen: Seen) -> str:
     """Return ":" and a digest of the code of a user's class and of its user's bases; "" for a library's class."""
-    own = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+    own = [base for base in kind.__mro__ if not is_library(base.__module__)]
     if not own:
         return ""
     if id(kind) in seen:  # a class whose methods name it
@@ -201,7 +201,7 @@ def _code(functions: list[types.FunctionType], seen: Seen) -> str:
     done = {id(one) for one in waiting}
     while waiting:  # each helper once, however many functions call it
         one = waiting.pop(0)
-        library = _is_library(one.__module__ or "")
+        library = is_library(one.__module__ or "")
         values, helpers = ([], []) if library else _globals(one)
         new = [helper for helper in helpers if id(helper) not in done | seen]
         waiting += new
@@ -221,17 +221,17 @@ def _content(cell: types.CellType) -> object:
 
 def _globals(function: types.FunctionType) -> tuple[list[object], list[types.FunctionType]]:
     """Return the values that a function names, and the functions whose code counts as part of its own."""
-    names = _names(function.__code__)
+    names = names_used(function.__code__)
     named = [function.__globals__[n] for n in names if n in function.__globals__]
     for module in named:  # grows: module.name and package.module.name
-        if isinstance(module, types.ModuleType) and not _is_library(module.__name__):
+        if isinstance(module, types.ModuleType) and not is_library(module.__name__):
             inner = [vars(module)[n] for n in names if n in vars(module)]
             named += [value for value in inner if not any(value is one for one in named)]
     values: list[object] = []
     helpers: list[types.FunctionType] = []
     for value in named:
         home = getattr(value, "__module__", None)
-        ours = isinstance(home, str) and (home == function.__module__ or not _is_library(home))
+        ours = isinstance(home, str) and (home == function.__module__ or not is_library(home))
         if isinstance(value, types.FunctionType):
             helpers += [value] if ours else []
         elif isinstance(value, type):
@@ -241,9 +241,9 @@ def _globals(function: types.FunctionType) -> tuple[list[object], list[types.Fun
     return values, helpers
 
 
-def _names(code: types.CodeType) -> list[str]:
+def names_used(code: types.CodeType) -> list[str]:
     """Return the names that a code object looks up, those of functions defined inside it included."""
-    inside = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    inside = [names_used(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return sorted({*code.co_names, *(name for names in inside for name in names)})
 
 

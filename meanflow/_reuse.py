@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from meanflow._identity import _is_library
+from meanflow._identity import is_library, names_used
 
 Value = TypeVar("Value")
 KEPT = 512
@@ -93,14 +93,9 @@ def _function_key(function: types.FunctionType, seen: frozenset[int]) -> Any:
             held.append(cell.cell_contents)
         except ValueError:  # a name that is assigned later
             return _Same(function)
-    if not _is_library(function.__module__ or ""):  # the globals of a library stay what they are
-        held += [function.__globals__.get(name) for name in sorted(_names(function.__code__))]
+    if not is_library(function.__module__ or ""):  # the globals of a library stay what they are
+        held += [function.__globals__.get(name) for name in names_used(function.__code__)]
     return function.__code__, tuple(value_key(u, seen) for u in held)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return {*code.co_names}.union(*inner)
 
 
 def _array_key(value: Any) -> Any:

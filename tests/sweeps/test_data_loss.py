@@ -379,7 +379,7 @@ def modules(tmp_path, monkeypatch):
             (tmp_path / f"{name}.py").write_text(text.replace(old, new) if name == changed else text)
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
-        identity._is_library.cache_clear()
+        identity.is_library.cache_clear()
         return importlib.import_module("laws")
 
     yield fresh
