@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 Result = TypeVar("Result")
@@ -180,18 +181,28 @@ class BySums(Way):
     def predict(
         self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
     ) -> Float[Array, " s"]:
-        """Return the sum of the lines that are active."""
-        lines = samples.x[:, None] * slopes[None, :, 0] + slopes[None, :, 1]
-        return jnp.sum(jnp.where(is_active(p, samples.x), lines, 0.0), axis=1)
+        """Return the sums of the lines that are active."""
+        lines = samples.x[None, :] * slopes[:, :1] + slopes[:, 1:]
+        return jnp.sum(_active_samples(p, samples.x, lines.dtype) * lines, axis=0)
 
     @functools.partial(jax.checkpoint, static_argnums=0)
     def gather(
         self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
     ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
         """Return the sums over the samples that are active."""
-        active = is_active(p, samples.x)
-        tilt, shift = (jnp.sum(jnp.where(active, u[:, None], 0.0), axis=0) for u in (g * samples.x, g))
+        # Behind a barrier the compiler does not know that it compares the same numbers again. If it knew, it would
+        # store the pattern, which takes longer to write and read than to compute.
+        apart = jax.lax.optimization_barrier(jax.lax.stop_gradient((samples.x, samples.x)))
+        tilt, shift = (
+            jnp.sum(_active_samples(p, again, u.dtype) * u[None, :], axis=1)
+            for again, u in zip(apart, (g * samples.x, g), strict=True)
+        )
         return tilt, shift
+
+
+def _active_samples(p: Float[Array, "m 2"], x: Float[Array, " s"], dtype: DTypeLike) -> Float[Array, "m s"]:
+    """Return the pattern as numbers, with neurons along the first axis: compilers fuse that with sums both ways."""
+    return (p[:, :1] * x[None, :] > -p[:, 1:]).astype(dtype)
 
 
 REGIONS, PRODUCTS, SUMS = ByRegions(), ByProducts(), BySums()
