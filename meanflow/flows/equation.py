@@ -76,7 +76,7 @@ def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]
         value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
         covector = along(jnp.ones_like(value))[0]
     else:
-        f, pull = flow.feature.linearize(cloud, data.x)
+        f, pull = flow.feature.linearize_data(cloud, data)
         if flow.offset is not None:
             f = f - flow.offset(data.x)
         covector = pull(residual(flow, f, data))

@@ -66,7 +66,7 @@ class Problem(eqx.Module):
 
     Attributes:
         chart: the flow and its start, in the coordinates that are stepped. The flow is bound to its statistics.
-        data: training data.
+        data: training data, as the user gave them.
         speed: d t_mean_field / dt of the clock of the run, a scalar.
         memory: what observers computed at the start of the run; see ``Observable.begin``.
         temperature: tau of the noise, or None.
@@ -74,6 +74,7 @@ class Problem(eqx.Module):
         reaction: beta, the rate at which weights move, or None.
         conserve: whether reaction conserves the total mass.
         normalized: whether the clock is also divided by the total slope of the loss, sum_j q_j |l'(f_j, y_j)|.
+        arranged: the data in the order in which velocities are computed fastest; None for the order of ``data``.
     """
 
     chart: Chart
@@ -85,6 +86,12 @@ class Problem(eqx.Module):
     reaction: jax.Array | None = None
     conserve: bool = eqx.field(static=True, default=True)
     normalized: bool = eqx.field(static=True, default=False)
+    arranged: Dataset | None = None
+
+    @property
+    def samples(self) -> Dataset:
+        """The data that velocities are computed from: sums over all of them, so that their order is free."""
+        return self.data if self.arranged is None else self.arranged
 
     @property
     def flow(self) -> "Flow":
@@ -141,7 +148,7 @@ class Problem(eqx.Module):
 
     def field(self, t: float | jax.Array | np.ndarray, y: PyTree[jax.Array]) -> PyTree[jax.Array]:
         """Return dy/dt on the clock of the run, at the state ``y`` in the coordinates of the chart."""
-        return self.rates(self.here(y), self.data, self.chart.flow)
+        return self.rates(self.here(y), self.samples, self.chart.flow)
 
     def rates(self, here: Cloud, data: Dataset, flow: "Flow") -> PyTree[jax.Array]:
         """Return dy/dt at a cloud of the chart, for the loss of ``data`` (all of it, or a batch)."""

@@ -226,7 +226,7 @@ def _descend(
     )
     model = flow.chart(cloud).flow
     carry = _start(problem, options, state)
-    draw = _batches(data, options)
+    draw = _batches(problem.samples if options.batch_size is None else data, options)
 
     def step(carry: _Carry, _: None) -> _Carry:
         here = problem.here(carry.y)

@@ -99,6 +99,7 @@ class Dynamics(eqx.Module):
             key=None if self.key is None else KeyBits(self.key),
             conserve=self.conserve,
             normalized=clock == "normalized",
+            arranged=chart.flow.feature.arrange(chart.base, data),
         )
 
 
@@ -154,7 +155,7 @@ class Langevin(FlowSolver):
         """Take one step from t0 to t1."""
         flow, here = args.chart.flow, args.here(y0)
         size = jnp.asarray(t1 - t0, args.chart.base.weights.dtype)
-        drift = args.rates(here, args.data, flow)
+        drift = args.rates(here, args.samples, flow)
         shaken = args.noise(here, solver_state, size, flow)
         by = jax.tree.map(lambda u, v: size * u + v, drift, shaken)
         y1 = args.move(here, y0, by, flow)

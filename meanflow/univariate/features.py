@@ -35,8 +35,18 @@ from meanflow.univariate.motion import CylinderMotion, RawMotion
 
 FORCES = ("auto", "dense", "fast")
 LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed
-# up to (samples, samples x neurons) the dense forces are faster (benchmarks ``univariate`` and ``sweeps``)
-CROSSOVER = ((40, 2**22), (2**62, 2**15))
+# Up to (samples, samples x neurons) the dense forces are faster. On processors this is measured (benchmarks
+# ``univariate`` and ``sweeps``). On accelerators it follows from the compiled programs (``accelerators.forces``), not
+# from times: the fast forces are about 20 small kernels on a GPU, and on a TPU each neuron's lookups in the tables take
+# as long as some 300 000 comparisons.
+ANY = 2**62
+CROSSOVER = {
+    "cpu": ((40, 2**22), (ANY, 2**15)),
+    "cuda": ((256, ANY), (ANY, 2**27)),
+    "rocm": ((256, ANY), (ANY, 2**27)),
+    "tpu": ((2**18, ANY),),
+}
+DENSE = {"cpu": force.PRODUCTS, "cuda": force.SUMS, "rocm": force.SUMS, "tpu": force.SUMS}
 
 
 class Univariate(Feature):
@@ -44,7 +54,7 @@ class Univariate(Feature):
 
     Attributes:
         forces: how forces are summed: ``"dense"`` in O(m n), ``"fast"`` in O(m log n + n), or ``"auto"``, the faster
-            one for the given size. Both are exact.
+            one for the given size on the platform that the program is compiled for. Both are exact.
     """
 
     forces: str = eqx.field(static=True)
@@ -120,16 +130,36 @@ class Univariate(Feature):
         mixed = line_x * pattern(up[:, 0]) + line_z * pattern(right[:, 1])
         return line_x * line_z * pattern(right[:, 0]) + mixed + pattern(up[:, 1])
 
+    def ways(self, samples: int, neurons: int) -> dict[str, force.Way]:
+        """Return how forces are summed on each platform, for a number of samples and of neurons."""
+
+        def is_dense(platform: str) -> bool:
+            small = any(samples <= most and samples * neurons <= all_ for most, all_ in CROSSOVER[platform])
+            return self.forces == "dense" or (self.forces == "auto" and small)
+
+        return {platform: way if is_dense(platform) else force.REGIONS for platform, way in DENSE.items()}
+
     def linearize(self, cloud: Cloud, x: Float[Array, " n"]) -> tuple[Float[Array, " n"], Pull]:
         """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``."""
-        count = x.shape[0]
-        small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
-        fast = self.forces == "fast" or (self.forces == "auto" and not small)
-        path = force.sorted_linearization if fast else force.dense_linearization
+        return self._linearize(cloud, x, False)
+
+    def linearize_data(self, cloud: Cloud, data: Dataset) -> tuple[Float[Array, " n"], Pull]:
+        """Return the same at the samples of a data set, which are not sorted again if the data set says they are."""
+        return self._linearize(cloud, data.x, data.is_sorted)
+
+    def arrange(self, cloud: Cloud, data: Dataset) -> Dataset:
+        """Return the data sorted by x where the fast forces are used."""
+        is_fast = force.REGIONS in self.ways(data.size, cloud.size).values()
+        return data.sorted() if is_fast else data
+
+    def _linearize(
+        self, cloud: Cloud, x: Float[Array, " n"], is_sorted: bool
+    ) -> tuple[Float[Array, " n"], Pull]:
         p, share = self.direction(cloud), cloud.weights * self.outer_weight(cloud)
         # a column at a time: the compiler then never stores the pairs
         slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
-        f, gather = path(p, slopes, x)
+        ways = self.ways(x.shape[0], cloud.size)
+        f, gather = force.linearization(p, slopes, x, ways, is_sorted=is_sorted)
         return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
 
     def predict(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, " n"]:

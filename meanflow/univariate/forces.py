@@ -11,13 +11,22 @@ and prefix sums replaces the m x s array. Predictions are sums of neurons by reg
 left-facing neurons are kept apart and never subtracted, since the difference would lose digits. A sample is active when
 a x > b strictly, with the product rounded: a compiler cannot contract a comparison to a fused multiply-add, so every
 path finds the same pattern, also with knots on samples.
+
+Three ways lead to the same forces, and which one is fastest depends on the device. A ``Way`` holds the parts of one;
+``linearization`` takes one for each platform, and the compiler sees the one of its platform alone.
 """
 
-from collections.abc import Callable
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+Result = TypeVar("Result")
 
 Gather = Callable[
     [Float[Array, " s"]], Float[Array, "m 2"]
@@ -39,16 +48,13 @@ def find_regions(p: Float[Array, "m 2"], x: Float[Array, " s"]) -> Int[Array, " 
     a, b = jax.lax.stop_gradient((p[:, 0], -p[:, 1]))
     x = jax.lax.stop_gradient(x)
     left = a < 0
-
-    def halve(_: int | jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low + high) // 2
-        # the first sample that is active (a >= 0) or inactive (a < 0) is at or before the middle
-        here = (a * x[jnp.minimum(middle, s - 1)] > b) != left
-        return jnp.where(here | (low >= high), low, middle + 1), jnp.where(here, middle, high)
-
-    low = jnp.zeros(a.shape, jnp.int32)
-    first, _ = jax.lax.fori_loop(0, s.bit_length(), halve, (low, jnp.full_like(low, s)))
+    # the number of samples before the first one that is active (a >= 0) or inactive (a < 0), from its highest bit to
+    # its lowest: written out, the steps are one pass over the neurons, where a loop would be one pass for each
+    first = jnp.zeros(a.shape, jnp.int32)
+    for bit in reversed(range(s.bit_length())):
+        last = first + (2**bit - 1)
+        beyond = ((a * x[jnp.minimum(last, s - 1)] > b) != left) | (last >= s)
+        first = jnp.where(beyond, first, first + 2**bit)
     return jnp.where(left, (2 * s - first) % (2 * s), s - first)
 
 
@@ -80,30 +86,154 @@ def region_predictions(
     return x * line[:, 0] + line[:, 1]
 
 
-def sorted_linearization(
-    p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], x: Float[Array, " s"]
+class Samples(NamedTuple):
+    """The samples of a data set, and how to sort them.
+
+    Attributes:
+        x: samples, in any order.
+        order: the places that sort them, or None where they are sorted already.
+    """
+
+    x: Float[Array, " s"]
+    order: Int[Array, " s"] | None
+
+    def sort(self, u: Float[Array, " s"]) -> Float[Array, " s"]:
+        """Return numbers of the samples in the order of ascending x."""
+        return u if self.order is None else u[self.order]
+
+    def unsort(self, u: Float[Array, " s"]) -> Float[Array, " s"]:
+        """Return numbers given in the order of ascending x in the order of the samples."""
+        return u if self.order is None else jnp.zeros_like(u).at[self.order].set(u)
+
+
+class Way(abc.ABC):
+    """One way to sum over the pattern of activations. All ways have the same results, up to rounding."""
+
+    def find(self, p: Float[Array, "m 2"], samples: Samples) -> Int[Array, " m"]:
+        """Return the regions of the directions, (m,); zeros where this way needs none."""
+        return jnp.zeros(p.shape[:1], jnp.int32)
+
+    @abc.abstractmethod
+    def predict(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
+    ) -> Float[Array, " s"]:
+        """Return f at the samples, for slope vectors that include the weights of the neurons."""
+
+    @abc.abstractmethod
+    def gather(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
+    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return the two components of the force of a covector g on each neuron."""
+
+
+class ByRegions(Way):
+    """O(m log s + s): the table of regions."""
+
+    def find(self, p: Float[Array, "m 2"], samples: Samples) -> Int[Array, " m"]:
+        """Return the regions of the directions."""
+        return find_regions(p, samples.sort(samples.x))
+
+    def predict(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
+    ) -> Float[Array, " s"]:
+        """Return f from sums of the slopes by region."""
+        return samples.unsort(region_predictions(regions, slopes, samples.sort(samples.x)))
+
+    def gather(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
+    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return the entries of the table."""
+        table = region_forces(samples.sort(g), samples.sort(samples.x))
+        # a column at a time: on a TPU rows of two numbers are padded to 128
+        return table[:, 0][regions], table[:, 1][regions]
+
+
+class ByProducts(Way):
+    """O(m s), by products with the s x m array of activations, which processors are fast at. The oracle of the tests.
+
+    Under differentiation the array is formed again: to compare is cheaper than to keep s x m numbers.
+    """
+
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def predict(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
+    ) -> Float[Array, " s"]:
+        """Return two products."""
+        active = is_active(p, samples.x).astype(slopes.dtype)
+        return samples.x * (active @ slopes[:, 0]) + active @ slopes[:, 1]
+
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def gather(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
+    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return two products."""
+        active = is_active(p, samples.x).astype(g.dtype)
+        return (g * samples.x) @ active, g @ active
+
+
+class BySums(Way):
+    """O(m s), by sums that compilers for accelerators fuse with the comparison, so that no s x m array is stored.
+
+    Unlike products these are not rounded to the formats of matrix units, such as bfloat16.
+    """
+
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def predict(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
+    ) -> Float[Array, " s"]:
+        """Return the sums of the lines that are active."""
+        lines = samples.x[None, :] * slopes[:, :1] + slopes[:, 1:]
+        return jnp.sum(_active_samples(p, samples.x, lines.dtype) * lines, axis=0)
+
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def gather(
+        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
+    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return the sums over the samples that are active."""
+        # Behind a barrier the compiler does not know that it compares the same numbers again. If it knew, it would
+        # store the pattern, which takes longer to write and read than to compute.
+        apart = jax.lax.optimization_barrier(jax.lax.stop_gradient((samples.x, samples.x)))
+        tilt, shift = (
+            jnp.sum(_active_samples(p, again, u.dtype) * u[None, :], axis=1)
+            for again, u in zip(apart, (g * samples.x, g), strict=True)
+        )
+        return tilt, shift
+
+
+def _active_samples(p: Float[Array, "m 2"], x: Float[Array, " s"], dtype: DTypeLike) -> Float[Array, "m s"]:
+    """Return the pattern as numbers, with neurons along the first axis: compilers fuse that with sums both ways."""
+    return (p[:, :1] * x[None, :] > -p[:, 1:]).astype(dtype)
+
+
+REGIONS, PRODUCTS, SUMS = ByRegions(), ByProducts(), BySums()
+
+
+def linearization(
+    p: Float[Array, "m 2"],
+    slopes: Float[Array, "m 2"],
+    x: Float[Array, " s"],
+    ways: Mapping[str, Way],
+    *,
+    is_sorted: bool = False,
 ) -> tuple[Float[Array, " s"], Gather]:
-    """Return the predictions and the map from a covector g to the forces G, in O(m log s + s).
+    """Return the predictions and the map from a covector g to the forces G.
 
     Args:
         p: direction (a, -b) of each neuron.
         slopes: slope vector of each neuron, its weight included.
         x: samples, in any order.
+        ways: how it is done on each platform; the compiler sees the way of its own platform alone.
+        is_sorted: whether the samples are known to be in ascending order.
     """
-    order = jnp.argsort(x)
-    ordered = x[order]
-    regions = find_regions(p, ordered)
-    f = jnp.zeros_like(x, slopes.dtype).at[order].set(region_predictions(regions, slopes, ordered))
-    return f, lambda g: region_forces(g[order], ordered)[regions]
+    searches = not is_sorted and REGIONS in ways.values()
+    samples = Samples(x, jnp.argsort(x) if searches else None)
 
+    def on_platform(part: Callable[[Way], Callable[..., Result]], *arguments: PyTree) -> Result:
+        parts = {platform: part(way) for platform, way in ways.items()}
+        if len(set(ways.values())) == 1:
+            return next(iter(parts.values()))(*arguments)
+        return jax.lax.platform_dependent(*arguments, **parts)
 
-def dense_linearization(
-    p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], x: Float[Array, " s"]
-) -> tuple[Float[Array, " s"], Gather]:
-    """Return the same as ``sorted_linearization`` in O(m s), through the s x m array of activations.
-
-    This is the oracle of the tests, and it is faster for few samples.
-    """
-    active = is_active(p, x).astype(slopes.dtype)
-    f = x * (active @ slopes[:, 0]) + active @ slopes[:, 1]
-    return f, lambda g: jnp.stack([(g * x) @ active, g @ active], axis=-1)
+    regions = on_platform(lambda way: way.find, p, samples)
+    f = on_platform(lambda way: way.predict, regions, p, slopes, samples)
+    return f, lambda g: jnp.stack(on_platform(lambda way: way.gather, regions, p, g, samples), axis=-1)

@@ -1,5 +1,8 @@
 """Fast forces against the dense oracle: identical patterns, equal numbers, derivatives, precision."""
 
+import functools
+
+import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from meanflow import univariate as uni
 from meanflow.flows import energy, predict, tangent_kernel, velocity
 from meanflow.measures import Affine, Cloud, Dataset, Polar, stack
+from meanflow.solvers import descend, solve
 from meanflow.univariate import forces
 
 
@@ -154,14 +158,108 @@ def test_float32_stays_float32():
             assert np.max(np.abs(np.asarray(u - w))[~ties]) < 1e-5 * scale
 
 
-def test_auto_follows_the_number_of_samples():
-    cloud, _, _ = hard_case(200, 300)
-    for s, kind in [(20, "dense"), (200, "fast")]:
-        x = jnp.linspace(-1, 1, s)
-        text = {
-            k: jax.jit(lambda w, k=k, x=x: predict(uni.full(forces=k), cloud.at(w), x))
-            .lower(cloud.particles)
-            .as_text()
-            for k in ("auto", "dense", "fast")
-        }
-        assert len(text["auto"]) == len(text[kind]) and text["dense"] != text["fast"]
+def lowered(kind, platform, m, s):
+    """The program of predictions for a platform, before the compiler has seen it."""
+    cloud = Cloud(Affine(*np.ones((3, m))))
+    run = jax.jit(lambda w, x: predict(uni.full(forces=kind), cloud.at(w), x))
+    return run.trace(cloud.particles, jnp.zeros(s)).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("platform", "m", "s", "kind"),
+    [
+        ("cpu", 200, 20, "dense"),
+        ("cpu", 200, 200, "fast"),
+        ("cuda", 200, 200, "dense"),
+        ("cuda", 2**20, 1000, "fast"),
+        ("tpu", 2**20, 1000, "dense"),
+    ],
+)
+def test_auto_follows_the_platform_and_the_size(platform, m, s, kind):
+    """Only the fast forces add up neurons by region; only processors multiply by the array of activations."""
+    text = lowered("auto", platform, m, s)
+    assert ("stablehlo.scatter" in text) == (kind == "fast")
+    assert ("stablehlo.dot" in text) == (kind == "dense" and platform == "cpu")
+    assert "stablehlo.scatter" in lowered("fast", platform, m, s)
+    assert "stablehlo.scatter" not in lowered("dense", platform, m, s)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_the_three_ways_agree(dtype):
+    """Also the way of accelerators, run here, and with its derivatives."""
+    cloud, x, g = (jax.tree.map(jnp.asarray, u) for u in hard_case(400, 70, dtype=dtype))
+    shuffle = np.random.default_rng(2).permutation(70)
+    feature = uni.full().feature
+    p, slopes = feature.direction(cloud), feature.slopes(cloud)
+
+    def both(way, slopes, g, x, is_sorted=False):
+        f, gather = forces.linearization(p, slopes, x, {"cpu": way}, is_sorted=is_sorted)
+        return f, gather(g)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_derivatives(way, g, x):
+        """Values, and the derivatives of a function of them."""
+        out, pull = jax.vjp(functools.partial(both, way), slopes, g, x)
+        return *out, *pull((jnp.cos(5 * x), jnp.cos(out[1])))
+
+    tolerance = 1e-12 if dtype == np.float64 else 1e-4
+    want = with_derivatives(forces.PRODUCTS, g, x)
+    for way in (forces.SUMS, forces.REGIONS):
+        got = with_derivatives(way, g[shuffle], x[shuffle])
+        for i, (u, v) in enumerate(zip(got, want, strict=True)):
+            assert u.dtype == dtype
+            v = v[shuffle] if v.shape == x.shape else v
+            np.testing.assert_allclose(u, v, rtol=0, atol=tolerance * np.max(np.abs(v)), err_msg=str(i))
+    plain, known = (jax.jit(functools.partial(both, forces.REGIONS, is_sorted=k)) for k in (False, True))
+    for u, v in zip(plain(slopes, g, x), known(slopes, g, x), strict=True):
+        np.testing.assert_array_equal(u, v)  # x was sorted, and to sort it once more changes nothing
+
+
+def primitives(jaxpr):
+    """Yield the names of the operations of a program, and for each of its loops the names inside."""
+    for eqn in jaxpr.eqns:
+        inside = []
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda u: hasattr(u, "eqns")):
+            inner = value.jaxpr if hasattr(value, "jaxpr") else value
+            if hasattr(inner, "eqns"):
+                inside += primitives(inner)
+        yield eqn.primitive.name, inside
+        yield from [] if eqn.primitive.name in ("scan", "while") else inside
+
+
+def innermost_loops(operations):
+    for name, inside in operations:
+        loops = [u for u, _ in inside if u in ("scan", "while")]
+        if name in ("scan", "while") and not loops:
+            yield [u for u, _ in inside]
+        yield from innermost_loops(inside)
+
+
+def test_samples_are_sorted_once():
+    """A run sorts before its steps, not in them; observers still see the samples as the user gave them."""
+    x = np.random.default_rng(0).permutation(np.linspace(-1, 1, 300))
+    cloud = Cloud(Affine(*np.random.default_rng(1).standard_normal((3, 200))))
+    data, flow = Dataset(x, np.sin(4 * x)), uni.full(forces="fast")
+    ordered = data.sorted()
+    np.testing.assert_array_equal(ordered.y, np.sin(4 * np.sort(x)))
+    for u, v in zip(velocity(flow, cloud, data), velocity(flow, cloud, ordered), strict=True):
+        np.testing.assert_allclose(u, v, rtol=1e-12, atol=1e-14)
+    seen = {"f": lambda flow, cloud, data: predict(flow, cloud, data.x)}
+    run = descend(flow, cloud, data, 20, step=0.1, observe=seen)
+    again = descend(uni.full(forces="dense"), cloud, data, 20, step=0.1, observe=seen)
+    np.testing.assert_allclose(run.observed["f"], again.observed["f"], rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="only scalar inputs"):
+        Dataset(np.ones((3, 2)), np.ones(3)).sorted()
+
+
+@pytest.mark.parametrize("solver", ["descend", "solve"])
+def test_no_step_sorts(solver):
+    cloud = Cloud(Affine(*np.random.default_rng(1).standard_normal((3, 200))))
+    data, flow = Dataset(np.linspace(-1, 1, 300), np.ones(300)), uni.full(forces="fast")
+    if solver == "descend":
+        run = lambda w: descend(flow, cloud.at(w), data, 20, step=0.1).energy
+    else:
+        run = lambda w: solve(flow, cloud.at(w), data, 1.0, step=0.1, solver=diffrax.Euler()).energy
+    operations = list(primitives(jax.make_jaxpr(run)(cloud.particles).jaxpr))
+    steps = [names for names in innermost_loops(operations) if "scatter-add" in names]
+    assert steps and not any("sort" in names for names in steps)
