@@ -58,7 +58,8 @@ class Counts(NamedTuple):
 
 def tally(event: Bool[Array, "m *k"], counted: Bool[Array, " m"]) -> Int[Array, ""]:
     """Count events of the neurons that are ``counted``."""
-    return jnp.sum(jnp.moveaxis(event, 0, -1) & counted, dtype=jnp.int32)
+    mask = counted.reshape(-1, *[1] * (event.ndim - 1))
+    return jnp.sum(event & mask, dtype=jnp.int32)
 
 
 class Rates(NamedTuple):
