@@ -82,9 +82,7 @@ def choose(
     smooth = not flow.feature.has_kinks() or isinstance(data, Population)
     if smooth or (adaptive and rule is None):
         return Method(SMOOTH, rule, None)
-    # for vector inputs in float32 the sliding solver can stall on planes that meet within rounding: not by default
-    exact = flow.feature.input_ndim == 1 or cloud.weights.dtype == jnp.float64
-    slides = plain and exact and has_motion(flow, cloud, data)
+    slides = plain and has_motion(flow, cloud, data)
     # beyond kinks the second order of Heun's method is lost
     method, order = (SLIDING, 2) if slides else (ROUGH, 1)
     return Method(method, rule, None) if rule is not None else Method(method, KernelStep(KAPPA), order)

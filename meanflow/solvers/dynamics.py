@@ -114,8 +114,6 @@ class Langevin(FlowSolver):
     The noise of step k is drawn from the key of the run and k, so a run can be resumed, and no Brownian path is stored.
     """
 
-    term_structure: ClassVar = diffrax.AbstractTerm
-    interpolation_cls: ClassVar = diffrax.LocalLinearInterpolation
     lands_on_saves: ClassVar[bool] = True
 
     def order(self, terms: PyTree) -> int:
@@ -135,12 +133,6 @@ class Langevin(FlowSolver):
     ) -> jax.Array:
         """Return the number of steps taken, 0."""
         return jnp.asarray(0, jnp.int32)
-
-    def func(
-        self, terms: diffrax.AbstractTerm, t0: RealScalarLike, y0: PyTree[jax.Array], args: Problem
-    ) -> PyTree:
-        """Return the velocity (diffrax's interface)."""
-        return terms.vf(t0, y0, args)
 
     def step(
         self,

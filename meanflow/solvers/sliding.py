@@ -27,9 +27,18 @@ class FlowSolver(diffrax.AbstractSolver):
 
     Attributes:
         lands_on_saves: whether steps must end exactly at the save times, because there is no interpolation.
+        term_structure, interpolation_cls: what diffrax asks for: one term, and a line between the ends of a step.
     """
 
     lands_on_saves: ClassVar[bool] = False
+    term_structure: ClassVar = diffrax.AbstractTerm
+    interpolation_cls: ClassVar = diffrax.LocalLinearInterpolation
+
+    def func(
+        self, terms: diffrax.AbstractTerm, t0: RealScalarLike, y0: PyTree[jax.Array], args: Problem
+    ) -> PyTree:
+        """Return the velocity (diffrax's interface)."""
+        return terms.vf(t0, y0, args)
 
     def prepared(self, adjoint: diffrax.AbstractAdjoint) -> "FlowSolver":
         """Return the solver for a run that is differentiated by ``adjoint``; itself by default."""
@@ -94,8 +103,6 @@ class Sliding(FlowSolver):
     max_events: int | None = None
     forward: bool = False
 
-    term_structure: ClassVar = diffrax.AbstractTerm
-    interpolation_cls: ClassVar = diffrax.LocalLinearInterpolation
     lands_on_saves: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
@@ -125,12 +132,6 @@ class Sliding(FlowSolver):
     ) -> MotionState:
         """Return the state of neurons that have not moved yet."""
         return self._motion(args).begin(y0)
-
-    def func(
-        self, terms: diffrax.AbstractTerm, t0: RealScalarLike, y0: PyTree[jax.Array], args: Problem
-    ) -> PyTree:
-        """Return the velocity (diffrax's interface)."""
-        return terms.vf(t0, y0, args)
 
     def step(
         self,

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide
 from meanflow.flows.kinks.cell import clock_time, first_root, travel
-from meanflow.flows.kinks.passage import Counts
+from meanflow.flows.kinks.passage import Counts, Rates, tally
 from meanflow.univariate import forces
 from meanflow.univariate.rays import normal_forces, sample_rays
 
@@ -151,20 +151,16 @@ def _decide(
     return _Decision(at, ray, ray_u, ray_v, along, reach, slides, leaves, repels, entered)
 
 
-def _tally(event: Bool[Array, " m"], counted: Bool[Array, " m"]) -> Int[Array, ""]:
-    return jnp.sum(event & counted, dtype=jnp.int32)
-
-
 def _count(neurons: MovingNeurons, decision: _Decision, counted: Bool[Array, " m"]) -> Counts:
     """Count the decisions at rays, for the neurons that are ``counted``."""
     crosses = decision.leaves & neurons.fresh & (decision.entered != neurons.region)
     freed = decision.leaves & ~neurons.fresh
     return Counts(
-        _tally(crosses, counted),
-        _tally(decision.slides & neurons.fresh, counted),
-        _tally(freed, counted),
-        _tally((crosses | freed) & (decision.entered == 0), counted),
-        _tally(decision.at & decision.repels, counted),
+        tally(crosses, counted),
+        tally(decision.slides & neurons.fresh, counted),
+        tally(freed, counted),
+        tally((crosses | freed) & (decision.entered == 0), counted),
+        tally(decision.at & decision.repels, counted),
     )
 
 
@@ -255,19 +251,6 @@ def _arrive(
     return moved, through
 
 
-class Rates(NamedTuple):
-    """Constants of each neuron, (m,) each.
-
-    Attributes:
-        inner, outer: rates kp and kc at which (a, b) and c learn; 0 where a layer is frozen.
-        is_real: False for padding, whose events are not counted.
-    """
-
-    inner: Float[Array, " m"]
-    outer: Float[Array, " m"]
-    is_real: Bool[Array, " m"]
-
-
 def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingNeurons, Counts]:
     """Carry every neuron over one event: decide at the ray, then move to the next ray or to the end of its time.
 
@@ -288,7 +271,7 @@ def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingN
     c, shift = travel(neurons.c, course.work, course.g2, inner_rate, outer_rate, course.step)
     end = neurons.u - shift * course.force_u, neurons.v - shift * course.force_v, c
     moved, through = _arrive(started, decision, course, field, end)
-    counts = counts._replace(nonunique=counts.nonunique + _tally(through, moving & is_real))
+    counts = counts._replace(nonunique=counts.nonunique + tally(through, moving & is_real))
     return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), counts
 
 

@@ -150,7 +150,7 @@ class UnivariateMotion(FrozenMotion):
         fresh = jnp.zeros_like(place.ray, bool)
         neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
         cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
-        own = events.Rates(*rates, self.is_real)
+        own = passage.Rates(*rates, self.is_real)
         end, counts = passage.run(events.advance, neurons, own, field, cap, forward=forward)
         overflow = jnp.any((end.left > 0) & self.is_real)
         moved = Place(None, None, end.region, end.ray, place.counts.plus(counts), place.overflow | overflow)

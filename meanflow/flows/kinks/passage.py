@@ -1,8 +1,9 @@
 """The loop that carries all neurons through all events of a sub-step, and its derivatives.
 
 A motion supplies ``advance``, which carries every neuron over one event; here it is repeated until no neuron has time
-left. In large clouds few neurons have any events left after the first: these are gathered in blocks, so that the rest
-costs nothing.
+left. Few neurons of a cloud meet a kink in one sub-step: an opening pass carries all others to the end, and those that
+remain are gathered in blocks, so that the rest costs nothing. Under vmap the loops of all clouds of a batch run as long
+as the longest.
 
 Reverse mode keeps the states before the first events of a sub-step and goes back from event to event; where there were
 more events, the states in between are found by replaying them. So no bound on the number of events has to be guessed.
@@ -10,15 +11,18 @@ Forward mode differentiates the plain loop.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-SMALL = 4096  # up to this many neurons all are moved together in every event
+TOGETHER = (
+    4096  # up to this many neurons all are moved together in every event, if a motion does not say otherwise
+)
 BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
+LEAST = 16  # but at least this many
 KEPT = (
     16  # states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
 )
@@ -52,6 +56,25 @@ class Counts(NamedTuple):
         return jax.tree.map(jnp.add, self, other)
 
 
+def tally(event: Bool[Array, "m *k"], counted: Bool[Array, " m"]) -> Int[Array, ""]:
+    """Count events of the neurons that are ``counted``."""
+    mask = counted.reshape(-1, *[1] * (event.ndim - 1))
+    return jnp.sum(event & mask, dtype=jnp.int32)
+
+
+class Rates(NamedTuple):
+    """Constants of each neuron, (m,) each.
+
+    Attributes:
+        inner, outer: rates kp and kc at which the two layers learn; 0 where a layer is frozen.
+        is_real: False for padding, whose events are not counted.
+    """
+
+    inner: Float[Array, " m"]
+    outer: Float[Array, " m"]
+    is_real: Bool[Array, " m"]
+
+
 @runtime_checkable
 class Moving(Protocol):
     """Neurons on their way through a sub-step: a NamedTuple of arrays with leading axis m."""
@@ -59,6 +82,10 @@ class Moving(Protocol):
     @property
     def left(self) -> Float[Array, " m"]:
         """The time each neuron still has to move; not positive for one that is done."""
+        ...
+
+    def _replace(self, *, left: Float[Array, " m"]) -> Self:
+        """Return the same neurons with another time (every NamedTuple has this)."""
         ...
 
 
@@ -77,6 +104,7 @@ def run(
     *,
     forward: bool = False,
     first: Advance | None = None,
+    together: int = TOGETHER,
 ) -> tuple[Neurons, Counts]:
     """Carry all neurons through all events of a sub-step; one that needs more than ``cap`` keeps its time left.
 
@@ -87,17 +115,21 @@ def run(
         shared: constants that all neurons share.
         cap: the most events of one neuron.
         forward: whether the program is differentiated in forward mode, which the default refuses.
-        first: what large clouds do before neurons are gathered, instead of ``advance`` itself: something cheaper that
-            carries most of them to the end.
+        first: what is done before neurons are gathered, instead of ``advance`` itself: something cheaper that carries
+            most of them to the end.
+        together: up to this many neurons are not gathered but all moved together, which is less to compile.
     """
-    arguments, opening = (neurons, rows, shared), advance if first is None else first
+    arguments = (neurons, rows, shared)
+    opening = None if neurons.left.shape[0] <= together else advance if first is None else first
     if forward:
         return _loop(arguments, advance, cap, opening)
     return _reversible(arguments, advance, cap, opening)
 
 
 @eqx.filter_custom_vjp
-def _reversible(arguments: Arguments, advance: Advance, cap: int, opening: Advance) -> tuple[Neurons, Counts]:
+def _reversible(
+    arguments: Arguments, advance: Advance, cap: int, opening: Advance | None
+) -> tuple[Neurons, Counts]:
     return _loop(arguments, advance, cap, opening)
 
 
@@ -137,7 +169,7 @@ def _run_backward(
     arguments: Arguments,
     advance: Advance,
     cap: int,
-    opening: Advance,
+    opening: Advance | None,
 ) -> PyTree:
     """Go back event by event; states that were not kept are replayed from the last one that was."""
     turns, states = residuals
@@ -171,41 +203,38 @@ def _run_backward(
     return start, own, common
 
 
-def _loop(arguments: Arguments, advance: Advance, cap: int, opening: Advance) -> tuple[Neurons, Counts]:
+def _loop(
+    arguments: Arguments, advance: Advance, cap: int, opening: Advance | None
+) -> tuple[Neurons, Counts]:
     """Advance until nobody has time left."""
     neurons, rows, shared = arguments
-    size = neurons.left.shape[0]
     none = jnp.zeros((), jnp.int32)
-    if size <= SMALL:
-        return _block(neurons, rows, shared, Counts.none(), advance, cap)
-    neurons, counts = opening(neurons, rows, shared)
-    block = size // BLOCKS
 
-    def unfinished(carry: tuple) -> Bool[Array, ""]:
-        # a block that runs into the cap keeps its time left; the round limit then ends the loop
-        return jnp.any(carry[1].left > 0) & (carry[0] < 2 * BLOCKS)
-
-    def work(carry: tuple) -> tuple:
-        rounds, everyone, counts = carry
-        index = jnp.nonzero(everyone.left > 0, size=block, fill_value=size)[0]
-        take = lambda u: jnp.take(u, index, axis=0, mode="fill", fill_value=0)
-        chosen, own = jax.tree.map(take, (everyone, rows))
-        chosen, counts = _block(chosen, own, shared, counts, advance, cap)
-        put = lambda u, v: u.at[index].set(v, mode="drop")
-        return rounds + 1, jax.tree.map(put, everyone, chosen), counts
-
-    _, neurons, counts = jax.lax.while_loop(unfinished, work, (none, neurons, counts))
-    return neurons, counts
-
-
-def _block(
-    neurons: Neurons, rows: PyTree, shared: PyTree, counts: Counts, advance: Advance, cap: int
-) -> tuple[Neurons, Counts]:
     def go(carry: tuple) -> tuple:
         turn, now, counts = carry
         now, more = advance(now, rows, shared)
         return turn + 1, now, counts.plus(more)
 
-    going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
-    _, neurons, counts = jax.lax.while_loop(going, go, (jnp.zeros((), jnp.int32), neurons, counts))
+    if opening is None:
+        going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
+        _, neurons, counts = jax.lax.while_loop(going, go, (none, neurons, Counts.none()))
+        return neurons, counts
+
+    neurons, counts = opening(neurons, rows, shared)
+    size = neurons.left.shape[0]
+    block = max(LEAST, size // BLOCKS)
+    waiting = lambda everyone, turns: (everyone.left > 0) & (turns < cap)
+
+    def work(carry: tuple) -> tuple:
+        """Take the first neurons that have events left over one of them."""
+        turns, everyone, counts = carry
+        index = jnp.nonzero(waiting(everyone, turns), size=block, fill_value=size)[0]
+        chosen, own = jax.tree.map(lambda u: jnp.take(u, index, axis=0, mode="clip"), (everyone, rows))
+        chosen = chosen._replace(left=jnp.where(index < size, chosen.left, 0.0))  # no neuron twice
+        chosen, more = advance(chosen, own, shared)
+        everyone = jax.tree.map(lambda u, v: u.at[index].set(v, mode="drop"), everyone, chosen)
+        return turns.at[index].add(1, mode="drop"), everyone, counts.plus(more)
+
+    first = (jnp.zeros(size, jnp.int32), neurons, counts)
+    _, neurons, counts = jax.lax.while_loop(lambda carry: jnp.any(waiting(carry[1], carry[0])), work, first)
     return neurons, counts

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide, safe_norm
-from meanflow.flows.kinks import cell, filippov
-from meanflow.flows.kinks.passage import Counts
+from meanflow.flows.kinks import cell, contacts, filippov
+from meanflow.flows.kinks.contacts import Contacts, Decision, Load, force_of
+from meanflow.flows.kinks.passage import Counts, Rates, tally
 
 Vector = Float[Array, " m"]
 
@@ -41,24 +42,6 @@ class Planes(NamedTuple):
     live: Bool[Array, " n"]
 
 
-class Load(NamedTuple):
-    """The frozen forces, and the normals they act along.
-
-    Attributes:
-        normal: (n, d) the samples.
-        live: (n,) which of them are planes.
-        jump: (n,) J = R_+ - R_-.
-        base: (d,) the force on the negative side of all planes.
-        dies: whether neurons on that side of all planes feel nothing, a scalar.
-    """
-
-    normal: Float[Array, "n d"]
-    live: Bool[Array, " n"]
-    jump: Float[Array, " n"]
-    base: Float[Array, " d"]
-    dies: Bool[Array, ""]
-
-
 class Walkers(NamedTuple):
     """Neurons on their way through a sub-step.
 
@@ -66,10 +49,7 @@ class Walkers(NamedTuple):
         a, b: outer (m,) and inner (m, d) weights.
         force: (m, d) g, all contributions included.
         z: (m, n) <x, b> for every plane.
-        side: (m, n) 1 or -1; 0 for planes the neuron sits on, and for entries that are not planes.
-        slots: (m, k) the planes it sits on; n marks an empty slot.
-        lam: (m, k) weight of the positive side in the force, for each slot.
-        fresh: (m, k) whether the neuron has just arrived on the plane.
+        contacts: on which side of each plane the neuron is, and on which planes it sits.
         at_zero: (m,) whether it has just passed through b = 0.
         left: (m,) the time it still has to move; negative if it ran out of slots.
     """
@@ -78,20 +58,9 @@ class Walkers(NamedTuple):
     b: Float[Array, "m d"]
     force: Float[Array, "m d"]
     z: Float[Array, "m n"]
-    side: Int[Array, "m n"]
-    slots: Int[Array, "m k"]
-    lam: Float[Array, "m k"]
-    fresh: Bool[Array, "m k"]
+    contacts: Contacts
     at_zero: Bool[Array, " m"]
     left: Vector
-
-
-class Rates(NamedTuple):
-    """Constants of each neuron: the rates at which its layers learn, and whether it counts."""
-
-    inner: Vector
-    outer: Vector
-    is_real: Bool[Array, " m"]
 
 
 def arrange(x: Float[Array, "n d"], block: int = 256) -> Planes:
@@ -126,8 +95,17 @@ def load(
     planes: Planes,
     covector: Float[Array, " n"],
     slopes: tuple[float, float],
+    gram: Float[Array, "n n"] | None = None,
 ) -> Load:
-    """Put the residual ``covector`` (n,) on the planes; ``slopes`` are those of the activation below and above 0."""
+    """Put the residual ``covector`` (n,) on the planes.
+
+    Args:
+        normal: the samples.
+        planes: their arrangement.
+        covector: the frozen residual.
+        slopes: those of the activation below and above 0.
+        gram: inner products of the samples, if they are known.
+    """
     below, above = slopes
     weight = covector * planes.factor
     ahead = planes.factor > 0
@@ -135,7 +113,7 @@ def load(
     positive = gather(weight * jnp.where(ahead, above, below))
     negative = gather(weight * jnp.where(ahead, below, above))
     dies = jnp.asarray(below == 0) & jnp.all(planes.factor >= 0)
-    return Load(normal, planes.live, positive - negative, negative @ normal, dies)
+    return Load(normal, planes.live, positive - negative, negative @ normal, dies, gram)
 
 
 def predictions(
@@ -152,22 +130,11 @@ def predictions(
     return planes.factor * (above * with_up + below * with_down)
 
 
-def tally(event: Bool[Array, "..."], counted: Bool[Array, " m"]) -> Int[Array, ""]:
-    """Count events of the neurons that are ``counted``."""
-    mask = counted if event.ndim == 1 else counted[:, None]
-    return jnp.sum(event & mask, dtype=jnp.int32)
-
-
-def at(table: Float[Array, "n *d"], slots: Int[Array, "m k"]) -> Float[Array, "m k *d"]:
-    """Return the rows of ``table`` in the slots, 0 for empty ones."""
-    return jnp.take(table, slots, axis=0, mode="fill", fill_value=0)
-
-
 def advance(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    decided, left_planes, normal_force, counts = _decide(walkers, rates, load)
-    moved, through = _move(decided, left_planes, normal_force, rates, load)
-    return moved, counts._replace(nonunique=counts.nonunique + tally(through, rates.is_real))
+    on = (walkers.contacts.slots < load.live.shape[0]) & (walkers.left > 0)[:, None]
+    decision, force, normal_force = jax.lax.cond(jnp.any(on), _decide, _go_on, walkers, rates, load)
+    return _move(walkers._replace(force=force), decision, normal_force, rates, load)
 
 
 def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
@@ -176,7 +143,7 @@ def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
     A plane is met where the shift of b along g equals z / <x, g>. So the extremes of <x, g> / z over the planes, and
     those of the shift over the time, say whether there is an event, with one quotient for each plane and no root.
     """
-    a, b, force, z, side, slots, _, _, _, left = walkers
+    a, b, force, z, (side, slots, _, _), _, left = walkers
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
     g2 = both * jnp.sum(force * force, axis=-1)
@@ -204,85 +171,78 @@ def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
     return moved, Counts.none()
 
 
-def _decide(
-    walkers: Walkers, rates: Rates, load: Load
-) -> tuple[Walkers, Int[Array, "m k"], Float[Array, "m n"], Counts]:
-    """Apply the Filippov rule.
+Decided = tuple[Decision, Float[Array, "m d"], Float[Array, "m n"]]
 
-    Returns:
-        The neurons, the planes they have just left (n for none), <x, g> for every plane, and the events.
-    """
-    n = load.normal.shape[0]
-    slots, lam, force, b = walkers.slots, walkers.lam, walkers.force, walkers.b
-    valid = (slots < n) & (walkers.left > 0)[:, None]
-    normal, jump = at(load.normal, slots), at(load.jump, slots)
-    gram = jnp.einsum("mkd,mld->mkl", normal, normal)
-    without = force - jnp.einsum("mk,mkd->md", lam * jump, normal)
-    pull = jnp.einsum("mkd,md->mk", normal, without)
-    work = jnp.sum(b * force, axis=-1)
+
+def _go_on(walkers: Walkers, rates: Rates, load: Load) -> Decided:
+    """Return what ``_decide`` does for neurons that sit on no plane."""
+    side, slots, lam, came = walkers.contacts
+    never = jnp.zeros(slots.shape, bool)
+    return Decision(never, never, came, lam, never, side), walkers.force, walkers.force @ load.normal.T
+
+
+def _decide(walkers: Walkers, rates: Rates, load: Load) -> Decided:
+    """Apply the Filippov rule; return the decision, the force g, and <x, g> for every plane."""
+    force, now = walkers.force, walkers.contacts
+    kinks = contacts.touch(now, load, walkers.left > 0)
     # the sign that a is about to have, if it is 0 now; b is tangent to the planes, so they do not matter for it
+    work = jnp.sum(walkers.b * force, axis=-1)
     sign = jnp.sign(jnp.where(walkers.a == 0, -rates.outer * work, walkers.a))
-    choice = filippov.decide(gram, jump, pull, safe_norm(without), valid, sign)
-    slides = valid & (choice.state == filippov.SLIDES)
-    leaves = valid & ~slides
-    target = jnp.where(choice.state == filippov.ACTIVE, 1, -1).astype(walkers.side.dtype)
-    rows = jnp.arange(slots.shape[0])[:, None]
-    left_planes = jnp.where(leaves, slots, n)
-    side = walkers.side.at[rows, left_planes].set(target, mode="drop")
-    force = without + jnp.einsum("mk,mkd->md", jnp.where(valid, choice.lam, 0.0) * jump, normal)
-    force = jnp.where(jnp.any(valid, axis=1)[:, None], force, walkers.force)
+    without = force - contacts.along(kinks, now.lam)
+    choice = filippov.decide(
+        kinks.gram, kinks.jump, contacts.pull(kinks, without), safe_norm(without), kinks.valid, sign
+    )
+    decision = contacts.take_sides(now, kinks, choice)
+    on = jnp.any(kinks.valid, axis=1)[:, None]
+    force = jnp.where(on, without + contacts.along(kinks, choice.lam), force)
+    normal_force = force @ load.normal.T
 
     # beyond b = 0: outward on the new ray, or rest
-    normal_force = force @ load.normal.T
-    speeds = jnp.where(load.live[None, :], side * normal_force * -sign[:, None], 0.0)
-    backward = walkers.at_zero & (jnp.min(speeds, axis=1) < 0)
-    side = jnp.where(backward[:, None], jnp.where(load.live[None, :], -1, 0).astype(side.dtype), side)
-    force = jnp.where(backward[:, None], load.base[None, :], force)
-    normal_force = jnp.where(backward[:, None], (load.normal @ load.base)[None, :], normal_force)
-    slides = slides & ~backward[:, None]
+    live = load.live[None, :]
+    speeds = jnp.where(live, decision.side * normal_force * -sign[:, None], 0.0)
+    backward = (walkers.at_zero & (jnp.min(speeds, axis=1) < 0))[:, None]
+    decision = decision._replace(
+        side=jnp.where(backward, jnp.where(live, -1, 0), decision.side).astype(now.side.dtype),
+        slides=decision.slides & ~backward,
+        leaves=decision.leaves | (decision.slides & backward),
+        target=jnp.where(backward, -1, decision.target).astype(now.side.dtype),
+        lam=jnp.where(backward, 0.0, decision.lam),
+    )
+    force = jnp.where(backward, load.base[None, :], force)
+    normal_force = jnp.where(backward, (load.normal @ load.base)[None, :], normal_force)
+    return decision, force, _consistent(normal_force, now, decision, sign)
 
-    came = jnp.where(lam > 0.5, 1, -1)
-    crosses = leaves & walkers.fresh & (target != came)
-    freed = leaves & ~walkers.fresh
-    alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(slides, axis=1) & load.dies
-    dies = (jnp.any(crosses | freed, axis=1) | backward) & alone
-    counted = (walkers.left > 0) & rates.is_real
-    counts = Counts(
-        tally(crosses, counted),
-        tally(slides & walkers.fresh, counted),
-        tally(freed, counted),
-        tally(dies, counted),
-        tally(choice.nonunique, counted),
-    )
-    decided = walkers._replace(
-        force=force,
-        side=side,
-        slots=jnp.where(valid & ~slides, n, slots),
-        lam=jnp.where(valid, jnp.where(slides, choice.lam, 0.0), lam),
-        fresh=jnp.zeros_like(walkers.fresh),
-        at_zero=jnp.zeros_like(walkers.at_zero),
-    )
-    return decided, left_planes, normal_force, counts
+
+def _consistent(
+    normal_force: Float[Array, "m n"], before: Contacts, decision: Decision, sign: Vector
+) -> Float[Array, "m n"]:
+    """Return <x, g> with 0 for planes that are left with no normal speed but rounding.
+
+    The rule lets a neuron leave to a side to which it does not move, if its normal speed is 0 within rounding. It then
+    moves parallel to the plane. With the normal force that rounding has left over it would meet the plane again at
+    once, be sent to the same side, and so on: the clock would stand still.
+    """
+    n = normal_force.shape[1]
+    rows = jnp.arange(normal_force.shape[0])[:, None]
+    own = jnp.take_along_axis(normal_force, jnp.minimum(before.slots, n - 1), axis=1)
+    back = decision.leaves & (decision.target * -sign[:, None] * own <= 0)
+    return normal_force.at[rows, jnp.where(back, before.slots, n)].set(0.0, mode="drop")
 
 
 def _move(
-    walkers: Walkers,
-    left_planes: Int[Array, "m k"],
-    normal_force: Float[Array, "m n"],
-    rates: Rates,
-    load: Load,
-) -> tuple[Walkers, Bool[Array, " m"]]:
-    """Move every neuron to its next event or to the end of its time; return also who passed through b = 0.
+    walkers: Walkers, decision: Decision, normal_force: Float[Array, "m n"], rates: Rates, load: Load
+) -> tuple[Walkers, Counts]:
+    """Move every neuron to its next event or to the end of its time, and count the events of the last decision.
 
     Neurons without time left keep their state: they move for no time.
     """
-    a, b, force, z, side, slots, lam, _, _, left = walkers
-    m, n = z.shape
-    dim = b.shape[1]
+    a, b, force, z, before, _, left = walkers
+    n, dim = load.normal.shape
+    side = decision.side
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
     g2 = both * jnp.sum(force * force, axis=-1)
-    planes = jnp.sum(slots < n, axis=1)
+    planes = jnp.sum(decision.slides, axis=1)
     slides = planes > 0
     on_line = (planes == dim - 1) & (dim > 1)
 
@@ -295,17 +255,12 @@ def _move(
         second = row(both * work / 2) * toward - height * row(g2 / 4)
         return second, -row(rates.inner * a) * toward, height, row(g2)
 
-    second, slope, constant, square = jax.lax.stop_gradient(coefficients(sign * normal_force, height, True))
-    # a plane that was just left is not met again at once, whatever rounding says
-    slope = slope.at[jnp.arange(m)[:, None], left_planes].max(0.0, mode="drop")
-    watched = (side != 0) & ~on_line[:, None]
-    hits = jnp.where(watched, cell.first_root(second, slope, constant, square), jnp.inf)
-    ahead = jnp.argmin(hits, axis=1)
+    hits = cell.first_root(*jax.lax.stop_gradient(coefficients(sign * normal_force, height, True)))
+    hits = jnp.where((side != 0) & ~on_line[:, None], hits, jnp.inf)
+    ahead = _argmin(hits)
     pick = lambda u: jnp.take_along_axis(u, ahead[:, None], axis=1)[:, 0]
     meets = jnp.isfinite(pick(hits))
-    second, slope, constant, _ = coefficients(pick(sign * normal_force), pick(height), False)
-    just_left = jnp.any(left_planes == ahead[:, None], axis=1)
-    slope = jnp.where(just_left, jnp.maximum(slope, 0.0), slope)
+    second, slope, constant, _ = coefficients(pick(sign) * pick(normal_force), pick(height), False)
     second, slope, constant = (jnp.where(meets, u, 0.0) for u in (second, slope, constant))
     to_plane = cell.first_root(second, slope, constant, g2)
     to_plane = jnp.where(meets, to_plane, jnp.inf)
@@ -330,39 +285,42 @@ def _move(
     through = exits & ~arrives & (to_zero <= first)
     halts = exits & ~arrives & ~through
 
-    hit = arrives[:, None] & (jnp.arange(n)[None, :] == ahead[:, None])
-    empty = slots >= n
-    slot = arrives[:, None] & empty & (jnp.cumsum(empty, axis=1) == 1)
-    lost = arrives & ~jnp.any(slot, axis=1)
-    lam = jnp.where(slot, (pick(side) > 0).astype(lam.dtype)[:, None], lam)
-    side = jnp.where(hit, 0, side).astype(side.dtype)
-    side = jnp.where(through[:, None], -side, side)
+    counted = (left > 0) & rates.is_real
+    after, lost, counts = contacts.settle(
+        before._replace(side=side),
+        decision,
+        ahead,
+        arrives,
+        contacts.same_instant(left, step),
+        counted,
+        load,
+    )
+    z = jnp.where((after.side == 0) | through[:, None], 0.0, z)
+    after = after._replace(side=jnp.where(through[:, None], -after.side, after.side))
 
     def refresh(force: jax.Array) -> jax.Array:
-        turned = force_of(side, load) + jnp.einsum(
-            "mk,mkd->md", lam * at(load.jump, slots), at(load.normal, slots)
-        )
-        return jnp.where(through[:, None], turned, force)
+        weight = after.lam * contacts.at(load.jump, after.slots)
+        turned = jnp.sum(weight[:, :, None] * contacts.at(load.normal, after.slots), axis=1)
+        return jnp.where(through[:, None], force_of(after.side, load) + turned, force)
 
-    force = jax.lax.cond(jnp.any(through), refresh, lambda u: u, force)
     moved = Walkers(
         jnp.where(halts, 0.0, a),
         jnp.where(through[:, None], 0.0, b),
-        force,
-        jnp.where(hit | through[:, None], 0.0, z),
-        side,
-        jnp.where(slot, ahead[:, None], slots).astype(slots.dtype),
-        lam,
-        slot,
+        jax.lax.cond(jnp.any(through), refresh, lambda u: u, force),
+        z,
+        after,
         through,
         jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
     )
-    return moved, through
+    return moved, counts._replace(nonunique=counts.nonunique + tally(through, counted))
 
 
-def force_of(side: Int[Array, "m n"], load: Load) -> Float[Array, "m d"]:
-    """Return the force of all planes on whose sides the neurons are; those they sit on are left out."""
-    return load.base[None, :] + jnp.where(side > 0, load.jump[None, :], 0.0) @ load.normal
+def _argmin(table: Float[Array, "m n"]) -> Int[Array, " m"]:
+    """Return the first column with the least entry of each row; two plain reductions are faster than jnp.argmin."""
+    n = table.shape[1]
+    least = jnp.min(table, axis=1, keepdims=True)
+    first = jnp.min(jnp.where(table == least, jnp.arange(n, dtype=jnp.int32)[None, :], n), axis=1)
+    return jnp.minimum(first, n - 1)  # no entry equals a least one that is not a number
 
 
 def start(
@@ -375,6 +333,5 @@ def start(
     load: Load,
 ) -> Walkers:
     """Return neurons that begin a sub-step; planes they sit on are decided anew, since the forces have changed."""
-    lam = jnp.zeros(slots.shape, a.dtype)
-    fresh = jnp.zeros(slots.shape, bool)
-    return Walkers(a, b, force_of(side, load), z, side, slots, lam, fresh, jnp.zeros(a.shape, bool), time)
+    here = contacts.place(side, slots, a)
+    return Walkers(a, b, force_of(side, load), z, here, jnp.zeros(a.shape, bool), time)

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide, safe_norm
-from meanflow.flows.kinks import filippov
+from meanflow.flows.kinks import contacts, filippov
+from meanflow.flows.kinks.contacts import Contacts, Decision, Kinks, Load, force_of
 from meanflow.flows.kinks.passage import Counts
-from meanflow.flows.kinks.planes import Load, at, force_of, tally
 
-TO_INACTIVE, TO_ACTIVE = -1.0, 2.0  # in the place of lam: the neuron has just been set free, to that side
 ROOTS = 10  # steps of the search for the time of an event, by regula falsi with the Illinois rule
 POLISH = 6  # steps of Newton's method for the times at which an interpolating cubic meets the planes
 
@@ -38,15 +37,21 @@ class Field(NamedTuple):
 
 
 class Turners(NamedTuple):
-    """Neurons on their way through a sub-step; fields as in ``planes.Walkers``."""
+    """Neurons on their way through a sub-step.
+
+    Attributes:
+        a, b: outer (m,) and raw inner (m, d) weights.
+        z: (m, n) <x, b> for every plane.
+        contacts: on which side of each plane the neuron is, and on which planes it sits.
+        freed: (m, k) the side to which it has just been set free, 1 or -1, as lam has come to a bound; 0 elsewhere.
+        left: (m,) the time it still has to move; negative if it ran out of slots.
+    """
 
     a: Vector
     b: Float[Array, "m d"]
     z: Float[Array, "m n"]
-    side: Int[Array, "m n"]
-    slots: Int[Array, "m k"]
-    lam: Float[Array, "m k"]
-    fresh: Bool[Array, "m k"]
+    contacts: Contacts
+    freed: Int[Array, "m k"]
     left: Vector
 
 
@@ -54,9 +59,7 @@ class _Held(NamedTuple):
     """What is constant between two events: the force of all sides, and the planes that are slid on."""
 
     force: Float[Array, "m d"]
-    normal: Float[Array, "m k d"]
-    gram: Float[Array, "m k k"]
-    jump: Float[Array, "m k"]
+    kinks: Kinks
     free: Bool[Array, "m k"]
     table: Float[Array, "m k k"]
 
@@ -75,10 +78,10 @@ def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], sigma: jax.Array) 
 def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> Rate:
     """Return a', b' and lam."""
     scale, work, turn = _turn(b, held.force, sigma)
-    pull = jnp.einsum("mkd,md->mk", held.normal, turn)
-    mixed = filippov.hold(held.gram, held.free, held.table, pull)
-    turn = turn + jnp.einsum("mk,mkd->md", mixed, held.normal)
-    lam = mixed / jnp.where(held.free, held.jump, 1.0)
+    pull = contacts.pull(held.kinks, turn)
+    mixed = filippov.hold(held.kinks.gram, held.free, held.table, pull)
+    lam = mixed / jnp.where(held.free, held.kinks.jump, 1.0)
+    turn = turn + contacts.along(held.kinks, lam)
     return -work, -(a / scale)[:, None] * turn, lam
 
 
@@ -96,53 +99,47 @@ def _step(
     return end, turned * safe_divide(safe_norm(b), safe_norm(turned))[:, None]
 
 
+def start(
+    a: Vector,
+    b: Float[Array, "m d"],
+    z: Float[Array, "m n"],
+    side: Int[Array, "m n"],
+    slots: Int[Array, "m k"],
+    time: Vector,
+) -> Turners:
+    """Return neurons that begin a sub-step; planes they sit on are decided anew, since the forces have changed."""
+    here = contacts.place(side, slots, a)
+    return Turners(a, b, z, here, jnp.zeros_like(here.came), time)
+
+
 def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple[Turners, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
     load, sigma = field
-    n = load.normal.shape[0]
-    a, b, z, side, slots, lam, fresh, left = turners
-    moving = left > 0
-    released = (slots < n) & moving[:, None] & ((lam == TO_INACTIVE) | (lam == TO_ACTIVE))
-    valid = (slots < n) & moving[:, None] & ~released
-    normal, jump = at(load.normal, slots), at(load.jump, slots)
-    gram = jnp.einsum("mkd,mld->mkl", normal, normal)
-    force = force_of(side, load)
-    _, work, turn = _turn(b, force, sigma)
-    pull = jnp.einsum("mkd,md->mk", normal, turn)
-    sign = jnp.sign(jnp.where(a == 0, -work, a))
-    choice = filippov.decide(gram, jump, pull, safe_norm(force), valid, sign)
-    slides = valid & (choice.state == filippov.SLIDES)
-    active = (valid & (choice.state == filippov.ACTIVE)) | (released & (lam == TO_ACTIVE))
-    leaves = (valid & ~slides) | released
-    target = jnp.where(active, 1, -1).astype(side.dtype)
-    left_planes = jnp.where(leaves, slots, n)
-    side = side.at[jnp.arange(slots.shape[0])[:, None], left_planes].set(target, mode="drop")
-    force = force + jnp.einsum("mk,mkd->md", jnp.where(active, jump, 0.0), normal)
-    crosses = leaves & fresh & (target != jnp.where(lam > 0.5, 1, -1))
-    freed = leaves & ~fresh
-    alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(slides, axis=1) & load.dies
-    counts = Counts(
-        tally(crosses, is_real),
-        tally(slides & fresh, is_real),
-        tally(freed, is_real),
-        tally(jnp.any(crosses | freed, axis=1) & alone, is_real),
-        tally(choice.nonunique, is_real),
+    now, freed = turners.contacts, turners.freed
+    kinks = contacts.touch(now, load, turners.left > 0)
+    force = force_of(now.side, load)
+    _, work, turn = _turn(turners.b, force, sigma)
+    sign = jnp.sign(jnp.where(turners.a == 0, -work, turners.a))
+    asked = kinks.valid & (freed == 0)
+    choice = filippov.decide(
+        kinks.gram, kinks.jump, contacts.pull(kinks, turn), safe_norm(force), asked, sign
     )
-    slots = jnp.where(leaves, n, slots)
-    held = _Held(force, normal, jnp.where(_pairs(valid), gram, 0.0), jump, slides, choice.table)
-    return _move(turners._replace(side=side, slots=slots), left_planes, held, field), counts
+    state = jnp.where(freed == 0, choice.state, jnp.where(freed > 0, filippov.ACTIVE, filippov.INACTIVE))
+    decision = contacts.take_sides(now, kinks, choice._replace(state=state))
+    active = (decision.leaves & (decision.target > 0)).astype(force.dtype)
+    held = _Held(force + contacts.along(kinks, active), kinks, decision.slides, choice.table)
+    return _move(turners, decision, held, field, is_real)
 
 
-def _pairs(valid: Bool[Array, "m k"]) -> Bool[Array, "m k k"]:
-    return valid[:, :, None] & valid[:, None, :]
-
-
-def _move(turners: Turners, left_planes: Int[Array, "m k"], held: _Held, field: Field) -> Turners:
+def _move(
+    turners: Turners, decision: Decision, held: _Held, field: Field, is_real: Bool[Array, " m"]
+) -> tuple[Turners, Counts]:
     """Move every neuron to its next event or to the end of its time; those without time left stay."""
     load, sigma = field
-    a, b, z, side, slots, lam, _, left = turners
+    a, b, z, before, _, left = turners
+    side = decision.side
     m, n = z.shape
-    k = slots.shape[1]
+    k = before.slots.shape[1]
     time = jnp.maximum(left, 0.0)
     path = lambda when: _step(a, b, when, held, sigma)
 
@@ -154,9 +151,13 @@ def _move(turners: Turners, left_planes: Int[Array, "m k"], held: _Held, field: 
     z0 = sides * jax.lax.stop_gradient(z)
     z1 = sides * (end_b @ load.normal.T)
     v0, v1 = (sides * (rate[1] @ load.normal.T) * time[:, None] for rate in (begin, finish))
-    rows = jnp.arange(m)[:, None]
-    v0 = v0.at[rows, left_planes].max(0.0, mode="drop")  # a plane just left is not met again at once
-    when = _first_meeting(z0, z1, v0, v1)
+    # a plane just left is not met again at once, nor for what rounding makes of a path along it
+    rows, left_planes = jnp.arange(m)[:, None], jnp.where(decision.leaves, before.slots, n)
+    v0 = v0.at[rows, left_planes].max(0.0, mode="drop")
+    size = jnp.sqrt(jnp.sum(load.normal**2, axis=1))[None, :] * safe_norm(b)[:, None]
+    slack = 64 * jnp.finfo(z.dtype).eps * jax.lax.stop_gradient(size)
+    allowed = jnp.zeros_like(z).at[rows, left_planes].set(1.0, mode="drop") * slack
+    when = _first_meeting(z0, z1, v0, v1, allowed)
     when = jnp.where(side != 0, when, jnp.inf)
     ahead = jnp.argmin(when, axis=1)
     to_plane = jnp.min(when, axis=1)
@@ -196,34 +197,44 @@ def _move(turners: Turners, left_planes: Int[Array, "m k"], held: _Held, field: 
     z = jnp.where(side == 0, 0.0, new_b @ load.normal.T)
     z = sides * jnp.maximum(sides * z, 0.0)
 
-    hit = arrives[:, None] & (jnp.arange(n)[None, :] == ahead[:, None])
-    empty = slots >= n
-    slot = arrives[:, None] & empty & (jnp.cumsum(empty, axis=1) == 1)
-    lost = arrives & ~jnp.any(slot, axis=1)
-    came = jnp.take_along_axis(side, ahead[:, None], axis=1) > 0
-    outcome = jnp.where(bound < k, TO_INACTIVE, TO_ACTIVE).astype(lam.dtype)[:, None]
-    stays = (left > 0)[:, None]
-    return Turners(
-        jnp.where(halts, 0.0, jnp.where(left > 0, new_a, a)),
-        jnp.where(stays, new_b, b),
-        jnp.where(stays, jnp.where(hit, 0.0, z), turners.z),
-        jnp.where(hit, 0, side).astype(side.dtype),
-        jnp.where(slot, ahead[:, None], slots).astype(slots.dtype),
-        jnp.where(slot, came.astype(lam.dtype), jnp.where(frees[:, None] & which, outcome, 0.0)),
-        slot,
+    moving = left > 0
+    after, lost, counts = contacts.settle(
+        before._replace(side=side),
+        decision,
+        ahead,
+        arrives,
+        contacts.same_instant(left, step),
+        moving & is_real,
+        load,
+    )
+    outcome = jnp.where(bound < k, -1, 1)[:, None]
+    moved = Turners(
+        jnp.where(halts, 0.0, jnp.where(moving, new_a, a)),
+        jnp.where(moving[:, None], new_b, b),
+        jnp.where(moving[:, None], jnp.where(after.side == 0, 0.0, z), turners.z),
+        after,
+        jnp.where(frees[:, None] & which, outcome, 0).astype(side.dtype),
         jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
     )
+    return moved, counts
 
 
 def _first_meeting(
-    z0: Float[Array, "m n"], z1: Float[Array, "m n"], v0: Float[Array, "m n"], v1: Float[Array, "m n"]
+    z0: Float[Array, "m n"],
+    z1: Float[Array, "m n"],
+    v0: Float[Array, "m n"],
+    v1: Float[Array, "m n"],
+    slack: Float[Array, "m n"],
 ) -> Float[Array, "m n"]:
-    """Return the time in [0, 1] at which the cubic with these ends and slopes first falls below 0, or inf."""
+    """Return the time in [0, 1] at which the cubic with these ends and slopes first falls below 0, or inf.
+
+    It must end, or be half way, lower than ``-slack``.
+    """
     third = 2 * (z0 - z1) + v0 + v1
     second = -3 * (z0 - z1) - 2 * v0 - v1
     value = lambda t: ((third * t + second) * t + v0) * t + z0
     middle = value(0.5)
-    crosses = (z1 < 0) | (middle < 0) | ((z0 <= 0) & (v0 < 0))
+    crosses = (z1 < -slack) | (middle < -slack) | ((z0 <= 0) & (v0 < 0))
     low, high = jnp.where(middle < 0, 0.0, 0.5), jnp.where(middle < 0, 0.5, 1.0)
 
     def narrow(_: Int[Array, ""], bracket: tuple) -> tuple:

@@ -24,6 +24,8 @@ from meanflow.geometry.space import BatchNormManifold, Space
 from meanflow.measures.cloud import Neurons
 
 MOST_SLOTS = 16  # hyperplanes on which one neuron can sit at once, if n and d are as large
+TOGETHER = 32  # an event costs as much as a force evaluation, so even small clouds gather those that have one
+MOST_PRODUCTS = 4096  # samples up to which the matrix of all their inner products is kept during a step
 PROBES = (-3.0, -1.0, -0.5, -1e-3, 0.0, 1e-3, 0.5, 1.0, 3.0)
 
 
@@ -70,6 +72,7 @@ class Place(NamedTuple):
         side: (m, n) on which side of each plane a neuron is; 0 if it sits on it.
         slots: (m, k) the planes it sits on; n marks an empty slot.
         z: (m, n) <x, b>, while a step is under way; None between steps.
+        gram: (n, n) inner products of the samples while a step is under way, if there are not too many; else None.
         most: the largest number of planes on which a neuron has slid at the end of a sub-step.
         counts: events so far.
         overflow: whether a sub-step ran out of events or of slots.
@@ -79,6 +82,7 @@ class Place(NamedTuple):
     side: Int[Array, "m n"]
     slots: Int[Array, "m k"]
     z: Float[Array, "m n"] | None
+    gram: Float[Array, "n n"] | None
     most: Int[Array, ""]
     counts: passage.Counts
     overflow: Bool[Array, ""]
@@ -107,7 +111,7 @@ class TwoLayerMotion(FrozenMotion):
     shares: Float[Array, " m"]
     force_scale: Float[Array, ""]
     decay: Float[Array, "2"]
-    rates: planes.Rates
+    rates: passage.Rates
     slopes: tuple[float, float]
     spaces: ClassVar[tuple[type[Space], ...]] = (Space, LayerRates)
 
@@ -131,7 +135,7 @@ class TwoLayerMotion(FrozenMotion):
         self.force_scale = ratio * speed
         one = jnp.ones_like(cloud.weights)
         outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
-        self.rates = planes.Rates(inner, outer, cloud.weights > 0)
+        self.rates = passage.Rates(inner, outer, cloud.weights > 0)
         self.decay = jnp.zeros(2, dtype)
         if flow.regularizer is not None:
             decays = quadratic_decay(flow.regularizer.function, inputs.shape[1])
@@ -158,6 +162,7 @@ class TwoLayerMotion(FrozenMotion):
             side,
             slots,
             None,
+            None,
             jnp.zeros((), jnp.int32),
             passage.Counts.none(),
             jnp.any(many & self.rates.is_real),
@@ -167,11 +172,14 @@ class TwoLayerMotion(FrozenMotion):
         """Compute <x, b> anew; the side of each plane is remembered, so rounding cannot change it."""
         z = particles.b @ self.normal.T
         sign = state.side.astype(z.dtype)
-        return state._replace(z=sign * jnp.maximum(sign * z, 0.0))
+        n = z.shape[1]
+        # all inner products at once where that is cheap beside <x, b> itself, and fits
+        gram = self.normal @ self.normal.T if n <= z.shape[0] and n <= MOST_PRODUCTS else None
+        return state._replace(z=sign * jnp.maximum(sign * z, 0.0), gram=gram)
 
     def fold(self, state: Place) -> Place:
-        """Forget <x, b>."""
-        return state._replace(z=None)
+        """Forget <x, b> and the inner products of the samples."""
+        return state._replace(z=None, gram=None)
 
     def residual(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
         """Return q_j l'(f_j), with the clock and the scale included."""
@@ -209,11 +217,18 @@ class TwoLayerMotion(FrozenMotion):
         ends = [jnp.where(exact, u, jnp.sqrt(u)) for u in whole]
         a, b = particles.a * before[0], particles.b * before[1][:, None]
         z = state.z * before[1][:, None]
-        field = planes.load(self.normal, state.planes, covector, self.slopes)
+        field = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
         walkers = planes.start(a, b, z, state.side, state.slots, left, field)
         cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
         end, counts = passage.run(
-            planes.advance, walkers, rates, field, cap, forward=forward, first=planes.glide
+            planes.advance,
+            walkers,
+            rates,
+            field,
+            cap,
+            forward=forward,
+            first=planes.glide,
+            together=TOGETHER,
         )
         moved = Neurons(end.a * ends[0], end.b * ends[1][:, None])
         return moved, self._placed(state, end, end.z * ends[1][:, None], counts)
@@ -222,13 +237,15 @@ class TwoLayerMotion(FrozenMotion):
         self, state: Place, end: "planes.Walkers | Turners", z: jax.Array, counts: passage.Counts
     ) -> Place:
         """Return where neurons are at the end of a sub-step, with the totals so far."""
-        count = jnp.sum(end.slots < self.y.shape[0], axis=1, dtype=jnp.int32)
+        side, slots, _, _ = end.contacts
+        count = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
         most = jnp.max(jnp.where(self.rates.is_real, count, 0))
         return Place(
             state.planes,
-            end.side,
-            end.slots,
+            side,
+            slots,
             z,
+            state.gram,
             jnp.maximum(state.most, most),
             state.counts.plus(counts),
             state.overflow | jnp.any((end.left != 0) & self.rates.is_real),
@@ -308,19 +325,13 @@ class NormalizedMotion(TwoLayerMotion):
     ) -> tuple[Neurons, Place]:
         """Move for ``time`` in a frozen field, from event to event in steps of order 4."""
         assert state.z is not None
-        load = planes.load(self.normal, state.planes, covector, self.slopes)
-        start = Turners(
-            particles.a,
-            self.raw(particles),
-            state.z,
-            state.side,
-            state.slots,
-            jnp.zeros(state.slots.shape, state.z.dtype),
-            jnp.zeros(state.slots.shape, bool),
-            jnp.full_like(particles.a, time),
-        )
+        load = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
+        left = jnp.full_like(particles.a, time)
+        start = turning.start(particles.a, self.raw(particles), state.z, state.side, state.slots, left)
         cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
         field = turning.Field(load, self.sigma)
-        end, counts = passage.run(turning.advance, start, self.rates.is_real, field, cap, forward=forward)
+        end, counts = passage.run(
+            turning.advance, start, self.rates.is_real, field, cap, forward=forward, together=TOGETHER
+        )
         b = end.b if self.norms is None else omega.normalize(end.b, self.sigma)
         return Neurons(end.a, b), self._placed(state, end, end.z, counts)
