@@ -11,8 +11,8 @@ a type also define the kind of arguments of that type (``instance(Cloud, ...)``)
 checks by naming kinds. Values that are being traced (inside jit, grad or vmap) cannot be looked at; whatever needs
 them is skipped then.
 
-The plain functions below (``finite``, ``shape``, ...) check one property of one value. Kinds are made of them; classes
-use them in their constructors.
+A class declares the kinds of the arguments of its constructor in the same way, above the class. The plain functions of
+``meanflow._properties`` (``finite``, ``shape``, ...), of which kinds are made, are here too.
 """
 
 import functools
@@ -27,138 +27,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow._properties import at_least as at_least
+from meanflow._properties import at_most as at_most
+from meanflow._properties import concrete as concrete
+from meanflow._properties import finite as finite
+from meanflow._properties import fits
+from meanflow._properties import floating as floating
+from meanflow._properties import increasing as increasing
+from meanflow._properties import is_real as is_real
+from meanflow._properties import numeric as numeric
+from meanflow._properties import one_of as one_of
+from meanflow._properties import shape as shape
+from meanflow._properties import show as show
+from meanflow._properties import whole as whole
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Kind = Callable[
     [str, object], object
 ]  # (name of the argument, value) -> value to pass on; raises if it is refused
-
-
-# One property of one value.
-
-
-def concrete(value: object) -> np.ndarray | None:
-    """Return the value as a numpy array, or None while it is being traced."""
-    try:
-        return np.asarray(value)
-    except jax.errors.TracerArrayConversionError:
-        return None
-
-
-def is_real(dtype: np.dtype) -> bool:
-    """Say whether numbers of this type are real: booleans, integers and floats of any width, but not complex."""
-    number = jax.dtypes.issubdtype(dtype, np.bool_) or jax.dtypes.issubdtype(dtype, np.number)
-    return bool(number and not jax.dtypes.issubdtype(dtype, np.complexfloating))
-
-
-def show(value: object) -> str:
-    """Describe a given value in at most one line: arrays by type and shape, long texts cut."""
-    if isinstance(value, np.ndarray | jax.Array):
-        return f"an array of type {value.dtype} and shape {value.shape}"
-    if inspect.isfunction(value) or inspect.isclass(value):
-        return f"the {'function' if inspect.isfunction(value) else 'class'} {value.__name__}"
-    try:
-        text = repr(value)
-    except Exception:  # an object whose own description fails is still to be refused by name
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def numeric(name: str, value: object) -> None:
-    """Refuse what is not a real number or an array of real numbers; the type is known even while it is traced."""
-    try:
-        array = concrete(value)
-        dtype = (
-            value.dtype if isinstance(value, jax.Array) else np.dtype(float) if array is None else array.dtype
-        )
-    except (TypeError, ValueError):  # ragged lists, PRNG keys, objects that numpy cannot read
-        dtype = np.dtype(object)
-    if not is_real(dtype):
-        raise ValueError(f"{name} must be a number or an array of real numbers, got {show(value)}")
-
-
-def finite(name: str, value: object) -> None:
-    """Refuse NaN and infinity."""
-    array = concrete(value)
-    if array is None:
-        return
-    numeric(name, value)
-    if not np.all(np.isfinite(array)):
-        bad = int(np.size(array) - np.count_nonzero(np.isfinite(array)))
-        raise ValueError(f"{name} must be finite, got {bad} NaN or infinite entries out of {array.size}")
-
-
-def at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:
-    """Refuse entries below ``low`` (or equal to it, if ``strict``) and NaN."""
-    array = concrete(value)
-    if array is None:
-        return
-    numeric(name, value)
-    good = array > low if strict else array >= low
-    if low == -np.inf and not strict and not np.all(good):
-        raise ValueError(f"{name} must not be NaN, got {show(value)}")
-    if not np.all(good):
-        raise ValueError(f"{name} must be {'>' if strict else '>='} {low}, got {array[~good].flat[0]}")
-
-
-def at_most(name: str, value: object, high: float, *, strict: bool = False) -> None:
-    """Refuse entries above ``high`` (or equal to it, if ``strict``) and NaN."""
-    array = concrete(value)
-    if array is None:
-        return
-    numeric(name, value)
-    good = array < high if strict else array <= high
-    if not np.all(good):
-        raise ValueError(f"{name} must be {'<' if strict else '<='} {high}, got {array[~good].flat[0]}")
-
-
-def increasing(name: str, value: object) -> None:
-    """Refuse sequences (k,) that do not increase strictly."""
-    array = concrete(value)
-    if array is not None and np.any(np.diff(array) <= 0):
-        raise ValueError(f"{name} must increase strictly, got {show(array.tolist())}")
-
-
-def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuse a name that is not in ``allowed``."""
-    options = list(allowed)
-    # an array would answer the comparison with an array, and the truth of that is an error of its own
-    if not isinstance(value, str | int | float | None) or value not in options:
-        raise ValueError(f"{name} must be one of {options}, got {show(value)}")
-
-
-def shape(name: str, value: object, *allowed: tuple[int | None, ...]) -> None:
-    """Refuse any shape but those ``allowed`` (None stands for any length)."""
-    given = np.shape(value)  # type: ignore[call-overload]
-    if not any(_fits(given, wanted) for wanted in allowed):
-        listed = " or ".join(str(wanted).replace("None", "any") for wanted in allowed)
-        raise ValueError(f"{name} must have shape {listed}, got {given}")
-
-
-def whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Refuse anything but an integer >= ``low`` (and at most ``high``); return it as an int."""
-    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not integer or value < low or (high is not None and value > high):  # type: ignore[operator]
-        most = "" if high is None or not integer or value < low else f" and <= {high}"  # type: ignore[operator]
-        raise ValueError(f"{name} must be an integer >= {low}{most}, got {show(value)}")
-    return int(value)  # type: ignore[call-overload]
-
-
-def floating(value: object) -> jax.Array:
-    """Return the value as an array of floats; float32 and float64 are kept as they are.
-
-    Raises:
-        ValueError: for complex numbers, whose imaginary parts would be lost.
-    """
-    array = jnp.asarray(value)
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    if not is_real(array.dtype):
-        raise ValueError(f"values must be real numbers, got {show(array)}")
-    return array.astype(jnp.result_type(float))
-
-
-# Kinds of arguments.
 
 
 def anything(name: str, value: object) -> object:
@@ -246,22 +133,26 @@ def choice(*allowed: str) -> Kind:
 def array(
     *shapes: tuple[int | None, ...],
     infinite: bool = False,
+    nan: bool = False,
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
     least: int = 1,
     rank: int = 0,
+    squares: bool = False,
 ) -> Callable[[str, object], jax.Array]:
     """Make the kind of real arrays of one of the given ``shapes`` (None: any length); returns floats.
 
     Args:
         shapes: allowed shapes; without any, every shape is allowed.
-        infinite: whether infinite entries are allowed. NaN never is.
+        infinite: whether infinite entries are allowed.
+        nan: whether NaN is allowed, for functions that pass it on to whoever judges the result.
         low: least allowed entry, or None.
         above: open lower bound of the entries, or None.
         high: largest allowed entry, or None.
         least: least length of the first axis; 0 allows empty arrays.
         rank: least number of axes.
+        squares: whether the squares of entries must be numbers too: not infinite, and 0 for entries 0 alone.
     """
 
     def check(name: str, value: object) -> jax.Array:
@@ -272,7 +163,8 @@ def array(
         if known is not None:
             if not infinite:
                 finite(name, known)
-            at_least(name, known, -np.inf if low is None else low)
+            if not nan:
+                at_least(name, known, -np.inf if low is None else low)
             if above is not None:
                 at_least(name, known, above, strict=True)
             if high is not None:
@@ -280,9 +172,24 @@ def array(
         converted = floating(value)
         if known is not None and not infinite and converted.dtype.itemsize < known.dtype.itemsize:
             finite(name, converted)  # too large for the working precision
+        if squares and known is not None:
+            _check_squares(name, known, converted.dtype)
         return converted
 
     return check
+
+
+def _check_squares(name: str, known: np.ndarray, dtype: np.dtype) -> None:
+    """Refuse entries whose squares, times the number of entries, are out of the range of the working precision."""
+    limits = jnp.finfo(dtype)
+    size = np.abs(known[known != 0].astype(np.float64))
+    low, high = float(limits.tiny) ** 0.5, (float(limits.max) / max(known.size, 1)) ** 0.5
+    if size.size and (size.max() > high or size.min() < low):
+        worst = size.max() if size.max() > high else size.min()
+        raise ValueError(
+            f"{name} must have entries that are 0 or from {low:.1g} to {high:.1g} in size, so that squares are numbers "
+            f"of type {np.dtype(dtype).name}, got {worst:.3g}"
+        )
 
 
 def host_array(
@@ -324,7 +231,7 @@ def _readable(name: str, value: object) -> None:
 def _check_shape(
     name: str, given: tuple[int, ...], shapes: tuple[tuple[int | None, ...], ...], least: int, rank: int
 ) -> None:
-    if shapes and not any(_fits(given, wanted) for wanted in shapes):
+    if shapes and not any(fits(given, wanted) for wanted in shapes):
         listed = " or ".join(str(wanted).replace("None", "any") for wanted in shapes)
         raise ValueError(f"{name} must have shape {listed}, got {given}")
     if len(given) < rank:
@@ -335,11 +242,18 @@ def _check_shape(
         raise ValueError(f"{name} must hold at least {least} entries along its first axis, got shape {given}")
 
 
-def times(name: str, value: object) -> jax.Array:
-    """Accept finite numbers (k,), k >= 1, that increase strictly."""
-    converted = array((None,), least=1)(name, value)
-    increasing(name, converted)
-    return converted
+def indices(name: str, value: object, size: int) -> jax.Array:
+    """Refuse anything but integers (k,), k >= 1, from -size to size - 1; return them as an array."""
+    try:
+        given = jnp.asarray(value)
+        fine = given.ndim == 1 and given.size > 0 and jnp.issubdtype(given.dtype, jnp.integer)
+    except (TypeError, ValueError):
+        fine = False
+    if not fine:
+        raise ValueError(f"{name} must be an array of at least one integer, got {show(value)}")
+    at_least(name, given, -size)
+    at_most(name, given, size - 1)
+    return given
 
 
 def sequence(kind: Kind, *, least: int = 1) -> Callable[[str, object], tuple[object, ...]]:
@@ -392,6 +306,31 @@ def text(name: str, value: object) -> str:
     return value
 
 
+def numbers(name: str, value: object) -> object:
+    """Accept a pytree of finite real numbers, at least one, such as the parameters of a network."""
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    if not leaves:
+        raise ValueError(f"{name} must hold arrays of real numbers, got {show(value)}, which holds none")
+    for path, leaf in leaves:
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        numeric(place, leaf)
+        finite(place, leaf)
+    return value
+
+
+def precision(name: str, value: object) -> object:
+    """Accept a type of real floating-point numbers, such as jnp.float32 or its name."""
+    try:
+        dtype = np.dtype(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None or isinstance(value, jax.Array) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{name} must be a type of floating-point numbers such as 'float32', got {show(value)}"
+        )
+    return value
+
+
 def subclass(parent: type, *, hint: str = "") -> Kind:
     """Make the kind of classes below ``parent``, the class itself and not one of its instances."""
 
@@ -402,10 +341,6 @@ def subclass(parent: type, *, hint: str = "") -> Kind:
         return value
 
     return check
-
-
-def _fits(given: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(given) == len(wanted) and all(w is None or g == w for g, w in zip(given, wanted, strict=True))
 
 
 def instance(*types: type, hint: str = "") -> Kind:
@@ -508,5 +443,27 @@ def arguments(**kinds: Kind) -> Callable[[Callable[Arguments, Result]], Callable
 
         checked.kinds = kinds  # type: ignore[attr-defined]  # read by the tests, which draw bad values from them
         return checked
+
+    return decorate
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def constructor(**kinds: Kind) -> Callable[[Class], Class]:
+    """Check the arguments of a class's constructor by their declared kinds; written above the class.
+
+    >>> @constructor(width=count(1))
+    ... class Layer:
+    ...     def __init__(self, width):
+    ...         self.width = width
+    >>> Layer(0)
+    Traceback (most recent call last):
+    ValueError: width must be an integer >= 1, got 0
+    """
+
+    def decorate(cls: Class) -> Class:
+        cls.__init__ = arguments(**kinds)(cls.__init__)  # type: ignore[misc]
+        return cls
 
     return decorate

@@ -6,6 +6,7 @@ A matrix that was computed is symmetric and semi-definite up to rounding only, s
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meanflow._checks import array, at_least, concrete
@@ -49,10 +50,10 @@ def matrix(*, definite: bool = False, low: int = 1) -> Callable[[str, object], j
         definite: whether the matrix must be positive definite.
         low: least n.
     """
-    read = array((None, None), least=low)
+    read = array((None, None), least=low, squares=True)
 
     def check(name: str, value: object) -> jax.Array:
-        converted = read(name, value)
+        converted = _single(read(name, value))
         _check_square(name, converted.shape)
         semidefinite(name, converted, strict=definite)
         return converted
@@ -65,10 +66,10 @@ def grams(low: int = 1) -> Callable[[str, object], jax.Array]:
 
     Instead of eigenvalues it looks at pairs of samples: |g_ij|^2 <= g_ii g_jj.
     """
-    read = array(rank=2)
+    read = array(rank=2, squares=True)
 
     def check(name: str, value: object) -> jax.Array:
-        converted = read(name, value)
+        converted = _single(read(name, value))
         _check_square(name, converted.shape)
         if converted.shape[-1] < low:
             raise ValueError(f"{name} must describe at least {low} samples, got shape {converted.shape}")
@@ -84,6 +85,11 @@ def grams(low: int = 1) -> Callable[[str, object], jax.Array]:
         return converted
 
     return check
+
+
+def _single(matrix: jax.Array) -> jax.Array:
+    """Return the matrix in at least single precision: there is no linear algebra in less."""
+    return matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
 
 
 def _check_square(name: str, given: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ import meanflow
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "meanflow"
 FOUNDATION = (
+    "_properties",
     "_checks",
     "_matrices",
     "_numerics",

@@ -19,14 +19,14 @@ class FreeEnergy(NamedTuple):
         energy: E.
         entropy: int rho log rho dvol, estimated; minus the usual differential entropy.
         error: standard error of ``entropy``.
-        fisher: int rho |grad log rho|^2 dvol of the Gaussian fit; NaN for nearest neighbors, which have no gradient.
+        fisher: int rho |grad log rho|^2 dvol of the Gaussian fit; None for nearest neighbors, which have no gradient.
     """
 
     value: float
     energy: float
     entropy: float
     error: float
-    fisher: float
+    fisher: float | None
 
 
 @_checks.arguments(
@@ -87,7 +87,7 @@ def free_energy(
         error = np.sqrt(dimension / (2 * size))
         fisher = float(np.trace(np.linalg.inv(covariance)))
     else:
-        entropy, error, fisher = *_nearest(places, dimension, neighbors), np.nan
+        (entropy, error), fisher = _nearest(places, dimension, neighbors), None
     first = float(energy(flow, cloud, data))
     return FreeEnergy(first + temperature * entropy, first, float(entropy), float(error), fisher)
 

@@ -19,7 +19,7 @@ from meanflow.measures.cloud import CLOUD, BatchNormNeurons, Cloud, Neurons
 Vectors = Float[ArrayLike, "*#batch d"]
 Matrix = Float[ArrayLike, "d d"]
 
-VECTORS = array(rank=1)
+VECTORS = array(rank=1, squares=True)
 COVARIANCE = matrix(definite=True)
 
 

@@ -28,16 +28,18 @@ def _axes(name: str, value: object) -> object:
 def _check_axes(x: jax.Array, axis: Axes) -> None:
     """Refuse axes that x does not have."""
     given = axis if isinstance(axis, tuple) else (axis,)
-    if any(not -x.ndim <= i < x.ndim for i in given):
-        raise ValueError(f"axis must be among the {x.ndim} axes of x, got {axis}")
+    if any(not -x.ndim <= i < x.ndim for i in given) or len({i % x.ndim for i in given}) < len(given):
+        raise ValueError(f"axis must be among the {x.ndim} axes of x, each at most once, got {axis}")
 
 
-X = _checks.array(rank=1, infinite=True)
+X = _checks.array(rank=1)
+PART = _checks.array(infinite=True, nan=True, least=0)  # of a larger computation, which judges the numbers
 LENGTH = _checks.number(low=0)
 MODE = _checks.choice("std", "rms")
 Groups = tuple[tuple[int, ...], ...]
 
 
+@_checks.arguments(x=PART)
 def widen(x: Float[ArrayLike, "*shape"]) -> Float[Array, "*shape"]:
     """Return x as an array of at least single precision.
 
@@ -104,9 +106,16 @@ def rescale(
     """
     full = widen(x)
     _check_axes(full, axis)
-    return (full / _batch_scale(full, axis, mode, epsilon)).astype(_result(jnp.asarray(x)))
+    scale = _batch_scale(full, axis, mode, epsilon)
+    known = _checks.concrete(scale)
+    if known is not None and not known.all():
+        raise ValueError("x must not be constant along axis where epsilon = 0, got features whose scale is 0")
+    return (full / scale).astype(_result(jnp.asarray(x)))
 
 
+@_checks.arguments(
+    x=X, axis=_axes, axis_name=_checks.optional(_checks.text), about=_checks.optional(_checks.array())
+)
 def batch_moments(
     x: Float[ArrayLike, "..."],
     axis: Axes = 0,
@@ -133,11 +142,19 @@ def batch_moments(
     [[2.]] [[1.]]
     """
     x = widen(x)
+    _check_axes(x, axis)
     mean = average(x, axis, axis_name=axis_name)
     deviation = x - (mean if about is None else jnp.asarray(about))
     return mean, average(jnp.square(deviation), axis, axis_name=axis_name)
 
 
+@_checks.arguments(
+    x=PART,
+    axis=_axes,
+    mask=_checks.optional(PART),
+    axis_name=_checks.optional(_checks.text),
+    axis_index_groups=_checks.unchecked("jax says which groups it knows"),
+)
 def average(
     x: Float[Array, "..."],
     axis: Axes = 0,
@@ -158,6 +175,7 @@ def average(
     >>> print(average(jnp.array([[1.0], [3.0], [9.0]]), mask=jnp.array([[1.0], [1.0], [0.0]])))
     [[2.]]
     """
+    _check_axes(x, axis)
     among = {} if axis_index_groups is None else {"axis_index_groups": axis_index_groups}
     if mask is None:
         local = jnp.mean(x, axis=axis, keepdims=True)
@@ -217,6 +235,7 @@ def standardize(
     return affine(u, gamma, beta), mean, second
 
 
+@_checks.arguments(x=PART, gamma=_checks.optional(PART), beta=_checks.optional(PART))
 def affine(
     x: Float[Array, "*shape"], gamma: Float[Array, "..."] | None, beta: Float[Array, "..."] | None
 ) -> Float[Array, "*shape"]:
@@ -263,6 +282,7 @@ def _standardize_jvp(
     return (affine(u, gamma, beta), mean, second), (dy, d_mean, 2 * scale * d_scale)
 
 
+@_checks.arguments(x=PART, axis=_axes, n=_checks.number(above=0))
 def sample_square(x: Float[ArrayLike, "..."], axis: Axes = -1, n: float = 1.0) -> Float[Array, "..."]:
     """Return the squared norm of each sample, divided by ``n``.
 
@@ -274,6 +294,7 @@ def sample_square(x: Float[ArrayLike, "..."], axis: Axes = -1, n: float = 1.0) -
     >>> print(sample_square(jnp.array([[3.0, 4.0]])))
     [[25.]]
     """
+    _check_axes(jnp.asarray(x), axis)
     return jnp.sum(jnp.square(widen(x)) / n, axis=axis, keepdims=True)
 
 
@@ -327,6 +348,8 @@ def unitize(
             f"alpha must be a number, (features,) or of the rank of x, got shape {alpha.shape} "
             f"for x {x.shape}"
         )
+    if any(a not in (1, b) for a, b in zip(alpha.shape[::-1], x.shape[::-1], strict=False)):
+        raise ValueError(f"alpha must broadcast against x {x.shape}, got shape {alpha.shape}")
     if alpha.ndim == 1:
         alpha = along(alpha, x.ndim, -1)
     norm = safe_sqrt(sample_square(x, axis, n) + epsilon)
@@ -338,12 +361,15 @@ def unitize(
     return out.astype(_result(given))
 
 
+@_checks.arguments(vector=_checks.array((None,), nan=True, infinite=True), ndim=_checks.count(1), axis=_axes)
 def along(vector: Float[ArrayLike, "features"], ndim: int, axis: int) -> Float[Array, "..."]:
     """Reshape a vector to rank ``ndim`` such that it lies along ``axis`` and broadcasts over the other axes.
 
     >>> along(jnp.ones(3), 4, -1).shape
     (1, 1, 1, 3)
     """
+    if not isinstance(axis, int) or not -ndim <= axis < ndim:
+        raise ValueError(f"axis must be one of {ndim} axes, got {axis}")
     shape = [1] * ndim
     shape[axis] = -1
     return jnp.reshape(jnp.asarray(vector), shape)

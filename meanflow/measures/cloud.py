@@ -87,12 +87,12 @@ class Cloud(eqx.Module):
         total: Real[ArrayLike, ""] | None = 1.0,
     ) -> None:
         for name, leaf in _named(particles):
-            _checks.numeric(f"particles.{name}", leaf)
+            _checks.numeric(f"particles.{name}" if name else "particles", leaf)
         if any(part is None for part in (particles if isinstance(particles, tuple) else ())):
             raise ValueError(
                 f"particles must have all their coordinates, got None in {_checks.show(particles)}"
             )
-        particles = jax.tree.map(floating, particles)
+        particles = jax.tree.map(floating, particles, is_leaf=_is_list)
         leaves = jax.tree.leaves(particles)
         sizes = {np.shape(leaf)[:1] for leaf in leaves}
         if len(sizes) != 1 or sizes == {()}:
@@ -107,12 +107,14 @@ class Cloud(eqx.Module):
         dtype = jnp.result_type(*leaves)
         if weights is None:
             weights = jnp.full((size,), 1.0 / size, dtype)
-        weights = _checks.array((size,), low=0.0)("weights", weights).astype(dtype)
+        given = _checks.array((size,), low=0.0)("weights", weights)
+        eps = max(float(jnp.finfo(u).eps) for u in (given.dtype, dtype))
+        weights = given.astype(dtype)
         known = _checks.concrete(weights)
         wanted = None if total is None else _checks.concrete(_checks.number(low=0.0)("total", total))
         if known is not None and wanted is not None:
             mass = known.sum(dtype=np.float64)
-            if abs(mass - wanted) > 1e3 * np.finfo(known.dtype).eps * max(float(wanted), 1.0):
+            if abs(mass - wanted) > 1e3 * eps * max(float(wanted), 1.0):
                 hint = "; total=None allows any sum" if wanted == 1 else ""
                 raise ValueError(f"weights must sum to {float(wanted):g}, got a sum of {mass}{hint}")
         if labels is not None:
@@ -149,6 +151,12 @@ class Cloud(eqx.Module):
         ([3.0, 3.0], [1.0, 3.0])
         """
         count = self._stacked()
+        if not isinstance(index, int | slice | np.integer | jax.Array | np.ndarray) or isinstance(
+            index, bool
+        ):
+            raise TypeError(
+                f"index must be an integer, a slice or an array of integers, got {_checks.show(index)}"
+            )
         if isinstance(index, int | np.integer) and not -count <= index < count:
             raise IndexError(f"index must be from {-count} to {count - 1}, got {index}")
         return jax.tree.map(lambda u: u[index], self)
@@ -163,7 +171,17 @@ class Cloud(eqx.Module):
         return self.weights.shape[0]
 
     def at(self, particles: PyTree[jax.Array | np.ndarray]) -> Self:
-        """Return the same weights and labels with the particles moved to ``particles``; unchecked, for solvers."""
+        """Return the same weights and labels with the particles moved to ``particles``, as many as there are.
+
+        Values are not looked at: solvers call it in every step.
+        """
+        leaves = jax.tree.leaves(particles)
+        if not leaves or any(np.shape(u)[: self.weights.ndim] != self.weights.shape for u in leaves):
+            shapes = [np.shape(u) for u in leaves]
+            raise ValueError(
+                f"particles must be arrays whose shapes begin with that of the weights, {self.weights.shape}, got "
+                f"{shapes or _checks.show(particles)}"
+            )
         return eqx.tree_at(lambda c: c.particles, self, particles)
 
     def pad(self, size: int) -> Self:
@@ -182,12 +200,29 @@ class Cloud(eqx.Module):
         return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width, total=None)
 
 
+def _is_list(value: object) -> bool:
+    """Say whether a part of a record is an array written as a list of numbers."""
+    return isinstance(value, list) and all(isinstance(u, int | float) for u in jax.tree.leaves(value))
+
+
 def _named(record: PyTree[ArrayLike]) -> list[tuple[str, ArrayLike]]:
-    paths = jax.tree_util.tree_flatten_with_path(record)[0]
+    paths = jax.tree_util.tree_flatten_with_path(record, is_leaf=_is_list)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 
 
-CLOUD = _checks.instance(Cloud, hint="build one with flow.init(key, width) or meanflow.Cloud(particles)")
+_A_CLOUD = _checks.instance(Cloud, hint="build one with flow.init(key, width) or meanflow.Cloud(particles)")
+
+
+def CLOUD(name: str, value: object) -> object:
+    """Accept one cloud: several that are stacked go through jax.vmap, or one by one."""
+    cloud = _A_CLOUD(name, value)
+    weights = cloud.weights  # type: ignore[attr-defined]
+    if np.ndim(weights) != 1:
+        raise ValueError(
+            f"{name} must be a single cloud, got stacked ones with weights of shape {np.shape(weights)}; index "
+            "them, or use jax.vmap"
+        )
+    return value
 
 
 @_checks.arguments(clouds=_checks.sequence(CLOUD))

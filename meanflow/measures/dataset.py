@@ -98,6 +98,7 @@ class Dataset(eqx.Module):
     @eqx.filter_jit
     def moments(self) -> tuple[jax.Array, jax.Array]:
         """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
+        _checks.shape("x", self.x, (None, None))
         share = self.weights / jnp.sum(self.weights)
         mean = share @ self.x
         centred = self.x - mean[None, :]
@@ -105,6 +106,7 @@ class Dataset(eqx.Module):
 
     def take(self, index: jax.Array) -> "Dataset":
         """Return the minibatch x[index], reweighted to keep the total weight: q_j * (sum q) / (sum of chosen q)."""
+        index = _checks.indices("index", index, self.size)
         chosen = self.weights[index]
         scale = jnp.sum(self.weights) / jnp.sum(chosen)
         return Dataset(self.x[index], self.y[index], chosen * scale)

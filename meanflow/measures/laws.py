@@ -15,6 +15,7 @@ import numpy as np
 from meanflow import _checks
 
 
+@_checks.constructor(size=_checks.count(0), transform=_checks.function)
 class Law(eqx.Module):
     """A law on R or R^d, as a map from the unit cube.
 
@@ -26,10 +27,14 @@ class Law(eqx.Module):
     size: int = eqx.field(static=True)
     transform: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
 
+    @_checks.arguments(u=_checks.array((None, None), low=0, high=1, least=0))
     def __call__(self, u: jax.Array) -> jax.Array:
         """Return the values of the law at the points ``u`` (k, size) of the unit cube."""
+        if u.shape[1] != self.size:
+            raise ValueError(f"u must have shape (k, {self.size}), got {u.shape}")
         return self.transform(u)
 
+    @_checks.arguments(count=_checks.count(1))
     def repeat(self, count: int) -> "Law":
         """Return the law of ``count`` independent copies of this one, which must be a law on R; values (k, count)."""
 
@@ -76,9 +81,17 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
     return Law(shape[0] if shape else 1, transform)
 
 
+def _ordered(low: float, high: float) -> None:
+    """Refuse an interval that ends before it begins."""
+    known = _checks.concrete(high), _checks.concrete(low)
+    if all(end is not None for end in known) and known[0] < known[1]:  # type: ignore[operator]
+        raise ValueError(f"high must be at least low = {low}, got {high}")
+
+
 @_checks.arguments(low=_checks.number(), high=_checks.number())
 def uniform(low: float = -1.0, high: float = 1.0) -> Law:
     """Return the uniform law on (low, high)."""
+    _ordered(low, high)
     return Law(1, lambda u: low + (high - low) * u[:, 0])
 
 
@@ -133,7 +146,7 @@ def sphere(dim: int, radius: float = 1.0) -> Law:
 @_checks.arguments(dim=_checks.count(2), low=_checks.number(above=0), high=_checks.number(above=0))
 def mixed_scales(dim: int, low: float, high: float) -> Law:
     """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high)."""
-    _checks.at_least("low", low, 0.0, strict=True)
+    _ordered(low, high)
     direction = sphere(dim)
 
     def transform(u: jax.Array) -> jax.Array:

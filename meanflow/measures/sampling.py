@@ -1,5 +1,7 @@
 """Clouds from laws: random, quasi-random and tensor-grid particles."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,6 +131,8 @@ def quadrature(
     size = _total(laws)
     if len(counts) != size:
         raise ValueError(f"counts must list {size} numbers of nodes for these laws, got {counts}")
+    if math.prod(counts) * max(size, 1) > _checks.MOST:
+        raise ValueError(f"counts must multiply to at most {_checks.MOST} nodes, got {counts}")
     rules = (rule,) * size if isinstance(rule, str) else rule
     if len(rules) != size:
         raise ValueError(f"rule must be one name, or {size} names for these laws, got {rules}")

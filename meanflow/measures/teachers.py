@@ -20,6 +20,7 @@ from meanflow.measures.dataset import Dataset
 Link = Callable[[jax.Array], jax.Array]
 
 
+@_checks.constructor(directions=_checks.array((None, None)), link=function, inputs=choice("normal", "signs"))
 class Teacher(eqx.Module):
     """A target link(U x) and the law of its inputs.
 
@@ -33,8 +34,10 @@ class Teacher(eqx.Module):
     link: Link = eqx.field(static=True)
     inputs: str = eqx.field(static=True)
 
+    @_checks.arguments(x=_checks.array((None, None), least=0))
     def __call__(self, x: Float[Array, "n d"]) -> Float[Array, " n"]:
         """Return the targets of inputs x (n, d) without noise, shape (n,)."""
+        _checks.shape("x", x, (None, self.directions.shape[1]))
         return self.link(x @ self.directions.T)
 
     @_checks.arguments(key=prng_key, samples=count(1), noise=number(low=0))

@@ -73,15 +73,25 @@ class Density(eqx.Module):
 
 
 class DensitySolution(NamedTuple):
-    """Densities ``mass`` (k, rows, columns), energies, free energies at times ``ts`` (k,), steps, final density.
+    """Densities on the grid and their energies at save times.
 
-    ``reached`` says whether the run came to its end with finite numbers; outside of tracing it raises if not.
+    Attributes:
+        ts: (k,) save times.
+        mass: (k, rows, columns) masses of the cells.
+        energy: (k,) energies E.
+        free_energy: (k,) E + tau int rho log rho; the energies again at temperature 0.
+        fisher: (k,) Fisher information int rho |grad log rho|^2, the rate at which diffusion alone lowers int rho log
+            rho for tau = 1; infinite where a cell with mass is next to an empty one.
+        steps: number of steps.
+        final: density at the end.
+        reached: whether the run came to its end with finite numbers; outside of tracing it raises if not.
     """
 
     ts: Float[Array, " k"]
     mass: Float[Array, "k rows columns"]
     energy: Float[Array, " k"]
     free_energy: Float[Array, " k"]
+    fisher: Float[Array, " k"]
     steps: jax.Array
     final: Density
     reached: jax.Array
@@ -195,12 +205,13 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
     def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, ...]:
         cloud = problem.grid.at(mass).cloud(problem.sigma)
         energy = equation.energy(problem.flow, cloud, problem.data)
+        fisher = _fisher(mass, problem.grid)
         if problem.temperature is None:
-            return mass, energy, energy
+            return mass, energy, energy, fisher
         da, dth = problem.grid.spacing
         filled = jnp.where(mass > 0, mass, 1.0)
         entropy = jnp.sum(jnp.where(mass > 0, mass * jnp.log(filled / (da * dth)), 0.0))
-        return mass, energy, energy + problem.temperature * entropy
+        return mass, energy, energy + problem.temperature * entropy, fisher
 
     raw = diffrax.diffeqsolve(
         diffrax.ODETerm(_rate),
@@ -217,10 +228,24 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
         throw=False,
     )
     assert raw.ys is not None and raw.ts is not None
-    mass, energies, free = raw.ys["series"]
+    mass, energies, free, fisher = raw.ys["series"]
     final = problem.grid.at(mass[-1])
     reached = (raw.result == diffrax.RESULTS.successful) & jnp.all(jnp.isfinite(mass[-1]))
-    return DensitySolution(raw.ts["series"], mass, energies, free, raw.stats["num_steps"], final, reached)
+    return DensitySolution(
+        raw.ts["series"], mass, energies, free, fisher, raw.stats["num_steps"], final, reached
+    )
+
+
+def _fisher(mass: jax.Array, grid: Density) -> jax.Array:
+    """Return int rho |grad log rho|^2 as the sum over faces of (difference of rho) (difference of log rho)."""
+    da, dth = grid.spacing
+
+    def faces(low: jax.Array, high: jax.Array, width: jax.Array | float) -> jax.Array:
+        same = low == high  # also two empty cells, whose logarithms have no difference
+        gap = jnp.where(same, 0.0, jnp.log(jnp.where(same, 1.0, high)) - jnp.log(jnp.where(same, 1.0, low)))
+        return jnp.sum((high - low) * gap) / width**2
+
+    return faces(mass[:-1], mass[1:], da) + faces(mass, jnp.roll(mass, -1, 1), dth)
 
 
 def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:

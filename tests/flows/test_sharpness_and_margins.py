@@ -96,6 +96,61 @@ def test_logistic_flow_of_the_output_layer_reaches_the_largest_margin_of_the_ker
     np.testing.assert_allclose(best, 1 / np.sqrt(found.fun), rtol=1e-4)
 
 
+def test_softmax_flow_of_two_classes_reaches_the_margin_of_the_linear_programme():
+    """Neurons share their output between both classes, a = (1, -1)/sqrt 2: the best lead is sqrt 2 that of one output.
+
+    Leads beyond 37, where 1 - softmax rounds to 0, must go on moving both outputs alike.
+    """
+    one = mf.vanilla("relu", "logistic", bias=True)
+    best = 2**0.5 * max_margin(one, mf.Cloud(mf.Neurons(np.ones(2000), circle(2000))), LINE)
+    flow = mf.vanilla("relu", "softmax", bias=True)
+    signs = np.tile([1.0, -1.0], 50)[:, None] * np.array([[0.9, -0.5]])
+    start = mf.Cloud(mf.Neurons(signs, np.repeat(circle(50), 2, axis=0)))
+    data = mf.Dataset(LINE.x, (1 - LINE.y) / 2)
+    run = mf.descend(
+        flow,
+        start,
+        data,
+        3000,
+        every=1000,
+        step=mf.KernelStep(0.5, 5),
+        clock="normalized",
+        observe="variation_margin",
+    )
+    ratio = np.asarray(run.observed["variation_margin"]) / best
+    assert np.all(np.diff(ratio) > 0) and 0.99 < ratio[-1] < 1 + 1e-3
+    lead = margins(mf.predict(flow, run.final, data.x), data.y)
+    assert 0 < float(run.energy[-1]) < 1e-20 and float(lead.min()) > 50
+    # the sum of the outputs is no matter of the loss: it stays where it was
+    np.testing.assert_allclose(run.final.particles.a.sum(1), start.particles.a.sum(1), atol=0.3)
+
+
+def test_softmax_flow_of_three_classes_reaches_the_largest_margin_of_the_kernel():
+    """Output layer only: least |a| with leads of at least 1 over both other classes, by a general solver."""
+    flow = mf.vanilla("relu", "softmax", bias=True, inner=0.0)
+    start = mf.Cloud(mf.Neurons(np.zeros((40, 3)), circle(40)))
+    data = mf.Dataset(jnp.array([[-1.5], [-0.5], [0.4], [1.5]]), jnp.array([0.0, 1.0, 1.0, 2.0]))
+    run = mf.descend(
+        flow, start, data, 3000, step=2.0, every=1000, clock="normalized", observe="kernel_margin"
+    )
+    hidden = np.asarray(flow.feature.hidden(start, data.x)) / np.sqrt(
+        40
+    )  # weights 1/40, of which one root is the norm's
+    rows = []
+    for features, label in zip(hidden, np.asarray(data.y, int), strict=True):
+        for other in {0, 1, 2} - {label}:
+            rows.append(np.outer(features, np.eye(3)[label] - np.eye(3)[other]).ravel())
+    rows = np.array(rows)
+    found = optimize.minimize(
+        lambda w: w @ w, np.zeros(120), jac=lambda w: 2 * w, method="SLSQP",
+        constraints={"type": "ineq", "fun": lambda w: rows @ w - 1, "jac": lambda w: rows},
+    )  # fmt: skip
+    ratio = np.asarray(run.observed["kernel_margin"])[1:] * np.sqrt(
+        found.fun
+    )  # all margins are 0 at the start
+    assert np.all(np.diff(ratio) > 0) and 0.99 < ratio[-1] < 1 + 1e-4
+
+
 def test_margins_of_several_classes():
     f = jnp.array([[1.0, 3.0, 2.0], [0.0, -1.0, 4.0]])
     np.testing.assert_allclose(margins(f, jnp.array([1, 0])), [1.0, -4.0])

@@ -52,6 +52,65 @@ def test_marginals_move_as_the_continuity_equation_says():
     np.testing.assert_allclose(rate_cos, cloud.weights @ (-s[:, 1] * turn), atol=2e-2)
 
 
+def nothing(f, y):
+    """A loss without forces."""
+    return 0.0 * f
+
+
+def test_fisher_information_of_the_heat_flow():
+    """No forces: N(0, s + 2 tau t) in a, 1 + e exp(-tau t) cos in the angle, whose Fisher informations are known."""
+    tau, spread, tilt, rows, columns = 0.3, 0.25, 0.6, 110, 40
+    data = mf.Dataset(ring(8), jnp.ones(8))
+    flow = mf.batchnorm_manifold("tanh", nothing)
+    grid = uniform_density(rows, columns, 5.0)
+    a, th = grid.centres()
+    mass = jnp.exp(-(a**2) / (2 * spread))[:, None] * (1 + tilt * jnp.cos(th))[None, :]
+    run = evolve(flow, grid.at(mass / jnp.sum(mass)), data, 0.5, 26, temperature=tau)
+    ts = np.asarray(run.ts)
+    fading = tilt * np.exp(-tau * ts)
+    closed = 1 / (spread + 2 * tau * ts) + 1 - np.sqrt(1 - fading**2)
+    np.testing.assert_allclose(run.fisher, closed, rtol=4e-3)
+    # de Bruijn: the entropy falls by tau times the Fisher information, so F = tau int rho log rho by tau^2 of it
+    entropy = -0.5 * np.log(2 * np.pi * np.e * (spread + 2 * tau * ts))
+    turn = 2 * np.pi * np.arange(4096) / 4096
+    around = 1 + fading[:, None] * np.cos(turn)
+    entropy += np.mean(around * np.log(around / (2 * np.pi)), axis=1)
+    np.testing.assert_allclose(run.free_energy, tau * entropy, atol=1e-3 * tau)
+    fall = -np.gradient(np.asarray(run.free_energy), ts, edge_order=2)
+    np.testing.assert_allclose(fall[1:-1], tau**2 * np.asarray(run.fisher)[1:-1], rtol=2e-3)
+
+
+def test_free_energy_falls_by_its_dissipation():
+    """-dF/dt = int rho |grad(V + tau log rho)|^2, with forces from the particle side and differences of log rho."""
+    flow, data = ring_problem()
+    flow = mf.batchnorm_manifold("tanh", regularizer=lambda w: 0.5 * w.a**2, strength=0.5).bind(data)
+    tau = 0.3
+    times = np.array([0.29, 0.3, 0.31])
+    run = evolve(flow, uniform_density(64, 56, 3.5), data, times[-1], times, temperature=tau)
+    free = np.asarray(run.free_energy)
+    assert np.all(np.diff(free) < 0)
+    here = run.final.at(run.mass[1])
+    cloud = here.cloud(flow.feature.sigma)
+    v = mf.velocity(flow, cloud, data)
+    s = mf.geometry.direction(cloud.particles.b)
+    across = jnp.stack([-s[:, 1], s[:, 0]], axis=1)
+    turn = jnp.sum(v.b * across, axis=1) / jnp.linalg.norm(cloud.particles.b, axis=1)
+    log = np.log(here.mass)
+    da, dth = (float(u) for u in here.spacing)
+    score_a = np.gradient(log, da, axis=0)
+    score_th = (np.roll(log, -1, 1) - np.roll(log, 1, 1)) / (2 * dth)
+    speed_a = np.reshape(v.a, log.shape) - tau * score_a
+    speed_th = np.reshape(turn, log.shape) - tau * score_th
+    mass = np.asarray(here.mass)
+    np.testing.assert_allclose(
+        (free[0] - free[2]) / 0.02, np.sum(mass * (speed_a**2 + speed_th**2)), rtol=0.02
+    )
+    # its part without forces is Fisher's
+    np.testing.assert_allclose(run.fisher[1], np.sum(mass * (score_a**2 + score_th**2)), rtol=0.02)
+    compact = evolve(flow, uniform_density(20, 16, 5.0), data, 0.01, 2)
+    assert np.isinf(compact.fisher[0])  # a jump of the density
+
+
 @pytest.mark.bad_input
 def test_bad_input_is_refused():
     flow, data = ring_problem()
