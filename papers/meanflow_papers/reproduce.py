@@ -24,6 +24,7 @@ from typing import TypedDict, Unpack
 
 import jax
 import numpy as np
+import xarray
 
 from meanflow._files import atomic_write
 from meanflow.plots.style import save
@@ -179,14 +180,24 @@ def _plain(value: object) -> object:
 
 
 def _save_arrays(path: Path, data: Arrays) -> None:
-    """Write the numbers behind a figure as one npz file, keyed by their place in the outcome's data."""
+    """Write the numbers behind a figure as one npz file, under plain names: data["runs"]["f"] is ``runs/f``."""
     kinds = (bool, int, float, np.generic, np.ndarray, jax.Array)
-    leaves = jax.tree_util.tree_leaves_with_path(data)
+    plain = {name: _variables(value) for name, value in data.items()}
+    leaves = jax.tree_util.tree_leaves_with_path(plain)
     arrays = {
-        jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves if isinstance(leaf, kinds)
+        jax.tree_util.keystr(place, simple=True, separator="/"): np.asarray(leaf)
+        for place, leaf in leaves
+        if isinstance(leaf, kinds)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]  # no array is called allow_pickle
+
+
+def _variables(value: object) -> object:
+    """Return the axes and variables of a sweep as a dictionary of arrays, and anything else as it is."""
+    if not isinstance(value, xarray.Dataset):
+        return value
+    return {str(name): column.values for name, column in {**value.coords, **value.data_vars}.items()}
 
 
 def _keep(folder: Path, record: Record) -> Record:
