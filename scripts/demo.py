@@ -28,7 +28,11 @@ def batchnorm_against_vanilla(folder: pathlib.Path) -> None:
         for name, flow in {"batch norm": mf.batchnorm().bind(data), "vanilla": mf.vanilla()}.items()
     }
     figure = Figure(figsize=(11, 3.4), layout="constrained")
-    plots.energies(runs, figure.add_subplot(131))
+    # from the start on, which a logarithmic axis of times could not show
+    losses = {name: run.energy for name, run in runs.items()}
+    plots.traces(
+        runs["vanilla"].ts, losses, figure.add_subplot(131), xlabel="$t$", ylabel="loss $L$", logy=True
+    )
     for k, (name, run) in enumerate(runs.items()):
         ax = directions(run.final, figure.add_subplot(132 + k, projection="polar"))
         ax.set_title(f"{name}: directions of $b$")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -37,6 +38,13 @@ def _list(entries: list[Entry], full: bool, as_json: bool) -> None:
         click.echo(f"  {e.name:<30} {length:>12}  {e.title}{f' [{e.reason}]' if e.reason else ''}")
 
 
+def _with_epochs(entry: Entry, epochs: int) -> Entry:
+    """Return the entry with a budget of epochs at both sizes; an entry that counts no epochs stays as it is."""
+    if "epochs" not in entry.arguments():
+        return entry
+    return replace(entry, small={**entry.small, "epochs": epochs}, full={**entry.full, "epochs": epochs})
+
+
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--list", "listing", is_flag=True, help="Only list what there is.")
@@ -44,7 +52,14 @@ def _list(entries: list[Entry], full: bool, as_json: bool) -> None:
 @click.option("--force", is_flag=True, help="Run again what is finished.")
 @click.option("--output", default="out/gallery", show_default=True, type=click.Path(file_okay=False))
 @click.option("--format", "formats", multiple=True, type=click.Choice(["svg", "pdf"]), help="Besides PNG.")
-@click.option("--data", type=click.Path(file_okay=False), help="Folder with local data sets (CIFAR).")
+@click.option(
+    "--data",
+    type=click.Path(file_okay=False),
+    help="Folder with local data sets; default where `meanflow data` puts them.",
+)
+@click.option(
+    "--epochs", type=click.IntRange(1), help="Budget: train so many epochs, in every entry that counts them."
+)
 @click.option(
     "--jobs", type=click.IntRange(0), help="Worker processes (0: none); default 2 where there are cores."
 )
@@ -57,6 +72,7 @@ def reproduce(
     output: str,
     formats: tuple[str, ...],
     data: str | None,
+    epochs: int | None,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -68,6 +84,7 @@ def reproduce(
       meanflow reproduce 001/figure-1 '004/*'
       meanflow reproduce all --output out/gallery
       meanflow reproduce all --full --format pdf
+      meanflow reproduce 003/table-1 --epochs 4
 
     Writes figures, summary.json and a gallery page (Markdown and HTML). Finished names are skipped; an interrupted run
     goes on where it stopped. Exit code 1 if a criterion fails without a known reason, or an experiment breaks.
@@ -76,6 +93,8 @@ def reproduce(
         chosen = find(names or ("all",))
     except ValueError as problem:
         raise click.UsageError(str(problem)) from None
+    if epochs is not None:
+        chosen = [_with_epochs(entry, epochs) for entry in chosen]
     if listing:
         _list(chosen, full, as_json)
         return

@@ -35,7 +35,9 @@ VERDICTS = {
     "not reproduced": "the claim does not show in our stand-in, which does not refute the published result",
     "not tested": "nothing was run here that could confirm or refute it",
 }
-CIFAR = "needs the CIFAR files in a local folder (--data FOLDER); nothing is downloaded"
+CIFAR = "needs the CIFAR files: `meanflow data cifar-10`, or a local folder (--data FOLDER)"
+MNIST = "needs the files of MNIST: `meanflow data mnist`, or a local folder (--data FOLDER)"
+FASHION = "needs the files of Fashion-MNIST: `meanflow data fashion`, or a local folder (--data FOLDER)"
 DIAGRAM = "a diagram: nothing is measured in it"
 
 Arguments: TypeAlias = dict[str, Any]  # arguments of the computing function, by name
@@ -61,6 +63,7 @@ class Entry:
         setup: what was run, in words.
         status: ``"runnable"``, ``"needs data"`` (a folder with local files) or ``"out of scope"``.
         reason: why it is not simply runnable.
+        data: name of the data set it needs: "mnist", "fashion", "cifar-10" or "cifar-100".
         explained: known failures of a criterion (glob of its name) with the reason; they are shown, not hidden.
         full_only: the same for criteria that the small size cannot test.
     """
@@ -77,6 +80,7 @@ class Entry:
     setup: str = ""
     status: str = "runnable"
     reason: str = ""
+    data: str = ""
     explained: dict[str, str] = field(default_factory=dict)
     full_only: dict[str, str] = field(default_factory=dict)
 
@@ -127,6 +131,7 @@ def entry(
     setup: str = "",
     status: str = "runnable",
     reason: str = "",
+    data: str = "",
     explained: dict[str, str] | None = None,
     full_only: dict[str, str] | None = None,
 ) -> Callable[[Computes], Computes]:
@@ -152,6 +157,7 @@ def entry(
             setup=setup,
             status=status,
             reason=reason,
+            data=data,
             explained=explained or {},
             full_only=full_only or {},
         )

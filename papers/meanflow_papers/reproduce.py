@@ -24,10 +24,12 @@ from typing import TypedDict, Unpack
 
 import jax
 import numpy as np
+import xarray
 
 from meanflow._files import atomic_write
 from meanflow.plots.style import save
 from meanflow.sweeps.plan import all_versions
+from meanflow.training.downloads import SOURCES, data_folder, is_complete
 from meanflow_papers.catalogue import CATALOGUE
 from meanflow_papers.drawing import figure_of
 from meanflow_papers.entry import PAPERS, Arguments, Entry
@@ -69,7 +71,7 @@ def run_entry(
         folder: where results, arrays and figures go.
         full: run the size of the paper instead of the small one.
         formats: file formats of the figures: png, svg, pdf.
-        data: folder with local data sets, for entries that need one.
+        data: folder with local data sets, for entries that need one; default where ``meanflow data`` puts them.
 
     Returns:
         The record, JSON-ready.
@@ -77,13 +79,14 @@ def run_entry(
     folder = Path(folder)
     record = _blank(entry, full)
     clock, cpu = time.perf_counter(), time.process_time()
-    if entry.status == "out of scope" or (entry.status == "needs data" and data is None):
+    files = _data_files(entry, data) if entry.status == "needs data" else None
+    if entry.status == "out of scope" or (entry.status == "needs data" and files is None):
         record["status"], record["reason"] = entry.status, entry.reason
         return _keep(folder, record)
     try:
         arguments = entry.arguments(full)
         if entry.status == "needs data":
-            arguments["folder"] = data
+            arguments["folder"] = str(files)
         record["arguments"] = {name: _plain(value) for name, value in arguments.items()}
         record["seed"] = record["arguments"].get("seed", record["seed"])
         outcome = _compute(entry, arguments)
@@ -104,6 +107,15 @@ def run_entry(
             record["seconds"] = round(time.perf_counter() - clock, 2)
             record["cpu_seconds"] = round(time.process_time() - cpu, 2)
     return _keep(folder, record)
+
+
+def _data_files(entry: Entry, given: str | None) -> Path | None:
+    """Return the folder with the data set of an entry: the given one, or where ``meanflow data`` has put it."""
+    if given is not None:
+        below = Path(given) / entry.data
+        return below if below.is_dir() else Path(given)
+    there = entry.data in SOURCES and is_complete(entry.data)
+    return data_folder(entry.data) if there else None
 
 
 def _compute(entry: Entry, arguments: Arguments) -> Outcome:
@@ -179,14 +191,24 @@ def _plain(value: object) -> object:
 
 
 def _save_arrays(path: Path, data: Arrays) -> None:
-    """Write the numbers behind a figure as one npz file, keyed by their place in the outcome's data."""
+    """Write the numbers behind a figure as one npz file, under plain names: data["runs"]["f"] is ``runs/f``."""
     kinds = (bool, int, float, np.generic, np.ndarray, jax.Array)
-    leaves = jax.tree_util.tree_leaves_with_path(data)
+    plain = {name: _variables(value) for name, value in data.items()}
+    leaves = jax.tree_util.tree_leaves_with_path(plain)
     arrays = {
-        jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves if isinstance(leaf, kinds)
+        jax.tree_util.keystr(place, simple=True, separator="/"): np.asarray(leaf)
+        for place, leaf in leaves
+        if isinstance(leaf, kinds)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]  # no array is called allow_pickle
+
+
+def _variables(value: object) -> object:
+    """Return the axes and variables of a sweep as a dictionary of arrays, and anything else as it is."""
+    if not isinstance(value, xarray.Dataset):
+        return value
+    return {str(name): column.values for name, column in {**value.coords, **value.data_vars}.items()}
 
 
 def _keep(folder: Path, record: Record) -> Record:

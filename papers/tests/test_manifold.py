@@ -20,14 +20,14 @@ def test_quick_experiments(experiment):
 def test_equivalence_on_a_short_horizon():
     outcome = theorem_3(width=6, points=60, t1=2.0)
     assert outcome.passed, str(outcome)
-    assert outcome.data["c in 0.2..5"]["gap"] < 1e-9  # with the factor 1/c^2
-    assert outcome.data["c in 0.2..5"]["printed"] == pytest.approx(0.25, abs=0.01)  # without it
+    assert outcome.data["c in 0.2..5"]["gap"].max() < 1e-9  # with the factor 1/c^2
+    assert outcome.data["c in 0.2..5"]["printed"].max() == pytest.approx(0.25, abs=0.01)  # without it
 
 
 def test_bounds_of_theorem_4():
     outcome = theorem_4_bounds(width=64)
     assert outcome.passed, str(outcome)
-    speed = next(c.value for c in outcome.criteria if c.name == "largest |a'| / bound")
+    speed = next(c.value for c in outcome.criteria if c.name == "largest |a'| / sqrt(2 L(0))")
     assert speed == pytest.approx(0.67, abs=0.01)
 
 

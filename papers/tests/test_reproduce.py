@@ -138,7 +138,7 @@ def test_figures_and_arrays_are_written(folder):
         assert (folder / "figures" / f"{stem}.png").stat().st_size > 1000
         assert (folder / "figures" / f"{stem}.svg").exists()
     with np.load(folder / "data" / "004_figure-2.npz") as arrays:
-        np.testing.assert_array_equal(arrays["['delta']"], [-100, -1, 0, 1, 100])
+        np.testing.assert_array_equal(arrays["delta"], [-100, -1, 0, 1, 100])
 
 
 def test_pages_tell_claim_and_finding_and_load_nothing(folder):
@@ -262,6 +262,6 @@ def test_cifar_from_local_files(tmp_path):
     record = run_entry(entry, tmp_path, data=str(tmp_path))
     assert record["status"] == "passed" and record["figures"], record["error"]
     with np.load(tmp_path / "data" / "003_figure-3-cifar.npz") as arrays:
-        run = {n: arrays[f"['BN']['ics_{n}']"] for n in ("lower", "exact", "upper")}
+        run = {n: arrays[f"BN/ics_{n}"] for n in ("lower", "exact", "upper")}
     assert run["exact"].shape == (2, 1) and np.all(run["exact"] > 0)
     assert np.all(run["lower"] <= run["exact"] * 1.001) and np.all(run["exact"] <= run["upper"] * 1.001)

@@ -1,5 +1,7 @@
 """Figure 3: after many layers of recentering and ReLU one point is odd and the others form a cluster."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,23 +9,33 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.plots.batches import angles, projection
-from meanflow.plots.style import COLORS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, REFERENCE, below, key, panels
 from meanflow_papers.decomposed.setup import input_batches
-from meanflow_papers.entry import entry
+from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def draw(data: Arrays) -> Figure:
     """Random projection of the last layer, and angles before and after it."""
-    figure, (left, right) = panels(1, 2, width=3.7, height=3.2)
+    figure, (left, right) = panels(1, 2, width=4.2, height=4.2)
     odd = int(np.ravel(data["odd"]["sample"])[0])
     projection(np.asarray(data["projection"])[0], odd, left)
+    left.lines[-1].set_label("origin")
+    left.set_aspect("equal", adjustable="datalim")
+    left.set_title("last layer, one of six batches")
+    below(left, columns=3)
     before, after = np.asarray(data["angles_before"])[0], np.asarray(data["angles_after"])[0]
     n = before.shape[-1]
     i, j = np.triu_indices(n, 1)
     pair = (i == odd) | (j == odd)
     angles(before[i, j][~pair], after[i, j][~pair], right, label="inside the cluster")
     angles(before[i, j][pair], after[i, j][pair], right, label="with the odd point", color=COLORS[1])
+    right.axhline(
+        data["limit_angle"], color=REFERENCE, lw=0.9, ls=":", label="cluster at infinite width and depth"
+    )
+    right.plot([], [], color=PALE, lw=0.7, label="no change")
+    right.set_title("angles before and after the last layer")
+    below(right, columns=2)
     return figure
 
 
@@ -59,6 +71,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
             "projection": run.final @ jax.random.normal(jax.random.key(32), (width, 2)),
             "odd": odd._asdict(),
             "infinite_width": wide._asdict(),
+            "limit_angle": limit.cluster_angle,
         },
         criteria=(
             Criterion(
@@ -151,23 +164,47 @@ def draw_digits(data: Arrays) -> Figure:
         ("norm_ratio", left, "norm of the odd point / next largest"),
         ("cluster_angle", right, "angle inside the cluster (degrees)"),
     ):
-        for row in np.asarray(odd[what]):
-            ax.plot(np.arange(len(row)), row, color=COLORS[0], lw=0.9, alpha=0.8)
+        for k, row in enumerate(np.asarray(odd[what])):
+            ax.plot(
+                np.arange(len(row)),
+                row,
+                color=COLORS[0],
+                lw=0.7,
+                alpha=0.5,
+                label="width 300" if k == 0 else None,
+            )
+        for k, row in enumerate(np.asarray(data["infinite_width"][what])):
+            name = "infinite width" if k == 0 else None
+            ax.plot(np.arange(len(row)), row, color=COLORS[1], lw=0.9, ls="--", label=name)
         ax.set(xlabel="layer", ylabel=label)
+        below(ax, columns=2)
     left.set_yscale("log")
     return figure
 
 
 @entry(
+    "002/figure-3-mnist",
+    title="the same on MNIST",
+    minutes=(0.5, 0.5),
+    verdict="corrected",
+    setup="20 images of MNIST, width 300, 200 layers, 24 seeds.",
+    status="needs data",
+    reason=MNIST,
+    data="mnist",
+    draw=draw_digits,
+)
+@entry(
     "002/figure-3-digits",
     title="the same on digits: a point escapes, rarely the farthest one",
     minutes=(0.3, 0.3),
     verdict="corrected",
-    setup="20 raw digits, width 300, 200 layers, 6 seeds.",
+    setup="20 raw digits, width 300, 200 layers, 24 seeds.",
     draw=draw_digits,
 )
-def figure_3_digits(seeds: int = 24, n: int = 20, width: int = 300, layers: int = 200) -> Outcome:
-    """Repeat Figure 3 on raw digits, and ask which digit escapes.
+def figure_3_digits(
+    seeds: int = 24, n: int = 20, width: int = 300, layers: int = 200, folder: str | Path | None = None
+) -> Outcome:
+    """Repeat Figure 3 on raw digits (images of MNIST with a ``folder``), and ask which digit escapes.
 
     The paper claims that the odd point is typically the one with the largest norm. Decisive is that a point
     escapes in every batch by the last layer; the finding counts how often it was the one farthest from the
@@ -175,7 +212,7 @@ def figure_3_digits(seeds: int = 24, n: int = 20, width: int = 300, layers: int 
     escaped by then, and 16 in infinitely wide networks; all 24 have in both after 200 layers, the depth
     used here.
     """
-    x = input_batches("digits", jax.random.key(35), seeds, n)
+    x = input_batches("digits", jax.random.key(35), seeds, n, folder)
     keys = jax.random.split(jax.random.key(36), seeds)
     run = depth.propagate(keys, x, [width] * layers, renormalize=True, observe=lambda x: x @ x.T)
     odd = depth.odd_point(run.layers)
@@ -188,7 +225,7 @@ def figure_3_digits(seeds: int = 24, n: int = 20, width: int = 300, layers: int 
         claim="The odd point is typically the one with the largest norm.",
         finding=f"The farthest input from the mean escaped in {same} of {seeds} runs. Some batches take over "
         f"60 layers: {int(odd.escaped[:, early].sum())} of {seeds} had an odd point there, "
-        f"{int(wide.escaped[:, early].sum())} at infinite width.",
+        f"{int(wide.escaped[:, early].sum())} at infinite width ({'digits' if folder is None else 'MNIST'}).",
         data={"odd": odd._asdict(), "infinite_width": wide._asdict(), "farthest": far},
         criteria=(
             Criterion("escapes at the last layer", float(odd.escaped[:, -1].sum()), seeds),

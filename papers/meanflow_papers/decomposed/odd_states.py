@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.style import key, panels, shades
+from meanflow.plots.style import REFERENCE, below, panels, shades
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -22,17 +22,25 @@ def odd_paths(outcome: Outcome, arguments: Arguments) -> Arrays:
 
 
 def draw(data: Arrays) -> Figure:
-    """Cluster angle and norm ratio in depth at infinite width, by batch size."""
-    figure, (left, right) = panels(1, 2, width=3.6, height=3.0)
+    """Cluster angle and norm ratio in depth at infinite width, by batch size; dotted: the fixed points."""
+    figure, (left, right) = panels(1, 2, width=4.4, height=3.8)
     paths = data["paths"]
     ordered = sorted(paths.items(), key=lambda pair: int(pair[0][2:]))
     for color, (name, odd) in zip(shades(len(paths)), ordered, strict=True):
-        layers = np.arange(1, len(odd["cluster_angle"]) + 1)
+        layers = np.arange(len(odd["cluster_angle"]))  # layer 0 is the input
         left.plot(layers, np.asarray(odd["cluster_angle"]), color=color, label=f"${name}$")
         right.plot(layers, np.asarray(odd["norm_ratio"]), color=color, label=f"${name}$")
-    left.set(xscale="log", xlabel="layer", ylabel="angle inside the cluster (degrees)", ylim=(0, 95))
-    right.set(xscale="log", yscale="log", xlabel="layer", ylabel="norm of the odd point / next largest")
-    key(left)
+        if name in data:  # n = 5 has no such state
+            ratio, _, angle, _ = data[name]
+            left.axhline(float(angle), color=color, lw=0.8, ls=":")
+            right.axhline(float(ratio), color=color, lw=0.8, ls=":")
+    left.set(xlabel="layer", ylabel="angle inside the cluster (degrees)", ylim=(0, 95))
+    right.set(yscale="log", xlabel="layer", ylabel="norm of the odd point / next largest")
+    for ax in (left, right):
+        ax.set_xscale("symlog", linthresh=1)
+        ax.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+        ax.plot([], [], color=REFERENCE, lw=0.8, ls=":", label="state with an odd point")
+        below(ax, columns=3)
     return figure
 
 

@@ -1,10 +1,13 @@
 """Layers, inputs and the digits that the figures and theorems of paper 002 share."""
 
+from pathlib import Path
 from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from meanflow.training.data import mnist
 
 
 class Stages(TypedDict):
@@ -27,10 +30,12 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return data.data, data.target
 
 
-def input_batches(source: str, key: jax.Array, seeds: int, n: int) -> jax.Array:
-    """(seeds, n, k): Gaussian inputs with k = 50, or random digits."""
+def input_batches(
+    source: str, key: jax.Array, seeds: int, n: int, folder: str | Path | None = None
+) -> jax.Array:
+    """(seeds, n, k): Gaussian inputs with k = 50, random digits, or random images of MNIST from a folder."""
     if source == "gaussian":
         return jax.random.normal(key, (seeds, n, 50))
-    images = jnp.asarray(digits()[0], float)
+    images = jnp.asarray(digits()[0] if folder is None else mnist(folder).flat().train_x, float)
     pick = jax.vmap(lambda k: jax.random.choice(k, len(images), (n,), replace=False))
     return images[pick(jax.random.split(key, seeds))]

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.style import COLORS, DASHES, key, panels
+from meanflow.plots.style import COLORS, DASHES, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -19,12 +19,12 @@ def polygon(n: int) -> jax.Array:
 
 def draw(data: Arrays) -> Figure:
     """Probability of missing full rank against the number of neurons, and three bounds."""
-    figure, grid = panels(1, len(data), width=2.9, height=2.8)
+    figure, grid = panels(1, len(data), width=3.2, height=3.4)
     for ax, (name, row) in zip(grid, data.items(), strict=True):
         neurons = np.asarray(row["neurons"])
         failure = np.asarray(row["failure"], float)
         seen = failure > 0
-        ax.plot(neurons[seen], failure[seen], "o", color=COLORS[0], ms=3.5, label="measured")
+        ax.plot(neurons[seen], failure[seen], "o", color=COLORS[0], ms=3.5, label="measured, 2000 runs")
         for k, (bound, label) in enumerate(
             (("binomial", "binomial tail"), ("chernoff", "(7a)"), ("simple", "(7b)"))
         ):
@@ -33,7 +33,7 @@ def draw(data: Arrays) -> Figure:
         ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.6), xlabel="neurons $d$")
         ax.set_title(f"{name}, $\\gamma$ = {float(row['gamma']):.2g}")
     grid[0].set_ylabel("probability that the rank is below $n$")
-    key(grid[0])
+    figure.legend(handles=grid[0].get_legend_handles_labels()[0], loc="outside lower center", ncols=4)
     return figure
 
 

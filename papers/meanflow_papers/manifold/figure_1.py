@@ -100,35 +100,48 @@ def speed_profiles(outcome: Outcome, arguments: Arguments) -> Arrays:
 
 
 def draw(data: Arrays) -> Figure:
-    """Speeds at iteration 500 (left), directions at four times (middle), the two controls (right)."""
-    figure = canvas(12.5, 5.4)
-    grid = figure.add_gridspec(2, 6, width_ratios=(1.9, 1, 1, 1, 1, 2.0))
+    """Speeds at iteration 500, directions at five times, and the controls: other targets, and equal loss."""
+    figure = canvas(13.5, 8.6)
+    above, below_ = np.asarray(figure.subfigures(2, 1, height_ratios=(1.25, 1)))
+    grid = above.add_gridspec(2, 6, width_ratios=(1.9, 1, 1, 1, 1, 1))
     for row, (name, title) in enumerate(NAMES.items()):
-        ax = speeds(data["direction"][name], {title: data["speed"][name]}, figure.add_subplot(grid[row, 0]))
+        ax = speeds(data["direction"][name], {title: data["speed"][name]}, above.add_subplot(grid[row, 0]))
         ax.lines[0].set_color(COLORS[row])
         no_legend(ax)
-        ax.set_title(f"{title}, iteration 500")
-        for k, frame in enumerate((0, 2, 3, 4)):
+        ax.set_title(f"{title}, iteration 500 (target on the wide axis)")
+        for k, frame in enumerate((0, 2, 3, 4, 5)):
             cloud = jax.tree.map(lambda u, i=frame: u[i], data["clouds"][name])
-            ax = figure.add_subplot(grid[row, 1 + k], projection="polar")
+            ax = above.add_subplot(grid[row, 1 + k], projection="polar")
             directions(cloud, ax, bins=50, color=COLORS[row])
             ax.set_xticklabels([])
-            if row == 0:
-                ax.set_title(f"iteration {int(data['frames'][frame])}")
-    ax = figure.add_subplot(grid[0, 5])
+            ax.set_title(f"{title}\niteration {int(data['frames'][frame])}")
+    align, equal, probes = below_.subplots(1, 3)
     curves = {f"BN, {t}": data["by_target"][t]["Q"]["bn"] for t in ("wide axis", "narrow axis", "diagonal")}
-    curves["vanilla, wide axis"] = data["by_target"]["wide axis"]["Q"]["vanilla"]
-    traces(data["iteration"], curves, ax, xlabel="iteration", ylabel=r"$Q = \langle\cos 2\vartheta\rangle$")
-    ax.set_title("alignment with the wide axis, by target")
-    below(ax)
-    ax = figure.add_subplot(grid[1, 5])
+    curves |= {f"vanilla, {t}": data["by_target"][t]["Q"]["vanilla"] for t in ("wide axis", "narrow axis")}
+    traces(
+        data["iteration"], curves, align, xlabel="iteration", ylabel=r"$Q = \langle\cos 2\vartheta\rangle$"
+    )
+    align.set_title("control 1: alignment with the wide axis,\nby the direction of the target")
+    below(align, columns=2)
     for k, target in enumerate(TARGETS):
         ratio = data["by_target"][target]["peak_ratio_at_equal_loss"]
-        ax.plot(data["levels"], ratio, color=COLORS[k], ls=DASHES[k % len(DASHES)], label=target)
-    ax.axhline(1.0, color=REFERENCE, lw=0.8)
-    ax.set(xscale="log", yscale="log", xlabel="loss of both networks", ylabel="peak speed, BN / vanilla")
-    ax.invert_xaxis()
-    below(ax, columns=3)
+        equal.plot(data["levels"], ratio, color=COLORS[k], ls=DASHES[k % len(DASHES)], label=target)
+    equal.axhline(1.0, color=REFERENCE, lw=0.8, label="equally fast")
+    equal.set(xscale="log", yscale="log", xlabel="loss of both networks", ylabel="peak speed, BN / vanilla")
+    equal.set_title("control 2: speed at equal loss,\nby the direction of the target")
+    equal.invert_xaxis()
+    below(equal, columns=3)
+    places = np.arange(len(TARGETS))
+    for k, (name, title) in enumerate(NAMES.items()):
+        values = [data["by_target"][t]["probe_anisotropy"][name] for t in TARGETS]
+        probes.plot(places, values, "os"[k], ms=7, color=COLORS[k], label=title)
+    probes.axhline(1.0, color=REFERENCE, lw=0.8, label="no anisotropy")
+    probes.set_xticks(places, [t.replace(" ", "\n") for t in TARGETS])
+    probes.set(
+        ylabel="probe speed, near narrow / near wide axis", yscale="log", xlabel="direction of the target"
+    )
+    probes.set_title("what survives every target:\nprobes near the narrow axis are faster")
+    probes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3, fontsize=7.5)
     return figure
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import meanflow as mf
@@ -31,19 +32,27 @@ def two_scales(outcome: Outcome, arguments: Arguments) -> Arrays:
     return {"b": run.observed, "frames": np.arange(0, steps + 1, steps // 5)}
 
 
+def _inner(b: np.ndarray, ax: Axes) -> None:
+    """Draw the directions of the short neurons up to half the radius, so that they cover none of the long ones."""
+    half = 0.55 * b / np.linalg.norm(b, axis=1, keepdims=True)
+    for tip in half:
+        ax.plot([0, tip[0]], [0, tip[1]], color=COLORS[0], lw=1.1)
+    ax.plot(half[:, 0], half[:, 1], "o", ms=3.5, color=COLORS[0])
+
+
 def draw(data: Arrays) -> Figure:
     """Directions of short and long neurons in time, and their alignment."""
-    figure = canvas(11.0, 4.4)
+    figure = canvas(11.0, 5.0)
     above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(1, 1.3)))
     b = np.asarray(data["b"])
     for ax, k, iteration in zip(above.subplots(1, 6), range(6), data["frames"], strict=True):
         needles(b[k, 25:], ax, color=COLORS[3])
-        needles(b[k, :25], ax, color=COLORS[0])
+        _inner(b[k, :25], ax)
         ax.set_title(f"iteration {int(iteration)}")
     left, right = below.subplots(1, 2)
     q = np.asarray(data["Q"])
     label = r"alignment $Q = \langle\cos 2\vartheta\rangle$"
-    curves = {"$|b_0| = 1$": q[:, 0], "$|b_0| = 10$": q[:, 1]}
+    curves = {"$|b_0| = 1$ (short needles above)": q[:, 0], "$|b_0| = 10$ (long needles)": q[:, 1]}
     traces(data["iteration"], curves, left, xlabel="iteration", ylabel=label)
     left.lines[1].set_color(COLORS[3])
     key(left)

@@ -6,27 +6,53 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots.style import COLORS, PALE, key, panels
+from meanflow.plots.style import COLORS, PALE, below, panels, shades
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def draw(data: Arrays) -> Figure:
-    """Norms before and after the first step, and later."""
-    figure, (left, right) = panels(1, 2, width=4.0, height=3.2)
-    norms = np.asarray(data["norms"])
-    order = np.argsort(norms[0])
-    start = norms[0][order]
-    left.plot(start, norms[1][order], "o", color=COLORS[0], label="after 1 step", ms=4)
-    left.plot(start, norms[-1][order], "^", color=COLORS[1], label=f"after {len(norms) - 1} steps", ms=4)
-    left.plot(start, start, color=PALE, lw=1, label="no change")
+    """Norms before and after the first step beside the formula, and later."""
+    figure, (left, right) = panels(1, 2, width=5.6, height=4.8)
+    norms, formula = np.asarray(data["norms"]), np.asarray(data["formula"])
+    start, drive = norms[0], np.asarray(data["step_times_gradient"])
+    left.plot(start, norms[1], "o", color=COLORS[0], label="after 1 step", ms=6)
+    left.plot(
+        start,
+        formula,
+        "x",
+        color=COLORS[6],
+        label=r"$\sqrt{|b_0|^2 + (\eta g/|b_0|)^2}$, each with its $g$",
+        ms=5,
+    )
+    left.plot(start, norms[-1], "^", color=COLORS[1], label=f"after {len(norms) - 1} steps", ms=3.5)
+    sizes = np.geomspace(start.min(), start.max(), 200)
+    for k, share in enumerate((0.1, 0.5, 0.9)):
+        g = float(np.quantile(drive, share))
+        label = r"formula at the 10, 50, 90 % quantiles of $g$" if k == 0 else None
+        left.plot(
+            sizes, np.sqrt(sizes**2 + (g / sizes) ** 2), color=PALE, lw=1, ls="--", zorder=0, label=label
+        )
+    least = np.sqrt(drive)
+    left.plot(
+        least,
+        np.sqrt(2 * drive),
+        "_",
+        color=COLORS[2],
+        ms=7,
+        label=r"its least value $\sqrt{2\eta g}$, at $\sqrt{\eta g}$",
+    )
+    left.plot(sizes, sizes, color=PALE, lw=1, label="no change")
     left.set(xscale="log", yscale="log", xlabel=r"$|b_0|$", ylabel=r"$|b_n|$")
-    key(left)
+    below(left, columns=1)
     steps = np.arange(len(norms)) + 1
-    for k in order[:: max(1, len(order) // 10)]:
-        right.plot(steps, norms[:, k], color=COLORS[0], lw=0.9, alpha=0.8)
+    order = np.argsort(start)
+    chosen = order[:: max(1, len(order) // 10)]
+    for color, k in zip(shades(len(chosen)), chosen, strict=True):
+        right.plot(steps, norms[:, k], color=color, lw=1.1, label=f"$|b_0|$ = {start[k]:.2g}")
     right.set(xscale="log", yscale="log", xlabel="iteration + 1", ylabel=r"$|b_n|$ of ten neurons")
+    below(right, columns=4)
     return figure
 
 
@@ -66,7 +92,12 @@ def figure_3(width: int = 40, eta: float = 0.1, steps: int = 200) -> Outcome:
         "After one step a smaller neuron is always the bigger one.",
         "|b1|^2 = |b0|^2 + eta^2 g^2/|b0|^2 is not monotone: it is least, sqrt(2 eta g), at |b0| = sqrt(eta g). Tiny "
         "neurons jump by almost 90 degrees and are then frozen.",
-        {"norms": length, "energy": np.asarray(run.energy)},
+        {
+            "norms": length,
+            "formula": formula,
+            "step_times_gradient": eta * unit_pull,
+            "energy": np.asarray(run.energy),
+        },
         (
             Criterion(
                 "error of the one-step formula", float(np.max(np.abs(length[1] / formula - 1))), high=1e-12

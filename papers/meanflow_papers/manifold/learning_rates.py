@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots.style import COLORS, REFERENCE, key, panels
+from meanflow.plots.style import COLORS, REFERENCE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -14,7 +14,7 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 def draw(data: Arrays) -> Figure:
     """Final loss against the learning rate; a dotted arrow leads to the next rate, at which the run diverged."""
-    figure, (ax,) = panels(1, 1, width=4.6, height=3.2)
+    figure, (ax,) = panels(1, 1, width=5.4, height=3.8)
     etas = np.asarray(data["etas"])
     labels = {"bn": "batch norm", "bn, mixed norms": "batch norm, mixed norms", "vanilla": "vanilla"}
     for k, (name, label) in enumerate(labels.items()):
@@ -34,8 +34,10 @@ def draw(data: Arrays) -> Figure:
                 arrowprops={"arrowstyle": "->", "color": COLORS[k], "ls": ":"},
             )
     ax.axhline(data["initial"], color=REFERENCE, lw=0.8, ls="--", label="start")
-    ax.set(xscale="log", yscale="log", xlabel=r"learning rate $\eta$", ylabel="loss after the run")
-    key(ax)
+    ax.plot([], [], color=REFERENCE, ls=":", marker=r"$\uparrow$", label="diverged at the next rate")
+    ax.set(xscale="log", yscale="log", xlabel=r"learning rate $\eta$", ylabel="loss after 1000 steps")
+    ax.set_xlim(0.8 * etas[0], 1.25 * etas[-1])
+    below(ax, columns=3)
     return figure
 
 

@@ -93,6 +93,7 @@ def figure_3(
     verdict="not tested",
     status="needs data",
     reason=CIFAR,
+    data="cifar-10",
     setup="the last normalization layer, 2000 images, exact W1 on 400 of them (the paper: critics, six layers).",
     draw=draw,
 )

@@ -113,6 +113,7 @@ def table_4(
     verdict="not tested",
     status="needs data",
     reason=CIFAR,
+    data="cifar-10",
     setup="ResNet-110, batch 2, group norm with G = 1 .. 16 groups; small: a check of the path.",
     draw=draw_accuracies,
 )

@@ -61,6 +61,7 @@ def _table(
     verdict="not tested",
     status="needs data",
     reason=CIFAR,
+    data="cifar-10",
     setup="SGD with Nesterov momentum 0.9, weight decay 5e-4, 200 epochs, median of 5; small: a check of the path.",
     draw=draw_accuracies,
 )
@@ -95,6 +96,7 @@ def table_1(
     verdict="not tested",
     status="needs data",
     reason=CIFAR,
+    data="cifar-100",
     setup="as table 1 with 100 classes.",
     draw=draw_accuracies,
 )

@@ -9,7 +9,7 @@ from scipy.sparse.csgraph import connected_components
 
 from meanflow.flows.models import vanilla
 from meanflow.measures import Cloud, Dataset, Neurons
-from meanflow.plots.style import NEGATIVE, PALE, POSITIVE, REFERENCE, panels
+from meanflow.plots.style import NEGATIVE, PALE, POSITIVE, REFERENCE, below, panels
 from meanflow.solvers import descend, solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -19,20 +19,24 @@ ON = 1e-9  # a direction this close to a hyperplane is on it
 
 def draw(data: Arrays) -> Figure:
     """Directions of the neurons over time for d = 2, with the hyperplanes, and how many neurons slide."""
-    figure, (left, right) = panels(1, 2, width=8.2, height=3.2)
+    figure, (left, right) = panels(1, 2, width=5.4, height=4.0)
     times, angles, signs = (np.asarray(data[k]) for k in ("times", "angles", "signs"))
-    for angle in np.asarray(data["kinks"]):
-        left.axhline(angle, color=PALE, linewidth=0.6)
-    for sign, color in ((1, POSITIVE), (-1, NEGATIVE)):
-        left.plot(times, angles[:, signs == sign], ".", color=color, markersize=1.5)
+    for k, angle in enumerate(np.asarray(data["kinks"])):
+        left.axhline(angle, color=PALE, linewidth=0.6, label="hyperplanes of the samples" if k == 0 else None)
+    for sign, color, name in ((1, POSITIVE, "neurons, $a > 0$"), (-1, NEGATIVE, "neurons, $a < 0$")):
+        dots = left.plot(times, angles[:, signs == sign], ".", color=color, markersize=1.5)
+        dots[0].set_label(name)
     left.set_xlabel("$t$")
-    left.set_ylabel("direction of $b$, $d = 2$")
+    left.set_ylabel("direction of $b$ (radians), $d = 2$")
+    left.set_title("neurons turn to few directions and stay on hyperplanes")
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, markerscale=5, fontsize=7.5)
     for name, color in (("2", POSITIVE), ("10", NEGATIVE)):
         right.plot(times, np.asarray(data[f"on_{name}"]), color=color, label=f"sliding solver, $d = {name}$")
     right.plot(times, np.asarray(data["on_euler"]), color=REFERENCE, label="descent, $d = 2$")
     right.set_xlabel("$t$")
     right.set_ylabel("neurons on a hyperplane")
-    right.legend()
+    right.set_title("only the sliding solver keeps them there")
+    below(right, columns=3)
     return figure
 
 

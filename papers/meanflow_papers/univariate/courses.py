@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, PALE, panels
+from meanflow.plots.style import COLORS, DASHES, PALE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import planar_start, sinusoid, square_wave, train
@@ -15,16 +15,30 @@ from meanflow_papers.univariate.setup import planar_start, sinusoid, square_wave
 
 def _draw_course(data: Arrays, time: str, label: str, logarithmic: bool) -> Figure:
     """Share of knots on samples, concentration and loss against time; medians over draws, and the draws."""
-    figure, grid = panels(1, 3, width=3.0, height=2.7)
-    rows = {"share": "share of knots on samples", "concentration": "concentration", "loss": "loss $L$"}
+    figure, grid = panels(1, 3, width=3.9, height=3.4)
+    rows = {
+        "share": "share of knots on samples",
+        "concentration": "concentration (three readings)",
+        "loss": "loss $L$",
+    }
+    times = np.asarray(data[time])
     for ax, (name, text) in zip(grid, rows.items(), strict=True):
         values = np.atleast_2d(np.asarray(data[name]))
-        if len(values) > 1:
-            ax.plot(np.asarray(data[time]), values.T, color=PALE, lw=0.8)
-        ax.plot(np.asarray(data[time]), np.median(values, axis=0), color=COLORS[0], marker="o", ms=3)
+        for k, row in enumerate(values):
+            ax.plot(times, row, color=PALE, lw=0.8, label="each draw" if k == 0 else None)
+        first = "median" if name != "concentration" else "median, of the window"
+        ax.plot(times, np.median(values, axis=0), color=COLORS[0], marker="o", ms=3, label=first)
         ax.set(xlabel=label, ylabel=text, xscale="log" if logarithmic else "linear")
         if name != "loss":
             ax.set_ylim(0, 1.02)
+    for k, what in enumerate(("all", "live")):
+        values = np.median(np.atleast_2d(np.asarray(data[f"concentration_of_{what}"])), axis=0)
+        words = {"all": "median, of all jumps", "live": "median, of live neurons"}[what]
+        grid[1].plot(times, values, color=COLORS[k + 1], ls=DASHES[k + 1], label=words)
+    grid[0].axhline(0.1, color=COLORS[3], lw=0.9, ls=":", label="chance, 0.10")
+    grid[2].set_yscale("log")
+    for ax in grid:
+        below(ax, columns=2)
     return figure
 
 
@@ -58,7 +72,11 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
         "004/figure-5-late",
         "as delta grows, clusters of knots emerge at the samples",
         "at delta = +inf most knots leave the samples again while the fit improves; the slope jumps stay in few places",
-        {"epoch": np.linspace(0, epochs, saves + 1), "loss": loss, **middle},
+        {
+            "epoch": np.linspace(0, epochs, saves + 1),
+            "loss": np.asarray(losses),
+            **{name: np.asarray(value) for name, value in stats.items()},
+        },
         (
             # medians of the reference runs: share .29, concentration_8 .84, loss .026
             Criterion("share at the end", float(share[-1]), 0.19, 0.39),

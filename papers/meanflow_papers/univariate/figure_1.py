@@ -7,31 +7,51 @@ from matplotlib.figure import Figure
 
 from meanflow import univariate as uni
 from meanflow.flows.flow import predict
-from meanflow.measures import Cloud
+from meanflow.measures import Cloud, Dataset
 from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
-from meanflow.plots.style import PALE, key, panels
+from meanflow.plots.style import PALE, below, panels
+from meanflow.solvers import solve
 from meanflow.univariate import balance, forces
 from meanflow.univariate.rays import dead_arc
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.univariate.pictures import Samples
 from meanflow_papers.univariate.setup import random_neurons
 
 
 def draw(data: Arrays) -> Figure:
-    """The function with its knots, and the neurons between the sample lines."""
-    figure, (left, right) = panels(1, 2, width=3.9, height=3.4)
+    """The fitted function with its numbered knots, and the same neurons between the sample lines."""
+    figure, (left, right) = panels(1, 2, width=4.6, height=4.4)
     grid, f = np.asarray(data["grid"]), np.asarray(data["f"])
-    fit(grid, {"$f(x)$": f}, None, left, knots=data["knots"])
+    knots = np.asarray(data["knots"])
+    fit(grid, {"$f(x)$": f}, Samples(data["samples"], data["targets"]), left, knots=knots)
     for k, x in enumerate(np.asarray(data["samples"])):
-        left.axvline(x, color=PALE, lw=0.8, ls=":", zorder=0, label="samples $x_j$" if k == 0 else None)
-    key(left)
+        left.axvline(x, color=PALE, lw=0.8, ls=":", zorder=0, label="lines $x = x_j$" if k == 0 else None)
     uv = np.asarray(data["plane"])
-    r = np.asarray(data["sign"]) * np.linalg.norm(uv, axis=1)
-    plane(r, np.arctan2(uv[:, 1], uv[:, 0]), right, samples=data["samples"])
+    sizes = np.linalg.norm(uv, axis=1)
+    r = np.asarray(data["sign"]) * sizes
+    reach = 1.25 * sizes.max()
+    plane(r, np.arctan2(uv[:, 1], uv[:, 0]), right, samples=data["samples"], reach=reach)
+    for line in left.lines:
+        if line.get_label() == "knots":
+            line.set(markersize=9, zorder=2)
     for line in right.lines:
         if str(line.get_label()).startswith("$r"):
             line.set_markersize(11)
+    groups: dict[float, list[str]] = {}  # neurons that share a knot share a label
+    for k, knot in enumerate(knots):
+        groups.setdefault(round(float(knot), 2), []).append(str(k + 1))
+    for knot, names in groups.items():
+        if grid[0] <= knot <= grid[-1]:
+            at = (knot, float(np.interp(knot, grid, f)))
+            left.annotate(", ".join(names), at, (5, 7), textcoords="offset points", fontsize=7.5)
+    for k, place in enumerate(uv):
+        if sizes[k] > 0.1 * sizes.max():
+            right.annotate(str(k + 1), place, (5, 4), textcoords="offset points", fontsize=7.5)
+    left.set_title("function; knots numbered by their neuron")
+    right.set_title(r"neurons $|r|(\cos\theta, \sin\theta)$; white lines: samples")
+    below(left, columns=4)
     return figure
 
 
@@ -39,19 +59,21 @@ def draw(data: Arrays) -> Figure:
     "004/figure-1",
     title="a network as a piecewise linear function, and its neurons in the plane (u, v)",
     verdict="corrected",
-    setup="12 neurons, 5 samples.",
+    setup="12 neurons that fit 5 samples (canonical flow to time 5000).",
     draw=draw,
 )
 def figure_1(seed: int = 0) -> Outcome:
-    """Evaluate a network of 12 neurons as a function and as points in the plane.
+    """Fit five samples by 12 neurons and look at the network as a function and as points in the plane.
 
     The paper claims that f is piecewise linear with knots b/a = v/u and that the sample lines cut the plane
-    into 2s - 1 regions. Decisive are the places where f bends, the relation of knots and (u, v), which is
-    b/a = -v/u, and the number of activation patterns, which is 2s.
+    into 2s - 1 regions. The canonical flow is solved until the samples are fitted. Decisive are the places where f
+    bends, the relation of knots and (u, v), which is b/a = -v/u, and the number of activation patterns, which is 2s.
     """
-    x = jnp.array([-0.9, -0.4, 0.1, 0.5, 0.8])
-    polar = random_neurons(jax.random.key(seed), 12, 2.0)
-    cloud, flow = Cloud(polar), uni.canonical()
+    x, y = jnp.array([-0.9, -0.4, 0.1, 0.5, 0.8]), jnp.array([0.4, -0.3, 0.5, -0.2, 0.3])
+    flow, data = uni.canonical(), Dataset(x, y, weights="sum")
+    start = Cloud(random_neurons(jax.random.key(seed), 12, 2.0))
+    cloud = solve(flow, start, data, 5000.0, solver="sliding", step=0.25).final
+    polar = cloud.particles
     grid = jnp.linspace(-1.5, 1.5, 2001)
     f = predict(flow, cloud, grid)
     knot = -jnp.tan(polar.theta)
@@ -65,8 +87,19 @@ def figure_1(seed: int = 0) -> Outcome:
         "004/figure-1",
         "f is piecewise linear with knots b/a = v/u; the sample lines cut the plane into 2s - 1 regions",
         "knots are b/a = -v/u, and there are 2s regions: the dead one was not counted",
-        {"grid": grid, "f": f, "knots": knot, "plane": plane, "sign": jnp.sign(polar.r), "samples": x},
+        {
+            "grid": grid,
+            "f": f,
+            "knots": knot,
+            "plane": plane,
+            "sign": jnp.sign(polar.r),
+            "samples": x,
+            "targets": y,
+        },
         (
+            Criterion(
+                "largest error at a sample", float(jnp.max(jnp.abs(predict(flow, cloud, x) - y))), 0, 0.01
+            ),
             Criterion("bends away from knots", float(jnp.sum(bent & ~near)), 0, 0),
             Criterion("knot = -v/u", float(jnp.max(jnp.abs(knot + plane[:, 1] / plane[:, 0]))), 0, 1e-9),
             Criterion("patterns", float(len(patterns)), 10, 10),

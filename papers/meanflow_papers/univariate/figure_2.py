@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from meanflow.measures import Polar
-from meanflow.plots.style import COLORS, PALE, panels
+from meanflow.plots.style import COLORS, PALE, REFERENCE, panels
 from meanflow.univariate import balance
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -23,9 +24,21 @@ def draw(data: Arrays) -> Figure:
             ax.plot([0, uv[0, 0]], [0, uv[0, 1]], color=PALE, lw=0.6, ls=":")
             ax.plot(uv[:, 0], uv[:, 1], color=COLORS[k], lw=1.8)
             ax.plot(*uv[0], "o", color=COLORS[k], ms=4)
+        ax.annotate(
+            "", (-0.1 * reach, -0.85 * reach), (0.5 * reach, -0.85 * reach), arrowprops={"arrowstyle": "->"}
+        )
+        ax.text(0.55 * reach, -0.85 * reach, "$-G$", va="center", fontsize=8)
         ax.set(aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach), xlabel="$u$ (along $G$)")
         ax.set_title(balance_title(delta))
     grid[0].set_ylabel("$v$")
+    handles = [
+        Line2D([], [], ls="", marker="o", color=REFERENCE, ms=4, label="start of a neuron"),
+        Line2D([], [], color=REFERENCE, lw=1.8, label=r"its path (one color a neuron)"),
+        Line2D(
+            [], [], color=PALE, lw=0.8, ls=":", label="radial direction, along which the kernel regime moves"
+        ),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, DASHES, PALE, key, panels
+from meanflow.plots.style import COLORS, DASHES, PALE, panels
 from meanflow.univariate.kernels import Finite, Radial, Uniform, WeightLaw, indicator, random_feature
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -20,7 +20,7 @@ def _gate_term(x: jax.Array, at: float, law: WeightLaw, c2: float = 1.0) -> jax.
 
 def draw(data: Arrays) -> Figure:
     """Slices of the two kernel terms, sampled and in closed form."""
-    figure, grid = panels(1, 2, width=3.8, height=3.0)
+    figure, grid = panels(1, 2, width=4.4, height=3.6)
     x = np.asarray(data["x"])
     for ax, law in zip(grid, ("uniform", "gaussian"), strict=True):
         for k, (term, label) in enumerate(
@@ -45,7 +45,10 @@ def draw(data: Arrays) -> Figure:
         ax.axvline(0.5, color=PALE, lw=0.8, ls=":")
         ax.set(xlabel="$x'$", ylabel="$K(0.5, x')$")
         ax.set_title(f"{law} weights")
-    key(grid[0], loc="upper left")
+    grid[0].axvline(
+        np.nan, color=PALE, lw=0.8, ls=":", label="$x = 0.5$, where the indicator term has its cusp"
+    )
+    figure.legend(loc="outside lower center", ncols=3, handles=grid[0].get_legend_handles_labels()[0])
     return figure
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.flows import Observable
 from meanflow.plots.maps import heat_map, number
-from meanflow.plots.style import COLORS, MARKERS, key, panels
+from meanflow.plots.style import COLORS, MARKERS, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -29,7 +29,7 @@ def draw(data: Arrays) -> Figure:
     runs = data["runs"]
     names = {
         "angle_displacement": r"rms $\Delta\theta$",
-        "concentration": "concentration",
+        "concentration": "slope jumps in 8 bins",
         "on_sample_share": "knots on samples",
     }
     end = runs.isel(step=-1).median("seed")
@@ -39,13 +39,15 @@ def draw(data: Arrays) -> Figure:
             heat_map(end[name], ax)
             ax.set_title(title)
         return figure
-    figure, (ax,) = panels(1, 1, width=4.8, height=3.0)
-    deltas = runs.delta.values
+    figure, (ax,) = panels(1, 1, width=5.6, height=4.0)
+    deltas, last = runs.delta.values, runs.isel(step=-1).squeeze("width")
     for k, (name, title) in enumerate(names.items()):
         ax.plot(range(len(deltas)), end[name].values.ravel(), marker=MARKERS[k], color=COLORS[k], label=title)
+        low, high = last[name].min("seed").values, last[name].max("seed").values
+        ax.fill_between(range(len(deltas)), low, high, color=COLORS[k], alpha=0.18, lw=0)
     ax.set_xticks(range(len(deltas)), [number(d) for d in deltas])
-    ax.set(xlabel=r"balance $\delta$", ylabel="median over seeds", ylim=(-0.03, 1.05))
-    key(ax)
+    ax.set(xlabel=r"balance $\delta$", ylabel="median and range over seeds", ylim=(-0.03, 1.05))
+    below(ax, columns=3)
     return figure
 
 

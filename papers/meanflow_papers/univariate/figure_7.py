@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from meanflow import univariate as uni
 from meanflow.flows.flow import predict
 from meanflow.measures import Affine, Cloud
-from meanflow.plots.style import COLORS, key, panels, shades, sparse
+from meanflow.plots.style import COLORS, SAMPLE, below, panels, shades, sparse
 from meanflow.univariate import balance
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -16,24 +16,39 @@ from meanflow_papers.univariate.setup import last, square_wave, train
 
 
 def draw(data: Arrays) -> Figure:
-    """One start, five ends."""
-    figure, grid = panels(1, 3, width=3.6, height=3.0)
+    """One start, five ends, with the samples; turning and concentration by scale."""
+    figure, grid = panels(1, 3, width=3.9, height=3.4)
     scales, x = np.asarray(data["k"]), np.asarray(data["grid"])
-    grid[0].plot(x, np.asarray(data["before"])[0], color="black")
-    grid[0].set(xlabel="$x$", ylabel="$f(x)$")
-    grid[0].set_title("start, the same for every $k$")
+    grid[0].plot(x, np.asarray(data["before"])[0], color=COLORS[0], label="$f$ at the start, for every $k$")
+    grid[0].set_title("start")
     colors = shades(len(scales))
     for k, scale in enumerate(scales):
-        grid[1].plot(x, np.asarray(data["after"])[k], color=colors[k], label=f"$k = {scale:g}$")
-    grid[1].set(xlabel="$x$", ylabel="$f(x)$")
-    grid[1].set_title("after training")
+        delta, loss = (float(np.asarray(data[name])[k]) for name in ("delta", "loss"))
+        label = rf"$k = {scale:g}$: $\delta$ = {delta:.3g}, $L$ = {loss:.2g}"
+        grid[1].plot(x, np.asarray(data["after"])[k], color=colors[k], label=label)
+    grid[1].set_title("after training; median balance, final loss")
     for ax in grid[:2]:
+        ax.plot(data["x"], data["y"], "x", color=SAMPLE, ms=6, mew=1.3, zorder=4, label="samples")
+        ax.set(xlabel="$x$", ylabel="$f(x)$", ylim=(-2, 2))
         sparse(ax)
-    key(grid[1])
-    grid[2].plot(scales, np.asarray(data["turn"]), "o-", color=COLORS[0], label=r"rms $\Delta\theta$")
-    grid[2].plot(scales, np.asarray(data["concentration"]), "s-", color=COLORS[1], label="slope in 6 bins")
+        below(ax, columns=1 if ax is grid[0] else 2)
+    grid[2].plot(
+        scales, np.asarray(data["turn"]), "o-", color=COLORS[0], label=r"rms turn $\Delta\theta$ (radians)"
+    )
+    grid[2].plot(
+        scales, np.asarray(data["concentration"]), "s-", color=COLORS[1], label="slope jumps in 6 bins, end"
+    )
+    grid[2].plot(
+        scales,
+        np.asarray(data["concentration_before"]),
+        "s--",
+        color=COLORS[1],
+        mfc="white",
+        label="the same, start",
+    )
     grid[2].set(xscale="log", yscale="log", xlabel="scale $k$ of $(ka, kb, c/k)$")
-    key(grid[2])
+    grid[2].set_title("adaptive (left) to kernel regime (right)")
+    below(grid[2], columns=1)
     return figure
 
 
@@ -67,7 +82,17 @@ def figure_7(epochs: int = 20000, width: int = 200, seed: int = 7) -> Outcome:
         "004/figure-7",
         "the scale of the layers alone decides between the kernel and the adaptive regime",
         "true: the same function at the start ends as two different ones",
-        {"k": scales, "loss": loss, "delta": delta, "grid": grid, "before": before, "after": after, **stats},
+        {
+            "k": scales,
+            "loss": loss,
+            "delta": delta,
+            "grid": grid,
+            "before": before,
+            "after": after,
+            "x": data.x,
+            "y": data.y,
+            **stats,
+        },
         (
             Criterion("same function at the start", float(jnp.max(jnp.abs(before - before[:1]))), 0, 1e-12),
             Criterion("turn(k=.1) / turn(k=10)", float(stats["turn"][0] / stats["turn"][-1]), 20),

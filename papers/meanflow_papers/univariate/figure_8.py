@@ -7,11 +7,11 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow.measures import Affine
-from meanflow.plots.style import panels
+from meanflow.plots.style import COLORS, panels
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
-from meanflow_papers.univariate.pictures import GRID, draw_state, journey
+from meanflow_papers.univariate.pictures import GRID, draw_state, journey, legend_of_states
 from meanflow_papers.univariate.setup import last, sinusoid, train
 
 
@@ -34,33 +34,57 @@ def width_journeys(outcome: Outcome, arguments: Arguments) -> Arrays:
     data, found = sinusoid(), {}
     for width in arguments["widths"]:
         start = draw_start(arguments["seeds"][0], width, arguments["power"])
-        run = jax.jit(journey, static_argnums=(2, 4))(
-            start, data, arguments["epochs"], mf.KernelStep(0.5, 50), "one"
-        )
-        found[width] = run
-    return {"grid": GRID, "x": data.x, "y": data.y, "runs": found}
+        trained = jax.jit(journey, static_argnums=(2, 4))
+        found[width] = trained(start, data, arguments["epochs"], mf.KernelStep(0.5, 50), "one")
+        long = trained(start, data, 5 * arguments["epochs"], mf.KernelStep(0.5, 50), "one")
+        found[width] |= {"later": long["f"], "later_loss": long["loss"]}
+    return {"grid": GRID, "x": data.x, "y": data.y, "runs": found, "epochs": arguments["epochs"]}
 
 
 def draw(data: Arrays) -> Figure:
-    """Functions and neurons of three widths."""
-    figure, grid = panels(2, len(data["runs"]), width=3.3, height=2.8)
+    """Functions and neurons of three widths; balance at the start, and turning, by width."""
+    columns = len(data["runs"])
+    figure, grid = panels(2, columns + 1, width=3.2, height=3.2)
     for k, (width, run) in enumerate(data["runs"].items()):
         r, theta = np.asarray(run["r"])[-1], np.asarray(run["theta"])[-1]
-        top, bottom = grid[k], grid[len(data["runs"]) + k]
-        draw_state(top, bottom, data, run["f"], r, theta)
-        top.set_title(
-            f"$m = {width}$: rms $\\Delta\\theta$ = {float(np.median(data['turn'], axis=0)[k]):.2g}"
-        )
+        top, bottom = grid[k], grid[columns + 1 + k]
+        draw_state(top, bottom, data, run["f"], r, theta, later=run["later"])
+        top.set_title(f"$m = {width}$: $L$ = {float(run['loss']):.2g}, later {float(run['later_loss']):.2g}")
+        top.set_ylim(-1.6, 1.6)
+    widths, ax = np.asarray(data["width"]), grid[columns]
+    ax.errorbar(
+        widths,
+        data["delta_at_start"],
+        yerr=data["spread_of_delta"],
+        fmt="o",
+        color=COLORS[0],
+        capsize=3,
+        label="one network: mean and sd",
+    )
+    ax.plot(widths, data["expected_delta"], "_", ms=18, color=COLORS[1], label=r"$E\delta = 1/(3m^2) - 2/3$")
+    ax.set(xscale="log", xlabel="width $m$", ylabel=r"mean $\delta$ of a network at the start")
+    ax.set_ylim(top=float(np.max(data["delta_at_start"] + data["spread_of_delta"])) + 0.12)
+    ax.legend(fontsize=7.5, loc="upper right")
+    ax = grid[-1]
+    for k, (name, label) in enumerate(
+        (("turn", r"rms turn $\Delta\theta$"), ("fraction", "median $c^2/(c^2 + n^2)$"))
+    ):
+        values = np.asarray(data[name])
+        ax.plot(widths, np.median(values, axis=0), marker="os"[k], color=COLORS[k], label=label)
+        ax.fill_between(widths, values.min(0), values.max(0), color=COLORS[k], alpha=0.18, lw=0)
+    ax.set(xscale="log", yscale="log", xlabel="width $m$", ylabel="after training, five starts")
+    ax.legend(fontsize=7.5, loc="lower left")
+    legend_of_states(figure, f"after {int(data['epochs'])} epochs", f"after {5 * int(data['epochs'])} epochs")
     return figure
 
 
 @entry(
     "004/figure-8",
     title="20, 200 and 2000 neurons from the default initialization",
-    minutes=(0.4, 0.4),
+    minutes=(0.7, 0.7),
     verdict="corrected",
-    setup="20 samples of sin(2 pi x), alpha = 1, c ~ U(-1/m, 1/m), 10000 epochs, five starts; delta at the start from "
-    "2000 draws.",
+    setup="20 samples of sin(2 pi x), alpha = 1, c ~ U(-1/m, 1/m), 10000 epochs, five starts "
+    "(one of them drawn, and 50000 epochs); delta at the start from 2000 draws.",
     draw=draw,
     picture=width_journeys,
 )

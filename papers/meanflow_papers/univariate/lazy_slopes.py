@@ -11,7 +11,7 @@ from meanflow import univariate as uni
 from meanflow.flows import FunctionObservable
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.plots.curves import convergence
-from meanflow.plots.style import panels
+from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.solvers import solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -20,7 +20,7 @@ from meanflow_papers.univariate.setup import rms_turn
 
 def draw(data: Arrays) -> Figure:
     """Turning of the neurons against the width, for three scalings."""
-    figure, (ax,) = panels(1, 1, width=4.6, height=3.2)
+    figure, (ax,) = panels(1, 1, width=6.0, height=4.4)
     turns = np.asarray(data["turn"])
     named = {
         rf"$\alpha = m^{{{p:g}}}$": row for p, row in zip(np.asarray(data["powers"]), turns, strict=True)
@@ -28,6 +28,22 @@ def draw(data: Arrays) -> Figure:
     convergence(
         data["widths"], named, ax, ylabel=r"rms $\Delta\theta$ when the loss is $10^{-3}$ of its start"
     )
+    widths = np.asarray(data["widths"], float)
+    for k, (power, row) in enumerate(zip(np.asarray(data["powers"]), turns, strict=True)):
+        ax.fill_between(
+            widths,
+            row * np.exp(-2 * np.asarray(data["turn_error"])[k]),
+            row * np.exp(2 * np.asarray(data["turn_error"])[k]),
+            color=COLORS[k],
+            alpha=0.2,
+            lw=0,
+        )
+        label = "equally spaced angles" if k == 0 else None
+        ax.plot(widths, np.asarray(data["turn_even"])[k], "x", color=COLORS[k], label=label)
+        guide = row[-1] * (widths / widths[-1]) ** (power - 1)
+        ax.plot(widths, guide, color=PALE, ls="--", lw=1, zorder=0, label="slope $p - 1$" if k == 0 else None)
+    ax.fill_between([], [], color=PALE, alpha=0.4, label="two standard errors of the draws")
+    below(ax, columns=2)
     return figure
 
 
@@ -112,6 +128,7 @@ def lazy_slopes(
             "widths": np.array(widths),
             "powers": np.array(powers),
             "turn": np.exp(mean).T,
+            "turn_error": error.T,
             "turn_even": np.exp(np.array(spaced)).T,
             "slope": slopes,
             "slope_error": errors,

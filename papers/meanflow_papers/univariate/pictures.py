@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
 from meanflow.plots.maps import number
-from meanflow.plots.style import no_legend
+from meanflow.plots.style import COLORS, NEGATIVE, POSITIVE, SAMPLE, no_legend
 from meanflow.univariate import balance
 from meanflow_papers.outcome import Arrays
 from meanflow_papers.univariate.setup import Rate, random_neurons
@@ -58,12 +60,40 @@ def draw_state(
     r: ArrayLike,
     theta: ArrayLike,
     reach: float | None = None,
+    later: ArrayLike | None = None,
 ) -> None:
-    """Function with knots on one Axes, neurons on the other."""
+    """Function with knots on one Axes, neurons on the other; ``legend_of_states`` explains their marks.
+
+    ``later`` is the function of the same network after much longer training, a thin dashed curve.
+    """
     fit(data["grid"], {"$f$": f}, Samples(data["x"], data["y"]), ax_f, knots=knot_places(theta))
+    if later is not None:
+        ax_f.plot(data["grid"], np.asarray(later), color=COLORS[6], lw=0.9, ls=(0, (4, 1.5)))
     plane(r, theta, ax_uv, samples=data["x"], reach=reach)
-    for ax in (ax_f, ax_uv):  # the panels are small
+    for ax in (ax_f, ax_uv):  # the panels are small, and all have the same marks
         no_legend(ax)
+
+
+def legend_of_states(figure: Figure, shown: str, later: str | None = None) -> None:
+    """One legend under the figure for every panel that ``draw_state`` has drawn.
+
+    Args:
+        figure: the figure.
+        shown: what the solid function is, for instance "after 10000 epochs".
+        later: what the dashed function is; None where there is none.
+    """
+    mark = lambda **style: Line2D([], [], **{"ls": "", **style})
+    handles = [mark(ls="-", color=COLORS[0], label=f"$f$ {shown}")]
+    if later is not None:
+        handles.append(mark(ls=(0, (4, 1.5)), lw=0.9, color=COLORS[6], label=f"$f$ {later}"))
+    handles += [
+        mark(marker="o", ms=3.5, mfc="white", mec=COLORS[2], label="knots $-v/u$ of the neurons"),
+        mark(marker="x", color=SAMPLE, ms=5, label="samples"),
+        mark(marker=".", ms=8, color=POSITIVE, label="neurons, $r > 0$"),
+        mark(marker=".", ms=8, color=NEGATIVE, label="neurons, $r < 0$"),
+        mark(ls="-", lw=4, color="0.85", label="darker: more samples active"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
 
 def journey(
@@ -85,7 +115,7 @@ def journey(
         flow, mf.Cloud(start), data, every * FRAMES, step=step, clock="gradient", every=every, observe=see
     )
     f = mf.predict(flow, run.final, jnp.asarray(GRID))
-    return {"f": f, "r": run.observed.r, "theta": run.observed.theta}
+    return {"f": f, "r": run.observed.r, "theta": run.observed.theta, "loss": run.energy[-1]}
 
 
 def journeys_by_balance(
@@ -94,14 +124,26 @@ def journeys_by_balance(
     width: int,
     epochs: int,
     settings: tuple[Sequence[float], Sequence[float]],
+    later: int = 5,
 ) -> Arrays:
-    """``journey`` of one start for pairs (delta, kappa), alpha = sqrt m; arrays with a leading axis of pairs."""
+    """``journey`` of one start for pairs (delta, kappa), alpha = sqrt m; arrays with a leading axis of pairs.
 
-    def one(delta: jax.Array, kappa: jax.Array) -> dict[str, jax.Array]:
+    The same start is trained ``later`` times as many epochs at kappa = 0.5 too, to show where the function goes.
+    """
+
+    def one(delta: jax.Array, kappa: jax.Array, epochs: int) -> dict[str, jax.Array]:
         kp, kc = balance.layer_rates(delta)
         start = balance.lift(mf.Cloud(random_neurons(key, width), labels=delta), "sqrt").particles
         return journey(start, data, epochs, mf.KernelStep(kappa, 20), "sqrt", kp, kc)
 
     deltas, kappas = (jnp.asarray(u) for u in settings)
-    found = jax.jit(jax.vmap(one))(deltas, kappas)
-    return {"grid": GRID, "x": data.x, "y": data.y, "runs": found, "run_delta": deltas}
+    found = jax.jit(jax.vmap(lambda delta, kappa: one(delta, kappa, epochs)))(deltas, kappas)
+    long = jax.jit(jax.vmap(lambda delta: one(delta, jnp.asarray(0.5), later * epochs)))(deltas)
+    return {
+        "grid": GRID,
+        "x": data.x,
+        "y": data.y,
+        "runs": found,
+        "run_delta": deltas,
+        "later": {"f": long["f"], "loss": long["loss"], "epochs": later * epochs},
+    }

@@ -9,7 +9,7 @@ from meanflow import univariate as uni
 from meanflow.flows.flow import Flow
 from meanflow.measures import Cloud, Dataset, Polar
 from meanflow.plots.curves import fit
-from meanflow.plots.style import COLORS, PALE, panels
+from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels
 from meanflow.solvers import KernelStep, solve
 from meanflow.univariate import sparse
 from meanflow_papers.entry import entry
@@ -19,22 +19,30 @@ from meanflow_papers.univariate.pictures import Samples
 
 def draw(data: Arrays) -> Figure:
     """Excess over the minimum (dashed: fixed directions) and the certificate along the runs; one of the functions."""
-    figure, (left, middle, right) = panels(1, 3, width=3.0, height=2.7)
+    figure, (left, middle, right) = panels(1, 3, width=4.0, height=3.5)
     times, fixed_times = np.asarray(data["times"])[1:], np.asarray(data["fixed_times"])[1:]
     for k, (excess, bound, fixed) in enumerate(
         zip(data["excess"], data["bound"], data["fixed_excess"], strict=True)
     ):
         color = COLORS[k % len(COLORS)]
-        left.plot(times, np.maximum(excess[1:], 1e-12), color=color)
+        left.plot(times, np.maximum(excess[1:], 1e-12), color=color, label=f"data set {k + 1}")
         left.plot(fixed_times, fixed[1:], color=color, ls="--", lw=0.8)
-        middle.plot(times, bound[1:], color=color)
+        middle.plot(times, bound[1:], color=color, label=f"data set {k + 1}")
+    left.plot([], [], color=REFERENCE, ls="--", lw=0.8, label="fixed directions")
     left.set(xscale="log", yscale="log", xlabel="$t$", ylabel="$E/E_{\\min} - 1$")
-    middle.axhline(1.0, color=PALE, lw=0.8)
+    middle.axhline(1.0, color=PALE, lw=1.5, zorder=0, label="the minimizer: 1")
     middle.set(xscale="log", xlabel="$t$", ylabel=r"$\sup|F|/\lambda$")
     best = np.asarray(data["f_best"])
     bent = int(np.argmax(np.abs(np.diff(best, 2)).sum(axis=1)))  # the data set with the most bends
     curves = {"flow": np.asarray(data["f"])[bent], "minimizer": best[bent]}
     fit(data["grid"], curves, Samples(data["x"][bent], data["y"][bent]), right)
+    for line, dash in zip(right.lines, ("-", "--"), strict=False):
+        line.set_linestyle(dash)
+    left.set_title("excess energy")
+    middle.set_title("dual certificate")
+    right.set_title(f"data set {bent + 1}")
+    for ax in (left, middle, right):
+        below(ax, columns=3)
     return figure
 
 
