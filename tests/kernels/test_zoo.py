@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from meanflow import kernels
-from meanflow.kernels.empirical import cost, structured
+from meanflow.kernels.empirical import contraction, cost, structured
 
 ROWS, COLUMNS = 5, 3
 
@@ -389,20 +389,22 @@ def test_zoo(name, outputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith("batch norm")])
-def test_both_contractions(name):
-    """Each parameter in parameter space and in sample space, where it allows both, whatever is cheaper."""
+def test_all_contractions(name, monkeypatch):
+    """Each parameter in parameter space, at once and in slices, and in sample space, whatever is cheaper."""
+    monkeypatch.setattr(contraction, "_WHOLE", 0)  # so that networks of this size are sliced
+    monkeypatch.setattr(contraction, "_SLICE", 200)
     apply, params, x, _, same, _ = oracle(name)
     leaves, structure = jax.tree.flatten(params)
     one = lambda some, sample: apply(jax.tree.unflatten(structure, some), jnp.stack([sample] * 2))[0].reshape(
         -1
     )
     traced = structured.trace(one, leaves, x[0])
-    for jacobian in (True, False):
-        plan = structured.shares(traced, lambda _, way=jacobian: way)
-        found = structured.factors(traced, plan, leaves, x)
+    for way in ("jacobian", "slices", "gram"):
+        plan = structured.shares(traced, lambda _, way=way: way)
+        found = structured.factors(traced, plan, leaves, x, piece=2)
         for outputs, pattern in KEPT.items():
             exact = np.einsum(pattern, same)
-            ours = structured.contract(found, found, outputs)
+            ours = contraction.all_pairs(found, found, outputs, len(x), True)
             np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-10 * np.abs(exact).max())
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from meanflow.kernels.empirical import forms
+from meanflow.kernels.empirical.contraction import BLOCKS, is_blocked
 from meanflow.kernels.empirical.sites import shape_of
 
 TOUCH = 40.0  # operations of a matrix product in the time that one number takes to pass through memory
@@ -46,12 +47,14 @@ class Passes(NamedTuple):
         convolved: operations of convolutions among those of ``forward``; their gradients in the parameters, sample by
             sample, are far slower than their count.
         stored: numbers alive between the passes.
+        largest: of all values.
     """
 
     forward: Cost
     backward: Cost
     convolved: float
     stored: float
+    largest: float
 
     def plus(self, other: "Passes") -> "Passes":
         """Return both, one after the other."""
@@ -60,12 +63,17 @@ class Passes(NamedTuple):
             self.backward + other.backward,
             self.convolved + other.convolved,
             self.stored + other.stored,
+            max(self.largest, other.largest),
         )
 
     def times(self, count: int) -> "Passes":
         """Return ``count`` rounds of it."""
         return Passes(
-            self.forward * count, self.backward * count, self.convolved * count, self.stored * count
+            self.forward * count,
+            self.backward * count,
+            self.convolved * count,
+            self.stored * count,
+            self.largest,
         )
 
 
@@ -88,7 +96,7 @@ def passes(jaxpr: Jaxpr, leaves: int) -> Passes:
 def _count(jaxpr: Jaxpr, kinds: Sequence[int]) -> tuple[Passes, list[int]]:
     env: dict[Var, int] = dict(zip(jaxpr.invars, kinds, strict=True))
     read = lambda v: _FIXED if isinstance(v, Literal) else env.get(v, _FIXED)
-    total = Passes(Cost(), Cost(), 0.0, 0.0)
+    total = Passes(Cost(), Cost(), 0.0, 0.0, 0.0)
     for equation in jaxpr.eqns:
         ins = [read(v) for v in equation.invars]
         one, outs = _equation(equation, ins)
@@ -125,14 +133,14 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
         moved = size + sum(math.prod(shape_of(v)) for k, v in pairs if k != _PARAM)
         back = Cost(flops, moved) * paths
         convolved = flops if name == "conv_general_dilated" else 0.0
-        return Passes(Cost(flops, moved), back, convolved, size), outs
+        return Passes(Cost(flops, moved), back, convolved, size, size), outs
     if name in _FREE or kind == _PARAM:
-        return Passes(Cost(), Cost(), 0.0, 0.0), outs
+        return Passes(Cost(), Cost(), 0.0, 0.0, 0.0), outs
     # neighboring operations on numbers run as one pass: half a number for each
     touched = Cost(
         0.0, 0.5 * size + 0.5 * sum(math.prod(shape_of(v)) for v in equation.invars) * ("reduce" in name)
     )
-    return Passes(touched, touched if kind == _BOTH else Cost(), 0.0, size), outs
+    return Passes(touched, touched if kind == _BOTH else Cost(), 0.0, size, size), outs
 
 
 def _nested(options: dict[str, Any]) -> list[Any]:
@@ -168,10 +176,15 @@ class Block(NamedTuple):
         """At how many samples the network is differentiated."""
         return self.rows if self.symmetric else self.rows + self.columns
 
+    def pairs(self, wide: int) -> float:
+        """How many pairs of samples are multiplied, where ``wide`` rows of a product belong to each sample."""
+        half = (BLOCKS + 1) / (2 * BLOCKS) if self.symmetric and is_blocked(self.rows, wide) else 1.0
+        return self.rows * self.columns * half
+
     @property
-    def pairs(self) -> float:
-        """How many pairs of samples are multiplied."""
-        return self.rows * self.columns * (0.65 if self.symmetric else 1.0)
+    def kernel(self) -> int:
+        """How many numbers the kernel keeps of each pair of samples."""
+        return {"full": self.outputs**2, "diagonal": self.outputs, "trace": 1}[self.kept]
 
 
 def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
@@ -180,35 +193,30 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     entries, many = groups * inputs * outputs, block.outputs
     form = Cost(
         2.0 * many * positions * entries,
-        2.0 * many * entries + groups * positions * (2.0 * inputs + many * outputs),
+        2.0 * many * entries + 2.0 * groups * positions * (inputs + many * outputs),
     )
-    product = 2.0 * entries * (many**2 if block.kept == "full" else many)
-    return form * block.samples + Cost(product, 0.0) * block.pairs + _read(block, many * entries)
+    full = block.kept == "full"
+    product = 2.0 * entries * (many**2 if full else many)
+    return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1)
 
 
 def by_gram(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in sample space."""
     groups, positions, inputs, outputs = size
     many, pairs = block.outputs, groups * positions**2
-    kernel = {"full": many**2, "diagonal": many, "trace": 1}[block.kept]
+    multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
     read = _read(block, groups * positions * (inputs + many * outputs))
     copied = Cost(0.0, 2.0 * many * groups * positions * outputs * (groups * positions > 1)) * block.samples
     if pairs == 1 or many == 1 or block.kept != "full":
         flops = 2.0 * pairs * (inputs + outputs * (many**2 if block.kept == "full" else many))
-        numbers = 2.0 * kernel if pairs == 1 else 3.0 * pairs * (many if block.kept == "diagonal" else 1)
-        return Cost(flops, numbers) * block.pairs + read + copied
+        numbers = (
+            2.0 * block.kernel if pairs == 1 else 3.0 * pairs * (many if block.kept == "diagonal" else 1)
+        )
+        return Cost(flops, numbers) * multiplied + read + copied
     flops = 2.0 * (pairs * (inputs + many * outputs) + groups * positions * many**2 * outputs)
-    return Cost(flops, 3.0 * groups * positions * (positions + many * outputs)) * block.pairs + read + copied
+    return Cost(flops, 3.0 * groups * positions * (positions + many * outputs)) * multiplied + read + copied
 
 
 def _read(block: Block, numbers: float) -> Cost:
     """Reading the factors of both sides once."""
     return Cost(0.0, numbers * (block.rows + block.columns))
-
-
-def stored(size: forms.Sizes, outputs: int, mode: str) -> float:
-    """Return how many numbers the factors of one share take for one sample."""
-    if mode == "jacobian":
-        return outputs * size.groups * size.inputs * size.outputs
-    inputs = size.inputs if mode == "gram" else 1
-    return size.groups * size.positions * (inputs + outputs * size.outputs)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from meanflow.kernels.empirical import structured
+from meanflow.kernels.empirical import contraction, structured
 from meanflow.kernels.empirical.cost import Block
 from meanflow.kernels.empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
@@ -96,7 +96,7 @@ def structured_kernel(
         first, second = structured.align(left, right, plan.shares)
         mine = structured.coupled_factors(left, first, leaves, block.rows, plan.piece)
         theirs = structured.coupled_factors(right, second, leaves, block.columns, plan.piece)
-    return _all_pairs(*structured.coupled_pairs(mine, theirs), outputs, block.rows, z is None)
+    return contraction.all_pairs(*contraction.coupled_pairs(mine, theirs), outputs, block.rows, z is None)
 
 
 def _zeros(traced: structured.Traced, block: Block) -> Float[Array, "T S ..."]:
@@ -118,51 +118,18 @@ def _free_kernel(
     plan = free_layout(traced, block, chunk, limit)
     if not plan.shares:
         return _zeros(traced, block)
-    at = lambda batch: structured.by_pieces(
-        lambda some: structured.factors(traced, plan.shares, leaves, some), batch, plan.piece
-    )
+    at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
     if plan.held:
         left = at(x)
-        return _all_pairs(left, left if z is None else at(z), block.kept, plan.rows, z is None)
+        return contraction.all_pairs(left, left if z is None else at(z), block.kept, plan.rows, z is None)
     other = x if z is None else z
 
     def rows(some: Batch) -> Array:
         mine = at(some)
-        columns = lambda batch: jnp.moveaxis(structured.contract(mine, at(batch), block.kept), 1, 0)
-        return jnp.moveaxis(structured.by_pieces(columns, other, plan.rows), 0, 1)
+        columns = lambda batch: jnp.moveaxis(contraction.contract(mine, at(batch), block.kept), 1, 0)
+        return jnp.moveaxis(contraction.by_pieces(columns, other, plan.rows), 0, 1)
 
-    return structured.by_pieces(rows, x, plan.rows)
-
-
-_BLOCKS = 4  # of a symmetric kernel, of which only those on and below the diagonal are computed
-
-
-def _all_pairs(
-    left: list[structured.Factor],
-    right: list[structured.Factor],
-    outputs: str,
-    rows: int,
-    symmetric: bool,
-) -> Float[Array, "T S ..."]:
-    """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half."""
-    count = jax.tree.leaves(left)[0].shape[0]
-    many = jax.eval_shape(lambda a: structured.contract(a, a, "diagonal"), left).shape[2]
-    wide = count * (many if outputs == "full" else 1)
-    # blocks of few rows multiply at a small part of the speed
-    if not symmetric or rows < count or count < _BLOCKS or wide < 64 * _BLOCKS:
-        return structured.by_pieces(lambda some: structured.contract(some, right, outputs), left, rows)
-    edges = [count * i // _BLOCKS for i in range(_BLOCKS + 1)]
-    part = lambda tree, start, stop: jax.tree.map(lambda a: a[start:stop], tree)
-    below = [
-        structured.contract(part(left, start, stop), part(right, 0, stop), outputs)
-        for start, stop in zip(edges[:-1], edges[1:], strict=True)
-    ]
-    mirror = (1, 0, 3, 2) if outputs == "full" else (1, 0, 2) if outputs == "diagonal" else (1, 0)
-    lines = []
-    for i, line in enumerate(below):
-        above = [jnp.transpose(b[:, edges[i] : edges[i + 1]], mirror) for b in below[i + 1 :]]
-        lines.append(jnp.concatenate([line, *above], axis=1))
-    return jnp.concatenate(lines)
+    return contraction.by_pieces(rows, x, plan.rows)
 
 
 def _flat(outputs: Outputs) -> Float[Array, "T C"]:
@@ -203,7 +170,7 @@ def _plain(
             return kernel
         return jnp.diagonal(kernel, axis1=1, axis2=2) if outputs == "diagonal" else jnp.trace(kernel, 0, 1, 2)
 
-    return structured.by_pieces(jax.vmap(row), items, chunk)
+    return contraction.by_pieces(jax.vmap(row), items, chunk)
 
 
 def _gradients(
@@ -229,4 +196,4 @@ def _jacobian(
     """Return a pytree of Jacobians (T, C, size of the parameter), made ``chunk`` rows at a time."""
     gradients, items = _gradients(function, single, params, x)
     flat = lambda item: jax.tree.map(lambda g: g.reshape(g.shape[0], -1), gradients(item))
-    return structured.by_pieces(jax.vmap(flat), items, chunk)
+    return contraction.by_pieces(jax.vmap(flat), items, chunk)

@@ -185,24 +185,35 @@ class Layout(NamedTuple):
     bytes: float
 
 
-def _kept(block: Block) -> int:
-    return {"full": block.outputs**2, "diagonal": block.outputs, "trace": 1}[block.kept]
-
-
 def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
     """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample."""
+    whole = _lay_out(traced, block, chunk, limit, sliced=True)
+    if whole.held and whole.rows == block.rows:
+        return whole
+    return _lay_out(
+        traced, block, chunk, limit, sliced=False
+    )  # slices of J serve all rows and columns at once
+
+
+def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: int, sliced: bool) -> Layout:
     item, many = traced.output.dtype.itemsize, block.outputs
     counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
-    plan = structured.shares(
-        traced, lambda size: cost.by_jacobian(block, size).total <= cost.by_gram(block, size).total
-    )
+
+    def choose(size: structured.forms.Sizes) -> str:
+        if cost.by_gram(block, size).total < cost.by_jacobian(block, size).total:
+            return "gram"
+        # J takes less room than the cotangents that it is made of where there are more positions than inputs
+        return "slices" if sliced and size.inputs >= size.positions else "jacobian"
+
+    plan = structured.shares(traced, choose)
     taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in traced.sites.values())
-    stored = sum(cost.stored(s.sizes, many, s.mode) for s in plan)
-    passing = 2 * counted.stored + many * (2 * taps + counted.stored / 2) + stored
+    stored = sum(_stored(traced, s, many) for s in plan)
+    # cotangents reach the taps one after the other, and the compiler uses the room in between again
+    passing = counted.stored + many * (taps + 2 * counted.largest) + stored
     piece = _fit(block.samples, limit / 16, item * passing)
     held = item * stored * block.samples <= limit / 4
     wide = [_pairs(s, block) for s in plan]
-    row = item * block.columns * (max(wide, default=0.0) + 2 * _kept(block))
+    row = item * block.columns * (max(wide, default=0.0) + 2 * block.kernel)
     rows = chunk if chunk is not None else _fit(block.rows, limit / 32, row)
     if not held:
         rows = min(rows, _fit(block.rows, limit / 8, item * stored))
@@ -211,22 +222,40 @@ def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limi
     again = 1.0 if held else 1.0 + math.ceil(block.rows / rows) * block.columns / block.samples
     total = (counted.forward + counted.backward * many) * block.samples * again
     for share in plan:
-        both = cost.by_jacobian(block, share.sizes), cost.by_gram(block, share.sizes)
-        total = total + both[0 if share.mode == "jacobian" else 1]
+        way = cost.by_jacobian if share.mode in ("jacobian", "slices") else cost.by_gram
+        total = total + way(block, share.sizes)
     samples = block.samples if held else 2 * rows
+    formed = max((_formed(s, many) for s in plan), default=0.0)
     memory = (
-        item * (block.rows * block.columns * _kept(block) + samples * stored + piece * passing) + rows * row
+        item * (block.rows * block.columns * block.kernel + samples * (stored + formed) + piece * passing)
+        + rows * row
     )
     return Layout(plan, rows, held, piece, total, memory)
+
+
+def _stored(traced: structured.Traced, share: structured.Share, outputs: int) -> float:
+    """Return how many numbers are kept of one sample after its backward passes, for one share."""
+    if share.mode == "jacobian":
+        return outputs * share.sizes.groups * share.sizes.inputs * share.sizes.outputs
+    sites = [traced.sites[n] for n in share.sites]
+    return sum(math.prod(s.lengths) * (s.partner + outputs * math.prod(s.out.shape)) for s in sites)
+
+
+def _formed(share: structured.Share, outputs: int) -> float:
+    """Return how many numbers one share's factors take for one sample while they are contracted."""
+    groups, positions, inputs, width = share.sizes
+    if share.mode == "jacobian" or groups * positions == 1:
+        return 0.0
+    return groups * positions * ((0 if share.mode == "rows" else inputs) + outputs * width)
 
 
 def _pairs(share: structured.Share, block: Block) -> float:
     """Return the numbers that one share takes for a pair of samples while it is contracted."""
     groups, positions, _, outputs = share.sizes
-    if share.mode == "jacobian" or groups * positions == 1:
-        return float(_kept(block))
+    if share.mode in ("jacobian", "slices") or groups * positions == 1:
+        return float(block.kernel)
     if block.kept == "full" and block.outputs > 1:  # one row at a time, whatever the chunk
-        return float(_kept(block))
+        return float(block.kernel)
     return 2.0 * groups * positions**2 * (block.outputs if block.kept == "diagonal" else 1)
 
 
@@ -238,7 +267,8 @@ def coupled_layout(
     counted = cost.passes(left.analysis.scope.closed.jaxpr, len(left.leaves))
     rows, columns = block.rows * many, block.columns * many
     sides = rows if block.symmetric else rows + columns
-    product = block.pairs * (many**2 if block.kept == "full" else many)
+    full = block.kept == "full"
+    product = block.pairs(many if full else 1) * (many**2 if full else many)
 
     def ways(size: structured.forms.Sizes) -> tuple[Cost, Cost]:
         groups, positions, inputs, outputs = size
@@ -252,7 +282,9 @@ def coupled_layout(
         return jacobian, gram
 
     fits = lambda size: 3 * item * sides * size.groups * size.positions * size.outputs <= limit / 4
-    plan = structured.shares(left, lambda s: ways(s)[0].total <= ways(s)[1].total or not fits(s))
+    plan = structured.shares(
+        left, lambda s: "jacobian" if ways(s)[0].total <= ways(s)[1].total or not fits(s) else "gram"
+    )
     taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in left.sites.values())
     row = item * many * (2 * taps + counted.stored / 2 + _entries(left))
     piece = chunk if chunk is not None else _fit(block.rows, limit / 8, row)
@@ -262,7 +294,7 @@ def coupled_layout(
         total = total + ways(share.sizes)[0 if share.mode == "jacobian" else 1]
         groups, positions, inputs, outputs = share.sizes
         stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else 2 * positions)
-    kernel = block.rows * block.columns * _kept(block) * (2 if block.kept == "full" else 1)
+    kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
     memory = item * (kernel + stored + 2 * counted.stored) + min(piece, block.rows) * row
     return Layout(plan, block.rows, True, min(piece, block.rows), total, memory)
 
@@ -296,7 +328,7 @@ def plan_for(
         raise ValueError("the outputs of apply do not depend on params, so that its kernel is zero")
     block = block_of(maps, params, z is None, outputs)
     item = left.output.dtype.itemsize
-    result = item * block.rows * block.columns * _kept(block)
+    result = item * block.rows * block.columns * block.kernel
     if result > limit:
         raise ValueError(
             f"the kernel alone takes {result:.3g} bytes, above limit={limit:.3g}; "
@@ -343,7 +375,7 @@ def _plain(
         "jacobian": pull * both + Cost(product, 3.0 * both * parameters),
         "products": pull * rows + (counted.forward + counted.forward + slow) * (rows * batches),
     }
-    kernel = block.rows * block.columns * _kept(block) * (2 if block.kept == "full" else 1)
+    kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
     one = item * many * (parameters + 2 * counted.stored + block.columns * many)
     fitting = chunk if chunk is not None else _fit(block.rows, limit / 8, one)
     memory = {

@@ -90,6 +90,11 @@ class Site:
         y = self.equation.outvars[0]
         return jax.ShapeDtypeStruct(shape_of(y), _dtype_of(y))
 
+    @property
+    def partner(self) -> int:
+        """How many numbers the parameter is multiplied with, in one round of the loops."""
+        return math.prod(shape_of(self.equation.invars[1 - self.operand]))
+
 
 @dataclass
 class Scope:
@@ -143,7 +148,7 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "gather")
 
 
-def _inner(equation: JaxprEqn) -> ClosedJaxpr:
+def inner_jaxpr(equation: JaxprEqn) -> ClosedJaxpr:
     """Return the jaxpr that a call runs; some calls hold it without constants."""
     jaxpr = equation.params["jaxpr"] if "jaxpr" in equation.params else equation.params["call_jaxpr"]
     return ClosedJaxpr(jaxpr, []) if isinstance(jaxpr, Jaxpr) else jaxpr
@@ -253,7 +258,7 @@ class _Walk:
         name = equation.primitive.name
         held = [t for t in tags if isinstance(t, View | Param)]
         if held and name in CALLS:
-            inner, outs = self.scope(_inner(equation), tags, lengths)
+            inner, outs = self.scope(inner_jaxpr(equation), tags, lengths)
             scope.entries[place] = inner
             return outs
         if held and name == "scan":
@@ -301,7 +306,7 @@ class _Walk:
         # a carried constant may depend on the sample after a round
         before = set(self.direct), self.count, len(self.roots)
         while True:
-            inner, outs = self.scope(_inner(equation), inside, (*lengths, options["length"]))
+            inner, outs = self.scope(inner_jaxpr(equation), inside, (*lengths, options["length"]))
             changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
             if not changed:
                 break

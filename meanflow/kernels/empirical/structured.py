@@ -21,36 +21,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from meanflow.kernels.empirical import forms
+from meanflow.kernels.empirical.contraction import HIGH, Factor, Gram, Jacobian, Rows, Slices, by_pieces
+from meanflow.kernels.empirical.convolution import channels_last
 from meanflow.kernels.empirical.sites import Analysis, Site, analyze, evaluate
-
-HIGH = jax.lax.Precision.HIGHEST
 
 Sample: TypeAlias = PyTree  # one sample, or a batch of them, of any structure
 # (leaves of the parameters, sample) -> outputs at that sample
 Function: TypeAlias = Callable[[Sequence[Array], Sample], Float[Array, "..."]]
-
-
-class Jacobian(NamedTuple):
-    """One parameter's gradients at T samples, for C outputs each."""
-
-    value: Float[Array, "T C M"]
-
-
-class Gram(NamedTuple):
-    """One parameter's factors at T samples: J[g, k, o] = sum_p h[g, p, k] D[g, p, o]."""
-
-    activation: Float[Array, "T G P K"]
-    cotangent: Float[Array, "T C G P O"]
-
-
-class Rows(NamedTuple):
-    """The factors of a table whose rows are looked up: J[k, o] = sum_p [row_p = k] D[p, o]."""
-
-    looked: Int[Array, "T P"]
-    cotangent: Float[Array, "T C 1 P O"]
-
-
-Factor: TypeAlias = Jacobian | Gram | Rows
 
 
 class Share(NamedTuple):
@@ -58,7 +35,7 @@ class Share(NamedTuple):
 
     Attributes:
         leaf: the parameter.
-        mode: "jacobian", "gram" or "rows".
+        mode: "jacobian", "slices" (J formed in parts while it is contracted), "gram" or "rows".
         sites: its products, which agree in the order of the parameter's entries; empty where J needs more than sums.
         sizes: of all these products together.
     """
@@ -104,12 +81,12 @@ def trace(function: Function, leaves: Sequence[Array], sample: Sample) -> Traced
     return Traced(analysis, sites, shapes, output, tuple(sorted(used)))
 
 
-# (share in parameter space is cheaper) for products of these sizes
-Chooser: TypeAlias = Callable[[forms.Sizes], bool]
+# sizes of products -> "jacobian", "slices" or "gram"
+Chooser: TypeAlias = Callable[[forms.Sizes], str]
 
 
-def shares(traced: Traced, by_jacobian: Chooser) -> list[Share]:
-    """Return how each parameter's share is computed; ``by_jacobian`` decides where both contractions are possible."""
+def shares(traced: Traced, choose: Chooser) -> list[Share]:
+    """Return how each parameter's share is computed; ``choose`` decides where all ways are possible."""
     analysis, found = traced.analysis, []
     mixed = set(analysis.direct)
     for site in traced.sites.values():
@@ -125,15 +102,14 @@ def shares(traced: Traced, by_jacobian: Chooser) -> list[Share]:
         each = [forms.sizes(s) for s in mine]
         size = each[0]._replace(positions=sum(s.positions for s in each))
         numbers = tuple(s.number for s in mine)
-        way = "jacobian" if by_jacobian(size) else "gram"
-        mode = "rows" if mine[0].kind == "gather" else way
+        mode = "rows" if mine[0].kind == "gather" else choose(size)
         found.append(Share(leaf, mode, numbers, size))
     return found
 
 
 def align(left: Traced, right: Traced, plan: Sequence[Share]) -> tuple[list[Share], list[Share]]:
     """Return the shares of two traces of the same parameters so that their entries are in the same order."""
-    others = {s.leaf: s for s in shares(right, lambda _: True)}
+    others = {s.leaf: s for s in shares(right, lambda _: "jacobian")}
     mine, theirs = [], []
     for share in plan:
         other = others.get(share.leaf, share._replace(sites=()))
@@ -220,6 +196,10 @@ def _gram(traced: Traced, share: Share, found: Gradients) -> Gram:
     return Gram(*_positions(traced, share.sites, found))
 
 
+def _slices(traced: Traced, share: Share, found: Gradients) -> Slices:
+    return Slices(*_positions(traced, share.sites, found))
+
+
 def _rows(traced: Traced, share: Share, found: Gradients) -> Rows:
     index, cotangents = [], []
     for n in share.sites:
@@ -296,29 +276,43 @@ def _derived(traced: Traced, leaves: Sequence[Array]) -> dict[int, Array]:
     return {n: a for n, a in roots.items() if n in used}
 
 
-def factors(traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], batch: Sample) -> list[Factor]:
+def factors(
+    traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], batch: Sample, piece: int
+) -> list[Factor]:
     """Return every share's factors at the samples of a batch (leading axis of all its arrays).
 
-    Cost: one forward and C backward passes; J costs T G P K O C more operations for each parameter that is in parameter
-    space.
+    Cost: one forward and C backward passes, ``piece`` samples at a time; J costs T G P K O C more operations for each
+    parameter that is in parameter space.
     """
+    differentiate = channels_last(functools.partial(_differentiated, traced, plan, leaves))
+    found, made = by_pieces(differentiate, batch, piece)
+    forms_of = {"gram": _gram, "slices": _slices, "rows": _rows}
+    out: list[Factor] = []
+    for share in plan:
+        if share.mode == "jacobian":
+            out.append(made[share.leaf])
+        else:
+            # patches of inputs are several times as large as these, and are formed one parameter after the other
+            form = functools.partial(forms_of[share.mode], traced, share)
+            out.append(jax.vmap(form)(_part(found, share.sites)))
+    return out
+
+
+def _differentiated(
+    traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], batch: Sample
+) -> tuple[Gradients, dict[int, Jacobian]]:
+    """Return J of the parameters in parameter space, by number, and what the others need of the backward pass."""
     found = jax.vmap(lambda sample: gradients(traced, leaves, sample))(batch)
     mixed = [s.leaf for s in plan if not s.sites]
     made = jax.vmap(lambda g: _mixed_jacobians(traced, leaves, mixed, g))(found) if mixed else {}
-    out: list[Factor] = []
+    kept: list[int] = []
     for share in plan:
-        if not share.sites:
-            out.append(made[share.leaf])
-        elif share.mode == "jacobian":
-            # one sample after the other where J is large: its product then runs at full speed, without copies
-            one = functools.partial(_product_jacobian, traced, share)
-            part = _part(found, share.sites)
-            large = share.sizes.positions > 1 and _size(share.sizes) * traced.outputs > 2**14
-            out.append(jax.lax.map(one, part) if large else jax.vmap(one)(part))
-        else:
-            form = _gram if share.mode == "gram" else _rows
-            out.append(jax.vmap(functools.partial(form, traced, share))(_part(found, share.sites)))
-    return out
+        if share.mode == "jacobian" and share.sites:
+            product = functools.partial(_product_jacobian, traced, share)
+            made[share.leaf] = jax.vmap(product)(_part(found, share.sites))
+        elif share.mode != "jacobian":
+            kept.extend(share.sites)
+    return _part(found, kept), made
 
 
 def coupled_factors(
@@ -360,7 +354,7 @@ def coupled_factors(
                 parts.append(form(traced, share, mine).cotangent)
         return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
 
-    parts = by_pieces(some, jnp.arange(rows), chunk)
+    parts = by_pieces(channels_last(some), jnp.arange(rows), chunk)
     nothing = Gradients(found, {n: a[None] for n, a in _outs(traced).items()}, {})
     out: list[tuple[Array | None, Array]] = []
     for share, part in zip(plan, parts, strict=True):
@@ -378,111 +372,6 @@ def _outs(traced: Traced) -> dict[int, Array]:
     return {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
 
 
-def coupled_pairs(
-    left: Sequence[tuple[Array | None, Array]], right: Sequence[tuple[Array | None, Array]]
-) -> tuple[list[Factor], list[Factor]]:
-    """Turn the factors of coupled functions into plain features: <D, (h h') D'> = <J, J'>."""
-    mine: list[Factor] = []
-    theirs: list[Factor] = []
-    flat = lambda a: Jacobian(a.reshape(a.shape[:2] + (-1,)))
-    for (h, d), (k, e) in zip(left, right, strict=True):
-        mine.append(flat(d))
-        if h is None or k is None:
-            theirs.append(flat(e))
-        elif h.ndim == 1:  # rows of a table
-            same = (h[:, None] == k[None]).astype(e.dtype)
-            theirs.append(flat(jnp.einsum("pq,sdgqo->sdgpo", same, e, precision=HIGH)))
-        else:
-            inner = jnp.einsum("gpk,gqk->gpq", h, k, precision=HIGH)
-            theirs.append(flat(jnp.einsum("gpq,sdgqo->sdgpo", inner, e, precision=HIGH)))
-    return mine, theirs
-
-
-def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree:
-    """Apply a function to ``size`` entries of the leading axis at a time, and put the results together.
-
-    >>> by_pieces(lambda a: 2 * a, jnp.arange(5), 2).tolist()
-    [0, 2, 4, 6, 8]
-    """
-    count = jax.tree.leaves(tree)[0].shape[0]
-    if size >= count:
-        return function(tree)
-    whole = count // size
-    head = jax.tree.map(lambda a: a[: whole * size].reshape((whole, size) + a.shape[1:]), tree)
-    out = jax.tree.map(lambda a: a.reshape((whole * size,) + a.shape[2:]), jax.lax.map(function, head))
-    if whole * size == count:
-        return out
-    rest = function(jax.tree.map(lambda a: a[whole * size :], tree))
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
-
-
-def _size(sizes: forms.Sizes) -> int:
-    """Return how many entries the parameter has."""
-    return sizes.groups * sizes.inputs * sizes.outputs
-
-
 def _part(found: Gradients, sites: Sequence[int]) -> Gradients:
     """Return what concerns these sites."""
     return Gradients({n: found.activations[n] for n in sites}, {n: found.cotangents[n] for n in sites}, {})
-
-
-def contract(left: Sequence[Factor], right: Sequence[Factor], outputs: str) -> Float[Array, "T S ..."]:
-    """Sum all shares: (T, S, C, C) for "full", (T, S, C) for "diagonal", (T, S) for "trace"."""
-    terms = [_contract_one(a, b, outputs) for a, b in zip(left, right, strict=True)]
-    total = sum(terms[1:], terms[0])
-    if outputs == "full":
-        return jnp.transpose(total, (0, 2, 1, 3))
-    return jnp.moveaxis(total, 0, 2) if outputs == "diagonal" else total
-
-
-def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"], outputs: str) -> Array:
-    """Return the inner products of features as (T, C, S, C), (C, T, S) or (T, S).
-
-    Matrices are products' fastest form: contracting several axes at once takes up to three times as long on a CPU.
-    """
-    (rows, many, _), columns = left.shape, right.shape[0]
-    if outputs == "diagonal":
-        return jnp.einsum("tcm,scm->cts", left, right, precision=HIGH)
-    flat = (
-        (lambda a: a.reshape(-1, a.shape[2])) if outputs == "full" else (lambda a: a.reshape(a.shape[0], -1))
-    )
-    product = jnp.matmul(flat(left), flat(right).T, precision=HIGH)
-    return product.reshape(rows, many, columns, many) if outputs == "full" else product
-
-
-def _contract_one(left: Factor, right: Factor, outputs: str) -> Array:
-    """Return one share as (T, C, S, C), (C, T, S) or (T, S)."""
-    if isinstance(left, Jacobian):
-        assert isinstance(right, Jacobian)
-        return _features(left.value, right.value, outputs)
-    assert not isinstance(right, Jacobian)
-    d, e = left.cotangent, right.cotangent
-    groups, positions = d.shape[2], d.shape[3] * e.shape[3]
-    if groups * positions == 1 and isinstance(left, Gram) and isinstance(right, Gram):
-        inner = jnp.einsum("tk,sk->ts", left.activation[:, 0, 0], right.activation[:, 0, 0], precision=HIGH)
-        outer = _features(d[:, :, 0, 0], e[:, :, 0, 0], outputs)
-        return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
-    if outputs == "full" and d.shape[1] > 1:
-        # with many outputs (h h') D' is smaller than D D'
-        def row(mine: Gram | Rows) -> Array:
-            inner = _inner_products(mine, right)
-            return jnp.einsum("gpsq,sdgqo,cgpo->csd", inner, e, mine.cotangent, precision=HIGH)
-
-        return jax.lax.map(row, left)
-    inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
-    if outputs == "diagonal":
-        outer = jnp.einsum("tcgpo,scgqo->cgtpsq", d, e, precision=HIGH)
-        return jnp.sum(outer * inner[None], axis=(1, 3, 5))
-    outer = jnp.einsum("tcgpo,scgqo->gtpsq", d, e, precision=HIGH)
-    total = jnp.sum(outer * inner, axis=(0, 2, 4))
-    return total[:, None, :, None] if outputs == "full" else total
-
-
-def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
-    """Return h_gp . h'_gq of one sample with many; equality of rows for a table."""
-    if isinstance(one, Rows):
-        assert isinstance(many, Rows)
-        same = one.looked[:, None, None] == many.looked[None]
-        return same[None].astype(one.cotangent.dtype)
-    assert isinstance(one, Gram) and isinstance(many, Gram)
-    return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)

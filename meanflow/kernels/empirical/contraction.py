@@ -1,0 +1,283 @@
+"""From each parameter's factors at all samples to the kernel of all pairs of samples."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+HIGH = jax.lax.Precision.HIGHEST
+
+
+class Jacobian(NamedTuple):
+    """One parameter's gradients at T samples, for C outputs each."""
+
+    value: Float[Array, "T C M"]
+
+
+class Gram(NamedTuple):
+    """One parameter's factors at T samples: J[g, k, o] = sum_p h[g, p, k] D[g, p, o], contracted without J."""
+
+    activation: Float[Array, "T G P K"]
+    cotangent: Float[Array, "T C G P O"]
+
+
+class Slices(NamedTuple):
+    """The same factors, of which J is formed when it is contracted; for a few o at a time if it exceeds the cache."""
+
+    activation: Float[Array, "T G P K"]
+    cotangent: Float[Array, "T C G P O"]
+
+
+class Rows(NamedTuple):
+    """The factors of a table whose rows are looked up: J[k, o] = sum_p [row_p = k] D[p, o]."""
+
+    looked: Int[Array, "T P"]
+    cotangent: Float[Array, "T C 1 P O"]
+
+
+Factor: TypeAlias = Jacobian | Gram | Slices | Rows
+
+# A block of the kernel: from and to which row, and up to which column.
+Span: TypeAlias = tuple[int, int, int]
+
+
+def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree:
+    """Apply a function to ``size`` entries of the leading axis at a time, and put the results together.
+
+    >>> by_pieces(lambda a: 2 * a, jnp.arange(5), 2).tolist()
+    [0, 2, 4, 6, 8]
+    """
+    count = jax.tree.leaves(tree)[0].shape[0]
+    if size >= count:
+        return function(tree)
+    whole = count // size
+    head = jax.tree.map(lambda a: a[: whole * size].reshape((whole, size) + a.shape[1:]), tree)
+    out = jax.tree.map(lambda a: a.reshape((whole * size,) + a.shape[2:]), jax.lax.map(function, head))
+    if whole * size == count:
+        return out
+    rest = function(jax.tree.map(lambda a: a[whole * size :], tree))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
+
+
+BLOCKS = 4  # of a symmetric kernel, of which only those on and below the diagonal are computed
+_WIDE = 64  # blocks of fewer rows multiply at a small part of the speed
+
+
+def is_blocked(rows: int, wide: int) -> bool:
+    """Tell whether half of a symmetric kernel is computed; ``wide`` rows of a product belong to each of its rows.
+
+    >>> is_blocked(32, 1), is_blocked(32, 10)
+    (False, True)
+    """
+    return rows >= BLOCKS and rows * wide >= BLOCKS * _WIDE
+
+
+def _wide(factor: Factor, outputs: str) -> int:
+    """Return how many rows of the product each sample has."""
+    if isinstance(factor, Jacobian | Slices):
+        many = factor.value if isinstance(factor, Jacobian) else factor.cotangent
+        return many.shape[1] if outputs == "full" else 1
+    _, many, _, positions, _ = factor.cotangent.shape
+    return positions * (many if outputs == "full" else 1)
+
+
+def all_pairs(
+    left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int, symmetric: bool
+) -> Float[Array, "T S ..."]:
+    """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half where that is faster."""
+    count = jax.tree.leaves(left)[0].shape[0]
+    if not symmetric or rows < count:
+        return by_pieces(lambda some: contract(some, right, outputs), left, rows)
+    halved = [is_blocked(count, _wide(a, outputs)) for a in left]
+    pick = lambda factors, which: [a for a, half in zip(factors, halved, strict=True) if half == which]
+    total: list[Array] = []
+    if not all(halved):
+        total.append(contract(pick(left, False), pick(right, False), outputs))
+    if any(halved):
+        total.append(_mirrored(pick(left, True), pick(right, True), outputs, count))
+    return sum(total[1:], total[0])
+
+
+def _mirrored(
+    left: Sequence[Factor], right: Sequence[Factor], outputs: str, count: int
+) -> Float[Array, "T S ..."]:
+    """Contract the blocks on and below the diagonal, and reflect those below."""
+    edges = [count * i // BLOCKS for i in range(BLOCKS + 1)]
+    spans = [(start, stop, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    below = _contract_spans(left, right, outputs, spans)
+    mirror = (1, 0, 3, 2) if outputs == "full" else (1, 0, 2) if outputs == "diagonal" else (1, 0)
+    lines = []
+    for i, line in enumerate(below):
+        above = [jnp.transpose(b[:, edges[i] : edges[i + 1]], mirror) for b in below[i + 1 :]]
+        lines.append(jnp.concatenate([line, *above], axis=1))
+    return jnp.concatenate(lines)
+
+
+def contract(left: Sequence[Factor], right: Sequence[Factor], outputs: str) -> Float[Array, "T S ..."]:
+    """Sum all shares: (T, S, C, C) for "full", (T, S, C) for "diagonal", (T, S) for "trace"."""
+    rows, columns = (jax.tree.leaves(a)[0].shape[0] for a in (left, right))
+    return _contract_spans(left, right, outputs, [(0, rows, columns)])[0]
+
+
+def _contract_spans(
+    left: Sequence[Factor], right: Sequence[Factor], outputs: str, spans: Sequence[Span]
+) -> list[Float[Array, "t s ..."]]:
+    """Sum all shares in these blocks of the kernel."""
+    shares = [_contract_one(a, b, outputs, spans) for a, b in zip(left, right, strict=True)]
+    found = []
+    for terms in zip(*shares, strict=True):
+        total = sum(terms[1:], terms[0])
+        if outputs == "full":
+            total = jnp.transpose(total, (0, 2, 1, 3))
+        found.append(jnp.moveaxis(total, 0, 2) if outputs == "diagonal" else total)
+    return found
+
+
+def _contract_one(left: Factor, right: Factor, outputs: str, spans: Sequence[Span]) -> list[Array]:
+    """Return one share in these blocks, each as (T, C, S, C), (C, T, S) or (T, S)."""
+    if isinstance(left, Slices):
+        assert isinstance(right, Slices)
+        return _contract_slices(left, right, outputs, spans)
+    contracted = _contract_jacobians if isinstance(left, Jacobian) else _contract_grams
+    part = lambda tree, start, stop: jax.tree.map(lambda a: a[start:stop], tree)
+    return [
+        contracted(part(left, start, stop), part(right, 0, columns), outputs)
+        for start, stop, columns in spans
+    ]
+
+
+def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"], outputs: str) -> Array:
+    """Return the inner products of features as (T, C, S, C), (C, T, S) or (T, S).
+
+    Matrices are products' fastest form: contracting several axes at once takes up to three times as long on a CPU.
+    """
+    (rows, many, _), columns = left.shape, right.shape[0]
+    if outputs == "diagonal":
+        return jnp.einsum("tcm,scm->cts", left, right, precision=HIGH)
+    flat = (
+        (lambda a: a.reshape(-1, a.shape[2])) if outputs == "full" else (lambda a: a.reshape(a.shape[0], -1))
+    )
+    product = jnp.matmul(flat(left), flat(right).T, precision=HIGH)
+    return product.reshape(rows, many, columns, many) if outputs == "full" else product
+
+
+def _contract_jacobians(left: Factor, right: Factor, outputs: str) -> Array:
+    assert isinstance(left, Jacobian) and isinstance(right, Jacobian)
+    return _features(left.value, right.value, outputs)
+
+
+# Numbers of J up to which it is formed at once, and those that are formed at a time above: a small part of the cache.
+_WHOLE, _SLICE = 2**22, 2**20
+
+
+def slice_width(rows: int, columns: int, shape: tuple[int, ...], inputs: int, outputs: str) -> int:
+    """Return for how many o at a time J is formed: a divisor of their number, which is all of them where J is small.
+
+    Args:
+        rows, columns: numbers of samples on both sides.
+        shape: of one sample's cotangents (C, G, P, O).
+        inputs: K.
+        outputs: which outputs are kept.
+
+    >>> slice_width(64, 64, (10, 1, 20, 128), 128, "trace")
+    8
+    """
+    many, groups, _, width = shape
+    kept = {"full": many**2, "diagonal": many, "trace": 1}[outputs]
+    # every slice adds to the whole kernel, which must not cost more than the slice itself
+    numbers = max(_SLICE, 2 * rows * columns * kept)
+    column = max(rows, columns) * many * groups * inputs
+    if column * width <= _WHOLE:
+        return width
+    most = max(1, numbers // column)
+    return max(b for b in range(1, min(most, width) + 1) if width % b == 0)
+
+
+def _contract_slices(left: Slices, right: Slices, outputs: str, spans: Sequence[Span]) -> list[Array]:
+    """Add up the kernel over slices of J."""
+    rows, columns = left.cotangent.shape[0], right.cotangent.shape[0]
+    step = slice_width(rows, columns, left.cotangent.shape[1:], left.activation.shape[-1], outputs)
+
+    def cut(factor: Slices) -> Array:
+        """Return D as (slices, T, G, C and o, P)."""
+        count, many, groups, positions, width = factor.cotangent.shape
+        parts = factor.cotangent.reshape(count, many, groups, positions, width // step, step)
+        moved = jnp.transpose(parts, (4, 0, 2, 1, 5, 3))
+        return moved.reshape(width // step, count, groups, many * step, positions)
+
+    def form(cotangent: Array, factor: Slices) -> Float[Array, "T C M"]:
+        many = factor.cotangent.shape[1]
+        product = jnp.matmul(cotangent, factor.activation, precision=HIGH)  # (T, G, C and o, K)
+        count, groups, _, inputs = product.shape
+        split = jnp.swapaxes(product.reshape(count, groups, many, step * inputs), 1, 2)
+        return split.reshape(count, many, groups * step * inputs)
+
+    def multiply(cuts: list[Array]) -> list[Array]:
+        mine = form(cuts[0], left)
+        theirs = form(cuts[1], right) if len(cuts) > 1 else mine
+        return [_features(mine[a:b], theirs[:c], outputs) for a, b, c in spans]
+
+    cuts = [cut(left)] if right is left else [cut(left), cut(right)]
+    first = [a[0] for a in cuts]
+    if len(cuts[0]) == 1:
+        return multiply(first)
+    start = [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(multiply, first)]
+    add = lambda total, some: (jax.tree.map(jnp.add, total, multiply(some)), None)
+    return jax.lax.scan(add, start, cuts)[0]
+
+
+def _contract_grams(left: Factor, right: Factor, outputs: str) -> Array:
+    assert isinstance(left, Gram | Rows) and isinstance(right, Gram | Rows)
+    d, e = left.cotangent, right.cotangent
+    groups, positions = d.shape[2], d.shape[3] * e.shape[3]
+    if groups * positions == 1 and isinstance(left, Gram) and isinstance(right, Gram):
+        inner = jnp.einsum("tk,sk->ts", left.activation[:, 0, 0], right.activation[:, 0, 0], precision=HIGH)
+        outer = _features(d[:, :, 0, 0], e[:, :, 0, 0], outputs)
+        return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
+    if outputs == "full" and d.shape[1] > 1:
+        # with many outputs (h h') D' is smaller than D D'
+        def row(mine: Gram | Rows) -> Array:
+            inner = _inner_products(mine, right)
+            return jnp.einsum("gpsq,sdgqo,cgpo->csd", inner, e, mine.cotangent, precision=HIGH)
+
+        return jax.lax.map(row, left)
+    inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
+    if outputs == "diagonal":
+        outer = jnp.einsum("tcgpo,scgqo->cgtpsq", d, e, precision=HIGH)
+        return jnp.sum(outer * inner[None], axis=(1, 3, 5))
+    outer = jnp.einsum("tcgpo,scgqo->gtpsq", d, e, precision=HIGH)
+    total = jnp.sum(outer * inner, axis=(0, 2, 4))
+    return total[:, None, :, None] if outputs == "full" else total
+
+
+def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
+    """Return h_gp . h'_gq of one sample with many; equality of rows for a table."""
+    if isinstance(one, Rows):
+        assert isinstance(many, Rows)
+        same = one.looked[:, None, None] == many.looked[None]
+        return same[None].astype(one.cotangent.dtype)
+    assert isinstance(one, Gram) and isinstance(many, Gram)
+    return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)
+
+
+def coupled_pairs(
+    left: Sequence[tuple[Array | None, Array]], right: Sequence[tuple[Array | None, Array]]
+) -> tuple[list[Factor], list[Factor]]:
+    """Turn the factors of coupled functions into plain features: <D, (h h') D'> = <J, J'>."""
+    mine: list[Factor] = []
+    theirs: list[Factor] = []
+    flat = lambda a: Jacobian(a.reshape(a.shape[:2] + (-1,)))
+    for (h, d), (k, e) in zip(left, right, strict=True):
+        mine.append(flat(d))
+        if h is None or k is None:
+            theirs.append(flat(e))
+        elif h.ndim == 1:  # rows of a table
+            same = (h[:, None] == k[None]).astype(e.dtype)
+            theirs.append(flat(jnp.einsum("pq,sdgqo->sdgpo", same, e, precision=HIGH)))
+        else:
+            inner = jnp.einsum("gpk,gqk->gpq", h, k, precision=HIGH)
+            theirs.append(flat(jnp.einsum("gpq,sdgqo->sdgpo", inner, e, precision=HIGH)))
+    return mine, theirs
