@@ -140,8 +140,11 @@ def array(
     least: int = 1,
     rank: int = 0,
     squares: bool = False,
+    half: bool = False,
 ) -> Callable[[str, object], jax.Array]:
     """Make the kind of real arrays of one of the given ``shapes`` (None: any length); returns floats.
+
+    Half-precision numbers become float32 unless ``half`` is set: there is no linear algebra in less.
 
     Args:
         shapes: allowed shapes; without any, every shape is allowed.
@@ -152,6 +155,7 @@ def array(
         high: largest allowed entry, or None.
         least: least length of the first axis; 0 allows empty arrays.
         rank: least number of axes.
+        half: whether half-precision numbers stay what they are.
         squares: whether the squares of entries must be numbers too: not infinite, and 0 for entries 0 alone.
     """
 
@@ -170,6 +174,8 @@ def array(
             if high is not None:
                 at_most(name, known, high)
         converted = floating(value)
+        if not half and converted.dtype.itemsize < 4:
+            converted = converted.astype(jnp.float32)
         if known is not None and not infinite and converted.dtype.itemsize < known.dtype.itemsize:
             finite(name, converted)  # too large for the working precision
         if squares and known is not None:
@@ -363,6 +369,25 @@ def function(name: str, value: object) -> object:
     return value
 
 
+def taking(count: int) -> Kind:
+    """Make the kind of functions that can be called with ``count`` arguments, by position."""
+
+    def check(name: str, value: object) -> object:
+        function(name, value)
+        try:
+            signature = inspect.signature(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # some functions written in C do not tell
+            return value
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            few = f"{count} argument{'s' if count > 1 else ''}"
+            raise TypeError(f"{name} must be a function of {few}, got {show(value)}{signature}") from None
+        return value
+
+    return check
+
+
 def optional(kind: Kind) -> Kind:
     """Make a kind that allows None as well."""
     return lambda name, value: None if value is None else kind(name, value)
@@ -393,7 +418,7 @@ def prng_key(name: str, value: object) -> object:
 
 def path(name: str, value: object) -> pathlib.Path:
     """Accept the path of a file or directory; returns it as a ``pathlib.Path``."""
-    if not isinstance(value, str | os.PathLike) or str(value) == "":
+    if not isinstance(value, str | os.PathLike) or str(value) == "" or "\0" in str(value):
         raise TypeError(f"{name} must be a path, got {show(value)}")
     return pathlib.Path(value)
 

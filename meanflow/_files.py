@@ -19,7 +19,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
     Args:
         path: final name of a file, which may exist and is then replaced, or of a folder, which must not exist.
-            Its parent folder must exist.
+            Its parent folder must exist (else FileNotFoundError).
 
     Yields:
         A path in the same folder with the same suffix, different for every call, at which a file or a folder is
@@ -33,6 +33,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     (['a.txt'], 'whole')
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     # the end of the name alone, so that a name which is long but allowed stays so
     part = path.with_name(f"{PART}{uuid.uuid4().hex}-{path.name[-80:]}")
     try:

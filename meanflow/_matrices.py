@@ -6,7 +6,6 @@ A matrix that was computed is symmetric and semi-definite up to rounding only, s
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meanflow._checks import array, at_least, concrete
@@ -53,7 +52,7 @@ def matrix(*, definite: bool = False, low: int = 1) -> Callable[[str, object], j
     read = array((None, None), least=low, squares=True)
 
     def check(name: str, value: object) -> jax.Array:
-        converted = _single(read(name, value))
+        converted = read(name, value)
         _check_square(name, converted.shape)
         semidefinite(name, converted, strict=definite)
         return converted
@@ -69,27 +68,39 @@ def grams(low: int = 1) -> Callable[[str, object], jax.Array]:
     read = array(rank=2, squares=True)
 
     def check(name: str, value: object) -> jax.Array:
-        converted = _single(read(name, value))
+        converted = read(name, value)
         _check_square(name, converted.shape)
         if converted.shape[-1] < low:
             raise ValueError(f"{name} must describe at least {low} samples, got shape {converted.shape}")
-        known = concrete(converted)
-        if known is None or known.size == 0:
-            return converted
-        symmetric(name, known)
-        square = np.diagonal(known, axis1=-2, axis2=-1)
-        at_least(f"the diagonal of {name}", square, 0.0)
-        most = np.sqrt(square[..., :, None]) * np.sqrt(square[..., None, :])
-        if np.any(np.abs(known) > most + _rounding(known) * most.max(axis=(-1, -2), keepdims=True)):
-            raise ValueError(f"{name} must be a Gram matrix, got |g_ij|^2 > g_ii g_jj for some pair")
+        _check_pairs(name, concrete(converted))
         return converted
 
     return check
 
 
-def _single(matrix: jax.Array) -> jax.Array:
-    """Return the matrix in at least single precision: there is no linear algebra in less."""
-    return matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
+def kernel(name: str, value: object) -> jax.Array:
+    """Accept a kernel K (n, n) at n samples, or (n, n, k, k) between k outputs: a Gram matrix, judged by pairs."""
+    converted = array((None, None), (None,) * 4, squares=True)(name, value)
+    size = converted.shape
+    if size[0] != size[1] or size[2:3] != size[3:]:
+        raise ValueError(f"{name} must be a square matrix (n, n), or (n, n, k, k), got shape {size}")
+    known = concrete(converted)
+    if known is not None and known.ndim == 4:
+        known = known.transpose(0, 2, 1, 3).reshape(size[0] * size[2], -1)
+    _check_pairs(name, known)
+    return converted
+
+
+def _check_pairs(name: str, known: np.ndarray | None) -> None:
+    """Refuse matrices (..., n, n) that are not symmetric, or have |g_ij|^2 > g_ii g_jj for some pair."""
+    if known is None or known.size == 0:
+        return
+    symmetric(name, known)
+    square = np.diagonal(known, axis1=-2, axis2=-1)
+    at_least(f"the diagonal of {name}", square, 0.0)
+    most = np.sqrt(square[..., :, None]) * np.sqrt(square[..., None, :])
+    if np.any(np.abs(known) > most + _rounding(known) * most.max(axis=(-1, -2), keepdims=True)):
+        raise ValueError(f"{name} must be a Gram matrix, got |g_ij|^2 > g_ii g_jj for some pair")
 
 
 def _check_square(name: str, given: tuple[int, ...]) -> None:

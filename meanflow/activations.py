@@ -64,7 +64,21 @@ def has_kink(activation: Activation) -> bool:
         return bool(abs(slopes[1] - slopes[0]) > 1e-3 * jnp.max(jnp.abs(slopes)))
 
 
-ACTIVATION = _checks.either(_checks.choice(*NAMED), _checks.function)
+def elementwise(name: str, value: object) -> object:
+    """Accept a function that maps real arrays to real arrays of the same shape."""
+    _checks.taking(1)(name, value)
+    try:
+        found = jax.eval_shape(value, jax.ShapeDtypeStruct((3,), jnp.result_type(float)))  # type: ignore[arg-type]
+    except Exception as problem:
+        raise ValueError(f"{name} must map arrays of numbers, but fails on them: {problem}") from problem
+    if getattr(found, "shape", None) != (3,) or not _checks.is_real(found.dtype):
+        raise ValueError(
+            f"{name} must map real arrays to real arrays of the same shape, got {found} for shape (3,)"
+        )
+    return value
+
+
+ACTIVATION = _checks.either(_checks.choice(*NAMED), elementwise)
 
 
 def resolve(activation: str | Activation) -> Activation:

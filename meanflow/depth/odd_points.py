@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
@@ -56,6 +57,9 @@ def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = Non
     gram = jnp.asarray(gram)
     n = gram.shape[-1]
     length = observables.norms(gram)
+    known = _checks.concrete(length)
+    if known is not None and not np.all(np.sum(known > 0, axis=-1) >= 2):
+        raise ValueError("gram must have at least two samples that are not zero, got fewer")
     top, index = jax.lax.top_k(length, 2)
     ratio = top[..., 0] / top[..., 1]
     odd = jax.nn.one_hot(index[..., 0], n, dtype=gram.dtype)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
 from meanflow import _checks, activations
-from meanflow._checks import array, choice, count, either, flag, function, number, optional, sequence
+from meanflow._checks import array, choice, count, either, flag, function, number, optional, sequence, taking
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.depth.observables import summary
 from meanflow.layers import functional
@@ -207,7 +207,7 @@ def keys(name: str, value: object) -> object:
     weights=either(choice(*WEIGHTS), function),
     draw=choice("auto", "weights", "law"),
     renormalize=flag,
-    observe=function,
+    observe=taking(1),
     chunk=optional(count(1)),
 )
 def propagate(
@@ -263,6 +263,9 @@ def propagate(
     """
     stages = Stages(recenter, rescale, activation, epsilon)
     batch = _check_batches(key, jnp.asarray(x))
+    seen = jax.eval_shape(observe, jax.ShapeDtypeStruct(batch.shape[-2:], batch.dtype))
+    if not jax.tree.leaves(seen):
+        raise TypeError(f"observe must return an array or a pytree of arrays, got {_checks.show(seen)}")
     draw = _choose_draw(draw, weights, batch.shape[-2], max(widths))
     network = _Network(tuple(widths), stages, weights, draw, renormalize, observe)
     return _many(key, batch, network, chunk)

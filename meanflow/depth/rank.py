@@ -148,6 +148,9 @@ def rank_bounds(
     >>> bool(bounds.binomial <= bounds.chernoff <= bounds.simple < 1)
     True
     """
+    known = _checks.concrete(neurons)
+    if known is not None and np.any(known != np.round(known)):
+        raise ValueError(f"neurons must be whole numbers, got {_checks.show(neurons)}")
     try:
         g, d = jnp.broadcast_arrays(jnp.asarray(gamma, float), jnp.asarray(neurons, float))
     except ValueError:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
-from meanflow._checks import array, count
+from meanflow._checks import array, count, number
 from meanflow._numerics import iterate
 
 
@@ -141,6 +141,7 @@ class TreeRecord(eqx.Module):
         """S_{n-1} / S_1 at the last observed layer: the smallest sample escapes below 1, the largest above 1."""
         return self.weight[-1, :, -1] / self.weight[-1, :, 0]
 
+    @_checks.arguments(tolerance=number(low=0))
     def escaped(self, tolerance: float = 1e-6) -> Bool[Array, "d n"]:
         """Return which samples escape in the tree of each feature: an extreme one, or both when rho is 1.
 

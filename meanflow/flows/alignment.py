@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meanflow import _checks
 from meanflow._numerics import safe_divide
 from meanflow.flows import equation
-from meanflow.flows.observables import Observable, Values
+from meanflow.flows.observables import DESCRIPTION, Observable, Values
 from meanflow.flows.problem import Problem
 from meanflow.measures.cloud import Cloud
 
 
+@_checks.constructor(directions=_checks.array((None, None)), **DESCRIPTION)
 class Alignment(Observable):
     """Alignment of two-layer neurons with given directions, and of the network with its targets.
 
@@ -37,6 +39,11 @@ class Alignment(Observable):
     def measure(self, problem: Problem, cloud: Cloud, memory: Values) -> dict[str, jax.Array]:
         """Return ``subspace``, ``direction`` and ``target``."""
         a, b = cloud.particles.a, cloud.particles.b[:, : self.directions.shape[1]]
+        if b.shape[1] < self.directions.shape[1]:
+            raise ValueError(
+                f"directions must have at most {b.shape[1]} columns, like the inner weights, got "
+                f"{self.directions.shape[1]}"
+            )
         size = jnp.abs(a) if a.ndim == 1 else jnp.linalg.norm(a, axis=1)
         share = safe_divide(cloud.weights * size, jnp.sum(cloud.weights * size))
         square = jnp.sum(b**2, axis=1)

@@ -22,12 +22,12 @@ from meanflow._checks import (
     either,
     flag,
     floating,
-    function,
     instance,
     number,
     optional,
     prng_key,
     subclass,
+    taking,
     unchecked,
 )
 from meanflow._reuse import canonical
@@ -104,6 +104,7 @@ class Flow(eqx.Module):
     centered: bool = eqx.field(static=True, default=False)
     offset: Offset | None = None
 
+    @_checks.arguments(data=DATA)
     def bind(self, data: Dataset) -> Self:
         """Freeze the statistics that the model takes from the data; does nothing where they are known."""
         # through the classes: equinox wraps each bound method in a module, which takes longer than these calls
@@ -221,9 +222,9 @@ FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.
     space=instance(Space),
     loss=LOSS,
     alpha=ALPHA,
-    regularizer=optional(function),
+    regularizer=optional(taking(1)),
     strength=number(low=0),
-    laws=optional(function),
+    laws=optional(taking(1)),
     chart=subclass(Chart),
     centered=flag,
 )
@@ -290,7 +291,7 @@ def _check_penalty(
         )
 
 
-INPUTS = array((None,), (None, None))
+INPUTS = array((None,), (None, None), squares=True)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)

@@ -130,6 +130,8 @@ class Loss(eqx.Module):
                 )
         else:
             _checks.shape("y", y, (count,), rows)
+        if self.function not in NAMED.values() and not self.classifies:
+            self._check_values(rows, y)
         known = _checks.concrete(y) if self.classifies or self.function is logistic else None
         if known is None:
             return
@@ -149,6 +151,13 @@ class Loss(eqx.Module):
             )
         if known.ndim == 2 and (known.min() < 0 or np.max(np.abs(known.sum(axis=1) - 1)) > 1e-3):
             raise ValueError("y must hold rows of probabilities, which sum to 1, for loss='softmax'")
+
+    def _check_values(self, rows: tuple[int, ...], y: jax.Array) -> None:
+        """Raise ValueError unless the user's function returns one real number for each sample."""
+        f = jax.ShapeDtypeStruct(rows, y.dtype)
+        found = jax.eval_shape(self, f, jax.ShapeDtypeStruct(y.shape, y.dtype))
+        if getattr(found, "shape", None) != rows[:1] or not _checks.is_real(found.dtype):
+            raise ValueError(f"loss must return one real number for each of {rows[0]} samples, got {found}")
 
     def __call__(self, f: jax.Array, y: jax.Array) -> jax.Array:
         """l(f, y) of each sample, (n,), for predictions f (n,) or (n, k)."""
@@ -180,4 +189,4 @@ class Loss(eqx.Module):
         return value
 
 
-LOSS = _checks.either(_checks.choice(*NAMED), _checks.function)  # a Loss can be called too
+LOSS = _checks.either(_checks.choice(*NAMED), _checks.taking(2))  # a Loss can be called too

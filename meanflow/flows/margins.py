@@ -83,8 +83,13 @@ def max_margin(flow: Flow, cloud: Cloud, data: Dataset, norm: str = "variation")
     >>> mf.flows.max_margin(mf.vanilla("relu", "logistic"), grid, data)
     0.5
     """
-    if not isinstance(flow.feature, TwoLayer) or np.ndim(cloud.particles.a) != 1:
-        raise ValueError("max_margin needs a two-layer flow with one output, got another one")
+    if not isinstance(flow.feature, TwoLayer):
+        raise ValueError(f"flow must be a two-layer flow, got the feature {type(flow.feature).__name__}")
+    if not isinstance(cloud.particles, Neurons) or np.ndim(cloud.particles.a) != 1:
+        raise ValueError("cloud must hold Neurons(a, b) with one output, a (m,), got other particles")
+    _checks.shape("y of data", data.y, (None,))
+    if not np.all(np.abs(np.asarray(data.y)) == 1):
+        raise ValueError("y of data must be labels -1 and 1, got other values")
     flow = flow.bind(data)
     b = cloud.particles.b
     if norm == "variation":

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks, activations
-from meanflow._checks import array, flag, function, number, optional
+from meanflow._checks import array, flag, number, optional, taking
 from meanflow._matrices import matrix
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.flows.features import TwoLayer
@@ -37,7 +37,7 @@ MODEL = {
     "activation": ACTIVATION,
     "loss": LOSS,
     "alpha": ALPHA,
-    "regularizer": optional(function),
+    "regularizer": optional(taking(1)),
     "strength": number(low=0),
     "centered": flag,
 }

@@ -55,6 +55,16 @@ class Observable(eqx.Module):
         """Return what is recorded at ``cloud``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
 
 
+DESCRIPTION = {
+    "dims": _checks.sequence(_checks.text, least=0),
+    "coords": _checks.mapping(_checks.array((None,), infinite=True)),
+    "units": _checks.text,
+    "about": _checks.text,
+    "usual": _checks.flag,
+}
+
+
+@_checks.constructor(function=_checks.function, from_start=_checks.flag, **DESCRIPTION)
 class FunctionObservable(Observable):
     """A plain function as an observable, with names for the axes of its result.
 
@@ -80,7 +90,9 @@ class FunctionObservable(Observable):
             raise TypeError(
                 f"observe must hold functions that return an array or a dict of arrays, got {_checks.show(values)}"
             )
-        return values
+        for leaf in jax.tree.leaves(values):
+            _checks.numeric("what observe returns", leaf)
+        return jax.tree.map(jnp.asarray, values)  # plain numbers too
 
 
 class Dissipation(Observable):
@@ -247,7 +259,7 @@ def as_observable(name: str, one: object) -> Observable:
     """Return an observable for what a user gave: an ``Observable``, or a function of (flow, cloud, data)."""
     if isinstance(one, Observable):
         return one
-    _checks.function(name, one)
+    _checks.taking(3)(name, one)
     return FunctionObservable(canonical(one))  # type: ignore[arg-type]
 
 
@@ -263,6 +275,7 @@ def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[
     if observe is None:
         return None
     if isinstance(observe, Mapping):
+        observe = _checks.mapping(_checks.unchecked("checked below"))("observe", observe)  # type: ignore[assignment]
         return {name: as_observable(f"observe[{name!r}]", one) for name, one in observe.items()}
     if isinstance(observe, str | list | tuple):
         return named([observe] if isinstance(observe, str) else observe, flow.observables(data))

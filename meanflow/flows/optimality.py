@@ -64,8 +64,8 @@ def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> C
 
 @_checks.arguments(
     cloud=two_layer,
-    radius=number(above=0, static=True),
-    tolerance=number(above=0, static=True),
+    radius=number(above=0, high=1e100, static=True),
+    tolerance=number(above=0, high=1e100, static=True),
     levels=_checks.count(2),
     directions=_checks.count(3),
 )

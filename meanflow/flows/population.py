@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meanflow import _checks
+from meanflow._checks import count, prng_key
 from meanflow.flows import equation
 from meanflow.flows.equation import Population
 from meanflow.flows.losses import Loss
@@ -46,6 +48,9 @@ class GaussianPopulation(Population):
     teacher: Cloud
 
     def __init__(self, flow: "Flow", teacher: Cloud) -> None:
+        from meanflow.flows.flow import FLOW  # flows know of populations too
+
+        FLOW("flow", flow)
         CLOUD("teacher", teacher)
         b = getattr(teacher.particles, "b", None)
         if b is None or b.ndim != 2:
@@ -67,6 +72,7 @@ class GaussianPopulation(Population):
         """Refuse: there are no samples to take from."""
         raise ValueError("a population has no samples; draw fresh ones with sampler=population.sample")
 
+    @_checks.arguments(key=prng_key, size=count(1))
     def sample(self, key: jax.Array, size: int) -> tuple[Float[Array, "n d"], Float[Array, " n"]]:
         """Draw ``size`` inputs and their targets."""
         x = jax.random.normal(key, (size, self.x.shape[1]), self.x.dtype)

@@ -24,6 +24,11 @@ class LayerRates(Space):
     outer_rate: Float[Array, "*m"]
     inner_rate: Float[Array, "*m"]
 
+    def check(self, cloud: Cloud) -> None:
+        """Raise ValueError unless rates are single numbers, or one per neuron."""
+        for name, rate in (("outer", self.outer_rate), ("inner", self.inner_rate)):
+            _checks.shape(name, rate, (), cloud.weights.shape)
+
     def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
         """Return the rates of a and of b, one number for each neuron."""
         one = jnp.ones_like(cloud.weights)

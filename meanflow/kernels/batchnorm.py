@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._matrices import kernel as kernel_kind
 from meanflow.activations import Activation, resolve
 from meanflow.layers.functional import batch_scale, recenter
 
@@ -61,8 +62,8 @@ def jacobian_apply(
 
 
 @_checks.arguments(
-    kernel=_checks.array(),
-    outputs=_checks.array(),
+    kernel=kernel_kind,
+    outputs=_checks.array((None,), (None, None)),
     epsilon=_checks.number(low=0),
     scale=_checks.optional(_checks.array((), (None,))),
     cross=_checks.optional(_checks.array()),
@@ -103,6 +104,9 @@ def batchnorm_ntk(
         raise ValueError(
             f"kernel must be (T, T) with outputs (T,), or (T, T, C, C) with (T, C); got {k.shape} and {f.shape}"
         )
+    _checks.shape("outputs", f, (k.shape[0], *k.shape[2:3]))
+    if scale is not None:
+        _checks.shape("scale", scale, (), f.shape[1:] or (1,))
     if (cross is None) != (at is None):
         raise ValueError("cross and at must be given together")
     wide = k if cross is None else jnp.asarray(cross)

@@ -29,7 +29,9 @@ def alignment(
     return y @ (kernel @ y) / (jnp.linalg.norm(kernel) * (y @ y))
 
 
-@_checks.arguments(kernels=_checks.array(), reference=_checks.optional(_checks.array()))
+@_checks.arguments(
+    kernels=_checks.array(rank=2, squares=True), reference=_checks.optional(_checks.array(squares=True))
+)
 def kernel_drift(
     kernels: Float[ArrayLike, "k T ..."], reference: Float[ArrayLike, "T ..."] | None = None
 ) -> Float[Array, " k"]:

@@ -51,7 +51,7 @@ def _polynomial(line: Callable[[Float[Array, ""]], PyTree], degree: int) -> PyTr
     return total
 
 
-@_checks.arguments(apply=_checks.function, params=PARAMS, degree=_checks.count(0, 8))
+@_checks.arguments(apply=_checks.taking(2), params=PARAMS, degree=_checks.count(0, 8))
 def taylor_expand(apply: Apply | Normalized, params: Params, degree: int = 1) -> TaylorExpansion:
     """Return the Taylor polynomial of a network in its parameters around ``params``.
 

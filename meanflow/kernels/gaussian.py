@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._matrices import kernel as kernel_kind
 
 MATRIX = _checks.array((None, None), (None, None, None, None))
 
@@ -45,10 +46,10 @@ def check_shapes(kernel: Array, y: Array) -> None:
 
 
 @_checks.arguments(
-    kernel=MATRIX,
+    kernel=kernel_kind,
     y=_checks.array((None,), (None, None)),
     cross=MATRIX,
-    test=MATRIX,
+    test=kernel_kind,
     noise=_checks.number(low=0),
 )
 def gp_posterior(

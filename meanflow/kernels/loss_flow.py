@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
+from meanflow import _checks
 from meanflow.kernels.gaussian import as_matrix
 
 
@@ -25,6 +26,10 @@ def from_dual(
     moved = jnp.einsum("sj,...jc->...sc", matrix, columns).reshape(times + first.shape)
     return first.reshape((1,) * len(times) + first.shape) + moved
 
+
+OUTPUTS = _checks.array((None,), (None, None))
+CROSS = _checks.array((None, None), (None,) * 4)  # K(z, x)
+TIMES = _checks.array(low=0, infinite=True, least=0)  # or numbers of steps
 
 Loss: TypeAlias = Callable[[Array, Array], Array]
 
@@ -53,20 +58,24 @@ class LossFlow(eqx.Module):
     weights: Float[Array, " n"]
     sample_loss: Loss
 
+    @_checks.arguments(times=TIMES)
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
         return _dual_of_loss(self, jnp.asarray(times, self.start.dtype))
 
+    @_checks.arguments(times=TIMES)
     def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return f at the training points, shape times.shape + y.shape."""
         return from_dual(self.dual(times), self.kernel, self.start)
 
+    @_checks.arguments(times=TIMES)
     def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
         """Return the loss, shape times.shape."""
         outputs = self(times).reshape((-1, *self.start.shape))
         each = jax.vmap(jax.vmap(self.sample_loss), in_axes=(0, None))(outputs, self.target)
         return (each @ self.weights).reshape(jnp.shape(times))
 
+    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
     def at(
         self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
     ) -> Float[Array, "*times_S_k"]:

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
+from meanflow._matrices import kernel as kernel_kind
 from meanflow._numerics import iterate
 from meanflow.kernels.batchnorm import jacobian_apply, normalize
-from meanflow.kernels.gaussian import MATRIX, Gaussian, as_matrix, check_shapes
-from meanflow.kernels.loss_flow import Loss, LossFlow, cross_entropy, from_dual
+from meanflow.kernels.gaussian import Gaussian, as_matrix, check_shapes
+from meanflow.kernels.loss_flow import CROSS, OUTPUTS, TIMES, Loss, LossFlow, cross_entropy, from_dual
 
 
 class KernelFlow(eqx.Module):
@@ -102,6 +103,7 @@ class KernelFlow(eqx.Module):
         found = self.modes.T @ (jnp.sqrt(self.weights)[:, None] * columns)
         return found[:, 0] if found.shape[1] == 1 else found
 
+    @_checks.arguments(times=TIMES)
     def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return f at the training points, shape times.shape + y.shape."""
         scaled = self._combine(self._decay(times))
@@ -109,12 +111,14 @@ class KernelFlow(eqx.Module):
         left = (scaled / root).reshape(jnp.shape(times) + self.target.shape)
         return self.target.reshape((1,) * jnp.ndim(times) + self.target.shape) + left
 
+    @_checks.arguments(times=TIMES)
     def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
         """Return the loss, shape times.shape."""
         decay = self._decay(times)
         row = self.coefficients().reshape((1,) * (decay.ndim - 1) + (self.rates.shape[0], -1))
         return 0.5 * jnp.sum((decay[..., None] * row) ** 2, axis=(-2, -1))
 
+    @_checks.arguments(times=TIMES)
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
         scaled = self._combine(self._gain(times))
@@ -125,6 +129,7 @@ class KernelFlow(eqx.Module):
         """Return the dual coefficients of the end of training, y.shape; modes at rounding level stay untrained."""
         return self.dual(jnp.inf)
 
+    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
     def at(
         self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
     ) -> Float[Array, "*times_S_k"]:
@@ -137,6 +142,9 @@ class KernelFlow(eqx.Module):
         """
         return from_dual(self.dual(times), cross, start)
 
+    @_checks.arguments(
+        cross=CROSS, prior=_checks.sequence(_checks.array((None, None), (None,) * 4), least=3), times=TIMES
+    )
     def ensemble(
         self,
         cross: Float[Array, "S n ..."],
@@ -176,19 +184,17 @@ def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, "n *k"]) ->
     """Return the weights q as an array, 1/n each by default."""
     if weights is None:
         return jnp.full(y.shape[:1], 1.0 / y.shape[0], y.dtype)
+    _checks.shape("weights", weights, (), y.shape[:1])
     weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape[:1])
     _checks.at_least("weights", weights, 0.0, strict=True)
     return weights
 
 
-OUTPUTS = _checks.array((None,), (None, None))
-
-
 @_checks.arguments(
-    kernel=MATRIX,
+    kernel=kernel_kind,
     start=OUTPUTS,
     y=OUTPUTS,
-    weights=_checks.optional(_checks.array((), (None,))),
+    weights=_checks.optional(_checks.array((), (None,), above=0)),
     learning_rate=_checks.optional(_checks.number(above=0)),
     loss=_checks.either(_checks.choice("squared", "cross_entropy"), _checks.function),
 )

@@ -32,8 +32,10 @@ def _check_axes(x: jax.Array, axis: Axes) -> None:
         raise ValueError(f"axis must be among the {x.ndim} axes of x, each at most once, got {axis}")
 
 
-X = _checks.array(rank=1)
-PART = _checks.array(infinite=True, nan=True, least=0)  # of a larger computation, which judges the numbers
+X = _checks.array(rank=1, half=True)
+PART = _checks.array(
+    infinite=True, nan=True, least=0, half=True
+)  # of a larger computation, which judges the numbers
 LENGTH = _checks.number(low=0)
 MODE = _checks.choice("std", "rms")
 Groups = tuple[tuple[int, ...], ...]
@@ -361,7 +363,9 @@ def unitize(
     return out.astype(_result(given))
 
 
-@_checks.arguments(vector=_checks.array((None,), nan=True, infinite=True), ndim=_checks.count(1), axis=_axes)
+@_checks.arguments(
+    vector=_checks.array((None,), nan=True, infinite=True, half=True), ndim=_checks.count(1), axis=_axes
+)
 def along(vector: Float[ArrayLike, "features"], ndim: int, axis: int) -> Float[Array, "..."]:
     """Reshape a vector to rank ``ndim`` such that it lies along ``axis`` and broadcasts over the other axes.
 

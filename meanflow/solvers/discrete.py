@@ -12,7 +12,7 @@ import optax
 from jaxtyping import PyTree
 
 from meanflow import _checks
-from meanflow._checks import choice, count, flag, function, instance, number, optional, prng_key
+from meanflow._checks import choice, count, flag, instance, number, optional, prng_key, taking
 from meanflow._identity import describe, json_digest
 from meanflow._numerics import KeyBits, iterate
 from meanflow._reuse import canonical
@@ -25,7 +25,7 @@ from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.batches import Batches
 from meanflow.solvers.continuous import OBSERVE, STATE, rule_numbers
-from meanflow.solvers.dynamics import SAMPLES, Dynamics
+from meanflow.solvers.dynamics import SAMPLES, Dynamics, check_sampler
 from meanflow.solvers.labelled import axis_names
 from meanflow.solvers.solution import (
     RESULTS,
@@ -83,7 +83,7 @@ class _Carry(NamedTuple):
     batch_size=optional(count(1)),
     replace=flag,
     statistics=choice("frozen", "batch"),
-    sampler=optional(function),
+    sampler=optional(taking(2)),
     temperature=number(low=0),
     reaction=number(low=0),
     conserve=flag,
@@ -173,8 +173,11 @@ def descend(
     if sampler is not None:
         if batch_size is None or key is None:
             raise ValueError(f"sampler needs batch_size and key, got batch_size={batch_size} and key={key}")
+        check_sampler(sampler, key, batch_size, data)
     elif batch_size is not None:
         _check_batches(batch_size, statistics, key, data)
+    elif replace:
+        raise ValueError("replace needs batch_size, the size of the batches that are drawn, got None")
     rule = as_rule(1.0 if step is None else step, cloud.weights.dtype)
     names = {
         "optimizer": "plain descent" if optimizer is None else describe_optimizer(optimizer),

@@ -4,6 +4,7 @@ Temperature and reaction are terms of the one equation (``flows.equation``) and 
 ``Problem.move``): ``descend`` adds them to its steps, ``solve`` to its field, or steps with ``Langevin``.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import diffrax
@@ -100,6 +101,21 @@ class Dynamics(eqx.Module):
             conserve=self.conserve,
             normalized=clock == "normalized",
             arranged=chart.flow.feature.arrange(chart.base, data),
+        )
+
+
+def check_sampler(
+    sampler: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]], key: jax.Array, size: int, data: Dataset
+) -> None:
+    """Refuse a sampler of fresh data that does not return ``size`` inputs and targets like those of ``data``."""
+    found = jax.eval_shape(lambda key: sampler(key, size), key)
+    shapes = (
+        [tuple(getattr(part, "shape", ())) for part in found] if isinstance(found, tuple | list) else found
+    )
+    wanted = [(size, *data.x.shape[1:]), (size, *data.y.shape[1:])]
+    if shapes != wanted:
+        raise ValueError(
+            f"sampler must return inputs and targets of shapes {wanted[0]} and {wanted[1]}, got {shapes}"
         )
 
 

@@ -39,6 +39,7 @@ MAX_STEPS = 10**6
 CFL = 0.4  # positivity needs sum of Courant numbers <= 1/2
 
 
+@_checks.constructor(mass=array((None, None), low=0), bound=array((), above=0))
 class Density(eqx.Module):
     """Masses of the cells of [-bound, bound] x circle.
 
@@ -49,6 +50,12 @@ class Density(eqx.Module):
 
     mass: jax.Array
     bound: jax.Array
+
+    def __check_init__(self) -> None:
+        """Refuse masses whose sum is not 1."""
+        known = _checks.concrete(self.mass)
+        if known is not None and abs(known.sum(dtype=float) - 1) > 1e-4:
+            raise ValueError(f"mass must sum to 1, got a sum of {known.sum(dtype=float):g}")
 
     def at(self, mass: jax.Array) -> Self:
         """Return the same grid with other masses."""
@@ -171,6 +178,7 @@ def evolve(
     """
     if data.x.ndim != 2 or data.x.shape[1] != 2:
         raise ValueError(f"x must have shape (n, 2) for the Eulerian view, got {data.x.shape}")
+    _checks.shape("y", data.y, (None,))
     if not isinstance(flow.feature, BatchNormed) or flow.feature.affine:
         raise ValueError(
             f"flow must be a batch-norm flow without scale and shift, got the feature {type(flow.feature).__name__}"

@@ -82,6 +82,7 @@ STAGES = (
 )
 
 
+@_checks.constructor(max_events=_checks.optional(_checks.count(1)), forward=_checks.flag)
 class Sliding(FlowSolver):
     """Solver for flows with kinks that follows Filippov solutions exactly in each frozen field.
 
@@ -104,11 +105,6 @@ class Sliding(FlowSolver):
     forward: bool = False
 
     lands_on_saves: ClassVar[bool] = True
-
-    def __check_init__(self) -> None:
-        """Refuse a number of events below 1."""
-        if self.max_events is not None:
-            _checks.whole("max_events", self.max_events, 1)
 
     def order(self, terms: PyTree) -> int:
         """Return 2, the order through crossings, captures and releases."""

@@ -201,6 +201,7 @@ class Solution(eqx.Module):
 
         return as_dataset(self)
 
+    @_checks.arguments(path=_checks.path)
     def save(self, path: str | pathlib.Path) -> pathlib.Path:
         """Write the solution to one .npz file (arrays, settings, versions; no pickles) and return its path.
 
@@ -209,9 +210,10 @@ class Solution(eqx.Module):
         """
         from meanflow.solvers.files import write_solution
 
-        return write_solution(self, _checks.path("path", path))
+        return write_solution(self, pathlib.Path(path))
 
     @classmethod
+    @_checks.arguments(path=_checks.path, records=_checks.sequence(_checks.subclass(tuple), least=0))
     def load(cls, path: str | pathlib.Path, *, records: Sequence[type] = ()) -> Self:
         """Read a solution written by ``save``; it can be resumed through ``state``.
 
@@ -221,7 +223,7 @@ class Solution(eqx.Module):
         """
         from meanflow.solvers.files import read_solution
 
-        return read_solution(cls, _checks.path("path", path), records)
+        return read_solution(cls, pathlib.Path(path), records)
 
 
 class FailedRun(RuntimeError):

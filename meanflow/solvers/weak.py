@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow._checks import count, function, number, unchecked
+from meanflow._checks import count, number, taking, unchecked
 from meanflow.flows.flow import FLOW, Flow, velocity
 from meanflow.measures.cloud import CLOUD, Cloud
 from meanflow.measures.dataset import DATA, Dataset
@@ -26,7 +26,7 @@ class WeakForm(NamedTuple):
     flow=FLOW,
     cloud=CLOUD,
     data=DATA,
-    test=function,
+    test=taking(2),
     t1=number(above=0),
     nodes=count(1),
     settings=unchecked("solve checks each of them"),
@@ -46,7 +46,13 @@ def weak_form(
     They are equal along the flow; the interior vanishes only if ``test`` does at both ends. Time integrals use
     ``nodes`` Gauss-Legendre points; ``settings`` go to ``solve``.
     """
+    for name in ("ts", "observe"):
+        if name in settings:
+            raise ValueError(f"settings must not hold {name}, which weak_form chooses itself")
     flow = flow.bind(data)
+    values = jax.eval_shape(test, jnp.zeros(()), cloud.particles)
+    if getattr(values, "shape", None) != cloud.weights.shape:
+        raise ValueError(f"test must return one number for each of {cloud.size} particles, got {values}")
     points, weights = np.polynomial.legendre.leggauss(nodes)
     times = t1 * (points + 1) / 2
     sol = solve(flow, cloud, data, t1, ts=times, **settings)

@@ -68,6 +68,7 @@ def digits(seed: int = 0, train: int = 1500) -> Data:
     return Data(images[:train], labels[:train], images[train:], labels[train:])
 
 
+@_checks.arguments(folder=_checks.path)
 def mnist(folder: str | Path) -> Data:
     """Read MNIST, or any data set in its format, from idx files, plain or gzipped.
 
@@ -88,9 +89,10 @@ def mnist(folder: str | Path) -> Data:
     return Data(*parts)
 
 
+@_checks.arguments(path=_checks.path)
 def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
     """Read one idx file of unsigned bytes, plain or gzipped."""
-    path = _checks.path("path", path)
+    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path must name an idx file, got {path}, which is none")
     raw = path.read_bytes()
@@ -109,6 +111,7 @@ def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
     return values.reshape(shape)
 
 
+@_checks.arguments(folder=_checks.path, classes=_checks.count(10, 100))
 def cifar(folder: str | Path, classes: int = 10) -> Data:
     """Read CIFAR-10 or CIFAR-100 from the batches of its Python or its binary version.
 

@@ -77,6 +77,10 @@ def affine_part(norm: Layer, h: Float[Array, "*shape"]) -> Float[Array, "*shape"
     return norm.affine(h) if isinstance(norm, Normalization) else h
 
 
+BATCH = _checks.array(rank=2, half=True, nan=True, infinite=True)  # layers say what they do with NaN
+LAYER = _checks.count(-_checks.MOST)
+
+
 class Stack(nnx.Module):
     """Affine map, normalization and ReLU, repeated; then a linear read-out that gives the logits.
 
@@ -87,10 +91,12 @@ class Stack(nnx.Module):
     norms: Sequence[Layer]
     head: nnx.Linear
 
+    @_checks.arguments(x=BATCH)
     def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n classes"]:
         """Return the logits of a batch."""
         return self.upper(self.lower(x))
 
+    @_checks.arguments(x=BATCH, layer=LAYER)
     def lower(self, x: Float[Array, "n ..."], layer: int = -1) -> Float[Array, "n ..."]:
         """Return the outputs of one normalization layer, without its gamma and beta.
 
@@ -98,18 +104,31 @@ class Stack(nnx.Module):
             x: batch.
             layer: index of the normalization layer; -1 is the last one.
         """
-        index = range(len(self.maps))[layer]
+        index = self._index(layer)
+        first = self.maps[0]
+        if isinstance(first, nnx.Linear | nnx.Conv) and x.shape[-1] != first.in_features:
+            raise ValueError(
+                f"x must have {first.in_features} features in its last axis, got shape {x.shape}"
+            )
         for affine, norm in zip(self.maps[:index], self.norms[:index], strict=True):
             x = jax.nn.relu(norm(affine(x)))
         return normalized(self.norms[index], self.maps[index](x))
 
+    @_checks.arguments(h=BATCH, layer=LAYER)
     def upper(self, h: Float[Array, "n ..."], layer: int = -1) -> Float[Array, "n classes"]:
         """Return the logits, given the outputs that ``lower`` returns for the same ``layer``."""
-        index = range(len(self.maps))[layer]
+        index = self._index(layer)
         h = jax.nn.relu(affine_part(self.norms[index], h))
         for affine, norm in zip(self.maps[index + 1 :], self.norms[index + 1 :], strict=True):
             h = jax.nn.relu(norm(affine(h)))
         return self.head(self.pool(h))
+
+    def _index(self, layer: int) -> int:
+        """Return the number of a normalization layer, counted from 0."""
+        depth = len(self.maps)
+        if not -depth <= layer < depth:
+            raise ValueError(f"layer must be from {-depth} to {depth - 1}, got {layer}")
+        return layer % depth
 
     def pool(self, h: Float[Array, "n ..."]) -> Float[Array, "n features"]:
         """Turn the last feature map into one row a sample; here it is one already."""
@@ -121,7 +140,7 @@ RNGS = _checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")
 
 def make_norm(name: str, value: object) -> object:
     """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
-    if not callable(value):
+    if not callable(value) or isinstance(value, nnx.Module):
         raise TypeError(
             f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
             f"got {_checks.show(value)}"

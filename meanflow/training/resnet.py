@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from meanflow import _checks
 from meanflow.layers.initializers import Initializer
-from meanflow.training.networks import RNGS, MakeNorm, affine_part, he_normal, make_norm, normalized
+from meanflow.training.networks import BATCH, RNGS, MakeNorm, affine_part, he_normal, make_norm, normalized
 
 
 def _conv(m: int, n: int, size: int, stride: int, init: Initializer, rngs: nnx.Rngs) -> nnx.Conv:
@@ -60,6 +60,7 @@ class Block(nnx.Module):
         self.project = _conv(m, n, 1, stride, init, rngs) if bottleneck and changes else nnx.data(None)
         self.stride, self.extra = stride, n - m
 
+    @_checks.arguments(x=BATCH)
     def __call__(self, x: Float[Array, "n h w channels"]) -> Float[Array, "n h2 w2 channels2"]:
         """Apply the block; height and width are divided by the stride."""
         h = jax.nn.relu(self.norms[0](x))

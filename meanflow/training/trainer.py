@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import TypedDict, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 
 from meanflow import _checks
-from meanflow._files import atomic_write
-from meanflow._identity import Json, array_text, describe, difference
+from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
+from meanflow.training.checkpoints import Record, TrainState, resume, save_state
 from meanflow.training.data import Data
+from meanflow.training.fitting import INPUTS, check_fit, keys, labels, same_rows, train_data
 from meanflow.training.networks import CuttableNetwork, Network
 from meanflow.transport.covariate_shift import ics, loss_shift
 from meanflow.transport.statistics import FeatureMoments, moments
@@ -34,33 +35,11 @@ EVALUATION_BATCH = 1000
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 """(logits, labels) -> scalar mean loss."""
 
-Record = dict[str, np.ndarray]
-"""What ``Trainer.run`` returns of each epoch, by name."""
-
-
-HISTORY = "history:"  # before the names of the record in a checkpoint
-
-
-class TrainState(NamedTuple):
-    """Everything the next epoch depends on, as one pytree of arrays.
-
-    Attributes:
-        epoch: number of epochs that have been run.
-        params: trained parameters of the network.
-        stats: all its other variables, such as running moments.
-        opt_state: state of the optimizer.
-        key: PRNG key from which the keys of all epochs are derived.
-    """
-
-    epoch: Int[Array, "*runs"]
-    params: PyTree[Array]
-    stats: PyTree[Array]
-    opt_state: optax.OptState
-    key: Key[Array, "*runs"]
-
-
 Carry = tuple[PyTree[Array], PyTree[Array], optax.OptState, jax.Array]
 """What one minibatch passes to the next: parameters, other variables, optimizer state, sum of the losses."""
+
+
+STATE = _checks.instance(TrainState, hint="from Trainer.init(key) or Trainer.run")
 
 
 class LayerComparison(TypedDict):
@@ -109,30 +88,6 @@ class Watch:
         }
         for name, kind in kinds.items():
             kind(f"watch.{name}", getattr(self, name))  # type: ignore[operator]
-
-
-def _keys(name: str, value: object) -> object:
-    """Accept a PRNG key, or an array (runs,) of them."""
-    if (
-        not isinstance(value, jax.Array)
-        or not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        or value.ndim > 1
-    ):
-        raise TypeError(
-            f"{name} must be a TrainState or a PRNG key such as jax.random.key(0), got {_checks.show(value)}"
-        )
-    return value
-
-
-def _train_data(name: str, value: object) -> Data:
-    """Accept training and test data, four finite arrays that are not empty."""
-    if not isinstance(value, tuple) or len(value) != 4:
-        raise TypeError(
-            f"{name} must be a training.data.Data (train_x, train_y, test_x, test_y), got {_checks.show(value)}"
-        )
-    for field, part in zip(Data._fields, value, strict=True):
-        _checks.host_array(rank=1, least=1)(f"{name}.{field}", part)
-    return Data(*value)
 
 
 def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Float[Array, ""]:
@@ -201,11 +156,11 @@ class Trainer:
     """
 
     @_checks.arguments(
-        make=_checks.either(_checks.function, _checks.subclass(nnx.Module)),
+        make=_checks.either(_checks.taking(1), _checks.subclass(nnx.Module)),
         optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
         batch=_checks.count(1),
-        loss=_checks.function,
-        augment=_checks.optional(_checks.function),
+        loss=_checks.taking(2),
+        augment=_checks.optional(_checks.taking(2)),
         watch=_checks.optional(_checks.instance(Watch)),
         ensemble=_checks.flag,
         mesh=_checks.optional(_checks.instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")),
@@ -229,30 +184,39 @@ class Trainer:
                 f"mesh must have one axis whose length divides batch = {batch}, and ensemble must be False with it, "
                 f"got axes {dict(mesh.shape)} and ensemble = {ensemble}"
             )
-        self.graph = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)[0]
+        network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        if not isinstance(network, nnx.Module):
+            raise TypeError(f"make must return a flax NNX module, got {_checks.show(network)}")
+        self.graph = nnx.split(network, nnx.Param, ...)[0]
         lift = jax.vmap if ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
         self._epoch = jax.jit(lift(self.epoch))
         self._evaluate = jax.jit(lift(self.evaluate))
         self._compare = jax.jit(lift(self.compare))
 
+    @_checks.arguments(key=_checks.prng_key)
     def init(self, key: Key[Array, ""]) -> TrainState:
         """Return the state before the first epoch."""
         init_key, run_key = jax.random.split(key)
         params, stats = _variables(self.make(nnx.Rngs(init_key)))
         return TrainState(jnp.zeros((), jnp.int32), params, stats, self.optimizer.init(params), run_key)
 
+    @_checks.arguments(state=STATE, training=_checks.flag)
     def network(self, state: TrainState, *, training: bool = False) -> Network:
         """Return the network of a state, in inference or in training; changing it leaves the state as it is."""
         model = nnx.merge(self.graph, state.params, state.stats, copy=True)
         model.train() if training else model.eval()
         return model
 
+    @_checks.arguments(state=STATE, x=INPUTS, y=labels)
     def epoch(
         self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> tuple[TrainState, Float[Array, ""]]:
         """Pass once over the data in minibatches; return the new state and the mean loss on the way."""
+        same_rows(x, y)
         steps = x.shape[0] // self.batch
+        if not steps:
+            raise ValueError(f"x must have at least as many rows as a batch, {self.batch}, got {x.shape[0]}")
         order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
         order = jax.random.permutation(order_key, x.shape[0])
         rows = order[: steps * self.batch].reshape(steps, self.batch)
@@ -316,15 +280,18 @@ class Trainer:
         (name,) = self.mesh.axis_names
         return jax.vmap(lambda _: function(), axis_name=name)(jnp.zeros(1))[0]
 
+    @_checks.arguments(state=STATE, x=INPUTS, y=labels)
     def evaluate(
         self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> dict[str, Float[Array, ""]]:
         """Return loss and accuracy in inference, by name."""
+        same_rows(x, y)
         model = self.network(state)
         # inference treats samples independently: large test sets go through in pieces
         logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
         return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
 
+    @_checks.arguments(old=STATE, new=STATE, x=INPUTS, y=labels)
     def compare(
         self, old: TrainState, new: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> LayerComparison:
@@ -354,13 +321,13 @@ class Trainer:
         return cast(CuttableNetwork, self.network(state, training=training))
 
     @_checks.arguments(
-        state=_checks.either(_checks.instance(TrainState), _keys),
-        data=_train_data,
+        state=_checks.either(STATE, keys),
+        data=train_data,
         epochs=_checks.count(0),
         progress=_checks.optional(_checks.flag),
         checkpoint=_checks.optional(_checks.path),
         config=_checks.optional(_checks.mapping(_checks.unchecked("stored as JSON"))),
-        hook=_checks.optional(_checks.function),
+        hook=_checks.optional(_checks.taking(2)),
     )
     def run(
         self,
@@ -401,18 +368,19 @@ class Trainer:
         current: TrainState = self._init(state) if fresh else state  # type: ignore[assignment]
         axis = 1 if self.ensemble else 0
         for name in ("train", "test"):
-            x, y = getattr(data, f"{name}_x"), getattr(data, f"{name}_y")
-            if x.shape[: axis + 1] != y.shape[: axis + 1]:
-                raise ValueError(f"data must have a label for each {name} row, got {x.shape} and {y.shape}")
+            same_rows(getattr(data, f"{name}_x"), getattr(data, f"{name}_y"), axis, name)
         rows = data.train_x.shape[axis]
         if rows < self.batch:
             raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
         if hook is not None and self.ensemble:
             raise ValueError("hook must be None for an ensemble: it is called with a single network")
+        if not self.ensemble:
+            single = self.network(current)
+            check_fit(single, self.loss, self.augment, data, self.loss is cross_entropy)
         identity = self._identity(current, data, config)
         history: Record = {}
         if checkpoint is not None and Path(checkpoint).exists():
-            current, history = self._resume(checkpoint, current, identity, fresh)
+            current, history = resume(checkpoint, current, identity, fresh)
         x, y, test_x, test_y = (jnp.asarray(u) for u in data)
         first = int(np.ravel(current.epoch)[0])
         if hook is not None and first == 0:
@@ -447,26 +415,6 @@ class Trainer:
         }
         return json.loads(json.dumps(parts, default=str))
 
-    def _resume(
-        self, checkpoint: str | Path, state: TrainState, identity: Json, fresh: bool
-    ) -> tuple[TrainState, Record]:
-        """Return the state to go on from and the record so far; refuse a file that holds another run."""
-        stored, header = load_state(checkpoint, state)
-        known = header.get("run")
-        found = ["no description of its run"] if not known else difference(known, identity)
-        if found:
-            raise ValueError(
-                f"checkpoint {checkpoint} holds another run; use another file, or remove it. Differences:\n  "
-                + "\n  ".join(found[:8])
-            )
-        done, given = (int(np.ravel(u.epoch)[0]) for u in (stored, state))
-        if not fresh and given != done:
-            raise ValueError(
-                f"checkpoint {checkpoint} has {done} epochs, the state {given}: pass the key to go on from the file, "
-                "or another file to go on from the state"
-            )
-        return (stored if fresh else state), header["history"]
-
     def _shift(self, seen: LayerComparison) -> dict[str, ArrayLike]:
         """Return the record of a watched layer; the covariate shift is measured here, on the host."""
         record: dict[str, ArrayLike] = {"loss_shift": seen["loss_shift"], **seen["moments"]._asdict()}
@@ -497,75 +445,6 @@ def _joined(history: Record, records: list[Record]) -> Record:
     names = records[0] if records else history
     new = {name: [r[name][None] for r in records] for name in names}
     return {name: np.concatenate([*([history[name]] if history else []), *new[name]]) for name in names}
-
-
-def save_state(
-    path: str | Path,
-    state: TrainState,
-    config: Mapping[str, object] | None = None,
-    *,
-    history: Record | None = None,
-    run: Json | None = None,
-) -> None:
-    """Write a state to one npz file, together with the versions of the libraries that made it.
-
-    Args:
-        path: name of the file, which is replaced if it exists. It is never left half written.
-        state: the state.
-        config: settings to store with it, as JSON.
-        history: the record of the epochs so far.
-        run: description of the run, by which it is known again.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(state._replace(key=jax.random.key_data(state.key)))
-    arrays = {jax.tree_util.keystr(where): np.asarray(leaf) for where, leaf in leaves}
-    versions = {"jax": jax.__version__, "optax": optax.__version__, "numpy": np.__version__}
-    arrays |= {f"{HISTORY}{name}": value for name, value in (history or {}).items()}
-    try:
-        header = json.dumps({"config": dict(config or {}), "versions": versions, "run": run or {}})
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"config must be JSON: {problem}") from problem
-    # an open file, since savez would append a suffix to a path that has none
-    with atomic_write(path) as part, part.open("wb") as file:
-        np.savez(file, allow_pickle=False, header=np.array(header), **arrays)
-
-
-def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Read a state that ``save_state`` has written.
-
-    Args:
-        path: name of the file.
-        template: any state of the same network and optimizer, such as ``trainer.init(key)``.
-
-    Returns:
-        The state; and ``config``, ``versions``, ``run`` and ``history`` (the record) as they were stored.
-
-    Raises:
-        ValueError: if the file is damaged, or a part is missing or has another shape than in the template.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"path must name a checkpoint, got {path}, which does not exist")
-    try:
-        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-        header = json.loads(str(stored.pop("header")))
-        header |= {
-            "history": {n.removeprefix(HISTORY): u for n, u in stored.items() if n.startswith(HISTORY)}
-        }
-    except Exception as problem:  # damaged archives raise whatever they like
-        raise ValueError(
-            f"{path} is damaged or no checkpoint of this package: {type(problem).__name__}: {problem}"
-        ) from problem
-    plain = template._replace(key=jax.random.key_data(template.key))
-    leaves, tree = jax.tree_util.tree_flatten_with_path(plain)
-    values = []
-    for where, leaf in leaves:
-        name = jax.tree_util.keystr(where)
-        if name not in stored or stored[name].shape != leaf.shape:
-            given = stored[name].shape if name in stored else "nothing"
-            raise ValueError(f"{path} must hold {name} of shape {leaf.shape}, got {given}")
-        values.append(jnp.asarray(stored[name], leaf.dtype))
-    state = jax.tree_util.tree_unflatten(tree, values)
-    return state._replace(key=jax.random.wrap_key_data(state.key)), header
 
 
 def _ticker(epochs: range, progress: bool | None) -> Iterable[int]:

@@ -13,7 +13,20 @@ from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from meanflow import _checks
 
+SAMPLES = _checks.array((None, None), squares=True)
+FACTOR = _checks.array((), (None,))  # one number, or one a feature
 
+
+def _same_features(x: ArrayLike, y: ArrayLike, **factors: ArrayLike | None) -> None:
+    """Refuse samples with unequal numbers of features, and factors with another number of them."""
+    features = jnp.shape(x)[1]
+    _checks.shape("y", y, (None, features))
+    for name, factor in factors.items():
+        if factor is not None:
+            _checks.shape(name, factor, (), (features,))
+
+
+@_checks.arguments(x=SAMPLES, y=SAMPLES)
 @jax.jit
 def moment_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Float[Array, ""]:
     """Return the upper bound sqrt(sum var + sum var' + |dmu|^2) from two moments (Theorem 1, corrected).
@@ -26,6 +39,7 @@ def moment_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Floa
     >>> print(moment_bound(pair, dirac), wasserstein(pair, dirac))
     2.0 2.0
     """
+    _same_features(x, y)
     x, y = jnp.asarray(x), jnp.asarray(y)
     variance = jnp.sum(jnp.var(x, axis=0)) + jnp.sum(jnp.var(y, axis=0))
     shift = jnp.sum(jnp.square(jnp.mean(x, axis=0) - jnp.mean(y, axis=0)))
@@ -42,6 +56,7 @@ def standardized_bound(dimension: int) -> float:
     return (2.0 * dimension) ** 0.5
 
 
+@_checks.arguments(x=_checks.array(rank=1), p=_checks.count(1), c=_checks.number(above=0))
 def truncated_power(x: Float[ArrayLike, "*n d"], p: int, c: Shaped[ArrayLike, ""]) -> Float[Array, "*n"]:
     """Return f_{p,C}(x) = sum_i clip(x_i, -C, C)^p / (p C^(p-1) sqrt(d)), a 1-Lipschitz function of each sample.
 
@@ -50,13 +65,12 @@ def truncated_power(x: Float[ArrayLike, "*n d"], p: int, c: Shaped[ArrayLike, ""
         p: power, an integer from 1 on.
         c: C > 0, where the entries are clipped.
     """
-    p = _checks.whole("p", p, 1)
-    _checks.at_least("c", c, 0.0, strict=True)
     x = jnp.asarray(x)
     ratio = jnp.clip(x / c, -1, 1)  # scaled first: C^p overflows float32 early
     return c * jnp.sum(ratio**p, axis=-1) / (p * x.shape[-1] ** 0.5)
 
 
+@_checks.arguments(x=SAMPLES, y=SAMPLES, p=_checks.count(1), c=_checks.number(above=0))
 def power_bound(
     x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], p: int, c: Shaped[ArrayLike, ""]
 ) -> Float[Array, ""]:
@@ -67,21 +81,24 @@ def power_bound(
     >>> print(power_bound(jnp.zeros((2, 1)), jnp.ones((2, 1)), 1, 1.0))
     1.0
     """
+    _same_features(x, y)
     return jnp.abs(jnp.mean(truncated_power(x, p, c)) - jnp.mean(truncated_power(y, p, c)))
 
 
-@_checks.arguments(x=_checks.array((None, None)), y=_checks.array((None, None)), c=_checks.number(above=0))
+@_checks.arguments(x=SAMPLES, y=SAMPLES, c=_checks.number(above=0))
 def noise_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], c: float) -> Float[Array, ""]:
     """Return the lower bound (5): ``power_bound`` for p = 2, by the errors of mean and variance.
 
     | sum_i (mu_i')^2 + (var_i' - 1) - mu_i^2 - (var_i - 1) | / (2 C sqrt(d)), for standardized outputs that lie in
     [-C, C]^d.
     """
+    _same_features(x, y)
     x, y = jnp.asarray(x), jnp.asarray(y)
     noise = [jnp.sum(jnp.square(jnp.mean(u, axis=0)) + jnp.var(u, axis=0) - 1) for u in (x, y)]
     return jnp.abs(noise[0] - noise[1]) / (2 * c * x.shape[1] ** 0.5)
 
 
+@_checks.arguments(x=SAMPLES, y=SAMPLES, orders=_checks.sequence(_checks.count(1)))
 @partial(jax.jit, static_argnames="orders")
 def best_power_bound(
     x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], orders: tuple[int, ...] = (1, 2, 3, 4)
@@ -90,6 +107,7 @@ def best_power_bound(
 
     The values of C run from 1/16 to 1 times the largest entry of the samples.
     """
+    _same_features(x, y)
     top = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
     top = jnp.where(top > 0, top, 1)
     scales = top * jnp.geomspace(1 / 16, 1, 9, dtype=top.dtype)
@@ -112,6 +130,13 @@ def harmonic_norm(r: Float[ArrayLike, "*n"], alpha: Float[ArrayLike, "..."]) -> 
     return jnp.where(scale > 0, r / jnp.where(scale > 0, scale, 1), 0)
 
 
+@_checks.arguments(
+    x=SAMPLES,
+    y=SAMPLES,
+    alpha=FACTOR,
+    interpolation=_checks.choice("linear", "harmonic"),
+    alpha_y=_checks.optional(FACTOR),
+)
 @partial(jax.jit, static_argnames="interpolation")
 def unitized_bound(
     x: Float[ArrayLike, "n d"],
@@ -140,7 +165,7 @@ def unitized_bound(
     >>> print(unitized_bound(jnp.ones((3, 4)), jnp.zeros((3, 4)), 0.5))   # norms 2 and 0
     2.5
     """
-    _checks.one_of("interpolation", interpolation, ("linear", "harmonic"))
+    _same_features(x, y, alpha=alpha, alpha_y=alpha_y)
     x, y = jnp.asarray(x), jnp.asarray(y)
     after, before = jnp.asarray(alpha, x.dtype), jnp.asarray(alpha if alpha_y is None else alpha_y, x.dtype)
     sides = [(jnp.linalg.norm(x, axis=1), after), (jnp.linalg.norm(y, axis=1), before)]
@@ -161,6 +186,7 @@ def _linear_half(r: jax.Array, alpha: jax.Array) -> jax.Array:
     return jnp.where(inside, tight, loose)
 
 
+@_checks.arguments(dimension=_checks.count(1), alpha_min=_checks.number(low=0, high=1))
 def unitized_standardized_bound(dimension: int, alpha_min: float) -> float:
     """Return the upper bound for exact standardization followed by the linear form (10), for alpha in [0, 1]^d.
 
@@ -206,9 +232,13 @@ def output_bound(
         gamma_y: gamma before, if it has moved.
         beta_y: beta before, if it has moved.
     """
+    _same_features(x, y, gamma=gamma, beta=beta, gamma_y=gamma_y, beta_y=beta_y)
     gamma_y, beta_y = (gamma if gamma_y is None else gamma_y), (beta if beta_y is None else beta_y)
     halves = [
         jnp.max(jnp.abs(jnp.asarray(g))) * jnp.mean(jnp.linalg.norm(jnp.asarray(u), axis=1))
         for g, u in ((gamma, x), (gamma_y, y))
     ]
-    return jnp.linalg.norm(jnp.asarray(beta) - jnp.asarray(beta_y)) + halves[0] + halves[1]
+    shift = jnp.broadcast_to(
+        jnp.asarray(beta) - jnp.asarray(beta_y), jnp.shape(x)[1:]
+    )  # one number moves all features
+    return jnp.linalg.norm(shift) + halves[0] + halves[1]

@@ -20,7 +20,7 @@ import scipy.spatial.distance
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
-from meanflow._checks import function, number, optional
+from meanflow._checks import number, optional, taking
 from meanflow._numerics import power_mean, scaled_norm
 
 MAX_ASSIGNMENT = 4096
@@ -61,7 +61,7 @@ PAIR = {
     "p": number(low=1, static=True),
     "weights_x": WEIGHTS,
     "weights_y": WEIGHTS,
-    "cost": optional(function),
+    "cost": optional(taking(2)),
 }
 
 
@@ -358,6 +358,8 @@ def check_weights(name: str, weights: ArrayLike | None, size: int) -> None:
     values = _checks.concrete(weights)
     if values is not None and not values.sum() > 0:
         raise ValueError(f"{name} must have a positive sum, got {values.sum()}")
+    if values is not None and not np.isfinite(np.square(values.sum(dtype=values.dtype))):
+        raise ValueError(f"{name} must have a sum whose square is finite, got {values.sum():.3g}")
 
 
 def _clouds(x: Points, y: Points) -> tuple[jax.Array, jax.Array]:

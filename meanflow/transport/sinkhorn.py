@@ -67,8 +67,11 @@ def sinkhorn_divergence(
         raise ValueError(f"x and y must have shapes (N, d) and (M, d), got {jnp.shape(x)} and {jnp.shape(y)}")
     check_weights("weights_x", weights_x, jnp.shape(x)[0])
     check_weights("weights_y", weights_y, jnp.shape(y)[0])
-    weights = [None if w is None else jnp.asarray(w) for w in (weights_x, weights_y)]
-    return _divergence(jnp.asarray(x), jnp.asarray(y), relative_epsilon, *weights, max_iterations)
+    dtype = jnp.result_type(x, y)  # ott takes one precision alone
+    weights = [None if w is None else jnp.asarray(w, dtype) for w in (weights_x, weights_y)]
+    return _divergence(
+        jnp.asarray(x, dtype), jnp.asarray(y, dtype), relative_epsilon, *weights, max_iterations
+    )
 
 
 @partial(jax.jit, static_argnames="max_iterations")

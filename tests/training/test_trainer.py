@@ -17,7 +17,8 @@ from meanflow import transport
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.training import CNN, MLP, Trainer, Watch, trainer
 from meanflow.training.data import Data
-from meanflow.training.trainer import cross_entropy, load_state, save_state, staircase
+from meanflow.training.checkpoints import load_state, save_state
+from meanflow.training.trainer import cross_entropy, staircase
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

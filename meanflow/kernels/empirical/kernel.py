@@ -217,7 +217,7 @@ def _sharded(
     )
 
 
-@_checks.arguments(**KINDS, groups=_checks.optional(_checks.function))
+@_checks.arguments(**KINDS, groups=_checks.optional(_checks.taking(1)))
 def ntk_by_group(
     apply: Apply | Normalized,
     params: Params,

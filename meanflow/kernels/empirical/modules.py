@@ -90,7 +90,24 @@ class LinenModule(Protocol):
         """Return the outputs, and with ``mutable`` also the changed collections."""
 
 
-PARAMS = _checks.unchecked("any pytree that the user's function takes")
+def parameters(name: str, value: object) -> object:
+    """Accept a pytree with at least one array of finite floats; what else it holds is the function's matter."""
+    floats = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, str):
+            raise TypeError(f"{place} must be an array, got {_checks.show(leaf)}")
+        dtype = getattr(leaf, "dtype", jnp.result_type(float) if isinstance(leaf, float) else None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+            _checks.numeric(place, leaf)
+            _checks.finite(place, leaf)
+            floats += 1
+    if not floats:
+        raise ValueError(f"{name} must hold at least one array of floats, got {_checks.show(value)}")
+    return value
+
+
+PARAMS = parameters
 OF_CALL = _checks.mapping(_checks.unchecked("the module's own arguments"))
 
 
@@ -365,7 +382,10 @@ class HaikuFunction(Function):
 
 
 @_checks.arguments(
-    apply=_checks.function, params=PARAMS, state=PARAMS, key=_checks.optional(_checks.prng_key)
+    apply=_checks.function,
+    params=PARAMS,
+    state=_checks.unchecked("any pytree that the module takes"),
+    key=_checks.optional(_checks.prng_key),
 )
 def from_haiku(
     apply: Callable[..., PyTree],

@@ -68,7 +68,10 @@ class KernelOperator(eqx.Module):
         return lambda v: push(pull(v)[0])
 
     def __matmul__(self, v: Float[Array, "n *k"]) -> Float[Array, "m *k"]:
-        return _multiply(self, v)
+        vectors = _checks.array((None,), (None, None))("v", v)
+        if vectors.shape[0] != self.shape[1]:
+            raise ValueError(f"v must have {self.shape[1]} rows, got shape {vectors.shape}")
+        return _multiply(self, vectors)
 
 
 @eqx.filter_jit
@@ -78,7 +81,7 @@ def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array,
 
 
 @_checks.arguments(
-    apply=_checks.function,
+    apply=_checks.taking(2),
     params=PARAMS,
     x=batches,
     z=_checks.optional(batches),

@@ -52,7 +52,7 @@ class NtkPlan(NamedTuple):
 
 # How a kernel is to be computed; the same for ``ntk_plan`` and ``empirical_ntk``.
 OPTIONS = {
-    "apply": _checks.function,
+    "apply": _checks.taking(2),
     "params": PARAMS,
     "x": batches,
     "z": _checks.optional(batches),
@@ -60,7 +60,7 @@ OPTIONS = {
     "outputs": _checks.choice(*OUTPUTS),
     "chunk": _checks.optional(_checks.count(1)),
     "method": _checks.choice(*METHODS),
-    "limit": _checks.number(above=0),
+    "limit": _checks.count(1, 2**62),
 }
 
 

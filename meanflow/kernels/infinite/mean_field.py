@@ -43,7 +43,10 @@ NETWORK = {
     "weight_variance": _checks.number(low=0),
     "bias_variance": _checks.number(low=0),
 }
-INPUTS = {"x": _checks.array((None, None)), "z": _checks.optional(_checks.array((None, None)))}
+INPUTS = {
+    "x": _checks.array((None, None), squares=True),
+    "z": _checks.optional(_checks.array((None, None), squares=True)),
+}
 
 
 VARIANCES = _checks.sequence(_checks.array((None,), low=0.0), least=2)

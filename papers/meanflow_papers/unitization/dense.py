@@ -10,7 +10,8 @@ from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.training import MLP, Trainer, Watch
 from meanflow.training.data import Data, digits
 from meanflow.training.networks import MakeNorm
-from meanflow.training.trainer import TrainState, staircase
+from meanflow.training.checkpoints import TrainState
+from meanflow.training.trainer import staircase
 
 _unit = partial(UnitizedBatchNorm, momentum=0.9)
 DENSE: dict[str, MakeNorm] = {

@@ -1,0 +1,98 @@
+"""What the trainer accepts: keys, data, labels; and whether network, loss and data fit together."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow import _checks
+from meanflow.training.data import Data
+
+INPUTS = _checks.array(rank=1, half=True)
+"""Kind of inputs of a network: a batch of finite numbers."""
+
+
+def labels(name: str, value: object) -> jax.Array:
+    """Accept targets, one for each row: an array of at least one axis, of integers or floats."""
+    _checks.array(rank=1)(name, value)
+    return jnp.asarray(value)  # classes stay integers
+
+
+def keys(name: str, value: object) -> object:
+    """Accept a PRNG key, or an array (runs,) of them."""
+    if (
+        not isinstance(value, jax.Array)
+        or not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        or value.ndim > 1
+    ):
+        raise TypeError(
+            f"{name} must be a TrainState or a PRNG key such as jax.random.key(0), got {_checks.show(value)}"
+        )
+    return value
+
+
+def train_data(name: str, value: object) -> Data:
+    """Accept training and test data, four finite arrays that are not empty."""
+    if not isinstance(value, tuple) or len(value) != 4:
+        raise TypeError(
+            f"{name} must be a training.data.Data (train_x, train_y, test_x, test_y), got {_checks.show(value)}"
+        )
+    for field, part in zip(Data._fields, value, strict=True):
+        _checks.host_array(rank=1, least=1)(f"{name}.{field}", part)
+    return Data(*value)
+
+
+def same_rows(x: jax.Array, y: jax.Array, axis: int = 0, name: str = "") -> None:
+    """Refuse inputs and targets of unequal numbers of rows."""
+    if x.shape[: axis + 1] != y.shape[: axis + 1]:
+        what = (
+            f"data must have a label for each {name} row" if name else "y must have a label for each row of x"
+        )
+        raise ValueError(f"{what}, got {x.shape} and {y.shape}")
+
+
+def check_fit(
+    forward: Callable[[jax.Array], jax.Array],
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None,
+    data: Data,
+    classifies: bool,
+) -> None:
+    """Refuse data, loss or augmentation that do not fit the network, before anything is compiled.
+
+    Args:
+        forward: the network, batch -> outputs.
+        loss: (outputs, labels) -> number.
+        augment: (key, batch) -> batch, or None.
+        data: of a single run.
+        classifies: whether labels are the numbers of classes, of which the network has one output each.
+    """
+    for name in ("train", "test"):
+        x, y = (getattr(data, f"{name}_{part}") for part in "xy")
+        batch = jax.ShapeDtypeStruct((2, *x.shape[1:]), jnp.result_type(x))
+        try:
+            outputs = jax.eval_shape(forward, batch)
+        except (TypeError, ValueError) as problem:
+            raise ValueError(
+                f"data.{name}_x has rows of shape {x.shape[1:]}, which the network does not take: {problem}"
+            ) from problem
+        if classifies:
+            _check_classes(f"data.{name}_y", np.asarray(y), outputs.shape[-1])
+        value = jax.eval_shape(loss, outputs, jax.ShapeDtypeStruct((2, *y.shape[1:]), jnp.result_type(y)))
+        if getattr(value, "shape", None) != ():
+            raise ValueError(f"loss must return one number for a batch, got {value}")
+        if augment is not None and name == "train":
+            changed = jax.eval_shape(augment, jax.random.key(0), batch)
+            if getattr(changed, "shape", None) != batch.shape:
+                raise ValueError(
+                    f"augment must return a batch of shape {batch.shape} like its input, got {changed}"
+                )
+
+
+def _check_classes(name: str, y: np.ndarray, classes: int) -> None:
+    """Refuse labels that are no class numbers: a loss would give NaN for them, or count from the end."""
+    if not np.issubdtype(y.dtype, np.integer):
+        raise ValueError(f"{name} must hold integers, the numbers of classes, got type {y.dtype}")
+    _checks.at_least(name, y, 0)
+    _checks.at_most(name, y, classes - 1)
