@@ -250,8 +250,17 @@ def test_31_gap_and_count_change_under_negative_transformations():
 
 
 def test_formulas_62_and_92():
-    # (62) divides by 2n - 7, which is negative at n = 3: it needs n >= 4
-    assert 2 * 3 - 7 < 0 < 2 * 4 - 7
+    # (62) bounds the sum (61) of T - 1 terms for n >= 4; at n = 3 its denominator 2n - 7 makes it negative
+    def printed(n, depth):
+        kept, left = ((n - 1) / n) ** 2, (2 / n) ** 2 + ((n - 2) / n) ** 2
+        total = sum(kept**k * left ** (depth - 1 - k) for k in range(1, depth))
+        return total, (n**2 - 2 * n + 1) / (2 * n - 7) * kept ** (depth - 1)
+
+    for n in (4, 5, 10, 100):
+        both = np.array([printed(n, depth) for depth in (3, 10, 100)])
+        assert np.all(both[:, 0] <= both[:, 1])
+        assert both[-1, 0] > 0.8 * both[-1, 1]  # and it is sharp for many layers
+    assert printed(3, 10)[0] > 0 > printed(3, 10)[1]
     # (92) divides <x_2, x_n> by |x_2| |x_1|; the limit on its right needs |x_n|
     n, x = 6, np.random.default_rng(3).normal(size=6)
     record = depth.tree(x, 2000, every=1999)

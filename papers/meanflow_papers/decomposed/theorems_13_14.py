@@ -34,7 +34,7 @@ def draw(data: Arrays) -> Figure:
     )
     left.set(
         xlabel="distance $R$ of the odd point to the cluster",
-        ylabel="squared distance of close pairs, after / before",
+        ylabel="squared distance\nof close pairs, after / before",
     )
     left.set_title(f"one layer, $n = {n}$: pairs grow left of $n/(n-1)$")
     below(left, columns=1)

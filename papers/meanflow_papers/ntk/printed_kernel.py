@@ -7,8 +7,7 @@ from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.plots.maps import dots
-from meanflow.plots.style import panels
+from meanflow.plots.style import COLORS, MARKERS, REFERENCE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -38,19 +37,31 @@ def one_sided_error(kernel: Float[Array, "t t"], outputs: Float[Array, "t"]) -> 
 
 
 def draw(data: Arrays) -> Figure:
-    """Relative error of the one-sided kernel, one dot a seed."""
-    figure, (ax,) = panels(1, 1, width=5.0, height=2.0)
-    label = r"relative Frobenius error of the printed $K_{\mathrm{BN}}$"
-    dots(
-        {
-            "random inputs, ReLU": data["random, relu"],
-            "line, ReLU": data["line, relu"],
-            "line, tanh": data["line, tanh"],
-        },
-        ax,
-        xlabel=label,
+    """Relative error of the one-sided kernel: its distribution over the seeds, with the 5 and 95 % quantiles."""
+    figure, (ax,) = panels(1, 1, width=5.6, height=3.6)
+    names = {"random, relu": "random inputs, ReLU", "line, relu": "line, ReLU", "line, tanh": "line, tanh"}
+    for k, (name, label) in enumerate(names.items()):
+        errors = np.sort(np.asarray(data[name]))
+        share = (np.arange(len(errors)) + 0.5) / len(errors)
+        low, high = np.quantile(errors, (0.05, 0.95))
+        ax.plot(
+            errors,
+            share,
+            MARKERS[k],
+            ls="-",
+            color=COLORS[k],
+            ms=3.5,
+            lw=0.8,
+            label=f"{label}: {100 * low:.2g} to {100 * high:.0f} %",
+        )
+        ax.plot([low, high], [0.05, 0.95], "|", ms=12, mew=1.5, color=COLORS[k])
+    ax.plot([], [], "|", ms=12, mew=1.5, color=REFERENCE, label="5 and 95 % quantiles (as in the text)")
+    ax.set(
+        xscale="log",
+        xlabel=r"relative Frobenius error of the printed $K_{\mathrm{BN}}$",
+        ylabel="share of 60 seeds",
     )
-    ax.set(xscale="log")
+    below(ax, columns=2)
     return figure
 
 

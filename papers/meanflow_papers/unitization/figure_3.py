@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.curves import ics_trace, traces
-from meanflow.plots.style import PALE, no_legend, panels
+from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.training import Watch
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -16,18 +15,33 @@ from meanflow_papers.unitization.dense import DENSE, VARIANTS, train_dense
 
 
 def draw(data: Arrays) -> Figure:
-    """Covariate shift and accuracy from epoch to epoch; the rate falls at 30, 60 and 80 %."""
-    figure, (left, right) = panels(1, 2, width=4.0, height=3.0)
-    names = {VARIANTS.get(name, name): run for name, run in data.items()}
+    """Covariate shift and accuracy from epoch to epoch, and the shift divided by the learning rate."""
+    figure, (left, middle, right) = panels(1, 3, width=4.2, height=3.8)
     epochs = len(next(iter(data.values()))["ics_exact"])
-    drops = [round(f * epochs) + 0.5 for f in (0.3, 0.6, 0.8)]
+    falls = [round(f * epochs) for f in (0.3, 0.6, 0.8)]
     axis = np.arange(1, epochs + 1)
-    ics_trace(axis, {name: np.asarray(run["ics_exact"]).T for name, run in names.items()}, left, drops=drops)
-    curves = {name: np.asarray(run["test_accuracy"]).T for name, run in names.items()}
-    traces(axis, curves, right, xlabel="epoch", ylabel="test accuracy")
-    for drop in drops:
-        right.axvline(drop, color=PALE, lw=0.8, ls=":", zorder=0)
-    no_legend(right)
+    rate = 0.05 / 5.0 ** np.sum(axis[:, None] > np.array(falls)[None], axis=1)
+    for k, (name, run) in enumerate(data.items()):
+        shift = np.asarray(run["ics_exact"])  # (epochs, seeds)
+        label = VARIANTS.get(name, name)
+        for ax, values in (
+            (left, shift),
+            (middle, shift / rate[:, None]),
+            (right, np.asarray(run["test_accuracy"])),
+        ):
+            ax.plot(axis, np.median(values, axis=1), color=COLORS[k], label=label)
+            ax.fill_between(axis, values.min(1), values.max(1), color=COLORS[k], alpha=0.18, lw=0)
+    for ax in (left, middle, right):
+        for j, fall in enumerate(falls):
+            ax.axvline(fall + 0.5, color=PALE, lw=0.9, ls=":", label="rate falls by 5" if j == 0 else None)
+        ax.set_xlabel("epoch")
+        below(ax, columns=2)
+    left.set(yscale="log", ylabel="$W_1$ from epoch to epoch, exact")
+    middle.set(yscale="log", ylabel="$W_1$ / learning rate")
+    right.set(ylabel="test accuracy")
+    left.set_title("covariate shift: median, range of seeds")
+    middle.set_title("divided by the rate: the steps are gone")
+    right.set_title("accuracy")
     return figure
 
 

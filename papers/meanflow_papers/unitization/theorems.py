@@ -2,10 +2,81 @@
 
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.figure import Figure
 
+from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels
 from meanflow_papers.entry import entry
-from meanflow_papers.outcome import Criterion, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.unitization import bounds
+
+SIDES = ("distance", "corrected", "printed")
+
+
+def curves() -> Arrays:
+    """Both sides of three inequalities along a line of examples: Theorem 1, (4), and Theorem 3.3 for (9) and (10)."""
+    sizes = np.geomspace(0.1, 10, 9)
+    one = [bounds.theorem1(jnp.array([[-s], [s]]), jnp.zeros((2, 1))) for s in sizes]
+    rng = np.random.default_rng(1)
+    dims = (1, 2, 4, 8, 16, 32, 64)
+    four = [bounds.equation4(*jnp.asarray(rng.normal(size=(2, 200, d)))) for d in dims]
+    alpha, reach = jnp.array([0.9, 0.3, 0.7]), np.geomspace(0.1, 1e5, 13)
+    far = [r * jnp.eye(3)[1:2] for r in reach]
+    three = {
+        form: [bounds.theorem33(x, -x, alpha, interpolation=form) for x in far]
+        for form in ("harmonic", "linear")
+    }
+    stacked = lambda found: {side: np.array([float(b._asdict()[side]) for b in found]) for side in SIDES}
+    return {
+        "sizes": sizes,
+        "theorem 1": stacked(one),
+        "dimensions": np.array(dims),
+        "(4)": stacked(four),
+        "reach": reach,
+        "theorem 3.3": {form: stacked(found) for form, found in three.items()},
+    }
+
+
+def draw(data: Arrays) -> Figure:
+    """Distance, printed and corrected bound: against the size of the example, the dimension, the size of the inputs."""
+    figure, (left, middle, right) = panels(1, 3, width=4.3, height=4.0)
+    lines = data["curves"]
+    styles = {
+        "distance": ("exact $W_1$", COLORS[0], "o-"),
+        "corrected": ("corrected bound", COLORS[1], "s--"),
+        "printed": ("printed bound", PALE, "^:"),
+    }
+    for ax, x, name in ((left, "sizes", "theorem 1"), (middle, "dimensions", "(4)")):
+        for side, (label, color, style) in styles.items():
+            ax.plot(lines[x], lines[name][side], style, color=color, ms=4, label=label)
+    left.set(xlabel=r"$s$: two points $\pm s$ against a Dirac", ylabel="$W_1$ and bounds")
+    left.set_title("Theorem 1: never tight as printed")
+    middle.set(xlabel="dimension $d$ of standardized Gaussian samples", ylabel="$W_1$ and bounds")
+    middle.set_title(r"(4): $2d + 2$ against $\sqrt{2d}$")
+    for k, (form, number) in enumerate((("harmonic", "(9)"), ("linear", "(10)"))):
+        found = lines["theorem 3.3"][form]
+        right.plot(
+            lines["reach"],
+            found["distance"],
+            "os"[k],
+            ls="-",
+            color=COLORS[k],
+            label=f"exact $W_1$, form {number}",
+        )
+        right.plot(
+            lines["reach"],
+            found["corrected"],
+            ls="--",
+            color=COLORS[k],
+            label=f"corrected bound, form {number}",
+        )
+    printed = lines["theorem 3.3"]["linear"]["printed"]
+    right.plot(lines["reach"], printed, ":", color=REFERENCE, lw=2, label=r"printed, $2/\min\alpha$ = 6.67")
+    right.set(xlabel="size of two antipodal inputs", ylabel="$W_1$ and bounds")
+    right.set_title("Theorem 3.3: true of (9), not of (10), which is run")
+    for ax in (left, middle, right):
+        ax.set(xscale="log", yscale="log")
+        below(ax, columns=2)
+    return figure
 
 
 @entry(
@@ -14,6 +85,7 @@ from meanflow_papers.unitization import bounds
     minutes=(0.2, 0.2),
     verdict="corrected",
     setup="Diracs, Gaussian samples and antipodes, both sides of each inequality.",
+    draw=draw,
 )
 def theorems() -> Outcome:
     """Evaluate both sides of Theorems 1 to 3.3 at the points that decide them.
@@ -45,7 +117,7 @@ def theorems() -> Outcome:
         "003/theorems",
         "Theorem 1 bounds W1 by moments; Theorem 3.3 bounds the trained unitization by 2 / min alpha",
         "Theorem 1 holds but is never tight; Theorem 3.3 holds for (9) and fails without limit for (10)",
-        {name: b._asdict() for name, b in data.items()},
+        {**{name: b._asdict() for name, b in data.items()}, "curves": curves()},
         (
             Criterion(
                 "distance / printed bound of theorem 3.3 for (10)", over("theorem 3.3 for (10)"), low=1e4
