@@ -35,6 +35,7 @@ from meanflow.univariate.motion import CylinderMotion, RawMotion
 
 FORCES = ("auto", "dense", "fast")
 LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed
+LARGEST_GRID = 2**20  # entries up to which predictions alone are made from that array
 # up to (samples, samples x neurons) the dense forces are faster (benchmarks ``univariate`` and ``sweeps``)
 CROSSOVER = ((40, 2**22), (2**62, 2**15))
 
@@ -120,21 +121,34 @@ class Univariate(Feature):
         mixed = line_x * pattern(up[:, 0]) + line_z * pattern(right[:, 1])
         return line_x * line_z * pattern(right[:, 0]) + mixed + pattern(up[:, 1])
 
+    def blocks(self, cloud: Cloud, x: Float[Array, " n"]) -> int:
+        """Return 1: where arrays over samples and neurons would be large the forces are summed without them."""
+        return 1
+
     def linearize(self, cloud: Cloud, x: Float[Array, " n"]) -> tuple[Float[Array, " n"], Pull]:
         """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``."""
         count = x.shape[0]
         small = any(count <= samples and count * cloud.size <= entries for samples, entries in CROSSOVER)
+        f, gather = self._linearize(cloud, x, small)
+        return f, lambda g: self.pull(cloud, gather(g).astype(cloud.weights.dtype))
+
+    def _linearize(
+        self, cloud: Cloud, x: Float[Array, " n"], small: bool
+    ) -> tuple[Float[Array, " n"], force.Gather]:
+        """Return the predictions and the forces; ``small`` says which path is the faster one, if that is to decide."""
         fast = self.forces == "fast" or (self.forces == "auto" and not small)
         path = force.sorted_linearization if fast else force.dense_linearization
         p, share = self.direction(cloud), cloud.weights * self.outer_weight(cloud)
         # a column at a time: the compiler then never stores the pairs
         slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
-        f, gather = path(p, slopes, x)
-        return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
+        return path(p, slopes, x)
 
     def predict(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, " n"]:
-        """Return f(x_j)."""
-        return self.linearize(cloud, x)[0]
+        """Return f(x_j), without sorting the inputs where there are few: that takes long to compile.
+
+        Predictions alone are rare, of a grid at each save of a run for instance, and not worth it.
+        """
+        return self._linearize(cloud, x, x.shape[0] * cloud.size <= LARGEST_GRID)[0]
 
 
 class Reduced(Univariate):

@@ -159,7 +159,7 @@ def test_auto_follows_the_number_of_samples():
     for s, kind in [(20, "dense"), (200, "fast")]:
         x = jnp.linspace(-1, 1, s)
         text = {
-            k: jax.jit(lambda w, k=k, x=x: predict(uni.full(forces=k), cloud.at(w), x))
+            k: jax.jit(lambda w, k=k, x=x: velocity(uni.full(forces=k), cloud.at(w), Dataset(x, x)))
             .lower(cloud.particles)
             .as_text()
             for k in ("auto", "dense", "fast")
