@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from meanflow.flows import blocks
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 
@@ -51,7 +52,7 @@ class Population(Dataset):
 
 def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
     """Return f(x), shape (n,) or (n, k); a centered flow predicts f - f_0."""
-    f = flow.feature.predict(cloud, x)
+    f = blocks.predict(flow.feature, cloud, x)
     return f if flow.offset is None else f - flow.offset(x)
 
 
@@ -76,7 +77,7 @@ def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]
         value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
         covector = along(jnp.ones_like(value))[0]
     else:
-        f, pull = flow.feature.linearize_data(cloud, data)
+        f, pull = blocks.linearize_data(flow.feature, cloud, data)
         if flow.offset is not None:
             f = f - flow.offset(data.x)
         covector = pull(residual(flow, f, data))
@@ -139,7 +140,7 @@ def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> 
         value = data.potential(flow, cloud, probe)
     else:
         f = predict(flow, cloud, data.x)
-        value = flow.feature.potential(probe, data.x, residual(flow, f, data))
+        value = blocks.potential(flow.feature, probe, data.x, residual(flow, f, data))
     if flow.regularizer is None:
         return value
     return value + flow.regularizer.strength * flow.regularizer.function(probe.particles)
@@ -149,7 +150,7 @@ def kernel_operator(
     flow: "Flow", cloud: Cloud, x: jax.Array, z: jax.Array
 ) -> Callable[[jax.Array], jax.Array]:
     """Return the map v -> K(x, z) v of v (n_z,) or (n_z, k): one pullback, one jvp, O((n_x + n_z) m d), no Jacobian."""
-    _, pull = flow.feature.linearize(cloud, z)
+    _, pull = blocks.linearize(flow.feature, cloud, z)
     _, push = jax.linearize(lambda w: predict(flow, cloud.at(w), x), cloud.particles)
     return lambda v: push(flow.space.cometric(cloud, pull(v)))
 

@@ -4,6 +4,7 @@ A prediction is one number, or a row of k numbers: predictions are (n,) or (n, k
 """
 
 import abc
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -26,12 +27,26 @@ if TYPE_CHECKING:
     from meanflow.flows.motion import FrozenMotion
     from meanflow.flows.problem import Problem
 
+# numbers of an array over samples and neurons: of one block; up to which all neurons are treated at once where inputs
+# have at most CHEAP dimensions; and where they have more (``meanflow bench flows.blocks`` measures it)
+BLOCK, CACHED, LARGEST, CHEAP = 2**20, 2**22, 2**26, 32
+
 Pull = Callable[[jax.Array], PyTree[jax.Array]]
 
 
 def _average(weights: jax.Array, features: jax.Array) -> jax.Array:
     """Return sum_i p_i phi_i; a fused reduction, which spares writing the (n, m) features that a product would need."""
     return jnp.sum(features * weights.reshape((1, -1) + (1,) * (features.ndim - 2)), axis=1)
+
+
+def block_count(entries: int, dim: int) -> int:
+    """Return into how many blocks arrays of ``entries`` numbers, over samples and neurons, are best divided.
+
+    The products with inputs of dimension ``dim`` are computed once more with blocks: for large ones arrays must be
+    larger to make up for it.
+    """
+    whole = CACHED if dim <= CHEAP else LARGEST
+    return 1 if entries <= whole else -(-entries // BLOCK)
 
 
 class Feature(eqx.Module):
@@ -61,6 +76,15 @@ class Feature(eqx.Module):
     def output_shape(self, cloud: Cloud) -> tuple[int, ...]:
         """Return the shape of one prediction, () or (k,): that of the amplitude of one neuron."""
         return () if self.amplitude is None else getattr(cloud.particles, self.amplitude).shape[1:]
+
+    def blocks(self, cloud: Cloud, x: jax.Array) -> int:
+        """Return in how many blocks the neurons are best treated one after the other; see ``flows.blocks``.
+
+        Blocks spare writing and reading arrays of n m numbers, and evaluate every neuron twice for a gradient. The
+        default is right for neurons that cost as much as their input has numbers.
+        """
+        entries = x.shape[0] * cloud.size * math.prod(self.output_shape(cloud))
+        return block_count(entries, x.shape[1] if x.ndim > 1 else 1)
 
     def bind(self, data: Dataset) -> Self:
         """Fix what the feature takes from the data (mean and covariance, under batch norm)."""
@@ -186,6 +210,10 @@ class TwoLayer(Feature):
             raise ValueError(
                 f"particles.b must have {wanted}, got shape {cloud.particles.b.shape} for x of shape {x.shape}"
             )
+
+    def blocks(self, cloud: Cloud, x: jax.Array) -> int:
+        """Return the number of blocks of neurons; k outputs need no arrays beside those of one."""
+        return block_count(x.shape[0] * cloud.size, x.shape[1])
 
     def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return the activations s(b_i . x_j), shape (n, m)."""

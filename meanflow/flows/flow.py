@@ -31,7 +31,7 @@ from meanflow._checks import (
     unchecked,
 )
 from meanflow._reuse import canonical
-from meanflow.flows import equation
+from meanflow.flows import blocks, equation
 from meanflow.flows.features import Feature
 from meanflow.flows.losses import LOSS, Loss
 from meanflow.flows.observables import Observable, common_observables
@@ -73,7 +73,7 @@ class Offset(eqx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return f_0(x), shape (n,) or (n, k)."""
-        return self.feature.predict(self.cloud, x)
+        return blocks.predict(self.feature, self.cloud, x)
 
 
 class Flow(eqx.Module):

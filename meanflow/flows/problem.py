@@ -126,6 +126,14 @@ class Problem(eqx.Module):
             return self._reweighted(self.chart.cloud(y.particles), y.log_growth)
         return self.chart.cloud(y)
 
+    def seen(self, y: PyTree[jax.Array]) -> Cloud:
+        """Return the cloud of the model at the state ``y``, computed once for all who observe it.
+
+        Without the barrier the compiler puts the map from the chart (angles of all neurons, say) into each of the
+        observables again, which takes long to compile and to run.
+        """
+        return jax.lax.optimization_barrier(self.cloud(y))
+
     def here(self, y: PyTree[jax.Array]) -> Cloud:
         """Return the cloud at the state ``y`` in the coordinates of the chart."""
         if isinstance(y, Weighted):

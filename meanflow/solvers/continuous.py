@@ -311,7 +311,7 @@ def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state
             controller_state = None
 
     def save(t: jax.Array, y: PyTree[jax.Array], problem: Problem) -> tuple[jax.Array, PyTree]:
-        here = problem.cloud(y)
+        here = problem.seen(y)
         seen = here if observe is None else observables.measure(observe, problem, here)
         return equation.energy(problem.flow, here, problem.data), seen
 

@@ -249,7 +249,7 @@ def _descend(
         return _Carry(carry.t + size, moved, carry.steps + 1, inner, size)
 
     def look(carry: _Carry) -> tuple[jax.Array, jax.Array, PyTree]:
-        here = problem.cloud(carry.y)
+        here = problem.seen(carry.y)
         seen = here if observe is None else observables.measure(observe, problem, here)
         return carry.t, equation.energy(problem.flow, here, data), seen
 

@@ -198,10 +198,14 @@ def make_chunks(
     lengths = []
     for group in groups:
         count = len(group.cells)
-        most = devices * max(1, particles // max(group.size, 1)) if chunk is None else chunk
-        pieces = -(-count // most)
-        length = -(-count // pieces)  # equal pieces: the last chunk has less filling
-        lengths.append(length if chunk is not None else min(count, _round_up(length, devices)))
+        if chunk is not None:
+            lengths.append(-(-count // -(-count // chunk)))  # equal pieces: the last chunk has less filling
+            continue
+        most = devices * max(1, particles // max(group.size, 1))
+        # the last chunk is filled up to the length of the others, and filling runs like any other cell
+        options = range(_round_up(most // 2 + 1, devices), most + 1, devices)
+        least = count if count <= most else min(options, key=lambda k: (_round_up(count, k), -k))
+        lengths.append(least)
     return cut(groups, lengths)
 
 

@@ -348,7 +348,7 @@ class Sweep(Plan):
             outputs = flow.loss.outputs(data.y)
             if self.room is not None and outputs is not None and data.y.ndim == 1:
                 outputs = self._classes(flow)
-            return flow.init(key, width, dim=x.shape[1] if x.ndim == 2 else None, outputs=outputs)
+            return clouds.draw(flow, key, width, x.shape[1] if x.ndim == 2 else None, outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):
             raise ValueError(f"init must return a Cloud, got {type(cloud).__name__}")

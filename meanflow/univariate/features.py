@@ -35,6 +35,7 @@ from meanflow.univariate.motion import CylinderMotion, RawMotion
 
 FORCES = ("auto", "dense", "fast")
 LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed
+LARGEST_GRID = 2**20  # entries up to which predictions alone are made from that array
 # Up to (samples, samples x neurons) the dense forces are faster. On processors this is measured (benchmarks
 # ``univariate`` and ``sweeps``). On accelerators it follows from the compiled programs (``accelerators.forces``), not
 # from times: the fast forces are about 20 small kernels on a GPU, and on a TPU each neuron's lookups in the tables take
@@ -130,12 +131,20 @@ class Univariate(Feature):
         mixed = line_x * pattern(up[:, 0]) + line_z * pattern(right[:, 1])
         return line_x * line_z * pattern(right[:, 0]) + mixed + pattern(up[:, 1])
 
-    def ways(self, samples: int, neurons: int) -> dict[str, force.Way]:
-        """Return how forces are summed on each platform, for a number of samples and of neurons."""
+    def blocks(self, cloud: Cloud, x: Float[Array, " n"]) -> int:
+        """Return 1: where arrays over samples and neurons would be large the forces are summed without them."""
+        return 1
+
+    def ways(self, samples: int, neurons: int, small: int = 0) -> dict[str, force.Way]:
+        """Return how forces are summed on each platform, for a number of samples and of neurons.
+
+        ``small`` is the number of entries, samples x neurons, up to which the dense way is taken in any case.
+        """
 
         def is_dense(platform: str) -> bool:
-            small = any(samples <= most and samples * neurons <= all_ for most, all_ in CROSSOVER[platform])
-            return self.forces == "dense" or (self.forces == "auto" and small)
+            entries = samples * neurons
+            faster = any(samples <= most and entries <= all_ for most, all_ in CROSSOVER[platform])
+            return self.forces == "dense" or (self.forces == "auto" and (faster or entries <= small))
 
         return {platform: way if is_dense(platform) else force.REGIONS for platform, way in DENSE.items()}
 
@@ -153,18 +162,21 @@ class Univariate(Feature):
         return data.sorted() if is_fast else data
 
     def _linearize(
-        self, cloud: Cloud, x: Float[Array, " n"], is_sorted: bool
+        self, cloud: Cloud, x: Float[Array, " n"], is_sorted: bool, small: int = 0
     ) -> tuple[Float[Array, " n"], Pull]:
         p, share = self.direction(cloud), cloud.weights * self.outer_weight(cloud)
         # a column at a time: the compiler then never stores the pairs
         slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
-        ways = self.ways(x.shape[0], cloud.size)
+        ways = self.ways(x.shape[0], cloud.size, small)
         f, gather = force.linearization(p, slopes, x, ways, is_sorted=is_sorted)
         return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
 
     def predict(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, " n"]:
-        """Return f(x_j)."""
-        return self.linearize(cloud, x)[0]
+        """Return f(x_j), without sorting the inputs where there are few: that takes long to compile.
+
+        Predictions alone are rare, of a grid at each save of a run for instance, and not worth it.
+        """
+        return self._linearize(cloud, x, False, LARGEST_GRID)[0]
 
 
 class Reduced(Univariate):

@@ -68,7 +68,10 @@ class Hyperbola(RawSpace):
         inner, outer = a * a + b * b, c * c
         finite = jnp.isfinite(delta)  # one layer is frozen otherwise, and there is nothing to correct
         defect = jnp.where(finite, outer - inner - jnp.where(finite, delta, 0.0), 0.0)
-        k = 0.5 * safe_divide(defect, outer + inner)
+        total = outer + inner
+        # nothing is selected behind the quotient (at 0 it multiplies 0): a compiler that divides once for all three
+        # coordinates would otherwise compute the steps of all three again in each of them, to know where to select
+        k = 0.5 * defect / jnp.where(total > 0, total, 1.0)
         return Affine(a * (1 + k), b * (1 + k), c * (1 - k))
 
 

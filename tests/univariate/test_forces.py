@@ -159,9 +159,9 @@ def test_float32_stays_float32():
 
 
 def lowered(kind, platform, m, s):
-    """The program of predictions for a platform, before the compiler has seen it."""
+    """The program of velocities for a platform, before the compiler has seen it."""
     cloud = Cloud(Affine(*np.ones((3, m))))
-    run = jax.jit(lambda w, x: predict(uni.full(forces=kind), cloud.at(w), x))
+    run = jax.jit(lambda w, x: velocity(uni.full(forces=kind), cloud.at(w), Dataset(x, x)))
     return run.trace(cloud.particles, jnp.zeros(s)).lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -1,0 +1,99 @@
+"""Features of large networks, a block of neurons at a time.
+
+A feature forms arrays over all samples and neurons. Where they would be larger than the cache of a processor, or than
+its memory, their time is that of writing and reading them. The functions here give the same numbers, to rounding, but
+go through the neurons block by block: only the arrays of one block exist at a time, and what the second pass over the
+neurons needs of the first it computes again. A feature says for itself when that pays (``Feature.blocks``).
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from meanflow.measures.cloud import Cloud
+from meanflow.measures.dataset import Dataset
+
+if TYPE_CHECKING:
+    from meanflow.flows.features import Feature, Pull
+
+
+def predict(feature: "Feature", cloud: Cloud, x: jax.Array) -> jax.Array:
+    """Return ``feature.predict(cloud, x)``, (n,) or (n, k)."""
+    count = feature.blocks(cloud, x)
+    if count == 1:
+        return feature.predict(cloud, x)
+
+    def add(f: jax.Array, block: Cloud) -> tuple[jax.Array, None]:
+        return f + feature.predict(block, x), None
+
+    # each block is computed again in reverse mode: what it computes on the way is what must not be kept
+    shape = jax.eval_shape(feature.predict, cloud, x)
+    return jax.lax.scan(jax.checkpoint(add), jnp.zeros(shape.shape, shape.dtype), _split(cloud, count))[0]
+
+
+def linearize(feature: "Feature", cloud: Cloud, x: jax.Array) -> tuple[jax.Array, "Pull"]:
+    """Return ``feature.linearize(cloud, x)``: predictions, and the map from covectors g to those of each particle."""
+    return _linearize(feature, cloud, x, lambda block: feature.linearize(block, x))
+
+
+def linearize_data(feature: "Feature", cloud: Cloud, data: Dataset) -> tuple[jax.Array, "Pull"]:
+    """Return ``feature.linearize_data(cloud, data)``, the same at the samples of a data set."""
+    return _linearize(feature, cloud, data.x, lambda block: feature.linearize_data(block, data))
+
+
+def _linearize(
+    feature: "Feature", cloud: Cloud, x: jax.Array, of_block: Callable[[Cloud], tuple[jax.Array, "Pull"]]
+) -> tuple[jax.Array, "Pull"]:
+    count = feature.blocks(cloud, x)
+    if count == 1:
+        return of_block(cloud)
+
+    def pull(g: jax.Array) -> PyTree[jax.Array]:
+        return _each(lambda block: of_block(block)[1](g), cloud, count)
+
+    return predict(feature, cloud, x), pull
+
+
+def potential(feature: "Feature", cloud: Cloud, x: jax.Array, g: jax.Array) -> jax.Array:
+    """Return ``feature.potential(cloud, x, g)``, (m,)."""
+    count = feature.blocks(cloud, x)
+    if count == 1:
+        return feature.potential(cloud, x, g)
+    return _each(lambda block: feature.potential(block, x, g), cloud, count)
+
+
+def _each(function: Callable[[Cloud], PyTree[jax.Array]], cloud: Cloud, count: int) -> PyTree[jax.Array]:
+    """Return what ``function`` returns for each particle, in the order of the particles."""
+    parts = jax.lax.map(jax.checkpoint(function), _split(cloud, count))
+    return jax.tree.map(lambda u: jnp.moveaxis(u, 0, 1).reshape(-1, *u.shape[2:])[: cloud.size], parts)
+
+
+def _split(cloud: Cloud, count: int) -> Cloud:
+    """Return ``count`` blocks of particles as stacked clouds, filled up with particles of weight zero.
+
+    Block k holds the particles k, k + count, k + 2 count, ...: where a cloud is spread over devices each of them then
+    holds a part of every block, and none waits for another.
+    """
+    size = -(-cloud.size // count)
+    missing = count * size - cloud.size
+
+    def split(u: jax.Array) -> jax.Array:
+        if missing:
+            u = jnp.concatenate([u, jnp.broadcast_to(u[-1:], (missing, *u.shape[1:]))])
+        return jnp.moveaxis(u.reshape(size, count, *u.shape[1:]), 1, 0)
+
+    particles, labels, weights = jax.tree.map(split, (cloud.particles, cloud.labels, cloud.weights))
+    if missing:
+        real = (jnp.arange(size) * count)[None, :] + jnp.arange(count)[:, None] < cloud.size
+        weights = jnp.where(real, weights, 0.0)
+    width = jnp.broadcast_to(cloud.width, (count,))
+    return eqx.tree_at(
+        lambda c: (c.particles, c.labels, c.weights, c.width),
+        cloud,
+        (particles, labels, weights, width),
+        is_leaf=lambda u: u is None,
+    )

@@ -1,0 +1,77 @@
+"""Neurons treated block by block give the numbers of all neurons at once, and need memory for one block only."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import MODELS, largest_gap, problem
+
+import meanflow as mf
+from meanflow.flows import blocks, equation, features
+
+
+def _everything(flow, cloud, data, probe):
+    """Return what the equation computes by going through the neurons, and derivatives of it."""
+    v = jnp.cos(jnp.arange(data.size * 1.0))
+
+    def loss(y):
+        there = mf.Dataset(data.x, y, data.weights)
+        moved = jax.tree.map(jnp.add, cloud.particles, equation.velocity(flow, cloud, there))
+        return equation.energy(flow, cloud.at(moved), there)
+
+    return {
+        "predictions": equation.predict(flow, cloud, data.x),
+        "velocity": equation.velocity(flow, cloud, data),
+        "dissipation": equation.dissipation(flow, cloud, data, 0.5),
+        "variation": equation.first_variation(flow, cloud, data, probe),
+        "kernel": equation.kernel_operator(flow, cloud, data.x, data.x)(v),
+        "gradient": jax.grad(loss)(data.y),
+        "curvature": jax.jvp(jax.grad(loss), (data.y,), (v,))[1],
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_change_nothing(model, monkeypatch):
+    flow, cloud, data = problem(model)
+    cloud = cloud.pad(cloud.size + 3)  # padding, and a size that the number of blocks does not divide
+    whole = jax.jit(_everything)(flow, cloud, data, cloud)
+    monkeypatch.setattr(features, "CACHED", data.size)
+    monkeypatch.setattr(features, "BLOCK", data.size * 4)
+    count = flow.feature.blocks(cloud, data.x)
+    assert count > 2 and cloud.size % count
+    parts = jax.jit(lambda *args: _everything(*args))(flow, cloud, data, cloud)
+    for name, value in whole.items():
+        scale = largest_gap(value, jax.tree.map(jnp.zeros_like, value))
+        assert largest_gap(value, parts[name]) < 1e-12 * (1 + scale), name
+
+
+def test_blocks_of_vector_outputs_and_labels(monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (12, 3))
+    flow = mf.vanilla("tanh", loss="softmax")
+    data = mf.Dataset(x, jnp.arange(12) % 4)
+    cloud = flow.init(keys[1], 10, dim=3, outputs=4)
+    whole = equation.velocity(flow, cloud, data)
+    monkeypatch.setattr(features, "CACHED", 12)
+    monkeypatch.setattr(features, "BLOCK", 24)
+    assert flow.feature.blocks(cloud, x) == 5
+    assert largest_gap(whole, equation.velocity(flow, cloud, data)) < 1e-13
+    labelled = mf.Cloud(cloud.particles, labels=np.arange(10.0))
+    split = blocks._split(labelled, 3)
+    assert split.labels.shape == (3, 4) and split.weights.shape == (3, 4)
+    np.testing.assert_array_equal(split.labels.T.ravel()[:10], np.arange(10.0))
+    np.testing.assert_allclose(split.weights.T.ravel(), [0.1] * 10 + [0.0] * 2)
+
+
+def test_large_networks_need_memory_for_one_block_only():
+    width, count, dim = 10**6, 1000, 10
+    flow = mf.vanilla("tanh")
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    cloud = jax.eval_shape(
+        lambda a, b: mf.Cloud(mf.Neurons(a, b), width=width), shape(width), shape(width, dim)
+    )
+    data = jax.eval_shape(mf.Dataset, shape(count, dim), shape(count))
+    run = jax.jit(lambda cloud, data: mf.descend(flow, cloud, data, 10, step=0.1, clock="mean_field").energy)
+    planned = run.lower(cloud, data).compile().memory_analysis().temp_size_in_bytes
+    # particles and velocities are 44 MB each, one array over all samples and neurons would be 4000 MB
+    assert planned < 400e6
