@@ -89,7 +89,7 @@ def draw(data: Arrays) -> Figure:
         "rates": (0.005, 0.01, 0.02, 0.05),
         "variants": ("BN", "GN1", "GN2", "GN4", "GN8", "GN16", "(10) n=HW", "(10) n=C", "alpha = 1"),
     },
-    minutes=(2.0, 20.0),
+    minutes=(1.3, 20.0),
     verdict="corrected",
     setup="1-16-16-16-16 convolutions on digits, batch 2, 6 epochs at the constant rates 0.01 and 0.05, 4 seeds (the "
     "paper: ResNet-110 on CIFAR-10 at 0.05).",
