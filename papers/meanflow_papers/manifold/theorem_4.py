@@ -109,7 +109,7 @@ def measure_distances(
     "001/theorem-4",
     title="finite networks approach the mean-field limit: functions, and measures in W2, against the width",
     small={"largest": 10},
-    minutes=(1.9, 7.5),
+    minutes=(1.8, 7.5),
     setup="ring of 128 points with covariance diag(5, 1), tanh, t = 5; reference: quadrature with 48 x 256 nodes and "
     "half the step. W2 between two independent networks of width 32 to 256, 8 pairs: batch norm in two and three "
     "dimensions, and the canonical univariate flow.",
@@ -238,7 +238,7 @@ def draw_bounds(data: Arrays) -> Figure:
 @entry(
     "001/theorem-4-bounds",
     title="the estimates inside the proof of theorem 4, with their slack",
-    minutes=(0.3, 0.3),
+    minutes=(0.2, 0.2),
     verdict="corrected",
     setup="256 neurons, the problem of theorem 4, t in [0, 5].",
     draw=draw_bounds,

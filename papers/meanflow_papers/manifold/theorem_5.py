@@ -50,7 +50,7 @@ STARTS: dict[str, tuple[float, float] | None] = {  # angles between which the ne
 @entry(
     "001/theorem-5",
     title="a separating start reaches the global minimum; without one the flow may get stuck, or not",
-    minutes=(0.4, 0.4),
+    minutes=(0.2, 0.2),
     verdict="confirmed",
     setup="64 neurons with a = 0 on the circle or on one of two arcs, three-neuron softplus teacher, t = 300.",
     draw=draw,

@@ -42,7 +42,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/section-3.1",
     title="the canonical flow: fluctuations of order m^-1/2, and global convergence without a penalty",
-    minutes=(0.8, 1.5),
+    minutes=(0.6, 0.6),
     verdict="corrected",
     setup="five samples of x^2, sliding solver with a step renewed from the kernel; 24 seeds of width 32 to 256 to "
     "time 50, 4 of width 256 to time 400.",
@@ -63,9 +63,9 @@ def section_3_1(
     function at three times, root mean square over [-1, 1], and the same at the samples alone.
 
     Decisive are the exponents in the width on [-1, 1], -1/2 within 0.1 at each time, and the energy at the end over
-    that at the start, at most 1e-6 from every start. At the samples the exponent is -1/2 at first only: as every network
-    fits them its fluctuations there heal, faster than 1/sqrt(m) (a first run asked for -1/2 there at all times and
-    found -0.53, -0.86 and -1.03). The paper's PDE (11) itself is not solved on a grid here.
+    that at the start, at most 1e-6 from every start. At the samples the exponent is -1/2 at first only: as every
+    network fits them its fluctuations there heal, faster than 1/sqrt(m) (a first run asked for -1/2 there at all times
+    and found -0.53, -0.86 and -1.03). The paper's PDE (11) itself is not solved on a grid here.
     """
     x = jnp.linspace(-1, 1, 5)
     data, flow = Dataset(x, x**2, weights="sum"), uni.canonical()
