@@ -38,7 +38,7 @@ def _list(entries: list[Entry], full: bool, as_json: bool) -> None:
         click.echo(f"  {e.name:<30} {length:>12}  {e.title}{f' [{e.reason}]' if e.reason else ''}")
 
 
-def _with_epochs(entry: Entry, epochs: int) -> Entry:
+def with_epochs(entry: Entry, epochs: int) -> Entry:
     """Return the entry with a budget of epochs at both sizes; an entry that counts no epochs stays as it is."""
     if "epochs" not in entry.arguments():
         return entry
@@ -94,7 +94,7 @@ def reproduce(
     except ValueError as problem:
         raise click.UsageError(str(problem)) from None
     if epochs is not None:
-        chosen = [_with_epochs(entry, epochs) for entry in chosen]
+        chosen = [with_epochs(entry, epochs) for entry in chosen]
     if listing:
         _list(chosen, full, as_json)
         return

@@ -40,7 +40,7 @@ MNIST = "needs the files of MNIST: `meanflow data mnist`, or a local folder (--d
 FASHION = "needs the files of Fashion-MNIST: `meanflow data fashion`, or a local folder (--data FOLDER)"
 DIAGRAM = "a diagram: nothing is measured in it"
 
-Arguments: TypeAlias = dict[str, Any]  # arguments of the computing function, by name
+Arguments: TypeAlias = dict[str, Any]  # keyword arguments by name, of a computing or a drawing function
 Compute: TypeAlias = Callable[..., Outcome]
 Draw: TypeAlias = Callable[[Arrays], Figure]
 Picture: TypeAlias = Callable[[Outcome, Arguments], Arrays]

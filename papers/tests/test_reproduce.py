@@ -14,8 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from meanflow.cli import main
+from meanflow.training.downloads import SOURCES
 from meanflow_papers import Criterion, Outcome
 from meanflow_papers.catalogue import CATALOGUE, PACKAGES, find
+from meanflow_papers.command import with_epochs
 from meanflow_papers.entry import DECLARED, VERDICTS, Entry, entry
 from meanflow_papers.reproduce import Worker, finished, reproduce, run_entry
 from meanflow_papers.unitization.table_4 import table_4_cifar
@@ -104,12 +106,39 @@ def test_list():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two cheap names and two that cannot run, end to end through the command."""
+    """Two cheap names and two that cannot run (the data are hidden), end to end through the command."""
     path = tmp_path_factory.mktemp("gallery")
     names = [*CHEAP, "003/table-1", "003/table-3"]
-    result = invoke(*names, "--output", str(path), "--jobs", "0", "--format", "svg", "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEANFLOW_DATA", str(tmp_path_factory.mktemp("nothing")))
+        result = invoke(*names, "--output", str(path), "--jobs", "0", "--format", "svg", "--json")
     assert result.exit_code == 0, result.output
     return path
+
+
+def _count_epochs(folder=None, epochs=3):
+    return Outcome("001/x", "claim", f"{folder}", {"epochs": epochs}, ())
+
+
+def test_data_are_found_where_they_are_fetched_or_where_the_user_says(tmp_path, monkeypatch):
+    item = Entry("001/x", "", _count_epochs, status="needs data", reason="no data", data="mnist")
+    monkeypatch.setenv("MEANFLOW_DATA", str(tmp_path / "cache"))
+    assert run_entry(item, tmp_path)["status"] == "needs data"
+    for name in SOURCES["mnist"].files:
+        place = tmp_path / "cache" / "mnist" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(b"")
+    assert run_entry(item, tmp_path)["finding"] == str(tmp_path / "cache" / "mnist")
+    assert run_entry(item, tmp_path, data=str(tmp_path))["finding"] == str(tmp_path)
+    assert run_entry(item, tmp_path, data=str(tmp_path / "cache"))["finding"] == str(
+        tmp_path / "cache" / "mnist"
+    )
+
+
+def test_a_budget_of_epochs_reaches_only_entries_that_count_them():
+    item = Entry("001/x", "", _count_epochs, small={"folder": "f"})
+    assert with_epochs(item, 7).arguments() == {"folder": "f", "epochs": 7}
+    assert with_epochs(CATALOGUE["004/figure-2"], 7) is CATALOGUE["004/figure-2"]
 
 
 def test_summary_is_complete_strict_json(folder):

@@ -17,7 +17,7 @@ from meanflow.layers import functional
 from meanflow.plots.style import COLORS, MARKERS, below, panels
 from meanflow.training.data import mnist
 from meanflow_papers.decomposed.setup import digits
-from meanflow_papers.entry import FASHION, entry
+from meanflow_papers.entry import FASHION, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 NETWORKS = {"batchnorm": "batch norm", "default": "default weights", "he": "He weights"}
@@ -63,7 +63,7 @@ def draw(data: Arrays) -> Figure:
     for k, (name, title) in enumerate(NETWORKS.items()):
         hard, soft = np.asarray(data[name]["rank"]), np.asarray(data[name]["stable_rank"])  # (depths, seeds)
         accuracy = np.asarray(data[name]["accuracy"])[..., -1]
-        style = {"color": COLORS[k], "marker": MARKERS[k]}
+        style: Arguments = {"color": COLORS[k], "marker": MARKERS[k]}
         left.plot(depths, hard.mean(1), label=rf"{title}, $\sigma_i > 10^{{-2}}\sigma_1$", **style)
         left.plot(depths, soft.mean(1), ls="--", mfc="white", label=f"{title}, stable rank", **style)
         middle.plot(depths, accuracy.mean(1), label=title, **style)
@@ -115,7 +115,7 @@ def training_images(folder: str | Path | None, count: int) -> tuple[jax.Array, j
 @entry(
     "002/figure-2",
     title="rank of the last hidden layer at the start, and training accuracy, against the depth",
-    minutes=(2.3, 2.3),
+    minutes=(2.0, 2.0),
     verdict="corrected",
     setup="digits (the paper: the code of Daneshmand et al.), 1 to 32 hidden layers of 128, SGD with momentum, 40 "
     "epochs, 2 seeds.",

@@ -148,7 +148,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/figure-1",
     title="speed of neurons by direction, and what they align with, with and without batch norm",
-    minutes=(0.4, 0.4),
+    minutes=(0.3, 0.3),
     verdict="corrected",
     setup=f"{DATA} (eta = 0.01, 8000 steps); 50 neurons with equispaced directions, |b| = 1. The paper gives "
     "neither teacher, width, step nor start. The same with targets sqrt 5 |d.x| / sd(d.x) along the narrow axis, the "

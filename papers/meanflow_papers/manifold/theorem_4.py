@@ -14,7 +14,7 @@ from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, below
 from meanflow.transport import wasserstein
 from meanflow.transport.exact import cylinder_distance
 from meanflow.univariate.balance import unit
-from meanflow_papers.entry import entry
+from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -38,7 +38,8 @@ def draw(data: Arrays) -> Figure:
     below(left, columns=2)
     widths = np.asarray(data["measure_widths"])
     for k, (name, row) in enumerate(data["measures"].items()):
-        for when, style in (("start", {"ls": "--", "mfc": "white"}), ("end", {"ls": "-"})):
+        styles: dict[str, Arguments] = {"start": {"ls": "--", "mfc": "white"}, "end": {"ls": "-"}}
+        for when, style in styles.items():
             values = np.asarray(row[when])  # (widths, pairs)
             label = f"{name}, {when}: slope {float(row[f'slope at the {when}']):.2f}"
             right.plot(widths, values.mean(1), marker=MARKERS[k], color=COLORS[k], label=label, **style)
@@ -108,7 +109,7 @@ def measure_distances(
     "001/theorem-4",
     title="finite networks approach the mean-field limit: functions, and measures in W2, against the width",
     small={"largest": 10},
-    minutes=(2.3, 7.5),
+    minutes=(1.8, 7.5),
     setup="ring of 128 points with covariance diag(5, 1), tanh, t = 5; reference: quadrature with 48 x 256 nodes and "
     "half the step. W2 between two independent networks of width 32 to 256, 8 pairs: batch norm in two and three "
     "dimensions, and the canonical univariate flow.",
@@ -237,7 +238,7 @@ def draw_bounds(data: Arrays) -> Figure:
 @entry(
     "001/theorem-4-bounds",
     title="the estimates inside the proof of theorem 4, with their slack",
-    minutes=(0.3, 0.3),
+    minutes=(0.2, 0.2),
     verdict="corrected",
     setup="256 neurons, the problem of theorem 4, t in [0, 5].",
     draw=draw_bounds,

@@ -9,7 +9,7 @@ from meanflow import activations
 from meanflow.flows.flow import first_variation
 from meanflow.flows.optimality import certificate, separates
 from meanflow.plots.style import COLORS, DASHES, PALE, below, panels
-from meanflow_papers.entry import entry
+from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
@@ -19,7 +19,8 @@ def draw(data: Arrays) -> Figure:
     figure, (left, middle, right) = panels(1, 3, width=4.2, height=3.6)
     turn = np.asarray(data["turn"])
     for k, case in enumerate(STARTS):
-        row, style = data[case], {"color": COLORS[k], "ls": DASHES[k]}
+        row = data[case]
+        style: Arguments = {"color": COLORS[k], "ls": DASHES[k]}
         left.plot(data["times"], row["energy"], label=f"from the {case}", **style)
         middle.plot(data["times"], row["speed"], **style)
         right.plot(turn, row["F"], label=f"from the {case}", **style)
@@ -49,7 +50,7 @@ STARTS: dict[str, tuple[float, float] | None] = {  # angles between which the ne
 @entry(
     "001/theorem-5",
     title="a separating start reaches the global minimum; without one the flow may get stuck, or not",
-    minutes=(0.4, 0.4),
+    minutes=(0.2, 0.2),
     verdict="confirmed",
     setup="64 neurons with a = 0 on the circle or on one of two arcs, three-neuron softplus teacher, t = 300.",
     draw=draw,

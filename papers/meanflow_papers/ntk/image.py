@@ -46,18 +46,19 @@ def _all_networks(signal: coordinate.Signal, steps: int, seeds: int, every: int)
 
 def draw(data: Arrays) -> Figure:
     """The held-out points as pictures: the truth, and what each network puts there; held-out PSNR in time."""
-    figure = canvas(13.0, 6.2)
+    figure = canvas(13.0, 6.8)
     above, under = np.asarray(figure.subfigures(2, 1, height_ratios=(1, 1.15)))
     points, truth = np.asarray(data["points"]), np.asarray(data["pictures"]["truth"])
     words = {"none": "plain", "hidden": "batch norm"}
-    side = 1.62 * 72 / np.sqrt(len(points))  # of a square mark, so that the marks fill the panel
+    side = 2.35 * 72 / np.sqrt(len(points))  # of a square mark, so that the marks fill the panel
     for ax, (name, values) in zip(above.subplots(1, 5), data["pictures"].items(), strict=True):
         limits = {"vmin": truth.min(), "vmax": truth.max()}
         ax.scatter(points[:, 1], -points[:, 0], c=values, marker="s", s=side**2, lw=0, cmap="gray", **limits)
         ax.set(aspect="equal", xticks=[], yticks=[], xlim=(-1.02, 1.02), ylim=(-1.02, 1.02))
         inputs, _, norm = name.partition(", ")
-        end = "" if name == "truth" else f"\n{np.mean(np.asarray(data[name])[:, -1]):.1f} dB"
-        ax.set_title("truth at the held-out points\n" if name == "truth" else f"{inputs}, {words[norm]}{end}")
+        end = "" if name == "truth" else f"{np.mean(np.asarray(data[name])[:, -1]):.1f} dB"
+        title = "truth, held-out points" if name == "truth" else f"{inputs}, {words[norm]}: {end}"
+        ax.set_title(title, fontsize=9)
         ax.spines[:].set_visible(False)
     for ax, inputs in zip(under.subplots(1, 2), ("raw", "encoded"), strict=True):
         for k, (norm, title) in enumerate(words.items()):

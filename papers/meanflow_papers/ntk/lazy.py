@@ -122,10 +122,10 @@ def lazy_training(
         (
             Criterion("plain, widest", errors[0, -1], 0.0, 0.03),
             Criterion("plain, narrowest over widest", errors[0, 0] / errors[0, -1], 1.5),
-            Criterion("frozen K_BN, widest: does not converge", errors[1, -1], 0.2),
-            Criterion("frozen K before BN, widest", errors[2, -1], 0.0, 0.2),
+            Criterion("frozen K_BN, widest: does not converge", errors[1, -1], 0.4),
+            Criterion("frozen K before BN, widest", errors[2, -1], 0.0, 0.02),
             Criterion("frozen K before BN, narrowest over widest", errors[2, 0] / errors[2, -1], 1.5),
             Criterion("test points, widest", errors[3, -1], 0.0, 0.2),
-            Criterion("frozen K_BN over frozen K before BN, widest", errors[1, -1] / errors[2, -1], 2.5),
+            Criterion("frozen K_BN over frozen K before BN, widest", errors[1, -1] / errors[2, -1], 20.0),
         ),
     )

@@ -115,7 +115,7 @@ def draw_encoded(data: Arrays) -> Figure:
     "000/E1",
     title="spectral bias: six sines on raw coordinates, plain against batch norm, hidden and on the output",
     small={"seeds": 5},
-    minutes=(0.9, 3.0),
+    minutes=(0.6, 3.0),
     setup="256 points, width 128, three hidden layers, Adam with cosine decay, 2000 steps. Rates: 1e-2 plain and "
     "output batch norm, 1e-3 hidden batch norm.",
     explained={"final error at k = 16, plain": DRAWS, "held-out error, plain over BN": DRAWS},
@@ -170,7 +170,7 @@ def spectral_bias_line(steps: int = 2000, seeds: int = 16) -> Outcome:
 @entry(
     "000/E2",
     title="the same with positional encoding: faster, not better",
-    minutes=(0.9, 0.9),
+    minutes=(0.7, 0.7),
     verdict="corrected",
     setup="as E1 with three octaves, 8 seeds.",
     draw=draw_encoded,

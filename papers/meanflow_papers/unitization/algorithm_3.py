@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from meanflow import transport
 from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, below, panels
-from meanflow_papers.entry import entry
+from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
@@ -22,7 +22,7 @@ def draw(data: Arrays) -> Figure:
         critic = np.array([data[n]["value"] for n in names])
         bound = np.array([data[n]["lower_bound"] for n in names])
         order = np.argsort(w)
-        style = {"color": COLORS[k], "marker": MARKERS[k]}
+        style: Arguments = {"color": COLORS[k], "marker": MARKERS[k]}
         words = {"shift": "shifts of a Gaussian", "scale": "scalings of a Gaussian"}[kind]
         left.plot(w[order], critic[order], label=f"{words}", **style)
         right.plot(w[order], bound[order] / w[order], label=words, **style)

@@ -135,9 +135,7 @@ def figure_2(
         f"{default['kurtosis'][-1]:.2f} of it, of the skewness {default['skewness'][-1]:.2f}; alpha turns negative). "
         f"alpha fixed at 1 keeps the kurtosis smaller and somewhat steadier, {unit['kurtosis'][-1]:.2f} from epoch "
         f"{settled} on; the {unit['kurtosis'][0]:.2f} from epoch 4 on is mostly the decay at the start ({source})"
-        + (
-            "" if whole else f": {data.train_x.shape[1]} images and {epochs} epochs, a check of the path only"
-        ),
+        + ("" if whole else f": {limit or 'all'} images and {epochs} epochs, a check of the path only"),
         {
             "runs": runs,
             "settled": settled,

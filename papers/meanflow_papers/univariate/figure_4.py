@@ -44,7 +44,7 @@ def draw(data: Arrays) -> Figure:
     above, apart = grid[:2]
     above.plot(x, natural, color=PALE, lw=4, label="natural spline")
     for k, (name, f) in enumerate(curves.items()):
-        style = {"color": COLORS[k], "ls": DASHES[k % len(DASHES)], "lw": 1.1}
+        style: Arguments = {"color": COLORS[k], "ls": DASHES[k % len(DASHES)], "lw": 1.1}
         above.plot(x, f, label=name, **style)
         apart.plot(x, f - natural, label=name, **style)
     above.plot(data["x"], data["y"], "x", color=SAMPLE, ms=6, mew=1.3, zorder=4, label="samples")
@@ -81,7 +81,7 @@ def _distance(f: jax.Array, g: jax.Array) -> float:
 @entry(
     "004/figure-4",
     title="wide networks and the cubic spline they reach when only c is trained",
-    minutes=(0.3, 0.3),
+    minutes=(0.2, 0.2),
     verdict="corrected",
     setup="ten samples of a square wave; minimum-norm limits, widths 160 to 5120 and random widths to 10000. "
     "Random networks are medians of 6 seeds; those drawn are one seed.",

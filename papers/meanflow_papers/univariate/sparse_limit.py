@@ -36,8 +36,7 @@ def draw(data: Arrays) -> Figure:
     bent = int(np.argmax(np.abs(np.diff(best, 2)).sum(axis=1)))  # the data set with the most bends
     curves = {"flow": np.asarray(data["f"])[bent], "minimizer": best[bent]}
     fit(data["grid"], curves, Samples(data["x"][bent], data["y"][bent]), right)
-    for line, dash in zip(right.lines, ("-", "--"), strict=False):
-        line.set_linestyle(dash)
+    right.lines[1].set_linestyle("--")  # the minimizer, on the flow's function
     left.set_title("excess energy")
     middle.set_title("dual certificate")
     right.set_title(f"data set {bent + 1}")
