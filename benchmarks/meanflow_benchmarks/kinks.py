@@ -57,10 +57,10 @@ def work_precision(
     dim: int = 10,
     end: float = 10.0,
     target: float = 1e-4,
-    sliding: tuple[int, ...] = (2, 4, 8, 16, 32),
+    sliding: tuple[int, ...] = (1, 2, 4, 8, 32),
     finest: int = 512,
-    euler: tuple[int, ...] = (1000, 10_000, 100_000),
-    tolerances: tuple[float, ...] = (1e-4, 1e-6, 1e-8),
+    euler: tuple[int, ...] = (1000, 10_000, 50_000),
+    tolerances: tuple[float, ...] = (1e-4, 1e-5, 1e-6, 1e-7),
     max_steps: int = 20_000,
 ) -> dict[str, float | list[float]]:
     """Force evaluations and processor seconds at an error of the parameters, against ordinary solvers.

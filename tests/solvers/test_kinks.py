@@ -133,6 +133,10 @@ def test_dead_and_resting_neurons():
     np.testing.assert_array_equal(sol.final.particles.a[:4], a[:4])
     np.testing.assert_array_equal(sol.final.particles.b[:4], b[:4])
     assert np.any(sol.final.particles.b[5:] != b[5:])
+    # all neurons dead: nothing moves, and that is a result
+    none = shown(flow, mf.Cloud(mf.Neurons(a, -np.abs(b))), mf.Dataset(x, data.y))
+    np.testing.assert_array_equal(none.final.particles.b, -np.abs(b))
+    assert bool(none.ok) and np.all(none.energy == none.energy[0])
 
 
 def test_one_input_with_a_bias_is_the_univariate_flow():
@@ -366,21 +370,25 @@ def test_messages():
         slide(odd, cloud, data, 1.0, 0.1)
 
 
+class Numbers(NamedTuple):
+    u: jax.Array
+    left: jax.Array
+
+
+def shake(now, rows, shared):
+    """A motion in which every event is the same formula and takes one unit of time."""
+    moving = now.left > 0
+    u = jnp.where(moving, now.u + 0.1 * rows * jnp.sin(shared * now.u), now.u)
+    counts = passage.Counts.none()._replace(crossings=jnp.sum(moving, dtype=jnp.int32))
+    return Numbers(u, jnp.where(moving, now.left - 1.0, now.left)), counts
+
+
 def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps():
     """Forty events, of which sixteen are kept, and a bound that cuts the loop short; against forward mode."""
 
-    class Numbers(NamedTuple):
-        u: jax.Array
-        left: jax.Array
-
-    def advance(now, rows, shared):
-        moving = now.left > 0
-        u = jnp.where(moving, now.u + 0.1 * rows * jnp.sin(shared * now.u), now.u)
-        return Numbers(u, jnp.where(moving, now.left - 1.0, now.left)), passage.Counts.none()
-
     def end(u, rows, shared, cap, forward):
         left = jnp.array([40.0, 3.0, 0.0])
-        return jnp.sum(passage.run(advance, Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2)
+        return jnp.sum(passage.run(shake, Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2)
 
     arguments = jnp.array([0.3, 0.5, 0.7]), jnp.array([1.0, 0.9, 0.8]), jnp.array(1.3)
     for cap in (100, 30):
@@ -388,6 +396,24 @@ def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps():
         wanted = jax.jacfwd(end, argnums=(0, 1, 2))(*arguments, cap, True)
         for u, v in zip(got, wanted, strict=True):
             np.testing.assert_allclose(u, v, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [20, 5])
+def test_neurons_with_events_left_are_gathered(cap):
+    """A hundred neurons with up to thirteen events each, in blocks of sixteen, against plain Python."""
+    rng = np.random.default_rng(0)
+    u, rows, left = rng.standard_normal(100), rng.uniform(size=100), np.floor(rng.exponential(2.0, 100))
+    assert left.max() == 13 and np.sum(left > 1) > 2 * passage.LEAST
+    end, counts = jax.jit(
+        lambda u: passage.run(shake, Numbers(u, jnp.asarray(left)), rows, 1.3, cap, together=8)
+    )(jnp.asarray(u))
+    turns = np.minimum(left, cap)
+    for i in range(100):
+        for _ in range(int(turns[i])):
+            u[i] += 0.1 * rows[i] * np.sin(1.3 * u[i])
+    np.testing.assert_allclose(end.u, u, rtol=1e-13)
+    np.testing.assert_array_equal(end.left, left - turns)
+    assert int(counts.crossings) == turns.sum()
 
 
 def directional(d, seed, end=4.0):

@@ -235,6 +235,7 @@ def _loop(
         everyone = jax.tree.map(lambda u, v: u.at[index].set(v, mode="drop"), everyone, chosen)
         return turns.at[index].add(1, mode="drop"), everyone, counts.plus(more)
 
-    first = (jnp.zeros(size, jnp.int32), neurons, counts)
+    taken = 1 if opening is advance else 0
+    first = (jnp.full(size, taken, jnp.int32), neurons, counts)
     _, neurons, counts = jax.lax.while_loop(lambda carry: jnp.any(waiting(carry[1], carry[0])), work, first)
     return neurons, counts
