@@ -11,7 +11,7 @@ import jax
 
 from meanflow.commands import guard, parse_setting, print_json
 
-ROOMS = ("depth", "flows", "kernels", "kinks", "layers", "solvers", "sweeps", "univariate")
+ROOMS = ("accelerators", "depth", "flows", "kernels", "kinks", "layers", "solvers", "sweeps", "univariate")
 
 Numbers = Mapping[str, object]  # what a benchmark returns: seconds, ratios, sizes, versions by name
 

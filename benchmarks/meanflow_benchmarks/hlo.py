@@ -6,11 +6,12 @@ a known number of rounds are multiplied out. What is counted is the program, not
 """
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 BYTES = {
     "pred": 1,
@@ -83,20 +84,36 @@ class Instruction(NamedTuple):
         return names
 
 
+class Work(NamedTuple):
+    """What one run of a program, or one round of a loop, asks of the device.
+
+    Attributes:
+        kernels: how many kernels, copies and calls of libraries are started; a loop of unknown length counts once.
+        collectives: how many of them talk to other devices.
+        traffic: bytes that they read and write together; what stays in a cache is counted as well.
+        flops: additions, multiplications and evaluations of functions.
+        products: those in matrix products and convolutions.
+    """
+
+    kernels: int
+    collectives: int
+    traffic: int
+    flops: int
+    products: int
+
+
 class Loop(NamedTuple):
     """A loop of a compiled program.
 
     Attributes:
         trips: number of rounds, or None where the compiler does not know it: the host then looks after each round.
         rounds: rounds in a whole run, those of the loops around it multiplied; an unknown number counts as one.
-        kernels: kernels that one round starts, those of inner loops included.
-        collectives: how many of them talk to other devices.
+        work: of one round, inner loops included.
     """
 
     trips: int | None
     rounds: int
-    kernels: int
-    collectives: int
+    work: Work
 
 
 class Program:
@@ -112,8 +129,8 @@ class Program:
     ...   ROOT %out = f32[8]{0} fusion(%x), kind=kLoop, calls=%double
     ... }'''
     >>> program = Program(text)
-    >>> program.kernels, program.flops, program.traffic
-    (1, 8, 64)
+    >>> program.work
+    Work(kernels=1, collectives=0, traffic=64, flops=8, products=0)
     """
 
     def __init__(self, text: str) -> None:
@@ -146,10 +163,7 @@ class Program:
                 if one.opcode == "while":
                     trips = self._trips(one)
                     rounds = times * (trips or 1)
-                    kernels = sum(self._launches(run) for run in runs)
-                    found.append(
-                        Loop(trips, rounds, kernels, sum(self._launches(r, COLLECTIVES) for r in runs))
-                    )
+                    found.append(Loop(trips, rounds, self._work(*runs)))
                 waiting += [(run, rounds) for run in runs]
         return found
 
@@ -160,32 +174,21 @@ class Program:
     @property
     def tiny_loops(self) -> list[Loop]:
         """Loops whose body has so few kernels that each round mostly waits for them to start."""
-        return [loop for loop in self.loops if loop.kernels <= TINY]
+        return [loop for loop in self.loops if loop.work.kernels <= TINY]
 
-    @property
-    def kernels(self) -> int:
-        """How many kernels a run starts; the body of a loop of unknown length is counted once."""
-        return self._launches(self.entry)
+    @functools.cached_property
+    def work(self) -> Work:
+        """What a run of the whole program asks of the device."""
+        return self._work(self.entry)
 
-    @property
-    def collectives(self) -> int:
-        """How many times a run talks to other devices."""
-        return self._launches(self.entry, COLLECTIVES)
-
-    @property
-    def flops(self) -> int:
-        """Additions, multiplications and evaluations of functions in a run."""
-        return self._flops(self.entry, False)
-
-    @property
-    def product_flops(self) -> int:
-        """Those of matrix products and convolutions."""
-        return self._flops(self.entry, True)
-
-    @property
-    def traffic(self) -> int:
-        """Bytes that all kernels of a run read and write; what stays in a cache is counted as well."""
-        return self._traffic(self.entry)
+    def _work(self, *computations: str) -> Work:
+        return Work(
+            sum(self._launches(name) for name in computations),
+            sum(self._launches(name, COLLECTIVES) for name in computations),
+            sum(self._traffic(name) for name in computations),
+            sum(self._flops(name, False) for name in computations),
+            sum(self._flops(name, True) for name in computations),
+        )
 
     @property
     def largest(self) -> tuple[int, str]:
@@ -358,14 +361,20 @@ class Program:
         shapes = [_dimensions(self._shape(computation, u)) for u in one.operands]
         result = _dimensions(one.shape)
         if one.opcode == "convolution" or "__cudnn$conv" in one.attributes:
-            labels = re.search(r"dim_labels=\w+_(\w+)->", one.attributes)
+            labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
             if labels is None:
                 return 0
-            kernel = dict(zip(labels.group(1), shapes[1], strict=False))
-            # a TPU writes the batch of a product as a window as long as the batch over inputs spread as far apart
-            sizes, spread = (_window(word, one.attributes) for word in ("size", "lhs_dilate"))
-            taps = [-(-size // apart) for size, apart in itertools.zip_longest(sizes, spread, fillvalue=1)]
-            return 2 * math.prod(result) * kernel["i"] * math.prod(taps)
+            inputs, kernel, outputs = (
+                dict(zip(names, sizes, strict=False))
+                for names, sizes in zip(labels.groups(), (*shapes[:2], result), strict=True)
+            )
+            axes = sorted(axis for axis in kernel if axis.isdigit())
+            windows = _window(one.attributes, len(axes))
+            pairs = [
+                _multiplications(inputs[axis], kernel[axis], outputs[axis], *windows[int(axis)])
+                for axis in axes
+            ]
+            return 2 * outputs["b"] * outputs["f"] * kernel["i"] * math.prod(pairs)
         contracted = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([^\]}]*)", one.attributes)
         if contracted is None or (one.opcode == "custom-call" and "__cublas" not in one.attributes):
             return 0
@@ -410,10 +419,30 @@ def _elements(shape: str) -> int:
     return math.prod(_dimensions(shape))
 
 
-def _window(word: str, attributes: str) -> list[int]:
-    """Return an entry of the window of a convolution, such as ``size=3x3``, as numbers."""
-    found = re.search(rf"window=\{{[^}}]*\b{word}=([0-9x]+)", attributes)
-    return [int(u) for u in found.group(1).split("x")] if found else []
+def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
+    """Return (stride, padding before, spread of the inputs, spread of the kernel) for each axis of a convolution."""
+
+    def entry(word: str, default: str) -> list[str]:
+        found = re.search(rf"window=\{{[^}}]*\b{word}=([0-9x_\-]+)", attributes)
+        return found.group(1).split("x") if found else [default] * axes
+
+    pads = [int(pad.split("_")[0]) for pad in entry("pad", "0_0")]
+    strides, inner, outer = ([int(u) for u in entry(w, "1")] for w in ("stride", "lhs_dilate", "rhs_dilate"))
+    return list(zip(strides, pads, inner, outer, strict=True))
+
+
+def _multiplications(
+    inputs: int, taps: int, outputs: int, stride: int, pad: int, spread: int, dilation: int
+) -> int:
+    """Return how many pairs of an output and a tap of the window meet an input, along one axis.
+
+    Products with a batch are convolutions on a TPU whose windows are mostly outside of the inputs.
+
+    >>> _multiplications(8, 3, 8, 1, 1, 1, 1), _multiplications(1, 32, 32, 1, 31, 1, 1)
+    (22, 32)
+    """
+    place = np.arange(outputs)[:, None] * stride + np.arange(taps)[None, :] * dilation - pad
+    return int(np.sum((place >= 0) & (place <= (inputs - 1) * spread) & (place % spread == 0)))
 
 
 def _named(part: str, attributes: str) -> str:

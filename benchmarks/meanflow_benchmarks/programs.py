@@ -5,12 +5,13 @@ numbers are float32.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 import meanflow as mf
@@ -18,6 +19,7 @@ from meanflow import kernels
 from meanflow.flows.flow import Flow
 from meanflow.sweeps import program
 from meanflow_benchmarks import networks
+from meanflow_benchmarks.hlo import Program, Work
 
 STEPS = 1000  # of the runs below
 
@@ -28,16 +30,27 @@ class Job(NamedTuple):
     Attributes:
         function: of arrays.
         arguments: their shapes and types.
-        steps: how many steps of a solver it takes, 0 where there is none.
+        steps: how many steps of a solver it takes, 0 where their number is not fixed.
+        loop: the place of the loop over steps among the loops of the program, where their number is not fixed.
+        mesh, specs: devices over which the arguments are split and how, for programs of several devices.
     """
 
     function: Callable[..., PyTree]
     arguments: tuple[PyTree, ...]
     steps: int = 0
+    loop: int | None = None
+    mesh: Mesh | None = None
+    specs: PyTree = None
+
+    def unit(self, built: Program) -> Work:
+        """Return the work of one step of a run, or of the whole program where it has no steps."""
+        if self.steps:
+            return built.step_loop(self.steps).work
+        return built.work if self.loop is None else built.loops[self.loop].work
 
 
-def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-    """Return an array of float32 that is not there."""
+def shape(*sizes: int) -> Any:
+    """Return the description of an array of float32, which stands where a function is given the array."""
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
@@ -66,11 +79,11 @@ def descent(flow: Flow, steps: int = STEPS) -> Callable[..., PyTree]:
     return run
 
 
-def solution(flow: Flow, end: float, **options: object) -> Callable[..., PyTree]:
+def solution(flow: Flow, end: float, **options: Any) -> Callable[..., PyTree]:
     """Return a run in continuous time."""
 
     def run(w: PyTree, x: jax.Array, y: jax.Array) -> PyTree:
-        out = mf.solve(flow, mf.Cloud(w), mf.Dataset(x, y), end, observe={}, throw=False, **options)  # type: ignore[arg-type]
+        out = mf.solve(flow, mf.Cloud(w), mf.Dataset(x, y), end, observe={}, throw=False, **options)
         return out.final.particles, out.energy
 
     return run
@@ -85,34 +98,40 @@ def gradient(flow: Flow, steps: int) -> Callable[..., PyTree]:
     return jax.grad(last)
 
 
-def sweep(flow: Flow, *, widths: tuple[int, ...], seeds: int, dim: int | None, **settings: object) -> Job:
-    """Return the program of one chunk of a sweep: all its cells side by side."""
+def sweep(
+    flow: Flow,
+    *,
+    widths: tuple[int, ...],
+    seeds: int,
+    dim: int | None,
+    mesh: Mesh | None = None,
+    **settings: Any,
+) -> Job:
+    """Return the program of one chunk of a sweep: all its cells side by side, on one device or split over a mesh."""
     samples = 64
     x = np.random.default_rng(0).normal(size=samples if dim is None else (samples, dim)).astype(np.float32)
     data = mf.Dataset(x, np.sin(3 * x) if dim is None else np.sin(3 * x[:, 0]))
-    plan = mf.sweeps.prepare(flow, data, widths=widths, seeds=seeds, step=0.1, **settings)  # type: ignore[arg-type]
+    plan = mf.sweeps.prepare(flow, data, widths=widths, seeds=seeds, step=0.1, **settings)
     group = plan.groups[0]
-    inputs = jax.tree.map(jnp.asarray, plan.inputs(group, group.cells))
-    cell = plan.cell(group)
-    leaves, structure = jax.tree.flatten((data, inputs))
+    cell, inputs = plan.cell(group), plan.inputs(group, group.cells)
 
-    def run(*given: jax.Array) -> PyTree:
-        data, inputs = jax.tree.unflatten(structure, given)
-        return program.batched(cell, data, inputs)
+    def run(data: mf.Dataset, inputs: PyTree) -> PyTree:
+        return program.batched(cell, data, inputs, mesh)
 
-    described = tuple(jax.ShapeDtypeStruct(u.shape, u.dtype) for u in leaves)
-    return Job(run, described, STEPS)
+    described = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), (data, inputs))
+    specs = (jax.tree.map(lambda _: PartitionSpec(), data), program.specs(inputs))
+    return Job(run, described, settings.get("steps", 0), -1, mesh, specs)
 
 
-def kernel(name: str, **options: str) -> Job:
+def kernel(name: str, **options: Any) -> Job:
     """Return the tangent kernel of one of the networks of the kernel benchmarks."""
     apply, params, x = networks.NETWORKS[name]()
     function = lambda p, x: kernels.empirical_ntk(apply, p, x, **options)
     return Job(function, jax.tree.map(lambda u: shape(*u.shape), (params, x)))
 
 
-EULER = {"solver": diffrax.Euler(), "step": 1e-3}
-TANH = {"widths": (128,), "seeds": 32, "dim": 10}
+EULER: dict[str, Any] = {"solver": diffrax.Euler(), "step": 1e-3}
+TANH: dict[str, Any] = {"widths": (128,), "seeds": 32, "dim": 10}
 
 PROGRAMS: dict[str, Callable[[], Job]] = {
     "force, fast": lambda: Job(velocity(mf.full(forces="fast")), line(100_000, 1000)),
@@ -127,14 +146,16 @@ PROGRAMS: dict[str, Callable[[], Job]] = {
         descent(mf.batchnorm("tanh")), plane(128, 64, 10), STEPS
     ),
     "solve, Euler, m = 128, n = 64": lambda: Job(
-        solution(mf.vanilla("tanh"), 1.0, **EULER), plane(128, 64, 10), STEPS
+        solution(mf.vanilla("tanh"), 1.0, **EULER), plane(128, 64, 10), loop=-1
     ),
-    "solve, adaptive, m = 128, n = 64": lambda: Job(solution(mf.vanilla("tanh"), 1.0), plane(128, 64, 10)),
+    "solve, adaptive, m = 128, n = 64": lambda: Job(
+        solution(mf.vanilla("tanh"), 1.0), plane(128, 64, 10), loop=-1
+    ),
     "sweep of 32, descend, nothing observed": lambda: sweep(
         mf.vanilla("tanh"), steps=STEPS, observe=[], **TANH
     ),
     "sweep of 32, Euler, nothing observed": lambda: sweep(
-        mf.vanilla("tanh"), t1=1.0, solver=diffrax.Euler(), observe=[], max_steps=STEPS, **TANH
+        mf.vanilla("tanh"), t1=100.0, solver=diffrax.Euler(), observe=[], **TANH
     ),
     "sweep of 32, default observables": lambda: sweep(mf.vanilla("tanh"), steps=STEPS, every=100, **TANH),
     "sweep of 32, univariate, default observables": lambda: sweep(
@@ -147,10 +168,13 @@ PROGRAMS: dict[str, Callable[[], Job]] = {
         gradient(mf.full(), 64), line(10_000, 1000), 64
     ),
     "sliding, univariate, m = 200, n = 20": lambda: Job(
-        solution(mf.full(), 1.0, solver="sliding", step=0.01), line(200, 20)
+        solution(mf.full(), 1.0, solver="sliding", step=0.01), line(200, 20), loop=0
+    ),
+    "sliding, univariate, m = 8192, n = 1e3": lambda: Job(
+        solution(mf.full(), 1.0, solver="sliding", step=0.01), line(8192, 1000), loop=0
     ),
     "sliding, d = 10, m = 200, n = 100": lambda: Job(
-        solution(mf.vanilla("relu"), 1.0, solver="sliding", step=0.01), plane(200, 100, 10)
+        solution(mf.vanilla("relu"), 1.0, solver="sliding", step=0.01), plane(200, 100, 10), loop=0
     ),
     "kernel, dense": lambda: kernel("dense, 1 output"),
     "kernel, dense, Jacobian": lambda: kernel("dense, 1 output", method="jacobian"),

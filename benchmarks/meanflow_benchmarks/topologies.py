@@ -17,9 +17,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from meanflow_benchmarks.hlo import Program
+from meanflow_benchmarks.hlo import Program, Work
 
 
 class Device(NamedTuple):
@@ -44,6 +45,22 @@ DEVICES = {
     # 819 GB/s, 197 TFLOP/s in bfloat16; the vector unit: 4 x 8 x 128 lanes at 1.5 GHz; a fusion starts in about 1 us
     "v5e": Device(8.19e11, 1.97e14, 6.1e12, 1e-6),
 }
+
+
+def bounds(device: str, work: Work) -> dict[str, float]:
+    """Return the seconds that each part of some work takes at least, by what would bind it.
+
+    Example:
+        >>> least = bounds("h100", Work(kernels=10, collectives=0, traffic=10**9, flops=10**6, products=0))
+        >>> max(least, key=least.get), round(1e6 * least["memory"])
+        ('memory', 299)
+    """
+    can = DEVICES[device]
+    return {
+        "memory": work.traffic / can.bandwidth,
+        "arithmetic": work.products / can.products + (work.flops - work.products) / can.other,
+        "kernel starts": work.kernels * can.launch,
+    }
 
 
 def available() -> dict[str, bool]:
@@ -72,6 +89,9 @@ def devices(kind: str, count: int = 1) -> np.ndarray:
         found = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}")
     else:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else the compiler asks the network where it is
+        os.environ.setdefault(
+            "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
+        )  # nothing is run, so that processes do not collide
         found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     return np.array(found.devices[:count])
 
@@ -84,8 +104,8 @@ class Compiled(NamedTuple):
         seconds: processor time of the compiler.
         temporary, arguments, output: bytes on each device.
         estimate: seconds that the compiler expects a run to take, without its loops; None where it says nothing (CUDA).
-        cas: compare-and-swap instructions in the machine code, with which a scatter-add without hardware support is
-            made: each thread tries again until it wins; None where the machine code is not read.
+        cas: kernels with a compare-and-swap loop in their machine code, in which each thread tries again until it wins:
+            so is a scatter-add made without support of the hardware. None where the machine code was not read.
     """
 
     program: Program
@@ -94,32 +114,34 @@ class Compiled(NamedTuple):
     arguments: int
     output: int
     estimate: float | None
-    cas: int | None
+    cas: list[str] | None
 
 
 def compile_for(
     kind: str,
     function: Callable[..., PyTree],
     *arguments: PyTree,
-    split: Callable[[jax.Array], tuple[str | None, ...]] | None = None,
+    mesh: Mesh | None = None,
+    specs: PyTree = None,
     machine_code: bool = False,
 ) -> Compiled:
-    """Compile a function of arrays for ``"h100"`` or ``"v5e"``, for one device or, with ``split``, for four.
+    """Compile a function of arrays for one ``"h100"`` or ``"v5e"``, or for the devices of a mesh.
 
     Args:
         kind: of the device.
         function: what is compiled; its arguments are pytrees of arrays.
         arguments: arrays, or ``jax.ShapeDtypeStruct``, whose shapes and types the program is for.
-        split: maps an array to the names of the mesh axes over which its axes are split: ``"devices"`` or None.
+        mesh: several devices; default one of that kind.
+        specs: a ``PartitionSpec`` for each array of the arguments; default all are whole on every device.
         machine_code: whether to read the PTX as well (CUDA only).
     """
-    mesh = jax.sharding.Mesh(devices(kind, 1 if split is None else 4), ("devices",))
+    place = Mesh(devices(kind), ("devices",)) if mesh is None else mesh
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments) if specs is None or mesh is None else specs
 
-    def described(u: jax.Array) -> jax.ShapeDtypeStruct:
-        spec = jax.sharding.PartitionSpec(*(() if split is None else split(u)))
-        return jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+    def described(u: jax.Array, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=NamedSharding(place, spec))
 
-    lowered = jax.jit(function).lower(*jax.tree.map(described, arguments))
+    lowered = jax.jit(function).lower(*jax.tree.map(described, arguments, specs))
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, str | bool] = {"xla_dump_to": folder} if machine_code else {}
         start = time.process_time()
@@ -142,5 +164,11 @@ def compile_for(
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes,
         cost["optimal_seconds"] if cost and "optimal_seconds" in cost else None,
-        len(re.findall(r"atom\.[\w.]*cas", "\n".join(code))) if machine_code else None,
+        [name for text in code for name in _compare_and_swap(text)] if machine_code else None,
     )
+
+
+def _compare_and_swap(code: str) -> list[str]:
+    """Return the names of the kernels in some PTX that compare and swap."""
+    kernels = re.split(r"\.entry\s+", code)[1:]
+    return [kernel.split("(")[0] for kernel in kernels if re.search(r"\batom\.[\w.]*cas", kernel)]

@@ -168,10 +168,12 @@ class TreeRecord(eqx.Module):
 def _tree(x: jax.Array, depth: int, every: int) -> TreeRecord:
     """Grow the trees of all features in one compiled scan."""
     order = jnp.argsort(x.T, axis=1)
+    ranks = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=order.dtype), order.shape)
     start = jax.vmap(tree_start)(jnp.take_along_axis(x.T, order, axis=1))
 
     def observe(trees: Tree) -> tuple[jax.Array, ...]:
-        place = jnp.argsort(order, axis=1)
+        # where each sample stands in the order; to sort the order again broke compilers for GPUs in float64 (jax 0.8.2)
+        place = jnp.put_along_axis(jnp.zeros_like(order), order, ranks, axis=1, inplace=False)
         unsorted = jax.vmap(lambda tree, p: tree.gram[p[:, None], p[None, :]])(trees, place)
         # an input row that is constant has no children: its Gram matrix is 0 and its scale means nothing
         alive = jnp.any(trees.weight > 0, axis=1) | jnp.any(trees.rows > 0, axis=(1, 2))

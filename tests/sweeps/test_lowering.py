@@ -238,37 +238,41 @@ def swept_in_the_plane(cloud, data):
     ]
 
 
-@pytest.mark.parametrize(
-    ("function", "cloud", "data"),
-    [
-        (adaptive, flat, plane),
-        (with_save_times, flat, plane),
-        (gradient, flat, plane),
-        (kernel_steps, flat, plane),
-        (sliding, labelled, line),
-        (descent, labelled, line),
-        (minibatches, flat, plane),
-        (every_univariate_model, labelled, line),
-        (sliding_on_the_cylinder, labelled, line),
-        (gradient_through_kinks, labelled, line),
-        (other_adjoints, flat, plane),
-        (resumed, flat, plane),
-        (loops_and_steps, flat, plane),
-        (finite_volumes, flat, plane),
-        (tangent_kernels, flat, plane),
-        (kernel_methods, flat, plane),
-        (kernels_in_closed_form, flat, plane),
-        (swept, labelled, line),
-        (swept_raw, labelled, line),
-        (swept_in_the_plane, flat, plane),
-    ],
-)
+CASES = [
+    (adaptive, flat, plane),
+    (with_save_times, flat, plane),
+    (gradient, flat, plane),
+    (kernel_steps, flat, plane),
+    (sliding, labelled, line),
+    (descent, labelled, line),
+    (minibatches, flat, plane),
+    (every_univariate_model, labelled, line),
+    (sliding_on_the_cylinder, labelled, line),
+    (gradient_through_kinks, labelled, line),
+    (other_adjoints, flat, plane),
+    (resumed, flat, plane),
+    (loops_and_steps, flat, plane),
+    (finite_volumes, flat, plane),
+    (tangent_kernels, flat, plane),
+    (kernel_methods, flat, plane),
+    (kernels_in_closed_form, flat, plane),
+    (swept, labelled, line),
+    (swept_raw, labelled, line),
+    (swept_in_the_plane, flat, plane),
+]
+
+
+def flat_single(function, cloud, data):
+    """A case as a function of arrays of float32, and these arrays."""
+    leaves, structure = jax.tree.flatten(single((cloud(), data())))
+    return lambda *leaves: function(*jax.tree.unflatten(structure, leaves)), leaves
+
+
+@pytest.mark.parametrize(("function", "cloud", "data"), CASES)
 def test_lowers_for_all_platforms(function, cloud, data):
     with jax.enable_x64(False):
-        arguments = single((cloud(), data()))
-        leaves, structure = jax.tree.flatten(arguments)
-        run = jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
-        text = jax.export.export(run, platforms=PLATFORMS)(*leaves).mlir_module()
+        run, leaves = flat_single(function, cloud, data)
+        text = jax.export.export(jax.jit(run), platforms=PLATFORMS)(*leaves).mlir_module()
     assert "f64" not in text
     assert "callback" not in text
 

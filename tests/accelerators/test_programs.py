@@ -1,0 +1,162 @@
+"""The main programs compiled for one H100, one TPU v5e and meshes of four, and what they ask of the devices.
+
+Nothing is run. ``MEASURED`` holds what jax 0.10.1 made of the programs; more than ``MARGIN`` above is a failure. Where
+a program is to stay below a limit of its own, that limit is in the test.
+"""
+
+import jax
+import pytest
+from sweeps.test_lowering import CASES, flat_single
+
+import meanflow as mf
+from meanflow_benchmarks import programs
+from meanflow_benchmarks.programs import PROGRAMS
+from meanflow_benchmarks.topologies import available, compile_for, devices
+
+pytestmark = [
+    pytest.mark.accelerators,
+    pytest.mark.skipif(
+        not all(available().values()), reason="needs the compilers of pip install 'meanflow[accelerators]'"
+    ),
+]
+KINDS = ["h100", "v5e"]
+MARGIN = 1.25
+
+# temporary megabytes and kernels (of a step, or of a program without steps) on H100 and on v5e
+MEASURED = {
+    "force, fast": ((0.43, 22), (0.0, 98)),
+    "force, dense": ((1.0, 6), (0.0, 10)),
+    "force, auto": ((1.0, 6), (0.0, 10)),
+    "descend, univariate, m = 1e6, n = 1e3": ((26.0, 21), (5.8, 18)),
+    "descend, univariate, fast forces": ((0.26, 20), (2.2, 88)),
+    "descend, tanh, m = 128, n = 64": ((0.04, 6), (0.97, 5)),
+    "descend, batch norm, m = 128, n = 64": ((0.06, 14), (1.2, 10)),
+    "solve, Euler, m = 128, n = 64": ((0.04, 11), (0.0, 6)),
+    "solve, adaptive, m = 128, n = 64": ((0.09, 11), (1.1, 16)),
+    "sweep of 32, descend, nothing observed": ((1.4, 7), (1.2, 9)),
+    "sweep of 32, Euler, nothing observed": ((1.8, 12), (1.0, 18)),
+    "sweep of 32, default observables": ((2.4, 7), (1.3, 9)),
+    "sweep of 32, univariate, default observables": ((1.3, 6), (1.4, 11)),
+    "gradient of 64 steps, m = 1e4, n = 1e3, d = 100": ((411, 8), (302, 8)),
+    "gradient of 64 steps, univariate, m = 1e4, n = 1e3": ((5.6, 8), (6.8, 21)),
+    "sliding, univariate, m = 200, n = 20": ((0.04, 207), (12.6, 339)),
+    "sliding, univariate, m = 8192, n = 1e3": ((0.8, 297), (2.7, 609)),
+    "sliding, d = 10, m = 200, n = 100": ((0.87, 360), (3.6, 596)),
+    "kernel, dense": ((11.6, 57), (0.0, 49)),
+    "kernel, dense, Jacobian": ((1801, 52), (3583, 123)),
+    "kernel, dense, 10 outputs": ((23.1, 72), (0.0, 59)),
+    "kernel, cnn": ((48.9, 356), None),
+    "kernel, cnn, 64 channels": ((321, 1075), None),
+    "kernel, transformer": ((119.4, 2334), None),
+}
+
+
+@pytest.fixture(autouse=True)
+def single():
+    """Programs in float32: with 64-bit numbers switched off, so that whatever asks for them is seen."""
+    with jax.enable_x64(False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Programs by name and device, each compiled once."""
+    kept = {}
+
+    def get(name, kind):
+        if (name, kind) not in kept:
+            job = PROGRAMS[name]()
+            kept[name, kind] = (
+                job,
+                compile_for(kind, job.function, *job.arguments, machine_code=kind == "h100"),
+            )
+        return kept[name, kind]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_more_memory_and_kernels_than_measured(name, kind, compiled):
+    job, built = compiled(name, kind)
+    program = built.program
+    assert "f64" not in program.types() and not program.callbacks
+    assert program.work.collectives == 0
+    assert not program.padded
+    if kind == "h100":
+        assert not program.tiny_loops
+        # the sliding solver writes flags of one byte to chosen places; no sum of floats is made in such a loop
+        assert len(built.cas) <= ("sliding" in name)
+    measured = MEASURED[name][KINDS.index(kind)]
+    if measured is not None:
+        megabytes, kernels = measured
+        assert built.temporary <= MARGIN * megabytes * 1e6 + 1e5
+        assert job.unit(program).kernels <= MARGIN * kernels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_forces_keep_no_pattern(kind, compiled):
+    """One number for each sample and neuron, even of one byte, would be 100 MB."""
+    for name in ("force, dense", "force, auto"):
+        assert compiled(name, kind)[1].program.largest[0] < 2e6
+    name = "gradient of 64 steps, univariate, m = 1e4, n = 1e3"
+    assert compiled(name, kind)[1].program.largest[0] < 1e6  # the pattern: 10 MB as bytes
+
+
+def test_a_step_of_a_sweep_is_at_most_12_kernels(compiled):
+    """Small networks are bound by the starts of kernels: this is how fast a sweep can be."""
+    for name in ("sweep of 32, descend, nothing observed", "sweep of 32, Euler, nothing observed"):
+        job, built = compiled(name, "h100")
+        assert job.unit(built.program).kernels <= 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["kernel, dense", "kernel, dense, 10 outputs", "kernel, cnn", "kernel, transformer"]
+)
+def test_kernels_of_networks_are_products(name, kind, compiled):
+    work = compiled(name, kind)[1].program.work
+    assert work.products > 0.95 * work.flops
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flow", ["vanilla", "full"])
+@pytest.mark.parametrize("across", [(4, 1), (1, 4), (2, 2)])
+def test_devices_talk_only_where_particles_are_split(kind, flow, across):
+    """One sum over devices in a step, that of the prediction; none where each device has cells of its own."""
+    mesh = mf.sweeps.make_mesh(*across, devices=list(devices(kind, 4)))
+    settings = programs.TANH | ({} if flow == "vanilla" else {"dim": None})
+    model = mf.vanilla("tanh") if flow == "vanilla" else mf.full("sqrt")
+    job = programs.sweep(model, mesh=mesh, steps=1000, every=100, observe=[], **settings)
+    program = compile_for(kind, job.function, *job.arguments, mesh=mesh, specs=job.specs).program
+    step = program.step_loop(1000).work
+    assert step.collectives == (across[1] > 1)
+    assert (program.work.collectives == 0) == (across[1] == 1)
+    assert step.kernels <= 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("function", "cloud", "data"), CASES)
+def test_everything_that_lowers_compiles(function, cloud, data, kind):
+    run, leaves = flat_single(function, cloud, data)
+    built = compile_for(kind, run, *leaves, machine_code=kind == "h100")
+    program = built.program
+    assert "f64" not in program.types() and not program.callbacks and program.work.collectives == 0
+    assert len(program.tiny_loops) <= 2
+    assert not built.cas
+
+
+def test_what_must_not_be_there_would_be_found():
+    """Arrays of one number for each pair, float64, loops of one kernel and compare-and-swap are seen where they are."""
+
+    def bad(x):
+        active = (x[:, None] > x[None, :]).astype(x.dtype)
+        slow = jax.lax.fori_loop(0, 100, lambda _, u: u * 1.5, x)
+        return active @ x, active.T @ active, slow, x.at[x.astype(int) % 7].multiply(x)
+
+    program = compile_for("h100", bad, programs.shape(1000), machine_code=True)
+    assert program.program.largest[0] >= 4e6
+    assert program.program.tiny_loops and program.cas
+    with jax.enable_x64(True):
+        double = compile_for("h100", lambda x: x.astype("float64") / 3, programs.shape(10))
+    assert "f64" in double.program.types()
