@@ -110,7 +110,7 @@ def number(
             at_most(name, value, below, strict=True)
         if high is not None:
             at_most(name, value, high)
-        if not static:
+        if not static and not isinstance(value, np.generic | np.ndarray):
             return value
         known = concrete(value)
         if known is None:
