@@ -110,7 +110,7 @@ def number(
             at_most(name, value, below, strict=True)
         if high is not None:
             at_most(name, value, high)
-        if not static:
+        if not static and not isinstance(value, np.generic | np.ndarray):
             return value
         known = concrete(value)
         if known is None:
@@ -312,25 +312,17 @@ def text(name: str, value: object) -> str:
     return value
 
 
-def numbers(name: str, value: object) -> object:
-    """Accept a pytree of finite real numbers, at least one, such as the parameters of a network."""
-    leaves = jax.tree_util.tree_leaves_with_path(value)
-    if not leaves:
-        raise ValueError(f"{name} must hold arrays of real numbers, got {show(value)}, which holds none")
-    for path, leaf in leaves:
-        place = f"{name}{jax.tree_util.keystr(path)}"
-        numeric(place, leaf)
-        finite(place, leaf)
-    return value
-
-
 def precision(name: str, value: object) -> object:
     """Accept a type of real floating-point numbers, such as jnp.float32 or its name."""
     try:
-        dtype = np.dtype(value)  # type: ignore[call-overload]
+        named = isinstance(value, str | type | np.dtype | jnp.dtype) or hasattr(value, "dtype")
+        good = named and not isinstance(
+            value, jax.Array | np.ndarray | np.generic
+        )  # an array would pass for its type
+        good = good and jnp.issubdtype(jnp.dtype(value), jnp.floating)  # type: ignore[call-overload]
     except (TypeError, ValueError):
-        dtype = None
-    if dtype is None or isinstance(value, jax.Array) or not jnp.issubdtype(dtype, jnp.floating):
+        good = False
+    if not good:
         raise ValueError(
             f"{name} must be a type of floating-point numbers such as 'float32', got {show(value)}"
         )

@@ -178,6 +178,25 @@ CLOUD = mf.Cloud(mf.Neurons(np.ones(3), np.ones((3, 2))))
 PLANE = mf.Dataset(np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), np.array([1.0, -1.0, 1.0]))
 
 
+POLAR = mf.Cloud(mf.Polar(np.ones(3), np.ones(3)))
+LINE = mf.Dataset(np.array([-1.0, 1.0]), np.array([1.0, 0.0]))
+POLAR_LAWS = {"r": laws.uniform(), "theta": laws.angle()}
+
+
+def descend(**change):
+    settings = {"step": 0.1, "batch_size": 2, "key": jax.random.key(0), **change}
+    return mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 1, **settings)
+
+
+def trained(labels=(0, 1) * 4, width=2, **settings):
+    make = lambda rngs: mf.training.MLP(2, (3,), 2, norm=mf.layers.BatchNorm, rngs=rngs)
+    x = np.random.default_rng(0).normal(size=(8, width)).astype("float32")
+    data = mf.training.data.Data(x, np.array(labels), x, np.array(labels))
+    return mf.training.Trainer(make, optax.sgd(0.1), batch=4, **settings).run(
+        jax.random.key(0), data, 1, progress=False
+    )
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "words"),
@@ -188,6 +207,52 @@ PLANE = mf.Dataset(np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), np.array([1.0
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, solver=diffrax.Tsit5), "solver must be"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, solver="tsit5"), "solver must be"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, solver=diffrax.Euler()), "step must be"),
+        (lambda: mf.solve(mf.vanilla("relu"), CLOUD, PLANE, 1.0, solver="sliding"), "step must be"),
+        (lambda: mf.solve(mf.canonical(), POLAR, LINE, 1.0, solver="sliding"), "step must be"),
+        (
+            lambda: mf.solve(mf.vanilla("relu"), CLOUD, PLANE, 1.0, solver=mf.solvers.Sliding()),
+            "step must be",
+        ),
+        (lambda: mf.solvers.Sliding(forward=1), "forward must be True or False"),
+        (
+            lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, observe=lambda cloud: 1.0),
+            "observe must be",
+        ),
+        (lambda: mf.vanilla(lambda z: jnp.sum(z)), "activation must .*same shape"),
+        (lambda: mf.vanilla(lambda z, c: z), "activation must be a function of 1 argument"),
+        (lambda: mf.vanilla(lambda z: 1j * z), "activation must map real arrays"),
+        (lambda: mf.energy(mf.vanilla("tanh", lambda f, y: None), CLOUD, PLANE), "loss must return one real"),
+        (
+            lambda: mf.energy(mf.vanilla("tanh", lambda f, y: 1j * f), CLOUD, PLANE),
+            "loss must return one real",
+        ),
+        (lambda: mf.velocity(mf.vanilla("tanh", inner=np.ones(9)), CLOUD, PLANE), "inner must have shape"),
+        (lambda: mf.energy(mf.vanilla("tanh"), mf.measures.stack([CLOUD, CLOUD]), PLANE), "a single cloud"),
+        (lambda: PLANE.take([7]), "index must be <= 2"),
+        (lambda: mf.measures.laws.uniform(1.0, -1.0), "high must be at least low"),
+        (
+            lambda: mf.measures.quadrature((10**9,) * 2, mf.Polar, POLAR_LAWS),
+            "counts must multiply to at most",
+        ),
+        (lambda: mf.solvers.eulerian.Density(np.ones((4, 4)), 2.0), "mass must sum to 1"),
+        (lambda: descend(sampler=lambda k, n: (jnp.ones((n, 3)), jnp.ones(n))), "sampler must return inputs"),
+        (lambda: descend(sampler=lambda k, n: jnp.ones((n, 2))), "sampler must return inputs"),
+        (lambda: descend(replace=True, sampler=None, batch_size=None), "replace needs batch_size"),
+        (lambda: mf.flows.max_margin(mf.vanilla(), CLOUD, mf.Dataset(PLANE.x, [0, 1, 1])), "labels -1 and 1"),
+        (lambda: mf.kernels.kernel_flow(np.triu(np.ones((2, 2))), [0.0, 0.0], [1.0, 1.0]), "symmetric"),
+        (lambda: mf.kernels.ntk_by_group(lambda p, x: x, {}, np.ones((2, 2))), "params must hold"),
+        (lambda: trained(labels=np.full(8, 3)), "data.train_y must be <= 1"),
+        (lambda: trained(labels=np.full(8, -1)), "data.train_y must be >= 0"),
+        (lambda: trained(loss=lambda f, y: f), "loss must return one number"),
+        (lambda: trained(augment=lambda key, x: x[:1]), "augment must return a batch"),
+        (lambda: trained(width=5), "which the network does not take"),
+        (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 3))), "y must have shape"),
+        (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 2)), (0,)), "orders"),
+        (
+            lambda: mf.transport.bounds.unitized_bound(np.ones((2, 2)), np.ones((2, 2)), np.ones(3)),
+            "alpha must",
+        ),
+        (lambda: mf.transport.bounds.unitized_bound(np.ones((2, 2)), np.ones((2, 2)), np.nan), "alpha must"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, "1"), "t1 must be a number"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, rtol="a"), "rtol must be"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, ts="a"), "ts must be"),
@@ -240,3 +305,22 @@ def test_the_condition_number_of_a_singular_kernel_is_infinite():
     assert np.isinf(condition_number(jnp.asarray(singular), key=jax.random.key(0)))
     regular = np.diag([1.0, 2.0, 5.0])
     np.testing.assert_allclose(condition_number(jnp.asarray(regular), key=jax.random.key(0)), 5.0, rtol=1e-8)
+
+
+def test_a_shift_by_one_number_moves_all_features():
+    """The bound on the outputs of a layer counted a scalar beta once, not once for each feature."""
+    zeros = np.zeros((3, 4))
+    scalar = transport.bounds.output_bound(zeros, zeros, 1.0, 2.0, beta_y=0.0)
+    vector = transport.bounds.output_bound(zeros, zeros, 1.0, np.full(4, 2.0), beta_y=np.zeros(4))
+    np.testing.assert_allclose([scalar, vector], 4.0)
+    assert float(transport.wasserstein(zeros + 2.0, zeros)) <= float(scalar) * (1 + 1e-12)
+
+
+def test_plain_numbers_of_observers_and_numpy_numbers_are_fine():
+    seen = {"three": lambda flow, cloud, data: 3, "half": lambda flow, cloud, data: 0.5}
+    run = mf.solve(
+        mf.vanilla("tanh"), CLOUD, PLANE, np.float64(0.1), ts=2, observe=seen, step=np.float32(0.05)
+    )
+    assert run.observed["three"].tolist() == [3, 3] and run.observed["half"].tolist() == [0.5, 0.5]
+    mixed = transport.sinkhorn_divergence(np.ones((3, 2), np.float32), np.zeros((2, 2)))
+    np.testing.assert_allclose(mixed.value, 2**0.5, rtol=1e-2)

@@ -131,6 +131,11 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
 @click.option("--every", type=int, help="Steps between saves; default start and end only.")
 @click.option("--t1", type=float, help="End time, instead of --steps.")
 @click.option("--step", type=float, help="Step size.")
+@click.option(
+    "--temperature", type=float, help="Temperature of the noise; needs --step or --steps with --step."
+)
+@click.option("--reaction", type=float, help="Rate at which the weights of the neurons move.")
+@click.option("--key", type=int, help="Number of the random numbers: starts, batches, noise.")
 @click.option("--kernel-step", type=float, help="Step size as a fraction of 1/lambda_max of the kernel.")
 @click.option(
     "--observe",
@@ -230,7 +235,7 @@ def _apply_flags(tables: Tables, flags: Tables) -> None:
     put("grid", "scales", listed("scales", float))
     put("grid", "seeds", flags["seeds"])
     put("run", "observe", listed("observe", str))
-    for name in ("steps", "every", "t1", "step"):
+    for name in ("steps", "every", "t1", "step", "temperature", "reaction", "key"):
         put("run", name, flags[name])
     if flags["kernel_step"] is not None:
         tables["run"]["step"] = {"kernel": flags["kernel_step"]}

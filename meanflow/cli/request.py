@@ -20,6 +20,7 @@
     every = 200
     step = {kernel = 0.2}      # or a number
     observe = ["default", "neurons"]    # some names, "default" for the usual ones; neurons for the animation
+    temperature = 0.1          # noise, by default of key = 0; or reaction = 1.0, with conserve = false for free mass
 
 Every table is checked: an unknown or misspelt key is an error that names the nearest known one.
 """
@@ -67,6 +68,7 @@ GRID_KEYS = ("widths", "deltas", "scales", "seeds", "axes")
 RUN_KEYS = (
     *("t1", "ts", "steps", "every", "step", "solver", "clock", "rtol", "atol", "steady", "max_steps"),
     *("batch_size", "replace", "statistics", "observe", "chunk", "waste", "nested", "key", "precision"),
+    *("temperature", "reaction", "conserve"),
 )
 PRECISIONS = ("float32", "float64")
 

@@ -18,24 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow._checks import count
+from meanflow._checks import count, optional, precision
 from meanflow.depth.expected import recentered, relu_map
 from meanflow.depth.observables import gram as gram_of
 
 
-def float_type(name: str, value: object) -> object:
-    """Accept None, and types of real floating-point numbers such as ``jnp.float32`` or ``"float64"``."""
-    try:
-        named = isinstance(value, str | type | jnp.dtype)  # an array would pass for its own type
-        good = value is None or named and jnp.issubdtype(jnp.dtype(value), jnp.floating)  # type: ignore[call-overload]
-    except TypeError:
-        good = False
-    if not good:
-        raise TypeError(f"{name} must be a floating-point type or None, got {_checks.show(value)}")
-    return value
-
-
-@_checks.arguments(n=count(3), features=count(2), dtype=float_type)
+@_checks.arguments(n=count(3), features=count(2), dtype=optional(precision))
 def invariant_representation(
     n: int, features: int = 2, dtype: DTypeLike | None = None
 ) -> Float[Array, "{n} {features}"]:

@@ -92,7 +92,10 @@ class FunctionObservable(Observable):
             )
         for leaf in jax.tree.leaves(values):
             _checks.numeric("what observe returns", leaf)
-        return jax.tree.map(jnp.asarray, values)  # plain numbers too
+        # plain numbers become floats, which have an infinity for times that are not reached
+        return jax.tree.map(
+            lambda u: _checks.floating(u) if isinstance(u, int | float) else jnp.asarray(u), values
+        )
 
 
 class Dissipation(Observable):

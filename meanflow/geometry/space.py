@@ -174,6 +174,8 @@ class BatchNormManifold(Space):
 
     def __init__(self, sigma: jax.Array | None = None) -> None:
         self.sigma = sigma = None if sigma is None else SIGMA("sigma", sigma)
+        if sigma is not None:
+            _checks.shape("sigma", sigma, (None, None))
         self.null = None if sigma is None else omega.null_projector(sigma)
 
     def bind(self, data: Dataset) -> Self:

@@ -32,6 +32,13 @@ def _check_axes(x: jax.Array, axis: Axes) -> None:
         raise ValueError(f"axis must be among the {x.ndim} axes of x, each at most once, got {axis}")
 
 
+def _fits(name: str, part: ArrayLike, x: jax.Array) -> None:
+    """Refuse a part whose shape does not broadcast against that of x."""
+    given = jnp.shape(part)
+    if len(given) > x.ndim or any(a not in (1, b) for a, b in zip(given[::-1], x.shape[::-1], strict=False)):
+        raise ValueError(f"{name} must broadcast against x {x.shape}, got shape {given}")
+
+
 X = _checks.array(rank=1, half=True)
 PART = _checks.array(
     infinite=True, nan=True, least=0, half=True
@@ -146,6 +153,8 @@ def batch_moments(
     x = widen(x)
     _check_axes(x, axis)
     mean = average(x, axis, axis_name=axis_name)
+    if about is not None:
+        _fits("about", about, x)
     deviation = x - (mean if about is None else jnp.asarray(about))
     return mean, average(jnp.square(deviation), axis, axis_name=axis_name)
 
@@ -182,6 +191,7 @@ def average(
     if mask is None:
         local = jnp.mean(x, axis=axis, keepdims=True)
         return local if axis_name is None else jax.lax.pmean(local, axis_name, **among)
+    _fits("mask", mask, x)
     total = jnp.sum(jnp.where(mask > 0, x, 0), axis=axis, keepdims=True)
     count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis=axis, keepdims=True)
     if axis_name is not None:
@@ -246,6 +256,9 @@ def affine(
     >>> print(affine(jnp.array([1.0, 2.0]), jnp.array([3.0]), None))
     [3. 6.]
     """
+    for name, part in (("gamma", gamma), ("beta", beta)):
+        if part is not None:
+            _fits(name, part, x)
     x = x if gamma is None else x * gamma
     return x if beta is None else x + beta
 
@@ -350,8 +363,7 @@ def unitize(
             f"alpha must be a number, (features,) or of the rank of x, got shape {alpha.shape} "
             f"for x {x.shape}"
         )
-    if any(a not in (1, b) for a, b in zip(alpha.shape[::-1], x.shape[::-1], strict=False)):
-        raise ValueError(f"alpha must broadcast against x {x.shape}, got shape {alpha.shape}")
+    _fits("alpha", alpha, x)
     if alpha.ndim == 1:
         alpha = along(alpha, x.ndim, -1)
     norm = safe_sqrt(sample_square(x, axis, n) + epsilon)

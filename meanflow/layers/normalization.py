@@ -64,27 +64,14 @@ def _check_groups(name: str, value: object) -> object:
     return _checks.sequence(_checks.sequence(_checks.count(0)))(name, value)
 
 
-def _check_dtype(name: str, value: object) -> object:
-    """Accept a floating-point type."""
-    try:
-        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)  # type: ignore[call-overload]
-    except TypeError:
-        floating = False
-    if not floating:
-        raise ValueError(
-            f"{name} must be a floating-point type such as jnp.float32, got {_checks.show(value)}"
-        )
-    return value
-
-
 OPTIONS: dict[str, _checks.Kind] = {
     "num_features": _checks.count(1),
     "use_running_average": _checks.optional(_checks.flag),
     "axis": _check_axis,
     "momentum": _checks.number(low=0, high=1, static=True),
     "epsilon": _checks.number(low=0, static=True),
-    "dtype": _checks.optional(_check_dtype),
-    "param_dtype": _check_dtype,
+    "dtype": _checks.optional(_checks.precision),
+    "param_dtype": _checks.precision,
     "use_bias": _checks.flag,
     "use_scale": _checks.flag,
     "bias_init": _checks.function,

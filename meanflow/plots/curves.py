@@ -36,10 +36,19 @@ class Points(Protocol):
     def y(self) -> ArrayLike: ...  # noqa: D102
 
 
+def points(name: str, value: object) -> object:
+    """Accept samples of a function of one variable: x and y of shape (n,)."""
+    instance(Points, hint="for instance a Dataset")(name, value)
+    shapes = np.shape(value.x), np.shape(value.y)  # type: ignore[attr-defined]
+    if len(shapes[0]) != 1 or shapes[0] != shapes[1]:
+        raise ValueError(f"{name} must have x and y of shape (n,), got {shapes[0]} and {shapes[1]}")
+    return value
+
+
 COURSE = instance(Course, hint="for instance a Solution")
 
 
-@_checks.arguments(runs=either(COURSE, mapping(COURSE)), ax=AXES)
+@_checks.arguments(runs=either(COURSE, mapping(COURSE, least=1)), ax=AXES)
 def energies(runs: Course | Mapping[str, Course], ax: Axes | None = None) -> Axes:
     """Energy against time of a solution or of several, log-log after the start.
 
@@ -61,7 +70,7 @@ def energies(runs: Course | Mapping[str, Course], ax: Axes | None = None) -> Axe
 @_checks.arguments(
     x=host_array((None,), nan=True, least=1),
     f=mapping(host_array((None,), nan=True), least=1),
-    data=optional(instance(Points, hint="for instance a Dataset")),
+    data=optional(points),
     ax=AXES,
     knots=optional(host_array((None,), nan=True)),
 )

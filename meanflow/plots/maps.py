@@ -34,6 +34,10 @@ def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = Fa
     values = values.squeeze(drop=True)
     if values.ndim != 2:
         raise ValueError(f"values must have two axes longer than 1, got {dict(values.sizes)}")
+    if not values.size or not _checks.is_real(values.dtype):
+        raise ValueError(
+            f"values must hold real numbers, at least one, got type {values.dtype} and shape {values.shape}"
+        )
     ax = axes(ax)
     rows, columns = (str(name) for name in values.dims)
     shown = np.asarray(values, float)

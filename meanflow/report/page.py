@@ -49,8 +49,9 @@ def samples_of(name: str, value: object) -> object:
     if not isinstance(value, Dataset):
         if not isinstance(value, tuple | list) or len(value) != 2:
             raise TypeError(f"{name} must be a Dataset or a pair (x, y), got {_checks.show(value)}")
-        for entry in value:
-            host_array(rank=1)(name, entry)
+        x, y = (host_array(rank=1)(name, entry) for entry in value)
+        if x.shape[0] != y.shape[0]:
+            raise ValueError(f"{name} must be a pair (x, y) of equal lengths, got {x.shape} and {y.shape}")
     return value
 
 

@@ -17,6 +17,7 @@ from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.sweeps.networks import WIDTHS, Counts, sweep
 from meanflow.sweeps.plan import SEEDS
+from meanflow.sweeps.results import failed
 
 
 class CoordinateCheck(NamedTuple):
@@ -91,6 +92,9 @@ def coordinate_check(
     found = sweep(
         flow, data, widths=known.tolist(), seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings
     )  # a name mapped to None is left out
+    lost = failed(found)
+    if bool(lost.any()):
+        raise ValueError(f"t1 must be reached by all runs, got {int(lost.sum())} of {lost.size} that failed")
     rms = {
         name: np.sqrt(found[f"check_{name}"].isel(time=-1).mean("seed").values)
         for name in ("output", "change", "preactivation")

@@ -197,6 +197,8 @@ def make_mesh(
     {'sweep': 1, 'particles': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"devices must be different from each other, got {devices}")
     sweep = max(1, len(devices) // particles) if sweep is None else sweep
     if sweep * particles > len(devices):
         raise ValueError(

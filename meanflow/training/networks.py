@@ -140,7 +140,8 @@ RNGS = _checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")
 
 def make_norm(name: str, value: object) -> object:
     """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
-    if not callable(value) or isinstance(value, nnx.Module):
+    other = isinstance(value, type) and not issubclass(value, nnx.Module)
+    if not callable(value) or isinstance(value, nnx.Module) or other:
         raise TypeError(
             f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
             f"got {_checks.show(value)}"

@@ -26,9 +26,12 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _checks
 from meanflow._checks import array
 from meanflow._numerics import safe_divide, safe_norm, safe_sqrt, wrap_angle
+from meanflow.flows.flow import ALPHA
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import CLOUD, Affine, Cloud, Polar
 from meanflow.measures.scaling import Alpha, Scaling
+
+INNER = array(nan=True, infinite=True, least=0)  # coordinates inside of larger computations
 
 
 def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
@@ -44,17 +47,20 @@ def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
     return check
 
 
+@_checks.arguments(p=array(rank=1, nan=True, infinite=True, least=0))
 def angle_of(p: Float[Array, "*m 2"]) -> Float[Array, "*m"]:
     """Return the angle atan2(p_2, p_1) in (-pi, pi] of each vector; 0 with derivative 0 at the origin."""
     good = jnp.any(p != 0, axis=-1)
     return jnp.where(good, jnp.arctan2(p[..., 1], jnp.where(good, p[..., 0], 1.0)), 0.0)
 
 
+@_checks.arguments(theta=INNER)
 def unit(theta: Float[Array, "*m"]) -> Float[Array, "*m 2"]:
     """Return the unit vector d(theta) = (cos theta, sin theta) of each angle."""
     return jnp.stack([jnp.cos(theta), jnp.sin(theta)], axis=-1)
 
 
+@_checks.arguments(delta=INNER)
 def layer_rates(delta: Float[Array, "*m"]) -> tuple[Float[Array, "*m"], Float[Array, "*m"]]:
     """Return the rates (kp, kc) of the inner and the outer layer: 1, or 0 where the balance ``delta`` freezes it.
 
@@ -94,6 +100,7 @@ def _hypot(u: Float[Array, "*m"], v: Float[Array, "*m"]) -> Float[Array, "*m"]:
     return scale * safe_sqrt(safe_divide(u, scale) ** 2 + safe_divide(v, scale) ** 2)
 
 
+@_checks.arguments(particles=_checks.instance(Affine))
 def balance(particles: Affine) -> Float[Array, " m"]:
     """Return delta = c^2 - a^2 - b^2 of each neuron, which gradient flow conserves (Lemma 3)."""
     a, b, c = particles
@@ -121,11 +128,13 @@ def tangential_fraction(delta: Float[ArrayLike, "*m"], q: Float[ArrayLike, "*k"]
     return jnp.where(endless, (delta > 0).astype(fraction.dtype), fraction)
 
 
+@_checks.arguments(particles=_checks.instance(Polar))
 def to_plane(particles: Polar) -> Float[Array, "m 2"]:
     """Return (u, v) = |r| d(theta) of each neuron, eq. (6). The sign of r is lost."""
     return jnp.abs(particles.r)[:, None] * unit(particles.theta)
 
 
+@_checks.arguments(p=INNER, c=INNER, ratio=INNER)
 def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
     """Return (r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)), eq. (5) with atan2.
 
@@ -137,6 +146,7 @@ def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array,
     return Polar(ratio * c * safe_norm(p), angle_of(p))
 
 
+@_checks.arguments(particles=_checks.instance(Polar), delta=INNER, ratio=INNER)
 def to_raw(
     particles: Polar, delta: Float[Array, " m"], ratio: Float[Array, ""]
 ) -> tuple[Float[Array, "m 2"], Float[Array, " m"]]:
@@ -145,7 +155,7 @@ def to_raw(
     return n[:, None] * unit(particles.theta), c
 
 
-@_checks.arguments(cloud=_cloud_of(Polar))
+@_checks.arguments(cloud=_cloud_of(Polar), alpha=ALPHA)
 def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """Return ``Polar`` neurons, whose labels are the balances delta, as ``Affine`` neurons with the same function.
 
@@ -165,7 +175,7 @@ def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     return Cloud(Affine(p[:, 0], -p[:, 1], c), cloud.weights, width=cloud.width)
 
 
-@_checks.arguments(cloud=_cloud_of(Affine))
+@_checks.arguments(cloud=_cloud_of(Affine), alpha=ALPHA)
 def project(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """Return ``Affine`` neurons as ``Polar`` ones, labelled with their balance; the inverse of ``lift``.
 

@@ -436,7 +436,7 @@ def _indicator_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Ar
     return law.indicator_gram(x, z)
 
 
-@_checks.arguments(x=array(), z=optional(array()), law=weight_law)
+@_checks.arguments(x=array(squares=True), z=optional(array(squares=True)), law=weight_law)
 def random_feature(
     x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
 ) -> Float[Array, "*shape"]:
@@ -470,7 +470,11 @@ def indicator(
 
 
 @_checks.arguments(
-    x=array(), z=optional(array()), law=weight_law, c2=array((), (None,), low=0), scale=number(above=0)
+    x=array(squares=True),
+    z=optional(array(squares=True)),
+    law=weight_law,
+    c2=array((), (None,), low=0),
+    scale=number(above=0),
 )
 def univariate_ntk(
     x: Float[ArrayLike, "*x"],

@@ -21,13 +21,22 @@ VECTOR = array((None,))
 MASS = optional(array((None,), low=0))
 
 
-def knot_places(name: str, value: object) -> object:
+def knot_places(name: str, value: object) -> jax.Array:
     """Accept a vector of numbers, finite or not: a neuron may have no knot. A kind of ``meanflow._checks``."""
-    _checks.numeric(name, value)
-    _checks.shape(name, value, (None,))
-    return _checks.floating(value)
+    return array((None,), infinite=True, nan=True, least=0)(name, value)
 
 
+_PART = array((None,), infinite=True, nan=True, least=0)
+_ONE = array((), infinite=True, nan=True)
+
+
+@_checks.constructor(
+    knots=_PART,
+    jumps=_PART,
+    drops=_PART,
+    slope=array((), nan=True, infinite=True),
+    intercept=array((), nan=True, infinite=True),
+)
 class PiecewiseLinear(eqx.Module):
     """A continuous piecewise linear function, to be called on arrays of any shape; O(log m) for each point.
 
@@ -52,6 +61,7 @@ class PiecewiseLinear(eqx.Module):
         slopes = jnp.concatenate([self.slope[None], self.slope + jnp.cumsum(self.jumps)])
         return slopes, jnp.concatenate([self.intercept[None], self.intercept + jnp.cumsum(self.drops)])
 
+    @_checks.arguments(x=array(least=0))
     @jax.jit
     def __call__(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
         """Return the values at x."""
@@ -59,11 +69,13 @@ class PiecewiseLinear(eqx.Module):
         slopes, intercepts = self._pieces()
         return slopes[piece] * x + intercepts[piece]
 
+    @_checks.arguments(x=array(least=0))
     @jax.jit
     def derivative(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
         """Return the slopes at x; on a knot the slope to its right."""
         return self._pieces()[0][jnp.searchsorted(self.knots, x, side="right")]
 
+    @_checks.arguments(tolerance=number(low=0))
     @jax.jit
     def merged(self, tolerance: float | Float[Array, ""] = 0.0) -> "PiecewiseLinear":
         """Return the function with one entry for each group of knots with gaps <= tolerance; the rest move to +inf.
@@ -93,6 +105,8 @@ class PiecewiseLinear(eqx.Module):
 
 
 def _weights_or_equal(a: jax.Array, weights: Float[ArrayLike, " m"] | None) -> jax.Array:
+    if weights is not None:
+        _checks.shape("weights", weights, a.shape)
     return jnp.full_like(a, 1 / a.shape[0]) if weights is None else jnp.asarray(weights)
 
 
@@ -160,7 +174,14 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Ar
     return jnp.sum(safe_norm(jnp.stack([merged.jumps, merged.drops]), axis=0))
 
 
-@_checks.arguments(f=instance(PiecewiseLinear), grid=VECTOR)
+def _increasing(name: str, value: object) -> jax.Array:
+    """Accept at least two numbers that increase."""
+    edges = array((None,), least=2)(name, value)
+    _checks.increasing(name, edges)
+    return edges
+
+
+@_checks.arguments(f=instance(PiecewiseLinear), grid=_increasing)
 @jax.jit
 def curvature_energy(f: PiecewiseLinear, grid: Float[ArrayLike, " k"]) -> Float[Array, ""]:
     """Return int f''^2 at the resolution of ``grid``: the sum over cells of (change of f')^2 / (cell length).
@@ -204,9 +225,11 @@ def on_sample_share(
     knots, x = jnp.asarray(knots), jnp.asarray(x)
     _checks.at_least("number of samples", x.shape[0], 2)  # one sample has no spacing
     mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
+    _checks.shape("mass", mass, knots.shape)
     return share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1), radius)
 
 
+@_checks.arguments(knots=_PART, x=_PART, mass=_PART, h=array((), nan=True), radius=number(above=0))
 def share_near(
     knots: Float[Array, " m"],
     x: Float[Array, " s"],
@@ -223,7 +246,12 @@ def share_near(
 
 
 @_checks.arguments(
-    knots=knot_places, mass=array((None,), low=0), k=count(1), bins=count(1), low=number(), high=number()
+    knots=knot_places,
+    mass=array((None,), low=0),
+    k=count(1),
+    bins=count(1),
+    low=number(static=True),
+    high=number(static=True),
 )
 @partial(jax.jit, static_argnames=("k", "bins"))
 def concentration(
@@ -250,6 +278,7 @@ def concentration(
         The share, NaN if there is no mass in the window.
     """
     knots, mass = jnp.asarray(knots), jnp.asarray(mass)
+    _checks.shape("mass", mass, knots.shape)
     inside = (knots >= low) & (knots <= high)
     place = jnp.where(inside, knots - low, 0) / (high - low) * bins
     index = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
@@ -274,6 +303,9 @@ def dead_share(
         weights: (m,); neurons of weight 0 are left out, all others count once.
     """
     a, b, x = jnp.asarray(a), jnp.asarray(b), jnp.asarray(x)
+    _checks.shape("b", b, a.shape)
+    if weights is not None:
+        _checks.shape("weights", weights, a.shape)
     real = jnp.ones_like(a) if weights is None else (jnp.asarray(weights) > 0).astype(a.dtype)
     # a x - b is linear in x: its largest value over the samples is at one end
     top = jnp.maximum(a * jnp.max(x), a * jnp.min(x)) - b

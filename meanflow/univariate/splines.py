@@ -22,7 +22,7 @@ from meanflow import _checks
 from meanflow._checks import array, number, optional
 from meanflow.univariate.kernels import Signs, Uniform, weight_law
 
-SAMPLES = array((None,))
+SAMPLES = array((None,), squares=True)
 
 
 class Spline(eqx.Module):
@@ -40,14 +40,14 @@ class Spline(eqx.Module):
     constant: Float[Array, ""]
     slope: Float[Array, ""]
 
+    @_checks.arguments(x=array(least=0))
     def __call__(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
         """Return the values at x."""
         return self.derivative(x, 0)
 
+    @_checks.arguments(x=array(least=0), order=_checks.count(0, 3))
     def derivative(self, x: Float[ArrayLike, "*x"], order: int = 1) -> Float[Array, "*x"]:
         """Return the derivative of order 0 to 3 at x; the third one jumps at the nodes."""
-        if order not in (0, 1, 2, 3):
-            raise ValueError(f"order must be 0, 1, 2 or 3, got {order}")
         return _evaluate(self, x, order)
 
 
@@ -94,7 +94,7 @@ def _samples(
     dtype = jnp.result_type(x, y, 0.0)
     order = jnp.argsort(x)
     x, y = x[order].astype(dtype), y[order].astype(dtype)
-    _checks.at_least("gaps between samples", jnp.diff(x), 0.0, strict=True)
+    _checks.at_least("gaps between the samples x", jnp.diff(x), 0.0, strict=True)
     return x, y
 
 

@@ -1,6 +1,9 @@
 """Solutions: settings that stack, files that keep apart, states that refuse another run, failures that are noticed."""
 
 import json
+import pathlib
+import pickle
+import zipfile
 from typing import NamedTuple
 
 import diffrax
@@ -34,6 +37,59 @@ def test_settings_stack_and_a_function_of_a_solution_compiles_once():
     assert len(traces) == 1
     inside = jax.vmap(lambda t: mf.solve(flow, cloud, data, t, step=0.25).settings.numbers["t1"])
     assert inside(jnp.array([0.5, 1.0])).tolist() == [0.5, 1.0]  # numbers, not the text of a tracer
+
+
+def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
+    """Cut, flipped, empty, of text, of pickled objects, with names that point elsewhere: a message or the same run."""
+    flow, cloud, data = problem("vanilla")
+    run = mf.descend(flow, cloud, data, 2, step=0.1)
+    whole = run.save(tmp_path / "whole").read_bytes()
+    broken = tmp_path / "inside" / "broken.npz"
+    broken.parent.mkdir()
+
+    def refused(content):
+        broken.write_bytes(content)
+        with pytest.raises(ValueError, match="broken.npz"):
+            mf.Solution.load(broken)
+
+    for share in range(20):
+        refused(whole[: len(whole) * share // 20])
+    refused(b"\0" * 500)
+    refused(pickle.dumps({"ts": [0.0]}))
+    rng = np.random.default_rng(0)
+    intact = 0
+    for _ in range(60):
+        flipped = bytearray(whole)
+        flipped[rng.integers(len(whole))] ^= int(rng.integers(1, 256))
+        broken.write_bytes(bytes(flipped))
+        try:
+            again = mf.Solution.load(broken)
+        except ValueError as words:
+            assert "broken.npz" in str(words)
+        else:  # dates of the archive, for instance
+            intact += 1
+            assert largest_gap(again.final, run.final) == 0 and again.energy.tolist() == run.energy.tolist()
+    assert intact < 30
+
+    class Trap:
+        def __reduce__(self):
+            return pathlib.Path.touch, (tmp_path / "sprung",)
+
+    for members in (
+        {},
+        {"readme.txt": b"text"},
+        {"../../escaped.npy": b"text", "header.npy": b"text"},
+        {"header.npy": pickle.dumps(Trap())},
+    ):
+        with zipfile.ZipFile(broken, "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+        refused(broken.read_bytes())
+    np.savez(broken, header=np.array([Trap()], dtype=object), allow_pickle=True)
+    refused(broken.read_bytes())
+    np.savez(broken, x=np.ones(3))
+    refused(broken.read_bytes())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["inside", "whole.npz"]
 
 
 def test_names_with_dots_are_kept_apart(tmp_path):

@@ -79,6 +79,46 @@ def test_sweep_show_and_resume(config, tmp_path):
     assert "settings" in call("sweep", config, "--store", store, "--set", "run.clock='gradient'", code=3)
 
 
+def test_noise_and_reaction_from_the_command_line(config, tmp_path):
+    """The numbers are those of the call in Python with the same key; another key gives other noise."""
+    x = np.linspace(-1, 1, 6)
+    data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
+    flow, grid = mf.canonical(), {"widths": (4,), "seeds": 2, "steps": 4, "step": 0.01, "observe": ()}
+    base = (
+        "sweep",
+        "--flow",
+        "canonical",
+        "--set",
+        "data={name='sine', points=6}",
+        "--widths",
+        "4",
+        "--seeds",
+        "2",
+    )
+    base = (*base, "--steps", "4", "--step", "0.01", "--set", "run.observe=[]")
+    energies = {}
+    for name, flags, settings in (
+        ("noise", ("--temperature", "0.1", "--key", "3"), {"temperature": 0.1, "key": 3}),
+        ("other", ("--temperature", "0.1", "--key", "4"), {"temperature": 0.1, "key": 4}),
+        (
+            "reaction",
+            ("--set", "run.reaction=2.0", "--set", "run.conserve=false"),
+            {"reaction": 2.0, "conserve": False},
+        ),
+    ):
+        call(*base, *flags, "--store", tmp_path / name)
+        energies[name] = mf.sweeps.load(tmp_path / name).energy.values
+        np.testing.assert_array_equal(energies[name], mf.sweep(flow, data, **grid, **settings).energy)
+    assert not np.array_equal(energies["noise"][..., -1], energies["other"][..., -1])
+    both = call(*base, "--temperature", "0.1", "--reaction", "1.0", code=2)
+    assert "temperature and reaction must not both be positive" in both
+    assert "temperature" in call(*base, "--temperature", "-1", code=2)
+    assert "temperature" in call(*base, "--set", "run.temperature='hot'", code=2)
+    assert "conserve" in call(*base, "--set", "run.conserve=3", code=2)
+    timed = ("sweep", "--flow", "canonical", "--data", "sine", "--widths", "4", "--t1", "0.1")
+    assert "step must be" in call(*timed, "--temperature", "0.1", code=2)
+
+
 @pytest.mark.parametrize("axes", ["{}", "{clock = ['lazy', 'gradient']}"])
 def test_figures_of_one_axis_and_of_names(config, tmp_path, axes):
     change = ("--set", f"grid={{widths = [3, 4], deltas = [0.0], seeds = 2, axes = {axes}}}")

@@ -16,8 +16,8 @@ from flax import nnx
 from meanflow import transport
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.training import CNN, MLP, Trainer, Watch, trainer
-from meanflow.training.data import Data
 from meanflow.training.checkpoints import load_state, save_state
+from meanflow.training.data import Data
 from meanflow.training.trainer import cross_entropy, staircase
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -86,7 +86,13 @@ def check_outputs(apply: Apply, params: Params, name: str, x: Batch) -> None:
     rows = np.shape(jax.tree.leaves(x)[0])[0]
     if rows == 0:
         raise ValueError(f"{name} must hold at least one sample, got an empty batch")
-    out = jax.eval_shape(apply, params, x)
+    try:
+        out = jax.eval_shape(apply, params, x)
+    except (TypeError, ValueError, KeyError, IndexError) as problem:
+        shapes = jax.tree.map(np.shape, x)
+        raise ValueError(
+            f"apply must take params and {name} of shape {shapes}, but fails: {problem}"
+        ) from problem
     if not isinstance(out, jax.ShapeDtypeStruct):
         raise ValueError(f"apply must return one array (samples, ...), got {type(out).__name__} at {name}")
     if out.ndim < 1 or out.shape[0] != rows:

@@ -262,6 +262,7 @@ def ntk_by_group(
     )
     found = {}
     for label in dict.fromkeys(jax.tree.leaves(labels)):
+        _checks.text("what groups returns", label)
         mine = jax.tree.map(lambda mark, label=label: mark == label, labels, is_leaf=lambda m: m is None)
         part, others = eqx.partition(params, mine)
         wrap = lambda function, others=others: ByGroup(function, others)
