@@ -103,3 +103,16 @@ def test_two_stacked_batches_have_the_gram_of_both():
     parts = [depth.tree(x[:, j], 6) for j in range(2)]
     gram = lambda record: record.gram * jnp.exp(2 * record.log_scale)[:, None, None]
     np.testing.assert_allclose(gram(whole), sum(gram(part) for part in parts), rtol=1e-12)
+
+
+@pytest.mark.parametrize("interpolation", ["harmonic", "linear"])
+def test_unitization_equations_6_and_8_at_the_origin(interpolation):
+    """(6), (8) send 0 to a constant c, which no limit gives; ours is c = 0, inside the unit ball, so bounds hold."""
+    origin = jnp.zeros((1, 3))
+    assert np.all(np.asarray(functional.unitize(origin, 1.0, interpolation=interpolation)) == 0)
+    towards = np.stack([np.asarray(functional.unitize(1e-8 * v[None], 1.0))[0] for v in jnp.eye(3)])
+    np.testing.assert_allclose(towards, np.eye(3), atol=1e-12)  # every direction has its own limit
+    # Theorem 3.1 with the point at the origin: unit vectors and 0 are at most 2, here 1, apart
+    x = jax.random.normal(jax.random.key(1), (6, 3))
+    images = functional.unitize(x, 1.0, interpolation=interpolation)
+    assert float(wasserstein(images, jnp.zeros((6, 3)))) == pytest.approx(1.0, rel=1e-12)

@@ -158,7 +158,7 @@ def _farthest(x: jax.Array) -> jax.Array:
 
 def draw_digits(data: Arrays) -> Figure:
     """Norm ratio of the odd point in depth, one line a batch."""
-    figure, (left, right) = panels(1, 2, width=3.5, height=2.9)
+    figure, (left, right) = panels(1, 2, width=4.2, height=3.8)
     odd = data["odd"]
     for what, ax, label in (
         ("norm_ratio", left, "norm of the odd point / next largest"),

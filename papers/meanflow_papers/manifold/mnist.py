@@ -71,15 +71,14 @@ def mnist_flow(
         raise FileNotFoundError("MNIST is read from a local folder; run `meanflow data mnist`")
     images = mnist(folder)
     rows = images.flat()
-    train = mf.Dataset(rows.train_x, rows.train_y)
+    train, test_x = mf.Dataset(np.asarray(rows.train_x, float), rows.train_y), np.asarray(rows.test_x, float)
     flow = mf.vanilla("relu", "softmax", alpha="sqrt", bias=True)
     per_epoch = len(rows.train_x) // batch
-    right = lambda cloud: jnp.argmax(mf.predict(flow, cloud, rows.test_x), axis=1) == rows.test_y
+    right = lambda cloud: jnp.argmax(mf.predict(flow, cloud, test_x), axis=1) == rows.test_y
     accuracy, ends = [], []
     clock = time.process_time()
     for seed in range(seeds):
         cloud = flow.init(jax.random.key(seed), width, dim=784, outputs=10)
-        cloud = jax.tree.map(lambda u: u.astype(jnp.float32), cloud)
         run = mf.descend(
             flow,
             cloud,
@@ -95,7 +94,7 @@ def mnist_flow(
         ends.append(run.final)
     seconds = time.process_time() - clock
     found = np.stack(accuracy)
-    guess = np.asarray(jnp.argmax(mf.predict(flow, ends[0], rows.test_x), axis=1))
+    guess = np.asarray(jnp.argmax(mf.predict(flow, ends[0], test_x), axis=1))
     wrong = np.flatnonzero(guess != rows.test_y)[:32]
     return Outcome(
         "001/mnist",

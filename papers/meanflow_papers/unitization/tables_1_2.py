@@ -5,14 +5,17 @@ from pathlib import Path
 
 import numpy as np
 from flax import nnx
+from matplotlib.figure import Figure
 
 from meanflow.layers import BatchNorm
+from meanflow.plots.style import COLORS, below, panels
 from meanflow.training import ResNet
 from meanflow.training.resnet import count_parameters
 from meanflow_papers.entry import CIFAR, entry
-from meanflow_papers.outcome import Criterion, Outcome
+from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.unitization.cifar import EPOCHS, NORMS, accuracies, draw_accuracies, load
 
+STATED = {"ResNet-20": 0.27, "ResNet-110": 1.7, "ResNet-164": 1.7}  # million parameters
 PUBLISHED = {
     10: {20: (0.9179, 0.9221), 110: (0.9399, 0.9412), 164: (0.9434, 0.9462)},
     100: {20: (0.6643, 0.6749), 110: (0.7227, 0.7331), 164: (0.7656, 0.7758)},
@@ -111,20 +114,57 @@ def table_2(
     return _table(folder, 100, depths, epochs, limit, seeds)
 
 
+def imagenet_size(blocks: tuple[int, ...], classes: int = 1000) -> int:
+    """Number of parameters of a pre-activation ResNet with bottlenecks for ImageNet, counted by hand.
+
+    The stem is a 7 x 7 convolution of 64 channels; stage s has ``blocks[s]`` bottlenecks of 64 2^s channels (times 4 at
+    the end), the first with a 1 x 1 projection as shortcut. A batch norm before each convolution but the stem, and one
+    before the read-out, have two parameters a channel; convolutions have no biases.
+    """
+    total, before = 7 * 7 * 3 * 64, 64
+    for stage, count in enumerate(blocks):
+        narrow, wide = 64 * 2**stage, 256 * 2**stage
+        for k in range(count):
+            total += before * narrow + 9 * narrow**2 + narrow * wide + 2 * (before + 2 * narrow)
+            total += before * wide if k == 0 else 0
+            before = wide
+    return total + 2 * before + (before + 1) * classes
+
+
+def draw_sizes(data: Arrays) -> Figure:
+    """Numbers of parameters beside those of the paper, and of ResNet-101, of which it gives none."""
+    figure, (ax,) = panels(1, 1, width=6.0, height=2.8)
+    places = np.arange(len(data))
+    ax.barh(places, [count / 1e6 for count in data.values()], color=COLORS[0], label="counted")
+    for row, (name, count) in enumerate(data.items()):
+        ax.text(count / 1e6 * 1.08, row, f"{count / 1e6:.3f} M", va="center", fontsize=8)
+        if name in STATED:
+            label = "stated in the paper" if row == 0 else None
+            ax.plot([STATED[name]], [row], "x", color=COLORS[1], ms=8, mew=2, label=label)
+    ax.set_yticks(places, list(data))
+    ax.set(xscale="log", xlabel="million parameters", xlim=(0.1, 200))
+    ax.invert_yaxis()
+    below(ax)
+    return figure
+
+
 @entry(
     "003/tables-1-2-sizes",
-    title="the networks of tables 1 and 2: numbers of parameters",
-    setup="ResNet-20, -110 and -164 built without allocating them.",
+    title="the networks of tables 1 to 3: numbers of parameters",
+    setup="ResNet-20, -110 and -164 built without allocating them; ResNet-101 counted by hand.",
+    draw=draw_sizes,
 )
 def resnet_sizes() -> Outcome:
-    """Count the parameters of the ResNets of Tables 1 and 2.
+    """Count the parameters of the ResNets of Tables 1 to 3.
 
-    The paper states 0.27 M and 1.7 M parameters. Decisive is that the networks built here have these sizes;
-    they are built without allocating them.
+    The paper states 0.27 M and 1.7 M parameters for CIFAR and none for ResNet-101. Decisive is that the networks built
+    here have these sizes (they are built without allocating them), and that ResNet-101, counted by hand with
+    pre-activation blocks, has the 44.5 M of the usual one.
     """
     zeros = nnx.initializers.zeros  # only shapes matter
     make = lambda depth: ResNet(depth, 10, BatchNorm, kernel_init=zeros, rngs=nnx.Rngs(0))
     data = {f"ResNet-{depth}": count_parameters(partial(make, depth)) for depth in (20, 110, 164)}
+    data["ResNet-101"] = imagenet_size((3, 4, 23, 3))
     millions = {name: count / 1e6 for name, count in data.items()}
     return Outcome(
         "003/tables-1-2",
@@ -135,5 +175,6 @@ def resnet_sizes() -> Outcome:
             Criterion("ResNet-20, million parameters", millions["ResNet-20"], 0.265, 0.275),
             Criterion("ResNet-110, million parameters", millions["ResNet-110"], 1.65, 1.75),
             Criterion("ResNet-164, million parameters", millions["ResNet-164"], 1.65, 1.75),
+            Criterion("ResNet-101, million parameters", millions["ResNet-101"], 44.4, 44.6),
         ),
     )
