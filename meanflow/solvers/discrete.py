@@ -150,9 +150,8 @@ def descend(
             step, so runs can be resumed.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``.
         adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (all).
-        state: ``Solution.state`` of an earlier run; goes on bit for bit (to rounding with ``solver``). Data and settings
-            must be those of that run,
-            except for a constant step, ``steps``, ``every`` and ``observe``.
+        state: ``Solution.state`` of an earlier run; goes on bit for bit (to rounding with ``solver``). Data and
+            settings must be those of that run, except for a constant step, ``steps``, ``every`` and ``observe``.
         throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the result is not finite. Inside jit,
             vmap and grad nothing is raised: look at ``Solution.result``.
 
