@@ -10,7 +10,10 @@ import numpy as np
 
 import meanflow as mf
 from meanflow.flows import equation
-from meanflow_benchmarks.timing import best_time
+from meanflow.flows.features import TwoLayer
+from meanflow.flows.flow import make_flow
+from meanflow_benchmarks.memory import MEGABYTE, program_memory
+from meanflow_benchmarks.timing import best_time, interleaved
 
 
 def velocity_speed(
@@ -49,6 +52,53 @@ def velocity_speed(
         numbers[name] = best_time(jax.jit(mf.velocity), flow, cloud, data, repeats=repeats)[1]
         numbers[f"ratio_{name}"] = numbers[name] / numbers["products"]
     return numbers
+
+
+class _Whole(TwoLayer):
+    """Neurons of two layers, treated all at once whatever their number."""
+
+    def blocks(self, cloud: mf.Cloud, x: jax.Array) -> int:
+        """Return 1."""
+        return 1
+
+
+def blocks(
+    widths: tuple[int, ...] = (1000, 10_000, 40_000),
+    points: int = 1000,
+    dim: int = 10,
+    steps: int = 10,
+    repeats: int = 3,
+) -> dict[str, float]:
+    """Descent in blocks of neurons, as the library chooses them, against all neurons at once, for growing widths.
+
+    Args:
+        widths: numbers of neurons, growing.
+        points, dim: number and dimension of the samples.
+        steps: steps of descent.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Milliseconds of processor time a step and megabytes of temporaries of each, ``ratio_*`` of the times, and
+        ``growth``, the exponent of the time in blocks between the last two widths (goal 1).
+    """
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (points, dim))
+    data = mf.Dataset(x, jnp.tanh(x[:, 0]))
+    chosen = mf.vanilla("tanh")
+    flows = {"blocks": chosen, "whole": make_flow(_Whole(jnp.tanh), mf.geometry.Space())}
+    programs: dict[str, jax.stages.Compiled] = {}
+    clouds = {}
+    for width in widths:
+        cloud = chosen.init(keys[1], width, dim=dim)
+        for name, flow in flows.items():
+            run = jax.jit(lambda cloud, flow=flow: mf.descend(flow, cloud, data, steps, step=0.1).final)
+            programs[f"{name}_{width}"], clouds[f"{name}_{width}"] = run.lower(cloud).compile(), cloud
+    seconds = interleaved({name: lambda n=name: programs[n](clouds[n]) for name in programs}, repeats)  # type: ignore[misc]
+    numbers = {f"{name}_ms": 1e3 * value / steps for name, value in seconds.items()}
+    numbers |= {f"{n}_mb": program_memory(p).temporary / MEGABYTE for n, p in programs.items()}
+    numbers |= {f"ratio_{w}": seconds[f"blocks_{w}"] / seconds[f"whole_{w}"] for w in widths}
+    last = [seconds[f"blocks_{w}"] for w in widths[-2:]]
+    return numbers | {"growth": float(np.log(last[1] / last[0]) / np.log(widths[-1] / widths[-2]))}
 
 
 def dispatch(width: int = 16, points: int = 20, dim: int = 2, calls: int = 200) -> dict[str, float]:

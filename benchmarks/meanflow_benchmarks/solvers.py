@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import diffrax
 import jax
 import jax.numpy as jnp
 
 import meanflow as mf
+from meanflow.flows import equation
 from meanflow_benchmarks.memory import MEGABYTE, program_memory
 from meanflow_benchmarks.timing import interleaved
 
@@ -41,8 +43,8 @@ def minibatches(
 ) -> dict[str, float]:
     """Descent on minibatches, by epochs and with replacement, against scans written by hand.
 
-    The peers record what ``descend`` records, the energy of all data at the start and at the end. By epochs the peer
-    permutes all samples once an epoch; with replacement it draws integers.
+    The peers record what ``descend`` records, the energy of all data at the start and at the end; those called ``bare``
+    return the weights alone. By epochs the peer permutes all samples once an epoch; with replacement it draws integers.
 
     Args:
         points, dim: number and dimension of the samples.
@@ -52,7 +54,8 @@ def minibatches(
         repeats: measurements of which the best counts.
 
     Returns:
-        Microseconds of processor time a step, and ``ratio_epochs``, ``ratio_replace`` (goal 1.3).
+        Microseconds of processor time a step, and ``ratio_epochs``, ``ratio_replace`` (goal 1.3), and the same over the
+        bare peers.
     """
     flow, cloud, data = _problem(width, points, dim)
     key, rounds = jax.random.key(2), points // batch
@@ -82,21 +85,72 @@ def minibatches(
     start = tuple(cloud.particles)
     settings: dict[str, Any] = {"step": LEARNING_RATE, "batch_size": batch, "key": key, "observe": _nothing}
     epochs_by_hand, replaced_by_hand = record(by_epochs), record(replaced)
+    epochs_bare, replaced_bare = jax.jit(by_epochs), jax.jit(replaced)
     seconds = interleaved(
         {
             "epochs": lambda: mf.descend(flow, cloud, data, steps, **settings),
             "epochs_by_hand": lambda: epochs_by_hand(start, data),
             "replace": lambda: mf.descend(flow, cloud, data, steps, replace=True, **settings),
             "replace_by_hand": lambda: replaced_by_hand(start, data),
+            "epochs_bare": lambda: epochs_bare(start, data),
+            "replace_bare": lambda: replaced_bare(start, data),
         },
         repeats,
     )
     ratios = {f"ratio_{n}": seconds[n] / seconds[f"{n}_by_hand"] for n in ("epochs", "replace")}
+    ratios |= {f"ratio_{n}_bare": seconds[n] / seconds[f"{n}_bare"] for n in ("epochs", "replace")}
     return {f"{name}_us": 1e6 * value / steps for name, value in seconds.items()} | ratios
 
 
 def _nothing(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> jax.Array:
     return cloud.width
+
+
+def fixed_steps(
+    width: int = 200, points: int = 100, dim: int = 10, steps: int = 1000, repeats: int = 3
+) -> dict[str, float]:
+    """Fixed steps of the solver Tsit5: ``descend`` and ``solve``, against a scan over steps of diffrax's own solver.
+
+    Args:
+        width: number of neurons.
+        points, dim: number and dimension of the samples.
+        steps: number of steps.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Microseconds of processor time a step, ``open_loops_*``, the loops in each program whose length the
+        compiler does not know (an accelerator asks the host before each turn of them), and ``ratio_descend``,
+        ``ratio_solve`` over the scan (goal 1.1).
+    """
+    flow, cloud, data = _problem(width, points, dim)
+    method, size = diffrax.Tsit5(), 0.1
+
+    def scan(cloud: mf.Cloud) -> Any:
+        term = diffrax.ODETerm(lambda t, w, _: equation.velocity(flow, cloud.at(w), data))
+        state = method.init(term, 0.0, size, cloud.particles, None)
+
+        def one(carry: Any, _: None) -> tuple[Any, None]:
+            w, _, _, state, _ = method.step(term, 0.0, size, carry[0], None, carry[1], made_jump=False)
+            return (w, state), None
+
+        return jax.lax.scan(one, (cloud.particles, state), length=steps)[0][0]
+
+    functions = {
+        "descend": lambda cloud: (
+            mf.descend(flow, cloud, data, steps, solver=method, step=size).final.particles
+        ),
+        "solve": lambda cloud: (
+            mf.solve(flow, cloud, data, steps * size, solver=method, step=size).final.particles
+        ),
+        "scan": scan,
+    }
+    programs = {name: jax.jit(f).lower(cloud).compile() for name, f in functions.items()}
+    seconds = interleaved({name: lambda p=p: p(cloud) for name, p in programs.items()}, repeats)  # type: ignore[misc]
+    numbers = {f"{name}_us": 1e6 * value / steps for name, value in seconds.items()}
+    for name, program in programs.items():
+        loops = [line for line in (program.as_text() or "").splitlines() if " while(" in line]
+        numbers[f"open_loops_{name}"] = float(sum("known_trip_count" not in line for line in loops))
+    return numbers | {f"ratio_{n}": seconds[n] / seconds["scan"] for n in ("descend", "solve")}
 
 
 def gradients(

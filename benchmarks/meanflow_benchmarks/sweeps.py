@@ -1,18 +1,21 @@
 """Speed of sweeps: against loops over single runs, PyTorch in eager mode, the memory bandwidth, and one process."""
 
+import functools
 import importlib.util
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import meanflow as mf
-from meanflow_benchmarks.timing import best_time, timed
+from meanflow_benchmarks.timing import best_time, interleaved, timed
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 STEP = 1e-3
@@ -87,6 +90,83 @@ def grid_speed(
         numbers["torch_ns_per_particle_step"] = 1e9 * eager / particles
         numbers["speedup_torch"] = eager / run
     return numbers
+
+
+def by_hand(
+    widths: tuple[int, ...] = WIDTHS,
+    deltas: int = 9,
+    seeds: int = 4,
+    steps: int = 1000,
+    samples: int = 20,
+    repeats: int = 2,
+) -> dict[str, float]:
+    """Width x delta x seed of univariate networks with default observables, against a program by hand for each width.
+
+    The programs by hand vmap a scan of plain descent in (a, b, c) over the networks of one width and return the loss at
+    the end. ``grad`` leaves the gradient to ``jax.grad``; ``masks`` writes it out with products of the pattern of
+    activations, as this package does. Neither keeps the balance of the neurons, pads, or records anything on the way.
+
+    Args:
+        widths, deltas, seeds: the grid: the widths, and how many balances and seeds.
+        steps, samples: steps of descent and size of the data set.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Seconds of processor time: ``compile`` of the sweep (the first run less a later one) and ``compile_grad`` of the
+        programs by hand; ``sweep``, ``grad`` and ``masks`` of warm runs; ``ratio_grad`` and ``ratio_masks`` (goal 1.1).
+    """
+    x = np.linspace(-1, 1, samples)
+    data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
+    balances = [-np.inf, *np.linspace(-20, 20, deltas - 2), np.inf]
+    begin = time.process_time()
+    plan = mf.sweeps.prepare(
+        mf.lifted(alpha="sqrt"), data, widths=widths, deltas=balances, seeds=seeds, steps=steps, step=STEP
+    )
+    plan.run()
+    cold = time.process_time() - begin
+    rng, cells = np.random.default_rng(0), deltas * seeds
+    start = {w: tuple(jnp.asarray(rng.normal(size=(cells, w)), float) for _ in range(3)) for w in widths}
+    jobs: dict[str, Callable[[], object]] = {"sweep": plan.run}
+    numbers = {}
+    for name, gradient in {"grad": _by_grad, "masks": _by_masks}.items():
+        begin = time.process_time()
+        run = functools.partial(_descent, gradient, data.x, data.y, steps)
+        programs = {w: jax.jit(jax.vmap(run)).lower(start[w]).compile() for w in widths}
+        numbers[f"compile_{name}"] = time.process_time() - begin
+        jobs[name] = lambda programs=programs: [programs[w](start[w]) for w in widths]  # type: ignore[misc]
+    seconds = interleaved(jobs, repeats)
+    ratios = {f"ratio_{name}": seconds["sweep"] / seconds[name] for name in ("grad", "masks")}
+    return {"compile": cold - seconds["sweep"]} | numbers | seconds | ratios
+
+
+Raw = tuple[jax.Array, jax.Array, jax.Array]  # (a, b, c) of the neurons c relu(a x - b)
+
+
+def _residual(w: Raw, x: jax.Array, y: jax.Array) -> jax.Array:
+    a, b, c = w
+    return jax.nn.relu(x[:, None] * a[None, :] - b[None, :]) @ c / a.shape[0] ** 0.5 - y
+
+
+def _by_grad(w: Raw, x: jax.Array, y: jax.Array) -> Raw:
+    return jax.grad(lambda w: 0.5 * jnp.sum(_residual(w, x, y) ** 2))(w)
+
+
+def _by_masks(w: Raw, x: jax.Array, y: jax.Array) -> Raw:
+    a, b, c = w
+    active, scale = (x[:, None] * a[None, :] > b[None, :]).astype(a.dtype), a.shape[0] ** -0.5
+    g = scale * (scale * (x * (active @ (c * a)) - active @ (c * b)) - y)
+    along, up = (g * x) @ active, g @ active
+    return c * along, -c * up, a * along - b * up
+
+
+def _descent(gradient: Callable[..., Raw], x: jax.Array, y: jax.Array, steps: int, start: Raw) -> jax.Array:
+    """Return the loss after plain descent."""
+
+    def step(w: Raw, _: None) -> tuple[Raw, None]:
+        a, b, c = (u - STEP * g for u, g in zip(w, gradient(w, x, y), strict=True))
+        return (a, b, c), None
+
+    return 0.5 * jnp.sum(_residual(jax.lax.scan(step, start, length=steps)[0], x, y) ** 2)
 
 
 def _torch_seconds(interpreter: str, widths: tuple[int, ...], samples: int) -> float:

@@ -2,9 +2,11 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from meanflow_benchmarks import depth, flows, kernels, layers, memory, solvers, timing, univariate
+from meanflow_benchmarks import depth, flows, kernels, layers, memory, solvers, sweeps, timing, univariate
 
 
 def test_velocities():
@@ -61,5 +63,22 @@ def test_times_and_memory():
 def test_descent():
     out = solvers.minibatches(points=20, dim=2, width=3, batch=5, steps=8, repeats=1)
     assert out["ratio_epochs"] == pytest.approx(out["epochs_us"] / out["epochs_by_hand_us"])
+    assert out["ratio_replace_bare"] == pytest.approx(out["replace_us"] / out["replace_bare_us"])
     out = solvers.gradients(width=3, points=4, dim=2, steps=8, repeats=1)
     assert out["ratio_full"] == pytest.approx(out["full_ms"] / out["by_hand_ms"])
+
+
+def test_fixed_steps_and_blocks():
+    out = solvers.fixed_steps(width=3, points=4, dim=2, steps=4, repeats=1)
+    assert out["open_loops_descend"] == 0 and out["open_loops_solve"] > 0
+    out = flows.blocks(widths=(10, 20), points=5, dim=2, steps=2, repeats=1)
+    assert out["ratio_20"] == pytest.approx(out["blocks_20_ms"] / out["whole_20_ms"])
+
+
+def test_programs_by_hand_descend_alike():
+    x = jnp.linspace(-1.0, 1.0, 5)
+    start = tuple(jax.random.normal(key, (7,)) for key in jax.random.split(jax.random.key(0), 3))
+    ends = [sweeps._descent(g, x, jnp.sin(x), 30, start) for g in (sweeps._by_grad, sweeps._by_masks)]
+    assert ends[0] == pytest.approx(float(ends[1]), rel=1e-6)
+    out = sweeps.by_hand(widths=(4, 5), deltas=3, seeds=1, steps=2, samples=3, repeats=1)
+    assert out["ratio_grad"] == pytest.approx(out["sweep"] / out["grad"])

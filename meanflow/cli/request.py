@@ -41,7 +41,8 @@ from meanflow.flows import models
 from meanflow.flows.flow import Flow
 from meanflow.measures.dataset import Dataset
 from meanflow.solvers.step import KernelStep
-from meanflow.sweeps.networks import Sweep, prepare
+from meanflow.sweeps.cells import Sweep
+from meanflow.sweeps.networks import prepare
 from meanflow.univariate import models as univariate
 
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,13 @@ from meanflow.solvers.solution import (
     fingerprint,
     raise_on_failure,
 )
+from meanflow.solvers.stages import runge_kutta
 from meanflow.solvers.step import STEP, ConstantStep, StepRule, all_finite, as_rule
 
 Sampler = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # (key, batch size) -> (x, y)
 
 PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled program
+METHOD = instance(diffrax.AbstractERK, hint="for instance diffrax.Heun()")
 OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
 
 
@@ -49,6 +52,7 @@ class DescentOptions(eqx.Module):
     """The arguments of ``descend`` beside flow, cloud and data, checked and in the form the compiled program takes."""
 
     optimizer: optax.GradientTransformation
+    solver: diffrax.AbstractERK | None
     rule: StepRule
     observe: Observable | dict[str, Observable] | None
     key: jax.Array | None
@@ -77,6 +81,7 @@ class _Carry(NamedTuple):
     data=DATA,
     steps=count(1),
     optimizer=optional(OPTIMIZER),
+    solver=optional(METHOD),
     step=optional(STEP),
     every=optional(count(1)),
     observe=OBSERVE,
@@ -100,6 +105,7 @@ def descend(
     steps: int,
     *,
     optimizer: optax.GradientTransformation | None = None,
+    solver: diffrax.AbstractERK | None = None,
     step: StepRule | float | jax.Array | None = None,
     every: int | None = None,
     observe: Observe = None,
@@ -127,6 +133,9 @@ def descend(
         flow, cloud, data: model, initial particles, training data.
         steps: number of steps, >= 1.
         optimizer: any optax optimizer; default plain descent, which needs ``step``.
+        solver: an explicit Runge-Kutta method such as ``diffrax.Heun()`` instead of Euler steps: the numbers are those
+            of ``solve`` with this solver and ``step``, but the number of steps is known beforehand and the stages are
+            written out, so that an accelerator never waits for the host. Not with an optimizer or a temperature.
         step: a number or a ``StepRule`` such as ``KernelStep`` that multiplies the optimizer's updates; default 1 with
             an optimizer.
         every: steps between saves (divides ``steps``); default only the end. The start is saved too, unless the
@@ -141,8 +150,8 @@ def descend(
             step, so runs can be resumed.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``.
         adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (all).
-        state: ``Solution.state`` of an earlier run; goes on bit for bit. Data and settings must be those of that run,
-            except for a constant step, ``steps``, ``every`` and ``observe``.
+        state: ``Solution.state`` of an earlier run; goes on bit for bit (to rounding with ``solver``). Data and
+            settings must be those of that run, except for a constant step, ``steps``, ``every`` and ``observe``.
         throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the result is not finite. Inside jit,
             vmap and grad nothing is raised: look at ``Solution.result``.
 
@@ -170,6 +179,11 @@ def descend(
         raise ValueError(
             "optimizer must be None (plain descent) with temperature or reaction, got an optimizer"
         )
+    if solver is not None and (optimizer is not None or dynamics.temperature is not None):
+        raise ValueError(
+            "solver must be None with an optimizer or a temperature, whose steps are their own, "
+            f"got {type(solver).__name__}"
+        )
     if sampler is not None:
         if batch_size is None or key is None:
             raise ValueError(f"sampler needs batch_size and key, got batch_size={batch_size} and key={key}")
@@ -187,6 +201,8 @@ def descend(
         "replace": str(replace),
         "statistics": statistics,
     } | dynamics.names()
+    if solver is not None:
+        names["solver"] = type(solver).__name__
     if sampler is not None:
         names["sampler"] = "fresh samples"
     numbers = {} if isinstance(rule, ConstantStep) else rule_numbers(rule)
@@ -195,6 +211,7 @@ def descend(
         check_resumed(state, settings, data)
     options = DescentOptions(
         optimizer=PLAIN if optimizer is None else optimizer,
+        solver=solver,
         rule=rule,
         observe=observables.resolve(observe, bound, data),
         key=key,
@@ -235,8 +252,12 @@ def _descend(
         here = problem.here(carry.y)
         batch = draw(carry.steps)
         bound = model.bind(batch)
-        rates = problem.rates(here, batch, bound)
         size = rule.next_size(carry.steps, carry.size, problem, carry.y)
+        if options.solver is not None:
+            field = lambda y: problem.rates(problem.here(y), batch, bound)
+            moved = runge_kutta(options.solver, field, carry.y, size)
+            return _Carry(carry.t + size, moved, carry.steps + 1, carry.optimizer, size)
+        rates = problem.rates(here, batch, bound)
         v = rates.particles if isinstance(rates, Weighted) else rates
         gradient = jax.tree.map(jnp.negative, v)
         updates, inner = options.optimizer.update(gradient, carry.optimizer, here.particles)

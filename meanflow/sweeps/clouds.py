@@ -52,7 +52,7 @@ def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int |
     jax.jit, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0}
 )
 def _draw(
-    static: tuple[Hashable, jax.tree_util.PyTreeDef],
+    static: tuple[tuple[Hashable, ...], jax.tree_util.PyTreeDef],
     width: int,
     dim: int | None,
     outputs: int | None,

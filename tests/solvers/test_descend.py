@@ -207,3 +207,36 @@ def test_bad_input_is_refused(settings, words):
     _, cloud, data = problem("batchnorm")
     with pytest.raises(ValueError, match=words):
         mf.descend(mf.batchnorm("tanh"), cloud, data, **settings)
+
+
+@pytest.mark.parametrize("method", [diffrax.Heun(), diffrax.Tsit5()], ids=lambda m: type(m).__name__)
+def test_runge_kutta_steps_are_those_of_solve(method):
+    flow, cloud, data = problem("batchnorm_manifold")
+    options = {"solver": method, "step": 0.125, "observe": ["dissipation"]}
+    by_solve = mf.solve(flow, cloud, data, 2.0, ts=3, **options)
+    run = mf.descend(flow, cloud, data, 16, every=8, **options)
+    assert largest_gap(run.final.particles, by_solve.final.particles) < 1e-13
+    np.testing.assert_allclose(run.energy, by_solve.energy, rtol=1e-12)
+    np.testing.assert_allclose(run.observed["dissipation"], by_solve.observed["dissipation"], rtol=1e-10)
+    half = mf.descend(flow, cloud, data, 8, **options)
+    rest = mf.descend(flow, cloud, data, 8, state=half.state, **options)
+    assert (
+        largest_gap(rest.final.particles, run.final.particles) < 1e-14
+    )  # another program, which rounds its own way
+    with pytest.raises(ValueError, match="same settings|differ|solver"):
+        mf.descend(flow, cloud, data, 8, step=0.125, state=half.state)
+    with pytest.raises(ValueError, match="solver must be None with an optimizer"):
+        mf.descend(flow, cloud, data, 8, solver=method, optimizer=optax.adam(0.1))
+
+
+def test_runge_kutta_steps_with_moving_weights_and_their_gradient():
+    flow, cloud, data = problem("vanilla")
+    options = {"solver": diffrax.Heun(), "step": 0.125, "reaction": 0.5}
+    by_solve = lambda y: mf.solve(flow, cloud, mf.Dataset(data.x, y), 1.0, **options).energy[-1]
+    by_descend = lambda y: mf.descend(flow, cloud, mf.Dataset(data.x, y), 8, **options).energy[-1]
+    np.testing.assert_allclose(
+        jax.grad(by_descend)(data.y), jax.grad(by_solve)(data.y), rtol=1e-9, atol=1e-14
+    )
+    text = jax.jit(by_descend).lower(data.y).compile().as_text()
+    loops = [line for line in text.splitlines() if " while(" in line]
+    assert loops and all("known_trip_count" in line for line in loops)
