@@ -27,7 +27,7 @@ def forces(
 ) -> dict[str, dict[str, float]]:
     """Least microseconds of the fast and the dense univariate forces on each device, from which ``"auto"`` chooses.
 
-    On a TPU it is the estimate of the compiler, on a GPU the largest of what ``roofline`` compares.
+    It is the largest of what ``roofline`` compares and, on a TPU, of the estimate of the compiler.
 
     Args:
         width: number of neurons.
@@ -38,8 +38,7 @@ def forces(
 
     def least(device: str, kind: str, count: int) -> float:
         built = compile_for(device, velocity(mf.full(forces=kind)), *line(width, count))
-        seconds = max(bounds(device, built.program.work).values())
-        return 1e6 * (seconds if built.estimate is None else built.estimate)
+        return 1e6 * max(*bounds(device, built.program.work).values(), built.estimate or 0.0)
 
     return {
         f"{device}, {count} samples": {kind: least(device, kind, count) for kind in ("fast", "dense")}

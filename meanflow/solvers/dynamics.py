@@ -91,6 +91,7 @@ class Dynamics(eqx.Module):
 
     def problem(self, chart: Chart, data: Dataset, speed: jax.Array, clock: str) -> Problem:
         """Return the problem of a run with these dynamics."""
+        arranged = chart.flow.feature.arrange(chart.base, data)
         return Problem(
             chart,
             data,
@@ -100,7 +101,7 @@ class Dynamics(eqx.Module):
             key=None if self.key is None else KeyBits(self.key),
             conserve=self.conserve,
             normalized=clock == "normalized",
-            arranged=chart.flow.feature.arrange(chart.base, data),
+            arranged=None if arranged is data else arranged,
         )
 
 

@@ -39,13 +39,13 @@ LARGEST_GRID = 2**20  # entries up to which predictions alone are made from that
 # Up to (samples, samples x neurons) the dense forces are faster. On processors this is measured (benchmarks
 # ``univariate`` and ``sweeps``). On accelerators it follows from the compiled programs (``accelerators.forces``), not
 # from times: the fast forces are about 20 small kernels on a GPU, and on a TPU each neuron's lookups in the tables take
-# as long as some 300 000 comparisons.
+# as long as some 30 000 comparisons.
 ANY = 2**62
 CROSSOVER = {
     "cpu": ((40, 2**22), (ANY, 2**15)),
     "cuda": ((256, ANY), (ANY, 2**27)),
     "rocm": ((256, ANY), (ANY, 2**27)),
-    "tpu": ((2**18, ANY),),
+    "tpu": ((2**15, ANY),),
 }
 DENSE = {"cpu": force.PRODUCTS, "cuda": force.SUMS, "rocm": force.SUMS, "tpu": force.SUMS}
 
