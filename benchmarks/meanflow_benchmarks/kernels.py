@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,70 @@ def large(
         "difference_of_first_rows": float(jnp.max(jnp.abs(result[:4] - rows)) / jnp.max(jnp.abs(rows))),
         "gflops": _structured_flops(widths, samples) / seconds / 1e9,
     }
+
+
+def convolutions(samples: int = 1024, limit: int = 2**30) -> dict[str, float]:
+    """The trace kernel of a convolutional network at many samples within a stated limit of memory.
+
+    Args:
+        samples: size of the batch, of 16 x 16 pixels.
+        limit: the most bytes that ``empirical_ntk`` may take.
+
+    Returns:
+        Processor ``seconds``, ``planned_bytes``, ``bytes`` by which the process grew (target: at most ``limit``), and
+        the relative difference of the first two rows from those computed alone.
+    """
+    apply, params, x = networks_module.convolutional(samples, 16, 32)
+    kernel = lambda a, b: kernels.empirical_ntk(
+        apply, params, a, b, outputs="trace", stats="frozen", limit=limit
+    )
+    plan = kernels.ntk_plan(apply, params, x, outputs="trace", stats="frozen", limit=limit)
+    found: dict[str, Any] = {}
+    run = lambda: found.update(kernel=jax.block_until_ready(kernel(x, None)))
+    run()
+    grown = grown_bytes(run)
+    start = time.process_time()
+    run()
+    seconds = time.process_time() - start
+    rows = kernel(x[:2], x)
+    return {
+        "seconds": seconds,
+        "planned_bytes": plan.bytes[plan.method],
+        "bytes": grown,
+        "difference_of_first_rows": float(
+            jnp.max(jnp.abs(found["kernel"][:2] - rows)) / jnp.max(jnp.abs(rows))
+        ),
+    }
+
+
+def scaling(factor: int = 4, repeats: int = 2) -> dict[str, float]:
+    """Exponents with which the time of a kernel grows, between two sizes ``factor`` apart.
+
+    The docstring of ``empirical_ntk`` gives the exponents of its parts, of which the largest bounds the whole: at most
+    2 in samples, width, channels and outputs.
+
+    Returns:
+        Exponents in ``samples`` (dense, trace), ``width`` (dense, trace), ``channels`` (convolutions, trace) and
+        ``outputs`` (dense, full); target at most 2.1.
+    """
+    dense = networks_module.dense
+    jobs = {
+        "samples": (lambda n: dense(512 * n, (64, 256, 256, 1)), "trace"),
+        "width": (lambda n: dense(64, (64, 512 * n, 512 * n, 1)), "trace"),
+        "channels": (lambda n: networks_module.convolutional(16, 8, 32 * n), "trace"),
+        "outputs": (lambda n: dense(64, (64, 256, 256, 10 * n)), "full"),
+    }
+    out = {}
+    for name, (network, kept) in jobs.items():
+        ways = {}
+        for size in (1, factor):
+            apply, params, x = network(size)
+            ways[str(size)] = lambda apply=apply, params=params, x=x, kept=kept: kernels.empirical_ntk(
+                apply, params, x, outputs=kept, stats="frozen"
+            )
+        spent = interleaved(ways, repeats)
+        out[name] = float(np.log(spent[str(factor)] / spent["1"]) / np.log(factor))
+    return out
 
 
 def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:

@@ -295,7 +295,7 @@ def factors(
     """
     differentiate = channels_last(functools.partial(_differentiated, traced, plan, leaves))
     found, made = by_pieces(differentiate, batch, piece)
-    forms_of = {"gram": _gram, "slices": _slices, "rows": _rows}
+    forms_of: dict[str, Callable[..., Factor]] = {"gram": _gram, "slices": _slices, "rows": _rows}
     out: list[Factor] = []
     for share in plan:
         if share.mode == "jacobian":
