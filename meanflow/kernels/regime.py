@@ -5,10 +5,11 @@ rho = f - y at the training points obeys
 
     gradient flow       rho' = -K Q rho                     Q = diag(q)
     gradient descent    rho <- (I - eta K Q) rho            learning rate eta
+    with momentum mu    rho <- rho - v, v <- mu v + eta K Q rho (v first; heavy ball, as in optax.sgd)
 
-One eigendecomposition of Q^(1/2) K Q^(1/2) solves both for every time and every number of steps, so early stopping
-costs O(n^2) a point. Time t of the flow is learning rate x steps. Predictions elsewhere follow from dual coefficients
-beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of a network alone is exactly this, with
+One eigendecomposition of Q^(1/2) K Q^(1/2) solves all of them for every time and every number of steps, so early
+stopping costs O(n^2) a point. Time t of the flow is learning rate x steps. Predictions elsewhere follow from dual
+coefficients beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of a network alone is exactly this, with
 K = features features'. Batch norm on the output is not: ``linearized_batchnorm`` keeps it exact and linearizes what is
 before it.
 """
@@ -43,6 +44,7 @@ class KernelFlow(eqx.Module):
         residual: f(0) - y, (n,) or (n, k).
         target: y, (n,) or (n, k).
         learning_rate: of gradient descent; None for gradient flow.
+        momentum: of gradient descent; None for none.
     """
 
     rates: Float[Array, " N"]
@@ -51,6 +53,7 @@ class KernelFlow(eqx.Module):
     residual: Float[Array, "n *k"]
     target: Float[Array, "n *k"]
     learning_rate: Float[Array, ""] | None = None
+    momentum: Float[Array, ""] | None = None
 
     def _aligned(self, times: Real[ArrayLike, "..."]) -> tuple[Array, Array]:
         """Return rates (1, ..., N) and times (..., 1), ready to be combined."""
@@ -68,6 +71,9 @@ class KernelFlow(eqx.Module):
         if self.learning_rate is None:
             moves = rates > 0  # 0 x infinity is not a number
             return jnp.where(moves, jnp.exp(-jnp.where(moves, rates, 1.0) * t), 1.0)
+        if self.momentum is not None:
+            left = jnp.where(self._inverse() > 0, 0.0, 1.0).reshape(rates.shape)
+            return jnp.where(jnp.isinf(t), left, self._steps(times)[..., 0])
         # sign and modulus apart: a power of a negative base with a float exponent is NaN
         factor = 1 - self.learning_rate * rates
         odd = jnp.where((t % 2 == 1) & (factor < 0), -1.0, 1.0)
@@ -78,6 +84,9 @@ class KernelFlow(eqx.Module):
         rates, t = self._aligned(times)
         if self.learning_rate is None:
             lost, still = -jnp.expm1(-rates * jnp.where(jnp.isinf(t), 0.0, t)), t
+        elif self.momentum is not None:
+            gain = self._steps(times)[..., 1]
+            return jnp.where(jnp.isinf(t), self._inverse().reshape(rates.shape), gain)
         else:
             # where steps are short, 1 - (1 - eta rate)^k loses digits that expm1 keeps
             short = self.learning_rate * rates < 0.5
@@ -87,6 +96,40 @@ class KernelFlow(eqx.Module):
         moves = rates > 0
         gain = jnp.where(moves, lost / jnp.where(moves, rates, 1.0), still)
         return jnp.where(jnp.isinf(t), self._inverse().reshape(rates.shape), gain)
+
+    def _steps(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N 2"]:
+        """Return decay and gain after whole numbers of steps with momentum, by powers of the matrix of one step.
+
+        In each mode (residual, velocity, gain, velocity of the gain, 1) moves linearly. Its power needs no distinct
+        eigenvalues, which are equal at the momentum that damps a mode best.
+        """
+        rates, t = self._aligned(times)
+        eta, mu, one = self.learning_rate, self.momentum, jnp.ones_like(self.rates)
+        assert eta is not None and mu is not None
+        pull, zero = eta * self.rates, jnp.zeros_like(self.rates)
+        keep = mu * one
+        step = jnp.stack(
+            [
+                jnp.stack([1 - pull, -keep, zero, zero, zero], -1),
+                jnp.stack([pull, keep, zero, zero, zero], -1),
+                jnp.stack([zero, zero, 1 - pull, keep, eta * one], -1),
+                jnp.stack([zero, zero, -pull, keep, eta * one], -1),
+                jnp.stack([zero, zero, zero, zero, one], -1),
+            ],
+            -2,
+        )
+        count = jnp.where(jnp.isinf(t), 0.0, t).astype(int)[..., 0]
+        state = jnp.array([1.0, 0.0, 0.0, 0.0, 1.0], rates.dtype)
+        state = jnp.broadcast_to(state, (*count.shape, self.rates.shape[0], 5))
+
+        def bit(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
+            left, power, state = carry
+            further = jnp.einsum("nij,...nj->...ni", power, state)
+            odd = (left % 2 == 1)[..., None, None]
+            return (left // 2, power @ power, jnp.where(odd, further, state)), None
+
+        (_, _, state), _ = jax.lax.scan(bit, (count, step, state), None, length=31)
+        return state[..., ::2][..., :2]
 
     def _inverse(self) -> Float[Array, " N"]:
         """Return the gain at the end of training; modes at rounding level stay untrained."""
@@ -196,6 +239,7 @@ def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, "n *k"]) ->
     y=OUTPUTS,
     weights=_checks.optional(_checks.array((), (None,), above=0)),
     learning_rate=_checks.optional(_checks.number(above=0)),
+    momentum=_checks.optional(_checks.number(low=0, below=1)),
     loss=_checks.either(_checks.choice("squared", "cross_entropy"), _checks.function),
 )
 def kernel_flow(
@@ -205,6 +249,7 @@ def kernel_flow(
     *,
     weights: Real[ArrayLike, "..."] | None = None,
     learning_rate: Real[ArrayLike, ""] | None = None,
+    momentum: Real[ArrayLike, ""] | None = None,
     loss: str | Loss = "squared",
 ) -> KernelFlow | LossFlow:
     """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
@@ -219,6 +264,7 @@ def kernel_flow(
         y: targets, (n,) or (n, k).
         weights: q_j > 0, default 1/n; a number stands for all.
         learning_rate: of gradient descent, whose time is the number of steps. None: gradient flow.
+        momentum: of gradient descent (heavy ball), in [0, 1); needs a ``learning_rate``.
         loss: "squared", in closed form. "cross_entropy" of softmax(f) with the probabilities y (n, k), or any function
             (outputs, target) -> number of one sample, by an ODE solver; for gradient flow only.
 
@@ -241,6 +287,8 @@ def kernel_flow(
     check_shapes(whole, target)
     _checks.shape("start", first, target.shape)
     matrix, q = as_matrix(whole), _weights(weights, target)
+    if momentum is not None and learning_rate is None:
+        raise ValueError("momentum needs a learning_rate: gradient flow has none")
     if loss != "squared":
         if learning_rate is not None:
             raise ValueError('learning_rate must be None unless loss="squared"')
@@ -253,8 +301,9 @@ def kernel_flow(
     root = jnp.sqrt(q)
     rates, modes = jnp.linalg.eigh(root[:, None] * matrix * root[None, :])
     rates = jnp.maximum(rates, 0.0)  # rounding may leave -1e-17, and such a mode would grow in time
-    eta = None if learning_rate is None else jnp.asarray(learning_rate, target.dtype)
-    return KernelFlow(rates[::-1], modes[:, ::-1], q, first - target, target, eta)
+    number = lambda a: None if a is None else jnp.asarray(a, target.dtype)
+    eta, mu = number(learning_rate), number(momentum)
+    return KernelFlow(rates[::-1], modes[:, ::-1], q, first - target, target, eta, mu)
 
 
 def kernel_regression(

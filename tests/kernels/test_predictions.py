@@ -63,6 +63,34 @@ def test_descent_of_the_linearized_network_with_two_outputs():
     np.testing.assert_allclose(flow.loss(counts), losses, rtol=1e-9)
 
 
+def test_momentum():
+    """optax's descent with momentum on a linear network that has a null mode, also where two eigenvalues coincide."""
+    features, y = jax.random.normal(KEYS[0], (6, 4)), jax.random.normal(KEYS[6], (6,))
+    kernel, other = features @ features.T, jax.random.normal(KEYS[1], (3, 4))
+    top = jnp.linalg.eigvalsh(kernel)[-1] / 6
+    for momentum, rate in (
+        (0.9, 0.1),
+        (0.5, float((1 - 0.5**0.5) ** 2 / top)),
+    ):  # the second damps the top mode best
+        optimizer = optax.sgd(rate, momentum=momentum)
+        loss = lambda w: 0.5 * jnp.mean((features @ w - y) ** 2)
+        w, seen = jnp.zeros(4), []
+        state = optimizer.init(w)
+        for _ in range(13):
+            seen.append(w)
+            updates, state = optimizer.update(jax.grad(loss)(w), state)
+            w = optax.apply_updates(w, updates)
+        path = jnp.stack(seen)
+        flow = kernels.kernel_flow(kernel, jnp.zeros(6), y, learning_rate=rate, momentum=momentum)
+        np.testing.assert_allclose(flow(jnp.arange(13)), path @ features.T, rtol=1e-9, atol=1e-12)
+        found = flow.at(other @ features.T, jnp.zeros(3), jnp.arange(13))
+        np.testing.assert_allclose(found, path @ other.T, rtol=1e-9, atol=1e-12)
+    plain = kernels.kernel_flow(kernel, jnp.zeros(6), y, learning_rate=0.1)
+    np.testing.assert_allclose(flow(jnp.inf), plain(jnp.inf), rtol=1e-9)
+    with pytest.raises(ValueError, match="momentum needs"):
+        kernels.kernel_flow(kernel, jnp.zeros(6), y, momentum=0.5)
+
+
 def test_outputs_that_share_a_kernel():
     """k outputs with the kernel (n, n) are k separate flows, and the kernel K x I."""
     gram, y = X @ X.T + jnp.eye(6), jax.random.normal(KEYS[6], (6, 2))

@@ -16,6 +16,7 @@ from flax import nnx
 
 from meanflow import kernels
 from meanflow.kernels.empirical import contraction, cost, structured
+from meanflow.kernels.empirical.coupling import is_coupled
 
 ROWS, COLUMNS = 5, 3
 
@@ -434,6 +435,23 @@ def test_uses_are_understood():
         assert {sorted(params)[i] for i in found} == direct, name
 
 
+@pytest.mark.parametrize("name", ["conv, 2-D, groups", "weight sharing", "attention", "batch norm, conv"])
+def test_programs_for_accelerators(name):
+    """In single precision nothing is computed in double precision, and nothing calls back to the host."""
+    apply, params, x, *_ = ZOO[name]()
+    single = lambda tree: jax.tree.map(
+        lambda a: jnp.asarray(a, jnp.float32) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a, tree
+    )
+    params, x = single(params), single(x)
+    kernel = lambda p: kernels.empirical_ntk(
+        apply, p, x, stats="batch" if name.startswith("batch norm") else "frozen", method="structured"
+    )
+    text = jax.jit(kernel).lower(params).as_text()
+    assert "f32" in text
+    assert "f64" not in text
+    assert "callback" not in text
+
+
 def test_costs_follow_the_trace():
     """Counts of the traced program against hand counts."""
     params = {"w": jnp.ones((3, 3, 2, 4)), "v": jnp.ones((4, 2))}
@@ -501,3 +519,10 @@ class TestBadInput:
             self.kernel(lambda p, x: jnp.sum(x, -1) * 1.0, x=x)
         with pytest.raises(ValueError, match="params must hold"):
             self.kernel(lambda p, x: jnp.sum(x, -1) * 1.0, jnp.arange(3), x)
+
+
+def test_coupling_in_half_precision():
+    w, x = jnp.ones((3, 2), jnp.bfloat16), jax.random.normal(jax.random.key(0), (8, 3), jnp.bfloat16)
+    plain = lambda w, x: jnp.tanh(x @ w)
+    assert not is_coupled(plain, w, x)
+    assert is_coupled(lambda w, x: plain(w, x) - jnp.mean(plain(w, x), 0, keepdims=True), w, x)

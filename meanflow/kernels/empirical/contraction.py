@@ -1,6 +1,5 @@
 """From each parameter's factors at all samples to the kernel of all pairs of samples."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,7 +37,17 @@ class Rows(NamedTuple):
     cotangent: Float[Array, "T C 1 P O"]
 
 
-Factor: TypeAlias = Jacobian | Gram | Slices | Rows
+class Coupled(NamedTuple):
+    """The factors of one parameter where samples depend on each other, so that positions run over all samples.
+
+    J[t, g, k, o] = sum_p h[g, p, k] D[t, g, p, o]; h is the same for all t.
+    """
+
+    activation: Float[Array, "G P K"] | Int[Array, " P"]  # the rows that are looked up, for a table
+    cotangent: Float[Array, "T C G O P"]
+
+
+Factor: TypeAlias = Jacobian | Gram | Slices | Rows | Coupled
 
 # A block of the kernel: from and to which row, and up to which column.
 Span: TypeAlias = tuple[int, int, int]
@@ -62,50 +71,52 @@ def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
 
 
-BLOCKS = 4  # of a symmetric kernel, of which only those on and below the diagonal are computed
-_WIDE = 64  # blocks of fewer rows multiply at a small part of the speed
+def blocks(rows: int, wide: int) -> int:
+    """Return into how many blocks of rows a symmetric kernel is cut, of which those above the diagonal are reflected.
 
+    Args:
+        rows: of the kernel.
+        wide: how many rows of the product belong to each of them; blocks of few rows multiply at a lower speed.
 
-def is_blocked(rows: int, wide: int) -> bool:
-    """Tell whether half of a symmetric kernel is computed; ``wide`` rows of a product belong to each of its rows.
-
-    >>> is_blocked(32, 1), is_blocked(32, 10)
-    (False, True)
+    >>> blocks(32, 1), blocks(32, 10), blocks(256, 10)
+    (1, 2, 4)
     """
-    return rows >= BLOCKS and rows * wide >= BLOCKS * _WIDE
+    if rows < 4 or rows * wide < 256:
+        return 1
+    return 2 if rows * wide < 1024 else 4
+
+
+def _samples(factors: Sequence[Factor]) -> int:
+    """Return at how many samples these are the factors."""
+    one = factors[0]
+    return (one.value if isinstance(one, Jacobian) else one.cotangent).shape[0]
 
 
 def _wide(factor: Factor, outputs: str) -> int:
     """Return how many rows of the product each sample has."""
-    if isinstance(factor, Jacobian | Slices):
-        many = factor.value if isinstance(factor, Jacobian) else factor.cotangent
-        return many.shape[1] if outputs == "full" else 1
-    _, many, _, positions, _ = factor.cotangent.shape
-    return positions * (many if outputs == "full" else 1)
+    held = factor.value if isinstance(factor, Jacobian) else factor.cotangent
+    positions = held.shape[3] if isinstance(factor, Gram | Rows) else 1
+    return positions * (held.shape[1] if outputs == "full" else 1)
 
 
 def all_pairs(
     left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int, symmetric: bool
 ) -> Float[Array, "T S ..."]:
     """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half where that is faster."""
-    count = jax.tree.leaves(left)[0].shape[0]
+    count = _samples(left)
     if not symmetric or rows < count:
         return by_pieces(lambda some: contract(some, right, outputs), left, rows)
-    halved = [is_blocked(count, _wide(a, outputs)) for a in left]
-    pick = lambda factors, which: [a for a, half in zip(factors, halved, strict=True) if half == which]
-    total: list[Array] = []
-    if not all(halved):
-        total.append(contract(pick(left, False), pick(right, False), outputs))
-    if any(halved):
-        total.append(_mirrored(pick(left, True), pick(right, True), outputs, count))
+    cuts = [blocks(count, _wide(a, outputs)) for a in left]
+    pick = lambda factors, cut: [a for a, b in zip(factors, cuts, strict=True) if b == cut]
+    total = [_mirrored(pick(left, n), pick(right, n), outputs, count, n) for n in sorted(set(cuts))]
     return sum(total[1:], total[0])
 
 
 def _mirrored(
-    left: Sequence[Factor], right: Sequence[Factor], outputs: str, count: int
-) -> Float[Array, "T S ..."]:
+    left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int, cut: int
+) -> Float[Array, "T T ..."]:
     """Contract the blocks on and below the diagonal, and reflect those below."""
-    edges = [count * i // BLOCKS for i in range(BLOCKS + 1)]
+    edges = [rows * i // cut for i in range(cut + 1)]
     spans = [(start, stop, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
     below = _contract_spans(left, right, outputs, spans)
     mirror = (1, 0, 3, 2) if outputs == "full" else (1, 0, 2) if outputs == "diagonal" else (1, 0)
@@ -118,8 +129,7 @@ def _mirrored(
 
 def contract(left: Sequence[Factor], right: Sequence[Factor], outputs: str) -> Float[Array, "T S ..."]:
     """Sum all shares: (T, S, C, C) for "full", (T, S, C) for "diagonal", (T, S) for "trace"."""
-    rows, columns = (jax.tree.leaves(a)[0].shape[0] for a in (left, right))
-    return _contract_spans(left, right, outputs, [(0, rows, columns)])[0]
+    return _contract_spans(left, right, outputs, [(0, _samples(left), _samples(right))])[0]
 
 
 def _contract_spans(
@@ -141,6 +151,9 @@ def _contract_one(left: Factor, right: Factor, outputs: str, spans: Sequence[Spa
     if isinstance(left, Slices):
         assert isinstance(right, Slices)
         return _contract_slices(left, right, outputs, spans)
+    if isinstance(left, Coupled):
+        assert isinstance(right, Coupled)
+        return _contract_coupled(left, right, outputs, spans)
     contracted = _contract_jacobians if isinstance(left, Jacobian) else _contract_grams
     part = lambda tree, start, stop: jax.tree.map(lambda a: a[start:stop], tree)
     return [
@@ -263,21 +276,28 @@ def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
     return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)
 
 
-def coupled_pairs(
-    left: Sequence[tuple[Array | None, Array]], right: Sequence[tuple[Array | None, Array]]
-) -> tuple[list[Factor], list[Factor]]:
-    """Turn the factors of coupled functions into plain features: <D, (h h') D'> = <J, J'>."""
-    mine: list[Factor] = []
-    theirs: list[Factor] = []
-    flat = lambda a: Jacobian(a.reshape(a.shape[:2] + (-1,)))
-    for (h, d), (k, e) in zip(left, right, strict=True):
-        mine.append(flat(d))
-        if h is None or k is None:
-            theirs.append(flat(e))
-        elif h.ndim == 1:  # rows of a table
-            same = (h[:, None] == k[None]).astype(e.dtype)
-            theirs.append(flat(jnp.einsum("pq,sdgqo->sdgpo", same, e, precision=HIGH)))
-        else:
-            inner = jnp.einsum("gpk,gqk->gpq", h, k, precision=HIGH)
-            theirs.append(flat(jnp.einsum("gpq,sdgqo->sdgpo", inner, e, precision=HIGH)))
-    return mine, theirs
+def _contract_coupled(left: Coupled, right: Coupled, outputs: str, spans: Sequence[Span]) -> list[Array]:
+    """Add up <D, (h h') D'> over slices of o."""
+    if left.activation.ndim == 1:
+        inner = (left.activation[:, None] == right.activation[None]).astype(left.cotangent.dtype)[None]
+    else:
+        inner = jnp.einsum("gpk,gqk->gpq", left.activation, right.activation, precision=HIGH)
+    _, many, groups, width, positions = left.cotangent.shape
+    rows, columns = left.cotangent.shape[0], right.cotangent.shape[0]
+    step = slice_width(rows, columns, (many, groups, positions, width), positions, outputs)
+    flat = lambda a: a.reshape(a.shape[:2] + (-1,))
+
+    def multiply(start: int | Array) -> list[Array]:
+        mine, theirs = (jax.lax.dynamic_slice_in_dim(a.cotangent, start, step, 3) for a in (left, right))
+        moved = jnp.moveaxis(theirs, 2, 0)  # (G, S, C, o, Q), whose product with h h' is one of matrices
+        product = jnp.matmul(
+            moved.reshape(groups, -1, moved.shape[-1]), jnp.swapaxes(inner, 1, 2), precision=HIGH
+        )
+        spread = jnp.moveaxis(product.reshape(moved.shape[:-1] + (positions,)), 0, 2)
+        return [_features(flat(mine)[a:b], flat(spread)[:c], outputs) for a, b, c in spans]
+
+    if step == width:
+        return multiply(0)
+    start = [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(multiply, 0)]
+    add = lambda total, at: (jax.tree.map(jnp.add, total, multiply(at)), None)
+    return jax.lax.scan(add, start, jnp.arange(0, width, step))[0]

@@ -91,4 +91,4 @@ def _convolve(equation: JaxprEqn, x: Array, weight: Array) -> Array:
         **{name: equation.params[name] for name in _OPTIONS},
     )
     batch, channels, *space = numbers.out_spec
-    return jnp.transpose(result, np.argsort((batch, *space, channels)))
+    return jnp.transpose(result, np.argsort((batch, *space, channels)).tolist())

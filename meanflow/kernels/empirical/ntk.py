@@ -96,7 +96,7 @@ def structured_kernel(
         first, second = structured.align(left, right, plan.shares)
         mine = structured.coupled_factors(left, first, leaves, block.rows, plan.piece)
         theirs = structured.coupled_factors(right, second, leaves, block.columns, plan.piece)
-    return contraction.all_pairs(*contraction.coupled_pairs(mine, theirs), outputs, block.rows, z is None)
+    return contraction.all_pairs(mine, theirs, outputs, block.rows, z is None)
 
 
 def _zeros(traced: structured.Traced, block: Block) -> Float[Array, "T S ..."]:

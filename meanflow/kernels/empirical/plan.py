@@ -259,6 +259,11 @@ def _pairs(share: structured.Share, block: Block) -> float:
     return 2.0 * groups * positions**2 * (block.outputs if block.kept == "diagonal" else 1)
 
 
+_PULLED = (
+    2**25
+)  # bytes of cotangents that are pulled back at a time through coupled samples: a part of the cache
+
+
 def coupled_layout(
     left: structured.Traced, right: structured.Traced, block: Block, chunk: int | None, limit: int
 ) -> Layout:
@@ -287,13 +292,13 @@ def coupled_layout(
     )
     taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in left.sites.values())
     row = item * many * (2 * taps + counted.stored / 2 + _entries(left))
-    piece = chunk if chunk is not None else _fit(block.rows, limit / 8, row)
+    piece = chunk if chunk is not None else _fit(block.rows, min(limit / 8, _PULLED), row)
     total = counted.forward + counted.backward * sides
     stored = 0.0
     for share in plan:
         total = total + ways(share.sizes)[0 if share.mode == "jacobian" else 1]
         groups, positions, inputs, outputs = share.sizes
-        stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else 2 * positions)
+        stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else positions)
     kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
     memory = item * (kernel + stored + 2 * counted.stored) + min(piece, block.rows) * row
     return Layout(plan, block.rows, True, min(piece, block.rows), total, memory)

@@ -21,7 +21,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from meanflow.kernels.empirical import forms
-from meanflow.kernels.empirical.contraction import HIGH, Factor, Gram, Jacobian, Rows, Slices, by_pieces
+from meanflow.kernels.empirical.contraction import (
+    HIGH,
+    Coupled,
+    Factor,
+    Gram,
+    Jacobian,
+    Rows,
+    Slices,
+    by_pieces,
+)
 from meanflow.kernels.empirical.convolution import channels_last
 from meanflow.kernels.empirical.sites import Analysis, Site, analyze, evaluate
 
@@ -286,7 +295,7 @@ def factors(
     """
     differentiate = channels_last(functools.partial(_differentiated, traced, plan, leaves))
     found, made = by_pieces(differentiate, batch, piece)
-    forms_of = {"gram": _gram, "slices": _slices, "rows": _rows}
+    forms_of: dict[str, Callable[..., Factor]] = {"gram": _gram, "slices": _slices, "rows": _rows}
     out: list[Factor] = []
     for share in plan:
         if share.mode == "jacobian":
@@ -317,11 +326,10 @@ def _differentiated(
 
 def coupled_factors(
     traced: Traced, plan: Sequence[Share], leaves: Sequence[Array], rows: int, chunk: int
-) -> list[tuple[Array | None, Array]]:
+) -> list[Factor]:
     """Return every share's factors for a function that maps the whole batch, whose samples depend on each other.
 
-    Its positions run over the samples too: h is (G, P, K) and D (T, C, G, P, O), that is, D tells how output c of
-    sample t reacts to every position of every sample.
+    Its positions run over the samples too: D tells how output c of sample t reacts to every position of every sample.
 
     Args:
         traced: the trace of (leaves, nothing) -> outputs (T, ...).
@@ -329,9 +337,6 @@ def coupled_factors(
         leaves: the parameters.
         rows: T.
         chunk: rows of outputs pulled back at a time.
-
-    Returns:
-        For each share (h, D) in sample space, (rows looked up, D) for tables, or (None, J (T, C, M)).
     """
     found, pull = pullback(traced, leaves, ())
     each = traced.outputs // rows
@@ -351,19 +356,19 @@ def coupled_factors(
                 parts.append(_product_jacobian(traced, share, mine).value)
             else:
                 form = _gram if share.mode == "gram" else _rows
-                parts.append(form(traced, share, mine).cotangent)
+                parts.append(jnp.swapaxes(form(traced, share, mine).cotangent, -1, -2))
         return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
 
     parts = by_pieces(channels_last(some), jnp.arange(rows), chunk)
     nothing = Gradients(found, {n: a[None] for n, a in _outs(traced).items()}, {})
-    out: list[tuple[Array | None, Array]] = []
+    out: list[Factor] = []
     for share, part in zip(plan, parts, strict=True):
         if share.mode == "jacobian":
-            out.append((None, part))
+            out.append(Jacobian(part))
         elif share.mode == "gram":
-            out.append((_gram(traced, share, nothing).activation, part))
+            out.append(Coupled(_gram(traced, share, nothing).activation, part))
         else:
-            out.append((_rows(traced, share, nothing).looked, part))
+            out.append(Coupled(_rows(traced, share, nothing).looked, part))
     return out
 
 
