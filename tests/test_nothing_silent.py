@@ -324,3 +324,56 @@ def test_plain_numbers_of_observers_and_numpy_numbers_are_fine():
     assert run.observed["three"].tolist() == [3, 3] and run.observed["half"].tolist() == [0.5, 0.5]
     mixed = transport.sinkhorn_divergence(np.ones((3, 2), np.float32), np.zeros((2, 2)))
     np.testing.assert_allclose(mixed.value, 2**0.5, rtol=1e-2)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_tolerances_that_are_none(name, value):
+    """They used to give ok=True with an energy that was wrong by thousands."""
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, **{name: value})
+
+
+@pytest.mark.bad_input
+def test_times_that_are_none():
+    with pytest.raises(ValueError, match="ts must"):
+        mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, ts=[0.1, np.nan])
+    with pytest.raises(ValueError, match="residual must have"):
+        mf.univariate.classify_rays([-1.0, 0.0, 1.0], [1.0, -1.0])
+
+
+def test_sliding_saves_at_times_finer_than_its_steps():
+    """Every save ends a step early, which the budget of steps has to know."""
+    settings = {"solver": "sliding", "step": 0.25}
+    often = mf.solve(mf.canonical(), POLAR, LINE, 1.0, ts=np.linspace(0.0, 1.0, 65), **settings)
+    once = mf.solve(mf.canonical(), POLAR, LINE, 1.0, **(settings | {"step": 1 / 64}))
+    assert bool(often.ok) and int(often.stats["num_steps"]) >= 64
+    np.testing.assert_allclose(often.energy[-1], once.energy[-1], rtol=1e-12)
+
+
+def test_samples_that_couple_only_in_large_batches_are_noticed():
+    """A function that subtracts the mean of batches above 8 rows: refused, or its kernel is that of the Jacobian."""
+
+    def apply(params, x):
+        features = jnp.tanh(x @ params)
+        return jnp.sum(features - (jnp.mean(features, axis=0) if x.shape[0] > 8 else 0.0), axis=1)
+
+    rng = np.random.default_rng(0)
+    params, x = jnp.asarray(rng.normal(size=(2, 3))), jnp.asarray(rng.normal(size=(10, 2)))
+    with jax.numpy_rank_promotion("allow"):
+        jacobian = jax.jacobian(apply)(params, x).reshape(10, -1)
+        with pytest.raises(ValueError, match="couples the samples"):
+            mf.kernels.empirical_ntk(apply, params, x)
+        found = mf.kernels.empirical_ntk(apply, params, x, stats="batch")
+    np.testing.assert_allclose(found, jacobian @ jacobian.T, rtol=1e-10)
+
+
+def test_a_solution_in_double_precision_is_not_read_in_single(tmp_path):
+    run = mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 1, step=0.1)
+    path = run.save(tmp_path / "run")
+    with (
+        jax.enable_x64(False),
+        pytest.raises(ValueError, match="was stored in float64, which is switched off"),
+    ):
+        mf.Solution.load(path)

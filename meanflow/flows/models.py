@@ -170,6 +170,7 @@ def batchnorm(
     >>> mf.batchnorm("tanh").feature.raw
     True
     """
+    _same_dimension(mean, covariance)
     statistics = _arrays(mean, covariance)
     feature = BatchNormed(activations.resolve(activation), *statistics, True, Scaling(alpha), affine)
     return make_flow(
@@ -212,6 +213,7 @@ def batchnorm_manifold(
     >>> flow.init(jax.random.key(0), 4, dim=2).labels.round(6).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
+    _same_dimension(mean, covariance)
     statistics = _arrays(mean, covariance)
     feature = BatchNormed(activations.resolve(activation), *statistics, False, Scaling(alpha), affine)
     space = BatchNormManifold(statistics[1])
@@ -225,6 +227,12 @@ def batchnorm_manifold(
         strength=strength,
         laws=_affine_laws if affine else _two_layer_laws,
     )
+
+
+def _same_dimension(mean: ArrayLike | None, covariance: ArrayLike | None) -> None:
+    """Refuse a mean and a covariance of unequal dimensions."""
+    if mean is not None and covariance is not None:
+        _checks.shape("mean", mean, jnp.shape(covariance)[:1])
 
 
 def _arrays(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
@@ -73,6 +74,11 @@ class KernelRecorder:
         stats: str | None = None,
         keep: bool = False,
     ):
+        rows = np.shape(jax.tree.leaves(x)[0])[0]
+        if not rows:
+            raise ValueError("x must hold at least one sample, got an empty batch")
+        if y is not None and np.shape(y)[:1] != (rows,):
+            raise ValueError(f"y must have {rows} rows like x, got shape {np.shape(y)}")
         self.x, self.y = x, None if y is None else jnp.asarray(y)
         self.apply, self.steps, self.top, self.stats, self.keep = apply, steps, top, stats, keep
         self._reference: np.ndarray | None = None

@@ -1,10 +1,12 @@
 """What the trainer accepts: keys, data, labels; and whether network, loss and data fit together."""
 
+import json
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from meanflow import _checks
 from meanflow.training.data import Data
@@ -41,6 +43,25 @@ def train_data(name: str, value: object) -> Data:
     for field, part in zip(Data._fields, value, strict=True):
         _checks.host_array(rank=1, least=1)(f"{name}.{field}", part)
     return Data(*value)
+
+
+def maker(name: str, value: object) -> object:
+    """Accept a function of ``nnx.Rngs``, or the class of a network, but not a network itself."""
+    if isinstance(value, nnx.Module):
+        raise TypeError(
+            f"{name} must be a function that makes a network, got a network; write lambda rngs: ..."
+        )
+    return _checks.either(_checks.taking(1), _checks.subclass(nnx.Module))(name, value)
+
+
+def settings(name: str, value: object) -> dict[str, object]:
+    """Accept a mapping that can be stored as JSON."""
+    given = _checks.mapping(_checks.unchecked("looked at as a whole"))(name, value)
+    try:
+        json.dumps(given)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{name} must be JSON: {problem}") from problem
+    return given
 
 
 def same_rows(x: jax.Array, y: jax.Array, axis: int = 0, name: str = "") -> None:

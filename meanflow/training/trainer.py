@@ -24,7 +24,7 @@ from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
 from meanflow.training.checkpoints import Record, TrainState, resume, save_state
 from meanflow.training.data import Data
-from meanflow.training.fitting import INPUTS, check_fit, keys, labels, same_rows, train_data
+from meanflow.training.fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
 from meanflow.training.networks import CuttableNetwork, Network
 from meanflow.transport.covariate_shift import ics, loss_shift
 from meanflow.transport.statistics import FeatureMoments, moments
@@ -156,7 +156,7 @@ class Trainer:
     """
 
     @_checks.arguments(
-        make=_checks.either(_checks.taking(1), _checks.subclass(nnx.Module)),
+        make=maker,
         optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
         batch=_checks.count(1),
         loss=_checks.taking(2),
@@ -326,7 +326,7 @@ class Trainer:
         epochs=_checks.count(0),
         progress=_checks.optional(_checks.flag),
         checkpoint=_checks.optional(_checks.path),
-        config=_checks.optional(_checks.mapping(_checks.unchecked("stored as JSON"))),
+        config=_checks.optional(settings),
         hook=_checks.optional(_checks.taking(2)),
     )
     def run(

@@ -114,7 +114,7 @@ def test_bad_arguments():
         spline_interpolant(2 * X, Y, law="signs")
     with pytest.raises(ValueError, match="y must have shape"):
         natural_spline(X, Y[:-1])
-    with pytest.raises(ValueError, match="gaps between samples must be > 0"):
+    with pytest.raises(ValueError, match="gaps between the samples x must be > 0"):
         natural_spline(X.at[1].set(X[2]), Y)
     with pytest.raises(ValueError, match="y must be finite"):
         spline_interpolant(X, Y.at[3].set(jnp.nan))

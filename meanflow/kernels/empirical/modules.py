@@ -29,7 +29,8 @@ def batch(name: str, value: object) -> object:
     samples = jnp.asarray(value)
     if samples.ndim < 1:
         raise ValueError(f"{name} must be a batch of samples (T, ...), got a single number")
-    _checks.finite(name, value)
+    if jnp.issubdtype(samples.dtype, jnp.floating):
+        _checks.array(least=0, half=True, squares=True)(name, value)
     return samples
 
 

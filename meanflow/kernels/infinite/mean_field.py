@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._matrices import grams
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.kernels.infinite.dual import dual_activation
 
@@ -85,7 +86,10 @@ def order_parameters(
     if variances is None:
         if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
             raise ValueError(f"gram must be square unless variances are given, got shape {gram.shape}")
+        gram = grams()("gram", gram)
         variances = (jnp.diagonal(gram), jnp.diagonal(gram))
+    for name, values, rows in zip(("variances[0]", "variances[1]"), variances, gram.shape, strict=True):
+        _checks.shape(name, values, (rows,))
     dual = dual_activation(activation)
     wide = lambda a, c: (
         jnp.broadcast_to(a[:, None], gram.shape),
