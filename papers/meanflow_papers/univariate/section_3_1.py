@@ -14,8 +14,8 @@ from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 ASTRAY = (
-    "of 24 networks of width 32 single ones go astray (one is 0.44 from the median function at t = 10, typical is 0.026), "
-    "so that the standard deviation falls faster than m^-1/2 at these widths; the median deviation does not"
+    "of 24 networks of width 32 single ones go astray (one is 0.44 from the median function at t = 10, typical is "
+    "0.026), so that the standard deviation falls faster than m^-1/2 at these widths; the median deviation does not"
 )
 
 
@@ -117,7 +117,8 @@ def section_3_1(
         "finite networks fluctuate around the mean-field limit with order 1/sqrt(m); the flow converges globally",
         f"typically so: exponents {shown('median deviation')} of the median deviation at t = "
         f"{', '.join(f'{t:g}' for t in times)}; of the standard deviation {shown('standard deviation')}, as single "
-        f"narrow networks go astray later. At t = {end:g} at most {left:.0e} of the energy is left from {starts} starts",
+        f"narrow networks go astray later. At t = {end:g} at most {left:.0e} of the energy is left from "
+        f"{starts} starts",
         {
             "widths": np.array(widths),
             "times": np.array(times),
