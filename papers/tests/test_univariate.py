@@ -153,7 +153,7 @@ def test_lazy_slopes():
 
 @pytest.mark.slow
 def test_section_3_1():
-    """All but the standard deviation at later times, which single narrow networks rule."""
+    """All but the standard deviation at later times, which shows no exponent at these widths."""
     outcome = section_3_1()
     failed = [c.name for c in outcome.criteria if not c.passed]
     assert all(CATALOGUE["004/section-3.1"].explanation(name) for name in failed), str(outcome)
