@@ -15,8 +15,8 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 UNCLEAR = (
     "at later times these widths show no exponent: of 24 networks of width 32 one is 0.44 from the median function at "
-    "t = 10 (typical is 0.026) and rules the standard deviation there, and from 64 to 256 deviations hardly fall (medians "
-    "0.011, 0.007, 0.008)"
+    "t = 10 (typical is 0.026) and rules the standard deviation there, and from 64 to 256 deviations hardly fall "
+    "(medians 0.011, 0.007, 0.008)"
 )
 
 
@@ -77,9 +77,9 @@ def section_3_1(
     deviation of the function over seeds, and the median over seeds of the distance to the median function.
 
     Decisive are the exponents of the standard deviation in the width, -1/2 within 0.1 at each time, and the energy at
-    the end over that at the start, at most 1e-6 from every start. The first is *not met* at the later times, where these
-    widths show no clear exponent; the median deviation, which was looked at only then, is in the data. The paper's PDE
-    (11) itself is not solved on a grid here.
+    the end over that at the start, at most 1e-6 from every start. The first is *not met* at the later times, where
+    these widths show no clear exponent; the median deviation, which was looked at only then, is in the data. The
+    paper's PDE (11) itself is not solved on a grid here.
     """
     x = jnp.linspace(-1, 1, 5)
     data, flow = Dataset(x, x**2, weights="sum"), uni.canonical()
