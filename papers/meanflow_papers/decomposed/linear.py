@@ -16,7 +16,9 @@ def draw_rescale(data: Arrays) -> Figure:
     """Orthogonality gap in depth for two widths."""
     figure, (ax,) = panels(1, 1, width=4.4, height=3.0)
     for k, (width, gap) in enumerate(data["gap"].items()):
-        ax.plot(np.arange(len(gap)), np.asarray(gap), color=COLORS[k], label=f"width {width}")
+        ax.plot(
+            np.arange(len(gap)), np.asarray(gap), color=COLORS[k], label=f"width {width}, mean of the seeds"
+        )
     ax.set(xlabel="layer", ylabel="orthogonality gap", yscale="log")
     key(ax)
     return figure

@@ -11,12 +11,14 @@ from meanflow.plots.style import canvas
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
+MARKS = "each mark is a sample, the tick their mean; children: relu(x - mean) left, relu(mean - x) right"
+
 
 def draw_figure_4(data: Arrays) -> Figure:
     """The first three layers of the tree."""
     rows = np.asarray(data["rows"])
     figure = canvas(9.0, 4.0)
-    tree([rows[t][: 2**t] for t in range(4)], figure.add_subplot())
+    tree([rows[t][: 2**t] for t in range(4)], figure.add_subplot()).set_title(MARKS)
     return figure
 
 
@@ -69,7 +71,7 @@ def stable_rows(outcome: Outcome, arguments: Arguments) -> Arrays:
 
 def _draw_rows(data: Arrays, kind: str) -> Figure:
     figure = canvas(9.0, 4.0)
-    tree(data["rows"][kind], figure.add_subplot())
+    tree(data["rows"][kind], figure.add_subplot()).set_title(MARKS)
     return figure
 
 

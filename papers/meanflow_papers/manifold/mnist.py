@@ -24,6 +24,7 @@ def draw(data: Arrays) -> Figure:
         name = "one network a curve" if seed == 0 else None
         left.plot(np.arange(len(row)), row, marker="o", color=COLORS[0], label=name)
     left.set(xlabel="epoch", ylabel="test accuracy, 10000 images")
+    left.set_xticks(range(accuracy.shape[1]))
     left.set_title(
         f"width {int(data['width'])}: {accuracy[:, -1].mean():.4f} after {accuracy.shape[1] - 1} epochs"
     )
