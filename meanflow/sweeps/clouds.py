@@ -38,6 +38,14 @@ def remember(plan: object, tag: Hashable, draw: Callable[[], Drawn]) -> Drawn:
     return kept[tag]
 
 
+def has_prefixes(key: jax.Array) -> bool:
+    """Say whether the first particles that are drawn from a key do not depend on how many are drawn.
+
+    JAX's own generator counts the numbers it draws; others, and its older form, mix the count of all into each.
+    """
+    return bool(jax.config.jax_threefry_partitionable) and str(jax.random.key_impl(key)) == "threefry2x32"
+
+
 def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
     """Return ``flow.init(key, width, ...)`` by one compiled program a width.
 
