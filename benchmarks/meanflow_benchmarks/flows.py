@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meanflow as mf
+from meanflow.activations import Activation
 from meanflow.flows import equation
 from meanflow.flows.features import TwoLayer
 from meanflow.flows.flow import make_flow
@@ -56,6 +57,9 @@ def velocity_speed(
 
 class _Whole(TwoLayer):
     """Neurons of two layers, treated all at once whatever their number."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__(activation)
 
     def blocks(self, cloud: mf.Cloud, x: jax.Array) -> int:
         """Return 1."""

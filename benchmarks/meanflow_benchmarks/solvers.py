@@ -130,8 +130,8 @@ def fixed_steps(
         state = method.init(term, 0.0, size, cloud.particles, None)
 
         def one(carry: Any, _: None) -> tuple[Any, None]:
-            w, _, _, state, _ = method.step(term, 0.0, size, carry[0], None, carry[1], made_jump=False)
-            return (w, state), None
+            stepped = method.step(term, 0.0, size, carry[0], None, carry[1], made_jump=False)
+            return (stepped[0], stepped[3]), None  # the particles, and the state of the method
 
         return jax.lax.scan(one, (cloud.particles, state), length=steps)[0][0]
 

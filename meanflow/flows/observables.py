@@ -212,7 +212,7 @@ def displacement(flow: "Flow", cloud: Cloud, start: Cloud) -> jax.Array:
 
 
 def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
-    return safe_sqrt(jnp.sum(jnp.where(cloud.weights > 0, cloud.weights * squares, 0.0)))
+    return safe_sqrt(cloud.weights @ jnp.where(cloud.weights > 0, squares, 0.0))
 
 
 def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:

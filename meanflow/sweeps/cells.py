@@ -317,7 +317,11 @@ class Sweep(Plan):
             outputs = flow.loss.outputs(data.y)
             if self.room is not None and outputs is not None and data.y.ndim == 1:
                 outputs = self._classes(flow)
-            return clouds.draw(flow, key, width, x.shape[1] if x.ndim == 2 else None, outputs)
+            room = width
+            if not self.nested and clouds.has_prefixes(key):
+                # the widths of a group share a program here too: the cloud is cut to its width afterwards
+                room = min(g.size for g in self.groups if g.size >= width)
+            return clouds.draw(flow, key, room, x.shape[1] if x.ndim == 2 else None, outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):
             raise ValueError(f"init must return a Cloud, got {type(cloud).__name__}")

@@ -38,6 +38,21 @@ def remember(plan: object, tag: Hashable, draw: Callable[[], Drawn]) -> Drawn:
     return kept[tag]
 
 
+def has_prefixes(key: jax.Array) -> bool:
+    """Say whether the first particles that are drawn from a key do not depend on how many are drawn.
+
+    JAX's own generator counts the numbers it draws, unless its older form is asked for; others promise nothing.
+    """
+    return str(jax.random.key_impl(key)) == "threefry2x32" and _counts_numbers()
+
+
+@functools.cache
+def _counts_numbers() -> bool:
+    key = jax.random.key(0, impl="threefry2x32")
+    with jax.ensure_compile_time_eval():
+        return bool(jnp.all(jax.random.bits(key, (3,))[:2] == jax.random.bits(key, (2,))))
+
+
 def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
     """Return ``flow.init(key, width, ...)`` by one compiled program a width.
 

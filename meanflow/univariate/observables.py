@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING, cast
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from meanflow._checks import concrete
 from meanflow._numerics import safe_divide
 from meanflow.flows.observables import FunctionObservable, Observable, Predictions
 from meanflow.measures.cloud import Affine, Cloud
@@ -70,9 +72,13 @@ def slope_variation(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, "
 
 def prediction_grid(data: Dataset, points: int = GRID_POINTS) -> Float[Array, " points"]:
     """Return inputs for predictions, (points,): the range of the data widened by 10 % at each end."""
-    low, high = jnp.min(data.x), jnp.max(data.x)
+    known = concrete(data.x)
+    array = (
+        jnp if known is None else np
+    )  # on the host, where the inputs are known: nothing is compiled for it
+    low, high = (pick(data.x if known is None else known) for pick in (array.min, array.max))
     margin = 0.1 * (high - low)
-    return jnp.linspace(low - margin, high + margin, points)
+    return jnp.asarray(array.linspace(low - margin, high + margin, points), data.x.dtype)
 
 
 def univariate_observables(data: Dataset) -> dict[str, Observable]:

@@ -367,3 +367,18 @@ def test_sizes_of_batches_may_be_an_axis():
 def test_deltas_need_labels():
     with pytest.raises(ValueError, match="deltas need a flow"):
         mf.sweep(mf.canonical(), LINE, widths=(3,), deltas=(0.0,), steps=1, step=0.1)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_clouds_do_not_depend_on_the_widths_beside_them(impl):
+    x = jax.random.normal(jax.random.key(0), (6, 3))
+    data, flow, key = mf.Dataset(x, x[:, 0]), mf.vanilla("tanh"), jax.random.key(5, impl=impl)
+    settings = {"steps": 1, "step": 0.1, "key": key, "observe": (), "waste": 0.5}
+    alone = mf.sweeps.prepare(flow, data, widths=[5], **settings).cloud(width=5, seed=0)
+    beside = mf.sweeps.prepare(flow, data, widths=[5, 7], **settings)
+    assert len(beside.groups) == 1
+    together = beside.cloud(width=5, seed=0)
+    plain = flow.init(jax.random.fold_in(jax.random.fold_in(key, 0), 5), 5, dim=3)
+    for one, two, three in zip(*(jax.tree.leaves(u) for u in (alone, together, plain)), strict=True):
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_allclose(one, three, rtol=1e-12)
