@@ -1,6 +1,7 @@
-"""The network 64-[100]x10-8-10 on digits, with the normalization layers that Figures 2 and 3 compare."""
+"""The network 64-[100]x10-8-10 on digits (784 inputs: MNIST), with the normalization layers of Figures 2 and 3."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import optax
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.training import MLP, Trainer, Watch
 from meanflow.training.checkpoints import TrainState
-from meanflow.training.data import Data, digits
+from meanflow.training.data import Data, digits, mnist
 from meanflow.training.networks import MakeNorm
 from meanflow.training.trainer import staircase
 
@@ -38,12 +39,20 @@ def digit_splits(seeds: int, *, flat: bool) -> Data:
     return Data(*(np.stack(part) for part in zip(*splits, strict=True)))
 
 
+def mnist_copies(folder: str | Path, seeds: int, limit: int | None) -> Data:
+    """MNIST as rows, once for each seed; ``limit`` keeps that many training images, and a sixth of it for the test."""
+    data = mnist(folder).flat()
+    keep = (limit, limit, None, None) if limit is None else (limit, limit, limit // 6, limit // 6)
+    parts = [part[:count] for part, count in zip(data, keep, strict=True)]
+    return Data(*(np.broadcast_to(part, (seeds, *part.shape)) for part in parts))
+
+
 def train_dense(
-    norm: MakeNorm, seeds: int, epochs: int, watch: Watch
+    norm: MakeNorm, seeds: int, epochs: int, watch: Watch, data: Data | None = None
 ) -> tuple[Trainer, TrainState, dict[str, np.ndarray]]:
-    """The network 64-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %."""
-    data = digit_splits(seeds, flat=True)
+    """The network inputs-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %; default on digits."""
+    data = digit_splits(seeds, flat=True) if data is None else data
     schedule = staircase(0.05, epochs, data.train_x.shape[1] // 128)
-    make = lambda rngs: MLP(64, [100] * 10 + [8], 10, norm, rngs=rngs)
+    make = lambda rngs: MLP(data.train_x.shape[-1], [100] * 10 + [8], 10, norm, rngs=rngs)
     trainer = Trainer(make, optax.sgd(schedule), batch=128, watch=watch, ensemble=True)
     return trainer, *trainer.run(jax.random.split(jax.random.key(0), seeds), data, epochs)
