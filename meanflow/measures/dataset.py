@@ -18,7 +18,7 @@ class Dataset(eqx.Module):
 
     Attributes:
         x: (n,) for univariate models or (n, d).
-        y: (n,), or (n, k) for networks with k outputs. Class numbers are stored as floats, like all data.
+        y: (n,), or (n, k) for networks with k outputs. Class numbers are stored as floats of the precision of x.
         weights: (n,) q_j >= 0; default 1/n each (an average), ``"sum"`` means ones (a plain sum).
         is_sorted: whether x is known to be in ascending order; only what ``sorted`` returns is.
 
@@ -42,6 +42,8 @@ class Dataset(eqx.Module):
         weights: Real[ArrayLike, " n"] | Sequence | str | None = None,
     ) -> None:
         inputs, targets = ANY_ARRAY("x", x), ANY_ARRAY("y", y)
+        if not jnp.issubdtype(jnp.asarray(y).dtype, jnp.floating):
+            targets = targets.astype(inputs.dtype)  # whole numbers have no precision of their own
         if inputs.ndim not in (1, 2) or inputs.shape[0] < 1:
             raise ValueError(f"x must have shape (n,) or (n, d) with n >= 1, got {inputs.shape}")
         count = inputs.shape[0]
