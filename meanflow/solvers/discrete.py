@@ -44,7 +44,9 @@ from meanflow.solvers.step import STEP, ConstantStep, StepRule, all_finite, as_r
 Sampler = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # (key, batch size) -> (x, y)
 
 PLAIN = optax.sgd(1.0)  # one object, so that repeated calls share one compiled program
-METHOD = instance(diffrax.AbstractERK, hint="for instance diffrax.Heun()")
+METHOD = instance(
+    diffrax.AbstractERK, hint="for instance diffrax.Heun(); the sliding solver belongs to runs with t1"
+)
 OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
 
 

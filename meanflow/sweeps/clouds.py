@@ -54,18 +54,16 @@ def _counts_numbers() -> bool:
 
 
 def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
-    """Return ``flow.init(key, width, ...)`` by one compiled program a width.
-
-    It runs once for each seed and takes no time then, so that it is compiled without optimization, in half the time.
-    """
+    """Return ``flow.init(key, width, ...)`` by one compiled program a width."""
     arrays, rest = eqx.partition(flow, eqx.is_array)
+    if any(isinstance(u, jax.core.Tracer) for u in jax.tree.leaves((arrays, key))):
+        # draws do not depend on what is traced in the flow, but a compiled call would return traced particles
+        return flow.init(key, width, dim=dim, outputs=outputs)
     leaves, structure = jax.tree.flatten(rest)
     return _draw((tuple(leaves), structure), width, dim, outputs, arrays, key)
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0}
-)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _draw(
     static: tuple[tuple[Hashable, ...], jax.tree_util.PyTreeDef],
     width: int,

@@ -129,7 +129,8 @@ def test_second_call_compiles_nothing(key):
     for seed in range(3):
         x = jax.random.normal(jax.random.key(seed), (4, 3))
         depth.propagate(jax.random.key(seed), x, [8] * 50, observe=observe)
-    assert len(traces) == 3  # the input, the first layer, and one body for the other 49
+    # the look at its shape, the input, the first layer, and one body for the other 49
+    assert len(traces) == 4
 
 
 def test_gradient_through_a_deep_network(key):

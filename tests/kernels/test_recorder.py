@@ -65,7 +65,8 @@ def test_trainer_of_a_convolutional_network_with_one_compilation():
     before = len(traces)
     state, _ = trainer.run(state, data, 3, progress=False, hook=recorder)
     record = recorder.record
-    assert record["step"].tolist() == [0, 1, 2, 3] and len(traces) == before  # nothing was traced again
+    assert record["step"].tolist() == [0, 1, 2, 3]
+    assert len(traces) == before + 1  # a look at the shapes of the data; no program was traced again
     apply, params = kernels.from_nnx(trainer.network(state))  # in inference
     kernel = kernels.empirical_ntk(apply, params, x[:5])
     top = np.linalg.eigvalsh(np.transpose(kernel, (0, 2, 1, 3)).reshape(15, 15))[::-1][:3] / 5
@@ -79,7 +80,7 @@ def test_bad_use():
     coupled = lambda w, x: x @ w - jnp.mean(x @ w)
     with pytest.raises(ValueError, match="couples the samples"):
         kernels.KernelRecorder(x, apply=coupled)(0, jnp.ones(2))
-    with pytest.raises(ValueError, match="y must have shape"):
+    with pytest.raises(ValueError, match="y must have 4 rows like x, got shape"):
         kernels.KernelRecorder(x, jnp.ones(3), apply=lambda w, x: x @ w)(0, jnp.ones(2))
     with pytest.raises(ValueError, match="steps"):
         kernels.KernelRecorder(x, apply=coupled, steps=0)

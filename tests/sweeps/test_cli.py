@@ -164,7 +164,7 @@ def test_flags_alone_and_failed_cells():
         ("grid.scales=['a']", "grid.scales must be a list of numbers"),
         ("run.step='abc'", "step must be a number, got 'abc'"),
         ("run.step={kernel='abc'}", "kappa must be a number, got 'abc'"),
-        ("run.solver='sliding'", "it belongs to runs with t1"),
+        ("run.solver='sliding'", "the sliding solver belongs to runs with t1"),
         ("run.key='abc'", "key must be an integer"),
         ("run.observe=['neuron']", "observe must name observables among"),
         ("data.points=0", "data.points must be an integer >= 1, got 0"),
