@@ -56,7 +56,7 @@ def _counts_numbers() -> bool:
 def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
     """Return ``flow.init(key, width, ...)`` by one compiled program a width."""
     arrays, rest = eqx.partition(flow, eqx.is_array)
-    if any(isinstance(u, jax.core.Tracer) for u in jax.tree.leaves((arrays, key))):
+    if any(concrete(u) is None for u in [*jax.tree.leaves(arrays), jax.random.key_data(key)]):
         # draws do not depend on what is traced in the flow, but a compiled call would return traced particles
         return flow.init(key, width, dim=dim, outputs=outputs)
     leaves, structure = jax.tree.flatten(rest)
