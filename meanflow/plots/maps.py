@@ -13,7 +13,7 @@ from meanflow.plots.style import AXES, COLORS, PALE, axes, sparse
 SYMBOLS = {"width": "width $m$", "delta": r"balance $\delta$", "scale": "scale of $r$", "seed": "seed"}
 
 
-def number(value: float | str) -> str:
+def number(value: float | np.number | str) -> str:
     """A number for a tick or cell: three digits, infinities as symbols; text as it is."""
     if isinstance(value, str):
         return value

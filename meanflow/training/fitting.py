@@ -64,7 +64,7 @@ def settings(name: str, value: object) -> dict[str, object]:
     return given
 
 
-def same_rows(x: jax.Array, y: jax.Array, axis: int = 0, name: str = "") -> None:
+def same_rows(x: jax.Array | np.ndarray, y: jax.Array | np.ndarray, axis: int = 0, name: str = "") -> None:
     """Refuse inputs and targets of unequal numbers of rows."""
     if x.shape[: axis + 1] != y.shape[: axis + 1]:
         what = (

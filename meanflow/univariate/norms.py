@@ -22,14 +22,8 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, count, number
-from meanflow.univariate.kernels import (
-    DensityLaw,
-    Scalar,
-    Uniform,
-    indicator,
-    random_feature,
-    weight_law,
-)
+from meanflow.univariate.kernels import indicator, random_feature
+from meanflow.univariate.weight_laws import DensityLaw, Scalar, Uniform, weight_law
 
 Function = Callable[[Float[Array, ""]], Float[Array, ""]]
 Breaks = Sequence[float] | Float[ArrayLike, "*k"]

@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, number, optional
-from meanflow.univariate.kernels import Signs, Uniform, weight_law
+from meanflow.univariate.weight_laws import Signs, Uniform, weight_law
 
 SAMPLES = array((None,), squares=True)
 
@@ -225,7 +225,7 @@ def spline_interpolant(
         with a ridge.
 
     >>> import jax.numpy as jnp
-    >>> from meanflow.univariate.kernels import Signs
+    >>> from meanflow.univariate.weight_laws import Signs
     >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
     >>> f, natural = spline_interpolant(x, y, law=Signs(100.0)), natural_spline(x, y)
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)

@@ -140,7 +140,7 @@ def test_the_last_norm_layer_can_be_watched():
     network.norm.bias[...] = jnp.full(64, 0.5)
     pooled = np.maximum(h + 0.5, 0).mean((1, 2))
     expected = pooled @ np.asarray(network.head.kernel[...]) + np.asarray(network.head.bias[...])
-    np.testing.assert_allclose(network.upper(h), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(network.upper(jnp.asarray(h)), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="last normalization layer"):
         network.lower(x, 0)
 

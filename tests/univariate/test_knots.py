@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from meanflow.kernels.regime import minimum_norm
-from meanflow.univariate.kernels import Finite, Signs
 from meanflow.univariate.knots import (
     concentration,
     curvature_energy,
@@ -16,6 +15,7 @@ from meanflow.univariate.knots import (
     total_variation,
 )
 from meanflow.univariate.splines import natural_spline
+from meanflow.univariate.weight_laws import Finite, Signs
 
 
 def _network(key, m=60):

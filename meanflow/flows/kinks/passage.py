@@ -135,7 +135,7 @@ def _reversible(
 
 @_reversible.def_fwd
 def _run_forward(
-    perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int, opening: Advance
+    perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int, opening: Advance | None
 ) -> tuple:
     """Run, and keep the states before the first events."""
     neurons, rows, shared = arguments

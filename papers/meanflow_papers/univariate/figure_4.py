@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from meanflow.kernels.regime import kernel_flow, minimum_norm
 from meanflow.plots.curves import convergence
 from meanflow.plots.style import COLORS, DASHES, PALE, SAMPLE, below, panels
-from meanflow.univariate.kernels import Finite, Signs, Uniform, random_feature
+from meanflow.univariate.kernels import random_feature
 from meanflow.univariate.knots import piecewise_linear
 from meanflow.univariate.splines import natural_spline, spline_interpolant
+from meanflow.univariate.weight_laws import Finite, Signs, Uniform
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import square_wave
