@@ -170,7 +170,7 @@ def recurrent_scan():
         def step(h, now):
             return jnp.tanh(add(now @ p["u"] + h @ p["w"], p["b"])), None
 
-        h, _ = jax.lax.scan(step, jnp.zeros((x.shape[0], 4)), jnp.moveaxis(x, 1, 0))
+        h, _ = jax.lax.scan(step, jnp.zeros((x.shape[0], 4), x.dtype), jnp.moveaxis(x, 1, 0))
         return h @ p["v"]
 
     return apply, params, *images(5, 3)
@@ -435,7 +435,7 @@ def test_uses_are_understood():
         assert {sorted(params)[i] for i in found} == direct, name
 
 
-@pytest.mark.parametrize("name", ["conv, 2-D, groups", "weight sharing", "attention", "batch norm, conv"])
+@pytest.mark.parametrize("name", ["conv, 2-D, groups", "recurrent scan", "attention", "batch norm, conv"])
 def test_programs_for_accelerators(name):
     """In single precision nothing is computed in double precision, and nothing calls back to the host."""
     apply, params, x, *_ = ZOO[name]()
@@ -526,3 +526,25 @@ def test_coupling_in_half_precision():
     plain = lambda w, x: jnp.tanh(x @ w)
     assert not is_coupled(plain, w, x)
     assert is_coupled(lambda w, x: plain(w, x) - jnp.mean(plain(w, x), 0, keepdims=True), w, x)
+
+
+def test_coupling_where_precision_rises_on_the_way():
+    """Outputs in double precision of what was computed in single or half precision carry its rounding."""
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 4), (5, 3)))
+
+    def rounded_by_size(x):  # as products are, whose order of summation depends on the number of rows
+        return x / jnp.asarray(len(x), x.dtype) * jnp.asarray(len(x), x.dtype)
+
+    def single(w, x):
+        return jnp.tanh(rounded_by_size(x @ w).astype(jnp.float64))
+
+    def half(w, x):
+        return single(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16))
+
+    for function in (single, half):
+        assert not is_coupled(function, w, x)
+        assert is_coupled(lambda w, x, f=function: f(w, x) - jnp.mean(f(w, x), 0, keepdims=True), w, x)
+    # a difference of 10^-6 is rounding there, but coupling in a function that is double all the way
+    slight = lambda w, x: x @ w + 1e-6 * jnp.mean(x)
+    assert is_coupled(slight, jnp.asarray(w, jnp.float64), jnp.asarray(x, jnp.float64))
