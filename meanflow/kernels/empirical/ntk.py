@@ -14,15 +14,9 @@ from jaxtyping import Array, Float, PyTree
 from meanflow.kernels.empirical import contraction, structured
 from meanflow.kernels.empirical.cost import Block
 from meanflow.kernels.empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
+from meanflow.kernels.empirical.layout import coupled_layout, free_layout
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels.empirical.plan import (
-    block_of,
-    coupled_layout,
-    free_layout,
-    one_sample,
-    plan_once,
-    traces,
-)
+from meanflow.kernels.empirical.plan import block_of, one_sample, plan_once, traces
 
 
 def kernel_of_arrays(
