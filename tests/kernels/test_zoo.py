@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from meanflow import kernels
-from meanflow.kernels.empirical import contraction, cost, structured
+from meanflow.kernels.empirical import contraction, cost, layout, structured
 from meanflow.kernels.empirical.coupling import is_coupled
 
 ROWS, COLUMNS = 5, 3
@@ -392,7 +392,7 @@ def test_zoo(name, outputs):
 @pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith("batch norm")])
 def test_all_contractions(name, monkeypatch):
     """Each parameter in parameter space, at once and in slices, and in sample space, whatever is cheaper."""
-    monkeypatch.setattr(contraction, "_WHOLE", 0)  # so that networks of this size are sliced
+    monkeypatch.setattr(contraction, "WHOLE", 0)  # so that networks of this size are sliced
     monkeypatch.setattr(contraction, "_SLICE", 200)
     apply, params, x, _, same, _ = oracle(name)
     leaves, structure = jax.tree.flatten(params)
@@ -414,6 +414,29 @@ def test_blocks_when_factors_do_not_fit():
     for other, exact in ((None, same), (z, cross)):
         tight = kernels.empirical_ntk(apply, params, x, other, method="structured", limit=5_000)
         np.testing.assert_allclose(tight, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monkeypatch):
+    """Networks of this size run whole; with less room J is formed sample by sample, and the kernel is the same."""
+    name = "conv, 2-D"
+    apply, params, x, *_ = ZOO[name]()
+    leaves, structure = jax.tree.flatten(params)
+    one = lambda some, sample: apply(jax.tree.unflatten(structure, some), sample[None])[0]
+    traced = structured.trace(one, leaves, x[0])
+    block = cost.Block(ROWS, ROWS, 2, "trace", True)
+    find = lambda: layout.free_layout(traced, block, None, 2**30)
+    assert find().piece == ROWS
+    monkeypatch.setattr(layout, "_PIECE", 1)
+    monkeypatch.setattr(layout, "_HELD", 0)
+    assert find().piece == 1
+    assert find().bytes < layout._lay_out(traced, block, None, 2**30, early=False).bytes
+    # another limit: the kernels of the other tests are compiled for layouts of their own
+    apply, params, x, z, same, cross = oracle(name)
+    for other, exact in ((None, same), (z, cross)):
+        ours = kernels.empirical_ntk(
+            apply, params, x, other, outputs="trace", method="structured", limit=2**30
+        )
+        np.testing.assert_allclose(ours, np.einsum("tscc->ts", exact), rtol=1e-10, atol=1e-12)
 
 
 def test_uses_are_understood():

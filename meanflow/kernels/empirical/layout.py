@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 from meanflow.kernels.empirical import cost, structured
+from meanflow.kernels.empirical.contraction import WHOLE, blocks
 from meanflow.kernels.empirical.cost import Block, Cost
 
 
@@ -32,17 +33,31 @@ class Layout(NamedTuple):
     bytes: float
 
 
+# Bytes that a few samples' cotangents may take where the network is differentiated in pieces: a part of the cache.
+_PIECE = 2**21
+# Bytes up to which a program runs in memory that the process holds already; above, every page is faulted in anew.
+_HELD = 2**25
+# By how much the compiler's placing of buffers exceeds what must be alive at once.
+_PLACING = 1.4
+
+
 def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
-    """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample."""
-    whole = _lay_out(traced, block, chunk, limit, sliced=True)
-    if whole.held and whole.rows == block.rows:
-        return whole
-    return _lay_out(
-        traced, block, chunk, limit, sliced=False
-    )  # slices of J serve all rows and columns at once
+    """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample.
+
+    J may be formed *late*, by slices when it is contracted, from cotangents D that are kept of all samples, or *early*,
+    for a few samples right after they are differentiated, after which their D is gone. Both take the same operations.
+    Where J is not much larger than D, early takes less memory, and with it less time.
+    """
+    late = _lay_out(traced, block, chunk, limit, early=False)
+    early = _lay_out(traced, block, chunk, limit, early=True)
+    if not late.held or late.rows < block.rows:  # slices of J serve all rows and columns at once
+        return early
+    # a network whose parameters act at one position each forms no J: its layers are contracted one by one, in passing
+    forms = any(s.mode == "jacobian" and s.sizes.positions > 1 for s in early.shares)
+    return early if forms and late.bytes > max(early.bytes, _HELD) else late
 
 
-def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: int, sliced: bool) -> Layout:
+def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: int, early: bool) -> Layout:
     item, many = traced.output.dtype.itemsize, block.outputs
     counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
 
@@ -50,14 +65,14 @@ def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: 
         if cost.by_gram(block, size).total < cost.by_jacobian(block, size).total:
             return "gram"
         # J takes less room than the cotangents that it is made of where there are more positions than inputs
-        return "slices" if sliced and size.inputs >= size.positions else "jacobian"
+        return "slices" if not early and size.inputs >= size.positions else "jacobian"
 
     plan = structured.shares(traced, choose)
     taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in traced.sites.values())
     stored = sum(_stored(traced, s, many) for s in plan)
     # cotangents reach the taps one after the other, and the compiler uses the room in between again
     passing = counted.stored + many * (taps + 2 * counted.largest) + stored
-    piece = fitting(block.samples, limit / 16, item * passing)
+    piece = fitting(block.samples, min(limit / 16, _PIECE) if early else limit / 16, item * passing)
     held = item * stored * block.samples <= limit / 4
     wide = [_pairs(s, block) for s in plan]
     row = item * block.columns * (max(wide, default=0.0) + 2 * block.kernel)
@@ -73,11 +88,22 @@ def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: 
         total = total + way(block, share.sizes)
     samples = block.samples if held else 2 * rows
     formed = max((_formed(s, many) for s in plan), default=0.0)
-    memory = (
-        item * (block.rows * block.columns * block.kernel + samples * (stored + formed) + piece * passing)
-        + rows * row
-    )
+    if piece < samples:
+        # what a loop leaves is there whole, and blocks of a symmetric kernel are copied out of J
+        copied = block.kept == "full" and block.symmetric and blocks(block.rows, many) > 1
+        copies = sum(_stored(traced, s, many) for s in plan if s.mode == "jacobian") if copied else 0.0
+        alive = samples * (stored + copies + formed) + piece * passing
+    else:  # layer by layer: its cotangents, those that are pulled through it, its factors and a slice of its J
+        alive = _PLACING * (samples * (stored + formed + 2 * many * counted.largest) + _slice(plan, block))
+    memory = item * (block.rows * block.columns * block.kernel + alive) + rows * row
     return Layout(plan, rows, held, piece, total, memory)
+
+
+def _slice(plan: list[structured.Share], block: Block) -> float:
+    """Return how many numbers of J are formed at a time when it is contracted."""
+    sliced = [s.sizes for s in plan if s.mode == "slices"]
+    whole = [block.samples * block.outputs * s.groups * s.inputs * s.outputs for s in sliced]
+    return float(min(max(whole, default=0), WHOLE))
 
 
 def _stored(traced: structured.Traced, share: structured.Share, outputs: int) -> float:
