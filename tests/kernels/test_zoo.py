@@ -424,12 +424,14 @@ def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monke
     one = lambda some, sample: apply(jax.tree.unflatten(structure, some), sample[None])[0]
     traced = structured.trace(one, leaves, x[0])
     block = cost.Block(ROWS, ROWS, 2, "trace", True)
-    find = lambda: layout.free_layout(traced, block, None, 2**30)
-    assert find().piece == ROWS
+    find = lambda **options: layout.free_layout(traced, block, None, 2**30, **options)
+    whole = find()
+    assert whole.piece == ROWS
     monkeypatch.setattr(layout, "_PIECE", 1)
     monkeypatch.setattr(layout, "_HELD", 0)
     assert find().piece == 1
-    assert find().bytes < layout._lay_out(traced, block, None, 2**30, early=False).bytes
+    assert find().bytes < whole.bytes
+    assert find(cpu=False) == whole
     # another limit: the kernels of the other tests are compiled for layouts of their own
     apply, params, x, z, same, cross = oracle(name)
     for other, exact in ((None, same), (z, cross)):

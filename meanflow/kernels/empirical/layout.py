@@ -41,15 +41,20 @@ _HELD = 2**25
 _PLACING = 1.4
 
 
-def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
+def free_layout(
+    traced: structured.Traced, block: Block, chunk: int | None, limit: int, cpu: bool = True
+) -> Layout:
     """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample.
 
     J may be formed *late*, by slices when it is contracted, from cotangents D that are kept of all samples, or *early*,
     for a few samples right after they are differentiated, after which their D is gone. Both take the same operations.
-    Where J is not much larger than D, early takes less memory, and with it less time.
+    Where J is not much larger than D, early takes less memory, and on a CPU less time, which there is spent on memory
+    that leaves the cache. On accelerators the many short steps of a loop cost more than they save.
     """
-    late = _lay_out(traced, block, chunk, limit, early=False)
-    early = _lay_out(traced, block, chunk, limit, early=True)
+    late = _lay_out(traced, block, chunk, limit, limit / 16, early=False)
+    if late.held and late.rows == block.rows and not cpu:
+        return late
+    early = _lay_out(traced, block, chunk, limit, min(limit / 16, _PIECE) if cpu else limit / 16, early=True)
     if not late.held or late.rows < block.rows:  # slices of J serve all rows and columns at once
         return early
     # a network whose parameters act at one position each forms no J: its layers are contracted one by one, in passing
@@ -57,7 +62,10 @@ def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limi
     return early if forms and late.bytes > max(early.bytes, _HELD) else late
 
 
-def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: int, early: bool) -> Layout:
+def _lay_out(
+    traced: structured.Traced, block: Block, chunk: int | None, limit: int, room: float, early: bool
+) -> Layout:
+    """Lay out with J formed early or late, and ``room`` bytes for what passes while a piece is differentiated."""
     item, many = traced.output.dtype.itemsize, block.outputs
     counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
 
@@ -72,7 +80,7 @@ def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: 
     stored = sum(_stored(traced, s, many) for s in plan)
     # cotangents reach the taps one after the other, and the compiler uses the room in between again
     passing = counted.stored + many * (taps + 2 * counted.largest) + stored
-    piece = fitting(block.samples, min(limit / 16, _PIECE) if early else limit / 16, item * passing)
+    piece = fitting(block.samples, room, item * passing)
     held = item * stored * block.samples <= limit / 4
     wide = [_pairs(s, block) for s in plan]
     row = item * block.columns * (max(wide, default=0.0) + 2 * block.kernel)

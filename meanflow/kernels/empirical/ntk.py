@@ -4,6 +4,7 @@ J = df/dparams is taken at the given parameters. ``coupling`` decides which func
 which method; this module evaluates the kernel.
 """
 
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from meanflow.kernels.empirical import contraction, structured
 from meanflow.kernels.empirical.cost import Block
 from meanflow.kernels.empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
-from meanflow.kernels.empirical.layout import coupled_layout, free_layout
+from meanflow.kernels.empirical.layout import Layout, coupled_layout, free_layout
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
 from meanflow.kernels.empirical.plan import block_of, one_sample, plan_once, traces
 
@@ -108,10 +109,20 @@ def _free_kernel(
     chunk: int | None,
     limit: int,
 ) -> Float[Array, "T S ..."]:
-    """Return the kernel of samples that do not depend on each other."""
-    plan = free_layout(traced, block, chunk, limit)
-    if not plan.shares:
+    """Return the kernel of samples that do not depend on each other, laid out for the platform it is compiled for."""
+    plans = [free_layout(traced, block, chunk, limit, cpu=cpu) for cpu in (True, False)]
+    if not plans[0].shares:
         return _zeros(traced, block)
+    first, other = (functools.partial(_laid_out_kernel, traced, block, plan) for plan in plans)
+    if plans[0] == plans[1]:
+        return first(leaves, x, z)
+    return jax.lax.platform_dependent(leaves, x, z, cpu=first, default=other)
+
+
+def _laid_out_kernel(
+    traced: structured.Traced, block: Block, plan: Layout, leaves: list[Array], x: Batch, z: Batch | None
+) -> Float[Array, "T S ..."]:
+    """Differentiate and contract as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
     if plan.held:
         left = at(x)

@@ -195,7 +195,7 @@ def plan_for(
     layout = (
         coupled_layout(left, right, block, chunk, limit)
         if coupled
-        else free_layout(left, block, chunk, limit)
+        else free_layout(left, block, chunk, limit, cpu=jax.default_backend() == "cpu")
     )
     counted = cost.passes(left.analysis.scope.closed.jaxpr, len(moving))
     total, memory, at_a_time = _plain(
