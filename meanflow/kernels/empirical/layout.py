@@ -66,7 +66,7 @@ def _lay_out(
     traced: structured.Traced, block: Block, chunk: int | None, limit: int, room: float, early: bool
 ) -> Layout:
     """Lay out with J formed early or late, and ``room`` bytes for what passes while a piece is differentiated."""
-    item, many = traced.output.dtype.itemsize, block.outputs
+    itemsize, outputs = traced.output.dtype.itemsize, block.outputs
     counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
 
     def choose(size: structured.forms.Sizes) -> str:
@@ -75,36 +75,40 @@ def _lay_out(
         # J takes less room than the cotangents that it is made of where there are more positions than inputs
         return "slices" if not early and size.inputs >= size.positions else "jacobian"
 
-    plan = structured.shares(traced, choose)
+    shares = structured.shares(traced, choose)
+    # How many samples are differentiated at a time. Cotangents reach the taps one after the other, and the compiler
+    # uses the room in between again.
     taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in traced.sites.values())
-    stored = sum(_stored(traced, s, many) for s in plan)
-    # cotangents reach the taps one after the other, and the compiler uses the room in between again
-    passing = counted.stored + many * (taps + 2 * counted.largest) + stored
-    piece = fitting(block.samples, room, item * passing)
-    held = item * stored * block.samples <= limit / 4
-    wide = [_pairs(s, block) for s in plan]
-    row = item * block.columns * (max(wide, default=0.0) + 2 * block.kernel)
-    rows = chunk if chunk is not None else fitting(block.rows, limit / 32, row)
+    stored = sum(_stored(traced, s, outputs) for s in shares)
+    passing = counted.stored + outputs * (taps + 2 * counted.largest) + stored
+    piece = fitting(block.samples, room, itemsize * passing)
+    # How many rows are contracted at a time, and whether the factors of all samples fit meanwhile.
+    held = itemsize * stored * block.samples <= limit / 4
+    row_bytes = (
+        itemsize * block.columns * (max((_pairs(s, block) for s in shares), default=0.0) + 2 * block.kernel)
+    )
+    rows = chunk if chunk is not None else fitting(block.rows, limit / 32, row_bytes)
     if not held:
-        rows = min(rows, fitting(block.rows, limit / 8, item * stored))
+        rows = min(rows, fitting(block.rows, limit / 8, itemsize * stored))
     rows = min(rows, block.rows)
     piece = piece if held else min(piece, rows)
-    again = 1.0 if held else 1.0 + math.ceil(block.rows / rows) * block.columns / block.samples
-    total = (counted.forward + counted.backward * many) * block.samples * again
-    for share in plan:
+    rounds = 1.0 if held else 1.0 + math.ceil(block.rows / rows) * block.columns / block.samples
+    total = (counted.forward + counted.backward * outputs) * block.samples * rounds
+    for share in shares:
         way = cost.by_jacobian if share.mode in ("jacobian", "slices") else cost.by_gram
         total = total + way(block, share.sizes)
     samples = block.samples if held else 2 * rows
-    formed = max((_formed(s, many) for s in plan), default=0.0)
+    formed = max((_formed(s, outputs) for s in shares), default=0.0)
     if piece < samples:
         # what a loop leaves is there whole, and blocks of a symmetric kernel are copied out of J
-        copied = block.kept == "full" and block.symmetric and blocks(block.rows, many) > 1
-        copies = sum(_stored(traced, s, many) for s in plan if s.mode == "jacobian") if copied else 0.0
+        copied = block.kept == "full" and block.symmetric and blocks(block.rows, outputs) > 1
+        copies = sum(_stored(traced, s, outputs) for s in shares if s.mode == "jacobian") if copied else 0.0
         alive = samples * (stored + copies + formed) + piece * passing
     else:  # layer by layer: its cotangents, those that are pulled through it, its factors and a slice of its J
-        alive = _PLACING * (samples * (stored + formed + 2 * many * counted.largest) + _slice(plan, block))
-    memory = item * (block.rows * block.columns * block.kernel + alive) + rows * row
-    return Layout(plan, rows, held, piece, total, memory)
+        pulled = 2 * outputs * counted.largest
+        alive = _PLACING * (samples * (stored + formed + pulled) + _slice(shares, block))
+    memory = itemsize * (block.rows * block.columns * block.kernel + alive) + rows * row_bytes
+    return Layout(shares, rows, held, piece, total, memory)
 
 
 def _slice(plan: list[structured.Share], block: Block) -> float:

@@ -68,7 +68,7 @@ def _evaluate(
             one = one_sample(maps, params, x)
             single = lambda p, sample: one(whole(p), sample)
         sides = (lambda p: maps.left(whole(p))), (lambda p: maps.right(whole(p)))
-        kernel = _plain(*sides, single, moving, x, z, method, rows, outputs)
+        kernel = _plain_kernel(*sides, single, moving, x, z, method, rows, outputs)
     kept = {"full": shape + shape, "diagonal": shape, "trace": ()}[outputs]
     return kernel.reshape(kernel.shape[:2] + kept)
 
@@ -142,7 +142,7 @@ def _flat(outputs: Outputs) -> Float[Array, "T C"]:
     return outputs.reshape(outputs.shape[0], -1)
 
 
-def _plain(
+def _plain_kernel(
     left: Callable[[Params], Outputs],
     right: Callable[[Params], Outputs],
     single: Apply | None,

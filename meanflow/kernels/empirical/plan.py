@@ -198,7 +198,7 @@ def plan_for(
         else free_layout(left, block, chunk, limit, cpu=jax.default_backend() == "cpu")
     )
     counted = cost.passes(left.analysis.scope.closed.jaxpr, len(moving))
-    total, memory, at_a_time = _plain(
+    total, memory, at_a_time = _count_plain_methods(
         left, counted, block, coupled, sum(a.size for a in moving), chunk, limit
     )
     total["structured"], memory["structured"] = layout.cost, layout.bytes
@@ -208,7 +208,7 @@ def plan_for(
     return NtkPlan(chosen, chunk or rows, coupled, flops, memory, {}, reason), total
 
 
-def _plain(
+def _count_plain_methods(
     traced: structured.Traced,
     counted: cost.Passes,
     block: Block,
