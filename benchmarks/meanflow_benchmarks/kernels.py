@@ -301,7 +301,10 @@ for mode in (modes.STRUCTURED_DERIVATIVES, modes.JACOBIAN_CONTRACTION):
     trace = () if outputs == "full" else (-1,)
     kernel = jax.jit(nt.empirical_ntk_fn(apply, trace_axes=trace, vmap_axes=axes, implementation=mode))
     result = jax.block_until_ready(kernel(x, None, params))
+    start = time.process_time()
     grown = resident.grown_bytes(lambda: jax.block_until_ready(kernel(x, None, params)))
+    if time.process_time() - start > 3 * best:  # out of the question
+        continue
     for _ in range(repeats):
         start = time.process_time()
         jax.block_until_ready(kernel(x, None, params))

@@ -220,6 +220,14 @@ def test_batch_norm_of_orthogonal_inputs_is_the_known_one():
     np.testing.assert_allclose(h.ntk[0, 0], known.diagonal + known.common, rtol=0.02)
 
 
+def products(build, x, v, width, count):
+    """K v of ``count`` random networks whose samples are coupled by batch norm."""
+    init, features = finite(build, width)
+    output = lambda p, x: features(p, x).dense(out=1).h[:, 0]
+    product = lambda key: kernels.ntk_operator(output, init(key, x), x, stats="batch") @ v
+    return jax.jit(lambda keys: jax.lax.map(product, keys))(jax.random.split(jax.random.key(width), count))
+
+
 @pytest.mark.slow
 def test_batch_norm_of_wide_networks_on_large_batches():
     """Products K v of coupled networks: 1/root(width) on a large batch, and in the mean 1/samples at a large width."""
@@ -231,14 +239,94 @@ def test_batch_norm_of_wide_networks_on_large_batches():
         x = jax.random.normal(KEY, (samples, 2 * samples))
         v = jax.random.normal(jax.random.key(5), (samples, 4)) + 1.0
         exact = wide(lambda h: build(h).dense(), x)[1] @ v
-        init, features = finite(build, width)
-        output = lambda p, x: features(p, x).dense(out=1).h[:, 0]
-        product = lambda key: kernels.ntk_operator(output, init(key, x), x, stats="batch") @ v
-        keys = jax.random.split(jax.random.key(width), count)
-        found = jax.jit(lambda keys: jax.lax.map(product, keys))(keys) - exact[None]
+        found = products(build, x, v, width, count) - exact[None]
         size = lambda a: float(jnp.sqrt(jnp.mean(a**2) / jnp.mean(exact**2)))
         return size(found), size(jnp.mean(found, axis=0))
 
     widths, samples = (16, 64, 256), (8, 16, 32, 64)
     assert -0.7 < loglog_slope(widths, [gap(w, 256, 12)[0] for w in widths]) < -0.35
     assert -1.4 < loglog_slope(samples, [gap(2048, n, 16)[1] for n in samples]) < -0.7
+
+
+def normalized_convolutions(h, layers=1):
+    for _ in range(layers):
+        h = h.conv((3,), padding="CIRCULAR").batch_norm().activation("relu")
+    return h.flatten()
+
+
+def limit_of_this_batch(x, draws, rng):
+    """The NTK of ``normalized_convolutions`` at infinite width for the batch as it is, by drawing features.
+
+    At infinite width the features before batch norm are independent Gaussians over the N rows (samples x positions),
+    of covariance K. Batch norm of one feature u and its derivative are exact here: with v = P u / s and
+    B = (P - v v' / N) / s, the kernels after the activation are E[phi(v) phi(v)'] and, with d = phi'(v),
+    E[d d' * (B T B)].
+    """
+    samples, places, channels = x.shape
+    shifts = [np.roll(np.eye(places), offset, axis=1) for offset in (-1, 0, 1)]
+    seen = np.stack([np.einsum("pq,tqc->tpc", shift, x) for shift in shifts], -1)
+    rows = seen.reshape(samples * places, -1)
+    covariance = 2 * rows @ rows.T / rows.shape[1]  # of the features, and their tangent kernel as well
+    count = len(rows)
+    center = np.eye(count) - 1 / count
+    tangent = center @ covariance @ center
+    u = rng.normal(size=(draws, rows.shape[1])) @ rows.T * np.sqrt(2 / rows.shape[1])
+    h = u @ center
+    scale = np.sqrt(np.mean(h**2, 1, keepdims=True))
+    v = h / scale
+    slope = (v > 0) / scale
+    shared = v @ tangent / count
+    cross = (slope * v).T @ (slope * shared)
+    size = np.sum(shared * v, 1, keepdims=True) / count
+    moved = tangent * (slope.T @ slope) - cross - cross.T + (slope * v * size).T @ (slope * v)
+    kernel = 2 * (np.maximum(v, 0).T @ np.maximum(v, 0) + moved) / draws
+    return np.einsum("tpsp->ts", kernel.reshape(samples, places, samples, places)) / places
+
+
+def test_batch_norm_on_positions_is_that_of_many_directions():
+    """The NTK is that of the batch as it is up to 2 / D, where D counts directions, not rows.
+
+    1 / s^2 has the mean (1 + 2 / D) / sigma^2 to first order; the gradient through s takes some of that away. So 2 / D
+    bounds the gap. Draws add noise of about 1 / root(draws) of the largest entries.
+    """
+    rng, found = np.random.default_rng(3), {}
+    for samples, channels in ((8, 16), (32, 64), (32, 2)):
+        x = rng.normal(size=(samples, 4, channels))
+        h = jax.jit(lambda x: normalized_convolutions(kernels.wide_inputs(x, pairs=True)).dense())(x)
+        exact = limit_of_this_batch(x, 40_000, rng)
+        gap = np.linalg.norm(h.ntk - exact) / np.linalg.norm(exact)
+        assert gap < 2 / h.directions + 3 / np.sqrt(40_000)
+        found[samples, channels] = float(h.directions), gap
+    # four times the samples on as many channels: four times the directions, a quarter of the gap
+    (few, wider), (many, closer) = found[8, 16], found[32, 64]
+    assert -1.4 < np.log(closer / wider) / np.log(many / few) < -0.7
+    # two channels: 128 rows, but no more than window x channels = 6 directions, and a gap to match
+    directions, gap = found[32, 2]
+    assert directions < 6
+    assert gap > 3 * closer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [2, 32])
+def test_batch_norm_on_positions_of_wide_networks(channels):
+    """Finite networks approach at 1 / root(width) if there are many directions, and settle beside it if there are few.
+
+    The mean over networks is judged by its own standard error; it must lie within 3 of them. With two channels there
+    are fewer than 6 directions, a gap of order 2 / 6 at any width, and the mean must lie outside.
+    """
+    x = jax.random.normal(KEY, (64, 4, channels))
+    v = jax.random.normal(jax.random.key(5), (64, 4)) + 1.0
+    build = lambda h: normalized_convolutions(h, layers=2)
+    h = jax.jit(lambda x: build(kernels.wide_inputs(x, pairs=True)).dense())(x)
+    exact = h.ntk @ v
+    size = lambda a: float(jnp.sqrt(jnp.mean(a**2) / jnp.mean(exact**2)))
+    spread, offset = [], []
+    widths, count = (16, 64, 256), 16
+    for width in widths:
+        found = products(build, x, v, width, count)
+        spread.append(size(found - jnp.mean(found, axis=0, keepdims=True)))
+        offset.append(size(jnp.mean(found, axis=0) - exact))
+    assert -0.7 < loglog_slope(widths, spread) < -0.35
+    errors = offset[-1] / (spread[-1] / np.sqrt(count))
+    assert errors < 3 if channels == 32 else errors > 3
+    assert (h.directions > 40) == (channels == 32)

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from meanflow import kernels
-from meanflow.kernels.empirical import contraction, cost, structured
+from meanflow.kernels.empirical import contraction, cost, layout, structured
 from meanflow.kernels.empirical.coupling import is_coupled
 
 ROWS, COLUMNS = 5, 3
@@ -170,7 +170,7 @@ def recurrent_scan():
         def step(h, now):
             return jnp.tanh(add(now @ p["u"] + h @ p["w"], p["b"])), None
 
-        h, _ = jax.lax.scan(step, jnp.zeros((x.shape[0], 4)), jnp.moveaxis(x, 1, 0))
+        h, _ = jax.lax.scan(step, jnp.zeros((x.shape[0], 4), x.dtype), jnp.moveaxis(x, 1, 0))
         return h @ p["v"]
 
     return apply, params, *images(5, 3)
@@ -392,7 +392,7 @@ def test_zoo(name, outputs):
 @pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith("batch norm")])
 def test_all_contractions(name, monkeypatch):
     """Each parameter in parameter space, at once and in slices, and in sample space, whatever is cheaper."""
-    monkeypatch.setattr(contraction, "_WHOLE", 0)  # so that networks of this size are sliced
+    monkeypatch.setattr(contraction, "WHOLE", 0)  # so that networks of this size are sliced
     monkeypatch.setattr(contraction, "_SLICE", 200)
     apply, params, x, _, same, _ = oracle(name)
     leaves, structure = jax.tree.flatten(params)
@@ -416,6 +416,31 @@ def test_blocks_when_factors_do_not_fit():
         np.testing.assert_allclose(tight, exact, rtol=1e-10, atol=1e-12)
 
 
+def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monkeypatch):
+    """Networks of this size run whole; with less room J is formed sample by sample, and the kernel is the same."""
+    name = "conv, 2-D"
+    apply, params, x, *_ = ZOO[name]()
+    leaves, structure = jax.tree.flatten(params)
+    one = lambda some, sample: apply(jax.tree.unflatten(structure, some), sample[None])[0]
+    traced = structured.trace(one, leaves, x[0])
+    block = cost.Block(ROWS, ROWS, 2, "trace", True)
+    find = lambda **options: layout.free_layout(traced, block, None, 2**30, **options)
+    whole = find()
+    assert whole.piece == ROWS
+    monkeypatch.setattr(layout, "_PIECE", 1)
+    monkeypatch.setattr(layout, "_HELD", 0)
+    assert find().piece == 1
+    assert find().bytes < whole.bytes
+    assert find(cpu=False) == whole
+    # another limit: the kernels of the other tests are compiled for layouts of their own
+    apply, params, x, z, same, cross = oracle(name)
+    for other, exact in ((None, same), (z, cross)):
+        ours = kernels.empirical_ntk(
+            apply, params, x, other, outputs="trace", method="structured", limit=2**30
+        )
+        np.testing.assert_allclose(ours, np.einsum("tscc->ts", exact), rtol=1e-10, atol=1e-12)
+
+
 def test_uses_are_understood():
     """Convolutions, shared weights and scans are products; only biases, scales and opaque uses are left to backward."""
     expected = {
@@ -435,7 +460,7 @@ def test_uses_are_understood():
         assert {sorted(params)[i] for i in found} == direct, name
 
 
-@pytest.mark.parametrize("name", ["conv, 2-D, groups", "weight sharing", "attention", "batch norm, conv"])
+@pytest.mark.parametrize("name", ["conv, 2-D, groups", "recurrent scan", "attention", "batch norm, conv"])
 def test_programs_for_accelerators(name):
     """In single precision nothing is computed in double precision, and nothing calls back to the host."""
     apply, params, x, *_ = ZOO[name]()
@@ -526,3 +551,25 @@ def test_coupling_in_half_precision():
     plain = lambda w, x: jnp.tanh(x @ w)
     assert not is_coupled(plain, w, x)
     assert is_coupled(lambda w, x: plain(w, x) - jnp.mean(plain(w, x), 0, keepdims=True), w, x)
+
+
+def test_coupling_where_precision_rises_on_the_way():
+    """Outputs in double precision of what was computed in single or half precision carry its rounding."""
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 4), (5, 3)))
+
+    def rounded_by_size(x):  # as products are, whose order of summation depends on the number of rows
+        return x / jnp.asarray(len(x), x.dtype) * jnp.asarray(len(x), x.dtype)
+
+    def single(w, x):
+        return jnp.tanh(rounded_by_size(x @ w).astype(jnp.float64))
+
+    def half(w, x):
+        return single(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16))
+
+    for function in (single, half):
+        assert not is_coupled(function, w, x)
+        assert is_coupled(lambda w, x, f=function: f(w, x) - jnp.mean(f(w, x), 0, keepdims=True), w, x)
+    # a difference of 10^-6 is rounding there, but coupling in a function that is double all the way
+    slight = lambda w, x: x @ w + 1e-6 * jnp.mean(x)
+    assert is_coupled(slight, jnp.asarray(w, jnp.float64), jnp.asarray(x, jnp.float64))

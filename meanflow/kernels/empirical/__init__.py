@@ -1,1 +1,24 @@
-"""The tangent kernel of any JAX function at given parameters: as a matrix, as an operator, and its spectrum."""
+"""The tangent kernel of any JAX function at given parameters: as a matrix, as an operator, and its spectrum.
+
+How a call of ``empirical_ntk`` goes through the modules, in the order in which they are best read:
+
+    kernel          what users call: pytrees of inputs, output axes, groups of parameters, devices
+    samples         batches, and pytrees of them as arrays of indices
+    modules         networks of other libraries as functions (params, batch) -> outputs (NNX: ``nnx_modules``)
+    coupling        do samples depend on each other? a probe, and what ``stats`` then means
+    plan            which method is the fastest within the limit of memory
+      cost            operations and numbers through memory, counted in the trace
+      layout          how the structured method goes about it: contractions, samples and rows at a time
+    ntk             evaluates the kernel by the chosen method
+      structured      the kernel as a sum of shares, one a parameter
+        sites           where a trace uses a parameter
+        forms           every such use as one product y = h w
+        contraction     from the factors h and D = df/dy of all samples to the kernel
+        convolution     convolutions in the order of axes that CPUs are fast in
+
+    operator        products with the kernel, without forming it
+    spectra         eigenvalues, moments and densities from such products
+
+Letters are the same everywhere: T rows (samples of x) and S columns (samples of z) of the kernel, C outputs of the
+network, and for one parameter G groups, P positions, K inputs and O outputs (``forms``).
+"""

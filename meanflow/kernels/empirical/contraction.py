@@ -183,7 +183,7 @@ def _contract_jacobians(left: Factor, right: Factor, outputs: str) -> Array:
 
 
 # Numbers of J up to which it is formed at once, and those that are formed at a time above: a small part of the cache.
-_WHOLE, _SLICE = 2**22, 2**20
+WHOLE, _SLICE = 2**22, 2**20
 
 
 def slice_width(rows: int, columns: int, shape: tuple[int, ...], inputs: int, outputs: str) -> int:
@@ -203,7 +203,7 @@ def slice_width(rows: int, columns: int, shape: tuple[int, ...], inputs: int, ou
     # every slice adds to the whole kernel, which must not cost more than the slice itself
     numbers = max(_SLICE, 2 * rows * columns * kept)
     column = max(rows, columns) * many * groups * inputs
-    if column * width <= _WHOLE:
+    if column * width <= WHOLE:
         return width
     most = max(1, numbers // column)
     return max(b for b in range(1, min(most, width) + 1) if width % b == 0)

@@ -4,6 +4,7 @@ J = df/dparams is taken at the given parameters. ``coupling`` decides which func
 which method; this module evaluates the kernel.
 """
 
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -14,15 +15,9 @@ from jaxtyping import Array, Float, PyTree
 from meanflow.kernels.empirical import contraction, structured
 from meanflow.kernels.empirical.cost import Block
 from meanflow.kernels.empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
+from meanflow.kernels.empirical.layout import Layout, coupled_layout, free_layout
 from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels.empirical.plan import (
-    block_of,
-    coupled_layout,
-    free_layout,
-    one_sample,
-    plan_once,
-    traces,
-)
+from meanflow.kernels.empirical.plan import block_of, one_sample, plan_once, traces
 
 
 def kernel_of_arrays(
@@ -73,7 +68,7 @@ def _evaluate(
             one = one_sample(maps, params, x)
             single = lambda p, sample: one(whole(p), sample)
         sides = (lambda p: maps.left(whole(p))), (lambda p: maps.right(whole(p)))
-        kernel = _plain(*sides, single, moving, x, z, method, rows, outputs)
+        kernel = _plain_kernel(*sides, single, moving, x, z, method, rows, outputs)
     kept = {"full": shape + shape, "diagonal": shape, "trace": ()}[outputs]
     return kernel.reshape(kernel.shape[:2] + kept)
 
@@ -114,10 +109,20 @@ def _free_kernel(
     chunk: int | None,
     limit: int,
 ) -> Float[Array, "T S ..."]:
-    """Return the kernel of samples that do not depend on each other."""
-    plan = free_layout(traced, block, chunk, limit)
-    if not plan.shares:
+    """Return the kernel of samples that do not depend on each other, laid out for the platform it is compiled for."""
+    plans = [free_layout(traced, block, chunk, limit, cpu=cpu) for cpu in (True, False)]
+    if not plans[0].shares:
         return _zeros(traced, block)
+    first, other = (functools.partial(_laid_out_kernel, traced, block, plan) for plan in plans)
+    if plans[0] == plans[1]:
+        return first(leaves, x, z)
+    return jax.lax.platform_dependent(leaves, x, z, cpu=first, default=other)
+
+
+def _laid_out_kernel(
+    traced: structured.Traced, block: Block, plan: Layout, leaves: list[Array], x: Batch, z: Batch | None
+) -> Float[Array, "T S ..."]:
+    """Differentiate and contract as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
     if plan.held:
         left = at(x)
@@ -137,7 +142,7 @@ def _flat(outputs: Outputs) -> Float[Array, "T C"]:
     return outputs.reshape(outputs.shape[0], -1)
 
 
-def _plain(
+def _plain_kernel(
     left: Callable[[Params], Outputs],
     right: Callable[[Params], Outputs],
     single: Apply | None,

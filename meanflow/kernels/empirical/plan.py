@@ -20,6 +20,7 @@ from meanflow import _checks
 from meanflow.kernels.empirical import cost, structured
 from meanflow.kernels.empirical.cost import Block, Cost
 from meanflow.kernels.empirical.coupling import STATS, KernelMaps, kernel_maps
+from meanflow.kernels.empirical.layout import coupled_layout, fitting, free_layout
 from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params
 from meanflow.kernels.empirical.samples import as_arrays, batches
 
@@ -165,155 +166,6 @@ def _key(arguments: object, options: tuple[object, ...]) -> object:
     return key
 
 
-class Layout(NamedTuple):
-    """How the structured method goes about a kernel.
-
-    Attributes:
-        shares: how each parameter's share is computed.
-        rows: rows of the kernel contracted at a time.
-        held: whether the factors of all columns are kept; otherwise they are made anew for every block of rows.
-        piece: samples (for coupled functions: rows of outputs) differentiated at a time.
-        cost: operations and numbers.
-        bytes: peak memory, the kernel included.
-    """
-
-    shares: list[structured.Share]
-    rows: int
-    held: bool
-    piece: int
-    cost: Cost
-    bytes: float
-
-
-def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
-    """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample."""
-    whole = _lay_out(traced, block, chunk, limit, sliced=True)
-    if whole.held and whole.rows == block.rows:
-        return whole
-    return _lay_out(
-        traced, block, chunk, limit, sliced=False
-    )  # slices of J serve all rows and columns at once
-
-
-def _lay_out(traced: structured.Traced, block: Block, chunk: int | None, limit: int, sliced: bool) -> Layout:
-    item, many = traced.output.dtype.itemsize, block.outputs
-    counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
-
-    def choose(size: structured.forms.Sizes) -> str:
-        if cost.by_gram(block, size).total < cost.by_jacobian(block, size).total:
-            return "gram"
-        # J takes less room than the cotangents that it is made of where there are more positions than inputs
-        return "slices" if sliced and size.inputs >= size.positions else "jacobian"
-
-    plan = structured.shares(traced, choose)
-    taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in traced.sites.values())
-    stored = sum(_stored(traced, s, many) for s in plan)
-    # cotangents reach the taps one after the other, and the compiler uses the room in between again
-    passing = counted.stored + many * (taps + 2 * counted.largest) + stored
-    piece = _fit(block.samples, limit / 16, item * passing)
-    held = item * stored * block.samples <= limit / 4
-    wide = [_pairs(s, block) for s in plan]
-    row = item * block.columns * (max(wide, default=0.0) + 2 * block.kernel)
-    rows = chunk if chunk is not None else _fit(block.rows, limit / 32, row)
-    if not held:
-        rows = min(rows, _fit(block.rows, limit / 8, item * stored))
-    rows = min(rows, block.rows)
-    piece = piece if held else min(piece, rows)
-    again = 1.0 if held else 1.0 + math.ceil(block.rows / rows) * block.columns / block.samples
-    total = (counted.forward + counted.backward * many) * block.samples * again
-    for share in plan:
-        way = cost.by_jacobian if share.mode in ("jacobian", "slices") else cost.by_gram
-        total = total + way(block, share.sizes)
-    samples = block.samples if held else 2 * rows
-    formed = max((_formed(s, many) for s in plan), default=0.0)
-    memory = (
-        item * (block.rows * block.columns * block.kernel + samples * (stored + formed) + piece * passing)
-        + rows * row
-    )
-    return Layout(plan, rows, held, piece, total, memory)
-
-
-def _stored(traced: structured.Traced, share: structured.Share, outputs: int) -> float:
-    """Return how many numbers are kept of one sample after its backward passes, for one share."""
-    if share.mode == "jacobian":
-        return outputs * share.sizes.groups * share.sizes.inputs * share.sizes.outputs
-    sites = [traced.sites[n] for n in share.sites]
-    return sum(math.prod(s.lengths) * (s.partner + outputs * math.prod(s.out.shape)) for s in sites)
-
-
-def _formed(share: structured.Share, outputs: int) -> float:
-    """Return how many numbers one share's factors take for one sample while they are contracted."""
-    groups, positions, inputs, width = share.sizes
-    if share.mode == "jacobian" or groups * positions == 1:
-        return 0.0
-    return groups * positions * ((0 if share.mode == "rows" else inputs) + outputs * width)
-
-
-def _pairs(share: structured.Share, block: Block) -> float:
-    """Return the numbers that one share takes for a pair of samples while it is contracted."""
-    groups, positions, _, outputs = share.sizes
-    if share.mode in ("jacobian", "slices") or groups * positions == 1:
-        return float(block.kernel)
-    if block.kept == "full" and block.outputs > 1:  # one row at a time, whatever the chunk
-        return float(block.kernel)
-    return 2.0 * groups * positions**2 * (block.outputs if block.kept == "diagonal" else 1)
-
-
-_PULLED = (
-    2**25
-)  # bytes of cotangents that are pulled back at a time through coupled samples: a part of the cache
-
-
-def coupled_layout(
-    left: structured.Traced, right: structured.Traced, block: Block, chunk: int | None, limit: int
-) -> Layout:
-    """Lay out the kernel of samples that depend on each other; the traces map whole batches."""
-    item, many = left.output.dtype.itemsize, block.outputs
-    counted = cost.passes(left.analysis.scope.closed.jaxpr, len(left.leaves))
-    rows, columns = block.rows * many, block.columns * many
-    sides = rows if block.symmetric else rows + columns
-    full = block.kept == "full"
-    product = block.pairs(many if full else 1) * (many**2 if full else many)
-
-    def ways(size: structured.forms.Sizes) -> tuple[Cost, Cost]:
-        groups, positions, inputs, outputs = size
-        entries = groups * inputs * outputs
-        jacobian = Cost(2.0 * (sides * positions * entries + product * entries), 3.0 * sides * entries)
-        spread = groups * positions * outputs
-        gram = Cost(
-            2.0 * (groups * positions**2 * (inputs + columns * outputs) + product * spread),
-            3.0 * sides * spread,
-        )
-        return jacobian, gram
-
-    fits = lambda size: 3 * item * sides * size.groups * size.positions * size.outputs <= limit / 4
-    plan = structured.shares(
-        left, lambda s: "jacobian" if ways(s)[0].total <= ways(s)[1].total or not fits(s) else "gram"
-    )
-    taps = sum(math.prod(s.lengths) * math.prod(s.out.shape) for s in left.sites.values())
-    row = item * many * (2 * taps + counted.stored / 2 + _entries(left))
-    piece = chunk if chunk is not None else _fit(block.rows, min(limit / 8, _PULLED), row)
-    total = counted.forward + counted.backward * sides
-    stored = 0.0
-    for share in plan:
-        total = total + ways(share.sizes)[0 if share.mode == "jacobian" else 1]
-        groups, positions, inputs, outputs = share.sizes
-        stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else positions)
-    kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
-    memory = item * (kernel + stored + 2 * counted.stored) + min(piece, block.rows) * row
-    return Layout(plan, block.rows, True, min(piece, block.rows), total, memory)
-
-
-def _entries(traced: structured.Traced) -> int:
-    return sum(math.prod(traced.leaves[i].shape) for i in traced.used)
-
-
-def _fit(most: int, limit: float, one: float) -> int:
-    """Return how many things of ``one`` byte size fit, at least one and at most ``most``, in even parts of ``most``."""
-    parts = math.ceil(most / max(1, min(most, int(limit / max(one, 1.0)))))
-    return math.ceil(most / parts)
-
-
 def plan_for(
     maps: KernelMaps,
     params: Params,
@@ -343,10 +195,10 @@ def plan_for(
     layout = (
         coupled_layout(left, right, block, chunk, limit)
         if coupled
-        else free_layout(left, block, chunk, limit)
+        else free_layout(left, block, chunk, limit, cpu=jax.default_backend() == "cpu")
     )
     counted = cost.passes(left.analysis.scope.closed.jaxpr, len(moving))
-    total, memory, at_a_time = _plain(
+    total, memory, at_a_time = _count_plain_methods(
         left, counted, block, coupled, sum(a.size for a in moving), chunk, limit
     )
     total["structured"], memory["structured"] = layout.cost, layout.bytes
@@ -356,7 +208,7 @@ def plan_for(
     return NtkPlan(chosen, chunk or rows, coupled, flops, memory, {}, reason), total
 
 
-def _plain(
+def _count_plain_methods(
     traced: structured.Traced,
     counted: cost.Passes,
     block: Block,
@@ -382,12 +234,13 @@ def _plain(
     }
     kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
     one = item * many * (parameters + 2 * counted.stored + block.columns * many)
-    fitting = chunk if chunk is not None else _fit(block.rows, limit / 8, one)
+    at_a_time = chunk if chunk is not None else fitting(block.rows, limit / 8, one)
     memory = {
-        "jacobian": item * (2.0 * both * parameters + kernel) + min(fitting, block.rows) * one,
-        "products": item * kernel + min(fitting, block.rows) * (one + item * many * counted.stored * batches),
+        "jacobian": item * (2.0 * both * parameters + kernel) + min(at_a_time, block.rows) * one,
+        "products": item * kernel
+        + min(at_a_time, block.rows) * (one + item * many * counted.stored * batches),
     }
-    return total, memory, fitting
+    return total, memory, at_a_time
 
 
 def block_of(maps: KernelMaps, params: Params, symmetric: bool, outputs: str) -> Block:

@@ -303,7 +303,7 @@ def factors(
         else:
             # patches of inputs are several times as large as these, and are formed one parameter after the other
             form = functools.partial(forms_of[share.mode], traced, share)
-            out.append(jax.vmap(form)(_part(found, share.sites)))
+            out.append(jax.vmap(form)(_at_sites(found, share.sites)))
     return out
 
 
@@ -318,10 +318,10 @@ def _differentiated(
     for share in plan:
         if share.mode == "jacobian" and share.sites:
             product = functools.partial(_product_jacobian, traced, share)
-            made[share.leaf] = jax.vmap(product)(_part(found, share.sites))
+            made[share.leaf] = jax.vmap(product)(_at_sites(found, share.sites))
         elif share.mode != "jacobian":
             kept.extend(share.sites)
-    return _part(found, kept), made
+    return _at_sites(found, kept), made
 
 
 def coupled_factors(
@@ -360,7 +360,7 @@ def coupled_factors(
         return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
 
     parts = by_pieces(channels_last(some), jnp.arange(rows), chunk)
-    nothing = Gradients(found, {n: a[None] for n, a in _outs(traced).items()}, {})
+    nothing = Gradients(found, {n: a[None] for n, a in _zero_cotangents(traced).items()}, {})
     out: list[Factor] = []
     for share, part in zip(plan, parts, strict=True):
         if share.mode == "jacobian":
@@ -372,11 +372,11 @@ def coupled_factors(
     return out
 
 
-def _outs(traced: Traced) -> dict[int, Array]:
-    """Return zeros in place of all D, where only the activations are wanted."""
+def _zero_cotangents(traced: Traced) -> dict[int, Array]:
+    """Return zeros in place of all D, by site, where only the activations are wanted."""
     return {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
 
 
-def _part(found: Gradients, sites: Sequence[int]) -> Gradients:
+def _at_sites(found: Gradients, sites: Sequence[int]) -> Gradients:
     """Return what concerns these sites."""
     return Gradients({n: found.activations[n] for n in sites}, {n: found.cotangents[n] for n in sites}, {})

@@ -12,8 +12,13 @@ feature between samples, the NNGP kernel K(x, z), and by the tangent kernel T(x,
     batch norm            P K P / s^2,  P T P / s^2               P removes the batch's mean, s^2 = mean diag P K P
 
 Weights are sqrt(sw2 / fan-in) w with w ~ N(0, 1) trained, biases sqrt(sb2) b likewise. A finite network differs by
-O(1 / sqrt(width)). Batch norm is that of an infinite batch: O(1 / samples) more, where "samples" is the number of
-directions over which P K P is spread.
+O(1 / sqrt(width)).
+
+Batch norm is that of an infinite batch: every feature is divided by the same s, which a finite batch replaces by the
+feature's own one. Its relative fluctuation is 2 / D with D = tr(P K P)^2 / tr((P K P)^2), the number of directions over
+which P K P is spread, and so the kernels of a finite batch differ by O(1 / D). D is not the number of samples:
+convolutions on few channels give many positions but at most window x channels directions, and 256 rows of a batch are
+then as good as 6. ``WideLayer.directions`` tells.
 """
 
 import itertools
@@ -25,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
+from meanflow._numerics import safe_divide
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.kernels.infinite.dual import dual_activation
 
@@ -49,6 +55,8 @@ class WideLayer(eqx.Module):
         gaussian: whether the features are Gaussian, as activations and norms need it.
         weights: the weight layers that are in this layer.
         last: those it ends in, with nothing but sums, norms and pooling after them; None if it ends otherwise.
+        directions: the fewest directions D over which any batch norm so far has found its batch spread, infinity if
+            there was none. The kernels of this batch at infinite width differ from ``nngp`` and ``ntk`` by O(1 / D).
     """
 
     nngp: Float[Array, "T S ..."]
@@ -59,6 +67,7 @@ class WideLayer(eqx.Module):
     gaussian: bool = eqx.field(static=True)
     weights: frozenset[int] = eqx.field(static=True)
     last: frozenset[int] | None = eqx.field(static=True)
+    directions: Float[Array, ""]
 
     @property
     def rank(self) -> int:
@@ -200,7 +209,9 @@ class WideLayer(eqx.Module):
         """Normalize each feature over the batch x (and its positions), which is taken as infinite; z must be x.
 
         The batch is infinite if K, without its mean over the batch, is spread over many directions: mean and variance
-        of a feature are then the same for all features but for O(1 / directions). Scale and shift are not trained.
+        of a feature are then the same for all features but for O(1 / directions). The attribute ``directions`` of the
+        result says how many there are; with fewer than about 20 the kernels are a rough guide. Scale and shift are not
+        trained.
         """
         self._need_gaussian("batch_norm")
         if not self.square:
@@ -211,8 +222,15 @@ class WideLayer(eqx.Module):
         right = (1, *range(2 + self.rank, 2 + 2 * self.rank))
         nngp, ntk = (_centered(k, left, right) for k in (self.nngp, self.ntk))
         own = jnp.moveaxis(jnp.diagonal(nngp), -1, 0)
-        factor = 1 / (jnp.mean(self._variances(own)) + epsilon)
-        return self._replace(nngp=factor * nngp, ntk=factor * ntk, own=(factor * own, factor * own))
+        variances = self._variances(own)
+        factor = 1 / (jnp.mean(variances) + epsilon)
+        spread = safe_divide(jnp.sum(variances) ** 2, jnp.sum(nngp**2))
+        return self._replace(
+            nngp=factor * nngp,
+            ntk=factor * ntk,
+            own=(factor * own, factor * own),
+            directions=jnp.minimum(self.directions, spread),
+        )
 
     def __add__(self, other: "WideLayer") -> "WideLayer":
         """Add the outputs of two branches, one of which ends in weights that the other does not contain."""
@@ -236,6 +254,7 @@ class WideLayer(eqx.Module):
             gaussian=self.gaussian and other.gaussian,
             weights=self.weights | other.weights,
             last=both,
+            directions=jnp.minimum(self.directions, other.directions),
         )
 
     def _need_gaussian(self, layer: str) -> None:
@@ -336,4 +355,5 @@ def wide_inputs(
         gaussian=False,
         weights=frozenset(),
         last=None,
+        directions=jnp.asarray(jnp.inf, nngp.dtype),
     )
