@@ -255,4 +255,9 @@ class StepController(diffrax.AbstractStepSizeController):
 
 def all_finite(tree: PyTree[jax.Array]) -> jax.Array:
     """Return whether every entry of every array is finite, a boolean scalar."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(tree)]))
+    finite: dict[tuple[int, ...], jax.Array] = {}
+    for u in jax.tree.leaves(
+        tree
+    ):  # arrays of one shape are reduced together: one loop instead of one for each
+        finite[u.shape] = jnp.isfinite(u) & finite.get(u.shape, True)
+    return jnp.all(jnp.stack([jnp.all(u) for u in finite.values()]))
