@@ -167,7 +167,7 @@ def array(
         if known is not None:
             if not infinite:
                 finite(name, known)
-            if not nan:
+            if not nan and (infinite or low is not None):  # what is finite is no NaN
                 at_least(name, known, -np.inf if low is None else low)
             if above is not None:
                 at_least(name, known, above, strict=True)

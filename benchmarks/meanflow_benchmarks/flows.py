@@ -55,6 +55,73 @@ def velocity_speed(
     return numbers
 
 
+def growth(
+    widths: tuple[int, int] = (20_000, 80_000),
+    points: tuple[int, int] = (2000, 8000),
+    dim: int = 10,
+    repeats: int = 3,
+) -> dict[str, float]:
+    """How the time of one velocity grows with the number of neurons and of samples beyond the caches (goal 1).
+
+    Args:
+        widths: two numbers of neurons, at the first number of samples.
+        points: two numbers of samples, at the first number of neurons.
+        dim: dimension of the samples.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Milliseconds of processor time, and the exponents ``slope_width`` and ``slope_points``.
+    """
+    flow, jobs = mf.vanilla("tanh"), {}
+    for width, count in ((widths[0], points[0]), (widths[1], points[0]), (widths[0], points[1])):
+        x = jax.random.normal(jax.random.key(0), (count, dim))
+        cloud, data = flow.init(jax.random.key(1), width, dim=dim), mf.Dataset(x, jnp.tanh(x[:, 0]))
+        jobs[f"m{width}_n{count}"] = lambda cloud=cloud, data=data: mf.velocity(flow, cloud, data)
+    seconds = interleaved(jobs, repeats)
+    base, wide, many = seconds.values()
+    return {f"{name}_ms": 1e3 * value for name, value in seconds.items()} | {
+        "slope_width": float(np.log(wide / base) / np.log(widths[1] / widths[0])),
+        "slope_points": float(np.log(many / base) / np.log(points[1] / points[0])),
+    }
+
+
+def tangent_kernel(
+    points: int = 256, width: int = 2000, dim: int = 100, repeats: int = 10
+) -> dict[str, float]:
+    """The tangent kernel of two trainable layers of tanh neurons, against its formula by hand.
+
+    By hand it is K = (H H' + (D D') o (X X')) / m with H = tanh(x b') and D = a tanh'(x b').
+
+    Args:
+        points, dim: number and dimension of the samples.
+        width: number of neurons.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Milliseconds of processor time, ``gap``, the largest difference over the largest entry, ``ratio`` (goal 1.1).
+    """
+    x = jax.random.normal(jax.random.key(0), (points, dim))
+    flow = mf.vanilla("tanh")
+    cloud = flow.init(jax.random.key(1), width, dim=dim)
+
+    @jax.jit
+    def by_hand(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ b.T)
+        d = a[None, :] * (1 - h**2)
+        return (h @ h.T + (d @ d.T) * (x @ x.T)) / a.shape[0]
+
+    jobs: dict[str, Callable[[], jax.Array]] = {
+        "ours": lambda: mf.tangent_kernel(flow, cloud, x),
+        "by_hand": lambda: by_hand(*cloud.particles, x),
+    }
+    seconds, ours, peer = interleaved(jobs, repeats), jobs["ours"](), jobs["by_hand"]()
+    gap = float(jnp.max(jnp.abs(ours - peer)) / jnp.max(jnp.abs(peer)))
+    return {f"{name}_ms": 1e3 * value for name, value in seconds.items()} | {
+        "gap": gap,
+        "ratio": seconds["ours"] / seconds["by_hand"],
+    }
+
+
 class _Whole(TwoLayer):
     """Neurons of two layers, treated all at once whatever their number."""
 

@@ -153,6 +153,37 @@ def fixed_steps(
     return numbers | {f"ratio_{n}": seconds[n] / seconds["scan"] for n in ("descend", "solve")}
 
 
+def kernel_steps(
+    width: int = 2000, points: int = 256, dim: int = 100, steps: int = 40, repeats: int = 3
+) -> dict[str, float]:
+    """What steps by the kernel, and the change of the kernel as an observable, cost beside plain descent.
+
+    Args:
+        width: number of neurons.
+        points, dim: number and dimension of the samples.
+        steps: number of steps; the kernel is computed once for each 20, and the observable recorded as often.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Milliseconds of processor time a step, and megabytes of temporaries of each program.
+    """
+    flow, cloud, data = _problem(width, points, dim)
+    runs: dict[str, dict[str, Any]] = {
+        "plain": {"step": LEARNING_RATE, "observe": _nothing},
+        "kernel_step": {"step": mf.KernelStep(0.5, 20), "observe": _nothing},
+        "kernel_drift": {"step": LEARNING_RATE, "observe": ("kernel_drift",)},
+    }
+    programs = {
+        name: jax.jit(lambda cloud, own=own: mf.descend(flow, cloud, data, steps, every=20, **own).observed)
+        .lower(cloud)
+        .compile()
+        for name, own in runs.items()
+    }
+    seconds = interleaved({name: lambda p=p: p(cloud) for name, p in programs.items()}, repeats)  # type: ignore[misc]
+    memory = {f"{n}_mb": program_memory(p).temporary / MEGABYTE for n, p in programs.items()}
+    return {f"{name}_ms": 1e3 * value / steps for name, value in seconds.items()} | memory
+
+
 def gradients(
     width: int = 200, points: int = 100, dim: int = 10, steps: int = 1000, repeats: int = 5
 ) -> dict[str, float]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meanflow as mf
+import meanflow.sweeps  # noqa: F401 (rooms load on first use, and importing is not what is measured)
 from meanflow_benchmarks.timing import best_time, interleaved, timed
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -14,10 +14,10 @@ from meanflow import univariate as uni
 from meanflow._numerics import loglog_slope
 from meanflow.flows.flow import Flow, velocity
 from meanflow.measures import Affine, Cloud, Dataset
-from meanflow.solvers import solve
+from meanflow.solvers import descend, solve
 from meanflow.solvers.sliding import STAGES
 from meanflow_benchmarks.memory import GIGABYTE, peak_bytes
-from meanflow_benchmarks.timing import best_time, timed
+from meanflow_benchmarks.timing import best_time, interleaved, timed
 
 
 def _problem(
@@ -96,6 +96,57 @@ def against_dense(width: int = 100_000, samples: int = 1000) -> dict[str, float]
         "dense_20": best_time(_evaluate, uni.full(forces="dense"), *few)[1],
     }
     return seconds | {"speedup_over_autodiff": seconds["autodiff"] / seconds["fast"]}
+
+
+def by_hand(width: int = 100_000, samples: int = 1000, steps: int = 20, repeats: int = 5) -> dict[str, float]:
+    """Steps of descent with fast forces, against a scan by hand that looks knots up with ``searchsorted``.
+
+    The peer orders nothing at run time, like ours, and takes neurons on samples for active or not as rounding has it.
+
+    Args:
+        width, samples: size of the problem.
+        steps: steps of descent.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Nanoseconds of processor time a neuron and step, ``gap``, the largest difference of the coordinates over the
+        largest, and ``ratio`` (goal 1.1).
+    """
+    cloud, data = _problem(width, samples)
+    flow, size = uni.full(forces="fast"), 0.1
+    peer = jax.jit(lambda w: _descent_by_hand(w, data, size, steps))
+    jobs = {
+        "ours": lambda: descend(flow, cloud, data, steps, step=size).final.particles,
+        "by_hand": lambda: peer(cloud.particles),
+    }
+    seconds, ours, theirs = interleaved(jobs, repeats), jobs["ours"](), jobs["by_hand"]()
+    gap = max(float(jnp.max(jnp.abs(u - v)) / jnp.max(jnp.abs(v))) for u, v in zip(ours, theirs, strict=True))
+    return {f"{name}_ns": 1e9 * value / width / steps for name, value in seconds.items()} | {
+        "gap": gap,
+        "ratio": seconds["ours"] / seconds["by_hand"],
+    }
+
+
+def _descent_by_hand(w: Affine, data: Dataset, size: float, steps: int) -> Affine:
+    """Descend on neurons c relu(a x - b), averaged: forces are differences of cumulative sums over sorted samples."""
+    x, y, q = data.x, data.y, data.weights
+    count = x.shape[0]
+
+    def step(w: Affine, _: None) -> tuple[Affine, None]:
+        a, b, c = w
+        # samples before this place are on the left of the knot; a > 0 is active on its right, a < 0 on its left
+        place, right = jnp.searchsorted(x, b / a, side="right"), a > 0
+        sides = [
+            jax.ops.segment_sum(u, jnp.where(right, place, place + count + 1), 2 * count + 2).reshape(2, -1)
+            for u in (c * a, c * b)
+        ]
+        slope, shift = (jnp.cumsum(u[0])[:-1] + jnp.cumsum(u[1][::-1])[::-1][1:] for u in sides)
+        g = q * ((x * slope - shift) / a.shape[0] - y)
+        sums = [jnp.concatenate([jnp.zeros(1, x.dtype), jnp.cumsum(u)]) for u in (g * x, g)]
+        along, up = (jnp.where(right, total[-1] - total[place], total[place]) for total in sums)
+        return Affine(a - size * c * along, b + size * c * up, c - size * (a * along - b * up)), None
+
+    return jax.lax.scan(step, w, length=steps)[0]
 
 
 def crossover(width: int = 100_000, samples: tuple[int, ...] = (10, 20, 40, 80)) -> dict[str, list[float]]:

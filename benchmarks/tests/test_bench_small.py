@@ -30,12 +30,12 @@ def test_tree_and_gamma():
 
 
 def test_distances_agree_with_their_peers():
-    out = layers.distances(line=50, cloud=20, dimension=3, repeats=1)
-    assert out["line_gap"] < 1e-6 and out["cloud_gap"] < 1e-6
+    out = layers.distances(line=50, cloud=20, uneven=(5, 7), dimension=3, repeats=1)
+    assert all(out[f"{job}_gap"] < 1e-6 for job in ("line", "equal", "uneven"))
 
 
 def test_batch_norm_is_as_exact_as_two_passes():
-    out = layers.batch_norm(batch=8, features=4, repeats=1)
+    out = layers.batch_norm(batch=8, features=4, images=(2, 3, 3, 4), repeats=1)
     assert out["ours_error"] <= out["flax_two_pass_error"] + 1e-9
 
 
@@ -45,6 +45,13 @@ def test_forces():
     out = univariate.against_dense(width=20, samples=4)
     assert out["speedup_over_autodiff"] == pytest.approx(out["autodiff"] / out["fast"])
     assert len(univariate.crossover(width=20, samples=(3, 5))["dense"]) == 2
+
+
+def test_jobs_by_hand_compute_what_the_library_does():
+    assert univariate.by_hand(width=20, samples=6, steps=5, repeats=1)["gap"] < 1e-5
+    assert flows.tangent_kernel(points=5, width=7, dim=3, repeats=1)["gap"] < 1e-5
+    assert flows.growth(widths=(4, 8), points=(5, 6), dim=2, repeats=1)["m8_n5_ms"] > 0
+    assert solvers.kernel_steps(width=5, points=6, dim=2, steps=20, repeats=1)["kernel_step_ms"] > 0
 
 
 def test_operator():

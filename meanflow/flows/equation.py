@@ -73,19 +73,31 @@ def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
 
 def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     """Return grad V at each particle: a covector, in a record like the particles."""
+    return _differentials(flow, cloud, data, None)[0]
+
+
+def _differentials(
+    flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None
+) -> tuple[PyTree[jax.Array], jax.Array | None]:
+    """Return grad V at each particle, and the covector q_j l'(f_j, y_j) on the samples (None: there are none).
+
+    ``offset`` is f_0 at the samples, which a centered flow subtracts, where it is known already.
+    """
+    g = None
     if isinstance(data, Population):
         value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
         covector = along(jnp.ones_like(value))[0]
     else:
         f, pull = blocks.linearize_data(flow.feature, cloud, data)
         if flow.offset is not None:
-            f = f - flow.offset(data.x)
-        covector = pull(residual(flow, f, data))
+            f = f - (flow.offset(data.x) if offset is None else offset)
+        g = residual(flow, f, data)
+        covector = pull(g)
     if flow.regularizer is None:
-        return covector
+        return covector, g
     value, pullback = jax.vjp(flow.regularizer.function, cloud.particles)
     extra = pullback(jnp.full_like(value, flow.regularizer.strength))[0]
-    return jax.tree.map(jnp.add, covector, extra)
+    return jax.tree.map(jnp.add, covector, extra), g
 
 
 def residual(flow: "Flow", f: jax.Array, data: Dataset) -> jax.Array:
@@ -96,14 +108,32 @@ def residual(flow: "Flow", f: jax.Array, data: Dataset) -> jax.Array:
 
 def velocity(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     """Return w' = -C grad V in mean-field time, in a record like the particles."""
-    return jax.tree.map(jnp.negative, flow.space.cometric(cloud, differential(flow, cloud, data)))
+    return velocity_and_slopes(flow, cloud, data)[0]
 
 
-def total_slope(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
-    """Return sum_j q_j |l'(f(x_j), y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
-    if isinstance(data, Population):
+def velocity_and_slopes(
+    flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None = None
+) -> tuple[PyTree[jax.Array], jax.Array | None]:
+    """Return the velocity and the covector q_j l'(f_j, y_j) that it is made of (None for a population).
+
+    Args:
+        flow, cloud, data: the model in its state, and what it learns.
+        offset: f_0 at the samples, which a centered flow subtracts; computed where it is not given.
+    """
+    covector, g = _differentials(flow, cloud, data, offset)
+    return jax.tree.map(jnp.negative, flow.space.cometric(cloud, covector)), g
+
+
+def slopes(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array | None:
+    """Return the covector q_j l'(f_j, y_j) on the samples, (n,) or (n, k); None for a population."""
+    return velocity_and_slopes(flow, cloud, data)[1]
+
+
+def total_slope(g: jax.Array | None) -> jax.Array:
+    """Return sum_j q_j |l'(f_j, y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
+    if g is None:
         raise ValueError("clock='normalized' needs data with samples, got a population")
-    return jnp.sum(jnp.abs(residual(flow, predict(flow, cloud, data.x), data)))
+    return jnp.sum(jnp.abs(g))
 
 
 def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:

@@ -384,9 +384,8 @@ def tangent_kernel(
     over neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is
     differentiated ``chunk`` columns at a time, in O(n_x n_z m d) operations and O(chunk n m) memory.
     """
-    left = jnp.asarray(x)
-    right = left if z is None else jnp.asarray(z)
-    for inputs in (left, right):
+    left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
+    for inputs in (left,) if right is None else (left, right):
         flow.check(cloud, inputs)
     return _tangent_kernel(flow, cloud, left, right, chunk, outputs)
 
@@ -396,4 +395,11 @@ _energy = eqx.filter_jit(equation.energy)
 _velocity = eqx.filter_jit(equation.velocity)
 _dissipation = eqx.filter_jit(equation.dissipation)
 _first_variation = eqx.filter_jit(equation.first_variation)
-_tangent_kernel = eqx.filter_jit(equation.tangent_kernel)
+
+
+@eqx.filter_jit
+def _tangent_kernel(
+    flow: Flow, cloud: Cloud, x: jax.Array, z: jax.Array | None, chunk: int, outputs: str
+) -> jax.Array:
+    # None instead of x a second time: the compiler then knows that both sides are the same, and computes one
+    return equation.tangent_kernel(flow, cloud, x, x if z is None else z, chunk, outputs)

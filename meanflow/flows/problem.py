@@ -75,6 +75,7 @@ class Problem(eqx.Module):
         conserve: whether reaction conserves the total mass.
         normalized: whether the clock is also divided by the total slope of the loss, sum_j q_j |l'(f_j, y_j)|.
         arranged: the data in the order in which velocities are computed fastest; None for the order of ``data``.
+        offset: f_0 at ``samples``, which a centered flow subtracts in every step; None for other flows.
     """
 
     chart: Chart
@@ -87,6 +88,7 @@ class Problem(eqx.Module):
     conserve: bool = eqx.field(static=True, default=True)
     normalized: bool = eqx.field(static=True, default=False)
     arranged: Dataset | None = None
+    offset: jax.Array | None = None
 
     @property
     def samples(self) -> Dataset:
@@ -140,13 +142,19 @@ class Problem(eqx.Module):
             return self._reweighted(self.chart.base.at(y.particles), y.log_growth)
         return self.chart.base.at(y)
 
-    def pace(self, cloud: Cloud, data: Dataset | None = None, flow: "Flow | None" = None) -> jax.Array:
-        """Return d t_mean_field / dt at a cloud in the coordinates of the chart, a scalar."""
+    def pace(self, cloud: Cloud, flow: "Flow | None" = None) -> jax.Array:
+        """Return d t_mean_field / dt at a cloud in the coordinates of ``flow``, by default those of the chart."""
         if not self.normalized:
             return self.speed
-        slope = equation.total_slope(
-            self.chart.flow if flow is None else flow, cloud, self.data if data is None else data
+        return self._normalize(
+            equation.slopes(self.chart.flow if flow is None else flow, cloud, self.samples)
         )
+
+    def _normalize(self, slopes: jax.Array | None) -> jax.Array:
+        """Return d t_mean_field / dt where the loss has these slopes q_j l'(f_j, y_j)."""
+        if not self.normalized:
+            return self.speed
+        slope = equation.total_slope(slopes)
         return self.speed / jnp.maximum(slope, jnp.finfo(slope.dtype).tiny)
 
     def dissipation(self, cloud: Cloud) -> jax.Array:
@@ -160,8 +168,10 @@ class Problem(eqx.Module):
 
     def rates(self, here: Cloud, data: Dataset, flow: "Flow") -> PyTree[jax.Array]:
         """Return dy/dt at a cloud of the chart, for the loss of ``data`` (all of it, or a batch)."""
-        pace = self.pace(here, data, flow)
-        v = jax.tree.map(lambda u: pace * u, equation.velocity(flow, here, data))
+        offset = self.offset if data is self.samples else None
+        velocity, slopes = equation.velocity_and_slopes(flow, here, data, offset)
+        pace = self._normalize(slopes)
+        v = jax.tree.map(lambda u: pace * u, velocity)
         if self.reaction is None:
             return v
         grow = equation.growth(flow, here, data, conserve=self.conserve)

@@ -112,4 +112,5 @@ def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*
         stepsize_controller=diffrax.PIDController(rtol=tolerance, atol=tolerance),
         max_steps=100_000,
     ).ys
-    return found[jnp.argsort(order)].reshape(times.shape + flow.start.shape)
+    # back into the order of the times: written to their places, since to invert an order needs no second sort
+    return jnp.zeros_like(found).at[order].set(found).reshape(times.shape + flow.start.shape)

@@ -307,7 +307,7 @@ def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state
             taken, size = controller_state
             if isinstance(options.rule, ConstantStep):
                 size = options.rule.size
-            controller = StepController(controller.rule, controller.stops, (taken, size))
+            controller = dataclasses.replace(controller, start=(taken, size))
             controller_state = None
 
     def save(t: jax.Array, y: PyTree[jax.Array], problem: Problem) -> tuple[jax.Array, PyTree]:
@@ -385,7 +385,7 @@ def _controller(
         norm = jax.tree_util.Partial(_cloud_norm, cloud.weights)
         return diffrax.PIDController(rtol=options.rtol, atol=options.atol, norm=norm), None
     lands = isinstance(options.solver, FlowSolver) and options.solver.lands_on_saves
-    controller = StepController(options.rule, options.ts if lands else None, None)
+    controller = StepController(options.rule, options.ts if lands else None, None, options.t1)
     return controller, jnp.asarray(1.0, options.t0.dtype)  # unused: the controller knows the size
 
 

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow._numerics import KeyBits
+from meanflow.flows.equation import Population
 from meanflow.flows.flow import Flow
 from meanflow.flows.problem import Chart, Problem
 from meanflow.measures.cloud import Cloud
@@ -91,7 +92,7 @@ class Dynamics(eqx.Module):
 
     def problem(self, chart: Chart, data: Dataset, speed: jax.Array, clock: str) -> Problem:
         """Return the problem of a run with these dynamics."""
-        arranged = chart.flow.feature.arrange(chart.base, data)
+        arranged, start = chart.flow.feature.arrange(chart.base, data), chart.flow.offset
         return Problem(
             chart,
             data,
@@ -102,6 +103,7 @@ class Dynamics(eqx.Module):
             conserve=self.conserve,
             normalized=clock == "normalized",
             arranged=None if arranged is data else arranged,
+            offset=None if start is None or isinstance(data, Population) else start(arranged.x),
         )
 
 

@@ -230,7 +230,7 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
         problem.grid.mass,
         problem,
         saveat=diffrax.SaveAt(subs={"series": diffrax.SubSaveAt(t1=True, fn=save)}),
-        stepsize_controller=StepController(_Courant(), ts, None),
+        stepsize_controller=StepController(_Courant(), ts, None, t1),
         adjoint=adjoint if ts is None else SaveTimes(adjoint, ts),
         max_steps=MAX_STEPS,
         throw=False,

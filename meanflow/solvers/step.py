@@ -87,6 +87,17 @@ def _top_of_rows(flow: Flow, cloud: Cloud, data: Dataset, f: Float[Array, "n k"]
 Scalar: TypeAlias = jax.Array | np.ndarray  # one number, on the device or still on the host
 
 
+@jax.custom_batching.custom_vmap
+def _any_of_batch(due: jax.Array) -> jax.Array:
+    """Return the flag itself; under ``jax.vmap`` whether any of the flags of the batch is set, one flag for all."""
+    return due
+
+
+@_any_of_batch.def_vmap
+def _any_of_many(size: int, batched: list[bool], due: jax.Array) -> tuple[jax.Array, bool]:
+    return _any_of_batch(jnp.any(due)), False
+
+
 class StepRule(eqx.Module):
     """How long a step is. Subclasses define ``size_at`` and ``every``.
 
@@ -104,16 +115,31 @@ class StepRule(eqx.Module):
         """Return the step at the state ``y``, on the clock of the problem; ``problem.cloud(y)`` is the cloud there."""
 
     def next_size(
-        self, taken: jax.Array, size: jax.Array, problem: PyTree, y: PyTree[jax.Array]
+        self,
+        taken: jax.Array,
+        size: jax.Array,
+        problem: PyTree,
+        y: PyTree[jax.Array],
+        running: bool | jax.Array = True,
     ) -> jax.Array:
-        """Return the size of the step after ``taken`` steps: ``size`` again, unless a refresh is due."""
+        """Return the size of the step after ``taken`` steps: ``size`` again, unless a refresh is due.
+
+        Args:
+            taken: number of steps taken.
+            size: size of the step before.
+            problem, y: what ``size_at`` takes.
+            running: whether the run goes on. Of many runs in one program those that have ended are stepped idly until
+                the last one has, and need no size.
+        """
         if self.every is None:
             return size
-        return jax.lax.cond(
-            taken % self.every == 0,
-            lambda: self.size_at(problem, y).astype(size.dtype),
-            lambda: size,
+        due = (taken % self.every == 0) & running
+        # Runs of a batch that end after different numbers of steps count their steps apart. A branch on each run's own
+        # count would compute the size of all of them in every step, and select.
+        new = jax.lax.cond(
+            _any_of_batch(due), lambda: self.size_at(problem, y).astype(size.dtype), lambda: size
         )
+        return jnp.where(due, new, size)
 
 
 class ConstantStep(StepRule):
@@ -193,11 +219,13 @@ class StepController(diffrax.AbstractStepSizeController):
         rule: the rule.
         stops: sorted times to land on exactly, or None.
         start: (steps taken, size) of a run that is resumed, or None.
+        end: the time at which the run ends.
     """
 
     rule: StepRule
     stops: jax.Array | None
     start: tuple[jax.Array, jax.Array] | None
+    end: Scalar
 
     def wrap(self, direction: int | jax.Array | np.ndarray) -> "StepController":
         """Return the controller itself: integration always runs forward in time here (diffrax's interface)."""
@@ -245,7 +273,7 @@ class StepController(diffrax.AbstractStepSizeController):
         """Accept every step, and refresh the size when that is due."""
         count, size = controller_state
         count = count + 1
-        size = self.rule.next_size(count, size, args, y1_candidate)
+        size = self.rule.next_size(count, size, args, y1_candidate, running=jnp.asarray(t0 < self.end))
         # stop a run that blew up instead of stepping NaN to the end
         result = diffrax.RESULTS.where(
             all_finite(y1_candidate), diffrax.RESULTS.successful, diffrax.RESULTS.dt_min_reached
@@ -255,4 +283,9 @@ class StepController(diffrax.AbstractStepSizeController):
 
 def all_finite(tree: PyTree[jax.Array]) -> jax.Array:
     """Return whether every entry of every array is finite, a boolean scalar."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(tree)]))
+    finite: dict[tuple[int, ...], jax.Array] = {}
+    for u in jax.tree.leaves(
+        tree
+    ):  # arrays of one shape are reduced together: one loop instead of one for each
+        finite[u.shape] = jnp.isfinite(u) & finite.get(u.shape, True)
+    return jnp.all(jnp.stack([jnp.all(u) for u in finite.values()]))

@@ -294,7 +294,9 @@ class Sweep(Plan):
         if any(name in changed for name in names):
             cloud = self._draw(cell, values, width, passed)
         else:
-            cloud = clouds.remember(self, tag, lambda: self._draw(cell, values, width, passed))
+            cloud = clouds.remember(
+                self, tag, lambda: clouds.cut(self._draw(cell, values, width, passed), width)
+            )
         if cloud.size > values["width"]:
             cloud = clouds.prefix(cloud, values["width"])
         if "delta" in values and "delta" not in self.taken["init"]:
@@ -317,11 +319,12 @@ class Sweep(Plan):
             outputs = flow.loss.outputs(data.y)
             if self.room is not None and outputs is not None and data.y.ndim == 1:
                 outputs = self._classes(flow)
-            room = width
-            if not self.nested and clouds.has_prefixes(key):
-                # the widths of a group share a program here too: the cloud is cut to its width afterwards
-                room = min(g.size for g in self.groups if g.size >= width)
-            return clouds.draw(flow, key, room, x.shape[1] if x.ndim == 2 else None, outputs)
+            dim = x.shape[1] if x.ndim == 2 else None
+            sizes = [g.size for g in self.groups if g.size >= width]
+            # the draw is cut to its width afterwards, so that several widths share one program here too
+            shared = not self.nested and clouds.has_prefixes(key)
+            room = clouds.room(sizes, (dim or 1) * (outputs or 1)) if shared else width
+            return clouds.draw(flow, key, room, dim, outputs)
         cloud = self.init(key, width, **passed)
         if not isinstance(cloud, Cloud):
             raise ValueError(f"init must return a Cloud, got {type(cloud).__name__}")

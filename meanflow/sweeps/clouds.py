@@ -16,6 +16,7 @@ from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 
 KEPT = 64
+DRAWN_TOGETHER = 2**20  # numbers up to which it takes longer to compile another program than to draw too many
 # draws by plan; they are forgotten with it
 _DRAWN: weakref.WeakKeyDictionary[object, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 Drawn = TypeVar("Drawn", Cloud, Dataset, np.ndarray)
@@ -48,9 +49,25 @@ def has_prefixes(key: jax.Array) -> bool:
 
 @functools.cache
 def _counts_numbers() -> bool:
-    key = jax.random.key(0, impl="threefry2x32")
+    @jax.jit  # one small program instead of a dozen
+    def agree(key: jax.Array) -> jax.Array:
+        return jnp.all(jax.random.bits(key, (3,))[:2] == jax.random.bits(key, (2,)))
+
     with jax.ensure_compile_time_eval():
-        return bool(jnp.all(jax.random.bits(key, (3,))[:2] == jax.random.bits(key, (2,))))
+        return bool(agree(jax.random.key(0, impl="threefry2x32")))
+
+
+def room(sizes: Sequence[int], numbers: int) -> int:
+    """Return how many neurons to draw at once: the largest of ``sizes`` that is cheap, or the least.
+
+    Args:
+        sizes: the numbers of neurons there are programs for.
+        numbers: how many numbers a neuron has, about.
+
+    >>> room([512, 8192, 2**30], 2), room([2**28, 2**30], 2) == 2**28
+    (8192, True)
+    """
+    return max((size for size in sizes if size * numbers <= DRAWN_TOGETHER), default=min(sizes))
 
 
 def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
@@ -74,6 +91,12 @@ def _draw(
 ) -> Cloud:
     flow = eqx.combine(arrays, jax.tree.unflatten(static[1], static[0]))
     return flow.init(key, width, dim=dim, outputs=outputs)
+
+
+def cut(cloud: Cloud, width: int) -> Cloud:
+    """Return the first ``width`` particles as host arrays of their own, which keep no others in memory."""
+    host = jax.tree.map(np.asarray, cloud)
+    return host if host.size == width else jax.tree.map(np.array, prefix(host, width))
 
 
 def prefix(cloud: Cloud, width: int) -> Cloud:

@@ -94,8 +94,8 @@ class RunCell(Cell):
         reached = jnp.isfinite(run.ts)
 
         def mask(u: Array) -> Array:
-            if not jnp.issubdtype(u.dtype, jnp.floating):
-                return u
+            if "steps" in self.horizon or not jnp.issubdtype(u.dtype, jnp.floating):
+                return u  # a fixed number of steps ends where it is told to
             return jnp.where(reached.reshape((-1,) + (1,) * (u.ndim - 1)), u, jnp.nan)
 
         series = {"t": run.ts, "energy": run.energy} | flatten(run.observed)

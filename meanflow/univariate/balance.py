@@ -25,7 +25,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array
-from meanflow._numerics import safe_divide, safe_norm, safe_sqrt, wrap_angle
+from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
 from meanflow.flows.flow import ALPHA
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import CLOUD, Affine, Cloud, Polar
@@ -50,8 +50,12 @@ def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
 @_checks.arguments(p=array(rank=1, nan=True, infinite=True, least=0))
 def angle_of(p: Float[Array, "*m 2"]) -> Float[Array, "*m"]:
     """Return the angle atan2(p_2, p_1) in (-pi, pi] of each vector; 0 with derivative 0 at the origin."""
-    good = jnp.any(p != 0, axis=-1)
-    return jnp.where(good, jnp.arctan2(p[..., 1], jnp.where(good, p[..., 0], 1.0)), 0.0)
+    along, up = (
+        p[..., 0],
+        p[..., 1],
+    )  # by columns, which a compiler fuses; sums over pairs are loops of their own
+    good = (along != 0) | (up != 0)
+    return jnp.where(good, jnp.arctan2(up, jnp.where(good, along, 1.0)), 0.0)
 
 
 @_checks.arguments(theta=INNER)
@@ -143,7 +147,8 @@ def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array,
         c: the outer weights.
         ratio: m/alpha.
     """
-    return Polar(ratio * c * safe_norm(p), angle_of(p))
+    length = safe_sqrt(p[..., 0] ** 2 + p[..., 1] ** 2)
+    return Polar(ratio * c * length, angle_of(p))
 
 
 @_checks.arguments(particles=_checks.instance(Polar), delta=INNER, ratio=INNER)

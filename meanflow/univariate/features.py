@@ -202,6 +202,13 @@ class Reduced(Univariate):
         r, theta = cloud.particles
         return Affine(jnp.cos(theta), -jnp.sin(theta), r)
 
+    def pull(self, cloud: Cloud, force: Float[Array, "m 2"]) -> Polar:
+        """Return (<d, G>, r <t, G>) with d = d(theta), t = d'(theta), by coordinates, which a compiler fuses better."""
+        r, theta = cloud.particles
+        cos, sin = jnp.cos(theta), jnp.sin(theta)
+        turn = r * (cos * force[:, 1] - sin * force[:, 0])
+        return Polar(cos * force[:, 0] + sin * force[:, 1], turn)
+
     def turn(self, cloud: Cloud, start: Cloud) -> Float[Array, " m"]:
         """Return the change of theta, the short way round."""
         return wrap_angle(cloud.particles.theta - start.particles.theta)

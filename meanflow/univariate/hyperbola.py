@@ -101,7 +101,7 @@ def unfold(cloud: Cloud, delta: Float[Array, " m"], ratio: Float[Array, ""]) -> 
     p, c = to_raw(cloud.particles, delta, ratio)
     least = jnp.sqrt(jnp.finfo(p.dtype).tiny)
     theta = cloud.particles.theta
-    lost = jnp.all(p == 0, axis=-1)
+    lost = (p[:, 0] == 0) & (p[:, 1] == 0)
     a = jnp.where(lost, least * jnp.cos(theta), p[:, 0])
     b = jnp.where(lost, -least * jnp.sin(theta), -p[:, 1])
     return Affine(a, b, c)

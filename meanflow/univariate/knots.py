@@ -295,7 +295,7 @@ def dead_share(
     *,
     weights: Float[ArrayLike, " m"] | None = None,
 ) -> Float[Array, ""]:
-    """Return the share of the neurons that are active (a x - b > 0) on no sample.
+    """Return the share of the neurons that are active (a x - b > 0) on no sample; 0 where there are no neurons.
 
     Args:
         a, b: (m,) inner weights.
@@ -309,4 +309,4 @@ def dead_share(
     real = jnp.ones_like(a) if weights is None else (jnp.asarray(weights) > 0).astype(a.dtype)
     # a x - b is linear in x: its largest value over the samples is at one end
     top = jnp.maximum(a * jnp.max(x), a * jnp.min(x)) - b
-    return jnp.sum(jnp.where(top > 0, 0, real)) / jnp.sum(real)
+    return jnp.sum(jnp.where(top > 0, 0, real)) / jnp.maximum(jnp.sum(real), 1)

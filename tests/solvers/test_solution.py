@@ -149,9 +149,11 @@ def test_a_state_refuses_other_data_and_other_optimizers():
     moved = mf.Dataset(data.x, data.y.at[3].add(0.1), data.weights)
     with pytest.raises(ValueError, match="other data than before"):
         mf.descend(flow, cloud, moved, 2, optimizer=optax.adam(0.1), state=half.state)
-    swapped = mf.Dataset(data.x[::-1], data.y[::-1], data.weights[::-1])
-    with pytest.raises(ValueError, match="other data than before"):
-        mf.descend(flow, cloud, swapped, 2, optimizer=optax.adam(0.1), state=half.state)
+    samples = mf.Dataset(data.x[::-1], data.y[::-1], data.weights[::-1])
+    coordinates = mf.Dataset(data.x[:, ::-1], data.y, data.weights)
+    for swapped in (samples, coordinates):
+        with pytest.raises(ValueError, match="other data than before"):
+            mf.descend(flow, cloud, swapped, 2, optimizer=optax.adam(0.1), state=half.state)
 
 
 class Halving(solvers.StepRule):

@@ -218,3 +218,51 @@ def test_kernel_step_needs_positive_numbers():
         mf.KernelStep(0.0)
     with pytest.raises(ValueError, match="every must be an integer >= 1"):
         mf.KernelStep(0.1, 0)
+
+
+class _Counted(mf.KernelStep):
+    """A kernel step that calls the host whenever the kernel is computed."""
+
+    def size_at(self, problem, y):
+        jax.debug.callback(lambda: KERNELS.append(1))
+        return super().size_at(problem, y)
+
+
+KERNELS: list[int] = []
+
+
+def test_a_batch_of_runs_computes_the_kernel_once_per_refresh():
+    """Also where the runs end after different numbers of steps, which a batch counts apart."""
+    x = jnp.linspace(-1.0, 1.0, 5)
+    data, flow = mf.Dataset(x, jnp.sin(2 * x)), mf.canonical()
+    cloud = flow.init(jax.random.key(0), 6)
+    ends = jnp.array([0.5, 1.0, 3.0, 8.0])
+
+    def run(t1, rule):
+        return mf.solve(flow, cloud, data, t1, step=rule, solver=diffrax.Heun(), measure_error=False)
+
+    KERNELS.clear()
+    many = jax.jit(jax.vmap(run, in_axes=(0, None)))(ends, _Counted(0.05, 7))
+    jax.effects_barrier()
+    steps = np.asarray(many.stats["num_steps"])
+    assert len(set(steps.tolist())) == 4 and steps[-1] > 30
+    # at the start, and once for each seven steps of the longest run: the ends of the others ask for nothing
+    assert len(KERNELS) == 1 + steps[-1] // 7
+    for k, t1 in enumerate(ends):
+        alone = run(t1, mf.KernelStep(0.05, 7))
+        assert alone.stats["num_steps"] == steps[k]
+        np.testing.assert_allclose(many.final.particles.r[k], alone.final.particles.r, rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_the_kernel_step_of_a_batch_of_runs_is_differentiable():
+    x = jnp.linspace(-1.0, 1.0, 5)
+    data, flow = mf.Dataset(x, jnp.sin(2 * x)), mf.canonical()
+    cloud, ends = flow.init(jax.random.key(0), 6), jnp.array([0.5, 1.0])
+
+    def run(t1, rule):
+        return mf.solve(flow, cloud, data, t1, step=rule, solver=diffrax.Heun(), measure_error=False)
+
+    loss = lambda kappa: jnp.sum(jax.vmap(run, in_axes=(0, None))(ends, mf.KernelStep(kappa, 7)).energy)
+    slope, small = jax.grad(loss)(0.05), 1e-6
+    assert slope == pytest.approx(float(loss(0.05 + small) - loss(0.05 - small)) / (2 * small), rel=1e-4)

@@ -11,7 +11,7 @@ import xarray
 
 import meanflow as mf
 from meanflow.solvers.sliding import Sliding
-from meanflow.sweeps import program
+from meanflow.sweeps import clouds, program
 
 X = jnp.linspace(-1.0, 1.0, 6)
 LINE = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8, -1.0, 0.3]), "sum")
@@ -367,6 +367,20 @@ def test_sizes_of_batches_may_be_an_axis():
 def test_deltas_need_labels():
     with pytest.raises(ValueError, match="deltas need a flow"):
         mf.sweep(mf.canonical(), LINE, widths=(3,), deltas=(0.0,), steps=1, step=0.1)
+
+
+def test_all_widths_are_drawn_by_one_program_and_kept_at_their_size(monkeypatch):
+    rooms, draw = [], clouds.draw
+    monkeypatch.setattr(
+        clouds, "draw", lambda flow, key, room, *a: rooms.append(room) or draw(flow, key, room, *a)
+    )
+    plan = mf.sweeps.prepare(mf.canonical(), LINE, widths=[3, 40], seeds=2, steps=1, step=0.1, observe=())
+    assert len(plan.groups) == 2
+    small, large = (plan._cloud(plan.grid.find(width=width, seed=1)) for width in (3, 40))
+    assert small.size == 3 and large.size == 40 and set(rooms) == {40}
+    assert all(u.base is None for u in small.particles)  # no view that keeps the others in memory
+    # what would take long to draw is drawn for its own group
+    assert clouds.room([10**6, 10**9], 3) == 10**6
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -252,14 +252,24 @@ def test_samples_are_sorted_once():
         Dataset(np.ones((3, 2)), np.ones(3)).sorted()
 
 
+@pytest.mark.parametrize("clock", ["mean_field", "normalized"])
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("solver", ["descend", "solve"])
-def test_no_step_sorts(solver):
+def test_a_step_predicts_once_and_does_not_sort(solver, centered, clock):
+    """The clock takes the slopes of the loss from the velocity, and the start of a centered flow stands still."""
     cloud = Cloud(Affine(*np.random.default_rng(1).standard_normal((3, 200))))
-    data, flow = Dataset(np.linspace(-1, 1, 300), np.ones(300)), uni.full(forces="fast")
+    data = Dataset(np.linspace(-1, 1, 300), np.ones(300))
+    flow = uni.full(forces="fast", centered=centered)
     if solver == "descend":
-        run = lambda w: descend(flow, cloud.at(w), data, 20, step=0.1).energy
+        run = lambda w: descend(flow, cloud.at(w), data, 20, step=0.1, clock=clock).energy
     else:
-        run = lambda w: solve(flow, cloud.at(w), data, 1.0, step=0.1, solver=diffrax.Euler()).energy
+        run = lambda w: (
+            solve(flow, cloud.at(w), data, 1.0, step=0.1, solver=diffrax.Euler(), clock=clock).energy
+        )
     operations = list(primitives(jax.make_jaxpr(run)(cloud.particles).jaxpr))
     steps = [names for names in innermost_loops(operations) if "scatter-add" in names]
-    assert steps and not any("sort" in names for names in steps)
+    assert steps
+    for names in steps:
+        assert (
+            "sort" not in names and names.count("scatter-add") == 2
+        )  # a prediction sums two columns by region

@@ -159,6 +159,8 @@ def test_dead_share_against_brute_force(key):
     # uniform angles: the dead arc is pi - (arctan x_s - arctan x_1) = a quarter of the circle
     angle = 2 * jnp.pi * (jnp.arange(100_000) + 0.5) / 100_000
     assert dead_share(jnp.cos(angle), -jnp.sin(angle), x) == pytest.approx(0.25, abs=1e-4)
+    # a network without neurons has no dead ones
+    assert dead_share(a, b, x, weights=jnp.zeros(4000)) == 0
 
 
 def test_23_the_knot_is_minus_v_over_u(key):
