@@ -5,6 +5,7 @@ at 30, 60 and 80 % of 200 epochs, padded crops and mirrors, He weights shared by
 At a reduced size the path from the files to the table is checked, not the claim.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -44,23 +45,42 @@ def train(
     classes: int,
     batch: int,
     epochs: int,
-    seeds: int,
+    seeds: Iterable[int],
     watch: Watch | None = None,
+    checkpoints: str | Path | None = None,
+    name: str = "",
 ) -> list[dict[str, np.ndarray]]:
-    """The records of a ResNet trained as published, one a seed."""
-    schedule = staircase(0.05, epochs, len(data.train_x) // batch)
+    """The records of a ResNet trained as published, one a seed.
+
+    With a folder ``checkpoints`` each run is kept there after every epoch, as ``name`` and its seed, and goes on from
+    there when it is started again.
+    """
+    minibatches = epochs * (len(data.train_x) // batch)
+    schedule = staircase(0.05, minibatches, 1)  # so that a training shorter than an epoch has its drops too
     descent = optax.sgd(schedule, momentum=0.9, nesterov=True)
     optimizer = optax.chain(optax.add_decayed_weights(5e-4), descent)
     make = lambda rngs: ResNet(depth, classes, norm, rngs=rngs)
-    trainer = Trainer(make, optimizer, batch=batch, augment=crop_and_flip, watch=watch)
-    return [trainer.run(jax.random.key(seed), data, epochs)[1] for seed in range(seeds)]
+    trainer = Trainer(make, optimizer, batch=batch, augment=crop_and_flip, watch=watch, loop="host")
+    kept = lambda seed: None if checkpoints is None else Path(checkpoints) / f"{name} seed {seed}"
+    return [
+        trainer.run(jax.random.key(seed), data, epochs, checkpoint=kept(seed), progress=False)[1]
+        for seed in seeds
+    ]
 
 
 def accuracies(
-    data: Data, norm: MakeNorm, depth: int, classes: int, batch: int, epochs: int, seeds: int
+    data: Data,
+    norm: MakeNorm,
+    depth: int,
+    classes: int,
+    batch: int,
+    epochs: int,
+    seeds: int,
+    checkpoints: str | Path | None = None,
+    name: str = "",
 ) -> np.ndarray:
     """Return the final test accuracies (seeds,) of ``train``, whose arguments these are."""
-    runs = train(data, norm, depth, classes, batch, epochs, seeds)
+    runs = train(data, norm, depth, classes, batch, epochs, range(seeds), None, checkpoints, name)
     return np.array([run["test_accuracy"][-1] for run in runs])
 
 

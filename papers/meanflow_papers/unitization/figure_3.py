@@ -136,7 +136,7 @@ def figure_3_cifar(
     watch = Watch(rows=min(inputs, 400), inputs=inputs)
     runs: Arrays = {}
     for name, norm in NORMS.items():
-        records = train(data, norm, depth, classes, 128, epochs, seeds, watch)
+        records = train(data, norm, depth, classes, 128, epochs, range(seeds), watch)
         kept = [n for n in records[0] if n.startswith("ics_") or n == "test_accuracy"]
         runs[name] = {n: np.stack([record[n] for record in records], axis=1) for n in kept}
     whole = limit is None and epochs >= EPOCHS
