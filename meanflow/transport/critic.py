@@ -5,6 +5,7 @@ not the Lipschitz constant K: the output is K W_1, and K is not known in advance
 that value / lipschitz_bound is at least a valid lower bound on W_1.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -18,7 +19,7 @@ from meanflow._checks import array, choice, count, number, prng_key, sequence
 from meanflow._numerics import iterate
 
 Weights: TypeAlias = list[tuple[jax.Array, jax.Array]]
-"""Matrix and bias of each layer of the critic."""
+"""Matrix (m, n), or kernel (3, 3, m, n) of a convolution, and bias of each layer of the critic."""
 
 
 class CriticDistance(NamedTuple):
@@ -27,7 +28,8 @@ class CriticDistance(NamedTuple):
     Attributes:
         value: mean of f_w over the held-out rows of x minus that over the held-out rows of y.
         train_value: the same over the rows the critic was trained on.
-        lipschitz_bound: product of the spectral norms of the layers (times 1/4 for the sigmoid), at least K.
+        lipschitz_bound: product of the spectral norms of the layers (times 1/4 for the sigmoid), at least K; of a
+            convolution, the sum of the spectral norms of its nine matrices, which is at least its own.
         lipschitz_estimate: largest norm of the gradient at the samples, at most K.
         lower_bound: |value| / lipschitz_bound, a lower bound on W_1 between the held-out rows.
     """
@@ -44,6 +46,8 @@ class CriticDistance(NamedTuple):
     y=array(rank=2, least=2),
     key=prng_key,
     hidden=sequence(count(1), least=0),
+    filters=sequence(count(1), least=0),
+    strides=sequence(count(1), least=0),
     clip=number(above=0, static=True),
     steps=count(1),
     batch=count(1),
@@ -56,6 +60,8 @@ def critic_distance(
     *,
     key: Key[Array, ""],
     hidden: tuple[int, ...] = (64, 64),
+    filters: tuple[int, ...] = (),
+    strides: tuple[int, ...] = (),
     clip: float = 0.01,
     steps: int = 1000,
     batch: int = 128,
@@ -64,14 +70,18 @@ def critic_distance(
 ) -> CriticDistance:
     """Train a clipped critic on the first half of two samples and evaluate it on the second half.
 
-    This is Algorithm 3 of the unitization paper, with a dense ReLU network in place of its convolutional one. The paper
-    names no optimizer; this is ascent by RMSProp. It is one compiled loop in pure JAX.
+    This is Algorithm 3 of the unitization paper. By default the critic is a dense ReLU network; the paper's is
+    convolutional, ``hidden=(), filters=(64, 64, 128, 128), strides=(2, 1, 2, 1), steps=1500``. The paper names no
+    optimizer; this is ascent by RMSProp. It is one compiled loop in pure JAX.
 
     Args:
-        x: outputs of a layer after some training, (N, ...); flattened to (N, d).
+        x: outputs of a layer after some training, (N, ...); flattened to (N, d), images (N, H, W, C) after the
+            convolutions.
         y: outputs before it, (N, ...), on the same inputs: minibatches take the same rows of both.
         key: PRNG key for the initial weights and the minibatches.
-        hidden: widths of the hidden layers.
+        hidden: widths of the hidden dense layers.
+        filters: channels of 3 x 3 convolutions with ReLU before them, for images (N, H, W, C).
+        strides: of these convolutions, equally many.
         clip: weights are clipped to [-clip, clip] after each step.
         steps: number of training steps.
         batch: size of a minibatch, drawn with replacement from the first N // 2 rows.
@@ -85,25 +95,62 @@ def critic_distance(
     """
     if jnp.shape(x) != jnp.shape(y):
         raise ValueError(f"x and y must both be (N, ...) with N >= 2, got {jnp.shape(x)} and {jnp.shape(y)}")
-    x, y = (jnp.asarray(u).reshape(jnp.shape(u)[0], -1) for u in (x, y))
-    return _train(x, y, key, hidden, clip, steps, batch, learning_rate, head)
+    if len(strides) != len(filters):
+        raise ValueError(f"filters and strides must be equally many, got {filters} and {strides}")
+    if filters and jnp.ndim(x) != 4:
+        raise ValueError(f"x must be images (N, H, W, C) for a critic with filters, got shape {jnp.shape(x)}")
+    x, y = (jnp.asarray(u) if filters else jnp.asarray(u).reshape(jnp.shape(u)[0], -1) for u in (x, y))
+    return _train(x, y, key, hidden, filters, strides, clip, steps, batch, learning_rate, head)
 
 
-def _forward(weights: Weights, x: jax.Array, head: str) -> jax.Array:
+def _convolve(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    """Return the 3 x 3 convolution of images (n, h, w, m) with a kernel (3, 3, m, n), padded with zeros."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=layout)
+
+
+def _forward(weights: Weights, x: jax.Array, strides: tuple[int, ...], head: str) -> jax.Array:
     """Return the critic's score of each row of x."""
     *inner, (last, shift) = weights
-    for matrix, bias in inner:
+    for stride, (kernel, bias) in zip(strides, inner, strict=False):
+        x = jax.nn.relu(_convolve(x, kernel, stride) + bias[None, None, None, :])
+    x = x.reshape(x.shape[0], -1)
+    for matrix, bias in inner[len(strides) :]:
         x = jax.nn.relu(x @ matrix + bias[None, :])
     score = (x @ last + shift[None, :])[:, 0]
     return jax.nn.sigmoid(score) if head == "sigmoid" else score
 
 
-@partial(jax.jit, static_argnames=("hidden", "clip", "steps", "batch", "learning_rate", "head"))
+def _shapes(
+    x: jax.Array, hidden: tuple[int, ...], filters: tuple[int, ...], strides: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the critic's kernels and matrices."""
+    channels = (x.shape[-1], *filters)
+    kernels = [(3, 3, m, n) for m, n in zip(channels[:-1], channels[1:], strict=True)]
+    sizes = list(x.shape[1:])
+    for stride in strides:
+        sizes[:2] = [-(-size // stride) for size in sizes[:2]]
+    width = math.prod(sizes[:-1]) * channels[-1] if filters else x.shape[1]
+    widths = (width, *hidden, 1)
+    return [*kernels, *zip(widths[:-1], widths[1:], strict=True)]
+
+
+def _spectral_norm(weight: jax.Array) -> jax.Array:
+    """Return the spectral norm of a matrix, or the sum of those of the matrices of a convolution."""
+    return jnp.sum(jnp.linalg.norm(weight, 2, axis=(-2, -1)))
+
+
+@partial(
+    jax.jit,
+    static_argnames=("hidden", "filters", "strides", "clip", "steps", "batch", "learning_rate", "head"),
+)
 def _train(
     x: jax.Array,
     y: jax.Array,
     key: jax.Array,
     hidden: tuple[int, ...],
+    filters: tuple[int, ...],
+    strides: tuple[int, ...],
     clip: float,
     steps: int,
     batch: int,
@@ -111,17 +158,21 @@ def _train(
     head: str,
 ) -> CriticDistance:
     """Train and evaluate the critic, compiled."""
-    widths = (x.shape[1], *hidden, 1)
     init_key, batch_key = jax.random.split(key)
+    shapes = _shapes(x, hidden, filters, strides)
     weights = [
-        (jax.random.normal(k, (m, n), x.dtype) * jnp.sqrt(2 / m).astype(x.dtype), jnp.zeros(n, x.dtype))
-        for k, m, n in zip(jax.random.split(init_key, len(widths) - 1), widths[:-1], widths[1:], strict=True)
+        (
+            jax.random.normal(k, shape, x.dtype) * jnp.sqrt(2 / math.prod(shape[:-1])).astype(x.dtype),
+            jnp.zeros(shape[-1], x.dtype),
+        )
+        for k, shape in zip(jax.random.split(init_key, len(shapes)), shapes, strict=True)
     ]
+    score = partial(_forward, strides=strides, head=head)
     half = x.shape[0] // 2
     optimizer = optax.rmsprop(learning_rate)
 
     def gap(weights: Weights, rows_x: jax.Array, rows_y: jax.Array) -> jax.Array:
-        return jnp.mean(_forward(weights, rows_x, head)) - jnp.mean(_forward(weights, rows_y, head))
+        return jnp.mean(score(weights, rows_x)) - jnp.mean(score(weights, rows_y))
 
     def step(state: tuple[Weights, optax.OptState], rows: jax.Array) -> tuple[Weights, optax.OptState]:
         weights, opt_state = state
@@ -134,9 +185,9 @@ def _train(
     (weights, _), _ = iterate(step, (weights, optimizer.init(weights)), rows, steps, steps, lambda s: 0)
 
     value = gap(weights, x[half:], y[half:])
-    bound = jnp.prod(jnp.stack([jnp.linalg.norm(m, 2) for m, _ in weights]))
+    bound = jnp.prod(jnp.stack([_spectral_norm(w) for w, _ in weights]))
     bound = bound / 4 if head == "sigmoid" else bound
-    slopes = jax.vmap(jax.grad(lambda u: _forward(weights, u[None, :], head)[0]))(jnp.concatenate([x, y]))
-    estimate = jnp.max(jnp.linalg.norm(slopes, axis=1))
+    slopes = jax.vmap(jax.grad(lambda u: score(weights, u[None])[0]))(jnp.concatenate([x, y]))
+    estimate = jnp.max(jnp.linalg.norm(slopes.reshape(len(slopes), -1), axis=1))
     safe = jnp.where(bound > 0, bound, 1)
     return CriticDistance(value, gap(weights, x[:half], y[:half]), bound, estimate, jnp.abs(value) / safe)

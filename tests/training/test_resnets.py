@@ -46,6 +46,28 @@ def test_sizes_equal_the_count_by_hand():
     np.testing.assert_allclose(np.round(sizes, 2), [0.27, 1.73, 1.7])
 
 
+def test_size_of_the_released_networks_by_hand():
+    """Beyond ours: a norm after the stem, a bias a convolution, 1 x 1 shortcuts with biases in two (three) blocks."""
+    biases = 16 + 6 * (16 + 32 + 64)
+    assert count(20, released=True) - count(20) == 2 * 16 + biases + (16 * 32 + 32) + (32 * 64 + 64)
+    biases = 16 + 3 * sum(width + width + 4 * width for width in (16, 32, 64))
+    # both have a 1 x 1 shortcut in the first block of each stage; only the released one has biases there
+    shortcuts = 4 * (16 + 32 + 64)
+    assert (
+        count(29, released=True, bottleneck=True) - count(29, bottleneck=True) == 2 * 16 + biases + shortcuts
+    )
+
+
+def test_released_blocks_project_their_input():
+    """With zero convolutions inside, the output is the 1 x 1 convolution of the raw input, against numpy."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(2, 6, 6, 4)), "float32")
+    block = Block(4, 8, 2, False, BatchNorm, zeros, True, rngs=nnx.Rngs(0))
+    kernel, bias = rng.normal(size=(4, 8)).astype("float32"), rng.normal(size=8).astype("float32")
+    block.project.kernel[...], block.project.bias[...] = jnp.asarray(kernel[None, None]), jnp.asarray(bias)
+    np.testing.assert_allclose(block(x), np.asarray(x)[:, ::2, ::2] @ kernel + bias, rtol=1e-5, atol=1e-5)
+
+
 def test_unitization_adds_one_alpha_a_channel():
     normalised = 2 * 16 + (16 + 32) + (32 + 64) + 64  # inputs of all norm layers of ResNet-8
     assert count(8, UnitizedBatchNorm) - count(8) == normalised

@@ -117,6 +117,22 @@ def test_evaluation_in_pieces(key, monkeypatch):
     np.testing.assert_allclose(out["accuracy"], np.mean(np.argmax(logits, 1) == y))
 
 
+def test_a_loop_on_the_host_takes_the_same_steps(key, monkeypatch):
+    """One program a minibatch, with augmentation and a remainder in the evaluation, against one loop an epoch."""
+    monkeypatch.setattr(trainer, "EVALUATION_BATCH", 4)
+    noisy = lambda key, x: x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
+    runs = [
+        Trainer(network, optax.sgd(0.1, momentum=0.9), batch=8, augment=noisy, loop=loop).run(
+            key, small_data(), 2
+        )
+        for loop in ("program", "host")
+    ]
+    for one, other in zip(*(jax.tree.leaves((state.params, state.stats)) for state, _ in runs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    for name, values in runs[0][1].items():
+        np.testing.assert_allclose(values, runs[1][1][name], rtol=1e-5)
+
+
 def test_two_halves_equal_one_run(shared, key, tmp_path):
     data = small_data()
     whole, record = shared.run(key, data, 4)
@@ -179,6 +195,8 @@ def test_bad_input_of_the_trainer(shared, key):
         (lambda: shared.run(key, spoiled, 1), "data.train_x must be finite"),
         (lambda: shared.run(key, data._replace(train_y=data.train_y[:3]), 1), "a label for each train row"),
         (lambda: Watch(moments="bogus"), "watch.moments must be one of"),
+        (lambda: make_trainer(loop="hosts"), "loop must be one of"),
+        (lambda: make_trainer(loop="host", ensemble=True), "loop must be 'program' for an ensemble"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()

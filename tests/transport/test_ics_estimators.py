@@ -8,7 +8,14 @@ import scipy.special
 import scipy.stats
 
 from meanflow import transport
-from meanflow.transport import critic_distance, ics, sinkhorn_divergence, sliced_wasserstein, wasserstein
+from meanflow.transport import (
+    critic,
+    critic_distance,
+    ics,
+    sinkhorn_divergence,
+    sliced_wasserstein,
+    wasserstein,
+)
 from meanflow.transport.covariate_shift import ics_trace, loss_shift, paired_distance, sandwich
 from meanflow.transport.sliced import marginal_wasserstein, sliced_distances, slicing_constant
 from meanflow.transport.statistics import bootstrap, moments
@@ -117,8 +124,31 @@ def test_critic_against_the_exact_distance(d):
     assert ratio.max() / ratio.min() > 1.5
 
 
+def test_convolutional_critic_is_a_lower_bound(key):
+    """Shifted images, exact distance by assignment; the Lipschitz bound against gradients and a dense matrix."""
+    y = jax.random.normal(key, (60, 4, 4, 2))
+    options = {"hidden": (), "filters": (3, 3), "strides": (2, 1), "steps": 40, "batch": 16}
+    out = critic_distance(y + 0.5, y, key=key, **options)
+    exact = float(wasserstein(*((u[30:]).reshape(30, -1) for u in (y + 0.5, y))))
+    assert 0 < float(out.lower_bound) <= exact * (1 + 1e-9)
+    assert float(out.lipschitz_estimate) <= float(out.lipschitz_bound)
+    kernel = jax.random.normal(jax.random.key(5), (3, 3, 2, 3))
+    centre = jnp.zeros_like(kernel).at[1, 1].set(kernel[1, 1])
+    for weight in (kernel, centre):
+        matrix = jax.jacobian(lambda u, w=weight: critic._convolve(u[None], w, 1)[0].ravel())(y[0])
+        dense = np.linalg.norm(np.asarray(matrix).reshape(len(matrix), -1), 2)
+        bound = float(critic._spectral_norm(weight))
+        assert dense <= bound * (1 + 1e-9)
+        if weight is centre:  # one matrix at every pixel: equal
+            assert dense == pytest.approx(bound, rel=1e-9)
+
+
 @pytest.mark.bad_input
 def test_critic_bad_input(key):
+    with pytest.raises(ValueError, match="x must be images"):
+        critic_distance(jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, filters=(3,), strides=(1,))
+    with pytest.raises(ValueError, match="filters and strides must be equally many"):
+        critic_distance(jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, filters=(3,))
     with pytest.raises(ValueError, match="head must be one of"):
         critic_distance(jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, head="tanh")
     with pytest.raises(ValueError, match="N >= 2"):

@@ -1,31 +1,26 @@
 """ResNets on CIFAR, from local files; made for an accelerator.
 
 Training is as published: SGD with Nesterov momentum 0.9, weight decay 5e-4, learning rate 0.05 divided by 5
-at 30, 60 and 80 % of 200 epochs, padded crops and mirrors, He weights shared by the methods, alpha from 0.
+at 30, 60 and 80 % of 200 epochs, padded crops and mirrors, He weights shared by the methods, alpha from 0
+(``preset="paper"``), or as in the authors' code (``"released"``, see ``presets``).
 At a reduced size the path from the files to the table is checked, not the claim.
 """
 
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 from matplotlib.figure import Figure
 
-from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.plots.maps import dots
 from meanflow.plots.style import COLORS, key, panels
 from meanflow.training import ResNet, Trainer, Watch
-from meanflow.training.data import Data, cifar, crop_and_flip
-from meanflow.training.networks import MakeNorm
-from meanflow.training.trainer import staircase
+from meanflow.training.data import Data, cifar
+from meanflow.training.networks import MakeNorm, Network
 from meanflow_papers.outcome import Arrays
+from meanflow_papers.unitization.presets import PRESETS
 
-NORMS: dict[str, MakeNorm] = {
-    "BN": partial(BatchNorm, momentum=0.9),
-    "unitization": partial(UnitizedBatchNorm, momentum=0.9, n="pixels"),
-}
 EPOCHS = 200  # of the published runs
 
 
@@ -44,23 +39,57 @@ def train(
     classes: int,
     batch: int,
     epochs: int,
-    seeds: int,
+    seeds: Iterable[int],
+    *,
+    preset: str = "paper",
     watch: Watch | None = None,
+    hook: Callable[[int, Network], object] | None = None,
+    checkpoints: str | Path | None = None,
+    name: str = "",
 ) -> list[dict[str, np.ndarray]]:
-    """The records of a ResNet trained as published, one a seed."""
-    schedule = staircase(0.05, epochs, len(data.train_x) // batch)
-    descent = optax.sgd(schedule, momentum=0.9, nesterov=True)
-    optimizer = optax.chain(optax.add_decayed_weights(5e-4), descent)
-    make = lambda rngs: ResNet(depth, classes, norm, rngs=rngs)
-    trainer = Trainer(make, optimizer, batch=batch, augment=crop_and_flip, watch=watch)
-    return [trainer.run(jax.random.key(seed), data, epochs)[1] for seed in range(seeds)]
+    """The records of a ResNet trained as published, one a seed.
+
+    With a folder ``checkpoints`` each run is kept there after every epoch, as ``name`` and its seed, and goes on from
+    there when it is started again. ``hook`` is that of ``Trainer.run``.
+    """
+    how = PRESETS[preset]
+    data = how.prepare(data)
+    optimizer = how.optimizer(epochs * (len(data.train_x) // batch))
+    make = lambda rngs: ResNet(depth, classes, norm, released=how.released, rngs=rngs)
+    trainer = Trainer(make, optimizer, batch=batch, augment=how.augment, watch=watch, loop="host")
+    kept = lambda seed: None if checkpoints is None else Path(checkpoints) / f"{name} seed {seed}"
+    return [
+        trainer.run(jax.random.key(seed), data, epochs, checkpoint=kept(seed), hook=hook, progress=False)[1]
+        for seed in seeds
+    ]
 
 
 def accuracies(
-    data: Data, norm: MakeNorm, depth: int, classes: int, batch: int, epochs: int, seeds: int
+    data: Data,
+    norm: MakeNorm,
+    depth: int,
+    classes: int,
+    batch: int,
+    epochs: int,
+    seeds: int,
+    *,
+    preset: str = "paper",
+    checkpoints: str | Path | None = None,
+    name: str = "",
 ) -> np.ndarray:
     """Return the final test accuracies (seeds,) of ``train``, whose arguments these are."""
-    runs = train(data, norm, depth, classes, batch, epochs, seeds)
+    runs = train(
+        data,
+        norm,
+        depth,
+        classes,
+        batch,
+        epochs,
+        range(seeds),
+        preset=preset,
+        checkpoints=checkpoints,
+        name=name,
+    )
     return np.array([run["test_accuracy"][-1] for run in runs])
 
 

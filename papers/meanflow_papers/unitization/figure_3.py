@@ -1,16 +1,14 @@
-"""Figure 3: internal covariate shift and accuracy over training, on digits and on CIFAR."""
+"""Figure 3: internal covariate shift and accuracy over training, one layer of a dense network on digits."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.training import Watch
-from meanflow_papers.entry import CIFAR, entry
+from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
-from meanflow_papers.unitization.cifar import EPOCHS, NORMS, load, train
 from meanflow_papers.unitization.dense import DENSE, VARIANTS, train_dense
 
 
@@ -96,63 +94,3 @@ def figure_3(
         finding = "in inference mode the noise of the running averages hides the later drops (digits)"
     claim = "the distance drops with the learning rate as the accuracy rises, so ICS relates to performance"
     return Outcome("003/figure-3", claim, finding, data, criteria)
-
-
-@entry(
-    "003/figure-3-cifar",
-    title="the same for ResNet-110 on CIFAR-10 (classes=100: CIFAR-100)",
-    small={"depth": 8, "epochs": 4, "limit": 1000, "inputs": 200},
-    full={"depth": 110, "epochs": 200, "inputs": 2000},
-    minutes=(10.0, 20_000.0),
-    verdict="not tested",
-    status="needs data",
-    reason=CIFAR,
-    data="cifar-10",
-    setup="the last normalization layer, 2000 images, exact W1 on 400 of them (the paper: critics, six layers).",
-    draw=draw,
-)
-def figure_3_cifar(
-    folder: str | Path | None = None,
-    classes: int = 10,
-    depth: int = 110,
-    epochs: int = EPOCHS,
-    limit: int | None = None,
-    inputs: int = 2000,
-    seeds: int = 1,
-) -> Outcome:
-    """Record covariate shift and accuracy of ResNets on CIFAR over training.
-
-    The paper claims that the distance drops with the learning rate as the accuracy rises. The distance is
-    bracketed by its bounds and exact on a subset, where the paper uses a critic. Decisive is that it falls
-    at every drop of the learning rate, at the published size only.
-
-    Args:
-        folder, epochs, limit, seeds: as in ``table_1``.
-        classes: 10 or 100.
-        depth: depth of the network; the paper has 110.
-        inputs: training images on which the last normalization layer is watched (the paper: six layers, all images).
-    """
-    data = load(folder, classes, limit)
-    watch = Watch(rows=min(inputs, 400), inputs=inputs)
-    runs: Arrays = {}
-    for name, norm in NORMS.items():
-        records = train(data, norm, depth, classes, 128, epochs, seeds, watch)
-        kept = [n for n in records[0] if n.startswith("ics_") or n == "test_accuracy"]
-        runs[name] = {n: np.stack([record[n] for record in records], axis=1) for n in kept}
-    whole = limit is None and epochs >= EPOCHS
-    drops = [round(f * epochs) for f in (0.3, 0.6, 0.8)]
-    falls = [
-        float(np.min(w[t - 4 : t].mean(0) / w[t : t + 4].mean(0)))
-        for w in (run["ics_exact"] for run in runs.values())
-        for t in drops
-        if whole
-    ]
-    return Outcome(
-        "003/figure-3-cifar",
-        "the distance drops with the learning rate as the accuracy rises, so ICS relates to performance",
-        "distance and accuracy of this run" if whole else "a check of the path, not of the claim",
-        runs,
-        (Criterion("smallest ratio of the distance at a drop of the rate", min(falls), low=1.0),)
-        if whole
-        else (),
-    )
