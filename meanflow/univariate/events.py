@@ -57,27 +57,25 @@ class MovingNeurons(NamedTuple):
 
 
 class Field(NamedTuple):
-    """The frozen forces of every region and ray; all arrays have shape (2s,) for s samples.
+    """The frozen forces around every region and ray, for s samples.
+
+    What is looked up together stands in one row, so that an event takes two look-ups.
 
     Attributes:
-        force_u, force_v: the force G in each region.
-        idle, busy: the normal force <x~, G> on the two sides of each ray, where its sample is inactive and active.
-        along: the tangential force <ray, G>, which is the same on both sides.
-        x: the sample of each ray.
-        ray_u, ray_v: the unit vector of each ray.
-        to_idle, to_busy: the regions on its two sides.
+        regions: (2s, 6) for each region its force G = (force_u, force_v), and for the two rays that bound it, the
+            clockwise one first, the sample x and the normal force that lets a neuron inside move towards the ray if it
+            has the sign of its outer weight: <x~, G> where the sample is active, -<x~, G> where it is not.
+        rays: (2s, 5) for each ray its unit vector, the tangential force <ray, G>, which is the same on both sides, and
+            the normal force <x~, G> on the two sides, where its sample is inactive and active.
     """
 
-    force_u: Float[Array, " rays"]
-    force_v: Float[Array, " rays"]
-    idle: Float[Array, " rays"]
-    busy: Float[Array, " rays"]
-    along: Float[Array, " rays"]
-    x: Float[Array, " rays"]
-    ray_u: Float[Array, " rays"]
-    ray_v: Float[Array, " rays"]
-    to_idle: Int[Array, " rays"]
-    to_busy: Int[Array, " rays"]
+    regions: Float[Array, "rays 6"]
+    rays: Float[Array, "rays 5"]
+
+    def force(self, region: Int[Array, " m"], ray: Int[Array, " m"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the force in each region, and the tangential force on each ray (of any sign where ``ray`` is -1)."""
+        u, v = _row(self.regions[:, :2], region)
+        return u, v, self.rays[jnp.maximum(ray, 0), 2]
 
 
 def freeze(x: Float[Array, " s"], covector: Float[Array, " s"]) -> Field:
@@ -86,21 +84,31 @@ def freeze(x: Float[Array, " s"], covector: Float[Array, " s"]) -> Field:
     table = forces.region_forces(covector, x)
     idle, busy = normal_forces(rays, table)
     along = jnp.sum(rays.direction * table[rays.idle], axis=-1)
+    sample, s = rays.normal[:, 0], x.shape[0]
+    # region R lies between the rays R - 1 and R; the samples of these are active in regions 1 .. s and s .. 2s - 1
+    region = jnp.arange(2 * s)
+    low = jnp.where((region >= 1) & (region <= s), jnp.roll(busy, 1), -jnp.roll(idle, 1))
+    high = jnp.where(region >= s, busy, -idle)
     return Field(
-        *(table[:, 0], table[:, 1], idle, busy, along, rays.normal[:, 0]),
-        *(rays.direction[:, 0], rays.direction[:, 1], rays.idle, rays.busy),
+        jnp.stack([table[:, 0], table[:, 1], jnp.roll(sample, 1), low, sample, high], axis=-1),
+        jnp.stack([rays.direction[:, 0], rays.direction[:, 1], along, idle, busy], axis=-1),
     )
+
+
+def _row(table: Float[Array, "rays k"], index: Int[Array, " m"]) -> tuple[Float[Array, " m"], ...]:
+    """Return the columns of the chosen rows."""
+    rows = table.at[index].get(mode="promise_in_bounds")
+    return tuple(rows[:, k] for k in range(table.shape[1]))
 
 
 class _Decision(NamedTuple):
     """What the Filippov rule decides for neurons on a ray; the others have ``at`` False and keep their region.
 
-    ``ray`` is 0 for neurons on no ray, so that it can be used as an index; ``ray_u``, ``ray_v`` is its unit vector,
-    ``along`` the force along it, and ``reach`` = <ray, p> the distance from the origin.
+    ``ray_u``, ``ray_v`` is the unit vector of the ray, ``along`` the force along it, and ``reach`` = <ray, p> the
+    distance from the origin.
     """
 
     at: Bool[Array, " m"]
-    ray: Int[Array, " m"]
     ray_u: Float[Array, " m"]
     ray_v: Float[Array, " m"]
     along: Float[Array, " m"]
@@ -115,7 +123,8 @@ class _Course(NamedTuple):
     """The motion up to the next event: its constant force, work = <p, G>, g2 = kp kc |G|^2, and where it ends.
 
     ``lower`` is the ray that bounds the region clockwise; ``first`` says whether the first of the two possible events
-    comes first (that ray, or p = 0 for a sliding neuron), ``exits`` whether any comes within the time left.
+    comes first (that ray, or p = 0 for a sliding neuron), ``exits`` whether any comes within the time left; ``x`` is
+    the sample of the ray that is met.
     """
 
     force_u: Float[Array, " m"]
@@ -126,6 +135,14 @@ class _Course(NamedTuple):
     first: Bool[Array, " m"]
     exits: Bool[Array, " m"]
     step: Float[Array, " m"]
+    x: Float[Array, " m"]
+
+
+def _beside(ray: Int[Array, " m"], total: int) -> tuple[Int[Array, " m"], Int[Array, " m"]]:
+    """Return the regions beside each ray, where its sample is inactive and where it is active."""
+    after = jnp.where(ray == total - 1, 0, ray + 1)
+    right = ray < total // 2
+    return jnp.where(right, ray, after), jnp.where(right, after, ray)
 
 
 def _decide(
@@ -134,21 +151,21 @@ def _decide(
     """Decide for each neuron on a ray whether it slides, crosses or dies."""
     at = neurons.ray >= 0
     ray = jnp.maximum(neurons.ray, 0)
-    ray_u, ray_v, along = field.ray_u[ray], field.ray_v[ray], field.along[ray]
+    ray_u, ray_v, along, idle, busy = _row(field.rays, ray)
+    to_idle, to_busy = _beside(ray, field.rays.shape[0])
     reach = neurons.u * ray_u + neurons.v * ray_v
     # the sign that c is about to have, if it is 0 now
     c_next = jnp.where(neurons.c == 0, -outer_rate * reach * along, neurons.c)
-    idle_speed = -inner_rate * c_next * field.idle[ray]
-    busy_speed = -inner_rate * c_next * field.busy[ray]
+    idle_speed, busy_speed = -inner_rate * c_next * idle, -inner_rate * c_next * busy
     holds = ((idle_speed > 0) & (busy_speed <= 0)) | ((idle_speed == 0) & (busy_speed == 0))
     repels = (idle_speed < 0) & (busy_speed > 0)
     # p = 0 and the opposite ray pushes back as well: the neuron is dead
     inward = holds & (reach <= 0) & (inner_rate * c_next * along > 0)
     slides = at & holds & ~inward
     leaves = at & ~slides
-    target = jnp.where((idle_speed > 0) & (busy_speed > 0), field.to_busy[ray], field.to_idle[ray])
+    target = jnp.where((idle_speed > 0) & (busy_speed > 0), to_busy, to_idle)
     entered = jnp.where(leaves, jnp.where(inward, 0, target), neurons.region)
-    return _Decision(at, ray, ray_u, ray_v, along, reach, slides, leaves, repels, entered)
+    return _Decision(at, ray_u, ray_v, along, reach, slides, leaves, repels, entered)
 
 
 def _count(neurons: MovingNeurons, decision: _Decision, counted: Bool[Array, " m"]) -> Counts:
@@ -174,75 +191,73 @@ def _chart_course(
     """Find the force on each neuron, its next event and the time until then (at most the time left)."""
     u, v, c, region, _, _, left = neurons
     slides, along, reach = decision.slides, decision.along, decision.reach
-    total = field.x.shape[0]
-    force_u = jnp.where(slides, along * decision.ray_u, field.force_u[region])
-    force_v = jnp.where(slides, along * decision.ray_v, field.force_v[region])
+    total = field.rays.shape[0]
+    # the same stored numbers as in _decide, so that both agree on every sign
+    free_u, free_v, x_low, force_low, x_high, force_high = _row(field.regions, region)
+    force_u = jnp.where(slides, along * decision.ray_u, free_u)
+    force_v = jnp.where(slides, along * decision.ray_v, free_v)
     both = inner_rate * outer_rate
     g2 = both * (force_u**2 + force_v**2)
     work = u * force_u + v * force_v
 
-    def meet(ahead: Int[Array, " m"], active: Bool[Array, " m"]) -> tuple[jax.Array, jax.Array]:
-        side = jnp.where(active, 1.0, -1.0).astype(c.dtype)
-        # the same stored numbers as in _decide, so that both agree on every sign
-        normal_force = side * jnp.where(active, field.busy[ahead], field.idle[ahead])
-        height = side * (field.x[ahead] * u + v)
+    def height(ahead: Int[Array, " m"], x: jax.Array, active: Bool[Array, " m"]) -> jax.Array:
+        z = x * u + v
         just_left = decision.leaves & (ahead == neurons.ray)
-        return normal_force, jnp.where(just_left, 0.0, jnp.maximum(height, 0.0))
+        return jnp.where(just_left, 0.0, jnp.maximum(jnp.where(active, z, -z), 0.0))
 
     lower = jnp.where(region == 0, total - 1, region - 1)
-    force_low, height_low = meet(lower, (region >= 1) & (region <= total // 2))
-    force_high, height_high = meet(region, region >= total // 2)
+    height_low = height(lower, x_low, (region >= 1) & (region <= total // 2))
+    height_high = height(region, x_high, region >= total // 2)
     # sliding: one event is p = 0, <d, p> in the place of <x~, p>; the other c = 0, c (1 + g^2 T^2/4) = kc S T
-    force_low = jnp.where(slides, along, force_low)
-    height_low = jnp.where(slides, reach, height_low)
+    toward = jnp.stack([jnp.where(slides, along, force_low), force_high])
+    away = jnp.stack([jnp.where(slides, reach, height_low), height_high])
+    second, slope = both * toward * work / 2 - away * g2 / 4, -inner_rate * toward * c
+    rest = slides & (jnp.arange(2)[:, None] == 1)
     sign = jnp.sign(c)
-    one = first_root(
-        both * force_low * work / 2 - height_low * g2 / 4, -inner_rate * force_low * c, height_low, g2
-    )
-    two = first_root(
-        jnp.where(slides, sign * c * g2 / 4, both * force_high * work / 2 - height_high * g2 / 4),
-        jnp.where(slides, -sign * outer_rate * work, -inner_rate * force_high * c),
-        jnp.where(slides, sign * c, height_high),
+    meetings = first_root(
+        jnp.where(rest, sign * c * g2 / 4, second),
+        jnp.where(rest, -sign * outer_rate * work, slope),
+        jnp.where(rest, sign * c, away),
         g2,
     )
-    time = clock_time(jnp.minimum(one, two), g2)  # T grows with t, so the smaller T comes first
+    time = clock_time(jnp.min(meetings, axis=0), g2)  # T grows with t, so the smaller T comes first
+    first = meetings[0] <= meetings[1]
     exits = (left > 0) & (time < left)
     step = jnp.where(exits, time, left)
-    return _Course(force_u, force_v, work, g2, lower, one <= two, exits, step)
+    return _Course(force_u, force_v, work, g2, lower, first, exits, step, jnp.where(first, x_low, x_high))
 
 
 def _arrive(
     neurons: MovingNeurons,
     decision: _Decision,
     course: _Course,
-    field: Field,
+    total: int,
     end: tuple[Float[Array, " m"], Float[Array, " m"], Float[Array, " m"]],
 ) -> tuple[MovingNeurons, Bool[Array, " m"]]:
-    """Return the neurons at ``end`` = (u, v, c), on their rays, and which of them passed through p = 0.
+    """Return the neurons at ``end`` = (u, v, c), on one of ``total`` rays, and which of them passed through p = 0.
 
     On a ray <x~, p> = 0 holds exactly, so the position is projected on it; only on arrival, since the projection would
     drift if it were repeated.
     """
     u, v, c = end
-    total = field.x.shape[0]
+    half = total // 2
     slides, exits = decision.slides, course.exits
     arrives = exits & ~slides
     met = jnp.where(course.first, course.lower, neurons.region)
+    on_line = (u - course.x * v) / (1 + course.x**2)  # the point of the line nearest to p is on_line (1, -x)
     # only with a single sample can either half of the line be met
-    behind = field.ray_u[met] * u + field.ray_v[met] * v < 0
-    met = jnp.where(behind, (met + total // 2) % total, met)
+    behind = (on_line < 0) == (met < half)
+    met = jnp.where(behind & (on_line != 0), (met + half) % total, met)
     through = exits & slides & course.first  # p = 0
     halts = exits & slides & ~course.first  # c = 0
-    opposite = (decision.ray + total // 2) % total
-    ray = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, decision.ray), -1))
-    line_u, line_v = field.ray_u[met], field.ray_v[met]
-    on_line = u * line_u + v * line_v
+    opposite = (neurons.ray + half) % total
+    ray = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, neurons.ray), -1))
     moved = MovingNeurons(
-        jnp.where(arrives, on_line * line_u, jnp.where(through, 0.0, u)),
-        jnp.where(arrives, on_line * line_v, jnp.where(through, 0.0, v)),
+        jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
+        jnp.where(arrives, -course.x * on_line, jnp.where(through, 0.0, v)),
         jnp.where(halts, 0.0, c),
         jnp.where(
-            through, field.to_idle[opposite], neurons.region
+            through, _beside(opposite, total)[0], neurons.region
         ),  # there the other samples have changed sides
         ray,
         arrives,
@@ -270,7 +285,7 @@ def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingN
     course = _chart_course(started, decision, field, inner_rate, outer_rate)
     c, shift = travel(neurons.c, course.work, course.g2, inner_rate, outer_rate, course.step)
     end = neurons.u - shift * course.force_u, neurons.v - shift * course.force_v, c
-    moved, through = _arrive(started, decision, course, field, end)
+    moved, through = _arrive(started, decision, course, field.rays.shape[0], end)
     counts = counts._replace(nonunique=counts.nonunique + tally(through, moving & is_real))
     return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), counts
 

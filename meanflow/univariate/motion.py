@@ -254,8 +254,8 @@ class CylinderMotion(UnivariateMotion):
         field = events.freeze(self.x, covector)
 
         def pull(u: Vector, v: Vector, place: Place) -> Vector:
-            free = u * field.force_u[place.region] + v * field.force_v[place.region]
-            return jnp.where(place.ray >= 0, field.along[jnp.maximum(place.ray, 0)], free)
+            force_u, force_v, along = field.force(place.region, place.ray)
+            return jnp.where(place.ray >= 0, along, u * force_u + v * force_v)
 
         u, v, r = self.direction(particles, state)
         first = pull(u, v, state)
