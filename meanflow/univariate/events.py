@@ -72,7 +72,9 @@ class Field(NamedTuple):
     regions: Float[Array, "rays 6"]
     rays: Float[Array, "rays 5"]
 
-    def force(self, region: Int[Array, " m"], ray: Int[Array, " m"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def force(
+        self, region: Int[Array, " m"], ray: Int[Array, " m"]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the force in each region, and the tangential force on each ray (of any sign where ``ray`` is -1)."""
         u, v = _row(self.regions[:, :2], region)
         return u, v, self.rays[jnp.maximum(ray, 0), 2]
