@@ -137,7 +137,9 @@ def _shapes(
 
 def _spectral_norm(weight: jax.Array) -> jax.Array:
     """Return the spectral norm of a matrix, or the sum of those of the matrices of a convolution."""
-    return jnp.sum(jnp.linalg.norm(weight, 2, axis=(-2, -1)))
+    matrices = weight.reshape(-1, *weight.shape[-2:])
+    # one after the other: several batched factorizations in one program can wait for each other for ever on a CPU
+    return jnp.sum(jax.lax.map(lambda matrix: jnp.linalg.norm(matrix, 2), matrices))
 
 
 @partial(
