@@ -456,7 +456,8 @@ def _network_numbers(
             command = [interpreter, "-c", script, folder, name, outputs, str(repeats + 4), file.name]
             answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
             if answer.returncode:
-                out[f"{label} failed"] = answer.stderr.strip().splitlines()[-1][:200]
+                said = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
+                out[f"{label} failed"] = said[-1][:200]
                 continue
             other = json.loads(answer.stdout.strip().splitlines()[-1])
             # the machine may be less busy now; the peer has as many measurements

@@ -159,6 +159,8 @@ for options in ({}, {"outputs": "trace"}, {"outputs": ("diagonal",), "method": "
         np.testing.assert_allclose(ours, alone, rtol=1e-11, atol=1e-12)
 whole = kernels.empirical_ntk(net, params, x[:8], mesh=mesh)
 assert len(whole.sharding.device_set) == 4
+explicit = jax.make_mesh((4,), ("rows",))
+np.testing.assert_allclose(kernels.empirical_ntk(net, params, x[:8], mesh=explicit), whole, rtol=1e-11, atol=1e-12)
 center = kernels.Normalized(lambda p, x, m: net(p, x) - m[None], lambda p, x: jnp.mean(net(p, x), 0), jnp.ones(2))
 for stats in ("frozen", "running"):
     ours = kernels.empirical_ntk(center, params, x, z, stats=stats, mesh=mesh)

@@ -409,6 +409,34 @@ def test_all_contractions(name, monkeypatch):
             np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-10 * np.abs(exact).max())
 
 
+DIFFERENTIATED = ["attention", "recurrent scan", "functions of weights", "tied embedding", "batch norm, conv"]
+
+
+@pytest.mark.parametrize(
+    "name", ["conv, 2-D, groups", *(pytest.param(n, marks=pytest.mark.slow) for n in DIFFERENTIATED)]
+)
+def test_the_kernel_can_be_differentiated(name):
+    """Forward and backward along a random direction, against central differences of explicit Jacobians."""
+    apply, params, x, *_ = ZOO[name]()
+    direction = jax.tree.map(lambda a: draw(7, *a.shape), params)
+    moved = lambda step: jax.tree.map(lambda a, v: a + step * v, params, direction)
+
+    @jax.jit
+    def explicit(p):
+        leaves = jax.tree.leaves(jax.jacrev(lambda p: apply(p, x).reshape(ROWS, -1))(p))
+        return sum(jnp.einsum("tcm,scm->ts", j, j) for j in (j.reshape(*j.shape[:2], -1) for j in leaves))
+
+    stats = "batch" if name.startswith("batch norm") else "frozen"
+    ours = lambda p: kernels.empirical_ntk(apply, p, x, outputs="trace", stats=stats, method="structured")
+    exact = (explicit(moved(1e-5)) - explicit(moved(-1e-5))) / 2e-5
+    _, forward = jax.jvp(ours, (params,), (direction,))
+    np.testing.assert_allclose(forward, exact, rtol=1e-6, atol=1e-7 * np.abs(exact).max())
+    weights = draw(8, ROWS, ROWS)
+    slopes = jax.grad(lambda p: jnp.sum(weights * ours(p)))(params)
+    along = sum(jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (slopes, direction)), strict=True))
+    np.testing.assert_allclose(along, np.sum(weights * exact), rtol=1e-6, atol=1e-7 * np.abs(exact).max())
+
+
 def test_blocks_when_factors_do_not_fit():
     apply, params, x, z, same, cross = oracle("conv, 2-D, groups")
     for other, exact in ((None, same), (z, cross)):

@@ -97,7 +97,7 @@ def empirical_ntk(
             not depend on each other.
 
     Returns:
-        The kernel in the dtype of the outputs.
+        The kernel in the dtype of the outputs. It can be differentiated in ``params``.
 
     Cost, P parameters, F operations a forward pass of one sample, b bytes a number. Time: jacobian
     (T + S) C F + T S C^2 P; products T S C F; structured (T + S) C F and for each parameter the less of T S C^2 P
@@ -180,6 +180,8 @@ def _over_devices(
         raise ValueError(
             "mesh needs samples that do not depend on each other, for which each device has its rows"
         )
+    # jax.make_mesh makes explicit axes by default, which want inputs that are split already
+    mesh = Mesh(mesh.devices, mesh.axis_names)
     rows = x.shape[0]
     short = -rows % mesh.size
     padded = jnp.concatenate([x, jnp.repeat(x[-1:], short, axis=0)]) if short else x

@@ -194,6 +194,9 @@ def analyze(closed: ClosedJaxpr, leaves: int) -> Analysis:
         lookups = [s for s in mine if s.kind == "gather"]
         if lookups and (len({(s.kind, s.view) for s in mine}) > 1 or i in found.direct):
             found.deactivate(lookups)
+    # The backward pass that serves a parameter's direct uses would go through its products as well, so it serves both.
+    while mixed := [s for s in found.sites() if found.roots[s.view.root] & found.direct]:
+        found.deactivate(mixed)
     return found
 
 
@@ -431,8 +434,7 @@ def evaluate(
         roots: receives the values of roots that are not parameters, by their numbers.
 
     Returns:
-        The outputs, and what the parameter is multiplied with at each tapped site. No gradient reaches a parameter
-        through a tapped site.
+        The outputs, and what the parameter is multiplied with at each tapped site.
     """
     jaxpr = scope.closed.jaxpr
     values: dict[Var, Value] = dict(zip(jaxpr.constvars, scope.closed.consts, strict=True))
@@ -451,7 +453,6 @@ def evaluate(
                 outs, inner = evaluate(entry, operands, taps, roots)
             found.update(inner)
         elif isinstance(entry, Site) and entry.active and entry.number in taps:
-            operands[entry.operand] = jax.lax.stop_gradient(operands[entry.operand])
             found[entry.number] = operands[1 - entry.operand]
             outs = [execute(jaxpr, equation, operands)[0] + taps[entry.number]]
         else:
