@@ -86,8 +86,8 @@ def draw(data: Arrays) -> Figure:
         "slope of the standard deviation at t = 10": SLOW,
         "slope of the standard deviation at t = 50": SLOW,
     },
-    setup="five samples of x^2, sliding solver with a quarter of one over the largest eigenvalue of the kernel as step; "
-    "96 seeds of width 32 to 256 to time 50, 4 of width 256 to time 400; finite volumes for (11), 120 x 120 cells, to "
+    setup="five samples of x^2, sliding solver, a quarter of one over the largest eigenvalue of the kernel as step; 96 "
+    "seeds of width 32 to 256 to time 50, 4 of width 256 to time 400; finite volumes for (11), 120 x 120 cells, to "
     "time 10.",
     draw=draw,
 )
