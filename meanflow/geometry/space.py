@@ -19,7 +19,7 @@ from meanflow._matrices import grams
 from meanflow._numerics import safe_norm
 from meanflow.geometry import lifts, omega
 from meanflow.geometry.lifts import norms
-from meanflow.measures.cloud import Cloud
+from meanflow.measures.cloud import Cloud, Neurons
 from meanflow.measures.dataset import Dataset
 
 # A conservation law: maps a cloud to what each neuron conserves and the scale it is measured on, both (m,).
@@ -119,6 +119,17 @@ class Space(eqx.Module):
 
     def _is_flat(self) -> bool:
         return type(self).cometric is Space.cometric
+
+    def cylinder(self, height: jax.Array, angle: jax.Array) -> Record:
+        """Return the particles at the points (height, angle) of the cylinder R x circle, both (k,).
+
+        A space of two dimensions may define it, if the map is an isometry of dh^2 + dangle^2: finite volumes
+        (``solvers.eulerian``) then solve the continuity equation of its flows on a grid of heights and angles.
+        """
+        raise ValueError(
+            "flow must live on a flat cylinder for finite volumes (batch norm in the plane, the canonical univariate "
+            f"flow), got one on {type(self).__name__}"
+        )
 
     def retract(self, cloud: Cloud, v: Record) -> Record:
         """Return a point reached by moving along ``v`` that stays in the space; agrees with exp to second order."""
@@ -235,6 +246,16 @@ class BatchNormManifold(Space):
         """Return <u_a, v_a> + c^2 <u_b, v_b>_G, and the like for further flat coordinates."""
         flat = sum(_rows(p * q) for p, q in zip(_flat(u), _flat(v), strict=True))
         return flat + norms(cloud) ** 2 * omega.inner(cloud.particles.b, u.b, v.b)
+
+    def cylinder(self, height: jax.Array, angle: jax.Array) -> Neurons:
+        """Return a = height and b = T(cos, sin), for inputs in the plane and neurons of raw norm 1."""
+        sigma = self._covariance()
+        if sigma.shape != (2, 2):
+            raise ValueError(
+                f"x must have shape (n, 2) for finite volumes, got inputs of {len(sigma)} dimensions"
+            )
+        direction = jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+        return Neurons(height, omega.normalize(direction, sigma))
 
     def retract(self, cloud: Cloud, v: Record) -> Record:
         """Return the end of a raw gradient step followed by renormalisation to |b| = c."""

@@ -1,16 +1,21 @@
-"""The Eulerian view for d = 2: the continuity equation on the flat cylinder (a, angle), by finite volumes.
+"""The Eulerian view: the continuity equation on a flat cylinder (height, angle), by finite volumes.
 
-With batch norm and inputs in the plane a neuron is a point (a, th) of R x circle (b = (cos th, sin th)), and the
-measure has a density that obeys
+Where a neuron is a point (h, th) of R x circle, the measure has a density that obeys
 
-    d_t rho = d_a(rho d_a V) + d_th(rho d_th V) + tau (d_a^2 + d_th^2) rho,
-    V(a, th) = a F(th) + lam reg,    F(th) = sum_j q_j l'(f(x_j), y_j) s(T(b(th)) . (x_j - mean)).
+    d_t rho = d_h(rho d_h V) + d_th(rho d_th V) + tau (d_h^2 + d_th^2) rho,
+    V(h, th) = h F(th) + lam reg,    F(th) = sum_j q_j l'(f(x_j), y_j) phi(th, x_j).
+
+The space of a flow says which particle a point of the cylinder is (``Space.cylinder``), and its feature is linear in
+the height. That is so for batch norm with inputs in the plane (h = a, b = T(cos th, sin th), the equation of the
+mean-field paper on batch norm), and for the canonical flow of univariate ReLU networks (h = r, th = theta, (11) of the
+paper on univariate networks).
 
 At a temperature tau > 0 it descends the free energy E + tau int rho log rho. The scheme is conservative and positive:
 upwind fluxes of limited (minmod) piecewise-linear reconstructions, or with diffusion the exponentially fitted fluxes of
 Scharfetter and Gummel, whose equilibrium is exp(-V/tau) on the grid and which let the free energy of the grid fall;
 Heun steps (strong-stability preserving) below the CFL bound. It knows nothing of particles, so it checks them, and it
-gives densities at m = infinity.
+gives densities at m = infinity. It is of second order where density and speeds are smooth; under ReLU, speeds jump at
+the samples' kinks and mass gathers there in one cell, so that distances between measures are of first order.
 """
 
 from collections.abc import Sequence
@@ -20,15 +25,15 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
 from meanflow._checks import array, count, either, instance, number, optional
 from meanflow.flows import equation
 from meanflow.flows.flow import FLOW, Flow
-from meanflow.flows.normalized import BatchNormed
-from meanflow.geometry import omega
-from meanflow.measures.cloud import Cloud, Neurons
+from meanflow.geometry.space import Space
+from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import DATA, Dataset
 from meanflow.solvers.saving import SaveTimes, save_times
 from meanflow.solvers.step import RealScalarLike, StepController, StepRule
@@ -44,8 +49,8 @@ class Density(eqx.Module):
     """Masses of the cells of [-bound, bound] x circle.
 
     Attributes:
-        mass: (rows, columns), nonnegative, sum 1; rows are cells in a, columns cells in the angle.
-        bound: half-width of the interval of a.
+        mass: (rows, columns), nonnegative, sum 1; rows are cells in the height, columns cells in the angle.
+        bound: half-width of the interval of heights.
     """
 
     mass: jax.Array
@@ -63,20 +68,21 @@ class Density(eqx.Module):
 
     @property
     def spacing(self) -> tuple[jax.Array, float]:
-        """Cell sizes (da, dth)."""
+        """Cell sizes (dh, dth)."""
         rows, columns = self.mass.shape
         return 2 * self.bound / rows, 2 * jnp.pi / columns
 
     def centres(self) -> tuple[jax.Array, jax.Array]:
-        """Return the cell centres: a (rows,) and angle (columns,)."""
+        """Return the cell centres: height (rows,) and angle (columns,)."""
         rows, columns = self.mass.shape
-        da, dth = self.spacing
-        return -self.bound + da * (jnp.arange(rows) + 0.5), dth * (jnp.arange(columns) + 0.5)
+        dh, dth = self.spacing
+        return -self.bound + dh * (jnp.arange(rows) + 0.5), dth * (jnp.arange(columns) + 0.5)
 
-    def cloud(self, sigma: jax.Array) -> Cloud:
-        """Return the quadrature cloud of the cells on R x Omega, so that every function of clouds applies."""
-        a, th = (u.ravel() for u in jnp.meshgrid(*self.centres(), indexing="ij"))
-        return Cloud(Neurons(a, _omega(th, sigma)), self.mass.ravel() / jnp.sum(self.mass), width=jnp.inf)
+    def cloud(self, space: Space) -> Cloud:
+        """Return the quadrature cloud of the cells in a flow's (bound) space, so that functions of clouds apply."""
+        height, angle = (u.ravel() for u in jnp.meshgrid(*self.centres(), indexing="ij"))
+        weights = self.mass.ravel() / jnp.sum(self.mass)
+        return Cloud(space.cylinder(height, angle), weights, width=jnp.inf)
 
 
 class DensitySolution(NamedTuple):
@@ -112,24 +118,18 @@ class _DensityProblem(eqx.Module):
     data: Dataset
     temperature: jax.Array | None = None
 
-    @property
-    def sigma(self) -> jax.Array:
-        """The covariance of the inputs."""
-        assert isinstance(self.flow.feature, BatchNormed) and self.flow.feature.sigma is not None
-        return self.flow.feature.sigma
-
 
 class _Courant(StepRule):
-    """Step rule: CFL / max(|v_a|/da + |v_th|/dth + 2 tau (1/da^2 + 1/dth^2)), refreshed at every step."""
+    """Step rule: CFL / max(|v_h|/dh + |v_th|/dth + 2 tau (1/dh^2 + 1/dth^2)), refreshed at every step."""
 
     every: int | None = eqx.field(static=True, default=1)
 
     def size_at(self, problem: _DensityProblem, y: jax.Array) -> jax.Array:  # type: ignore[override]
-        speed_a, speed_th = _face_speeds(problem, y)
-        da, dth = problem.grid.spacing
-        worst = jnp.max(jnp.abs(speed_a)) / da + jnp.max(jnp.abs(speed_th)) / dth
+        speed_h, speed_th = _face_speeds(problem, y)
+        dh, dth = problem.grid.spacing
+        worst = jnp.max(jnp.abs(speed_h)) / dh + jnp.max(jnp.abs(speed_th)) / dth
         tau = 0.0 if problem.temperature is None else problem.temperature
-        return CFL / (worst + 2 * tau * (da**-2 + dth**-2))
+        return CFL / (worst + 2 * tau * (dh**-2 + dth**-2))
 
 
 @_checks.arguments(
@@ -139,7 +139,7 @@ class _Courant(StepRule):
     half_width=number(above=0, static=True),
 )
 def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1.0) -> Density:
-    """Return a ~ U(-half_width, half_width) with a uniform angle, on [-bound, bound] x circle (exact cell masses)."""
+    """Return a height ~ U(-half_width, half_width) with a uniform angle, on [-bound, bound] x circle (exact masses)."""
     if not 0 < half_width <= bound:
         raise ValueError(f"half_width must lie in (0, bound = {bound}], got {half_width}")
     edges = jnp.linspace(-bound, bound, rows + 1)
@@ -165,31 +165,30 @@ def evolve(
     *,
     temperature: float | jax.Array = 0.0,
 ) -> DensitySolution:
-    """Solve the continuity equation of a batch-norm manifold flow (c = 1) in mean-field time up to ``t1``.
+    """Solve the continuity equation of a flow on a cylinder in mean-field time up to ``t1``.
+
+    The flow is ``batchnorm_manifold`` with inputs in the plane (neurons of raw norm 1), or ``univariate.canonical``.
 
     A ``temperature`` adds diffusion: the limit of infinitely many noisy particles, in which ``free_energy`` falls.
 
-    The walls at a = +-bound are closed: choose ``bound`` beyond the support (|a'| <= sqrt(2 E(0)) (|s(0)| + Lip s)
-    for the squared loss). Cost per step O(n columns + rows columns). Second order where the density is smooth.
+    The walls at +-bound are closed: choose ``bound`` beyond the support (for the squared loss under batch norm
+    |a'| <= sqrt(2 E(0)) (|s(0)| + Lip s)). Cost per step O(n columns + rows columns). Second order where the density is
+    smooth.
 
     Raises:
         ValueError: if the speeds at the start are such that ``t1`` takes more than ``MAX_STEPS`` steps.
         RuntimeError: if that many steps, or numbers that are finite, do not suffice after all.
     """
-    if data.x.ndim != 2 or data.x.shape[1] != 2:
-        raise ValueError(f"x must have shape (n, 2) for the Eulerian view, got {data.x.shape}")
     _checks.shape("y", data.y, (None,))
-    if not isinstance(flow.feature, BatchNormed) or flow.feature.affine:
-        raise ValueError(
-            f"flow must be a batch-norm flow without scale and shift, got the feature {type(flow.feature).__name__}"
-        )
+    flow = flow.bind(data)
     if flow.scaling.kind != "m" or flow.centered:
         raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
+    _check_feature(flow, density, data)
     t1 = jnp.asarray(t1, density.mass.dtype)
     times = save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
     still = isinstance(temperature, float | int) and temperature == 0
     tau = None if still else jnp.asarray(temperature, density.mass.dtype)
-    problem = _DensityProblem(flow.bind(data), density, data, tau)
+    problem = _DensityProblem(flow, density, data, tau)
     expected = _checks.concrete(t1 / _Courant().size_at(problem, density.mass))
     if expected is not None and not expected <= MAX_STEPS:
         raise ValueError(
@@ -211,14 +210,14 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
     solver, adjoint = diffrax.Heun(), diffrax.RecursiveCheckpointAdjoint()
 
     def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, ...]:
-        cloud = problem.grid.at(mass).cloud(problem.sigma)
+        cloud = problem.grid.at(mass).cloud(problem.flow.space)
         energy = equation.energy(problem.flow, cloud, problem.data)
         fisher = _fisher(mass, problem.grid)
         if problem.temperature is None:
             return mass, energy, energy, fisher
-        da, dth = problem.grid.spacing
+        dh, dth = problem.grid.spacing
         filled = jnp.where(mass > 0, mass, 1.0)
-        entropy = jnp.sum(jnp.where(mass > 0, mass * jnp.log(filled / (da * dth)), 0.0))
+        entropy = jnp.sum(jnp.where(mass > 0, mass * jnp.log(filled / (dh * dth)), 0.0))
         return mass, energy, energy + problem.temperature * entropy, fisher
 
     raw = diffrax.diffeqsolve(
@@ -246,47 +245,55 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
 
 def _fisher(mass: jax.Array, grid: Density) -> jax.Array:
     """Return int rho |grad log rho|^2 as the sum over faces of (difference of rho) (difference of log rho)."""
-    da, dth = grid.spacing
+    dh, dth = grid.spacing
 
     def faces(low: jax.Array, high: jax.Array, width: jax.Array | float) -> jax.Array:
         same = low == high  # also two empty cells, whose logarithms have no difference
         gap = jnp.where(same, 0.0, jnp.log(jnp.where(same, 1.0, high)) - jnp.log(jnp.where(same, 1.0, low)))
         return jnp.sum((high - low) * gap) / width**2
 
-    return faces(mass[:-1], mass[1:], da) + faces(mass, jnp.roll(mass, -1, 1), dth)
+    return faces(mass[:-1], mass[1:], dh) + faces(mass, jnp.roll(mass, -1, 1), dth)
 
 
-def _omega(th: jax.Array, sigma: jax.Array) -> jax.Array:
-    return omega.normalize(jnp.stack([jnp.cos(th), jnp.sin(th)], axis=-1), sigma)
+def _check_feature(flow: Flow, density: Density, data: Dataset) -> None:
+    """Raise ValueError unless the flow's feature takes the particles of the grid and is linear in the height."""
+    angle = density.centres()[1]
+    at = lambda height: Cloud(flow.space.cylinder(jnp.full_like(angle, height), angle))
+    flow.feature.check(at(1.0), data.x)
+    one, two = (_checks.concrete(flow.feature(at(height), data.x)) for height in (1.0, 2.0))
+    if one is not None and two is not None and not np.allclose(2 * one, two, rtol=1e-3, atol=1e-6):
+        raise ValueError(
+            f"flow must have a feature that is linear in the height of the cylinder, got {type(flow.feature).__name__}"
+        )
 
 
 def _face_speeds(problem: _DensityProblem, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return v_a = -d_a V at the faces above, v_th = -d_th V at the faces right of each cell, (rows, columns)."""
-    flow, data, sigma = problem.flow, problem.data, problem.sigma
-    a, th = problem.grid.centres()
-    da, dth = problem.grid.spacing
+    """Return v_h = -d_h V at the faces above, v_th = -d_th V at the faces right of each cell, (rows, columns)."""
+    flow, data, particles = problem.flow, problem.data, problem.flow.space.cylinder
+    h, th = problem.grid.centres()
+    dh, dth = problem.grid.spacing
     unit = jnp.ones_like(th)
 
     def features(angle: jax.Array) -> jax.Array:
-        return flow.feature(Cloud(Neurons(unit, _omega(angle, sigma))), data.x)
+        return flow.feature(Cloud(particles(unit, angle)), data.x)
 
-    moment = a @ mass  # sum of a over each column: f is linear in a
+    moment = h @ mass  # sum of heights over each column: f is linear in them
     f = features(th) @ moment
     g = data.weights * flow.loss.slope(f, data.y)
     force = g @ features(th)
     slope = jax.jvp(lambda angle: g @ features(angle), (th + dth / 2,), (unit,))[1]
     up = jnp.broadcast_to(force[None, :], mass.shape)
-    right = a[:, None] * slope[None, :]
+    right = h[:, None] * slope[None, :]
     if flow.regularizer is not None:
         lam, function = flow.regularizer.strength, flow.regularizer.function
 
         def penalty(height: jax.Array, angle: jax.Array) -> jax.Array:
-            return lam * function(Neurons(height.ravel(), _omega(angle.ravel(), sigma))).reshape(mass.shape)
+            return lam * function(particles(height.ravel(), angle.ravel())).reshape(mass.shape)
 
-        height, angle = jnp.meshgrid(a, th, indexing="ij")
+        height, angle = jnp.meshgrid(h, th, indexing="ij")
         one = jnp.ones_like(height)
-        up = up + jax.jvp(lambda h: penalty(h, angle), (height + da / 2,), (one,))[1]
-        right = right + jax.jvp(lambda t: penalty(height, t), (angle + dth / 2,), (one,))[1]
+        up = up + jax.jvp(lambda u: penalty(u, angle), (height + dh / 2,), (one,))[1]
+        right = right + jax.jvp(lambda u: penalty(height, u), (angle + dth / 2,), (one,))[1]
     return -up, -right
 
 
@@ -323,22 +330,22 @@ def _bernoulli(u: jax.Array) -> jax.Array:
 
 def _potential(problem: _DensityProblem, mass: jax.Array) -> jax.Array:
     """Return V at the cell centers: the derivative of the energy of the grid by the mass of each cell."""
-    cloud = problem.grid.at(mass).cloud(problem.sigma)
+    cloud = problem.grid.at(mass).cloud(problem.flow.space)
     return equation.first_variation(problem.flow, cloud, problem.data, cloud).reshape(mass.shape)
 
 
 def _rate(t: RealScalarLike, mass: jax.Array, problem: _DensityProblem) -> jax.Array:
     """Return d mass / dt: differences of fluxes, so that the total is conserved to rounding."""
-    da, dth = problem.grid.spacing
-    # periodic neighbours; the walls in a are closed below by zeroing the flux through the last face
+    dh, dth = problem.grid.spacing
+    # periodic neighbours; the walls of the heights are closed below by zeroing the flux through the last face
     if problem.temperature is None:
-        speed_a, speed_th = _face_speeds(problem, mass)
-        flux_a = _upwind(mass, jnp.roll(mass, 1, 0), jnp.roll(mass, -1, 0), speed_a)
+        speed_h, speed_th = _face_speeds(problem, mass)
+        flux_h = _upwind(mass, jnp.roll(mass, 1, 0), jnp.roll(mass, -1, 0), speed_h)
         columns = mass.T
         flux_th = _upwind(columns, jnp.roll(columns, 1, 0), jnp.roll(columns, -1, 0), speed_th.T).T
     else:
         value, tau = _potential(problem, mass), problem.temperature
-        flux_a = _fitted(mass, jnp.roll(mass, -1, 0), jnp.roll(value, -1, 0) - value, tau, da)
+        flux_h = _fitted(mass, jnp.roll(mass, -1, 0), jnp.roll(value, -1, 0) - value, tau, dh)
         flux_th = _fitted(mass, jnp.roll(mass, -1, 1), jnp.roll(value, -1, 1) - value, tau, dth)
-    flux_a = flux_a.at[-1].set(0.0)
-    return (jnp.roll(flux_a, 1, 0) - flux_a) / da + (jnp.roll(flux_th, 1, 1) - flux_th) / dth
+    flux_h = flux_h.at[-1].set(0.0)
+    return (jnp.roll(flux_h, 1, 0) - flux_h) / dh + (jnp.roll(flux_th, 1, 1) - flux_th) / dth

@@ -1,5 +1,7 @@
 """The flat cylinder of reduced neurons (r, theta): the geometry of the canonical flow."""
 
+import jax
+
 from meanflow._numerics import wrap_angle
 from meanflow.geometry.space import Space
 from meanflow.measures.cloud import Cloud, Polar
@@ -7,6 +9,10 @@ from meanflow.measures.cloud import Cloud, Polar
 
 class Cylinder(Space):
     """The cylinder R x circle with coordinates (r, theta) and the flat metric dr^2 + dtheta^2."""
+
+    def cylinder(self, height: jax.Array, angle: jax.Array) -> Polar:
+        """Return the same coordinates, r = height and theta = angle."""
+        return Polar(height, angle)
 
     def log(self, cloud: Cloud, particles: Polar) -> Polar:
         """Return the difference of coordinates from the cloud to ``particles``, the short way round the circle."""

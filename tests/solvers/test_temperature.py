@@ -365,7 +365,7 @@ def test_free_energy_of_the_density_falls_to_the_law_of_gibbs(size):
     )
     np.testing.assert_allclose(run.mass.sum((1, 2)), 1, rtol=1e-12)
     assert float(run.mass.min()) >= 0
-    cloud = run.final.cloud(flow.feature.sigma)
+    cloud = run.final.cloud(flow.space)
     potential = mf.first_variation(flow, cloud, data, cloud)
     gibbs = jax.nn.softmax(-potential / tau).reshape(run.final.mass.shape)
     assert float(jnp.abs(gibbs - run.final.mass).sum()) < 1e-2
@@ -387,5 +387,5 @@ def test_noisy_particles_have_the_law_of_the_density(key):
         assert abs(float((a**2).mean()) - square) < 4 * float((a**2).std()) / np.sqrt(m) + 0.01 * square
         here = mf.Cloud(jax.tree.map(lambda u, k=k: u[k], sol.clouds.particles), labels=cloud.labels)
         f = mf.predict(flow, here, data.x)
-        limit = mf.predict(flow, run.final.at(run.mass[k]).cloud(flow.feature.sigma), data.x)
+        limit = mf.predict(flow, run.final.at(run.mass[k]).cloud(flow.space), data.x)
         assert float(jnp.sqrt(jnp.mean((f - limit) ** 2))) < 0.03

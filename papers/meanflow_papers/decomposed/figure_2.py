@@ -56,6 +56,13 @@ def _mlp_init(key: jax.Array, law: str, inputs: int, width: int, depth: int, dty
     }
 
 
+HARDER = (
+    "40 epochs do not suffice for these images at depth 20: batch norm ends at .92 to .95 there, He at .93 to .95. The "
+    "claim shows at depths 4 and 8, where He reaches .99 to 1.00 and .98 to 1.00 from a stable rank of 1.2 to 1.3 and "
+    "1.1, but not with a low hard rank"
+)
+
+
 def draw(data: Arrays) -> Figure:
     """Rank of the last hidden layer at the start, and final training accuracy, against the depth."""
     figure, (left, middle, right) = panels(1, 3, width=4.2, height=3.8)
@@ -78,6 +85,8 @@ def draw(data: Arrays) -> Figure:
     right.set(
         xscale="log", xlabel="stable rank at the start", ylabel="training accuracy at the end", ylim=(0, 1.03)
     )
+    right.set_xticks([1, 2, 3], ["1", "2", "3"])
+    right.minorticks_off()
     left.set_title("rank at the start")
     middle.set_title("accuracy")
     right.set_title("every network, one mark a run")
@@ -110,6 +119,7 @@ def training_images(folder: str | Path | None, count: int) -> tuple[jax.Array, j
     status="needs data",
     reason=FASHION,
     data="fashion",
+    explained={"batch norm: least accuracy": HARDER, "He: least accuracy": HARDER},
     draw=draw,
 )
 @entry(
@@ -185,13 +195,13 @@ def figure_2(
         data[name] = {what: np.stack([np.asarray(u) for u in found]) for what, found in rows.items()}
     at = depths.index(20)
     last = lambda name: data[name]["accuracy"][at, :, -1]
-    deepest = [d for k, d in enumerate(depths) if data["default"]["accuracy"][k, :, -1].min() > 0.9]
+    deepest = [d for k, d in enumerate(depths) if data["default"]["accuracy"][k, :, -1].min() > 0.5]
     return Outcome(
         name="002/figure-2",
         claim="A network may reach high training accuracy from low-rank representations at initialization.",
         finding=f"At depth 20 He trains from a low *soft* rank (stable rank below 1.2); its hard rank is not low "
-        f"({data['he']['rank_1e-5'][at].min():.0f} singular values above 1e-5 of the first). Default weights train up "
-        f"to depth {max(deepest, default=0)} only; at depth {depths[-1]} He reaches "
+        f"({data['he']['rank_1e-5'][at].min():.0f} singular values above 1e-5 of the first). Default weights learn "
+        f"(accuracy above one half) up to depth {max(deepest, default=0)} only; at depth {depths[-1]} He reaches "
         f"{data['he']['accuracy'][-1, :, -1].min():.2f} to {data['he']['accuracy'][-1, :, -1].max():.2f} in {epochs} "
         f"epochs, batch norm {data['batchnorm']['accuracy'][-1, :, -1].min():.2f} or more ({source}).",
         data=data,

@@ -82,7 +82,7 @@ def _table(
             "the training"
         )
         + f" (preset {preset!r})",
-        {"accuracy": accuracy, "published": published if whole else {}},
+        {"accuracy": accuracy, "published": published},
         tuple(criteria),
     )
 
