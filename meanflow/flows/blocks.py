@@ -69,27 +69,40 @@ def potential(feature: "Feature", cloud: Cloud, x: jax.Array, g: jax.Array) -> j
 def _each(function: Callable[[Cloud], PyTree[jax.Array]], cloud: Cloud, count: int) -> PyTree[jax.Array]:
     """Return what ``function`` returns for each particle, in the order of the particles."""
     parts = jax.lax.map(jax.checkpoint(function), _split(cloud, count))
-    return jax.tree.map(lambda u: jnp.moveaxis(u, 0, 1).reshape(-1, *u.shape[2:])[: cloud.size], parts)
+    return jax.tree.map(lambda u: join_rows(u, cloud.size), parts)
+
+
+def split_rows(u: jax.Array, count: int) -> jax.Array:
+    """Return the rows of an array as ``count`` blocks (count, size, ...), filled up with copies of the last row.
+
+    Block k holds the rows k, k + count, k + 2 count, ...: where a cloud is spread over devices each of them then holds
+    a part of every block, and none waits for another.
+    """
+    size = -(-u.shape[0] // count)
+    missing = count * size - u.shape[0]
+    if missing:
+        u = jnp.concatenate([u, jnp.broadcast_to(u[-1:], (missing, *u.shape[1:]))])
+    return jnp.moveaxis(u.reshape(size, count, *u.shape[1:]), 1, 0)
+
+
+def join_rows(u: jax.Array, rows: int) -> jax.Array:
+    """Return the first ``rows`` rows of an array in blocks, the way back from ``split_rows``."""
+    return jnp.moveaxis(u, 0, 1).reshape(-1, *u.shape[2:])[:rows]
+
+
+def is_own(rows: int, count: int) -> jax.Array:
+    """Return which rows of the blocks that ``split_rows`` makes are no copies, (count, size)."""
+    size = -(-rows // count)
+    return (jnp.arange(size) * count)[None, :] + jnp.arange(count)[:, None] < rows
 
 
 def _split(cloud: Cloud, count: int) -> Cloud:
-    """Return ``count`` blocks of particles as stacked clouds, filled up with particles of weight zero.
-
-    Block k holds the particles k, k + count, k + 2 count, ...: where a cloud is spread over devices each of them then
-    holds a part of every block, and none waits for another.
-    """
-    size = -(-cloud.size // count)
-    missing = count * size - cloud.size
-
-    def split(u: jax.Array) -> jax.Array:
-        if missing:
-            u = jnp.concatenate([u, jnp.broadcast_to(u[-1:], (missing, *u.shape[1:]))])
-        return jnp.moveaxis(u.reshape(size, count, *u.shape[1:]), 1, 0)
-
-    particles, labels, weights = jax.tree.map(split, (cloud.particles, cloud.labels, cloud.weights))
-    if missing:
-        real = (jnp.arange(size) * count)[None, :] + jnp.arange(count)[:, None] < cloud.size
-        weights = jnp.where(real, weights, 0.0)
+    """Return ``count`` blocks of particles as stacked clouds, filled up with particles of weight zero."""
+    particles, labels, weights = jax.tree.map(
+        lambda u: split_rows(u, count), (cloud.particles, cloud.labels, cloud.weights)
+    )
+    if cloud.size % count:
+        weights = jnp.where(is_own(cloud.size, count), weights, 0.0)
     width = jnp.broadcast_to(cloud.width, (count,))
     return eqx.tree_at(
         lambda c: (c.particles, c.labels, c.weights, c.width),

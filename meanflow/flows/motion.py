@@ -50,6 +50,13 @@ class FrozenMotion(eqx.Module):
             forward: whether the program is differentiated in forward mode; see ``kinks.passage``.
         """
 
+    def risk(self, particles: PyTree[jax.Array], state: MotionState) -> jax.Array | None:
+        """Return the risk sum_j q_j l(f_j, y_j), by which the solver notices that a run has become unstable.
+
+        None, which is the default, if the motion does not tell; such a run is not watched.
+        """
+        return None
+
     def unfold(self, particles: PyTree[jax.Array], state: MotionState) -> MotionState:
         """Return the state at the start of a step, with what is derived from the particles; the same by default."""
         return state

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import diffrax
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
 from meanflow.flows.motion import FrozenMotion, MotionState
@@ -71,6 +71,7 @@ class Stage(NamedTuple):
     from_kept: int
 
 
+RISE = 0.1  # the energy may rise by this part of its size before a run counts as unstable
 LARGE = 1 << 20  # numbers in particles and state beyond which time to run counts more than time to compile
 
 # The commutator-free method of order 3 with 3 stages and 2 sub-steps of Celledoni, Marthinsen and Owren (2003). Stages
@@ -80,6 +81,19 @@ STAGES = (
     Stage(0.0, 1.0, 2 / 3, 0, 0),
     Stage(-1 / 8, 9 / 8, 2 / 3, 0, 1),
 )
+
+
+class Watched(NamedTuple):
+    """What is remembered from step to step.
+
+    Attributes:
+        motion: the state of the motion.
+        energy: (3,) the energy at the start of the run, the lowest one so far, and how far it has risen at most above
+            the lowest one before, beyond what is allowed; None if the motion does not tell the risk.
+    """
+
+    motion: MotionState
+    energy: Float[Array, "3"] | None
 
 
 @_checks.constructor(max_events=_checks.optional(_checks.count(1)), forward=_checks.flag)
@@ -114,20 +128,32 @@ class Sliding(FlowSolver):
         """Return a solver whose loops forward mode can pass, if that is what ``adjoint`` is."""
         return Sliding(self.max_events, isinstance(adjoint, diffrax.ForwardMode))
 
-    def report(self, problem: Problem, solver_state: MotionState) -> dict[str, jax.Array]:
+    def report(self, problem: Problem, solver_state: Watched) -> dict[str, jax.Array]:
         """Return totals of crossings, captures, releases, deaths and non-unique events of real neurons."""
-        return self._motion(problem).counts(solver_state)
+        return self._motion(problem).counts(solver_state.motion)
 
-    def result(self, problem: Problem, solver_state: MotionState, result: RESULTS) -> RESULTS:
-        """Return ``event_overflow`` if in some step a neuron had time left after the last allowed event."""
-        overflow = self._motion(problem).overflow(solver_state)
+    def result(self, problem: Problem, solver_state: Watched, result: RESULTS) -> RESULTS:
+        """Return ``event_overflow`` if in some step a neuron had time left after the last allowed event.
+
+        Where the energy has risen it is ``energy_rose``: along a flow it falls, so such a run has been unstable, also
+        if it has calmed down since (after a burst of energy neurons may all be dead).
+        """
+        if solver_state.energy is not None:
+            ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
+            result = RESULTS.where(ended & (solver_state.energy[2] > 0), RESULTS.energy_rose, result)
+        overflow = self._motion(problem).overflow(solver_state.motion)
         return RESULTS.where(overflow, RESULTS.event_overflow, result)
 
     def init(
         self, terms: PyTree, t0: RealScalarLike, t1: RealScalarLike, y0: PyTree[jax.Array], args: Problem
-    ) -> MotionState:
+    ) -> Watched:
         """Return the state of neurons that have not moved yet."""
-        return self._motion(args).begin(y0)
+        motion = self._motion(args)
+        state = motion.begin(y0)
+        energy = _energy(motion, args, y0, motion.unfold(y0, state))
+        return Watched(
+            state, None if energy is None else jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)])
+        )
 
     def step(
         self,
@@ -136,13 +162,13 @@ class Sliding(FlowSolver):
         t1: RealScalarLike,
         y0: PyTree[jax.Array],
         args: Problem,
-        solver_state: MotionState,
+        solver_state: Watched,
         made_jump: object,
-    ) -> tuple[PyTree, None, dict[str, PyTree], MotionState, diffrax.RESULTS]:
+    ) -> tuple[PyTree, None, dict[str, PyTree], Watched, diffrax.RESULTS]:
         """Take one step: three stages, two of which make up the way; see ``STAGES``."""
         motion = self._motion(args)
         time = jnp.asarray(t1 - t0, args.chart.base.weights.dtype)
-        opened = motion.unfold(y0, solver_state)
+        opened = motion.unfold(y0, solver_state.motion)
 
         def choose(first: jax.Array | int, u: PyTree, v: PyTree) -> PyTree:
             if isinstance(first, int):
@@ -171,7 +197,33 @@ class Sliding(FlowSolver):
             for row in STAGES:
                 carry, _ = stage(carry, row)
         (y1, final), _, _ = carry
-        return y1, None, {"y0": y0, "y1": y1}, motion.fold(final), diffrax.RESULTS.successful  # type: ignore[return-value]
+        energy = solver_state.energy
+        if energy is not None:
+            energy = _watch(energy, _energy(motion, args, y1, final), args)
+        state = Watched(motion.fold(final), energy)
+        return y1, None, {"y0": y0, "y1": y1}, state, diffrax.RESULTS.successful  # type: ignore[return-value]
 
     def _motion(self, problem: Problem) -> FrozenMotion:
         return problem.chart.flow.feature.motion(problem)
+
+
+def _energy(
+    motion: FrozenMotion, problem: Problem, y: PyTree[jax.Array], state: MotionState
+) -> Float[Array, ""] | None:
+    """Return the energy, without derivatives, from the risk that the motion tells; None if it does not."""
+    risk = motion.risk(y, state)
+    if risk is None:
+        return None
+    penalty = problem.chart.flow.regularizer
+    if penalty is not None:
+        risk = risk + penalty.strength * (problem.chart.base.weights @ penalty.function(y))
+    return jax.lax.stop_gradient(risk)
+
+
+def _watch(energy: Float[Array, "3"], now: Float[Array, ""], problem: Problem) -> Float[Array, "3"]:
+    """Return the record of the energy with the one that is reached ``now``; see ``Watched``."""
+    start, lowest, worst = energy
+    # what rounding of the predictions makes of the energy of a network that fits its data
+    noise = (100 * jnp.finfo(now.dtype).eps) ** 2 * (problem.data.weights @ problem.data.y**2)
+    beyond = now - lowest - RISE * (jnp.abs(start) + jnp.abs(lowest)) - noise
+    return jnp.stack([start, jnp.minimum(lowest, now), jnp.maximum(worst, beyond)])

@@ -24,11 +24,12 @@ if TYPE_CHECKING:  # slow to import
 
 
 class RESULTS(diffrax.RESULTS):  # type: ignore[misc,valid-type]
-    """Result codes: those of diffrax, and two of our own."""
+    """Result codes: those of diffrax, and three of our own."""
 
     successful = ""
     non_finite = "The solution is not finite: the step is too large, or the flow blew up."
     event_overflow = "A step met more kinks than max_events allows. Use smaller steps or raise max_events."
+    energy_rose = "The energy rose, which no flow does: use smaller steps, or step=KernelStep(0.25)."
 
 
 # Codes by name. Files hold the name: the integer behind a code may change with the library that numbers it.
@@ -39,6 +40,7 @@ CODES = (
     "dt_min_reached",
     "non_finite",
     "event_overflow",
+    "energy_rose",
     "max_steps_rejected",
     "internal_error",
     "nonlinear_max_steps_reached",

@@ -147,6 +147,11 @@ def _beside(ray: Int[Array, " m"], total: int) -> tuple[Int[Array, " m"], Int[Ar
     return jnp.where(right, ray, after), jnp.where(right, after, ray)
 
 
+def _opposite(ray: Int[Array, " m"], total: int) -> Int[Array, " m"]:
+    """Return the other half of the line of each ray."""
+    return jnp.where(ray < total // 2, ray + total // 2, ray - total // 2)
+
+
 def _decide(
     neurons: MovingNeurons, field: Field, inner_rate: Float[Array, " m"], outer_rate: Float[Array, " m"]
 ) -> _Decision:
@@ -170,16 +175,19 @@ def _decide(
     return _Decision(at, ray_u, ray_v, along, reach, slides, leaves, repels, entered)
 
 
-def _count(neurons: MovingNeurons, decision: _Decision, counted: Bool[Array, " m"]) -> Counts:
-    """Count the decisions at rays, for the neurons that are ``counted``."""
+def _count(
+    neurons: MovingNeurons, decision: _Decision, through: Bool[Array, " m"], counted: Bool[Array, " m"]
+) -> Counts:
+    """Count the decisions at rays and who went ``through`` p = 0, for the neurons that are ``counted``."""
     crosses = decision.leaves & neurons.fresh & (decision.entered != neurons.region)
     freed = decision.leaves & ~neurons.fresh
-    return Counts(
-        tally(crosses, counted),
-        tally(decision.slides & neurons.fresh, counted),
-        tally(freed, counted),
-        tally((crosses | freed) & (decision.entered == 0), counted),
-        tally(decision.at & decision.repels, counted),
+    return tally(
+        counted,
+        crossings=crosses,
+        captures=decision.slides & neurons.fresh,
+        releases=freed,
+        deaths=(crosses | freed) & (decision.entered == 0),
+        nonunique=(decision.at & decision.repels) | through,  # one that leaves does not slide to p = 0
     )
 
 
@@ -213,14 +221,16 @@ def _chart_course(
     # sliding: one event is p = 0, <d, p> in the place of <x~, p>; the other c = 0, c (1 + g^2 T^2/4) = kc S T
     toward = jnp.stack([jnp.where(slides, along, force_low), force_high])
     away = jnp.stack([jnp.where(slides, reach, height_low), height_high])
-    second, slope = both * toward * work / 2 - away * g2 / 4, -inner_rate * toward * c
-    rest = slides & (jnp.arange(2)[:, None] == 1)
-    sign = jnp.sign(c)
+    row = lambda u: u[None, :]
+    second = row(both * work / 2) * toward - away * row(g2 / 4)
+    slope = -row(inner_rate * c) * toward
+    rest = row(slides) & (jnp.arange(2)[:, None] == 1)
+    size = jnp.abs(c)
     meetings = first_root(
-        jnp.where(rest, sign * c * g2 / 4, second),
-        jnp.where(rest, -sign * outer_rate * work, slope),
-        jnp.where(rest, sign * c, away),
-        g2,
+        jnp.where(rest, row(size * g2 / 4), second),
+        jnp.where(rest, row(-jnp.sign(c) * outer_rate * work), slope),
+        jnp.where(rest, row(size), away),
+        row(g2),
     )
     time = clock_time(jnp.min(meetings, axis=0), g2)  # T grows with t, so the smaller T comes first
     first = meetings[0] <= meetings[1]
@@ -249,10 +259,10 @@ def _arrive(
     on_line = (u - course.x * v) / (1 + course.x**2)  # the point of the line nearest to p is on_line (1, -x)
     # only with a single sample can either half of the line be met
     behind = (on_line < 0) == (met < half)
-    met = jnp.where(behind & (on_line != 0), (met + half) % total, met)
+    met = jnp.where(behind & (on_line != 0), _opposite(met, total), met)
     through = exits & slides & course.first  # p = 0
     halts = exits & slides & ~course.first  # c = 0
-    opposite = (neurons.ray + half) % total
+    opposite = _opposite(neurons.ray, total)
     ray = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, neurons.ray), -1))
     moved = MovingNeurons(
         jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
@@ -282,13 +292,12 @@ def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingN
     inner_rate, outer_rate, is_real = rates
     moving = neurons.left > 0
     decision = _decide(neurons, field, inner_rate, outer_rate)
-    counts = _count(neurons, decision, moving & is_real)
     started = neurons._replace(region=jnp.where(moving, decision.entered, neurons.region))
     course = _chart_course(started, decision, field, inner_rate, outer_rate)
     c, shift = travel(neurons.c, course.work, course.g2, inner_rate, outer_rate, course.step)
     end = neurons.u - shift * course.force_u, neurons.v - shift * course.force_v, c
     moved, through = _arrive(started, decision, course, field.rays.shape[0], end)
-    counts = counts._replace(nonunique=counts.nonunique + tally(through, moving & is_real))
+    counts = _count(neurons, decision, through, moving & is_real)
     return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), counts
 
 

@@ -58,7 +58,7 @@ class UnivariateMotion(FrozenMotion):
         offset: (s,) what a centered flow subtracts from its predictions, else 0.
         shares: p_i times the output scale, (m,): what a neuron counts in the prediction.
         force_scale: factor of the force: the clock, and m/alpha in raw coordinates.
-        decay: strength of the penalty on the clock of the run, a scalar.
+        decay: strength of the penalty on the clock of the run, a scalar; None for a flow without one.
         is_real: (m,) False for padding, whose events are not counted.
     """
 
@@ -69,7 +69,7 @@ class UnivariateMotion(FrozenMotion):
     offset: Float[Array, "*s"]
     shares: Vector
     force_scale: Float[Array, ""]
-    decay: Float[Array, ""]
+    decay: Float[Array, ""] | None
     is_real: Bool[Array, " m"]
 
     def __init__(
@@ -86,8 +86,10 @@ class UnivariateMotion(FrozenMotion):
         self.offset = jnp.zeros_like(self.y) if flow.offset is None else flow.offset(self.x)
         self.shares = cloud.weights * output_scale
         self.force_scale = force_scale
-        strength = 0.0 if flow.regularizer is None else flow.regularizer.strength
-        self.decay = jnp.asarray(strength * decay_scale, cloud.weights.dtype)
+        penalty = flow.regularizer
+        self.decay = (
+            None if penalty is None else jnp.asarray(penalty.strength * decay_scale, cloud.weights.dtype)
+        )
         self.is_real = cloud.weights > 0
 
     @abc.abstractmethod
@@ -97,7 +99,7 @@ class UnivariateMotion(FrozenMotion):
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of events of real neurons, and how many slide now."""
         on = jnp.sum((state.ray >= 0) & self.is_real, dtype=jnp.int32)
-        return dict(state.counts._asdict()) | {"sliding": on}
+        return state.counts.by_name() | {"sliding": on}
 
     def overflow(self, state: Place) -> Bool[Array, ""]:
         """Return whether a neuron had time left after the last allowed event of some sub-step."""
@@ -120,12 +122,20 @@ class UnivariateMotion(FrozenMotion):
             ray = jnp.where(on, boundary, ray)
         return Place(None, None, region, ray, passage.Counts.none(), jnp.zeros((), bool))
 
-    def residual(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
-        """Return q_j l'(f_j) for the sorted samples, (s,), with the clock and the scale included."""
+    def predict(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
+        """Return the predictions f_j at the sorted samples."""
         u, v, c = self.direction(particles, state)
         share = self.shares * c
         f = forces.region_predictions(state.region, jnp.stack([share * u, share * v], axis=-1), self.x)
-        return self.force_scale * self.weights * self.loss.slope(f - self.offset, self.y)
+        return f - self.offset
+
+    def residual(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
+        """Return q_j l'(f_j) for the sorted samples, (s,), with the clock and the scale included."""
+        return self.force_scale * self.weights * self.loss.slope(self.predict(particles, state), self.y)
+
+    def risk(self, particles: Affine | Polar, state: Place) -> Float[Array, ""]:
+        """Return the risk."""
+        return self.weights @ self.loss(self.predict(particles, state), self.y)
 
     def pass_events(
         self,
@@ -198,14 +208,18 @@ class RawMotion(UnivariateMotion):
     ) -> tuple[Affine, Place]:
         """Move for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
         decay, rates = self.decay, (self.inner_rate, self.outer_rate)
-        # p = exp(-lam t) P, c = exp(-lam t) C leaves P' = -C G; with one layer frozen the clock stretches instead
-        stretched = safe_divide(jnp.expm1(decay * time), decay) + jnp.where(decay == 0, time, 0.0)
-        left = jnp.where(rates[0] * rates[1] > 0, time, stretched)
+        left = jnp.full_like(self.shares, time)
+        if decay is not None:
+            # p = exp(-lam t) P, c = exp(-lam t) C leaves P' = -C G; with one layer frozen the clock stretches instead
+            stretched = safe_divide(jnp.expm1(decay * time), decay) + jnp.where(decay == 0, time, 0.0)
+            left = jnp.where(rates[0] * rates[1] > 0, left, stretched)
         field = events.freeze(self.x, covector)
         start = self.direction(particles, state)
         u, v, c, state = self.pass_events(start, state, field, rates, left, max_events, forward)
-        inner, outer = (jnp.exp(-decay * rate * time) for rate in rates)
-        return Affine(inner * u, -(inner * v), outer * c), state
+        if decay is not None:
+            inner, outer = (jnp.exp(-decay * rate * time) for rate in rates)
+            u, v, c = inner * u, inner * v, outer * c
+        return Affine(u, -v, c), state
 
 
 class CylinderMotion(UnivariateMotion):
@@ -252,6 +266,7 @@ class CylinderMotion(UnivariateMotion):
         force through all its kinks. A trapezoid would be as good for r, but its derivatives only of first order.
         """
         field = events.freeze(self.x, covector)
+        decay = jnp.zeros_like(time) if self.decay is None else self.decay
 
         def pull(u: Vector, v: Vector, place: Place) -> Vector:
             force_u, force_v, along = field.force(place.region, place.ray)
@@ -259,7 +274,7 @@ class CylinderMotion(UnivariateMotion):
 
         u, v, r = self.direction(particles, state)
         first = pull(u, v, state)
-        r = events.soft_drift(r, first, self.decay, time / 2)
+        r = events.soft_drift(r, first, decay, time / 2)
         rate = self.turns * r
         whole = jnp.full_like(r, time)
         u, v, c, end = self.pass_events(
@@ -271,7 +286,7 @@ class CylinderMotion(UnivariateMotion):
         grown = jnp.log(c)
         moved = jnp.abs(grown) > jnp.finfo(c.dtype).eps ** (1 / 3)
         mean = jnp.where(moved, -grown / jnp.where(moved, rate * time, 1.0), (first + pull(u, v, end)) / 2)
-        r = events.soft_drift(r, 2 * mean - first, self.decay, time / 2)
+        r = events.soft_drift(r, 2 * mean - first, decay, time / 2)
         # an angle that is frozen is kept to the last digit
         theta = jnp.where(self.turns > 0, angle_of(jnp.stack([u, v], axis=-1)), particles.theta)
         return Polar(r, theta), end._replace(u=u, v=v)

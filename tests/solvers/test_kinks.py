@@ -379,7 +379,7 @@ def shake(now, rows, shared):
     """A motion in which every event is the same formula and takes one unit of time."""
     moving = now.left > 0
     u = jnp.where(moving, now.u + 0.1 * rows * jnp.sin(shared * now.u), now.u)
-    counts = passage.Counts.none()._replace(crossings=jnp.sum(moving, dtype=jnp.int32))
+    counts = passage.tally(moving, crossings=moving)
     return Numbers(u, jnp.where(moving, now.left - 1.0, now.left)), counts
 
 
@@ -398,14 +398,16 @@ def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps():
             np.testing.assert_allclose(u, v, rtol=1e-12)
 
 
-@pytest.mark.parametrize("cap", [20, 5])
-def test_neurons_with_events_left_are_gathered(cap):
-    """A hundred neurons with up to thirteen events each, in blocks of sixteen, against plain Python."""
+@pytest.mark.parametrize(("cap", "blocks"), [(20, 1), (5, 1), (20, 3)])
+def test_neurons_with_events_left_are_gathered(cap, blocks):
+    """A hundred neurons with up to thirteen events each, sixteen at a time, against plain Python; also in blocks."""
     rng = np.random.default_rng(0)
     u, rows, left = rng.standard_normal(100), rng.uniform(size=100), np.floor(rng.exponential(2.0, 100))
     assert left.max() == 13 and np.sum(left > 1) > 2 * passage.LEAST
     end, counts = jax.jit(
-        lambda u: passage.run(shake, Numbers(u, jnp.asarray(left)), rows, 1.3, cap, together=8)
+        lambda u: passage.run(
+            shake, Numbers(u, jnp.asarray(left)), jnp.asarray(rows), 1.3, cap, together=8, blocks=blocks
+        )
     )(jnp.asarray(u))
     turns = np.minimum(left, cap)
     for i in range(100):
@@ -413,7 +415,7 @@ def test_neurons_with_events_left_are_gathered(cap):
             u[i] += 0.1 * rows[i] * np.sin(1.3 * u[i])
     np.testing.assert_allclose(end.u, u, rtol=1e-13)
     np.testing.assert_array_equal(end.left, left - turns)
-    assert int(counts.crossings) == turns.sum()
+    assert int(counts.by_name()["crossings"]) == turns.sum()
 
 
 def directional(d, seed, end=4.0):
@@ -529,21 +531,25 @@ def test_order_through_kinks():
 
 
 @pytest.mark.slow
-def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch):
-    """5000 neurons, of which those with events are gathered in blocks: 625 copies of eight neurons move like these."""
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch, blocks):
+    """5000 neurons, of which those with events are gathered, also in blocks: copies of eight neurons move like these."""
+    from meanflow.flows.kinks import two_layer
     from meanflow.solvers import sliding
 
+    copies = 625 if blocks == 1 else 626  # another shape is another program
     flow, cloud, data = setup(5, 2)
     small = slide(flow, cloud, data, 4.0, 1 / 16)
     monkeypatch.setattr(sliding, "LARGE", 0)  # stages one after the other, as for large states
-    many = mf.Cloud(jax.tree.map(lambda u: jnp.tile(u, (625, *[1] * (u.ndim - 1))), cloud.particles))
+    monkeypatch.setattr(two_layer, "block_count", lambda entries, dim: blocks)
+    many = mf.Cloud(jax.tree.map(lambda u: jnp.tile(u, (copies, *[1] * (u.ndim - 1))), cloud.particles))
     large = slide(flow, many, data, 4.0, 1 / 16)
     for u, v in zip(small.final.particles, large.final.particles, strict=True):
         np.testing.assert_allclose(
-            v.reshape(625, *u.shape), jnp.broadcast_to(u[None], (625, *u.shape)), rtol=1e-8
+            v.reshape(copies, *u.shape), jnp.broadcast_to(u[None], (copies, *u.shape)), rtol=1e-8
         )
     for name in EVENTS:
-        assert int(large.stats[name]) == 625 * int(small.stats[name])
+        assert int(large.stats[name]) == copies * int(small.stats[name])
 
 
 @pytest.mark.slow

@@ -416,6 +416,24 @@ def test_gradients_with_respect_to_targets_and_time():
         np.testing.assert_allclose(slopes[j], own, rtol=1e-6, atol=1e-8)
 
 
+def test_a_run_whose_energy_rises_is_no_result():
+    """Step 0.1 is too long once |r| has grown: a burst of energy kills the neurons, and what is left looks at rest."""
+    x = jnp.linspace(-1, 1, 32)
+    data, flow = Dataset(x, jnp.sin(4 * x), weights="sum"), uni.canonical()
+    cloud = flow.init(jax.random.key(0), 64)
+    run = lambda step, **options: mf.solve(
+        flow, cloud, data, 20.0, solver="sliding", step=jnp.asarray(step), max_steps=2**14, **options
+    )
+    good, bad = run(0.005), run(0.1, throw=False)
+    assert bool(good.ok) and bad.result == mf.RESULTS.energy_rose and not bool(bad.ok)
+    assert bool(jnp.isfinite(bad.energy[-1])) and float(bad.energy[-1]) > 3 * float(good.energy[-1])
+    assert float(mf.energy(flow, bad.final, data)) < float(
+        mf.energy(flow, cloud, data)
+    )  # the ends do not tell
+    with pytest.raises(RuntimeError, match="energy rose.*smaller steps"):
+        run(0.1)
+
+
 def test_overflow_is_reported():
     x, y, _, cloud, flow = problem("full", 3)
     data = Dataset(x, y, weights="sum")

@@ -177,12 +177,13 @@ def settle(
     side = set_sides(contacts, decision.leaves & ~passes, jnp.zeros((), came.dtype))
     crosses, freed = gone & (came == -decision.target), gone & (came == 0)
     alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & load.dies
-    counts = Counts(
-        tally(crosses, counted),
-        tally(decision.slides & (came != 0) & passes, counted),
-        tally(freed, counted),
-        tally(jnp.any(crosses | freed, axis=1) & alone, counted),
-        tally(decision.nonunique & passes, counted),
+    counts = tally(
+        counted,
+        crossings=crosses,
+        captures=decision.slides & (came != 0) & passes,
+        releases=freed,
+        deaths=jnp.any(crosses | freed, axis=1) & alone,
+        nonunique=decision.nonunique & passes,
     )
     slots = jnp.where(gone, n, contacts.slots)
     known = arrives[:, None] & (slots == met[:, None])  # it left this plane in the same instant

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from meanflow.flows.blocks import is_own, join_rows, split_rows
+
 TOGETHER = (
     4096  # up to this many neurons all are moved together in every event, if a motion does not say otherwise
 )
@@ -27,39 +29,44 @@ KEPT = (
     16  # states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
 )
 LARGE = 1 << 22  # numbers in a state beyond which only two are kept
+SMALL = (
+    1 << 16
+)  # numbers in all states up to which all are kept, and the program has no code to replay events
+
+
+# A neuron went through a kink; arrived on one and began to slide; left one it was sliding on; lost its last active
+# sample; met a kink at which the Filippov rule leaves the decision open.
+KINDS = ("crossings", "captures", "releases", "deaths", "nonunique")
 
 
 class Counts(NamedTuple):
-    """How many events there have been so far, one integer for each kind.
+    """How many events there have been so far: ``totals`` (5,), in the order of ``KINDS``.
 
-    Attributes:
-        crossings: a neuron went through a kink.
-        captures: a neuron arrived on a kink and began to slide.
-        releases: a sliding neuron left its kink.
-        deaths: a neuron lost its last active sample.
-        nonunique: the Filippov rule left the decision open.
+    One array and not five: every array of the state of a run is copied, kept and differentiated by code of its own.
     """
 
-    crossings: Int[Array, ""]
-    captures: Int[Array, ""]
-    releases: Int[Array, ""]
-    deaths: Int[Array, ""]
-    nonunique: Int[Array, ""]
+    totals: Int[Array, " kinds"]
 
     @classmethod
     def none(cls) -> "Counts":
         """Return all zeros."""
-        return cls(*[jnp.zeros((), jnp.int32)] * 5)
+        return cls(jnp.zeros(len(KINDS), jnp.int32))
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the sums."""
-        return jax.tree.map(jnp.add, self, other)
+        return Counts(self.totals + other.totals)
+
+    def by_name(self) -> dict[str, Int[Array, ""]]:
+        """Return one number for each kind."""
+        return {name: self.totals[k] for k, name in enumerate(KINDS)}
 
 
-def tally(event: Bool[Array, "m *k"], counted: Bool[Array, " m"]) -> Int[Array, ""]:
-    """Count events of the neurons that are ``counted``."""
-    mask = counted.reshape(-1, *[1] * (event.ndim - 1))
-    return jnp.sum(event & mask, dtype=jnp.int32)
+def tally(counted: Bool[Array, " m"], **events: Bool[Array, "m *k"]) -> Counts:
+    """Count events of the neurons that are ``counted``; one keyword for each of ``KINDS`` there may have been."""
+    number = lambda event: jnp.sum(event.reshape(event.shape[0], -1), axis=1, dtype=jnp.int32)
+    none = jnp.zeros(counted.shape, jnp.int32)
+    table = jnp.stack([number(events[name]) if name in events else none for name in KINDS])
+    return Counts(jnp.sum(jnp.where(counted[None, :], table, 0), axis=1, dtype=jnp.int32))
 
 
 class Rates(NamedTuple):
@@ -105,6 +112,7 @@ def run(
     forward: bool = False,
     first: Advance | None = None,
     together: int = TOGETHER,
+    blocks: int = 1,
 ) -> tuple[Neurons, Counts]:
     """Carry all neurons through all events of a sub-step; one that needs more than ``cap`` keeps its time left.
 
@@ -118,7 +126,17 @@ def run(
         first: what is done before neurons are gathered, instead of ``advance`` itself: something cheaper that carries
             most of them to the end.
         together: up to this many neurons are not gathered but all moved together, which is less to compile.
+        blocks: how many blocks of neurons are moved one after the other. What ``advance`` and ``first`` compute on the
+            way then exists for one block at a time.
     """
+    if blocks > 1:
+        size = neurons.left.shape[0]
+        parts, own = jax.tree.map(lambda u: split_rows(u, blocks), (neurons, rows))
+        parts = parts._replace(left=jnp.where(is_own(size, blocks), parts.left, 0.0))  # copies do not move
+        carry = lambda part: run(advance, *part, shared, cap, forward=forward, first=first, together=together)
+        ends, counts = jax.lax.map(carry, (parts, own))
+        ended = jax.tree.map(lambda u: join_rows(u, size), ends)
+        return ended, jax.tree.map(lambda u: jnp.sum(u, axis=0, dtype=u.dtype), counts)
     arguments = (neurons, rows, shared)
     opening = None if neurons.left.shape[0] <= together else advance if first is None else first
     if forward:
@@ -133,14 +151,19 @@ def _reversible(
     return _loop(arguments, advance, cap, opening)
 
 
+def _kept(neurons: Moving, cap: int) -> int:
+    """Return how many states are kept for reverse mode."""
+    entries = sum(u.size for u in jax.tree.leaves(neurons))
+    return cap if entries * cap <= SMALL else min(cap, KEPT if entries <= LARGE else 2)
+
+
 @_reversible.def_fwd
 def _run_forward(
     perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int, opening: Advance | None
 ) -> tuple:
     """Run, and keep the states before the first events."""
     neurons, rows, shared = arguments
-    entries = sum(u.size for u in jax.tree.leaves(neurons))
-    kept = min(cap, KEPT if entries <= LARGE else 2)
+    kept = _kept(neurons, cap)
     room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
 
     def go(carry: tuple) -> tuple:
@@ -148,8 +171,10 @@ def _run_forward(
         place = jnp.minimum(turn, kept - 1)
 
         def put(states: Array, now: Array) -> Array:
-            old = jax.lax.dynamic_index_in_dim(states, place, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(states, jnp.where(turn < kept, now, old), place, 0)
+            if kept < cap:
+                old = jax.lax.dynamic_index_in_dim(states, place, keepdims=False)
+                now = jnp.where(turn < kept, now, old)
+            return jax.lax.dynamic_update_index_in_dim(states, now, place, 0)
 
         states = jax.tree.map(put, states, now)
         now, more = advance(now, rows, shared)
@@ -186,8 +211,9 @@ def _run_backward(
         turn = turn - 1
         place = jnp.minimum(turn, kept - 1)
         now = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, place, keepdims=False), states)
-        replay = lambda c: (c[0] + 1, advance(c[1], rows, shared)[0])
-        _, now = jax.lax.while_loop(lambda c: c[0] < turn, replay, (place, now))
+        if kept < cap:
+            replay = lambda c: (c[0] + 1, advance(c[1], rows, shared)[0])
+            _, now = jax.lax.while_loop(lambda c: c[0] < turn, replay, (place, now))
         moving, still = eqx.partition(now, eqx.is_inexact_array)
 
         def once(moving: PyTree, smooth: PyTree) -> PyTree:

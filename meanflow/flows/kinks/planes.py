@@ -312,7 +312,7 @@ def _move(
         through,
         jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
     )
-    return moved, counts._replace(nonunique=counts.nonunique + tally(through, counted))
+    return moved, counts.plus(tally(counted, nonunique=through))
 
 
 def _argmin(table: Float[Array, "m n"]) -> Int[Array, " m"]:
