@@ -5,9 +5,11 @@ library is checked against the types and array shapes of its signature. ``--brie
 of every file.
 """
 
+import ctypes
 import gc
 import itertools
 import pathlib
+import resource
 import sys
 import zlib
 
@@ -55,18 +57,30 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
 
 
-MAPS = pathlib.Path("/proc/self/maps")
+MAPS, PAGES = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/self/statm")
 MOST_MAPS = 25_000  # Linux allows a process 65 530 mapped regions; beyond, compiling a program is a segmentation fault
+MOST_GROWTH = 2.5e9  # bytes of memory that compiled programs may take until they are forgotten
 _tests_done = itertools.count(1)
+_held = [0.0]  # bytes that stay when programs have been forgotten
+
+
+def resident():
+    """Return the bytes of memory that this process holds."""
+    return float(PAGES.read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(autouse=True)
 def bounded_memory():
-    """Forget compiled programs when they have become many: each keeps a few regions of memory mapped."""
+    """Forget compiled programs when they have become many: each keeps memory, in a few mapped regions."""
     yield
-    if next(_tests_done) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if next(_tests_done) % 10 or not MAPS.exists():
+        return
+    if MAPS.read_bytes().count(b"\n") > MOST_MAPS or resident() > _held[0] + MOST_GROWTH:
         jax.clear_caches()
         gc.collect()
+        # without this the C library keeps the freed memory; others than glibc have no such function
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
+        _held[0] = resident()
 
 
 @pytest.fixture

@@ -533,7 +533,7 @@ def test_order_through_kinks():
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch, blocks):
-    """5000 neurons, of which those with events are gathered, also in blocks: copies of eight neurons move like these."""
+    """5000 neurons, those with events gathered, also in blocks: copies of eight neurons move like these."""
     from meanflow.flows.kinks import two_layer
     from meanflow.solvers import sliding
 
