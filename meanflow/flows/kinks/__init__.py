@@ -10,5 +10,5 @@ From the solver down to one event; each module uses those below it only:
     cell        the closed form of the motion between planes
     passage     the loop that carries all neurons through all their events, its derivatives, and the counts of events
 
-One input has motions of its own in ``meanflow.univariate`` (``motion``, ``events``), with the same loop and closed form.
+One input has motions of its own (``meanflow.univariate.motion`` and ``events``), with the same loop and closed form.
 """
