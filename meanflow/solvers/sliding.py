@@ -197,9 +197,9 @@ class Sliding(FlowSolver):
             for row in STAGES:
                 carry, _ = stage(carry, row)
         (y1, final), _, _ = carry
-        energy = solver_state.energy
-        if energy is not None:
-            energy = _watch(energy, _energy(motion, args, y1, final), args)
+        energy, now = solver_state.energy, _energy(motion, args, y1, final)
+        if energy is not None and now is not None:
+            energy = _watch(energy, now, args)
         state = Watched(motion.fold(final), energy)
         return y1, None, {"y0": y0, "y1": y1}, state, diffrax.RESULTS.successful  # type: ignore[return-value]
 

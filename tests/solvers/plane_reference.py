@@ -26,11 +26,14 @@ class Reference:
         w = flat.reshape(-1, 1 + self.x.shape[1])
         return w[:, 0], w[:, 1:]
 
+    def residual(self, f):
+        return self.q * (f - self.y)
+
     def forces(self, a, b):
         """Residuals, preactivations, forces of the active samples, and those with the sliding planes projected out."""
         z = b @ self.x.T
         f = (a / len(a)) @ np.where(self.active, z, 0.0)
-        r = self.q * (f - self.y)
+        r = self.residual(f)
         free = (self.active * r) @ self.x
         full, lam = free.copy(), {}
         for i, planes in enumerate(self.slides):

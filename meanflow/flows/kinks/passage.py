@@ -133,7 +133,11 @@ def run(
         size = neurons.left.shape[0]
         parts, own = jax.tree.map(lambda u: split_rows(u, blocks), (neurons, rows))
         parts = parts._replace(left=jnp.where(is_own(size, blocks), parts.left, 0.0))  # copies do not move
-        carry = lambda part: run(advance, *part, shared, cap, forward=forward, first=first, together=together)
+
+        def carry(part: tuple[Neurons, PyTree[Array]]) -> tuple[Neurons, Counts]:
+            some, theirs = part
+            return run(advance, some, theirs, shared, cap, forward=forward, first=first, together=together)
+
         ends, counts = jax.lax.map(carry, (parts, own))
         ended = jax.tree.map(lambda u: join_rows(u, size), ends)
         return ended, jax.tree.map(lambda u: jnp.sum(u, axis=0, dtype=u.dtype), counts)
