@@ -25,7 +25,7 @@ from meanflow_papers.unitization.table_4 import IMAGES
 
 DROPS = (0.3, 0.6, 0.8)  # of the learning rate, in parts of the epochs
 PAPER: Arguments = {"hidden": (), "filters": (64, 64, 128, 128), "strides": (2, 1, 2, 1), "steps": 1500}
-REDUCED: Arguments = {"hidden": (), "filters": (16, 16), "strides": (2, 1), "steps": 300, "batch": 64}
+REDUCED: Arguments = {"hidden": (), "filters": (16, 16), "strides": (2, 1), "steps": 200, "batch": 64}
 
 
 class LayerShifts:
@@ -116,13 +116,13 @@ def draw(data: Arrays) -> Figure:
     minutes=(4.0, 600.0),
     verdict="corrected",
     setup="1-16-16-16-16 convolutions on digits (the paper: six layers of ResNet-110 on CIFAR), SGD with momentum at "
-    "0.05 divided by 5 three times; critics of two 3 x 3 convolutions and 300 steps around each drop (the paper: four "
-    "and 1500 steps, every epoch), exact W1 of 200 images every epoch.",
+    "0.05 divided by 5 three times; critics of two 3 x 3 convolutions and 200 steps around each drop (the paper: four "
+    "and 1500 steps, every epoch), exact W1 of 150 images every epoch.",
     draw=draw,
 )
 def figure_3_layers(
     epochs: int = 40,
-    rows: int = 200,
+    rows: int = 150,
     inputs: int = 400,
     reach: int = 2,
     critic: Arguments = REDUCED,
