@@ -73,7 +73,7 @@ def _turning(directions: np.ndarray, x: np.ndarray, pull: np.ndarray) -> np.ndar
     "004/alignment",
     title="early alignment for vector inputs: neurons from a small start slide on hyperplanes and merge",
     small={"width": 40, "samples": 20},
-    minutes=(1.0, 2.0),
+    minutes=(0.4, 2.0),
     verdict="confirmed",
     setup="inputs on the sphere in d = 2 (8 of them) and d = 10, random labels, balanced neurons of length 1e-3.",
     draw=draw,

@@ -51,7 +51,7 @@ def draw_late(data: Arrays) -> Figure:
     "004/figure-5-late",
     title="Figure 5 at delta = +inf ten times later: most knots have left the samples again",
     small={"seeds": 3},
-    minutes=(0.5, 0.8),
+    minutes=(0.2, 0.8),
     verdict="corrected",
     setup="200 neurons, 20 samples of sin(2 pi x), 100000 epochs at 0.5/lambda_max.",
     draw=draw_late,
