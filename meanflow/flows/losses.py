@@ -105,7 +105,7 @@ class Loss(eqx.Module):
         """Whether targets are classes and outputs their scores."""
         return isinstance(self.function, Softmax)
 
-    def outputs(self, y: jax.Array) -> int | None:
+    def outputs(self, y: jax.Array | np.ndarray) -> int | None:
         """Return how many outputs a network needs for targets ``y``: k, or None for one without an axis."""
         if y.ndim == 2:
             return y.shape[1]

@@ -9,7 +9,7 @@ from meanflow import _checks
 
 
 def alignment(
-    kernel: Float[Array, "T T"], y: Float[Array, " T"], *, centered: bool = False
+    kernel: Float[ArrayLike, "T T"], y: Float[ArrayLike, " T"], *, centered: bool = False
 ) -> Float[Array, ""]:
     """Return <K, y y'> / (|K| |y y'|) in [0, 1]: how much of the kernel points along the target.
 
@@ -22,6 +22,7 @@ def alignment(
     >>> round(float(alignment(y[:, None] * y[None, :], y)), 6)
     1.0
     """
+    kernel, y = jnp.asarray(kernel), jnp.asarray(y)
     if centered:
         y = y - jnp.mean(y)
         kernel = kernel - jnp.mean(kernel, axis=0, keepdims=True)

@@ -17,7 +17,7 @@ from meanflow.kernels.gaussian import as_matrix
 
 
 def from_dual(
-    dual: Float[Array, "*times_n_k"], cross: Float[Array, "S n ..."], start: Float[Array, "S *k"]
+    dual: Float[Array, "*times_n_k"], cross: Float[Array, "..."], start: Float[Array, "S *k"]
 ) -> Float[Array, "*times_S_k"]:
     """Return f(z) = f_0(z) + K(z, x) beta, shape times.shape + start.shape."""
     matrix, first = as_matrix(jnp.asarray(cross)), jnp.asarray(start)
@@ -77,7 +77,7 @@ class LossFlow(eqx.Module):
 
     @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
     def at(
-        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
+        self, cross: Float[Array, "..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
     ) -> Float[Array, "*times_S_k"]:
         """Return f at other points z from ``cross`` = K(z, x) and ``start`` = f_0(z), as ``KernelFlow.at`` does."""
         return from_dual(self.dual(times), cross, start)

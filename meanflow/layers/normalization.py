@@ -229,19 +229,18 @@ class Normalization(nnx.Module):
     def _result(self, x: jax.Array) -> DTypeLike:
         """Return the dtype of the result for an input x."""
         if self.promote_dtype is not None:
-            return self._promoted(x)[0].dtype
+            return self._promoted(x).dtype
         if self.dtype is not None:
             return self.dtype
         parts = [part[...] for part in (self.scale, self.bias) if part is not None]
         return jnp.result_type(x, *parts)
 
-    def _promoted(self, x: jax.Array) -> list[jax.Array]:
-        """Return input, mean, variance, gamma and beta as ``promote_dtype`` gives them."""
+    def _promoted(self, x: jax.Array) -> jax.Array:
+        """Return the input as ``promote_dtype`` gives it beside mean, variance, gamma and beta."""
         assert self.promote_dtype is not None
-        own = [None if u is None else u[...] for u in (self.mean, self.var, self.scale, self.bias)]
-        present = [x, *(u for u in own if u is not None)]
-        promoted = list(self.promote_dtype(tuple(present), dtype=self.dtype))
-        return [promoted.pop(0), *(None if u is None else promoted.pop(0) for u in own)]  # type: ignore[list-item]
+        own = [u[...] for u in (self.mean, self.var, self.scale, self.bias) if u is not None]
+        promoted, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
+        return jnp.asarray(promoted)
 
     def _own(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         """Return gamma and beta such that they lie along the feature axes of x; None where there is none."""
@@ -297,7 +296,7 @@ class Normalization(nnx.Module):
         axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
         if x.size == 0 and not average and (self.center or self.moment):
             raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
-        x = x if self.promote_dtype is None else self._promoted(x)[0]
+        x = x if self.promote_dtype is None else self._promoted(x)
         return functional.widen(x), bool(average), axes
 
     def _feature_axes(self, x: jax.Array) -> tuple[int, ...]:

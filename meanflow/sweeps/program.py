@@ -67,7 +67,7 @@ class RunCell(Cell):
             return self.flow
         return self.flow(**{name: values[name] for name in self.taken["flow"]})
 
-    def solution(self, data: Dataset, inputs: Mapping[str, PyTree]) -> Solution:
+    def solution(self, data: Dataset | None, inputs: Mapping[str, PyTree]) -> Solution:
         """Return the run as the solver returns it."""
         values = self.fixed | inputs["axes"]
         settings = self.settings | {name: values[name] for name in self.taken["solver"]}
@@ -88,7 +88,7 @@ class RunCell(Cell):
             **settings,
         )
 
-    def __call__(self, shared: Dataset, inputs: Mapping[str, PyTree]) -> Results:
+    def __call__(self, shared: Dataset | None, inputs: Mapping[str, PyTree]) -> Results:
         """Return arrays by name; the leading axis of all but ``result`` and the counts is the save time."""
         run = self.solution(shared, inputs)
         reached = jnp.isfinite(run.ts)

@@ -215,10 +215,10 @@ def unitized_standardized_bound(dimension: int, alpha_min: float) -> float:
 def output_bound(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
-    gamma: Shaped[ArrayLike, "*features"],
-    beta: Shaped[ArrayLike, "*features"],
-    gamma_y: Shaped[ArrayLike, "*features"] | None = None,
-    beta_y: Shaped[ArrayLike, "*features"] | None = None,
+    gamma: Shaped[ArrayLike, "..."],
+    beta: Shaped[ArrayLike, "..."],
+    gamma_y: Shaped[ArrayLike, "..."] | None = None,
+    beta_y: Shaped[ArrayLike, "..."] | None = None,
 ) -> Float[Array, ""]:
     """Return an upper bound on W_1 between the outputs gamma x + beta and gamma' y + beta' of a layer.
 

@@ -75,6 +75,7 @@ def test_trainer_of_a_convolutional_network_with_one_compilation():
     assert np.all((record["alignment"] > 0) & (record["alignment"] < 1))
 
 
+@pytest.mark.bad_input
 def test_bad_use():
     x = jnp.ones((4, 2))
     coupled = lambda w, x: x @ w - jnp.mean(x @ w)

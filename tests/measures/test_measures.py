@@ -144,7 +144,11 @@ def test_laws_may_be_numbers_and_functions():
     assert not np.any(flow.init(key, 4, dim=3, b=0.0).particles.b)
     drawn = sample(key, 2000, mf.Polar, {"r": 2, "theta": lambda u: u**2})
     np.testing.assert_allclose(jnp.mean(drawn.particles.theta), 1 / 3, atol=0.03)
-    with pytest.raises(ValueError, match="a must be a number"):
-        flow.init(key, 4, dim=3, a="normal")
     with pytest.raises(ValueError, match="values of b must have shape"):
         flow.init(key, 4, dim=3, b=lambda u: u[:, 0])
+
+
+@pytest.mark.bad_input
+def test_laws_are_no_names():
+    with pytest.raises(ValueError, match="a must be a number"):
+        mf.vanilla("tanh").init(jax.random.key(0), 4, dim=3, a="normal")

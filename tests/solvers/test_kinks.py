@@ -406,7 +406,13 @@ def test_neurons_with_events_left_are_gathered(cap, blocks):
     assert left.max() == 13 and np.sum(left > 1) > 2 * passage.LEAST
     end, counts = jax.jit(
         lambda u: passage.run(
-            shake, Numbers(u, jnp.asarray(left)), jnp.asarray(rows), 1.3, cap, together=8, blocks=blocks
+            shake,
+            Numbers(u, jnp.asarray(left)),
+            jnp.asarray(rows),
+            jnp.array(1.3),
+            cap,
+            together=8,
+            blocks=blocks,
         )
     )(jnp.asarray(u))
     turns = np.minimum(left, cap)

@@ -58,7 +58,7 @@ def arctanh_ratio(v: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def first_root(
-    a: Float[Array, "*n"], b: Float[Array, "*n"], z: Float[Array, "*n"], g2: Float[Array, "*n"]
+    a: Float[Array, "*n"], b: Float[Array, "*n"], z: Float[Array, "*n"], g2: Float[Array, "*#n"]
 ) -> Float[Array, "*n"]:
     """Return the first zero T > 0 of a T^2 + b T + z that has g T < 2, or inf if there is none.
 

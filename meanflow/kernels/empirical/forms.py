@@ -178,7 +178,7 @@ def _patches(site: Site, h: Float[Array, "..."]) -> Float[Array, "G P K"]:
     return jnp.concatenate(pieces, axis=-1)
 
 
-def rows(site: Site, value: Int[Array, "..."], cot: Float[Array, "G P O"]) -> tuple[Array, Array]:
+def rows(site: Site, value: Int[Array, "..."], cot: Float[Array, "... G P O"]) -> tuple[Array, Array]:
     """Return the rows (P,) that a lookup reads, and D without those outside of the table."""
     table = shape_of(site.equation.invars[0])[0]
     flat = value.reshape(-1)

@@ -18,7 +18,7 @@ from meanflow import _checks
 Params: TypeAlias = PyTree
 Statistics: TypeAlias = PyTree
 # axes without a name, since functions take batches of different sizes
-Batch: TypeAlias = Shaped[Array, "_ ..."]
+Batch: TypeAlias = PyTree[Shaped[Array, "_ ..."]]
 Outputs: TypeAlias = Shaped[Array, "_ ..."]
 Apply: TypeAlias = Callable[[Params, Batch], Outputs]
 

@@ -75,7 +75,7 @@ class KernelOperator(eqx.Module):
 
 
 @eqx.filter_jit
-def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array, "n *k"]:
+def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array, "m *k"]:
     product = operator.matvec()
     return product(v) if v.ndim == 1 else jax.vmap(product, in_axes=1, out_axes=1)(v)
 
