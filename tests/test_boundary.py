@@ -39,7 +39,7 @@ PASS_NAN_ON = {
         "on_sample_share",
         "concentration",
     ),
-    *("PiecewiseLinear.__init__", "MLP.lower", "MLP.upper", "MLP.__call__"),
+    *("PiecewiseLinear.__init__", "MLP.lower", "MLP.upper", "MLP.__call__", "ResNet.states"),
 }
 CLASSES = {"record", "chart", "dtype"}  # arguments that are classes
 
