@@ -192,7 +192,7 @@ class Cloud(eqx.Module):
         """
         extra = _checks.whole("size", size, self.size) - self.size
 
-        def grow(u: jax.Array) -> jax.Array:
+        def grow(u: jax.Array | np.ndarray) -> jax.Array:
             return jnp.concatenate([u, jnp.broadcast_to(u[-1:], (extra, *u.shape[1:]))])
 
         weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])

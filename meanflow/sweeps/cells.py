@@ -230,9 +230,11 @@ class Sweep(Plan):
         def most() -> np.ndarray:
             names = self.taken["data"]
             seen = {tuple(self.grid.places(c)[n] for n in names): c for c in range(self.grid.size)}
-            return np.max([flow.loss.outputs(self._data(cell).y) for cell in seen.values()])
+            return np.asarray([flow.loss.outputs(self._data(cell).y) for cell in seen.values()]).max(
+                keepdims=True
+            )
 
-        return int(clouds.remember(self, ("classes",), most))
+        return int(clouds.remember(self, ("classes",), most)[0])
 
     def check(self) -> None:
         """Make the checks that solvers skip while they are being traced, on the first cell of each group."""

@@ -188,7 +188,7 @@ def test_box_least_squares_against_every_pattern():
     f = lambda t: jnp.sum(
         filippov.decide(
             *(jnp.asarray(u) for u in (gram, jump)),
-            pull + t * pull**2,
+            jnp.asarray(pull + t * pull**2),
             *(jnp.asarray(u) for u in (size, valid, sign)),
         ).lam
         ** 2

@@ -137,10 +137,8 @@ def take_sides(contacts: Contacts, kinks: Kinks, choice: filippov.Choice) -> Dec
     return Decision(slides, leaves, target, lam, choice.nonunique & kinks.valid, side)
 
 
-def set_sides(
-    contacts: Contacts, chosen: Bool[Array, "m k"], value: Int[Array, "#m #k"]
-) -> Int[Array, "m n"]:
-    """Return the sides of all planes, with those of the ``chosen`` slots replaced."""
+def set_sides(contacts: Contacts, chosen: Bool[Array, "m k"], value: Int[Array, "..."]) -> Int[Array, "m n"]:
+    """Return the sides of all planes, with those of the ``chosen`` slots replaced by ``value``, () or (m, k)."""
     rows, n = jnp.arange(contacts.slots.shape[0])[:, None], contacts.side.shape[1]
     return contacts.side.at[rows, jnp.where(chosen, contacts.slots, n)].set(value, mode="drop")
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jaxtyping import Array, ArrayLike, Shaped
+from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
@@ -131,7 +131,7 @@ def check_outputs(apply: Apply, params: Params, name: str, x: Batch) -> None:
 
 
 @_checks.arguments(apply=_checks.function, x=batch)
-def is_coupled(apply: Apply, params: Params, x: Shaped[ArrayLike, "T ..."]) -> bool:
+def is_coupled(apply: Apply, params: Params, x: PyTree[Shaped[ArrayLike, "T ..."]]) -> bool:
     """Tell whether the output at one sample depends on the other samples of the batch, by a probe.
 
     A random batch of as many rows as ``x`` is evaluated at once and sample by sample; the engine needs both to agree,

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Shaped
+from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical import cost, structured
@@ -69,8 +69,8 @@ OPTIONS = {
 def ntk_plan(
     apply: Apply | Normalized,
     params: Params,
-    x: Shaped[ArrayLike, "T ..."],
-    z: Shaped[ArrayLike, "S ..."] | None = None,
+    x: PyTree[Shaped[ArrayLike, "T ..."]],
+    z: PyTree[Shaped[ArrayLike, "S ..."]] | None = None,
     *,
     stats: str | None = None,
     outputs: str = "full",
