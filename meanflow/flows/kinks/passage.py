@@ -61,7 +61,7 @@ class Counts(NamedTuple):
         return {name: self.totals[k] for k, name in enumerate(KINDS)}
 
 
-def tally(counted: Bool[Array, " m"], **events: Bool[Array, "m *k"]) -> Counts:
+def tally(counted: Bool[Array, " m"], **events: Bool[Array, "m ..."]) -> Counts:
     """Count events of the neurons that are ``counted``; one keyword for each of ``KINDS`` there may have been."""
     number = lambda event: jnp.sum(event.reshape(event.shape[0], -1), axis=1, dtype=jnp.int32)
     none = jnp.zeros(counted.shape, jnp.int32)
