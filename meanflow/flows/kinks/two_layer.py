@@ -219,8 +219,8 @@ class TwoLayerMotion(FrozenMotion):
 
         Cost: one product of the neurons with the samples and one back, O(m n d), and O(n d) an event, as one row of a
         product. Keeping <x, g> and mending it by rows of the Gram matrix would make an event O(n) for each plane that
-        is touched, 4 times less at d = 100 and 20 times at d = 800 for one plane, about as much for the 16 slots of a
-        neuron at d = 100; but all events of a step together take a small part of its two large products.
+        is touched: measured, 4 times less at d = 100 and 20 times at d = 800 for one plane, but about as much for the
+        16 slots of a neuron at d = 100. Where few neurons meet a kink in a step, events are the smaller part of it.
         Memory: z (m, n) and the sides, beside that O(block) for clouds that ``block_count`` divides.
 
         Decay is exact where both layers decay alike or one is frozen: a = exp(-lam t) A, b = exp(-lam t) B leaves the
