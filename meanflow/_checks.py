@@ -316,9 +316,8 @@ def precision(name: str, value: object) -> object:
     """Accept a type of real floating-point numbers, such as jnp.float32 or its name."""
     try:
         named = isinstance(value, str | type | np.dtype | jnp.dtype) or hasattr(value, "dtype")
-        good = named and not isinstance(
-            value, jax.Array | np.ndarray | np.generic
-        )  # an array would pass for its type
+        # an array would pass for its type
+        good = named and not isinstance(value, jax.Array | np.ndarray | np.generic)
         good = good and jnp.issubdtype(jnp.dtype(value), jnp.floating)  # type: ignore[call-overload]
     except (TypeError, ValueError):
         good = False

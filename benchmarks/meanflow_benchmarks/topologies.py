@@ -89,9 +89,8 @@ def devices(kind: str, count: int = 1) -> np.ndarray:
         found = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}")
     else:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else the compiler asks the network where it is
-        os.environ.setdefault(
-            "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-        )  # nothing is run, so that processes do not collide
+        # nothing is run, so that processes do not collide
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     return np.array(found.devices[:count])
 

@@ -43,9 +43,8 @@ MODEL = {
 }
 
 
-RATE = array(
-    (), (None,), low=0.0
-)  # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+# 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+RATE = array((), (None,), low=0.0)
 
 
 @_checks.arguments(**MODEL, bias=flag, inner=RATE, outer=RATE)

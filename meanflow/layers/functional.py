@@ -40,9 +40,8 @@ def _fits(name: str, part: ArrayLike, x: jax.Array) -> None:
 
 
 X = _checks.array(rank=1, half=True)
-PART = _checks.array(
-    infinite=True, nan=True, least=0, half=True
-)  # of a larger computation, which judges the numbers
+# of a larger computation, which judges the numbers
+PART = _checks.array(infinite=True, nan=True, least=0, half=True)
 LENGTH = _checks.number(low=0)
 MODE = _checks.choice("std", "rms")
 Groups = tuple[tuple[int, ...], ...]
@@ -281,9 +280,8 @@ def _standardize_jvp(
     scale = jnp.ones_like(mean) if moment is None else jnp.sqrt(second + epsilon)
     rate = scale**-1 if gamma is None else gamma / scale
     d_mean = over(dx)
-    same = center == (
-        moment != "rms"
-    )  # u is then the deviation, of which the second moment is taken, over the scale
+    # u is then the deviation, of which the second moment is taken, over the scale
+    same = center == (moment != "rms")
     deviation = u if same else (x if moment == "rms" else x - mean) / scale
     d_scale = over(deviation * dx)  # E[(x - m) (x' - m')] = E[(x - m) x']
     shift = -rate * d_mean if center else None

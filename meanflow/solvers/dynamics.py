@@ -25,10 +25,11 @@ from meanflow.solvers.sliding import FlowSolver
 from meanflow.solvers.solution import RESULTS
 from meanflow.solvers.step import RealScalarLike, Scalar, scalar
 
+# numbers folded into the key, so that noise and samples are independent
 NOISE, SAMPLES = (
     1_000_003,
     1_000_033,
-)  # numbers folded into the key, so that noise and samples are independent
+)
 
 
 class Dynamics(eqx.Module):

@@ -284,8 +284,7 @@ class StepController(diffrax.AbstractStepSizeController):
 def all_finite(tree: PyTree[jax.Array]) -> jax.Array:
     """Return whether every entry of every array is finite, a boolean scalar."""
     finite: dict[tuple[int, ...], jax.Array] = {}
-    for u in jax.tree.leaves(
-        tree
-    ):  # arrays of one shape are reduced together: one loop instead of one for each
+    # arrays of one shape are reduced together: one loop instead of one for each
+    for u in jax.tree.leaves(tree):
         finite[u.shape] = jnp.isfinite(u) & finite.get(u.shape, True)
     return jnp.all(jnp.stack([jnp.all(u) for u in finite.values()]))

@@ -105,9 +105,8 @@ class Sweep(Plan):
             if changed:
                 inputs.append(self._traced_inputs(group, changed))
             else:
-                with (
-                    jax.ensure_compile_time_eval()
-                ):  # clouds are constants, also while a caller is being traced
+                # clouds are constants, also while a caller is being traced
+                with jax.ensure_compile_time_eval():
                     inputs.append(jax.tree.map(jnp.asarray, self.inputs(group, group.cells)))
         parts = [program.batched(self.cell(g), data, i) for g, i in zip(self.groups, inputs, strict=True)]
         names = [name for name in parts[0] if all(name in part for part in parts)]

@@ -89,9 +89,8 @@ def coordinate_check(
     if known.size < 2:
         raise ValueError(f"widths must hold at least two different widths, got {list(widths)}")
     seen = {"check": FunctionObservable(_sizes, from_start=True)} | dict.fromkeys(flow.observables(data))
-    found = sweep(
-        flow, data, widths=known.tolist(), seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings
-    )  # a name mapped to None is left out
+    # a name mapped to None is left out
+    found = sweep(flow, data, widths=known.tolist(), seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings)
     lost = failed(found)
     if bool(lost.any()):
         raise ValueError(f"t1 must be reached by all runs, got {int(lost.sum())} of {lost.size} that failed")

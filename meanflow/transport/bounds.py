@@ -238,7 +238,6 @@ def output_bound(
         jnp.max(jnp.abs(jnp.asarray(g))) * jnp.mean(jnp.linalg.norm(jnp.asarray(u), axis=1))
         for g, u in ((gamma, x), (gamma_y, y))
     ]
-    shift = jnp.broadcast_to(
-        jnp.asarray(beta) - jnp.asarray(beta_y), jnp.shape(x)[1:]
-    )  # one number moves all features
+    # one number moves all features
+    shift = jnp.broadcast_to(jnp.asarray(beta) - jnp.asarray(beta_y), jnp.shape(x)[1:])
     return jnp.linalg.norm(shift) + halves[0] + halves[1]

@@ -50,10 +50,11 @@ def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
 @_checks.arguments(p=array(rank=1, nan=True, infinite=True, least=0))
 def angle_of(p: Float[Array, "*m 2"]) -> Float[Array, "*m"]:
     """Return the angle atan2(p_2, p_1) in (-pi, pi] of each vector; 0 with derivative 0 at the origin."""
+    # by columns, which a compiler fuses; sums over pairs are loops of their own
     along, up = (
         p[..., 0],
         p[..., 1],
-    )  # by columns, which a compiler fuses; sums over pairs are loops of their own
+    )
     good = (along != 0) | (up != 0)
     return jnp.where(good, jnp.arctan2(up, jnp.where(good, along, 1.0)), 0.0)
 

@@ -23,9 +23,8 @@ from meanflow.univariate.hyperbola import HyperbolaChart
 AnyLoss = str | LossFunction | Loss
 Number = float | Float[Array, ""]
 PENALTY = optional(number(low=0))
-MOVES = array(
-    (), (None,), low=0.0
-)  # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+# 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+MOVES = array((), (None,), low=0.0)
 COMMON = {"loss": LOSS, "forces": choice(*FORCES), "centered": flag}
 
 

@@ -73,9 +73,8 @@ def slope_variation(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, "
 def prediction_grid(data: Dataset, points: int = GRID_POINTS) -> Float[Array, " points"]:
     """Return inputs for predictions, (points,): the range of the data widened by 10 % at each end."""
     known = concrete(data.x)
-    array = (
-        jnp if known is None else np
-    )  # on the host, where the inputs are known: nothing is compiled for it
+    # on the host, where the inputs are known: nothing is compiled for it
+    array = jnp if known is None else np
     low, high = (pick(data.x if known is None else known) for pick in (array.min, array.max))
     margin = 0.1 * (high - low)
     return jnp.asarray(array.linspace(low - margin, high + margin, points), data.x.dtype)

@@ -293,9 +293,8 @@ def _least_squares(
     """
     from scipy.optimize import nnls
 
-    rows = np.concatenate(
-        [columns, -columns, free, -free], axis=1
-    )  # +-a.p <= lam, +-b.p <= 0 for p = y - fit
+    # +-a.p <= lam, +-b.p <= 0 for p = y - fit
+    rows = np.concatenate([columns, -columns, free, -free], axis=1)
     limits = np.concatenate([np.full(2 * columns.shape[1], lam), np.zeros(2 * free.shape[1])])
     stacked = np.concatenate([-rows, (rows.T @ y - limits)[None, :]])
     target = np.zeros(len(y) + 1)

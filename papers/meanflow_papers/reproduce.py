@@ -163,9 +163,8 @@ def _blank(entry: Entry, full: bool) -> Record:
 
 def _checks(entry: Entry, outcome: Outcome, full: bool) -> list[Check]:
     """Return the criteria as JSON, with the known reasons of those that fail."""
-    finite = lambda number: (
-        float(number) if math.isfinite(number) else None
-    )  # strict JSON has no NaN and no infinity
+    # strict JSON has no NaN and no infinity
+    finite = lambda number: float(number) if math.isfinite(number) else None
     return [
         {
             "name": c.name,

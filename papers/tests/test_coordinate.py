@@ -38,9 +38,8 @@ def test_placement(norm):
                 leaf.set_value(factor * leaf[...])
         return scaled(x)
 
-    before, *after = jax.jit(jax.vmap(outputs))(
-        1.0 + 2.0 * jnp.eye(5, 4, -1)
-    )  # one layer times 3, each in turn
+    # one layer times 3, each in turn
+    before, *after = jax.jit(jax.vmap(outputs))(1.0 + 2.0 * jnp.eye(5, 4, -1))
     for i in range(4):
         assert np.allclose(after[i], before, rtol=1e-9, atol=1e-9) == (i in where)
     with pytest.raises(ValueError, match="norm must be one of"):

@@ -141,9 +141,8 @@ def test_practical_bound_after_standardisation(d):
         alpha[:, 0] = low
         images = [over_pairs(unitize, u, alpha) for u in standard]
         assert np.all(exact(*images) <= bounds.unitized_standardized_bound(d, low) * (1 + SLACK))
-    both = printed.standardized_layer(
-        jnp.asarray(x[0]), jnp.asarray(y[0]), jnp.asarray(alpha[0])
-    )  # alpha = 1
+    # alpha = 1
+    both = printed.standardized_layer(jnp.asarray(x[0]), jnp.asarray(y[0]), jnp.asarray(alpha[0]))
     assert float(both.distance) <= float(both.corrected) == 2.0 == float(both.printed)
     assert bounds.unitized_standardized_bound(8, 0.5) == pytest.approx(3.83, abs=0.01)
     assert bounds.unitized_standardized_bound(8, 0.0) == pytest.approx(5.66, abs=0.01)

@@ -66,9 +66,8 @@ def test_released_preset_penalty_inputs_and_images():
             if is_kernel
         )
     )
-    wanted = jax.tree.map(
-        lambda g: -0.05 * 1.9 * g, jax.grad(penalty)(params)
-    )  # Nesterov's first step: 1 + 0.9
+    # Nesterov's first step: 1 + 0.9
+    wanted = jax.tree.map(lambda g: -0.05 * 1.9 * g, jax.grad(penalty)(params))
     for found, exact in zip(jax.tree.leaves(steps), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(found, exact, rtol=1e-6)
     marked = sum(

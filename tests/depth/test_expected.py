@@ -271,8 +271,7 @@ def test_no_batched_factorisation_in_the_derivative():
     """Several batched LAPACK calls of one program can deadlock on CPU; products of matrices cannot."""
     calls = lambda f: re.findall(r"@lapack_\w+\(.*", jax.jit(f).lower(jnp.eye(4)).as_text())
     batched = lambda rows: [row for row in rows if re.search(r"tensor<\d+x\d+x\d+xf", row)]
-    assert batched(
-        calls(lambda u: jnp.linalg.cholesky(jnp.stack([u, u])))
-    )  # the pattern finds what it looks for
+    # the pattern finds what it looks for
+    assert batched(calls(lambda u: jnp.linalg.cholesky(jnp.stack([u, u]))))
     found = calls(jax.jacfwd(lambda u: depth.expected.layer_map(u, rescale="std")))
     assert found and not batched(found)

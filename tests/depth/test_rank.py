@@ -104,9 +104,8 @@ def test_rank_bounds_against_scipy_and_minimisation():
         divergence = p * np.log(p / gamma) + (1 - p) * np.log((1 - p) / (1 - gamma))
         np.testing.assert_allclose(bounds.chernoff[j], np.exp(-neurons * divergence), rtol=1e-10)
     limit = depth.rank_bounds(n, 1e-7, np.array([3 * n * 10**7]))
-    np.testing.assert_allclose(
-        limit.chernoff, limit.simple, rtol=1e-5
-    )  # (7b) is the limit gamma -> 0 of (7a)
+    # (7b) is the limit gamma -> 0 of (7a)
+    np.testing.assert_allclose(limit.chernoff, limit.simple, rtol=1e-5)
 
 
 def test_rank_bounds_are_ordered_for_every_alpha_above_one_and_trivial_below():

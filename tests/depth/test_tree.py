@@ -85,9 +85,8 @@ def test_depth_10000_limits_and_sharp_bounds():
             np.testing.assert_allclose(length[inner] / length[-1], limits.ratio_last, rtol=1e-12)
             np.testing.assert_allclose(cosine[inner, 0], limits.cos_first, rtol=1e-11)
             np.testing.assert_allclose(cosine[inner, -1], limits.cos_last, rtol=1e-11)
-            np.testing.assert_allclose(
-                cosine[inner, inner], 1.0, rtol=1e-12
-            )  # item 2: interior samples merge
+            # item 2: interior samples merge
+            np.testing.assert_allclose(cosine[inner, inner], 1.0, rtol=1e-12)
             assert cosine[0, -1] == 0  # item 1
             ratio = min(limits.ratio_first, limits.ratio_last)
             angle = np.arccos(min(limits.cos_first, limits.cos_last))

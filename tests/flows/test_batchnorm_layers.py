@@ -25,9 +25,14 @@ def affine_problem(activation="tanh", outputs=None, points=20, dim=3, width=5):
         make(activation, affine=True).bind(data) for make in (mf.batchnorm, mf.batchnorm_manifold)
     )
     cloud = raw.init(
-        jax.random.key(2), width, dim=dim, outputs=outputs, b=laws.mixed_scales(dim, 0.3, 3.0),
-        scale=laws.uniform(0.5, 1.5), shift=laws.normal(0.5),
-    )  # fmt: skip
+        jax.random.key(2),
+        width,
+        dim=dim,
+        outputs=outputs,
+        b=laws.mixed_scales(dim, 0.3, 3.0),
+        scale=laws.uniform(0.5, 1.5),
+        shift=laws.normal(0.5),
+    )
     return raw, cloud, reduced, geometry.project(cloud, raw.feature.sigma), data
 
 

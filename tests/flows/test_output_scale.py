@@ -157,9 +157,16 @@ def _lazy_runs(activation, power, paired, widths, seeds, steps=400):
         )
 
     runs = mf.sweep(
-        model, data, widths=widths, seeds=seeds, init=init, steps=steps, step=0.05, clock="lazy",
+        model,
+        data,
+        widths=widths,
+        seeds=seeds,
+        init=init,
+        steps=steps,
+        step=0.05,
+        clock="lazy",
         observe=["displacement", "kernel_drift"],
-    )  # fmt: skip
+    )
     return {name: np.exp(np.log(runs[name].isel(step=-1)).mean("seed").values) for name in runs if "d" in name and
             name in ("displacement", "kernel_drift")}  # fmt: skip
 

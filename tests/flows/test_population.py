@@ -87,9 +87,17 @@ def online(d, eta, alpha, start, key):
     data = GaussianPopulation(flow, mf.Cloud(mf.Neurons(jnp.ones(2), jnp.eye(2, d))))
     cloud = mf.Cloud(mf.Neurons(jnp.ones(2), start))
     run = mf.descend(
-        flow, cloud, data, int(alpha * d), step=eta / d, clock="gradient",
-        sampler=data.sample, batch_size=1, key=key, throw=False,
-    )  # fmt: skip
+        flow,
+        cloud,
+        data,
+        int(alpha * d),
+        step=eta / d,
+        clock="gradient",
+        sampler=data.sample,
+        batch_size=1,
+        key=key,
+        throw=False,
+    )
     b = run.final.particles.b
     return b[:, :2], b @ b.T
 

@@ -90,9 +90,12 @@ def test_logistic_flow_of_the_output_layer_reaches_the_largest_margin_of_the_ker
     # the programme against a general solver: least |w| with margins at least 1
     features = np.asarray(flow.feature.hidden(start, LINE.x)) * 0.1 * np.asarray(LINE.y)[:, None]
     found = optimize.minimize(
-        lambda w: w @ w, np.zeros(100), jac=lambda w: 2 * w, method="SLSQP",
+        lambda w: w @ w,
+        np.zeros(100),
+        jac=lambda w: 2 * w,
+        method="SLSQP",
         constraints={"type": "ineq", "fun": lambda w: features @ w - 1, "jac": lambda w: features},
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(best, 1 / np.sqrt(found.fun), rtol=1e-4)
 
 
@@ -133,21 +136,22 @@ def test_softmax_flow_of_three_classes_reaches_the_largest_margin_of_the_kernel(
     run = mf.descend(
         flow, start, data, 3000, step=2.0, every=1000, clock="normalized", observe="kernel_margin"
     )
-    hidden = np.asarray(flow.feature.hidden(start, data.x)) / np.sqrt(
-        40
-    )  # weights 1/40, of which one root is the norm's
+    # weights 1/40, of which one root is the norm's
+    hidden = np.asarray(flow.feature.hidden(start, data.x)) / np.sqrt(40)
     rows = []
     for features, label in zip(hidden, np.asarray(data.y, int), strict=True):
         for other in {0, 1, 2} - {label}:
             rows.append(np.outer(features, np.eye(3)[label] - np.eye(3)[other]).ravel())
     rows = np.array(rows)
     found = optimize.minimize(
-        lambda w: w @ w, np.zeros(120), jac=lambda w: 2 * w, method="SLSQP",
+        lambda w: w @ w,
+        np.zeros(120),
+        jac=lambda w: 2 * w,
+        method="SLSQP",
         constraints={"type": "ineq", "fun": lambda w: rows @ w - 1, "jac": lambda w: rows},
-    )  # fmt: skip
-    ratio = np.asarray(run.observed["kernel_margin"])[1:] * np.sqrt(
-        found.fun
-    )  # all margins are 0 at the start
+    )
+    # all margins are 0 at the start
+    ratio = np.asarray(run.observed["kernel_margin"])[1:] * np.sqrt(found.fun)
     assert np.all(np.diff(ratio) > 0) and 0.99 < ratio[-1] < 1 + 1e-4
 
 

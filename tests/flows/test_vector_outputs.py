@@ -321,9 +321,14 @@ def test_samples_that_miss_a_class_get_networks_of_the_same_kind():
     x = np.random.default_rng(0).normal(size=(8, 2))
     data = lambda key, samples: mf.Dataset(x[:samples], np.arange(8)[:samples] // 2)
     plan = mf.sweeps.prepare(
-        mf.vanilla("tanh", "softmax"), data, widths=[3], axes={"samples": [3, 8]}, steps=1, step=0.1,
+        mf.vanilla("tanh", "softmax"),
+        data,
+        widths=[3],
+        axes={"samples": [3, 8]},
+        steps=1,
+        step=0.1,
         observe=["accuracy"],
-    )  # fmt: skip
+    )
     assert [plan.cloud(width=3, samples=n, seed=0).particles.a.shape for n in (3, 8)] == [(3, 4), (3, 4)]
 
 
@@ -333,9 +338,15 @@ def test_ten_digits_are_learned_by_adam_on_minibatches():
     flow = mf.vanilla("relu", "softmax", alpha="sqrt", bias=True)
     cloud = flow.init(jax.random.key(0), 100, dim=64, outputs=10)
     run = mf.descend(
-        flow, cloud, train, 1000, optimizer=optax.adam(5e-3), batch_size=64, key=jax.random.key(1),
+        flow,
+        cloud,
+        train,
+        1000,
+        optimizer=optax.adam(5e-3),
+        batch_size=64,
+        key=jax.random.key(1),
         observe=["accuracy"],
-    )  # fmt: skip
+    )
     guess = jnp.argmax(mf.predict(flow, run.final, np.asarray(rows.test_x, float)), axis=1)
     found = float(jnp.mean(guess == rows.test_y))
     assert found > 0.95, found

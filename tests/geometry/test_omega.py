@@ -85,9 +85,8 @@ def test_exp_and_log_are_inverse_and_stay_on_omega(dim):
     np.testing.assert_allclose(np.einsum("ki,kij,kj->k", ends, sigmas, ends), 1, rtol=1e-13)
     np.testing.assert_allclose(back, v, atol=1e-12 * np.linalg.norm(v, axis=1).max())
     np.testing.assert_allclose(distance, 2.5, rtol=1e-12)  # dist is the norm of log
-    np.testing.assert_allclose(
-        np.einsum("ki,kij,kj->k", points, sigmas, back), 0, atol=1e-10
-    )  # log is tangent
+    # log is tangent
+    np.testing.assert_allclose(np.einsum("ki,kij,kj->k", points, sigmas, back), 0, atol=1e-10)
     np.testing.assert_allclose(square, 2.5**2, rtol=1e-10)  # constant speed along the geodesic
 
 

@@ -68,10 +68,11 @@ def test_momentum():
     features, y = jax.random.normal(KEYS[0], (6, 4)), jax.random.normal(KEYS[6], (6,))
     kernel, other = features @ features.T, jax.random.normal(KEYS[1], (3, 4))
     top = jnp.linalg.eigvalsh(kernel)[-1] / 6
+    # the second damps the top mode best
     for momentum, rate in (
         (0.9, 0.1),
         (0.5, float((1 - 0.5**0.5) ** 2 / top)),
-    ):  # the second damps the top mode best
+    ):
         optimizer = optax.sgd(rate, momentum=momentum)
         loss = lambda w: 0.5 * jnp.mean((features @ w - y) ** 2)
         w, seen = jnp.zeros(4), []

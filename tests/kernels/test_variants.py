@@ -26,9 +26,8 @@ def net(p, x):
     return (jnp.tanh(x @ p["first"]["w"] + p["first"]["b"][None]) @ p["last"]).reshape(-1, 3, 2)
 
 
-FULL = kernels.empirical_ntk(
-    net, PARAMS, X, Z
-)  # (T, S, 3, 2, 3, 2), tested against explicit Jacobians elsewhere
+# (T, S, 3, 2, 3, 2), tested against explicit Jacobians elsewhere
+FULL = kernels.empirical_ntk(net, PARAMS, X, Z)
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,8 @@ def test_convolutions_by_hand():
     """A linear convolution has kernels that can be written down; positions with and without pairs agree."""
     nngp, ntk = wide(lambda h: h.conv((3,), weight_variance=1.0), LINE, LINE[:2], pairs=True)
     padded = np.pad(LINE, ((0, 0), (1, 1), (0, 0)))
-    patches = np.stack(
-        [padded[:, p : p + 3].reshape(3, -1) for p in range(6)], 1
-    )  # (T, P, window x channels)
+    # (T, P, window x channels)
+    patches = np.stack([padded[:, p : p + 3].reshape(3, -1) for p in range(6)], 1)
     exact = np.einsum("tpi,sqi->tspq", patches, patches[:2]) / 6
     np.testing.assert_allclose(nngp, exact, rtol=1e-10)
     np.testing.assert_allclose(ntk, exact, rtol=1e-10)

@@ -464,9 +464,8 @@ def test_bad_batches_do_not_enter_the_running_moments(kind):
         return layer(x), nnx.state(layer, nnx.BatchStat)
 
     out, after = step(state, bad)
-    assert np.all(
-        np.isnan(out[:, 2]) if kind is not UnitizedBatchNorm else np.isnan(out).any(1)
-    )  # it is seen
+    # it is seen
+    assert np.all(np.isnan(out[:, 2]) if kind is not UnitizedBatchNorm else np.isnan(out).any(1))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert np.all(np.isfinite(new))
         np.testing.assert_array_equal(new[2], old[2])

@@ -22,9 +22,8 @@ def test_directions_bars_have_the_shares_as_areas():
     )
     ax = clouds.directions(cloud, bins=4)
     np.testing.assert_allclose([bar.get_height() ** 2 for bar in ax.patches], [0.75, 0.0, 0.25, 0.0])
-    assert ax.patches[0].get_x() == pytest.approx(
-        -np.pi / 4
-    )  # the first sector is centered on the first axis
+    # the first sector is centered on the first axis
+    assert ax.patches[0].get_x() == pytest.approx(-np.pi / 4)
 
 
 def test_needles_end_on_one_circle():

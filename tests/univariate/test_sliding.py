@@ -22,9 +22,8 @@ from meanflow.univariate import balance, events
 
 EVENTS = ("crossings", "captures", "releases", "deaths", "nonunique")
 frozen = lambda f, y: f * y  # a linear loss freezes the residual at y
-ONE = Dataset(
-    jnp.array([-1.0, 0.0, 1.0]), jnp.array([-0.5, 1.0, -0.6]), weights="sum"
-)  # the one-neuron case of the theory
+# the one-neuron case of the theory
+ONE = Dataset(jnp.array([-1.0, 0.0, 1.0]), jnp.array([-0.5, 1.0, -0.6]), weights="sum")
 
 
 def problem(kind, seed, m=8, s=6):
@@ -427,9 +426,8 @@ def test_a_run_whose_energy_rises_is_no_result():
     good, bad = run(0.005), run(0.1, throw=False)
     assert bool(good.ok) and bad.result == mf.RESULTS.energy_rose and not bool(bad.ok)
     assert bool(jnp.isfinite(bad.energy[-1])) and float(bad.energy[-1]) > 3 * float(good.energy[-1])
-    assert float(mf.energy(flow, bad.final, data)) < float(
-        mf.energy(flow, cloud, data)
-    )  # the ends do not tell
+    # the ends do not tell
+    assert float(mf.energy(flow, bad.final, data)) < float(mf.energy(flow, cloud, data))
     with pytest.raises(RuntimeError, match="energy rose.*smaller steps"):
         run(0.1)
 
@@ -496,9 +494,8 @@ def test_death_is_final_and_counted():
     assert int(sol.stats["deaths"]) == 1
     a = np.asarray(sol.clouds.particles.a[:, 0])
     assert a[1] == a[2] != a[0]
-    np.testing.assert_allclose(
-        sol.final.particles.a[0], sol.final.particles.b[0], rtol=1e-12
-    )  # at the ray x = 1
+    # at the ray x = 1
+    np.testing.assert_allclose(sol.final.particles.a[0], sol.final.particles.b[0], rtol=1e-12)
 
 
 def test_reference_reproduces_the_exact_one_neuron_solution():

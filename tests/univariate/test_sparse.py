@@ -281,9 +281,8 @@ def test_balance_under_gradient_descent_is_exact(key):
         after = balance(z - lr * (g + rate * z))
         ours = descended_balance(balance(z), tuple(g), lr, rate)
         np.testing.assert_allclose(after, ours, atol=1e-14)
-    assert (
-        jnp.max(jnp.abs(balance(z - lr * g) - balance(z))) > 1e-4
-    )  # the flow's invariant is not the iteration's
+    # the flow's invariant is not the iteration's
+    assert jnp.max(jnp.abs(balance(z - lr * g) - balance(z))) > 1e-4
 
 
 def test_weight_decay_minimises_the_charge():

@@ -20,18 +20,15 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow.flows.blocks import is_own, join_rows, split_rows
 
-TOGETHER = (
-    4096  # up to this many neurons all are moved together in every event, if a motion does not say otherwise
-)
+# up to this many neurons all are moved together in every event, if a motion does not say otherwise
+TOGETHER = 4096
 BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
 LEAST = 16  # but at least this many
-KEPT = (
-    16  # states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
-)
+# states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
+KEPT = 16
 LARGE = 1 << 22  # numbers in a state beyond which only two are kept
-SMALL = (
-    1 << 16
-)  # numbers in all states up to which all are kept, and the program has no code to replay events
+# numbers in all states up to which all are kept, and the program has no code to replay events
+SMALL = 1 << 16
 
 
 # A neuron went through a kink; arrived on one and began to slide; left one it was sliding on; lost its last active

@@ -87,7 +87,8 @@ def _precisions(program: Any) -> Iterator[float]:
     if isinstance(program, list | tuple):
         for part in program:
             yield from _precisions(part)
-    elif isinstance(program, Jaxpr):  # asked first: from jax 0.12 on a closed one is one of these, and its own jaxpr
+    elif isinstance(program, Jaxpr):
+        # first: from jax 0.12 on a closed one is one of these, and its own jaxpr
         for equation in program.eqns:
             for value in (*equation.invars, *equation.outvars):
                 dtype = getattr(value.aval, "dtype", None)  # some values, such as tokens, have none

@@ -144,9 +144,8 @@ def _pairs(share: structured.Share, block: Block) -> float:
     return 2.0 * groups * positions**2 * (block.outputs if block.kept == "diagonal" else 1)
 
 
-_PULLED = (
-    2**25
-)  # bytes of cotangents that are pulled back at a time through coupled samples: a part of the cache
+# bytes of cotangents that are pulled back at a time through coupled samples: a part of the cache
+_PULLED = 2**25
 
 
 def coupled_layout(

@@ -26,9 +26,8 @@ from meanflow.kernels.empirical.modules import (
     one_by_one,
 )
 
-if (
-    TYPE_CHECKING
-):  # flax is loaded by whoever has an NNX module: importing the kernels must not cost that time
+# flax is loaded by whoever has an NNX module: importing the kernels must not cost that time
+if TYPE_CHECKING:
     from flax import nnx
 
     from meanflow.layers.normalization import Normalization

@@ -225,9 +225,8 @@ def _count_plain_methods(
     rows, columns = block.rows * many, block.columns * many
     both = rows if block.symmetric else rows + columns
     product = 2.0 * block.rows * block.columns * parameters * (many**2 if block.kept == "full" else many)
-    batches = (
-        1.0 if coupled else float(block.columns)
-    )  # a coupled function is evaluated on the whole batch at once
+    # a coupled function is evaluated on the whole batch at once
+    batches = 1.0 if coupled else float(block.columns)
     total = {
         "jacobian": pull * both + Cost(product, 3.0 * both * parameters),
         "products": pull * rows + (counted.forward + counted.forward + slow) * (rows * batches),

@@ -105,9 +105,13 @@ def linear_recenter(n: int = 10, width: int = 300, layers: int = 30) -> Outcome:
         jax.random.key(81), x, [width] * layers, activation="linear", weights="orthogonal", observe=mean
     )
     free = depth.propagate(
-        jax.random.key(81), x - x.mean(0, keepdims=True), [width] * layers,
-        recenter=False, activation="linear", weights="orthogonal",
-    )  # fmt: skip
+        jax.random.key(81),
+        x - x.mean(0, keepdims=True),
+        [width] * layers,
+        recenter=False,
+        activation="linear",
+        weights="orthogonal",
+    )
     error = jnp.max(jnp.abs(run.final - free.final)) / jnp.max(jnp.abs(free.final))
     return Outcome(
         name="002/linear-recenter",

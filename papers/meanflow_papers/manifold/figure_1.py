@@ -56,9 +56,8 @@ def courses(
     """Train both networks on sqrt 5 |d.x| / sd(d.x) from the same start, and compare speeds and alignment."""
     x = quasi_normal(points, variances)
     direction = np.array([np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))])
-    size = np.sqrt(
-        5.0 / (np.array(variances) @ direction**2)
-    )  # all targets have the size of |x_1| in the paper's setting
+    # all targets have the size of |x_1| in the paper's setting
+    size = np.sqrt(5.0 / (np.array(variances) @ direction**2))
     data = mf.Dataset(x, size * np.abs(x @ direction))
     see = {"speed": tangential_speeds, "turning": turning, "cloud": lambda flow, cloud, data: cloud}
     flows = {"bn": mf.batchnorm().bind(data), "vanilla": mf.vanilla()}

@@ -21,9 +21,8 @@ def draw(data: Arrays) -> Figure:
         values = np.asarray(data["final"][name], float)
         fine = np.isfinite(values) & (values < 1e3)
         ax.plot(etas[fine], values[fine], marker="os^"[k], color=COLORS[k], label=label)
-        if (
-            not fine.all()
-        ):  # a diverged run has no loss to draw: the curve ends with an arrow out of the picture
+        # a diverged run has no loss to draw: the curve ends with an arrow out of the picture
+        if not fine.all():
             last = int(np.flatnonzero(fine)[-1])
             ax.annotate(
                 "",

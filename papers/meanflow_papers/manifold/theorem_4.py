@@ -277,9 +277,8 @@ def theorem_4_bounds(width: int = 256, t1: float = 5.0) -> Outcome:
     speed, size = np.asarray(sol.observed["speed"]), np.abs(a).max(axis=1)
     start = float(energy[0])
     sharp = np.sqrt(2 * start)  # (|s(0)| + Lip s) = 1 for tanh, and E (bb . x)^2 = 1
-    reach = np.linalg.norm(np.asarray(data.x), axis=1).max() / np.sqrt(
-        min(SPREAD)
-    )  # C_b C_x; s(0) = 0, Lip s = 1
+    # C_b C_x; s(0) = 0, Lip s = 1
+    reach = np.linalg.norm(np.asarray(data.x), axis=1).max() / np.sqrt(min(SPREAD))
     top, gain = float(np.max(np.abs(data.y))) * reach, reach**2
     envelope = ((top + gain * size[0]) * np.exp(gain * times) - top) / gain
     moved = np.mean((a - a[:1]) ** 2, axis=1)

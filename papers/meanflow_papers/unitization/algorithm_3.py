@@ -65,9 +65,8 @@ def algorithm_3(dimension: int = 32, samples: int = 600) -> Outcome:
     data: Arrays = {}
     for name, x in cases.items():
         out = transport.critic_distance(x, z, key=jax.random.key(2))
-        w = float(
-            transport.covariate_shift.paired_distance(x, z)
-        )  # both couplings are monotone, so this pairing is optimal
+        # both couplings are monotone, so this pairing is optimal
+        w = float(transport.covariate_shift.paired_distance(x, z))
         data[name] = {
             "w1": w,
             "ratio": float(out.value) / w,
