@@ -394,6 +394,7 @@ def test_all_contractions(name, monkeypatch):
     """Each parameter in parameter space, at once and in slices, and in sample space, whatever is cheaper."""
     monkeypatch.setattr(contraction, "WHOLE", 0)  # so that networks of this size are sliced
     monkeypatch.setattr(contraction, "_SLICE", 200)
+    monkeypatch.setattr(contraction, "blocks", lambda rows, wide: 2)  # and cut into blocks
     apply, params, x, _, same, _ = oracle(name)
     leaves, structure = jax.tree.flatten(params)
     one = lambda some, sample: apply(jax.tree.unflatten(structure, some), jnp.stack([sample] * 2))[0].reshape(
@@ -467,6 +468,21 @@ def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monke
             apply, params, x, other, outputs="trace", method="structured", limit=2**30
         )
         np.testing.assert_allclose(ours, np.einsum("tscc->ts", exact), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("outputs", ["full", pytest.param("diagonal", marks=pytest.mark.slow)])
+def test_blocks_of_a_symmetric_kernel_are_differentiated_apart_where_it_is_wide(monkeypatch, outputs):
+    """Networks of this size are too narrow; cut by force, into blocks of unequal lengths."""
+    for name, value in (("_PIECE", 1), ("_HELD", 0), ("blocks", lambda rows, wide: 2), ("_PARTS", 3)):
+        monkeypatch.setattr(layout, name, value)
+    apply, params, x, _, same, _ = oracle("conv, 2-D")
+    program = lambda p: kernels.empirical_ntk(
+        apply, p, x, outputs=outputs, stats="frozen", method="structured", limit=2**29
+    )
+    # a loop over samples for each block but the first, which has one sample
+    assert str(jax.make_jaxpr(program)(params)).count("scan[") == 2
+    exact = np.einsum(KEPT[outputs], same)
+    np.testing.assert_allclose(program(params), exact, rtol=1e-10, atol=1e-12)
 
 
 def test_uses_are_understood():

@@ -1,5 +1,6 @@
 """From each parameter's factors at all samples to the kernel of all pairs of samples."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -106,9 +107,9 @@ def all_pairs(
     count = _samples(left)
     if not symmetric or rows < count:
         return by_pieces(lambda some: contract(some, right, outputs), left, rows)
-    cuts = [blocks(count, _wide(a, outputs)) for a in left]
-    pick = lambda factors, cut: [a for a, b in zip(factors, cuts, strict=True) if b == cut]
-    total = [_mirrored(pick(left, n), pick(right, n), outputs, count, n) for n in sorted(set(cuts))]
+    counts = [blocks(count, _wide(a, outputs)) for a in left]
+    pick = lambda factors, cut: [a for a, b in zip(factors, counts, strict=True) if b == cut]
+    total = [_mirrored(pick(left, n), pick(right, n), outputs, count, n) for n in sorted(set(counts))]
     return sum(total[1:], total[0])
 
 
@@ -116,9 +117,33 @@ def _mirrored(
     left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int, cut: int
 ) -> Float[Array, "T T ..."]:
     """Contract the blocks on and below the diagonal, and reflect those below."""
-    edges = [rows * i // cut for i in range(cut + 1)]
+    edges = cuts(rows, cut)
     spans = [(start, stop, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-    below = _contract_spans(left, right, outputs, spans)
+    return _reflected(_contract_spans(left, right, outputs, spans), edges, outputs)
+
+
+def cuts(rows: int, count: int) -> list[int]:
+    """Return where ``count`` blocks of rows begin, and where the last one ends.
+
+    >>> cuts(10, 4)
+    [0, 2, 5, 7, 10]
+    """
+    return [rows * i // count for i in range(count + 1)]
+
+
+def pairs_of_blocks(parts: Sequence[Sequence[Factor]], outputs: str) -> Float[Array, "T T ..."]:
+    """Contract a symmetric kernel from the factors of each block of its rows.
+
+    Factors that were made block by block need not be copied out of larger arrays, which costs more than half of what
+    reflecting saves.
+    """
+    edges = [0, *itertools.accumulate(_samples(part) for part in parts)]
+    below = [[contract(one, other, outputs) for other in parts[: i + 1]] for i, one in enumerate(parts)]
+    return _reflected([jnp.concatenate(line, axis=1) for line in below], edges, outputs)
+
+
+def _reflected(below: Sequence[Array], edges: Sequence[int], outputs: str) -> Float[Array, "T T ..."]:
+    """Complete the blocks on and below the diagonal, given as lines that end there, by their mirror images."""
     mirror = (1, 0, 3, 2) if outputs == "full" else (1, 0, 2) if outputs == "diagonal" else (1, 0)
     lines = []
     for i, line in enumerate(below):

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from meanflow.kernels.empirical import forms
 from meanflow.kernels.empirical.contraction import blocks
-from meanflow.kernels.empirical.sites import shape_of
+from meanflow.kernels.empirical.sites import carried_arguments, shape_of
 
 TOUCH = 40.0  # operations of a matrix product in the time that one number takes to pass through memory
 
@@ -110,7 +110,7 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
     name, options = equation.primitive.name, equation.params
     inner = [j for j in map(_jaxpr, _nested(options)) if j is not None]
     if name == "scan":
-        carried = slice(options["num_consts"], options["num_consts"] + options["num_carry"])
+        carried = carried_arguments(equation)
         _, outs = _count(inner[0], ins)
         ins[carried] = [max(a, b) for a, b in zip(ins[carried], outs, strict=False)]
         one, outs = _count(inner[0], ins)

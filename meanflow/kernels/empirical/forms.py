@@ -6,7 +6,6 @@ J[g, k, o] = sum over p of h[g, p, k] D[g, p, o] with D = df/dy. A convolution t
 input; a lookup of rows does with h the indicator of the row, which is never formed.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -152,30 +151,31 @@ def cotangent(site: Site, value: Float[Array, "..."]) -> Float[Array, "G P O"]:
 
 
 def _patches(site: Site, h: Float[Array, "..."]) -> Float[Array, "G P K"]:
-    """Return what each entry of a convolution's output sees of its input, kernel positions first in k."""
+    """Return what each entry of a convolution's output sees of its input, kernel positions first in k.
+
+    Shifted copies are put side by side along one axis of space after the other: each step moves runs of numbers that
+    are longer than those of the step before, which is faster than all shifts at once.
+    """
     options = site.equation.params
     batch, channels, *space = options["dimension_numbers"].lhs_spec
     window = [shape_of(site.equation.invars[1])[i] for i in options["dimension_numbers"].rhs_spec[2:]]
     groups, dilation = options["feature_group_count"], options["rhs_dilation"]
-    strides = options["window_strides"]
     h = jnp.transpose(h, (batch, *space, channels))
     edges = [
         (low, high, inner - 1)
         for (low, high), inner in zip(options["padding"], options["lhs_dilation"], strict=True)
     ]
-    padded = jax.lax.pad(h, jnp.zeros((), h.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
-    out = [
-        (n - (k - 1) * d - 1) // s + 1
-        for n, k, d, s in zip(padded.shape[1:-1], window, dilation, strides, strict=True)
-    ]
-    count, width = h.shape[0], h.shape[-1]
-    pieces = []
-    for offset in itertools.product(*map(range, window)):
-        start = [i * d for i, d in zip(offset, dilation, strict=True)]
-        stop = [i + (n - 1) * s + 1 for i, n, s in zip(start, out, strides, strict=True)]
-        piece = jax.lax.slice(padded, (0, *start, 0), (count, *stop, width), (1, *strides, 1))
-        pieces.append(jnp.swapaxes(piece.reshape(-1, groups, width // groups), 0, 1))
-    return jnp.concatenate(pieces, axis=-1)
+    seen = jax.lax.pad(h, jnp.zeros((), h.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+    seen = seen.reshape((*seen.shape[:-1], groups, -1))
+    # from the last axis of space to the first, whose kernel positions then come first in k
+    for axis in reversed(range(len(space))):
+        width, apart, stride = window[axis], dilation[axis], options["window_strides"][axis]
+        reach = seen.shape[1 + axis] - (width - 1) * apart
+        shifts = [
+            jax.lax.slice_in_dim(seen, i * apart, i * apart + reach, stride, 1 + axis) for i in range(width)
+        ]
+        seen = jnp.concatenate(shifts, axis=-1)
+    return jnp.swapaxes(seen.reshape(-1, groups, seen.shape[-1]), 0, 1)
 
 
 def rows(site: Site, value: Int[Array, "..."], cot: Float[Array, "... G P O"]) -> tuple[Array, Array]:

@@ -97,7 +97,9 @@ def empirical_ntk(
             not depend on each other.
 
     Returns:
-        The kernel in the dtype of the outputs. It can be differentiated in ``params``.
+        The kernel in the dtype of the outputs. It can be differentiated in ``params``: the derivative is that of the
+        kernel as a function of them, "frozen" statistics moving along, and does not see neurons that change sides of
+        a kink.
 
     Cost, P parameters, F operations a forward pass of one sample, b bytes a number. Time: jacobian
     (T + S) C F + T S C^2 P; products T S C F; structured (T + S) C F and for each parameter the less of T S C^2 P

@@ -21,6 +21,7 @@ class Layout(NamedTuple):
         rows: rows of the kernel contracted at a time.
         held: whether the factors of all columns are kept; otherwise they are made anew for every block of rows.
         piece: samples (for coupled functions: rows of outputs) differentiated at a time.
+        parts: blocks of samples whose factors are made apart, so that a symmetric kernel is contracted by half.
         cost: operations and numbers.
         bytes: peak memory, the kernel included.
     """
@@ -29,6 +30,7 @@ class Layout(NamedTuple):
     rows: int
     held: bool
     piece: int
+    parts: int
     cost: Cost
     bytes: float
 
@@ -37,6 +39,8 @@ class Layout(NamedTuple):
 _PIECE = 2**21
 # Bytes up to which a program runs in memory that the process holds already; above, every page is faulted in anew.
 _HELD = 2**25
+# Blocks of rows that are differentiated apart; each is compiled anew.
+_PARTS = 4
 # By how much the compiler's placing of buffers exceeds what must be alive at once.
 _PLACING = 1.4
 
@@ -89,7 +93,10 @@ def _lay_out(
     )
     rows = chunk if chunk is not None else fitting(block.rows, limit / 32, row_bytes)
     if not held:
+        # three blocks are alive at once, or two larger ones where blocks divide the kernel
+        even = _dividing(block.rows, min(rows, fitting(block.rows, 3 * limit / 16, itemsize * stored)))
         rows = min(rows, fitting(block.rows, limit / 8, itemsize * stored))
+        rows = even if chunk is None and even >= rows else rows
     rows = min(rows, block.rows)
     piece = piece if held else min(piece, rows)
     rounds = 1.0 if held else 1.0 + math.ceil(block.rows / rows) * block.columns / block.samples
@@ -97,18 +104,22 @@ def _lay_out(
     for share in shares:
         way = cost.by_jacobian if share.mode in ("jacobian", "slices") else cost.by_gram
         total = total + way(block, share.sizes)
-    samples = block.samples if held else 2 * rows
+    # a last block of fewer rows is a program of its own, for which the compiler keeps room
+    left_over = block.rows % rows > 0 or block.columns % rows > 0
+    samples = block.samples if held else (3 if left_over else 2) * rows
     formed = max((_formed(s, outputs) for s in shares), default=0.0)
     if piece < samples:
-        # what a loop leaves is there whole, and blocks of a symmetric kernel are copied out of J
-        copied = block.kept == "full" and block.symmetric and blocks(block.rows, outputs) > 1
-        copies = sum(_stored(traced, s, outputs) for s in shares if s.mode == "jacobian") if copied else 0.0
-        alive = samples * (stored + copies + formed) + piece * passing
+        # what a loop leaves is there whole
+        alive = samples * (stored + formed) + piece * passing
     else:  # layer by layer: its cotangents, those that are pulled through it, its factors and a slice of its J
         pulled = 2 * outputs * counted.largest
         alive = _PLACING * (samples * (stored + formed + pulled) + _slice(shares, block))
     memory = itemsize * (block.rows * block.columns * block.kernel + alive) + rows * row_bytes
-    return Layout(shares, rows, held, piece, total, memory)
+    # what loops leave of each block is an array of its own, which need not be cut out of a larger one
+    whole = held and rows == block.rows and block.symmetric
+    wide = outputs if block.kept == "full" else 1
+    parts = _PARTS if whole and piece < samples and blocks(rows, wide) > 1 else 1
+    return Layout(shares, rows, held, piece, parts, total, memory)
 
 
 def _slice(plan: list[structured.Share], block: Block) -> float:
@@ -185,7 +196,7 @@ def coupled_layout(
         stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else positions)
     kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
     memory = item * (kernel + stored + 2 * counted.stored) + min(piece, block.rows) * row
-    return Layout(plan, block.rows, True, min(piece, block.rows), total, memory)
+    return Layout(plan, block.rows, True, min(piece, block.rows), 1, total, memory)
 
 
 def _entries(traced: structured.Traced) -> int:
@@ -196,3 +207,12 @@ def fitting(most: int, limit: float, one: float) -> int:
     """Return how many things of ``one`` byte size fit, at least one and at most ``most``, in even parts of ``most``."""
     parts = math.ceil(most / max(1, min(most, int(limit / max(one, 1.0)))))
     return math.ceil(most / parts)
+
+
+def _dividing(count: int, most: int) -> int:
+    """Return the largest divisor of ``count`` up to ``most``.
+
+    >>> _dividing(1024, 259)
+    256
+    """
+    return max(n for n in range(1, most + 1) if count % n == 0)

@@ -124,6 +124,10 @@ def _laid_out_kernel(
 ) -> Float[Array, "T S ..."]:
     """Differentiate and contract as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
+    if plan.parts > 1:
+        edges = contraction.cuts(block.rows, plan.parts)
+        parts = [at(x[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        return contraction.pairs_of_blocks(parts, block.kept)
     if plan.held:
         left = at(x)
         return contraction.all_pairs(left, left if z is None else at(z), block.kept, plan.rows, z is None)

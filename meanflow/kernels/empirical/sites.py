@@ -88,7 +88,7 @@ class Site:
     def out(self) -> jax.ShapeDtypeStruct:
         """Shape of y in one round of the loops."""
         y = self.equation.outvars[0]
-        return jax.ShapeDtypeStruct(shape_of(y), _dtype_of(y))
+        return jax.ShapeDtypeStruct(shape_of(y), dtype_of(y))
 
     @property
     def partner(self) -> int:
@@ -154,6 +154,19 @@ def inner_jaxpr(equation: JaxprEqn) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, []) if isinstance(jaxpr, Jaxpr) else jaxpr
 
 
+def carried_arguments(equation: JaxprEqn) -> slice:
+    """Return which arguments of a scan are carried; constants come before them, sequences after.
+
+    Found by ranks, because releases of JAX differ in what a scan says of itself: the body sees sequences without their
+    first axis, and what is not carried on leaves it without the axis along which its rounds are stacked.
+    """
+    body = inner_jaxpr(equation).jaxpr
+    ranks = lambda variables: [len(shape_of(v)) for v in variables]
+    same = lambda outer, inner: sum(a == b for a, b in zip(ranks(outer), ranks(inner), strict=True))
+    carried, first = same(equation.outvars, body.outvars), same(equation.invars, body.invars)
+    return slice(first - carried, first)
+
+
 def execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     """Return one equation's outputs. It runs as a trace of its own: only JAX knows how primitives are called."""
     inputs = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, Literal)}
@@ -173,7 +186,8 @@ def shape_of(variable: Var | Literal) -> tuple[int, ...]:
     return tuple(value.shape)
 
 
-def _dtype_of(variable: Var | Literal) -> np.dtype:
+def dtype_of(variable: Var | Literal) -> np.dtype:
+    """Return the kind of numbers of a variable of a jaxpr."""
     value: Any = variable.aval
     return value.dtype
 
@@ -290,8 +304,8 @@ class _Walk:
         self, scope: Scope, place: int, equation: JaxprEqn, tags: list[Tag], lengths: tuple[int, ...]
     ) -> list[Tag]:
         """Enter a loop: constants show the same parameter in every round, sequences show its slices."""
-        options = equation.params
-        constants, carried = options["num_consts"], options["num_carry"]
+        held = carried_arguments(equation)
+        constants, carried = held.start, held.stop - held.start
         inside: list[Tag] = []
         for i, tag in enumerate(tags):
             if constants <= i < constants + carried:
@@ -309,7 +323,7 @@ class _Walk:
         # a carried constant may depend on the sample after a round
         before = set(self.direct), self.count, len(self.roots)
         while True:
-            inner, outs = self.scope(inner_jaxpr(equation), inside, (*lengths, options["length"]))
+            inner, outs = self.scope(inner_jaxpr(equation), inside, (*lengths, equation.params["length"]))
             changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
             if not changed:
                 break
@@ -339,13 +353,13 @@ def _fold(jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: 
     if any(k is None for k in known) or not known or len(equation.outvars) != 1:
         return
     out = equation.outvars[0]
-    if not jnp.issubdtype(_dtype_of(out), jnp.inexact):
+    if not jnp.issubdtype(dtype_of(out), jnp.inexact):
         return
     if name in ("broadcast_in_dim", "convert_element_type", "copy"):
         numbers[out] = known[0] or 0.0
     elif name in _FOLDED and all(shape_of(v) == () for v in equation.invars):
         with jax.ensure_compile_time_eval():
-            operands = [np.asarray(k, _dtype_of(v)) for k, v in zip(known, equation.invars, strict=True)]
+            operands = [np.asarray(k, dtype_of(v)) for k, v in zip(known, equation.invars, strict=True)]
             numbers[out] = float(execute(jaxpr, equation, operands)[0])
 
 
@@ -370,7 +384,7 @@ def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]
     if name == "copy":
         return view
     if name == "convert_element_type":  # a cast to lower precision loses something
-        return view if options["new_dtype"] == _dtype_of(equation.invars[0]) else None
+        return view if options["new_dtype"] == dtype_of(equation.invars[0]) else None
     if name == "transpose":
         return view._replace(steps=(*view.steps, ("transpose", tuple(options["permutation"]))))
     order = list(options.get("broadcast_dimensions", ()))
@@ -400,11 +414,11 @@ def show(view: View, root: Value) -> Value:
 def _is_product(equation: JaxprEqn, operand: int) -> bool:
     """Tell whether an equation is a product that this package knows, with the parameter as this operand."""
     out, weight = equation.outvars[0], equation.invars[operand]
-    if _dtype_of(out) != _dtype_of(weight) or not jnp.issubdtype(_dtype_of(out), jnp.floating):
+    if dtype_of(out) != dtype_of(weight) or not jnp.issubdtype(dtype_of(out), jnp.floating):
         return False
     name, options = equation.primitive.name, equation.params
     if name == "dot_general":
-        return _dtype_of(equation.invars[1 - operand]) == _dtype_of(weight)
+        return dtype_of(equation.invars[1 - operand]) == dtype_of(weight)
     if name == "conv_general_dilated":
         return operand == 1 and options["batch_group_count"] == 1
     numbers, table = options["dimension_numbers"], shape_of(weight)
@@ -465,8 +479,8 @@ def _evaluate_scan(
     scope: Scope, equation: JaxprEqn, operands: Sequence[Value], taps: Mapping[int, Value]
 ) -> tuple[list[Value], dict[int, Value]]:
     """Run a loop whose rounds take their own taps, and return what its sites see in every round."""
-    options = equation.params
-    first, last = options["num_consts"], options["num_consts"] + options["num_carry"]
+    options, held = equation.params, carried_arguments(equation)
+    first, last = held.start, held.stop
     numbers = [s.number for s in scope.sites() if s.number in taps]
 
     def body(carry: list[Array], item: tuple[list[Array], dict[int, Array]]) -> Any:

@@ -32,7 +32,7 @@ from meanflow.kernels.empirical.contraction import (
     by_pieces,
 )
 from meanflow.kernels.empirical.convolution import channels_last
-from meanflow.kernels.empirical.sites import Analysis, Site, analyze, evaluate
+from meanflow.kernels.empirical.sites import Analysis, Site, analyze, dtype_of, evaluate, shape_of
 
 Sample: TypeAlias = PyTree  # one sample, or a batch of them, of any structure
 # (leaves of the parameters, sample) -> outputs at that sample
@@ -278,7 +278,7 @@ def _derived(traced: Traced, leaves: Sequence[Array]) -> dict[int, Array]:
     """Return the roots that are functions of parameters alone; they need no sample, so any will do."""
     closed = traced.analysis.scope.closed
     rest = closed.jaxpr.invars[len(leaves) :]
-    samples = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in rest]
+    samples = [jnp.zeros(shape_of(v), dtype_of(v)) for v in rest]
     roots: dict[int, Any] = {}
     evaluate(traced.analysis.scope, [*leaves, *samples], {}, roots)
     used = {s.view.root for s in traced.sites.values()}
