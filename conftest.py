@@ -18,6 +18,9 @@ import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes and drops many small objects. By default the garbage collector looks through them so often that it takes
+# an eighth of the suite's time; `bounded_memory` below collects when memory grows.
+gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_addoption(parser):

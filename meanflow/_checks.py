@@ -188,10 +188,11 @@ def array(
 def _check_squares(name: str, known: np.ndarray, dtype: np.dtype) -> None:
     """Refuse entries whose squares, times the number of entries, are out of the range of the working precision."""
     limits = jnp.finfo(dtype)
-    size = np.abs(known[known != 0].astype(np.float64))
+    size = np.abs(known if known.dtype.kind == "f" else known.astype(np.float64))
+    top, least = float(size.max(initial=0)), float(size.min(initial=np.inf, where=size != 0))
     low, high = float(limits.tiny) ** 0.5, (float(limits.max) / max(known.size, 1)) ** 0.5
-    if size.size and (size.max() > high or size.min() < low):
-        worst = size.max() if size.max() > high else size.min()
+    if top > high or least < low:
+        worst = top if top > high else least
         raise ValueError(
             f"{name} must have entries that are 0 or from {low:.1g} to {high:.1g} in size, so that squares are numbers "
             f"of type {np.dtype(dtype).name}, got {worst:.3g}"

@@ -127,6 +127,34 @@ def loglog_slope(
     return float(np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float)), 1)[0])
 
 
+def weighted_gram(
+    u: Float[Array, "n m"], v: Float[Array, "k m"], weights: Float[Array, " m"]
+) -> Float[Array, "n k"]:
+    """Return u diag(weights) v' with weights >= 0; the same array for u and v makes one pass over it less.
+
+    >>> u = jnp.array([[1.0, 2.0]])
+    >>> float(weighted_gram(u, u, jnp.array([4.0, 1.0]))[0, 0])
+    8.0
+    """
+    return _own_gram(u, weights) if u is v else (u * weights[None, :]) @ v.T
+
+
+@jax.custom_jvp
+def _own_gram(u: Float[Array, "n m"], weights: Float[Array, " m"]) -> Float[Array, "n n"]:
+    # one array instead of u and u * weights: beside the product, time goes into writing such arrays
+    scaled = u * jnp.sqrt(weights)[None, :]
+    return scaled @ scaled.T
+
+
+@_own_gram.defjvp
+def _own_gram_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # by the other form, as the root has no derivative at the weight 0 of padding
+    plain = lambda u, weights: (u * weights[None, :]) @ u.T
+    return _own_gram(*primals), jax.jvp(plain, primals, tangents)[1]
+
+
 _SQUARINGS = 24
 
 
@@ -203,7 +231,7 @@ def iterate(
         every: steps between two observations.
         observe: state -> pytree of arrays.
         checkpoint: in reverse mode keep about 2 sqrt(every) states per observation instead of every one, for
-            one more forward pass.
+            one more forward pass. What a step computes on the way is never kept.
         first: observe the initial state too. The observation is compiled once for all: it may be larger than a step.
 
     Returns:
@@ -243,6 +271,9 @@ def _run(
 ) -> State:
     """Take ``length`` steps without observing."""
 
+    # In reverse mode each step keeps its state alone: what it computes on the way (activations of all samples and
+    # neurons) is as large as many states, and cheaper to compute again than to write and read.
+    @jax.checkpoint
     def one(state: State, slice_: PyTree) -> tuple[State, None]:
         return step(state, slice_), None
 
@@ -252,13 +283,10 @@ def _run(
     # Segments of about sqrt(length) steps: only their starts are stored, the inside is recomputed.
     size = _segment(length)
     count = length // size
-    # Inside a segment each step keeps its state alone: what it computes on the way (activations of all samples and
-    # neurons) is as large as many states, and cheaper to compute again than to write and read.
-    lean = jax.checkpoint(one)
 
     @jax.checkpoint
     def segment(state: State, slices: PyTree) -> tuple[State, None]:
-        return jax.lax.scan(lean, state, slices, length=size)
+        return jax.lax.scan(one, state, slices, length=size)
 
     head = _split(jax.tree.map(lambda u: u[: count * size], inputs), count, size)
     state, _ = jax.lax.scan(segment, state, head, length=count)

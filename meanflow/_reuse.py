@@ -1,4 +1,4 @@
-"""One object for functions of equal value, so that compiled programs are found again.
+"""Compiled programs are found again: one object for functions of equal value, and a lean way to call programs.
 
 JAX finds a compiled program by the functions that were compiled in. A lambda or ``optax.adam(0.1)`` made anew is
 another object, although it computes the same, and would be compiled again. ``canonical`` returns the first one of the
@@ -9,7 +9,8 @@ import enum
 import functools
 import types
 from collections import OrderedDict
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -17,9 +18,11 @@ import numpy as np
 
 from meanflow._identity import is_library, names_used
 
+Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 KEPT = 512
 LARGEST = 4096  # entries of arrays that are compared by value
+_ARRAY = object()  # stands for an array among what decides a program
 _KNOWN: OrderedDict[Any, Any] = OrderedDict()
 _KEYS: dict[int, Any] = {}  # the key of each value that is kept, by its address
 
@@ -106,6 +109,41 @@ def _array_key(value: Any) -> Any:
     except (jax.errors.TracerArrayConversionError, TypeError) as problem:  # traced, or a key
         raise _Unknown from problem
     return "array", type(value), array.dtype.str, array.shape, array.tobytes()
+
+
+def compiled(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """Compile a function of pytrees that returns arrays; what is no array in its arguments decides the program.
+
+    This is ``equinox.filter_jit`` without donation and results that are no arrays, for programs that are called often:
+    a call takes two thirds of the time.
+
+    >>> power = compiled(lambda u, name: u**2 if name == "square" else u)
+    >>> float(power(jax.numpy.asarray(3.0), "square"))
+    9.0
+    """
+
+    def run(fixed: tuple[Any, tuple], arrays: list[Any]) -> Value:
+        structure, others = fixed
+        rest = iter(arrays)
+        leaves = [next(rest) if other is _ARRAY else other for other in others]
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        return function(*args, **kwargs)
+
+    run.__name__ = getattr(function, "__name__", "run")  # the name that profiles show
+    program = jax.jit(run, static_argnums=0)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays, others = [], []
+        for leaf in leaves:
+            known = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+            others.append(_ARRAY if known else leaf)
+            if known:
+                arrays.append(leaf)
+        return program((structure, tuple(others)), arrays)
+
+    return call
 
 
 class _Same:

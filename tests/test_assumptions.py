@@ -15,6 +15,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from meanflow.kernels.empirical.sites import carried_arguments
+
 
 def equations(function, *arguments):
     """The equations of a traced function by the names of their primitives, the last one of each name."""
@@ -45,7 +47,7 @@ PRIMITIVES = {
     "scan": (
         lambda w: jax.lax.scan(lambda h, _: (h @ w, None), w, None, length=2)[0],
         (SQUARE,),
-        ("jaxpr", "num_consts", "num_carry", "length", "reverse", "unroll"),
+        ("jaxpr", "length", "reverse", "unroll"),
     ),
     "transpose": (jnp.transpose, (SQUARE,), ("permutation",)),
     "reshape": (lambda w: w.reshape(9), (SQUARE,), ("dimensions",)),
@@ -73,6 +75,17 @@ def test_jax_names_primitives_and_their_options(name):
         found |= {e.primitive.name: e for e in getattr(inner, "jaxpr", inner).eqns}
     assert name in found
     assert set(options) <= set(found[name].params)
+
+
+def test_ranks_tell_constants_carried_values_and_sequences_of_a_scan_apart():
+    """``sites.carried_arguments``: one constant, two carried values, one sequence; one output is stacked."""
+
+    def loop(w, x, y, items):
+        body = lambda h, item: ((h[0] @ w + item, h[1] + 1.0), jnp.sum(item))
+        return jax.lax.scan(body, (x, y), items)
+
+    found = equations(loop, SQUARE, SQUARE, jnp.zeros(3), jnp.ones((3, 3, 3)))["scan"]
+    assert carried_arguments(found) == slice(1, 3)
 
 
 def test_jax_runs_one_equation_of_a_jaxpr_alone():

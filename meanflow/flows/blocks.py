@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def predict(feature: "Feature", cloud: Cloud, x: jax.Array) -> jax.Array:
     """Return ``feature.predict(cloud, x)``, (n,) or (n, k)."""
-    count = feature.blocks(cloud, x)
+    count = _count(feature, cloud, x)
     if count == 1:
         return feature.predict(cloud, x)
 
@@ -48,7 +48,7 @@ def linearize_data(feature: "Feature", cloud: Cloud, data: Dataset) -> tuple[jax
 def _linearize(
     feature: "Feature", cloud: Cloud, x: jax.Array, of_block: Callable[[Cloud], tuple[jax.Array, "Pull"]]
 ) -> tuple[jax.Array, "Pull"]:
-    count = feature.blocks(cloud, x)
+    count = _count(feature, cloud, x)
     if count == 1:
         return of_block(cloud)
 
@@ -60,10 +60,16 @@ def _linearize(
 
 def potential(feature: "Feature", cloud: Cloud, x: jax.Array, g: jax.Array) -> jax.Array:
     """Return ``feature.potential(cloud, x, g)``, (m,)."""
-    count = feature.blocks(cloud, x)
+    count = _count(feature, cloud, x)
     if count == 1:
         return feature.potential(cloud, x, g)
     return _each(lambda block: feature.potential(block, x, g), cloud, count)
+
+
+def _count(feature: "Feature", cloud: Cloud, x: jax.Array) -> int:
+    """Return the number of blocks that the feature asks for, or a little more where these come out even."""
+    count = feature.blocks(cloud, x)
+    return 1 if count == 1 else next((k for k in range(count, 2 * count) if cloud.size % k == 0), count)
 
 
 def _each(function: Callable[[Cloud], PyTree[jax.Array]], cloud: Cloud, count: int) -> PyTree[jax.Array]:
@@ -75,25 +81,34 @@ def _each(function: Callable[[Cloud], PyTree[jax.Array]], cloud: Cloud, count: i
 def split_rows(u: jax.Array, count: int) -> jax.Array:
     """Return the rows of an array as ``count`` blocks (count, size, ...), filled up with copies of the last row.
 
-    Block k holds the rows k, k + count, k + 2 count, ...: where a cloud is spread over devices each of them then holds
-    a part of every block, and none waits for another.
+    With several devices block k holds the rows k, k + count, k + 2 count, ...: where a cloud is spread over them, each
+    then holds a part of every block, and none waits for another. With one device blocks are cut as they lie in memory:
+    nothing is copied where they come out even.
     """
     size = -(-u.shape[0] // count)
     missing = count * size - u.shape[0]
     if missing:
         u = jnp.concatenate([u, jnp.broadcast_to(u[-1:], (missing, *u.shape[1:]))])
-    return jnp.moveaxis(u.reshape(size, count, *u.shape[1:]), 1, 0)
+    if _interleaved():
+        return jnp.moveaxis(u.reshape(size, count, *u.shape[1:]), 1, 0)
+    return u.reshape(count, size, *u.shape[1:])
+
+
+def _interleaved() -> bool:
+    """Say whether a block takes every ``count``-th row: there are devices over which rows may be spread."""
+    return jax.device_count() > 1
 
 
 def join_rows(u: jax.Array, rows: int) -> jax.Array:
     """Return the first ``rows`` rows of an array in blocks, the way back from ``split_rows``."""
-    return jnp.moveaxis(u, 0, 1).reshape(-1, *u.shape[2:])[:rows]
+    return (jnp.moveaxis(u, 0, 1) if _interleaved() else u).reshape(-1, *u.shape[2:])[:rows]
 
 
 def is_own(rows: int, count: int) -> jax.Array:
     """Return which rows of the blocks that ``split_rows`` makes are no copies, (count, size)."""
     size = -(-rows // count)
-    return (jnp.arange(size) * count)[None, :] + jnp.arange(count)[:, None] < rows
+    place = jnp.arange(count * size)
+    return (place.reshape(size, count).T if _interleaved() else place.reshape(count, size)) < rows
 
 
 def _split(cloud: Cloud, count: int) -> Cloud:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from meanflow import _checks, activations
+from meanflow._numerics import weighted_gram
 from meanflow.activations import Activation
 from meanflow.flows.observables import Observable, Predictions
 from meanflow.geometry import omega, sphere
@@ -261,17 +262,21 @@ class TwoLayer(Feature):
         """
         if type(space) not in (Space, LayerRates):
             return None
-        b = cloud.particles.b
-        if self.bias:
-            x, z = (jnp.concatenate([u, jnp.ones_like(u[:, :1])], axis=1) for u in (x, z))
-        (value_x, slope_x), (value_z, slope_z) = (self._activate(u @ b.T) for u in (x, z))
+        same, b = z is x, cloud.particles.b
+        x, z = self.inputs(x), self.inputs(z)
+        value_x, slope_x = self._activate(x @ b.T)
+        value_z, slope_z = (value_x, slope_x) if same else self._activate(z @ b.T)
         gram = x @ z.T
+        # products of two different outputs may be negative
+        signed = cloud.particles.a.ndim > 1 and outputs == "full"
         if isinstance(space, LayerRates):
             outer_rate, inner_rate = space.rates(cloud)
             value_x, slope_x = value_x * outer_rate[None, :], slope_x * inner_rate[None, :]
 
         def inner(weight: jax.Array) -> jax.Array:
-            return ((slope_x * weight[None, :]) @ slope_z.T) * gram
+            if signed:
+                return ((slope_x * weight[None, :]) @ slope_z.T) * gram
+            return weighted_gram(slope_x, slope_z, weight) * gram
 
         return self._join(cloud, (value_x, value_z), inner, outputs)
 
@@ -296,7 +301,7 @@ class TwoLayer(Feature):
         """
         scale = cloud.weights if self.scaling.kind == "m" else cloud.weights * self.scaling.ratio(cloud) ** 2
         a = cloud.particles.a
-        outer = (values[0] * scale[None, :]) @ values[1].T
+        outer = weighted_gram(*values, scale)
         if a.ndim == 1:
             return outer + inner(scale * a**2)
         count = a.shape[1]

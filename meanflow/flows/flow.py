@@ -30,7 +30,7 @@ from meanflow._checks import (
     taking,
     unchecked,
 )
-from meanflow._reuse import canonical
+from meanflow._reuse import canonical, compiled
 from meanflow.flows import blocks, equation
 from meanflow.flows.features import Feature
 from meanflow.flows.losses import LOSS, Loss
@@ -305,7 +305,7 @@ def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> 
     (2,)
     """
     inputs = jnp.asarray(x)
-    flow.check(cloud, inputs)
+    type(flow).check(flow, cloud, inputs)
     return _predict(flow, cloud, inputs)
 
 
@@ -386,18 +386,18 @@ def tangent_kernel(
     """
     left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
     for inputs in (left,) if right is None else (left, right):
-        flow.check(cloud, inputs)
+        type(flow).check(flow, cloud, inputs)
     return _tangent_kernel(flow, cloud, left, right, chunk, outputs)
 
 
-_predict = eqx.filter_jit(equation.predict)
-_energy = eqx.filter_jit(equation.energy)
-_velocity = eqx.filter_jit(equation.velocity)
-_dissipation = eqx.filter_jit(equation.dissipation)
-_first_variation = eqx.filter_jit(equation.first_variation)
+_predict = compiled(equation.predict)
+_energy = compiled(equation.energy)
+_velocity = compiled(equation.velocity)
+_dissipation = compiled(equation.dissipation)
+_first_variation = compiled(equation.first_variation)
 
 
-@eqx.filter_jit
+@compiled
 def _tangent_kernel(
     flow: Flow, cloud: Cloud, x: jax.Array, z: jax.Array | None, chunk: int, outputs: str
 ) -> jax.Array:

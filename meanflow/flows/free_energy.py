@@ -66,7 +66,7 @@ def free_energy(
     bound = prepare(flow, cloud, data)
     weights = np.asarray(cloud.weights, np.float64)
     real = weights > 0
-    if np.ptp(weights[real]) > 1e-6 * weights.max():
+    if np.ptp(weights[real]) > 1e-6 * np.max(weights):
         raise ValueError(
             "cloud must have equal weights, got unequal ones; call meanflow.measures.resample first"
         )

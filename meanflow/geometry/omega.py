@@ -47,7 +47,7 @@ def null_projector(sigma: Matrix) -> Matrix | None:
         return None
     eps, matrix = float(np.finfo(known.dtype).eps), known.astype(np.float64)
     variance = np.diagonal(matrix)
-    constant = variance <= eps * variance.max(initial=0.0)
+    constant = variance <= eps * np.max(variance, initial=0.0)
     root = np.sqrt(np.where(constant, 1.0, variance))
     moving = ~constant
     correlation = (matrix / np.outer(root, root))[np.ix_(moving, moving)]

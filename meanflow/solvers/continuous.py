@@ -1,7 +1,8 @@
 """Continuous time: the flow as an ODE, on diffrax."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import diffrax
 import equinox as eqx
@@ -23,6 +24,7 @@ from meanflow._checks import (
     prng_key,
     unchecked,
 )
+from meanflow._reuse import compiled
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
@@ -58,10 +60,10 @@ from meanflow.solvers.step import (
     scalar,
 )
 
-ADJOINTS: dict[str, Callable[[], diffrax.AbstractAdjoint]] = {
-    "checkpoint": diffrax.RecursiveCheckpointAdjoint,
-    "full": diffrax.DirectAdjoint,
-    "forward": diffrax.ForwardMode,
+ADJOINTS: dict[str, diffrax.AbstractAdjoint] = {
+    "checkpoint": diffrax.RecursiveCheckpointAdjoint(),
+    "full": diffrax.DirectAdjoint(),
+    "forward": diffrax.ForwardMode(),
 }
 RTOL, ATOL = 1e-7, 1e-9
 MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
@@ -92,8 +94,11 @@ class _Steady(eqx.Module):
         return args.dissipation(args.cloud(y)) < self.tolerance**2
 
 
-class SolveOptions(eqx.Module):
-    """The arguments of ``solve`` beside flow, cloud and data, checked and in the form the compiled program takes."""
+class SolveOptions(NamedTuple):
+    """The arguments of ``solve`` beside flow, cloud and data, checked and in the form the compiled program takes.
+
+    A tuple, which is made in no time; text and integers in it are fixed in the program, as all that is no array.
+    """
 
     t0: Scalar
     t1: Scalar
@@ -107,8 +112,8 @@ class SolveOptions(eqx.Module):
     steady: Scalar | None
     dynamics: Dynamics
     settings: Settings
-    clock: str = eqx.field(static=True)
-    max_steps: int = eqx.field(static=True)
+    clock: str
+    max_steps: int
 
 
 @_checks.arguments(
@@ -229,7 +234,7 @@ def solve(
     settings = _settings(method.solver, rule, clock, dynamics)
     if state is not None:
         check_resumed(state, settings, data)
-    backward = ADJOINTS[adjoint]() if isinstance(adjoint, str) else adjoint
+    backward = ADJOINTS[adjoint] if isinstance(adjoint, str) else adjoint
     options = SolveOptions(
         t0=start,
         t1=end,
@@ -252,7 +257,7 @@ def solve(
         # may go to and fro between two of them
         method = rougher(method)
         settings = _settings(method.solver, rule, clock, dynamics)
-        options = dataclasses.replace(options, solver=method.solver, settings=settings)
+        options = options._replace(solver=method.solver, settings=settings)
         solution = _solve(flow, cloud, data, options, None)
     if throw:
         raise_on_failure(solution)
@@ -281,12 +286,12 @@ def _with_error(
     return eqx.tree_at(lambda s: s.stats, solution, solution.stats | {"error": error})
 
 
-@eqx.filter_jit
+@compiled
 def _distance(flow: Flow, one: Cloud, other: Cloud) -> jax.Array:
     return observables.displacement(flow, one, other)
 
 
-@eqx.filter_jit
+@compiled
 def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state: State | None) -> Solution:
     solver, observe = options.solver, options.observe
     speed = scaling.speed(options.clock, flow.scaling, cloud)
@@ -423,9 +428,9 @@ def _settings(
         "solver": type(solver).__name__,
         "clock": clock,
         "step": type(rule).__name__ if rule else "adaptive",
-    } | dynamics.names()
+    } | type(dynamics).names(dynamics)
     numbers = {} if rule is None or isinstance(rule, ConstantStep) else rule_numbers(rule)
-    return Settings(numbers | dynamics.numbers(), tuple(names.items()))
+    return Settings(numbers | type(dynamics).numbers(dynamics), tuple(names.items()))
 
 
 def rule_numbers(rule: StepRule) -> dict[str, jax.Array]:

@@ -16,7 +16,7 @@ from meanflow import _checks
 from meanflow._checks import choice, count, flag, instance, number, optional, prng_key, taking
 from meanflow._identity import describe, json_digest
 from meanflow._numerics import KeyBits, iterate
-from meanflow._reuse import canonical
+from meanflow._reuse import canonical, compiled
 from meanflow.flows import equation, observables
 from meanflow.flows.flow import FLOW, Flow, prepare
 from meanflow.flows.observables import Observable, Observe
@@ -50,8 +50,11 @@ METHOD = instance(
 OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
 
 
-class DescentOptions(eqx.Module):
-    """The arguments of ``descend`` beside flow, cloud and data, checked and in the form the compiled program takes."""
+class DescentOptions(NamedTuple):
+    """The arguments of ``descend`` beside flow, cloud and data, checked and in the form the compiled program takes.
+
+    A tuple as ``SolveOptions``; text and integers in it are fixed in the program.
+    """
 
     optimizer: optax.GradientTransformation
     solver: diffrax.AbstractERK | None
@@ -61,12 +64,12 @@ class DescentOptions(eqx.Module):
     sampler: Sampler | None
     dynamics: Dynamics
     settings: Settings
-    steps: int = eqx.field(static=True)
-    every: int = eqx.field(static=True)
-    batch_size: int | None = eqx.field(static=True)
-    replace: bool = eqx.field(static=True)
-    clock: str = eqx.field(static=True)
-    adjoint: str = eqx.field(static=True)
+    steps: int
+    every: int
+    batch_size: int | None
+    replace: bool
+    clock: str
+    adjoint: str
 
 
 class _Carry(NamedTuple):
@@ -151,7 +154,8 @@ def descend(
         key: PRNG key of the minibatches. The batch of a step is a function of this key and of the number of the
             step, so runs can be resumed.
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``.
-        adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (all).
+        adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (the state of
+            every step, which spares one pass over the steps).
         state: ``Solution.state`` of an earlier run; goes on bit for bit (to rounding with ``solver``). Data and
             settings must be those of that run, except for a constant step, ``steps``, ``every`` and ``observe``.
         throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the result is not finite. Inside jit,
@@ -202,13 +206,13 @@ def descend(
         "batch_size": str(batch_size),
         "replace": str(replace),
         "statistics": statistics,
-    } | dynamics.names()
+    } | type(dynamics).names(dynamics)
     if solver is not None:
         names["solver"] = type(solver).__name__
     if sampler is not None:
         names["sampler"] = "fresh samples"
     numbers = {} if isinstance(rule, ConstantStep) else rule_numbers(rule)
-    settings = Settings(numbers | dynamics.numbers(), tuple(names.items()))
+    settings = Settings(numbers | type(dynamics).numbers(dynamics), tuple(names.items()))
     if state is not None:
         check_resumed(state, settings, data)
     options = DescentOptions(
@@ -235,7 +239,7 @@ def descend(
     return solution
 
 
-@eqx.filter_jit
+@compiled
 def _descend(
     flow: Flow, cloud: Cloud, data: Dataset, options: DescentOptions, state: State | None
 ) -> Solution:

@@ -124,6 +124,8 @@ def check_sampler(
 
 
 def _is_zero(value: float | jax.Array) -> bool:
+    if isinstance(value, float | int):  # the usual case, without a way through numpy
+        return value == 0
     known = _checks.concrete(value)
     return known is not None and bool(np.all(known == 0))
 

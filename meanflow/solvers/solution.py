@@ -125,7 +125,7 @@ def begin(flow: Flow, cloud: Cloud, state: State | None) -> Flow:
     """Return the flow of a run from ``cloud``; a resumed run of a centered flow must know where the first one began."""
     if state is not None and flow.centered and flow.offset is None:
         raise ValueError("state of a centered flow needs flow.begin(start), with the cloud of the first run")
-    return flow.begin(cloud)
+    return type(flow).begin(flow, cloud)
 
 
 def check_resumed(state: State, settings: Settings, data: Dataset) -> None:

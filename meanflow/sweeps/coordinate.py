@@ -85,12 +85,12 @@ def coordinate_check(
         raise ValueError(
             f"flow must be a vanilla two-layer flow, got the feature {type(flow.feature).__name__}"
         )
-    known = np.asarray(sorted({int(w) for w in widths}))
-    if known.size < 2:
+    known = sorted({int(w) for w in widths})
+    if len(known) < 2:
         raise ValueError(f"widths must hold at least two different widths, got {list(widths)}")
     seen = {"check": FunctionObservable(_sizes, from_start=True)} | dict.fromkeys(flow.observables(data))
     # a name mapped to None is left out
-    found = sweep(flow, data, widths=known.tolist(), seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings)
+    found = sweep(flow, data, widths=known, seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings)
     lost = failed(found)
     if bool(lost.any()):
         raise ValueError(f"t1 must be reached by all runs, got {int(lost.sum())} of {lost.size} that failed")
@@ -98,5 +98,6 @@ def coordinate_check(
         name: np.sqrt(found[f"check_{name}"].isel(time=-1).mean("seed").values)
         for name in ("output", "change", "preactivation")
     }
-    slopes = {name: loglog_slope(known, values) for name, values in rms.items()}
-    return CoordinateCheck(known.astype(float), **rms, slopes=slopes)
+    numbers = np.asarray(known, float)
+    slopes = {name: loglog_slope(numbers, values) for name, values in rms.items()}
+    return CoordinateCheck(numbers, **rms, slopes=slopes)

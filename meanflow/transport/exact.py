@@ -40,20 +40,24 @@ Cost = Callable[[Points, Points], Float[Array, "n m"]]
 
 def points(name: str, value: object) -> object:
     """Accept a cloud: finite numbers (N, ...) with N >= 1, or a pytree of such arrays, as a ``cost`` may take."""
-    try:  # nested lists of numbers are one array, though a pytree of numbers to jax
-        _checks.numeric(name, value)
-        leaves = [value]
-    except ValueError:
-        leaves = jax.tree.leaves(value)
+    if isinstance(value, jax.Array | np.ndarray):
+        leaves: list[object] = [value]
+    else:
+        try:  # nested lists of numbers are one array, though a pytree of numbers to jax
+            _checks.numeric(name, value)
+            leaves = [value]
+        except ValueError:
+            leaves = jax.tree.leaves(value)
     if not leaves:
         raise ValueError(
             f"{name} must be an array of points or a pytree of such arrays, got {_checks.show(value)}"
         )
     for leaf in leaves:
-        _checks.array(rank=1, least=1)(name, leaf)
+        _POINTS(name, leaf)
     return value
 
 
+_POINTS = _checks.array(rank=1, least=1)
 WEIGHTS = optional(_checks.array((None,), low=0.0, least=1))
 PAIR = {
     "x": points,
@@ -110,7 +114,7 @@ def wasserstein(
             return _on_the_line(x, y, weights_x, weights_y, p)
     costs, coupling = _solve(x, y, p, cost, weights_x, weights_y)
     used = costs[coupling.rows, coupling.columns].astype("float64")
-    return jnp.asarray(_power_mean(used, coupling.mass, p), costs.dtype)
+    return jnp.asarray(costs.dtype.type(_power_mean(used, coupling.mass, p)))
 
 
 def _power_mean(values: np.ndarray, mass: np.ndarray | None, p: float) -> float:
@@ -214,12 +218,12 @@ def _on_the_line(
     if x.ndim > 1:
         x, y = x.reshape(-1), y.reshape(-1)
     weights = [None if w is None else jnp.asarray(w, x.dtype) for w in (weights_x, weights_y)]
-    arrays = [u for u in (x, y, *weights) if u is not None]
-    known = all(_checks.concrete(u) is not None for u in arrays)
-    if not known or any(device.platform != "cpu" for u in arrays for device in u.devices()):
+    host = [None if u is None else _checks.concrete(u) for u in (x, y, *weights)]
+    traced = any(u is not None and v is None for u, v in zip((x, y, *weights), host, strict=True))
+    if traced or any(device.platform != "cpu" for u in (x, y) for device in u.devices()):
         return _line(x, y, *weights, p)
-    host = [None if u is None else np.asarray(u) for u in (x, y, *weights)]
-    return jnp.asarray(_power_mean(*_quantile_gaps(np, *host), p), x.dtype)
+    # a numpy number of the right type: to convert another one on the device takes as long as to sort 10 000 points
+    return jnp.asarray(x.dtype.type(_power_mean(*_quantile_gaps(np, *host), p)))
 
 
 @partial(jax.jit, static_argnames="p")
@@ -368,7 +372,8 @@ def check_weights(name: str, weights: ArrayLike | None, size: int) -> None:
 def _clouds(x: Points, y: Points) -> tuple[jax.Array, jax.Array]:
     """Return both clouds as floating-point arrays whose points have the same shape."""
     for name, cloud in (("x", x), ("y", y)):
-        _checks.numeric(name, cloud)  # other pytrees need a cost
+        if not isinstance(cloud, jax.Array):
+            _checks.numeric(name, cloud)  # other pytrees need a cost
     x, y = (u if isinstance(u, jax.Array) else jnp.asarray(u) for u in (x, y))
     given = x.dtype if x.dtype == y.dtype else jnp.result_type(x, y)
     dtype = given if jnp.issubdtype(given, jnp.inexact) else jnp.result_type(float)

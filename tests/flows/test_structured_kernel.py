@@ -48,3 +48,22 @@ def test_univariate_kernels(model, key):
     np.testing.assert_allclose(
         mf.tangent_kernel(flow, cloud, x, z), by_columns(flow, cloud, x, z), rtol=1e-10, atol=1e-13
     )
+
+
+def test_kernel_of_one_array_is_that_of_two_equal_ones_with_its_derivatives():
+    flow = mf.vanilla("tanh")
+    cloud = flow.init(jax.random.key(0), 5, dim=3).pad(
+        7
+    )  # the weight of padding is 0, where a root has no derivative
+    x = jax.random.normal(jax.random.key(1), (4, 3))
+    towards = jax.tree.map(lambda u: jnp.abs(jnp.cos(jnp.arange(u.size * 1.0))).reshape(u.shape), cloud)
+
+    def kernel(t):
+        return equation.tangent_kernel(flow, jax.tree.map(lambda u, v: u + t * v, cloud, towards), x, x)
+
+    np.testing.assert_allclose(kernel(0.0), by_columns(flow, cloud, x, x + 0.0), rtol=1e-10)
+    step = 1e-5
+    # one-sided, of second order: weights must not fall below 0
+    measured = (4 * kernel(step) - kernel(2 * step) - 3 * kernel(0.0)) / (2 * step)
+    np.testing.assert_allclose(jax.jvp(kernel, (0.0,), (1.0,))[1], measured, atol=1e-7)
+    np.testing.assert_allclose(jax.jacrev(kernel)(0.0), measured, atol=1e-7)

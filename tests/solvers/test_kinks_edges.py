@@ -102,3 +102,19 @@ def test_a_normal_speed_that_is_all_rounding_does_not_stop_the_clock(dtype, came
 
 
 ADVANCE = jax.jit(planes.advance)
+
+
+def test_more_planes_than_a_neuron_can_sit_on_end_the_run_with_a_code():
+    """Each axis catches the neuron, which the last sample pushes back; sixteen planes have room, seventeen do not."""
+    axes, pushed = 17, 0.3
+    x = np.eye(axes + 1)
+    x[-1, :-1] = -pushed
+    data = mf.Dataset(x, np.array([1.0] * axes + [0.5]), weights="sum")
+    flow, ends = mf.vanilla(loss=frozen), {}
+    for beyond in (-1.0, 0.2):  # a neuron far behind the first plane never meets it
+        b = np.array([beyond, *np.linspace(0.1, 0.3, axes - 1), 5.0])
+        cloud = mf.Cloud(mf.Neurons(np.array([10.0]), b[None]))
+        ends[beyond] = mf.solve(flow, cloud, data, 0.1, solver="sliding", step=0.1, throw=False)
+    assert bool(ends[-1.0].ok) and int(ends[-1.0].stats["planes"]) == axes - 1
+    np.testing.assert_allclose(ends[-1.0].final.particles.b[0, 1:-1], 0.0, atol=1e-15)
+    assert ends[0.2].result == mf.RESULTS.event_overflow

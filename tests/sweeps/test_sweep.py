@@ -32,6 +32,12 @@ def draw(flow, data, width, seed, key=0, **labels):
 
 CASES = {
     "vanilla": (mf.vanilla("tanh"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
+    "vanilla sliding": (
+        mf.vanilla("relu", alpha="sqrt"),
+        PLANE,
+        None,
+        {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05},
+    ),
     "batchnorm": (mf.batchnorm("tanh"), PLANE, None, {"t1": 2.0, "ts": 3}),
     "batchnorm relu": (mf.batchnorm("relu"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
     "manifold": (mf.batchnorm_manifold("tanh"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
@@ -50,7 +56,8 @@ CASES = {
 }
 
 
-SLOW = ("canonical sliding",)  # compiles for long; the sliding solver itself is covered by "lifted sliding"
+# these compile for long; the sliding solver itself is covered by "lifted sliding"
+SLOW = ("canonical sliding", "vanilla sliding")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
