@@ -22,7 +22,6 @@ Numbers = Mapping[str, object]  # what a benchmark returns: seconds, ratios, siz
 @click.option(
     "--set", "changes", multiple=True, metavar="KEY=VALUE", help="An argument of the benchmarks (TOML)."
 )
-@click.option("--torch", type=click.Path(exists=True, dir_okay=False), help="Interpreter that has PyTorch.")
 @click.option("--precision", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Numbers as JSON.")
 @guard
@@ -30,7 +29,6 @@ def bench(
     names: tuple[str, ...],
     listing: bool,
     changes: tuple[str, ...],
-    torch: str | None,
     precision: str,
     as_json: bool,
 ) -> None:
@@ -38,9 +36,12 @@ def bench(
 
     \b
     Examples:
-      meanflow bench sweeps --torch ~/torch-env/bin/python
       meanflow bench sweeps.grid_speed --set steps=200 --set seeds=2
+      meanflow bench kernels --set 'peers=[]'
       meanflow bench flows --json
+
+    Peers that need an environment of their own, PyTorch and neural-tangents, are installed by scripts/peers; those that
+    are not are named as left out.
     """
     found = benchmarks()
     if listing:
@@ -48,9 +49,9 @@ def bench(
             click.echo(f"{name}: {(inspect.getdoc(function) or '').splitlines()[0]}")
         return
     chosen = _choose(found, names)
-    wanted = dict(parse_setting(change) for change in changes) | ({} if torch is None else {"torch": torch})
+    wanted = dict(parse_setting(change) for change in changes)
     taken = {name: set(inspect.signature(found[name]).parameters) for name in chosen}
-    stray = set(wanted) - {"torch"} - set().union(*taken.values())
+    stray = set(wanted) - set().union(*taken.values())
     if stray:
         raise ValueError(f"--set must name an argument of a chosen benchmark, got {sorted(stray)[0]!r}")
     jax.config.update("jax_enable_x64", precision == "float64")

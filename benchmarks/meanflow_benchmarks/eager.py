@@ -1,8 +1,8 @@
 """The peer of ``sweeps.grid_speed``: gradient descent of one univariate network in eager PyTorch.
 
 ``grid_speed`` runs this file as a script by an interpreter that has torch, so it imports nothing of this package. The
-arguments are widths separated by commas, samples, steps, and float32 or float64. It prints the seconds of one step for
-each width.
+arguments are widths separated by commas, samples, steps, and float32 or float64. It prints the processor seconds of one
+step for each width.
 """
 
 import sys
@@ -10,7 +10,7 @@ import time
 
 
 def seconds_per_step(width: int, samples: int, steps: int, precision: str) -> float:
-    """Return the seconds of one step of the network sum c relu(a x - b) / sqrt(width) by autograd.
+    """Return the processor seconds of one step of the network sum c relu(a x - b) / sqrt(width) by autograd.
 
     Args:
         width, samples: size of the network and of the data.
@@ -19,6 +19,7 @@ def seconds_per_step(width: int, samples: int, steps: int, precision: str) -> fl
     """
     import torch
 
+    torch.set_num_threads(1)  # as the times are those of all threads
     kind = getattr(torch, precision)
     torch.manual_seed(0)
     a, b, c = ((2 * torch.rand(width, dtype=kind) - 1).requires_grad_() for _ in range(3))
@@ -34,10 +35,10 @@ def seconds_per_step(width: int, samples: int, steps: int, precision: str) -> fl
                 parameter -= 1e-3 * grad
 
     def timed() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(steps):
             step()
-        return (time.perf_counter() - start) / steps
+        return (time.process_time() - start) / steps
 
     step()  # the first one also starts torch
     return min(timed() for _ in range(3))

@@ -176,7 +176,8 @@ def dispatch(width: int = 16, points: int = 20, dim: int = 2, calls: int = 200) 
     """What a call from Python costs on a problem so small that its work is nothing: checks, binding, compiled call.
 
     Public functions are compared with the same function inside ``jax.jit``, which checks nothing at run time, and with
-    ``equinox.filter_jit`` of the inner function on the same arguments. Times are processor time, interleaved.
+    ``equinox.filter_jit`` of the inner function on the same arguments. ``batchnorm`` is a velocity under batch norm,
+    ``ntk`` an empirical kernel of a small network. Times are processor time, interleaved.
 
     Args:
         width, points, dim: size of the problem.
@@ -195,6 +196,16 @@ def dispatch(width: int = 16, points: int = 20, dim: int = 2, calls: int = 200) 
         "solve": lambda: mf.solve(flow, cloud, data, 1.0, step=0.5),
         "solve_jit": lambda: solved(flow, cloud, data),
         "descend": lambda: mf.descend(flow, cloud, data, 2, step=0.5),
+    }
+    normed = mf.batchnorm("tanh").bind(data)
+    apply = lambda w, x: jnp.tanh(x @ w[0]) @ w[1]
+    weights = (jnp.ones((dim, width)), jnp.ones((width, 1)))
+    kernel = lambda w, x: mf.kernels.empirical_ntk(apply, w, x, stats="frozen")
+    kernel_jit = jax.jit(kernel)
+    jobs |= {
+        "batchnorm": lambda: mf.velocity(normed, cloud, data),
+        "ntk": lambda: kernel(weights, x),
+        "ntk_jit": lambda: kernel_jit(weights, x),
     }
     for name in ("energy", "velocity"):
         public, inner = getattr(mf, name), eqx.filter_jit(getattr(equation, name))

@@ -19,8 +19,9 @@ from meanflow_benchmarks import networks as networks_module
 from meanflow_benchmarks.memory import program_memory
 from meanflow_benchmarks.networks import NETWORKS
 from meanflow_benchmarks.operations import share_of_products
+from meanflow_benchmarks.peers import NAMES, interpreters, left_out
 from meanflow_benchmarks.resident import grown_bytes
-from meanflow_benchmarks.timing import best_time, interleaved, timed
+from meanflow_benchmarks.timing import interleaved, timed
 
 Params = list[tuple[Float[Array, "m n"], Float[Array, " n"]]]  # weights and biases by layer
 Apply = Callable[[Params, Float[Array, "samples d"]], Float[Array, " samples"]]
@@ -53,16 +54,16 @@ for axes in (0, None):
         apply, trace_axes=(), vmap_axes=axes, implementation=nt.NtkImplementation.STRUCTURED_DERIVATIVES))
     result = kernel(x, None, params).block_until_ready()
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         kernel(x, None, params).block_until_ready()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
 row = np.asarray(result).reshape(samples, samples)[0].tolist()
 print(json.dumps({"seconds": best, "jax": jax.__version__, "row": row}))
 """
 
 
 def _best(function: Callable[..., object], *args: object, repeats: int = 20) -> float:
-    return best_time(function, *args, repeats=repeats)[1]
+    return interleaved({"job": lambda: function(*args)}, repeats)["job"]
 
 
 def _network(widths: tuple[int, ...], samples: int) -> tuple[Apply, Params, Float[Array, "samples d"]]:
@@ -97,15 +98,14 @@ def speed(
     widths: tuple[int, ...] = (2, 1024, 1024, 1),
     samples: int = 256,
     repeats: int = 20,
-    peer: str | None = None,
+    peers: tuple[str, ...] = NAMES,
 ) -> dict[str, float | str]:
     """The structured path against Jacobian contraction, matrix multiplication and neural-tangents.
 
     Args:
         widths, samples: size of the network and of the batch, in float32.
         repeats: measurements of which the best counts; the Jacobian, which is slow, has two.
-        peer: path of a Python interpreter that has neural-tangents and a jax that works with it; None leaves the peer
-            out.
+        peers: which peers to run beside, here only "tangents" (neural-tangents); ``scripts/peers`` installs it.
 
     Returns:
         Seconds and the ratios that matter: ``vs_jacobian`` (target 100), ``of_matmul_peak`` (0.5), ``vs_peer`` (1.3,
@@ -140,11 +140,9 @@ def speed(
         "memory_ratio": (memory.temporary + memory.output) / needed,
         "jax": jax.__version__,
     }
-    return (
-        out
-        if peer is None
-        else out | _peer_numbers(peer, widths, samples, repeats, ours, np.asarray(kernel[0]))
-    )
+    for interpreter in interpreters(peers, ("tangents",)).values():
+        out |= _peer_numbers(interpreter, widths, samples, repeats, ours, np.asarray(kernel[0]))
+    return out | left_out(peers, ("tangents",))
 
 
 def _matmul_rate(repeats: int, size: int = 2048) -> float:
@@ -259,6 +257,29 @@ def scaling(factor: int = 4, repeats: int = 2) -> dict[str, float]:
     return out
 
 
+def coupled(repeats: int = 2, samples: tuple[int, int] = (256, 32), width: int = 512) -> dict[str, float]:
+    """Kernels under hidden batch norm against Jacobians written by hand, jacrev and their products.
+
+    Returns:
+        For a dense network and one of convolutions, in processor time: ``seconds``, and how many times slower the Gram
+        matrix ``by hand`` is (target 1.2) and method="jacobian" (3).
+    """
+    dense = networks_module.dense(samples[0], (64, width, width, 1), 0)
+    convolved = networks_module.convolutional(samples[1], 16, width // 16, 1, batch_norm=True)
+    return _against_jacobians("dense", *dense, repeats) | _against_jacobians("conv", *convolved, repeats)
+
+
+def _against_jacobians(name: str, apply: Any, params: Any, x: Array, repeats: int) -> dict[str, float]:
+    flat = lambda j: j.reshape(x.shape[0], -1)
+    gram = lambda p: sum(flat(j) @ flat(j).T for j in jax.tree.leaves(jax.jacrev(apply)(p, x)))
+    by_hand = jax.jit(gram)
+    ours = lambda method: lambda: kernels.empirical_ntk(apply, params, x, stats="batch", method=method)
+    ways = {"auto": ours("auto"), "by hand": lambda: by_hand(params), "jacobian": ours("jacobian")}
+    spent = interleaved(ways, repeats)
+    ratios = {f"{name}: {k}": spent[k] / spent["auto"] for k in ("by hand", "jacobian")}
+    return {f"{name}: seconds": spent["auto"], **ratios}
+
+
 def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
     """Seconds of a product of a vector with a batch-norm network's kernel, in units of a forward pass.
 
@@ -276,8 +297,6 @@ def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
     product = _best(lambda v: kernel @ v, jnp.ones(samples, x.dtype), repeats=3)
     return {"product": product, "forward": forward, "passes": product / forward}
 
-
-PEERS = ("tangents", "torch")
 
 # Each peer runs one network in a process of its own, on one thread, and prints one line of JSON: processor seconds of
 # the best of its ways, the bytes by which the process grew in one compiled call of it, and the kernel's first row.
@@ -381,14 +400,14 @@ for _ in range(repeats):
     best = min(best, time.process_time() - start)
 print(json.dumps({"seconds": best, "bytes": grown, "row": result[0].ravel().tolist()}))
 """
+_SCRIPTS = {"tangents": _TANGENTS, "torch": _TORCH}
 
 
 def of_networks(
     names: tuple[str, ...] = tuple(NETWORKS),
     outputs: tuple[str, ...] = ("full", "trace"),
     repeats: int = 3,
-    peer: str | None = None,
-    torch: str | None = None,
+    peers: tuple[str, ...] = NAMES,
 ) -> dict[str, float | str]:
     """Kernels of convolutional, residual, attending, recurrent and normalized networks, with peers in the same run.
 
@@ -398,8 +417,8 @@ def of_networks(
         names: which of ``networks.NETWORKS``.
         outputs: kernels kept: "full", "trace".
         repeats: measurements of which the best counts.
-        peer: interpreter that has neural-tangents 0.6.5 and a jax that works with it.
-        torch: interpreter that has PyTorch; its kernel is vmap(jacrev) with a product of Jacobians.
+        peers: which of "tangents" (neural-tangents) and "torch" (PyTorch; its kernel is vmap(jacrev) with a product of
+            Jacobians) to run beside; ``scripts/peers`` installs them.
 
     Returns:
         For every network and kept outputs: seconds of ``auto``, what was planned (target: within a factor 2), its time
@@ -412,14 +431,12 @@ def of_networks(
         for kept in outputs:
             out |= {
                 f"{name}, {kept}: {k}": v
-                for k, v in _network_numbers(name, kept, repeats, peer, torch).items()
+                for k, v in _network_numbers(name, kept, repeats, interpreters(peers)).items()
             }
-    return out
+    return out | left_out(peers)
 
 
-def _network_numbers(
-    name: str, outputs: str, repeats: int, peer: str | None, torch: str | None
-) -> dict[str, float | str]:
+def _network_numbers(name: str, outputs: str, repeats: int, peers: dict[str, str]) -> dict[str, float | str]:
     """Time one network here and in the peers' interpreters."""
     apply, params, x = NETWORKS[name]()
     stats = "batch" if name.startswith("batch norm") else None
@@ -450,10 +467,8 @@ def _network_numbers(
         arrays: dict[str, Any] = {jax.tree_util.keystr(k): np.asarray(v) for k, v in leaves}
         np.savez(file, x=np.asarray(x), **arrays)
         file.flush()
-        for label, interpreter, script in zip(PEERS, (peer, torch), (_TANGENTS, _TORCH), strict=True):
-            if interpreter is None:
-                continue
-            command = [interpreter, "-c", script, folder, name, outputs, str(repeats + 4), file.name]
+        for label, interpreter in peers.items():
+            command = [interpreter, "-c", _SCRIPTS[label], folder, name, outputs, str(repeats + 4), file.name]
             answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
             if answer.returncode:
                 said = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
@@ -470,6 +485,6 @@ def _network_numbers(
                 ),
             }
     ratios = {
-        f"vs {peer}": float(out[f"{peer} seconds"]) / best for peer in PEERS if f"{peer} seconds" in out
+        f"vs {peer}": float(out[f"{peer} seconds"]) / best for peer in peers if f"{peer} seconds" in out
     }
     return {"seconds": best, **out, **ratios}

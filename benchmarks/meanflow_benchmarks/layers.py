@@ -1,6 +1,5 @@
 """Exact transport against scipy and POT, normalization layers against flax: time and error in the same run."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ot
 import scipy.stats
 from flax import nnx
 from jaxtyping import Array, Float
@@ -34,8 +34,7 @@ def distances(
 
     Returns:
         Milliseconds of processor time of each job and its peers; ``*_gap``, how far our value is from the peer's; and
-        ``ratio_line`` (over numpy, goal 1.1), ``ratio_equal`` and ``ratio_uneven`` (over POT, goal 1.3). Those of POT
-        are left out where it is not installed.
+        ``ratio_line`` (over numpy, goal 1.1), ``ratio_equal`` and ``ratio_uneven`` (over POT, goal 1.3).
     """
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, line)).astype("float32")
@@ -47,12 +46,11 @@ def distances(
         "line_numpy": lambda: np.mean(np.abs(np.sort(x) - np.sort(y)), dtype="float64"),
         "line_scipy": lambda: scipy.stats.wasserstein_distance(x, y),
         "equal": lambda: transport.wasserstein(a, b),
+        "equal_pot": lambda: _by_pot(a, b, 1),
         "uneven": lambda: transport.wasserstein(u, v, 2),
+        "uneven_pot": lambda: _by_pot(u, v, 2),
     }
-    peers = {"line": "line_numpy"}
-    if importlib.util.find_spec("ot") is not None:
-        jobs |= {"equal_pot": lambda: _by_pot(a, b, 1), "uneven_pot": lambda: _by_pot(u, v, 2)}
-        peers |= {"equal": "equal_pot", "uneven": "uneven_pot"}
+    peers = {"line": "line_numpy", "equal": "equal_pot", "uneven": "uneven_pot"}
     seconds = interleaved(jobs, repeats)
     out = {f"{name}_ms": 1e3 * value for name, value in seconds.items()}
     out |= {f"{job}_gap": abs(float(jobs[job]()) - float(jobs[peer]())) for job, peer in peers.items()}
@@ -61,8 +59,6 @@ def distances(
 
 def _by_pot(x: np.ndarray, y: np.ndarray, p: int) -> float:
     """Return W_p of two uniform clouds by POT, from the points on."""
-    import ot
-
     costs = ot.dist(x.astype("float64"), y.astype("float64"), metric="euclidean" if p == 1 else "sqeuclidean")
     return float(ot.emd2(np.full(len(x), 1 / len(x)), np.full(len(y), 1 / len(y)), costs)) ** (1 / p)
 

@@ -30,7 +30,7 @@ def _conv(x: Any, w: Any) -> Any:
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def _unit(x: Any, axis: int) -> Any:
+def _unit(x: Any, axis: Any) -> Any:
     mean = x.mean(axis, keepdims=True)
     return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(axis, keepdims=True) + 1e-5)
 
@@ -53,7 +53,9 @@ def dense(samples: int, widths: tuple[int, ...], axis: int | None = None) -> Net
     return apply, params, x
 
 
-def convolutional(samples: int, size: int, channels: int, outputs: int = 10) -> Network:
+def convolutional(
+    samples: int, size: int, channels: int, outputs: int = 10, batch_norm: bool = False
+) -> Network:
     """Three 3 x 3 convolutions with biases on size x size pixels, mean over space, a dense layer."""
     draw = _Draw()
     x = draw.batch(samples, size, size, 3)
@@ -65,7 +67,8 @@ def convolutional(samples: int, size: int, channels: int, outputs: int = 10) -> 
 
     def apply(p: Any, x: Any) -> Any:
         for layer in p["layers"]:
-            x = jax.nn.relu(_conv(x, layer["w"]) + layer["b"].reshape(1, 1, 1, -1))
+            x = _conv(x, layer["w"]) + layer["b"].reshape(1, 1, 1, -1)
+            x = jax.nn.relu(_unit(x, (0, 1, 2)) if batch_norm else x)
         return x.mean((1, 2)) @ p["head"]
 
     return apply, {"layers": layers, "head": draw(channels, outputs)}, x

@@ -1,7 +1,6 @@
 """Speed of sweeps: against loops over single runs, PyTorch in eager mode, the memory bandwidth, and one process."""
 
 import functools
-import importlib.util
 import os
 import pathlib
 import socket
@@ -16,7 +15,8 @@ import numpy as np
 
 import meanflow as mf
 import meanflow.sweeps  # noqa: F401 (rooms load on first use, and importing is not what is measured)
-from meanflow_benchmarks.timing import best_time, interleaved, timed
+from meanflow_benchmarks.peers import NAMES, interpreters, left_out
+from meanflow_benchmarks.timing import interleaved
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 STEP = 1e-3
@@ -29,8 +29,8 @@ def grid_speed(
     seeds: int = 8,
     steps: int = 2000,
     samples: int = 20,
-    torch: str | None = None,
-) -> dict[str, float]:
+    peers: tuple[str, ...] = NAMES,
+) -> dict[str, float | str]:
     """Width x delta x seed of univariate networks in one sweep, against the same runs one by one.
 
     The loop runs two cells per width, compiled once per width, and is scaled to the grid. PyTorch runs 50 steps of one
@@ -40,12 +40,12 @@ def grid_speed(
     Args:
         widths, deltas, seeds: the grid: the widths, and how many balances and seeds.
         steps, samples: steps of descent and size of the data set.
-        torch: interpreter that has PyTorch; by default this one, if it has.
+        peers: which peers to run beside, here only "torch" (PyTorch); ``scripts/peers`` installs it.
 
     Returns:
-        Seconds (``run``, ``compile``, ``loop``, ``torch``), ``particle_steps`` per second, ``ns_per_particle_step``,
-        the ratios ``speedup_loop``, ``speedup_torch`` and ``bandwidth_share`` (of the bound), the number of compiled
-        ``programs`` and the share of padding ``waste``.
+        Processor seconds (``run``, ``compile``, ``loop``, ``torch``), ``particle_steps`` per second,
+        ``ns_per_particle_step``, the ratios ``speedup_loop``, ``speedup_torch`` and ``bandwidth_share`` (of the bound),
+        the number of compiled ``programs`` and the share of padding ``waste``.
     """
     flow, x = mf.lifted(alpha="sqrt"), np.linspace(-1, 1, samples)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
@@ -60,19 +60,20 @@ def grid_speed(
         step=STEP,
         observe=("angle_displacement",),
     )
-    cold, run = timed(plan.run)[1], timed(plan.run)[1]  # the first run also compiles
+    begin = time.process_time()
+    plan.run()  # this one also compiles
+    cold, run = time.process_time() - begin, interleaved({"run": plan.run}, 2)["run"]
     particles = sum(widths) * deltas * seeds * steps
     chosen = {w: [plan.cloud(width=w, delta=balances[k], seed=0) for k in (1, -1)] for w in widths}
     observers = plan.cell(plan.groups[0]).observe
     alone = lambda cloud: (
         mf.descend(flow, cloud, data, steps, step=STEP, clock="lazy", observe=observers).energy
     )
-    each = [
-        np.mean([best_time(alone, cloud, repeats=2)[1] for cloud in clouds]) for clouds in chosen.values()
-    ]
+    spent = lambda cloud: interleaved({"cell": lambda: alone(cloud)}, 2)["cell"]
+    each = [np.mean([spent(cloud) for cloud in clouds]) for clouds in chosen.values()]
     loop = float(sum(each)) * deltas * seeds
     itemsize = jnp.dtype(jnp.result_type(float)).itemsize
-    numbers = {
+    numbers: dict[str, float | str] = {
         "run": run,
         "compile": cold - run,
         "programs": len(plan.groups),
@@ -83,14 +84,12 @@ def grid_speed(
         "speedup_loop": loop / run,
         "bandwidth_share": particles / run * TRAFFIC * itemsize / _bandwidth(),
     }
-    if torch is None and importlib.util.find_spec("torch") is not None:
-        torch = sys.executable
-    if torch is not None:
-        eager = _torch_seconds(torch, widths, samples) * deltas * seeds * steps
+    for interpreter in interpreters(peers, ("torch",)).values():
+        eager = _torch_seconds(interpreter, widths, samples) * deltas * seeds * steps
         numbers["torch"] = eager
         numbers["torch_ns_per_particle_step"] = 1e9 * eager / particles
         numbers["speedup_torch"] = eager / run
-    return numbers
+    return numbers | left_out(peers, ("torch",))
 
 
 def by_hand(
@@ -182,8 +181,8 @@ def _torch_seconds(interpreter: str, widths: tuple[int, ...], samples: int) -> f
 def _bandwidth(megabytes: int = 256) -> float:
     """Return the bytes per second of y = x + 1 on a large array (one read, one write)."""
     x = jnp.zeros(megabytes * 2**20 // jnp.dtype(jnp.result_type(float)).itemsize)
-    seconds = best_time(jax.jit(lambda u: u + 1), x, repeats=5)[1]
-    return 2 * x.nbytes / seconds
+    shifted = jax.jit(lambda u: u + 1)
+    return 2 * x.nbytes / interleaved({"pass": lambda: shifted(x)}, 5)["pass"]
 
 
 def two_processes(width: int = 512, cells: int = 64, steps: int = 10_000) -> dict[str, float]:

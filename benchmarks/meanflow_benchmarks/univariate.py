@@ -1,6 +1,7 @@
 """Cost of univariate forces and of the sliding solver, with peers measured in the same run."""
 
 import time
+from collections.abc import Callable
 
 import diffrax
 import equinox as eqx
@@ -110,20 +111,25 @@ def by_hand(width: int = 100_000, samples: int = 1000, steps: int = 20, repeats:
 
     Returns:
         Nanoseconds of processor time a neuron and step, ``gap``, the largest difference of the coordinates over the
-        largest, and ``ratio`` (goal 1.1).
+        largest, and ``ratio`` (goal 1.1) of the call from Python, ``ours``, which also records the energy and the
+        neurons at both ends. ``ratio_steps`` is that of the steps alone, ``ours_steps``, as the peer takes them.
     """
     cloud, data = _problem(width, samples)
     flow, size = uni.full(forces="fast"), 0.1
     peer = jax.jit(lambda w: _descent_by_hand(w, data, size, steps))
+    called = lambda w: descend(flow, cloud.at(w), data, steps, step=size).final.particles
+    program = jax.jit(called)
     jobs = {
-        "ours": lambda: descend(flow, cloud, data, steps, step=size).final.particles,
+        "ours": lambda: called(cloud.particles),
         "by_hand": lambda: peer(cloud.particles),
+        "ours_steps": lambda: program(cloud.particles),
     }
     seconds, ours, theirs = interleaved(jobs, repeats), jobs["ours"](), jobs["by_hand"]()
     gap = max(float(jnp.max(jnp.abs(u - v)) / jnp.max(jnp.abs(v))) for u, v in zip(ours, theirs, strict=True))
     return {f"{name}_ns": 1e9 * value / width / steps for name, value in seconds.items()} | {
         "gap": gap,
         "ratio": seconds["ours"] / seconds["by_hand"],
+        "ratio_steps": seconds["ours_steps"] / seconds["by_hand"],
     }
 
 
@@ -230,3 +236,44 @@ def million(width: int = 1_000_000, samples: int = 100, steps: int = 1000) -> di
         "events": float(sol.stats["crossings"] + sol.stats["captures"] + sol.stats["releases"]),
         "ok": float(bool(sol.ok)),
     }
+
+
+def sliding(
+    width: int = 100_000,
+    samples: int = 1000,
+    steps: int = 20,
+    few: tuple[int, int, int] = (200, 20, 100),
+    repeats: int = 3,
+) -> dict[str, float]:
+    """Steps of the sliding solver on many neurons, and the gradient of a run of few beside the run itself.
+
+    Args:
+        width, samples, steps: the run of many neurons, with steps of length 0.02.
+        few: width, samples and steps of the run whose last energy is differentiated in the targets.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        ``neuron_steps_per_second``, ``ratio`` of gradient and run (goal 8), and the seconds of compiling the two,
+        ``compile_run`` and ``compile_gradient`` (goal 5); all in processor time.
+    """
+    flow, size = uni.full("m"), 0.02
+
+    def energy(
+        cloud: Cloud, x: Float[Array, " n"], end: float
+    ) -> Callable[[Float[Array, " n"]], Float[Array, ""]]:
+        return lambda y: solve(flow, cloud, Dataset(x, y), end, solver="sliding", step=size).energy[-1]
+
+    cloud, data = _problem(width, samples)
+    many = jax.jit(energy(cloud, data.x, size * steps))
+    cloud, here = _problem(few[0], few[1])
+    run = energy(cloud, here.x, size * few[2])
+    programs, numbers = {}, {}
+    for name, function in {"run": run, "gradient": jax.grad(run)}.items():
+        begin = time.process_time()
+        programs[name] = jax.jit(function).lower(here.y).compile()
+        numbers[f"compile_{name}"] = time.process_time() - begin
+    seconds = interleaved({name: lambda p=p: p(here.y) for name, p in programs.items()}, repeats)  # type: ignore[misc]
+    spent = interleaved({"many": lambda: many(data.y)}, repeats)["many"]
+    numbers |= {f"{name}_ms": 1e3 * value for name, value in seconds.items()}
+    ratio = seconds["gradient"] / seconds["run"]
+    return numbers | {"ratio": ratio, "neuron_steps_per_second": width * steps / spent}

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from meanflow.cli import main
 from meanflow.commands import registered
+from meanflow_benchmarks import peers
 
 
 def call(*arguments, code=0):
@@ -29,7 +30,7 @@ def test_registered_and_listed():
 
 
 def test_benchmarks_take_arguments():
-    small = ("deltas=3", "seeds=1", "steps=2", "samples=3", "widths=[4, 5]")
+    small = ("deltas=3", "seeds=1", "steps=2", "samples=3", "widths=[4, 5]", "peers=[]")
     flags = [part for setting in small for part in ("--set", setting)]
     text = call("bench", "sweeps.grid_speed", "--precision", "float64", "--json", *flags)
     numbers = json.loads(text)["sweeps.grid_speed"]
@@ -38,3 +39,18 @@ def test_benchmarks_take_arguments():
     assert numbers["speedup_loop"] == pytest.approx(numbers["loop"] / numbers["run"])
     assert "got 'lenght'" in call("bench", "sweeps", "--set", "lenght=3", code=2)
     assert "NAME must be one of" in call("bench", "sweep", code=2)
+
+
+def test_peers_are_found_where_they_are_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    assert peers.interpreters(peers.NAMES) == {}
+    assert "tangents, torch" in peers.left_out(peers.NAMES)["left out"]
+    python = tmp_path / ".venv-torch" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert peers.interpreters(peers.NAMES) == {"torch": str(python)}
+    assert "torch" not in peers.left_out(peers.NAMES)["left out"]
+    assert peers.interpreters(peers.NAMES, known=("tangents",)) == {}
+    assert peers.left_out(("torch",)) == peers.left_out(peers.NAMES, known=("torch",)) == {}
+    with pytest.raises(ValueError, match="got 'jax'"):
+        peers.interpreters(("jax",))

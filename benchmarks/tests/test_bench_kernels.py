@@ -6,7 +6,7 @@ from meanflow_benchmarks import kernels as bench
 
 
 def test_small_run():
-    out = bench.speed(widths=(2, 64, 64, 1), samples=32, repeats=2)
+    out = bench.speed(widths=(2, 64, 64, 1), samples=32, repeats=2, peers=())
     assert out["relative_difference"] < 1e-5
     assert out["memory_ratio"] < 2.0
     assert {"structured", "jacobian", "vs_jacobian", "of_matmul_peak"} <= set(out)
@@ -16,7 +16,7 @@ def test_small_run():
 
 @pytest.mark.slow
 def test_memory_at_full_size():
-    assert bench.speed(repeats=2)["memory_ratio"] < 2.0
+    assert bench.speed(repeats=2, peers=())["memory_ratio"] < 2.0
     out = bench.large()
     assert out["peak_bytes"] < 2e9
     assert out["difference_of_first_rows"] < 1e-4
@@ -35,6 +35,12 @@ def test_networks_of_the_table(monkeypatch):
         "batch norm, 3": lambda: networks.dense(3, (2, 4, 1), 0),
     }
     monkeypatch.setattr(bench, "NETWORKS", small)
-    out = bench.of_networks(tuple(small), ("trace",), repeats=1)
+    out = bench.of_networks(tuple(small), ("trace",), repeats=1, peers=())
     assert all(out[f"{name}, trace: seconds"] > 0 for name in small)
     assert {f"{name}, trace: method" for name in small} <= set(out)
+
+
+def test_coupled_networks():
+    out = bench.coupled(repeats=1, samples=(4, 3), width=32)
+    assert set(out) == {f"{n}: {k}" for n in ("dense", "conv") for k in ("seconds", "by hand", "jacobian")}
+    assert min(out.values()) > 0

@@ -19,3 +19,10 @@ def test_many_neurons_in_single_precision():
     found = bench.million(width=100_000, steps=20)
     assert found["ok"] == 1 and found["steps"] == 20
     assert found["energy"] < 0.98 * found["energy_before"] and found["peak_gigabytes"] < 4
+
+
+@pytest.mark.slow
+def test_sliding_runs_and_differentiates():
+    found = bench.sliding(width=20, samples=5, steps=2, few=(6, 4, 3), repeats=1)
+    assert found["ratio"] == pytest.approx(found["gradient_ms"] / found["run_ms"])
+    assert found["neuron_steps_per_second"] > 0
