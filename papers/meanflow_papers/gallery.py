@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -44,9 +45,10 @@ def headline(summary: Summary) -> str:
     ran = sum(bool(r["criteria"] or r["figures"]) for r in records)
     kinds = ", ".join(f"{n} {v}" for v, n in verdicts.items())
     passed = sum(c["passed"] for c in checks)
+    minutes = f"{summary['cpu_seconds'] / 60:.0f} processor minutes"
     return (
-        f"{ran} of {len(records)} entries ran at {summary['size']} size: {passed} of {len(checks)} criteria passed. "
-        f"Claims of the papers: {kinds}. {_versions(records)}"
+        f"{ran} of {len(records)} entries ran at {summary['size']} size, in {minutes}: {passed} of {len(checks)} "
+        f"criteria passed. Claims of the papers: {kinds}. {_versions(records)}"
     )
 
 
@@ -157,7 +159,7 @@ def _card(r: Record, folder: Path) -> str:
         picture = (
             f'<figure><img width="{wide}" alt="{e(r["title"])}" src="data:image/png;base64,{coded}"></figure>'
         )
-    facts = "".join(f"<dt>{e(label)}</dt><dd>{e(text)}</dd>" for label, text in _facts(r))
+    facts = "".join(f"<dt>{e(label)}</dt><dd>{_emphasized(e(text))}</dd>" for label, text in _facts(r))
     checks = "".join(
         f'<tr class="{"" if c["passed"] else "explained" if c["explanation"] else "bad"}"><td>{e(c["name"])}</td>'
         f"<td>{value(c['value'])}</td><td>{interval(c['low'], c['high'])}</td><td>{e(outcome_of(c))}</td></tr>"
@@ -169,6 +171,11 @@ def _card(r: Record, folder: Path) -> str:
         f'<section id="{_anchor(r["name"])}"><h3>{e(r["name"])}: {e(r["title"])}</h3>{picture}'
         f"<dl>{facts}</dl>{table}</section>"
     )
+
+
+def _emphasized(text: str) -> str:
+    """Return escaped text with its *stressed* words as HTML; a lone asterisk stays."""
+    return re.sub(r"\*(\w+)\*", r"<em>\1</em>", text)
 
 
 def _tone(r: Record, verdict: bool = False) -> str:

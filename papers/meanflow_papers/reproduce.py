@@ -40,7 +40,9 @@ from meanflow_papers.record import Check, Record, Summary
 VERSION = 2  # of the layout of the records
 GOOD = ("passed", "explained", "needs data", "out of scope")
 FINISHED = ("passed", "explained", "failed", "out of scope")
-PATIENCE = 20  # an experiment is ended after so many times its expected minutes, at least ten minutes
+PATIENCE = 20  # an experiment is ended after so many times its expected processor time, at least ten minutes
+LOOK = 10.0  # seconds between two looks at a worker
+IDLE = 0.001  # share of the time below which a worker does not compute: it hangs, or waits for ever
 
 
 class Options(TypedDict, total=False):
@@ -244,6 +246,33 @@ def finished(entry: Entry, folder: str | Path, full: bool, formats: Sequence[str
     return record if drawn >= set(formats) else None
 
 
+def _processor_seconds(pid: int | None) -> float | None:
+    """Return the processor time that a process has used, or None where the system has no file that tells it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+
+
+def _answers(pipe: Connection, process: BaseProcess, seconds: float) -> bool:
+    """Wait for an answer of a worker until it has computed for so many seconds; False if none has come.
+
+    Processor time counts, so that an experiment on a busy machine is not ended for the work of others. While a worker
+    does not compute at all, or where its processor time is not known, the time that passes counts instead.
+    """
+    spent, before = 0.0, _processor_seconds(process.pid)
+    while spent < seconds:
+        began = time.monotonic()
+        if pipe.poll(LOOK):
+            return True
+        passed, now = time.monotonic() - began, _processor_seconds(process.pid)
+        used = None if now is None or before is None else now - before
+        spent += passed if used is None or used < IDLE * passed else used
+        before = now
+    return False
+
+
 class Worker:
     """One process that runs entries; a new one is started when it has died."""
 
@@ -257,7 +286,7 @@ class Worker:
         process, pipe = self._running()
         try:
             pipe.send((entry, str(folder), options))
-            if pipe.poll(60 * max(10.0, PATIENCE * entry.minutes[full])):
+            if _answers(pipe, process, 60 * max(10.0, PATIENCE * entry.minutes[full])):
                 return pipe.recv()
             process.kill()
             error = f"no answer in {PATIENCE} times the expected time; its process was ended"

@@ -43,3 +43,7 @@ def test_short_experiments(experiment):
 def test_long_experiments(experiment):
     outcome = experiment()
     assert outcome.passed, str(outcome)
+    if experiment is figure_6:  # the numbers of the errata
+        fires = outcome.data["BN"]["quantiles 5-95%"]
+        assert [float(q) for q in fires] == pytest.approx([0.43, 0.56], abs=0.01)
+        assert float(outcome.data["BN"]["negligible"].mean()) == pytest.approx(0.71, abs=0.01)

@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from scipy.stats import ttest_1samp
 
 from meanflow.training import ResNet
 from meanflow.training.data import Data
 from meanflow_papers.catalogue import CATALOGUE
+from meanflow_papers.intervals import equivalence
 from meanflow_papers.unitization.algorithm_3 import algorithm_3
 from meanflow_papers.unitization.figure_2 import figure_2
 from meanflow_papers.unitization.figure_3 import figure_3
 from meanflow_papers.unitization.figure_3_layers import falls, figure_3_layers
 from meanflow_papers.unitization.presets import PRESETS, BesselUnitized, kernels, shift_and_flip
-from meanflow_papers.unitization.table_4 import difference, equivalence, table_4
+from meanflow_papers.unitization.table_4 import table_4
 from meanflow_papers.unitization.tables_1_2 import resnet_sizes
 from meanflow_papers.unitization.theorems import theorems
 
@@ -97,6 +97,11 @@ def test_several_layers_with_convolutional_critics():
     run = outcome.data["runs"]["(10) n=HW"]
     critic = falls(run["critic"].mean(1), outcome.data["drops"], 2)
     assert np.all(critic > 1.5 * run["falls"]["exact"].mean(1))
+    # the numbers of the errata; float32 training, so they are not exact
+    exact = run["falls"]["exact"]
+    assert [exact.min(), exact.max()] == pytest.approx([4.3, 7.5], rel=0.2)
+    assert [critic.min(), critic.max()] == pytest.approx([15, 38], rel=0.3)
+    assert np.all(run["lower"] <= run["exact"] * 1.001) and np.all(run["exact"] <= run["upper"] * 1.001)
 
 
 @pytest.mark.slow
@@ -105,15 +110,20 @@ def test_on_digits(experiment):
     """The numbers in the errata are those asserted here; float32 training, so they are not exact."""
     outcome = experiment()
     assert outcome.passed, str(outcome)
+    if experiment is figure_3:
+        ratios = np.stack([run["ratios"] for run in outcome.data.values()])
+        assert [ratios.min(), ratios.max()] == pytest.approx([4.5, 5.8], abs=0.5)
     if experiment is figure_2:
-        alpha = outcome.data["runs"]["(10) from 0"][
-            "alpha"
-        ]  # (seeds, 8): all of the small layer, in every seed
+        # (seeds, 8): all of the small layer, in every seed
+        alpha = outcome.data["runs"]["(10) from 0"]["alpha"]
         assert alpha.shape == (4, 8) and np.all(alpha < 0)
-        np.testing.assert_allclose([alpha.max(), alpha.min()], [-0.20, -0.46], atol=0.1)
-        ratios = outcome.data["ratios"]  # from epochs 4, 21 and 31 on
-        np.testing.assert_allclose(ratios["alpha = 1"]["kurtosis"], [0.46, 0.65, 0.68], rtol=0.25)
-        np.testing.assert_allclose(ratios["(10) from 0"]["kurtosis"], [1.04, 1.02, 1.02], rtol=0.25)
+        np.testing.assert_allclose([alpha.max(), alpha.min()], [-0.15, -0.46], atol=0.1)
+        # quoted ratios from epoch 31 on lie in the interval over seeds that this run finds
+        quoted = {("(10) from 0", "kurtosis"): 0.97, ("(10) from 0", "skewness"): 1.02}
+        quoted |= {("alpha = 1", "kurtosis"): 0.66, ("alpha = 1", "skewness"): 0.84}
+        for (name, moment), value in quoted.items():
+            _, low, high = outcome.data["ratios"][name][moment][-1]
+            assert low < value < high, (name, moment)
 
 
 @pytest.mark.slow
@@ -123,19 +133,14 @@ def test_running_moments_hide_the_later_drops():
     assert np.all(outcome.data["BN"]["ratios"][0] > 1.5)
 
 
-def test_equivalence_bound_against_two_one_sided_tests():
-    """Two one-sided t tests at the reported bound have the larger p-value 0.05 exactly."""
-    values, base = np.array([0.95, 0.97, 0.96, 0.93]), np.array([0.96, 0.95, 0.97, 0.95])
-    bound = equivalence(values, base)
-    upper = ttest_1samp(values - base, bound, alternative="less").pvalue
-    lower = ttest_1samp(values - base, -bound, alternative="greater").pvalue
-    assert max(upper, lower) == pytest.approx(0.05, rel=1e-9)
-    gap, half = difference(values, base)
-    inside = ttest_1samp(values - base, 0.0).confidence_interval(0.95)
-    np.testing.assert_allclose([gap - half, gap + half], [inside.low, inside.high], rtol=1e-12)
-
-
 @pytest.mark.slow
 def test_micro_batches():
+    """The numbers in the errata are those asserted here; the worst runs are chaotic, and only bounded."""
     outcome = table_4()
     assert outcome.passed, str(outcome)
+    high, low = (outcome.data["accuracy"][rate] for rate in ("0.05", "0.01"))
+    ends = lambda values: [float(values.min()), float(values.max())]
+    assert ends(high["BN"]) == pytest.approx([0.94, 0.96], abs=0.02)
+    assert ends(high["GN1"])[0] < 0.3 and ends(high["GN1"])[1] < 0.92
+    assert ends(high["(10) n=HW"]) == pytest.approx([0.83, 0.93], abs=0.04)
+    assert max(equivalence(values, low["BN"]) for name, values in low.items() if name != "BN") < 0.05

@@ -42,6 +42,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "002/figure-3",
     title="recentering + ReLU: one odd point, the others in a cluster",
+    minutes=(0.13, 0.13),
     verdict="corrected",
     setup="20 Gaussian inputs, one times 3, width 300, 60 layers, 6 seeds.",
     draw=draw,
@@ -114,7 +115,7 @@ def draw_no_outlier(data: Arrays) -> Figure:
 @entry(
     "002/figure-3-no-outlier",
     title="the same without an outlier, by batch size",
-    minutes=(0.5, 0.5),
+    minutes=(0.3, 0.3),
     verdict="refuted",
     setup="batches of 5, 10, 20, 50; width 500, 100 layers, 8 seeds.",
     draw=draw_no_outlier,
@@ -196,7 +197,7 @@ def draw_digits(data: Arrays) -> Figure:
 @entry(
     "002/figure-3-digits",
     title="the same on digits: a point escapes, rarely the farthest one",
-    minutes=(0.3, 0.3),
+    minutes=(0.12, 0.12),
     verdict="corrected",
     setup="20 raw digits, width 300, 200 layers, 24 seeds.",
     draw=draw_digits,

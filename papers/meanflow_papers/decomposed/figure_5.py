@@ -57,7 +57,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "002/figure-5",
     title="angles between pairs before and after layer 30, with and without recentering",
-    minutes=(0.2, 0.2),
+    minutes=(0.12, 0.12),
     verdict="corrected",
     setup="10 Gaussian inputs, width 512, 30 layers, 3 seeds; rescaling by the std or by the rms.",
     draw=draw,
@@ -94,7 +94,7 @@ def figure_5(seeds: int = 3, width: int = 512) -> Outcome:
 @entry(
     "002/figure-5-digits",
     title="the same on digits, batches of 10 and 64",
-    minutes=(0.3, 0.3),
+    minutes=(0.34, 0.34),
     verdict="corrected",
     setup="digits, width 512, 30 layers, 4 seeds.",
     draw=draw,

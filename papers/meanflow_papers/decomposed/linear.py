@@ -7,27 +7,30 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.depth.observables import gram, orthogonality_gap
-from meanflow.plots.style import COLORS, key, panels
+from meanflow.plots.style import COLORS, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def draw_rescale(data: Arrays) -> Figure:
-    """Orthogonality gap in depth for two widths."""
-    figure, (ax,) = panels(1, 1, width=4.4, height=3.0)
+    """Orthogonality gap in depth for two widths: means, and every seed."""
+    figure, (ax,) = panels(1, 1, width=5.0, height=3.6)
     for k, (width, gap) in enumerate(data["gap"].items()):
-        ax.plot(
-            np.arange(len(gap)), np.asarray(gap), color=COLORS[k], label=f"width {width}, mean of the seeds"
-        )
+        rows = np.asarray(gap)  # (seeds, layers + 1)
+        layers = np.arange(rows.shape[1])
+        ax.plot(layers, rows.T, color=COLORS[k], lw=0.6, alpha=0.5)
+        ax.plot(layers, rows.mean(0), color=COLORS[k], lw=2, label=f"width {width}, mean")
+        ax.plot([], [], color=COLORS[k], lw=0.6, alpha=0.5, label="each seed")
     ax.set(xlabel="layer", ylabel="orthogonality gap", yscale="log")
-    key(ax)
+    ax.set_title(r"the gap stops, at a height of order 1/$\sqrt{\mathrm{width}}$")
+    below(ax, columns=2)
     return figure
 
 
 @entry(
     "002/linear-rescale",
     title="linear layers with rescaling: orthogonality by depth and width",
-    minutes=(0.4, 0.4),
+    minutes=(0.19, 0.19),
     verdict="corrected",
     setup="10 inputs, widths 200 and 1000, 60 layers, 4 seeds.",
     draw=draw_rescale,
@@ -57,8 +60,8 @@ def linear_rescale(
                 observe=gram,
             )
             grams[w, recenter] = run.layers
-    gaps = {w: orthogonality_gap(grams[w, False]).mean(0) for w in widths}
-    plateau = {w: float(gap[layers // 2 :].mean()) for w, gap in gaps.items()}
+    gaps = {w: orthogonality_gap(grams[w, False]) for w in widths}  # (seeds, layers + 1)
+    plateau = {w: float(gap[:, layers // 2 :].mean()) for w, gap in gaps.items()}
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
     mean = {rc: float(depth.pair_angles(grams[widths[1], rc][:, -1]).mean()) for rc in (False, True)}
     simplex = np.degrees(np.arccos(-1 / (n - 1)))
@@ -90,6 +93,7 @@ def draw_recenter(data: Arrays) -> Figure:
 @entry(
     "002/linear-recenter",
     title="linear layers with recentering: only the first matters",
+    minutes=(0.07, 0.07),
     setup="10 inputs, width 300, 30 orthogonal layers.",
     draw=draw_recenter,
 )

@@ -47,7 +47,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "002/odd-states",
     title="recentering + ReLU at infinite width: states with an odd point",
-    minutes=(0.5, 0.5),
+    minutes=(0.14, 0.14),
     verdict="refuted",
     setup="fixed points of the Gram recursion, n = 6 to 100.",
     draw=draw,

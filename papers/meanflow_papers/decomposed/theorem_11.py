@@ -38,7 +38,7 @@ def draw(data: Arrays) -> Figure:
     "002/theorem-11",
     title="the tree at depth 10000: limits, sharp bounds, printed bounds",
     full={"draws": 100},
-    minutes=(0.4, 1.5),
+    minutes=(0.3, 1.5),
     verdict="corrected",
     setup="random and symmetric inputs, 10000 layers by the O(n^2) algorithm.",
     draw=draw,

@@ -40,7 +40,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "002/theorem-3",
     title="neurons needed for full rank: the bounds and their slack",
-    minutes=(0.3, 0.3),
+    minutes=(0.17, 0.17),
     setup="regular 5- and 9-gon, random batches; 2000 runs each.",
     draw=draw,
 )

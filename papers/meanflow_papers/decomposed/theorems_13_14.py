@@ -58,7 +58,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "002/theorems-13-14",
     title="the invariant representation and one layer from it",
-    minutes=(0.2, 0.2),
+    minutes=(0.13, 0.13),
     verdict="corrected",
     setup="10 points in 4 dimensions: closed forms and 100000 random rows.",
     draw=draw,

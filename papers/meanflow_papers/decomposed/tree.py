@@ -25,6 +25,7 @@ def draw_figure_4(data: Arrays) -> Figure:
 @entry(
     "002/figure-4",
     title="the binary tree of positive and negative transformations",
+    minutes=(0.07, 0.07),
     setup="five points, 12 layers: 4096 explicit rows against the O(n^2) algorithm.",
     draw=draw_figure_4,
 )
@@ -88,6 +89,7 @@ def draw_figure_8(data: Arrays) -> Figure:
 @entry(
     "002/figure-8",
     title="evolution of three-cluster rows of the tree",
+    minutes=(0.07, 0.07),
     verdict="corrected",
     setup="7 points in three clusters, with and without a tie of the middle value with the mean.",
     draw=draw_figure_8,
@@ -96,6 +98,7 @@ def draw_figure_8(data: Arrays) -> Figure:
 @entry(
     "002/figure-7",
     title="evolution of two-cluster rows of the tree",
+    minutes=(0.07, 0.07),
     setup="7 points in two clusters, 8 layers; sums of squares against (40).",
     draw=draw_figure_7,
     picture=stable_rows,

@@ -63,7 +63,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/figure-2",
     title="neurons with |b| = 1 and |b| = 10 in one network: the short ones turn first",
-    minutes=(0.2, 0.2),
+    minutes=(0.05, 0.05),
     verdict="corrected",
     setup=f"{DATA} (eta = 0.01, 10000 steps); 25 neurons of each norm with the same directions.",
     draw=draw,

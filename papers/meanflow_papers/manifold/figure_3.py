@@ -59,6 +59,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/figure-3",
     title="first-step amplification: norms of 40 neurons after one step of descent",
+    minutes=(0.03, 0.03),
     verdict="corrected",
     setup=f"{DATA} (eta = 0.1, 200 steps); norms from 1e-3 to 1, log-spaced.",
     draw=draw,

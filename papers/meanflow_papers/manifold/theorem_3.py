@@ -52,7 +52,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/theorem-3",
     title="raw batch norm and the flow on the manifold give the same function (theorems 2 and 3)",
-    minutes=(0.3, 0.3),
+    minutes=(0.27, 0.27),
     verdict="corrected",
     setup="12 tanh neurons, 300 points in 3 dimensions with mean 1.5, t in [0, 20], tolerance 1e-11.",
     draw=draw,

@@ -50,7 +50,7 @@ def draw(data: Arrays) -> Figure:
     above, under = np.asarray(figure.subfigures(2, 1, height_ratios=(1, 1.15)))
     points, truth = np.asarray(data["points"]), np.asarray(data["pictures"]["truth"])
     words = {"none": "plain", "hidden": "batch norm"}
-    side = 2.35 * 72 / np.sqrt(len(points))  # of a square mark, so that the marks fill the panel
+    side = 2.5 * 72 / np.sqrt(len(points))  # of a square mark, so that the marks fill the panel
     for ax, (name, values) in zip(above.subplots(1, 5), data["pictures"].items(), strict=True):
         limits = {"vmin": truth.min(), "vmax": truth.max()}
         ax.scatter(points[:, 1], -points[:, 0], c=values, marker="s", s=side**2, lw=0, cmap="gray", **limits)
@@ -76,7 +76,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "000/E3",
     title="a 32 x 32 image: held-out PSNR with and without batch norm",
-    minutes=(1.0, 1.0),
+    minutes=(1.23, 1.23),
     verdict="corrected",
     setup="1024 pixels, held-out corners, 1000 steps, 2 seeds; raw and encoded coordinates.",
     draw=draw,
@@ -109,7 +109,8 @@ def spectral_bias_image(steps: int = 1000, seeds: int = 2) -> Outcome:
             Criterion("raw gain at the end, dB", gain("raw", -1), 0.7),
             Criterion("encoded gain at step 100, dB", gain("encoded", 0), 3.0),
             Criterion("encoded difference at the end, dB", gain("encoded", -1), -1.0, 1.0),
-            Criterion("white noise, training PSNR at the end, dB", float(memorized[:, -1].min()), 60.0),
+            # float32 rounds at 20 log10(2^24) = 144 dB
+            Criterion("white noise, training PSNR at the end, dB", float(memorized[:, -1].min()), 120.0),
         ),
     )
 
@@ -118,7 +119,7 @@ def spectral_bias_image(steps: int = 1000, seeds: int = 2) -> Outcome:
     "000/photograph",
     title="a photograph fitted by coordinate networks (demonstration, no claim tested)",
     small={"size": 32, "steps": 300, "seeds": 1},
-    minutes=(0.5, 1.5),
+    minutes=(0.25, 1.5),
     verdict="not tested",
     setup="half of the pixels of a photograph, the other half held out.",
     draw=draw,

@@ -68,6 +68,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "000/A.18",
     title="the printed one-sided kernel beside the exact B K B",
+    minutes=(0.16, 0.16),
     verdict="refuted",
     setup="width 128, T = 64, random inputs and 1-D coordinates, 60 seeds.",
     draw=draw,
@@ -78,8 +79,8 @@ def printed_kernel(width: int = 128, samples: int = 64, seeds: int = 60) -> Outc
     The paper claims K_BN = (I/sigma^2 - h h'/(T sigma^4)) G K G. We compute both forms for networks on
     random inputs and on 1-D coordinates.
 
-    Decisive are the quantiles over seeds of the relative error in the Frobenius norm, which is not small, and the
-    eigenvalues, which agree.
+    Decisive is the least relative error in the Frobenius norm over the seeds, more than one per cent in each setting,
+    and the eigenvalues, which agree to rounding. The finding gives quantiles over seeds.
     """
     cases = {
         "random, relu": (jax.random.normal(seed_key(1), (samples, width)), "relu"),
@@ -114,12 +115,11 @@ def printed_kernel(width: int = 128, samples: int = 64, seeds: int = 60) -> Outc
         "survive",
         data,
         (
-            Criterion("random inputs, 5 % quantile of the error", quantiles["random, relu"][0], 0.04, 0.07),
-            Criterion("random inputs, 95 % quantile", quantiles["random, relu"][1], 0.06, 0.11),
-            Criterion("1-D relu, 5 % quantile", quantiles["line, relu"][0], 0.05, 0.2),
-            Criterion("1-D relu, 95 % quantile", quantiles["line, relu"][1], 0.6, 1.3),
-            Criterion("1-D tanh, 5 % quantile", quantiles["line, tanh"][0], 0.1, 0.5),
-            Criterion("1-D tanh, 95 % quantile", quantiles["line, tanh"][1], 1.8, 3.6),
+            # a formula that is right has errors of rounding; these are wrong by more than one per cent in every seed
+            *(
+                Criterion(f"{name}: least error of {seeds} seeds", float(errors.min()), low=0.01)
+                for name, errors in data.items()
+            ),
             Criterion("largest difference of eigenvalues", spectral, 0.0, accuracy),
         ),
     )

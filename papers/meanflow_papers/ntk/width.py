@@ -35,7 +35,7 @@ def draw(data: Arrays) -> Figure:
     title="K/N of finite networks against the order parameters: error of order 1/sqrt(N)",
     small={"widths": (256, 512, 1024), "seeds": 10},
     full={"widths": (256, 512, 1024, 2048, 4096), "seeds": 10},
-    minutes=(0.8, 15.0),
+    minutes=(0.28, 15.0),
     verdict="corrected",
     setup="T = 32 orthogonal inputs, three weight layers, five activations.",
     draw=draw,

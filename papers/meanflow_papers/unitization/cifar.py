@@ -7,6 +7,7 @@ At a reduced size the path from the files to the table is checked, not the claim
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 
 from meanflow.plots.maps import dots
 from meanflow.plots.style import COLORS, below, panels
-from meanflow.training import ResNet, Trainer, Watch
+from meanflow.training import ResNet, Trainer
 from meanflow.training.data import Data, cifar
 from meanflow.training.networks import MakeNorm, Network
 from meanflow_papers.outcome import Arrays
@@ -32,65 +33,56 @@ def load(folder: str | Path | None, classes: int, limit: int | None) -> Data:
     return data if limit is None else Data(*(part[:limit] for part in data))
 
 
-def train(
-    data: Data,
-    norm: MakeNorm,
-    depth: int,
-    classes: int,
-    batch: int,
-    epochs: int,
-    seeds: Iterable[int],
-    *,
-    preset: str = "paper",
-    watch: Watch | None = None,
-    hook: Callable[[int, Network], object] | None = None,
-    checkpoints: str | Path | None = None,
-    name: str = "",
-) -> list[dict[str, np.ndarray]]:
-    """The records of a ResNet trained as published, one a seed.
+@dataclass(frozen=True)
+class Training:
+    """How a ResNet is trained: what stays the same for the methods that are compared.
 
-    With a folder ``checkpoints`` each run is kept there after every epoch, as ``name`` and its seed, and goes on from
-    there when it is started again. ``hook`` is that of ``Trainer.run``.
+    Attributes:
+        depth: depth of the network.
+        epochs: passes over the images; the learning rate falls at the same parts of them as published.
+        batch: images of a minibatch.
+        classes: 10 or 100.
+        preset: "paper" or "released", a key of ``presets.PRESETS``.
+        checkpoints: folder where every run is kept after each epoch, to go on from there when it is started again.
     """
-    how = PRESETS[preset]
-    data = how.prepare(data)
-    optimizer = how.optimizer(epochs * (len(data.train_x) // batch))
-    make = lambda rngs: ResNet(depth, classes, norm, released=how.released, rngs=rngs)
-    trainer = Trainer(make, optimizer, batch=batch, augment=how.augment, watch=watch, loop="host")
-    kept = lambda seed: None if checkpoints is None else Path(checkpoints) / f"{name} seed {seed}"
-    return [
-        trainer.run(jax.random.key(seed), data, epochs, checkpoint=kept(seed), hook=hook, progress=False)[1]
-        for seed in seeds
-    ]
 
+    depth: int
+    epochs: int
+    batch: int = 128
+    classes: int = 10
+    preset: str = "paper"
+    checkpoints: str | Path | None = None
 
-def accuracies(
-    data: Data,
-    norm: MakeNorm,
-    depth: int,
-    classes: int,
-    batch: int,
-    epochs: int,
-    seeds: int,
-    *,
-    preset: str = "paper",
-    checkpoints: str | Path | None = None,
-    name: str = "",
-) -> np.ndarray:
-    """Return the final test accuracies (seeds,) of ``train``, whose arguments these are."""
-    runs = train(
-        data,
-        norm,
-        depth,
-        classes,
-        batch,
-        epochs,
-        range(seeds),
-        preset=preset,
-        checkpoints=checkpoints,
-        name=name,
-    )
-    return np.array([run["test_accuracy"][-1] for run in runs])
+    def run(
+        self,
+        data: Data,
+        norm: MakeNorm,
+        seeds: Iterable[int],
+        *,
+        hook: Callable[[int, Network], object] | None = None,
+        name: str = "",
+    ) -> list[dict[str, np.ndarray]]:
+        """Return the records of a ResNet with the given normalization, one a seed.
+
+        ``hook`` is that of ``Trainer.run``; ``name`` and the seed name a run among the checkpoints.
+        """
+        how = PRESETS[self.preset]
+        data = how.prepare(data)
+        optimizer = how.optimizer(self.epochs * (len(data.train_x) // self.batch))
+        make = lambda rngs: ResNet(self.depth, self.classes, norm, released=how.released, rngs=rngs)
+        trainer = Trainer(make, optimizer, batch=self.batch, augment=how.augment, loop="host")
+        place = lambda seed: (
+            None if self.checkpoints is None else Path(self.checkpoints) / f"{name} seed {seed}"
+        )
+        one = lambda seed: trainer.run(
+            jax.random.key(seed), data, self.epochs, checkpoint=place(seed), hook=hook, progress=False
+        )
+        return [one(seed)[1] for seed in seeds]
+
+    def accuracies(self, data: Data, norm: MakeNorm, seeds: int, *, name: str = "") -> np.ndarray:
+        """Return the final test accuracies (seeds,) of ``run``."""
+        runs = self.run(data, norm, range(seeds), name=name)
+        return np.array([run["test_accuracy"][-1] for run in runs])
 
 
 def draw_accuracies(data: Arrays) -> Figure:

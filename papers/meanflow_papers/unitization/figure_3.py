@@ -47,7 +47,7 @@ def draw(data: Arrays) -> Figure:
     "003/figure-3",
     title="covariate shift and accuracy over training",
     full={"seeds": 3, "epochs": 200},
-    minutes=(0.6, 2.5),
+    minutes=(0.92, 2.5),
     verdict="corrected",
     setup="the network of figure 2 on digits, exact W1 on 400 fixed inputs from epoch to epoch.",
     draw=draw,

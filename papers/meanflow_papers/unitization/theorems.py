@@ -82,7 +82,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "003/theorems",
     title="theorems 1 to 3.3 at the points that decide them",
-    minutes=(0.2, 0.2),
+    minutes=(0.1, 0.1),
     verdict="corrected",
     setup="Diracs, Gaussian samples and antipodes, both sides of each inequality.",
     draw=draw,

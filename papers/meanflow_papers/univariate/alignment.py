@@ -73,7 +73,7 @@ def _turning(directions: np.ndarray, x: np.ndarray, pull: np.ndarray) -> np.ndar
     "004/alignment",
     title="early alignment for vector inputs: neurons from a small start slide on hyperplanes and merge",
     small={"width": 40, "samples": 20},
-    minutes=(0.4, 2.0),
+    minutes=(0.38, 2.0),
     verdict="confirmed",
     setup="inputs on the sphere in d = 2 (8 of them) and d = 10, random labels, balanced neurons of length 1e-3.",
     draw=draw,
@@ -132,7 +132,7 @@ def alignment(width: int = 60, samples: int = 40, end: float = 30.0, step: float
                 ),
                 Criterion("share of neurons on a hyperplane, d = 2", float(on[-1] / width), 0.5, 1),
                 Criterion("distinct directions over neurons, d = 2", groups / width, 0, 0.25),
-                Criterion("neurons of descent on a hyperplane, at most", float(seen.max()), 0, 0),
+                Criterion("neurons of descent on a hyperplane, at most", float(np.max(seen)), 0, 0),
             ]
         else:
             kept["nonunique_10"] = int(sol.stats["nonunique"])

@@ -46,11 +46,20 @@ def draw(data: Arrays) -> Figure:
         if grid[0] <= knot <= grid[-1]:
             at = (knot, float(np.interp(knot, grid, f)))
             left.annotate(", ".join(names), at, (5, 7), textcoords="offset points", fontsize=7.5)
+    places: dict[tuple[int, int], list[int]] = {}  # neurons that lie on each other share a label too
     for k, place in enumerate(uv):
-        if sizes[k] > 0.1 * sizes.max():
-            right.annotate(str(k + 1), place, (5, 4), textcoords="offset points", fontsize=7.5)
+        column, row = np.round(place / (0.1 * sizes.max())).astype(int).tolist()
+        places.setdefault((column, row), []).append(k)
+    for cell, neurons in places.items():
+        if cell != (0, 0):
+            across, up = (float(v) for v in uv[neurons].max(axis=0))
+            named = ", ".join(str(k + 1) for k in neurons)
+            right.annotate(named, (across, up), (5, 4), textcoords="offset points", fontsize=7.5)
     left.set_title("function; knots numbered by their neuron")
-    right.set_title(r"neurons $|r|(\cos\theta, \sin\theta)$; white lines: samples")
+    right.set_title(
+        r"neurons $|r|(\cos\theta, \sin\theta)$ (near 0 not numbered)"
+        "\nwhite: lines of samples; darker: more active samples"
+    )
     below(left, columns=4)
     return figure
 
@@ -58,6 +67,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-1",
     title="a network as a piecewise linear function, and its neurons in the plane (u, v)",
+    minutes=(0.14, 0.14),
     verdict="corrected",
     setup="12 neurons that fit 5 samples (canonical flow to time 5000).",
     draw=draw,

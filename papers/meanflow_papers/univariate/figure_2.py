@@ -45,6 +45,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-2",
     title="local trajectories as the balance delta grows, one frozen force",
+    minutes=(0.07, 0.07),
     verdict="corrected",
     setup="five neurons, G = (1, 0), delta = -100, -1, 0, 1, 100, in closed form.",
     draw=draw,

@@ -56,6 +56,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-3",
     title="slices of the two terms of the tangent kernel at x = 0.5",
+    minutes=(0.09, 0.09),
     verdict="corrected",
     setup="25000 neurons, uniform and Gaussian weights, against the closed forms.",
     draw=draw,

@@ -56,7 +56,7 @@ def draw(data: Arrays) -> Figure:
     title="Figure 5 as one sweep: turning, concentration and knots on samples by delta",
     small={"seeds": 3},
     full={"seeds": 6, "widths": (20, 50, 100, 200, 500)},
-    minutes=(1.2, 6.0),
+    minutes=(0.1, 6.0),
     setup="width 200, seven balances, 10000 steps.",
     draw=draw,
 )

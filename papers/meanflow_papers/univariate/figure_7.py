@@ -55,7 +55,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-7",
     title="one function, five scalings of its layers, different ends",
-    minutes=(0.4, 0.4),
+    minutes=(0.09, 0.09),
     setup="200 neurons, weights (k a, k b, c/k) with k = 0.1 .. 10, 20000 epochs.",
     draw=draw,
 )

@@ -81,7 +81,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-8",
     title="20, 200 and 2000 neurons from the default initialization",
-    minutes=(0.6, 0.6),
+    minutes=(1.08, 1.08),
     verdict="corrected",
     setup="20 samples of sin(2 pi x), alpha = 1, c ~ U(-1/m, 1/m), 10000 epochs, five starts "
     "(one of them drawn, and 50000 epochs); delta at the start from 2000 draws.",

@@ -55,7 +55,9 @@ def draw(data: Arrays) -> Figure:
     attractors(rays, grid[0], reach=reach)
     field(data["u"], data["v"], data["velocity"], grid[0])
     grid[0].set(xlim=(-reach, reach), ylim=(-reach, reach))
-    grid[0].set_title("field on a neuron with $r > 0$")
+    grid[0].set_title("field on a neuron with $r > 0$ at $t = 10$\n(for $r < 0$ the arrows turn round)")
+    grid[1].set_title("function at $t = 10$")
+    grid[2].set_title("neurons at $t = 10$\nwhite: lines of samples; darker: more active samples")
     fit(
         data["grid"],
         {"$f$": data["f"]},
@@ -73,7 +75,7 @@ def draw(data: Arrays) -> Figure:
     "004/figure-9",
     title="the field felt by a neuron, attracting samples, and where neurons gather",
     full={"times": (10.0, 40.0, 100.0, 150.0)},
-    minutes=(0.5, 0.7),
+    minutes=(0.41, 0.7),
     verdict="corrected",
     setup="square wave, delta = +inf, sliding solver to flow time 100.",
     draw=draw,

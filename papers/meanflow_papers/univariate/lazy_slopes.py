@@ -76,7 +76,7 @@ def _turn_until_fitted(
     "004/lazy-slopes",
     title="how far neurons turn until the data are fitted, against the width, for alpha = m^p",
     small={"widths": (400, 1600, 6400)},
-    minutes=(1.1, 1.5),
+    minutes=(0.99, 1.5),
     verdict="corrected",
     setup="6 samples, paired neurons at random angles, lazy clock, loss down to 1e-3.",
     draw=draw,

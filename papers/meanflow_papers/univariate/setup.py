@@ -123,6 +123,6 @@ def last(values: Tree) -> Tree:
     return jax.tree.map(lambda u: u[..., -1], values)
 
 
-def planar_start(key: jax.Array, width: int) -> Affine:
-    """Draw neurons with delta = +inf, in raw coordinates with alpha = sqrt m."""
-    return balance.lift(Cloud(random_neurons(key, width), labels=jnp.inf), "sqrt").particles
+def planar_start(key: jax.Array, width: int, scale: float = 3.0) -> Affine:
+    """Draw neurons with delta = +inf and |r| up to ``scale``, in raw coordinates with alpha = sqrt m."""
+    return balance.lift(Cloud(random_neurons(key, width, scale), labels=jnp.inf), "sqrt").particles
