@@ -71,6 +71,8 @@ class Field(NamedTuple):
 
     regions: Float[Array, "rays 6"]
     rays: Float[Array, "rays 5"]
+    forces: Float[Array, "rays 2"]
+    x: Float[Array, " s"]
 
     def force(
         self, region: Int[Array, " m"], ray: Int[Array, " m"]
@@ -94,6 +96,8 @@ def freeze(x: Float[Array, " s"], covector: Float[Array, " s"]) -> Field:
     return Field(
         jnp.stack([table[:, 0], table[:, 1], jnp.roll(sample, 1), low, sample, high], axis=-1),
         jnp.stack([rays.direction[:, 0], rays.direction[:, 1], along, idle, busy], axis=-1),
+        table,
+        x,
     )
 
 
@@ -299,6 +303,51 @@ def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingN
     moved, through = _arrive(started, decision, course, field.rays.shape[0], end)
     counts = _count(neurons, decision, through, moving & is_real)
     return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), counts
+
+
+def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Field) -> MovingNeurons:
+    inner_rate, outer_rate, _ = rates
+    held = jax.lax.stop_gradient
+    moving = before.left > 0
+    arrives = after.fresh
+    slides = (after.ray >= 0) & ~arrives
+    through = slides & (after.ray != before.ray)  # p = 0
+    halts = slides & ~through & (after.left > 0)  # c = 0
+    exits = arrives | through | halts
+    count = field.x.shape[0]
+    sample = lambda ray: jnp.where(ray < count, count - 1 - ray, 2 * count - 1 - ray)
+    returns = arrives & (before.ray >= 0) & (sample(before.ray) == sample(after.ray))
+
+    region = jnp.where(slides, before.region, after.region)
+    look = lambda table, index: table.at[index].get(mode="promise_in_bounds")
+    force_u, force_v = look(field.forces[:, 0], region), look(field.forces[:, 1], region)
+    x = look(field.x, sample(jnp.maximum(after.ray, 0)))
+    inverse = 1 / (1 + x * x)
+    on_line = lambda u, v: (u - x * v) * inverse
+    along = on_line(force_u, force_v)
+    force_u, force_v = jnp.where(slides, along, force_u), jnp.where(slides, -x * along, force_v)
+    time = held(before.left - after.left)
+    work = before.u * force_u + before.v * force_v
+    g2 = inner_rate * outer_rate * (force_u**2 + force_v**2)
+    c, shift = travel(before.c, work, g2, inner_rate, outer_rate, time)
+    u, v = before.u - shift * force_u, before.v - shift * force_v
+
+    normal = x * force_u + force_v
+    height = jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
+    speed_p, speed_c = held(-inner_rate * c), held(-outer_rate * (u * force_u + v * force_v))
+    target = jnp.where(arrives, height, jnp.where(through, on_line(u, v), c))
+    speed = jnp.where(halts, speed_c, speed_p * held(jnp.where(arrives, normal, along)))
+    later = jnp.where(exits, -safe_divide(target, speed), before.left)
+    later = later - held(later)
+    u, v, c = u + later * speed_p * held(force_u), v + later * speed_p * held(force_v), c + later * speed_c
+    nearest = on_line(u, v)
+    moved = after._replace(
+        u=jnp.where(arrives, nearest, jnp.where(through, 0.0, u)),
+        v=jnp.where(arrives, -x * nearest, jnp.where(through, 0.0, v)),
+        c=jnp.where(halts, 0.0, c),
+        left=jnp.where(exits, before.left - time - later, 0.0),
+    )
+    return jax.tree.map(lambda old, new: jnp.where(moving, new, old), before, moved)
 
 
 def soft_drift(
