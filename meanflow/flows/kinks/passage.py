@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_check
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow.flows.blocks import is_own, join_rows, split_rows
@@ -25,11 +26,14 @@ TOGETHER = 4096
 BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
 LEAST = 16  # but at least this many
 # states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
-KEPT = 16
+KEPT = 8
 LARGE = 1 << 22  # numbers in a state beyond which only two are kept
 # numbers in all states up to which all are kept, and the program has no code to replay events
 SMALL = 1 << 16
 
+# what a program keeps for reverse mode if the ends of sub-steps are not to be computed twice
+ENDS = "ends of events"
+KEEP_ENDS = jax.checkpoint_policies.save_only_these_names(ENDS)
 
 # A neuron went through a kink; arrived on one and began to slide; left one it was sliding on; lost its last active
 # sample; met a kink at which the Filippov rule leaves the decision open.
@@ -145,7 +149,8 @@ def run(
     opening = None if neurons.left.shape[0] <= together else advance if first is None else first
     if forward:
         return _loop(arguments, advance, cap, opening)
-    return _reversible(arguments, advance, replay, cap, opening)
+    end, counts = _reversible(arguments, advance, replay, cap, opening)
+    return jax.tree.map(lambda u: checkpoint_name(u, ENDS), end), counts
 
 
 @eqx.filter_custom_vjp
