@@ -2,9 +2,10 @@
 
 The sliding solver freezes the residual for a sub-step. Then neurons no longer see each other, and this module moves
 each one from event to event in closed form; an event is the moment at which a neuron meets the ray of a sample, where
-its velocity jumps. ``freeze`` tabulates the forces, ``advance`` carries every neuron over one event;
-``kinks.passage`` repeats that. The rule at a ray is in ``_decide``, the next event in ``_chart_course``. This is the
-motion of ``kinks.planes`` for x~ = (x, 1), where sorted samples spare the array of size neurons x samples.
+its velocity jumps. ``freeze`` tabulates the forces, ``advance`` carries every neuron over one event; ``kinks.passage``
+repeats that, and in reverse mode differentiates ``replay``, the smooth part of an event. The rule at a ray is in
+``_decide``, the next event in ``_chart_course``. This is the motion of ``kinks.planes`` for x~ = (x, 1), where sorted
+samples spare the array of size neurons x samples.
 
 **Between events.** Write p = (a, -b) for the inner weights of a neuron, c for the outer one, and kp, kc for the rates
 at which the two layers learn. In region R the force G = G_R is constant, p' = -kp c G and c' = -kc <G, p>: the closed
@@ -332,6 +333,20 @@ def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingN
 
 
 def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Field) -> MovingNeurons:
+    """Return the neurons after an event as smooth functions of those before it: what reverse mode differentiates.
+
+    What was decided is read off ``after``: one that has arrived on a ray is ``fresh``, one that is on a ray and not
+    fresh has slid along it, and has passed p = 0 if it is on the opposite ray now. The event took the time t by which
+    less is left. The neuron moves in closed form for this t, held constant. Where t is the time of an event, a root of
+    z(t) = 0, it moves on for the zero time dt = -z(t)/z'(t), with z' held constant: one step of Newton's method, whose
+    derivative is that of the root. Elsewhere t is all the time left, and dt is what that differs from its own value,
+    zero again.
+
+    Args:
+        before, after: the neurons before ``advance`` and after it.
+        rates: constants of each neuron.
+        field: frozen forces, of which only ``x`` and ``forces`` are used.
+    """
     inner_rate, outer_rate, _ = rates
     held = jax.lax.stop_gradient
     moving = before.left > 0
@@ -341,16 +356,18 @@ def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Fie
     halts = slides & ~through & (after.left > 0)  # c = 0
     exits = arrives | through | halts
     count = field.x.shape[0]
-    met = _sample(jnp.maximum(after.ray, 0), count)
+    met = _sample(
+        jnp.maximum(after.ray, 0), count
+    )  # the sample of the ray on which the neuron slides or arrives
     returns = arrives & (before.ray >= 0) & (_sample(before.ray, count) == met)
 
-    region = jnp.where(slides, before.region, after.region)
     look = lambda table, index: table.at[index].get(mode="promise_in_bounds")
+    region = jnp.where(slides, before.region, after.region)
     # a column at a time: the sums of their slopes by region are then one-dimensional
     force_u, force_v = look(field.forces[:, 0], region), look(field.forces[:, 1], region)
     x = look(field.x, met)
     inverse = 1 / (1 + x * x)
-    on_line = lambda u, v: (u - x * v) * inverse
+    on_line = lambda u, v: (u - x * v) * inverse  # the point of the line nearest to (u, v) is on_line (1, -x)
     along = on_line(force_u, force_v)
     force_u, force_v = jnp.where(slides, along, force_u), jnp.where(slides, -x * along, force_v)
     time = held(before.left - after.left)
@@ -360,12 +377,14 @@ def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Fie
     u, v = before.u - shift * force_u, before.v - shift * force_v
 
     normal = x * force_u + force_v
-    height = jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
+    height = (
+        jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
+    )  # exactly 0 on a ray that is left
     speed_p, speed_c = held(-inner_rate * c), held(-outer_rate * (u * force_u + v * force_v))
-    target = jnp.where(arrives, height, jnp.where(through, on_line(u, v), c))
+    root = jnp.where(arrives, height, jnp.where(through, on_line(u, v), c))
     speed = jnp.where(halts, speed_c, speed_p * held(jnp.where(arrives, normal, along)))
-    later = jnp.where(exits, -safe_divide(target, speed), before.left)
-    later = later - held(later)
+    later = jnp.where(exits, -safe_divide(root, speed), before.left)
+    later = later - held(later)  # zero but for its derivative: the values are those that were reached
     u, v, c = u + later * speed_p * held(force_u), v + later * speed_p * held(force_v), c + later * speed_c
     nearest = on_line(u, v)
     moved = after._replace(

@@ -5,9 +5,11 @@ left. Few neurons of a cloud meet a kink in one sub-step: an opening pass carrie
 remain are gathered in blocks, so that the rest costs nothing. Under vmap the loops of all clouds of a batch run as long
 as the longest.
 
-Reverse mode keeps the states before the first events of a sub-step and goes back from event to event; where there were
-more events, the states in between are found by replaying them. So no bound on the number of events has to be guessed.
-Forward mode differentiates the plain loop.
+Reverse mode keeps the start of a sub-step alone. It repeats the events, keeps the states before the last of them, goes
+back through these from event to event, and does the same again for the events before. So no bound on the number of
+events has to be guessed, and what is kept does not grow with it. Going back, the states before and after an event are
+both known, and with them everything that was decided: a motion may supply a ``Replay``, the smooth part of an event
+alone, which is much less to compile and to differentiate than ``advance``. Forward mode differentiates the plain loop.
 """
 
 from collections.abc import Callable
@@ -25,10 +27,10 @@ from meanflow.flows.blocks import is_own, join_rows, split_rows
 TOGETHER = 4096
 BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
 LEAST = 16  # but at least this many
-# states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
+# states kept at a time while a sub-step is differentiated in reverse; before them events are repeated from the start
 KEPT = 8
 LARGE = 1 << 22  # numbers in a state beyond which only two are kept
-# numbers in all states up to which all are kept, and the program has no code to replay events
+# numbers in all states up to which all are kept, and the program has one loop less
 SMALL = 1 << 16
 
 # what a program keeps for reverse mode if the ends of sub-steps are not to be computed twice
@@ -100,7 +102,9 @@ class Moving(Protocol):
 Neurons = TypeVar("Neurons", bound=Moving)
 # (neurons, what is constant for each of them, what all share) -> (neurons after one event, events of each kind)
 Advance: TypeAlias = Callable[[Neurons, PyTree[Array], PyTree[Array]], tuple[Neurons, Counts]]
-# (neurons before an event, after it, what is constant for each, what all share) -> neurons after it; see ``run``
+# (neurons before an event, neurons after it, what is constant for each, what all share) -> neurons after it. The same
+# numbers to rounding as ``advance`` gives, with the same derivatives in the neurons before and in the constants; those
+# after serve to read off what was decided and when, and have no derivatives.
 Replay: TypeAlias = Callable[[Neurons, Neurons, PyTree[Array], PyTree[Array]], Neurons]
 Arguments: TypeAlias = tuple[Neurons, PyTree[Array], PyTree[Array]]
 
@@ -129,6 +133,7 @@ def run(
         forward: whether the program is differentiated in forward mode, which the default refuses.
         first: what is done before neurons are gathered, instead of ``advance`` itself: something cheaper that carries
             most of them to the end.
+        replay: what is differentiated in reverse mode; ``advance`` itself if there is none.
         together: up to this many neurons are not gathered but all moved together, which is less to compile.
         blocks: how many blocks of neurons are moved one after the other. What ``advance`` and ``first`` compute on the
             way then exists for one block at a time.
@@ -140,7 +145,17 @@ def run(
 
         def carry(part: tuple[Neurons, PyTree[Array]]) -> tuple[Neurons, Counts]:
             some, theirs = part
-            return run(advance, some, theirs, shared, cap, forward=forward, first=first, replay=replay, together=together)
+            return run(
+                advance,
+                some,
+                theirs,
+                shared,
+                cap,
+                forward=forward,
+                first=first,
+                replay=replay,
+                together=together,
+            )
 
         ends, counts = jax.lax.map(carry, (parts, own))
         ended = jax.tree.map(lambda u: join_rows(u, size), ends)
@@ -190,7 +205,7 @@ def _run_backward(
     cap: int,
     opening: Advance | None,
 ) -> PyTree:
-    """Repeat the events and go back through the last ones that are kept; then the same for those before, to the first."""
+    """Repeat the events and go back through the last ones, which are kept; then the same for those before."""
     neurons, rows, shared = arguments
     kept = _kept(neurons, cap)
     smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
@@ -204,9 +219,7 @@ def _run_backward(
         """Pull the slopes of the state ``after`` an event back to the one before it."""
         turn, after, upstream, gathered = carry
         turn = turn - 1
-        before = jax.tree.map(
-            lambda u: jax.lax.dynamic_index_in_dim(u, turn % kept, keepdims=False), states
-        )
+        before = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, turn % kept, keepdims=False), states)
         moving, still = eqx.partition(before, eqx.is_inexact_array)
 
         def once(moving: PyTree, smooth: PyTree) -> PyTree:
@@ -238,11 +251,8 @@ def _run_backward(
         return turn, upstream, gathered
 
     carry = (jnp.asarray(cap, jnp.int32), ends, jax.tree.map(jnp.zeros_like, smooth))
-    if kept == cap:
-        carry = stretch(carry)
-    else:
-        carry = jax.lax.while_loop(lambda carry: carry[0] > 0, stretch, carry)
-    _, start, (own, common) = carry
+    again = lambda carry: jax.lax.while_loop(lambda carry: carry[0] > 0, stretch, carry)
+    _, start, (own, common) = stretch(carry) if kept == cap else again(carry)
     return start, own, common
 
 
