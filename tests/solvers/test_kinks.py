@@ -399,7 +399,7 @@ def shake(now, rows, shared):
 
 @pytest.mark.parametrize("small", [0, passage.SMALL])
 def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps(small, monkeypatch):
-    """Forty events, of which eight are kept at a time or all; a bound that cuts the loop short; against forward mode."""
+    """Forty events, eight or all of them kept at a time, and a bound that cuts the loop short; against forward mode."""
     monkeypatch.setattr(passage, "SMALL", small)
 
     def end(u, rows, shared, cap, forward):
