@@ -8,6 +8,7 @@ costs O(h^2) each, so through kinks the order is 2, with a small constant.
 """
 
 import abc
+import functools
 from typing import ClassVar, NamedTuple
 
 import diffrax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
+from meanflow.flows.kinks import passage
 from meanflow.flows.motion import FrozenMotion, MotionState
 from meanflow.flows.problem import Problem
 from meanflow.solvers.solution import RESULTS
@@ -56,19 +58,18 @@ class FlowSolver(diffrax.AbstractSolver):
 class Stage(NamedTuple):
     """One sub-step of the composition.
 
+    It starts where the sub-step before the last one ended (the first two start where the step does), in the field of
+    the covector at the point the last one has reached, mixed with the one at the start of the step.
+
     Attributes:
         start_weight: weight of the covector at the start of the step in the one that is frozen.
         own_weight: weight of the covector at the point the last stage has reached.
         length: length of the sub-step, in steps.
-        keep_end: 1 if the end of this stage is kept.
-        from_kept: 1 if the stage starts from the kept point, 0 if from the start of the step.
     """
 
     start_weight: float
     own_weight: float
     length: float
-    keep_end: int
-    from_kept: int
 
 
 RISE = 0.1  # the energy may rise by this part of its size before a run counts as unstable
@@ -77,9 +78,9 @@ LARGE = 1 << 20  # numbers in particles and state beyond which time to run count
 # The commutator-free method of order 3 with 3 stages and 2 sub-steps of Celledoni, Marthinsen and Owren (2003). Stages
 # 1 and 3, of lengths 1/3 and 2/3, make up the step; the second only feeds the third.
 STAGES = (
-    Stage(0.0, 1.0, 1 / 3, 1, 0),
-    Stage(0.0, 1.0, 2 / 3, 0, 0),
-    Stage(-1 / 8, 9 / 8, 2 / 3, 0, 1),
+    Stage(0.0, 1.0, 1 / 3),
+    Stage(0.0, 1.0, 2 / 3),
+    Stage(-1 / 8, 9 / 8, 2 / 3),
 )
 
 
@@ -88,11 +89,13 @@ class Watched(NamedTuple):
 
     Attributes:
         motion: the state of the motion.
+        covector: (n,) the residual covector at the particles.
         energy: (3,) the energy at the start of the run, the lowest one so far, and how far it has risen at most above
             the lowest one before, beyond what is allowed; None if the motion does not tell the risk.
     """
 
     motion: MotionState
+    covector: Float[Array, " n"]
     energy: Float[Array, "3"] | None
 
 
@@ -150,9 +153,12 @@ class Sliding(FlowSolver):
         """Return the state of neurons that have not moved yet."""
         motion = self._motion(args)
         state = motion.begin(y0)
-        energy = _energy(motion, args, y0, motion.unfold(y0, state))
+        opened = motion.unfold(y0, state)
+        energy = _energy(motion, args, y0, opened)
         return Watched(
-            state, None if energy is None else jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)])
+            state,
+            motion.residual(y0, opened),
+            None if energy is None else jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)]),
         )
 
     def step(
@@ -168,39 +174,33 @@ class Sliding(FlowSolver):
         """Take one step: three stages, two of which make up the way; see ``STAGES``."""
         motion = self._motion(args)
         time = jnp.asarray(t1 - t0, args.chart.base.weights.dtype)
-        opened = motion.unfold(y0, solver_state.motion)
+        opened, opening = motion.unfold(y0, solver_state.motion), solver_state.covector
 
-        def choose(first: jax.Array | int, u: PyTree, v: PyTree) -> PyTree:
-            if isinstance(first, int):
-                return u if first else v
-            return jax.tree.map(lambda p, q: jnp.where(first > 0, p, q), u, v)
+        # in reverse mode a stage keeps where it started and where its events ended, and finds the rest again
+        lean = functools.partial(jax.checkpoint, prevent_cse=False, policy=passage.KEEP_ENDS)
 
         def stage(carry: tuple, row: jax.Array | Stage) -> tuple[tuple, None]:
-            (y, state), kept, opening = carry
+            (start, held), here, g, _ = carry
             now = Stage(*row)
-            g = motion.residual(y, state)
-            opening = choose(now.keep_end, g, opening)
-            start, held = choose(now.from_kept, kept, (y0, opened))
             covector = now.start_weight * opening + now.own_weight * g
             y, end = motion.move(start, held, covector, now.length * time, self.max_events, self.forward)
-            here = (y, motion.with_overflow(end, motion.overflow(state)))
-            kept = choose(now.keep_end, here, kept)
-            return (here, kept, opening), None
+            end = motion.with_overflow(end, motion.overflow(here[1]))
+            # the energy is known with the covector: both come from the predictions
+            return (here, (y, end), motion.residual(y, end), _energy(motion, args, y, end)), None
 
-        here = (y0, opened)
-        carry = (here, here, jnp.zeros(args.data.y.shape, time.dtype))
+        here, energy = (y0, opened), solver_state.energy
+        carry = (here, here, opening, None if energy is None else energy[0])
         if sum(u.size for u in jax.tree.leaves(here)) < LARGE:
             # one program for all stages: the events are what takes long to compile
-            carry, _ = jax.lax.scan(stage, carry, jnp.asarray(STAGES, time.dtype))
+            carry, _ = jax.lax.scan(lean(stage), carry, jnp.asarray(STAGES, time.dtype))
         else:
             # three programs, in which nothing large is copied from stage to stage
             for row in STAGES:
                 carry, _ = stage(carry, row)
-        (y1, final), _, _ = carry
-        energy, now = solver_state.energy, _energy(motion, args, y1, final)
+        _, (y1, final), g, now = carry
         if energy is not None and now is not None:
             energy = _watch(energy, now, args)
-        state = Watched(motion.fold(final), energy)
+        state = Watched(motion.fold(final), g, energy)
         return y1, None, {"y0": y0, "y1": y1}, state, diffrax.RESULTS.successful  # type: ignore[return-value]
 
     def _motion(self, problem: Problem) -> FrozenMotion:

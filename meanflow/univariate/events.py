@@ -2,9 +2,10 @@
 
 The sliding solver freezes the residual for a sub-step. Then neurons no longer see each other, and this module moves
 each one from event to event in closed form; an event is the moment at which a neuron meets the ray of a sample, where
-its velocity jumps. ``freeze`` tabulates the forces, ``advance`` carries every neuron over one event;
-``kinks.passage`` repeats that. The rule at a ray is in ``_decide``, the next event in ``_chart_course``. This is the
-motion of ``kinks.planes`` for x~ = (x, 1), where sorted samples spare the array of size neurons x samples.
+its velocity jumps. ``freeze`` tabulates the forces, ``advance`` carries every neuron over one event; ``kinks.passage``
+repeats that, and in reverse mode differentiates ``replay``, the smooth part of an event. The rule at a ray is in
+``_decide``, the next event in ``_chart_course``. This is the motion of ``kinks.planes`` for x~ = (x, 1), where sorted
+samples spare the array of size neurons x samples.
 
 **Between events.** Write p = (a, -b) for the inner weights of a neuron, c for the outer one, and kp, kc for the rates
 at which the two layers learn. In region R the force G = G_R is constant, p' = -kp c G and c' = -kc <G, p>: the closed
@@ -32,7 +33,6 @@ from meanflow._numerics import safe_divide
 from meanflow.flows.kinks.cell import clock_time, first_root, travel
 from meanflow.flows.kinks.passage import Counts, Rates, tally
 from meanflow.univariate import forces
-from meanflow.univariate.rays import normal_forces, sample_rays
 
 
 class MovingNeurons(NamedTuple):
@@ -62,6 +62,8 @@ class Field(NamedTuple):
     What is looked up together stands in one row, so that an event takes two look-ups.
 
     Attributes:
+        x: (s,) the sorted samples.
+        forces: (2s, 2) the force G in each region. These two are what reverse mode differentiates.
         regions: (2s, 6) for each region its force G = (force_u, force_v), and for the two rays that bound it, the
             clockwise one first, the sample x and the normal force that lets a neuron inside move towards the ray if it
             has the sign of its outer weight: <x~, G> where the sample is active, -<x~, G> where it is not.
@@ -69,32 +71,61 @@ class Field(NamedTuple):
             the normal force <x~, G> on the two sides, where its sample is inactive and active.
     """
 
+    x: Float[Array, " s"]
+    forces: Float[Array, "rays 2"]
     regions: Float[Array, "rays 6"]
     rays: Float[Array, "rays 5"]
 
-    def force(
-        self, region: Int[Array, " m"], ray: Int[Array, " m"]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the force in each region, and the tangential force on each ray (of any sign where ``ray`` is -1)."""
-        u, v = _row(self.regions[:, :2], region)
-        return u, v, self.rays[jnp.maximum(ray, 0), 2]
+    def pull(
+        self, u: Float[Array, " m"], v: Float[Array, " m"], region: Int[Array, " m"], ray: Int[Array, " m"]
+    ) -> Float[Array, " m"]:
+        """Return <G, d> for neurons with the unit vector d = (u, v); on a ray, where d is its direction, along that."""
+        force_u, force_v = _row(self.forces, region)
+        x = _row(self.x[:, None], _sample(jnp.maximum(ray, 0), self.x.shape[0]))[0]
+        side = jnp.where(ray < self.x.shape[0], 1.0, -1.0).astype(x.dtype)
+        along = side * (force_u - x * force_v) / jnp.sqrt(1 + x * x)
+        return jnp.where(ray >= 0, along, u * force_u + v * force_v)
 
 
-def freeze(x: Float[Array, " s"], covector: Float[Array, " s"]) -> Field:
-    """Tabulate the forces of the residual ``covector`` (s,) at sorted samples ``x`` (s,), in O(s)."""
-    rays = sample_rays(x)
+def freeze(x: Float[Array, " s"], covector: Float[Array, " s"], *, forward: bool) -> Field:
+    """Tabulate the forces of the residual ``covector`` (s,) at sorted samples ``x`` (s,), in O(s).
+
+    Args:
+        x: the samples.
+        covector: the frozen residual.
+        forward: whether events are differentiated in forward mode. In reverse mode they are replayed from ``x`` and
+            ``forces`` alone, and the other two tables have no derivatives.
+    """
     table = forces.region_forces(covector, x)
-    idle, busy = normal_forces(rays, table)
-    along = jnp.sum(rays.direction * table[rays.idle], axis=-1)
-    sample, s = rays.normal[:, 0], x.shape[0]
+    held = (lambda u: u) if forward else jax.lax.stop_gradient
+    samples, force = held(x), held(table)
+    s = x.shape[0]
+    # Rays 0 .. s-1 face right, the others left, each half from the last sample to the first; ray b lies between the
+    # regions b and b + 1. Slices, and not look-ups, which would be scattered sums in reverse mode.
+    sample = jnp.concatenate([samples[::-1], samples[::-1]])
+    behind = jnp.concatenate([force[:s], force[s + 1 :], force[:1]])  # its sample is inactive
+    ahead = jnp.concatenate([force[1 : s + 1], force[s:]])
+    side = jnp.concatenate([jnp.ones_like(samples), -jnp.ones_like(samples)])
+    ray_u = side / jnp.hypot(1.0, sample).astype(x.dtype)
+    ray_v = -ray_u * sample
+    along = ray_u * behind[:, 0] + ray_v * behind[:, 1]
+    idle = sample * behind[:, 0] + behind[:, 1]
+    busy = sample * ahead[:, 0] + ahead[:, 1]
     # region R lies between the rays R - 1 and R; the samples of these are active in regions 1 .. s and s .. 2s - 1
-    region = jnp.arange(2 * s)
-    low = jnp.where((region >= 1) & (region <= s), jnp.roll(busy, 1), -jnp.roll(idle, 1))
-    high = jnp.where(region >= s, busy, -idle)
+    turn = lambda u: jnp.concatenate([u[-1:], u[:-1]])
+    low = turn(jnp.concatenate([busy[:s], -idle[s:]]))
+    high = jnp.concatenate([-idle[:s], busy[s:]])
     return Field(
-        jnp.stack([table[:, 0], table[:, 1], jnp.roll(sample, 1), low, sample, high], axis=-1),
-        jnp.stack([rays.direction[:, 0], rays.direction[:, 1], along, idle, busy], axis=-1),
+        x,
+        table,
+        jnp.stack([force[:, 0], force[:, 1], turn(sample), low, sample, high], axis=-1),
+        jnp.stack([ray_u, ray_v, along, idle, busy], axis=-1),
     )
+
+
+def _sample(ray: Int[Array, " m"], count: int) -> Int[Array, " m"]:
+    """Return the sample of each ray, for ``count`` samples; ray -1 has the first of those of the right half."""
+    return jnp.where(ray < count, count - 1 - ray, 2 * count - 1 - ray)
 
 
 def _row(table: Float[Array, "rays k"], index: Int[Array, " m"]) -> tuple[Float[Array, " m"], ...]:
@@ -299,6 +330,70 @@ def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingN
     moved, through = _arrive(started, decision, course, field.rays.shape[0], end)
     counts = _count(neurons, decision, through, moving & is_real)
     return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), counts
+
+
+def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Field) -> MovingNeurons:
+    """Return the neurons after an event as smooth functions of those before it: what reverse mode differentiates.
+
+    What was decided is read off ``after``: one that has arrived on a ray is ``fresh``, one that is on a ray and not
+    fresh has slid along it, and has passed p = 0 if it is on the opposite ray now. The event took the time t by which
+    less is left. The neuron moves in closed form for this t, held constant. Where t is the time of an event, a root of
+    z(t) = 0, it moves on for the zero time dt = -z(t)/z'(t), with z' held constant: one step of Newton's method, whose
+    derivative is that of the root. Elsewhere t is all the time left, and dt is what that differs from its own value,
+    zero again.
+
+    Args:
+        before, after: the neurons before ``advance`` and after it.
+        rates: constants of each neuron.
+        field: frozen forces, of which only ``x`` and ``forces`` are used.
+    """
+    inner_rate, outer_rate, _ = rates
+    held = jax.lax.stop_gradient
+    moving = before.left > 0
+    arrives = after.fresh
+    slides = (after.ray >= 0) & ~arrives
+    through = slides & (after.ray != before.ray)  # p = 0
+    halts = slides & ~through & (after.left > 0)  # c = 0
+    exits = arrives | through | halts
+    count = field.x.shape[0]
+    met = _sample(
+        jnp.maximum(after.ray, 0), count
+    )  # the sample of the ray on which the neuron slides or arrives
+    returns = arrives & (before.ray >= 0) & (_sample(before.ray, count) == met)
+
+    look = lambda table, index: table.at[index].get(mode="promise_in_bounds")
+    region = jnp.where(slides, before.region, after.region)
+    # a column at a time: the sums of their slopes by region are then one-dimensional
+    force_u, force_v = look(field.forces[:, 0], region), look(field.forces[:, 1], region)
+    x = look(field.x, met)
+    inverse = 1 / (1 + x * x)
+    on_line = lambda u, v: (u - x * v) * inverse  # the point of the line nearest to (u, v) is on_line (1, -x)
+    along = on_line(force_u, force_v)
+    force_u, force_v = jnp.where(slides, along, force_u), jnp.where(slides, -x * along, force_v)
+    time = held(before.left - after.left)
+    work = before.u * force_u + before.v * force_v
+    g2 = inner_rate * outer_rate * (force_u**2 + force_v**2)
+    c, shift = travel(before.c, work, g2, inner_rate, outer_rate, time)
+    u, v = before.u - shift * force_u, before.v - shift * force_v
+
+    normal = x * force_u + force_v
+    height = (
+        jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
+    )  # exactly 0 on a ray that is left
+    speed_p, speed_c = held(-inner_rate * c), held(-outer_rate * (u * force_u + v * force_v))
+    root = jnp.where(arrives, height, jnp.where(through, on_line(u, v), c))
+    speed = jnp.where(halts, speed_c, speed_p * held(jnp.where(arrives, normal, along)))
+    later = jnp.where(exits, -safe_divide(root, speed), before.left)
+    later = later - held(later)  # zero but for its derivative: the values are those that were reached
+    u, v, c = u + later * speed_p * held(force_u), v + later * speed_p * held(force_v), c + later * speed_c
+    nearest = on_line(u, v)
+    moved = after._replace(
+        u=jnp.where(arrives, nearest, jnp.where(through, 0.0, u)),
+        v=jnp.where(arrives, -x * nearest, jnp.where(through, 0.0, v)),
+        c=jnp.where(halts, 0.0, c),
+        left=jnp.where(exits, before.left - time - later, 0.0),
+    )
+    return jax.tree.map(lambda old, new: jnp.where(moving, new, old), before, moved)
 
 
 def soft_drift(

@@ -61,8 +61,9 @@ def find_regions(p: Float[Array, "m 2"], x: Float[Array, " s"]) -> Int[Array, " 
 def region_forces(g: Float[Array, " s"], x: Float[Array, " s"]) -> Float[Array, "regions 2"]:
     """Return the force sum_{j active in R} g_j (x_j, 1) in each of the 2s regions R, for sorted x. O(s)."""
     moments = jnp.stack([g * x, g], axis=-1)
-    prefix = jnp.cumsum(moments, axis=0)
-    suffix = jnp.cumsum(moments[::-1], axis=0)
+    # one cumulative sum of four columns: each is several kernels, and as many to differentiate
+    sums = jnp.cumsum(jnp.concatenate([moments, moments[::-1]], axis=-1), axis=0)
+    prefix, suffix = sums[:, :2], sums[:, 2:]
     return jnp.concatenate([jnp.zeros_like(moments[:1]), suffix, prefix[:-1][::-1]])
 
 
@@ -80,9 +81,9 @@ def region_predictions(
     # sums by region; a column at a time keeps the scatter one-dimensional
     table = jnp.stack([jax.ops.segment_sum(slopes[:, i], regions, 2 * s) for i in range(2)], axis=-1)
     # x_j is active in the regions s - j .. s (right-facing) and s + 1 .. 2s - 1 - j (left-facing), j = 0 .. s-1
-    right = jnp.cumsum(table[1 : s + 1][::-1], axis=0)
-    left = jnp.cumsum(jnp.concatenate([jnp.zeros_like(table[:1]), table[s + 1 :]]), axis=0)[::-1]
-    line = right + left
+    left = jnp.concatenate([jnp.zeros_like(table[:1]), table[s + 1 :]])
+    sums = jnp.cumsum(jnp.concatenate([table[1 : s + 1][::-1], left], axis=-1), axis=0)
+    line = sums[:, :2] + sums[::-1, 2:]
     return x * line[:, 0] + line[:, 1]
 
 

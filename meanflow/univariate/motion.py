@@ -161,7 +161,9 @@ class UnivariateMotion(FrozenMotion):
         neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
         cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
         own = passage.Rates(*rates, self.is_real)
-        end, counts = passage.run(events.advance, neurons, own, field, cap, forward=forward)
+        end, counts = passage.run(
+            events.advance, neurons, own, field, cap, forward=forward, replay=events.replay
+        )
         overflow = jnp.any((end.left > 0) & self.is_real)
         moved = Place(None, None, end.region, end.ray, place.counts.plus(counts), place.overflow | overflow)
         return end.u, end.v, end.c, moved
@@ -213,7 +215,7 @@ class RawMotion(UnivariateMotion):
             # p = exp(-lam t) P, c = exp(-lam t) C leaves P' = -C G; with one layer frozen the clock stretches instead
             stretched = safe_divide(jnp.expm1(decay * time), decay) + jnp.where(decay == 0, time, 0.0)
             left = jnp.where(rates[0] * rates[1] > 0, left, stretched)
-        field = events.freeze(self.x, covector)
+        field = events.freeze(self.x, covector, forward=forward)
         start = self.direction(particles, state)
         u, v, c, state = self.pass_events(start, state, field, rates, left, max_events, forward)
         if decay is not None:
@@ -265,12 +267,11 @@ class CylinderMotion(UnivariateMotion):
         order. It runs with |p| = c and both rates r, so c'/c = -r <G, d>: log(c) is the exact time integral of the
         force through all its kinks. A trapezoid would be as good for r, but its derivatives only of first order.
         """
-        field = events.freeze(self.x, covector)
+        field = events.freeze(self.x, covector, forward=forward)
         decay = jnp.zeros_like(time) if self.decay is None else self.decay
 
         def pull(u: Vector, v: Vector, place: Place) -> Vector:
-            force_u, force_v, along = field.force(place.region, place.ray)
-            return jnp.where(place.ray >= 0, along, u * force_u + v * force_v)
+            return field.pull(u, v, place.region, place.ray)
 
         u, v, r = self.direction(particles, state)
         first = pull(u, v, state)

@@ -397,8 +397,10 @@ def shake(now, rows, shared):
     return Numbers(u, jnp.where(moving, now.left - 1.0, now.left)), counts
 
 
-def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps():
-    """Forty events, of which sixteen are kept, and a bound that cuts the loop short; against forward mode."""
+@pytest.mark.parametrize("small", [0, passage.SMALL])
+def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps(small, monkeypatch):
+    """Forty events, eight or all of them kept at a time, and a bound that cuts the loop short; against forward mode."""
+    monkeypatch.setattr(passage, "SMALL", small)
 
     def end(u, rows, shared, cap, forward):
         left = jnp.array([40.0, 3.0, 0.0])

@@ -13,37 +13,30 @@ This is a straight line along g, covered with hyperbolic time (``travel``); a^2/
 a quadratic equation that is regular at g = 0 (``first_root``, ``clock_time``).
 """
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meanflow._numerics import safe_sqrt
 
 
-def _series(v: Float[Array, "*n"], start: int, terms: int) -> Float[Array, "*n"]:
-    """Return the sum of v^n / (2n + start)! over n < ``terms``."""
-    total, factor = jnp.zeros_like(v), 1.0
-    coefficients = []
-    for i in range(1, start + 1):
-        factor /= i
-    for n in range(terms):
-        coefficients.append(factor)
-        factor /= (2 * n + start + 1) * (2 * n + start + 2)
-    for value in reversed(coefficients):
-        total = total * v + value
-    return total
-
-
 def hyperbolic(v: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """Return sinh(w)/w and (cosh(w) - 1)/w^2 as smooth functions of v = w^2 >= 0."""
-    # the closed forms divide 0 by 0 at w = 0 and have no derivative there: small arguments go by the series
+    """Return sinh(w)/w and (cosh(w) - 1)/w^2 as smooth functions of v = w^2 >= 0.
+
+    Both come from h = sinh(w/2)/(w/2): they are h cosh(w/2) = h sqrt(1 + v h^2/4), and h^2/2.
+    """
+    # the closed form divides 0 by 0 at w = 0 and has no derivative there: small arguments go by the series
     small = v < 0.25
     w = jnp.sqrt(jnp.where(small, 1.0, v))
-    inner = jnp.where(small, v, 0.0)
     grown = jnp.exp(w / 2)
-    half = (grown - 1 / grown) / 2  # sinh(w/2)
-    sine = jnp.where(small, _series(inner, 1, 8), half * (grown + 1 / grown) / w)
-    cosine = jnp.where(small, _series(inner, 2, 8), 2 * (half / w) ** 2)
-    return sine, cosine
+    inner = jnp.where(small, v, 0.0)
+    series = jnp.zeros_like(v)
+    for n in reversed(range(7)):
+        series = series * inner + 1 / (4.0**n * math.factorial(2 * n + 1))
+    half = jnp.where(small, series, (grown - 1 / grown) / w)
+    square = half * half
+    return half * jnp.sqrt(1 + v * square / 4), square / 2
 
 
 def arctanh_ratio(v: Float[Array, "*n"]) -> Float[Array, "*n"]:

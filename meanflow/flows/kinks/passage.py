@@ -5,9 +5,11 @@ left. Few neurons of a cloud meet a kink in one sub-step: an opening pass carrie
 remain are gathered in blocks, so that the rest costs nothing. Under vmap the loops of all clouds of a batch run as long
 as the longest.
 
-Reverse mode keeps the states before the first events of a sub-step and goes back from event to event; where there were
-more events, the states in between are found by replaying them. So no bound on the number of events has to be guessed.
-Forward mode differentiates the plain loop.
+Reverse mode keeps the start of a sub-step alone. It repeats the events, keeps the states before the last of them, goes
+back through these from event to event, and does the same again for the events before. So no bound on the number of
+events has to be guessed, and what is kept does not grow with it. Going back, the states before and after an event are
+both known, and with them everything that was decided: a motion may supply a ``Replay``, the smooth part of an event
+alone, which is much less to compile and to differentiate than ``advance``. Forward mode differentiates the plain loop.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_check
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow.flows.blocks import is_own, join_rows, split_rows
@@ -24,12 +27,15 @@ from meanflow.flows.blocks import is_own, join_rows, split_rows
 TOGETHER = 4096
 BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at a time
 LEAST = 16  # but at least this many
-# states kept while a sub-step is differentiated in reverse; later ones are found by replaying events
-KEPT = 16
+# states kept at a time while a sub-step is differentiated in reverse; before them events are repeated from the start
+KEPT = 8
 LARGE = 1 << 22  # numbers in a state beyond which only two are kept
-# numbers in all states up to which all are kept, and the program has no code to replay events
+# numbers in all states up to which all are kept, and the program has one loop less
 SMALL = 1 << 16
 
+# what a program keeps for reverse mode if the ends of sub-steps are not to be computed twice
+ENDS = "ends of events"
+KEEP_ENDS = jax.checkpoint_policies.save_only_these_names(ENDS)
 
 # A neuron went through a kink; arrived on one and began to slide; left one it was sliding on; lost its last active
 # sample; met a kink at which the Filippov rule leaves the decision open.
@@ -96,6 +102,10 @@ class Moving(Protocol):
 Neurons = TypeVar("Neurons", bound=Moving)
 # (neurons, what is constant for each of them, what all share) -> (neurons after one event, events of each kind)
 Advance: TypeAlias = Callable[[Neurons, PyTree[Array], PyTree[Array]], tuple[Neurons, Counts]]
+# (neurons before an event, neurons after it, what is constant for each, what all share) -> neurons after it. The same
+# numbers to rounding as ``advance`` gives, with the same derivatives in the neurons before and in the constants; those
+# after serve to read off what was decided and when, and have no derivatives.
+Replay: TypeAlias = Callable[[Neurons, Neurons, PyTree[Array], PyTree[Array]], Neurons]
 Arguments: TypeAlias = tuple[Neurons, PyTree[Array], PyTree[Array]]
 
 
@@ -108,6 +118,7 @@ def run(
     *,
     forward: bool = False,
     first: Advance | None = None,
+    replay: Replay | None = None,
     together: int = TOGETHER,
     blocks: int = 1,
 ) -> tuple[Neurons, Counts]:
@@ -122,6 +133,7 @@ def run(
         forward: whether the program is differentiated in forward mode, which the default refuses.
         first: what is done before neurons are gathered, instead of ``advance`` itself: something cheaper that carries
             most of them to the end.
+        replay: what is differentiated in reverse mode; ``advance`` itself if there is none.
         together: up to this many neurons are not gathered but all moved together, which is less to compile.
         blocks: how many blocks of neurons are moved one after the other. What ``advance`` and ``first`` compute on the
             way then exists for one block at a time.
@@ -133,7 +145,17 @@ def run(
 
         def carry(part: tuple[Neurons, PyTree[Array]]) -> tuple[Neurons, Counts]:
             some, theirs = part
-            return run(advance, some, theirs, shared, cap, forward=forward, first=first, together=together)
+            return run(
+                advance,
+                some,
+                theirs,
+                shared,
+                cap,
+                forward=forward,
+                first=first,
+                replay=replay,
+                together=together,
+            )
 
         ends, counts = jax.lax.map(carry, (parts, own))
         ended = jax.tree.map(lambda u: join_rows(u, size), ends)
@@ -142,91 +164,95 @@ def run(
     opening = None if neurons.left.shape[0] <= together else advance if first is None else first
     if forward:
         return _loop(arguments, advance, cap, opening)
-    return _reversible(arguments, advance, cap, opening)
+    end, counts = _reversible(arguments, advance, replay, cap, opening)
+    return jax.tree.map(lambda u: checkpoint_name(u, ENDS), end), counts
 
 
 @eqx.filter_custom_vjp
 def _reversible(
-    arguments: Arguments, advance: Advance, cap: int, opening: Advance | None
+    arguments: Arguments, advance: Advance, replay: Replay | None, cap: int, opening: Advance | None
 ) -> tuple[Neurons, Counts]:
     return _loop(arguments, advance, cap, opening)
 
 
+@_reversible.def_fwd
+def _run_forward(
+    perturbed: PyTree,
+    arguments: Arguments,
+    advance: Advance,
+    replay: Replay | None,
+    cap: int,
+    opening: Advance | None,
+) -> tuple:
+    """Run, and keep nothing but the arguments: what is kept is copied for each step of a run that is replayed."""
+    return _loop(arguments, advance, cap, opening), None
+
+
 def _kept(neurons: Moving, cap: int) -> int:
-    """Return how many states are kept for reverse mode."""
+    """Return how many states are kept at a time while events are pulled back."""
     entries = sum(u.size for u in jax.tree.leaves(neurons))
     return cap if entries * cap <= SMALL else min(cap, KEPT if entries <= LARGE else 2)
 
 
-@_reversible.def_fwd
-def _run_forward(
-    perturbed: PyTree, arguments: Arguments, advance: Advance, cap: int, opening: Advance | None
-) -> tuple:
-    """Run, and keep the states before the first events."""
-    neurons, rows, shared = arguments
-    kept = _kept(neurons, cap)
-    room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
-
-    def go(carry: tuple) -> tuple:
-        turn, now, counts, states = carry
-        place = jnp.minimum(turn, kept - 1)
-
-        def put(states: Array, now: Array) -> Array:
-            if kept < cap:
-                old = jax.lax.dynamic_index_in_dim(states, place, keepdims=False)
-                now = jnp.where(turn < kept, now, old)
-            return jax.lax.dynamic_update_index_in_dim(states, now, place, 0)
-
-        states = jax.tree.map(put, states, now)
-        now, more = advance(now, rows, shared)
-        return turn + 1, now, counts.plus(more), states
-
-    going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
-    none = jnp.zeros((), jnp.int32)
-    turns, neurons, counts, states = jax.lax.while_loop(going, go, (none, neurons, Counts.none(), room))
-    return (neurons, counts), (turns, states)
-
-
 @_reversible.def_bwd
 def _run_backward(
-    residuals: tuple,
+    residuals: None,
     slopes: PyTree,
     perturbed: PyTree,
     arguments: Arguments,
     advance: Advance,
+    replay: Replay | None,
     cap: int,
     opening: Advance | None,
 ) -> PyTree:
-    """Go back event by event; states that were not kept are replayed from the last one that was."""
-    turns, states = residuals
-    _, rows, shared = arguments
-    kept = jax.tree.leaves(states)[0].shape[0]
+    """Repeat the events and go back through the last ones, which are kept; then the same for those before."""
+    neurons, rows, shared = arguments
+    kept = _kept(neurons, cap)
     smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
     empty = lambda tree: jax.tree.map(jnp.zeros_like, eqx.filter(tree, eqx.is_inexact_array))
     fill = lambda u, v: jnp.zeros_like(u) if v is None else v
-    ends = empty(arguments[0])
+    ends = empty(neurons)
     ends = jax.tree.map(fill, ends, jax.tree.map(lambda _, v: v, ends, slopes[0]))
+    room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
 
-    def back(carry: tuple) -> tuple:
-        turn, upstream, gathered = carry
+    def back(carry: tuple, states: Neurons) -> tuple:
+        """Pull the slopes of the state ``after`` an event back to the one before it."""
+        turn, after, upstream, gathered = carry
         turn = turn - 1
-        place = jnp.minimum(turn, kept - 1)
-        now = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, place, keepdims=False), states)
-        if kept < cap:
-            replay = lambda c: (c[0] + 1, advance(c[1], rows, shared)[0])
-            _, now = jax.lax.while_loop(lambda c: c[0] < turn, replay, (place, now))
-        moving, still = eqx.partition(now, eqx.is_inexact_array)
+        before = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, turn % kept, keepdims=False), states)
+        moving, still = eqx.partition(before, eqx.is_inexact_array)
 
         def once(moving: PyTree, smooth: PyTree) -> PyTree:
-            end, _ = advance(eqx.combine(moving, still), *eqx.combine(smooth, fixed))
+            start, given = eqx.combine(moving, still), eqx.combine(smooth, fixed)
+            end = advance(start, *given)[0] if replay is None else replay(start, after, *given)
             return eqx.filter(end, eqx.is_inexact_array)
 
         _, pull = jax.vjp(once, moving, smooth)
         upstream, more = pull(upstream)
-        return turn, upstream, jax.tree.map(jnp.add, gathered, more)
+        return turn, before, upstream, jax.tree.map(jnp.add, gathered, more)
 
-    first = (turns, ends, jax.tree.map(jnp.zeros_like, smooth))
-    _, start, (own, common) = jax.lax.while_loop(lambda carry: carry[0] > 0, back, first)
+    def stretch(carry: tuple) -> tuple:
+        """Go back through the last ``kept`` of the first ``end`` events."""
+        end, upstream, gathered = carry
+
+        def go(carry: tuple) -> tuple:
+            turn, now, states = carry
+            put = lambda u, v: jax.lax.dynamic_update_index_in_dim(u, v, turn % kept, 0)
+            return turn + 1, advance(now, rows, shared)[0], jax.tree.map(put, states, now)
+
+        going = lambda carry: (carry[0] < end) & jnp.any(carry[1].left > 0)
+        turns, last, states = jax.lax.while_loop(going, go, (jnp.zeros_like(end), neurons, room))
+        begin = jnp.maximum(turns - kept, 0)
+        turn, _, upstream, gathered = jax.lax.while_loop(
+            lambda carry: carry[0] > begin,
+            lambda carry: back(carry, states),
+            (turns, last, upstream, gathered),
+        )
+        return turn, upstream, gathered
+
+    carry = (jnp.asarray(cap, jnp.int32), ends, jax.tree.map(jnp.zeros_like, smooth))
+    again = lambda carry: jax.lax.while_loop(lambda carry: carry[0] > 0, stretch, carry)
+    _, start, (own, common) = stretch(carry) if kept == cap else again(carry)
     return start, own, common
 
 
