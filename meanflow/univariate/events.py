@@ -356,9 +356,8 @@ def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Fie
     halts = slides & ~through & (after.left > 0)  # c = 0
     exits = arrives | through | halts
     count = field.x.shape[0]
-    met = _sample(
-        jnp.maximum(after.ray, 0), count
-    )  # the sample of the ray on which the neuron slides or arrives
+    # the sample of the ray on which the neuron slides or arrives
+    met = _sample(jnp.maximum(after.ray, 0), count)
     returns = arrives & (before.ray >= 0) & (_sample(before.ray, count) == met)
 
     look = lambda table, index: table.at[index].get(mode="promise_in_bounds")
@@ -377,9 +376,8 @@ def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Fie
     u, v = before.u - shift * force_u, before.v - shift * force_v
 
     normal = x * force_u + force_v
-    height = (
-        jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
-    )  # exactly 0 on a ray that is left
+    # a neuron that returns to the ray it has left began exactly on it
+    height = jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
     speed_p, speed_c = held(-inner_rate * c), held(-outer_rate * (u * force_u + v * force_v))
     root = jnp.where(arrives, height, jnp.where(through, on_line(u, v), c))
     speed = jnp.where(halts, speed_c, speed_p * held(jnp.where(arrives, normal, along)))
