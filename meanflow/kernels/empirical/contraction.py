@@ -1,6 +1,7 @@
 """From each parameter's factors at all samples to the kernel of all pairs of samples."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -70,6 +71,12 @@ def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree
         return out
     rest = function(jax.tree.map(lambda a: a[whole * size :], tree))
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
+
+
+def fitting(most: int, limit: float, one: float) -> int:
+    """Return how many things of size ``one`` fit, at least one and at most ``most``, in even parts of ``most``."""
+    parts = math.ceil(most / max(1, min(most, int(limit / max(one, 1.0)))))
+    return math.ceil(most / parts)
 
 
 def blocks(rows: int, wide: int) -> int:
@@ -276,12 +283,7 @@ def _contract_grams(left: Factor, right: Factor, outputs: str) -> Array:
         outer = _features(d[:, :, 0, 0], e[:, :, 0, 0], outputs)
         return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
     if outputs == "full" and d.shape[1] > 1:
-        # with many outputs (h h') D' is smaller than D D'
-        def row(mine: Gram | Rows) -> Array:
-            inner = _inner_products(mine, right)
-            return jnp.einsum("gpsq,sdgqo,cgpo->csd", inner, e, mine.cotangent, precision=HIGH)
-
-        return jax.lax.map(row, left)
+        return _contract_outputs(left, right)
     inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
     if outputs == "diagonal":
         outer = jnp.einsum("tcgpo,scgqo->cgtpsq", d, e, precision=HIGH)
@@ -289,6 +291,39 @@ def _contract_grams(left: Factor, right: Factor, outputs: str) -> Array:
     outer = jnp.einsum("tcgpo,scgqo->gtpsq", d, e, precision=HIGH)
     total = jnp.sum(outer * inner, axis=(0, 2, 4))
     return total[:, None, :, None] if outputs == "full" else total
+
+
+def _contract_outputs(left: Gram | Rows, right: Gram | Rows) -> Float[Array, "T C S C"]:
+    """Return sum over g, p, q of (h_gp . h'_gq) (D_gp . D'_gq) for all pairs of many outputs.
+
+    With many outputs E_p = sum over q of (h_gp . h'_gq) D'_gq is smaller than D D'. For one row of the kernel at a time
+    E has (o, p) as its last axes, so that it falls out of one product of matrices as it enters the next.
+    """
+    _, many, groups, positions, width = left.cotangent.shape
+    # for how many columns E, and for how many rows h h', is formed at a time
+    most = fitting(right.cotangent.shape[0], WHOLE, many * groups * positions * width)
+    some = fitting(left.cotangent.shape[0], WHOLE, most * groups * positions * right.cotangent.shape[3])
+    turn = lambda d: jnp.transpose(d, (0, 2, 1, 4, 3))  # (T, G, C, O, P)
+
+    def columns(theirs: tuple[Gram | Rows, Array]) -> Float[Array, "S T C C"]:
+        other, turned = theirs
+        count, *_, there = turned.shape
+        spread = jnp.moveaxis(turned, 1, 0).reshape(groups, count, many * width, there)
+
+        def row(mine: tuple[Array, Array]) -> Float[Array, "S C C"]:
+            inner, cotangent = mine
+            e = jnp.matmul(spread, inner, precision=HIGH).reshape(groups, count * many, -1)
+            each = jnp.matmul(e, jnp.swapaxes(cotangent.reshape(groups, many, -1), 1, 2), precision=HIGH)
+            return jnp.sum(each, axis=0).reshape(count, many, many)
+
+        def rows(mine: tuple[Gram | Rows, Array]) -> Float[Array, "T S C C"]:
+            inner = jax.vmap(lambda one: _inner_products(one, other))(mine[0])
+            return jax.lax.map(row, (jnp.transpose(inner, (0, 1, 3, 4, 2)), mine[1]))
+
+        return jnp.swapaxes(by_pieces(rows, (left, turn(left.cotangent)), some), 0, 1)
+
+    found = by_pieces(columns, (right, turn(right.cotangent)), most)
+    return jnp.transpose(found, (1, 3, 0, 2))
 
 
 def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:

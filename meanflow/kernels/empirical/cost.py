@@ -215,8 +215,9 @@ def by_gram(block: Block, size: forms.Sizes) -> Cost:
         )
         return Cost(flops, numbers) * multiplied + read + copied
     flops = 2.0 * (pairs * (inputs + many * outputs) + groups * positions * many**2 * outputs)
-    # row by row, in small products
-    return Cost(flops, 10.0 * groups * positions * (positions + many * outputs)) * multiplied + read + copied
+    # (h h') D', and h h' in another order
+    numbers = 2.0 * groups * positions * (positions + many * outputs)
+    return Cost(flops, numbers) * multiplied + read + copied
 
 
 def _read(block: Block, numbers: float) -> Cost:

@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from meanflow.kernels.empirical import cost, structured
-from meanflow.kernels.empirical.contraction import WHOLE, blocks
+from meanflow.kernels.empirical.contraction import WHOLE, blocks, fitting
 from meanflow.kernels.empirical.cost import Block, Cost
 
 
@@ -201,12 +201,6 @@ def coupled_layout(
 
 def _entries(traced: structured.Traced) -> int:
     return sum(math.prod(traced.leaves[i].shape) for i in traced.used)
-
-
-def fitting(most: int, limit: float, one: float) -> int:
-    """Return how many things of ``one`` byte size fit, at least one and at most ``most``, in even parts of ``most``."""
-    parts = math.ceil(most / max(1, min(most, int(limit / max(one, 1.0)))))
-    return math.ceil(most / parts)
 
 
 def _dividing(count: int, most: int) -> int:
