@@ -190,7 +190,7 @@ class Block(NamedTuple):
 
 def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in parameter space."""
-    groups, positions, inputs, outputs = size
+    groups, positions, inputs, outputs, _ = size
     entries, many = groups * inputs * outputs, block.outputs
     form = Cost(
         2.0 * many * positions * entries,
@@ -203,7 +203,8 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
 
 def by_gram(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in sample space."""
-    groups, positions, inputs, outputs = size
+    groups, positions, inputs, outputs, compared = size
+    inputs = compared or inputs
     many, pairs = block.outputs, groups * positions**2
     multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
     read = _read(block, groups * positions * (inputs + many * outputs))

@@ -139,7 +139,7 @@ def _stored(traced: structured.Traced, share: structured.Share, outputs: int) ->
 
 def _formed(share: structured.Share, outputs: int) -> float:
     """Return how many numbers one share's factors take for one sample while they are contracted."""
-    groups, positions, inputs, width = share.sizes
+    groups, positions, inputs, width, _ = share.sizes
     if share.mode == "jacobian" or groups * positions == 1:
         return 0.0
     return groups * positions * ((0 if share.mode == "rows" else inputs) + outputs * width)
@@ -147,7 +147,7 @@ def _formed(share: structured.Share, outputs: int) -> float:
 
 def _pairs(share: structured.Share, block: Block) -> float:
     """Return the numbers that one share takes for a pair of samples while it is contracted."""
-    groups, positions, _, outputs = share.sizes
+    groups, positions, _, outputs, _ = share.sizes
     if share.mode in ("jacobian", "slices") or groups * positions == 1:
         return float(block.kernel)
     if block.kept == "full" and block.outputs > 1:  # one row at a time, whatever the chunk
@@ -171,7 +171,7 @@ def coupled_layout(
     product = block.pairs(many if full else 1) * (many**2 if full else many)
 
     def ways(size: structured.forms.Sizes) -> tuple[Cost, Cost]:
-        groups, positions, inputs, outputs = size
+        groups, positions, inputs, outputs, _ = size
         entries = groups * inputs * outputs
         jacobian = Cost(2.0 * (sides * positions * entries + product * entries), 3.0 * sides * entries)
         spread = groups * positions * outputs
@@ -192,7 +192,7 @@ def coupled_layout(
     stored = 0.0
     for share in plan:
         total = total + ways(share.sizes)[0 if share.mode == "jacobian" else 1]
-        groups, positions, inputs, outputs = share.sizes
+        groups, positions, inputs, outputs, _ = share.sizes
         stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else positions)
     kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
     memory = item * (kernel + stored + 2 * counted.stored) + min(piece, block.rows) * row
