@@ -110,7 +110,7 @@ def _lay_out(
     formed = max((_formed(s, outputs) for s in shares), default=0.0)
     if piece < samples:
         # what a loop leaves is there whole
-        alive = samples * (stored + formed) + piece * passing
+        alive = samples * (stored + formed) + piece * passing + _slice(shares, block)
     else:  # layer by layer: its cotangents, those that are pulled through it, its factors and a slice of its J
         pulled = 2 * outputs * counted.largest
         alive = _PLACING * (samples * (stored + formed + pulled) + _slice(shares, block))
@@ -123,9 +123,13 @@ def _lay_out(
 
 
 def _slice(plan: list[structured.Share], block: Block) -> float:
-    """Return how many numbers of J are formed at a time when it is contracted."""
-    sliced = [s.sizes for s in plan if s.mode == "slices"]
-    whole = [block.samples * block.outputs * s.groups * s.inputs * s.outputs for s in sliced]
+    """Return how many numbers are formed at a time when factors are contracted: of J, or of (h h') D'."""
+    many = block.outputs if block.kept == "full" else 1
+    entries = {
+        "slices": lambda s: block.outputs * s.groups * s.inputs * s.outputs,
+        "gram": lambda s: s.groups * s.positions * s.outputs * many * (many > 1 and s.positions > 1),
+    }
+    whole = [block.samples * entries[s.mode](s.sizes) for s in plan if s.mode in entries]
     return float(min(max(whole, default=0), WHOLE))
 
 
