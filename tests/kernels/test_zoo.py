@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from meanflow import kernels
-from meanflow.kernels.empirical import contraction, cost, layout, structured
+from meanflow.kernels.empirical import contraction, cost, forms, layout, structured
 from meanflow.kernels.empirical.coupling import is_coupled
 
 ROWS, COLUMNS = 5, 3
@@ -388,26 +388,80 @@ def test_zoo(name, outputs):
             agree(name, outputs, second, chunk)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith("batch norm")])
-def test_all_contractions(name, monkeypatch):
-    """Each parameter in parameter space, at once and in slices, and in sample space, whatever is cheaper."""
-    monkeypatch.setattr(contraction, "WHOLE", 0)  # so that networks of this size are sliced
+def agree_in_all_contractions(name, monkeypatch, ways):
+    """Contract each parameter by ways that need not be the cheapest, on networks so small that nothing is sliced."""
+    monkeypatch.setattr(contraction, "WHOLE", 0)
     monkeypatch.setattr(contraction, "_SLICE", 200)
     monkeypatch.setattr(contraction, "blocks", lambda rows, wide: 2)  # and cut into blocks
+    is_window = lambda site, *_: float(site.kind == "conv_general_dilated" and not site.lengths)
     apply, params, x, _, same, _ = oracle(name)
     leaves, structure = jax.tree.flatten(params)
     one = lambda some, sample: apply(jax.tree.unflatten(structure, some), jnp.stack([sample] * 2))[0].reshape(
         -1
     )
     traced = structured.trace(one, leaves, x[0])
-    for way in ("jacobian", "slices", "gram"):
-        plan = structured.shares(traced, lambda _, way=way: way)
+    for way in ways:
+        monkeypatch.setattr(forms, "_compared", is_window if way == "windows" else lambda *_: 0.0)
+        mode = "gram" if way == "windows" else way
+        plan = structured.shares(traced, lambda _, mode=mode: mode)
         found = structured.factors(traced, plan, leaves, x, piece=2)
+        if way == "windows" and name in WINDOWED:
+            assert any(
+                isinstance(f.activation, forms.Windowed) for f in found if isinstance(f, contraction.Gram)
+            )
         for outputs, pattern in KEPT.items():
             exact = np.einsum(pattern, same)
             ours = contraction.all_pairs(found, found, outputs, len(x), True)
             np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-10 * np.abs(exact).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith("batch norm")])
+def test_all_contractions(name, monkeypatch):
+    """Each parameter in parameter space, at once and in slices, and in sample space, whatever is cheaper."""
+    agree_in_all_contractions(name, monkeypatch, ("jacobian", "slices", "gram"))
+
+
+WINDOWED = [n for n in ZOO if n.startswith("conv")]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "conv, 2-D, groups" else pytest.param(n, marks=pytest.mark.slow) for n in WINDOWED]
+)
+def test_windows_of_convolutions(name, monkeypatch):
+    """Patches are compared by adding up products of channels: strides, dilations, groups, any padding."""
+    agree_in_all_contractions(name, monkeypatch, ("windows",))
+
+
+def test_windows_are_added_up_where_patches_are_long():
+    """The sizes of a convolution tell; a kernel with two batches, in single rows and pieces of them."""
+    apply, params, x, z = convolution_of_many_channels()
+    leaves, structure = jax.tree.flatten(params)
+    traced = structured.trace(
+        lambda some, sample: apply(jax.tree.unflatten(structure, some), sample[None])[0], leaves, x[0]
+    )
+    assert [forms.sizes(s).windowed for s in traced.sites.values()] == [False, True, False]
+    for outputs in KEPT:
+        ask = lambda method, outputs=outputs: kernels.empirical_ntk(
+            apply, params, x, z, outputs=outputs, stats="frozen", method=method, chunk=2
+        )
+        np.testing.assert_allclose(ask("structured"), ask("jacobian"), rtol=1e-9, atol=1e-9)
+
+
+def convolution_of_many_channels():
+    """Return two convolutions, of which the second has patches of 9 x 128 numbers at 9 positions, and batches."""
+    params = {"a": draw(0, 3, 3, 1, 128), "b": draw(1, 3, 3, 128, 4) / 34, "head": draw(2, 4, 3)}
+
+    def apply(p, x):
+        for name in "ab":
+            x = jnp.tanh(
+                jax.lax.conv_general_dilated(
+                    x, p[name], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+            )
+        return x.mean((1, 2)) @ p["head"]
+
+    return apply, params, draw(3, 3, 3, 3, 1), draw(4, 2, 3, 3, 1)
 
 
 DIFFERENTIATED = ["attention", "recurrent scan", "functions of weights", "tied embedding", "batch norm, conv"]

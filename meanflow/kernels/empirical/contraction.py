@@ -1,12 +1,14 @@
 """From each parameter's factors at all samples to the kernel of all pairs of samples."""
 
-import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
+
+from meanflow.kernels.empirical.forms import Windowed, windowed_products
 
 HIGH = jax.lax.Precision.HIGHEST
 
@@ -20,7 +22,7 @@ class Jacobian(NamedTuple):
 class Gram(NamedTuple):
     """One parameter's factors at T samples: J[g, k, o] = sum_p h[g, p, k] D[g, p, o], contracted without J."""
 
-    activation: Float[Array, "T G P K"]
+    activation: Float[Array, "T G P K"] | Windowed
     cotangent: Float[Array, "T C G P O"]
 
 
@@ -49,9 +51,10 @@ class Coupled(NamedTuple):
 
 
 Factor: TypeAlias = Jacobian | Gram | Slices | Rows | Coupled
+F = TypeVar("F", Jacobian, Gram, Slices, Rows, Coupled)
 
-# A block of the kernel: from and to which row, and up to which column.
-Span: TypeAlias = tuple[int, int, int]
+# A block of the kernel: which part of the rows, and which of the columns.
+Pair: TypeAlias = tuple[int, int]
 
 
 def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree:
@@ -70,6 +73,12 @@ def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree
         return out
     rest = function(jax.tree.map(lambda a: a[whole * size :], tree))
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
+
+
+def fitting(most: int, limit: float, one: float) -> int:
+    """Return how many things of size ``one`` fit, at least one and at most ``most``, in even parts of ``most``."""
+    parts = math.ceil(most / max(1, min(most, int(limit / max(one, 1.0)))))
+    return math.ceil(most / parts)
 
 
 def blocks(rows: int, wide: int) -> int:
@@ -108,18 +117,22 @@ def all_pairs(
     if not symmetric or rows < count:
         return by_pieces(lambda some: contract(some, right, outputs), left, rows)
     counts = [blocks(count, _wide(a, outputs)) for a in left]
-    pick = lambda factors, cut: [a for a, b in zip(factors, counts, strict=True) if b == cut]
-    total = [_mirrored(pick(left, n), pick(right, n), outputs, count, n) for n in sorted(set(counts))]
+    total = []
+    for cut in sorted(set(counts)):
+        some = [a for a, n in zip(left, counts, strict=True) if n == cut]
+        edges = cuts(count, cut)
+        spans = zip(edges[:-1], edges[1:], strict=True)
+        total.append(
+            pairs_of_blocks([[_part(a, start, stop) for a in some] for start, stop in spans], outputs)
+        )
     return sum(total[1:], total[0])
 
 
-def _mirrored(
-    left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int, cut: int
-) -> Float[Array, "T T ..."]:
-    """Contract the blocks on and below the diagonal, and reflect those below."""
-    edges = cuts(rows, cut)
-    spans = [(start, stop, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-    return _reflected(_contract_spans(left, right, outputs, spans), edges, outputs)
+def _part(factor: Factor, start: int, stop: int) -> Factor:
+    """Return the factors of some samples."""
+    if isinstance(factor, Coupled):  # whose h is that of all samples
+        return factor._replace(cotangent=factor.cotangent[start:stop])
+    return jax.tree.map(lambda a: a[start:stop], factor)
 
 
 def cuts(rows: int, count: int) -> list[int]:
@@ -132,36 +145,30 @@ def cuts(rows: int, count: int) -> list[int]:
 
 
 def pairs_of_blocks(parts: Sequence[Sequence[Factor]], outputs: str) -> Float[Array, "T T ..."]:
-    """Contract a symmetric kernel from the factors of each block of its rows.
+    """Contract a symmetric kernel from the factors of each block of its rows; blocks above the diagonal are reflected.
 
-    Factors that were made block by block need not be copied out of larger arrays, which costs more than half of what
-    reflecting saves.
+    The factors of a block are arrays of their own. Cut out of larger ones for every product anew, they would cost more
+    than half of what reflecting saves.
     """
-    edges = [0, *itertools.accumulate(_samples(part) for part in parts)]
-    below = [[contract(one, other, outputs) for other in parts[: i + 1]] for i, one in enumerate(parts)]
-    return _reflected([jnp.concatenate(line, axis=1) for line in below], edges, outputs)
-
-
-def _reflected(below: Sequence[Array], edges: Sequence[int], outputs: str) -> Float[Array, "T T ..."]:
-    """Complete the blocks on and below the diagonal, given as lines that end there, by their mirror images."""
+    pairs = [(i, j) for i in range(len(parts)) for j in range(i + 1)]
+    below = dict(zip(pairs, _contract_pairs(parts, parts, outputs, pairs), strict=True))
     mirror = (1, 0, 3, 2) if outputs == "full" else (1, 0, 2) if outputs == "diagonal" else (1, 0)
-    lines = []
-    for i, line in enumerate(below):
-        above = [jnp.transpose(b[:, edges[i] : edges[i + 1]], mirror) for b in below[i + 1 :]]
-        lines.append(jnp.concatenate([line, *above], axis=1))
-    return jnp.concatenate(lines)
+    block = lambda i, j: below[i, j] if j <= i else jnp.transpose(below[j, i], mirror)
+    each = range(len(parts))
+    return jnp.concatenate([jnp.concatenate([block(i, j) for j in each], axis=1) for i in each])
 
 
 def contract(left: Sequence[Factor], right: Sequence[Factor], outputs: str) -> Float[Array, "T S ..."]:
     """Sum all shares: (T, S, C, C) for "full", (T, S, C) for "diagonal", (T, S) for "trace"."""
-    return _contract_spans(left, right, outputs, [(0, _samples(left), _samples(right))])[0]
+    return _contract_pairs([left], [right], outputs, [(0, 0)])[0]
 
 
-def _contract_spans(
-    left: Sequence[Factor], right: Sequence[Factor], outputs: str, spans: Sequence[Span]
+def _contract_pairs(
+    left: Sequence[Sequence[Factor]], right: Sequence[Sequence[Factor]], outputs: str, pairs: Sequence[Pair]
 ) -> list[Float[Array, "t s ..."]]:
-    """Sum all shares in these blocks of the kernel."""
-    shares = [_contract_one(a, b, outputs, spans) for a, b in zip(left, right, strict=True)]
+    """Sum all shares in these blocks of the kernel, from the factors of each part of its rows and columns."""
+    sides = zip(zip(*left, strict=True), zip(*right, strict=True), strict=True)
+    shares = [_contract_one(mine, theirs, outputs, pairs) for mine, theirs in sides]
     found = []
     for terms in zip(*shares, strict=True):
         total = sum(terms[1:], terms[0])
@@ -171,20 +178,23 @@ def _contract_spans(
     return found
 
 
-def _contract_one(left: Factor, right: Factor, outputs: str, spans: Sequence[Span]) -> list[Array]:
+def _contract_one(
+    left: Sequence[Factor], right: Sequence[Factor], outputs: str, pairs: Sequence[Pair]
+) -> list[Array]:
     """Return one share in these blocks, each as (T, C, S, C), (C, T, S) or (T, S)."""
-    if isinstance(left, Slices):
-        assert isinstance(right, Slices)
-        return _contract_slices(left, right, outputs, spans)
-    if isinstance(left, Coupled):
-        assert isinstance(right, Coupled)
-        return _contract_coupled(left, right, outputs, spans)
-    contracted = _contract_jacobians if isinstance(left, Jacobian) else _contract_grams
-    part = lambda tree, start, stop: jax.tree.map(lambda a: a[start:stop], tree)
-    return [
-        contracted(part(left, start, stop), part(right, 0, columns), outputs)
-        for start, stop, columns in spans
-    ]
+    if isinstance(left[0], Slices):
+        return _contract_slices(_all(Slices, left), _all(Slices, right), outputs, pairs)
+    if isinstance(left[0], Coupled):
+        return _contract_coupled(_all(Coupled, left), _all(Coupled, right), outputs, pairs)
+    contracted = _contract_jacobians if isinstance(left[0], Jacobian) else _contract_grams
+    return [contracted(left[i], right[j], outputs) for i, j in pairs]
+
+
+def _all(kind: type[F], factors: Sequence[Factor]) -> list[F]:
+    """Return factors that are all of one kind."""
+    found = [a for a in factors if isinstance(a, kind)]
+    assert len(found) == len(factors)
+    return found
 
 
 def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"], outputs: str) -> Array:
@@ -234,10 +244,12 @@ def slice_width(rows: int, columns: int, shape: tuple[int, ...], inputs: int, ou
     return max(b for b in range(1, min(most, width) + 1) if width % b == 0)
 
 
-def _contract_slices(left: Slices, right: Slices, outputs: str, spans: Sequence[Span]) -> list[Array]:
+def _contract_slices(
+    left: Sequence[Slices], right: Sequence[Slices], outputs: str, pairs: Sequence[Pair]
+) -> list[Array]:
     """Add up the kernel over slices of J."""
-    rows, columns = left.cotangent.shape[0], right.cotangent.shape[0]
-    step = slice_width(rows, columns, left.cotangent.shape[1:], left.activation.shape[-1], outputs)
+    rows, columns = (sum(a.cotangent.shape[0] for a in side) for side in (left, right))
+    step = slice_width(rows, columns, left[0].cotangent.shape[1:], left[0].activation.shape[-1], outputs)
 
     def cut(factor: Slices) -> Array:
         """Return D as (slices, T, G, C and o, P)."""
@@ -253,35 +265,38 @@ def _contract_slices(left: Slices, right: Slices, outputs: str, spans: Sequence[
         split = jnp.swapaxes(product.reshape(count, groups, many, step * inputs), 1, 2)
         return split.reshape(count, many, groups * step * inputs)
 
-    def multiply(cuts: list[Array]) -> list[Array]:
-        mine = form(cuts[0], left)
-        theirs = form(cuts[1], right) if len(cuts) > 1 else mine
-        return [_features(mine[a:b], theirs[:c], outputs) for a, b, c in spans]
+    same = all(a is b for a, b in zip(left, right, strict=False))
+    sides = [left] if same else [left, right]
 
-    cuts = [cut(left)] if right is left else [cut(left), cut(right)]
-    first = [a[0] for a in cuts]
-    if len(cuts[0]) == 1:
+    def multiply(cuts: list[list[Array]]) -> list[Array]:
+        formed = [[form(d, a) for d, a in zip(*both, strict=True)] for both in zip(cuts, sides, strict=True)]
+        return [_features(formed[0][i], formed[-1][j], outputs) for i, j in pairs]
+
+    cuts = [[cut(a) for a in side] for side in sides]
+    return _added(multiply, cuts, left[0].cotangent.shape[4] // step)
+
+
+def _added(multiply: Callable[[Any], list[Array]], over: PyTree, count: int) -> list[Array]:
+    """Add up what a function returns for each of ``count`` entries along the leading axes of ``over``."""
+    first = jax.tree.map(lambda a: a[0], over)
+    if count == 1:
         return multiply(first)
     start = [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(multiply, first)]
     add = lambda total, some: (jax.tree.map(jnp.add, total, multiply(some)), None)
-    return jax.lax.scan(add, start, cuts)[0]
+    return jax.lax.scan(add, start, over)[0]
 
 
 def _contract_grams(left: Factor, right: Factor, outputs: str) -> Array:
     assert isinstance(left, Gram | Rows) and isinstance(right, Gram | Rows)
     d, e = left.cotangent, right.cotangent
     groups, positions = d.shape[2], d.shape[3] * e.shape[3]
-    if groups * positions == 1 and isinstance(left, Gram) and isinstance(right, Gram):
-        inner = jnp.einsum("tk,sk->ts", left.activation[:, 0, 0], right.activation[:, 0, 0], precision=HIGH)
+    h, other = (f.activation if isinstance(f, Gram) else None for f in (left, right))
+    if groups * positions == 1 and isinstance(h, Array) and isinstance(other, Array):
+        inner = jnp.einsum("tk,sk->ts", h[:, 0, 0], other[:, 0, 0], precision=HIGH)
         outer = _features(d[:, :, 0, 0], e[:, :, 0, 0], outputs)
         return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
     if outputs == "full" and d.shape[1] > 1:
-        # with many outputs (h h') D' is smaller than D D'
-        def row(mine: Gram | Rows) -> Array:
-            inner = _inner_products(mine, right)
-            return jnp.einsum("gpsq,sdgqo,cgpo->csd", inner, e, mine.cotangent, precision=HIGH)
-
-        return jax.lax.map(row, left)
+        return _contract_outputs(left, right)
     inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
     if outputs == "diagonal":
         outer = jnp.einsum("tcgpo,scgqo->cgtpsq", d, e, precision=HIGH)
@@ -291,6 +306,39 @@ def _contract_grams(left: Factor, right: Factor, outputs: str) -> Array:
     return total[:, None, :, None] if outputs == "full" else total
 
 
+def _contract_outputs(left: Gram | Rows, right: Gram | Rows) -> Float[Array, "T C S C"]:
+    """Return sum over g, p, q of (h_gp . h'_gq) (D_gp . D'_gq) for all pairs of many outputs.
+
+    With many outputs E_p = sum over q of (h_gp . h'_gq) D'_gq is smaller than D D'. For one row of the kernel at a time
+    E has (o, p) as its last axes, so that it falls out of one product of matrices as it enters the next.
+    """
+    _, many, groups, positions, width = left.cotangent.shape
+    # for how many columns E, and for how many rows h h', is formed at a time
+    most = fitting(right.cotangent.shape[0], WHOLE, many * groups * positions * width)
+    some = fitting(left.cotangent.shape[0], _SLICE, most * groups * positions * right.cotangent.shape[3])
+    turn = lambda d: jnp.transpose(d, (0, 2, 1, 4, 3))  # (T, G, C, O, P)
+
+    def columns(theirs: tuple[Gram | Rows, Array]) -> Float[Array, "S T C C"]:
+        other, turned = theirs
+        count, *_, there = turned.shape
+        spread = jnp.moveaxis(turned, 1, 0).reshape(groups, count, many * width, there)
+
+        def row(mine: tuple[Array, Array]) -> Float[Array, "S C C"]:
+            inner, cotangent = mine
+            e = jnp.matmul(spread, inner, precision=HIGH).reshape(groups, count * many, -1)
+            each = jnp.matmul(e, jnp.swapaxes(cotangent.reshape(groups, many, -1), 1, 2), precision=HIGH)
+            return jnp.sum(each, axis=0).reshape(count, many, many)
+
+        def rows(mine: tuple[Gram | Rows, Array]) -> Float[Array, "T S C C"]:
+            inner = jax.vmap(lambda one: _inner_products(one, other))(mine[0])
+            return jax.lax.map(row, (jnp.transpose(inner, (0, 1, 3, 4, 2)), mine[1]))
+
+        return jnp.swapaxes(by_pieces(rows, (left, turn(left.cotangent)), some), 0, 1)
+
+    found = by_pieces(columns, (right, turn(right.cotangent)), most)
+    return jnp.transpose(found, (1, 3, 0, 2))
+
+
 def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
     """Return h_gp . h'_gq of one sample with many; equality of rows for a table."""
     if isinstance(one, Rows):
@@ -298,31 +346,38 @@ def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
         same = one.looked[:, None, None] == many.looked[None]
         return same[None].astype(one.cotangent.dtype)
     assert isinstance(one, Gram) and isinstance(many, Gram)
-    return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)
+    h, other = one.activation, many.activation
+    if isinstance(h, Windowed):
+        assert isinstance(other, Windowed)
+        return windowed_products(h, other)
+    return jnp.einsum("gpk,sgqk->gpsq", h, other, precision=HIGH)
 
 
-def _contract_coupled(left: Coupled, right: Coupled, outputs: str, spans: Sequence[Span]) -> list[Array]:
+def _contract_coupled(
+    left: Sequence[Coupled], right: Sequence[Coupled], outputs: str, pairs: Sequence[Pair]
+) -> list[Array]:
     """Add up <D, (h h') D'> over slices of o."""
-    if left.activation.ndim == 1:
-        inner = (left.activation[:, None] == right.activation[None]).astype(left.cotangent.dtype)[None]
+    h, other = left[0].activation, right[0].activation  # those of all samples, in every part
+    if h.ndim == 1:
+        inner = (h[:, None] == other[None]).astype(left[0].cotangent.dtype)[None]
     else:
-        inner = jnp.einsum("gpk,gqk->gpq", left.activation, right.activation, precision=HIGH)
-    _, many, groups, width, positions = left.cotangent.shape
-    rows, columns = left.cotangent.shape[0], right.cotangent.shape[0]
+        inner = jnp.einsum("gpk,gqk->gpq", h, other, precision=HIGH)
+    _, many, groups, width, positions = left[0].cotangent.shape
+    rows, columns = (sum(a.cotangent.shape[0] for a in side) for side in (left, right))
     step = slice_width(rows, columns, (many, groups, positions, width), positions, outputs)
     flat = lambda a: a.reshape(a.shape[:2] + (-1,))
 
-    def multiply(start: int | Array) -> list[Array]:
-        mine, theirs = (jax.lax.dynamic_slice_in_dim(a.cotangent, start, step, 3) for a in (left, right))
-        moved = jnp.moveaxis(theirs, 2, 0)  # (G, S, C, o, Q), whose product with h h' is one of matrices
+    def multiply(start: Array) -> list[Array]:
+        slice_of = lambda a: jax.lax.dynamic_slice_in_dim(a.cotangent, start, step, 3)
+        mine = [flat(slice_of(a)) for a in left]
+        theirs = [flat(spread(slice_of(a))) for a in right]
+        return [_features(mine[i], theirs[j], outputs) for i, j in pairs]
+
+    def spread(some: Array) -> Array:
+        moved = jnp.moveaxis(some, 2, 0)  # (G, S, C, o, Q), whose product with h h' is one of matrices
         product = jnp.matmul(
             moved.reshape(groups, -1, moved.shape[-1]), jnp.swapaxes(inner, 1, 2), precision=HIGH
         )
-        spread = jnp.moveaxis(product.reshape(moved.shape[:-1] + (positions,)), 0, 2)
-        return [_features(flat(mine)[a:b], flat(spread)[:c], outputs) for a, b, c in spans]
+        return jnp.moveaxis(product.reshape(moved.shape[:-1] + (positions,)), 0, 2)
 
-    if step == width:
-        return multiply(0)
-    start = [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(multiply, 0)]
-    add = lambda total, at: (jax.tree.map(jnp.add, total, multiply(at)), None)
-    return jax.lax.scan(add, start, jnp.arange(0, width, step))[0]
+    return _added(multiply, jnp.arange(0, width, step), width // step)

@@ -190,7 +190,7 @@ class Block(NamedTuple):
 
 def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in parameter space."""
-    groups, positions, inputs, outputs = size
+    groups, positions, inputs, outputs, _ = size
     entries, many = groups * inputs * outputs, block.outputs
     form = Cost(
         2.0 * many * positions * entries,
@@ -203,20 +203,22 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
 
 def by_gram(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in sample space."""
-    groups, positions, inputs, outputs = size
+    groups, positions, inputs, outputs, windowed = size
+    compared = windowed or inputs
     many, pairs = block.outputs, groups * positions**2
     multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
-    read = _read(block, groups * positions * (inputs + many * outputs))
+    read = _read(block, groups * positions * (compared + many * outputs))
     copied = Cost(0.0, 2.0 * many * groups * positions * outputs * (groups * positions > 1)) * block.samples
     if pairs == 1 or many == 1 or block.kept != "full":
-        flops = 2.0 * pairs * (inputs + outputs * (many**2 if block.kept == "full" else many))
+        flops = 2.0 * pairs * (compared + outputs * (many**2 if block.kept == "full" else many))
         numbers = (
             2.0 * block.kernel if pairs == 1 else 3.0 * pairs * (many if block.kept == "diagonal" else 1)
         )
         return Cost(flops, numbers) * multiplied + read + copied
-    flops = 2.0 * (pairs * (inputs + many * outputs) + groups * positions * many**2 * outputs)
-    # row by row, in small products
-    return Cost(flops, 10.0 * groups * positions * (positions + many * outputs)) * multiplied + read + copied
+    flops = 2.0 * (pairs * (compared + many * outputs) + groups * positions * many**2 * outputs)
+    # (h h') D', and h h' in another order
+    numbers = 2.0 * groups * positions * (positions + many * outputs)
+    return Cost(flops, numbers) * multiplied + read + copied
 
 
 def _read(block: Block, numbers: float) -> Cost:

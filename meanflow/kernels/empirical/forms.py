@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +20,22 @@ from meanflow.kernels.empirical.sites import Site, shape_of, show
 
 
 class Sizes(NamedTuple):
-    """Lengths of the axes of one product: groups, positions, inputs, outputs."""
+    """Lengths of the axes of one product: groups, positions, inputs, outputs.
+
+    ``compared`` is how many multiplications one h_p . h'_q takes: as many as inputs, which 0 stands for, or less where
+    windows are added up (``Windowed``).
+    """
 
     groups: int
     positions: int
     inputs: int
     outputs: int
+    compared: float = 0.0
+
+    @property
+    def windowed(self) -> bool:
+        """Whether h h' is added up over windows."""
+        return self.compared > 0
 
 
 def _split(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -85,7 +96,27 @@ def sizes(site: Site) -> Sizes:
     slicing, repeating = _split(site)
     groups *= math.prod(site.lengths[i] for i in slicing)
     positions *= math.prod(site.lengths[i] for i in repeating)
-    return Sizes(groups, positions, inputs, outputs)
+    return Sizes(groups, positions, inputs, outputs, _compared(site, inputs, positions))
+
+
+# multiplications in the time in which one entry of h h' is padded and added up over a window
+_ADDED = 40.0
+
+
+def _compared(site: Site, inputs: int, positions: int) -> float:
+    """Return how many multiplications one h_p . h'_q takes by windows; 0 where they save nothing."""
+    if site.kind != "conv_general_dilated" or site.lengths:
+        return 0.0
+    shape, window = shape_of(site.equation.invars[0]), _window(site)
+    batch, channels, *space = site.equation.params["dimension_numbers"].lhs_spec
+    inside = shape[batch] * math.prod(shape[i] for i in space)
+    padded = shape[batch] * math.prod(
+        low + high + shape[i] + between * (shape[i] - 1)
+        for (low, high, between), i in zip(window.edges, space, strict=True)
+    )
+    each = shape[channels] // site.equation.params["feature_group_count"]
+    found = (inside**2 * each + _ADDED * padded**2) / max(positions, 1) ** 2
+    return found if found < inputs else 0.0
 
 
 def _in_loops(site: Site, value: Shaped[Array, "..."], rank: int) -> Shaped[Array, "..."]:
@@ -150,32 +181,99 @@ def cotangent(site: Site, value: Float[Array, "..."]) -> Float[Array, "G P O"]:
     return flat if site.view.scale == 1.0 else flat * np.asarray(site.view.scale, flat.dtype)
 
 
+class Window(NamedTuple):
+    """What a convolution's weights see, by axes of space.
+
+    Attributes:
+        edges: zeros before, after and between the entries of the input.
+        sizes: of the weights.
+        apart: distances of the weights.
+        strides: distances of the outputs.
+    """
+
+    edges: tuple[tuple[int, int, int], ...]
+    sizes: tuple[int, ...]
+    apart: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def shifts(self, axis: int, value: Array, places: Sequence[int]) -> list[Array]:
+        """Return what each weight along one axis of space sees of a value, in which that axis has these places."""
+        apart, stride, found = self.apart[axis], self.strides[axis], []
+        for i in range(self.sizes[axis]):
+            seen = value
+            for place in places:
+                reach = value.shape[place] - (self.sizes[axis] - 1) * apart
+                seen = jax.lax.slice_in_dim(seen, i * apart, i * apart + reach, stride, place)
+            found.append(seen)
+        return found
+
+
+def _window(site: Site) -> Window:
+    options = site.equation.params
+    weight = shape_of(site.equation.invars[1])
+    edges = zip(options["padding"], options["lhs_dilation"], strict=True)
+    return Window(
+        tuple((int(low), int(high), int(inner) - 1) for (low, high), inner in edges),
+        tuple(weight[i] for i in options["dimension_numbers"].rhs_spec[2:]),
+        tuple(options["rhs_dilation"]),
+        tuple(options["window_strides"]),
+    )
+
+
 def _patches(site: Site, h: Float[Array, "..."]) -> Float[Array, "G P K"]:
     """Return what each entry of a convolution's output sees of its input, kernel positions first in k.
 
     Shifted copies are put side by side along one axis of space after the other: each step moves runs of numbers that
     are longer than those of the step before, which is faster than all shifts at once.
     """
-    options = site.equation.params
-    batch, channels, *space = options["dimension_numbers"].lhs_spec
-    window = [shape_of(site.equation.invars[1])[i] for i in options["dimension_numbers"].rhs_spec[2:]]
-    groups, dilation = options["feature_group_count"], options["rhs_dilation"]
+    window, groups = _window(site), site.equation.params["feature_group_count"]
+    batch, channels, *space = site.equation.params["dimension_numbers"].lhs_spec
     h = jnp.transpose(h, (batch, *space, channels))
-    edges = [
-        (low, high, inner - 1)
-        for (low, high), inner in zip(options["padding"], options["lhs_dilation"], strict=True)
-    ]
-    seen = jax.lax.pad(h, jnp.zeros((), h.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+    seen = jax.lax.pad(h, jnp.zeros((), h.dtype), [(0, 0, 0), *window.edges, (0, 0, 0)])
     seen = seen.reshape((*seen.shape[:-1], groups, -1))
     # from the last axis of space to the first, whose kernel positions then come first in k
     for axis in reversed(range(len(space))):
-        width, apart, stride = window[axis], dilation[axis], options["window_strides"][axis]
-        reach = seen.shape[1 + axis] - (width - 1) * apart
-        shifts = [
-            jax.lax.slice_in_dim(seen, i * apart, i * apart + reach, stride, 1 + axis) for i in range(width)
-        ]
-        seen = jnp.concatenate(shifts, axis=-1)
+        seen = jnp.concatenate(window.shifts(axis, seen, [1 + axis]), axis=-1)
     return jnp.swapaxes(seen.reshape(-1, groups, seen.shape[-1]), 0, 1)
+
+
+class Windowed(eqx.Module):
+    """The input of a convolution whose patches are compared without being formed.
+
+    With u the input, h_p . h'_q = sum over the weights' places w of u_{p + w} . u'_{q + w}: products of channels alone,
+    added up along one axis of space after the other. Patches would be multiplied as often as the weights have places.
+
+    Attributes:
+        value: u of any number of samples, (..., G, batch, space..., channels of a group).
+        window: what the weights see.
+    """
+
+    value: Float[Array, "..."]
+    window: Window = eqx.field(static=True)
+
+
+def windowed(site: Site, value: Float[Array, "..."]) -> Windowed:
+    """Return the input of a convolution at one sample."""
+    batch, channels, *space = site.equation.params["dimension_numbers"].lhs_spec
+    h = jnp.transpose(value, (batch, *space, channels))
+    split = h.reshape((*h.shape[:-1], site.equation.params["feature_group_count"], -1))
+    return Windowed(jnp.moveaxis(split, -2, 0), _window(site))
+
+
+def windowed_products(one: Windowed, many: Windowed) -> Float[Array, "G P S Q"]:
+    """Return h_gp . h'_gq of one sample with many."""
+    groups, *inside, channels = one.value.shape
+    count, rank = many.value.shape[0], len(one.window.sizes)
+    h, other = one.value.reshape(groups, -1, channels), many.value.reshape(count, groups, -1, channels)
+    product = jnp.einsum("gpk,sgqk->gpsq", h, other, precision=jax.lax.Precision.HIGHEST)
+    seen = product.reshape((groups, *inside, count, *many.value.shape[2:-1]))
+    edges = [(0, 0, 0), (0, 0, 0), *one.window.edges]
+    seen = jax.lax.pad(seen, jnp.zeros((), seen.dtype), [*edges, *edges])
+    for axis in range(rank):
+        shifts = one.window.shifts(axis, seen, [2 + axis, 4 + rank + axis])
+        seen = sum(shifts[1:], shifts[0])
+    positions = math.prod(seen.shape[1 : 2 + rank])
+    return seen.reshape(groups, positions, count, -1)
 
 
 def rows(site: Site, value: Int[Array, "..."], cot: Float[Array, "... G P O"]) -> tuple[Array, Array]:

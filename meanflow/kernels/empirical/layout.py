@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from meanflow.kernels.empirical import cost, structured
-from meanflow.kernels.empirical.contraction import WHOLE, blocks
+from meanflow.kernels.empirical.contraction import WHOLE, blocks, fitting
 from meanflow.kernels.empirical.cost import Block, Cost
 
 
@@ -110,7 +110,7 @@ def _lay_out(
     formed = max((_formed(s, outputs) for s in shares), default=0.0)
     if piece < samples:
         # what a loop leaves is there whole
-        alive = samples * (stored + formed) + piece * passing
+        alive = samples * (stored + formed) + piece * passing + _slice(shares, block)
     else:  # layer by layer: its cotangents, those that are pulled through it, its factors and a slice of its J
         pulled = 2 * outputs * counted.largest
         alive = _PLACING * (samples * (stored + formed + pulled) + _slice(shares, block))
@@ -123,9 +123,13 @@ def _lay_out(
 
 
 def _slice(plan: list[structured.Share], block: Block) -> float:
-    """Return how many numbers of J are formed at a time when it is contracted."""
-    sliced = [s.sizes for s in plan if s.mode == "slices"]
-    whole = [block.samples * block.outputs * s.groups * s.inputs * s.outputs for s in sliced]
+    """Return how many numbers are formed at a time when factors are contracted: of J, or of (h h') D'."""
+    many = block.outputs if block.kept == "full" else 1
+    entries = {
+        "slices": lambda s: block.outputs * s.groups * s.inputs * s.outputs,
+        "gram": lambda s: s.groups * s.positions * s.outputs * many * (many > 1 and s.positions > 1),
+    }
+    whole = [block.samples * entries[s.mode](s.sizes) for s in plan if s.mode in entries]
     return float(min(max(whole, default=0), WHOLE))
 
 
@@ -139,7 +143,7 @@ def _stored(traced: structured.Traced, share: structured.Share, outputs: int) ->
 
 def _formed(share: structured.Share, outputs: int) -> float:
     """Return how many numbers one share's factors take for one sample while they are contracted."""
-    groups, positions, inputs, width = share.sizes
+    groups, positions, inputs, width, _ = share.sizes
     if share.mode == "jacobian" or groups * positions == 1:
         return 0.0
     return groups * positions * ((0 if share.mode == "rows" else inputs) + outputs * width)
@@ -147,7 +151,7 @@ def _formed(share: structured.Share, outputs: int) -> float:
 
 def _pairs(share: structured.Share, block: Block) -> float:
     """Return the numbers that one share takes for a pair of samples while it is contracted."""
-    groups, positions, _, outputs = share.sizes
+    groups, positions, _, outputs, _ = share.sizes
     if share.mode in ("jacobian", "slices") or groups * positions == 1:
         return float(block.kernel)
     if block.kept == "full" and block.outputs > 1:  # one row at a time, whatever the chunk
@@ -171,7 +175,7 @@ def coupled_layout(
     product = block.pairs(many if full else 1) * (many**2 if full else many)
 
     def ways(size: structured.forms.Sizes) -> tuple[Cost, Cost]:
-        groups, positions, inputs, outputs = size
+        groups, positions, inputs, outputs, _ = size
         entries = groups * inputs * outputs
         jacobian = Cost(2.0 * (sides * positions * entries + product * entries), 3.0 * sides * entries)
         spread = groups * positions * outputs
@@ -192,7 +196,7 @@ def coupled_layout(
     stored = 0.0
     for share in plan:
         total = total + ways(share.sizes)[0 if share.mode == "jacobian" else 1]
-        groups, positions, inputs, outputs = share.sizes
+        groups, positions, inputs, outputs, _ = share.sizes
         stored += sides * groups * outputs * (inputs if share.mode == "jacobian" else positions)
     kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
     memory = item * (kernel + stored + 2 * counted.stored) + min(piece, block.rows) * row
@@ -201,12 +205,6 @@ def coupled_layout(
 
 def _entries(traced: structured.Traced) -> int:
     return sum(math.prod(traced.leaves[i].shape) for i in traced.used)
-
-
-def fitting(most: int, limit: float, one: float) -> int:
-    """Return how many things of ``one`` byte size fit, at least one and at most ``most``, in even parts of ``most``."""
-    parts = math.ceil(most / max(1, min(most, int(limit / max(one, 1.0)))))
-    return math.ceil(most / parts)
 
 
 def _dividing(count: int, most: int) -> int:

@@ -18,9 +18,10 @@ from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels.empirical import cost, structured
+from meanflow.kernels.empirical.contraction import fitting
 from meanflow.kernels.empirical.cost import Block, Cost
 from meanflow.kernels.empirical.coupling import STATS, KernelMaps, kernel_maps
-from meanflow.kernels.empirical.layout import coupled_layout, fitting, free_layout
+from meanflow.kernels.empirical.layout import coupled_layout, free_layout
 from meanflow.kernels.empirical.modules import PARAMS, Apply, Batch, Normalized, Params
 from meanflow.kernels.empirical.samples import as_arrays, batches
 

@@ -109,7 +109,9 @@ def shares(traced: Traced, choose: Chooser) -> list[Share]:
             )
             continue
         each = [forms.sizes(s) for s in mine]
-        size = each[0]._replace(positions=sum(s.positions for s in each))
+        size = each[0]
+        if len(each) > 1:  # windows of one use are not those of another
+            size = size._replace(positions=sum(s.positions for s in each), compared=0.0)
         numbers = tuple(s.number for s in mine)
         mode = "rows" if mine[0].kind == "gather" else choose(size)
         found.append(Share(leaf, mode, numbers, size))
@@ -202,7 +204,11 @@ def _positions(traced: Traced, numbers: Sequence[int], found: Gradients) -> tupl
 
 
 def _gram(traced: Traced, share: Share, found: Gradients) -> Gram:
-    return Gram(*_positions(traced, share.sites, found))
+    h, d = _positions(traced, share.sites, found)
+    if not share.sizes.windowed:
+        return Gram(h, d)
+    (number,) = share.sites
+    return Gram(forms.windowed(traced.sites[number], found.activations[number]), d)
 
 
 def _slices(traced: Traced, share: Share, found: Gradients) -> Slices:
@@ -355,8 +361,9 @@ def coupled_factors(
             elif share.mode == "jacobian":
                 parts.append(_product_jacobian(traced, share, mine).value)
             else:
-                form = _gram if share.mode == "gram" else _rows
-                parts.append(jnp.swapaxes(form(traced, share, mine).cotangent, -1, -2))
+                gram = share.mode == "gram"
+                d = _positions(traced, share.sites, mine)[1] if gram else _rows(traced, share, mine).cotangent
+                parts.append(jnp.swapaxes(d, -1, -2))
         return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
 
     parts = by_pieces(channels_last(some), jnp.arange(rows), chunk)
@@ -366,7 +373,7 @@ def coupled_factors(
         if share.mode == "jacobian":
             out.append(Jacobian(part))
         elif share.mode == "gram":
-            out.append(Coupled(_gram(traced, share, nothing).activation, part))
+            out.append(Coupled(_positions(traced, share.sites, nothing)[0], part))
         else:
             out.append(Coupled(_rows(traced, share, nothing).looked, part))
     return out
