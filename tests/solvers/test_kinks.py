@@ -39,7 +39,7 @@ def reference(d, seed, end=10.0):
     return final, [e[1] for e in solver.log], solver.most
 
 
-def setup(d, seed):
+def drawn(d, seed):
     x, y, a, b = problem(d, seed)
     return mf.vanilla(), mf.Cloud(mf.Neurons(a, b)), mf.Dataset(x, y)
 
@@ -65,7 +65,7 @@ def balance(w):
 
 def test_three_hyperplanes_at_once():
     """One neuron slides on three hyperplanes: the end and all events agree with the reference; energy and balance."""
-    flow, cloud, data = setup(5, 2)
+    flow, cloud, data = drawn(5, 2)
     expected, log, most = reference(5, 2)
     sol = shown(flow, cloud, data)
     assert most == 3 == int(sol.stats["planes"])
@@ -90,7 +90,7 @@ def test_three_hyperplanes_at_once():
 
 def test_parallel_samples_merge_and_zero_samples_are_inert():
     """Two equal samples are one with their weights added; so are multiples, by their squares; a zero one is none."""
-    flow, cloud, data = setup(5, 2)
+    flow, cloud, data = drawn(5, 2)
     x, y, q = (np.array(u) for u in (data.x, data.y, data.weights))
     x[1], x[3] = x[0], 2 * x[2]
     x[5] = 0.0
@@ -110,7 +110,7 @@ def test_parallel_samples_merge_and_zero_samples_are_inert():
 
 def test_opposite_samples_share_a_hyperplane():
     """x and -x: the neuron loses one sample where it meets the other. Against plain descent with tiny steps."""
-    flow, cloud, data = setup(5, 2)
+    flow, cloud, data = drawn(5, 2)
     x = np.array(data.x)
     x[6:] = -x[:6]
     both = mf.Dataset(x, data.y)
@@ -122,7 +122,7 @@ def test_opposite_samples_share_a_hyperplane():
 
 def test_dead_and_resting_neurons():
     """Neurons that see no sample, and b = 0, stay where they are to the last bit; one on a hyperplane is decided."""
-    flow, cloud, data = setup(5, 2)
+    flow, cloud, data = drawn(5, 2)
     x = np.abs(np.array(data.x))
     a, b = (np.array(u) for u in cloud.particles)
     b[:4] = -np.abs(b[:4])
@@ -266,7 +266,7 @@ def test_variants_against_descent_with_tiny_steps(name):
 
 @pytest.mark.slow
 def test_padding_single_samples_and_neurons():
-    flow, cloud, data = setup(3, 4)
+    flow, cloud, data = drawn(3, 4)
     whole = slide(flow, cloud, data, 4.0, 1 / 32)
     padded = slide(flow, cloud.pad(11), data, 4.0, 1 / 32)
     for u, v in zip(whole.final.particles, padded.final.particles, strict=True):
@@ -287,7 +287,7 @@ def test_padding_single_samples_and_neurons():
 @pytest.mark.slow
 def test_clocks_only_rescale_time():
     """For alpha = sqrt(m) the gradient clock runs m, the lazy one m^2/alpha^2 = m times the mean-field clock."""
-    _, cloud, data = setup(3, 4)
+    _, cloud, data = drawn(3, 4)
     flow, m = mf.vanilla(alpha="sqrt"), 8
     plain = slide(flow, cloud, data, 0.5, 1 / 256)
     assert int(plain.stats["crossings"]) > 0
@@ -300,7 +300,7 @@ def test_clocks_only_rescale_time():
 
 @pytest.mark.slow
 def test_balance_over_a_thousand_steps():
-    flow, cloud, data = setup(5, 2)
+    flow, cloud, data = drawn(5, 2)
     sol = slide(flow, cloud, data, 31.25, 1 / 32, ts=101)
     (now, scale), (before, _) = balance(sol.clouds.particles), balance(cloud.particles)
     assert int(sol.stats["num_steps"]) >= 1000
@@ -310,7 +310,7 @@ def test_balance_over_a_thousand_steps():
 
 @pytest.mark.slow
 def test_dissipation_equality_between_events():
-    flow, cloud, data = setup(3, 1)
+    flow, cloud, data = drawn(3, 1)
     ts = np.linspace(0, 1 / 64, 9)
     sol = slide(flow, cloud, data, 1 / 64, 1 / 512, ts=ts)
     assert int(sol.stats["crossings"]) == 0 == int(sol.stats["captures"])
@@ -322,7 +322,7 @@ def test_dissipation_equality_between_events():
 
 
 def test_a_residual_that_is_not_finite_is_a_result():
-    flow, cloud, data = setup(5, 2)
+    flow, cloud, data = drawn(5, 2)
     big = cloud.at(jax.tree.map(lambda u: 1e200 * u, cloud.particles))
     bad = shown(flow, big, data, throw=False)
     assert not bool(bad.ok) and mf.RESULTS[bad.result] == mf.RESULTS[mf.RESULTS.non_finite]
@@ -332,7 +332,7 @@ def test_float32_meets_the_same_kinks():
     """Six problems in both precisions: every event of one is an event of the other, and the ends agree to 1e-4."""
     seen = 0
     for seed in SEEDS:
-        flow, cloud, data = setup(5, seed)
+        flow, cloud, data = drawn(5, seed)
         single, double = shown(flow, *in_float32(cloud, data)), shown(flow, cloud, data)
         names = (*EVENTS, "deaths", "nonunique", "planes", "sliding")
         assert [int(single.stats[k]) for k in names] == [int(double.stats[k]) for k in names], seed
@@ -363,7 +363,7 @@ def test_float32_at_a_size_where_planes_are_close(seed):
 
 
 def test_messages():
-    flow, cloud, data = setup(3, 0)
+    flow, cloud, data = drawn(3, 0)
     many = mf.Cloud(mf.Neurons(jnp.ones((8, 2)), cloud.particles.b))
     with pytest.raises(ValueError, match="one output"):
         slide(flow, many, mf.Dataset(data.x, jnp.ones((12, 2))), 1.0, 0.1)
@@ -546,7 +546,7 @@ def slide_all(clouds, data, step):
 @functools.cache
 def errors(d):
     """Per seed: errors by step size, counts by step size, the events of the reference, its most planes."""
-    parts = [setup(d, seed) for seed in SEEDS]
+    parts = [drawn(d, seed) for seed in SEEDS]
     clouds, data = (jax.tree.map(lambda *u: jnp.stack(u), *(p[k] for p in parts)) for k in (1, 2))
     ends = [slide_all(clouds, data, jnp.asarray(h)) for h in SIZES]
     rows = {}
@@ -598,7 +598,7 @@ def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch, blocks):
     from meanflow.solvers import sliding
 
     copies = 625 if blocks == 1 else 626  # another shape is another program
-    flow, cloud, data = setup(5, 2)
+    flow, cloud, data = drawn(5, 2)
     small = slide(flow, cloud, data, 4.0, 1 / 16)
     monkeypatch.setattr(sliding, "LARGE", 0)  # stages one after the other, as for large states
     monkeypatch.setattr(two_layer, "block_count", lambda entries, dim: blocks)
