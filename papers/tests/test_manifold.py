@@ -56,3 +56,5 @@ def test_long_experiments(experiment):
         assert values["largest peak speed at equal loss, wide"] == pytest.approx(0.67, abs=0.01)
         assert values["largest peak speed at equal loss, narrow"] == pytest.approx(1.36, abs=0.02)
         assert values["least probe anisotropy of BN, unequal variances"] == pytest.approx(2.8, abs=0.1)
+        other = outcome.data["vanilla_anisotropy"]
+        assert [other.min(), other.max()] == pytest.approx([1.2, 2.9], abs=0.1)

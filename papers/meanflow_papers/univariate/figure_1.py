@@ -49,8 +49,8 @@ def draw(data: Arrays) -> Figure:
             left.annotate(", ".join(names), at, (5, 7), textcoords="offset points", fontsize=7.5)
     small = sizes < 0.1 * sizes.max()
     _number(right, uv, np.flatnonzero(~small))
-    near = right.inset_axes((0.3, 0.06, 0.4, 0.33))  # the rays of the dead region leave this place free
-    inner = 1.6 * sizes[small].max()
+    near = right.inset_axes((0.28, 0.06, 0.44, 0.36))  # the rays of the dead region leave this place free
+    inner = 1.3 * sizes[small].max()
     plane(r, np.arctan2(uv[:, 1], uv[:, 0]), near, samples=data["samples"], reach=inner)
     no_legend(near)
     near.set(xlabel="", ylabel="")
