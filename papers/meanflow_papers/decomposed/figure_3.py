@@ -11,7 +11,7 @@ from meanflow import depth
 from meanflow.plots.batches import angles, projection
 from meanflow.plots.style import COLORS, PALE, REFERENCE, below, key, panels
 from meanflow_papers.decomposed.setup import input_batches
-from meanflow_papers.entry import MNIST, entry
+from meanflow_papers.entry import MNIST, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
@@ -179,7 +179,13 @@ def draw_digits(data: Arrays) -> Figure:
         ("cluster_angle", right, "angle inside the cluster (degrees)"),
     ):
         for name, (chosen, color) in kinds.items():
-            lines = ax.plot(np.asarray(odd[what])[chosen].T, color=color, lw=0.7, alpha=0.6)
+            other = color == COLORS[0]  # the few that the claim is about lie on top
+            style: Arguments = {
+                "lw": 0.7 if other else 1.3,
+                "alpha": 0.5 if other else 1.0,
+                "zorder": 2 if other else 4,
+            }
+            lines = ax.plot(np.asarray(odd[what])[chosen].T, color=color, **style)
             if lines:
                 lines[0].set_label(f"{name}: {int(chosen.sum())}")
         ax.plot(np.asarray(wide[what]).T, color=COLORS[1], lw=0.8, ls="--")[0].set_label("infinite width")
