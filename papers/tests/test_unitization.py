@@ -113,6 +113,8 @@ def test_on_digits(experiment):
     if experiment is figure_3:
         ratios = np.stack([run["ratios"] for run in outcome.data.values()])
         assert [ratios.min(), ratios.max()] == pytest.approx([4.5, 5.8], abs=0.5)
+        gains = np.median([run["accuracy_gains"] for run in outcome.data.values()], axis=(0, 2))
+        np.testing.assert_allclose(gains, [0.024, 0.005, 0.0], atol=0.01)
     if experiment is figure_2:
         # (seeds, 8): all of the small layer, in every seed
         alpha = outcome.data["runs"]["(10) from 0"]["alpha"]
