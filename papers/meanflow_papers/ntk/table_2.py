@@ -14,7 +14,7 @@ from meanflow import kernels
 from meanflow._numerics import loglog_slope
 from meanflow.kernels.empirical.operator import KernelOperator
 from meanflow.plots.curves import convergence
-from meanflow.plots.style import COLORS, below, key, panels
+from meanflow.plots.style import COLORS, REFERENCE, below, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -163,11 +163,15 @@ def draw_ratio(data: Arrays) -> Figure:
     sizes = np.asarray(data["sizes"], float)
     for k, name in enumerate(("relu", "tanh")):
         values = np.asarray(data[name])
-        ax.plot(sizes, values, marker="os"[k], color=COLORS[k], label=f"{name}: measured")
+        words = {"relu": "ReLU", "tanh": "tanh"}[name]
+        ax.plot(sizes, values, marker="os"[k], color=COLORS[k], label=f"{words}: mean of the seeds")
+        ax.plot(sizes, np.asarray(data["by_seed"][name]), ".", ms=4, alpha=0.5, color=COLORS[k])
         printed = values[0] * (sizes / sizes[0]) ** -0.5
         ax.plot(sizes, printed, color=COLORS[k], ls="--", lw=1, label=r"if $v \sim N^{3/2}$")
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="$N = T$", ylabel=r"$v_\lambda / m_\lambda^2$", ylim=(0, None))
+    ax.plot([], [], ".", ms=4, alpha=0.5, color=REFERENCE, label="each seed")
+    ax.set(xscale="log", xlabel="$N = T$", ylabel=r"$v_\lambda / m_\lambda^2$", ylim=(0, None))
+    ax.set_xticks(sizes, [f"{n:g}" for n in sizes])
+    ax.minorticks_off()
     key(ax)
     return figure
 
@@ -189,11 +193,12 @@ def variance_ratio(sizes: tuple[int, ...] = (512, 1024, 2048), seeds: int = 3) -
 
     Decisive is the ratio at the largest size over that at the smallest.
     """
-    ratios = {}
+    by_seed = {}
     for activation in ("relu", "tanh"):
         runs = [[_measure("BN output", n, seed, activation, 0.0)[:2] for seed in range(seeds)] for n in sizes]
         values = np.array(runs)
-        ratios[activation] = np.mean(values[..., 1] / values[..., 0] ** 2, axis=1)
+        by_seed[activation] = values[..., 1] / values[..., 0] ** 2  # (sizes, seeds)
+    ratios = {name: rows.mean(axis=1) for name, rows in by_seed.items()}
     criteria = tuple(
         Criterion(f"{name}: v/m^2 at N = {sizes[-1]} over N = {sizes[0]}", r[-1] / r[0], 0.85, 1.15)
         for name, r in ratios.items()
@@ -204,6 +209,6 @@ def variance_ratio(sizes: tuple[int, ...] = (512, 1024, 2048), seeds: int = 3) -
         "v/m^2 is nearly constant, so v ~ N^2: "
         + ", ".join(f"{' '.join(f'{v:.3f}' for v in values)} ({name})" for name, values in ratios.items())
         + f" at N = {', '.join(str(n) for n in sizes)}",
-        {"sizes": np.asarray(sizes), **ratios},
+        {"sizes": np.asarray(sizes), **ratios, "by_seed": by_seed},
         criteria,
     )
