@@ -76,7 +76,7 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
 
 def draw_table_2(data: Arrays) -> Figure:
     """m, v and the largest eigenvalue against N, for every network, with the fitted exponents."""
-    figure, grid = panels(1, 3, width=3.4, height=3.8)
+    figure, grid = panels(1, 3, width=4.2, height=3.9)
     names = [n for n in data if n not in ("printed", "corrected", "exponents")]
     symbols = (r"mean $m_\lambda$", r"variance $v_\lambda$", r"$\lambda_{\max}$")
     for j, (ax, symbol) in enumerate(zip(grid, symbols, strict=True)):
@@ -84,7 +84,9 @@ def draw_table_2(data: Arrays) -> Figure:
         values = {n: data[n]["m, v, top"][:, j] for n in names}
         convergence(sizes, values, ax, xlabel="$N = T$", ylabel=symbol, fitted=False)
         for line, name in zip(ax.lines, names, strict=True):
-            line.set_label(f"{name}: $N^{{{data['exponents'][name][j]:.2f}}}$")
+            printed = np.atleast_1d(data["printed"][name][j]) if name in data["printed"] else ()
+            words = f" (printed {' to '.join(f'{power:g}' for power in printed)})" if len(printed) else ""
+            line.set_label(f"{name}: $N^{{{data['exponents'][name][j]:.2f}}}${words}")
         below(ax, 2, fontsize=7, columnspacing=0.8)
     return figure
 
