@@ -1,5 +1,6 @@
 """Figures and theorems of the batch-norm manifold paper meet the criteria of the theory."""
 
+import numpy as np
 import pytest
 
 from meanflow_papers.manifold.figure_1 import figure_1
@@ -41,10 +42,14 @@ def test_long_experiments(experiment):
     values = {c.name: c.value for c in outcome.criteria}
     if experiment is theorem_4:  # the numbers of the errata, here and below
         assert values["slope, independent neurons"] == pytest.approx(-0.51, abs=0.02)
-        found = [
-            values[f"slope of W2, {name}"] for name in ("batch norm, d = 2", "batch norm, d = 3", "canonical")
-        ]
-        assert found == pytest.approx([-0.50, -0.27, -0.43], abs=0.02)
+        quoted = {
+            "batch norm, d = 2": [(-0.43, -0.46, -0.40), (-0.50, -0.63, -0.37)],
+            "batch norm, d = 3": [(-0.31, -0.34, -0.29), (-0.27, -0.44, -0.09)],
+            "canonical": [(-0.43, -0.46, -0.40), (-0.43, -0.50, -0.37)],
+        }
+        for name, rows in quoted.items():
+            found = [outcome.data["measures"][name][f"slope at the {when}"] for when in ("start", "end")]
+            np.testing.assert_allclose(found, rows, atol=0.02)
         assert values["largest change of the slope from start to end"] < 0.085
     if experiment is theorem_5:
         assert values["energy from the circle"] == pytest.approx(1.2e-5, rel=0.1)
@@ -56,3 +61,5 @@ def test_long_experiments(experiment):
         assert values["largest peak speed at equal loss, wide"] == pytest.approx(0.67, abs=0.01)
         assert values["largest peak speed at equal loss, narrow"] == pytest.approx(1.36, abs=0.02)
         assert values["least probe anisotropy of BN, unequal variances"] == pytest.approx(2.8, abs=0.1)
+        other = outcome.data["vanilla_anisotropy"]
+        assert [other.min(), other.max()] == pytest.approx([1.2, 2.9], abs=0.1)

@@ -103,6 +103,15 @@ def test_null_vectors(key):
     assert np.linalg.matrix_rank(np.asarray(full), tol=1e-10 * scale) == 7
 
 
+def test_kernel_is_symmetric_where_centering_cancels_most_of_it(key):
+    """A kernel in single precision with a mean a thousand times its spread: the result is still a kernel."""
+    one, two = jax.random.split(key)
+    features = jax.random.normal(one, (64, 200), jnp.float32) / np.sqrt(200).astype(np.float32)
+    result = kernels.batchnorm_ntk(features @ features.T + 1000, jax.random.normal(two, (64,), jnp.float32))
+    np.testing.assert_array_equal(result, result.T)
+    assert float(kernels.spectrum(result, key=key, top=1).values[0]) > 0
+
+
 def test_bias_before_batch_norm_has_no_gradient(key):
     before, net, x = network(key)
     params = {"net": net, "gamma": jnp.ones(1), "beta": jnp.zeros(1)}

@@ -80,16 +80,14 @@ def draw(data: Arrays) -> Figure:
         ax.set(xscale="log", xlabel="hidden layers")
         ax.set_xticks(depths, [str(d) for d in depths])
         ax.minorticks_off()
-    left.set(yscale="log", ylabel="rank of the last hidden layer at the start")
-    middle.set(ylabel="training accuracy at the end (mean, range)", ylim=(0, 1.03))
-    right.set(
-        xscale="log", xlabel="stable rank at the start", ylabel="training accuracy at the end", ylim=(0, 1.03)
-    )
+    left.set(yscale="log", ylabel="rank, last hidden layer")
+    middle.set(ylabel="training accuracy", ylim=(0, 1.03))
+    right.set(xscale="log", xlabel="stable rank at the start", ylabel="training accuracy", ylim=(0, 1.03))
     right.set_xticks([1, 2, 3], ["1", "2", "3"])
     right.minorticks_off()
     left.set_title("rank at the start")
-    middle.set_title("accuracy")
-    right.set_title("every network, one mark a run")
+    middle.set_title("accuracy at the end: mean and range of the seeds")
+    right.set_title("both, one mark a run")
     for ax, columns in ((left, 2), (middle, 3), (right, 3)):
         below(ax, columns=columns)
     return figure

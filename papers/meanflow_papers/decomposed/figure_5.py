@@ -44,9 +44,10 @@ def draw(data: Arrays) -> Figure:
         for k, (name, label) in enumerate(names.items()):
             pairs = np.asarray(data[f"{name} n={n}"])
             angles(pairs[:, 0], pairs[:, 1], ax, label=label, color=COLORS[k])
+        ax.set(xlim=(0, 90), ylim=(0, 90))
         for where in (75, 60):
             ax.axhline(where, color=REFERENCE, lw=0.7, ls=DASHES[2], zorder=0)
-            ax.text(ax.get_xlim()[0] + 1, where + 0.5, f"paper: {where}°", fontsize=7, color=REFERENCE)
+            ax.text(1, where + 0.5, f"paper: {where}°", fontsize=7, color=REFERENCE)
         ax.plot([], [], color=PALE, lw=0.7, label="no change")
         ax.set_title(f"$n = {n}$")
         no_legend(ax)

@@ -18,7 +18,7 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 def draw(data: Arrays) -> Figure:
     """Angles between the codes, new inputs that activate nothing, and accuracies; one mark a random split."""
     figure, (left, middle, right) = panels(1, 3, width=3.9, height=3.0)
-    names = {n: n.replace("relax=", "relaxed by ") if n != "he" else "He weights" for n in data}
+    names = {n: n.replace("relax=", "relaxed by ") if n != "he" else "He (accuracy only)" for n in data}
     for row, case in enumerate(data.values()):
         for ax, what, k in (
             (left, "mean angle", 0),

@@ -31,7 +31,8 @@ def draw(data: Arrays) -> Figure:
             values = np.minimum(np.asarray(row["bounds"][bound]), 1.0)
             ax.plot(neurons, values, color=COLORS[k + 1], ls=DASHES[k], lw=1.1, label=label)
         ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.6), xlabel="neurons $d$")
-        ax.set_title(f"{name}, $\\gamma$ = {float(row['gamma']):.2g}")
+        title = name.replace("random (3, 8)", "8 random points in 3-D").replace("random (3, 4)", "4 of them")
+        ax.set_title(f"{title}, $\\gamma$ = {float(row['gamma']):.2g}")
     grid[0].set_ylabel("probability that the rank is below $n$")
     figure.legend(handles=grid[0].get_legend_handles_labels()[0], loc="outside lower center", ncols=4)
     return figure

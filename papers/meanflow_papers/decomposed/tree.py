@@ -59,9 +59,10 @@ def figure_4(layers: int = 12) -> Outcome:
 
 
 def stable_rows(outcome: Outcome, arguments: Arguments) -> Arrays:
-    """002/figures-7-8: three layers of explicit rows from two and from three clusters."""
+    """002/figures-7-8: three layers of explicit rows from two and from three clusters, and from a tie with the mean."""
     rows = {}
-    for name, x in {"two": [0.0, 0, 1, 1, 1], "three": [0.0, 0, 1, 3, 3]}.items():
+    starts = {"two": [0.0, 0, 1, 1, 1], "three": [0.0, 0, 1, 3, 3], "tie": [0.0, 0, 1, 2, 2]}
+    for name, x in starts.items():
         layers = [jnp.asarray([x])]
         for _ in range(3):
             z = layers[-1] - jnp.mean(layers[-1], axis=1, keepdims=True)
@@ -70,20 +71,20 @@ def stable_rows(outcome: Outcome, arguments: Arguments) -> Arrays:
     return {"rows": rows}
 
 
-def _draw_rows(data: Arrays, kind: str) -> Figure:
+def draw_figure_7(data: Arrays) -> Figure:
+    """Rows with two clusters stay so."""
     figure = canvas(9.0, 4.0)
-    tree(data["rows"][kind], figure.add_subplot()).set_title(MARKS)
+    tree(data["rows"]["two"], figure.add_subplot()).set_title(MARKS)
     return figure
 
 
-def draw_figure_7(data: Arrays) -> Figure:
-    """Rows with two clusters stay so."""
-    return _draw_rows(data, "two")
-
-
 def draw_figure_8(data: Arrays) -> Figure:
-    """A row with three clusters has at most one such child."""
-    return _draw_rows(data, "three")
+    """A row with three clusters has one such child, and none where the middle value equals the mean."""
+    figure = canvas(9.0, 7.4)
+    above, under = figure.subplots(2, 1)
+    tree(data["rows"]["three"], above).set_title(f"{MARKS}\none child has three clusters again")
+    tree(data["rows"]["tie"], under).set_title("the middle value equals the mean: both children have two")
+    return figure
 
 
 @entry(
@@ -91,7 +92,7 @@ def draw_figure_8(data: Arrays) -> Figure:
     title="evolution of three-cluster rows of the tree",
     minutes=(0.07, 0.07),
     verdict="corrected",
-    setup="7 points in three clusters, with and without a tie of the middle value with the mean.",
+    setup="7 points in three clusters, with and without a tie of middle value and mean. Five points are drawn.",
     draw=draw_figure_8,
     picture=stable_rows,
 )
@@ -99,7 +100,7 @@ def draw_figure_8(data: Arrays) -> Figure:
     "002/figure-7",
     title="evolution of two-cluster rows of the tree",
     minutes=(0.07, 0.07),
-    setup="7 points in two clusters, 8 layers; sums of squares against (40).",
+    setup="7 points in two clusters, 8 layers; sums of squares against (40). Five points are drawn.",
     draw=draw_figure_7,
     picture=stable_rows,
 )

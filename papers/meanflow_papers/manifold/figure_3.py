@@ -88,11 +88,15 @@ def figure_3(width: int = 40, eta: float = 0.1, steps: int = 200) -> Outcome:
     unit_pull = pull[0] * length[0]  # the gradient scales as 1/|b|
     formula = np.sqrt(length[0] ** 2 + (eta * unit_pull / length[0]) ** 2)
     sums = length[0] ** 2 + eta**2 * np.cumsum(pull[:-1] ** 2, axis=0)
+    turned = np.degrees(np.arccos(np.minimum(length[:-1] / length[1:], 1.0)))  # each step is orthogonal to b
+    tiny = length[0] < 0.01
     return Outcome(
         "001/figure-3",
         "After one step a smaller neuron is always the bigger one.",
-        "|b1|^2 = |b0|^2 + eta^2 g^2/|b0|^2 is not monotone: it is least, sqrt(2 eta g), at |b0| = sqrt(eta g). Tiny "
-        "neurons jump by almost 90 degrees and are then frozen.",
+        "|b1|^2 = |b0|^2 + eta^2 g^2/|b0|^2 is not monotone: it is least, sqrt(2 eta g), at |b0| = sqrt(eta g). "
+        f"Neurons with |b0| < 0.01 turn by {turned[0, tiny].min():.0f} degrees or more in the first step and by "
+        f"{np.median(turned[1:, tiny].sum(axis=0)):.1g} (median; at most {turned[1:, tiny].sum(axis=0).max():.0f}) in "
+        f"the other {steps - 1} together.",
         {
             "norms": length,
             "formula": formula,

@@ -17,16 +17,19 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 
 
 def draw(data: Arrays) -> Figure:
-    """Test accuracy against epochs, and the images that the first network gets wrong."""
+    """Share of wrong test images against epochs, and the images that the first network gets wrong."""
     figure, (left, right) = panels(1, 2, width=5.0, height=4.0)
     accuracy = np.asarray(data["accuracy"])  # (seeds, epochs + 1)
     for seed, row in enumerate(accuracy):
         name = "one network a curve" if seed == 0 else None
-        left.plot(np.arange(len(row)), row, marker="o", color=COLORS[0], label=name)
-    left.set(xlabel="epoch", ylabel="test accuracy, 10000 images")
+        left.plot(np.arange(len(row)), 1 - row, marker="o", color=COLORS[0], label=name)
+    left.set(xlabel="epoch", ylabel="share of 10000 test images that are wrong", yscale="log")
+    shares = [share for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if share > 0.8 * (1 - accuracy).min()]
+    left.set_yticks(shares, [f"{share:g}" for share in shares])
+    left.minorticks_off()
     left.set_xticks(range(accuracy.shape[1]))
     left.set_title(
-        f"width {int(data['width'])}: {accuracy[:, -1].mean():.4f} after {accuracy.shape[1] - 1} epochs"
+        f"width {int(data['width'])}: accuracy {accuracy[:, -1].mean():.4f} after {accuracy.shape[1] - 1} epochs"
     )
     below(left)
     images = np.asarray(data["wrong_images"])

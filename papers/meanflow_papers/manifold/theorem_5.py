@@ -22,7 +22,7 @@ def draw(data: Arrays) -> Figure:
         row = data[case]
         style: Arguments = {"color": COLORS[k], "ls": DASHES[k]}
         left.plot(data["times"], row["energy"], label=f"from the {case}", **style)
-        middle.plot(data["times"], row["speed"], **style)
+        middle.plot(data["times"], row["speed"], label=f"from the {case}", **style)
         right.plot(turn, row["F"], label=f"from the {case}", **style)
         ends = np.asarray(row["directions"])
         right.plot(ends, np.interp(ends, turn, row["F"]), ".", ms=3, color=COLORS[k])
@@ -32,10 +32,10 @@ def draw(data: Arrays) -> Figure:
     right.axhline(0.0, color=PALE, lw=0.8, label="$F = 0$: global minimum")
     right.set_yscale("symlog", linthresh=1e-3)
     right.set(xlabel=r"direction $\vartheta$ of a probe neuron", ylabel=r"$F(\vartheta)$ at the end")
-    for ax, columns in ((left, 1), (right, 2)):
+    for ax, columns in ((left, 1), (middle, 1), (right, 2)):
         below(ax, columns=columns)
     left.set_title("energy")
-    middle.set_title("speed: the stuck run has stopped, the others have not")
+    middle.set_title("speed: only the stuck run has stopped")
     right.set_title("certificate")
     return figure
 

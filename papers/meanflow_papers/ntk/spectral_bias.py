@@ -58,7 +58,7 @@ def _draw_frequencies(data: Arrays, grid: list[Axes]) -> None:
             ax.plot(run["steps"], np.median(errors[..., k], 0), color=colors[k], label=f"$k = {frequency}$")
             low, high = errors[..., k].min(0), errors[..., k].max(0)
             ax.fill_between(run["steps"], low, high, color=colors[k], alpha=0.12, lw=0)
-        ax.axhline(0.2, color=PALE, lw=0.8, ls="--", label="0.2")
+        ax.axhline(0.2, color=PALE, lw=0.8, ls="--", label="threshold")
         ax.set(xlabel="step", ylabel="relative error of the frequency", yscale="log", ylim=(1e-5, 2))
         ax.set_title(name)
         below(ax, 4, fontsize=7, columnspacing=0.7, handlelength=0.9)

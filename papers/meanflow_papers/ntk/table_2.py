@@ -1,6 +1,7 @@
 """Table 2: how the spectrum of the kernel grows with the width, and the ratio v/m^2 that decides."""
 
 import functools
+import math
 import time
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from meanflow import kernels
 from meanflow._numerics import loglog_slope
 from meanflow.kernels.empirical.operator import KernelOperator
 from meanflow.plots.curves import convergence
-from meanflow.plots.style import COLORS, below, key, panels
+from meanflow.plots.style import COLORS, REFERENCE, below, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -49,7 +50,8 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
     """The spectrum at T = N: of the exact kernel where samples are free, of the operator under hidden BN."""
     start = time.perf_counter()
     variance = 2.0 if activation == "relu" else 1.5
-    x = np.sqrt(width) * jnp.eye(width, dtype=jnp.float32)
+    # a number of numpy would make the inputs double, and weights that are converted hide their Gram matrices
+    x = math.sqrt(width) * jnp.eye(width, dtype=jnp.float32)
     inside = network in ("BN hidden", "BN both")
     apply, weights = dense(
         seed_key(width, seed),
@@ -74,7 +76,7 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
 
 def draw_table_2(data: Arrays) -> Figure:
     """m, v and the largest eigenvalue against N, for every network, with the fitted exponents."""
-    figure, grid = panels(1, 3, width=3.4, height=3.8)
+    figure, grid = panels(1, 3, width=4.2, height=3.9)
     names = [n for n in data if n not in ("printed", "corrected", "exponents")]
     symbols = (r"mean $m_\lambda$", r"variance $v_\lambda$", r"$\lambda_{\max}$")
     for j, (ax, symbol) in enumerate(zip(grid, symbols, strict=True)):
@@ -82,7 +84,9 @@ def draw_table_2(data: Arrays) -> Figure:
         values = {n: data[n]["m, v, top"][:, j] for n in names}
         convergence(sizes, values, ax, xlabel="$N = T$", ylabel=symbol, fitted=False)
         for line, name in zip(ax.lines, names, strict=True):
-            line.set_label(f"{name}: $N^{{{data['exponents'][name][j]:.2f}}}$")
+            printed = np.atleast_1d(data["printed"][name][j]) if name in data["printed"] else ()
+            words = f" (printed {' to '.join(f'{power:g}' for power in printed)})" if len(printed) else ""
+            line.set_label(f"{name}: $N^{{{data['exponents'][name][j]:.2f}}}${words}")
         below(ax, 2, fontsize=7, columnspacing=0.8)
     return figure
 
@@ -161,11 +165,15 @@ def draw_ratio(data: Arrays) -> Figure:
     sizes = np.asarray(data["sizes"], float)
     for k, name in enumerate(("relu", "tanh")):
         values = np.asarray(data[name])
-        ax.plot(sizes, values, marker="os"[k], color=COLORS[k], label=f"{name}: measured")
+        words = {"relu": "ReLU", "tanh": "tanh"}[name]
+        ax.plot(sizes, values, marker="os"[k], color=COLORS[k], label=f"{words}: mean of the seeds")
+        ax.plot(sizes, np.asarray(data["by_seed"][name]), ".", ms=4, alpha=0.5, color=COLORS[k])
         printed = values[0] * (sizes / sizes[0]) ** -0.5
         ax.plot(sizes, printed, color=COLORS[k], ls="--", lw=1, label=r"if $v \sim N^{3/2}$")
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="$N = T$", ylabel=r"$v_\lambda / m_\lambda^2$", ylim=(0, None))
+    ax.plot([], [], ".", ms=4, alpha=0.5, color=REFERENCE, label="each seed")
+    ax.set(xscale="log", xlabel="$N = T$", ylabel=r"$v_\lambda / m_\lambda^2$", ylim=(0, None))
+    ax.set_xticks(sizes, [f"{n:g}" for n in sizes])
+    ax.minorticks_off()
     key(ax)
     return figure
 
@@ -187,11 +195,12 @@ def variance_ratio(sizes: tuple[int, ...] = (512, 1024, 2048), seeds: int = 3) -
 
     Decisive is the ratio at the largest size over that at the smallest.
     """
-    ratios = {}
+    by_seed = {}
     for activation in ("relu", "tanh"):
         runs = [[_measure("BN output", n, seed, activation, 0.0)[:2] for seed in range(seeds)] for n in sizes]
         values = np.array(runs)
-        ratios[activation] = np.mean(values[..., 1] / values[..., 0] ** 2, axis=1)
+        by_seed[activation] = values[..., 1] / values[..., 0] ** 2  # (sizes, seeds)
+    ratios = {name: rows.mean(axis=1) for name, rows in by_seed.items()}
     criteria = tuple(
         Criterion(f"{name}: v/m^2 at N = {sizes[-1]} over N = {sizes[0]}", r[-1] / r[0], 0.85, 1.15)
         for name, r in ratios.items()
@@ -199,7 +208,9 @@ def variance_ratio(sizes: tuple[int, ...] = (512, 1024, 2048), seeds: int = 3) -
     return Outcome(
         "000/v-over-m2",
         "v ~ N^(3/2) under batch norm, so v/m^2 falls by half between N = 512 and 2048",
-        "v/m^2 is constant: v ~ N^2",
-        {"sizes": np.asarray(sizes), **ratios},
+        "v/m^2 is nearly constant, so v ~ N^2: "
+        + ", ".join(f"{' '.join(f'{v:.3f}' for v in values)} ({name})" for name, values in ratios.items())
+        + f" at N = {', '.join(str(n) for n in sizes)}",
+        {"sizes": np.asarray(sizes), **ratios, "by_seed": by_seed},
         criteria,
     )

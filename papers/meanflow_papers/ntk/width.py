@@ -76,10 +76,12 @@ def width_convergence(widths: tuple[int, ...] = (256, 512, 1024, 2048), seeds: i
             for j, (pair, low, high) in enumerate((("tt", 5, 11), ("st", 1.5, 3.5))):
                 criteria.append(Criterion(f"relu rms {pair} sqrt(N), smallest", scaled[j].min(), low, high))
                 criteria.append(Criterion(f"relu rms {pair} sqrt(N), largest", scaled[j].max(), low, high))
+    slopes = [c.value for c in criteria if "slope" in c.name]
     return Outcome(
         "000/width",
         "K/N tends to (L-1) kappa with corrections of order 1/sqrt(N)",
-        "true with p^{l-1} in place of the printed p^l, and alpha_0 = N_0/N explicit",
+        "true with p^{l-1} in place of the printed p^l, and alpha_0 = N_0/N explicit: exponents from "
+        f"{min(slopes):.2f} to {max(slopes):.2f} between N = {widths[0]} and {widths[-1]}",
         data,
         tuple(criteria),
     )

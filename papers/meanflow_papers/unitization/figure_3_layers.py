@@ -193,8 +193,8 @@ def figure_3_layers(
         "the average distance of several layers, by critics, drops with the learning rate as the accuracy rises",
         f"exact distances fall by {exact.min():.1f} to {exact.max():.1f} where the rate falls by 5, in every layer. "
         f"The average of the critics falls by {average.min():.0f} to {average.max():.0f}, single ones by "
-        f"{critics.min():.0f} to {critics.max():.0f} (they can be negative): a critic with few steps learns less from "
-        "a small shift, and exaggerates the drop (digits)",
+        f"{critics.min():.0f} to {critics.max():.0f} (they can be negative): critics of {critic['steps']} steps "
+        "exaggerate the drop (digits)",
         {"runs": runs, "drops": np.array(drops)},
         (
             Criterion("smallest ratio of exact distances at a drop", float(exact.min()), low=3.5),

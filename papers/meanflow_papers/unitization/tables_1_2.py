@@ -8,7 +8,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from meanflow.layers import BatchNorm
-from meanflow.plots.style import COLORS, below, panels
+from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.training import ResNet
 from meanflow.training.resnet import count_parameters
 from meanflow_papers.entry import CIFAR, entry
@@ -141,14 +141,15 @@ def draw_sizes(data: Arrays) -> Figure:
     """Numbers of parameters beside those of the paper, and of ResNet-101, of which it gives none."""
     figure, (ax,) = panels(1, 1, width=6.0, height=2.8)
     places = np.arange(len(data))
-    ax.barh(places, [count / 1e6 for count in data.values()], color=COLORS[0], label="counted")
+    ax.plot([count / 1e6 for count in data.values()], places, "o", color=COLORS[0], ms=7, label="counted")
     for row, (name, count) in enumerate(data.items()):
-        ax.text(count / 1e6 * 1.25, row, f"{count / 1e6:.3f} M", va="center", fontsize=8)
+        ax.text(count / 1e6 * 1.3, row, f"{count / 1e6:.3f} M", va="center", fontsize=8)
         if name in STATED:
             label = "stated in the paper" if row == 0 else None
             ax.plot([STATED[name]], [row], "x", color=COLORS[1], ms=8, mew=2, label=label)
     ax.set_yticks(places, list(data))
-    ax.set(xscale="log", xlabel="million parameters", xlim=(0.1, 200))
+    ax.grid(axis="y", color=PALE, alpha=0.35, lw=0.6)
+    ax.set(xscale="log", xlabel="million parameters", xlim=(0.1, 200), ylim=(-0.6, len(data) - 0.4))
     ax.invert_yaxis()
     below(ax)
     return figure

@@ -82,7 +82,9 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
     return Outcome(
         "004/figure-5-late",
         "as delta grows, clusters of knots emerge at the samples",
-        "at delta = +inf most knots leave the samples again while the fit improves; the slope jumps stay in few places",
+        f"at delta = +inf most knots leave the samples again while the fit improves: medians of the share "
+        f"{share.max():.2f} at most and {share[-1]:.2f} at the end, of the loss {loss[np.argmax(share)]:.2f} there and "
+        f"{loss[-1]:.3f} at the end; the slope jumps stay in few places, {concentration[-1]:.2f} of them in eight bins",
         {
             "epoch": np.linspace(0, epochs, saves + 1),
             "loss": np.asarray(losses),

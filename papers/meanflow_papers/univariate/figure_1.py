@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from meanflow import univariate as uni
@@ -10,7 +11,7 @@ from meanflow.flows.flow import predict
 from meanflow.measures import Cloud, Dataset
 from meanflow.plots.clouds import plane
 from meanflow.plots.curves import fit
-from meanflow.plots.style import PALE, below, panels
+from meanflow.plots.style import PALE, below, no_legend, panels
 from meanflow.solvers import solve
 from meanflow.univariate import balance, forces
 from meanflow.univariate.rays import dead_arc
@@ -46,22 +47,35 @@ def draw(data: Arrays) -> Figure:
         if grid[0] <= knot <= grid[-1]:
             at = (knot, float(np.interp(knot, grid, f)))
             left.annotate(", ".join(names), at, (5, 7), textcoords="offset points", fontsize=7.5)
-    places: dict[tuple[int, int], list[int]] = {}  # neurons that lie on each other share a label too
-    for k, place in enumerate(uv):
-        column, row = np.round(place / (0.1 * sizes.max())).astype(int).tolist()
-        places.setdefault((column, row), []).append(k)
-    for cell, neurons in places.items():
-        if cell != (0, 0):
-            across, up = (float(v) for v in uv[neurons].max(axis=0))
-            named = ", ".join(str(k + 1) for k in neurons)
-            right.annotate(named, (across, up), (5, 4), textcoords="offset points", fontsize=7.5)
+    small = sizes < 0.1 * sizes.max()
+    _number(right, uv, np.flatnonzero(~small))
+    near = right.inset_axes((0.28, 0.06, 0.44, 0.36))  # the rays of the dead region leave this place free
+    inner = 1.3 * sizes[small].max()
+    plane(r, np.arctan2(uv[:, 1], uv[:, 0]), near, samples=data["samples"], reach=inner)
+    no_legend(near)
+    near.set(xlabel="", ylabel="")
+    near.tick_params(labelsize=6)
+    near.set_title("near 0", fontsize=7.5, pad=2)
+    _number(near, uv, np.flatnonzero(small))
     left.set_title("function; knots numbered by their neuron")
     right.set_title(
-        r"neurons $|r|(\cos\theta, \sin\theta)$ (near 0 not numbered)"
-        "\nwhite: lines of samples; darker: more active samples"
+        r"neurons $|r|(\cos\theta, \sin\theta)$" "\nwhite: lines of samples; darker: more active samples"
     )
     below(left, columns=4)
     return figure
+
+
+def _number(ax: Axes, uv: np.ndarray, chosen: np.ndarray) -> None:
+    """Write their numbers above neurons; those that lie almost on each other share a label."""
+    groups: list[list[int]] = []
+    for k in chosen.tolist():
+        close = (g for g in groups if np.linalg.norm(uv[g[0]] - uv[k]) < 0.1 * np.abs(uv[chosen]).max())
+        group = next(close, None)
+        groups.append([k]) if group is None else group.append(k)
+    for group in groups:
+        across, up = (float(v) for v in uv[group].mean(axis=0))
+        named = ", ".join(str(k + 1) for k in group)
+        ax.annotate(named, (across, up), (0, 5), textcoords="offset points", ha="center", fontsize=7.5)
 
 
 @entry(

@@ -45,7 +45,7 @@ def draw(data: Arrays) -> Figure:
             )
         ax.axvline(0.5, color=PALE, lw=0.8, ls=":")
         ax.set(xlabel="$x'$", ylabel="$K(0.5, x')$")
-        ax.set_title(f"{law} weights")
+        ax.set_title(f"{law.replace('gauss', 'Gauss')} weights")
     grid[0].axvline(
         np.nan, color=PALE, lw=0.8, ls=":", label="$x = 0.5$, where the indicator term has its cusp"
     )

@@ -67,7 +67,7 @@ def draw(data: Arrays) -> Figure:
             "slope jumps in 6 bins": np.asarray(data["concentration"])[row],
             "dead neurons": np.asarray(data["dead"])[row],
         }
-        traces(epochs, curves, course, xlabel="epoch", ylabel="share, median and range of 6 seeds")
+        traces(epochs, curves, course, xlabel="epoch", ylabel="share (median and range)")
         course.set_ylim(0, 1.03)
         course.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=3, columnspacing=0.8)
     legend_of_states(figure, f"after {epochs[-1]:.0f} epochs", f"after {int(later['epochs'])} larger steps")

@@ -63,6 +63,7 @@ def draw(data: Arrays) -> Figure:
     )
     ax.plot(widths, data["expected_delta"], "_", ms=18, color=COLORS[1], label=r"$E\delta = 1/(3m^2) - 2/3$")
     ax.set(xscale="log", xlabel="width $m$", ylabel=r"mean $\delta$ of a network at the start")
+    ax.set_xlim(widths.min() / 2, 2 * widths.max())
     ax.set_ylim(top=float(np.max(data["delta_at_start"] + data["spread_of_delta"])) + 0.12)
     ax.legend(fontsize=7.5, loc="upper right")
     ax = grid[-1]
@@ -124,7 +125,7 @@ def figure_8(
         f"E delta = 1/(3m^2) - 2/3 does grow as m shrinks from {widths[-1]} to {widths[0]}, but by {growth:.1e}: "
         f"{growth / spreads[0]:.3f} of the spread of one draw at m = {widths[0]}, which cannot be the reason. What "
         f"falls with the width is c^2/(c^2 + n^2), by {falls['fraction'].min():.0f} to "
-        f"{falls['fraction'].max():.0f} times over {len(seeds)} starts, and with it the turning of the neurons, by "
+        f"{falls['fraction'].max():.0f} times over {len(seeds)} starts, and so does the turning of the neurons, by "
         f"{falls['turn'].min():.0f} to {falls['turn'].max():.0f}",
         {
             "width": np.array(widths),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import meanflow as mf
 from meanflow import univariate as uni
@@ -11,7 +12,7 @@ from meanflow.flows.flow import predict
 from meanflow.measures import Affine, Cloud
 from meanflow.plots.clouds import attractors, field, plane, regions
 from meanflow.plots.curves import fit
-from meanflow.plots.style import panels
+from meanflow.plots.style import no_legend, panels
 from meanflow.solvers import Solution, solve
 from meanflow.univariate import balance, forces
 from meanflow_papers.entry import Arguments, entry
@@ -48,7 +49,7 @@ def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
 
 def draw(data: Arrays) -> Figure:
     """The field on a neuron with r > 0, the function, and the neurons with the attracting rays."""
-    figure, grid = panels(1, 3, width=3.9, height=3.6)
+    figure, grid = panels(1, 3, width=4.1, height=4.3)
     rays = Rays(**{k: np.asarray(v) for k, v in data["rays"].items()})
     reach = float(np.max(np.abs(data["u"])))
     regions(data["x"], grid[0], reach=reach)
@@ -57,7 +58,7 @@ def draw(data: Arrays) -> Figure:
     grid[0].set(xlim=(-reach, reach), ylim=(-reach, reach))
     grid[0].set_title("field on a neuron with $r > 0$ at $t = 10$\n(for $r < 0$ the arrows turn round)")
     grid[1].set_title("function at $t = 10$")
-    grid[2].set_title("neurons at $t = 10$\nwhite: lines of samples; darker: more active samples")
+    grid[2].set_title("neurons at $t = 10$")
     fit(
         data["grid"],
         {"$f$": data["f"]},
@@ -67,7 +68,16 @@ def draw(data: Arrays) -> Figure:
     )
     grid[1].set_ylim(-2.4, 2.4)
     plane(data["r"], data["theta"], grid[2], samples=data["x"], rays=rays, reach=reach)
-    grid[2].legend(fontsize=7, loc="upper right", frameon=True, framealpha=0.85, edgecolor="none")
+    handles = [*grid[1].get_legend_handles_labels()[0], *grid[2].get_legend_handles_labels()[0]]
+    for ray, signs in zip(handles[3:5], (("> 0", "< 0"), ("< 0", "> 0")), strict=True):
+        ray.set_label(f"ray that attracts $r {signs[0]}$ and repels $r {signs[1]}$")
+    for mark in handles[5:]:
+        mark.set_label(f"neurons, {mark.get_label()}")
+    words = "darker: more samples active; white: their lines"
+    handles.append(Line2D([], [], color="0.84", lw=5, label=words))
+    for ax in grid[1:]:
+        no_legend(ax)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=7.5)
     return figure
 
 
@@ -77,7 +87,7 @@ def draw(data: Arrays) -> Figure:
     full={"times": (10.0, 40.0, 100.0, 150.0)},
     minutes=(0.41, 0.7),
     verdict="corrected",
-    setup="square wave, delta = +inf, sliding solver to flow time 100.",
+    setup="square wave, delta = +inf, 1000 neurons, sliding solver to flow time 150; drawn: 400 neurons at time 10.",
     draw=draw,
     picture=field_at_10,
 )
@@ -130,8 +140,9 @@ def figure_9(
     return Outcome(
         "004/figure-9",
         "the field is piecewise linear; neurons gather at attracting samples",
-        "constant per region in (u, v); captured neurons sit on rays that attract at that moment, all of them, and the "
-        "sliding solver keeps them there without chatter",
+        "constant per region in (u, v); captured live neurons sit on rays that attract at that moment, all of them "
+        f"({', '.join(str(int(n)) for n in found['captured'])} of {width} at t = "
+        f"{', '.join(f'{t:g}' for t in times)}, to 1e-9 under the sliding solver)",
         {"times": np.array(times), **found, **{k: int(v) for k, v in sol.stats.items()}},
         (
             Criterion("rays where rule and field disagree", float(found["disagree"].sum()), 0, 0),

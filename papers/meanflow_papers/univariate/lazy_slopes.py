@@ -121,9 +121,9 @@ def lazy_slopes(
     return Outcome(
         "004/lazy-slopes",
         "alpha = o(m) makes the motion of each neuron vanish; the radial component dominates",
-        f"all of a, b, c and theta move like alpha/m; no direction is preferred. Slopes {listed(slopes)} (errors up to "
-        f"{errors.max():.3f}): narrow random networks turn a little more, as their kernel varies; with equally spaced "
-        f"angles they are {listed(even_slopes)}",
+        f"the turning vanishes like alpha/m: slopes {listed(slopes)} (errors up to {errors.max():.3f}), with equally "
+        f"spaced angles {listed(even_slopes)}. That does not make radial motion dominate: the ratio of turning to "
+        "radial motion is c^2/(c^2 + n^2), without alpha",
         {
             "widths": np.array(widths),
             "powers": np.array(powers),

@@ -10,6 +10,7 @@ from meanflow.flows.flow import Flow
 from meanflow.measures import Cloud, Dataset, Polar
 from meanflow.plots.curves import fit
 from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels
+from meanflow.plots.style import sparse as sparse_ticks
 from meanflow.solvers import KernelStep, solve
 from meanflow.univariate import sparse
 from meanflow_papers.entry import entry
@@ -37,6 +38,7 @@ def draw(data: Arrays) -> Figure:
     curves = {"flow": np.asarray(data["f"])[bent], "minimizer": best[bent]}
     fit(data["grid"], curves, Samples(data["x"][bent], data["y"][bent]), right)
     right.lines[1].set_linestyle("--")  # the minimizer, on the flow's function
+    sparse_ticks(right)
     left.set_title("excess energy")
     middle.set_title("dual certificate")
     right.set_title(f"data set {bent + 1}")
@@ -115,7 +117,9 @@ def sparse_limit(
         "004/sparse-limit",
         "regularized, the flow finds the function of least weighted total variation of f' (16), (17)",
         "true, with the weight sqrt(1 + x^2) that (17) leaves out, on every data set: the certificate |F| <= lam "
-        "closes. With fixed directions it is much slower, and ends at the best measure on those directions",
+        f"closes to {float(np.max(bound[:, -1])) - 1:.0e} at t = {end:g}, the excess over the minimum to "
+        f"{float(np.max(excess[:, -1])):.0e}. With fixed directions it is slower: up to "
+        f"{float(fixed_excess[:, -1].max()):.0e} of excess is left at t = {fixed_end:g}, and still falls",
         {
             "times": times,
             "excess": excess,
