@@ -130,8 +130,8 @@ def _sample(ray: Int[Array, " m"], count: int) -> Int[Array, " m"]:
 
 def _row(table: Float[Array, "rays k"], index: Int[Array, " m"]) -> tuple[Float[Array, " m"], ...]:
     """Return the columns of the chosen rows."""
-    rows = table.at[index].get(mode="promise_in_bounds")
-    return tuple(rows[:, k] for k in range(table.shape[1]))
+    # one column after the other: a TPU would pad an array (m, k) to 128 numbers for each neuron
+    return tuple(table[:, k].at[index].get(mode="promise_in_bounds") for k in range(table.shape[1]))
 
 
 class _Decision(NamedTuple):
