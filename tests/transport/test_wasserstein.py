@@ -1,6 +1,7 @@
 """Exact distances against scipy, POT and closed forms; the axioms of a metric; the stated limits."""
 
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,20 @@ def test_cylinder():
 def test_bad_input(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         wasserstein(*args, **kwargs)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_points_that_are_not_finite_are_refused_wherever_they_stand(bad):
+    """On the line they are found by the result, so that no place and no weight may hide one."""
+    for place in (0, 2, 4):
+        x = np.arange(5.0)
+        x[place] = bad
+        without = np.where(np.arange(5) == place, 0.0, 1.0)
+        for y in (np.arange(5.0), np.arange(3.0), x.copy()):  # of x and itself the infinite gaps cancel
+            for p, mass in itertools.product((1, 2), (None, without)):
+                for distance in (wasserstein, transport_plan):
+                    with pytest.raises(ValueError, match="x must be finite"):
+                        distance(x, y, p, weights_x=mass)
 
 
 def test_clouds_refuse_tracing():
