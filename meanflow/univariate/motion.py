@@ -161,8 +161,9 @@ class UnivariateMotion(FrozenMotion):
         neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
         cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
         own = passage.Rates(*rates, self.is_real)
+        advance, replay = events.advance, events.replay
         end, counts = passage.run(
-            events.advance, neurons, own, field, cap, forward=forward, replay=events.replay
+            advance, neurons, own, field, cap, forward=forward, first=advance, replay=replay
         )
         overflow = jnp.any((end.left > 0) & self.is_real)
         moved = Place(None, None, end.region, end.ray, place.counts.plus(counts), place.overflow | overflow)

@@ -1,7 +1,7 @@
 """The loop that carries all neurons through all events of a sub-step, and its derivatives.
 
 A motion supplies ``advance``, which carries every neuron over one event; here it is repeated until no neuron has time
-left. Few neurons of a cloud meet a kink in one sub-step: an opening pass carries all others to the end, and those that
+left. Few neurons of a cloud meet a kink in one sub-step: an opening pass may carry all others to the end, and those that
 remain are gathered in blocks, so that the rest costs nothing. Under vmap the loops of all clouds of a batch run as long
 as the longest.
 
@@ -131,8 +131,9 @@ def run(
         shared: constants that all neurons share.
         cap: the most events of one neuron.
         forward: whether the program is differentiated in forward mode, which the default refuses.
-        first: what is done before neurons are gathered, instead of ``advance`` itself: something cheaper that carries
-            most of them to the end.
+        first: what is done with all neurons before those with events left are gathered: ``advance`` itself, or
+            something cheaper that carries most of them to the end. Without it all are gathered, block by block, which
+            suits an ``advance`` that takes long to compile: it stands in the program once.
         replay: what is differentiated in reverse mode; ``advance`` itself if there is none.
         together: up to this many neurons are not gathered but all moved together, which is less to compile.
         blocks: how many blocks of neurons are moved one after the other. What ``advance`` and ``first`` compute on the
@@ -161,18 +162,23 @@ def run(
         ended = jax.tree.map(lambda u: join_rows(u, size), ends)
         return ended, jax.tree.map(lambda u: jnp.sum(u, axis=0, dtype=u.dtype), counts)
     arguments = (neurons, rows, shared)
-    opening = None if neurons.left.shape[0] <= together else advance if first is None else first
+    gather = neurons.left.shape[0] > together
     if forward:
-        return _loop(arguments, advance, cap, opening)
-    end, counts = _reversible(arguments, advance, replay, cap, opening)
+        return _loop(arguments, advance, cap, gather, first)
+    end, counts = _reversible(arguments, advance, replay, cap, gather, first)
     return jax.tree.map(lambda u: checkpoint_name(u, ENDS), end), counts
 
 
 @eqx.filter_custom_vjp
 def _reversible(
-    arguments: Arguments, advance: Advance, replay: Replay | None, cap: int, opening: Advance | None
+    arguments: Arguments,
+    advance: Advance,
+    replay: Replay | None,
+    cap: int,
+    gather: bool,
+    opening: Advance | None,
 ) -> tuple[Neurons, Counts]:
-    return _loop(arguments, advance, cap, opening)
+    return _loop(arguments, advance, cap, gather, opening)
 
 
 @_reversible.def_fwd
@@ -182,10 +188,11 @@ def _run_forward(
     advance: Advance,
     replay: Replay | None,
     cap: int,
+    gather: bool,
     opening: Advance | None,
 ) -> tuple:
     """Run, and keep nothing but the arguments: what is kept is copied for each step of a run that is replayed."""
-    return _loop(arguments, advance, cap, opening), None
+    return _loop(arguments, advance, cap, gather, opening), None
 
 
 def _kept(neurons: Moving, cap: int) -> int:
@@ -203,6 +210,7 @@ def _run_backward(
     advance: Advance,
     replay: Replay | None,
     cap: int,
+    gather: bool,
     opening: Advance | None,
 ) -> PyTree:
     """Repeat the events and go back through the last ones, which are kept; then the same for those before."""
@@ -257,9 +265,9 @@ def _run_backward(
 
 
 def _loop(
-    arguments: Arguments, advance: Advance, cap: int, opening: Advance | None
+    arguments: Arguments, advance: Advance, cap: int, gather: bool, opening: Advance | None
 ) -> tuple[Neurons, Counts]:
-    """Advance until nobody has time left."""
+    """Advance until nobody has time left: all together, or those with time left in gathered blocks."""
     neurons, rows, shared = arguments
     none = jnp.zeros((), jnp.int32)
 
@@ -268,12 +276,14 @@ def _loop(
         now, more = advance(now, rows, shared)
         return turn + 1, now, counts.plus(more)
 
-    if opening is None:
+    if not gather:
         going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
         _, neurons, counts = jax.lax.while_loop(going, go, (none, neurons, Counts.none()))
         return neurons, counts
 
-    neurons, counts = opening(neurons, rows, shared)
+    counts = Counts.none()
+    if opening is not None:
+        neurons, counts = opening(neurons, rows, shared)
     size = neurons.left.shape[0]
     block = max(LEAST, size // BLOCKS)
     waiting = lambda everyone, turns: (everyone.left > 0) & (turns < cap)

@@ -25,6 +25,8 @@ from meanflow.flows.kinks.passage import Counts
 
 ROOTS = 10  # steps of the search for the time of an event, by regula falsi with the Illinois rule
 POLISH = 6  # steps of Newton's method for the times at which an interpolating cubic meets the planes
+# the method of order 4: how far along the last rate each stage looks, and its weight, in steps
+STAGES = ((0.0, 1 / 6), (0.5, 1 / 3), (0.5, 1 / 3), (1.0, 1 / 6))
 
 Vector = Float[Array, " m"]
 
@@ -88,14 +90,19 @@ def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> R
 def _step(
     a: Vector, b: Float[Array, "m d"], time: Vector, held: _Held, sigma: jax.Array
 ) -> tuple[Vector, Float[Array, "m d"]]:
-    """Take one Runge-Kutta step of order 4, scaled back to |b|."""
-    long = time[:, None]
-    one = _rate(a, b, held, sigma)
-    two = _rate(a + time / 2 * one[0], b + long / 2 * one[1], held, sigma)
-    three = _rate(a + time / 2 * two[0], b + long / 2 * two[1], held, sigma)
-    four = _rate(a + time * three[0], b + long * three[1], held, sigma)
-    end = a + time / 6 * (one[0] + 2 * two[0] + 2 * three[0] + four[0])
-    turned = b + long / 6 * (one[1] + 2 * two[1] + 2 * three[1] + four[1])
+    """Take one Runge-Kutta step of order 4, scaled back to |b|.
+
+    The stages are a loop: a rate is what takes long to compile, and it stands in the program once and not four times.
+    """
+
+    def stage(carry: tuple, row: jax.Array) -> tuple[tuple, None]:
+        (end, turned), (rate_a, rate_b) = carry
+        reach, weight = row[0] * time, row[1] * time
+        now = _rate(a + reach * rate_a, b + reach[:, None] * rate_b, held, sigma)[:2]
+        return ((end + weight * now[0], turned + weight[:, None] * now[1]), now), None
+
+    still = (jnp.zeros_like(a), jnp.zeros_like(b))
+    ((end, turned), _), _ = jax.lax.scan(stage, ((a, b), still), jnp.asarray(STAGES, a.dtype))
     return end, turned * safe_divide(safe_norm(b), safe_norm(turned))[:, None]
 
 
@@ -180,14 +187,19 @@ def _move(
     met = jnp.take(load.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
     which = jnp.arange(k)[None, :] == (bound % k)[:, None]
 
-    def margin(when: Vector) -> Vector:
+    def gauge(now_a: Vector, now_b: Float[Array, "m d"], lam: Float[Array, "m k"]) -> Vector:
         """Return what is positive before the event and negative behind it."""
-        now_a, now_b = path(when)
-        weight = jnp.sum(jnp.where(which, _rate(now_a, now_b, held, sigma)[2], 0.0), axis=1)
+        weight = jnp.sum(jnp.where(which, lam, 0.0), axis=1)
         weight = jnp.where(bound < k, weight, 1 - weight)
         return jnp.where(arrives, jnp.sum(met * now_b, axis=1), jnp.where(frees, weight, sign * now_a))
 
-    found = jax.lax.stop_gradient(_root(margin, time, jnp.where(exits, first, 1.0)))
+    def margin(when: Vector) -> Vector:
+        """Return the gauge at a time on the way."""
+        now_a, now_b = path(when)
+        return gauge(now_a, now_b, _rate(now_a, now_b, held, sigma)[2])
+
+    ends = gauge(a, b, begin[2]), gauge(end_a, end_b, finish[2])
+    found = jax.lax.stop_gradient(_root(margin, time, *ends, jnp.where(exits, first, 1.0)))
     # one more step of Newton's method, with derivatives: the time of the event as a function of everything else
     gap, slope = jax.jvp(margin, (found,), (jnp.ones_like(found),))
     slope = jax.lax.stop_gradient(slope)
@@ -254,10 +266,18 @@ def _first_meeting(
     return jnp.where(crosses, jnp.where(at_once, 0.0, 0.5 * (low + high)), jnp.inf)
 
 
-def _root(margin: Callable[[Vector], Vector], time: Vector, guess: Vector) -> Vector:
-    """Return where ``margin`` falls through 0 between 0 and ``time``, by the Illinois rule, from a guess in [0, 1]."""
+def _root(
+    margin: Callable[[Vector], Vector], time: Vector, at_start: Vector, at_end: Vector, guess: Vector
+) -> Vector:
+    """Return where ``margin`` falls through 0 between 0 and ``time``, by the Illinois rule.
+
+    Args:
+        margin: positive before the root and negative behind it.
+        time: the end of the interval.
+        at_start, at_end: its values at 0 and at ``time``.
+        guess: where to begin, in [0, 1].
+    """
     start, end = jnp.zeros_like(time), time
-    at_start, at_end = margin(start), margin(end)
     first = jnp.clip(guess, 0.0, 1.0) * time
 
     def narrow(_: Int[Array, ""], carry: tuple) -> tuple:
