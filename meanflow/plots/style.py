@@ -97,8 +97,10 @@ def no_legend(ax: Axes) -> None:
 
 
 def below(ax: Axes, columns: int = 2, **kwargs: Any) -> None:
-    """A legend under the Axes, where no curve can be."""
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, **{"fontsize": 7.5, **kwargs})
+    """A legend under the Axes, where no curve can be, and under the label of the axis, which flat Axes have near."""
+    inches = ax.get_window_extent().height / ax.figure.dpi
+    anchor = (0.5, -max(0.2, 0.55 / inches))
+    ax.legend(loc="upper center", bbox_to_anchor=anchor, ncols=columns, **{"fontsize": 7.5, **kwargs})
 
 
 def sparse(ax: Axes, axis: Literal["x", "y"] = "x", count: int = 5) -> None:

@@ -108,7 +108,8 @@ def draw(data: Arrays) -> Figure:
                     epochs, values[:, layer], style, color=color, lw=0.9, ms=4, label=f"layer {layer + 1}"
                 )
             ax.plot(epochs, values.mean(1), style, color=COLORS[1], lw=2, ms=8, label="average of the layers")
-            ax.set(yscale="log", xlabel="epoch")
+            # the same epochs in all panels: where no critic is positive there is a gap
+            ax.set(yscale="log", xlabel="epoch", xlim=(epochs[0] - 0.5, epochs[-1] + 0.5))
         low, high = (np.asarray(run[side]).mean(1) for side in ("lower", "upper"))
         words = "between its bounds from below and above"
         grid[3 * row].fill_between(epochs, low, high, color=COLORS[1], alpha=0.15, lw=0, label=words)
