@@ -162,7 +162,8 @@ def _card(r: Record, folder: Path) -> str:
     facts = "".join(f"<dt>{e(label)}</dt><dd>{_emphasized(e(text))}</dd>" for label, text in _facts(r))
     checks = "".join(
         f'<tr class="{"" if c["passed"] else "explained" if c["explanation"] else "bad"}"><td>{e(c["name"])}</td>'
-        f"<td>{value(c['value'])}</td><td>{interval(c['low'], c['high'])}</td><td>{e(outcome_of(c))}</td></tr>"
+        f'<td class="number">{value(c["value"])}</td><td class="number">{interval(c["low"], c["high"])}</td>'
+        f"<td>{e(outcome_of(c))}</td></tr>"
         for c in r["criteria"]
     )
     head = "<tr><th>criterion</th><th>measured</th><th>allowed</th><th></th></tr>"

@@ -123,8 +123,9 @@ def figures_7_8(n: int = 7, layers: int = 8) -> Outcome:
     counts = {k: depth.tree(v, layers).multi_rows[:, 0] for k, v in {"generic": three, "tie": tie}.items()}
     return Outcome(
         name="002/figures-7-8",
-        claim="A three-cluster row always has exactly one three-cluster child.",
-        finding="At most one: none when the middle value equals the mean.",
+        claim="Two clusters stay two, by (38) to (40) (figure 7). A three-cluster row always has exactly one "
+        "three-cluster child (figure 8).",
+        finding="Figure 7: true, (40) to rounding. Figure 8: at most one; none when the middle value equals the mean.",
         data={"two_cluster_weight": total, "three_cluster_rows": counts},
         criteria=(
             Criterion("two clusters: error of (40)", float(jnp.max(jnp.abs(total / theory - 1))), high=1e-12),
