@@ -1,9 +1,9 @@
 """The loop that carries all neurons through all events of a sub-step, and its derivatives.
 
 A motion supplies ``advance``, which carries every neuron over one event; here it is repeated until no neuron has time
-left. Few neurons of a cloud meet a kink in one sub-step: an opening pass may carry all others to the end, and those that
-remain are gathered in blocks, so that the rest costs nothing. Under vmap the loops of all clouds of a batch run as long
-as the longest.
+left. Few neurons of a cloud meet a kink in one sub-step: an opening pass may carry all others to the end, and those
+that remain are gathered in blocks, so that the rest costs nothing. Under vmap the loops of all clouds of a batch run as
+long as the longest.
 
 Reverse mode keeps the start of a sub-step alone. It repeats the events, keeps the states before the last of them, goes
 back through these from event to event, and does the same again for the events before. So no bound on the number of
