@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import diffrax
 import jax
@@ -13,7 +14,11 @@ from meanflow.flows.models import vanilla
 from meanflow.measures import Cloud, Dataset, Neurons
 from meanflow.solvers import Solution, descend, solve
 from meanflow.solvers.sliding import STAGES
-from meanflow_benchmarks.memory import GIGABYTE, peak_bytes
+from meanflow_benchmarks.memory import GIGABYTE
+from meanflow_benchmarks.resident import grown_bytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ADAPTIVE = {"tsit5": (diffrax.Tsit5(), 6), "dopri8": (diffrax.Dopri8(), 13)}
 FIXED = {"euler": (diffrax.Euler(), 1), "heun": (diffrax.Heun(), 2)}
@@ -51,6 +56,18 @@ def _needed(target: float, error: list[float], cost: list[float]) -> float:
     return float("inf")
 
 
+def _in_float64(benchmark: Callable[P, R]) -> Callable[P, R]:
+    """Run a benchmark with arrays of float64, whatever the precision of the others."""
+
+    @functools.wraps(benchmark)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.enable_x64(True):
+            return benchmark(*args, **kwargs)
+
+    return run
+
+
+@_in_float64
 def work_precision(
     width: int = 200,
     samples: int = 100,
@@ -65,8 +82,8 @@ def work_precision(
 ) -> dict[str, float | list[float]]:
     """Force evaluations and processor seconds at an error of the parameters, against ordinary solvers.
 
-    The error is the largest difference from a sliding run with ``finest`` steps a unit of time. Wants ``--precision
-    float64``.
+    The error is the largest difference from a sliding run with ``finest`` steps a unit of time. In float64, whatever
+    the precision of the other benchmarks.
 
     Args:
         width, samples, dim: size of the problem.
@@ -158,20 +175,20 @@ def scale(
         step: their length.
 
     Returns:
-        Times after compilation, their ratio, events, and the peak memory of the process.
+        Times after compilation, their ratio, events, and by how much the process grows in a run.
     """
     cloud, data = _problem(width, samples, dim)
     flow = vanilla()
     run = lambda: solve(flow, cloud, data, step * steps, solver="sliding", step=step)
     plain = lambda: descend(flow, cloud, data, 3 * steps, step=step / 3)
     sol, seconds = _processor_seconds(run)
-    peak = peak_bytes() / GIGABYTE
+    grown = grown_bytes(lambda: jax.block_until_ready(run().final))
     other, euler = _processor_seconds(plain)
     return {
         "seconds": seconds,
         "euler_seconds": euler,
         "ratio": seconds / euler,
-        "peak_gigabytes": peak,
+        "grown_gigabytes": grown / GIGABYTE,
         "energy": float(sol.energy[-1]),
         "euler_energy": float(other.energy[-1]),
         "crossings": float(sol.stats["crossings"]),

@@ -46,6 +46,9 @@ def best_time(function: Callable[..., object], *args: object, repeats: int = 10)
 def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
     """Return the best processor time of each job in seconds; jobs take turns, so that a busy machine slows all alike.
 
+    Every second round goes backwards: a job that always came after the same one would always find the caches as that
+    leaves them, and one that always came first would find them cold for its peers.
+
     Args:
         jobs: functions without arguments by name; each is called once before to compile.
         repeats: measurements of each.
@@ -57,9 +60,9 @@ def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int = 5) -> d
     for job in jobs.values():
         jax.block_until_ready(job())
     best = dict.fromkeys(jobs, float("inf"))
-    for _ in range(repeats):
-        for name, job in jobs.items():
+    for k in range(repeats):
+        for name in list(jobs)[:: 1 if k % 2 == 0 else -1]:
             start = time.process_time()
-            jax.block_until_ready(job())
+            jax.block_until_ready(jobs[name]())
             best[name] = min(best[name], time.process_time() - start)
     return best
