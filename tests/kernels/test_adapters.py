@@ -142,6 +142,59 @@ def test_linen_in_inference_needs_no_arguments():
         kernels.empirical_ntk(explicit, params, X, stats="batch")
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.99, 0.9990234375, 0.999])
+def test_linen_moments_in_single_precision(momentum):
+    """Taken out of what training stores, whatever the momentum and the scale of the data."""
+    norm = nn.BatchNorm(momentum=momentum, use_fast_variance=False)
+    x = np.random.default_rng(0).normal(size=(64, 3))
+    found, exact = [], []
+    for scale in (1.0, 1e3, 3e3, 1e4, 1e6):
+        batch = jnp.asarray(scale * (x + 0.5), jnp.float32)
+        variables = norm.init(jax.random.key(0), batch, use_running_average=True)
+        modes = {"use_running_average": False}, {"use_running_average": True}
+        apply, params = kernels.from_linen(norm, variables, *modes)
+        found.append(jax.jit(apply.statistics)(params, batch))
+        wide = np.asarray(batch, np.float64)
+        exact.append({"mean": wide.mean(0), "var": wide.var(0)})
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
+    for ours, truth in zip(found, exact, strict=True):
+        for name in truth:
+            np.testing.assert_allclose(ours[name], truth[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scale", [1.0, 3e3, 1e6, *(pytest.param(s, marks=pytest.mark.slow) for s in (1e3, 1e4))]
+)
+def test_linen_kernel_of_large_inputs_in_single_precision(scale):
+    """Against the Jacobian of the module itself in training mode, in double precision."""
+
+    class Deep(nn.Module):
+        dtype: type
+
+        @nn.compact
+        def __call__(self, x, train):
+            for _ in range(2):
+                h = nn.Dense(8, param_dtype=self.dtype)(x)
+                h = nn.BatchNorm(
+                    use_running_average=not train, param_dtype=self.dtype, use_fast_variance=False
+                )(h)
+                x = jnp.tanh(h)
+            return nn.Dense(2, param_dtype=self.dtype)(x)
+
+    x = jnp.asarray(scale * np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
+    net, wide = Deep(jnp.float32), Deep(jnp.float64)
+    variables = net.init(jax.random.key(0), x, train=False)
+    double = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float64), tree)
+    train = lambda p: wide.apply(
+        {**double(variables), "params": p}, double(x), train=True, mutable=["batch_stats"]
+    )
+    exact = gram(lambda p: train(p)[0], double(variables["params"]))
+    apply, params = kernels.from_linen(net, variables, {"train": True}, {"train": False})
+    ours = kernels.empirical_ntk(apply, params, x, stats="batch")
+    assert ours.dtype == jnp.float32
+    np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+
+
 @pytest.mark.slow
 def test_linen_random_numbers():
     net = nn.Sequential([nn.Dense(6, param_dtype=jnp.float64), nn.Dropout(0.5, deterministic=False)])

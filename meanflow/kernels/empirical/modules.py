@@ -140,14 +140,14 @@ class LinenFunction(Function):
     """A linen module as a function of (params, batch); ``statistics`` replaces its collection of batch statistics."""
 
     module: ByValue = eqx.field(static=True)
-    variables: dict[str, PyTree]
+    state: dict[str, PyTree]
     train: dict[str, object]
     evaluate: dict[str, object]
     key: Key[Array, ""] | None
 
     def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
         """Return the outputs at a batch, with the given statistics in place of its own."""
-        variables = {"params": params, **self.variables}
+        variables = {"params": params, **self.state}
         if statistics is not None:
             variables["batch_stats"] = statistics
         if self.key is None:
@@ -171,13 +171,26 @@ class LinenFunction(Function):
     def batch_statistics(self, params: Params, x: Batch) -> Statistics:
         """Return what training mode computes on the batch, without the running averages mixed in."""
 
-        def run(start: float) -> Statistics:
-            stats = jax.tree.map(lambda a: jnp.full(a.shape, start, x.dtype), self.variables["batch_stats"])
-            variables = {"params": params, **self.variables, "batch_stats": stats}
+        def run(old: Statistics) -> Statistics:
+            variables = {"params": params, **self.state, "batch_stats": old}
             return self._apply(variables, x, mutable=["batch_stats"], **self.train)[1]["batch_stats"]
 
-        # stored = momentum * old + (1 - momentum) * batch: two runs solve for batch, whatever the momentum
-        return jax.tree.map(lambda a, b: a / (1.0 - (b - a)), run(0.0), run(1.0))
+        def unmixed(stored: Array, momentum: Array) -> Array:
+            share = 1.0 - momentum
+            # Momenta are decimals such as 0.999. In single precision that is off by 1e-8, a hundred thousandth of the
+            # share; the nearest decimal is taken if it is as near as rounding.
+            decimal = jnp.round(share, 6)
+            share = jnp.where(jnp.abs(share - decimal) <= jnp.finfo(share.dtype).eps / 4, decimal, share)
+            return stored / share
+
+        floats = [a for a in jax.tree.leaves((params, x)) if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
+        dtype = jnp.result_type(jnp.float32, *floats)
+        constant = lambda value: jax.tree.map(
+            lambda a: jnp.full(a.shape, value, dtype), self.state["batch_stats"]
+        )
+        # Stored is momentum * old + (1 - momentum) * batch. From old = 0 it holds the batch alone, and its derivative
+        # in old is the momentum, which the difference of two runs would lose beside a large batch.
+        return jax.tree.map(unmixed, *jax.jvp(run, (constant(0.0),), (constant(1.0),)))
 
 
 @_checks.arguments(
@@ -199,7 +212,7 @@ def from_linen(
 
     Args:
         module: the module, which maps a batch to outputs.
-        variables: what ``module.init`` returned.
+        variables: what ``module.init`` returned, or training made of it. All but the params is held fixed.
         train: keyword arguments of the call that compute batch statistics, e.g. ``{"train": True}``; only modules with
             batch norm need them. Without ``train`` such a module is taken in inference.
         evaluate: keyword arguments that use stored statistics, e.g. ``{"train": False}``.
@@ -340,8 +353,8 @@ def from_equinox(
     Args:
         model: the module; its floating-point arrays are the parameters.
         state: the state of a module with ``eqx.nn.BatchNorm`` or other stateful layers, which is called as
-            ``model(sample, state)`` then. Batch norms in training make the function ``Normalized``; after
-            ``eqx.nn.inference_mode`` it is a plain one.
+            ``model(sample, state)`` then; it is held fixed. Batch norms in training make the function ``Normalized``;
+            after ``eqx.nn.inference_mode`` it is a plain one.
         per_sample: whether the module maps one sample, as is the habit of equinox, and has to be vmapped over the
             batch. False: it maps a whole batch.
         key: passed to the module as ``key=``, the same for every sample, to hold random numbers (dropout) fixed.

@@ -43,14 +43,14 @@ class NnxFunction(Function):
     """
 
     graph: ByValue = eqx.field(static=True)
-    rest: PyTree
+    state: PyTree
     key: Key[Array, ""] | None
 
     def _merged(self, params: Params) -> "nnx.Module":
         from flax import nnx
 
         # a copy, made where it is used: the module may change its variables (running averages, counts of streams)
-        return nnx.merge(cast("nnx.GraphDef", self.graph.value), params, self.rest, copy=True)
+        return nnx.merge(cast("nnx.GraphDef", self.graph.value), params, self.state, copy=True)
 
     def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
         """Return the outputs at a batch, with the given statistics in place of its own."""
@@ -196,8 +196,8 @@ def from_nnx(
     from flax import nnx
 
     graph, *states = nnx.split(model, nnx.Param, ...)
-    params, rest = states
-    function = NnxFunction(ByValue(graph), rest, key)
+    params, state = states
+    function = NnxFunction(ByValue(graph), state, key)
     norms = _training_norms(cast("nnx.Module", model))
     if not norms:
         return function, params
