@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -13,17 +14,30 @@ from meanflow import _checks
 from meanflow.kernels.drift import alignment
 from meanflow.kernels.empirical.coupling import STATS, kernel_maps
 from meanflow.kernels.empirical.kernel import empirical_ntk
-from meanflow.kernels.empirical.modules import Apply, Batch, Normalized, Params
+from meanflow.kernels.empirical.modules import Apply, Batch, Function, Normalized, Params
 from meanflow.kernels.empirical.nnx_modules import from_nnx
 from meanflow.kernels.empirical.samples import as_arrays, batches
 from meanflow.kernels.gaussian import as_matrix
+
+Network: TypeAlias = Callable[[Batch], Array] | tuple[Apply | Normalized, Params] | Params
+
+
+def _holds_state(apply: Apply | Normalized | None, stats: str | None) -> bool:
+    """Tell whether the kernel of a function depends on a state that is as old as the function."""
+    running = apply.running if isinstance(apply, Normalized) and stats == "running" else None
+    function = apply.apply if isinstance(apply, Normalized) else apply
+    state = getattr(function, "state", None) if isinstance(function, Function) else None
+    # whole numbers are counts, and keys of random numbers
+    return any(map(eqx.is_inexact_array_like, jax.tree.leaves((running, state))))
 
 
 class KernelRecorder:
     """Record the tangent kernel of a network at chosen steps of its training.
 
     Call it as ``recorder(step, network)`` in a loop of your own, or pass it to ``training.Trainer.run`` as ``hook``.
-    All calls share one compiled program. The entries of ``recorder.record``, stacked over the steps recorded, are
+    The network is a flax NNX module, or what ``from_linen``, ``from_equinox`` or ``from_haiku`` makes of a module as it
+    is at that step, so that running averages are recorded as well as parameters. All calls share one compiled program.
+    The entries of ``recorder.record``, stacked over the steps recorded, are
 
         step           the steps
         trace          Tr K / T, where T is the number of samples
@@ -37,8 +51,8 @@ class KernelRecorder:
     Args:
         x: the samples (T, ...) at which the kernel is taken, or a pytree of such arrays.
         y: targets, of the shape of the network's outputs at x, or None.
-        apply: (params, batch) -> outputs, if the recorder is called with parameters; by default it is called with flax
-            NNX modules, which are taken in the mode they are in.
+        apply: (params, batch) -> outputs, if the recorder is called with parameters alone. It must hold no state, such
+            as running averages, which would stay as it was when ``apply`` was made.
         steps: which steps are recorded: a sequence of them, a number for every so many, or None for all that it is
             called with.
         top: how many eigenvalues.
@@ -79,6 +93,12 @@ class KernelRecorder:
             raise ValueError("x must hold at least one sample, got an empty batch")
         if y is not None and np.shape(y)[:1] != (rows,):
             raise ValueError(f"y must have {rows} rows like x, got shape {np.shape(y)}")
+        if _holds_state(apply, stats):
+            raise ValueError(
+                "apply must hold no state, got a function that keeps the one it was made with (running averages?), "
+                "while training changes it; leave apply out and call the recorder as recorder(step, (apply, params)) "
+                "with what from_linen, from_equinox, from_haiku or from_nnx returns at that step"
+            )
         self.x, self.y = x, None if y is None else jnp.asarray(y)
         self.apply, self.steps, self.top, self.stats, self.keep = apply, steps, top, stats, keep
         self._reference: np.ndarray | None = None
@@ -89,15 +109,33 @@ class KernelRecorder:
             return True
         return step % self.steps == 0 if isinstance(self.steps, int) else step in self.steps
 
-    def __call__(self, step: int, network: Callable[[Batch], Array] | Params) -> None:
-        """Record ``network`` (an NNX module, or the parameters of ``apply``) if ``step`` is one of the chosen."""
+    def _split(self, network: Network) -> tuple[Apply | Normalized, Params]:
+        if self.apply is not None:
+            return self.apply, network
+        if isinstance(network, tuple) and len(network) == 2 and callable(network[0]):
+            return network
+        if not callable(network):
+            raise TypeError(
+                "network must be an NNX module or a pair (apply, params), for the recorder has no apply, "
+                f"got {_checks.show(network)}"
+            )
+        return from_nnx(network)
+
+    def __call__(self, step: int, network: Network) -> None:
+        """Record ``network`` if ``step`` is one of the chosen.
+
+        Args:
+            step: the number of the step.
+            network: the parameters of ``apply``; without ``apply`` an NNX module, which is taken in the mode it is in,
+                or a pair (apply, params) such as ``from_linen(module, variables)``.
+        """
         if not self._chosen(int(step)):
             return
-        apply, params = from_nnx(network) if self.apply is None else (self.apply, network)
+        apply, params = self._split(network)
         apply, x, _ = as_arrays(apply, self.x, None)
         stats = self.stats
         if stats is None:  # probed once, here: inside the compiled program it could not be
-            if self._reference is None:
+            if self._reference is None or isinstance(apply, Normalized):
                 kernel_maps(apply, params, x, None, None)
             stats = "running"
         found = {k: np.asarray(v) for k, v in _measure(apply, params, x, self.y, stats, self.top).items()}

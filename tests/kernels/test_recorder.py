@@ -1,11 +1,12 @@
 """The recorder of kernels along training: against kernels, drifts and Hessians computed on their own."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from meanflow import kernels
 from meanflow.kernels.drift import alignment
@@ -75,6 +76,188 @@ def test_trainer_of_a_convolutional_network_with_one_compilation():
     assert np.all((record["alignment"] > 0) & (record["alignment"] < 1))
 
 
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=False):
+        h = linen.Dense(4, param_dtype=jnp.float64)(x)
+        h = linen.BatchNorm(use_running_average=not train, momentum=0.8, param_dtype=jnp.float64)(h)
+        return linen.Dense(2, param_dtype=jnp.float64)(jnp.tanh(h))
+
+
+class Equinox(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first, self.last = eqx.nn.Linear(3, 4, key=key), eqx.nn.Linear(4, 2, key=key)
+        self.norm = eqx.nn.BatchNorm(4, axis_name="batch", mode="batch", momentum=0.8)
+
+    def __call__(self, x, state):
+        h, state = self.norm(self.first(x), state)
+        return self.last(jnp.tanh(h)), state
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(3, 4, rngs=rngs, param_dtype=jnp.float64)
+        self.norm = nnx.BatchNorm(4, momentum=0.8, rngs=rngs, param_dtype=jnp.float64)
+        self.norm.mean.set_value(jnp.zeros(4))  # flax keeps them in float32
+        self.norm.var.set_value(jnp.ones(4))
+        self.last = nnx.Linear(4, 2, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.norm(self.first(x))))
+
+
+# Each library: the start, then functions of what is trained. "train" returns outputs and the new state, "infer" the
+# outputs of inference, "network" what the recorder is called with, "mode" its stats.
+
+
+def in_linen(mode):
+    net = Linen()
+    start = net.init(jax.random.key(0), X)
+    train = lambda p, s: net.apply({"params": p, "batch_stats": s}, X, train=True, mutable=["batch_stats"])
+    infer = lambda p, s: net.apply({"params": p, "batch_stats": s}, X)
+    options = ({"train": True}, {"train": False}) if mode else ()
+    network = lambda p, s: kernels.from_linen(net, {"params": p, "batch_stats": s}, *options)
+    state = jax.tree.map(lambda a: a.astype(jnp.float64), start["batch_stats"])
+    return (
+        start["params"],
+        state,
+        lambda p, s: (r := train(p, s))[:1] + (r[1]["batch_stats"],),
+        infer,
+        network,
+    )
+
+
+def in_equinox(mode):
+    model, state = eqx.nn.make_with_state(Equinox)(jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    still = eqx.partition(eqx.nn.inference_mode(model), eqx.is_inexact_array)[1]
+    mapped = lambda m, s: jax.vmap(m, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(X, s)
+    copy = lambda s: jax.tree.map(lambda a: a, s)  # equinox lets a state be used once
+    train = lambda p, s: mapped(eqx.combine(p, static), copy(s))
+    infer = lambda p, s: mapped(eqx.combine(p, still), copy(s))[0]
+    network = lambda p, s: kernels.from_equinox(eqx.combine(p, static if mode else still), copy(s))
+    return params, state, train, infer, network
+
+
+def in_haiku(mode):
+    """A function in the style of haiku, which keeps the averages of what comes out of its first layer."""
+
+    def forward(params, state, rng, x, training=False):
+        h = x @ params["w"]
+        now = {"mean": jnp.mean(h, axis=0), "var": jnp.var(h, axis=0)}
+        used = now if training else state
+        h = (h - used["mean"][None]) / jnp.sqrt(used["var"][None] + 1e-5)
+        return jnp.tanh(h) @ params["v"], jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, state, now)
+
+    one, two = jax.random.split(jax.random.key(0))
+    params = {"w": jax.random.normal(one, (3, 4)), "v": jax.random.normal(two, (4, 2))}
+    state = {"mean": jnp.zeros(4), "var": jnp.ones(4)}
+    train = lambda p, s: forward(p, s, None, X, True)
+    infer = lambda p, s: forward(p, s, None, X)[0]
+    return params, state, train, infer, lambda p, s: kernels.from_haiku(forward, p, state=s)
+
+
+def in_nnx(mode):
+    graph, params, rest = nnx.split(Nnx(), nnx.Param, ...)
+
+    def train(p, s):
+        model = nnx.merge(graph, p, s, copy=True)
+        return model(X), nnx.split(model, nnx.Param, ...)[2]
+
+    def network(p, s):
+        model = nnx.merge(graph, p, s, copy=True)
+        if not mode:
+            model.eval()
+        return model
+
+    def infer(p, s):
+        model = nnx.merge(graph, p, s, copy=True)
+        model.eval()
+        return model(X)
+
+    return params, rest, train, infer, network
+
+
+X = 1 + 2 * jax.random.normal(jax.random.key(3), (6, 3))
+
+
+@pytest.mark.parametrize(
+    ("library", "mode"),
+    [
+        (in_linen, None),
+        (in_linen, "running"),
+        (in_equinox, None),
+        pytest.param(in_equinox, "running", marks=pytest.mark.slow),
+        (in_haiku, None),
+        (in_nnx, None),
+        pytest.param(in_nnx, "running", marks=pytest.mark.slow),
+    ],
+)
+def test_batch_statistics_are_those_of_the_step(library, mode):
+    """Parameters and running averages are trained; the truth is the Jacobian of inference as it is at each step."""
+    params, state, train, infer, network = library(mode)
+    y = jnp.stack([jnp.sin(X[:, 0]), X[:, 1]], axis=1)
+
+    def loss(p, s):
+        out, s = train(p, s)
+        return jnp.mean((out - y) ** 2), s
+
+    step = eqx.filter_jit(jax.value_and_grad(loss, has_aux=True))
+    jacobian = eqx.filter_jit(lambda p, s: jax.jacfwd(lambda p: infer(p, s))(p))
+
+    def top(p, s):
+        flat = [j.reshape(12, -1) for j in jax.tree.leaves(jacobian(p, s))]
+        return np.linalg.eigvalsh(sum(j @ j.T for j in flat))[::-1][:2] / 6
+
+    start = state
+    recorder = kernels.KernelRecorder(X, steps=10, stats=mode, top=2)
+    exact = []
+    for number in range(21):
+        recorder(number, network(params, state))
+        if number % 10 == 0:
+            last = params, state
+            exact.append(top(*last))
+        (_, state), slope = step(params, state)
+        params = jax.tree.map(lambda a, g: a - 0.05 * g, params, slope)
+    np.testing.assert_allclose(recorder.record["eigenvalues"], exact, rtol=1e-9)
+    # the averages of the start would have been seen
+    assert abs(top(last[0], start)[0] / exact[-1][0] - 1) > 0.05
+
+
+@pytest.mark.parametrize("library", [in_linen, in_equinox, in_haiku, in_nnx])
+def test_state_of_construction_is_refused(library):
+    """A function that keeps the averages of when it was made would be recorded with them ever after."""
+    for mode in (None, "running"):
+        params, state, _, _, network = library(mode)
+        made = network(params, state)
+        apply, _ = made if isinstance(made, tuple) else kernels.from_nnx(made)
+        with pytest.raises(ValueError, match="apply must hold no state"):
+            kernels.KernelRecorder(X, apply=apply, stats=mode)
+
+
+def test_one_program_for_all_states():
+    traces = []
+
+    class Counted(Linen):
+        def __call__(self, x, train=False):
+            traces.append(None)
+            return super().__call__(x, train)
+
+    net = Counted()
+    variables = net.init(jax.random.key(0), X)
+    recorder, counts = kernels.KernelRecorder(X, stats="running"), []
+    for step in range(3):
+        moved = jax.tree.map(lambda a, step=step: a + step, variables)
+        recorder(step, kernels.from_linen(net, moved, {"train": True}, {"train": False}))
+        counts.append(len(traces))
+    assert counts[0] == counts[2] and np.all(np.diff(recorder.record["drift"]) > 0)
+
+
 @pytest.mark.bad_input
 def test_bad_use():
     x = jnp.ones((4, 2))
@@ -85,4 +268,16 @@ def test_bad_use():
         kernels.KernelRecorder(x, jnp.ones(3), apply=lambda w, x: x @ w)(0, jnp.ones(2))
     with pytest.raises(ValueError, match="steps"):
         kernels.KernelRecorder(x, apply=coupled, steps=0)
-    assert kernels.KernelRecorder(x).record == {}
+    recorder = kernels.KernelRecorder(x)
+    assert recorder.record == {}
+    with pytest.raises(TypeError, match=r"network must be an NNX module or a pair \(apply, params\)"):
+        recorder(0, {"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match=r"network must be an NNX module or a pair \(apply, params\)"):
+        recorder(0, (jnp.ones(2), jnp.ones(2)))
+    # statistics have to be chosen for every network, not only for the first
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    model.eval()
+    recorder(0, model)
+    model.train()
+    with pytest.raises(ValueError, match="stats must be one of"):
+        recorder(1, model)
