@@ -195,7 +195,11 @@ class Solution(eqx.Module):
 
         It holds the energy; what was observed, by name and with the axes that the observables name (an array inside a
         dict gets the joined names); and, where clouds were saved, the coordinates of the particles with their weights
-        and labels. Settings, counts, versions and the message of the result are attributes, as text.
+        and labels, all over (time, particle). Settings, counts, versions and the message of the result are attributes,
+        as text.
+
+        Raises:
+            ValueError: for several runs at once, or if two variables would get the same name.
 
         >>> import jax, jax.numpy as jnp, meanflow as mf
         >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 3), jnp.array([1.0, -1.0, 1.0]))
