@@ -243,6 +243,41 @@ def test_clouds_of_a_run_are_indexed_and_iterated():
         cloud[0]
 
 
+def test_a_resumed_run_observes_from_the_first_start():
+    flow, cloud, data = problem("vanilla")
+    observe = functools.partial(mf.descend, flow, data=data, step=0.125, observe=["displacement"])
+    whole, half = (observe(cloud=cloud, steps=k) for k in (4, 2))
+    rest = observe(cloud=half.final, steps=2, state=half.state)
+    np.testing.assert_array_equal(rest.observed["displacement"], whole.observed["displacement"][-1:])
+
+
+@pytest.mark.parametrize("part", ["weights", "labels"])
+def test_a_resumed_run_refuses_weights_and_labels_that_are_not_its_own(part):
+    flow, cloud, data = problem("vanilla")
+    cloud = mf.Cloud(cloud.particles, cloud.weights, labels=jnp.ones(cloud.size))
+    half = mf.descend(flow, cloud, data, 2, step=0.125)
+    other = {"weights": cloud.weights, "labels": cloud.labels} | {
+        part: getattr(cloud, part)[::-1] * (1 + jnp.eye(7)[0])
+    }
+    changed = mf.Cloud(cloud.particles, **other, total=None)
+    with pytest.raises(ValueError, match=f"cloud must have the {part} of the run behind state"):
+        mf.descend(flow, changed, data, 2, step=0.125, state=half.state)
+
+
+def test_a_file_of_another_format_says_who_wrote_it(tmp_path):
+    flow, cloud, data = problem("vanilla")
+    path = mf.descend(flow, cloud, data, 1, step=0.1).save(tmp_path / "old")
+    with np.load(path) as file:
+        arrays = dict(file)
+    header = json.loads(arrays["header"].tobytes())
+    header |= {"format": 2, "versions": header["versions"] | {"meanflow": "0.0.7"}}
+    np.savez(path, **arrays | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+    with pytest.raises(
+        ValueError, match=r"has format 2, written by meanflow 0\.0\.7; this version reads format 3"
+    ):
+        mf.Solution.load(path)
+
+
 def test_labelled_weights_are_those_of_each_save():
     """Where the potential does not depend on the measure, p_i(t) is proportional to p_i(0) exp(-beta V_i t)."""
     values = np.array([1.0, 0.0, -0.5, 0.1])
