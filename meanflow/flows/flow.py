@@ -118,7 +118,8 @@ class Flow(eqx.Module):
     def begin(self, cloud: Cloud) -> Self:
         """Return the flow of a run that starts at ``cloud``: a centered flow subtracts the prediction of that cloud.
 
-        Solvers and sweeps call it; call it yourself to evaluate a centered flow, or to resume a run of one.
+        Solvers and sweeps call it; call it yourself to evaluate a centered flow, or to start a new run where another
+        ended. A run that is resumed through its state knows where it began.
 
         >>> import jax, meanflow as mf
         >>> flow = mf.vanilla("tanh", alpha="sqrt", centered=True)

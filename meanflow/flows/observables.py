@@ -279,6 +279,8 @@ def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[
         return None
     if isinstance(observe, Mapping):
         observe = _checks.mapping(_checks.unchecked("checked below"))("observe", observe)  # type: ignore[assignment]
+        if "energy" in observe:
+            raise ValueError("observe must not use the name 'energy', which every run records itself")
         return {name: as_observable(f"observe[{name!r}]", one) for name, one in observe.items()}
     if isinstance(observe, str | list | tuple):
         return named([observe] if isinstance(observe, str) else observe, flow.observables(data))

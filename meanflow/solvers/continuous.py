@@ -201,7 +201,7 @@ def solve(
         measure_error: where solver and steps were chosen for a model with kinks, run a second time with half the steps
             and put the rms error of the final coordinates, estimated from the difference, into ``stats["error"]``. Not
             done inside jit, vmap and grad, nor for resumed runs.
-        state: ``Solution.state`` of an earlier run: goes on from there (``cloud`` supplies weights and labels). Data
+        state: ``Solution.state`` of an earlier run: goes on from there, whichever cloud of that run ``cloud`` is. Data
             and settings must be those of that run, except for a constant step, tolerances, save times and the end. With
             steps on a dyadic grid two half runs equal one full run bit for bit.
         throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the run fails. Inside jit, vmap and grad
@@ -219,7 +219,8 @@ def solve(
     >>> bool(sol.ok), bool(jnp.all(jnp.diff(sol.energy) < 0))
     (True, True)
     """
-    flow = prepare(begin(flow, cloud, state), cloud, data)
+    flow, cloud = begin(flow, cloud, state)
+    flow = prepare(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     dtype = cloud.weights.dtype
     start = scalar(t0 if state is None else state.t, dtype)
@@ -373,7 +374,16 @@ def _solution(
         clouds=seen if options.observe is None else None,
         observed=None if options.observe is None else seen,
         final=problem.cloud(y1),
-        state=State(raw.ts["end"][-1], y1, done, leaves, options.settings, fingerprint(problem.data)),
+        state=State(
+            t=raw.ts["end"][-1],
+            y=y1,
+            steps=done,
+            leaves=leaves,
+            settings=options.settings,
+            data=fingerprint(problem.data),
+            start=problem.start,
+            offset=None if problem.flow.offset is None else problem.flow.offset.cloud,
+        ),
         result=result,
         stats=stats,
         settings=Settings(

@@ -8,7 +8,6 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -156,8 +155,9 @@ def descend(
         clock: ``"mean_field"``, ``"gradient"`` or ``"lazy"``.
         adjoint: ``"checkpoint"`` (reverse mode stores about 2 sqrt(every) states per save) or ``"full"`` (the state of
             every step, which spares one pass over the steps).
-        state: ``Solution.state`` of an earlier run; goes on bit for bit (to rounding with ``solver``). Data and
-            settings must be those of that run, except for a constant step, ``steps``, ``every`` and ``observe``.
+        state: ``Solution.state`` of an earlier run; goes on bit for bit (to rounding with ``solver``), whichever cloud
+            of that run ``cloud`` is. Data and settings must be those of that run, except for a constant step,
+            ``steps``, ``every`` and ``observe``.
         throw: raise ``FailedRun`` (a RuntimeError that holds the Solution) if the result is not finite. Inside jit,
             vmap and grad nothing is raised: look at ``Solution.result``.
 
@@ -174,7 +174,7 @@ def descend(
     >>> run.energy.shape, round(float(run.ts[-1]), 6)
     ((3,), 10.0)
     """
-    flow = begin(flow, cloud, state)
+    flow, cloud = begin(flow, cloud, state)
     bound = prepare(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     optimizer = canonical(optimizer)  # one made anew finds the program of its like
@@ -294,7 +294,16 @@ def _descend(
         clouds=seen if observe is None else None,
         observed=None if observe is None else seen,
         final=problem.cloud(carry.y),
-        state=State(carry.t, carry.y, carry.steps, leaves, options.settings, fingerprint(data)),
+        state=State(
+            t=carry.t,
+            y=carry.y,
+            steps=carry.steps,
+            leaves=leaves,
+            settings=options.settings,
+            data=fingerprint(data),
+            start=cloud,
+            offset=None if flow.offset is None else flow.offset.cloud,
+        ),
         result=RESULTS.where(all_finite(carry.y), RESULTS.successful, RESULTS.non_finite),
         stats={"num_steps": carry.steps},
         settings=Settings(
@@ -318,9 +327,6 @@ def _start(problem: Problem, options: DescentOptions, state: State | None) -> _C
             "state must come from a run with the same optimizer; "
             f"it holds {len(state.leaves)} arrays, this optimizer needs {len(needed)}"
         )
-    old, new = ([np.shape(u) for u in jax.tree.leaves(y)] for y in (state.y, y0))
-    if old != new or any(np.shape(a) != np.shape(b) for a, b in zip(needed, state.leaves, strict=True)):
-        raise ValueError(f"state must come from a run of the same cloud; it holds {old}, the cloud {new}")
     inner, kept = jax.tree.unflatten(structure, state.leaves)
     return _Carry(state.t, state.y, state.steps, inner, size if isinstance(rule, ConstantStep) else kept)
 

@@ -20,7 +20,7 @@ from meanflow._files import atomic_write
 from meanflow.measures.cloud import Affine, BatchNormNeurons, Cloud, Neurons, Polar
 from meanflow.solvers.solution import RESULTS, Settings, Solution, State, code_numbers, versions
 
-FORMAT = 2
+FORMAT = 3
 PARTS = ("ts", "energy", "clouds", "observed", "final", "state", "stats", "settings")
 Kind = TypeVar("Kind", bound=Solution)
 
@@ -56,7 +56,11 @@ def read_solution(kind: type[Kind], path: pathlib.Path, records: Sequence[type])
             f"path must name a file written by Solution.save, got {path}: {problem}"
         ) from problem
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {header.get('format')}, this version reads format {FORMAT}")
+        wrote = header.get("versions", {}).get("meanflow", "of an unknown version")
+        raise ValueError(
+            f"{path} has format {header.get('format')}, written by meanflow {wrote}; this version reads format "
+            f"{FORMAT}: read the file with the version that wrote it, or run again"
+        )
     parts = {name: _restore(layout[name], arrays, records) for name in PARTS}
     numbers = code_numbers()
     named = layout.pop("result")

@@ -12,6 +12,7 @@ from meanflow.solvers.solution import RESULTS, Solution, versions
 if TYPE_CHECKING:  # slow to import
     import xarray
 
+_Variable = tuple[str, str, tuple[str, ...], jax.Array]  # name, where it comes from, axes, values
 AXES = "axes of "  # how the axes of an observable are kept among the names of the settings
 
 
@@ -33,19 +34,28 @@ def as_dataset(solution: Solution) -> "xarray.Dataset":
             "first, for instance with jax.tree.map(lambda u: u[0], sol)"
         )
     given = dict(solution.settings.names)
-    variables: dict[str, tuple[tuple[str, ...], np.ndarray]] = {
-        "energy": (("time",), np.asarray(solution.energy))
-    }
-    for name, value in _named("observed", solution.observed).items():
-        variables[name] = (("time", *_own_axes(name, value.ndim - 1, given)), value)
+    found: list[_Variable] = [("energy", "energy", ("time",), solution.energy)]
+    for path, name, value in _leaves("observed", solution.observed):
+        own = _own_axes(path, name, value.ndim - 1, given)
+        found.append((name, _source("observed", path), ("time", *own), value))
     if solution.clouds is not None:
-        for name, value in _coordinates(solution.clouds.particles).items():
+        for path, name, value in _leaves("particles", solution.clouds.particles):
             own = tuple(f"{name}_{k}" for k in range(value.ndim - 2))
-            variables[name] = (("time", "particle", *own), value)
-        for name in ("weights", "labels"):
+            found.append((name, _source("clouds.particles", path), ("time", "particle", *own), value))
+        for name in ("weights", "labels"):  # weights move where there is reaction
             value = getattr(solution.clouds, name)
             if value is not None:
-                variables[name] = (("particle",), np.asarray(value[0]))
+                found.append((name, f"clouds.{name}", ("time", "particle"), value))
+    variables: dict[str, tuple[tuple[str, ...], np.ndarray]] = {}
+    sources = {"time": "ts"}
+    for name, source, dims, value in found:
+        if name in sources:
+            raise ValueError(
+                f"to_xarray needs a name for each variable, got {name!r} for {sources[name]} and for {source}; "
+                "name one of them differently"
+            )
+        sources[name] = source
+        variables[name] = (dims, np.asarray(value))
     attributes = {
         "title": "meanflow run",
         "clock": given.get("clock", ""),
@@ -59,24 +69,21 @@ def as_dataset(solution: Solution) -> "xarray.Dataset":
     return xarray.Dataset(variables, {"time": np.asarray(solution.ts)}, attributes)
 
 
-def _named(name: str, tree: object) -> dict[str, np.ndarray]:
-    """Return the arrays of a pytree by names that join their way into it by underscores."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        way = jax.tree_util.keystr(path, simple=True, separator="_")
-        found[way or name] = np.asarray(leaf)
-    return found
+def _leaves(name: str, tree: object) -> list[tuple[jax.tree_util.KeyPath, str, jax.Array]]:
+    """Return the arrays of a pytree with their ways into it, and these joined by underscores as their names."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    join = jax.tree_util.keystr
+    return [(path, join(path, simple=True, separator="_") or name, leaf) for path, leaf in found]
 
 
-def _own_axes(name: str, count: int, given: dict[str, str]) -> tuple[str, ...]:
+def _source(name: str, path: jax.tree_util.KeyPath) -> str:
+    return name + jax.tree_util.keystr(path)
+
+
+def _own_axes(path: jax.tree_util.KeyPath, name: str, count: int, given: dict[str, str]) -> tuple[str, ...]:
     """Return names for the axes of an observable behind the save axis: its own, else made from its name."""
-    parts = name.split("_")
-    for k in range(len(parts), 0, -1):  # the parts of an observable that is a dict share its axes
-        axes = given.get(AXES + "_".join(parts[:k]), given.get(AXES + "observed", "")).split()
-        if len(axes) >= count:  # names at the end stand for axes that not every model has
-            return tuple(axes[:count])
+    observable = jax.tree_util.keystr(path[:1], simple=True)  # the parts of one that is a dict share its axes
+    axes = given.get(AXES + observable, given.get(AXES + "observed", "")).split()
+    if len(axes) >= count:  # names at the end stand for axes that not every model has
+        return tuple(axes[:count])
     return tuple(f"{name}_{k}" for k in range(count))
-
-
-def _coordinates(particles: object) -> dict[str, np.ndarray]:
-    return _named("particles", particles)

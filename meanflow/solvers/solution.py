@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow import _checks
 from meanflow.flows.flow import Flow
+from meanflow.flows.problem import Weighted
 from meanflow.measures.cloud import Cloud
 from meanflow.measures.dataset import Dataset
 
@@ -96,6 +97,8 @@ class State(NamedTuple):
         leaves: arrays of the stepper's own state (solver, controller or optimizer), flattened.
         settings: settings that a resumed run must share.
         data: fingerprint of the training data.
+        start: the cloud from which the first run began; weights, labels and charts refer to it.
+        offset: the cloud whose prediction a centered flow subtracts; None for other flows.
     """
 
     t: Float[Array, ""]
@@ -104,6 +107,8 @@ class State(NamedTuple):
     leaves: tuple[Array, ...]
     settings: Settings
     data: Float[Array, " k"]
+    start: Cloud
+    offset: Cloud | None
 
 
 def fingerprint(data: Dataset) -> Float[Array, " k"]:
@@ -121,11 +126,41 @@ def fingerprint(data: Dataset) -> Float[Array, " k"]:
     return jnp.stack([mixed(u).astype(data.weights.dtype) for u in (data.x, data.y, data.weights)])
 
 
-def begin(flow: Flow, cloud: Cloud, state: State | None) -> Flow:
-    """Return the flow of a run from ``cloud``; a resumed run of a centered flow must know where the first one began."""
-    if state is not None and flow.centered and flow.offset is None:
-        raise ValueError("state of a centered flow needs flow.begin(start), with the cloud of the first run")
-    return type(flow).begin(flow, cloud)
+def begin(flow: Flow, cloud: Cloud, state: State | None) -> tuple[Flow, Cloud]:
+    """Return the flow of a run and the cloud from which it began.
+
+    A resumed run began where the first one did: growth of the weights, labels, charts and offsets all count from there.
+    ``cloud`` is then not used, and refused where it cannot belong to that run.
+    """
+    if state is None:
+        return type(flow).begin(flow, cloud), cloud
+    old, new = ([np.shape(u) for u in jax.tree.leaves(c.particles)] for c in (state.start, cloud))
+    if old != new:
+        raise ValueError(f"state must come from a run of the same cloud; it holds {old}, the cloud {new}")
+    for name in ("labels",) if isinstance(state.y, Weighted) else ("weights", "labels"):
+        if not _agree(getattr(state.start, name), getattr(cloud, name)):
+            raise ValueError(
+                f"cloud must have the {name} of the run behind state, got others; start a new run without state instead"
+            )
+    if flow.centered != (state.offset is not None):
+        was, now = ("centered" if c else "not centered" for c in (not flow.centered, flow.centered))
+        raise ValueError(f"state must come from a run of the same flow; it was {was}, this one is {now}")
+    if state.offset is None:
+        return flow, state.start
+    if flow.offset is not None and not _agree(state.offset, flow.offset.cloud):
+        raise ValueError(
+            "flow must subtract the prediction that the run behind state did, got flow.begin(another cloud)"
+        )
+    return type(flow).begin(flow, state.offset), state.start
+
+
+def _agree(one: PyTree[Array], other: PyTree[Array]) -> bool:
+    """Say whether two pytrees have the same arrays, as far as their values are known while tracing."""
+    pairs = [[_checks.concrete(u) for u in jax.tree.leaves(tree)] for tree in (one, other)]
+    if len(pairs[0]) != len(pairs[1]):
+        return False
+    known = [(u, v) for u, v in zip(*pairs, strict=True) if u is not None and v is not None]
+    return all(np.array_equal(u, v) for u, v in known)
 
 
 def check_resumed(state: State, settings: Settings, data: Dataset) -> None:
@@ -195,7 +230,11 @@ class Solution(eqx.Module):
 
         It holds the energy; what was observed, by name and with the axes that the observables name (an array inside a
         dict gets the joined names); and, where clouds were saved, the coordinates of the particles with their weights
-        and labels. Settings, counts, versions and the message of the result are attributes, as text.
+        and labels, all over (time, particle). Settings, counts, versions and the message of the result are attributes,
+        as text.
+
+        Raises:
+            ValueError: for several runs at once, or if two variables would get the same name.
 
         >>> import jax, jax.numpy as jnp, meanflow as mf
         >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 3), jnp.array([1.0, -1.0, 1.0]))

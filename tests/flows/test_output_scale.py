@@ -82,15 +82,29 @@ def test_centered_univariate_flows(model, solver, key):
     np.testing.assert_allclose(one.energy, two.energy, rtol=1e-10)
 
 
-def test_centered_flows_resume_and_sweep():
+def test_centered_flows_resume_and_sweep(tmp_path):
     _, cloud, data = problem("vanilla")
     flow = mf.vanilla("tanh", alpha="sqrt", centered=True)
     whole = mf.solve(flow, cloud, data, 1.0, step=1 / 16)
     half = mf.solve(flow, cloud, data, 0.5, step=1 / 16)
-    with pytest.raises(ValueError, match="flow.begin"):
-        mf.solve(flow, half.final, data, 1.0, step=1 / 16, state=half.state)
-    rest = mf.solve(flow.begin(cloud), half.final, data, 1.0, step=1 / 16, state=half.state)
-    assert largest_gap(rest.final.particles, whole.final.particles) == 0
+    back = mf.Solution.load(half.save(tmp_path / "half"))
+    for begun, here in (
+        (flow, half.final),
+        (flow, cloud),
+        (flow.begin(cloud), half.final),
+        (flow, back.final),
+    ):
+        rest = mf.solve(begun, here, data, 1.0, step=1 / 16, state=back.state)
+        assert largest_gap(rest.final.particles, whole.final.particles) == 0
+        np.testing.assert_array_equal(rest.energy, whole.energy)
+    with pytest.raises(ValueError, match="flow must subtract the prediction that the run behind state did"):
+        mf.solve(flow.begin(half.final), half.final, data, 1.0, step=1 / 16, state=half.state)
+    with pytest.raises(ValueError, match="it was centered, this one is not centered"):
+        mf.solve(mf.vanilla("tanh", alpha="sqrt"), cloud, data, 1.0, step=1 / 16, state=half.state)
+    # an offset of the user's own is carried on as well: here it is not the prediction at the start of the run
+    own = [mf.descend(flow.begin(cloud), half.final, data, k, step=1 / 16) for k in (2, 8)]
+    rest = mf.descend(flow, own[0].final, data, 6, step=1 / 16, state=own[0].state)
+    assert largest_gap(rest.final.particles, own[1].final.particles) == 0
     with pytest.raises(ValueError, match="flow.begin"):
         mf.energy(flow, cloud, data)
     runs = mf.sweep(flow, data, widths=[4, 6], seeds=2, steps=4, step=0.1, observe=["predictions"])

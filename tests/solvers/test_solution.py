@@ -1,5 +1,6 @@
 """Solutions: settings that stack, files that keep apart, states that refuse another run, failures that are noticed."""
 
+import functools
 import json
 import pathlib
 import pickle
@@ -17,6 +18,7 @@ from helpers import largest_gap, problem
 
 import meanflow as mf
 from meanflow import flows, geometry, solvers
+from meanflow.flows.observables import ON_REQUEST
 from meanflow.measures import laws
 
 
@@ -239,6 +241,79 @@ def test_clouds_of_a_run_are_indexed_and_iterated():
         run.clouds[3]
     with pytest.raises(TypeError, match="only stacked clouds"):
         cloud[0]
+
+
+def test_a_resumed_run_observes_from_the_first_start():
+    flow, cloud, data = problem("vanilla")
+    observe = functools.partial(mf.descend, flow, data=data, step=0.125, observe=["displacement"])
+    whole, half = (observe(cloud=cloud, steps=k) for k in (4, 2))
+    rest = observe(cloud=half.final, steps=2, state=half.state)
+    np.testing.assert_array_equal(rest.observed["displacement"], whole.observed["displacement"][-1:])
+
+
+@pytest.mark.parametrize("part", ["weights", "labels"])
+def test_a_resumed_run_refuses_weights_and_labels_that_are_not_its_own(part):
+    flow, cloud, data = problem("vanilla")
+    cloud = mf.Cloud(cloud.particles, cloud.weights, labels=jnp.ones(cloud.size))
+    half = mf.descend(flow, cloud, data, 2, step=0.125)
+    other = {"weights": cloud.weights, "labels": cloud.labels} | {
+        part: getattr(cloud, part)[::-1] * (1 + jnp.eye(7)[0])
+    }
+    changed = mf.Cloud(cloud.particles, **other, total=None)
+    with pytest.raises(ValueError, match=f"cloud must have the {part} of the run behind state"):
+        mf.descend(flow, changed, data, 2, step=0.125, state=half.state)
+
+
+def test_a_file_of_another_format_says_who_wrote_it(tmp_path):
+    flow, cloud, data = problem("vanilla")
+    path = mf.descend(flow, cloud, data, 1, step=0.1).save(tmp_path / "old")
+    with np.load(path) as file:
+        arrays = dict(file)
+    header = json.loads(arrays["header"].tobytes())
+    header |= {"format": 2, "versions": header["versions"] | {"meanflow": "0.0.7"}}
+    np.savez(path, **arrays | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+    with pytest.raises(
+        ValueError, match=r"has format 2, written by meanflow 0\.0\.7; this version reads format 3"
+    ):
+        mf.Solution.load(path)
+
+
+def test_labelled_weights_are_those_of_each_save():
+    """Where the potential does not depend on the measure, p_i(t) is proportional to p_i(0) exp(-beta V_i t)."""
+    values = np.array([1.0, 0.0, -0.5, 0.1])
+    cloud = mf.Cloud(mf.Neurons(values, np.ones((4, 2))), labels=np.arange(4.0))
+    flow = mf.vanilla("tanh", inner=0.0, outer=0.0, regularizer=lambda w: w.a, strength=1.0)
+    nothing = mf.Dataset(jnp.zeros((1, 2)), jnp.zeros(1))
+    run = mf.solve(flow, cloud, nothing, 2.0, ts=3, reaction=1.0, rtol=1e-10, atol=1e-12)
+    found = run.to_xarray()
+    grown = np.exp(-np.array([0.0, 1.0, 2.0])[:, None] * values)
+    assert found.weights.dims == found.labels.dims == ("time", "particle")
+    np.testing.assert_allclose(found.weights, grown / grown.sum(1, keepdims=True), rtol=1e-8)
+    np.testing.assert_array_equal(found.labels.isel(time=-1), cloud.labels)
+
+
+def test_no_variable_of_labelled_data_replaces_another():
+    flow, cloud, data = problem("vanilla")
+    run = functools.partial(mf.descend, flow, cloud, data, 2, step=0.1)
+    one, two = (lambda *args, k=k: jnp.full(3, k) for k in (1.0, 2.0))
+    with pytest.raises(ValueError, match="observe must not use the name 'energy'"):
+        run(observe={"energy": one})
+    for observe, words in (
+        (lambda *args: {"energy": one()}, r"'energy' for energy and for observed\['energy'\]"),
+        ({"time": one}, r"'time' for ts and for observed\['time'\]"),
+        (
+            {"a": lambda *args: {"b": one()}, "a_b": two},
+            r"'a_b' for observed\['a'\]\['b'\] and for observed\['a_b'\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(observe=observe).to_xarray()
+    # an observable whose name begins with that of another has no part in its axes
+    near = run(observe={"neurons": ON_REQUEST["neurons"], "neurons_seen": one}).to_xarray()
+    assert near.neurons_seen.dims == ("time", "neurons_seen_0") and near.neurons_a.dims == (
+        "time",
+        "particle",
+    )
 
 
 def test_runs_as_labelled_data():
