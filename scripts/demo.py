@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
-from meanflow.flows.observables import ON_REQUEST
-from meanflow.plots.clouds import directions
+from meanflow.flows._observables import ON_REQUEST
+from meanflow.plots._clouds import directions
 from meanflow.report import write_report
 from meanflow_papers.manifold.setup import alignment, quasi_normal, spokes
 from meanflow_papers.univariate.figure_5_map import regime_map

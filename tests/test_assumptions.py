@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from meanflow.kernels.empirical.sites import carried_arguments
+from meanflow.kernels._empirical.sites import carried_arguments
 
 
 def equations(function, *arguments):

@@ -14,8 +14,8 @@ import meanflow as mf
 from meanflow import geometry, transport
 from meanflow._numerics import safe_norm, safe_root, safe_sqrt
 from meanflow.measures import laws
-from meanflow.transport.exact import cylinder_distance, euclidean
-from meanflow.transport.sliced import marginal_wasserstein, sliced_distances
+from meanflow.transport._exact import cylinder_distance, euclidean
+from meanflow.transport._sliced import marginal_wasserstein, sliced_distances
 
 HOLE = jnp.array([[0.0, 1.0], [jnp.nan, 2.0], [3.0, 1.0]])
 WHOLE = jnp.ones((3, 2))
@@ -298,7 +298,7 @@ def test_a_state_of_another_width_is_refused():
 
 
 def test_the_condition_number_of_a_singular_kernel_is_infinite():
-    from meanflow.kernels.empirical.spectra import condition_number
+    from meanflow.kernels._empirical.spectra import condition_number
 
     singular = np.ones((3, 3))
     assert np.isinf(condition_number(jnp.asarray(singular), key=jax.random.key(0)))

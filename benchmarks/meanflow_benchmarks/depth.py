@@ -51,7 +51,7 @@ def propagation(
         "peak_resident_mb": peak_bytes() / MEGABYTE,
         "resident_before_mb": before / MEGABYTE,
         "mean_angle": float(result.layers.pair_angles[:, -1].mean()),
-        "infinite_width_angle": float(jnp.degrees(jnp.arccos(depth.expected.batchnorm_cosine(batch)))),
+        "infinite_width_angle": float(jnp.degrees(jnp.arccos(depth._expected.batchnorm_cosine(batch)))),
     }
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 import meanflow as mf
 from meanflow.activations import Activation
-from meanflow.flows import equation
-from meanflow.flows.features import TwoLayer
-from meanflow.flows.flow import make_flow
+from meanflow.flows import _equation as equation
+from meanflow.flows._features import TwoLayer
+from meanflow.flows._flow import make_flow
 from meanflow_benchmarks.memory import MEGABYTE, program_memory
 from meanflow_benchmarks.timing import interleaved
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from meanflow import kernels
-from meanflow.kernels.batchnorm import normalize
+from meanflow.kernels._batchnorm import normalize
 from meanflow_benchmarks import networks as networks_module
 from meanflow_benchmarks.memory import program_memory
 from meanflow_benchmarks.networks import NETWORKS

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.flows.models import vanilla
+from meanflow.flows._models import vanilla
 from meanflow.measures import Cloud, Dataset, Neurons
 from meanflow.solvers import Solution, descend, solve
-from meanflow.solvers.sliding import STAGES
+from meanflow.solvers._sliding import STAGES
 from meanflow_benchmarks.memory import GIGABYTE
 from meanflow_benchmarks.resident import grown_bytes
 

@@ -16,8 +16,8 @@ from jaxtyping import PyTree
 
 import meanflow as mf
 from meanflow import kernels
-from meanflow.flows.flow import Flow
-from meanflow.sweeps import program
+from meanflow.flows._flow import Flow
+from meanflow.sweeps import _program as program
 from meanflow_benchmarks import networks
 from meanflow_benchmarks.hlo import Program, Work
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import meanflow as mf
-from meanflow.flows import equation
+from meanflow.flows import _equation as equation
 from meanflow_benchmarks.memory import MEGABYTE, program_memory
 from meanflow_benchmarks.timing import interleaved
 

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float
 
 from meanflow import univariate as uni
 from meanflow._numerics import loglog_slope
-from meanflow.flows.flow import Flow, velocity
+from meanflow.flows._flow import Flow, velocity
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.solvers import descend, solve
-from meanflow.solvers.sliding import STAGES
+from meanflow.solvers._sliding import STAGES
 from meanflow_benchmarks.memory import GIGABYTE, peak_bytes
 from meanflow_benchmarks.timing import best_time, interleaved, timed
 

@@ -79,18 +79,18 @@ def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
     """Do what may fail before the sweep; if it fails on one of several processes, all of them stop."""
     if not distributed:
         return work()
-    from meanflow.sweeps.runner import together
+    from meanflow.sweeps._runner import together
 
     return together(work)
 
 
 def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
     """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
-    from meanflow.cli import tables
-    from meanflow.cli.request import build
+    from meanflow.cli import _tables as tables
+    from meanflow.cli._request import build
     from meanflow.sweeps import make_mesh
-    from meanflow.sweeps.results import failed
-    from meanflow.sweeps.runner import is_lead
+    from meanflow.sweeps._results import failed
+    from meanflow.sweeps._runner import is_lead
 
     _precision(request)
     plan = _on_all(distributed, lambda: build(request))
@@ -186,7 +186,7 @@ def sweep(
 
 def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) -> Tables:
     """Return the checked request that a configuration file, settings and flags make."""
-    from meanflow.cli import request as requests
+    from meanflow.cli import _request as requests
 
     tables: Tables = {"flow": {}, "data": {}, "grid": {}, "run": {}}
     if config is not None:
@@ -271,8 +271,8 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
 
 def _stored_request(directory: str) -> Tables:
     """Return the request of a run directory that the command line made."""
-    from meanflow.cli.request import check_request
-    from meanflow.sweeps.store import StoreError, read_config
+    from meanflow.cli._request import check_request
+    from meanflow.sweeps._store import StoreError, read_config
 
     request = read_config(directory).get("request")
     if request is None:
@@ -309,7 +309,7 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
       meanflow show runs/a --variable angle_displacement --figure map.png
       meanflow show runs/a --json
     """
-    from meanflow.cli import tables
+    from meanflow.cli import _tables as tables
 
     data = _load(directory)
     names = [str(name) for name in data.data_vars]
@@ -328,8 +328,8 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
 def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
     """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
-    from meanflow.cli import tables
-    from meanflow.sweeps.results import final
+    from meanflow.cli import _tables as tables
+    from meanflow.sweeps._results import final
 
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
@@ -370,7 +370,7 @@ def report(directory: str, output: str | None, title: str | None, as_json: bool)
       meanflow report runs/a --output regimes.html --title "Kernel to adaptive"
     """
     from meanflow.report import write_report
-    from meanflow.sweeps.store import read_config
+    from meanflow.sweeps._store import read_config
 
     data = _load(directory)
     if "energy" not in data:
@@ -398,7 +398,7 @@ def info(as_json: bool) -> None:
     """
     import jax
 
-    from meanflow.sweeps.plan import all_versions
+    from meanflow.sweeps._plan import all_versions
 
     found = all_versions()
     warning = BAD_JAX.get(found["jax"])
@@ -435,7 +435,7 @@ def data(names: tuple[str, ...], folder: str | None, force: bool) -> None:
       meanflow data
       meanflow data mnist --folder data
     """
-    from meanflow.training.downloads import SOURCES, fetch
+    from meanflow.training._downloads import SOURCES, fetch
 
     unknown = sorted(set(names) - set(SOURCES))
     if unknown:

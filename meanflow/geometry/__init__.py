@@ -1,15 +1,15 @@
 """Geometry: inverse metrics, the batch-norm manifold, lifts and projections."""
 
-from meanflow.geometry.public import cometric_apply as cometric_apply
-from meanflow.geometry.public import direction as direction
-from meanflow.geometry.public import distance as distance
-from meanflow.geometry.public import exp as exp
-from meanflow.geometry.public import inner as inner
-from meanflow.geometry.public import lift as lift
-from meanflow.geometry.public import log as log
-from meanflow.geometry.public import metric as metric
-from meanflow.geometry.public import normalize as normalize
-from meanflow.geometry.public import project as project
-from meanflow.geometry.public import retract as retract
-from meanflow.geometry.space import BatchNormManifold as BatchNormManifold
-from meanflow.geometry.space import Space as Space
+from meanflow.geometry._public import cometric_apply as cometric_apply
+from meanflow.geometry._public import direction as direction
+from meanflow.geometry._public import distance as distance
+from meanflow.geometry._public import exp as exp
+from meanflow.geometry._public import inner as inner
+from meanflow.geometry._public import lift as lift
+from meanflow.geometry._public import log as log
+from meanflow.geometry._public import metric as metric
+from meanflow.geometry._public import normalize as normalize
+from meanflow.geometry._public import project as project
+from meanflow.geometry._public import retract as retract
+from meanflow.geometry._space import BatchNormManifold as BatchNormManifold
+from meanflow.geometry._space import Space as Space

@@ -9,19 +9,19 @@ from meanflow import _lazy
 
 if typing.TYPE_CHECKING:
     from meanflow.layers import functional as functional
-    from meanflow.layers.normalization import BatchNorm as BatchNorm
-    from meanflow.layers.normalization import Recenter as Recenter
-    from meanflow.layers.normalization import Rescale as Rescale
-    from meanflow.layers.unitization import Unitize as Unitize
-    from meanflow.layers.unitization import UnitizedBatchNorm as UnitizedBatchNorm
+    from meanflow.layers._normalization import BatchNorm as BatchNorm
+    from meanflow.layers._normalization import Recenter as Recenter
+    from meanflow.layers._normalization import Rescale as Rescale
+    from meanflow.layers._unitization import Unitize as Unitize
+    from meanflow.layers._unitization import UnitizedBatchNorm as UnitizedBatchNorm
 
 _LAZY = {
     "functional": "functional",
-    "BatchNorm": "normalization",
-    "Recenter": "normalization",
-    "Rescale": "normalization",
-    "Unitize": "unitization",
-    "UnitizedBatchNorm": "unitization",
+    "BatchNorm": "_normalization",
+    "Recenter": "_normalization",
+    "Rescale": "_normalization",
+    "Unitize": "_unitization",
+    "UnitizedBatchNorm": "_unitization",
 }
 
 __getattr__, __dir__ = _lazy.attach(__name__, _LAZY)

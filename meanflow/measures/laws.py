@@ -2,7 +2,7 @@
 
 A law consumes ``size`` numbers in (0, 1) and returns one coordinate of a particle. The same law then gives
 independent samples (random numbers), quasi-random clouds (a low-discrepancy sequence) and tensor-product
-quadrature (a grid): see ``meanflow.measures.sampling``.
+quadrature (a grid): see ``meanflow.measures._sampling``.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from meanflow import _checks
 from meanflow._checks import choice, count, function, number, optional, prng_key
-from meanflow.measures.dataset import Dataset
+from meanflow.measures._dataset import Dataset
 
 Link = Callable[[jax.Array], jax.Array]
 

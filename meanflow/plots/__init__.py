@@ -5,9 +5,9 @@ These are the kinds that most users need. More are in the modules: ``clouds`` (d
 ``style`` (colors, panels, legends).
 """
 
-from meanflow.plots.animation import animate as animate
-from meanflow.plots.clouds import plane as plane
-from meanflow.plots.curves import energies as energies
-from meanflow.plots.curves import fit as fit
-from meanflow.plots.curves import traces as traces
-from meanflow.plots.maps import heat_map as heat_map
+from meanflow.plots._animation import animate as animate
+from meanflow.plots._clouds import plane as plane
+from meanflow.plots._curves import energies as energies
+from meanflow.plots._curves import fit as fit
+from meanflow.plots._curves import traces as traces
+from meanflow.plots._maps import heat_map as heat_map

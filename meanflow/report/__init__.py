@@ -1,3 +1,3 @@
 """Report: one self-contained HTML page about a sweep."""
 
-from meanflow.report.page import write_report as write_report
+from meanflow.report._page import write_report as write_report

@@ -1,13 +1,13 @@
 """Solvers: continuous time on diffrax, discrete time on optax, and step rules for both."""
 
 from meanflow.solvers import eulerian as eulerian
-from meanflow.solvers.continuous import solve as solve
-from meanflow.solvers.discrete import descend as descend
-from meanflow.solvers.sliding import FlowSolver as FlowSolver
-from meanflow.solvers.sliding import Sliding as Sliding
-from meanflow.solvers.solution import RESULTS as RESULTS
-from meanflow.solvers.solution import FailedRun as FailedRun
-from meanflow.solvers.solution import Solution as Solution
-from meanflow.solvers.step import KernelStep as KernelStep
-from meanflow.solvers.step import StepRule as StepRule
-from meanflow.solvers.weak import weak_form as weak_form
+from meanflow.solvers._continuous import solve as solve
+from meanflow.solvers._discrete import descend as descend
+from meanflow.solvers._sliding import FlowSolver as FlowSolver
+from meanflow.solvers._sliding import Sliding as Sliding
+from meanflow.solvers._solution import RESULTS as RESULTS
+from meanflow.solvers._solution import FailedRun as FailedRun
+from meanflow.solvers._solution import Solution as Solution
+from meanflow.solvers._step import KernelStep as KernelStep
+from meanflow.solvers._step import StepRule as StepRule
+from meanflow.solvers._weak import weak_form as weak_form

@@ -30,13 +30,13 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
 from meanflow._checks import array, count, either, instance, number, optional
-from meanflow.flows import equation
-from meanflow.flows.flow import FLOW, Flow
-from meanflow.geometry.space import Space
-from meanflow.measures.cloud import Cloud
-from meanflow.measures.dataset import DATA, Dataset
-from meanflow.solvers.saving import SaveTimes, save_times
-from meanflow.solvers.step import RealScalarLike, StepController, StepRule
+from meanflow.flows import _equation as equation
+from meanflow.flows._flow import FLOW, Flow
+from meanflow.geometry._space import Space
+from meanflow.measures._cloud import Cloud
+from meanflow.measures._dataset import DATA, Dataset
+from meanflow.solvers._saving import SaveTimes, save_times
+from meanflow.solvers._step import RealScalarLike, StepController, StepRule
 
 MAX_STEPS = 10**6
 """Most steps of one run: the time that a Courant step covers falls without bound as the speeds grow."""

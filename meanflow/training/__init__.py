@@ -9,19 +9,19 @@ from meanflow import _lazy
 
 if typing.TYPE_CHECKING:
     from meanflow.training import data as data
-    from meanflow.training.networks import CNN as CNN
-    from meanflow.training.networks import MLP as MLP
-    from meanflow.training.resnet import ResNet as ResNet
-    from meanflow.training.trainer import Trainer as Trainer
-    from meanflow.training.trainer import Watch as Watch
+    from meanflow.training._networks import CNN as CNN
+    from meanflow.training._networks import MLP as MLP
+    from meanflow.training._resnet import ResNet as ResNet
+    from meanflow.training._trainer import Trainer as Trainer
+    from meanflow.training._trainer import Watch as Watch
 
 _LAZY = {
     "data": "data",
-    "CNN": "networks",
-    "MLP": "networks",
-    "ResNet": "resnet",
-    "Trainer": "trainer",
-    "Watch": "trainer",
+    "CNN": "_networks",
+    "MLP": "_networks",
+    "ResNet": "_resnet",
+    "Trainer": "_trainer",
+    "Watch": "_trainer",
 }
 
 __getattr__, __dir__ = _lazy.attach(__name__, _LAZY)

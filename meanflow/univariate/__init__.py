@@ -8,15 +8,15 @@ problem and ``decay`` follows weight decay; ``kernels``, ``norms`` and ``splines
 
 from meanflow.univariate import balance as balance
 from meanflow.univariate import knots as knots
-from meanflow.univariate.kernels import indicator as indicator
-from meanflow.univariate.kernels import random_feature as random_feature
-from meanflow.univariate.kernels import univariate_ntk as univariate_ntk
-from meanflow.univariate.models import canonical as canonical
-from meanflow.univariate.models import full as full
-from meanflow.univariate.models import lifted as lifted
-from meanflow.univariate.models import planar as planar
-from meanflow.univariate.models import radial as radial
-from meanflow.univariate.rays import attracting_angles as attracting_angles
-from meanflow.univariate.rays import classify_rays as classify_rays
-from meanflow.univariate.residual import residual_ode as residual_ode
-from meanflow.univariate.splines import spline_interpolant as spline_interpolant
+from meanflow.univariate._kernels import indicator as indicator
+from meanflow.univariate._kernels import random_feature as random_feature
+from meanflow.univariate._kernels import univariate_ntk as univariate_ntk
+from meanflow.univariate._models import canonical as canonical
+from meanflow.univariate._models import full as full
+from meanflow.univariate._models import lifted as lifted
+from meanflow.univariate._models import planar as planar
+from meanflow.univariate._models import radial as radial
+from meanflow.univariate._rays import attracting_angles as attracting_angles
+from meanflow.univariate._rays import classify_rays as classify_rays
+from meanflow.univariate._residual import residual_ode as residual_ode
+from meanflow.univariate._splines import spline_interpolant as spline_interpolant

@@ -26,10 +26,10 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _checks
 from meanflow._checks import array
 from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
-from meanflow.flows.flow import ALPHA
-from meanflow.geometry.space import Space
-from meanflow.measures.cloud import CLOUD, Affine, Cloud, Polar
-from meanflow.measures.scaling import Alpha, Scaling
+from meanflow.flows._flow import ALPHA
+from meanflow.geometry._space import Space
+from meanflow.measures._cloud import CLOUD, Affine, Cloud, Polar
+from meanflow.measures._scaling import Alpha, Scaling
 
 INNER = array(nan=True, infinite=True, least=0)  # coordinates inside of larger computations
 

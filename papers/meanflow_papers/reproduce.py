@@ -28,8 +28,8 @@ import xarray
 
 from meanflow._files import atomic_write
 from meanflow.plots.style import save
-from meanflow.sweeps.plan import all_versions
-from meanflow.training.downloads import SOURCES, data_folder, is_complete
+from meanflow.sweeps._plan import all_versions
+from meanflow.training._downloads import SOURCES, data_folder, is_complete
 from meanflow_papers.catalogue import CATALOGUE
 from meanflow_papers.drawing import figure_of
 from meanflow_papers.entry import PAPERS, Arguments, Entry

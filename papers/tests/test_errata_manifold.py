@@ -10,8 +10,8 @@ import pytest
 from helpers import largest_gap, problem
 
 import meanflow as mf
-from meanflow.geometry import omega
-from meanflow.solvers.weak import weak_form
+from meanflow.geometry import _omega as omega
+from meanflow.solvers._weak import weak_form
 from meanflow_papers.manifold.setup import quasi_normal, ring, spokes
 
 
@@ -56,7 +56,7 @@ def test_theorem_2_prints_minus_the_gradient():
     turned -= bb * np.sum(u * turned, axis=1, keepdims=True)
     printed = mf.Neurons(-ga, -np.sum(bb * bb, axis=1, keepdims=True) * turned)  # (I - bb u')(I - u bb')
     rng = np.random.default_rng(0)
-    push = mf.geometry.omega.project(cloud.particles.b, rng.normal(size=b.shape), flow.space.sigma)
+    push = mf.geometry._omega.project(cloud.particles.b, rng.normal(size=b.shape), flow.space.sigma)
     tangent = mf.Neurons(jnp.asarray(rng.normal(size=a.shape)), push)
     _, rate = jax.jvp(lambda w: mf.energy(flow, cloud.at(w), data), (cloud.particles,), (tangent,))
     paired = cloud.weights @ (

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from meanflow.cli import main
-from meanflow.training.downloads import SOURCES
+from meanflow.training._downloads import SOURCES
 from meanflow_papers import Criterion, Outcome
 from meanflow_papers.catalogue import CATALOGUE, PACKAGES, find
 from meanflow_papers.command import with_epochs

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meanflow import depth
-from meanflow.depth.expected import kappa, recentered, relu_map, rescaled_cosine_limit
-from meanflow.depth.odd_points import Blocks, block_layer
+from meanflow.depth._expected import kappa, recentered, relu_map, rescaled_cosine_limit
+from meanflow.depth._odd_points import Blocks, block_layer
 
 
 def degrees(cosine):
@@ -37,7 +37,7 @@ def test_derivatives_are_right_and_finite_everywhere():
         if expected is not None:
             np.testing.assert_allclose(found, expected, atol=1e-7)
     x = jnp.ones((3, 2))  # equal samples: a zero batch after recentring
-    assert bool(jnp.all(jnp.isfinite(jax.grad(lambda x: jnp.sum(depth.expected.layer_map(x @ x.T)))(x))))
+    assert bool(jnp.all(jnp.isfinite(jax.grad(lambda x: jnp.sum(depth._expected.layer_map(x @ x.T)))(x))))
 
 
 def test_kappa_is_the_arc_cosine_kernel():
@@ -63,16 +63,16 @@ def test_kernel_exceeds_the_product_unless_parallel(key):
 def test_one_layer_against_monte_carlo(key, recenter, rescale, activation):
     x = jax.random.normal(key, (6, 6)) + 0.5
     gram = x @ x.T
-    exact = depth.expected.layer_map(gram, recenter=recenter, rescale=rescale, activation=activation)
+    exact = depth._expected.layer_map(gram, recenter=recenter, rescale=rescale, activation=activation)
     neurons = 200_000
     z = x @ jax.random.normal(jax.random.fold_in(key, 1), (6, neurons))
-    y = depth.propagation.Stages(recenter, rescale, activation)(z)
+    y = depth._propagation.Stages(recenter, rescale, activation)(z)
     products = jnp.einsum("id,jd->ijd", y[:3], y[:3])  # enough entries; all would need 60 MB more
     scale = 2.0 if rescale is None else 1.0  # he weights carry the 2
     noise = scale * jnp.std(products, axis=2) / np.sqrt(neurons)
     assert jnp.max(jnp.abs(scale * products.mean(2) - exact[:3, :3]) / (noise + 1e-12)) < 5
     if rescale is not None:
-        finer = depth.expected.layer_map(
+        finer = depth._expected.layer_map(
             gram, recenter=recenter, rescale=rescale, activation=activation, nodes=200
         )
         np.testing.assert_allclose(exact, finer, rtol=1e-12, atol=1e-13)
@@ -80,19 +80,19 @@ def test_one_layer_against_monte_carlo(key, recenter, rescale, activation):
 
 def test_rescaling_makes_the_scale_irrelevant(key):
     x = jax.random.normal(key, (5, 7))
-    one = depth.expected.layer_map(x @ x.T, rescale="std")
-    np.testing.assert_allclose(depth.expected.layer_map(1e6 * x @ x.T, rescale="std"), one, rtol=1e-12)
+    one = depth._expected.layer_map(x @ x.T, rescale="std")
+    np.testing.assert_allclose(depth._expected.layer_map(1e6 * x @ x.T, rescale="std"), one, rtol=1e-12)
     np.testing.assert_allclose(jnp.trace(one), 5 / 2, rtol=1e-12)  # mean square 1, half of it survives ReLU
 
 
 def test_batchnorm_angles():
     table = {5: 78.27, 10: 74.65, 32: 72.40, 64: 71.92, np.inf: 71.44}
     for n, angle in table.items():
-        assert abs(degrees(depth.expected.batchnorm_cosine(n)) - angle) < 0.005
+        assert abs(degrees(depth._expected.batchnorm_cosine(n)) - angle) < 0.005
     start = jnp.eye(10) + 0.3 * jnp.outer(jnp.arange(10.0), jnp.arange(10.0)) / 45
-    found = depth.expected.fixed_point(start, rescale="std")
+    found = depth._expected.fixed_point(start, rescale="std")
     np.testing.assert_allclose(
-        depth.pair_angles(found.gram), degrees(depth.expected.batchnorm_cosine(10)), atol=1e-6
+        depth.pair_angles(found.gram), degrees(depth._expected.batchnorm_cosine(10)), atol=1e-6
     )
     assert found.residual < 1e-12
 
@@ -101,7 +101,7 @@ def test_rescaled_angles():
     for n, angle in {5: 60.86, 10: 59.84, 64: 58.93}.items():
         start = 0.5 * jnp.eye(n) + 0.5
         nodes = 100 if n < 64 else 40
-        found = depth.expected.fixed_point(start, recenter=False, rescale="rms", nodes=nodes, tolerance=1e-6)
+        found = depth._expected.fixed_point(start, recenter=False, rescale="rms", nodes=nodes, tolerance=1e-6)
         assert abs(float(depth.pair_angles(found.gram)[0]) - angle) < 0.005
     assert abs(degrees(rescaled_cosine_limit()) - 58.75) < 0.005
 
@@ -117,9 +117,9 @@ def test_dividing_by_the_standard_deviation_without_recentring_collapses_the_ang
 
 @pytest.mark.parametrize("n, top", [(3, 0.781), (10, 0.967), (20, 0.985)])
 def test_symmetric_state_is_stable(n, top):
-    c = depth.expected.batchnorm_cosine(n)
+    c = depth._expected.batchnorm_cosine(n)
     gram = c + (1 - c) * jnp.eye(n)
-    values = depth.expected.stability(gram)
+    values = depth._expected.stability(gram)
     assert abs(abs(values[0]) - top) < 5e-4
     if n == 10:
         # the eigenvalue is the rate at which a generic perturbation dies
@@ -132,9 +132,9 @@ def test_symmetric_state_is_stable(n, top):
 def test_rescaled_state_has_a_fast_and_a_slow_direction():
     # the slope .39 is that of exchangeable perturbations; generic ones decay more slowly
     n = 10
-    gram = depth.expected.fixed_point(0.5 * jnp.eye(n) + 0.5, recenter=False, rescale="rms").gram
-    values = depth.expected.stability(gram, recenter=False, rescale="rms")
-    step = lambda c: depth.expected.layer_map(c + (1 - c) * jnp.eye(n), recenter=False, rescale="rms")
+    gram = depth._expected.fixed_point(0.5 * jnp.eye(n) + 0.5, recenter=False, rescale="rms").gram
+    values = depth._expected.stability(gram, recenter=False, rescale="rms")
+    step = lambda c: depth._expected.layer_map(c + (1 - c) * jnp.eye(n), recenter=False, rescale="rms")
     cosine = lambda c: step(c)[0, 1] / step(c)[0, 0]
     slope = jax.jit(jax.grad(cosine))(gram[0, 1])
     assert abs(slope - 0.39) < 0.005
@@ -144,7 +144,7 @@ def test_rescaled_state_has_a_fast_and_a_slow_direction():
 
 def test_linear_rescaling_contracts_by_n_over_n_plus_2():
     for n in (4, 10):
-        values = depth.expected.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")
+        values = depth._expected.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")
         np.testing.assert_allclose(np.abs(values[:-1]), n / (n + 2), atol=1e-10)
         assert abs(values[-1]) < 1e-10  # the scale
 
@@ -172,7 +172,7 @@ def test_float32_works_and_keeps_its_type():
 
 def test_small_batches_and_bad_names():
     with pytest.raises(ValueError, match="at least 4"):
-        depth.expected.layer_map(jnp.eye(3), recenter=False, rescale="std")
+        depth._expected.layer_map(jnp.eye(3), recenter=False, rescale="std")
     with pytest.raises(ValueError, match="activation"):
         depth.expected_gram(jnp.eye(3), 2, activation="tanh")
     with pytest.raises(ValueError, match="depth"):
@@ -187,42 +187,42 @@ def test_blocks_are_the_full_recursion():
         jnp.array([2.0, 1.0, 0.5]),
         jnp.array([[0.0, 0.1, -0.2], [0.1, 0.3, 0.05], [-0.2, 0.05, 0.2]]),
     )
-    full = depth.expected.layer_map(blocks.expand())
+    full = depth._expected.layer_map(blocks.expand())
     full = full * 7 / jnp.trace(full)
     np.testing.assert_allclose(block_layer(blocks).expand(), full, atol=1e-14)
     np.testing.assert_allclose(recentered(full).sum(0), 0.0, atol=1e-14)
 
 
 def test_odd_state_is_a_stable_fixed_point_and_the_cluster_keeps_an_angle():
-    state = depth.odd_points.odd_state(10)
+    state = depth._odd_points.odd_state(10)
     np.testing.assert_allclose(
         [state.norm_ratio, state.odd_angle, state.cluster_angle], [7.412, 88.71, 45.20], atol=6e-3
     )
     gram = state.blocks.expand()
-    image = depth.expected.layer_map(gram)
+    image = depth._expected.layer_map(gram)
     np.testing.assert_allclose(image * 10 / jnp.trace(image), gram, atol=1e-11)
-    assert abs(depth.expected.stability(gram)[0]) < 1
+    assert abs(depth._expected.stability(gram)[0]) < 1
     odd = depth.odd_point(gram)
     np.testing.assert_allclose(odd.norm_ratio, state.norm_ratio, rtol=1e-10)
     np.testing.assert_allclose(odd.odd_angle, state.odd_angle, rtol=1e-8)
     np.testing.assert_allclose(odd.cluster_angle, state.cluster_angle, rtol=1e-8)
     for n in (50, 100, 400):  # balance alpha (1 - 2 theta / 3 pi) = 1
-        assert abs(float(depth.odd_points.odd_state(n).cluster_angle) / (540 / n) - 1) < 2.5 / n
+        assert abs(float(depth._odd_points.odd_state(n).cluster_angle) / (540 / n) - 1) < 2.5 / n
 
 
 def test_no_odd_state_below_seven():
     for n in (3, 4, 5, 6):
         for scale in (1.5, 5.0, 20.0):
-            np.testing.assert_allclose(depth.odd_points.odd_state(n, scale).norm_ratio, 1.0, atol=1e-6)
-    assert bool(jnp.isnan(depth.odd_points.critical_scale(6, steps=5)))
-    assert depth.odd_points.odd_state(7).norm_ratio > 3.8
+            np.testing.assert_allclose(depth._odd_points.odd_state(n, scale).norm_ratio, 1.0, atol=1e-6)
+    assert bool(jnp.isnan(depth._odd_points.critical_scale(6, steps=5)))
+    assert depth._odd_points.odd_state(7).norm_ratio > 3.8
 
 
 def test_bistability_around_the_critical_scale():
-    critical = depth.odd_points.critical_scale(10)
+    critical = depth._odd_points.critical_scale(10)
     assert abs(critical - 1.227) < 5e-4
-    assert depth.odd_points.odd_state(10, critical + 1e-3).norm_ratio > 7
-    assert depth.odd_points.odd_state(10, critical - 1e-3).norm_ratio < 1.001
+    assert depth._odd_points.odd_state(10, critical + 1e-3).norm_ratio > 7
+    assert depth._odd_points.odd_state(10, critical - 1e-3).norm_ratio < 1.001
 
 
 def test_two_equal_outliers_are_a_saddle():
@@ -231,7 +231,7 @@ def test_two_equal_outliers_are_a_saddle():
     run = Blocks(jnp.array([2.0, n - 2.0]), square, jnp.zeros((2, 2)))
     run = jax.lax.fori_loop(0, 3000, lambda _, b: block_layer(b), run)
     assert jnp.sqrt(run.square[0] / run.square[1]) > 2
-    assert abs(depth.expected.stability(run.expand())[0]) > 1
+    assert abs(depth._expected.stability(run.expand())[0]) > 1
     # any inequality resolves it to one odd point
     pair = Blocks(jnp.array([1.0, 1.0, n - 2.0]), jnp.array([25.1, 25.0, 1.0]), jnp.zeros((3, 3)))
     pair = jax.lax.fori_loop(0, 3000, lambda _, b: block_layer(b), pair)
@@ -243,7 +243,7 @@ def test_odd_point_arguments():
     with pytest.raises(ValueError, match="at least 3"):
         depth.odd_point(jnp.eye(2))
     with pytest.raises(ValueError, match="n must"):
-        depth.odd_points.odd_state(2)
+        depth._odd_points.odd_state(2)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_rescaled_layers_have_right_derivatives_where_eigenvalues_coincide(layer
     probe, direction, bump = (jnp.asarray(u + u.T) for u in rng.normal(size=(3, n, n)))
 
     def value(gram):
-        return jnp.sum(probe * depth.expected.layer_map(gram, **layer))
+        return jnp.sum(probe * depth._expected.layer_map(gram, **layer))
 
     for start in (jnp.eye(n), jnp.eye(n) + 0.05 * bump):
         h = 1e-5
@@ -273,5 +273,5 @@ def test_no_batched_factorisation_in_the_derivative():
     batched = lambda rows: [row for row in rows if re.search(r"tensor<\d+x\d+x\d+xf", row)]
     # the pattern finds what it looks for
     assert batched(calls(lambda u: jnp.linalg.cholesky(jnp.stack([u, u]))))
-    found = calls(jax.jacfwd(lambda u: depth.expected.layer_map(u, rescale="std")))
+    found = calls(jax.jacfwd(lambda u: depth._expected.layer_map(u, rescale="std")))
     assert found and not batched(found)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from meanflow import depth
-from meanflow.depth.initializers import one_neuron_per_sample
+from meanflow.depth._initializers import one_neuron_per_sample
 
 
 def unit(key, n, k, dtype=float):
@@ -25,7 +25,7 @@ def test_flax_layer_gives_orthonormal_codes(key, dtype):
     code = nnx.relu(layer(x))
     np.testing.assert_array_equal(np.count_nonzero(np.asarray(code), axis=1), 1)
     np.testing.assert_allclose(code, np.eye(30), atol=2e-4 if dtype == jnp.float64 else 1e-2)
-    assert depth.observables.summary(code).rank(1e-6) == 30
+    assert depth._observables.summary(code).rank(1e-6) == 30
 
 
 def test_relaxed_thresholds_wake_more_neurons(key):

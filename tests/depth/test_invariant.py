@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow import depth
-from meanflow.depth.invariant import (
+from meanflow.depth._invariant import (
     expected_batch_gram,
     invariance_defect,
     invariant_gain,
@@ -37,7 +37,7 @@ def test_definition_12(n):
 @pytest.mark.parametrize("n", [3, 10, 50])
 def test_theorem_13_holds_for_the_expected_gram_matrix(n):
     x = depth.invariant_representation(n)
-    layer = depth.invariant.one_layer(x)
+    layer = depth._invariant.one_layer(x)
     np.testing.assert_allclose(layer.alpha, invariant_gain(n), rtol=1e-13)
     assert invariance_defect(layer.gram[:n, :n]) < 1e-12
     np.testing.assert_allclose(layer.gram[-1, -1], 1 / (n - 1) ** 2, rtol=1e-12)
@@ -88,7 +88,7 @@ def perturbed(key, n, size, scale=1.0):
 
 def test_closed_forms_for_any_batch(key):
     x = jax.random.normal(key, (7, 5))
-    layer = depth.invariant.one_layer(x, alpha=1.3)
+    layer = depth._invariant.one_layer(x, alpha=1.3)
     np.testing.assert_allclose(layer.gram[0, 0], layer.odd_square, rtol=1e-12)
     np.testing.assert_allclose(layer.gram[-1, -1], layer.center_square, rtol=1e-12)
     np.testing.assert_allclose(layer.gram[0, -1], 0.0, atol=1e-12)
@@ -103,7 +103,7 @@ def test_closed_forms_for_any_batch(key):
 
 def test_hypotheses_of_theorem_14_are_incompatible():
     for n in (3, 10, 100):
-        radius = depth.invariant.one_layer(depth.invariant_representation(n)).radius
+        radius = depth._invariant.one_layer(depth.invariant_representation(n)).radius
         np.testing.assert_allclose(radius**2, 1 + 1 / (n - 1) ** 2, rtol=1e-12)
         assert radius < n / (n - 1)
 
@@ -111,7 +111,7 @@ def test_hypotheses_of_theorem_14_are_incompatible():
 def test_without_invariance_one_layer_contracts(key):
     n = 10
     x = perturbed(key, n, 0.5 / n**2, scale=1.5)
-    layer = depth.invariant.one_layer(x)
+    layer = depth._invariant.one_layer(x)
     assert abs(layer.radius - 1.504) < 0.01 and layer.radius > n / (n - 1)
     np.testing.assert_allclose(layer.odd_square, 1.0, rtol=1e-12)
     i, j = np.triu_indices(n - 1, 1)
@@ -148,7 +148,7 @@ def test_at_the_invariant_scale_small_distances_grow(key, size, factor):
 @pytest.mark.parametrize("n, m", [(7, 1), (8, 3), (9, 6)])
 def test_every_two_cluster_geometry_is_invariant_and_repels(n, m):
     gram = two_cluster_gram(n, m)
-    image = depth.expected.layer_map(gram)
+    image = depth._expected.layer_map(gram)
     np.testing.assert_allclose(image / jnp.trace(image), gram / jnp.trace(gram), atol=1e-14)
     if m == 1:
         definition = depth.invariant_representation(n)

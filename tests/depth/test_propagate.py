@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meanflow import depth
-from meanflow.depth import observables
-from meanflow.depth.propagation import draw_preactivations
+from meanflow.depth import _observables as observables
+from meanflow.depth._propagation import draw_preactivations
 
 
 def waves(key, shape, dtype):
@@ -157,12 +157,12 @@ def test_orthogonal_linear_layers_keep_the_gram_matrix(key):
 
 def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
     # equation (9) stacks all of S_{2^t}, which has 2^(t+1) elements
-    weight = depth.propagation.split_identity(key, (8, 16), float)
+    weight = depth._propagation.split_identity(key, (8, 16), float)
     assert {tuple(row) for row in np.asarray(weight.T)} == {
         tuple(s * row) for row in np.eye(8) for s in (1, -1)
     }
     with pytest.raises(ValueError, match="fan_out = 2 fan_in"):
-        depth.propagation.split_identity(key, (8, 8))
+        depth._propagation.split_identity(key, (8, 8))
 
 
 @pytest.mark.bad_input
@@ -208,7 +208,7 @@ def test_observables_of_simple_batches():
     assert observables.rank(values, 1e-5) == 2 and observables.rank(values, 1e-7) == 3
     np.testing.assert_allclose(observables.stable_rank(values), 1.25, rtol=1e-9)
     np.testing.assert_allclose(observables.orthogonality_gap(7.0 * jnp.eye(4)), 0.0, atol=1e-14)
-    layer = depth.observables.summary(jnp.maximum(x, 0.0))
+    layer = depth._observables.summary(jnp.maximum(x, 0.0))
     np.testing.assert_array_equal(layer.active, [0, 1, 1, 0, 0])  # neuron 0 fires on 2 samples, neuron 1 on 1
     np.testing.assert_allclose(layer.active_share(0.4, 1.0), 0.5)
 

@@ -8,7 +8,7 @@ from helpers import polygon
 from scipy import optimize, stats
 
 from meanflow import depth
-from meanflow.depth.cells import cells, cone_volumes, general_position_count
+from meanflow.depth._cells import cells, cone_volumes, general_position_count
 
 
 def planar_gamma(x):
@@ -126,13 +126,13 @@ def test_rank_bounds_are_ordered_for_every_alpha_above_one_and_trivial_below():
 
 def test_law_of_the_neurons_to_full_rank(key):
     x = polygon(5)
-    y = depth.rank.neurons_to_full_rank(key, x, 4000)
+    y = depth._rank.neurons_to_full_rank(key, x, 4000)
     assert abs(float(y.mean()) - 5.47) < 5 * float(y.std()) / np.sqrt(4000) + 0.02
     gamma = depth.gamma(x).value
     bounds = depth.rank_bounds(5, gamma, np.arange(5, 60))
     failure = np.mean(np.asarray(y)[:, None] > np.arange(5, 60), axis=0)
     assert np.all(failure <= np.asarray(bounds.binomial) + 4 * np.sqrt(failure / 4000) + 1e-3)
-    assert float(y.mean()) < depth.rank.expected_neurons_bound(x) <= float(bounds.expected[0]) * (1 + 1e-12)
+    assert float(y.mean()) < depth._rank.expected_neurons_bound(x) <= float(bounds.expected[0]) * (1 + 1e-12)
     # rank of the same neurons by singular values, for a few runs
     for j in range(3):
         run_key = jax.random.split(key, 4000)[j]
@@ -143,15 +143,15 @@ def test_law_of_the_neurons_to_full_rank(key):
 
 
 def test_one_sample_needs_two_neurons_on_average(key):
-    y = depth.rank.neurons_to_full_rank(key, jnp.ones((1, 3)), 4000)
+    y = depth._rank.neurons_to_full_rank(key, jnp.ones((1, 3)), 4000)
     assert abs(float(y.mean()) - 2.0) < 5 * np.sqrt(2 / 4000)  # the bound n / gamma = 2 is attained
     assert depth.gamma(np.ones((1, 3))).value == 0.5
 
 
 def test_waiting_times_are_not_independent(key):
     x = jnp.eye(2)
-    first = depth.rank.neurons_to_full_rank(key, x[:1], 20_000)
-    both = depth.rank.neurons_to_full_rank(key, x, 20_000)
+    first = depth._rank.neurons_to_full_rank(key, x[:1], 20_000)
+    both = depth._rank.neurons_to_full_rank(key, x, 20_000)
     y1, y2 = np.asarray(first), np.asarray(both - first)
     assert abs(np.corrcoef(y1, y2)[0, 1] + 0.42) < 0.04
     assert abs(np.mean(y2 == 0) - 1 / 3) < 0.02
@@ -159,10 +159,10 @@ def test_waiting_times_are_not_independent(key):
 
 def test_collinear_samples_never_reach_full_rank(key):
     for n, rank in {6: 5, 8: 6, 10: 7}.items():
-        assert depth.rank.limiting_rank(polygon(n)) == rank
+        assert depth._rank.limiting_rank(polygon(n)) == rank
         if n == 8:
             continue  # one program less to compile
-        y = depth.rank.neurons_to_full_rank(key, polygon(n), 50, target=rank + 1, max_neurons=300)
+        y = depth._rank.neurons_to_full_rank(key, polygon(n), 50, target=rank + 1, max_neurons=300)
         assert np.all(np.asarray(y) == 301)
 
 
@@ -172,13 +172,15 @@ def test_limiting_rank_of_degenerate_batches():
         n, k = rng.integers(2, 9), rng.integers(1, 4)
         x = rng.integers(-1, 2, size=(n, k)).astype(float)
         image = np.maximum(rng.normal(size=(400, k)) @ x.T, 0)
-        assert depth.rank.limiting_rank(x) == np.linalg.matrix_rank(image, tol=1e-9 * max(image.max(), 1e-30))
+        assert depth._rank.limiting_rank(x) == np.linalg.matrix_rank(
+            image, tol=1e-9 * max(image.max(), 1e-30)
+        )
 
 
 def test_corollary_4_needs_the_hypothesis_on_centred_samples(key):
     x = np.random.default_rng(2).normal(size=(4, 3))
     x = np.concatenate([x, x.mean(0, keepdims=True)])  # the fifth sample is the mean
-    assert depth.rank.limiting_rank(x) == 5 and depth.rank.limiting_rank(x, recenter=True) == 4
+    assert depth._rank.limiting_rank(x) == 5 and depth._rank.limiting_rank(x, recenter=True) == 4
     run = depth.propagate(key, x, [500], rescale="std", recenter=True)
     assert run.layers.rank(1e-9)[-1] == 4
     free = depth.propagate(key, x, [500], recenter=False)
@@ -186,8 +188,10 @@ def test_corollary_4_needs_the_hypothesis_on_centred_samples(key):
     # and holds when it is satisfied
     good = x[:4] + np.array([[0.0, 0, 1], [0, 0, 0], [0, 0, 0], [0, 2, 0]])
     gamma = depth.gamma(good, recenter=True).value
-    y = depth.rank.neurons_to_full_rank(key, jnp.asarray(good), 1000, recenter=True)
-    assert float(y.mean()) <= depth.rank.expected_neurons_bound(good, recenter=True) <= 4 / gamma * (1 + 1e-9)
+    y = depth._rank.neurons_to_full_rank(key, jnp.asarray(good), 1000, recenter=True)
+    assert (
+        float(y.mean()) <= depth._rank.expected_neurons_bound(good, recenter=True) <= 4 / gamma * (1 + 1e-9)
+    )
 
 
 def test_crossing_step_of_the_proof():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow import depth
-from meanflow.depth.tree_model import tree_start, tree_step
+from meanflow.depth._tree_model import tree_start, tree_step
 
 
 def explicit(x, layers):
@@ -52,7 +52,7 @@ def test_is_the_network_with_split_identity_weights():
         jax.random.key(0),
         x,
         [2, 4, 8, 16, 32],
-        weights=depth.propagation.split_identity,
+        weights=depth._propagation.split_identity,
         observe=lambda x: x @ x.T,
     )
     record = depth.tree(x, 5)
@@ -71,7 +71,7 @@ def test_several_features_grow_separate_trees():
 def test_depth_10000_limits_and_sharp_bounds():
     for n in (5, 10, 50):
         rng = np.random.default_rng(n)
-        bounds = depth.tree_model.tree_bounds(n)
+        bounds = depth._tree_model.tree_bounds(n)
         for x in (rng.normal(size=n), np.linspace(-1, 1, n)):
             record = depth.tree(x, 10_000, every=9_999)
             order = np.asarray(record.order[0])
@@ -79,7 +79,7 @@ def test_depth_10000_limits_and_sharp_bounds():
             assert np.all(np.isfinite(gram)) and record.log_scale[-1] < -100
             length = np.sqrt(np.diag(gram))
             cosine = gram / np.outer(length, length)
-            limits = depth.tree_model.tree_limits(n, record.rho[0])
+            limits = depth._tree_model.tree_limits(n, record.rho[0])
             inner = slice(1, n - 1)
             np.testing.assert_allclose(length[inner] / length[0], limits.ratio_first, rtol=1e-12)
             np.testing.assert_allclose(length[inner] / length[-1], limits.ratio_last, rtol=1e-12)
@@ -99,9 +99,9 @@ def test_depth_10000_limits_and_sharp_bounds():
 
 def test_printed_bound_proved_in_the_paper_is_not_sharp_and_empty_for_small_n():
     for n in (3, 4):
-        assert depth.tree_model.tree_bounds(n).printed_angle < 0 < depth.tree_model.tree_bounds(n).angle
+        assert depth._tree_model.tree_bounds(n).printed_angle < 0 < depth._tree_model.tree_bounds(n).angle
     for n in range(3, 60):
-        bounds = depth.tree_model.tree_bounds(n)
+        bounds = depth._tree_model.tree_bounds(n)
         assert bounds.ratio < np.sqrt(8) / (n - 2) < bounds.printed_ratio
 
 
@@ -112,7 +112,7 @@ def test_sharp_bounds_hold_for_many_inputs():
         layers = 40 * n
         record = jax.vmap(lambda x, layers=layers: depth.tree(x, layers, every=layers - 1))(x)
         rho = record.weight[:, -1, 0, -1] / record.weight[:, -1, 0, 0]
-        limits, bounds = depth.tree_model.tree_limits(n, rho), depth.tree_model.tree_bounds(n)
+        limits, bounds = depth._tree_model.tree_limits(n, rho), depth._tree_model.tree_bounds(n)
         assert jnp.max(jnp.minimum(limits.ratio_first, limits.ratio_last)) <= bounds.ratio
         assert jnp.max(jnp.minimum(limits.cos_first, limits.cos_last)) <= jnp.cos(bounds.angle)
         # which sample escapes: usually, not always, the one farthest from the mean
@@ -144,7 +144,7 @@ def test_merge_rate(n):
     x = np.random.default_rng(n).normal(size=n)
     layers = 60 * n
     share = depth.tree(x, layers).unmerged[:, 0]
-    np.testing.assert_allclose(share[-1] / share[-2], depth.tree_model.merge_rate(n), rtol=1e-4)
+    np.testing.assert_allclose(share[-1] / share[-2], depth._tree_model.merge_rate(n), rtol=1e-4)
 
 
 def test_two_cluster_rows_follow_their_recursion():
@@ -266,6 +266,6 @@ def test_formulas_62_and_92():
     order = np.asarray(record.order[0])
     gram = np.asarray(record.gram[-1])[np.ix_(order, order)]
     length = np.sqrt(np.diag(gram))
-    right_side = float(depth.tree_model.tree_limits(n, record.rho[0]).cos_last)
+    right_side = float(depth._tree_model.tree_limits(n, record.rho[0]).cos_last)
     assert abs(gram[1, -1] / (length[1] * length[-1]) - right_side) < 1e-12
     assert abs(gram[1, -1] / (length[1] * length[0]) - right_side) > 1e-3

@@ -9,7 +9,7 @@ from helpers import largest_gap
 
 import meanflow as mf
 from meanflow import geometry
-from meanflow.geometry import omega
+from meanflow.geometry import _omega as omega
 from meanflow.measures import BatchNormNeurons, laws
 from meanflow.training import data as images
 

@@ -7,7 +7,9 @@ import pytest
 from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
-from meanflow.flows import blocks, equation, features
+from meanflow.flows import _blocks as blocks
+from meanflow.flows import _equation as equation
+from meanflow.flows import _features as features
 
 
 def _everything(flow, cloud, data, probe):

@@ -5,7 +5,7 @@ import numpy as np
 from helpers import ring
 
 import meanflow as mf
-from meanflow.flows.optimality import certificate, separates
+from meanflow.flows._optimality import certificate, separates
 
 
 def student_and_teacher():

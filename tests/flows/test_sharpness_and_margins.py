@@ -9,9 +9,10 @@ from jax.flatten_util import ravel_pytree
 from scipy import optimize
 
 import meanflow as mf
-from meanflow.flows import equation, max_margin
-from meanflow.flows.margins import margins
-from meanflow.flows.sharpness import sharpness
+from meanflow.flows import _equation as equation
+from meanflow.flows import max_margin
+from meanflow.flows._margins import margins
+from meanflow.flows._sharpness import sharpness
 
 
 def test_sharpness_is_the_top_eigenvalue_of_the_hessian_in_the_metric():

@@ -7,7 +7,7 @@ import pytest
 from helpers import MODELS, problem
 
 import meanflow as mf
-from meanflow.flows import equation
+from meanflow.flows import _equation as equation
 
 
 def by_columns(flow, cloud, x, z):

@@ -12,8 +12,8 @@ import meanflow as mf
 from meanflow._numerics import loglog_slope
 from meanflow.flows import certificate
 from meanflow.measures import laws
-from meanflow.report.page import contents, write_report
-from meanflow.solvers.step import top_eigenvalue
+from meanflow.report._page import contents, write_report
+from meanflow.solvers._step import top_eigenvalue
 from meanflow.training.data import digits
 
 
@@ -238,7 +238,7 @@ def test_losses_of_rows():
         own = mf.energy(
             mf.vanilla("tanh", name, alpha="sqrt"), cloud, mf.Dataset(data.x, targets, data.weights)
         )
-        one = sum(data.weights @ mf.flows.losses.NAMED[name](f[:, c], targets[:, c]) for c in range(3))
+        one = sum(data.weights @ mf.flows._losses.NAMED[name](f[:, c], targets[:, c]) for c in range(3))
         np.testing.assert_allclose(own, one, rtol=1e-12)
     margin = mf.vanilla("tanh", lambda g, y: jax.nn.logsumexp(g) - g[y.astype(int)], alpha="sqrt")
     for function in (mf.energy, mf.dissipation):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.geometry import omega, sphere
+from meanflow.geometry import _omega as omega
+from meanflow.geometry import _sphere as sphere
 
 
 def random_case(seed, dim, spread=3.0):

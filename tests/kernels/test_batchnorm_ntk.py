@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meanflow import kernels
-from meanflow.kernels.batchnorm import jacobian_apply, last_hidden_ntk, normalize
-from meanflow.kernels.infinite.predictions import Kappas, predict_batchnorm_bulk
+from meanflow.kernels._batchnorm import jacobian_apply, last_hidden_ntk, normalize
+from meanflow.kernels._infinite.predictions import Kappas, predict_batchnorm_bulk
 
 
 def network(key, outputs=1, samples=7, activation=jnp.tanh):

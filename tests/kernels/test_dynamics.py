@@ -12,9 +12,9 @@ import pytest
 import meanflow as mf
 from meanflow import kernels
 from meanflow._numerics import iterate
-from meanflow.kernels.batchnorm import normalize
-from meanflow.kernels.drift import alignment, drift_observer
-from meanflow.kernels.regime import kernel_regression, linearized_batchnorm
+from meanflow.kernels._batchnorm import normalize
+from meanflow.kernels._drift import alignment, drift_observer
+from meanflow.kernels._regime import kernel_regression, linearized_batchnorm
 
 
 def problem(key, size=8):

@@ -10,9 +10,9 @@ from scipy import integrate, special
 
 from meanflow import kernels
 from meanflow.activations import NAMED
-from meanflow.kernels.batchnorm import normalize
-from meanflow.kernels.infinite.dual import dual_activation, trapezoid
-from meanflow.kernels.infinite.predictions import Kappas, hidden_batchnorm, kappas, predict_spectrum
+from meanflow.kernels._batchnorm import normalize
+from meanflow.kernels._infinite.dual import dual_activation, trapezoid
+from meanflow.kernels._infinite.predictions import Kappas, hidden_batchnorm, kappas, predict_spectrum
 
 
 def gauss(phi, a, c, b, rule="legendre", nodes=260):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meanflow import kernels
-from meanflow.kernels.batchnorm import normalize
-from meanflow.kernels.empirical.spectra import (
+from meanflow.kernels._batchnorm import normalize
+from meanflow.kernels._empirical.spectra import (
     condition_number,
     spectral_density,
     spectral_moments,

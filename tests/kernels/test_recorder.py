@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 from meanflow import kernels
-from meanflow.kernels.drift import alignment
+from meanflow.kernels._drift import alignment
 from meanflow.layers import BatchNorm
 from meanflow.training import Trainer
 from meanflow.training.data import Data

@@ -7,7 +7,7 @@ import pytest
 
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
-from meanflow.kernels.infinite.predictions import hidden_batchnorm
+from meanflow.kernels._infinite.predictions import hidden_batchnorm
 
 KEY = jax.random.key(11)
 POINTS = jax.random.normal(KEY, (3, 5))

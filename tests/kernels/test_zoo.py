@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from meanflow import kernels
-from meanflow.kernels.empirical import contraction, cost, forms, layout, structured
-from meanflow.kernels.empirical.coupling import is_coupled
+from meanflow.kernels._empirical import contraction, cost, forms, layout, structured
+from meanflow.kernels._empirical.coupling import is_coupled
 
 ROWS, COLUMNS = 5, 3
 

@@ -20,7 +20,7 @@ from meanflow.layers import (
     UnitizedBatchNorm,
     functional,
 )
-from meanflow.layers.normalization import Normalization
+from meanflow.layers._normalization import Normalization
 from meanflow.transport import wasserstein
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -8,7 +8,11 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
-from meanflow.plots import batches, clouds, curves, maps, style
+from meanflow.plots import _batches as batches
+from meanflow.plots import _clouds as clouds
+from meanflow.plots import _curves as curves
+from meanflow.plots import _maps as maps
+from meanflow.plots import style
 
 
 def labels(ax):
@@ -84,7 +88,7 @@ def test_energies_skip_the_start_of_a_log_axis():
 
 def test_convergence_writes_the_fitted_slope_and_ticks_the_sizes():
     sizes = np.array([10.0, 20.0, 40.0])
-    ax = plots.curves.convergence(sizes, {"a": 3 / sizes}, orders={"guide": -0.5})
+    ax = plots._curves.convergence(sizes, {"a": 3 / sizes}, orders={"guide": -0.5})
     assert labels(ax) == ["a: slope $-1.00$", "guide"]
     guide = ax.lines[1].get_ydata()
     np.testing.assert_allclose(guide, 0.3 * (sizes / 10) ** -0.5)

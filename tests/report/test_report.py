@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.flows.observables import ON_REQUEST
+from meanflow.flows._observables import ON_REQUEST
 from meanflow.report import write_report
-from meanflow.report.page import _digest, contents
+from meanflow.report._page import _digest, contents
 
 X = jnp.linspace(-1.0, 1.0, 5)
 DATA = mf.Dataset(X, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")

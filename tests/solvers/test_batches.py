@@ -8,7 +8,7 @@ from helpers import problem
 from scipy import stats
 
 import meanflow as mf
-from meanflow.solvers.batches import Batches, shuffle
+from meanflow.solvers._batches import Batches, shuffle
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 1000])

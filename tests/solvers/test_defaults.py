@@ -7,8 +7,8 @@ import pytest
 
 import meanflow as mf
 from meanflow import activations
-from meanflow.flows.observables import displacement
-from meanflow.solvers import defaults
+from meanflow.flows._observables import displacement
+from meanflow.solvers import _defaults as defaults
 
 X = jnp.linspace(-1.0, 1.0, 6)
 LINE = mf.Dataset(X, jnp.sin(5 * X), weights="sum")

@@ -12,9 +12,9 @@ from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
 from meanflow._numerics import iterate
-from meanflow.geometry import omega
+from meanflow.geometry import _omega as omega
 from meanflow.measures import stack
-from meanflow.solvers.step import dominant_vector, top_eigenvalue
+from meanflow.solvers._step import dominant_vector, top_eigenvalue
 
 
 @pytest.mark.parametrize(("clock", "width"), [("mean_field", 3), ("gradient", 8), ("lazy", 3)])

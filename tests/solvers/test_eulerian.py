@@ -14,7 +14,7 @@ from meanflow import univariate
 from meanflow.measures import laws, quadrature
 from meanflow.solvers import eulerian
 from meanflow.solvers.eulerian import evolve, uniform_density
-from meanflow.univariate.features import Reduced
+from meanflow.univariate._features import Reduced
 
 
 def test_conservative_positive_and_convergent_to_the_particle_limit():

@@ -12,9 +12,9 @@ from plane_reference import NotUnique, Reference
 from scipy.integrate import simpson
 
 import meanflow as mf
-from meanflow.flows.kinks import filippov, passage, planes
-from meanflow.flows.kinks.two_layer import homogeneous_slopes
-from meanflow.geometry.space import Space
+from meanflow.flows._kinks import filippov, passage, planes
+from meanflow.flows._kinks.two_layer import homogeneous_slopes
+from meanflow.geometry._space import Space
 
 EVENTS = {"crossings": "cross", "captures": "capture", "releases": "release"}
 SEEDS = range(6)
@@ -594,8 +594,8 @@ def test_order_through_kinks():
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_large_clouds_are_many_copies_of_a_small_one(monkeypatch, blocks):
     """5000 neurons, of which those with events are gathered, also in blocks: copies of eight move like these."""
-    from meanflow.flows.kinks import two_layer
-    from meanflow.solvers import sliding
+    from meanflow.flows._kinks import two_layer
+    from meanflow.solvers import _sliding as sliding
 
     copies = 625 if blocks == 1 else 626  # another shape is another program
     flow, cloud, data = drawn(5, 2)

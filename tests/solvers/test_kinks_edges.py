@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.flows.kinks import contacts, passage, planes
+from meanflow.flows._kinks import contacts, passage, planes
 
 frozen = lambda f, y: f * y  # a linear loss freezes the residual at y
 # two planes that catch the neuron, and one sample for each half of the line on which they meet

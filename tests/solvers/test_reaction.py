@@ -8,8 +8,9 @@ from helpers import largest_gap, problem, ring
 
 import meanflow as mf
 from meanflow import activations
-from meanflow.flows import certificate, equation, spherical
-from meanflow.flows.problem import Problem
+from meanflow.flows import _equation as equation
+from meanflow.flows import certificate, spherical
+from meanflow.flows._problem import Problem
 
 NOTHING = mf.Dataset(jnp.zeros((1, 2)), jnp.zeros(1))
 

@@ -18,7 +18,7 @@ from helpers import largest_gap, problem
 
 import meanflow as mf
 from meanflow import flows, geometry, solvers
-from meanflow.flows.observables import ON_REQUEST
+from meanflow.flows._observables import ON_REQUEST
 from meanflow.measures import laws
 
 

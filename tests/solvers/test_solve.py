@@ -10,7 +10,7 @@ import scipy.integrate
 from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
-from meanflow.geometry import omega
+from meanflow.geometry import _omega as omega
 from meanflow.measures import stack
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}

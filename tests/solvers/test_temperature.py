@@ -8,11 +8,12 @@ from helpers import largest_gap, problem, ring_problem
 from scipy import optimize
 
 import meanflow as mf
-from meanflow.flows import free_energy, make_flow
-from meanflow.flows.features import TwoLayer
+from meanflow.flows import _free_energy as free_energy
+from meanflow.flows import make_flow
+from meanflow.flows._features import TwoLayer
 from meanflow.geometry import Space
 from meanflow.measures import laws
-from meanflow.solvers.dynamics import Langevin
+from meanflow.solvers._dynamics import Langevin
 from meanflow.solvers.eulerian import evolve, uniform_density
 
 NOTHING = mf.Dataset(jnp.zeros((1, 1)), jnp.zeros(1))  # tanh networks have no loss there, and no gradient

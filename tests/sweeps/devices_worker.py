@@ -53,7 +53,7 @@ def failing(out, how, process, port):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(process))
     import meanflow as mf
-    from meanflow.sweeps import runner
+    from meanflow.sweeps import _runner as runner
 
     where, what = how.split("-")
     moment = [time.time()]

@@ -4,7 +4,7 @@ import sys
 
 from store_worker import content, say
 
-from meanflow.sweeps.store import Store
+from meanflow.sweeps._store import Store
 
 
 def main(path, count):

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from meanflow.sweeps.store import Store
+from meanflow.sweeps._store import Store
 
 
 def content(number):

@@ -260,7 +260,7 @@ def test_json_is_strict(config, tmp_path):
 
 def test_directories_without_results_and_files_that_cannot_be_written(config, tmp_path, monkeypatch):
     store = tmp_path / "run"
-    monkeypatch.setattr("meanflow.sweeps.runner.free_memory", lambda device: 1000)
+    monkeypatch.setattr("meanflow.sweeps._runner.free_memory", lambda device: 1000)
     assert "GiB are free" in call("sweep", config, "--store", store, code=2)
     monkeypatch.undo()
     for command in ("show", "report"):
@@ -279,7 +279,7 @@ def test_an_interrupted_run_says_how_to_go_on(config, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meanflow.sweeps.store.Store.write", interrupted)
+    monkeypatch.setattr("meanflow.sweeps._store.Store.write", interrupted)
     assert "meanflow resume" in call("sweep", config, "--store", tmp_path / "run", code=130)
 
 

@@ -28,7 +28,7 @@ from meanflow._identity import describe
 from meanflow.cli import main
 from meanflow.measures import laws
 from meanflow.sweeps import StoreError, load, sweep_function
-from meanflow.sweeps.store import Store, _seal, finished_chunks, read_chunk
+from meanflow.sweeps._store import Store, _seal, finished_chunks, read_chunk
 
 HERE = pathlib.Path(__file__).parent
 DATA = mf.Dataset(jnp.linspace(-1.0, 1.0, 4), jnp.array([1.0, -0.5, 0.2, 0.8]), "sum")
@@ -430,13 +430,13 @@ def test_libraries_are_described_by_name_and_by_what_they_hold():
 
     assert describe(optax.sgd(0.1)) == describe(optax.sgd(0.1)) != describe(optax.sgd(0.2))
     assert describe(jnp.sin) == describe(jnp.sin) != describe(jnp.cos)
-    assert describe(mf.Cloud) == "meanflow.measures.cloud.Cloud"
+    assert describe(mf.Cloud) == "meanflow.measures._cloud.Cloud"
 
 
 def test_another_source_of_this_package_is_said(tmp_path, monkeypatch):
     run(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["source"] == identity.source_digest()
-    monkeypatch.setattr("meanflow.sweeps.plan.source_digest", lambda: "another")
+    monkeypatch.setattr("meanflow.sweeps._plan.source_digest", lambda: "another")
     with pytest.warns(
         UserWarning, match=f"another source code of meanflow .digest {identity.source_digest()}, now"
     ):

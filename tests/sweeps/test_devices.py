@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.sweeps import load, program
+from meanflow.sweeps import _program as program
+from meanflow.sweeps import load
 
 WORKER = pathlib.Path(__file__).with_name("devices_worker.py")
 ROOT = WORKER.parents[2]

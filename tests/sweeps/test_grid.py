@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meanflow.sweeps.grid import Grid, group_widths, make_chunks, make_groups, padding_waste
+from meanflow.sweeps._grid import Grid, group_widths, make_chunks, make_groups, padding_waste
 
 
 def brute_force(widths, waste):

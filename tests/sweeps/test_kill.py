@@ -13,7 +13,7 @@ import xarray
 from store_worker import content
 
 from meanflow.sweeps import load
-from meanflow.sweeps.store import finished_chunks, read_chunk
+from meanflow.sweeps._store import finished_chunks, read_chunk
 
 HERE = pathlib.Path(__file__).parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "JAX_PLATFORMS": "cpu"}

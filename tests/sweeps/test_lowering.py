@@ -11,11 +11,11 @@ import pytest
 import meanflow as mf
 from meanflow import kernels
 from meanflow._numerics import iterate
-from meanflow.kernels.empirical.spectra import condition_number, spectral_density, top_eigenpairs
+from meanflow.kernels._empirical.spectra import condition_number, spectral_density, top_eigenpairs
 from meanflow.solvers import eulerian
-from meanflow.solvers.step import top_eigenvalue
-from meanflow.solvers.weak import weak_form
-from meanflow.sweeps import program
+from meanflow.solvers._step import top_eigenvalue
+from meanflow.solvers._weak import weak_form
+from meanflow.sweeps import _program as program
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 KEYS = jax.random.key(0), jax.random.key(1)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.flows import observables as obs
-from meanflow.flows.problem import Chart, Problem
-from meanflow.univariate import observables as knots_of
+from meanflow.flows import _observables as obs
+from meanflow.flows._problem import Chart, Problem
+from meanflow.univariate import _observables as knots_of
 
 X = jnp.linspace(-1.0, 1.0, 5)
 LINE = mf.Dataset(X, jnp.sin(2 * X), "sum")

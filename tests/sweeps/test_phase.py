@@ -5,7 +5,7 @@ import pytest
 import xarray
 
 import meanflow as mf
-from meanflow.sweeps.phase import collapse, fit_exponents
+from meanflow.sweeps._phase import collapse, fit_exponents
 
 
 def paired(key, width, alpha):

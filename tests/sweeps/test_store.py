@@ -16,9 +16,9 @@ import xarray
 import meanflow as mf
 from meanflow._identity import describe, difference
 from meanflow.sweeps import StoreError, load
-from meanflow.sweeps import runner as runners
-from meanflow.sweeps.grid import Chunk, Group
-from meanflow.sweeps.store import Store
+from meanflow.sweeps import _runner as runners
+from meanflow.sweeps._grid import Chunk, Group
+from meanflow.sweeps._store import Store
 
 X = jnp.linspace(-1.0, 1.0, 4)
 DATA = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8]), "sum")
@@ -149,7 +149,7 @@ def test_other_data_and_another_model_are_refused(tmp_path):
 
 def test_other_versions_are_said(tmp_path, monkeypatch):
     with monkeypatch.context() as earlier:
-        earlier.setattr("meanflow.sweeps.plan.all_versions", lambda: {"jax": "0.0.1"})
+        earlier.setattr("meanflow.sweeps._plan.all_versions", lambda: {"jax": "0.0.1"})
         run(tmp_path / "run")
     with pytest.warns(UserWarning, match="0.0.1"):
         run(tmp_path / "run")

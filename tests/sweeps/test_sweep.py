@@ -10,8 +10,9 @@ import pytest
 import xarray
 
 import meanflow as mf
-from meanflow.solvers.sliding import Sliding
-from meanflow.sweeps import clouds, program
+from meanflow.solvers._sliding import Sliding
+from meanflow.sweeps import _clouds as clouds
+from meanflow.sweeps import _program as program
 
 X = jnp.linspace(-1.0, 1.0, 6)
 LINE = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8, -1.0, 0.3]), "sum")

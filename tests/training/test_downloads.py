@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from meanflow.training import data, downloads
+from meanflow.training import _downloads as downloads
+from meanflow.training import data
 
 
 def archive(members):

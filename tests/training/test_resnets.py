@@ -11,7 +11,7 @@ from flax import nnx
 
 from meanflow.layers import BatchNorm, Recenter, Rescale, Unitize, UnitizedBatchNorm
 from meanflow.training import ResNet
-from meanflow.training.resnet import Block, count_parameters
+from meanflow.training._resnet import Block, count_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -15,10 +15,11 @@ from flax import nnx
 
 from meanflow import transport
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import CNN, MLP, Trainer, Watch, trainer
-from meanflow.training.checkpoints import load_state, save_state
+from meanflow.training import CNN, MLP, Trainer, Watch
+from meanflow.training import _trainer as trainer
+from meanflow.training._checkpoints import load_state, save_state
+from meanflow.training._trainer import cross_entropy, staircase
 from meanflow.training.data import Data
-from meanflow.training.trainer import cross_entropy, staircase
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -292,7 +293,7 @@ def test_records_equal_direct_computation(shared, key, moments):
     assert seen["ics_exact"] <= seen["ics_upper"] * (1 + 1e-5)
     assert seen["ics_upper"] <= seen["ics_paired"] * (1 + 1e-5)
     np.testing.assert_allclose(
-        seen["kurtosis"], transport.statistics.moments(after).kurtosis, rtol=1e-3, atol=1e-4
+        seen["kurtosis"], transport._statistics.moments(after).kurtosis, rtol=1e-3, atol=1e-4
     )
     shift = cross_entropy(upper(old, after), y) - cross_entropy(upper(old, before), y)
     np.testing.assert_allclose(seen["loss_shift"], shift, rtol=1e-3, atol=1e-6)

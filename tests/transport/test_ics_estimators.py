@@ -8,17 +8,11 @@ import scipy.special
 import scipy.stats
 
 from meanflow import transport
-from meanflow.transport import (
-    critic,
-    critic_distance,
-    ics,
-    sinkhorn_divergence,
-    sliced_wasserstein,
-    wasserstein,
-)
-from meanflow.transport.covariate_shift import ics_trace, loss_shift, paired_distance, sandwich
-from meanflow.transport.sliced import marginal_wasserstein, sliced_distances, slicing_constant
-from meanflow.transport.statistics import bootstrap, moments
+from meanflow.transport import _critic as critic
+from meanflow.transport import critic_distance, ics, sinkhorn_divergence, sliced_wasserstein, wasserstein
+from meanflow.transport._covariate_shift import ics_trace, loss_shift, paired_distance, sandwich
+from meanflow.transport._sliced import marginal_wasserstein, sliced_distances, slicing_constant
+from meanflow.transport._statistics import bootstrap, moments
 
 
 def clouds(seed, n=40, d=5):

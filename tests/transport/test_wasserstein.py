@@ -12,9 +12,9 @@ import scipy.optimize
 import scipy.stats
 
 from meanflow.transport import transport_plan, wasserstein
-from meanflow.transport.exact import cylinder_distance, euclidean
+from meanflow.transport._exact import cylinder_distance, euclidean
 
-module = importlib.import_module("meanflow.transport.exact")
+module = importlib.import_module("meanflow.transport._exact")
 
 
 def weights(rng, size):

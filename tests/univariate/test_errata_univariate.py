@@ -9,8 +9,9 @@ from scipy.integrate import solve_ivp
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.univariate import balance, forces
-from meanflow.univariate.rays import sample_rays
+from meanflow.univariate import _forces as forces
+from meanflow.univariate import balance
+from meanflow.univariate._rays import sample_rays
 
 X = np.array([-0.8, -0.1, 0.4, 1.0])
 DATA = Dataset(X, [0.3, -0.7, 0.2, 0.9], weights="sum")
@@ -267,7 +268,7 @@ def test_section_4_the_kernel_regime_is_set_by_q_not_by_r():
 
 def test_16_the_signed_measure_carries_r():
     """mean |r| bounds the variation of int r mu(dr, .), with equality only without cancellation at equal theta."""
-    from meanflow.univariate.models import total_variation
+    from meanflow.univariate._models import total_variation
 
     polar = Polar(jnp.array([1.0, -1.0, 2.0]), jnp.array([0.3, 0.3, 1.0]))
     penalty = float(jnp.mean(total_variation(polar)))

@@ -12,7 +12,7 @@ from meanflow import univariate as uni
 from meanflow.flows import energy, predict, tangent_kernel, velocity
 from meanflow.measures import Affine, Cloud, Dataset, Polar, stack
 from meanflow.solvers import descend, solve
-from meanflow.univariate import forces
+from meanflow.univariate import _forces as forces
 
 
 def hard_case(m=5000, s=300, seed=0, dtype=np.float64):
@@ -97,7 +97,7 @@ def test_order_of_the_samples_does_not_matter():
 
 def test_polar_fast_matches_generic_autodiff():
     """The overridden linearize against the base class, which differentiates the dense feature."""
-    from meanflow.flows.features import Feature
+    from meanflow.flows._features import Feature
 
     cloud = Cloud(Polar(*np.random.default_rng(3).standard_normal((2, 80))))
     x, g = jnp.linspace(-1, 1, 50), jnp.cos(jnp.arange(50.0))

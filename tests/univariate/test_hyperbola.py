@@ -6,9 +6,9 @@ import numpy as np
 
 import meanflow as mf
 from meanflow import flows
-from meanflow.measures.cloud import Affine
+from meanflow.measures._cloud import Affine
+from meanflow.univariate._hyperbola import Hyperbola, fold, unfold
 from meanflow.univariate.balance import balance
-from meanflow.univariate.hyperbola import Hyperbola, fold, unfold
 
 X = jnp.linspace(-1.0, 1.0, 6)
 DATA = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8, -1.0, 0.3]), "sum")

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.kernels.regime import minimum_norm
+from meanflow.kernels._regime import minimum_norm
+from meanflow.univariate._splines import natural_spline
+from meanflow.univariate._weight_laws import Finite, Signs
 from meanflow.univariate.knots import (
     concentration,
     curvature_energy,
@@ -14,8 +16,6 @@ from meanflow.univariate.knots import (
     piecewise_linear,
     total_variation,
 )
-from meanflow.univariate.splines import natural_spline
-from meanflow.univariate.weight_laws import Finite, Signs
 
 
 def _network(key, m=60):

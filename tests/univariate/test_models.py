@@ -8,8 +8,8 @@ import pytest
 from meanflow import univariate as uni
 from meanflow.flows import dissipation, energy, first_variation, predict, tangent_kernel, velocity
 from meanflow.measures import Affine, Cloud, Dataset, Polar, quadrature
+from meanflow.measures._scaling import Scaling, speed
 from meanflow.measures.laws import angle, uniform
-from meanflow.measures.scaling import Scaling, speed
 from meanflow.univariate import balance
 
 DATA = Dataset(jnp.array([-1.0, -0.3, 0.2, 0.9]), jnp.array([0.5, -1.0, 0.3, 1.2]), weights="sum")

@@ -10,8 +10,10 @@ import pytest
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.univariate import balance, forces, rays
-from meanflow.univariate.residual import region_covariances
+from meanflow.univariate import _forces as forces
+from meanflow.univariate import _rays as rays
+from meanflow.univariate import balance
+from meanflow.univariate._residual import region_covariances
 
 classify = jax.jit(jax.vmap(uni.classify_rays))
 attracting = jax.jit(jax.vmap(uni.attracting_angles))

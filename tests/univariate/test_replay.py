@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.flows.kinks import passage
-from meanflow.univariate import events, forces
+from meanflow.flows._kinks import passage
+from meanflow.univariate import _events as events
+from meanflow.univariate import _forces as forces
 
 SMOOTH = ("u", "v", "c", "left")
 

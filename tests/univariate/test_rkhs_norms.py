@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.kernels.regime import minimum_norm
-from meanflow.univariate.kernels import random_feature, univariate_ntk
-from meanflow.univariate.norms import feature_norm, tangent_norm, tangent_parts
-from meanflow.univariate.weight_laws import Finite, FixedSlope, Radial, Signs, Uniform
+from meanflow.kernels._regime import minimum_norm
+from meanflow.univariate._kernels import random_feature, univariate_ntk
+from meanflow.univariate._norms import feature_norm, tangent_norm, tangent_parts
+from meanflow.univariate._weight_laws import Finite, FixedSlope, Radial, Signs, Uniform
 
 LAWS = [Signs(0.8), Signs(3.0), Uniform(1.3, 0.9), Uniform(0.5, 2.0), Radial(2.0), FixedSlope(2.0, -1.2, 1.0)]
 

@@ -15,10 +15,11 @@ from scipy.integrate import solve_ivp
 
 import meanflow as mf
 from meanflow import univariate as uni
-from meanflow.flows.kinks import cell
+from meanflow.flows._kinks import cell
 from meanflow.measures import Affine, Cloud, Dataset, Polar
-from meanflow.solvers.sliding import Sliding
-from meanflow.univariate import balance, events
+from meanflow.solvers._sliding import Sliding
+from meanflow.univariate import _events as events
+from meanflow.univariate import balance
 
 EVENTS = ("crossings", "captures", "releases", "deaths", "nonunique")
 frozen = lambda f, y: f * y  # a linear loss freezes the residual at y

@@ -7,9 +7,8 @@ import pytest
 from scipy.integrate import solve_ivp
 from scipy.optimize import minimize
 
-from meanflow.univariate.decay import decay_to_charge, decay_velocity, decayed_balance, descended_balance
-from meanflow.univariate.knots import total_variation
-from meanflow.univariate.sparse import (
+from meanflow.univariate._decay import decay_to_charge, decay_velocity, decayed_balance, descended_balance
+from meanflow.univariate._sparse import (
     angular_potential,
     certificate,
     charge,
@@ -17,6 +16,7 @@ from meanflow.univariate.sparse import (
     measure_variation,
     sparse_minimizer,
 )
+from meanflow.univariate.knots import total_variation
 
 SQUARE = (np.linspace(-1, 1, 10), np.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1]))
 _RNG = np.random.default_rng(3)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy import interpolate
 
-from meanflow.kernels.regime import kernel_flow, minimum_norm
+from meanflow.kernels._regime import kernel_flow, minimum_norm
 from meanflow.measures import Affine, Cloud
-from meanflow.measures.scaling import Scaling, speed
-from meanflow.univariate.kernels import random_feature, univariate_ntk
-from meanflow.univariate.norms import feature_norm
-from meanflow.univariate.splines import bordered_spline, natural_spline, spline_interpolant
-from meanflow.univariate.weight_laws import Finite, Radial, Signs, Uniform
+from meanflow.measures._scaling import Scaling, speed
+from meanflow.univariate._kernels import random_feature, univariate_ntk
+from meanflow.univariate._norms import feature_norm
+from meanflow.univariate._splines import bordered_spline, natural_spline, spline_interpolant
+from meanflow.univariate._weight_laws import Finite, Radial, Signs, Uniform
 
 X = jnp.linspace(-1, 1, 10)
 Y = jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import integrate
 
-from meanflow.univariate.kernels import indicator, random_feature, univariate_ntk
-from meanflow.univariate.weight_laws import Finite, FixedSlope, Radial, Signs, Uniform, resolve_law
+from meanflow.univariate._kernels import indicator, random_feature, univariate_ntk
+from meanflow.univariate._weight_laws import Finite, FixedSlope, Radial, Signs, Uniform, resolve_law
 
 LAWS = {
     "interval": FixedSlope(-1.5, -0.4, 0.7),

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 
 from meanflow._numerics import iterate
-from meanflow.depth.observables import rank, stable_rank
-from meanflow.depth.propagation import WEIGHTS
+from meanflow.depth._observables import rank, stable_rank
+from meanflow.depth._propagation import WEIGHTS
 from meanflow.layers import functional
 from meanflow.plots.style import COLORS, MARKERS, below, panels
 from meanflow.training.data import mnist

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.batches import angles
+from meanflow.plots._batches import angles
 from meanflow.plots.style import COLORS, DASHES, PALE, REFERENCE, no_legend, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY, input_batches
 from meanflow_papers.entry import MNIST, entry
@@ -24,8 +24,8 @@ def _figure_5(
     runs = {k: depth.propagate(keys, x, [width] * 30, **v).layers.pair_angles for k, v in nets.items()}
     mean = {k: float(v[:, -1].mean()) for k, v in runs.items()}
     start = jnp.full((n, n), 0.5) + 0.5 * jnp.eye(n)
-    bn = float(jnp.degrees(jnp.arccos(depth.expected.batchnorm_cosine(n))))
-    rms = float(depth.pair_angles(depth.expected.fixed_point(start, **RMS_ONLY).gram)[0])
+    bn = float(jnp.degrees(jnp.arccos(depth._expected.batchnorm_cosine(n))))
+    rms = float(depth.pair_angles(depth._expected.fixed_point(start, **RMS_ONLY).gram)[0])
     return {f"{k} n={n}": v[:, -2:] for k, v in runs.items()}, [
         Criterion(f"BN n={n}", mean["BN"], bn - 1, bn + 1),
         Criterion(f"RS(rms) n={n}", mean["RS(rms)"], rms - 2, rms + 2),

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from meanflow import depth
-from meanflow.depth.observables import activity
-from meanflow.plots import batches
+from meanflow.depth._observables import activity
+from meanflow.plots import _batches as batches
 from meanflow.plots.style import COLORS, REFERENCE, no_legend, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY
 from meanflow_papers.entry import entry

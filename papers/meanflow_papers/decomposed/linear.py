@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.depth.observables import gram, orthogonality_gap
+from meanflow.depth._observables import gram, orthogonality_gap
 from meanflow.plots.style import COLORS, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -65,7 +65,7 @@ def linear_rescale(
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
     mean = {rc: float(depth.pair_angles(grams[widths[1], rc][:, -1]).mean()) for rc in (False, True)}
     simplex = np.degrees(np.arccos(-1 / (n - 1)))
-    slope = depth.expected.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")[0]
+    slope = depth._expected.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")[0]
     return Outcome(
         name="002/linear-rescale",
         claim="Rescaling alone makes a full-rank batch orthonormal as the depth grows (previous work).",

@@ -70,8 +70,8 @@ def odd_states() -> Outcome:
     rows: dict[int, tuple[jax.Array | float | None, ...]] = {}
     error = 0.0
     for n, expected in table.items():
-        state = depth.odd_points.odd_state(n)
-        scale = depth.odd_points.critical_scale(n) if expected[3] else None
+        state = depth._odd_points.odd_state(n)
+        scale = depth._odd_points.critical_scale(n) if expected[3] else None
         rows[n] = (state.norm_ratio, state.odd_angle, state.cluster_angle, scale)
         units = (1e-3, 1e-2, 1e-2, 1e-3)  # last digit given
         columns = zip(rows[n], expected, units, strict=True)
@@ -84,7 +84,7 @@ def odd_states() -> Outcome:
         criteria=(
             Criterion("largest error in units of the last digit", error, high=0.51),
             Criterion(
-                "n = 6: norm ratio", float(depth.odd_points.odd_state(6).norm_ratio), 1 - 1e-9, 1 + 1e-9
+                "n = 6: norm ratio", float(depth._odd_points.odd_state(6).norm_ratio), 1 - 1e-9, 1 + 1e-9
             ),
         ),
     )

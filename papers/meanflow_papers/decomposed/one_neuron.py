@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow._numerics import iterate
-from meanflow.depth.initializers import one_neuron_per_sample as initializers_for
+from meanflow.depth._initializers import one_neuron_per_sample as initializers_for
 from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels
 from meanflow_papers.decomposed.setup import digits
 from meanflow_papers.entry import entry
@@ -98,7 +98,7 @@ def one_neuron_per_sample(samples: int = 200, steps: int = 300, seeds: int = 4) 
             kernel_init, bias_init = initializers_for(x[train], relax=relax)
             unused = jax.random.key(0)  # these initializers are constants
             kernel, bias = kernel_init(unused, (64, samples), x.dtype), bias_init(unused, (samples,), x.dtype)
-            code = depth.observables.summary(jax.nn.relu(x[train] @ kernel + bias[None]))
+            code = depth._observables.summary(jax.nn.relu(x[train] @ kernel + bias[None]))
             silent = jnp.mean(jnp.all(x[test] @ kernel + bias[None] <= 0, axis=1))
             right, right_new = fit(kernel, bias, train, test)
             off = jnp.max(jnp.abs(code.pair_angles - 90))

@@ -65,12 +65,12 @@ def theorem_11(sizes: tuple[int, ...] = (5, 10, 50), draws: int = 20, layers: in
         cosine = sort[:, 1:-1, jnp.array([0, -1])] / (
             length[:, 1:-1, None] * length[:, None, jnp.array([0, -1])]
         )
-        limits = depth.tree_model.tree_limits(n, rho)
+        limits = depth._tree_model.tree_limits(n, rho)
         theory = jnp.stack([limits.ratio_first, limits.ratio_last], axis=1)[:, None, :]
         theory_cos = jnp.stack([limits.cos_first, limits.cos_last], axis=1)[:, None, :]
         worst_limit = max(worst_limit, float(jnp.max(jnp.abs(ratio - theory))))
         worst_limit = max(worst_limit, float(jnp.max(jnp.abs(cosine - theory_cos))))
-        bounds = depth.tree_model.tree_bounds(n)
+        bounds = depth._tree_model.tree_bounds(n)
         best = jnp.min(jnp.max(ratio, axis=1), axis=1)  # over the two extreme samples
         angle = jnp.arccos(jnp.min(jnp.max(cosine, axis=1), axis=1))
         worst_bound = max(

@@ -62,14 +62,14 @@ def theorem_3(runs: int = 2000) -> Outcome:
     for name, x in batches.items():
         n = x.shape[0]
         found = depth.gamma(x)
-        y = depth.rank.neurons_to_full_rank(key, x, runs)
+        y = depth._rank.neurons_to_full_rank(key, x, runs)
         neurons = jnp.unique(jnp.round(jnp.geomspace(n, 4 * n / min(found.value, 1 / n), 30)).astype(int))
         bounds = depth.rank_bounds(n, found.value, neurons)
         missed = jnp.mean(y[None, :] > neurons[:, None], axis=1)
         noise = 4 * jnp.sqrt(missed * (1 - missed) / runs) + 4 / runs
         ordered = (bounds.binomial <= bounds.chernoff + 1e-12) & (bounds.chernoff <= bounds.simple + 1e-12)
         violations += float(jnp.sum(~ordered) + jnp.sum(missed > bounds.binomial + noise))
-        sharper = depth.rank.expected_neurons_bound(x)
+        sharper = depth._rank.expected_neurons_bound(x)
         violations += float(y.mean() > sharper) + float(sharper > bounds.expected[0] * (1 + 1e-9))
         table[name] = {
             "gamma": found.value,

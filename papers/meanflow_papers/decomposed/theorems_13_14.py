@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.depth.observables import gram
+from meanflow.depth._observables import gram
 from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -75,24 +75,24 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
 
     def layer(key: jax.Array, x: jax.Array, alpha: jax.Array) -> jax.Array:
         z = x @ (jax.random.normal(key, (4, rows)) * jnp.sqrt(2 * alpha / rows))
-        return gram(depth.propagation.Stages()(z))
+        return gram(depth._propagation.Stages()(z))
 
-    exact = depth.invariant.one_layer(x)
+    exact = depth._invariant.one_layer(x)
     measured = layer(jax.random.key(13), x, exact.alpha)
     off = spread / jnp.linalg.norm(spread, axis=1).at[0].set(1.0)[:, None]
-    near = depth.invariant.one_layer(x + 1e-6 * off)
+    near = depth._invariant.one_layer(x + 1e-6 * off)
     i, j = jnp.triu_indices(n - 1, 1)
     pairs = lambda d: d[1:n, 1:n][i, j]
     growth = jnp.max(pairs(near.expected_distances) / pairs(near.distances))
 
     def factors(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Distance of a scaled odd point, and the least and largest factor of close pairs in one layer."""
-        moved = depth.invariant.one_layer(x.at[0].multiply(scale) + 1e-6 * off)
+        moved = depth._invariant.one_layer(x.at[0].multiply(scale) + 1e-6 * off)
         ratio = pairs(moved.expected_distances) / pairs(moved.distances)
         return moved.radius, jnp.min(ratio), jnp.max(ratio)
 
     radii, least, largest = jax.vmap(factors)(jnp.linspace(0.7, 1.8, 45))
-    wide = depth.invariant.one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
+    wide = depth._invariant.one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
     shrink = pairs(wide.expected_distances) / pairs(wide.distances)
     return Outcome(
         name="002/theorems-13-14",

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.batches import tree
+from meanflow.plots._batches import tree
 from meanflow.plots.style import canvas
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -42,7 +42,7 @@ def figure_4(layers: int = 12) -> Outcome:
         jax.random.key(0),
         x,
         widths,
-        weights=depth.propagation.split_identity,
+        weights=depth._propagation.split_identity,
         observe=lambda x: (x @ x.T, rows(x)),
     )
     grams, first = explicit.layers

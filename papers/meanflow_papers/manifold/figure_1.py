@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots.clouds import directions
-from meanflow.plots.curves import speeds, traces
+from meanflow.plots._clouds import directions
+from meanflow.plots._curves import speeds, traces
 from meanflow.plots.style import COLORS, DASHES, REFERENCE, below, canvas, no_legend
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes, tangential_speeds

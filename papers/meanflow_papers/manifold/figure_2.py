@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots.clouds import needles
-from meanflow.plots.curves import traces
+from meanflow.plots._clouds import needles
+from meanflow.plots._curves import traces
 from meanflow.plots.style import COLORS, canvas, key
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes

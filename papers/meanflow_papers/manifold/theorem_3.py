@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.geometry import omega
+from meanflow.geometry import _omega as omega
 from meanflow.measures import laws
 from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow_papers.entry import entry

@@ -9,10 +9,10 @@ from scipy.integrate import simpson
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import laws, quadrature, quasi, sample
-from meanflow.plots.curves import convergence
+from meanflow.plots._curves import convergence
 from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, below, panels
 from meanflow.transport import wasserstein
-from meanflow.transport.exact import cylinder_distance
+from meanflow.transport._exact import cylinder_distance
 from meanflow.univariate.balance import unit
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import activations
-from meanflow.flows.flow import first_variation
-from meanflow.flows.optimality import certificate, separates
+from meanflow.flows._flow import first_variation
+from meanflow.flows._optimality import certificate, separates
 from meanflow.plots.style import COLORS, DASHES, PALE, below, panels
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import SPREAD, ring

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from meanflow import _checks
 from meanflow._numerics import iterate
 from meanflow.activations import resolve
-from meanflow.kernels.empirical.modules import Normalized
+from meanflow.kernels._empirical.modules import Normalized
 
 Statistics: TypeAlias = list[
     tuple[Float[Array, "1 n"], Float[Array, "1 n"]]

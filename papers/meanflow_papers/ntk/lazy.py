@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.kernels.batchnorm import normalize
-from meanflow.kernels.regime import linearized_batchnorm
+from meanflow.kernels._batchnorm import normalize
+from meanflow.kernels._regime import linearized_batchnorm
 from meanflow.plots.style import COLORS, MARKERS, REFERENCE, below, panels
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import mean, told

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meanflow.activations import resolve
-from meanflow.kernels.batchnorm import normalize
+from meanflow.kernels._batchnorm import normalize
 
 Weights: TypeAlias = list[jax.Array]  # one matrix (fan in, fan out) a layer, or one vector of biases
 Apply: TypeAlias = Callable[[Weights, jax.Array], jax.Array]  # (weights, inputs (T, d)) -> outputs (T,)

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
-from meanflow.kernels.empirical.operator import KernelOperator
-from meanflow.plots.curves import convergence
+from meanflow.kernels._empirical.operator import KernelOperator
+from meanflow.plots._curves import convergence
 from meanflow.plots.style import COLORS, REFERENCE, below, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
-from meanflow.kernels.infinite.predictions import kappas
-from meanflow.plots.curves import convergence
+from meanflow.kernels._infinite.predictions import kappas
+from meanflow.plots._curves import convergence
 from meanflow.plots.style import below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key

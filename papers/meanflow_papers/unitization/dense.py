@@ -9,10 +9,10 @@ import optax
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.training import MLP, Trainer, Watch
-from meanflow.training.checkpoints import TrainState
+from meanflow.training._checkpoints import TrainState
+from meanflow.training._networks import MakeNorm
+from meanflow.training._trainer import staircase
 from meanflow.training.data import Data, digits, mnist
-from meanflow.training.networks import MakeNorm
-from meanflow.training.trainer import staircase
 
 _unit = partial(UnitizedBatchNorm, momentum=0.9)
 DENSE: dict[str, MakeNorm] = {

@@ -13,9 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from meanflow.plots.style import COLORS, PALE, below, panels, shades
 from meanflow.training import CNN, ResNet, Trainer
+from meanflow.training._networks import Network, normalized
+from meanflow.training._trainer import staircase
 from meanflow.training.data import digits
-from meanflow.training.networks import Network, normalized
-from meanflow.training.trainer import staircase
 from meanflow.transport import critic_distance, ics
 from meanflow_papers.entry import CIFAR, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome

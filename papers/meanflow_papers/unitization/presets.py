@@ -28,9 +28,9 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.layers.functional import batch_moments
+from meanflow.training._networks import MakeNorm
+from meanflow.training._trainer import staircase
 from meanflow.training.data import Data, crop_and_flip
-from meanflow.training.networks import MakeNorm
-from meanflow.training.trainer import staircase
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from meanflow.layers import BatchNorm
 from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.training import ResNet
-from meanflow.training.resnet import count_parameters
+from meanflow.training._resnet import count_parameters
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.intervals import difference
 from meanflow_papers.outcome import Arrays, Criterion, Outcome

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from scipy.optimize import lsq_linear
 from scipy.sparse.csgraph import connected_components
 
-from meanflow.flows.models import vanilla
+from meanflow.flows._models import vanilla
 from meanflow.measures import Cloud, Dataset, Neurons
 from meanflow.plots.style import NEGATIVE, PALE, POSITIVE, REFERENCE, below, panels
 from meanflow.solvers import descend, solve

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.plots.style import COLORS, DASHES, PALE, panels
-from meanflow.univariate.kernels import indicator, random_feature
-from meanflow.univariate.weight_laws import Finite, Radial, Uniform, WeightLaw
+from meanflow.univariate._kernels import indicator, random_feature
+from meanflow.univariate._weight_laws import Finite, Radial, Uniform, WeightLaw
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.kernels.regime import kernel_flow, minimum_norm
-from meanflow.plots.curves import convergence
+from meanflow.kernels._regime import kernel_flow, minimum_norm
+from meanflow.plots._curves import convergence
 from meanflow.plots.style import COLORS, DASHES, PALE, SAMPLE, below, panels
-from meanflow.univariate.kernels import random_feature
+from meanflow.univariate._kernels import random_feature
+from meanflow.univariate._splines import natural_spline, spline_interpolant
+from meanflow.univariate._weight_laws import Finite, Signs, Uniform
 from meanflow.univariate.knots import piecewise_linear
-from meanflow.univariate.splines import natural_spline, spline_interpolant
-from meanflow.univariate.weight_laws import Finite, Signs, Uniform
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.setup import square_wave

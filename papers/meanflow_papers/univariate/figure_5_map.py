@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow.flows import Observable
-from meanflow.plots.maps import heat_map, number
+from meanflow.plots._maps import heat_map, number
 from meanflow.plots.style import COLORS, MARKERS, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome

@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.measures import Cloud
-from meanflow.plots.clouds import plane
-from meanflow.plots.curves import traces
+from meanflow.plots._clouds import plane
+from meanflow.plots._curves import traces
 from meanflow.plots.style import no_legend, panels
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import univariate as uni
-from meanflow.flows.flow import predict
+from meanflow.flows._flow import predict
 from meanflow.measures import Affine, Cloud
 from meanflow.plots.style import COLORS, SAMPLE, below, panels, shades, sparse
 from meanflow.univariate import balance

@@ -8,13 +8,14 @@ from matplotlib.lines import Line2D
 
 import meanflow as mf
 from meanflow import univariate as uni
-from meanflow.flows.flow import predict
+from meanflow.flows._flow import predict
 from meanflow.measures import Affine, Cloud
-from meanflow.plots.clouds import attractors, field, plane, regions
-from meanflow.plots.curves import fit
+from meanflow.plots._clouds import attractors, field, plane, regions
+from meanflow.plots._curves import fit
 from meanflow.plots.style import no_legend, panels
 from meanflow.solvers import Solution, solve
-from meanflow.univariate import balance, forces
+from meanflow.univariate import _forces as forces
+from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.univariate.pictures import GRID, Rays, Samples, knot_places

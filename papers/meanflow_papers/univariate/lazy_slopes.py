@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from meanflow import univariate as uni
 from meanflow.flows import FunctionObservable
 from meanflow.measures import Affine, Cloud, Dataset
-from meanflow.plots.curves import convergence
+from meanflow.plots._curves import convergence
 from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.solvers import solve
 from meanflow_papers.entry import entry

@@ -13,9 +13,9 @@ from matplotlib.lines import Line2D
 
 import meanflow as mf
 from meanflow import univariate as uni
-from meanflow.plots.clouds import plane
-from meanflow.plots.curves import fit
-from meanflow.plots.maps import number
+from meanflow.plots._clouds import plane
+from meanflow.plots._curves import fit
+from meanflow.plots._maps import number
 from meanflow.plots.style import COLORS, NEGATIVE, POSITIVE, SAMPLE, no_legend
 from meanflow.univariate import balance
 from meanflow_papers.outcome import Arrays

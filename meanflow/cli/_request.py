@@ -1,0 +1,212 @@
+"""Sweeps written down as tables, for configuration files and the command line.
+
+    store = "runs/regimes"
+
+    [flow]
+    name = "lifted"            # any model of the package; further keys are its arguments
+    alpha = "sqrt"
+
+    [data]
+    name = "sine"              # or file = "data.npz" with arrays x and y, or x = [...], y = [...]
+    points = 20
+
+    [grid]
+    widths = [50, 100, 200]
+    deltas = [-inf, -10, 0, 10, inf]
+    seeds = 4
+
+    [run]
+    steps = 2000
+    every = 200
+    step = {kernel = 0.2}      # or a number
+    observe = ["default", "neurons"]    # some names, "default" for the usual ones; neurons for the animation
+    temperature = 0.1          # noise, by default of key = 0; or reaction = 1.0, with conserve = false for free mass
+
+Every table is checked: an unknown or misspelt key is an error that names the nearest known one.
+"""
+
+import dataclasses
+import difflib
+import pathlib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import ArrayLike, Float
+
+from meanflow import _checks
+from meanflow._identity import Json
+from meanflow.flows import _models as models
+from meanflow.flows._flow import Flow
+from meanflow.measures._dataset import Dataset
+from meanflow.solvers._step import KernelStep
+from meanflow.sweeps._cells import Sweep
+from meanflow.sweeps._networks import prepare
+from meanflow.univariate import _models as univariate
+
+
+class NamedFlow(NamedTuple):
+    """A model that a configuration can name: how it is made, and which arguments the table [flow] may give."""
+
+    make: Callable[..., Flow]
+    arguments: tuple[str, ...]
+
+
+FLOWS = {
+    "vanilla": NamedFlow(models.vanilla, ("activation", "loss")),
+    "batchnorm": NamedFlow(models.batchnorm, ("activation", "loss")),
+    "batchnorm_manifold": NamedFlow(models.batchnorm_manifold, ("activation", "loss")),
+    "canonical": NamedFlow(univariate.canonical, ("loss", "variation", "forces")),
+    "lifted": NamedFlow(univariate.lifted, ("alpha", "loss", "variation", "forces")),
+    "planar": NamedFlow(univariate.planar, ("alpha", "loss", "variation", "forces")),
+    "radial": NamedFlow(univariate.radial, ("alpha", "loss", "variation", "forces")),
+    "full": NamedFlow(univariate.full, ("alpha", "loss", "decay", "forces")),
+}
+TABLES = ("store", "flow", "data", "grid", "run", "mesh")
+DATA_KEYS = ("name", "points", "dim", "seed", "file", "x", "y", "weights")
+GRID_KEYS = ("widths", "deltas", "scales", "seeds", "axes")
+RUN_KEYS = (
+    *("t1", "ts", "steps", "every", "step", "solver", "clock", "rtol", "atol", "steady", "max_steps"),
+    *("batch_size", "replace", "statistics", "observe", "chunk", "waste", "nested", "key", "precision"),
+    *("temperature", "reaction", "conserve"),
+)
+PRECISIONS = ("float32", "float64")
+
+
+def read_request(path: str | pathlib.Path) -> Json:
+    """Return the tables of a TOML file, checked."""
+    path = pathlib.Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ValueError(f"configuration {path} cannot be read: {problem}") from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise ValueError(f"configuration {path} is not valid TOML: {problem}") from problem
+    return check_request(tables)
+
+
+def check_request(tables: Json) -> Json:
+    """Return a copy of the tables; refuse unknown tables and keys, and what is missing."""
+    _known("configuration", tables, TABLES)
+    for name in ("flow", "data", "grid", "run"):
+        if not isinstance(tables.get(name), Mapping):
+            raise ValueError(f"configuration needs the table [{name}]")
+    flow = tables["flow"]
+    if flow.get("name") not in FLOWS:
+        name = flow.get("name")
+        raise ValueError(f"flow.name must be one of {sorted(FLOWS)}, got {name!r}{_near(name, FLOWS)}")
+    _known("[flow]", flow, ("name", *FLOWS[flow["name"]].arguments))
+    _known("[data]", tables["data"], DATA_KEYS)
+    _known("[grid]", tables["grid"], GRID_KEYS)
+    _known("[run]", tables["run"], RUN_KEYS)
+    _known("[mesh]", tables.get("mesh", {}), ("sweep", "particles"))
+    if not isinstance(tables.get("store", ""), str):
+        raise ValueError(f"store must be the name of a directory, got {tables['store']!r}")
+    if "widths" not in tables["grid"]:
+        raise ValueError("[grid] needs widths, a list of integers")
+    precision = tables["run"].get("precision", "float64")
+    if precision not in PRECISIONS:
+        raise ValueError(f"run.precision must be one of {list(PRECISIONS)}, got {precision!r}")
+    return {name: dict(t) if isinstance(t, Mapping) else t for name, t in tables.items()}
+
+
+def build(request: Json) -> Sweep:
+    """Return the plan of the sweep that a checked request describes; it keeps the request for its store."""
+    flow = dict(request["flow"])
+    make = FLOWS[flow.pop("name")].make
+    run = {k: v for k, v in request["run"].items() if k != "precision"}
+    if isinstance(run.get("step"), Mapping):
+        _known("run.step", run["step"], ("kernel", "every"))
+        if "kernel" not in run["step"]:
+            raise ValueError(f"run.step must be a number or {{kernel = kappa, every = n}}, got {run['step']}")
+        run["step"] = KernelStep(run["step"]["kernel"], run["step"].get("every", 20))
+    settings = {k: v for k, v in run.items() if v is not None}
+    for name in ("deltas", "scales"):
+        given = request["grid"].get(name, [])
+        if not isinstance(given, list) or any(
+            isinstance(v, bool) or not isinstance(v, int | float) for v in given
+        ):
+            raise ValueError(f"grid.{name} must be a list of numbers, got {given!r}")
+    plan = prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
+    return dataclasses.replace(plan, request=dict(request))
+
+
+def named_data(
+    name: str | None = None,
+    *,
+    points: int | None = None,
+    dim: int = 2,
+    seed: int = 0,
+    file: str | None = None,
+    x: Float[ArrayLike, "n *d"] | None = None,
+    y: Float[ArrayLike, "n"] | None = None,
+    weights: str | Float[ArrayLike, "n"] | None = None,
+) -> Dataset:
+    """Return training data by name, from a file, or as given.
+
+    Args:
+        name: ``"sine"`` (sin 2 pi x on [-1, 1]), ``"square"`` (the square wave of "univariate ReLU"), or ``"ridge"``
+            (x normal in ``dim`` dimensions with variances 5, 1, ..., 1; y = |x_1|).
+        points: number of samples of a named set.
+        dim, seed: of ``"ridge"``.
+        file: .npz file with arrays x, y and perhaps weights.
+        x, y: the data themselves.
+        weights: ``"sum"``, an array, or None for an average; univariate named sets are sums by default.
+    """
+    given = [k for k, v in (("name", name), ("file", file), ("x", x)) if v is not None]
+    if len(given) != 1:
+        raise ValueError(f"[data] needs exactly one of name, file and x with y, got {given or 'none'}")
+    if file is not None:
+        try:
+            with (
+                open(_checks.path("data.file", file), "rb") as raw,
+                np.load(raw, allow_pickle=False) as arrays,
+            ):
+                stored = {k: arrays[k] for k in arrays.files}
+        except Exception as problem:  # damaged archives raise whatever they like
+            raise ValueError(
+                f"data.file {file} cannot be read as .npz: {type(problem).__name__}: {problem}"
+            ) from problem
+        if not {"x", "y"} <= set(stored):
+            raise ValueError(f"data.file {file} must hold x and y, got {sorted(stored)}")
+        return Dataset(stored["x"], stored["y"], stored.get("weights", weights))
+    if x is not None:
+        if y is None:
+            raise ValueError("[data] needs y beside x, got none")
+        read = lambda name, value: _checks.array(rank=1)(f"data.{name}", value)
+        return Dataset(read("x", x), read("y", y), weights)
+    if points is not None:
+        points = _checks.whole("data.points", points, 1)
+    weights = "sum" if weights is None and name != "ridge" else weights
+    if name == "sine":
+        inputs = np.linspace(-1, 1, points or 20)
+        return Dataset(inputs, np.sin(2 * np.pi * inputs), weights)
+    if name == "square":
+        wave = np.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
+        if points not in (None, wave.size):
+            raise ValueError(f"data.points of the square wave must be {wave.size}, got {points}")
+        return Dataset(np.linspace(-1, 1, wave.size), wave, weights)
+    if name == "ridge":
+        dim, seed = _checks.whole("data.dim", dim, 1), _checks.whole("data.seed", seed, 0)
+        normal = np.random.default_rng(seed).normal(size=(points or 100, dim))
+        normal[:, 0] *= np.sqrt(5.0)
+        return Dataset(normal, np.abs(normal[:, 0]), weights)
+    raise ValueError(f"data.name must be one of ['ridge', 'sine', 'square'], got {name!r}")
+
+
+def _known(where: str, table: object, allowed: tuple[str, ...]) -> None:
+    """Refuse what is no table, and keys that are not among the allowed ones."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} must be a table, got {table!r}")
+    for key in table:
+        if key not in allowed:
+            raise ValueError(
+                f"{where} has no key {key!r}{_near(key, allowed)}; allowed are {sorted(allowed)}"
+            )
+
+
+def _near(word: object, allowed: Iterable[str]) -> str:
+    """Return a question that names the allowed word nearest to a misspelt one; "" if there is none."""
+    close = difflib.get_close_matches(str(word), list(allowed), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,407 @@
+"""Flows: a model of learning, and the public functions of the one equation (see ``meanflow.flows._equation``).
+
+Everything here is a pure function of pytrees and works under jit, vmap and grad. Each public function checks its
+arguments once and then runs one compiled program of the inner function of the same name.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, PyTree, Real
+
+from meanflow import _checks
+from meanflow._checks import (
+    array,
+    choice,
+    count,
+    either,
+    flag,
+    floating,
+    instance,
+    number,
+    optional,
+    prng_key,
+    subclass,
+    taking,
+    unchecked,
+)
+from meanflow._reuse import canonical, compiled
+from meanflow.flows import _blocks as blocks
+from meanflow.flows import _equation as equation
+from meanflow.flows._features import Feature
+from meanflow.flows._losses import LOSS, Loss
+from meanflow.flows._observables import Observable, common_observables
+from meanflow.flows._problem import Chart
+from meanflow.geometry._space import Invariant, Space
+from meanflow.measures._cloud import CLOUD, Cloud
+from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._sampling import sample
+from meanflow.measures._scaling import NAMES, Scaling
+from meanflow.measures.laws import Law, as_law
+
+if TYPE_CHECKING:
+    from meanflow.flows._losses import LossFunction
+    from meanflow.measures._scaling import Alpha
+
+
+class Regularizer(eqx.Module):
+    """The penalty lam * reg(w).
+
+    Attributes:
+        function: maps the record of particles to one value each, (m,).
+        strength: lam >= 0, a scalar.
+    """
+
+    function: Callable[[PyTree[jax.Array]], jax.Array] = eqx.field(static=True)
+    strength: jax.Array
+
+
+class Offset(eqx.Module):
+    """The prediction f_0 of a network that stands still, subtracted from that of one that learns.
+
+    Attributes:
+        feature: its feature, bound to its statistics.
+        cloud: its neurons.
+    """
+
+    feature: Feature
+    cloud: Cloud
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return f_0(x), shape (n,) or (n, k)."""
+        return blocks.predict(self.feature, self.cloud, x)
+
+
+class Flow(eqx.Module):
+    """A model of learning: a feature phi, a geometry with inverse metric C, a loss, and an optional penalty.
+
+    Build one with ``vanilla``, ``batchnorm``, ``batchnorm_manifold`` or a univariate constructor, or assemble parts of
+    your own with ``make_flow``. Whatever the rest of the package knows about a model it asks the model's parts.
+
+    Attributes:
+        feature: what one neuron contributes to the prediction.
+        space: the geometry of its particles.
+        loss: the loss of a prediction.
+        scaling: the output scale alpha(m).
+        regularizer: the penalty, or None.
+        laws: maps the input dimension to the default laws of an initial cloud; None if there are none.
+        chart_type: the coordinates in which solvers step this flow.
+        centered: whether the network is f - f_0, with f_0 its prediction at the start of a run.
+        offset: f_0, or None until ``begin`` (or for a flow that is not centered).
+    """
+
+    feature: Feature
+    space: Space
+    loss: Loss
+    scaling: Scaling
+    regularizer: Regularizer | None = None
+    laws: Callable[[int | None], dict[str, Law]] | None = eqx.field(static=True, default=None)
+    chart_type: type[Chart] = eqx.field(static=True, default=Chart)
+    centered: bool = eqx.field(static=True, default=False)
+    offset: Offset | None = None
+
+    @_checks.arguments(data=DATA)
+    def bind(self, data: Dataset) -> Self:
+        """Freeze the statistics that the model takes from the data; does nothing where they are known."""
+        # through the classes: equinox wraps each bound method in a module, which takes longer than these calls
+        feature = type(self.feature).bind(self.feature, data)
+        space = type(self.space).bind(self.space, data)
+        if feature is self.feature and space is self.space:
+            return self
+        bound = eqx.tree_at(lambda f: (f.feature, f.space), self, (feature, space))
+        return bound if self.offset is None else bound._with_offset(Offset(feature, self.offset.cloud))
+
+    def begin(self, cloud: Cloud) -> Self:
+        """Return the flow of a run that starts at ``cloud``: a centered flow subtracts the prediction of that cloud.
+
+        Solvers and sweeps call it; call it yourself to evaluate a centered flow, or to start a new run where another
+        ended. A run that is resumed through its state knows where it began.
+
+        >>> import jax, meanflow as mf
+        >>> flow = mf.vanilla("tanh", alpha="sqrt", centered=True)
+        >>> cloud = flow.init(jax.random.key(0), 8, dim=2)
+        >>> mf.predict(flow.begin(cloud), cloud, [[1.0, 0.0]]).tolist()
+        [0.0]
+        """
+        if not self.centered or self.offset is not None:
+            return self
+        return self._with_offset(Offset(self.feature, cloud))
+
+    def _with_offset(self, offset: Offset) -> Self:
+        return eqx.tree_at(lambda f: f.offset, self, offset, is_leaf=lambda u: u is None)
+
+    @_checks.arguments(
+        key=prng_key, width=count(1), dim=optional(count(1)), outputs=optional(count(1)), paired=flag
+    )
+    def init(
+        self,
+        key: jax.Array,
+        width: int,
+        *,
+        dim: int | None = None,
+        outputs: int | None = None,
+        labels: ArrayLike | None = None,
+        paired: bool = False,
+        **laws: Law | float | Callable[[jax.Array], jax.Array],
+    ) -> Cloud:
+        """Draw a random cloud of ``width`` neurons.
+
+        Args:
+            key: PRNG key.
+            width: number of neurons, >= 1.
+            dim: input dimension d (models with vector inputs).
+            outputs: number of outputs k, drawn independently: the amplitude is (width, k). None: one, without an axis.
+            labels: a number or a (width,) array, if the geometry needs labels.
+            paired: draw neurons in pairs of opposite amplitude, one behind the other, so that the network starts at
+                f_0 = 0 (symmetric initialization). The width must be even.
+            laws: the law of a coordinate by name, instead of the model's default: a law such as
+                ``a=measures.laws.signs()``, a number, or a function that maps uniform numbers in (0, 1), of the shape
+                of the coordinate, to its values.
+
+        >>> import jax, jax.numpy as jnp, meanflow as mf
+        >>> cloud = mf.canonical().init(jax.random.key(0), 3, r=0.5, theta=lambda u: jnp.pi * u)
+        >>> cloud.particles.r.tolist(), bool(jnp.all(cloud.particles.theta > 0))
+        ([0.5, 0.5, 0.5], True)
+        """
+        if self.laws is None:
+            raise ValueError("this flow names no default laws; use meanflow.measures.sample")
+        usual = self.laws(dim)
+        chosen = usual | {name: as_law(name, law, usual.get(name)) for name, law in laws.items()}
+        name = self.feature.amplitude
+        if outputs is not None:
+            if name is None or self.feature.input_ndim == 1:
+                raise ValueError(f"outputs must be None for {type(self.feature).__name__}, got {outputs}")
+            chosen[name] = chosen[name].repeat(outputs)
+        if not paired:
+            return self.space.from_raw(sample(key, width, self.feature.record, chosen, labels=labels))
+        if width % 2 or name is None:
+            raise ValueError(f"paired needs an even width and a feature with an amplitude, got width {width}")
+        half = sample(key, width // 2, self.feature.record, chosen)
+        twice = jax.tree.map(lambda u: jnp.repeat(u, 2, axis=0), half.particles)
+        amplitude = getattr(twice, name)
+        sign = jnp.where(jnp.arange(width) % 2 == 0, 1.0, -1.0).astype(half.weights.dtype)
+        both = twice._replace(**{name: sign.reshape((-1,) + (1,) * (amplitude.ndim - 1)) * amplitude})
+        return self.space.from_raw(Cloud(both, labels=labels))
+
+    def chart(self, cloud: Cloud) -> Chart:
+        """Return the coordinates in which solvers step this flow from ``cloud``."""
+        return self.chart_type(self, cloud)
+
+    def invariant(self) -> Invariant | None:
+        """Return the conservation law of this flow: a map of clouds to (conserved, scale), both (m,); None without one.
+
+        The space knows what its points obey at any time, the feature what is conserved while nothing is penalised.
+        """
+        held = self.space.invariant()
+        if held is None and self.regularizer is None:
+            held = self.feature.invariant(self.space)
+        return held
+
+    def observables(self, data: Dataset) -> dict[str, Observable]:
+        """Return what a sweep records by default, by name: common quantities and those of the model."""
+        return common_observables(self, data) | self.feature.observables(data)
+
+    def check(self, cloud: Cloud, x: jax.Array) -> None:
+        """Raise ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
+        if self.centered and self.offset is None:
+            raise ValueError("a centered flow needs the start of its run: call flow.begin(cloud) first")
+        type(self.feature).check(self.feature, cloud, x)
+        type(self.space).check(self.space, cloud)
+        type(self.scaling).check(self.scaling, cloud)
+
+
+ALPHA = either(choice(*NAMES), number(above=0))
+FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.vanilla()")
+
+
+@_checks.arguments(
+    feature=instance(Feature),
+    space=instance(Space),
+    loss=LOSS,
+    alpha=ALPHA,
+    regularizer=optional(taking(1)),
+    strength=number(low=0),
+    laws=optional(taking(1)),
+    chart=subclass(Chart),
+    centered=flag,
+)
+def make_flow(
+    feature: Feature,
+    space: Space,
+    loss: "str | LossFunction | Loss" = "squared",
+    *,
+    alpha: "Alpha" = "m",
+    regularizer: Callable[[PyTree[jax.Array]], jax.Array] | None = None,
+    strength: float | jax.Array = 0.0,
+    laws: Callable[[int | None], dict[str, Law]] | None = None,
+    chart: type[Chart] = Chart,
+    centered: bool = False,
+) -> Flow:
+    """Assemble a flow from its parts.
+
+    Args:
+        feature: what one neuron contributes to the prediction.
+        space: the geometry.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"``, ``"softmax"`` or a callable (f, y) -> loss: elementwise for
+            one output, of rows f (k,) for k outputs.
+        alpha: the output scale, which decides the lazy clock; a feature that uses it has it as well.
+        regularizer: maps particles to (m,) values, weighted by ``strength``.
+        strength: lam >= 0.
+        laws: maps the input dimension (or None) to the laws of an initial cloud, by coordinate.
+        chart: the coordinates in which solvers step the flow.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+    """
+    known = _checks.concrete(strength)
+    if regularizer is None and known is not None and np.any(known != 0):
+        raise ValueError(
+            f"strength needs a regularizer to multiply, got strength={strength} and no regularizer"
+        )
+    penalty = None if regularizer is None else Regularizer(canonical(regularizer), floating(strength))
+    return Flow(feature, space, Loss(loss), Scaling(alpha), penalty, laws, chart, centered)
+
+
+def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
+    """Bind a flow to the data and check that cloud, data and flow fit together; the entry of all public functions."""
+    flow = type(flow).bind(flow, data)
+    type(flow).check(flow, cloud, data.x)
+    type(flow.loss).check(flow.loss, type(flow.feature).output_shape(flow.feature, cloud), data.y)
+    if flow.regularizer is not None:
+        leaves, structure = jax.tree.flatten(cloud.particles)
+        shapes = tuple((np.shape(u), jnp.result_type(u)) for u in leaves)
+        _check_penalty(flow.regularizer.function, structure, shapes)
+    return flow
+
+
+@functools.lru_cache(maxsize=256)  # to know the shape means to trace, which takes milliseconds
+def _check_penalty(
+    penalty: Callable[[PyTree[jax.Array]], jax.Array],
+    structure: jax.tree_util.PyTreeDef,
+    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
+) -> None:
+    """Refuse a regularizer that does not return one number for each particle."""
+    particles = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*one) for one in shapes])
+    given, wanted = jax.eval_shape(penalty, particles), (shapes[0][0][0],)
+    if getattr(given, "shape", None) != wanted:
+        raise ValueError(
+            f"regularizer must return one value for each particle, shape {wanted}, "
+            f"got {getattr(given, 'shape', type(given).__name__)}"
+        )
+
+
+INPUTS = array((None,), (None, None), squares=True)
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
+def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, "n *k"]:
+    """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
+
+    >>> import jax, meanflow as mf
+    >>> flow = mf.vanilla("tanh")
+    >>> cloud = flow.init(jax.random.key(0), 8, dim=2)
+    >>> mf.predict(flow, cloud, [[1.0, 0.0], [0.0, 1.0]]).shape
+    (2,)
+    """
+    inputs = jnp.asarray(x)
+    type(flow).check(flow, cloud, inputs)
+    return _predict(flow, cloud, inputs)
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+def energy(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
+    """Return E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar."""
+    return _energy(prepare(flow, cloud, data), cloud, data)
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m ..."]]:
+    """Return w_i' = -C(w_i) grad V(w_i) in mean-field time, a record like the particles.
+
+    It equals -(1/p_i) C dE/dw_i, but is computed without dividing by p_i, so padding moves as test particles do.
+    Cost O(n m d).
+    """
+    return _velocity(prepare(flow, cloud, data), cloud, data)
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, reaction=number(low=0), conserve=flag)
+def dissipation(
+    flow: Flow,
+    cloud: Cloud,
+    data: Dataset,
+    *,
+    reaction: float | jax.Array = 0.0,
+    conserve: bool = True,
+) -> Float[Array, ""]:
+    """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure.
+
+    With a ``reaction`` rate beta weights move as well, and beta sum_i p_i (V(w_i) - <V>)^2 is added; ``conserve=False``
+    leaves out <V>, as for a flow of free mass.
+    """
+    still = isinstance(reaction, float | int) and reaction == 0
+    return _dissipation(prepare(flow, cloud, data), cloud, data, None if still else reaction, conserve)
+
+
+@_checks.arguments(
+    flow=FLOW,
+    cloud=CLOUD,
+    data=DATA,
+    probes=unchecked("a pytree of the model's particles; Cloud and flow.check look at it"),
+)
+def first_variation(
+    flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k ..."]]
+) -> Float[Array, " k"]:
+    """Return V(w) = dE/dmu at the particles ``probes`` (a record with leading axis k, or a Cloud); shape (k,).
+
+    At a minimiser V is constant (zero for these homogeneous features) on the support and nowhere smaller.
+    """
+    flow = prepare(flow, cloud, data)
+    probe = probes if isinstance(probes, Cloud) else Cloud(probes, width=cloud.width)
+    flow.check(probe, data.x)
+    return _first_variation(flow, cloud, data, probe)
+
+
+OUTPUTS = choice("full", "trace", "diagonal")
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS, z=optional(INPUTS), chunk=count(1), outputs=OUTPUTS)
+def tangent_kernel(
+    flow: Flow,
+    cloud: Cloud,
+    x: Real[ArrayLike, "n *d"] | Sequence,
+    z: Real[ArrayLike, "k *d"] | Sequence | None = None,
+    *,
+    outputs: str = "full",
+    chunk: int = 16,
+) -> Float[Array, "n k *outputs"]:
+    """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
+
+    For k outputs K(x, z) is a k x k matrix for each pair: ``outputs="full"`` gives (n_x, n_z, k, k), ``"diagonal"`` the
+    entries of equal outputs (n_x, n_z, k), and ``"trace"`` their sum (n_x, n_z), as in ``kernels.empirical_ntk``.
+
+    Under the mean-field clock predictions obey f' = -K (q l'). The built-in models sum products of their activations
+    over neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is
+    differentiated ``chunk`` columns at a time, in O(n_x n_z m d) operations and O(chunk n m) memory.
+    """
+    left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
+    for inputs in (left,) if right is None else (left, right):
+        type(flow).check(flow, cloud, inputs)
+    return _tangent_kernel(flow, cloud, left, right, chunk, outputs)
+
+
+_predict = compiled(equation.predict)
+_energy = compiled(equation.energy)
+_velocity = compiled(equation.velocity)
+_dissipation = compiled(equation.dissipation)
+_first_variation = compiled(equation.first_variation)
+
+
+@compiled
+def _tangent_kernel(
+    flow: Flow, cloud: Cloud, x: jax.Array, z: jax.Array | None, chunk: int, outputs: str
+) -> jax.Array:
+    # None instead of x a second time: the compiler then knows that both sides are the same, and computes one
+    return equation.tangent_kernel(flow, cloud, x, x if z is None else z, chunk, outputs)

@@ -1,0 +1,372 @@
+"""How neurons a s(b . x) with a piecewise linear activation s move while the residual is frozen, in any dimension.
+
+In flat (a, b) the motion between kinks has a closed form, and weight decay that is equal on both layers only scales it.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from meanflow._numerics import safe_divide
+from meanflow.flows._features import block_count
+from meanflow.flows._kinks import passage, planes, turning
+from meanflow.flows._kinks.turning import Turners
+from meanflow.flows._losses import Loss
+from meanflow.flows._motion import FrozenMotion
+from meanflow.flows._problem import Problem
+from meanflow.geometry import _omega as omega
+from meanflow.geometry._lifts import norms
+from meanflow.geometry._neurons import LayerRates
+from meanflow.geometry._space import BatchNormManifold, Space
+from meanflow.measures._cloud import Neurons
+
+MOST_SLOTS = 16  # hyperplanes on which one neuron can sit at once, if n and d are as large
+TOGETHER = 32  # an event costs as much as a force evaluation, so even small clouds gather those that have one
+MOST_PRODUCTS = 4096  # samples up to which the matrix of all their inner products is kept during a step
+PROBES = (-3.0, -1.0, -0.5, -1e-3, 0.0, 1e-3, 0.5, 1.0, 3.0)
+
+
+def homogeneous_slopes(activation: Callable[[jax.Array], jax.Array]) -> tuple[float, float]:
+    """Return the slopes of an activation below and above 0, or raise ValueError if it is not linear on both sides.
+
+    >>> homogeneous_slopes(jax.nn.relu)
+    (0.0, 1.0)
+    """
+    with jax.ensure_compile_time_eval():
+        value = np.asarray(activation(jnp.asarray(PROBES)), np.float64)
+    z = np.asarray(PROBES)
+    below, above = -value[1], value[-2]
+    if not np.allclose(value, np.where(z < 0, below, above) * z, rtol=1e-5, atol=1e-12):
+        raise ValueError(
+            "solver='sliding' needs an activation that is linear on both sides of 0, such as relu, leaky_relu or abs, "
+            f"got {getattr(activation, '__name__', activation)}; use a diffrax solver for smooth activations"
+        )
+    return float(below) + 0.0, float(above) + 0.0  # no negative zero
+
+
+def quadratic_decay(penalty: Callable[[Neurons], jax.Array], dim: int) -> tuple[float, float]:
+    """Return (ka, kb) for which a penalty is (ka a^2 + kb |b|^2)/2, or raise ValueError if it is none of these."""
+    rng = np.random.default_rng(0)
+    a, b = np.append(rng.standard_normal(6), [1.0, 0.0]), rng.standard_normal((8, dim))
+    b[6:] = 0.0
+    b[7, 0] = 1.0
+    with jax.ensure_compile_time_eval():
+        value = np.asarray(penalty(Neurons(jnp.asarray(a), jnp.asarray(b))), np.float64)
+    outer, inner = 2 * value[6], 2 * value[7]
+    if not np.allclose(value, 0.5 * (outer * a**2 + inner * np.sum(b**2, axis=1)), rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            "solver='sliding' solves penalties (ka a^2 + kb |b|^2)/2, weight decay of each layer, "
+            f"got {getattr(penalty, '__name__', penalty)}; use fixed steps with another solver"
+        )
+    return float(outer), float(inner)
+
+
+class Place(NamedTuple):
+    """Where each neuron is among the hyperplanes, and the totals of the run.
+
+    Attributes:
+        planes: the arrangement of hyperplanes.
+        side: (m, n) on which side of each plane a neuron is; 0 if it sits on it.
+        slots: (m, k) the planes it sits on; n marks an empty slot.
+        z: (m, n) <x, b>, while a step is under way; None between steps.
+        gram: (n, n) inner products of the samples while a step is under way, if there are not too many; else None.
+        most: the largest number of planes on which a neuron has slid at the end of a sub-step.
+        counts: events so far.
+        overflow: whether a sub-step ran out of events or of slots.
+    """
+
+    planes: planes.Planes
+    side: Int[Array, "m n"]
+    slots: Int[Array, "m k"]
+    z: Float[Array, "m n"] | None
+    gram: Float[Array, "n n"] | None
+    most: Int[Array, ""]
+    counts: passage.Counts
+    overflow: Bool[Array, ""]
+
+
+def _scaled(
+    a: jax.Array, b: jax.Array, z: jax.Array, outer: jax.Array, inner: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (a, b, z) with the outer weights and the inner ones multiplied by factors (m,)."""
+    return a * outer, b * inner[:, None], z * inner[:, None]
+
+
+class TwoLayerMotion(FrozenMotion):
+    """Exact motion of (a, b) between kinks, for activations that are linear on both sides of 0.
+
+    Attributes:
+        normal: (n, d) the samples, with a last column of ones if there is a bias.
+        y, weights: the data.
+        loss: the loss of a prediction.
+        offset: (n,) what a centered flow subtracts from its predictions, else 0.
+        shares: (m,) p_i times the output scale.
+        force_scale: factor of the force: the clock and the output scale.
+        decay: (2,) strengths of the decay of the outer and the inner layer, on the clock of the run; None without.
+        rates: the rates of the two layers, and which neurons are real.
+        slopes: those of the activation below and above 0.
+    """
+
+    normal: Float[Array, "n d"]
+    y: Float[Array, " n"]
+    weights: Float[Array, " n"]
+    loss: Loss
+    offset: Float[Array, " n"]
+    shares: Float[Array, " m"]
+    force_scale: Float[Array, ""]
+    decay: Float[Array, "2"] | None
+    rates: passage.Rates
+    slopes: tuple[float, float]
+    spaces: ClassVar[tuple[type[Space], ...]] = (Space, LayerRates)
+
+    def __init__(
+        self,
+        problem: Problem,
+        activation: Callable[[jax.Array], jax.Array],
+        inputs: Float[Array, "n d"],
+    ) -> None:
+        flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
+        if type(flow.space) not in self.spaces:
+            raise ValueError(
+                f"solver='sliding' does not know how these neurons move on {type(flow.space).__name__}"
+            )
+        dtype = cloud.weights.dtype
+        self.slopes = homogeneous_slopes(activation)
+        self.normal, self.y, self.weights, self.loss = inputs, data.y, data.weights, flow.loss
+        self.offset = jnp.zeros_like(data.y) if flow.offset is None else flow.offset(data.x)
+        ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, dtype)
+        self.shares = cloud.weights * ratio
+        self.force_scale = ratio * speed
+        one = jnp.ones_like(cloud.weights)
+        outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
+        self.rates = passage.Rates(inner, outer, cloud.weights > 0)
+        self.decay = None
+        if flow.regularizer is not None:
+            decays = quadratic_decay(flow.regularizer.function, inputs.shape[1])
+            self.decay = jnp.asarray(decays, dtype) * flow.regularizer.strength * speed
+
+    def begin(self, particles: Neurons) -> Place:
+        """Return the sides of neurons that have not moved yet; one exactly on hyperplanes is decided there."""
+        found = planes.arrange(self.normal)
+        z = particles.b @ self.normal.T
+        n, size = z.shape[1], min(*self.normal.shape, MOST_SLOTS)
+        # b = 0 is on all planes: such a neuron rests, without active samples
+        on = (z == 0) & found.live[None, :] & jnp.any(particles.b != 0, axis=1)[:, None]
+        side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
+
+        def gather(on: jax.Array) -> jax.Array:
+            first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
+            return jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
+
+        nowhere = lambda on: jnp.full((on.shape[0], size), n, jnp.int32)
+        slots = jax.lax.cond(jnp.any(on), gather, nowhere, on)  # few runs start on a plane
+        many = jnp.sum(on, axis=1) > size
+        return Place(
+            found,
+            side,
+            slots,
+            None,
+            None,
+            jnp.zeros((), jnp.int32),
+            passage.Counts.none(),
+            jnp.any(many & self.rates.is_real),
+        )
+
+    def unfold(self, particles: Neurons, state: Place) -> Place:
+        """Compute <x, b> anew; the side of each plane is remembered, so rounding cannot change it."""
+        z = particles.b @ self.normal.T
+        sign = state.side.astype(z.dtype)
+        n = z.shape[1]
+        # all inner products at once where that is cheap beside <x, b> itself, and fits
+        gram = self.normal @ self.normal.T if n <= z.shape[0] and n <= MOST_PRODUCTS else None
+        return state._replace(z=sign * jnp.maximum(sign * z, 0.0), gram=gram)
+
+    def fold(self, state: Place) -> Place:
+        """Forget <x, b> and the inner products of the samples."""
+        return state._replace(z=None, gram=None)
+
+    def predict(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
+        """Return the predictions f_j."""
+        assert state.z is not None
+        share = self.shares * particles.a
+        f = planes.predictions(
+            share, particles.b, state.z, state.side, state.planes, self.slopes, self.normal
+        )
+        return f - self.offset
+
+    def residual(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
+        """Return q_j l'(f_j), with the clock and the scale included."""
+        return self.force_scale * self.weights * self.loss.slope(self.predict(particles, state), self.y)
+
+    def risk(self, particles: Neurons, state: Place) -> Float[Array, ""]:
+        """Return the risk."""
+        return self.weights @ self.loss(self.predict(particles, state), self.y)
+
+    def move(
+        self,
+        particles: Neurons,
+        state: Place,
+        covector: Float[Array, " n"],
+        time: Float[Array, ""],
+        max_events: int | None,
+        forward: bool,
+    ) -> tuple[Neurons, Place]:
+        """Move for ``time`` in a frozen field.
+
+        Cost: one product of the neurons with the samples and one back, O(m n d), and O(n d) an event, as one row of a
+        product. Keeping <x, g> and mending it by two rows of the Gram matrix, which makes most events O(n), was
+        built and measured: these products are 3 % of the time of ``kinks.scale`` and 6 to 16 % for 1000 neurons, 1000
+        samples and d = 800, where the run took .95 to .96 of the time, within its noise. Not worth one more
+        array of m n numbers.
+        Memory: z (m, n) and the sides, beside that O(block) for clouds that ``block_count`` divides.
+
+        Decay is exact where both layers decay alike or one is frozen: a = exp(-lam t) A, b = exp(-lam t) B leaves the
+        motion of A and B, and with one layer frozen the clock stretches. Else it is split, which is of order 2.
+        """
+        assert state.z is not None
+        rates = self.rates
+        a, b, z = particles.a, particles.b, state.z
+        left = jnp.full_like(a, time)
+        if self.decay is not None:
+            fading = self.decay[0] * rates.outer, self.decay[1] * rates.inner
+            frozen = rates.inner * rates.outer == 0
+            exact = frozen | (fading[0] == fading[1])
+            total = fading[0] + fading[1]
+            stretched = safe_divide(jnp.expm1(total * time), total) + jnp.where(total == 0, time, 0.0)
+            left = jnp.where(frozen, stretched, time)
+            whole = [jnp.exp(-rate * time) for rate in fading]
+            before = [jnp.where(exact, 1.0, jnp.sqrt(u)) for u in whole]
+            ends = [jnp.where(exact, u, jnp.sqrt(u)) for u in whole]
+            a, b, z = _scaled(a, b, z, *before)
+        field = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
+        walkers = planes.start(a, b, z, state.side, state.slots, left, field)
+        cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
+        end, counts = passage.run(
+            planes.advance,
+            walkers,
+            rates,
+            field,
+            cap,
+            forward=forward,
+            first=planes.glide,
+            together=TOGETHER,
+            blocks=block_count(z.size, self.normal.shape[1]),
+        )
+        a, b, z = end.a, end.b, end.z
+        if self.decay is not None:
+            a, b, z = _scaled(a, b, z, *ends)
+        return Neurons(a, b), self._placed(state, end, z, counts)
+
+    def _placed(
+        self, state: Place, end: "planes.Walkers | Turners", z: jax.Array, counts: passage.Counts
+    ) -> Place:
+        """Return where neurons are at the end of a sub-step, with the totals so far."""
+        side, slots, _, _ = end.contacts
+        count = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
+        most = jnp.max(jnp.where(self.rates.is_real, count, 0))
+        return Place(
+            state.planes,
+            side,
+            slots,
+            z,
+            state.gram,
+            jnp.maximum(state.most, most),
+            state.counts.plus(counts),
+            state.overflow | jnp.any((end.left != 0) & self.rates.is_real),
+        )
+
+    def counts(self, state: Place) -> dict[str, jax.Array]:
+        """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
+        on = jnp.any(state.slots < self.y.shape[0], axis=1) & self.rates.is_real
+        return state.counts.by_name() | {
+            "sliding": jnp.sum(on, dtype=jnp.int32),
+            "planes": state.most,
+        }
+
+    def overflow(self, state: Place) -> Bool[Array, ""]:
+        """Return whether a neuron had time left after the last allowed event of some sub-step, or no slot."""
+        return state.overflow
+
+    def with_overflow(self, state: Place, overflow: PyTree) -> Place:
+        """Return the state, marked if ``overflow`` is true."""
+        return state._replace(overflow=state.overflow | overflow)
+
+
+class NormalizedMotion(TwoLayerMotion):
+    """Motion of neurons under batch norm, by local integration between kinks; raw, or on the manifold.
+
+    On the manifold a neuron bb with label c moves as the raw one b = c bb/|bb| does.
+
+    Attributes:
+        sigma: (d, d) covariance.
+        norms: (m,) the labels on the manifold, None for raw neurons.
+    """
+
+    sigma: Float[Array, "d d"]
+    norms: Float[Array, " m"] | None
+    spaces: ClassVar[tuple[type[Space], ...]] = (Space, BatchNormManifold)
+
+    def __init__(
+        self,
+        problem: Problem,
+        activation: Callable[[jax.Array], jax.Array],
+        inputs: Float[Array, "n d"],
+        sigma: Float[Array, "d d"],
+        raw: bool,
+    ) -> None:
+        if problem.chart.flow.regularizer is not None:
+            raise ValueError(
+                "solver='sliding' solves flows under batch norm without a penalty, "
+                f"got {problem.chart.flow.regularizer.function}; use fixed steps with another solver"
+            )
+        super().__init__(problem, activation, inputs)
+        self.sigma = sigma
+        self.norms = None if raw else norms(problem.chart.base)
+
+    def raw(self, particles: Neurons) -> Float[Array, "m d"]:
+        """Return the raw inner weights."""
+        if self.norms is None:
+            return particles.b
+        return self.norms[:, None] * omega.direction(particles.b)
+
+    def unfold(self, particles: Neurons, state: Place) -> Place:
+        """Compute <x, b> anew, as for neurons without batch norm."""
+        return super().unfold(particles._replace(b=self.raw(particles)), state)
+
+    def predict(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
+        """Return the predictions f_j: normalizing divides what a neuron counts by |b|_S."""
+        b = self.raw(particles)
+        return super().predict(Neurons(particles.a / omega.sigma_norm(b, self.sigma)[:, 0], b), state)
+
+    def move(
+        self,
+        particles: Neurons,
+        state: Place,
+        covector: Float[Array, " n"],
+        time: Float[Array, ""],
+        max_events: int | None,
+        forward: bool,
+    ) -> tuple[Neurons, Place]:
+        """Move for ``time`` in a frozen field, from event to event in steps of order 4."""
+        assert state.z is not None
+        load = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
+        left = jnp.full_like(particles.a, time)
+        start = turning.start(particles.a, self.raw(particles), state.z, state.side, state.slots, left)
+        cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
+        field = turning.Field(load, self.sigma)
+        end, counts = passage.run(
+            turning.advance,
+            start,
+            self.rates.is_real,
+            field,
+            cap,
+            forward=forward,
+            together=TOGETHER,
+            blocks=block_count(state.z.size, self.normal.shape[1]),
+        )
+        b = end.b if self.norms is None else omega.normalize(end.b, self.sigma)
+        return Neurons(end.a, b), self._placed(state, end, end.z, counts)

@@ -1,0 +1,242 @@
+"""Two-layer models: vanilla, batch norm in raw coordinates, batch norm on its manifold."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import ArrayLike, Float
+
+from meanflow import _checks, activations
+from meanflow._checks import array, flag, number, optional, taking
+from meanflow._matrices import matrix
+from meanflow.activations import ACTIVATION, Activation
+from meanflow.flows._features import TwoLayer
+from meanflow.flows._flow import ALPHA, Flow, make_flow
+from meanflow.flows._losses import LOSS, Loss, LossFunction
+from meanflow.flows._normalized import BatchNormed
+from meanflow.geometry._neurons import LayerRates, SignedSphere
+from meanflow.geometry._space import BatchNormManifold, Space
+from meanflow.measures import laws
+from meanflow.measures._cloud import Neurons
+from meanflow.measures._scaling import Alpha, Scaling
+
+Penalty = Callable[[Neurons], jax.Array]
+
+
+def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
+    if dim is None:
+        raise ValueError("init of a two-layer flow needs dim=, the input dimension, got None")
+    return {"a": laws.uniform(), "b": laws.sphere(dim)}
+
+
+def _biased_laws(dim: int | None) -> dict[str, laws.Law]:
+    return _two_layer_laws(None if dim is None else dim + 1)
+
+
+MODEL = {
+    "activation": ACTIVATION,
+    "loss": LOSS,
+    "alpha": ALPHA,
+    "regularizer": optional(taking(1)),
+    "strength": number(low=0),
+    "centered": flag,
+}
+
+
+# 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+RATE = array((), (None,), low=0.0)
+
+
+@_checks.arguments(**MODEL, bias=flag, inner=RATE, outer=RATE)
+def vanilla(
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    *,
+    alpha: Alpha = "m",
+    bias: bool = False,
+    inner: bool | float | Float[ArrayLike, "*m"] = True,
+    outer: bool | float | Float[ArrayLike, "*m"] = True,
+    centered: bool = False,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
+) -> Flow:
+    """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . x): gradient flow in flat (a, b).
+
+    Args:
+        activation: a name in ``meanflow.activations.NAMED`` or an elementwise callable.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"``, ``"softmax"`` or a callable (f, y) -> loss: elementwise for
+            one output, of rows f (k,) for k outputs.
+        alpha: the output scale, ``"m"`` (mean field), ``"sqrt"`` (NTK), ``"one"`` or a number.
+        bias: whether neurons have a bias: s(b . (x, 1)), with b (m, d + 1) and the bias in its last column.
+        inner, outer: whether b and a are trained; also rates >= 0 at which they learn, one number or one per neuron.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+        regularizer: a penalty, particles -> (m,), weighted by ``strength``.
+        strength: lam >= 0.
+
+    >>> import jax, meanflow as mf
+    >>> mf.vanilla("tanh").init(jax.random.key(0), 8, dim=3).particles.b.shape
+    (8, 3)
+    """
+    feature = TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias)
+    both = inner is True and outer is True
+    rates = (jnp.asarray(u, jnp.result_type(float)) for u in (outer, inner))
+    return make_flow(
+        feature,
+        Space() if both else LayerRates(*rates),
+        loss,
+        alpha=alpha,
+        centered=centered,
+        regularizer=regularizer,
+        strength=strength,
+        laws=_biased_laws if bias else _two_layer_laws,
+    )
+
+
+@_checks.arguments(**MODEL, bias=flag)
+def spherical(
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    *,
+    alpha: Alpha = "m",
+    bias: bool = False,
+    centered: bool = False,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
+) -> Flow:
+    """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
+
+    Directions move on the round sphere, b' = -(I - b b') grad V. For a positively homogeneous s, such as ReLU, the
+    gradient flow of a balanced network (|a_i| = |b_i|) is this flow together with reaction at rate 2 and free mass:
+    ``flow.space.from_raw(cloud)`` projects the network, ``solve(..., reaction=2.0, conserve=False)`` follows it. Weight
+    decay lam (a^2 + |b|^2)/2 becomes a penalty of lam per unit of mass. Arguments are those of ``vanilla``.
+
+    >>> import jax, meanflow as mf
+    >>> raw = mf.vanilla("relu").init(jax.random.key(0), 8, dim=3)
+    >>> flow = mf.flows.spherical("relu")
+    >>> x = jax.random.normal(jax.random.key(1), (5, 3))
+    >>> gap = mf.predict(flow, flow.space.from_raw(raw), x) - mf.predict(mf.vanilla("relu"), raw, x)
+    >>> bool(abs(gap).max() < 1e-6)
+    True
+    """
+    return make_flow(
+        TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias),
+        SignedSphere(),
+        loss,
+        alpha=alpha,
+        centered=centered,
+        regularizer=regularizer,
+        strength=strength,
+        laws=_biased_laws if bias else _two_layer_laws,
+    )
+
+
+def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
+    return _two_layer_laws(dim) | {"scale": laws.constant(1.0), "shift": laws.constant(0.0)}
+
+
+STATISTICS = {"mean": optional(array((None,))), "covariance": optional(matrix()), "affine": flag}
+
+
+@_checks.arguments(**MODEL, **STATISTICS)
+def batchnorm(
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    mean: Float[ArrayLike, " d"] | None = None,
+    covariance: Float[ArrayLike, "d d"] | None = None,
+    *,
+    affine: bool = False,
+    alpha: Alpha = "m",
+    centered: bool = False,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
+) -> Flow:
+    """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . (x - mean) / |b_i|_S) in flat raw (a, b).
+
+    Gradients do not change the norm of b: |b_i| is conserved.
+
+    Args:
+        activation, loss, alpha, centered, regularizer, strength: as in ``vanilla``.
+        mean: (d,) population mean, or None: that of the data.
+        covariance: (d, d) population covariance S, or None: that of the data (1/N). It may be singular (constant
+            inputs, fewer samples than dimensions); then the part of b in its null space stands still.
+        affine: neurons ``BatchNormNeurons(a, b, scale, shift)`` with a trainable scale and shift of the normalized
+            preactivation, as in a layer: a s(scale t + shift). |b_i| is still conserved, and with ReLU so is
+            |a|^2 - scale^2 - shift^2.
+
+    Statistics of the data are frozen by ``flow.bind(data)``; ``energy``, ``velocity`` and the solvers bind implicitly.
+
+    >>> import meanflow as mf
+    >>> mf.batchnorm("tanh").feature.raw
+    True
+    """
+    _same_dimension(mean, covariance)
+    statistics = _arrays(mean, covariance)
+    feature = BatchNormed(activations.resolve(activation), *statistics, True, Scaling(alpha), affine)
+    return make_flow(
+        feature,
+        Space(),
+        loss,
+        alpha=alpha,
+        centered=centered,
+        regularizer=regularizer,
+        strength=strength,
+        laws=_affine_laws if affine else _two_layer_laws,
+    )
+
+
+@_checks.arguments(**MODEL, **STATISTICS)
+def batchnorm_manifold(
+    activation: str | Activation = "relu",
+    loss: str | LossFunction | Loss = "squared",
+    mean: Float[ArrayLike, " d"] | None = None,
+    covariance: Float[ArrayLike, "d d"] | None = None,
+    *,
+    affine: bool = False,
+    alpha: Alpha = "m",
+    centered: bool = False,
+    regularizer: Penalty | None = None,
+    strength: float | jax.Array = 0.0,
+) -> Flow:
+    """Build the same flow in reduced coordinates: (a, bb) on R x Omega with labels c = |b| (default 1).
+
+    f(x) = (1/alpha) sum_i a_i s(bb_i . (x - mean)), a' = -g_a, bb' = -G^-1 g_b / c^2. ``geometry.project`` and
+    ``geometry.lift`` go from raw clouds to these and back. It needs the covariance before clouds can be drawn on
+    Omega: ``flow.bind(data).init(key, width, dim=d)``. Arguments are those of ``batchnorm``.
+
+    With ``affine`` the metric is da^2 + c^2 G + dscale^2 + dshift^2. If the covariance S is singular, Omega lies in the
+    range of S and c = |P b| with P the projector on it, which the flow conserves too. Off the plane mean + range(S) the
+    network is the raw one without the null part of b.
+
+    >>> import jax, jax.numpy as jnp, meanflow as mf
+    >>> flow = mf.batchnorm_manifold("tanh", mean=jnp.zeros(2), covariance=jnp.eye(2))
+    >>> flow.init(jax.random.key(0), 4, dim=2).labels.round(6).tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+    _same_dimension(mean, covariance)
+    statistics = _arrays(mean, covariance)
+    feature = BatchNormed(activations.resolve(activation), *statistics, False, Scaling(alpha), affine)
+    space = BatchNormManifold(statistics[1])
+    return make_flow(
+        feature,
+        space,
+        loss,
+        alpha=alpha,
+        centered=centered,
+        regularizer=regularizer,
+        strength=strength,
+        laws=_affine_laws if affine else _two_layer_laws,
+    )
+
+
+def _same_dimension(mean: ArrayLike | None, covariance: ArrayLike | None) -> None:
+    """Refuse a mean and a covariance of unequal dimensions."""
+    if mean is not None and covariance is not None:
+        _checks.shape("mean", mean, jnp.shape(covariance)[:1])
+
+
+def _arrays(
+    mean: Float[ArrayLike, " d"] | None, covariance: Float[ArrayLike, "d d"] | None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    return None if mean is None else jnp.asarray(mean), None if covariance is None else jnp.asarray(
+        covariance
+    )

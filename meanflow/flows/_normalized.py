@@ -1,0 +1,197 @@
+"""Two-layer features under batch norm: phi = a s(scale bb . (x - mean) + shift) with bb = b / |b|_S."""
+
+from typing import TYPE_CHECKING, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meanflow import _checks
+from meanflow.activations import Activation
+from meanflow.flows._features import TwoLayer
+from meanflow.geometry import _omega as omega
+from meanflow.geometry._lifts import norms
+from meanflow.geometry._space import BatchNormManifold, Invariant, Space
+from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
+from meanflow.measures._dataset import Dataset
+from meanflow.measures._scaling import Scaling
+
+if TYPE_CHECKING:
+    from meanflow.flows._motion import FrozenMotion
+    from meanflow.flows._problem import Problem
+
+
+class BatchNormed(TwoLayer):
+    """phi = (m/alpha) a s(bb . (x - mean)) with bb = b/|b|_S (raw neurons) or bb = b (neurons on the manifold).
+
+    With a trainable scale g and shift h, phi = (m/alpha) a s(g bb . (x - mean) + h). Neither changes the geometry of b:
+    phi does not depend on the norm of b, which raw neurons therefore conserve; (g, h) are flat coordinates like a. With
+    ReLU, phi is also homogeneous in a and in (g, h), so that |a|^2 - g^2 - h^2 is conserved.
+
+    The covariance S may be singular. Samples then lie in mean + range(S), gradients in b lie in range(S), and the null
+    part of a raw b never moves; a raw b needs |b|_S > 0 only. On the manifold bb lies in range(S).
+
+    Attributes:
+        mean: (d,), sigma: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
+        raw: whether b is normalized here.
+        affine: whether neurons have a scale and a shift (``BatchNormNeurons``).
+    """
+
+    mean: jax.Array | None
+    sigma: jax.Array | None
+    raw: bool = eqx.field(static=True)
+    affine: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        activation: Activation,
+        mean: jax.Array | None,
+        sigma: jax.Array | None,
+        raw: bool,
+        scaling: Scaling | None = None,
+        affine: bool = False,
+    ) -> None:
+        super().__init__(activation, scaling)
+        self.mean, self.sigma, self.raw, self.affine = mean, sigma, raw, affine
+        self.record = BatchNormNeurons if affine else Neurons
+
+    def bind(self, data: Dataset) -> Self:
+        """Take mean and covariance (1/N) of the data where they were not given."""
+        if self.mean is not None and self.sigma is not None:
+            return self
+        if data.x.ndim != 2:
+            raise ValueError(f"x must have shape (n, d) under batch norm, got {data.x.shape}")
+        mean, sigma = data.moments()
+        return type(self)(
+            self.activation,
+            mean if self.mean is None else self.mean,
+            sigma if self.sigma is None else self.sigma,
+            self.raw,
+            self.scaling,
+            self.affine,
+        )
+
+    def check(self, cloud: Cloud, x: jax.Array) -> None:
+        """Raise ValueError without bound statistics of the right shape, d >= 2 and |b|_S > 0."""
+        TwoLayer.check(self, cloud, x)
+        if self.mean is None or self.sigma is None:
+            raise ValueError(
+                "this batch-norm flow has no statistics yet; call flow.bind(data) first or pass mean= and covariance="
+            )
+        d = x.shape[1]
+        if d < 2:
+            raise ValueError(
+                "batch norm needs inputs of dimension d >= 2 (for d = 1 Omega is two points), got d = 1"
+            )
+        _checks.shape("mean", self.mean, (d,))
+        _checks.shape("covariance", self.sigma, (d, d))
+        _checks.finite("mean", self.mean)
+        _checks.finite("covariance", self.sigma)
+        if self.affine:
+            for name in ("scale", "shift"):
+                _checks.shape(f"particles.{name}", getattr(cloud.particles, name), (cloud.size,))
+        counts = _checks.concrete(_count_still(cloud.particles.b, self.sigma))
+        if counts is None:
+            return
+        if counts[0]:
+            raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
+        if counts[1]:
+            raise ValueError(
+                "particles.b must have |b|_S > 0 under batch norm: the inputs do not vary along "
+                f"{counts[1]} of the {cloud.size} vectors b"
+            )
+
+    def _scaled(self, cloud: Cloud, preactivation: jax.Array) -> jax.Array:
+        """Return what the activation is applied to, from bb . (x - mean), (n, m)."""
+        if not self.affine:
+            return preactivation
+        return cloud.particles.scale[None, :] * preactivation + cloud.particles.shift[None, :]
+
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return bb, for inputs of mean 0 and neurons without a shift."""
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        mean = _checks.concrete(self.mean)
+        if self.affine or (mean is not None and np.any(mean != 0)):
+            raise ValueError("a Gaussian population needs batch norm with mean 0 and without scale and shift")
+        b = cloud.particles.b
+        return omega.normalize(b, self.sigma) if self.raw else b
+
+    def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
+        """Return the activations s(g_i bb_i . (x_j - mean) + h_i), shape (n, m)."""
+        b = cloud.particles.b
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        bb = omega.normalize(b, self.sigma) if self.raw else b
+        return self.activation(self._scaled(cloud, (x - self.mean[None, :]) @ bb.T))
+
+    def kernel(
+        self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
+    ) -> jax.Array | None:
+        """Return sum_i p_i (m/alpha)^2 [s s I + a a' s' s' g^2 <x - t u, z - t' u> / |b|_S^2], t = bb . x, u = S bb.
+
+        Inputs are centered. Raw neurons and those on the manifold have the same kernel, |bb|^2/c^2 = 1/|b|_S^2.
+        Trainable scales and shifts add a a' s' s' (t t' + 1).
+        """
+        b = cloud.particles.b
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        if self.raw and type(space) is Space:
+            rate = omega.sigma_norm(b, self.sigma)[:, 0] ** -2
+            bb = omega.normalize(b, self.sigma)
+        elif not self.raw and type(space) is BatchNormManifold:
+            rate = jnp.sum(b**2, axis=-1) / norms(cloud) ** 2
+            bb = b
+        else:
+            return None
+        if self.affine:
+            rate = rate * cloud.particles.scale**2
+        x, z = x - self.mean[None, :], z - self.mean[None, :]
+        normal = bb @ self.sigma
+        pre_x, pre_z = x @ bb.T, z @ bb.T
+        (value_x, slope_x), (value_z, slope_z) = (
+            self._activate(self._scaled(cloud, u)) for u in (pre_x, pre_z)
+        )
+        normal_x, normal_z, square, gram = x @ normal.T, z @ normal.T, jnp.sum(normal**2, axis=-1), x @ z.T
+
+        def inner(weight: jax.Array) -> jax.Array:
+            left, right = slope_x * (weight * rate)[None, :], slope_z
+            # <x - t u, z - t' u> written out: sums over neurons of products of (n, m) arrays, never (n, n, m)
+            cross = (left * pre_x) @ (right * normal_z).T + (left * normal_x) @ (right * pre_z).T
+            turned = (left @ right.T) * gram - cross + (left * pre_x * square[None, :]) @ (right * pre_z).T
+            if not self.affine:
+                return turned
+            plain = slope_x * weight[None, :]
+            return turned + (plain * pre_x) @ (right * pre_z).T + plain @ right.T
+
+        return self._join(cloud, (value_x, value_z), inner, outputs)
+
+    def motion(self, problem: "Problem") -> "FrozenMotion":
+        """Return the motion by local integration between the hyperplanes of the centered samples, for one output."""
+        self.check_motion(problem)
+        from meanflow.flows._kinks.two_layer import NormalizedMotion
+
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+        inputs = problem.data.x - self.mean[None, :]
+        return NormalizedMotion(problem, self.activation, inputs, self.sigma, self.raw)
+
+    def invariant(self, space: Space) -> Invariant | None:
+        """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""
+        return _square_norm if self.raw else None
+
+
+def _square_norm(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+    square = jnp.sum(cloud.particles.b**2, axis=-1)
+    return square, square
+
+
+@jax.jit
+def _count_still(b: jax.Array, sigma: jax.Array) -> jax.Array:
+    """Return how many of the vectors b (m, d) are zero, and along how many the inputs do not vary, beyond rounding.
+
+    On the device, so that two numbers come to the host for a check and not all of b.
+    """
+    # what is left of b'Sb by rounding, in a product and in S itself
+    variance = jnp.sum(b * (b @ sigma), axis=-1)
+    terms = jnp.sum(jnp.abs(b) * (jnp.abs(b) @ jnp.abs(sigma)), axis=-1)
+    left = jnp.maximum(b.shape[-1] * terms, jnp.max(jnp.diagonal(sigma)) * jnp.sum(jnp.square(b), axis=-1))
+    still = variance <= jnp.finfo(sigma.dtype).eps * left
+    return jnp.stack([jnp.sum(jnp.all(b == 0, axis=-1)), jnp.sum(still)])

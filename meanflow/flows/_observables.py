@@ -1,0 +1,310 @@
+"""What a run records at its save times: the contract, what every model offers, and how users ask for it.
+
+All quantities ignore padding (weight zero), so a run gives the same numbers at every stored size.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from meanflow import _checks
+from meanflow._numerics import safe_sqrt, wrap_angle
+from meanflow._reuse import canonical
+from meanflow.flows import _equation as equation
+from meanflow.measures._cloud import Cloud
+from meanflow.measures._dataset import Dataset
+
+if TYPE_CHECKING:
+    from meanflow.flows._flow import Flow
+    from meanflow.flows._problem import Problem
+
+KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square
+
+Values: TypeAlias = PyTree[jax.Array]
+
+
+class Observable(eqx.Module):
+    """Something that is recorded at the save times of a run. Subclasses define ``measure``, and may define ``begin``.
+
+    Attributes:
+        dims: names of the axes of the result; names at the end that it has no axes for are left out (``"output"``, for
+            models with one). ``"particle"`` may differ in length between widths (filled with NaN).
+        coords: values along some of those axes, by name.
+        units: unit of the numbers, ``"1"`` for pure numbers.
+        about: one line for the reader of the data set.
+        usual: whether a sweep records it without being asked; what takes long to compile waits to be named.
+    """
+
+    dims: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
+    coords: dict[str, jax.Array] = eqx.field(default_factory=dict, kw_only=True)
+    units: str = eqx.field(static=True, default="1", kw_only=True)
+    about: str = eqx.field(static=True, default="", kw_only=True)
+    usual: bool = eqx.field(static=True, default=True, kw_only=True)
+
+    def begin(self, problem: "Problem") -> Values:
+        """Compute once, at the start of the run, what ``measure`` wants to compare with; default nothing."""
+        return None
+
+    @abc.abstractmethod
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
+        """Return what is recorded at ``cloud``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
+
+
+DESCRIPTION = {
+    "dims": _checks.sequence(_checks.text, least=0),
+    "coords": _checks.mapping(_checks.array((None,), infinite=True)),
+    "units": _checks.text,
+    "about": _checks.text,
+    "usual": _checks.flag,
+}
+
+
+@_checks.constructor(function=_checks.function, from_start=_checks.flag, **DESCRIPTION)
+class FunctionObservable(Observable):
+    """A plain function as an observable, with names for the axes of its result.
+
+    Attributes:
+        function: (flow, cloud, data) -> array or dict of arrays; with ``from_start`` it gets the cloud at the start of
+            the run as a fourth argument.
+        from_start: whether the function compares with the start.
+
+    >>> import jax.numpy as jnp
+    >>> largest = FunctionObservable(lambda flow, cloud, data: jnp.max(jnp.abs(cloud.particles.a)), about="max |a|")
+    >>> largest.about
+    'max |a|'
+    """
+
+    function: Callable[..., Values]
+    from_start: bool = eqx.field(static=True, default=False, kw_only=True)
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
+        """Call the function."""
+        start = (problem.start,) if self.from_start else ()
+        values = self.function(problem.flow, cloud, problem.data, *start)
+        if not jax.tree.leaves(values):
+            raise TypeError(
+                f"observe must hold functions that return an array or a dict of arrays, got {_checks.show(values)}"
+            )
+        for leaf in jax.tree.leaves(values):
+            _checks.numeric("what observe returns", leaf)
+        # plain numbers become floats, which have an infinity for times that are not reached
+        return jax.tree.map(
+            lambda u: _checks.floating(u) if isinstance(u, int | float) else jnp.asarray(u), values
+        )
+
+
+class Dissipation(Observable):
+    """-dE/dt on the clock of the run."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        return problem.dissipation(cloud)
+
+
+class Predictions(Observable):
+    """f at fixed inputs, or at the samples.
+
+    Attributes:
+        x: (k,) or (k, d); None for the inputs of the training data.
+    """
+
+    x: jax.Array | None = None
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return predictions (k,), or with one more axis for the outputs."""
+        x = problem.data.x if self.x is None else self.x
+        return equation.predict(problem.flow, cloud, x.astype(cloud.weights.dtype))
+
+
+class Accuracy(Observable):
+    """Share of the samples, by their weights, whose largest output is that of their class."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        data = problem.data
+        guess = jnp.argmax(equation.predict(problem.flow, cloud, data.x), axis=-1)
+        truth = data.y if data.y.ndim == 1 else jnp.argmax(data.y, axis=-1)
+        return jnp.sum(jnp.where(guess == truth, data.weights, 0.0)) / jnp.sum(data.weights)
+
+
+class Displacement(Observable):
+    """Root mean square distance of the coordinates from the start (angles the short way round)."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        return displacement(problem.flow, cloud, problem.start)
+
+
+class AngleDisplacement(Observable):
+    """Root mean square angle between the directions of the neurons now and at the start, in radians."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        turn = problem.flow.feature.turn(cloud, problem.start)
+        return _rms(cloud, turn**2)
+
+
+class KernelDrift(Observable):
+    """|K_t - K_0| / |K_0| of the tangent kernel on the samples (64 of them, evenly chosen, if there are more)."""
+
+    def _kernel(self, problem: "Problem", cloud: Cloud) -> jax.Array:
+        data = problem.data
+        room = min(data.size, KERNEL_POINTS)
+        real = jnp.minimum(data.real, room)  # padding of the data has no say
+        place = jnp.arange(room)
+        gap = (data.real - 1) / jnp.maximum(real - 1, 1)
+        x = data.x[jnp.where(place < real, jnp.round(place * gap), 0).astype(int)]
+        kernel = equation.tangent_kernel(problem.flow, cloud, x, x)
+        chosen = ((place[:, None] < real) & (place[None, :] < real)).astype(kernel.dtype)
+        return kernel * chosen.reshape(room, room, *(1,) * (kernel.ndim - 2))
+
+    def begin(self, problem: "Problem") -> jax.Array:
+        """Return the kernel at the start."""
+        return self._kernel(problem, problem.start)
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        change = self._kernel(problem, cloud) - memory
+        return safe_sqrt(jnp.sum(change**2)) / jnp.linalg.norm(memory)
+
+
+class InvariantDrift(Observable):
+    """Root mean square change of what the flow conserves for each neuron, relative to its scale at the start."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        law = problem.flow.invariant()
+        if law is None:
+            raise ValueError("invariant_drift needs a flow with a conserved quantity, got one without")
+        (now, _), (then, scale) = law(cloud), law(problem.start)
+        return _rms(cloud, (now - then) ** 2) / _rms(problem.start, scale**2)
+
+
+class Coordinates(Observable):
+    """Coordinates of every neuron, NaN for padding; a vector coordinate b gives b_0, b_1, ..."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> dict[str, jax.Array]:
+        """Return one (m,) array per coordinate."""
+        real = cloud.weights > 0
+        named: dict[str, jax.Array] = {}
+        for name, value in cloud.particles._asdict().items():
+            columns = (
+                {name: value}
+                if value.ndim == 1
+                else {f"{name}_{k}": value[:, k] for k in range(value.shape[1])}
+            )
+            named |= {key: jnp.where(real, column, jnp.nan) for key, column in columns.items()}
+        return named
+
+
+def displacement(flow: "Flow", cloud: Cloud, start: Cloud) -> jax.Array:
+    """Return the root mean square distance of the coordinates of two clouds, angles the short way round."""
+    moved = jax.tree.map(jnp.subtract, cloud.particles, start.particles)
+    for name in flow.feature.angles:
+        moved = moved._replace(**{name: wrap_angle(getattr(moved, name))})
+    squares = [jnp.sum(u.reshape(u.shape[0], -1) ** 2, axis=1) for u in jax.tree.leaves(moved)]
+    return _rms(cloud, jnp.sum(jnp.stack(squares), axis=0))
+
+
+def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
+    return safe_sqrt(cloud.weights @ jnp.where(cloud.weights > 0, squares, 0.0))
+
+
+def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
+    """Return the observables that every model has, and those that its parts make possible."""
+    chosen: dict[str, Observable] = {
+        "dissipation": Dissipation(about="-dE/dt on the clock of the run"),
+        "displacement": Displacement(about="rms change of the coordinates"),
+        "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples", usual=False),
+    }
+    if flow.loss.classifies:
+        chosen["accuracy"] = Accuracy(about="share of the samples that are classified correctly")
+    if flow.feature.has_direction:
+        chosen["angle_displacement"] = AngleDisplacement(units="rad", about="rms turn of the neurons")
+    if flow.invariant() is not None:
+        chosen["invariant_drift"] = InvariantDrift(about="rms relative change of what the flow conserves")
+    return chosen
+
+
+ON_REQUEST: dict[str, Observable] = {
+    "neurons": Coordinates(dims=("particle",), about="coordinates of every neuron")
+}
+
+
+def _on_request() -> dict[str, Observable]:
+    """Return observables of modules that themselves import this one."""
+    from meanflow.flows._margins import Margin
+    from meanflow.flows._sharpness import Sharpness
+
+    return {
+        "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow"),
+        "variation_margin": Margin("variation", about="least margin over the variation norm"),
+        "kernel_margin": Margin("kernel", about="least margin over the norm of the kernel space"),
+    }
+
+
+Observe = (
+    None
+    | Observable
+    | Callable[..., Values]
+    | str
+    | Sequence[str]
+    | Mapping[str, "Observable | Callable[..., Values]"]
+)
+
+
+def as_observable(name: str, one: object) -> Observable:
+    """Return an observable for what a user gave: an ``Observable``, or a function of (flow, cloud, data)."""
+    if isinstance(one, Observable):
+        return one
+    _checks.taking(3)(name, one)
+    return FunctionObservable(canonical(one))  # type: ignore[arg-type]
+
+
+def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[str, Observable] | None:
+    """Return the observables behind the argument ``observe`` of a solver.
+
+    Args:
+        observe: None, an ``Observable`` or function, a dict of these by name, or names of the model's own observables
+            (one name, or a sequence of names).
+        flow: the model, bound to its statistics.
+        data: training data.
+    """
+    if observe is None:
+        return None
+    if isinstance(observe, Mapping):
+        observe = _checks.mapping(_checks.unchecked("checked below"))("observe", observe)  # type: ignore[assignment]
+        if "energy" in observe:
+            raise ValueError("observe must not use the name 'energy', which every run records itself")
+        return {name: as_observable(f"observe[{name!r}]", one) for name, one in observe.items()}
+    if isinstance(observe, str | list | tuple):
+        return named([observe] if isinstance(observe, str) else observe, flow.observables(data))
+    return as_observable("observe", observe)
+
+
+def named(names: Sequence[str], known: Mapping[str, Observable]) -> dict[str, Observable]:
+    """Return the observables of these names, out of ``known`` and those that exist on request."""
+    options = {**known, **ON_REQUEST, **_on_request()}
+    unknown = [name for name in names if name not in options]
+    if unknown:
+        raise ValueError(f"observe must name observables among {sorted(options)}, got {unknown}")
+    return {name: options[name] for name in names}
+
+
+def begin(observe: Observable | dict[str, Observable] | None, problem: "Problem") -> Values:
+    """Compute what the observables want to keep from the start of a run; pass it on as ``Problem.memory``."""
+    if isinstance(observe, dict):
+        return {name: one.begin(problem) for name, one in observe.items()}
+    return None if observe is None else observe.begin(problem)
+
+
+def measure(observe: Observable | dict[str, Observable], problem: "Problem", cloud: Cloud) -> Values:
+    """Return what the observables see at ``cloud``; ``problem.memory`` must come from ``begin``."""
+    if isinstance(observe, dict):
+        return {name: one.measure(problem, cloud, problem.memory[name]) for name, one in observe.items()}
+    return observe.measure(problem, cloud, problem.memory)

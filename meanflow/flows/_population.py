@@ -1,0 +1,104 @@
+"""Gaussian inputs without samples: a student learns a teacher on the expected squared loss, in closed form."""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meanflow import _checks
+from meanflow._checks import count, prng_key
+from meanflow.flows import _equation as equation
+from meanflow.flows._equation import Population
+from meanflow.flows._losses import Loss
+from meanflow.measures._cloud import CLOUD, Cloud
+
+if TYPE_CHECKING:
+    from meanflow.flows._flow import Flow
+
+
+class GaussianPopulation(Population):
+    """Data x ~ N(0, I) with targets y = f_teacher(x): the loss E (f(x) - y)^2 / 2 without samples.
+
+    Products of two neurons have the closed expectations E[phi(w; x) phi(v; x)] of dual activations (erf, ReLU, linear,
+    sine, gaussian; other smooth activations by quadrature), so that with the signed measure nu = student - teacher
+
+        E = 1/2 sum_ik nu_i nu_k E[phi_i phi_k],    V(w) = sum_k nu_k E[phi(w; x) phi_k(x)].
+
+    Pass it as ``data``. ``sample`` draws from it: a ``sampler`` of ``descend``, or a data set.
+
+    Attributes:
+        x, y, weights: empty, with d columns: there are no samples.
+        flow: the model of the teacher, two-layer with the activation of the student; its bias, offset or other
+            statistics than mean 0 and covariance I are refused.
+        teacher: the teacher's neurons.
+
+    >>> import jax, jax.numpy as jnp, meanflow as mf
+    >>> flow = mf.vanilla("erf")
+    >>> teacher = mf.Cloud(mf.Neurons(jnp.ones(2), jnp.eye(2)))
+    >>> data = mf.flows.GaussianPopulation(flow, teacher)
+    >>> float(abs(mf.energy(flow, teacher, data)))
+    0.0
+    >>> x, y = data.sample(jax.random.key(0), 5)
+    >>> x.shape, y.shape
+    ((5, 2), (5,))
+    """
+
+    flow: "Flow"
+    teacher: Cloud
+
+    def __init__(self, flow: "Flow", teacher: Cloud) -> None:
+        from meanflow.flows._flow import FLOW  # flows know of populations too
+
+        FLOW("flow", flow)
+        CLOUD("teacher", teacher)
+        b = getattr(teacher.particles, "b", None)
+        if b is None or b.ndim != 2:
+            raise ValueError(f"teacher must hold Neurons(a, b), got {type(teacher.particles).__name__}")
+        dtype = teacher.weights.dtype
+        self.x = jnp.zeros((0, b.shape[1]), dtype)
+        self.y, self.weights = jnp.zeros((0, *teacher.particles.a.shape[1:]), dtype), jnp.zeros((0,), dtype)
+        self.teacher = teacher
+        self.flow = flow.bind(self)
+        self.flow.feature.overlap(teacher, teacher)  # refuses features without closed expectations
+        self.flow.check(teacher, self.x)
+
+    def moments(self) -> tuple[Array, Array]:  # type: ignore[override]
+        """Return mean 0 and covariance I."""
+        d, dtype = self.x.shape[1], self.x.dtype
+        return jnp.zeros(d, dtype), jnp.eye(d, dtype=dtype)
+
+    def take(self, index: jax.Array) -> "GaussianPopulation":
+        """Refuse: there are no samples to take from."""
+        raise ValueError("a population has no samples; draw fresh ones with sampler=population.sample")
+
+    @_checks.arguments(key=prng_key, size=count(1))
+    def sample(self, key: jax.Array, size: int) -> tuple[Float[Array, "n d"], Float[Array, " n"]]:
+        """Draw ``size`` inputs and their targets."""
+        x = jax.random.normal(key, (size, self.x.shape[1]), self.x.dtype)
+        return x, equation.predict(self.flow, self.teacher, x)
+
+    def risk(self, flow: "Flow", cloud: Cloud) -> Float[Array, ""]:
+        """Return E (f - y)^2 / 2."""
+        self._check(flow)
+        p, q = cloud.weights, self.teacher.weights
+        own = p @ (flow.feature.overlap(cloud, cloud) @ p)
+        cross = p @ (flow.feature.overlap(cloud, self.teacher) @ q)
+        return 0.5 * (own - 2 * cross + q @ (flow.feature.overlap(self.teacher, self.teacher) @ q))
+
+    def potential(self, flow: "Flow", cloud: Cloud, probe: Cloud) -> Float[Array, " k"]:
+        """Return E[(f - y) phi(w; x)] at the particles of ``probe``."""
+        self._check(flow)
+        own = flow.feature.overlap(probe, cloud) @ cloud.weights
+        return own - flow.feature.overlap(probe, self.teacher) @ self.teacher.weights
+
+    def _check(self, flow: "Flow") -> None:
+        if flow.loss.function is not Loss("squared").function:
+            raise ValueError("a Gaussian population needs flows with loss='squared', got another loss")
+        if flow.offset is not None:
+            raise ValueError("a Gaussian population needs flows that are not centered, got a centered one")
+        mine, theirs = self.flow.feature, flow.feature
+        if type(mine) is not type(theirs) or mine.activation != theirs.activation:  # type: ignore[attr-defined]
+            raise ValueError(
+                "a Gaussian population needs a student with the teacher's feature, got another one"
+            )

@@ -1,0 +1,138 @@
+"""Spaces of two-layer neurons (a, b) beside the flat one: layers with rates of their own; signed directions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from meanflow import _checks
+from meanflow._numerics import safe_divide, safe_norm
+from meanflow.geometry import _sphere as sphere
+from meanflow.geometry._space import Invariant, Space
+from meanflow.geometry._sphere import dot
+from meanflow.measures._cloud import Cloud, Neurons
+
+
+class LayerRates(Space):
+    """Flat neurons (a, b) whose layers learn at rates of their own: C = diag(outer, inner). Rate 0 freezes a layer.
+
+    Attributes:
+        outer_rate: rate of a, >= 0: a scalar, or one number per neuron (m,); may be traced.
+        inner_rate: rate of b, likewise.
+    """
+
+    outer_rate: Float[Array, "*m"]
+    inner_rate: Float[Array, "*m"]
+
+    def check(self, cloud: Cloud) -> None:
+        """Raise ValueError unless rates are single numbers, or one per neuron."""
+        for name, rate in (("outer", self.outer_rate), ("inner", self.inner_rate)):
+            _checks.shape(name, rate, (), cloud.weights.shape)
+
+    def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return the rates of a and of b, one number for each neuron."""
+        one = jnp.ones_like(cloud.weights)
+        return self.outer_rate.astype(one.dtype) * one, self.inner_rate.astype(one.dtype) * one
+
+    def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
+        """Return (outer g_a, inner g_b)."""
+        return _scaled(covector, *self.rates(cloud))
+
+    def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
+        """Return u_a v_a / outer + u_b . v_b / inner; frozen directions count as 0."""
+        shares = (safe_divide(jnp.ones_like(rate), rate) for rate in self.rates(cloud))
+        return Space.inner(self, cloud, _scaled(u, *shares), v)
+
+    def noise(self, cloud: Cloud, normal: Neurons) -> Neurons:
+        """Return white noise times the roots of the rates; a layer that is frozen has none."""
+        return _scaled(normal, *(jnp.sqrt(rate) for rate in self.rates(cloud)))
+
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return (a, b), each over the root of its rate; a frozen layer stays at 0."""
+        shares = (jnp.sqrt(safe_divide(jnp.ones_like(rate), rate)) for rate in self.rates(cloud))
+        return Space.embedding(Space(), cloud.at(_scaled(cloud.particles, *shares)))
+
+    def noise_drift(self, cloud: Cloud) -> Neurons:
+        """Return zero: C is constant."""
+        return jax.tree.map(jnp.zeros_like, cloud.particles)
+
+
+def _scaled(record: Neurons, outer: jax.Array, inner: jax.Array) -> Neurons:
+    return Neurons(record.a * outer.reshape((-1,) + (1,) * (record.a.ndim - 1)), record.b * inner[:, None])
+
+
+class SignedSphere(Space):
+    """Signs a, which stand still, and directions b on the round unit sphere: C = (0, I - b b').
+
+    It is the reduced geometry of positively homogeneous neurons (ReLU) whose layers are balanced, |a| = |b|: the
+    direction b/|b| moves on the sphere, the product |a||b| is the mass of the particle and moves by reaction.
+    """
+
+    def check(self, cloud: Cloud) -> None:
+        """Raise ValueError unless every b has length 1."""
+        length = _checks.concrete(safe_norm(cloud.particles.b))
+        if length is not None and np.max(np.abs(length - 1)) > 1e-3:
+            raise ValueError(
+                f"particles.b must have length 1 on the sphere, got lengths from {length.min():.3g} "
+                f"to {length.max():.3g}"
+            )
+
+    def from_raw(self, cloud: Cloud) -> Cloud:
+        """Map raw neurons to sign(a), b/|b| with mass p |a| |b|: the same network for positively homogeneous s."""
+        a, b = cloud.particles
+        if a.ndim != 1:
+            raise ValueError(
+                f"particles.a must have shape (m,) on the sphere of signed directions, got {a.shape}"
+            )
+        length = safe_norm(b)
+        mass = cloud.weights * jnp.abs(a) * length
+        units = Neurons(jnp.sign(a), b / length[:, None])
+        return Cloud(units, mass, cloud.labels, width=cloud.width, total=None)
+
+    def invariant(self) -> Invariant | None:
+        """Return |b|^2, which is 1."""
+
+        def constraint(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+            square = jnp.sum(cloud.particles.b**2, axis=-1)
+            return square, square
+
+        return constraint
+
+    def embedding(self, cloud: Cloud) -> jax.Array:
+        """Return b."""
+        return cloud.particles.b
+
+    def dimension(self, cloud: Cloud) -> int:
+        """Return d - 1."""
+        return cloud.particles.b.shape[1] - 1
+
+    def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
+        """Return (0, (I - b b') g_b)."""
+        return _tangent(cloud, covector)
+
+    def noise(self, cloud: Cloud, normal: Neurons) -> Neurons:
+        """Return the tangent part of white noise."""
+        return _tangent(cloud, normal)
+
+    def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
+        """Return u_b . v_b."""
+        return dot(u.b, v.b)[:, 0]
+
+    def retract(self, cloud: Cloud, v: Neurons) -> Neurons:
+        """Step along the tangent and return to the sphere."""
+        a, b = cloud.particles
+        moved = b + v.b
+        return Neurons(a, moved / safe_norm(moved, keepdims=True))
+
+    def exp(self, cloud: Cloud, v: Neurons) -> Neurons:
+        """Follow great circles."""
+        return Neurons(cloud.particles.a, sphere.exp(cloud.particles.b, v.b))
+
+    def log(self, cloud: Cloud, particles: Neurons) -> Neurons:
+        """Return the initial velocity of the great circle to ``particles``."""
+        return Neurons(jnp.zeros_like(particles.a), sphere.log(cloud.particles.b, particles.b))
+
+
+def _tangent(cloud: Cloud, v: Neurons) -> Neurons:
+    b = cloud.particles.b
+    return Neurons(jnp.zeros_like(v.a), v.b - b * dot(b, v.b))

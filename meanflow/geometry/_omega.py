@@ -1,0 +1,179 @@
+"""The batch-norm manifold (Omega, G): the ellipsoid b' S b = 1 with the metric that batch norm induces.
+
+Batch norm evaluates a neuron at bb = T(b) = b / |b|_S, a point of Omega = {bb : bb' S bb = 1}. Gradient descent
+on a raw b of unit length moves bb by the gradient flow of the metric (with u = S bb, the normal of Omega)
+
+    G     = |bb|^-2 (P - w w'/|bb|^2),  P = I - u u'/|u|^2,  w = P bb,
+    G^-1  = |bb|^2 (I - bb u')(I - u bb').
+
+(Omega, G) is isometric to the round unit sphere through bb -> bb/|bb|; so distance, exp and log are those of the
+sphere and cost O(d) beside the product S bb. Nothing here needs a pseudo-inverse. Vectors are (..., d), the
+covariance ``sigma`` is (d, d); metric inner products of *tangent* vectors do not depend on ``sigma`` at all.
+
+A singular S has a smaller Omega: all formulas hold for bb in the range of S, with differentials g that lie there too.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from meanflow import _checks
+from meanflow._numerics import safe_norm
+from meanflow.geometry import _sphere as sphere
+from meanflow.geometry._sphere import dot
+
+Vectors = Float[Array, "*#batch d"]  # points and tangent vectors; batches are broadcast
+Matrix = Float[Array, "d d"]
+
+ROUNDING = 4  # eigenvalues of correlations below this times d eps are zero: what sums of products leave
+
+
+def null_projector(sigma: Matrix) -> Matrix | None:
+    """Return the projector (d, d) on the null space of S; None if S is regular, or traced and taken to be so.
+
+    Inputs without variance count as constant, and the rest is judged by its correlations: a pixel that is dark in all
+    images but one has a variance far below that of the others, which is no rounding error.
+
+    >>> null_projector(jnp.diag(jnp.array([1.0, 0.0]))).tolist()
+    [[0.0, 0.0], [0.0, 1.0]]
+    >>> null_projector(jnp.eye(2)) is None
+    True
+    """
+    known = _checks.concrete(sigma)
+    if known is None or known.ndim != 2 or not np.all(np.isfinite(known)):
+        return None
+    eps, matrix = float(np.finfo(known.dtype).eps), known.astype(np.float64)
+    variance = np.diagonal(matrix)
+    constant = variance <= eps * np.max(variance, initial=0.0)
+    root = np.sqrt(np.where(constant, 1.0, variance))
+    moving = ~constant
+    correlation = (matrix / np.outer(root, root))[np.ix_(moving, moving)]
+    values, vectors = np.linalg.eigh(correlation)
+    null = np.zeros((len(root), len(values)))
+    null[moving] = vectors / root[moving, None]
+    null = np.concatenate(
+        [null[:, values <= ROUNDING * len(root) * eps], np.eye(len(root))[:, constant]], axis=1
+    )
+    if not null.shape[1]:
+        return None
+    basis = np.linalg.qr(null)[0]
+    return jnp.asarray(basis @ basis.T, known.dtype)
+
+
+@jax.jit
+def sigma_norm(b: Vectors, sigma: Matrix) -> Float[Array, "... 1"]:
+    """Return |b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
+    # whole-array product: some jax releases miscompile a vmapped w -> w' S w
+    return jnp.sqrt(dot(b, b @ sigma))
+
+
+@jax.jit
+def normalize(b: Vectors, sigma: Matrix) -> Vectors:
+    """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it."""
+    return b / sigma_norm(b, sigma)
+
+
+@jax.jit
+def direction(bb: Vectors) -> Vectors:
+    """Return the unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere."""
+    return bb / safe_norm(bb, keepdims=True)
+
+
+@jax.jit
+def project(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+    """Return (I - bb u') v, the projection along bb onto the tangent space {v : u . v = 0} at bb."""
+    return v - bb * dot(bb @ sigma, v)
+
+
+@jax.jit
+def cometric_apply(bb: Vectors, covector: Vectors, sigma: Matrix) -> Vectors:
+    """Return the gradient of a differential g, G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d). O(d) after S bb."""
+    u = bb @ sigma
+    h = covector - u * dot(bb, covector)
+    return dot(bb, bb) * (h - bb * dot(u, h))
+
+
+@jax.jit
+def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "..."]:
+    """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
+    square = dot(bb, bb)
+    return ((dot(v, w) - dot(v, bb) * dot(w, bb) / square) / square)[..., 0]
+
+
+@jax.jit
+def metric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
+    """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
+    u = sigma @ bb
+    tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(u, u) / (u @ u)
+    w = tangent @ bb
+    return (tangent - jnp.outer(w, w) / (bb @ bb)) / (bb @ bb)
+
+
+@jax.jit
+def cometric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
+    """Return the matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
+    u = sigma @ bb
+    left = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(bb, u)
+    return (bb @ bb) * left @ left.T
+
+
+@jax.jit
+def distance(bb: Vectors, other: Vectors) -> Float[Array, "..."]:
+    """Return the geodesic distance on (Omega, G), shape (...): the angle of two vectors (..., d) in radians."""
+    return sphere.angle(direction(bb), direction(other))
+
+
+@jax.jit
+def exp(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+    """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians)."""
+    s = direction(bb)
+    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
+    return normalize(sphere.exp(s, turn), sigma)
+
+
+@jax.jit
+def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Vectors:
+    """Return the tangent v (..., d) at bb with exp(bb, v) = other; NaN for opposite vectors."""
+    turn = sphere.log(direction(bb), direction(other))
+    return safe_norm(bb, keepdims=True) * project(bb, turn, sigma)
+
+
+@jax.jit
+def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+    """Return the end of one raw gradient step, renormalised, (..., d). It is |v|_G^3 / 3 away from ``exp``."""
+    s = direction(bb)
+    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
+    return normalize(s + turn, sigma)
+
+
+@jax.jit
+def volume_density(bb: Vectors, sigma: Matrix) -> Float[Array, "..."]:
+    """Return d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
+    return safe_norm(bb) ** -bb.shape[-1] / safe_norm(bb @ sigma)
+
+
+class Comparison(NamedTuple):
+    """Sharp constants between G and the Euclidean metric on Omega.
+
+    Attributes:
+        upper: |v|_G <= upper |v| for tangent v.
+        lower: |v| <= lower |v|_G.
+        condition: largest ratio of the eigenvalues of G on a tangent space, (k+1)^2/(4k), k = cond(S).
+    """
+
+    upper: jax.Array
+    lower: jax.Array
+    condition: jax.Array
+
+
+@jax.jit
+def comparison(sigma: Matrix) -> Comparison:
+    """Return the constants for a covariance S (d, d): chord <= lower * angle and angle <= (pi/2) upper * chord."""
+    spectrum = jnp.linalg.eigvalsh(sigma)
+    low, high = spectrum[0], spectrum[-1]
+    k = high / low
+    stretch = jnp.where(k <= 2, 1.0, 4 * (k + 1) ** 3 / (27 * k**2))
+    return Comparison(jnp.sqrt(high), jnp.sqrt(stretch / low), (k + 1) ** 2 / (4 * k))

@@ -1,0 +1,237 @@
+"""The public functions of the batch-norm manifold: each checks its arguments and then runs the inner function.
+
+The inner functions of the same names are in ``meanflow.geometry._omega`` and ``lifts``. They check nothing, are
+compiled, and are what flows and solvers call. Vectors are (..., d), the covariance ``sigma`` is (d, d);
+the arrays of one call broadcast against each other along their leading axes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow._checks import array
+from meanflow._matrices import matrix
+from meanflow.geometry import _lifts as lifts
+from meanflow.geometry import _omega as omega
+from meanflow.measures._cloud import CLOUD, BatchNormNeurons, Cloud, Neurons
+
+Vectors = Float[ArrayLike, "*#batch d"]
+Matrix = Float[ArrayLike, "d d"]
+
+VECTORS = array(rank=1, squares=True)
+COVARIANCE = matrix(definite=True)
+
+
+def nonzero(name: str, value: object) -> jax.Array:
+    """Accept vectors (..., d) that have a direction, that is, none of which is zero."""
+    vectors = VECTORS(name, value)
+    known = _checks.concrete(vectors)
+    if vectors.shape[-1] == 0 or (known is not None and not np.all(np.any(known != 0, axis=-1))):
+        raise ValueError(f"{name} must hold nonzero vectors, got {_checks.show(vectors)} with a zero vector")
+    return vectors
+
+
+def _fit(sigma: ArrayLike | None = None, **vectors: ArrayLike) -> None:
+    """Refuse arrays of one call whose dimensions do not fit together."""
+    (first, given), *rest = ((name, jnp.shape(value)) for name, value in vectors.items())
+    for name, other in rest:
+        if other[-1] != given[-1]:
+            raise ValueError(f"{name} must have as many columns as {first}, {given[-1]}, got shape {other}")
+        try:
+            jnp.broadcast_shapes(given, other)
+        except ValueError:
+            raise ValueError(f"{name} must have a shape that fits {first}, {given}, got {other}") from None
+    if sigma is not None and jnp.shape(sigma)[-1] != given[-1]:
+        d = given[-1]
+        raise ValueError(f"sigma must have shape ({d}, {d}) to fit {first}, got {jnp.shape(sigma)}")
+
+
+@_checks.arguments(b=nonzero, sigma=COVARIANCE)
+def normalize(b: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+    """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it.
+
+    Args:
+        b: nonzero raw weights (..., d).
+        sigma: covariance S (d, d), symmetric and positive definite.
+
+    >>> normalize([3.0, 0.0], [[4.0, 0.0], [0.0, 1.0]]).tolist()
+    [0.5, 0.0]
+    """
+    _fit(sigma, b=b)
+    return omega.normalize(b, sigma)
+
+
+@_checks.arguments(bb=nonzero)
+def direction(bb: Vectors) -> Float[Array, "*batch d"]:
+    """Return the unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere.
+
+    Args:
+        bb: nonzero vectors (..., d), points of Omega or raw weights.
+
+    >>> direction([0.0, 2.0]).tolist()
+    [0.0, 1.0]
+    """
+    return omega.direction(bb)
+
+
+@_checks.arguments(bb=nonzero, covector=VECTORS, sigma=COVARIANCE)
+def cometric_apply(bb: Vectors, covector: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+    """Return the gradient of a differential g, G^-1 g = |bb|^2 (I - bb u')(I - u bb') g with u = S bb, (..., d).
+
+    Args:
+        bb: points of Omega (..., d).
+        covector: differentials g (..., d).
+        sigma: covariance S (d, d), symmetric and positive definite.
+
+    >>> cometric_apply([1.0, 0.0], [5.0, 3.0], [[1.0, 0.0], [0.0, 1.0]]).tolist()
+    [0.0, 3.0]
+    """
+    _fit(sigma, bb=bb, covector=covector)
+    return omega.cometric_apply(bb, covector, sigma)
+
+
+@_checks.arguments(bb=nonzero, v=VECTORS, w=VECTORS)
+def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "*batch"]:
+    """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...).
+
+    Args:
+        bb: points of Omega (..., d).
+        v, w: tangent vectors at bb (..., d).
+
+    >>> float(inner([2.0, 0.0], [0.0, 4.0], [0.0, 1.0]))
+    1.0
+    """
+    _fit(bb=bb, v=v, w=w)
+    return omega.inner(bb, v, w)
+
+
+@_checks.arguments(bb=nonzero, sigma=COVARIANCE)
+def metric(bb: Float[ArrayLike, " d"], sigma: Matrix) -> Float[Array, "d d"]:
+    """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb.
+
+    Args:
+        bb: one point of Omega (d,).
+        sigma: covariance S (d, d), symmetric and positive definite.
+
+    >>> metric([1.0, 0.0], [[1.0, 0.0], [0.0, 1.0]]).tolist()
+    [[0.0, 0.0], [0.0, 1.0]]
+    """
+    _checks.shape("bb", bb, (None,))
+    _fit(sigma, bb=bb)
+    return omega.metric(bb, sigma)
+
+
+@_checks.arguments(bb=nonzero, other=nonzero)
+def distance(bb: Vectors, other: Vectors) -> Float[Array, "*batch"]:
+    """Return the geodesic distance on (Omega, G), shape (...): the angle of two vectors (..., d) in radians.
+
+    Args:
+        bb, other: points of Omega (..., d).
+
+    >>> round(float(distance([1.0, 0.0], [0.0, 3.0])), 4)
+    1.5708
+    """
+    _fit(bb=bb, other=other)
+    return omega.distance(bb, other)
+
+
+@_checks.arguments(bb=nonzero, v=VECTORS, sigma=COVARIANCE)
+def exp(bb: Vectors, v: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+    """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians).
+
+    Args:
+        bb: points of Omega (..., d).
+        v: tangent vectors at bb (..., d).
+        sigma: covariance S (d, d), symmetric and positive definite.
+
+    >>> exp([1.0, 0.0], [0.0, jnp.pi / 2], [[1.0, 0.0], [0.0, 1.0]]).round(6).tolist()
+    [0.0, 1.0]
+    """
+    _fit(sigma, bb=bb, v=v)
+    return omega.exp(bb, v, sigma)
+
+
+@_checks.arguments(bb=nonzero, other=nonzero, sigma=COVARIANCE)
+def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+    """Return the tangent v (..., d) at bb with exp(bb, v) = other.
+
+    Args:
+        bb, other: points of Omega (..., d), not opposite to each other: opposite points are joined by many geodesics of
+            length pi. While they are traced they cannot be looked at, and the result for opposite points is NaN.
+        sigma: covariance S (d, d), symmetric and positive definite.
+
+    >>> print(log([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]])[1].round(4))
+    1.5708
+    """
+    _fit(sigma, bb=bb, other=other)
+    tangent = omega.log(bb, other, sigma)
+    known = _checks.concrete(tangent)
+    if known is not None and np.isnan(known).any():
+        raise ValueError("other must not be opposite to bb: opposite points have no unique geodesic")
+    return tangent
+
+
+@_checks.arguments(bb=nonzero, v=VECTORS, sigma=COVARIANCE)
+def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+    """Return the end of one raw gradient step, renormalized, (..., d). It is |v|_G^3 / 3 away from ``exp``.
+
+    Args:
+        bb: points of Omega (..., d).
+        v: tangent vectors at bb (..., d).
+        sigma: covariance S (d, d), symmetric and positive definite.
+
+    >>> print(retract([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]]).round(4))
+    [0.7071 0.7071]
+    """
+    _fit(sigma, bb=bb, v=v)
+    return omega.retract(bb, v, sigma)
+
+
+def _neurons(cloud: Cloud) -> Neurons | BatchNormNeurons:
+    """Return the particles of a cloud, which must be neurons with a and b."""
+    if not isinstance(cloud.particles, Neurons | BatchNormNeurons):
+        raise TypeError(f"cloud must hold Neurons(a, b), got {type(cloud.particles).__name__}")
+    return cloud.particles
+
+
+@_checks.arguments(cloud=CLOUD, sigma=matrix())
+def project(cloud: Cloud, sigma: Matrix) -> Cloud:
+    """Map raw neurons (a, b) to the batch-norm manifold: (a, T(b)) with label c = |b|, which the flow conserves.
+
+    If S is singular, b is first projected on its range: (a, T(P b)) with label c = |P b|. While S is traced it cannot
+    be looked at and is taken to be regular.
+
+    Args:
+        cloud: neurons with b (m, d), none of which is zero or in the null space of S.
+        sigma: covariance S (d, d), symmetric and positive semi-definite.
+
+    >>> raw = Cloud(Neurons(jnp.ones(1), jnp.array([[3.0, 4.0]])))
+    >>> project(raw, jnp.eye(2)).labels.tolist()
+    [5.0]
+    """
+    b = nonzero("cloud.particles.b", _neurons(cloud).b)
+    _fit(sigma, b=b)
+    null = omega.null_projector(jnp.asarray(sigma))
+    known = None if null is None else _checks.concrete(b - b @ null)
+    if known is not None and np.any(np.linalg.norm(known, axis=1) <= 1e-10 * np.linalg.norm(b, axis=1)):
+        raise ValueError(
+            "cloud.particles.b must have a part in the range of sigma, got one in its null space"
+        )
+    return lifts.project(cloud, jnp.asarray(sigma), null)
+
+
+@_checks.arguments(cloud=CLOUD)
+def lift(cloud: Cloud) -> Cloud:
+    """Invert ``project``: map (a, bb) with labels c (m,) to (a, b), b = c bb/|bb| (m, d); c = 1 without labels.
+
+    Args:
+        cloud: neurons on the batch-norm manifold.
+
+    >>> reduced = Cloud(Neurons(jnp.ones(1), jnp.array([[0.6, 0.8]])), labels=5.0)
+    >>> print(lift(reduced).particles.b.round(6))
+    [[3. 4.]]
+    """
+    nonzero("cloud.particles.b", _neurons(cloud).b)
+    return lifts.lift(cloud)

@@ -1,0 +1,226 @@
+"""What a kernel costs, counted in the traced program.
+
+A cost is a pair: operations in products (dot_general and convolutions, two for a multiplication and an addition) and
+numbers that pass through memory. One number costs about as much time as ``TOUCH`` operations of a product. Nothing is
+compiled or computed.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from meanflow.kernels._empirical import forms
+from meanflow.kernels._empirical.contraction import blocks
+from meanflow.kernels._empirical.sites import carried_arguments, shape_of
+
+TOUCH = 40.0  # operations of a matrix product in the time that one number takes to pass through memory
+
+
+class Cost(NamedTuple):
+    """Operations in products and numbers through memory."""
+
+    flops: float = 0.0
+    numbers: float = 0.0
+
+    def __add__(self, other: object) -> "Cost":
+        assert isinstance(other, Cost)
+        return Cost(self.flops + other.flops, self.numbers + other.numbers)
+
+    def __mul__(self, factor: object) -> "Cost":
+        assert isinstance(factor, int | float)
+        return Cost(self.flops * factor, self.numbers * factor)
+
+    @property
+    def total(self) -> float:
+        """Everything in operations of a product."""
+        return self.flops + TOUCH * self.numbers
+
+
+class Passes(NamedTuple):
+    """The cost of evaluating a function once, of pulling one output back to its sites, and what it stores.
+
+    Attributes:
+        forward: one evaluation.
+        backward: one cotangent to all sites.
+        convolved: operations of convolutions among those of ``forward``; their gradients in the parameters, sample by
+            sample, are far slower than their count.
+        stored: numbers alive between the passes.
+        largest: of all values.
+    """
+
+    forward: Cost
+    backward: Cost
+    convolved: float
+    stored: float
+    largest: float
+
+    def plus(self, other: "Passes") -> "Passes":
+        """Return both, one after the other."""
+        return Passes(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.convolved + other.convolved,
+            self.stored + other.stored,
+            max(self.largest, other.largest),
+        )
+
+    def times(self, count: int) -> "Passes":
+        """Return ``count`` rounds of it."""
+        return Passes(
+            self.forward * count,
+            self.backward * count,
+            self.convolved * count,
+            self.stored * count,
+            self.largest,
+        )
+
+
+# values that depend on: nothing or the sample alone, parameters alone, both
+_FIXED, _PARAM, _BOTH = 0, 1, 2
+_FREE = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "stop_gradient")
+
+
+def _join(kinds: Sequence[int]) -> int:
+    return max(kinds, default=_FIXED)
+
+
+def passes(jaxpr: Jaxpr, leaves: int) -> Passes:
+    """Count one evaluation of a jaxpr whose first ``leaves`` arguments are parameters."""
+    kinds = [_PARAM] * leaves + [_FIXED] * (len(jaxpr.invars) - leaves)
+    # the sample alone is fixed; what parameters and the sample make together carries cotangents
+    return _count(jaxpr, kinds)[0]
+
+
+def _count(jaxpr: Jaxpr, kinds: Sequence[int]) -> tuple[Passes, list[int]]:
+    env: dict[Var, int] = dict(zip(jaxpr.invars, kinds, strict=True))
+    read = lambda v: _FIXED if isinstance(v, Literal) else env.get(v, _FIXED)
+    total = Passes(Cost(), Cost(), 0.0, 0.0, 0.0)
+    for equation in jaxpr.eqns:
+        ins = [read(v) for v in equation.invars]
+        one, outs = _equation(equation, ins)
+        total = total.plus(one)
+        env.update(zip(equation.outvars, outs, strict=True))
+    return total, [read(v) for v in jaxpr.outvars]
+
+
+def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
+    """Count one equation, and say what its outputs depend on."""
+    name, options = equation.primitive.name, equation.params
+    inner = [j for j in map(_jaxpr, _nested(options)) if j is not None]
+    if name == "scan":
+        carried = carried_arguments(equation)
+        _, outs = _count(inner[0], ins)
+        ins[carried] = [max(a, b) for a, b in zip(ins[carried], outs, strict=False)]
+        one, outs = _count(inner[0], ins)
+        return one.times(options["length"]), outs
+    if inner and all(len(j.invars) in (len(ins), len(ins) - 1) for j in inner):
+        counted = [_count(j, ins[len(ins) - len(j.invars) :]) for j in inner]
+        return max(counted, key=lambda c: c[0].forward.total)
+    size = float(sum(math.prod(shape_of(v)) for v in equation.outvars))
+    # a parameter and a sample together depend on both; so does what was made of them
+    met = any(k == _PARAM for k in ins) and any(
+        k == _FIXED and not isinstance(v, Literal) for k, v in zip(ins, equation.invars, strict=True)
+    )
+    kind = _BOTH if met else _join(ins)
+    outs = [kind] * len(equation.outvars)
+    if name in ("dot_general", "conv_general_dilated"):
+        flops = 2.0 * size * _contracted(equation)
+        paths = sum(k == _BOTH for k in ins)
+        # parameters are read once for all samples
+        pairs = zip(ins, equation.invars, strict=True)
+        moved = size + sum(math.prod(shape_of(v)) for k, v in pairs if k != _PARAM)
+        back = Cost(flops, moved) * paths
+        convolved = flops if name == "conv_general_dilated" else 0.0
+        return Passes(Cost(flops, moved), back, convolved, size, size), outs
+    if name in _FREE or kind == _PARAM:
+        return Passes(Cost(), Cost(), 0.0, 0.0, 0.0), outs
+    # neighboring operations on numbers run as one pass: half a number for each
+    touched = Cost(
+        0.0, 0.5 * size + 0.5 * sum(math.prod(shape_of(v)) for v in equation.invars) * ("reduce" in name)
+    )
+    return Passes(touched, touched if kind == _BOTH else Cost(), 0.0, size, size), outs
+
+
+def _nested(options: dict[str, Any]) -> list[Any]:
+    found = [options[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in options]
+    return [*found, *options.get("branches", ())]
+
+
+def _jaxpr(value: Any) -> Jaxpr | None:
+    return getattr(value, "jaxpr", value) if value is not None else None
+
+
+def _contracted(equation: JaxprEqn) -> float:
+    """Return how many products each output of a dot_general or a convolution sums."""
+    options = equation.params
+    if equation.primitive.name == "dot_general":
+        left = shape_of(equation.invars[0])
+        return float(math.prod(left[i] for i in options["dimension_numbers"][0][0]))
+    weight = shape_of(equation.invars[1])
+    return math.prod(weight) / weight[options["dimension_numbers"].rhs_spec[0]]
+
+
+class Block(NamedTuple):
+    """A block of a kernel: T rows, S columns, C outputs, which of them are kept, and whether x and z are the same."""
+
+    rows: int
+    columns: int
+    outputs: int
+    kept: str
+    symmetric: bool
+
+    @property
+    def samples(self) -> int:
+        """At how many samples the network is differentiated."""
+        return self.rows if self.symmetric else self.rows + self.columns
+
+    def pairs(self, wide: int) -> float:
+        """How many pairs of samples are multiplied, where ``wide`` rows of a product belong to each sample."""
+        cut = blocks(self.rows, wide) if self.symmetric else 1
+        # cutting costs a part of what it saves
+        return self.rows * self.columns * {1: 1.0, 2: 0.85, 4: 0.7}[cut]
+
+    @property
+    def kernel(self) -> int:
+        """How many numbers the kernel keeps of each pair of samples."""
+        return {"full": self.outputs**2, "diagonal": self.outputs, "trace": 1}[self.kept]
+
+
+def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
+    """Count one share in parameter space."""
+    groups, positions, inputs, outputs, _ = size
+    entries, many = groups * inputs * outputs, block.outputs
+    form = Cost(
+        2.0 * many * positions * entries,
+        2.0 * many * entries + 2.0 * groups * positions * (inputs + many * outputs),
+    )
+    full = block.kept == "full"
+    product = 2.0 * entries * (many**2 if full else many)
+    return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1)
+
+
+def by_gram(block: Block, size: forms.Sizes) -> Cost:
+    """Count one share in sample space."""
+    groups, positions, inputs, outputs, windowed = size
+    compared = windowed or inputs
+    many, pairs = block.outputs, groups * positions**2
+    multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
+    read = _read(block, groups * positions * (compared + many * outputs))
+    copied = Cost(0.0, 2.0 * many * groups * positions * outputs * (groups * positions > 1)) * block.samples
+    if pairs == 1 or many == 1 or block.kept != "full":
+        flops = 2.0 * pairs * (compared + outputs * (many**2 if block.kept == "full" else many))
+        numbers = (
+            2.0 * block.kernel if pairs == 1 else 3.0 * pairs * (many if block.kept == "diagonal" else 1)
+        )
+        return Cost(flops, numbers) * multiplied + read + copied
+    flops = 2.0 * (pairs * (compared + many * outputs) + groups * positions * many**2 * outputs)
+    # (h h') D', and h h' in another order
+    numbers = 2.0 * groups * positions * (positions + many * outputs)
+    return Cost(flops, numbers) * multiplied + read + copied
+
+
+def _read(block: Block, numbers: float) -> Cost:
+    """Reading the factors of both sides once."""
+    return Cost(0.0, numbers * (block.rows + block.columns))

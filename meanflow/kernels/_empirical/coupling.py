@@ -1,0 +1,288 @@
+"""Do the samples of a batch depend on each other, and through which statistics?
+
+The tangent kernel needs J = df/dparams. When samples are coupled (batch norm, attention over the batch), the Jacobian
+of one sample needs the whole batch, and a kernel computed sample by sample or chunk by chunk is silently wrong. So
+every function is probed, and coupled ones are refused until ``stats`` says which statistics are meant.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxtyping import Array, ArrayLike, PyTree, Shaped
+
+from meanflow import _checks
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
+
+STATS = ("batch", "train", "frozen", "running")
+# no gradient goes through the statistics, and samples are free of each other
+FIXED = ("frozen", "running")
+
+
+class KernelMaps(NamedTuple):
+    """The functions of the parameters whose Jacobians make the kernel K(x, z).
+
+    Attributes:
+        left: params -> outputs at x.
+        right: params -> outputs at z.
+        single: (params, batch) -> outputs, each of which depends on its own sample alone; None if samples are coupled.
+    """
+
+    left: Callable[[Params], Outputs]
+    right: Callable[[Params], Outputs]
+    single: Apply | None
+
+
+class Unprobed(ValueError):
+    """The function closes over traced values and cannot be evaluated while tracing."""
+
+
+@eqx.filter_jit  # so that a function is compiled for the probe once, not at every call
+def _evaluations(apply: Apply, params: Params, x: Batch) -> tuple[Array, Array, Array]:
+    """Return the outputs of a batch twice, traced anew each time, and those of its samples one by one."""
+    alone = jax.tree.map(lambda a: a[:, None], x)
+    # two equal rows: a function may squeeze its outputs, and lose the axis of a single sample
+    pair = lambda sample: apply(params, jax.tree.map(lambda a: jnp.concatenate([a, a]), sample))[0]
+    return apply(params, x), apply(params, x), jax.lax.map(pair, alone, batch_size=64)
+
+
+def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
+    """Return a parameter moved off its value by a tenth of its size; a random one where the value is traced."""
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        return leaf
+    given, shape = _checks.concrete(leaf), np.shape(leaf)
+    noise = rng.normal(size=shape)
+    if given is None:
+        moved = noise / math.sqrt(max(shape, default=1))
+    else:
+        moved = given + 0.1 * noise * (np.sqrt(np.mean(np.square(given))) + 0.1)
+    return jnp.asarray(moved, jnp.result_type(leaf))
+
+
+def _is_traced(leaf: ArrayLike) -> bool:
+    """Tell whether an array is being traced; keys of random numbers are not numbers."""
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return not is_key and _checks.concrete(leaf) is None
+
+
+def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> Array:
+    """Draw ``rows`` samples on the scale of ``x``; integers are drawn from the entries of ``x``."""
+    dtype, shape = jnp.result_type(x), (rows, *np.shape(x)[1:])
+    given = _checks.concrete(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        whole = np.zeros((1, *shape[1:]), int) if given is None else given
+        return jnp.asarray(rng.choice(whole, shape[0]), dtype)
+    center, width = (0.0, 1.0) if given is None else (np.mean(given), np.std(given) + 1e-3)
+    return jnp.asarray(center + width * rng.normal(size=shape), dtype)
+
+
+def _precisions(program: Any) -> Iterator[float]:
+    """Yield the relative rounding error of every floating point value in a traced program, nested ones included."""
+    if isinstance(program, list | tuple):
+        for part in program:
+            yield from _precisions(part)
+    elif isinstance(program, Jaxpr):
+        # first: from jax 0.12 on a closed one is one of these, and its own jaxpr
+        for equation in program.eqns:
+            for value in (*equation.invars, *equation.outvars):
+                dtype = getattr(value.aval, "dtype", None)  # some values, such as tokens, have none
+                if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                    yield float(jnp.finfo(dtype).eps)
+            yield from _precisions(tuple(equation.params.values()))
+    elif isinstance(program, ClosedJaxpr):
+        yield from _precisions(program.jaxpr)
+
+
+def _agreement(one: np.ndarray, other: np.ndarray, eps: float) -> bool:
+    """Tell whether two evaluations of a function are the same up to 10^4 roundings of relative size ``eps``."""
+    finite = np.isfinite(one)
+    if not np.array_equal(finite, np.isfinite(other)):
+        return False
+    # in half precision 10^4 roundings would be more than the outputs themselves
+    tolerance = min(1e4 * eps, 0.05) * float(np.max(np.abs(one[finite])))
+    return bool(np.all(np.abs(one[finite] - other[finite]) <= tolerance))
+
+
+def check_outputs(apply: Apply, params: Params, name: str, x: Batch) -> None:
+    """Refuse an empty batch, and outputs that are not one array of floating point numbers, a row a sample."""
+    rows = np.shape(jax.tree.leaves(x)[0])[0]
+    if rows == 0:
+        raise ValueError(f"{name} must hold at least one sample, got an empty batch")
+    try:
+        out = jax.eval_shape(apply, params, x)
+    except (TypeError, ValueError, KeyError, IndexError) as problem:
+        shapes = jax.tree.map(np.shape, x)
+        raise ValueError(
+            f"apply must take params and {name} of shape {shapes}, but fails: {problem}"
+        ) from problem
+    if not isinstance(out, jax.ShapeDtypeStruct):
+        raise ValueError(f"apply must return one array (samples, ...), got {type(out).__name__} at {name}")
+    if out.ndim < 1 or out.shape[0] != rows:
+        raise ValueError(
+            f"apply must return one row for each of the {rows} samples of {name}, got shape {out.shape}"
+        )
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(f"apply must return floating point numbers, got {out.dtype} at {name}")
+
+
+@_checks.arguments(apply=_checks.function, x=batch)
+def is_coupled(apply: Apply, params: Params, x: PyTree[Shaped[ArrayLike, "T ..."]]) -> bool:
+    """Tell whether the output at one sample depends on the other samples of the batch, by a probe.
+
+    A random batch of as many rows as ``x`` is evaluated at once and sample by sample; the engine needs both to agree,
+    up to rounding in the lowest precision that the function computes in.
+    The parameters are moved off the given ones, because a batch norm whose scale starts at 0 hides its coupling there.
+    Inside jit the probe runs at trace time with random numbers in place of traced values.
+
+    Args:
+        apply: (params, batch) -> outputs (T, ...).
+        params: pytree of arrays.
+        x: batch (T, ...), which sets the scale of the probe.
+
+    Raises:
+        ValueError: if the function closes over traced values, so that it cannot be evaluated now; if it returns other
+            numbers when it is evaluated again; or if it returns nothing but NaN.
+
+    >>> import jax.numpy as jnp
+    >>> is_coupled(lambda w, x: x @ w, jnp.ones(2), jnp.ones((3, 2)))
+    False
+    >>> is_coupled(lambda w, x: x @ w - jnp.mean(x @ w), jnp.ones(2), jnp.ones((3, 2)))
+    True
+    """
+    # a function of indices is probed as the function of samples that it stands for: indices hide what they point to
+    function, own = apply.probed(x) if isinstance(apply, Function) else (apply, x)
+    count = np.shape(jax.tree.leaves(x)[0])[0]
+    own = jax.tree.map(lambda a: jnp.asarray(a)[:count], own)
+    rng = np.random.default_rng(0)
+    with jax.ensure_compile_time_eval():
+        drawn = jax.tree.map(lambda a: _random_batch(a, max(count, 2), rng), own)
+        moved = jax.tree.map(lambda leaf: _moved(leaf, rng), params)
+        given = not any(map(_is_traced, jax.tree.leaves((params, own))))
+        # where the random batch or the moved parameters leave the domain of the function, its own ones are tried
+        tries = [(moved, drawn), (moved, own), (params, own)] if given else [(moved, drawn)]
+        for parameters, samples in tries:
+            try:
+                values = [np.asarray(a) for a in _evaluations(function, parameters, samples)]
+            except jax.errors.TracerArrayConversionError as error:
+                raise Unprobed(
+                    "apply closes over traced values, so whether it couples samples cannot be probed; "
+                    f"pass stats= one of {STATS}"
+                ) from error
+            finite = np.isfinite(values[0])
+            if np.any(finite):
+                break
+        else:
+            raise ValueError(
+                "apply returns nothing but NaN or infinity when it is probed for coupled samples; check params and x"
+            )
+    first, again, alone = values
+    eps = float(jnp.finfo(first.dtype).eps)
+    if not (_agreement(first, again, eps) and _agreement(first, alone, eps)):
+        # What is computed in low precision may be returned in a higher one: the state of a recurrent network that
+        # starts from double zeros, or bfloat16 layers below a float32 head. The coarsest step sets the rounding.
+        with jax.ensure_compile_time_eval():
+            program, *_ = eqx.filter_make_jaxpr(function)(parameters, samples)
+        eps = max(_precisions(program), default=eps)
+    if not _agreement(first, again, eps):
+        raise ValueError(
+            "apply is random: it returns other numbers when it is evaluated again; fix its random numbers, "
+            "for instance by a key in params or in a closure"
+        )
+    return not _agreement(first, alone, eps)
+
+
+def _probe(apply: Apply, params: Params, x: Batch, declared: bool) -> bool:
+    """Probe ``apply``; a function that cannot be probed passes if the caller has ``declared`` it uncoupled."""
+    try:
+        return is_coupled(apply, params, x)
+    except Unprobed:
+        if declared:
+            return False
+        raise
+
+
+def uncoupled_maps(apply: Apply, x: Batch, z: Batch | None) -> KernelMaps:
+    """Return the maps of a function that is known to treat every sample on its own."""
+    other = x if z is None else z
+    return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), apply)
+
+
+def kernel_maps(
+    apply: Apply | Normalized,
+    params: Params,
+    x: Batch,
+    z: Batch | None,
+    stats: str | None,
+) -> KernelMaps:
+    """Return params -> outputs at x and at z, using the statistics chosen by ``stats``.
+
+    Args:
+        apply: (params, batch) -> outputs; plain or ``Normalized``.
+        params: pytree of arrays.
+        x: batch (T, ...).
+        z: second batch (S, ...), or None for x.
+        stats: one of ``STATS``, explained at ``empirical_ntk``; None for functions without coupling.
+
+    Raises:
+        ValueError: if the function couples samples and ``stats`` does not say what is meant, or asks for statistics
+            that cannot be taken out of the function.
+    """
+    other = x if z is None else z
+    given = (("x", x),) if z is None else (("x", x), ("z", z))
+    if isinstance(apply, Normalized):
+        maps = _normalized_maps(apply, params, x, other, stats)
+        for (name, some), outputs in zip(given, (maps.left, maps.right), strict=False):
+            check_outputs(functools.partial(_ignore_batch, outputs), params, name, some)
+        return maps
+    for name, some in given:
+        check_outputs(apply, params, name, some)
+    if stats == "batch" or (stats == "train" and z is None):
+        return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), None)
+    probe = lambda batch: _probe(apply, params, batch, declared=stats in FIXED)
+    rows = lambda a: np.shape(jax.tree.leaves(a)[0])[0]
+    # batches of other sizes may be treated otherwise
+    if stats == "train" or probe(x) or (z is not None and rows(z) != rows(x) and probe(z)):
+        needs = "the statistics of apply cannot be taken out of it: " if stats else ""
+        raise ValueError(
+            f"apply couples the samples of a batch and stats is {stats!r}; {needs}"
+            'pass stats="batch" (statistics of the batch itself), or wrap apply as '
+            'kernels.Normalized(apply, statistics) for "train" (statistics of x, their gradients included) '
+            '"frozen" (statistics of x, held fixed) or "running" (the averages that the model keeps)'
+        )
+    return uncoupled_maps(apply, x, z)
+
+
+def _ignore_batch(outputs: Callable[[Params], Outputs], params: Params, _: Batch) -> Outputs:
+    return outputs(params)
+
+
+def _normalized_maps(
+    apply: Normalized,
+    params: Params,
+    x: Batch,
+    z: Batch,
+    stats: str | None,
+) -> KernelMaps:
+    """Return the maps of a function whose statistics can be taken out of it."""
+    if stats is None:
+        raise ValueError(f"apply normalizes over the batch: stats must be one of {STATS}, got None")
+    if stats == "batch":
+        return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, z), None)
+    if stats == "train":
+        return KernelMaps(lambda p: apply(p, x), lambda p: apply.apply(p, z, apply.statistics(p, x)), None)
+    if stats == "running":
+        if apply.running is None:
+            raise ValueError(
+                'apply keeps no running averages: stats="running" needs kernels.Normalized(..., running)'
+            )
+        constants = apply.running
+    else:  # "frozen": computed once, outside of what is differentiated, so that no gradient goes through them
+        constants = eqx.filter_jit(apply.statistics)(params, x)
+    fixed = lambda p, batch: apply.apply(p, batch, constants)
+    return KernelMaps(lambda p: fixed(p, x), lambda p: fixed(p, z), fixed)

@@ -1,0 +1,356 @@
+"""Spectra of kernels, from products alone: eigenvalues by Lanczos, moments and densities by random directions.
+
+Every function takes a symmetric matrix or a ``KernelOperator``, so that the spectrum of a kernel that does not fit in
+memory can be computed.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int, Key
+
+from meanflow import _checks
+from meanflow._matrices import grams
+from meanflow.kernels._empirical.operator import KernelOperator
+
+Kernel: TypeAlias = KernelOperator | Float[Array, "n n"]
+Product: TypeAlias = Callable[[Float[Array, " n"]], Float[Array, " n"]]
+
+
+def square_kernel(name: str, value: object) -> object:
+    """Accept a kernel as a Gram matrix (n, n), or a ``KernelOperator``."""
+    if isinstance(value, KernelOperator):
+        return value
+    _checks.array((None, None))(name, value)
+    return grams()(name, value)
+
+
+def _product(kernel: Kernel) -> Product:
+    return kernel.matvec() if isinstance(kernel, KernelOperator) else lambda v: kernel @ v
+
+
+def _square(kernel: Kernel) -> tuple[int, np.dtype]:
+    """Return size and dtype of a kernel, and refuse one that is not square."""
+    if len(kernel.shape) != 2 or kernel.shape[0] != kernel.shape[1]:
+        raise ValueError(f"kernel must be a square matrix or an operator, got shape {kernel.shape}")
+    return kernel.shape[0], kernel.dtype
+
+
+class Lanczos(NamedTuple):
+    """The projection of a symmetric operator on a Krylov space, which is tridiagonal.
+
+    Attributes:
+        basis: orthonormal rows (steps, n).
+        diagonal: of the projection, (steps,).
+        off_diagonal: of the projection, (steps,). The last one is the norm of the residual, which bounds the error of
+            the eigenvalues of the projection.
+    """
+
+    basis: Float[Array, "steps n"]
+    diagonal: Float[Array, " steps"]
+    off_diagonal: Float[Array, " steps"]
+
+    def matrix(self) -> Float[Array, "steps steps"]:
+        """Return the tridiagonal projection as a matrix."""
+        side = self.off_diagonal[:-1]
+        return jnp.diag(self.diagonal) + jnp.diag(side, 1) + jnp.diag(side, -1)
+
+
+def lanczos(product: Product, start: Float[Array, " n"], steps: int, key: Key[Array, ""]) -> Lanczos:
+    """Run the Lanczos iteration with full reorthogonalization (twice, which is enough).
+
+    When the Krylov space is exhausted it goes on from a fresh random direction, so that repeated eigenvalues are found
+    and ``steps = n`` gives the whole spectrum. Memory steps * n; time steps products + steps^2 n.
+
+    Args:
+        product: v -> K v for a symmetric K.
+        start: first direction, not zero.
+        steps: number of products, at most n.
+        key: for the fresh directions.
+    """
+    n, dtype = start.shape[0], start.dtype
+    tiny = 100 * float(jnp.finfo(dtype).eps)
+
+    def orthogonal(v: Array, basis: Array) -> Array:
+        for _ in range(2):
+            v = v - basis.T @ (basis @ v)
+        return v
+
+    def step(j: Int[Array, ""], state: tuple[Array, ...]) -> tuple[Array, ...]:
+        basis, diagonal, side, v, scale = state
+        basis = basis.at[j].set(v)
+        w = product(v)
+        a = v @ w
+        w = orthogonal(w, basis)
+        b = jnp.linalg.norm(w)
+        scale = jnp.maximum(scale, jnp.abs(a) + b)
+        fresh = orthogonal(jax.random.normal(jax.random.fold_in(key, j), (n,), dtype), basis)
+        broken = b <= tiny * scale  # what is left is rounding: the Krylov space is exhausted
+        w = jnp.where(broken, fresh, w)
+        following = w / jnp.maximum(jnp.linalg.norm(w), jnp.finfo(dtype).tiny)
+        return basis, diagonal.at[j].set(a), side.at[j].set(jnp.where(broken, 0.0, b)), following, scale
+
+    zeros = jnp.zeros(steps, dtype)
+    state = (jnp.zeros((steps, n), dtype), zeros, zeros, start / jnp.linalg.norm(start), jnp.zeros((), dtype))
+    basis, diagonal, side, _, _ = jax.lax.fori_loop(0, steps, step, state)
+    return Lanczos(basis, diagonal, side)
+
+
+class Eigenpairs(NamedTuple):
+    """Leading eigenvalues with their vectors.
+
+    Attributes:
+        values: largest first, (k,).
+        vectors: orthonormal columns, (n, k).
+        residuals: |K u - value u|, which bounds the error of each value, (k,).
+    """
+
+    values: Float[Array, " k"]
+    vectors: Float[Array, "n k"]
+    residuals: Float[Array, " k"]
+
+
+@eqx.filter_jit
+def top_eigenpairs(kernel: Kernel, k: int, *, key: Key[Array, ""], steps: int | None = None) -> Eigenpairs:
+    """Return the k largest eigenvalues and their eigenvectors by Lanczos, from products alone.
+
+    Args:
+        kernel: symmetric matrix (n, n) or ``KernelOperator``.
+        k: how many.
+        key: for the start vector.
+        steps: products spent, default min(n, 2 k + 30); look at ``residuals`` to see whether they were
+            enough.
+
+    >>> import jax
+    >>> pairs = top_eigenpairs(jnp.diag(jnp.array([3.0, 1.0, 2.0])), 2, key=jax.random.key(0))
+    >>> [round(float(v), 4) for v in pairs.values]
+    [3.0, 2.0]
+    """
+    n, dtype = _square(kernel)
+    k = _checks.whole("k", k, 1)
+    if k > n:
+        raise ValueError(f"k must be at most {n}, the size of the kernel, got {k}")
+    count = min(n, 2 * k + 30) if steps is None else min(n, _checks.whole("steps", steps, k))
+    run = lanczos(_product(kernel), jax.random.normal(key, (n,), dtype), count, jax.random.fold_in(key, 1))
+    values, small = jnp.linalg.eigh(run.matrix())
+    values, small = values[::-1][:k], small[:, ::-1][:, :k]
+    return Eigenpairs(values, run.basis.T @ small, jnp.abs(run.off_diagonal[-1] * small[-1]))
+
+
+class SpectralMoments(NamedTuple):
+    """Mean and mean square of all eigenvalues, estimated, with standard errors.
+
+    Attributes:
+        mean: Tr K / n.
+        mean_square: Tr K^2 / n.
+        mean_error: standard error of the mean.
+        mean_square_error: standard error of the mean square.
+        variance_error: standard error of the variance. It is far below the sum of the other two, because mean and mean
+            square err together: both come from the same random directions.
+    """
+
+    mean: Float[Array, ""]
+    mean_square: Float[Array, ""]
+    mean_error: Float[Array, ""]
+    mean_square_error: Float[Array, ""]
+    variance_error: Float[Array, ""]
+
+    @property
+    def variance(self) -> Float[Array, ""]:
+        """Variance of the eigenvalues, mean_square - mean^2."""
+        return self.mean_square - self.mean**2
+
+
+@eqx.filter_jit
+def spectral_moments(
+    kernel: Kernel, *, key: Key[Array, ""], probes: int = 16, deflate: Float[Array, "n k"] | None = None
+) -> SpectralMoments:
+    """Estimate the traces of K and K^2 by random directions, exactly on a few leading directions Q.
+
+    Tr A = Tr Q'AQ + E g'(I - QQ') A (I - QQ')g with random signs g: removing the leading eigenvectors removes
+    the variance they cause, which for a plain ReLU network is nearly all of it.
+
+    Args:
+        kernel: symmetric matrix (n, n) or ``KernelOperator``.
+        key: for the signs.
+        probes: number of random directions, at least 2 for an error.
+        deflate: Q, k orthonormal columns (n, k), for instance ``top_eigenpairs(...).vectors``; default none.
+            Costs probes + k products.
+    """
+    n, dtype = _square(kernel)
+    product = _product(kernel)
+    basis = jnp.zeros((n, 0), dtype) if deflate is None else deflate
+    signs = jax.random.rademacher(key, (probes, n), dtype)
+    free = signs - (signs @ basis) @ basis.T
+    # one product at a time: a batch of products would multiply the activations' memory
+    images = jax.lax.map(product, free)
+    known = jax.lax.map(product, basis.T)
+    one = jnp.sum(free * images, axis=1)
+    two = jnp.sum(images**2, axis=1)
+    mean = (jnp.sum(basis.T * known) + jnp.mean(one)) / n
+    mean_square = (jnp.sum(known**2) + jnp.mean(two)) / n
+    error = lambda a: jnp.std(a, ddof=1) / math.sqrt(probes) / n
+    # the variance changes by d(mean_square) - 2 mean d(mean)
+    return SpectralMoments(mean, mean_square, error(one), error(two), error(two - 2 * mean * one))
+
+
+class SpectralDensity(NamedTuple):
+    """The density of the eigenvalues, estimated as point masses.
+
+    Attributes:
+        nodes: where the masses are, (probes * steps,).
+        weights: the masses, (probes * steps,), which sum to 1.
+    """
+
+    nodes: Float[Array, " k"]
+    weights: Float[Array, " k"]
+
+    def cumulative(self, value: Float[Array, "*v"]) -> Float[Array, " v"]:
+        """Return the estimated fraction of eigenvalues <= value, elementwise."""
+        below = self.nodes[:, None] <= jnp.atleast_1d(value)[None, :]
+        return jnp.sum(self.weights[:, None] * below, axis=0)
+
+    def smooth(self, grid: Float[Array, " g"], width: float) -> Float[Array, " g"]:
+        """Return the density on ``grid`` with every node widened to a Gaussian of standard deviation ``width``."""
+        u = (grid[:, None] - self.nodes[None, :]) / width
+        return jnp.exp(-0.5 * u**2) @ self.weights / (width * math.sqrt(2 * math.pi))
+
+
+@eqx.filter_jit
+def spectral_density(
+    kernel: Kernel, *, key: Key[Array, ""], probes: int = 8, steps: int = 40
+) -> SpectralDensity:
+    """Estimate the density of the eigenvalues by stochastic Lanczos quadrature.
+
+    Args:
+        kernel: symmetric matrix (n, n) or ``KernelOperator``.
+        key: for the random directions.
+        probes: number of random directions.
+        steps: Lanczos steps of each, at most n; 2 steps - 1 moments of each probe are exact.
+
+    Returns:
+        probes * steps point masses, for as many products.
+    """
+    n, dtype = _square(kernel)
+    steps = min(steps, n)
+    product = _product(kernel)
+
+    def one(key: Key[Array, ""]) -> tuple[Array, Array]:
+        run = lanczos(product, jax.random.rademacher(key, (n,), dtype), steps, jax.random.fold_in(key, 1))
+        values, vectors = jnp.linalg.eigh(run.matrix())
+        return values, vectors[0] ** 2
+
+    nodes, weights = jax.lax.map(one, jax.random.split(key, probes))
+    return SpectralDensity(nodes.reshape(-1), weights.reshape(-1) / probes)
+
+
+@eqx.filter_jit
+def condition_number(kernel: Kernel, *, key: Key[Array, ""], steps: int | None = None) -> Float[Array, ""]:
+    """Return lambda_max / lambda_min by Lanczos; exact for steps = n (default), a lower bound for fewer steps.
+
+    Args:
+        kernel: symmetric matrix (n, n) or ``KernelOperator``.
+        key: for the start vector.
+        steps: products spent.
+    """
+    n, dtype = _square(kernel)
+    count = n if steps is None else min(n, _checks.whole("steps", steps, 1))
+    run = lanczos(_product(kernel), jax.random.normal(key, (n,), dtype), count, jax.random.fold_in(key, 1))
+    values = jnp.linalg.eigvalsh(run.matrix())
+    # the least eigenvalue of a singular kernel is zero up to rounding, of either sign
+    singular = values[0] <= n * jnp.finfo(dtype).eps * jnp.abs(values[-1])
+    return jnp.where(singular, jnp.inf, values[-1] / jnp.where(singular, 1, values[0]))
+
+
+class Spectrum(NamedTuple):
+    """Summary of a kernel's spectrum.
+
+    Attributes:
+        values: eigenvalues, largest first; all of them, or the leading ones, (k,).
+        mean: mean of all eigenvalues, Tr K / n.
+        mean_square: mean of their squares, Tr K^2 / n.
+        variance: their variance, mean_square - mean^2.
+        lower, upper: mean_square / mean <= lambda_max <= sqrt(n mean_square), which hold for every positive
+            semi-definite kernel.
+        residuals: |K u - value u| of the values found by Lanczos, which bounds their error; 0 otherwise, (k,).
+        mean_error, variance_error: standard errors of an operator's estimated moments; 0 for a matrix.
+    """
+
+    values: Float[Array, " k"]
+    mean: Float[Array, ""]
+    mean_square: Float[Array, ""]
+    variance: Float[Array, ""]
+    lower: Float[Array, ""]
+    upper: Float[Array, ""]
+    residuals: Float[Array, " k"]
+    mean_error: Float[Array, ""]
+    variance_error: Float[Array, ""]
+
+
+@_checks.arguments(
+    kernel=square_kernel,
+    top=_checks.optional(_checks.count(1)),
+    key=_checks.optional(_checks.prng_key),
+    probes=_checks.count(2),
+    steps=_checks.optional(_checks.count(1)),
+)
+def spectrum(
+    kernel: KernelOperator | Float[ArrayLike, "n n"],
+    *,
+    top: int | None = None,
+    key: Key[Array, ""] | None = None,
+    probes: int = 16,
+    steps: int | None = None,
+) -> Spectrum:
+    """Return eigenvalues of a kernel and the moments of all of them ("BN NTK" section A.4).
+
+    Args:
+        kernel: symmetric (n, n) matrix, or a ``KernelOperator`` as ``ntk_operator`` returns it.
+        top: number of leading eigenvalues. None: 4 by Lanczos, else all.
+        key: for random directions. An operator needs it: its moments are estimated (``spectral_moments``, without the
+            leading eigenvectors' share of the error). With a key, eigenvalues of a matrix come from Lanczos
+            too; its moments are exact.
+        probes: random directions used for an operator's moments.
+        steps: products spent by Lanczos, see ``top_eigenpairs``.
+
+    Returns:
+        A ``Spectrum``: eigenvalues, their mean, mean square and variance, bounds on the largest one, errors.
+
+    >>> import jax.numpy as jnp
+    >>> s = spectrum(jnp.diag(jnp.array([3.0, 1.0])))
+    >>> s.values.tolist(), float(s.mean), float(s.variance)
+    ([3.0, 1.0], 2.0, 1.0)
+    """
+    matrix = kernel if isinstance(kernel, KernelOperator) else jnp.asarray(kernel)
+    n, dtype = _square(matrix)
+    zero = jnp.zeros((), dtype)
+    if key is None:
+        if isinstance(matrix, KernelOperator):
+            raise ValueError("key must be given for an operator, got None")
+        values = jnp.linalg.eigvalsh(matrix)[::-1][:top]
+        residuals = jnp.zeros_like(values)
+    else:
+        one, two = jax.random.split(key)
+        values, vectors, residuals = top_eigenpairs(matrix, 4 if top is None else top, key=one, steps=steps)
+    if isinstance(matrix, KernelOperator):
+        estimate = spectral_moments(matrix, key=two, probes=probes, deflate=vectors)
+    else:
+        mean, mean_square = jnp.trace(matrix) / n, jnp.sum(matrix * matrix.T) / n
+        estimate = SpectralMoments(mean, mean_square, zero, zero, zero)
+    mean, mean_square = estimate.mean, estimate.mean_square
+    return Spectrum(
+        values=values,
+        mean=mean,
+        mean_square=mean_square,
+        variance=estimate.variance,
+        lower=mean_square / mean,
+        upper=jnp.sqrt(np.asarray(n, dtype) * mean_square),
+        residuals=residuals,
+        mean_error=estimate.mean_error,
+        variance_error=estimate.variance_error,
+    )

@@ -1,0 +1,208 @@
+"""Order parameters of wide random networks, and the kernels they give at infinite width.
+
+A network has L weight layers of widths N_0, ..., N_L; hidden layers 1 .. L-1 apply phi; weights W^l ~ N(0, sw2/N_{l-1})
+and biases b^l ~ N(0, sb2). Then, for a pair of samples and with (u, v) Gaussian of covariance r^l,
+
+    r^l = sw2 p^{l-1} + sb2,   p^l = E[phi(u) phi(v)]                 forward
+    q^L = 1,   q^l = sw2 q^{l+1} E[phi'(u) phi'(v)]                   backward
+    K = sum_l (N_{l-1} p^{l-1} + 1) q^l                               tangent kernel
+
+These are "BN NTK" A.5-A.14 with three corrections: the bias variance, the index of p, and the weight N_0 of the first
+layer.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow._matrices import grams
+from meanflow.activations import ACTIVATION, Activation
+from meanflow.kernels._infinite.dual import dual_activation
+
+
+class OrderParameters(NamedTuple):
+    """Order parameters for every pair of samples, layers along the first axis.
+
+    Attributes:
+        p: p^0 .. p^{L-1}, (L, T, S): mean product of activations.
+        r: r^1 .. r^L, (L, T, S): covariance of pre-activations; r^L is the output's.
+        q: q^1 .. q^L, (L, T, S): products of back-propagated gradients.
+    """
+
+    p: Float[Array, "L T S"]
+    r: Float[Array, "L T S"]
+    q: Float[Array, "L T S"]
+
+
+# The network; the same for all functions of this module.
+NETWORK = {
+    "depth": _checks.count(1),
+    "activation": ACTIVATION,
+    "weight_variance": _checks.number(low=0),
+    "bias_variance": _checks.number(low=0),
+}
+INPUTS = {
+    "x": _checks.array((None, None), squares=True),
+    "z": _checks.optional(_checks.array((None, None), squares=True)),
+}
+
+
+VARIANCES = _checks.sequence(_checks.array((None,), low=0.0), least=2)
+
+
+@_checks.arguments(gram=_checks.array((None, None)), variances=_checks.optional(VARIANCES), **NETWORK)
+def order_parameters(
+    gram: Float[ArrayLike, "T S"],
+    *,
+    depth: int,
+    activation: str | Activation = "relu",
+    weight_variance: float = 2.0,
+    bias_variance: float = 0.0,
+    variances: tuple[Float[Array, " T"], Float[Array, " S"]] | None = None,
+) -> OrderParameters:
+    """Return the order parameters of a network with ``depth`` weight layers, for every pair of samples.
+
+    Args:
+        gram: p^0 = X X'/N_0, (T, T); or (T, S) between two sets together with ``variances``.
+        depth: L >= 1, the number of weight matrices (one more than hidden layers).
+        activation: phi; closed forms or quadrature, see ``dual_activation``.
+        weight_variance: sw2.
+        bias_variance: sb2.
+        variances: diagonals of the two sets' own Gram matrices, (T,) and (S,).
+
+    Returns:
+        ``OrderParameters`` p, r, q, each (L, T, S): mean products of activations, covariances of pre-activations,
+        products of back-propagated gradients. Time O(L T S), times 201^2 where the dual needs quadrature.
+
+    >>> import jax.numpy as jnp
+    >>> out = order_parameters(jnp.eye(2), depth=3)
+    >>> out.p.shape, round(float(out.p[1, 0, 1]), 4)
+    ((3, 2, 2), 0.3183)
+    """
+    gram = jnp.asarray(gram)
+    if variances is None:
+        if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
+            raise ValueError(f"gram must be square unless variances are given, got shape {gram.shape}")
+        gram = grams()("gram", gram)
+        variances = (jnp.diagonal(gram), jnp.diagonal(gram))
+    for name, values, rows in zip(("variances[0]", "variances[1]"), variances, gram.shape, strict=True):
+        _checks.shape(name, values, (rows,))
+    dual = dual_activation(activation)
+    wide = lambda a, c: (
+        jnp.broadcast_to(a[:, None], gram.shape),
+        jnp.broadcast_to(c[None, :], gram.shape),
+    )
+    grow = lambda p: weight_variance * p + bias_variance
+    p, r, slopes = [gram], [grow(gram)], []
+    one, two = (grow(v) for v in variances)
+    for _ in range(depth - 1):
+        pair = dual(*wide(one, two), r[-1])
+        one, two = grow(dual(one, one, one).value), grow(dual(two, two, two).value)
+        p.append(pair.value)
+        slopes.append(pair.slope)
+        r.append(grow(pair.value))
+    q = [jnp.ones_like(gram)]
+    for slope in reversed(slopes):
+        q.append(weight_variance * q[-1] * slope)
+    return OrderParameters(jnp.stack(p), jnp.stack(r), jnp.stack(q[::-1]))
+
+
+def _order_between(
+    x: Float[ArrayLike, "T d"],
+    z: Float[ArrayLike, "S d"] | None,
+    depth: int,
+    activation: str | Activation,
+    weight_variance: float,
+    bias_variance: float,
+) -> OrderParameters:
+    """Return the order parameters for all pairs of rows of x and z."""
+    x = jnp.asarray(x)
+    z = x if z is None else jnp.asarray(z)
+    if x.ndim != 2 or z.ndim != 2 or x.shape[1] != z.shape[1]:
+        raise ValueError(f"x and z must be (T, N_0) and (S, N_0), got {x.shape} and {z.shape}")
+    size = x.shape[1]
+    square = lambda a: jnp.sum(a**2, axis=1) / size
+    product = jnp.matmul(x, z.T, precision=jax.lax.Precision.HIGHEST) / size
+    return order_parameters(
+        product,
+        depth=depth,
+        activation=activation,
+        weight_variance=weight_variance,
+        bias_variance=bias_variance,
+        variances=(square(x), square(z)),
+    )
+
+
+@_checks.arguments(
+    **INPUTS,
+    **NETWORK,
+    parametrization=_checks.choice("ntk", "standard"),
+    widths=_checks.optional(_checks.sequence(_checks.count(1))),
+    biases=_checks.flag,
+)
+def infinite_ntk(
+    x: Float[ArrayLike, "T d"],
+    z: Float[ArrayLike, "S d"] | None = None,
+    *,
+    depth: int,
+    activation: str | Activation = "relu",
+    weight_variance: float = 2.0,
+    bias_variance: float = 0.0,
+    parametrization: str = "ntk",
+    widths: tuple[int, ...] | None = None,
+    biases: bool = True,
+) -> Float[Array, "T S"]:
+    """Return the tangent kernel of an infinitely wide network at initialization, (T, S).
+
+    Args:
+        x, z: inputs (T, N_0), (S, N_0); z defaults to x.
+        depth, activation, weight_variance, bias_variance: as in ``order_parameters``.
+        parametrization: "ntk": weights sqrt(sw2/N) w and biases sqrt(sb2) b with w, b ~ N(0, 1) trained,
+            which gives sum_l (sw2 p^{l-1} + sb2) q^l. "standard": weights and biases themselves trained,
+            which gives sum_l (N_{l-1} p^{l-1} + 1) q^l, of order the width.
+        widths: N_0, ..., N_{L-1}, required for "standard".
+        biases: whether biases are trained.
+
+    On a dense grid of coordinates use float64: in float32 the smallest eigenvalues are lost to the angle.
+
+    >>> infinite_ntk(jnp.ones((1, 2)), depth=2).tolist()  # sum over two layers of r^l q^l = 2 x 1 + 2 x 1
+    [[4.0]]
+    """
+    order = _order_between(x, z, depth, activation, weight_variance, bias_variance)
+    if parametrization == "ntk":
+        inner = order.r if biases else order.r - bias_variance
+        return jnp.sum(inner * order.q, axis=0)
+    if widths is None or len(widths) != depth:
+        raise ValueError(
+            f'widths must list N_0, ..., N_{depth - 1} for parametrization="standard", got {widths}'
+        )
+    sizes = jnp.asarray(widths, order.p.dtype)[:, None, None]
+    return jnp.sum((sizes * order.p + (1.0 if biases else 0.0)) * order.q, axis=0)
+
+
+@_checks.arguments(**INPUTS, **NETWORK)
+def nngp(
+    x: Float[ArrayLike, "T d"],
+    z: Float[ArrayLike, "S d"] | None = None,
+    *,
+    depth: int,
+    activation: str | Activation = "relu",
+    weight_variance: float = 2.0,
+    bias_variance: float = 0.0,
+) -> Float[Array, "T S"]:
+    """Return the covariance r^L of the outputs of an infinitely wide random network, (T, S).
+
+    It is the same in both parametrizations.
+
+    Args:
+        x, z: inputs (T, N_0), (S, N_0); z defaults to x.
+        depth, activation, weight_variance, bias_variance: as in ``order_parameters``.
+
+    >>> import jax.numpy as jnp
+    >>> nngp(jnp.ones((1, 2)), depth=3).tolist()
+    [[2.0]]
+    """
+    return _order_between(x, z, depth, activation, weight_variance, bias_variance).r[-1]

@@ -1,0 +1,360 @@
+"""Infinitely wide networks, layer by layer: the pair (NNGP, NTK) carried through dense layers, convolutions and norms.
+
+A layer of infinitely many features, identically distributed over random weights, is known by the covariance of one
+feature between samples, the NNGP kernel K(x, z), and by the tangent kernel T(x, z) of one feature:
+
+    dense                 K <- sw2 K + sb2,                       T <- K + sw2 T    (the new K)
+    activation            K <- E[phi(u) phi(v)],                  T <- T E[phi'(u) phi'(v)]
+    convolution           as dense, of the mean of K over the window, moved alike at both positions
+    flatten, pool         mean of K and T over equal positions; over all pairs of positions
+    sum of branches       K + K',  T + T'                         if the last weights of one are not in the other
+    layer norm            K / (s s'),  T / (s s')                 s^2 = K(x, x)
+    batch norm            P K P / s^2,  P T P / s^2               P removes the batch's mean, s^2 = mean diag P K P
+
+Weights are sqrt(sw2 / fan-in) w with w ~ N(0, 1) trained, biases sqrt(sb2) b likewise. A finite network differs by
+O(1 / sqrt(width)).
+
+Batch norm is that of an infinite batch: every feature is divided by the same s, which a finite batch replaces by the
+feature's own one. Its relative fluctuation is 2 / D with D = tr(P K P)^2 / tr((P K P)^2), the number of directions over
+which P K P is spread, and so the kernels of a finite batch differ by O(1 / D). D is not the number of samples:
+convolutions on few channels give many positions but at most window x channels directions, and 256 rows of a batch are
+then as good as 6. ``WideLayer.directions`` tells. Pooled networks with zero padding are the worst case that was met:
+0.24 from the limit at width 256, beyond the 3 / sqrt(width) that holds for every other layer here.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow._numerics import safe_divide
+from meanflow.activations import ACTIVATION, Activation
+from meanflow.kernels._infinite.dual import dual_activation
+
+PADDING = ("SAME", "VALID", "CIRCULAR")
+_tokens = itertools.count()
+
+VARIANCES = {"weight_variance": _checks.number(low=0), "bias_variance": _checks.number(low=0)}
+
+
+class WideLayer(eqx.Module):
+    """The outputs of an infinitely wide layer at x and z; ``wide_inputs`` makes the first one.
+
+    Every method is a layer and returns a new ``WideLayer``; ``+`` joins two branches.
+
+    Attributes:
+        nngp: K (T, S); with r axes of positions (T, S, P_1 .. P_r), or with pairs of positions (T, S, P_1 .. P_r,
+            P_1 .. P_r), positions of x first.
+        ntk: the tangent kernel, of the same shape.
+        own: K(x, x) and K(z, z) for each sample with itself, (T, positions) and (S, positions).
+        pairs: whether covariances between different positions are kept.
+        square: whether z is x.
+        gaussian: whether the features are Gaussian, as activations and norms need it.
+        weights: the weight layers that are in this layer.
+        last: those it ends in, with nothing but sums, norms and pooling after them; None if it ends otherwise.
+        directions: the fewest directions D over which any batch norm so far has found its batch spread, infinity if
+            there was none. The kernels of this batch at infinite width differ from ``nngp`` and ``ntk`` by O(1 / D).
+    """
+
+    nngp: Float[Array, "T S ..."]
+    ntk: Float[Array, "T S ..."]
+    own: tuple[Float[Array, "T ..."], Float[Array, "S ..."]]
+    pairs: bool = eqx.field(static=True)
+    square: bool = eqx.field(static=True)
+    gaussian: bool = eqx.field(static=True)
+    weights: frozenset[int] = eqx.field(static=True)
+    last: frozenset[int] | None = eqx.field(static=True)
+    directions: Float[Array, ""]
+
+    @property
+    def rank(self) -> int:
+        """Number of axes of positions."""
+        return (self.nngp.ndim - 2) // (2 if self.pairs else 1)
+
+    def _replace(self, **changes: object) -> "WideLayer":
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return WideLayer(**{**fields, **changes})
+
+    def _map(self, change: Callable[[Array, int], Array], **flags: object) -> "WideLayer":
+        """Apply ``change(kernel, leading axes)`` to K, T and the samples' own K."""
+        one, two = (change(k, 1) for k in self.own)
+        return self._replace(nngp=change(self.nngp, 2), ntk=change(self.ntk, 2), own=(one, two), **flags)
+
+    def _weighted(
+        self, average: Callable[[Array, int], Array], weight_variance: float, bias_variance: float
+    ) -> "WideLayer":
+        """Apply a layer of weights: a linear average over what each output sees, fresh weights and biases."""
+        token = frozenset([next(_tokens)])
+        grown = self._map(lambda k, lead: weight_variance * average(k, lead))
+        nngp = grown.nngp + bias_variance
+        return grown._replace(
+            nngp=nngp,
+            ntk=nngp + grown.ntk,
+            own=tuple(k + bias_variance for k in grown.own),
+            gaussian=True,
+            weights=self.weights | token,
+            last=token,
+        )
+
+    @_checks.arguments(**VARIANCES)
+    def dense(self, weight_variance: float = 2.0, bias_variance: float = 0.0) -> "WideLayer":
+        """Apply a dense layer, at every position the same.
+
+        Args:
+            weight_variance: sw2; weights have variance sw2 / fan-in.
+            bias_variance: sb2.
+        """
+        return self._weighted(lambda k, lead: k, weight_variance, bias_variance)
+
+    @_checks.arguments(
+        window=_checks.sequence(_checks.count(1)),
+        stride=_checks.count(1),
+        padding=_checks.choice(*PADDING),
+        **VARIANCES,
+    )
+    def conv(
+        self,
+        window: tuple[int, ...],
+        *,
+        stride: int = 1,
+        padding: str = "SAME",
+        weight_variance: float = 2.0,
+        bias_variance: float = 0.0,
+    ) -> "WideLayer":
+        """Apply a convolution.
+
+        Args:
+            window: its length along each axis of positions.
+            stride: steps between outputs, along every axis.
+            padding: "SAME" (with zeros), "VALID" or "CIRCULAR".
+            weight_variance: sw2; weights have variance sw2 / (window x channels).
+            bias_variance: sb2.
+        """
+        if len(window) != self.rank:
+            raise ValueError(f"window must have one length for each of {self.rank} axes, got {window}")
+
+        def average(kernel: Array, lead: int) -> Array:
+            for axis, length in enumerate(window):
+                axes = [lead + axis] + ([lead + axis + self.rank] if self.pairs else [])
+                kernel = _window_mean(kernel, axes, length, stride, padding)
+            return kernel
+
+        return self._weighted(average, weight_variance, bias_variance)
+
+    @_checks.arguments(activation=ACTIVATION)
+    def activation(self, activation: str | Activation) -> "WideLayer":
+        """Apply an activation, by its closed form or by quadrature (``dual_activation``)."""
+        self._need_gaussian("activation")
+        dual = dual_activation(activation)
+        one, two = (self._variances(k) for k in self.own)
+        first, second = self._aligned(one, two)
+        pair = dual(first, second, self.nngp)
+        own = []
+        for kernel, variance in zip(self.own, (one, two), strict=True):
+            if self.pairs and self.rank:
+                left = variance.reshape(variance.shape + (1,) * self.rank)
+                right = variance.reshape(variance.shape[:1] + (1,) * self.rank + variance.shape[1:])
+                first, second = (jnp.broadcast_to(v, kernel.shape) for v in (left, right))
+                own.append(dual(first, second, kernel).value)
+            else:
+                own.append(dual(variance, variance, variance).value)
+        return self._replace(
+            nngp=pair.value, ntk=self.ntk * pair.slope, own=tuple(own), gaussian=False, last=None
+        )
+
+    def flatten(self) -> "WideLayer":
+        """Take all positions and features as the features of one layer, for a dense layer after it."""
+
+        def mean(kernel: Array, lead: int) -> Array:
+            for _ in range(self.rank if self.pairs else 0):
+                # the first axis of positions of x with that of z; the diagonal goes last
+                kernel = jnp.diagonal(kernel, axis1=lead, axis2=lead + self._left(kernel, lead))
+            return jnp.mean(kernel, axis=tuple(range(lead, kernel.ndim)))
+
+        return self._map(mean, pairs=False, gaussian=False)
+
+    def _left(self, kernel: Array, lead: int) -> int:
+        """Return how many axes of positions of x are left while their diagonals are taken one by one."""
+        # after d diagonals there are 2 (rank - d) axes of positions and d diagonals
+        return kernel.ndim - lead - self.rank
+
+    def pool(self) -> "WideLayer":
+        """Average over all positions; needs ``pairs=True``."""
+        if not self.pairs:
+            raise ValueError("pool needs covariances between positions: wide_inputs(..., pairs=True)")
+        return self._map(lambda k, lead: jnp.mean(k, axis=tuple(range(lead, k.ndim))), pairs=False)
+
+    @_checks.arguments(epsilon=_checks.number(low=0))
+    def layer_norm(self, epsilon: float = 0.0) -> "WideLayer":
+        """Normalize the features of each sample, at each position; scale and shift are not trained."""
+        self._need_gaussian("layer_norm")
+        one, two = (1 / jnp.sqrt(self._variances(k) + epsilon) for k in self.own)
+        first, second = self._aligned(one, two)
+        own = []
+        for kernel, factor in zip(self.own, (one, two), strict=True):
+            if self.pairs and self.rank:
+                left = factor.reshape(factor.shape + (1,) * self.rank)
+                right = factor.reshape(factor.shape[:1] + (1,) * self.rank + factor.shape[1:])
+                own.append(kernel * left * right)
+            else:
+                own.append(kernel * factor**2)
+        scale = first * second
+        return self._replace(nngp=self.nngp * scale, ntk=self.ntk * scale, own=tuple(own))
+
+    @_checks.arguments(epsilon=_checks.number(low=0))
+    def batch_norm(self, epsilon: float = 0.0) -> "WideLayer":
+        """Normalize each feature over the batch x (and its positions), which is taken as infinite; z must be x.
+
+        The batch is infinite if K, without its mean over the batch, is spread over many directions: mean and variance
+        of a feature are then the same for all features but for O(1 / directions). The attribute ``directions`` of the
+        result says how many there are; with fewer than about 20 the kernels are a rough guide. Scale and shift are not
+        trained.
+        """
+        self._need_gaussian("batch_norm")
+        if not self.square:
+            raise ValueError("batch_norm needs the kernel of the batch with itself: leave z out")
+        if self.rank and not self.pairs:
+            raise ValueError("batch_norm needs covariances between positions: wide_inputs(..., pairs=True)")
+        left = (0, *range(2, 2 + self.rank))
+        right = (1, *range(2 + self.rank, 2 + 2 * self.rank))
+        nngp, ntk = (_centered(k, left, right) for k in (self.nngp, self.ntk))
+        own = jnp.moveaxis(jnp.diagonal(nngp), -1, 0)
+        variances = self._variances(own)
+        factor = 1 / (jnp.mean(variances) + epsilon)
+        spread = safe_divide(jnp.sum(variances) ** 2, jnp.sum(nngp**2))
+        return self._replace(
+            nngp=factor * nngp,
+            ntk=factor * ntk,
+            own=(factor * own, factor * own),
+            directions=jnp.minimum(self.directions, spread),
+        )
+
+    def __add__(self, other: "WideLayer") -> "WideLayer":
+        """Add the outputs of two branches, one of which ends in weights that the other does not contain."""
+        if (
+            not isinstance(other, WideLayer)
+            or self.nngp.shape != other.nngp.shape
+            or self.pairs != other.pairs
+        ):
+            raise ValueError("only layers at the same samples and positions can be added")
+        free = lambda a, b: a.last is not None and a.last.isdisjoint(b.weights)
+        if not (free(self, other) or free(other, self)):
+            raise ValueError(
+                "one of the branches must end in a dense layer or a convolution of its own: otherwise they are "
+                "correlated, and their kernels do not add"
+            )
+        both = self.last | other.last if self.last is not None and other.last is not None else None
+        return self._replace(
+            nngp=self.nngp + other.nngp,
+            ntk=self.ntk + other.ntk,
+            own=tuple(a + b for a, b in zip(self.own, other.own, strict=True)),
+            gaussian=self.gaussian and other.gaussian,
+            weights=self.weights | other.weights,
+            last=both,
+            directions=jnp.minimum(self.directions, other.directions),
+        )
+
+    def _need_gaussian(self, layer: str) -> None:
+        if not self.gaussian:
+            raise ValueError(
+                f"{layer} needs Gaussian features: it must follow a dense layer or a convolution"
+            )
+
+    def _variances(self, own: Array) -> Array:
+        """Return the variance at each position, (samples, positions)."""
+        for _ in range(self.rank if self.pairs else 0):
+            own = jnp.diagonal(own, axis1=1, axis2=1 + self._left(own, 1))
+        return own
+
+    def _aligned(self, one: Array, two: Array) -> tuple[Array, Array]:
+        """Return values at (samples, positions) of x and z, broadcast to the shape of K."""
+        shape = self.nngp.shape
+        if self.pairs:
+            first = one.reshape(one.shape[:1] + (1,) + one.shape[1:] + (1,) * self.rank)
+            second = two.reshape((1,) + two.shape[:1] + (1,) * self.rank + two.shape[1:])
+        else:
+            first, second = one[:, None], two[None]
+        return jnp.broadcast_to(first, shape), jnp.broadcast_to(second, shape)
+
+
+def _window_mean(kernel: Array, axes: list[int], length: int, stride: int, padding: str) -> Array:
+    """Return the mean over a window that moves along all ``axes`` together; outside there are zeros."""
+    size = kernel.shape[axes[0]]
+    outputs = -(-size // stride) if padding != "VALID" else (size - length) // stride + 1
+    if outputs < 1:
+        raise ValueError(f"window must not be longer than the {size} positions, got {length}")
+    missing = max((outputs - 1) * stride + length - size, 0) if padding != "VALID" else 0
+    ends = [(0, 0)] * kernel.ndim
+    for axis in axes:
+        ends[axis] = (missing // 2, missing - missing // 2)
+    kernel = jnp.pad(kernel, ends, mode="wrap" if padding == "CIRCULAR" else "constant")
+    total: Array | float = 0.0
+    for offset in range(length):
+        part = [slice(None)] * kernel.ndim
+        for axis in axes:
+            part[axis] = slice(offset, offset + (outputs - 1) * stride + 1, stride)
+        total = total + kernel[tuple(part)]
+    return jnp.asarray(total) / length
+
+
+def _centered(kernel: Array, left: tuple[int, ...], right: tuple[int, ...]) -> Array:
+    kernel = kernel - jnp.mean(kernel, left, keepdims=True)
+    return kernel - jnp.mean(kernel, right, keepdims=True)
+
+
+@_checks.arguments(x=_checks.array(rank=2), z=_checks.optional(_checks.array(rank=2)), pairs=_checks.flag)
+def wide_inputs(
+    x: Float[ArrayLike, "T ... d"], z: Float[ArrayLike, "S ... d"] | None = None, *, pairs: bool = False
+) -> WideLayer:
+    """Return the inputs of an infinitely wide network as a ``WideLayer``, whose methods are the layers.
+
+    ``dense``, ``conv``, ``activation``, ``flatten``, ``pool``, ``layer_norm``, ``batch_norm``, and ``+`` for residual
+    branches. The attributes ``nngp`` and ``ntk`` of the last one are the kernels of the network.
+
+    Args:
+        x: inputs (T, d); or with positions, such as pixels, (T, P_1, .., channels).
+        z: second inputs, or None for x.
+        pairs: whether covariances between different positions are kept, as ``pool`` and ``batch_norm`` need it. Memory
+            is T S positions^2 then, else T S positions.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> two_layers = wide_inputs(x).dense().activation("relu").dense()
+    >>> two_layers.ntk.round(4).tolist()
+    [[2.0, 1.8183], [1.8183, 4.0]]
+    >>> image = jnp.ones((1, 8, 8, 3))
+    >>> h = wide_inputs(image, pairs=True).conv((3, 3))
+    >>> h = h + h.activation("relu").conv((3, 3))
+    >>> h.activation("relu").pool().dense().ntk.shape
+    (1, 1)
+    """
+    first = jnp.asarray(x)
+    second = first if z is None else jnp.asarray(z)
+    if first.shape[1:] != second.shape[1:]:
+        raise ValueError(f"z must have samples of shape {first.shape[1:]}, as x, got {second.shape[1:]}")
+    rank, channels = first.ndim - 2, first.shape[-1]
+    flat = lambda a: a.reshape(a.shape[0], math.prod(a.shape[1:-1]), channels)
+    one, two, places = flat(first), flat(second), first.shape[1:-1]
+    both = places + places
+    if pairs:
+        nngp = jnp.einsum("tpc,sqc->tspq", one, two)
+        own = [jnp.einsum("tpc,tqc->tpq", a, a).reshape((-1, *both)) for a in (one, two)]
+    else:
+        nngp = jnp.einsum("tpc,spc->tsp", one, two)
+        own = [jnp.sum(a**2, -1).reshape((-1, *places)) for a in (one, two)]
+    nngp = nngp.reshape(nngp.shape[:2] + (both if pairs else places)) / channels
+    return WideLayer(
+        nngp=nngp,
+        ntk=jnp.zeros_like(nngp),
+        own=(own[0] / channels, own[1] / channels),
+        pairs=pairs and rank > 0,
+        square=z is None,
+        gaussian=False,
+        weights=frozenset(),
+        last=None,
+        directions=jnp.asarray(jnp.inf, nngp.dtype),
+    )

@@ -1,0 +1,116 @@
+"""Gradient flow of any loss under a fixed kernel, by an ODE solver.
+
+f' = -K Q dloss/df has no closed form unless the loss is squared. The dual coefficients beta, of which f(z) =
+f_0(z) + K(z, x) beta at every point z, obey beta' = -Q dloss/df(x): one ODE of the size of the targets.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from meanflow import _checks
+from meanflow.kernels._gaussian import as_matrix
+
+
+def from_dual(
+    dual: Float[Array, "*times_n_k"], cross: Float[Array, "..."], start: Float[Array, "S *k"]
+) -> Float[Array, "*times_S_k"]:
+    """Return f(z) = f_0(z) + K(z, x) beta, shape times.shape + start.shape."""
+    matrix, first = as_matrix(jnp.asarray(cross)), jnp.asarray(start)
+    times = dual.shape[: dual.ndim - first.ndim]
+    columns = dual.reshape((*times, matrix.shape[1], -1))
+    moved = jnp.einsum("sj,...jc->...sc", matrix, columns).reshape(times + first.shape)
+    return first.reshape((1,) * len(times) + first.shape) + moved
+
+
+OUTPUTS = _checks.array((None,), (None, None))
+CROSS = _checks.array((None, None), (None,) * 4)  # K(z, x)
+TIMES = _checks.array(low=0, infinite=True, least=0)  # or numbers of steps
+
+Loss: TypeAlias = Callable[[Array, Array], Array]
+
+
+def cross_entropy(outputs: Float[Array, " k"], target: Float[Array, " k"]) -> Float[Array, ""]:
+    """Return the cross-entropy of softmax(outputs) with the probabilities ``target``, of one sample."""
+    return -jnp.sum(target * jax.nn.log_softmax(outputs))
+
+
+class LossFlow(eqx.Module):
+    """Gradient flow of any loss under a fixed kernel, by an ODE solver; ``kernel_flow`` makes one.
+
+    beta' = -q dloss/df, f = f(0) + K beta. The methods are those of ``KernelFlow``.
+
+    Attributes:
+        kernel: K as a matrix, (N, N).
+        start: f(0), (n,) or (n, k).
+        target: y, (n,) or (n, k).
+        weights: q, (n,).
+        sample_loss: (outputs, target) of one sample -> number.
+    """
+
+    kernel: Float[Array, "N N"]
+    start: Float[Array, "n *k"]
+    target: Float[Array, "n *k"]
+    weights: Float[Array, " n"]
+    sample_loss: Loss
+
+    @_checks.arguments(times=TIMES)
+    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
+        return _dual_of_loss(self, jnp.asarray(times, self.start.dtype))
+
+    @_checks.arguments(times=TIMES)
+    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return f at the training points, shape times.shape + y.shape."""
+        return from_dual(self.dual(times), self.kernel, self.start)
+
+    @_checks.arguments(times=TIMES)
+    def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
+        """Return the loss, shape times.shape."""
+        outputs = self(times).reshape((-1, *self.start.shape))
+        each = jax.vmap(jax.vmap(self.sample_loss), in_axes=(0, None))(outputs, self.target)
+        return (each @ self.weights).reshape(jnp.shape(times))
+
+    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
+    def at(
+        self, cross: Float[Array, "..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
+    ) -> Float[Array, "*times_S_k"]:
+        """Return f at other points z from ``cross`` = K(z, x) and ``start`` = f_0(z), as ``KernelFlow.at`` does."""
+        return from_dual(self.dual(times), cross, start)
+
+
+@eqx.filter_jit
+def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*times_n_k"]:
+    """Solve for the dual coefficients at all times, to a relative accuracy near the root of the rounding error."""
+    import diffrax
+
+    slope = jax.vmap(jax.grad(flow.sample_loss))
+    weights = flow.weights.reshape((-1,) + (1,) * (flow.start.ndim - 1))
+    shape = (flow.kernel.shape[0], -1)
+
+    def field(t: ArrayLike, dual: Array, args: None) -> Array:
+        outputs = flow.start + (flow.kernel @ dual.reshape(shape)).reshape(flow.start.shape)
+        return -weights * slope(outputs, flow.target)
+
+    flat = times.reshape(-1)
+    order = jnp.argsort(flat)
+    tolerance = float(jnp.finfo(flow.start.dtype).eps) ** 0.6
+    # the last time is moved off 0, where there would be nothing to solve
+    end = jnp.where(flat[order[-1]] > 0, flat[order[-1]], 1.0)
+    found = diffrax.diffeqsolve(
+        diffrax.ODETerm(field),
+        diffrax.Dopri8(),
+        jnp.zeros((), times.dtype),
+        end,
+        None,
+        jnp.zeros_like(flow.start),
+        saveat=diffrax.SaveAt(ts=flat[order]),
+        stepsize_controller=diffrax.PIDController(rtol=tolerance, atol=tolerance),
+        max_steps=100_000,
+    ).ys
+    # back into the order of the times: written to their places, since to invert an order needs no second sort
+    return jnp.zeros_like(found).at[order].set(found).reshape(times.shape + flow.start.shape)

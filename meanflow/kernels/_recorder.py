@@ -1,0 +1,172 @@
+"""Kernels along training: a recorder that is called at steps of any loop and compiles one program for all of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
+
+from meanflow import _checks
+from meanflow.kernels._drift import alignment
+from meanflow.kernels._empirical.coupling import STATS, kernel_maps
+from meanflow.kernels._empirical.kernel import empirical_ntk
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params
+from meanflow.kernels._empirical.nnx_modules import from_nnx
+from meanflow.kernels._empirical.samples import as_arrays, batches
+from meanflow.kernels._gaussian import as_matrix
+
+Network: TypeAlias = Callable[[Batch], Array] | tuple[Apply | Normalized, Params] | Params
+
+
+def _holds_state(apply: Apply | Normalized | None, stats: str | None) -> bool:
+    """Tell whether the kernel of a function depends on a state that is as old as the function."""
+    running = apply.running if isinstance(apply, Normalized) and stats == "running" else None
+    function = apply.apply if isinstance(apply, Normalized) else apply
+    state = getattr(function, "state", None) if isinstance(function, Function) else None
+    # whole numbers are counts, and keys of random numbers
+    return any(map(eqx.is_inexact_array_like, jax.tree.leaves((running, state))))
+
+
+class KernelRecorder:
+    """Record the tangent kernel of a network at chosen steps of its training.
+
+    Call it as ``recorder(step, network)`` in a loop of your own, or pass it to ``training.Trainer.run`` as ``hook``.
+    The network is a flax NNX module, or what ``from_linen``, ``from_equinox`` or ``from_haiku`` makes of a module as it
+    is at that step, so that running averages are recorded as well as parameters. All calls share one compiled program.
+    The entries of ``recorder.record``, stacked over the steps recorded, are
+
+        step           the steps
+        trace          Tr K / T, where T is the number of samples
+        drift          |K - K_0| / |K_0| from the first kernel recorded
+        eigenvalues    the largest of K / T, largest first: the rates of training under the squared loss
+                       (1/2T) sum |f - y|^2, and the eigenvalues of its Hessian up to the curvature of f times the
+                       residual; the first is the sharpness, and descent needs a learning rate below 2 / sharpness
+        alignment      <K, y y'> / (|K| |y|^2), if there are targets
+        kernel         K as a matrix (T C, T C), outputs of sample 0 first, if ``keep``
+
+    Args:
+        x: the samples (T, ...) at which the kernel is taken, or a pytree of such arrays.
+        y: targets, of the shape of the network's outputs at x, or None.
+        apply: (params, batch) -> outputs, if the recorder is called with parameters alone. It must hold no state, such
+            as running averages, which would stay as it was when ``apply`` was made.
+        steps: which steps are recorded: a sequence of them, a number for every so many, or None for all that it is
+            called with.
+        top: how many eigenvalues.
+        stats: which statistics normalize, as in ``empirical_ntk``.
+        keep: whether the kernels themselves are kept.
+
+    >>> import jax.numpy as jnp
+    >>> net = lambda w, x: x @ w**2
+    >>> recorder = KernelRecorder(jnp.eye(2), jnp.ones(2), apply=net, steps=10, top=1)
+    >>> for step in range(11):
+    ...     recorder(step, (1 + 0.1 * step) * jnp.ones(2))
+    >>> recorder.record["step"].tolist(), recorder.record["drift"].round(6).tolist()
+    ([0, 10], [0.0, 3.0])
+    """
+
+    @_checks.arguments(
+        x=batches,
+        y=_checks.optional(_checks.array()),
+        apply=_checks.optional(_checks.function),
+        steps=_checks.optional(_checks.either(_checks.count(1), _checks.sequence(_checks.count(0)))),
+        top=_checks.count(1),
+        stats=_checks.optional(_checks.choice(*STATS)),
+        keep=_checks.flag,
+    )
+    def __init__(
+        self,
+        x: PyTree[Shaped[ArrayLike, "T ..."]],
+        y: Float[ArrayLike, "T ..."] | None = None,
+        *,
+        apply: Apply | Normalized | None = None,
+        steps: int | Sequence[int] | None = None,
+        top: int = 3,
+        stats: str | None = None,
+        keep: bool = False,
+    ):
+        rows = np.shape(jax.tree.leaves(x)[0])[0]
+        if not rows:
+            raise ValueError("x must hold at least one sample, got an empty batch")
+        if y is not None and np.shape(y)[:1] != (rows,):
+            raise ValueError(f"y must have {rows} rows like x, got shape {np.shape(y)}")
+        if _holds_state(apply, stats):
+            raise ValueError(
+                "apply must hold no state, got a function that keeps the one it was made with (running averages?), "
+                "while training changes it; leave apply out and call the recorder as recorder(step, (apply, params)) "
+                "with what from_linen, from_equinox, from_haiku or from_nnx returns at that step"
+            )
+        self.x, self.y = x, None if y is None else jnp.asarray(y)
+        self.apply, self.steps, self.top, self.stats, self.keep = apply, steps, top, stats, keep
+        self._reference: np.ndarray | None = None
+        self._recorded: list[dict[str, np.ndarray]] = []
+
+    def _chosen(self, step: int) -> bool:
+        if self.steps is None:
+            return True
+        return step % self.steps == 0 if isinstance(self.steps, int) else step in self.steps
+
+    def _split(self, network: Network) -> tuple[Apply | Normalized, Params]:
+        if self.apply is not None:
+            return self.apply, network
+        if isinstance(network, tuple) and len(network) == 2 and callable(network[0]):
+            return network
+        if not callable(network):
+            raise TypeError(
+                "network must be an NNX module or a pair (apply, params), for the recorder has no apply, "
+                f"got {_checks.show(network)}"
+            )
+        return from_nnx(network)
+
+    def __call__(self, step: int, network: Network) -> None:
+        """Record ``network`` if ``step`` is one of the chosen.
+
+        Args:
+            step: the number of the step.
+            network: the parameters of ``apply``; without ``apply`` an NNX module, which is taken in the mode it is in,
+                or a pair (apply, params) such as ``from_linen(module, variables)``.
+        """
+        if not self._chosen(int(step)):
+            return
+        apply, params = self._split(network)
+        apply, x, _ = as_arrays(apply, self.x, None)
+        stats = self.stats
+        if stats is None:  # probed once, here: inside the compiled program it could not be
+            if self._reference is None or isinstance(apply, Normalized):
+                kernel_maps(apply, params, x, None, None)
+            stats = "running"
+        found = {k: np.asarray(v) for k, v in _measure(apply, params, x, self.y, stats, self.top).items()}
+        kernel = found["kernel"] if self.keep else found.pop("kernel")
+        if self._reference is None:
+            self._reference = kernel
+        change = np.linalg.norm(kernel - self._reference) / np.linalg.norm(self._reference)
+        self._recorded.append({"step": np.asarray(step), "drift": np.asarray(change), **found})
+
+    @property
+    def record(self) -> dict[str, np.ndarray]:
+        """All that was recorded, by name, stacked over the steps; empty if nothing was."""
+        names = self._recorded[0] if self._recorded else {}
+        return {name: np.stack([entry[name] for entry in self._recorded]) for name in names}
+
+
+@eqx.filter_jit
+def _measure(
+    apply: Apply | Normalized, params: Params, x: Batch, y: Array | None, stats: str, top: int
+) -> dict[str, Array]:
+    """Compute the kernel and all that is recorded of it but the drift."""
+    kernel = empirical_ntk(apply, params, x, stats=stats)
+    size, outputs = kernel.shape[0], kernel.shape[2 : 2 + (kernel.ndim - 2) // 2]
+    count = math.prod(outputs)
+    matrix = as_matrix(kernel.reshape(size, size, count, count))
+    record = {
+        "kernel": matrix,
+        "trace": jnp.trace(matrix) / size,
+        "eigenvalues": jnp.linalg.eigvalsh(matrix)[::-1][:top] / size,
+    }
+    if y is not None:
+        _checks.shape("y", y, (size, *outputs))
+        record["alignment"] = alignment(matrix, y.reshape(-1).astype(matrix.dtype))
+    return record

@@ -1,0 +1,430 @@
+"""Training in the kernel regime: the network is linear in its parameters, so that training has a closed form.
+
+With the loss (1/2) sum_j q_j (f_j - y_j)^2, weights q_j = 1/n unless given, and a fixed kernel K, the residual
+rho = f - y at the training points obeys
+
+    gradient flow       rho' = -K Q rho                     Q = diag(q)
+    gradient descent    rho <- (I - eta K Q) rho            learning rate eta
+    with momentum mu    rho <- rho - v, v <- mu v + eta K Q rho (v first; heavy ball, as in optax.sgd)
+
+One eigendecomposition of Q^(1/2) K Q^(1/2) solves all of them for every time and every number of steps, so early
+stopping costs O(n^2) a point. Time t of the flow is learning rate x steps. Predictions elsewhere follow from dual
+coefficients beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of a network alone is exactly this, with
+K = features features'. Batch norm on the output is not: ``linearized_batchnorm`` keeps it exact and linearizes what is
+before it.
+"""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from meanflow import _checks
+from meanflow._matrices import kernel as kernel_kind
+from meanflow._numerics import iterate
+from meanflow.kernels._batchnorm import jacobian_apply, normalize
+from meanflow.kernels._gaussian import Gaussian, as_matrix, check_shapes
+from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, Loss, LossFlow, cross_entropy, from_dual
+
+
+class KernelFlow(eqx.Module):
+    """Training under a fixed kernel, in closed form; ``kernel_flow`` makes one.
+
+    All methods take ``times``: times of gradient flow, or numbers of steps if there is a ``learning_rate``. ``times``
+    may have any shape, which is the leading shape of the result; infinity is the end of training. With a kernel
+    (n, n, k, k) there are N = n k modes, else N = n, which all outputs share.
+
+    Attributes:
+        rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (N,). In mode i the residual decays as exp(-rates[i] t),
+            or as (1 - learning_rate rates[i])^steps.
+        modes: its orthonormal eigenvectors in columns, (N, N).
+        weights: q, (N,).
+        residual: f(0) - y, (n,) or (n, k).
+        target: y, (n,) or (n, k).
+        learning_rate: of gradient descent; None for gradient flow.
+        momentum: of gradient descent; None for none.
+    """
+
+    rates: Float[Array, " N"]
+    modes: Float[Array, "N N"]
+    weights: Float[Array, " N"]
+    residual: Float[Array, "n *k"]
+    target: Float[Array, "n *k"]
+    learning_rate: Float[Array, ""] | None = None
+    momentum: Float[Array, ""] | None = None
+
+    def _aligned(self, times: Real[ArrayLike, "..."]) -> tuple[Array, Array]:
+        """Return rates (1, ..., N) and times (..., 1), ready to be combined."""
+        t = jnp.asarray(times, self.rates.dtype)
+        return self.rates.reshape((1,) * t.ndim + (-1,)), t[..., None]
+
+    def _combine(self, spectral: Float[Array, "*times N"]) -> Float[Array, "*times N c"]:
+        """Multiply the initial residual by ``spectral`` in each mode, and return to sqrt(weights) x samples."""
+        coefficients = self.coefficients().reshape((1,) * (spectral.ndim - 1) + (self.rates.shape[0], -1))
+        return jnp.einsum("ij,...jc->...ic", self.modes, spectral[..., None] * coefficients)
+
+    def _decay(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N"]:
+        """Return what is left of the residual in each mode."""
+        rates, t = self._aligned(times)
+        if self.learning_rate is None:
+            moves = rates > 0  # 0 x infinity is not a number
+            return jnp.where(moves, jnp.exp(-jnp.where(moves, rates, 1.0) * t), 1.0)
+        if self.momentum is not None:
+            left = jnp.where(self._inverse() > 0, 0.0, 1.0).reshape(rates.shape)
+            return jnp.where(jnp.isinf(t), left, self._steps(times)[..., 0])
+        # sign and modulus apart: a power of a negative base with a float exponent is NaN
+        factor = 1 - self.learning_rate * rates
+        odd = jnp.where((t % 2 == 1) & (factor < 0), -1.0, 1.0)
+        return odd * jnp.abs(factor) ** t
+
+    def _gain(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N"]:
+        """Return (1 - decay) / rate in each mode, and its limit, the time itself, where the rate is 0."""
+        rates, t = self._aligned(times)
+        if self.learning_rate is None:
+            lost, still = -jnp.expm1(-rates * jnp.where(jnp.isinf(t), 0.0, t)), t
+        elif self.momentum is not None:
+            gain = self._steps(times)[..., 1]
+            return jnp.where(jnp.isinf(t), self._inverse().reshape(rates.shape), gain)
+        else:
+            # where steps are short, 1 - (1 - eta rate)^k loses digits that expm1 keeps
+            short = self.learning_rate * rates < 0.5
+            safe = jnp.where(short, self.learning_rate * rates, 0.0)
+            gentle = -jnp.expm1(t * jnp.log1p(-safe))
+            lost, still = jnp.where(short, gentle, 1 - self._decay(times)), self.learning_rate * t
+        moves = rates > 0
+        gain = jnp.where(moves, lost / jnp.where(moves, rates, 1.0), still)
+        return jnp.where(jnp.isinf(t), self._inverse().reshape(rates.shape), gain)
+
+    def _steps(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N 2"]:
+        """Return decay and gain after whole numbers of steps with momentum, by powers of the matrix of one step.
+
+        In each mode (residual, velocity, gain, velocity of the gain, 1) moves linearly. Its power needs no distinct
+        eigenvalues, which are equal at the momentum that damps a mode best.
+        """
+        rates, t = self._aligned(times)
+        eta, mu, one = self.learning_rate, self.momentum, jnp.ones_like(self.rates)
+        assert eta is not None and mu is not None
+        pull, zero = eta * self.rates, jnp.zeros_like(self.rates)
+        keep = mu * one
+        step = jnp.stack(
+            [
+                jnp.stack([1 - pull, -keep, zero, zero, zero], -1),
+                jnp.stack([pull, keep, zero, zero, zero], -1),
+                jnp.stack([zero, zero, 1 - pull, keep, eta * one], -1),
+                jnp.stack([zero, zero, -pull, keep, eta * one], -1),
+                jnp.stack([zero, zero, zero, zero, one], -1),
+            ],
+            -2,
+        )
+        count = jnp.where(jnp.isinf(t), 0.0, t).astype(int)[..., 0]
+        state = jnp.array([1.0, 0.0, 0.0, 0.0, 1.0], rates.dtype)
+        state = jnp.broadcast_to(state, (*count.shape, self.rates.shape[0], 5))
+
+        def bit(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
+            left, power, state = carry
+            further = jnp.einsum("nij,...nj->...ni", power, state)
+            odd = (left % 2 == 1)[..., None, None]
+            return (left // 2, power @ power, jnp.where(odd, further, state)), None
+
+        (_, _, state), _ = jax.lax.scan(bit, (count, step, state), None, length=31)
+        return state[..., ::2][..., :2]
+
+    def _inverse(self) -> Float[Array, " N"]:
+        """Return the gain at the end of training; modes at rounding level stay untrained."""
+        floor = self.rates[0] * self.rates.shape[0] * jnp.finfo(self.rates.dtype).eps
+        kept = self.rates > floor
+        return jnp.where(kept, 1 / jnp.where(kept, self.rates, 1.0), 0.0)
+
+    def coefficients(self) -> Float[Array, "N *c"]:
+        """Return the initial residual in each mode, (N,), or (N, k) if outputs share the modes.
+
+        The squares sum to twice the loss.
+        """
+        columns = self.residual.reshape(self.rates.shape[0], -1)
+        found = self.modes.T @ (jnp.sqrt(self.weights)[:, None] * columns)
+        return found[:, 0] if found.shape[1] == 1 else found
+
+    @_checks.arguments(times=TIMES)
+    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return f at the training points, shape times.shape + y.shape."""
+        scaled = self._combine(self._decay(times))
+        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
+        left = (scaled / root).reshape(jnp.shape(times) + self.target.shape)
+        return self.target.reshape((1,) * jnp.ndim(times) + self.target.shape) + left
+
+    @_checks.arguments(times=TIMES)
+    def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
+        """Return the loss, shape times.shape."""
+        decay = self._decay(times)
+        row = self.coefficients().reshape((1,) * (decay.ndim - 1) + (self.rates.shape[0], -1))
+        return 0.5 * jnp.sum((decay[..., None] * row) ** 2, axis=(-2, -1))
+
+    @_checks.arguments(times=TIMES)
+    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
+        scaled = self._combine(self._gain(times))
+        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
+        return -(scaled * root).reshape(jnp.shape(times) + self.target.shape)
+
+    def dual_limit(self) -> Float[Array, "n *k"]:
+        """Return the dual coefficients of the end of training, y.shape; modes at rounding level stay untrained."""
+        return self.dual(jnp.inf)
+
+    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
+    def at(
+        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
+    ) -> Float[Array, "*times_S_k"]:
+        """Return f at other points z, shape times.shape + start.shape.
+
+        Args:
+            cross: K(z, x), (S, n), or (S, n, k, k).
+            start: f_0(z), (S,) or (S, k).
+            times: times or numbers of steps.
+        """
+        return from_dual(self.dual(times), cross, start)
+
+    @_checks.arguments(
+        cross=CROSS, prior=_checks.sequence(_checks.array((None, None), (None,) * 4), least=3), times=TIMES
+    )
+    def ensemble(
+        self,
+        cross: Float[Array, "S n ..."],
+        prior: tuple[Float[Array, "n n ..."], Float[Array, "S n ..."], Float[Array, "S S ..."]],
+        times: Real[ArrayLike, "..."],
+    ) -> Gaussian:
+        """Return mean and covariance at other points z over networks that start at random and are then trained.
+
+        The start is Gaussian with mean zero, so the flow must have been made with start = 0, and with covariance P, the
+        NNGP kernel. With A(t) = K(z, x) G(t), f_t(z) = f_0(z) - A (f_0(x) - y) gives
+
+            mean = A y,   covariance = P(z, z) - A P(x, z) - (A P(x, z))' + A P(x, x) A'.
+
+        Args:
+            cross: K(z, x), (S, n), or (S, n, k, k).
+            prior: P(x, x), P(z, x), P(z, z), each between points, or also between outputs.
+            times: times or numbers of steps; infinity for the end of training.
+
+        Returns:
+            ``Gaussian``: mean times.shape + (S,) or (S, k), and covariance times.shape + (S, S).
+        """
+        size = self.rates.shape[0] // self.target.shape[0]
+        at_x, between, at_z = (as_matrix(jnp.asarray(p), size if p.ndim == 2 else 1) for p in prior)
+        root = jnp.sqrt(self.weights)
+        spectral = self._gain(times)
+        factor = as_matrix(jnp.asarray(cross), size if cross.ndim == 2 else 1) @ (root[:, None] * self.modes)
+        # A = K(z, x) Q^(1/2) V gain V' Q^(1/2)
+        response = jnp.einsum("sm,...m,nm->...sn", factor, spectral, root[:, None] * self.modes)
+        shared = jnp.einsum("...sn,un->...su", response, between)
+        spread = jnp.einsum("...sn,nm,...um->...su", response, at_x, response)
+        start = jnp.zeros((cross.shape[0], *self.target.shape[1:]), self.rates.dtype)
+        whole = at_z.reshape((1,) * (shared.ndim - 2) + at_z.shape)
+        return Gaussian(self.at(cross, start, times), whole - shared - jnp.swapaxes(shared, -1, -2) + spread)
+
+
+def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, "n *k"]) -> Float[Array, " n"]:
+    """Return the weights q as an array, 1/n each by default."""
+    if weights is None:
+        return jnp.full(y.shape[:1], 1.0 / y.shape[0], y.dtype)
+    _checks.shape("weights", weights, (), y.shape[:1])
+    weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape[:1])
+    _checks.at_least("weights", weights, 0.0, strict=True)
+    return weights
+
+
+@_checks.arguments(
+    kernel=kernel_kind,
+    start=OUTPUTS,
+    y=OUTPUTS,
+    weights=_checks.optional(_checks.array((), (None,), above=0)),
+    learning_rate=_checks.optional(_checks.number(above=0)),
+    momentum=_checks.optional(_checks.number(low=0, below=1)),
+    loss=_checks.either(_checks.choice("squared", "cross_entropy"), _checks.function),
+)
+def kernel_flow(
+    kernel: Float[ArrayLike, "n n ..."],
+    start: Float[ArrayLike, "n *k"],
+    y: Float[ArrayLike, "n *k"],
+    *,
+    weights: Real[ArrayLike, "..."] | None = None,
+    learning_rate: Real[ArrayLike, ""] | None = None,
+    momentum: Real[ArrayLike, ""] | None = None,
+    loss: str | Loss = "squared",
+) -> KernelFlow | LossFlow:
+    """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
+
+    This predicts wide plain networks. It does not predict networks with batch norm on the output at any width, not even
+    with their own kernel, because that kernel depends on f, which moves by O(1): see ``linearized_batchnorm``.
+
+    Args:
+        kernel: K (n, n) at the training points, symmetric positive semi-definite, the same for each of k outputs; or
+            (n, n, k, k), as ``empirical_ntk`` gives it.
+        start: f(0), (n,) or (n, k).
+        y: targets, (n,) or (n, k).
+        weights: q_j > 0, default 1/n; a number stands for all.
+        learning_rate: of gradient descent, whose time is the number of steps. None: gradient flow.
+        momentum: of gradient descent (heavy ball), in [0, 1); needs a ``learning_rate``.
+        loss: "squared", in closed form. "cross_entropy" of softmax(f) with the probabilities y (n, k), or any function
+            (outputs, target) -> number of one sample, by an ODE solver; for gradient flow only.
+
+    Returns:
+        A ``KernelFlow``: called with times (or numbers of steps) it gives f at the training points, shape
+        times.shape + y.shape; ``.at(cross, start, times)`` gives f elsewhere, ``.loss(times)`` the loss,
+        ``.dual(times)`` and ``.dual_limit()`` the coefficients of kernel sections, and ``.ensemble(cross, prior,
+        times)`` mean and covariance over random starts. For other losses than the squared one a ``LossFlow``, which
+        has the first four.
+
+    >>> import jax.numpy as jnp
+    >>> flow = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0)
+    >>> round(float(flow(1.0)[0]), 4)  # 1 - exp(-1)
+    0.6321
+    >>> descent = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0, learning_rate=0.5)
+    >>> descent(jnp.arange(3))[:, 0].tolist()
+    [0.0, 0.5, 0.75]
+    """
+    whole, first, target = jnp.asarray(kernel), jnp.asarray(start), jnp.asarray(y)
+    check_shapes(whole, target)
+    _checks.shape("start", first, target.shape)
+    matrix, q = as_matrix(whole), _weights(weights, target)
+    if momentum is not None and learning_rate is None:
+        raise ValueError("momentum needs a learning_rate: gradient flow has none")
+    if loss != "squared":
+        if learning_rate is not None:
+            raise ValueError('learning_rate must be None unless loss="squared"')
+        if loss == "cross_entropy" and target.ndim != 2:
+            raise ValueError(
+                f'y must be probabilities (n, k) for loss="cross_entropy", got shape {target.shape}'
+            )
+        return LossFlow(matrix, first, target, q, cross_entropy if isinstance(loss, str) else loss)
+    q = jnp.repeat(q, matrix.shape[0] // target.shape[0])
+    root = jnp.sqrt(q)
+    rates, modes = jnp.linalg.eigh(root[:, None] * matrix * root[None, :])
+    rates = jnp.maximum(rates, 0.0)  # rounding may leave -1e-17, and such a mode would grow in time
+    number = lambda a: None if a is None else jnp.asarray(a, target.dtype)
+    eta, mu = number(learning_rate), number(momentum)
+    return KernelFlow(rates[::-1], modes[:, ::-1], q, first - target, target, eta, mu)
+
+
+def kernel_regression(
+    kernel: Float[Array, "n n"],
+    y: Float[Array, " n"],
+    cross: Float[Array, "S n"] | None = None,
+    *,
+    ridge: float = 0.0,
+) -> Float[Array, " S"]:
+    """Return K(z, x) (K + ridge I)^-1 y, at ridge = 0 the limit of kernel flow from 0.
+
+    It uses a Cholesky factor, so K + ridge I must be positive definite (kernels under batch norm are singular: give a
+    ridge, or take ``KernelFlow.dual_limit``).
+
+    Args:
+        kernel: K (n, n).
+        y: targets (n,).
+        cross: K(z, x), (S, n), default K itself.
+        ridge: added to the diagonal.
+
+    >>> kernel_regression(jnp.eye(2), jnp.array([1.0, 2.0]), ridge=1.0).round(6).tolist()
+    [0.5, 1.0]
+    """
+    size = y.shape[0]
+    factor = jax.scipy.linalg.cho_factor(kernel + ridge * jnp.eye(size, dtype=kernel.dtype))
+    solution = jax.scipy.linalg.cho_solve(factor, y)
+    return (kernel if cross is None else cross) @ solution
+
+
+@jax.jit
+def minimum_norm(
+    features: Float[Array, "n m"], y: Float[Array, " n"], start: Float[Array, " m"] | None = None
+) -> Float[Array, " m"]:
+    """Return the limit of training output weights c alone: the interpolating c nearest to where they start.
+
+    This is c_0 + argmin { norm(d) : features (c_0 + d) = y }. ("univariate ReLU", equation (22), prints the interpolant
+    of least norm, which is the limit only for c_0 = 0.)
+
+    Args:
+        features: (n, m) with n <= m and independent rows; f = features @ c.
+        y: (n,) targets.
+        start: c_0 (m,), zero by default.
+
+    Returns:
+        c, shape (m,). O(n^2 m) by a QR factorization, so the condition number is not squared.
+
+    >>> minimum_norm(jnp.array([[1.0, 1.0]]), jnp.array([1.0])).round(6).tolist()
+    [0.5, 0.5]
+    """
+    _checks.shape("features", features, (None, None))
+    n, m = features.shape
+    _checks.shape("y", y, (n,))
+    if n > m:
+        raise ValueError(f"features must have at least as many columns as rows, got shape {features.shape}")
+    first = jnp.zeros(m, features.dtype) if start is None else jnp.asarray(start)
+    q, r = jnp.linalg.qr(features.T)
+    return first + q @ jax.scipy.linalg.solve_triangular(r, y - features @ first, trans=1)
+
+
+class Descent(NamedTuple):
+    """Outputs recorded along gradient descent.
+
+    Attributes:
+        train: at the training points, (records, n).
+        test: at other points, (records, S), or None.
+    """
+
+    train: Float[Array, "records n"]
+    test: Float[Array, "records S"] | None
+
+
+@eqx.filter_jit
+def linearized_batchnorm(
+    kernel: Float[Array, "n n"],
+    start: Float[Array, " n"],
+    y: Float[Array, " n"],
+    *,
+    learning_rate: Real[ArrayLike, ""],
+    steps: int,
+    every: int = 1,
+    epsilon: float = 0.0,
+    weights: Real[ArrayLike, "..."] | None = None,
+    cross: Float[Array, "S n"] | None = None,
+    at: Float[Array, " S"] | None = None,
+) -> Descent:
+    """Train a network with batch norm on the output, linearized before batch norm.
+
+    u <- u - learning_rate K B(u) Q (bn(u) - y), where u are the outputs before batch norm. Their kernel K is frozen (it
+    is what becomes constant with width); batch norm and its Jacobian B(u) stay exact and move with u.
+
+    Args:
+        kernel: K (n, n) before batch norm, frozen at initialization.
+        start: u(0) at the training points (n,).
+        y: targets (n,).
+        learning_rate: of gradient descent.
+        steps: number of steps, a multiple of ``every``.
+        every: steps between two records.
+        epsilon: added to the variance.
+        weights: q_j > 0, default 1/n; a number stands for all.
+        cross: K(z, x) before batch norm, (S, n), to follow test points too.
+        at: u(0) at z, (S,).
+
+    Returns:
+        Normalized outputs, (steps // every, n) and (steps // every, S); test points use the training batch's
+        statistics.
+
+    >>> run = linearized_batchnorm(jnp.eye(3), jnp.arange(3.0), jnp.ones(3), learning_rate=0.1, steps=6, every=2)
+    >>> run.train.shape, run.test
+    ((3, 3), None)
+    """
+    q = _weights(weights, y)
+
+    def step(state: tuple[Array, Array | None], _: None) -> tuple[Array, Array | None]:
+        u, there = state
+        residual = q * (normalize(u, epsilon) - y)
+        force = learning_rate * jacobian_apply(u, residual[:, None], epsilon)[:, 0]
+        return u - kernel @ force, there if cross is None or there is None else there - cross @ force
+
+    def observe(state: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        u, there = state
+        return normalize(u, epsilon), None if there is None else normalize(there, epsilon, u)
+
+    _, records = iterate(step, (start, at), None, steps, every, observe)
+    return Descent(*records)

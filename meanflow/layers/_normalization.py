@@ -1,0 +1,418 @@
+"""Recenter, Rescale and BatchNorm as flax NNX layers, with the signature of ``nnx.BatchNorm``.
+
+What differs from flax and torch is in the table of the reference page. In short: everything is computed in at least
+single precision, whatever the type of input and result; the variance is taken in two passes, so that float32 data of
+mean 1e4 and standard deviation 0.1 come out with standard deviation 1, where flax's default is off by a factor of 30;
+and a batch that is empty or not finite does not enter the running moments.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow.layers import functional
+from meanflow.layers._initializers import Initializer
+
+PromoteDtype = Callable[..., tuple[jax.Array | None, ...]]
+"""((x, mean, var, scale, bias), dtype=...) -> the same arrays in the type to compute in, as in flax."""
+
+
+class NormalizationOptions(TypedDict, total=False):
+    """Keyword arguments that every layer passes on to ``Normalization``, where they are described."""
+
+    use_running_average: bool | None
+    axis: int | Sequence[int]
+    momentum: float
+    epsilon: float
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    use_bias: bool
+    use_scale: bool
+    bias_init: Initializer
+    scale_init: Initializer
+    axis_name: str | None
+    axis_index_groups: Sequence[Sequence[int]] | None
+    use_fast_variance: bool
+    promote_dtype: PromoteDtype | None
+    unbiased: bool
+    rngs: nnx.Rngs | None
+    bias_metadata: Mapping[str, Any]
+    scale_metadata: Mapping[str, Any]
+
+
+def _check_axis(name: str, value: object) -> object:
+    """Accept an integer or a sequence of distinct integers."""
+    kind = lambda name, entry: _checks.whole(name, entry, -(2**31))
+    if isinstance(value, int | np.integer):
+        return kind(name, value)
+    axes = _checks.sequence(kind)(name, value)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{name} must hold distinct axes, got {axes}")
+    return axes if len(axes) > 1 else axes[0]
+
+
+def _check_groups(name: str, value: object) -> object:
+    """Accept a sequence of sequences of device numbers; return it as tuples, which can be hashed."""
+    return _checks.sequence(_checks.sequence(_checks.count(0)))(name, value)
+
+
+OPTIONS: dict[str, _checks.Kind] = {
+    "num_features": _checks.count(1),
+    "use_running_average": _checks.optional(_checks.flag),
+    "axis": _check_axis,
+    "momentum": _checks.number(low=0, high=1, static=True),
+    "epsilon": _checks.number(low=0, static=True),
+    "dtype": _checks.optional(_checks.precision),
+    "param_dtype": _checks.precision,
+    "use_bias": _checks.flag,
+    "use_scale": _checks.flag,
+    "bias_init": _checks.function,
+    "scale_init": _checks.function,
+    "axis_name": _checks.optional(_checks.text),
+    "axis_index_groups": _checks.optional(_check_groups),
+    "use_fast_variance": _checks.flag,
+    "promote_dtype": _checks.optional(_checks.function),
+    "unbiased": _checks.flag,
+    "rngs": _checks.optional(_checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")),
+    "bias_metadata": _checks.mapping(_checks.unchecked("flax keeps it beside the variable")),
+    "scale_metadata": _checks.mapping(_checks.unchecked("flax keeps it beside the variable")),
+}
+
+
+class Normalization(nnx.Module):
+    """Base of all layers: moments, running averages and the affine map, under the signature of ``nnx.BatchNorm``.
+
+    In training the layer normalizes by the moments of the batch and updates its running averages of them; in
+    inference it normalizes by the running averages. Then it multiplies by gamma and adds beta.
+
+    Args:
+        num_features: number of features, the product of the lengths of the feature axes.
+        center: whether to subtract the mean.
+        moment: divide by the root of the second moment about the mean (``"std"``) or about zero (``"rms"``), or do not
+            divide (None).
+        use_running_average: True normalizes by the running averages (inference), False by the batch (training).
+            ``model.train()`` and ``model.eval()`` change it too, and an argument of the call has the last word.
+        axis: the feature axis, or several; all other axes are averaged over.
+        momentum: after each training batch, running <- momentum * running + (1 - momentum) * batch.
+        epsilon: positive number that is added to the second moment.
+        dtype: dtype of the result. By default it is promoted from input and parameters. All is computed in at least
+            float32, and then rounded.
+        param_dtype: dtype of gamma and beta. Running moments are at least float32.
+        use_bias: whether to add beta.
+        use_scale: whether to multiply by gamma.
+        bias_init: initializer of beta.
+        scale_init: initializer of gamma.
+        axis_name: mesh axis over which the moments of the batch are synchronized (under ``shard_map`` or ``vmap``).
+            Arrays that jit shards by itself do not need it.
+        axis_index_groups: groups of devices along ``axis_name`` that synchronize among themselves.
+        use_fast_variance: accepted because flax has it; the variance is always computed in two passes.
+        promote_dtype: function ((x, mean, var, scale, bias), dtype=...) -> arrays, as in flax, to choose another type
+            to compute in.
+        unbiased: whether the running variance is that of the batch times n/(n - 1), as in torch.
+        rngs: keys for the initializers.
+        bias_metadata: metadata of the variable of beta, such as its sharding.
+        scale_metadata: metadata of the variable of gamma.
+    """
+
+    @_checks.arguments(**OPTIONS)
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        center: bool,
+        moment: str | None,
+        use_running_average: bool | None = False,
+        axis: int | Sequence[int] = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = nnx.initializers.zeros,
+        scale_init: Initializer = nnx.initializers.ones,
+        axis_name: str | None = None,
+        axis_index_groups: Sequence[Sequence[int]] | None = None,
+        use_fast_variance: bool = False,
+        promote_dtype: PromoteDtype | None = None,
+        unbiased: bool = False,
+        rngs: nnx.Rngs | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+        scale_metadata: Mapping[str, Any] | None = None,
+    ):
+        if moment is not None:
+            _checks.at_least("epsilon", epsilon, 0.0, strict=True)
+        if axis_index_groups is not None and axis_name is None:
+            raise ValueError("axis_index_groups needs axis_name, got axis_name=None")
+        shape = (num_features,)
+        # half-precision averages would stall: an update of 1 % is lost to rounding
+        stat_dtype = jnp.promote_types(param_dtype, jnp.float32)
+        keys = rngs or nnx.Rngs(0)
+        self.mean = nnx.BatchStat(jnp.zeros(shape, stat_dtype)) if center else nnx.data(None)
+        self.var = nnx.BatchStat(jnp.ones(shape, stat_dtype)) if moment else nnx.data(None)
+        self.scale = (
+            nnx.Param(scale_init(keys.params(), shape, param_dtype), **scale_metadata or {})
+            if use_scale
+            else nnx.data(None)
+        )
+        self.bias = (
+            nnx.Param(bias_init(keys.params(), shape, param_dtype), **bias_metadata or {})
+            if use_bias
+            else nnx.data(None)
+        )
+        self.num_features, self.center, self.moment = num_features, center, moment
+        self.use_running_average, self.axis, self.momentum = use_running_average, axis, momentum
+        self.epsilon, self.dtype, self.param_dtype = epsilon, dtype, param_dtype
+        self.use_bias, self.use_scale, self.unbiased = use_bias, use_scale, unbiased
+        self.axis_name, self.axis_index_groups = axis_name, axis_index_groups
+        self.use_fast_variance, self.promote_dtype = use_fast_variance, promote_dtype
+
+    def __call__(
+        self,
+        x: Float[Array, "*shape"],
+        use_running_average: bool | None = None,
+        *,
+        mask: ArrayLike | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Normalize a batch, apply gamma and beta, and in training update the running moments.
+
+        Args:
+            x: the batch.
+            use_running_average: True for inference, False for training; default is what the layer is set to.
+            mask: zeros and ones, or booleans, that broadcast against x: the entries over which moments are taken.
+        """
+        x = self._read(x)
+        return self._normalize(x, use_running_average, mask, *self._own(x)).astype(self._result(x))
+
+    def normalized(
+        self,
+        x: Float[Array, "*shape"],
+        use_running_average: bool | None = None,
+        *,
+        mask: ArrayLike | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Normalize a batch as ``__call__`` does, but leave gamma and beta out."""
+        x = self._read(x)
+        return self._normalize(x, use_running_average, mask, None, None).astype(self._result(x))
+
+    def affine(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Return gamma x + beta, the second half of ``__call__``."""
+        x = self._read(x)
+        return functional.affine(functional.widen(x), *self._own(x)).astype(self._result(x))
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Switch between training and inference; ``nnx.view`` calls this."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+    def _read(self, x: ArrayLike) -> jax.Array:
+        """Return a batch as an array of floats with the right number of features, or refuse it."""
+        if not isinstance(x, jax.Array | np.ndarray):
+            x = _checks.array(least=0, infinite=True)("x", x)
+        _checks.numeric("x", x)
+        x = _checks.floating(x)
+        features = self._feature_axes(x)
+        if x.ndim < 2 or math.prod(x.shape[i] for i in features) != self.num_features:
+            raise ValueError(
+                f"x must be a batch with {self.num_features} features on axis {self.axis}, got {x.shape}"
+            )
+        return x
+
+    def _result(self, x: jax.Array) -> DTypeLike:
+        """Return the dtype of the result for an input x."""
+        if self.promote_dtype is not None:
+            return self._promoted(x).dtype
+        if self.dtype is not None:
+            return self.dtype
+        parts = [part[...] for part in (self.scale, self.bias) if part is not None]
+        return jnp.result_type(x, *parts)
+
+    def _promoted(self, x: jax.Array) -> jax.Array:
+        """Return the input as ``promote_dtype`` gives it beside mean, variance, gamma and beta."""
+        assert self.promote_dtype is not None
+        own = [u[...] for u in (self.mean, self.var, self.scale, self.bias) if u is not None]
+        promoted, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
+        return jnp.asarray(promoted)
+
+    def _own(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return gamma and beta such that they lie along the feature axes of x; None where there is none."""
+        found = (self.scale, self.bias)
+        return tuple(None if u is None else self._laid(u[...], x) for u in found)  # type: ignore[return-value]
+
+    def _normalize(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None,
+        mask: ArrayLike | None,
+        gamma: jax.Array | None,
+        beta: jax.Array | None,
+    ) -> jax.Array:
+        """Return the normalized batch times gamma plus beta, in at least single precision; update the moments."""
+        x, average, axes = self._enter(x, use_running_average)
+        weights = None if mask is None else self._mask(mask, x)
+        if not self.center and not self.moment:
+            return functional.affine(x, gamma, beta)
+        given = self._running(x) if average else self.given_moments(x)
+        if given is not None:
+            x = x - given[0] if self.center else x
+            x = x / jnp.sqrt(given[1] + self.epsilon) if self.moment else x
+            return functional.affine(x, gamma, beta)
+        wide = lambda u: None if u is None else u.astype(x.dtype)
+        how = (self.epsilon, self.center, self.moment, self.axis_name, self.axis_index_groups)
+        out, mean, second = functional.standardize(x, wide(gamma), wide(beta), weights, axes, *how)
+        self._update(x, weights, axes, mean, second)
+        return out
+
+    def given_moments(self, x: Float[Array, "*shape"]) -> tuple[Array, Array] | None:
+        """Return mean and second moment to use in training, laid along the feature axis of x.
+
+        None, as here, takes those of the batch. Whoever treats them as variables of their own overrides this method,
+        as the tangent kernels do.
+        """
+        return None
+
+    def _running(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the running moments along the feature axes of x; 0 and 1 where none are kept."""
+        laid = lambda stat, other: other if stat is None else self._laid(stat[...], x)
+        one = jnp.ones((1,) * x.ndim, x.dtype)
+        return laid(self.mean, 0 * one), laid(self.var, one)
+
+    def _enter(
+        self, x: jax.Array, use_running_average: bool | None
+    ) -> tuple[jax.Array, bool, tuple[int, ...]]:
+        """Return the input in the type to compute in, whether to use running averages, and the averaged axes."""
+        given = _checks.optional(_checks.flag)("use_running_average", use_running_average)
+        average = self.use_running_average if given is None else given
+        if average is None:
+            raise ValueError("use_running_average must be given to the layer or to the call, got None twice")
+        axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
+        if x.size == 0 and not average and (self.center or self.moment):
+            raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
+        x = x if self.promote_dtype is None else self._promoted(x)
+        return functional.widen(x), bool(average), axes
+
+    def _feature_axes(self, x: jax.Array) -> tuple[int, ...]:
+        """Return the feature axes as nonnegative numbers in increasing order."""
+        listed = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
+        if any(not -x.ndim <= i < x.ndim for i in listed):
+            raise ValueError(
+                f"axis must be among the {x.ndim} axes of x, got {self.axis} for shape {x.shape}"
+            )
+        return tuple(sorted({i % x.ndim for i in listed}))
+
+    def _mask(self, mask: ArrayLike, x: jax.Array) -> jax.Array:
+        """Return the mask as zeros and ones in the type of x."""
+        found = _checks.array(low=0, high=1, least=0)("mask", mask)
+        try:
+            fits = np.broadcast_shapes(found.shape, x.shape) == x.shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"mask must broadcast against x of shape {x.shape}, got shape {found.shape}")
+        return found.reshape((1,) * (x.ndim - found.ndim) + found.shape).astype(x.dtype)
+
+    def _laid(self, vector: jax.Array, x: jax.Array) -> jax.Array:
+        """Return a vector of the features such that it lies along the feature axes of x."""
+        features = self._feature_axes(x)
+        return jnp.reshape(vector, [n if i in features else 1 for i, n in enumerate(x.shape)])
+
+    def _update(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None,
+        axes: tuple[int, ...],
+        mean: jax.Array,
+        second: jax.Array,
+    ) -> None:
+        """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
+        known = _checks.concrete(mean)
+        if known is not None and not np.all(np.isfinite(known)):
+            raise ValueError(
+                f"x must be finite in training, got NaN or infinity in {np.count_nonzero(~np.isfinite(known))} of "
+                f"{self.num_features} features; the running moments were left as they are"
+            )
+        count = self._count(x, mask, axes)
+        if self.unbiased and self.moment == "std":
+            second = second * (count / jnp.maximum(count - 1, 1))
+        for stat, batch in ((self.mean, mean), (self.var, second)):
+            if stat is not None:
+                new = self.momentum * stat[...] + (1 - self.momentum) * batch.reshape(-1)
+                good = jnp.isfinite(batch.reshape(-1)) & (jnp.reshape(count, -1) > 0)
+                kept = jnp.where(good, new.astype(stat[...].dtype), stat[...])
+                stat[...] = jax.lax.stop_gradient(kept)
+
+    def _count(self, x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) -> jax.Array:
+        """Return how many entries a mean was taken over: (1, ...), or one number a feature under a mask."""
+        if mask is None:
+            count = jnp.full((1,) * x.ndim, math.prod(x.shape[i] for i in axes), x.dtype)
+        else:
+            count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis=axes, keepdims=True)
+        if self.axis_name is None:
+            return count
+        return jax.lax.psum(count, self.axis_name, axis_index_groups=self.axis_index_groups)
+
+
+class Recenter(Normalization):
+    """Subtract the mean over the batch, and keep a running mean for inference.
+
+    Gamma and beta are switched off by default. Further arguments are those of ``BatchNorm``.
+
+    >>> print(Recenter(2)(jnp.array([[1.0, 2.0], [3.0, 6.0]])))
+    [[-1. -2.]
+     [ 1.  2.]]
+    """
+
+    def __init__(self, num_features: int, **options: Unpack[NormalizationOptions]):
+        options = {"use_bias": False, "use_scale": False, **options}
+        super().__init__(num_features, center=True, moment=None, **options)
+
+
+class Rescale(Normalization):
+    """Divide by the root of the second moment over the batch, without recentering.
+
+    Args:
+        num_features: length of the feature axis.
+        mode: ``"std"`` takes the second moment about the mean, ``"rms"`` about zero. After ``Recenter`` the two agree
+            in training.
+        **options: as in ``BatchNorm``; gamma and beta are switched off by default.
+
+    >>> print(Rescale(1, mode="rms", epsilon=1e-12)(jnp.array([[3.0], [3.0]])).ravel())
+    [1. 1.]
+    """
+
+    def __init__(self, num_features: int, *, mode: str = "std", **options: Unpack[NormalizationOptions]):
+        _checks.one_of("mode", mode, ("std", "rms"))
+        options = {"use_bias": False, "use_scale": False, **options}
+        super().__init__(num_features, center=False, moment=mode, **options)
+
+
+class BatchNorm(Normalization):
+    """Batch normalization: recenter and rescale each feature over the batch, then gamma x + beta.
+
+    It stands in for ``nnx.BatchNorm``: arguments and variables (mean, var, scale, bias) have the same names and
+    defaults, and all other layers of this room take them too.
+
+    Args:
+        num_features: length of the feature axis.
+        **options: use_running_average (False: training), axis (-1, the feature axis or several), momentum (0.99, of the
+            running moments), epsilon (1e-5, added to the variance), dtype, param_dtype (float32), use_bias and
+            use_scale (whether there is a beta and a gamma), bias_init and scale_init (their initializers),
+            bias_metadata and scale_metadata, axis_name and axis_index_groups (mesh axis over which moments are
+            synchronized, and groups of its devices), promote_dtype, unbiased (False; True for torch's running
+            variance) and rngs. ``normalization.Normalization`` describes each.
+
+    >>> layer = BatchNorm(1, epsilon=1e-12)
+    >>> print(layer(jnp.array([[1.0], [3.0]])).ravel())
+    [-1.  1.]
+    """
+
+    def __init__(self, num_features: int, **options: Unpack[NormalizationOptions]):
+        super().__init__(num_features, center=True, moment="std", **options)

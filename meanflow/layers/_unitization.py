@@ -1,0 +1,222 @@
+"""Unitization layers: samples are scaled towards unit norm, alone or inside batch norm.
+
+The unitization paper trains the *linear* interpolation (10) but proves its Theorem 3.3 for the *harmonic* one (9). Only
+the harmonic interpolation bounds the outputs, and only while alpha stays in (0, 1].
+"""
+
+import math
+import warnings
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow.layers import functional
+from meanflow.layers._normalization import Normalization, NormalizationOptions
+
+
+class Fixed(nnx.Variable):
+    """A constant of a layer: it is saved with the layer but not trained."""
+
+
+class Unitize(Normalization):
+    """Scale each sample towards unit norm by a trainable share alpha, without batch statistics.
+
+    The layer applies ``functional.unitize`` with its alpha, so training and inference are the same map. With
+    ``alpha_init=1, train_alpha=False`` it is the vanilla unitization x / |x| of the unitization paper; a scalar alpha
+    gives the paper's (8), a vector alpha its (10) or, with the harmonic interpolation, its (9).
+
+    Args:
+        num_features: length of the feature axis.
+        alpha_init: initial alpha, a number.
+        alpha_shape: ``"vector"`` for one alpha a feature, ``"scalar"`` for a single one.
+        alpha_constraint: ``"none"``; ``"clip"`` for alpha = clip(parameter, 0, 1); or ``"sigmoid"`` for
+            alpha = sigmoid(parameter), which needs 0 < alpha_init < 1.
+        train_alpha: False keeps alpha at its initial value: it is then a ``Fixed`` instead of an ``nnx.Param``.
+        interpolation: ``"linear"`` (10) or ``"harmonic"`` (9). The harmonic form has a pole at negative alpha and so
+            needs a constraint or a fixed alpha.
+        n: divisor of the squared norm. An integer; or ``"features"`` for the number C of features; or ``"pixels"`` for
+            the number HW of pixels, as in the paper. None means 1 for dense batches (Algorithm 1) and C for images,
+            where the norm is then about 1 at any width and resolution. With ``"pixels"`` the map changes with the
+            resolution: to run at another resolution, pass the training value as an integer.
+        sample: what one norm is taken over in a batch of images: ``"image"`` (Algorithm 2: one norm an image, mean
+            over pixels) or ``"pixel"`` (Figure 1(b): one norm a location).
+        **options: as in ``BatchNorm`` (axis, a single one, epsilon, which is added to the squared norm and may be 0
+            here, param_dtype, that of alpha too), so that this layer fits wherever that one does; gamma and beta are
+            switched off by default. There are no batch statistics: use_running_average, momentum, axis_name and a
+            mask change nothing.
+
+    >>> layer = Unitize(2, alpha_init=1.0, train_alpha=False, epsilon=0.0)
+    >>> print(layer(jnp.array([[3.0, 4.0], [0.0, 0.0]])))
+    [[0.6 0.8]
+     [0.  0. ]]
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        alpha_init: float = 0.0,
+        alpha_shape: str = "vector",
+        alpha_constraint: str = "none",
+        train_alpha: bool = True,
+        interpolation: str = "linear",
+        n: int | str | None = None,
+        sample: str = "image",
+        **options: Unpack[NormalizationOptions],
+    ):
+        options = {"use_bias": False, "use_scale": False, **options}
+        super().__init__(num_features, center=False, moment=None, **options)
+        _checks.whole("axis", self.axis, -(2**31))
+        _checks.number(static=True)("alpha_init", alpha_init)
+        _checks.flag("train_alpha", train_alpha)
+        _checks.one_of("alpha_shape", alpha_shape, ("vector", "scalar"))
+        _checks.one_of("alpha_constraint", alpha_constraint, ("none", "clip", "sigmoid"))
+        _checks.one_of("interpolation", interpolation, ("linear", "harmonic"))
+        _checks.one_of("sample", sample, ("image", "pixel"))
+        if isinstance(n, str):
+            _checks.one_of("n", n, ("features", "pixels"))
+        elif n is not None:
+            _checks.whole("n", n, 1)
+        alpha_init = float(alpha_init)
+        _check_alpha(alpha_init, alpha_constraint, train_alpha, interpolation)
+        if alpha_constraint == "sigmoid":
+            alpha_init = math.log(alpha_init / (1 - alpha_init))
+        shape = (num_features,) if alpha_shape == "vector" else ()
+        self.raw = (nnx.Param if train_alpha else Fixed)(jnp.full(shape, alpha_init, self.param_dtype))
+        self.constraint, self.interpolation, self.n, self.sample = alpha_constraint, interpolation, n, sample
+
+    @property
+    def alpha(self) -> Float[Array, "*features"]:
+        """Alpha after its constraint has been applied; a number, or one number a feature."""
+        raw = self.raw[...]
+        if self.constraint == "sigmoid":
+            return jax.nn.sigmoid(raw)
+        if self.constraint == "clip":
+            # gradient 1 on the closed interval, so that alpha can leave an end point it starts from
+            return jnp.where((raw >= 0) & (raw <= 1), raw, jnp.clip(jax.lax.stop_gradient(raw), 0, 1))
+        return raw
+
+    def divisor(self, shape: tuple[int, ...]) -> float:
+        """Return the number that divides the sum of squares of one sample, for a batch of this shape."""
+        pixels = math.prod(shape) // (shape[0] * self.num_features)
+        if self.n is None:
+            n = 1 if len(shape) == 2 else self.num_features
+        elif isinstance(self.n, str):
+            n = {"features": self.num_features, "pixels": pixels}[self.n]
+        else:
+            n = self.n
+        return float(n * pixels if self.sample == "image" else n)
+
+    def _normalize(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None,
+        mask: ArrayLike | None,
+        gamma: jax.Array | None,
+        beta: jax.Array | None,
+    ) -> jax.Array:
+        """Unitize each sample of a dense or image batch, in at least single precision."""
+        x = super()._normalize(x, use_running_average, mask, None, None)
+        if x.size == 0:
+            return x
+        (feature,) = self._feature_axes(x)
+        axes = (feature,) if self.sample == "pixel" else tuple(range(1, x.ndim))
+        alpha = self.alpha
+        if alpha.ndim:
+            alpha = functional.along(alpha, x.ndim, feature)
+        out = functional.unitize(
+            x, alpha, axes, interpolation=self.interpolation, epsilon=self.epsilon, n=self.divisor(x.shape)
+        )
+        return functional.affine(out, gamma, beta)
+
+
+def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpolation: str) -> None:
+    """Refuse an initial alpha that its constraint or its interpolation does not allow."""
+    if constraint == "sigmoid" and not 0 < alpha_init < 1:
+        raise ValueError(f"alpha_init must lie in (0, 1) for alpha_constraint='sigmoid', got {alpha_init}")
+    if constraint == "clip" and not 0 <= alpha_init <= 1:
+        raise ValueError(f"alpha_init must lie in [0, 1] for alpha_constraint='clip', got {alpha_init}")
+    if interpolation == "harmonic" and constraint == "none" and (train_alpha or alpha_init < 0):
+        raise ValueError(
+            "interpolation='harmonic' has a pole at negative alpha: set alpha_constraint to 'clip' or "
+            "'sigmoid', or train_alpha=False with alpha_init >= 0"
+        )
+    if train_alpha and constraint == "clip" and interpolation == "linear" and alpha_init == 0:
+        warnings.warn(
+            "alpha clipped at its initial 0 tends to stay there (gradients of the linear form usually "
+            "push it down), which leaves plain batch norm; start from alpha_init > 0",
+            stacklevel=5,
+        )
+
+
+class UnitizedBatchNorm(Normalization):
+    """Standardize each feature over the batch, unitize each standardized sample, then apply gamma and beta.
+
+    This is Algorithm 1 of the unitization paper for dense batches (N, d) and Algorithm 2, or Figure 1(b) with
+    ``sample="pixel"``, for images (N, H, W, C). In inference the moments are the running averages, while the norm still
+    comes from the sample itself. With alpha = 0, which is the paper's initial value, the layer is batch norm.
+
+    Args:
+        num_features: length of the feature axis.
+        alpha_init: initial alpha. This argument and the next ones are described under ``Unitize``.
+        alpha_shape: ``"vector"`` or ``"scalar"``.
+        alpha_constraint: ``"none"``, ``"clip"`` or ``"sigmoid"``.
+        train_alpha: whether alpha is trained.
+        interpolation: ``"linear"`` or ``"harmonic"``.
+        n: divisor of the squared norm.
+        sample: ``"image"`` or ``"pixel"``.
+        **options: as in ``BatchNorm``; axis, epsilon and param_dtype serve the unitization too.
+
+    >>> layer = UnitizedBatchNorm(2, alpha_init=1.0, train_alpha=False)
+    >>> print(jnp.linalg.norm(layer(jnp.array([[0.0, 5.0], [2.0, 1.0], [9.0, 3.0]])), axis=1).round(3))
+    [1. 1. 1.]
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        alpha_init: float = 0.0,
+        alpha_shape: str = "vector",
+        alpha_constraint: str = "none",
+        train_alpha: bool = True,
+        interpolation: str = "linear",
+        n: int | str | None = None,
+        sample: str = "image",
+        **options: Unpack[NormalizationOptions],
+    ):
+        super().__init__(num_features, center=True, moment="std", **options)
+        self.unitize = Unitize(
+            num_features,
+            alpha_init=alpha_init,
+            alpha_shape=alpha_shape,
+            alpha_constraint=alpha_constraint,
+            train_alpha=train_alpha,
+            interpolation=interpolation,
+            n=n,
+            sample=sample,
+            axis=self.axis,  # refused there if there are several
+            epsilon=self.epsilon,
+            param_dtype=self.param_dtype,
+        )
+
+    @property
+    def alpha(self) -> Float[Array, "*features"]:
+        """Alpha after its constraint has been applied; a number, or one number a feature."""
+        return self.unitize.alpha
+
+    def _normalize(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None,
+        mask: ArrayLike | None,
+        gamma: jax.Array | None,
+        beta: jax.Array | None,
+    ) -> jax.Array:
+        """Standardize and unitize a batch: the theorems bound what comes before gamma and beta."""
+        out = super()._normalize(x, use_running_average, mask, None, None)
+        return self.unitize._normalize(out, True, None, gamma, beta)

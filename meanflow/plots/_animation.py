@@ -1,0 +1,80 @@
+"""Neurons over time, as a moving picture in a file."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.animation import FuncAnimation, HTMLWriter, PillowWriter
+from matplotlib.artist import Artist
+from numpy.typing import ArrayLike
+
+from meanflow import _checks
+from meanflow._checks import count, host_array, instance, optional
+from meanflow.plots._clouds import positions, regions
+from meanflow.plots.style import NEGATIVE, POSITIVE, canvas, theme
+from meanflow.solvers._solution import Solution
+
+SUFFIXES = (".gif", ".html")
+
+
+@_checks.arguments(
+    run=instance(Solution, hint="pass ts= to solve or every= to descend, so that clouds are saved"),
+    path=_checks.path,
+    samples=optional(host_array((None,))),
+    fps=count(1, 100),
+    dpi=count(10, 1000),
+)
+def animate(
+    run: Solution, path: str | Path, *, samples: ArrayLike | None = None, fps: int = 12, dpi: int = 100
+) -> Path:
+    """Write the neurons of a run over time to a file, one frame a save time, and return its path.
+
+    Neurons stand where ``plots.clouds.positions`` puts them and have the color of the sign of their contribution; the
+    title shows time and energy. Axes are those of the whole run, so that nothing jumps.
+
+    Args:
+        run: a ``Solution`` with saved clouds.
+        path: ends with ``.gif``, or with ``.html`` for a page of its own with buttons.
+        samples: (s,) inputs of a univariate run, whose activation regions are shaded.
+        fps: frames a second.
+        dpi: dots an inch; a picture has 4 by 4 inches.
+
+    >>> import jax, jax.numpy as jnp, meanflow as mf, tempfile, pathlib
+    >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 3), jnp.array([1.0, -1.0, 1.0]))
+    >>> flow = mf.canonical()
+    >>> run = mf.descend(flow, flow.init(jax.random.key(0), 4), data, 2, step=0.1, every=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mf.plots.animate(run, pathlib.Path(folder) / "run.gif", dpi=20).stat().st_size > 100
+    True
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"path must end with one of {list(SUFFIXES)}, got {path.name!r}")
+    if run.clouds is None or run.ts.ndim != 1:
+        raise ValueError("run must be a single run with saved clouds: pass ts= or every=, and no observe=")
+    reached = np.isfinite(np.asarray(run.ts))
+    places, signs = (u[reached] for u in positions(run.clouds))
+    times, energies = np.asarray(run.ts)[reached], np.asarray(run.energy)[reached]
+    reach = 1.08 * max(float(np.max(np.abs(places), initial=0.0)), 1e-12)
+    with theme():
+        figure = canvas(4.0, 4.0)
+        ax = figure.add_subplot()
+        if samples is not None:
+            regions(samples, ax, reach=reach)
+        ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
+        dots = [
+            ax.plot([], [], ".", ms=4.5, color=color, mec="white", mew=0.2)[0]
+            for color in (POSITIVE, NEGATIVE)
+        ]
+
+        def draw(frame: int) -> list[Artist]:
+            for sign, dot in zip((1, -1), dots, strict=True):
+                dot.set_data(*places[frame][signs[frame] == sign].T)
+            ax.set_title(f"$t = {times[frame]:.3g}$,  $E = {energies[frame]:.3g}$")
+            return [*dots]
+
+        film = FuncAnimation(figure, draw, frames=len(times), init_func=lambda: [*dots])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        gif = path.suffix == ".gif"
+        writer = PillowWriter(fps=fps) if gif else HTMLWriter(fps=fps, embed_frames=True)
+        film.save(path, writer=writer, dpi=dpi)
+    return path

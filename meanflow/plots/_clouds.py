@@ -1,0 +1,226 @@
+"""Pictures of clouds: directions on the circle, and univariate neurons in the plane (u, v)."""
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import ArrayLike
+
+from meanflow import _checks
+from meanflow._checks import either, host_array, instance, number, optional
+from meanflow.measures import Affine, Cloud, Polar
+from meanflow.plots.style import AXES, COLORS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
+from meanflow.solvers._solution import Solution
+
+
+@runtime_checkable
+class Rays(Protocol):
+    """Rays of samples, such as a ``RayTable`` of ``classify_rays``: angles, and 1 where a sign is attracted."""
+
+    @property
+    def theta(self) -> ArrayLike: ...  # noqa: D102
+
+    @property
+    def positive(self) -> ArrayLike: ...  # noqa: D102
+
+    @property
+    def negative(self) -> ArrayLike: ...  # noqa: D102
+
+
+def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: str = COLORS[0]) -> Axes:
+    """Histogram of the directions of b in the plane, on polar axes; the area of a bar is its share of the weight.
+
+    The radius is the square root of the share, since areas are what the eye compares.
+
+    Args:
+        cloud: neurons with b (m, 2).
+        ax: polar Axes; a new figure by default.
+        bins: sectors of the circle.
+        color: of the bars.
+    """
+    ax = axes(ax, projection="polar")
+    b = np.asarray(cloud.particles.b)
+    width = 2 * np.pi / bins
+    span = (-width / 2, 2 * np.pi - width / 2)  # the first sector is centered on the first axis
+    turn = np.mod(np.arctan2(b[:, 1], b[:, 0]) + width / 2, 2 * np.pi) - width / 2
+    share, edges = np.histogram(turn, bins=bins, range=span, weights=np.asarray(cloud.weights))
+    ax.bar(edges[:-1], np.sqrt(share), width=width, align="edge", color=color, edgecolor="white", lw=0.3)
+    ax.set_xticks(np.pi / 2 * np.arange(4), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$"])
+    ax.set_yticks([])
+    ax.spines["polar"].set_color(PALE)
+    return ax
+
+
+def needles(
+    b: ArrayLike, ax: Axes | None = None, *, color: str = COLORS[0], label: str | None = None
+) -> Axes:
+    """Each direction of b (m, 2) as a segment from the origin to the unit circle."""
+    ax = axes(ax)
+    b = np.asarray(b)
+    s = b / np.linalg.norm(b, axis=1, keepdims=True)
+    gaps = np.full(len(s), np.nan)
+    ends = np.stack([np.zeros_like(s), s, np.stack([gaps, gaps], 1)], axis=1).reshape(-1, 2)
+    ax.plot(ends[:, 0], ends[:, 1], color=color, lw=0.8, label=label)
+    ax.plot(s[:, 0], s[:, 1], ".", ms=3.5, color=color)
+    turn = np.linspace(0, 2 * np.pi, 200)
+    if not any(line.get_gid() == "circle" for line in ax.lines):
+        ax.plot(np.cos(turn), np.sin(turn), color=PALE, lw=0.7, zorder=0, gid="circle")
+    ax.set(aspect="equal", xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def positions(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
+    """Return where neurons stand in a plane, (m, 2), and the signs (m,) of what they contribute; padding is left out.
+
+    Univariate neurons stand at |r| (cos theta, sin theta), which is |c| (a, -b) for those with three weights; two-layer
+    neurons at |a| times the first two entries of b. Clouds that are stacked over time give (k, m, 2) and (k, m).
+    """
+    particles = cloud.particles
+    if isinstance(particles, Polar):
+        r, theta = (np.asarray(u) for u in particles)
+        place, sign = np.abs(r)[..., None] * np.stack([np.cos(theta), np.sin(theta)], -1), np.sign(r)
+    elif isinstance(particles, Affine):
+        a, b, c = (np.asarray(u) for u in particles)
+        place, sign = np.abs(c)[..., None] * np.stack([a, -b], -1), np.sign(c)
+    else:
+        a, b = np.asarray(particles.a), np.asarray(particles.b)
+        if b.shape[-1] < 2:
+            raise ValueError(
+                f"cloud.particles.b must have at least 2 columns to stand in a plane, got {b.shape}"
+            )
+        several = a.ndim == b.ndim  # one row of outputs a neuron
+        size = np.linalg.norm(a, axis=-1) if several else np.abs(a)
+        place, sign = size[..., None] * b[..., :2], np.sign(a[..., 0] if several else a)
+    weights = np.asarray(cloud.weights)
+    real = (weights[0] if weights.ndim > 1 else weights) > 0
+    return place[..., real, :], sign[..., real]
+
+
+@_checks.arguments(
+    r=either(
+        instance(Solution, Cloud, hint="for instance a Solution of univariate neurons"),
+        host_array((None,), nan=True),
+    ),
+    theta=optional(host_array((None,), nan=True)),
+    ax=AXES,
+    samples=optional(host_array((None,))),
+    rays=optional(instance(Rays, hint="the table of univariate.classify_rays")),
+    paths=optional(host_array((None, None, 2), nan=True)),
+    reach=optional(number(above=0, static=True)),
+)
+def plane(
+    r: ArrayLike | Solution | Cloud,
+    theta: ArrayLike | None = None,
+    ax: Axes | None = None,
+    *,
+    samples: ArrayLike | None = None,
+    rays: Rays | None = None,
+    paths: ArrayLike | None = None,
+    reach: float | None = None,
+) -> Axes:
+    """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), colored by the sign of r.
+
+    Args:
+        r, theta: (m,) each; or as ``r`` alone a ``Cloud`` (see ``clouds.positions`` for other neurons), or a
+            ``Solution``, whose final neurons are drawn, with their paths where it has saved clouds.
+        ax: matplotlib Axes; a new figure by default.
+        samples: (s,) inputs; their lines u x_j + v = 0 cut the plane into activation regions, shaded by the
+            number of active samples.
+        rays: ``RayTable`` of ``classify_rays``: rays that attract either sign are drawn in its color, on either
+            side of the sample line.
+        paths: (frames, m, 2) positions in time.
+        reach: half the side of the square shown; default by the largest |r|.
+    """
+    if isinstance(r, Solution | Cloud):
+        if theta is not None:
+            raise ValueError("theta must be None where r is a Solution or a Cloud, got an array")
+        if isinstance(r, Solution) and r.clouds is not None and paths is None:
+            paths = positions(r.clouds)[0]
+        place, sign = positions(r.final if isinstance(r, Solution) else r)
+        r, theta = sign * np.hypot(place[:, 0], place[:, 1]), np.arctan2(place[:, 1], place[:, 0])
+    if theta is None:
+        raise ValueError("theta must be an array (m,) like r, got None")
+    r, theta = np.asarray(r), np.asarray(theta)
+    _checks.shape("theta", theta, r.shape)
+    if paths is not None:
+        _checks.shape("paths", paths, (None, r.size, 2))
+    ax = axes(ax)
+    reach = float(reach or 1.08 * max(np.max(np.abs(r), initial=0.0), 1e-12))
+    if samples is not None:
+        regions(samples, ax, reach=reach)
+    if rays is not None:
+        attractors(rays, ax, reach=reach)
+    if paths is not None:
+        paths = np.asarray(paths)
+        for side, color in ((1, POSITIVE), (-1, NEGATIVE)):
+            pick = paths[:, np.sign(r) == side]
+            broken = np.concatenate([pick, np.full((1, *pick.shape[1:]), np.nan)])
+            flat = broken.transpose(1, 0, 2).reshape(-1, 2)
+            ax.plot(flat[:, 0], flat[:, 1], color=color, lw=0.5, alpha=0.5)
+    for side, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
+        pick = np.sign(r) == side
+        size = np.abs(r[pick])
+        u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
+        ax.plot(u, v, ".", ms=4.5, color=color, mec="white", mew=0.2, label=name)
+    ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
+    key(
+        ax,
+        loc="upper right",
+        handletextpad=0.1,
+        frameon=True,
+        framealpha=0.85,
+        edgecolor="none",
+        markerscale=1.6,
+    )
+    return ax
+
+
+def regions(samples: ArrayLike, ax: Axes | None = None, *, reach: float = 1.0) -> Axes:
+    """Activation regions of the samples in the (u, v) plane: lines u x_j + v = 0, darker where more are active."""
+    from matplotlib.patches import Wedge
+
+    ax = axes(ax)
+    x = np.sort(np.asarray(samples))
+    edges = np.sort(np.concatenate([-np.arctan(x), np.pi - np.arctan(x)]))
+    stops = np.append(edges, edges[0] + 2 * np.pi)
+    for start, stop in zip(stops[:-1], stops[1:], strict=True):
+        middle = (start + stop) / 2
+        active = np.mean(np.cos(middle) * x + np.sin(middle) > 0)
+        shade = 1.0 - 0.16 * active
+        wedge = Wedge((0, 0), 2 * reach, np.degrees(start), np.degrees(stop), lw=0, zorder=0)
+        wedge.set(color=(shade, shade, min(1.0, shade + 0.02)))
+        ax.add_patch(wedge)
+    for edge in edges:
+        end = 2 * reach * np.array([np.cos(edge), np.sin(edge)])
+        ax.plot([0, end[0]], [0, end[1]], color="white", lw=0.8, zorder=0.5)
+    return ax
+
+
+def attractors(rays: Rays, ax: Axes | None = None, *, reach: float = 1.0) -> Axes:
+    """Rays that attract neurons (solid, in the color of their sign) or repel both signs' opposites (not drawn)."""
+    ax = axes(ax)
+    theta = np.asarray(rays.theta)
+    for kind, color, name in (
+        (rays.positive, POSITIVE, "attracts $r > 0$"),
+        (rays.negative, NEGATIVE, "attracts $r < 0$"),
+    ):
+        chosen = theta[np.asarray(kind) == 1]
+        for k, angle in enumerate(chosen):
+            end = 2 * reach * np.array([np.cos(angle), np.sin(angle)])
+            label = name if k == 0 else None
+            ax.plot([0, end[0]], [0, end[1]], color=color, lw=1.0, alpha=0.7, zorder=0.8, label=label)
+    return ax
+
+
+def field(
+    u: ArrayLike, v: ArrayLike, velocity: ArrayLike, ax: Axes | None = None, *, color: str = SAMPLE
+) -> Axes:
+    """Arrows (k, 2) at the points (u, v) of the plane, all of one length: the direction is what matters."""
+    ax = axes(ax)
+    velocity = np.asarray(velocity)
+    size = np.linalg.norm(velocity, axis=1, keepdims=True)
+    unit = np.where(size > 0, velocity / np.where(size > 0, size, 1), 0)
+    ax.quiver(u, v, unit[:, 0], unit[:, 1], color=color, angles="xy", pivot="mid", scale=34, width=0.0028)
+    ax.set(xlabel="$u$", ylabel="$v$", aspect="equal")
+    return ax

@@ -1,0 +1,229 @@
+"""The sliding solver: flows of networks with kinks, as a diffrax solver.
+
+The field of a ReLU network jumps where a neuron meets a sample; ordinary solvers chatter or stall there. Here the
+residual is frozen for a sub-step and the model moves each neuron through its kinks on its own (``FrozenMotion``). The
+frozen field is linear in the residual, so sub-steps with mixtures of residuals can be composed as in Lie-group
+methods (``STAGES``): third order where no neuron meets a kink. An event bends the residual as a function of time, which
+costs O(h^2) each, so through kinks the order is 2, with a small constant.
+"""
+
+import abc
+import functools
+from typing import ClassVar, NamedTuple
+
+import diffrax
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from meanflow import _checks
+from meanflow.flows._kinks import passage
+from meanflow.flows._motion import FrozenMotion, MotionState
+from meanflow.flows._problem import Problem
+from meanflow.solvers._solution import RESULTS
+from meanflow.solvers._step import RealScalarLike
+
+
+class FlowSolver(diffrax.AbstractSolver):
+    """A diffrax solver that knows it solves a flow: its ``args`` are the ``Problem``, its ``y`` is in the chart.
+
+    Attributes:
+        lands_on_saves: whether steps must end exactly at the save times, because there is no interpolation.
+        term_structure, interpolation_cls: what diffrax asks for: one term, and a line between the ends of a step.
+    """
+
+    lands_on_saves: ClassVar[bool] = False
+    term_structure: ClassVar = diffrax.AbstractTerm
+    interpolation_cls: ClassVar = diffrax.LocalLinearInterpolation
+
+    def func(
+        self, terms: diffrax.AbstractTerm, t0: RealScalarLike, y0: PyTree[jax.Array], args: Problem
+    ) -> PyTree:
+        """Return the velocity (diffrax's interface)."""
+        return terms.vf(t0, y0, args)
+
+    def prepared(self, adjoint: diffrax.AbstractAdjoint) -> "FlowSolver":
+        """Return the solver for a run that is differentiated by ``adjoint``; itself by default."""
+        return self
+
+    @abc.abstractmethod
+    def report(self, problem: Problem, solver_state: PyTree[jax.Array]) -> dict[str, jax.Array]:
+        """Return counts for ``Solution.stats``, by name."""
+
+    @abc.abstractmethod
+    def result(self, problem: Problem, solver_state: PyTree[jax.Array], result: RESULTS) -> RESULTS:
+        """Return the result code of a finished run, given the one found so far."""
+
+
+class Stage(NamedTuple):
+    """One sub-step of the composition.
+
+    It starts where the sub-step before the last one ended (the first two start where the step does), in the field of
+    the covector at the point the last one has reached, mixed with the one at the start of the step.
+
+    Attributes:
+        start_weight: weight of the covector at the start of the step in the one that is frozen.
+        own_weight: weight of the covector at the point the last stage has reached.
+        length: length of the sub-step, in steps.
+    """
+
+    start_weight: float
+    own_weight: float
+    length: float
+
+
+RISE = 0.1  # the energy may rise by this part of its size before a run counts as unstable
+LARGE = 1 << 20  # numbers in particles and state beyond which time to run counts more than time to compile
+
+# The commutator-free method of order 3 with 3 stages and 2 sub-steps of Celledoni, Marthinsen and Owren (2003). Stages
+# 1 and 3, of lengths 1/3 and 2/3, make up the step; the second only feeds the third.
+STAGES = (
+    Stage(0.0, 1.0, 1 / 3),
+    Stage(0.0, 1.0, 2 / 3),
+    Stage(-1 / 8, 9 / 8, 2 / 3),
+)
+
+
+class Watched(NamedTuple):
+    """What is remembered from step to step.
+
+    Attributes:
+        motion: the state of the motion.
+        covector: (n,) the residual covector at the particles.
+        energy: (3,) the energy at the start of the run, the lowest one so far, and how far it has risen at most above
+            the lowest one before, beyond what is allowed; None if the motion does not tell the risk.
+    """
+
+    motion: MotionState
+    covector: Float[Array, " n"]
+    energy: Float[Array, "3"] | None
+
+
+@_checks.constructor(max_events=_checks.optional(_checks.count(1)), forward=_checks.flag)
+class Sliding(FlowSolver):
+    """Solver for flows with kinks that follows Filippov solutions exactly in each frozen field.
+
+    Works with every model whose feature defines ``motion``: two-layer networks with relu, leaky_relu or abs in any
+    dimension, also under batch norm, and the univariate ReLU flows. Order 3 without events (2 on the cylinder, with the
+    penalty ``variation``, and with a decay of its own for each layer), 2 with. Three force evaluations a step and work
+    in proportion to the events. What the flow conserves between kinks is conserved to rounding. Works with constant
+    steps and with step rules; ``jax.grad`` goes through it, and forward mode with ``adjoint="forward"``.
+
+    Attributes:
+        max_events: the most events of one neuron in a sub-step; None for a number that is never needed. Running out of
+            events gives the result code ``event_overflow``.
+        forward: whether the program is differentiated in forward mode; ``solve`` sets it for ``adjoint="forward"``.
+
+    >>> Sliding(max_events=8).max_events
+    8
+    """
+
+    max_events: int | None = None
+    forward: bool = False
+
+    lands_on_saves: ClassVar[bool] = True
+
+    def order(self, terms: PyTree) -> int:
+        """Return 2, the order through crossings, captures and releases."""
+        return 2
+
+    def prepared(self, adjoint: diffrax.AbstractAdjoint) -> "Sliding":
+        """Return a solver whose loops forward mode can pass, if that is what ``adjoint`` is."""
+        return Sliding(self.max_events, isinstance(adjoint, diffrax.ForwardMode))
+
+    def report(self, problem: Problem, solver_state: Watched) -> dict[str, jax.Array]:
+        """Return totals of crossings, captures, releases, deaths and non-unique events of real neurons."""
+        return self._motion(problem).counts(solver_state.motion)
+
+    def result(self, problem: Problem, solver_state: Watched, result: RESULTS) -> RESULTS:
+        """Return ``event_overflow`` if in some step a neuron had time left after the last allowed event.
+
+        Where the energy has risen it is ``energy_rose``: along a flow it falls, so such a run has been unstable, also
+        if it has calmed down since (after a burst of energy neurons may all be dead).
+        """
+        if solver_state.energy is not None:
+            ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
+            result = RESULTS.where(ended & (solver_state.energy[2] > 0), RESULTS.energy_rose, result)
+        overflow = self._motion(problem).overflow(solver_state.motion)
+        return RESULTS.where(overflow, RESULTS.event_overflow, result)
+
+    def init(
+        self, terms: PyTree, t0: RealScalarLike, t1: RealScalarLike, y0: PyTree[jax.Array], args: Problem
+    ) -> Watched:
+        """Return the state of neurons that have not moved yet."""
+        motion = self._motion(args)
+        state = motion.begin(y0)
+        opened = motion.unfold(y0, state)
+        energy = _energy(motion, args, y0, opened)
+        return Watched(
+            state,
+            motion.residual(y0, opened),
+            None if energy is None else jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)]),
+        )
+
+    def step(
+        self,
+        terms: PyTree,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
+        y0: PyTree[jax.Array],
+        args: Problem,
+        solver_state: Watched,
+        made_jump: object,
+    ) -> tuple[PyTree, None, dict[str, PyTree], Watched, diffrax.RESULTS]:
+        """Take one step: three stages, two of which make up the way; see ``STAGES``."""
+        motion = self._motion(args)
+        time = jnp.asarray(t1 - t0, args.chart.base.weights.dtype)
+        opened, opening = motion.unfold(y0, solver_state.motion), solver_state.covector
+
+        # in reverse mode a stage keeps where it started and where its events ended, and finds the rest again
+        lean = functools.partial(jax.checkpoint, prevent_cse=False, policy=passage.KEEP_ENDS)
+
+        def stage(carry: tuple, row: jax.Array | Stage) -> tuple[tuple, None]:
+            (start, held), here, g, _ = carry
+            now = Stage(*row)
+            covector = now.start_weight * opening + now.own_weight * g
+            y, end = motion.move(start, held, covector, now.length * time, self.max_events, self.forward)
+            end = motion.with_overflow(end, motion.overflow(here[1]))
+            # the energy is known with the covector: both come from the predictions
+            return (here, (y, end), motion.residual(y, end), _energy(motion, args, y, end)), None
+
+        here, energy = (y0, opened), solver_state.energy
+        carry = (here, here, opening, None if energy is None else energy[0])
+        if sum(u.size for u in jax.tree.leaves(here)) < LARGE:
+            # one program for all stages: the events are what takes long to compile
+            carry, _ = jax.lax.scan(lean(stage), carry, jnp.asarray(STAGES, time.dtype))
+        else:
+            # three programs, in which nothing large is copied from stage to stage
+            for row in STAGES:
+                carry, _ = stage(carry, row)
+        _, (y1, final), g, now = carry
+        if energy is not None and now is not None:
+            energy = _watch(energy, now, args)
+        state = Watched(motion.fold(final), g, energy)
+        return y1, None, {"y0": y0, "y1": y1}, state, diffrax.RESULTS.successful  # type: ignore[return-value]
+
+    def _motion(self, problem: Problem) -> FrozenMotion:
+        return problem.chart.flow.feature.motion(problem)
+
+
+def _energy(
+    motion: FrozenMotion, problem: Problem, y: PyTree[jax.Array], state: MotionState
+) -> Float[Array, ""] | None:
+    """Return the energy, without derivatives, from the risk that the motion tells; None if it does not."""
+    risk = motion.risk(y, state)
+    if risk is None:
+        return None
+    penalty = problem.chart.flow.regularizer
+    if penalty is not None:
+        risk = risk + penalty.strength * (problem.chart.base.weights @ penalty.function(y))
+    return jax.lax.stop_gradient(risk)
+
+
+def _watch(energy: Float[Array, "3"], now: Float[Array, ""], problem: Problem) -> Float[Array, "3"]:
+    """Return the record of the energy with the one that is reached ``now``; see ``Watched``."""
+    start, lowest, worst = energy
+    # what rounding of the predictions makes of the energy of a network that fits its data
+    noise = (100 * jnp.finfo(now.dtype).eps) ** 2 * (problem.data.weights @ problem.data.y**2)
+    beyond = now - lowest - RISE * (jnp.abs(start) + jnp.abs(lowest)) - noise
+    return jnp.stack([start, jnp.minimum(lowest, now), jnp.maximum(worst, beyond)])

@@ -1,0 +1,290 @@
+"""Step rules: how long a step is. A constant, or a fraction of what the tangent kernel allows, or a rule of yours."""
+
+import abc
+from typing import TypeAlias
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from meanflow import _checks
+from meanflow._numerics import dominant_vector, safe_divide
+from meanflow.flows import _equation as equation
+from meanflow.flows._flow import Flow
+from meanflow.flows._problem import Problem
+from meanflow.measures._cloud import Cloud
+from meanflow.measures._dataset import Dataset
+
+DENSE = 256  # up to this many samples the kernel is formed and squared, beyond it power iteration is used
+POWER_ITERATIONS = 48
+
+
+def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
+    """Return the largest eigenvalue of the linearized dynamics f' = -K q l'' f (mean-field time), for a bound flow.
+
+    Gradient descent on these linearized dynamics is stable for steps below 2 / lambda. Differentiable in
+    everything (the eigenvector is held fixed, which is exact to first order).
+    """
+    if isinstance(data, equation.Population):
+        raise ValueError("KernelStep needs data with samples, got a population; give the step as a number")
+    f = equation.predict(flow, cloud, data.x)
+    if f.ndim == 2:
+        return _top_of_rows(flow, cloud, data, f)
+    root = jnp.sqrt(jnp.maximum(data.weights * flow.loss.curvature(f, data.y), 0.0))
+    apply = equation.kernel_operator(flow, cloud, data.x, data.x)
+
+    def product(v: jax.Array) -> jax.Array:
+        return root * apply(root * v)
+
+    if data.size <= DENSE:
+        kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
+        matrix = jax.lax.stop_gradient(root[:, None] * kernel * root[None, :])
+        top = dominant_vector(0.5 * (matrix + matrix.T))
+    else:
+
+        def refine(_: int | jax.Array, v: jax.Array) -> jax.Array:
+            w = product(v)
+            return w / jnp.linalg.norm(w)
+
+        start = 1.0 + 0.5 * jnp.cos(jnp.arange(data.size, dtype=f.dtype))  # no symmetry of the data
+        top = jax.lax.stop_gradient(
+            jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start / jnp.linalg.norm(start))
+        )
+    return top @ product(top)
+
+
+def _top_of_rows(flow: Flow, cloud: Cloud, data: Dataset, f: Float[Array, "n k"]) -> Float[Array, ""]:
+    """Return the largest eigenvalue of K H for k outputs, with H = q l'' a k x k matrix for each sample.
+
+    K H is not symmetric, but has the eigenvalues of sqrt(H) K sqrt(H). With its eigenvector v and u = H v the
+    eigenvalue is u'K u / u'v, which is exact to first order too. The loss is convex; where H vanishes so does K H.
+    """
+    curvature = data.weights[:, None, None] * flow.loss.curvature(f, data.y)
+    apply = equation.kernel_operator(flow, cloud, data.x, data.x)
+
+    def bend(v: jax.Array) -> jax.Array:
+        return jnp.einsum("jce,je->jc", curvature, v)
+
+    if f.size <= DENSE:
+        kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
+        matrix = jnp.einsum("xzce,zeg->xczg", kernel, curvature).reshape(f.size, f.size)
+        top = dominant_vector(jax.lax.stop_gradient(matrix)).reshape(f.shape)
+    else:
+
+        def refine(_: int | jax.Array, v: jax.Array) -> jax.Array:
+            w = apply(bend(v))
+            return safe_divide(w, jnp.linalg.norm(w))
+
+        start = 1.0 + 0.5 * jnp.cos(jnp.arange(f.size, dtype=f.dtype)).reshape(f.shape)
+        top = jax.lax.stop_gradient(jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start))
+    bent = bend(top)
+    return safe_divide(jnp.sum(bent * apply(bent)), jnp.sum(bent * top))
+
+
+Scalar: TypeAlias = jax.Array | np.ndarray  # one number, on the device or still on the host
+
+
+@jax.custom_batching.custom_vmap
+def _any_of_batch(due: jax.Array) -> jax.Array:
+    """Return the flag itself; under ``jax.vmap`` whether any of the flags of the batch is set, one flag for all."""
+    return due
+
+
+@_any_of_batch.def_vmap
+def _any_of_many(size: int, batched: list[bool], due: jax.Array) -> tuple[jax.Array, bool]:
+    return _any_of_batch(jnp.any(due)), False
+
+
+class StepRule(eqx.Module):
+    """How long a step is. Subclasses define ``size_at`` and ``every``.
+
+    A rule may look at the cloud but remembers nothing: between refreshes the solver keeps the size. Pass an instance
+    as ``step=`` to ``solve`` or ``descend``.
+
+    Attributes:
+        every: number of steps between two refreshes; None asks for the size once, at the start.
+    """
+
+    every: eqx.AbstractVar[int | None]
+
+    @abc.abstractmethod
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return the step at the state ``y``, on the clock of the problem; ``problem.cloud(y)`` is the cloud there."""
+
+    def next_size(
+        self,
+        taken: jax.Array,
+        size: jax.Array,
+        problem: PyTree,
+        y: PyTree[jax.Array],
+        running: bool | jax.Array = True,
+    ) -> jax.Array:
+        """Return the size of the step after ``taken`` steps: ``size`` again, unless a refresh is due.
+
+        Args:
+            taken: number of steps taken.
+            size: size of the step before.
+            problem, y: what ``size_at`` takes.
+            running: whether the run goes on. Of many runs in one program those that have ended are stepped idly until
+                the last one has, and need no size.
+        """
+        if self.every is None:
+            return size
+        due = (taken % self.every == 0) & running
+        # Runs of a batch that end after different numbers of steps count their steps apart. A branch on each run's own
+        # count would compute the size of all of them in every step, and select.
+        new = jax.lax.cond(
+            _any_of_batch(due), lambda: self.size_at(problem, y).astype(size.dtype), lambda: size
+        )
+        return jnp.where(due, new, size)
+
+
+class ConstantStep(StepRule):
+    """The same step always.
+
+    Attributes:
+        size: the step, > 0, a scalar.
+    """
+
+    size: Scalar
+    every: int | None = eqx.field(static=True)
+
+    def __init__(self, size: Scalar) -> None:
+        self.size, self.every = size, None
+
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return the size."""
+        return jnp.asarray(self.size)
+
+
+class KernelStep(StepRule):
+    """Step = kappa / (largest eigenvalue of the tangent kernel), refreshed every few steps.
+
+    Attributes:
+        kappa: fraction of the stability scale; plain descent is stable below 2.
+        every: steps between refreshes. Where the kernel grows by itself (regularized flows, growing weights) a step of
+            the past may be too long and the energy rise; 1 is safe, and costs one kernel product a step.
+
+    >>> KernelStep(0.5).every
+    20
+    """
+
+    kappa: jax.Array
+    every: int = eqx.field(static=True)
+
+    def __init__(self, kappa: float | jax.Array, every: int = 20) -> None:
+        _checks.number(above=0)("kappa", kappa)
+        self.kappa = jnp.asarray(kappa, jnp.result_type(float))
+        self.every = _checks.whole("every", every, 1)
+
+    def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
+        """Return kappa over the top eigenvalue at ``y``, computed in the chart: the kernel is the same, and cheaper."""
+        here = problem.here(y)
+        top = problem.pace(here) * top_eigenvalue(problem.chart.flow, here, problem.data)
+        # a network that is dead on every sample has no kernel and stands still: any finite step will do
+        return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
+
+
+STEP = _checks.either(
+    _checks.number(above=0), _checks.instance(StepRule, hint="for instance KernelStep(0.5)")
+)
+
+
+def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
+    """Return a number as a scalar array of the given type.
+
+    Numbers that are known stay on the host: moving each of them to the device by itself would take longer than a small
+    compiled program, to which they are handed together.
+    """
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    return np.asarray(value, dtype)
+
+
+def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
+    """Return the rule behind the argument ``step`` of a solver; a number means a constant step."""
+    return step if isinstance(step, StepRule) else ConstantStep(scalar(step, dtype))
+
+
+RealScalarLike = float | jax.Array | np.ndarray  # times, as diffrax passes them
+
+
+class StepController(diffrax.AbstractStepSizeController):
+    """A step rule as diffrax takes it; optionally clipped to land on given times.
+
+    Attributes:
+        rule: the rule.
+        stops: sorted times to land on exactly, or None.
+        start: (steps taken, size) of a run that is resumed, or None.
+        end: the time at which the run ends.
+    """
+
+    rule: StepRule
+    stops: jax.Array | None
+    start: tuple[jax.Array, jax.Array] | None
+    end: Scalar
+
+    def wrap(self, direction: int | jax.Array | np.ndarray) -> "StepController":
+        """Return the controller itself: integration always runs forward in time here (diffrax's interface)."""
+        return self
+
+    def _clip(self, t: RealScalarLike, size: jax.Array) -> jax.Array:
+        if self.stops is None:
+            return jnp.asarray(t) + size
+        index = jnp.searchsorted(self.stops, t, side="right")
+        stop = jnp.where(
+            index < self.stops.shape[0], self.stops[jnp.minimum(index, self.stops.shape[0] - 1)], jnp.inf
+        )
+        return jnp.where(t + (1 + 1e-6) * size >= stop, stop, t + size)
+
+    def init(
+        self,
+        terms: PyTree,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
+        y0: PyTree,
+        dt0: jax.Array,
+        args: PyTree,
+        func: object,
+        error_order: object,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Return the end of the first step and the controller's state (steps taken, size)."""
+        if self.start is not None:
+            count, size = self.start
+        else:
+            count = jnp.asarray(0, jnp.int32)
+            size = jnp.asarray(self.rule.size_at(args, y0), jnp.result_type(t0))
+        return self._clip(t0, size), (count, size)
+
+    def adapt_step_size(
+        self,
+        t0: RealScalarLike,
+        t1: RealScalarLike,
+        y0: PyTree,
+        y1_candidate: PyTree,
+        args: PyTree,
+        y_error: PyTree,
+        error_order: object,
+        controller_state: tuple[jax.Array, jax.Array],
+    ) -> tuple[bool, RealScalarLike, jax.Array, bool, tuple[jax.Array, jax.Array], diffrax.RESULTS]:
+        """Accept every step, and refresh the size when that is due."""
+        count, size = controller_state
+        count = count + 1
+        size = self.rule.next_size(count, size, args, y1_candidate, running=jnp.asarray(t0 < self.end))
+        # stop a run that blew up instead of stepping NaN to the end
+        result = diffrax.RESULTS.where(
+            all_finite(y1_candidate), diffrax.RESULTS.successful, diffrax.RESULTS.dt_min_reached
+        )
+        return True, t1, self._clip(t1, size), False, (count, size), result
+
+
+def all_finite(tree: PyTree[jax.Array]) -> jax.Array:
+    """Return whether every entry of every array is finite, a boolean scalar."""
+    finite: dict[tuple[int, ...], jax.Array] = {}
+    # arrays of one shape are reduced together: one loop instead of one for each
+    for u in jax.tree.leaves(tree):
+        finite[u.shape] = jnp.isfinite(u) & finite.get(u.shape, True)
+    return jnp.all(jnp.stack([jnp.all(u) for u in finite.values()]))

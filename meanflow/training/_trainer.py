@@ -1,0 +1,491 @@
+"""The recording trainer: minibatch descent by optax, one compiled program an epoch, resumable.
+
+Its steps run in the one loop, ``iterate``, or one program a minibatch (``loop="host"``). Between epochs, on the host,
+the trainer measures the internal covariate shift of a watched layer and reports progress; nothing inside a compiled
+program calls back.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypedDict, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
+
+from meanflow import _checks
+from meanflow._identity import Json, array_text, describe
+from meanflow._numerics import iterate
+from meanflow.training._checkpoints import Record, TrainState, resume, save_state
+from meanflow.training._fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
+from meanflow.training._networks import CuttableNetwork, Network
+from meanflow.training.data import Data
+from meanflow.transport._covariate_shift import ics, loss_shift
+from meanflow.transport._statistics import FeatureMoments, moments
+
+EVALUATION_BATCH = 1000
+"""Number of samples that are evaluated at once in inference."""
+
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
+"""(logits, labels) -> scalar mean loss."""
+
+Carry = tuple[PyTree[Array], PyTree[Array], optax.OptState, jax.Array]
+"""What one minibatch passes to the next: parameters, other variables, optimizer state, sum of the losses."""
+
+
+STATE = _checks.instance(TrainState, hint="from Trainer.init(key) or Trainer.run")
+
+
+class LayerComparison(TypedDict):
+    """A watched layer at two times: its outputs on the same inputs, moments, and the shift of the loss above."""
+
+    before: jax.Array
+    after: jax.Array
+    moments: FeatureMoments
+    loss_shift: jax.Array
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the trainer records of one layer after each epoch.
+
+    Attributes:
+        layer: index of the normalization layer. The network must have ``lower`` and ``upper``, as ``MLP``, ``CNN`` and
+            ``ResNet`` do.
+        moments: ``"batch"`` recomputes all moments on the watched inputs. ``"running"`` uses the running averages,
+            whose own noise puts a floor under the measured shift.
+        rows: number of training inputs, the first ones, on which the shift is measured.
+        inputs: number of training inputs, the first ones, over which the moments and the shift of the loss are taken.
+            None takes all, which must fit into memory at once.
+        max_exact: largest number of rows for which the exact distance is computed.
+        shift: False records the moments alone.
+
+    >>> Watch(rows=100).layer                                         # the last normalization layer
+    -1
+    """
+
+    layer: int = -1
+    moments: str = "batch"
+    rows: int = 400
+    inputs: int | None = None
+    max_exact: int = 2000
+    shift: bool = True
+
+    def __post_init__(self) -> None:
+        kinds = {
+            "layer": lambda name, value: _checks.whole(name, value, -(2**31)),
+            "moments": _checks.choice("batch", "running"),
+            "rows": _checks.count(1),
+            "inputs": _checks.optional(_checks.count(1)),
+            "max_exact": _checks.count(0),
+            "shift": _checks.flag,
+        }
+        for name, kind in kinds.items():
+            kind(f"watch.{name}", getattr(self, name))  # type: ignore[operator]
+
+
+def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Float[Array, ""]:
+    """Return the mean softmax cross-entropy of logits with integer labels."""
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+@_checks.arguments(
+    learning_rate=_checks.number(above=0),
+    epochs=_checks.count(1),
+    steps=_checks.count(1),
+    at=_checks.sequence(_checks.number(low=0, high=1, static=True), least=0),
+    factor=_checks.number(above=0),
+)
+def staircase(
+    learning_rate: float,
+    epochs: int,
+    steps: int,
+    *,
+    at: Iterable[float] = (0.3, 0.6, 0.8),
+    factor: float = 5.0,
+) -> optax.Schedule:
+    """Return a schedule that divides the learning rate by a factor at given fractions of the training.
+
+    Args:
+        learning_rate: initial learning rate.
+        epochs: number of epochs of the whole training.
+        steps: number of minibatches in an epoch.
+        at: fractions of the epochs at which the learning rate falls.
+        factor: what it is divided by each time.
+
+    >>> [round(float(staircase(0.05, 10, 1)(t)), 6) for t in (2, 3, 6, 8)]
+    [0.05, 0.01, 0.002, 0.0004]
+    """
+    # a schedule drops when the count reaches the boundary, that is from the first step of epoch f * epochs
+    return optax.piecewise_constant_schedule(
+        learning_rate, {round(f * epochs) * steps: 1 / factor for f in at}
+    )
+
+
+class Trainer:
+    """Train a network, and record its loss, accuracy, and the moments and covariate shift of a layer.
+
+    ``run`` is the loop over epochs. The pure functions ``init``, ``epoch``, ``evaluate`` and ``compare`` may be used on
+    their own, under jit and vmap.
+
+    Args:
+        make: function of ``nnx.Rngs`` that builds the flax NNX network.
+        optimizer: any optax optimizer; its schedule counts minibatches.
+        batch: size of a minibatch. Each epoch draws a new permutation of the data and drops the remainder.
+        loss: (logits, labels) -> scalar mean loss.
+        augment: (key, minibatch) -> minibatch, applied in training only; for instance ``data.crop_and_flip``.
+        watch: the layer to record, or None.
+        ensemble: train independent runs in one vmapped program: states, data and records then have a leading axis of
+            runs.
+        mesh: devices along one axis over which minibatches are split. Layers that are built with ``axis_name`` of that
+            axis take their moments over the whole minibatch, others over their share of it. None for one device.
+        loop: ``"program"`` compiles the minibatches of an epoch as one loop. ``"host"`` calls one compiled program a
+            minibatch: on processors, compilers are slow at the gradients of convolutions inside of loops (33.5 s a
+            minibatch of 128 images for ResNet-20, 0.9 s outside). Both take the same steps, to rounding.
+
+    >>> from meanflow.layers import BatchNorm
+    >>> from meanflow.training import MLP, data
+    >>> make = lambda rngs: MLP(64, (8,), 10, norm=BatchNorm, rngs=rngs)
+    >>> trainer = Trainer(make, optax.sgd(0.1), batch=64)
+    >>> state, record = trainer.run(jax.random.key(0), data.digits(train=128).flat(), 2, progress=False)
+    >>> sorted(record), record["train_loss"].shape
+    (['epoch', 'test_accuracy', 'test_loss', 'train_loss'], (2,))
+    """
+
+    @_checks.arguments(
+        make=maker,
+        optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
+        batch=_checks.count(1),
+        loss=_checks.taking(2),
+        augment=_checks.optional(_checks.taking(2)),
+        watch=_checks.optional(_checks.instance(Watch)),
+        ensemble=_checks.flag,
+        mesh=_checks.optional(_checks.instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")),
+        loop=_checks.choice("program", "host"),
+    )
+    def __init__(
+        self,
+        make: Callable[[nnx.Rngs], Network],
+        optimizer: optax.GradientTransformation,
+        *,
+        batch: int = 128,
+        loss: Loss = cross_entropy,
+        augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        watch: Watch | None = None,
+        ensemble: bool = False,
+        mesh: Mesh | None = None,
+        loop: str = "program",
+    ):
+        self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
+        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, ensemble, mesh
+        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or ensemble):
+            raise ValueError(
+                f"mesh must have one axis whose length divides batch = {batch}, and ensemble must be False with it, "
+                f"got axes {dict(mesh.shape)} and ensemble = {ensemble}"
+            )
+        if ensemble and loop == "host":
+            raise ValueError("loop must be 'program' for an ensemble, got 'host'")
+        network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        if not isinstance(network, nnx.Module):
+            raise TypeError(f"make must return a flax NNX module, got {_checks.show(network)}")
+        self.graph = nnx.split(network, nnx.Param, ...)[0]
+        lift = jax.vmap if ensemble else (lambda f: f)
+        self._init = jax.jit(lift(self.init))
+        self._epoch = jax.jit(lift(self.epoch)) if loop == "program" else self._epoch_by_host
+        self._evaluate = jax.jit(lift(self.evaluate)) if loop == "program" else self._evaluate_by_host
+        self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
+        self._logits = jax.jit(lambda state, x: self.network(state)(x))
+        self._compare = jax.jit(lift(self.compare))
+
+    @_checks.arguments(key=_checks.prng_key)
+    def init(self, key: Key[Array, ""]) -> TrainState:
+        """Return the state before the first epoch."""
+        init_key, run_key = jax.random.split(key)
+        params, stats = _variables(self.make(nnx.Rngs(init_key)))
+        return TrainState(jnp.zeros((), jnp.int32), params, stats, self.optimizer.init(params), run_key)
+
+    @_checks.arguments(state=STATE, training=_checks.flag)
+    def network(self, state: TrainState, *, training: bool = False) -> Network:
+        """Return the network of a state, in inference or in training; changing it leaves the state as it is."""
+        model = nnx.merge(self.graph, state.params, state.stats, copy=True)
+        model.train() if training else model.eval()
+        return model
+
+    @_checks.arguments(state=STATE, x=INPUTS, y=labels)
+    def epoch(
+        self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        """Pass once over the data in minibatches; return the new state and the mean loss on the way."""
+        same_rows(x, y)
+        plan = self._minibatches(state, x.shape[0])
+        steps = len(plan[1])
+        step = lambda carry, inputs: self._minibatch(carry, inputs, x, y)
+        start = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
+        (params, stats, opt_state, total), _ = iterate(step, start, plan, steps, steps, lambda carry: None)
+        return TrainState(state.epoch + 1, params, stats, opt_state, state.key), total / steps
+
+    def _minibatches(self, state: TrainState, count: int) -> tuple[jax.Array, jax.Array]:
+        """Return what the steps of an epoch over ``count`` samples take: keys (steps,), rows (steps, batch)."""
+        steps = count // self.batch
+        if not steps:
+            raise ValueError(f"x must have at least as many rows as a batch, {self.batch}, got {count}")
+        order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
+        order = jax.random.permutation(order_key, count)
+        return jax.random.split(augment_key, steps), order[: steps * self.batch].reshape(steps, self.batch)
+
+    def _minibatch(
+        self, carry: Carry, inputs: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array
+    ) -> Carry:
+        """Take one step, with the key of its augmentation and the rows of its minibatch."""
+        params, stats, opt_state, total = carry
+        key, rows = inputs
+
+        def objective(params: PyTree[Array], stats: PyTree[Array]) -> tuple[jax.Array, PyTree[Array]]:
+            images = x[rows] if self.augment is None else self.augment(key, x[rows])
+            logits, stats = self._forward(params, stats, images)
+            return self.loss(logits, y[rows]), stats
+
+        (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params, stats)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), stats, opt_state, total + value
+
+    def _epoch_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
+        """As ``epoch``, one program a minibatch."""
+        plan = self._plan(state, x.shape[0])
+        carry: Carry = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
+        for inputs in zip(*plan, strict=True):
+            carry = self._step(carry, inputs, x, y)
+        params, stats, opt_state, total = carry
+        return TrainState(state.epoch + 1, params, stats, opt_state, state.key), total / len(plan[1])
+
+    def _evaluate_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+        """As ``evaluate``, one program a piece of the samples."""
+        pieces = range(0, len(x), EVALUATION_BATCH)
+        logits = jnp.concatenate([self._logits(state, x[i : i + EVALUATION_BATCH]) for i in pieces])
+        return self._scores(logits, y)
+
+    def _forward(
+        self, params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
+    ) -> tuple[jax.Array, PyTree[Array]]:
+        """Return logits and new other variables of the network in training, on one device or over the mesh."""
+
+        def local(
+            params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
+        ) -> tuple[jax.Array, PyTree[Array]]:
+            model = nnx.merge(self.graph, params, stats, copy=True)
+            model.train()
+            return model(inputs), _variables(model)[1]
+
+        if self.mesh is None:
+            return local(params, stats, inputs)
+        (name,) = self.mesh.axis_names
+
+        def shard(
+            params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
+        ) -> tuple[jax.Array, PyTree[Array]]:
+            logits, stats = local(params, stats, inputs)
+            # layers without axis_name have moments of their own on every device
+            mean = lambda u: jax.lax.pmean(u, name) if jnp.issubdtype(u.dtype, jnp.floating) else u
+            return logits, jax.tree.map(mean, stats)
+
+        everywhere, split = PartitionSpec(), PartitionSpec(name)
+        return jax.shard_map(
+            shard,
+            mesh=self.mesh,
+            in_specs=(everywhere, everywhere, split),
+            out_specs=(split, everywhere),
+            check_vma=False,
+        )(params, stats, inputs)
+
+    def _bind(self, function: Callable[[], jax.Array]) -> jax.Array:
+        """Call the function with the axis of the mesh bound to a single device, for layers that name it."""
+        if self.mesh is None:
+            return function()
+        (name,) = self.mesh.axis_names
+        return jax.vmap(lambda _: function(), axis_name=name)(jnp.zeros(1))[0]
+
+    @_checks.arguments(state=STATE, x=INPUTS, y=labels)
+    def evaluate(
+        self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+    ) -> dict[str, Float[Array, ""]]:
+        """Return loss and accuracy in inference, by name."""
+        same_rows(x, y)
+        model = self.network(state)
+        # inference treats samples independently: large test sets go through in pieces
+        logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
+        return self._scores(logits, y)
+
+    def _scores(self, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+        return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
+
+    @_checks.arguments(old=STATE, new=STATE, x=INPUTS, y=labels)
+    def compare(
+        self, old: TrainState, new: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+    ) -> LayerComparison:
+        """Compare the watched layer at two times on the same inputs."""
+        watch = self.watch or Watch()
+        training = watch.moments == "batch"
+        x, y = x[: watch.inputs], y[: watch.inputs]
+
+        def lower(params: PyTree[Array], stats: PyTree[Array]) -> jax.Array:
+            state = old._replace(params=params, stats=stats)
+            return self._bind(lambda: self._cuttable(state, training).lower(x, watch.layer))
+
+        # both times in one vmapped pass: half the program to compile
+        both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
+        before, after = jax.vmap(lower)(*both)
+        upper = lambda h: self._bind(lambda: self._cuttable(old, training).upper(h, watch.layer))
+        flat = after.reshape(-1, after.shape[-1])
+        return {
+            "before": before[: watch.rows],
+            "after": after[: watch.rows],
+            "moments": moments(flat),
+            "loss_shift": loss_shift(upper, before, after, y, self.loss),
+        }
+
+    def _cuttable(self, state: TrainState, training: bool) -> CuttableNetwork:
+        # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
+        return cast(CuttableNetwork, self.network(state, training=training))
+
+    @_checks.arguments(
+        state=_checks.either(STATE, keys),
+        data=train_data,
+        epochs=_checks.count(0),
+        progress=_checks.optional(_checks.flag),
+        checkpoint=_checks.optional(_checks.path),
+        config=_checks.optional(settings),
+        hook=_checks.optional(_checks.taking(2)),
+    )
+    def run(
+        self,
+        state: TrainState | Key[Array, "*runs"],
+        data: Data,
+        epochs: int,
+        *,
+        progress: bool | None = None,
+        checkpoint: str | Path | None = None,
+        config: Mapping[str, object] | None = None,
+        hook: Callable[[int, Network], object] | None = None,
+    ) -> tuple[TrainState, Record]:
+        """Train until ``epochs`` epochs are done in all, and record each.
+
+        Args:
+            state: a state to continue from; or a PRNG key to start with, an array of keys for an ensemble.
+            data: training and test data; for an ensemble each array has a leading axis of runs.
+            epochs: total number of epochs, counting those that the state already has behind it.
+            progress: show a progress bar; by default only on a terminal.
+            checkpoint: file to which the state and the record are saved after each epoch. If it exists, the run goes on
+                from there: call again with the same key to continue a run that was ended.
+            config: settings that are stored with the checkpoint.
+            hook: called as ``hook(epoch, network)`` after each epoch, and before the first one of all, with the network
+                in inference, on the host; for instance ``kernels.KernelRecorder``. Not for ensembles.
+
+        Returns:
+            The final state, and a record of arrays by name, whose leading axis counts the epochs run now and those in
+            the checkpoint: epoch, train_loss, test_loss and test_accuracy. For a watched layer there are also mean,
+            variance, skewness and kurtosis (one entry a feature), loss_shift, and the covariate shift as ics_lower,
+            ics_exact, ics_upper and ics_paired.
+
+        Raises:
+            ValueError: if the data do not fit, or the checkpoint holds another run or later epochs than the state.
+        """
+        fresh = not isinstance(state, TrainState)
+        if fresh and self.ensemble != bool(state.ndim):  # type: ignore[union-attr]
+            raise ValueError("state must be one key, or an array of keys for an ensemble, got the other")
+        current: TrainState = self._init(state) if fresh else state  # type: ignore[assignment]
+        axis = 1 if self.ensemble else 0
+        for name in ("train", "test"):
+            same_rows(getattr(data, f"{name}_x"), getattr(data, f"{name}_y"), axis, name)
+        rows = data.train_x.shape[axis]
+        if rows < self.batch:
+            raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
+        if hook is not None and self.ensemble:
+            raise ValueError("hook must be None for an ensemble: it is called with a single network")
+        if not self.ensemble:
+            single = self.network(current)
+            check_fit(single, self.loss, self.augment, data, self.loss is cross_entropy)
+        identity = self._identity(current, data, config)
+        history: Record = {}
+        if checkpoint is not None and Path(checkpoint).exists():
+            current, history = resume(checkpoint, current, identity, fresh)
+        x, y, test_x, test_y = (jnp.asarray(u) for u in data)
+        first = int(np.ravel(current.epoch)[0])
+        if hook is not None and first == 0:
+            hook(0, self.network(current))
+        records: list[Record] = []
+        for epoch in _ticker(range(first, epochs), progress):
+            old = current
+            current, loss = self._epoch(old, x, y)
+            test = self._evaluate(current, test_x, test_y)
+            record: dict[str, ArrayLike] = {"epoch": epoch + 1, "train_loss": loss}
+            record |= {f"test_{name}": value for name, value in test.items()}
+            if self.watch is not None:
+                record |= self._shift(self._compare(old, current, x, y))
+            records.append(jax.tree.map(np.asarray, record))
+            if hook is not None:
+                hook(epoch + 1, self.network(current))
+            if checkpoint is not None:
+                save_state(checkpoint, current, config, history=_joined(history, records), run=identity)
+        return current, _joined(history, records)
+
+    def _identity(self, state: TrainState, data: Data, config: Mapping[str, object] | None) -> Json:
+        """Return a description of what decides the numbers of a run."""
+        parts = {
+            "key": np.asarray(jax.random.key_data(state.key)).tolist(),
+            "data": {name: array_text(u) for name, u in data._asdict().items()},
+            "batch": self.batch,
+            "optimizer": describe(self.optimizer),
+            "network": describe(self.make),
+            "loss": describe(self.loss),
+            "augment": describe(self.augment),
+            "config": dict(config or {}),
+        }
+        return json.loads(json.dumps(parts, default=str))
+
+    def _shift(self, seen: LayerComparison) -> dict[str, ArrayLike]:
+        """Return the record of a watched layer; the covariate shift is measured here, on the host."""
+        record: dict[str, ArrayLike] = {"loss_shift": seen["loss_shift"], **seen["moments"]._asdict()}
+        assert self.watch is not None
+        if not self.watch.shift:
+            return record
+        measure = partial(ics, max_exact=self.watch.max_exact)
+        if self.ensemble:
+            parts = [measure(b, a) for b, a in zip(seen["before"], seen["after"], strict=True)]
+        else:
+            parts = [measure(seen["before"], seen["after"])]
+        found = {
+            "ics_lower": np.array([part.lower for part in parts]),
+            "ics_exact": np.array([part.exact for part in parts]),
+            "ics_upper": np.array([part.upper for part in parts]),
+            "ics_paired": np.array([part.pieces["paired"] for part in parts]),
+        }
+        return record | (found if self.ensemble else {name: values[0] for name, values in found.items()})
+
+
+def _variables(model: Network) -> tuple[PyTree[Array], PyTree[Array]]:
+    """Return the trained parameters of a network, and all its other variables (running moments, constants)."""
+    return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
+
+
+def _joined(history: Record, records: list[Record]) -> Record:
+    """Return the record of earlier epochs followed by that of the epochs run now."""
+    names = records[0] if records else history
+    new = {name: [r[name][None] for r in records] for name in names}
+    return {name: np.concatenate([*([history[name]] if history else []), *new[name]]) for name in names}
+
+
+def _ticker(epochs: range, progress: bool | None) -> Iterable[int]:
+    """Return the epochs, with a progress bar if asked for or, by default, on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    show = console.is_terminal if progress is None else progress
+    return track(epochs, "epochs", console=console) if show and len(epochs) else epochs

@@ -1,0 +1,412 @@
+"""Exact motion of univariate ReLU neurons in a frozen force table, through kinks, by the Filippov rule.
+
+The sliding solver freezes the residual for a sub-step. Then neurons no longer see each other, and this module moves
+each one from event to event in closed form; an event is the moment at which a neuron meets the ray of a sample, where
+its velocity jumps. ``freeze`` tabulates the forces, ``advance`` carries every neuron over one event; ``kinks.passage``
+repeats that, and in reverse mode differentiates ``replay``, the smooth part of an event. The rule at a ray is in
+``_decide``, the next event in ``_chart_course``. This is the motion of ``kinks.planes`` for x~ = (x, 1), where sorted
+samples spare the array of size neurons x samples.
+
+**Between events.** Write p = (a, -b) for the inner weights of a neuron, c for the outer one, and kp, kc for the rates
+at which the two layers learn. In region R the force G = G_R is constant, p' = -kp c G and c' = -kc <G, p>: the closed
+form is in ``kinks.cell``. The neuron meets the ray of sample j when <x~_j, p> = 0.
+
+**At a ray.** The normal speed is z'_- = -kp c H_- on the side where the sample is inactive and z'_+ = -kp c H_+ on the
+other. The neuron slides along the ray if z'_- > 0 >= z'_+ and crosses it if both have one sign. On a repulsor
+(z'_- < 0 < z'_+) it has no unique future: it takes the inactive side, as relu'(0) = 0 does, and the event is counted.
+Sliding is the same motion with G projected on the ray. It ends when the table changes, when c passes 0 (balance
+delta = c^2 - |p|^2 < 0) or when p passes 0 (delta > 0). At p = 0 all regions meet, the dead one among them, and the
+future is again not unique (plain descent may die there): the neuron goes on along the opposite ray where the forces
+allow it, and the event is counted.
+
+Region and ray are part of the state, never inferred from the angle, which rounding may have moved. Only the two rays
+that bound a region are tested, so there is no array of size neurons x samples.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from meanflow._numerics import safe_divide
+from meanflow.flows._kinks.cell import clock_time, first_root, travel
+from meanflow.flows._kinks.passage import Counts, Rates, tally
+from meanflow.univariate import _forces as forces
+
+
+class MovingNeurons(NamedTuple):
+    """Neurons on their way through a sub-step; every field has shape (m,).
+
+    Attributes:
+        u, v: the inner weights p = (u, v) = (a, -b).
+        c: the outer weight.
+        region: index of the activation region, in the order of ``forces``.
+        ray: index of the ray on which the neuron sits, or -1.
+        fresh: whether the neuron has just arrived on that ray.
+        left: the time it still has to move; 0 for a neuron that is done.
+    """
+
+    u: Float[Array, " m"]
+    v: Float[Array, " m"]
+    c: Float[Array, " m"]
+    region: Int[Array, " m"]
+    ray: Int[Array, " m"]
+    fresh: Bool[Array, " m"]
+    left: Float[Array, " m"]
+
+
+class Field(NamedTuple):
+    """The frozen forces around every region and ray, for s samples.
+
+    What is looked up together stands in one row, so that an event takes two look-ups.
+
+    Attributes:
+        x: (s,) the sorted samples.
+        forces: (2s, 2) the force G in each region. These two are what reverse mode differentiates.
+        regions: (2s, 6) for each region its force G = (force_u, force_v), and for the two rays that bound it, the
+            clockwise one first, the sample x and the normal force that lets a neuron inside move towards the ray if it
+            has the sign of its outer weight: <x~, G> where the sample is active, -<x~, G> where it is not.
+        rays: (2s, 5) for each ray its unit vector, the tangential force <ray, G>, which is the same on both sides, and
+            the normal force <x~, G> on the two sides, where its sample is inactive and active.
+    """
+
+    x: Float[Array, " s"]
+    forces: Float[Array, "rays 2"]
+    regions: Float[Array, "rays 6"]
+    rays: Float[Array, "rays 5"]
+
+    def pull(
+        self, u: Float[Array, " m"], v: Float[Array, " m"], region: Int[Array, " m"], ray: Int[Array, " m"]
+    ) -> Float[Array, " m"]:
+        """Return <G, d> for neurons with the unit vector d = (u, v); on a ray, where d is its direction, along that."""
+        force_u, force_v = _row(self.forces, region)
+        x = _row(self.x[:, None], _sample(jnp.maximum(ray, 0), self.x.shape[0]))[0]
+        side = jnp.where(ray < self.x.shape[0], 1.0, -1.0).astype(x.dtype)
+        along = side * (force_u - x * force_v) / jnp.sqrt(1 + x * x)
+        return jnp.where(ray >= 0, along, u * force_u + v * force_v)
+
+
+def freeze(x: Float[Array, " s"], covector: Float[Array, " s"], *, forward: bool) -> Field:
+    """Tabulate the forces of the residual ``covector`` (s,) at sorted samples ``x`` (s,), in O(s).
+
+    Args:
+        x: the samples.
+        covector: the frozen residual.
+        forward: whether events are differentiated in forward mode. In reverse mode they are replayed from ``x`` and
+            ``forces`` alone, and the other two tables have no derivatives.
+    """
+    table = forces.region_forces(covector, x)
+    held = (lambda u: u) if forward else jax.lax.stop_gradient
+    samples, force = held(x), held(table)
+    s = x.shape[0]
+    # Rays 0 .. s-1 face right, the others left, each half from the last sample to the first; ray b lies between the
+    # regions b and b + 1. Slices, and not look-ups, which would be scattered sums in reverse mode.
+    sample = jnp.concatenate([samples[::-1], samples[::-1]])
+    behind = jnp.concatenate([force[:s], force[s + 1 :], force[:1]])  # its sample is inactive
+    ahead = jnp.concatenate([force[1 : s + 1], force[s:]])
+    side = jnp.concatenate([jnp.ones_like(samples), -jnp.ones_like(samples)])
+    ray_u = side / jnp.hypot(1.0, sample).astype(x.dtype)
+    ray_v = -ray_u * sample
+    along = ray_u * behind[:, 0] + ray_v * behind[:, 1]
+    idle = sample * behind[:, 0] + behind[:, 1]
+    busy = sample * ahead[:, 0] + ahead[:, 1]
+    # region R lies between the rays R - 1 and R; the samples of these are active in regions 1 .. s and s .. 2s - 1
+    turn = lambda u: jnp.concatenate([u[-1:], u[:-1]])
+    low = turn(jnp.concatenate([busy[:s], -idle[s:]]))
+    high = jnp.concatenate([-idle[:s], busy[s:]])
+    return Field(
+        x,
+        table,
+        jnp.stack([force[:, 0], force[:, 1], turn(sample), low, sample, high], axis=-1),
+        jnp.stack([ray_u, ray_v, along, idle, busy], axis=-1),
+    )
+
+
+def _sample(ray: Int[Array, " m"], count: int) -> Int[Array, " m"]:
+    """Return the sample of each ray, for ``count`` samples; ray -1 has the first of those of the right half."""
+    return jnp.where(ray < count, count - 1 - ray, 2 * count - 1 - ray)
+
+
+def _row(table: Float[Array, "rays k"], index: Int[Array, " m"]) -> tuple[Float[Array, " m"], ...]:
+    """Return the columns of the chosen rows."""
+    # one column after the other: a TPU would pad an array (m, k) to 128 numbers for each neuron
+    return tuple(table[:, k].at[index].get(mode="promise_in_bounds") for k in range(table.shape[1]))
+
+
+class _Decision(NamedTuple):
+    """What the Filippov rule decides for neurons on a ray; the others have ``at`` False and keep their region.
+
+    ``ray_u``, ``ray_v`` is the unit vector of the ray, ``along`` the force along it, and ``reach`` = <ray, p> the
+    distance from the origin.
+    """
+
+    at: Bool[Array, " m"]
+    ray_u: Float[Array, " m"]
+    ray_v: Float[Array, " m"]
+    along: Float[Array, " m"]
+    reach: Float[Array, " m"]
+    slides: Bool[Array, " m"]
+    leaves: Bool[Array, " m"]
+    repels: Bool[Array, " m"]
+    entered: Int[Array, " m"]
+
+
+class _Course(NamedTuple):
+    """The motion up to the next event: its constant force, work = <p, G>, g2 = kp kc |G|^2, and where it ends.
+
+    ``lower`` is the ray that bounds the region clockwise; ``first`` says whether the first of the two possible events
+    comes first (that ray, or p = 0 for a sliding neuron), ``exits`` whether any comes within the time left; ``x`` is
+    the sample of the ray that is met.
+    """
+
+    force_u: Float[Array, " m"]
+    force_v: Float[Array, " m"]
+    work: Float[Array, " m"]
+    g2: Float[Array, " m"]
+    lower: Int[Array, " m"]
+    first: Bool[Array, " m"]
+    exits: Bool[Array, " m"]
+    step: Float[Array, " m"]
+    x: Float[Array, " m"]
+
+
+def _beside(ray: Int[Array, " m"], total: int) -> tuple[Int[Array, " m"], Int[Array, " m"]]:
+    """Return the regions beside each ray, where its sample is inactive and where it is active."""
+    after = jnp.where(ray == total - 1, 0, ray + 1)
+    right = ray < total // 2
+    return jnp.where(right, ray, after), jnp.where(right, after, ray)
+
+
+def _opposite(ray: Int[Array, " m"], total: int) -> Int[Array, " m"]:
+    """Return the other half of the line of each ray."""
+    return jnp.where(ray < total // 2, ray + total // 2, ray - total // 2)
+
+
+def _decide(
+    neurons: MovingNeurons, field: Field, inner_rate: Float[Array, " m"], outer_rate: Float[Array, " m"]
+) -> _Decision:
+    """Decide for each neuron on a ray whether it slides, crosses or dies."""
+    at = neurons.ray >= 0
+    ray = jnp.maximum(neurons.ray, 0)
+    ray_u, ray_v, along, idle, busy = _row(field.rays, ray)
+    to_idle, to_busy = _beside(ray, field.rays.shape[0])
+    reach = neurons.u * ray_u + neurons.v * ray_v
+    # the sign that c is about to have, if it is 0 now
+    c_next = jnp.where(neurons.c == 0, -outer_rate * reach * along, neurons.c)
+    idle_speed, busy_speed = -inner_rate * c_next * idle, -inner_rate * c_next * busy
+    holds = ((idle_speed > 0) & (busy_speed <= 0)) | ((idle_speed == 0) & (busy_speed == 0))
+    repels = (idle_speed < 0) & (busy_speed > 0)
+    # p = 0 and the opposite ray pushes back as well: the neuron is dead
+    inward = holds & (reach <= 0) & (inner_rate * c_next * along > 0)
+    slides = at & holds & ~inward
+    leaves = at & ~slides
+    target = jnp.where((idle_speed > 0) & (busy_speed > 0), to_busy, to_idle)
+    entered = jnp.where(leaves, jnp.where(inward, 0, target), neurons.region)
+    return _Decision(at, ray_u, ray_v, along, reach, slides, leaves, repels, entered)
+
+
+def _count(
+    neurons: MovingNeurons, decision: _Decision, through: Bool[Array, " m"], counted: Bool[Array, " m"]
+) -> Counts:
+    """Count the decisions at rays and who went ``through`` p = 0, for the neurons that are ``counted``."""
+    crosses = decision.leaves & neurons.fresh & (decision.entered != neurons.region)
+    freed = decision.leaves & ~neurons.fresh
+    return tally(
+        counted,
+        crossings=crosses,
+        captures=decision.slides & neurons.fresh,
+        releases=freed,
+        deaths=(crosses | freed) & (decision.entered == 0),
+        nonunique=(decision.at & decision.repels) | through,  # one that leaves does not slide to p = 0
+    )
+
+
+def _chart_course(
+    neurons: MovingNeurons,
+    decision: _Decision,
+    field: Field,
+    inner_rate: Float[Array, " m"],
+    outer_rate: Float[Array, " m"],
+) -> _Course:
+    """Find the force on each neuron, its next event and the time until then (at most the time left)."""
+    u, v, c, region, _, _, left = neurons
+    slides, along, reach = decision.slides, decision.along, decision.reach
+    total = field.rays.shape[0]
+    # the same stored numbers as in _decide, so that both agree on every sign
+    free_u, free_v, x_low, force_low, x_high, force_high = _row(field.regions, region)
+    force_u = jnp.where(slides, along * decision.ray_u, free_u)
+    force_v = jnp.where(slides, along * decision.ray_v, free_v)
+    both = inner_rate * outer_rate
+    g2 = both * (force_u**2 + force_v**2)
+    work = u * force_u + v * force_v
+
+    def height(ahead: Int[Array, " m"], x: jax.Array, active: Bool[Array, " m"]) -> jax.Array:
+        z = x * u + v
+        just_left = decision.leaves & (ahead == neurons.ray)
+        return jnp.where(just_left, 0.0, jnp.maximum(jnp.where(active, z, -z), 0.0))
+
+    lower = jnp.where(region == 0, total - 1, region - 1)
+    height_low = height(lower, x_low, (region >= 1) & (region <= total // 2))
+    height_high = height(region, x_high, region >= total // 2)
+    # sliding: one event is p = 0, <d, p> in the place of <x~, p>; the other c = 0, c (1 + g^2 T^2/4) = kc S T
+    toward = jnp.stack([jnp.where(slides, along, force_low), force_high])
+    away = jnp.stack([jnp.where(slides, reach, height_low), height_high])
+    row = lambda u: u[None, :]
+    second = row(both * work / 2) * toward - away * row(g2 / 4)
+    slope = -row(inner_rate * c) * toward
+    rest = row(slides) & (jnp.arange(2)[:, None] == 1)
+    size = jnp.abs(c)
+    meetings = first_root(
+        jnp.where(rest, row(size * g2 / 4), second),
+        jnp.where(rest, row(-jnp.sign(c) * outer_rate * work), slope),
+        jnp.where(rest, row(size), away),
+        row(g2),
+    )
+    time = clock_time(jnp.min(meetings, axis=0), g2)  # T grows with t, so the smaller T comes first
+    first = meetings[0] <= meetings[1]
+    exits = (left > 0) & (time < left)
+    step = jnp.where(exits, time, left)
+    return _Course(force_u, force_v, work, g2, lower, first, exits, step, jnp.where(first, x_low, x_high))
+
+
+def _arrive(
+    neurons: MovingNeurons,
+    decision: _Decision,
+    course: _Course,
+    total: int,
+    end: tuple[Float[Array, " m"], Float[Array, " m"], Float[Array, " m"]],
+) -> tuple[MovingNeurons, Bool[Array, " m"]]:
+    """Return the neurons at ``end`` = (u, v, c), on one of ``total`` rays, and which of them passed through p = 0.
+
+    On a ray <x~, p> = 0 holds exactly, so the position is projected on it; only on arrival, since the projection would
+    drift if it were repeated.
+    """
+    u, v, c = end
+    half = total // 2
+    slides, exits = decision.slides, course.exits
+    arrives = exits & ~slides
+    met = jnp.where(course.first, course.lower, neurons.region)
+    on_line = (u - course.x * v) / (1 + course.x**2)  # the point of the line nearest to p is on_line (1, -x)
+    # only with a single sample can either half of the line be met
+    behind = (on_line < 0) == (met < half)
+    met = jnp.where(behind & (on_line != 0), _opposite(met, total), met)
+    through = exits & slides & course.first  # p = 0
+    halts = exits & slides & ~course.first  # c = 0
+    opposite = _opposite(neurons.ray, total)
+    ray = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, neurons.ray), -1))
+    moved = MovingNeurons(
+        jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
+        jnp.where(arrives, -course.x * on_line, jnp.where(through, 0.0, v)),
+        jnp.where(halts, 0.0, c),
+        jnp.where(
+            through, _beside(opposite, total)[0], neurons.region
+        ),  # there the other samples have changed sides
+        ray,
+        arrives,
+        jnp.where(exits, neurons.left - course.step, 0.0),
+    )
+    return moved, through
+
+
+def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingNeurons, Counts]:
+    """Carry every neuron over one event: decide at the ray, then move to the next ray or to the end of its time.
+
+    Args:
+        neurons: current state; ``left`` = 0 marks those that are done and stay as they are.
+        rates: constants of each neuron.
+        field: frozen forces.
+
+    Returns:
+        The neurons after the event, and how many events of each kind there were.
+    """
+    inner_rate, outer_rate, is_real = rates
+    moving = neurons.left > 0
+    decision = _decide(neurons, field, inner_rate, outer_rate)
+    started = neurons._replace(region=jnp.where(moving, decision.entered, neurons.region))
+    course = _chart_course(started, decision, field, inner_rate, outer_rate)
+    c, shift = travel(neurons.c, course.work, course.g2, inner_rate, outer_rate, course.step)
+    end = neurons.u - shift * course.force_u, neurons.v - shift * course.force_v, c
+    moved, through = _arrive(started, decision, course, field.rays.shape[0], end)
+    counts = _count(neurons, decision, through, moving & is_real)
+    return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), counts
+
+
+def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Field) -> MovingNeurons:
+    """Return the neurons after an event as smooth functions of those before it: what reverse mode differentiates.
+
+    What was decided is read off ``after``: one that has arrived on a ray is ``fresh``, one that is on a ray and not
+    fresh has slid along it, and has passed p = 0 if it is on the opposite ray now. The event took the time t by which
+    less is left. The neuron moves in closed form for this t, held constant. Where t is the time of an event, a root of
+    z(t) = 0, it moves on for the zero time dt = -z(t)/z'(t), with z' held constant: one step of Newton's method, whose
+    derivative is that of the root. Elsewhere t is all the time left, and dt is what that differs from its own value,
+    zero again.
+
+    Args:
+        before, after: the neurons before ``advance`` and after it.
+        rates: constants of each neuron.
+        field: frozen forces, of which only ``x`` and ``forces`` are used.
+    """
+    inner_rate, outer_rate, _ = rates
+    held = jax.lax.stop_gradient
+    moving = before.left > 0
+    arrives = after.fresh
+    slides = (after.ray >= 0) & ~arrives
+    through = slides & (after.ray != before.ray)  # p = 0
+    halts = slides & ~through & (after.left > 0)  # c = 0
+    exits = arrives | through | halts
+    count = field.x.shape[0]
+    # the sample of the ray on which the neuron slides or arrives
+    met = _sample(jnp.maximum(after.ray, 0), count)
+    returns = arrives & (before.ray >= 0) & (_sample(before.ray, count) == met)
+
+    look = lambda table, index: table.at[index].get(mode="promise_in_bounds")
+    region = jnp.where(slides, before.region, after.region)
+    # a column at a time: the sums of their slopes by region are then one-dimensional
+    force_u, force_v = look(field.forces[:, 0], region), look(field.forces[:, 1], region)
+    x = look(field.x, met)
+    inverse = 1 / (1 + x * x)
+    on_line = lambda u, v: (u - x * v) * inverse  # the point of the line nearest to (u, v) is on_line (1, -x)
+    along = on_line(force_u, force_v)
+    force_u, force_v = jnp.where(slides, along, force_u), jnp.where(slides, -x * along, force_v)
+    time = held(before.left - after.left)
+    work = before.u * force_u + before.v * force_v
+    g2 = inner_rate * outer_rate * (force_u**2 + force_v**2)
+    c, shift = travel(before.c, work, g2, inner_rate, outer_rate, time)
+    u, v = before.u - shift * force_u, before.v - shift * force_v
+
+    normal = x * force_u + force_v
+    # a neuron that returns to the ray it has left began exactly on it
+    height = jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
+    speed_p, speed_c = held(-inner_rate * c), held(-outer_rate * (u * force_u + v * force_v))
+    root = jnp.where(arrives, height, jnp.where(through, on_line(u, v), c))
+    speed = jnp.where(halts, speed_c, speed_p * held(jnp.where(arrives, normal, along)))
+    later = jnp.where(exits, -safe_divide(root, speed), before.left)
+    later = later - held(later)  # zero but for its derivative: the values are those that were reached
+    u, v, c = u + later * speed_p * held(force_u), v + later * speed_p * held(force_v), c + later * speed_c
+    nearest = on_line(u, v)
+    moved = after._replace(
+        u=jnp.where(arrives, nearest, jnp.where(through, 0.0, u)),
+        v=jnp.where(arrives, -x * nearest, jnp.where(through, 0.0, v)),
+        c=jnp.where(halts, 0.0, c),
+        left=jnp.where(exits, before.left - time - later, 0.0),
+    )
+    return jax.tree.map(lambda old, new: jnp.where(moving, new, old), before, moved)
+
+
+def soft_drift(
+    r: Float[Array, "*m"], pull: Float[Array, "*m"], strength: Float[Array, ""], time: Float[Array, ""]
+) -> Float[Array, "*m"]:
+    """Return r at ``time`` for r' = -(pull + strength sign r), the motion of an amplitude under a penalty on |r|.
+
+    The motion is linear; by the Filippov rule r sticks at 0 while |pull| <= strength.
+    """
+    sign = jnp.where(r == 0, -jnp.sign(pull), jnp.sign(r))
+    speed = pull + strength * sign
+    towards = speed * sign > 0
+    ahead = r - speed * time
+    arrives = towards & (ahead * sign <= 0)
+    spent = jnp.where(arrives, safe_divide(r, jnp.where(arrives, speed, 1.0)), 0.0)
+    beyond = jnp.where(jnp.abs(pull) > strength, -(pull - strength * sign) * (time - spent), 0.0)
+    stuck = (r == 0) & (jnp.abs(pull) <= strength)
+    return jnp.where(stuck, 0.0, jnp.where(arrives, beyond, ahead))

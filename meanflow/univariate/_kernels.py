@@ -1,0 +1,104 @@
+"""Kernels of univariate ReLU features relu(a x - b) in closed form, for several laws of the weights (a, b).
+
+A wide network whose inner weights (a, b) are drawn from a law (``meanflow.univariate._weight_laws``), with an
+independent outer weight c, has the kernels ("univariate ReLU", equations 23 and 27)
+
+    random_feature(x, z) = E relu(a x - b) relu(a z - b)
+    indicator(x, z)      = E 1(a x > b) 1(a z > b)
+    univariate_ntk(x, z) = random_feature + E(c^2) (x z + 1) indicator
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow._checks import array, number, optional
+from meanflow.univariate._weight_laws import AnyLaw, Finite, Scalar, WeightLaw, pairs, resolve_law, weight_law
+
+# Compiled once for each class of laws and each shape: the parameters of the law are arguments of the program.
+
+
+@jax.jit
+def _feature_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
+    return law.feature_gram(x, z)
+
+
+@jax.jit
+def _indicator_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
+    return law.indicator_gram(x, z)
+
+
+@_checks.arguments(x=array(squares=True), z=optional(array(squares=True)), law=weight_law)
+def random_feature(
+    x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
+) -> Float[Array, "*shape"]:
+    """Return the random-feature kernel E relu(a x - b) relu(a z - b), equation (23).
+
+    Args:
+        x: inputs of any shape, for example (n,) or a scalar.
+        z: second inputs of any shape; x itself if None.
+        law: "signs" (a = +-1, b ~ U(-1, 1)), "uniform" (both U(-1, 1)), "radial" (Gaussian), or a law object
+            with its own parameters.
+
+    Returns:
+        Array of shape x.shape + z.shape.
+
+    >>> float(random_feature(0.5, 0.5, law="radial"))
+    0.625
+    """
+    return _feature_gram(resolve_law(law), jnp.asarray(x), None if z is None else jnp.asarray(z))
+
+
+@_checks.arguments(x=array(), z=optional(array()), law=weight_law)
+def indicator(
+    x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
+) -> Float[Array, "*shape"]:
+    """Return the probability that a neuron is active at both points; arguments as for ``random_feature``.
+
+    >>> float(indicator(0.25, -0.25, law="signs"))
+    0.375
+    """
+    return _indicator_gram(resolve_law(law), jnp.asarray(x), None if z is None else jnp.asarray(z))
+
+
+@_checks.arguments(
+    x=array(squares=True),
+    z=optional(array(squares=True)),
+    law=weight_law,
+    c2=array((), (None,), low=0),
+    scale=number(above=0),
+)
+def univariate_ntk(
+    x: Float[ArrayLike, "*x"],
+    z: Float[ArrayLike, "*z"] | None = None,
+    *,
+    law: AnyLaw = "signs",
+    c2: float | Float[ArrayLike, "*m"] = 1.0,
+    scale: Scalar = 1.0,
+) -> Float[Array, "*shape"]:
+    """Return the tangent kernel scale [K_RF + E(c^2)(xz + 1) K_1] of training (a, b, c) at infinite width, (27).
+
+    K_RF is ``random_feature`` and K_1 is ``indicator``.
+
+    Args:
+        x: inputs of any shape.
+        z: second inputs of any shape; x itself if None.
+        law: law of (a, b), as for ``random_feature``; c must be independent of it.
+        c2: E(c^2), or for a ``Finite`` law an array (m,) of c_i^2: then the kernel is exact at finite width.
+        scale: m / alpha^2 for the output scale alpha; 1 for alpha = sqrt(m).
+
+    Returns:
+        Array of shape x.shape + z.shape.
+
+    >>> round(float(univariate_ntk(0.5, 0.5, law="radial")), 6)  # 0.625 + (0.25 + 1)/2
+    1.25
+    """
+    law = resolve_law(law)
+    left, right = pairs(x, z)
+    active = law
+    if jnp.ndim(c2) == 1:
+        if not isinstance(law, Finite):
+            raise ValueError(f"c2 must be a number for law {law}; an array of c_i^2 needs a Finite law")
+        active, c2 = Finite(law.a, law.b, law.weights * jnp.asarray(c2)), 1.0
+    return scale * (random_feature(x, z, law=law) + c2 * (left * right + 1) * indicator(x, z, law=active))

@@ -1,0 +1,172 @@
+"""Models of a univariate ReLU network: one feature in two coordinates, five inverse metrics.
+
+Each function joins a feature of ``features`` with a space (``cylinder``, ``balance``) to a ``Flow``. A new model of
+this kind is a new function here; how its neurons move while the residual is frozen belongs in ``motion``.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Shaped
+
+from meanflow import _checks
+from meanflow._checks import array, choice, flag, number, optional
+from meanflow.flows._flow import ALPHA, Flow, make_flow
+from meanflow.flows._losses import LOSS, Loss, LossFunction
+from meanflow.flows._problem import Chart
+from meanflow.geometry._space import Space
+from meanflow.measures import laws
+from meanflow.measures._scaling import Alpha, Scaling
+from meanflow.univariate._cylinder import Cylinder
+from meanflow.univariate._features import FORCES, Raw, Reduced, total_variation, weight_decay
+from meanflow.univariate._hyperbola import HyperbolaChart
+from meanflow.univariate.balance import Lifted, TrainableLayers
+
+AnyLoss = str | LossFunction | Loss
+Number = float | Float[Array, ""]
+PENALTY = optional(number(low=0))
+# 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
+MOVES = array((), (None,), low=0.0)
+COMMON = {"loss": LOSS, "forces": choice(*FORCES), "centered": flag}
+
+
+def _polar_laws(dim: int | None) -> dict[str, laws.Law]:
+    return {"r": laws.uniform(), "theta": laws.angle()}
+
+
+def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
+    return {"a": laws.uniform(), "b": laws.uniform(), "c": laws.uniform()}
+
+
+def _reduced(
+    space: Space, loss: AnyLoss, alpha: Alpha, penalty: Number | None, forces: str, centered: bool
+) -> Flow:
+    # a penalty is a function of r, so a penalized flow is stepped in (r, theta)
+    raw = isinstance(space, Lifted) and penalty is None
+    return make_flow(
+        Reduced(forces),
+        space,
+        loss,
+        alpha=alpha,
+        laws=_polar_laws,
+        regularizer=None if penalty is None else total_variation,
+        strength=0.0 if penalty is None else penalty,
+        chart=HyperbolaChart if raw else Chart,
+        centered=centered,
+    )
+
+
+@_checks.arguments(**COMMON, variation=PENALTY)
+def canonical(
+    loss: AnyLoss = "squared",
+    *,
+    variation: Number | None = None,
+    forces: str = "auto",
+    centered: bool = False,
+) -> Flow:
+    """Make the canonical flow of f = mean_i r_i relu(<(x, 1), d(theta_i)>), eqs. (4), (7), (11).
+
+    Neurons (r, theta) move on the cylinder with metric dr^2 + dtheta^2: in mean-field time r' = -<G, d>,
+    theta' = -r <G, t>, with the force G on the neuron, d = (cos theta, sin theta) and t = d'(theta).
+
+    Args:
+        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        variation: strength lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
+        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> import jax, meanflow as mf
+    >>> flow = canonical()
+    >>> cloud = flow.init(jax.random.key(0), 50)
+    >>> flow.feature.predict(cloud, jnp.linspace(-1, 1, 5)).shape
+    (5,)
+    """
+    return _reduced(Cylinder(), loss, "m", variation, forces, centered)
+
+
+@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
+def lifted(
+    alpha: Alpha = "m",
+    loss: AnyLoss = "squared",
+    *,
+    variation: Number | None = None,
+    forces: str = "auto",
+    centered: bool = False,
+) -> Flow:
+    """Make the flow of (a, b, c) seen in (r, theta), for clouds labelled with their balances delta, Proposition 4.
+
+    It is r' = -P_rr <G, d>, theta' = -P_tt r <G, t>, with the mobilities P of ``meanflow.univariate.balance.Lifted``.
+    The balance is delta = c^2 - a^2 - b^2; +-inf is allowed. delta -> -inf is the kernel regime (only r moves),
+    delta -> +inf the adaptive one (the planar flow).
+
+    Args:
+        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
+        loss, variation, forces, centered: as in ``canonical``.
+    """
+    return _reduced(Lifted(Scaling(alpha)), loss, alpha, variation, forces, centered)
+
+
+@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
+def planar(
+    alpha: Alpha = "m",
+    loss: AnyLoss = "squared",
+    *,
+    variation: Number | None = None,
+    forces: str = "auto",
+    centered: bool = False,
+) -> Flow:
+    """Make the limit delta = +inf of ``lifted``: |c| = 1, and only (a, b) learn. Arguments as for ``lifted``.
+
+    (u, v) = |r| d(theta) has the velocity -(m/alpha)^2 sign(r) G, which is constant in an activation region.
+    """
+    space = Lifted(Scaling(alpha), float("inf"))
+    return _reduced(space, loss, alpha, variation, forces, centered)
+
+
+@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
+def radial(
+    alpha: Alpha = "m",
+    loss: AnyLoss = "squared",
+    *,
+    variation: Number | None = None,
+    forces: str = "auto",
+    centered: bool = False,
+) -> Flow:
+    """Make the limit delta = -inf of ``lifted``: |(a, b)| = 1, and only c learns. Arguments as for ``lifted``.
+
+    r' = -(m/alpha)^2 <G, d> and theta' = 0: for the squared loss a linear ODE.
+    """
+    space = Lifted(Scaling(alpha), float("-inf"))
+    return _reduced(space, loss, alpha, variation, forces, centered)
+
+
+@_checks.arguments(alpha=ALPHA, **COMMON, decay=PENALTY, inner=MOVES, outer=MOVES)
+def full(
+    alpha: Alpha = "m",
+    loss: AnyLoss = "squared",
+    *,
+    inner: bool | float | Shaped[ArrayLike, "*m"] = True,
+    outer: bool | float | Shaped[ArrayLike, "*m"] = True,
+    decay: Number | None = None,
+    forces: str = "auto",
+    centered: bool = False,
+) -> Flow:
+    """Make the plain gradient flow of f = (1/alpha) sum_i c_i relu(a_i x - b_i) in (a, b, c), eqs. (1), (2).
+
+    Args:
+        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
+        loss: as in ``canonical``.
+        inner, outer: whether (a, b) and c are trained; (True, False) is planar, (False, True) radial. May be
+            arrays of 0 and 1, one per neuron or traced, so that one compiled program covers all three.
+        decay: strength lam of weight decay lam * mean (a^2 + b^2 + c^2)/2; then delta' = -2 lam delta.
+        forces, centered: as in ``canonical``.
+    """
+    space = TrainableLayers(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
+    return make_flow(
+        Raw(forces, Scaling(alpha)),
+        space,
+        loss,
+        alpha=alpha,
+        laws=_affine_laws,
+        regularizer=None if decay is None else weight_decay,
+        strength=0.0 if decay is None else decay,
+        centered=centered,
+    )

@@ -1,0 +1,295 @@
+"""How univariate ReLU neurons move while the residual is frozen, for the sliding solver.
+
+In raw coordinates (full, lifted, planar and radial flows) the motion in an activation region has a closed form, and
+weight decay only scales it. On the cylinder (the canonical flow, and radial flows with a penalty) there is none: the
+motion is split into r with theta frozen and theta with r frozen, where the turning is the same program with
+p = d(theta), c = 1 and both rates equal to r.
+
+``UnivariateMotion`` holds what both share, ``RawMotion`` and ``CylinderMotion`` are the two cases; what happens at a
+kink is in ``events``.
+"""
+
+import abc
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from meanflow._numerics import safe_divide
+from meanflow.flows._kinks import passage
+from meanflow.flows._losses import Loss
+from meanflow.flows._motion import FrozenMotion
+from meanflow.flows._problem import Problem
+from meanflow.measures._cloud import Affine, Polar
+from meanflow.univariate import _events as events
+from meanflow.univariate import _forces as forces
+from meanflow.univariate._cylinder import Cylinder
+from meanflow.univariate.balance import RawSpace, angle_of, unit
+
+Vector: TypeAlias = Float[Array, " m"]  # one number for each neuron
+
+
+class Place(NamedTuple):
+    """Where each neuron is, and the totals of the run: what is remembered from sub-step to sub-step.
+
+    Attributes:
+        u, v: on the cylinder the unit vector d(theta) of each neuron, which its angle would only give up to rounding;
+            None in raw coordinates, where the particles hold the direction themselves.
+        region: index of the activation region.
+        ray: index of the ray, or -1.
+        counts: events so far.
+        overflow: whether a sub-step ran out of events.
+    """
+
+    u: Vector | None
+    v: Vector | None
+    region: Int[Array, " m"]
+    ray: Int[Array, " m"]
+    counts: passage.Counts
+    overflow: Bool[Array, ""]
+
+
+class UnivariateMotion(FrozenMotion):
+    """What raw coordinates and the cylinder share: sorted samples, regions, events.
+
+    Attributes:
+        x, y, weights: the data, sorted by x, (s,) each.
+        loss: the loss of a prediction.
+        offset: (s,) what a centered flow subtracts from its predictions, else 0.
+        shares: p_i times the output scale, (m,): what a neuron counts in the prediction.
+        force_scale: factor of the force: the clock, and m/alpha in raw coordinates.
+        decay: strength of the penalty on the clock of the run, a scalar; None for a flow without one.
+        is_real: (m,) False for padding, whose events are not counted.
+    """
+
+    x: Float[Array, " s"]
+    y: Float[Array, " s"]
+    weights: Float[Array, " s"]
+    loss: Loss
+    offset: Float[Array, "*s"]
+    shares: Vector
+    force_scale: Float[Array, ""]
+    decay: Float[Array, ""] | None
+    is_real: Bool[Array, " m"]
+
+    def __init__(
+        self,
+        problem: Problem,
+        output_scale: Float[Array, ""],
+        force_scale: Float[Array, ""],
+        decay_scale: Float[Array, ""],
+    ) -> None:
+        flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
+        order = jnp.argsort(data.x)
+        self.x, self.y, self.weights = data.x[order], data.y[order], data.weights[order]
+        self.loss = flow.loss
+        self.offset = jnp.zeros_like(self.y) if flow.offset is None else flow.offset(self.x)
+        self.shares = cloud.weights * output_scale
+        self.force_scale = force_scale
+        penalty = flow.regularizer
+        self.decay = (
+            None if penalty is None else jnp.asarray(penalty.strength * decay_scale, cloud.weights.dtype)
+        )
+        self.is_real = cloud.weights > 0
+
+    @abc.abstractmethod
+    def direction(self, particles: Affine | Polar, place: Place) -> tuple[Vector, Vector, Vector]:
+        """Return (u, v, c): the direction p = (u, v) of each neuron and its outer weight."""
+
+    def counts(self, state: Place) -> dict[str, jax.Array]:
+        """Return the totals of events of real neurons, and how many slide now."""
+        on = jnp.sum((state.ray >= 0) & self.is_real, dtype=jnp.int32)
+        return state.counts.by_name() | {"sliding": on}
+
+    def overflow(self, state: Place) -> Bool[Array, ""]:
+        """Return whether a neuron had time left after the last allowed event of some sub-step."""
+        return state.overflow
+
+    def with_overflow(self, state: Place, overflow: Bool[Array, ""]) -> Place:
+        """Return the state, marked if ``overflow`` is true."""
+        return state._replace(overflow=state.overflow | overflow)
+
+    def place(self, u: Vector, v: Vector) -> Place:
+        """Find the regions of neurons with direction (u, v); one exactly on a sample starts on its ray, undecided."""
+        x, total = self.x, 2 * self.x.shape[0]
+        region = forces.find_regions(jnp.stack([u, v], axis=-1), x)
+        lower = (region - 1) % total
+        ray = jnp.full_like(region, -1)
+        for boundary in (lower, region):
+            sample = x[(-1 - boundary) % x.shape[0]]
+            side = jnp.where(boundary < x.shape[0], 1, -1)
+            on = (sample * u == -v) & (u * side > 0)
+            ray = jnp.where(on, boundary, ray)
+        return Place(None, None, region, ray, passage.Counts.none(), jnp.zeros((), bool))
+
+    def predict(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
+        """Return the predictions f_j at the sorted samples."""
+        u, v, c = self.direction(particles, state)
+        share = self.shares * c
+        f = forces.region_predictions(state.region, jnp.stack([share * u, share * v], axis=-1), self.x)
+        return f - self.offset
+
+    def residual(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
+        """Return q_j l'(f_j) for the sorted samples, (s,), with the clock and the scale included."""
+        return self.force_scale * self.weights * self.loss.slope(self.predict(particles, state), self.y)
+
+    def risk(self, particles: Affine | Polar, state: Place) -> Float[Array, ""]:
+        """Return the risk."""
+        return self.weights @ self.loss(self.predict(particles, state), self.y)
+
+    def pass_events(
+        self,
+        start: tuple[Vector, Vector, Vector],
+        place: Place,
+        field: events.Field,
+        rates: tuple[Vector, Vector],
+        time: Vector,
+        max_events: int | None,
+        forward: bool,
+    ) -> tuple[Vector, Vector, Vector, Place]:
+        """Move neurons through all events of a sub-step; return (u, v, c) at its end, and where the neurons are then.
+
+        Args:
+            start: (u, v, c) at the start.
+            place: regions and rays at the start.
+            field: frozen forces.
+            rates: rates of the inner and of the outer layer.
+            time: how long each neuron moves.
+            max_events, forward: see ``FrozenMotion.move``.
+        """
+        fresh = jnp.zeros_like(place.ray, bool)
+        neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
+        cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
+        own = passage.Rates(*rates, self.is_real)
+        advance, replay = events.advance, events.replay
+        end, counts = passage.run(
+            advance, neurons, own, field, cap, forward=forward, first=advance, replay=replay
+        )
+        overflow = jnp.any((end.left > 0) & self.is_real)
+        moved = Place(None, None, end.region, end.ray, place.counts.plus(counts), place.overflow | overflow)
+        return end.u, end.v, end.c, moved
+
+
+class RawMotion(UnivariateMotion):
+    """Exact motion of (a, b, c): p = (a, -b) and c move in closed form between events.
+
+    Attributes:
+        inner_rate, outer_rate: (m,) factors of the two layers, 0 where one is frozen.
+    """
+
+    inner_rate: Vector
+    outer_rate: Vector
+
+    def __init__(self, problem: Problem) -> None:
+        flow, cloud = problem.chart.flow, problem.chart.base
+        if not isinstance(flow.space, RawSpace):
+            raise ValueError(
+                "solver='sliding' needs a space that says how fast each layer learns (RawSpace), "
+                f"got {type(flow.space).__name__}"
+            )
+        ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, cloud.weights.dtype)
+        super().__init__(problem, ratio, ratio * speed, speed)
+        self.inner_rate, self.outer_rate = flow.space.rates(cloud)
+
+    def direction(self, particles: Affine | Polar, place: Place) -> tuple[Vector, Vector, Vector]:
+        """Return (a, -b, c)."""
+        assert isinstance(particles, Affine)
+        return particles.a, -particles.b, particles.c
+
+    def begin(self, particles: Affine) -> Place:
+        """Return the regions and rays of neurons that have not moved yet."""
+        return self.place(particles.a, -particles.b)
+
+    def move(
+        self,
+        particles: Affine,
+        state: Place,
+        covector: Float[Array, " s"],
+        time: Float[Array, ""],
+        max_events: int | None,
+        forward: bool,
+    ) -> tuple[Affine, Place]:
+        """Move for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
+        decay, rates = self.decay, (self.inner_rate, self.outer_rate)
+        left = jnp.full_like(self.shares, time)
+        if decay is not None:
+            # p = exp(-lam t) P, c = exp(-lam t) C leaves P' = -C G; with one layer frozen the clock stretches instead
+            stretched = safe_divide(jnp.expm1(decay * time), decay) + jnp.where(decay == 0, time, 0.0)
+            left = jnp.where(rates[0] * rates[1] > 0, left, stretched)
+        field = events.freeze(self.x, covector, forward=forward)
+        start = self.direction(particles, state)
+        u, v, c, state = self.pass_events(start, state, field, rates, left, max_events, forward)
+        if decay is not None:
+            inner, outer = (jnp.exp(-decay * rate * time) for rate in rates)
+            u, v, c = inner * u, inner * v, outer * c
+        return Affine(u, -v, c), state
+
+
+class CylinderMotion(UnivariateMotion):
+    """Motion of (r, theta) by splitting: r with theta frozen, theta with r frozen.
+
+    Attributes:
+        turns: (m,) 1 where theta moves (the canonical flow), 0 where it is frozen (radial flows).
+    """
+
+    turns: Vector
+
+    def __init__(self, problem: Problem) -> None:
+        flow, cloud = problem.chart.flow, problem.chart.base
+        # r' = -force_scale (<G, d> + lam sign r); theta turns only on the cylinder itself
+        free = isinstance(flow.space, Cylinder)
+        ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, cloud.weights.dtype)
+        pace = speed if free else speed * ratio**2
+        super().__init__(problem, jnp.ones_like(ratio), pace, pace)
+        self.turns = jnp.ones_like(cloud.weights) if free else jnp.zeros_like(cloud.weights)
+
+    def direction(self, particles: Affine | Polar, place: Place) -> tuple[Vector, Vector, Vector]:
+        """Return (cos theta, sin theta, r)."""
+        assert isinstance(particles, Polar) and place.u is not None and place.v is not None
+        return place.u, place.v, particles.r
+
+    def begin(self, particles: Polar) -> Place:
+        """Return the directions, regions and rays of neurons that have not moved yet."""
+        d = unit(particles.theta)
+        return self.place(d[:, 0], d[:, 1])._replace(u=d[:, 0], v=d[:, 1])
+
+    def move(
+        self,
+        particles: Polar,
+        state: Place,
+        covector: Float[Array, " s"],
+        time: Float[Array, ""],
+        max_events: int | None,
+        forward: bool,
+    ) -> tuple[Polar, Place]:
+        """Move r for half the time, theta for the whole with that r, then r by the force along the way.
+
+        The turn takes place in the clock dt' = r dt, so freezing r at its middle value misplaces no event to second
+        order. It runs with |p| = c and both rates r, so c'/c = -r <G, d>: log(c) is the exact time integral of the
+        force through all its kinks. A trapezoid would be as good for r, but its derivatives only of first order.
+        """
+        field = events.freeze(self.x, covector, forward=forward)
+        decay = jnp.zeros_like(time) if self.decay is None else self.decay
+
+        def pull(u: Vector, v: Vector, place: Place) -> Vector:
+            return field.pull(u, v, place.region, place.ray)
+
+        u, v, r = self.direction(particles, state)
+        first = pull(u, v, state)
+        r = events.soft_drift(r, first, decay, time / 2)
+        rate = self.turns * r
+        whole = jnp.full_like(r, time)
+        u, v, c, end = self.pass_events(
+            (u, v, jnp.ones_like(r)), state, field, (rate, rate), whole, max_events, forward
+        )
+        length = jnp.sqrt(u**2 + v**2)
+        u, v = u / length, v / length
+        # where c hardly moves its logarithm is all rounding, and the force so close to linear that its ends will do
+        grown = jnp.log(c)
+        moved = jnp.abs(grown) > jnp.finfo(c.dtype).eps ** (1 / 3)
+        mean = jnp.where(moved, -grown / jnp.where(moved, rate * time, 1.0), (first + pull(u, v, end)) / 2)
+        r = events.soft_drift(r, 2 * mean - first, decay, time / 2)
+        # an angle that is frozen is kept to the last digit
+        theta = jnp.where(self.turns > 0, angle_of(jnp.stack([u, v], axis=-1)), particles.theta)
+        return Polar(r, theta), end._replace(u=u, v=v)

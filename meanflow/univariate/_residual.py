@@ -1,0 +1,72 @@
+"""The residual equation of univariate ReLU networks: predictions move by one 2 x 2 covariance for each region."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow._checks import array
+from meanflow.flows._flow import FLOW, Flow
+from meanflow.measures._cloud import CLOUD, Cloud
+from meanflow.measures._dataset import DATA, Dataset
+from meanflow.univariate import _forces as forces
+from meanflow.univariate._features import Univariate
+
+
+def _univariate(flow: Flow) -> Univariate:
+    """Return the feature of a univariate flow; raise ValueError for any other."""
+    if not isinstance(flow.feature, Univariate):
+        given = type(flow.feature).__name__
+        raise ValueError(
+            f"flow must be a flow of univariate ReLU neurons (mf.univariate), got a feature {given}"
+        )
+    return flow.feature
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, x=array((None,)))
+def region_covariances(flow: Flow, cloud: Cloud, x: Float[ArrayLike, " s"]) -> Float[Array, "regions 2 2"]:
+    """Return Sigma_R = sum_{i in R} p_i J_q C J_q' for each of the 2s regions: the covariances of Proposition 1.
+
+    J_q is the derivative of the slope vector q of a neuron and C the inverse metric of the flow; on the cylinder
+    J_q C J_q' = r^2 t t' + d d'. O(m log s).
+
+    Args:
+        flow, cloud: the network.
+        x: sorted samples.
+    """
+    x = jnp.asarray(x)
+    s = x.shape[0]
+    feature = _univariate(flow)
+    slopes, pullback = jax.vjp(lambda w: feature.slopes(cloud.at(w)), cloud.particles)
+
+    def response(force: jax.Array) -> jax.Array:
+        moved = flow.space.cometric(cloud, pullback(jnp.broadcast_to(force[None, :], slopes.shape))[0])
+        return jax.jvp(lambda w: feature.slopes(cloud.at(w)), (cloud.particles,), (moved,))[1]
+
+    columns = jax.vmap(response)(jnp.eye(2, dtype=slopes.dtype))  # (force axis, m, slope axis)
+    mobility = jnp.moveaxis(columns, 0, -1) * cloud.weights[:, None, None]
+    regions = forces.find_regions(feature.direction(cloud), x)
+    return jax.ops.segment_sum(mobility, regions, 2 * s)
+
+
+@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+def residual_ode(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, " s"]:
+    """Return the rate df/dt of the predictions at the samples by Proposition 1, eq. (13), in mean-field time.
+
+    At sample j it is -x~_j' sum_{R active at j} Sigma_R G_R with x~ = (x, 1). This equals -K (q l'(f)) with K the
+    tangent kernel, but takes O(m log s + s): only 2s covariances of size 2 x 2 enter.
+
+    Args:
+        flow, cloud: the network; any univariate flow.
+        data: training data of s samples.
+    """
+    _univariate(flow)
+    flow.check(cloud, data.x)
+    order = jnp.argsort(data.x)
+    x = data.x[order]
+    f, _ = flow.feature.linearize(cloud, data.x)
+    slope = (data.weights * flow.loss.slope(f, data.y))[order]
+    table = forces.region_forces(slope, x)
+    flux = jnp.einsum("rij,rj->ri", region_covariances(flow, cloud, x), table)
+    rate = -forces.region_predictions(jnp.arange(2 * x.shape[0]), flux, x)
+    return jnp.zeros_like(rate).at[order].set(rate)

@@ -1,0 +1,243 @@
+"""Cubic splines as the limit of training the output weights of a wide univariate ReLU network.
+
+``spline_interpolant`` is that limit for a law of the inner weights, ``natural_spline`` the classical spline, and
+``bordered_spline`` solves the same equations densely, with a ridge if asked.
+
+Inside the support of the knots the random-feature kernel is k0 + k1 xz + k3 abs(x-z)^3, so its interpolant is
+a cubic spline f(x) = d + s x + sum_j w_j abs(x - x_j)^3 whose constant d and slope s are shrunk by a Gaussian
+prior of variances k0 and k1: sum w = (k3/k0) d and sum w x = (k3/k1) s. It is the natural spline only in the
+limit k0, k1 -> infinity (wide bias support), where the kernel matrix is hopelessly conditioned (1e13 at bound
+1000). ``spline_interpolant`` never forms it: it solves for f'' in O(n).
+"""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+
+from meanflow import _checks
+from meanflow._checks import array, number, optional
+from meanflow.univariate._weight_laws import Signs, Uniform, weight_law
+
+SAMPLES = array((None,), squares=True)
+
+
+class Spline(eqx.Module):
+    """A piecewise cubic function, to be called on arrays of any shape; O(log n) for each point.
+
+    Attributes:
+        nodes: sorted samples, (n,).
+        taylor: (n + 1, 4) value, first, second and third derivative of each piece: row k + 1 is the piece to
+            the right of nodes[k], row 0 that to the left of nodes[0], expanded there.
+        constant, slope: the affine part d + s x, which is the mean of the two outer cubics.
+    """
+
+    nodes: Float[Array, " n"]
+    taylor: Float[Array, "n_plus_1 4"]
+    constant: Float[Array, ""]
+    slope: Float[Array, ""]
+
+    @_checks.arguments(x=array(least=0))
+    def __call__(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
+        """Return the values at x."""
+        return self.derivative(x, 0)
+
+    @_checks.arguments(x=array(least=0), order=_checks.count(0, 3))
+    def derivative(self, x: Float[ArrayLike, "*x"], order: int = 1) -> Float[Array, "*x"]:
+        """Return the derivative of order 0 to 3 at x; the third one jumps at the nodes."""
+        return _evaluate(self, x, order)
+
+
+@partial(jax.jit, static_argnames="order")
+def _evaluate(spline: Spline, x: Float[ArrayLike, "*x"], order: int) -> Float[Array, "*x"]:
+    points = jnp.asarray(x, jnp.result_type(x, spline.nodes))
+    piece = jnp.searchsorted(spline.nodes, points, side="right")
+    step = points - spline.nodes[jnp.maximum(piece - 1, 0)]
+    value = jnp.zeros_like(points)
+    for power in range(3, order - 1, -1):  # Horner
+        value = value * step / (power - order + 1) + spline.taylor[piece, power]
+    return value
+
+
+def _assemble(
+    x: Float[Array, " n"],
+    y: Float[Array, " n"],
+    second: Float[Array, " n"],
+    outer: Float[Array, ""],
+    constant: Float[Array, ""],
+    slope: Float[Array, ""],
+) -> Spline:
+    """Make a spline from values and second derivatives at sorted nodes; ``outer`` is the third derivative beyond."""
+    h = jnp.diff(x)
+    first = jnp.diff(y) / h - h * (2 * second[:-1] + second[1:]) / 6
+    last = first[-1] + h[-1] * (second[-2] + second[-1]) / 2
+    third = jnp.diff(second) / h
+    columns = [
+        jnp.concatenate([y[:1], y]),
+        jnp.concatenate([first[:1], first, last[None]]),
+        jnp.concatenate([second[:1], second]),
+        jnp.concatenate([-outer[None], third, outer[None]]),
+    ]
+    return Spline(x, jnp.stack(columns, axis=1), constant, slope)
+
+
+def _samples(
+    x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Return the samples sorted by x, in one dtype; at least two, and no two at one place."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    _checks.shape("y", y, x.shape)
+    _checks.at_least("number of samples", x.shape[0], 2)
+    dtype = jnp.result_type(x, y, 0.0)
+    order = jnp.argsort(x)
+    x, y = x[order].astype(dtype), y[order].astype(dtype)
+    _checks.at_least("gaps between the samples x", jnp.diff(x), 0.0, strict=True)
+    return x, y
+
+
+@jax.jit
+def _banded(x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLike, ArrayLike]) -> Spline:
+    """Return the interpolant with sum w = shrink[0] d and sum w x = shrink[1] s, by one tridiagonal solve."""
+    h = jnp.diff(x)
+    zero, one = jnp.zeros_like(x[:1]), jnp.ones_like(x[:1])
+    inner = 6 * jnp.diff(jnp.diff(y) / h)
+    # f'' at the nodes is linear in its two end values: columns for y, for the left end, for the right end
+    flat = jnp.zeros_like(x)
+    sides = jnp.stack([jnp.concatenate([zero, inner, zero]), flat.at[0].set(1), flat.at[-1].set(1)])
+    lower = jnp.concatenate([zero, h[:-1], zero])
+    upper = jnp.concatenate([zero, h[1:], zero])
+    diagonal = jnp.concatenate([one, 2 * (h[1:] + h[:-1]), one])
+    seconds = jax.lax.linalg.tridiagonal_solve(lower, diagonal, upper, sides.T).T
+
+    def outer_mean(second: jax.Array, ends: jax.Array, outer: jax.Array, rise: jax.Array) -> jax.Array:
+        # constant and slope of the mean of the two outer cubics, each expanded at its end node
+        (left, right), (x0, x1), (y0, y1) = second[jnp.array([0, -1])], x[jnp.array([0, -1])], ends
+        slope0 = rise[0] - h[0] * (2 * second[0] + second[1]) / 6
+        slope1 = rise[-1] + h[-1] * (second[-2] + 2 * second[-1]) / 6
+        value = (y0 - x0 * slope0 + x0**2 / 2 * left + x0**3 / 6 * outer) + (
+            y1 - x1 * slope1 + x1**2 / 2 * right - x1**3 / 6 * outer
+        )
+        tilt = (slope0 - x0 * left - x0**2 / 2 * outer) + (slope1 - x1 * right + x1**2 / 2 * outer)
+        return jnp.stack([value, tilt]) / 2
+
+    ends = y[jnp.array([0, -1])]
+    p0, p1 = (jnp.asarray(p, x.dtype) for p in shrink)
+    base = outer_mean(seconds[0], ends, jnp.zeros_like(p0), jnp.diff(y) / h)
+    # the end values of f'' and the third derivative beyond, for d = 1 and for s = 1
+    unit = jnp.eye(2, dtype=x.dtype)
+    responses = []
+    for d, s in unit:
+        edge = jnp.stack([-6 * (p0 * d * x[0] - p1 * s), 6 * (p0 * d * x[-1] - p1 * s)])
+        responses.append((edge @ seconds[1:], 6 * p0 * d))
+    gain = jnp.stack(
+        [outer_mean(r, jnp.zeros_like(ends), o, jnp.zeros_like(h)) for r, o in responses], axis=1
+    )
+    affine = jnp.linalg.solve(unit - gain, base)
+    second = seconds[0] + affine[0] * responses[0][0] + affine[1] * responses[1][0]
+    return _assemble(x, y, second, 6 * p0 * affine[0], affine[0], affine[1])
+
+
+@_checks.arguments(
+    x=SAMPLES, y=SAMPLES, shrink_constant=number(low=0), shrink_slope=number(low=0), ridge=number(low=0)
+)
+@jax.jit
+def bordered_spline(
+    x: Float[ArrayLike, " n"],
+    y: Float[ArrayLike, " n"],
+    shrink_constant: Float[ArrayLike, ""] = 0.0,
+    shrink_slope: Float[ArrayLike, ""] = 0.0,
+    ridge: Float[ArrayLike, ""] = 0.0,
+) -> Spline:
+    """Solve the dense bordered system of the kernel k0 + k1 xz + k3 abs(x-z)^3, with or without a ridge.
+
+        [ abs(xi-xj)^3 + ridge I    1         x      ] [w]   [y]
+        [ 1^T                    -k3/k0       0      ] [d] = [0]
+        [ x^T                       0      -k3/k1    ] [s]   [0]
+
+    Args:
+        x: distinct inputs, (n,), n >= 2.
+        y: targets, (n,).
+        shrink_constant: k3 / k0; 0 leaves the constant free.
+        shrink_slope: k3 / k1; 0 leaves the slope free.
+        ridge: penalty over k3; positive values smooth instead of interpolating. A kernel ridge penalty p
+            enters as p / k3, and the smoothing spline of sum (y-f)^2 + lam int f''^2 as 12 lam.
+
+    Returns:
+        The spline. O(n^3); loses digits when samples nearly coincide, unless smoothed.
+    """
+    x, y = _samples(x, y)
+    n, dtype = x.shape[0], x.dtype
+    gaps = jnp.abs(x[:, None] - x[None, :])
+    border = jnp.stack([jnp.ones_like(x), x])
+    corner = -jnp.diag(jnp.stack([jnp.asarray(s, dtype) for s in (shrink_constant, shrink_slope)]))
+    matrix = jnp.block([[gaps**3 + ridge * jnp.eye(n, dtype=dtype), border.T], [border, corner]])
+    solution = jnp.linalg.solve(matrix, jnp.concatenate([y, jnp.zeros(2, dtype)]))
+    weights, constant, slope = solution[:n], solution[n], solution[n + 1]
+    fitted = gaps**3 @ weights + constant + slope * x
+    return _assemble(x, fitted, 6 * gaps @ weights, 6 * jnp.sum(weights), constant, slope)
+
+
+@_checks.arguments(x=SAMPLES, y=SAMPLES)
+def natural_spline(x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]) -> Spline:
+    """Return the interpolant of least int f''^2: it is linear outside the samples, with f'' = 0 at both ends.
+
+    Args:
+        x: distinct inputs, (n,), n >= 2.
+        y: targets, (n,).
+
+    >>> import jax.numpy as jnp
+    >>> f = natural_spline(jnp.array([0.0, 1.0, 3.0]), jnp.array([1.0, 2.0, 0.0]))
+    >>> bool(jnp.allclose(f(f.nodes), jnp.array([1.0, 2.0, 0.0]), atol=1e-5))
+    True
+    """
+    return _banded(*_samples(x, y), (0.0, 0.0))
+
+
+def cubic_law(name: str, value: object) -> Signs | Uniform:
+    """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._checks``."""
+    law = weight_law(name, value)
+    if not isinstance(law, Signs | Uniform):
+        raise ValueError(f"{name} must be Signs or Uniform (a cubic kernel), got {value}")
+    return law
+
+
+@_checks.arguments(x=SAMPLES, y=SAMPLES, law=cubic_law, ridge=optional(number(low=0)))
+def spline_interpolant(
+    x: Float[ArrayLike, " n"],
+    y: Float[ArrayLike, " n"],
+    *,
+    law: str | Signs | Uniform = "signs",
+    ridge: Float[ArrayLike, ""] | None = None,
+) -> Spline:
+    """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
+
+    Args:
+        x: distinct inputs, (n,), where the kernel is cubic (abs(x) <= bound, or bound / slope).
+        y: targets, (n,).
+        law: "signs", "uniform", or one of these laws with its own parameters.
+        ridge: kernel ridge penalty; None interpolates.
+
+    Returns:
+        The minimum-norm spline, equal to the network's function inside the cubic region. O(n log n), or O(n^3)
+        with a ridge.
+
+    >>> import jax.numpy as jnp
+    >>> from meanflow.univariate._weight_laws import Signs
+    >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
+    >>> f, natural = spline_interpolant(x, y, law=Signs(100.0)), natural_spline(x, y)
+    >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
+    True
+    """
+    cubic = cubic_law("law", law)
+    reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
+    if reach is not None and given is not None and np.max(np.abs(given), initial=0.0) > reach * (1 + 1e-6):
+        raise ValueError(
+            f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {np.max(np.abs(given))}"
+        )
+    k0, k1, k3 = cubic.cubic()
+    if ridge is not None:
+        return bordered_spline(x, y, k3 / k0, k3 / k1, ridge / k3)
+    return _banded(*_samples(x, y), (k3 / k0, k3 / k1))
