@@ -4,9 +4,7 @@ Every plot draws on the Axes it is given, or on those of a new figure, and retur
 than by pyplot, so that nothing is kept alive between plots and no display is needed.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
@@ -68,39 +66,10 @@ def canvas(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def panels(
-    rows: int, columns: int, *, width: float = 3.3, height: float = 2.7, **kwargs: Any
-) -> tuple[Figure, list[Axes]]:
-    """(figure, list of Axes row by row) of a grid with panels of ``width`` x ``height`` inches."""
-    figure = canvas(width * columns, height * rows)
-    grid = figure.subplots(rows, columns, squeeze=False, **kwargs)
-    return figure, list(grid.ravel())
-
-
-def shades(count: int) -> list[tuple[float, float, float, float]]:
-    """``count`` colors in order of lightness, readable in grey and by the color-blind."""
-    scale = matplotlib.colormaps["viridis"]
-    return [scale(0.9 * k / max(count - 1, 1)) for k in range(count)]
-
-
 def key(ax: Axes, **kwargs: Any) -> None:
     """A legend where anything has a label."""
     if ax.get_legend_handles_labels()[0]:
         ax.legend(**{"frameon": False, "fontsize": RULES["legend.fontsize"], **kwargs})
-
-
-def no_legend(ax: Axes) -> None:
-    """Remove the legend of the Axes if there is one."""
-    legend = ax.get_legend()
-    if legend is not None:
-        legend.remove()
-
-
-def below(ax: Axes, columns: int = 2, **kwargs: Any) -> None:
-    """A legend under the Axes, where no curve can be, and under the label of the axis, which flat Axes have near."""
-    inches = ax.get_window_extent().height / ax.figure.dpi
-    anchor = (0.5, -max(0.2, 0.55 / inches))
-    ax.legend(loc="upper center", bbox_to_anchor=anchor, ncols=columns, **{"fontsize": 7.5, **kwargs})
 
 
 def sparse(ax: Axes, axis: Literal["x", "y"] = "x", count: int = 5) -> None:
@@ -110,17 +79,3 @@ def sparse(ax: Axes, axis: Literal["x", "y"] = "x", count: int = 5) -> None:
         ax.locator_params(axis=axis, nbins=count)
     else:
         line.set_minor_formatter(NullFormatter())
-
-
-def save(figure: Figure, stem: str | Path, formats: Sequence[str] = ("png",), dpi: int = 150) -> list[Path]:
-    """Writes ``stem.png`` and so on; PNG, SVG and PDF carry no date, so that equal figures are equal files."""
-    stem = Path(stem)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind in formats:
-        path = stem.with_name(f"{stem.name}.{kind}")
-        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-        with theme():
-            figure.savefig(path, dpi=dpi, metadata=metadata)
-        written.append(path)
-    return written

@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, MARKERS, PALE, axes, canvas, theme
 from meanflow_papers.entry import Entry
 from meanflow_papers.outcome import Criterion, Outcome
+from meanflow_papers.style import COLORS, MARKERS, PALE, axes, canvas, theme
 
 
 def figure_of(entry: Entry, outcome: Outcome) -> Figure:

@@ -27,7 +27,6 @@ import numpy as np
 import xarray
 
 from meanflow._files import atomic_write
-from meanflow.plots.style import save
 from meanflow.sweeps._plan import all_versions
 from meanflow.training._downloads import SOURCES, data_folder, is_complete
 from meanflow_papers.catalogue import CATALOGUE
@@ -36,6 +35,7 @@ from meanflow_papers.entry import PAPERS, Arguments, Entry
 from meanflow_papers.gallery import write_gallery
 from meanflow_papers.outcome import Arrays, Outcome
 from meanflow_papers.record import Check, Record, Summary
+from meanflow_papers.style import save
 
 VERSION = 2  # of the layout of the records
 GOOD = ("passed", "explained", "needs data", "out of scope")

@@ -14,11 +14,11 @@ from meanflow._numerics import iterate
 from meanflow.depth._observables import rank, stable_rank
 from meanflow.depth._propagation import WEIGHTS
 from meanflow.layers import functional
-from meanflow.plots.style import COLORS, MARKERS, below, panels
 from meanflow.training.data import mnist
 from meanflow_papers.decomposed.setup import digits
 from meanflow_papers.entry import FASHION, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, MARKERS, below, panels
 
 NETWORKS = {"batchnorm": "batch norm", "default": "default weights", "he": "He weights"}
 

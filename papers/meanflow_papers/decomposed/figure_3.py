@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.plots._batches import angles, projection
-from meanflow.plots.style import COLORS, PALE, REFERENCE, below, key, panels
 from meanflow_papers.decomposed.setup import input_batches
 from meanflow_papers.entry import MNIST, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, REFERENCE, below, key, panels
 
 
 def draw(data: Arrays) -> Figure:

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.plots._batches import angles
-from meanflow.plots.style import COLORS, DASHES, PALE, REFERENCE, no_legend, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY, input_batches
 from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, DASHES, PALE, REFERENCE, no_legend, panels
 
 
 def _figure_5(

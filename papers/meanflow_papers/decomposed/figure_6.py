@@ -9,10 +9,10 @@ from matplotlib.lines import Line2D
 from meanflow import depth
 from meanflow.depth._observables import activity
 from meanflow.plots import _batches as batches
-from meanflow.plots.style import COLORS, REFERENCE, no_legend, panels
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, REFERENCE, no_legend, panels
 
 
 def draw(data: Arrays) -> Figure:

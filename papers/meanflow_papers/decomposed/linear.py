@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.depth._observables import gram, orthogonality_gap
-from meanflow.plots.style import COLORS, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, below, panels
 
 
 def draw_rescale(data: Arrays) -> Figure:

@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.style import REFERENCE, below, panels, shades
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import REFERENCE, below, panels, shades
 
 
 def odd_paths(outcome: Outcome, arguments: Arguments) -> Arrays:

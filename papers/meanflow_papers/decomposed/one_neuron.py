@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from meanflow import depth
 from meanflow._numerics import iterate
 from meanflow.depth._initializers import one_neuron_per_sample as initializers_for
-from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels
 from meanflow_papers.decomposed.setup import digits
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels
 
 
 def draw(data: Arrays) -> Figure:

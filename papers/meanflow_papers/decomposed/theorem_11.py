@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots.style import COLORS, PALE, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, key, panels
 
 
 def draw(data: Arrays) -> Figure:

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.plots._clouds import directions
 from meanflow.plots._curves import speeds, traces
-from meanflow.plots.style import COLORS, DASHES, REFERENCE, below, canvas, no_legend
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes, tangential_speeds
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, DASHES, REFERENCE, below, canvas, no_legend
 
 NAMES = {"bn": "batch norm", "vanilla": "vanilla"}
 # angle of the direction that the target depends on, in degrees from the first, wide axis

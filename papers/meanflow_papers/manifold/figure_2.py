@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.plots._clouds import needles
 from meanflow.plots._curves import traces
-from meanflow.plots.style import COLORS, canvas, key
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, canvas, key
 
 
 def _directions(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> jax.Array:

@@ -10,10 +10,10 @@ import optax
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots.style import COLORS, below, panels
 from meanflow.training.data import mnist
 from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, below, panels
 
 
 def draw(data: Arrays) -> Figure:

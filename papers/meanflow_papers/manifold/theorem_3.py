@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.geometry import _omega as omega
 from meanflow.measures import laws
-from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, below, panels
 
 
 def draw(data: Arrays) -> Figure:

@@ -10,7 +10,6 @@ import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import laws, quadrature, quasi, sample
 from meanflow.plots._curves import convergence
-from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, below, panels
 from meanflow.transport import wasserstein
 from meanflow.transport._exact import cylinder_distance
 from meanflow.univariate.balance import unit
@@ -18,6 +17,7 @@ from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, below, panels
 
 
 def ring_problem() -> tuple[mf.Flow, mf.Dataset]:

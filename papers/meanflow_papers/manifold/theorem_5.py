@@ -8,10 +8,10 @@ import meanflow as mf
 from meanflow import activations
 from meanflow.flows._flow import first_variation
 from meanflow.flows._optimality import certificate, separates
-from meanflow.plots.style import COLORS, DASHES, PALE, below, panels
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, DASHES, PALE, below, panels
 
 
 def draw(data: Arrays) -> Figure:

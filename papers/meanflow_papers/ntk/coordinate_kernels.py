@@ -7,12 +7,12 @@ from jaxtyping import PyTree
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels, sparse
 from meanflow_papers.entry import entry
 from meanflow_papers.intervals import ratio, told
 from meanflow_papers.ntk import coordinate
 from meanflow_papers.ntk.networks import seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels, sparse
 
 PLACES = {"none": "plain", "output": "BN, output", "hidden": "BN, hidden", "later": "BN, layers 2+"}
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, canvas, key
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk import coordinate
 from meanflow_papers.ntk.networks import seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, canvas, key
 
 
 def _image(

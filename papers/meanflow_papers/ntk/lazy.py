@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from meanflow import kernels
 from meanflow.kernels._batchnorm import normalize
 from meanflow.kernels._regime import linearized_batchnorm
-from meanflow.plots.style import COLORS, MARKERS, REFERENCE, below, panels
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import mean, told
 from meanflow_papers.ntk.networks import Weights, dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, MARKERS, REFERENCE, below, panels
 
 PREDICTIONS = {
     "plain, frozen K": "plain, frozen $K$",

@@ -7,10 +7,10 @@ from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow.plots.style import COLORS, MARKERS, REFERENCE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, MARKERS, REFERENCE, below, panels
 
 
 def one_sided(kernel: Float[Array, "t t"], outputs: Float[Array, "t"]) -> Float[Array, "t t"]:

@@ -7,11 +7,11 @@ from jaxtyping import PyTree
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, PALE, below, panels, shades
 from meanflow_papers.entry import entry
 from meanflow_papers.intervals import bootstrap, told
 from meanflow_papers.ntk import coordinate
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, below, panels, shades
 
 GUESSED = (
     "the bound 1.5 was guessed when five seeds had 1.94; sixteen have 1.48. That batch norm on the output gains less "

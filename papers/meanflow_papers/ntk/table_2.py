@@ -14,10 +14,10 @@ from meanflow import kernels
 from meanflow._numerics import loglog_slope
 from meanflow.kernels._empirical.operator import KernelOperator
 from meanflow.plots._curves import convergence
-from meanflow.plots.style import COLORS, REFERENCE, below, key, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, REFERENCE, below, key, panels
 
 NETWORKS = ("plain", "BN output", "BN hidden", "BN both")
 # Exponents of (m, v, lambda_max) in N at T = N. The printed table has no hidden row; a pair is an interval.

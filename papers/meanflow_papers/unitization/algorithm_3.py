@@ -5,9 +5,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import transport
-from meanflow.plots.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, below, panels
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, below, panels
 
 
 def draw(data: Arrays) -> Figure:

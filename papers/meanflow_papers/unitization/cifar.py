@@ -15,11 +15,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.plots._maps import dots
-from meanflow.plots.style import COLORS, below, panels
 from meanflow.training import ResNet, Trainer
 from meanflow.training._networks import MakeNorm, Network
 from meanflow.training.data import Data, cifar
 from meanflow_papers.outcome import Arrays
+from meanflow_papers.style import COLORS, below, panels
 from meanflow_papers.unitization.presets import PRESETS
 
 EPOCHS = 200  # of the published runs

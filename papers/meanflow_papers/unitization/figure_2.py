@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from meanflow.plots.style import COLORS, REFERENCE, panels
 from meanflow.training import Watch
 from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.intervals import ratio, told
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, REFERENCE, panels
 from meanflow_papers.unitization.dense import DENSE, VARIANTS, mnist_copies, train_dense
 
 ONE_UNIT = (

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.training import Watch
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, below, panels
 from meanflow_papers.unitization.dense import DENSE, VARIANTS, train_dense
 
 

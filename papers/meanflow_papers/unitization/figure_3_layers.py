@@ -11,7 +11,6 @@ import optax
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from meanflow.plots.style import COLORS, PALE, below, panels, shades
 from meanflow.training import CNN, ResNet, Trainer
 from meanflow.training._networks import Network, normalized
 from meanflow.training._trainer import staircase
@@ -19,6 +18,7 @@ from meanflow.training.data import digits
 from meanflow.transport import critic_distance, ics
 from meanflow_papers.entry import CIFAR, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, below, panels, shades
 from meanflow_papers.unitization.cifar import EPOCHS, Training, load
 from meanflow_papers.unitization.presets import PRESETS
 from meanflow_papers.unitization.table_4 import IMAGES

@@ -8,12 +8,12 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from meanflow.layers import BatchNorm
-from meanflow.plots.style import COLORS, PALE, below, panels
 from meanflow.training import ResNet
 from meanflow.training._resnet import count_parameters
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.intervals import difference
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, below, panels
 from meanflow_papers.unitization.cifar import EPOCHS, Training, draw_accuracies, load
 from meanflow_papers.unitization.presets import PRESETS
 

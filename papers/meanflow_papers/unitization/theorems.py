@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels
 from meanflow_papers.unitization import bounds
 
 SIDES = ("distance", "corrected", "printed")

@@ -9,10 +9,10 @@ from scipy.sparse.csgraph import connected_components
 
 from meanflow.flows._models import vanilla
 from meanflow.measures import Cloud, Dataset, Neurons
-from meanflow.plots.style import NEGATIVE, PALE, POSITIVE, REFERENCE, below, panels
 from meanflow.solvers import descend, solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import NEGATIVE, PALE, POSITIVE, REFERENCE, below, panels
 
 ON = 1e-9  # a direction this close to a hyperplane is on it
 

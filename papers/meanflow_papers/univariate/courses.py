@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, DASHES, PALE, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, DASHES, PALE, below, panels
 from meanflow_papers.univariate.setup import planar_start, sinusoid, square_wave, train
 
 

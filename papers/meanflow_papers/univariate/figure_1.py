@@ -11,13 +11,13 @@ from meanflow.flows._flow import predict
 from meanflow.measures import Cloud, Dataset
 from meanflow.plots._clouds import plane
 from meanflow.plots._curves import fit
-from meanflow.plots.style import PALE, below, no_legend, panels
 from meanflow.solvers import solve
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
 from meanflow.univariate._rays import dead_arc
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import PALE, below, no_legend, panels
 from meanflow_papers.univariate.pictures import Samples
 from meanflow_papers.univariate.setup import random_neurons
 

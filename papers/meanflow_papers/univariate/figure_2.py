@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from meanflow.measures import Polar
-from meanflow.plots.style import COLORS, PALE, REFERENCE, panels
 from meanflow.univariate import balance
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, REFERENCE, panels
 from meanflow_papers.univariate.pictures import balance_title
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots.style import COLORS, DASHES, PALE, panels
 from meanflow.univariate._kernels import indicator, random_feature
 from meanflow.univariate._weight_laws import Finite, Radial, Uniform, WeightLaw
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, DASHES, PALE, panels
 
 
 def _gate_term(x: jax.Array, at: float, law: WeightLaw, c2: float = 1.0) -> jax.Array:

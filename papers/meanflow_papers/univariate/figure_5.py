@@ -6,10 +6,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.measures import Affine, Cloud
-from meanflow.plots.style import canvas, shades
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import canvas, shades
 from meanflow_papers.univariate.pictures import (
     balance_title,
     draw_state,

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.flows import Observable
 from meanflow.plots._maps import heat_map, number
-from meanflow.plots.style import COLORS, MARKERS, below, panels
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, MARKERS, below, panels
 
 DELTAS = (-np.inf, -100.0, -10.0, 0.0, 10.0, 100.0, np.inf)
 OBSERVED = ("angle_displacement", "concentration", "on_sample_share", "predictions")

@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from meanflow.measures import Cloud
 from meanflow.plots._clouds import plane
 from meanflow.plots._curves import traces
-from meanflow.plots.style import no_legend, panels
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import no_legend, panels
 from meanflow_papers.univariate.pictures import (
     balance_title,
     draw_state,

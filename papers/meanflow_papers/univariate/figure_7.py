@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from meanflow import univariate as uni
 from meanflow.flows._flow import predict
 from meanflow.measures import Affine, Cloud
-from meanflow.plots.style import COLORS, SAMPLE, below, panels, shades, sparse
 from meanflow.univariate import balance
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, SAMPLE, below, panels, shades, sparse
 from meanflow_papers.univariate.setup import last, square_wave, train
 
 

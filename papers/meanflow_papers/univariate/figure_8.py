@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow.measures import Affine
-from meanflow.plots.style import COLORS, panels
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, panels
 from meanflow_papers.univariate.pictures import GRID, draw_state, journey, legend_of_states
 from meanflow_papers.univariate.setup import last, sinusoid, train
 

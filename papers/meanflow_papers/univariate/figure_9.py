@@ -12,12 +12,12 @@ from meanflow.flows._flow import predict
 from meanflow.measures import Affine, Cloud
 from meanflow.plots._clouds import attractors, field, plane, regions
 from meanflow.plots._curves import fit
-from meanflow.plots.style import no_legend, panels
 from meanflow.solvers import Solution, solve
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import no_legend, panels
 from meanflow_papers.univariate.pictures import GRID, Rays, Samples, knot_places
 from meanflow_papers.univariate.setup import directions, random_neurons, square_wave
 

@@ -16,9 +16,9 @@ from meanflow import univariate as uni
 from meanflow.plots._clouds import plane
 from meanflow.plots._curves import fit
 from meanflow.plots._maps import number
-from meanflow.plots.style import COLORS, NEGATIVE, POSITIVE, SAMPLE, no_legend
 from meanflow.univariate import balance
 from meanflow_papers.outcome import Arrays
+from meanflow_papers.style import COLORS, NEGATIVE, POSITIVE, SAMPLE, no_legend
 from meanflow_papers.univariate.setup import Rate, random_neurons
 
 GRID = np.linspace(-1.15, 1.15, 921)

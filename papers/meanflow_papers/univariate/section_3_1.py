@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from meanflow import univariate as uni
 from meanflow.flows._flow import predict
 from meanflow.measures import Dataset
-from meanflow.plots.style import COLORS, MARKERS, PALE, REFERENCE, below, panels, shades
 from meanflow.solvers import KernelStep, eulerian, solve
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, MARKERS, PALE, REFERENCE, below, panels, shades
 
 GUIDE: Arguments = {"color": PALE, "ls": "--", "lw": 1, "label": "$m^{-1/2}$"}
 SLOW = (

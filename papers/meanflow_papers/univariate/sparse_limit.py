@@ -9,12 +9,12 @@ from meanflow import univariate as uni
 from meanflow.flows._flow import Flow
 from meanflow.measures import Cloud, Dataset, Polar
 from meanflow.plots._curves import fit
-from meanflow.plots.style import COLORS, PALE, REFERENCE, below, panels
-from meanflow.plots.style import sparse as sparse_ticks
 from meanflow.solvers import KernelStep, solve
 from meanflow.univariate import _sparse as sparse
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels
+from meanflow_papers.style import sparse as sparse_ticks
 from meanflow_papers.univariate.pictures import Samples
 
 
