@@ -341,6 +341,13 @@ def subclass(parent: type, *, hint: str = "") -> Kind:
     return check
 
 
+def record(name: str, value: object) -> object:
+    """Accept a NamedTuple, the class itself and not one of its instances."""
+    if not (inspect.isclass(value) and issubclass(value, tuple) and hasattr(value, "_fields")):
+        raise TypeError(f"{name} must be a NamedTuple, the class itself, got {show(value)}")
+    return value
+
+
 def instance(*types: type, hint: str = "") -> Kind:
     """Make the kind of objects of the given ``types``; ``hint`` says how to get one."""
     names = " or ".join(kind.__name__ for kind in types)

@@ -251,21 +251,26 @@ class Solution(eqx.Module):
     def save(self, path: str | pathlib.Path) -> pathlib.Path:
         """Write the solution to one .npz file (arrays, settings, versions; no pickles) and return its path.
 
-        ``.npz`` is appended unless the name ends with it. ``observed`` must be an array or nested dicts, tuples and
-        lists of arrays.
+        ``.npz`` is appended unless the name ends with it. ``observed`` must be an array or nested dicts (with texts or
+        integers as keys), tuples, NamedTuples and lists of arrays; anything else is refused.
         """
         from meanflow.solvers._files import write_solution
 
         return write_solution(self, pathlib.Path(path))
 
     @classmethod
-    @_checks.arguments(path=_checks.path, records=_checks.sequence(_checks.subclass(tuple), least=0))
+    @_checks.arguments(path=_checks.path, records=_checks.sequence(_checks.record, least=0))
     def load(cls, path: str | pathlib.Path, *, records: Sequence[type] = ()) -> Self:
         """Read a solution written by ``save``; it can be resumed through ``state``.
 
         Args:
             path: the file; ``.npz`` may be left out.
-            records: types of particles of your own that the file holds; needed if their module is not imported.
+            records: NamedTuples of your own that the file holds, such as the particles of your model. A file names
+                its records, but only these and the particles of the package are looked up: reading runs no code that
+                the file chooses.
+
+        Raises:
+            ValueError: if there is no such file, it is damaged, or it holds a record that was not given.
         """
         from meanflow.solvers._files import read_solution
 

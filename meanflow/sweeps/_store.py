@@ -13,12 +13,14 @@ One process at a time writes in a directory. Reading needs no lock: a reader see
 """
 
 import errno
+import io
 import json
 import os
 import pathlib
 import reprlib
 import shutil
 import socket
+import stat
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
@@ -97,6 +99,11 @@ class Store:
 
     def _check_place(self) -> None:
         """Refuse a directory that is neither a store nor empty, before anything is written there."""
+        if (self.path / CHUNKS).is_symlink():
+            raise StoreError(
+                f"store {self.path} must hold its chunks itself, got a link {self.path / CHUNKS}, through which "
+                "nothing is written; reading is possible"
+            )
         if (self.path / CONFIG).exists():
             read_config(self.path)
         elif self.path.exists() and not self._is_new():
@@ -211,13 +218,13 @@ class Lock:
         folder: the run directory.
 
     Raises:
-        StoreError: if another process, or this one, holds the lock.
+        StoreError: if another process, or this one, holds the lock, or its file is not one that a store makes.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.path = folder / LOCK
         while True:
-            self._file = self.path.open("a+")
+            self._file = self._open()
             try:
                 self._take()
             except BaseException:
@@ -226,10 +233,36 @@ class Lock:
             if self._is_current():
                 break
             self._file.close()  # the owner before us removed the file between our opening and locking it
+        try:
+            self._sign()
+        except BaseException:  # such as a full disk
+            self.path.unlink(missing_ok=True)  # while it is locked, as in release
+            self._file.close()
+            raise
+
+    def _open(self) -> io.FileIO:
+        """Open the file, or make it; refuse whatever would carry our writing to a file outside of the directory."""
+        try:
+            there = self.path.lstat()
+        except FileNotFoundError:
+            pass
+        else:
+            if not stat.S_ISREG(there.st_mode) or there.st_nlink > 1:
+                raise StoreError(
+                    f"{self.path} must be a regular file of its own, got a link or something else; remove it if no "
+                    "process writes in this store"
+                )
+        # a link that was put there since is an error where the platform can tell
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        return io.FileIO(os.open(self.path, flags, 0o666), "r+")
+
+    def _sign(self) -> None:
+        """Write this process into the locked file."""
+        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
         self._file.seek(0)
         self._file.truncate()
-        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
-        self._file.flush()
+        if self._file.write(text) != len(text):
+            raise OSError(errno.ENOSPC, f"{self.path} could not be written")
 
     def _take(self) -> None:
         """Lock the open file, or refuse."""
@@ -276,7 +309,7 @@ class Lock:
     def _is_current(self) -> bool:
         """Say whether the locked file is still the one that the directory shows."""
         try:
-            shown = self.path.stat()
+            shown = self.path.lstat()
         except FileNotFoundError:
             return False
         return os.path.samestat(shown, os.fstat(self._file.fileno()))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from meanflow._files import atomic_write
 from meanflow._identity import Json, difference
+from meanflow._properties import show
 
 Record = dict[str, np.ndarray]
 """What ``Trainer.run`` returns of each epoch, by name."""
@@ -102,9 +103,10 @@ def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict
     values = []
     for where, leaf in leaves:
         name = jax.tree_util.keystr(where)
-        if name not in stored or stored[name].shape != leaf.shape:
-            given = stored[name].shape if name in stored else "nothing"
-            raise ValueError(f"{path} must hold {name} of shape {leaf.shape}, got {given}")
+        found = stored.get(name)
+        if found is None or found.shape != leaf.shape or found.dtype.kind not in "biufc":
+            given = "nothing" if found is None else show(found)
+            raise ValueError(f"{path} must hold numbers {name} of shape {leaf.shape}, got {given}")
         values.append(jnp.asarray(stored[name], leaf.dtype))
     state = jax.tree_util.tree_unflatten(tree, values)
     return state._replace(key=jax.random.wrap_key_data(state.key)), header

@@ -123,7 +123,12 @@ def _score(r: Record) -> str:
 
 
 def _anchor(name: str) -> str:
-    return "e-" + name.replace("/", "-").replace(".", "-")
+    return "e-" + _plain(name)
+
+
+def _plain(text: str) -> str:
+    """Return text that can stand in an attribute of HTML: a record is a file, and a file must not bring code."""
+    return re.sub(r"[^\w-]", "-", text)
 
 
 def _cell(text: str) -> str:
@@ -181,5 +186,5 @@ def _emphasized(text: str) -> str:
 
 def _tone(r: Record, verdict: bool = False) -> str:
     if verdict:
-        return r["verdict"].replace(" ", "-")
+        return _plain(r["verdict"])
     return {"failed": "bad", "error": "bad", "explained": "explained"}.get(r["status"], "")

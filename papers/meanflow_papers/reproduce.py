@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import jax
 import numpy as np
@@ -226,15 +226,20 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
         part.write_text(json.dumps(content, indent=1, allow_nan=False))
 
 
-def finished(entry: Entry, folder: str | Path, full: bool, formats: Sequence[str] = ()) -> Record | None:
-    """Return the record of an earlier run of the same size and arguments, if it came to an end."""
-    path = Path(folder) / "results" / f"{stem(entry.name)}.json"
+def _read(path: Path) -> Record | None:
+    """Return a record of this layout, or None for a file that is not there, damaged, or of another version."""
     try:
-        record: Record = json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    same = record.get("version") == VERSION and record.get("size") == ("full" if full else "small")
-    if not same or record["status"] not in FINISHED:
+    whole = isinstance(record, dict) and record.keys() == Record.__annotations__.keys()
+    return cast(Record, record) if whole and record["version"] == VERSION else None
+
+
+def finished(entry: Entry, folder: str | Path, full: bool, formats: Sequence[str] = ()) -> Record | None:
+    """Return the record of an earlier run of the same size and arguments, if it came to an end."""
+    record = _read(Path(folder) / "results" / f"{stem(entry.name)}.json")
+    if record is None or record["size"] != ("full" if full else "small") or record["status"] not in FINISHED:
         return None
     if entry.compute is None:
         return record
@@ -419,11 +424,8 @@ def _share(jobs: int, todo: list[Entry], one: Callable[[Worker, Entry], None]) -
 def summarize(folder: str | Path, full: bool) -> Summary:
     """Return what ``summary.json`` holds: every record of this size in the folder, in the order of the catalogue."""
     size = "full" if full else "small"
-    records: list[Record] = []
-    for path in sorted((Path(folder) / "results").glob("[!.]*.json")):  # hidden files are unfinished
-        record: Record = json.loads(path.read_text())
-        if record.get("version") == VERSION and record["size"] == size:
-            records.append(record)
+    found = map(_read, sorted((Path(folder) / "results").glob("[!.]*.json")))  # hidden files are unfinished
+    records = [record for record in found if record is not None and record["size"] == size]
     place = {name: k for k, name in enumerate(CATALOGUE)}
     records.sort(key=lambda r: (place.get(r["name"], len(place)), r["name"]))
     counts: dict[str, int] = {}

@@ -6,6 +6,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +22,7 @@ from meanflow_papers import Criterion, Outcome
 from meanflow_papers.catalogue import CATALOGUE, PACKAGES, find
 from meanflow_papers.command import with_epochs
 from meanflow_papers.entry import DECLARED, VERDICTS, Entry, entry
+from meanflow_papers.gallery import write_gallery
 from meanflow_papers.reproduce import (
     Worker,
     _answers,
@@ -28,6 +30,7 @@ from meanflow_papers.reproduce import (
     finished,
     reproduce,
     run_entry,
+    summarize,
 )
 from meanflow_papers.unitization.table_4 import table_4_cifar
 
@@ -200,6 +203,23 @@ def test_second_run_keeps_what_is_finished(folder):
     (folder / "results" / "004_figure-2.json").write_text(before[: len(before) // 2])  # killed while writing
     assert finished(entry, folder, full=False) is None
     (folder / "results" / "004_figure-2.json").write_text(before)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"version": 2}', '{"version": 2, "size": "small"}'])
+def test_a_damaged_record_is_left_out_and_run_again(folder, tmp_path, text):
+    shutil.copytree(folder / "results", tmp_path / "results")
+    (tmp_path / "results" / "004_figure-2.json").write_text(text)
+    assert finished(CATALOGUE["004/figure-2"], tmp_path, full=False) is None
+    assert "004/figure-2" not in [r["name"] for r in summarize(tmp_path, full=False)["experiments"]]
+
+
+def test_a_record_brings_no_code_into_the_gallery(folder, tmp_path):
+    summary = summarize(folder, full=False)
+    trap = '"><script>alert(1)</script>'
+    for record in summary["experiments"]:
+        record |= {name: trap for name in ("name", "title", "verdict", "finding", "reason")}
+    _, page = write_gallery(summary, tmp_path)
+    assert "<script>alert" not in page.read_text() and "&lt;script&gt;alert" in page.read_text()
 
 
 def _outcome(*checks):

@@ -1,5 +1,6 @@
 """Solutions: settings that stack, files that keep apart, states that refuse another run, failures that are noticed."""
 
+import collections
 import functools
 import json
 import pathlib
@@ -92,6 +93,167 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
     np.savez(broken, x=np.ones(3))
     refused(broken.read_bytes())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["inside", "whole.npz"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The file of a small run whose observable is a tuple of a list and a dict."""
+    flow, cloud, data = problem("vanilla")
+    seen = lambda f, c, d: ([mf.energy(f, c, d), c.weights], {3: c.width, 1: None})
+    run = mf.descend(flow, cloud, data, 2, step=0.1, observe=seen)
+    return run.save(tmp_path_factory.mktemp("saved") / "run")
+
+
+def edited(saved, folder, change):
+    """A copy of the file whose header went through ``change``, which edits it or returns another one."""
+    with np.load(saved) as file:
+        arrays = dict(file)
+    header = json.loads(arrays["header"].tobytes().decode())
+    header = change(header) or header
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    np.savez(folder / "edited.npz", **arrays | {"header": np.frombuffer(text, np.uint8)})
+    return folder / "edited.npz"
+
+
+SPRUNG = []
+
+
+class Spring:
+    """A class of an imported module that a file must not be able to call, with or without the fields of a record."""
+
+    def __new__(cls, *parts):
+        SPRUNG.append(parts)
+
+
+class Imported(NamedTuple):
+    a: jax.Array
+    b: jax.Array
+
+
+class FieldedSpring(Spring):
+    _fields = ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["Spring", "FieldedSpring", "Imported"])
+def test_a_file_cannot_choose_what_is_called(saved, tmp_path, name):
+    """Nothing is known to a file but the package's particles and what the caller gives."""
+    fields = list(getattr(globals()[name], "_fields", ()))
+
+    def change(header):
+        particles = header["layout"]["final"]["cloud"]
+        values = ["final.weights" for _ in fields]
+        node = {"record": f"{__name__}.{name}", "fields": fields, "values": values}
+        particles[0 if isinstance(particles, list) else "particles"] = node
+
+    with pytest.raises(ValueError, match=rf"edited.npz holds a record .*\.{name} .*records=\["):
+        mf.Solution.load(edited(saved, tmp_path, change))
+    assert SPRUNG == []
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("given", [tuple, dict, Spring, Imported(jnp.ones(1), jnp.ones(1))])
+def test_records_must_be_named_tuples(saved, given):
+    with pytest.raises(TypeError, match=r"records\[0\] must be a NamedTuple"):
+        mf.Solution.load(saved, records=[given])
+
+
+def test_a_record_that_is_not_given_is_asked_for(tmp_path):
+    flow, cloud, data = user_problem()
+    path = mf.descend(flow, cloud, data, 1, step=0.1).save(tmp_path / "waves")
+    with pytest.raises(ValueError, match=r"waves.npz holds a record .*Waves with fields .*records=\["):
+        mf.Solution.load(path)
+    assert isinstance(mf.Solution.load(path, records=[Waves]).final.particles, Waves)
+
+
+def test_what_was_observed_keeps_its_structure(saved, tmp_path):
+    flow, cloud, data = problem("vanilla")
+
+    def seen(f, c, d):
+        energy = mf.energy(f, c, d)
+        nested = {"a.b": energy, "a": {"b": 2 * energy, "/": 3 * energy}, "": [energy], "no\0thing": -energy}
+        return ([energy, (c.weights,)], {10: energy, 2: nested}, Imported(c.width, energy > 0))
+
+    run = mf.descend(flow, cloud, data, 2, step=0.1, observe=seen)
+    back = mf.Solution.load(run.save(tmp_path / "run"), records=[Imported])
+    assert jax.tree.structure(back) == jax.tree.structure(run)
+    for old, new in zip(jax.tree.leaves(run), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert type(mf.Solution.load(saved).observed[0]) is list
+    assert list(mf.Solution.load(saved).observed[1]) == [1, 3]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "part",
+    [
+        {1.5: jnp.ones(2)},
+        {(0, 1): jnp.ones(2)},
+        {True: jnp.ones(2)},
+        collections.OrderedDict(a=jnp.ones(2)),
+        diffrax.Euler(),
+        jnp.ones(2, jnp.bfloat16),
+        jax.random.key(0),
+        "text",
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_what_would_not_come_back_is_not_saved(saved, tmp_path, part):
+    run = eqx.tree_at(lambda s: s.observed, mf.Solution.load(saved), {"part": part})
+    with pytest.raises(ValueError, match=r"observed.part must be .* cannot be saved"):
+        run.save(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+DAMAGES = {
+    "header of text": lambda h: b"no JSON",
+    "header is a list": lambda h: [h],
+    "header is a number": lambda h: b"3",
+    "no format": lambda h: h.pop("format") and None,
+    "format of text": lambda h: h.update(format=str(h["format"])),
+    "later format": lambda h: h.update(format=h["format"] + 1),
+    "no layout": lambda h: h.pop("layout") and None,
+    "layout is a list": lambda h: h.update(layout=[h["layout"]]),
+    "layout is nothing": lambda h: h.update(layout=None),
+    **{
+        f"no {part}": lambda h, part=part: h["layout"].pop(part) and None for part in ("ts", "state", "final")
+    },
+    **{
+        f"{part} is {value}": lambda h, part=part, value=value: h["layout"].update({part: value})
+        for part in ("ts", "final", "state", "stats", "settings")
+        for value in (None, 3, "absent", "energy", [], {}, {"dict": []}, {"odd": []})
+    },
+    "clouds are an array": lambda h: h["layout"].update(clouds="ts"),
+    "clouds of nothing": lambda h: h["layout"].update(clouds={"cloud": [None, None, None, None]}),
+    "arrays exchanged": lambda h: h["layout"].update(ts="energy", energy="ts"),
+    "one more part": lambda h: h["layout"].update(more=None),
+    "state lacks a part": lambda h: h["layout"]["state"]["state"].pop() and None,
+    "state has one more": lambda h: h["layout"]["state"]["state"].append(None),
+    "state has a part of nothing": lambda h: h["layout"]["state"]["state"].__setitem__(0, None),
+    "state is a dict": lambda h: h["layout"]["state"].update(state={"t": "state.t"}),
+    "field of a record missing": lambda h: h["layout"]["state"]["state"][1]["fields"].pop() and None,
+    "value of a record missing": lambda h: h["layout"]["state"]["state"][1]["values"].pop() and None,
+    "fields of a record are a number": lambda h: h["layout"]["state"]["state"][1].update(fields=2),
+    "name of a record is a list": lambda h: h["layout"]["state"]["state"][1].update(record=["a"]),
+    "no names of settings": lambda h: h["layout"]["settings"].pop("names") and None,
+    "names of settings without values": lambda h: h["layout"]["settings"]["names"].append(["clock"]),
+    "names of settings are texts": lambda h: h["layout"]["settings"]["names"].append("ab"),
+    "names of settings are numbers": lambda h: h["layout"]["settings"]["names"].append([1, 2]),
+    "numbers of settings are nothing": lambda h: h["layout"]["settings"].update(settings=None),
+    "no result": lambda h: h["layout"].pop("result") and None,
+    **{
+        f"result is {value}": lambda h, value=value: h["layout"].update(result=value)
+        for value in (None, 7, "odd", {}, [], ["successful"], [["successful"], []])
+    },
+    "observed is a loop of lists": lambda h: (
+        json.dumps(h).replace('"observed.0.0"', "[" * 500 + "]" * 500).encode()
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_headers_are_named(saved, tmp_path, damage):
+    with pytest.raises(ValueError, match=r"edited\.npz"):
+        mf.Solution.load(edited(saved, tmp_path, DAMAGES[damage]))
 
 
 def test_names_with_dots_are_kept_apart(tmp_path):

@@ -1,12 +1,15 @@
 """What a store must never do: mix runs, take one chunk for another, or let two processes write at once."""
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
 import importlib
+import io
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import socket
@@ -280,6 +283,78 @@ def test_a_failed_or_refused_run_leaves_no_lock(tmp_path):
         run(tmp_path / "run")
         run(tmp_path / "run", chunk=1)
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "folder", "pipe"])
+def test_a_lock_that_leads_elsewhere_is_refused(tmp_path, kind):
+    """A store from a stranger must not have files of the user emptied or made."""
+    open_store(tmp_path / "run").close()
+    lock, target = tmp_path / "run" / ".lock", tmp_path / "thesis"
+    if kind != "dangling link":
+        target.write_text("years of work")
+    make = {"hard link": lambda: os.link(target, lock), "folder": lock.mkdir, "pipe": lambda: os.mkfifo(lock)}
+    make.get(kind, lambda: lock.symlink_to(target))()
+    with pytest.raises(StoreError, match=r"\.lock must be a regular file"):
+        open_store(tmp_path / "run")
+    assert target.read_text() == "years of work" if target.exists() else kind == "dangling link"
+
+
+@contextlib.contextmanager
+def no_room():
+    """Let no file grow: the system itself refuses to write, whichever call is used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_lock_that_cannot_be_written_is_given_up(tmp_path):
+    open_store(tmp_path / "run").close()
+    descriptors = len(os.listdir("/dev/fd"))
+    with no_room(), pytest.raises(StoreError, match="cannot be used") as caught:
+        open_store(tmp_path / "run")
+    assert caught.value is not None  # holds the frames, and what they opened
+    assert len(os.listdir("/dev/fd")) == descriptors and not (tmp_path / "run" / ".lock").exists()
+    open_store(tmp_path / "run").close()
+
+
+def test_a_lock_that_is_written_in_part_is_given_up(tmp_path, monkeypatch):
+    class AlmostFull(io.FileIO):
+        def write(self, text):
+            return super().write(text[:3])
+
+    with monkeypatch.context() as full:
+        full.setattr(io, "FileIO", AlmostFull)
+        with pytest.raises(StoreError, match="No space left|could not be written"):
+            open_store(tmp_path / "run")
+    open_store(tmp_path / "run").close()
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    """Links to the files of another store are read; what is written takes their place, or is refused."""
+    layout = {"chunks": {"00001": {"cells": [1]}}}
+    with open_store(tmp_path / "other") as store:
+        store.set_layout(layout)
+        store.write("00001", content(1))
+    open_store(tmp_path / "run").close()
+    config, chunk = (tmp_path / "run" / name for name in ("config.json", "chunks/00001.zarr"))
+    config.unlink()
+    for path in (config, chunk):
+        path.symlink_to(tmp_path / "other" / path.relative_to(tmp_path / "run"))
+    before = {f: f.read_bytes() for f in (tmp_path / "other").rglob("*") if f.is_file()}
+    with open_store(tmp_path / "run") as store:
+        np.testing.assert_array_equal(store.read("00001")["energy"], content(1)["energy"])
+        store.set_layout({"chunks": {}})
+        assert not config.is_symlink()
+        with pytest.raises(StoreError, match="could not be written"):
+            store.write("00001", content(2))
+    shutil.rmtree(tmp_path / "run" / "chunks")
+    (tmp_path / "run" / "chunks").symlink_to(tmp_path / "other" / "chunks")
+    with pytest.raises(StoreError, match="must hold its chunks itself"):
+        open_store(tmp_path / "run")
+    assert {f: f.read_bytes() for f in (tmp_path / "other").rglob("*") if f.is_file()} == before
 
 
 # code

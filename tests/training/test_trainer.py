@@ -260,6 +260,23 @@ def test_load_refuses_another_network(shared, key, tmp_path):
         load_state(tmp_path / "state.npz", wider)
 
 
+@pytest.mark.parametrize("part", ["text", "header is a list", "no header"])
+def test_a_damaged_checkpoint_is_named(shared, key, tmp_path, part):
+    state, _ = shared.run(key, small_data(), 0)
+    save_state(tmp_path / "state.npz", state)
+    with np.load(tmp_path / "state.npz") as file:
+        arrays = dict(file)
+    if part == "text":
+        arrays[".epoch"] = np.array("three")
+    elif part == "no header":
+        arrays.pop("header")
+    else:
+        arrays["header"] = np.array("[]")
+    np.savez(tmp_path / "state.npz", **arrays)
+    with pytest.raises(ValueError, match=r"state\.npz (is damaged|must hold numbers \.epoch)"):
+        load_state(tmp_path / "state.npz", state)
+
+
 def test_ensemble_equals_single_runs(shared, key):
     keys = jax.random.split(key, 2)
     splits = [small_data(seed) for seed in range(2)]
