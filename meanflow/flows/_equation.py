@@ -41,9 +41,15 @@ class Population(Dataset):
     The equation asks for two things; gradients follow by differentiation.
     """
 
+    def check(self, flow: "Flow") -> None:
+        """Raise ValueError if this flow, bound to its statistics, has no known expectation; by default none is refused.
+
+        Public functions and solvers call it before they compile, while statistics can still be looked at.
+        """
+
     @abc.abstractmethod
     def risk(self, flow: "Flow", cloud: Cloud) -> jax.Array:
-        """Return the expected loss of the network, a scalar, or raise ValueError if this flow has none."""
+        """Return the expected loss of the network, a scalar."""
 
     @abc.abstractmethod
     def potential(self, flow: "Flow", cloud: Cloud, probe: Cloud) -> jax.Array:

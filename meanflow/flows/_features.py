@@ -136,11 +136,19 @@ class Feature(eqx.Module):
         """
         return None
 
-    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
-        """Return E[phi(w_i; x) phi(v_k; x)] over x ~ N(0, I) for neurons w of ``cloud`` and v of ``other``, (m, m')."""
+    def check_overlap(self, feature: "Feature") -> None:
+        """Raise ValueError unless ``overlap`` with neurons of ``feature`` is defined; skips what is being traced."""
         raise ValueError(
-            f"a Gaussian population needs a feature that defines overlap(cloud, other), got {type(self).__name__}"
+            "a Gaussian population needs features that define overlap(cloud, feature, other), "
+            f"got {type(self).__name__}"
         )
+
+    def overlap(self, cloud: Cloud, feature: "Feature", other: Cloud) -> jax.Array:
+        """Return E[phi(w_i; x) psi(v_k; x)] over x ~ N(0, I), (m, m'), for neurons w of ``cloud`` and v of ``other``.
+
+        phi is this feature and psi is ``feature``, each with statistics and an output scale of its own.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no closed expectations")
 
     def potential(self, cloud: Cloud, x: jax.Array, g: jax.Array) -> jax.Array:
         """Return sum_j <g_j, phi(w_i; x_j)>, shape (m,), for covectors g (n,) or (n, k)."""
@@ -316,21 +324,43 @@ class TwoLayer(Feature):
         return outer[:, :, None, None] * jnp.eye(count, dtype=outer.dtype)[None, None] + mixed
 
     def directions(self, cloud: Cloud) -> jax.Array:
-        """Return the vectors (m, d) whose products with centered inputs the activation takes."""
+        """Return the vectors (m, d) whose products with inputs the activation takes."""
         return cloud.particles.b
 
-    def overlap(self, cloud: Cloud, other: Cloud) -> jax.Array:
+    def check_overlap(self, feature: Feature) -> None:
+        """Raise ValueError unless both have the same activation, of known expectations, and centered preactivations."""
+        from meanflow.kernels.infinite.dual import has_closed_form
+
+        if not isinstance(feature, TwoLayer) or feature.activation != self.activation:
+            raise ValueError(
+                "a Gaussian population needs a student with the teacher's activation in two layers, got another one"
+            )
+        for one in (self, feature):
+            one.check_centered()
+        if self.has_kinks() and not has_closed_form(self.activation):
+            raise ValueError(
+                "a Gaussian population needs an activation that is smooth or has a closed form (such as 'relu'), "
+                f"got {self.activation}, whose slope jumps"
+            )
+
+    def check_centered(self) -> None:
+        """Raise ValueError if preactivations have another mean than 0 over x ~ N(0, I)."""
+        if self.bias:
+            raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
+
+    def overlap(self, cloud: Cloud, feature: Feature, other: Cloud) -> jax.Array:
         """Return amplitudes times the dual activation of the directions."""
         from meanflow.kernels._infinite.dual import dual_activation
 
-        if self.bias:
-            raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
-        left, right = self.directions(cloud), self.directions(other)
+        self.check_overlap(feature)
+        assert isinstance(feature, TwoLayer)
+        left, right = self.directions(cloud), feature.directions(other)
         squares = jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
         shape = (left.shape[0], right.shape[0])
         first, second = (jnp.broadcast_to(u, shape) for u in squares)
         dual = dual_activation(self.activation)(first, second, left @ right.T).value
-        a, c = (self.amplitudes(one).reshape(one.size, -1) for one in (cloud, other))
+        a = self.amplitudes(cloud).reshape(cloud.size, -1)
+        c = feature.amplitudes(other).reshape(other.size, -1)
         return (a @ c.T) * dual
 
     def amplitudes(self, cloud: Cloud) -> jax.Array:

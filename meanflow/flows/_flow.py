@@ -269,6 +269,8 @@ def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
     """Bind a flow to the data and check that cloud, data and flow fit together; the entry of all public functions."""
     flow = type(flow).bind(flow, data)
     type(flow).check(flow, cloud, data.x)
+    if isinstance(data, equation.Population):
+        data.check(flow)
     type(flow.loss).check(flow.loss, type(flow.feature).output_shape(flow.feature, cloud), data.y)
     if flow.regularizer is not None:
         leaves, structure = jax.tree.flatten(cloud.particles)

@@ -108,14 +108,22 @@ class BatchNormed(TwoLayer):
             return preactivation
         return cloud.particles.scale[None, :] * preactivation + cloud.particles.shift[None, :]
 
-    def directions(self, cloud: Cloud) -> jax.Array:
-        """Return bb, for inputs of mean 0 and neurons without a shift."""
-        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
+    def check_centered(self) -> None:
+        """Raise ValueError for a mean that is not 0, and for neurons with a shift."""
+        if self.affine:
+            raise ValueError(
+                "a Gaussian population needs batch norm without scale and shift, got affine=True"
+            )
         mean = _checks.concrete(self.mean)
-        if self.affine or (mean is not None and np.any(mean != 0)):
-            raise ValueError("a Gaussian population needs batch norm with mean 0 and without scale and shift")
+        if mean is not None and np.any(mean != 0):
+            raise ValueError(f"a Gaussian population needs batch norm with mean 0, got mean = {mean}")
+
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return bb, and NaN for a mean that is not 0: while it is traced ``check_centered`` cannot refuse it."""
+        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
         b = cloud.particles.b
-        return omega.normalize(b, self.sigma) if self.raw else b
+        bb = omega.normalize(b, self.sigma) if self.raw else b
+        return jnp.where(jnp.all(self.mean == 0), bb, jnp.nan)
 
     def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return the activations s(g_i bb_i . (x_j - mean) + h_i), shape (n, m)."""

@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 class GaussianPopulation(Population):
     """Data x ~ N(0, I) with targets y = f_teacher(x): the loss E (f(x) - y)^2 / 2 without samples.
 
-    Products of two neurons have the closed expectations E[phi(w; x) phi(v; x)] of dual activations (erf, ReLU, linear,
-    sine, gaussian; other smooth activations by quadrature), so that with the signed measure nu = student - teacher
+    Products of two neurons have the closed expectations E[phi(w; x) phi(v; x)] of dual activations (erf, ReLU, leaky
+    ReLU, linear, sine, gaussian; smooth activations by quadrature), so that with the signed measure
+    nu = student - teacher
 
         E = 1/2 sum_ik nu_i nu_k E[phi_i phi_k],    V(w) = sum_k nu_k E[phi(w; x) phi_k(x)].
+
+    Neurons of the teacher are those of its own model: its output scale alpha, and its statistics under batch norm.
+    Student and teacher share the activation alone; each may have batch norm or not, with any covariance of mean 0.
 
     Pass it as ``data``. ``sample`` draws from it: a ``sampler`` of ``descend``, or a data set.
 
     Attributes:
         x, y, weights: empty, with d columns: there are no samples.
-        flow: the model of the teacher, two-layer with the activation of the student; its bias, offset or other
-            statistics than mean 0 and covariance I are refused.
+        flow: the model of the teacher, two-layer with the activation of the student. A bias, an offset (a centered
+            flow), a mean that is not 0 or a scale and shift under batch norm are refused, as they are of students.
         teacher: the teacher's neurons.
 
     >>> import jax, jax.numpy as jnp, meanflow as mf
@@ -60,7 +64,7 @@ class GaussianPopulation(Population):
         self.y, self.weights = jnp.zeros((0, *teacher.particles.a.shape[1:]), dtype), jnp.zeros((0,), dtype)
         self.teacher = teacher
         self.flow = flow.bind(self)
-        self.flow.feature.overlap(teacher, teacher)  # refuses features without closed expectations
+        self._check_model(self.flow)
         self.flow.check(teacher, self.x)
 
     def moments(self) -> tuple[Array, Array]:  # type: ignore[override]
@@ -80,25 +84,26 @@ class GaussianPopulation(Population):
 
     def risk(self, flow: "Flow", cloud: Cloud) -> Float[Array, ""]:
         """Return E (f - y)^2 / 2."""
-        self._check(flow)
+        self.check(flow)
         p, q = cloud.weights, self.teacher.weights
-        own = p @ (flow.feature.overlap(cloud, cloud) @ p)
-        cross = p @ (flow.feature.overlap(cloud, self.teacher) @ q)
-        return 0.5 * (own - 2 * cross + q @ (flow.feature.overlap(self.teacher, self.teacher) @ q))
+        student, teacher = flow.feature, self.flow.feature
+        own = p @ (student.overlap(cloud, student, cloud) @ p)
+        cross = p @ (student.overlap(cloud, teacher, self.teacher) @ q)
+        return 0.5 * (own - 2 * cross + q @ (teacher.overlap(self.teacher, teacher, self.teacher) @ q))
 
     def potential(self, flow: "Flow", cloud: Cloud, probe: Cloud) -> Float[Array, " k"]:
         """Return E[(f - y) phi(w; x)] at the particles of ``probe``."""
-        self._check(flow)
-        own = flow.feature.overlap(probe, cloud) @ cloud.weights
-        return own - flow.feature.overlap(probe, self.teacher) @ self.teacher.weights
+        self.check(flow)
+        own = flow.feature.overlap(probe, flow.feature, cloud) @ cloud.weights
+        return own - flow.feature.overlap(probe, self.flow.feature, self.teacher) @ self.teacher.weights
 
-    def _check(self, flow: "Flow") -> None:
+    def check(self, flow: "Flow") -> None:
+        """Raise ValueError unless the expected loss of ``flow`` is known: see the attribute ``flow``."""
         if flow.loss.function is not Loss("squared").function:
             raise ValueError("a Gaussian population needs flows with loss='squared', got another loss")
+        self._check_model(flow)
+
+    def _check_model(self, flow: "Flow") -> None:
         if flow.offset is not None:
             raise ValueError("a Gaussian population needs flows that are not centered, got a centered one")
-        mine, theirs = self.flow.feature, flow.feature
-        if type(mine) is not type(theirs) or mine.activation != theirs.activation:  # type: ignore[attr-defined]
-            raise ValueError(
-                "a Gaussian population needs a student with the teacher's feature, got another one"
-            )
+        flow.feature.check_overlap(self.flow.feature)

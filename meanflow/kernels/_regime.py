@@ -24,9 +24,11 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from meanflow import _checks
 from meanflow._matrices import kernel as kernel_kind
 from meanflow._numerics import iterate
+from meanflow.kernels import _spectral as spectral
 from meanflow.kernels._batchnorm import jacobian_apply, normalize
 from meanflow.kernels._gaussian import Gaussian, as_matrix, check_shapes
 from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, Loss, LossFlow, cross_entropy, from_dual
+from meanflow.kernels._spectral import Spectral
 
 
 class KernelFlow(eqx.Module):
@@ -36,10 +38,15 @@ class KernelFlow(eqx.Module):
     may have any shape, which is the leading shape of the result; infinity is the end of training. With a kernel
     (n, n, k, k) there are N = n k modes, else N = n, which all outputs share.
 
+    All methods but ``coefficients`` have exact derivatives in the kernel, also where eigenvalues are equal (duplicate
+    samples, several outputs), but no second ones. At infinite time they are those of changes that keep the rank of the
+    kernel; of gradient descent, those at whole numbers of steps, and NaN at others.
+
     Attributes:
         rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (N,). In mode i the residual decays as exp(-rates[i] t),
             or as (1 - learning_rate rates[i])^steps.
         modes: its orthonormal eigenvectors in columns, (N, N).
+        matrix: Q^(1/2) K Q^(1/2) itself, (N, N), of which training is a function.
         weights: q, (N,).
         residual: f(0) - y, (n,) or (n, k).
         target: y, (n,) or (n, k).
@@ -49,107 +56,39 @@ class KernelFlow(eqx.Module):
 
     rates: Float[Array, " N"]
     modes: Float[Array, "N N"]
+    matrix: Float[Array, "N N"]
     weights: Float[Array, " N"]
     residual: Float[Array, "n *k"]
     target: Float[Array, "n *k"]
     learning_rate: Float[Array, ""] | None = None
     momentum: Float[Array, ""] | None = None
 
-    def _aligned(self, times: Real[ArrayLike, "..."]) -> tuple[Array, Array]:
-        """Return rates (1, ..., N) and times (..., 1), ready to be combined."""
-        t = jnp.asarray(times, self.rates.dtype)
-        return self.rates.reshape((1,) * t.ndim + (-1,)), t[..., None]
+    def _entries(
+        self, function: Spectral, times: Real[ArrayLike, "..."], columns: Float[Array, "N c"]
+    ) -> Float[Array, "*times N c"]:
+        """Return a function of the matrix times ``columns``, along the modes."""
+        t, constants = jnp.asarray(times, self.rates.dtype), (self.learning_rate, self.momentum)
+        return spectral.apply(function, self.matrix, (self.rates, self.modes), t, constants, columns)
 
-    def _combine(self, spectral: Float[Array, "*times N"]) -> Float[Array, "*times N c"]:
-        """Multiply the initial residual by ``spectral`` in each mode, and return to sqrt(weights) x samples."""
-        coefficients = self.coefficients().reshape((1,) * (spectral.ndim - 1) + (self.rates.shape[0], -1))
-        return jnp.einsum("ij,...jc->...ic", self.modes, spectral[..., None] * coefficients)
+    def _scaled_residual(self) -> Float[Array, "N c"]:
+        return jnp.sqrt(self.weights)[:, None] * self.residual.reshape(self.rates.shape[0], -1)
 
-    def _decay(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N"]:
-        """Return what is left of the residual in each mode."""
-        rates, t = self._aligned(times)
-        if self.learning_rate is None:
-            moves = rates > 0  # 0 x infinity is not a number
-            return jnp.where(moves, jnp.exp(-jnp.where(moves, rates, 1.0) * t), 1.0)
-        if self.momentum is not None:
-            left = jnp.where(self._inverse() > 0, 0.0, 1.0).reshape(rates.shape)
-            return jnp.where(jnp.isinf(t), left, self._steps(times)[..., 0])
-        # sign and modulus apart: a power of a negative base with a float exponent is NaN
-        factor = 1 - self.learning_rate * rates
-        odd = jnp.where((t % 2 == 1) & (factor < 0), -1.0, 1.0)
-        return odd * jnp.abs(factor) ** t
-
-    def _gain(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N"]:
-        """Return (1 - decay) / rate in each mode, and its limit, the time itself, where the rate is 0."""
-        rates, t = self._aligned(times)
-        if self.learning_rate is None:
-            lost, still = -jnp.expm1(-rates * jnp.where(jnp.isinf(t), 0.0, t)), t
-        elif self.momentum is not None:
-            gain = self._steps(times)[..., 1]
-            return jnp.where(jnp.isinf(t), self._inverse().reshape(rates.shape), gain)
-        else:
-            # where steps are short, 1 - (1 - eta rate)^k loses digits that expm1 keeps
-            short = self.learning_rate * rates < 0.5
-            safe = jnp.where(short, self.learning_rate * rates, 0.0)
-            gentle = -jnp.expm1(t * jnp.log1p(-safe))
-            lost, still = jnp.where(short, gentle, 1 - self._decay(times)), self.learning_rate * t
-        moves = rates > 0
-        gain = jnp.where(moves, lost / jnp.where(moves, rates, 1.0), still)
-        return jnp.where(jnp.isinf(t), self._inverse().reshape(rates.shape), gain)
-
-    def _steps(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times N 2"]:
-        """Return decay and gain after whole numbers of steps with momentum, by powers of the matrix of one step.
-
-        In each mode (residual, velocity, gain, velocity of the gain, 1) moves linearly. Its power needs no distinct
-        eigenvalues, which are equal at the momentum that damps a mode best.
-        """
-        rates, t = self._aligned(times)
-        eta, mu, one = self.learning_rate, self.momentum, jnp.ones_like(self.rates)
-        assert eta is not None and mu is not None
-        pull, zero = eta * self.rates, jnp.zeros_like(self.rates)
-        keep = mu * one
-        step = jnp.stack(
-            [
-                jnp.stack([1 - pull, -keep, zero, zero, zero], -1),
-                jnp.stack([pull, keep, zero, zero, zero], -1),
-                jnp.stack([zero, zero, 1 - pull, keep, eta * one], -1),
-                jnp.stack([zero, zero, -pull, keep, eta * one], -1),
-                jnp.stack([zero, zero, zero, zero, one], -1),
-            ],
-            -2,
-        )
-        count = jnp.where(jnp.isinf(t), 0.0, t).astype(int)[..., 0]
-        state = jnp.array([1.0, 0.0, 0.0, 0.0, 1.0], rates.dtype)
-        state = jnp.broadcast_to(state, (*count.shape, self.rates.shape[0], 5))
-
-        def bit(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
-            left, power, state = carry
-            further = jnp.einsum("nij,...nj->...ni", power, state)
-            odd = (left % 2 == 1)[..., None, None]
-            return (left // 2, power @ power, jnp.where(odd, further, state)), None
-
-        (_, _, state), _ = jax.lax.scan(bit, (count, step, state), None, length=31)
-        return state[..., ::2][..., :2]
-
-    def _inverse(self) -> Float[Array, " N"]:
-        """Return the gain at the end of training; modes at rounding level stay untrained."""
-        floor = self.rates[0] * self.rates.shape[0] * jnp.finfo(self.rates.dtype).eps
-        kept = self.rates > floor
-        return jnp.where(kept, 1 / jnp.where(kept, self.rates, 1.0), 0.0)
+    def _from_modes(self, entries: Float[Array, "*times N c"]) -> Float[Array, "*times N c"]:
+        """Return sqrt(weights) x samples from entries along the modes, which are constants (see ``spectral.apply``)."""
+        return jnp.einsum("ij,...jc->...ic", jax.lax.stop_gradient(self.modes), entries)
 
     def coefficients(self) -> Float[Array, "N *c"]:
         """Return the initial residual in each mode, (N,), or (N, k) if outputs share the modes.
 
         The squares sum to twice the loss.
         """
-        columns = self.residual.reshape(self.rates.shape[0], -1)
-        found = self.modes.T @ (jnp.sqrt(self.weights)[:, None] * columns)
+        found = self.modes.T @ self._scaled_residual()
         return found[:, 0] if found.shape[1] == 1 else found
 
     @_checks.arguments(times=TIMES)
     def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return f at the training points, shape times.shape + y.shape."""
-        scaled = self._combine(self._decay(times))
+        scaled = self._from_modes(self._entries(spectral.DECAY, times, self._scaled_residual()))
         root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
         left = (scaled / root).reshape(jnp.shape(times) + self.target.shape)
         return self.target.reshape((1,) * jnp.ndim(times) + self.target.shape) + left
@@ -157,14 +96,13 @@ class KernelFlow(eqx.Module):
     @_checks.arguments(times=TIMES)
     def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
         """Return the loss, shape times.shape."""
-        decay = self._decay(times)
-        row = self.coefficients().reshape((1,) * (decay.ndim - 1) + (self.rates.shape[0], -1))
-        return 0.5 * jnp.sum((decay[..., None] * row) ** 2, axis=(-2, -1))
+        left = self._entries(spectral.DECAY, times, self._scaled_residual())
+        return 0.5 * jnp.sum(left**2, axis=(-2, -1))
 
     @_checks.arguments(times=TIMES)
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
-        scaled = self._combine(self._gain(times))
+        scaled = self._from_modes(self._entries(spectral.GAIN, times, self._scaled_residual()))
         root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
         return -(scaled * root).reshape(jnp.shape(times) + self.target.shape)
 
@@ -212,10 +150,10 @@ class KernelFlow(eqx.Module):
         size = self.rates.shape[0] // self.target.shape[0]
         at_x, between, at_z = (as_matrix(jnp.asarray(p), size if p.ndim == 2 else 1) for p in prior)
         root = jnp.sqrt(self.weights)
-        spectral = self._gain(times)
-        factor = as_matrix(jnp.asarray(cross), size if cross.ndim == 2 else 1) @ (root[:, None] * self.modes)
-        # A = K(z, x) Q^(1/2) V gain V' Q^(1/2)
-        response = jnp.einsum("sm,...m,nm->...sn", factor, spectral, root[:, None] * self.modes)
+        factor = as_matrix(jnp.asarray(cross), size if cross.ndim == 2 else 1) * root[None, :]
+        # A = K(z, x) Q^(1/2) gain(S) Q^(1/2), transposed
+        turned = self._from_modes(self._entries(spectral.GAIN, times, factor.T))
+        response = jnp.swapaxes(turned, -1, -2) * root.reshape((1,) * (turned.ndim - 1) + (-1,))
         shared = jnp.einsum("...sn,un->...su", response, between)
         spread = jnp.einsum("...sn,nm,...um->...su", response, at_x, response)
         start = jnp.zeros((cross.shape[0], *self.target.shape[1:]), self.rates.dtype)
@@ -299,11 +237,11 @@ def kernel_flow(
         return LossFlow(matrix, first, target, q, cross_entropy if isinstance(loss, str) else loss)
     q = jnp.repeat(q, matrix.shape[0] // target.shape[0])
     root = jnp.sqrt(q)
-    rates, modes = jnp.linalg.eigh(root[:, None] * matrix * root[None, :])
-    rates = jnp.maximum(rates, 0.0)  # rounding may leave -1e-17, and such a mode would grow in time
+    scaled = root[:, None] * matrix * root[None, :]
+    rates, modes = spectral.spectrum(scaled)
     number = lambda a: None if a is None else jnp.asarray(a, target.dtype)
     eta, mu = number(learning_rate), number(momentum)
-    return KernelFlow(rates[::-1], modes[:, ::-1], q, first - target, target, eta, mu)
+    return KernelFlow(rates, modes, scaled, q, first - target, target, eta, mu)
 
 
 def kernel_regression(

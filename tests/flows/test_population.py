@@ -58,6 +58,73 @@ def test_energy_and_velocity_are_expectations(activation, model, tolerance, quic
     assert abs(float(mf.energy(flow, teacher, population))) < 1e-14
 
 
+MODELS = {
+    "vanilla m": lambda s: mf.vanilla(s),
+    "vanilla one": lambda s: mf.vanilla(s, alpha="one"),
+    "batchnorm": lambda s: mf.batchnorm(s, alpha="sqrt"),
+    "batchnorm wide": lambda s: mf.batchnorm(s, mean=np.zeros(2), covariance=2 * np.eye(2), alpha=0.7),
+    "manifold": lambda s: mf.batchnorm_manifold(s, mean=np.zeros(2), covariance=COVARIANCE, alpha="one"),
+}
+COVARIANCE = np.array([[1.5, 0.4], [0.4, 0.6]])
+
+
+def two_networks(one, other, activation, seed=2):
+    """A student, its neurons, and a population whose teacher has another model and another width."""
+    flows = [MODELS[name](activation) for name in (one, other)]
+    rng = np.random.default_rng(seed)
+    raw = [mf.Cloud(mf.Neurons(rng.normal(size=m), 0.7 * rng.normal(size=(m, 2)))) for m in (4, 3)]
+    student, teacher = (flow.space.from_raw(cloud) for flow, cloud in zip(flows, raw, strict=True))
+    return flows[0], student, GaussianPopulation(flows[1], teacher)
+
+
+@pytest.mark.parametrize("other", MODELS)
+@pytest.mark.parametrize("one", MODELS)
+def test_targets_are_those_of_the_teachers_own_model(one, other, quick_compilation):
+    """All pairs, by quadrature in the plane, where the targets are the predictions of the teacher's flow."""
+    flow, student, population = two_networks(one, other, "erf")
+    x, weights = trapezoid()
+    data = mf.Dataset(x, mf.predict(population.flow, population.teacher, x), weights)
+    bound = flow.bind(population)
+    np.testing.assert_allclose(
+        mf.energy(bound, student, population), mf.energy(bound, student, data), rtol=1e-8
+    )
+    for ours, theirs in zip(
+        jax.tree.leaves(mf.velocity(flow, student, population)),
+        jax.tree.leaves(mf.velocity(bound, student, data)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-7 * float(jnp.abs(theirs).max()))
+
+
+def test_expectations_are_means_over_what_the_population_draws(quick_compilation):
+    """All pairs, within 4 standard errors of a mean over samples: independent of how expectations are computed."""
+    size = 200_000
+    for one in MODELS:
+        for other in MODELS:
+            flow, student, population = two_networks(one, other, "relu")
+            flow = flow.bind(population)
+            x, y = population.sample(jax.random.key(7), size)
+            f = mf.predict(flow, student, x)
+            losses = 0.5 * (f - y) ** 2
+            error = jnp.std(losses) / np.sqrt(size)
+            gap = mf.energy(flow, student, population) - jnp.mean(losses)
+            assert abs(float(gap)) < 4 * float(error), (one, other)
+            # the outer weights move against the derivative of the loss in them: (f - y) a_i s(b_i . x) over a_i
+            each = (y - f)[:, None] * flow.feature(student, x) / student.particles.a[None, :]
+            moved = mf.velocity(flow, student, population).a
+            error = jnp.std(each, axis=0) / np.sqrt(size)
+            assert jnp.all(jnp.abs(moved - jnp.mean(each, axis=0)) < 4 * error), (one, other)
+
+
+def test_a_traced_mean_is_never_taken_for_zero():
+    """Inside of a program of the user the mean cannot be refused; the energy is then NaN and not that of mean 0."""
+    _, student, population = two_networks("batchnorm", "vanilla one", "erf")
+    energy = jax.jit(
+        lambda mean: mf.energy(mf.batchnorm("erf", mean=mean, covariance=jnp.eye(2)), student, population)
+    )
+    assert np.isfinite(energy(jnp.zeros(2))) and np.isnan(energy(jnp.full(2, 0.5)))
+
+
 PLATEAUS = {2: 0.011611, 3: 0.020297, 5: 0.036226}
 PLAIN_PLATEAUS = {2: 0.031865, 3: 0.054859, 5: 0.097195}
 
@@ -159,8 +226,20 @@ def test_what_a_population_cannot_do_is_refused(key):
     data = GaussianPopulation(flow, teacher)
     with pytest.raises(ValueError, match="needs flows with loss='squared'"):
         mf.energy(mf.vanilla("erf", "huber"), teacher, data)
-    with pytest.raises(ValueError, match="student with the teacher's feature"):
+    with pytest.raises(ValueError, match="student with the teacher's activation"):
         mf.energy(mf.vanilla("tanh"), teacher, data)
+    centered = mf.vanilla("erf", centered=True).begin(teacher)
+    kinked = mf.vanilla(lambda z: jnp.abs(z))
+    for make in (lambda flow: mf.energy(flow, teacher, data), lambda flow: GaussianPopulation(flow, teacher)):
+        with pytest.raises(ValueError, match="not centered"):
+            make(centered)
+        with pytest.raises(ValueError, match="batch norm with mean 0, got mean = "):
+            make(mf.batchnorm("erf", mean=jnp.full(2, 0.5), covariance=jnp.eye(2)))
+    with pytest.raises(ValueError, match="smooth or has a closed form"):
+        GaussianPopulation(kinked, teacher)
+    with pytest.raises(ValueError, match="without scale and shift"):
+        affine = mf.batchnorm("erf", affine=True)
+        mf.energy(affine, affine.bind(data).init(key, 2, dim=2), data)
     with pytest.raises(ValueError, match="without a bias"):
         GaussianPopulation(mf.vanilla("erf", bias=True), mf.Cloud(mf.Neurons(jnp.ones(2), jnp.eye(2))))
     with pytest.raises(ValueError, match="teacher must hold Neurons"):

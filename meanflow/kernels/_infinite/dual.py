@@ -149,6 +149,24 @@ def trapezoid(
     return dual
 
 
+def _known_name(activation: str | Activation) -> str | None:
+    """Return the name of an activation: a function that has one is as good as its name."""
+    if isinstance(activation, str):
+        return activation
+    if isinstance(activation, Stretched):
+        return activation.name
+    return {function: name for name, function in NAMED.items()}.get(activation)
+
+
+def has_closed_form(activation: str | Activation) -> bool:
+    """Say whether ``dual_activation`` knows a closed form, and needs no quadrature.
+
+    >>> has_closed_form("relu"), has_closed_form(jnp.tanh)
+    (True, False)
+    """
+    return _known_name(activation) in CLOSED
+
+
 def dual_activation(activation: str | Activation, frequency: float = 1.0) -> DualFunction:
     """Return the dual of phi(frequency * z) as a function (variance of u, variance of v, covariance) -> ``Dual``.
 
@@ -165,9 +183,7 @@ def dual_activation(activation: str | Activation, frequency: float = 1.0) -> Dua
     if isinstance(activation, Stretched):
         frequency = frequency * activation.frequency
         activation = activation.name
-    # a function that has a name is as good as its name
-    names = {function: name for name, function in NAMED.items()}
-    known = activation if isinstance(activation, str) else names.get(activation)
+    known = _known_name(activation)
     base = CLOSED[known] if known in CLOSED else trapezoid(activation)
     if frequency == 1.0:
         return base
