@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from meanflow import _checks
 from meanflow._checks import array
 from meanflow.univariate import _forces as forces
-from meanflow.univariate.balance import angle_of
+from meanflow.univariate._angles import angle_of
 
 SAMPLES = array((None,))
 
@@ -147,10 +147,3 @@ def attracting_angles(
         alive = jnp.any(table != 0, axis=-1) & (jnp.arange(2 * points.shape[0]) > 0)
         inside.append(jnp.where(home & alive, angle_of(towards), jnp.nan))
     return inside[0], inside[1]
-
-
-@_checks.arguments(x=SAMPLES)
-def dead_arc(x: Float[ArrayLike, " s"]) -> Float[Array, ""]:
-    """Return the length of the arc of directions that see no sample: pi - (arctan x_s - arctan x_1)."""
-    x = jnp.asarray(x)
-    return jnp.pi - (jnp.arctan(jnp.max(x)) - jnp.arctan(jnp.min(x)))

@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, number, optional
-from meanflow.univariate._weight_laws import Signs, Uniform, weight_law
+from meanflow.univariate._weight_laws import SignsLaw, UniformLaw, weight_law
 
 SAMPLES = array((None,), squares=True)
 
@@ -196,11 +196,11 @@ def natural_spline(x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]) -> Spli
     return _banded(*_samples(x, y), (0.0, 0.0))
 
 
-def cubic_law(name: str, value: object) -> Signs | Uniform:
+def cubic_law(name: str, value: object) -> SignsLaw | UniformLaw:
     """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._checks``."""
     law = weight_law(name, value)
-    if not isinstance(law, Signs | Uniform):
-        raise ValueError(f"{name} must be Signs or Uniform (a cubic kernel), got {value}")
+    if not isinstance(law, SignsLaw | UniformLaw):
+        raise ValueError(f"{name} must be SignsLaw or UniformLaw (a cubic kernel), got {value}")
     return law
 
 
@@ -209,7 +209,7 @@ def spline_interpolant(
     x: Float[ArrayLike, " n"],
     y: Float[ArrayLike, " n"],
     *,
-    law: str | Signs | Uniform = "signs",
+    law: str | SignsLaw | UniformLaw = "signs",
     ridge: Float[ArrayLike, ""] | None = None,
 ) -> Spline:
     """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
@@ -225,9 +225,9 @@ def spline_interpolant(
         with a ridge.
 
     >>> import jax.numpy as jnp
-    >>> from meanflow.univariate._weight_laws import Signs
+    >>> from meanflow.univariate import SignsLaw
     >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
-    >>> f, natural = spline_interpolant(x, y, law=Signs(100.0)), natural_spline(x, y)
+    >>> f, natural = spline_interpolant(x, y, law=SignsLaw(100.0)), natural_spline(x, y)
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
     True
     """
