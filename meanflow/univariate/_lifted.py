@@ -101,6 +101,8 @@ class Lifted(Space):
         _, n = split(cloud.particles.r / ratio, delta)
         d = unit(cloud.particles.theta)
         t = jnp.stack([-d[:, 1], d[:, 0]], axis=-1)
+        # The raw velocity with r' = v.r, theta' = v.theta that keeps the balance: p' = kp (c pace d + n v.theta t) and
+        # c' = kc n pace, since (c n)' = pace (kp c^2 + kc n^2) = v.r / k.
         pace = safe_divide(v.r / ratio, inner_rate * c**2 + outer_rate * n**2)
         step = (inner_rate * c * pace)[:, None] * d + (inner_rate * n * v.theta)[:, None] * t
         moved = to_polar(p + step, c + outer_rate * n * pace, ratio)

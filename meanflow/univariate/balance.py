@@ -48,6 +48,7 @@ def split(
     >>> bool(jnp.abs(c * n - 1e-3) < 1e-18), float(n)
     (True, 1000000.0)
     """
+    # big = max(c^2, n^2), without cancellation; the other factor is q over its root
     q, delta = jnp.asarray(q), jnp.asarray(delta)
     endless = jnp.isinf(delta)
     finite = jnp.where(endless, 0.0, delta)

@@ -78,6 +78,8 @@ class PiecewiseLinear(eqx.Module):
         With tolerance 0 the function is unchanged; otherwise each group sits at its mean knot, weighted by
         abs(jump), and the function is unchanged outside the groups.
         """
+        # neighbors with a gap <= tolerance get one label, so sums by label are sums over groups; unused entries, all
+        # at +inf and last, are a group of their own
         far = jnp.isinf(self.knots)
         finite = jnp.where(far, 0, self.knots)
         steps = (jnp.diff(finite) > tolerance) | (far[1:] & ~far[:-1])
@@ -208,6 +210,7 @@ def _share_near(
     radius: float = 0.05,
 ) -> Float[Array, ""]:
     """Return ``on_sample_share`` for samples of mean spacing ``h``, which may be repeated."""
+    # the nearest sample is one of the two neighbors of the knot in sorted order
     near = jnp.clip(jnp.searchsorted(x, knots), 1, x.shape[0] - 1)
     gap = jnp.minimum(jnp.abs(knots - x[near - 1]), jnp.abs(knots - x[near]))
     inside = jnp.isfinite(knots) & (knots >= x[0] - h / 2) & (knots <= x[-1] + h / 2)
