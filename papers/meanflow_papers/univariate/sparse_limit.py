@@ -80,7 +80,8 @@ def _course(
     step = KernelStep(1.0, every=1)
 
     def watch(flow: Flow, cloud: Cloud, data: Dataset) -> Duality:
-        return duality(*cloud.particles, data.x, data.y, lam)
+        r, theta = cloud.particles
+        return duality(r, theta, data.x, data.y, lam)
 
     def one(x: jax.Array, y: jax.Array) -> tuple[Duality, Polar]:
         data = Dataset(x, y, weights="sum")
