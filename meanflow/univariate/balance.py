@@ -44,6 +44,10 @@ def split(
     c has the sign of q. At q = 0, delta > 0 (then n = 0) the sign of c is free, and c > 0 is returned. For
     delta = +inf the convention is |c| = 1, for delta = -inf it is n = 1.
 
+    Args:
+        q: c n = alpha r / m of each neuron, any shape.
+        delta: balance of each neuron, +-inf allowed, of the same shape.
+
     >>> c, n = split(jnp.array(1e-3), jnp.array(-1e12))
     >>> bool(jnp.abs(c * n - 1e-3) < 1e-18), float(n)
     (True, 1000000.0)
@@ -80,7 +84,11 @@ def tangential_fraction(delta: Float[ArrayLike, "*m"], q: Float[ArrayLike, "*k"]
 
     0 is the kernel regime (delta -> -inf), 1 the adaptive one (delta -> +inf). The share equals
     (1 + k/sqrt(1 + k^2))/2 with k = delta/(2 |q|), q = alpha r/m, but is computed without its cancellation; it is 1/2
-    at delta = q = 0. ``delta`` and ``q`` are broadcast against each other.
+    at delta = q = 0.
+
+    Args:
+        delta: balances, +-inf allowed.
+        q: c n of the neurons; broadcast against ``delta``.
 
     >>> [float(tangential_fraction(d, 1.0)) for d in (-jnp.inf, 0.0, jnp.inf)]
     [0.0, 0.5, 1.0]
