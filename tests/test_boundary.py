@@ -29,16 +29,7 @@ spec.loader.exec_module(names)
 # steps of larger computations, which judge NaN themselves; and knots, which neurons without one have at NaN
 PASS_NAN_ON = {
     *("widen", "average", "affine", "sample_square", "along"),
-    *(
-        "angle_of",
-        "unit",
-        "layer_rates",
-        "to_polar",
-        "to_raw",
-        "share_near",
-        "on_sample_share",
-        "concentration",
-    ),
+    *("on_sample_share", "concentration"),
     *("PiecewiseLinear.__init__", "MLP.lower", "MLP.upper", "MLP.__call__", "ResNet.states"),
 }
 CLASSES = {"record", "chart", "dtype"}  # arguments that are classes
@@ -118,12 +109,10 @@ OTHER_CONSTRUCTORS = {
         *("BatchNorm", "Recenter", "Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
-        *("Space", "Feature", "Observable", "FlowSolver", "StepRule", "RawSpace"),
+        *("Space", "Feature", "Observable", "FlowSolver", "StepRule"),
         *("StoreError", "FailedRun", "RESULTS"),
     ),
-    "made by functions of this package": (
-        *("Flow", "Chart", "Solution", "DensitySolution", "Data", "Lifted", "TrainableLayers"),
-    ),
+    "made by functions of this package": ("Flow", "Chart", "Solution", "DensitySolution", "Data"),
 }
 
 

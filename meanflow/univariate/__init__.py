@@ -1,9 +1,10 @@
 """Univariate: everything special about ReLU networks of one input, from models and exact forces to splines.
 
-``models`` builds the flows out of ``features`` and the spaces in ``cylinder``, ``balance`` and ``hyperbola``;
-``motion`` and ``events`` move neurons through kinks for the sliding solver; ``forces``, ``rays`` and ``residual`` sum
-by activation region; ``knots`` and ``observables`` look at the network as a function; ``sparse`` solves the regularized
-problem and ``decay`` follows weight decay; ``kernels``, ``norms`` and ``splines`` are the limit of infinite width.
+``_models`` builds the flows out of ``_features`` and the spaces in ``_cylinder``, ``_lifted`` and ``_hyperbola``;
+``_motion`` and ``_events`` move neurons through kinks for the sliding solver; ``_forces``, ``_rays`` and ``_residual``
+sum by activation region; ``balance`` changes coordinates; ``knots`` and ``_observables`` look at the network as a
+function; ``_sparse`` solves the regularized problem; ``_weight_laws``, ``_kernels`` and ``_splines`` are the limit of
+infinite width.
 """
 
 from meanflow.univariate import balance as balance
@@ -19,4 +20,9 @@ from meanflow.univariate._models import radial as radial
 from meanflow.univariate._rays import attracting_angles as attracting_angles
 from meanflow.univariate._rays import classify_rays as classify_rays
 from meanflow.univariate._residual import residual_ode as residual_ode
+from meanflow.univariate._sparse import sparse_minimizer as sparse_minimizer
+from meanflow.univariate._splines import natural_spline as natural_spline
 from meanflow.univariate._splines import spline_interpolant as spline_interpolant
+from meanflow.univariate._weight_laws import RadialLaw as RadialLaw
+from meanflow.univariate._weight_laws import SignsLaw as SignsLaw
+from meanflow.univariate._weight_laws import UniformLaw as UniformLaw

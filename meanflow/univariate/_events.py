@@ -108,10 +108,15 @@ def freeze(x: Float[Array, " s"], covector: Float[Array, " s"], *, forward: bool
     side = jnp.concatenate([jnp.ones_like(samples), -jnp.ones_like(samples)])
     ray_u = side / jnp.hypot(1.0, sample).astype(x.dtype)
     ray_v = -ray_u * sample
+    # On the ray <x~, ray> = 0, so the ray's own sample adds nothing along it: either side gives the same force.
     along = ray_u * behind[:, 0] + ray_v * behind[:, 1]
+    # Across it the two sides differ by g_j |x~_j|^2, what the sample itself contributes: here the velocity jumps.
     idle = sample * behind[:, 0] + behind[:, 1]
     busy = sample * ahead[:, 0] + ahead[:, 1]
-    # region R lies between the rays R - 1 and R; the samples of these are active in regions 1 .. s and s .. 2s - 1
+    # Region R lies between the rays R - 1 and R; the samples of these are active in regions 1 .. s and s .. 2s - 1.
+    # The height |<x~, p>| above a ray changes at the rate -kp c H, H = <x~, G> where the sample is active (height =
+    # <x~, p>) and -<x~, G> where it is not. Both are taken from the tables of the rays, so that the sign of H is the
+    # one that the rule at the ray sees: a neuron that the rule sends into a region is not at once sent back.
     turn = lambda u: jnp.concatenate([u[-1:], u[:-1]])
     low = turn(jnp.concatenate([busy[:s], -idle[s:]]))
     high = jnp.concatenate([-idle[:s], busy[s:]])
@@ -191,16 +196,22 @@ def _decide(
     ray = jnp.maximum(neurons.ray, 0)
     ray_u, ray_v, along, idle, busy = _row(field.rays, ray)
     to_idle, to_busy = _beside(ray, field.rays.shape[0])
+    # On the ray p = reach * ray.
     reach = neurons.u * ray_u + neurons.v * ray_v
-    # the sign that c is about to have, if it is 0 now
+    # Only the sign of c matters below. If c is 0 now, it is about to have that of c' = -kc <G, p>.
     c_next = jnp.where(neurons.c == 0, -outer_rate * reach * along, neurons.c)
     idle_speed, busy_speed = -inner_rate * c_next * idle, -inner_rate * c_next * busy
+    # The rule: z = <x~, p> = 0 here. It grows on the inactive side (z < 0) and falls on the active one: both sides push
+    # back, and the neuron slides. Where no side moves at all it stays on the ray too.
     holds = ((idle_speed > 0) & (busy_speed <= 0)) | ((idle_speed == 0) & (busy_speed == 0))
     repels = (idle_speed < 0) & (busy_speed > 0)
-    # p = 0 and the opposite ray pushes back as well: the neuron is dead
+    # Sliding means reach' = -kp c along. At p = 0 (reach = 0, arrived on the opposite ray) a negative rate would lead
+    # back through the origin: both halves of the line push inward, no ray is left to slide on, and the neuron dies.
     inward = holds & (reach <= 0) & (inner_rate * c_next * along > 0)
     slides = at & holds & ~inward
     leaves = at & ~slides
+    # It goes to the active side if both speeds are positive, and to the inactive one in every other case, a repulsor
+    # among them. Region 0 sees no sample.
     target = jnp.where((idle_speed > 0) & (busy_speed > 0), to_busy, to_idle)
     entered = jnp.where(leaves, jnp.where(inward, 0, target), neurons.region)
     return _Decision(at, ray_u, ray_v, along, reach, slides, leaves, repels, entered)
@@ -210,6 +221,8 @@ def _count(
     neurons: MovingNeurons, decision: _Decision, through: Bool[Array, " m"], counted: Bool[Array, " m"]
 ) -> Counts:
     """Count the decisions at rays and who went ``through`` p = 0, for the neurons that are ``counted``."""
+    # A neuron that has just arrived either crosses (its region changes), is captured, or turns back, which is no event.
+    # One that was on the ray before can only be released.
     crosses = decision.leaves & neurons.fresh & (decision.entered != neurons.region)
     freed = decision.leaves & ~neurons.fresh
     return tally(
@@ -233,15 +246,18 @@ def _chart_course(
     u, v, c, region, _, _, left = neurons
     slides, along, reach = decision.slides, decision.along, decision.reach
     total = field.rays.shape[0]
-    # the same stored numbers as in _decide, so that both agree on every sign
+    # the force and both bounding rays in one look-up; normal forces are the numbers that _decide saw (see freeze)
     free_u, free_v, x_low, force_low, x_high, force_high = _row(field.regions, region)
     force_u = jnp.where(slides, along * decision.ray_u, free_u)
     force_v = jnp.where(slides, along * decision.ray_v, free_v)
+    # constants of the closed form: w^2 = kp kc |G|^2 and S = <G, p>
     both = inner_rate * outer_rate
     g2 = both * (force_u**2 + force_v**2)
     work = u * force_u + v * force_v
 
     def height(ahead: Int[Array, " m"], x: jax.Array, active: Bool[Array, " m"]) -> jax.Array:
+        # Z >= 0 of first_root. Rounding may leave z on the wrong side of a ray, and a neuron that has just left a ray
+        # is exactly on it: both are at height 0, from where only a return counts.
         z = x * u + v
         just_left = decision.leaves & (ahead == neurons.ray)
         return jnp.where(just_left, 0.0, jnp.maximum(jnp.where(active, z, -z), 0.0))
@@ -249,12 +265,17 @@ def _chart_course(
     lower = jnp.where(region == 0, total - 1, region - 1)
     height_low = height(lower, x_low, (region >= 1) & (region <= total // 2))
     height_high = height(region, x_high, region >= total // 2)
-    # sliding: one event is p = 0, <d, p> in the place of <x~, p>; the other c = 0, c (1 + g^2 T^2/4) = kc S T
+    # Two events can end the motion, one row each, (2, m). In T = 2 tanh(w t/2)/w both are quadratic equations. Free
+    # neurons meet the lower or the upper ray, height Z and normal force H (kinks.cell):
+    #     (kp kc H S/2 - Z w^2/4) T^2 - kp c H T + Z = 0.
+    # Sliding ones meet p = 0, the same equation with Z = <ray, p> and H = <ray, G>, or c = 0, which is
+    #     |c| (1 + w^2 T^2/4) - sign(c) kc S T = 0     since c(t) = c cosh(w t) - kc S sinh(w t)/w.
     toward = jnp.stack([jnp.where(slides, along, force_low), force_high])
     away = jnp.stack([jnp.where(slides, reach, height_low), height_high])
     row = lambda u: u[None, :]
     second = row(both * work / 2) * toward - away * row(g2 / 4)
     slope = -row(inner_rate * c) * toward
+    # the second event of a sliding neuron: c comes to rest
     rest = row(slides) & (jnp.arange(2)[:, None] == 1)
     size = jnp.abs(c)
     meetings = first_root(
@@ -265,6 +286,7 @@ def _chart_course(
     )
     time = clock_time(jnp.min(meetings, axis=0), g2)  # T grows with t, so the smaller T comes first
     first = meetings[0] <= meetings[1]
+    # an event at the very end of the time left is left to the next sub-step, with new forces
     exits = (left > 0) & (time < left)
     step = jnp.where(exits, time, left)
     return _Course(force_u, force_v, work, g2, lower, first, exits, step, jnp.where(first, x_low, x_high))
@@ -285,6 +307,7 @@ def _arrive(
     u, v, c = end
     half = total // 2
     slides, exits = decision.slides, course.exits
+    # free neurons arrive on the lower ray, R - 1, or on the upper one, R
     arrives = exits & ~slides
     met = jnp.where(course.first, course.lower, neurons.region)
     on_line = (u - course.x * v) / (1 + course.x**2)  # the point of the line nearest to p is on_line (1, -x)
@@ -299,9 +322,8 @@ def _arrive(
         jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
         jnp.where(arrives, -course.x * on_line, jnp.where(through, 0.0, v)),
         jnp.where(halts, 0.0, c),
-        jnp.where(
-            through, _beside(opposite, total)[0], neurons.region
-        ),  # there the other samples have changed sides
+        # beyond the origin every other sample has changed sides; which side of its ray is taken is decided there
+        jnp.where(through, _beside(opposite, total)[0], neurons.region),
         ray,
         arrives,
         jnp.where(exits, neurons.left - course.step, 0.0),
@@ -321,6 +343,9 @@ def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingN
         The neurons after the event, and how many events of each kind there were.
     """
     inner_rate, outer_rate, is_real = rates
+    # 1. The Filippov rule for those on a ray. 2. Force, next event and the time to it. 3. Motion in closed form for
+    # that time: p' = -kp c G moves p along G only. 4. Snap to the ray that was met. All four are computed for every
+    # neuron; for those that are done the result is dropped at the end.
     moving = neurons.left > 0
     decision = _decide(neurons, field, inner_rate, outer_rate)
     started = neurons._replace(region=jnp.where(moving, decision.entered, neurons.region))
@@ -347,6 +372,7 @@ def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Fie
         rates: constants of each neuron.
         field: frozen forces, of which only ``x`` and ``forces`` are used.
     """
+    # What happened, from the states before and after.
     inner_rate, outer_rate, _ = rates
     held = jax.lax.stop_gradient
     moving = before.left > 0
@@ -360,6 +386,7 @@ def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Fie
     met = _sample(jnp.maximum(after.ray, 0), count)
     returns = arrives & (before.ray >= 0) & (_sample(before.ray, count) == met)
 
+    # The constant force of the motion: that of the region, or for sliding neurons its projection on the ray.
     look = lambda table, index: table.at[index].get(mode="promise_in_bounds")
     region = jnp.where(slides, before.region, after.region)
     # a column at a time: the sums of their slopes by region are then one-dimensional
@@ -369,12 +396,15 @@ def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Fie
     on_line = lambda u, v: (u - x * v) * inverse  # the point of the line nearest to (u, v) is on_line (1, -x)
     along = on_line(force_u, force_v)
     force_u, force_v = jnp.where(slides, along, force_u), jnp.where(slides, -x * along, force_v)
+    # The motion, for the time that the event took, as a smooth function of where it began.
     time = held(before.left - after.left)
     work = before.u * force_u + before.v * force_v
     g2 = inner_rate * outer_rate * (force_u**2 + force_v**2)
     c, shift = travel(before.c, work, g2, inner_rate, outer_rate, time)
     u, v = before.u - shift * force_u, before.v - shift * force_v
 
+    # The function of time that vanishes at the event, and its rate there: the height above the ray for one that
+    # arrives, <(1, -x), p>/|x~|^2 for one that passes p = 0, and c for one that comes to rest.
     normal = x * force_u + force_v
     # a neuron that returns to the ray it has left began exactly on it
     height = jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
@@ -401,10 +431,13 @@ def soft_drift(
 
     The motion is linear; by the Filippov rule r sticks at 0 while |pull| <= strength.
     """
+    # from r = 0 it can only leave in the direction -pull
     sign = jnp.where(r == 0, -jnp.sign(pull), jnp.sign(r))
     speed = pull + strength * sign
     towards = speed * sign > 0
     ahead = r - speed * time
+    # If it reaches 0 on the way, it has spent the time r / speed. With |pull| > strength it goes on to the other side,
+    # where the penalty has the other sign; otherwise it stays at 0.
     arrives = towards & (ahead * sign <= 0)
     spent = jnp.where(arrives, safe_divide(r, jnp.where(arrives, speed, 1.0)), 0.0)
     beyond = jnp.where(jnp.abs(pull) > strength, -(pull - strength * sign) * (time - spent), 0.0)

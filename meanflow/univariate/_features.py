@@ -29,9 +29,11 @@ from meanflow.measures._dataset import Dataset
 from meanflow.measures._scaling import Scaling
 from meanflow.univariate import _forces as force
 from meanflow.univariate import _observables as observables
+from meanflow.univariate._angles import angle_of, unit
 from meanflow.univariate._cylinder import Cylinder
+from meanflow.univariate._lifted import Lifted, TrainableLayers
 from meanflow.univariate._motion import CylinderMotion, RawMotion
-from meanflow.univariate.balance import Lifted, TrainableLayers, angle_of, balance, unit
+from meanflow.univariate.balance import balance
 
 FORCES = ("auto", "dense", "fast")
 LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed

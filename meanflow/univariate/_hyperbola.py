@@ -11,8 +11,9 @@ from meanflow._numerics import safe_divide
 from meanflow.flows._flow import Flow
 from meanflow.flows._problem import Chart
 from meanflow.measures._cloud import Affine, Cloud, Polar
+from meanflow.univariate._angles import angle_of
 from meanflow.univariate._features import Raw, Reduced
-from meanflow.univariate.balance import Lifted, RawSpace, angle_of, layer_rates, to_polar, to_raw
+from meanflow.univariate._lifted import Lifted, RawSpace, layer_rates, to_polar, to_raw
 
 
 class Hyperbola(RawSpace):

@@ -14,19 +14,19 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, number, optional
-from meanflow.univariate._weight_laws import AnyLaw, Finite, Scalar, WeightLaw, pairs, resolve_law, weight_law
+from meanflow.univariate._weight_laws import AnyLaw, Scalar, WeightLaw, pairs, weight_law
 
 # Compiled once for each class of laws and each shape: the parameters of the law are arguments of the program.
 
 
 @jax.jit
 def _feature_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
-    return law.feature_gram(x, z)
+    return law.random_feature(*pairs(x, z))
 
 
 @jax.jit
 def _indicator_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
-    return law.indicator_gram(x, z)
+    return law.indicator(*pairs(x, z))
 
 
 @_checks.arguments(x=array(squares=True), z=optional(array(squares=True)), law=weight_law)
@@ -38,8 +38,8 @@ def random_feature(
     Args:
         x: inputs of any shape, for example (n,) or a scalar.
         z: second inputs of any shape; x itself if None.
-        law: "signs" (a = +-1, b ~ U(-1, 1)), "uniform" (both U(-1, 1)), "radial" (Gaussian), or a law object
-            with its own parameters.
+        law: "signs" (a = +-1, b ~ U(-1, 1)), "uniform" (both U(-1, 1)), "radial" (Gaussian), or one with its
+            own parameters: ``SignsLaw(bound)``, ``UniformLaw(slope, bound)``, ``RadialLaw(second_moment)``.
 
     Returns:
         Array of shape x.shape + z.shape.
@@ -47,7 +47,7 @@ def random_feature(
     >>> float(random_feature(0.5, 0.5, law="radial"))
     0.625
     """
-    return _feature_gram(resolve_law(law), jnp.asarray(x), None if z is None else jnp.asarray(z))
+    return _feature_gram(weight_law("law", law), jnp.asarray(x), None if z is None else jnp.asarray(z))
 
 
 @_checks.arguments(x=array(), z=optional(array()), law=weight_law)
@@ -59,14 +59,14 @@ def indicator(
     >>> float(indicator(0.25, -0.25, law="signs"))
     0.375
     """
-    return _indicator_gram(resolve_law(law), jnp.asarray(x), None if z is None else jnp.asarray(z))
+    return _indicator_gram(weight_law("law", law), jnp.asarray(x), None if z is None else jnp.asarray(z))
 
 
 @_checks.arguments(
     x=array(squares=True),
     z=optional(array(squares=True)),
     law=weight_law,
-    c2=array((), (None,), low=0),
+    c2=number(low=0),
     scale=number(above=0),
 )
 def univariate_ntk(
@@ -74,7 +74,7 @@ def univariate_ntk(
     z: Float[ArrayLike, "*z"] | None = None,
     *,
     law: AnyLaw = "signs",
-    c2: float | Float[ArrayLike, "*m"] = 1.0,
+    c2: Scalar = 1.0,
     scale: Scalar = 1.0,
 ) -> Float[Array, "*shape"]:
     """Return the tangent kernel scale [K_RF + E(c^2)(xz + 1) K_1] of training (a, b, c) at infinite width, (27).
@@ -85,7 +85,7 @@ def univariate_ntk(
         x: inputs of any shape.
         z: second inputs of any shape; x itself if None.
         law: law of (a, b), as for ``random_feature``; c must be independent of it.
-        c2: E(c^2), or for a ``Finite`` law an array (m,) of c_i^2: then the kernel is exact at finite width.
+        c2: E(c^2). The kernel of finitely many neurons is ``tangent_kernel(full(alpha), cloud, x) / m``.
         scale: m / alpha^2 for the output scale alpha; 1 for alpha = sqrt(m).
 
     Returns:
@@ -94,11 +94,5 @@ def univariate_ntk(
     >>> round(float(univariate_ntk(0.5, 0.5, law="radial")), 6)  # 0.625 + (0.25 + 1)/2
     1.25
     """
-    law = resolve_law(law)
     left, right = pairs(x, z)
-    active = law
-    if jnp.ndim(c2) == 1:
-        if not isinstance(law, Finite):
-            raise ValueError(f"c2 must be a number for law {law}; an array of c_i^2 needs a Finite law")
-        active, c2 = Finite(law.a, law.b, law.weights * jnp.asarray(c2)), 1.0
-    return scale * (random_feature(x, z, law=law) + c2 * (left * right + 1) * indicator(x, z, law=active))
+    return scale * (random_feature(x, z, law=law) + c2 * (left * right + 1) * indicator(x, z, law=law))

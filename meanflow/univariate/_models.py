@@ -1,6 +1,6 @@
 """Models of a univariate ReLU network: one feature in two coordinates, five inverse metrics.
 
-Each function joins a feature of ``features`` with a space (``cylinder``, ``balance``) to a ``Flow``. A new model of
+Each function joins a feature of ``features`` with a space (``_cylinder``, ``_lifted``) to a ``Flow``. A new model of
 this kind is a new function here; how its neurons move while the residual is frozen belongs in ``motion``.
 """
 
@@ -18,7 +18,7 @@ from meanflow.measures._scaling import Alpha, Scaling
 from meanflow.univariate._cylinder import Cylinder
 from meanflow.univariate._features import FORCES, Raw, Reduced, total_variation, weight_decay
 from meanflow.univariate._hyperbola import HyperbolaChart
-from meanflow.univariate.balance import Lifted, TrainableLayers
+from meanflow.univariate._lifted import Lifted, TrainableLayers
 
 AnyLoss = str | LossFunction | Loss
 Number = float | Float[Array, ""]
@@ -93,7 +93,7 @@ def lifted(
 ) -> Flow:
     """Make the flow of (a, b, c) seen in (r, theta), for clouds labelled with their balances delta, Proposition 4.
 
-    It is r' = -P_rr <G, d>, theta' = -P_tt r <G, t>, with the mobilities P of ``meanflow.univariate.balance.Lifted``.
+    It is r' = -P_rr <G, d>, theta' = -P_tt r <G, t>, with the mobilities P of ``Lifted``.
     The balance is delta = c^2 - a^2 - b^2; +-inf is allowed. delta -> -inf is the kernel regime (only r moves),
     delta -> +inf the adaptive one (the planar flow).
 

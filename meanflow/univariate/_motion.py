@@ -24,8 +24,9 @@ from meanflow.flows._problem import Problem
 from meanflow.measures._cloud import Affine, Polar
 from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
+from meanflow.univariate._angles import angle_of, unit
 from meanflow.univariate._cylinder import Cylinder
-from meanflow.univariate.balance import RawSpace, angle_of, unit
+from meanflow.univariate._lifted import RawSpace
 
 Vector: TypeAlias = Float[Array, " m"]  # one number for each neuron
 
@@ -81,6 +82,7 @@ class UnivariateMotion(FrozenMotion):
         decay_scale: Float[Array, ""],
     ) -> None:
         flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
+        # regions are numbered by the order of the samples; sorted once, every sub-step is O(m + s)
         order = jnp.argsort(data.x)
         self.x, self.y, self.weights = data.x[order], data.y[order], data.weights[order]
         self.loss = flow.loss
@@ -112,6 +114,8 @@ class UnivariateMotion(FrozenMotion):
 
     def place(self, u: Vector, v: Vector) -> Place:
         """Find the regions of neurons with direction (u, v); one exactly on a sample starts on its ray, undecided."""
+        # A sample is active if x u > -v strictly, so equality is on the ray, and only the two rays that bound the
+        # region can be equal: ray R - 1 clockwise and ray R (those below s face right, u > 0).
         x, total = self.x, 2 * self.x.shape[0]
         region = forces.find_regions(jnp.stack([u, v], axis=-1), x)
         lower = (region - 1) % total
@@ -125,6 +129,8 @@ class UnivariateMotion(FrozenMotion):
 
     def predict(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
         """Return the predictions f_j at the sorted samples."""
+        # f_j = sum of <(x_j, 1), share (u, v)> over active neurons. The region is the remembered one, not that of the
+        # rounded direction: a neuron on a ray contributes 0 at its sample from either side.
         u, v, c = self.direction(particles, state)
         share = self.shares * c
         f = forces.region_predictions(state.region, jnp.stack([share * u, share * v], axis=-1), self.x)
@@ -160,6 +166,7 @@ class UnivariateMotion(FrozenMotion):
         """
         fresh = jnp.zeros_like(place.ray, bool)
         neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
+        # a full turn meets 2 s rays; a sub-step with more events is too long, and reported as an overflow
         cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
         own = passage.Rates(*rates, self.is_real)
         advance, replay = events.advance, events.replay
@@ -214,12 +221,15 @@ class RawMotion(UnivariateMotion):
         decay, rates = self.decay, (self.inner_rate, self.outer_rate)
         left = jnp.full_like(self.shares, time)
         if decay is not None:
-            # p = exp(-lam t) P, c = exp(-lam t) C leaves P' = -C G; with one layer frozen the clock stretches instead
+            # Decay p' = -C G - lam p, c' = -<G, p> - lam c. With p = exp(-lam t) P, c = exp(-lam t) C it drops out:
+            # P' = -C G, C' = -<G, P>. With c frozen only P = exp(lam t) p, and P' = -exp(lam t) c G: the same motion in
+            # the time (exp(lam t) - 1)/lam; likewise with p frozen.
             stretched = safe_divide(jnp.expm1(decay * time), decay) + jnp.where(decay == 0, time, 0.0)
             left = jnp.where(rates[0] * rates[1] > 0, left, stretched)
         field = events.freeze(self.x, covector, forward=forward)
         start = self.direction(particles, state)
         u, v, c, state = self.pass_events(start, state, field, rates, left, max_events, forward)
+        # back from (P, C); the factors are positive, so no region has changed
         if decay is not None:
             inner, outer = (jnp.exp(-decay * rate * time) for rate in rates)
             u, v, c = inner * u, inner * v, outer * c
@@ -237,7 +247,7 @@ class CylinderMotion(UnivariateMotion):
 
     def __init__(self, problem: Problem) -> None:
         flow, cloud = problem.chart.flow, problem.chart.base
-        # r' = -force_scale (<G, d> + lam sign r); theta turns only on the cylinder itself
+        # r' = -pace (<G, d> + lam sign r), theta' = -pace r <G, t>; radial flows have pace (m/alpha)^2 and do not turn
         free = isinstance(flow.space, Cylinder)
         ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, cloud.weights.dtype)
         pace = speed if free else speed * ratio**2
@@ -275,9 +285,12 @@ class CylinderMotion(UnivariateMotion):
         def pull(u: Vector, v: Vector, place: Place) -> Vector:
             return field.pull(u, v, place.region, place.ray)
 
+        # 1. r for half the time, with the force at the start
         u, v, r = self.direction(particles, state)
         first = pull(u, v, state)
         r = events.soft_drift(r, first, decay, time / 2)
+        # 2. The turn. With |p| = c = 1 and both rates r the program of raw neurons has p' = -r c G, c' = -r <G, p>.
+        # Then |p| = c stays (the balance is 0), and p / c turns with theta' = -r <G, t>.
         rate = self.turns * r
         whole = jnp.full_like(r, time)
         u, v, c, end = self.pass_events(
@@ -285,7 +298,9 @@ class CylinderMotion(UnivariateMotion):
         )
         length = jnp.sqrt(u**2 + v**2)
         u, v = u / length, v / length
-        # where c hardly moves its logarithm is all rounding, and the force so close to linear that its ends will do
+        # 3. r for the second half. Its force is 2 mean - first, so that both halves together feel the mean of <G, d>
+        # along the way: (log c)' = -r <G, d> with r constant, hence mean = -log(c) / (r time).
+        # Where c hardly moves its logarithm is all rounding, and the force so close to linear that its ends will do
         grown = jnp.log(c)
         moved = jnp.abs(grown) > jnp.finfo(c.dtype).eps ** (1 / 3)
         mean = jnp.where(moved, -grown / jnp.where(moved, rate * time, 1.0), (first + pull(u, v, end)) / 2)

@@ -55,7 +55,7 @@ def on_sample_share(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, "
     real = (cloud.weights > 0).astype(a.dtype)
     x = jnp.sort(data.x)
     spacing = (x[-1] - x[0]) / jnp.maximum(data.real - 1, 1)  # padding repeats a sample
-    return knots.share_near(_knots(a, b), x, real, spacing)
+    return knots._share_near(_knots(a, b), x, real, spacing)
 
 
 def dead_share(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:

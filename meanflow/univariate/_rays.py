@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from meanflow import _checks
 from meanflow._checks import array
 from meanflow.univariate import _forces as forces
-from meanflow.univariate.balance import angle_of
+from meanflow.univariate._angles import angle_of
 
 SAMPLES = array((None,))
 
@@ -113,6 +113,8 @@ def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -
     """
     order, points, values = _sorted_samples(x, residual)
     rays = sample_rays(points)
+    # On a ray F has a kink: its slopes on the two sides are, up to a factor, the normal forces without and with the
+    # ray's own sample. A minimum of F attracts positive neurons and repels negative ones; a maximum does the reverse.
     without, with_own = normal_forces(rays, forces.region_forces(values, points))
     attracts = (without < 0) & (with_own > 0)
     repels = (without > 0) & (with_own < 0)
@@ -142,15 +144,9 @@ def attracting_angles(
     table = forces.region_forces(values, points)
     inside = []
     for sign in (1.0, -1.0):
+        # e F = <e G, d> is least in its region at d = -e G / |G|, if that direction lies inside
         towards = -sign * table
         home = forces.find_regions(towards, points) == jnp.arange(2 * points.shape[0])
         alive = jnp.any(table != 0, axis=-1) & (jnp.arange(2 * points.shape[0]) > 0)
         inside.append(jnp.where(home & alive, angle_of(towards), jnp.nan))
     return inside[0], inside[1]
-
-
-@_checks.arguments(x=SAMPLES)
-def dead_arc(x: Float[ArrayLike, " s"]) -> Float[Array, ""]:
-    """Return the length of the arc of directions that see no sample: pi - (arctan x_s - arctan x_1)."""
-    x = jnp.asarray(x)
-    return jnp.pi - (jnp.arctan(jnp.max(x)) - jnp.arctan(jnp.min(x)))

@@ -43,6 +43,7 @@ def region_covariances(flow: Flow, cloud: Cloud, x: Float[ArrayLike, " s"]) -> F
         moved = flow.space.cometric(cloud, pullback(jnp.broadcast_to(force[None, :], slopes.shape))[0])
         return jax.jvp(lambda w: feature.slopes(cloud.at(w)), (cloud.particles,), (moved,))[1]
 
+    # response(e_k) is column k of J_q C J_q' for every neuron
     columns = jax.vmap(response)(jnp.eye(2, dtype=slopes.dtype))  # (force axis, m, slope axis)
     mobility = jnp.moveaxis(columns, 0, -1) * cloud.weights[:, None, None]
     regions = forces.find_regions(feature.direction(cloud), x)
@@ -67,6 +68,7 @@ def residual_ode(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, " s"]:
     f, _ = flow.feature.linearize(cloud, data.x)
     slope = (data.weights * flow.loss.slope(f, data.y))[order]
     table = forces.region_forces(slope, x)
+    # the slopes of the neurons in R move at the rate -Sigma_R G_R; predictions are sums of slopes over active regions
     flux = jnp.einsum("rij,rj->ri", region_covariances(flow, cloud, x), table)
     rate = -forces.region_predictions(jnp.arange(2 * x.shape[0]), flux, x)
     return jnp.zeros_like(rate).at[order].set(rate)

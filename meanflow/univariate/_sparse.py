@@ -1,6 +1,4 @@
-"""The regularized problem: sparse networks, and the certificate of their optimality.
-
-``certificate`` and ``duality`` say how far any network is from the minimum; ``sparse_minimizer`` finds the minimum.
+"""The regularized problem: the sparsest network over all measures, and the certificate of its optimality.
 
 This is "univariate ReLU", equations (16) and (17). Over signed measures nu on the circle of directions,
 
@@ -8,243 +6,78 @@ This is "univariate ReLU", equations (16) and (17). Over signed measures nu on t
 
 The first variation is F(theta) = sum_j q_j rho_j <(x_j, 1), d(theta)>_+. A measure is optimal if and only if
 abs(F) <= lam everywhere and F = -lam sign on its support: the certificate. F is a sinusoid on each of 2s
-arcs, so its supremum over the whole circle is found in closed form, not on a grid.
+arcs, so its supremum over the whole circle is found in closed form (``stationary_points``), not on a grid.
 
 ``count_bias=False`` charges a neuron abs(c a) instead of abs(c) sqrt(a^2 + b^2) and leaves the constant
 free: this is the unweighted total variation of f' that (17) prints. Data weights q default to 1 ("sum").
+
+``sparse_minimizer`` alternates two exact steps, in double precision on the host: ``_restricted`` solves the problem
+over finitely many directions, ``stationary_points`` finds the directions at which its certificate fails.
 """
 
-from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, count, number, optional
 from meanflow.univariate.knots import PiecewiseLinear, piecewise_linear
 
-VECTOR = array((None,))
-WEIGHTS = optional(array((None,), low=0))
-
-
-def sorted_samples(name: str, value: object) -> object:
-    """Accept increasing samples; return them as an array. This is a kind of ``meanflow._checks``."""
-    x = VECTOR(name, value)
-    known = _checks.concrete(x)
-    if known is not None:
-        _checks.at_least(
-            f"gaps between neighbors of {name} (sorted, distinct)", np.diff(known), 0.0, strict=True
-        )
-    return x
-
 
 def host_vector(name: str, value: object) -> object:
     """Accept a vector of finite numbers; return it in numpy and double precision. A kind of ``meanflow._checks``."""
-    VECTOR(name, value)
+    array((None,))(name, value)
     return np.asarray(value, float)
 
 
-def _data_weights(x: jax.Array, weights: Float[ArrayLike, " s"] | None) -> jax.Array:
-    return jnp.ones_like(x) if weights is None else jnp.asarray(weights)
-
-
-def _features(theta: jax.Array, x: jax.Array) -> jax.Array:
-    """Return <(x_j, 1), d(theta_k)>_+, shape (samples, angles)."""
-    return jax.nn.relu(x[:, None] * jnp.cos(theta)[None, :] + jnp.sin(theta)[None, :])
-
-
-@_checks.arguments(theta=VECTOR, x=VECTOR, rho=VECTOR, weights=WEIGHTS)
-@jax.jit
-def angular_potential(
-    theta: Float[ArrayLike, " k"],
-    x: Float[ArrayLike, " s"],
-    rho: Float[ArrayLike, " s"],
-    *,
-    weights: Float[ArrayLike, " s"] | None = None,
-) -> Float[Array, " k"]:
-    """Return the first variation F(theta) = sum_j q_j rho_j <(x_j, 1), d(theta)>_+ at each angle.
-
-    Args:
-        theta: angles.
-        x: samples.
-        rho: residual f(x_j) - y_j.
-        weights: data weights q_j, default 1.
-    """
-    theta, x, rho = jnp.asarray(theta), jnp.asarray(x), jnp.asarray(rho)
-    _checks.shape("rho", rho, x.shape)
-    return (_data_weights(x, weights) * rho) @ _features(theta, x)
-
-
-class AngularCertificate(NamedTuple):
-    """The stationary points of the first variation F on the circle of directions, and its supremum.
+class StationaryPoints(NamedTuple):
+    """The stationary points of the first variation F on the circle of directions.
 
     Attributes:
         angles: candidate directions; the 2s sample rays, then +-G/abs(G) of each arc if it lies inside.
         values: F (over abs(cos theta) if biases are free) at the candidates; 0 where there is none.
-        bound: sup over all directions of abs(values); the measure is optimal only if bound <= lam.
-        imbalance: sum_j q_j rho_j; must vanish when the constant is free.
     """
 
-    angles: jax.Array | np.ndarray
-    values: jax.Array | np.ndarray
-    bound: jax.Array | np.ndarray
-    imbalance: jax.Array | np.ndarray
+    angles: np.ndarray
+    values: np.ndarray
+
+    @property
+    def bound(self) -> float:
+        """Return the supremum of abs(F) over all directions; a measure is optimal only if it is <= lam."""
+        return float(np.max(np.abs(self.values)))
 
 
-@_checks.arguments(x=sorted_samples, rho=VECTOR, weights=WEIGHTS, count_bias=_checks.flag)
-@partial(jax.jit, static_argnames="count_bias")
-def certificate(
-    x: Float[ArrayLike, " s"],
-    rho: Float[ArrayLike, " s"],
-    *,
-    weights: Float[ArrayLike, " s"] | None = None,
-    count_bias: bool = True,
-) -> AngularCertificate:
-    """Find the exact supremum of abs(F) over all directions, and where it may be attained.
+def stationary_points(x: np.ndarray, push: np.ndarray, count_bias: bool = True) -> StationaryPoints:
+    """Find all directions at which abs(F) may be largest, in O(s).
 
     Args:
         x: (s,) sorted, distinct samples.
-        rho: (s,) residual f(x_j) - y_j.
-        weights: (s,) data weights, default 1.
+        push: (s,) q_j rho_j, the weighted residual.
         count_bias: False divides F by abs(cos theta), the price of a neuron whose bias is free. With a
             balanced residual that quotient is linear between samples: only the sample rays matter.
-
-    Returns:
-        An ``AngularCertificate``, in O(s) by cumulative sums; works under jit and vmap.
-
-    >>> import jax.numpy as jnp
-    >>> float(certificate(jnp.array([0.0]), jnp.array([-2.0])).bound)      # a single sample: |rho| |(x, 1)|
-    2.0
     """
-    x, rho = jnp.asarray(x), jnp.asarray(rho)
-    _checks.shape("rho", rho, x.shape)
-    return _stationary(jnp, x, _data_weights(x, weights) * rho, count_bias)
-
-
-def _stationary(
-    xp: ModuleType, x: jax.Array | np.ndarray, push: jax.Array | np.ndarray, count_bias: bool
-) -> AngularCertificate:
-    """Compute ``certificate`` in ``xp``: jax.numpy, or numpy for the reference in double precision on the host."""
-    lifted = xp.stack([push * x, push], axis=1)
-    above = xp.cumsum(lifted[::-1], axis=0)  # row k: the k+1 largest samples, active past a right-facing ray
-    below = xp.concatenate([xp.zeros_like(lifted[:1]), xp.cumsum(lifted, axis=0)[:-1]])[::-1]  # left-facing
-    rays = xp.concatenate([-xp.arctan(x[::-1]), xp.pi - xp.arctan(x[::-1])])
-    force = xp.concatenate([above, below])
-    at_rays = force[:, 0] * xp.cos(rays) + force[:, 1] * xp.sin(rays)
+    # On the arc behind ray k (counter-clockwise) F = <G_k, d(theta)> with G_k = sum over active samples of push (x, 1).
+    # Right-facing rays -arctan x switch samples on from the largest down; left-facing ones pi - arctan x off again.
+    lifted = np.stack([push * x, push], axis=1)
+    above = np.cumsum(lifted[::-1], axis=0)
+    below = np.concatenate([np.zeros_like(lifted[:1]), np.cumsum(lifted, axis=0)[:-1]])[::-1]
+    rays = np.concatenate([-np.arctan(x[::-1]), np.pi - np.arctan(x[::-1])])
+    force = np.concatenate([above, below])
+    at_rays = force[:, 0] * np.cos(rays) + force[:, 1] * np.sin(rays)
     if not count_bias:
-        values = at_rays * xp.sqrt(1 + xp.tile(x[::-1], 2) ** 2)
-        return AngularCertificate(rays, values, xp.max(xp.abs(values)), xp.sum(push))
-    length = xp.mod(xp.roll(rays, -1) - rays, 2 * xp.pi)
-    size = xp.sqrt(xp.sum(force**2, axis=1))
-    ahead = xp.arctan2(force[:, 1], force[:, 0])
+        return StationaryPoints(rays, at_rays * np.sqrt(1 + np.tile(x[::-1], 2) ** 2))
+    length = np.mod(np.roll(rays, -1) - rays, 2 * np.pi)
+    size = np.sqrt(np.sum(force**2, axis=1))
+    ahead = np.arctan2(force[:, 1], force[:, 0])
     angles, values = [rays], [at_rays]
-    for sign in (1, -1):
-        peak = ahead if sign == 1 else ahead + xp.pi
-        inside = (size > 0) & (xp.mod(peak - rays, 2 * xp.pi) < length)
-        angles.append(xp.where(inside, peak, rays))
-        values.append(xp.where(inside, sign * size, 0))
-    every = xp.concatenate(values)
-    return AngularCertificate(xp.concatenate(angles), every, xp.max(xp.abs(every)), xp.sum(push))
-
-
-class Duality(NamedTuple):
-    """Both sides of (16) for any network; the minimum lies between ``dual`` and ``primal``.
-
-    ``bound`` is the supremum of abs(F); see ``AngularCertificate``.
-    """
-
-    primal: Float[Array, ""]
-    dual: Float[Array, ""]
-    bound: Float[Array, ""]
-
-    @property
-    def gap(self) -> Float[Array, ""]:
-        """Return primal - dual >= 0, which is 0 exactly at a minimizer."""
-        return self.primal - self.dual
-
-
-@_checks.arguments(
-    r=VECTOR,
-    theta=VECTOR,
-    x=sorted_samples,
-    y=VECTOR,
-    lam=number(low=0),
-    weights=WEIGHTS,
-    particle_weights=WEIGHTS,
-)
-@jax.jit
-def duality(
-    r: Float[ArrayLike, " m"],
-    theta: Float[ArrayLike, " m"],
-    x: Float[ArrayLike, " s"],
-    y: Float[ArrayLike, " s"],
-    lam: float | Float[Array, ""],
-    *,
-    weights: Float[ArrayLike, " s"] | None = None,
-    particle_weights: Float[ArrayLike, " m"] | None = None,
-) -> Duality:
-    """Return the objective of a network, a lower bound on the minimum over all networks, and the certificate's bound.
-
-    Args:
-        r, theta: (m,) polar neurons.
-        x, y: (s,) sorted distinct samples and targets.
-        lam: penalty on the charge sum_i p_i abs(r_i).
-        weights: (s,) data weights, default 1.
-        particle_weights: (m,) p_i, default 1/m.
-    """
-    r, theta, x, y = (jnp.asarray(u) for u in (r, theta, x, y))
-    _checks.shape("theta", theta, r.shape)
-    _checks.shape("y", y, x.shape)
-    p = _particle_weights(r, particle_weights)
-    q = _data_weights(x, weights)
-    rho = _features(theta, x) @ (p * r) - y
-    bound = certificate(x, rho, weights=weights).bound
-    primal = jnp.sum(q * rho**2) / 2 + lam * jnp.sum(p * jnp.abs(r))
-    # any residual, shrunk until abs(F) <= lam, is feasible for the dual problem
-    shrunk = rho * jnp.minimum(1, lam / jnp.where(bound > 0, bound, 1))
-    return Duality(primal, -jnp.sum(q * (shrunk * y + shrunk**2 / 2)), bound)
-
-
-def _particle_weights(r: jax.Array, weights: Float[ArrayLike, " m"] | None) -> jax.Array:
-    return jnp.full_like(r, 1 / r.shape[0]) if weights is None else jnp.asarray(weights)
-
-
-@_checks.arguments(r=VECTOR, particle_weights=WEIGHTS)
-def charge(
-    r: Float[ArrayLike, " m"], *, particle_weights: Float[ArrayLike, " m"] | None = None
-) -> Float[Array, ""]:
-    """Return the regularizer Gamma = sum_i p_i abs(r_i) of a cloud; p_i are its weights, default 1/m."""
-    r = jnp.asarray(r)
-    p = _particle_weights(r, particle_weights)
-    return jnp.sum(p * jnp.abs(r))
-
-
-@_checks.arguments(r=VECTOR, theta=VECTOR, particle_weights=WEIGHTS)
-@jax.jit
-def measure_variation(
-    r: Float[ArrayLike, " m"],
-    theta: Float[ArrayLike, " m"],
-    *,
-    particle_weights: Float[ArrayLike, " m"] | None = None,
-) -> Float[Array, ""]:
-    """Return the total variation of nu = int r mu(dr, .): equal angles are summed before taking absolute values.
-
-    Never above ``charge``; equal to it unless neurons of opposite sign share a direction. (As printed,
-    without the factor r, the measure is the law of the angles and its variation is always 1.)
-    """
-    r, theta = jnp.asarray(r), jnp.asarray(theta)
-    _checks.shape("theta", theta, r.shape)
-    p = _particle_weights(r, particle_weights)
-    order = jnp.argsort(theta)
-    angle, mass = theta[order], (p * r)[order]
-    label = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum((jnp.diff(angle) > 0).astype(jnp.int32))])
-    return jnp.sum(
-        jnp.abs(jax.ops.segment_sum(mass, label, num_segments=r.shape[0], indices_are_sorted=True))
-    )
+    # inside an arc the sinusoid has its extrema +-|G| in the directions +-G, if these lie on the arc
+    for sign, peak in ((1, ahead), (-1, ahead + np.pi)):
+        inside = (size > 0) & (np.mod(peak - rays, 2 * np.pi) < length)
+        angles.append(np.where(inside, peak, rays))
+        values.append(np.where(inside, sign * size, 0))
+    return StationaryPoints(np.concatenate(angles), np.concatenate(values))
 
 
 class SparseSolution(NamedTuple):
@@ -293,7 +126,9 @@ def _least_squares(
     """
     from scipy.optimize import nnls
 
-    # +-a.p <= lam, +-b.p <= 0 for p = y - fit
+    # The dual: the p = y - fit nearest to y with +-a.p <= lam and +-b.p <= 0 for the columns a of A, b of B. With
+    # d = p - y these are rows.d <= limits - rows.y, and the shortest such d comes from the nnls problem
+    # min |stacked m - (0, 1)| over m >= 0 (Lawson and Hanson, chapter 23): m over 1 - stacked[-1] m are multipliers.
     rows = np.concatenate([columns, -columns, free, -free], axis=1)
     limits = np.concatenate([np.full(2 * columns.shape[1], lam), np.zeros(2 * free.shape[1])])
     stacked = np.concatenate([-rows, (rows.T @ y - limits)[None, :]])
@@ -328,6 +163,8 @@ def _interpolation(
 
 def _merge(theta: np.ndarray, u: np.ndarray, rays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Make one neuron of all that share an open arc and a sign: same values on the samples, no more charge."""
+    # neurons of one arc and sign see the same samples, so their vectors u d(theta) add up; by the triangle inequality
+    # the sum has no more charge. Neurons on a ray (label < 0) are left alone: beside it other samples are active.
     sorted_rays = np.sort(np.mod(rays, 2 * np.pi))
     turn = np.mod(theta, 2 * np.pi)
     apart = np.abs(turn[:, None] - sorted_rays[None, :]).min(axis=1)
@@ -364,7 +201,7 @@ class _Candidate(NamedTuple):
     u: np.ndarray
     constant: float
     rho: np.ndarray
-    found: AngularCertificate
+    found: StationaryPoints
     bound: float
 
 
@@ -395,8 +232,8 @@ def _restricted(problem: _Problem, theta: np.ndarray) -> _Candidate:
     else:
         u, v, residual = _least_squares(columns, free, root * y, lam)
         rho = residual / root
-    found = _stationary(np, x, root**2 * rho, count_bias)
-    bound = float(found.bound) / (lam if lam > 0 else 1.0)
+    found = stationary_points(x, root**2 * rho, count_bias)
+    bound = found.bound / (lam if lam > 0 else 1.0)
     used = np.abs(u) > 1e-12 * max(np.abs(u).max(), 1e-300)
     return _Candidate(theta[used], u[used], float(v.sum()), rho, found, bound)
 
@@ -455,14 +292,17 @@ def sparse_minimizer(
         tolerance: the search stops when sup abs(F) <= (1 + tolerance) lam.
 
     Returns:
-        The minimizer with primal and dual value. If the rounds run out, the best of the last round: its ``bound`` is
-        then above 1 + tolerance, and the minimum still lies between ``dual`` and ``primal``.
+        The minimizer, in numpy arrays: angles ``theta`` and ``charges`` of its neurons, (k,) each, the free
+        ``constant``, the residual ``rho`` at the sorted samples, ``primal`` and ``dual`` value and the ``bound``
+        sup abs(F)/lam; ``function()`` is the network as a function. If the rounds run out, it is the best of the last
+        round: its ``bound`` is then above 1 + tolerance, and the minimum still lies between ``dual`` and ``primal``.
 
     >>> best = sparse_minimizer([-1.0, 0.0, 1.0], [1.0, 0.0, 1.0], 0.0, count_bias=False)
     >>> round(best.primal, 9)  # the slope of |x| changes by 2
     2.0
     """
     problem = _prepare(x, y, lam, weights, count_bias)
+    # with free biases the sample rays suffice, see stationary_points
     theta = problem.rays
     if count_bias:
         theta = np.concatenate([theta, 2 * np.pi * np.arange(grid) / grid])
@@ -471,6 +311,7 @@ def sparse_minimizer(
     for _ in range(rounds - 1):
         if best.bound <= 1 + tolerance:
             break
+        # keep what carries charge, add every direction at which the certificate fails
         fresh = best.found.angles[np.abs(best.found.values) > limit]
         best = _restricted(problem, np.unique(np.concatenate([problem.rays, best.theta, fresh])))
     return _solution(problem, best)

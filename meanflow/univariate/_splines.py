@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, number, optional
-from meanflow.univariate._weight_laws import Signs, Uniform, weight_law
+from meanflow.univariate._weight_laws import SignsLaw, UniformLaw, weight_law
 
 SAMPLES = array((None,), squares=True)
 
@@ -71,6 +71,8 @@ def _assemble(
     slope: Float[Array, ""],
 ) -> Spline:
     """Make a spline from values and second derivatives at sorted nodes; ``outer`` is the third derivative beyond."""
+    # On each cell f'' is linear between its values at the nodes; f' at the left end then follows from the values of f,
+    # and f' at the last node from integrating f'' over the last cell.
     h = jnp.diff(x)
     first = jnp.diff(y) / h - h * (2 * second[:-1] + second[1:]) / 6
     last = first[-1] + h[-1] * (second[-2] + second[-1]) / 2
@@ -101,6 +103,9 @@ def _samples(
 @jax.jit
 def _banded(x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLike, ArrayLike]) -> Spline:
     """Return the interpolant with sum w = shrink[0] d and sum w x = shrink[1] s, by one tridiagonal solve."""
+    # The unknowns are M = f'' at the nodes. Continuity of f' at the inner nodes is the usual tridiagonal system
+    #     h_{k-1} M_{k-1} + 2 (h_{k-1} + h_k) M_k + h_k M_{k+1} = 6 (slope_k - slope_{k-1}),
+    # and the two end values stay free (first and last row are M_0 and M_{n-1} themselves).
     h = jnp.diff(x)
     zero, one = jnp.zeros_like(x[:1]), jnp.ones_like(x[:1])
     inner = 6 * jnp.diff(jnp.diff(y) / h)
@@ -126,7 +131,8 @@ def _banded(x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLik
     ends = y[jnp.array([0, -1])]
     p0, p1 = (jnp.asarray(p, x.dtype) for p in shrink)
     base = outer_mean(seconds[0], ends, jnp.zeros_like(p0), jnp.diff(y) / h)
-    # the end values of f'' and the third derivative beyond, for d = 1 and for s = 1
+    # sum w = p0 d and sum w x = p1 s fix f'' at the ends, 6 sum_j w_j |x_end - x_j|, and the third derivative
+    # +-6 sum w beyond them, all linear in (d, s). The responses to d = 1 and to s = 1:
     unit = jnp.eye(2, dtype=x.dtype)
     responses = []
     for d, s in unit:
@@ -135,6 +141,7 @@ def _banded(x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLik
     gain = jnp.stack(
         [outer_mean(r, jnp.zeros_like(ends), o, jnp.zeros_like(h)) for r, o in responses], axis=1
     )
+    # (d, s) must be the affine part of the spline that they produce: (d, s) = base + gain (d, s), two equations
     affine = jnp.linalg.solve(unit - gain, base)
     second = seconds[0] + affine[0] * responses[0][0] + affine[1] * responses[1][0]
     return _assemble(x, y, second, 6 * p0 * affine[0], affine[0], affine[1])
@@ -176,6 +183,7 @@ def bordered_spline(
     matrix = jnp.block([[gaps**3 + ridge * jnp.eye(n, dtype=dtype), border.T], [border, corner]])
     solution = jnp.linalg.solve(matrix, jnp.concatenate([y, jnp.zeros(2, dtype)]))
     weights, constant, slope = solution[:n], solution[n], solution[n + 1]
+    # value, second and third derivative of d + s x + sum_j w_j |x - x_j|^3 at the nodes, and 6 sum w beyond them
     fitted = gaps**3 @ weights + constant + slope * x
     return _assemble(x, fitted, 6 * gaps @ weights, 6 * jnp.sum(weights), constant, slope)
 
@@ -196,11 +204,11 @@ def natural_spline(x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]) -> Spli
     return _banded(*_samples(x, y), (0.0, 0.0))
 
 
-def cubic_law(name: str, value: object) -> Signs | Uniform:
+def cubic_law(name: str, value: object) -> SignsLaw | UniformLaw:
     """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._checks``."""
     law = weight_law(name, value)
-    if not isinstance(law, Signs | Uniform):
-        raise ValueError(f"{name} must be Signs or Uniform (a cubic kernel), got {value}")
+    if not isinstance(law, SignsLaw | UniformLaw):
+        raise ValueError(f"{name} must be SignsLaw or UniformLaw (a cubic kernel), got {value}")
     return law
 
 
@@ -209,7 +217,7 @@ def spline_interpolant(
     x: Float[ArrayLike, " n"],
     y: Float[ArrayLike, " n"],
     *,
-    law: str | Signs | Uniform = "signs",
+    law: str | SignsLaw | UniformLaw = "signs",
     ridge: Float[ArrayLike, ""] | None = None,
 ) -> Spline:
     """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
@@ -225,9 +233,9 @@ def spline_interpolant(
         with a ridge.
 
     >>> import jax.numpy as jnp
-    >>> from meanflow.univariate._weight_laws import Signs
+    >>> from meanflow.univariate import SignsLaw
     >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
-    >>> f, natural = spline_interpolant(x, y, law=Signs(100.0)), natural_spline(x, y)
+    >>> f, natural = spline_interpolant(x, y, law=SignsLaw(100.0)), natural_spline(x, y)
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
     True
     """

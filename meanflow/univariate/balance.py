@@ -1,7 +1,4 @@
-"""The balance of a univariate ReLU neuron: lifts between (r, theta) and (a, b, c), and the metrics they induce.
-
-The first half of this module converts neurons between the two kinds of coordinates; the second half holds the spaces:
-``Lifted`` for (r, theta), ``RawSpace`` and ``TrainableLayers`` for (a, b, c).
+"""The balance of a univariate ReLU neuron, and neurons in the coordinates (r, theta) and (a, b, c).
 
 A neuron c relu(a x - b) with p = (a, -b), n = |p| has the reduced coordinates r = (m/alpha) c n, theta = atan2(-b, a).
 Gradient flow conserves the balance delta = c^2 - n^2, so (r, theta) with the frozen label delta determine (a, b, c):
@@ -9,29 +6,20 @@ with q = c n = alpha r / m and h = hypot(delta, 2 q) = c^2 + n^2,
 
     big = (|delta| + h)/2,   small = q^2/big,   (c^2, n^2) = (big, small) if delta >= 0, else (small, big).
 
-No term cancels ("univariate ReLU", eq. 45 with r replaced by q; the textbook form loses c^2 at delta << 0). Which of
-the layers learn is written as two rates, kp of the inner layer and kc of the outer one: (1, 1) for finite delta, (1, 0)
-for delta = +inf (c frozen at +-1), (0, 1) for delta = -inf (p frozen at length 1). The flow p' = -kp k c G,
-c' = -kc k <G, p>, k = m/alpha, then has
-
-    P_rr = k^2 (kp c^2 + kc n^2),    P_theta theta = kp / n^2          (eq. 20)
+No term cancels ("univariate ReLU", eq. 45 with r replaced by q; the textbook form loses c^2 at delta << 0).
+``lift`` and ``project`` go from one kind of coordinates to the other.
 """
 
-import abc
-
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array
-from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
+from meanflow._numerics import safe_divide, safe_sqrt
 from meanflow.flows._flow import ALPHA
-from meanflow.geometry._space import Space
 from meanflow.measures._cloud import CLOUD, Affine, Cloud, Polar
 from meanflow.measures._scaling import Alpha, Scaling
-
-INNER = array(nan=True, infinite=True, least=0)  # coordinates inside of larger computations
+from meanflow.univariate._angles import angle_of
 
 
 def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
@@ -47,34 +35,6 @@ def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
     return check
 
 
-@_checks.arguments(p=array(rank=1, nan=True, infinite=True, least=0))
-def angle_of(p: Float[Array, "*m 2"]) -> Float[Array, "*m"]:
-    """Return the angle atan2(p_2, p_1) in (-pi, pi] of each vector; 0 with derivative 0 at the origin."""
-    # by columns, which a compiler fuses; sums over pairs are loops of their own
-    along, up = (
-        p[..., 0],
-        p[..., 1],
-    )
-    good = (along != 0) | (up != 0)
-    return jnp.where(good, jnp.arctan2(up, jnp.where(good, along, 1.0)), 0.0)
-
-
-@_checks.arguments(theta=INNER)
-def unit(theta: Float[Array, "*m"]) -> Float[Array, "*m 2"]:
-    """Return the unit vector d(theta) = (cos theta, sin theta) of each angle."""
-    return jnp.stack([jnp.cos(theta), jnp.sin(theta)], axis=-1)
-
-
-@_checks.arguments(delta=INNER)
-def layer_rates(delta: Float[Array, "*m"]) -> tuple[Float[Array, "*m"], Float[Array, "*m"]]:
-    """Return the rates (kp, kc) of the inner and the outer layer: 1, or 0 where the balance ``delta`` freezes it.
-
-    delta = +inf freezes c, delta = -inf freezes (a, b).
-    """
-    one = jnp.ones_like(delta)
-    return jnp.where(jnp.isneginf(delta), 0.0, one), jnp.where(jnp.isposinf(delta), 0.0, one)
-
-
 @_checks.arguments(q=array(), delta=array(infinite=True))
 def split(
     q: Float[ArrayLike, "*m"], delta: Float[ArrayLike, "*m"]
@@ -84,10 +44,15 @@ def split(
     c has the sign of q. At q = 0, delta > 0 (then n = 0) the sign of c is free, and c > 0 is returned. For
     delta = +inf the convention is |c| = 1, for delta = -inf it is n = 1.
 
+    Args:
+        q: c n = alpha r / m of each neuron, any shape.
+        delta: balance of each neuron, +-inf allowed, of the same shape.
+
     >>> c, n = split(jnp.array(1e-3), jnp.array(-1e12))
     >>> bool(jnp.abs(c * n - 1e-3) < 1e-18), float(n)
     (True, 1000000.0)
     """
+    # big = max(c^2, n^2), without cancellation; the other factor is q over its root
     q, delta = jnp.asarray(q), jnp.asarray(delta)
     endless = jnp.isinf(delta)
     finite = jnp.where(endless, 0.0, delta)
@@ -119,7 +84,11 @@ def tangential_fraction(delta: Float[ArrayLike, "*m"], q: Float[ArrayLike, "*k"]
 
     0 is the kernel regime (delta -> -inf), 1 the adaptive one (delta -> +inf). The share equals
     (1 + k/sqrt(1 + k^2))/2 with k = delta/(2 |q|), q = alpha r/m, but is computed without its cancellation; it is 1/2
-    at delta = q = 0. ``delta`` and ``q`` are broadcast against each other.
+    at delta = q = 0.
+
+    Args:
+        delta: balances, +-inf allowed.
+        q: c n of the neurons; broadcast against ``delta``.
 
     >>> [float(tangential_fraction(d, 1.0)) for d in (-jnp.inf, 0.0, jnp.inf)]
     [0.0, 0.5, 1.0]
@@ -131,34 +100,6 @@ def tangential_fraction(delta: Float[ArrayLike, "*m"], q: Float[ArrayLike, "*k"]
     whole = _hypot(finite, 2 * q)
     fraction = jnp.where(whole > 0, safe_divide(c**2, whole), 0.5)
     return jnp.where(endless, (delta > 0).astype(fraction.dtype), fraction)
-
-
-@_checks.arguments(particles=_checks.instance(Polar))
-def to_plane(particles: Polar) -> Float[Array, "m 2"]:
-    """Return (u, v) = |r| d(theta) of each neuron, eq. (6). The sign of r is lost."""
-    return jnp.abs(particles.r)[:, None] * unit(particles.theta)
-
-
-@_checks.arguments(p=INNER, c=INNER, ratio=INNER)
-def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
-    """Return (r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)), eq. (5) with atan2.
-
-    Args:
-        p: the inner weights (a, -b).
-        c: the outer weights.
-        ratio: m/alpha.
-    """
-    length = safe_sqrt(p[..., 0] ** 2 + p[..., 1] ** 2)
-    return Polar(ratio * c * length, angle_of(p))
-
-
-@_checks.arguments(particles=_checks.instance(Polar), delta=INNER, ratio=INNER)
-def to_raw(
-    particles: Polar, delta: Float[Array, " m"], ratio: Float[Array, ""]
-) -> tuple[Float[Array, "m 2"], Float[Array, " m"]]:
-    """Return p = (a, -b) and c of neurons (r, theta) with balance ``delta``; ``ratio`` is m/alpha."""
-    c, n = split(particles.r / ratio, delta)
-    return n[:, None] * unit(particles.theta), c
 
 
 @_checks.arguments(cloud=_cloud_of(Polar), alpha=ALPHA)
@@ -177,8 +118,9 @@ def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """
     if cloud.labels is None:
         raise ValueError("lift needs a cloud with labels (the balances delta), got labels=None")
-    p, c = to_raw(cloud.particles, cloud.labels, Scaling(alpha).ratio(cloud))
-    return Cloud(Affine(p[:, 0], -p[:, 1], c), cloud.weights, width=cloud.width)
+    r, theta = cloud.particles
+    c, n = split(r / Scaling(alpha).ratio(cloud), cloud.labels)
+    return Cloud(Affine(n * jnp.cos(theta), -(n * jnp.sin(theta)), c), cloud.weights, width=cloud.width)
 
 
 @_checks.arguments(cloud=_cloud_of(Affine), alpha=ALPHA)
@@ -194,141 +136,6 @@ def project(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     (10.0, -21.0)
     """
     a, b, c = cloud.particles
-    polar = to_polar(jnp.stack([a, -b], axis=-1), c, Scaling(alpha).ratio(cloud))
+    r = Scaling(alpha).ratio(cloud) * c * safe_sqrt(a**2 + b**2)
+    polar = Polar(r, angle_of(jnp.stack([a, -b], axis=-1)))
     return Cloud(polar, cloud.weights, balance(cloud.particles), width=cloud.width)
-
-
-class Lifted(Space):
-    """Neurons (r, theta) with the metric that gradient flow in (a, b, c) induces; labels are the balances delta.
-
-    Attributes:
-        scaling: alpha(m).
-        limit: delta of every neuron where the space fixes it: +inf (planar: dr^2 + r^2 dtheta^2), -inf (radial:
-            theta frozen); None means that the labels give it.
-    """
-
-    scaling: Scaling
-    limit: float | None = None
-
-    @property
-    def label_name(self) -> str | None:
-        """Return "delta", the name of the labels, or None if the space fixes the balance."""
-        return "delta" if self.limit is None else None
-
-    def delta(self, cloud: Cloud) -> Float[Array, " m"]:
-        """Return the balance of each neuron, from the limit or the labels."""
-        if self.limit is not None:
-            return jnp.full_like(cloud.weights, self.limit)
-        if cloud.labels is None:
-            raise ValueError("a lifted flow needs cloud.labels (the balances delta, +-inf allowed), got None")
-        return cloud.labels
-
-    def check(self, cloud: Cloud) -> None:
-        """Raise ValueError if labels are missing or NaN."""
-        known = _checks.concrete(self.delta(cloud))
-        if known is not None and np.any(np.isnan(known)):
-            raise ValueError("labels (the balances delta) must be numbers or +-inf, got NaN")
-
-    def mobility(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        """Return P_rr and P_theta theta of eq. (20); the second is 0 where n = 0 (its true value is infinite)."""
-        delta, ratio = self.delta(cloud), self.scaling.ratio(cloud)
-        inner_rate, outer_rate = layer_rates(delta)
-        c, n = split(cloud.particles.r / ratio, delta)
-        return ratio**2 * (inner_rate * c**2 + outer_rate * n**2), safe_divide(inner_rate, n**2)
-
-    def cometric(self, cloud: Cloud, covector: Polar) -> Polar:
-        """Return (P_rr g_r, P_tt g_theta) of a covector g."""
-        radial, turning = self.mobility(cloud)
-        return Polar(radial * covector.r, turning * covector.theta)
-
-    def inner(self, cloud: Cloud, u: Polar, v: Polar) -> Float[Array, " m"]:
-        """Return u_r v_r / P_rr + u_theta v_theta / P_tt; frozen directions count as 0."""
-        radial, turning = self.mobility(cloud)
-        return safe_divide(u.r * v.r, radial) + safe_divide(u.theta * v.theta, turning)
-
-    def retract(self, cloud: Cloud, v: Polar) -> Polar:
-        """Step the raw neuron (p, c) that has velocity v along a straight line, and return it in (r, theta).
-
-        For delta = +-inf this is the exponential map (the metric is flat).
-        """
-        delta, ratio = self.delta(cloud), self.scaling.ratio(cloud)
-        inner_rate, outer_rate = layer_rates(delta)
-        p, c = to_raw(cloud.particles, delta, ratio)
-        _, n = split(cloud.particles.r / ratio, delta)
-        d = unit(cloud.particles.theta)
-        t = jnp.stack([-d[:, 1], d[:, 0]], axis=-1)
-        pace = safe_divide(v.r / ratio, inner_rate * c**2 + outer_rate * n**2)
-        step = (inner_rate * c * pace)[:, None] * d + (inner_rate * n * v.theta)[:, None] * t
-        moved = to_polar(p + step, c + outer_rate * n * pace, ratio)
-        # a step does not change the angle of a neuron that has none (p = 0), nor of a frozen one
-        still = (inner_rate == 0) | jnp.all(p + step == 0, axis=-1)
-        return Polar(moved.r, jnp.where(still, cloud.particles.theta, moved.theta))
-
-    def noise(self, cloud: Cloud, normal: Polar) -> Polar:
-        """Return (sqrt(P_rr) xi_r, sqrt(P_tt) xi_theta); ``retract`` follows the surface to second order."""
-        radial, turning = self.mobility(cloud)
-        return Polar(safe_sqrt(radial) * normal.r, safe_sqrt(turning) * normal.theta)
-
-    def check_noise(self, cloud: Cloud) -> None:
-        """Refuse delta = 0, where neurons live on a cone, and r = 0 at delta > 0, where theta has no meaning."""
-        delta, r = _checks.concrete(self.delta(cloud)), _checks.concrete(cloud.particles.r)
-        if delta is not None and np.any(delta == 0):
-            raise ValueError(
-                "temperature needs labels (the balances delta) other than 0: for delta = 0 neurons live on a cone, "
-                "whose inverse metric is not smooth at the tip r = 0"
-            )
-        if delta is not None and r is not None and np.any((r == 0) & (delta > 0)):
-            raise ValueError(
-                "temperature needs particles.r other than 0 where delta > 0, got a neuron at r = 0"
-            )
-
-    def exp(self, cloud: Cloud, v: Polar) -> Polar:
-        """Return ``retract``: geodesics of the hyperboloid c^2 - n^2 = delta have no elementary form."""
-        return self.retract(cloud, v)
-
-    def log(self, cloud: Cloud, particles: Polar) -> Polar:
-        """Return the difference of coordinates, the short way round in theta."""
-        r, theta = cloud.particles
-        return Polar(particles.r - r, wrap_angle(particles.theta - theta))
-
-
-class RawSpace(Space):
-    """Raw neurons (a, b, c) whose layers learn at rates of their own: the inverse metric is diag(kp, kp, kc).
-
-    A subclass says in ``rates`` how fast; the sliding solver then knows its exact motion.
-    """
-
-    @abc.abstractmethod
-    def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        """Return (kp, kc), the rates of the inner layer (a, b) and of the outer one c; 0 where one is frozen."""
-
-    def cometric(self, cloud: Cloud, covector: Affine) -> Affine:
-        """Return (kp g_a, kp g_b, kc g_c) of a covector g."""
-        inner_rate, outer_rate = self.rates(cloud)
-        return Affine(inner_rate * covector.a, inner_rate * covector.b, outer_rate * covector.c)
-
-    def noise(self, cloud: Cloud, normal: Affine) -> Affine:
-        """Return white noise times the roots of the rates; a layer that is frozen has none."""
-        inner_rate, outer_rate = (jnp.sqrt(rate) for rate in self.rates(cloud))
-        return Affine(inner_rate * normal.a, inner_rate * normal.b, outer_rate * normal.c)
-
-    def noise_drift(self, cloud: Cloud) -> Affine:
-        """Return zero: the rates do not depend on the neuron's place."""
-        return Affine(*(jnp.zeros_like(u) for u in cloud.particles))
-
-
-class TrainableLayers(RawSpace):
-    """The flat space of (a, b, c), in which either layer may be frozen.
-
-    Attributes:
-        inner_rate: 1 if (a, b) are trained, else 0.
-        outer_rate: 1 if c is trained, else 0. Both may be arrays of shape () or (m,), and traced.
-    """
-
-    inner_rate: Float[Array, "*m"]
-    outer_rate: Float[Array, "*m"]
-
-    def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        """Return the two rates, broadcast to one number for each neuron."""
-        one = jnp.ones_like(cloud.weights)
-        return self.inner_rate.astype(one.dtype) * one, self.outer_rate.astype(one.dtype) * one

@@ -21,13 +21,8 @@ VECTOR = array((None,))
 MASS = optional(array((None,), low=0))
 
 
-def knot_places(name: str, value: object) -> jax.Array:
-    """Accept a vector of numbers, finite or not: a neuron may have no knot. A kind of ``meanflow._checks``."""
-    return array((None,), infinite=True, nan=True, least=0)(name, value)
-
-
+# knots of neurons, finite or not: a neuron may have none
 _PART = array((None,), infinite=True, nan=True, least=0)
-_ONE = array((), infinite=True, nan=True)
 
 
 @_checks.constructor(
@@ -83,6 +78,8 @@ class PiecewiseLinear(eqx.Module):
         With tolerance 0 the function is unchanged; otherwise each group sits at its mean knot, weighted by
         abs(jump), and the function is unchanged outside the groups.
         """
+        # neighbors with a gap <= tolerance get one label, so sums by label are sums over groups; unused entries, all
+        # at +inf and last, are a group of their own
         far = jnp.isinf(self.knots)
         finite = jnp.where(far, 0, self.knots)
         steps = (jnp.diff(finite) > tolerance) | (far[1:] & ~far[:-1])
@@ -174,31 +171,7 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Ar
     return jnp.sum(safe_norm(jnp.stack([merged.jumps, merged.drops]), axis=0))
 
 
-def _increasing(name: str, value: object) -> jax.Array:
-    """Accept at least two numbers that increase."""
-    edges = array((None,), least=2)(name, value)
-    _checks.increasing(name, edges)
-    return edges
-
-
-@_checks.arguments(f=instance(PiecewiseLinear), grid=_increasing)
-@jax.jit
-def curvature_energy(f: PiecewiseLinear, grid: Float[ArrayLike, " k"]) -> Float[Array, ""]:
-    """Return int f''^2 at the resolution of ``grid``: the sum over cells of (change of f')^2 / (cell length).
-
-    A piecewise linear function has no square-integrable f''; this is the energy of the piecewise linear
-    interpolant of f' on the grid. Under refinement it converges for the smooth functions of the kernel regime
-    (as long as cells hold many knots) and grows like 1/cell where knots cluster.
-
-    Args:
-        f: piecewise linear function.
-        grid: (k,) increasing cell edges.
-    """
-    edges = jnp.asarray(grid)
-    return jnp.sum(jnp.diff(f.derivative(edges)) ** 2 / jnp.diff(edges))
-
-
-@_checks.arguments(knots=knot_places, x=VECTOR, mass=MASS, radius=number(above=0))
+@_checks.arguments(knots=_PART, x=VECTOR, mass=MASS, radius=number(above=0))
 @jax.jit
 def on_sample_share(
     knots: Float[ArrayLike, " m"],
@@ -226,11 +199,10 @@ def on_sample_share(
     _checks.at_least("number of samples", x.shape[0], 2)  # one sample has no spacing
     mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
     _checks.shape("mass", mass, knots.shape)
-    return share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1), radius)
+    return _share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1), radius)
 
 
-@_checks.arguments(knots=_PART, x=_PART, mass=_PART, h=array((), nan=True), radius=number(above=0))
-def share_near(
+def _share_near(
     knots: Float[Array, " m"],
     x: Float[Array, " s"],
     mass: Float[Array, " m"],
@@ -238,6 +210,7 @@ def share_near(
     radius: float = 0.05,
 ) -> Float[Array, ""]:
     """Return ``on_sample_share`` for samples of mean spacing ``h``, which may be repeated."""
+    # the nearest sample is one of the two neighbors of the knot in sorted order
     near = jnp.clip(jnp.searchsorted(x, knots), 1, x.shape[0] - 1)
     gap = jnp.minimum(jnp.abs(knots - x[near - 1]), jnp.abs(knots - x[near]))
     inside = jnp.isfinite(knots) & (knots >= x[0] - h / 2) & (knots <= x[-1] + h / 2)
@@ -246,7 +219,7 @@ def share_near(
 
 
 @_checks.arguments(
-    knots=knot_places,
+    knots=_PART,
     mass=array((None,), low=0),
     k=count(1),
     bins=count(1),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plane import to_plane
 from scipy.integrate import solve_ivp
 
 import meanflow as mf
@@ -11,6 +12,8 @@ from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
+from meanflow.univariate._angles import unit
+from meanflow.univariate._lifted import to_polar
 from meanflow.univariate._rays import sample_rays
 
 X = np.array([-0.8, -0.1, 0.4, 1.0])
@@ -41,7 +44,7 @@ def test_5_angle_needs_atan2():
 
 def test_2_3_knot_sign():
     a, b, _ = RAW.particles
-    u, v = balance.to_plane(balance.project(RAW).particles).T
+    u, v = to_plane(balance.project(RAW).particles).T
     np.testing.assert_allclose(b / a, -v / u, rtol=1e-12)
     assert np.max(np.abs(b / a - v / u)) > 0.1
 
@@ -54,7 +57,7 @@ def test_3_1_sample_angles_and_number_of_regions():
     assert abs(0.0 * np.cos(printed) + np.sin(printed)) == 1.0
     s = 5
     theta = jnp.linspace(-np.pi, np.pi, 20001)
-    patterns = {tuple(u) for u in np.asarray(forces.is_active(balance.unit(theta), jnp.linspace(-1, 1, s)).T)}
+    patterns = {tuple(u) for u in np.asarray(forces.is_active(unit(theta), jnp.linspace(-1, 1, s)).T)}
     assert len(patterns) == 2 * s != 2 * s - 1
 
 
@@ -83,10 +86,10 @@ def test_3_1_field_is_constant_only_in_the_plane():
     """Printed: piecewise linear on the cylinder. True: constant per region in (u, v) of the planar flow only."""
     x = jnp.asarray(X)
     theta = jnp.linspace(0.12, 0.6, 7)  # equally spaced, in one region: all but the left sample are active
-    assert len(set(forces.find_regions(balance.unit(theta), x).tolist())) == 1
+    assert len(set(forces.find_regions(unit(theta), x).tolist())) == 1
     cloud = Cloud(Polar(jnp.linspace(0.5, 2.0, 7), theta))
     v = mf.velocity(uni.planar(), cloud, DATA)
-    _, plane = jax.jvp(balance.to_plane, (cloud.particles,), (v,))
+    _, plane = jax.jvp(to_plane, (cloud.particles,), (v,))
     np.testing.assert_allclose(plane, jnp.broadcast_to(plane[:1], plane.shape), rtol=1e-12)
     rho = mf.predict(uni.planar(), cloud, x) - DATA.y
     np.testing.assert_allclose(plane[0], -jnp.array([rho[1:] @ x[1:], jnp.sum(rho[1:])]), rtol=1e-12)
@@ -135,7 +138,7 @@ def test_jacobian_of_the_projection():
     """d theta = (b, -a)/n^2 in (a, b); printed with the opposite sign. P = J J'."""
     a, b, c = RAW.particles
     jacobian = jax.vmap(
-        jax.jacobian(lambda w: jnp.stack(balance.to_polar(jnp.stack([w[0], -w[1]]), w[2], jnp.sqrt(7.0))))
+        jax.jacobian(lambda w: jnp.stack(to_polar(jnp.stack([w[0], -w[1]]), w[2], jnp.sqrt(7.0))))
     )(jnp.stack(RAW.particles, -1))
     n2 = a**2 + b**2
     np.testing.assert_allclose(jacobian[:, 1], jnp.stack([b / n2, -a / n2, 0 * c], -1), atol=1e-12)
@@ -187,16 +190,14 @@ def test_lemma_7_under_gradient_descent():
 def test_47_velocity_in_the_plane():
     r, theta = jnp.array([-1.7, 2.0]), jnp.array([0.8, 2.5])
     rate = Polar(jnp.array([0.3, 0.3]), jnp.array([-0.4, -0.4]))
-    _, true = jax.jvp(balance.to_plane, (Polar(r, theta),), (rate,))
-    d = balance.unit(theta)
+    _, true = jax.jvp(to_plane, (Polar(r, theta),), (rate,))
+    d = unit(theta)
     t = jnp.stack([-d[:, 1], d[:, 0]], -1)
     ours = (jnp.sign(r) * rate.r)[:, None] * d + (jnp.abs(r) * rate.theta)[:, None] * t
     np.testing.assert_allclose(true, ours, rtol=1e-12)
     np.testing.assert_allclose(true[0], [0.279, -0.689], atol=1e-3)  # printed: (0.3, -0.4)
     # Dpi Dpi' of the map (r, theta) -> (u, v), printed as the identity
-    jacobian = jax.vmap(jax.jacobian(lambda w: balance.to_plane(Polar(*w[:, None]))[0]))(
-        jnp.stack([r, theta], -1)
-    )
+    jacobian = jax.vmap(jax.jacobian(lambda w: to_plane(Polar(*w[:, None]))[0]))(jnp.stack([r, theta], -1))
     product = jnp.einsum("mij,mkj->mik", jacobian, jacobian)
     outer = lambda v: v[:, :, None] * v[:, None, :]
     np.testing.assert_allclose(product, outer(d) + (r**2)[:, None, None] * outer(t), rtol=1e-12)

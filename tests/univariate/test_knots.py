@@ -5,12 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.kernels._regime import minimum_norm
-from meanflow.univariate._splines import natural_spline
-from meanflow.univariate._weight_laws import Finite, Signs
 from meanflow.univariate.knots import (
     concentration,
-    curvature_energy,
     dead_share,
     on_sample_share,
     piecewise_linear,
@@ -101,27 +97,6 @@ def test_opposite_jumps_at_one_knot_cancel():
     assert total_variation(f) == 0.0
     assert f(3.0) == pytest.approx(5.0)
     assert f(-3.0) == pytest.approx(-7.0)
-
-
-def test_curvature_energy_of_a_kernel_solution_tends_to_the_splines():
-    x = jnp.linspace(-1, 1, 10)
-    y = jnp.sin(3 * x)
-    bound, m = 8.0, 40_000
-    a, b = Signs(bound).midpoints(m)
-    cloud = Finite(a, b)
-    c = minimum_norm(cloud.features(x), y)
-    f = piecewise_linear(a, b, c, weights=jnp.sqrt(cloud.weights))
-    # fine cells, yet many knots in each
-    energy = curvature_energy(f, jnp.linspace(-1, 1, 201))
-    spline = natural_spline(x, y)
-    knots, second = spline.nodes, spline.derivative(spline.nodes, 2)
-    u, v = second[:-1], second[1:]
-    exact = jnp.sum(jnp.diff(knots) * (u * u + u * v + v * v) / 3)
-    assert energy == pytest.approx(float(exact), rel=0.01)
-    # clustered knots: energy grows like 1/cell
-    tent = piecewise_linear(jnp.ones(1), jnp.zeros(1), jnp.ones(1))
-    assert curvature_energy(tent, jnp.linspace(-1, 1, 21)) == pytest.approx(10.0)
-    assert curvature_energy(tent, jnp.linspace(-1, 1, 201)) == pytest.approx(100.0)
 
 
 def test_on_sample_share_by_hand():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plane import to_plane
 
 from meanflow import univariate as uni
 from meanflow.flows import dissipation, energy, first_variation, predict, tangent_kernel, velocity
@@ -11,6 +12,7 @@ from meanflow.measures import Affine, Cloud, Dataset, Polar, quadrature
 from meanflow.measures._scaling import Scaling, speed
 from meanflow.measures.laws import angle, uniform
 from meanflow.univariate import balance
+from meanflow.univariate._angles import unit
 
 DATA = Dataset(jnp.array([-1.0, -0.3, 0.2, 0.9]), jnp.array([0.5, -1.0, 0.3, 1.2]), weights="sum")
 
@@ -101,10 +103,10 @@ def test_infinite_balance_is_one_frozen_layer(limit, frozen):
 def test_planar_field_is_constant_in_the_plane():
     polar = Cloud(Polar(*np.random.default_rng(3).standard_normal((2, 9))))
     v = velocity(uni.planar(), polar, DATA)
-    push = lambda w: balance.to_plane(w)
+    push = to_plane
     _, uv = jax.jvp(push, (polar.particles,), (v,))
     f = predict(uni.planar(), polar, DATA.x)
-    d = balance.unit(polar.particles.theta)
+    d = unit(polar.particles.theta)
     active = (d @ jnp.stack([DATA.x, jnp.ones(4)])) > 0
     force = active.astype(float) @ ((f - DATA.y)[:, None] * jnp.stack([DATA.x, jnp.ones(4)], -1))
     np.testing.assert_allclose(uv, -jnp.sign(polar.particles.r)[:, None] * force, atol=1e-13)
@@ -115,8 +117,8 @@ def test_planar_retraction_is_a_straight_step():
     flow = uni.planar()
     v = velocity(flow, polar, DATA)
     moved = flow.space.retract(polar, v)
-    _, uv = jax.jvp(balance.to_plane, (polar.particles,), (v,))
-    np.testing.assert_allclose(balance.to_plane(moved), balance.to_plane(polar.particles) + uv, atol=1e-13)
+    _, uv = jax.jvp(to_plane, (polar.particles,), (v,))
+    np.testing.assert_allclose(to_plane(moved), to_plane(polar.particles) + uv, atol=1e-13)
 
 
 @pytest.mark.parametrize("model", ["canonical", "lifted", "planar", "radial", "full"])

@@ -13,6 +13,7 @@ from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import _rays as rays
 from meanflow.univariate import balance
+from meanflow.univariate._angles import unit
 from meanflow.univariate._residual import region_covariances
 
 classify = jax.jit(jax.vmap(uni.classify_rays))
@@ -89,7 +90,7 @@ def test_frozen_flow_ends_at_the_predicted_set():
     table = uni.classify_rays(x, rho)
     inner = uni.attracting_angles(x, rho)
     r, theta = (np.asarray(u) for u in sol.final.particles)
-    dead = np.asarray(forces.find_regions(balance.unit(sol.final.particles.theta + 0.0), x)) == 0
+    dead = np.asarray(forces.find_regions(unit(sol.final.particles.theta + 0.0), x)) == 0
     for sign, kind, interior in ((1, table.positive, inner[0]), (-1, table.negative, inner[1])):
         allowed = np.concatenate([table.theta[kind == 1], interior[np.isfinite(interior)]])
         mine = (np.sign(r) == sign) & ~dead
@@ -115,13 +116,14 @@ def test_regions_dead_arc_and_angles():
     np.testing.assert_allclose(jnp.sum(geometry.normal * geometry.direction, 1), 0, atol=1e-15)
     np.testing.assert_allclose(jnp.sum(geometry.direction**2, 1), 1, rtol=1e-15)
     eps = 1e-9
-    low = forces.find_regions(balance.unit(geometry.theta - eps), x)
-    high = forces.find_regions(balance.unit(geometry.theta + eps), x)
+    low = forces.find_regions(unit(geometry.theta - eps), x)
+    high = forces.find_regions(unit(geometry.theta + eps), x)
     assert low.tolist() == list(range(8)) and high.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     theta = jnp.linspace(-jnp.pi, jnp.pi, 100001)[1:]
-    share = jnp.mean(forces.find_regions(balance.unit(theta), x) == 0)
-    np.testing.assert_allclose(share, rays.dead_arc(x) / (2 * jnp.pi), atol=2e-5)
-    np.testing.assert_allclose(rays.dead_arc(x) / (2 * jnp.pi), 0.25)
+    share = jnp.mean(forces.find_regions(unit(theta), x) == 0)
+    arc = jnp.pi - (jnp.arctan(x[-1]) - jnp.arctan(x[0]))  # of the directions that see no sample
+    np.testing.assert_allclose(share, arc / (2 * jnp.pi), atol=2e-5)
+    np.testing.assert_allclose(arc / (2 * jnp.pi), 0.25)
 
 
 @pytest.mark.parametrize("model", ["canonical", "lifted", "planar", "radial", "full"])
@@ -144,7 +146,7 @@ def test_proposition_1(model):
     np.testing.assert_allclose(got, -kernel @ (data.weights * rho), rtol=1e-12, atol=1e-13)
     if model == "canonical":
         sigma = region_covariances(flow, cloud, jnp.sort(data.x))
-        d = np.asarray(balance.unit(cloud.particles.theta))
+        d = np.asarray(unit(cloud.particles.theta))
         t = np.stack([-d[:, 1], d[:, 0]], 1)
         each = np.einsum("m,mi,mj->mij", np.asarray(cloud.particles.r) ** 2, t, t) + np.einsum(
             "mi,mj->mij", d, d

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from event_reference import NotUnique, Reference
+from plane import to_plane
 from scipy.integrate import solve_ivp
 
 import meanflow as mf
@@ -249,7 +250,7 @@ def test_large_delta_tends_to_planar():
         # P_rr ~ delta, so the planar flow is reached at time t / delta
         got = slide(uni.lifted(), Cloud(polar, labels=delta), data, 2.0 / delta, 0.01 / delta)
         want = slide(uni.planar(), Cloud(polar), data, 2.0, 0.01).final.particles
-        errors.append(float(np.max(np.abs(balance.to_plane(got.final.particles) - balance.to_plane(want)))))
+        errors.append(float(np.max(np.abs(to_plane(got.final.particles) - to_plane(want)))))
     assert errors[0] < 2e-2 and errors[1] < errors[0] / 50 and errors[2] < errors[1] / 5e3, errors
 
 

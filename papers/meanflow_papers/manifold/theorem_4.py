@@ -12,7 +12,6 @@ from meanflow.measures import laws, quadrature, quasi, sample
 from meanflow.plots._curves import convergence
 from meanflow.transport import wasserstein
 from meanflow.transport._exact import cylinder_distance
-from meanflow.univariate.balance import unit
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told
 from meanflow_papers.manifold.setup import SPREAD, ring
@@ -71,7 +70,8 @@ def space_problem() -> tuple[mf.Flow, mf.Dataset]:
 def _on_cylinder(cloud: mf.Cloud) -> tuple[jax.Array, jax.Array]:
     """Return neurons as points (height, unit vector) of R x S^(d-1), with the metrics of both papers."""
     if isinstance(cloud.particles, mf.Polar):
-        return cloud.particles.r, unit(cloud.particles.theta)
+        r, theta = cloud.particles
+        return r, jnp.stack([jnp.cos(theta), jnp.sin(theta)], axis=-1)
     return cloud.particles.a, mf.geometry.direction(cloud.particles.b)
 
 

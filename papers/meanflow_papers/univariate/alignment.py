@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from scipy.optimize import lsq_linear
 from scipy.sparse.csgraph import connected_components
 
-from meanflow.flows._models import vanilla
+from meanflow.flows import vanilla
 from meanflow.measures import Cloud, Dataset, Neurons
 from meanflow.solvers import descend, solve
 from meanflow_papers.entry import entry

@@ -64,19 +64,19 @@ def figure_2() -> Outcome:
 
     def path(r: jax.Array, theta: jax.Array, delta: jax.Array) -> dict[str, jax.Array]:
         """(c, p) along p' = -c G, c' = -<G, p> in closed form, in a single region (no sample is met)."""
-        p, c = balance.to_raw(Polar(r[None], theta[None]), delta[None], jnp.ones(()))
-        ts = jnp.linspace(0.0, 1.0, 41) * 0.4 / (c[0] ** 2 + p[0] @ p[0])
-        along = p[0] @ force
-        q = p[0][None, :] + ((jnp.cosh(ts) - 1) * along - c[0] * jnp.sinh(ts))[:, None] * force[None, :]
-        c = c[0] * jnp.cosh(ts) - along * jnp.sinh(ts)
-        polar = balance.to_polar(q, c, jnp.ones(()))
-        uv = jnp.abs(polar.r)[:, None] * balance.unit(polar.theta)
+        c, n = balance.split(r, delta)  # m/alpha = 1
+        p = n * jnp.stack([jnp.cos(theta), jnp.sin(theta)])
+        ts = jnp.linspace(0.0, 1.0, 41) * 0.4 / (c**2 + p @ p)
+        along = p @ force
+        q = p[None, :] + ((jnp.cosh(ts) - 1) * along - c * jnp.sinh(ts))[:, None] * force[None, :]
+        c = c * jnp.cosh(ts) - along * jnp.sinh(ts)
+        uv = jnp.abs(c)[:, None] * q  # |r| d(theta) with r = c |p|
         across = uv[-1] - uv[0] - force * ((uv[-1] - uv[0]) @ force)
-        n = jnp.linalg.norm(q, axis=-1)
+        n, angle = jnp.linalg.norm(q, axis=-1), jnp.arctan2(q[:, 1], q[:, 0])
         invariants = jnp.stack([q[:, 1], c**2 - n**2])  # n sin psi is the component across the force
         return {
             "uv": uv,
-            "turn": jnp.max(jnp.abs(polar.theta - polar.theta[0])),
+            "turn": jnp.max(jnp.abs(angle - angle[0])),
             "across": jnp.linalg.norm(across) / jnp.linalg.norm(uv[-1] - uv[0]),
             "drift": jnp.max(jnp.abs(invariants - invariants[:, :1]) / (1 + jnp.abs(invariants[:, :1]))),
         }

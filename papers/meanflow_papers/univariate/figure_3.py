@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.univariate._kernels import indicator, random_feature
-from meanflow.univariate._weight_laws import Finite, Radial, Uniform, WeightLaw
+from meanflow.univariate import indicator, random_feature
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, DASHES, PALE, panels
+from meanflow_papers.univariate.setup import random_weights
 
 
-def _gate_term(x: jax.Array, at: float, law: WeightLaw, c2: float = 1.0) -> jax.Array:
+def _gate_term(x: jax.Array, at: float, law: str, c2: float) -> jax.Array:
     return c2 * (x * at + 1) * indicator(x, at, law=law)
 
 
@@ -71,17 +71,17 @@ def figure_3(width: int = 25_000, seed: int = 0, points: int = 201) -> Outcome:
     x, at = jnp.linspace(-1, 1, points), 0.5
     data: Arrays = {"x": x}
     criteria = []
-    for name, law, c2 in (("uniform", Uniform(1.0, 1.0), 1 / 3), ("gaussian", Radial(2.0), 1.0)):
+    for name, law, c2 in (("uniform", "uniform", 1 / 3), ("gaussian", "radial", 1.0)):
         neurons, outputs = jax.random.split(jax.random.fold_in(jax.random.key(seed), len(name)))
-        cloud = Finite(*law.sample(neurons, width))
+        a, b = random_weights(neurons, width, law)
         gauss, flat = jax.random.normal(outputs, (width,)), jax.random.uniform(outputs, (width,), minval=-1.0)
         c = flat if name == "uniform" else gauss
-        gated = Finite(cloud.a, cloud.b, cloud.weights * c**2)
+        z, z_at = x[:, None] * a[None, :] - b[None, :], a * at - b
         feature = partial(random_feature, z=at, law=law)
         gate = partial(_gate_term, at=at, law=law, c2=c2)
         terms: dict[str, tuple[jax.Array, Callable]] = {
-            "feature": (random_feature(x, at, law=cloud), feature),
-            "indicator": (_gate_term(x, at, gated), gate),
+            "feature": (jax.nn.relu(z) @ jax.nn.relu(z_at) / width, feature),
+            "indicator": ((x * at + 1) * ((z > 0) @ jnp.where(z_at > 0, c**2, 0.0)) / width, gate),
         }
         for term, (sampled, closed) in terms.items():
             exact = closed(x)

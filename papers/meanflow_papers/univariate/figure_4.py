@@ -7,16 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.kernels._regime import kernel_flow, minimum_norm
+from meanflow.kernels import kernel_flow
 from meanflow.plots._curves import convergence
-from meanflow.univariate._kernels import random_feature
-from meanflow.univariate._splines import natural_spline, spline_interpolant
-from meanflow.univariate._weight_laws import Finite, Signs, Uniform
+from meanflow.univariate import SignsLaw, UniformLaw, natural_spline, random_feature, spline_interpolant
 from meanflow.univariate.knots import piecewise_linear
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, DASHES, PALE, SAMPLE, below, panels
-from meanflow_papers.univariate.setup import square_wave
+from meanflow_papers.univariate.setup import random_weights, square_wave
+
+
+def trained(a: jax.Array, b: jax.Array, x: jax.Array, y: jax.Array, grid: jax.Array) -> jax.Array:
+    """Return the network (a, b) on the grid when c, trained from 0 to the end, has the least norm that fits (x, y)."""
+    scale = jnp.full_like(a, 1 / jnp.sqrt(a.shape[0]))
+    features = jax.nn.relu(x[:, None] * a[None, :] - b[None, :]) * scale[None, :]
+    # by a QR factorization, so that the condition number is not squared
+    q, r = jnp.linalg.qr(features.T)
+    c = q @ jax.scipy.linalg.solve_triangular(r, y, trans=1)
+    return piecewise_linear(a, b, c, weights=scale)(grid)
 
 
 def spline_networks(outcome: Outcome, arguments: Arguments) -> Arrays:
@@ -26,10 +34,7 @@ def spline_networks(outcome: Outcome, arguments: Arguments) -> Arrays:
     grid = outcome.data["grid"]
     found = {}
     for width in (30, 100, 1000):
-        a, b = Signs(1.0).sample(jax.random.key(0), width)
-        cloud = Finite(a, b)
-        c = minimum_norm(cloud.features(x), y)
-        found[width] = piecewise_linear(a, b, c, weights=jnp.sqrt(cloud.weights))(grid)
+        found[width] = trained(*random_weights(jax.random.key(0), width, "signs"), x, y, grid)
     return {"networks": found, "x": x, "y": y}
 
 
@@ -112,9 +117,9 @@ def figure_4(
     x, y = data.x, data.y
     grid = jnp.linspace(-1, 1, 2001)
     natural = natural_spline(x, y)(grid)
-    laws: dict[str, Callable[[float], Signs | Uniform]] = {
-        "signs": Signs,
-        "uniform": lambda bound: Uniform(1.0, bound),
+    laws: dict[str, Callable[[float], SignsLaw | UniformLaw]] = {
+        "signs": SignsLaw,
+        "uniform": lambda bound: UniformLaw(1.0, bound),
     }
     to_natural = {
         name: jnp.array([_distance(spline_interpolant(x, y, law=family(b))(grid), natural) for b in bounds])
@@ -122,22 +127,21 @@ def figure_4(
     }
     limits = {name: spline_interpolant(x, y, law=family(1.0))(grid) for name, family in laws.items()}
 
-    @jax.jit
-    def trained(a: jax.Array, b: jax.Array) -> jax.Array:
-        cloud = Finite(a, b)
-        c = minimum_norm(cloud.features(x), y)
-        return piecewise_linear(a, b, c, weights=jnp.sqrt(cloud.weights))(grid)
-
-    stratified = [_distance(trained(*Signs(1.0).midpoints(m)), limits["signs"]) for m in widths]
+    network = jax.jit(lambda a, b: trained(a, b, x, y, grid))
+    stratified = []
+    for m in widths:  # for a = 1 and a = -1, biases at the midpoints of m/2 equal cells
+        b = (2 * jnp.arange(m // 2) + 1) / (m // 2) - 1
+        a = jnp.repeat(jnp.array([1.0, -1.0]), m // 2)
+        stratified.append(_distance(network(a, jnp.concatenate([b, b])), limits["signs"]))
     scattered: dict[str, list] = {name: [] for name in laws}
-    for name, family in laws.items():
+    for name in laws:
         for m in random_widths:
-            draws = [family(1.0).sample(jax.random.key(s), m) for s in range(seeds)]
-            scattered[name].append(np.median([_distance(trained(*ab), limits[name]) for ab in draws]))
-    gram = random_feature(x, law=Signs(1.0))
+            draws = [random_weights(jax.random.key(s), m, name) for s in range(seeds)]
+            scattered[name].append(np.median([_distance(network(*ab), limits[name]) for ab in draws]))
+    gram = random_feature(x, law="signs")
     rate = 1.9 / jnp.linalg.eigvalsh(gram)[-1]
     training = kernel_flow(gram, jnp.zeros_like(y), y, weights=1.0, learning_rate=rate)
-    stopped = training.at(random_feature(grid, x, law=Signs(1.0)), jnp.zeros_like(grid), epochs)
+    stopped = training.at(random_feature(grid, x, law="signs"), jnp.zeros_like(grid), epochs)
     criteria = [
         Criterion(f"stratified width {m} to the closed form", gap, high=2e-4)
         for m, gap in zip(widths, stratified, strict=True)

@@ -16,7 +16,7 @@ from meanflow_papers.univariate.pictures import (
     journeys_by_balance,
     legend_of_states,
 )
-from meanflow_papers.univariate.setup import random_neurons, sinusoid, train
+from meanflow_papers.univariate.setup import layer_rates, random_neurons, sinusoid, train
 
 # what the whole is of which the eight fullest bins are a part, and the least share asked for
 READINGS = (
@@ -102,7 +102,7 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
     run = train(data, epochs, 20, 8, saves=saves)
 
     def one(key: jax.Array, delta: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
-        kp, kc = balance.layer_rates(delta)
+        kp, kc = layer_rates(delta)
         w = balance.lift(Cloud(random_neurons(key, 200), labels=delta), "sqrt").particles
         return run(w, kp, kc, kappa)
 

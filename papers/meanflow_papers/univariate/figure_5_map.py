@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow.flows import Observable
-from meanflow.plots._maps import heat_map, number
+from meanflow.plots import heat_map
+from meanflow.plots._maps import number
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, MARKERS, below, panels

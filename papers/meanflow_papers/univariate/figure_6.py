@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.measures import Cloud
-from meanflow.plots._clouds import plane
-from meanflow.plots._curves import traces
+from meanflow.plots import plane, traces
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -18,7 +17,7 @@ from meanflow_papers.univariate.pictures import (
     journeys_by_balance,
     legend_of_states,
 )
-from meanflow_papers.univariate.setup import random_neurons, square_wave, train
+from meanflow_papers.univariate.setup import layer_rates, random_neurons, square_wave, train
 
 # what the whole is of which the six fullest bins are a part, and the least share asked for
 READINGS = (
@@ -97,7 +96,7 @@ def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
     settings = (jnp.array([-jnp.inf, jnp.inf]), jnp.array([1.0, 0.1]))
 
     def one(key: jax.Array, delta: jax.Array, kappa: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        kp, kc = balance.layer_rates(delta)
+        kp, kc = layer_rates(delta)
         w = balance.lift(Cloud(random_neurons(key, width), labels=delta), "sqrt").particles
         loss, stats, _ = run(w, kp, kc, kappa)
         return loss, stats

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import univariate as uni
-from meanflow.flows._flow import predict
+from meanflow.flows import predict
 from meanflow.measures import Affine, Cloud
 from meanflow.univariate import balance
 from meanflow_papers.entry import entry

@@ -3,23 +3,23 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import ArrayLike
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import meanflow as mf
 from meanflow import univariate as uni
-from meanflow.flows._flow import predict
+from meanflow.flows import predict
 from meanflow.measures import Affine, Cloud
-from meanflow.plots._clouds import attractors, field, plane, regions
-from meanflow.plots._curves import fit
+from meanflow.plots import fit, plane
+from meanflow.plots._clouds import attractors, field, regions
 from meanflow.solvers import Solution, solve
-from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import no_legend, panels
 from meanflow_papers.univariate.pictures import GRID, Rays, Samples, knot_places
-from meanflow_papers.univariate.setup import directions, random_neurons, square_wave
+from meanflow_papers.univariate.setup import random_neurons, square_wave
 
 
 def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
@@ -29,11 +29,9 @@ def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
     flow = uni.full("sqrt", outer=False)
     sol = mf.solve(flow, cloud, data, 10.0, solver="sliding", step=arguments["step"], clock="gradient")
     residual = mf.predict(flow, sol.final, data.x) - data.y
-    table = forces.region_forces(residual, data.x)
     polar = balance.project(sol.final, "sqrt").particles
     reach = 1.05 * float(jnp.max(jnp.abs(polar.r)))
     u, v = (w.ravel() for w in np.meshgrid(*2 * [np.linspace(-reach, reach, 18)]))
-    home = forces.find_regions(jnp.stack([jnp.asarray(u), jnp.asarray(v)], axis=-1), data.x)
     return {
         "grid": GRID,
         "x": data.x,
@@ -44,7 +42,7 @@ def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
         "rays": uni.classify_rays(data.x, residual)._asdict(),
         "u": u,
         "v": v,
-        "velocity": -np.asarray(table)[np.asarray(home)],  # of a neuron with r > 0; opposite for r < 0
+        "velocity": -_force(np.stack([u, v], axis=-1), data.x, residual),  # if r > 0; opposite for r < 0
     }
 
 
@@ -116,15 +114,15 @@ def figure_9(
         table = uni.classify_rays(data.x, residual)
         # independent of the rule: the tangential field just beside each ray, on both sides, for r > 0
         beside = table.theta[None, :] + 1e-6 * jnp.array([-1.0, 1.0])[:, None]
-        d = balance.unit(beside)
-        force = jnp.einsum("...j,j,jk->...k", _seen(d, data.x), residual, _tilde(data.x))
+        d = jnp.stack([jnp.cos(beside), jnp.sin(beside)], axis=-1)
+        force = _force(d, data.x, residual)
         turning = force[..., 1] * d[..., 0] - force[..., 0] * d[..., 1]
         pulls = (turning[0] < 0) & (turning[1] > 0)  # theta' = -r <G, t>
         pushes = (turning[0] > 0) & (turning[1] < 0)
         seen = pulls.astype(jnp.int32) - pushes.astype(jnp.int32)
-        p = directions(w)
-        gap = jnp.abs(jnp.sin(balance.angle_of(p)[:, None] - table.theta[None, :]))
-        ahead = jnp.cos(balance.angle_of(p)[:, None] - table.theta[None, :]) > 0
+        p, theta = jnp.stack([w.a, -w.b], axis=-1), jnp.arctan2(-w.b, w.a)
+        gap = jnp.abs(jnp.sin(theta[:, None] - table.theta[None, :]))
+        ahead = jnp.cos(theta[:, None] - table.theta[None, :]) > 0
         # a neuron pushed off the data stays at the ray of the last sample: dead, not captured
         alive = jnp.any(p @ _tilde(data.x).T > 1e-9, axis=1)
         on = (gap < 1e-9) & ahead & alive[:, None]
@@ -167,5 +165,7 @@ def _tilde(x: jax.Array) -> jax.Array:
     return jnp.stack([x, jnp.ones_like(x)], axis=-1)
 
 
-def _seen(d: jax.Array, x: jax.Array) -> jax.Array:
-    return (jnp.einsum("...k,jk->...j", d, _tilde(x)) > 0).astype(x.dtype)
+def _force(d: ArrayLike, x: jax.Array, residual: jax.Array) -> jax.Array:
+    """Return the sum of residual_j (x_j, 1) over the samples that a neuron of direction d (..., 2) sees."""
+    seen = (jnp.einsum("...k,jk->...j", d, _tilde(x)) > 0).astype(x.dtype)
+    return jnp.einsum("...j,j,jk->...k", seen, residual, _tilde(x))

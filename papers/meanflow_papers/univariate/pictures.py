@@ -13,13 +13,12 @@ from matplotlib.lines import Line2D
 
 import meanflow as mf
 from meanflow import univariate as uni
-from meanflow.plots._clouds import plane
-from meanflow.plots._curves import fit
+from meanflow.plots import fit, plane
 from meanflow.plots._maps import number
 from meanflow.univariate import balance
 from meanflow_papers.outcome import Arrays
 from meanflow_papers.style import COLORS, NEGATIVE, POSITIVE, SAMPLE, no_legend
-from meanflow_papers.univariate.setup import Rate, random_neurons
+from meanflow_papers.univariate.setup import Rate, layer_rates, random_neurons
 
 GRID = np.linspace(-1.15, 1.15, 921)
 FRAMES = 50
@@ -132,7 +131,7 @@ def journeys_by_balance(
     """
 
     def one(delta: jax.Array, kappa: jax.Array, epochs: int) -> dict[str, jax.Array]:
-        kp, kc = balance.layer_rates(delta)
+        kp, kc = layer_rates(delta)
         start = balance.lift(mf.Cloud(random_neurons(key, width), labels=delta), "sqrt").particles
         return journey(start, data, epochs, mf.KernelStep(kappa, 20), "sqrt", kp, kc)
 

@@ -41,6 +41,18 @@ def random_neurons(key: jax.Array, width: int, scale: float = 3.0) -> Polar:
     return Polar(r, jnp.arctan2(-ab[1], ab[0]))
 
 
+def random_weights(key: jax.Array, width: int, law: str) -> tuple[jax.Array, jax.Array]:
+    """Draw a and b, (width,) each, of a law of ``univariate.random_feature`` by its name, with its usual parameters."""
+    if law == "radial":
+        a, b = jax.random.normal(key, (2, width))
+        return a, b
+    slopes, biases = jax.random.split(key)
+    b = jax.random.uniform(biases, (width,), minval=-1.0)
+    if law == "signs":
+        return jax.random.rademacher(slopes, (width,), b.dtype), b
+    return jax.random.uniform(slopes, (width,), minval=-1.0), b
+
+
 def concentrations(w: Affine, x: jax.Array, bins: int) -> dict[str, jax.Array]:
     """Return the share of the slope jumps |c a| in the ``bins`` fullest of 110 bins on [-1.1, 1.1], in three readings.
 
@@ -84,13 +96,13 @@ def statistics(start: Affine, end: Affine, x: jax.Array, bins: int) -> dict[str,
 
 def rms_turn(start: Affine, end: Affine) -> jax.Array:
     """Return the root mean square, over neurons, of the angle by which (a, -b) has turned."""
-    turn = balance.angle_of(directions(end)) - balance.angle_of(directions(start))
+    turn = jnp.arctan2(-end.b, end.a) - jnp.arctan2(-start.b, start.a)
     return jnp.sqrt(jnp.mean(jnp.arctan2(jnp.sin(turn), jnp.cos(turn)) ** 2))
 
 
-def directions(w: Affine) -> jax.Array:
-    """Return the vectors (a, -b) of the neurons, (m, 2): their direction has the angle theta."""
-    return jnp.stack([w.a, -w.b], axis=-1)
+def layer_rates(delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the rates of the inner and the outer layer: 0 for (a, b) at delta = -inf and for c at +inf, else 1."""
+    return jnp.where(jnp.isneginf(delta), 0.0, 1.0), jnp.where(jnp.isposinf(delta), 0.0, 1.0)
 
 
 def train(

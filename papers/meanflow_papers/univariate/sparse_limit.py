@@ -1,20 +1,20 @@
 """Equations (16) and (17): the penalized flow against the minimizer over all measures."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import univariate as uni
-from meanflow.flows._flow import Flow
+from meanflow.flows import Flow
 from meanflow.measures import Cloud, Dataset, Polar
-from meanflow.plots._curves import fit
+from meanflow.plots import fit
 from meanflow.solvers import KernelStep, solve
-from meanflow.univariate import _sparse as sparse
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
-from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels
-from meanflow_papers.style import sparse as sparse_ticks
+from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels, sparse
 from meanflow_papers.univariate.pictures import Samples
 
 
@@ -38,7 +38,7 @@ def draw(data: Arrays) -> Figure:
     curves = {"flow": np.asarray(data["f"])[bent], "minimizer": best[bent]}
     fit(data["grid"], curves, Samples(data["x"][bent], data["y"][bent]), right)
     right.lines[1].set_linestyle("--")  # the minimizer, on the flow's function
-    sparse_ticks(right)
+    sparse(right)
     left.set_title("excess energy")
     middle.set_title("dual certificate")
     right.set_title(f"data set {bent + 1}")
@@ -47,18 +47,43 @@ def draw(data: Arrays) -> Figure:
     return figure
 
 
+class Duality(NamedTuple):
+    """Both sides of (16) for any network: the minimum lies between ``dual`` and ``primal``; ``bound`` is sup |F|."""
+
+    primal: jax.Array
+    dual: jax.Array
+    bound: jax.Array
+
+
+def duality(r: jax.Array, theta: jax.Array, x: jax.Array, y: jax.Array, lam: float) -> Duality:
+    """Return the objective of polar neurons (m,), a lower bound on the minimum over all networks, and sup |F|.
+
+    F(theta) = sum_j rho_j <(x_j, 1), d(theta)>_+ is a sinusoid between sample rays, so its extrema are on the rays or
+    at the directions that attract neurons of one sign.
+    """
+    features = lambda angle: jax.nn.relu(x[:, None] * jnp.cos(angle)[None, :] + jnp.sin(angle)[None, :])
+    rho = jnp.mean(features(theta) * r[None, :], axis=1) - y
+    angles = jnp.concatenate([uni.classify_rays(x, rho).theta, *uni.attracting_angles(x, rho)])
+    bound = jnp.nanmax(jnp.abs(rho @ features(angles)))  # a region without such a direction has NaN
+    # any residual, shrunk until |F| <= lam, is feasible for the dual problem
+    shrunk = rho * jnp.minimum(1, lam / jnp.where(bound > 0, bound, 1))
+    primal = jnp.sum(rho**2) / 2 + lam * jnp.mean(jnp.abs(r))
+    return Duality(primal, -jnp.sum(shrunk * y + shrunk**2 / 2), bound)
+
+
 def _course(
     flow: Flow, cloud: Cloud, x: np.ndarray, y: np.ndarray, lam: float, end: float
-) -> tuple[np.ndarray, sparse.Duality, Polar]:
+) -> tuple[np.ndarray, Duality, Polar]:
     """Solve the flow on each data set (draws, samples); return times, duality along the runs and final neurons."""
     ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(end / 256, end, 17).at[-1].set(end)])
     # few neurons end up with all the mass, r^2 and the kernel grow fast: an older step would be too long
     step = KernelStep(1.0, every=1)
 
-    def watch(flow: Flow, cloud: Cloud, data: Dataset) -> sparse.Duality:
-        return sparse.duality(*cloud.particles, data.x, data.y, lam)
+    def watch(flow: Flow, cloud: Cloud, data: Dataset) -> Duality:
+        r, theta = cloud.particles
+        return duality(r, theta, data.x, data.y, lam)
 
-    def one(x: jax.Array, y: jax.Array) -> tuple[sparse.Duality, Polar]:
+    def one(x: jax.Array, y: jax.Array) -> tuple[Duality, Polar]:
         data = Dataset(x, y, weights="sum")
         sol = solve(flow, cloud, data, end, ts=ts, observe=watch, solver="sliding", step=step)
         return sol.observed, sol.final.particles
@@ -96,7 +121,7 @@ def sparse_limit(
     rng = np.random.default_rng(0)
     x = np.sort(rng.uniform(-1, 1, (draws, samples)), axis=1)
     y = rng.standard_normal((draws, samples))
-    best = [sparse.sparse_minimizer(u, v, lam) for u, v in zip(x, y, strict=True)]
+    best = [uni.sparse_minimizer(u, v, lam) for u, v in zip(x, y, strict=True)]
     minimum = np.array([b.primal for b in best])[:, None]
     spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
     cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))
