@@ -160,6 +160,7 @@ def figure_2(
     def train(key: jax.Array, law: str, norm: bool, hidden: int) -> dict[str, jax.Array]:
         k_init, k_data = jax.random.split(key)
         params = _mlp_init(k_init, law, x.shape[1], width, hidden, x.dtype)
+        # a new order of the images for each epoch, cut into whole minibatches: (epochs, per_epoch, 128)
         order = jax.vmap(lambda k: jax.random.permutation(k, len(x)))(jax.random.split(k_data, epochs))
         order = order[:, : per_epoch * 128].reshape(epochs, per_epoch, 128)
 
@@ -176,6 +177,7 @@ def figure_2(
             state = jax.lax.scan(step, state, indices)[0]
             return state, jnp.mean(jnp.argmax(_mlp(state[0], x, norm)[0], 1) == y)
 
+        # 512 images are enough to see a rank of at most the width, 128
         at_start = jnp.linalg.svd(_mlp(params, x[:512], norm)[1], compute_uv=False)
         _, accuracy = jax.lax.scan(epoch, (params, optimizer.init(params)), order)
         return {"accuracy": accuracy, "singular_values": at_start}

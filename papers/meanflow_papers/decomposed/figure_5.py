@@ -24,6 +24,7 @@ def _figure_5(
     nets = {"BN": BATCH_NORM, "RS(rms)": RMS_ONLY, "RS(std)": STD_ONLY}
     runs = {k: depth.propagate(keys, x, [width] * 30, v).layers.pair_angles for k, v in nets.items()}
     mean = {k: float(v[:, -1].mean()) for k, v in runs.items()}
+    # any exchangeable start in the basin will do: cosine 1/2 between all samples
     start = jnp.full((n, n), 0.5) + 0.5 * jnp.eye(n)
     bn = float(jnp.degrees(jnp.arccos(batchnorm_cosine(n))))
     rms = float(depth.pair_angles(fixed_point(start, RMS_ONLY))[0])

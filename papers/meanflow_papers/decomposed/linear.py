@@ -61,9 +61,11 @@ def linear_rescale(
             run = depth.propagate(keys, x, [w] * layers, layer, observe=lambda x: x @ x.T)
             grams[w, recenter] = run.layers
     gaps = {w: orthogonality_gap(grams[w, False]) for w in widths}  # (seeds, layers + 1)
+    # the gap first contracts and then stays where finite width keeps it: the second half of the layers
     plateau = {w: float(gap[:, layers // 2 :].mean()) for w, gap in gaps.items()}
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
     mean = {rc: float(depth.pair_angles(grams[widths[1], rc][:, -1]).mean()) for rc in (False, True)}
+    # n recentered samples cannot be orthogonal; at best they form a regular simplex
     simplex = np.degrees(np.arccos(-1 / (n - 1)))
     slope = stability(jnp.eye(n), depth.Layer(False, "rms", "linear"))[0]
     return Outcome(

@@ -94,6 +94,7 @@ def odd_state(
         tolerance: stop when no entry of the Gram matrix moves by more than this in a layer.
         max_steps: stop after so many layers in any case.
     """
+    # two groups: the outlier alone, and the n - 1 others, orthogonal to it and to each other
     one = jnp.ones(())
     sizes, square = jnp.stack([one, n - one]), jnp.stack([one * scale**2, one])
 

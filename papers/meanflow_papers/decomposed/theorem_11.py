@@ -119,6 +119,7 @@ def theorem_11(sizes: tuple[int, ...] = (5, 10, 50), draws: int = 20, layers: in
         records = jax.lax.map(lambda x: depth.tree(x, layers, every=layers - 1), inputs)
         grams, order = records.gram[:, -1], records.order[:, 0]
         rho = records.weight[:, -1, 0, -1] / records.weight[:, -1, 0, 0]
+        # samples in the order of their inputs: the extreme ones first and last, the interior ones between
         sort = jax.vmap(lambda g, o: g[o[:, None], o[None, :]])(grams, order)
         length = jnp.sqrt(jnp.diagonal(sort, axis1=1, axis2=2))
         ratio = length[:, 1:-1, None] / length[:, None, jnp.array([0, -1])]

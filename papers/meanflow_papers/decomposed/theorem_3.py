@@ -118,9 +118,11 @@ def theorem_3(runs: int = 2000) -> Outcome:
         n = x.shape[0]
         found = depth.gamma(x)
         y = neurons_to_full_rank(key, x, runs)
+        # from n neurons, the least possible, to four times the expected bound
         neurons = jnp.unique(jnp.round(jnp.geomspace(n, 4 * n / min(found.value, 1 / n), 30)).astype(int))
         bounds = depth.rank_bounds(n, found.value, neurons)
         missed = jnp.mean(y[None, :] > neurons[:, None], axis=1)
+        # four standard errors of a frequency, and four runs where none failed
         noise = 4 * jnp.sqrt(missed * (1 - missed) / runs) + 4 / runs
         ordered = (bounds.binomial <= bounds.chernoff + 1e-12) & (bounds.chernoff <= bounds.simple + 1e-12)
         violations += float(jnp.sum(~ordered) + jnp.sum(missed > bounds.binomial + noise))

@@ -154,6 +154,7 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
 
     exact = one_layer(x)
     measured = layer(jax.random.key(13), x, exact.alpha)
+    # pairs inside the cluster at a distance so small that the growth factor is its limit, alpha
     off = spread / jnp.linalg.norm(spread, axis=1).at[0].set(1.0)[:, None]
     near = one_layer(x + 1e-6 * off)
     i, j = jnp.triu_indices(n - 1, 1)
