@@ -65,7 +65,7 @@ def unit(key, n, k):
 def test_matched_neurons_give_orthonormal_codes(key):
     x = unit(key, 30, 8)
     kernel, bias = matched_neurons(x)
-    code = np.maximum(x @ kernel + bias, 0)
+    code = np.maximum(np.asarray(x) @ kernel + bias, 0)
     np.testing.assert_array_equal(np.count_nonzero(code, axis=1), 1)
     np.testing.assert_allclose(code, np.eye(30), atol=2e-4)
 
