@@ -6,9 +6,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meanflow import depth
-from meanflow._numerics import loglog_slope
 from meanflow_benchmarks.memory import MEGABYTE, peak_bytes, program_memory
 from meanflow_benchmarks.timing import best_time, timed
+
+BATCH_NORM = depth.Layer(rescale="std")
 
 
 def propagation(
@@ -36,12 +37,15 @@ def propagation(
     """
     x = jax.random.normal(jax.random.key(0), (batch, 100), dtype)
     keys = jax.random.split(jax.random.key(1), seeds)
-    run = lambda keys, x: depth.propagate(keys, x, [width] * layers, rescale="std", draw=draw, chunk=chunk)
+    run = lambda keys, x: depth.propagate(keys, x, [width] * layers, BATCH_NORM, draw=draw, chunk=chunk)
     before = peak_bytes()
     # compiled by hand, so that neither seconds nor memory of compiling are mixed with those of running
     compiled, compile_seconds = timed(lambda: jax.jit(run).lower(keys, x).compile())
     memory = program_memory(compiled)
     result, run_seconds = timed(compiled, keys, x)
+    wide = depth.expected_gram(jnp.eye(batch), 1, BATCH_NORM)[
+        1
+    ]  # orthogonal samples are at the fixed point at once
     return {
         "compile_seconds": compile_seconds,
         "run_seconds": run_seconds,
@@ -51,7 +55,7 @@ def propagation(
         "peak_resident_mb": peak_bytes() / MEGABYTE,
         "resident_before_mb": before / MEGABYTE,
         "mean_angle": float(result.layers.pair_angles[:, -1].mean()),
-        "infinite_width_angle": float(jnp.degrees(jnp.arccos(depth._expected.batchnorm_cosine(batch)))),
+        "infinite_width_angle": float(depth.pair_angles(wide).mean()),
     }
 
 
@@ -63,7 +67,7 @@ def propagation_peer(layers: int = 10, width: int = 1000, batch: int = 64) -> di
     }
     for draw in ("law", "weights"):
         call = lambda draw=draw: depth.propagate(
-            jax.random.key(0), jnp.asarray(x), [width] * layers, rescale="std", draw=draw
+            jax.random.key(0), jnp.asarray(x), [width] * layers, BATCH_NORM, draw=draw
         )
         result[f"{draw}_seconds_per_layer"] = best_time(call, repeats=2)[1] / layers
     return result
@@ -93,9 +97,8 @@ def tree_cost(sizes: tuple[int, ...] = (10, 20, 40, 80, 160), layers: int = 2000
         x = jax.random.normal(jax.random.key(n), (n,))
         call = lambda x=x: depth.tree(x, layers + 1, every=layers)
         result[f"n={n}"] = best_time(call, repeats=2)[1] / layers
-    result["exponent"] = loglog_slope(
-        np.array(sizes[1:], float), np.array([result[f"n={n}"] for n in sizes[1:]])
-    )
+    seconds = [result[f"n={n}"] for n in sizes[1:]]
+    result["exponent"] = float(np.polyfit(np.log(sizes[1:]), np.log(seconds), 1)[0])
     start = np.random.default_rng(0).normal(size=sizes[0])
     result["explicit 2^18 rows, seconds in all"] = timed(_explicit_tree, start, 18)[1]
     shallow = lambda: depth.tree(start, 18, every=17)

@@ -41,37 +41,24 @@ class Cells(NamedTuple):
     lines: Float[np.ndarray, "lines k"]
 
 
-def distinct_lines(
-    x: Float[np.ndarray, "n k"], tolerance: float = 1e-9
-) -> tuple[Float[np.ndarray, "lines k"], Int[np.ndarray, "n"]]:
-    """Find the distinct lines through 0 that the rows of x span.
+def distinct_lines(x: Float[np.ndarray, "n k"], tolerance: float = 1e-9) -> Float[np.ndarray, "lines k"]:
+    """Return a unit vector for each of the distinct lines through 0 that the nonzero rows of x span.
 
     Args:
         x: batch.
         tolerance: unit vectors closer than this count as one line.
 
-    Returns:
-        A unit vector for each line; and for each sample the number +-(1 + j) of its line j, where the sign says on
-        which side of 0 it lies, or 0 for a zero sample.
-
-    >>> distinct_lines(np.array([[2.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]))[1].tolist()
-    [1, -1, 0]
+    >>> distinct_lines(np.array([[2.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])).tolist()
+    [[1.0, 0.0]]
     """
     length = np.linalg.norm(x, axis=1)
     zero = length <= tolerance * max(length.max(initial=0.0), np.finfo(float).tiny)
-    label = np.zeros(len(x), int)
     lines: list[np.ndarray] = []
-    for i in np.flatnonzero(~zero):
-        unit = x[i] / length[i]
-        for j, line in enumerate(lines):
-            side = np.sign(unit @ line)
-            if np.linalg.norm(unit - side * line) < tolerance:
-                label[i] = side * (j + 1)
-                break
-        else:
+    for unit in x[~zero] / length[~zero, None]:
+        # a line has two unit vectors; compare with the one on the same side of 0
+        if all(np.linalg.norm(unit - np.sign(unit @ line) * line) >= tolerance for line in lines):
             lines.append(unit)
-            label[i] = len(lines)
-    return np.array(lines).reshape(len(lines), x.shape[1]), label
+    return np.array(lines).reshape(len(lines), x.shape[1])
 
 
 def general_position_count(m: int, r: int) -> int:
@@ -93,6 +80,7 @@ def _rays(normals: np.ndarray, tolerance: float) -> tuple[np.ndarray, np.ndarray
     m, r = normals.shape
     if r == 1:
         return np.ones((1, 1)), np.sign(normals.T).astype(np.int8)
+    # a ray is where r - 1 hyperplanes meet: the last right singular vector of their normals, if these are independent
     subsets = np.array(list(combinations(range(m), r - 1)), int).reshape(-1, r - 1)
     _, values, vectors = np.linalg.svd(normals[subsets], full_matrices=True)
     rays = vectors[values[:, -1] > tolerance, -1]
@@ -113,6 +101,8 @@ def _patterns(normals: np.ndarray, tolerance: float) -> np.ndarray:
 
 def _incidences(normals: np.ndarray, tolerance: float) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """Yield every pair of a cell, given by its sign vector, and one of its rays."""
+    # the cells around a ray are those of the hyperplanes through it, a problem of one dimension less, which
+    # ``_patterns`` solves by recursion; all other hyperplanes have the ray on one side
     for ray, side in zip(*_rays(normals, tolerance), strict=True):
         through = np.flatnonzero(side == 0)
         quotient = np.linalg.svd(ray[None])[2][1:]  # basis of the orthogonal complement of the ray
@@ -141,6 +131,7 @@ def _triangulate(
     """
     if len(rays) == dim:
         return [rays]
+    # the cone is the union of the cones from one ray to the facets that do not contain it
     apex, inside = rays[0], frozenset(rays)
     seen: set[frozenset[int]] = set()
     out: list[list[int]] = []
@@ -187,6 +178,7 @@ def _simplex_rule(dim: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
     grid = np.stack(np.meshgrid(*[t] * dim, indexing="ij"), -1).reshape(-1, dim)
     weight = np.prod(np.stack(np.meshgrid(*[w] * dim, indexing="ij"), -1).reshape(-1, dim), axis=1)
     points, left = [], np.ones(len(grid))
+    # coordinate i takes the share t_i of what the former ones have left; the Jacobian is the product of what is left
     for axis in range(dim):
         points.append(left * grid[:, axis])
         weight = weight * left
@@ -205,6 +197,7 @@ def cone_volumes(cones: Float[np.ndarray, "s r r"]) -> Float[np.ndarray, "s"]:
     [0.125]
     """
     s, r, _ = cones.shape
+    # in the plane the angle of the rays over 2 pi; in space the solid angle of van Oosterom and Strackee over 4 pi
     det = np.abs(np.linalg.det(cones))
     dots = np.einsum("sik,sjk->sij", cones, cones)
     if r == 1:
@@ -243,7 +236,7 @@ def cells(x: Shaped[ArrayLike, "n k"], tolerance: float = 1e-9) -> Cells:
     batch = np.asarray(x, float)
     _checks.shape("x", batch, (None, None))
     _checks.finite("x", batch)
-    lines, _ = distinct_lines(batch, tolerance)
+    lines = distinct_lines(batch, tolerance)
     m = len(lines)
     if m == 0:
         return Cells(np.ones((1, 0), np.int8), np.ones(1), lines)

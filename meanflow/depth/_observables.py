@@ -1,4 +1,4 @@
-"""What can be measured of a batch at one layer: Gram matrix, angles, ranks, clusters, activity of the neurons.
+"""What can be measured of a batch at one layer: Gram matrix, angles, ranks, clusters.
 
 A batch is an array ``(n, features)``. All functions accept further leading axes, so the record of a whole network,
 ``(layers, n, n)``, is read by the same functions as one Gram matrix.
@@ -94,19 +94,6 @@ def stable_rank(singular_values: Float[ArrayLike, "*lead n"]) -> Float[Array, "*
     return jnp.where(top > 0, total / jnp.square(jnp.where(top > 0, top, 1)), 0.0)
 
 
-def orthogonality_gap(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead"]:
-    """Return n |gram / trace(gram) - I / n|_F, which is 0 for orthogonal samples of equal length.
-
-    >>> float(orthogonality_gap(2 * jnp.eye(3)))
-    0.0
-    """
-    gram = jnp.asarray(gram)
-    n = gram.shape[-1]
-    trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
-    gap = gram * (n / trace) - jnp.broadcast_to(jnp.eye(n, dtype=gram.dtype), gram.shape)
-    return jnp.sqrt(jnp.sum(jnp.square(gap), axis=(-1, -2)))
-
-
 def cluster_labels(gram: Float[ArrayLike, "*lead n n"], degrees: float) -> Int[Array, "*lead n"]:
     """Sort the samples into clusters of directions, by single linkage.
 
@@ -140,12 +127,6 @@ def clusters(gram: Float[ArrayLike, "*lead n n"], degrees: float) -> Int[Array, 
     # the cluster's least member is the one whose label is its own index
     itself = jnp.arange(labels.shape[-1]).reshape((1,) * (labels.ndim - 1) + (-1,))
     return jnp.sum(labels == itself, axis=-1)
-
-
-def activity(x: Float[ArrayLike, "*lead n d"]) -> Float[Array, "*lead d"]:
-    """Return for each neuron the share of the batch on which it is positive."""
-    x = jnp.asarray(x)
-    return jnp.mean((x > 0).astype(x.dtype), axis=-2)
 
 
 class LayerRecord(eqx.Module):

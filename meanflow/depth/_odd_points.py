@@ -6,19 +6,18 @@ others. The cluster does not collapse to a point, as the invariant representatio
 has it: its angles tend to about 540/n degrees.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from meanflow import _checks
-from meanflow._checks import number, optional
+from meanflow._checks import count, number, optional, precision
 from meanflow._matrices import grams
 from meanflow.depth import _observables as observables
-from meanflow.kernels._infinite.dual import dual_activation
 
 
 class OddPoint(NamedTuple):
@@ -65,6 +64,8 @@ def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = Non
     odd = jax.nn.one_hot(index[..., 0], n, dtype=gram.dtype)
     rest = 1 - odd
     angle = observables.angles(gram)
+    # means of angles over pairs (odd, other) and over ordered pairs of two others, picked out by weights 0 and 1, so
+    # that the index of the odd sample may differ along the leading axes
     across = jnp.sum(angle * odd[..., :, None] * rest[..., None, :], axis=(-1, -2)) / (n - 1)
     itself = jnp.broadcast_to(jnp.eye(n, dtype=gram.dtype), gram.shape)
     pairs = rest[..., :, None] * rest[..., None, :] * (1 - itself)
@@ -73,145 +74,22 @@ def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = Non
     return OddPoint(index[..., 0], ratio, across, within, ratio > limit)
 
 
-class Blocks(NamedTuple):
-    """The Gram matrix of a batch that consists of groups of exchangeable samples.
+@_checks.arguments(n=count(3), features=count(2), dtype=optional(precision))
+def invariant_representation(
+    n: int, features: int = 2, dtype: DTypeLike | None = None
+) -> Float[Array, "{n} {features}"]:
+    """Return a batch whose expected Gram matrix recenter + ReLU reproduces (Definition 12 of "BN decomposed").
 
-    Attributes:
-        sizes: number of samples in each group, as floats.
-        square: squared length of each sample of a group.
-        inner: inner product of two *different* samples, one of each group. The diagonal entry of a group with a
-            single sample is not used.
-    """
-
-    sizes: Float[Array, "groups"]
-    square: Float[Array, "groups"]
-    inner: Float[Array, "groups groups"]
-
-    def expand(self) -> Float[Array, "n n"]:
-        """Return the Gram matrix of all samples. The sizes must be known outside of compilation."""
-        label = jnp.repeat(jnp.arange(len(self.sizes)), self.sizes.astype(int))
-        full = self.inner[label[:, None], label[None, :]]
-        return full.at[jnp.diag_indices(full.shape[0])].set(self.square[label])
-
-
-def block_layer(blocks: Blocks) -> Blocks:
-    """Apply one infinitely wide layer of recenter + ReLU, J(HKH), and scale to mean squared length 1.
-
-    The cost is O(groups^2), whatever the number of samples.
-    """
-    sizes, square, inner = blocks
-    n = jnp.sum(sizes)
-    with_mean = (square - jnp.diagonal(inner) + inner @ sizes) / n  # <x_b, mean>
-    mean = jnp.sum(sizes * with_mean) / n  # |mean|^2
-    shape = inner.shape
-    square = square - 2 * with_mean + mean
-    inner = inner - with_mean[:, None] - with_mean[None, :] + mean
-    first, second = (jnp.broadcast_to(v, shape) for v in (square[:, None], square[None, :]))
-    inner = 2 * dual_activation("relu")(first, second, inner).value
-    scale = n / jnp.sum(sizes * square)
-    return Blocks(sizes, square * scale, inner * scale)
-
-
-class OddState(NamedTuple):
-    """The state that a batch with one outlier reaches at infinite width.
-
-    Attributes:
-        norm_ratio: length of the odd sample over that of a sample in the cluster. It is 1 in the symmetric state and
-            n - 1 in Definition 12.
-        odd_angle: angle in degrees between the odd sample and one in the cluster.
-        cluster_angle: angle in degrees between two samples in the cluster.
-        residual: largest change of an entry in the last layer.
-        blocks: the state itself, with groups of 1 and of n - 1 samples.
-    """
-
-    norm_ratio: Float[Array, ""]
-    odd_angle: Float[Array, ""]
-    cluster_angle: Float[Array, ""]
-    residual: Float[Array, ""]
-    blocks: Blocks
-
-
-@partial(jax.jit, static_argnames=("max_steps",))
-def _outlier_limit(n: jax.Array, scale: jax.Array, tolerance: ArrayLike, max_steps: int) -> OddState:
-    dtype = jnp.result_type(scale, float)
-    sizes = jnp.stack([jnp.ones((), dtype), n.astype(dtype) - 1])
-    square = jnp.stack([jnp.square(scale).astype(dtype), jnp.ones((), dtype)])
-    start = Blocks(sizes, square, jnp.zeros((2, 2), dtype))
-
-    def step(state: tuple) -> tuple:
-        blocks, _, count = state
-        image = block_layer(blocks)
-        change = jnp.maximum(
-            jnp.max(jnp.abs(image.square - blocks.square)), jnp.max(jnp.abs(image.inner - blocks.inner))
-        )
-        return image, change, count + 1
-
-    going = lambda state: (state[1] > tolerance) & (state[2] < max_steps)
-    blocks, residual, _ = jax.lax.while_loop(going, step, (start, jnp.asarray(jnp.inf, dtype), 0))
-    (one, rest), inner = blocks.square, blocks.inner
-    angle = lambda c: jnp.degrees(jnp.arccos(jnp.clip(c, -1, 1)))
-    return OddState(
-        jnp.sqrt(one / rest),
-        angle(inner[0, 1] / jnp.sqrt(one * rest)),
-        angle(inner[1, 1] / rest),
-        residual,
-        blocks,
-    )
-
-
-def odd_state(
-    n: Shaped[ArrayLike, ""],
-    scale: Shaped[ArrayLike, ""] = 20.0,
-    *,
-    tolerance: float = 1e-13,
-    max_steps: int = 200_000,
-) -> OddState:
-    """Return the limit of recenter + ReLU at infinite width, starting from orthonormal samples and one outlier.
-
-    Exchangeable samples stay exchangeable, so a layer costs O(1) whatever n is. The function works under vmap over n
-    and scale.
+    Sample 0 has length 1 and lies on the first axis; all others coincide at distance 1/(n-1) on the second axis.
 
     Args:
         n: number of samples, at least 3.
-        scale: length of the outlier; all other samples have length 1.
-        tolerance: stop when no entry of the Gram matrix moves by more than this in a layer.
-        max_steps: stop after so many layers in any case.
+        features: number of features, at least 2.
+        dtype: of the batch; by default the default float.
 
-    >>> state = odd_state(10)
-    >>> round(float(state.norm_ratio), 2), round(float(state.cluster_angle), 1)
-    (7.41, 45.2)
+    >>> import meanflow as mf
+    >>> mf.depth.invariant_representation(3).tolist()
+    [[1.0, 0.0], [0.0, 0.5], [0.0, 0.5]]
     """
-    _checks.at_least("n", n, 3)
-    _checks.at_least("scale", scale, 0.0, strict=True)
-    return _outlier_limit(jnp.asarray(n), jnp.asarray(scale, float), tolerance, max_steps)
-
-
-def critical_scale(n: Shaped[ArrayLike, ""], high: float = 20.0, steps: int = 50) -> Float[Array, ""]:
-    """Return the length of the outlier above which ``odd_state`` reaches the odd point, by bisection.
-
-    Args:
-        n: number of samples, at least 3.
-        high: the bisection runs on [1, high].
-        steps: number of halvings.
-
-    Returns:
-        The critical length, or NaN when even an outlier of length ``high`` ends in the symmetric state (n <= 6).
-
-    >>> round(float(critical_scale(10)), 3)
-    1.227
-    """
-    _checks.at_least("n", n, 3)
-    size = jnp.asarray(n)
-
-    def odd(scale: jax.Array) -> jax.Array:
-        return _outlier_limit(size, scale, 1e-10, 20_000).norm_ratio > jnp.sqrt(size - 1.0)
-
-    def halve(_: object, ends: tuple) -> tuple:
-        low, top = ends
-        middle = (low + top) / 2
-        escaped = odd(middle)
-        return jnp.where(escaped, low, middle), jnp.where(escaped, middle, top)
-
-    top = jnp.asarray(high, float)
-    ends = jax.lax.fori_loop(0, steps, halve, (jnp.ones_like(top), top))
-    return jnp.where(odd(top), (ends[0] + ends[1]) / 2, jnp.nan)
+    x = jnp.zeros((n, features), dtype or jnp.result_type(float))
+    return x.at[0, 0].set(1.0).at[1:, 1].set(1.0 / (n - 1))

@@ -1,9 +1,4 @@
-"""A batch goes through a random deep network, layer by layer, in one compiled scan.
-
-One layer is z = x W, then any of: recenter (subtract the mean over the batch), rescale (divide by the scale over the
-batch), nonlinearity. A batch is an array ``(n, features)`` as in flax, so W is (fan_in, fan_out); "BN decomposed"
-writes the transpose. Moments are population moments over the batch.
-"""
+"""A batch goes through a random deep network, layer by layer, in one compiled scan."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,88 +8,20 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
-from meanflow import _checks, activations
-from meanflow._checks import array, choice, count, either, flag, function, number, optional, sequence, taking
-from meanflow.activations import ACTIVATION, Activation
+from meanflow import _checks
+from meanflow._checks import array, choice, count, flag, optional, sequence, taking
+from meanflow.depth._layer import LAYER, RECENTERED, VARIANCE, WEIGHTS, Layer, activated, drawn_by_law
 from meanflow.depth._observables import summary
-from meanflow.layers import functional
-from meanflow.layers._initializers import Initializer
-
-VARIANCE = {"gaussian": 1.0, "he": 2.0}
-"""fan_in times the variance of the entries, for the laws with independent Gaussian entries."""
-
-WEIGHTS: dict[str, Initializer] = {
-    "gaussian": jax.nn.initializers.variance_scaling(VARIANCE["gaussian"], "fan_in", "normal"),
-    "he": jax.nn.initializers.variance_scaling(VARIANCE["he"], "fan_in", "normal"),
-    "orthogonal": jax.nn.initializers.orthogonal(),
-    "uniform": jax.nn.initializers.variance_scaling(1.0 / 3.0, "fan_in", "uniform"),  # +-1/sqrt(fan_in)
-}
-"""The laws of the weights that ``propagate`` knows by name."""
-
-
-def split_identity(
-    key: Key[Array, ""], shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
-) -> Float[Array, "fan_in fan_out"]:
-    """Return the weights (I, -I) of the tree model, equation (9) of "BN decomposed", as an initializer.
-
-    Args:
-        key: ignored; there is nothing random.
-        shape: (fan_in, fan_out) with fan_out = 2 fan_in.
-        dtype: of the result.
-
-    >>> split_identity(jax.random.key(0), (1, 2)).tolist()
-    [[1.0, -1.0]]
-    """
-    fan_in, fan_out = shape
-    if fan_out != 2 * fan_in:
-        raise ValueError(f"split_identity needs fan_out = 2 fan_in, got shape {shape}")
-    return jnp.concatenate([jnp.eye(fan_in, dtype=dtype), -jnp.eye(fan_in, dtype=dtype)], axis=1)
-
-
-class Stages(eqx.Module):
-    """What follows the weights in every layer: recenter, rescale, nonlinearity, each on a switch of its own.
-
-    Attributes:
-        recenter: whether to subtract the mean over the batch.
-        rescale: None for no rescaling; ``"std"`` divides by the deviation from the mean, equation (2) of "BN
-            decomposed"; ``"rms"`` by the deviation from zero. The two agree after recentering; without it, only
-            ``"rms"`` gives the published 60 degrees.
-        activation: a name in ``meanflow.activations`` or a function.
-        epsilon: added to the second moment, for features that are constant over the batch.
-
-    >>> print(Stages(rescale="std")(jnp.array([[1.0], [3.0]])).ravel())
-    [0. 1.]
-    """
-
-    recenter: bool = eqx.field(static=True, default=True)
-    rescale: str | None = eqx.field(static=True, default=None)
-    activation: str | Activation = eqx.field(static=True, default="relu")
-    epsilon: float = eqx.field(static=True, default=0.0)
-
-    def __check_init__(self) -> None:
-        """Refuse unknown names before anything is compiled."""
-        _checks.one_of("rescale", self.rescale, (None, "std", "rms"))
-        activations.resolve(self.activation)
-        _checks.at_least("epsilon", self.epsilon, 0.0)
-
-    def __call__(self, z: Float[Array, "n d"]) -> Float[Array, "n d"]:
-        """Turn the pre-activations z of a layer into the next batch."""
-        if self.recenter:
-            z = functional.recenter(z)
-        if self.rescale is not None:
-            z = functional.rescale(z, 0, self.rescale, self.epsilon)
-        return activations.resolve(self.activation)(z)
 
 
 class Propagation(eqx.Module):
     """What ``propagate`` recorded. With several networks, every array has a leading axis of that length.
 
     Attributes:
-        layers: the observations, stacked along an axis of length depth + 1; row 0 is the input. This is an
-            ``observables.LayerRecord`` unless ``observe`` was given.
+        layers: the observations, stacked along an axis of length depth + 1; row 0 is the input. This is a
+            ``LayerRecord`` (``gram``, ``pair_angles``, ``rank`` and so on) unless ``observe`` was given.
         log_scale: logarithm of the factor that has been divided out up to each layer: the true batch is
             exp(log_scale) times the observed one. All 0 unless ``renormalize`` was set.
         final: the last batch.
@@ -105,38 +32,22 @@ class Propagation(eqx.Module):
     final: Float[Array, "*networks n width"]
 
 
-def draw_preactivations(
-    key: Key[Array, ""], x: Float[Array, "n fan_in"], width: int, variance: float
-) -> Float[Array, "n {width}"]:
-    """Draw z = x W, where W has independent N(0, variance / fan_in) entries, without drawing W.
-
-    Let x' = Q R. Then z = R' (Q' W), and Q' W again has independent N(0, variance / fan_in) entries. So z has exactly
-    the law of x W, given x, but needs only min(n, fan_in) rows of normal numbers instead of fan_in rows. That takes
-    O(n^2 (fan_in + width)) operations instead of O(n fan_in width), and no rank is lost, because no Gram matrix is
-    formed.
-    """
-    fan_in = x.shape[1]
-    factor = jnp.linalg.qr(x.T, mode="r") if fan_in > x.shape[0] else x.T
-    normal = jax.random.normal(key, (factor.shape[0], width), x.dtype)
-    return (factor.T @ normal) * jnp.sqrt(variance / fan_in).astype(x.dtype)
-
-
 class _Network(NamedTuple):
     """The arguments of ``propagate`` that are compiled into its program; hashable."""
 
     widths: tuple[int, ...]
-    stages: Stages
-    weights: str | Initializer
+    layer: Layer
     draw: str
     renormalize: bool
     observe: Callable[[jax.Array], PyTree[Array]]
 
     def preactivations(self, key: jax.Array, x: jax.Array, width: int) -> jax.Array:
         """Draw z = x W for the next layer."""
+        weights = self.layer.weights
         if self.draw == "law":
-            assert isinstance(self.weights, str)
-            return draw_preactivations(key, x, width, VARIANCE[self.weights])
-        law = WEIGHTS[self.weights] if isinstance(self.weights, str) else self.weights
+            assert isinstance(weights, str)
+            return drawn_by_law(key, x, width, VARIANCE[weights])
+        law = WEIGHTS[weights] if isinstance(weights, str) else weights
         return x @ law(key, (x.shape[1], width), x.dtype)
 
     def scaled(self, x: jax.Array, log_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -153,7 +64,8 @@ def _one(network: _Network, key: jax.Array, x: jax.Array) -> Propagation:
 
     def layer(width: int, carry: tuple, key: jax.Array) -> tuple[tuple, tuple]:
         x, log_scale = carry
-        x, log_scale = network.scaled(network.stages(network.preactivations(key, x, width)), log_scale)
+        z = network.preactivations(key, x, width)
+        x, log_scale = network.scaled(activated(network.layer, z), log_scale)
         return (x, log_scale), (network.observe(x), log_scale)
 
     keys = jax.random.split(key, len(network.widths))
@@ -200,13 +112,9 @@ def keys(name: str, value: object) -> object:
     key=keys,
     x=array((None, None), (None, None, None), least=1),
     widths=sequence(count(1)),
-    recenter=flag,
-    rescale=optional(choice("std", "rms")),
-    activation=ACTIVATION,
-    epsilon=number(low=0, static=True),
-    weights=either(choice(*WEIGHTS), function),
-    draw=choice("auto", "weights", "law"),
+    layer=LAYER,
     renormalize=flag,
+    draw=choice("auto", "weights", "law"),
     observe=taking(1),
     chunk=optional(count(1)),
 )
@@ -214,14 +122,10 @@ def propagate(
     key: Key[Array, "*networks"],
     x: Shaped[ArrayLike, "*batches n k"],
     widths: Sequence[int],
+    layer: Layer = RECENTERED,
     *,
-    recenter: bool = True,
-    rescale: str | None = None,
-    activation: str | Activation = "relu",
-    epsilon: float = 0.0,
-    weights: str | Initializer = "he",
-    draw: str = "auto",
     renormalize: bool = False,
+    draw: str = "auto",
     observe: Callable[[jax.Array], PyTree[Array]] = summary,
     chunk: int | None = None,
 ) -> Propagation:
@@ -232,19 +136,13 @@ def propagate(
         x: batch (n, k), which all networks share; or (s, n, k) with a batch for each network.
         widths: width of every layer; its length is the depth. Equal neighbors share one scan, so the compile time
             grows with the number of *changes* of the width only.
-        recenter: whether each layer subtracts the mean over the batch.
-        rescale: None; or ``"std"`` or ``"rms"`` to divide each feature by its deviation from the mean or from zero
-            (see ``propagation.Stages``).
-        activation: a name in ``meanflow.activations`` or a function.
-        epsilon: added to the second moment when rescaling.
-        weights: ``"he"`` N(0, 2/fan_in), ``"gaussian"`` N(0, 1/fan_in), ``"orthogonal"``, ``"uniform"``
-            (+-1/sqrt(fan_in)), or any initializer (key, (fan_in, fan_out), dtype) -> array.
-        draw: ``"weights"`` draws every weight. ``"law"`` draws the pre-activations from their exact law given the
-            batch, which is cheaper for small batches; it needs Gaussian weights and is not differentiable in x where
-            the batch loses rank. ``"auto"`` takes the law where it is cheaper.
+        layer: what every layer does, a ``Layer``; by default recenter + ReLU with He weights.
         renormalize: divide the batch by the root mean square length of its samples after each layer, and record the
             logarithm. Without rescaling, lengths decay geometrically. The angles of a positively homogeneous network
             are not affected.
+        draw: ``"weights"`` draws every weight. ``"law"`` draws the pre-activations from their exact law given the
+            batch, which is cheaper for small batches; it needs Gaussian weights and is not differentiable in x where
+            the batch loses rank. ``"auto"`` takes the law where it is cheaper.
         observe: function of a batch (n, d) that returns a pytree of arrays whose shapes do not depend on d. It is
             called on the input and after each layer. Pass the same function object again to reuse the compiled
             program.
@@ -257,17 +155,16 @@ def propagate(
 
     >>> import jax, meanflow as mf
     >>> x = jax.random.normal(jax.random.key(0), (10, 50))
-    >>> run = mf.depth.propagate(jax.random.key(1), x, [512] * 30, rescale="std")
+    >>> run = mf.depth.propagate(jax.random.key(1), x, [512] * 30, mf.depth.Layer(rescale="std"))
     >>> bool(abs(run.layers.pair_angles[-1].mean() - 74.65) < 2)      # degrees, not 90
     True
     """
-    stages = Stages(recenter, rescale, activation, epsilon)
     batch = _check_batches(key, jnp.asarray(x))
     seen = jax.eval_shape(observe, jax.ShapeDtypeStruct(batch.shape[-2:], batch.dtype))
     if not jax.tree.leaves(seen):
         raise TypeError(f"observe must return an array or a pytree of arrays, got {_checks.show(seen)}")
-    draw = _choose_draw(draw, weights, batch.shape[-2], max(widths))
-    network = _Network(tuple(widths), stages, weights, draw, renormalize, observe)
+    draw = _choose_draw(draw, layer, batch.shape[-2], max(widths))
+    network = _Network(tuple(widths), layer, draw, renormalize, observe)
     return _many(key, batch, network, chunk)
 
 
@@ -280,11 +177,11 @@ def _check_batches(key: jax.Array, x: jax.Array) -> jax.Array:
     return x
 
 
-def _choose_draw(draw: str, weights: str | Initializer, samples: int, width: int) -> str:
+def _choose_draw(draw: str, layer: Layer, samples: int, width: int) -> str:
     """Return ``"weights"`` or ``"law"``, whichever was asked for or is cheaper."""
-    gaussian = isinstance(weights, str) and weights in VARIANCE
+    gaussian = isinstance(layer.weights, str) and layer.weights in VARIANCE
     if draw == "law" and not gaussian:
-        raise ValueError(f"draw='law' needs weights in {list(VARIANCE)}, got {weights!r}")
+        raise ValueError(f"draw='law' needs weights in {list(VARIANCE)}, got {layer.weights!r}")
     if draw == "auto":
         return "law" if gaussian and samples < width else "weights"
     return draw

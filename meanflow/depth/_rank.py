@@ -1,4 +1,4 @@
-"""ReLU raises the rank of a batch: gamma(X), Theorem 3 and Corollary 4 of "BN decomposed", and the neurons needed.
+"""ReLU raises the rank of a batch: gamma(X), Theorem 3 and Corollary 4 of "BN decomposed".
 
 The hyperplanes {w : w . x_i = 0} of the samples cut the space of neurons w into cells, and gamma(X) is the least volume
 of a cell (``meanflow.depth._cells``). Each further neuron raises the rank with probability at least gamma, *given the
@@ -8,16 +8,15 @@ themselves. Hence for d neurons and alpha = d gamma / n > 1
     P(rank < n) <= P(Binomial(d, gamma) < n) <= exp(-d KL(n/d || gamma))   (7a)
                 <= exp(-n (alpha - 1 - log alpha))                         (7b)
 
-and E[neurons to full rank] <= sum_t 1/gamma(X_t) <= n / gamma, where X_t are the first t samples.
+and E[neurons to full rank] <= n / gamma.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, Key, Shaped
+from jaxtyping import Array, ArrayLike, Float, Key, Shaped
 
 from meanflow import _checks
 from meanflow._checks import array, choice, count, flag, host_array, number, optional, prng_key
@@ -98,11 +97,13 @@ def _counted(batch: np.ndarray, key: jax.Array, samples: int, confidence: float)
     """Estimate gamma from the sign patterns of random neurons, with a confidence interval."""
     from scipy.stats import beta
 
-    lines, _ = distinct_lines(batch)
+    lines = distinct_lines(batch)
     draws = np.asarray(jax.random.normal(key, (samples, lines.shape[1])))
+    # a sign pattern becomes a row of bytes, of which numpy finds the distinct ones
     packed = np.packbits(draws @ lines.T > 0, axis=1)
     count = np.unique(packed, axis=0, return_counts=True)[1]
     possible = general_position_count(len(lines), int(np.linalg.matrix_rank(lines))) if len(lines) else 1
+    # all two-sided Clopper-Pearson intervals hold at once with this share of the error for each end
     tail = (1 - confidence) / (2 * possible)
     # a cell that was never hit may be arbitrarily small: there is a lower end only once all cells have been seen
     low = float(beta.ppf(tail, count, samples - count + 1).min()) if len(count) == possible else 0.0
@@ -158,12 +159,15 @@ def rank_bounds(
             f"neurons must broadcast against gamma of shape {np.shape(gamma)}, got shape {np.shape(neurons)}"
         ) from None
     alpha = d * g / n
+    # P(Binomial(d, g) <= n - 1) is the regularized incomplete beta function I_{1-g}(d - n + 1, n); 1 where d < n
     enough = d >= n
     binomial = jnp.where(
         enough, jax.scipy.special.betainc(jnp.where(enough, d - n + 1, 1.0), jnp.full_like(d, n), 1 - g), 1.0
     )
+    # below alpha = 1 the formulas bound nothing; a harmless 2 stands in there, for values and derivatives
     far = alpha > 1
     a = jnp.where(far, alpha, 2.0)
+    # -KL(n/d || gamma) d / n = (d/n) log alpha - (d/n - 1) log((alpha - gamma)/(1 - gamma)), and
     # (alpha/gamma - 1) log((alpha-gamma)/(1-gamma)) -> 0 as d -> n
     rest = jnp.where(d > n, (d / n - 1) * jnp.log(jnp.where(d > n, (a - g) / (1 - g), 1.0)), 0.0)
     return RankBounds(
@@ -173,101 +177,3 @@ def rank_bounds(
         simple=jnp.where(far, jnp.exp(-n * (a - 1 - jnp.log(a))), 1.0),
         alpha=alpha,
     )
-
-
-def expected_neurons_bound(x: Shaped[ArrayLike, "n k"], *, recenter: bool = False) -> float:
-    """Return sum_t 1 / gamma(X_t) over the first t samples of a batch, a bound on the expected neurons to full rank.
-
-    It is sharper than n / gamma, by the same proof.
-
-    Args:
-        x: batch.
-        recenter: subtract the mean of the whole batch first (Corollary 4).
-    """
-    batch = np.asarray(x, float)
-    batch = batch - batch.mean(0) if recenter else batch
-    return float(sum(1 / gamma(batch[: t + 1]).value for t in range(len(batch))))
-
-
-def limiting_rank(x: Shaped[ArrayLike, "n k"], *, recenter: bool = False, tolerance: float = 1e-9) -> int:
-    """Return the rank of relu(x W) for sufficiently many Gaussian neurons, exactly and for any batch.
-
-    It is the number of distinct lines spanned by nonzero samples, plus the rank of the directions of those lines that
-    have samples on both sides: relu(t) and relu(-t) of one line span |t| and t, and the t's are linear.
-
-    Args:
-        x: batch.
-        recenter: subtract the mean of the batch first.
-        tolerance: unit vectors closer than this count as one line.
-
-    >>> limiting_rank(np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 2.0]]))
-    3
-    """
-    batch = np.asarray(x, float)
-    batch = batch - batch.mean(0) if recenter else batch
-    lines, label = distinct_lines(batch, tolerance)
-    both = [j for j in range(len(lines)) if (label == j + 1).any() and (label == -j - 1).any()]
-    return len(lines) + (int(np.linalg.matrix_rank(lines[both], tol=tolerance)) if both else 0)
-
-
-@partial(jax.jit, static_argnames=("target", "max_neurons"))
-def _waiting(keys: jax.Array, x: jax.Array, target: int, max_neurons: int, rtol: ArrayLike) -> jax.Array:
-    """Add neurons one by one until their outputs span ``target`` dimensions; once for each key."""
-    n, k = x.shape
-
-    def one(key: jax.Array) -> jax.Array:
-        def add(state: tuple) -> tuple:
-            basis, rank, d = state
-            row = jax.nn.relu(x @ jax.random.normal(jax.random.fold_in(key, d), (k,), x.dtype))
-            size = jnp.sqrt(jnp.sum(jnp.square(row)))
-            row = row / jnp.where(size > 0, size, 1.0)
-            rest = row - basis.T @ (basis @ row)
-            rest = rest - basis.T @ (basis @ rest)  # once more: the first pass leaves rounding of the basis
-            length = jnp.sqrt(jnp.sum(jnp.square(rest)))
-            new = length > rtol
-            basis = basis.at[rank].add(jnp.where(new, rest / jnp.where(new, length, 1.0), 0.0))
-            return basis, rank + new, d + 1
-
-        going = lambda state: (state[1] < target) & (state[2] < max_neurons)
-        start = (jnp.zeros((n, n), x.dtype), jnp.zeros((), int), jnp.zeros((), int))
-        _, rank, d = jax.lax.while_loop(going, add, start)
-        return jnp.where(rank >= target, d, max_neurons + 1)
-
-    return jax.vmap(one)(keys)
-
-
-def neurons_to_full_rank(
-    key: Key[Array, ""],
-    x: Float[ArrayLike, "n k"],
-    runs: int,
-    *,
-    recenter: bool = False,
-    target: int | None = None,
-    max_neurons: int = 10_000,
-    rtol: float = 1e-9,
-) -> Int[Array, "{runs}"]:
-    """Draw how many random ReLU neurons it takes until the batch has full rank.
-
-    Args:
-        key: PRNG key. Run j uses the same sequence of neurons whatever the batch, so x[:t] gives the times r_t of the
-            proof of Theorem 3.
-        x: batch.
-        runs: number of independent draws.
-        recenter: subtract the mean of the batch before ReLU (Corollary 4; rescaling changes no rank).
-        target: the rank to wait for; n by default.
-        max_neurons: give up after so many neurons and return max_neurons + 1.
-        rtol: a neuron counts as new when its outputs, scaled to norm 1, leave the span of the former ones by more than
-            this.
-
-    Returns:
-        The number of neurons in each run. The cost is O(n^2 + n k) for each neuron.
-
-    >>> neurons_to_full_rank(jax.random.key(0), jnp.eye(2), 4).shape
-    (4,)
-    """
-    x = jnp.asarray(x)
-    _checks.shape("x", x, (None, None))
-    _checks.finite("x", x)
-    x = x - jnp.mean(x, axis=0, keepdims=True) if recenter else x
-    target = x.shape[0] if target is None else _checks.whole("target", target, 1)
-    return _waiting(jax.random.split(key, runs), x, target, max_neurons, rtol)

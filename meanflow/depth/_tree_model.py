@@ -12,12 +12,10 @@ A layer costs O(n^2), and so does the state. Scales are kept as logarithms, so d
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow import _checks
@@ -101,6 +99,7 @@ def tree_start(x: Float[Array, "n"]) -> Tree:
     """Return layer 1 of the tree of an input row x with n >= 3 values in ascending order."""
     n = x.shape[0]
     zero = jnp.zeros(n - 1, x.dtype)
+    # children see differences only; measured from the least value, a tie is judged relative to the spread of x
     rows, right, left = _sort_out(_children(x[None] - x[:1, None]), zero, zero)
     return _rescaled(Tree(right, left, rows, jnp.zeros((), x.dtype)))
 
@@ -109,6 +108,7 @@ def tree_step(tree: Tree) -> Tree:
     """Return the next layer of a tree; it costs O(n^2)."""
     n = tree.rows.shape[1]
     s = jnp.arange(1, n, dtype=tree.right.dtype)
+    # rows of two clusters have mean (n-s)/n or s/n of their height: the recursion of R_s and L_s above
     right, left = jnp.square(s / n) * tree.weight, jnp.square((n - s) / n) * tree.weight
     rows, right, left = _sort_out(_children(tree.rows), right, left)
     return _rescaled(Tree(right, left, rows, tree.log_scale))
@@ -158,7 +158,7 @@ class TreeRecord(eqx.Module):
 
     @property
     def unmerged(self) -> Float[Array, "observed d"]:
-        """Share of the weight that separates interior samples; it decays by ``merge_rate`` in each layer."""
+        """Share of the weight that separates interior samples; deep layers multiply it by ((n-2)^2+4) / ((n-1)^2+1)."""
         total = jnp.sum(self.weight, axis=-1)
         inner = jnp.sum(self.weight[..., 1:-1], axis=-1)
         return jnp.where(total > 0, inner / jnp.where(total > 0, total, 1), 1.0)
@@ -223,82 +223,3 @@ def tree(x: Shaped[ArrayLike, "n *d"], depth: int, every: int = 1) -> TreeRecord
     """
     x = jnp.asarray(x)
     return _tree(x[:, None] if x.ndim == 1 else x, depth, every)
-
-
-def merge_rate(n: int) -> float:
-    """Return the factor by which a deep layer reduces the weight that separates interior samples.
-
-    It is ((n-2)^2 + 4) / ((n-1)^2 + 1) for n samples.
-
-    >>> merge_rate(5)
-    0.7647058823529411
-    """
-    return ((n - 2) ** 2 + 4) / ((n - 1) ** 2 + 1)
-
-
-class TreeLimits(NamedTuple):
-    """Geometry of the tree as the depth grows, for an interior sample i and the extreme ones 1 and n (sorted).
-
-    Attributes:
-        ratio_first: |x_i| / |x_1|.
-        ratio_last: |x_i| / |x_n|.
-        cos_first: cosine of x_i and x_1.
-        cos_last: cosine of x_i and x_n.
-    """
-
-    ratio_first: Float[Array, "*shape"]
-    ratio_last: Float[Array, "*shape"]
-    cos_first: Float[Array, "*shape"]
-    cos_last: Float[Array, "*shape"]
-
-
-def tree_limits(n: int, rho: Float[ArrayLike, "*shape"]) -> TreeLimits:
-    """Return the limits of norm ratios and cosines as the depth grows.
-
-    The extreme samples become orthogonal, x_1 . x_n = 0, and the interior samples merge.
-
-    Args:
-        n: number of samples.
-        rho: the limit of S_{n-1} / S_1. For rho < 1 the odd sample is x_1, for rho > 1 it is x_n, and for rho = 1
-            (symmetric inputs) both are.
-
-    >>> limits = tree_limits(5, 1.0)
-    >>> bool(jnp.isclose(limits.ratio_first, tree_bounds(5).ratio))
-    True
-    """
-    rho = jnp.asarray(rho)
-    m = (n - 1) ** 2
-    return TreeLimits(
-        jnp.sqrt((1 + rho) / (m + rho)),
-        jnp.sqrt((1 + rho) / (1 + m * rho)),
-        rho / jnp.sqrt((1 + rho) * (m + rho)),
-        1 / jnp.sqrt((1 + rho) * (1 + m * rho)),
-    )
-
-
-class TreeBounds(NamedTuple):
-    """Theorem 11, items 3 and 4: how short the others are beside the escaped sample, and how far apart in angle.
-
-    Attributes:
-        ratio: sharp upper bound on |x_i| / |x_odd|, sqrt(2 / ((n-1)^2 + 1)); symmetric inputs attain it.
-        angle: sharp lower bound on their angle in radians, arccos(1 / sqrt(2 ((n-1)^2 + 1))).
-        printed_ratio: the paper's bound 3 / (n-2), which is not sharp.
-        printed_angle: the paper's bound pi/2 - sqrt(2) pi / (n-2), which is not sharp, and negative for n <= 4.
-    """
-
-    ratio: float
-    angle: float
-    printed_ratio: float
-    printed_angle: float
-
-
-def tree_bounds(n: int) -> TreeBounds:
-    """Return the bounds of Theorem 11 for n >= 3 samples; at n = 2 the printed ones are infinite."""
-    n = _checks.whole("n", n, 3)
-    m = (n - 1) ** 2 + 1
-    return TreeBounds(
-        float(np.sqrt(2 / m)),
-        float(np.arccos(1 / np.sqrt(2 * m))),
-        3 / (n - 2),
-        float(np.pi / 2 - np.sqrt(2) * np.pi / (n - 2)),
-    )

@@ -1,14 +1,18 @@
 """The figures and theorems of "BN decomposed" meet their criteria."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from meanflow import depth
 from meanflow_papers.decomposed.figure_2 import figure_2
 from meanflow_papers.decomposed.figure_3 import figure_3, figure_3_digits, figure_3_no_outlier
 from meanflow_papers.decomposed.figure_5 import figure_5, figure_5_digits
 from meanflow_papers.decomposed.figure_6 import figure_6
-from meanflow_papers.decomposed.linear import linear_recenter, linear_rescale
+from meanflow_papers.decomposed.linear import linear_recenter, linear_rescale, orthogonality_gap
 from meanflow_papers.decomposed.odd_states import odd_states
-from meanflow_papers.decomposed.one_neuron import one_neuron_per_sample
+from meanflow_papers.decomposed.one_neuron import matched_neurons, one_neuron_per_sample
 from meanflow_papers.decomposed.theorem_3 import theorem_3
 from meanflow_papers.decomposed.theorem_11 import theorem_11
 from meanflow_papers.decomposed.theorems_13_14 import theorems_13_14
@@ -51,3 +55,32 @@ def test_long_experiments(experiment):
         fires = outcome.data["BN"]["quantiles 5-95%"]
         assert [float(q) for q in fires] == pytest.approx([0.43, 0.56], abs=0.01)
         assert float(outcome.data["BN"]["negligible"].mean()) == pytest.approx(0.71, abs=0.01)
+
+
+def unit(key, n, k):
+    x = jax.random.normal(key, (n, k))
+    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+
+def test_matched_neurons_give_orthonormal_codes(key):
+    x = unit(key, 30, 8)
+    kernel, bias = matched_neurons(x)
+    code = np.maximum(np.asarray(x) @ kernel + bias, 0)
+    np.testing.assert_array_equal(np.count_nonzero(code, axis=1), 1)
+    np.testing.assert_allclose(code, np.eye(30), atol=2e-4)
+
+
+def test_relaxed_thresholds_wake_more_neurons(key):
+    x, new = unit(key, 60, 10), unit(jax.random.fold_in(key, 1), 500, 10)
+    silent, angle = [], []
+    for relax in (0.0, 0.25, 0.5):
+        kernel, bias = matched_neurons(x, relax)
+        respond = lambda z, kernel=kernel, bias=bias: jax.nn.relu(z @ kernel + bias[None])
+        silent.append(float(jnp.mean(jnp.all(respond(new) == 0, axis=1))))
+        angle.append(float(depth.pair_angles(respond(x) @ respond(x).T).mean()))
+    assert silent[0] > silent[1] > silent[2]
+    assert angle[0] == 90.0 > angle[1] > angle[2] > 75
+
+
+def test_orthogonal_samples_have_no_gap():
+    np.testing.assert_allclose(orthogonality_gap(7.0 * jnp.eye(4)), 0.0, atol=1e-14)

@@ -10,6 +10,7 @@ from scipy.spatial.distance import cdist
 from meanflow import depth
 from meanflow.layers import functional
 from meanflow.transport import wasserstein
+from meanflow_papers.decomposed.theorem_11 import tree_bounds
 
 
 @pytest.mark.parametrize(("k", "t"), [(2, 3), (2, 5), (3, 4)])
@@ -37,7 +38,7 @@ def test_decomposed_remark_after_theorem_11_several_input_features():
     n, d = 8, 3
     x = rng.uniform(-1, 1, (n, d))
     x[0], x[-1] = -1.0 - rng.uniform(0.1, 2, d), 1.0 + rng.uniform(0.1, 2, d)
-    bounds = depth._tree_model.tree_bounds(n)
+    bounds = tree_bounds(n)
 
     def ends(x):
         gram = np.asarray(depth.tree(jnp.asarray(x), 3000, every=2999).gram[-1])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from meanflow import depth
+from meanflow.depth import Layer
 from meanflow.depth import _observables as observables
-from meanflow.depth._propagation import draw_preactivations
+from meanflow.depth._layer import drawn_by_law
 
 
 def waves(key, shape, dtype):
@@ -40,7 +41,8 @@ def by_hand(x, widths, recenter, rescale, activation):
 def test_every_switch_against_numpy(recenter, rescale, activation):
     x = np.random.default_rng(0).normal(size=(6, 4)) + 0.5
     net = {"recenter": recenter, "rescale": rescale, "activation": activation}
-    run = depth.propagate(jax.random.key(0), x, (5, 5, 3), weights=waves, observe=lambda x: x @ x.T, **net)
+    layer = Layer(**net, weights=waves)
+    run = depth.propagate(jax.random.key(0), x, (5, 5, 3), layer, observe=lambda x: x @ x.T)
     batches = by_hand(x, (5, 5, 3), **net)
     np.testing.assert_allclose(run.final, batches[-1], rtol=1e-11, atol=1e-11)
     for gram, batch in zip(run.layers, batches, strict=True):
@@ -50,7 +52,7 @@ def test_every_switch_against_numpy(recenter, rescale, activation):
 def test_records_of_every_layer_against_numpy():
     x = np.random.default_rng(0).normal(size=(6, 4)) + 0.5
     widths = (9, 9, 9, 3)  # wider and narrower than the batch
-    run = depth.propagate(jax.random.key(0), x, widths, weights=waves, rescale="std")
+    run = depth.propagate(jax.random.key(0), x, widths, Layer(weights=waves, rescale="std"))
     for t, batch in enumerate(by_hand(x, widths, True, "std", "relu")):
         values = np.linalg.svd(batch, compute_uv=False)
         np.testing.assert_allclose(
@@ -65,7 +67,7 @@ def test_drawing_the_law_gives_the_law_of_x_w(key, features):
     # columns of x W are independent N(0, K variance / fan_in); 2e5 of them pin covariance and kurtosis
     x = jax.random.normal(key, (5, features))
     width = 200_000
-    z = draw_preactivations(jax.random.fold_in(key, 1), x, width, 2.0)
+    z = drawn_by_law(jax.random.fold_in(key, 1), x, width, 2.0)
     covariance = 2.0 / features * x @ x.T
     error = jnp.abs(z @ z.T / width - covariance)
     size = jnp.sqrt(jnp.diagonal(covariance))
@@ -79,7 +81,7 @@ def test_both_ways_of_drawing_agree_on_average(key):
     x = jax.random.normal(key, (2, 30))
     angle = {}
     for draw in ("law", "weights"):
-        keys, net = jax.random.split(key, 200), {"recenter": False, "observe": observables.gram}
+        keys, net = jax.random.split(key, 200), {"layer": Layer(recenter=False), "observe": observables.gram}
         run = depth.propagate(keys, x, [64] * 3, draw=draw, chunk=50, **net)
         angle[draw] = depth.pair_angles(run.layers[:, -1])[:, 0]
     noise = np.sqrt((jnp.var(angle["law"]) + jnp.var(angle["weights"])) / 200)
@@ -99,7 +101,7 @@ def test_renormalizing_keeps_the_geometry_and_the_scale(key):
 
 def test_depth_1000_neither_underflows_nor_overflows(key):
     x = jax.random.normal(key, (4, 8), jnp.float32)
-    net = {"renormalize": True, "weights": "gaussian", "observe": observables.gram}
+    net = {"renormalize": True, "layer": Layer(weights="gaussian"), "observe": observables.gram}
     run = depth.propagate(key, x, [32] * 1000, **net)
     assert run.final.dtype == jnp.float32
     assert bool(jnp.all(jnp.isfinite(run.layers)))
@@ -109,7 +111,7 @@ def test_depth_1000_neither_underflows_nor_overflows(key):
 def test_seeds_chunks_and_single_runs_agree(key):
     keys = jax.random.split(key, 5)
     x = jax.random.normal(key, (5, 6, 4))
-    net = {"widths": [5, 5], "rescale": "std", "observe": observables.gram, "draw": "weights"}
+    net = {"widths": [5, 5], "layer": Layer(rescale="std"), "observe": observables.gram, "draw": "weights"}
     run = lambda **kw: depth.propagate(keys, x, **net, **kw).layers
     whole = run()
     np.testing.assert_allclose(run(chunk=2), whole, rtol=1e-12, atol=1e-12)
@@ -138,7 +140,8 @@ def test_gradient_through_a_deep_network(key):
     cubes = lambda x: jnp.sum(x**3)
 
     def size(x):
-        return depth.propagate(key, x, [6] * 4, rescale="rms", draw="weights", observe=cubes).layers[-1]
+        layer = Layer(rescale="rms")
+        return depth.propagate(key, x, [6] * 4, layer, draw="weights", observe=cubes).layers[-1]
 
     slope = jax.grad(size)(x)
     step = 1e-6
@@ -151,18 +154,9 @@ def test_gradient_through_a_deep_network(key):
 
 def test_orthogonal_linear_layers_keep_the_gram_matrix(key):
     x = jax.random.normal(key, (4, 16))
-    run = depth.propagate(key, x, [16] * 5, recenter=False, activation="linear", weights="orthogonal")
+    layer = Layer(recenter=False, activation="linear", weights="orthogonal")
+    run = depth.propagate(key, x, [16] * 5, layer)
     np.testing.assert_allclose(run.layers.gram, jnp.broadcast_to(x @ x.T, (6, 4, 4)), rtol=1e-12, atol=1e-12)
-
-
-def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
-    # equation (9) stacks all of S_{2^t}, which has 2^(t+1) elements
-    weight = depth._propagation.split_identity(key, (8, 16), float)
-    assert {tuple(row) for row in np.asarray(weight.T)} == {
-        tuple(s * row) for row in np.eye(8) for s in (1, -1)
-    }
-    with pytest.raises(ValueError, match="fan_out = 2 fan_in"):
-        depth._propagation.split_identity(key, (8, 8))
 
 
 @pytest.mark.bad_input
@@ -171,11 +165,7 @@ def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
     [
         ({"widths": []}, "widths"),
         ({"widths": [0]}, "widths"),
-        ({"rescale": "variance"}, "rescale"),
-        ({"weights": "xavier"}, "weights"),
-        ({"draw": "law", "weights": "orthogonal"}, "draw='law'"),
-        ({"activation": "rellu"}, "activation"),
-        ({"epsilon": -1.0}, "epsilon"),
+        ({"draw": "law", "layer": Layer(weights="orthogonal")}, "draw='law'"),
         ({"chunk": 0}, "chunk"),
         ({"x": np.full((3, 2), np.nan)}, "finite"),
         ({"x": np.zeros(3)}, "x must have shape"),
@@ -188,6 +178,13 @@ def test_bad_arguments(kwargs, message):
     arguments = {"key": jax.random.key(0), "x": np.eye(3), "widths": [4]} | kwargs
     with pytest.raises(ValueError, match=message):
         depth.propagate(**arguments)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("wrong", [{"rescale": "variance"}, {"weights": "xavier"}, {"activation": "rellu"}])
+def test_bad_layers(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Layer(**wrong)
 
 
 def test_observables_of_simple_batches():
@@ -207,8 +204,7 @@ def test_observables_of_simple_batches():
     values = jnp.array([2.0, 1.0, 1e-6])
     assert observables.rank(values, 1e-5) == 2 and observables.rank(values, 1e-7) == 3
     np.testing.assert_allclose(observables.stable_rank(values), 1.25, rtol=1e-9)
-    np.testing.assert_allclose(observables.orthogonality_gap(7.0 * jnp.eye(4)), 0.0, atol=1e-14)
-    layer = depth._observables.summary(jnp.maximum(x, 0.0))
+    layer = observables.summary(jnp.maximum(x, 0.0))
     np.testing.assert_array_equal(layer.active, [0, 1, 1, 0, 0])  # neuron 0 fires on 2 samples, neuron 1 on 1
     np.testing.assert_allclose(layer.active_share(0.4, 1.0), 0.5)
 
@@ -217,6 +213,6 @@ def test_product_rank_is_bounded_by_the_smaller_rank():
     # the paper says max; linear layers therefore never raise the rank, ReLU does
     rng = np.random.default_rng(1)
     x = rng.normal(size=(6, 2))
-    linear = depth.propagate(jax.random.key(0), x, [50], recenter=False, activation="linear")
-    relu = depth.propagate(jax.random.key(0), x, [50], recenter=False)
+    linear = depth.propagate(jax.random.key(0), x, [50], Layer(recenter=False, activation="linear"))
+    relu = depth.propagate(jax.random.key(0), x, [50], Layer(recenter=False))
     assert linear.layers.rank(1e-9)[1] == 2 and relu.layers.rank(1e-9)[1] == 6

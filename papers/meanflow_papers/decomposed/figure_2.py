@@ -10,9 +10,6 @@ import optax
 from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 
-from meanflow._numerics import iterate
-from meanflow.depth._observables import rank, stable_rank
-from meanflow.depth._propagation import WEIGHTS
 from meanflow.layers import functional
 from meanflow.training.data import mnist
 from meanflow_papers.decomposed.setup import digits
@@ -22,6 +19,10 @@ from meanflow_papers.style import COLORS, MARKERS, below, panels
 
 NETWORKS = {"batchnorm": "batch norm", "default": "default weights", "he": "He weights"}
 
+WEIGHTS = {  # N(0, 2/fan_in), and uniform on +-1/sqrt(fan_in) as in PyTorch
+    "he": jax.nn.initializers.variance_scaling(2.0, "fan_in", "normal"),
+    "uniform": jax.nn.initializers.variance_scaling(1.0 / 3.0, "fan_in", "uniform"),
+}
 
 Params: TypeAlias = dict[str, tuple[jax.Array, ...]]  # weights, biases and scales of first, rest and out
 
@@ -159,22 +160,26 @@ def figure_2(
     def train(key: jax.Array, law: str, norm: bool, hidden: int) -> dict[str, jax.Array]:
         k_init, k_data = jax.random.split(key)
         params = _mlp_init(k_init, law, x.shape[1], width, hidden, x.dtype)
+        # a new order of the images for each epoch, cut into whole minibatches: (epochs, per_epoch, 128)
         order = jax.vmap(lambda k: jax.random.permutation(k, len(x)))(jax.random.split(k_data, epochs))
-        order = order[:, : per_epoch * 128].reshape(-1, 128)
+        order = order[:, : per_epoch * 128].reshape(epochs, per_epoch, 128)
 
         def loss(params: Params, index: jax.Array) -> jax.Array:
             logits = _mlp(params, x[index], norm)[0]
             return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y[index]))
 
-        def step(state: tuple, index: jax.Array) -> tuple:
+        def step(state: tuple, index: jax.Array) -> tuple[tuple, None]:
             params, opt = state
             update, opt = optimizer.update(jax.grad(loss)(params, index), opt, params)
-            return optax.apply_updates(params, update), opt
+            return (optax.apply_updates(params, update), opt), None
 
-        observe = lambda state: jnp.mean(jnp.argmax(_mlp(state[0], x, norm)[0], 1) == y)
+        def epoch(state: tuple, indices: jax.Array) -> tuple[tuple, jax.Array]:
+            state = jax.lax.scan(step, state, indices)[0]
+            return state, jnp.mean(jnp.argmax(_mlp(state[0], x, norm)[0], 1) == y)
+
+        # 512 images are enough to see a rank of at most the width, 128
         at_start = jnp.linalg.svd(_mlp(params, x[:512], norm)[1], compute_uv=False)
-        start = (params, optimizer.init(params))
-        _, accuracy = iterate(step, start, order, epochs * per_epoch, per_epoch, observe)
+        _, accuracy = jax.lax.scan(epoch, (params, optimizer.init(params)), order)
         return {"accuracy": accuracy, "singular_values": at_start}
 
     keys = jax.random.split(jax.random.key(2), seeds)
@@ -185,11 +190,12 @@ def figure_2(
         for hidden in depths:
             one = lambda k, law=law, norm=norm, hidden=hidden: train(k, law, norm, hidden)
             run = jax.jit(jax.vmap(one))(keys)
-            values = run["singular_values"]
+            values = run["singular_values"]  # (seeds, min(512, width)), the largest first
+            share = values / values[:, :1]
             rows["accuracy"].append(run["accuracy"])
-            rows["rank"].append(rank(values, 1e-2))
-            rows["rank_1e-5"].append(rank(values, 1e-5))
-            rows["stable_rank"].append(stable_rank(values))
+            rows["rank"].append(jnp.sum(share > 1e-2, axis=1))
+            rows["rank_1e-5"].append(jnp.sum(share > 1e-5, axis=1))
+            rows["stable_rank"].append(jnp.sum(share**2, axis=1))
         data[name] = {what: np.stack([np.asarray(u) for u in found]) for what, found in rows.items()}
     at = depths.index(20)
     last = lambda name: data[name]["accuracy"][at, :, -1]

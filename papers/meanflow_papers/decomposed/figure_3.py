@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.plots._batches import angles, projection
+from meanflow_papers.decomposed.odd_states import odd_state
 from meanflow_papers.decomposed.setup import input_batches
 from meanflow_papers.entry import MNIST, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -59,7 +60,7 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
     x = jax.random.normal(jax.random.key(3), (seeds, n, 20)).at[:, 0].multiply(3.0)
     run = depth.propagate(jax.random.split(jax.random.key(31), seeds), x, [width] * layers, renormalize=True)
     odd = depth.odd_point(run.layers.gram[:, -1])
-    limit = depth._odd_points.odd_state(n)
+    limit = odd_state(n)
     wide = depth.odd_point(depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1])
     return Outcome(
         name="002/figure-3",

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from meanflow import depth
 from meanflow.plots._batches import angles
+from meanflow_papers.decomposed.fixed_points import batchnorm_cosine, fixed_point
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY, input_batches
 from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -21,11 +22,12 @@ def _figure_5(
     x = input_batches(source, jax.random.key(5), seeds, n, folder)
     keys = jax.random.split(jax.random.key(51), seeds)
     nets = {"BN": BATCH_NORM, "RS(rms)": RMS_ONLY, "RS(std)": STD_ONLY}
-    runs = {k: depth.propagate(keys, x, [width] * 30, **v).layers.pair_angles for k, v in nets.items()}
+    runs = {k: depth.propagate(keys, x, [width] * 30, v).layers.pair_angles for k, v in nets.items()}
     mean = {k: float(v[:, -1].mean()) for k, v in runs.items()}
+    # any exchangeable start in the basin will do: cosine 1/2 between all samples
     start = jnp.full((n, n), 0.5) + 0.5 * jnp.eye(n)
-    bn = float(jnp.degrees(jnp.arccos(depth._expected.batchnorm_cosine(n))))
-    rms = float(depth.pair_angles(depth._expected.fixed_point(start, **RMS_ONLY).gram)[0])
+    bn = float(jnp.degrees(jnp.arccos(batchnorm_cosine(n))))
+    rms = float(depth.pair_angles(fixed_point(start, RMS_ONLY))[0])
     return {f"{k} n={n}": v[:, -2:] for k, v in runs.items()}, [
         Criterion(f"BN n={n}", mean["BN"], bn - 1, bn + 1),
         Criterion(f"RS(rms) n={n}", mean["RS(rms)"], rms - 2, rms + 2),

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from meanflow import depth
-from meanflow.depth._observables import activity
 from meanflow.plots import _batches as batches
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY
 from meanflow_papers.entry import entry
@@ -60,9 +59,9 @@ def figure_6(n: int = 512, width: int = 256, layers: int = 30) -> Outcome:
     x = jax.random.normal(jax.random.key(6), (n, 50))
     nets = {"BN": BATCH_NORM, "RS(rms)": RMS_ONLY, "RS(std)": STD_ONLY}
     data: Arrays = {}
-    for name, net in nets.items():
-        run = depth.propagate(jax.random.key(61), x, [width] * layers, observe=jnp.mean, **net)
-        share = activity(run.final)
+    for name, layer in nets.items():
+        run = depth.propagate(jax.random.key(61), x, [width] * layers, layer, observe=jnp.mean)
+        share = jnp.mean(run.final > 0, axis=0)  # of the inputs, for each neuron
         busiest = run.final[:, jnp.argmax(share)]
         negligible = jnp.mean(run.final < 0.1 * jnp.max(run.final, axis=0, keepdims=True), axis=0)
         data[name] = {

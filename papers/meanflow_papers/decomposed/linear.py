@@ -6,10 +6,18 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.depth._observables import gram, orthogonality_gap
+from meanflow_papers.decomposed.fixed_points import stability
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, below, panels
+
+
+def orthogonality_gap(gram: jax.Array) -> jax.Array:
+    """Return n |gram / trace(gram) - I / n|_F of matrices (..., n, n); 0 for orthogonal samples of equal length."""
+    n = gram.shape[-1]
+    trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
+    identity = jnp.broadcast_to(jnp.eye(n, dtype=gram.dtype), gram.shape)
+    return jnp.sqrt(jnp.sum(jnp.square(gram * (n / trace) - identity), axis=(-1, -2)))
 
 
 def draw_rescale(data: Arrays) -> Figure:
@@ -49,23 +57,17 @@ def linear_rescale(
     grams = {}
     for w in widths:
         for recenter in (False, True):
-            run = depth.propagate(
-                keys,
-                x,
-                [w] * layers,
-                recenter=recenter,
-                rescale="rms",
-                activation="linear",
-                weights="gaussian",
-                observe=gram,
-            )
+            layer = depth.Layer(recenter, "rms", "linear", "gaussian")
+            run = depth.propagate(keys, x, [w] * layers, layer, observe=lambda x: x @ x.T)
             grams[w, recenter] = run.layers
     gaps = {w: orthogonality_gap(grams[w, False]) for w in widths}  # (seeds, layers + 1)
+    # the gap first contracts and then stays where finite width keeps it: the second half of the layers
     plateau = {w: float(gap[:, layers // 2 :].mean()) for w, gap in gaps.items()}
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
     mean = {rc: float(depth.pair_angles(grams[widths[1], rc][:, -1]).mean()) for rc in (False, True)}
+    # n recentered samples cannot be orthogonal; at best they form a regular simplex
     simplex = np.degrees(np.arccos(-1 / (n - 1)))
-    slope = depth._expected.stability(jnp.eye(n), recenter=False, rescale="rms", activation="linear")[0]
+    slope = stability(jnp.eye(n), depth.Layer(False, "rms", "linear"))[0]
     return Outcome(
         name="002/linear-rescale",
         claim="Rescaling alone makes a full-rank batch orthonormal as the depth grows (previous work).",
@@ -105,17 +107,10 @@ def linear_recenter(n: int = 10, width: int = 300, layers: int = 30) -> Outcome:
     """
     x = jax.random.normal(jax.random.key(8), (n, 30)) + 1.0
     mean = lambda x: jnp.max(jnp.abs(x.mean(0))) / jnp.max(jnp.abs(x))
-    run = depth.propagate(
-        jax.random.key(81), x, [width] * layers, activation="linear", weights="orthogonal", observe=mean
-    )
-    free = depth.propagate(
-        jax.random.key(81),
-        x - x.mean(0, keepdims=True),
-        [width] * layers,
-        recenter=False,
-        activation="linear",
-        weights="orthogonal",
-    )
+    widths, key = [width] * layers, jax.random.key(81)
+    layer = lambda recenter: depth.Layer(recenter, activation="linear", weights="orthogonal")
+    run = depth.propagate(key, x, widths, layer(True), observe=mean)
+    free = depth.propagate(key, x - x.mean(0, keepdims=True), widths, layer(False))
     error = jnp.max(jnp.abs(run.final - free.final)) / jnp.max(jnp.abs(free.final))
     return Outcome(
         name="002/linear-recenter",

@@ -1,25 +1,17 @@
 """Layers, inputs and the digits that the figures and theorems of paper 002 share."""
 
 from pathlib import Path
-from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow.depth import Layer
 from meanflow.training.data import mnist
 
-
-class Stages(TypedDict):
-    """What stands between the linear map and the activation: arguments of ``depth.propagate``."""
-
-    recenter: bool
-    rescale: str
-
-
-BATCH_NORM: Stages = {"recenter": True, "rescale": "std"}
-RMS_ONLY: Stages = {"recenter": False, "rescale": "rms"}
-STD_ONLY: Stages = {"recenter": False, "rescale": "std"}
+BATCH_NORM = Layer(recenter=True, rescale="std")
+RMS_ONLY = Layer(recenter=False, rescale="rms")
+STD_ONLY = Layer(recenter=False, rescale="std")
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:

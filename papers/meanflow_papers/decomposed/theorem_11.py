@@ -1,5 +1,7 @@
 """Theorem 11: where the tree model ends, and bounds on it."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,65 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, key, panels
 
 
+class TreeLimits(NamedTuple):
+    """Geometry of the tree as the depth grows, for an interior sample i and the extreme ones 1 and n (sorted).
+
+    Attributes:
+        ratio_first: |x_i| / |x_1|.
+        ratio_last: |x_i| / |x_n|.
+        cos_first: cosine of x_i and x_1.
+        cos_last: cosine of x_i and x_n.
+    """
+
+    ratio_first: jax.Array
+    ratio_last: jax.Array
+    cos_first: jax.Array
+    cos_last: jax.Array
+
+
+def tree_limits(n: int, rho: float | jax.Array) -> TreeLimits:
+    """Return the limits of norm ratios and cosines as the depth grows, for n samples.
+
+    The extreme samples become orthogonal, x_1 . x_n = 0, and the interior samples merge. With rho the limit of
+    S_{n-1} / S_1, the odd sample is x_1 for rho < 1, x_n for rho > 1, and both are odd for rho = 1 (symmetric inputs).
+    """
+    rho = jnp.asarray(rho)
+    # only the splits 1 and n-1 survive; in units of S_1 / n^2 the squared lengths of x_1, x_i, x_n are m + rho, 1 + rho
+    # and 1 + m rho, and <x_i, x_1> = rho, <x_i, x_n> = 1
+    m = (n - 1) ** 2
+    return TreeLimits(
+        jnp.sqrt((1 + rho) / (m + rho)),
+        jnp.sqrt((1 + rho) / (1 + m * rho)),
+        rho / jnp.sqrt((1 + rho) * (m + rho)),
+        1 / jnp.sqrt((1 + rho) * (1 + m * rho)),
+    )
+
+
+class TreeBounds(NamedTuple):
+    """Theorem 11, items 3 and 4: how short the others are beside the escaped sample, and how far apart in angle.
+
+    Attributes:
+        ratio: sharp upper bound on |x_i| / |x_odd|, sqrt(2 / ((n-1)^2 + 1)); symmetric inputs attain it.
+        angle: sharp lower bound on their angle in radians, arccos(1 / sqrt(2 ((n-1)^2 + 1))).
+        printed_ratio: the paper's bound 3 / (n-2), which is not sharp.
+        printed_angle: the paper's bound pi/2 - sqrt(2) pi / (n-2), which is not sharp, and negative for n <= 4.
+    """
+
+    ratio: np.ndarray
+    angle: np.ndarray
+    printed_ratio: np.ndarray
+    printed_angle: np.ndarray
+
+
+def tree_bounds(n: int | np.ndarray) -> TreeBounds:
+    """Return the bounds of Theorem 11 for n >= 3 samples; at n = 2 the printed ones are infinite."""
+    n = np.asarray(n)
+    m = (n - 1) ** 2 + 1
+    return TreeBounds(
+        np.sqrt(2 / m), np.arccos(1 / np.sqrt(2 * m)), 3 / (n - 2), np.pi / 2 - np.sqrt(2) * np.pi / (n - 2)
+    )
+
+
 def draw(data: Arrays) -> Figure:
     """Norm ratio and angle of the tree's limit against the sharp and the printed bounds."""
     figure, (left, right) = panels(1, 2, width=3.7, height=3.0)
@@ -19,12 +80,11 @@ def draw(data: Arrays) -> Figure:
         for ax, values in ((left, row["ratio"]), (right, np.degrees(row["angle"]))):
             ax.plot(np.full(np.size(values), n), np.ravel(values), ".", color=COLORS[0], ms=4)
     n = np.linspace(sizes.min(), sizes.max(), 200)
-    left.plot(n, np.sqrt(2 / ((n - 1) ** 2 + 1)), color=COLORS[1], label="sharp bound")
-    left.plot(n, 3 / (n - 2), color=PALE, ls="--", label="printed bound")
-    right.plot(
-        n, np.degrees(np.arccos(1 / np.sqrt(2 * ((n - 1) ** 2 + 1)))), color=COLORS[1], label="sharp bound"
-    )
-    printed = np.degrees(np.pi / 2 - np.sqrt(2) * np.pi / (n - 2))
+    bounds = tree_bounds(n)
+    left.plot(n, bounds.ratio, color=COLORS[1], label="sharp bound")
+    left.plot(n, bounds.printed_ratio, color=PALE, ls="--", label="printed bound")
+    right.plot(n, np.degrees(bounds.angle), color=COLORS[1], label="sharp bound")
+    printed = np.degrees(bounds.printed_angle)
     right.plot(n[printed > 0], printed[printed > 0], color=PALE, ls="--", label="printed bound")
     left.set(xlabel="$n$", ylabel=r"$|x_i| / |x_{\mathrm{odd}}|$ at depth 10000", yscale="log")
     right.set(xlabel="$n$", ylabel=r"$\angle(x_i, x_{\mathrm{odd}})$ (degrees)")
@@ -59,18 +119,19 @@ def theorem_11(sizes: tuple[int, ...] = (5, 10, 50), draws: int = 20, layers: in
         records = jax.lax.map(lambda x: depth.tree(x, layers, every=layers - 1), inputs)
         grams, order = records.gram[:, -1], records.order[:, 0]
         rho = records.weight[:, -1, 0, -1] / records.weight[:, -1, 0, 0]
+        # samples in the order of their inputs: the extreme ones first and last, the interior ones between
         sort = jax.vmap(lambda g, o: g[o[:, None], o[None, :]])(grams, order)
         length = jnp.sqrt(jnp.diagonal(sort, axis1=1, axis2=2))
         ratio = length[:, 1:-1, None] / length[:, None, jnp.array([0, -1])]
         cosine = sort[:, 1:-1, jnp.array([0, -1])] / (
             length[:, 1:-1, None] * length[:, None, jnp.array([0, -1])]
         )
-        limits = depth._tree_model.tree_limits(n, rho)
+        limits = tree_limits(n, rho)
         theory = jnp.stack([limits.ratio_first, limits.ratio_last], axis=1)[:, None, :]
         theory_cos = jnp.stack([limits.cos_first, limits.cos_last], axis=1)[:, None, :]
         worst_limit = max(worst_limit, float(jnp.max(jnp.abs(ratio - theory))))
         worst_limit = max(worst_limit, float(jnp.max(jnp.abs(cosine - theory_cos))))
-        bounds = depth._tree_model.tree_bounds(n)
+        bounds = tree_bounds(n)
         best = jnp.min(jnp.max(ratio, axis=1), axis=1)  # over the two extreme samples
         angle = jnp.arccos(jnp.min(jnp.max(cosine, axis=1), axis=1))
         worst_bound = max(

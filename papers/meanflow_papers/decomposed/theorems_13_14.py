@@ -1,4 +1,16 @@
-"""Theorems 13 and 14: the invariant representation and one layer from it."""
+"""Theorems 13 and 14: the invariant representation and one layer from it, corrected.
+
+In Definition 12, |x_1| = 1, all other samples equal nu, |nu| = 1/(n-1) and x_1 . nu = 0. A Gaussian layer with width
+times variance = 2 alpha reproduces the expected *Gram matrix* of this batch. (Theorem 13 says the expected batch, but
+that one has parallel columns; and the norms of Theorem 14 are expected *squared* norms.)
+
+Theorem 14 as printed is vacuous: Definition 12 forces R^2 = |x_1 - nu|^2 = 1 + 1/(n-1)^2 < (n/(n-1))^2. Without the
+hypothesis of invariance it holds for one layer, because R > n/(n-1) makes alpha < 1; after that layer, R is the one of
+Definition 12. There alpha = n^2/(n^2-2n+2) > 1, and small distances inside the cluster *grow* by that factor: the
+representation is invariant but repels.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +18,71 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.depth._observables import gram
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels
+
+
+class OneLayer(NamedTuple):
+    """Exact expectations after one layer relu(recenter(x W)), where W has variance 2 alpha / width.
+
+    Below, nu is the mean of all samples but the first, and nu^ is the image of nu under the layer (not the mean of the
+    images). The matrices, of shape (n+1, n+1), list the n samples and then nu.
+
+    Attributes:
+        alpha: the gain that was used.
+        radius: R = |x_1 - nu| before the layer.
+        odd_square: E |x_1'|^2 = alpha ((n-1)/n)^2 R^2.
+        center_square: E |nu^|^2 = alpha R^2 / n^2.
+        gram: expected Gram matrix after the layer.
+        distances: squared distances before the layer.
+        expected_distances: expected squared distances after the layer.
+    """
+
+    alpha: jax.Array
+    radius: jax.Array
+    odd_square: jax.Array
+    center_square: jax.Array
+    gram: jax.Array
+    distances: jax.Array
+    expected_distances: jax.Array
+
+
+def _distances(gram: jax.Array) -> jax.Array:
+    """Return the squared distances between samples, from their Gram matrix."""
+    square = jnp.diagonal(gram)
+    return square[:, None] + square[None, :] - 2 * gram
+
+
+def one_layer(x: jax.Array, alpha: float | None = None) -> OneLayer:
+    """Return what one layer of recenter + ReLU does to a batch on average, in closed form (Theorems 13 and 14).
+
+    The distances of pairs obey E |x_i' - x_j'|^2 = alpha (|x_i - x_j|^2 - 2 |y_i| |y_j| g(theta)), where y are the
+    recentered samples, theta is their angle and g = (sin theta - theta cos theta) / pi >= 0. So a layer certainly
+    contracts only if alpha <= 1, and the distances of close pairs grow by alpha.
+
+    Args:
+        x: batch (n, k); sample 0 is the odd one.
+        alpha: gain. The default is n^2 / ((n-1)^2 R^2) of Theorem 14, which makes E |x_1'|^2 = 1. At the scale of
+            Definition 12 it is the alpha of Theorem 13.
+    """
+    n = x.shape[0]
+    center = jnp.mean(x[1:], axis=0, keepdims=True)
+    radius = jnp.sqrt(jnp.sum(jnp.square(x[:1] - center)))
+    gain = n**2 / ((n - 1) ** 2 * radius**2) if alpha is None else jnp.asarray(alpha, x.dtype)
+    extended = jnp.concatenate([x, center])
+    # nu goes through the layer but does not count in the mean, so the batch is recentered here
+    shifted = extended - jnp.mean(x, axis=0, keepdims=True)
+    gram = gain * depth.expected_gram(shifted @ shifted.T, 1, depth.Layer(recenter=False))[1]
+    return OneLayer(
+        alpha=gain,
+        radius=radius,
+        odd_square=gain * ((n - 1) / n) ** 2 * radius**2,
+        center_square=gain * radius**2 / n**2,
+        gram=gram,
+        distances=_distances(extended @ extended.T),
+        expected_distances=_distances(gram),
+    )
 
 
 def draw(data: Arrays) -> Figure:
@@ -71,28 +144,31 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
     rows, and by which factor close pairs grow or shrink in one layer.
     """
     x = depth.invariant_representation(n, 4)
+    gram = x @ x.T
     spread = jax.random.normal(jax.random.key(14), (n, 4)).at[0].set(0.0)
 
     def layer(key: jax.Array, x: jax.Array, alpha: jax.Array) -> jax.Array:
         z = x @ (jax.random.normal(key, (4, rows)) * jnp.sqrt(2 * alpha / rows))
-        return gram(depth._propagation.Stages()(z))
+        y = jax.nn.relu(z - z.mean(0, keepdims=True))
+        return y @ y.T
 
-    exact = depth._invariant.one_layer(x)
+    exact = one_layer(x)
     measured = layer(jax.random.key(13), x, exact.alpha)
+    # pairs inside the cluster at a distance so small that the growth factor is its limit, alpha
     off = spread / jnp.linalg.norm(spread, axis=1).at[0].set(1.0)[:, None]
-    near = depth._invariant.one_layer(x + 1e-6 * off)
+    near = one_layer(x + 1e-6 * off)
     i, j = jnp.triu_indices(n - 1, 1)
     pairs = lambda d: d[1:n, 1:n][i, j]
     growth = jnp.max(pairs(near.expected_distances) / pairs(near.distances))
 
     def factors(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Distance of a scaled odd point, and the least and largest factor of close pairs in one layer."""
-        moved = depth._invariant.one_layer(x.at[0].multiply(scale) + 1e-6 * off)
+        moved = one_layer(x.at[0].multiply(scale) + 1e-6 * off)
         ratio = pairs(moved.expected_distances) / pairs(moved.distances)
         return moved.radius, jnp.min(ratio), jnp.max(ratio)
 
     radii, least, largest = jax.vmap(factors)(jnp.linspace(0.7, 1.8, 45))
-    wide = depth._invariant.one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
+    wide = one_layer(x.at[0].multiply(1.5) + 0.2 / n**2 * off)
     shrink = pairs(wide.expected_distances) / pairs(wide.distances)
     return Outcome(
         name="002/theorems-13-14",
@@ -102,7 +178,7 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
         data={
             "n": n,
             "exact": exact._asdict(),
-            "gram": gram(x),
+            "gram": gram,
             "measured_gram": measured,
             "shrink": shrink,
             "radius": wide.radius,
@@ -113,9 +189,9 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
         },
         criteria=(
             Criterion(
-                "defect of the expected Gram", float(jnp.max(jnp.abs(exact.gram[:n, :n] - gram(x)))), 0, 1e-12
+                "defect of the expected Gram", float(jnp.max(jnp.abs(exact.gram[:n, :n] - gram))), 0, 1e-12
             ),
-            Criterion("Monte Carlo error", float(jnp.max(jnp.abs(measured - gram(x)))), high=0.03),
+            Criterion("Monte Carlo error", float(jnp.max(jnp.abs(measured - gram))), high=0.03),
             Criterion("odd . center, any weights", float(jnp.abs(measured[0, 1])), 0, 0),
             Criterion("growth / (n^2/(n^2-2n+2))", float(growth * (n**2 - 2 * n + 2) / n**2), 0.999, 1.001),
             Criterion("one layer, R > n/(n-1): largest factor", float(shrink.max()), high=1),

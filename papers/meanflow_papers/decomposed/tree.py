@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 
 from meanflow import depth
@@ -12,6 +13,14 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import canvas
 
 MARKS = "each mark is a sample, the tick their mean; children: relu(x - mean) left, relu(mean - x) right"
+
+
+def split_identity(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Return the weights (I, -I) of the tree, equation (9), of shape (fan_in, 2 fan_in); nothing is random."""
+    fan_in, fan_out = shape
+    if fan_out != 2 * fan_in:
+        raise ValueError(f"split_identity needs fan_out = 2 fan_in, got shape {shape}")
+    return jnp.concatenate([jnp.eye(fan_in, dtype=dtype), -jnp.eye(fan_in, dtype=dtype)], axis=1)
 
 
 def draw_figure_4(data: Arrays) -> Figure:
@@ -38,13 +47,8 @@ def figure_4(layers: int = 12) -> Outcome:
     x = jnp.asarray([[0.0], [1.0], [2.0], [4.0], [9.0]])
     widths = [2 ** (t + 1) for t in range(layers)]
     rows = lambda x: jnp.pad(x.T, ((0, 2**layers - x.shape[1]), (0, 0)))[:8]
-    explicit = depth.propagate(
-        jax.random.key(0),
-        x,
-        widths,
-        weights=depth._propagation.split_identity,
-        observe=lambda x: (x @ x.T, rows(x)),
-    )
+    layer = depth.Layer(weights=split_identity)
+    explicit = depth.propagate(jax.random.key(0), x, widths, layer, observe=lambda x: (x @ x.T, rows(x)))
     grams, first = explicit.layers
     record = depth.tree(x, layers)
     exact = record.gram * jnp.exp(2 * record.log_scale)[:, None, None]

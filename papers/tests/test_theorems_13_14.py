@@ -1,4 +1,4 @@
-"""Definition 12, Theorems 13 and 14: what holds, in closed form and by Monte Carlo, and what does not."""
+"""Theorems 13 and 14: what holds, in closed form and by Monte Carlo, and what does not."""
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +6,52 @@ import numpy as np
 import pytest
 
 from meanflow import depth
-from meanflow.depth._invariant import (
-    expected_batch_gram,
-    invariance_defect,
-    invariant_gain,
-    pair_distance,
-    two_cluster_gram,
-)
+from meanflow_papers.decomposed.theorems_13_14 import one_layer
 
 ROWS = 100_000
+
+
+def invariant_gain(n):
+    """The alpha of Theorem 13, which is above 1 for n > 1."""
+    return n**2 / (n**2 - 2 * n + 2)
+
+
+def invariance_defect(gram):
+    """The largest deviation of a Gram matrix from the one of Definition 12 whose odd sample is sample 0."""
+    x = depth.invariant_representation(gram.shape[0])
+    return jnp.max(jnp.abs(gram - x @ x.T))
+
+
+def pair_distance(u, v, alpha):
+    """Expected squared distance of two recentered samples after one layer of gain alpha.
+
+    It is alpha (|u-v|^2 - 2 |u| |v| (sin t - t cos t) / pi), with t the angle between u and v.
+    """
+    uu, vv, uv = jnp.sum(u * u), jnp.sum(v * v), jnp.sum(u * v)
+    t = jnp.arctan2(jnp.sqrt(jnp.maximum(uu * vv - uv**2, 0)), uv)
+    shrinkage = 2 * jnp.sqrt(uu * vv) * (jnp.sin(t) - t * jnp.cos(t)) / jnp.pi
+    return (jnp.sum(jnp.square(u - v)) - shrinkage) * alpha
+
+
+def two_cluster_gram(n, m):
+    """Gram matrix of two collapsed orthogonal clusters of m and n - m samples; Definition 12 is m = 1, up to scale.
+
+    Once recentered, the clusters are opposite with lengths in the ratio (n-m) : m, so ReLU makes them orthogonal with
+    the same ratio.
+    """
+    first = jnp.arange(n) < m
+    length = jnp.where(first, n - m, m) / min(m, n - m)
+    return jnp.where(first[:, None] == first[None, :], length[:, None] * length[None, :], 0.0)
+
+
+def expected_batch_gram(x, alpha):
+    """Gram matrix of the expected batch E[x'] after one layer, which Theorem 13 as printed calls invariant.
+
+    Each neuron has E relu(w . y) = s |y| / sqrt(2 pi) with s^2 = 2 alpha / width, the same for all neurons: the
+    expected samples are all parallel, with squared lengths alpha |y|^2 / pi.
+    """
+    length = jnp.linalg.norm(x - x.mean(0, keepdims=True), axis=1)
+    return alpha / jnp.pi * length[:, None] * length[None, :]
 
 
 def images(key, x, alpha, width=ROWS):
@@ -26,18 +63,9 @@ def images(key, x, alpha, width=ROWS):
 
 
 @pytest.mark.parametrize("n", [3, 10, 50])
-def test_definition_12(n):
-    x = depth.invariant_representation(n, 5)
-    centre = x[1:].mean(0)
-    np.testing.assert_allclose(x[0] @ x[0], 1.0, rtol=1e-15)
-    np.testing.assert_allclose(centre @ centre, 1 / (n - 1) ** 2, rtol=1e-14)
-    assert x[0] @ centre == 0 and bool(jnp.all(x[1:] == x[1:2]))
-
-
-@pytest.mark.parametrize("n", [3, 10, 50])
 def test_theorem_13_holds_for_the_expected_gram_matrix(n):
     x = depth.invariant_representation(n)
-    layer = depth._invariant.one_layer(x)
+    layer = one_layer(x)
     np.testing.assert_allclose(layer.alpha, invariant_gain(n), rtol=1e-13)
     assert invariance_defect(layer.gram[:n, :n]) < 1e-12
     np.testing.assert_allclose(layer.gram[-1, -1], 1 / (n - 1) ** 2, rtol=1e-12)
@@ -88,7 +116,7 @@ def perturbed(key, n, size, scale=1.0):
 
 def test_closed_forms_for_any_batch(key):
     x = jax.random.normal(key, (7, 5))
-    layer = depth._invariant.one_layer(x, alpha=1.3)
+    layer = one_layer(x, alpha=1.3)
     np.testing.assert_allclose(layer.gram[0, 0], layer.odd_square, rtol=1e-12)
     np.testing.assert_allclose(layer.gram[-1, -1], layer.center_square, rtol=1e-12)
     np.testing.assert_allclose(layer.gram[0, -1], 0.0, atol=1e-12)
@@ -103,7 +131,7 @@ def test_closed_forms_for_any_batch(key):
 
 def test_hypotheses_of_theorem_14_are_incompatible():
     for n in (3, 10, 100):
-        radius = depth._invariant.one_layer(depth.invariant_representation(n)).radius
+        radius = one_layer(depth.invariant_representation(n)).radius
         np.testing.assert_allclose(radius**2, 1 + 1 / (n - 1) ** 2, rtol=1e-12)
         assert radius < n / (n - 1)
 
@@ -111,7 +139,7 @@ def test_hypotheses_of_theorem_14_are_incompatible():
 def test_without_invariance_one_layer_contracts(key):
     n = 10
     x = perturbed(key, n, 0.5 / n**2, scale=1.5)
-    layer = depth._invariant.one_layer(x)
+    layer = one_layer(x)
     assert abs(layer.radius - 1.504) < 0.01 and layer.radius > n / (n - 1)
     np.testing.assert_allclose(layer.odd_square, 1.0, rtol=1e-12)
     i, j = np.triu_indices(n - 1, 1)
@@ -148,7 +176,7 @@ def test_at_the_invariant_scale_small_distances_grow(key, size, factor):
 @pytest.mark.parametrize("n, m", [(7, 1), (8, 3), (9, 6)])
 def test_every_two_cluster_geometry_is_invariant_and_repels(n, m):
     gram = two_cluster_gram(n, m)
-    image = depth._expected.layer_map(gram)
+    image = depth.expected_gram(gram, 1)[1]
     np.testing.assert_allclose(image / jnp.trace(image), gram / jnp.trace(gram), atol=1e-14)
     if m == 1:
         definition = depth.invariant_representation(n)
@@ -157,13 +185,3 @@ def test_every_two_cluster_geometry_is_invariant_and_repels(n, m):
     opened = gram + 1e-8 * jnp.eye(n)  # every sample moves 1e-4 in a direction of its own
     run = depth.expected_gram(opened, 3)
     assert spread(run[2]) > spread(run[1])  # a slightly opened cluster opens further
-
-
-@pytest.mark.bad_input
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="n must"):
-        depth.invariant_representation(2)
-    with pytest.raises(ValueError, match="features"):
-        depth.invariant_representation(5, 1)
-    with pytest.raises(ValueError, match="m must"):
-        two_cluster_gram(4, 4)
