@@ -9,7 +9,6 @@ from scipy.integrate import simpson
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import laws, quadrature, quasi, sample
-from meanflow.plots._curves import convergence
 from meanflow.transport import wasserstein
 from meanflow.transport._exact import cylinder_distance
 from meanflow.univariate.balance import unit
@@ -17,6 +16,7 @@ from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import convergence
 from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, below, panels
 
 

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from meanflow import univariate as uni
 from meanflow.flows._flow import predict
 from meanflow.measures import Cloud, Dataset
-from meanflow.plots._clouds import plane
-from meanflow.plots._curves import fit
+from meanflow.plots import fit, plane
 from meanflow.solvers import solve
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance

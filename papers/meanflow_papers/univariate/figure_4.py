@@ -8,13 +8,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.kernels._regime import kernel_flow, minimum_norm
-from meanflow.plots._curves import convergence
 from meanflow.univariate._kernels import random_feature
 from meanflow.univariate._splines import natural_spline, spline_interpolant
 from meanflow.univariate._weight_laws import Finite, Signs, Uniform
 from meanflow.univariate.knots import piecewise_linear
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import convergence
 from meanflow_papers.style import COLORS, DASHES, PALE, SAMPLE, below, panels
 from meanflow_papers.univariate.setup import square_wave
 

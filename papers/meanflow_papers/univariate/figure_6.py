@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.measures import Cloud
-from meanflow.plots._clouds import plane
-from meanflow.plots._curves import traces
+from meanflow.plots import plane, traces
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome

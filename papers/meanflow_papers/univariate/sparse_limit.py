@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from meanflow import univariate as uni
 from meanflow.flows._flow import Flow
 from meanflow.measures import Cloud, Dataset, Polar
-from meanflow.plots._curves import fit
+from meanflow.plots import fit
 from meanflow.solvers import KernelStep, solve
 from meanflow.univariate import _sparse as sparse
 from meanflow_papers.entry import entry
