@@ -28,7 +28,6 @@ spec.loader.exec_module(names)
 
 # steps of larger computations, which judge NaN themselves; and knots, which neurons without one have at NaN
 PASS_NAN_ON = {
-    *("widen", "average", "affine", "sample_square", "along"),
     *(
         "angle_of",
         "unit",

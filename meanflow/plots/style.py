@@ -46,11 +46,13 @@ RULES: dict[Any, float | str | bool] = {  # matplotlib types the keys one by one
 }
 
 
+@_checks.arguments()
 def theme() -> AbstractContextManager[None]:
     """The house style as a context manager; figures made and saved inside have it."""
     return matplotlib.rc_context(RULES)
 
 
+@_checks.arguments(ax=AXES)
 def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
     """The given Axes, or those of a new figure."""
     if ax is not None:
@@ -59,11 +61,13 @@ def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
         return canvas(4.5, 3.2).add_subplot(**kwargs)
 
 
+@_checks.arguments(width=_checks.number(above=0, static=True), height=_checks.number(above=0, static=True))
 def canvas(width: float, height: float) -> Figure:
     """An empty figure of that many inches whose parts never overlap."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
+@_checks.arguments(ax=_checks.instance(Axes))
 def key(ax: Axes, **kwargs: Any) -> None:
     """A legend where anything has a label."""
     if ax.get_legend_handles_labels()[0]:

@@ -25,10 +25,10 @@ from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
 from meanflow.training._fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
+from meanflow.training._moments import FeatureMoments, moments
 from meanflow.training._networks import CuttableNetwork, Network
 from meanflow.training.data import Data
-from meanflow.transport._covariate_shift import ics, loss_shift
-from meanflow.transport._statistics import FeatureMoments, moments
+from meanflow.transport import ics
 
 EVALUATION_BATCH = 1000
 """Number of samples that are evaluated at once in inference."""
@@ -347,7 +347,8 @@ class Trainer:
             "before": before[: watch.rows],
             "after": after[: watch.rows],
             "moments": moments(flat),
-            "loss_shift": loss_shift(upper, before, after, y, self.loss),
+            # the layers above at their old weights, so that only the layers below have moved
+            "loss_shift": self.loss(upper(after), y) - self.loss(upper(before), y),
         }
 
     def _cuttable(self, state: TrainState, training: bool) -> CuttableNetwork:

@@ -27,7 +27,6 @@ import optax
 from jaxtyping import Array, Float, Key, PyTree
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.layers.functional import batch_moments
 from meanflow.training._networks import MakeNorm
 from meanflow.training._trainer import staircase
 from meanflow.training.data import Data, crop_and_flip
@@ -58,7 +57,8 @@ class BesselUnitized(UnitizedBatchNorm):
     def given_moments(self, x: Float[Array, "*shape"]) -> tuple[Array, Array]:
         """Return mean and corrected variance of the batch, and enter them into the running averages."""
         axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
-        mean, variance = batch_moments(x, axes)
+        mean = jnp.mean(x, axes, keepdims=True)
+        variance = jnp.mean(jnp.square(x - mean), axes, keepdims=True)
         count = float(np.prod([x.shape[i] for i in axes]))
         corrected = variance * (count / (count - 1))
         self._update(x, None, axes, mean, corrected)
