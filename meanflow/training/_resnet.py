@@ -6,8 +6,6 @@ normalization layer can be used. ``released=True`` builds the networks of the tr
 published, which differ from these in several details.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -99,7 +97,8 @@ class ResNet(nnx.Module):
         rngs: keys for the weights.
 
     >>> from meanflow.layers import BatchNorm
-    >>> count_parameters(lambda: ResNet(20, 10, norm=BatchNorm, rngs=nnx.Rngs(0)))
+    >>> network = nnx.eval_shape(lambda: ResNet(20, 10, norm=BatchNorm, rngs=nnx.Rngs(0)))  # shapes alone
+    >>> sum(u.size for u in jax.tree.leaves(nnx.state(network, nnx.Param)))
     269722
     """
 
@@ -165,12 +164,3 @@ class ResNet(nnx.Module):
     def upper(self, h: Float[Array, "n h2 w2 features"], layer: int = -1) -> Float[Array, "n classes"]:
         """Return the logits, given the outputs that ``lower`` returns."""
         return self.head(jnp.mean(jax.nn.relu(affine_part(self.norm, h)), axis=(1, 2)))
-
-
-def count_parameters(make: Callable[[], nnx.Module]) -> int:
-    """Count the trainable parameters of the network that ``make()`` would build, without allocating it.
-
-    >>> count_parameters(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
-    16
-    """
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param)))

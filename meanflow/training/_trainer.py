@@ -96,39 +96,6 @@ def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) ->
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
-@_checks.arguments(
-    learning_rate=_checks.number(above=0),
-    epochs=_checks.count(1),
-    steps=_checks.count(1),
-    at=_checks.sequence(_checks.number(low=0, high=1, static=True), least=0),
-    factor=_checks.number(above=0),
-)
-def staircase(
-    learning_rate: float,
-    epochs: int,
-    steps: int,
-    *,
-    at: Iterable[float] = (0.3, 0.6, 0.8),
-    factor: float = 5.0,
-) -> optax.Schedule:
-    """Return a schedule that divides the learning rate by a factor at given fractions of the training.
-
-    Args:
-        learning_rate: initial learning rate.
-        epochs: number of epochs of the whole training.
-        steps: number of minibatches in an epoch.
-        at: fractions of the epochs at which the learning rate falls.
-        factor: what it is divided by each time.
-
-    >>> [round(float(staircase(0.05, 10, 1)(t)), 6) for t in (2, 3, 6, 8)]
-    [0.05, 0.01, 0.002, 0.0004]
-    """
-    # a schedule drops when the count reaches the boundary, that is from the first step of epoch f * epochs
-    return optax.piecewise_constant_schedule(
-        learning_rate, {round(f * epochs) * steps: 1 / factor for f in at}
-    )
-
-
 class Trainer:
     """Train a network, and record its loss, accuracy, and the moments and covariate shift of a layer.
 

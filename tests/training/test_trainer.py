@@ -20,7 +20,7 @@ from meanflow.training import CNN, MLP, Trainer, Watch
 from meanflow.training import _trainer as trainer
 from meanflow.training._checkpoints import load_state, save_state
 from meanflow.training._moments import moments
-from meanflow.training._trainer import cross_entropy, staircase
+from meanflow.training._trainer import cross_entropy
 from meanflow.training.data import Data
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -39,7 +39,7 @@ def network(rngs, norm=BatchNorm):
 
 def make_trainer(norm=UnitizedBatchNorm, **options):
     options = {"batch": 8, "watch": Watch(rows=20), **options}
-    optimizer = optax.sgd(staircase(0.1, 4, 3), momentum=0.9)
+    optimizer = optax.sgd(optax.piecewise_constant_schedule(0.1, {3: 0.2, 6: 0.2, 9: 0.2}), momentum=0.9)
     return Trainer(partial(network, norm=norm), optimizer, **options)
 
 
@@ -353,13 +353,6 @@ def test_bad_input(shared, key):
         shared.run(key, small_data(n=4), 1)
     with pytest.raises(ValueError, match=r"watch\.moments"):
         make_trainer(watch=Watch(moments="mean"))
-
-
-def test_staircase():
-    schedule = staircase(0.05, 50, 11)
-    rates = [float(schedule(11 * epoch)) for epoch in range(50)]
-    np.testing.assert_allclose(rates, [0.05] * 15 + [0.01] * 15 + [0.002] * 10 + [0.0004] * 10, rtol=1e-6)
-    assert float(schedule(11 * 15 - 1)) == pytest.approx(0.05)
 
 
 def test_moments_equal_scipy():

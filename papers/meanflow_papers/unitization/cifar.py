@@ -9,17 +9,17 @@ At a reduced size the path from the files to the table is checked, not the claim
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.training import ResNet, Trainer
-from meanflow.training._networks import MakeNorm, Network
 from meanflow.training.data import Data, cifar
 from meanflow_papers.outcome import Arrays
 from meanflow_papers.style import COLORS, PALE, below, panels, sparse
-from meanflow_papers.unitization.presets import PRESETS
+from meanflow_papers.unitization.presets import PRESETS, MakeNorm
 
 EPOCHS = 200  # of the published runs
 
@@ -58,7 +58,7 @@ class Training:
         norm: MakeNorm,
         seeds: Iterable[int],
         *,
-        hook: Callable[[int, Network], object] | None = None,
+        hook: Callable[[int, Any], object] | None = None,
         name: str = "",
     ) -> list[dict[str, np.ndarray]]:
         """Return the records of a ResNet with the given normalization, one a seed.

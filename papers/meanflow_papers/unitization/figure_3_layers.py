@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from meanflow.training import CNN, ResNet, Trainer
-from meanflow.training._networks import Network, normalized
-from meanflow.training._trainer import staircase
 from meanflow.training.data import digits
 from meanflow.transport import Critic, critic_distance, ics
 from meanflow_papers.entry import CIFAR, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels, shades
 from meanflow_papers.unitization.cifar import EPOCHS, Training, load
-from meanflow_papers.unitization.presets import PRESETS
+from meanflow_papers.unitization.presets import PRESETS, staircase
 from meanflow_papers.unitization.table_4 import IMAGES
 
 DROPS = (0.3, 0.6, 0.8)  # of the learning rate, in parts of the epochs
@@ -50,7 +49,7 @@ class LayerShifts:
 
     def __init__(
         self,
-        outputs: Callable[[Network, jax.Array], list[jax.Array]],
+        outputs: Callable[[Any, jax.Array], list[jax.Array]],
         inputs: jax.Array,
         rows: int,
         critic: Arguments,
@@ -65,7 +64,7 @@ class LayerShifts:
         self.upper: list[list[float]] = []
         self.critic: list[list[float]] = []
 
-    def __call__(self, epoch: int, network: Network) -> None:
+    def __call__(self, epoch: int, network: Any) -> None:
         """Compare the layers with those of the call before."""
         network.train()  # moments of the batch: running averages have a noise of their own
         now = self.outputs(network, self.inputs)
@@ -177,8 +176,8 @@ def figure_3_layers(
     images = jnp.asarray(split.train_x[:inputs])
     depth = 4
 
-    def outputs(network: Network, x: jax.Array) -> list[jax.Array]:
-        return [network.lower(x, layer) for layer in range(depth)]  # type: ignore[attr-defined]
+    def outputs(network: CNN, x: jax.Array) -> list[jax.Array]:
+        return [network.lower(x, layer) for layer in range(depth)]
 
     runs: Arrays = {}
     for name in variants:
@@ -208,11 +207,11 @@ def figure_3_layers(
     )
 
 
-def layer_outputs(network: Network, x: jax.Array, blocks: tuple[int, ...]) -> list[jax.Array]:
+def layer_outputs(network: ResNet, x: jax.Array, blocks: tuple[int, ...]) -> list[jax.Array]:
     """Return the outputs of the first normalization layer of some blocks of a ResNet, before gamma and beta."""
-    assert isinstance(network, ResNet)
     states = network.states(x)
-    return [normalized(network.blocks[k].norms[0], states[k]) for k in blocks]
+    norms: list[Any] = [network.blocks[k].norms[0] for k in blocks]
+    return [norm.normalized(states[k]) for norm, k in zip(norms, blocks, strict=True)]
 
 
 @entry(
