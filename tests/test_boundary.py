@@ -114,7 +114,7 @@ OTHER_CONSTRUCTORS = {
     "particles of clouds, which Cloud checks": ("Affine", "BatchNormNeurons", "Neurons", "Polar"),
     "checked together in __init__, tested in test_nothing_silent": (
         *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Watch", "Normalized"),
-        *("BatchNorm", "Recenter", "Rescale", "Unitize", "UnitizedBatchNorm"),
+        *("Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
         *("Space", "Feature", "Observable", "FlowSolver", "StepRule", "RawSpace"),

@@ -38,6 +38,7 @@ def _check_groups(name: str, value: object) -> object:
 
 OPTIONS: dict[str, _checks.Kind] = {
     "num_features": _checks.count(1),
+    "options": _checks.unchecked("by their names below; flax refuses others"),
     "use_running_average": _checks.optional(_checks.flag),
     "axis": _check_axis,
     "momentum": _checks.number(low=0, high=1, static=True),
@@ -80,6 +81,7 @@ class Normalization(nnx.BatchNorm):
     def __init__(
         self, num_features: int, *, unbiased: bool = False, rngs: nnx.Rngs | None = None, **options: Any
     ):
+        # flax's constructor draws gamma and beta; our defaults differ from flax's in these four
         given = {
             "use_scale": self.with_affine,
             "use_bias": self.with_affine,
@@ -152,6 +154,7 @@ class Normalization(nnx.BatchNorm):
             return self._promoted(x).dtype
         if self.dtype is not None:
             return self.dtype
+        # as flax does: the widest of input and parameters
         parts = [part[...] for part in (self.scale, self.bias) if part is not None]
         return jnp.result_type(x, *parts)
 
@@ -180,6 +183,7 @@ class Normalization(nnx.BatchNorm):
         weights = None if mask is None else self._mask(mask, x)
         if not self.center and not self.moment:
             return affine(x, gamma, beta)
+        # moments that do not come from this batch are constants; those of the batch have a derivative
         given = self._running(x) if average else self.given_moments(x)
         if given is not None:
             x = x - given[0] if self.center else x
@@ -255,6 +259,7 @@ class Normalization(nnx.BatchNorm):
         second: jax.Array,
     ) -> None:
         """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
+        # NaN in a feature makes its mean NaN; under jit there is no one to tell
         known = _checks.concrete(mean)
         if known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
@@ -262,12 +267,14 @@ class Normalization(nnx.BatchNorm):
                 f"{self.num_features} features; the running moments were left as they are"
             )
         count = self._count(x, mask, axes)
+        # the batch has normalized by its own variance; only the running average is corrected
         if self.unbiased and self.moment == "std":
             second = second * (count / jnp.maximum(count - 1, 1))
         for stat, batch in ((self.mean, mean), (self.var, second)):
             if stat is not None:
                 new = self.momentum * stat[...] + (1 - self.momentum) * batch.reshape(-1)
                 good = jnp.isfinite(batch.reshape(-1)) & (jnp.reshape(count, -1) > 0)
+                # in the type of the average, so that a scan can carry it
                 kept = jnp.where(good, new.astype(stat[...].dtype), stat[...])
                 stat[...] = jax.lax.stop_gradient(kept)
 

@@ -87,6 +87,7 @@ class Unitize(Normalization):
             _checks.whole("n", n, 1)
         alpha_init = float(alpha_init)
         _check_alpha(alpha_init, alpha_constraint, train_alpha, interpolation)
+        # the parameter is the logit, so that alpha starts where it was asked to
         if alpha_constraint == "sigmoid":
             alpha_init = math.log(alpha_init / (1 - alpha_init))
         shape = (num_features,) if alpha_shape == "vector" else ()
@@ -106,6 +107,7 @@ class Unitize(Normalization):
 
     def divisor(self, shape: tuple[int, ...]) -> float:
         """Return the number that divides the sum of squares of one sample, for a batch of this shape."""
+        # 1 for dense batches (N, C), HW for images (N, H, W, C)
         pixels = math.prod(shape) // (shape[0] * self.num_features)
         if self.n is None:
             n = 1 if len(shape) == 2 else self.num_features
@@ -130,6 +132,7 @@ class Unitize(Normalization):
         if x.size == 0:
             return x
         (feature,) = self._feature_axes(x)
+        # one norm a location, or one a sample over all axes but the first
         axes = (feature,) if self.sample == "pixel" else tuple(range(1, x.ndim))
         alpha = self.alpha
         if alpha.ndim:

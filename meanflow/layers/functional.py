@@ -73,6 +73,7 @@ def rescale(
     full = widen(x)
     _check_axes(full, axis)
     scale = batch_scale(full, axis, mode, epsilon)
+    # under jit the scale is not known yet: the result is then infinite or NaN, as a division by 0 is
     known = _checks.concrete(scale)
     if known is not None and not known.all():
         raise ValueError("x must not be constant along axis where epsilon = 0, got features whose scale is 0")
@@ -132,6 +133,7 @@ def unitize(
     _fits("alpha", alpha, x)
     if alpha.ndim == 1:
         alpha = alpha.reshape((1,) * (x.ndim - 1) + (-1,))
+    # r = sqrt(sum x_i^2 / n + epsilon), with slope 0 at 0: a zero sample stays zero and passes no NaN on
     norm = safe_sqrt(jnp.sum(jnp.square(x) / n, axis=axis, keepdims=True) + epsilon)
     if interpolation == "linear":
         out = x * (safe_divide(alpha, norm) + 1 - alpha)

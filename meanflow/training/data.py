@@ -146,6 +146,7 @@ def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
             raw = gzip.decompress(raw)
         except (OSError, EOFError, zlib.error) as problem:
             raise ValueError(f"{path} is a damaged gzip file: {problem}") from problem
+    # idx: two zero bytes, the type (8: unsigned byte), the rank, big-endian lengths, then the values
     rank = raw[3] if len(raw) > 3 else 0
     if raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * rank:
         raise ValueError(f"{path} is not an idx file of unsigned bytes: it starts with {raw[:4]!r}")
@@ -181,6 +182,7 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         labels = np.concatenate([labels for _, labels in batches])
         if rows.ndim != 2 or rows.shape[1] != 3072:
             raise ValueError(f"{names[0]} must hold rows of 3072 bytes, got shape {rows.shape}")
+        # planes of colors become channels, the last axis, as flax has them
         images = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         _check_images(images[..., 0], labels, names[0])
         _checks.at_least(f"labels of {names[0]}", labels, 0)
@@ -207,6 +209,7 @@ def crop_and_flip(
     """
     n, height, width, channels = images.shape
     crop_key, flip_key = jax.random.split(key)
+    # a crop is a window of the padded image, given by its upper left corner
     corners = jax.random.randint(crop_key, (n, 2), 0, 2 * padding + 1)
     margin = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     cut = lambda image, corner: jax.lax.dynamic_slice(
@@ -221,6 +224,7 @@ def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Read one batch: rows of 3072 bytes, and labels."""
     raw = path.read_bytes()
     if path.suffix == ".bin":
+        # rows of labels and 3072 bytes, the red plane first
         header = 1 if classes == 10 else 2  # CIFAR-100: coarse label, fine label
         if len(raw) % (header + 3072):
             raise ValueError(f"{path} is not a binary CIFAR-{classes} batch: {len(raw)} bytes")

@@ -77,10 +77,12 @@ def ics(
         raise ValueError(
             f"before and after must have equal shapes, got {jnp.shape(before)} and {jnp.shape(after)}"
         )
+    # one row a sample, whatever the shape of the layer's outputs
     x, y = (jnp.asarray(u).reshape(jnp.shape(u)[0], -1) for u in (after, before))
     pieces = {name: float(value) for name, value in _pieces(x, y).items()}
     lower = max(pieces["mean"], pieces["power"], pieces["marginal"])
     upper = min(pieces["moment"], pieces["paired"])
+    # one feature is sorted, several need an assignment of O(N^3) operations
     feasible = x.shape[0] <= min(max_exact, MAX_ASSIGNMENT) or x.shape[1] == 1
     exact = float(wasserstein(x, y)) if feasible else float("nan")
     return Sandwich(lower, exact, upper, pieces)

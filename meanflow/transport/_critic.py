@@ -168,6 +168,7 @@ def _train(x: jax.Array, y: jax.Array, key: jax.Array, critic: Critic) -> Critic
     """Train and evaluate the critic, compiled."""
     init_key, batch_key = jax.random.split(key)
     shapes = _shapes(critic, x)
+    # He's weights, variance 2 over the number of inputs of a neuron; biases start at 0
     weights = [
         (
             jax.random.normal(k, shape, x.dtype) * jnp.sqrt(2 / math.prod(shape[:-1])).astype(x.dtype),
@@ -176,6 +177,7 @@ def _train(x: jax.Array, y: jax.Array, key: jax.Array, critic: Critic) -> Critic
         for k, shape in zip(jax.random.split(init_key, len(shapes)), shapes, strict=True)
     ]
     score = partial(_forward, critic)
+    # the first half trains, the second one evaluates: in training the critic can learn the samples by heart
     half = x.shape[0] // 2
     optimizer = optax.rmsprop(critic.learning_rate)
 
@@ -198,7 +200,9 @@ def _train(x: jax.Array, y: jax.Array, key: jax.Array, critic: Critic) -> Critic
     # ReLU has slope at most 1, so K is at most the product of the spectral norms; the sigmoid has slope at most 1/4
     bound = jnp.prod(jnp.stack([_spectral_norm(w) for w, _ in weights]))
     bound = bound / 4 if critic.head == "sigmoid" else bound
+    # gradients at the samples: a lower bound on K
     slopes = jax.vmap(jax.grad(lambda u: score(weights, u[None])[0]))(jnp.concatenate([x, y]))
     estimate = jnp.max(jnp.linalg.norm(slopes.reshape(len(slopes), -1), axis=1))
+    # a bound of 0 means that the critic is constant, so that its value is 0 as well
     safe = jnp.where(bound > 0, bound, 1)
     return CriticDistance(value, gap(weights, x[:half], y[:half]), bound, estimate, jnp.abs(value) / safe)

@@ -23,6 +23,7 @@ def slicing_constant(dimension: int) -> float:
     1.0 2.0
     """
     d = _checks.whole("dimension", dimension, 1)
+    # by logarithms: the gamma function overflows from d = 343 on
     return math.sqrt(math.pi) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))
 
 
@@ -31,6 +32,7 @@ def sliced_distances(
     x: Float[Array, "n d"], y: Float[Array, "m d"], p: float, key: Key[Array, ""], directions: int
 ) -> Float[Array, "{directions}"]:
     """Return W_p between the projections of two clouds on random directions, each a lower bound on W_p(x, y)."""
+    # normalized Gaussian vectors are uniform on the sphere
     normals = jax.random.normal(key, (directions, x.shape[1]), x.dtype)
     units = normals / jnp.linalg.norm(normals, axis=1, keepdims=True)
     return jax.vmap(lambda u: wasserstein(x @ u, y @ u, p))(units)

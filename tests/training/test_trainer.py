@@ -199,7 +199,7 @@ def test_bad_input_of_the_trainer(shared, key):
         (lambda: shared.run(key, data._replace(train_y=data.train_y[:3]), 1), "a label for each train row"),
         (lambda: Watch(moments="bogus"), "watch.moments must be one of"),
         (lambda: make_trainer(loop="hosts"), "loop must be one of"),
-        (lambda: make_trainer(loop="host", ensemble=True), "loop must be 'program' for an ensemble"),
+        (lambda: make_trainer(loop="vmap"), "loop must be one of"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
@@ -223,7 +223,7 @@ def test_training_over_a_mesh_of_one_device(key):
     for name, values in record.items():
         np.testing.assert_allclose(other[name], values, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="mesh must have one axis whose length divides"):
-        Trainer(linear, optax.sgd(0.1), mesh=mesh, ensemble=True)
+        Trainer(linear, optax.sgd(0.1), mesh=mesh, loop="ensemble")
 
 
 TWO_DEVICES = """
@@ -265,7 +265,7 @@ def test_load_refuses_another_network(shared, key, tmp_path):
 def test_ensemble_equals_single_runs(shared, key):
     keys = jax.random.split(key, 2)
     splits = [small_data(seed) for seed in range(2)]
-    together = make_trainer(ensemble=True)
+    together = make_trainer(loop="ensemble")
     stacked = Data(*(np.stack(part) for part in zip(*splits, strict=True)))
     states, record = together.run(keys, stacked, 2)
     for k in range(2):
