@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow import plots
 from meanflow.flows._observables import ON_REQUEST
-from meanflow.plots._clouds import directions
 from meanflow.report import write_report
 from meanflow_papers.manifold.setup import alignment, quasi_normal, spokes
 from meanflow_papers.univariate.figure_5_map import regime_map
@@ -34,7 +33,7 @@ def batchnorm_against_vanilla(folder: pathlib.Path) -> None:
         runs["vanilla"].ts, losses, figure.add_subplot(131), xlabel="$t$", ylabel="loss $L$", logy=True
     )
     for k, (name, run) in enumerate(runs.items()):
-        ax = directions(run.final, figure.add_subplot(132 + k, projection="polar"))
+        ax = plots.directions(run.final, figure.add_subplot(132 + k, projection="polar"))
         ax.set_title(f"{name}: directions of $b$")
         q = float(alignment(None, run.final, None))
         print(f"{name:>10}: loss {float(run.energy[-1]):.2e}, alignment with the wide axis {q:.2f}")

@@ -15,7 +15,7 @@ from meanflow import geometry, transport
 from meanflow._numerics import safe_norm, safe_root, safe_sqrt
 from meanflow.measures import laws
 from meanflow.transport._exact import cylinder_distance, euclidean
-from meanflow.transport._sliced import marginal_wasserstein, sliced_distances
+from meanflow.transport._sliced import marginal_wasserstein
 
 HOLE = jnp.array([[0.0, 1.0], [jnp.nan, 2.0], [3.0, 1.0]])
 WHOLE = jnp.ones((3, 2))
@@ -57,7 +57,6 @@ def test_distances_scale_with_the_unit_of_length(unit, order):
             transport.wasserstein(x, y, order),
             transport.wasserstein(x, y[:4], order),
             transport.sliced_wasserstein(x, y, order, key=key, directions=4),
-            sliced_distances(x, y, order, key=key, directions=4)[0],
             marginal_wasserstein(x, y),
             euclidean(x, y)[0, 0],
         ]

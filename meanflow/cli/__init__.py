@@ -435,7 +435,8 @@ def data(names: tuple[str, ...], folder: str | None, force: bool) -> None:
       meanflow data
       meanflow data mnist --folder data
     """
-    from meanflow.training._downloads import SOURCES, fetch
+    from meanflow.training._downloads import SOURCES
+    from meanflow.training.data import fetch
 
     unknown = sorted(set(names) - set(SOURCES))
     if unknown:

@@ -12,7 +12,8 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _checks
 from meanflow._matrices import kernel as kernel_kind
 from meanflow.activations import Activation, resolve
-from meanflow.layers.functional import batch_scale, recenter
+from meanflow.layers._standardize import batch_scale
+from meanflow.layers.functional import recenter
 
 _HIGH = jax.lax.Precision.HIGHEST
 

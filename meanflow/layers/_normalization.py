@@ -1,4 +1,4 @@
-"""Recenter, Rescale and BatchNorm as flax NNX layers, with the signature of ``nnx.BatchNorm``.
+"""Recenter, Rescale and BatchNorm as flax NNX layers that inherit from ``nnx.BatchNorm``.
 
 What differs from flax and torch is in the table of the reference page. In short: everything is computed in at least
 single precision, whatever the type of input and result; the variance is taken in two passes, so that float32 data of
@@ -7,8 +7,7 @@ and a batch that is empty or not finite does not enter the running moments.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.layers import functional
-from meanflow.layers._initializers import Initializer
-
-PromoteDtype = Callable[..., tuple[jax.Array | None, ...]]
-"""((x, mean, var, scale, bias), dtype=...) -> the same arrays in the type to compute in, as in flax."""
-
-
-class NormalizationOptions(TypedDict, total=False):
-    """Keyword arguments that every layer passes on to ``Normalization``, where they are described."""
-
-    use_running_average: bool | None
-    axis: int | Sequence[int]
-    momentum: float
-    epsilon: float
-    dtype: DTypeLike | None
-    param_dtype: DTypeLike
-    use_bias: bool
-    use_scale: bool
-    bias_init: Initializer
-    scale_init: Initializer
-    axis_name: str | None
-    axis_index_groups: Sequence[Sequence[int]] | None
-    use_fast_variance: bool
-    promote_dtype: PromoteDtype | None
-    unbiased: bool
-    rngs: nnx.Rngs | None
-    bias_metadata: Mapping[str, Any]
-    scale_metadata: Mapping[str, Any]
+from meanflow.layers._standardize import Standardization, affine, standardize, widen
 
 
 def _check_axis(name: str, value: object) -> object:
@@ -66,6 +38,7 @@ def _check_groups(name: str, value: object) -> object:
 
 OPTIONS: dict[str, _checks.Kind] = {
     "num_features": _checks.count(1),
+    "options": _checks.unchecked("by their names below; flax refuses others"),
     "use_running_average": _checks.optional(_checks.flag),
     "axis": _check_axis,
     "momentum": _checks.number(low=0, high=1, static=True),
@@ -87,93 +60,47 @@ OPTIONS: dict[str, _checks.Kind] = {
 }
 
 
-class Normalization(nnx.Module):
-    """Base of all layers: moments, running averages and the affine map, under the signature of ``nnx.BatchNorm``.
+class Normalization(nnx.BatchNorm):
+    """Base of all layers: moments, running averages and the affine map, with flax's constructor.
 
     In training the layer normalizes by the moments of the batch and updates its running averages of them; in
     inference it normalizes by the running averages. Then it multiplies by gamma and adds beta.
 
-    Args:
-        num_features: number of features, the product of the lengths of the feature axes.
+    Attributes:
         center: whether to subtract the mean.
         moment: divide by the root of the second moment about the mean (``"std"``) or about zero (``"rms"``), or do not
             divide (None).
-        use_running_average: True normalizes by the running averages (inference), False by the batch (training).
-            ``model.train()`` and ``model.eval()`` change it too, and an argument of the call has the last word.
-        axis: the feature axis, or several; all other axes are averaged over.
-        momentum: after each training batch, running <- momentum * running + (1 - momentum) * batch.
-        epsilon: positive number that is added to the second moment.
-        dtype: dtype of the result. By default it is promoted from input and parameters. All is computed in at least
-            float32, and then rounded.
-        param_dtype: dtype of gamma and beta. Running moments are at least float32.
-        use_bias: whether to add beta.
-        use_scale: whether to multiply by gamma.
-        bias_init: initializer of beta.
-        scale_init: initializer of gamma.
-        axis_name: mesh axis over which the moments of the batch are synchronized (under ``shard_map`` or ``vmap``).
-            Arrays that jit shards by itself do not need it.
-        axis_index_groups: groups of devices along ``axis_name`` that synchronize among themselves.
-        use_fast_variance: accepted because flax has it; the variance is always computed in two passes.
-        promote_dtype: function ((x, mean, var, scale, bias), dtype=...) -> arrays, as in flax, to choose another type
-            to compute in.
-        unbiased: whether the running variance is that of the batch times n/(n - 1), as in torch.
-        rngs: keys for the initializers.
-        bias_metadata: metadata of the variable of beta, such as its sharding.
-        scale_metadata: metadata of the variable of gamma.
+        with_affine: whether gamma and beta are there unless ``use_scale`` and ``use_bias`` say otherwise.
     """
+
+    center: bool = True
+    moment: str | None = "std"
+    with_affine: bool = True
 
     @_checks.arguments(**OPTIONS)
     def __init__(
-        self,
-        num_features: int,
-        *,
-        center: bool,
-        moment: str | None,
-        use_running_average: bool | None = False,
-        axis: int | Sequence[int] = -1,
-        momentum: float = 0.99,
-        epsilon: float = 1e-5,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = nnx.initializers.zeros,
-        scale_init: Initializer = nnx.initializers.ones,
-        axis_name: str | None = None,
-        axis_index_groups: Sequence[Sequence[int]] | None = None,
-        use_fast_variance: bool = False,
-        promote_dtype: PromoteDtype | None = None,
-        unbiased: bool = False,
-        rngs: nnx.Rngs | None = None,
-        bias_metadata: Mapping[str, Any] | None = None,
-        scale_metadata: Mapping[str, Any] | None = None,
+        self, num_features: int, *, unbiased: bool = False, rngs: nnx.Rngs | None = None, **options: Any
     ):
-        if moment is not None:
-            _checks.at_least("epsilon", epsilon, 0.0, strict=True)
-        if axis_index_groups is not None and axis_name is None:
+        # flax's constructor draws gamma and beta; our defaults differ from flax's in these four
+        given = {
+            "use_scale": self.with_affine,
+            "use_bias": self.with_affine,
+            "use_fast_variance": False,
+            "promote_dtype": None,
+            **options,
+        }
+        super().__init__(num_features, rngs=rngs or nnx.Rngs(0), **given)
+        if self.moment is not None:
+            _checks.at_least("epsilon", self.epsilon, 0.0, strict=True)
+        if self.axis_index_groups is not None and self.axis_name is None:
             raise ValueError("axis_index_groups needs axis_name, got axis_name=None")
-        shape = (num_features,)
         # half-precision averages would stall: an update of 1 % is lost to rounding
-        stat_dtype = jnp.promote_types(param_dtype, jnp.float32)
-        keys = rngs or nnx.Rngs(0)
-        self.mean = nnx.BatchStat(jnp.zeros(shape, stat_dtype)) if center else nnx.data(None)
-        self.var = nnx.BatchStat(jnp.ones(shape, stat_dtype)) if moment else nnx.data(None)
-        self.scale = (
-            nnx.Param(scale_init(keys.params(), shape, param_dtype), **scale_metadata or {})
-            if use_scale
-            else nnx.data(None)
-        )
-        self.bias = (
-            nnx.Param(bias_init(keys.params(), shape, param_dtype), **bias_metadata or {})
-            if use_bias
-            else nnx.data(None)
-        )
-        self.num_features, self.center, self.moment = num_features, center, moment
-        self.use_running_average, self.axis, self.momentum = use_running_average, axis, momentum
-        self.epsilon, self.dtype, self.param_dtype = epsilon, dtype, param_dtype
-        self.use_bias, self.use_scale, self.unbiased = use_bias, use_scale, unbiased
-        self.axis_name, self.axis_index_groups = axis_name, axis_index_groups
-        self.use_fast_variance, self.promote_dtype = use_fast_variance, promote_dtype
+        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
+        shape = (num_features,)
+        none: Any = nnx.data(None)
+        self.mean = nnx.BatchStat(jnp.zeros(shape, dtype)) if self.center else none
+        self.var = nnx.BatchStat(jnp.ones(shape, dtype)) if self.moment else none
+        self.unbiased = unbiased
 
     def __call__(
         self,
@@ -206,12 +133,7 @@ class Normalization(nnx.Module):
     def affine(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Return gamma x + beta, the second half of ``__call__``."""
         x = self._read(x)
-        return functional.affine(functional.widen(x), *self._own(x)).astype(self._result(x))
-
-    def set_view(self, use_running_average: bool | None = None) -> None:
-        """Switch between training and inference; ``nnx.view`` calls this."""
-        if use_running_average is not None:
-            self.use_running_average = use_running_average
+        return affine(widen(x), *self._own(x)).astype(self._result(x))
 
     def _read(self, x: ArrayLike) -> jax.Array:
         """Return a batch as an array of floats with the right number of features, or refuse it."""
@@ -232,6 +154,7 @@ class Normalization(nnx.Module):
             return self._promoted(x).dtype
         if self.dtype is not None:
             return self.dtype
+        # as flax does: the widest of input and parameters
         parts = [part[...] for part in (self.scale, self.bias) if part is not None]
         return jnp.result_type(x, *parts)
 
@@ -259,15 +182,18 @@ class Normalization(nnx.Module):
         x, average, axes = self._enter(x, use_running_average)
         weights = None if mask is None else self._mask(mask, x)
         if not self.center and not self.moment:
-            return functional.affine(x, gamma, beta)
+            return affine(x, gamma, beta)
+        # moments that do not come from this batch are constants; those of the batch have a derivative
         given = self._running(x) if average else self.given_moments(x)
         if given is not None:
             x = x - given[0] if self.center else x
             x = x / jnp.sqrt(given[1] + self.epsilon) if self.moment else x
-            return functional.affine(x, gamma, beta)
+            return affine(x, gamma, beta)
         wide = lambda u: None if u is None else u.astype(x.dtype)
-        how = (self.epsilon, self.center, self.moment, self.axis_name, self.axis_index_groups)
-        out, mean, second = functional.standardize(x, wide(gamma), wide(beta), weights, axes, *how)
+        how = Standardization(
+            axes, self.epsilon, self.center, self.moment, self.axis_name, self.axis_index_groups
+        )
+        out, mean, second = standardize(x, wide(gamma), wide(beta), weights, how)
         self._update(x, weights, axes, mean, second)
         return out
 
@@ -297,7 +223,7 @@ class Normalization(nnx.Module):
         if x.size == 0 and not average and (self.center or self.moment):
             raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
         x = x if self.promote_dtype is None else self._promoted(x)
-        return functional.widen(x), bool(average), axes
+        return widen(x), bool(average), axes
 
     def _feature_axes(self, x: jax.Array) -> tuple[int, ...]:
         """Return the feature axes as nonnegative numbers in increasing order."""
@@ -333,6 +259,7 @@ class Normalization(nnx.Module):
         second: jax.Array,
     ) -> None:
         """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
+        # NaN in a feature makes its mean NaN; under jit there is no one to tell
         known = _checks.concrete(mean)
         if known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
@@ -340,12 +267,14 @@ class Normalization(nnx.Module):
                 f"{self.num_features} features; the running moments were left as they are"
             )
         count = self._count(x, mask, axes)
+        # the batch has normalized by its own variance; only the running average is corrected
         if self.unbiased and self.moment == "std":
             second = second * (count / jnp.maximum(count - 1, 1))
         for stat, batch in ((self.mean, mean), (self.var, second)):
             if stat is not None:
                 new = self.momentum * stat[...] + (1 - self.momentum) * batch.reshape(-1)
                 good = jnp.isfinite(batch.reshape(-1)) & (jnp.reshape(count, -1) > 0)
+                # in the type of the average, so that a scan can carry it
                 kept = jnp.where(good, new.astype(stat[...].dtype), stat[...])
                 stat[...] = jax.lax.stop_gradient(kept)
 
@@ -370,9 +299,8 @@ class Recenter(Normalization):
      [ 1.  2.]]
     """
 
-    def __init__(self, num_features: int, **options: Unpack[NormalizationOptions]):
-        options = {"use_bias": False, "use_scale": False, **options}
-        super().__init__(num_features, center=True, moment=None, **options)
+    moment: str | None = None
+    with_affine = False
 
 
 class Rescale(Normalization):
@@ -388,31 +316,35 @@ class Rescale(Normalization):
     [1. 1.]
     """
 
-    def __init__(self, num_features: int, *, mode: str = "std", **options: Unpack[NormalizationOptions]):
+    center = False
+    with_affine = False
+
+    def __init__(self, num_features: int, *, mode: str = "std", **options: Any):
         _checks.one_of("mode", mode, ("std", "rms"))
-        options = {"use_bias": False, "use_scale": False, **options}
-        super().__init__(num_features, center=False, moment=mode, **options)
+        self.moment = mode
+        super().__init__(num_features, **options)
 
 
 class BatchNorm(Normalization):
     """Batch normalization: recenter and rescale each feature over the batch, then gamma x + beta.
 
-    It stands in for ``nnx.BatchNorm``: arguments and variables (mean, var, scale, bias) have the same names and
-    defaults, and all other layers of this room take them too.
+    It stands in for ``nnx.BatchNorm``, from which it inherits: arguments and variables (mean, var, scale, bias) have
+    the same names and defaults, and all other layers of this room take them too.
 
     Args:
-        num_features: length of the feature axis.
-        **options: use_running_average (False: training), axis (-1, the feature axis or several), momentum (0.99, of the
-            running moments), epsilon (1e-5, added to the variance), dtype, param_dtype (float32), use_bias and
-            use_scale (whether there is a beta and a gamma), bias_init and scale_init (their initializers),
-            bias_metadata and scale_metadata, axis_name and axis_index_groups (mesh axis over which moments are
-            synchronized, and groups of its devices), promote_dtype, unbiased (False; True for torch's running
-            variance) and rngs. ``normalization.Normalization`` describes each.
+        num_features: number of features, the product of the lengths of the feature axes.
+        unbiased: whether the running variance is that of the batch times n/(n - 1), as in torch.
+        rngs: keys for the initializers.
+        **options: those of ``nnx.BatchNorm``: use_running_average (False: training), axis (-1, or several feature
+            axes), momentum (0.99: running <- momentum * running + (1 - momentum) * batch), epsilon (1e-5, added to the
+            variance), dtype of the result, param_dtype (float32; running moments are at least float32), use_bias and
+            use_scale (whether there is a beta and a gamma), bias_init and scale_init, bias_metadata and scale_metadata,
+            axis_name (mesh axis over which moments are synchronized under ``shard_map`` or ``vmap``; arrays that jit
+            shards by itself do not need it), axis_index_groups (groups of its devices), promote_dtype (chooses another
+            type to compute in than at least float32) and use_fast_variance, which has no effect: the variance is
+            always taken in two passes.
 
     >>> layer = BatchNorm(1, epsilon=1e-12)
     >>> print(layer(jnp.array([[1.0], [3.0]])).ravel())
     [-1.  1.]
     """
-
-    def __init__(self, num_features: int, **options: Unpack[NormalizationOptions]):
-        super().__init__(num_features, center=True, moment="std", **options)

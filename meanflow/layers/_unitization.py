@@ -6,7 +6,7 @@ the harmonic interpolation bounds the outputs, and only while alpha stays in (0,
 
 import math
 import warnings
-from typing import Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow.layers import functional
-from meanflow.layers._normalization import Normalization, NormalizationOptions
+from meanflow.layers._normalization import Normalization
+from meanflow.layers._standardize import affine
 
 
 class Fixed(nnx.Variable):
@@ -55,6 +56,10 @@ class Unitize(Normalization):
      [0.  0. ]]
     """
 
+    center = False
+    moment: str | None = None
+    with_affine = False
+
     def __init__(
         self,
         num_features: int,
@@ -66,10 +71,9 @@ class Unitize(Normalization):
         interpolation: str = "linear",
         n: int | str | None = None,
         sample: str = "image",
-        **options: Unpack[NormalizationOptions],
+        **options: Any,
     ):
-        options = {"use_bias": False, "use_scale": False, **options}
-        super().__init__(num_features, center=False, moment=None, **options)
+        super().__init__(num_features, **options)
         _checks.whole("axis", self.axis, -(2**31))
         _checks.number(static=True)("alpha_init", alpha_init)
         _checks.flag("train_alpha", train_alpha)
@@ -83,6 +87,7 @@ class Unitize(Normalization):
             _checks.whole("n", n, 1)
         alpha_init = float(alpha_init)
         _check_alpha(alpha_init, alpha_constraint, train_alpha, interpolation)
+        # the parameter is the logit, so that alpha starts where it was asked to
         if alpha_constraint == "sigmoid":
             alpha_init = math.log(alpha_init / (1 - alpha_init))
         shape = (num_features,) if alpha_shape == "vector" else ()
@@ -102,6 +107,7 @@ class Unitize(Normalization):
 
     def divisor(self, shape: tuple[int, ...]) -> float:
         """Return the number that divides the sum of squares of one sample, for a batch of this shape."""
+        # 1 for dense batches (N, C), HW for images (N, H, W, C)
         pixels = math.prod(shape) // (shape[0] * self.num_features)
         if self.n is None:
             n = 1 if len(shape) == 2 else self.num_features
@@ -120,18 +126,21 @@ class Unitize(Normalization):
         beta: jax.Array | None,
     ) -> jax.Array:
         """Unitize each sample of a dense or image batch, in at least single precision."""
+        # standardized first where the class has a center and a moment; gamma and beta come last, since the theorems
+        # bound what comes before them
         x = super()._normalize(x, use_running_average, mask, None, None)
         if x.size == 0:
             return x
         (feature,) = self._feature_axes(x)
+        # one norm a location, or one a sample over all axes but the first
         axes = (feature,) if self.sample == "pixel" else tuple(range(1, x.ndim))
         alpha = self.alpha
         if alpha.ndim:
-            alpha = functional.along(alpha, x.ndim, feature)
+            alpha = self._laid(alpha, x)
         out = functional.unitize(
             x, alpha, axes, interpolation=self.interpolation, epsilon=self.epsilon, n=self.divisor(x.shape)
         )
-        return functional.affine(out, gamma, beta)
+        return affine(out, gamma, beta)
 
 
 def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpolation: str) -> None:
@@ -153,70 +162,20 @@ def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpol
         )
 
 
-class UnitizedBatchNorm(Normalization):
+class UnitizedBatchNorm(Unitize):
     """Standardize each feature over the batch, unitize each standardized sample, then apply gamma and beta.
 
     This is Algorithm 1 of the unitization paper for dense batches (N, d) and Algorithm 2, or Figure 1(b) with
     ``sample="pixel"``, for images (N, H, W, C). In inference the moments are the running averages, while the norm still
     comes from the sample itself. With alpha = 0, which is the paper's initial value, the layer is batch norm.
 
-    Args:
-        num_features: length of the feature axis.
-        alpha_init: initial alpha. This argument and the next ones are described under ``Unitize``.
-        alpha_shape: ``"vector"`` or ``"scalar"``.
-        alpha_constraint: ``"none"``, ``"clip"`` or ``"sigmoid"``.
-        train_alpha: whether alpha is trained.
-        interpolation: ``"linear"`` or ``"harmonic"``.
-        n: divisor of the squared norm.
-        sample: ``"image"`` or ``"pixel"``.
-        **options: as in ``BatchNorm``; axis, epsilon and param_dtype serve the unitization too.
+    The arguments are those of ``Unitize``; epsilon is added to the variance too, gamma and beta are there by default.
 
     >>> layer = UnitizedBatchNorm(2, alpha_init=1.0, train_alpha=False)
     >>> print(jnp.linalg.norm(layer(jnp.array([[0.0, 5.0], [2.0, 1.0], [9.0, 3.0]])), axis=1).round(3))
     [1. 1. 1.]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        alpha_init: float = 0.0,
-        alpha_shape: str = "vector",
-        alpha_constraint: str = "none",
-        train_alpha: bool = True,
-        interpolation: str = "linear",
-        n: int | str | None = None,
-        sample: str = "image",
-        **options: Unpack[NormalizationOptions],
-    ):
-        super().__init__(num_features, center=True, moment="std", **options)
-        self.unitize = Unitize(
-            num_features,
-            alpha_init=alpha_init,
-            alpha_shape=alpha_shape,
-            alpha_constraint=alpha_constraint,
-            train_alpha=train_alpha,
-            interpolation=interpolation,
-            n=n,
-            sample=sample,
-            axis=self.axis,  # refused there if there are several
-            epsilon=self.epsilon,
-            param_dtype=self.param_dtype,
-        )
-
-    @property
-    def alpha(self) -> Float[Array, "*features"]:
-        """Alpha after its constraint has been applied; a number, or one number a feature."""
-        return self.unitize.alpha
-
-    def _normalize(
-        self,
-        x: jax.Array,
-        use_running_average: bool | None,
-        mask: ArrayLike | None,
-        gamma: jax.Array | None,
-        beta: jax.Array | None,
-    ) -> jax.Array:
-        """Standardize and unitize a batch: the theorems bound what comes before gamma and beta."""
-        out = super()._normalize(x, use_running_average, mask, None, None)
-        return self.unitize._normalize(out, True, None, gamma, beta)
+    center = True
+    moment = "std"
+    with_affine = True

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from meanflow import _checks
 from meanflow._checks import count, host_array, instance, optional
+from meanflow._files import atomic_write
 from meanflow.plots._clouds import positions, regions
 from meanflow.plots.style import NEGATIVE, POSITIVE, canvas, theme
 from meanflow.solvers._solution import Solution
@@ -28,8 +29,9 @@ def animate(
 ) -> Path:
     """Write the neurons of a run over time to a file, one frame a save time, and return its path.
 
-    Neurons stand where ``plots.clouds.positions`` puts them and have the color of the sign of their contribution; the
-    title shows time and energy. Axes are those of the whole run, so that nothing jumps.
+    Neurons stand where ``plane`` draws them and have the color of the sign of their contribution; the title shows time
+    and energy. Axes are those of the whole run, so that nothing jumps. A file that exists is replaced once the new one
+    is whole.
 
     Args:
         run: a ``Solution`` with saved clouds.
@@ -51,9 +53,11 @@ def animate(
         raise ValueError(f"path must end with one of {list(SUFFIXES)}, got {path.name!r}")
     if run.clouds is None or run.ts.ndim != 1:
         raise ValueError("run must be a single run with saved clouds: pass ts= or every=, and no observe=")
+    # a run that stopped early has no times for the saves it did not reach
     reached = np.isfinite(np.asarray(run.ts))
     places, signs = (u[reached] for u in positions(run.clouds))
     times, energies = np.asarray(run.ts)[reached], np.asarray(run.energy)[reached]
+    # the largest distance of any frame, with a margin
     reach = 1.08 * max(float(np.max(np.abs(places), initial=0.0)), 1e-12)
     with theme():
         figure = canvas(4.0, 4.0)
@@ -67,6 +71,7 @@ def animate(
         ]
 
         def draw(frame: int) -> list[Artist]:
+            # the same two artists in each frame: only their points change
             for sign, dot in zip((1, -1), dots, strict=True):
                 dot.set_data(*places[frame][signs[frame] == sign].T)
             ax.set_title(f"$t = {times[frame]:.3g}$,  $E = {energies[frame]:.3g}$")
@@ -76,5 +81,6 @@ def animate(
         path.parent.mkdir(parents=True, exist_ok=True)
         gif = path.suffix == ".gif"
         writer = PillowWriter(fps=fps) if gif else HTMLWriter(fps=fps, embed_frames=True)
-        film.save(path, writer=writer, dpi=dpi)
+        with atomic_write(path) as part:
+            film.save(part, writer=writer, dpi=dpi)
     return path

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
 from meanflow import _checks
-from meanflow._checks import either, host_array, instance, number, optional
+from meanflow._checks import count, either, host_array, instance, number, optional, text
 from meanflow.measures import Affine, Cloud, Polar
-from meanflow.plots.style import AXES, COLORS, NEGATIVE, PALE, POSITIVE, SAMPLE, axes, key
+from meanflow.plots.style import AXES, COLORS, NEGATIVE, PALE, POSITIVE, axes, key
 from meanflow.solvers._solution import Solution
 
 
@@ -27,6 +27,7 @@ class Rays(Protocol):
     def negative(self) -> ArrayLike: ...  # noqa: D102
 
 
+@_checks.arguments(cloud=instance(Cloud), ax=AXES, bins=count(1), color=text)
 def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: str = COLORS[0]) -> Axes:
     """Histogram of the directions of b in the plane, on polar axes; the area of a bar is its share of the weight.
 
@@ -40,6 +41,7 @@ def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: s
     """
     ax = axes(ax, projection="polar")
     b = np.asarray(cloud.particles.b)
+    # angles from -width/2 on, so that no bar is cut at the first axis
     width = 2 * np.pi / bins
     span = (-width / 2, 2 * np.pi - width / 2)  # the first sector is centered on the first axis
     turn = np.mod(np.arctan2(b[:, 1], b[:, 0]) + width / 2, 2 * np.pi) - width / 2
@@ -48,25 +50,6 @@ def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: s
     ax.set_xticks(np.pi / 2 * np.arange(4), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$"])
     ax.set_yticks([])
     ax.spines["polar"].set_color(PALE)
-    return ax
-
-
-def needles(
-    b: ArrayLike, ax: Axes | None = None, *, color: str = COLORS[0], label: str | None = None
-) -> Axes:
-    """Each direction of b (m, 2) as a segment from the origin to the unit circle."""
-    ax = axes(ax)
-    b = np.asarray(b)
-    s = b / np.linalg.norm(b, axis=1, keepdims=True)
-    gaps = np.full(len(s), np.nan)
-    ends = np.stack([np.zeros_like(s), s, np.stack([gaps, gaps], 1)], axis=1).reshape(-1, 2)
-    ax.plot(ends[:, 0], ends[:, 1], color=color, lw=0.8, label=label)
-    ax.plot(s[:, 0], s[:, 1], ".", ms=3.5, color=color)
-    turn = np.linspace(0, 2 * np.pi, 200)
-    if not any(line.get_gid() == "circle" for line in ax.lines):
-        ax.plot(np.cos(turn), np.sin(turn), color=PALE, lw=0.7, zorder=0, gid="circle")
-    ax.set(aspect="equal", xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), xticks=[], yticks=[])
-    ax.spines[:].set_visible(False)
     return ax
 
 
@@ -89,10 +72,12 @@ def positions(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError(
                 f"cloud.particles.b must have at least 2 columns to stand in a plane, got {b.shape}"
             )
+        # the length of an output row is what a neuron contributes; its sign is that of the first output
         several = a.ndim == b.ndim  # one row of outputs a neuron
         size = np.linalg.norm(a, axis=-1) if several else np.abs(a)
         place, sign = size[..., None] * b[..., :2], np.sign(a[..., 0] if several else a)
     weights = np.asarray(cloud.weights)
+    # padding has weight 0 at all times
     real = (weights[0] if weights.ndim > 1 else weights) > 0
     return place[..., real, :], sign[..., real]
 
@@ -122,8 +107,8 @@ def plane(
     """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), colored by the sign of r.
 
     Args:
-        r, theta: (m,) each; or as ``r`` alone a ``Cloud`` (see ``clouds.positions`` for other neurons), or a
-            ``Solution``, whose final neurons are drawn, with their paths where it has saved clouds.
+        r, theta: (m,) each; or as ``r`` alone a ``Cloud`` (two-layer neurons stand at |a| times the first two
+            entries of b), or a ``Solution``, whose final neurons are drawn, with their paths where it has saved clouds.
         ax: matplotlib Axes; a new figure by default.
         samples: (s,) inputs; their lines u x_j + v = 0 cut the plane into activation regions, shaded by the
             number of active samples.
@@ -137,6 +122,7 @@ def plane(
             raise ValueError("theta must be None where r is a Solution or a Cloud, got an array")
         if isinstance(r, Solution) and r.clouds is not None and paths is None:
             paths = positions(r.clouds)[0]
+        # as polar coordinates, which all that follows draws
         place, sign = positions(r.final if isinstance(r, Solution) else r)
         r, theta = sign * np.hypot(place[:, 0], place[:, 1]), np.arctan2(place[:, 1], place[:, 0])
     if theta is None:
@@ -155,6 +141,7 @@ def plane(
         paths = np.asarray(paths)
         for side, color in ((1, POSITIVE), (-1, NEGATIVE)):
             pick = paths[:, np.sign(r) == side]
+            # (frames + 1, m, 2), the last row NaN: all paths of a color are one line with gaps
             broken = np.concatenate([pick, np.full((1, *pick.shape[1:]), np.nan)])
             flat = broken.transpose(1, 0, 2).reshape(-1, 2)
             ax.plot(flat[:, 0], flat[:, 1], color=color, lw=0.5, alpha=0.5)
@@ -182,11 +169,14 @@ def regions(samples: ArrayLike, ax: Axes | None = None, *, reach: float = 1.0) -
 
     ax = axes(ax)
     x = np.sort(np.asarray(samples))
+    # sample x_j changes between active and inactive on the line cos(theta) x_j + sin(theta) = 0, at two angles
     edges = np.sort(np.concatenate([-np.arctan(x), np.pi - np.arctan(x)]))
     stops = np.append(edges, edges[0] + 2 * np.pi)
     for start, stop in zip(stops[:-1], stops[1:], strict=True):
+        # which samples are active is the same everywhere between two lines: ask in the middle
         middle = (start + stop) / 2
         active = np.mean(np.cos(middle) * x + np.sin(middle) > 0)
+        # from white to light grey: neurons and paths stay visible on all of them
         shade = 1.0 - 0.16 * active
         wedge = Wedge((0, 0), 2 * reach, np.degrees(start), np.degrees(stop), lw=0, zorder=0)
         wedge.set(color=(shade, shade, min(1.0, shade + 0.02)))
@@ -210,17 +200,4 @@ def attractors(rays: Rays, ax: Axes | None = None, *, reach: float = 1.0) -> Axe
             end = 2 * reach * np.array([np.cos(angle), np.sin(angle)])
             label = name if k == 0 else None
             ax.plot([0, end[0]], [0, end[1]], color=color, lw=1.0, alpha=0.7, zorder=0.8, label=label)
-    return ax
-
-
-def field(
-    u: ArrayLike, v: ArrayLike, velocity: ArrayLike, ax: Axes | None = None, *, color: str = SAMPLE
-) -> Axes:
-    """Arrows (k, 2) at the points (u, v) of the plane, all of one length: the direction is what matters."""
-    ax = axes(ax)
-    velocity = np.asarray(velocity)
-    size = np.linalg.norm(velocity, axis=1, keepdims=True)
-    unit = np.where(size > 0, velocity / np.where(size > 0, size, 1), 0)
-    ax.quiver(u, v, unit[:, 0], unit[:, 1], color=color, angles="xy", pivot="mid", scale=34, width=0.0028)
-    ax.set(xlabel="$u$", ylabel="$v$", aspect="equal")
     return ax

@@ -1,6 +1,6 @@
 """Curves over time, over the input, over sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike
 
 from meanflow import _checks
 from meanflow._checks import either, flag, host_array, instance, mapping, optional, text
-from meanflow._numerics import loglog_slope
-from meanflow.plots.style import AXES, COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
+from meanflow.plots.style import AXES, COLORS, DASHES, SAMPLE, axes, key
 from meanflow.solvers._solution import Solution
 
 
@@ -60,6 +59,7 @@ def energies(runs: Course | Mapping[str, Course], ax: Axes | None = None) -> Axe
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     for color, (name, run) in zip(COLORS * 4, runs.items(), strict=False):
         ts, energy = np.asarray(run.ts), np.asarray(run.energy)
+        # a logarithmic axis has no place for the start
         later = ts > 0
         ax.plot(ts[later], energy[later], label=name, color=color)
     ax.set(xscale="log", yscale="log", xlabel="$t$", ylabel=r"$E(\mu_t)$")
@@ -98,6 +98,7 @@ def fit(
         ax.plot(x, np.asarray(values), label=name, color=color)
     if knots is not None:
         knots = np.asarray(knots)
+        # neurons whose knot is off the grid, or at NaN, have none to show
         inside = knots[(knots >= x[0]) & (knots <= x[-1])]
         first = np.asarray(next(iter(f.values())))
         height = np.interp(inside, x, first)
@@ -162,6 +163,7 @@ def traces(
     if isinstance(x, Solution):
         if curves is not None:
             raise ValueError("curves must be None where x is a Solution, got a mapping")
+        # one number a save: observables that are arrays have more axes than time
         seen = x.to_xarray().drop_vars("energy")
         curves = {str(name): u.values for name, u in seen.items() if u.dims == ("time",)}
         if not curves:
@@ -174,6 +176,7 @@ def traces(
     ax = axes(ax)
     for k, (name, values) in enumerate(curves.items()):
         values = np.atleast_2d(np.asarray(values))
+        # after seven curves the colors come again, dashed
         color, dash = COLORS[k % len(COLORS)], DASHES[(k // len(COLORS)) % len(DASHES)]
         ax.plot(x, np.median(values, axis=0), color=color, ls=dash, label=name)
         if spread and len(values) > 1:
@@ -183,143 +186,5 @@ def traces(
         ax.set_xscale("log")
     if logy:
         ax.set_yscale("log")
-    key(ax)
-    return ax
-
-
-def convergence(
-    sizes: ArrayLike | Mapping[str, ArrayLike],
-    errors: Mapping[str, ArrayLike],
-    ax: Axes | None = None,
-    *,
-    orders: dict[str, float] | None = None,
-    xlabel: str = "$m$",
-    ylabel: str = "error",
-    fitted: bool = True,
-) -> Axes:
-    """Errors against sizes, log-log, with the fitted exponent in the legend and guides of given slope.
-
-    Args:
-        sizes: (k,), or name -> (k,) when the curves have their own.
-        errors: name -> (k,) positive.
-        ax: matplotlib Axes; a new figure by default.
-        orders: label -> slope of a dashed guide, started at the first curve.
-        xlabel, ylabel: axis labels.
-        fitted: append the least-squares slope to each label.
-    """
-    ax = axes(ax)
-    for k, (name, values) in enumerate(errors.items()):
-        n = np.asarray(sizes[name] if isinstance(sizes, dict) else sizes, float)
-        values = np.asarray(values, float)
-        good = values > 0
-        slope = loglog_slope(n[good], values[good]) if good.sum() > 1 else np.nan
-        label = f"{name}: slope ${slope:.2f}$" if fitted else name
-        ax.plot(
-            n[good],
-            values[good],
-            marker=MARKERS[k % len(MARKERS)],
-            color=COLORS[k % len(COLORS)],
-            label=label,
-        )
-        if k == 0:
-            for dash, (guide, order) in zip(DASHES[1:] * 3, (orders or {}).items(), strict=False):
-                line = values[good][0] * (n[good] / n[good][0]) ** order
-                ax.plot(n[good], line, color=PALE, ls=dash, lw=1.0, label=guide, zorder=0)
-    ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
-    every = sorted({float(n) for line in ax.lines for n in np.asarray(line.get_xdata())})
-    if len(every) <= 6:
-        ax.set_xticks(every, [f"{n:g}" for n in every])
-    sparse(ax)
-    key(ax)
-    return ax
-
-
-def speeds(
-    theta: ArrayLike | Mapping[str, ArrayLike],
-    speed: Mapping[str, ArrayLike],
-    ax: Axes | None = None,
-    *,
-    log: bool = False,
-) -> Axes:
-    """Speed of the neurons against their direction theta in [0, 2 pi), one curve a model (angular-speed profile).
-
-    Args:
-        theta: (m,), or name -> (m,).
-        speed: name -> (m,).
-        ax: matplotlib Axes; a new figure by default.
-        log: logarithmic speeds.
-    """
-    ax = axes(ax)
-    for k, (name, values) in enumerate(speed.items()):
-        turn = np.mod(np.asarray(theta[name] if isinstance(theta, dict) else theta), 2 * np.pi)
-        order = np.argsort(turn)
-        ax.plot(
-            turn[order],
-            np.asarray(values)[order],
-            label=name,
-            marker=MARKERS[k],
-            color=COLORS[k % len(COLORS)],
-            ms=3,
-            lw=0.8,
-        )
-    ax.set_xticks(np.pi / 2 * np.arange(5), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$", r"$2\pi$"])
-    ax.set(
-        xlabel=r"direction $\vartheta$ of $b$",
-        ylabel=r"tangential speed $|\dot b_\perp|$",
-        xlim=(0, 2 * np.pi),
-    )
-    if log:
-        ax.set_yscale("log")
-    else:
-        ax.set_ylim(bottom=0)
-    key(ax)
-    return ax
-
-
-def spectrum(values: Mapping[str, ArrayLike], ax: Axes | None = None, *, relative: bool = True) -> Axes:
-    """Eigenvalues in falling order, log-log; by default divided by the largest.
-
-    Args:
-        values: name -> (k,) eigenvalues in any order; those not positive are left out.
-        ax: matplotlib Axes; a new figure by default.
-        relative: divide by the largest.
-    """
-    ax = axes(ax)
-    for k, (name, found) in enumerate(values.items()):
-        found = np.sort(np.asarray(found, float))[::-1]
-        found = found[found > 0]
-        scaled = found / found[0] if relative else found
-        ax.plot(
-            np.arange(1, len(found) + 1),
-            scaled,
-            color=COLORS[k % len(COLORS)],
-            label=name,
-            marker=MARKERS[k % len(MARKERS)],
-            markevery=0.08,
-            ms=3,
-            lw=1.0,
-        )
-    ylabel = r"$\lambda_k / \lambda_{\max}$" if relative else r"$\lambda_k$"
-    ax.set(xscale="log", yscale="log", xlabel="rank $k$", ylabel=ylabel)
-    key(ax)
-    return ax
-
-
-def ics_trace(
-    epoch: ArrayLike, shift: Mapping[str, ArrayLike], ax: Axes | None = None, *, drops: Sequence[float] = ()
-) -> Axes:
-    """Internal covariate shift, W1 between consecutive epochs, on a logarithmic axis.
-
-    Args:
-        epoch: (k,).
-        shift: name -> (k,) or (runs, k).
-        ax: matplotlib Axes; a new figure by default.
-        drops: epochs at which the learning rate falls, as vertical lines.
-    """
-    ax = traces(epoch, shift, ax, xlabel="epoch", ylabel=r"$W_1$ from epoch to epoch", logy=True)
-    for k, drop in enumerate(drops):
-        ax.axvline(
-            drop, color=REFERENCE, lw=0.8, ls=DASHES[2], zorder=0, label="rate falls" if k == 0 else None
-        )
     key(ax)
     return ax

@@ -1,19 +1,16 @@
-"""Maps over two axes of a sweep, and tables of numbers."""
-
-from collections.abc import Mapping
+"""Tables over two axes of a sweep."""
 
 import numpy as np
 import xarray
 from matplotlib.axes import Axes
-from numpy.typing import ArrayLike
 
 from meanflow import _checks
-from meanflow.plots.style import AXES, COLORS, PALE, axes, sparse
+from meanflow.plots.style import AXES, axes
 
 SYMBOLS = {"width": "width $m$", "delta": r"balance $\delta$", "scale": "scale of $r$", "seed": "seed"}
 
 
-def number(value: float | np.number | str) -> str:
+def _number(value: float | np.number | str) -> str:
     """A number for a tick or cell: three digits, infinities as symbols; text as it is."""
     if isinstance(value, str):
         return value
@@ -39,13 +36,15 @@ def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = Fa
             f"values must hold real numbers, at least one, got type {values.dtype} and shape {values.shape}"
         )
     ax = axes(ax)
+    # axes are evenly spaced by their order, so that infinite balances have a place
     rows, columns = (str(name) for name in values.dims)
     shown = np.asarray(values, float)
     with np.errstate(divide="ignore", invalid="ignore"):
+        # zeros and negative numbers have no logarithm: they are left blank
         color = np.log10(shown) if log else shown
     image = ax.imshow(np.ma.masked_invalid(color), aspect="auto", cmap="viridis", origin="lower")
-    ax.set_xticks(range(values.sizes[columns]), [number(v) for v in values[columns].values])
-    ax.set_yticks(range(values.sizes[rows]), [number(v) for v in values[rows].values])
+    ax.set_xticks(range(values.sizes[columns]), [_number(v) for v in values[columns].values])
+    ax.set_yticks(range(values.sizes[rows]), [_number(v) for v in values[rows].values])
     ax.set(xlabel=SYMBOLS.get(columns, columns), ylabel=SYMBOLS.get(rows, rows))
     ax.set_title(values.attrs.get("long_name", values.name))
     ax.spines[:].set_visible(False)
@@ -53,36 +52,4 @@ def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = Fa
         share = float(np.asarray(image.norm(color[i, j]))) if np.isfinite(color[i, j]) else 0.0
         ink = "black" if share > 0.6 else "white"  # dark figures on the light end of the scale
         ax.text(j, i, f"{v:.2g}", ha="center", va="center", fontsize=7, color=ink)
-    return ax
-
-
-def dots(
-    table: Mapping[str, ArrayLike],
-    ax: Axes | None = None,
-    *,
-    xlabel: str = "",
-    reference: Mapping[str, float] | None = None,
-) -> Axes:
-    """One row a name, one dot a run: for few runs, where a mean with a bar would pretend.
-
-    Args:
-        table: name -> (runs,) values.
-        ax: matplotlib Axes; a new figure by default.
-        xlabel: axis label.
-        reference: vertical lines, label -> position.
-    """
-    ax = axes(ax)
-    names = list(table)
-    for row, name in enumerate(names):
-        values = np.atleast_1d(np.asarray(table[name], float))
-        ax.plot(values, np.full(len(values), row), "o", color=COLORS[0], ms=5, mec="white", mew=0.5)
-    for k, (label, where) in enumerate((reference or {}).items()):
-        ax.axvline(where, color=COLORS[1 + k], lw=1.0, ls="--", label=label)
-    ax.set_yticks(range(len(names)), names)
-    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))
-    sparse(ax)
-    ax.grid(axis="y", color=PALE, alpha=0.35, lw=0.6)
-    ax.set_axisbelow(True)
-    if reference:
-        ax.legend(frameon=False, fontsize=8)
     return ax

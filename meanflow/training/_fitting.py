@@ -91,6 +91,7 @@ def check_fit(
     """
     for name in ("train", "test"):
         x, y = (getattr(data, f"{name}_{part}") for part in "xy")
+        # two rows without values: traced, so that a misfit is found in milliseconds
         batch = jax.ShapeDtypeStruct((2, *x.shape[1:]), jnp.result_type(x))
         try:
             outputs = jax.eval_shape(forward, batch)

@@ -110,6 +110,7 @@ class Stack(nnx.Module):
             raise ValueError(
                 f"x must have {first.in_features} features in its last axis, got shape {x.shape}"
             )
+        # the layers below act whole; of the cut layer only the part before gamma and beta
         for affine, norm in zip(self.maps[:index], self.norms[:index], strict=True):
             x = jax.nn.relu(norm(affine(x)))
         return normalized(self.norms[index], self.maps[index](x))
@@ -125,6 +126,7 @@ class Stack(nnx.Module):
 
     def _index(self, layer: int) -> int:
         """Return the number of a normalization layer, counted from 0."""
+        # negative numbers count from the end, as in Python
         depth = len(self.maps)
         if not -depth <= layer < depth:
             raise ValueError(f"layer must be from {-depth} to {depth - 1}, got {layer}")
@@ -140,6 +142,7 @@ RNGS = _checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")
 
 def make_norm(name: str, value: object) -> object:
     """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
+    # the class of a layer makes layers too; a layer itself in its place is the usual mistake
     other = isinstance(value, type) and not issubclass(value, nnx.Module)
     if not callable(value) or isinstance(value, nnx.Module) or other:
         raise TypeError(

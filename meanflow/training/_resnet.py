@@ -6,8 +6,6 @@ normalization layer can be used. ``released=True`` builds the networks of the tr
 published, which differ from these in several details.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -56,6 +54,7 @@ class Block(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        # (channels in, channels out, size, stride) of each convolution of the branch
         n = 4 * width if bottleneck else width
         if bottleneck:
             first, second = (stride, 1) if released else (1, stride)
@@ -75,6 +74,7 @@ class Block(nnx.Module):
         if self.project is not None:
             shortcut = self.project(x if self.released else h)
         else:
+            # the identity without parameters: every other pixel, and zero channels for the new ones
             shortcut = x[:, :: self.stride, :: self.stride]
             shortcut = jnp.pad(shortcut, ((0, 0), (0, 0), (0, 0), (0, self.extra)))
         h = self.convs[0](h)
@@ -99,7 +99,8 @@ class ResNet(nnx.Module):
         rngs: keys for the weights.
 
     >>> from meanflow.layers import BatchNorm
-    >>> count_parameters(lambda: ResNet(20, 10, norm=BatchNorm, rngs=nnx.Rngs(0)))
+    >>> network = nnx.eval_shape(lambda: ResNet(20, 10, norm=BatchNorm, rngs=nnx.Rngs(0)))  # shapes alone
+    >>> sum(u.size for u in jax.tree.leaves(nnx.state(network, nnx.Param)))
     269722
     """
 
@@ -126,6 +127,7 @@ class ResNet(nnx.Module):
         rngs: nnx.Rngs,
     ):
         bottleneck = depth >= 164 if bottleneck is None else bottleneck
+        # three stages of k blocks with 3 or 2 convolutions each, plus stem and read-out
         a = 9 if bottleneck else 6
         if _checks.whole("depth", depth, a + 2) % a != 2:
             raise ValueError(f"depth must be {a} k + 2 with bottleneck={bottleneck}, got {depth}")
@@ -134,6 +136,7 @@ class ResNet(nnx.Module):
         blocks, m = [], 16
         for stage, width in enumerate((16, 32, 64)):
             for k in range((depth - 2) // a):
+                # the first block of the later stages halves the image
                 stride = 2 if stage and not k else 1
                 blocks.append(Block(m, width, stride, bottleneck, norm, kernel_init, released, rngs=rngs))
                 m = 4 * width if bottleneck else width
@@ -165,12 +168,3 @@ class ResNet(nnx.Module):
     def upper(self, h: Float[Array, "n h2 w2 features"], layer: int = -1) -> Float[Array, "n classes"]:
         """Return the logits, given the outputs that ``lower`` returns."""
         return self.head(jnp.mean(jax.nn.relu(affine_part(self.norm, h)), axis=(1, 2)))
-
-
-def count_parameters(make: Callable[[], nnx.Module]) -> int:
-    """Count the trainable parameters of the network that ``make()`` would build, without allocating it.
-
-    >>> count_parameters(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
-    16
-    """
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param)))

@@ -25,10 +25,10 @@ from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
 from meanflow.training._fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
+from meanflow.training._moments import FeatureMoments, moments
 from meanflow.training._networks import CuttableNetwork, Network
 from meanflow.training.data import Data
-from meanflow.transport._covariate_shift import ics, loss_shift
-from meanflow.transport._statistics import FeatureMoments, moments
+from meanflow.transport import ics
 
 EVALUATION_BATCH = 1000
 """Number of samples that are evaluated at once in inference."""
@@ -96,39 +96,6 @@ def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) ->
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
-@_checks.arguments(
-    learning_rate=_checks.number(above=0),
-    epochs=_checks.count(1),
-    steps=_checks.count(1),
-    at=_checks.sequence(_checks.number(low=0, high=1, static=True), least=0),
-    factor=_checks.number(above=0),
-)
-def staircase(
-    learning_rate: float,
-    epochs: int,
-    steps: int,
-    *,
-    at: Iterable[float] = (0.3, 0.6, 0.8),
-    factor: float = 5.0,
-) -> optax.Schedule:
-    """Return a schedule that divides the learning rate by a factor at given fractions of the training.
-
-    Args:
-        learning_rate: initial learning rate.
-        epochs: number of epochs of the whole training.
-        steps: number of minibatches in an epoch.
-        at: fractions of the epochs at which the learning rate falls.
-        factor: what it is divided by each time.
-
-    >>> [round(float(staircase(0.05, 10, 1)(t)), 6) for t in (2, 3, 6, 8)]
-    [0.05, 0.01, 0.002, 0.0004]
-    """
-    # a schedule drops when the count reaches the boundary, that is from the first step of epoch f * epochs
-    return optax.piecewise_constant_schedule(
-        learning_rate, {round(f * epochs) * steps: 1 / factor for f in at}
-    )
-
-
 class Trainer:
     """Train a network, and record its loss, accuracy, and the moments and covariate shift of a layer.
 
@@ -142,13 +109,13 @@ class Trainer:
         loss: (logits, labels) -> scalar mean loss.
         augment: (key, minibatch) -> minibatch, applied in training only; for instance ``data.crop_and_flip``.
         watch: the layer to record, or None.
-        ensemble: train independent runs in one vmapped program: states, data and records then have a leading axis of
-            runs.
         mesh: devices along one axis over which minibatches are split. Layers that are built with ``axis_name`` of that
             axis take their moments over the whole minibatch, others over their share of it. None for one device.
         loop: ``"program"`` compiles the minibatches of an epoch as one loop. ``"host"`` calls one compiled program a
             minibatch: on processors, compilers are slow at the gradients of convolutions inside of loops (33.5 s a
             minibatch of 128 images for ResNet-20, 0.9 s outside). Both take the same steps, to rounding.
+            ``"ensemble"`` trains independent runs in one vmapped program: states, data and records then have a leading
+            axis of runs.
 
     >>> from meanflow.layers import BatchNorm
     >>> from meanflow.training import MLP, data
@@ -166,9 +133,8 @@ class Trainer:
         loss=_checks.taking(2),
         augment=_checks.optional(_checks.taking(2)),
         watch=_checks.optional(_checks.instance(Watch)),
-        ensemble=_checks.flag,
         mesh=_checks.optional(_checks.instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")),
-        loop=_checks.choice("program", "host"),
+        loop=_checks.choice("program", "host", "ensemble"),
     )
     def __init__(
         self,
@@ -179,27 +145,25 @@ class Trainer:
         loss: Loss = cross_entropy,
         augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         watch: Watch | None = None,
-        ensemble: bool = False,
         mesh: Mesh | None = None,
         loop: str = "program",
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
-        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, ensemble, mesh
-        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or ensemble):
+        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, loop == "ensemble", mesh
+        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or self.ensemble):
             raise ValueError(
-                f"mesh must have one axis whose length divides batch = {batch}, and ensemble must be False with it, "
-                f"got axes {dict(mesh.shape)} and ensemble = {ensemble}"
+                f"mesh must have one axis whose length divides batch = {batch}, and loop must not be 'ensemble' with "
+                f"it, got axes {dict(mesh.shape)} and loop = {loop!r}"
             )
-        if ensemble and loop == "host":
-            raise ValueError("loop must be 'program' for an ensemble, got 'host'")
+        # shapes alone: the structure of the network is known without drawing its weights
         network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         if not isinstance(network, nnx.Module):
             raise TypeError(f"make must return a flax NNX module, got {_checks.show(network)}")
         self.graph = nnx.split(network, nnx.Param, ...)[0]
-        lift = jax.vmap if ensemble else (lambda f: f)
+        lift = jax.vmap if self.ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
-        self._epoch = jax.jit(lift(self.epoch)) if loop == "program" else self._epoch_by_host
-        self._evaluate = jax.jit(lift(self.evaluate)) if loop == "program" else self._evaluate_by_host
+        self._epoch = self._epoch_by_host if loop == "host" else jax.jit(lift(self.epoch))
+        self._evaluate = self._evaluate_by_host if loop == "host" else jax.jit(lift(self.evaluate))
         self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
         self._compare = jax.jit(lift(self.compare))
@@ -207,6 +171,7 @@ class Trainer:
     @_checks.arguments(key=_checks.prng_key)
     def init(self, key: Key[Array, ""]) -> TrainState:
         """Return the state before the first epoch."""
+        # keys of weights and of epochs apart: the state keeps the second, from which each epoch's key is folded
         init_key, run_key = jax.random.split(key)
         params, stats = _variables(self.make(nnx.Rngs(init_key)))
         return TrainState(jnp.zeros((), jnp.int32), params, stats, self.optimizer.init(params), run_key)
@@ -236,6 +201,7 @@ class Trainer:
         steps = count // self.batch
         if not steps:
             raise ValueError(f"x must have at least as many rows as a batch, {self.batch}, got {count}")
+        # a function of the epoch's number, so that a resumed run sees the same minibatches
         order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
         order = jax.random.permutation(order_key, count)
         return jax.random.split(augment_key, steps), order[: steps * self.batch].reshape(steps, self.batch)
@@ -247,6 +213,7 @@ class Trainer:
         params, stats, opt_state, total = carry
         key, rows = inputs
 
+        # stats pass through: layers in training update their running moments on the way
         def objective(params: PyTree[Array], stats: PyTree[Array]) -> tuple[jax.Array, PyTree[Array]]:
             images = x[rows] if self.augment is None else self.augment(key, x[rows])
             logits, stats = self._forward(params, stats, images)
@@ -267,6 +234,7 @@ class Trainer:
 
     def _evaluate_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         """As ``evaluate``, one program a piece of the samples."""
+        # two shapes at most are compiled: whole pieces and the rest
         pieces = range(0, len(x), EVALUATION_BATCH)
         logits = jnp.concatenate([self._logits(state, x[i : i + EVALUATION_BATCH]) for i in pieces])
         return self._scores(logits, y)
@@ -296,6 +264,7 @@ class Trainer:
             return logits, jax.tree.map(mean, stats)
 
         everywhere, split = PartitionSpec(), PartitionSpec(name)
+        # parameters are the same everywhere, rows of the minibatch are split; gradients are summed by the transpose
         return jax.shard_map(
             shard,
             mesh=self.mesh,
@@ -342,12 +311,14 @@ class Trainer:
         both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
         before, after = jax.vmap(lower)(*both)
         upper = lambda h: self._bind(lambda: self._cuttable(old, training).upper(h, watch.layer))
+        # pixels of images count as samples of their channel
         flat = after.reshape(-1, after.shape[-1])
         return {
             "before": before[: watch.rows],
             "after": after[: watch.rows],
             "moments": moments(flat),
-            "loss_shift": loss_shift(upper, before, after, y, self.loss),
+            # the layers above at their old weights, so that only the layers below have moved
+            "loss_shift": self.loss(upper(after), y) - self.loss(upper(before), y),
         }
 
     def _cuttable(self, state: TrainState, training: bool) -> CuttableNetwork:
@@ -396,6 +367,7 @@ class Trainer:
         Raises:
             ValueError: if the data do not fit, or the checkpoint holds another run or later epochs than the state.
         """
+        # a key starts a run, and a state goes on with one
         fresh = not isinstance(state, TrainState)
         if fresh and self.ensemble != bool(state.ndim):  # type: ignore[union-attr]
             raise ValueError("state must be one key, or an array of keys for an ensemble, got the other")
@@ -416,6 +388,7 @@ class Trainer:
         if checkpoint is not None and Path(checkpoint).exists():
             current, history = resume(checkpoint, current, identity, fresh)
         x, y, test_x, test_y = (jnp.asarray(u) for u in data)
+        # runs of an ensemble are all at the same epoch
         first = int(np.ravel(current.epoch)[0])
         if hook is not None and first == 0:
             hook(0, self.network(current))
@@ -431,6 +404,7 @@ class Trainer:
             records.append(jax.tree.map(np.asarray, record))
             if hook is not None:
                 hook(epoch + 1, self.network(current))
+            # after the hook: an epoch is kept when all of it has been done
             if checkpoint is not None:
                 save_state(checkpoint, current, config, history=_joined(history, records), run=identity)
         return current, _joined(history, records)

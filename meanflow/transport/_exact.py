@@ -207,6 +207,7 @@ def cylinder_distance(
         if norms is not None and not np.all(np.abs(norms - 1) <= 1e-4):
             worst = norms[np.argmax(np.abs(norms - 1))]
             raise ValueError(f"b of {name} must have unit rows, got a row of norm {worst}")
+    # |b - b'| = 2 sin(angle/2) and |b + b'| = 2 cos(angle/2) for unit vectors
     angle = 2 * jnp.arctan2(_pairwise_norm(b, b2), _pairwise_norm(b, -b2))
     return scaled_norm(jnp.stack([a[:, None] - a2[None, :], angle], axis=-1))
 
@@ -218,6 +219,7 @@ def _on_the_line(
     if x.ndim > 1:
         x, y = x.reshape(-1), y.reshape(-1)
     weights = [None if w is None else jnp.asarray(w, x.dtype) for w in (weights_x, weights_y)]
+    # values that are being traced have no concrete form
     host = [None if u is None else _checks.concrete(u) for u in (x, y, *weights)]
     traced = any(u is not None and v is None for u, v in zip((x, y, *weights), host, strict=True))
     if traced or any(device.platform != "cpu" for u in (x, y) for device in u.devices()):
@@ -249,6 +251,7 @@ def _quantile_gaps(xp: Any, x: Any, y: Any, weights_x: Any, weights_y: Any) -> t
         gaps = xp.sort(x)
         gaps -= xp.sort(y)  # numpy subtracts in place: fresh memory takes longer than the arithmetic
         return (np.abs(gaps, out=gaps) if xp is np else xp.abs(gaps)), None
+    # unequal masses: both quantile functions are steps, with the levels at which they jump
     quantiles, levels = [], []
     for points, weights in ((x, weights_x), (y, weights_y)):
         order = xp.argsort(points)
@@ -292,6 +295,7 @@ def _solve(
     check_weights("weights_x", weights_x, n)
     check_weights("weights_y", weights_y, m)
     mass_x, mass_y = _mass(weights_x, n), _mass(weights_y, m)
+    # points of weight zero do not count and would make the problem larger
     rows, columns = np.flatnonzero(mass_x), np.flatnonzero(mass_y)
     mass_x, mass_y = mass_x[rows], mass_y[columns]
     # equal masses on both sides: some permutation is optimal, and the assignment solver is far faster
@@ -312,6 +316,7 @@ def _solve(
 
 def _distances(x: ArrayLike, y: ArrayLike) -> np.ndarray:
     """Return the Euclidean distances between all points, (N, M), in the type of the points."""
+    # in units of the largest entry: squares of very large or very small numbers leave the range of floats
     host_x, host_y = np.asarray(x), np.asarray(y)
     scale = float(max(np.abs(host_x).max(), np.abs(host_y).max())) or 1.0
     scaled = (u.astype("float64") / scale for u in (host_x, host_y))
@@ -376,6 +381,7 @@ def _clouds(x: Points, y: Points) -> tuple[jax.Array, jax.Array]:
             _checks.numeric(name, cloud)  # other pytrees need a cost
     x, y = (u if isinstance(u, jax.Array) else jnp.asarray(u) for u in (x, y))
     given = x.dtype if x.dtype == y.dtype else jnp.result_type(x, y)
+    # integers and booleans are points of the default float type
     dtype = given if jnp.issubdtype(given, jnp.inexact) else jnp.result_type(float)
     for name, cloud in (("x", x), ("y", y)):
         if cloud.ndim not in (1, 2):

@@ -88,6 +88,7 @@ def _divergence(
         warnings.simplefilter("ignore", DeprecationWarning)  # ott imports the retired jaxopt
         from ott.geometry import costs, pointcloud
         from ott.tools import sinkhorn_divergence as ott_divergence
+    # in units of the mean cost, so that the divergence scales with the points; a constant of the derivative
     epsilon = jax.lax.stop_gradient(jnp.mean(euclidean(x, y)) * relative_epsilon)
     with jax.numpy_rank_promotion("allow"):  # ott broadcasts ranks
         value, output = ott_divergence.sinkhorn_divergence(

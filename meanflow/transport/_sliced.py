@@ -23,48 +23,29 @@ def slicing_constant(dimension: int) -> float:
     1.0 2.0
     """
     d = _checks.whole("dimension", dimension, 1)
+    # by logarithms: the gamma function overflows from d = 343 on
     return math.sqrt(math.pi) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))
 
 
-CLOUD = array((None, None), least=1)
-SLICES = {
-    "x": CLOUD,
-    "y": CLOUD,
-    "p": number(low=1, static=True),
-    "key": prng_key,
-    "directions": count(1),
-}
-
-
-@_checks.arguments(**SLICES)
-def sliced_distances(
-    x: Float[ArrayLike, "n d"],
-    y: Float[ArrayLike, "m d"],
-    p: float = 1,
-    *,
-    key: Key[Array, ""],
-    directions: int = 256,
-) -> Float[Array, "{directions}"]:
-    """Return W_p between the projections of two clouds on random directions.
-
-    Each of the distances is a lower bound on W_p(x, y); their mean and their scatter give the sliced distance and its
-    error. The cost is O(L (d N + N log N)) for L directions, in pure JAX. The arguments are those of
-    ``sliced_wasserstein``.
-    """
-    if jnp.shape(x)[1] != jnp.shape(y)[1]:
-        raise ValueError(f"x and y must have shapes (N, d) and (M, d), got {jnp.shape(x)} and {jnp.shape(y)}")
-    return _sliced(jnp.asarray(x), jnp.asarray(y), p, key, directions)
-
-
 @partial(jax.jit, static_argnames=("p", "directions"))
-def _sliced(x: jax.Array, y: jax.Array, p: float, key: jax.Array, directions: int) -> jax.Array:
-    """Draw the directions and sort the projections."""
+def sliced_distances(
+    x: Float[Array, "n d"], y: Float[Array, "m d"], p: float, key: Key[Array, ""], directions: int
+) -> Float[Array, "{directions}"]:
+    """Return W_p between the projections of two clouds on random directions, each a lower bound on W_p(x, y)."""
+    # normalized Gaussian vectors are uniform on the sphere
     normals = jax.random.normal(key, (directions, x.shape[1]), x.dtype)
     units = normals / jnp.linalg.norm(normals, axis=1, keepdims=True)
     return jax.vmap(lambda u: wasserstein(x @ u, y @ u, p))(units)
 
 
-@_checks.arguments(**SLICES, scaled=flag)
+@_checks.arguments(
+    x=array((None, None), least=1),
+    y=array((None, None), least=1),
+    p=number(low=1, static=True),
+    key=prng_key,
+    directions=count(1),
+    scaled=flag,
+)
 def sliced_wasserstein(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
@@ -76,7 +57,7 @@ def sliced_wasserstein(
 ) -> Float[Array, ""]:
     """Return the sliced distance, (mean over directions of W_p(projections)^p)^(1/p).
 
-    It works under jit, vmap and grad.
+    It works under jit, vmap and grad, and costs O(L (d N + N log N)) for L directions.
 
     Args:
         x: points (N, d).
@@ -84,36 +65,28 @@ def sliced_wasserstein(
         p: order, at least 1.
         key: PRNG key of the directions; the Monte Carlo error falls like 1/sqrt(directions).
         directions: number of random directions.
-        scaled: multiply by ``sliced.slicing_constant(d)``. For p = 1 the result then estimates a lower bound on W_1 in
-            the units of W_1, which is exact for translations.
+        scaled: multiply by c_d = sqrt(pi) Gamma((d+1)/2) / Gamma(d/2). For p = 1 the result then estimates a lower
+            bound on W_1 in the units of W_1, which is exact for translations.
 
     >>> x = jax.random.normal(jax.random.key(0), (100, 3))
     >>> moved = sliced_wasserstein(x, x + 1.0, key=jax.random.key(1), directions=500, scaled=True)
     >>> bool(abs(moved - 3**0.5) < 0.1)
     True
     """
-    mean = power_mean(sliced_distances(x, y, p, key=key, directions=directions), p)
+    if jnp.shape(x)[1] != jnp.shape(y)[1]:
+        raise ValueError(f"x and y must have shapes (N, d) and (M, d), got {jnp.shape(x)} and {jnp.shape(y)}")
+    mean = power_mean(sliced_distances(jnp.asarray(x), jnp.asarray(y), p, key, directions), p)
     return mean * slicing_constant(jnp.shape(x)[1]) if scaled else mean
 
 
 @jax.jit
-def marginal_wasserstein(
-    x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], basis: Float[ArrayLike, "d d"] | None = None
-) -> Float[Array, ""]:
+def marginal_wasserstein(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Float[Array, ""]:
     """Return sqrt( sum_i W_1(marginal i)^2 ), a lower bound on W_1 that needs nothing but sorting.
 
-    By Jensen's inequality E|x - y| >= |(E|x_1 - y_1|, ..., E|x_d - y_d|)| under any coupling. The bound holds in every
-    orthonormal basis, is exact for translations (unlike a finite number of slices) and costs O(d N log N).
-
-    Args:
-        x: points (N, d).
-        y: points (M, d).
-        basis: orthonormal columns; the coordinate axes by default.
+    By Jensen's inequality E|x - y| >= |(E|x_1 - y_1|, ..., E|x_d - y_d|)| under any coupling. The bound is exact for
+    translations (unlike a finite number of slices) and costs O(d N log N).
 
     >>> print(marginal_wasserstein(jnp.zeros((4, 2)), jnp.full((4, 2), 3.0)).round(4))
     4.2426
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    if basis is not None:
-        x, y = x @ basis, y @ basis
-    return scaled_norm(jax.vmap(wasserstein, in_axes=(1, 1))(x, y))
+    return scaled_norm(jax.vmap(wasserstein, in_axes=(1, 1))(jnp.asarray(x), jnp.asarray(y)))

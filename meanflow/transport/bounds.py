@@ -41,6 +41,7 @@ def moment_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Floa
     """
     _same_features(x, y)
     x, y = jnp.asarray(x), jnp.asarray(y)
+    # E|x - y|^2 of independent x and y is the sum of all variances plus the squared distance of the means
     variance = jnp.sum(jnp.var(x, axis=0)) + jnp.sum(jnp.var(y, axis=0))
     shift = jnp.sum(jnp.square(jnp.mean(x, axis=0) - jnp.mean(y, axis=0)))
     return jnp.sqrt(variance + shift)
@@ -94,6 +95,7 @@ def noise_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], c: float
     """
     _same_features(x, y)
     x, y = jnp.asarray(x), jnp.asarray(y)
+    # E x_i^2 - 1 = mu_i^2 + var_i - 1, which is 0 for a feature that is exactly standardized
     noise = [jnp.sum(jnp.square(jnp.mean(u, axis=0)) + jnp.var(u, axis=0) - 1) for u in (x, y)]
     return jnp.abs(noise[0] - noise[1]) / (2 * c * x.shape[1] ** 0.5)
 
@@ -109,6 +111,7 @@ def best_power_bound(
     """
     _same_features(x, y)
     top = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
+    # samples that are all zero: any C gives the bound 0
     top = jnp.where(top > 0, top, 1)
     scales = top * jnp.geomspace(1 / 16, 1, 9, dtype=top.dtype)
     return jnp.max(jnp.stack([jax.vmap(lambda c, p=p: power_bound(x, y, p, c))(scales) for p in orders]))
@@ -125,8 +128,10 @@ def harmonic_norm(r: Float[ArrayLike, "*n"], alpha: Float[ArrayLike, "..."]) -> 
     """
     r = jnp.asarray(r)
     low, high = jnp.min(alpha), jnp.max(alpha)
+    # r / (1 + a (r - 1)) falls in a for r > 1 and rises for r < 1
     extreme = jnp.where(r >= 1, low, high)
     scale = 1 + extreme * (r - 1)
+    # the scale vanishes for r = 0 and alpha = 1 alone, where the output is 0 too
     return jnp.where(scale > 0, r / jnp.where(scale > 0, scale, 1), 0)
 
 
@@ -168,6 +173,7 @@ def unitized_bound(
     _same_features(x, y, alpha=alpha, alpha_y=alpha_y)
     x, y = jnp.asarray(x), jnp.asarray(y)
     after, before = jnp.asarray(alpha, x.dtype), jnp.asarray(alpha if alpha_y is None else alpha_y, x.dtype)
+    # W_1 is at most the sum of the distances to the point mass at 0, which are mean norms
     sides = [(jnp.linalg.norm(x, axis=1), after), (jnp.linalg.norm(y, axis=1), before)]
     half = _harmonic_half if interpolation == "harmonic" else _linear_half
     return half(*sides[0]) + half(*sides[1])
@@ -181,6 +187,7 @@ def _harmonic_half(r: jax.Array, alpha: jax.Array) -> jax.Array:
 def _linear_half(r: jax.Array, alpha: jax.Array) -> jax.Array:
     """Bound the mean norm of the linear outputs, sharply if alpha lies in [0, 1]."""
     inside = jnp.all((alpha >= 0) & (alpha <= 1))
+    # the norm r becomes at most alpha + (1 - alpha) r <= 1 + (1 - a) (r - 1)_+
     tight = 1 + (1 - jnp.min(alpha)) * jnp.mean(jnp.maximum(r - 1, 0))
     loose = jnp.max(jnp.abs(alpha)) + jnp.max(jnp.abs(1 - alpha)) * jnp.mean(r)
     return jnp.where(inside, tight, loose)
@@ -234,6 +241,7 @@ def output_bound(
     """
     _same_features(x, y, gamma=gamma, beta=beta, gamma_y=gamma_y, beta_y=beta_y)
     gamma_y, beta_y = (gamma if gamma_y is None else gamma_y), (beta if beta_y is None else beta_y)
+    # each side costs its mean norm to be moved to its beta; then one beta moves to the other
     halves = [
         jnp.max(jnp.abs(jnp.asarray(g))) * jnp.mean(jnp.linalg.norm(jnp.asarray(u), axis=1))
         for g, u in ((gamma, x), (gamma_y, y))

@@ -28,7 +28,7 @@ import xarray
 
 from meanflow._files import atomic_write
 from meanflow.sweeps._plan import all_versions
-from meanflow.training._downloads import SOURCES, data_folder, is_complete
+from meanflow.training.data import find
 from meanflow_papers.catalogue import CATALOGUE
 from meanflow_papers.drawing import figure_of
 from meanflow_papers.entry import PAPERS, Arguments, Entry
@@ -116,8 +116,7 @@ def _data_files(entry: Entry, given: str | None) -> Path | None:
     if given is not None:
         below = Path(given) / entry.data
         return below if below.is_dir() else Path(given)
-    there = entry.data in SOURCES and is_complete(entry.data)
-    return data_folder(entry.data) if there else None
+    return find(entry.data)
 
 
 def _compute(entry: Entry, arguments: Arguments) -> Outcome:

@@ -2,25 +2,26 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from meanflow.plots.style import COLORS as COLORS
 from meanflow.plots.style import DASHES as DASHES
-from meanflow.plots.style import MARKERS as MARKERS
 from meanflow.plots.style import NEGATIVE as NEGATIVE
 from meanflow.plots.style import PALE as PALE
 from meanflow.plots.style import POSITIVE as POSITIVE
-from meanflow.plots.style import REFERENCE as REFERENCE
 from meanflow.plots.style import SAMPLE as SAMPLE
 from meanflow.plots.style import axes as axes
 from meanflow.plots.style import canvas as canvas
 from meanflow.plots.style import key as key
-from meanflow.plots.style import sparse as sparse
 from meanflow.plots.style import theme as theme
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+REFERENCE = "#5F6368"
 
 
 def panels(
@@ -60,7 +61,19 @@ def save(figure: Figure, stem: str | Path, formats: Sequence[str] = ("png",), dp
     for kind in formats:
         path = stem.with_name(f"{stem.name}.{kind}")
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+        # under another name first: a figure is whole or absent, also when the process is killed
+        part = stem.with_name(f".part-{stem.name}.{kind}")
         with theme():
-            figure.savefig(path, dpi=dpi, metadata=metadata)
+            figure.savefig(part, dpi=dpi, metadata=metadata)
+        part.replace(path)
         written.append(path)
     return written
+
+
+def sparse(ax: Axes, axis: Literal["x", "y"] = "x", count: int = 5) -> None:
+    """Few tick labels on a linear axis, none on the minor ticks of a logarithmic one."""
+    line = ax.xaxis if axis == "x" else ax.yaxis
+    if line.get_scale() == "linear":
+        ax.locator_params(axis=axis, nbins=count)
+    else:
+        line.set_minor_formatter(NullFormatter())

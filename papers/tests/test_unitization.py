@@ -14,7 +14,13 @@ from meanflow_papers.unitization.algorithm_3 import algorithm_3
 from meanflow_papers.unitization.figure_2 import figure_2
 from meanflow_papers.unitization.figure_3 import figure_3
 from meanflow_papers.unitization.figure_3_layers import falls, figure_3_layers
-from meanflow_papers.unitization.presets import PRESETS, BesselUnitized, kernels, shift_and_flip
+from meanflow_papers.unitization.presets import (
+    PRESETS,
+    BesselUnitized,
+    kernels,
+    shift_and_flip,
+    staircase,
+)
 from meanflow_papers.unitization.table_4 import table_4
 from meanflow_papers.unitization.tables_1_2 import resnet_sizes
 from meanflow_papers.unitization.theorems import theorems
@@ -146,3 +152,10 @@ def test_micro_batches():
     assert ends(high["GN1"])[0] < 0.3 and ends(high["GN1"])[1] < 0.92
     assert ends(high["(10) n=HW"]) == pytest.approx([0.83, 0.93], abs=0.04)
     assert max(equivalence(values, low["BN"]) for name, values in low.items() if name != "BN") < 0.05
+
+
+def test_staircase():
+    schedule = staircase(0.05, 50, 11)
+    rates = [float(schedule(11 * epoch)) for epoch in range(50)]
+    np.testing.assert_allclose(rates, [0.05] * 15 + [0.01] * 15 + [0.002] * 10 + [0.0004] * 10, rtol=1e-6)
+    assert float(schedule(11 * 15 - 1)) == pytest.approx(0.05)

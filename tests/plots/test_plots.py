@@ -8,10 +8,7 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
-from meanflow.plots import _batches as batches
 from meanflow.plots import _clouds as clouds
-from meanflow.plots import _curves as curves
-from meanflow.plots import _maps as maps
 from meanflow.plots import style
 
 
@@ -24,18 +21,10 @@ def test_directions_bars_have_the_shares_as_areas():
     cloud = mf.Cloud(
         mf.Neurons(jnp.ones(4), jnp.asarray(np.c_[np.cos(turn), np.sin(turn)])), [0.5, 0.25, 0.25, 0.0]
     )
-    ax = clouds.directions(cloud, bins=4)
+    ax = plots.directions(cloud, bins=4)
     np.testing.assert_allclose([bar.get_height() ** 2 for bar in ax.patches], [0.75, 0.0, 0.25, 0.0])
     # the first sector is centered on the first axis
     assert ax.patches[0].get_x() == pytest.approx(-np.pi / 4)
-
-
-def test_needles_end_on_one_circle():
-    ax = clouds.needles(np.array([[3.0, 0.0], [0.0, -0.2]]))
-    clouds.needles(np.array([[1.0, 1.0]]), ax, color="red")
-    ends = ax.lines[1]
-    np.testing.assert_allclose(np.hypot(ends.get_xdata(), ends.get_ydata()), 1.0)
-    assert sum(line.get_gid() == "circle" for line in ax.lines) == 1
 
 
 def test_axes_are_used_and_returned():
@@ -70,13 +59,6 @@ def test_plane_shades_two_s_regions_and_draws_attracting_rays():
     assert ax.get_xlim() == ax.get_ylim()
 
 
-def test_field_arrows_have_one_length():
-    ax = clouds.field([0.0, 1.0], [0.0, 1.0], [[3.0, 4.0], [0.0, 0.0]])
-    arrows = ax.collections[0]
-    np.testing.assert_allclose(arrows.U, [0.6, 0.0])
-    np.testing.assert_allclose(arrows.V, [0.8, 0.0])
-
-
 def test_energies_skip_the_start_of_a_log_axis():
     class Run:
         ts, energy = np.array([0.0, 1.0, 2.0]), np.array([3.0, 2.0, 1.0])
@@ -86,37 +68,10 @@ def test_energies_skip_the_start_of_a_log_axis():
     np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1.0, 2.0])
 
 
-def test_convergence_writes_the_fitted_slope_and_ticks_the_sizes():
-    sizes = np.array([10.0, 20.0, 40.0])
-    ax = plots._curves.convergence(sizes, {"a": 3 / sizes}, orders={"guide": -0.5})
-    assert labels(ax) == ["a: slope $-1.00$", "guide"]
-    guide = ax.lines[1].get_ydata()
-    np.testing.assert_allclose(guide, 0.3 * (sizes / 10) ** -0.5)
-    assert ax.get_xscale() == ax.get_yscale() == "log"
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["10", "20", "40"]
-
-
 def test_traces_show_median_and_range():
     ax = plots.traces([0, 1], {"a": [[1.0, 5.0], [3.0, 1.0], [2.0, 9.0]]}, xlabel="epoch")
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [2.0, 5.0])
     assert len(ax.collections) == 1 and ax.get_xlabel() == "epoch"
-
-
-def test_ics_trace_marks_the_drops():
-    ax = curves.ics_trace([1, 2, 3], {"a": [1.0, 0.5, 0.1]}, drops=[1.5, 2.5])
-    assert ax.get_yscale() == "log" and labels(ax) == ["a", "rate falls"]
-    assert [line.get_xdata()[0] for line in ax.lines[1:]] == [1.5, 2.5]
-
-
-def test_speeds_are_sorted_by_direction():
-    ax = curves.speeds([3.0, -0.5, 1.0], {"a": [30.0, 50.0, 10.0]})
-    np.testing.assert_allclose(ax.lines[0].get_ydata(), [10.0, 30.0, 50.0])  # -0.5 is 2 pi - 0.5
-    assert ax.get_xlim() == (0, 2 * np.pi)
-
-
-def test_spectrum_falls_from_one():
-    ax = curves.spectrum({"k": [1.0, 4.0, -1e-9, 2.0]})
-    np.testing.assert_allclose(ax.lines[0].get_ydata(), [1.0, 0.5, 0.25])
 
 
 def test_heat_map_writes_numbers_that_can_be_read():
@@ -131,53 +86,6 @@ def test_heat_map_writes_numbers_that_can_be_read():
     assert [tick.get_text() for tick in ax.get_xticklabels()] == [r"$-\infty$", r"$\infty$"]
     with pytest.raises(ValueError, match="two axes"):
         plots.heat_map(table[0])
-
-
-def test_dots_have_one_row_a_name():
-    ax = maps.dots({"a": [1.0, 2.0], "b": [3.0]}, reference={"limit": 2.5})
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["a", "b"]
-    assert [list(line.get_ydata()) for line in ax.lines[:2]] == [[0, 0], [1]]
-
-
-def test_angles_keep_equal_limits_for_all_points():
-    ax = batches.angles([70.0, 75.0], [71.0, 74.0], label="a")
-    batches.angles([10.0], [5.0], ax, label="b")
-    assert ax.get_xlim() == ax.get_ylim() and ax.get_xlim()[0] < 5 and ax.get_xlim()[1] > 75
-    assert sum(line.get_gid() == "diagonal" for line in ax.lines) == 1
-
-
-def test_projection_marks_the_odd_point():
-    ax = batches.projection(np.arange(8.0).reshape(4, 2), 2)
-    assert labels(ax) == ["odd point", "cluster"]
-    assert (ax.lines[0].get_xdata()[0], ax.lines[0].get_ydata()[0]) == (4, 5)
-    assert len(ax.lines[1].get_xdata()) == 3
-
-
-def test_activity_is_a_density():
-    ax = batches.activity({"a": np.linspace(0, 1, 50)}, bins=5)
-    assert labels(ax) == ["a"] and ax.get_xlim() == (0, 1)
-
-
-def test_tree_puts_children_on_either_side_of_their_parent():
-    layers = [np.array([[0.0, 1.0, 3.0]]), np.array([[0.0, 0.0, 1.0], [1.0, 0.5, 0.0]])]
-    ax = batches.tree(layers)
-    points = [line for line in ax.lines if line.get_marker() != "None"]
-    assert len(points) == 9
-    depth = [round(-float(line.get_ydata()[0])) for line in points]
-    assert depth == [0] * 3 + [1] * 6
-    left, right = points[3].get_xdata()[0], points[6].get_xdata()[0]
-    assert left < 0.5 < right
-    stacked = points[4].get_ydata()[0] - points[3].get_ydata()[0]
-    assert stacked > 0  # equal values lie above each other
-
-
-def test_saved_figures_are_vectors_without_a_date(tmp_path):
-    figure = plots.fit([0.0, 1.0], {"f": [0.0, 1.0]}, None).figure
-    paths = plots.style.save(figure, tmp_path / "a", ("png", "svg", "pdf"))
-    assert [p.name for p in paths] == ["a.png", "a.svg", "a.pdf"]
-    again = plots.style.save(figure, tmp_path / "b", ("svg",))[0]
-    assert paths[1].read_bytes() == again.read_bytes()
-    assert b"<path" in paths[1].read_bytes()
 
 
 def test_colors_can_be_told_apart_in_grey():
@@ -236,3 +144,12 @@ def test_animations_have_a_frame_a_save(tmp_path):
         plots.animate(run, tmp_path / "run.mp4")
     with pytest.raises(ValueError, match="saved clouds"):
         plots.animate(small_run(observe=["dissipation"]), tmp_path / "run.gif")
+
+
+def test_an_animation_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = plots.animate(small_run(), tmp_path / "run.gif", dpi=30)
+    old = path.read_bytes()
+    monkeypatch.setattr("matplotlib.animation.PillowWriter.finish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        plots.animate(small_run(), path, dpi=30)
+    assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]

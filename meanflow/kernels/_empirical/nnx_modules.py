@@ -167,7 +167,7 @@ def _explicit_class(kind: type, path: str, ledger: _Ledger) -> type:
             assert isinstance(self.axis, int)
             return ledger.moments(path, x, self.axis, self.moment == "rms")
 
-    base = ExplicitFlax if issubclass(kind, nnx.BatchNorm) else ExplicitOwn
+    base = ExplicitOwn if issubclass(kind, Normalization) else ExplicitFlax
     return type(kind.__name__, (base, kind), {})
 
 

@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots._batches import angles, projection
 from meanflow_papers.decomposed.odd_states import odd_state
 from meanflow_papers.decomposed.setup import input_batches
 from meanflow_papers.entry import MNIST, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import angles, projection
 from meanflow_papers.style import COLORS, PALE, REFERENCE, below, key, panels
 
 

@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots._batches import angles
 from meanflow_papers.decomposed.fixed_points import batchnorm_cosine, fixed_point
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY, input_batches
 from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import angles
 from meanflow_papers.style import COLORS, DASHES, PALE, REFERENCE, no_legend, panels
 
 

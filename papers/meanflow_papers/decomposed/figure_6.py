@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from meanflow import depth
-from meanflow.plots import _batches as batches
 from meanflow_papers.decomposed.setup import BATCH_NORM, RMS_ONLY, STD_ONLY
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import activity_histogram
 from meanflow_papers.style import COLORS, REFERENCE, no_legend, panels
 
 
@@ -18,10 +18,10 @@ def draw(data: Arrays) -> Figure:
     """Activity over the network, the busiest and the typical neuron, and how often responses are negligible."""
     figure, grid = panels(2, 2, width=4.6, height=3.6)
     names = {"BN": "batch norm", "RS(rms)": "rescaling by the rms", "RS(std)": "rescaling by the std"}
-    batches.activity({label: data[name]["activity"] for name, label in names.items()}, grid[0])
+    activity_histogram({label: data[name]["activity"] for name, label in names.items()}, grid[0])
     no_legend(grid[0])
     grid[0].set_title("how many inputs a neuron responds to")
-    batches.activity({label: data[name]["negligible"] for name, label in names.items()}, grid[1])
+    activity_histogram({label: data[name]["negligible"] for name, label in names.items()}, grid[1])
     no_legend(grid[1])
     grid[1].axvline(0.5, color=REFERENCE, lw=0.9, ls=":", label='right of it: "most inputs"')
     grid[1].set(xlabel="share of inputs with a response below\n10 % of the neuron's largest")

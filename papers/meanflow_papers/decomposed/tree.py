@@ -7,9 +7,9 @@ from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 
 from meanflow import depth
-from meanflow.plots._batches import tree
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import tree
 from meanflow_papers.style import canvas
 
 MARKS = "each mark is a sample, the tick their mean; children: relu(x - mean) left, relu(mean - x) right"

@@ -11,11 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots._clouds import directions
-from meanflow.plots._curves import speeds, traces
+from meanflow.plots import directions, traces
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes, tangential_speeds
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import speeds
 from meanflow_papers.style import COLORS, DASHES, REFERENCE, below, canvas, no_legend
 
 NAMES = {"bn": "batch norm", "vanilla": "vanilla"}

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.plots._clouds import needles
-from meanflow.plots._curves import traces
+from meanflow.plots import traces
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import DATA, quasi_normal, spokes
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import needles
 from meanflow_papers.style import COLORS, canvas, key
 
 

@@ -9,13 +9,12 @@ from scipy.integrate import simpson
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import laws, quadrature, quasi, sample
-from meanflow.plots._curves import convergence
-from meanflow.transport import wasserstein
-from meanflow.transport._exact import cylinder_distance
+from meanflow.transport import cylinder_distance, wasserstein
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import convergence
 from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, below, panels
 
 

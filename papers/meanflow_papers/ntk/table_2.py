@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
 from meanflow.kernels._empirical.operator import KernelOperator
-from meanflow.plots._curves import convergence
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import convergence
 from meanflow_papers.style import COLORS, REFERENCE, below, key, panels
 
 NETWORKS = ("plain", "BN output", "BN hidden", "BN both")

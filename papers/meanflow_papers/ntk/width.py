@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
 from meanflow.kernels._infinite.predictions import kappas
-from meanflow.plots._curves import convergence
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import convergence
 from meanflow_papers.style import below, panels
 
 WIDTH_CASES = (("relu", 2.0), ("tanh", 1.5), ("erf", 1.5), ("sine", 1.5), ("linear", 1.0))

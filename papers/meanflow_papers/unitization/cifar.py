@@ -9,18 +9,17 @@ At a reduced size the path from the files to the table is checked, not the claim
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.plots._maps import dots
 from meanflow.training import ResNet, Trainer
-from meanflow.training._networks import MakeNorm, Network
 from meanflow.training.data import Data, cifar
 from meanflow_papers.outcome import Arrays
-from meanflow_papers.style import COLORS, below, panels
-from meanflow_papers.unitization.presets import PRESETS
+from meanflow_papers.style import COLORS, PALE, below, panels, sparse
+from meanflow_papers.unitization.presets import PRESETS, MakeNorm
 
 EPOCHS = 200  # of the published runs
 
@@ -59,7 +58,7 @@ class Training:
         norm: MakeNorm,
         seeds: Iterable[int],
         *,
-        hook: Callable[[int, Network], object] | None = None,
+        hook: Callable[[int, Any], object] | None = None,
         name: str = "",
     ) -> list[dict[str, np.ndarray]]:
         """Return the records of a ResNet with the given normalization, one a seed.
@@ -88,15 +87,16 @@ class Training:
 def draw_accuracies(data: Arrays) -> Figure:
     """Accuracies of tables 1, 2 and 4 beside the published ones, which are those after 200 epochs."""
     figure, (ax,) = panels(1, 1, width=6.0, height=1.6 + 0.3 * len(data["accuracy"]))
-    dots(
-        {name: np.asarray(v) for name, v in data["accuracy"].items()},
-        ax,
-        xlabel="test accuracy, one dot a run",
-    )
-    for row, name in enumerate(data["accuracy"]):
+    # one row a network, one dot a run: for so few runs a mean with a bar would pretend
+    for row, (name, found) in enumerate(data["accuracy"].items()):
+        ax.plot(found, np.full(len(found), row), "o", color=COLORS[0], ms=5, mec="white", mew=0.5)
         if name in data["published"]:
             label = f"published, after {EPOCHS} epochs" if row == 0 else None
             ax.plot([data["published"][name]], [row], "x", color=COLORS[1], ms=6, mew=1.5, label=label)
-    ax.set_xlim(0, 1)
+    ax.set_yticks(range(len(data["accuracy"])), list(data["accuracy"]))
+    ax.set(xlabel="test accuracy, one dot a run", xlim=(0, 1), ylim=(len(data["accuracy"]) - 0.5, -0.5))
+    sparse(ax)
+    ax.grid(axis="y", color=PALE, alpha=0.35, lw=0.6)
+    ax.set_axisbelow(True)
     below(ax)
     return figure

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,10 +10,8 @@ import optax
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.training import MLP, Trainer, Watch
-from meanflow.training._checkpoints import TrainState
-from meanflow.training._networks import MakeNorm
-from meanflow.training._trainer import staircase
 from meanflow.training.data import Data, digits, mnist
+from meanflow_papers.unitization.presets import MakeNorm, staircase
 
 _unit = partial(UnitizedBatchNorm, momentum=0.9)
 DENSE: dict[str, MakeNorm] = {
@@ -49,10 +48,10 @@ def mnist_copies(folder: str | Path, seeds: int, limit: int | None) -> Data:
 
 def train_dense(
     norm: MakeNorm, seeds: int, epochs: int, watch: Watch, data: Data | None = None
-) -> tuple[Trainer, TrainState, dict[str, np.ndarray]]:
+) -> tuple[Trainer, Any, dict[str, np.ndarray]]:
     """The network inputs-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %; default on digits."""
     data = digit_splits(seeds, flat=True) if data is None else data
     schedule = staircase(0.05, epochs, data.train_x.shape[1] // 128)
     make = lambda rngs: MLP(data.train_x.shape[-1], [100] * 10 + [8], 10, norm, rngs=rngs)
-    trainer = Trainer(make, optax.sgd(schedule), batch=128, watch=watch, ensemble=True)
+    trainer = Trainer(make, optax.sgd(schedule), batch=128, watch=watch, loop="ensemble")
     return trainer, *trainer.run(jax.random.split(jax.random.key(0), seeds), data, epochs)

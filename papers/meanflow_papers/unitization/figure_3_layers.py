@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from meanflow.training import CNN, ResNet, Trainer
-from meanflow.training._networks import Network, normalized
-from meanflow.training._trainer import staircase
 from meanflow.training.data import digits
-from meanflow.transport import critic_distance, ics
+from meanflow.transport import Critic, critic_distance, ics
 from meanflow_papers.entry import CIFAR, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels, shades
 from meanflow_papers.unitization.cifar import EPOCHS, Training, load
-from meanflow_papers.unitization.presets import PRESETS
+from meanflow_papers.unitization.presets import PRESETS, staircase
 from meanflow_papers.unitization.table_4 import IMAGES
 
 DROPS = (0.3, 0.6, 0.8)  # of the learning rate, in parts of the epochs
@@ -41,7 +40,7 @@ class LayerShifts:
         outputs: (network, inputs) -> outputs (N, H, W, C) of the layers, normalized and not yet times gamma plus beta.
         inputs: fixed images, on which both networks are compared, with the moments of this batch.
         rows: number of these for which the distance is exact.
-        critic: arguments of ``transport.critic_distance``; every critic starts from the same weights.
+        critic: arguments of ``transport.Critic``; every critic starts from the same weights.
         critics_at: epochs at which critics are trained.
 
     After the run ``exact``, ``lower``, ``upper`` and ``critic`` hold one row of layers for each epoch; NaN where no
@@ -50,13 +49,14 @@ class LayerShifts:
 
     def __init__(
         self,
-        outputs: Callable[[Network, jax.Array], list[jax.Array]],
+        outputs: Callable[[Any, jax.Array], list[jax.Array]],
         inputs: jax.Array,
         rows: int,
         critic: Arguments,
         critics_at: Iterable[int],
     ):
-        self.inputs, self.rows, self.options, self.critics_at = inputs, rows, critic, set(critics_at)
+        self.inputs, self.rows, self.critics_at = inputs, rows, set(critics_at)
+        self.settings = Critic(**critic)
         self.outputs = outputs
         self.before: list[jax.Array] | None = None
         self.exact: list[list[float]] = []
@@ -64,7 +64,7 @@ class LayerShifts:
         self.upper: list[list[float]] = []
         self.critic: list[list[float]] = []
 
-    def __call__(self, epoch: int, network: Network) -> None:
+    def __call__(self, epoch: int, network: Any) -> None:
         """Compare the layers with those of the call before."""
         network.train()  # moments of the batch: running averages have a noise of their own
         now = self.outputs(network, self.inputs)
@@ -74,7 +74,9 @@ class LayerShifts:
             self.exact.append([shift.exact for shift in found])
             self.lower.append([shift.lower for shift in found])
             self.upper.append([shift.upper for shift in found])
-            measure = lambda a, b: float(critic_distance(a, b, key=jax.random.key(3), **self.options).value)
+            measure = lambda a, b: float(
+                critic_distance(a, b, key=jax.random.key(3), critic=self.settings).value
+            )
             none = [float("nan")] * len(pairs)
             self.critic.append([measure(a, b) for a, b in pairs] if epoch in self.critics_at else none)
         self.before = now
@@ -166,7 +168,7 @@ def figure_3_layers(
         rows: images for which the distance is exact.
         inputs: images that the critics see, half of them in training.
         reach: number of epochs before and after a drop that are compared, and at which critics are trained.
-        critic: arguments of ``transport.critic_distance``; ``PAPER`` are those of the paper.
+        critic: arguments of ``transport.Critic``; ``PAPER`` are those of the paper.
         variants: names of ``table_4.IMAGES``.
     """
     split = digits(0, 1197)
@@ -174,8 +176,8 @@ def figure_3_layers(
     images = jnp.asarray(split.train_x[:inputs])
     depth = 4
 
-    def outputs(network: Network, x: jax.Array) -> list[jax.Array]:
-        return [network.lower(x, layer) for layer in range(depth)]  # type: ignore[attr-defined]
+    def outputs(network: CNN, x: jax.Array) -> list[jax.Array]:
+        return [network.lower(x, layer) for layer in range(depth)]
 
     runs: Arrays = {}
     for name in variants:
@@ -205,11 +207,11 @@ def figure_3_layers(
     )
 
 
-def layer_outputs(network: Network, x: jax.Array, blocks: tuple[int, ...]) -> list[jax.Array]:
+def layer_outputs(network: ResNet, x: jax.Array, blocks: tuple[int, ...]) -> list[jax.Array]:
     """Return the outputs of the first normalization layer of some blocks of a ResNet, before gamma and beta."""
-    assert isinstance(network, ResNet)
     states = network.states(x)
-    return [normalized(network.blocks[k].norms[0], states[k]) for k in blocks]
+    norms: list[Any] = [network.blocks[k].norms[0] for k in blocks]
+    return [norm.normalized(states[k]) for norm, k in zip(norms, blocks, strict=True)]
 
 
 @entry(

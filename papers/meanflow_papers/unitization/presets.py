@@ -16,7 +16,7 @@ Two details are not followed: the released loop has a last, smaller minibatch in
 its two methods start from weights of the same seed, as ours do, but from another generator.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,13 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import Array, Float, Key, PyTree
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.layers.functional import batch_moments
-from meanflow.training._networks import MakeNorm
-from meanflow.training._trainer import staircase
 from meanflow.training.data import Data, crop_and_flip
+
+MakeNorm = Callable[..., nnx.Module]
+"""Builds a normalization layer: (features, rngs=...) -> layer."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class BesselUnitized(UnitizedBatchNorm):
     def given_moments(self, x: Float[Array, "*shape"]) -> tuple[Array, Array]:
         """Return mean and corrected variance of the batch, and enter them into the running averages."""
         axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
-        mean, variance = batch_moments(x, axes)
+        mean = jnp.mean(x, axes, keepdims=True)
+        variance = jnp.mean(jnp.square(x - mean), axes, keepdims=True)
         count = float(np.prod([x.shape[i] for i in axes]))
         corrected = variance * (count / (count - 1))
         self._update(x, None, axes, mean, corrected)
@@ -94,6 +96,24 @@ def shift_and_flip(
         images = jnp.moveaxis(jnp.einsum("nij,nj...->ni...", tent, jnp.moveaxis(images, axis, 1)), 1, axis)
     mirror = jax.random.bernoulli(flip_key, 0.5, (n, 1, 1, 1))
     return jnp.where(mirror, images[:, :, ::-1], images)
+
+
+def staircase(
+    learning_rate: float, epochs: int, steps: int, *, at: Iterable[float] = (0.3, 0.6, 0.8)
+) -> optax.Schedule:
+    """Return a schedule that divides the learning rate by 5 at given fractions of the training.
+
+    Args:
+        learning_rate: initial learning rate.
+        epochs: number of epochs of the whole training.
+        steps: number of minibatches in an epoch.
+        at: fractions of the epochs at which the learning rate falls.
+
+    >>> [round(float(staircase(0.05, 10, 1)(t)), 6) for t in (2, 3, 6, 8)]
+    [0.05, 0.01, 0.002, 0.0004]
+    """
+    # a schedule drops when the count reaches the boundary, that is from the first step of epoch f * epochs
+    return optax.piecewise_constant_schedule(learning_rate, {round(f * epochs) * steps: 1 / 5 for f in at})
 
 
 def _descent(schedule: optax.Schedule, decay: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -13,14 +13,13 @@ from matplotlib.lines import Line2D
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
 from meanflow.training import CNN, Trainer
-from meanflow.training._networks import MakeNorm
 from meanflow.training.data import digits
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.intervals import difference, equivalence
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, REFERENCE, panels
 from meanflow_papers.unitization.cifar import EPOCHS, Training, draw_accuracies, load
-from meanflow_papers.unitization.presets import PRESETS
+from meanflow_papers.unitization.presets import PRESETS, MakeNorm
 
 IMAGES: dict[str, MakeNorm] = {
     "BN": BatchNorm,

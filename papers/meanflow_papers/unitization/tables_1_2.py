@@ -3,13 +3,13 @@
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 from flax import nnx
 from matplotlib.figure import Figure
 
 from meanflow.layers import BatchNorm
 from meanflow.training import ResNet
-from meanflow.training._resnet import count_parameters
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.intervals import difference
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -171,7 +171,8 @@ def resnet_sizes() -> Outcome:
     """
     zeros = nnx.initializers.zeros  # only shapes matter
     make = lambda depth: ResNet(depth, 10, BatchNorm, kernel_init=zeros, rngs=nnx.Rngs(0))
-    data = {f"ResNet-{depth}": count_parameters(partial(make, depth)) for depth in (20, 110, 164)}
+    shapes = lambda depth: nnx.state(nnx.eval_shape(partial(make, depth)), nnx.Param)
+    data = {f"ResNet-{d}": sum(u.size for u in jax.tree.leaves(shapes(d))) for d in (20, 110, 164)}
     data["ResNet-101"] = imagenet_size((3, 4, 23, 3))
     millions = {name: count / 1e6 for name, count in data.items()}
     return Outcome(

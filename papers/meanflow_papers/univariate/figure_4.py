@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.kernels import kernel_flow
-from meanflow.plots._curves import convergence
 from meanflow.univariate import SignsLaw, UniformLaw, natural_spline, random_feature, spline_interpolant
 from meanflow.univariate.knots import piecewise_linear
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import convergence
 from meanflow_papers.style import COLORS, DASHES, PALE, SAMPLE, below, panels
 from meanflow_papers.univariate.setup import random_weights, square_wave
 

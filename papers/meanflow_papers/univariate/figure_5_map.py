@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 import meanflow as mf
 from meanflow.flows import Observable
 from meanflow.plots import heat_map
-from meanflow.plots._maps import number
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, MARKERS, below, panels
@@ -46,7 +45,7 @@ def draw(data: Arrays) -> Figure:
         ax.plot(range(len(deltas)), end[name].values.ravel(), marker=MARKERS[k], color=COLORS[k], label=title)
         low, high = last[name].min("seed").values, last[name].max("seed").values
         ax.fill_between(range(len(deltas)), low, high, color=COLORS[k], alpha=0.18, lw=0)
-    ax.set_xticks(range(len(deltas)), [number(d) for d in deltas])
+    ax.set_xticks(range(len(deltas)), [f"${d:.3g}$".replace("inf", r"\infty") for d in deltas])
     ax.set(xlabel=r"balance $\delta$", ylabel="median and range over seeds", ylim=(-0.03, 1.05))
     below(ax, columns=3)
     return figure

@@ -12,11 +12,11 @@ from meanflow import univariate as uni
 from meanflow.flows import predict
 from meanflow.measures import Affine, Cloud
 from meanflow.plots import fit, plane
-from meanflow.plots._clouds import attractors, field, regions
 from meanflow.solvers import Solution, solve
 from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import field
 from meanflow_papers.style import no_legend, panels
 from meanflow_papers.univariate.pictures import GRID, Rays, Samples, knot_places
 from meanflow_papers.univariate.setup import random_neurons, square_wave
@@ -51,10 +51,8 @@ def draw(data: Arrays) -> Figure:
     figure, grid = panels(1, 3, width=4.1, height=4.3)
     rays = Rays(**{k: np.asarray(v) for k, v in data["rays"].items()})
     reach = float(np.max(np.abs(data["u"])))
-    regions(data["x"], grid[0], reach=reach)
-    attractors(rays, grid[0], reach=reach)
+    plane([], [], grid[0], samples=data["x"], rays=rays, reach=reach)
     field(data["u"], data["v"], data["velocity"], grid[0])
-    grid[0].set(xlim=(-reach, reach), ylim=(-reach, reach))
     grid[0].set_title("field on a neuron with $r > 0$ at $t = 10$\n(for $r < 0$ the arrows turn round)")
     grid[1].set_title("function at $t = 10$")
     grid[2].set_title("neurons at $t = 10$")
@@ -74,7 +72,7 @@ def draw(data: Arrays) -> Figure:
         mark.set_label(f"neurons, {mark.get_label()}")
     words = "darker: more samples active; white: their lines"
     handles.append(Line2D([], [], color="0.84", lw=5, label=words))
-    for ax in grid[1:]:
+    for ax in grid:
         no_legend(ax)
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=7.5)
     return figure

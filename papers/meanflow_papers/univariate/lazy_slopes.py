@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from meanflow import univariate as uni
 from meanflow.flows import FunctionObservable
 from meanflow.measures import Affine, Cloud, Dataset
-from meanflow.plots._curves import convergence
 from meanflow.solvers import solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
+from meanflow_papers.pictures import convergence
 from meanflow_papers.style import COLORS, PALE, below, panels
 from meanflow_papers.univariate.setup import rms_turn
 

@@ -14,7 +14,6 @@ from matplotlib.lines import Line2D
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.plots import fit, plane
-from meanflow.plots._maps import number
 from meanflow.univariate import balance
 from meanflow_papers.outcome import Arrays
 from meanflow_papers.style import COLORS, NEGATIVE, POSITIVE, SAMPLE, no_legend
@@ -42,7 +41,7 @@ class Rays(NamedTuple):
 
 def balance_title(delta: float) -> str:
     """Return the title "delta = ..." of a panel."""
-    return rf"$\delta = {number(float(delta)).strip('$')}$"
+    return rf"$\delta = {float(delta):.3g}$".replace("inf", r"\infty")
 
 
 def knot_places(theta: ArrayLike) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Pictures of a batch inside a network: angles before and after a layer, an odd point, activity, the tree model."""
+"""Kinds of pictures that several papers draw: a batch inside a network, directions, errors against sizes.
+
+Each draws on the Axes it is given, or on those of a new figure, and returns them.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
-from meanflow.plots.style import COLORS, MARKERS, PALE, REFERENCE, axes, key
+from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
 
 
 def angles(
@@ -58,7 +61,7 @@ def projection(points: ArrayLike, odd: int | None = None, ax: Axes | None = None
     return ax
 
 
-def activity(shares: Mapping[str, ArrayLike], ax: Axes | None = None, *, bins: int = 25) -> Axes:
+def activity_histogram(shares: Mapping[str, ArrayLike], ax: Axes | None = None, *, bins: int = 25) -> Axes:
     """Histogram over neurons of the share of inputs that activate them.
 
     Args:
@@ -133,4 +136,125 @@ def tree(layers: Sequence[ArrayLike], ax: Axes | None = None) -> Axes:
     ax.set_yticks([-d for d in range(count)], [f"layer {d}" for d in range(count)])
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
+    return ax
+
+
+def needles(
+    b: ArrayLike, ax: Axes | None = None, *, color: str = COLORS[0], label: str | None = None
+) -> Axes:
+    """Each direction of b (m, 2) as a segment from the origin to the unit circle."""
+    ax = axes(ax)
+    b = np.asarray(b)
+    s = b / np.linalg.norm(b, axis=1, keepdims=True)
+    gaps = np.full(len(s), np.nan)
+    ends = np.stack([np.zeros_like(s), s, np.stack([gaps, gaps], 1)], axis=1).reshape(-1, 2)
+    ax.plot(ends[:, 0], ends[:, 1], color=color, lw=0.8, label=label)
+    ax.plot(s[:, 0], s[:, 1], ".", ms=3.5, color=color)
+    turn = np.linspace(0, 2 * np.pi, 200)
+    if not any(line.get_gid() == "circle" for line in ax.lines):
+        ax.plot(np.cos(turn), np.sin(turn), color=PALE, lw=0.7, zorder=0, gid="circle")
+    ax.set(aspect="equal", xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def field(
+    u: ArrayLike, v: ArrayLike, velocity: ArrayLike, ax: Axes | None = None, *, color: str = SAMPLE
+) -> Axes:
+    """Arrows (k, 2) at the points (u, v) of the plane, all of one length: the direction is what matters."""
+    ax = axes(ax)
+    velocity = np.asarray(velocity)
+    size = np.linalg.norm(velocity, axis=1, keepdims=True)
+    unit = np.where(size > 0, velocity / np.where(size > 0, size, 1), 0)
+    ax.quiver(u, v, unit[:, 0], unit[:, 1], color=color, angles="xy", pivot="mid", scale=34, width=0.0028)
+    ax.set(xlabel="$u$", ylabel="$v$", aspect="equal")
+    return ax
+
+
+def speeds(
+    theta: ArrayLike | Mapping[str, ArrayLike],
+    speed: Mapping[str, ArrayLike],
+    ax: Axes | None = None,
+    *,
+    log: bool = False,
+) -> Axes:
+    """Speed of the neurons against their direction theta in [0, 2 pi), one curve a model (angular-speed profile).
+
+    Args:
+        theta: (m,), or name -> (m,).
+        speed: name -> (m,).
+        ax: matplotlib Axes; a new figure by default.
+        log: logarithmic speeds.
+    """
+    ax = axes(ax)
+    for k, (name, values) in enumerate(speed.items()):
+        turn = np.mod(np.asarray(theta[name] if isinstance(theta, dict) else theta), 2 * np.pi)
+        order = np.argsort(turn)
+        ax.plot(
+            turn[order],
+            np.asarray(values)[order],
+            label=name,
+            marker=MARKERS[k],
+            color=COLORS[k % len(COLORS)],
+            ms=3,
+            lw=0.8,
+        )
+    ax.set_xticks(np.pi / 2 * np.arange(5), ["$0$", r"$\pi/2$", r"$\pi$", r"$3\pi/2$", r"$2\pi$"])
+    ax.set(
+        xlabel=r"direction $\vartheta$ of $b$",
+        ylabel=r"tangential speed $|\dot b_\perp|$",
+        xlim=(0, 2 * np.pi),
+    )
+    if log:
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(bottom=0)
+    key(ax)
+    return ax
+
+
+def convergence(
+    sizes: ArrayLike | Mapping[str, ArrayLike],
+    errors: Mapping[str, ArrayLike],
+    ax: Axes | None = None,
+    *,
+    orders: dict[str, float] | None = None,
+    xlabel: str = "$m$",
+    ylabel: str = "error",
+    fitted: bool = True,
+) -> Axes:
+    """Errors against sizes, log-log, with the fitted exponent in the legend and guides of given slope.
+
+    Args:
+        sizes: (k,), or name -> (k,) when the curves have their own.
+        errors: name -> (k,) positive.
+        ax: matplotlib Axes; a new figure by default.
+        orders: label -> slope of a dashed guide, started at the first curve.
+        xlabel, ylabel: axis labels.
+        fitted: append the least-squares slope to each label.
+    """
+    ax = axes(ax)
+    for k, (name, values) in enumerate(errors.items()):
+        n = np.asarray(sizes[name] if isinstance(sizes, dict) else sizes, float)
+        values = np.asarray(values, float)
+        good = values > 0
+        slope = np.polyfit(np.log(n[good]), np.log(values[good]), 1)[0] if good.sum() > 1 else np.nan
+        label = f"{name}: slope ${slope:.2f}$" if fitted else name
+        ax.plot(
+            n[good],
+            values[good],
+            marker=MARKERS[k % len(MARKERS)],
+            color=COLORS[k % len(COLORS)],
+            label=label,
+        )
+        if k == 0:
+            for dash, (guide, order) in zip(DASHES[1:] * 3, (orders or {}).items(), strict=False):
+                line = values[good][0] * (n[good] / n[good][0]) ** order
+                ax.plot(n[good], line, color=PALE, ls=dash, lw=1.0, label=guide, zorder=0)
+    ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    every = sorted({float(n) for line in ax.lines for n in np.asarray(line.get_xdata())})
+    if len(every) <= 6:
+        ax.set_xticks(every, [f"{n:g}" for n in every])
+    sparse(ax)
+    key(ax)
     return ax
