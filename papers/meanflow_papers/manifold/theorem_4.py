@@ -10,8 +10,7 @@ import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import laws, quadrature, quasi, sample
 from meanflow.plots._curves import convergence
-from meanflow.transport import wasserstein
-from meanflow.transport._exact import cylinder_distance
+from meanflow.transport import cylinder_distance, wasserstein
 from meanflow.univariate.balance import unit
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told
