@@ -4,6 +4,8 @@ Everything here is a pure function of pytrees and works under jit, vmap and grad
 arguments once and then runs one compiled program of the inner function of the same name.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
@@ -241,9 +243,9 @@ FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.
 def make_flow(
     feature: Feature,
     space: Space,
-    loss: "str | LossFunction | Loss" = "squared",
+    loss: str | LossFunction | Loss = "squared",
     *,
-    alpha: "Alpha" = "m",
+    alpha: Alpha = "m",
     penalty: tuple[Callable[[PyTree[jax.Array]], jax.Array], float | jax.Array] | None = None,
     laws: Callable[[int | None], dict[str, Law]] | None = None,
     chart: type[Chart] = Chart,
@@ -299,7 +301,7 @@ INPUTS = array((None,), (None, None), squares=True)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
-def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, "n *k"]:
+def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> Float[Array, n * k]:
     """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
 
     >>> import jax, meanflow as mf
@@ -373,8 +375,8 @@ OUTPUTS = choice("full", "trace", "diagonal")
 def tangent_kernel(
     flow: Flow,
     cloud: Cloud,
-    x: Real[ArrayLike, "n *d"] | Sequence,
-    z: Real[ArrayLike, "k *d"] | Sequence | None = None,
+    x: Real[ArrayLike, n * d] | Sequence,
+    z: Real[ArrayLike, k * d] | Sequence | None = None,
     *,
     outputs: str = "full",
     chunk: int = 16,

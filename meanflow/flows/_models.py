@@ -1,5 +1,7 @@
 """Two-layer models: vanilla, batch norm in raw coordinates, batch norm on its manifold."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

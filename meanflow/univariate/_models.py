@@ -4,6 +4,8 @@ Each function joins a feature of ``features`` with a space (``cylinder``, ``bala
 this kind is a new function here; how its neurons move while the residual is frozen belongs in ``motion``.
 """
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Shaped
 

@@ -1,4 +1,4 @@
-"""The metric of batch norm against the Euclidean one on Omega: the constants that Theorem 4 needs for increments of bb."""
+"""The metric of batch norm against the Euclidean one on Omega: constants that Theorem 4 needs for increments of bb."""
 
 from typing import NamedTuple
 
