@@ -404,7 +404,9 @@ def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps(small, monkeypatc
 
     def end(u, rows, shared, cap, forward):
         left = jnp.array([40.0, 3.0, 0.0])
-        return jnp.sum(passage.run(shake, Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2)
+        return jnp.sum(
+            passage.run(passage.Steps(shake), Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2
+        )
 
     arguments = jnp.array([0.3, 0.5, 0.7]), jnp.array([1.0, 0.9, 0.8]), jnp.array(1.3)
     for cap in (100, 30):
@@ -422,7 +424,7 @@ def test_neurons_with_events_left_are_gathered(cap, blocks):
     assert left.max() == 13 and np.sum(left > 1) > 2 * passage.LEAST
     end, counts = jax.jit(
         lambda u: passage.run(
-            shake,
+            passage.Steps(shake),
             Numbers(u, jnp.asarray(left)),
             jnp.asarray(rows),
             jnp.array(1.3),
