@@ -160,7 +160,7 @@ def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
     _, furthest = cell.travel(a, work, g2, rates.inner, rates.outer, jnp.minimum(turn, time))
     highest = jnp.maximum(jnp.maximum(shift, furthest), 0.0)
     lowest = jnp.minimum(jnp.minimum(shift, furthest), 0.0)
-    # shift <x, g>/z >= 1 is <x, b - shift g> on the other side; a height that rounding made 0 is as good as met
+    # shift <x, g>/z >= 1 is <x, b - shift g> on the other side; a height that rounding made 0 is met by any move to it
     tiny = jnp.finfo(z.dtype).tiny
     height = jnp.where(z == 0, side * jnp.asarray(tiny, z.dtype), z)
     ratio = jnp.where(side == 0, 0.0, normal_force / jnp.where(side == 0, 1.0, height))
@@ -286,10 +286,10 @@ def _move(
     exits = time < left
     step = jnp.where(exits, time, jnp.maximum(left, 0.0))
 
-    # which event it is: where two coincide, the plane comes before b = 0 and that before a = 0
     a, shift = cell.travel(a, work, g2, rates.inner, rates.outer, step)
     b = b - shift[:, None] * force
     z = jnp.where(side == 0, 0.0, z - shift[:, None] * normal_force)
+    # which event it is: where two coincide, the plane comes before b = 0, and that before a = 0
     arrives = exits & (to_plane <= first)
     through = exits & ~arrives & (to_zero <= first)
     halts = exits & ~arrives & ~through

@@ -131,8 +131,8 @@ def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple
     _, work, turn = _turn(turners.b, force, sigma)
     # a = 0: the sign it is about to have, as a' = -F
     sign = jnp.sign(jnp.where(turners.a == 0, -work, turners.a))
-    # a plane whose lam has just come to a bound is left to that side: asked again, the rule would see lam at the bound
-    # within rounding and might slide on, and the clock would stand still
+    # a plane whose lam has just come to a bound is left to that side; the rule is not asked again, since rounding
+    # decides on which side of the bound it would find lam
     asked = kinks.valid & (freed == 0)
     choice = filippov.decide(
         kinks.gram, kinks.jump, contacts.pull(kinks, turn), safe_norm(force), asked, sign
