@@ -5,6 +5,7 @@ Nothing is imported: the documentation can be built without JAX.
 """
 
 import ast
+import functools
 import pathlib
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ def source(module: str) -> pathlib.Path:
     return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
 
+@functools.cache
 def exported(module: str) -> list[Name]:
     """The public names of a package: imports of the form ``x as x`` and the keys of its table of lazy names."""
     found: dict[str, Name] = {}
@@ -69,3 +71,32 @@ def definitions(module: str) -> dict[str, str]:
     kinds = (ast.FunctionDef, ast.ClassDef)
     nodes = [node for node in ast.parse(source(module).read_text()).body if isinstance(node, kinds)]
     return {node.name: ast.get_docstring(node) or "" for node in nodes if not node.name.startswith("_")}
+
+
+@functools.cache
+def members(module: str) -> set[str]:
+    """Every name without an underscore that a module defines itself: functions, classes and values."""
+    found = set(definitions(module))
+    for node in ast.parse(source(module).read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_")}
+    return found
+
+
+def is_public(path: str) -> bool:
+    """Whether a dotted path below ``meanflow`` leads over exported names only; what is below an object does not count.
+
+    ``meanflow.kernels.empirical_ntk`` and ``meanflow.measures.laws.uniform`` are, ``meanflow.flows._models`` is not.
+    """
+    here, *rest = path.split(".")
+    for name in rest:
+        packages = {*ROOMS, "cli"} if here == "meanflow" else set()
+        found = {public.name: public for public in exported(here)}
+        below = f"{here}.{name}"
+        if name in packages or (name in found and found[name].is_module):
+            here = below
+        elif source(here).name == "__init__.py":
+            return name in found or name == "__version__"
+        else:
+            return name in members(here)
+    return True

@@ -3,6 +3,40 @@
 A network is a cloud of particles w_i with weights p_i; it predicts f(x) = sum_i p_i phi(w_i; x) and learns by
 w_i' = -C(w_i) grad V(w_i), where V is the first variation of the loss and C an inverse metric. Batch norm and
 the balance of a ReLU neuron only change C.
+
+Data and networks
+    Dataset             inputs, targets and weights
+    Cloud               particles with weights: a network
+    Neurons             particles (a, b) of a two-layer network
+    Polar, Affine       particles of a network with one input: (r, theta) and (a, b, c)
+
+Models, all of them a Flow
+    vanilla             a s(b . x) in flat coordinates
+    batchnorm           with batch norm, in raw weights
+    batchnorm_manifold  with batch norm, on its manifold
+    canonical           ReLU with one input, neurons on a cylinder
+    lifted              the same with the balance of each neuron as a label
+    planar, radial      its limits, in which one layer learns
+    full                the same in raw weights
+
+What a model says
+    predict             f(x)
+    energy              the loss with its penalty
+    velocity            how each particle moves
+    dissipation         how fast the energy falls
+    first_variation     V, whose gradient moves particles
+    tangent_kernel      the kernel under which predictions move
+
+Training
+    solve               continuous time
+    descend             discrete time: gradient descent, optimizers, batches
+    KernelStep          steps as a fraction of the largest stable one
+    Solution, RESULTS   what both return
+    sweep               a grid over widths, balances, scales and seeds
+    phase_diagram       how observables scale with the width
+
+Further: activations (those known by name) and the rooms measures, geometry, layers, kernels, flows, solvers,
+transport, depth, training, univariate, sweeps, plots and report, for instance ``mf.kernels.empirical_ntk``.
 """
 
 import typing as _typing
@@ -30,6 +64,7 @@ from meanflow.univariate import planar as planar
 from meanflow.univariate import radial as radial
 
 if _typing.TYPE_CHECKING:
+    from meanflow import activations as activations
     from meanflow import depth as depth
     from meanflow import geometry as geometry
     from meanflow import kernels as kernels
@@ -68,6 +103,7 @@ _ROOMS = (
 # rooms load on first use: diffrax, optax, flax, ott, xarray and matplotlib are slow to import
 _LAZY = {
     **{room: room for room in _ROOMS},
+    "activations": "activations",
     "RESULTS": "solvers",
     "KernelStep": "solvers",
     "Solution": "solvers",

@@ -12,7 +12,8 @@ def attach(
     """Return the functions ``__getattr__`` and ``__dir__`` of a package that imports names on first use.
 
     A package writes ``__getattr__, __dir__ = attach(__name__, {"BatchNorm": "normalization"})``. Reading
-    ``package.BatchNorm`` then imports ``package.normalization`` and returns its ``BatchNorm``. A name that equals
+    ``package.BatchNorm`` for the first time then imports ``package.normalization``, and the package keeps its
+    ``BatchNorm``. A name that equals
     the last part of its module, such as ``{"functional": "functional"}``, stands for the module itself.
 
     Args:
@@ -28,7 +29,10 @@ def attach(
         if name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{exports[name]}")
-        return module if _is_module(name, exports[name]) else getattr(module, name)
+        value = module if _is_module(name, exports[name]) else getattr(module, name)
+        # Python asks __getattr__ only for names that the package lacks: from now on it has this one
+        setattr(sys.modules[package], name, value)
+        return value
 
     def public_names() -> list[str]:
         present = vars(sys.modules[package]).items()

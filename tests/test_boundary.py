@@ -304,7 +304,7 @@ def mismatches():
         (lambda: mf.measures.sample(key, 3, mf.Neurons, some), "laws must name the coordinates"),
         (lambda: mf.measures.sample(key, 3, mf.Polar, some, labels=[1.0, 2.0]), "labels must have shape"),
         (lambda: g.project(polar, np.eye(2)), "cloud must hold Neurons"),
-        (lambda: g.project(plane, np.eye(3)), "sigma must have shape"),
+        (lambda: g.project(plane, np.eye(3)), "covariance must have shape"),
         (lambda: g.metric(x, np.eye(2)), "bb must have shape"),
         (lambda: g.distance(x, wide), "other must have as many columns as bb"),
         (lambda: g.inner(x, y, x), "v must have a shape that fits bb"),

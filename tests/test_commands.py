@@ -8,8 +8,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from meanflow import commands
-from meanflow.commands import OPTIONAL, Commands
+from meanflow import cli
+from meanflow.cli import _extension as commands
+from meanflow.cli._extension import OPTIONAL, Commands
 
 
 @pytest.fixture
@@ -91,9 +92,23 @@ def test_a_broken_command_gives_a_message_and_harms_no_other(install, value, rea
 def test_a_plain_install_in_a_process_of_its_own():
     """The whole command line with the entry points hidden: usable, with a message and no traceback."""
     start = (
-        "from meanflow import commands; commands.entry_points = lambda group: ();"
+        "from meanflow.cli import _extension as commands; commands.entry_points = lambda group: ();"
         "from meanflow.cli import main; main(['bench'], 'meanflow')"
     )
     done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
     assert done.returncode == 2 and "pip install meanflow-benchmarks" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_package_runs_as_a_module_with_all_its_commands():
+    done = subprocess.run([sys.executable, "-m", "meanflow", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ") and line.strip()}
+    assert {"sweep", "resume", "show", "report", "info", "data"} <= listed
+    assert "Usage: python -m meanflow" in done.stdout
+
+
+def test_the_command_line_exports_what_other_distributions_call():
+    assert {name for name in vars(cli) if not name.startswith("_")} == {
+        *("main", "guard", "parse_setting", "print_json")
+    }

@@ -90,12 +90,12 @@ def test_gradients_of_scaled_distances_are_those_of_the_plain_formula():
         (lambda: jax.jit(lambda y: mf.Dataset(np.ones(3), y).y)(jnp.ones(3) + 1j), "y must be .*real"),
         (lambda: mf.batchnorm(covariance=[[1.0, 0.9], [0.1, 1.0]]), "covariance must be symmetric"),
         (lambda: mf.batchnorm_manifold(covariance=-np.eye(2)), "covariance must be positive semi-definite"),
-        (lambda: mf.vanilla(strength=0.1), "strength needs a regularizer"),
+        (lambda: mf.vanilla(penalty=0.1), r"penalty must be a pair \(function, strength\)"),
         (lambda: mf.depth.expected_gram([[1.0, 2.0], [2.0, 1.0]], 3), "gram must be positive semi-definite"),
         (lambda: mf.depth.pair_angles([[1.0, 2.0], [2.0, 1.0]]), "gram must be a Gram matrix"),
         (lambda: geometry.log([1.0, 0.0], [-2.0, 0.0], np.eye(2)), "other must not be opposite"),
         (lambda: geometry.direction([[1.0, 0.0], [0.0, 0.0]]), "bb must hold nonzero vectors"),
-        (lambda: geometry.normalize(np.ones(3), np.eye(2)), r"sigma must have shape \(3, 3\)"),
+        (lambda: geometry.normalize(np.ones(3), np.eye(2)), r"covariance must have shape \(3, 3\)"),
         (lambda: geometry.exp(np.ones(2), np.ones(3), np.eye(2)), "v must have as many columns as bb"),
     ],
 )
@@ -273,7 +273,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: mf.Dataset([1.0, 2.0], [1.0, 2.0], [0.0, 0.0]), "weights must not all be zero"),
         (lambda: mf.kernels.spectrum(np.array([[1.0, 2.0], [2.0, 1.0]])), "kernel must be a Gram matrix"),
         (lambda: mf.kernels.spectrum(np.array([[1.0, 0.9], [0.1, 1.0]])), "kernel must be symmetric"),
-        (lambda: mf.geometry.BatchNormManifold(np.ones((2, 3))), "sigma must be a square matrix"),
+        (lambda: mf.geometry.BatchNormManifold(np.ones((2, 3))), "covariance must be a square matrix"),
         (
             lambda: mf.training.MLP(3, (2,), "a", norm=mf.layers.BatchNorm, rngs=nnx.Rngs(0)),
             "classes must be",

@@ -80,7 +80,7 @@ def test_calls_with_equal_parts_made_anew_compile_nothing(caplog):
     _, cloud, data = problem("vanilla", width=3, points=6)
 
     def run():
-        flow = mf.vanilla(scaled(2.0), lambda f, y: (f - y) ** 4, regularizer=lambda w: w.a**2, strength=0.1)
+        flow = mf.vanilla(scaled(2.0), lambda f, y: (f - y) ** 4, penalty=(lambda w: w.a**2, 0.1))
         watch = {"size": lambda flow, cloud, data: jnp.max(cloud.particles.a)}
         return mf.descend(flow, cloud, data, 2, optimizer=optax.adam(0.1), observe=watch).energy
 

@@ -1,6 +1,8 @@
 """Rooms import one way: a module may import its own room and the rooms before it, never one behind it."""
 
 import ast
+import importlib.util
+import json
 import pathlib
 import re
 import subprocess
@@ -12,6 +14,9 @@ import meanflow
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "meanflow"
+spec = importlib.util.spec_from_file_location("names", ROOT / "docs" / "names.py")
+names = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(names)
 FOUNDATION = (
     "_properties",
     "_checks",
@@ -22,7 +27,6 @@ FOUNDATION = (
     "_lazy",
     "_reuse",
     "activations",
-    "commands",
 )
 ROOMS = (
     *("measures", "geometry", "layers", "kernels", "flows", "solvers", "transport", "depth", "training"),
@@ -73,3 +77,73 @@ def test_version_is_that_of_the_distribution():
         r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M
     ).group(1)
     assert f"## {meanflow.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def code_of(path):
+    """The Python of a file: a module, the python blocks of a page, or the code cells of a notebook."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return "\n".join("".join(cell["source"]) for cell in cells)
+    return text
+
+
+def paths_used(code):
+    """Dotted paths below ``meanflow`` that code imports, or reads from a module of it: ``mf.kernels.empirical_ntk``."""
+    tree, bound = ast.parse(code), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "meanflow":
+                    yield alias.name
+                    bound[alias.asname or "meanflow"] = alias.name if alias.asname else "meanflow"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meanflow":
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        chain = []
+        while isinstance(node, ast.Attribute):
+            chain.insert(0, node.attr)
+            node = node.value
+        if chain and isinstance(node, ast.Name) and node.id in bound:
+            yield ".".join((bound[node.id], *chain))
+
+
+def groups():
+    """What is written for users of the library: files by folder, pages and notebooks one by one."""
+    found = {}
+    packages = [*(ROOT / "papers" / "meanflow_papers").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    benchmarks = (ROOT / "benchmarks" / "meanflow_benchmarks").glob("*.py")
+    for path in [*packages, *(ROOT / "docs").rglob("*.py")]:
+        found.setdefault(str(path.parent.relative_to(ROOT)), []).append(path)
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb"))
+    found |= {str(path.relative_to(ROOT)): [path] for path in (*benchmarks, *pages)}
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("group", groups())
+def test_users_of_the_library_use_public_names_alone(group):
+    private = {
+        (path.name, used)
+        for path in groups()[group]
+        for used in paths_used(code_of(path))
+        if not names.is_public(used)
+    }
+    assert not private
+
+
+def test_what_is_loaded_once_stays():
+    code = "import meanflow as mf; mf.solve; print('solve' in vars(mf), mf.solve is mf.solvers.solve)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_help_lists_what_users_call():
+    public = {name for name in dir(meanflow) if not name.startswith("_")}
+    assert {public.name for public in names.exported("meanflow")} <= public | {"Flow"}
+    assert not public & {"typing", "cli"}
+    missing = {name for name in public if not re.search(rf"\b{name}\b", meanflow.__doc__)}
+    assert not missing

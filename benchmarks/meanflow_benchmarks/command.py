@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import click
 import jax
 
-from meanflow.commands import guard, parse_setting, print_json
+from meanflow.cli import guard, parse_setting, print_json
 
 ROOMS = ("accelerators", "depth", "flows", "kernels", "kinks", "layers", "solvers", "sweeps", "univariate")
 

@@ -9,10 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import meanflow as mf
-from meanflow.activations import Activation
-from meanflow.flows import _equation as equation
-from meanflow.flows._features import TwoLayer
-from meanflow.flows._flow import make_flow
 from meanflow_benchmarks.memory import MEGABYTE, program_memory
 from meanflow_benchmarks.timing import interleaved
 
@@ -122,11 +118,8 @@ def tangent_kernel(
     }
 
 
-class _Whole(TwoLayer):
+class _Whole(type(mf.vanilla().feature)):  # type: ignore[misc]
     """Neurons of two layers, treated all at once whatever their number."""
-
-    def __init__(self, activation: Activation) -> None:
-        super().__init__(activation)
 
     def blocks(self, cloud: mf.Cloud, x: jax.Array) -> int:
         """Return 1."""
@@ -156,7 +149,7 @@ def blocks(
     x = jax.random.normal(keys[0], (points, dim))
     data = mf.Dataset(x, jnp.tanh(x[:, 0]))
     chosen = mf.vanilla("tanh")
-    flows = {"blocks": chosen, "whole": make_flow(_Whole(jnp.tanh), mf.geometry.Space())}
+    flows = {"blocks": chosen, "whole": mf.flows.make_flow(_Whole(jnp.tanh), mf.geometry.Space())}
     programs: dict[str, jax.stages.Compiled] = {}
     clouds = {}
     for width in widths:
@@ -208,7 +201,7 @@ def dispatch(width: int = 16, points: int = 20, dim: int = 2, calls: int = 200) 
         "ntk_jit": lambda: kernel_jit(weights, x),
     }
     for name in ("energy", "velocity"):
-        public, inner = getattr(mf, name), eqx.filter_jit(getattr(equation, name))
+        public, inner = getattr(mf, name), eqx.filter_jit(getattr(mf, name))
         jobs[name] = lambda public=public: public(flow, cloud, data)  # type: ignore[misc]
         jobs[f"{name}_filter_jit"] = lambda inner=inner: inner(flow, cloud, data)  # type: ignore[misc]
     seconds: dict[str, list[float]] = {name: [] for name in jobs}

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.flows._models import vanilla
+import meanflow as mf
 from meanflow.measures import Cloud, Dataset, Neurons
 from meanflow.solvers import Solution, descend, solve
-from meanflow.solvers._sliding import STAGES
 from meanflow_benchmarks.memory import GIGABYTE
 from meanflow_benchmarks.resident import grown_bytes
 
@@ -21,6 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ADAPTIVE = {"tsit5": (diffrax.Tsit5(), 6), "dopri8": (diffrax.Dopri8(), 13)}
+STAGES = 3  # force evaluations in a step of the sliding solver
 FIXED = {"euler": (diffrax.Euler(), 1), "heun": (diffrax.Heun(), 2)}
 
 
@@ -100,7 +100,7 @@ def work_precision(
         it was not reached), and how many adaptive runs stalled.
     """
     cloud, data = _problem(width, samples, dim)
-    flow = vanilla()
+    flow = mf.vanilla()
 
     def slide(rate: int) -> Solution:
         step = jnp.asarray(1 / rate)
@@ -126,7 +126,7 @@ def work_precision(
     rows = []
     for rate in sliding:
         sol, seconds = _processor_seconds(functools.partial(slide, rate))
-        rows.append((len(STAGES) * float(sol.stats["num_steps"]), error(sol), seconds))
+        rows.append((STAGES * float(sol.stats["num_steps"]), error(sol), seconds))
     enter("sliding", rows)
     for name, (solver, stages) in FIXED.items():
         rows = []
@@ -178,7 +178,7 @@ def scale(
         Times after compilation, their ratio, events, and by how much the process grows in a run.
     """
     cloud, data = _problem(width, samples, dim)
-    flow = vanilla()
+    flow = mf.vanilla()
     run = lambda: solve(flow, cloud, data, step * steps, solver="sliding", step=step)
     plain = lambda: descend(flow, cloud, data, 3 * steps, step=step / 3)
     sol, seconds = _processor_seconds(run)

@@ -16,7 +16,6 @@ from jaxtyping import PyTree
 
 import meanflow as mf
 from meanflow import kernels
-from meanflow.flows._flow import Flow
 from meanflow.sweeps import _program as program
 from meanflow_benchmarks import networks
 from meanflow_benchmarks.hlo import Program, Work
@@ -64,12 +63,12 @@ def plane(width: int, samples: int, dim: int) -> tuple[PyTree, ...]:
     return mf.Neurons(shape(width), shape(width, dim)), shape(samples, dim), shape(samples)
 
 
-def velocity(flow: Flow) -> Callable[..., PyTree]:
+def velocity(flow: mf.Flow) -> Callable[..., PyTree]:
     """Return one evaluation of the velocity as a function of (particles, x, y)."""
     return lambda w, x, y: mf.velocity(flow, mf.Cloud(w), mf.Dataset(x, y))
 
 
-def descent(flow: Flow, steps: int = STEPS) -> Callable[..., PyTree]:
+def descent(flow: mf.Flow, steps: int = STEPS) -> Callable[..., PyTree]:
     """Return a run of gradient descent that records nothing but the energy of start and end."""
 
     def run(w: PyTree, x: jax.Array, y: jax.Array) -> PyTree:
@@ -79,7 +78,7 @@ def descent(flow: Flow, steps: int = STEPS) -> Callable[..., PyTree]:
     return run
 
 
-def solution(flow: Flow, end: float, **options: Any) -> Callable[..., PyTree]:
+def solution(flow: mf.Flow, end: float, **options: Any) -> Callable[..., PyTree]:
     """Return a run in continuous time."""
 
     def run(w: PyTree, x: jax.Array, y: jax.Array) -> PyTree:
@@ -89,7 +88,7 @@ def solution(flow: Flow, end: float, **options: Any) -> Callable[..., PyTree]:
     return run
 
 
-def gradient(flow: Flow, steps: int) -> Callable[..., PyTree]:
+def gradient(flow: mf.Flow, steps: int) -> Callable[..., PyTree]:
     """Return the derivative of the last energy of a descent with respect to the first particles."""
 
     def last(w: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -99,7 +98,7 @@ def gradient(flow: Flow, steps: int) -> Callable[..., PyTree]:
 
 
 def sweep(
-    flow: Flow,
+    flow: mf.Flow,
     *,
     widths: tuple[int, ...],
     seeds: int,

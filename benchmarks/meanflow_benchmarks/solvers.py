@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 import meanflow as mf
-from meanflow.flows import _equation as equation
 from meanflow_benchmarks.memory import MEGABYTE, program_memory
 from meanflow_benchmarks.timing import interleaved
 
@@ -126,7 +125,7 @@ def fixed_steps(
     method, size = diffrax.Tsit5(), 0.1
 
     def scan(cloud: mf.Cloud) -> Any:
-        term = diffrax.ODETerm(lambda t, w, _: equation.velocity(flow, cloud.at(w), data))
+        term = diffrax.ODETerm(lambda t, w, _: mf.velocity(flow, cloud.at(w), data))
         state = method.init(term, 0.0, size, cloud.particles, None)
 
         def one(carry: Any, _: None) -> tuple[Any, None]:

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from meanflow.cli import main
-from meanflow.commands import registered
+from meanflow.cli._extension import registered
 from meanflow_benchmarks import peers
 
 

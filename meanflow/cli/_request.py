@@ -57,11 +57,11 @@ FLOWS = {
     "vanilla": NamedFlow(models.vanilla, ("activation", "loss")),
     "batchnorm": NamedFlow(models.batchnorm, ("activation", "loss")),
     "batchnorm_manifold": NamedFlow(models.batchnorm_manifold, ("activation", "loss")),
-    "canonical": NamedFlow(univariate.canonical, ("loss", "variation", "forces")),
-    "lifted": NamedFlow(univariate.lifted, ("alpha", "loss", "variation", "forces")),
-    "planar": NamedFlow(univariate.planar, ("alpha", "loss", "variation", "forces")),
-    "radial": NamedFlow(univariate.radial, ("alpha", "loss", "variation", "forces")),
-    "full": NamedFlow(univariate.full, ("alpha", "loss", "decay", "forces")),
+    "canonical": NamedFlow(univariate.canonical, ("loss", "penalty", "forces")),
+    "lifted": NamedFlow(univariate.lifted, ("alpha", "loss", "penalty", "forces")),
+    "planar": NamedFlow(univariate.planar, ("alpha", "loss", "penalty", "forces")),
+    "radial": NamedFlow(univariate.radial, ("alpha", "loss", "penalty", "forces")),
+    "full": NamedFlow(univariate.full, ("alpha", "loss", "penalty", "forces")),
 }
 TABLES = ("store", "flow", "data", "grid", "run", "mesh")
 DATA_KEYS = ("name", "points", "dim", "seed", "file", "x", "y", "weights")

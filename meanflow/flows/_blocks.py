@@ -82,8 +82,9 @@ def split_rows(u: jax.Array, count: int) -> jax.Array:
     """Return the rows of an array as ``count`` blocks (count, size, ...), filled up with copies of the last row.
 
     With several devices block k holds the rows k, k + count, k + 2 count, ...: where a cloud is spread over them, each
-    then holds a part of every block, and none waits for another. With one device blocks are cut as they lie in memory:
-    nothing is copied where they come out even.
+    then holds a part of every block, and a velocity takes one sum over devices. Cut as they lie in memory, blocks would
+    belong to one device each: the compiler then gathers the whole cloud on every device, and each computes all of it
+    (``test_blocks_of_a_spread_cloud_stay_where_they_are``). With one device nothing is copied where blocks are even.
     """
     size = -(-u.shape[0] // count)
     missing = count * size - u.shape[0]

@@ -4,6 +4,8 @@ Everything here is a pure function of pytrees and works under jit, vmap and grad
 arguments once and then runs one compiled program of the inner function of the same name.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
@@ -216,6 +218,15 @@ class Flow(eqx.Module):
 
 
 ALPHA = either(choice(*NAMES), number(above=0))
+
+
+def penalty_pair(name: str, value: object) -> tuple[object, object]:
+    """Accept a pair (function, strength): a function of the particles and a number >= 0. A kind of ``_checks``."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name} must be a pair (function, strength), got {_checks.show(value)}")
+    return taking(1)(f"{name}[0]", value[0]), number(low=0)(f"{name}[1]", value[1])
+
+
 FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.vanilla()")
 
 
@@ -224,8 +235,7 @@ FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.
     space=instance(Space),
     loss=LOSS,
     alpha=ALPHA,
-    regularizer=optional(taking(1)),
-    strength=number(low=0),
+    penalty=optional(penalty_pair),
     laws=optional(taking(1)),
     chart=subclass(Chart),
     centered=flag,
@@ -233,11 +243,10 @@ FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.
 def make_flow(
     feature: Feature,
     space: Space,
-    loss: "str | LossFunction | Loss" = "squared",
+    loss: str | LossFunction | Loss = "squared",
     *,
-    alpha: "Alpha" = "m",
-    regularizer: Callable[[PyTree[jax.Array]], jax.Array] | None = None,
-    strength: float | jax.Array = 0.0,
+    alpha: Alpha = "m",
+    penalty: tuple[Callable[[PyTree[jax.Array]], jax.Array], float | jax.Array] | None = None,
     laws: Callable[[int | None], dict[str, Law]] | None = None,
     chart: type[Chart] = Chart,
     centered: bool = False,
@@ -250,19 +259,14 @@ def make_flow(
         loss: ``"squared"``, ``"logistic"``, ``"huber"``, ``"softmax"`` or a callable (f, y) -> loss: elementwise for
             one output, of rows f (k,) for k outputs.
         alpha: the output scale, which decides the lazy clock; a feature that uses it has it as well.
-        regularizer: maps particles to (m,) values, weighted by ``strength``.
-        strength: lam >= 0.
+        penalty: a pair (function, lam): the penalty lam sum_i p_i function(w)_i, where the function maps particles to
+            (m,) values and lam >= 0; or None.
         laws: maps the input dimension (or None) to the laws of an initial cloud, by coordinate.
         chart: the coordinates in which solvers step the flow.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
     """
-    known = _checks.concrete(strength)
-    if regularizer is None and known is not None and np.any(known != 0):
-        raise ValueError(
-            f"strength needs a regularizer to multiply, got strength={strength} and no regularizer"
-        )
-    penalty = None if regularizer is None else Regularizer(canonical(regularizer), floating(strength))
-    return Flow(feature, space, Loss(loss), Scaling(alpha), penalty, laws, chart, centered)
+    regularizer = None if penalty is None else Regularizer(canonical(penalty[0]), floating(penalty[1]))
+    return Flow(feature, space, Loss(loss), Scaling(alpha), regularizer, laws, chart, centered)
 
 
 def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
@@ -285,12 +289,12 @@ def _check_penalty(
     structure: jax.tree_util.PyTreeDef,
     shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
 ) -> None:
-    """Refuse a regularizer that does not return one number for each particle."""
+    """Refuse a penalty that does not return one number for each particle."""
     particles = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*one) for one in shapes])
     given, wanted = jax.eval_shape(penalty, particles), (shapes[0][0][0],)
     if getattr(given, "shape", None) != wanted:
         raise ValueError(
-            f"regularizer must return one value for each particle, shape {wanted}, "
+            f"penalty must return one value for each particle, shape {wanted}, "
             f"got {getattr(given, 'shape', type(given).__name__)}"
         )
 
@@ -299,7 +303,7 @@ INPUTS = array((None,), (None, None), squares=True)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
-def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, "n *k"]:
+def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> Float[Array, n * k]:
     """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
 
     >>> import jax, meanflow as mf
@@ -373,8 +377,8 @@ OUTPUTS = choice("full", "trace", "diagonal")
 def tangent_kernel(
     flow: Flow,
     cloud: Cloud,
-    x: Real[ArrayLike, "n *d"] | Sequence,
-    z: Real[ArrayLike, "k *d"] | Sequence | None = None,
+    x: Real[ArrayLike, n * d] | Sequence,
+    z: Real[ArrayLike, k * d] | Sequence | None = None,
     *,
     outputs: str = "full",
     chunk: int = 16,

@@ -1,17 +1,20 @@
 """Two-layer models: vanilla, batch norm in raw coordinates, batch norm on its manifold."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks, activations
-from meanflow._checks import array, flag, number, optional, taking
+from meanflow._checks import array, flag, optional
 from meanflow._matrices import matrix
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.flows._features import TwoLayer
-from meanflow.flows._flow import ALPHA, Flow, make_flow
+from meanflow.flows._flow import ALPHA, Flow, make_flow, penalty_pair
 from meanflow.flows._losses import LOSS, Loss, LossFunction
 from meanflow.flows._normalized import BatchNormed
 from meanflow.geometry._neurons import LayerRates, SignedSphere
@@ -20,7 +23,8 @@ from meanflow.measures import laws
 from meanflow.measures._cloud import Neurons
 from meanflow.measures._scaling import Alpha, Scaling
 
-Penalty = Callable[[Neurons], jax.Array]
+# a function of the particles, and the strength lam that multiplies it
+Penalty = tuple[Callable[[Neurons], jax.Array], float | jax.Array]
 
 
 def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -37,8 +41,7 @@ MODEL = {
     "activation": ACTIVATION,
     "loss": LOSS,
     "alpha": ALPHA,
-    "regularizer": optional(taking(1)),
-    "strength": number(low=0),
+    "penalty": optional(penalty_pair),
     "centered": flag,
 }
 
@@ -57,8 +60,7 @@ def vanilla(
     inner: bool | float | Float[ArrayLike, "*m"] = True,
     outer: bool | float | Float[ArrayLike, "*m"] = True,
     centered: bool = False,
-    regularizer: Penalty | None = None,
-    strength: float | jax.Array = 0.0,
+    penalty: Penalty | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . x): gradient flow in flat (a, b).
 
@@ -70,8 +72,7 @@ def vanilla(
         bias: whether neurons have a bias: s(b . (x, 1)), with b (m, d + 1) and the bias in its last column.
         inner, outer: whether b and a are trained; also rates >= 0 at which they learn, one number or one per neuron.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
-        regularizer: a penalty, particles -> (m,), weighted by ``strength``.
-        strength: lam >= 0.
+        penalty: a pair (function, lam), particles -> (m,) and lam >= 0: the penalty lam sum_i p_i function(w)_i.
 
     >>> import jax, meanflow as mf
     >>> mf.vanilla("tanh").init(jax.random.key(0), 8, dim=3).particles.b.shape
@@ -86,8 +87,7 @@ def vanilla(
         loss,
         alpha=alpha,
         centered=centered,
-        regularizer=regularizer,
-        strength=strength,
+        penalty=penalty,
         laws=_biased_laws if bias else _two_layer_laws,
     )
 
@@ -100,8 +100,7 @@ def spherical(
     alpha: Alpha = "m",
     bias: bool = False,
     centered: bool = False,
-    regularizer: Penalty | None = None,
-    strength: float | jax.Array = 0.0,
+    penalty: Penalty | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
 
@@ -124,8 +123,7 @@ def spherical(
         loss,
         alpha=alpha,
         centered=centered,
-        regularizer=regularizer,
-        strength=strength,
+        penalty=penalty,
         laws=_biased_laws if bias else _two_layer_laws,
     )
 
@@ -147,15 +145,14 @@ def batchnorm(
     affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
-    regularizer: Penalty | None = None,
-    strength: float | jax.Array = 0.0,
+    penalty: Penalty | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . (x - mean) / |b_i|_S) in flat raw (a, b).
 
     Gradients do not change the norm of b: |b_i| is conserved.
 
     Args:
-        activation, loss, alpha, centered, regularizer, strength: as in ``vanilla``.
+        activation, loss, alpha, centered, penalty: as in ``vanilla``.
         mean: (d,) population mean, or None: that of the data.
         covariance: (d, d) population covariance S, or None: that of the data (1/N). It may be singular (constant
             inputs, fewer samples than dimensions); then the part of b in its null space stands still.
@@ -169,18 +166,8 @@ def batchnorm(
     >>> mf.batchnorm("tanh").feature.raw
     True
     """
-    _same_dimension(mean, covariance)
-    statistics = _arrays(mean, covariance)
-    feature = BatchNormed(activations.resolve(activation), *statistics, True, Scaling(alpha), affine)
-    return make_flow(
-        feature,
-        Space(),
-        loss,
-        alpha=alpha,
-        centered=centered,
-        regularizer=regularizer,
-        strength=strength,
-        laws=_affine_laws if affine else _two_layer_laws,
+    return _normalized(
+        True, activation, loss, mean, covariance, affine, alpha=alpha, centered=centered, penalty=penalty
     )
 
 
@@ -194,8 +181,7 @@ def batchnorm_manifold(
     affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
-    regularizer: Penalty | None = None,
-    strength: float | jax.Array = 0.0,
+    penalty: Penalty | None = None,
 ) -> Flow:
     """Build the same flow in reduced coordinates: (a, bb) on R x Omega with labels c = |b| (default 1).
 
@@ -212,31 +198,33 @@ def batchnorm_manifold(
     >>> flow.init(jax.random.key(0), 4, dim=2).labels.round(6).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    _same_dimension(mean, covariance)
-    statistics = _arrays(mean, covariance)
-    feature = BatchNormed(activations.resolve(activation), *statistics, False, Scaling(alpha), affine)
-    space = BatchNormManifold(statistics[1])
-    return make_flow(
-        feature,
-        space,
-        loss,
-        alpha=alpha,
-        centered=centered,
-        regularizer=regularizer,
-        strength=strength,
-        laws=_affine_laws if affine else _two_layer_laws,
+    return _normalized(
+        False, activation, loss, mean, covariance, affine, alpha=alpha, centered=centered, penalty=penalty
     )
 
 
-def _same_dimension(mean: ArrayLike | None, covariance: ArrayLike | None) -> None:
-    """Refuse a mean and a covariance of unequal dimensions."""
+def _normalized(
+    raw: bool,
+    activation: str | Activation,
+    loss: str | LossFunction | Loss,
+    mean: Float[ArrayLike, " d"] | None,
+    covariance: Float[ArrayLike, "d d"] | None,
+    affine: bool,
+    **common: Any,
+) -> Flow:
+    """Build either flow of batch norm: in ``raw`` weights, where space is flat, or on Omega.
+
+    ``common`` is what any flow takes: alpha, centered, penalty.
+    """
     if mean is not None and covariance is not None:
         _checks.shape("mean", mean, jnp.shape(covariance)[:1])
-
-
-def _arrays(
-    mean: Float[ArrayLike, " d"] | None, covariance: Float[ArrayLike, "d d"] | None
-) -> tuple[jax.Array | None, jax.Array | None]:
-    return None if mean is None else jnp.asarray(mean), None if covariance is None else jnp.asarray(
-        covariance
+    # None stays None: ``bind`` puts the statistics of the data there
+    mean, covariance = (None if u is None else jnp.asarray(u) for u in (mean, covariance))
+    scaling = Scaling(common["alpha"])
+    return make_flow(
+        BatchNormed(activations.resolve(activation), mean, covariance, raw, scaling, affine),
+        Space() if raw else BatchNormManifold(covariance),
+        loss,
+        laws=_affine_laws if affine else _two_layer_laws,
+        **common,
     )

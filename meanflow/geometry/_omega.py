@@ -13,8 +13,6 @@ covariance ``sigma`` is (d, d); metric inner products of *tangent* vectors do no
 A singular S has a smaller Omega: all formulas hold for bb in the range of S, with differentials g that lie there too.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,14 +111,6 @@ def metric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
 
 
 @jax.jit
-def cometric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
-    """Return the matrix G^-1 (d, d) at one point bb (d,), zero on the normal direction."""
-    u = sigma @ bb
-    left = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(bb, u)
-    return (bb @ bb) * left @ left.T
-
-
-@jax.jit
 def distance(bb: Vectors, other: Vectors) -> Float[Array, "..."]:
     """Return the geodesic distance on (Omega, G), shape (...): the angle of two vectors (..., d) in radians."""
     return sphere.angle(direction(bb), direction(other))
@@ -147,33 +137,3 @@ def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
     s = direction(bb)
     turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
     return normalize(s + turn, sigma)
-
-
-@jax.jit
-def volume_density(bb: Vectors, sigma: Matrix) -> Float[Array, "..."]:
-    """Return d vol_G / d(Euclidean area of Omega) = 1 / (|bb|^d |S bb|), shape (...); the total is that of S^(d-1)."""
-    return safe_norm(bb) ** -bb.shape[-1] / safe_norm(bb @ sigma)
-
-
-class Comparison(NamedTuple):
-    """Sharp constants between G and the Euclidean metric on Omega.
-
-    Attributes:
-        upper: |v|_G <= upper |v| for tangent v.
-        lower: |v| <= lower |v|_G.
-        condition: largest ratio of the eigenvalues of G on a tangent space, (k+1)^2/(4k), k = cond(S).
-    """
-
-    upper: jax.Array
-    lower: jax.Array
-    condition: jax.Array
-
-
-@jax.jit
-def comparison(sigma: Matrix) -> Comparison:
-    """Return the constants for a covariance S (d, d): chord <= lower * angle and angle <= (pi/2) upper * chord."""
-    spectrum = jnp.linalg.eigvalsh(sigma)
-    low, high = spectrum[0], spectrum[-1]
-    k = high / low
-    stretch = jnp.where(k <= 2, 1.0, 4 * (k + 1) ** 3 / (27 * k**2))
-    return Comparison(jnp.sqrt(high), jnp.sqrt(stretch / low), (k + 1) ** 2 / (4 * k))

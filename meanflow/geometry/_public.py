@@ -1,7 +1,7 @@
 """The public functions of the batch-norm manifold: each checks its arguments and then runs the inner function.
 
 The inner functions of the same names are in ``meanflow.geometry._omega`` and ``lifts``. They check nothing, are
-compiled, and are what flows and solvers call. Vectors are (..., d), the covariance ``sigma`` is (d, d);
+compiled, and are what flows and solvers call. Vectors are (..., d), the ``covariance`` S is (d, d);
 the arrays of one call broadcast against each other along their leading axes.
 """
 
@@ -33,7 +33,7 @@ def nonzero(name: str, value: object) -> jax.Array:
     return vectors
 
 
-def _fit(sigma: ArrayLike | None = None, **vectors: ArrayLike) -> None:
+def _fit(covariance: ArrayLike | None = None, **vectors: ArrayLike) -> None:
     """Refuse arrays of one call whose dimensions do not fit together."""
     (first, given), *rest = ((name, jnp.shape(value)) for name, value in vectors.items())
     for name, other in rest:
@@ -43,24 +43,24 @@ def _fit(sigma: ArrayLike | None = None, **vectors: ArrayLike) -> None:
             jnp.broadcast_shapes(given, other)
         except ValueError:
             raise ValueError(f"{name} must have a shape that fits {first}, {given}, got {other}") from None
-    if sigma is not None and jnp.shape(sigma)[-1] != given[-1]:
+    if covariance is not None and jnp.shape(covariance)[-1] != given[-1]:
         d = given[-1]
-        raise ValueError(f"sigma must have shape ({d}, {d}) to fit {first}, got {jnp.shape(sigma)}")
+        raise ValueError(f"covariance must have shape ({d}, {d}) to fit {first}, got {jnp.shape(covariance)}")
 
 
-@_checks.arguments(b=nonzero, sigma=COVARIANCE)
-def normalize(b: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+@_checks.arguments(b=nonzero, covariance=COVARIANCE)
+def normalize(b: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
     """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it.
 
     Args:
         b: nonzero raw weights (..., d).
-        sigma: covariance S (d, d), symmetric and positive definite.
+        covariance: S (d, d), symmetric and positive definite.
 
     >>> normalize([3.0, 0.0], [[4.0, 0.0], [0.0, 1.0]]).tolist()
     [0.5, 0.0]
     """
-    _fit(sigma, b=b)
-    return omega.normalize(b, sigma)
+    _fit(covariance, b=b)
+    return omega.normalize(b, covariance)
 
 
 @_checks.arguments(bb=nonzero)
@@ -76,20 +76,20 @@ def direction(bb: Vectors) -> Float[Array, "*batch d"]:
     return omega.direction(bb)
 
 
-@_checks.arguments(bb=nonzero, covector=VECTORS, sigma=COVARIANCE)
-def cometric_apply(bb: Vectors, covector: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+@_checks.arguments(bb=nonzero, covector=VECTORS, covariance=COVARIANCE)
+def cometric_apply(bb: Vectors, covector: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
     """Return the gradient of a differential g, G^-1 g = |bb|^2 (I - bb u')(I - u bb') g with u = S bb, (..., d).
 
     Args:
         bb: points of Omega (..., d).
         covector: differentials g (..., d).
-        sigma: covariance S (d, d), symmetric and positive definite.
+        covariance: S (d, d), symmetric and positive definite.
 
     >>> cometric_apply([1.0, 0.0], [5.0, 3.0], [[1.0, 0.0], [0.0, 1.0]]).tolist()
     [0.0, 3.0]
     """
-    _fit(sigma, bb=bb, covector=covector)
-    return omega.cometric_apply(bb, covector, sigma)
+    _fit(covariance, bb=bb, covector=covector)
+    return omega.cometric_apply(bb, covector, covariance)
 
 
 @_checks.arguments(bb=nonzero, v=VECTORS, w=VECTORS)
@@ -107,20 +107,20 @@ def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "*batch"]:
     return omega.inner(bb, v, w)
 
 
-@_checks.arguments(bb=nonzero, sigma=COVARIANCE)
-def metric(bb: Float[ArrayLike, " d"], sigma: Matrix) -> Float[Array, "d d"]:
+@_checks.arguments(bb=nonzero, covariance=COVARIANCE)
+def metric(bb: Float[ArrayLike, " d"], covariance: Matrix) -> Float[Array, "d d"]:
     """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb.
 
     Args:
         bb: one point of Omega (d,).
-        sigma: covariance S (d, d), symmetric and positive definite.
+        covariance: S (d, d), symmetric and positive definite.
 
     >>> metric([1.0, 0.0], [[1.0, 0.0], [0.0, 1.0]]).tolist()
     [[0.0, 0.0], [0.0, 1.0]]
     """
     _checks.shape("bb", bb, (None,))
-    _fit(sigma, bb=bb)
-    return omega.metric(bb, sigma)
+    _fit(covariance, bb=bb)
+    return omega.metric(bb, covariance)
 
 
 @_checks.arguments(bb=nonzero, other=nonzero)
@@ -137,56 +137,56 @@ def distance(bb: Vectors, other: Vectors) -> Float[Array, "*batch"]:
     return omega.distance(bb, other)
 
 
-@_checks.arguments(bb=nonzero, v=VECTORS, sigma=COVARIANCE)
-def exp(bb: Vectors, v: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+@_checks.arguments(bb=nonzero, v=VECTORS, covariance=COVARIANCE)
+def exp(bb: Vectors, v: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
     """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians).
 
     Args:
         bb: points of Omega (..., d).
         v: tangent vectors at bb (..., d).
-        sigma: covariance S (d, d), symmetric and positive definite.
+        covariance: S (d, d), symmetric and positive definite.
 
     >>> exp([1.0, 0.0], [0.0, jnp.pi / 2], [[1.0, 0.0], [0.0, 1.0]]).round(6).tolist()
     [0.0, 1.0]
     """
-    _fit(sigma, bb=bb, v=v)
-    return omega.exp(bb, v, sigma)
+    _fit(covariance, bb=bb, v=v)
+    return omega.exp(bb, v, covariance)
 
 
-@_checks.arguments(bb=nonzero, other=nonzero, sigma=COVARIANCE)
-def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+@_checks.arguments(bb=nonzero, other=nonzero, covariance=COVARIANCE)
+def log(bb: Vectors, other: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
     """Return the tangent v (..., d) at bb with exp(bb, v) = other.
 
     Args:
         bb, other: points of Omega (..., d), not opposite to each other: opposite points are joined by many geodesics of
             length pi. While they are traced they cannot be looked at, and the result for opposite points is NaN.
-        sigma: covariance S (d, d), symmetric and positive definite.
+        covariance: S (d, d), symmetric and positive definite.
 
     >>> print(log([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]])[1].round(4))
     1.5708
     """
-    _fit(sigma, bb=bb, other=other)
-    tangent = omega.log(bb, other, sigma)
+    _fit(covariance, bb=bb, other=other)
+    tangent = omega.log(bb, other, covariance)
     known = _checks.concrete(tangent)
     if known is not None and np.isnan(known).any():
         raise ValueError("other must not be opposite to bb: opposite points have no unique geodesic")
     return tangent
 
 
-@_checks.arguments(bb=nonzero, v=VECTORS, sigma=COVARIANCE)
-def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Float[Array, "*batch d"]:
+@_checks.arguments(bb=nonzero, v=VECTORS, covariance=COVARIANCE)
+def retract(bb: Vectors, v: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
     """Return the end of one raw gradient step, renormalized, (..., d). It is |v|_G^3 / 3 away from ``exp``.
 
     Args:
         bb: points of Omega (..., d).
         v: tangent vectors at bb (..., d).
-        sigma: covariance S (d, d), symmetric and positive definite.
+        covariance: S (d, d), symmetric and positive definite.
 
     >>> print(retract([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]]).round(4))
     [0.7071 0.7071]
     """
-    _fit(sigma, bb=bb, v=v)
-    return omega.retract(bb, v, sigma)
+    _fit(covariance, bb=bb, v=v)
+    return omega.retract(bb, v, covariance)
 
 
 def _neurons(cloud: Cloud) -> Neurons | BatchNormNeurons:
@@ -196,8 +196,8 @@ def _neurons(cloud: Cloud) -> Neurons | BatchNormNeurons:
     return cloud.particles
 
 
-@_checks.arguments(cloud=CLOUD, sigma=matrix())
-def project(cloud: Cloud, sigma: Matrix) -> Cloud:
+@_checks.arguments(cloud=CLOUD, covariance=matrix())
+def project(cloud: Cloud, covariance: Matrix) -> Cloud:
     """Map raw neurons (a, b) to the batch-norm manifold: (a, T(b)) with label c = |b|, which the flow conserves.
 
     If S is singular, b is first projected on its range: (a, T(P b)) with label c = |P b|. While S is traced it cannot
@@ -205,21 +205,21 @@ def project(cloud: Cloud, sigma: Matrix) -> Cloud:
 
     Args:
         cloud: neurons with b (m, d), none of which is zero or in the null space of S.
-        sigma: covariance S (d, d), symmetric and positive semi-definite.
+        covariance: S (d, d), symmetric and positive semi-definite.
 
     >>> raw = Cloud(Neurons(jnp.ones(1), jnp.array([[3.0, 4.0]])))
     >>> project(raw, jnp.eye(2)).labels.tolist()
     [5.0]
     """
     b = nonzero("cloud.particles.b", _neurons(cloud).b)
-    _fit(sigma, b=b)
-    null = omega.null_projector(jnp.asarray(sigma))
+    _fit(covariance, b=b)
+    null = omega.null_projector(jnp.asarray(covariance))
     known = None if null is None else _checks.concrete(b - b @ null)
     if known is not None and np.any(np.linalg.norm(known, axis=1) <= 1e-10 * np.linalg.norm(b, axis=1)):
         raise ValueError(
-            "cloud.particles.b must have a part in the range of sigma, got one in its null space"
+            "cloud.particles.b must have a part in the range of the covariance, got one in its null space"
         )
-    return lifts.project(cloud, jnp.asarray(sigma), null)
+    return lifts.project(cloud, jnp.asarray(covariance), null)
 
 
 @_checks.arguments(cloud=CLOUD)

@@ -166,7 +166,7 @@ def ito_drift(space: Space, cloud: Cloud) -> Record:
     return total
 
 
-SIGMA = grams()
+COVARIANCE = grams()
 
 
 class BatchNormManifold(Space):
@@ -184,11 +184,11 @@ class BatchNormManifold(Space):
     sigma: jax.Array | None
     null: jax.Array | None
 
-    def __init__(self, sigma: jax.Array | None = None) -> None:
-        self.sigma = sigma = None if sigma is None else SIGMA("sigma", sigma)
-        if sigma is not None:
-            _checks.shape("sigma", sigma, (None, None))
-        self.null = None if sigma is None else omega.null_projector(sigma)
+    def __init__(self, covariance: jax.Array | None = None) -> None:
+        self.sigma = None if covariance is None else COVARIANCE("covariance", covariance)
+        if self.sigma is not None:
+            _checks.shape("covariance", self.sigma, (None, None))
+        self.null = None if self.sigma is None else omega.null_projector(self.sigma)
 
     def bind(self, data: Dataset) -> Self:
         """Take the covariance of the data unless one was given."""

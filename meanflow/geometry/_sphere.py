@@ -36,9 +36,3 @@ def log(p: jax.Array, q: jax.Array) -> jax.Array:
     # rounding leaves a vector of no meaning (often zero) where p and q are antipodal
     antipodal = safe_norm(p + q, keepdims=True) <= 4 * jnp.finfo(turn.dtype).eps
     return jnp.where(antipodal, jnp.nan, (q - jnp.cos(turn) * p) / sinc(turn))
-
-
-def area(dim: int) -> jax.Array:
-    """Return the surface area of the unit sphere in R^dim, 2 pi^(d/2) / Gamma(d/2)."""
-    half = dim / 2
-    return 2 * jnp.exp(half * jnp.log(jnp.pi) - jax.scipy.special.gammaln(half))

@@ -1,5 +1,7 @@
 """A network as a measure: particles with weights and frozen labels."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 

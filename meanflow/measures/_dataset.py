@@ -1,5 +1,7 @@
 """Training data as a measure: points with targets and weights."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -37,8 +39,8 @@ class Dataset(eqx.Module):
 
     def __init__(
         self,
-        x: Real[ArrayLike, "n *d"] | Sequence,
-        y: Real[ArrayLike, "n *k"] | Sequence,
+        x: Real[ArrayLike, n * d] | Sequence,
+        y: Real[ArrayLike, n * k] | Sequence,
         weights: Real[ArrayLike, " n"] | Sequence | str | None = None,
     ) -> None:
         inputs, targets = ANY_ARRAY("x", x), ANY_ARRAY("y", y)
@@ -71,7 +73,7 @@ class Dataset(eqx.Module):
         """The number of points up to the last one of positive weight; what stands behind is padding."""
         return self.size - jnp.argmax(self.weights[::-1] > 0)
 
-    def sorted(self) -> "Dataset":
+    def sorted(self) -> Dataset:
         """Return the same points with scalar inputs x in ascending order, so that fast forces need not sort them.
 
         Solvers do this once for a run. Do it yourself before a loop of your own that calls ``velocity``.
@@ -86,7 +88,7 @@ class Dataset(eqx.Module):
         order = jnp.argsort(self.x)
         return SortedDataset(self.x[order], self.y[order], self.weights[order])
 
-    def pad(self, size: int) -> "Dataset":
+    def pad(self, size: int) -> Dataset:
         """Append copies of the last point with weight zero until there are ``size``; they change no energy or flow.
 
         >>> Dataset([1.0, 2.0], [0.0, 1.0]).pad(3).weights.tolist()
@@ -106,7 +108,7 @@ class Dataset(eqx.Module):
         centred = self.x - mean[None, :]
         return mean, centred.T @ (share[:, None] * centred)
 
-    def take(self, index: jax.Array) -> "Dataset":
+    def take(self, index: jax.Array) -> Dataset:
         """Return the minibatch x[index], reweighted to keep the total weight: q_j * (sum q) / (sum of chosen q)."""
         index = _checks.indices("index", index, self.size)
         chosen = self.weights[index]

@@ -1,5 +1,7 @@
 """Continuous time: the flow as an ODE, on diffrax."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple

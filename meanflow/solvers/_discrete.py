@@ -1,5 +1,7 @@
 """Discrete time: gradient descent and its relatives, on optax."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """``sweep``: a flow, data and a grid in, one labelled data set out."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import pathlib
@@ -166,7 +168,7 @@ def sweep(
     mesh: Mesh | None = None,
     progress: Progress = None,
     **plan: Any,
-) -> "xarray.Dataset":
+) -> xarray.Dataset:
     """Train one network per cell of a grid width x named axes x seed, in as few compiled programs as possible.
 
     Clouds are drawn at their true width, padded with weight zero to a common size and run side by side; widths are

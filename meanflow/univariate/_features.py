@@ -221,7 +221,7 @@ class Reduced(Univariate):
         radial = isinstance(flow.space, Lifted) and flow.space.limit == -jnp.inf
         if not radial and type(flow.space) is not Cylinder:
             raise ValueError(
-                "solver='sliding' solves the penalty variation= on canonical and radial flows and decay= on full ones, "
+                "solver='sliding' solves penalty= on canonical, radial and full flows, "
                 f"got a flow on {type(flow.space).__name__}"
             )
         _check_penalty(problem, total_variation)
@@ -300,6 +300,5 @@ def _check_penalty(problem: Problem, solved: object) -> None:
     penalty = problem.chart.flow.regularizer
     if penalty is not None and penalty.function is not solved:
         raise ValueError(
-            "solver='sliding' solves the penalty variation= on canonical and radial flows and decay= on full ones, "
-            f"got {penalty.function}"
+            f"solver='sliding' solves penalty= on canonical, radial and full flows, got {penalty.function}"
         )

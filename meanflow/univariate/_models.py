@@ -4,6 +4,8 @@ Each function joins a feature of ``features`` with a space (``_cylinder``, ``_li
 this kind is a new function here; how its neurons move while the residual is frozen belongs in ``motion``.
 """
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
@@ -47,18 +49,17 @@ def _reduced(
         loss,
         alpha=alpha,
         laws=_polar_laws,
-        regularizer=None if penalty is None else total_variation,
-        strength=0.0 if penalty is None else penalty,
+        penalty=None if penalty is None else (total_variation, penalty),
         chart=HyperbolaChart if raw else Chart,
         centered=centered,
     )
 
 
-@_checks.arguments(**COMMON, variation=PENALTY)
+@_checks.arguments(**COMMON, penalty=PENALTY)
 def canonical(
     loss: AnyLoss = "squared",
     *,
-    variation: Number | None = None,
+    penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
 ) -> Flow:
@@ -69,7 +70,7 @@ def canonical(
 
     Args:
         loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
-        variation: strength lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
+        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
         forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
 
@@ -79,15 +80,15 @@ def canonical(
     >>> flow.feature.predict(cloud, jnp.linspace(-1, 1, 5)).shape
     (5,)
     """
-    return _reduced(Cylinder(), loss, "m", variation, forces, centered)
+    return _reduced(Cylinder(), loss, "m", penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
+@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def lifted(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
-    variation: Number | None = None,
+    penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
 ) -> Flow:
@@ -99,17 +100,17 @@ def lifted(
 
     Args:
         alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
-        loss, variation, forces, centered: as in ``canonical``.
+        loss, penalty, forces, centered: as in ``canonical``.
     """
-    return _reduced(Lifted(Scaling(alpha)), loss, alpha, variation, forces, centered)
+    return _reduced(Lifted(Scaling(alpha)), loss, alpha, penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
+@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def planar(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
-    variation: Number | None = None,
+    penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
 ) -> Flow:
@@ -118,15 +119,15 @@ def planar(
     (u, v) = |r| d(theta) has the velocity -(m/alpha)^2 sign(r) G, which is constant in an activation region.
     """
     space = Lifted(Scaling(alpha), float("inf"))
-    return _reduced(space, loss, alpha, variation, forces, centered)
+    return _reduced(space, loss, alpha, penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, variation=PENALTY)
+@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def radial(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
-    variation: Number | None = None,
+    penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
 ) -> Flow:
@@ -135,17 +136,17 @@ def radial(
     r' = -(m/alpha)^2 <G, d> and theta' = 0: for the squared loss a linear ODE.
     """
     space = Lifted(Scaling(alpha), float("-inf"))
-    return _reduced(space, loss, alpha, variation, forces, centered)
+    return _reduced(space, loss, alpha, penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, decay=PENALTY, inner=MOVES, outer=MOVES)
+@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY, inner=MOVES, outer=MOVES)
 def full(
     alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
     inner: bool | float | Shaped[ArrayLike, "*m"] = True,
     outer: bool | float | Shaped[ArrayLike, "*m"] = True,
-    decay: Number | None = None,
+    penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
 ) -> Flow:
@@ -156,7 +157,7 @@ def full(
         loss: as in ``canonical``.
         inner, outer: whether (a, b) and c are trained; (True, False) is planar, (False, True) radial. May be
             arrays of 0 and 1, one per neuron or traced, so that one compiled program covers all three.
-        decay: strength lam of weight decay lam * mean (a^2 + b^2 + c^2)/2; then delta' = -2 lam delta.
+        penalty: lam >= 0 of weight decay lam * mean (a^2 + b^2 + c^2)/2, or None; then delta' = -2 lam delta.
         forces, centered: as in ``canonical``.
     """
     space = TrainableLayers(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
@@ -166,7 +167,6 @@ def full(
         loss,
         alpha=alpha,
         laws=_affine_laws,
-        regularizer=None if decay is None else weight_decay,
-        strength=0.0 if decay is None else decay,
+        penalty=None if penalty is None else (weight_decay, penalty),
         centered=centered,
     )

@@ -170,9 +170,8 @@ class UnivariateMotion(FrozenMotion):
         cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
         own = passage.Rates(*rates, self.is_real)
         advance, replay = events.advance, events.replay
-        end, counts = passage.run(
-            advance, neurons, own, field, cap, forward=forward, first=advance, replay=replay
-        )
+        steps = passage.Steps(advance, first=advance, replay=replay)
+        end, counts = passage.run(steps, neurons, own, field, cap, forward=forward)
         overflow = jnp.any((end.left > 0) & self.is_real)
         moved = Place(None, None, end.region, end.ray, place.counts.plus(counts), place.overflow | overflow)
         return end.u, end.v, end.c, moved

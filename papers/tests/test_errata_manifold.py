@@ -10,8 +10,8 @@ import pytest
 from helpers import largest_gap, problem
 
 import meanflow as mf
-from meanflow.geometry import _omega as omega
 from meanflow.solvers._weak import weak_form
+from meanflow_papers.manifold.euclidean import comparison
 from meanflow_papers.manifold.setup import quasi_normal, ring, spokes
 
 
@@ -56,7 +56,8 @@ def test_theorem_2_prints_minus_the_gradient():
     turned -= bb * np.sum(u * turned, axis=1, keepdims=True)
     printed = mf.Neurons(-ga, -np.sum(bb * bb, axis=1, keepdims=True) * turned)  # (I - bb u')(I - u bb')
     rng = np.random.default_rng(0)
-    push = mf.geometry._omega.project(cloud.particles.b, rng.normal(size=b.shape), flow.space.sigma)
+    drawn = rng.normal(size=b.shape)
+    push = jnp.asarray(drawn - bb * np.sum(u * drawn, axis=1, keepdims=True))  # tangent: u . push = 0
     tangent = mf.Neurons(jnp.asarray(rng.normal(size=a.shape)), push)
     _, rate = jax.jvp(lambda w: mf.energy(flow, cloud.at(w), data), (cloud.particles,), (tangent,))
     paired = cloud.weights @ (
@@ -125,9 +126,26 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     gap = jax.tree.map(jnp.subtract, sol.final.particles, cloud.particles)
     ratio = float(cloud.weights @ (gap.a**2 + jnp.sum(gap.b**2, axis=1))) / span
     np.testing.assert_allclose(ratio, 7.39, atol=0.01)
-    bound = float(omega.comparison(flow.feature.sigma).lower) ** 2
+    bound = float(comparison(flow.feature.sigma).lower) ** 2
     np.testing.assert_allclose(bound, 20.83, atol=0.01)
     assert ratio <= max(1, bound)
+
+
+@pytest.mark.parametrize("condition", [1.5, 5.0, 50.0])
+def test_theorem_4_comparison_constants_are_sharp(condition):
+    sigma = jnp.diag(jnp.array([condition, 1.0]))
+    turn = jnp.linspace(0, 2 * jnp.pi, 200_001)
+    points = mf.geometry.normalize(jnp.stack([jnp.cos(turn), jnp.sin(turn)], axis=1), sigma)
+    u = points @ sigma
+    tangent = jnp.stack([-u[:, 1], u[:, 0]], axis=1)
+    ratio = jnp.sqrt(mf.geometry.inner(points, tangent, tangent)) / jnp.linalg.norm(tangent, axis=1)
+    bounds = comparison(sigma)
+    assert float(jnp.max(ratio)) <= float(bounds.upper) * (1 + 1e-12)
+    np.testing.assert_allclose(jnp.max(ratio), bounds.upper, rtol=1e-6)
+    assert float(jnp.max(1 / ratio)) <= float(bounds.lower) * (1 + 1e-12)
+    np.testing.assert_allclose(jnp.max(1 / ratio), bounds.lower, rtol=1e-6)
+    worst = jnp.max(jnp.sum(points**2, 1) * jnp.sum(u**2, 1))
+    np.testing.assert_allclose(worst, bounds.condition, rtol=1e-6)
 
 
 def test_section_4_3_first_step_is_not_monotone():

@@ -1,5 +1,9 @@
 """Neurons treated block by block give the numbers of all neurons at once, and need memory for one block only."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,3 +85,32 @@ def test_large_networks_need_memory_for_one_block_only():
     planned = run.lower(cloud, data).compile().memory_analysis().temp_size_in_bytes
     # particles and velocities are 44 MB each, one array over all samples and neurons would be 4000 MB
     assert planned < 110e6
+
+
+SPREAD = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import meanflow as mf
+from meanflow.flows import _equation as equation, _features as features
+
+features.CACHED, features.BLOCK = 512, 4096
+mesh = jax.make_mesh((2,), ("particles",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.random.normal(jax.random.key(0), (64, 5))
+flow, data = mf.vanilla("tanh"), mf.Dataset(x, jnp.sin(x[:, 0]))
+cloud = flow.init(jax.random.key(1), 512, dim=5)
+assert flow.feature.blocks(cloud, x) == 8
+place = lambda u: NamedSharding(mesh, PartitionSpec("particles") if u.ndim else PartitionSpec())
+cloud = jax.tree.map(lambda u: jax.device_put(u, place(u)), cloud)
+text = jax.jit(lambda c: equation.velocity(flow, c, data)).lower(cloud).compile().as_text()
+print(text.count(" all-gather("), text.count(" all-reduce("))
+"""
+
+
+def test_blocks_of_a_spread_cloud_stay_where_they_are():
+    """Two devices with half of the particles each: one sum of predictions, and no particle leaves its device."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SPREAD], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    gathers, sums = map(int, done.stdout.split())
+    assert gathers == 0 and sums == 1

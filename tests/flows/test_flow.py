@@ -120,9 +120,9 @@ def test_first_variation_is_the_derivative_of_the_energy_in_the_measure():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_regularizer_enters_energy_and_velocity(model):
+def test_penalty_enters_energy_and_velocity(model):
     flow, cloud, data = problem(model)
-    extra = getattr(mf, model)("tanh", regularizer=lambda w: w.a**2, strength=0.3).bind(data)
+    extra = getattr(mf, model)("tanh", penalty=(lambda w: w.a**2, 0.3)).bind(data)
     np.testing.assert_allclose(
         mf.energy(extra, cloud, data) - mf.energy(flow, cloud, data),
         0.3 * np.mean(cloud.particles.a**2),
@@ -246,7 +246,7 @@ def bad_calls():
         (lambda: mf.tangent_kernel(mf.batchnorm(), cloud, data.x), "no statistics yet"),
         (lambda: mf.velocity(mf.batchnorm(), thin, one_d), "dimension d >= 2"),
         (lambda: mf.velocity(mf.batchnorm(), along, flat), "do not vary along 1 of the 2 vectors"),
-        (lambda: geometry.project(along, np.diag([1.0, 1.0, 0.0])), "a part in the range of sigma"),
+        (lambda: geometry.project(along, np.diag([1.0, 1.0, 0.0])), "a part in the range of the covariance"),
         (
             lambda: mf.velocity(mf.batchnorm(covariance=jnp.eye(2)), cloud, data),
             r"covariance must have shape \(3, 3\)",
@@ -258,7 +258,7 @@ def bad_calls():
         (lambda: manifold.init(jax.random.key(0), 3, dim=3), "Omega needs a covariance"),
         (lambda: flow.init(jax.random.key(0), 0, dim=3), "width must be an integer >= 1, got 0"),
         (lambda: flow.init(jax.random.key(0), 3), "needs dim="),
-        (lambda: mf.vanilla(regularizer=lambda w: w.a, strength=-1.0), "strength must be >= 0"),
+        (lambda: mf.vanilla(penalty=(lambda w: w.a, -1.0)), r"penalty\[1\] must be >= 0"),
     ]
 
 
@@ -280,8 +280,8 @@ def test_labels_and_penalties_that_do_not_fit_are_refused():
         mf.energy(flow, cloud, mf.Dataset(x, jnp.array([0.0, 1.0, 1.0])))
     data = mf.Dataset(x, jnp.array([-1.0, 1.0, 1.0]))
     for penalty in (lambda w: jnp.sum(w.a**2), lambda w: w.b**2, lambda w: None):
-        wrong = mf.vanilla("tanh", regularizer=penalty, strength=0.1)
+        wrong = mf.vanilla("tanh", penalty=(penalty, 0.1))
         with pytest.raises(
-            ValueError, match=r"regularizer must return one value for each particle, shape \(4,\)"
+            ValueError, match=r"penalty must return one value for each particle, shape \(4,\)"
         ):
             mf.solve(wrong, cloud, data, 1.0)

@@ -147,8 +147,8 @@ def test_unknown_and_stray_arguments_are_refused():
         mf.vanilla("tanh", alhpa="sqrt")
     with pytest.raises(ValueError, match="alpha must be one of"):
         mf.batchnorm("tanh", alpha="root")
-    with pytest.raises(ValueError, match="strength needs a regularizer"):
-        mf.vanilla("tanh", strength=0.1)
+    with pytest.raises(ValueError, match="penalty must be a pair"):
+        mf.vanilla("tanh", penalty=0.1)
     flow, cloud, data = problem("vanilla")
     with pytest.raises(ValueError, match="one column more than x"):
         mf.energy(mf.vanilla("tanh", bias=True), cloud, data)

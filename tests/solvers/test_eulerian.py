@@ -148,7 +148,7 @@ def test_fisher_information_of_the_heat_flow():
 def test_free_energy_falls_by_its_dissipation():
     """-dF/dt = int rho |grad(V + tau log rho)|^2, with forces from the particle side and differences of log rho."""
     flow, data = ring_problem()
-    flow = mf.batchnorm_manifold("tanh", regularizer=lambda w: 0.5 * w.a**2, strength=0.5).bind(data)
+    flow = mf.batchnorm_manifold("tanh", penalty=(lambda w: 0.5 * w.a**2, 0.5)).bind(data)
     tau = 0.3
     times = np.array([0.29, 0.3, 0.31])
     run = evolve(flow, uniform_density(64, 56, 3.5), data, times[-1], times, temperature=tau)

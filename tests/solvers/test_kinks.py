@@ -229,10 +229,10 @@ VARIANTS = {
     "leaky_relu": ({"activation": "leaky_relu"}, 2e-3),
     "abs": ({"activation": jnp.abs}, 2e-3),
     "steep": ({"activation": lambda z: jnp.where(z > 0, 0.5, 2.0) * z}, 2e-3),
-    "decay": ({"regularizer": decay_of(1.0, 1.0), "strength": 0.1}, 2e-3),
-    "two decays": ({"regularizer": decay_of(0.5, 2.0), "strength": 0.1}, 2e-3),
-    "inner": ({"outer": False, "regularizer": decay_of(1.0, 1.0), "strength": 0.1}, 2e-3),
-    "outer": ({"inner": False, "regularizer": decay_of(1.0, 1.0), "strength": 0.1}, 2e-3),
+    "decay": ({"penalty": (decay_of(1.0, 1.0), 0.1)}, 2e-3),
+    "two decays": ({"penalty": (decay_of(0.5, 2.0), 0.1)}, 2e-3),
+    "inner": ({"outer": False, "penalty": (decay_of(1.0, 1.0), 0.1)}, 2e-3),
+    "outer": ({"inner": False, "penalty": (decay_of(1.0, 1.0), 0.1)}, 2e-3),
     "logistic, sqrt": ({"loss": "logistic", "alpha": "sqrt", "centered": True}, 2e-3),
     "bias": ({"bias": True}, 2e-3),
 }
@@ -368,7 +368,7 @@ def test_messages():
     with pytest.raises(ValueError, match="one output"):
         slide(flow, many, mf.Dataset(data.x, jnp.ones((12, 2))), 1.0, 0.1)
     with pytest.raises(ValueError, match="without a penalty"):
-        slide(mf.batchnorm(regularizer=decay_of(1.0, 1.0), strength=0.1), cloud, data, 1.0, 0.1)
+        slide(mf.batchnorm(penalty=(decay_of(1.0, 1.0), 0.1)), cloud, data, 1.0, 0.1)
 
     class Cubes(mf.flows.Feature):  # a model of one's own: the message says what is missing
         def __call__(self, cloud, x):
@@ -379,7 +379,7 @@ def test_messages():
         slide(own, cloud, data, 1.0, 0.1)
     with pytest.raises(ValueError, match="linear on both sides"):
         slide(mf.vanilla("tanh"), cloud, data, 1.0, 0.1)
-    odd = mf.vanilla(regularizer=lambda w: jnp.abs(w.a), strength=0.1)
+    odd = mf.vanilla(penalty=(lambda w: jnp.abs(w.a), 0.1))
     with pytest.raises(ValueError, match="weight decay"):
         slide(odd, cloud, data, 1.0, 0.1)
 
@@ -404,7 +404,9 @@ def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps(small, monkeypatc
 
     def end(u, rows, shared, cap, forward):
         left = jnp.array([40.0, 3.0, 0.0])
-        return jnp.sum(passage.run(shake, Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2)
+        return jnp.sum(
+            passage.run(passage.Steps(shake), Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2
+        )
 
     arguments = jnp.array([0.3, 0.5, 0.7]), jnp.array([1.0, 0.9, 0.8]), jnp.array(1.3)
     for cap in (100, 30):
@@ -422,7 +424,7 @@ def test_neurons_with_events_left_are_gathered(cap, blocks):
     assert left.max() == 13 and np.sum(left > 1) > 2 * passage.LEAST
     end, counts = jax.jit(
         lambda u: passage.run(
-            shake,
+            passage.Steps(shake),
             Numbers(u, jnp.asarray(left)),
             jnp.asarray(rows),
             jnp.array(1.3),

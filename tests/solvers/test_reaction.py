@@ -29,8 +29,8 @@ def test_a_balanced_relu_network_is_a_flow_of_free_mass_on_the_sphere(decay, alp
     weights = rng.uniform(0.5, 1.5, m)
     raw_cloud = mf.Cloud(mf.Neurons(a, b), weights / weights.sum())
     half = lambda w: 0.5 * (w.a**2 + jnp.sum(w.b**2, axis=1))
-    raw = mf.vanilla("relu", alpha=alpha, regularizer=half, strength=decay)
-    flow = spherical("relu", alpha=alpha, regularizer=lambda w: jnp.ones_like(w.a), strength=decay)
+    raw = mf.vanilla("relu", alpha=alpha, penalty=(half, decay))
+    flow = spherical("relu", alpha=alpha, penalty=(lambda w: jnp.ones_like(w.a), decay))
     settings = {"rtol": 1e-11, "atol": 1e-13}
     one = mf.solve(raw, raw_cloud, data, 0.12, **settings).final
     two = mf.solve(
@@ -48,7 +48,7 @@ def test_reaction_alone_is_replicator_dynamics():
     """With a potential that does not depend on the measure, p_i(t) is proportional to p_i(0) exp(-beta V_i t)."""
     values = jnp.array([0.0, 0.5, -1.0, 2.0])
     start = mf.Cloud(mf.Neurons(values, jnp.ones((4, 2))), [0.1, 0.2, 0.3, 0.4]).pad(6)
-    flow = mf.vanilla("tanh", inner=0.0, outer=0.0, regularizer=lambda w: w.a, strength=0.7)
+    flow = mf.vanilla("tanh", inner=0.0, outer=0.0, penalty=(lambda w: w.a, 0.7))
     grown = np.asarray(start.weights[:4]) * np.exp(-3.0 * 0.7 * np.asarray(values) * 2.0)
     for run in (
         mf.solve(flow, start, NOTHING, 2.0, reaction=3.0, rtol=1e-10, atol=1e-12),

@@ -444,7 +444,7 @@ def test_labelled_weights_are_those_of_each_save():
     """Where the potential does not depend on the measure, p_i(t) is proportional to p_i(0) exp(-beta V_i t)."""
     values = np.array([1.0, 0.0, -0.5, 0.1])
     cloud = mf.Cloud(mf.Neurons(values, np.ones((4, 2))), labels=np.arange(4.0))
-    flow = mf.vanilla("tanh", inner=0.0, outer=0.0, regularizer=lambda w: w.a, strength=1.0)
+    flow = mf.vanilla("tanh", inner=0.0, outer=0.0, penalty=(lambda w: w.a, 1.0))
     nothing = mf.Dataset(jnp.zeros((1, 2)), jnp.zeros(1))
     run = mf.solve(flow, cloud, nothing, 2.0, ts=3, reaction=1.0, rtol=1e-10, atol=1e-12)
     found = run.to_xarray()

@@ -35,7 +35,7 @@ def within(sample, truth, errors=4.0):
 
 def test_ornstein_uhlenbeck_has_the_mean_and_variance_of_the_scheme(key):
     m, lam, tau, h = 20_000, 0.7, 0.3, 0.1
-    flow = mf.vanilla("tanh", regularizer=half_square, strength=lam)
+    flow = mf.vanilla("tanh", penalty=(half_square, lam))
     start = mf.Cloud(mf.Neurons(jnp.full(m, 1.5), jnp.full((m, 1), -2.0)))
     run = mf.descend(flow, start, NOTHING, 30, step=h, every=10, temperature=tau, key=key)
     shrink = 1 - h * lam
@@ -53,7 +53,7 @@ def test_ornstein_uhlenbeck_has_the_mean_and_variance_of_the_scheme(key):
 
 def one_neuron(tau, lam=0.4):
     """A tanh neuron with a = 1 frozen and one datum; returns flow, data, E(delta_b) and phi."""
-    flow = mf.vanilla("tanh", outer=0.0, regularizer=half_square_b, strength=lam)
+    flow = mf.vanilla("tanh", outer=0.0, penalty=(half_square_b, lam))
     data = mf.Dataset(jnp.array([[1.0]]), jnp.array([1.2]))
     energy = lambda b: 0.5 * (np.tanh(b) - 1.2) ** 2 + lam * b**2 / 2
     return flow, data, energy
@@ -117,7 +117,7 @@ def test_the_loss_of_a_linear_network_exceeds_its_minimum_by_the_temperature(wid
     rng = np.random.default_rng(0)
     x = rng.normal(size=(12, d)) * np.array([1.5, 0.7])
     data = mf.Dataset(x, rng.normal(size=12))
-    flow = mf.vanilla("linear", outer=0.0, regularizer=half_square_b, strength=lam)
+    flow = mf.vanilla("linear", outer=0.0, penalty=(half_square_b, lam))
     a = x.T @ x / 12
     hessian = a + lam * np.eye(d)
     mean = np.linalg.solve(hessian, x.T @ np.asarray(data.y) / 12)
@@ -144,7 +144,7 @@ def test_the_total_energy_of_a_linear_network_has_no_excess_over_the_mean_field_
     rng = np.random.default_rng(0)
     x = rng.normal(size=(12, d)) * np.array([1.5, 0.7])
     data = mf.Dataset(x, rng.normal(size=12))
-    flow = mf.vanilla("linear", outer=0.0, regularizer=half_square_b, strength=lam)
+    flow = mf.vanilla("linear", outer=0.0, penalty=(half_square_b, lam))
     a = x.T @ x / 12
     hessian = a + lam * np.eye(d)
     mean = np.linalg.solve(hessian, x.T @ np.asarray(data.y) / 12)
@@ -199,7 +199,7 @@ def test_a_metric_that_varies_needs_its_drift(key):
     truth = np.sum(np.sin(grid) * density) / np.sum(density)
     found = {}
     for space in (Wavy(), Uncorrected()):
-        flow = make_flow(TwoLayer(jnp.tanh), space, regularizer=penalty, strength=1.0)
+        flow = make_flow(TwoLayer(jnp.tanh), space, penalty=(penalty, 1.0))
         start = mf.Cloud(mf.Neurons(jnp.ones(m), jnp.zeros((m, 1))))
         run = mf.descend(flow, start, NOTHING, 1000, step=0.01, temperature=tau, key=key)
         found[type(space)] = jnp.sin(run.final.particles.b[:, 0])
@@ -235,7 +235,7 @@ def test_lifted_neurons_keep_their_balance_and_diffuse_alike_in_both_coordinates
     data = mf.Dataset(jnp.array([1.0]), jnp.zeros(1))
     cloud = mf.Cloud(mf.Polar(jnp.full(m, 0.8), jnp.full(m, 0.3)), labels=-0.5)
     nothing = lambda f, y: 0.0 * f  # a loss without forces
-    chart, polar = mf.lifted(loss=nothing), mf.lifted(loss=nothing, variation=0.0)
+    chart, polar = mf.lifted(loss=nothing), mf.lifted(loss=nothing, penalty=0.0)
     ends = [
         mf.solve(flow, cloud, data, t, step=0.01, temperature=tau, key=k).final.particles
         for flow, k in zip((chart, polar), jax.random.split(key), strict=True)
@@ -313,7 +313,7 @@ def test_what_cannot_be_simulated_is_refused(key):
 def test_the_free_energy_of_a_gaussian_cloud_falls_at_the_rate_of_its_log_sobolev_constant(key):
     """V = lam w^2/2: rho stays Gaussian, F - F* falls at least like exp(-2 lam t), and the estimators agree."""
     m, lam, tau = 20_000, 0.7, 0.3
-    flow = mf.vanilla("tanh", regularizer=half_square, strength=lam)
+    flow = mf.vanilla("tanh", penalty=(half_square, lam))
     b, a = jax.random.normal(key, (2, m))
     start = mf.Cloud(mf.Neurons(1.0 + 0.2 * a, 0.2 * b[:, None] - 0.5))
     sol = mf.solve(flow, start, NOTHING, 2.0, ts=5, step=0.01, temperature=tau, key=key)
@@ -356,7 +356,7 @@ def test_neighbors_know_the_volume_of_the_sphere(key):
 def test_free_energy_of_the_density_falls_to_the_law_of_gibbs(size):
     """Finite volumes with diffusion: F decreases at every save; the end is exp(-V/tau) of its own potential."""
     flow, data = ring_problem()
-    flow = mf.batchnorm_manifold("tanh", regularizer=lambda w: 0.5 * w.a**2, strength=0.5).bind(data)
+    flow = mf.batchnorm_manifold("tanh", penalty=(lambda w: 0.5 * w.a**2, 0.5)).bind(data)
     tau = 0.3
     run = evolve(flow, uniform_density(size, size, 5.0), data, 12.0, 25, temperature=tau)
     assert (
@@ -375,7 +375,7 @@ def test_free_energy_of_the_density_falls_to_the_law_of_gibbs(size):
 def test_noisy_particles_have_the_law_of_the_density(key):
     """The particle method against finite volumes, which know nothing of particles, at a time and in the end."""
     _, data = ring_problem()
-    flow = mf.batchnorm_manifold("tanh", regularizer=lambda w: 0.5 * w.a**2, strength=0.5).bind(data)
+    flow = mf.batchnorm_manifold("tanh", penalty=(lambda w: 0.5 * w.a**2, 0.5)).bind(data)
     tau, m = 0.3, 20_000
     run = evolve(flow, uniform_density(100, 96, 5.0), data, 4.0, [1.0, 4.0], temperature=tau)
     cloud = flow.init(key, m, dim=2)

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import meanflow as mf
-from meanflow import cli
-from meanflow.cli import main
+from meanflow.cli import _commands, main
 
 CONFIG = """
 [flow]
@@ -317,6 +316,6 @@ def test_info_and_help():
 
 
 def test_bad_releases_of_jax_are_named(monkeypatch):
-    monkeypatch.setitem(cli.BAD_JAX, jax.__version__, "wrong on Mondays")
+    monkeypatch.setitem(_commands.BAD_JAX, jax.__version__, "wrong on Mondays")
     assert f"warning: jax {jax.__version__} is known to be bad: wrong on Mondays" in call("info")
     assert json.loads(call("info", "--json"))["warning"] == "wrong on Mondays"

@@ -73,7 +73,7 @@ def test_gradients_in_every_numeric_axis_against_differences():
         return mf.Dataset(x, jnp.sin(3 * x) + noise * jnp.cos(5 * x))
 
     def flow(strength):
-        return mf.lifted(variation=strength)
+        return mf.lifted(penalty=strength)
 
     def init(key, width, spread):
         return mf.lifted().init(key, width, r=lambda u: spread * (u - 0.3))

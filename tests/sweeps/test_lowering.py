@@ -80,8 +80,8 @@ def descent(cloud, data):
     runs = [
         mf.descend(mf.lifted(), cloud, data, 4, step=mf.KernelStep(0.2, 2)),
         mf.descend(mf.lifted(forces="fast"), cloud, data, 4, step=0.1),
-        mf.descend(mf.canonical(variation=0.1), polar, data, 4, step=0.1),
-        mf.descend(mf.full(decay=0.1), mf.univariate.balance.lift(cloud), data, 4, step=0.1),
+        mf.descend(mf.canonical(penalty=0.1), polar, data, 4, step=0.1),
+        mf.descend(mf.full(penalty=0.1), mf.univariate.balance.lift(cloud), data, 4, step=0.1),
     ]
     return [run.energy for run in runs]
 

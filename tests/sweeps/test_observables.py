@@ -125,7 +125,7 @@ def test_invariants_drift_with_the_step_of_descent(name):
 def test_flows_without_a_law_record_none():
     assert "invariant_drift" not in mf.canonical().observables(LINE)
     assert "invariant_drift" not in mf.vanilla("tanh").observables(PLANE)
-    assert "invariant_drift" not in mf.full(decay=0.1).observables(LINE)
+    assert "invariant_drift" not in mf.full(penalty=0.1).observables(LINE)
     cloud = mf.canonical().init(jax.random.key(0), 3)
     with pytest.raises(ValueError, match="conserved"):
         see(obs.InvariantDrift(), mf.canonical(), cloud, LINE, cloud)

@@ -197,7 +197,7 @@ def test_nested_seeds_are_prefixes():
 
 def test_scales_axes_of_the_solver_and_of_the_model():
     def model(strength):
-        return mf.canonical(variation=strength)
+        return mf.canonical(penalty=strength)
 
     ds = mf.sweep(
         model,
@@ -345,7 +345,7 @@ def test_bad_arguments(change, message):
 @pytest.mark.parametrize("name", ["t", "energy", "result", "predictions", "x"])
 def test_axes_are_not_called_like_what_is_recorded(name):
     def model(**given):
-        return mf.canonical(variation=given[name])
+        return mf.canonical(penalty=given[name])
 
     with pytest.raises(ValueError, match=f"need different names, got '{name}'"):
         mf.sweep(model, LINE, widths=(3,), axes={name: (0.1, 0.2)}, steps=1, step=0.1)

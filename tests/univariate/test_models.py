@@ -137,7 +137,7 @@ def test_dissipation_is_the_energy_rate(model):
 def test_delta_and_weight_decay():
     raw = affine(6)
     for lam, rate in [(None, 0.0), (0.3, -0.6)]:
-        v = velocity(uni.full("sqrt", decay=lam), raw, DATA)
+        v = velocity(uni.full("sqrt", penalty=lam), raw, DATA)
         _, slope = jax.jvp(balance.balance, (raw.particles,), (v,))
         np.testing.assert_allclose(slope, rate * balance.balance(raw.particles), atol=1e-13)
 

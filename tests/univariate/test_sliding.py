@@ -280,7 +280,7 @@ def test_weight_decay_is_exact_and_delta_decays():
     ref = Reference(x, y, np.sqrt(m), decay=lam)
     expected = ref.solve(w, 6.0)
     # strength enters the mean-field velocity as it is, hence lam m on the gradient clock
-    sol = slide(uni.full("sqrt", decay=lam * m), cloud, data, 6.0, 5e-3)
+    sol = slide(uni.full("sqrt", penalty=lam * m), cloud, data, 6.0, 5e-3)
     assert distance("full", sol.final.particles, expected) < 1e-5
     got = balance.balance(sol.final.particles)
     np.testing.assert_allclose(got, balance.balance(cloud.particles) * np.exp(-2 * lam * 6.0), rtol=1e-10)
@@ -290,7 +290,7 @@ def test_weight_decay_is_exact_and_delta_decays():
 def test_weight_decay_with_a_frozen_layer(moves):
     x, y, w, cloud, _ = problem("full", 3)
     data = Dataset(x, y)
-    flow = uni.full("m", loss=frozen, inner=moves[0], outer=moves[1], decay=0.3)
+    flow = uni.full("m", loss=frozen, inner=moves[0], outer=moves[1], penalty=0.3)
     fine = slide(flow, cloud, data, 1.0, 1.0, clock="mean_field").final.particles
     euler = mf.descend(flow, cloud, data, 20000, step=5e-5).final.particles
     for u, v in zip(fine, euler, strict=True):
@@ -319,7 +319,7 @@ def test_variation_penalty_pins_r_at_zero(model):
     data = Dataset(jnp.array([-1.0, -0.4, 0.1, 0.8]), jnp.array([0.5, -0.6, 0.4, 0.1]), weights="sum")
     cloud = uni.canonical().init(jax.random.key(1), 40)
     x, y, lam = np.asarray(data.x), np.asarray(data.y), 0.2
-    flow, turns = model(variation=lam), float(model is uni.canonical)
+    flow, turns = model(penalty=lam), float(model is uni.canonical)
     sol = slide(flow, cloud, data, 6.0, 0.02, clock="mean_field", ts=jnp.array([0.5, 2.0, 6.0]))
     assert np.all(np.diff(sol.energy) <= 0)
     r, theta = (np.array(u) for u in cloud.particles)
@@ -577,8 +577,8 @@ def test_messages():
     x, y, _, cloud, _ = problem("full", 0)
     data = Dataset(x, y)
     polar = Cloud(Polar(jnp.ones(3), jnp.ones(3)))
-    with pytest.raises(ValueError, match="variation="):
-        mf.solve(uni.planar(variation=0.1), polar, data, 1.0, solver="sliding", step=0.1)
+    with pytest.raises(ValueError, match="solves penalty="):
+        mf.solve(uni.planar(penalty=0.1), polar, data, 1.0, solver="sliding", step=0.1)
     with pytest.raises(ValueError, match="max_events"):
         Sliding(max_events=0)
     assert Sliding().order(None) == 2

@@ -110,6 +110,7 @@ def touch(contacts: Contacts, load: Load, moving: Bool[Array, " m"]) -> Kinks:
     if load.gram is None:
         gram = jnp.einsum("mkd,mld->mkl", normal, normal)
     else:
+        # empty slots hold n, one past the end: they read the last row, and are masked below
         last = load.gram.shape[0] - 1
         known = jnp.minimum(contacts.slots, last)
         gram = load.gram[known[:, :, None], known[:, None, :]]
@@ -139,6 +140,7 @@ def take_sides(contacts: Contacts, kinks: Kinks, choice: filippov.Choice) -> Dec
 
 def set_sides(contacts: Contacts, chosen: Bool[Array, "m k"], value: Int[Array, "..."]) -> Int[Array, "m n"]:
     """Return the sides of all planes, with those of the ``chosen`` slots replaced by ``value``, () or (m, k)."""
+    # slots that are not chosen write to column n, which does not exist, and are dropped
     rows, n = jnp.arange(contacts.slots.shape[0])[:, None], contacts.side.shape[1]
     return contacts.side.at[rows, jnp.where(chosen, contacts.slots, n)].set(value, mode="drop")
 
@@ -172,7 +174,9 @@ def settle(
     # the planes of an instant stay together as long as there is room for them
     passes = ~(instant & arrives & room)[:, None]
     gone = decision.leaves & passes
+    # planes left in an instant that is not over count as touched again: side 0
     side = set_sides(contacts, decision.leaves & ~passes, jnp.zeros((), came.dtype))
+    # to the side opposite to where it came from is a crossing; after sliding (came = 0) it is a release
     crosses, freed = gone & (came == -decision.target), gone & (came == 0)
     alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & load.dies
     counts = tally(
@@ -185,9 +189,11 @@ def settle(
     )
     slots = jnp.where(gone, n, contacts.slots)
     known = arrives[:, None] & (slots == met[:, None])  # it left this plane in the same instant
+    # the plane that is met goes to the first empty slot; without one the neuron is lost, and the run overflows
     empty = slots >= n
     new = arrives[:, None] & ~jnp.any(known, axis=1)[:, None] & empty & (jnp.cumsum(empty, axis=1) == 1)
     lost = arrives & ~jnp.any(known | new, axis=1)
+    # it arrives with the force of the side it comes from: lam = 1 from the positive side, 0 from the negative
     before = jnp.take_along_axis(side, met[:, None], axis=1)
     hit = arrives[:, None] & (jnp.arange(n)[None, :] == met[:, None])
     settled = Contacts(

@@ -69,6 +69,7 @@ def decide(
     """
     gram = jnp.where(valid[:, :, None] & valid[:, None, :], gram, 0.0)
     jump, pull = jnp.where(valid, jump, 0.0), jnp.where(valid, pull, 0.0)
+    # the pattern has no derivatives; lam is solved for once more with it, as a differentiable linear system
     held = jax.lax.stop_gradient((gram, jump, pull, size))
     state, table, nonunique = _pivot(*held, valid, sign)
     free, fixed = state == SLIDES, (state == ACTIVE).astype(jump.dtype)
@@ -87,6 +88,7 @@ def hold(
 
     ``table`` holds the inverse, which ``decide`` has found; one refinement mends what pivoting lost.
     """
+    # gram_FF on the free kinks and the identity on the others: regular, whichever kinks are free
     matvec = lambda v: jnp.where(free, _times(gram, jnp.where(free, v, 0.0)), v)
     invert = lambda v: jnp.where(free, -_times(table, jnp.where(free, v, 0.0)), v)
 
@@ -108,12 +110,14 @@ def _pivot(
     """Return the states, the table that holds -gram_FF^-1 for the free kinks F, and where the choice was open."""
     rows, count = jump.shape
     eps = jnp.finfo(jump.dtype).eps
+    # rounding of a normal speed: |x_k| |g_0| + sum_l |<x_k, x_l>| |J_l|, with some reserve
     square = jnp.diagonal(gram, axis1=-2, axis2=-1)
     slack = 64 * eps * (jnp.sqrt(square) * size[:, None] + _times(jnp.abs(gram), jnp.abs(jump)))
     convex = valid & (sign[:, None] * jump > 0)
 
     def look(state: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return lam J and the normal speeds."""
+        # mu_F = -gram_FF^-1 (pull + gram mu_fixed)_F, with the inverse in the table; z' = -sign (pull + gram mu)
         free, fixed = state == SLIDES, jnp.where(state == ACTIVE, jump, 0.0)
         outside = pull + _times(gram, fixed)
         mixed = fixed + jnp.where(free, _times(table, jnp.where(free, outside, 0.0)), 0.0)
@@ -141,6 +145,7 @@ def _pivot(
         regular = pivot > eps**0.7 * whole
         entering = jnp.any(first & ~free & convex, axis=1) & regular
         sweeps = leaving | entering
+        # the sweep at index i: T - t t'/p off the row and column i, +-t/p on them, -1/p in the corner (symmetric)
         safe = jnp.where(sweeps, pivot, 1.0)
         swept = table - column[:, :, None] * column[:, None, :] / safe[:, None, None]
         edge = jnp.where(entering, 1.0, -1.0)[:, None] * column / safe[:, None]
@@ -149,11 +154,13 @@ def _pivot(
         corner = first[:, :, None] & first[:, None, :]
         swept = jnp.where(corner, -1 / safe[:, None, None], swept)
         table = jnp.where(sweeps[:, None, None], swept, table)
+        # a free kink is fixed at the bound that lam has passed; a fixed one is freed, or flipped if it cannot slide
         flipped = jnp.where(state == INACTIVE, ACTIVE, INACTIVE)
         outcome = jnp.where(free, jnp.where(above, ACTIVE, INACTIVE), flipped)
         state = jnp.where(first, jnp.where(entering[:, None], SLIDES, outcome), state)
         return turn + 1, state, table, *failures(state, table)
 
+    # all inactive, with no sweep done: the table is gram itself
     start = jnp.full((rows, count), INACTIVE, jnp.int32)
     first = (jnp.zeros((), jnp.int32), start, gram, *failures(start, gram))
     going = lambda carry: jnp.any(carry[3]) & (carry[0] < 8 * count + 8)
@@ -161,6 +168,7 @@ def _pivot(
     _, speed = look(state, table)
     # what the kink itself changes, with the weights of those that are slid on following: its Schur complement
     own = sign[:, None] * jump * jnp.diagonal(table, axis1=-2, axis2=-1)
+    # the normal speed on either side; both lead away from a concave kink where the future is open
     idle = jnp.where(state == ACTIVE, speed + own, speed)
     busy = jnp.where(state == ACTIVE, speed, speed - own)
     repels = valid & ~convex & (idle < -slack) & (busy > slack)

@@ -109,35 +109,53 @@ Replay: TypeAlias = Callable[[Neurons, Neurons, PyTree[Array], PyTree[Array]], N
 Arguments: TypeAlias = tuple[Neurons, PyTree[Array], PyTree[Array]]
 
 
+class Steps(NamedTuple):
+    """What a motion does with its neurons, as functions of their arguments alone.
+
+    Attributes:
+        advance: carries every neuron with time left over one event.
+        first: what is done with all neurons before those with events left are gathered: ``advance`` itself, or
+            something cheaper that carries most of them to the end. Without it all are gathered, block by block, which
+            suits an ``advance`` that takes long to compile: it stands in the program once.
+        replay: what is differentiated in reverse mode; ``advance`` itself if there is none.
+    """
+
+    advance: Advance
+    first: Advance | None = None
+    replay: Replay | None = None
+
+
+class _Way(NamedTuple):
+    """All of a passage that is no array: what is done, how often at most, and whether neurons are gathered."""
+
+    steps: Steps
+    cap: int
+    gather: bool
+
+
 def run(
-    advance: Advance,
+    steps: Steps,
     neurons: Neurons,
     rows: PyTree[Array],
     shared: PyTree[Array],
     cap: int,
     *,
     forward: bool = False,
-    first: Advance | None = None,
-    replay: Replay | None = None,
     together: int = TOGETHER,
     blocks: int = 1,
 ) -> tuple[Neurons, Counts]:
     """Carry all neurons through all events of a sub-step; one that needs more than ``cap`` keeps its time left.
 
     Args:
-        advance: carries every neuron with time left over one event. A function of its arguments alone.
+        steps: what the motion does from event to event.
         neurons: their state, with leading axis m.
         rows: constants of each neuron, arrays with leading axis m.
         shared: constants that all neurons share.
         cap: the most events of one neuron.
         forward: whether the program is differentiated in forward mode, which the default refuses.
-        first: what is done with all neurons before those with events left are gathered: ``advance`` itself, or
-            something cheaper that carries most of them to the end. Without it all are gathered, block by block, which
-            suits an ``advance`` that takes long to compile: it stands in the program once.
-        replay: what is differentiated in reverse mode; ``advance`` itself if there is none.
         together: up to this many neurons are not gathered but all moved together, which is less to compile.
-        blocks: how many blocks of neurons are moved one after the other. What ``advance`` and ``first`` compute on the
-            way then exists for one block at a time.
+        blocks: how many blocks of neurons are moved one after the other. What ``steps`` compute on the way then
+            exists for one block at a time.
     """
     if blocks > 1:
         size = neurons.left.shape[0]
@@ -146,53 +164,28 @@ def run(
 
         def carry(part: tuple[Neurons, PyTree[Array]]) -> tuple[Neurons, Counts]:
             some, theirs = part
-            return run(
-                advance,
-                some,
-                theirs,
-                shared,
-                cap,
-                forward=forward,
-                first=first,
-                replay=replay,
-                together=together,
-            )
+            return run(steps, some, theirs, shared, cap, forward=forward, together=together)
 
         ends, counts = jax.lax.map(carry, (parts, own))
         ended = jax.tree.map(lambda u: join_rows(u, size), ends)
         return ended, jax.tree.map(lambda u: jnp.sum(u, axis=0, dtype=u.dtype), counts)
     arguments = (neurons, rows, shared)
-    gather = neurons.left.shape[0] > together
+    way = _Way(steps, cap, gather=neurons.left.shape[0] > together)
     if forward:
-        return _loop(arguments, advance, cap, gather, first)
-    end, counts = _reversible(arguments, advance, replay, cap, gather, first)
+        return _loop(arguments, way)
+    end, counts = _reversible(arguments, way)
     return jax.tree.map(lambda u: checkpoint_name(u, ENDS), end), counts
 
 
 @eqx.filter_custom_vjp
-def _reversible(
-    arguments: Arguments,
-    advance: Advance,
-    replay: Replay | None,
-    cap: int,
-    gather: bool,
-    opening: Advance | None,
-) -> tuple[Neurons, Counts]:
-    return _loop(arguments, advance, cap, gather, opening)
+def _reversible(arguments: Arguments, way: _Way) -> tuple[Neurons, Counts]:
+    return _loop(arguments, way)
 
 
 @_reversible.def_fwd
-def _run_forward(
-    perturbed: PyTree,
-    arguments: Arguments,
-    advance: Advance,
-    replay: Replay | None,
-    cap: int,
-    gather: bool,
-    opening: Advance | None,
-) -> tuple:
+def _run_forward(perturbed: PyTree, arguments: Arguments, way: _Way) -> tuple:
     """Run, and keep nothing but the arguments: what is kept is copied for each step of a run that is replayed."""
-    return _loop(arguments, advance, cap, gather, opening), None
+    return _loop(arguments, way), None
 
 
 def _kept(neurons: Moving, cap: int) -> int:
@@ -203,22 +196,17 @@ def _kept(neurons: Moving, cap: int) -> int:
 
 @_reversible.def_bwd
 def _run_backward(
-    residuals: None,
-    slopes: PyTree,
-    perturbed: PyTree,
-    arguments: Arguments,
-    advance: Advance,
-    replay: Replay | None,
-    cap: int,
-    gather: bool,
-    opening: Advance | None,
+    residuals: None, slopes: PyTree, perturbed: PyTree, arguments: Arguments, way: _Way
 ) -> PyTree:
     """Repeat the events and go back through the last ones, which are kept; then the same for those before."""
     neurons, rows, shared = arguments
+    (advance, _, replay), cap, _ = way
     kept = _kept(neurons, cap)
+    # slopes exist for real numbers alone; those of ``rows`` and ``shared`` add up over all events
     smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
     empty = lambda tree: jax.tree.map(jnp.zeros_like, eqx.filter(tree, eqx.is_inexact_array))
     fill = lambda u, v: jnp.zeros_like(u) if v is None else v
+    # what nothing depends on has no slope: zeros stand for it
     ends = empty(neurons)
     ends = jax.tree.map(fill, ends, jax.tree.map(lambda _, v: v, ends, slopes[0]))
     room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
@@ -264,11 +252,10 @@ def _run_backward(
     return start, own, common
 
 
-def _loop(
-    arguments: Arguments, advance: Advance, cap: int, gather: bool, opening: Advance | None
-) -> tuple[Neurons, Counts]:
+def _loop(arguments: Arguments, way: _Way) -> tuple[Neurons, Counts]:
     """Advance until nobody has time left: all together, or those with time left in gathered blocks."""
     neurons, rows, shared = arguments
+    (advance, opening, _), cap, gather = way
     none = jnp.zeros((), jnp.int32)
 
     def go(carry: tuple) -> tuple:
@@ -298,6 +285,7 @@ def _loop(
         everyone = jax.tree.map(lambda u, v: u.at[index].set(v, mode="drop"), everyone, chosen)
         return turns.at[index].add(1, mode="drop"), everyone, counts.plus(more)
 
+    # each neuron has ``cap`` turns of its own; an opening that is an event has used up one
     taken = 1 if opening is advance else 0
     first = (jnp.full(size, taken, jnp.int32), neurons, counts)
     _, neurons, counts = jax.lax.while_loop(lambda carry: jnp.any(waiting(carry[1], carry[0])), work, first)

@@ -71,6 +71,7 @@ def arrange(x: Float[Array, "n d"], block: int = 256) -> Planes:
     unit = x / jnp.where(norm == 0, 1.0, norm)[:, None]
     eps = jnp.finfo(x.dtype).eps
 
+    # the sample before this one with the largest |cosine|: the only candidate to be parallel
     def nearest(row: Int[Array, ""]) -> Int[Array, ""]:
         cosine = jnp.where(jnp.arange(n) < row, jnp.abs(unit @ unit[row]), -1.0)
         return jnp.argmax(cosine)
@@ -107,11 +108,13 @@ def load(
         gram: inner products of the samples, if they are known.
     """
     below, above = slopes
+    # a sample c x with c > 0 is active where x is, one with c < 0 on the other side: R_+ and R_- (n,) by plane
     weight = covector * planes.factor
     ahead = planes.factor > 0
     gather = lambda u: jax.ops.segment_sum(u, planes.plane, num_segments=normal.shape[0])
     positive = gather(weight * jnp.where(ahead, above, below))
     negative = gather(weight * jnp.where(ahead, below, above))
+    # relu, and no sample that points backward: behind all planes nothing is active
     dies = jnp.asarray(below == 0) & jnp.all(planes.factor >= 0)
     return Load(normal, planes.live, positive - negative, negative @ normal, dies, gram)
 
@@ -122,6 +125,7 @@ def predictions(
 ) -> Float[Array, " n"]:  # fmt: skip
     """Return sum_i share_i s(<x_j, b_i>) for every sample, from the sides on which the neurons are."""
     below, above = slopes
+    # sums over neurons ahead of each plane (n,); those behind are the rest of the linear sum, O(n d) and not O(m n)
     positive = jnp.sum(jnp.where(side > 0, z * share[:, None], 0.0), axis=0)
     negative = normal @ (share @ b) - positive
     positive, negative = positive[planes.plane], negative[planes.plane]
@@ -156,6 +160,7 @@ def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
     _, furthest = cell.travel(a, work, g2, rates.inner, rates.outer, jnp.minimum(turn, time))
     highest = jnp.maximum(jnp.maximum(shift, furthest), 0.0)
     lowest = jnp.minimum(jnp.minimum(shift, furthest), 0.0)
+    # shift <x, g>/z >= 1 is <x, b - shift g> on the other side; a height that rounding made 0 is met by any move to it
     tiny = jnp.finfo(z.dtype).tiny
     height = jnp.where(z == 0, side * jnp.asarray(tiny, z.dtype), z)
     ratio = jnp.where(side == 0, 0.0, normal_force / jnp.where(side == 0, 1.0, height))
@@ -188,6 +193,7 @@ def _decide(walkers: Walkers, rates: Rates, load: Load) -> Decided:
     # the sign that a is about to have, if it is 0 now; b is tangent to the planes, so they do not matter for it
     work = jnp.sum(walkers.b * force, axis=-1)
     sign = jnp.sign(jnp.where(walkers.a == 0, -rates.outer * work, walkers.a))
+    # g_0: the force with all planes that the neuron sits on inactive
     without = force - contacts.along(kinks, now.lam)
     choice = filippov.decide(
         kinks.gram, kinks.jump, contacts.pull(kinks, without), safe_norm(without), kinks.valid, sign
@@ -197,7 +203,8 @@ def _decide(walkers: Walkers, rates: Rates, load: Load) -> Decided:
     force = jnp.where(on, without + contacts.along(kinks, choice.lam), force)
     normal_force = force @ load.normal.T
 
-    # beyond b = 0: outward on the new ray, or rest
+    # beyond b = 0: z' = -a <x, g> must lead outward from every plane on the new ray, else the neuron rests at b = 0,
+    # behind all planes, where it feels the base force alone
     live = load.live[None, :]
     speeds = jnp.where(live, decision.side * normal_force * -sign[:, None], 0.0)
     backward = (walkers.at_zero & (jnp.min(speeds, axis=1) < 0))[:, None]
@@ -250,6 +257,7 @@ def _move(
     sign = side.astype(z.dtype)
     height = jnp.maximum(sign * z, 0.0)
 
+    # the quadratic of ``cell`` for Z = height and H = toward, for all planes (m, n) or for one of each neuron (m,)
     def coefficients(toward: jax.Array, height: jax.Array, wide: bool) -> tuple[jax.Array, ...]:
         row = (lambda u: u[:, None]) if wide else (lambda u: u)
         second = row(both * work / 2) * toward - height * row(g2 / 4)
@@ -281,6 +289,7 @@ def _move(
     a, shift = cell.travel(a, work, g2, rates.inner, rates.outer, step)
     b = b - shift[:, None] * force
     z = jnp.where(side == 0, 0.0, z - shift[:, None] * normal_force)
+    # which event it is: where two coincide, the plane comes before b = 0, and that before a = 0
     arrives = exits & (to_plane <= first)
     through = exits & ~arrives & (to_zero <= first)
     halts = exits & ~arrives & ~through
@@ -295,6 +304,7 @@ def _move(
         counted,
         load,
     )
+    # through b = 0 a line goes on along its opposite ray: every side changes
     z = jnp.where((after.side == 0) | through[:, None], 0.0, z)
     after = after._replace(side=jnp.where(through[:, None], -after.side, after.side))
 

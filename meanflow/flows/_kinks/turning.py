@@ -71,6 +71,7 @@ Rate = tuple[Vector, Float[Array, "m d"], Float[Array, "m k"]]
 
 def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], sigma: jax.Array) -> tuple[jax.Array, ...]:
     """Return s, F and xi, without planes that are slid on."""
+    # s = |b|_S (m,), F = g.b/s (m,), xi = g - (F/s) S b (m, d): <xi, b> = g.b - F s = 0, which keeps |b|
     image = b @ sigma
     scale = jnp.sqrt(jnp.sum(b * image, axis=-1))
     work = jnp.sum(b * force, axis=-1) / scale
@@ -80,6 +81,7 @@ def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], sigma: jax.Array) 
 def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> Rate:
     """Return a', b' and lam."""
     scale, work, turn = _turn(b, held.force, sigma)
+    # lam solves <x_k, xi> = 0 on the planes that are slid on, so that b' has no part along their normals
     pull = contacts.pull(held.kinks, turn)
     mixed = filippov.hold(held.kinks.gram, held.free, held.table, pull)
     lam = mixed / jnp.where(held.free, held.kinks.jump, 1.0)
@@ -101,6 +103,7 @@ def _step(
         now = _rate(a + reach * rate_a, b + reach[:, None] * rate_b, held, sigma)[:2]
         return ((end + weight * now[0], turned + weight[:, None] * now[1]), now), None
 
+    # the exact motion keeps |b|, the method only to its order: without the scaling |b| would drift over many steps
     still = (jnp.zeros_like(a), jnp.zeros_like(b))
     ((end, turned), _), _ = jax.lax.scan(stage, ((a, b), still), jnp.asarray(STAGES, a.dtype))
     return end, turned * safe_divide(safe_norm(b), safe_norm(turned))[:, None]
@@ -126,13 +129,17 @@ def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple
     kinks = contacts.touch(now, load, turners.left > 0)
     force = force_of(now.side, load)
     _, work, turn = _turn(turners.b, force, sigma)
+    # a = 0: the sign it is about to have, as a' = -F
     sign = jnp.sign(jnp.where(turners.a == 0, -work, turners.a))
+    # a plane whose lam has just come to a bound is left to that side; the rule is not asked again, since rounding
+    # decides on which side of the bound it would find lam
     asked = kinks.valid & (freed == 0)
     choice = filippov.decide(
         kinks.gram, kinks.jump, contacts.pull(kinks, turn), safe_norm(force), asked, sign
     )
     state = jnp.where(freed == 0, choice.state, jnp.where(freed > 0, filippov.ACTIVE, filippov.INACTIVE))
     decision = contacts.take_sides(now, kinks, choice._replace(state=state))
+    # g holds from now on: the planes left to their positive side add J x, those slid on come in through lam
     active = (decision.leaves & (decision.target > 0)).astype(force.dtype)
     held = _Held(force + contacts.along(kinks, active), kinks, decision.slides, choice.table)
     return _move(turners, decision, held, field, is_real)
@@ -151,10 +158,12 @@ def _move(
     path = lambda when: _step(a, b, when, held, sigma)
 
     # a trial step over all the time left shows which events lie on the way
+    # (times are found without derivatives; one Newton step at the end has them all)
     begin = jax.lax.stop_gradient(_rate(a, b, held, sigma))
     end_a, end_b = jax.lax.stop_gradient(path(time))
     finish = jax.lax.stop_gradient(_rate(end_a, end_b, held, sigma))
     sides = side.astype(z.dtype)
+    # heights side * <x, b> (m, n) at both ends, and slopes over the whole step: the data of a cubic for each plane
     z0 = sides * jax.lax.stop_gradient(z)
     z1 = sides * (end_b @ load.normal.T)
     v0, v1 = (sides * (rate[1] @ load.normal.T) * time[:, None] for rate in (begin, finish))
@@ -168,6 +177,8 @@ def _move(
     when = jnp.where(side != 0, when, jnp.inf)
     ahead = jnp.argmin(when, axis=1)
     to_plane = jnp.min(when, axis=1)
+    # when lam meets 0 or 1 (m, 2k), and when a meets 0 on a plane, where convex kinks turn concave: first guesses by
+    # the chord from u > 0 to v < 0, in parts of the step
     linear = lambda u, v: jnp.where(
         v < 0, jnp.maximum(u, 0.0) / jnp.where(v < 0, jnp.maximum(u, 0.0) - v, 1.0), jnp.inf
     )
@@ -178,12 +189,14 @@ def _move(
     to_bound = jnp.min(bounds, axis=1)
     sign = jnp.sign(a)
     to_rest = jnp.where(jnp.any(held.free, axis=1), linear(sign * a, sign * end_a), jnp.inf)
+    # one event each: the first of the three kinds, arrivals before bounds before halts where they coincide
     first = jnp.minimum(to_plane, jnp.minimum(to_bound, to_rest))
     exits = jnp.isfinite(first) & (left > 0)
     arrives = exits & (to_plane <= first)
     frees = exits & ~arrives & (to_bound <= first)
     halts = exits & ~arrives & ~frees
 
+    # the gauge of each neuron's own event: the height over the plane ahead, lam or 1 - lam, or |a|
     met = jnp.take(load.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
     which = jnp.arange(k)[None, :] == (bound % k)[:, None]
 
@@ -206,6 +219,7 @@ def _move(
     refined = found - jnp.where(exits & (slope < 0), gap, 0.0) / jnp.where(slope < 0, slope, -1.0)
     step = jnp.where(exits, jnp.clip(refined, 0.0, time), time)
     new_a, new_b = path(step)
+    # heights anew from b, but never on the wrong side: sides are remembered, not read off
     z = jnp.where(side == 0, 0.0, new_b @ load.normal.T)
     z = sides * jnp.maximum(sides * z, 0.0)
 
@@ -219,6 +233,7 @@ def _move(
         moving & is_real,
         load,
     )
+    # the first k bounds are lam = 0, which sets free to the negative side
     outcome = jnp.where(bound < k, -1, 1)[:, None]
     moved = Turners(
         jnp.where(halts, 0.0, jnp.where(moving, new_a, a)),
@@ -242,11 +257,13 @@ def _first_meeting(
 
     It must end, or be half way, lower than ``-slack``.
     """
+    # Hermite: z(t) = third t^3 + second t^2 + v0 t + z0
     third = 2 * (z0 - z1) + v0 + v1
     second = -3 * (z0 - z1) - 2 * v0 - v1
     value = lambda t: ((third * t + second) * t + v0) * t + z0
     middle = value(0.5)
     crosses = (z1 < -slack) | (middle < -slack) | ((z0 <= 0) & (v0 < 0))
+    # a cubic can dip below 0 and come back: half way tells which half holds the first crossing
     low, high = jnp.where(middle < 0, 0.0, 0.5), jnp.where(middle < 0, 0.5, 1.0)
 
     def narrow(_: Int[Array, ""], bracket: tuple) -> tuple:
@@ -284,6 +301,7 @@ def _root(
         low, high, at_low, at_high, now, _ = carry
         value = margin(now)
         ahead = value > 0
+        # Illinois: the end that stays has its value halved, so that regula falsi does not creep from one side
         low_next, at_low_next = jnp.where(ahead, now, low), jnp.where(ahead, value, at_low / 2)
         high_next, at_high_next = jnp.where(ahead, high, now), jnp.where(ahead, at_high / 2, value)
         width = at_low_next - at_high_next

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from meanflow._numerics import safe_divide
 from meanflow.flows._features import block_count
 from meanflow.flows._kinks import passage, planes, turning
+from meanflow.flows._kinks.contacts import Load
 from meanflow.flows._kinks.turning import Turners
 from meanflow.flows._losses import Loss
 from meanflow.flows._motion import FrozenMotion
@@ -89,10 +90,40 @@ class Place(NamedTuple):
     overflow: Bool[Array, ""]
 
 
+class Way(NamedTuple):
+    """A sub-step as ``passage.run`` takes it.
+
+    Attributes:
+        steps: what is done from event to event.
+        walkers: the neurons at its start.
+        rows: constants of each neuron.
+        field: the frozen forces, and whatever else all neurons share.
+    """
+
+    steps: passage.Steps
+    walkers: "planes.Walkers | Turners"
+    rows: PyTree[Array]
+    field: PyTree[Array]
+
+
+class Fading(NamedTuple):
+    """What weight decay does to a sub-step: factors (outer, inner), (m,) each, of the weights of the two layers.
+
+    Attributes:
+        clock: (m,) how long neurons move without decay.
+        before, after: factors ahead of that motion and behind it.
+    """
+
+    clock: Float[Array, " m"]
+    before: tuple[jax.Array, jax.Array]
+    after: tuple[jax.Array, jax.Array]
+
+
 def _scaled(
-    a: jax.Array, b: jax.Array, z: jax.Array, outer: jax.Array, inner: jax.Array
+    weights: tuple[jax.Array, jax.Array, jax.Array], factors: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (a, b, z) with the outer weights and the inner ones multiplied by factors (m,)."""
+    (a, b, z), (outer, inner) = weights, factors
     return a * outer, b * inner[:, None], z * inner[:, None]
 
 
@@ -217,49 +248,62 @@ class TwoLayerMotion(FrozenMotion):
     ) -> tuple[Neurons, Place]:
         """Move for ``time`` in a frozen field.
 
-        Cost: one product of the neurons with the samples and one back, O(m n d), and O(n d) an event, as one row of a
-        product. Keeping <x, g> and mending it by two rows of the Gram matrix, which makes most events O(n), was
-        built and measured: these products are 3 % of the time of ``kinks.scale`` and 6 to 16 % for 1000 neurons, 1000
-        samples and d = 800, where the run took .95 to .96 of the time, within its noise. Not worth one more
-        array of m n numbers.
-        Memory: z (m, n) and the sides, beside that O(block) for clouds that ``block_count`` divides.
-
-        Decay is exact where both layers decay alike or one is frozen: a = exp(-lam t) A, b = exp(-lam t) B leaves the
-        motion of A and B, and with one layer frozen the clock stretches. Else it is split, which is of order 2.
+        Cost: two products of the neurons with the samples, O(m n d), and O(n d) an event. Memory: z (m, n) and the
+        sides, beside that O(block) for clouds that ``block_count`` divides. Keeping <x, g> (m, n) as well would make
+        most events O(n); a run of 1000 neurons and 1000 samples in 800 dimensions gained 4 to 5 % by it.
         """
         assert state.z is not None
-        rates = self.rates
-        a, b, z = particles.a, particles.b, state.z
-        left = jnp.full_like(a, time)
-        if self.decay is not None:
-            fading = self.decay[0] * rates.outer, self.decay[1] * rates.inner
-            frozen = rates.inner * rates.outer == 0
-            exact = frozen | (fading[0] == fading[1])
-            total = fading[0] + fading[1]
-            stretched = safe_divide(jnp.expm1(total * time), total) + jnp.where(total == 0, time, 0.0)
-            left = jnp.where(frozen, stretched, time)
-            whole = [jnp.exp(-rate * time) for rate in fading]
-            before = [jnp.where(exact, 1.0, jnp.sqrt(u)) for u in whole]
-            ends = [jnp.where(exact, u, jnp.sqrt(u)) for u in whole]
-            a, b, z = _scaled(a, b, z, *before)
-        field = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
-        walkers = planes.start(a, b, z, state.side, state.slots, left, field)
+        load = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
+        way = self.set_out(particles, state, load, time)
         cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
         end, counts = passage.run(
-            planes.advance,
-            walkers,
-            rates,
-            field,
+            way.steps,
+            way.walkers,
+            way.rows,
+            way.field,
             cap,
             forward=forward,
-            first=planes.glide,
             together=TOGETHER,
-            blocks=block_count(z.size, self.normal.shape[1]),
+            blocks=block_count(state.z.size, self.normal.shape[1]),
         )
-        a, b, z = end.a, end.b, end.z
-        if self.decay is not None:
-            a, b, z = _scaled(a, b, z, *ends)
+        a, b, z = self.arrive(end, time)
         return Neurons(a, b), self._placed(state, end, z, counts)
+
+    def set_out(self, particles: Neurons, state: Place, load: Load, time: Float[Array, ""]) -> Way:
+        """Return the sub-step: closed forms between events, and most neurons carried to the end by ``glide``."""
+        assert state.z is not None
+        weights, clock = (particles.a, particles.b, state.z), jnp.full_like(particles.a, time)
+        if self.decay is not None:
+            fading = self._fading(self.decay, time)
+            weights, clock = _scaled(weights, fading.before), fading.clock
+        walkers = planes.start(*weights, state.side, state.slots, clock, load)
+        return Way(passage.Steps(planes.advance, first=planes.glide), walkers, self.rates, load)
+
+    def arrive(
+        self, end: "planes.Walkers | Turners", time: Float[Array, ""]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return a, b in the coordinates of the model, and <x, b>, at the end of a sub-step."""
+        weights = (end.a, end.b, end.z)
+        return weights if self.decay is None else _scaled(weights, self._fading(self.decay, time).after)
+
+    def _fading(self, decay: Float[Array, "2"], time: Float[Array, ""]) -> Fading:
+        """Return how decay with rates la and lb is taken out of the motion.
+
+        If la = lb = lam, a = exp(-lam t) A and b = exp(-lam t) B leave the motion of A and B as it is without decay.
+        If one layer is frozen, the other moves on the stretched clock (exp((la + lb) t) - 1) / (la + lb). Both are
+        exact. Otherwise half of the decay comes before the motion and half behind it, which is of order 2.
+        """
+        rates = self.rates
+        fading = decay[0] * rates.outer, decay[1] * rates.inner
+        frozen = rates.inner * rates.outer == 0
+        exact = frozen | (fading[0] == fading[1])
+        total = fading[0] + fading[1]
+        stretched = safe_divide(jnp.expm1(total * time), total) + jnp.where(total == 0, time, 0.0)
+        outer, inner = (jnp.exp(-rate * time) for rate in fading)
+        before = lambda whole: jnp.where(exact, 1.0, jnp.sqrt(whole))
+        after = lambda whole: jnp.where(exact, whole, jnp.sqrt(whole))
+        clock = jnp.where(frozen, stretched, time)
+        return Fading(clock, (before(outer), before(inner)), (after(outer), after(inner)))
 
     def _placed(
         self, state: Place, end: "planes.Walkers | Turners", z: jax.Array, counts: passage.Counts
@@ -342,31 +386,16 @@ class NormalizedMotion(TwoLayerMotion):
         b = self.raw(particles)
         return super().predict(Neurons(particles.a / omega.sigma_norm(b, self.sigma)[:, 0], b), state)
 
-    def move(
-        self,
-        particles: Neurons,
-        state: Place,
-        covector: Float[Array, " n"],
-        time: Float[Array, ""],
-        max_events: int | None,
-        forward: bool,
-    ) -> tuple[Neurons, Place]:
-        """Move for ``time`` in a frozen field, from event to event in steps of order 4."""
+    def set_out(self, particles: Neurons, state: Place, load: Load, time: Float[Array, ""]) -> Way:
+        """Return the sub-step: from event to event in steps of order 4."""
         assert state.z is not None
-        load = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
-        left = jnp.full_like(particles.a, time)
-        start = turning.start(particles.a, self.raw(particles), state.z, state.side, state.slots, left)
-        cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
+        clock = jnp.full_like(particles.a, time)
+        turners = turning.start(particles.a, self.raw(particles), state.z, state.side, state.slots, clock)
         field = turning.Field(load, self.sigma)
-        end, counts = passage.run(
-            turning.advance,
-            start,
-            self.rates.is_real,
-            field,
-            cap,
-            forward=forward,
-            together=TOGETHER,
-            blocks=block_count(state.z.size, self.normal.shape[1]),
-        )
-        b = end.b if self.norms is None else omega.normalize(end.b, self.sigma)
-        return Neurons(end.a, b), self._placed(state, end, end.z, counts)
+        return Way(passage.Steps(turning.advance), turners, self.rates.is_real, field)
+
+    def arrive(
+        self, end: "planes.Walkers | Turners", time: Float[Array, ""]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return a, b in the coordinates of the model, and <x, b> of the raw b, at the end of a sub-step."""
+        return end.a, end.b if self.norms is None else omega.normalize(end.b, self.sigma), end.z

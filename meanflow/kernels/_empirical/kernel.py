@@ -5,6 +5,8 @@ index, outputs along some axes, parameters of one group. A selection is an objec
 its values share one compiled program.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 

@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import meanflow as mf
-from meanflow.geometry import _omega as omega
 from meanflow.measures import laws
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -87,7 +86,8 @@ def theorem_3(width: int = 12, points: int = 300, t1: float = 20.0, activation: 
         ]
         assert one.clouds is not None and two.clouds is not None  # whole clouds were saved
         norms = jnp.linalg.norm(one.clouds.particles.b, axis=-1)
-        size = jax.vmap(lambda b: omega.sigma_norm(b, sigma))(two.clouds.particles.b)
+        turned = two.clouds.particles.b
+        size = jnp.sqrt(jnp.sum(turned * (turned @ sigma), axis=-1, keepdims=True))  # |bb|_S, 1 on Omega
         courses[name] = {  # each at the save times
             "gap": np.max(np.abs(f[0] - f[1]), axis=1),
             "printed": np.max(np.abs(f[0] - f[2]), axis=1),

@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import activations
-from meanflow.flows._flow import first_variation
-from meanflow.flows._optimality import certificate, separates
+from meanflow.flows import certificate, separates
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -90,7 +89,7 @@ def theorem_5(width: int = 64, points: int = 64, t1: float = 300.0) -> Outcome:
             "energy": np.asarray(sol.energy),
             "speed": np.asarray(sol.observed),
             "certificate": float(certificate(student, sol.final, data).value),
-            "F": np.asarray(first_variation(student, sol.final, data, probes)),
+            "F": np.asarray(mf.first_variation(student, sol.final, data, probes)),
             "directions": np.mod(np.arctan2(ends[:, 1], ends[:, 0]), 2 * np.pi),
         }
     circle, stuck, free = found.values()

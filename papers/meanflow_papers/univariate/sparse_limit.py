@@ -125,8 +125,8 @@ def sparse_limit(
     minimum = np.array([b.primal for b in best])[:, None]
     spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
     cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))
-    times, found, ends = _course(uni.canonical(variation=lam), cloud, x, y, lam, end)
-    fixed_times, fixed, _ = _course(uni.radial(variation=lam), cloud, x, y, lam, fixed_end)
+    times, found, ends = _course(uni.canonical(penalty=lam), cloud, x, y, lam, end)
+    fixed_times, fixed, _ = _course(uni.radial(penalty=lam), cloud, x, y, lam, fixed_end)
     excess, fixed_excess = (np.asarray(u.primal) / minimum - 1 for u in (found, fixed))  # (draws, times)
     bound = np.asarray(found.bound) / lam
     grid = np.linspace(-1, 1, 401)

@@ -1,14 +1,4 @@
-"""What the commands of the command line share, and how other distributions add commands of their own.
-
-A distribution adds a command to ``meanflow`` by an entry point in the group ``meanflow.commands`` that names a click
-command. In its ``pyproject.toml``::
-
-    [project.entry-points."meanflow.commands"]
-    bench = "meanflow_benchmarks.command:bench"
-
-The command is imported when it is called, so that ``meanflow --help`` stays fast and a distribution that cannot be
-imported does no harm to the other commands.
-"""
+"""What the commands share, and the group of commands that finds those of other distributions."""
 
 import functools
 import json

