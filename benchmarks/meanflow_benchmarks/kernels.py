@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from meanflow import kernels
-from meanflow.kernels._batchnorm import normalize
+from meanflow.layers.functional import recenter, rescale
 from meanflow_benchmarks import networks as networks_module
 from meanflow_benchmarks.memory import program_memory
 from meanflow_benchmarks.networks import NETWORKS
@@ -291,7 +291,7 @@ def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
         Seconds of ``product`` and ``forward``, and ``passes``, their ratio.
     """
     apply, params, x = _network((width, width, width, 1), samples)
-    normed = lambda p, x: normalize(apply(p, x))
+    normed = lambda p, x: rescale(recenter(apply(p, x)))
     forward = _best(jax.jit(normed), params, x, repeats=3)
     kernel = kernels.ntk_operator(normed, params, x, stats="batch")
     product = _best(lambda v: kernel @ v, jnp.ones(samples, x.dtype), repeats=3)

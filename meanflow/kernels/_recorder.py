@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
-from meanflow.kernels._drift import alignment
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
 from meanflow.kernels._empirical.kernel import empirical_ntk
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params
@@ -168,5 +167,6 @@ def _measure(
     }
     if y is not None:
         _checks.shape("y", y, (size, *outputs))
-        record["alignment"] = alignment(matrix, y.reshape(-1).astype(matrix.dtype))
+        target = y.reshape(-1).astype(matrix.dtype)
+        record["alignment"] = target @ (matrix @ target) / (jnp.linalg.norm(matrix) * (target @ target))
     return record

@@ -81,7 +81,7 @@ def density_law(name: str, value: object) -> DensityLaw:
     law = weight_law(name, value)
     if not isinstance(law, DensityLaw):
         given = type(law).__name__
-        raise ValueError(f"{name} must have a knot density, got {given}; for finite clouds use minimum_norm")
+        raise ValueError(f"{name} must have a knot density, got {given}, which has none")
     return law
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.kernels._regime import kernel_flow, minimum_norm
+from meanflow.kernels import kernel_flow
 from meanflow.plots._curves import convergence
 from meanflow.univariate._kernels import random_feature
 from meanflow.univariate._splines import natural_spline, spline_interpolant
@@ -28,7 +28,7 @@ def spline_networks(outcome: Outcome, arguments: Arguments) -> Arrays:
     for width in (30, 100, 1000):
         a, b = Signs(1.0).sample(jax.random.key(0), width)
         cloud = Finite(a, b)
-        c = minimum_norm(cloud.features(x), y)
+        c = jnp.linalg.lstsq(cloud.features(x), y)[0]
         found[width] = piecewise_linear(a, b, c, weights=jnp.sqrt(cloud.weights))(grid)
     return {"networks": found, "x": x, "y": y}
 
@@ -125,7 +125,7 @@ def figure_4(
     @jax.jit
     def trained(a: jax.Array, b: jax.Array) -> jax.Array:
         cloud = Finite(a, b)
-        c = minimum_norm(cloud.features(x), y)
+        c = jnp.linalg.lstsq(cloud.features(x), y)[0]
         return piecewise_linear(a, b, c, weights=jnp.sqrt(cloud.weights))(grid)
 
     stratified = [_distance(trained(*Signs(1.0).midpoints(m)), limits["signs"]) for m in widths]
