@@ -580,7 +580,7 @@ def test_costs_follow_the_trace():
     params = {"w": jnp.ones((3, 3, 2, 4)), "v": jnp.ones((4, 2))}
     apply = lambda some, x: pooled(jnp.tanh(convolve(x[None], some[1])), some[0])[0]
     traced = structured.trace(apply, [params["v"], params["w"]], jnp.ones((6, 5, 2)))
-    counted = cost.passes(traced.analysis.scope.closed.jaxpr, 2)
+    counted = cost.passes(traced.analysis.scope.closed, 2)
     assert counted.forward.flops == 2 * (30 * 9 * 2 * 4 + 4 * 2)
     assert counted.backward.flops == 2 * 4 * 2  # the input of the network needs no gradient
     assert counted.convolved == 2 * 30 * 9 * 2 * 4

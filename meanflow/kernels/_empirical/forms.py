@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from meanflow.kernels._empirical.sites import Site, shape_of, show
+from meanflow.kernels._empirical.sites import Site, show
+from meanflow.kernels._empirical.visit import shape_of
 
 
 class Sizes(NamedTuple):

@@ -71,7 +71,7 @@ def _lay_out(
 ) -> Layout:
     """Lay out with J formed early or late, and ``room`` bytes for what passes while a piece is differentiated."""
     itemsize, outputs = traced.output.dtype.itemsize, block.outputs
-    counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
+    counted = cost.passes(traced.analysis.scope.closed, len(traced.leaves))
 
     def choose(size: structured.forms.Sizes) -> str:
         if cost.by_gram(block, size).total < cost.by_jacobian(block, size).total:
@@ -168,7 +168,7 @@ def coupled_layout(
 ) -> Layout:
     """Lay out the kernel of samples that depend on each other; the traces map whole batches."""
     item, many = left.output.dtype.itemsize, block.outputs
-    counted = cost.passes(left.analysis.scope.closed.jaxpr, len(left.leaves))
+    counted = cost.passes(left.analysis.scope.closed, len(left.leaves))
     rows, columns = block.rows * many, block.columns * many
     sides = rows if block.symmetric else rows + columns
     full = block.kept == "full"

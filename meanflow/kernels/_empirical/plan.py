@@ -198,7 +198,7 @@ def plan_for(
         if coupled
         else free_layout(left, block, chunk, limit, cpu=jax.default_backend() == "cpu")
     )
-    counted = cost.passes(left.analysis.scope.closed.jaxpr, len(moving))
+    counted = cost.passes(left.analysis.scope.closed, len(moving))
     total, memory, at_a_time = _count_plain_methods(
         left, counted, block, coupled, sum(a.size for a in moving), chunk, limit
     )

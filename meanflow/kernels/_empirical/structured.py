@@ -32,7 +32,8 @@ from meanflow.kernels._empirical.contraction import (
     by_pieces,
 )
 from meanflow.kernels._empirical.convolution import channels_last
-from meanflow.kernels._empirical.sites import Analysis, Site, analyze, dtype_of, evaluate, shape_of
+from meanflow.kernels._empirical.sites import Analysis, Site, analyze, evaluate
+from meanflow.kernels._empirical.visit import dtype_of, shape_of
 
 Sample: TypeAlias = PyTree  # one sample, or a batch of them, of any structure
 # (leaves of the parameters, sample) -> outputs at that sample
