@@ -205,10 +205,11 @@ def convolutions(samples: int = 1024, limit: int = 2**30) -> dict[str, float]:
         the relative difference of the first two rows from those computed alone.
     """
     apply, params, x = networks_module.convolutional(samples, 16, 32)
+    method = kernels.Method(limit=limit)
     kernel = lambda a, b: kernels.empirical_ntk(
-        apply, params, a, b, outputs="trace", stats="frozen", limit=limit
+        apply, params, a, b, outputs="trace", stats="frozen", method=method
     )
-    plan = kernels.ntk_plan(apply, params, x, outputs="trace", stats="frozen", limit=limit)
+    plan = kernels.ntk_plan(apply, params, x, outputs="trace", stats="frozen", method=method)
     found: dict[str, Any] = {}
     run = lambda: found.update(kernel=jax.block_until_ready(kernel(x, None)))
     run()

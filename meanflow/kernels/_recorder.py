@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 from meanflow import _checks
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
 from meanflow.kernels._empirical.kernel import empirical_ntk
-from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params
+from meanflow.kernels._empirical.modules import Adapter, Apply, Batch, Normalized, Params
 from meanflow.kernels._empirical.nnx_modules import from_nnx
 from meanflow.kernels._empirical.samples import as_arrays, batches
 from meanflow.kernels._gaussian import as_matrix
@@ -25,7 +25,7 @@ def _holds_state(apply: Apply | Normalized | None, stats: str | None) -> bool:
     """Tell whether the kernel of a function depends on a state that is as old as the function."""
     running = apply.running if isinstance(apply, Normalized) and stats == "running" else None
     function = apply.apply if isinstance(apply, Normalized) else apply
-    state = getattr(function, "state", None) if isinstance(function, Function) else None
+    state = function.state if isinstance(function, Adapter) else None
     # whole numbers are counts, and keys of random numbers
     return any(map(eqx.is_inexact_array_like, jax.tree.leaves((running, state))))
 

@@ -162,7 +162,7 @@ def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, key):
 
     @jax.jit
     def ours(x):
-        standard = kernels.infinite_ntk(x, parametrization="standard", widths=widths, **setup)
+        standard = kernels.infinite_ntk(x, widths=widths, **setup)
         return kernels.nngp(x, **setup), kernels.infinite_ntk(x, **setup), standard
 
     found = ours(x)
@@ -222,12 +222,9 @@ def test_bias_variance_enters(key):
         activation="erf",
         weight_variance=1.5,
         bias_variance=0.5,
-        parametrization="standard",
         widths=widths[:3],
     )
-    without = kernels.infinite_ntk(
-        x, depth=3, activation="erf", weight_variance=1.5, parametrization="standard", widths=widths[:3]
-    )
+    without = kernels.infinite_ntk(x, depth=3, activation="erf", weight_variance=1.5, widths=widths[:3])
     apply, params = random_network(key, widths, "erf", 1.5, 0.5)
     measured = kernels.empirical_ntk(apply, params, x)
     error = lambda a: float(jnp.linalg.norm(measured - a) / jnp.linalg.norm(measured))

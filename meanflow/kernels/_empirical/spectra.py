@@ -244,11 +244,10 @@ def spectrum(
     Args:
         kernel: symmetric (n, n) matrix, or a ``KernelOperator`` as ``ntk_operator`` returns it.
         top: number of leading eigenvalues. None: 4 by Lanczos, else all.
-        key: for random directions. An operator needs it: its moments are estimated (``spectral_moments``, without the
-            leading eigenvectors' share of the error). With a key, eigenvalues of a matrix come from Lanczos
-            too; its moments are exact.
+        key: for random directions. An operator needs it: its moments are estimated, without the leading eigenvectors'
+            share of the error. With a key, eigenvalues of a matrix come from Lanczos too; its moments are exact.
         probes: random directions used for an operator's moments.
-        steps: products spent by Lanczos, see ``top_eigenpairs``.
+        steps: products spent by Lanczos, default min(n, 2 top + 30); ``residuals`` tells whether they were enough.
 
     Returns:
         A ``Spectrum``: eigenvalues, their mean, mean square and variance, bounds on the largest one, errors.
