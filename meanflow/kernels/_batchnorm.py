@@ -48,6 +48,7 @@ def jacobian_apply(
         change: changes of those values, in columns. Given with ``at``, the result is the change (S, k) of the
             normalized values there.
     """
+    # B v = (v - mean v - h (h.v)/(T s^2)) / s; elsewhere the mean and h.v are still those of the batch
     h = recenter(outputs)
     size = outputs.shape[0]
     s = batch_scale(outputs, epsilon=epsilon)[0]
@@ -139,6 +140,7 @@ def _both_sides(
             return jacobian_apply(f, jacobian_apply(g, k.T, epsilon).T, epsilon)
         return jacobian_apply(f, jacobian_apply(g, k.T, epsilon, a, w.T).T, epsilon)
 
+    # block (c, d) of the kernel: rows by the statistics of output c, columns by those of d
     inner = jax.vmap(block, in_axes=(-1, -1, None, -1, -1), out_axes=-1)  # over d
     both = jax.vmap(inner, in_axes=(-2, -2, -1, None, None), out_axes=-2)  # over c
     result = both(kernel, cross, outputs, outputs, points)

@@ -133,6 +133,7 @@ class KernelRecorder:
         apply, params = self._split(network)
         apply, x, _ = as_arrays(apply, self.x, None)
         stats = self.stats
+        # a function that was found free of coupling is declared so for the compiled program
         if stats is None:  # probed once, here: inside the compiled program it could not be
             if self._reference is None or isinstance(apply, Normalized):
                 kernel_maps(apply, params, x, None, None)

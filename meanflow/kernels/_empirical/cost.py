@@ -136,6 +136,7 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
         back = Cost(flops, moved) * paths
         convolved = flops if name == "conv_general_dilated" else 0.0
         return Passes(Cost(flops, moved), back, convolved, size, size), outs
+    # what depends on parameters alone is computed once for all samples
     if name in _FREE or kind == _PARAM:
         return Passes(Cost(), Cost(), 0.0, 0.0, 0.0), outs
     # neighboring operations on numbers run as one pass: half a number for each
@@ -185,11 +186,13 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in parameter space."""
     groups, positions, inputs, outputs, _ = size
     entries, many = groups * inputs * outputs, block.outputs
+    # J of each sample: P outer products for each output, h and D read, J written and read
     form = Cost(
         2.0 * many * positions * entries,
         2.0 * many * entries + 2.0 * groups * positions * (inputs + many * outputs),
     )
     full = block.kept == "full"
+    # <J, J'> of each pair of samples, for all pairs of outputs or for equal ones
     product = 2.0 * entries * (many**2 if full else many)
     return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1)
 
@@ -202,12 +205,14 @@ def by_gram(block: Block, size: forms.Sizes) -> Cost:
     multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
     read = _read(block, groups * positions * (compared + many * outputs))
     copied = Cost(0.0, 2.0 * many * groups * positions * outputs * (groups * positions > 1)) * block.samples
+    # (h . h') and (D . D') of all pairs of positions, multiplied entry by entry
     if pairs == 1 or many == 1 or block.kept != "full":
         flops = 2.0 * pairs * (compared + outputs * (many**2 if block.kept == "full" else many))
         numbers = (
             2.0 * block.kernel if pairs == 1 else 3.0 * pairs * (many if block.kept == "diagonal" else 1)
         )
         return Cost(flops, numbers) * multiplied + read + copied
+    # many outputs: E = (h h') D' first, then D E, as ``contraction`` does it
     flops = 2.0 * (pairs * (compared + many * outputs) + groups * positions * many**2 * outputs)
     # (h h') D', and h h' in another order
     numbers = 2.0 * groups * positions * (positions + many * outputs)

@@ -164,6 +164,7 @@ def _by_axes(
 
     stacked = jnp.stack([one(i) for i in range(math.prod(sizes))])
     kernel = stacked.reshape(sizes + stacked.shape[1:])
+    # axes: one kernel for each index along those that are not full; traced ones are summed
     traced = [i for i, a in enumerate(axes) if outputs[a] == "trace"]
     kernel = jnp.sum(kernel, axis=tuple(traced))
     # the diagonal axes stand in front now: they go back to their places among the first copy of the kept axes
@@ -188,6 +189,7 @@ def _over_devices(
     # jax.make_mesh makes explicit axes by default, which want inputs that are split already
     mesh = Mesh(mesh.devices, mesh.axis_names)
     rows = x.shape[0]
+    # rows are filled up to a multiple of the devices with copies of the last one, and cut off in the end
     short = -rows % mesh.size
     padded = jnp.concatenate([x, jnp.repeat(x[-1:], short, axis=0)]) if short else x
     kernel = _sharded(apply, params, x, padded, x if z is None else z, options, mesh)

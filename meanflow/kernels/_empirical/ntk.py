@@ -181,6 +181,7 @@ def _gradients(
     rows, size = outputs.shape
 
     def gradients(item: Array) -> Params:
+        # coupled samples: one row of outputs is pulled back through the whole batch
         onehot = (jnp.arange(rows) == item).astype(outputs.dtype)
         basis = onehot[None, :, None] * jnp.eye(size, dtype=outputs.dtype)[:, None, :]
         return jax.vmap(lambda c: pull(c)[0])(basis)

@@ -188,6 +188,7 @@ def plan_once(
 
 def _key(arguments: object, options: Options) -> object:
     """Return what decides a plan; None while tracing, or for what cannot be compared."""
+    # shapes and dtypes of arrays, everything else by value
     leaves, structure = jax.tree.flatten(arguments)
     described = []
     for leaf in leaves:
@@ -257,9 +258,11 @@ def _count_plain_methods(
     item, many = traced.output.dtype.itemsize, block.outputs
     # gradients of convolutions in their parameters, sample by sample, run at a small part of a product's speed
     slow = Cost(40.0 * counted.convolved) if not coupled else Cost(10.0 * counted.convolved)
+    # one gradient in the parameters: forward, backward, and the slow part of convolutions
     pull = counted.backward + counted.forward + slow
     rows, columns = block.rows * many, block.columns * many
     both = rows if block.symmetric else rows + columns
+    # J J', of which only equal outputs are multiplied unless the full kernel is kept
     product = 2.0 * block.rows * block.columns * parameters * (many**2 if block.kept == "full" else many)
     # a coupled function is evaluated on the whole batch at once
     batches = 1.0 if coupled else float(block.columns)
@@ -268,6 +271,7 @@ def _count_plain_methods(
         "products": pull * rows + (counted.forward + counted.forward + slow) * (rows * batches),
     }
     kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
+    # bytes of one row: its gradients, its activations, and its row of the kernel
     one = item * many * (parameters + 2 * counted.stored + block.columns * many)
     at_a_time = chunk if chunk is not None else fitting(block.rows, limit / 8, one)
     memory = {

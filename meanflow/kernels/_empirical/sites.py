@@ -172,6 +172,7 @@ def analyze(closed: ClosedJaxpr, leaves: int) -> Analysis:
         if lookups and (len({(s.kind, s.view) for s in mine}) > 1 or i in found.direct):
             found.deactivate(lookups)
     # The backward pass that serves a parameter's direct uses would go through its products as well, so it serves both.
+    # each site that is switched off may make its parameters direct, and through them other sites
     while mixed := [s for s in found.sites() if found.roots[s.view.root] & found.direct]:
         found.deactivate(mixed)
     return found
@@ -238,6 +239,7 @@ class _Walk:
         if held and inside is not None:
             scope.entries[place], outs = self.scope(inside, tags, lengths)
             return outs
+        # loops whose operands hold no parameter are operations on samples like any other
         if held and name == "scan":
             return self.scan(scope, place, equation, tags, lengths)
         if len(held) == 1 and name in _PRODUCTS:
@@ -283,6 +285,7 @@ class _Walk:
         # a carried constant may depend on the sample after a round
         before = set(self.direct), self.count, len(self.roots)
         while True:
+            # the body is tagged again until no carried value changes its tag; each round changes at least one
             inner, outs = self.scope(body, inside, (*lengths, equation.params["length"]))
             changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
             if not changed:
@@ -333,6 +336,7 @@ def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]
     assert isinstance(view, View)
     shape, out = shape_of(equation.invars[place]), shape_of(equation.outvars[0])
     if name in ("mul", "div") and len(tags) == 2:
+        # times or divided by one number; a broadcast operand would repeat entries of the parameter
         factor = known[1 - place]
         if factor is None or shape != out or (name == "div" and place == 1):
             return None
@@ -438,6 +442,7 @@ def _evaluate_scan(
     """Run a loop whose rounds take their own taps, and return what its sites see in every round."""
     options, held = equation.params, carried_arguments(equation)
     first, last = held.start, held.stop
+    # taps of sites inside have one entry a round, and are scanned over like sequences
     numbers = [s.number for s in scope.sites() if s.number in taps]
 
     def body(carry: list[Array], item: tuple[list[Array], dict[int, Array]]) -> Any:

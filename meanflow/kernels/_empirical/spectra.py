@@ -77,6 +77,7 @@ def lanczos(product: Product, start: Float[Array, " n"], steps: int, key: Key[Ar
     tiny = 100 * float(jnp.finfo(dtype).eps)
 
     def orthogonal(v: Array, basis: Array) -> Array:
+        # a second pass removes what rounding in the first one left along the basis
         for _ in range(2):
             v = v - basis.T @ (basis @ v)
         return v
@@ -136,6 +137,7 @@ def top_eigenpairs(kernel: Kernel, k: int, *, key: Key[Array, ""], steps: int | 
     if k > n:
         raise ValueError(f"k must be at most {n}, the size of the kernel, got {k}")
     count = min(n, 2 * k + 30) if steps is None else min(n, _checks.whole("steps", steps, k))
+    # eigenvalues of the projection approximate the outer ones of K, with error at most |last off-diagonal x last entry|
     run = lanczos(_product(kernel), jax.random.normal(key, (n,), dtype), count, jax.random.fold_in(key, 1))
     values, small = jnp.linalg.eigh(run.matrix())
     values, small = values[::-1][:k], small[:, ::-1][:, :k]
@@ -185,11 +187,13 @@ def spectral_moments(
     n, dtype = _square(kernel)
     product = _product(kernel)
     basis = jnp.zeros((n, 0), dtype) if deflate is None else deflate
+    # Hutchinson: E g'Ag = Tr A for random signs g, of which the share of Q is removed and added exactly
     signs = jax.random.rademacher(key, (probes, n), dtype)
     free = signs - (signs @ basis) @ basis.T
     # one product at a time: a batch of products would multiply the activations' memory
     images = jax.lax.map(product, free)
     known = jax.lax.map(product, basis.T)
+    # g'Kg and |Kg|^2 = g'K^2g of each direction
     one = jnp.sum(free * images, axis=1)
     two = jnp.sum(images**2, axis=1)
     mean = (jnp.sum(basis.T * known) + jnp.mean(one)) / n

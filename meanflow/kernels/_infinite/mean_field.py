@@ -97,6 +97,7 @@ def order_parameters(
     )
     grow = lambda p: weight_variance * p + bias_variance
     p, r, slopes = [gram], [grow(gram)], []
+    # the variances of both sets go along: the dual needs them beside the covariance
     one, two = (grow(v) for v in variances)
     for _ in range(depth - 1):
         pair = dual(*wide(one, two), r[-1])
@@ -104,6 +105,7 @@ def order_parameters(
         p.append(pair.value)
         slopes.append(pair.slope)
         r.append(grow(pair.value))
+    # backward from the output, where the gradient is 1
     q = [jnp.ones_like(gram)]
     for slope in reversed(slopes):
         q.append(weight_variance * q[-1] * slope)
