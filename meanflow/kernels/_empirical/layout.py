@@ -57,7 +57,7 @@ def free_layout(
     """
     # a sixteenth of the limit for what passes while a piece is differentiated
     late = _lay_out(traced, block, chunk, limit, limit / 16, early=False)
-    # a loop would start its kernels anew in every round; tests/accelerators counts those of this layout, nothing is timed
+    # a loop would start its kernels anew in every round; tests/accelerators counts starts, no time was measured
     if late.held and late.rows == block.rows and not cpu:
         return late
     early = _lay_out(traced, block, chunk, limit, min(limit / 16, _PIECE) if cpu else limit / 16, early=True)
