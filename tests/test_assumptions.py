@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from meanflow.kernels._empirical.sites import carried_arguments
+from meanflow.kernels._empirical.visit import carried_arguments
 
 
 def equations(function, *arguments):
@@ -78,7 +78,7 @@ def test_jax_names_primitives_and_their_options(name):
 
 
 def test_ranks_tell_constants_carried_values_and_sequences_of_a_scan_apart():
-    """``sites.carried_arguments``: one constant, two carried values, one sequence; one output is stacked."""
+    """``visit.carried_arguments``: one constant, two carried values, one sequence; one output is stacked."""
 
     def loop(w, x, y, items):
         body = lambda h, item: ((h[0] @ w + item, h[1] + 1.0), jnp.sum(item))
@@ -89,7 +89,7 @@ def test_ranks_tell_constants_carried_values_and_sequences_of_a_scan_apart():
 
 
 def test_jax_runs_one_equation_of_a_jaxpr_alone():
-    """``sites.execute``: a jaxpr cut down to one equation is a jaxpr, once names of arguments are dropped."""
+    """``visit.execute``: a jaxpr cut down to one equation is a jaxpr, once names of arguments are dropped."""
     jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(jnp.sin(x) @ w))(SQUARE, SQUARE).jaxpr
     (product,) = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
     alone = jaxpr.replace(

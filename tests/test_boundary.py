@@ -335,7 +335,7 @@ def mismatches():
         (lambda: mf.sweeps.prepare(flow, data, widths=[2]), "exactly one of t1 and steps"),
         (lambda: mf.sweep(flow, data, widths=[2], steps=2, step=0.1, bogus=1), "must be among"),
         (lambda: mf.kernels.infinite_ntk(x, wide, depth=2), "x and z must be"),
-        (lambda: mf.kernels.infinite_ntk(x, depth=2, parametrization="standard"), "widths must list"),
+        (lambda: mf.kernels.infinite_ntk(x, depth=2, widths=(3,)), "widths must list"),
     ]
 
 

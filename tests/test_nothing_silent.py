@@ -296,15 +296,6 @@ def test_a_state_of_another_width_is_refused():
         mf.descend(mf.vanilla("tanh"), wide, PLANE, 1, step=0.1, state=run.state)
 
 
-def test_the_condition_number_of_a_singular_kernel_is_infinite():
-    from meanflow.kernels._empirical.spectra import condition_number
-
-    singular = np.ones((3, 3))
-    assert np.isinf(condition_number(jnp.asarray(singular), key=jax.random.key(0)))
-    regular = np.diag([1.0, 2.0, 5.0])
-    np.testing.assert_allclose(condition_number(jnp.asarray(regular), key=jax.random.key(0)), 5.0, rtol=1e-8)
-
-
 def test_a_shift_by_one_number_moves_all_features():
     """The bound on the outputs of a layer counted a scalar beta once, not once for each feature."""
     zeros = np.zeros((3, 4))

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from meanflow import kernels
-from meanflow.kernels._batchnorm import normalize
+from meanflow.layers.functional import recenter, rescale
 from meanflow_benchmarks import networks as networks_module
 from meanflow_benchmarks.memory import program_memory
 from meanflow_benchmarks.networks import NETWORKS
@@ -205,10 +205,11 @@ def convolutions(samples: int = 1024, limit: int = 2**30) -> dict[str, float]:
         the relative difference of the first two rows from those computed alone.
     """
     apply, params, x = networks_module.convolutional(samples, 16, 32)
+    method = kernels.Method(limit=limit)
     kernel = lambda a, b: kernels.empirical_ntk(
-        apply, params, a, b, outputs="trace", stats="frozen", limit=limit
+        apply, params, a, b, outputs="trace", stats="frozen", method=method
     )
-    plan = kernels.ntk_plan(apply, params, x, outputs="trace", stats="frozen", limit=limit)
+    plan = kernels.ntk_plan(apply, params, x, outputs="trace", stats="frozen", method=method)
     found: dict[str, Any] = {}
     run = lambda: found.update(kernel=jax.block_until_ready(kernel(x, None)))
     run()
@@ -291,7 +292,7 @@ def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
         Seconds of ``product`` and ``forward``, and ``passes``, their ratio.
     """
     apply, params, x = _network((width, width, width, 1), samples)
-    normed = lambda p, x: normalize(apply(p, x))
+    normed = lambda p, x: rescale(recenter(apply(p, x)))
     forward = _best(jax.jit(normed), params, x, repeats=3)
     kernel = kernels.ntk_operator(normed, params, x, stats="batch")
     product = _best(lambda v: kernel @ v, jnp.ones(samples, x.dtype), repeats=3)

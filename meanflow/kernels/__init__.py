@@ -1,8 +1,8 @@
 """Kernels: the tangent kernel of any network, its spectrum, its limit at infinite width, and training under it.
 
-``empirical`` holds the engine (networks as functions, coupling of samples, plan, matrix, operator, spectra),
-``batchnorm`` the kernel after batch norm, ``infinite`` order parameters and infinite width, ``regime`` training in
-closed form, and ``drift`` how kernels change. Result classes are described where they are returned.
+Networks are functions ``apply(params, batch)``, or modules through ``from_nnx``, ``from_linen``, ``from_equinox`` and
+``from_haiku``. The map of the engine behind ``empirical_ntk`` is in ``_empirical``. Result classes are described where
+they are returned.
 """
 
 from meanflow.kernels._batchnorm import batchnorm_ntk as batchnorm_ntk
@@ -15,6 +15,7 @@ from meanflow.kernels._empirical.modules import from_haiku as from_haiku
 from meanflow.kernels._empirical.modules import from_linen as from_linen
 from meanflow.kernels._empirical.nnx_modules import from_nnx as from_nnx
 from meanflow.kernels._empirical.operator import ntk_operator as ntk_operator
+from meanflow.kernels._empirical.plan import Method as Method
 from meanflow.kernels._empirical.plan import ntk_plan as ntk_plan
 from meanflow.kernels._empirical.spectra import spectrum as spectrum
 from meanflow.kernels._expansion import taylor_expand as taylor_expand

@@ -11,11 +11,8 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._matrices import kernel as kernel_kind
-from meanflow.activations import Activation, resolve
 from meanflow.layers._standardize import batch_scale
 from meanflow.layers.functional import recenter
-
-_HIGH = jax.lax.Precision.HIGHEST
 
 
 def normalize(
@@ -52,6 +49,7 @@ def jacobian_apply(
         change: changes of those values, in columns. Given with ``at``, the result is the change (S, k) of the
             normalized values there.
     """
+    # B v = (v - mean v - h (h.v)/(T s^2)) / s; elsewhere the mean and h.v are still those of the batch
     h = recenter(outputs)
     size = outputs.shape[0]
     s = batch_scale(outputs, epsilon=epsilon)[0]
@@ -143,63 +141,9 @@ def _both_sides(
             return jacobian_apply(f, jacobian_apply(g, k.T, epsilon).T, epsilon)
         return jacobian_apply(f, jacobian_apply(g, k.T, epsilon, a, w.T).T, epsilon)
 
+    # block (c, d) of the kernel: rows by the statistics of output c, columns by those of d
     inner = jax.vmap(block, in_axes=(-1, -1, None, -1, -1), out_axes=-1)  # over d
     both = jax.vmap(inner, in_axes=(-2, -2, -1, None, None), out_axes=-2)  # over c
     result = both(kernel, cross, outputs, outputs, points)
     # centering cancels most of a kernel with a large mean, and rounding in what is left is not symmetric
     return result if elsewhere else 0.5 * (result + result.transpose(1, 0, 3, 2))
-
-
-def last_hidden_ntk(
-    hidden: Float[Array, "T n"],
-    weights: Float[Array, "N n"],
-    readout: Float[Array, " N"],
-    activation: str | Activation = "relu",
-    *,
-    epsilon: float = 0.0,
-    gamma: Float[Array, " N"] | None = None,
-    beta: Float[Array, " N"] | None = None,
-) -> Float[Array, "T T"]:
-    """Return the exact kernel of the last hidden layer's weights W when batch norm stands before its activation.
-
-    f = sum_i a_i phi(gamma_i y_i + beta_i), y = batch norm of z = H W' over the batch. Each unit's normalization
-    couples samples, yet K_W needs Gram matrices alone: with C = G H H' G, G = I - 11'/T,
-    D_it = a_i gamma_i phi'_it / s_i, U = D o y, V = D o (y C) and o the elementwise product,
-    K_W = (D'D) o C - (U'V + V'U)/T + U' diag(y_i C y_i) U / T^2.
-
-    Args:
-        hidden: H (T, n), the layer's input.
-        weights: W (N, n).
-        readout: a (N,).
-        activation: phi.
-        epsilon: added to every variance.
-        gamma: scale (N,), default 1.
-        beta: shift (N,), default 0.
-
-    Returns:
-        (T, T). Time O(T N n + T^2 (n + N)), against T^2 N n for the Jacobian.
-
-    >>> last_hidden_ntk(jnp.eye(4), jnp.ones((2, 4)).at[0, 0].set(2.0), jnp.ones(2), epsilon=1e-5).shape
-    (4, 4)
-    """
-    size = hidden.shape[0]
-    _checks.shape("weights", weights, (None, hidden.shape[1]))
-    _checks.shape("readout", readout, (weights.shape[0],))
-    z = jnp.matmul(hidden, weights.T, precision=_HIGH)
-    s = batch_scale(z, epsilon=epsilon)
-    y = recenter(z) / s
-    scale = jnp.ones_like(readout) if gamma is None else gamma
-    shift = jnp.zeros_like(readout) if beta is None else beta
-    _, slope = jax.jvp(resolve(activation), (scale[None] * y + shift[None],), (jnp.ones_like(y),))
-    d = slope * (readout * scale)[None] / s  # (T, N)
-    centered = recenter(hidden)
-    gram = jnp.matmul(centered, centered.T, precision=_HIGH)
-    image = jnp.matmul(gram, y, precision=_HIGH)  # (y C)', (T, N)
-    u, v = d * y, d * image
-    cross = jnp.matmul(u, v.T, precision=_HIGH)
-    quadratic = jnp.sum(y * image, axis=0)
-    return (
-        jnp.matmul(d, d.T, precision=_HIGH) * gram
-        - (cross + cross.T) / size
-        + jnp.matmul(u * quadratic[None], u.T, precision=_HIGH) / size**2
-    )

@@ -34,6 +34,7 @@ class TaylorExpansion(Function):
         start, still = eqx.partition(self.center, eqx.is_inexact_array)
         shift = jax.tree.map(lambda a, b: b - a, start, eqx.filter(params, eqx.is_inexact_array))
 
+        # the network along the straight line from the center to the parameters: a function of one number
         def line(step: Float[Array, ""]) -> Outputs:
             moved = jax.tree.map(lambda a, d: a + step.astype(a.dtype) * d, start, shift)
             return self.apply(eqx.combine(moved, still), batch)

@@ -34,6 +34,7 @@ def as_matrix(kernel: Float[Array, "T S ..."], outputs: int = 1) -> Float[Array,
     """Return a kernel (T, S), or (T, S, k, k), as a matrix; with ``outputs`` the first is repeated for each output."""
     if kernel.ndim == 2:
         return kernel if outputs == 1 else jnp.kron(kernel, jnp.eye(outputs, dtype=kernel.dtype))
+    # outputs of sample 0 first, then those of sample 1: (T, S, k, k) to (T k, S k)
     rows, columns, size, _ = kernel.shape
     return jnp.transpose(kernel, (0, 2, 1, 3)).reshape(rows * size, columns * size)
 

@@ -88,6 +88,7 @@ def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*
     """Solve for the dual coefficients at all times, to a relative accuracy near the root of the rounding error."""
     import diffrax
 
+    # dloss/df of each sample, (n,) or (n, k)
     slope = jax.vmap(jax.grad(flow.sample_loss))
     weights = flow.weights.reshape((-1,) + (1,) * (flow.start.ndim - 1))
     shape = (flow.kernel.shape[0], -1)

@@ -11,10 +11,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
-from meanflow.kernels._drift import alignment
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
 from meanflow.kernels._empirical.kernel import empirical_ntk
-from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params
+from meanflow.kernels._empirical.modules import Adapter, Apply, Batch, Normalized, Params
 from meanflow.kernels._empirical.nnx_modules import from_nnx
 from meanflow.kernels._empirical.samples import as_arrays, batches
 from meanflow.kernels._gaussian import as_matrix
@@ -26,7 +25,7 @@ def _holds_state(apply: Apply | Normalized | None, stats: str | None) -> bool:
     """Tell whether the kernel of a function depends on a state that is as old as the function."""
     running = apply.running if isinstance(apply, Normalized) and stats == "running" else None
     function = apply.apply if isinstance(apply, Normalized) else apply
-    state = getattr(function, "state", None) if isinstance(function, Function) else None
+    state = function.state if isinstance(function, Adapter) else None
     # whole numbers are counts, and keys of random numbers
     return any(map(eqx.is_inexact_array_like, jax.tree.leaves((running, state))))
 
@@ -134,6 +133,7 @@ class KernelRecorder:
         apply, params = self._split(network)
         apply, x, _ = as_arrays(apply, self.x, None)
         stats = self.stats
+        # a function that was found free of coupling is declared so for the compiled program
         if stats is None:  # probed once, here: inside the compiled program it could not be
             if self._reference is None or isinstance(apply, Normalized):
                 kernel_maps(apply, params, x, None, None)
@@ -168,5 +168,6 @@ def _measure(
     }
     if y is not None:
         _checks.shape("y", y, (size, *outputs))
-        record["alignment"] = alignment(matrix, y.reshape(-1).astype(matrix.dtype))
+        target = y.reshape(-1).astype(matrix.dtype)
+        record["alignment"] = target @ (matrix @ target) / (jnp.linalg.norm(matrix) * (target @ target))
     return record

@@ -10,11 +10,8 @@ rho = f - y at the training points obeys
 One eigendecomposition of Q^(1/2) K Q^(1/2) solves all of them for every time and every number of steps, so early
 stopping costs O(n^2) a point. Time t of the flow is learning rate x steps. Predictions elsewhere follow from dual
 coefficients beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of a network alone is exactly this, with
-K = features features'. Batch norm on the output is not: ``linearized_batchnorm`` keeps it exact and linearizes what is
-before it.
+K = features features'. Networks with batch norm on the output do not train like this at any width: see ``kernel_flow``.
 """
-
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,9 +20,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
 from meanflow._matrices import kernel as kernel_kind
-from meanflow._numerics import iterate
 from meanflow.kernels import _spectral as spectral
-from meanflow.kernels._batchnorm import jacobian_apply, normalize
 from meanflow.kernels._gaussian import Gaussian, as_matrix, check_shapes
 from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, Loss, LossFlow, cross_entropy, from_dual
 from meanflow.kernels._spectral import Spectral
@@ -193,7 +188,7 @@ def kernel_flow(
     """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
 
     This predicts wide plain networks. It does not predict networks with batch norm on the output at any width, not even
-    with their own kernel, because that kernel depends on f, which moves by O(1): see ``linearized_batchnorm``.
+    with their own kernel, because that kernel depends on f, which moves by O(1).
 
     Args:
         kernel: K (n, n) at the training points, symmetric positive semi-definite, the same for each of k outputs; or
@@ -242,127 +237,3 @@ def kernel_flow(
     number = lambda a: None if a is None else jnp.asarray(a, target.dtype)
     eta, mu = number(learning_rate), number(momentum)
     return KernelFlow(rates, modes, scaled, q, first - target, target, eta, mu)
-
-
-def kernel_regression(
-    kernel: Float[Array, "n n"],
-    y: Float[Array, " n"],
-    cross: Float[Array, "S n"] | None = None,
-    *,
-    ridge: float = 0.0,
-) -> Float[Array, " S"]:
-    """Return K(z, x) (K + ridge I)^-1 y, at ridge = 0 the limit of kernel flow from 0.
-
-    It uses a Cholesky factor, so K + ridge I must be positive definite (kernels under batch norm are singular: give a
-    ridge, or take ``KernelFlow.dual_limit``).
-
-    Args:
-        kernel: K (n, n).
-        y: targets (n,).
-        cross: K(z, x), (S, n), default K itself.
-        ridge: added to the diagonal.
-
-    >>> kernel_regression(jnp.eye(2), jnp.array([1.0, 2.0]), ridge=1.0).round(6).tolist()
-    [0.5, 1.0]
-    """
-    size = y.shape[0]
-    factor = jax.scipy.linalg.cho_factor(kernel + ridge * jnp.eye(size, dtype=kernel.dtype))
-    solution = jax.scipy.linalg.cho_solve(factor, y)
-    return (kernel if cross is None else cross) @ solution
-
-
-@jax.jit
-def minimum_norm(
-    features: Float[Array, "n m"], y: Float[Array, " n"], start: Float[Array, " m"] | None = None
-) -> Float[Array, " m"]:
-    """Return the limit of training output weights c alone: the interpolating c nearest to where they start.
-
-    This is c_0 + argmin { norm(d) : features (c_0 + d) = y }. ("univariate ReLU", equation (22), prints the interpolant
-    of least norm, which is the limit only for c_0 = 0.)
-
-    Args:
-        features: (n, m) with n <= m and independent rows; f = features @ c.
-        y: (n,) targets.
-        start: c_0 (m,), zero by default.
-
-    Returns:
-        c, shape (m,). O(n^2 m) by a QR factorization, so the condition number is not squared.
-
-    >>> minimum_norm(jnp.array([[1.0, 1.0]]), jnp.array([1.0])).round(6).tolist()
-    [0.5, 0.5]
-    """
-    _checks.shape("features", features, (None, None))
-    n, m = features.shape
-    _checks.shape("y", y, (n,))
-    if n > m:
-        raise ValueError(f"features must have at least as many columns as rows, got shape {features.shape}")
-    first = jnp.zeros(m, features.dtype) if start is None else jnp.asarray(start)
-    q, r = jnp.linalg.qr(features.T)
-    return first + q @ jax.scipy.linalg.solve_triangular(r, y - features @ first, trans=1)
-
-
-class Descent(NamedTuple):
-    """Outputs recorded along gradient descent.
-
-    Attributes:
-        train: at the training points, (records, n).
-        test: at other points, (records, S), or None.
-    """
-
-    train: Float[Array, "records n"]
-    test: Float[Array, "records S"] | None
-
-
-@eqx.filter_jit
-def linearized_batchnorm(
-    kernel: Float[Array, "n n"],
-    start: Float[Array, " n"],
-    y: Float[Array, " n"],
-    *,
-    learning_rate: Real[ArrayLike, ""],
-    steps: int,
-    every: int = 1,
-    epsilon: float = 0.0,
-    weights: Real[ArrayLike, "..."] | None = None,
-    cross: Float[Array, "S n"] | None = None,
-    at: Float[Array, " S"] | None = None,
-) -> Descent:
-    """Train a network with batch norm on the output, linearized before batch norm.
-
-    u <- u - learning_rate K B(u) Q (bn(u) - y), where u are the outputs before batch norm. Their kernel K is frozen (it
-    is what becomes constant with width); batch norm and its Jacobian B(u) stay exact and move with u.
-
-    Args:
-        kernel: K (n, n) before batch norm, frozen at initialization.
-        start: u(0) at the training points (n,).
-        y: targets (n,).
-        learning_rate: of gradient descent.
-        steps: number of steps, a multiple of ``every``.
-        every: steps between two records.
-        epsilon: added to the variance.
-        weights: q_j > 0, default 1/n; a number stands for all.
-        cross: K(z, x) before batch norm, (S, n), to follow test points too.
-        at: u(0) at z, (S,).
-
-    Returns:
-        Normalized outputs, (steps // every, n) and (steps // every, S); test points use the training batch's
-        statistics.
-
-    >>> run = linearized_batchnorm(jnp.eye(3), jnp.arange(3.0), jnp.ones(3), learning_rate=0.1, steps=6, every=2)
-    >>> run.train.shape, run.test
-    ((3, 3), None)
-    """
-    q = _weights(weights, y)
-
-    def step(state: tuple[Array, Array | None], _: None) -> tuple[Array, Array | None]:
-        u, there = state
-        residual = q * (normalize(u, epsilon) - y)
-        force = learning_rate * jacobian_apply(u, residual[:, None], epsilon)[:, 0]
-        return u - kernel @ force, there if cross is None or there is None else there - cross @ force
-
-    def observe(state: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
-        u, there = state
-        return normalize(u, epsilon), None if there is None else normalize(there, epsilon, u)
-
-    _, records = iterate(step, (start, at), None, steps, every, observe)
-    return Descent(*records)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow import kernels
-from meanflow.kernels._batchnorm import normalize
+from meanflow_papers.ntk.networks import normalize
 from meanflow_papers.ntk.printed_kernel import one_sided, one_sided_error
 
 

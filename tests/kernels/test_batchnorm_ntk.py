@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow import kernels
-from meanflow.kernels._batchnorm import jacobian_apply, last_hidden_ntk, normalize
-from meanflow.kernels._infinite.predictions import Kappas, predict_batchnorm_bulk
+from meanflow.kernels._batchnorm import jacobian_apply
 
 
 def network(key, outputs=1, samples=7, activation=jnp.tanh):
@@ -128,48 +127,6 @@ def test_sigma_is_a_standard_deviation(key):
     read_as_variance = lambda kernel, f: kernels.batchnorm_ntk(kernel, f) / jnp.var(f)
     ratio = read_as_variance(9 * kernel, 3 * f) / read_as_variance(kernel, f)
     np.testing.assert_allclose(ratio, 1 / 9, rtol=1e-8)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.1])
-def test_last_hidden_layer_without_jacobian(epsilon, key):
-    k = jax.random.split(key, 5)
-    hidden = jax.random.normal(k[0], (9, 6))
-    weights, readout = jax.random.normal(k[1], (11, 6)), jax.random.normal(k[2], (11,))
-    gamma, beta = 1 + 0.3 * jax.random.normal(k[3], (11,)), jax.random.normal(k[4], (11,))
-
-    def apply(w, x):
-        y = normalize(x @ w.T, epsilon)
-        return jnp.tanh(gamma[None] * y + beta[None]) @ readout
-
-    exact = kernels.empirical_ntk(apply, weights, hidden, stats="batch", method="jacobian")
-    ours = last_hidden_ntk(hidden, weights, readout, "tanh", epsilon=epsilon, gamma=gamma, beta=beta)
-    np.testing.assert_allclose(ours, exact, rtol=0, atol=4e-14 * float(jnp.abs(exact).max()))
-
-
-def test_centred_mean_field_matrix_is_a_projector(key):
-    """A.19-A.20: every off-diagonal of G M is (k2 - k1)/T, and B M B a scaled projector, not the identity."""
-    size, one, two = 10, 1.7, 0.4
-    matrix = (one - two) * jnp.eye(size) + two * jnp.ones((size, size))
-    centre = jnp.eye(size) - 1.0 / size
-    np.testing.assert_allclose(centre @ matrix @ centre, (one - two) * centre, atol=1e-14)
-    off = np.asarray(centre @ matrix)[~np.eye(size, dtype=bool)]
-    np.testing.assert_allclose(off, (two - one) / size, rtol=1e-13)  # A.19 prints some with the other sign
-    f = jax.random.normal(key, (size,))
-    h, variance = f - jnp.mean(f), jnp.var(f)
-    projector = centre - h[:, None] * h[None, :] / (size * variance)
-    ours = kernels.batchnorm_ntk(matrix, f)
-    np.testing.assert_allclose(ours, (one - two) / variance * projector, atol=1e-13)
-    kappa = Kappas(jnp.asarray(one), jnp.asarray(two))
-    bulk = predict_batchnorm_bulk(kappa, depth=2, width=1, variance=variance)
-    np.testing.assert_allclose(np.linalg.eigvalsh(ours)[2:], float(bulk), rtol=1e-12)
-    # the cost of calling it the identity: sqrt(2/T) in Frobenius norm, everything in operator norm
-    scaled = ours / bulk
-    frobenius = jnp.linalg.norm(scaled - jnp.eye(size)) / jnp.linalg.norm(jnp.eye(size))
-    np.testing.assert_allclose(frobenius, np.sqrt(2 / size), rtol=1e-12)
-    np.testing.assert_allclose(jnp.linalg.norm(scaled - jnp.eye(size), 2), 1.0, rtol=1e-12)
-    # the printed factor (1 - 1/T) on h h' is excluded
-    printed = centre - (1 - 1 / size) * h[:, None] * h[None, :] / (size * variance)
-    assert float(jnp.linalg.norm(printed @ h)) > 0.05 * float(jnp.linalg.norm(h))
 
 
 def test_shapes_are_checked():

@@ -314,10 +314,13 @@ def test_plan_speaks_and_refuses(key):
     assert plan.method == "structured" and "structured" in plan.reason
     assert kernels.ntk_plan(apply, params, x, stats="batch").coupled
     with pytest.raises(ValueError, match="ntk_operator"):
-        kernels.empirical_ntk(apply, params, x, limit=1000)
+        kernels.empirical_ntk(apply, params, x, method=kernels.Method(limit=1000))
     with pytest.raises(ValueError, match="Jacobian takes"):
-        kernels.empirical_ntk(apply, params, x, method="jacobian", limit=100_000)
-    assert kernels.ntk_plan(apply, params, x, stats="batch", limit=200_000).method == "products"
+        kernels.empirical_ntk(apply, params, x, method=kernels.Method("jacobian", limit=100_000))
+    assert (
+        kernels.ntk_plan(apply, params, x, stats="batch", method=kernels.Method(limit=200_000)).method
+        == "products"
+    )
     with pytest.raises(ValueError, match="method must be"):
         kernels.empirical_ntk(apply, params, x, method="magic")
     with pytest.raises(ValueError, match="chunk must be"):

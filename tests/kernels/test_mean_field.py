@@ -10,9 +10,7 @@ from scipy import integrate, special
 
 from meanflow import kernels
 from meanflow.activations import NAMED
-from meanflow.kernels._batchnorm import normalize
 from meanflow.kernels._infinite.dual import dual_activation, trapezoid
-from meanflow.kernels._infinite.predictions import Kappas, hidden_batchnorm, kappas, predict_spectrum
 
 
 def gauss(phi, a, c, b, rule="legendre", nodes=260):
@@ -164,7 +162,7 @@ def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, key):
 
     @jax.jit
     def ours(x):
-        standard = kernels.infinite_ntk(x, parametrization="standard", widths=widths, **setup)
+        standard = kernels.infinite_ntk(x, widths=widths, **setup)
         return kernels.nngp(x, **setup), kernels.infinite_ntk(x, **setup), standard
 
     found = ours(x)
@@ -175,37 +173,6 @@ def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, key):
     if name == "erf":
         cross = kernels.infinite_ntk(x[:2], x[1:], **setup)
         np.testing.assert_allclose(cross, found[1][:2, 1:], rtol=1e-12)
-
-
-# (activation, sw2, sb2, (L-1) kappa_1, (L-1) kappa_2) at L = 3, alpha_0 = 1
-KAPPAS = [
-    ("relu", 2.0, 3.0, 0.6857),
-    ("tanh", 1.5, 1.1725, 0),
-    ("erf", 1.5, 1.5947, 0),
-    ("sine", 1.5, 1.5543, 0),
-    ("linear", 1.0, 3.0, 0),
-]
-
-
-@pytest.mark.parametrize(("name", "sw2", "one", "two"), KAPPAS)
-def test_kappas(name, sw2, one, two):
-    kappa = kappas(depth=3, alpha_0=1.0, activation=name, weight_variance=sw2)
-    np.testing.assert_allclose([2 * kappa.one, 2 * kappa.two], [one, two], atol=6e-5)
-
-
-def test_coordinates_drop_the_first_layer():
-    wide = kappas(depth=4, alpha_0=1.0)
-    narrow = kappas(depth=4, alpha_0=0.0)
-    np.testing.assert_allclose([wide.one, narrow.one], [4 / 3, 1.0], rtol=1e-12)
-    # A.12, A.14 take N_0 = N; a network on the plane has the second value
-    width = 1024
-    apply, params = random_network(jax.random.key(0), (2, width, width, width, 1), "relu", 2.0)
-    angle = 2 * np.pi * np.arange(16) / 16
-    x = jnp.asarray(np.sqrt(2) * np.stack([np.cos(angle), np.sin(angle)], axis=1))
-    weights_only = lambda w, x: apply([(a, b) for a, (_, b) in zip(w, params, strict=True)], x)
-    kernel = kernels.empirical_ntk(weights_only, [a for a, _ in params], x)
-    measured = float(jnp.trace(kernel)) / 16 / (3 * width)
-    assert abs(measured - 1.0) < 0.1
 
 
 def random_network(key, widths, activation, sw2, sb2=0.0):
@@ -255,12 +222,9 @@ def test_bias_variance_enters(key):
         activation="erf",
         weight_variance=1.5,
         bias_variance=0.5,
-        parametrization="standard",
         widths=widths[:3],
     )
-    without = kernels.infinite_ntk(
-        x, depth=3, activation="erf", weight_variance=1.5, parametrization="standard", widths=widths[:3]
-    )
+    without = kernels.infinite_ntk(x, depth=3, activation="erf", weight_variance=1.5, widths=widths[:3])
     apply, params = random_network(key, widths, "erf", 1.5, 0.5)
     measured = kernels.empirical_ntk(apply, params, x)
     error = lambda a: float(jnp.linalg.norm(measured - a) / jnp.linalg.norm(measured))
@@ -274,52 +238,11 @@ def test_orthogonal_inputs_need_width(key):
     assert np.linalg.matrix_rank(np.asarray(x @ x.T)) == 1
 
 
-def test_predicted_spectrum_is_exact():
-    kappa = Kappas(jnp.asarray(1.5), jnp.asarray(0.3))
-    out = predict_spectrum(kappa, depth=3, width=10, samples=12)
-    matrix = 20 * ((1.5 - 0.3) * np.eye(12) + 0.3)
-    values = np.linalg.eigvalsh(matrix)
-    np.testing.assert_allclose(
-        [out.mean, out.variance, out.top, out.bulk], [values.mean(), values.var(), values[-1], values[0]]
-    )
-    # A.24 prints (T - 2)(N k2 + ...) without the square
-    assert abs(float(out.variance) - 11 * (20 * 0.3)) > 1.0
-
-
 def normed(p, x):
     for w in p[:-1]:
-        x = jax.nn.relu(normalize(x @ w))
+        h = x @ w
+        x = jax.nn.relu((h - jnp.mean(h, axis=0)[None]) / jnp.std(h, axis=0)[None])
     return (x @ p[-1])[:, 0]
-
-
-def test_batch_norm_before_every_activation():
-    """ReLU, L = 3: K_tt/N = 1.7334 and K_st/N = 0.1592 whatever sw2 is, so A = 1.5743 in K ~ N (A I + 11'/2pi).
-
-    1.7334, and 2.809 at L = 4, are the diagonal A + (E phi)^2, not A itself.
-    """
-    ours = hidden_batchnorm(depth=3)
-    np.testing.assert_allclose(
-        [sum(ours), *ours], [1.7334, 1.7334 - 1 / (2 * np.pi), 1 / (2 * np.pi)], atol=1e-4
-    )
-    deeper = hidden_batchnorm(depth=4)
-    np.testing.assert_allclose([sum(deeper), deeper.diagonal], [2.809, 2.809 - 0.1592], atol=6e-4)
-    width, samples = 192, 48
-    x = np.sqrt(width) * jnp.eye(width)[:samples]
-    sizes = [(width, width), (width, width), (width, 1)]
-    measured = []
-    for sw2 in (1.0, 2.0):
-        for seed in range(2):
-            k = jax.random.split(jax.random.key(seed), 3)
-            params = [jax.random.normal(a, s) * np.sqrt(sw2 / width) for a, s in zip(k, sizes, strict=True)]
-            kernel = np.asarray(kernels.empirical_ntk(normed, params, x, stats="batch")) / width
-            off = (kernel.sum() - np.trace(kernel)) / samples / (samples - 1)
-            measured.append((np.trace(kernel) / samples, off))
-    np.testing.assert_allclose(measured[:2], measured[2:], rtol=1e-10)  # the same draws at both sw2
-    diagonal, off = np.mean(measured, axis=0)
-    # corrections of order 1/T, and fluctuations of order 1/sqrt(N)
-    assert abs(diagonal - 1.7334) < 0.15 * 1.7334 and abs(off - 0.1592) < 0.06
-    assert abs(diagonal - 1.7334) < abs(diagonal - 1.5743)
-    assert abs(diagonal - off - 1.5743) < abs(diagonal - off - 1.7334)
 
 
 def kernel_by_hand(network, width, seed):

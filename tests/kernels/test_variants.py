@@ -151,21 +151,24 @@ x, z = jax.random.normal(keys[0], (10, 3)), jax.random.normal(keys[1], (7, 3))
 params = {"w": jax.random.normal(keys[2], (3, 5)), "v": jax.random.normal(keys[3], (5, 2))}
 net = lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"]
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-for options in ({}, {"outputs": "trace"}, {"outputs": ("diagonal",), "method": "jacobian"}):
+over = kernels.Method(mesh=mesh)
+for outputs, method in (("full", "auto"), ("trace", "auto"), (("diagonal",), "jacobian")):
     for other in (None, z):
-        ours = kernels.empirical_ntk(net, params, x, other, mesh=mesh, **options)
-        alone = kernels.empirical_ntk(net, params, x, other, **options)
+        spread = kernels.Method(method, mesh=mesh)
+        ours = kernels.empirical_ntk(net, params, x, other, outputs=outputs, method=spread)
+        alone = kernels.empirical_ntk(net, params, x, other, outputs=outputs, method=method)
         np.testing.assert_allclose(ours, alone, rtol=1e-11, atol=1e-12)
-whole = kernels.empirical_ntk(net, params, x[:8], mesh=mesh)
+whole = kernels.empirical_ntk(net, params, x[:8], method=over)
 assert len(whole.sharding.device_set) == 4
 explicit = jax.make_mesh((4,), ("rows",))
-np.testing.assert_allclose(kernels.empirical_ntk(net, params, x[:8], mesh=explicit), whole, rtol=1e-11, atol=1e-12)
+ours = kernels.empirical_ntk(net, params, x[:8], method=kernels.Method(mesh=explicit))
+np.testing.assert_allclose(ours, whole, rtol=1e-11, atol=1e-12)
 center = kernels.Normalized(lambda p, x, m: net(p, x) - m[None], lambda p, x: jnp.mean(net(p, x), 0), jnp.ones(2))
 for stats in ("frozen", "running"):
-    ours = kernels.empirical_ntk(center, params, x, z, stats=stats, mesh=mesh)
+    ours = kernels.empirical_ntk(center, params, x, z, stats=stats, method=over)
     np.testing.assert_allclose(ours, kernels.empirical_ntk(center, params, x, z, stats=stats), rtol=1e-11, atol=1e-12)
 try:
-    kernels.empirical_ntk(center, params, x, stats="batch", mesh=mesh)
+    kernels.empirical_ntk(center, params, x, stats="batch", method=over)
 except ValueError as error:
     print("refused" if "depend on each other" in str(error) else error)
 """

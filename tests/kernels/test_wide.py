@@ -7,7 +7,6 @@ import pytest
 
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
-from meanflow.kernels._infinite.predictions import hidden_batchnorm
 
 KEY = jax.random.key(11)
 POINTS = jax.random.normal(KEY, (3, 5))
@@ -206,17 +205,6 @@ def test_what_does_not_add_is_refused():
         kernels.wide_inputs(POINTS, POINTS).dense().batch_norm()
     with pytest.raises(ValueError, match="one length for each"):
         kernels.wide_inputs(LINE).conv((3, 3))
-
-
-def test_batch_norm_of_orthogonal_inputs_is_the_known_one():
-    """For many orthogonal inputs the kernel is N (diagonal I + common 11') per unit of width ("BN NTK")."""
-    size = 400
-    h = kernels.wide_inputs(jnp.sqrt(size) * jnp.eye(size)).dense(1.0)
-    for _ in range(2):
-        h = h.batch_norm().activation("relu").dense(1.0)
-    known = hidden_batchnorm(depth=3)
-    np.testing.assert_allclose(h.ntk[0, 1], known.common, rtol=0.02)
-    np.testing.assert_allclose(h.ntk[0, 0], known.diagonal + known.common, rtol=0.02)
 
 
 def products(build, x, v, width, count):

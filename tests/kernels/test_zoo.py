@@ -495,7 +495,9 @@ def test_the_kernel_can_be_differentiated(name):
 def test_blocks_when_factors_do_not_fit():
     apply, params, x, z, same, cross = oracle("conv, 2-D, groups")
     for other, exact in ((None, same), (z, cross)):
-        tight = kernels.empirical_ntk(apply, params, x, other, method="structured", limit=5_000)
+        tight = kernels.empirical_ntk(
+            apply, params, x, other, method=kernels.Method("structured", limit=5_000)
+        )
         np.testing.assert_allclose(tight, exact, rtol=1e-10, atol=1e-12)
 
 
@@ -519,7 +521,7 @@ def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monke
     apply, params, x, z, same, cross = oracle(name)
     for other, exact in ((None, same), (z, cross)):
         ours = kernels.empirical_ntk(
-            apply, params, x, other, outputs="trace", method="structured", limit=2**30
+            apply, params, x, other, outputs="trace", method=kernels.Method("structured", limit=2**30)
         )
         np.testing.assert_allclose(ours, np.einsum("tscc->ts", exact), rtol=1e-10, atol=1e-12)
 
@@ -531,7 +533,7 @@ def test_blocks_of_a_symmetric_kernel_are_differentiated_apart_where_it_is_wide(
         monkeypatch.setattr(layout, name, value)
     apply, params, x, _, same, _ = oracle("conv, 2-D")
     program = lambda p: kernels.empirical_ntk(
-        apply, p, x, outputs=outputs, stats="frozen", method="structured", limit=2**29
+        apply, p, x, outputs=outputs, stats="frozen", method=kernels.Method("structured", limit=2**29)
     )
     # a loop over samples for each block but the first, which has one sample
     assert str(jax.make_jaxpr(program)(params)).count("scan[") == 2
@@ -580,7 +582,7 @@ def test_costs_follow_the_trace():
     params = {"w": jnp.ones((3, 3, 2, 4)), "v": jnp.ones((4, 2))}
     apply = lambda some, x: pooled(jnp.tanh(convolve(x[None], some[1])), some[0])[0]
     traced = structured.trace(apply, [params["v"], params["w"]], jnp.ones((6, 5, 2)))
-    counted = cost.passes(traced.analysis.scope.closed.jaxpr, 2)
+    counted = cost.passes(traced.analysis.scope.closed, 2)
     assert counted.forward.flops == 2 * (30 * 9 * 2 * 4 + 4 * 2)
     assert counted.backward.flops == 2 * 4 * 2  # the input of the network needs no gradient
     assert counted.convolved == 2 * 30 * 9 * 2 * 4

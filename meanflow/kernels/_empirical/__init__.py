@@ -15,9 +15,10 @@ How a call of ``empirical_ntk`` goes through the modules, in the order in which 
         forms           every such use as one product y = h w
         contraction     from the factors h and D = df/dy of all samples to the kernel
         convolution     convolutions in the order of axes that CPUs are fast in
+    visit           equations of a trace, and the jaxprs inside of them
 
     operator        products with the kernel, without forming it
-    spectra         eigenvalues, moments and densities from such products
+    spectra         eigenvalues and moments from such products
 
 Letters are the same everywhere: T rows (samples of x) and S columns (samples of z) of the kernel, C outputs of the
 network, and for one parameter G groups, P positions, K inputs and O outputs (``forms``).

@@ -67,6 +67,7 @@ def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree
     if size >= count:
         return function(tree)
     whole = count // size
+    # a loop over full pieces; what is left over runs once more, as a program of its own size
     head = jax.tree.map(lambda a: a[: whole * size].reshape((whole, size) + a.shape[1:]), tree)
     out = jax.tree.map(lambda a: a.reshape((whole * size,) + a.shape[2:]), jax.lax.map(function, head))
     if whole * size == count:
@@ -116,6 +117,7 @@ def all_pairs(
     count = _samples(left)
     if not symmetric or rows < count:
         return by_pieces(lambda some: contract(some, right, outputs), left, rows)
+    # parameters with rows of other widths are cut into other numbers of blocks, each kind at once
     counts = [blocks(count, _wide(a, outputs)) for a in left]
     total = []
     for cut in sorted(set(counts)):
@@ -292,11 +294,13 @@ def _contract_grams(left: Factor, right: Factor, outputs: str) -> Array:
     groups, positions = d.shape[2], d.shape[3] * e.shape[3]
     h, other = (f.activation if isinstance(f, Gram) else None for f in (left, right))
     if groups * positions == 1 and isinstance(h, Array) and isinstance(other, Array):
+        # one position: the kernel is the elementwise product of two Gram matrices, (h . h') (D . D')
         inner = jnp.einsum("tk,sk->ts", h[:, 0, 0], other[:, 0, 0], precision=HIGH)
         outer = _features(d[:, :, 0, 0], e[:, :, 0, 0], outputs)
         return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
     if outputs == "full" and d.shape[1] > 1:
         return _contract_outputs(left, right)
+    # all pairs of positions of all pairs of samples at once; the plan has counted that they fit
     inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
     if outputs == "diagonal":
         outer = jnp.einsum("tcgpo,scgqo->cgtpsq", d, e, precision=HIGH)
@@ -321,10 +325,12 @@ def _contract_outputs(left: Gram | Rows, right: Gram | Rows) -> Float[Array, "T 
     def columns(theirs: tuple[Gram | Rows, Array]) -> Float[Array, "S T C C"]:
         other, turned = theirs
         count, *_, there = turned.shape
+        # D' with its columns (s, c, o) side by side, ready to be multiplied by h h' over q
         spread = jnp.moveaxis(turned, 1, 0).reshape(groups, count, many * width, there)
 
         def row(mine: tuple[Array, Array]) -> Float[Array, "S C C"]:
             inner, cotangent = mine
+            # E[s c o, p] = sum_q D'[s c o, q] (h_q' . h_p), and then D E' over (o, p)
             e = jnp.matmul(spread, inner, precision=HIGH).reshape(groups, count * many, -1)
             each = jnp.matmul(e, jnp.swapaxes(cotangent.reshape(groups, many, -1), 1, 2), precision=HIGH)
             return jnp.sum(each, axis=0).reshape(count, many, many)
@@ -359,6 +365,7 @@ def _contract_coupled(
     """Add up <D, (h h') D'> over slices of o."""
     h, other = left[0].activation, right[0].activation  # those of all samples, in every part
     if h.ndim == 1:
+        # rows of a table have the inner product 1 with themselves and 0 with others
         inner = (h[:, None] == other[None]).astype(left[0].cotangent.dtype)[None]
     else:
         inner = jnp.einsum("gpk,gqk->gpq", h, other, precision=HIGH)

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from meanflow.kernels._empirical.sites import CALLS, execute, inner_jaxpr
+from meanflow.kernels._empirical.visit import called, equations, execute, walk
 
 
 def channels_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -27,39 +27,26 @@ def channels_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     def same(*args: PyTree) -> PyTree:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        run = _evaluate if _has_convolution(closed.jaxpr) else _evaluate_as_is
+        run = _evaluate if _has_convolution(closed) else lambda closed, leaves: jaxpr_as_fun(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), run(closed, jax.tree.leaves(args)))
 
     return same
 
 
-def _has_convolution(jaxpr: Jaxpr) -> bool:
-    names = (e.primitive.name for e in jaxpr.eqns)
-    return "conv_general_dilated" in names or any(
-        _has_convolution(inner_jaxpr(e).jaxpr) for e in jaxpr.eqns if e.primitive.name in CALLS
-    )
-
-
-def _evaluate_as_is(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-    return jaxpr_as_fun(closed)(*args)
+def _has_convolution(closed: ClosedJaxpr) -> bool:
+    return any(e.primitive.name == "conv_general_dilated" for e in equations(closed, calls_only=True))
 
 
 def _evaluate(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-    jaxpr = closed.jaxpr
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else values[v]
-    for equation in jaxpr.eqns:
-        operands = [read(v) for v in equation.invars]
-        name = equation.primitive.name
-        if name == "conv_general_dilated":
-            outs = [_convolve(equation, *operands)]
-        elif name in CALLS and _has_convolution(inner_jaxpr(equation).jaxpr):
-            outs = _evaluate(inner_jaxpr(equation), operands)
-        else:
-            outs = execute(jaxpr, equation, operands)
-        values.update(zip(equation.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    def step(_: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        inner = called(equation)
+        if equation.primitive.name == "conv_general_dilated":
+            return [_convolve(equation, *operands)]
+        if inner is not None and _has_convolution(inner):
+            return _evaluate(inner, operands)
+        return execute(closed.jaxpr, equation, operands)
+
+    return walk(closed, args, step, lambda value: value)
 
 
 _OPTIONS = (

@@ -7,13 +7,13 @@ compiled or computed.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from meanflow.kernels._empirical import forms
 from meanflow.kernels._empirical.contraction import blocks
-from meanflow.kernels._empirical.sites import carried_arguments, shape_of
+from meanflow.kernels._empirical.visit import carried_arguments, inner_jaxprs, shape_of, walk
 
 TOUCH = 40.0  # operations of a matrix product in the time that one number takes to pass through memory
 
@@ -86,37 +86,39 @@ def _join(kinds: Sequence[int]) -> int:
     return max(kinds, default=_FIXED)
 
 
-def passes(jaxpr: Jaxpr, leaves: int) -> Passes:
+def passes(closed: ClosedJaxpr, leaves: int) -> Passes:
     """Count one evaluation of a jaxpr whose first ``leaves`` arguments are parameters."""
-    kinds = [_PARAM] * leaves + [_FIXED] * (len(jaxpr.invars) - leaves)
     # the sample alone is fixed; what parameters and the sample make together carries cotangents
-    return _count(jaxpr, kinds)[0]
+    kinds = [_PARAM] * leaves + [_FIXED] * (len(closed.jaxpr.invars) - leaves)
+    return _count(closed, kinds)[0]
 
 
-def _count(jaxpr: Jaxpr, kinds: Sequence[int]) -> tuple[Passes, list[int]]:
-    env: dict[Var, int] = dict(zip(jaxpr.invars, kinds, strict=True))
-    read = lambda v: _FIXED if isinstance(v, Literal) else env.get(v, _FIXED)
+def _count(closed: ClosedJaxpr, kinds: Sequence[int]) -> tuple[Passes, list[int]]:
     total = Passes(Cost(), Cost(), 0.0, 0.0, 0.0)
-    for equation in jaxpr.eqns:
-        ins = [read(v) for v in equation.invars]
+
+    def step(_: int, equation: JaxprEqn, ins: list[int]) -> list[int]:
+        nonlocal total
         one, outs = _equation(equation, ins)
         total = total.plus(one)
-        env.update(zip(equation.outvars, outs, strict=True))
-    return total, [read(v) for v in jaxpr.outvars]
+        return outs
+
+    outs = walk(closed, kinds, step, lambda _: _FIXED)
+    return total, outs
 
 
 def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
     """Count one equation, and say what its outputs depend on."""
     name, options = equation.primitive.name, equation.params
-    inner = [j for j in map(_jaxpr, _nested(options)) if j is not None]
+    inner = inner_jaxprs(equation)
     if name == "scan":
+        # what is carried depends after a round on all that it is made of: the kinds of a second round are those of all
         carried = carried_arguments(equation)
         _, outs = _count(inner[0], ins)
         ins[carried] = [max(a, b) for a, b in zip(ins[carried], outs, strict=False)]
         one, outs = _count(inner[0], ins)
         return one.times(options["length"]), outs
-    if inner and all(len(j.invars) in (len(ins), len(ins) - 1) for j in inner):
-        counted = [_count(j, ins[len(ins) - len(j.invars) :]) for j in inner]
+    if inner:  # of several branches the most expensive one counts
+        counted = [_count(c, ins[len(ins) - len(c.jaxpr.invars) :]) for c in inner]
         return max(counted, key=lambda c: c[0].forward.total)
     size = float(sum(math.prod(shape_of(v)) for v in equation.outvars))
     # a parameter and a sample together depend on both; so does what was made of them
@@ -134,6 +136,7 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
         back = Cost(flops, moved) * paths
         convolved = flops if name == "conv_general_dilated" else 0.0
         return Passes(Cost(flops, moved), back, convolved, size, size), outs
+    # what depends on parameters alone is computed once for all samples
     if name in _FREE or kind == _PARAM:
         return Passes(Cost(), Cost(), 0.0, 0.0, 0.0), outs
     # neighboring operations on numbers run as one pass: half a number for each
@@ -141,15 +144,6 @@ def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
         0.0, 0.5 * size + 0.5 * sum(math.prod(shape_of(v)) for v in equation.invars) * ("reduce" in name)
     )
     return Passes(touched, touched if kind == _BOTH else Cost(), 0.0, size, size), outs
-
-
-def _nested(options: dict[str, Any]) -> list[Any]:
-    found = [options[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in options]
-    return [*found, *options.get("branches", ())]
-
-
-def _jaxpr(value: Any) -> Jaxpr | None:
-    return getattr(value, "jaxpr", value) if value is not None else None
 
 
 def _contracted(equation: JaxprEqn) -> float:
@@ -192,11 +186,13 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in parameter space."""
     groups, positions, inputs, outputs, _ = size
     entries, many = groups * inputs * outputs, block.outputs
+    # J of each sample: P outer products for each output, h and D read, J written and read
     form = Cost(
         2.0 * many * positions * entries,
         2.0 * many * entries + 2.0 * groups * positions * (inputs + many * outputs),
     )
     full = block.kept == "full"
+    # <J, J'> of each pair of samples, for all pairs of outputs or for equal ones
     product = 2.0 * entries * (many**2 if full else many)
     return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1)
 
@@ -209,12 +205,14 @@ def by_gram(block: Block, size: forms.Sizes) -> Cost:
     multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
     read = _read(block, groups * positions * (compared + many * outputs))
     copied = Cost(0.0, 2.0 * many * groups * positions * outputs * (groups * positions > 1)) * block.samples
+    # (h . h') and (D . D') of all pairs of positions, multiplied entry by entry
     if pairs == 1 or many == 1 or block.kept != "full":
         flops = 2.0 * pairs * (compared + outputs * (many**2 if block.kept == "full" else many))
         numbers = (
             2.0 * block.kernel if pairs == 1 else 3.0 * pairs * (many if block.kept == "diagonal" else 1)
         )
         return Cost(flops, numbers) * multiplied + read + copied
+    # many outputs: E = (h h') D' first, then D E, as ``contraction`` does it
     flops = 2.0 * (pairs * (compared + many * outputs) + groups * positions * many**2 * outputs)
     # (h h') D', and h h' in another order
     numbers = 2.0 * groups * positions * (positions + many * outputs)

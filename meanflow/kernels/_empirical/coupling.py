@@ -8,17 +8,18 @@ every function is probed, and coupled ones are refused until ``stats`` says whic
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
+from meanflow.kernels._empirical.visit import equations
 
 STATS = ("batch", "train", "frozen", "running")
 # no gradient goes through the statistics, and samples are free of each other
@@ -82,21 +83,13 @@ def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> Array:
     return jnp.asarray(center + width * rng.normal(size=shape), dtype)
 
 
-def _precisions(program: Any) -> Iterator[float]:
+def _precisions(program: ClosedJaxpr) -> Iterator[float]:
     """Yield the relative rounding error of every floating point value in a traced program, nested ones included."""
-    if isinstance(program, list | tuple):
-        for part in program:
-            yield from _precisions(part)
-    elif isinstance(program, Jaxpr):
-        # first: from jax 0.12 on a closed one is one of these, and its own jaxpr
-        for equation in program.eqns:
-            for value in (*equation.invars, *equation.outvars):
-                dtype = getattr(value.aval, "dtype", None)  # some values, such as tokens, have none
-                if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                    yield float(jnp.finfo(dtype).eps)
-            yield from _precisions(tuple(equation.params.values()))
-    elif isinstance(program, ClosedJaxpr):
-        yield from _precisions(program.jaxpr)
+    for equation in equations(program):
+        for value in (*equation.invars, *equation.outvars):
+            dtype = getattr(value.aval, "dtype", None)  # some values, such as tokens, have none
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                yield float(jnp.finfo(dtype).eps)
 
 
 def _agreement(one: np.ndarray, other: np.ndarray, eps: float) -> bool:

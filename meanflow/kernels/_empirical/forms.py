@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from meanflow.kernels._empirical.sites import Site, shape_of, show
+from meanflow.kernels._empirical.sites import Site, show
+from meanflow.kernels._empirical.visit import shape_of
 
 
 class Sizes(NamedTuple):
@@ -94,6 +95,7 @@ def sizes(site: Site) -> Sizes:
         groups, inputs, outputs = 1, weight[0], math.prod(weight[1:])
         positions = math.prod(out) // max(outputs, 1)
     slicing, repeating = _split(site)
+    # a loop that slices the parameter has other entries in every round: groups. One that repeats it adds positions.
     groups *= math.prod(site.lengths[i] for i in slicing)
     positions *= math.prod(site.lengths[i] for i in repeating)
     return Sizes(groups, positions, inputs, outputs, _compared(site, inputs, positions))
@@ -109,6 +111,7 @@ def _compared(site: Site, inputs: int, positions: int) -> float:
         return 0.0
     shape, window = shape_of(site.equation.invars[0]), _window(site)
     batch, channels, *space = site.equation.params["dimension_numbers"].lhs_spec
+    # u u' has inside^2 entries of ``each`` multiplications, which are padded to padded^2 and added up over the window
     inside = shape[batch] * math.prod(shape[i] for i in space)
     padded = shape[batch] * math.prod(
         low + high + shape[i] + between * (shape[i] - 1)
@@ -125,6 +128,7 @@ def _in_loops(site: Site, value: Shaped[Array, "..."], rank: int) -> Shaped[Arra
         return value
     slicing, repeating = _split(site)
     n = len(site.lengths)
+    # the loops come first, in the order of nesting; then g and p of one round
     order = (*slicing, n, *repeating, n + 1, *range(n + 2, n + 2 + rank))
     moved = jnp.transpose(value, order)
     split = len(slicing) + 1
@@ -161,6 +165,7 @@ def cotangent(site: Site, value: Float[Array, "..."]) -> Float[Array, "G P O"]:
         if site.kind == "conv_general_dilated":
             numbers, groups = (site.equation.params[n] for n in ("dimension_numbers", "feature_group_count"))
             batch, channels, *space = numbers.out_spec
+            # positions are all pixels of all rows of the batch; channels split into groups and outputs o of each
             moved = jnp.transpose(d, (batch, *space, channels)).reshape(
                 -1, groups, d.shape[channels] // groups
             )
@@ -169,6 +174,7 @@ def cotangent(site: Site, value: Float[Array, "..."]) -> Float[Array, "G P O"]:
         shared, rows, columns = len(mine.shared), len(other.free), len(mine.free)
         if site.operand == 0:  # the weight's free axes come first
             order = (*range(shared), *range(shared + columns, d.ndim), *range(shared, shared + columns))
+            # (g, o, p) to (g, p, o)
             d = jnp.transpose(d, order)
         pick = lambda start, count: math.prod(d.shape[start : start + count])
         return d.reshape(pick(0, shared), pick(shared, rows), pick(shared + rows, columns))
@@ -202,6 +208,7 @@ class Window(NamedTuple):
         for i in range(self.sizes[axis]):
             seen = value
             for place in places:
+                # the first entries that the last weight can start from: all weights see as many
                 reach = value.shape[place] - (self.sizes[axis] - 1) * apart
                 seen = jax.lax.slice_in_dim(seen, i * apart, i * apart + reach, stride, place)
             found.append(seen)
@@ -229,6 +236,7 @@ def _patches(site: Site, h: Float[Array, "..."]) -> Float[Array, "G P K"]:
     window, groups = _window(site), site.equation.params["feature_group_count"]
     batch, channels, *space = site.equation.params["dimension_numbers"].lhs_spec
     h = jnp.transpose(h, (batch, *space, channels))
+    # zeros at the edges, and between the entries of a dilated input, as the convolution itself has them
     seen = jax.lax.pad(h, jnp.zeros((), h.dtype), [(0, 0, 0), *window.edges, (0, 0, 0)])
     seen = seen.reshape((*seen.shape[:-1], groups, -1))
     # from the last axis of space to the first, whose kernel positions then come first in k
@@ -269,6 +277,7 @@ def windowed_products(one: Windowed, many: Windowed) -> Float[Array, "G P S Q"]:
     seen = product.reshape((groups, *inside, count, *many.value.shape[2:-1]))
     edges = [(0, 0, 0), (0, 0, 0), *one.window.edges]
     seen = jax.lax.pad(seen, jnp.zeros((), seen.dtype), [*edges, *edges])
+    # positions p of the one and q of the other move together: both axes are shifted by the same place of the weights
     for axis in range(rank):
         shifts = one.window.shifts(axis, seen, [2 + axis, 4 + rank + axis])
         seen = sum(shifts[1:], shifts[0])
@@ -284,6 +293,7 @@ def rows(site: Site, value: Int[Array, "..."], cot: Float[Array, "... G P O"]) -
     mode = site.equation.params["mode"]
     if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
         return flat, jnp.where(inside[None, :, None], cot, 0)
+    # in the other modes JAX clips or promises that indices are inside
     return jnp.clip(flat, 0, table - 1), cot
 
 
@@ -293,6 +303,7 @@ def to_root(site: Site, jacobian: Float[Array, "G K O"], root: jax.ShapeDtypeStr
     loops = tuple(n for n, s in zip(site.lengths, site.view.sliced, strict=True) if s)
     if site.kind == "dot_general":
         mine, _ = _dot_axes(site)
+        # J has the axes (g, k, o) of the weight, which transposing them by the inverse order undoes
         axes = mine.shared + mine.contracted + mine.free
         flat = jacobian.reshape(loops + tuple(weight[i] for i in axes))
     elif site.kind == "gather":
@@ -310,5 +321,6 @@ def to_root(site: Site, jacobian: Float[Array, "G K O"], root: jax.ShapeDtypeStr
     shown = jnp.transpose(flat, (*range(n), *(n + int(i) for i in inverse)))
     # the scale is part of D already
     view = site.view._replace(scale=1.0)
+    # a view only moves entries, so that its transpose moves them back
     (back,) = jax.linear_transpose(lambda r: show(view, r), root)(shown)
     return back

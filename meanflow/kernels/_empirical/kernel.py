@@ -20,7 +20,7 @@ from meanflow import _checks
 from meanflow.kernels._empirical import ntk
 from meanflow.kernels._empirical.coupling import kernel_maps
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
-from meanflow.kernels._empirical.plan import LIMIT, OPTIONS, OUTPUTS
+from meanflow.kernels._empirical.plan import OPTIONS, OUTPUTS, Method, Options
 from meanflow.kernels._empirical.samples import as_arrays, wrapped
 
 
@@ -53,7 +53,6 @@ class ByGroup(Function):
 KINDS = {
     **OPTIONS,
     "outputs": _checks.either(_checks.choice(*OUTPUTS), _checks.sequence(_checks.choice(*OUTPUTS))),
-    "mesh": _checks.optional(_checks.instance(Mesh, hint="see jax.make_mesh")),
 }
 
 
@@ -67,9 +66,7 @@ def empirical_ntk(
     stats: str | None = None,
     outputs: str | Sequence[str] = "full",
     chunk: int | None = None,
-    method: str = "auto",
-    limit: int = LIMIT,
-    mesh: Mesh | None = None,
+    method: str | Method = "auto",
 ) -> Float[Array, "T S ..."]:
     """Return K(x, z)[t, s, c, d] = <df_c(x_t)/dparams, df_d(z_s)/dparams>, with no normalizing factor anywhere.
 
@@ -89,14 +86,9 @@ def empirical_ntk(
             c of K_cc (T, S), not divided by C. "diagonal": K_cc, (T, S) + O. Or one of these for each output axis:
             the shape is then (T, S) + (axes that are full or diagonal) + (axes that are full).
         chunk: rows t computed at a time (any number; the result does not depend on it, since coupled
-            functions are always linearized on the whole batch). Chosen from ``limit`` by default.
-        method: "jacobian" forms both Jacobians; "products" computes one vector-Jacobian and one Jacobian-vector
-            product a row; "structured" finds every product of a parameter in the trace of ``apply`` and takes,
-            parameter by parameter, Gram matrices or that layer's Jacobian; "auto" takes the cheapest that
-            fits (``ntk_plan`` says which and why).
-        limit: the most bytes that the computation may take, 4 GiB by default.
-        mesh: devices over which the rows are split, any number of rows over any number of devices; for samples that do
-            not depend on each other.
+            functions are always linearized on the whole batch). Chosen from the limit of ``method`` by default.
+        method: "jacobian", "products", "structured", or "auto" for the cheapest that fits in 4 GiB (``ntk_plan`` says
+            which and why). A ``Method`` sets another limit of memory, and devices over which the rows are split.
 
     Returns:
         The kernel in the dtype of the outputs. It can be differentiated in ``params``: the derivative is that of the
@@ -110,22 +102,36 @@ def empirical_ntk(
     C P or p (k + C o).
 
     Raises:
-        ValueError: for a coupled function without ``stats``, unknown names, or memory above ``limit``.
+        ValueError: for a coupled function without ``stats``, unknown names, or memory above the limit.
 
     >>> import jax.numpy as jnp
     >>> empirical_ntk(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
     [[1.0, 1.0], [1.0, 2.0]]
     """
     function, left, right = as_arrays(apply, x, z)
-    options: dict[str, PyTree] = {"stats": stats, "chunk": chunk, "method": method, "limit": limit}
+    how = method if isinstance(method, Method) else Method(method)
+    whole = outputs if isinstance(outputs, str) else "full"
+    options = Options(stats, whole, chunk, how.name, how.limit)
     if not isinstance(outputs, str):
         if len(set(outputs)) > 1:
-            return _by_axes(function, params, left, right, tuple(outputs), mesh, options)
+            return _by_axes(function, params, left, right, tuple(outputs), options, how.mesh)
         _output_shape(function, params, left, stats, outputs)
-        outputs = outputs[0]
-    if mesh is not None:
-        return _over_devices(function, params, left, right, outputs, mesh, options)
-    return ntk.kernel_of_arrays(function, params, left, right, outputs=outputs, **options)
+        options = options._replace(outputs=outputs[0])
+    return _kernel(function, params, left, right, options, how.mesh)
+
+
+def _kernel(
+    apply: Apply | Normalized,
+    params: Params,
+    x: Batch,
+    z: Batch | None,
+    options: Options,
+    mesh: Mesh | None,
+) -> Float[Array, "T S ..."]:
+    """Compute the kernel here, or on the devices of a mesh."""
+    if mesh is None:
+        return ntk.kernel_of_arrays(apply, params, x, z, options)
+    return _over_devices(apply, params, x, z, options, mesh)
 
 
 def _output_shape(
@@ -146,22 +152,21 @@ def _by_axes(
     x: Batch,
     z: Batch | None,
     outputs: tuple[str, ...],
+    options: Options,
     mesh: Mesh | None,
-    options: dict[str, PyTree],
 ) -> Float[Array, "T S ..."]:
     """Compute the kernel with each output axis treated in its own way: one full kernel for each index of the others."""
-    shape = _output_shape(apply, params, x, options["stats"], outputs)
+    shape = _output_shape(apply, params, x, options.stats, outputs)
     axes = tuple(a for a, kind in enumerate(outputs) if kind != "full")
     sizes = tuple(shape[a] for a in axes)
 
     def one(index: int) -> Array:
         wrap = lambda function: ByOutput(function, axes, jnp.asarray(index))
-        return empirical_ntk(
-            wrapped(apply, wrap, lambda s: s), params, x, z, outputs="full", mesh=mesh, **options
-        )
+        return _kernel(wrapped(apply, wrap, lambda s: s), params, x, z, options, mesh)
 
     stacked = jnp.stack([one(i) for i in range(math.prod(sizes))])
     kernel = stacked.reshape(sizes + stacked.shape[1:])
+    # axes: one kernel for each index along those that are not full; traced ones are summed
     traced = [i for i, a in enumerate(axes) if outputs[a] == "trace"]
     kernel = jnp.sum(kernel, axis=tuple(traced))
     # the diagonal axes stand in front now: they go back to their places among the first copy of the kept axes
@@ -175,21 +180,21 @@ def _over_devices(
     params: Params,
     x: Batch,
     z: Batch | None,
-    outputs: str,
+    options: Options,
     mesh: Mesh,
-    options: dict[str, PyTree],
 ) -> Float[Array, "T S ..."]:
     """Compute the rows of the kernel on the devices of a mesh, each its share."""
-    if kernel_maps(apply, params, x, z, options["stats"]).single is None:
+    if kernel_maps(apply, params, x, z, options.stats).single is None:
         raise ValueError(
             "mesh needs samples that do not depend on each other, for which each device has its rows"
         )
     # jax.make_mesh makes explicit axes by default, which want inputs that are split already
     mesh = Mesh(mesh.devices, mesh.axis_names)
     rows = x.shape[0]
+    # rows are filled up to a multiple of the devices with copies of the last one, and cut off in the end
     short = -rows % mesh.size
     padded = jnp.concatenate([x, jnp.repeat(x[-1:], short, axis=0)]) if short else x
-    kernel = _sharded(apply, params, x, padded, x if z is None else z, outputs, mesh, options)
+    kernel = _sharded(apply, params, x, padded, x if z is None else z, options, mesh)
     return kernel[:rows]
 
 
@@ -200,12 +205,11 @@ def _sharded(
     x: Batch,
     padded: Batch,
     z: Batch,
-    outputs: str,
+    options: Options,
     mesh: Mesh,
-    options: dict[str, PyTree],
 ) -> Float[Array, "T S ..."]:
     if isinstance(apply, Normalized):  # its statistics are those of all rows, computed before they are split
-        constants = apply.running if options["stats"] == "running" else apply.statistics(params, x)
+        constants = apply.running if options.stats == "running" else apply.statistics(params, x)
         inner: Callable[..., PyTree] = apply.apply
     else:
         constants, inner = None, apply
@@ -214,8 +218,8 @@ def _sharded(
     def rows(arrays: PyTree, mine: Batch, others: Batch) -> Array:
         function, values, statistics = eqx.combine(arrays, static)
         single = function if statistics is None else (lambda p, b: function(p, b, statistics))
-        declared = {**options, "stats": "frozen"}  # known to be free of coupling
-        return ntk.kernel_of_arrays(single, values, mine, others, outputs=outputs, **declared)
+        declared = options._replace(stats="frozen")  # known to be free of coupling
+        return ntk.kernel_of_arrays(single, values, mine, others, declared)
 
     split, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
     return jax.shard_map(rows, mesh=mesh, in_specs=(whole, split, whole), out_specs=split, check_vma=False)(
@@ -223,7 +227,10 @@ def _sharded(
     )
 
 
-@_checks.arguments(**KINDS, groups=_checks.optional(_checks.taking(1)))
+@_checks.arguments(
+    **{name: kind for name, kind in KINDS.items() if name != "chunk"},
+    groups=_checks.optional(_checks.taking(1)),
+)
 def ntk_by_group(
     apply: Apply | Normalized,
     params: Params,
@@ -233,10 +240,7 @@ def ntk_by_group(
     groups: Callable[[str], str] | None = None,
     stats: str | None = None,
     outputs: str | Sequence[str] = "full",
-    chunk: int | None = None,
-    method: str = "auto",
-    limit: int = LIMIT,
-    mesh: Mesh | None = None,
+    method: str | Method = "auto",
 ) -> dict[str, Float[Array, "T S ..."]]:
     """Return the kernel of each group of parameters, by name; their sum is the kernel of all.
 
@@ -249,10 +253,7 @@ def ntk_by_group(
             of the path, which is a layer for most modules.
         stats: as in ``empirical_ntk``, as all that follow.
         outputs: which outputs are kept.
-        chunk: rows computed at a time.
         method: how each kernel is computed.
-        limit: the most bytes that the computation may take.
-        mesh: devices over which the rows are split.
 
     >>> import jax.numpy as jnp
     >>> net = lambda p, x: jnp.tanh(x @ p["first"]) @ p["last"]
@@ -273,16 +274,5 @@ def ntk_by_group(
         part, others = eqx.partition(params, mine)
         wrap = lambda function, others=others: ByGroup(function, others)
         function = wrapped(apply, wrap, wrap)
-        found[label] = empirical_ntk(
-            function,
-            part,
-            x,
-            z,
-            stats=stats,
-            outputs=outputs,
-            chunk=chunk,
-            method=method,
-            limit=limit,
-            mesh=mesh,
-        )
+        found[label] = empirical_ntk(function, part, x, z, stats=stats, outputs=outputs, method=method)
     return found

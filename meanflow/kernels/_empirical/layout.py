@@ -55,7 +55,9 @@ def free_layout(
     Where J is not much larger than D, early takes less memory, and on a CPU less time, which there is spent on memory
     that leaves the cache. On accelerators the many short steps of a loop cost more than they save.
     """
+    # a sixteenth of the limit for what passes while a piece is differentiated
     late = _lay_out(traced, block, chunk, limit, limit / 16, early=False)
+    # a loop would start its kernels anew in every round; tests/accelerators counts starts, no time was measured
     if late.held and late.rows == block.rows and not cpu:
         return late
     early = _lay_out(traced, block, chunk, limit, min(limit / 16, _PIECE) if cpu else limit / 16, early=True)
@@ -71,8 +73,9 @@ def _lay_out(
 ) -> Layout:
     """Lay out with J formed early or late, and ``room`` bytes for what passes while a piece is differentiated."""
     itemsize, outputs = traced.output.dtype.itemsize, block.outputs
-    counted = cost.passes(traced.analysis.scope.closed.jaxpr, len(traced.leaves))
+    counted = cost.passes(traced.analysis.scope.closed, len(traced.leaves))
 
+    # in parameter or in sample space, whichever is cheaper by count
     def choose(size: structured.forms.Sizes) -> str:
         if cost.by_gram(block, size).total < cost.by_jacobian(block, size).total:
             return "gram"
@@ -100,6 +103,7 @@ def _lay_out(
     rows = min(rows, block.rows)
     piece = piece if held else min(piece, rows)
     rounds = 1.0 if held else 1.0 + math.ceil(block.rows / rows) * block.columns / block.samples
+    # one forward and C backward passes a sample, again for every block of rows if the factors of columns are not held
     total = (counted.forward + counted.backward * outputs) * block.samples * rounds
     for share in shares:
         way = cost.by_jacobian if share.mode in ("jacobian", "slices") else cost.by_gram
@@ -168,7 +172,7 @@ def coupled_layout(
 ) -> Layout:
     """Lay out the kernel of samples that depend on each other; the traces map whole batches."""
     item, many = left.output.dtype.itemsize, block.outputs
-    counted = cost.passes(left.analysis.scope.closed.jaxpr, len(left.leaves))
+    counted = cost.passes(left.analysis.scope.closed, len(left.leaves))
     rows, columns = block.rows * many, block.columns * many
     sides = rows if block.symmetric else rows + columns
     full = block.kept == "full"
@@ -177,14 +181,17 @@ def coupled_layout(
     def ways(size: structured.forms.Sizes) -> tuple[Cost, Cost]:
         groups, positions, inputs, outputs, _ = size
         entries = groups * inputs * outputs
+        # J of every row of outputs, each a sum over all positions of the batch, and then the products of rows
         jacobian = Cost(2.0 * (sides * positions * entries + product * entries), 3.0 * sides * entries)
         spread = groups * positions * outputs
+        # h h' once for the whole batch, its product with the D of all columns, and then the products of rows
         gram = Cost(
             2.0 * (groups * positions**2 * (inputs + columns * outputs) + product * spread),
             3.0 * sides * spread,
         )
         return jacobian, gram
 
+    # D of all rows, its slice and its product with h h' are alive at once
     fits = lambda size: 3 * item * sides * size.groups * size.positions * size.outputs <= limit / 4
     plan = structured.shares(
         left, lambda s: "jacobian" if ways(s)[0].total <= ways(s)[1].total or not fits(s) else "gram"

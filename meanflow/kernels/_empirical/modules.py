@@ -51,6 +51,17 @@ class Function(eqx.Module):
         return self is other
 
 
+class Adapter(Function):
+    """A module of another library as a function of (params, batch).
+
+    Attributes:
+        state: all that the module keeps beside its parameters and training may change, such as running averages, as it
+            was when the function was made; None for none.
+    """
+
+    state: eqx.AbstractVar[PyTree]
+
+
 class Normalized(Function):
     """A network whose normalization statistics are an argument instead of a side effect.
 
@@ -136,7 +147,7 @@ class ByValue:
         return self.value is other.value or bool(self.value == other.value)
 
 
-class LinenFunction(Function):
+class LinenFunction(Adapter):
     """A linen module as a function of (params, batch); ``statistics`` replaces its collection of batch statistics."""
 
     module: ByValue = eqx.field(static=True)
@@ -232,7 +243,9 @@ def from_linen(
     if "params" not in variables:
         raise ValueError(f"variables must hold a collection 'params', got {sorted(variables)}")
     others = {k: v for k, v in variables.items() if k != "params"}
-    function = LinenFunction(ByValue(module), others, train or {}, evaluate or {}, key)
+    function = LinenFunction(
+        module=ByValue(module), state=others, train=train or {}, evaluate=evaluate or {}, key=key
+    )
     if "batch_stats" not in others or train is None:
         return function, variables["params"]
     _refuse_key(key)
@@ -248,7 +261,7 @@ def _refuse_key(key: Key[Array, ""] | None) -> None:
         )
 
 
-class EquinoxFunction(Function):
+class EquinoxFunction(Adapter):
     """An equinox module as a function of (params, batch); ``statistics`` replaces those of its batch norms."""
 
     static: PyTree
@@ -364,7 +377,7 @@ def from_equinox(
     (5,)
     """
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    function = EquinoxFunction(static, state, key, per_sample)
+    function = EquinoxFunction(static=static, state=state, key=key, per_sample=per_sample)
     if state is None:
         return function, params
     if not per_sample:
@@ -379,7 +392,7 @@ def from_equinox(
     return Normalized(function, function.batch_statistics, function.running(params)), params
 
 
-class HaikuFunction(Function):
+class HaikuFunction(Adapter):
     """A function in the style of haiku as a function of (params, batch)."""
 
     function: Callable[..., PyTree]
@@ -426,4 +439,4 @@ def from_haiku(
         raise ValueError(
             "key cannot be given together with state: a state is held fixed in inference, without rng"
         )
-    return HaikuFunction(apply, state, key), params
+    return HaikuFunction(function=apply, state=state, key=key), params

@@ -14,10 +14,10 @@ from jaxtyping import Array, Key, PyTree
 
 from meanflow import _checks
 from meanflow.kernels._empirical.modules import (
+    Adapter,
     Apply,
     Batch,
     ByValue,
-    Function,
     Normalized,
     Outputs,
     Params,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Model: TypeAlias = Callable[[Batch], Outputs]
 
 
-class NnxFunction(Function):
+class NnxFunction(Adapter):
     """An NNX module as a function of (params, batch), the same to jit for all modules of one structure.
 
     ``statistics`` replaces those of its normalization layers in training mode: a dict from the path of a layer to the
@@ -197,7 +197,7 @@ def from_nnx(
 
     graph, *states = nnx.split(model, nnx.Param, ...)
     params, state = states
-    function = NnxFunction(ByValue(graph), state, key)
+    function = NnxFunction(graph=ByValue(graph), state=state, key=key)
     norms = _training_norms(cast("nnx.Module", model))
     if not norms:
         return function, params

@@ -17,7 +17,7 @@ from meanflow.kernels._empirical.cost import Block
 from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
 from meanflow.kernels._empirical.layout import Layout, coupled_layout, free_layout
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels._empirical.plan import block_of, one_sample, plan_once, traces
+from meanflow.kernels._empirical.plan import Options, block_of, one_sample, plan_once, traces
 
 
 def kernel_of_arrays(
@@ -25,16 +25,11 @@ def kernel_of_arrays(
     params: Params,
     x: Batch,
     z: Batch | None,
-    *,
-    stats: str | None,
-    outputs: str,
-    chunk: int | None,
-    method: str,
-    limit: int,
+    options: Options,
 ) -> Float[Array, "T S ..."]:
     """Return K(x, z) for one batch of arrays or two; ``kernel.empirical_ntk`` describes and checks the arguments."""
-    plan = plan_once(apply, params, x, z, stats, outputs, chunk, method, limit)
-    return _evaluate(apply, params, x, z, stats, outputs, plan.method, plan.chunk, chunk, limit)
+    plan = plan_once(apply, params, x, z, options)
+    return _evaluate(apply, params, x, z, options, plan.method, plan.chunk)
 
 
 @eqx.filter_jit
@@ -43,14 +38,12 @@ def _evaluate(
     params: Params,
     x: Batch,
     z: Batch | None,
-    stats: str | None,
-    outputs: str,
+    options: Options,
     method: str,
     rows: int,
-    chunk: int | None,
-    limit: int,
 ) -> Float[Array, "T S ..."]:
-    """Compute the kernel by ``method``, compiled once for every shape."""
+    """Compute the kernel by ``method``, planned with ``rows`` rows at a time; compiled once for every shape."""
+    stats, outputs = options.stats, options.outputs
     # The caller has probed the function outside of jit: here one that needs no statistics is known to be uncoupled.
     if stats in (None, *FIXED) and not isinstance(apply, Normalized):
         maps = uncoupled_maps(apply, x, z)
@@ -58,7 +51,7 @@ def _evaluate(
         maps = kernel_maps(apply, params, x, z, stats)
     shape = jax.eval_shape(maps.left, params).shape[1:]
     if method == "structured":
-        kernel = structured_kernel(maps, params, x, z, outputs, chunk, limit)
+        kernel = _structured_kernel(maps, params, x, z, options)
     else:
         # integer leaves are constants: they have no gradient
         moving, still = eqx.partition(params, eqx.is_inexact_array)
@@ -67,18 +60,20 @@ def _evaluate(
         if maps.single is not None:
             one = one_sample(maps, params, x)
             single = lambda p, sample: one(whole(p), sample)
-        sides = (lambda p: maps.left(whole(p))), (lambda p: maps.right(whole(p)))
-        kernel = _plain_kernel(*sides, single, moving, x, z, method, rows, outputs)
+        plain = KernelMaps(lambda p: maps.left(whole(p)), lambda p: maps.right(whole(p)), single)
+        compute = _by_jacobians if method == "jacobian" else _by_products
+        kernel = compute(plain, moving, x, z, rows, outputs)
     kept = {"full": shape + shape, "diagonal": shape, "trace": ()}[outputs]
     return kernel.reshape(kernel.shape[:2] + kept)
 
 
-def structured_kernel(
-    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, outputs: str, chunk: int | None, limit: int
+def _structured_kernel(
+    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, options: Options
 ) -> Float[Array, "T S ..."]:
     """Sum the shares of all parameters, each by the cheaper contraction; (T, S), (T, S, C) or (T, S, C, C)."""
     leaves = [a for a in jax.tree.leaves(params) if eqx.is_inexact_array(a)]
     left, right = traces(maps, params, x)
+    outputs, chunk, limit = options.outputs, options.chunk, options.limit
     block = block_of(maps, params, z is None, outputs)
     if maps.single is not None:
         return _free_kernel(left, leaves, x, z, block, chunk, limit)
@@ -146,32 +141,26 @@ def _flat(outputs: Outputs) -> Float[Array, "T C"]:
     return outputs.reshape(outputs.shape[0], -1)
 
 
-def _plain_kernel(
-    left: Callable[[Params], Outputs],
-    right: Callable[[Params], Outputs],
-    single: Apply | None,
-    params: Params,
-    x: Batch,
-    z: Batch | None,
-    method: str,
-    chunk: int,
-    outputs: str,
+def _by_jacobians(
+    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, chunk: int, outputs: str
 ) -> Float[Array, "T S ..."]:
-    """Compute K without knowing anything about the network: by both Jacobians, or by products row by row."""
-    high = jax.lax.Precision.HIGHEST
-    if method == "jacobian":
-        mine = _jacobian(left, single, params, x, chunk)
-        theirs = mine if z is None else _jacobian(right, single, params, z, chunk)
-        first, second, out = {
-            "full": ("tc", "sd", "tscd"),
-            "diagonal": ("tc", "sc", "tsc"),
-            "trace": ("tc", "sc", "ts"),
-        }[outputs]
-        pattern = f"{first}p,{second}p->{out}"
-        terms = jax.tree.map(lambda a, b: jnp.einsum(pattern, a, b, precision=high), mine, theirs)
-        return jax.tree.reduce(jnp.add, terms)
-    gradients, items = _gradients(left, single, params, x)
-    _, push = jax.linearize(lambda p: _flat(right(p)), params)
+    """Form both Jacobians, without knowing anything about the network, and contract them parameter by parameter.
+
+    ``maps.single``, if there is one, maps one sample to its outputs here; so it does in ``_by_products``.
+    """
+    mine = _jacobian(maps.left, maps.single, params, x, chunk)
+    theirs = mine if z is None else _jacobian(maps.right, maps.single, params, z, chunk)
+    pattern = {"full": "tcp,sdp->tscd", "diagonal": "tcp,scp->tsc", "trace": "tcp,scp->ts"}[outputs]
+    product = lambda a, b: jnp.einsum(pattern, a, b, precision=contraction.HIGH)
+    return jax.tree.reduce(jnp.add, jax.tree.map(product, mine, theirs))
+
+
+def _by_products(
+    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, chunk: int, outputs: str
+) -> Float[Array, "T S ..."]:
+    """Pull each row's outputs back to the parameters, and push their gradients forward to all columns."""
+    gradients, items = _gradients(maps.left, maps.single, params, x)
+    _, push = jax.linearize(lambda p: _flat(maps.right(p)), params)
 
     def row(item: Array) -> Array:
         kernel = jnp.moveaxis(jax.vmap(push)(gradients(item)), 0, 1)  # (S, C, C)
@@ -192,6 +181,7 @@ def _gradients(
     rows, size = outputs.shape
 
     def gradients(item: Array) -> Params:
+        # coupled samples: one row of outputs is pulled back through the whole batch
         onehot = (jnp.arange(rows) == item).astype(outputs.dtype)
         basis = onehot[None, :, None] * jnp.eye(size, dtype=outputs.dtype)[:, None, :]
         return jax.vmap(lambda c: pull(c)[0])(basis)

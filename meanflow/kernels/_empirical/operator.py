@@ -64,6 +64,7 @@ class KernelOperator(eqx.Module):
         at = lambda function: jax.linearize(lambda p: function(eqx.combine(p, still)), moving)[1]
         left, right = self._functions()
         push = at(left)
+        # J(z)' is the transpose of the linearized map, which stores no second set of activations where z is x
         pull = jax.linear_transpose(push if self.z is None else at(right), moving)
         return lambda v: push(pull(v)[0])
 

@@ -5,6 +5,7 @@ pass through memory. Nothing is compiled.
 """
 
 import collections
+import dataclasses
 import functools
 import math
 import time
@@ -14,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
@@ -28,6 +30,47 @@ from meanflow.kernels._empirical.samples import as_arrays, batches
 METHODS = ("auto", "jacobian", "products", "structured")
 OUTPUTS = ("full", "trace", "diagonal")
 LIMIT = 4 * 2**30  # bytes
+
+
+@_checks.constructor(
+    name=_checks.choice(*METHODS),
+    limit=_checks.count(1, 2**62),
+    mesh=_checks.optional(_checks.instance(Mesh, hint="see jax.make_mesh")),
+)
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How a tangent kernel is computed; the result does not depend on it.
+
+    Args:
+        name: "jacobian" forms both Jacobians; "products" computes one vector-Jacobian and one Jacobian-vector product a
+            row; "structured" finds every product of a parameter in the trace of the function and takes, parameter by
+            parameter, Gram matrices or that layer's Jacobian; "auto" takes the cheapest that fits.
+        limit: the most bytes that the computation may take, 4 GiB by default.
+        mesh: devices over which the rows are split, any number of rows over any number of devices; for samples that do
+            not depend on each other.
+
+    >>> Method("structured", limit=2**30).limit
+    1073741824
+    """
+
+    name: str = "auto"
+    limit: int = LIMIT
+    mesh: Mesh | None = None
+
+
+def method_kind(name: str, value: object) -> object:
+    """Accept a ``Method``, or its name."""
+    return value if isinstance(value, Method) else _checks.choice(*METHODS)(name, value)
+
+
+class Options(NamedTuple):
+    """What decides a kernel beside function, parameters and batches: the arguments of ``empirical_ntk``, checked."""
+
+    stats: str | None
+    outputs: str
+    chunk: int | None
+    method: str
+    limit: int
 
 
 class NtkPlan(NamedTuple):
@@ -61,8 +104,7 @@ OPTIONS = {
     "stats": _checks.optional(_checks.choice(*STATS)),
     "outputs": _checks.choice(*OUTPUTS),
     "chunk": _checks.optional(_checks.count(1)),
-    "method": _checks.choice(*METHODS),
-    "limit": _checks.count(1, 2**62),
+    "method": method_kind,
 }
 
 
@@ -76,8 +118,7 @@ def ntk_plan(
     stats: str | None = None,
     outputs: str = "full",
     chunk: int | None = None,
-    method: str = "auto",
-    limit: int = LIMIT,
+    method: str | Method = "auto",
 ) -> NtkPlan:
     """Return the method, chunk and cost that ``empirical_ntk`` with these arguments would use.
 
@@ -91,7 +132,9 @@ def ntk_plan(
     'structured'
     """
     function, left, right = as_arrays(apply, x, z)
-    plan, total = _plan(function, params, left, right, stats, outputs, chunk, method, limit)
+    how = method if isinstance(method, Method) else Method(method)
+    options = Options(stats, outputs, chunk, how.name, how.limit)
+    plan, total = _plan(function, params, left, right, options)
     rate = _rate(jnp.result_type(*jax.tree.leaves(params)).name)
     return plan._replace(seconds={name: c.total / rate for name, c in total.items()})
 
@@ -121,16 +164,14 @@ def _plan(
     params: Params,
     x: Batch,
     z: Batch | None,
-    *options: object,
+    options: Options,
 ) -> _Planned:
     """Probe the function and plan, or return the plan of the same function, shapes and options."""
     key = _key((apply, params, x, z), options)
     if key is not None and key in _PLANS:
         _PLANS.move_to_end(key)
         return _PLANS[key]
-    stats, outputs, chunk, method, limit = options
-    maps = kernel_maps(apply, params, x, z, stats)  # type: ignore[arg-type]
-    planned = plan_for(maps, params, x, z, outputs, chunk, method, limit)  # type: ignore[arg-type]
+    planned = _plan_for(kernel_maps(apply, params, x, z, options.stats), params, x, z, options)
     if key is not None:
         _PLANS[key] = planned
         if len(_PLANS) > 64:
@@ -138,13 +179,16 @@ def _plan(
     return planned
 
 
-def plan_once(*args: object) -> NtkPlan:
+def plan_once(
+    apply: Apply | Normalized, params: Params, x: Batch, z: Batch | None, options: Options
+) -> NtkPlan:
     """Return the plan for these arguments of ``empirical_ntk``, without times; made once a function and shapes."""
-    return _plan(*args)[0]  # type: ignore[arg-type]
+    return _plan(apply, params, x, z, options)[0]
 
 
-def _key(arguments: object, options: tuple[object, ...]) -> object:
+def _key(arguments: object, options: Options) -> object:
     """Return what decides a plan; None while tracing, or for what cannot be compared."""
+    # shapes and dtypes of arrays, everything else by value
     leaves, structure = jax.tree.flatten(arguments)
     described = []
     for leaf in leaves:
@@ -167,17 +211,9 @@ def _key(arguments: object, options: tuple[object, ...]) -> object:
     return key
 
 
-def plan_for(
-    maps: KernelMaps,
-    params: Params,
-    x: Batch,
-    z: Batch | None,
-    outputs: str,
-    chunk: int | None,
-    method: str,
-    limit: int,
-) -> _Planned:
-    """Choose method and chunk for the kernel of ``maps``; the other arguments are those of ``empirical_ntk``."""
+def _plan_for(maps: KernelMaps, params: Params, x: Batch, z: Batch | None, options: Options) -> _Planned:
+    """Choose method and chunk for the kernel of ``maps``."""
+    _, outputs, chunk, method, limit = options
     moving = [a for a in jax.tree.leaves(params) if eqx.is_inexact_array(a)]
     if not moving:
         raise ValueError("params must hold at least one array of floating point numbers, got none")
@@ -198,7 +234,7 @@ def plan_for(
         if coupled
         else free_layout(left, block, chunk, limit, cpu=jax.default_backend() == "cpu")
     )
-    counted = cost.passes(left.analysis.scope.closed.jaxpr, len(moving))
+    counted = cost.passes(left.analysis.scope.closed, len(moving))
     total, memory, at_a_time = _count_plain_methods(
         left, counted, block, coupled, sum(a.size for a in moving), chunk, limit
     )
@@ -222,9 +258,11 @@ def _count_plain_methods(
     item, many = traced.output.dtype.itemsize, block.outputs
     # gradients of convolutions in their parameters, sample by sample, run at a small part of a product's speed
     slow = Cost(40.0 * counted.convolved) if not coupled else Cost(10.0 * counted.convolved)
+    # one gradient in the parameters: forward, backward, and the slow part of convolutions
     pull = counted.backward + counted.forward + slow
     rows, columns = block.rows * many, block.columns * many
     both = rows if block.symmetric else rows + columns
+    # J J', of which only equal outputs are multiplied unless the full kernel is kept
     product = 2.0 * block.rows * block.columns * parameters * (many**2 if block.kept == "full" else many)
     # a coupled function is evaluated on the whole batch at once
     batches = 1.0 if coupled else float(block.columns)
@@ -233,6 +271,7 @@ def _count_plain_methods(
         "products": pull * rows + (counted.forward + counted.forward + slow) * (rows * batches),
     }
     kernel = block.rows * block.columns * block.kernel * (2 if block.kept == "full" else 1)
+    # bytes of one row: its gradients, its activations, and its row of the kernel
     one = item * many * (parameters + 2 * counted.stored + block.columns * many)
     at_a_time = chunk if chunk is not None else fitting(block.rows, limit / 8, one)
     memory = {

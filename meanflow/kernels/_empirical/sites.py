@@ -18,12 +18,20 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
 from meanflow import _checks
-
-Value: TypeAlias = Any  # in a trace: an array, a tracer, or a literal number of one of JAX's own types
+from meanflow.kernels._empirical.visit import (
+    Value,
+    called,
+    carried_arguments,
+    dtype_of,
+    execute,
+    inner_jaxprs,
+    shape_of,
+    walk,
+)
 
 
 class View(NamedTuple):
@@ -144,52 +152,7 @@ class Analysis:
             self.direct.update(self.roots[site.view.root])
 
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "gather")
-
-
-def inner_jaxpr(equation: JaxprEqn) -> ClosedJaxpr:
-    """Return the jaxpr that a call runs; some calls hold it without constants."""
-    jaxpr = equation.params["jaxpr"] if "jaxpr" in equation.params else equation.params["call_jaxpr"]
-    return ClosedJaxpr(jaxpr, []) if isinstance(jaxpr, Jaxpr) else jaxpr
-
-
-def carried_arguments(equation: JaxprEqn) -> slice:
-    """Return which arguments of a scan are carried; constants come before them, sequences after.
-
-    Found by ranks, because releases of JAX differ in what a scan says of itself: the body sees sequences without their
-    first axis, and what is not carried on leaves it without the axis along which its rounds are stacked.
-    """
-    body = inner_jaxpr(equation).jaxpr
-    ranks = lambda variables: [len(shape_of(v)) for v in variables]
-    same = lambda outer, inner: sum(a == b for a, b in zip(ranks(outer), ranks(inner), strict=True))
-    carried, first = same(equation.outvars, body.outvars), same(equation.invars, body.invars)
-    return slice(first - carried, first)
-
-
-def execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-    """Return one equation's outputs. It runs as a trace of its own: only JAX knows how primitives are called."""
-    inputs = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, Literal)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=list(inputs),
-        outvars=list(equation.outvars),
-        eqns=[equation],
-        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, []))(*inputs.values())
-
-
-def shape_of(variable: Var | Literal) -> tuple[int, ...]:
-    """Return the shape of a variable of a jaxpr."""
-    value: Any = variable.aval  # JAX does not type the shape of abstract values
-    return tuple(value.shape)
-
-
-def dtype_of(variable: Var | Literal) -> np.dtype:
-    """Return the kind of numbers of a variable of a jaxpr."""
-    value: Any = variable.aval
-    return value.dtype
 
 
 def analyze(closed: ClosedJaxpr, leaves: int) -> Analysis:
@@ -209,6 +172,7 @@ def analyze(closed: ClosedJaxpr, leaves: int) -> Analysis:
         if lookups and (len({(s.kind, s.view) for s in mine}) > 1 or i in found.direct):
             found.deactivate(lookups)
     # The backward pass that serves a parameter's direct uses would go through its products as well, so it serves both.
+    # each site that is switched off may make its parameters direct, and through them other sites
     while mixed := [s for s in found.sites() if found.roots[s.view.root] & found.direct]:
         found.deactivate(mixed)
     return found
@@ -243,24 +207,21 @@ class _Walk:
     ) -> tuple[Scope, list[Tag]]:
         """Tag the values of one jaxpr, inside of loops of these lengths; return its scope and its outputs' tags."""
         jaxpr, scope = closed.jaxpr, Scope(closed)
-        env: dict[Var, Tag] = dict(zip(jaxpr.invars, tags, strict=True))
         numbers: dict[Var, float] = {}  # constants that are one number everywhere
         for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            env[v] = None
             is_key = jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)  # opaque, and never a number
             given = _checks.concrete(value) if np.ndim(value) == 0 and not is_key else None
             if given is not None and _checks.is_real(given.dtype):
                 numbers[v] = float(given)
-        for place, equation in enumerate(jaxpr.eqns):
-            ins = [None if isinstance(v, Literal) else env[v] for v in equation.invars]
+
+        def step(place: int, equation: JaxprEqn, ins: list[Tag]) -> list[Tag]:
             known = [_number(v, numbers) for v in equation.invars]
-            if all(t is None for t in ins):
-                outs: list[Tag] = [None] * len(equation.outvars)
-                _fold(jaxpr, equation, known, numbers)
-            else:
-                outs = self.equation(scope, place, equation, ins, known, lengths)
-            env.update(zip(equation.outvars, outs, strict=True))
-        return scope, [None if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+            if any(t is not None for t in ins):
+                return self.equation(scope, place, equation, ins, known, lengths)
+            _fold(jaxpr, equation, known, numbers)
+            return [None] * len(equation.outvars)
+
+        return scope, walk(closed, tags, step, lambda _: None)
 
     def equation(
         self,
@@ -274,10 +235,11 @@ class _Walk:
         """Return the tags of one equation's outputs."""
         name = equation.primitive.name
         held = [t for t in tags if isinstance(t, View | Param)]
-        if held and name in CALLS:
-            inner, outs = self.scope(inner_jaxpr(equation), tags, lengths)
-            scope.entries[place] = inner
+        inside = called(equation)
+        if held and inside is not None:
+            scope.entries[place], outs = self.scope(inside, tags, lengths)
             return outs
+        # loops whose operands hold no parameter are operations on samples like any other
         if held and name == "scan":
             return self.scan(scope, place, equation, tags, lengths)
         if len(held) == 1 and name in _PRODUCTS:
@@ -304,7 +266,7 @@ class _Walk:
         self, scope: Scope, place: int, equation: JaxprEqn, tags: list[Tag], lengths: tuple[int, ...]
     ) -> list[Tag]:
         """Enter a loop: constants show the same parameter in every round, sequences show its slices."""
-        held = carried_arguments(equation)
+        held, (body,) = carried_arguments(equation), inner_jaxprs(equation)
         constants, carried = held.start, held.stop - held.start
         inside: list[Tag] = []
         for i, tag in enumerate(tags):
@@ -323,7 +285,8 @@ class _Walk:
         # a carried constant may depend on the sample after a round
         before = set(self.direct), self.count, len(self.roots)
         while True:
-            inner, outs = self.scope(inner_jaxpr(equation), inside, (*lengths, equation.params["length"]))
+            # the body is tagged again until no carried value changes its tag; each round changes at least one
+            inner, outs = self.scope(body, inside, (*lengths, equation.params["length"]))
             changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
             if not changed:
                 break
@@ -373,6 +336,7 @@ def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]
     assert isinstance(view, View)
     shape, out = shape_of(equation.invars[place]), shape_of(equation.outvars[0])
     if name in ("mul", "div") and len(tags) == 2:
+        # times or divided by one number; a broadcast operand would repeat entries of the parameter
         factor = known[1 - place]
         if factor is None or shape != out or (name == "div" and place == 1):
             return None
@@ -450,13 +414,9 @@ def evaluate(
     Returns:
         The outputs, and what the parameter is multiplied with at each tapped site.
     """
-    jaxpr = scope.closed.jaxpr
-    values: dict[Var, Value] = dict(zip(jaxpr.constvars, scope.closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else values[v]
     found: dict[int, Value] = {}
-    for place, equation in enumerate(jaxpr.eqns):
-        operands = [read(v) for v in equation.invars]
+
+    def step(place: int, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         if roots is not None:
             roots.update({n: operands[i] for (where, i), n in scope.roots.items() if where == place})
         entry = scope.entries.get(place)
@@ -466,13 +426,14 @@ def evaluate(
             else:
                 outs, inner = evaluate(entry, operands, taps, roots)
             found.update(inner)
-        elif isinstance(entry, Site) and entry.active and entry.number in taps:
+            return outs
+        outs = execute(scope.closed.jaxpr, equation, operands)
+        if isinstance(entry, Site) and entry.active and entry.number in taps:
             found[entry.number] = operands[1 - entry.operand]
-            outs = [execute(jaxpr, equation, operands)[0] + taps[entry.number]]
-        else:
-            outs = execute(jaxpr, equation, operands)
-        values.update(zip(equation.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars], found
+            return [outs[0] + taps[entry.number]]
+        return outs
+
+    return walk(scope.closed, args, step, lambda value: value), found
 
 
 def _evaluate_scan(
@@ -481,6 +442,7 @@ def _evaluate_scan(
     """Run a loop whose rounds take their own taps, and return what its sites see in every round."""
     options, held = equation.params, carried_arguments(equation)
     first, last = held.start, held.stop
+    # taps of sites inside have one entry a round, and are scanned over like sequences
     numbers = [s.number for s in scope.sites() if s.number in taps]
 
     def body(carry: list[Array], item: tuple[list[Array], dict[int, Array]]) -> Any:

@@ -1,4 +1,4 @@
-"""Spectra of kernels, from products alone: eigenvalues by Lanczos, moments and densities by random directions.
+"""Spectra of kernels, from products alone: eigenvalues by Lanczos, moments by random directions.
 
 Every function takes a symmetric matrix or a ``KernelOperator``, so that the spectrum of a kernel that does not fit in
 memory can be computed.
@@ -77,6 +77,7 @@ def lanczos(product: Product, start: Float[Array, " n"], steps: int, key: Key[Ar
     tiny = 100 * float(jnp.finfo(dtype).eps)
 
     def orthogonal(v: Array, basis: Array) -> Array:
+        # a second pass removes what rounding in the first one left along the basis
         for _ in range(2):
             v = v - basis.T @ (basis @ v)
         return v
@@ -136,6 +137,7 @@ def top_eigenpairs(kernel: Kernel, k: int, *, key: Key[Array, ""], steps: int | 
     if k > n:
         raise ValueError(f"k must be at most {n}, the size of the kernel, got {k}")
     count = min(n, 2 * k + 30) if steps is None else min(n, _checks.whole("steps", steps, k))
+    # eigenvalues of the projection approximate the outer ones of K, with error at most |last off-diagonal x last entry|
     run = lanczos(_product(kernel), jax.random.normal(key, (n,), dtype), count, jax.random.fold_in(key, 1))
     values, small = jnp.linalg.eigh(run.matrix())
     values, small = values[::-1][:k], small[:, ::-1][:, :k]
@@ -185,11 +187,13 @@ def spectral_moments(
     n, dtype = _square(kernel)
     product = _product(kernel)
     basis = jnp.zeros((n, 0), dtype) if deflate is None else deflate
+    # Hutchinson: E g'Ag = Tr A for random signs g, of which the share of Q is removed and added exactly
     signs = jax.random.rademacher(key, (probes, n), dtype)
     free = signs - (signs @ basis) @ basis.T
     # one product at a time: a batch of products would multiply the activations' memory
     images = jax.lax.map(product, free)
     known = jax.lax.map(product, basis.T)
+    # g'Kg and |Kg|^2 = g'K^2g of each direction
     one = jnp.sum(free * images, axis=1)
     two = jnp.sum(images**2, axis=1)
     mean = (jnp.sum(basis.T * known) + jnp.mean(one)) / n
@@ -197,74 +201,6 @@ def spectral_moments(
     error = lambda a: jnp.std(a, ddof=1) / math.sqrt(probes) / n
     # the variance changes by d(mean_square) - 2 mean d(mean)
     return SpectralMoments(mean, mean_square, error(one), error(two), error(two - 2 * mean * one))
-
-
-class SpectralDensity(NamedTuple):
-    """The density of the eigenvalues, estimated as point masses.
-
-    Attributes:
-        nodes: where the masses are, (probes * steps,).
-        weights: the masses, (probes * steps,), which sum to 1.
-    """
-
-    nodes: Float[Array, " k"]
-    weights: Float[Array, " k"]
-
-    def cumulative(self, value: Float[Array, "*v"]) -> Float[Array, " v"]:
-        """Return the estimated fraction of eigenvalues <= value, elementwise."""
-        below = self.nodes[:, None] <= jnp.atleast_1d(value)[None, :]
-        return jnp.sum(self.weights[:, None] * below, axis=0)
-
-    def smooth(self, grid: Float[Array, " g"], width: float) -> Float[Array, " g"]:
-        """Return the density on ``grid`` with every node widened to a Gaussian of standard deviation ``width``."""
-        u = (grid[:, None] - self.nodes[None, :]) / width
-        return jnp.exp(-0.5 * u**2) @ self.weights / (width * math.sqrt(2 * math.pi))
-
-
-@eqx.filter_jit
-def spectral_density(
-    kernel: Kernel, *, key: Key[Array, ""], probes: int = 8, steps: int = 40
-) -> SpectralDensity:
-    """Estimate the density of the eigenvalues by stochastic Lanczos quadrature.
-
-    Args:
-        kernel: symmetric matrix (n, n) or ``KernelOperator``.
-        key: for the random directions.
-        probes: number of random directions.
-        steps: Lanczos steps of each, at most n; 2 steps - 1 moments of each probe are exact.
-
-    Returns:
-        probes * steps point masses, for as many products.
-    """
-    n, dtype = _square(kernel)
-    steps = min(steps, n)
-    product = _product(kernel)
-
-    def one(key: Key[Array, ""]) -> tuple[Array, Array]:
-        run = lanczos(product, jax.random.rademacher(key, (n,), dtype), steps, jax.random.fold_in(key, 1))
-        values, vectors = jnp.linalg.eigh(run.matrix())
-        return values, vectors[0] ** 2
-
-    nodes, weights = jax.lax.map(one, jax.random.split(key, probes))
-    return SpectralDensity(nodes.reshape(-1), weights.reshape(-1) / probes)
-
-
-@eqx.filter_jit
-def condition_number(kernel: Kernel, *, key: Key[Array, ""], steps: int | None = None) -> Float[Array, ""]:
-    """Return lambda_max / lambda_min by Lanczos; exact for steps = n (default), a lower bound for fewer steps.
-
-    Args:
-        kernel: symmetric matrix (n, n) or ``KernelOperator``.
-        key: for the start vector.
-        steps: products spent.
-    """
-    n, dtype = _square(kernel)
-    count = n if steps is None else min(n, _checks.whole("steps", steps, 1))
-    run = lanczos(_product(kernel), jax.random.normal(key, (n,), dtype), count, jax.random.fold_in(key, 1))
-    values = jnp.linalg.eigvalsh(run.matrix())
-    # the least eigenvalue of a singular kernel is zero up to rounding, of either sign
-    singular = values[0] <= n * jnp.finfo(dtype).eps * jnp.abs(values[-1])
-    return jnp.where(singular, jnp.inf, values[-1] / jnp.where(singular, 1, values[0]))
 
 
 class Spectrum(NamedTuple):
@@ -312,11 +248,10 @@ def spectrum(
     Args:
         kernel: symmetric (n, n) matrix, or a ``KernelOperator`` as ``ntk_operator`` returns it.
         top: number of leading eigenvalues. None: 4 by Lanczos, else all.
-        key: for random directions. An operator needs it: its moments are estimated (``spectral_moments``, without the
-            leading eigenvectors' share of the error). With a key, eigenvalues of a matrix come from Lanczos
-            too; its moments are exact.
+        key: for random directions. An operator needs it: its moments are estimated, without the leading eigenvectors'
+            share of the error. With a key, eigenvalues of a matrix come from Lanczos too; its moments are exact.
         probes: random directions used for an operator's moments.
-        steps: products spent by Lanczos, see ``top_eigenpairs``.
+        steps: products spent by Lanczos, default min(n, 2 top + 30); ``residuals`` tells whether they were enough.
 
     Returns:
         A ``Spectrum``: eigenvalues, their mean, mean square and variance, bounds on the largest one, errors.

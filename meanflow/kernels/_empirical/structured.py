@@ -32,7 +32,8 @@ from meanflow.kernels._empirical.contraction import (
     by_pieces,
 )
 from meanflow.kernels._empirical.convolution import channels_last
-from meanflow.kernels._empirical.sites import Analysis, Site, analyze, dtype_of, evaluate, shape_of
+from meanflow.kernels._empirical.sites import Analysis, Site, analyze, evaluate
+from meanflow.kernels._empirical.visit import dtype_of, shape_of
 
 Sample: TypeAlias = PyTree  # one sample, or a batch of them, of any structure
 # (leaves of the parameters, sample) -> outputs at that sample
@@ -99,10 +100,12 @@ def shares(traced: Traced, choose: Chooser) -> list[Share]:
     analysis, found = traced.analysis, []
     mixed = set(analysis.direct)
     for site in traced.sites.values():
+        # roots beyond the parameters are functions of several of them: their J is pulled back to each
         if site.view.root >= len(traced.leaves):
             mixed |= analysis.roots[site.view.root]
     for leaf in traced.used:
         mine = [s for s in traced.sites.values() if s.view.root == leaf]
+        # sums of J over positions need one order of entries; else J is made in the parameter's own axes
         if leaf in mixed or len({forms.key(s) for s in mine}) != 1:
             found.append(
                 Share(leaf, "jacobian", (), forms.Sizes(1, 1, 1, math.prod(traced.leaves[leaf].shape)))
@@ -162,6 +165,7 @@ def pullback(
     zeros = {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
 
     def tapped(taps: dict[int, Array], some: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
+        # differentiated in the taps and in the direct parameters alone: all other gradients are h D
         args = [some.get(i, a) for i, a in enumerate(leaves)] + jax.tree.leaves(sample)
         outs, found = evaluate(traced.analysis.scope, args, taps)
         return outs[0].reshape(-1), found
@@ -174,6 +178,7 @@ def pullback(
 def gradients(traced: Traced, leaves: Sequence[Array], sample: Sample) -> Gradients:
     """Return the gradients of all outputs at one sample."""
     found, pull = pullback(traced, leaves, sample)
+    # one backward pass for each of the C outputs
     cotangents, direct = jax.vmap(pull)(jnp.eye(traced.outputs, dtype=traced.output.dtype))
     return Gradients(found, cotangents, direct)
 
@@ -265,6 +270,7 @@ def _mixed_jacobians(
         else:
             derived[root] = derived[root] + part if root in derived else part
     if derived:
+        # chain rule: J of the parameters is J of the derived roots times their derivative
         seen, pull = jax.vjp(values, list(leaves))
         full = {
             r: derived[r] if r in derived else jnp.zeros((found.outputs, *a.shape), a.dtype)
@@ -349,6 +355,7 @@ def coupled_factors(
     mixed = [s.leaf for s in plan if not s.sites]
 
     def some(index: Int[Array, " b"]) -> list[Array]:
+        # unit cotangents of all outputs of these samples, (b C, T C)
         sample = jax.nn.one_hot(index, rows, dtype=traced.output.dtype)
         output = jnp.eye(each, dtype=traced.output.dtype)
         basis = (sample[:, None, :, None] * output[None, :, None, :]).reshape(-1, rows * each)
@@ -367,6 +374,7 @@ def coupled_factors(
         return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
 
     parts = by_pieces(channels_last(some), jnp.arange(rows), chunk)
+    # h is the same for all rows, so it is taken once, with cotangents that are not used
     nothing = Gradients(found, {n: a[None] for n, a in _zero_cotangents(traced).items()}, {})
     out: list[Factor] = []
     for share, part in zip(plan, parts, strict=True):

@@ -68,7 +68,7 @@ def order_parameters(
     Args:
         gram: p^0 = X X'/N_0, (T, T); or (T, S) between two sets together with ``variances``.
         depth: L >= 1, the number of weight matrices (one more than hidden layers).
-        activation: phi; closed forms or quadrature, see ``dual_activation``.
+        activation: phi, a name or a function that maps arrays elementwise; quadrature where there is no closed form.
         weight_variance: sw2.
         bias_variance: sb2.
         variances: diagonals of the two sets' own Gram matrices, (T,) and (S,).
@@ -97,6 +97,7 @@ def order_parameters(
     )
     grow = lambda p: weight_variance * p + bias_variance
     p, r, slopes = [gram], [grow(gram)], []
+    # the variances of both sets go along: the dual needs them beside the covariance
     one, two = (grow(v) for v in variances)
     for _ in range(depth - 1):
         pair = dual(*wide(one, two), r[-1])
@@ -104,6 +105,7 @@ def order_parameters(
         p.append(pair.value)
         slopes.append(pair.slope)
         r.append(grow(pair.value))
+    # backward from the output, where the gradient is 1
     q = [jnp.ones_like(gram)]
     for slope in reversed(slopes):
         q.append(weight_variance * q[-1] * slope)
@@ -139,7 +141,6 @@ def _order_between(
 @_checks.arguments(
     **INPUTS,
     **NETWORK,
-    parametrization=_checks.choice("ntk", "standard"),
     widths=_checks.optional(_checks.sequence(_checks.count(1))),
     biases=_checks.flag,
 )
@@ -151,7 +152,6 @@ def infinite_ntk(
     activation: str | Activation = "relu",
     weight_variance: float = 2.0,
     bias_variance: float = 0.0,
-    parametrization: str = "ntk",
     widths: tuple[int, ...] | None = None,
     biases: bool = True,
 ) -> Float[Array, "T S"]:
@@ -160,10 +160,10 @@ def infinite_ntk(
     Args:
         x, z: inputs (T, N_0), (S, N_0); z defaults to x.
         depth, activation, weight_variance, bias_variance: as in ``order_parameters``.
-        parametrization: "ntk": weights sqrt(sw2/N) w and biases sqrt(sb2) b with w, b ~ N(0, 1) trained,
-            which gives sum_l (sw2 p^{l-1} + sb2) q^l. "standard": weights and biases themselves trained,
-            which gives sum_l (N_{l-1} p^{l-1} + 1) q^l, of order the width.
-        widths: N_0, ..., N_{L-1}, required for "standard".
+        widths: which parametrization. None: the NTK parametrization, in which weights are sqrt(sw2/N) w and biases
+            sqrt(sb2) b with w, b ~ N(0, 1) trained, which gives sum_l (sw2 p^{l-1} + sb2) q^l. N_0, ..., N_{L-1}: the
+            standard one, in which weights and biases themselves are trained, which gives
+            sum_l (N_{l-1} p^{l-1} + 1) q^l, of order the width.
         biases: whether biases are trained.
 
     On a dense grid of coordinates use float64: in float32 the smallest eigenvalues are lost to the angle.
@@ -172,13 +172,11 @@ def infinite_ntk(
     [[4.0]]
     """
     order = _order_between(x, z, depth, activation, weight_variance, bias_variance)
-    if parametrization == "ntk":
+    if widths is None:
         inner = order.r if biases else order.r - bias_variance
         return jnp.sum(inner * order.q, axis=0)
-    if widths is None or len(widths) != depth:
-        raise ValueError(
-            f'widths must list N_0, ..., N_{depth - 1} for parametrization="standard", got {widths}'
-        )
+    if len(widths) != depth:
+        raise ValueError(f"widths must list N_0, ..., N_{depth - 1}, got {widths}")
     sizes = jnp.asarray(widths, order.p.dtype)[:, None, None]
     return jnp.sum((sizes * order.p + (1.0 if biases else 0.0)) * order.q, axis=0)
 

@@ -88,6 +88,7 @@ class WideLayer(eqx.Module):
         self, average: Callable[[Array, int], Array], weight_variance: float, bias_variance: float
     ) -> "WideLayer":
         """Apply a layer of weights: a linear average over what each output sees, fresh weights and biases."""
+        # every layer of weights is known by a number, so that branches that share weights are not added
         token = frozenset([next(_tokens)])
         grown = self._map(lambda k, lead: weight_variance * average(k, lead))
         nngp = grown.nngp + bias_variance
@@ -139,6 +140,7 @@ class WideLayer(eqx.Module):
 
         def average(kernel: Array, lead: int) -> Array:
             for axis, length in enumerate(window):
+                # a window is a product of windows along each axis: means one after the other
                 axes = [lead + axis] + ([lead + axis + self.rank] if self.pairs else [])
                 kernel = _window_mean(kernel, axes, length, stride, padding)
             return kernel
@@ -150,6 +152,7 @@ class WideLayer(eqx.Module):
         """Apply an activation, by its closed form or by quadrature (``dual_activation``)."""
         self._need_gaussian("activation")
         dual = dual_activation(activation)
+        # E[phi(u) phi(v)] needs the variances of u and v, and their covariance, at every pair of positions
         one, two = (self._variances(k) for k in self.own)
         first, second = self._aligned(one, two)
         pair = dual(first, second, self.nngp)
@@ -219,12 +222,14 @@ class WideLayer(eqx.Module):
             raise ValueError("batch_norm needs the kernel of the batch with itself: leave z out")
         if self.rank and not self.pairs:
             raise ValueError("batch_norm needs covariances between positions: wide_inputs(..., pairs=True)")
+        # the batch are all samples at all positions: axes of x on the left, of z = x on the right
         left = (0, *range(2, 2 + self.rank))
         right = (1, *range(2 + self.rank, 2 + 2 * self.rank))
         nngp, ntk = (_centered(k, left, right) for k in (self.nngp, self.ntk))
         own = jnp.moveaxis(jnp.diagonal(nngp), -1, 0)
         variances = self._variances(own)
         factor = 1 / (jnp.mean(variances) + epsilon)
+        # D = tr(P K P)^2 / tr((P K P)^2)
         spread = safe_divide(jnp.sum(variances) ** 2, jnp.sum(nngp**2))
         return self._replace(
             nngp=factor * nngp,
@@ -241,6 +246,7 @@ class WideLayer(eqx.Module):
             or self.pairs != other.pairs
         ):
             raise ValueError("only layers at the same samples and positions can be added")
+        # fresh last weights of mean zero make a branch uncorrelated with the other, whatever both have before
         free = lambda a, b: a.last is not None and a.last.isdisjoint(b.weights)
         if not (free(self, other) or free(other, self)):
             raise ValueError(
@@ -287,6 +293,7 @@ def _window_mean(kernel: Array, axes: list[int], length: int, stride: int, paddi
     outputs = -(-size // stride) if padding != "VALID" else (size - length) // stride + 1
     if outputs < 1:
         raise ValueError(f"window must not be longer than the {size} positions, got {length}")
+    # as many zeros as XLA pads for "SAME": half before, and the odd one after
     missing = max((outputs - 1) * stride + length - size, 0) if padding != "VALID" else 0
     ends = [(0, 0)] * kernel.ndim
     for axis in axes:
@@ -301,6 +308,7 @@ def _window_mean(kernel: Array, axes: list[int], length: int, stride: int, paddi
     return jnp.asarray(total) / length
 
 
+# P K P, with P = I - 11'/n over the axes of the batch
 def _centered(kernel: Array, left: tuple[int, ...], right: tuple[int, ...]) -> Array:
     kernel = kernel - jnp.mean(kernel, left, keepdims=True)
     return kernel - jnp.mean(kernel, right, keepdims=True)

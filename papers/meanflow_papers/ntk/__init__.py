@@ -6,6 +6,7 @@ from meanflow_papers.ntk import coordinate_kernels as coordinate_kernels
 from meanflow_papers.ntk import image as image
 from meanflow_papers.ntk import lazy as lazy
 from meanflow_papers.ntk import networks as networks
+from meanflow_papers.ntk import predictions as predictions
 from meanflow_papers.ntk import printed_kernel as printed_kernel
 from meanflow_papers.ntk import spectral_bias as spectral_bias
 from meanflow_papers.ntk import table_2 as table_2

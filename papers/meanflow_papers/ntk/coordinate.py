@@ -16,10 +16,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from meanflow import _checks
-from meanflow._numerics import iterate
-from meanflow.activations import resolve
-from meanflow.kernels._empirical.modules import Normalized
+from meanflow.kernels import Normalized
+from meanflow_papers.ntk.networks import ACTIVATIONS
 
 Statistics: TypeAlias = list[
     tuple[Float[Array, "1 n"], Float[Array, "1 n"]]
@@ -48,7 +46,7 @@ class CoordinateMLP(nnx.Module):
             activation but the first; "output" after the last layer; "both" hidden and output. On raw 1-D
             input batch norm in the first layer makes every unit +-(x - mean)/std and its weights dead
             parameters: take "later", random shifts, or encode first.
-        activation: name or function.
+        activation: a name in ``ACTIVATIONS``.
         epsilon: added to every variance.
         random_shift: draw the shift beta of hidden batch norms from N(0, 1) instead of 0.
         rngs: of flax, stream "params".
@@ -68,15 +66,16 @@ class CoordinateMLP(nnx.Module):
         hidden: int = 3,
         octaves: int = 0,
         norm: str = "none",
-        activation: str | Callable[[jax.Array], jax.Array] = "relu",
+        activation: str = "relu",
         epsilon: float = 1e-5,
         random_shift: bool = False,
         rngs: nnx.Rngs,
         dtype: DTypeLike | None = None,
     ):
-        _checks.one_of("norm", norm, NORMS)
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
         self.octaves, self.norm, self.epsilon, self.hidden = octaves, norm, epsilon, hidden
-        self.activation = resolve(activation)
+        self.activation = ACTIVATIONS[activation]
         kind = jnp.zeros((), dtype).dtype
         sizes = [inputs * (1 + 2 * octaves), *[width] * hidden, 1]
         layers, scales, shifts = [], [], []
@@ -206,13 +205,17 @@ def fit(
     optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
     loss = lambda p: 0.5 * jnp.mean((apply(p, x) - y) ** 2)
 
-    def step(state: tuple[PyTree, optax.OptState], _: None) -> tuple[PyTree, optax.OptState]:
+    def step(_: jax.Array, state: tuple[PyTree, optax.OptState]) -> tuple[PyTree, optax.OptState]:
         p, memory = state
         updates, memory = optimizer.update(jax.grad(loss)(p), memory, p)
         return optax.apply_updates(p, updates), memory
 
+    def some(state: tuple[PyTree, optax.OptState], _: None) -> tuple[tuple[PyTree, optax.OptState], PyTree]:
+        state = jax.lax.fori_loop(0, every, step, state)
+        return state, observe(state[0])
+
     def one(p: PyTree) -> tuple[tuple[PyTree, optax.OptState], PyTree]:
-        return iterate(step, (p, optimizer.init(p)), None, steps, every, lambda s: observe(s[0]))
+        return jax.lax.scan(some, (p, optimizer.init(p)), length=steps // every)
 
     (final, _), observed = jax.jit(jax.vmap(one))(params)
     return Fit(final, np.arange(every, steps + 1, every), observed)

@@ -9,11 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from meanflow.activations import resolve
-from meanflow.kernels._batchnorm import normalize
+from meanflow.layers.functional import batch_scale
 
 Weights: TypeAlias = list[jax.Array]  # one matrix (fan in, fan out) a layer, or one vector of biases
 Apply: TypeAlias = Callable[[Weights, jax.Array], jax.Array]  # (weights, inputs (T, d)) -> outputs (T,)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "erf": jax.scipy.special.erf,
+    "sine": jnp.sin,
+    "linear": lambda z: z,
+}
 
 
 class Forward(Protocol):
@@ -52,7 +60,7 @@ def dense(
 
 @functools.cache  # one function object for all seeds, so that it is compiled once a size
 def _forward(activation: str, network: str) -> Forward:
-    phi = resolve(activation)
+    phi = ACTIVATIONS[activation]
     inside, outside = network in ("BN hidden", "BN both"), network in ("BN output", "BN both")
 
     def apply(w: Weights, x: jax.Array, biases: Weights | None = None) -> jax.Array:
@@ -63,6 +71,12 @@ def _forward(activation: str, network: str) -> Forward:
         return normalize(x[:, 0]) if outside else x[:, 0]
 
     return apply
+
+
+def normalize(outputs: jax.Array, epsilon: float = 0.0, reference: jax.Array | None = None) -> jax.Array:
+    """Return batch norm of outputs (T, ...) by their own statistics, or by those of ``reference`` (R, ...)."""
+    source = outputs if reference is None else reference
+    return (outputs - jnp.mean(source, axis=0, keepdims=True)) / batch_scale(source, epsilon=epsilon)
 
 
 def seed_key(*numbers: int) -> jax.Array:

@@ -5,15 +5,12 @@ import math
 import time
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow._numerics import loglog_slope
-from meanflow.kernels._empirical.operator import KernelOperator
-from meanflow_papers.entry import entry
+from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.ntk.networks import dense, seed_key
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.pictures import convergence
@@ -62,13 +59,14 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
         network=network if inside else "plain",
         dtype=jnp.float32,
     )
-    kernel: KernelOperator | jax.Array
+    options: Arguments = {"key": seed_key(5, seed), "top": 4, "probes": 16}
     if inside:  # products with K alone: 24 for the edge of the spectrum, 20 for the moments
-        kernel = kernels.ntk_operator(apply, weights, x, stats="batch")
+        operator = kernels.ntk_operator(apply, weights, x, stats="batch")
+        out = kernels.spectrum(operator, steps=24, **options)
     else:
         kernel = kernels.empirical_ntk(apply, weights, x)
         kernel = kernel if network == "plain" else kernels.batchnorm_ntk(kernel, apply(weights, x))
-    out = kernels.spectrum(kernel, key=seed_key(5, seed), top=4, steps=24 if inside else 60, probes=16)
+        out = kernels.spectrum(kernel, steps=60, **options)
     m, v, top = float(out.mean), float(out.variance), float(out.values[0])
     spent = time.perf_counter() - start
     return _Measured(m, v, top, float(out.variance_error) / v, float(out.residuals[0]) / top, spent)
@@ -132,7 +130,7 @@ def table_2(
             "error of v, residual of top": np.max(values[..., 3:5], axis=1),
             "seconds": np.max(values[..., 5], axis=1),
         }
-        slopes[row] = [loglog_slope(ns, mean[:, j]) for j in range(3)]
+        slopes[row] = [float(np.polyfit(np.log(ns), np.log(mean[:, j]), 1)[0]) for j in range(3)]
     data["exponents"] = slopes
     criteria = [
         Criterion("plain v", slopes["plain"][1], 2.7, 3.3),

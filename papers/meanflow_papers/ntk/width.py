@@ -5,10 +5,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import kernels
-from meanflow._numerics import loglog_slope
-from meanflow.kernels._infinite.predictions import kappas
 from meanflow_papers.entry import entry
 from meanflow_papers.ntk.networks import dense, seed_key
+from meanflow_papers.ntk.predictions import kappas
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.pictures import convergence
 from meanflow_papers.style import below, panels
@@ -70,7 +69,8 @@ def width_convergence(widths: tuple[int, ...] = (256, 512, 1024, 2048), seeds: i
             rms[:, i] = [np.sqrt(np.mean(np.square(e))) for e in errors]
         data[name] = rms
         for row, pair in zip(rms, ("tt", "st"), strict=True):
-            criteria.append(Criterion(f"{name} slope {pair}", loglog_slope(widths, row), -0.65, -0.35))
+            slope = np.polyfit(np.log(widths), np.log(row), 1)[0]
+            criteria.append(Criterion(f"{name} slope {pair}", float(slope), -0.65, -0.35))
         if name == "relu":
             scaled = rms * np.sqrt(np.asarray(widths))[None]
             for j, (pair, low, high) in enumerate((("tt", 5, 11), ("st", 1.5, 3.5))):

@@ -9,10 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow.activations import Activation
-from meanflow.kernels._infinite.dual import dual_activation
-from meanflow.kernels._infinite.mean_field import order_parameters
+from meanflow import kernels
 
 
 class Kappas(NamedTuple):
@@ -27,41 +24,22 @@ class Kappas(NamedTuple):
     two: Float[Array, ""]
 
 
-def kappas(
-    *,
-    depth: int,
-    alpha_0: float,
-    activation: str | Activation = "relu",
-    weight_variance: float = 2.0,
-    bias_variance: float = 0.0,
-    p_tt: float = 1.0,
-    p_st: float = 0.0,
-    alphas: tuple[float, ...] | None = None,
-) -> Kappas:
-    """Return kappa_1 and kappa_2, (1/(L-1)) sum_{l=1..L} alpha_{l-1} p^{l-1} q^l with alpha_l = N_l/N.
+def kappas(*, depth: int, alpha_0: float, activation: str = "relu", weight_variance: float = 2.0) -> Kappas:
+    """Return kappa_1 and kappa_2, (1/(L-1)) sum_{l=1..L} alpha_{l-1} p^{l-1} q^l with alpha_l = N_l/N = 1 for l > 0.
 
-    The sum has L terms and is divided by L-1 ("BN NTK" A.12, A.14).
+    The sum has L terms and is divided by L-1 ("BN NTK" A.12, A.14). Inputs are orthogonal with |x_t|^2 = N_0.
 
     Args:
+        depth, activation, weight_variance: as in ``kernels.order_parameters``; depth >= 2.
         alpha_0: N_0/N, which has no default: 1 for inputs as wide as the network, about 0 for coordinates.
-        depth, activation, weight_variance, bias_variance: as in ``order_parameters``.
-        p_tt: |x_t|^2/N_0.
-        p_st: x_s.x_t/N_0. It can vanish for all pairs only if T <= N_0.
-        alphas: (alpha_1, ..., alpha_{L-1}), default all 1.
 
     >>> [round(float(u), 4) for u in kappas(depth=4, alpha_0=1.0)]
     [1.3333, 0.3535]
     """
-    _checks.whole("depth", depth, 2)
-    gram = jnp.array([[p_tt, p_st], [p_st, p_tt]])
-    order = order_parameters(
-        gram,
-        depth=depth,
-        activation=activation,
-        weight_variance=weight_variance,
-        bias_variance=bias_variance,
+    order = kernels.order_parameters(
+        jnp.eye(2), depth=depth, activation=activation, weight_variance=weight_variance
     )
-    alpha = jnp.asarray([alpha_0, *(alphas if alphas is not None else (1.0,) * (depth - 1))], gram.dtype)
+    alpha = jnp.asarray([alpha_0] + [1.0] * (depth - 1), order.p.dtype)
     total = jnp.sum(alpha[:, None, None] * order.p * order.q, axis=0) / (depth - 1)
     return Kappas(total[0, 0], total[0, 1])
 
@@ -132,7 +110,7 @@ class HiddenBatchNorm(NamedTuple):
     common: Float[Array, ""]
 
 
-def hidden_batchnorm(*, depth: int, activation: str | Activation = "relu") -> HiddenBatchNorm:
+def hidden_batchnorm(*, depth: int, activation: str = "relu") -> HiddenBatchNorm:
     """Return the kernel, per unit of width, of a network with batch norm before every activation.
 
     The output is linear and plain, the inputs are orthogonal, N_0 = N, and samples are many; then the kernel does not
@@ -146,15 +124,14 @@ def hidden_batchnorm(*, depth: int, activation: str | Activation = "relu") -> Hi
     >>> round(float(hidden_batchnorm(depth=3).diagonal), 4)
     1.5743
     """
-    depth = _checks.whole("depth", depth, 2)
-    dual = dual_activation(activation)
-    one = jnp.ones(())
-    square, slope = dual(one, one, one)  # E phi^2, E phi'^2 at unit variance
-    common = dual(one, one, jnp.zeros(())).value  # independent: (E phi)^2
-    variance = square - common
+    # one hidden layer at unit variance: p^1 is E phi^2 of a sample with itself and (E phi)^2 of two independent ones,
+    # and q^1 is E phi'^2
+    order = kernels.order_parameters(jnp.eye(2), depth=2, activation=activation, weight_variance=1.0)
+    square, common, slope = order.p[1, 0, 0], order.p[1, 0, 1], order.q[0, 0, 0]
+    # batch norm divides a gradient by the standard deviation of the layer below: 1 for the inputs, else that of phi
+    inner = [square - common] * (depth - 2) + [jnp.ones(())]
     total, q = square, jnp.ones(())
-    for layer in range(depth - 1, 0, -1):
-        inner = one if layer == 1 else variance
-        q = q * slope / inner
-        total = total + inner * q
+    for variance in inner:
+        q = q * slope / variance
+        total = total + variance * q
     return HiddenBatchNorm(total - common, common)
