@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import equinox as eqx
+import equinox.internal as eqxi  # the loop that diffrax steps with: reverse mode through a while
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -264,6 +265,67 @@ def iterate(
 
     ahead = jax.tree.map(lambda u: jnp.concatenate([u[:1], u]), slices)  # the first turn takes no steps
     return jax.lax.scan(turn, state, (jnp.arange(rounds + 1), ahead))
+
+
+def iterate_until(
+    step: Callable[[State, Array], State],
+    state: State,
+    more: Callable[[State, Array], Array],
+    stops: Float[Array, " k"],
+    observe: Callable[[State, Array], Observed],
+    *,
+    limit: int,
+    kind: str,
+    checkpoints: int | None = None,
+) -> tuple[State, Observed]:
+    """Apply ``step`` until each of the ``stops`` in turn and observe the state there: ``iterate`` where time counts.
+
+    The number of steps is found out while the program runs, so that another end or step compiles nothing again.
+
+    Args:
+        step: (state, stop) -> state; the last step before a stop must end there.
+        state: any pytree; only what the next step needs.
+        more: (state, stop) -> whether another step is needed.
+        stops: (k,) what is to be reached, in order.
+        observe: (state, stop) -> pytree of arrays.
+        limit: the most steps between two stops.
+        kind: how derivatives pass, as ``equinox.internal.while_loop`` calls it: ``"checkpointed"`` or ``"bounded"`` for
+            reverse mode, which keep some states or all of them, ``"lax"`` for forward mode.
+        checkpoints: the states kept between two stops by ``"checkpointed"``; None for about sqrt(2 limit / k).
+
+    Returns:
+        The final state, and the observations stacked along a leading axis of length k.
+
+    >>> end, seen = iterate_until(
+    ...     lambda s, stop: s + 1, jnp.zeros(()), lambda s, stop: s < stop, jnp.array([2.0, 5.0]), lambda s, stop: 10 * s,
+    ...     limit=8, kind="lax",
+    ... )
+    >>> float(end), seen.tolist()
+    (5.0, [20.0, 50.0])
+    """
+    how: dict[str, int | None] = {} if kind == "lax" else {"max_steps": limit}
+    if kind == "checkpointed":
+        how["checkpoints"] = checkpoints or math.ceil(math.sqrt(2 * limit / stops.shape[0]))
+
+    def leg(state: State, stop: Array) -> tuple[State, Observed]:
+        state = eqxi.while_loop(
+            lambda s: more(s, stop), lambda s: step(s, stop), state, kind=kind, **how
+        )
+        return state, observe(state, stop)
+
+    return jax.lax.scan(leg, state, stops)
+
+
+def land(
+    time: Float[Array, ""], size: Float[Array, ""], stop: Float[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the end and the length of a step: ``size`` long, or cut (stretched by rounding) to end at ``stop``.
+
+    >>> [round(float(u), 6) for u in land(jnp.array(0.75), jnp.array(0.5), jnp.array(1.0))]
+    [1.0, 0.25]
+    """
+    lands = time + (1 + 1e-6) * size >= stop
+    return jnp.where(lands, stop, time + size), jnp.where(lands, stop - time, size)
 
 
 def _run(

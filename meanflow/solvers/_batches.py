@@ -6,57 +6,114 @@ network on a table of about sqrt(n) x sqrt(n) cells. A step costs O(size), whate
 with a run; and reverse mode has no orders to keep.
 """
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
+from meanflow import _checks
 from meanflow._numerics import KeyBits
 from meanflow.measures._dataset import Dataset
 
 ROUNDS = 4  # each moves rows by a random function of the column, then columns by one of the row
+SAMPLES = 1_000_033  # folded into the key of fresh samples, so that they do not repeat the numbers of noise
+
+Sampler = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # (key, batch size) -> (x, y)
 
 
+@_checks.constructor(
+    size=_checks.count(1),
+    key=_checks.optional(_checks.prng_key),
+    replace=_checks.flag,
+    statistics=_checks.choice("frozen", "batch"),
+    sampler=_checks.optional(_checks.taking(2)),
+)
 class Batches(eqx.Module):
-    """Minibatches of a data set.
+    """Which samples a step of ``descend`` looks at.
+
+    By default every epoch takes the samples in a new random order and goes through n // size batches of them (the rest
+    of that order is left out). A step costs O(size), whatever n. The weights of a batch are scaled up to the total
+    weight of the data. The batch of a step is a function of ``key`` and of the number of the step.
 
     Attributes:
-        data: the samples.
-        bits: PRNG key of the choice.
-        real: number of samples up to the last one of positive weight; what stands behind is padding, never drawn.
-        total: sum of all weights.
         size: number of samples of a batch.
-        replace: draw each batch independently, with replacement, instead of going through epochs.
+        key: PRNG key of the choice. None only in a sweep, which gives every cell a key of its own.
+        replace: draw each batch independently and with replacement instead of by epochs.
+        statistics: under batch norm, ``"frozen"`` (those of the whole data) or ``"batch"`` (of each minibatch).
+        sampler: a function (key, size) -> (x, y) that draws fresh samples for every step; None to take those of the
+            data.
+
+    >>> import jax
+    >>> Batches(32, jax.random.key(0)).size
+    32
     """
 
-    data: Dataset
-    bits: KeyBits
-    real: jax.Array
-    total: jax.Array
     size: int = eqx.field(static=True)
-    replace: bool = eqx.field(static=True)
+    key: jax.Array | None = None
+    replace: bool = eqx.field(static=True, default=False)
+    statistics: str = eqx.field(static=True, default="frozen")
+    sampler: Sampler | None = eqx.field(static=True, default=None)
 
-    def __init__(self, data: Dataset, key: jax.Array, size: int, *, replace: bool = False) -> None:
-        self.data, self.bits, self.size, self.replace = data, KeyBits(key), size, replace
-        self.real = data.real.astype(jnp.uint32)
-        self.total = jnp.sum(data.weights)
+    def check(self, data: Dataset) -> None:
+        """Refuse batches that cannot be taken from these data."""
+        if self.key is None:
+            raise ValueError("batches must have a PRNG key, got Batches(size, key=None)")
+        if self.size == 1 and self.statistics == "batch":
+            raise ValueError("batches must have a size of at least 2 for statistics of each batch, got 1")
+        if self.sampler is not None:
+            _check_sampler(self.sampler, self.key, self.size, data)
+        elif self.size > data.size:
+            raise ValueError(
+                f"batches must have at most the size of the data, {data.size} samples, got {self.size}"
+            )
 
-    def chosen(self, step: Int[Array, ""]) -> UInt32[Array, " size"]:
-        """Return the numbers of the samples of step 0, 1, ..."""
-        step = step.astype(jnp.uint32)
+    def names(self) -> dict[str, str]:
+        """Return the texts that a resumed run must share, by name."""
+        names = {"batches": str(self.size), "replace": str(self.replace), "statistics": self.statistics}
+        return names if self.sampler is None else names | {"sampler": "fresh samples"}
+
+    def of(self, data: Dataset) -> Callable[[Int[Array, ""]], Dataset]:
+        """Return the map from the number of a step, 0, 1, ..., to the samples that it looks at."""
+        assert self.key is not None  # checked before
+        if self.sampler is not None:
+            sampler, size = self.sampler, self.size
+            bits = KeyBits(jax.random.fold_in(self.key, SAMPLES))
+            return lambda step: Dataset(*sampler(jax.random.fold_in(bits.key, step), size))
+        key = KeyBits(self.key)
+        # what stands behind the last sample of positive weight is padding, never drawn
+        real, total = data.real.astype(jnp.uint32), jnp.sum(data.weights)
+
+        def at(step: Int[Array, ""]) -> Dataset:
+            chosen = self.chosen(key.key, step.astype(jnp.uint32), real)
+            shares = data.weights[chosen]
+            return Dataset(data.x[chosen], data.y[chosen], shares * (total / jnp.sum(shares)))
+
+        return at
+
+    def chosen(
+        self, key: jax.Array, step: UInt32[Array, ""], real: UInt32[Array, ""]
+    ) -> UInt32[Array, " size"]:
+        """Return the numbers of the samples of a step, out of the first ``real`` ones."""
         if self.replace:
-            key = jax.random.fold_in(self.bits.key, step)
-            return jax.random.randint(key, (self.size,), 0, self.real, jnp.uint32)
-        rounds = jnp.maximum(self.real // self.size, 1)
+            return jax.random.randint(jax.random.fold_in(key, step), (self.size,), 0, real, jnp.uint32)
+        rounds = jnp.maximum(real // self.size, 1)
         places = (step % rounds) * self.size + jnp.arange(self.size, dtype=jnp.uint32)
-        key = jax.random.fold_in(self.bits.key, step // rounds)
-        return shuffle(key, places, self.real)
+        return shuffle(jax.random.fold_in(key, step // rounds), places, real)
 
-    def at(self, step: Int[Array, ""]) -> Dataset:
-        """Return the batch of a step, with weights scaled up to the total weight of the data."""
-        chosen = self.chosen(step)
-        shares = self.data.weights[chosen]
-        return Dataset(self.data.x[chosen], self.data.y[chosen], shares * (self.total / jnp.sum(shares)))
+
+def _check_sampler(sampler: Sampler, key: jax.Array, size: int, data: Dataset) -> None:
+    """Refuse a sampler of fresh data that does not return ``size`` inputs and targets like those of ``data``."""
+    found = jax.eval_shape(lambda key: sampler(key, size), key)
+    shapes = (
+        [tuple(getattr(part, "shape", ())) for part in found] if isinstance(found, tuple | list) else found
+    )
+    wanted = [(size, *data.x.shape[1:]), (size, *data.y.shape[1:])]
+    if shapes != wanted:
+        raise ValueError(
+            f"sampler must return inputs and targets of shapes {wanted[0]} and {wanted[1]}, got {shapes}"
+        )
 
 
 def shuffle(key: jax.Array, places: UInt32[Array, " k"], count: UInt32[Array, ""]) -> UInt32[Array, " k"]:

@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from meanflow.flows._equation import Population
 from meanflow.flows._flow import Flow
@@ -22,35 +23,50 @@ from meanflow.flows._problem import Problem
 from meanflow.measures import _scaling as scaling
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset
-from meanflow.solvers._dynamics import Dynamics, Langevin
-from meanflow.solvers._sliding import FlowSolver, Sliding
-from meanflow.solvers._step import KernelStep, StepRule, as_rule
+from meanflow.solvers._dynamics import Dynamics, Noise
+from meanflow.solvers._run import PLAIN
+from meanflow.solvers._sliding import Sliding
+from meanflow.solvers._step import Adaptive, KernelStep, StepRule, as_rule
+from meanflow.solvers._stepper import DiffraxStep, RungeKutta, Stepper, has_table
 
 KAPPA = 0.25  # steps of the default rule, as a fraction of the stability scale of the kernel
-SMOOTH, SLIDING, ROUGH, LANGEVIN = diffrax.Tsit5(), Sliding(), diffrax.Heun(), Langevin()
+SMOOTH, SLIDING, ROUGH = diffrax.Tsit5(), Sliding(), RungeKutta(diffrax.Heun())
 
 
 class Method(NamedTuple):
     """How a run is made.
 
     Attributes:
-        solver: the diffrax solver.
-        rule: its fixed steps, or None for adaptive ones.
+        stepper: what takes the steps: a solver of diffrax for adaptive steps, else a stepper or an optimizer.
+        rule: how long the steps are.
         order: the order of the error in the step if it is to be measured by a second run, else None.
     """
 
-    solver: diffrax.AbstractSolver
-    rule: StepRule | None
-    order: int | None
+    stepper: Stepper | diffrax.AbstractSolver | optax.GradientTransformation
+    rule: StepRule | Adaptive
+    order: int | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The texts that a resumed run must share, by name."""
+        inner = self.stepper
+        if isinstance(inner, RungeKutta):
+            inner = inner.method
+        elif isinstance(inner, DiffraxStep):
+            inner = inner.solver
+        solver = "EulerMaruyama" if inner is PLAIN else type(inner).__name__
+        return {
+            "solver": solver,
+            "step": "adaptive" if isinstance(self.rule, Adaptive) else type(self.rule).__name__,
+        }
 
 
 def choose(
     flow: Flow,
     cloud: Cloud,
     data: Dataset,
-    solver: str | diffrax.AbstractSolver | None,
-    step: StepRule | float | jax.Array | None,
-    adaptive: bool,
+    solver: str | Stepper | diffrax.AbstractSolver | None,
+    step: StepRule | Adaptive | float | jax.Array | None,
     dynamics: Dynamics | None = None,
     clock: str = "mean_field",
 ) -> Method:
@@ -59,33 +75,53 @@ def choose(
     Args:
         flow, cloud, data: the problem; the flow is bound.
         solver, step: as in ``solve``.
-        adaptive: whether tolerances were given, which asks for adaptive steps.
-        dynamics: noise and reaction, or None without them.
+        dynamics: noise or reaction, or None.
         clock: the clock of the run.
     """
-    rule = None if step is None else as_rule(step, cloud.weights.dtype)
-    plain = (dynamics is None or not dynamics.moves) and clock != "normalized"
-    if not plain and (solver == "sliding" or isinstance(solver, FlowSolver)):
-        raise ValueError(
-            f"solver {solver if isinstance(solver, str) else type(solver).__name__} does not take temperature, "
-            "reaction or clock='normalized'; leave out solver=, and give step= for temperature"
-        )
-    if dynamics is not None and dynamics.temperature is not None:
-        if solver is not None:
-            raise ValueError(f"solver must be None with a temperature, got {type(solver).__name__}")
-        return Method(LANGEVIN, rule, None)
-    if isinstance(solver, diffrax.AbstractSolver):
-        return Method(solver, rule, None)
+    rule = step if step is None or isinstance(step, Adaptive) else as_rule(step, cloud.weights.dtype)
+    plain = dynamics is None and clock != "normalized"
     if solver == "sliding":
-        return Method(SLIDING, rule, None)
+        solver = SLIDING
+    if not plain and isinstance(solver, Stepper):
+        raise ValueError(
+            f"solver {type(solver).__name__} does not take dynamics or clock='normalized'; leave out solver=, and give "
+            "step= for noise"
+        )
+    if isinstance(dynamics, Noise):
+        if solver is not None:
+            raise ValueError(f"solver must be None with noise, got {type(solver).__name__}")
+        if not isinstance(rule, StepRule):
+            raise ValueError(f"step must be a number or a StepRule with noise, got {step}")
+        return Method(PLAIN, rule)
+    if solver is not None:
+        return _given(solver, rule)
     # the expectation over a population has no kinks
     smooth = not type(flow.feature).has_kinks(flow.feature) or isinstance(data, Population)
-    if smooth or (adaptive and rule is None):
-        return Method(SMOOTH, rule, None)
+    if smooth or isinstance(rule, Adaptive):
+        return _given(SMOOTH, rule)
     slides = plain and has_motion(flow, cloud, data)
     # beyond kinks the second order of Heun's method is lost
-    method, order = (SLIDING, 2) if slides else (ROUGH, 1)
-    return Method(method, rule, None) if rule is not None else Method(method, KernelStep(KAPPA), order)
+    stepper, order = (SLIDING, 2) if slides else (ROUGH, 1)
+    return Method(stepper, KernelStep(KAPPA), order) if rule is None else Method(stepper, rule)
+
+
+def _given(solver: Stepper | diffrax.AbstractSolver, rule: StepRule | Adaptive | None) -> Method:
+    """Return the method of a solver that was chosen by the user, or for a smooth model."""
+    if isinstance(solver, Stepper):
+        if not isinstance(rule, StepRule):
+            raise ValueError(
+                f"step must be a number or a StepRule with solver {type(solver).__name__}, which has no error "
+                f"estimate, got {rule}"
+            )
+        return Method(solver, rule)
+    if isinstance(rule, StepRule):
+        return Method(RungeKutta(solver) if has_table(solver) else DiffraxStep(solver), rule)
+    if not isinstance(solver, diffrax.AbstractAdaptiveSolver):
+        raise ValueError(
+            f"step must be a number or a StepRule with solver {type(solver).__name__}, which has no error estimate, "
+            f"got {rule}"
+        )
+    return Method(solver, Adaptive() if rule is None else rule)
 
 
 def rougher(method: Method) -> Method:

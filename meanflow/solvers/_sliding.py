@@ -1,4 +1,4 @@
-"""The sliding solver: flows of networks with kinks, as a diffrax solver.
+"""The sliding solver: how flows of networks with kinks are stepped.
 
 The field of a ReLU network jumps where a neuron meets a sample; ordinary solvers chatter or stall there. Here the
 residual is frozen for a sub-step and the model moves each neuron through its kinks on its own (``FrozenMotion``). The
@@ -7,52 +7,19 @@ methods (``STAGES``): third order where no neuron meets a kink. An event bends t
 costs O(h^2) each, so through kinks the order is 2, with a small constant.
 """
 
-import abc
 import functools
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-import diffrax
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from meanflow import _checks
 from meanflow.flows._kinks import passage
 from meanflow.flows._motion import FrozenMotion, MotionState
 from meanflow.flows._problem import Problem
 from meanflow.solvers._solution import RESULTS
-from meanflow.solvers._step import RealScalarLike
-
-
-class FlowSolver(diffrax.AbstractSolver):
-    """A diffrax solver that knows it solves a flow: its ``args`` are the ``Problem``, its ``y`` is in the chart.
-
-    Attributes:
-        lands_on_saves: whether steps must end exactly at the save times, because there is no interpolation.
-        term_structure, interpolation_cls: what diffrax asks for: one term, and a line between the ends of a step.
-    """
-
-    lands_on_saves: ClassVar[bool] = False
-    term_structure: ClassVar = diffrax.AbstractTerm
-    interpolation_cls: ClassVar = diffrax.LocalLinearInterpolation
-
-    def func(
-        self, terms: diffrax.AbstractTerm, t0: RealScalarLike, y0: PyTree[jax.Array], args: Problem
-    ) -> PyTree:
-        """Return the velocity (diffrax's interface)."""
-        return terms.vf(t0, y0, args)
-
-    def prepared(self, adjoint: diffrax.AbstractAdjoint) -> "FlowSolver":
-        """Return the solver for a run that is differentiated by ``adjoint``; itself by default."""
-        return self
-
-    @abc.abstractmethod
-    def report(self, problem: Problem, solver_state: PyTree[jax.Array]) -> dict[str, jax.Array]:
-        """Return counts for ``Solution.stats``, by name."""
-
-    @abc.abstractmethod
-    def result(self, problem: Problem, solver_state: PyTree[jax.Array], result: RESULTS) -> RESULTS:
-        """Return the result code of a finished run, given the one found so far."""
+from meanflow.solvers._stepper import Stepper
 
 
 class Stage(NamedTuple):
@@ -100,7 +67,7 @@ class Watched(NamedTuple):
 
 
 @_checks.constructor(max_events=_checks.optional(_checks.count(1)), forward=_checks.flag)
-class Sliding(FlowSolver):
+class Sliding(Stepper):
     """Solver for flows with kinks that follows Filippov solutions exactly in each frozen field.
 
     Works with every model whose feature defines ``motion``: two-layer networks with relu, leaky_relu or abs in any
@@ -121,60 +88,49 @@ class Sliding(FlowSolver):
     max_events: int | None = None
     forward: bool = False
 
-    lands_on_saves: ClassVar[bool] = True
+    def prepared(self, forward: bool) -> "Sliding":
+        """Return a solver whose loops forward mode can pass, if that is asked for."""
+        return Sliding(self.max_events, forward)
 
-    def order(self, terms: PyTree) -> int:
-        """Return 2, the order through crossings, captures and releases."""
-        return 2
-
-    def prepared(self, adjoint: diffrax.AbstractAdjoint) -> "Sliding":
-        """Return a solver whose loops forward mode can pass, if that is what ``adjoint`` is."""
-        return Sliding(self.max_events, isinstance(adjoint, diffrax.ForwardMode))
-
-    def report(self, problem: Problem, solver_state: Watched) -> dict[str, jax.Array]:
+    def report(self, problem: Problem, state: Watched) -> dict[str, jax.Array]:
         """Return totals of crossings, captures, releases, deaths and non-unique events of real neurons."""
-        return self._motion(problem).counts(solver_state.motion)
+        return self._motion(problem).counts(state.motion)
 
-    def result(self, problem: Problem, solver_state: Watched, result: RESULTS) -> RESULTS:
+    def result(self, problem: Problem, state: Watched, result: RESULTS) -> RESULTS:
         """Return ``event_overflow`` if in some step a neuron had time left after the last allowed event.
 
         Where the energy has risen it is ``energy_rose``: along a flow it falls, so such a run has been unstable, also
         if it has calmed down since (after a burst of energy neurons may all be dead).
         """
-        if solver_state.energy is not None:
+        if state.energy is not None:
             ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
-            result = RESULTS.where(ended & (solver_state.energy[2] > 0), RESULTS.energy_rose, result)
-        overflow = self._motion(problem).overflow(solver_state.motion)
+            result = RESULTS.where(ended & (state.energy[2] > 0), RESULTS.energy_rose, result)
+        overflow = self._motion(problem).overflow(state.motion)
         return RESULTS.where(overflow, RESULTS.event_overflow, result)
 
-    def init(
-        self, terms: PyTree, t0: RealScalarLike, t1: RealScalarLike, y0: PyTree[jax.Array], args: Problem
-    ) -> Watched:
+    def init(self, problem: Problem, y: PyTree[jax.Array]) -> Watched:
         """Return the state of neurons that have not moved yet."""
-        motion = self._motion(args)
-        state = motion.begin(y0)
-        opened = motion.unfold(y0, state)
-        energy = _energy(motion, args, y0, opened)
+        motion = self._motion(problem)
+        state = motion.begin(y)
+        opened = motion.unfold(y, state)
+        energy = _energy(motion, problem, y, opened)
         return Watched(
             state,
-            motion.residual(y0, opened),
+            motion.residual(y, opened),
             None if energy is None else jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)]),
         )
 
     def step(
         self,
-        terms: PyTree,
-        t0: RealScalarLike,
-        t1: RealScalarLike,
-        y0: PyTree[jax.Array],
-        args: Problem,
-        solver_state: Watched,
-        made_jump: object,
-    ) -> tuple[PyTree, None, dict[str, PyTree], Watched, diffrax.RESULTS]:
+        problem: Problem,
+        y: PyTree[jax.Array],
+        state: Watched,
+        number: Int[Array, ""],
+        size: Float[Array, ""],
+    ) -> tuple[PyTree[jax.Array], Watched]:
         """Take one step: three stages, two of which make up the way; see ``STAGES``."""
-        motion = self._motion(args)
-        time = jnp.asarray(t1 - t0, args.chart.base.weights.dtype)
-        opened, opening = motion.unfold(y0, solver_state.motion), solver_state.covector
+        motion = self._motion(problem)
+        opened, opening = motion.unfold(y, state.motion), state.covector
 
         # in reverse mode a stage keeps where it started and where its events ended, and finds the rest again
         lean = functools.partial(jax.checkpoint, prevent_cse=False, policy=passage.KEEP_ENDS)
@@ -183,25 +139,24 @@ class Sliding(FlowSolver):
             (start, held), here, g, _ = carry
             now = Stage(*row)
             covector = now.start_weight * opening + now.own_weight * g
-            y, end = motion.move(start, held, covector, now.length * time, self.max_events, self.forward)
+            y, end = motion.move(start, held, covector, now.length * size, self.max_events, self.forward)
             end = motion.with_overflow(end, motion.overflow(here[1]))
             # the energy is known with the covector: both come from the predictions
-            return (here, (y, end), motion.residual(y, end), _energy(motion, args, y, end)), None
+            return (here, (y, end), motion.residual(y, end), _energy(motion, problem, y, end)), None
 
-        here, energy = (y0, opened), solver_state.energy
+        here, energy = (y, opened), state.energy
         carry = (here, here, opening, None if energy is None else energy[0])
         if sum(u.size for u in jax.tree.leaves(here)) < LARGE:
             # one program for all stages: the events are what takes long to compile
-            carry, _ = jax.lax.scan(lean(stage), carry, jnp.asarray(STAGES, time.dtype))
+            carry, _ = jax.lax.scan(lean(stage), carry, jnp.asarray(STAGES, size.dtype))
         else:
             # three programs, in which nothing large is copied from stage to stage
             for row in STAGES:
                 carry, _ = stage(carry, row)
-        _, (y1, final), g, now = carry
+        _, (y, final), g, now = carry
         if energy is not None and now is not None:
-            energy = _watch(energy, now, args)
-        state = Watched(motion.fold(final), g, energy)
-        return y1, None, {"y0": y0, "y1": y1}, state, diffrax.RESULTS.successful  # type: ignore[return-value]
+            energy = _watch(energy, now, problem)
+        return y, Watched(motion.fold(final), g, energy)
 
     def _motion(self, problem: Problem) -> FrozenMotion:
         return problem.chart.flow.feature.motion(problem)

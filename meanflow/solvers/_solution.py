@@ -111,6 +111,9 @@ class State(NamedTuple):
     offset: Cloud | None
 
 
+STATE = _checks.instance(State, hint="pass Solution.state")
+
+
 def fingerprint(data: Dataset) -> Float[Array, " k"]:
     """Return a few weighted sums of the data, by which a resumed run recognises them."""
 

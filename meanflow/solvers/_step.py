@@ -1,9 +1,8 @@
-"""Step rules: how long a step is. A constant, or a fraction of what the tangent kernel allows, or a rule of yours."""
+"""How long a step is: a constant, a fraction of what the tangent kernel allows, a rule of yours, or adaptive."""
 
 import abc
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -106,9 +105,21 @@ class StepRule(eqx.Module):
 
     Attributes:
         every: number of steps between two refreshes; None asks for the size once, at the start.
+        max_steps: the most steps of a run up to a time.
     """
 
     every: eqx.AbstractVar[int | None]
+    max_steps: ClassVar[int] = 100_000
+
+    def numbers(self) -> dict[str, jax.Array]:
+        """Return what a resumed run must share, by name: the numbers among the attributes of the rule."""
+        values = {f"step.{name}": getattr(self, name) for name in type(self).__dataclass_fields__}
+        known = {name: u for name, u in values.items() if u is not None and eqx.is_array_like(u)}
+        return {name: jnp.asarray(u) for name, u in known.items()}
+
+    def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
+        """Return a limit for the number of steps from ``start`` to ``end`` with ``stops`` times to land on."""
+        return self.max_steps
 
     @abc.abstractmethod
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
@@ -159,6 +170,20 @@ class ConstantStep(StepRule):
         """Return the size."""
         return jnp.asarray(self.size)
 
+    def numbers(self) -> dict[str, jax.Array]:
+        """Return nothing: a resumed run may have another constant step."""
+        return {}
+
+    def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
+        """Return at least what the steps need, where all numbers are known."""
+        step, first, last = (_checks.concrete(u) for u in (self.size, start, end))
+        if step is None or first is None or last is None:
+            return self.max_steps
+        # a step that is cut short to land on a time is a step more
+        needed = float(np.max((last - first) / step)) + 2 + stops
+        # one of few limits, since another one compiles again: 256, 4096, 65536, ...
+        return 16 ** int(np.ceil(np.log(max(needed, 256)) / np.log(16) - 1e-9))
+
 
 class KernelStep(StepRule):
     """Step = kappa / (largest eigenvalue of the tangent kernel), refreshed every few steps.
@@ -167,6 +192,7 @@ class KernelStep(StepRule):
         kappa: fraction of the stability scale; plain descent is stable below 2.
         every: steps between refreshes. Where the kernel grows by itself (regularized flows, growing weights) a step of
             the past may be too long and the energy rise; 1 is safe, and costs one kernel product a step.
+        max_steps: the most steps of a run up to a time; in reverse mode its square root counts in memory.
 
     >>> KernelStep(0.5).every
     20
@@ -174,11 +200,15 @@ class KernelStep(StepRule):
 
     kappa: jax.Array
     every: int = eqx.field(static=True)
+    max_steps: int = eqx.field(static=True)
 
-    def __init__(self, kappa: float | jax.Array, every: int = 20) -> None:
+    def __init__(
+        self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = StepRule.max_steps
+    ) -> None:
         _checks.number(above=0)("kappa", kappa)
         self.kappa = jnp.asarray(kappa, jnp.result_type(float))
         self.every = _checks.whole("every", every, 1)
+        self.max_steps = _checks.whole("max_steps", max_steps, 1)
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return kappa over the top eigenvalue at ``y``, computed in the chart: the kernel is the same, and cheaper."""
@@ -188,8 +218,29 @@ class KernelStep(StepRule):
         return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 
 
+@_checks.constructor(rtol=_checks.number(low=0), atol=_checks.number(low=0), max_steps=_checks.count(1))
+class Adaptive(eqx.Module):
+    """Steps whose length follows an estimate of the local error, by diffrax. The default of smooth models in ``solve``.
+
+    Attributes:
+        rtol, atol: tolerances of the local error in rms over the measure. They are not the error of the result.
+        max_steps: the most steps; in reverse mode its square root counts in memory.
+
+    >>> Adaptive().rtol
+    1e-07
+    """
+
+    rtol: float | Scalar = 1e-7
+    atol: float | Scalar = 1e-9
+    max_steps: int = eqx.field(static=True, default=100_000)
+
+
 STEP = _checks.either(
     _checks.number(above=0), _checks.instance(StepRule, hint="for instance KernelStep(0.5)")
+)
+ANY_STEP = _checks.either(
+    _checks.number(above=0),
+    _checks.instance(StepRule, Adaptive, hint="for instance KernelStep(0.5) or Adaptive(rtol=1e-9)"),
 )
 
 
@@ -207,78 +258,6 @@ def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
 def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
     """Return the rule behind the argument ``step`` of a solver; a number means a constant step."""
     return step if isinstance(step, StepRule) else ConstantStep(scalar(step, dtype))
-
-
-RealScalarLike = float | jax.Array | np.ndarray  # times, as diffrax passes them
-
-
-class StepController(diffrax.AbstractStepSizeController):
-    """A step rule as diffrax takes it; optionally clipped to land on given times.
-
-    Attributes:
-        rule: the rule.
-        stops: sorted times to land on exactly, or None.
-        start: (steps taken, size) of a run that is resumed, or None.
-        end: the time at which the run ends.
-    """
-
-    rule: StepRule
-    stops: jax.Array | None
-    start: tuple[jax.Array, jax.Array] | None
-    end: Scalar
-
-    def wrap(self, direction: int | jax.Array | np.ndarray) -> "StepController":
-        """Return the controller itself: integration always runs forward in time here (diffrax's interface)."""
-        return self
-
-    def _clip(self, t: RealScalarLike, size: jax.Array) -> jax.Array:
-        if self.stops is None:
-            return jnp.asarray(t) + size
-        index = jnp.searchsorted(self.stops, t, side="right")
-        stop = jnp.where(
-            index < self.stops.shape[0], self.stops[jnp.minimum(index, self.stops.shape[0] - 1)], jnp.inf
-        )
-        return jnp.where(t + (1 + 1e-6) * size >= stop, stop, t + size)
-
-    def init(
-        self,
-        terms: PyTree,
-        t0: RealScalarLike,
-        t1: RealScalarLike,
-        y0: PyTree,
-        dt0: jax.Array,
-        args: PyTree,
-        func: object,
-        error_order: object,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Return the end of the first step and the controller's state (steps taken, size)."""
-        if self.start is not None:
-            count, size = self.start
-        else:
-            count = jnp.asarray(0, jnp.int32)
-            size = jnp.asarray(self.rule.size_at(args, y0), jnp.result_type(t0))
-        return self._clip(t0, size), (count, size)
-
-    def adapt_step_size(
-        self,
-        t0: RealScalarLike,
-        t1: RealScalarLike,
-        y0: PyTree,
-        y1_candidate: PyTree,
-        args: PyTree,
-        y_error: PyTree,
-        error_order: object,
-        controller_state: tuple[jax.Array, jax.Array],
-    ) -> tuple[bool, RealScalarLike, jax.Array, bool, tuple[jax.Array, jax.Array], diffrax.RESULTS]:
-        """Accept every step, and refresh the size when that is due."""
-        count, size = controller_state
-        count = count + 1
-        size = self.rule.next_size(count, size, args, y1_candidate, running=jnp.asarray(t0 < self.end))
-        # stop a run that blew up instead of stepping NaN to the end
-        result = diffrax.RESULTS.where(
-            all_finite(y1_candidate), diffrax.RESULTS.successful, diffrax.RESULTS.dt_min_reached
-        )
-        return True, t1, self._clip(t1, size), False, (count, size), result
 
 
 def all_finite(tree: PyTree[jax.Array]) -> jax.Array:

@@ -30,13 +30,15 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
 from meanflow._checks import array, count, either, instance, number, optional
+from meanflow._numerics import iterate_until, land
+from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import FLOW, Flow
 from meanflow.geometry._space import Space
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import DATA, Dataset
-from meanflow.solvers._saving import SaveTimes, save_times
-from meanflow.solvers._step import RealScalarLike, StepController, StepRule
+from meanflow.solvers._adaptive import save_times
+from meanflow.solvers._stepper import runge_kutta
 
 MAX_STEPS = 10**6
 """Most steps of one run: the time that a Courant step covers falls without bound as the speeds grow."""
@@ -119,17 +121,13 @@ class _DensityProblem(eqx.Module):
     temperature: jax.Array | None = None
 
 
-class _Courant(StepRule):
-    """Step rule: CFL / max(|v_h|/dh + |v_th|/dth + 2 tau (1/dh^2 + 1/dth^2)), refreshed at every step."""
-
-    every: int | None = eqx.field(static=True, default=1)
-
-    def size_at(self, problem: _DensityProblem, y: jax.Array) -> jax.Array:  # type: ignore[override]
-        speed_h, speed_th = _face_speeds(problem, y)
-        dh, dth = problem.grid.spacing
-        worst = jnp.max(jnp.abs(speed_h)) / dh + jnp.max(jnp.abs(speed_th)) / dth
-        tau = 0.0 if problem.temperature is None else problem.temperature
-        return CFL / (worst + 2 * tau * (dh**-2 + dth**-2))
+def _courant(problem: _DensityProblem, mass: jax.Array) -> jax.Array:
+    """Return the step CFL / max(|v_h|/dh + |v_th|/dth + 2 tau (1/dh^2 + 1/dth^2))."""
+    speed_h, speed_th = _face_speeds(problem, mass)
+    dh, dth = problem.grid.spacing
+    worst = jnp.max(jnp.abs(speed_h)) / dh + jnp.max(jnp.abs(speed_th)) / dth
+    tau = 0.0 if problem.temperature is None else problem.temperature
+    return CFL / (worst + 2 * tau * (dh**-2 + dth**-2))
 
 
 @_checks.arguments(
@@ -189,7 +187,7 @@ def evolve(
     still = isinstance(temperature, float | int) and temperature == 0
     tau = None if still else jnp.asarray(temperature, density.mass.dtype)
     problem = _DensityProblem(flow, density, data, tau)
-    expected = _checks.concrete(t1 / _Courant().size_at(problem, density.mass))
+    expected = _checks.concrete(t1 / _courant(problem, density.mass))
     if expected is not None and not expected <= MAX_STEPS:
         raise ValueError(
             f"t1 must be reached in at most {MAX_STEPS} steps, got t1 = {t1}, which takes about {expected:.2g} at the "
@@ -205,42 +203,39 @@ def evolve(
     return solution
 
 
-@eqx.filter_jit
+@compiled
 def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> DensitySolution:
-    solver, adjoint = diffrax.Heun(), diffrax.RecursiveCheckpointAdjoint()
+    Now = tuple[jax.Array, jax.Array, jax.Array]  # time, masses, number of steps
 
-    def save(t: jax.Array, mass: jax.Array, problem: _DensityProblem) -> tuple[jax.Array, ...]:
+    def step(now: Now, stop: jax.Array) -> Now:
+        time, mass, steps = now
+        time, size = land(time, _courant(problem, mass), stop)
+        return time, runge_kutta(diffrax.Heun(), lambda u: _rate(u, problem), mass, size), steps + 1
+
+    def more(now: Now, stop: jax.Array) -> jax.Array:
+        time, mass, steps = now
+        return (time < stop) & (steps < MAX_STEPS) & jnp.all(jnp.isfinite(mass))
+
+    def look(now: Now, stop: jax.Array) -> tuple[jax.Array, ...]:
+        mass = now[1]
         cloud = problem.grid.at(mass).cloud(problem.flow.space)
         energy = equation.energy(problem.flow, cloud, problem.data)
         fisher = _fisher(mass, problem.grid)
         if problem.temperature is None:
-            return mass, energy, energy, fisher
+            return now[0], mass, energy, energy, fisher
         dh, dth = problem.grid.spacing
         filled = jnp.where(mass > 0, mass, 1.0)
         entropy = jnp.sum(jnp.where(mass > 0, mass * jnp.log(filled / (dh * dth)), 0.0))
-        return mass, energy, energy + problem.temperature * entropy, fisher
+        return now[0], mass, energy, energy + problem.temperature * entropy, fisher
 
-    raw = diffrax.diffeqsolve(
-        diffrax.ODETerm(_rate),
-        solver,
-        jnp.zeros_like(t1),
-        t1,
-        jnp.ones_like(t1),
-        problem.grid.mass,
-        problem,
-        saveat=diffrax.SaveAt(subs={"series": diffrax.SubSaveAt(t1=True, fn=save)}),
-        stepsize_controller=StepController(_Courant(), ts, None, t1),
-        adjoint=adjoint if ts is None else SaveTimes(adjoint, ts),
-        max_steps=MAX_STEPS,
-        throw=False,
+    start = (jnp.zeros_like(t1), problem.grid.mass, jnp.asarray(0))
+    stops = t1[None] if ts is None else jnp.append(ts, t1)
+    (end, mass, steps), seen = iterate_until(
+        step, start, more, stops, look, limit=MAX_STEPS, kind="checkpointed"
     )
-    assert raw.ys is not None and raw.ts is not None
-    mass, energies, free, fisher = raw.ys["series"]
-    final = problem.grid.at(mass[-1])
-    reached = (raw.result == diffrax.RESULTS.successful) & jnp.all(jnp.isfinite(mass[-1]))
-    return DensitySolution(
-        raw.ts["series"], mass, energies, free, fisher, raw.stats["num_steps"], final, reached
-    )
+    saved = seen if ts is None else jax.tree.map(lambda u: u[:-1], seen)
+    reached = (end >= t1) & jnp.all(jnp.isfinite(mass))
+    return DensitySolution(*saved, steps, problem.grid.at(mass), reached)
 
 
 def _fisher(mass: jax.Array, grid: Density) -> jax.Array:
@@ -334,7 +329,7 @@ def _potential(problem: _DensityProblem, mass: jax.Array) -> jax.Array:
     return equation.first_variation(problem.flow, cloud, problem.data, cloud).reshape(mass.shape)
 
 
-def _rate(t: RealScalarLike, mass: jax.Array, problem: _DensityProblem) -> jax.Array:
+def _rate(mass: jax.Array, problem: _DensityProblem) -> jax.Array:
     """Return d mass / dt: differences of fluxes, so that the total is conserved to rounding."""
     dh, dth = problem.grid.spacing
     # periodic neighbours; the walls of the heights are closed below by zeroing the flux through the last face

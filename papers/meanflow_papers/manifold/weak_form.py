@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import _checks
-from meanflow._checks import count, number, taking, unchecked
 from meanflow.flows._flow import FLOW, Flow, velocity
 from meanflow.measures._cloud import CLOUD, Cloud
 from meanflow.measures._dataset import DATA, Dataset

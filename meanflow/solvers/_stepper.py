@@ -1,0 +1,205 @@
+"""How one step is taken: the contract of steppers, Runge-Kutta methods, any solver of diffrax, and descent.
+
+A stepper knows nothing of the loop around it: ``solve`` steps until a time is reached and ``descend`` a number of
+times, by the same loop (``solvers._run``).
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from meanflow.flows._flow import Flow
+from meanflow.flows._problem import Problem, Weighted
+from meanflow.measures._dataset import Dataset
+from meanflow.solvers._solution import RESULTS
+
+StepperState = PyTree[jax.Array]
+
+
+class Stepper(eqx.Module):
+    """One step of a flow. Pass an instance as ``solver=`` to ``solve``; ``Sliding`` is one.
+
+    The state ``y`` of the flow is in the coordinates of the chart; ``problem.here(y)`` is the cloud there and
+    ``problem.field(0.0, y)`` its velocity, on the clock of the run.
+    """
+
+    def prepared(self, forward: bool) -> "Stepper":
+        """Return the stepper for a run that is differentiated in forward mode, or not; itself by default."""
+        return self
+
+    def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
+        """Return what the stepper remembers from step to step; nothing by default."""
+        return None
+
+    @abc.abstractmethod
+    def step(
+        self,
+        problem: Problem,
+        y: PyTree[jax.Array],
+        state: StepperState,
+        number: Int[Array, ""],
+        size: Float[Array, ""],
+    ) -> tuple[PyTree[jax.Array], StepperState]:
+        """Return the state of the flow after step ``number`` = 0, 1, ..., which is ``size`` long, and what is remembered.
+
+        Args:
+            problem: flow, data and clock.
+            y: where the step starts.
+            state: what ``init`` or the step before returned.
+            number: number of the step, counted from the start of the first run.
+            size: its length on the clock of the run.
+        """
+
+    def report(self, problem: Problem, state: StepperState) -> dict[str, jax.Array]:
+        """Return counts for ``Solution.stats``, by name; none by default."""
+        return {}
+
+    def result(self, problem: Problem, state: StepperState, result: RESULTS) -> RESULTS:
+        """Return the result code of a finished run, given the one found so far; that one by default."""
+        return result
+
+
+class RungeKutta(Stepper):
+    """An explicit Runge-Kutta method with its stages written out, which compiles in a quarter of diffrax's time.
+
+    diffrax goes through the stages in a loop whose length the device finds out as it runs.
+
+    Attributes:
+        method: a method of diffrax, whose table of coefficients a, b is used.
+
+    >>> RungeKutta(diffrax.Heun()).method
+    Heun()
+    """
+
+    method: diffrax.AbstractERK
+
+    def step(
+        self,
+        problem: Problem,
+        y: PyTree[jax.Array],
+        state: None,
+        number: Int[Array, ""],
+        size: Float[Array, ""],
+    ) -> tuple[PyTree[jax.Array], None]:
+        """Take one step."""
+        return runge_kutta(self.method, lambda y: problem.field(0.0, y), y, size), None
+
+
+def runge_kutta(
+    method: diffrax.AbstractERK,
+    field: Callable[[PyTree[jax.Array]], PyTree[jax.Array]],
+    y: PyTree[jax.Array],
+    size: jax.Array,
+) -> PyTree[jax.Array]:
+    """Return y + size sum_i b_i k_i with the stages k_i = field(y + size sum_(j < i) a_ij k_j).
+
+    Stages behind the last b_i != 0 are left out: they serve error estimates and interpolation only.
+
+    >>> float(runge_kutta(diffrax.Midpoint(), lambda y: y, jnp.array(8.0), jnp.array(0.5)))
+    13.0
+    """
+    table = method.tableau
+    assert isinstance(table, diffrax.ButcherTableau)  # has_table
+    used = int(np.flatnonzero(table.b_sol)[-1]) + 1
+    stages: list[PyTree[jax.Array]] = []
+
+    def moved(shares: np.ndarray) -> PyTree[jax.Array]:
+        terms = [(float(share), k) for share, k in zip(shares, stages, strict=True) if share != 0]
+        slopes = [jax.tree.map(lambda u, share=share: share * u, k) for share, k in terms]
+        if not slopes:
+            return y
+        return jax.tree.map(lambda u, *ks: u + size * sum(ks[1:], ks[0]), y, *slopes)
+
+    for row in (np.zeros(0), *table.a_lower)[:used]:
+        stages.append(field(moved(row)))
+    return moved(table.b_sol[:used])
+
+
+def has_table(solver: diffrax.AbstractSolver) -> bool:
+    """Say whether a solver of diffrax is an explicit Runge-Kutta method with one table of coefficients."""
+    return isinstance(solver, diffrax.AbstractERK) and isinstance(solver.tableau, diffrax.ButcherTableau)
+
+
+class DiffraxStep(Stepper):
+    """A step of any other solver of diffrax, for instance an implicit one.
+
+    Attributes:
+        solver: the solver.
+    """
+
+    solver: diffrax.AbstractSolver
+
+    def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
+        """Return the solver's state."""
+        zero = jnp.zeros((), problem.speed.dtype)
+        return self.solver.init(_TERMS, zero, zero + 1, y, problem)
+
+    def step(
+        self,
+        problem: Problem,
+        y: PyTree[jax.Array],
+        state: StepperState,
+        number: Int[Array, ""],
+        size: Float[Array, ""],
+    ) -> tuple[PyTree[jax.Array], StepperState]:
+        """Take one step; the flow does not depend on time, so every step starts at 0."""
+        zero = jnp.zeros_like(size)
+        moved, _, _, state, _ = self.solver.step(_TERMS, zero, size, y, problem, state, jnp.asarray(False))
+        return moved, state
+
+
+def field(t: Any, y: PyTree[jax.Array], problem: Problem) -> PyTree[jax.Array]:
+    """Return the velocity, with the arguments in diffrax's order."""
+    return problem.field(t, y)
+
+
+_TERMS = diffrax.ODETerm(field)
+
+
+class Descent(Stepper):
+    """w <- retract(w, size * optimizer(gradient) + noise), the gradient being minus the velocity on the clock.
+
+    Attributes:
+        optimizer: any optimizer of optax. Plain descent makes Euler steps, and with a temperature Euler-Maruyama ones.
+        model: the flow in the coordinates of the chart; unbound if it takes its statistics from each batch.
+        batch: the map from the number of a step to the samples that it looks at; None for all.
+    """
+
+    optimizer: optax.GradientTransformation = eqx.field(static=True)
+    model: Flow
+    batch: Callable[[Int[Array, ""]], Dataset] | None = eqx.field(static=True)
+
+    def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
+        """Return the state of the optimizer."""
+        return self.optimizer.init(problem.chart.base.particles)
+
+    def step(
+        self,
+        problem: Problem,
+        y: PyTree[jax.Array],
+        state: StepperState,
+        number: Int[Array, ""],
+        size: Float[Array, ""],
+    ) -> tuple[PyTree[jax.Array], StepperState]:
+        """Take one step."""
+        here = problem.here(y)
+        batch = problem.samples if self.batch is None else self.batch(number)
+        model = self.model.bind(batch)
+        rates = problem.rates(here, batch, model)
+        velocity = rates.particles if isinstance(rates, Weighted) else rates
+        gradient = jax.tree.map(jnp.negative, velocity)
+        updates, state = self.optimizer.update(gradient, state, here.particles)
+        by = jax.tree.map(lambda u: size * u, updates)
+        if problem.temperature is not None:
+            by = jax.tree.map(jnp.add, by, problem.noise(here, number, size, model))
+        if isinstance(rates, Weighted):
+            by = Weighted(by, size * rates.log_growth)
+        return problem.move(here, y, by, model), state
