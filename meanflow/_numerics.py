@@ -324,8 +324,10 @@ def land(
     >>> [round(float(u), 6) for u in land(jnp.array(0.75), jnp.array(0.5), jnp.array(1.0))]
     [1.0, 0.25]
     """
+    end = time + size
     lands = time + (1 + 1e-6) * size >= stop
-    return jnp.where(lands, stop, time + size), jnp.where(lands, stop - time, size)
+    # where end = stop this is ``size`` to the last bit, and has the derivative of ``stop - time``
+    return jnp.where(lands, stop, end), jnp.where(lands, size + (stop - end), size)
 
 
 def _run(

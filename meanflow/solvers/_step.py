@@ -113,7 +113,8 @@ class StepRule(eqx.Module):
 
     def numbers(self) -> dict[str, jax.Array]:
         """Return what a resumed run must share, by name: the numbers among the attributes of the rule."""
-        values = {f"step.{name}": getattr(self, name) for name in type(self).__dataclass_fields__}
+        names = set(type(self).__dataclass_fields__) - {"max_steps"}
+        values = {f"step.{name}": getattr(self, name) for name in sorted(names)}
         known = {name: u for name, u in values.items() if u is not None and eqx.is_array_like(u)}
         return {name: jnp.asarray(u) for name, u in known.items()}
 
@@ -181,8 +182,8 @@ class ConstantStep(StepRule):
             return self.max_steps
         # a step that is cut short to land on a time is a step more
         needed = float(np.max((last - first) / step)) + 2 + stops
-        # one of few limits, since another one compiles again: 256, 4096, 65536, ...
-        return 16 ** int(np.ceil(np.log(max(needed, 256)) / np.log(16) - 1e-9))
+        # one of few limits, since another one compiles again: 4096, 65536, ...
+        return 16 ** int(np.ceil(np.log(max(needed, 4096)) / np.log(16) - 1e-9))
 
 
 class KernelStep(StepRule):
