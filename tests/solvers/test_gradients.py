@@ -90,9 +90,10 @@ def test_checkpointed_memory_grows_slower_than_the_steps(kind):
     def use(adjoint, steps):
         return _temporary_bytes(jax.grad(lambda w: loss(w, steps, adjoint)), cloud.particles)
 
-    few, many = use("checkpoint", 64), use("checkpoint", 1024)
+    if kind == "solve":  # room is made for 4096, 65536, ... steps
+        assert use("checkpoint", 65_000) / use("checkpoint", 4000) < 6
+        return
+    few, many, full = use("checkpoint", 64), use("checkpoint", 1024), use("full", 1024)
     assert many / few < 6
-    full = use("full", 1024)
     assert many < 0.25 * full
-    if kind == "descend":  # storing every step
-        assert full / use("full", 64) > 8
+    assert full / use("full", 64) > 8  # storing every step

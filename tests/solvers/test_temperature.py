@@ -212,7 +212,7 @@ def test_a_metric_that_varies_needs_its_drift(key):
 def test_noise_of_a_particle_depends_on_its_place_alone(key, quick_compilation):
     """Padding, neighbors in a vmapped batch, the solver and resuming change nothing."""
     flow, cloud, data = problem("batchnorm_manifold", width=5)
-    settings = {"step": 0.05, "temperature": 0.1, "key": key}
+    settings = {"step": 0.05, "dynamics": mf.Noise(0.1, key)}
     run = mf.descend(flow, cloud, data, 4, every=2, **settings)
     small = mf.Cloud(jax.tree.map(lambda u: u[:3], cloud.particles), labels=cloud.labels[:3])
     pair = mf.measures.stack([cloud, small.pad(5)])  # the second has padding, and a neighbor
