@@ -138,9 +138,9 @@ class DiffraxStep(Stepper):
     solver: diffrax.AbstractSolver
 
     def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
-        """Return the solver's state."""
+        """Return the solver's state, and the worst result of its steps so far."""
         zero = jnp.zeros((), problem.speed.dtype)
-        return self.solver.init(_TERMS, zero, zero + 1, y, problem)
+        return self.solver.init(_TERMS, zero, zero + 1, y, problem), diffrax.RESULTS.successful
 
     def step(
         self,
@@ -151,9 +151,17 @@ class DiffraxStep(Stepper):
         size: Float[Array, ""],
     ) -> tuple[PyTree[jax.Array], StepperState]:
         """Take one step; the flow does not depend on time, so every step starts at 0."""
-        zero = jnp.zeros_like(size)
-        moved, _, _, state, _ = self.solver.step(_TERMS, zero, size, y, problem, state, jnp.asarray(False))
-        return moved, state
+        (inner, worst), zero = state, jnp.zeros_like(size)
+        moved, _, _, inner, found = self.solver.step(
+            _TERMS, zero, size, y, problem, inner, jnp.asarray(False)
+        )
+        worst = diffrax.RESULTS.where(worst == diffrax.RESULTS.successful, found, worst)
+        return moved, (inner, worst)
+
+    def result(self, problem: Problem, state: StepperState, result: RESULTS) -> RESULTS:
+        """Return what went wrong in a step, for instance an implicit equation without a solution."""
+        worst = RESULTS.promote(state[1])
+        return RESULTS.where(worst == RESULTS.successful, result, worst)
 
 
 def field(t: Any, y: PyTree[jax.Array], problem: Problem) -> PyTree[jax.Array]:

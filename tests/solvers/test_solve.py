@@ -275,9 +275,11 @@ IMPLICIT = diffrax.ImplicitEuler(root_finder=diffrax.VeryChord(rtol=1e-9, atol=1
 
 
 @pytest.mark.parametrize(
-    "method", [diffrax.Heun(), diffrax.Tsit5(), diffrax.Dopri8(), IMPLICIT], ids=lambda m: type(m).__name__
+    ("method", "step"),
+    [(diffrax.Heun(), 0.125), (diffrax.Tsit5(), 0.125), (diffrax.Dopri8(), 0.125), (IMPLICIT, 1 / 64)],
+    ids=lambda m: type(m).__name__,
 )
-def test_fixed_steps_and_their_derivatives_are_those_of_diffrax(method):
+def test_fixed_steps_and_their_derivatives_are_those_of_diffrax(method, step):
     """Its loop, its stages and its adjoint against ours, with weights that move beside the particles."""
     flow, cloud, data = problem("batchnorm_manifold")
     chart = flow.bind(data).chart(cloud)
@@ -287,7 +289,7 @@ def test_fixed_steps_and_their_derivatives_are_those_of_diffrax(method):
     def by_diffrax(y):
         moving = Problem(chart, mf.Dataset(data.x, y), jnp.ones(()), reaction=jnp.asarray(0.5))
         start = moving.initial()
-        out = diffrax.diffeqsolve(terms, method, 0.0, 1.0, 0.125, start, moving, max_steps=16, adjoint=direct)
+        out = diffrax.diffeqsolve(terms, method, 0.0, 1.0, step, start, moving, max_steps=64, adjoint=direct)
         return moving.cloud(jax.tree.map(lambda u: u[-1], out.ys))
 
     def ours(y, **options):
@@ -297,7 +299,7 @@ def test_fixed_steps_and_their_derivatives_are_those_of_diffrax(method):
             mf.Dataset(data.x, y),
             1.0,
             solver=method,
-            step=0.125,
+            step=step,
             dynamics=mf.Reaction(0.5),
             **options,
         ).final
@@ -321,3 +323,9 @@ def test_fixed_steps_land_on_save_times_and_on_the_end():
     exact = mf.solve(flow, cloud, data, 0.21, ts=times, **TIGHT)
     np.testing.assert_allclose(run.energy, exact.energy, rtol=1e-6)
     assert float(run.energy[0]) == float(mf.energy(flow, cloud, data))
+
+
+def test_an_implicit_step_that_finds_no_solution_is_a_failure():
+    flow, cloud, data = problem("vanilla")
+    with pytest.raises(mf.solvers.FailedRun, match="(?i)nonlinear"):
+        mf.solve(flow, cloud, data, 40.0, solver=IMPLICIT, step=4.0)
