@@ -297,8 +297,8 @@ def iterate_until(
         The final state, and the observations stacked along a leading axis of length k.
 
     >>> end, seen = iterate_until(
-    ...     lambda s, stop: s + 1, jnp.zeros(()), lambda s, stop: s < stop, jnp.array([2.0, 5.0]), lambda s, stop: 10 * s,
-    ...     limit=8, kind="lax",
+    ...     lambda s, stop: s + 1, jnp.zeros(()), lambda s, stop: s < stop, jnp.array([2.0, 5.0]),
+    ...     lambda s, stop: 10 * s, limit=8, kind="lax",
     ... )
     >>> float(end), seen.tolist()
     (5.0, [20.0, 50.0])
@@ -308,9 +308,7 @@ def iterate_until(
         how["checkpoints"] = checkpoints or math.ceil(math.sqrt(2 * limit / stops.shape[0]))
 
     def leg(state: State, stop: Array) -> tuple[State, Observed]:
-        state = eqxi.while_loop(
-            lambda s: more(s, stop), lambda s: step(s, stop), state, kind=kind, **how
-        )
+        state = eqxi.while_loop(lambda s: more(s, stop), lambda s: step(s, stop), state, kind=kind, **how)
         return state, observe(state, stop)
 
     return jax.lax.scan(leg, state, stops)

@@ -132,9 +132,7 @@ def work_precision(
         rows = []
         for count in euler:
             step = jnp.asarray(end * stages / count)
-            run = lambda solver=solver, step=step: solve(
-                flow, cloud, data, end, solver=solver, step=step
-            )
+            run = lambda solver=solver, step=step: solve(flow, cloud, data, end, solver=solver, step=step)
             sol, seconds = _processor_seconds(run)
             rows.append((float(count), error(sol), seconds))
         enter(name, rows)

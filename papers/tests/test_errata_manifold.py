@@ -10,9 +10,9 @@ import pytest
 from helpers import largest_gap, problem
 
 import meanflow as mf
-from meanflow_papers.manifold.weak_form import weak_form
 from meanflow_papers.manifold.euclidean import comparison
 from meanflow_papers.manifold.setup import quasi_normal, ring, spokes
+from meanflow_papers.manifold.weak_form import weak_form
 
 
 def printed_parts(flow, cloud, data):

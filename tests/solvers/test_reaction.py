@@ -34,7 +34,12 @@ def test_a_balanced_relu_network_is_a_flow_of_free_mass_on_the_sphere(decay, alp
     settings = {"step": mf.Adaptive(1e-11, 1e-13)}
     one = mf.solve(raw, raw_cloud, data, 0.12, **settings).final
     two = mf.solve(
-        flow, flow.space.from_raw(raw_cloud), data, 0.12, dynamics=mf.Reaction(2.0, conserve=False), **settings
+        flow,
+        flow.space.from_raw(raw_cloud),
+        data,
+        0.12,
+        dynamics=mf.Reaction(2.0, conserve=False),
+        **settings,
     ).final
     moved = flow.space.from_raw(one)
     assert largest_gap(moved.particles, two.particles) < 1e-10
@@ -52,12 +57,16 @@ def test_reaction_alone_is_replicator_dynamics():
     grown = np.asarray(start.weights[:4]) * np.exp(-3.0 * 0.7 * np.asarray(values) * 2.0)
     for run in (
         mf.solve(flow, start, NOTHING, 2.0, dynamics=mf.Reaction(3.0), step=mf.Adaptive(1e-10, 1e-12)),
-        mf.descend(flow, start, NOTHING, 20, step=0.1, dynamics=mf.Reaction(3.0)),  # exact at any step: V is frozen
+        mf.descend(
+            flow, start, NOTHING, 20, step=0.1, dynamics=mf.Reaction(3.0)
+        ),  # exact at any step: V is frozen
     ):
         np.testing.assert_allclose(run.final.weights[:4], grown / grown.sum(), rtol=1e-9)
         assert abs(float(run.final.total) - 1) < 4e-16 and float(run.final.weights[4:].max()) == 0
         assert largest_gap(run.final.particles, start.particles) == 0
-    free = mf.solve(flow, start, NOTHING, 2.0, dynamics=mf.Reaction(3.0, conserve=False), step=mf.Adaptive(1e-10, 1e-12))
+    free = mf.solve(
+        flow, start, NOTHING, 2.0, dynamics=mf.Reaction(3.0, conserve=False), step=mf.Adaptive(1e-10, 1e-12)
+    )
     np.testing.assert_allclose(free.final.weights[:4], grown, rtol=1e-8)
     np.testing.assert_allclose(free.final.total, grown.sum(), rtol=1e-8)
     # a potential of a thousand neither overflows nor loses the probability

@@ -142,7 +142,9 @@ def test_failures_are_codes_and_may_throw():
     with pytest.raises(RuntimeError, match="not finite") as failure:
         mf.solve(flow, cloud, data, 1e4, solver=diffrax.Euler(), step=50.0)
     assert bool(failure.value.solution.result == mf.RESULTS.non_finite)
-    codes = jax.vmap(lambda t: mf.solve(flow, cloud, data, t, step=mf.Adaptive(max_steps=3)).ok)(jnp.array([1e-3, 10.0]))
+    codes = jax.vmap(lambda t: mf.solve(flow, cloud, data, t, step=mf.Adaptive(max_steps=3)).ok)(
+        jnp.array([1e-3, 10.0])
+    )
     assert codes.tolist() == [True, False]  # under vmap nothing is raised
     short = mf.solve(flow, cloud, data, 10.0, step=mf.Adaptive(max_steps=3), throw=False)
     assert bool(short.result == mf.RESULTS.max_steps_reached)

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import meanflow as mf
 import numpy as np
+
+import meanflow as mf
 
 
 class WeakForm(NamedTuple):
@@ -34,6 +35,8 @@ def weak_form(
     flow = flow.bind(data)
     points, weights = np.polynomial.legendre.leggauss(nodes)
     sol = mf.solve(flow, cloud, data, t1, ts=t1 * (points + 1) / 2, **settings)
+
+    assert sol.clouds is not None  # nothing was observed instead
 
     def mean(t: jax.Array, particles: Any) -> jax.Array:
         return cloud.weights @ test(t, particles)
