@@ -8,7 +8,7 @@ before the root is taken, and the result afterwards.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import equinox.internal as eqxi  # the loop that diffrax steps with: reverse mode through a while
@@ -303,7 +303,7 @@ def iterate_until(
     >>> float(end), seen.tolist()
     (5.0, [20.0, 50.0])
     """
-    how: dict[str, int | None] = {} if kind == "lax" else {"max_steps": limit}
+    how: dict[str, Any] = {} if kind == "lax" else {"max_steps": limit}
     if kind == "checkpointed":
         how["checkpoints"] = checkpoints or math.ceil(math.sqrt(2 * limit / stops.shape[0]))
 
