@@ -119,7 +119,7 @@ class StepRule(eqx.Module):
 
     def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
         """Return a limit for the number of steps from ``start`` to ``end`` with ``stops`` times to land on."""
-        return self.max_steps
+        return MOST_STEPS
 
     @abc.abstractmethod
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
