@@ -578,7 +578,6 @@ def test_messages():
         mf.solve(uni.planar(penalty=0.1), polar, data, 1.0, solver="sliding", step=0.1)
     with pytest.raises(ValueError, match="max_events"):
         Sliding(max_events=0)
-    assert Sliding().order(None) == 2
     assert isinstance(Sliding(), diffrax.AbstractSolver)
 
 
