@@ -30,9 +30,8 @@ from meanflow.measures._scaling import Scaling
 from meanflow.univariate import _forces as force
 from meanflow.univariate import _observables as observables
 from meanflow.univariate._angles import angle_of, unit
-from meanflow.univariate._cylinder import Cylinder
-from meanflow.univariate._lifted import Lifted, TrainableLayers
 from meanflow.univariate._motion import CylinderMotion, RawMotion
+from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
 from meanflow.univariate.balance import balance
 
 FORCES = ("auto", "dense", "fast")
@@ -120,18 +119,22 @@ class Univariate(Feature):
         """
         if max(x.shape[0], z.shape[0]) * cloud.size > LARGEST_PATTERN:
             return None
-        p, basis = self.direction(cloud), jnp.eye(2, dtype=cloud.weights.dtype)
+        p = self.direction(cloud)
         active_x, active_z = (force.is_active(p, u).astype(cloud.weights.dtype) for u in (x, z))
-
-        def response(unit: jax.Array) -> jax.Array:
-            tangent = space.cometric(cloud, self.pull(cloud, jnp.broadcast_to(unit[None, :], p.shape)))
-            return jax.jvp(lambda w: self.slopes(cloud.at(w)), (cloud.particles,), (tangent,))[1]
-
-        right, up = (cloud.weights[:, None] * response(unit) for unit in basis)  # columns of p_i M_i, (m, 2)
+        right, up = (cloud.weights[:, None] * column for column in self.responses(cloud, space))
         pattern = lambda weight: (active_x * weight[None, :]) @ active_z.T
         line_x, line_z = x[:, None], z[None, :]
         mixed = line_x * pattern(up[:, 0]) + line_z * pattern(right[:, 1])
         return line_x * line_z * pattern(right[:, 0]) + mixed + pattern(up[:, 1])
+
+    def responses(self, cloud: Cloud, space: Space) -> list[Float[Array, "m 2"]]:
+        """Return the two columns of M_i = J_q C J_q', how the slopes q_i of each neuron move under unit forces."""
+        columns = []
+        for unit in jnp.eye(2, dtype=cloud.weights.dtype):
+            covector = self.pull(cloud, jnp.broadcast_to(unit[None, :], (cloud.size, 2)))
+            moved = space.cometric(cloud, covector)
+            columns.append(jax.jvp(lambda w: self.slopes(cloud.at(w)), (cloud.particles,), (moved,))[1])
+        return columns
 
     def blocks(self, cloud: Cloud, x: Float[Array, " n"]) -> int:
         """Return 1: where arrays over samples and neurons would be large the forces are summed without them."""

@@ -1,6 +1,6 @@
 """Models of a univariate ReLU network: one feature in two coordinates, five inverse metrics.
 
-Each function joins a feature of ``features`` with a space (``_cylinder``, ``_lifted``) to a ``Flow``. A new model of
+Each function joins a feature of ``features`` with a space of ``_spaces`` to a ``Flow``. A new model of
 this kind is a new function here; how its neurons move while the residual is frozen belongs in ``motion``.
 """
 
@@ -17,10 +17,9 @@ from meanflow.flows._problem import Chart
 from meanflow.geometry._space import Space
 from meanflow.measures import laws
 from meanflow.measures._scaling import Alpha, Scaling
-from meanflow.univariate._cylinder import Cylinder
 from meanflow.univariate._features import FORCES, Raw, Reduced, total_variation, weight_decay
 from meanflow.univariate._hyperbola import HyperbolaChart
-from meanflow.univariate._lifted import Lifted, TrainableLayers
+from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
 
 AnyLoss = str | LossFunction | Loss
 Number = float | Float[Array, ""]

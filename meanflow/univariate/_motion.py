@@ -25,8 +25,7 @@ from meanflow.measures._cloud import Affine, Polar
 from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
 from meanflow.univariate._angles import angle_of, unit
-from meanflow.univariate._cylinder import Cylinder
-from meanflow.univariate._lifted import RawSpace
+from meanflow.univariate._spaces import Cylinder, RawSpace
 
 Vector: TypeAlias = Float[Array, " m"]  # one number for each neuron
 

@@ -70,34 +70,19 @@ class PiecewiseLinear(eqx.Module):
         """Return the slopes at x; on a knot the slope to its right."""
         return self._pieces()[0][jnp.searchsorted(self.knots, x, side="right")]
 
-    @_checks.arguments(tolerance=number(low=0))
     @jax.jit
-    def merged(self, tolerance: float | Float[Array, ""] = 0.0) -> "PiecewiseLinear":
-        """Return the function with one entry for each group of knots with gaps <= tolerance; the rest move to +inf.
-
-        With tolerance 0 the function is unchanged; otherwise each group sits at its mean knot, weighted by
-        abs(jump), and the function is unchanged outside the groups.
-        """
-        # neighbors with a gap <= tolerance get one label, so sums by label are sums over groups; unused entries, all
-        # at +inf and last, are a group of their own
-        far = jnp.isinf(self.knots)
-        finite = jnp.where(far, 0, self.knots)
-        steps = (jnp.diff(finite) > tolerance) | (far[1:] & ~far[:-1])
-        opens = jnp.concatenate([jnp.ones(1, bool), steps])
+    def merged(self) -> "PiecewiseLinear":
+        """Return the same function with one entry for each distinct knot; entries that are left over move to +inf."""
+        # equal neighbors get one label, so that sums by label are sums over equal knots; unused entries, all at +inf
+        # and last, are a group of their own, and labels that do not occur have the least knot +inf
+        opens = jnp.concatenate([jnp.ones(1, bool), self.knots[1:] != self.knots[:-1]])
         label = jnp.cumsum(opens) - 1
-        total = lambda v: jax.ops.segment_sum(v, label, num_segments=label.shape[0], indices_are_sorted=True)
-        used = jnp.where(far, 0, 1.0).astype(self.jumps.dtype)
-        count = total(used)
-        mass = total(jnp.abs(self.jumps) * used)
-        by_mass = total(jnp.abs(self.jumps) * finite) / jnp.where(mass > 0, mass, 1)
-        first = jax.ops.segment_min(self.knots, label, num_segments=label.shape[0], indices_are_sorted=True)
-        center = jnp.where((mass > 0) & (jnp.asarray(tolerance) > 0), by_mass, first)
+        total, least = (
+            partial(by_label, segment_ids=label, num_segments=label.shape[0], indices_are_sorted=True)
+            for by_label in (jax.ops.segment_sum, jax.ops.segment_min)
+        )
         return PiecewiseLinear(
-            jnp.where(count > 0, center, jnp.inf),
-            total(self.jumps),
-            total(self.drops),
-            self.slope,
-            self.intercept,
+            least(self.knots), total(self.jumps), total(self.drops), self.slope, self.intercept
         )
 
 
