@@ -1,12 +1,12 @@
 """The feature of a univariate ReLU network, in reduced and in raw coordinates.
 
 ``Univariate`` holds what both share, ``Reduced`` is the feature of ``Polar`` neurons (r, theta) and ``Raw`` that of
-``Affine`` neurons (a, b, c); ``models`` joins them with spaces. The penalties ``total_variation`` and ``weight_decay``
+``Affine`` neurons (a, b, c); ``_models`` joins them with spaces. The penalties ``total_variation`` and ``weight_decay``
 are here too, since the exact motion of a model is known only for its own penalty.
 
 Every neuron is amplitude * relu(<(x, 1), p>): p = d(theta), amplitude r in reduced coordinates; p = (a, -b),
 amplitude (m/alpha) c in full ones. Inside a region the neuron is linear in x with slope vector q = amplitude * p,
-so the potential of the neuron has the differential J_q' G with G the force of ``forces``.
+so the potential of the neuron has the differential J_q' G with G the force of ``_forces``.
 """
 
 import abc
@@ -35,8 +35,11 @@ from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
 from meanflow.univariate.balance import balance
 
 FORCES = ("auto", "dense", "fast")
-LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed
-LARGEST_GRID = 2**20  # entries up to which predictions alone are made from that array
+# Kernels are made from arrays of activations, samples x neurons, up to this many entries: 64 MB each in float32.
+LARGEST_PATTERN = 2**24
+# Predictions alone are made from such an array up to this many entries. To sort the inputs instead takes 0.3 s longer
+# to compile, and saves 1 ms a call at 50 000 entries and 9 to 30 ms at this limit (float64, one core).
+LARGEST_GRID = 2**20
 # Up to (samples, samples x neurons) the dense forces are faster. On processors this is measured (benchmarks
 # ``univariate`` and ``sweeps``). On accelerators it follows from the compiled programs (``accelerators.forces``), not
 # from times: the fast forces are about 20 small kernels on a GPU, and on a TPU each neuron's lookups in the tables take
@@ -130,8 +133,8 @@ class Univariate(Feature):
     def responses(self, cloud: Cloud, space: Space) -> list[Float[Array, "m 2"]]:
         """Return the two columns of M_i = J_q C J_q', how the slopes q_i of each neuron move under unit forces."""
         columns = []
-        for unit in jnp.eye(2, dtype=cloud.weights.dtype):
-            covector = self.pull(cloud, jnp.broadcast_to(unit[None, :], (cloud.size, 2)))
+        for axis in jnp.eye(2, dtype=cloud.weights.dtype):
+            covector = self.pull(cloud, jnp.broadcast_to(axis[None, :], (cloud.size, 2)))
             moved = space.cometric(cloud, covector)
             columns.append(jax.jvp(lambda w: self.slopes(cloud.at(w)), (cloud.particles,), (moved,))[1])
         return columns

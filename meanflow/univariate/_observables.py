@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meanflow.flows._flow import Flow
     from meanflow.univariate._features import Univariate
 
+
 def neurons(flow: "Flow", cloud: Cloud) -> Affine:
     """Return the neurons of a univariate flow as c relu(a x - b)."""
     return cast("Univariate", flow.feature).affine(cloud)

@@ -212,7 +212,11 @@ def spline_interpolant(
     if law is not None:
         cubic = cubic_law("law", law)
         reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
-        if reach is not None and given is not None and np.max(np.abs(given), initial=0.0) > reach * (1 + 1e-6):
+        if (
+            reach is not None
+            and given is not None
+            and np.max(np.abs(given), initial=0.0) > reach * (1 + 1e-6)
+        ):
             raise ValueError(
                 f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {np.max(np.abs(given))}"
             )

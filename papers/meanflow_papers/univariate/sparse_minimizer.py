@@ -12,8 +12,8 @@ cut the circle into arcs; on each of them F is a sinusoid, so sup |F| has a clos
 ``count_bias=False`` charges a neuron |c a| instead of |c| sqrt(a^2 + b^2) and leaves the constant free: this is the
 unweighted total variation of f' that (17) prints.
 
-``sparse_minimizer`` alternates two exact steps, in double precision on the host: ``_restricted`` solves the problem over
-finitely many directions, and ``stationary_points`` finds the directions at which its certificate fails.
+``sparse_minimizer`` alternates two exact steps, in double precision on the host: ``_restricted`` solves the problem
+over finitely many directions, and ``stationary_points`` finds the directions at which its certificate fails.
 """
 
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from jaxtyping import ArrayLike, Float
 from scipy.optimize import linprog, nnls
 
 from meanflow.univariate.knots import PiecewiseLinear, piecewise_linear
+
 
 class StationaryPoints(NamedTuple):
     """The stationary points of the first variation F on the circle of directions.
