@@ -5,8 +5,8 @@ A neuron (r, theta) with balance delta is the point p = (a, -b) = n d(theta), c 
     c^2 - a^2 - b^2 = delta,
 
 a hyperbola in the plane of c and n = |p|, turned about the axis of c. The metric of ``Lifted`` on (r, theta) is the
-flat metric of (a, b, c) on that surface, so the flow is p' = -kp (m/alpha) c G, c' = -kc (m/alpha) <G, p>, polynomial in the
-neuron: no square root as in (c, n) of (r, delta), and r = 0 is not singular.
+flat metric of (a, b, c) on that surface, so the flow is p' = -kp (m/alpha) c G, c' = -kc (m/alpha) <G, p>, polynomial
+in the neuron: there is no square root as in (c, n) of (r, delta), and r = 0 is not singular.
 
 A flow on ``Lifted`` names ``HyperbolaChart`` as its chart, so that solvers step the raw neurons; users see (r, theta).
 """

@@ -305,8 +305,8 @@ class CylinderMotion(UnivariateMotion):
         u, v = u / length, v / length
         # 3. r for the second half. Its force is 2 mean - first, so that both halves together feel the mean of <G, d>
         # along the way: (log c)' = -r <G, d> with r constant, hence mean = -log(c) / (r time).
-        # Where c has hardly moved, log(c) is all rounding. The force is then so close to linear in time that the mean
-        # of its two ends is exact to rounding: its error is of third order in log(c), hence the cube root of eps.
+        # Where c has hardly moved, log(c) is rounding, with a relative error eps / |log c|. The mean of the force at
+        # both ends is then better, with an error of order (log c)^2: they are equal at |log c| = eps^(1/3).
         grown = jnp.log(c)
         moved = jnp.abs(grown) > jnp.finfo(c.dtype).eps ** (1 / 3)
         mean = jnp.where(moved, -grown / jnp.where(moved, rate * time, 1.0), (first + pull(u, v, end)) / 2)
