@@ -156,13 +156,6 @@ class TreeRecord(eqx.Module):
         last = (log_rho > -tolerance)[:, None] & (jnp.arange(n)[None, :] == self.order[:, -1:])
         return first | last
 
-    @property
-    def unmerged(self) -> Float[Array, "observed d"]:
-        """Share of the weight that separates interior samples; deep layers multiply it by ((n-2)^2+4) / ((n-1)^2+1)."""
-        total = jnp.sum(self.weight, axis=-1)
-        inner = jnp.sum(self.weight[..., 1:-1], axis=-1)
-        return jnp.where(total > 0, inner / jnp.where(total > 0, total, 1), 1.0)
-
 
 @partial(jax.jit, static_argnames=("depth", "every"))
 def _tree(x: jax.Array, depth: int, every: int) -> TreeRecord:
