@@ -187,7 +187,7 @@ def descend(**change):
 
 
 def trained(labels=(0, 1) * 4, width=2, **settings):
-    make = lambda rngs: mf.training.MLP(2, (3,), 2, norm=mf.layers.BatchNorm, rngs=rngs)
+    make = lambda rngs: mf.training.Stack(2, (3,), 2, norm=mf.layers.BatchNorm, rngs=rngs)
     x = np.random.default_rng(0).normal(size=(8, width)).astype("float32")
     data = mf.training.data.Data(x, np.array(labels), x, np.array(labels))
     return mf.training.Trainer(make, optax.sgd(0.1), batch=4, **settings).run(
@@ -270,10 +270,10 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: mf.kernels.spectrum(np.array([[1.0, 0.9], [0.1, 1.0]])), "kernel must be symmetric"),
         (lambda: mf.geometry.BatchNormManifold(np.ones((2, 3))), "covariance must be a square matrix"),
         (
-            lambda: mf.training.MLP(3, (2,), "a", norm=mf.layers.BatchNorm, rngs=nnx.Rngs(0)),
+            lambda: mf.training.Stack(3, (2,), "a", norm=mf.layers.BatchNorm, rngs=nnx.Rngs(0)),
             "classes must be",
         ),
-        (lambda: mf.training.MLP(3, (2,), 2, norm=mf.layers.BatchNorm, rngs=0), "rngs must be a Rngs"),
+        (lambda: mf.training.Stack(3, (2,), 2, norm=mf.layers.BatchNorm, rngs=0), "rngs must be a Rngs"),
         (lambda: mf.measures.laws.uniform("a"), "low must be a number"),
         (lambda: mf.layers.functional.recenter(np.ones((2, 3)), axis=5), "axis must be among the 2 axes"),
     ],

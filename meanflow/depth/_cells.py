@@ -6,8 +6,8 @@ that w ~ N(0, I) falls in it. Only the span of the samples matters, so all happe
 
 1. A ray of the arrangement is a direction in which r - 1 independent hyperplanes meet: the null vector of r - 1
    samples (``_rays``). Every cell is a cone, spanned by the rays that it touches.
-2. The cells that touch a ray differ only in the signs of the hyperplanes through the ray. These cut the r - 1 dimensions
-   across the ray like an arrangement of their own, so they are found by recursion (``_incidences``, ``_patterns``).
+2. The cells that touch a ray differ only in the signs of the hyperplanes through the ray. These cut the r - 1
+   dimensions across the ray like an arrangement of their own: a recursion (``_incidences``, ``_patterns``).
 3. Each cell is cut into simplicial cones, of r rays each, along its faces (``_triangulate``).
 4. A cone {sum_i u_i v_i, u >= 0} of unit vectors v_1, ..., v_r, the rows of R, has the volume
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 from meanflow import _checks
 from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
+from meanflow.solvers._batches import shuffle
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
 from meanflow.training._fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
 from meanflow.training._moments import FeatureMoments, moments
-from meanflow.training._networks import CuttableNetwork, Network
+from meanflow.training._networks import LAYER, Network
 from meanflow.training.data import Data
 from meanflow.transport import ics
 
@@ -52,12 +53,21 @@ class LayerComparison(TypedDict):
     loss_shift: jax.Array
 
 
+@_checks.constructor(
+    layer=LAYER,
+    moments=_checks.choice("batch", "running"),
+    rows=_checks.count(1),
+    inputs=_checks.optional(_checks.count(1)),
+    max_exact=_checks.count(0),
+    shift=_checks.flag,
+)
 @dataclass(frozen=True)
 class Watch:
     """What the trainer records of one layer after each epoch.
 
     Attributes:
-        layer: index of the normalization layer. The network must have ``lower`` and ``upper``, as ``MLP``, ``CNN`` and
+        layer: index of the normalization layer. The network must have the methods ``lower(x, layer)``, the outputs of
+            that layer before its gamma and beta, and ``upper(h, layer)``, the logits from there on; ``Stack`` and
             ``ResNet`` do.
         moments: ``"batch"`` recomputes all moments on the watched inputs. ``"running"`` uses the running averages,
             whose own noise puts a floor under the measured shift.
@@ -77,18 +87,6 @@ class Watch:
     inputs: int | None = None
     max_exact: int = 2000
     shift: bool = True
-
-    def __post_init__(self) -> None:
-        kinds = {
-            "layer": lambda name, value: _checks.whole(name, value, -(2**31)),
-            "moments": _checks.choice("batch", "running"),
-            "rows": _checks.count(1),
-            "inputs": _checks.optional(_checks.count(1)),
-            "max_exact": _checks.count(0),
-            "shift": _checks.flag,
-        }
-        for name, kind in kinds.items():
-            kind(f"watch.{name}", getattr(self, name))  # type: ignore[operator]
 
 
 def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Float[Array, ""]:
@@ -118,8 +116,8 @@ class Trainer:
             axis of runs.
 
     >>> from meanflow.layers import BatchNorm
-    >>> from meanflow.training import MLP, data
-    >>> make = lambda rngs: MLP(64, (8,), 10, norm=BatchNorm, rngs=rngs)
+    >>> from meanflow.training import Stack, data
+    >>> make = lambda rngs: Stack(64, (8,), 10, norm=BatchNorm, rngs=rngs)
     >>> trainer = Trainer(make, optax.sgd(0.1), batch=64)
     >>> state, record = trainer.run(jax.random.key(0), data.digits(train=128).flat(), 2, progress=False)
     >>> sorted(record), record["train_loss"].shape
@@ -149,7 +147,8 @@ class Trainer:
         loop: str = "program",
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
-        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, loop == "ensemble", mesh
+        self.batch, self.watch, self.mesh = batch, watch, mesh
+        self.ensemble, self.by_host = loop == "ensemble", loop == "host"
         if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or self.ensemble):
             raise ValueError(
                 f"mesh must have one axis whose length divides batch = {batch}, and loop must not be 'ensemble' with "
@@ -162,8 +161,8 @@ class Trainer:
         self.graph = nnx.split(network, nnx.Param, ...)[0]
         lift = jax.vmap if self.ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
-        self._epoch = self._epoch_by_host if loop == "host" else jax.jit(lift(self.epoch))
-        self._evaluate = self._evaluate_by_host if loop == "host" else jax.jit(lift(self.evaluate))
+        self._epoch = self.epoch if self.by_host else jax.jit(lift(self.epoch))
+        self._evaluate = self.evaluate if self.by_host else jax.jit(lift(self.evaluate))
         self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
         self._compare = jax.jit(lift(self.compare))
@@ -189,11 +188,16 @@ class Trainer:
     ) -> tuple[TrainState, Float[Array, ""]]:
         """Pass once over the data in minibatches; return the new state and the mean loss on the way."""
         same_rows(x, y)
-        plan = self._minibatches(state, x.shape[0])
+        plan = self._plan(state, x.shape[0])
         steps = len(plan[1])
-        step = lambda carry, inputs: self._minibatch(carry, inputs, x, y)
-        start = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
-        (params, stats, opt_state, total), _ = iterate(step, start, plan, steps, steps, lambda carry: None)
+        step = lambda carry, inputs: self._step(carry, inputs, x, y)
+        carry: Carry = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
+        if self.by_host:
+            for inputs in zip(*plan, strict=True):
+                carry = step(carry, inputs)
+        else:
+            carry, _ = iterate(step, carry, plan, steps, steps, lambda carry: None)
+        params, stats, opt_state, total = carry
         return TrainState(state.epoch + 1, params, stats, opt_state, state.key), total / steps
 
     def _minibatches(self, state: TrainState, count: int) -> tuple[jax.Array, jax.Array]:
@@ -203,8 +207,8 @@ class Trainer:
             raise ValueError(f"x must have at least as many rows as a batch, {self.batch}, got {count}")
         # a function of the epoch's number, so that a resumed run sees the same minibatches
         order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
-        order = jax.random.permutation(order_key, count)
-        return jax.random.split(augment_key, steps), order[: steps * self.batch].reshape(steps, self.batch)
+        places = jnp.arange(steps * self.batch, dtype=jnp.uint32).reshape(steps, self.batch)
+        return jax.random.split(augment_key, steps), shuffle(order_key, places, jnp.uint32(count))
 
     def _minibatch(
         self, carry: Carry, inputs: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array
@@ -222,22 +226,6 @@ class Trainer:
         (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params, stats)
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), stats, opt_state, total + value
-
-    def _epoch_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-        """As ``epoch``, one program a minibatch."""
-        plan = self._plan(state, x.shape[0])
-        carry: Carry = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
-        for inputs in zip(*plan, strict=True):
-            carry = self._step(carry, inputs, x, y)
-        params, stats, opt_state, total = carry
-        return TrainState(state.epoch + 1, params, stats, opt_state, state.key), total / len(plan[1])
-
-    def _evaluate_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-        """As ``evaluate``, one program a piece of the samples."""
-        # two shapes at most are compiled: whole pieces and the rest
-        pieces = range(0, len(x), EVALUATION_BATCH)
-        logits = jnp.concatenate([self._logits(state, x[i : i + EVALUATION_BATCH]) for i in pieces])
-        return self._scores(logits, y)
 
     def _forward(
         self, params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
@@ -286,12 +274,13 @@ class Trainer:
     ) -> dict[str, Float[Array, ""]]:
         """Return loss and accuracy in inference, by name."""
         same_rows(x, y)
-        model = self.network(state)
         # inference treats samples independently: large test sets go through in pieces
-        logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
-        return self._scores(logits, y)
-
-    def _scores(self, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+        if self.by_host:  # two shapes at most are compiled: whole pieces and the rest
+            pieces = range(0, len(x), EVALUATION_BATCH)
+            logits = jnp.concatenate([self._logits(state, x[i : i + EVALUATION_BATCH]) for i in pieces])
+        else:
+            model = self.network(state)
+            logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
         return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
 
     @_checks.arguments(old=STATE, new=STATE, x=INPUTS, y=labels)
@@ -302,15 +291,17 @@ class Trainer:
         watch = self.watch or Watch()
         training = watch.moments == "batch"
         x, y = x[: watch.inputs], y[: watch.inputs]
+        # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
+        cuttable: Callable[[TrainState], Any] = partial(self.network, training=training)
 
         def lower(params: PyTree[Array], stats: PyTree[Array]) -> jax.Array:
             state = old._replace(params=params, stats=stats)
-            return self._bind(lambda: self._cuttable(state, training).lower(x, watch.layer))
+            return self._bind(lambda: cuttable(state).lower(x, watch.layer))
 
         # both times in one vmapped pass: half the program to compile
         both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
         before, after = jax.vmap(lower)(*both)
-        upper = lambda h: self._bind(lambda: self._cuttable(old, training).upper(h, watch.layer))
+        upper = lambda h: self._bind(lambda: cuttable(old).upper(h, watch.layer))
         # pixels of images count as samples of their channel
         flat = after.reshape(-1, after.shape[-1])
         return {
@@ -320,10 +311,6 @@ class Trainer:
             # the layers above at their old weights, so that only the layers below have moved
             "loss_shift": self.loss(upper(after), y) - self.loss(upper(before), y),
         }
-
-    def _cuttable(self, state: TrainState, training: bool) -> CuttableNetwork:
-        # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
-        return cast(CuttableNetwork, self.network(state, training=training))
 
     @_checks.arguments(
         state=_checks.either(STATE, keys),
