@@ -63,7 +63,7 @@ def animate(
         figure = canvas(4.0, 4.0)
         ax = figure.add_subplot()
         if samples is not None:
-            regions(samples, ax, reach=reach)
+            regions(samples, ax, reach)
         ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
         dots = [
             ax.plot([], [], ".", ms=4.5, color=color, mec="white", mew=0.2)[0]

@@ -1,4 +1,4 @@
-"""Curves over time, over the input, over sizes."""
+"""Curves over the input, and over time or sizes."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -11,17 +11,6 @@ from meanflow import _checks
 from meanflow._checks import either, flag, host_array, instance, mapping, optional, text
 from meanflow.plots.style import AXES, COLORS, DASHES, SAMPLE, axes, key
 from meanflow.solvers._solution import Solution
-
-
-@runtime_checkable
-class Course(Protocol):
-    """Energies (k,) at times (k,), such as a ``Solution``."""
-
-    @property
-    def ts(self) -> ArrayLike: ...  # noqa: D102
-
-    @property
-    def energy(self) -> ArrayLike: ...  # noqa: D102
 
 
 @runtime_checkable
@@ -42,29 +31,6 @@ def points(name: str, value: object) -> object:
     if len(shapes[0]) != 1 or shapes[0] != shapes[1]:
         raise ValueError(f"{name} must have x and y of shape (n,), got {shapes[0]} and {shapes[1]}")
     return value
-
-
-COURSE = instance(Course, hint="for instance a Solution")
-
-
-@_checks.arguments(runs=either(COURSE, mapping(COURSE, least=1)), ax=AXES)
-def energies(runs: Course | Mapping[str, Course], ax: Axes | None = None) -> Axes:
-    """Energy against time of a solution or of several, log-log after the start.
-
-    Args:
-        runs: a ``Solution`` (or anything with ``ts`` and ``energy``), or several by name.
-        ax: matplotlib Axes; a new figure by default.
-    """
-    ax = axes(ax)
-    runs = runs if isinstance(runs, Mapping) else {"": runs}
-    for color, (name, run) in zip(COLORS * 4, runs.items(), strict=False):
-        ts, energy = np.asarray(run.ts), np.asarray(run.energy)
-        # a logarithmic axis has no place for the start
-        later = ts > 0
-        ax.plot(ts[later], energy[later], label=name, color=color)
-    ax.set(xscale="log", yscale="log", xlabel="$t$", ylabel=r"$E(\mu_t)$")
-    key(ax)
-    return ax
 
 
 @_checks.arguments(
@@ -156,8 +122,11 @@ def traces(
         x: (k,), or a ``Solution``: then its save times, and its observables that are numbers are the curves.
         curves: name -> (k,) or (runs, k); None with a ``Solution``.
         ax: matplotlib Axes; a new figure by default.
-        xlabel, ylabel: axis labels.
-        logx, logy: logarithmic axes.
+        xlabel: label of the horizontal axis; "$t$" by default with a ``Solution``.
+        ylabel: label of the vertical axis.
+        logx: whether the horizontal axis is logarithmic; points at x <= 0, such as the start of a run, have no place
+            on it.
+        logy: whether the vertical axis is logarithmic.
         spread: draw the band from the smallest to the largest run.
     """
     if isinstance(x, Solution):
