@@ -24,6 +24,11 @@ def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: s
         ax: polar Axes; a new figure by default.
         bins: sectors of the circle.
         color: of the bars.
+
+    >>> import jax, meanflow as mf
+    >>> ax = directions(mf.vanilla().init(jax.random.key(0), 30, dim=2), bins=12)
+    >>> len(ax.patches)
+    12
     """
     ax = axes(ax, projection="polar")
     b = np.asarray(cloud.particles.b)
@@ -102,6 +107,10 @@ def plane(
         rays: ``RayTable`` of ``classify_rays``: rays that attract neurons of one sign are drawn in its color.
         paths: (frames, m, 2) positions in time.
         reach: half the side of the square shown; default by the largest |r|.
+
+    >>> ax = plane([1.0, -2.0], [0.3, 2.0], samples=[-1.0, 0.0, 1.0])
+    >>> len(ax.patches)  # six activation regions
+    6
     """
     if isinstance(r, Solution | Cloud):
         if theta is not None:

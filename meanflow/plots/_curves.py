@@ -56,6 +56,10 @@ def fit(
         data: ``Dataset`` with inputs (n,), or None.
         ax: matplotlib Axes; a new figure by default.
         knots: (m,) positions; those on the grid are marked on the first curve.
+
+    >>> ax = fit([0.0, 0.5, 1.0], {"f": [0.0, 0.0, 1.0]}, None, knots=[0.5])
+    >>> [line.get_label() for line in ax.lines]
+    ['f', 'knots']
     """
     x = np.asarray(x)
     _check_curves("f", x, f)
@@ -128,6 +132,10 @@ def traces(
             on it.
         logy: whether the vertical axis is logarithmic.
         spread: draw the band from the smallest to the largest run.
+
+    >>> ax = traces([1.0, 2.0], {"two runs": [[1.0, 3.0], [3.0, 5.0]]}, xlabel="$t$")
+    >>> ax.lines[0].get_ydata().tolist()
+    [2.0, 4.0]
     """
     if isinstance(x, Solution):
         if curves is not None:

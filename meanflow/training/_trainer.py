@@ -169,7 +169,11 @@ class Trainer:
 
     @_checks.arguments(key=_checks.prng_key)
     def init(self, key: Key[Array, ""]) -> TrainState:
-        """Return the state before the first epoch."""
+        """Return the state before the first epoch.
+
+        Args:
+            key: PRNG key of the weights and of all epochs.
+        """
         # keys of weights and of epochs apart: the state keeps the second, from which each epoch's key is folded
         init_key, run_key = jax.random.split(key)
         params, stats = _variables(self.make(nnx.Rngs(init_key)))
@@ -177,7 +181,12 @@ class Trainer:
 
     @_checks.arguments(state=STATE, training=_checks.flag)
     def network(self, state: TrainState, *, training: bool = False) -> Network:
-        """Return the network of a state, in inference or in training; changing it leaves the state as it is."""
+        """Return the network of a state; changing it leaves the state as it is.
+
+        Args:
+            state: the state.
+            training: whether layers normalize by the moments of the batch, instead of by their running moments.
+        """
         model = nnx.merge(self.graph, state.params, state.stats, copy=True)
         model.train() if training else model.eval()
         return model
@@ -186,7 +195,13 @@ class Trainer:
     def epoch(
         self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> tuple[TrainState, Float[Array, ""]]:
-        """Pass once over the data in minibatches; return the new state and the mean loss on the way."""
+        """Pass once over the data in minibatches; return the new state and the mean loss on the way.
+
+        Args:
+            state: the state before.
+            x: training inputs (n, ...).
+            y: their labels (n, ...).
+        """
         same_rows(x, y)
         plan = self._plan(state, x.shape[0])
         steps = len(plan[1])
@@ -272,7 +287,13 @@ class Trainer:
     def evaluate(
         self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> dict[str, Float[Array, ""]]:
-        """Return loss and accuracy in inference, by name."""
+        """Return loss and accuracy in inference, by name.
+
+        Args:
+            state: the state.
+            x: inputs (n, ...).
+            y: their labels (n, ...).
+        """
         same_rows(x, y)
         # inference treats samples independently: large test sets go through in pieces
         if self.by_host:  # two shapes at most are compiled: whole pieces and the rest
@@ -287,7 +308,14 @@ class Trainer:
     def compare(
         self, old: TrainState, new: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> LayerComparison:
-        """Compare the watched layer at two times on the same inputs."""
+        """Compare the watched layer at two times on the same inputs.
+
+        Args:
+            old: the state before.
+            new: the state after.
+            x: training inputs (n, ...), of which ``Watch`` takes the first ones.
+            y: their labels (n, ...).
+        """
         watch = self.watch or Watch()
         training = watch.moments == "batch"
         x, y = x[: watch.inputs], y[: watch.inputs]

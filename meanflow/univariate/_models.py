@@ -132,6 +132,11 @@ def planar(
         penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
         forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> import jax, meanflow as mf
+    >>> cloud = planar().init(jax.random.key(0), 50)
+    >>> float(mf.velocity(planar(), cloud, mf.Dataset([0.0, 1.0], [0.0, 0.0])).theta.mean()) != 0
+    True
     """
     space = Lifted(Scaling(alpha), float("inf"))
     return _reduced(space, loss, alpha, penalty, forces, centered)
@@ -156,6 +161,11 @@ def radial(
         penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
         forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> import jax, meanflow as mf
+    >>> cloud = radial().init(jax.random.key(0), 50)
+    >>> float(abs(mf.velocity(radial(), cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).theta).max())
+    0.0
     """
     space = Lifted(Scaling(alpha), float("-inf"))
     return _reduced(space, loss, alpha, penalty, forces, centered)
@@ -183,6 +193,12 @@ def full(
         penalty: lam >= 0 of weight decay lam * mean (a^2 + b^2 + c^2)/2, or None; then delta' = -2 lam delta.
         forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> import jax, meanflow as mf
+    >>> flow = full("sqrt", outer=False)
+    >>> cloud = flow.init(jax.random.key(0), 50)
+    >>> float(abs(mf.velocity(flow, cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).c).max())
+    0.0
     """
     space = TrainableLayers(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
     return make_flow(

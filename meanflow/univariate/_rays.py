@@ -85,7 +85,8 @@ def attracting_angles(
     Neurons of sign e in region R are attracted by the angle of -e G_R, if it lies inside R.
 
     Args:
-        x, residual: samples and residuals as for ``classify_rays``.
+        x: samples, in any order.
+        residual: g_j = q_j l'(f_j) at the samples, as for ``classify_rays``.
 
     Returns:
         Two arrays of shape (2s,), for e = +1 and e = -1: the angle in each region, NaN where the region has none.

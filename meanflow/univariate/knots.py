@@ -108,8 +108,9 @@ def piecewise_linear(
     """Return the function of a network, as sorted knots and slope jumps.
 
     Args:
-        a, b, c: (m,) parameters of c_i relu(a_i x - b_i). For polar neurons (r, theta) take
-            a = cos(theta), b = -sin(theta), c = r.
+        a: (m,) slopes of c_i relu(a_i x - b_i); cos(theta) for polar neurons (r, theta).
+        b: (m,) biases; -sin(theta) for polar neurons.
+        c: (m,) outer weights; r for polar neurons.
         weights: (m,) weights w_i, default 1/m each; 0 for padding.
         scale: factor m / alpha in front of the weighted sum.
 
@@ -149,6 +150,10 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Ar
         f: piecewise linear function; coinciding knots are merged first, so opposite jumps cancel.
         count_bias: weigh each jump at e with sqrt(1 + e^2). This is what abs(r) measures, since r contains
             the bias; the unweighted form as published belongs to a penalty that leaves biases free.
+
+    >>> f = piecewise_linear(jnp.array([1.0, 1.0]), jnp.array([0.0, 1.0]), jnp.array([2.0, -4.0]))
+    >>> float(total_variation(f))  # the slope is 0, then 1, then -1
+    3.0
     """
     merged = f.merged()
     if not count_bias:
@@ -167,9 +172,7 @@ def on_sample_share(
 ) -> Float[Array, ""]:
     """Return the share of the knots in [x_1 - h/2, x_s + h/2] that lie within radius * h of a sample.
 
-    h is the mean spacing of the samples.
-
-    Uniformly spread knots and samples give 2 * radius (0.10).
+    h is the mean spacing of the samples. Uniformly spread knots and samples give 2 * radius (0.10).
 
     Args:
         knots: (m,); non-finite knots are left out.
@@ -179,6 +182,9 @@ def on_sample_share(
 
     Returns:
         The share, NaN if no knot lies in the window. O(m log s).
+
+    >>> float(on_sample_share(jnp.array([0.01, 0.5, 1.0, 7.0]), jnp.array([0.0, 1.0, 2.0]))).__round__(6)
+    0.666667
     """
     knots, x = jnp.asarray(knots), jnp.asarray(x)
     _checks.at_least("number of samples", x.shape[0], 2)  # one sample has no spacing
@@ -234,6 +240,9 @@ def concentration(
 
     Returns:
         The share, NaN if there is no mass in the window.
+
+    >>> float(concentration(jnp.array([0.3, 0.3, 0.9, 5.0]), jnp.array([1.0, 2.0, 1.0, 7.0]), 1))
+    0.75
     """
     knots, mass = jnp.asarray(knots), jnp.asarray(mass)
     _checks.shape("mass", mass, knots.shape)
@@ -256,9 +265,13 @@ def dead_share(
     """Return the share of the neurons that are active (a x - b > 0) on no sample; 0 where there are no neurons.
 
     Args:
-        a, b: (m,) inner weights.
+        a: (m,) slopes of the inner maps.
+        b: (m,) their biases.
         x: (s,) samples.
         weights: (m,); neurons of weight 0 are left out, all others count once.
+
+    >>> float(dead_share(jnp.array([1.0, 1.0]), jnp.array([0.0, 5.0]), jnp.array([-1.0, 1.0])))
+    0.5
     """
     a, b, x = jnp.asarray(a), jnp.asarray(b), jnp.asarray(x)
     _checks.shape("b", b, a.shape)
