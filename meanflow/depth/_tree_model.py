@@ -89,7 +89,8 @@ def _rescaled(tree: Tree) -> Tree:
 def _children(rows: jax.Array) -> jax.Array:
     """Return both children of rows (m, n), the positive and negative transformations of Definition 5: (2m, n)."""
     centered = rows - jnp.mean(rows, axis=1, keepdims=True)
-    # a value equal to the mean must become 0 in both children, whatever the rounding of the mean
+    # a value equal to the mean must become 0 in both children, whatever the rounding of the mean: at most n eps for n
+    # samples, so that 512 covers all batches of up to 512
     snap = 512 * jnp.finfo(rows.dtype).eps * jnp.max(jnp.abs(rows), axis=1, keepdims=True)
     centered = jnp.where(jnp.abs(centered) < snap, 0.0, centered)
     return jnp.concatenate([jnp.maximum(centered, 0.0), jnp.maximum(-centered, 0.0)])

@@ -153,15 +153,9 @@ def plane(
         u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
         ax.plot(u, v, ".", ms=4.5, color=color, mec="white", mew=0.2, label=name)
     ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
-    key(
-        ax,
-        loc="upper right",
-        handletextpad=0.1,
-        frameon=True,
-        framealpha=0.85,
-        edgecolor="none",
-        markerscale=1.6,
-    )
+    # a legend over the neurons needs a ground of its own, and larger dots than theirs
+    look = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "markerscale": 1.6}
+    key(ax, loc="upper right", handletextpad=0.1, **look)
     return ax
 
 

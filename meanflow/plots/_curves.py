@@ -75,16 +75,8 @@ def fit(
         size = 3.2 if len(inside) < 80 else 2.2
         ax.plot(inside, height, "o", label="knots", ms=size, mfc="white", mec=COLORS[2], mew=0.8)
     if data is not None:
-        ax.plot(
-            np.asarray(data.x),
-            np.asarray(data.y),
-            "x",
-            color=SAMPLE,
-            ms=5,
-            mew=1.1,
-            zorder=3,
-            label="samples",
-        )
+        samples = np.asarray(data.x), np.asarray(data.y)
+        ax.plot(*samples, "x", color=SAMPLE, ms=5, mew=1.1, zorder=3, label="samples")
     ax.set(xlabel="$x$", ylabel="$f(x)$")
     key(ax)
     return ax
