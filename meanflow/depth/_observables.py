@@ -47,7 +47,7 @@ def angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead n n"]:
     >>> angles(jnp.array([[1.0, 0.0], [0.0, 4.0]]))[0, 1].item()
     90.0
     """
-    length = norms(gram)
+    gram, length = jnp.asarray(gram), norms(gram)
     # safe_divide is 0 at a zero sample, a right angle; NaN stays NaN
     cosine = safe_divide(gram, length[..., :, None] * length[..., None, :])
     return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1.0, 1.0)))

@@ -130,6 +130,7 @@ class Stack(nnx.Module):
             raise ValueError(f"widths and strides must be equally many, got {widths} and {strides}")
         sizes = [in_features, *widths]
         pairs = list(zip(sizes[:-1], sizes[1:], strict=True))
+        maps: list[nnx.Linear | nnx.Conv]
         if strides is None:
             maps = [nnx.Linear(m, n, kernel_init=he_normal, rngs=rngs) for m, n in pairs]
         else:
