@@ -24,7 +24,10 @@ DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     (0, (1.5, 1.2)),
     (0, (5, 1.5, 1, 1.5)),
 )
-POSITIVE, NEGATIVE, SAMPLE, PALE = COLORS[0], COLORS[1], "#000000", "#9AA0A6"
+POSITIVE = COLORS[0]
+NEGATIVE = COLORS[1]
+SAMPLE = "#000000"
+PALE = "#9AA0A6"
 RULES: dict[Any, float | str | bool] = {  # matplotlib types the keys one by one, and differently by version
     "font.size": 9.0,
     "axes.titlesize": 9.5,
