@@ -86,12 +86,6 @@ class PiecewiseLinear(eqx.Module):
         )
 
 
-def _weights_or_equal(a: jax.Array, weights: Float[ArrayLike, " m"] | None) -> jax.Array:
-    if weights is not None:
-        _checks.shape("weights", weights, a.shape)
-    return jnp.full_like(a, 1 / a.shape[0]) if weights is None else jnp.asarray(weights)
-
-
 NEURONS = _checks.array((None,), least=0)  # a network without neurons is the function 0
 
 
@@ -125,9 +119,11 @@ def piecewise_linear(
     (3.0, 1.0)
     """
     a, b, c = jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)
-    for name, value in (("b", b), ("c", c)):
+    # equal weights 1/m; none for a network without neurons
+    share = jnp.full_like(a, 1 / max(a.shape[0], 1)) if weights is None else jnp.asarray(weights)
+    for name, value in (("b", b), ("c", c), ("weights", share)):
         _checks.shape(name, value, a.shape)
-    mass = scale * _weights_or_equal(a, weights) * c
+    mass = scale * share * c
     has_knot = (a != 0) & (mass != 0)
     knots = jnp.where(has_knot, b / jnp.where(has_knot, a, 1), jnp.inf)
     side = jnp.sign(a)
