@@ -29,7 +29,7 @@ spec.loader.exec_module(names)
 # steps of larger computations, which judge NaN themselves; and knots, which neurons without one have at NaN
 PASS_NAN_ON = {
     *("on_sample_share", "concentration"),
-    *("PiecewiseLinear.__init__", "MLP.lower", "MLP.upper", "MLP.__call__", "ResNet.states"),
+    *("PiecewiseLinear.__init__", "Stack.lower", "Stack.upper", "Stack.__call__", "ResNet.states"),
 }
 CLASSES = {"record", "chart", "dtype"}  # arguments that are classes
 
@@ -104,7 +104,7 @@ ARGUMENTS = [
 OTHER_CONSTRUCTORS = {
     "particles of clouds, which Cloud checks": ("Affine", "BatchNormNeurons", "Neurons", "Polar"),
     "checked together in __init__, tested in test_nothing_silent": (
-        *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Watch", "Normalized"),
+        *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Normalized"),
         *("Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (

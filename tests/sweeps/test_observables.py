@@ -98,7 +98,7 @@ def test_knot_statistics_by_counting():
     assert float(share) == pytest.approx(np.sum(near & inside) / np.sum(inside))
     filled = np.histogram(knots, bins=110, range=(-1.1, 1.1), weights=np.abs(c * a))[0]
     expected = np.sort(filled)[-8:].sum() / filled.sum()  # of the mass inside the window
-    assert float(knots_of.KnotConcentration(8)(flow, cloud, LINE)) == pytest.approx(expected)
+    assert float(knots_of.concentration(flow, cloud, LINE)) == pytest.approx(expected)
     active = (a[:, None] * x[None, :] - b[:, None] > 0).any(axis=1)
     assert float(knots_of.dead_share(flow, cloud, LINE)) == pytest.approx(np.mean(~active))
     grid = np.sort(np.concatenate([knots - 1e-7, knots + 1e-7, [-1e4, 1e4]]))

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.kernels import kernel_flow
-from meanflow.univariate import SignsLaw, UniformLaw, natural_spline, random_feature, spline_interpolant
+from meanflow.univariate import SignsLaw, UniformLaw, random_feature, spline_interpolant
 from meanflow.univariate.knots import piecewise_linear
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -116,7 +116,7 @@ def figure_4(
     data = square_wave()
     x, y = data.x, data.y
     grid = jnp.linspace(-1, 1, 2001)
-    natural = natural_spline(x, y)(grid)
+    natural = spline_interpolant(x, y, law=None)(grid)
     laws: dict[str, Callable[[float], SignsLaw | UniformLaw]] = {
         "signs": SignsLaw,
         "uniform": lambda bound: UniformLaw(1.0, bound),

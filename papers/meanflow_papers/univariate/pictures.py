@@ -30,15 +30,6 @@ class Samples(NamedTuple):
     y: ArrayLike
 
 
-class Rays(NamedTuple):
-    """Rays of the samples and whether they attract neurons of either sign, as ``classify_rays`` gives them."""
-
-    theta: ArrayLike
-    sample: ArrayLike
-    positive: ArrayLike
-    negative: ArrayLike
-
-
 def balance_title(delta: float) -> str:
     """Return the title "delta = ..." of a panel."""
     return rf"$\delta = {float(delta):.3g}$".replace("inf", r"\infty")
