@@ -31,7 +31,7 @@ def predict(feature: "Feature", cloud: Cloud, x: jax.Array) -> jax.Array:
         return f + feature.predict(block, x), None
 
     # each block is computed again in reverse mode: what it computes on the way is what must not be kept
-    shape = jax.eval_shape(feature.predict, cloud, x)
+    shape = jax.eval_shape(lambda: feature.predict(cloud, x))
     return jax.lax.scan(jax.checkpoint(add), jnp.zeros(shape.shape, shape.dtype), _split(cloud, count))[0]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from meanflow import _checks, activations
+from meanflow._module import Module
 from meanflow._numerics import weighted_gram
 from meanflow.activations import Activation
 from meanflow.flows._observables import Observable, Predictions
@@ -51,7 +52,7 @@ def block_count(entries: int, dim: int) -> int:
     return 1 if entries <= whole else -(-entries // BLOCK)
 
 
-class Feature(eqx.Module):
+class Feature(Module):
     """What one neuron contributes to the prediction. Subclasses define ``__call__``; the rest has defaults.
 
     A feature also says what the rest of the package needs to know about its neurons, so that a model of your own is

@@ -6,6 +6,7 @@ arguments once and then runs one compiled program of the inner function of the s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
@@ -32,6 +33,7 @@ from meanflow._checks import (
     taking,
     unchecked,
 )
+from meanflow._module import Module
 from meanflow._reuse import canonical, compiled
 from meanflow.flows import _blocks as blocks
 from meanflow.flows import _equation as equation
@@ -79,7 +81,7 @@ class Offset(eqx.Module):
         return blocks.predict(self.feature, self.cloud, x)
 
 
-class Flow(eqx.Module):
+class Flow(Module):
     """A model of learning: a feature phi, a geometry with inverse metric C, a loss, and an optional penalty.
 
     Build one with ``vanilla``, ``batchnorm``, ``batchnorm_manifold`` or a univariate constructor, or assemble parts of
@@ -110,13 +112,11 @@ class Flow(eqx.Module):
     @_checks.arguments(data=DATA)
     def bind(self, data: Dataset) -> Self:
         """Freeze the statistics that the model takes from the data; does nothing where they are known."""
-        # through the classes: equinox wraps each bound method in a module, which takes longer than these calls
-        feature = type(self.feature).bind(self.feature, data)
-        space = type(self.space).bind(self.space, data)
+        feature, space = self.feature.bind(data), self.space.bind(data)
         if feature is self.feature and space is self.space:
             return self
-        bound = eqx.tree_at(lambda f: (f.feature, f.space), self, (feature, space))
-        return bound if self.offset is None else bound._with_offset(Offset(feature, self.offset.cloud))
+        offset = None if self.offset is None else Offset(feature, self.offset.cloud)
+        return dataclasses.replace(self, feature=feature, space=space, offset=offset)
 
     def begin(self, cloud: Cloud) -> Self:
         """Return the flow of a run that starts at ``cloud``: a centered flow subtracts the prediction of that cloud.
@@ -132,10 +132,7 @@ class Flow(eqx.Module):
         """
         if not self.centered or self.offset is not None:
             return self
-        return self._with_offset(Offset(self.feature, cloud))
-
-    def _with_offset(self, offset: Offset) -> Self:
-        return eqx.tree_at(lambda f: f.offset, self, offset, is_leaf=lambda u: u is None)
+        return dataclasses.replace(self, offset=Offset(self.feature, cloud))
 
     @_checks.arguments(
         key=prng_key, width=count(1), dim=optional(count(1)), outputs=optional(count(1)), paired=flag
@@ -212,9 +209,9 @@ class Flow(eqx.Module):
         """Raise ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
         if self.centered and self.offset is None:
             raise ValueError("a centered flow needs the start of its run: call flow.begin(cloud) first")
-        type(self.feature).check(self.feature, cloud, x)
-        type(self.space).check(self.space, cloud)
-        type(self.scaling).check(self.scaling, cloud)
+        self.feature.check(cloud, x)
+        self.space.check(cloud)
+        self.scaling.check(cloud)
 
 
 ALPHA = either(choice(*NAMES), number(above=0))
@@ -271,11 +268,11 @@ def make_flow(
 
 def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
     """Bind a flow to the data and check that cloud, data and flow fit together; the entry of all public functions."""
-    flow = type(flow).bind(flow, data)
-    type(flow).check(flow, cloud, data.x)
+    flow = flow.bind(data)
+    flow.check(cloud, data.x)
     if isinstance(data, equation.Population):
         data.check(flow)
-    type(flow.loss).check(flow.loss, type(flow.feature).output_shape(flow.feature, cloud), data.y)
+    flow.loss.check(flow.feature.output_shape(cloud), data.y)
     if flow.regularizer is not None:
         leaves, structure = jax.tree.flatten(cloud.particles)
         shapes = tuple((np.shape(u), jnp.result_type(u)) for u in leaves)
@@ -313,7 +310,7 @@ def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> F
     (2,)
     """
     inputs = jnp.asarray(x)
-    type(flow).check(flow, cloud, inputs)
+    flow.check(cloud, inputs)
     return _predict(flow, cloud, inputs)
 
 
@@ -394,7 +391,7 @@ def tangent_kernel(
     """
     left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
     for inputs in (left,) if right is None else (left, right):
-        type(flow).check(flow, cloud, inputs)
+        flow.check(cloud, inputs)
     return _tangent_kernel(flow, cloud, left, right, chunk, outputs)
 
 

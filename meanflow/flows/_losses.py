@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
+from meanflow._module import Module
 from meanflow._reuse import canonical
 
 LossFunction = Callable[[jax.Array, jax.Array], jax.Array]
@@ -82,7 +83,7 @@ ELEMENTWISE: dict[str, LossFunction] = {"squared": squared, "logistic": logistic
 NAMED: dict[str, LossFunction] = {**ELEMENTWISE, "softmax": Softmax()}
 
 
-class Loss(eqx.Module):
+class Loss(Module):
     """A loss by name, or any callable.
 
     ``"squared"``, ``"logistic"`` and ``"huber"`` are summed over the outputs of a network, ``"softmax"`` compares k

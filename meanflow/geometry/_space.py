@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow._matrices import grams
+from meanflow._module import Module
 from meanflow._numerics import safe_norm
 from meanflow.geometry import _lifts as lifts
 from meanflow.geometry import _omega as omega
@@ -36,7 +37,7 @@ def _rows(u: jax.Array) -> jax.Array:
     return jnp.sum(u.reshape(u.shape[0], -1), axis=1)
 
 
-class Space(eqx.Module):
+class Space(Module):
     """Flat space: C = identity. Other geometries override what differs."""
 
     @property

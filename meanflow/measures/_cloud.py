@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 from meanflow import _checks
 from meanflow._checks import floating
+from meanflow._module import Module
 
 LABELS = _checks.array(infinite=True)
 WIDTH = _checks.number(above=0, infinite=True)
@@ -55,7 +56,7 @@ class Affine(NamedTuple):
     c: Float[Array, "*batch m"]
 
 
-class Cloud(eqx.Module):
+class Cloud(Module):
     """The measure sum_i p_i delta(w_i), with one frozen label per particle if the geometry needs it.
 
     Attributes:

@@ -79,7 +79,7 @@ def choose(
     if solver == "sliding":
         return Method(SLIDING, rule, None)
     # the expectation over a population has no kinks
-    smooth = not type(flow.feature).has_kinks(flow.feature) or isinstance(data, Population)
+    smooth = not flow.feature.has_kinks() or isinstance(data, Population)
     if smooth or (adaptive and rule is None):
         return Method(SMOOTH, rule, None)
     slides = plain and has_motion(flow, cloud, data)
