@@ -77,13 +77,8 @@ def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     return loss + flow.regularizer.strength * (cloud.weights @ flow.regularizer.function(cloud.particles))
 
 
-def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
-    """Return grad V at each particle: a covector, in a record like the particles."""
-    return _differentials(flow, cloud, data, None)[0]
-
-
-def _differentials(
-    flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None
+def differential(
+    flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None = None
 ) -> tuple[PyTree[jax.Array], jax.Array | None]:
     """Return grad V at each particle, and the covector q_j l'(f_j, y_j) on the samples (None: there are none).
 
@@ -94,7 +89,7 @@ def _differentials(
         value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
         covector = along(jnp.ones_like(value))[0]
     else:
-        f, pull = blocks.linearize_data(flow.feature, cloud, data)
+        f, pull = blocks.linearize(flow.feature, cloud, data.x, data)
         if flow.offset is not None:
             f = f - (flow.offset(data.x) if offset is None else offset)
         g = residual(flow, f, data)
@@ -126,13 +121,8 @@ def velocity_and_slopes(
         flow, cloud, data: the model in its state, and what it learns.
         offset: f_0 at the samples, which a centered flow subtracts; computed where it is not given.
     """
-    covector, g = _differentials(flow, cloud, data, offset)
+    covector, g = differential(flow, cloud, data, offset)
     return jax.tree.map(jnp.negative, flow.space.cometric(cloud, covector)), g
-
-
-def slopes(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array | None:
-    """Return the covector q_j l'(f_j, y_j) on the samples, (n,) or (n, k); None for a population."""
-    return velocity_and_slopes(flow, cloud, data)[1]
 
 
 def total_slope(g: jax.Array | None) -> jax.Array:
@@ -158,7 +148,7 @@ def dissipation(
     conserve: bool = True,
 ) -> jax.Array:
     """Return -dE/dt = sum_i p_i <grad V, C grad V> + beta sum_i p_i (V - <V>)^2 in mean-field time, a scalar."""
-    covector = differential(flow, cloud, data)
+    covector, _ = differential(flow, cloud, data)
     tangent = flow.space.cometric(cloud, covector)
 
     def paired(g: jax.Array, v: jax.Array) -> jax.Array:
