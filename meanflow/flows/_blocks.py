@@ -111,6 +111,4 @@ def _split(cloud: Cloud, count: int) -> Cloud:
     each = lambda u: split_rows(u, count) if u.ndim else jnp.broadcast_to(u, (count,))
     parts = jax.tree.map(each, cloud)
     # the copies that fill up the last rows must not be counted twice
-    return eqx.tree_at(
-        lambda c: c.weights, parts, jnp.where(is_own(cloud.size, count), parts.weights, 0.0)
-    )
+    return eqx.tree_at(lambda c: c.weights, parts, jnp.where(is_own(cloud.size, count), parts.weights, 0.0))

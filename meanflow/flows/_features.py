@@ -226,11 +226,21 @@ class TwoLayer(Feature):
         """Return the number of blocks of neurons; k outputs need no arrays beside those of one."""
         return block_count(x.shape[0] * cloud.size, x.shape[1])
 
+    def inputs(self, x: jax.Array) -> jax.Array:
+        """Return what the ``directions`` are multiplied with: x, or (x, 1) with a bias."""
+        return jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1) if self.bias else x
+
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return the vectors (m, d) whose products with ``inputs`` are the preactivations."""
+        return cloud.particles.b
+
+    def shifted(self, cloud: Cloud, products: jax.Array) -> jax.Array:
+        """Return what the activation is applied to, (n, m), from the products of directions and inputs."""
+        return products
+
     def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return the activations s(b_i . x_j), shape (n, m)."""
-        if self.bias:
-            x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
-        return self.activation(x @ cloud.particles.b.T)
+        return self.activation(self.shifted(cloud, self.inputs(x) @ self.directions(cloud).T))
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return (m/alpha) a_i s(b_i . x_j)."""
@@ -324,10 +334,6 @@ class TwoLayer(Feature):
         mixed = jnp.moveaxis(jax.lax.map(inner, pairs.T), 0, -1).reshape(*outer.shape, count, count)
         return outer[:, :, None, None] * jnp.eye(count, dtype=outer.dtype)[None, None] + mixed
 
-    def directions(self, cloud: Cloud) -> jax.Array:
-        """Return the vectors (m, d) whose products with inputs the activation takes."""
-        return cloud.particles.b
-
     def check_overlap(self, feature: Feature) -> None:
         """Raise ValueError unless both have the same activation, of known expectations, and centered preactivations."""
         from meanflow.kernels._infinite.dual import has_closed_form
@@ -337,17 +343,18 @@ class TwoLayer(Feature):
                 "a Gaussian population needs a student with the teacher's activation in two layers, got another one"
             )
         for one in (self, feature):
-            one.check_centered()
+            one.centering()
         if self.has_kinks() and not has_closed_form(self.activation):
             raise ValueError(
                 "a Gaussian population needs an activation that is smooth or has a closed form (such as 'relu'), "
                 f"got {self.activation}, whose slope jumps"
             )
 
-    def check_centered(self) -> None:
-        """Raise ValueError if preactivations have another mean than 0 over x ~ N(0, I)."""
+    def centering(self) -> float | jax.Array:
+        """Return 1 if preactivations have mean 0 over x ~ N(0, I), NaN if that cannot be seen; else raise ValueError."""
         if self.bias:
             raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
+        return 1.0
 
     def overlap(self, cloud: Cloud, feature: Feature, other: Cloud) -> jax.Array:
         """Return amplitudes times the dual activation of the directions."""
@@ -356,13 +363,11 @@ class TwoLayer(Feature):
         self.check_overlap(feature)
         assert isinstance(feature, TwoLayer)
         left, right = self.directions(cloud), feature.directions(other)
-        squares = jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
-        shape = (left.shape[0], right.shape[0])
-        first, second = (jnp.broadcast_to(u, shape) for u in squares)
-        dual = dual_activation(self.activation)(first, second, left @ right.T).value
+        squares = jnp.broadcast_arrays(jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :])
+        dual = dual_activation(self.activation)(*squares, left @ right.T).value
         a = self.amplitudes(cloud).reshape(cloud.size, -1)
         c = feature.amplitudes(other).reshape(other.size, -1)
-        return (a @ c.T) * dual
+        return (a @ c.T) * dual * (self.centering() * feature.centering())
 
     def amplitudes(self, cloud: Cloud) -> jax.Array:
         """Return (m/alpha) a, (m,) or (m, k): what multiplies the activation of each neuron."""
@@ -375,7 +380,7 @@ class TwoLayer(Feature):
         self.check_motion(problem)
         from meanflow.flows._kinks.two_layer import TwoLayerMotion
 
-        return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
+        return TwoLayerMotion(problem, self)
 
     def check_motion(self, problem: "Problem") -> None:
         """Raise ValueError unless neurons have one output and meet samples."""
@@ -389,10 +394,6 @@ class TwoLayer(Feature):
                 "solver='sliding' needs samples, whose kinks neurons meet one by one, got "
                 f"{type(problem.data).__name__}; use a diffrax solver"
             )
-
-    def inputs(self, x: jax.Array) -> jax.Array:
-        """Return what b is multiplied with: x, or (x, 1) with a bias."""
-        return jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1) if self.bias else x
 
     def has_kinks(self) -> bool:
         """Say whether the slope of the activation jumps."""

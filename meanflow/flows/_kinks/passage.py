@@ -29,8 +29,8 @@ BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at
 LEAST = 16  # but at least this many
 # states kept at a time while a sub-step is differentiated in reverse; before them events are repeated from the start
 KEPT = 8
-LARGE = 1 << 22  # numbers in a state beyond which only two are kept
-# numbers in all states up to which all are kept, and the program has one loop less
+LARGE = 1 << 22  # numbers in a state beyond which only two are kept: eight would take 256 MB
+# numbers in all states up to which all are kept: they fit into a cache, and the program has one loop less to compile
 SMALL = 1 << 16
 
 # what a program keeps for reverse mode if the ends of sub-steps are not to be computed twice
@@ -209,7 +209,7 @@ def _run_backward(
     # what nothing depends on has no slope: zeros stand for it
     ends = empty(neurons)
     ends = jax.tree.map(fill, ends, jax.tree.map(lambda _, v: v, ends, slopes[0]))
-    room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
+    buffer = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
 
     def back(carry: tuple, states: Neurons) -> tuple:
         """Pull the slopes of the state ``after`` an event back to the one before it."""
@@ -237,7 +237,7 @@ def _run_backward(
             return turn + 1, advance(now, rows, shared)[0], jax.tree.map(put, states, now)
 
         going = lambda carry: (carry[0] < end) & jnp.any(carry[1].left > 0)
-        turns, last, states = jax.lax.while_loop(going, go, (jnp.zeros_like(end), neurons, room))
+        turns, last, states = jax.lax.while_loop(going, go, (jnp.zeros_like(end), neurons, buffer))
         begin = jnp.maximum(turns - kept, 0)
         turn, _, upstream, gathered = jax.lax.while_loop(
             lambda carry: carry[0] > begin,

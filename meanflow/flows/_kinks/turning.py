@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import contacts, filippov
-from meanflow.flows._kinks.contacts import Contacts, Decision, Kinks, Load, force_of
+from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, Kinks, force_of
 from meanflow.flows._kinks.passage import Counts
 
 ROOTS = 10  # steps of the search for the time of an event, by regula falsi with the Illinois rule
@@ -34,7 +34,7 @@ Vector = Float[Array, " m"]
 class Field(NamedTuple):
     """The frozen forces on the planes, and the covariance (d, d) that normalizes neurons."""
 
-    load: Load
+    forces: Forces
     sigma: Float[Array, "d d"]
 
 
@@ -109,25 +109,12 @@ def _step(
     return end, turned * safe_divide(safe_norm(b), safe_norm(turned))[:, None]
 
 
-def start(
-    a: Vector,
-    b: Float[Array, "m d"],
-    z: Float[Array, "m n"],
-    side: Int[Array, "m n"],
-    slots: Int[Array, "m k"],
-    time: Vector,
-) -> Turners:
-    """Return neurons that begin a sub-step; planes they sit on are decided anew, since the forces have changed."""
-    here = contacts.place(side, slots, a)
-    return Turners(a, b, z, here, jnp.zeros_like(here.came), time)
-
-
 def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple[Turners, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    load, sigma = field
+    forces, sigma = field
     now, freed = turners.contacts, turners.freed
-    kinks = contacts.touch(now, load, turners.left > 0)
-    force = force_of(now.side, load)
+    kinks = contacts.touch(now, forces, turners.left > 0)
+    force = force_of(now.side, forces)
     _, work, turn = _turn(turners.b, force, sigma)
     # a = 0: the sign it is about to have, as a' = -F
     sign = jnp.sign(jnp.where(turners.a == 0, -work, turners.a))
@@ -149,7 +136,7 @@ def _move(
     turners: Turners, decision: Decision, held: _Held, field: Field, is_real: Bool[Array, " m"]
 ) -> tuple[Turners, Counts]:
     """Move every neuron to its next event or to the end of its time; those without time left stay."""
-    load, sigma = field
+    forces, sigma = field
     a, b, z, before, _, left = turners
     side = decision.side
     m, n = z.shape
@@ -165,12 +152,12 @@ def _move(
     sides = side.astype(z.dtype)
     # heights side * <x, b> (m, n) at both ends, and slopes over the whole step: the data of a cubic for each plane
     z0 = sides * jax.lax.stop_gradient(z)
-    z1 = sides * (end_b @ load.normal.T)
-    v0, v1 = (sides * (rate[1] @ load.normal.T) * time[:, None] for rate in (begin, finish))
+    z1 = sides * (end_b @ forces.normal.T)
+    v0, v1 = (sides * (rate[1] @ forces.normal.T) * time[:, None] for rate in (begin, finish))
     # a plane just left is not met again at once, nor for what rounding makes of a path along it
     rows, left_planes = jnp.arange(m)[:, None], jnp.where(decision.leaves, before.slots, n)
     v0 = v0.at[rows, left_planes].max(0.0, mode="drop")
-    size = jnp.sqrt(jnp.sum(load.normal**2, axis=1))[None, :] * safe_norm(b)[:, None]
+    size = jnp.sqrt(jnp.sum(forces.normal**2, axis=1))[None, :] * safe_norm(b)[:, None]
     slack = 64 * jnp.finfo(z.dtype).eps * jax.lax.stop_gradient(size)
     allowed = jnp.zeros_like(z).at[rows, left_planes].set(1.0, mode="drop") * slack
     when = _first_meeting(z0, z1, v0, v1, allowed)
@@ -197,7 +184,7 @@ def _move(
     halts = exits & ~arrives & ~frees
 
     # the gauge of each neuron's own event: the height over the plane ahead, lam or 1 - lam, or |a|
-    met = jnp.take(load.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
+    met = jnp.take(forces.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
     which = jnp.arange(k)[None, :] == (bound % k)[:, None]
 
     def gauge(now_a: Vector, now_b: Float[Array, "m d"], lam: Float[Array, "m k"]) -> Vector:
@@ -220,19 +207,11 @@ def _move(
     step = jnp.where(exits, jnp.clip(refined, 0.0, time), time)
     new_a, new_b = path(step)
     # heights anew from b, but never on the wrong side: sides are remembered, not read off
-    z = jnp.where(side == 0, 0.0, new_b @ load.normal.T)
+    z = jnp.where(side == 0, 0.0, new_b @ forces.normal.T)
     z = sides * jnp.maximum(sides * z, 0.0)
 
     moving = left > 0
-    after, lost, counts = contacts.settle(
-        before._replace(side=side),
-        decision,
-        ahead,
-        arrives,
-        contacts.same_instant(left, step),
-        moving & is_real,
-        load,
-    )
+    after, still, counts = contacts.settle(before, decision, ahead, arrives, left, step, is_real, forces)
     # the first k bounds are lam = 0, which sets free to the negative side
     outcome = jnp.where(bound < k, -1, 1)[:, None]
     moved = Turners(
@@ -241,7 +220,7 @@ def _move(
         jnp.where(moving[:, None], jnp.where(after.side == 0, 0.0, z), turners.z),
         after,
         jnp.where(frees[:, None] & which, outcome, 0).astype(side.dtype),
-        jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
+        still,
     )
     return moved, counts
 
