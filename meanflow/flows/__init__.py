@@ -17,7 +17,6 @@ from meanflow.flows._models import batchnorm as batchnorm
 from meanflow.flows._models import batchnorm_manifold as batchnorm_manifold
 from meanflow.flows._models import spherical as spherical
 from meanflow.flows._models import vanilla as vanilla
-from meanflow.flows._observables import FunctionObservable as FunctionObservable
 from meanflow.flows._observables import Observable as Observable
 from meanflow.flows._optimality import certificate as certificate
 from meanflow.flows._optimality import separates as separates

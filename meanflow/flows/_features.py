@@ -351,7 +351,7 @@ class TwoLayer(Feature):
             )
 
     def centering(self) -> float | jax.Array:
-        """Return 1 if preactivations have mean 0 over x ~ N(0, I), NaN if that cannot be seen; else raise ValueError."""
+        """Return 1 if preactivations have mean 0 over x ~ N(0, I), NaN if that is not known; else raise ValueError."""
         if self.bias:
             raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
         return 1.0
@@ -363,8 +363,10 @@ class TwoLayer(Feature):
         self.check_overlap(feature)
         assert isinstance(feature, TwoLayer)
         left, right = self.directions(cloud), feature.directions(other)
-        squares = jnp.broadcast_arrays(jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :])
-        dual = dual_activation(self.activation)(*squares, left @ right.T).value
+        first, second = jnp.broadcast_arrays(
+            jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
+        )
+        dual = dual_activation(self.activation)(first, second, left @ right.T).value
         a = self.amplitudes(cloud).reshape(cloud.size, -1)
         c = feature.amplitudes(other).reshape(other.size, -1)
         return (a @ c.T) * dual * (self.centering() * feature.centering())

@@ -332,12 +332,7 @@ def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, reaction=number(low=0), conserve=flag)
 def dissipation(
-    flow: Flow,
-    cloud: Cloud,
-    data: Dataset,
-    *,
-    reaction: float | jax.Array = 0.0,
-    conserve: bool = True,
+    flow: Flow, cloud: Cloud, data: Dataset, *, reaction: float | jax.Array = 0.0, conserve: bool = True
 ) -> Float[Array, ""]:
     """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure.
 

@@ -95,9 +95,7 @@ def vanilla(
 
 @_checks.arguments(**MODEL, bias=flag)
 def spherical(
-    activation: str | Activation = "relu",
-    loss: str | LossFunction | Loss = "squared",
-    **options: Any,
+    activation: str | Activation = "relu", loss: str | LossFunction | Loss = "squared", **options: Any
 ) -> Flow:
     """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
 

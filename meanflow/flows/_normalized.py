@@ -122,7 +122,7 @@ class BatchNormed(TwoLayer):
         return cloud.particles.scale[None, :] * products + cloud.particles.shift[None, :]
 
     def centering(self) -> float | jax.Array:
-        """Return 1; raise ValueError for neurons with a shift, and for a mean that is not 0 (NaN while it is traced)."""
+        """Return 1; raise ValueError for neurons with a shift and for a mean that is not 0 (NaN while it is traced)."""
         if self.affine:
             raise ValueError(
                 "a Gaussian population needs batch norm without scale and shift, got affine=True"

@@ -251,12 +251,7 @@ class Normalization(nnx.BatchNorm):
         return jnp.reshape(vector, [n if i in features else 1 for i, n in enumerate(x.shape)])
 
     def _update(
-        self,
-        x: jax.Array,
-        mask: jax.Array | None,
-        axes: tuple[int, ...],
-        mean: jax.Array,
-        second: jax.Array,
+        self, x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...], mean: jax.Array, second: jax.Array
     ) -> None:
         """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
         # NaN in a feature makes its mean NaN; under jit there is no one to tell

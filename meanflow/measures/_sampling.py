@@ -8,17 +8,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
-from meanflow._checks import (
-    choice,
-    count,
-    either,
-    flag,
-    mapping,
-    optional,
-    prng_key,
-    sequence,
-    subclass,
-)
+from meanflow._checks import choice, count, either, flag, mapping, optional, prng_key, sequence, subclass
 from meanflow.measures._cloud import CLOUD, LABELS, Cloud
 from meanflow.measures.laws import Law, as_law
 

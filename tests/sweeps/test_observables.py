@@ -63,18 +63,18 @@ def test_displacements_are_root_mean_squares():
     start, now = pair(flow, data)
     b0, b1 = np.asarray(start.particles.b), np.asarray(now.particles.b)
     cosine = np.sum(b0 * b1, 1) / np.linalg.norm(b0, axis=1) / np.linalg.norm(b1, axis=1)
-    turn = see(obs.AngleDisplacement(), flow, now, data, start)
+    turn = obs.angle_displacement(flow, now, data, start)
     assert float(turn) == pytest.approx(np.sqrt(np.mean(np.arccos(cosine) ** 2)), rel=1e-9)
     squares = np.sum((b1 - b0) ** 2, 1) + np.asarray(now.particles.a - start.particles.a) ** 2
-    assert float(see(obs.Displacement(), flow, now, data, start)) == pytest.approx(np.sqrt(squares.mean()))
+    assert float(obs.displacement(flow, now, start)) == pytest.approx(np.sqrt(squares.mean()))
     # a full turn is no displacement, and raw neurons turn as their polar images do
     polar, raw = mf.lifted(), mf.full()
     start, now = pair(polar, LINE, labels=1.0)
     around = start.at(start.particles._replace(theta=start.particles.theta + 2 * jnp.pi))
-    assert float(see(obs.AngleDisplacement(), polar, around, LINE, start)) < 1e-14
+    assert float(obs.angle_displacement(polar, around, LINE, start)) < 1e-14
     lift = mf.univariate.balance.lift
-    expected = see(obs.AngleDisplacement(), polar, now, LINE, start)
-    found = see(obs.AngleDisplacement(), raw, lift(now), LINE, lift(start))
+    expected = obs.angle_displacement(polar, now, LINE, start)
+    found = obs.angle_displacement(raw, lift(now), LINE, lift(start))
     assert float(found) == pytest.approx(float(expected))
 
 
@@ -117,7 +117,7 @@ def test_invariants_drift_with_the_step_of_descent(name):
     drift = []
     for steps in (20, 40):
         run = mf.descend(flow, start, data, steps, step=0.4 / steps)
-        drift.append(float(see(obs.InvariantDrift(), flow.bind(data), run.final, data, start)))
+        drift.append(float(obs.invariant_drift(flow.bind(data), run.final, data, start)))
     assert drift[0] > 1e-6
     assert drift[1] / drift[0] == pytest.approx(0.5, abs=0.1)
 
@@ -128,7 +128,7 @@ def test_flows_without_a_law_record_none():
     assert "invariant_drift" not in mf.full(penalty=0.1).observables(LINE)
     cloud = mf.canonical().init(jax.random.key(0), 3)
     with pytest.raises(ValueError, match="conserved"):
-        see(obs.InvariantDrift(), mf.canonical(), cloud, LINE, cloud)
+        obs.invariant_drift(mf.canonical(), cloud, LINE, cloud)
 
 
 def test_particles_are_recorded_on_request_only():
