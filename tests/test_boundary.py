@@ -295,7 +295,7 @@ def mismatches():
     data, flow = POOL["data"], POOL["flow"]
     t, d, g = mf.transport, mf.depth, mf.geometry
     return [
-        (lambda: mf.measures.stack([polar, plane]), "clouds must hold particles of one kind"),
+        (lambda: mf.Cloud.stack([polar, plane]), "clouds must hold particles of one kind"),
         (
             lambda: mf.measures.quadrature((3, 3), mf.Polar, some, rule=("gauss",)),
             "rule must be one name, or 2",

@@ -225,7 +225,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
             "loss must return one real",
         ),
         (lambda: mf.velocity(mf.vanilla("tanh", inner=np.ones(9)), CLOUD, PLANE), "inner must have shape"),
-        (lambda: mf.energy(mf.vanilla("tanh"), mf.measures.stack([CLOUD, CLOUD]), PLANE), "a single cloud"),
+        (lambda: mf.energy(mf.vanilla("tanh"), mf.Cloud.stack([CLOUD, CLOUD]), PLANE), "a single cloud"),
         (lambda: PLANE.take([7]), "index must be <= 2"),
         (lambda: mf.measures.laws.uniform(1.0, -1.0), "high must be at least low"),
         (

@@ -67,9 +67,7 @@ def free_energy(
     weights = np.asarray(cloud.weights, np.float64)
     real = weights > 0
     if np.ptp(weights[real]) > 1e-6 * np.max(weights):
-        raise ValueError(
-            "cloud must have equal weights, got unequal ones; call meanflow.measures.resample first"
-        )
+        raise ValueError("cloud must have equal weights, got unequal ones; call cloud.resample(key) first")
     places = np.asarray(bound.space.embedding(cloud), np.float64)[real]
     moving = np.ptp(places, axis=0) > 0  # what is frozen at one value has no entropy
     places = places[:, moving]

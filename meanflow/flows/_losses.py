@@ -126,14 +126,14 @@ class Loss(Module):
                 f"y must have shape {rows}, one target for each of the {outputs[0]} outputs, got {y.shape}; "
                 "jax.nn.one_hot turns class numbers into such rows"
             )
-        _checks.shape("y", y, rows[:1], rows)
-        known = _checks.concrete(y)
-        if self.classifies:
-            if known is not None:
-                _check_classes(known, outputs[0])
-        elif not each:
+        _checks.shape("y", y, *dict.fromkeys((rows[:1], rows)))
+        # targets come to the host for the losses that ask more of them than a shape
+        known = _checks.concrete(y) if self.classifies or self.function is logistic else None
+        if self.classifies and known is not None:
+            _check_classes(known, outputs[0])
+        elif not each and not self.classifies:
             self._check_values(rows, y)
-        elif self.function is logistic and known is not None and np.any(np.abs(known) != 1):
+        elif known is not None and np.any(np.abs(known) != 1):
             raise ValueError(
                 f"y must be -1 or 1 for loss='logistic', got {known[np.abs(known) != 1][0]:g}; 2 * y - 1 maps labels "
                 "0 and 1 to these"

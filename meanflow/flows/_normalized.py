@@ -12,7 +12,7 @@ from meanflow.activations import Activation
 from meanflow.flows._features import TwoLayer
 from meanflow.geometry import _omega as omega
 from meanflow.geometry._lifts import norms
-from meanflow.geometry._space import BatchNormManifold, Invariant, Space
+from meanflow.geometry._space import BatchNormManifold, Invariant, Space, conserved
 from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
 from meanflow.measures._dataset import Dataset
 from meanflow.measures._scaling import Scaling
@@ -176,12 +176,7 @@ class BatchNormed(TwoLayer):
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""
-        return _square_norm if self.raw else None
-
-
-def _square_norm(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-    square = jnp.sum(cloud.particles.b**2, axis=-1)
-    return square, square
+        return conserved(lambda cloud: jnp.sum(cloud.particles.b**2, axis=-1)) if self.raw else None
 
 
 @jax.jit

@@ -20,7 +20,7 @@ from meanflow.geometry import _sphere as sphere
 from meanflow.measures import laws
 from meanflow.measures._cloud import CLOUD, Cloud, Neurons
 from meanflow.measures._dataset import DATA, Dataset
-from meanflow.measures._sampling import quasi
+from meanflow.measures._sampling import sample
 
 
 class Certificate(NamedTuple):
@@ -122,7 +122,8 @@ def separates(
 
 def _spread(count: int, dim: int) -> jax.Array:
     """``count`` well-spread unit vectors of R^dim."""
-    return quasi(count, Neurons, {"a": laws.constant(), "b": laws.sphere(dim)}).particles.b
+    spread = {"a": laws.constant(), "b": laws.sphere(dim)}
+    return sample(None, count, Neurons, spread, quasi=True).particles.b
 
 
 def _angles(p: Any, q: Any) -> jax.Array:

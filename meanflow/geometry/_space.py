@@ -27,6 +27,12 @@ from meanflow.measures._dataset import Dataset
 # A conservation law: maps a cloud to what each neuron conserves and the scale it is measured on, both (m,).
 Invariant = Callable[[Cloud], tuple[jax.Array, jax.Array]]
 
+
+def conserved(square: Callable[[Cloud], jax.Array]) -> Invariant:
+    """Return the law that each neuron keeps a square (m,), measured on the scale of the square itself."""
+    return lambda cloud: (square(cloud),) * 2
+
+
 Record: TypeAlias = PyTree[
     jax.Array
 ]  # particles, tangent vectors and covectors: one array per coordinate, leading axis m
@@ -74,10 +80,7 @@ class Space(Module):
         Noise at temperature tau moves a particle by sqrt(2 tau dt) S xi + tau dt ``noise_drift``. S must be linear in
         xi. A space with an inverse metric of its own defines it, or its flows run without noise.
         """
-        if not self._is_flat():
-            raise ValueError(
-                f"temperature needs a space that defines noise(cloud, normal), got {type(self).__name__}"
-            )
+        self._need_flat("temperature needs a space that defines noise(cloud, normal)")
         return normal
 
     def log_volume(self, cloud: Cloud) -> jax.Array:
@@ -85,10 +88,7 @@ class Space(Module):
 
         ``noise_drift`` asks for it where steps are additions of coordinates and C is not constant.
         """
-        if not self._is_flat():
-            raise ValueError(
-                f"temperature needs a space that defines log_volume(cloud), got {type(self).__name__}"
-            )
+        self._need_flat("temperature needs a space that defines log_volume(cloud)")
         return jnp.zeros_like(cloud.weights)
 
     def noise_drift(self, cloud: Cloud) -> Record:
@@ -113,14 +113,15 @@ class Space(Module):
 
     def embedding(self, cloud: Cloud) -> jax.Array:
         """Return the particles in a flat space, (m, k): distances of close particles are those of the metric."""
-        if not self._is_flat():
-            raise ValueError(
-                f"an entropy needs a space that defines embedding(cloud), got {type(self).__name__}"
-            )
+        self._need_flat("an entropy needs a space that defines embedding(cloud)")
         return jnp.concatenate([u.reshape(cloud.size, -1) for u in jax.tree.leaves(cloud.particles)], axis=1)
 
     def _is_flat(self) -> bool:
         return type(self).cometric is Space.cometric
+
+    def _need_flat(self, wanted: str) -> None:
+        if not self._is_flat():
+            raise ValueError(f"{wanted}, got {type(self).__name__}")
 
     def cylinder(self, height: jax.Array, angle: jax.Array) -> Record:
         """Return the particles at the points (height, angle) of the cylinder R x circle, both (k,).
@@ -218,12 +219,7 @@ class BatchNormManifold(Space):
 
     def invariant(self) -> Invariant | None:
         """Return b'Sb, which is 1 on Omega."""
-
-        def constraint(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-            square = omega.sigma_norm(cloud.particles.b, self._covariance())[:, 0] ** 2
-            return square, square
-
-        return constraint
+        return conserved(lambda cloud: omega.sigma_norm(cloud.particles.b, self._covariance())[:, 0] ** 2)
 
     def _covariance(self) -> jax.Array:
         if self.sigma is None:
@@ -233,11 +229,9 @@ class BatchNormManifold(Space):
     def from_raw(self, cloud: Cloud) -> Cloud:
         """Map raw (a, b) to (a, T(P b)); the labels are |P b| unless given."""
         moved = lifts.project(cloud, self._covariance(), self.null)
-        return (
-            moved
-            if cloud.labels is None
-            else Cloud(moved.particles, moved.weights, cloud.labels, width=cloud.width)
-        )
+        if cloud.labels is None:
+            return moved
+        return Cloud(moved.particles, moved.weights, cloud.labels, width=cloud.width)
 
     def cometric(self, cloud: Cloud, covector: Record) -> Record:
         """Return G^-1 g_b / c^2, and the other coordinates of g as they are."""

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.layers._standardize import Standardization, affine, standardize, widen
+from meanflow.layers._standardize import Own, Standardization, affine, fits, standardize, widen
 
 
 def _check_axis(name: str, value: object) -> object:
@@ -117,7 +117,7 @@ class Normalization(nnx.BatchNorm):
             mask: zeros and ones, or booleans, that broadcast against x: the entries over which moments are taken.
         """
         x = self._read(x)
-        return self._normalize(x, use_running_average, mask, *self._own(x)).astype(self._result(x))
+        return self._normalize(x, use_running_average, mask, self._own(x)).astype(self._result(x))
 
     def normalized(
         self,
@@ -128,7 +128,7 @@ class Normalization(nnx.BatchNorm):
     ) -> Float[Array, "*shape"]:
         """Normalize a batch as ``__call__`` does, but leave gamma and beta out."""
         x = self._read(x)
-        return self._normalize(x, use_running_average, mask, None, None).astype(self._result(x))
+        return self._normalize(x, use_running_average, mask, (None, None)).astype(self._result(x))
 
     def affine(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Return gamma x + beta, the second half of ``__call__``."""
@@ -165,35 +165,30 @@ class Normalization(nnx.BatchNorm):
         promoted, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
         return jnp.asarray(promoted)
 
-    def _own(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    def _own(self, x: jax.Array) -> Own:
         """Return gamma and beta such that they lie along the feature axes of x; None where there is none."""
         found = (self.scale, self.bias)
         return tuple(None if u is None else self._laid(u[...], x) for u in found)  # type: ignore[return-value]
 
     def _normalize(
-        self,
-        x: jax.Array,
-        use_running_average: bool | None,
-        mask: ArrayLike | None,
-        gamma: jax.Array | None,
-        beta: jax.Array | None,
+        self, x: jax.Array, use_running_average: bool | None, mask: ArrayLike | None, own: Own
     ) -> jax.Array:
         """Return the normalized batch times gamma plus beta, in at least single precision; update the moments."""
         x, average, axes = self._enter(x, use_running_average)
         weights = None if mask is None else self._mask(mask, x)
         if not self.center and not self.moment:
-            return affine(x, gamma, beta)
+            return affine(x, *own)
         # moments that do not come from this batch are constants; those of the batch have a derivative
         given = self._running(x) if average else self.given_moments(x)
         if given is not None:
             x = x - given[0] if self.center else x
             x = x / jnp.sqrt(given[1] + self.epsilon) if self.moment else x
-            return affine(x, gamma, beta)
+            return affine(x, *own)
         wide = lambda u: None if u is None else u.astype(x.dtype)
         how = Standardization(
             axes, self.epsilon, self.center, self.moment, self.axis_name, self.axis_index_groups
         )
-        out, mean, second = standardize(x, wide(gamma), wide(beta), weights, how)
+        out, mean, second = standardize(x, *map(wide, own), weights, how)
         self._update(x, weights, axes, mean, second)
         return out
 
@@ -237,12 +232,7 @@ class Normalization(nnx.BatchNorm):
     def _mask(self, mask: ArrayLike, x: jax.Array) -> jax.Array:
         """Return the mask as zeros and ones in the type of x."""
         found = _checks.array(low=0, high=1, least=0)("mask", mask)
-        try:
-            fits = np.broadcast_shapes(found.shape, x.shape) == x.shape
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(f"mask must broadcast against x of shape {x.shape}, got shape {found.shape}")
+        fits("mask", found, x)
         return found.reshape((1,) * (x.ndim - found.ndim) + found.shape).astype(x.dtype)
 
     def _laid(self, vector: jax.Array, x: jax.Array) -> jax.Array:

@@ -13,7 +13,6 @@ from helpers import MODELS, largest_gap, problem
 import meanflow as mf
 from meanflow._numerics import iterate
 from meanflow.geometry import _omega as omega
-from meanflow.measures import stack
 from meanflow.solvers._step import dominant_vector, top_eigenvalue
 
 
@@ -167,7 +166,7 @@ def test_vmap_over_steps_widths_and_seeds():
     for k, rate in enumerate(rates):
         np.testing.assert_allclose(both[k], mf.descend(flow, cloud, data, 8, step=rate).energy, rtol=1e-14)
     small = mf.Cloud(jax.tree.map(lambda u: u[:3], cloud.particles))
-    wide = jax.vmap(lambda c: mf.descend(flow, c, data, 8, step=0.1).energy)(stack([small, cloud]))
+    wide = jax.vmap(lambda c: mf.descend(flow, c, data, 8, step=0.1).energy)(mf.Cloud.stack([small, cloud]))
     np.testing.assert_allclose(wide[0], mf.descend(flow, small, data, 8, step=0.1).energy, rtol=1e-13)
 
 

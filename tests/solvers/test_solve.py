@@ -11,7 +11,6 @@ from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
 from meanflow.geometry import _omega as omega
-from meanflow.measures import stack
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -94,7 +93,7 @@ def test_padded_and_stacked_clouds_follow_the_same_path(step):
     flow, cloud, data = problem("batchnorm")
     small = mf.Cloud(jax.tree.map(lambda u: u[:4], cloud.particles))
     alone = [mf.solve(flow, c, data, 1.0, step=step).final for c in (small, cloud)]
-    both = jax.vmap(lambda c: mf.solve(flow, c, data, 1.0, step=step).final)(stack([small, cloud]))
+    both = jax.vmap(lambda c: mf.solve(flow, c, data, 1.0, step=step).final)(mf.Cloud.stack([small, cloud]))
     for k, single in enumerate(alone):
         row = jax.tree.map(lambda u, k=k, n=single.size: u[k, :n], both.particles)
         assert largest_gap(row, single.particles) < 1e-13

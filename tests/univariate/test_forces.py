@@ -10,7 +10,7 @@ import pytest
 
 from meanflow import univariate as uni
 from meanflow.flows import energy, predict, tangent_kernel, velocity
-from meanflow.measures import Affine, Cloud, Dataset, Polar, stack
+from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.solvers import descend, solve
 from meanflow.univariate import _forces as forces
 
@@ -139,7 +139,7 @@ def test_vmap_over_delta_and_over_padded_widths():
     for i, d in enumerate(deltas):
         np.testing.assert_allclose(many.r[i], go(d).r, rtol=1e-13)
     clouds = [Cloud(jax.tree.map(lambda u, m=m: u[:m], polar), labels=1.0) for m in (7, 19, 30)]
-    batch = jax.vmap(lambda c: velocity(flow, c, data))(stack(clouds))
+    batch = jax.vmap(lambda c: velocity(flow, c, data))(Cloud.stack(clouds))
     for i, c in enumerate(clouds):
         np.testing.assert_allclose(batch.theta[i, : c.size], velocity(flow, c, data).theta, rtol=1e-12)
 
