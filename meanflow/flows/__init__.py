@@ -19,6 +19,5 @@ from meanflow.flows._models import spherical as spherical
 from meanflow.flows._models import vanilla as vanilla
 from meanflow.flows._observables import Observable as Observable
 from meanflow.flows._optimality import certificate as certificate
-from meanflow.flows._optimality import separates as separates
 from meanflow.flows._population import GaussianPopulation as GaussianPopulation
 from meanflow.flows._problem import Chart as Chart

@@ -47,6 +47,7 @@ MODEL = {
 }
 
 
+OPTIONS = _checks.unchecked("by their names, as those of the constructor that they are passed on to")
 # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
 RATE = array((), (None,), low=0.0)
 
@@ -93,7 +94,7 @@ def vanilla(
     )
 
 
-@_checks.arguments(**MODEL, bias=flag)
+@_checks.arguments(**MODEL, bias=flag, options=OPTIONS)
 def spherical(
     activation: str | Activation = "relu", loss: str | LossFunction | Loss = "squared", **options: Any
 ) -> Flow:
@@ -176,7 +177,7 @@ def batchnorm(
     )
 
 
-@_checks.arguments(**MODEL, **STATISTICS)
+@_checks.arguments(**MODEL, **STATISTICS, options=OPTIONS)
 def batchnorm_manifold(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",
