@@ -125,13 +125,6 @@ def velocity_and_slopes(
     return jax.tree.map(jnp.negative, flow.space.cometric(cloud, covector)), g
 
 
-def total_slope(g: jax.Array | None) -> jax.Array:
-    """Return sum_j q_j |l'(f_j, y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
-    if g is None:
-        raise ValueError("clock='normalized' needs data with samples, got a population")
-    return jnp.sum(jnp.abs(g))
-
-
 def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:
     """Return p_i'/(beta p_i) = -(V(w_i) - <V>), (m,); without <V> if the total mass is free (not ``conserve``)."""
     value = first_variation(flow, cloud, data, cloud)

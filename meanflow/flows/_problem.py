@@ -153,7 +153,10 @@ class Problem(eqx.Module):
         """Return d t_mean_field / dt where the loss has these slopes q_j l'(f_j, y_j)."""
         if not self.normalized:
             return self.speed
-        slope = equation.total_slope(slopes)
+        if slopes is None:
+            raise ValueError("clock='normalized' needs data with samples, got a population")
+        # sum_j q_j |l'|, which decays like the loss where the loss decays exponentially
+        slope = jnp.sum(jnp.abs(slopes))
         return self.speed / jnp.maximum(slope, jnp.finfo(slope.dtype).tiny)
 
     def dissipation(self, cloud: Cloud) -> jax.Array:

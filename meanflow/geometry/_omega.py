@@ -116,12 +116,16 @@ def distance(bb: Vectors, other: Vectors) -> Float[Array, "..."]:
     return sphere.angle(direction(bb), direction(other))
 
 
+def _on_sphere(bb: Vectors, v: Vectors) -> tuple[Vectors, Vectors]:
+    """Return the image of bb on the unit sphere, and the tangent vector there that v is mapped to."""
+    s = direction(bb)
+    return s, (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
+
+
 @jax.jit
 def exp(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
     """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians)."""
-    s = direction(bb)
-    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
-    return normalize(sphere.exp(s, turn), sigma)
+    return normalize(sphere.exp(*_on_sphere(bb, v)), sigma)
 
 
 @jax.jit
@@ -134,6 +138,5 @@ def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Vectors:
 @jax.jit
 def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
     """Return the end of one raw gradient step, renormalised, (..., d). It is |v|_G^3 / 3 away from ``exp``."""
-    s = direction(bb)
-    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
+    s, turn = _on_sphere(bb, v)
     return normalize(s + turn, sigma)

@@ -31,11 +31,6 @@ def _check_axis(name: str, value: object) -> object:
     return axes if len(axes) > 1 else axes[0]
 
 
-def _check_groups(name: str, value: object) -> object:
-    """Accept a sequence of sequences of device numbers; return it as tuples, which can be hashed."""
-    return _checks.sequence(_checks.sequence(_checks.count(0)))(name, value)
-
-
 OPTIONS: dict[str, _checks.Kind] = {
     "num_features": _checks.count(1),
     "options": _checks.unchecked("by their names below; flax refuses others"),
@@ -50,7 +45,7 @@ OPTIONS: dict[str, _checks.Kind] = {
     "bias_init": _checks.function,
     "scale_init": _checks.function,
     "axis_name": _checks.optional(_checks.text),
-    "axis_index_groups": _checks.optional(_check_groups),
+    "axis_index_groups": _checks.optional(_checks.sequence(_checks.sequence(_checks.count(0)))),
     "use_fast_variance": _checks.flag,
     "promote_dtype": _checks.optional(_checks.function),
     "unbiased": _checks.flag,
@@ -174,15 +169,22 @@ class Normalization(nnx.BatchNorm):
         self, x: jax.Array, use_running_average: bool | None, mask: ArrayLike | None, own: Own
     ) -> jax.Array:
         """Return the normalized batch times gamma plus beta, in at least single precision; update the moments."""
-        x, average, axes = self._enter(x, use_running_average)
+        given = _checks.optional(_checks.flag)("use_running_average", use_running_average)
+        average = self.use_running_average if given is None else given
+        if average is None:
+            raise ValueError("use_running_average must be given to the layer or to the call, got None twice")
+        axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
+        if x.size == 0 and not average and (self.center or self.moment):
+            raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
+        x = widen(x if self.promote_dtype is None else self._promoted(x))
         weights = None if mask is None else self._mask(mask, x)
         if not self.center and not self.moment:
             return affine(x, *own)
         # moments that do not come from this batch are constants; those of the batch have a derivative
-        given = self._running(x) if average else self.given_moments(x)
-        if given is not None:
-            x = x - given[0] if self.center else x
-            x = x / jnp.sqrt(given[1] + self.epsilon) if self.moment else x
+        fixed = self._running(x) if average else self.given_moments(x)
+        if fixed is not None:
+            x = x - fixed[0] if self.center else x
+            x = x / jnp.sqrt(fixed[1] + self.epsilon) if self.moment else x
             return affine(x, *own)
         wide = lambda u: None if u is None else u.astype(x.dtype)
         how = Standardization(
@@ -205,20 +207,6 @@ class Normalization(nnx.BatchNorm):
         laid = lambda stat, other: other if stat is None else self._laid(stat[...], x)
         one = jnp.ones((1,) * x.ndim, x.dtype)
         return laid(self.mean, 0 * one), laid(self.var, one)
-
-    def _enter(
-        self, x: jax.Array, use_running_average: bool | None
-    ) -> tuple[jax.Array, bool, tuple[int, ...]]:
-        """Return the input in the type to compute in, whether to use running averages, and the averaged axes."""
-        given = _checks.optional(_checks.flag)("use_running_average", use_running_average)
-        average = self.use_running_average if given is None else given
-        if average is None:
-            raise ValueError("use_running_average must be given to the layer or to the call, got None twice")
-        axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
-        if x.size == 0 and not average and (self.center or self.moment):
-            raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
-        x = x if self.promote_dtype is None else self._promoted(x)
-        return widen(x), bool(average), axes
 
     def _feature_axes(self, x: jax.Array) -> tuple[int, ...]:
         """Return the feature axes as nonnegative numbers in increasing order."""

@@ -107,7 +107,8 @@ class Unitize(Normalization):
         # 1 for dense batches (N, C), HW for images (N, H, W, C)
         pixels = math.prod(shape) // (shape[0] * self.num_features)
         usual = 1 if len(shape) == 2 else self.num_features
-        n = {None: usual, "features": self.num_features, "pixels": pixels}.get(self.n, self.n)
+        named = {None: usual, "features": self.num_features, "pixels": pixels}
+        n = self.n if isinstance(self.n, int) else named[self.n]
         return float(n * pixels if self.sample == "image" else n)
 
     def _normalize(

@@ -188,12 +188,6 @@ def _run_forward(perturbed: PyTree, arguments: Arguments, way: _Way) -> tuple:
     return _loop(arguments, way), None
 
 
-def _kept(neurons: Moving, cap: int) -> int:
-    """Return how many states are kept at a time while events are pulled back."""
-    entries = sum(u.size for u in jax.tree.leaves(neurons))
-    return cap if entries * cap <= SMALL else min(cap, KEPT if entries <= LARGE else 2)
-
-
 @_reversible.def_bwd
 def _run_backward(
     residuals: None, slopes: PyTree, perturbed: PyTree, arguments: Arguments, way: _Way
@@ -201,7 +195,8 @@ def _run_backward(
     """Repeat the events and go back through the last ones, which are kept; then the same for those before."""
     neurons, rows, shared = arguments
     (advance, _, replay), cap, _ = way
-    kept = _kept(neurons, cap)
+    entries = sum(u.size for u in jax.tree.leaves(neurons))
+    kept = cap if entries * cap <= SMALL else min(cap, KEPT if entries <= LARGE else 2)
     # slopes exist for real numbers alone; those of ``rows`` and ``shared`` add up over all events
     smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
     empty = lambda tree: jax.tree.map(jnp.zeros_like, eqx.filter(tree, eqx.is_inexact_array))
