@@ -190,7 +190,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
     make = lambda rngs: mf.training.MLP(2, (3,), 2, norm=mf.layers.BatchNorm, rngs=rngs)
     x = np.random.default_rng(0).normal(size=(8, width)).astype("float32")
     data = mf.training.data.Data(x, np.array(labels), x, np.array(labels))
-    return mf.training.Trainer(make, optax.sgd(0.1), batch=4, **settings).run(
+    return mf.training.Trainer(make, optax.sgd(0.1), batch_size=4, **settings).run(
         jax.random.key(0), data, 1, progress=False
     )
 

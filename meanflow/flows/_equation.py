@@ -72,9 +72,9 @@ def risk(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
 def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     """Return E, a scalar."""
     loss = risk(flow, cloud, data)
-    if flow.regularizer is None:
+    if flow.penalty is None:
         return loss
-    return loss + flow.regularizer.strength * (cloud.weights @ flow.regularizer.function(cloud.particles))
+    return loss + flow.penalty.strength * (cloud.weights @ flow.penalty.function(cloud.particles))
 
 
 def differential(
@@ -94,10 +94,10 @@ def differential(
             f = f - (flow.offset(data.x) if offset is None else offset)
         g = residual(flow, f, data)
         covector = pull(g)
-    if flow.regularizer is None:
+    if flow.penalty is None:
         return covector, g
-    value, pullback = jax.vjp(flow.regularizer.function, cloud.particles)
-    extra = pullback(jnp.full_like(value, flow.regularizer.strength))[0]
+    value, pullback = jax.vjp(flow.penalty.function, cloud.particles)
+    extra = pullback(jnp.full_like(value, flow.penalty.strength))[0]
     return jax.tree.map(jnp.add, covector, extra), g
 
 
@@ -160,9 +160,9 @@ def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> 
     else:
         f = predict(flow, cloud, data.x)
         value = blocks.potential(flow.feature, probe, data.x, residual(flow, f, data))
-    if flow.regularizer is None:
+    if flow.penalty is None:
         return value
-    return value + flow.regularizer.strength * flow.regularizer.function(probe.particles)
+    return value + flow.penalty.strength * flow.penalty.function(probe.particles)
 
 
 def kernel_operator(

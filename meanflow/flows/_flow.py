@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from meanflow.measures._scaling import Alpha
 
 
-class Regularizer(eqx.Module):
+class Penalty(eqx.Module):
     """The penalty lam * reg(w).
 
     Attributes:
@@ -92,7 +92,7 @@ class Flow(Module):
         space: the geometry of its particles.
         loss: the loss of a prediction.
         scaling: the output scale alpha(m).
-        regularizer: the penalty, or None.
+        penalty: the penalty, or None.
         laws: maps the input dimension to the default laws of an initial cloud; None if there are none.
         chart_type: the coordinates in which solvers step this flow.
         centered: whether the network is f - f_0, with f_0 its prediction at the start of a run.
@@ -103,7 +103,7 @@ class Flow(Module):
     space: Space
     loss: Loss
     scaling: Scaling
-    regularizer: Regularizer | None = None
+    penalty: Penalty | None = None
     laws: Callable[[int | None], dict[str, Law]] | None = eqx.field(static=True, default=None)
     chart_type: type[Chart] = eqx.field(static=True, default=Chart)
     centered: bool = eqx.field(static=True, default=False)
@@ -197,7 +197,7 @@ class Flow(Module):
         The space knows what its points obey at any time, the feature what is conserved while nothing is penalised.
         """
         held = self.space.invariant()
-        if held is None and self.regularizer is None:
+        if held is None and self.penalty is None:
             held = self.feature.invariant(self.space)
         return held
 
@@ -262,8 +262,8 @@ def make_flow(
         chart: the coordinates in which solvers step the flow.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
     """
-    regularizer = None if penalty is None else Regularizer(canonical(penalty[0]), floating(penalty[1]))
-    return Flow(feature, space, Loss(loss), Scaling(alpha), regularizer, laws, chart, centered)
+    weighted = None if penalty is None else Penalty(canonical(penalty[0]), floating(penalty[1]))
+    return Flow(feature, space, Loss(loss), Scaling(alpha), weighted, laws, chart, centered)
 
 
 def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
@@ -273,10 +273,10 @@ def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
     if isinstance(data, equation.Population):
         data.check(flow)
     flow.loss.check(flow.feature.output_shape(cloud), data.y)
-    if flow.regularizer is not None:
+    if flow.penalty is not None:
         leaves, structure = jax.tree.flatten(cloud.particles)
         shapes = tuple((np.shape(u), jnp.result_type(u)) for u in leaves)
-        _check_penalty(flow.regularizer.function, structure, shapes)
+        _check_penalty(flow.penalty.function, structure, shapes)
     return flow
 
 

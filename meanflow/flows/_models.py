@@ -25,7 +25,7 @@ from meanflow.measures._cloud import Neurons
 from meanflow.measures._scaling import Alpha, Scaling
 
 # a function of the particles, and the strength lam that multiplies it
-Penalty = tuple[Callable[[Neurons], jax.Array], float | jax.Array]
+PenaltyPair = tuple[Callable[[Neurons], jax.Array], float | jax.Array]
 
 
 def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -62,7 +62,7 @@ def vanilla(
     inner: bool | float | Float[ArrayLike, "*m"] = True,
     outer: bool | float | Float[ArrayLike, "*m"] = True,
     centered: bool = False,
-    penalty: Penalty | None = None,
+    penalty: PenaltyPair | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . x): gradient flow in flat (a, b).
 
@@ -141,7 +141,7 @@ def batchnorm(
     affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
-    penalty: Penalty | None = None,
+    penalty: PenaltyPair | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . (x - mean) / |b_i|_S) in flat raw (a, b).
 
@@ -206,5 +206,5 @@ def batchnorm_manifold(
     """
     flow = batchnorm(activation, loss, mean, covariance, **options)
     feature = cast(BatchNormed, flow.feature)
-    space = BatchNormManifold(feature.sigma)
+    space = BatchNormManifold(feature.covariance)
     return dataclasses.replace(flow, feature=feature.on_manifold(), space=space)

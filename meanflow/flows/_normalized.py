@@ -33,13 +33,13 @@ class BatchNormed(TwoLayer):
     part of a raw b never moves; a raw b needs |b|_S > 0 only. On the manifold bb lies in range(S).
 
     Attributes:
-        mean: (d,), sigma: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
+        mean: (d,), covariance: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
         raw: whether b is normalized here.
         affine: whether neurons have a scale and a shift (``BatchNormNeurons``).
     """
 
     mean: jax.Array | None
-    sigma: jax.Array | None
+    covariance: jax.Array | None
     raw: bool = eqx.field(static=True)
     affine: bool = eqx.field(static=True)
 
@@ -47,34 +47,34 @@ class BatchNormed(TwoLayer):
         self,
         activation: Activation,
         mean: jax.Array | None,
-        sigma: jax.Array | None,
+        covariance: jax.Array | None,
         raw: bool,
         scaling: Scaling | None = None,
         affine: bool = False,
     ) -> None:
         super().__init__(activation, scaling)
-        self.mean, self.sigma, self.raw, self.affine = mean, sigma, raw, affine
+        self.mean, self.covariance, self.raw, self.affine = mean, covariance, raw, affine
         self.record = BatchNormNeurons if affine else Neurons
 
     def bind(self, data: Dataset) -> "BatchNormed":
         """Take mean and covariance (1/N) of the data where they were not given."""
-        if self.mean is not None and self.sigma is not None:
+        if self.mean is not None and self.covariance is not None:
             return self
         if data.x.ndim != 2:
             raise ValueError(f"x must have shape (n, d) under batch norm, got {data.x.shape}")
-        mean, sigma = data.moments()
+        mean, covariance = data.moments()
         mean = mean if self.mean is None else self.mean
-        sigma = sigma if self.sigma is None else self.sigma
-        return BatchNormed(self.activation, mean, sigma, self.raw, self.scaling, self.affine)
+        covariance = covariance if self.covariance is None else self.covariance
+        return BatchNormed(self.activation, mean, covariance, self.raw, self.scaling, self.affine)
 
     def on_manifold(self) -> "BatchNormed":
         """Return the feature of the same neurons on the manifold, where b is normalized already."""
-        return BatchNormed(self.activation, self.mean, self.sigma, False, self.scaling, self.affine)
+        return BatchNormed(self.activation, self.mean, self.covariance, False, self.scaling, self.affine)
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError without bound statistics of the right shape, d >= 2 and |b|_S > 0."""
         TwoLayer.check(self, cloud, x)
-        if self.mean is None or self.sigma is None:
+        if self.mean is None or self.covariance is None:
             raise ValueError(
                 "this batch-norm flow has no statistics yet; call flow.bind(data) first or pass mean= and covariance="
             )
@@ -84,13 +84,13 @@ class BatchNormed(TwoLayer):
                 "batch norm needs inputs of dimension d >= 2 (for d = 1 Omega is two points), got d = 1"
             )
         _checks.shape("mean", self.mean, (d,))
-        _checks.shape("covariance", self.sigma, (d, d))
+        _checks.shape("covariance", self.covariance, (d, d))
         _checks.finite("mean", self.mean)
-        _checks.finite("covariance", self.sigma)
+        _checks.finite("covariance", self.covariance)
         if self.affine:
             for name in ("scale", "shift"):
                 _checks.shape(f"particles.{name}", getattr(cloud.particles, name), (cloud.size,))
-        counts = _checks.concrete(_count_still(cloud.particles.b, self.sigma))
+        counts = _checks.concrete(_count_still(cloud.particles.b, self.covariance))
         if counts is None:
             return
         if counts[0]:
@@ -103,8 +103,8 @@ class BatchNormed(TwoLayer):
 
     def statistics(self) -> tuple[jax.Array, jax.Array]:
         """Return mean and covariance, which are bound before anything is computed."""
-        assert self.mean is not None and self.sigma is not None
-        return self.mean, self.sigma
+        assert self.mean is not None and self.covariance is not None
+        return self.mean, self.covariance
 
     def inputs(self, x: jax.Array) -> jax.Array:
         """Return x - mean."""
@@ -140,15 +140,15 @@ class BatchNormed(TwoLayer):
         Inputs are centered. Raw neurons and those on the manifold have the same kernel, |bb|^2/c^2 = 1/|b|_S^2.
         Trainable scales and shifts add a a' s' s' (t t' + 1).
         """
-        b, sigma = cloud.particles.b, self.statistics()[1]
+        b, covariance = cloud.particles.b, self.statistics()[1]
         if type(space) is not (Space if self.raw else BatchNormManifold):
             return None
         of_manifold = lambda: jnp.sum(b**2, axis=-1) / norms(cloud) ** 2
-        rate = omega.sigma_norm(b, sigma)[:, 0] ** -2 if self.raw else of_manifold()
+        rate = omega.sigma_norm(b, covariance)[:, 0] ** -2 if self.raw else of_manifold()
         if self.affine:
             rate = rate * cloud.particles.scale**2
         bb, x, z = self.directions(cloud), self.inputs(x), self.inputs(z)
-        normal = bb @ sigma
+        normal = bb @ covariance
         pre_x, pre_z = x @ bb.T, z @ bb.T
         (value_x, slope_x), (value_z, slope_z) = (
             self._activate(self.shifted(cloud, u)) for u in (pre_x, pre_z)
@@ -180,14 +180,16 @@ class BatchNormed(TwoLayer):
 
 
 @jax.jit
-def _count_still(b: jax.Array, sigma: jax.Array) -> jax.Array:
+def _count_still(b: jax.Array, covariance: jax.Array) -> jax.Array:
     """Return how many of the vectors b (m, d) are zero, and along how many the inputs do not vary, beyond rounding.
 
     On the device, so that two numbers come to the host for a check and not all of b.
     """
     # what is left of b'Sb by rounding, in a product and in S itself
-    variance = jnp.sum(b * (b @ sigma), axis=-1)
-    terms = jnp.sum(jnp.abs(b) * (jnp.abs(b) @ jnp.abs(sigma)), axis=-1)
-    left = jnp.maximum(b.shape[-1] * terms, jnp.max(jnp.diagonal(sigma)) * jnp.sum(jnp.square(b), axis=-1))
-    still = variance <= jnp.finfo(sigma.dtype).eps * left
+    variance = jnp.sum(b * (b @ covariance), axis=-1)
+    terms = jnp.sum(jnp.abs(b) * (jnp.abs(b) @ jnp.abs(covariance)), axis=-1)
+    left = jnp.maximum(
+        b.shape[-1] * terms, jnp.max(jnp.diagonal(covariance)) * jnp.sum(jnp.square(b), axis=-1)
+    )
+    still = variance <= jnp.finfo(covariance.dtype).eps * left
     return jnp.stack([jnp.sum(jnp.all(b == 0, axis=-1)), jnp.sum(still)])

@@ -179,22 +179,22 @@ class BatchNormManifold(Space):
     raw neurons b = c bb/|bb| for any bb, so that nothing else depends on the rank.)
 
     Attributes:
-        sigma: (d, d) covariance of the inputs, or None until ``bind``.
+        covariance: (d, d) covariance of the inputs, or None until ``bind``.
         null: (d, d) projector on the null space of the covariance; None if that is regular, or not known yet.
     """
 
-    sigma: jax.Array | None
+    covariance: jax.Array | None
     null: jax.Array | None
 
     def __init__(self, covariance: jax.Array | None = None) -> None:
-        self.sigma = None if covariance is None else COVARIANCE("covariance", covariance)
-        if self.sigma is not None:
-            _checks.shape("covariance", self.sigma, (None, None))
-        self.null = None if self.sigma is None else omega.null_projector(self.sigma)
+        self.covariance = None if covariance is None else COVARIANCE("covariance", covariance)
+        if self.covariance is not None:
+            _checks.shape("covariance", self.covariance, (None, None))
+        self.null = None if self.covariance is None else omega.null_projector(self.covariance)
 
     def bind(self, data: Dataset) -> Self:
         """Take the covariance of the data unless one was given."""
-        if self.sigma is not None:
+        if self.covariance is not None:
             return self
         return type(self)(data.moments()[1])
 
@@ -202,10 +202,10 @@ class BatchNormManifold(Space):
         """Raise ValueError unless labels are positive norms and the particles lie on Omega."""
         if cloud.labels is not None:
             _checks.at_least("labels (the norms c = |b|)", cloud.labels, 0.0, strict=True)
-        if self.sigma is None:
+        if self.covariance is None:
             return
         hint = "meanflow.geometry.project maps raw neurons there"
-        length = _checks.concrete(omega.sigma_norm(cloud.particles.b, self.sigma))
+        length = _checks.concrete(omega.sigma_norm(cloud.particles.b, self.covariance))
         if length is not None and np.max(np.abs(length - 1)) > 1e-3:
             raise ValueError(
                 "particles.b must lie on Omega (b' S b = 1), "
@@ -222,9 +222,9 @@ class BatchNormManifold(Space):
         return conserved(lambda cloud: omega.sigma_norm(cloud.particles.b, self._covariance())[:, 0] ** 2)
 
     def _covariance(self) -> jax.Array:
-        if self.sigma is None:
+        if self.covariance is None:
             raise ValueError("Omega needs a covariance; call flow.bind(data) first or pass covariance=")
-        return self.sigma
+        return self.covariance
 
     def from_raw(self, cloud: Cloud) -> Cloud:
         """Map raw (a, b) to (a, T(P b)); the labels are |P b| unless given."""
@@ -245,13 +245,13 @@ class BatchNormManifold(Space):
 
     def cylinder(self, height: jax.Array, angle: jax.Array) -> Neurons:
         """Return a = height and b = T(cos, sin), for inputs in the plane and neurons of raw norm 1."""
-        sigma = self._covariance()
-        if sigma.shape != (2, 2):
+        covariance = self._covariance()
+        if covariance.shape != (2, 2):
             raise ValueError(
-                f"x must have shape (n, 2) for finite volumes, got inputs of {len(sigma)} dimensions"
+                f"x must have shape (n, 2) for finite volumes, got inputs of {len(covariance)} dimensions"
             )
         direction = jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-1)
-        return Neurons(height, omega.normalize(direction, sigma))
+        return Neurons(height, omega.normalize(direction, covariance))
 
     def retract(self, cloud: Cloud, v: Record) -> Record:
         """Return the end of a raw gradient step followed by renormalisation to |b| = c."""

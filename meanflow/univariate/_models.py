@@ -85,9 +85,9 @@ def canonical(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def lifted(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
@@ -99,17 +99,17 @@ def lifted(
     delta -> +inf the adaptive one (the planar flow).
 
     Args:
-        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
         loss, penalty, forces, centered: as in ``canonical``.
+        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
     """
     return _reduced(Lifted(Scaling(alpha)), loss, alpha, penalty, forces, centered)
 
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def planar(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
@@ -124,9 +124,9 @@ def planar(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def radial(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
@@ -141,9 +141,9 @@ def radial(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY, inner=MOVES, outer=MOVES)
 def full(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     inner: bool | float | Shaped[ArrayLike, "*m"] = True,
     outer: bool | float | Shaped[ArrayLike, "*m"] = True,
     penalty: Number | None = None,
@@ -153,8 +153,8 @@ def full(
     """Make the plain gradient flow of f = (1/alpha) sum_i c_i relu(a_i x - b_i) in (a, b, c), eqs. (1), (2).
 
     Args:
-        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
         loss: as in ``canonical``.
+        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
         inner, outer: whether (a, b) and c are trained; (True, False) is planar, (False, True) radial. May be
             arrays of 0 and 1, one per neuron or traced, so that one compiled program covers all three.
         penalty: lam >= 0 of weight decay lam * mean (a^2 + b^2 + c^2)/2, or None; then delta' = -2 lam delta.

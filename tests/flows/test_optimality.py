@@ -30,5 +30,5 @@ def test_certificate_vanishes_at_the_teacher_only():
     residual = np.asarray(mf.predict(flow, other, data.x) - data.y) / 48
     exact = np.abs(residual @ np.tanh(np.asarray(data.x) @ bb.T)).max()
     assert abs(float(found.value) / exact - 1) < 1e-6
-    raw = mf.batchnorm("tanh", mean=flow.feature.mean, covariance=flow.feature.sigma)
+    raw = mf.batchnorm("tanh", mean=flow.feature.mean, covariance=flow.feature.covariance)
     assert abs(float(certificate(raw, mf.geometry.lift(other), data, count=20_000).value) / exact - 1) < 1e-6

@@ -37,7 +37,7 @@ def plain_network(model, flow, cloud, x):
         if model != "vanilla":
             inputs = x - flow.feature.mean[None]
             if model == "batchnorm":
-                b = b / jnp.sqrt(jnp.einsum("id,de,ie->i", b, flow.feature.sigma, b))[:, None]
+                b = b / jnp.sqrt(jnp.einsum("id,de,ie->i", b, flow.feature.covariance, b))[:, None]
         return jnp.tanh(inputs @ b.T) @ w.a / cloud.size**0.5
 
     return f

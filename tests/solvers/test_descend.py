@@ -26,7 +26,7 @@ def test_euler_is_gradient_descent_with_the_mapped_learning_rate(clock, width):
     assert largest_gap(euler.particles, descent.particles) < 1e-14
 
     def loss(w):
-        z = (data.x - flow.feature.mean[None]) @ mf.geometry.normalize(w.b, flow.feature.sigma).T
+        z = (data.x - flow.feature.mean[None]) @ mf.geometry.normalize(w.b, flow.feature.covariance).T
         return 0.5 * data.weights @ (jnp.mean(w.a[None] * jnp.tanh(z), axis=1) - data.y) ** 2
 
     rate = h if clock == "gradient" else h * width
@@ -43,7 +43,7 @@ def test_optimisers_and_momentum_match_optax(model):
     run = mf.descend(flow, cloud, data, 10, optimizer=optimizer)
     assert float(run.ts[-1]) == 10
     if model == "batchnorm_manifold":  # stays on Omega although Adam's updates are not tangent
-        length = omega.sigma_norm(run.final.particles.b, flow.feature.sigma)
+        length = omega.sigma_norm(run.final.particles.b, flow.feature.covariance)
         np.testing.assert_allclose(length, 1, rtol=1e-13)
         return
     w, state = cloud.particles, optimizer.init(cloud.particles)

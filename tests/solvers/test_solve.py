@@ -42,8 +42,10 @@ def test_norms_and_omega_are_conserved():
     norms = [jnp.linalg.norm(c.particles.b, axis=1) for c in (cloud, sol.final)]
     np.testing.assert_allclose(norms[1], norms[0], rtol=1e-9)
     manifold = mf.batchnorm_manifold("tanh").bind(data)
-    there = mf.solve(manifold, mf.geometry.project(cloud, flow.feature.sigma), data, 5.0, **TIGHT)
-    np.testing.assert_allclose(omega.sigma_norm(there.final.particles.b, flow.feature.sigma), 1, rtol=1e-9)
+    there = mf.solve(manifold, mf.geometry.project(cloud, flow.feature.covariance), data, 5.0, **TIGHT)
+    np.testing.assert_allclose(
+        omega.sigma_norm(there.final.particles.b, flow.feature.covariance), 1, rtol=1e-9
+    )
     np.testing.assert_allclose(
         mf.predict(manifold, there.final, data.x), mf.predict(flow, sol.final, data.x), atol=1e-8
     )

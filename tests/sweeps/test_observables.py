@@ -35,8 +35,8 @@ MODELS = {
     "vanilla": (mf.vanilla("relu"), PLANE, {}),
     "batchnorm": (mf.batchnorm("relu"), PLANE, {}),
     "manifold": (mf.batchnorm_manifold("relu"), PLANE, {}),
-    "lifted": (mf.lifted("sqrt"), LINE, {"labels": 1.0}),
-    "full": (mf.full("sqrt"), LINE, {}),
+    "lifted": (mf.lifted(alpha="sqrt"), LINE, {"labels": 1.0}),
+    "full": (mf.full(alpha="sqrt"), LINE, {}),
 }
 
 

@@ -155,7 +155,7 @@ def test_27_is_the_jacobian_gram_only_after_the_factor_m_over_alpha_squared(key)
     # means over the neurons in the place of the expectations of (27)
     printed = (feature @ feature.T + (jnp.outer(x, x) + 1) * ((active * c[None, :] ** 2) @ active.T)) / m
     np.testing.assert_allclose(printed * (m / alpha**2), truth, rtol=1e-13)
-    ours = mf.tangent_kernel(mf.full(alpha), mf.Cloud(mf.Affine(a, b, c)), x) / m
+    ours = mf.tangent_kernel(mf.full(alpha=alpha), mf.Cloud(mf.Affine(a, b, c)), x) / m
     np.testing.assert_allclose(ours, truth, rtol=1e-13)
     assert jnp.max(jnp.abs(printed - truth)) > 0.5
 

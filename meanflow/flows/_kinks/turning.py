@@ -35,7 +35,7 @@ class Field(NamedTuple):
     """The frozen forces on the planes, and the covariance (d, d) that normalizes neurons."""
 
     forces: Forces
-    sigma: Float[Array, "d d"]
+    covariance: Float[Array, "d d"]
 
 
 class Turners(NamedTuple):
@@ -69,18 +69,18 @@ class _Held(NamedTuple):
 Rate = tuple[Vector, Float[Array, "m d"], Float[Array, "m k"]]
 
 
-def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], sigma: jax.Array) -> tuple[jax.Array, ...]:
+def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], covariance: jax.Array) -> tuple[jax.Array, ...]:
     """Return s, F and xi, without planes that are slid on."""
     # s = |b|_S (m,), F = g.b/s (m,), xi = g - (F/s) S b (m, d): <xi, b> = g.b - F s = 0, which keeps |b|
-    image = b @ sigma
+    image = b @ covariance
     scale = jnp.sqrt(jnp.sum(b * image, axis=-1))
     work = jnp.sum(b * force, axis=-1) / scale
     return scale, work, force - (work / scale)[:, None] * image
 
 
-def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> Rate:
+def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, covariance: jax.Array) -> Rate:
     """Return a', b' and lam."""
-    scale, work, turn = _turn(b, held.force, sigma)
+    scale, work, turn = _turn(b, held.force, covariance)
     # lam solves <x_k, xi> = 0 on the planes that are slid on, so that b' has no part along their normals
     pull = contacts.pull(held.kinks, turn)
     mixed = filippov.hold(held.kinks.gram, held.free, held.table, pull)
@@ -90,7 +90,7 @@ def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> R
 
 
 def _step(
-    a: Vector, b: Float[Array, "m d"], time: Vector, held: _Held, sigma: jax.Array
+    a: Vector, b: Float[Array, "m d"], time: Vector, held: _Held, covariance: jax.Array
 ) -> tuple[Vector, Float[Array, "m d"]]:
     """Take one Runge-Kutta step of order 4, scaled back to |b|.
 
@@ -100,7 +100,7 @@ def _step(
     def stage(carry: tuple, row: jax.Array) -> tuple[tuple, None]:
         (end, turned), (rate_a, rate_b) = carry
         reach, weight = row[0] * time, row[1] * time
-        now = _rate(a + reach * rate_a, b + reach[:, None] * rate_b, held, sigma)[:2]
+        now = _rate(a + reach * rate_a, b + reach[:, None] * rate_b, held, covariance)[:2]
         return ((end + weight * now[0], turned + weight[:, None] * now[1]), now), None
 
     # the exact motion keeps |b|, the method only to its order: without the scaling |b| would drift over many steps
@@ -111,11 +111,11 @@ def _step(
 
 def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple[Turners, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    forces, sigma = field
+    forces, covariance = field
     now, freed = turners.contacts, turners.freed
     kinks = contacts.touch(now, forces, turners.left > 0)
     force = force_of(now.side, forces)
-    _, work, turn = _turn(turners.b, force, sigma)
+    _, work, turn = _turn(turners.b, force, covariance)
     # a = 0: the sign it is about to have, as a' = -F
     sign = jnp.sign(jnp.where(turners.a == 0, -work, turners.a))
     # a plane whose lam has just come to a bound is left to that side; the rule is not asked again, since rounding
@@ -136,19 +136,19 @@ def _move(
     turners: Turners, decision: Decision, held: _Held, field: Field, is_real: Bool[Array, " m"]
 ) -> tuple[Turners, Counts]:
     """Move every neuron to its next event or to the end of its time; those without time left stay."""
-    forces, sigma = field
+    forces, covariance = field
     a, b, z, before, _, left = turners
     side = decision.side
     m, n = z.shape
     k = before.slots.shape[1]
     time = jnp.maximum(left, 0.0)
-    path = lambda when: _step(a, b, when, held, sigma)
+    path = lambda when: _step(a, b, when, held, covariance)
 
     # a trial step over all the time left shows which events lie on the way
     # (times are found without derivatives; one Newton step at the end has them all)
-    begin = jax.lax.stop_gradient(_rate(a, b, held, sigma))
+    begin = jax.lax.stop_gradient(_rate(a, b, held, covariance))
     end_a, end_b = jax.lax.stop_gradient(path(time))
-    finish = jax.lax.stop_gradient(_rate(end_a, end_b, held, sigma))
+    finish = jax.lax.stop_gradient(_rate(end_a, end_b, held, covariance))
     sides = side.astype(z.dtype)
     # heights side * <x, b> (m, n) at both ends, and slopes over the whole step: the data of a cubic for each plane
     z0 = sides * jax.lax.stop_gradient(z)
@@ -196,7 +196,7 @@ def _move(
     def margin(when: Vector) -> Vector:
         """Return the gauge at a time on the way."""
         now_a, now_b = path(when)
-        return gauge(now_a, now_b, _rate(now_a, now_b, held, sigma)[2])
+        return gauge(now_a, now_b, _rate(now_a, now_b, held, covariance)[2])
 
     ends = gauge(a, b, begin[2]), gauge(end_a, end_b, finish[2])
     found = jax.lax.stop_gradient(_root(margin, time, *ends, jnp.where(exits, first, 1.0)))

@@ -159,9 +159,9 @@ class TwoLayerMotion(FrozenMotion):
         outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
         self.rates = passage.Rates(inner, outer, cloud.weights > 0)
         self.decay = None
-        if flow.regularizer is not None:
-            decays = quadratic_decay(flow.regularizer.function, self.normal.shape[1])
-            self.decay = jnp.asarray(decays, dtype) * flow.regularizer.strength * speed
+        if flow.penalty is not None:
+            decays = quadratic_decay(flow.penalty.function, self.normal.shape[1])
+            self.decay = jnp.asarray(decays, dtype) * flow.penalty.strength * speed
 
     def raw(self, particles: Neurons) -> Float[Array, "m d"]:
         """Return the inner weights that move."""
@@ -307,22 +307,22 @@ class NormalizedMotion(TwoLayerMotion):
     On the manifold a neuron bb with label c moves as the raw one b = c bb/|bb| does.
 
     Attributes:
-        sigma: (d, d) covariance.
+        covariance: (d, d) covariance.
         norms: (m,) the labels on the manifold, None for raw neurons.
     """
 
-    sigma: Float[Array, "d d"]
+    covariance: Float[Array, "d d"]
     norms: Float[Array, " m"] | None
     spaces: ClassVar[tuple[type[Space], ...]] = (Space, BatchNormManifold)
 
     def __init__(self, problem: Problem, feature: BatchNormed) -> None:
-        if problem.chart.flow.regularizer is not None:
+        if problem.chart.flow.penalty is not None:
             raise ValueError(
                 "solver='sliding' solves flows under batch norm without a penalty, "
-                f"got {problem.chart.flow.regularizer.function}; use fixed steps with another solver"
+                f"got {problem.chart.flow.penalty.function}; use fixed steps with another solver"
             )
         super().__init__(problem, feature)
-        self.sigma = feature.statistics()[1]
+        self.covariance = feature.statistics()[1]
         self.norms = None if feature.raw else norms(problem.chart.base)
 
     def raw(self, particles: Neurons) -> Float[Array, "m d"]:
@@ -333,14 +333,19 @@ class NormalizedMotion(TwoLayerMotion):
 
     def particles(self, a: Float[Array, " m"], b: Float[Array, "m d"]) -> Neurons:
         """Return raw neurons, or those on the manifold."""
-        return Neurons(a, b if self.norms is None else omega.normalize(b, self.sigma))
+        return Neurons(a, b if self.norms is None else omega.normalize(b, self.covariance))
 
     def predict(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
         """Return the predictions f_j: normalizing divides what a neuron counts by |b|_S."""
         b = self.raw(particles)
-        return super().predict(Neurons(particles.a / omega.sigma_norm(b, self.sigma)[:, 0], b), state)
+        return super().predict(Neurons(particles.a / omega.sigma_norm(b, self.covariance)[:, 0], b), state)
 
     def way(self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces) -> Way:
         """Return the sub-step: from event to event in steps of order 4."""
         turners = Turners(*weights, here, jnp.zeros_like(here.came), clock)
-        return passage.Steps(turning.advance), turners, self.rates.is_real, turning.Field(forces, self.sigma)
+        return (
+            passage.Steps(turning.advance),
+            turners,
+            self.rates.is_real,
+            turning.Field(forces, self.covariance),
+        )

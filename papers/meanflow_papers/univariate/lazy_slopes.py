@@ -63,7 +63,7 @@ def _turn_until_fitted(
     sign = jnp.ones_like(theta)
     both = jnp.concatenate([theta, theta])
     cloud = Cloud(Affine(jnp.cos(both), -jnp.sin(both), jnp.concatenate([sign, -sign])))
-    flow = uni.full(alpha)
+    flow = uni.full(alpha=alpha)
     run = solve(flow, cloud, data, end, ts=ts, observe=turned, solver="sliding", step=0.3, clock="lazy")
     fitted = run.energy < 1e-3 * 0.5 * jnp.sum(data.y**2)
     return run.observed[jnp.argmax(fitted)], fitted[-1]

@@ -119,7 +119,7 @@ def train(
     def run(
         w: Affine, inner: Rate, outer: Rate, kappa: Rate
     ) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
-        flow = uni.full(alpha, inner=inner, outer=outer)
+        flow = uni.full(alpha=alpha, inner=inner, outer=outer)
         step = kappa if refresh is None else KernelStep(kappa, refresh)
         out = descend(
             flow, Cloud(w), data, epochs, step=step, every=epochs // saves, observe=see, clock="gradient"
