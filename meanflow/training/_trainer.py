@@ -152,8 +152,8 @@ class Trainer:
         self.batch_size, self.watch, self.ensemble, self.mesh = batch_size, watch, loop == "ensemble", mesh
         if mesh is not None and (len(mesh.axis_names) != 1 or batch_size % mesh.size or self.ensemble):
             raise ValueError(
-                f"mesh must have one axis whose length divides batch_size = {batch_size}, and loop must not be 'ensemble' with "
-                f"it, got axes {dict(mesh.shape)} and loop = {loop!r}"
+                f"mesh must have one axis whose length divides batch_size = {batch_size}, and loop must not be "
+                f"'ensemble' with it, got axes {dict(mesh.shape)} and loop = {loop!r}"
             )
         # shapes alone: the structure of the network is known without drawing its weights
         network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))

@@ -8,9 +8,9 @@ from helpers import largest_gap, problem, ring_problem
 from scipy import optimize
 
 import meanflow as mf
-from meanflow.flows._free_energy import free_energy
 from meanflow.flows import make_flow
 from meanflow.flows._features import TwoLayer
+from meanflow.flows._free_energy import free_energy
 from meanflow.geometry import Space
 from meanflow.measures import laws
 from meanflow.solvers._dynamics import Langevin
