@@ -86,6 +86,7 @@ def differential(
     """
     g = None
     if isinstance(data, Population):
+        # V is a function of each particle alone: one pullback of ones gives all their differentials
         value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
         covector = along(jnp.ones_like(value))[0]
     else:
@@ -96,6 +97,7 @@ def differential(
         covector = pull(g)
     if flow.penalty is None:
         return covector, g
+    # the penalty too acts particle by particle
     value, pullback = jax.vjp(flow.penalty.function, cloud.particles)
     extra = pullback(jnp.full_like(value, flow.penalty.strength))[0]
     return jax.tree.map(jnp.add, covector, extra), g
@@ -192,6 +194,7 @@ def tangent_kernel(
     if not shape:
         return kernel.T
     whole = kernel.reshape(*unit.shape[1:], *kernel.shape[1:]).transpose(2, 0, 3, 1)
+    # without a form of its own the feature is differentiated for all pairs of outputs, whichever are asked for
     if outputs == "full":
         return whole
     diagonal = jnp.diagonal(whole, axis1=2, axis2=3)

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from meanflow.flows._motion import FrozenMotion
     from meanflow.flows._problem import Problem
 
-# numbers of an array over samples and neurons: of one block; up to which all neurons are treated at once where inputs
-# have at most CHEAP dimensions; and where they have more (``meanflow bench flows.blocks`` measures it)
+# Numbers of an array over samples and neurons, as ``meanflow bench flows.blocks`` measures them: BLOCK in one block (it
+# stays in the cache of a processor), CACHED up to which all neurons are treated at once where inputs have at most CHEAP
+# dimensions, LARGEST where they have more and products are dearer to compute twice.
 BLOCK, CACHED, LARGEST, CHEAP = 2**20, 2**22, 2**26, 32
 
 Pull = Callable[[jax.Array], PyTree[jax.Array]]
@@ -263,6 +264,7 @@ class TwoLayer(Feature):
         """Return predictions and covectors; k outputs are matrix products, without the (n, m, k) features."""
         if cloud.particles.a.ndim == 1:
             return Feature.linearize(self, cloud, x)
+        # phi is linear in a, so that only the hidden layer is differentiated; the covector of a is a product with it
         hidden, pullback = jax.vjp(lambda w: self.hidden(cloud.at(w), x), cloud.particles)
         a = self.amplitudes(cloud)
 
@@ -282,6 +284,7 @@ class TwoLayer(Feature):
         """
         if type(space) not in (Space, LayerRates):
             return None
+        # for x = z the activations are computed once; the same array on both sides also saves ``weighted_gram`` a pass
         same, b = z is x, cloud.particles.b
         x, z = self.inputs(x), self.inputs(z)
         value_x, slope_x = self._activate(x @ b.T)
@@ -327,6 +330,8 @@ class TwoLayer(Feature):
         count = a.shape[1]
         if outputs == "trace":
             return count * outer + inner(scale * jnp.sum(a**2, axis=1))
+        # Two outputs share the outer part only if they are the same one, since a_c moves output c alone. The inner part
+        # has a_c a_d for any two, as b moves all of them.
         # one product of (n, m) arrays for each pair of outputs: together they would take k^2 times the memory
         if outputs == "diagonal":
             return outer[:, :, None] + jnp.moveaxis(jax.lax.map(inner, (scale[:, None] * a**2).T), 0, -1)

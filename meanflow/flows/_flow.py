@@ -180,6 +180,7 @@ class Flow(Module):
             return self.space.from_raw(sample(key, width, self.feature.record, chosen, labels=labels))
         if width % 2 or name is None:
             raise ValueError(f"paired needs an even width and a feature with an amplitude, got width {width}")
+        # f_0 = 0 exactly: both of a pair have the same inner weights, and amplitudes of opposite sign
         half = sample(key, width // 2, self.feature.record, chosen)
         twice = jax.tree.map(lambda u: jnp.repeat(u, 2, axis=0), half.particles)
         amplitude = getattr(twice, name)
@@ -266,7 +267,7 @@ def make_flow(
     return Flow(feature, space, Loss(loss), Scaling(alpha), weighted, laws, chart, centered)
 
 
-def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
+def bind_and_check(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
     """Bind a flow to the data and check that cloud, data and flow fit together; the entry of all public functions."""
     flow = flow.bind(data)
     flow.check(cloud, data.x)
@@ -303,6 +304,11 @@ INPUTS = array((None,), (None, None), squares=True)
 def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> Float[Array, n * k]:
     """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
 
+    Args:
+        flow: the model.
+        cloud: its neurons.
+        x: inputs (n,) or (n, d).
+
     >>> import jax, meanflow as mf
     >>> flow = mf.vanilla("tanh")
     >>> cloud = flow.init(jax.random.key(0), 8, dim=2)
@@ -316,8 +322,14 @@ def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> F
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
 def energy(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
-    """Return E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar."""
-    return _energy(prepare(flow, cloud, data), cloud, data)
+    """Return E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar.
+
+    Args:
+        flow: the model; statistics that it lacks are those of the data.
+        cloud: its neurons.
+        data: training data.
+    """
+    return _energy(bind_and_check(flow, cloud, data), cloud, data)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
@@ -326,8 +338,13 @@ def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m 
 
     It equals -(1/p_i) C dE/dw_i, but is computed without dividing by p_i, so padding moves as test particles do.
     Cost O(n m d).
+
+    Args:
+        flow: the model; statistics that it lacks are those of the data.
+        cloud: its neurons.
+        data: training data.
     """
-    return _velocity(prepare(flow, cloud, data), cloud, data)
+    return _velocity(bind_and_check(flow, cloud, data), cloud, data)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, reaction=number(low=0), conserve=flag)
@@ -336,11 +353,13 @@ def dissipation(
 ) -> Float[Array, ""]:
     """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure.
 
-    With a ``reaction`` rate beta weights move as well, and beta sum_i p_i (V(w_i) - <V>)^2 is added; ``conserve=False``
-    leaves out <V>, as for a flow of free mass.
+    Args:
+        flow, cloud, data: as in ``energy``.
+        reaction: the rate beta at which weights move as well, which adds beta sum_i p_i (V(w_i) - <V>)^2.
+        conserve: False leaves out <V>, as for a flow of free mass.
     """
     still = isinstance(reaction, float | int) and reaction == 0
-    return _dissipation(prepare(flow, cloud, data), cloud, data, None if still else reaction, conserve)
+    return _dissipation(bind_and_check(flow, cloud, data), cloud, data, None if still else reaction, conserve)
 
 
 @_checks.arguments(
@@ -352,11 +371,15 @@ def dissipation(
 def first_variation(
     flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k ..."]]
 ) -> Float[Array, " k"]:
-    """Return V(w) = dE/dmu at the particles ``probes`` (a record with leading axis k, or a Cloud); shape (k,).
+    """Return V(w) = dE/dmu at the particles ``probes``, shape (k,).
 
     At a minimiser V is constant (zero for these homogeneous features) on the support and nowhere smaller.
+
+    Args:
+        flow, cloud, data: as in ``energy``.
+        probes: particles of the model, a record with leading axis k or a Cloud, whose weights do not matter.
     """
-    flow = prepare(flow, cloud, data)
+    flow = bind_and_check(flow, cloud, data)
     probe = probes if isinstance(probes, Cloud) else Cloud(probes, width=cloud.width)
     flow.check(probe, data.x)
     return _first_variation(flow, cloud, data, probe)
@@ -377,12 +400,18 @@ def tangent_kernel(
 ) -> Float[Array, "n k *outputs"]:
     """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
 
-    For k outputs K(x, z) is a k x k matrix for each pair: ``outputs="full"`` gives (n_x, n_z, k, k), ``"diagonal"`` the
-    entries of equal outputs (n_x, n_z, k), and ``"trace"`` their sum (n_x, n_z), as in ``kernels.empirical_ntk``.
-
     Under the mean-field clock predictions obey f' = -K (q l'). The built-in models sum products of their activations
     over neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is
     differentiated ``chunk`` columns at a time, in O(n_x n_z m d) operations and O(chunk n m) memory.
+
+    Args:
+        flow: the model, bound to its statistics.
+        cloud: its neurons.
+        x, z: inputs (n_x, d) and (n_z, d), or without the last axis.
+        outputs: for k outputs K(x, z) is a k x k matrix for each pair: ``"full"`` gives (n_x, n_z, k, k),
+            ``"diagonal"`` the entries of equal outputs (n_x, n_z, k), and ``"trace"`` their sum (n_x, n_z), as in
+            ``kernels.empirical_ntk``.
+        chunk: how many columns are differentiated at a time.
     """
     left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
     for inputs in (left,) if right is None else (left, right):

@@ -40,6 +40,12 @@ def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> C
 
     With k outputs F(b) is a vector, V(a, b) = <a, F(b)>, and |F| its Euclidean norm. The maximum over finitely many
     directions is a lower bound of the true one. Cost O(count n d).
+
+    Args:
+        flow: a two-layer model with a convex loss.
+        cloud: its neurons.
+        data: training data.
+        count: number of directions.
     """
     flow = flow.bind(data)
     dim = cloud.particles.b.shape[1]

@@ -99,6 +99,7 @@ class Space(Module):
         space has an ``exp`` of its own, and found by differentiating ``cometric`` and ``log_volume`` where steps are
         additions.
         """
+        # geodesics have the drift built in: a step that follows them must not add it again
         if self._is_flat() or type(self).exp is not Space.exp:
             return jax.tree.map(jnp.zeros_like, cloud.particles)
         return ito_drift(self, cloud)

@@ -109,6 +109,7 @@ class Cloud(Module):
             _checks.finite(f"particles.{name}", leaf)
         dtype = jnp.result_type(*leaves)
         weights = jnp.full((size,), 1.0 / size, dtype) if weights is None else weights
+        # weights may be coarser than the particles: rounding of either is allowed for in their sum
         given = _checks.array((size,), low=0.0)("weights", weights)
         eps = max(float(jnp.finfo(u).eps) for u in (given.dtype, dtype))
         weights = given.astype(dtype)

@@ -90,14 +90,23 @@ def _ordered(low: float, high: float) -> None:
 
 @_checks.arguments(low=_checks.number(), high=_checks.number())
 def uniform(low: float = -1.0, high: float = 1.0) -> Law:
-    """Return the uniform law on (low, high)."""
+    """Return the uniform law on (low, high).
+
+    Args:
+        low, high: ends of the interval.
+    """
     _ordered(low, high)
     return Law(1, lambda u: low + (high - low) * u[:, 0])
 
 
 @_checks.arguments(scale=_checks.number(low=0), dim=_checks.optional(_checks.count(1)))
 def normal(scale: float = 1.0, dim: int | None = None) -> Law:
-    """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim."""
+    """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim.
+
+    Args:
+        scale: standard deviation.
+        dim: dimension of a vector; None for a number.
+    """
 
     def transform(u: jax.Array) -> jax.Array:
         z = scale * jax.scipy.special.ndtri(u)
@@ -108,25 +117,42 @@ def normal(scale: float = 1.0, dim: int | None = None) -> Law:
 
 @_checks.arguments(value=_checks.number())
 def constant(value: float = 0.0) -> Law:
-    """Return the law that always gives ``value``."""
+    """Return the law that always gives ``value``.
+
+    Args:
+        value: the number.
+    """
     return Law(0, lambda u: jnp.full(u.shape[:1], value, u.dtype))
 
 
 @_checks.arguments(scale=_checks.number())
 def signs(scale: float = 1.0) -> Law:
-    """Return the law of +scale or -scale, with probability 1/2 each."""
+    """Return the law of +scale or -scale, with probability 1/2 each.
+
+    Args:
+        scale: size of the numbers.
+    """
     return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype))
 
 
 @_checks.arguments(low=_checks.number(), high=_checks.number())
 def angle(low: float = -np.pi, high: float = np.pi) -> Law:
-    """Return the law of a uniform angle in (low, high), the full circle by default."""
+    """Return the law of a uniform angle in (low, high), the full circle by default.
+
+    Args:
+        low, high: ends of the interval, in radians.
+    """
     return uniform(low, high)
 
 
 @_checks.arguments(dim=_checks.count(2), radius=_checks.number(above=0))
 def sphere(dim: int, radius: float = 1.0) -> Law:
-    """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle."""
+    """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle.
+
+    Args:
+        dim: dimension of the vectors, >= 2.
+        radius: their length.
+    """
     if dim == 2:
 
         def circle(u: jax.Array) -> jax.Array:
@@ -144,7 +170,12 @@ def sphere(dim: int, radius: float = 1.0) -> Law:
 
 @_checks.arguments(dim=_checks.count(2), low=_checks.number(above=0), high=_checks.number(above=0))
 def mixed_scales(dim: int, low: float, high: float) -> Law:
-    """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high)."""
+    """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high).
+
+    Args:
+        dim: dimension of the vectors, >= 2.
+        low, high: bounds of their norms.
+    """
     _ordered(low, high)
     direction = sphere(dim)
 

@@ -29,7 +29,7 @@ from meanflow._checks import (
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows import _observables as observables
-from meanflow.flows._flow import FLOW, Flow, prepare
+from meanflow.flows._flow import FLOW, Flow, bind_and_check
 from meanflow.flows._observables import Observable, Observe
 from meanflow.flows._problem import Problem
 from meanflow.measures import _scaling as scaling
@@ -223,7 +223,7 @@ def solve(
     (True, True)
     """
     flow, cloud = begin(flow, cloud, state)
-    flow = prepare(flow, cloud, data)
+    flow = bind_and_check(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     dtype = cloud.weights.dtype
     start = scalar(t0 if state is None else state.t, dtype)

@@ -20,7 +20,7 @@ from meanflow._numerics import KeyBits, iterate
 from meanflow._reuse import canonical, compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows import _observables as observables
-from meanflow.flows._flow import FLOW, Flow, prepare
+from meanflow.flows._flow import FLOW, Flow, bind_and_check
 from meanflow.flows._observables import Observable, Observe
 from meanflow.flows._problem import Problem, Weighted
 from meanflow.measures import _scaling as scaling
@@ -178,7 +178,7 @@ def descend(
     ((3,), 10.0)
     """
     flow, cloud = begin(flow, cloud, state)
-    bound = prepare(flow, cloud, data)
+    bound = bind_and_check(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     optimizer = canonical(optimizer)  # one made anew finds the program of its like
     if optimizer is None and step is None:

@@ -148,6 +148,7 @@ def glide(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Coun
     those of the shift over the time, say whether there is an event, with one quotient for each plane and no root.
     """
     a, b, force, z, (side, slots, _, _), _, left = walkers
+    # S, w^2 and <x, g> of the closed form in ``cell``
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
     g2 = both * jnp.sum(force * force, axis=-1)
@@ -251,6 +252,7 @@ def _move(
     g2 = both * jnp.sum(force * force, axis=-1)
     planes = jnp.sum(decision.slides, axis=1)
     slides = planes > 0
+    # on d - 1 planes a neuron has one direction left: it meets b = 0, where all other planes are met too
     on_line = (planes == dim - 1) & (dim > 1)
 
     # the next plane: found without derivatives, then its time once more with them
@@ -281,6 +283,7 @@ def _move(
     along = safe_divide(work, reach)
     to_zero = cell.first_root(*coefficients(along, reach, False))
     to_zero = jnp.where(on_line, to_zero, jnp.inf)
+    # all three are values of the monotone clock T of ``cell``: the least is the next event, and one time is enough
     first = jnp.minimum(to_plane, jnp.minimum(to_rest, to_zero))
     time = cell.clock_time(first, g2)
     exits = time < left
@@ -301,6 +304,7 @@ def _move(
     z = jnp.where((after.side == 0) | through[:, None], 0.0, z)
     after = after._replace(side=jnp.where(through[:, None], -after.side, after.side))
 
+    # beyond b = 0 all sides have changed, and with them the force; few neurons get there, so that most events skip it
     def refresh(force: jax.Array) -> jax.Array:
         weight = after.lam * contacts.at(forces.jump, after.slots)
         turned = jnp.sum(weight[:, :, None] * contacts.at(forces.normal, after.slots), axis=1)

@@ -114,6 +114,7 @@ def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple
     forces, covariance = field
     now, freed = turners.contacts, turners.freed
     kinks = contacts.touch(now, forces, turners.left > 0)
+    # the rule works with xi instead of g: along it the neuron turns, and b is tangent to the planes it sits on
     force = force_of(now.side, forces)
     _, work, turn = _turn(turners.b, force, covariance)
     # a = 0: the sign it is about to have, as a' = -F
@@ -200,7 +201,8 @@ def _move(
 
     ends = gauge(a, b, begin[2]), gauge(end_a, end_b, finish[2])
     found = jax.lax.stop_gradient(_root(margin, time, *ends, jnp.where(exits, first, 1.0)))
-    # one more step of Newton's method, with derivatives: the time of the event as a function of everything else
+    # One more step of Newton's method, with derivatives: the time of the event as a function of everything else. With
+    # the slope as a constant the step has the derivative of the root, as the implicit function theorem says.
     gap, slope = jax.jvp(margin, (found,), (jnp.ones_like(found),))
     slope = jax.lax.stop_gradient(slope)
     refined = found - jnp.where(exits & (slope < 0), gap, 0.0) / jnp.where(slope < 0, slope, -1.0)

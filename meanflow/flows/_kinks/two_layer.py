@@ -154,6 +154,7 @@ class TwoLayerMotion(FrozenMotion):
         self.offset = jnp.zeros_like(data.y) if flow.offset is None else flow.offset(data.x)
         ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, dtype)
         self.shares = cloud.weights * ratio
+        # velocities are m/alpha times those of the mean, on the clock of the run
         self.force_scale = ratio * speed
         one = jnp.ones_like(cloud.weights)
         outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
@@ -239,6 +240,7 @@ class TwoLayerMotion(FrozenMotion):
         fading = None if self.decay is None else self._fading(self.decay, time)
         if fading is not None:
             weights, clock = _scaled(weights, fading.before), fading.clock
+        # decay is taken out of the motion, so that the closed forms stand as they are (see ``_fading``)
         forces = planes.freeze(self.normal, state.planes, covector, self.slopes, state.gram)
         end, counts = passage.run(
             *self.way(weights, contacts.touching(state.side, state.slots, clock), clock, forces),
@@ -250,6 +252,7 @@ class TwoLayerMotion(FrozenMotion):
         a, b, z = end.a, end.b, end.z
         if fading is not None:
             a, b, z = _scaled((a, b, z), fading.after)
+        # whoever still has time left ran out of events or of slots: the run is marked, never silently wrong
         side, slots, _, _ = end.contacts
         slides = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
         return self.particles(a, b), state._replace(
@@ -291,14 +294,6 @@ class TwoLayerMotion(FrozenMotion):
         """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
         on = jnp.any(state.slots < self.y.shape[0], axis=1) & self.rates.is_real
         return state.counts.by_name() | {"sliding": jnp.sum(on, dtype=jnp.int32), "planes": state.most}
-
-    def overflow(self, state: Place) -> Bool[Array, ""]:
-        """Return whether a neuron had time left after the last allowed event of some sub-step, or no slot."""
-        return state.overflow
-
-    def with_overflow(self, state: Place, overflow: PyTree) -> Place:
-        """Return the state, marked if ``overflow`` is true."""
-        return state._replace(overflow=state.overflow | overflow)
 
 
 class NormalizedMotion(TwoLayerMotion):
