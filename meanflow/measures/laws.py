@@ -15,17 +15,26 @@ import numpy as np
 from meanflow import _checks
 
 
-@_checks.constructor(size=_checks.count(0), transform=_checks.function)
+@_checks.constructor(
+    size=_checks.count(0),
+    transform=_checks.function,
+    family=_checks.text,
+    parameters=_checks.unchecked("the functions that make laws have checked them"),
+)
 class Law(eqx.Module):
     """A law on R or R^d, as a map from the unit cube.
 
     Attributes:
         size: how many numbers in (0, 1) one value consumes.
         transform: maps (k, size) such numbers to (k,) or (k, d) values.
+        family: name of the laws of which this is one, or "". Kernels of infinite width have closed forms for some.
+        parameters: those that tell it from the others of its family.
     """
 
     size: int = eqx.field(static=True)
     transform: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
+    family: str = eqx.field(static=True, default="")
+    parameters: tuple[float | jax.Array, ...] = ()
 
     @_checks.arguments(u=_checks.array((None, None), low=0, high=1, least=0))
     def __call__(self, u: jax.Array) -> jax.Array:
@@ -96,7 +105,7 @@ def uniform(low: float = -1.0, high: float = 1.0) -> Law:
         low, high: ends of the interval.
     """
     _ordered(low, high)
-    return Law(1, lambda u: low + (high - low) * u[:, 0])
+    return Law(1, lambda u: low + (high - low) * u[:, 0], "uniform", (low, high))
 
 
 @_checks.arguments(scale=_checks.number(low=0), dim=_checks.optional(_checks.count(1)))
@@ -112,7 +121,7 @@ def normal(scale: float = 1.0, dim: int | None = None) -> Law:
         z = scale * jax.scipy.special.ndtri(u)
         return z[:, 0] if dim is None else z
 
-    return Law(dim or 1, transform)
+    return Law(dim or 1, transform, "normal", (scale,))
 
 
 @_checks.arguments(value=_checks.number())
@@ -132,7 +141,7 @@ def signs(scale: float = 1.0) -> Law:
     Args:
         scale: size of the numbers.
     """
-    return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype))
+    return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype), "signs", (scale,))
 
 
 @_checks.arguments(low=_checks.number(), high=_checks.number())

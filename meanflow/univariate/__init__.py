@@ -23,6 +23,3 @@ from meanflow.univariate._residual import residual_ode as residual_ode
 from meanflow.univariate._sparse import sparse_minimizer as sparse_minimizer
 from meanflow.univariate._splines import natural_spline as natural_spline
 from meanflow.univariate._splines import spline_interpolant as spline_interpolant
-from meanflow.univariate._weight_laws import RadialLaw as RadialLaw
-from meanflow.univariate._weight_laws import SignsLaw as SignsLaw
-from meanflow.univariate._weight_laws import UniformLaw as UniformLaw

@@ -7,7 +7,8 @@ import pytest
 from scipy import integrate
 
 import meanflow as mf
-from meanflow.univariate import RadialLaw, SignsLaw, UniformLaw, indicator, random_feature, univariate_ntk
+from meanflow.univariate import indicator, random_feature, univariate_ntk
+from meanflow.univariate._weight_laws import RadialLaw, SignsLaw, UniformLaw
 
 LAWS = {
     "signs": SignsLaw(0.8),
