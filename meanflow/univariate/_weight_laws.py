@@ -166,9 +166,7 @@ def weight_law(name: str, value: object) -> WeightLaw:
     if not isinstance(value, Mapping):
         _checks.one_of(name, value, LAWS)
         return LAWS[str(value)]()
-    given = _checks.mapping(_checks.instance(Law, hint="such as meanflow.measures.laws.uniform()"))(
-        name, value
-    )
+    given = {key: as_law(f"{name}[{key!r}]", law) for key, law in value.items()}
     if set(given) != {"a", "b"}:
         raise ValueError(f"{name} must hold the laws of 'a' and 'b', got {sorted(given)}")
     (first, p), (second, q) = ((given[k].family, given[k].parameters) for k in "ab")
