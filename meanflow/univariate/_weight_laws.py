@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.measures.laws import Law
+from meanflow.measures.laws import Law, as_law
 
 Scalar = float | Float[Array, ""]
 Formula = Callable[[jax.Array, jax.Array, Scalar, Scalar], jax.Array]  # (x, z, low, high) -> values
