@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from meanflow import _checks
+from meanflow._module import Module
 from meanflow._numerics import safe_sqrt, wrap_angle
 from meanflow._reuse import canonical
 from meanflow.flows import _equation as equation
@@ -31,7 +32,7 @@ KERNEL_POINTS = 64
 Values: TypeAlias = PyTree[jax.Array]
 
 
-class Observable(eqx.Module):
+class Observable(Module):
     """Something that is recorded along a run. This is the one contract of all that is observed.
 
     ``begin`` is called once, at the start, and returns what is to be remembered: arrays to compare with, or None.
