@@ -141,3 +141,14 @@ def test_particles_are_recorded_on_request_only():
     np.testing.assert_allclose(
         ds.neurons_r.sel(width=5, seed=0)[0], plan.cloud(width=5).particles.r, rtol=1e-15
     )
+
+
+def test_a_function_with_a_fourth_argument_sees_the_start():
+    flow, data, _ = MODELS["vanilla"]
+    cloud = flow.init(jax.random.key(0), 6, dim=3)
+    moved = lambda flow, cloud, data, start: jnp.abs(cloud.particles.b - start.particles.b).max()
+    run = mf.descend(flow, cloud, data, 2, step=0.1, observe=moved)
+    expected = np.abs(run.final.particles.b - cloud.particles.b).max()
+    assert float(run.observed[0]) == 0 < float(run.observed[-1]) == pytest.approx(float(expected))
+    with pytest.raises(TypeError, match="function of 3 arguments"):
+        mf.descend(flow, cloud, data, 2, step=0.1, observe=lambda flow: flow)

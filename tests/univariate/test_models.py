@@ -95,7 +95,7 @@ def test_infinite_balance_is_one_frozen_layer(limit, frozen):
     flow = uni.full(alpha="sqrt", inner=frozen[0], outer=frozen[1])
     v = velocity(flow, raw, DATA)
     _, expected = jax.jvp(lambda w: balance.project(raw.at(w), "sqrt").particles, (raw.particles,), (v,))
-    named = (uni.planar if limit > 0 else uni.radial)("sqrt")
+    named = (uni.planar if limit > 0 else uni.radial)(alpha="sqrt")
     for model in (uni.lifted(alpha="sqrt"), named):
         got = velocity(model, polar, DATA)
         np.testing.assert_allclose(got.r, expected.r, rtol=1e-12)
