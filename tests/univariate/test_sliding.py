@@ -231,7 +231,7 @@ def test_coordinates_agree_in_the_limits(limit, named, moves):
     frozen_layer = uni.full(alpha="sqrt", inner=moves[0], outer=moves[1])
     ends = [
         slide(uni.lifted(alpha="sqrt"), cloud, data, 5.0, 1e-2).final.particles,
-        slide(named("sqrt"), Cloud(polar), data, 5.0, 1e-2).final.particles,
+        slide(named(alpha="sqrt"), Cloud(polar), data, 5.0, 1e-2).final.particles,
         balance.project(
             slide(frozen_layer, balance.lift(cloud, "sqrt"), data, 5.0, 1e-2).final, "sqrt"
         ).particles,
