@@ -242,14 +242,20 @@ Observe = (
     | Callable[..., Values]
     | str
     | Sequence[str]
-    | Mapping[str, "Observable | Callable[..., Values]"]
+    | Mapping[str, "Observable | Callable[..., Values] | str"]
 )
 
 
 def as_observable(name: str, one: object) -> Observable:
-    """Return an observable for what a user gave: an ``Observable``, or a function of (flow, cloud, data[, start])."""
+    """Return an observable for what a user gave.
+
+    It is an ``Observable``, the name of one that every model has on request, or a function of (flow, cloud, data), or
+    of (flow, cloud, data, start).
+    """
     if isinstance(one, Observable):
         return one
+    if isinstance(one, str):
+        return named([one], {})[one]
     try:
         _checks.taking(3)(name, one)
         from_start = False
