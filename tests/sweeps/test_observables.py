@@ -146,7 +146,9 @@ def test_particles_are_recorded_on_request_only():
 def test_a_name_may_stand_among_observables():
     flow, data, _ = MODELS["vanilla"]
     cloud = flow.init(jax.random.key(0), 6, dim=3)
-    run = mf.descend(flow, cloud, data, 2, step=0.1, observe={"w": "neurons", "size": lambda f, c, d: c.width})
+    run = mf.descend(
+        flow, cloud, data, 2, step=0.1, observe={"w": "neurons", "size": lambda f, c, d: c.width}
+    )
     np.testing.assert_array_equal(run.observed["w"]["a"][-1], run.final.particles.a)
     with pytest.raises(ValueError, match="observe must name observables among"):
         mf.descend(flow, cloud, data, 2, step=0.1, observe={"w": "nothing"})

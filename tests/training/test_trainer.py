@@ -38,7 +38,7 @@ def network(rngs, norm=BatchNorm):
 
 
 def make_trainer(norm=UnitizedBatchNorm, **options):
-    options = {"batch": 8, "watch": Watch(rows=20), **options}
+    options = {"batch_size": 8, "watch": Watch(rows=20), **options}
     optimizer = optax.sgd(optax.piecewise_constant_schedule(0.1, {3: 0.2, 6: 0.2, 9: 0.2}), momentum=0.9)
     return Trainer(partial(network, norm=norm), optimizer, **options)
 
@@ -368,7 +368,7 @@ def test_compiles_once_and_is_silent(key, capsys):
 
 @pytest.mark.bad_input
 def test_bad_input(shared, key):
-    with pytest.raises(ValueError, match="batch must be at most the 4 training rows, got 8"):
+    with pytest.raises(ValueError, match="batch_size must be at most the 4 training rows, got 8"):
         shared.run(key, small_data(n=4), 1)
     with pytest.raises(ValueError, match=r"watch\.moments"):
         make_trainer(watch=Watch(moments="mean"))
