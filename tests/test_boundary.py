@@ -295,7 +295,7 @@ def mismatches():
     data, flow = POOL["data"], POOL["flow"]
     t, d, g = mf.transport, mf.depth, mf.geometry
     return [
-        (lambda: mf.measures.stack([polar, plane]), "clouds must hold particles of one kind"),
+        (lambda: mf.Cloud.stack([polar, plane]), "clouds must hold particles of one kind"),
         (
             lambda: mf.measures.quadrature((3, 3), mf.Polar, some, rule=("gauss",)),
             "rule must be one name, or 2",
@@ -309,7 +309,6 @@ def mismatches():
         (lambda: g.distance(x, wide), "other must have as many columns as bb"),
         (lambda: g.inner(x, y, x), "v must have a shape that fits bb"),
         (lambda: mf.flows.certificate(flow, polar, data), "cloud must hold Neurons"),
-        (lambda: mf.flows.separates(polar, 1.0, tolerance=0.1), "cloud must hold Neurons"),
         (lambda: mf.energy(flow, polar, data), "particles must be"),
         (lambda: mf.solve(flow, plane, data, 1.0, ts=[0.5, 0.2]), "ts must increase"),
         (lambda: mf.solve(flow, plane, data, -1.0), "t1 must"),

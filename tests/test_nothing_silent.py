@@ -190,7 +190,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
     make = lambda rngs: mf.training.Stack(2, (3,), 2, norm=mf.layers.BatchNorm, rngs=rngs)
     x = np.random.default_rng(0).normal(size=(8, width)).astype("float32")
     data = mf.training.data.Data(x, np.array(labels), x, np.array(labels))
-    return mf.training.Trainer(make, optax.sgd(0.1), batch=4, **settings).run(
+    return mf.training.Trainer(make, optax.sgd(0.1), batch_size=4, **settings).run(
         jax.random.key(0), data, 1, progress=False
     )
 
@@ -225,7 +225,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
             "loss must return one real",
         ),
         (lambda: mf.velocity(mf.vanilla("tanh", inner=np.ones(9)), CLOUD, PLANE), "inner must have shape"),
-        (lambda: mf.energy(mf.vanilla("tanh"), mf.measures.stack([CLOUD, CLOUD]), PLANE), "a single cloud"),
+        (lambda: mf.energy(mf.vanilla("tanh"), mf.Cloud.stack([CLOUD, CLOUD]), PLANE), "a single cloud"),
         (lambda: PLANE.take([7]), "index must be <= 2"),
         (lambda: mf.measures.laws.uniform(1.0, -1.0), "high must be at least low"),
         (

@@ -202,9 +202,7 @@ class KernelStep(StepRule):
     every: int = eqx.field(static=True)
     max_steps: int = eqx.field(static=True)
 
-    def __init__(
-        self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = MOST_STEPS
-    ) -> None:
+    def __init__(self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = MOST_STEPS) -> None:
         _checks.number(above=0)("kappa", kappa)
         self.kappa = jnp.asarray(kappa, jnp.result_type(float))
         self.every = _checks.whole("every", every, 1)

@@ -11,8 +11,7 @@ from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 
 from meanflow._checks import array
 from meanflow._identity import Json, describe
-from meanflow.flows._flow import Flow
-from meanflow.flows._flow import prepare as check_fit
+from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.flows._observables import Observable
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset
@@ -242,7 +241,7 @@ class Sweep(Plan):
             first = group.cells[0]
             cloud = jax.tree.map(jnp.asarray, self._cloud(first))
             flow = self._flow_at(self.grid.at(first))
-            check_fit(flow.begin(cloud), cloud, jax.tree.map(jnp.asarray, self._data(first)))
+            bind_and_check(flow.begin(cloud), cloud, jax.tree.map(jnp.asarray, self._data(first)))
 
     def _draws(self) -> bool:
         """Whether runs draw minibatches or noise, and need a key of their own."""

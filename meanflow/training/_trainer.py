@@ -103,7 +103,7 @@ class Trainer:
     Args:
         make: function of ``nnx.Rngs`` that builds the flax NNX network.
         optimizer: any optax optimizer; its schedule counts minibatches.
-        batch: size of a minibatch. Each epoch draws a new permutation of the data and drops the remainder.
+        batch_size: size of a minibatch. Each epoch draws a new permutation of the data and drops the remainder.
         loss: (logits, labels) -> scalar mean loss.
         augment: (key, minibatch) -> minibatch, applied in training only; for instance ``data.crop_and_flip``.
         watch: the layer to record, or None.
@@ -118,7 +118,7 @@ class Trainer:
     >>> from meanflow.layers import BatchNorm
     >>> from meanflow.training import Stack, data
     >>> make = lambda rngs: Stack(64, (8,), 10, norm=BatchNorm, rngs=rngs)
-    >>> trainer = Trainer(make, optax.sgd(0.1), batch=64)
+    >>> trainer = Trainer(make, optax.sgd(0.1), batch_size=64)
     >>> state, record = trainer.run(jax.random.key(0), data.digits(train=128).flat(), 2, progress=False)
     >>> sorted(record), record["train_loss"].shape
     (['epoch', 'test_accuracy', 'test_loss', 'train_loss'], (2,))
@@ -127,7 +127,7 @@ class Trainer:
     @_checks.arguments(
         make=maker,
         optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
-        batch=_checks.count(1),
+        batch_size=_checks.count(1),
         loss=_checks.taking(2),
         augment=_checks.optional(_checks.taking(2)),
         watch=_checks.optional(_checks.instance(Watch)),
@@ -139,7 +139,7 @@ class Trainer:
         make: Callable[[nnx.Rngs], Network],
         optimizer: optax.GradientTransformation,
         *,
-        batch: int = 128,
+        batch_size: int = 128,
         loss: Loss = cross_entropy,
         augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         watch: Watch | None = None,
@@ -147,12 +147,12 @@ class Trainer:
         loop: str = "program",
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
-        self.batch, self.watch, self.mesh = batch, watch, mesh
+        self.batch_size, self.watch, self.mesh = batch_size, watch, mesh
         self.ensemble, self.by_host = loop == "ensemble", loop == "host"
-        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or self.ensemble):
+        if mesh is not None and (len(mesh.axis_names) != 1 or batch_size % mesh.size or self.ensemble):
             raise ValueError(
-                f"mesh must have one axis whose length divides batch = {batch}, and loop must not be 'ensemble' with "
-                f"it, got axes {dict(mesh.shape)} and loop = {loop!r}"
+                f"mesh must have one axis whose length divides batch_size = {batch_size}, and loop must not be "
+                f"'ensemble' with it, got axes {dict(mesh.shape)} and loop = {loop!r}"
             )
         # shapes alone: the structure of the network is known without drawing its weights
         network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
@@ -221,12 +221,12 @@ class Trainer:
 
     def _minibatches(self, state: TrainState, count: int) -> tuple[jax.Array, jax.Array]:
         """Return what the steps of an epoch over ``count`` samples take: keys (steps,), rows (steps, batch)."""
-        steps = count // self.batch
+        steps = count // self.batch_size
         if not steps:
-            raise ValueError(f"x must have at least as many rows as a batch, {self.batch}, got {count}")
+            raise ValueError(f"x must have at least as many rows as a batch, {self.batch_size}, got {count}")
         # a function of the epoch's number, so that a resumed run sees the same minibatches
         order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
-        places = jnp.arange(steps * self.batch, dtype=jnp.uint32).reshape(steps, self.batch)
+        places = jnp.arange(steps * self.batch_size, dtype=jnp.uint32).reshape(steps, self.batch_size)
         return jax.random.split(augment_key, steps), shuffle(order_key, places, jnp.uint32(count))
 
     def _minibatch(
@@ -394,8 +394,8 @@ class Trainer:
         for name in ("train", "test"):
             same_rows(getattr(data, f"{name}_x"), getattr(data, f"{name}_y"), axis, name)
         rows = data.train_x.shape[axis]
-        if rows < self.batch:
-            raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
+        if rows < self.batch_size:
+            raise ValueError(f"batch_size must be at most the {rows} training rows, got {self.batch_size}")
         if hook is not None and self.ensemble:
             raise ValueError("hook must be None for an ensemble: it is called with a single network")
         if not self.ensemble:
@@ -432,7 +432,7 @@ class Trainer:
         parts = {
             "key": np.asarray(jax.random.key_data(state.key)).tolist(),
             "data": {name: array_text(u) for name, u in data._asdict().items()},
-            "batch": self.batch,
+            "batch": self.batch_size,
             "optimizer": describe(self.optimizer),
             "network": describe(self.make),
             "loss": describe(self.loss),

@@ -20,6 +20,3 @@ from meanflow.univariate._rays import attracting_angles as attracting_angles
 from meanflow.univariate._rays import classify_rays as classify_rays
 from meanflow.univariate._residual import residual_ode as residual_ode
 from meanflow.univariate._splines import spline_interpolant as spline_interpolant
-from meanflow.univariate._weight_laws import RadialLaw as RadialLaw
-from meanflow.univariate._weight_laws import SignsLaw as SignsLaw
-from meanflow.univariate._weight_laws import UniformLaw as UniformLaw

@@ -303,7 +303,7 @@ def _balance_law(space: TrainableLayers) -> Invariant:
 
 def _check_penalty(problem: Problem, solved: object) -> None:
     """Raise ValueError for a penalty other than ``solved``: its frozen motion is not known."""
-    penalty = problem.chart.flow.regularizer
+    penalty = problem.chart.flow.penalty
     if penalty is not None and penalty.function is not solved:
         raise ValueError(
             f"solver='sliding' solves penalty= on canonical, radial and full flows, got {penalty.function}"

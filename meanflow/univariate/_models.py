@@ -84,9 +84,9 @@ def canonical(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def lifted(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
@@ -104,7 +104,7 @@ def lifted(
         forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
 
-    >>> flow = lifted("sqrt")
+    >>> flow = lifted(alpha="sqrt")
     >>> import jax, meanflow as mf
     >>> cloud = flow.init(jax.random.key(0), 50, labels=[-1.0] * 25 + [jnp.inf] * 25)
     >>> flow.space.mobility(cloud)[1].shape  # how fast each neuron turns
@@ -115,9 +115,9 @@ def lifted(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def planar(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
@@ -144,9 +144,9 @@ def planar(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def radial(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
@@ -173,9 +173,9 @@ def radial(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY, inner=MOVES, outer=MOVES)
 def full(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     inner: bool | float | Shaped[ArrayLike, "*m"] = True,
     outer: bool | float | Shaped[ArrayLike, "*m"] = True,
     penalty: Number | None = None,

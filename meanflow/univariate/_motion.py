@@ -95,7 +95,7 @@ class UnivariateMotion(FrozenMotion):
         self.offset = jnp.zeros_like(self.y) if flow.offset is None else flow.offset(self.x)
         self.shares = cloud.weights * output_scale
         self.force_scale = force_scale
-        penalty = flow.regularizer
+        penalty = flow.penalty
         self.decay = (
             None if penalty is None else jnp.asarray(penalty.strength * decay_scale, cloud.weights.dtype)
         )

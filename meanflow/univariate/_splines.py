@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, number, optional
-from meanflow.univariate._weight_laws import SignsLaw, UniformLaw, weight_law
+from meanflow.univariate._weight_laws import AnyLaw, SignsLaw, UniformLaw, weight_law
 
 SAMPLES = array((None,), squares=True)
 
@@ -172,7 +172,7 @@ def cubic_law(name: str, value: object) -> SignsLaw | UniformLaw:
     """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._checks``."""
     law = weight_law(name, value)
     if not isinstance(law, SignsLaw | UniformLaw):
-        raise ValueError(f"{name} must be SignsLaw or UniformLaw (a cubic kernel), got {value}")
+        raise ValueError(f"{name} must have a cubic kernel, as b of a uniform law has, got {value}")
     return law
 
 
@@ -181,7 +181,7 @@ def spline_interpolant(
     x: Float[ArrayLike, " n"],
     y: Float[ArrayLike, " n"],
     *,
-    law: str | SignsLaw | UniformLaw | None = "signs",
+    law: AnyLaw | None = "signs",
     ridge: Float[ArrayLike, ""] | None = None,
 ) -> Spline:
     """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
@@ -189,7 +189,7 @@ def spline_interpolant(
     Args:
         x: distinct inputs, (n,), n >= 2, where the kernel is cubic (|x| <= bound, or bound / slope).
         y: targets, (n,).
-        law: law of the inner weights: "signs", "uniform", or one of these with its own parameters. None for biases that
+        law: "signs", "uniform", or the laws of a and b, as for ``random_feature``; b must be uniform. None for biases that
             spread over the whole line: the natural spline, the interpolant of least int f''^2, with f'' = 0 at both
             ends and linear beyond.
         ridge: None interpolates. Otherwise the kernel ridge penalty; for ``law=None`` the lam of the smoothing spline,
@@ -200,9 +200,9 @@ def spline_interpolant(
         with a ridge.
 
     >>> import jax.numpy as jnp
-    >>> from meanflow.univariate import SignsLaw
+    >>> from meanflow.measures import laws
     >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
-    >>> f, natural = spline_interpolant(x, y, law=SignsLaw(100.0)), spline_interpolant(x, y, law=None)
+    >>> f, natural = spline_interpolant(x, y, law={"a": laws.signs(), "b": laws.uniform(-100.0, 100.0)}), spline_interpolant(x, y, law=None)
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
     True
     """

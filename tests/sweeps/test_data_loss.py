@@ -39,7 +39,7 @@ SETTINGS = {"widths": (2, 5, 8, 11), "deltas": (0.0,), "steps": 2, "step": 0.05,
 
 
 def run(store=None, **change):
-    return mf.sweep(mf.lifted("sqrt"), DATA, store=store, **SETTINGS | change)
+    return mf.sweep(mf.lifted(alpha="sqrt"), DATA, store=store, **SETTINGS | change)
 
 
 class Interrupted(Exception):

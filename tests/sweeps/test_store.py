@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def run(store=None, **change):
-    return mf.sweep(mf.lifted("sqrt"), DATA, store=store, **SETTINGS | change)
+    return mf.sweep(mf.lifted(alpha="sqrt"), DATA, store=store, **SETTINGS | change)
 
 
 class Interrupted(Exception):
@@ -142,9 +142,9 @@ def test_other_data_and_another_model_are_refused(tmp_path):
     run(tmp_path / "run")
     with pytest.raises(StoreError, match="data"):
         other = mf.Dataset(X, DATA.y + 1e-9, "sum")
-        mf.sweep(mf.lifted("sqrt"), other, store=tmp_path / "run", **SETTINGS)
+        mf.sweep(mf.lifted(alpha="sqrt"), other, store=tmp_path / "run", **SETTINGS)
     with pytest.raises(StoreError, match="flow"):
-        mf.sweep(mf.lifted("one"), DATA, store=tmp_path / "run", **SETTINGS)
+        mf.sweep(mf.lifted(alpha="one"), DATA, store=tmp_path / "run", **SETTINGS)
 
 
 def test_other_versions_are_said(tmp_path, monkeypatch):

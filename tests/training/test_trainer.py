@@ -38,7 +38,7 @@ def network(rngs, norm=BatchNorm):
 
 
 def make_trainer(norm=UnitizedBatchNorm, **options):
-    options = {"batch": 8, "watch": Watch(rows=20), **options}
+    options = {"batch_size": 8, "watch": Watch(rows=20), **options}
     optimizer = optax.sgd(optax.piecewise_constant_schedule(0.1, {3: 0.2, 6: 0.2, 9: 0.2}), momentum=0.9)
     return Trainer(partial(network, norm=norm), optimizer, **options)
 
@@ -59,7 +59,7 @@ def same(a, b):
 def test_one_full_batch_step_is_gradient_descent(key):
     data = small_data()
     make = lambda rngs: Stack(5, [4], 2, partial(BatchNorm, momentum=0.9), rngs=rngs)
-    run = Trainer(make, optax.sgd(0.1), batch=24)
+    run = Trainer(make, optax.sgd(0.1), batch_size=24)
     state, _ = run.run(key, data, 0)
     model = run.network(state, training=True)
 
@@ -83,7 +83,7 @@ def test_an_epoch_visits_each_row_once(key):
     rows, idle = 14, 2  # batches of 4 leave two rows out
     data = Data(*(np.eye(rows, dtype="float32"), np.zeros(rows, "int32")) * 2)
     make = lambda rngs: nnx.Linear(rows, 1, use_bias=False, rngs=rngs)
-    run = Trainer(make, optax.sgd(0.5), batch=4, loss=lambda f, y: jnp.sum(f))
+    run = Trainer(make, optax.sgd(0.5), batch_size=4, loss=lambda f, y: jnp.sum(f))
     state = run.init(key)
     new, _ = run.run(state, data, 1)
     moved = np.asarray(state.params["kernel"][...] - new.params["kernel"][...]).ravel()
@@ -97,7 +97,9 @@ def test_augmentation_is_for_training_only(key):
     """One-hot rows tripled on the way in: weights move three times as far, the evaluation stays."""
     data = Data(*(np.eye(8, dtype="float32"), np.zeros(8, "int32")) * 2)
     make = lambda rngs: nnx.Linear(8, 1, use_bias=False, rngs=rngs)
-    run = Trainer(make, optax.sgd(0.5), batch=4, loss=lambda f, y: jnp.sum(f), augment=lambda key, x: 3 * x)
+    run = Trainer(
+        make, optax.sgd(0.5), batch_size=4, loss=lambda f, y: jnp.sum(f), augment=lambda key, x: 3 * x
+    )
     state, _ = run.run(key, data, 0)
     new, record = run.run(state, data, 1)
     moved = np.asarray(state.params["kernel"][...] - new.params["kernel"][...]).ravel()
@@ -125,7 +127,7 @@ def test_a_loop_on_the_host_takes_the_same_steps(key, monkeypatch):
     monkeypatch.setattr(trainer, "EVALUATION_BATCH", 4)
     noisy = lambda key, x: x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
     runs = [
-        Trainer(network, optax.sgd(0.1, momentum=0.9), batch=8, augment=noisy, loop=loop).run(
+        Trainer(network, optax.sgd(0.1, momentum=0.9), batch_size=8, augment=noisy, loop=loop).run(
             key, small_data(), 2
         )
         for loop in ("program", "host")
@@ -208,7 +210,7 @@ def test_bad_input_of_the_trainer(shared, key):
 def synchronized(axis_name=None, mesh=None, watch=None):
     norm = partial(UnitizedBatchNorm, alpha_init=0.3, axis_name=axis_name)
     make = lambda rngs: Stack(5, (6,), 2, norm=norm, rngs=rngs)
-    return Trainer(make, optax.sgd(0.1), batch=8, mesh=mesh, watch=watch)
+    return Trainer(make, optax.sgd(0.1), batch_size=8, mesh=mesh, watch=watch)
 
 
 def test_training_over_a_mesh_of_one_device(key):
@@ -354,7 +356,7 @@ def test_compiles_once_and_is_silent(key, capsys):
         traces.append(1)
         return cross_entropy(logits, labels)
 
-    run = Trainer(linear, optax.sgd(0.1), batch=8, loss=loss)
+    run = Trainer(linear, optax.sgd(0.1), batch_size=8, loss=loss)
     state, _ = run.run(key, small_data(), 1)
     seen = len(traces)
     state, _ = run.run(state, small_data(1), 3)
@@ -366,7 +368,7 @@ def test_compiles_once_and_is_silent(key, capsys):
 
 @pytest.mark.bad_input
 def test_bad_input(shared, key):
-    with pytest.raises(ValueError, match="batch must be at most the 4 training rows, got 8"):
+    with pytest.raises(ValueError, match="batch_size must be at most the 4 training rows, got 8"):
         shared.run(key, small_data(n=4), 1)
     with pytest.raises(ValueError, match="moments must be one of"):
         make_trainer(watch=Watch(moments="mean"))

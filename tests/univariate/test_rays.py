@@ -84,7 +84,7 @@ def test_frozen_flow_ends_at_the_predicted_set():
     x, rho = jnp.array([-1.0, -0.5, 0.1, 0.4, 1.0]), jnp.array([0.7, -1.0, 0.9, -0.8, 0.4])
     data = Dataset(x, rho, weights="sum")
     cloud = Cloud(Polar(jnp.tile(jnp.array([1.0, -1.0]), 1000), jnp.linspace(-3.14, 3.14, 2000)))
-    flow = uni.planar("m", loss=lambda f, y: f * y)
+    flow = uni.planar(alpha="m", loss=lambda f, y: f * y)
     sol = mf.solve(flow, cloud, data, 2e4, solver="sliding", step=5e3)
     assert bool(sol.ok)
     table = uni.classify_rays(x, rho)
@@ -136,7 +136,7 @@ def test_proposition_1(model):
     x = np.array([0.3, -1.0, 0.9, -0.2])
     data = Dataset(x, rng.standard_normal(4), weights=jnp.array([1.0, 2.0, 0.5, 1.0]))
     if model == "full":
-        cloud, flow = Cloud(Affine(*rng.standard_normal((3, 9)))), uni.full("sqrt")
+        cloud, flow = Cloud(Affine(*rng.standard_normal((3, 9)))), uni.full(alpha="sqrt")
     else:
         labels = jnp.linspace(-2, 2, 9) if model == "lifted" else None
         cloud, flow = Cloud(Polar(*rng.standard_normal((2, 9))), labels=labels), getattr(uni, model)()

@@ -11,15 +11,9 @@ from scipy import interpolate
 from meanflow.kernels import kernel_flow
 from meanflow.measures import Affine, Cloud
 from meanflow.measures._scaling import Scaling, speed
-from meanflow.univariate import (
-    RadialLaw,
-    SignsLaw,
-    UniformLaw,
-    random_feature,
-    spline_interpolant,
-    univariate_ntk,
-)
+from meanflow.univariate import random_feature, spline_interpolant, univariate_ntk
 from meanflow.univariate._splines import _bordered
+from meanflow.univariate._weight_laws import RadialLaw, SignsLaw, UniformLaw
 
 X = jnp.linspace(-1, 1, 10)
 Y = jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])

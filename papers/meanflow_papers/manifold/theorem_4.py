@@ -8,7 +8,7 @@ from scipy.integrate import simpson
 
 import meanflow as mf
 from meanflow import univariate as uni
-from meanflow.measures import laws, quadrature, quasi, sample
+from meanflow.measures import laws, quadrature, sample
 from meanflow.transport import wasserstein
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told
@@ -144,7 +144,7 @@ def theorem_4(
     step_error = float(jnp.sqrt(jnp.mean((limit(nodes) - truth) ** 2)))
     starts = {
         "independent": lambda key, m: sample(key, m, mf.Neurons, rule),
-        "quasi-random": lambda key, m: quasi(m, mf.Neurons, rule, key=key),
+        "quasi-random": lambda key, m: sample(key, m, mf.Neurons, rule, quasi=True),
     }
     widths = [2**k for k in range(5, largest + 1)]
     errors: dict[str, list[float]] = {name: [] for name in starts}

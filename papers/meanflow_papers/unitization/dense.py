@@ -53,5 +53,5 @@ def train_dense(
     data = digit_splits(seeds, flat=True) if data is None else data
     schedule = staircase(0.05, epochs, data.train_x.shape[1] // 128)
     make = lambda rngs: Stack(data.train_x.shape[-1], [100] * 10 + [8], 10, norm, rngs=rngs)
-    trainer = Trainer(make, optax.sgd(schedule), batch=128, watch=watch, loop="ensemble")
+    trainer = Trainer(make, optax.sgd(schedule), batch_size=128, watch=watch, loop="ensemble")
     return trainer, *trainer.run(jax.random.split(jax.random.key(0), seeds), data, epochs)

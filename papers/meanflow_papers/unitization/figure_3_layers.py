@@ -185,7 +185,7 @@ def figure_3_layers(
             1, [16] * depth, 10, IMAGES[name], strides=(1, 2, 1, 2), rngs=rngs
         )
         schedule = staircase(0.05, epochs, len(split.train_x) // 64, at=DROPS)
-        trainer = Trainer(make, optax.sgd(schedule, momentum=0.9), batch=64, loop="host")
+        trainer = Trainer(make, optax.sgd(schedule, momentum=0.9), batch_size=64, loop="host")
         shifts = LayerShifts(outputs, images, rows, critic, around(drops, reach))
         record = trainer.run(jax.random.key(0), split, epochs, hook=shifts, progress=False)[1]
         runs[name] = {**shifts.record(), "accuracy": record["test_accuracy"]}

@@ -115,7 +115,7 @@ def table_4(
         accuracy[f"{rate:g}"] = {}
         for name in variants:
             make = lambda rngs, name=name: Stack(1, [16] * 4, 10, IMAGES[name], strides=strides, rngs=rngs)
-            trainer = Trainer(make, optax.sgd(rate, momentum=0.9), batch=2)
+            trainer = Trainer(make, optax.sgd(rate, momentum=0.9), batch_size=2)
             runs = [trainer.run(key, digits(seed, train), epochs)[1] for seed, key in enumerate(keys)]
             accuracy[f"{rate:g}"][name] = np.array([run["test_accuracy"][-1] for run in runs])
     low, high = accuracy["0.01"], accuracy["0.05"]

@@ -26,7 +26,7 @@ def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
     """004/figure-9: function, neurons, residual and the field felt by a neuron of either sign at flow time 10."""
     data = square_wave()
     cloud = balance.lift(mf.Cloud(random_neurons(jax.random.key(9), 400), labels=jnp.inf), "sqrt")
-    flow = uni.full("sqrt", outer=False)
+    flow = uni.full(alpha="sqrt", outer=False)
     sol = mf.solve(flow, cloud, data, 10.0, solver="sliding", step=arguments["step"], clock="gradient")
     residual = mf.predict(flow, sol.final, data.x) - data.y
     polar = balance.project(sol.final, "sqrt").particles
@@ -102,7 +102,7 @@ def figure_9(
     """
     data = square_wave()
     cloud = balance.lift(Cloud(random_neurons(jax.random.key(9), width), labels=jnp.inf), "sqrt")
-    flow = uni.full("sqrt", outer=False)
+    flow = uni.full(alpha="sqrt", outer=False)
     sol = solve(
         flow, cloud, data, times[-1], ts=jnp.asarray(times), solver="sliding", step=step, clock="gradient"
     )
