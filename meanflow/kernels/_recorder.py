@@ -11,11 +11,18 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow.kernels._empirical.adapters import from_module
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
 from meanflow.kernels._empirical.kernel import empirical_ntk
-from meanflow.kernels._empirical.modules import Adapter, Apply, Batch, Normalized, Params
-from meanflow.kernels._empirical.nnx_modules import from_nnx
-from meanflow.kernels._empirical.samples import as_arrays, batches
+from meanflow.kernels._empirical.modules import (
+    Adapter,
+    Apply,
+    Batch,
+    Normalized,
+    Params,
+    as_arrays,
+    batches,
+)
 from meanflow.kernels._gaussian import as_matrix
 
 Network: TypeAlias = Callable[[Batch], Array] | tuple[Apply | Normalized, Params] | Params
@@ -34,8 +41,8 @@ class KernelRecorder:
     """Record the tangent kernel of a network at chosen steps of its training.
 
     Call it as ``recorder(step, network)`` in a loop of your own, or pass it to ``training.Trainer.run`` as ``hook``.
-    The network is a flax NNX module, or what ``from_linen``, ``from_equinox`` or ``from_haiku`` makes of a module as it
-    is at that step, so that running averages are recorded as well as parameters. All calls share one compiled program.
+    The network is a flax NNX module, or what ``from_module`` makes of a module as it is at
+    that step, so that running averages are recorded as well as parameters. All calls share one compiled program.
     The entries of ``recorder.record``, stacked over the steps recorded, are
 
         step           the steps
@@ -96,7 +103,7 @@ class KernelRecorder:
             raise ValueError(
                 "apply must hold no state, got a function that keeps the one it was made with (running averages?), "
                 "while training changes it; leave apply out and call the recorder as recorder(step, (apply, params)) "
-                "with what from_linen, from_equinox, from_haiku or from_nnx returns at that step"
+                "with what from_module returns at that step"
             )
         self.x, self.y = x, None if y is None else jnp.asarray(y)
         self.apply, self.steps, self.top, self.stats, self.keep = apply, steps, top, stats, keep
@@ -118,7 +125,7 @@ class KernelRecorder:
                 "network must be an NNX module or a pair (apply, params), for the recorder has no apply, "
                 f"got {_checks.show(network)}"
             )
-        return from_nnx(network)
+        return from_module(network)
 
     def __call__(self, step: int, network: Network) -> None:
         """Record ``network`` if ``step`` is one of the chosen.
@@ -126,7 +133,7 @@ class KernelRecorder:
         Args:
             step: the number of the step.
             network: the parameters of ``apply``; without ``apply`` an NNX module, which is taken in the mode it is in,
-                or a pair (apply, params) such as ``from_linen(module, variables)``.
+                or a pair (apply, params) such as ``from_module(module, variables)``.
         """
         if not self._chosen(int(step)):
             return

@@ -269,7 +269,7 @@ def from_nnx():
         def __call__(self, x):
             return self.head(jnp.mean(nnx.gelu(self.norm(self.conv(x))), axis=(1, 2)))
 
-    return *kernels.from_nnx(Net(nnx.Rngs(0))), *images(5, 5, 2)
+    return *kernels.from_module(Net(nnx.Rngs(0))), *images(5, 5, 2)
 
 
 def from_linen():
@@ -282,7 +282,7 @@ def from_linen():
             nn.Dense(2, param_dtype=jnp.float64),
         ]
     )
-    return *kernels.from_linen(net, net.init(jax.random.key(0), x)), x, z
+    return *kernels.from_module(net, net.init(jax.random.key(0), x)), x, z
 
 
 def from_equinox():
@@ -295,7 +295,7 @@ def from_equinox():
             eqx.nn.Linear(16, 2, key=keys[1], dtype=jnp.float64),
         ]
     )
-    return *kernels.from_equinox(net), *images(2, 4, 4)
+    return *kernels.from_module(net), *images(2, 4, 4)
 
 
 ZOO = {
@@ -366,9 +366,8 @@ def agree(name, outputs, second, chunk):
         x,
         z if second else None,
         outputs=outputs,
-        chunk=chunk,
         stats=stats,
-        method="structured",
+        method=kernels.Method("structured", chunk=chunk),
     )
     ours = np.asarray(ours).reshape(exact.shape)
     np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-10 * np.abs(exact).max())
@@ -443,7 +442,7 @@ def test_windows_are_added_up_where_patches_are_long():
     assert [forms.sizes(s).windowed for s in traced.sites.values()] == [False, True, False]
     for outputs in KEPT:
         ask = lambda method, outputs=outputs: kernels.empirical_ntk(
-            apply, params, x, z, outputs=outputs, stats="frozen", method=method, chunk=2
+            apply, params, x, z, outputs=outputs, stats="frozen", method=kernels.Method(method, chunk=2)
         )
         np.testing.assert_allclose(ask("structured"), ask("jacobian"), rtol=1e-9, atol=1e-9)
 
