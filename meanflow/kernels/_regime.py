@@ -68,6 +68,14 @@ class KernelFlow(eqx.Module):
     def _scaled_residual(self) -> Float[Array, "N c"]:
         return jnp.sqrt(self.weights)[:, None] * self.residual.reshape(self.rates.shape[0], -1)
 
+    def _at_samples(
+        self, function: Spectral, times: Real[ArrayLike, "..."], power: int
+    ) -> Float[Array, "*times_n_k"]:
+        """Return Q^(power/2) function(S) Q^(1/2) (f(0) - y), shape times.shape + y.shape."""
+        scaled = self._from_modes(self._entries(function, times, self._scaled_residual()))
+        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
+        return (scaled * root**power).reshape(jnp.shape(times) + self.target.shape)
+
     def _from_modes(self, entries: Float[Array, "*times N c"]) -> Float[Array, "*times N c"]:
         """Return sqrt(weights) x samples from entries along the modes, which are constants (see ``spectral.apply``)."""
         return jnp.einsum("ij,...jc->...ic", jax.lax.stop_gradient(self.modes), entries)
@@ -83,10 +91,8 @@ class KernelFlow(eqx.Module):
     @_checks.arguments(times=TIMES)
     def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return f at the training points, shape times.shape + y.shape."""
-        scaled = self._from_modes(self._entries(spectral.DECAY, times, self._scaled_residual()))
-        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
-        left = (scaled / root).reshape(jnp.shape(times) + self.target.shape)
-        return self.target.reshape((1,) * jnp.ndim(times) + self.target.shape) + left
+        target = self.target.reshape((1,) * jnp.ndim(times) + self.target.shape)
+        return target + self._at_samples(spectral.DECAY, times, -1)
 
     @_checks.arguments(times=TIMES)
     def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
@@ -97,9 +103,7 @@ class KernelFlow(eqx.Module):
     @_checks.arguments(times=TIMES)
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
-        scaled = self._from_modes(self._entries(spectral.GAIN, times, self._scaled_residual()))
-        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
-        return -(scaled * root).reshape(jnp.shape(times) + self.target.shape)
+        return -self._at_samples(spectral.GAIN, times, 1)
 
     def dual_limit(self) -> Float[Array, "n *k"]:
         """Return the dual coefficients of the end of training, y.shape; modes at rounding level stay untrained."""

@@ -19,11 +19,11 @@ def test_descent_of_a_linear_network():
     x, y = jax.random.normal(jax.random.key(0), (6, 3)), jnp.arange(12.0).reshape(6, 2)
     net = lambda p, x: x @ p["w"] @ p["v"]
     params = {"w": jnp.eye(3), "v": jnp.ones((3, 2)) / 3}
-    recorder = kernels.KernelRecorder(x, y, apply=net, steps=[0, 3, 4], top=2, keep=True)
+    recorder = kernels.KernelRecorder(x, y, steps=[0, 3, 4], top=2, keep=True)
     loss = lambda p: 0.5 * jnp.mean(jnp.sum((net(p, x) - y) ** 2, axis=1))
     seen = []
     for step in range(5):
-        recorder(step, params)
+        recorder(step, (net, params))
         seen.append(kernels.empirical_ntk(net, params, x).transpose(0, 2, 1, 3).reshape(12, 12))
         params = jax.tree.map(lambda a, g: a - 0.01 * g, params, jax.grad(loss)(params))
     record = recorder.record
@@ -38,8 +38,8 @@ def test_descent_of_a_linear_network():
     np.testing.assert_allclose(record["trace"], np.trace(chosen, axis1=1, axis2=2) / 6, rtol=1e-12)
     # at zero residual the Hessian is the Gauss-Newton matrix
     target = net(params, x)
-    perfect = kernels.KernelRecorder(x, apply=net, top=2)
-    perfect(0, params)
+    perfect = kernels.KernelRecorder(x, top=2)
+    perfect(0, (net, params))
     flat, build = jax.flatten_util.ravel_pytree(params)
     hessian = jax.hessian(lambda u: 0.5 * jnp.mean(jnp.sum((net(build(u), x) - target) ** 2, axis=1)))(flat)
     top = np.linalg.eigvalsh(hessian)[::-1][:2]
@@ -231,17 +231,6 @@ def test_batch_statistics_are_those_of_the_step(library, mode):
     assert abs(top(last[0], start)[0] / exact[-1][0] - 1) > 0.05
 
 
-@pytest.mark.parametrize("library", [in_linen, in_equinox, in_haiku, in_nnx])
-def test_state_of_construction_is_refused(library):
-    """A function that keeps the averages of when it was made would be recorded with them ever after."""
-    for mode in (None, "running"):
-        params, state, _, _, network = library(mode)
-        made = network(params, state)
-        apply, _ = made if isinstance(made, tuple) else kernels.from_module(made)
-        with pytest.raises(ValueError, match="apply must hold no state"):
-            kernels.KernelRecorder(X, apply=apply, stats=mode)
-
-
 def test_one_program_for_all_states():
     traces = []
 
@@ -265,11 +254,11 @@ def test_bad_use():
     x = jnp.ones((4, 2))
     coupled = lambda w, x: x @ w - jnp.mean(x @ w)
     with pytest.raises(ValueError, match="couples the samples"):
-        kernels.KernelRecorder(x, apply=coupled)(0, jnp.ones(2))
+        kernels.KernelRecorder(x)(0, (coupled, jnp.ones(2)))
     with pytest.raises(ValueError, match="y must have 4 rows like x, got shape"):
-        kernels.KernelRecorder(x, jnp.ones(3), apply=lambda w, x: x @ w)(0, jnp.ones(2))
+        kernels.KernelRecorder(x, jnp.ones(3))
     with pytest.raises(ValueError, match="steps"):
-        kernels.KernelRecorder(x, apply=coupled, steps=0)
+        kernels.KernelRecorder(x, steps=0)
     recorder = kernels.KernelRecorder(x)
     assert recorder.record == {}
     with pytest.raises(TypeError, match=r"network must be an NNX module or a pair \(apply, params\)"):

@@ -80,8 +80,8 @@ def test_pytrees_of_samples():
         rtol=1e-12,
     )
     assert kernels.Method().plan(apply, PARAMS, split(X), split(Z)).coupled is False
-    recorder = kernels.KernelRecorder(split(X), apply=apply, keep=True)
-    recorder(0, PARAMS)
+    recorder = kernels.KernelRecorder(split(X), keep=True)
+    recorder(0, (apply, PARAMS))
     own = np.transpose(kernels.empirical_ntk(net, PARAMS, X).reshape(5, 5, 6, 6), (0, 2, 1, 3))
     np.testing.assert_allclose(recorder.record["kernel"][0], own.reshape(30, 30), rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match="couples the samples"):

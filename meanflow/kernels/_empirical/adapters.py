@@ -10,16 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from meanflow import _checks
-from meanflow.kernels._empirical.modules import (
-    Adapter,
-    Apply,
-    Batch,
-    Normalized,
-    Outputs,
-    Params,
-    Statistics,
-    parameters,
-)
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params, floats
 
 
 @_checks.arguments(
@@ -110,7 +101,7 @@ def _library(module: Callable[..., PyTree], variables: PyTree) -> str:
     )
 
 
-def one_by_one(function: Callable[[Batch], Outputs], x: Batch) -> Outputs:
+def one_by_one(function: Callable[[Batch], Array], x: Batch) -> Array:
     """Evaluate each sample as a batch of its own, so that random numbers held fixed are the same for every sample."""
     return jax.vmap(lambda sample: function(sample[None])[0])(x)
 
@@ -149,7 +140,7 @@ def _nnx(model: Callable[..., PyTree], key: Key[Array, ""] | None) -> tuple[Appl
     return nnx_modules.split(model, key)
 
 
-class LinenFunction(Adapter):
+class LinenFunction(Function):
     """A linen module as a function of (params, batch); ``statistics`` replaces its collection of batch statistics."""
 
     module: ByValue = eqx.field(static=True)
@@ -158,7 +149,7 @@ class LinenFunction(Adapter):
     evaluate: dict[str, object]
     key: Key[Array, ""] | None
 
-    def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+    def __call__(self, params: Params, x: Batch, statistics: PyTree = None) -> Array:
         """Return the outputs at a batch, with the given statistics in place of its own."""
         variables = {"params": params, **self.state}
         if statistics is not None:
@@ -180,10 +171,10 @@ class LinenFunction(Adapter):
                 'switch them off, such as {"deterministic": True}, or key= to hold them fixed'
             ) from error
 
-    def batch_statistics(self, params: Params, x: Batch) -> Statistics:
+    def batch_statistics(self, params: Params, x: Batch) -> PyTree:
         """Return what training mode computes on the batch, without the running averages mixed in."""
 
-        def run(old: Statistics) -> Statistics:
+        def run(old: PyTree) -> PyTree:
             variables = {"params": params, **self.state, "batch_stats": old}
             return self._apply(variables, x, mutable=["batch_stats"], **self.train)[1]["batch_stats"]
 
@@ -224,7 +215,7 @@ def _linen(
     return Normalized(function, function.batch_statistics, others["batch_stats"]), variables["params"]
 
 
-class EquinoxFunction(Adapter):
+class EquinoxFunction(Function):
     """An equinox module as a function of (params, batch); ``statistics`` replaces those of its batch norms."""
 
     static: PyTree
@@ -232,7 +223,7 @@ class EquinoxFunction(Adapter):
     key: Key[Array, ""] | None
     per_sample: bool = eqx.field(static=True)
 
-    def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+    def __call__(self, params: Params, x: Batch, statistics: PyTree = None) -> Array:
         """Return the outputs at a batch, with the given statistics in place of its own."""
         model = eqx.combine(params, self.static)
         options = {} if self.key is None else {"key": self.key}
@@ -261,7 +252,7 @@ class EquinoxFunction(Adapter):
         run = jax.vmap(one, axis_name=next(iter(names), "batch"), in_axes=(0, None), out_axes=(0, None))
         return run(x, _fresh(state))
 
-    def batch_statistics(self, params: Params, x: Batch) -> Statistics:
+    def batch_statistics(self, params: Params, x: Batch) -> PyTree:
         """Return mean and variance of the batch at each batch norm, from one run in training mode on a fresh state."""
         model = eqx.combine(params, self.static)
         state = _fresh(self.state)
@@ -276,7 +267,7 @@ class EquinoxFunction(Adapter):
         # from zero, an average of the mode "batch" holds (1 - momentum) x batch
         return _averages(model, state, lambda layer: 1 - layer.momentum)
 
-    def running(self, params: Params) -> Statistics:
+    def running(self, params: Params) -> PyTree:
         """Return the running averages as inference uses them."""
 
         def grown(layer: eqx.nn.BatchNorm) -> Array:
@@ -286,7 +277,7 @@ class EquinoxFunction(Adapter):
         return _averages(eqx.combine(params, self.static), self.state, grown)
 
 
-def _averages(model: PyTree, state: PyTree, share: Callable[[eqx.nn.BatchNorm], Array | float]) -> Statistics:
+def _averages(model: PyTree, state: PyTree, share: Callable[[eqx.nn.BatchNorm], Array | float]) -> PyTree:
     """Return mean and variance that each batch norm keeps, divided in the mode "batch" by their ``share``."""
     found = []
     for layer in _batch_norms(model):
@@ -333,14 +324,14 @@ def _equinox(
     return Normalized(function, function.batch_statistics, function.running(params)), params
 
 
-class HaikuFunction(Adapter):
+class HaikuFunction(Function):
     """A function in the style of haiku as a function of (params, batch)."""
 
     function: Callable[..., PyTree]
     state: PyTree
     key: Key[Array, ""] | None
 
-    def __call__(self, params: Params, x: Batch) -> Outputs:
+    def __call__(self, params: Params, x: Batch) -> Array:
         """Return the outputs at a batch."""
         if self.state is not None:
             return self.function(params, self.state, None, x)[0]
@@ -356,7 +347,7 @@ def _haiku(
         raise ValueError(
             "key cannot be given together with state: a state is held fixed in inference, without rng"
         )
-    return HaikuFunction(apply, state, key), parameters("variables", variables)
+    return HaikuFunction(apply, state, key), floats("variables", variables)
 
 
 # which options a library's modules take, in the order of the function that adapts them

@@ -16,16 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow.kernels._empirical import ntk
-from meanflow.kernels._empirical.modules import (
-    Apply,
-    Batch,
-    Function,
-    Normalized,
-    Outputs,
-    Params,
-    as_arrays,
-    wrapped,
-)
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params, as_arrays, wrapped
 from meanflow.kernels._empirical.plan import NETWORK, OUTPUTS, Job, Method, method_kind, planned
 
 AUTO = Method()
@@ -119,7 +110,7 @@ class ByOutput(Function):
     axes: tuple[int, ...] = eqx.field(static=True)
     index: Int[Array, ""]
 
-    def __call__(self, params: Params, x: Batch, *statistics: PyTree) -> Outputs:
+    def __call__(self, params: Params, x: Batch, *statistics: PyTree) -> Array:
         """Evaluate the function and select."""
         outputs = self.function(params, x, *statistics)
         moved = jnp.moveaxis(outputs, [1 + a for a in self.axes], range(1, 1 + len(self.axes)))

@@ -29,9 +29,9 @@ Wrapper: TypeAlias = Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 _FLOATS = _checks.array(least=0, half=True, squares=True)
 
 
-def parameters(name: str, value: object) -> object:
+def floats(name: str, value: object) -> object:
     """Accept a pytree with at least one array of finite floats; what else it holds is the function's matter."""
-    floats = 0
+    count = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         place = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, str):
@@ -40,8 +40,8 @@ def parameters(name: str, value: object) -> object:
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
             _checks.numeric(place, leaf)
             _checks.finite(place, leaf)
-            floats += 1
-    if not floats:
+            count += 1
+    if not count:
         raise ValueError(f"{name} must hold at least one array of floats, got {_checks.show(value)}")
     return value
 
@@ -87,17 +87,6 @@ class Function(eqx.Module):
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-
-class Adapter(Function):
-    """A module of another library as a function of (params, batch).
-
-    Attributes:
-        state: all that the module keeps beside its parameters and training may change, such as running averages, as it
-            was when the function was made; None for none.
-    """
-
-    state: eqx.AbstractVar[PyTree]
 
 
 class Normalized(Function):

@@ -14,14 +14,14 @@ from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
 from meanflow.kernels._empirical.adapters import ByValue, one_by_one, refuse_key
-from meanflow.kernels._empirical.modules import Adapter, Apply, Batch, Normalized, Outputs, Params, Statistics
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
 from meanflow.layers._normalization import Normalization
 
 Model: TypeAlias = Callable[[Batch], Outputs]
 Norm: TypeAlias = nnx.BatchNorm | Normalization
 
 
-class NnxFunction(Adapter):
+class NnxFunction(Function):
     """An NNX module as a function of (params, batch), the same to jit for all modules of one structure.
 
     ``statistics`` replaces those of its normalization layers in training mode: a dict from the path of a layer to the
@@ -36,7 +36,7 @@ class NnxFunction(Adapter):
         # a copy, made where it is used: the module may change its variables (running averages, counts of streams)
         return nnx.merge(self.graph.value, params, self.state, copy=True)
 
-    def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+    def __call__(self, params: Params, x: Batch, statistics: PyTree = None) -> Outputs:
         """Return the outputs at a batch, with the given statistics in place of its own."""
         if self.key is not None:
             return one_by_one(lambda batch: self._with_fixed_streams(params)(batch), x)
@@ -45,7 +45,7 @@ class NnxFunction(Adapter):
             _make_explicit(model, _Ledger(statistics))
         return _without_drawing(model, x)
 
-    def batch_statistics(self, params: Params, x: Batch) -> Statistics:
+    def batch_statistics(self, params: Params, x: Batch) -> PyTree:
         """Return mean and variance of the batch at each call of a normalization layer in training mode."""
         model, ledger = self._merged(params), _Ledger(None)
         _make_explicit(model, ledger)
@@ -89,7 +89,7 @@ def _training_norms(model: nnx.Module) -> dict[str, Norm]:
 class _Ledger:
     """Mean and variance of each call of each layer: given, or entered as they are computed."""
 
-    def __init__(self, given: Statistics):
+    def __init__(self, given: PyTree):
         self.given = given
         self.seen: dict[str, list[tuple[Array, Array]]] = {}
         self.used: dict[str, int] = {}

@@ -4,6 +4,7 @@ J = df/dparams is taken at the given parameters. ``coupling`` decides which func
 which method; this module evaluates the kernel.
 """
 
+import itertools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -75,8 +76,8 @@ def _free_kernel(
     """Differentiate and contract samples that do not depend on each other, as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
     if plan.parts > 1:
-        edges = contraction.cuts(block.rows, plan.parts)
-        parts = [at(job.x[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        spans = itertools.pairwise(contraction.cuts(block.rows, plan.parts))
+        parts = [at(job.x[start:stop]) for start, stop in spans]
         return contraction.pairs_of_blocks(parts, block.kept)
     if plan.held:
         left = at(job.x)

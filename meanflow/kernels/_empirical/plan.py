@@ -22,15 +22,7 @@ from meanflow.kernels._empirical.contraction import fitting
 from meanflow.kernels._empirical.cost import Block, Cost
 from meanflow.kernels._empirical.coupling import STATS, KernelMaps, kernel_maps
 from meanflow.kernels._empirical.layout import coupled_layout, free_layout
-from meanflow.kernels._empirical.modules import (
-    Apply,
-    Batch,
-    Normalized,
-    Params,
-    as_arrays,
-    batches,
-    parameters,
-)
+from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Params, as_arrays, batches, floats
 
 METHODS = ("auto", "jacobian", "products", "structured")
 OUTPUTS = ("full", "trace", "diagonal")
@@ -38,7 +30,7 @@ OUTPUTS = ("full", "trace", "diagonal")
 # What kernels are taken of; the same for ``empirical_ntk``, ``ntk_operator`` and ``Method.plan``.
 NETWORK = {
     "apply": _checks.taking(2),
-    "params": parameters,
+    "params": floats,
     "x": batches,
     "z": _checks.optional(batches),
     "stats": _checks.optional(_checks.choice(*STATS)),

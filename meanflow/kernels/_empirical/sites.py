@@ -35,7 +35,9 @@ from meanflow.kernels._empirical.visit import (
 
 
 class View(NamedTuple):
-    """A tag of values that are a parameter in other axes, times a number; all its entries are there once.
+    """Marks an intermediate value that is a transposed, reshaped or scaled copy of a parameter.
+
+    Every entry of the parameter is there exactly once, so that a gradient in the copy can be moved back.
 
     Attributes:
         root: number of the parameter (or of a value made of parameters alone) that is seen.
@@ -51,20 +53,11 @@ class View(NamedTuple):
     scale: float = 1.0
 
 
-class Param(NamedTuple):
-    """A tag of other values that depend on parameters alone: which ones."""
+# Marks values that depend on the sample, or that only the ordinary backward pass understands.
+SAMPLE = "sample"
 
-    leaves: frozenset[int]
-
-
-class _Sample:
-    """A tag of values that depend on the sample, or that only the ordinary backward pass understands."""
-
-
-SAMPLE = _Sample()
-
-# None tags constants
-Tag: TypeAlias = View | Param | _Sample | None
+# What a value is: a copy of a parameter; made of these parameters alone; made of the sample; or a constant.
+Tag: TypeAlias = View | frozenset[int] | str | None
 
 
 @dataclass
@@ -97,6 +90,11 @@ class Site:
         """Shape of y in one round of the loops."""
         y = self.equation.outvars[0]
         return jax.ShapeDtypeStruct(shape_of(y), dtype_of(y))
+
+    @property
+    def tap(self) -> int:
+        """How many numbers y has, in all rounds of the loops."""
+        return math.prod(self.lengths) * math.prod(self.out.shape)
 
     @property
     def partner(self) -> int:
@@ -152,9 +150,6 @@ class Analysis:
             self.direct.update(self.roots[site.view.root])
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "gather")
-
-
 def analyze(closed: ClosedJaxpr, leaves: int) -> Analysis:
     """Return what a trace does with its first ``leaves`` arguments, the parameters. No number is computed."""
     roots = [frozenset({i}) for i in range(leaves)]
@@ -185,20 +180,22 @@ class _Walk:
         self.roots, self.direct, self.count = roots, set[int](), 0
 
     def leaves(self, tag: Tag) -> frozenset[int]:
+        """Return the parameters that a value is made of."""
         if isinstance(tag, View):
             return self.roots[tag.root]
-        return tag.leaves if isinstance(tag, Param) else frozenset()
+        return tag if isinstance(tag, frozenset) else frozenset()
 
     def use_directly(self, tag: Tag) -> None:
+        """Leave the gradients of all that a value is made of to the ordinary backward pass."""
         self.direct.update(self.leaves(tag))
 
     def as_view(self, tag: Tag, scope: Scope, place: tuple[int, int], top: bool) -> View | None:
         """Return a parameter's view; outside of loops any value of parameters alone becomes a root of its own."""
         if isinstance(tag, View):
             return tag
-        if not isinstance(tag, Param) or not top:
+        if not isinstance(tag, frozenset) or not top:
             return None
-        self.roots.append(tag.leaves)
+        self.roots.append(tag)
         scope.roots[place] = len(self.roots) - 1
         return View(len(self.roots) - 1)
 
@@ -233,31 +230,30 @@ class _Walk:
         lengths: tuple[int, ...],
     ) -> list[Tag]:
         """Return the tags of one equation's outputs."""
-        name = equation.primitive.name
-        held = [t for t in tags if isinstance(t, View | Param)]
-        inside = called(equation)
+        name, inside = equation.primitive.name, called(equation)
+        held = [i for i, t in enumerate(tags) if isinstance(t, View | frozenset)]
         if held and inside is not None:
             scope.entries[place], outs = self.scope(inside, tags, lengths)
             return outs
         # loops whose operands hold no parameter are operations on samples like any other
         if held and name == "scan":
             return self.scan(scope, place, equation, tags, lengths)
-        if len(held) == 1 and name in _PRODUCTS:
-            # a product with a constant is a site as well: the first round of a recurrence starts from zeros
-            operand = next(i for i, t in enumerate(tags) if isinstance(t, View | Param))
-            constant = all(t is None for i, t in enumerate(tags) if i != operand)
-            if _is_product(equation, operand) and not (constant and name == "gather"):
-                view = self.as_view(tags[operand], scope, (place, operand), not lengths)
-                if view is not None and not (name == "gather" and any(view.sliced)):
-                    scope.entries[place] = Site(self.count, equation, operand, view, lengths)
-                    self.count += 1
-                    return [SAMPLE]
-        if all(t is not SAMPLE for t in tags):
+        if len(held) == 1 and _is_product(equation, held[0]):
+            (operand,) = held
+            # A product with a constant is a site as well: the first round of a recurrence starts from zeros. A lookup
+            # of constant rows is not, since only the sample tells how often a row is used.
+            hidden = name == "gather" and all(t is None for i, t in enumerate(tags) if i != operand)
+            view = None if hidden else self.as_view(tags[operand], scope, (place, operand), not lengths)
+            if view is not None and not (name == "gather" and any(view.sliced)):
+                scope.entries[place] = Site(self.count, equation, operand, view, lengths)
+                self.count += 1
+                return [SAMPLE]
+        if SAMPLE not in tags:
             view = _seen(equation, tags, known)
             if view is not None:
                 return [view]
             if not lengths:
-                return [Param(frozenset().union(*map(self.leaves, tags)))] * len(equation.outvars)
+                return [frozenset().union(*map(self.leaves, tags))] * len(equation.outvars)
         for tag in tags:
             self.use_directly(tag)
         return [SAMPLE] * len(equation.outvars)
@@ -267,31 +263,27 @@ class _Walk:
     ) -> list[Tag]:
         """Enter a loop: constants show the same parameter in every round, sequences show its slices."""
         held, (body,) = carried_arguments(equation), inner_jaxprs(equation)
-        constants, carried = held.start, held.stop - held.start
+        carried = range(held.start, held.stop)
         inside: list[Tag] = []
         for i, tag in enumerate(tags):
-            if constants <= i < constants + carried:
-                self.use_directly(tag)
-                inside.append(SAMPLE if tag is not None else None)
-                continue
-            view = self.as_view(tag, scope, (place, i), not lengths)
+            view = None if i in carried else self.as_view(tag, scope, (place, i), not lengths)
             if view is None:
                 self.use_directly(tag)
-                inside.append(SAMPLE if tag is not None else None)
-                continue
-            slices = i >= constants + carried
-            step = (("slice", ()),) if slices else ()
-            inside.append(view._replace(steps=view.steps + step, sliced=(*view.sliced, slices)))
-        # a carried constant may depend on the sample after a round
+                inside.append(None if tag is None else SAMPLE)
+            else:
+                slices = i >= held.stop
+                steps = (*view.steps, ("slice", ())) if slices else view.steps
+                inside.append(view._replace(steps=steps, sliced=(*view.sliced, slices)))
+        # A carried constant may depend on the sample after a round. The body is tagged again until no carried value
+        # changes its tag; each round changes at least one, and what it has collected is forgotten.
         before = set(self.direct), self.count, len(self.roots)
         while True:
-            # the body is tagged again until no carried value changes its tag; each round changes at least one
             inner, outs = self.scope(body, inside, (*lengths, equation.params["length"]))
-            changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
+            changed = [i for i in carried if inside[i] is None and outs[i - held.start] is not None]
             if not changed:
                 break
             for i in changed:
-                inside[constants + i] = SAMPLE
+                inside[i] = SAMPLE
             self.direct, self.count = set(before[0]), before[1]
             del self.roots[before[2] :]
         for tag in outs:
@@ -312,11 +304,8 @@ _FOLDED = ("sqrt", "rsqrt", "mul", "div", "add", "sub", "neg", "integer_pow", "p
 
 def _fold(jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: dict[Var, float]) -> None:
     """Compute constants such as sqrt(3), which are scales of parameters."""
-    name = equation.primitive.name
-    if any(k is None for k in known) or not known or len(equation.outvars) != 1:
-        return
-    out = equation.outvars[0]
-    if not jnp.issubdtype(dtype_of(out), jnp.inexact):
+    name, out = equation.primitive.name, equation.outvars[0]
+    if not known or None in known or not jnp.issubdtype(dtype_of(out), jnp.inexact):
         return
     if name in ("broadcast_in_dim", "convert_element_type", "copy"):
         numbers[out] = known[0] or 0.0
@@ -329,11 +318,9 @@ def _fold(jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: 
 def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]) -> View | None:
     """Return the view behind an operation that only moves axes or multiplies by a number; None for any other."""
     name, options = equation.primitive.name, equation.params
-    place = next((i for i, t in enumerate(tags) if isinstance(t, View)), None)
-    if place is None:
+    place, view = next(((i, t) for i, t in enumerate(tags) if isinstance(t, View)), (0, None))
+    if view is None:
         return None
-    view = tags[place]
-    assert isinstance(view, View)
     shape, out = shape_of(equation.invars[place]), shape_of(equation.outvars[0])
     if name in ("mul", "div") and len(tags) == 2:
         # times or divided by one number; a broadcast operand would repeat entries of the parameter
@@ -345,10 +332,11 @@ def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]
         return None
     if name == "neg":
         return view._replace(scale=-view.scale)
-    if name == "copy":
+    # a cast to lower precision loses something
+    if name == "copy" or (
+        name == "convert_element_type" and options["new_dtype"] == dtype_of(equation.invars[0])
+    ):
         return view
-    if name == "convert_element_type":  # a cast to lower precision loses something
-        return view if options["new_dtype"] == dtype_of(equation.invars[0]) else None
     if name == "transpose":
         return view._replace(steps=(*view.steps, ("transpose", tuple(options["permutation"]))))
     order = list(options.get("broadcast_dimensions", ()))
@@ -377,16 +365,18 @@ def show(view: View, root: Value) -> Value:
 
 def _is_product(equation: JaxprEqn, operand: int) -> bool:
     """Tell whether an equation is a product that this package knows, with the parameter as this operand."""
+    name, options = equation.primitive.name, equation.params
+    if name not in ("dot_general", "conv_general_dilated", "gather"):
+        return False
     out, weight = equation.outvars[0], equation.invars[operand]
     if dtype_of(out) != dtype_of(weight) or not jnp.issubdtype(dtype_of(out), jnp.floating):
         return False
-    name, options = equation.primitive.name, equation.params
     if name == "dot_general":
         return dtype_of(equation.invars[1 - operand]) == dtype_of(weight)
     if name == "conv_general_dilated":
         return operand == 1 and options["batch_group_count"] == 1
-    numbers, table = options["dimension_numbers"], shape_of(weight)
-    rank = len(shape_of(out))
+    # a lookup: whole rows, found by their place along the first axis of the table
+    numbers, table, rank = options["dimension_numbers"], shape_of(weight), len(shape_of(out))
     return (
         operand == 0
         and not numbers.operand_batching_dims
@@ -440,18 +430,16 @@ def _evaluate_scan(
     scope: Scope, equation: JaxprEqn, operands: Sequence[Value], taps: Mapping[int, Value]
 ) -> tuple[list[Value], dict[int, Value]]:
     """Run a loop whose rounds take their own taps, and return what its sites see in every round."""
-    options, held = equation.params, carried_arguments(equation)
-    first, last = held.start, held.stop
-    # taps of sites inside have one entry a round, and are scanned over like sequences
-    numbers = [s.number for s in scope.sites() if s.number in taps]
+    held = carried_arguments(equation)
+    carried = held.stop - held.start
 
     def body(carry: list[Array], item: tuple[list[Array], dict[int, Array]]) -> Any:
-        outs, found = evaluate(scope, [*operands[:first], *carry, *item[0]], item[1])
-        return outs[: last - first], (outs[last - first :], found)
+        outs, found = evaluate(scope, [*operands[: held.start], *carry, *item[0]], item[1])
+        return outs[:carried], (outs[carried:], found)
 
-    start = [jnp.asarray(a) for a in operands[first:last]]
-    each = ([jnp.asarray(a) for a in operands[last:]], {n: taps[n] for n in numbers})
-    carry, (stacked, found) = jax.lax.scan(
-        body, start, each, length=options["length"], reverse=options["reverse"], unroll=options["unroll"]
-    )
+    # taps of sites inside have one entry a round, and are scanned over like sequences
+    inside = {s.number: taps[s.number] for s in scope.sites() if s.number in taps}
+    each = ([jnp.asarray(a) for a in operands[held.stop :]], inside)
+    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (stacked, found) = jax.lax.scan(body, [jnp.asarray(a) for a in operands[held]], each, **options)
     return [*carry, *stacked], found
