@@ -13,7 +13,6 @@ coefficients beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of 
 K = features features'. Networks with batch norm on the output do not train like this at any width: see ``kernel_flow``.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
@@ -22,11 +21,11 @@ from meanflow import _checks
 from meanflow._matrices import kernel as kernel_kind
 from meanflow.kernels import _spectral as spectral
 from meanflow.kernels._gaussian import Gaussian, as_matrix, check_shapes
-from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, Loss, LossFlow, cross_entropy, from_dual
+from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, DualFlow, Loss, LossFlow, cross_entropy
 from meanflow.kernels._spectral import Spectral
 
 
-class KernelFlow(eqx.Module):
+class KernelFlow(DualFlow):
     """Training under a fixed kernel, in closed form; ``kernel_flow`` makes one.
 
     All methods take ``times``: times of gradient flow, or numbers of steps if there is a ``learning_rate``. ``times``
@@ -108,19 +107,6 @@ class KernelFlow(eqx.Module):
     def dual_limit(self) -> Float[Array, "n *k"]:
         """Return the dual coefficients of the end of training, y.shape; modes at rounding level stay untrained."""
         return self.dual(jnp.inf)
-
-    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
-    def at(
-        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
-    ) -> Float[Array, "*times_S_k"]:
-        """Return f at other points z, shape times.shape + start.shape.
-
-        Args:
-            cross: K(z, x), (S, n), or (S, n, k, k).
-            start: f_0(z), (S,) or (S, k).
-            times: times or numbers of steps.
-        """
-        return from_dual(self.dual(times), cross, start)
 
     @_checks.arguments(
         cross=CROSS, prior=_checks.sequence(_checks.array((None, None), (None,) * 4), least=3), times=TIMES

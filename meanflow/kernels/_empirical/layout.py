@@ -161,12 +161,10 @@ def _pairs(share: structured.Share, block: Block) -> int:
 _PULLED = 2**25
 
 
-def coupled_layout(
-    left: structured.Traced, right: structured.Traced, block: Block, chunk: int | None, limit: int
-) -> Layout:
-    """Lay out the kernel of samples that depend on each other; the traces map whole batches."""
-    item, many = left.output.dtype.itemsize, block.outputs
-    counted = cost.passes(left.analysis.scope.closed, len(left.leaves))
+def coupled_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
+    """Lay out the kernel of samples that depend on each other; ``traced`` maps the whole batch x."""
+    item, many = traced.output.dtype.itemsize, block.outputs
+    counted = cost.passes(traced.analysis.scope.closed, len(traced.leaves))
     rows, columns = block.rows * many, block.columns * many
     sides = rows if block.symmetric else rows + columns
     full = block.kept == "full"
@@ -186,9 +184,9 @@ def coupled_layout(
         both = ways(size)
         return "gram" if fits and both["gram"].total < both["jacobian"].total else "jacobian"
 
-    plan = structured.shares(left, choose)
-    entries = sum(math.prod(left.leaves[i].shape) for i in left.used)
-    row = item * many * (2 * left.taps + counted.stored / 2 + entries)
+    plan = structured.shares(traced, choose)
+    entries = sum(math.prod(traced.leaves[i].shape) for i in traced.used)
+    row = item * many * (2 * traced.taps + counted.stored / 2 + entries)
     piece = chunk if chunk is not None else fitting(block.rows, min(limit / 8, _PULLED), row)
     piece = min(piece, block.rows)
     total, stored = counted.forward + counted.backward * sides, 0

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, PyTree
 from meanflow.kernels._empirical import contraction, structured
 from meanflow.kernels._empirical.cost import Block
 from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, uncoupled_maps
-from meanflow.kernels._empirical.layout import Layout, coupled_layout, free_layout
+from meanflow.kernels._empirical.layout import Layout
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels._empirical.plan import Job, block_of, one_sample, traces
+from meanflow.kernels._empirical.plan import Job, laid_out, one_sample
 
 
 @eqx.filter_jit
@@ -49,17 +49,11 @@ def evaluate(job: Job, method: str, rows: int) -> Float[Array, "T S ..."]:
 def _structured_kernel(maps: KernelMaps, job: Job) -> Float[Array, "T S ..."]:
     """Sum the shares of all parameters, each by the cheaper contraction; (T, S), (T, S, C) or (T, S, C, C)."""
     leaves = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
-    left, right = traces(maps, job.params, job.x)
-    block = block_of(maps, job.params, job.z is None, str(job.outputs))
-    chunk, limit = job.method.chunk, job.method.limit
-    free = maps.single is not None
-    plan = (
-        free_layout(left, block, chunk, limit) if free else coupled_layout(left, right, block, chunk, limit)
-    )
+    left, right, block, plan = laid_out(job, maps)
     if not plan.shares:  # a function that does not depend on its parameters
         kept = {"full": (block.outputs,) * 2, "diagonal": (block.outputs,), "trace": ()}[block.kept]
         return jnp.zeros((block.rows, block.columns, *kept), left.output.dtype)
-    if free:
+    if maps.single is not None:
         return _free_kernel(left, block, plan, leaves, job)
     if job.z is None:
         mine = theirs = structured.coupled_factors(left, plan.shares, leaves, block.rows, plan.piece)

@@ -21,7 +21,7 @@ from meanflow.kernels._empirical import cost, structured
 from meanflow.kernels._empirical.contraction import fitting
 from meanflow.kernels._empirical.cost import Block, Cost
 from meanflow.kernels._empirical.coupling import STATS, KernelMaps, kernel_maps
-from meanflow.kernels._empirical.layout import coupled_layout, free_layout
+from meanflow.kernels._empirical.layout import Layout, coupled_layout, free_layout
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Params, as_arrays, batches, floats
 
 METHODS = ("auto", "jacobian", "products", "structured")
@@ -29,7 +29,7 @@ OUTPUTS = ("full", "trace", "diagonal")
 
 # What kernels are taken of; the same for ``empirical_ntk``, ``ntk_operator`` and ``Method.plan``.
 NETWORK = {
-    "apply": _checks.taking(2),
+    "apply": _checks.function,  # of how many arguments is seen when it is traced, and not at every call
     "params": floats,
     "x": batches,
     "z": _checks.optional(batches),
@@ -166,15 +166,13 @@ def planned(job: Job) -> NtkPlan:
 
 def _plan(job: Job) -> NtkPlan:
     """Choose method and chunk."""
-    outputs, method = str(job.outputs), job.method
-    maps = job.maps()
+    method, maps = job.method, job.maps()
     moving = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
     if not moving:
         raise ValueError("params must hold at least one array of floating point numbers, got none")
-    left, right = traces(maps, job.params, job.x)
+    left, right, block, layout = laid_out(job, maps)
     if not left.used and not right.used:
         raise ValueError("the outputs of apply do not depend on params, so that its kernel is zero")
-    block = block_of(maps, job.params, job.z is None, outputs)
     result = left.output.dtype.itemsize * block.rows * block.columns * block.kernel
     if result > method.limit:
         raise ValueError(
@@ -182,10 +180,6 @@ def _plan(job: Job) -> NtkPlan:
             "kernels.ntk_operator multiplies by it without forming it"
         )
     coupled = maps.single is None
-    if coupled:
-        layout = coupled_layout(left, right, block, method.chunk, method.limit)
-    else:
-        layout = free_layout(left, block, method.chunk, method.limit)
     parameters = sum(a.size for a in moving)
     total, memory, rows = _plain_methods(left, len(moving), block, coupled, parameters, method)
     total["structured"], memory["structured"] = layout.cost, layout.bytes
@@ -228,25 +222,24 @@ def _plain_methods(
     return total, memory, at_a_time
 
 
-def block_of(maps: KernelMaps, params: Params, symmetric: bool, outputs: str) -> Block:
-    """Read the sizes of a kernel off the shapes of its two functions."""
-    left, right = jax.eval_shape(maps.left, params), jax.eval_shape(maps.right, params)
-    return Block(left.shape[0], right.shape[0], math.prod(left.shape[1:]), outputs, symmetric)
+def laid_out(job: Job, maps: KernelMaps) -> tuple[structured.Traced, structured.Traced, Block, Layout]:
+    """Return the traces of both sides, the sizes of the kernel, and how the structured method goes about it.
 
-
-def traces(maps: KernelMaps, params: Params, x: Batch) -> tuple[structured.Traced, structured.Traced]:
-    """Return the traces of both sides: of one sample where samples are free, else of the whole batches."""
-    moving, still = eqx.partition(params, eqx.is_inexact_array)
+    The traces are of one sample where samples are free, else of the whole batches.
+    """
+    moving, still = eqx.partition(job.params, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(moving)
     whole = lambda some: eqx.combine(jax.tree.unflatten(structure, some), still)
+    rows, columns = (jax.eval_shape(side, job.params).shape for side in (maps.left, maps.right))
+    block = Block(rows[0], columns[0], math.prod(rows[1:]), str(job.outputs), job.z is None)
+    chunk, limit = job.method.chunk, job.method.limit
     if maps.single is None:
-        return (
-            structured.trace(lambda some, _: maps.left(whole(some)), leaves, ()),
-            structured.trace(lambda some, _: maps.right(whole(some)), leaves, ()),
-        )
-    one, first = one_sample(maps, params, x), jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        left = structured.trace(lambda some, _: maps.left(whole(some)), leaves, ())
+        right = structured.trace(lambda some, _: maps.right(whole(some)), leaves, ())
+        return left, right, block, coupled_layout(left, block, chunk, limit)
+    one, first = one_sample(maps, job.params, job.x), jax.ShapeDtypeStruct(job.x.shape[1:], job.x.dtype)
     traced = structured.trace(lambda some, sample: one(whole(some), sample), leaves, first)
-    return traced, traced
+    return traced, traced, block, free_layout(traced, block, chunk, limit)
 
 
 def one_sample(maps: KernelMaps, params: Params, x: Batch) -> Apply:

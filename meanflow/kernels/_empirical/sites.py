@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from meanflow import _checks
@@ -56,8 +56,14 @@ class View(NamedTuple):
 # Marks values that depend on the sample, or that only the ordinary backward pass understands.
 SAMPLE = "sample"
 
-# What a value is: a copy of a parameter; made of these parameters alone; made of the sample; or a constant.
-Tag: TypeAlias = View | frozenset[int] | str | None
+# What a value is: a copy of a parameter; made of these parameters alone; made of the sample; one number everywhere; or
+# another constant.
+Tag: TypeAlias = View | frozenset[int] | str | float | None
+
+
+def _depends(tag: Tag) -> bool:
+    """Tell whether a value depends on parameters or on the sample."""
+    return tag is not None and not isinstance(tag, float)
 
 
 @dataclass
@@ -203,31 +209,17 @@ class _Walk:
         self, closed: ClosedJaxpr, tags: Sequence[Tag], lengths: tuple[int, ...]
     ) -> tuple[Scope, list[Tag]]:
         """Tag the values of one jaxpr, inside of loops of these lengths; return its scope and its outputs' tags."""
-        jaxpr, scope = closed.jaxpr, Scope(closed)
-        numbers: dict[Var, float] = {}  # constants that are one number everywhere
-        for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            is_key = jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)  # opaque, and never a number
-            given = _checks.concrete(value) if np.ndim(value) == 0 and not is_key else None
-            if given is not None and _checks.is_real(given.dtype):
-                numbers[v] = float(given)
+        scope = Scope(closed)
 
         def step(place: int, equation: JaxprEqn, ins: list[Tag]) -> list[Tag]:
-            known = [_number(v, numbers) for v in equation.invars]
-            if any(t is not None for t in ins):
-                return self.equation(scope, place, equation, ins, known, lengths)
-            _fold(jaxpr, equation, known, numbers)
-            return [None] * len(equation.outvars)
+            if any(map(_depends, ins)):
+                return self.equation(scope, place, equation, ins, lengths)
+            return _folded(closed.jaxpr, equation, ins)
 
-        return scope, walk(closed, tags, step, lambda _: None)
+        return scope, walk(closed, tags, step, _constant)
 
     def equation(
-        self,
-        scope: Scope,
-        place: int,
-        equation: JaxprEqn,
-        tags: list[Tag],
-        known: list[float | None],
-        lengths: tuple[int, ...],
+        self, scope: Scope, place: int, equation: JaxprEqn, tags: list[Tag], lengths: tuple[int, ...]
     ) -> list[Tag]:
         """Return the tags of one equation's outputs."""
         name, inside = equation.primitive.name, called(equation)
@@ -242,14 +234,14 @@ class _Walk:
             (operand,) = held
             # A product with a constant is a site as well: the first round of a recurrence starts from zeros. A lookup
             # of constant rows is not, since only the sample tells how often a row is used.
-            hidden = name == "gather" and all(t is None for i, t in enumerate(tags) if i != operand)
+            hidden = name == "gather" and not any(_depends(t) for i, t in enumerate(tags) if i != operand)
             view = None if hidden else self.as_view(tags[operand], scope, (place, operand), not lengths)
             if view is not None and not (name == "gather" and any(view.sliced)):
                 scope.entries[place] = Site(self.count, equation, operand, view, lengths)
                 self.count += 1
                 return [SAMPLE]
         if SAMPLE not in tags:
-            view = _seen(equation, tags, known)
+            view = _seen(equation, tags)
             if view is not None:
                 return [view]
             if not lengths:
@@ -269,7 +261,7 @@ class _Walk:
             view = None if i in carried else self.as_view(tag, scope, (place, i), not lengths)
             if view is None:
                 self.use_directly(tag)
-                inside.append(None if tag is None else SAMPLE)
+                inside.append(SAMPLE if _depends(tag) else None)
             else:
                 slices = i >= held.stop
                 steps = (*view.steps, ("slice", ())) if slices else view.steps
@@ -279,7 +271,7 @@ class _Walk:
         before = set(self.direct), self.count, len(self.roots)
         while True:
             inner, outs = self.scope(body, inside, (*lengths, equation.params["length"]))
-            changed = [i for i in carried if inside[i] is None and outs[i - held.start] is not None]
+            changed = [i for i in carried if inside[i] is None and _depends(outs[i - held.start])]
             if not changed:
                 break
             for i in changed:
@@ -289,33 +281,36 @@ class _Walk:
         for tag in outs:
             self.use_directly(tag)
         scope.entries[place] = inner
-        return [None if t is None else SAMPLE for t in outs]
+        return [SAMPLE if _depends(t) else None for t in outs]
 
 
-def _number(variable: Var | Literal, numbers: Mapping[Var, float]) -> float | None:
-    """Return the number that a constant is everywhere, if it is known."""
-    if isinstance(variable, Literal):
-        return float(variable.val) if np.ndim(variable.val) == 0 and np.isreal(variable.val) else None
-    return numbers.get(variable)
+def _constant(value: Value) -> float | None:
+    """Return the number that a constant is everywhere, if it is one."""
+    # keys of random numbers are opaque, and never a number
+    if np.ndim(value) or jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        return None
+    given = _checks.concrete(value)
+    return float(given) if given is not None and _checks.is_real(given.dtype) else None
 
 
 _FOLDED = ("sqrt", "rsqrt", "mul", "div", "add", "sub", "neg", "integer_pow", "pow", "exp", "log", "square")
 
 
-def _fold(jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: dict[Var, float]) -> None:
+def _folded(jaxpr: Jaxpr, equation: JaxprEqn, known: Sequence[Tag]) -> list[Tag]:
     """Compute constants such as sqrt(3), which are scales of parameters."""
     name, out = equation.primitive.name, equation.outvars[0]
-    if not known or None in known or not jnp.issubdtype(dtype_of(out), jnp.inexact):
-        return
-    if name in ("broadcast_in_dim", "convert_element_type", "copy"):
-        numbers[out] = known[0] or 0.0
-    elif name in _FOLDED and all(shape_of(v) == () for v in equation.invars):
-        with jax.ensure_compile_time_eval():
-            operands = [np.asarray(k, dtype_of(v)) for k, v in zip(known, equation.invars, strict=True)]
-            numbers[out] = float(execute(jaxpr, equation, operands)[0])
+    found: Tag = None
+    if known and None not in known and jnp.issubdtype(dtype_of(out), jnp.inexact):
+        if name in ("broadcast_in_dim", "convert_element_type", "copy"):
+            found = known[0]
+        elif name in _FOLDED and all(shape_of(v) == () for v in equation.invars):
+            with jax.ensure_compile_time_eval():
+                operands = [np.asarray(k, dtype_of(v)) for k, v in zip(known, equation.invars, strict=True)]
+                found = float(execute(jaxpr, equation, operands)[0])
+    return [found] * len(equation.outvars)
 
 
-def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]) -> View | None:
+def _seen(equation: JaxprEqn, tags: Sequence[Tag]) -> View | None:
     """Return the view behind an operation that only moves axes or multiplies by a number; None for any other."""
     name, options = equation.primitive.name, equation.params
     place, view = next(((i, t) for i, t in enumerate(tags) if isinstance(t, View)), (0, None))
@@ -324,8 +319,8 @@ def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]
     shape, out = shape_of(equation.invars[place]), shape_of(equation.outvars[0])
     if name in ("mul", "div") and len(tags) == 2:
         # times or divided by one number; a broadcast operand would repeat entries of the parameter
-        factor = known[1 - place]
-        if factor is None or shape != out or (name == "div" and place == 1):
+        factor = tags[1 - place]
+        if not isinstance(factor, float) or shape != out or (name == "div" and place == 1):
             return None
         return view._replace(scale=view.scale * factor if name == "mul" else view.scale / factor)
     if len(tags) != 1:
@@ -388,10 +383,7 @@ def _is_product(equation: JaxprEqn, operand: int) -> bool:
 
 
 def evaluate(
-    scope: Scope,
-    args: Sequence[Value],
-    taps: Mapping[int, Value],
-    roots: dict[int, Value] | None = None,
+    scope: Scope, args: Sequence[Value], taps: Mapping[int, Value], roots: dict[int, Value] | None = None
 ) -> tuple[list[Value], dict[int, Value]]:
     """Evaluate a trace with taps added to the outputs of its sites.
 

@@ -123,10 +123,7 @@ def _order_between(
 
 
 @_checks.arguments(
-    **INPUTS,
-    **NETWORK,
-    widths=_checks.optional(_checks.sequence(_checks.count(1))),
-    biases=_checks.flag,
+    **INPUTS, **NETWORK, widths=_checks.optional(_checks.sequence(_checks.count(1))), biases=_checks.flag
 )
 def infinite_ntk(
     x: Float[ArrayLike, "T d"],
