@@ -8,7 +8,7 @@ from helpers import largest_gap, problem, ring_problem
 from scipy import optimize
 
 import meanflow as mf
-from meanflow.flows import _free_energy as free_energy
+from meanflow.flows._free_energy import free_energy
 from meanflow.flows import make_flow
 from meanflow.flows._features import TwoLayer
 from meanflow.geometry import Space
