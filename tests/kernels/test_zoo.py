@@ -391,7 +391,7 @@ def agree_in_all_contractions(name, monkeypatch, ways):
     """Contract each parameter by ways that need not be the cheapest, on networks so small that nothing is sliced."""
     monkeypatch.setattr(contraction, "WHOLE", 0)
     monkeypatch.setattr(contraction, "_SLICE", 200)
-    monkeypatch.setattr(contraction, "blocks", lambda rows, wide: 2)  # and cut into blocks
+    monkeypatch.setattr(contraction, "blocks", lambda *_: 2)  # and cut into blocks
     is_window = lambda site, *_: float(site.kind == "conv_general_dilated" and not site.lengths)
     apply, params, x, _, same, _ = oracle(name)
     leaves, structure = jax.tree.flatten(params)
@@ -527,7 +527,7 @@ def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monke
 @pytest.mark.parametrize("outputs", ["full", pytest.param("diagonal", marks=pytest.mark.slow)])
 def test_blocks_of_a_symmetric_kernel_are_differentiated_apart_where_it_is_wide(monkeypatch, outputs):
     """Networks of this size are too narrow; cut by force, into blocks of unequal lengths."""
-    for name, value in (("_PIECE", 1), ("_HELD", 0), ("blocks", lambda rows, wide: 2), ("_PARTS", 3)):
+    for name, value in (("_PIECE", 1), ("_HELD", 0), ("_WIDE", 0), ("_PARTS", 3)):
         monkeypatch.setattr(layout, name, value)
     apply, params, x, _, same, _ = oracle("conv, 2-D")
     program = lambda p: kernels.empirical_ntk(

@@ -150,9 +150,9 @@ class Block(NamedTuple):
         """At how many samples the network is differentiated."""
         return self.rows if self.symmetric else self.rows + self.columns
 
-    def pairs(self, wide: int) -> float:
+    def pairs(self, wide: int, length: float) -> float:
         """How many pairs of samples are multiplied, where ``wide`` rows of a product belong to each sample."""
-        cut = blocks(self.rows, wide) if self.symmetric else 1
+        cut = blocks(self.rows, wide, length) if self.symmetric else 1
         # cutting costs a part of what it saves
         return self.rows * self.columns * {1: 1.0, 2: 0.85, 4: 0.7}[cut]
 
@@ -174,7 +174,7 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     full = block.kept == "full"
     # <J, J'> of each pair of samples, for all pairs of outputs or for equal ones
     product = 2.0 * entries * (many**2 if full else many)
-    return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1)
+    return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1, entries)
 
 
 def by_gram(block: Block, size: forms.Sizes) -> Cost:
@@ -182,7 +182,8 @@ def by_gram(block: Block, size: forms.Sizes) -> Cost:
     groups, positions, inputs, outputs, windowed = size
     compared = windowed or inputs
     many, pairs = block.outputs, groups * positions**2
-    multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
+    wide, length = positions * (many if block.kept == "full" else 1), outputs if pairs == 1 else math.inf
+    multiplied = block.pairs(wide, length)
     # the factors of both sides are read once, and brought into another order where there are several positions
     read = groups * positions * (compared + many * outputs) * (block.rows + block.columns)
     copied = 2.0 * many * groups * positions * outputs * block.samples if groups * positions > 1 else 0.0
