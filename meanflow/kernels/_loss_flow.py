@@ -4,6 +4,7 @@ f' = -K Q dloss/df has no closed form unless the loss is squared. The dual coeff
 f_0(z) + K(z, x) beta at every point z, obey beta' = -Q dloss/df(x): one ODE of the size of the targets.
 """
 
+import abc
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -39,7 +40,28 @@ def cross_entropy(outputs: Float[Array, " k"], target: Float[Array, " k"]) -> Fl
     return -jnp.sum(target * jax.nn.log_softmax(outputs))
 
 
-class LossFlow(eqx.Module):
+class DualFlow(eqx.Module):
+    """Training under a fixed kernel, known by its dual coefficients."""
+
+    @abc.abstractmethod
+    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
+
+    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
+    def at(
+        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
+    ) -> Float[Array, "*times_S_k"]:
+        """Return f at other points z, shape times.shape + start.shape.
+
+        Args:
+            cross: K(z, x), (S, n), or (S, n, k, k).
+            start: f_0(z), (S,) or (S, k).
+            times: times or numbers of steps.
+        """
+        return from_dual(self.dual(times), cross, start)
+
+
+class LossFlow(DualFlow):
     """Gradient flow of any loss under a fixed kernel, by an ODE solver; ``kernel_flow`` makes one.
 
     beta' = -q dloss/df, f = f(0) + K beta. The methods are those of ``KernelFlow``.
@@ -74,13 +96,6 @@ class LossFlow(eqx.Module):
         outputs = self(times).reshape((-1, *self.start.shape))
         each = jax.vmap(jax.vmap(self.sample_loss), in_axes=(0, None))(outputs, self.target)
         return (each @ self.weights).reshape(jnp.shape(times))
-
-    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
-    def at(
-        self, cross: Float[Array, "..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
-    ) -> Float[Array, "*times_S_k"]:
-        """Return f at other points z from ``cross`` = K(z, x) and ``start`` = f_0(z), as ``KernelFlow.at`` does."""
-        return from_dual(self.dual(times), cross, start)
 
 
 @eqx.filter_jit
