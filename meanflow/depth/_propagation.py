@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow._checks import array, choice, count, flag, optional, sequence, taking
+from meanflow._reuse import compiled
 from meanflow.depth._layer import LAYER, RECENTERED, VARIANCE, WEIGHTS, Layer, activated, drawn_by_law
 from meanflow.depth._observables import summary
 
@@ -88,7 +89,7 @@ def _one(network: _Network, key: jax.Array, x: jax.Array) -> Propagation:
     return Propagation(layers, log_scale, carry[0])
 
 
-@partial(jax.jit, static_argnames=("network", "chunk"))
+@compiled
 def _many(keys: jax.Array, x: jax.Array, network: _Network, chunk: int | None) -> Propagation:
     """Run one network, or one for each key."""
     one = partial(_one, network)

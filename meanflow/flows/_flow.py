@@ -6,7 +6,6 @@ arguments once and then runs one compiled program of the inner function of the s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -32,7 +31,7 @@ from meanflow._checks import (
     taking,
     unchecked,
 )
-from meanflow._reuse import canonical, compiled
+from meanflow._reuse import canonical, compiled, kept_by_shape
 from meanflow.flows import _blocks as blocks
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import Feature
@@ -277,21 +276,14 @@ def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
         data.check(flow)
     type(flow.loss).check(flow.loss, type(flow.feature).output_shape(flow.feature, cloud), data.y)
     if flow.regularizer is not None:
-        leaves, structure = jax.tree.flatten(cloud.particles)
-        shapes = tuple((np.shape(u), jnp.result_type(u)) for u in leaves)
-        _check_penalty(flow.regularizer.function, structure, shapes)
+        _check_penalty(flow.regularizer.function, cloud.particles)
     return flow
 
 
-@functools.lru_cache(maxsize=256)  # to know the shape means to trace, which takes milliseconds
-def _check_penalty(
-    penalty: Callable[[PyTree[jax.Array]], jax.Array],
-    structure: jax.tree_util.PyTreeDef,
-    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
-) -> None:
+@kept_by_shape  # to know the shape means to trace, which takes milliseconds
+def _check_penalty(penalty: Callable[[PyTree[jax.Array]], jax.Array], particles: PyTree[jax.Array]) -> None:
     """Refuse a penalty that does not return one number for each particle."""
-    particles = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*one) for one in shapes])
-    given, wanted = jax.eval_shape(penalty, particles), (shapes[0][0][0],)
+    given, wanted = jax.eval_shape(penalty, particles), np.shape(jax.tree.leaves(particles)[0])[:1]
     if getattr(given, "shape", None) != wanted:
         raise ValueError(
             f"penalty must return one value for each particle, shape {wanted}, "

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
 from meanflow.kernels._empirical.kernel import empirical_ntk
 from meanflow.kernels._empirical.modules import Adapter, Apply, Batch, Normalized, Params
@@ -152,7 +153,7 @@ class KernelRecorder:
         return {name: np.stack([entry[name] for entry in self._recorded]) for name in names}
 
 
-@eqx.filter_jit
+@compiled
 def _measure(
     apply: Apply | Normalized, params: Params, x: Batch, y: Array | None, stats: str, top: int
 ) -> dict[str, Array]:

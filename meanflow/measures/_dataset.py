@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike, Real
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 
 ANY_ARRAY = _checks.array()  # real numbers of any shape, without NaN
 
@@ -99,7 +100,7 @@ class Dataset(eqx.Module):
         weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
         return Dataset(grow(self.x), grow(self.y), weights)
 
-    @eqx.filter_jit
+    @compiled
     def moments(self) -> tuple[jax.Array, jax.Array]:
         """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
         _checks.shape("x", self.x, (None, None))

@@ -26,7 +26,7 @@ from meanflow._checks import (
     prng_key,
     unchecked,
 )
-from meanflow._reuse import compiled
+from meanflow._reuse import compiled, inlined
 from meanflow.flows import _equation as equation
 from meanflow.flows import _observables as observables
 from meanflow.flows._flow import FLOW, Flow, prepare
@@ -324,7 +324,7 @@ def _solve(flow: Flow, cloud: Cloud, data: Dataset, options: SolveOptions, state
         seen = here if observe is None else observables.measure(observe, problem, here)
         return equation.energy(problem.flow, here, problem.data), seen
 
-    raw = diffrax.diffeqsolve(
+    raw = inlined(diffrax.diffeqsolve)(
         terms,
         solver,
         options.t0,

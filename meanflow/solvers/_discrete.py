@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from meanflow import _checks
 from meanflow._checks import choice, count, flag, instance, number, optional, prng_key, taking
 from meanflow._identity import describe, json_digest
 from meanflow._numerics import KeyBits, iterate
-from meanflow._reuse import canonical, compiled
+from meanflow._reuse import canonical, compiled, kept
 from meanflow.flows import _equation as equation
 from meanflow.flows import _observables as observables
 from meanflow.flows._flow import FLOW, Flow, prepare
@@ -355,7 +354,7 @@ def _check_batches(batch_size: int, statistics: str, key: jax.Array | None, data
         raise ValueError("batch_size must be at least 2 for statistics of each batch, got 1")
 
 
-@functools.lru_cache(maxsize=64)
+@kept()
 def describe_optimizer(optimizer: optax.GradientTransformation) -> str:
     """Return a text that is equal for equal optimizers; remembered, since following their code takes milliseconds."""
     return json_digest(describe(optimizer))

@@ -30,6 +30,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
 from meanflow._checks import array, count, either, instance, number, optional
+from meanflow._reuse import compiled, inlined
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import FLOW, Flow
 from meanflow.geometry._space import Space
@@ -205,7 +206,7 @@ def evolve(
     return solution
 
 
-@eqx.filter_jit
+@compiled
 def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> DensitySolution:
     solver, adjoint = diffrax.Heun(), diffrax.RecursiveCheckpointAdjoint()
 
@@ -220,7 +221,7 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
         entropy = jnp.sum(jnp.where(mass > 0, mass * jnp.log(filled / (dh * dth)), 0.0))
         return mass, energy, energy + problem.temperature * entropy, fisher
 
-    raw = diffrax.diffeqsolve(
+    raw = inlined(diffrax.diffeqsolve)(
         diffrax.ODETerm(_rate),
         solver,
         jnp.zeros_like(t1),

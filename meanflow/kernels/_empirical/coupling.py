@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
 from meanflow.kernels._empirical.visit import equations
 
@@ -44,13 +45,18 @@ class Unprobed(ValueError):
     """The function closes over traced values and cannot be evaluated while tracing."""
 
 
-@eqx.filter_jit  # so that a function is compiled for the probe once, not at every call
+@compiled  # so that a function is compiled for the probe once, not at every call
 def _evaluations(apply: Apply, params: Params, x: Batch) -> tuple[Array, Array, Array]:
     """Return the outputs of a batch twice, traced anew each time, and those of its samples one by one."""
     alone = jax.tree.map(lambda a: a[:, None], x)
     # two equal rows: a function may squeeze its outputs, and lose the axis of a single sample
     pair = lambda sample: apply(params, jax.tree.map(lambda a: jnp.concatenate([a, a]), sample))[0]
     return apply(params, x), apply(params, x), jax.lax.map(pair, alone, batch_size=64)
+
+
+@compiled
+def _statistics(apply: Normalized, params: Params, x: Batch) -> PyTree:
+    return apply.statistics(params, x)
 
 
 def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
@@ -276,6 +282,6 @@ def _normalized_maps(
             )
         constants = apply.running
     else:  # "frozen": computed once, outside of what is differentiated, so that no gradient goes through them
-        constants = eqx.filter_jit(apply.statistics)(params, x)
+        constants = _statistics(apply, params, x)
     fixed = lambda p, batch: apply.apply(p, batch, constants)
     return KernelMaps(lambda p: fixed(p, x), lambda p: fixed(p, z), fixed)

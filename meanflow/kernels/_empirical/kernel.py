@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical import ntk
 from meanflow.kernels._empirical.coupling import kernel_maps
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
@@ -198,7 +199,7 @@ def _over_devices(
     return kernel[:rows]
 
 
-@eqx.filter_jit
+@compiled
 def _sharded(
     apply: Apply | Normalized,
     params: Params,

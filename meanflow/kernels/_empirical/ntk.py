@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical import contraction, structured
 from meanflow.kernels._empirical.cost import Block
 from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
@@ -32,7 +33,7 @@ def kernel_of_arrays(
     return _evaluate(apply, params, x, z, options, plan.method, plan.chunk)
 
 
-@eqx.filter_jit
+@compiled
 def _evaluate(
     apply: Apply | Normalized,
     params: Params,

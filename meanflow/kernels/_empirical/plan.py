@@ -4,9 +4,9 @@ All counts come from the traced program (``cost``): operations of matrix product
 pass through memory. Nothing is compiled.
 """
 
-import collections
 import dataclasses
 import functools
+import inspect
 import math
 import time
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import kept_by_shape
 from meanflow.kernels._empirical import cost, structured
 from meanflow.kernels._empirical.contraction import fitting
 from meanflow.kernels._empirical.cost import Block, Cost
@@ -156,9 +156,9 @@ def _rate(dtype: str) -> float:
 
 
 _Planned = tuple[NtkPlan, dict[str, Cost]]
-_PLANS: collections.OrderedDict[object, _Planned] = collections.OrderedDict()
 
 
+@kept_by_shape
 def _plan(
     apply: Apply | Normalized,
     params: Params,
@@ -167,48 +167,25 @@ def _plan(
     options: Options,
 ) -> _Planned:
     """Probe the function and plan, or return the plan of the same function, shapes and options."""
-    key = _key((apply, params, x, z), options)
-    if key is not None and key in _PLANS:
-        _PLANS.move_to_end(key)
-        return _PLANS[key]
-    planned = _plan_for(kernel_maps(apply, params, x, z, options.stats), params, x, z, options)
-    if key is not None:
-        _PLANS[key] = planned
-        if len(_PLANS) > 64:
-            _PLANS.popitem(last=False)
-    return planned
+    return _plan_for(kernel_maps(apply, params, x, z, options.stats), params, x, z, options)
 
 
 def plan_once(
     apply: Apply | Normalized, params: Params, x: Batch, z: Batch | None, options: Options
 ) -> NtkPlan:
     """Return the plan for these arguments of ``empirical_ntk``, without times; made once a function and shapes."""
-    return _plan(apply, params, x, z, options)[0]
+    arguments = (apply, params, x, z)
+    # what is being traced is probed at other values, and may be planned in another way
+    make = inspect.unwrap(_plan) if any(map(_is_traced, jax.tree.leaves(arguments))) else _plan
+    return make(*arguments, options)[0]
 
 
-def _key(arguments: object, options: Options) -> object:
-    """Return what decides a plan; None while tracing, or for what cannot be compared."""
-    # shapes and dtypes of arrays, everything else by value
-    leaves, structure = jax.tree.flatten(arguments)
-    described = []
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array | np.ndarray):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
-            numbers = jax.random.key_data(leaf) if is_key else leaf
-            if (
-                isinstance(leaf, jax.Array)
-                and _checks.concrete(numbers[:0] if leaf.ndim else numbers) is None
-            ):
-                return None
-            described.append((leaf.shape, leaf.dtype))
-        else:
-            described.append(leaf)
-    key = (structure, tuple(described), options)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+def _is_traced(leaf: object) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
+    numbers = jax.random.key_data(leaf) if is_key else leaf
+    return _checks.concrete(numbers[:0] if leaf.ndim else numbers) is None
 
 
 def _plan_for(maps: KernelMaps, params: Params, x: Batch, z: Batch | None, options: Options) -> _Planned:
