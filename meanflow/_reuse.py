@@ -159,6 +159,7 @@ def compiled(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]
     >>> float(power(jax.numpy.asarray(3.0), "square"))
     9.0
     """
+
     # a function of its own for each program: those that JAX has are let go when its function is
     @kept(KEPT)
     def program(structure: jax.tree_util.PyTreeDef, *others: Hashable) -> Callable[[list[Any]], Value]:
