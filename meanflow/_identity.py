@@ -15,7 +15,6 @@ import pathlib
 import sys
 import sysconfig
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -91,8 +90,17 @@ class _Same:
         return id(self.value)
 
 
-class _Walk(ABC):
+class _Walk:
     """Goes through a value and everything that decides what it does; a subclass says what becomes of the parts."""
+
+    plain: Callable[[Any], Any]  # None, a number, a text or a member of an enumeration
+    array: Callable[[Any], Any]
+    function: Callable[[types.FunctionType], Any]  # its code, and what is ``held``
+    join: Callable[[Any, Iterable[Any]], Any]  # the kind of a sequence, and its values
+    record: Callable[[Any, Mapping[str, Any]], Any]  # a NamedTuple or a module of equinox, and its fields
+    mapping: Callable[[Mapping[Any, Any]], Any]
+    foreign: Callable[[Any], Any]  # a module, or what code finds by name in a library
+    other: Callable[[Any], Any]
 
     def __init__(self) -> None:
         self.path: list[int] = []  # addresses of the objects that the present one is a part of
@@ -156,43 +164,11 @@ class _Walk(ABC):
             return self(value)
         return self.foreign(value)
 
-    @abstractmethod
-    def plain(self, value: Any) -> Any:
-        """Read None, a number, a text or a member of an enumeration."""
-
-    @abstractmethod
-    def array(self, value: Any) -> Any:
-        """Read an array."""
-
-    @abstractmethod
-    def function(self, value: types.FunctionType) -> Any:
-        """Read code, and what is ``held``."""
-
-    @abstractmethod
-    def join(self, kind: Any, values: Iterable[Any]) -> Any:
-        """Read a sequence of values."""
-
-    @abstractmethod
-    def record(self, value: Any, fields: Mapping[str, Any]) -> Any:
-        """Read a NamedTuple or a module of equinox."""
-
-    @abstractmethod
-    def mapping(self, value: Mapping[Any, Any]) -> Any:
-        """Read a dictionary."""
-
-    @abstractmethod
-    def foreign(self, value: Any) -> Any:
-        """Read a module, or a function, class or object of a library that code finds by name."""
-
-    @abstractmethod
-    def other(self, value: Any) -> Any:
-        """Read any other object."""
-
 
 class _Key(_Walk):
     """Reads a value as a hashable key; what it cannot look into counts as equal to itself only."""
 
-    foreign = other = staticmethod(_Same)  # type: ignore[assignment]
+    foreign = other = staticmethod(_Same)
 
     def plain(self, value: Any) -> Any:
         # NaN equals itself in this way, and 0 differs from -0
