@@ -12,7 +12,6 @@ from meanflow.cli._extension import FAILED_CELLS, Commands, guard, parse_setting
 
 if TYPE_CHECKING:  # slow to import
     import xarray
-    from matplotlib.figure import Figure, SubFigure
 
 Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
 Result = TypeVar("Result")
@@ -115,13 +114,6 @@ def _settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _precision(request: Tables) -> None:
-    """Set the precision of the run before anything is computed."""
-    import jax
-
-    jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
-
-
 def _join(distributed: bool) -> None:
     """Make this process one of several."""
     import jax
@@ -147,13 +139,16 @@ def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
 
 def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
     """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
+    import jax
+
     from meanflow.cli import _tables as tables
     from meanflow.cli._request import build
     from meanflow.sweeps import make_mesh
     from meanflow.sweeps._results import failed
     from meanflow.sweeps._runner import is_lead
 
-    _precision(request)
+    # before anything is computed
+    jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
     plan = _on_all(distributed, lambda: build(request))
     mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
     data = plan.run(store=store, mesh=mesh)
@@ -323,7 +318,7 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
         click.echo(f"figure in {figure}", err=as_json)
 
 
-def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
+def _draw(data: "xarray.Dataset", variable: str) -> Any:
     """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
     from meanflow.cli import _tables as tables
@@ -332,7 +327,7 @@ def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
     if len(long) == 2:
-        return _whole(plots.heat_map(tables.medians(data, variable)).figure)
+        return plots.heat_map(tables.medians(data, variable)).figure
     if len(long) != 1:
         raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
     values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
@@ -340,15 +335,7 @@ def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
     )
     axis = str(long[0])
     axes = plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable)
-    return _whole(axes.figure)
-
-
-def _whole(figure: "Figure | SubFigure") -> "Figure":
-    """Return the figure that a plot was drawn on; plots of the command line are no parts of others."""
-    from matplotlib.figure import Figure
-
-    assert isinstance(figure, Figure)
-    return figure
+    return axes.figure
 
 
 @main.command()
