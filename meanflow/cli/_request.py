@@ -124,9 +124,7 @@ def build(request: Json) -> Sweep:
     settings = {k: v for k, v in run.items() if v is not None}
     for name in ("deltas", "scales"):
         given = request["grid"].get(name, [])
-        if not isinstance(given, list) or any(
-            isinstance(v, bool) or not isinstance(v, int | float) for v in given
-        ):
+        if not isinstance(given, list) or not all(type(v) in (int, float) for v in given):
             raise ValueError(f"grid.{name} must be a list of numbers, got {given!r}")
     plan = prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
     return dataclasses.replace(plan, request=dict(request))

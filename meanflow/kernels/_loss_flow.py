@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
+from meanflow._reuse import compiled, inlined
 from meanflow.kernels._gaussian import as_matrix
 
 
@@ -98,7 +99,7 @@ class LossFlow(DualFlow):
         return (each @ self.weights).reshape(jnp.shape(times))
 
 
-@eqx.filter_jit
+@compiled
 def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*times_n_k"]:
     """Solve for the dual coefficients at all times, to a relative accuracy near the root of the rounding error."""
     import diffrax
@@ -117,7 +118,7 @@ def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*
     tolerance = float(jnp.finfo(flow.start.dtype).eps) ** 0.6
     # the last time is moved off 0, where there would be nothing to solve
     end = jnp.where(flat[order[-1]] > 0, flat[order[-1]], 1.0)
-    found = diffrax.diffeqsolve(
+    found = inlined(diffrax.diffeqsolve)(
         diffrax.ODETerm(field),
         diffrax.Dopri8(),
         jnp.zeros((), times.dtype),

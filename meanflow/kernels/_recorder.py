@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical.adapters import from_module
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
 from meanflow.kernels._empirical.kernel import empirical_ntk
@@ -121,7 +121,7 @@ class KernelRecorder:
         return {name: np.stack([entry[name] for entry in self._recorded]) for name in names}
 
 
-@eqx.filter_jit
+@compiled
 def _measure(
     apply: Apply | Normalized, params: Params, x: Batch, y: Array | None, stats: str, top: int
 ) -> dict[str, Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow._checks import concrete
+from meanflow._reuse import compiled
 from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset
@@ -72,24 +73,15 @@ def room(sizes: Sequence[int], numbers: int) -> int:
 
 def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
     """Return ``flow.init(key, width, ...)`` by one compiled program a width."""
-    arrays, rest = eqx.partition(flow, eqx.is_array)
-    if any(concrete(u) is None for u in [*jax.tree.leaves(arrays), jax.random.key_data(key)]):
+    arrays = jax.tree.leaves(eqx.filter(flow, eqx.is_array))
+    if any(concrete(u) is None for u in [*arrays, jax.random.key_data(key)]):
         # draws do not depend on what is traced in the flow, but a compiled call would return traced particles
         return flow.init(key, width, dim=dim, outputs=outputs)
-    leaves, structure = jax.tree.flatten(rest)
-    return _draw((tuple(leaves), structure), width, dim, outputs, arrays, key)
+    return _draw(flow, key, width, dim, outputs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _draw(
-    static: tuple[tuple[Hashable, ...], jax.tree_util.PyTreeDef],
-    width: int,
-    dim: int | None,
-    outputs: int | None,
-    arrays: Flow,
-    key: jax.Array,
-) -> Cloud:
-    flow = eqx.combine(arrays, jax.tree.unflatten(static[1], static[0]))
+@compiled
+def _draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
     return flow.init(key, width, dim=dim, outputs=outputs)
 
 

@@ -6,7 +6,6 @@ steps) and the axis ``particles`` by the compiler, which sums over devices where
 """
 
 import abc
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from jax.stages import Compiled, Lowered
 from jaxtyping import Array, PyTree
 
 from meanflow import _checks
+from meanflow._reuse import kept_by_shape
 from meanflow.flows._flow import Flow
 from meanflow.flows._observables import Observable
 from meanflow.measures._cloud import Cloud
@@ -264,25 +264,13 @@ def compile_batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | Non
     are kept, and a later sweep with the same settings and shapes uses them again.
     """
     arrays, rest = eqx.partition((cell, shared, inputs), eqx.is_array)
-    leaves, structure = jax.tree.flatten(rest)
     shapes = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding), arrays)
-    key = (tuple(leaves), structure, tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), mesh)
-    try:
-        compiled = _compile(key)
-    except TypeError as problem:  # settings that cannot be hashed: compile without keeping
-        if "unhashable" not in str(problem):
-            raise
-        compiled = _compile.__wrapped__(key)
-    return compiled
+    return _compile(rest, shapes, mesh)
 
 
-@functools.lru_cache(maxsize=32)
-def _compile(key: tuple[Any, ...]) -> Compiled:
-    """Compile the program that ``key`` (static parts, shapes, mesh) stands for."""
-    leaves, structure, shape_leaves, shape_structure, mesh = key
-    rest = jax.tree.unflatten(structure, leaves)
-
-    shapes = jax.tree.unflatten(shape_structure, shape_leaves)
+@kept_by_shape
+def _compile(rest: PyTree, shapes: PyTree, mesh: Mesh | None) -> Compiled:
+    """Compile the program for the given static parts and shapes."""
 
     def lowered(one_by_one: bool) -> Lowered:
         def run(arrays: PyTree) -> Results:

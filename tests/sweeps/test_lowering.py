@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from meanflow.solvers._weak import weak_form
 
 import meanflow as mf
 from meanflow import kernels
@@ -14,7 +15,6 @@ from meanflow._numerics import iterate
 from meanflow.kernels._empirical.spectra import top_eigenpairs
 from meanflow.solvers import eulerian
 from meanflow.solvers._step import top_eigenvalue
-from meanflow.solvers._weak import weak_form
 from meanflow.sweeps import _program as program
 
 PLATFORMS = ["cpu", "cuda", "tpu"]

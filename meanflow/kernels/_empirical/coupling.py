@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, PyTree
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
 from meanflow.kernels._empirical.visit import equations
 
@@ -54,8 +55,8 @@ def _evaluations(apply: Apply, params: Params, x: Batch) -> tuple[Array, Array, 
 # Compiled, so that a function is compiled for the probe once and not at every call; and without optimization, which
 # takes longer than the program runs: the probe of a transformer takes 0.5 instead of 0.9 seconds.
 _QUICK = {"xla_backend_optimization_level": 0}
-_evaluated_quickly = eqx.filter_jit(_evaluations, compiler_options=_QUICK)  # type: ignore[call-overload]
-_evaluated_inside = eqx.filter_jit(_evaluations)
+_evaluated_quickly = compiled(_evaluations, compiler_options=_QUICK)
+_evaluated_inside = compiled(_evaluations)
 
 
 def _evaluated(apply: Apply, params: Params, x: Batch) -> list[np.ndarray]:
@@ -66,6 +67,11 @@ def _evaluated(apply: Apply, params: Params, x: Batch) -> list[np.ndarray]:
             raise
         found = _evaluated_inside(apply, params, x)  # JAX takes no options while another program is traced
     return [np.asarray(a) for a in found]
+
+
+@compiled
+def _statistics(apply: Normalized, params: Params, x: Batch) -> PyTree:
+    return apply.statistics(params, x)
 
 
 def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
@@ -274,5 +280,5 @@ def _normalized_maps(apply: Normalized, params: Params, x: Batch, z: Batch, stat
             )
         constants = apply.running
     else:  # "frozen": computed once, outside of what is differentiated, so that no gradient goes through them
-        constants = eqx.filter_jit(apply.statistics)(params, x)
+        constants = _statistics(apply, params, x)
     return uncoupled_maps(lambda p, batch: apply.apply(p, batch, constants), x, z)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical import ntk
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params, as_arrays, wrapped
 from meanflow.kernels._empirical.plan import NETWORK, OUTPUTS, Job, Method, method_kind, planned
@@ -186,7 +187,7 @@ def _over_devices(job: Job, mesh: Mesh) -> Float[Array, "T S ..."]:
     return _sharded(job, padded, Mesh(mesh.devices, mesh.axis_names))[: job.x.shape[0]]
 
 
-@eqx.filter_jit
+@compiled
 def _sharded(job: Job, padded: Batch, mesh: Mesh) -> Float[Array, "T S ..."]:
     apply = job.apply
     if isinstance(apply, Normalized):  # its statistics are those of all rows, computed before they are split

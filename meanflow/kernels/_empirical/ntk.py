@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical import contraction, structured
 from meanflow.kernels._empirical.cost import Block
 from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, uncoupled_maps
@@ -20,7 +21,7 @@ from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Output
 from meanflow.kernels._empirical.plan import Job, laid_out, one_sample
 
 
-@eqx.filter_jit
+@compiled
 def evaluate(job: Job, method: str, rows: int) -> Float[Array, "T S ..."]:
     """Compute the kernel by ``method``, planned with ``rows`` rows at a time; compiled once for every shape."""
     # The caller has probed the function outside of jit: here one that needs no statistics is known to be uncoupled.

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical.coupling import kernel_maps, uncoupled_maps
 from meanflow.kernels._empirical.modules import Apply, Normalized, Params, as_arrays
 from meanflow.kernels._empirical.plan import NETWORK
@@ -75,7 +76,7 @@ class KernelOperator(eqx.Module):
         return _multiply(self, vectors)
 
 
-@eqx.filter_jit
+@compiled
 def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array, "m *k"]:
     product = operator.matvec()
     return product(v) if v.ndim == 1 else jax.vmap(product, in_axes=1, out_axes=1)(v)

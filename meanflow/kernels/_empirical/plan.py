@@ -5,6 +5,7 @@ pass through memory. Nothing is compiled.
 """
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,11 +13,11 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import ArrayLike, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import kept_by_shape
 from meanflow.kernels._empirical import cost, structured
 from meanflow.kernels._empirical.contraction import fitting
 from meanflow.kernels._empirical.cost import Block, Cost
@@ -137,33 +138,22 @@ class Job(NamedTuple):
         return kernel_maps(self.apply, self.params, self.x, self.z, self.stats)
 
 
-# plans by function, shapes and options; the oldest of more than 64 is forgotten, since functions are kept alive by it
-_PLANS: dict[object, NtkPlan] = {}
-
-
 def planned(job: Job) -> NtkPlan:
     """Probe the function and plan, or return the plan of the same function, shapes and options."""
-    # what decides a plan: shapes and dtypes of arrays, everything else by value
-    leaves, structure = jax.tree.flatten(job)
-    key: list[object] = [structure]
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array | np.ndarray):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
-            if _checks.concrete(jax.random.key_data(leaf) if is_key else leaf) is None:
-                return _plan(job)  # traced values belong to one trace
-            leaf = (leaf.shape, leaf.dtype)
-        key.append(leaf)
-    try:
-        plan = _PLANS.get(tuple(key))
-    except TypeError:  # a function or an option that cannot be compared
-        return _plan(job)
-    if plan is None:
-        plan = _PLANS[tuple(key)] = _plan(job)
-        if len(_PLANS) > 64:
-            _PLANS.pop(next(iter(_PLANS)))
-    return plan
+    # what is being traced belongs to one trace: it is probed at other values, and may be planned in another way
+    make = inspect.unwrap(_plan) if any(map(_is_traced, jax.tree.leaves(job))) else _plan
+    return make(job)
 
 
+def _is_traced(leaf: object) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
+    numbers = jax.random.key_data(leaf) if is_key else leaf
+    return _checks.concrete(numbers[:0] if leaf.ndim else numbers) is None
+
+
+@kept_by_shape
 def _plan(job: Job) -> NtkPlan:
     """Choose method and chunk."""
     method, maps = job.method, job.maps()
