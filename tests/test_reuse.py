@@ -132,7 +132,7 @@ def calls(kind):
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["velocity", "kernel", "observed", "solve"])
+@pytest.mark.parametrize("kind", ["velocity", "kernel", "observed"])
 def test_programs_of_closures_that_are_gone_are_let_go(kind):
     use, kept = calls(kind), []
     for _ in range(3):
@@ -211,7 +211,7 @@ print((pages() - before) / 1e6)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
-@pytest.mark.parametrize("kind", ["velocity", "kernel", "observed", "solve"])
+@pytest.mark.parametrize("kind", ["velocity", "kernel", "observed"])
 def test_fresh_closures_do_not_fill_the_memory(kind):
     code = GROWTH.format(kind=kind, count=500)
     done = subprocess.run([sys.executable, "-c", code], cwd="tests", capture_output=True, text=True)
