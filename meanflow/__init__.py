@@ -41,8 +41,9 @@ Training
 Memory
     clear_caches        forget compiled programs
 
-Further: activations (those known by name) and the rooms measures, geometry, layers, kernels, flows, solvers,
-transport, depth, training, univariate, sweeps, plots and report, for instance ``mf.kernels.empirical_ntk``.
+Further: activations (those known by name), files (whole or absent) and the rooms measures, geometry, layers, kernels,
+flows, solvers, transport, depth, training, univariate, sweeps, plots and report, for instance
+``mf.kernels.empirical_ntk``.
 """
 
 import typing as _typing
@@ -73,6 +74,7 @@ from meanflow.univariate import radial as radial
 if _typing.TYPE_CHECKING:
     from meanflow import activations as activations
     from meanflow import depth as depth
+    from meanflow import files as files
     from meanflow import geometry as geometry
     from meanflow import kernels as kernels
     from meanflow import layers as layers
@@ -115,6 +117,7 @@ _ROOMS = (
 _LAZY = {
     **{room: room for room in _ROOMS},
     "activations": "activations",
+    "files": "files",
     "RESULTS": "solvers",
     "Adaptive": "solvers",
     "Batches": "solvers",

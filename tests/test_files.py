@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from meanflow._files import read_arrays, write_arrays
+from meanflow.files import read_arrays, write_arrays
 
 ARRAYS = {"x": np.arange(6.0).reshape(2, 3), "flag": np.array(True), "a.b": np.arange(3, dtype=np.int32)}
 

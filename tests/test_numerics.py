@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow._files import PART, atomic_write
 from meanflow._numerics import (
     iterate,
     loglog_slope,
@@ -15,6 +14,7 @@ from meanflow._numerics import (
     safe_sqrt,
     wrap_angle,
 )
+from meanflow.files import PART, atomic_write
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])

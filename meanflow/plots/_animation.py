@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from meanflow import _checks
 from meanflow._checks import count, host_array, instance, optional
-from meanflow._files import atomic_write
+from meanflow.files import atomic_write
 from meanflow.plots._clouds import positions, regions
 from meanflow.plots.style import NEGATIVE, POSITIVE, canvas, theme
 from meanflow.solvers._solution import Solution

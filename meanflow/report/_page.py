@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from meanflow import _checks
 from meanflow._checks import host_array, instance, optional
-from meanflow._files import atomic_write
+from meanflow.files import atomic_write
 from meanflow.measures import Dataset
 from meanflow.sweeps._results import failed, final
 

@@ -1,4 +1,4 @@
-"""Solutions on disk: the format of ``meanflow._files``, with clouds, settings and states as nodes of their own."""
+"""Solutions on disk: the format of ``meanflow.files``, with clouds, settings and states as nodes of their own."""
 
 import operator
 import pathlib
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow._files import Refusal, Tree, read_arrays, write_arrays
 from meanflow._identity import Json
+from meanflow._trees import Refusal, Tree
+from meanflow.files import read_arrays, write_arrays
 from meanflow.flows._problem import Weighted
 from meanflow.measures._cloud import Affine, BatchNormNeurons, Cloud, Neurons, Polar
 from meanflow.solvers._solution import RESULTS, Settings, Solution, State, code_numbers

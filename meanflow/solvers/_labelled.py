@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from meanflow._files import versions
+from meanflow.files import versions
 from meanflow.flows._observables import Observable
 from meanflow.solvers._solution import RESULTS, Solution
 

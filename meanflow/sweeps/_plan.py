@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Key, PyTree, Shaped, UInt32
 
 from meanflow import _checks
-from meanflow._files import versions
 from meanflow._identity import Json, json_digest, source_digest
+from meanflow.files import versions
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _results as results
 from meanflow.sweeps import _runner as runner

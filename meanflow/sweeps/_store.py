@@ -27,8 +27,8 @@ from types import TracebackType
 
 import numpy as np
 
-from meanflow._files import PART, atomic_write
 from meanflow._identity import Json, array_text, difference, json_digest
+from meanflow.files import PART, atomic_write
 
 try:
     import fcntl

@@ -1,6 +1,6 @@
 """Checkpoints of a training run: its state, the record of its epochs, and a description by which it is known again.
 
-One file holds all of it, in the format of ``meanflow._files``; it is whole or absent at any moment.
+One file holds all of it, in the format of ``meanflow.files``; it is whole or absent at any moment.
 """
 
 import json
@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int, Key, PyTree
 
-from meanflow._files import read_arrays, write_arrays
 from meanflow._identity import Json, difference
 from meanflow._properties import show
+from meanflow.files import read_arrays, write_arrays
 
 Record = dict[str, np.ndarray]
 """What ``Trainer.run`` returns of each epoch, by name."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meanflow._files import atomic_write
+from meanflow.files import atomic_write
 
 
 class Source(NamedTuple):

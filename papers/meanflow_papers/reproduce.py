@@ -26,8 +26,7 @@ import jax
 import numpy as np
 import xarray
 
-from meanflow._files import atomic_write, write_arrays
-from meanflow.sweeps._plan import all_versions
+from meanflow.files import atomic_write, versions, write_arrays
 from meanflow.training.data import find
 from meanflow_papers.catalogue import CATALOGUE
 from meanflow_papers.drawing import figure_of
@@ -157,7 +156,7 @@ def _blank(entry: Entry, full: bool) -> Record:
         "cpu_seconds": 0.0,
         "figures": [],
         "error": "",
-        "versions": all_versions(),
+        "versions": versions(),
         "finished": "",
     }
 

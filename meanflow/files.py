@@ -12,18 +12,15 @@ import functools
 import io
 import json
 import math
-import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meanflow._identity import Json, digest
@@ -70,9 +67,13 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide the numbers."""
+    """Return the versions of the packages that decide the numbers and how they are stored.
+
+    >>> sorted(versions())[:3]
+    ['diffrax', 'equinox', 'jax']
+    """
     found = {}
-    for name in ("meanflow", "jax", "jaxlib", "diffrax", "optax", "equinox", "numpy"):
+    for name in ("meanflow", "jax", "jaxlib", "diffrax", "optax", "equinox", "numpy", "xarray", "zarr"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -166,87 +167,3 @@ def _array(content: bytes) -> np.ndarray:
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(body):
         raise ValueError(f"it declares {dtype} {shape}, but holds {len(body)} bytes")
     return np.frombuffer(body, dtype).reshape(shape, order="F" if by_columns else "C")
-
-
-class Refusal(ValueError):
-    """A whole file that cannot be read here, as opposed to a damaged one."""
-
-
-class Tree:
-    """A pytree as a JSON layout and plain arrays by name, and back.
-
-    Dictionaries, lists, tuples and NamedTuples are known, the last by the name of their type among ``records``: a file
-    never decides which code is called. A subclass may know further types.
-    """
-
-    def __init__(self, records: Sequence[type] = (), arrays: Arrays | None = None) -> None:
-        self.records: dict[str, Any] = {type_name(record): record for record in records}
-        self.arrays: dict[str, Any] = dict(arrays or {})
-
-    def describe(self, node: Any, name: str) -> Any:
-        """Return the layout of ``node``; its arrays are put into ``arrays`` under dotted names."""
-        if node is None:
-            return None
-        if isinstance(node, tuple) and hasattr(node, "_fields"):
-            values = self.describe_all(dict(zip(node._fields, node, strict=True)), name)
-            return {"record": type_name(type(node)), "fields": list(node._fields), "values": values}
-        if type(node) is dict and all(type(key) in (str, int) for key in node):
-            return {"dict": [[key, self.describe(value, f"{name}.{key}")] for key, value in node.items()]}
-        if isinstance(node, tuple | list):  # no others are nodes of a pytree
-            return {type(node).__name__: self.describe_all(dict(enumerate(node)), name)}
-        dtype = node.dtype if isinstance(node, jax.Array) else np.asarray(node).dtype
-        if getattr(dtype, "kind", "O") not in "biufc":  # numpy would pickle it, or lose its type
-            raise ValueError(
-                f"{name} must be an array of numbers, or tuples, lists and dicts of them with keys that are texts or "
-                f"integers, got {show(node)}, which cannot be saved"
-            )
-        name = re.sub(r"[^\w.]", "_", name)  # an archive changes some characters of its names
-        while name in self.arrays:  # {"a.b": u, "a": {"b": v}}
-            name += "_"
-        self.arrays[name] = node
-        return name
-
-    def describe_all(self, parts: Mapping[Any, Any], name: str) -> list[Any]:
-        """Return the layouts of parts that have names of their own."""
-        return [self.describe(value, f"{name}.{key}") for key, value in parts.items()]
-
-    def restore(self, layout: Any) -> Any:
-        """Return what was described by ``layout``; any exception but ``Refusal`` means that it is damaged."""
-        match layout:
-            case None:
-                return None
-            case str():
-                return _in_its_precision(layout, self.arrays[layout])
-            case {"record": str(name), "fields": list(fields), "values": list(values)}:
-                return self._record(name, fields)._make(map(self.restore, values))
-            case {"dict": list(pairs)}:
-                return {key: self.restore(value) for key, value in pairs}
-            case {"list": list(items)}:
-                return [self.restore(item) for item in items]
-            case {"tuple": list(items)}:
-                return tuple(self.restore(item) for item in items)
-        raise TypeError(f"{show(layout)} describes no part of a pytree")
-
-    def _record(self, name: str, fields: list[object]) -> Any:
-        found = self.records.get(name)
-        if found is None or list(found._fields) != fields:
-            raise Refusal(
-                f"holds a record {name} with fields {fields}, which is not known here; pass records=[...] with this "
-                "NamedTuple to Solution.load"
-            )
-        return found
-
-
-def type_name(kind: type) -> str:
-    """Return module and name of a type."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _in_its_precision(name: str, array: np.ndarray) -> jax.Array:
-    """Return the array in the precision in which it was stored, or refuse: half of its digits must not vanish."""
-    if array.dtype == np.float64 and jnp.result_type(float) != np.float64:
-        raise Refusal(
-            f"holds {name}, which was stored in float64, which is switched off; "
-            "call jax.config.update('jax_enable_x64', True) before loading"
-        )
-    return jnp.asarray(array)
