@@ -97,38 +97,12 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = (
-    "measures",
-    "geometry",
-    "layers",
-    "kernels",
-    "flows",
-    "solvers",
-    "transport",
-    "depth",
-    "training",
-    "univariate",
-    "sweeps",
-    "plots",
-    "report",
-)
-
 # rooms load on first use: diffrax, optax, flax, ott, xarray and matplotlib are slow to import
-_LAZY = {
-    **{room: room for room in _ROOMS},
-    "activations": "activations",
-    "files": "files",
-    "RESULTS": "solvers",
-    "Adaptive": "solvers",
-    "Batches": "solvers",
-    "KernelStep": "solvers",
-    "Noise": "solvers",
-    "Reaction": "solvers",
-    "Solution": "solvers",
-    "descend": "solvers",
-    "solve": "solvers",
-    "sweep": "sweeps",
-    "phase_diagram": "sweeps",
-}
+_ROOMS = (
+    "measures geometry layers kernels flows solvers transport depth training univariate sweeps plots report"
+)
+_SOLVERS = "RESULTS Adaptive Batches KernelStep Noise Reaction Solution descend solve"
+_LAZY = {name: name for name in (*_ROOMS.split(), "activations", "files")}
+_LAZY |= dict.fromkeys(_SOLVERS.split(), "solvers") | dict.fromkeys(("sweep", "phase_diagram"), "sweeps")
 
 __getattr__, __dir__ = _lazy.attach(__name__, _LAZY)

@@ -29,7 +29,8 @@ def attach(
         if name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{exports[name]}")
-        value = module if _is_module(name, exports[name]) else getattr(module, name)
+        # no module of the library holds a function of its own name, so the two readings cannot collide
+        value = module if exports[name].rpartition(".")[2] == name else getattr(module, name)
         # Python asks __getattr__ only for names that the package lacks: from now on it has this one
         setattr(sys.modules[package], name, value)
         return value
@@ -40,8 +41,3 @@ def attach(
         return sorted(found | set(exports))
 
     return load, public_names
-
-
-def _is_module(name: str, module: str) -> bool:
-    # no module of the library holds a function of its own name, so the two readings cannot collide
-    return module.rpartition(".")[2] == name

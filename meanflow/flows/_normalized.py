@@ -11,8 +11,7 @@ from meanflow import _checks
 from meanflow.activations import Activation
 from meanflow.flows._features import TwoLayer
 from meanflow.geometry import _omega as omega
-from meanflow.geometry._lifts import norms
-from meanflow.geometry._space import BatchNormManifold, Invariant, Space, conserved
+from meanflow.geometry._space import BatchNormManifold, Invariant, Space, conserved, norms
 from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
 from meanflow.measures._dataset import Dataset
 from meanflow.measures._scaling import Scaling

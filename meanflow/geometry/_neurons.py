@@ -103,11 +103,13 @@ class SignedSphere(Space):
 
     def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
         """Return (0, (I - b b') g_b)."""
-        return _tangent(cloud, covector)
+        b = cloud.particles.b
+        return Neurons(jnp.zeros_like(covector.a), covector.b - b * dot(b, covector.b))
 
     def noise(self, cloud: Cloud, normal: Neurons) -> Neurons:
         """Return the tangent part of white noise."""
-        return _tangent(cloud, normal)
+        # I - b b' is its own root
+        return self.cometric(cloud, normal)
 
     def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
         """Return u_b . v_b."""
@@ -126,8 +128,3 @@ class SignedSphere(Space):
     def log(self, cloud: Cloud, particles: Neurons) -> Neurons:
         """Return the initial velocity of the great circle to ``particles``."""
         return Neurons(jnp.zeros_like(particles.a), sphere.log(cloud.particles.b, particles.b))
-
-
-def _tangent(cloud: Cloud, v: Neurons) -> Neurons:
-    b = cloud.particles.b
-    return Neurons(jnp.zeros_like(v.a), v.b - b * dot(b, v.b))

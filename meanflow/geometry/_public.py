@@ -1,6 +1,6 @@
 """The public functions of the batch-norm manifold: each checks its arguments and then runs the inner function.
 
-The inner functions of the same names are in ``meanflow.geometry._omega`` and ``lifts``. They check nothing, are
+The inner functions of the same names are in ``meanflow.geometry._omega``. They check nothing, are
 compiled, and are what flows and solvers call. Vectors are (..., d), the ``covariance`` S is (d, d);
 the arrays of one call broadcast against each other along their leading axes.
 """
@@ -13,8 +13,8 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _checks
 from meanflow._checks import array
 from meanflow._matrices import matrix
-from meanflow.geometry import _lifts as lifts
 from meanflow.geometry import _omega as omega
+from meanflow.geometry._space import BatchNormManifold, norms
 from meanflow.measures._cloud import CLOUD, BatchNormNeurons, Cloud, Neurons
 
 Vectors = Float[ArrayLike, "*#batch d"]
@@ -181,13 +181,14 @@ def project(cloud: Cloud, covariance: Matrix) -> Cloud:
     """
     b = nonzero("cloud.particles.b", _neurons(cloud).b)
     _fit(covariance, b=b)
-    null = omega.null_projector(jnp.asarray(covariance))
-    known = None if null is None else _checks.concrete(b - b @ null)
+    manifold = BatchNormManifold(jnp.asarray(covariance))
+    known = None if manifold.null is None else _checks.concrete(b - b @ manifold.null)
+    # what rounding leaves of a neuron in the null space must not be blown up to length 1
     if known is not None and np.any(np.linalg.norm(known, axis=1) <= 1e-10 * np.linalg.norm(b, axis=1)):
         raise ValueError(
             "cloud.particles.b must have a part in the range of the covariance, got one in its null space"
         )
-    return lifts.project(cloud, jnp.asarray(covariance), null)
+    return manifold.from_raw(Cloud(cloud.particles, cloud.weights, width=cloud.width))
 
 
 @_checks.arguments(cloud=CLOUD)
@@ -201,5 +202,6 @@ def lift(cloud: Cloud) -> Cloud:
     >>> print(lift(reduced).particles.b.round(6))
     [[3. 4.]]
     """
-    nonzero("cloud.particles.b", _neurons(cloud).b)
-    return lifts.lift(cloud)
+    bb = nonzero("cloud.particles.b", _neurons(cloud).b)
+    raw = cloud.particles._replace(b=norms(cloud)[:, None] * omega.direction(bb))
+    return Cloud(raw, cloud.weights, width=cloud.width)

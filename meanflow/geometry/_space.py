@@ -18,9 +18,7 @@ from meanflow import _checks
 from meanflow._matrices import grams
 from meanflow._module import Module
 from meanflow._numerics import safe_norm
-from meanflow.geometry import _lifts as lifts
 from meanflow.geometry import _omega as omega
-from meanflow.geometry._lifts import norms
 from meanflow.measures._cloud import Cloud, Neurons
 from meanflow.measures._dataset import Dataset
 
@@ -36,6 +34,11 @@ def conserved(square: Callable[[Cloud], jax.Array]) -> Invariant:
 Record: TypeAlias = PyTree[
     jax.Array
 ]  # particles, tangent vectors and covectors: one array per coordinate, leading axis m
+
+
+def norms(cloud: Cloud) -> jax.Array:
+    """Return the labels c = |b| of a cloud on the batch-norm manifold; 1 if it has none."""
+    return jnp.ones_like(cloud.weights) if cloud.labels is None else cloud.labels
 
 
 def _rows(u: jax.Array) -> jax.Array:
@@ -229,10 +232,12 @@ class BatchNormManifold(Space):
 
     def from_raw(self, cloud: Cloud) -> Cloud:
         """Map raw (a, b) to (a, T(P b)); the labels are |P b| unless given."""
-        moved = lifts.project(cloud, self._covariance(), self.null)
-        if cloud.labels is None:
-            return moved
-        return Cloud(moved.particles, moved.weights, cloud.labels, width=cloud.width)
+        b = cloud.particles.b
+        # the flow never moves the part of b in the null space, and no prediction depends on it
+        b = b if self.null is None else b - b @ self.null
+        particles = cloud.particles._replace(b=omega.normalize(b, self._covariance()))
+        labels = jnp.linalg.norm(b, axis=-1) if cloud.labels is None else cloud.labels
+        return Cloud(particles, cloud.weights, labels, width=cloud.width)
 
     def cometric(self, cloud: Cloud, covector: Record) -> Record:
         """Return G^-1 g_b / c^2, and the other coordinates of g as they are."""

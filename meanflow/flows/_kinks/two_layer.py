@@ -21,9 +21,8 @@ from meanflow.flows._motion import FrozenMotion
 from meanflow.flows._normalized import BatchNormed
 from meanflow.flows._problem import Problem
 from meanflow.geometry import _omega as omega
-from meanflow.geometry._lifts import norms
 from meanflow.geometry._neurons import LayerRates
-from meanflow.geometry._space import BatchNormManifold, Space
+from meanflow.geometry._space import BatchNormManifold, Space, norms
 from meanflow.measures._cloud import Neurons
 
 MOST_SLOTS = 16  # hyperplanes on which one neuron can sit at once, if n and d are as large
