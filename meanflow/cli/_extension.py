@@ -85,14 +85,11 @@ def print_json(value: object) -> None:
             return [strict(v) for v in u]
         if isinstance(u, float) and not math.isfinite(u):
             return None if math.isnan(u) else str(u)
-        return u if u is None or isinstance(u, bool | int | float | str) else strict(_plain(u))
+        if u is None or isinstance(u, bool | int | float | str):
+            return u
+        return strict(u.tolist()) if isinstance(u, np.generic | np.ndarray | jax.Array) else str(u)
 
     click.echo(json.dumps(strict(value), allow_nan=False))
-
-
-def _plain(value: object) -> object:
-    """Return numbers and arrays of numpy and jax as Python's own, and anything else as text."""
-    return value.tolist() if isinstance(value, np.generic | np.ndarray | jax.Array) else str(value)
 
 
 def parse_setting(change: str) -> tuple[str, object]:
@@ -146,9 +143,8 @@ class Elsewhere(click.Command):
             command = self.entry.load()
             if not isinstance(command, click.Command):
                 raise TypeError(f"{self.entry.value} is no click command")
-        except (
-            Exception
-        ) as problem:  # whatever goes wrong in the code of others: the user needs to know whose it is
+        except Exception as problem:
+            # whatever goes wrong in the code of others: the user needs to know whose it is
             reason = f"{type(problem).__name__}: {problem}"
             raise Failure(
                 f"meanflow {self.name}, registered by {source}, cannot be loaded: {reason}"

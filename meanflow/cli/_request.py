@@ -157,11 +157,12 @@ def named_data(
         raise ValueError(f"[data] needs exactly one of name, file and x with y, got {given or 'none'}")
     if file is not None:
         try:
+            # opened here, since np.load would leave a damaged file open
             with (
                 open(_checks.path("data.file", file), "rb") as raw,
                 np.load(raw, allow_pickle=False) as arrays,
             ):
-                stored = {k: arrays[k] for k in arrays.files}
+                stored = dict(arrays)
         except Exception as problem:  # damaged archives raise whatever they like
             raise ValueError(
                 f"data.file {file} cannot be read as .npz: {type(problem).__name__}: {problem}"
@@ -172,8 +173,8 @@ def named_data(
     if x is not None:
         if y is None:
             raise ValueError("[data] needs y beside x, got none")
-        read = lambda name, value: _checks.array(rank=1)(f"data.{name}", value)
-        return Dataset(read("x", x), read("y", y), weights)
+        read = _checks.array(rank=1)
+        return Dataset(read("data.x", x), read("data.y", y), weights)
     if points is not None:
         points = _checks.whole("data.points", points, 1)
     weights = "sum" if weights is None and name != "ridge" else weights

@@ -3,6 +3,8 @@
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from meanflow.sweeps._results import final
 
 if TYPE_CHECKING:
@@ -31,15 +33,11 @@ def print_table(data: "xarray.Dataset", name: str) -> None:
     value = medians(data, name)
     last = [d for d in value.dims if d != "width"][-1:]  # columns
     rows = [d for d in value.dims if d not in last]
-    table = Table(title=f"{name}: {value.attrs.get('long_name', '')} (final, median over seeds)")
-    for d in rows:
-        table.add_column(str(d))
-    columns = value[last[0]].values if last else [""]
-    for c in columns:
-        table.add_column(f"{last[0]} {c}" if last else name, justify="right")
-    flat = value.stack(row=rows) if rows else value.expand_dims("row")
-    for k in range(flat.sizes["row"]):
-        row = flat.isel(row=k)
-        place = [str(row[d].item()) for d in rows]
-        table.add_row(*place, *(f"{v:.4g}" for v in (row.values.ravel() if last else [row.item()])))
+    title = f"{name}: {value.attrs.get('long_name', '')} (final, median over seeds)"
+    table = Table(*map(str, rows), title=title)
+    for column in [f"{d} {c}" for d in last for c in value[d].values] or [name]:
+        table.add_column(column, justify="right")
+    # rich prints rows only: the axes that are no columns become one axis
+    for row in (value.stack(row=rows) if rows else value.expand_dims("row")).transpose("row", ...):
+        table.add_row(*(str(row[d].item()) for d in rows), *(f"{v:.4g}" for v in np.atleast_1d(row.values)))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
