@@ -101,8 +101,21 @@ __version__ = "0.1.0"
 _ROOMS = (
     "measures geometry layers kernels flows solvers transport depth training univariate sweeps plots report"
 )
-_SOLVERS = "RESULTS Adaptive Batches KernelStep Noise Reaction Solution descend solve"
-_LAZY = {name: name for name in (*_ROOMS.split(), "activations", "files")}
-_LAZY |= dict.fromkeys(_SOLVERS.split(), "solvers") | dict.fromkeys(("sweep", "phase_diagram"), "sweeps")
+_LAZY = {
+    **{room: room for room in _ROOMS.split()},
+    "activations": "activations",
+    "files": "files",
+    "RESULTS": "solvers",
+    "Adaptive": "solvers",
+    "Batches": "solvers",
+    "KernelStep": "solvers",
+    "Noise": "solvers",
+    "Reaction": "solvers",
+    "Solution": "solvers",
+    "descend": "solvers",
+    "solve": "solvers",
+    "sweep": "sweeps",
+    "phase_diagram": "sweeps",
+}
 
 __getattr__, __dir__ = _lazy.attach(__name__, _LAZY)

@@ -27,11 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow._properties import at_least as at_least
-from meanflow._properties import at_most as at_most
+from meanflow._properties import bounds as bounds
 from meanflow._properties import concrete as concrete
 from meanflow._properties import finite as finite
-from meanflow._properties import fits
 from meanflow._properties import floating as floating
 from meanflow._properties import increasing as increasing
 from meanflow._properties import is_real as is_real
@@ -43,9 +41,8 @@ from meanflow._properties import whole as whole
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Kind = Callable[
-    [str, object], object
-]  # (name of the argument, value) -> value to pass on; raises if it is refused
+# (name of the argument, value) -> value to pass on; raises if it is refused
+Kind = Callable[[str, object], object]
 
 
 def anything(name: str, value: object) -> object:
@@ -103,13 +100,7 @@ def number(
         shape(name, value, ())
         if not infinite:
             finite(name, value)
-        if above is not None:
-            at_least(name, value, above, strict=True)
-        at_least(name, value, -np.inf if low is None else low)  # refuses NaN in any case
-        if below is not None:
-            at_most(name, value, below, strict=True)
-        if high is not None:
-            at_most(name, value, high)
+        bounds(name, value, above=above, low=low, below=below, high=high)
         if not static and not isinstance(value, np.generic | np.ndarray):
             return value
         known = concrete(value)
@@ -163,16 +154,13 @@ def array(
         _readable(name, value)
         known = concrete(value)
         # all is looked at on the host first: the conversion of integers is compiled
-        _check_shape(name, np.shape(value if known is None else known), shapes, least, rank)  # type: ignore[call-overload]
+        _check_shape(name, value if known is None else known, shapes, least, rank)
         if known is not None:
             if not infinite:
                 finite(name, known)
-            if not nan and (infinite or low is not None):  # what is finite is no NaN
-                at_least(name, known, -np.inf if low is None else low)
-            if above is not None:
-                at_least(name, known, above, strict=True)
-            if high is not None:
-                at_most(name, known, high)
+            # what is finite is no NaN: another pass over a large array is for bounds alone
+            if not nan and (infinite or (above, low, high) != (None, None, None)):
+                bounds(name, known, above=above, low=low, high=high)
         converted = floating(value)
         if not half and converted.dtype.itemsize < 4:
             converted = converted.astype(jnp.float32)
@@ -216,7 +204,7 @@ def host_array(
         known = concrete(value)
         if known is None:
             raise TypeError(f"{name} must be known: it is used on the host, got a traced value")
-        _check_shape(name, known.shape, shapes, least, rank)
+        _check_shape(name, known, shapes, least, rank)
         if not nan:
             finite(name, known)
         return known
@@ -236,11 +224,11 @@ def _readable(name: str, value: object) -> None:
 
 
 def _check_shape(
-    name: str, given: tuple[int, ...], shapes: tuple[tuple[int | None, ...], ...], least: int, rank: int
+    name: str, value: object, shapes: tuple[tuple[int | None, ...], ...], least: int, rank: int
 ) -> None:
-    if shapes and not any(fits(given, wanted) for wanted in shapes):
-        listed = " or ".join(str(wanted).replace("None", "any") for wanted in shapes)
-        raise ValueError(f"{name} must have shape {listed}, got {given}")
+    given = np.shape(value)  # type: ignore[call-overload]
+    if shapes:
+        shape(name, value, *shapes)
     if len(given) < rank:
         raise ValueError(f"{name} must have at least {rank} axes, got shape {given}")
     if least and 0 in given:
@@ -258,8 +246,7 @@ def indices(name: str, value: object, size: int) -> jax.Array:
         fine = False
     if not fine:
         raise ValueError(f"{name} must be an array of at least one integer, got {show(value)}")
-    at_least(name, given, -size)
-    at_most(name, given, size - 1)
+    bounds(name, given, low=-size, high=size - 1)
     return given
 
 

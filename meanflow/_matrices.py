@@ -8,32 +8,16 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from meanflow._checks import array, at_least, concrete
+from meanflow._checks import array, bounds, concrete
 
 
-def symmetric(name: str, value: object) -> None:
+def symmetric(name: str, array: np.ndarray) -> None:
     """Refuse matrices (..., n, n) that differ from their transpose by more than rounding."""
-    array = concrete(value)
-    if array is None:
-        return
     gap = np.abs(array - np.swapaxes(array, -1, -2)).max(initial=0.0)
     if gap > _rounding(array) * np.abs(array).max(initial=0.0):
         raise ValueError(
             f"{name} must be symmetric, got entries that differ from their mirror image by {gap:.3g}"
         )
-
-
-def semidefinite(name: str, value: object, *, strict: bool = False) -> None:
-    """Refuse symmetric matrices (n, n) with negative eigenvalues (or none above zero, if ``strict``)."""
-    array = concrete(value)
-    if array is None:
-        return
-    symmetric(name, array)
-    least, most = np.linalg.eigvalsh(array)[[0, -1]]
-    rounding = _rounding(array) * array.shape[-1] * max(abs(least), abs(most))
-    if least < -rounding or (strict and least <= 0):
-        wanted = "positive definite" if strict else "positive semi-definite"
-        raise ValueError(f"{name} must be {wanted}, got eigenvalues from {least:.3g} to {most:.3g}")
 
 
 def _rounding(array: np.ndarray) -> float:
@@ -54,7 +38,15 @@ def matrix(*, definite: bool = False, low: int = 1) -> Callable[[str, object], j
     def check(name: str, value: object) -> jax.Array:
         converted = read(name, value)
         _check_square(name, converted.shape)
-        semidefinite(name, converted, strict=definite)
+        known = concrete(converted)
+        if known is None:
+            return converted
+        symmetric(name, known)
+        least, most = np.linalg.eigvalsh(known)[[0, -1]]
+        rounding = _rounding(known) * len(known) * max(abs(least), abs(most))
+        if least < -rounding or (definite and least <= 0):
+            wanted = "positive definite" if definite else "positive semi-definite"
+            raise ValueError(f"{name} must be {wanted}, got eigenvalues from {least:.3g} to {most:.3g}")
         return converted
 
     return check
@@ -97,7 +89,7 @@ def _check_pairs(name: str, known: np.ndarray | None) -> None:
         return
     symmetric(name, known)
     square = np.diagonal(known, axis1=-2, axis2=-1)
-    at_least(f"the diagonal of {name}", square, 0.0)
+    bounds(f"the diagonal of {name}", square, low=0.0)
     most = np.sqrt(square[..., :, None]) * np.sqrt(square[..., None, :])
     if np.any(np.abs(known) > most + _rounding(known) * most.max(axis=(-1, -2), keepdims=True)):
         raise ValueError(f"{name} must be a Gram matrix, got |g_ij|^2 > g_ii g_jj for some pair")

@@ -63,28 +63,27 @@ def finite(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite entries out of {array.size}")
 
 
-def at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:
-    """Refuse entries below ``low`` (or equal to it, if ``strict``) and NaN."""
+def bounds(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    low: float | None = None,
+    below: float | None = None,
+    high: float | None = None,
+) -> None:
+    """Refuse NaN and entries out of bounds, of which ``above`` and ``below`` are open, ``low`` and ``high`` closed."""
     array = concrete(value)
     if array is None:
         return
     numeric(name, value)
-    good = array > low if strict else array >= low
-    if low == -np.inf and not strict and not np.all(good):
+    wanted = ((">", np.greater, above), (">=", np.greater_equal, low), ("<", np.less, below))
+    for sign, holds, bound in (*wanted, ("<=", np.less_equal, high)):
+        # NaN compares false with every bound
+        if bound is not None and not np.all(good := holds(array, bound)):
+            raise ValueError(f"{name} must be {sign} {bound}, got {array[~good].flat[0]}")
+    if np.any(np.isnan(array)):
         raise ValueError(f"{name} must not be NaN, got {show(value)}")
-    if not np.all(good):
-        raise ValueError(f"{name} must be {'>' if strict else '>='} {low}, got {array[~good].flat[0]}")
-
-
-def at_most(name: str, value: object, high: float, *, strict: bool = False) -> None:
-    """Refuse entries above ``high`` (or equal to it, if ``strict``) and NaN."""
-    array = concrete(value)
-    if array is None:
-        return
-    numeric(name, value)
-    good = array < high if strict else array <= high
-    if not np.all(good):
-        raise ValueError(f"{name} must be {'<' if strict else '<='} {high}, got {array[~good].flat[0]}")
 
 
 def increasing(name: str, value: object) -> None:
@@ -105,7 +104,8 @@ def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
 def shape(name: str, value: object, *allowed: tuple[int | None, ...]) -> None:
     """Refuse any shape but those ``allowed`` (None stands for any length)."""
     given = np.shape(value)  # type: ignore[call-overload]
-    if not any(fits(given, wanted) for wanted in allowed):
+    fits = lambda lengths: all(w is None or g == w for g, w in zip(given, lengths, strict=True))
+    if not any(len(wanted) == len(given) and fits(wanted) for wanted in allowed):
         listed = " or ".join(str(wanted).replace("None", "any") for wanted in allowed)
         raise ValueError(f"{name} must have shape {listed}, got {given}")
 
@@ -131,8 +131,3 @@ def floating(value: object) -> jax.Array:
     if not is_real(array.dtype):
         raise ValueError(f"values must be real numbers, got {show(array)}")
     return array.astype(jnp.result_type(float))
-
-
-def fits(given: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    """Say whether a shape is one with some lengths left open (None)."""
-    return len(given) == len(wanted) and all(w is None or g == w for g, w in zip(given, wanted, strict=True))

@@ -11,7 +11,6 @@ in them are looked up only among the records that the caller gives, and a small 
 import functools
 import io
 import json
-import math
 import shutil
 import uuid
 import zipfile
@@ -159,11 +158,9 @@ def _members(path: Path) -> dict[str, np.ndarray]:
 
 def _array(content: bytes) -> np.ndarray:
     stream = io.BytesIO(content)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, by_columns, dtype = readers[np.lib.format.read_magic(stream)](stream)
-    body = bytearray(content[stream.tell() :])
-    if dtype.kind not in "biufc":
-        raise ValueError(f"it holds {dtype}, which are no numbers")
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(body):
-        raise ValueError(f"it declares {dtype} {shape}, but holds {len(body)} bytes")
-    return np.frombuffer(body, dtype).reshape(shape, order="F" if by_columns else "C")
+    array = np.lib.format.read_array(stream, allow_pickle=False)
+    if array.dtype.kind not in "biufc":
+        raise ValueError(f"it holds {array.dtype}, which are no numbers")
+    if stream.read(1):
+        raise ValueError(f"it declares {array.dtype} {array.shape}, but holds more")
+    return array

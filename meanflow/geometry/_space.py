@@ -205,7 +205,7 @@ class BatchNormManifold(Space):
     def check(self, cloud: Cloud) -> None:
         """Raise ValueError unless labels are positive norms and the particles lie on Omega."""
         if cloud.labels is not None:
-            _checks.at_least("labels (the norms c = |b|)", cloud.labels, 0.0, strict=True)
+            _checks.bounds("labels (the norms c = |b|)", cloud.labels, above=0.0)
         if self.covariance is None:
             return
         hint = "meanflow.geometry.project maps raw neurons there"

@@ -152,7 +152,7 @@ def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, "n *k"]) ->
         return jnp.full(y.shape[:1], 1.0 / y.shape[0], y.dtype)
     _checks.shape("weights", weights, (), y.shape[:1])
     weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape[:1])
-    _checks.at_least("weights", weights, 0.0, strict=True)
+    _checks.bounds("weights", weights, above=0.0)
     return weights
 
 

@@ -86,7 +86,7 @@ class Normalization(nnx.BatchNorm):
         }
         super().__init__(num_features, rngs=rngs or nnx.Rngs(0), **given)
         if self.moment is not None:
-            _checks.at_least("epsilon", self.epsilon, 0.0, strict=True)
+            _checks.bounds("epsilon", self.epsilon, above=0.0)
         if self.axis_index_groups is not None and self.axis_name is None:
             raise ValueError("axis_index_groups needs axis_name, got axis_name=None")
         # half-precision averages would stall: an update of 1 % is lost to rounding

@@ -26,7 +26,7 @@ class Scaling(Module):
             _checks.one_of("alpha", alpha, NAMES)
             self.kind, self.value = alpha, None
         else:
-            _checks.at_least("alpha", alpha, 0.0, strict=True)
+            _checks.bounds("alpha", alpha, above=0.0)
             self.kind, self.value = "number", jnp.asarray(alpha, jnp.result_type(float))
 
     def check(self, cloud: Cloud) -> None:

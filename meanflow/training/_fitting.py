@@ -116,5 +116,4 @@ def _check_classes(name: str, y: np.ndarray, classes: int) -> None:
     """Refuse labels that are no class numbers: a loss would give NaN for them, or count from the end."""
     if not np.issubdtype(y.dtype, np.integer):
         raise ValueError(f"{name} must hold integers, the numbers of classes, got type {y.dtype}")
-    _checks.at_least(name, y, 0)
-    _checks.at_most(name, y, classes - 1)
+    _checks.bounds(name, y, low=0, high=classes - 1)

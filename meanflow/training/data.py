@@ -193,8 +193,7 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         # planes of colors become channels, the last axis, as flax has them
         images = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         _check_images(images[..., 0], labels, names[0])
-        _checks.at_least(f"labels of {names[0]}", labels, 0)
-        _checks.at_most(f"labels of {names[0]}", labels, classes - 1)
+        _checks.bounds(f"labels of {names[0]}", labels, low=0, high=classes - 1)
         parts += [(images / 255).astype("float32"), labels.astype("int32")]
     return Data(*parts)
 

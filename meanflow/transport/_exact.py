@@ -300,7 +300,7 @@ def _solve(
     costs = np.asarray(distances(x, y))
     _checks.shape("cost(x, y)", costs, (n, m))
     _checks.finite("cost(x, y)", costs)
-    _checks.at_least("cost(x, y)", costs, 0.0)
+    _checks.bounds("cost(x, y)", costs, low=0.0)
     powers = costs if rows.size == n and columns.size == m else costs[np.ix_(rows, columns)]
     # the plan does not depend on the unit of length
     powers = powers.astype("float64") / (float(powers.max()) or 1.0)

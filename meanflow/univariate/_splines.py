@@ -85,10 +85,10 @@ def _samples(
     dtype = jnp.result_type(x, y, 0.0)
     x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
     _checks.shape("y", y, x.shape)
-    _checks.at_least("number of samples", x.shape[0], 2)
+    _checks.bounds("number of samples", x.shape[0], low=2)
     order = jnp.argsort(x)
     x, y = x[order], y[order]
-    _checks.at_least("gaps between the samples x", jnp.diff(x), 0.0, strict=True)
+    _checks.bounds("gaps between the samples x", jnp.diff(x), above=0.0)
     return x, y
 
 

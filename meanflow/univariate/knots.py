@@ -183,7 +183,7 @@ def on_sample_share(
     0.666667
     """
     knots, x = jnp.asarray(knots), jnp.asarray(x)
-    _checks.at_least("number of samples", x.shape[0], 2)  # one sample has no spacing
+    _checks.bounds("number of samples", x.shape[0], low=2)  # one sample has no spacing
     mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
     _checks.shape("mass", mass, knots.shape)
     return _share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1), radius)
