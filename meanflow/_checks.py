@@ -31,7 +31,6 @@ from meanflow._properties import bounds as bounds
 from meanflow._properties import concrete as concrete
 from meanflow._properties import finite as finite
 from meanflow._properties import floating as floating
-from meanflow._properties import increasing as increasing
 from meanflow._properties import is_real as is_real
 from meanflow._properties import numeric as numeric
 from meanflow._properties import one_of as one_of
@@ -43,11 +42,6 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 # (name of the argument, value) -> value to pass on; raises if it is refused
 Kind = Callable[[str, object], object]
-
-
-def anything(name: str, value: object) -> object:
-    """Accept every value: the function itself says what it does with it (a pytree of the user's, for instance)."""
-    return value
 
 
 def unchecked(reason: str) -> Kind:
@@ -263,13 +257,11 @@ def sequence(kind: Kind, *, least: int = 1) -> Callable[[str, object], tuple[obj
             or inspect.isclass(value)
         ):
             raise ValueError(f"{name} must be a sequence of values, got {show(value)}")
-        entries: list[object]
         try:
-            if isinstance(value, jax.Array | np.ndarray):
+            array = isinstance(value, jax.Array | np.ndarray)
+            if array:
                 shape(name, value, (None,))
-                entries = np.asarray(value).tolist()
-            else:
-                entries = list(value)
+            entries = np.asarray(value).tolist() if array else list(value)
         except TypeError as problem:  # arrays that are traced or hold keys, iterators that fail
             raise ValueError(f"{name} must be a sequence of known values, got {show(value)}") from problem
         listed = tuple(kind(f"{name}[{k}]", entry) for k, entry in enumerate(entries))

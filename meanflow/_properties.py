@@ -86,13 +86,6 @@ def bounds(
         raise ValueError(f"{name} must not be NaN, got {show(value)}")
 
 
-def increasing(name: str, value: object) -> None:
-    """Refuse sequences (k,) that do not increase strictly."""
-    array = concrete(value)
-    if array is not None and np.any(np.diff(array) <= 0):
-        raise ValueError(f"{name} must increase strictly, got {show(array.tolist())}")
-
-
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     """Refuse a name that is not in ``allowed``."""
     options = list(allowed)

@@ -107,6 +107,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
 
 
 def _settings(command: Callable[..., None]) -> Callable[..., None]:
+    # click shows options in the opposite order of their decorators
     for name, (_, read, text) in reversed(SETTINGS.items()):
         option = f"--{name.replace('_', '-')}"
         metavar = None if isinstance(read, type) else "TEXT"
@@ -228,6 +229,7 @@ def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) ->
         tables |= requests.read_request(config)
     elif not any(v is not None for v in flags.values()):
         raise click.UsageError("give a CONFIG file or flags; see meanflow sweep --help")
+    # the file first, then flags, then --set: what is more special wins
     given = [(SETTINGS[name][0], value) for name, value in flags.items() if value is not None]
     for place, value in given + [parse_setting(change) for change in changes]:
         table, dot, key = place.partition(".")
@@ -326,16 +328,15 @@ def _draw(data: "xarray.Dataset", variable: str) -> Any:
 
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
+    # maps show the median over seeds, curves their range: seeds are never an axis of their own
     if len(long) == 2:
         return plots.heat_map(tables.medians(data, variable)).figure
     if len(long) != 1:
         raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
-    values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
-        "seed", *long
-    )
     axis = str(long[0])
-    axes = plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable)
-    return axes.figure
+    # the other axes have one value: one row for each seed
+    rows = last.transpose("seed", axis, ...).values.reshape(last.sizes["seed"], -1)
+    return plots.traces(last[axis].values, {variable: rows}, xlabel=axis, ylabel=variable).figure
 
 
 @main.command()

@@ -104,6 +104,7 @@ def parse_setting(change: str) -> tuple[str, object]:
     key, equals, value = change.partition("=")
     if not equals:
         raise click.UsageError(f"--set needs TABLE.KEY=VALUE, got {change!r}")
+    # words need no quotes on a command line
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -125,13 +126,8 @@ class Elsewhere(click.Command):
             summary += f"Not installed: pip install {known.distribution}"
         super().__init__(name, short_help=summary)
 
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """Hand over to the command itself."""
-        return self._load().make_context(info_name, args, parent, **extra)
-
-    def _load(self) -> click.Command:
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Import the command and hand over to it."""
         if self.entry is None:
             missing = OPTIONAL[str(self.name)].distribution
             raise Failure(
@@ -149,7 +145,7 @@ class Elsewhere(click.Command):
             raise Failure(
                 f"meanflow {self.name}, registered by {source}, cannot be loaded: {reason}"
             ) from problem
-        return command
+        return command.make_context(*args, **extra)
 
 
 class Commands(click.Group):
@@ -161,6 +157,7 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command ``cmd_name`` of the group, or one that stands for that of another distribution."""
+        # a distribution cannot replace a command of this one
         own, entry = super().get_command(ctx, cmd_name), registered().get(cmd_name)
         return own or (Elsewhere(cmd_name, entry) if entry or cmd_name in OPTIONAL else None)
 

@@ -93,8 +93,7 @@ def check_request(tables: Json) -> Json:
         if not isinstance(tables.get(name), Mapping):
             raise ValueError(f"configuration needs the table [{name}]")
     flow = tables["flow"]
-    if flow.get("name") not in FLOWS:
-        name = flow.get("name")
+    if (name := flow.get("name")) not in FLOWS:
         raise ValueError(f"flow.name must be one of {sorted(FLOWS)}, got {name!r}{_near(name, FLOWS)}")
     _known("[flow]", flow, ("name", *FLOWS[flow["name"]].arguments))
     _known("[data]", tables["data"], DATA_KEYS)
@@ -103,11 +102,11 @@ def check_request(tables: Json) -> Json:
     _known("[mesh]", tables.get("mesh", {}), ("sweep", "particles"))
     if not isinstance(tables.get("store", ""), str):
         raise ValueError(f"store must be the name of a directory, got {tables['store']!r}")
+    # everything else has a default
     if "widths" not in tables["grid"]:
         raise ValueError("[grid] needs widths, a list of integers")
-    precision = tables["run"].get("precision", "float64")
-    if precision not in PRECISIONS:
-        raise ValueError(f"run.precision must be one of {list(PRECISIONS)}, got {precision!r}")
+    _checks.one_of("run.precision", tables["run"].get("precision", "float64"), PRECISIONS)
+    # a copy: what is filled in later must not reach the tables of the caller
     return {name: dict(t) if isinstance(t, Mapping) else t for name, t in tables.items()}
 
 
@@ -188,6 +187,7 @@ def named_data(
         return Dataset(np.linspace(-1, 1, wave.size), wave, weights)
     if name == "ridge":
         dim, seed = _checks.whole("data.dim", dim, 1), _checks.whole("data.seed", seed, 0)
+        # numpy's generator: a named data set must not depend on the precision or the version of jax
         normal = np.random.default_rng(seed).normal(size=(points or 100, dim))
         normal[:, 0] *= np.sqrt(5.0)
         return Dataset(normal, np.abs(normal[:, 0]), weights)

@@ -40,6 +40,7 @@ class LayerRates(Space):
 
     def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
         """Return u_a v_a / outer + u_b . v_b / inner; frozen directions count as 0."""
+        # the metric of a frozen layer is infinite; its tangent vectors are 0, and count as such
         shares = (safe_divide(jnp.ones_like(rate), rate) for rate in self.rates(cloud))
         return Space.inner(self, cloud, _scaled(u, *shares), v)
 
@@ -85,6 +86,7 @@ class SignedSphere(Space):
                 f"particles.a must have shape (m,) on the sphere of signed directions, got {a.shape}"
             )
         length = safe_norm(b)
+        # homogeneity moves both lengths out of the neuron; the mass need not be 1 any more
         mass = cloud.weights * jnp.abs(a) * length
         units = Neurons(jnp.sign(a), b / length[:, None])
         return Cloud(units, mass, cloud.labels, width=cloud.width, total=None)
@@ -118,6 +120,7 @@ class SignedSphere(Space):
     def retract(self, cloud: Cloud, v: Neurons) -> Neurons:
         """Step along the tangent and return to the sphere."""
         a, b = cloud.particles
+        # one division instead of a sine and a cosine, right to second order in the step
         moved = b + v.b
         return Neurons(a, moved / safe_norm(moved, keepdims=True))
 

@@ -43,9 +43,11 @@ def null_projector(covariance: Matrix) -> Matrix | None:
     known = _checks.concrete(covariance)
     if known is None or known.ndim != 2 or not np.all(np.isfinite(known)):
         return None
+    # in float64 whatever the input is: the eigenvalues must be better than the rounding they are judged by
     eps, matrix = float(np.finfo(known.dtype).eps), known.astype(np.float64)
     variance = np.diagonal(matrix)
     constant = variance <= eps * np.max(variance, initial=0.0)
+    # the null space of S is that of the correlations in units of the standard deviations
     root = np.sqrt(np.where(constant, 1.0, variance))
     moving = ~constant
     correlation = (matrix / np.outer(root, root))[np.ix_(moving, moving)]
@@ -57,6 +59,7 @@ def null_projector(covariance: Matrix) -> Matrix | None:
     )
     if not null.shape[1]:
         return None
+    # in raw units the vectors are no longer orthogonal
     basis = np.linalg.qr(null)[0]
     return jnp.asarray(basis @ basis.T, known.dtype)
 
@@ -90,6 +93,7 @@ def project(bb: Vectors, v: Vectors, covariance: Matrix) -> Vectors:
 def cometric_apply(bb: Vectors, covector: Vectors, covariance: Matrix) -> Vectors:
     """Return the gradient of a differential g, G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d). O(d) after S bb."""
     u = bb @ covariance
+    # from right to left, so that no d x d matrix is made
     h = covector - u * dot(bb, covector)
     return dot(bb, bb) * (h - bb * dot(u, h))
 
@@ -97,6 +101,7 @@ def cometric_apply(bb: Vectors, covector: Vectors, covariance: Matrix) -> Vector
 @jax.jit
 def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "..."]:
     """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...)."""
+    # for tangent vectors P drops out of the metric, and with it the covariance
     square = dot(bb, bb)
     return ((dot(v, w) - dot(v, bb) * dot(w, bb) / square) / square)[..., 0]
 
@@ -118,6 +123,7 @@ def distance(bb: Vectors, other: Vectors) -> Float[Array, "..."]:
 
 def _on_sphere(bb: Vectors, v: Vectors) -> tuple[Vectors, Vectors]:
     """Return the image of bb on the unit sphere, and the tangent vector there that v is mapped to."""
+    # the differential of bb -> bb/|bb|: the radial part of v does not turn the direction
     s = direction(bb)
     return s, (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
 
@@ -131,6 +137,7 @@ def exp(bb: Vectors, v: Vectors, covariance: Matrix) -> Vectors:
 @jax.jit
 def log(bb: Vectors, other: Vectors, covariance: Matrix) -> Vectors:
     """Return the tangent v (..., d) at bb with exp(bb, v) = other; NaN for opposite vectors."""
+    # a vector of the sphere's tangent plane, moved along bb into the tangent plane of Omega
     turn = sphere.log(direction(bb), direction(other))
     return safe_norm(bb, keepdims=True) * project(bb, turn, covariance)
 

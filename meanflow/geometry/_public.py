@@ -150,6 +150,7 @@ def log(bb: Vectors, other: Vectors, covariance: Matrix) -> Float[Array, "*batch
     1.5708
     """
     _fit(covariance, bb=bb, other=other)
+    # opposite points are known by the NaN that the inner function leaves
     tangent = omega.log(bb, other, covariance)
     known = _checks.concrete(tangent)
     if known is not None and np.isnan(known).any():

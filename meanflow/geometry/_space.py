@@ -160,9 +160,11 @@ def ito_drift(space: Space, cloud: Cloud) -> Record:
     """Return div C + C grad log_volume at each particle, by differentiating along every coordinate."""
     leaves, structure = jax.tree.flatten(cloud.particles)
     zeros = [jnp.zeros_like(u) for u in leaves]
+    # particles do not meet in C: the gradient of the sum is that of each particle
     total = space.cometric(cloud, jax.grad(lambda w: jnp.sum(space.log_volume(cloud.at(w))))(cloud.particles))
     for k, leaf in enumerate(leaves):
         for column in np.ndindex(leaf.shape[1:]):
+            # one column for all particles at once
             unit = list(zeros)
             unit[k] = zeros[k].at[(slice(None), *column)].set(1.0)
             e = jax.tree.unflatten(structure, unit)
@@ -267,6 +269,7 @@ class BatchNormManifold(Space):
     def noise(self, cloud: Cloud, normal: Record) -> Record:
         """Return (xi_a, |bb| (I - bb u') xi_b / c): white noise on flat coordinates and on a sphere of radius c."""
         b = cloud.particles.b
+        # projecting along bb keeps S S' = G^-1, as (I - bb u') stands on both sides of it
         turn = safe_norm(b, keepdims=True) * omega.project(b, normal.b, self._covariance())
         return normal._replace(b=turn / norms(cloud)[:, None])
 

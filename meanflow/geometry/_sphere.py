@@ -19,6 +19,7 @@ def sinc(t: jax.Array) -> jax.Array:
 @jax.jit
 def angle(p: jax.Array, q: jax.Array) -> jax.Array:
     """Return the geodesic distance of unit vectors, 2 atan2(|p-q|, |p+q|): accurate at 0 and at pi. Shape (...)."""
+    # the arc cosine of p . q would lose half of the digits near 0 and pi
     return 2 * jnp.arctan2(safe_norm(p - q), safe_norm(p + q))
 
 
