@@ -209,7 +209,7 @@ class _Text(_Walk):
 
     def function(self, value: types.FunctionType) -> Any:
         code = "" if is_library(value.__module__ or "") else _bytecode(value.__code__)
-        return f"{_name(value)}:{digest(code.encode(), str(self.held(value)).encode())}"
+        return f"{qualified_name(value)}:{digest(code.encode(), str(self.held(value)).encode())}"
 
     def join(self, kind: Any, values: Iterable[Any]) -> Any:
         found = [self(value) for value in values]
@@ -227,9 +227,9 @@ class _Text(_Walk):
 
     def other(self, value: Any) -> Any:
         if isinstance(value, types.BuiltinFunctionType | types.ModuleType):
-            return _name(value)
+            return qualified_name(value)
         if isinstance(value, type):
-            return _name(value) + self.code(value)
+            return qualified_name(value) + self.code(value)
         if isinstance(value, Mapping):
             return self.mapping(value)
         if isinstance(value, list | tuple):
@@ -243,7 +243,7 @@ class _Text(_Walk):
         wrapped = getattr(value, "__wrapped__", None)  # jitted functions
         if wrapped is not None:
             return self(wrapped)
-        name = _name(type(value)) + self.code(type(value))
+        name = qualified_name(type(value)) + self.code(type(value))
         parts = self.mapping(dict(sorted(getattr(value, "__dict__", {}).items())))
         return {name: parts} if parts else name
 
@@ -290,7 +290,7 @@ def describe(value: object) -> Any:
     return _Text()(value)
 
 
-def _name(value: Any) -> str:
+def qualified_name(value: Any) -> str:
     """Return module and name of a class, function or module."""
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
 
@@ -340,7 +340,8 @@ def _named(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Return the globals that a function names, and the attributes of the user's modules among them, with names."""
     names = _names_used(function.__code__)
     found = [(n, function.__globals__[n]) for n in names if n in function.__globals__]
-    for place, module in found:  # grows: module.name and package.module.name
+    # the list grows while it is read: module.name leads on to package.module.name
+    for place, module in found:
         if isinstance(module, types.ModuleType) and not is_library(module.__name__):
             inner = [(f"{place}.{n}", vars(module)[n]) for n in names if n in vars(module)]
             found += [(n, value) for n, value in inner if not any(value is one for _, one in found)]

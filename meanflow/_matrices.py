@@ -42,6 +42,7 @@ def matrix(*, definite: bool = False, low: int = 1) -> Callable[[str, object], j
         if known is None:
             return converted
         symmetric(name, known)
+        # a Gram matrix of few features has eigenvalues 0, which come out as rounding of either sign
         least, most = np.linalg.eigvalsh(known)[[0, -1]]
         rounding = _rounding(known) * len(known) * max(abs(least), abs(most))
         if least < -rounding or (definite and least <= 0):
@@ -77,6 +78,7 @@ def kernel(name: str, value: object) -> jax.Array:
     if size[0] != size[1] or size[2:3] != size[3:]:
         raise ValueError(f"{name} must be a square matrix (n, n), or (n, n, k, k), got shape {size}")
     known = concrete(converted)
+    # a pair of samples with outputs is a pair of rows of one large matrix
     if known is not None and known.ndim == 4:
         known = known.transpose(0, 2, 1, 3).reshape(size[0] * size[2], -1)
     _check_pairs(name, known)
@@ -90,6 +92,7 @@ def _check_pairs(name: str, known: np.ndarray | None) -> None:
     symmetric(name, known)
     square = np.diagonal(known, axis1=-2, axis2=-1)
     bounds(f"the diagonal of {name}", square, low=0.0)
+    # roots first: the product of two entries could overflow
     most = np.sqrt(square[..., :, None]) * np.sqrt(square[..., None, :])
     if np.any(np.abs(known) > most + _rounding(known) * most.max(axis=(-1, -2), keepdims=True)):
         raise ValueError(f"{name} must be a Gram matrix, got |g_ij|^2 > g_ii g_jj for some pair")

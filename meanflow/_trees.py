@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meanflow._identity import qualified_name
 from meanflow._properties import show
 from meanflow.files import Arrays
 
@@ -24,7 +25,7 @@ class Tree:
     """
 
     def __init__(self, records: Sequence[type] = (), arrays: Arrays | None = None) -> None:
-        self.records: dict[str, Any] = {type_name(record): record for record in records}
+        self.records: dict[str, Any] = {qualified_name(record): record for record in records}
         self.arrays: dict[str, Any] = dict(arrays or {})
 
     def describe(self, node: Any, name: str) -> Any:
@@ -33,11 +34,12 @@ class Tree:
             return None
         if isinstance(node, tuple) and hasattr(node, "_fields"):
             values = self.describe_all(dict(zip(node._fields, node, strict=True)), name)
-            return {"record": type_name(type(node)), "fields": list(node._fields), "values": values}
+            return {"record": qualified_name(type(node)), "fields": list(node._fields), "values": values}
         if type(node) is dict and all(type(key) in (str, int) for key in node):
             return {"dict": [[key, self.describe(value, f"{name}.{key}")] for key, value in node.items()]}
         if isinstance(node, tuple | list):  # no others are nodes of a pytree
             return {type(node).__name__: self.describe_all(dict(enumerate(node)), name)}
+        # of a jax array without a copy to the host
         dtype = node.dtype if isinstance(node, jax.Array) else np.asarray(node).dtype
         if getattr(dtype, "kind", "O") not in "biufc":  # numpy would pickle it, or lose its type
             raise ValueError(
@@ -68,7 +70,7 @@ class Tree:
             case {"list": list(items)}:
                 return [self.restore(item) for item in items]
             case {"tuple": list(items)}:
-                return tuple(self.restore(item) for item in items)
+                return tuple(map(self.restore, items))
         raise TypeError(f"{show(layout)} describes no part of a pytree")
 
     def _record(self, name: str, fields: list[object]) -> Any:
@@ -79,11 +81,6 @@ class Tree:
                 "NamedTuple to Solution.load"
             )
         return found
-
-
-def type_name(kind: type) -> str:
-    """Return module and name of a type."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _in_its_precision(name: str, array: np.ndarray) -> jax.Array:

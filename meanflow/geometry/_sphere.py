@@ -11,11 +11,6 @@ def dot(u: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.sum(u * v, axis=-1, keepdims=True)
 
 
-def sinc(t: jax.Array) -> jax.Array:
-    """Return sin(t)/t, smooth at 0."""
-    return jnp.sinc(t / jnp.pi)
-
-
 @jax.jit
 def angle(p: jax.Array, q: jax.Array) -> jax.Array:
     """Return the geodesic distance of unit vectors, 2 atan2(|p-q|, |p+q|): accurate at 0 and at pi. Shape (...)."""
@@ -27,7 +22,7 @@ def angle(p: jax.Array, q: jax.Array) -> jax.Array:
 def exp(p: jax.Array, v: jax.Array) -> jax.Array:
     """Return the endpoint of the geodesic from ``p`` with initial velocity ``v`` (tangent at p), after unit time."""
     length = safe_norm(v, keepdims=True)
-    return jnp.cos(length) * p + sinc(length) * v
+    return jnp.cos(length) * p + jnp.sinc(length / jnp.pi) * v
 
 
 @jax.jit
@@ -36,4 +31,4 @@ def log(p: jax.Array, q: jax.Array) -> jax.Array:
     turn = angle(p, q)[..., None]
     # rounding leaves a vector of no meaning (often zero) where p and q are antipodal
     antipodal = safe_norm(p + q, keepdims=True) <= 4 * jnp.finfo(turn.dtype).eps
-    return jnp.where(antipodal, jnp.nan, (q - jnp.cos(turn) * p) / sinc(turn))
+    return jnp.where(antipodal, jnp.nan, (q - jnp.cos(turn) * p) / jnp.sinc(turn / jnp.pi))
