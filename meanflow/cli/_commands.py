@@ -73,7 +73,7 @@ def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
     """Do what may fail before the sweep; if it fails on one of several processes, all of them stop."""
     if not distributed:
         return work()
-    from meanflow.sweeps._runner import together
+    from meanflow.sweeps._devices import together
 
     return together(work)
 
@@ -82,14 +82,12 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
     """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
     from meanflow.cli import _tables as tables
     from meanflow.cli._request import build
-    from meanflow.sweeps import make_mesh
+    from meanflow.sweeps._devices import is_lead
     from meanflow.sweeps._results import failed
-    from meanflow.sweeps._runner import is_lead
 
     _precision(request)
     plan = _on_all(distributed, lambda: build(request))
-    mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
-    data = plan.run(store=store, mesh=mesh)
+    data = plan.run(store=store)
     lost = int(failed(data).sum())
     numbers = {
         "store": store,
@@ -229,8 +227,10 @@ def _apply_flags(tables: Tables, flags: Tables) -> None:
     put("grid", "scales", listed("scales", float))
     put("grid", "seeds", flags["seeds"])
     put("run", "observe", listed("observe", str))
-    for name in ("steps", "every", "t1", "step", "temperature", "reaction", "key"):
+    for name in ("steps", "every", "t1", "step", "key"):
         put("run", name, flags[name])
+    dynamics = {n: flags[n] for n in ("temperature", "reaction") if flags[n] is not None}
+    put("run", "dynamics", dynamics or None)
     if flags["kernel_step"] is not None:
         tables["run"]["step"] = {"kernel": flags["kernel_step"]}
 
@@ -278,7 +278,8 @@ def _stored_request(directory: str) -> Tables:
 
 def _load(directory: str) -> "xarray.Dataset":
     """Return the finished part of a run directory."""
-    from meanflow.sweeps import StoreError, load
+    from meanflow.sweeps import load
+    from meanflow.sweeps._store import StoreError
 
     data = load(directory)
     if not data.data_vars:
