@@ -110,7 +110,7 @@ def sweep(
     samples = 64
     x = np.random.default_rng(0).normal(size=samples if dim is None else (samples, dim)).astype(np.float32)
     data = mf.Dataset(x, np.sin(3 * x) if dim is None else np.sin(3 * x[:, 0]))
-    plan = mf.sweeps.prepare(flow, data, widths=widths, seeds=seeds, step=0.1, **settings)
+    plan = mf.sweep(flow, data, widths=widths, seeds=seeds, step=0.1, compute=False, **settings)
     group = plan.groups[0]
     cell, inputs = plan.cell(group), plan.inputs(group, group.cells)
 

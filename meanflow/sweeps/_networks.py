@@ -410,10 +410,11 @@ class Sweep(Plan):
     def _cloud(self, cell: int, changed: Changes = UNCHANGED) -> Cloud:
         """Return the initial cloud of a cell, at its true width."""
         values, init = self._at(cell, changed), self.init
-        key, width = self._start_key(values), values["width"]
+        width = values["width"]
         takes = {name: self.taken.get(name, ()) for name in ("flow", "data", "init")}
 
         def cloud() -> Cloud:
+            key = self._start_key(values)
             if init is None:
                 return self._usual(cell, changed, key, width)
             found = init(key, width, **{name: values[name] for name in takes["init"]})

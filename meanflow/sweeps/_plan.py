@@ -512,7 +512,7 @@ def load(store: str | pathlib.Path) -> "xarray.Dataset":
         store: the run directory.
 
     Raises:
-        StoreError: if this is no run directory, or one that is damaged; the message says what to do.
+        ValueError: if this is no run directory, or one that is damaged; the message says what to do.
     """
     config = read_config(store)
     try:

@@ -176,10 +176,14 @@ def _label(value: Value) -> str:
         plain = [
             f"{n}={np.asarray(v).item()}"
             for n, v in shown.items()
-            if isinstance(v, int | float | str | jax.Array) and np.size(v) == 1
+            if isinstance(v, int | float | str | jax.Array) and np.size(v) == 1 and not _is_default(value, n)
         ]
         return f"{type(value).__name__}({', '.join(plain)})"
     return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def _is_default(value: eqx.Module, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), int) and getattr(value, name) == getattr(type(value), name)
 
 
 def final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":

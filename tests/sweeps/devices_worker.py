@@ -31,10 +31,9 @@ def main(out, across, along, process=None, port=None, store=None):
         steps=6,
         every=3,
         step=mf.KernelStep(0.2, 3),
-        chunk=3,
         observe=("predictions", "angle_displacement"),
-        mesh=mf.sweeps.make_mesh(int(across), int(along)),
         store=store,
+        execution=mf.sweeps.Execution(chunk=3, mesh=mf.sweeps.make_mesh(int(across), int(along))),
     )
     np.savez(
         f"{out}-{jax.process_index()}.npz",
@@ -77,7 +76,13 @@ def failing(out, how, process, port):
     data = mf.Dataset([-1.0, 0.0, 1.0], [1.0, -1.0, 1.0], "sum")
     settings = {"widths": (4,), "steps": 200, "step": 0.01, "observe": (), "chunk": 2, "seeds": 4000}
     try:
-        mf.sweep(mf.canonical(), data, progress=tell, store=f"{out}-store", **settings)
+        mf.sweep(
+            mf.canonical(),
+            data,
+            store=f"{out}-store",
+            execution=mf.sweeps.Execution(progress=tell),
+            **settings,
+        )
         heard = "finished"
     except BaseException as problem:
         heard = f"{type(problem).__name__}: {problem}"

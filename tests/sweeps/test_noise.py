@@ -18,7 +18,15 @@ GRID = {"widths": [3, 5], "seeds": 2, "steps": 3, "step": 0.1, "observe": ["pred
 
 
 def test_a_noisy_cell_runs_as_it_does_alone(quick_compilation):
-    plan = mf.sweeps.prepare(mf.vanilla("tanh"), DATA, axes={"temperature": [0.05, 0.2]}, waste=0.9, **GRID)
+    plan = mf.sweep(
+        mf.vanilla("tanh"),
+        DATA,
+        axes={"temperature": [0.05, 0.2]},
+        dynamics=lambda temperature: mf.solvers.Noise(temperature),
+        execution=mf.sweeps.Execution(waste=0.9),
+        compute=False,
+        **GRID,
+    )
     assert len(plan.groups) == 1  # both widths in one program: the smaller one is padded
     found = plan.values()["predictions"]
     for place, (width, tau, seed) in {(0, 1, 1): (3, 0.2, 1), (1, 0, 0): (5, 0.05, 0)}.items():
@@ -38,7 +46,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 x = jax.random.normal(jax.random.key(0), (12, 2))
 data, flow = mf.Dataset(x, jnp.tanh(x[:, 0])), mf.vanilla("tanh")
 cloud = flow.init(jax.random.key(1), 8, dim=2)
-run = lambda c: mf.descend(flow, c, data, 3, step=0.1, temperature=0.2, key=jax.random.key(2), throw=False).final
+run = lambda c: mf.descend(flow, c, data, 3, step=0.1, dynamics=mf.solvers.Noise(0.2, jax.random.key(2)), throw=False).final
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("p",))
 split = jax.tree.map(lambda u: jax.device_put(u, NamedSharding(mesh, PartitionSpec("p" if u.ndim else None)))
                      if u.ndim else u, cloud)

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xarray
+from meanflow.sweeps._phase import collapse, fit_exponents
 
 import meanflow as mf
-from meanflow.sweeps._phase import collapse, fit_exponents
 
 
 def paired(key, width, alpha):
@@ -179,17 +179,17 @@ def test_the_diagram_holds_the_collapse_of_every_alpha_and_scale():
     diagram = mf.phase_diagram(
         LAZY,
         alphas=(0.5, 1.0),
-        scales=(1.0, 2.0),
         variables=("energy", "angle_displacement"),
         init=usual,
+        axes={"scale": (1.0, 2.0)},
         **settings,
     )
     assert diagram.collapse_energy.sizes == {"scale": 2, "alpha": 2, "number": 6}
     runs = mf.sweep(
         lambda width: mf.lifted(alpha=width**0.5),
         LAZY,
-        scales=(2.0,),
         observe=("angle_displacement",),
+        axes={"scale": (2.0,)},
         **settings,
     )
     alone = collapse(runs)
