@@ -764,8 +764,8 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
                 solver.kinds[name](name, value)  # type: ignore[attr-defined]
         known.append(structure_of(draft.made(cell)))
     template = draft.made(0)["flow"]
-    check_changes(template, grid, taken)
     room = check_data(draft)
+    check_changes(template, grid, taken)
     first = jax.tree.map(jnp.asarray, draft._data(0))
     recorded = choose(observe, template.bind(first).observables(first))
     check_names(grid, recorded, along["name"])
