@@ -16,7 +16,8 @@ from jaxtyping import PyTree
 
 import meanflow as mf
 from meanflow import kernels
-from meanflow.sweeps import _program as program
+from meanflow.sweeps._devices import specs as split
+from meanflow.sweeps._plan import batched
 from meanflow_benchmarks import networks
 from meanflow_benchmarks.hlo import Program, Work
 
@@ -115,10 +116,10 @@ def sweep(
     cell, inputs = plan.cell(group), plan.inputs(group, group.cells)
 
     def run(data: mf.Dataset, inputs: PyTree) -> PyTree:
-        return program.batched(cell, data, inputs, mesh)
+        return batched(cell, data, inputs, mesh)
 
     described = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), (data, inputs))
-    specs = (jax.tree.map(lambda _: PartitionSpec(), data), program.specs(inputs))
+    specs = (jax.tree.map(lambda _: PartitionSpec(), data), split(inputs))
     return Job(run, described, settings.get("steps", 0), -1, mesh, specs)
 
 

@@ -74,22 +74,26 @@ def find_mesh(asked: Mesh | tuple[int | None, int] | None) -> Mesh | None:
     return asked if isinstance(asked, Mesh) else make_mesh(*(asked or ()))
 
 
+def specs(inputs: PyTree) -> PyTree[PartitionSpec]:
+    """Return how the inputs are split: clouds along both axes, everything else along ``sweep``."""
+
+    def of(node: PyTree) -> PyTree[PartitionSpec]:
+        split = isinstance(node, Cloud)
+        # the width of a cloud is one number for each cell
+        return jax.tree.map(lambda u: PartitionSpec(*(SWEEP, PARTICLES)[: 1 + (split and u.ndim > 1)]), node)
+
+    return jax.tree.map(of, inputs, is_leaf=lambda node: isinstance(node, Cloud))
+
+
 def place(inputs: PyTree, mesh: Mesh | None) -> PyTree[Array]:
-    """Put host arrays on the devices of the mesh, clouds along both axes, everything else along ``sweep``."""
+    """Put host arrays on the devices of the mesh; each process fills its own."""
     if mesh is None:
         return jax.tree.map(jnp.asarray, inputs)
-    by_cell, both = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((SWEEP,), (SWEEP, PARTICLES)))
 
-    def put(u: np.ndarray, how: NamedSharding = by_cell) -> Array:
-        return jax.make_array_from_callback(
-            u.shape, how, lambda index: u[index]
-        )  # each process fills its own
+    def put(u: np.ndarray, spec: PartitionSpec) -> Array:
+        return jax.make_array_from_callback(u.shape, NamedSharding(mesh, spec), lambda index: u[index])
 
-    def of(node: PyTree) -> PyTree[Array]:
-        return jax.tree.map(lambda u: put(u, both if u.ndim > 1 else by_cell), node)
-
-    is_cloud = lambda node: isinstance(node, Cloud)
-    return jax.tree.map(lambda node: of(node) if is_cloud(node) else put(node), inputs, is_leaf=is_cloud)
+    return jax.tree.map(put, inputs, specs(inputs))
 
 
 def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:

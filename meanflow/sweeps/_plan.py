@@ -8,7 +8,6 @@ other's steps) and the axis ``particles`` by the compiler, which sums over devic
 import abc
 import contextlib
 import functools
-import math
 import pathlib
 import sys
 import time
@@ -20,14 +19,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Compiled
 from jaxtyping import Array, ArrayLike, Key, PyTree, Shaped, UInt32
 
 from meanflow import _checks
 from meanflow._identity import Json, json_digest, source_digest
-from meanflow.kernels._empirical.visit import equations, shape_of
 from meanflow.solvers._solution import versions
 from meanflow.sweeps import _devices as devices
 from meanflow.sweeps import _grid as grids
@@ -136,42 +133,14 @@ def _compile(key: tuple[Any, ...]) -> Compiled:
         return batched(cell, shared, inputs, mesh, one_by_one=one_by_one)
 
     program = jax.jit(run, static_argnums=1)
-    traced = program.trace(shapes, False)
+    lowered = program.lower(shapes, False)
     first, *others = jax.devices()[:1] if mesh is None else mesh.devices.ravel()
-    # one such call in one program of one device has the pool of threads for itself
-    if first.platform == "cpu" and batched_factorizations(traced.jaxpr) > (not others):
-        traced = program.trace(shapes, True)
-    return traced.lower().compile()
-
-
-# the primitives that LAPACK computes on the CPU
-FACTORIZATIONS = {
-    "cholesky",
-    "eig",
-    "eigh",
-    "geqrf",
-    "geqp3",
-    "hessenberg",
-    "householder_product",
-    "lu",
-    "ormqr",
-}
-FACTORIZATIONS |= {"qr", "schur", "svd", "triangular_solve", "tridiagonal"}
-
-
-def batched_factorizations(program: ClosedJaxpr) -> int:
-    """Return how many times a traced program factorizes many matrices in one call of LAPACK.
-
-    On the CPU such a call hands its matrices to the pool of threads that it runs in, and waits. When every thread of
-    the pool waits like that, as happens when several devices of one host or several calls of one program meet, the
-    program stands still for ever (jax 0.10). Calls for one matrix do not wait for anybody.
-
-    >>> trace = lambda *shape: jax.make_jaxpr(jnp.linalg.cholesky)(jnp.ones(shape))
-    >>> batched_factorizations(trace(4, 2, 2)), batched_factorizations(trace(2, 2))
-    (1, 0)
-    """
-    used = (one for one in equations(program) if one.primitive.name in FACTORIZATIONS)
-    return sum(any(math.prod(shape_of(u)[:-2]) > 1 for u in one.invars) for one in used)
+    # On the CPU, LAPACK hands many matrices to the pool of threads that it is called from, and waits. When all threads
+    # of the pool wait like that, as happens with several calls or several devices, the program stands still for ever
+    # (jax 0.10). Cells that run one after the other hand over one matrix at a time, and nobody waits.
+    if first.platform == "cpu" and lowered.as_text().count("@lapack_") > (not others):
+        lowered = program.lower(shapes, True)
+    return lowered.compile()
 
 
 def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.ShapeDtypeStruct]:

@@ -148,9 +148,6 @@ def test_cells_that_factorize_batches_run_one_by_one():
     function = FunctionCell(cell, {})
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 4))
     inputs = {"key": keys, "axes": {"scale": jnp.arange(1.0, 5.0)}}
-    for one_by_one, count in ((False, 2), (True, 0)):
-        traced = jax.make_jaxpr(lambda u, m=one_by_one: plans.batched(function, None, u, one_by_one=m))(inputs)
-        assert plans.batched_factorizations(traced) == count
     chosen = plans.compile_batched(function, None, inputs, None)
     arrays, _ = eqx.partition((function, None, inputs), eqx.is_array)
     found = chosen(arrays)
