@@ -31,6 +31,9 @@ Training
     solve               continuous time
     descend             discrete time: gradient descent, optimizers, batches
     KernelStep          steps as a fraction of the largest stable one
+    Adaptive            steps that follow an error estimate
+    Batches             minibatches, or fresh samples
+    Noise, Reaction     what moves beside the gradient
     Solution, RESULTS   what both return
     sweep               a grid over widths, balances, scales and seeds
     phase_diagram       how observables scale with the width
@@ -75,7 +78,11 @@ if _typing.TYPE_CHECKING:
     from meanflow import training as training
     from meanflow import transport as transport
     from meanflow.solvers import RESULTS as RESULTS
+    from meanflow.solvers import Adaptive as Adaptive
+    from meanflow.solvers import Batches as Batches
     from meanflow.solvers import KernelStep as KernelStep
+    from meanflow.solvers import Noise as Noise
+    from meanflow.solvers import Reaction as Reaction
     from meanflow.solvers import Solution as Solution
     from meanflow.solvers import descend as descend
     from meanflow.solvers import solve as solve
@@ -105,7 +112,11 @@ _LAZY = {
     **{room: room for room in _ROOMS},
     "activations": "activations",
     "RESULTS": "solvers",
+    "Adaptive": "solvers",
+    "Batches": "solvers",
     "KernelStep": "solvers",
+    "Noise": "solvers",
+    "Reaction": "solvers",
     "Solution": "solvers",
     "descend": "solvers",
     "solve": "solvers",

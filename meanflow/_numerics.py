@@ -8,7 +8,7 @@ before the root is taken, and the result afterwards.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import equinox.internal as eqxi  # the loop that diffrax steps with: reverse mode through a while
@@ -297,20 +297,18 @@ def iterate_until(
         The final state, and the observations stacked along a leading axis of length k.
 
     >>> end, seen = iterate_until(
-    ...     lambda s, stop: s + 1, jnp.zeros(()), lambda s, stop: s < stop, jnp.array([2.0, 5.0]), lambda s, stop: 10 * s,
-    ...     limit=8, kind="lax",
+    ...     lambda s, stop: s + 1, jnp.zeros(()), lambda s, stop: s < stop, jnp.array([2.0, 5.0]),
+    ...     lambda s, stop: 10 * s, limit=8, kind="lax",
     ... )
     >>> float(end), seen.tolist()
     (5.0, [20.0, 50.0])
     """
-    how: dict[str, int | None] = {} if kind == "lax" else {"max_steps": limit}
+    how: dict[str, Any] = {} if kind == "lax" else {"max_steps": limit}
     if kind == "checkpointed":
         how["checkpoints"] = checkpoints or math.ceil(math.sqrt(2 * limit / stops.shape[0]))
 
     def leg(state: State, stop: Array) -> tuple[State, Observed]:
-        state = eqxi.while_loop(
-            lambda s: more(s, stop), lambda s: step(s, stop), state, kind=kind, **how
-        )
+        state = eqxi.while_loop(lambda s: more(s, stop), lambda s: step(s, stop), state, kind=kind, **how)
         return state, observe(state, stop)
 
     return jax.lax.scan(leg, state, stops)
@@ -324,8 +322,10 @@ def land(
     >>> [round(float(u), 6) for u in land(jnp.array(0.75), jnp.array(0.5), jnp.array(1.0))]
     [1.0, 0.25]
     """
+    end = time + size
     lands = time + (1 + 1e-6) * size >= stop
-    return jnp.where(lands, stop, time + size), jnp.where(lands, stop - time, size)
+    # where end = stop this is ``size`` to the last bit, and has the derivative of ``stop - time``
+    return jnp.where(lands, stop, end), jnp.where(lands, size + (stop - end), size)
 
 
 def _run(

@@ -108,7 +108,7 @@ OTHER_CONSTRUCTORS = {
         *("Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
-        *("Space", "Feature", "Observable", "FlowSolver", "StepRule"),
+        *("Space", "Feature", "Observable", "Stepper", "Dynamics", "StepRule"),
         *("StoreError", "FailedRun", "RESULTS"),
     ),
     "made by functions of this package": ("Flow", "Chart", "Solution", "DensitySolution", "Data"),

@@ -182,8 +182,8 @@ POLAR_LAWS = {"r": laws.uniform(), "theta": laws.angle()}
 
 
 def descend(**change):
-    settings = {"step": 0.1, "batch_size": 2, "key": jax.random.key(0), **change}
-    return mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 1, **settings)
+    batches = mf.Batches(2, jax.random.key(0), **change)
+    return mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 1, step=0.1, batches=batches)
 
 
 def trained(labels=(0, 1) * 4, width=2, **settings):
@@ -235,7 +235,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: mf.solvers.eulerian.Density(np.ones((4, 4)), 2.0), "mass must sum to 1"),
         (lambda: descend(sampler=lambda k, n: (jnp.ones((n, 3)), jnp.ones(n))), "sampler must return inputs"),
         (lambda: descend(sampler=lambda k, n: jnp.ones((n, 2))), "sampler must return inputs"),
-        (lambda: descend(replace=True, sampler=None, batch_size=None), "replace needs batch_size"),
+        (lambda: mf.Batches(2, replace=1), "replace must be True or False"),
         (lambda: mf.flows.max_margin(mf.vanilla(), CLOUD, mf.Dataset(PLANE.x, [0, 1, 1])), "labels -1 and 1"),
         (lambda: mf.kernels.kernel_flow(np.triu(np.ones((2, 2))), [0.0, 0.0], [1.0, 1.0]), "symmetric"),
         (lambda: mf.kernels.ntk_by_group(lambda p, x: x, {}, np.ones((2, 2))), "params must hold"),

@@ -96,8 +96,7 @@ def test_halved_steps_compile_nothing(caplog):
 
 @pytest.mark.parametrize("count", [1, 16, 17, 256, 257, 5000])
 def test_limits_of_steps_suffice(count):
-    from meanflow.solvers._continuous import step_budget
     from meanflow.solvers._step import ConstantStep
 
-    limit = step_budget(ConstantStep(np.asarray(1.0 / count)), np.asarray(0.0), np.asarray(1.0))
-    assert count + 2 <= limit <= max(256, 16 * (count + 2))
+    limit = ConstantStep(np.asarray(1.0 / count)).limit(np.asarray(0.0), np.asarray(1.0), 0)
+    assert count + 2 <= limit <= max(4096, 16 * (count + 2))

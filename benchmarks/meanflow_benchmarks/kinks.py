@@ -104,7 +104,7 @@ def work_precision(
 
     def slide(rate: int) -> Solution:
         step = jnp.asarray(1 / rate)
-        return solve(flow, cloud, data, end, solver="sliding", step=step, max_steps=1 << 14)
+        return solve(flow, cloud, data, end, solver="sliding", step=step)
 
     best = slide(finest)
     error = lambda sol: float(
@@ -132,9 +132,7 @@ def work_precision(
         rows = []
         for count in euler:
             step = jnp.asarray(end * stages / count)
-            run = lambda solver=solver, step=step: solve(
-                flow, cloud, data, end, solver=solver, step=step, max_steps=1 << 20
-            )
+            run = lambda solver=solver, step=step: solve(flow, cloud, data, end, solver=solver, step=step)
             sol, seconds = _processor_seconds(run)
             rows.append((float(count), error(sol), seconds))
         enter(name, rows)
@@ -147,9 +145,7 @@ def work_precision(
                 data,
                 end,
                 solver=solver,
-                rtol=rtol,
-                atol=rtol / 100,
-                max_steps=max_steps,
+                step=mf.Adaptive(rtol, rtol / 100, max_steps),
                 throw=False,
             )
             sol, seconds = _processor_seconds(run)

@@ -329,7 +329,7 @@ class TwoLayer(Feature):
 
     def check_overlap(self, feature: Feature) -> None:
         """Raise ValueError unless both have the same activation, of known expectations, and centered preactivations."""
-        from meanflow.kernels.infinite.dual import has_closed_form
+        from meanflow.kernels._infinite.dual import has_closed_form
 
         if not isinstance(feature, TwoLayer) or feature.activation != self.activation:
             raise ValueError(

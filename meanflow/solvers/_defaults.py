@@ -80,8 +80,8 @@ def choose(
     """
     rule = step if step is None or isinstance(step, Adaptive) else as_rule(step, cloud.weights.dtype)
     plain = dynamics is None and clock != "normalized"
-    if solver == "sliding":
-        solver = SLIDING
+    if isinstance(solver, str):
+        solver = SLIDING  # the only name
     if not plain and isinstance(solver, Stepper):
         raise ValueError(
             f"solver {type(solver).__name__} does not take dynamics or clock='normalized'; leave out solver=, and give "

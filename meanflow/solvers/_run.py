@@ -32,7 +32,9 @@ from meanflow.solvers._solution import RESULTS, Settings, Solution, State, finge
 from meanflow.solvers._step import Adaptive, ConstantStep, Scalar, StepRule, all_finite
 from meanflow.solvers._stepper import Descent, Stepper, StepperState
 
-PLAIN = optax.sgd(1.0)  # plain descent: the updates are minus the gradient; one object, so that programs are shared
+PLAIN = optax.sgd(
+    1.0
+)  # plain descent: the updates are minus the gradient; one object, so that programs are shared
 
 
 class Times(NamedTuple):
@@ -181,7 +183,7 @@ def _problem(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Probl
 def _numbers(options: Options) -> dict[str, Array]:
     """Return the numbers of the settings that a resumed run may change."""
     horizon, rule = options.horizon, options.rule
-    found: dict[str, Scalar | int] = {}
+    found: dict[str, float | Scalar] = {}
     if isinstance(horizon, Counts):
         found |= horizon._asdict()
     else:
@@ -236,7 +238,7 @@ def _fixed(
             checkpoint=not isinstance(options.adjoint, diffrax.DirectAdjoint),
             first=state is None,
         )
-        result = RESULTS.successful
+        result: RESULTS = RESULTS.successful  # type: ignore[assignment]
     else:
         end, saved = _until(horizon, options, start, advance, look)
         stopped = RESULTS.where(end.over, RESULTS.event_occurred, RESULTS.max_steps_reached)

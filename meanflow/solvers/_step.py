@@ -1,7 +1,7 @@
 """How long a step is: a constant, a fraction of what the tangent kernel allows, a rule of yours, or adaptive."""
 
 import abc
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -19,6 +19,7 @@ from meanflow.measures._dataset import Dataset
 
 DENSE = 256  # up to this many samples the kernel is formed and squared, beyond it power iteration is used
 POWER_ITERATIONS = 48
+MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
 
 
 def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
@@ -105,21 +106,20 @@ class StepRule(eqx.Module):
 
     Attributes:
         every: number of steps between two refreshes; None asks for the size once, at the start.
-        max_steps: the most steps of a run up to a time.
     """
 
     every: eqx.AbstractVar[int | None]
-    max_steps: ClassVar[int] = 100_000
 
     def numbers(self) -> dict[str, jax.Array]:
         """Return what a resumed run must share, by name: the numbers among the attributes of the rule."""
-        values = {f"step.{name}": getattr(self, name) for name in type(self).__dataclass_fields__}
+        names = set(type(self).__dataclass_fields__) - {"max_steps"}
+        values = {f"step.{name}": getattr(self, name) for name in sorted(names)}
         known = {name: u for name, u in values.items() if u is not None and eqx.is_array_like(u)}
         return {name: jnp.asarray(u) for name, u in known.items()}
 
     def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
         """Return a limit for the number of steps from ``start`` to ``end`` with ``stops`` times to land on."""
-        return self.max_steps
+        return MOST_STEPS
 
     @abc.abstractmethod
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
@@ -178,11 +178,11 @@ class ConstantStep(StepRule):
         """Return at least what the steps need, where all numbers are known."""
         step, first, last = (_checks.concrete(u) for u in (self.size, start, end))
         if step is None or first is None or last is None:
-            return self.max_steps
+            return MOST_STEPS
         # a step that is cut short to land on a time is a step more
         needed = float(np.max((last - first) / step)) + 2 + stops
-        # one of few limits, since another one compiles again: 256, 4096, 65536, ...
-        return 16 ** int(np.ceil(np.log(max(needed, 256)) / np.log(16) - 1e-9))
+        # one of few limits, since another one compiles again: 4096, 65536, ...
+        return 16 ** int(np.ceil(np.log(max(needed, 4096)) / np.log(16) - 1e-9))
 
 
 class KernelStep(StepRule):
@@ -203,12 +203,16 @@ class KernelStep(StepRule):
     max_steps: int = eqx.field(static=True)
 
     def __init__(
-        self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = StepRule.max_steps
+        self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = MOST_STEPS
     ) -> None:
         _checks.number(above=0)("kappa", kappa)
         self.kappa = jnp.asarray(kappa, jnp.result_type(float))
         self.every = _checks.whole("every", every, 1)
         self.max_steps = _checks.whole("max_steps", max_steps, 1)
+
+    def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
+        """Return ``max_steps``."""
+        return self.max_steps
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return kappa over the top eigenvalue at ``y``, computed in the chart: the kernel is the same, and cheaper."""
@@ -232,7 +236,7 @@ class Adaptive(eqx.Module):
 
     rtol: float | Scalar = 1e-7
     atol: float | Scalar = 1e-9
-    max_steps: int = eqx.field(static=True, default=100_000)
+    max_steps: int = eqx.field(static=True, default=MOST_STEPS)
 
 
 STEP = _checks.either(

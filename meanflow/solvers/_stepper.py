@@ -6,7 +6,7 @@ times, by the same loop (``solvers._run``).
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import diffrax
 import equinox as eqx
@@ -21,7 +21,7 @@ from meanflow.flows._problem import Problem, Weighted
 from meanflow.measures._dataset import Dataset
 from meanflow.solvers._solution import RESULTS
 
-StepperState = PyTree[jax.Array]
+StepperState = Any  # a pytree of arrays, or None
 
 
 class Stepper(eqx.Module):
@@ -48,13 +48,13 @@ class Stepper(eqx.Module):
         number: Int[Array, ""],
         size: Float[Array, ""],
     ) -> tuple[PyTree[jax.Array], StepperState]:
-        """Return the state of the flow after step ``number`` = 0, 1, ..., which is ``size`` long, and what is remembered.
+        """Return the state of the flow after one step, and what is remembered for the next.
 
         Args:
             problem: flow, data and clock.
             y: where the step starts.
             state: what ``init`` or the step before returned.
-            number: number of the step, counted from the start of the first run.
+            number: 0, 1, ..., counted from the start of the first run.
             size: its length on the clock of the run.
         """
 
@@ -123,7 +123,7 @@ def runge_kutta(
     return moved(table.b_sol[:used])
 
 
-def has_table(solver: diffrax.AbstractSolver) -> bool:
+def has_table(solver: diffrax.AbstractSolver) -> TypeGuard[diffrax.AbstractERK]:
     """Say whether a solver of diffrax is an explicit Runge-Kutta method with one table of coefficients."""
     return isinstance(solver, diffrax.AbstractERK) and isinstance(solver.tableau, diffrax.ButcherTableau)
 
@@ -138,9 +138,9 @@ class DiffraxStep(Stepper):
     solver: diffrax.AbstractSolver
 
     def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
-        """Return the solver's state."""
+        """Return the solver's state, and the worst result of its steps so far."""
         zero = jnp.zeros((), problem.speed.dtype)
-        return self.solver.init(_TERMS, zero, zero + 1, y, problem)
+        return self.solver.init(_TERMS, zero, zero + 1, y, problem), diffrax.RESULTS.successful
 
     def step(
         self,
@@ -151,9 +151,17 @@ class DiffraxStep(Stepper):
         size: Float[Array, ""],
     ) -> tuple[PyTree[jax.Array], StepperState]:
         """Take one step; the flow does not depend on time, so every step starts at 0."""
-        zero = jnp.zeros_like(size)
-        moved, _, _, state, _ = self.solver.step(_TERMS, zero, size, y, problem, state, jnp.asarray(False))
-        return moved, state
+        (inner, worst), zero = state, jnp.zeros_like(size)
+        moved, _, _, inner, found = self.solver.step(
+            _TERMS, zero, size, y, problem, inner, jnp.asarray(False)
+        )
+        worst = diffrax.RESULTS.where(worst == diffrax.RESULTS.successful, found, worst)
+        return moved, (inner, worst)
+
+    def result(self, problem: Problem, state: StepperState, result: RESULTS) -> RESULTS:
+        """Return what went wrong in a step, for instance an implicit equation without a solution."""
+        worst = RESULTS.promote(state[1])
+        return RESULTS.where(worst == RESULTS.successful, result, worst)
 
 
 def field(t: Any, y: PyTree[jax.Array], problem: Problem) -> PyTree[jax.Array]:

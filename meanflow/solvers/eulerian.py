@@ -233,9 +233,9 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
     (end, mass, steps), seen = iterate_until(
         step, start, more, stops, look, limit=MAX_STEPS, kind="checkpointed"
     )
-    saved = seen if ts is None else jax.tree.map(lambda u: u[:-1], seen)
+    times, masses, energies, free, fisher = seen if ts is None else jax.tree.map(lambda u: u[:-1], seen)
     reached = (end >= t1) & jnp.all(jnp.isfinite(mass))
-    return DensitySolution(*saved, steps, problem.grid.at(mass), reached)
+    return DensitySolution(times, masses, energies, free, fisher, steps, problem.grid.at(mass), reached)
 
 
 def _fisher(mass: jax.Array, grid: Density) -> jax.Array:

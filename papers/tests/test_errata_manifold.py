@@ -10,9 +10,9 @@ import pytest
 from helpers import largest_gap, problem
 
 import meanflow as mf
-from meanflow.solvers._weak import weak_form
 from meanflow_papers.manifold.euclidean import comparison
 from meanflow_papers.manifold.setup import quasi_normal, ring, spokes
+from meanflow_papers.manifold.weak_form import weak_form
 
 
 def printed_parts(flow, cloud, data):
@@ -109,7 +109,7 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     data = mf.Dataset(x, np.sin(2 * x[:, 1]) + x[:, 0])
     flow = mf.batchnorm_manifold("tanh").bind(data)
     cloud = flow.init(jax.random.key(0), 16, dim=2)
-    sol = mf.solve(flow, cloud, data, 0.05, rtol=1e-10, atol=1e-12)
+    sol = mf.solve(flow, cloud, data, 0.05, step=mf.Adaptive(1e-10, 1e-12))
     span = 0.05 * float(mf.energy(flow, cloud, data) - sol.energy[-1])
     assert span > 0
     metric = float(cloud.weights @ flow.space.distance(cloud, sol.final.particles) ** 2)
@@ -119,7 +119,7 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     data = mf.Dataset(x, np.sin(2 * x[:, 1] / np.sqrt(0.2)) + x[:, 0])
     flow = mf.batchnorm_manifold("tanh").bind(data)
     cloud = flow.space.from_raw(spokes(16))
-    sol = mf.solve(flow, cloud, data, 0.05, rtol=1e-10, atol=1e-12)
+    sol = mf.solve(flow, cloud, data, 0.05, step=mf.Adaptive(1e-10, 1e-12))
     span = 0.05 * float(mf.energy(flow, cloud, data) - sol.energy[-1])
     metric = float(cloud.weights @ flow.space.distance(cloud, sol.final.particles) ** 2)
     assert 0.9 < metric / span <= 1
@@ -218,7 +218,7 @@ def test_theorem_4_weak_form_needs_its_boundary_term():
     def test_function(t, w):
         return jnp.cos(t) * w.a * w.b[:, 0] + w.b[:, 1] ** 2
 
-    sides = weak_form(flow, cloud, data, test_function, 1.0, rtol=1e-11, atol=1e-13, nodes=24)
+    sides = weak_form(flow, cloud, data, test_function, 1.0, step=mf.Adaptive(1e-11, 1e-13), nodes=24)
     np.testing.assert_allclose(sides.interior, sides.boundary, atol=1e-9)
     assert abs(float(sides.interior)) > 1e-2  # the paper sets it to 0 for every test function
 

@@ -120,8 +120,8 @@ class _Plain(geometry.Space):
 
 def test_affine_runs_keep_what_they_conserve(tmp_path):
     raw, cloud, reduced, there, data = affine_problem("tanh")
-    one = mf.solve(raw, cloud, data, 2.0, rtol=1e-9, atol=1e-11, observe=["invariant_drift"])
-    two = mf.solve(reduced, there, data, 2.0, rtol=1e-9, atol=1e-11)
+    one = mf.solve(raw, cloud, data, 2.0, step=mf.Adaptive(1e-9, 1e-11), observe=["invariant_drift"])
+    two = mf.solve(reduced, there, data, 2.0, step=mf.Adaptive(1e-9, 1e-11))
     assert float(one.observed["invariant_drift"][-1]) < 1e-8
     np.testing.assert_allclose(
         mf.predict(raw, one.final, data.x), mf.predict(reduced, two.final, data.x), rtol=1e-6, atol=1e-8
@@ -190,7 +190,7 @@ def test_statistics_may_come_from_all_data_while_a_part_is_trained():
     # minibatches smaller than the dimension are no obstacle for raw neurons
     key = jax.random.key(0)
     run = mf.descend(
-        mf.batchnorm("tanh"), cloud, data, 5, step=0.1, batch_size=10, statistics="batch", key=key
+        mf.batchnorm("tanh"), cloud, data, 5, step=0.1, batches=mf.Batches(10, key, statistics="batch")
     )
     assert np.isfinite(run.energy).all()
     # off the plane mean + range(S) the reduced network is the raw one without the null part of b

@@ -56,14 +56,14 @@ def test_centered_flows_learn_with_f_minus_f0(model, loss):
     flow = getattr(mf, model)("tanh", loss, alpha="sqrt", centered=True)
     start = flow.bind(data).begin(cloud)
     np.testing.assert_allclose(mf.predict(start, cloud, data.x), 0.0, atol=1e-15)
-    sol = mf.solve(flow, cloud, data, 0.5, rtol=1e-9, atol=1e-11)
+    sol = mf.solve(flow, cloud, data, 0.5, step=mf.Adaptive(1e-9, 1e-11))
     v = mf.velocity(start, sol.final, data)
     _, rate = jax.jvp(lambda w: mf.energy(start, sol.final.at(w), data), (sol.final.particles,), (v,))
     np.testing.assert_allclose(rate, -mf.dissipation(start, sol.final, data), rtol=1e-10)
     if loss == "squared":  # only here is it the same as moving the targets
         scaled = getattr(mf, model)("tanh", alpha="sqrt").bind(data)
         moved = mf.Dataset(data.x, data.y + mf.predict(scaled, cloud, data.x), data.weights)
-        other = mf.solve(scaled, cloud, moved, 0.5, rtol=1e-9, atol=1e-11)
+        other = mf.solve(scaled, cloud, moved, 0.5, step=mf.Adaptive(1e-9, 1e-11))
         assert largest_gap(sol.final.particles, other.final.particles) < 1e-9
 
 

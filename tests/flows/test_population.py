@@ -140,7 +140,7 @@ def test_the_symmetric_plateau_of_the_committee_machine(k, activation):
     flow = mf.vanilla(activation, alpha="one", outer=0.0)
     data = GaussianPopulation(flow, mf.Cloud(mf.Neurons(jnp.ones(k), jnp.eye(k))))
     start = mf.Cloud(mf.Neurons(jnp.ones(k), jnp.full((k, k), 0.3)))
-    sol = mf.solve(flow, start, data, 300.0, clock="gradient", rtol=1e-9, atol=1e-11, steady=1e-8)
+    sol = mf.solve(flow, start, data, 300.0, clock="gradient", step=mf.Adaptive(1e-9, 1e-11), steady=1e-8)
     table = PLATEAUS if activation is SOFT else PLAIN_PLATEAUS
     assert abs(float(sol.energy[-1]) - table[k]) < 5e-7
     if activation is SOFT:
@@ -160,9 +160,7 @@ def online(d, eta, alpha, start, key):
         int(alpha * d),
         step=eta / d,
         clock="gradient",
-        sampler=data.sample,
-        batch_size=1,
-        key=key,
+        batches=mf.Batches(1, key, sampler=data.sample),
         throw=False,
     )
     b = run.final.particles.b
@@ -212,11 +210,11 @@ def test_fresh_samples_descend_the_population_loss_on_average(key):
     cloud = flow.init(key, 4, dim=3)
     exact = mf.descend(flow, cloud, data, 2, step=0.05)
     batch = 20_000
-    fresh = mf.descend(flow, cloud, data, 2, step=0.05, sampler=data.sample, batch_size=batch, key=key)
+    fresh = mf.descend(flow, cloud, data, 2, step=0.05, batches=mf.Batches(batch, key, sampler=data.sample))
     gap = largest_gap(exact.final.particles, fresh.final.particles)
     assert 0 < gap < 0.1 * 4 * 2 * 5 / np.sqrt(batch)
     np.testing.assert_allclose(fresh.energy, exact.energy, atol=0.05)
-    again = mf.descend(flow, cloud, data, 2, step=0.05, sampler=data.sample, batch_size=batch, key=key)
+    again = mf.descend(flow, cloud, data, 2, step=0.05, batches=mf.Batches(batch, key, sampler=data.sample))
     assert largest_gap(again.final.particles, fresh.final.particles) == 0
 
 
@@ -246,5 +244,5 @@ def test_what_a_population_cannot_do_is_refused(key):
         GaussianPopulation(flow, mf.Cloud(mf.Polar(jnp.ones(2), jnp.ones(2))))
     with pytest.raises(ValueError, match="KernelStep needs data with samples"):
         mf.descend(flow, teacher, data, 2, step=mf.KernelStep(1.0))
-    with pytest.raises(ValueError, match="sampler needs batch_size and key"):
-        mf.descend(flow, teacher, data, 2, step=0.1, sampler=data.sample)
+    with pytest.raises(ValueError, match="batches must have a PRNG key"):
+        mf.descend(flow, teacher, data, 2, step=0.1, batches=mf.Batches(1, sampler=data.sample))

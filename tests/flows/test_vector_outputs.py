@@ -325,8 +325,7 @@ def test_ten_digits_are_learned_by_adam_on_minibatches():
         train,
         1000,
         optimizer=optax.adam(5e-3),
-        batch_size=64,
-        key=jax.random.key(1),
+        batches=mf.Batches(64, jax.random.key(1)),
         observe=["accuracy"],
     )
     guess = jnp.argmax(mf.predict(flow, run.final, np.asarray(rows.test_x, float)), axis=1)

@@ -8,7 +8,7 @@ from helpers import problem
 from scipy import stats
 
 import meanflow as mf
-from meanflow.solvers._batches import Batches, shuffle
+from meanflow.solvers._batches import shuffle
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 1000])
@@ -39,15 +39,16 @@ def test_orders_are_uniform_to_the_noise_of_their_number():
 def test_epochs_see_every_sample_once_and_padding_never():
     weights = jnp.concatenate([jnp.full(12, 1 / 12), jnp.zeros(5)])
     data = mf.Dataset(jnp.arange(17.0), jnp.arange(17.0), weights)
-    batches = Batches(data, jax.random.key(0), 3)
-    drawn = jax.vmap(batches.chosen)(jnp.arange(8))
+    at = mf.Batches(3, jax.random.key(0)).of(data)
+    drawn = jax.vmap(lambda step: at(step).y)(jnp.arange(8)).astype(int)
     for epoch in (drawn[:4], drawn[4:]):
         np.testing.assert_array_equal(np.sort(epoch.ravel()), np.arange(12))
     assert np.any(drawn[:4] != drawn[4:])
-    batch = batches.at(jnp.asarray(2))
+    batch = at(jnp.asarray(2))
     np.testing.assert_allclose(batch.weights, 1 / 3)
     np.testing.assert_array_equal(batch.x, np.asarray(drawn[2], float))
-    replaced = jax.vmap(Batches(data, jax.random.key(0), 3, replace=True).chosen)(jnp.arange(2000))
+    at = mf.Batches(3, jax.random.key(0), replace=True).of(data)
+    replaced = jax.vmap(lambda step: at(step).y)(jnp.arange(2000)).astype(int)
     assert int(jnp.max(replaced)) == 11
     assert stats.chisquare(np.bincount(replaced.ravel())).pvalue > 1e-3
 
@@ -59,12 +60,12 @@ def test_an_epoch_of_descent_against_plain_jax_and_its_gradient_against_differen
     loss = lambda w, x, y: 0.5 * jnp.mean((jnp.mean(w.a[None] * jnp.tanh(x @ w.b.T), axis=1) - y) ** 2)
     plain = mf.Dataset(data.x, data.y)
     for k in range(4):
-        rows = Batches(plain, key, 5).chosen(jnp.asarray(k))
-        slope = jax.grad(loss)(w, data.x[rows], data.y[rows])
+        rows = mf.Batches(5, key).of(plain)(jnp.asarray(k))
+        slope = jax.grad(loss)(w, rows.x, rows.y)
         w = jax.tree.map(lambda u, g: u - 0.1 * 4 * g, w, slope)
     run = lambda y, data: (
         mf.descend(
-            flow, cloud, mf.Dataset(data.x, y, data.weights), 4, step=0.1, batch_size=5, key=key
+            flow, cloud, mf.Dataset(data.x, y, data.weights), 4, step=0.1, batches=mf.Batches(5, key)
         ).final.particles
     )
     np.testing.assert_allclose(run(data.y, plain).b, w.b, rtol=1e-13)

@@ -18,19 +18,19 @@ PLANE = mf.Dataset(jax.random.normal(jax.random.key(0), (12, 2)), jnp.sin(jnp.ar
 def test_the_model_decides():
     line, plane = mf.canonical().init(jax.random.key(0), 4), mf.vanilla().init(jax.random.key(0), 4, dim=2)
 
-    def chosen(flow, cloud, data, solver=None, step=None, adaptive=False):
-        method = defaults.choose(flow.bind(data), cloud, data, solver, step, adaptive)
-        return type(method.solver).__name__, type(method.rule).__name__, method.order
+    def chosen(flow, cloud, data, solver=None, step=None):
+        method = defaults.choose(flow.bind(data), cloud, data, solver, step)
+        return type(method.stepper).__name__, type(method.rule).__name__, method.order
 
-    assert chosen(mf.vanilla("tanh"), plane, PLANE) == ("Tsit5", "NoneType", None)
+    assert chosen(mf.vanilla("tanh"), plane, PLANE) == ("Tsit5", "Adaptive", None)
     assert chosen(mf.canonical(), line, LINE) == ("Sliding", "KernelStep", 2)
     assert chosen(mf.vanilla(), plane, PLANE) == ("Sliding", "KernelStep", 2)
     single = jax.tree.map(lambda u: u.astype("float32"), (plane, PLANE))
     assert chosen(mf.vanilla(), *single) == ("Sliding", "KernelStep", 2)
     assert chosen(mf.canonical(), line, LINE, step=0.1) == ("Sliding", "ConstantStep", None)
-    assert chosen(mf.canonical(), line, LINE, adaptive=True) == ("Tsit5", "NoneType", None)
+    assert chosen(mf.canonical(), line, LINE, step=mf.Adaptive()) == ("Tsit5", "Adaptive", None)
     rough = mf.vanilla(lambda z: jnp.maximum(z, 0) ** 2 + jnp.minimum(z, 0))  # a kink that no motion knows
-    assert chosen(rough, plane, PLANE) == ("Heun", "KernelStep", 1)
+    assert chosen(rough, plane, PLANE) == ("RungeKutta", "KernelStep", 1)
 
 
 @pytest.mark.parametrize("name", sorted(activations.NAMED))
@@ -47,7 +47,7 @@ def test_the_measured_error_is_the_error():
     error = float(displacement(flow, run.final, truth.final))
     assert 1e-6 < error < 2e-3
     assert 0.5 < float(run.stats["error"]) / error < 2
-    quiet = mf.solve(flow, cloud, LINE, 5.0, ts=3, measure_error=False)
+    quiet = mf.solve(flow, cloud, LINE, 5.0, ts=3, step=mf.KernelStep(0.25))
     assert "error" not in quiet.stats
     np.testing.assert_array_equal(quiet.energy, run.energy)
 
@@ -69,6 +69,6 @@ def test_a_default_that_runs_out_of_events_takes_the_rougher_method(monkeypatch)
     monkeypatch.setattr(defaults, "SLIDING", mf.solvers.Sliding(max_events=1))
     flow = mf.canonical()
     cloud = flow.init(jax.random.key(0), 20)
-    run = mf.solve(flow, cloud, LINE, 5.0, measure_error=False)
+    run = mf.solve(flow, cloud, LINE, 5.0)
     assert bool(run.ok)
     assert dict(run.settings.names)["solver"] == "Heun"

@@ -57,7 +57,7 @@ def test_optimisers_and_momentum_match_optax(model):
 
 def test_manifold_descent_follows_the_flow_to_first_order():
     flow, cloud, data = problem("batchnorm_manifold")
-    exact = mf.solve(flow, cloud, data, 1.0, rtol=1e-10, atol=1e-12).final
+    exact = mf.solve(flow, cloud, data, 1.0, step=mf.Adaptive(1e-10, 1e-12)).final
     errors = [
         largest_gap(mf.descend(flow, cloud, data, n, step=1 / n).final.particles, exact.particles)
         for n in (64, 128)
@@ -71,7 +71,7 @@ def test_two_halves_equal_the_whole_bit_for_bit():
         {"step": 0.1},
         {"step": mf.KernelStep(0.5, 3)},
         {"optimizer": optax.adam(0.01)},
-        {"step": 0.1, "batch_size": 10, "key": jax.random.key(0)},
+        {"step": 0.1, "batches": mf.Batches(10, jax.random.key(0))},
     ):
         whole = mf.descend(flow, cloud, data, 10, every=5, **settings)
         half = mf.descend(flow, cloud, data, 5, every=5, **settings)
@@ -116,8 +116,8 @@ def test_norms_are_conserved_by_every_minibatch():
     for statistics in ("batch", "frozen"):
         drift = []
         for size in (2e-3, 1e-3):
-            settings = {"step": size, "batch_size": 20, "key": jax.random.key(0), "statistics": statistics}
-            run = mf.descend(mf.batchnorm("tanh"), cloud, data, 50, **settings)
+            batches = mf.Batches(20, jax.random.key(0), statistics=statistics)
+            run = mf.descend(mf.batchnorm("tanh"), cloud, data, 50, step=size, batches=batches)
             drift.append(float(jnp.max(jnp.abs(jnp.linalg.norm(run.final.particles.b, axis=1) / start - 1))))
         assert drift[1] < 1e-3
         assert 3.5 < drift[0] / drift[1] < 4.5
@@ -153,7 +153,7 @@ def test_dominant_vector_against_lapack(gap):
 def test_kernel_step_is_stable_below_two_and_not_above():
     """Near a minimum plain descent with kappa = 1.8 contracts and with kappa = 2.3 expands."""
     flow, cloud, data = problem("vanilla", points=4, width=20)
-    near = mf.solve(flow, cloud, data, 500.0, rtol=1e-8, atol=1e-10).final
+    near = mf.solve(flow, cloud, data, 500.0, step=mf.Adaptive(1e-8, 1e-10)).final
     start = near.at(jax.tree.map(lambda u: u + 1e-6, near.particles))
     for kappa, shrinks in ((1.8, True), (2.3, False)):
         run = mf.descend(flow, start, data, 60, step=mf.KernelStep(kappa, 1))
@@ -191,12 +191,11 @@ BAD = [
     ({"steps": 10}, "step must be a number or a StepRule when no optimizer"),
     ({"steps": 10, "step": 0.1, "every": 3}, "steps must be a multiple of every"),
     ({"steps": 10, "step": 0.0}, "step must be > 0"),
-    ({"steps": 10, "step": 0.1, "batch_size": 31, "key": jax.random.key(0)}, "batch_size must be at most"),
-    ({"steps": 10, "step": 0.1, "batch_size": 3}, "key must be a PRNG key"),
-    ({"steps": 10, "step": 0.1, "statistics": "running"}, "statistics must be one of"),
+    ({"steps": 10, "step": 0.1, "batches": mf.Batches(31, jax.random.key(0))}, "batches must have at most"),
+    ({"steps": 10, "step": 0.1, "batches": mf.Batches(3)}, "batches must have a PRNG key"),
     (
-        {"steps": 10, "step": 0.1, "batch_size": 1, "key": jax.random.key(0), "statistics": "batch"},
-        "batch_size must be at least 2",
+        {"steps": 10, "step": 0.1, "batches": mf.Batches(1, jax.random.key(0), statistics="batch")},
+        "a size of at least 2",
     ),
 ]
 
@@ -207,35 +206,3 @@ def test_bad_input_is_refused(settings, words):
     _, cloud, data = problem("batchnorm")
     with pytest.raises(ValueError, match=words):
         mf.descend(mf.batchnorm("tanh"), cloud, data, **settings)
-
-
-@pytest.mark.parametrize("method", [diffrax.Heun(), diffrax.Tsit5()], ids=lambda m: type(m).__name__)
-def test_runge_kutta_steps_are_those_of_solve(method):
-    flow, cloud, data = problem("batchnorm_manifold")
-    options = {"solver": method, "step": 0.125, "observe": ["dissipation"]}
-    by_solve = mf.solve(flow, cloud, data, 2.0, ts=3, **options)
-    run = mf.descend(flow, cloud, data, 16, every=8, **options)
-    assert largest_gap(run.final.particles, by_solve.final.particles) < 1e-13
-    np.testing.assert_allclose(run.energy, by_solve.energy, rtol=1e-12)
-    np.testing.assert_allclose(run.observed["dissipation"], by_solve.observed["dissipation"], rtol=1e-10)
-    half = mf.descend(flow, cloud, data, 8, **options)
-    rest = mf.descend(flow, cloud, data, 8, state=half.state, **options)
-    # another program, which rounds its own way
-    assert largest_gap(rest.final.particles, run.final.particles) < 1e-14
-    with pytest.raises(ValueError, match="same settings|differ|solver"):
-        mf.descend(flow, cloud, data, 8, step=0.125, state=half.state)
-    with pytest.raises(ValueError, match="solver must be None with an optimizer"):
-        mf.descend(flow, cloud, data, 8, solver=method, optimizer=optax.adam(0.1))
-
-
-def test_runge_kutta_steps_with_moving_weights_and_their_gradient():
-    flow, cloud, data = problem("vanilla")
-    options = {"solver": diffrax.Heun(), "step": 0.125, "reaction": 0.5}
-    by_solve = lambda y: mf.solve(flow, cloud, mf.Dataset(data.x, y), 1.0, **options).energy[-1]
-    by_descend = lambda y: mf.descend(flow, cloud, mf.Dataset(data.x, y), 8, **options).energy[-1]
-    np.testing.assert_allclose(
-        jax.grad(by_descend)(data.y), jax.grad(by_solve)(data.y), rtol=1e-9, atol=1e-14
-    )
-    text = jax.jit(by_descend).lower(data.y).compile().as_text()
-    loops = [line for line in text.splitlines() if " while(" in line]
-    assert loops and all("known_trip_count" in line for line in loops)

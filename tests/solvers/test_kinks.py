@@ -44,9 +44,8 @@ def drawn(d, seed):
     return mf.vanilla(), mf.Cloud(mf.Neurons(a, b)), mf.Dataset(x, y)
 
 
-def slide(flow, cloud, data, t1, step, *, max_steps=4096, **options):
-    """One step limit for all, so that runs with other step sizes share a compiled program."""
-    return mf.solve(flow, cloud, data, t1, solver="sliding", step=step, max_steps=max_steps, **options)
+def slide(flow, cloud, data, t1, step, **options):
+    return mf.solve(flow, cloud, data, t1, solver="sliding", step=step, **options)
 
 
 def shown(flow, cloud, data, **options):

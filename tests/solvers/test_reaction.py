@@ -31,10 +31,15 @@ def test_a_balanced_relu_network_is_a_flow_of_free_mass_on_the_sphere(decay, alp
     half = lambda w: 0.5 * (w.a**2 + jnp.sum(w.b**2, axis=1))
     raw = mf.vanilla("relu", alpha=alpha, penalty=(half, decay))
     flow = spherical("relu", alpha=alpha, penalty=(lambda w: jnp.ones_like(w.a), decay))
-    settings = {"rtol": 1e-11, "atol": 1e-13}
+    settings = {"step": mf.Adaptive(1e-11, 1e-13)}
     one = mf.solve(raw, raw_cloud, data, 0.12, **settings).final
     two = mf.solve(
-        flow, flow.space.from_raw(raw_cloud), data, 0.12, reaction=2.0, conserve=False, **settings
+        flow,
+        flow.space.from_raw(raw_cloud),
+        data,
+        0.12,
+        dynamics=mf.Reaction(2.0, conserve=False),
+        **settings,
     ).final
     moved = flow.space.from_raw(one)
     assert largest_gap(moved.particles, two.particles) < 1e-10
@@ -51,17 +56,21 @@ def test_reaction_alone_is_replicator_dynamics():
     flow = mf.vanilla("tanh", inner=0.0, outer=0.0, penalty=(lambda w: w.a, 0.7))
     grown = np.asarray(start.weights[:4]) * np.exp(-3.0 * 0.7 * np.asarray(values) * 2.0)
     for run in (
-        mf.solve(flow, start, NOTHING, 2.0, reaction=3.0, rtol=1e-10, atol=1e-12),
-        mf.descend(flow, start, NOTHING, 20, step=0.1, reaction=3.0),  # exact at any step: V is frozen
+        mf.solve(flow, start, NOTHING, 2.0, dynamics=mf.Reaction(3.0), step=mf.Adaptive(1e-10, 1e-12)),
+        mf.descend(
+            flow, start, NOTHING, 20, step=0.1, dynamics=mf.Reaction(3.0)
+        ),  # exact at any step: V is frozen
     ):
         np.testing.assert_allclose(run.final.weights[:4], grown / grown.sum(), rtol=1e-9)
         assert abs(float(run.final.total) - 1) < 4e-16 and float(run.final.weights[4:].max()) == 0
         assert largest_gap(run.final.particles, start.particles) == 0
-    free = mf.solve(flow, start, NOTHING, 2.0, reaction=3.0, conserve=False, rtol=1e-10, atol=1e-12)
+    free = mf.solve(
+        flow, start, NOTHING, 2.0, dynamics=mf.Reaction(3.0, conserve=False), step=mf.Adaptive(1e-10, 1e-12)
+    )
     np.testing.assert_allclose(free.final.weights[:4], grown, rtol=1e-8)
     np.testing.assert_allclose(free.final.total, grown.sum(), rtol=1e-8)
     # a potential of a thousand neither overflows nor loses the probability
-    steep = mf.descend(flow, start, NOTHING, 1, step=1e3, reaction=3.0)
+    steep = mf.descend(flow, start, NOTHING, 1, step=1e3, dynamics=mf.Reaction(3.0))
     np.testing.assert_allclose(steep.final.weights[:4], [0, 0, 1, 0], atol=1e-12)
 
 
@@ -93,7 +102,7 @@ def test_transport_alone_is_stuck_on_an_arc_and_reaction_gets_out():
     data = mf.Dataset(x, mf.predict(student, student.space.from_raw(mf.Cloud(teacher)), x))
     arc, grid = jnp.linspace(0.0, 0.5, 32), 2 * jnp.pi * jnp.arange(48) / 48
     alone = student.space.from_raw(mf.Cloud(mf.Neurons(jnp.zeros(32), circle(arc))))
-    stuck = mf.solve(student, alone, data, 200.0, rtol=1e-6, atol=1e-8)
+    stuck = mf.solve(student, alone, data, 200.0, step=mf.Adaptive(1e-6, 1e-8))
     assert float(stuck.energy[-1]) > 0.1 and float(certificate(student, stuck.final, data).value) > 0.2
     both = mf.Neurons(
         jnp.concatenate([jnp.zeros(32), jnp.full(48, 0.1), jnp.full(48, -0.1)]),
@@ -101,7 +110,7 @@ def test_transport_alone_is_stuck_on_an_arc_and_reaction_gets_out():
     )
     weights = np.concatenate([np.full(32, 0.99 / 32), np.full(96, 0.01 / 96)])
     start = student.space.from_raw(mf.Cloud(both, weights))
-    free = mf.solve(student, start, data, 200.0, reaction=1.0, rtol=1e-6, atol=1e-8)
+    free = mf.solve(student, start, data, 200.0, dynamics=mf.Reaction(1.0), step=mf.Adaptive(1e-6, 1e-8))
     assert float(free.energy[-1]) < 1e-4 and float(certificate(student, free.final, data).value) < 2e-2
     np.testing.assert_allclose(free.final.total, 1.0, rtol=1e-14)
 
@@ -111,7 +120,7 @@ def test_transport_alone_is_stuck_on_an_arc_and_reaction_gets_out():
     ("solver", "first", "rest", "total", "settings", "gap"),
     [
         (mf.solve, 0.5, 1.0, 1.0, {"step": 0.125}, 0.0),
-        (mf.solve, 0.5, 1.0, 1.0, {"rtol": 1e-9, "atol": 1e-11}, 1e-9),
+        (mf.solve, 0.5, 1.0, 1.0, {"step": mf.Adaptive(1e-9, 1e-11)}, 1e-9),
         (mf.descend, 4, 4, 8, {"step": 0.125}, 0.0),
     ],
 )
@@ -120,7 +129,7 @@ def test_runs_with_reaction_resume_from_any_cloud_of_theirs(
 ):
     """Weights grow from those of the start: taking those of the end for them would apply the growth twice."""
     flow, cloud, data = problem("vanilla")
-    settings = settings | {"reaction": 0.8, "conserve": conserve}
+    settings = settings | {"dynamics": mf.Reaction(0.8, conserve=conserve)}
     whole = solver(flow, cloud, data, total, **settings)
     half = solver(flow, cloud, data, first, **settings)
     loaded = mf.Solution.load(half.save(tmp_path / "half"))
@@ -132,7 +141,7 @@ def test_runs_with_reaction_resume_from_any_cloud_of_theirs(
 
 def test_a_run_with_reaction_does_not_go_on_without():
     flow, cloud, data = problem("vanilla")
-    half = mf.solve(flow, cloud, data, 0.5, step=0.125, reaction=0.8)
+    half = mf.solve(flow, cloud, data, 0.5, step=0.125, dynamics=mf.Reaction(0.8))
     with pytest.raises(ValueError, match="dynamics: 'reaction' before"):
         mf.solve(flow, cloud, data, 1.0, state=half.state, step=0.125)
 

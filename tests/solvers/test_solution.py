@@ -267,7 +267,7 @@ def test_names_with_dots_are_kept_apart(tmp_path):
 
 def test_files_hold_the_name_of_the_result_and_the_versions(tmp_path):
     flow, cloud, data = problem("vanilla")
-    run = mf.solve(flow, cloud, data, 10.0, max_steps=3, throw=False)
+    run = mf.solve(flow, cloud, data, 10.0, step=mf.Adaptive(max_steps=3), throw=False)
     with np.load(run.save(tmp_path / "short.npz")) as file:
         header = json.loads(file["header"].tobytes().decode())
     assert header["layout"]["result"] == "max_steps_reached"
@@ -446,7 +446,7 @@ def test_labelled_weights_are_those_of_each_save():
     cloud = mf.Cloud(mf.Neurons(values, np.ones((4, 2))), labels=np.arange(4.0))
     flow = mf.vanilla("tanh", inner=0.0, outer=0.0, penalty=(lambda w: w.a, 1.0))
     nothing = mf.Dataset(jnp.zeros((1, 2)), jnp.zeros(1))
-    run = mf.solve(flow, cloud, nothing, 2.0, ts=3, reaction=1.0, rtol=1e-10, atol=1e-12)
+    run = mf.solve(flow, cloud, nothing, 2.0, ts=3, dynamics=mf.Reaction(1.0), step=mf.Adaptive(1e-10, 1e-12))
     found = run.to_xarray()
     grown = np.exp(-np.array([0.0, 1.0, 2.0])[:, None] * values)
     assert found.weights.dims == found.labels.dims == ("time", "particle")

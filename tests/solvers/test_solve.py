@@ -10,10 +10,11 @@ import scipy.integrate
 from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
+from meanflow.flows._problem import Problem
 from meanflow.geometry import _omega as omega
 from meanflow.measures import stack
 
-TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+TIGHT = {"step": mf.Adaptive(1e-10, 1e-12)}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -55,7 +56,8 @@ def test_norms_and_omega_are_conserved():
 def test_two_halves_equal_the_whole_bit_for_bit(step, solver):
     flow, cloud, data = problem("batchnorm")
     settings = {"solver": solver, "step": step}
-    whole = mf.solve(flow, cloud, data, 1.0, ts=[0.5, 1.0], **settings)
+    # steps are cut to land on save times: only on a dyadic grid does that change nothing
+    whole = mf.solve(flow, cloud, data, 1.0, ts=[0.5, 1.0] if step == 1 / 64 else None, **settings)
     # the grid of a KernelStep is not dyadic: cut at a step of the full run
     cut = _step_times(flow, cloud, data, settings)[5] if isinstance(step, mf.KernelStep) else 0.5
     half = mf.solve(flow, cloud, data, cut, **settings)
@@ -67,8 +69,9 @@ def test_two_halves_equal_the_whole_bit_for_bit(step, solver):
 def _step_times(flow, cloud, data, settings):
     """Times after each step, found by stopping earlier and earlier runs of one step."""
     times, state, here = [], None, cloud
+    settings = settings | {"step": mf.KernelStep(0.05, 4, max_steps=1)}
     for _ in range(6):
-        one = mf.solve(flow, here, data, 1.0, max_steps=1, state=state, throw=False, **settings)
+        one = mf.solve(flow, here, data, 1.0, state=state, throw=False, **settings)
         state, here = one.state, one.final
         times.append(float(one.state.t))
     return times
@@ -139,9 +142,11 @@ def test_failures_are_codes_and_may_throw():
     with pytest.raises(RuntimeError, match="not finite") as failure:
         mf.solve(flow, cloud, data, 1e4, solver=diffrax.Euler(), step=50.0)
     assert bool(failure.value.solution.result == mf.RESULTS.non_finite)
-    codes = jax.vmap(lambda t: mf.solve(flow, cloud, data, t, max_steps=3).ok)(jnp.array([1e-3, 10.0]))
+    codes = jax.vmap(lambda t: mf.solve(flow, cloud, data, t, step=mf.Adaptive(max_steps=3)).ok)(
+        jnp.array([1e-3, 10.0])
+    )
     assert codes.tolist() == [True, False]  # under vmap nothing is raised
-    short = mf.solve(flow, cloud, data, 10.0, max_steps=3, throw=False)
+    short = mf.solve(flow, cloud, data, 10.0, step=mf.Adaptive(max_steps=3), throw=False)
     assert bool(short.result == mf.RESULTS.max_steps_reached)
     assert not bool(short.ok)
 
@@ -185,14 +190,14 @@ def test_a_second_call_compiles_nothing():
 def test_float32_run():
     flow, cloud, data = problem("batchnorm")
     small = jax.tree.map(lambda u: u.astype(jnp.float32), (cloud, data))
-    sol = mf.solve(mf.batchnorm("tanh"), *small, 1.0, rtol=1e-5, atol=1e-6)
+    sol = mf.solve(mf.batchnorm("tanh"), *small, 1.0, step=mf.Adaptive(1e-5, 1e-6))
     assert sol.final.particles.b.dtype == sol.energy.dtype == jnp.float32
     exact = mf.solve(flow, cloud, data, 1.0, **TIGHT)
     assert largest_gap(sol.final.particles, exact.final.particles) < 1e-4
 
 
 BAD = [
-    ({"t1": -1.0}, "t1 must be greater than t0 = 0.0, got -1.0"),
+    ({"t1": -1.0}, "t1 must be greater than 0.0, where the run starts, got -1.0"),
     ({"t1": np.nan}, "t1 must be finite"),
     ({"t1": 1.0, "ts": [0.5, 2.0]}, "ts must increase within"),
     ({"t1": 1.0, "ts": [0.5, 0.2]}, "ts must increase within"),
@@ -200,7 +205,7 @@ BAD = [
     ({"t1": 1.0, "clock": "wall"}, "clock must be one of"),
     ({"t1": 1.0, "solver": "euler"}, "solver must be one of"),
     ({"t1": 1.0, "adjoint": "none"}, "adjoint must be one of"),
-    ({"t1": 1.0, "max_steps": 0}, "max_steps must be an integer >= 1"),
+    ({"t1": 1.0, "step": 0.1, "clock": "lazy", "steady": 0.0}, "steady must be > 0"),
     ({"t1": 1.0, "steady": 0.0}, "steady must be > 0"),
 ]
 
@@ -239,7 +244,7 @@ def test_a_batch_of_runs_computes_the_kernel_once_per_refresh():
     ends = jnp.array([0.5, 1.0, 3.0, 8.0])
 
     def run(t1, rule):
-        return mf.solve(flow, cloud, data, t1, step=rule, solver=diffrax.Heun(), measure_error=False)
+        return mf.solve(flow, cloud, data, t1, step=rule, solver=diffrax.Heun())
 
     KERNELS.clear()
     many = jax.jit(jax.vmap(run, in_axes=(0, None)))(ends, _Counted(0.05, 7))
@@ -247,7 +252,7 @@ def test_a_batch_of_runs_computes_the_kernel_once_per_refresh():
     steps = np.asarray(many.stats["num_steps"])
     assert len(set(steps.tolist())) == 4 and steps[-1] > 30
     # at the start, and once for each seven steps of the longest run: the ends of the others ask for nothing
-    assert len(KERNELS) == 1 + steps[-1] // 7
+    assert len(KERNELS) == 1 + (steps[-1] - 1) // 7
     for k, t1 in enumerate(ends):
         alone = run(t1, mf.KernelStep(0.05, 7))
         assert alone.stats["num_steps"] == steps[k]
@@ -261,8 +266,68 @@ def test_the_kernel_step_of_a_batch_of_runs_is_differentiable():
     cloud, ends = flow.init(jax.random.key(0), 6), jnp.array([0.5, 1.0])
 
     def run(t1, rule):
-        return mf.solve(flow, cloud, data, t1, step=rule, solver=diffrax.Heun(), measure_error=False)
+        return mf.solve(flow, cloud, data, t1, step=rule, solver=diffrax.Heun())
 
     loss = lambda kappa: jnp.sum(jax.vmap(run, in_axes=(0, None))(ends, mf.KernelStep(kappa, 7)).energy)
     slope, small = jax.grad(loss)(0.05), 1e-6
     assert slope == pytest.approx(float(loss(0.05 + small) - loss(0.05 - small)) / (2 * small), rel=1e-4)
+
+
+IMPLICIT = diffrax.ImplicitEuler(root_finder=diffrax.VeryChord(rtol=1e-9, atol=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("method", "step"),
+    [(diffrax.Heun(), 0.125), (diffrax.Tsit5(), 0.125), (diffrax.Dopri8(), 0.125), (IMPLICIT, 1 / 64)],
+    ids=lambda m: type(m).__name__,
+)
+def test_fixed_steps_and_their_derivatives_are_those_of_diffrax(method, step):
+    """Its loop, its stages and its adjoint against ours, with weights that move beside the particles."""
+    flow, cloud, data = problem("batchnorm_manifold")
+    chart = flow.bind(data).chart(cloud)
+    terms = diffrax.ODETerm(lambda t, y, problem: problem.field(t, y))
+    direct = diffrax.DirectAdjoint()
+
+    def by_diffrax(y):
+        moving = Problem(chart, mf.Dataset(data.x, y), jnp.ones(()), reaction=jnp.asarray(0.5))
+        start = moving.initial()
+        out = diffrax.diffeqsolve(terms, method, 0.0, 1.0, step, start, moving, max_steps=64, adjoint=direct)
+        return moving.cloud(jax.tree.map(lambda u: u[-1], out.ys))
+
+    def ours(y, **options):
+        return mf.solve(
+            flow,
+            cloud,
+            mf.Dataset(data.x, y),
+            1.0,
+            solver=method,
+            step=step,
+            dynamics=mf.Reaction(0.5),
+            **options,
+        ).final
+
+    assert largest_gap(ours(data.y), by_diffrax(data.y)) < 1e-12
+    size = lambda final: lambda y: jnp.sum(final(y).particles.a ** 2 * final(y).weights)
+    expected = jax.grad(size(by_diffrax))(data.y)
+    for adjoint in ("checkpoint", "full"):
+        found = jax.grad(size(lambda y, adjoint=adjoint: ours(y, adjoint=adjoint)))(data.y)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+
+
+def test_fixed_steps_land_on_save_times_and_on_the_end():
+    flow, cloud, data = problem("vanilla")
+    times = [0.0, 0.06, 0.062, 0.18]
+    run = mf.solve(flow, cloud, data, 0.21, ts=times, step=0.05)
+    np.testing.assert_array_equal(run.ts, times)
+    assert float(run.state.t) == 0.21
+    # 0.05 0.06 | 0.062 | 0.112 0.162 0.18 | 0.21
+    assert int(run.stats["num_steps"]) == 7
+    exact = mf.solve(flow, cloud, data, 0.21, ts=times, **TIGHT)
+    np.testing.assert_allclose(run.energy, exact.energy, rtol=1e-6)
+    assert float(run.energy[0]) == float(mf.energy(flow, cloud, data))
+
+
+def test_an_implicit_step_that_finds_no_solution_is_a_failure():
+    flow, cloud, data = problem("vanilla")
+    with pytest.raises(mf.solvers.FailedRun, match="(?i)nonlinear"):
+        mf.solve(flow, cloud, data, 40.0, solver=IMPLICIT, step=4.0)

@@ -8,12 +8,11 @@ from helpers import largest_gap, problem, ring_problem
 from scipy import optimize
 
 import meanflow as mf
-from meanflow.flows import _free_energy as free_energy
 from meanflow.flows import make_flow
 from meanflow.flows._features import TwoLayer
+from meanflow.flows._free_energy import free_energy
 from meanflow.geometry import Space
 from meanflow.measures import laws
-from meanflow.solvers._dynamics import Langevin
 from meanflow.solvers.eulerian import evolve, uniform_density
 
 NOTHING = mf.Dataset(jnp.zeros((1, 1)), jnp.zeros(1))  # tanh networks have no loss there, and no gradient
@@ -37,7 +36,7 @@ def test_ornstein_uhlenbeck_has_the_mean_and_variance_of_the_scheme(key):
     m, lam, tau, h = 20_000, 0.7, 0.3, 0.1
     flow = mf.vanilla("tanh", penalty=(half_square, lam))
     start = mf.Cloud(mf.Neurons(jnp.full(m, 1.5), jnp.full((m, 1), -2.0)))
-    run = mf.descend(flow, start, NOTHING, 30, step=h, every=10, temperature=tau, key=key)
+    run = mf.descend(flow, start, NOTHING, 30, step=h, every=10, dynamics=mf.Noise(tau, key))
     shrink = 1 - h * lam
     for row, steps in enumerate((0, 10, 20, 30)):
         mean = shrink**steps
@@ -77,12 +76,12 @@ def test_one_particle_and_infinitely_many_have_different_stationary_laws(key):
     single = jax.tree.map(lambda u: u[:1], wide.particles)
 
     def alone(k):
-        run = mf.descend(flow, mf.Cloud(single), data, 400, step=h, temperature=tau, key=k)
+        run = mf.descend(flow, mf.Cloud(single), data, 400, step=h, dynamics=mf.Noise(tau, k))
         return run.final.particles.b[0, 0]
 
     last = jax.jit(jax.vmap(alone))(jax.random.split(key, chains))
     assert within(jnp.tanh(last), one)
-    run = mf.descend(flow, wide, data, 400, step=h, temperature=tau, key=key)
+    run = mf.descend(flow, wide, data, 400, step=h, dynamics=mf.Noise(tau, key))
     assert within(jnp.tanh(run.final.particles.b[:, 0]), many)
     assert not within(jnp.tanh(last), many) and abs(one - many) > 0.03
 
@@ -95,7 +94,7 @@ def test_brownian_motion_on_the_sphere_forgets_at_the_right_rate(label, key):
     b = jnp.ones((m, d)) / jnp.sqrt(jnp.sum(sigma))
     data = mf.Dataset(jnp.zeros((1, d)), jnp.zeros(1))
     start = mf.Cloud(mf.Neurons(jnp.zeros(m), b), labels=label)
-    sol = mf.solve(flow, start, data, t, step=0.01, temperature=tau, key=key)
+    sol = mf.solve(flow, start, data, t, step=0.01, dynamics=mf.Noise(tau, key))
     unit = sol.final.particles.b / jnp.linalg.norm(sol.final.particles.b, axis=1, keepdims=True)
     cosine = unit @ (b[0] / jnp.linalg.norm(b[0]))
     # a step turns by |v| with |v|^2 = (2 tau h / c^2) chi^2: its mean cosine in closed form up to h^3
@@ -127,7 +126,7 @@ def test_the_loss_of_a_linear_network_exceeds_its_minimum_by_the_temperature(wid
     cloud = mf.Cloud(mf.Neurons(jnp.ones(width), jnp.broadcast_to(mean, (width, d))))
 
     def alone(k):
-        run = mf.descend(flow, cloud, data, 120, step=h, temperature=tau, key=k)
+        run = mf.descend(flow, cloud, data, 120, step=h, dynamics=mf.Noise(tau, k))
         return loss(mf.predict(flow, run.final, data.x))
 
     found = jax.jit(jax.vmap(alone))(jax.random.split(key, 4096)) - least
@@ -156,7 +155,7 @@ def test_the_total_energy_of_a_linear_network_has_no_excess_over_the_mean_field_
         one, two = jax.random.split(k)
         b = mean[None, :] + np.sqrt(tau / lam) * jax.random.normal(one, (width, d))  # near the stationary law
         cloud = mf.Cloud(mf.Neurons(jnp.ones(width), b))
-        run = mf.descend(flow, cloud, data, 200, step=h, temperature=tau, key=two)
+        run = mf.descend(flow, cloud, data, 200, step=h, dynamics=mf.Noise(tau, two))
         return mf.energy(flow, run.final, data)
 
     chains = 4096 if width == 4 else 16384
@@ -201,7 +200,7 @@ def test_a_metric_that_varies_needs_its_drift(key):
     for space in (Wavy(), Uncorrected()):
         flow = make_flow(TwoLayer(jnp.tanh), space, penalty=(penalty, 1.0))
         start = mf.Cloud(mf.Neurons(jnp.ones(m), jnp.zeros((m, 1))))
-        run = mf.descend(flow, start, NOTHING, 1000, step=0.01, temperature=tau, key=key)
+        run = mf.descend(flow, start, NOTHING, 1000, step=0.01, dynamics=mf.Noise(tau, key))
         found[type(space)] = jnp.sin(run.final.particles.b[:, 0])
     assert abs(float(found[Wavy].mean()) - truth) < 0.02
     assert abs(float(found[Uncorrected].mean()) - truth) > 0.08
@@ -213,7 +212,7 @@ def test_a_metric_that_varies_needs_its_drift(key):
 def test_noise_of_a_particle_depends_on_its_place_alone(key, quick_compilation):
     """Padding, neighbors in a vmapped batch, the solver and resuming change nothing."""
     flow, cloud, data = problem("batchnorm_manifold", width=5)
-    settings = {"step": 0.05, "temperature": 0.1, "key": key}
+    settings = {"step": 0.05, "dynamics": mf.Noise(0.1, key)}
     run = mf.descend(flow, cloud, data, 4, every=2, **settings)
     small = mf.Cloud(jax.tree.map(lambda u: u[:3], cloud.particles), labels=cloud.labels[:3])
     pair = mf.measures.stack([cloud, small.pad(5)])  # the second has padding, and a neighbor
@@ -237,7 +236,7 @@ def test_lifted_neurons_keep_their_balance_and_diffuse_alike_in_both_coordinates
     nothing = lambda f, y: 0.0 * f  # a loss without forces
     chart, polar = mf.lifted(loss=nothing), mf.lifted(loss=nothing, penalty=0.0)
     ends = [
-        mf.solve(flow, cloud, data, t, step=0.01, temperature=tau, key=k).final.particles
+        mf.solve(flow, cloud, data, t, step=0.01, dynamics=mf.Noise(tau, k)).final.particles
         for flow, k in zip((chart, polar), jax.random.split(key), strict=True)
     ]
     for function in (lambda w: w.r, lambda w: w.r**2, lambda w: jnp.cos(w.theta)):
@@ -245,7 +244,7 @@ def test_lifted_neurons_keep_their_balance_and_diffuse_alike_in_both_coordinates
         error = np.sqrt((one.var() + two.var()) / m)
         assert abs(float(one.mean() - two.mean())) < 4 * float(error)
     plane = mf.solve(
-        mf.planar(loss=nothing), mf.Cloud(cloud.particles), data, t, step=0.01, temperature=tau, key=key
+        mf.planar(loss=nothing), mf.Cloud(cloud.particles), data, t, step=0.01, dynamics=mf.Noise(tau, key)
     )
     assert within(plane.final.particles.r**2, 0.64 + 4 * tau * t)
 
@@ -271,7 +270,7 @@ def test_predictions_fluctuate_like_one_over_the_root_of_the_width_at_all_late_t
         def path(k, cloud=cloud):
             seen = lambda flow, cloud, data: mf.predict(flow, cloud, probe)[0]
             return mf.descend(
-                flow, cloud, data, 900, every=300, step=h, temperature=tau, key=k, observe=seen
+                flow, cloud, data, 900, every=300, step=h, dynamics=mf.Noise(tau, k), observe=seen
             ).observed[1:]
 
         found = jax.jit(jax.vmap(path))(jax.random.split(key, seeds))
@@ -282,31 +281,28 @@ def test_predictions_fluctuate_like_one_over_the_root_of_the_width_at_all_late_t
 
 def test_what_cannot_be_simulated_is_refused(key):
     flow, cloud, data = problem("vanilla")
-    noisy = {"temperature": 0.1, "step": 0.1}
-    with pytest.raises(ValueError, match="key must be a PRNG key when temperature"):
-        mf.descend(flow, cloud, data, 2, **noisy)
-    with pytest.raises(ValueError, match="temperature and reaction must not both be positive"):
-        mf.descend(flow, cloud, data, 2, key=key, reaction=1.0, **noisy)
-    with pytest.raises(ValueError, match="step must be a number or a StepRule with solver Langevin"):
-        mf.solve(flow, cloud, data, 1.0, temperature=0.1, key=key)
+    noisy = {"dynamics": mf.Noise(0.1, key), "step": 0.1}
+    with pytest.raises(ValueError, match="dynamics must be Noise with a PRNG key"):
+        mf.descend(flow, cloud, data, 2, dynamics=mf.Noise(0.1), step=0.1)
+    with pytest.raises(ValueError, match="step must be a number or a StepRule with noise"):
+        mf.solve(flow, cloud, data, 1.0, dynamics=mf.Noise(0.1, key))
     with pytest.raises(ValueError, match="optimizer must be None"):
         import optax
 
-        mf.descend(flow, cloud, data, 2, optimizer=optax.adam(0.1), key=key, temperature=0.1)
+        mf.descend(flow, cloud, data, 2, optimizer=optax.adam(0.1), dynamics=mf.Noise(0.1, key))
     cone = mf.Cloud(mf.Polar(jnp.ones(2), jnp.ones(2)), labels=0.0)
     line = mf.Dataset(jnp.array([1.0]), jnp.zeros(1))
     with pytest.raises(ValueError, match="not smooth at the tip"):
-        mf.solve(mf.lifted(), cone, line, 1.0, key=key, **noisy)
+        mf.solve(mf.lifted(), cone, line, 1.0, **noisy)
 
     class Bare(Space):
         def cometric(self, cloud, covector):
             return jax.tree.map(lambda u: 2 * u, covector)
 
     with pytest.raises(ValueError, match=r"a space that defines noise\(cloud, normal\), got Bare"):
-        mf.descend(make_flow(TwoLayer(jnp.tanh), Bare()), cloud, data, 2, key=key, **noisy)
-    with pytest.raises(ValueError, match="solver sliding does not take temperature"):
-        mf.solve(mf.canonical(), mf.Cloud(cone.particles), line, 1.0, solver="sliding", key=key, **noisy)
-    assert Langevin().order(None) == 1
+        mf.descend(make_flow(TwoLayer(jnp.tanh), Bare()), cloud, data, 2, **noisy)
+    with pytest.raises(ValueError, match="solver Sliding does not take dynamics"):
+        mf.solve(mf.canonical(), mf.Cloud(cone.particles), line, 1.0, solver="sliding", **noisy)
 
 
 @pytest.mark.slow
@@ -316,7 +312,7 @@ def test_the_free_energy_of_a_gaussian_cloud_falls_at_the_rate_of_its_log_sobole
     flow = mf.vanilla("tanh", penalty=(half_square, lam))
     b, a = jax.random.normal(key, (2, m))
     start = mf.Cloud(mf.Neurons(1.0 + 0.2 * a, 0.2 * b[:, None] - 0.5))
-    sol = mf.solve(flow, start, NOTHING, 2.0, ts=5, step=0.01, temperature=tau, key=key)
+    sol = mf.solve(flow, start, NOTHING, 2.0, ts=5, step=0.01, dynamics=mf.Noise(tau, key))
     clouds = [mf.Cloud(jax.tree.map(lambda u, k=k: u[k], sol.clouds.particles)) for k in range(5)]
     found = [free_energy(flow, cloud, NOTHING, tau, estimator="gaussian") for cloud in clouds]
     # E = 2 tau/2 and two coordinates of variance tau/lam
@@ -379,7 +375,7 @@ def test_noisy_particles_have_the_law_of_the_density(key):
     tau, m = 0.3, 20_000
     run = evolve(flow, uniform_density(100, 96, 5.0), data, 4.0, [1.0, 4.0], temperature=tau)
     cloud = flow.init(key, m, dim=2)
-    sol = mf.solve(flow, cloud, data, 4.0, ts=[1.0, 4.0], step=0.01, temperature=tau, key=key)
+    sol = mf.solve(flow, cloud, data, 4.0, ts=[1.0, 4.0], step=0.01, dynamics=mf.Noise(tau, key))
     heights, _ = run.final.centres()
     for k in range(2):
         a = sol.clouds.particles.a[k]

@@ -89,8 +89,7 @@ def mnist_flow(
             train,
             epochs * per_epoch,
             optimizer=optax.adam(2e-3),
-            batch_size=batch,
-            key=jax.random.key(100 + seed),
+            batches=mf.Batches(batch, jax.random.key(100 + seed)),
             every=per_epoch,
             observe=lambda flow, cloud, data: jnp.mean(right(cloud)),
         )

@@ -71,7 +71,7 @@ def theorem_3(width: int = 12, points: int = 300, t1: float = 20.0, activation: 
     data = mf.Dataset(x, np.sin(x[:, 0]) + 0.3 * x[:, 1])
     raw, manifold = mf.batchnorm(activation).bind(data), mf.batchnorm_manifold(activation).bind(data)
     sigma = data.moments()[1]
-    solve = partial(mf.solve, t1=t1, ts=11, rtol=1e-11, atol=1e-12)
+    solve = partial(mf.solve, t1=t1, ts=11, step=mf.Adaptive(1e-11, 1e-12))
     courses = {}
     for name, law in {"c = 1": laws.sphere(3), "c in 0.2..5": laws.mixed_scales(3, 0.2, 5.0)}.items():
         cloud = raw.init(jax.random.key(2), width, dim=3, b=law)

@@ -274,7 +274,7 @@ def theorem_4_bounds(width: int = 256, t1: float = 5.0) -> Outcome:
             "rate": rate,
         }
 
-    sol = mf.solve(flow, cloud, data, t1, ts=201, observe=see, rtol=1e-10, atol=1e-12)
+    sol = mf.solve(flow, cloud, data, t1, ts=201, observe=see, step=mf.Adaptive(1e-10, 1e-12))
     times, energy = np.asarray(sol.ts), np.asarray(sol.energy)
     a, s = np.asarray(sol.observed["a"]), sol.observed["direction"]
     speed, size = np.asarray(sol.observed["speed"]), np.abs(a).max(axis=1)

@@ -82,7 +82,7 @@ def theorem_5(width: int = 64, points: int = 64, t1: float = 300.0) -> Outcome:
         start = 2 * np.pi * np.arange(width) / width if span is None else np.linspace(*span, width)
         b = jnp.stack([jnp.cos(start), jnp.sin(start)], axis=1)
         cloud = student.space.from_raw(mf.Cloud(mf.Neurons(jnp.zeros(width), b)))
-        sol = mf.solve(student, cloud, data, t1, ts=times, observe=rms_speed, rtol=1e-8, atol=1e-10)
+        sol = mf.solve(student, cloud, data, t1, ts=times, observe=rms_speed, step=mf.Adaptive(1e-8, 1e-10))
         ends = np.asarray(sol.final.particles.b)
         found[name] = {
             "separates": float(separates(cloud, 1.0, tolerance=0.15)),
