@@ -15,21 +15,9 @@ from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 from meanflow import _checks
 from meanflow._identity import Json, describe
 from meanflow.sweeps import _grid as grids
+from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._grid import Grid, Group, Value
-from meanflow.sweeps._plan import (
-    AXES,
-    EXECUTION,
-    SEEDS,
-    Cell,
-    Execution,
-    Plan,
-    Results,
-    any_key,
-    flatten,
-    numbers,
-    output_shapes,
-    seed_list,
-)
+from meanflow.sweeps._plan import Cell, Execution, Plan, Results
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -51,7 +39,7 @@ class FunctionCell(Cell):
         out = self.function(jax.random.wrap_key_data(inputs["key"]), **self.fixed, **inputs["axes"])
         named = out if isinstance(out, dict) else {"value": out}
         plain = {n: jnp.asarray(u) if isinstance(u, bool | int | float) else u for n, u in named.items()}
-        return flatten(plain, what="function")
+        return plans.flatten(plain, what="function")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +67,7 @@ class FunctionSweep(Plan):
         traced = [name for name in self.grid.axes if name != "seed" and not self._is_fixed(name)]
         keys = [jax.random.fold_in(self.key, v["seed"]) for v in values]
         return {
-            "axes": {name: numbers([v[name] for v in values]) for name in traced},
+            "axes": {name: plans.numbers([v[name] for v in values]) for name in traced},
             "key": np.stack([np.asarray(jax.random.key_data(k)) for k in keys]),
         }
 
@@ -106,7 +94,7 @@ class FunctionSweep(Plan):
         known: set[str] = set()
         for group in self.groups:
             one = self.inputs(group, group.cells[:1])
-            for name, value in output_shapes(self.cell(group), None, one).items():
+            for name, value in plans.output_shapes(self.cell(group), None, one).items():
                 known.add(name)
                 dims = self.dims.get(name, [])
                 if name in self.grid.axes or set(dims) & set(self.grid.axes):
@@ -122,12 +110,12 @@ class FunctionSweep(Plan):
 
 @_checks.arguments(
     function=_checks.function,
-    axes=_checks.optional(AXES),
-    seeds=SEEDS,
+    axes=_checks.optional(plans.AXES),
+    seeds=plans.SEEDS,
     dims=_checks.optional(_checks.mapping(_checks.sequence(_checks.text, least=0))),
-    key=any_key,
+    key=plans.any_key,
     store=_checks.optional(_checks.path),
-    execution=EXECUTION,
+    execution=plans.EXECUTION,
 )
 def sweep_function(
     function: Callable[..., PyTree],
@@ -143,10 +131,10 @@ def sweep_function(
 
     Args:
         function: (key, **axes) -> array or dict of arrays; it is traced. The key of seed s is the same in all cells.
-        axes: values by name; numbers share one program, other values get one program each.
+        axes: values by name; plans.numbers share one program, other values get one program each.
         seeds: number of seeds, or their list.
         dims: names of the axes of each result (``"value"`` for a function that returns one array).
-        key: integer or PRNG key that all random numbers come from.
+        key: integer or PRNG key that all random plans.numbers come from.
         store: run directory, as in ``sweep``.
         execution: ``sweeps.Execution``: size of chunks (by default 1024 cells), devices, progress.
 
@@ -156,24 +144,19 @@ def sweep_function(
     >>> dict(ds.value.sizes)
     {'sigma': 2, 'seed': 4, 'value_0': 3}
     """
-    grid = Grid(grids.axis_values(dict(axes or {}) | {"seed": seed_list(seeds)}))
+    grid = Grid(grids.axis_values(dict(axes or {}) | {"seed": plans.seed_list(seeds)}))
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     missing = [name for name in grid.axes if name != "seed" and name not in parameters and not anything]
     if missing:
         raise ValueError(f"function must take every axis by name, got one that does not take {missing}")
     fixed = [name for name, values in grid.axes.items() if not grids.is_numeric(values)]
-    known: dict[tuple[int, ...], int] = {}
-    kinds = []
-    for cell in range(grid.size):
-        places = grid.places(cell)
-        kinds.append(known.setdefault(tuple(places[name] for name in fixed), len(known)))
     return FunctionSweep(
         grid=grid,
-        groups=grids.make_groups(grid, kinds),
+        groups=grids.make_groups(grid, grid.one_each(fixed)[1]),
         shared=None,
         execution=dataclasses.replace(execution, chunk=execution.chunk or 1024),
         function=function,
-        key=any_key("key", key),
+        key=plans.any_key("key", key),
         dims={name: list(some) for name, some in (dims or {}).items()},
     ).run(store=store)

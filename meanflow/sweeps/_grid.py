@@ -6,8 +6,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meanflow import _checks
-
 Value: TypeAlias = Any  # of an axis: a number, a name, or any object that a model, law or solver takes
 
 
@@ -46,6 +44,17 @@ class Grid:
     def at(self, cell: int) -> dict[str, Value]:
         """Return the value of each axis at a cell."""
         return {name: self.axes[name][k] for name, k in self.places(cell).items()}
+
+    def one_each(self, names: Iterable[str]) -> tuple[list[int], np.ndarray]:
+        """Return one cell for each combination of values along some axes, and the number of its one for every cell.
+
+        >>> Grid({"width": (64, 128), "seed": (0, 1)}).one_each(["seed"])
+        ([0, 1], array([0, 1, 0, 1]))
+        """
+        along = dict(zip(self.axes, np.unravel_index(np.arange(self.size), self.shape), strict=True))
+        table = np.stack([np.zeros(self.size, int), *(along[name] for name in names)])
+        _, first, which = np.unique(table, axis=1, return_index=True, return_inverse=True)
+        return first.tolist(), which.ravel()
 
     def find(self, **values: Value) -> int:
         """Return the cell with these values; axes of length 1 may be left out."""

@@ -32,21 +32,9 @@ from meanflow.solvers._solution import Solution
 from meanflow.solvers._step import ConstantStep
 from meanflow.sweeps import _clouds as clouds
 from meanflow.sweeps import _grid as grids
+from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._grid import Grid, Group, Value
-from meanflow.sweeps._plan import (
-    AXES,
-    EXECUTION,
-    SEEDS,
-    Cell,
-    Execution,
-    Plan,
-    Results,
-    any_key,
-    batched,
-    flatten,
-    numbers,
-    seed_list,
-)
+from meanflow.sweeps._plan import Cell, Execution, Plan, Results
 from meanflow.sweeps._results import Observe, check_names, choose
 
 if TYPE_CHECKING:  # slow to import
@@ -67,29 +55,11 @@ UNCHANGED: Changes = MappingProxyType({})
 KEPT = 64  # draws that a plan keeps at a time
 
 
-class LimitedStep(ConstantStep):
-    """A constant step that differs between the cells of one program, in which its number of steps is not known.
-
-    Attributes:
-        most: the number of steps that the smallest of them needs.
-    """
-
-    most: int = eqx.field(static=True)
-
-    def __init__(self, size: Array, most: int) -> None:
-        super().__init__(size)
-        self.most = most
-
-    def limit(self, start: object, end: object, stops: int) -> int:
-        """Return the number of steps that the smallest step needs."""
-        return self.most
-
-
 class RunCell(Cell):
     """One training run: inputs {cloud, key, data, varied} -> energies, observables, result code.
 
     Attributes:
-        made: the flow, under ``"flow"``, and the settings of the solver; None for numbers that differ between the
+        made: the flow, under ``"flow"``, and the settings of the solver; None for plans.numbers that differ between the
             cells, which are among the inputs as ``varied``.
         observe: what to record, by name.
         horizon: {"t1": time, "ts": save times} for ``solve``, {"steps": n, "every": k} for ``descend``.
@@ -110,7 +80,7 @@ class RunCell(Cell):
                 key = jax.random.wrap_key_data(inputs["key"])
                 settings[name] = eqx.tree_at(lambda u: u.key, value, key, is_leaf=lambda u: u is None)
         if self.most is not None:
-            settings["step"] = LimitedStep(settings["step"].astype(inputs["cloud"].weights.dtype), self.most)
+            settings["step"] = ConstantStep(settings["step"].astype(inputs["cloud"].weights.dtype), self.most)
         solver: Callable[..., Solution] = descend if "steps" in self.horizon else solve
         return solver(
             flow=flow,
@@ -132,13 +102,13 @@ class RunCell(Cell):
                 return u  # a fixed number of steps ends where it is told to
             return jnp.where(reached.reshape((-1,) + (1,) * (u.ndim - 1)), u, jnp.nan)
 
-        series = {"t": run.ts, "energy": run.energy} | flatten(run.observed)
+        series = {"t": run.ts, "energy": run.energy} | plans.flatten(run.observed)
         counts = {name.removeprefix("num_"): value for name, value in run.stats.items()}
         return {name: mask(u) for name, u in series.items()} | counts | {"result": run.result._value}
 
 
 def needs_key(setting: object) -> bool:
-    """Say whether a setting draws random numbers and was given no key: every cell gives it one of its own."""
+    """Say whether a setting draws random plans.numbers and was given no key: every cell gives it one of its own."""
     return isinstance(setting, Noise | Batches) and setting.key is None
 
 
@@ -156,7 +126,7 @@ class Sweep(Plan):
         horizon: arguments of the solver that say when it ends and what it saves.
         settings: further arguments of the solver, or functions of axis values that return them.
         taken: the axes that each function among flow, data, init and settings takes, by its name.
-        key: what all random numbers come from.
+        key: what all random plans.numbers come from.
         along: name, values and units of the save axis.
     """
 
@@ -230,7 +200,7 @@ class Sweep(Plan):
         for group in self.groups:
             cell, varied = self._program(group, changed)
             inputs = self._inputs(group, group.cells, group.size, changed) | {"varied": varied}
-            parts.append(batched(cell, data, jax.tree.map(jnp.asarray, inputs)))
+            parts.append(plans.batched(cell, data, jax.tree.map(jnp.asarray, inputs)))
         back = np.argsort(np.concatenate([group.cells for group in self.groups]))
         whole = {}
         for name in parts[0]:
@@ -261,7 +231,7 @@ class Sweep(Plan):
         return inputs
 
     def _program(self, group: Group, changed: Changes = UNCHANGED) -> tuple[RunCell, PyTree]:
-        """Return the program of the cells of a group, and the numbers in flow and settings that differ between them."""
+        """Return the program of the cells of a group, and the plans.numbers in flow and settings that differ between them."""
         if not changed and group in self.kept:
             return self.kept[group]
         made = [self.made(cell, changed) for cell in group.cells]
@@ -318,15 +288,6 @@ class Sweep(Plan):
         places = self.grid.places(cell)
         return self.grid.at(cell) | {name: new[places[name]] for name, new in changed.items()}
 
-    def one_each(self, names: Iterable[str]) -> tuple[list[int], np.ndarray]:
-        """Return one cell for each combination of values along some axes, and the number of its one for every cell."""
-        along = dict(
-            zip(self.grid.axes, np.unravel_index(np.arange(self.grid.size), self.grid.shape), strict=True)
-        )
-        table = np.stack([np.zeros(self.grid.size, int), *(along[name] for name in names)])
-        _, first, which = np.unique(table, axis=1, return_index=True, return_inverse=True)
-        return first.tolist(), which.ravel()
-
     def check(self) -> None:
         """Make the checks that solvers skip while they are being traced, on the first cell of each group."""
         for group in self.groups:
@@ -367,8 +328,8 @@ class Sweep(Plan):
         coords.setdefault("sample", list(range(self.room or data.size)))
         return {"along": self.along, "variables": about, "coords": coords} | more
 
-    def _run_key(self, cell: int) -> UInt32[Array, "words"]:
-        """Return the raw numbers of the key of minibatches and noise."""
+    def _run_key(self, cell: int) -> UInt32[Array, words]:
+        """Return the raw plans.numbers of the key of minibatches and noise."""
         values = self.grid.at(cell)
         with jax.ensure_compile_time_eval():
             key = jax.random.fold_in(self._start_key(values), values["width"])
@@ -447,14 +408,14 @@ class Sweep(Plan):
         outputs = flow.loss.outputs(data.y)
         if self.room is not None and outputs is not None and data.y.ndim == 1:
             # a small sample may miss the last classes
-            others = (self._data(other) for other in self.one_each(self.taken["data"])[0])
+            others = (self._data(other) for other in self.grid.one_each(self.taken["data"])[0])
             outputs = max(flow.loss.outputs(one.y) for one in others)
         sizes = [group.size for group in self.groups if group.size >= width]
         return clouds.draw(flow, key, width, sizes, data.x.shape[1] if data.x.ndim == 2 else None, outputs)
 
 
 def structure_of(made: Values) -> tuple[object, ...]:
-    """Return what must be equal for two flows with settings to run in one program: all but the numbers in them."""
+    """Return what must be equal for two flows with settings to run in one program: all but the plans.numbers in them."""
     leaves, structure = jax.tree.flatten(made)
     kinds = [(np.shape(u), getattr(u, "dtype", None)) if _is_number(u) else u for u in leaves]
     return structure, *kinds
@@ -465,7 +426,7 @@ def _is_number(leaf: object) -> bool:
 
 
 def _differ(*leaves: Any) -> bool:
-    """Say whether numbers differ, or may differ since they are being traced; what is no number does not."""
+    """Say whether plans.numbers differ, or may differ since they are being traced; what is no number does not."""
     if not _is_number(leaves[0]) or all(one is leaves[0] for one in leaves):
         return False
     if jnp.issubdtype(jnp.result_type(leaves[0]), jax.dtypes.prng_key):
@@ -477,7 +438,7 @@ def _differ(*leaves: Any) -> bool:
 def _stack(column: Sequence[Any]) -> ArrayLike:
     """Return values of several cells as one array, on the host if none is on a device."""
     if not hasattr(column[0], "dtype"):
-        return numbers(column)
+        return plans.numbers(column)
     on_host = all(_checks.concrete(u) is not None for u in column)
     return np.stack([np.asarray(u) for u in column]) if on_host else jnp.stack(column)
 
@@ -502,7 +463,7 @@ def make_grid(
         if name in (*named, "seed", "step_size"):
             raise ValueError(f"axes must not use the name {name!r}, which is taken")
         named[name] = AMPLITUDES("axes['scale']", values) if name == "scale" else values
-    return Grid(grids.axis_values(named | {"seed": seed_list(seeds)}))
+    return Grid(grids.axis_values(named | {"seed": plans.seed_list(seeds)}))
 
 
 def find_takers(functions: Mapping[str, object], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -601,7 +562,9 @@ def find_horizon(t1: float | None, steps: int | None, saves: Values, clock: obje
 def check_data(plan: Sweep) -> int:
     """Check the data of all cells, which must be of one kind and hold a batch; return the largest number of samples."""
     first, sizes = plan._data(0), []
-    cells, _ = plan.one_each([n for n in plan.grid.axes if n in (*plan.taken.get("data", ()), *plan.makers)])
+    cells, _ = plan.grid.one_each(
+        [n for n in plan.grid.axes if n in (*plan.taken.get("data", ()), *plan.makers)]
+    )
     for cell in cells:
         found, made = plan._data(cell), plan.made(cell)
         kinds = [[(u.shape[1:], u.dtype) for u in (one.x, one.y)] for one in (first, found)]
@@ -644,15 +607,15 @@ def sweep(*given: Any, **named: Any) -> xarray.Dataset: ...
     data=either(DATA, _checks.function),
     widths=WIDTHS,
     deltas=optional(BALANCES),
-    axes=optional(AXES),
-    seeds=SEEDS,
+    axes=optional(plans.AXES),
+    seeds=plans.SEEDS,
     init=optional(_checks.function),
     t1=optional(number(above=0.0, static=True)),
     steps=optional(count(1)),
     observe=unchecked("results.choose checks it, which knows the names of the model"),
-    key=any_key,
+    key=plans.any_key,
     store=STORE,
-    execution=EXECUTION,
+    execution=plans.EXECUTION,
     compute=flag,
     settings=unchecked("the solver checks each of them"),
     ts=optional(either(count(2), array((None,), least=1))),
@@ -686,8 +649,8 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
         data: training data, shared by all cells; or a function (key, **axes) -> Dataset that gets the axes (and
             ``seed``) it has arguments for, such as the number of samples, the noise or the teacher. The key is the same
             for all cells: fold in what the draw shall depend on. Data are filled up to a common size with weight zero,
-            so that cells with different numbers of samples share a program.
-        widths: distinct numbers of neurons.
+            so that cells with different plans.numbers of samples share a program.
+        widths: distinct plans.numbers of neurons.
         deltas: balances of a ``lifted`` flow (the labels), -inf and +inf allowed; axis ``delta``.
         axes: further axes by name. Values go to what has an argument of that name, among ``flow``, ``data``, ``init``
             and settings that are functions; or they are the values of a setting, such as ``axes={"step": [0.1, 0.2]}``
@@ -702,7 +665,7 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
         observe: None for the usual observables of the model; names of observables (``"default"`` for the usual ones,
             ``"neurons"`` for the coordinates of every neuron; ``kernel_drift`` and the statistics of knots take long to
             compile and are recorded when named); or a dict of further ones.
-        key: integer or PRNG key that all random numbers come from.
+        key: integer or PRNG key that all random plans.numbers come from.
         store: run directory. Finished chunks are kept there and a killed run goes on from them. One process writes
             there at a time; another run, or another division of the grid, is refused with the differences.
         execution: ``sweeps.Execution``: size of chunks, padding, devices, progress.
@@ -753,11 +716,11 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
         horizon=horizon,
         settings=settings,
         taken=taken,
-        key=any_key("key", key),
+        key=plans.any_key("key", key),
         along=along,
     )
     known: list[object] = []
-    cells, which = draft.one_each(draft.makers)
+    cells, which = grid.one_each(draft.makers)
     for cell in cells:
         for name, value in draft.made(cell).items():
             if name != "flow":

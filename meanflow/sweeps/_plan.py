@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Compiled
-from jaxtyping import Array, ArrayLike, Key, PyTree, Shaped, UInt32
+from jaxtyping import Array, Key, PyTree, Shaped
 
 from meanflow import _checks
 from meanflow._identity import Json, json_digest, source_digest

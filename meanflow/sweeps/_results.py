@@ -183,7 +183,9 @@ def _label(value: Value) -> str:
 
 
 def _is_default(value: eqx.Module, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), int) and getattr(value, name) == getattr(type(value), name)
+    return isinstance(getattr(type(value), name, None), int) and getattr(value, name) == getattr(
+        type(value), name
+    )
 
 
 def final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":
