@@ -160,8 +160,8 @@ def _dynamics(where: str, table: Json) -> Noise | Reaction:
         raise ValueError(f"{where} must hold one of temperature and reaction, got {table}")
     if "temperature" in table:
         _known(where, table, ("temperature",))
-        return Noise(_checks.number(low=0)("temperature", table["temperature"]))
-    return Reaction(_checks.number(low=0)("reaction", table["reaction"]), table.get("conserve", True))
+        return Noise(table["temperature"])
+    return Reaction(table["reaction"], table.get("conserve", True))
 
 
 def _batches(where: str, table: Json) -> Batches:

@@ -100,7 +100,9 @@ def scaled(cloud: Cloud, amplitude: str, factor: float | jax.Array) -> Cloud:
 
 
 def stack_padded(many: Sequence[Stacked], size: int) -> Stacked:
-    """Stack clouds or data, each filled up to ``size`` entries with its last one at weight zero; on the host if possible.
+    """Stack clouds or data on the host, each filled up with copies of its last entry at weight zero.
+
+    What is being traced is stacked by JAX.
 
     Args:
         many: the clouds or data, of different sizes.
@@ -112,10 +114,10 @@ def stack_padded(many: Sequence[Stacked], size: int) -> Stacked:
     def grown(*values: np.ndarray) -> np.ndarray:
         if not np.ndim(values[0]):  # the width of a cloud
             return lib.stack(values)
-        last = [lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:])) for u in values]
+        last = [lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:])) for u in values]  # type: ignore[has-type]
         return lib.stack([lib.concatenate(pair) for pair in zip(values, last, strict=True)])
 
-    full = jax.tree.map(grown, *many)
+    full: Stacked = jax.tree.map(grown, *many)
     real = np.stack([np.arange(size) < one.weights.shape[0] for one in many])
     return eqx.tree_at(lambda one: one.weights, full, lib.where(real, full.weights, 0))
 

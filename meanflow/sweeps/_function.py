@@ -115,7 +115,7 @@ class FunctionSweep(Plan):
     dims=_checks.optional(_checks.mapping(_checks.sequence(_checks.text, least=0))),
     key=plans.any_key,
     store=_checks.optional(_checks.path),
-    execution=plans.EXECUTION,
+    execution=_checks.optional(plans.EXECUTION),
 )
 def sweep_function(
     function: Callable[..., PyTree],
@@ -125,16 +125,16 @@ def sweep_function(
     dims: Mapping[str, Sequence[str]] | None = None,
     key: int | Key[Array, ""] | UInt32[ArrayLike, "words"] = 0,
     store: str | pathlib.Path | None = None,
-    execution: Execution = Execution(),
+    execution: Execution | None = None,
 ) -> "xarray.Dataset":
     """Run any function of a PRNG key and named values over a grid: vmapped, chunked, sharded, stored and labelled.
 
     Args:
         function: (key, **axes) -> array or dict of arrays; it is traced. The key of seed s is the same in all cells.
-        axes: values by name; plans.numbers share one program, other values get one program each.
+        axes: values by name; numbers share one program, other values get one program each.
         seeds: number of seeds, or their list.
         dims: names of the axes of each result (``"value"`` for a function that returns one array).
-        key: integer or PRNG key that all random plans.numbers come from.
+        key: integer or PRNG key that all random numbers come from.
         store: run directory, as in ``sweep``.
         execution: ``sweeps.Execution``: size of chunks (by default 1024 cells), devices, progress.
 
@@ -150,10 +150,11 @@ def sweep_function(
     missing = [name for name in grid.axes if name != "seed" and name not in parameters and not anything]
     if missing:
         raise ValueError(f"function must take every axis by name, got one that does not take {missing}")
+    execution = execution or Execution()
     fixed = [name for name, values in grid.axes.items() if not grids.is_numeric(values)]
     return FunctionSweep(
         grid=grid,
-        groups=grids.make_groups(grid, grid.one_each(fixed)[1]),
+        groups=grids.make_groups(grid, grid.one_each(fixed)[1].tolist()),
         shared=None,
         execution=dataclasses.replace(execution, chunk=execution.chunk or 1024),
         function=function,

@@ -59,7 +59,7 @@ class RunCell(Cell):
     """One training run: inputs {cloud, key, data, varied} -> energies, observables, result code.
 
     Attributes:
-        made: the flow, under ``"flow"``, and the settings of the solver; None for plans.numbers that differ between the
+        made: the flow, under ``"flow"``, and the settings of the solver; None for numbers that differ between the
             cells, which are among the inputs as ``varied``.
         observe: what to record, by name.
         horizon: {"t1": time, "ts": save times} for ``solve``, {"steps": n, "every": k} for ``descend``.
@@ -108,7 +108,7 @@ class RunCell(Cell):
 
 
 def needs_key(setting: object) -> bool:
-    """Say whether a setting draws random plans.numbers and was given no key: every cell gives it one of its own."""
+    """Say whether a setting draws random numbers and was given no key: every cell gives it one of its own."""
     return isinstance(setting, Noise | Batches) and setting.key is None
 
 
@@ -126,7 +126,7 @@ class Sweep(Plan):
         horizon: arguments of the solver that say when it ends and what it saves.
         settings: further arguments of the solver, or functions of axis values that return them.
         taken: the axes that each function among flow, data, init and settings takes, by its name.
-        key: what all random plans.numbers come from.
+        key: what all random numbers come from.
         along: name, values and units of the save axis.
     """
 
@@ -231,7 +231,7 @@ class Sweep(Plan):
         return inputs
 
     def _program(self, group: Group, changed: Changes = UNCHANGED) -> tuple[RunCell, PyTree]:
-        """Return the program of the cells of a group, and the plans.numbers in flow and settings that differ between them."""
+        """Return the program of a group of cells, and the numbers in flow and settings that differ between them."""
         if not changed and group in self.kept:
             return self.kept[group]
         made = [self.made(cell, changed) for cell in group.cells]
@@ -329,7 +329,7 @@ class Sweep(Plan):
         return {"along": self.along, "variables": about, "coords": coords} | more
 
     def _run_key(self, cell: int) -> UInt32[Array, words]:
-        """Return the raw plans.numbers of the key of minibatches and noise."""
+        """Return the raw numbers of the key of minibatches and noise."""
         values = self.grid.at(cell)
         with jax.ensure_compile_time_eval():
             key = jax.random.fold_in(self._start_key(values), values["width"])
@@ -415,7 +415,7 @@ class Sweep(Plan):
 
 
 def structure_of(made: Values) -> tuple[object, ...]:
-    """Return what must be equal for two flows with settings to run in one program: all but the plans.numbers in them."""
+    """Return what must be equal for two flows with settings to run in one program: all but the numbers in them."""
     leaves, structure = jax.tree.flatten(made)
     kinds = [(np.shape(u), getattr(u, "dtype", None)) if _is_number(u) else u for u in leaves]
     return structure, *kinds
@@ -426,7 +426,7 @@ def _is_number(leaf: object) -> bool:
 
 
 def _differ(*leaves: Any) -> bool:
-    """Say whether plans.numbers differ, or may differ since they are being traced; what is no number does not."""
+    """Say whether numbers differ, or may differ since they are being traced; what is no number does not."""
     if not _is_number(leaves[0]) or all(one is leaves[0] for one in leaves):
         return False
     if jnp.issubdtype(jnp.result_type(leaves[0]), jax.dtypes.prng_key):
@@ -602,7 +602,7 @@ STORE = optional(_checks.path)
 def sweep(*given: Any, compute: Literal[False], **named: Any) -> Sweep: ...
 @overload
 def sweep(*given: Any, **named: Any) -> xarray.Dataset: ...
-@_checks.arguments(
+@_checks.arguments(  # type: ignore[misc]  # mypy wants the whole list of arguments above as well
     flow=model,
     data=either(DATA, _checks.function),
     widths=WIDTHS,
@@ -615,13 +615,13 @@ def sweep(*given: Any, **named: Any) -> xarray.Dataset: ...
     observe=unchecked("results.choose checks it, which knows the names of the model"),
     key=plans.any_key,
     store=STORE,
-    execution=plans.EXECUTION,
+    execution=optional(plans.EXECUTION),
     compute=flag,
     settings=unchecked("the solver checks each of them"),
     ts=optional(either(count(2), array((None,), least=1))),
     every=optional(count(1)),
 )
-def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
+def sweep(
     flow: Model,
     data: Samples,
     *,
@@ -635,7 +635,7 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
     observe: Observe = None,
     key: AnyKey = 0,
     store: str | pathlib.Path | None = None,
-    execution: Execution = Execution(),
+    execution: Execution | None = None,
     compute: bool = True,
     **settings: Any,
 ) -> xarray.Dataset | Sweep:
@@ -649,8 +649,8 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
         data: training data, shared by all cells; or a function (key, **axes) -> Dataset that gets the axes (and
             ``seed``) it has arguments for, such as the number of samples, the noise or the teacher. The key is the same
             for all cells: fold in what the draw shall depend on. Data are filled up to a common size with weight zero,
-            so that cells with different plans.numbers of samples share a program.
-        widths: distinct plans.numbers of neurons.
+            so that cells with different numbers of samples share a program.
+        widths: distinct numbers of neurons.
         deltas: balances of a ``lifted`` flow (the labels), -inf and +inf allowed; axis ``delta``.
         axes: further axes by name. Values go to what has an argument of that name, among ``flow``, ``data``, ``init``
             and settings that are functions; or they are the values of a setting, such as ``axes={"step": [0.1, 0.2]}``
@@ -665,13 +665,13 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
         observe: None for the usual observables of the model; names of observables (``"default"`` for the usual ones,
             ``"neurons"`` for the coordinates of every neuron; ``kernel_drift`` and the statistics of knots take long to
             compile and are recorded when named); or a dict of further ones.
-        key: integer or PRNG key that all random plans.numbers come from.
+        key: integer or PRNG key that all random numbers come from.
         store: run directory. Finished chunks are kept there and a killed run goes on from them. One process writes
             there at a time; another run, or another division of the grid, is refused with the differences.
-        execution: ``sweeps.Execution``: size of chunks, padding, devices, progress.
-        compute: False returns a plan instead: ``plan.run(store=)``; ``plan.values(data, **axes)``, all results as a pure
-            function of data and axes; ``plan.single(**cell)``, one cell run alone; ``plan.cloud(**cell)``, its initial
-            cloud; and ``plan.grid``, ``groups``, ``chunks`` and ``waste``, which say how it would be run.
+        execution: how it is run: ``sweeps.Execution`` says the size of chunks, padding, devices, progress.
+        compute: False returns a plan instead: ``plan.run(store=)``; ``plan.values(data, **axes)``, all results as a
+            pure function of data and axes; ``plan.single(**cell)``, one cell run alone; ``plan.cloud(**cell)``, its
+            initial cloud; and ``plan.grid``, ``groups``, ``chunks`` and ``waste``, which say how it would be run.
         settings: save times and settings of the solver. With ``t1``, those of ``solve``: ``ts`` (save times or their
             number; default start and end), ``solver``, ``step``, ``dynamics``, ``clock``, ``adjoint``, ``steady``. With
             ``steps``, those of ``descend``: ``every`` (steps between saves), ``optimizer``, ``step``, ``batches``,
@@ -707,7 +707,7 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
         grid=grid,
         groups=(),
         shared=shared,
-        execution=execution,
+        execution=execution or Execution(),
         samples=data,
         room=None,
         flow=flow,
@@ -735,7 +735,7 @@ def sweep(  # type: ignore[misc]  # mypy wants the whole list once more above
     kinds = np.array([known.index(one) for one in known])[which]
     plan = dataclasses.replace(
         draft,
-        groups=grids.make_groups(grid, kinds.tolist(), execution.waste),
+        groups=grids.make_groups(grid, kinds.tolist(), draft.execution.waste),
         observe=recorded,
         room=None if shared is not None else room,
     )

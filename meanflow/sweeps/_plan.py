@@ -227,7 +227,7 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def variables(self) -> Json:
-        """Return a JSON-ready description of what is recorded: ``along``, ``variables`` and ``coords`` of the layout."""
+        """Return a JSON-ready description of what is recorded: ``along``, ``variables``, ``coords`` of a layout."""
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -3,10 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xarray
-from meanflow.sweeps import fit_exponents
-from meanflow.sweeps._exponents import collapse
 
 import meanflow as mf
+from meanflow.sweeps import fit_exponents
+from meanflow.sweeps._exponents import collapse
 
 
 def paired(key, width, alpha):
@@ -66,9 +66,7 @@ def test_defaults_show_the_phases():
 
     Networks this narrow, compared at the end, are only near the exponents -1, -1/2 and 0 that the test above finds.
     """
-    found = mf.phase_diagram(
-        LAZY, widths=(32, 64, 128), seeds=2, variables=("angle_displacement",)
-    )
+    found = mf.phase_diagram(LAZY, widths=(32, 64, 128), seeds=2, variables=("angle_displacement",))
     lazy, ntk, rich = found.exponent_angle_displacement.isel(delta=0).values
     assert -1.1 < lazy < -0.75 < ntk < -0.25 < rich < 0.1
     assert found.delta.values.tolist() == [0.0]
@@ -125,11 +123,15 @@ def test_failed_runs_are_left_out_and_cells_without_a_fit_are_named():
     runs["speed"][1, 2] = 1e9
     found = fit_exponents(runs, ["speed"])
     assert float(found.exponent_speed) == pytest.approx(-0.5) and found.problem_speed.item() == ""
-    with pytest.warns(UserWarning, match="1 of 1 exponents of speed are NaN:\n  all runs: .* of 24 runs 24 have a value"):
+    with pytest.warns(
+        UserWarning, match="1 of 1 exponents of speed are NaN:\n  all runs: .* of 24 runs 24 have a value"
+    ):
         assert np.isnan(fit_exponents(runs * 0, ["speed"]).exponent_speed)
     both = xarray.concat([runs, runs], xarray.DataArray([0.0, 1.0], dims="delta", name="delta"))
     both["result"][1, 0, :] = 7
-    with pytest.warns(UserWarning, match="1 of 2 exponents of speed are NaN:\n  delta = 1.0: no seed .* 7 failed"):
+    with pytest.warns(
+        UserWarning, match="1 of 2 exponents of speed are NaN:\n  delta = 1.0: no seed .* 7 failed"
+    ):
         found = fit_exponents(both, ["speed"])
     assert np.isnan(found.exponent_speed[1]) and found.exponent_speed[0] == pytest.approx(-0.5)
     assert found.problem_speed[0].item() == "" and "of 24 runs 7 failed" in found.problem_speed[1].item()
@@ -170,9 +172,21 @@ def test_errors_of_the_collapse_are_those_of_its_scatter():
 
 
 def test_the_diagram_holds_the_collapse_of_every_alpha_and_scale():
-    settings = {"widths": (8, 12, 16), "deltas": (-np.inf, -5.0, 0.0, 5.0), "seeds": 2, "steps": 40, "step": 0.02}
-    chosen = {"alphas": (0.5, 1.0), "axes": {"scale": (1.0, 2.0)}, "variables": ("energy", "angle_displacement")}
-    with pytest.warns(UserWarning, match="4 of 16 exponents of angle_displacement"):  # at delta = -inf nothing turns
+    settings = {
+        "widths": (8, 12, 16),
+        "deltas": (-np.inf, -5.0, 0.0, 5.0),
+        "seeds": 2,
+        "steps": 40,
+        "step": 0.02,
+    }
+    chosen = {
+        "alphas": (0.5, 1.0),
+        "axes": {"scale": (1.0, 2.0)},
+        "variables": ("energy", "angle_displacement"),
+    }
+    with pytest.warns(
+        UserWarning, match="4 of 16 exponents of angle_displacement"
+    ):  # at delta = -inf nothing turns
         diagram = mf.phase_diagram(LAZY, init=lambda *given: mf.lifted().init(*given), **chosen, **settings)
     assert diagram.collapse_energy.sizes == {"scale": 2, "alpha": 2, "number": 6}
     runs = mf.sweep(

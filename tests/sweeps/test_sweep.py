@@ -2,6 +2,7 @@
 
 import logging
 
+import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +17,7 @@ from meanflow.sweeps import _plan as plans
 
 X = jnp.linspace(-1.0, 1.0, 6)
 LINE = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8, -1.0, 0.3]), "sum")
-PLANE = mf.Dataset(
-    jax.random.normal(jax.random.key(3), (12, 2)) + 0.5,
-    jnp.sin(jnp.arange(12.0)),
-)
+PLANE = mf.Dataset(jax.random.normal(jax.random.key(3), (12, 2)) + 0.5, jnp.sin(jnp.arange(12.0)))
 ENDS = (-np.inf, -3.0, 0.0, 2.0, np.inf)
 TOLERANCE = 1e-12
 
@@ -407,20 +405,36 @@ def test_settings_that_are_objects_have_readable_distinct_labels(tmp_path):
     assert len(set(labels)) == 2 and not any("0x" in text for text in labels)
 
 
-def test_sizes_of_batches_may_be_an_axis():
-    plan = mf.sweep(
-        mf.canonical(),
-        LINE,
-        widths=(4,),
-        steps=4,
-        step=0.02,
-        observe=(),
-        axes={"size": (2, 3)},
-        batches=lambda size: mf.solvers.Batches(size),
-        compute=False,
-    )
-    alone = plan.single(size=3)
-    np.testing.assert_allclose(plan.run().energy.sel(size=3)[0, 0], alone.energy, rtol=TOLERANCE)
+SOLVERS = mf.solvers
+FUNCTIONS = {  # settings, values along the axis, and the number of programs
+    "temperature": (
+        {"steps": 4, "step": 0.1, "dynamics": lambda temperature: SOLVERS.Noise(temperature)},
+        (0.05, 0.2),
+        1,
+    ),
+    "rate": ({"steps": 4, "step": 0.1, "dynamics": lambda rate: SOLVERS.Reaction(rate)}, (0.5, 2.0), 1),
+    "kappa": ({"steps": 4, "step": lambda kappa: mf.KernelStep(kappa, 2)}, (0.1, 0.3), 1),
+    "step": ({"t1": 1.0, "solver": diffrax.Heun()}, (0.05, 0.2), 1),
+    "rtol": ({"t1": 8.0, "step": lambda rtol: SOLVERS.Adaptive(rtol)}, (1e-3, 1e-7), 1),
+    "size": ({"steps": 4, "step": 0.1, "batches": lambda size: SOLVERS.Batches(size)}, (3, 5), 2),
+    "rate_of_adam": ({"steps": 4, "optimizer": lambda rate_of_adam: optax.adam(rate_of_adam)}, (0.1, 0.2), 2),
+}
+
+
+@pytest.mark.parametrize("axis", FUNCTIONS)
+def test_settings_may_depend_on_axes(axis):
+    """A cell runs as it does alone; numbers that enter as arrays share a program, padded widths too."""
+    settings, values, programs = FUNCTIONS[axis]
+    grid = {"widths": (3, 5), "seeds": 2, "axes": {axis: values}, "observe": ("predictions",), "key": 4}
+    grid |= {"execution": mf.sweeps.Execution(waste=0.9), "compute": False}
+    plan = mf.sweep(mf.vanilla("tanh"), PLANE, **grid, **settings)
+    assert len(plan.groups) == programs
+    found = plan.run().rename({"step_size": "step"} if axis == "step" else {})
+    for cell in ({"width": 3, axis: values[1], "seed": 1}, {"width": 5, axis: values[0], "seed": 0}):
+        alone = plan.single(**cell)
+        seen = found.predictions.sel(cell)
+        np.testing.assert_allclose(seen, alone.observed["predictions"], rtol=1e-10, atol=1e-12)
+    assert len(np.unique(found.predictions.isel({seen.dims[0]: -1, seen.dims[1]: 0}))) == 8
 
 
 def test_deltas_need_labels():

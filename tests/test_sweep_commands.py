@@ -82,7 +82,17 @@ def test_dynamics_batches_and_tolerances_from_the_command_line(tmp_path):
     """The numbers are those of the call in Python with the same key; another key gives other noise."""
     x = np.linspace(-1, 1, 6)
     data, solvers = mf.Dataset(x, np.sin(2 * np.pi * x), "sum"), mf.solvers
-    base = ("sweep", "--flow", "canonical", "--set", "data={name='sine', points=6}", "--widths", "4", "--seeds", "2")
+    base = (
+        "sweep",
+        "--flow",
+        "canonical",
+        "--set",
+        "data={name='sine', points=6}",
+        "--widths",
+        "4",
+        "--seeds",
+        "2",
+    )
     base = (*base, "--set", "run.observe=[]")
     steps, energies = ("--steps", "4", "--step", "0.01"), {}
     for name, flags, settings in (
