@@ -1,6 +1,6 @@
 """Kinds of matrices: symmetric, positive (semi-)definite, Gram matrices. See ``meanflow._checks`` for kinds.
 
-A matrix that was computed is symmetric and semi-definite up to rounding only, so all checks here leave room for that.
+A matrix that was computed is symmetric and semi-definite up to rounding only, so all checks here allow for that.
 """
 
 from collections.abc import Callable

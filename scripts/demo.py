@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import plots
-from meanflow.flows._observables import ON_REQUEST
 from meanflow.report import write_report
 from meanflow_papers.manifold.setup import alignment, quasi_normal, spokes
 from meanflow_papers.univariate.figure_5_map import regime_map
@@ -47,7 +46,7 @@ def regime_sweep(folder: pathlib.Path) -> None:
         deltas=(-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf),
         seeds=4,
         every=500,
-        observe={"neurons": ON_REQUEST["neurons"]},
+        observe={"neurons": "neurons"},
     )
     runs, samples = outcome.data["runs"], outcome.data["samples"]
     end = runs.isel(step=-1).median("seed")

@@ -29,7 +29,7 @@ spec.loader.exec_module(names)
 # steps of larger computations, which judge NaN themselves; and knots, which neurons without one have at NaN
 PASS_NAN_ON = {
     *("on_sample_share", "concentration"),
-    *("PiecewiseLinear.__init__", "MLP.lower", "MLP.upper", "MLP.__call__", "ResNet.states"),
+    *("PiecewiseLinear.__init__", "Stack.lower", "Stack.upper", "Stack.__call__", "ResNet.states"),
 }
 CLASSES = {"record", "chart", "dtype"}  # arguments that are classes
 
@@ -104,7 +104,7 @@ ARGUMENTS = [
 OTHER_CONSTRUCTORS = {
     "particles of clouds, which Cloud checks": ("Affine", "BatchNormNeurons", "Neurons", "Polar"),
     "checked together in __init__, tested in test_nothing_silent": (
-        *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Watch", "Normalized"),
+        *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Normalized"),
         *("Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
@@ -295,7 +295,7 @@ def mismatches():
     data, flow = POOL["data"], POOL["flow"]
     t, d, g = mf.transport, mf.depth, mf.geometry
     return [
-        (lambda: mf.measures.stack([polar, plane]), "clouds must hold particles of one kind"),
+        (lambda: mf.Cloud.stack([polar, plane]), "clouds must hold particles of one kind"),
         (
             lambda: mf.measures.quadrature((3, 3), mf.Polar, some, rule=("gauss",)),
             "rule must be one name, or 2",
@@ -309,7 +309,6 @@ def mismatches():
         (lambda: g.distance(x, wide), "other must have as many columns as bb"),
         (lambda: g.inner(x, y, x), "v must have a shape that fits bb"),
         (lambda: mf.flows.certificate(flow, polar, data), "cloud must hold Neurons"),
-        (lambda: mf.flows.separates(polar, 1.0, tolerance=0.1), "cloud must hold Neurons"),
         (lambda: mf.energy(flow, polar, data), "particles must be"),
         (lambda: mf.solve(flow, plane, data, 1.0, ts=[0.5, 0.2]), "ts must increase"),
         (lambda: mf.solve(flow, plane, data, -1.0), "t1 must"),

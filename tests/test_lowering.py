@@ -95,7 +95,7 @@ def minibatches(cloud, data):
     )
     bound = mf.batchnorm_manifold("relu").bind(data)
     start = cloud.at(
-        mf.Neurons(cloud.particles.a, mf.geometry.normalize(cloud.particles.b, bound.space.sigma))
+        mf.Neurons(cloud.particles.a, mf.geometry.normalize(cloud.particles.b, bound.space.covariance))
     )
     return noisy.energy, mf.descend(bound, start, data, 4, step=0.1).energy
 
@@ -218,11 +218,11 @@ def swept(cloud, data):
     """All three solvers, with all default observables."""
     horizons = ({"steps": 4, "every": 2}, {"t1": 0.5, "ts": 2}, {"t1": 0.2, "solver": "sliding"})
     ends = {"deltas": (-1.0, np.inf)}
-    return [lower_sweep(mf.lifted("sqrt"), line, data, **ends, **horizon) for horizon in horizons]
+    return [lower_sweep(mf.lifted(alpha="sqrt"), line, data, **ends, **horizon) for horizon in horizons]
 
 
 def swept_raw(cloud, data):
-    return lower_sweep(mf.full("sqrt"), line, data, steps=2, observe=["default", "neurons"])
+    return lower_sweep(mf.full(alpha="sqrt"), line, data, steps=2, observe=["default", "neurons"])
 
 
 def swept_in_the_plane(cloud, data):

@@ -186,10 +186,10 @@ def descend(**change):
 
 
 def trained(labels=(0, 1) * 4, width=2, **settings):
-    make = lambda rngs: mf.training.MLP(2, (3,), 2, norm=mf.layers.BatchNorm, rngs=rngs)
+    make = lambda rngs: mf.training.Stack(2, (3,), 2, norm=mf.layers.BatchNorm, rngs=rngs)
     x = np.random.default_rng(0).normal(size=(8, width)).astype("float32")
     data = mf.training.data.Data(x, np.array(labels), x, np.array(labels))
-    return mf.training.Trainer(make, optax.sgd(0.1), batch=4, **settings).run(
+    return mf.training.Trainer(make, optax.sgd(0.1), batch_size=4, **settings).run(
         jax.random.key(0), data, 1, progress=False
     )
 
@@ -224,7 +224,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
             "loss must return one real",
         ),
         (lambda: mf.velocity(mf.vanilla("tanh", inner=np.ones(9)), CLOUD, PLANE), "inner must have shape"),
-        (lambda: mf.energy(mf.vanilla("tanh"), mf.measures.stack([CLOUD, CLOUD]), PLANE), "a single cloud"),
+        (lambda: mf.energy(mf.vanilla("tanh"), mf.Cloud.stack([CLOUD, CLOUD]), PLANE), "a single cloud"),
         (lambda: PLANE.take([7]), "index must be <= 2"),
         (lambda: mf.measures.laws.uniform(1.0, -1.0), "high must be at least low"),
         (
@@ -245,11 +245,6 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: trained(width=5), "which the network does not take"),
         (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 3))), "y must have shape"),
         (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 2)), (0,)), "orders"),
-        (
-            lambda: mf.transport.bounds.unitized_bound(np.ones((2, 2)), np.ones((2, 2)), np.ones(3)),
-            "alpha must",
-        ),
-        (lambda: mf.transport.bounds.unitized_bound(np.ones((2, 2)), np.ones((2, 2)), np.nan), "alpha must"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, "1"), "t1 must be a number"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, rtol="a"), "rtol must be"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, ts="a"), "ts must be"),
@@ -274,12 +269,11 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: mf.kernels.spectrum(np.array([[1.0, 0.9], [0.1, 1.0]])), "kernel must be symmetric"),
         (lambda: mf.geometry.BatchNormManifold(np.ones((2, 3))), "covariance must be a square matrix"),
         (
-            lambda: mf.training.MLP(3, (2,), "a", norm=mf.layers.BatchNorm, rngs=nnx.Rngs(0)),
+            lambda: mf.training.Stack(3, (2,), "a", norm=mf.layers.BatchNorm, rngs=nnx.Rngs(0)),
             "classes must be",
         ),
-        (lambda: mf.training.MLP(3, (2,), 2, norm=mf.layers.BatchNorm, rngs=0), "rngs must be a Rngs"),
+        (lambda: mf.training.Stack(3, (2,), 2, norm=mf.layers.BatchNorm, rngs=0), "rngs must be a Rngs"),
         (lambda: mf.measures.laws.uniform("a"), "low must be a number"),
-        (lambda: mf.transport.bounds.standardized_bound(-3), "dimension must be an integer >= 1"),
         (lambda: mf.layers.functional.recenter(np.ones((2, 3)), axis=5), "axis must be among the 2 axes"),
     ],
 )
@@ -293,15 +287,6 @@ def test_a_state_of_another_width_is_refused():
     wide = mf.Cloud(mf.Neurons(np.ones(5), np.ones((5, 2))))
     with pytest.raises(ValueError, match="state must come from a run of the same cloud"):
         mf.descend(mf.vanilla("tanh"), wide, PLANE, 1, step=0.1, state=run.state)
-
-
-def test_a_shift_by_one_number_moves_all_features():
-    """The bound on the outputs of a layer counted a scalar beta once, not once for each feature."""
-    zeros = np.zeros((3, 4))
-    scalar = transport.bounds.output_bound(zeros, zeros, 1.0, 2.0, beta_y=0.0)
-    vector = transport.bounds.output_bound(zeros, zeros, 1.0, np.full(4, 2.0), beta_y=np.zeros(4))
-    np.testing.assert_allclose([scalar, vector], 4.0)
-    assert float(transport.wasserstein(zeros + 2.0, zeros)) <= float(scalar) * (1 + 1e-12)
 
 
 def test_plain_numbers_of_observers_and_numpy_numbers_are_fine():

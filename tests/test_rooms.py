@@ -25,6 +25,7 @@ FOUNDATION = (
     "_files",
     "_identity",
     "_lazy",
+    "_module",
     "_reuse",
     "activations",
 )

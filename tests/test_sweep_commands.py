@@ -51,7 +51,7 @@ def test_sweep_show_and_resume(config, tmp_path):
     stored = mf.sweeps.load(store)
     x = np.linspace(-1, 1, 6)
     direct = mf.sweep(
-        mf.lifted("sqrt"),
+        mf.lifted(alpha="sqrt"),
         mf.Dataset(x, np.sin(2 * np.pi * x), "sum"),
         widths=(3, 4),
         deltas=(-np.inf, 0.0, np.inf),

@@ -159,7 +159,7 @@ PROGRAMS: dict[str, Callable[[], Job]] = {
     ),
     "sweep of 32, default observables": lambda: sweep(mf.vanilla("tanh"), steps=STEPS, every=100, **TANH),
     "sweep of 32, univariate, default observables": lambda: sweep(
-        mf.full("sqrt"), steps=STEPS, every=100, widths=(128,), seeds=32, dim=None
+        mf.full(alpha="sqrt"), steps=STEPS, every=100, widths=(128,), seeds=32, dim=None
     ),
     "gradient of 64 steps, m = 1e4, n = 1e3, d = 100": lambda: Job(
         gradient(mf.vanilla("tanh"), 64), plane(10_000, 1000, 100), 64

@@ -191,7 +191,7 @@ def against_tsit5(width: int = 200, end: float = 20.0, max_steps: int = 200_000)
     x = np.linspace(-1, 1, 10)
     data = Dataset(x, np.sin(4 * x), weights="sum")
     cloud = Cloud(Affine(*rng.standard_normal((3, width))))
-    flow = uni.full("sqrt")
+    flow = uni.full(alpha="sqrt")
     run = lambda **options: solve(flow, cloud, data, end, clock="gradient", **options)
     exact = run(solver="sliding", step=0.05 / 64).final.particles
     error = lambda w: float(max(jnp.max(jnp.abs(u - v)) for u, v in zip(w, exact, strict=True)))
@@ -225,7 +225,7 @@ def million(width: int = 1_000_000, samples: int = 100, steps: int = 1000) -> di
         ``ok``, which is 1 where the solver reached the end.
     """
     cloud, data = _problem(width, samples)
-    flow = uni.full("m")
+    flow = uni.full(alpha="m")
     step = 0.02
     run = lambda: solve(flow, cloud, data, step * steps, solver="sliding", step=step)
     work = time.process_time()
@@ -261,7 +261,7 @@ def sliding(
         ``neuron_steps_per_second``, ``ratio`` of gradient and run (goal 8), and the seconds of compiling the two,
         ``compile_run`` and ``compile_gradient`` (goal 5); all in processor time.
     """
-    flow, size = uni.full("m"), 0.02
+    flow, size = uni.full(alpha="m"), 0.02
 
     def energy(
         cloud: Cloud, x: Float[Array, " n"], end: float

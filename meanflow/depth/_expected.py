@@ -26,7 +26,7 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _checks
 from meanflow._checks import count, flag
 from meanflow._matrices import matrix
-from meanflow.depth._layer import LAYER, RECENTERED, VARIANCE, Layer
+from meanflow.depth._propagation import LAYER, RECENTERED, VARIANCE, Layer
 from meanflow.kernels._infinite.dual import dual_activation
 
 HOMOGENEOUS = ("relu", "linear", "leaky_relu")

@@ -1,16 +1,28 @@
-"""What can be measured of a batch at one layer: Gram matrix, angles, ranks, clusters.
+"""What can be measured of a batch at one layer: Gram matrix, angles, ranks.
 
 A batch is an array ``(n, features)``. All functions accept further leading axes, so the record of a whole network,
 ``(layers, n, n)``, is read by the same functions as one Gram matrix.
+
+**The odd point.** Recenter + ReLU sends one sample away from all the others. At infinite width the layer K <- J(HKH) of
+``_expected`` is bistable from n = 7 samples on. Besides the symmetric state, in which all pairwise cosines are
+kappa(-1/(n-1)), it has a state with one long sample that is nearly orthogonal to a cluster of the others. The cluster
+does not collapse to a point, as the invariant representation of "BN decomposed" (Definition 12) has it: its angles tend
+to about 540/n degrees.
 """
+
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from meanflow import _checks
+from meanflow._checks import count, number, optional, precision
 from meanflow._matrices import grams
+from meanflow._numerics import safe_divide
 
 
 def gram(x: Float[ArrayLike, "*lead n k"]) -> Float[Array, "*lead n n"]:
@@ -29,21 +41,16 @@ def norms(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead n"]:
     return jnp.sqrt(jnp.maximum(jnp.diagonal(jnp.asarray(gram), axis1=-2, axis2=-1), 0.0))
 
 
-def cosines(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead n n"]:
-    """Return the cosines of the angles between the samples; 0 wherever one of the two samples is zero."""
-    length = norms(gram)
-    scale = length[..., :, None] * length[..., None, :]
-    zero = scale == 0  # not "> 0": NaN stays NaN
-    return jnp.where(zero, 0.0, jnp.clip(gram / jnp.where(zero, 1, scale), -1.0, 1.0))
-
-
 def angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead n n"]:
     """Return the angles between the samples in degrees; 90 wherever one of the two samples is zero.
 
     >>> angles(jnp.array([[1.0, 0.0], [0.0, 4.0]]))[0, 1].item()
     90.0
     """
-    return jnp.degrees(jnp.arccos(cosines(gram)))
+    gram, length = jnp.asarray(gram), norms(gram)
+    # safe_divide is 0 at a zero sample, a right angle; NaN stays NaN
+    cosine = safe_divide(gram, length[..., :, None] * length[..., None, :])
+    return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1.0, 1.0)))
 
 
 @_checks.arguments(gram=grams(2))
@@ -69,66 +76,6 @@ def _pair_angles(gram: jax.Array) -> jax.Array:
     return angles(gram)[..., i, j]
 
 
-def rank(singular_values: Float[ArrayLike, "*lead n"], rtol: float) -> Int[Array, "*lead"]:
-    """Count the singular values that exceed ``rtol`` times the largest one.
-
-    The tolerance has no default on purpose. ReLU layers make batches of full rank whose smallest singular values are
-    near single precision: 8e-5 of the largest one for 20 samples in the plane and 200 neurons.
-
-    >>> int(rank(jnp.array([1.0, 0.5, 1e-9]), rtol=1e-6))
-    2
-    """
-    values = jnp.asarray(singular_values)
-    return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
-
-
-def stable_rank(singular_values: Float[ArrayLike, "*lead n"]) -> Float[Array, "*lead"]:
-    """Return |x|_F^2 / |x|_2^2, the sum of the squared singular values over the largest square; 0 for a zero batch.
-
-    >>> float(stable_rank(jnp.array([2.0, 2.0, 0.0])))
-    2.0
-    """
-    values = jnp.asarray(singular_values)
-    top = jnp.max(values, axis=-1)
-    total = jnp.sum(jnp.square(values), axis=-1)
-    return jnp.where(top > 0, total / jnp.square(jnp.where(top > 0, top, 1)), 0.0)
-
-
-def cluster_labels(gram: Float[ArrayLike, "*lead n n"], degrees: float) -> Int[Array, "*lead n"]:
-    """Sort the samples into clusters of directions, by single linkage.
-
-    Two samples are linked when their angle is at most ``degrees``, and a cluster is what can be reached along links.
-    The cost is O(n^3 log n), because the reachability matrix is squared log n times.
-
-    Returns:
-        For each sample the least index of the samples in its cluster.
-
-    >>> directions = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.1, 1.0]])
-    >>> cluster_labels(gram(directions), 10.0).tolist()
-    [0, 1, 1]
-    """
-    gram = jnp.asarray(gram)
-    n = gram.shape[-1]
-    itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), gram.shape)
-    linked = (angles(gram) <= degrees) | itself
-
-    def square(_: object, linked: jax.Array) -> jax.Array:
-        count = linked.astype(gram.dtype)
-        return count @ count > 0
-
-    # k squarings reach along 2^k links, and no chain in n samples is longer than n - 1
-    linked = jax.lax.fori_loop(0, max(1, (n - 1).bit_length()), square, linked)
-    return jnp.argmax(linked, axis=-1)
-
-
-def clusters(gram: Float[ArrayLike, "*lead n n"], degrees: float) -> Int[Array, "*lead"]:
-    """Count the clusters of directions that ``cluster_labels`` finds."""
-    labels = cluster_labels(gram, degrees)
-    # the cluster's least member is the one whose label is its own index
-    itself = jnp.arange(labels.shape[-1]).reshape((1,) * (labels.ndim - 1) + (-1,))
-    return jnp.sum(labels == itself, axis=-1)
-
-
 class LayerRecord(eqx.Module):
     """What ``propagate`` records of a batch at every layer; all arrays share the leading axes (seeds, layers).
 
@@ -136,17 +83,10 @@ class LayerRecord(eqx.Module):
         gram: inner products of the samples.
         singular_values: of the batch itself, not of its Gram matrix, hence at full precision; padded with zeros where
             the width is below n.
-        active: entry c counts the neurons that are positive on exactly c of the n samples.
     """
 
     gram: Float[Array, "*lead n n"]
     singular_values: Float[Array, "*lead n"]
-    active: Int[Array, "*lead n+1"]
-
-    @property
-    def norms(self) -> Float[Array, "*lead n"]:
-        """Lengths of the samples."""
-        return norms(self.gram)
 
     @property
     def angles(self) -> Float[Array, "*lead n n"]:
@@ -160,39 +100,104 @@ class LayerRecord(eqx.Module):
 
     @property
     def stable_rank(self) -> Float[Array, "*lead"]:
-        """The soft rank |x|_F^2 / |x|_2^2 of the batch."""
-        return stable_rank(self.singular_values)
+        """The soft rank |x|_F^2 / |x|_2^2: the squared singular values over the largest one; 0 for a zero batch."""
+        squares = jnp.square(self.singular_values)
+        return safe_divide(jnp.sum(squares, axis=-1), jnp.max(squares, axis=-1))
 
     def rank(self, rtol: float) -> Int[Array, "*lead"]:
-        """Count the singular values above ``rtol`` times the largest one."""
-        return rank(self.singular_values, rtol)
+        """Count the singular values that exceed ``rtol`` times the largest one.
 
-    def clusters(self, degrees: float) -> Int[Array, "*lead"]:
-        """Count the clusters of directions that are linked by angles of at most ``degrees``."""
-        return clusters(self.gram, degrees)
-
-    def active_share(self, low: float, high: float) -> Float[Array, "*lead"]:
-        """Return the share of the neurons that are positive on a fraction of the batch in (low, high]."""
-        n = self.active.shape[-1] - 1
-        fraction = jnp.arange(n + 1) / n
-        inside = ((fraction > low) & (fraction <= high)).astype(self.gram.dtype)
-        return (self.active.astype(self.gram.dtype) @ inside) / jnp.sum(self.active, axis=-1)
+        The tolerance has no default on purpose. ReLU layers make batches of full rank whose smallest singular values
+        are near single precision: 8e-5 of the largest one for 20 samples in the plane and 200 neurons.
+        """
+        values = self.singular_values
+        return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
 
 
 def summary(x: Float[ArrayLike, "n d"]) -> LayerRecord:
     """Return the record of one batch. It costs O(n^2 d) and keeps O(n^2) numbers, not the activations.
 
     >>> record = summary(jnp.array([[1.0, 0.0], [0.0, 2.0]]))
-    >>> record.norms.tolist(), record.active.tolist()
-    ([1.0, 2.0], [0, 2, 0])
+    >>> record.singular_values.tolist(), record.stable_rank.item()
+    ([2.0, 1.0], 1.25)
     """
     x = jnp.asarray(x)
     n, width = x.shape
     factor = jnp.linalg.qr(x.T, mode="r") if width > n else x  # same singular values, far smaller
     values = jnp.linalg.svd(factor, compute_uv=False)
-    count = jnp.sum(x > 0, axis=0)
-    return LayerRecord(
-        gram=gram(x),
-        singular_values=jnp.pad(values, (0, n - values.shape[0])),
-        active=jnp.zeros(n + 1, jnp.int32).at[count].add(1),
-    )
+    return LayerRecord(gram(x), jnp.pad(values, (0, n - values.shape[0])))
+
+
+class OddPoint(NamedTuple):
+    """How far the longest sample of a batch is from all the others.
+
+    Attributes:
+        sample: index of the longest sample.
+        norm_ratio: its length over that of the second longest.
+        odd_angle: mean angle in degrees between it and the others.
+        cluster_angle: mean angle in degrees among the others.
+        escaped: whether norm_ratio is above the threshold.
+    """
+
+    sample: Int[Array, "*lead"]
+    norm_ratio: Float[Array, "*lead"]
+    odd_angle: Float[Array, "*lead"]
+    cluster_angle: Float[Array, "*lead"]
+    escaped: Bool[Array, "*lead"]
+
+
+@_checks.arguments(gram=grams(3), threshold=optional(number(above=0)))
+def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = None) -> OddPoint:
+    """Find the sample that has escaped from the others, and measure how far.
+
+    Args:
+        gram: Gram matrix of n >= 3 samples; leading axes such as (seeds, layers) are kept.
+        threshold: the norm ratio that counts as an escape. The default sqrt(n - 1) is the geometric mean of 1, the
+            ratio of the symmetric state, and n - 1, the ratio of Definition 12.
+
+    >>> import jax.numpy as jnp, meanflow as mf
+    >>> batch = mf.depth.invariant_representation(20)
+    >>> odd = mf.depth.odd_point(batch @ batch.T)
+    >>> int(odd.sample), round(float(odd.norm_ratio), 3), float(odd.odd_angle)
+    (0, 19.0, 90.0)
+    """
+    gram = jnp.asarray(gram)
+    n = gram.shape[-1]
+    length = norms(gram)
+    known = _checks.concrete(length)
+    if known is not None and not np.all(np.sum(known > 0, axis=-1) >= 2):
+        raise ValueError("gram must have at least two samples that are not zero, got fewer")
+    top, index = jax.lax.top_k(length, 2)
+    ratio = top[..., 0] / top[..., 1]
+    odd = jax.nn.one_hot(index[..., 0], n, dtype=gram.dtype)
+    rest = 1 - odd
+    angle = angles(gram)
+    # means of angles over pairs (odd, other) and over ordered pairs of two others, picked out by weights 0 and 1, so
+    # that the index of the odd sample may differ along the leading axes
+    across = jnp.sum(angle * odd[..., :, None] * rest[..., None, :], axis=(-1, -2)) / (n - 1)
+    itself = jnp.broadcast_to(jnp.eye(n, dtype=gram.dtype), gram.shape)
+    pairs = rest[..., :, None] * rest[..., None, :] * (1 - itself)
+    within = jnp.sum(angle * pairs, axis=(-1, -2)) / ((n - 1) * (n - 2))
+    limit = jnp.sqrt(n - 1.0) if threshold is None else threshold
+    return OddPoint(index[..., 0], ratio, across, within, ratio > limit)
+
+
+@_checks.arguments(n=count(3), features=count(2), dtype=optional(precision))
+def invariant_representation(
+    n: int, features: int = 2, dtype: DTypeLike | None = None
+) -> Float[Array, "{n} {features}"]:
+    """Return a batch whose expected Gram matrix recenter + ReLU reproduces (Definition 12 of "BN decomposed").
+
+    Sample 0 has length 1 and lies on the first axis; all others coincide at distance 1/(n-1) on the second axis.
+
+    Args:
+        n: number of samples, at least 3.
+        features: number of features, at least 2.
+        dtype: of the batch; by default the default float.
+
+    >>> import meanflow as mf
+    >>> mf.depth.invariant_representation(3).tolist()
+    [[1.0, 0.0], [0.0, 0.5], [0.0, 0.5]]
+    """
+    x = jnp.zeros((n, features), dtype or jnp.result_type(float))
+    return x.at[0, 0].set(1.0).at[1:, 1].set(1.0 / (n - 1))

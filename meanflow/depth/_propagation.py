@@ -1,4 +1,8 @@
-"""A batch goes through a random deep network, layer by layer, in one compiled scan."""
+"""A batch goes through a random deep network, layer by layer, in one compiled scan.
+
+One layer is z = x W, then any of recenter, rescale and a nonlinearity. A batch is an array ``(n, features)`` as in
+flax, so W is (fan_in, fan_out); "BN decomposed" writes the transpose. Moments are population moments over the batch.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,10 +14,84 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
-from meanflow import _checks
-from meanflow._checks import array, choice, count, flag, optional, sequence, taking
-from meanflow.depth._layer import LAYER, RECENTERED, VARIANCE, WEIGHTS, Layer, activated, drawn_by_law
+from meanflow import _checks, activations
+from meanflow._checks import array, choice, count, either, flag, function, optional, sequence, taking
+from meanflow.activations import ACTIVATION, Activation
 from meanflow.depth._observables import summary
+from meanflow.layers import functional
+from meanflow.layers._initializers import Initializer
+
+VARIANCE = {"gaussian": 1.0, "he": 2.0}
+"""fan_in times the variance of the entries, for the laws with independent Gaussian entries."""
+
+WEIGHTS: dict[str, Initializer] = {
+    "gaussian": jax.nn.initializers.variance_scaling(VARIANCE["gaussian"], "fan_in", "normal"),
+    "he": jax.nn.initializers.variance_scaling(VARIANCE["he"], "fan_in", "normal"),
+    "orthogonal": jax.nn.initializers.orthogonal(),
+    "uniform": jax.nn.initializers.variance_scaling(1.0 / 3.0, "fan_in", "uniform"),  # +-1/sqrt(fan_in)
+}
+"""The laws of the weights that are known by name."""
+
+
+@_checks.constructor(
+    recenter=flag,
+    rescale=optional(choice("std", "rms")),
+    activation=ACTIVATION,
+    weights=either(choice(*WEIGHTS), function),
+)
+class Layer(eqx.Module):
+    """One random layer of a deep network: weights, recenter, rescale, nonlinearity. Batch norm is ``rescale="std"``.
+
+    Attributes:
+        recenter: whether to subtract the mean over the batch.
+        rescale: None for no rescaling; ``"std"`` divides each feature by its deviation from the mean, equation (2) of
+            "BN decomposed"; ``"rms"`` by its deviation from zero. The two agree after recentering; without it, only
+            ``"rms"`` gives the published 60 degrees.
+        activation: a name in ``meanflow.activations`` or a function.
+        weights: ``"he"`` N(0, 2/fan_in), ``"gaussian"`` N(0, 1/fan_in), ``"orthogonal"``, ``"uniform"``
+            (+-1/sqrt(fan_in)), or any initializer (key, (fan_in, fan_out), dtype) -> array.
+
+    >>> import meanflow as mf
+    >>> mf.depth.Layer(rescale="std").recenter          # recenter + rescale + ReLU with He weights
+    True
+    """
+
+    recenter: bool = eqx.field(static=True, default=True)
+    rescale: str | None = eqx.field(static=True, default=None)
+    activation: str | Activation = eqx.field(static=True, default="relu")
+    weights: str | Initializer = eqx.field(static=True, default="he")
+
+
+RECENTERED = Layer()
+"""Recenter + ReLU with He weights, the layer that "BN decomposed" is about."""
+
+LAYER = _checks.instance(Layer, hint="for instance depth.Layer(rescale='std')")
+
+
+def activated(layer: Layer, z: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """Turn the pre-activations z of a layer into the next batch."""
+    if layer.recenter:
+        z = functional.recenter(z)
+    if layer.rescale is not None:
+        z = functional.rescale(z, 0, layer.rescale)
+    return activations.resolve(layer.activation)(z)
+
+
+def drawn_by_law(
+    key: Key[Array, ""], x: Float[Array, "n fan_in"], width: int, variance: float
+) -> Float[Array, "n {width}"]:
+    """Draw z = x W, where W has independent N(0, variance / fan_in) entries, without drawing W.
+
+    Let x' = Q R. Then z = R' (Q' W), and Q' W again has independent N(0, variance / fan_in) entries. So z has exactly
+    the law of x W, given x, but needs only min(n, fan_in) rows of normal numbers instead of fan_in rows. That takes
+    O(n^2 (fan_in + width)) operations instead of O(n fan_in width), and no rank is lost, because no Gram matrix is
+    formed.
+    """
+    fan_in = x.shape[1]
+    # x' is (fan_in, n): its factor R is (n, n) for wide inputs; narrow ones are small enough as they are
+    factor = jnp.linalg.qr(x.T, mode="r") if fan_in > x.shape[0] else x.T
+    normal = jax.random.normal(key, (factor.shape[0], width), x.dtype)
+    return (factor.T @ normal) * jnp.sqrt(variance / fan_in).astype(x.dtype)
 
 
 class Propagation(eqx.Module):
@@ -159,29 +237,20 @@ def propagate(
     >>> bool(abs(run.layers.pair_angles[-1].mean() - 74.65) < 2)      # degrees, not 90
     True
     """
-    batch = _check_batches(key, jnp.asarray(x))
+    batch = jnp.asarray(x)
+    if batch.ndim == 3 and batch.shape[:1] != key.shape:
+        raise ValueError(
+            f"x must be (n, k), or (s, n, k) with s keys; got {batch.shape} and keys {key.shape}"
+        )
+    if 0 in batch.shape[-2:]:
+        raise ValueError(f"x must hold at least one sample and one feature, got shape {batch.shape}")
     seen = jax.eval_shape(observe, jax.ShapeDtypeStruct(batch.shape[-2:], batch.dtype))
     if not jax.tree.leaves(seen):
         raise TypeError(f"observe must return an array or a pytree of arrays, got {_checks.show(seen)}")
-    draw = _choose_draw(draw, layer, batch.shape[-2], max(widths))
-    network = _Network(tuple(widths), layer, draw, renormalize, observe)
-    return _many(key, batch, network, chunk)
-
-
-def _check_batches(key: jax.Array, x: jax.Array) -> jax.Array:
-    """Return the batches; refuse them if there is not one for each key."""
-    if x.ndim == 3 and x.shape[:1] != key.shape:
-        raise ValueError(f"x must be (n, k), or (s, n, k) with s keys; got {x.shape} and keys {key.shape}")
-    if x.shape[-1] == 0 or x.shape[-2] == 0:
-        raise ValueError(f"x must hold at least one sample and one feature, got shape {x.shape}")
-    return x
-
-
-def _choose_draw(draw: str, layer: Layer, samples: int, width: int) -> str:
-    """Return ``"weights"`` or ``"law"``, whichever was asked for or is cheaper."""
     gaussian = isinstance(layer.weights, str) and layer.weights in VARIANCE
     if draw == "law" and not gaussian:
         raise ValueError(f"draw='law' needs weights in {list(VARIANCE)}, got {layer.weights!r}")
     if draw == "auto":
-        return "law" if gaussian and samples < width else "weights"
-    return draw
+        draw = "law" if gaussian and batch.shape[-2] < max(widths) else "weights"
+    network = _Network(tuple(widths), layer, draw, renormalize, observe)
+    return _many(key, batch, network, chunk)

@@ -89,7 +89,8 @@ def _rescaled(tree: Tree) -> Tree:
 def _children(rows: jax.Array) -> jax.Array:
     """Return both children of rows (m, n), the positive and negative transformations of Definition 5: (2m, n)."""
     centered = rows - jnp.mean(rows, axis=1, keepdims=True)
-    # a value equal to the mean must become 0 in both children, whatever the rounding of the mean
+    # a value equal to the mean must become 0 in both children, whatever the rounding of the mean: at most n eps for n
+    # samples, so that 512 covers all batches of up to 512
     snap = 512 * jnp.finfo(rows.dtype).eps * jnp.max(jnp.abs(rows), axis=1, keepdims=True)
     centered = jnp.where(jnp.abs(centered) < snap, 0.0, centered)
     return jnp.concatenate([jnp.maximum(centered, 0.0), jnp.maximum(-centered, 0.0)])
@@ -155,13 +156,6 @@ class TreeRecord(eqx.Module):
         first = (log_rho < tolerance)[:, None] & (jnp.arange(n)[None, :] == self.order[:, :1])
         last = (log_rho > -tolerance)[:, None] & (jnp.arange(n)[None, :] == self.order[:, -1:])
         return first | last
-
-    @property
-    def unmerged(self) -> Float[Array, "observed d"]:
-        """Share of the weight that separates interior samples; deep layers multiply it by ((n-2)^2+4) / ((n-1)^2+1)."""
-        total = jnp.sum(self.weight, axis=-1)
-        inner = jnp.sum(self.weight[..., 1:-1], axis=-1)
-        return jnp.where(total > 0, inner / jnp.where(total > 0, total, 1), 1.0)
 
 
 @partial(jax.jit, static_argnames=("depth", "every"))

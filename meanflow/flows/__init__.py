@@ -17,9 +17,7 @@ from meanflow.flows._models import batchnorm as batchnorm
 from meanflow.flows._models import batchnorm_manifold as batchnorm_manifold
 from meanflow.flows._models import spherical as spherical
 from meanflow.flows._models import vanilla as vanilla
-from meanflow.flows._observables import FunctionObservable as FunctionObservable
 from meanflow.flows._observables import Observable as Observable
 from meanflow.flows._optimality import certificate as certificate
-from meanflow.flows._optimality import separates as separates
 from meanflow.flows._population import GaussianPopulation as GaussianPopulation
 from meanflow.flows._problem import Chart as Chart

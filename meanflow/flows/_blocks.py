@@ -31,30 +31,25 @@ def predict(feature: "Feature", cloud: Cloud, x: jax.Array) -> jax.Array:
         return f + feature.predict(block, x), None
 
     # each block is computed again in reverse mode: what it computes on the way is what must not be kept
-    shape = jax.eval_shape(feature.predict, cloud, x)
+    shape = jax.eval_shape(lambda: feature.predict(cloud, x))
     return jax.lax.scan(jax.checkpoint(add), jnp.zeros(shape.shape, shape.dtype), _split(cloud, count))[0]
 
 
-def linearize(feature: "Feature", cloud: Cloud, x: jax.Array) -> tuple[jax.Array, "Pull"]:
-    """Return ``feature.linearize(cloud, x)``: predictions, and the map from covectors g to those of each particle."""
-    return _linearize(feature, cloud, x, lambda block: feature.linearize(block, x))
-
-
-def linearize_data(feature: "Feature", cloud: Cloud, data: Dataset) -> tuple[jax.Array, "Pull"]:
-    """Return ``feature.linearize_data(cloud, data)``, the same at the samples of a data set."""
-    return _linearize(feature, cloud, data.x, lambda block: feature.linearize_data(block, data))
-
-
-def _linearize(
-    feature: "Feature", cloud: Cloud, x: jax.Array, of_block: Callable[[Cloud], tuple[jax.Array, "Pull"]]
+def linearize(
+    feature: "Feature", cloud: Cloud, x: jax.Array, data: Dataset | None = None
 ) -> tuple[jax.Array, "Pull"]:
+    """Return predictions at ``x``, and the map from covectors g to those of each particle.
+
+    For the samples x of a data set, pass it too: the feature may know a faster way, ``linearize_data``.
+    """
     count = _count(feature, cloud, x)
+
+    def of_block(block: Cloud) -> tuple[jax.Array, "Pull"]:
+        return feature.linearize(block, x) if data is None else feature.linearize_data(block, data)
+
     if count == 1:
         return of_block(cloud)
-
-    def pull(g: jax.Array) -> PyTree[jax.Array]:
-        return _each(lambda block: of_block(block)[1](g), cloud, count)
-
+    pull = lambda g: _each(lambda block: of_block(block)[1](g), cloud, count)
     return predict(feature, cloud, x), pull
 
 
@@ -79,13 +74,7 @@ def _each(function: Callable[[Cloud], PyTree[jax.Array]], cloud: Cloud, count: i
 
 
 def split_rows(u: jax.Array, count: int) -> jax.Array:
-    """Return the rows of an array as ``count`` blocks (count, size, ...), filled up with copies of the last row.
-
-    With several devices block k holds the rows k, k + count, k + 2 count, ...: where a cloud is spread over them, each
-    then holds a part of every block, and a velocity takes one sum over devices. Cut as they lie in memory, blocks would
-    belong to one device each: the compiler then gathers the whole cloud on every device, and each computes all of it
-    (``test_blocks_of_a_spread_cloud_stay_where_they_are``). With one device nothing is copied where blocks are even.
-    """
+    """Return the rows of an array as ``count`` blocks (count, size, ...), filled up with copies of the last row."""
     size = -(-u.shape[0] // count)
     missing = count * size - u.shape[0]
     if missing:
@@ -96,7 +85,13 @@ def split_rows(u: jax.Array, count: int) -> jax.Array:
 
 
 def _interleaved() -> bool:
-    """Say whether a block takes every ``count``-th row: there are devices over which rows may be spread."""
+    """Say whether block k holds the rows k, k + count, k + 2 count, ..., and not those that lie together.
+
+    Both orders are measured. Where a cloud is spread over devices, each device must hold a part of every block, so that
+    a velocity takes one sum over devices; blocks of rows that lie together belong to one device each, and the compiler
+    then gathers the whole cloud on all of them (``test_blocks_of_a_spread_cloud_stay_where_they_are``). On a single
+    device such an order copies the cloud (``test_large_networks_need_memory_for_one_block_only``).
+    """
     return jax.device_count() > 1
 
 
@@ -108,21 +103,12 @@ def join_rows(u: jax.Array, rows: int) -> jax.Array:
 def is_own(rows: int, count: int) -> jax.Array:
     """Return which rows of the blocks that ``split_rows`` makes are no copies, (count, size)."""
     size = -(-rows // count)
-    place = jnp.arange(count * size)
-    return (place.reshape(size, count).T if _interleaved() else place.reshape(count, size)) < rows
+    return split_rows(jnp.arange(count * size), count) < rows
 
 
 def _split(cloud: Cloud, count: int) -> Cloud:
     """Return ``count`` blocks of particles as stacked clouds, filled up with particles of weight zero."""
-    particles, labels, weights = jax.tree.map(
-        lambda u: split_rows(u, count), (cloud.particles, cloud.labels, cloud.weights)
-    )
-    if cloud.size % count:
-        weights = jnp.where(is_own(cloud.size, count), weights, 0.0)
-    width = jnp.broadcast_to(cloud.width, (count,))
-    return eqx.tree_at(
-        lambda c: (c.particles, c.labels, c.weights, c.width),
-        cloud,
-        (particles, labels, weights, width),
-        is_leaf=lambda u: u is None,
-    )
+    each = lambda u: split_rows(u, count) if u.ndim else jnp.broadcast_to(u, (count,))
+    parts = jax.tree.map(each, cloud)
+    # the copies that fill up the last rows must not be counted twice
+    return eqx.tree_at(lambda c: c.weights, parts, jnp.where(is_own(cloud.size, count), parts.weights, 0.0))

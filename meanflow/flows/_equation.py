@@ -72,18 +72,13 @@ def risk(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
 def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     """Return E, a scalar."""
     loss = risk(flow, cloud, data)
-    if flow.regularizer is None:
+    if flow.penalty is None:
         return loss
-    return loss + flow.regularizer.strength * (cloud.weights @ flow.regularizer.function(cloud.particles))
+    return loss + flow.penalty.strength * (cloud.weights @ flow.penalty.function(cloud.particles))
 
 
-def differential(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
-    """Return grad V at each particle: a covector, in a record like the particles."""
-    return _differentials(flow, cloud, data, None)[0]
-
-
-def _differentials(
-    flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None
+def differential(
+    flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None = None
 ) -> tuple[PyTree[jax.Array], jax.Array | None]:
     """Return grad V at each particle, and the covector q_j l'(f_j, y_j) on the samples (None: there are none).
 
@@ -91,18 +86,20 @@ def _differentials(
     """
     g = None
     if isinstance(data, Population):
+        # V is a function of each particle alone: one pullback of ones gives all their differentials
         value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
         covector = along(jnp.ones_like(value))[0]
     else:
-        f, pull = blocks.linearize_data(flow.feature, cloud, data)
+        f, pull = blocks.linearize(flow.feature, cloud, data.x, data)
         if flow.offset is not None:
             f = f - (flow.offset(data.x) if offset is None else offset)
         g = residual(flow, f, data)
         covector = pull(g)
-    if flow.regularizer is None:
+    if flow.penalty is None:
         return covector, g
-    value, pullback = jax.vjp(flow.regularizer.function, cloud.particles)
-    extra = pullback(jnp.full_like(value, flow.regularizer.strength))[0]
+    # the penalty too acts particle by particle
+    value, pullback = jax.vjp(flow.penalty.function, cloud.particles)
+    extra = pullback(jnp.full_like(value, flow.penalty.strength))[0]
     return jax.tree.map(jnp.add, covector, extra), g
 
 
@@ -126,20 +123,8 @@ def velocity_and_slopes(
         flow, cloud, data: the model in its state, and what it learns.
         offset: f_0 at the samples, which a centered flow subtracts; computed where it is not given.
     """
-    covector, g = _differentials(flow, cloud, data, offset)
+    covector, g = differential(flow, cloud, data, offset)
     return jax.tree.map(jnp.negative, flow.space.cometric(cloud, covector)), g
-
-
-def slopes(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array | None:
-    """Return the covector q_j l'(f_j, y_j) on the samples, (n,) or (n, k); None for a population."""
-    return velocity_and_slopes(flow, cloud, data)[1]
-
-
-def total_slope(g: jax.Array | None) -> jax.Array:
-    """Return sum_j q_j |l'(f_j, y_j)|, a scalar that decays like the loss where the loss decays exponentially."""
-    if g is None:
-        raise ValueError("clock='normalized' needs data with samples, got a population")
-    return jnp.sum(jnp.abs(g))
 
 
 def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:
@@ -158,7 +143,7 @@ def dissipation(
     conserve: bool = True,
 ) -> jax.Array:
     """Return -dE/dt = sum_i p_i <grad V, C grad V> + beta sum_i p_i (V - <V>)^2 in mean-field time, a scalar."""
-    covector = differential(flow, cloud, data)
+    covector, _ = differential(flow, cloud, data)
     tangent = flow.space.cometric(cloud, covector)
 
     def paired(g: jax.Array, v: jax.Array) -> jax.Array:
@@ -177,9 +162,9 @@ def first_variation(flow: "Flow", cloud: Cloud, data: Dataset, probe: Cloud) -> 
     else:
         f = predict(flow, cloud, data.x)
         value = blocks.potential(flow.feature, probe, data.x, residual(flow, f, data))
-    if flow.regularizer is None:
+    if flow.penalty is None:
         return value
-    return value + flow.regularizer.strength * flow.regularizer.function(probe.particles)
+    return value + flow.penalty.strength * flow.penalty.function(probe.particles)
 
 
 def kernel_operator(
@@ -209,6 +194,7 @@ def tangent_kernel(
     if not shape:
         return kernel.T
     whole = kernel.reshape(*unit.shape[1:], *kernel.shape[1:]).transpose(2, 0, 3, 1)
+    # without a form of its own the feature is differentiated for all pairs of outputs, whichever are asked for
     if outputs == "full":
         return whole
     diagonal = jnp.diagonal(whole, axis1=2, axis2=3)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from meanflow import _checks, activations
+from meanflow._module import Module
 from meanflow._numerics import weighted_gram
 from meanflow.activations import Activation
 from meanflow.flows._observables import Observable, Predictions
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from meanflow.flows._motion import FrozenMotion
     from meanflow.flows._problem import Problem
 
-# numbers of an array over samples and neurons: of one block; up to which all neurons are treated at once where inputs
-# have at most CHEAP dimensions; and where they have more (``meanflow bench flows.blocks`` measures it)
+# Numbers of an array over samples and neurons, as ``meanflow bench flows.blocks`` measures them: BLOCK in one block (it
+# stays in the cache of a processor), CACHED up to which all neurons are treated at once where inputs have at most CHEAP
+# dimensions, LARGEST where they have more and products are dearer to compute twice.
 BLOCK, CACHED, LARGEST, CHEAP = 2**20, 2**22, 2**26, 32
 
 Pull = Callable[[jax.Array], PyTree[jax.Array]]
@@ -51,7 +53,7 @@ def block_count(entries: int, dim: int) -> int:
     return 1 if entries <= whole else -(-entries // BLOCK)
 
 
-class Feature(eqx.Module):
+class Feature(Module):
     """What one neuron contributes to the prediction. Subclasses define ``__call__``; the rest has defaults.
 
     A feature also says what the rest of the package needs to know about its neurons, so that a model of your own is
@@ -225,11 +227,21 @@ class TwoLayer(Feature):
         """Return the number of blocks of neurons; k outputs need no arrays beside those of one."""
         return block_count(x.shape[0] * cloud.size, x.shape[1])
 
+    def inputs(self, x: jax.Array) -> jax.Array:
+        """Return what the ``directions`` are multiplied with: x, or (x, 1) with a bias."""
+        return jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1) if self.bias else x
+
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return the vectors (m, d) whose products with ``inputs`` are the preactivations."""
+        return cloud.particles.b
+
+    def shifted(self, cloud: Cloud, products: jax.Array) -> jax.Array:
+        """Return what the activation is applied to, (n, m), from the products of directions and inputs."""
+        return products
+
     def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return the activations s(b_i . x_j), shape (n, m)."""
-        if self.bias:
-            x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
-        return self.activation(x @ cloud.particles.b.T)
+        return self.activation(self.shifted(cloud, self.inputs(x) @ self.directions(cloud).T))
 
     def __call__(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return (m/alpha) a_i s(b_i . x_j)."""
@@ -252,6 +264,7 @@ class TwoLayer(Feature):
         """Return predictions and covectors; k outputs are matrix products, without the (n, m, k) features."""
         if cloud.particles.a.ndim == 1:
             return Feature.linearize(self, cloud, x)
+        # phi is linear in a, so that only the hidden layer is differentiated; the covector of a is a product with it
         hidden, pullback = jax.vjp(lambda w: self.hidden(cloud.at(w), x), cloud.particles)
         a = self.amplitudes(cloud)
 
@@ -271,6 +284,7 @@ class TwoLayer(Feature):
         """
         if type(space) not in (Space, LayerRates):
             return None
+        # for x = z the activations are computed once; the same array on both sides also saves ``weighted_gram`` a pass
         same, b = z is x, cloud.particles.b
         x, z = self.inputs(x), self.inputs(z)
         value_x, slope_x = self._activate(x @ b.T)
@@ -316,16 +330,14 @@ class TwoLayer(Feature):
         count = a.shape[1]
         if outputs == "trace":
             return count * outer + inner(scale * jnp.sum(a**2, axis=1))
+        # Two outputs share the outer part only if they are the same one, since a_c moves output c alone. The inner part
+        # has a_c a_d for any two, as b moves all of them.
         # one product of (n, m) arrays for each pair of outputs: together they would take k^2 times the memory
         if outputs == "diagonal":
             return outer[:, :, None] + jnp.moveaxis(jax.lax.map(inner, (scale[:, None] * a**2).T), 0, -1)
         pairs = (scale[:, None, None] * a[:, :, None] * a[:, None, :]).reshape(cloud.size, count**2)
         mixed = jnp.moveaxis(jax.lax.map(inner, pairs.T), 0, -1).reshape(*outer.shape, count, count)
         return outer[:, :, None, None] * jnp.eye(count, dtype=outer.dtype)[None, None] + mixed
-
-    def directions(self, cloud: Cloud) -> jax.Array:
-        """Return the vectors (m, d) whose products with inputs the activation takes."""
-        return cloud.particles.b
 
     def check_overlap(self, feature: Feature) -> None:
         """Raise ValueError unless both have the same activation, of known expectations, and centered preactivations."""
@@ -336,17 +348,18 @@ class TwoLayer(Feature):
                 "a Gaussian population needs a student with the teacher's activation in two layers, got another one"
             )
         for one in (self, feature):
-            one.check_centered()
+            one.centering()
         if self.has_kinks() and not has_closed_form(self.activation):
             raise ValueError(
                 "a Gaussian population needs an activation that is smooth or has a closed form (such as 'relu'), "
                 f"got {self.activation}, whose slope jumps"
             )
 
-    def check_centered(self) -> None:
-        """Raise ValueError if preactivations have another mean than 0 over x ~ N(0, I)."""
+    def centering(self) -> float | jax.Array:
+        """Return 1 if preactivations have mean 0 over x ~ N(0, I), NaN if that is not known; else raise ValueError."""
         if self.bias:
             raise ValueError("a Gaussian population needs neurons without a bias, got bias=True")
+        return 1.0
 
     def overlap(self, cloud: Cloud, feature: Feature, other: Cloud) -> jax.Array:
         """Return amplitudes times the dual activation of the directions."""
@@ -355,13 +368,13 @@ class TwoLayer(Feature):
         self.check_overlap(feature)
         assert isinstance(feature, TwoLayer)
         left, right = self.directions(cloud), feature.directions(other)
-        squares = jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
-        shape = (left.shape[0], right.shape[0])
-        first, second = (jnp.broadcast_to(u, shape) for u in squares)
+        first, second = jnp.broadcast_arrays(
+            jnp.sum(left**2, axis=1)[:, None], jnp.sum(right**2, axis=1)[None, :]
+        )
         dual = dual_activation(self.activation)(first, second, left @ right.T).value
         a = self.amplitudes(cloud).reshape(cloud.size, -1)
         c = feature.amplitudes(other).reshape(other.size, -1)
-        return (a @ c.T) * dual
+        return (a @ c.T) * dual * (self.centering() * feature.centering())
 
     def amplitudes(self, cloud: Cloud) -> jax.Array:
         """Return (m/alpha) a, (m,) or (m, k): what multiplies the activation of each neuron."""
@@ -374,7 +387,7 @@ class TwoLayer(Feature):
         self.check_motion(problem)
         from meanflow.flows._kinks.two_layer import TwoLayerMotion
 
-        return TwoLayerMotion(problem, self.activation, self.inputs(problem.data.x))
+        return TwoLayerMotion(problem, self)
 
     def check_motion(self, problem: "Problem") -> None:
         """Raise ValueError unless neurons have one output and meet samples."""
@@ -388,10 +401,6 @@ class TwoLayer(Feature):
                 "solver='sliding' needs samples, whose kinks neurons meet one by one, got "
                 f"{type(problem.data).__name__}; use a diffrax solver"
             )
-
-    def inputs(self, x: jax.Array) -> jax.Array:
-        """Return what b is multiplied with: x, or (x, 1) with a bias."""
-        return jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1) if self.bias else x
 
     def has_kinks(self) -> bool:
         """Say whether the slope of the activation jumps."""

@@ -6,6 +6,7 @@ arguments once and then runs one compiled program of the inner function of the s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
@@ -32,6 +33,7 @@ from meanflow._checks import (
     taking,
     unchecked,
 )
+from meanflow._module import Module
 from meanflow._reuse import canonical, compiled
 from meanflow.flows import _blocks as blocks
 from meanflow.flows import _equation as equation
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from meanflow.measures._scaling import Alpha
 
 
-class Regularizer(eqx.Module):
+class Penalty(eqx.Module):
     """The penalty lam * reg(w).
 
     Attributes:
@@ -79,7 +81,7 @@ class Offset(eqx.Module):
         return blocks.predict(self.feature, self.cloud, x)
 
 
-class Flow(eqx.Module):
+class Flow(Module):
     """A model of learning: a feature phi, a geometry with inverse metric C, a loss, and an optional penalty.
 
     Build one with ``vanilla``, ``batchnorm``, ``batchnorm_manifold`` or a univariate constructor, or assemble parts of
@@ -90,7 +92,7 @@ class Flow(eqx.Module):
         space: the geometry of its particles.
         loss: the loss of a prediction.
         scaling: the output scale alpha(m).
-        regularizer: the penalty, or None.
+        penalty: the penalty, or None.
         laws: maps the input dimension to the default laws of an initial cloud; None if there are none.
         chart_type: the coordinates in which solvers step this flow.
         centered: whether the network is f - f_0, with f_0 its prediction at the start of a run.
@@ -101,7 +103,7 @@ class Flow(eqx.Module):
     space: Space
     loss: Loss
     scaling: Scaling
-    regularizer: Regularizer | None = None
+    penalty: Penalty | None = None
     laws: Callable[[int | None], dict[str, Law]] | None = eqx.field(static=True, default=None)
     chart_type: type[Chart] = eqx.field(static=True, default=Chart)
     centered: bool = eqx.field(static=True, default=False)
@@ -110,13 +112,11 @@ class Flow(eqx.Module):
     @_checks.arguments(data=DATA)
     def bind(self, data: Dataset) -> Self:
         """Freeze the statistics that the model takes from the data; does nothing where they are known."""
-        # through the classes: equinox wraps each bound method in a module, which takes longer than these calls
-        feature = type(self.feature).bind(self.feature, data)
-        space = type(self.space).bind(self.space, data)
+        feature, space = self.feature.bind(data), self.space.bind(data)
         if feature is self.feature and space is self.space:
             return self
-        bound = eqx.tree_at(lambda f: (f.feature, f.space), self, (feature, space))
-        return bound if self.offset is None else bound._with_offset(Offset(feature, self.offset.cloud))
+        offset = None if self.offset is None else Offset(feature, self.offset.cloud)
+        return dataclasses.replace(self, feature=feature, space=space, offset=offset)
 
     def begin(self, cloud: Cloud) -> Self:
         """Return the flow of a run that starts at ``cloud``: a centered flow subtracts the prediction of that cloud.
@@ -132,10 +132,7 @@ class Flow(eqx.Module):
         """
         if not self.centered or self.offset is not None:
             return self
-        return self._with_offset(Offset(self.feature, cloud))
-
-    def _with_offset(self, offset: Offset) -> Self:
-        return eqx.tree_at(lambda f: f.offset, self, offset, is_leaf=lambda u: u is None)
+        return dataclasses.replace(self, offset=Offset(self.feature, cloud))
 
     @_checks.arguments(
         key=prng_key, width=count(1), dim=optional(count(1)), outputs=optional(count(1)), paired=flag
@@ -183,6 +180,7 @@ class Flow(eqx.Module):
             return self.space.from_raw(sample(key, width, self.feature.record, chosen, labels=labels))
         if width % 2 or name is None:
             raise ValueError(f"paired needs an even width and a feature with an amplitude, got width {width}")
+        # f_0 = 0 exactly: both of a pair have the same inner weights, and amplitudes of opposite sign
         half = sample(key, width // 2, self.feature.record, chosen)
         twice = jax.tree.map(lambda u: jnp.repeat(u, 2, axis=0), half.particles)
         amplitude = getattr(twice, name)
@@ -200,7 +198,7 @@ class Flow(eqx.Module):
         The space knows what its points obey at any time, the feature what is conserved while nothing is penalised.
         """
         held = self.space.invariant()
-        if held is None and self.regularizer is None:
+        if held is None and self.penalty is None:
             held = self.feature.invariant(self.space)
         return held
 
@@ -212,9 +210,9 @@ class Flow(eqx.Module):
         """Raise ValueError if the cloud or the inputs do not fit the model; skips what is being traced."""
         if self.centered and self.offset is None:
             raise ValueError("a centered flow needs the start of its run: call flow.begin(cloud) first")
-        type(self.feature).check(self.feature, cloud, x)
-        type(self.space).check(self.space, cloud)
-        type(self.scaling).check(self.scaling, cloud)
+        self.feature.check(cloud, x)
+        self.space.check(cloud)
+        self.scaling.check(cloud)
 
 
 ALPHA = either(choice(*NAMES), number(above=0))
@@ -265,21 +263,21 @@ def make_flow(
         chart: the coordinates in which solvers step the flow.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
     """
-    regularizer = None if penalty is None else Regularizer(canonical(penalty[0]), floating(penalty[1]))
-    return Flow(feature, space, Loss(loss), Scaling(alpha), regularizer, laws, chart, centered)
+    weighted = None if penalty is None else Penalty(canonical(penalty[0]), floating(penalty[1]))
+    return Flow(feature, space, Loss(loss), Scaling(alpha), weighted, laws, chart, centered)
 
 
-def prepare(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
+def bind_and_check(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
     """Bind a flow to the data and check that cloud, data and flow fit together; the entry of all public functions."""
-    flow = type(flow).bind(flow, data)
-    type(flow).check(flow, cloud, data.x)
+    flow = flow.bind(data)
+    flow.check(cloud, data.x)
     if isinstance(data, equation.Population):
         data.check(flow)
-    type(flow.loss).check(flow.loss, type(flow.feature).output_shape(flow.feature, cloud), data.y)
-    if flow.regularizer is not None:
+    flow.loss.check(flow.feature.output_shape(cloud), data.y)
+    if flow.penalty is not None:
         leaves, structure = jax.tree.flatten(cloud.particles)
         shapes = tuple((np.shape(u), jnp.result_type(u)) for u in leaves)
-        _check_penalty(flow.regularizer.function, structure, shapes)
+        _check_penalty(flow.penalty.function, structure, shapes)
     return flow
 
 
@@ -306,6 +304,11 @@ INPUTS = array((None,), (None, None), squares=True)
 def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> Float[Array, n * k]:
     """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
 
+    Args:
+        flow: the model.
+        cloud: its neurons.
+        x: inputs (n,) or (n, d).
+
     >>> import jax, meanflow as mf
     >>> flow = mf.vanilla("tanh")
     >>> cloud = flow.init(jax.random.key(0), 8, dim=2)
@@ -313,14 +316,20 @@ def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> F
     (2,)
     """
     inputs = jnp.asarray(x)
-    type(flow).check(flow, cloud, inputs)
+    flow.check(cloud, inputs)
     return _predict(flow, cloud, inputs)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
 def energy(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
-    """Return E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar."""
-    return _energy(prepare(flow, cloud, data), cloud, data)
+    """Return E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar.
+
+    Args:
+        flow: the model; statistics that it lacks are those of the data.
+        cloud: its neurons.
+        data: training data.
+    """
+    return _energy(bind_and_check(flow, cloud, data), cloud, data)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
@@ -329,26 +338,28 @@ def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m 
 
     It equals -(1/p_i) C dE/dw_i, but is computed without dividing by p_i, so padding moves as test particles do.
     Cost O(n m d).
+
+    Args:
+        flow: the model; statistics that it lacks are those of the data.
+        cloud: its neurons.
+        data: training data.
     """
-    return _velocity(prepare(flow, cloud, data), cloud, data)
+    return _velocity(bind_and_check(flow, cloud, data), cloud, data)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, reaction=number(low=0), conserve=flag)
 def dissipation(
-    flow: Flow,
-    cloud: Cloud,
-    data: Dataset,
-    *,
-    reaction: float | jax.Array = 0.0,
-    conserve: bool = True,
+    flow: Flow, cloud: Cloud, data: Dataset, *, reaction: float | jax.Array = 0.0, conserve: bool = True
 ) -> Float[Array, ""]:
     """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure.
 
-    With a ``reaction`` rate beta weights move as well, and beta sum_i p_i (V(w_i) - <V>)^2 is added; ``conserve=False``
-    leaves out <V>, as for a flow of free mass.
+    Args:
+        flow, cloud, data: as in ``energy``.
+        reaction: the rate beta at which weights move as well, which adds beta sum_i p_i (V(w_i) - <V>)^2.
+        conserve: False leaves out <V>, as for a flow of free mass.
     """
     still = isinstance(reaction, float | int) and reaction == 0
-    return _dissipation(prepare(flow, cloud, data), cloud, data, None if still else reaction, conserve)
+    return _dissipation(bind_and_check(flow, cloud, data), cloud, data, None if still else reaction, conserve)
 
 
 @_checks.arguments(
@@ -360,11 +371,15 @@ def dissipation(
 def first_variation(
     flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k ..."]]
 ) -> Float[Array, " k"]:
-    """Return V(w) = dE/dmu at the particles ``probes`` (a record with leading axis k, or a Cloud); shape (k,).
+    """Return V(w) = dE/dmu at the particles ``probes``, shape (k,).
 
     At a minimiser V is constant (zero for these homogeneous features) on the support and nowhere smaller.
+
+    Args:
+        flow, cloud, data: as in ``energy``.
+        probes: particles of the model, a record with leading axis k or a Cloud, whose weights do not matter.
     """
-    flow = prepare(flow, cloud, data)
+    flow = bind_and_check(flow, cloud, data)
     probe = probes if isinstance(probes, Cloud) else Cloud(probes, width=cloud.width)
     flow.check(probe, data.x)
     return _first_variation(flow, cloud, data, probe)
@@ -385,16 +400,22 @@ def tangent_kernel(
 ) -> Float[Array, "n k *outputs"]:
     """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
 
-    For k outputs K(x, z) is a k x k matrix for each pair: ``outputs="full"`` gives (n_x, n_z, k, k), ``"diagonal"`` the
-    entries of equal outputs (n_x, n_z, k), and ``"trace"`` their sum (n_x, n_z), as in ``kernels.empirical_ntk``.
-
     Under the mean-field clock predictions obey f' = -K (q l'). The built-in models sum products of their activations
     over neurons: O(n_x n_z m) operations beside O(n m d), and O(n m) memory. A feature without such a form is
     differentiated ``chunk`` columns at a time, in O(n_x n_z m d) operations and O(chunk n m) memory.
+
+    Args:
+        flow: the model, bound to its statistics.
+        cloud: its neurons.
+        x, z: inputs (n_x, d) and (n_z, d), or without the last axis.
+        outputs: for k outputs K(x, z) is a k x k matrix for each pair: ``"full"`` gives (n_x, n_z, k, k),
+            ``"diagonal"`` the entries of equal outputs (n_x, n_z, k), and ``"trace"`` their sum (n_x, n_z), as in
+            ``kernels.empirical_ntk``.
+        chunk: how many columns are differentiated at a time.
     """
     left, right = jnp.asarray(x), None if z is None else jnp.asarray(z)
     for inputs in (left,) if right is None else (left, right):
-        type(flow).check(flow, cloud, inputs)
+        flow.check(cloud, inputs)
     return _tangent_kernel(flow, cloud, left, right, chunk, outputs)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from meanflow import _checks
 from meanflow._checks import choice, count, number
-from meanflow.flows._flow import FLOW, Flow, energy, prepare
+from meanflow.flows._flow import FLOW, Flow, bind_and_check, energy
 from meanflow.measures._cloud import CLOUD, Cloud
 from meanflow.measures._dataset import DATA, Dataset
 
@@ -63,15 +63,14 @@ def free_energy(
     >>> bool(abs(found.entropy + jnp.log(2 * jnp.pi * jnp.e)) < 4 * found.error)
     True
     """
-    bound = prepare(flow, cloud, data)
+    bound = bind_and_check(flow, cloud, data)
     weights = np.asarray(cloud.weights, np.float64)
     real = weights > 0
     if np.ptp(weights[real]) > 1e-6 * np.max(weights):
-        raise ValueError(
-            "cloud must have equal weights, got unequal ones; call meanflow.measures.resample first"
-        )
+        raise ValueError("cloud must have equal weights, got unequal ones; call cloud.resample(key) first")
     places = np.asarray(bound.space.embedding(cloud), np.float64)[real]
-    moving = np.ptp(places, axis=0) > 0  # what is frozen at one value has no entropy
+    # what is frozen at one value has no entropy
+    moving = np.ptp(places, axis=0) > 0
     places = places[:, moving]
     size = places.shape[0]
     dimension = bound.space.dimension(cloud) - int(np.sum(~moving))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
+from meanflow._module import Module
 from meanflow._reuse import canonical
 
 LossFunction = Callable[[jax.Array, jax.Array], jax.Array]
@@ -82,7 +83,7 @@ ELEMENTWISE: dict[str, LossFunction] = {"squared": squared, "logistic": logistic
 NAMED: dict[str, LossFunction] = {**ELEMENTWISE, "softmax": Softmax()}
 
 
-class Loss(eqx.Module):
+class Loss(Module):
     """A loss by name, or any callable.
 
     ``"squared"``, ``"logistic"`` and ``"huber"`` are summed over the outputs of a network, ``"softmax"`` compares k
@@ -114,43 +115,29 @@ class Loss(eqx.Module):
 
     def check(self, outputs: tuple[int, ...], y: jax.Array) -> None:
         """Raise ValueError if the targets do not fit predictions of shape ``outputs``, () or (k,)."""
-        count, rows = y.shape[0], (y.shape[0], *outputs)
-        if not outputs:
-            if self.classifies:
-                raise ValueError(
-                    "loss='softmax' needs a network with k outputs: particles.a of shape (m, k), "
-                    "for instance of flow.init(..., outputs=k)"
-                )
-            _checks.shape("y", y, (count,))
-        elif self.function in ELEMENTWISE.values():
-            if y.shape != rows:
-                raise ValueError(
-                    f"y must have shape {rows}, one target for each of the {outputs[0]} outputs, got {y.shape}; "
-                    "jax.nn.one_hot turns class numbers into such rows"
-                )
-        else:
-            _checks.shape("y", y, (count,), rows)
-        if self.function not in NAMED.values() and not self.classifies:
-            self._check_values(rows, y)
-        known = _checks.concrete(y) if self.classifies or self.function is logistic else None
-        if known is None:
-            return
-        if self.function is logistic:
-            wrong = known[np.abs(known) != 1]
-            if wrong.size:
-                raise ValueError(
-                    f"y must be -1 or 1 for loss='logistic', got {wrong[0]:g}; 2 * y - 1 maps labels 0 and 1 to these"
-                )
-            return
-        if known.ndim == 1 and (
-            np.any(known != np.round(known)) or known.min() < 0 or known.max() >= outputs[0]
-        ):
+        rows, each = (y.shape[0], *outputs), self.function in ELEMENTWISE.values()
+        if self.classifies and not outputs:
             raise ValueError(
-                f"y must hold classes 0 to {outputs[0] - 1} for {outputs[0]} outputs, "
-                f"got values from {known.min():g} to {known.max():g}"
+                "loss='softmax' needs a network with k outputs: particles.a of shape (m, k), "
+                "for instance of flow.init(..., outputs=k)"
             )
-        if known.ndim == 2 and (known.min() < 0 or np.max(np.abs(known.sum(axis=1) - 1)) > 1e-3):
-            raise ValueError("y must hold rows of probabilities, which sum to 1, for loss='softmax'")
+        if outputs and each and y.shape != rows:
+            raise ValueError(
+                f"y must have shape {rows}, one target for each of the {outputs[0]} outputs, got {y.shape}; "
+                "jax.nn.one_hot turns class numbers into such rows"
+            )
+        _checks.shape("y", y, *dict.fromkeys((rows[:1], rows)))
+        # targets come to the host for the losses that ask more of them than a shape
+        known = _checks.concrete(y) if self.classifies or self.function is logistic else None
+        if self.classifies and known is not None:
+            _check_classes(known, outputs[0])
+        elif not each and not self.classifies:
+            self._check_values(rows, y)
+        elif known is not None and np.any(np.abs(known) != 1):
+            raise ValueError(
+                f"y must be -1 or 1 for loss='logistic', got {known[np.abs(known) != 1][0]:g}; 2 * y - 1 maps labels "
+                "0 and 1 to these"
+            )
 
     def _check_values(self, rows: tuple[int, ...], y: jax.Array) -> None:
         """Raise ValueError unless the user's function returns one real number for each sample."""
@@ -187,6 +174,16 @@ class Loss(eqx.Module):
                 f"loss must return one number for a row of {f.shape[0]} outputs, got shape {jnp.shape(value)}"
             )
         return value
+
+
+def _check_classes(y: np.ndarray, count: int) -> None:
+    """Refuse targets that are neither class numbers below ``count`` nor rows of probabilities."""
+    if y.ndim == 1 and (np.any(y != np.round(y)) or y.min() < 0 or y.max() >= count):
+        raise ValueError(
+            f"y must hold classes 0 to {count - 1} for {count} outputs, got values from {y.min():g} to {y.max():g}"
+        )
+    if y.ndim == 2 and (y.min() < 0 or np.max(np.abs(y.sum(axis=1) - 1)) > 1e-3):
+        raise ValueError("y must hold rows of probabilities, which sum to 1, for loss='softmax'")
 
 
 LOSS = _checks.either(_checks.choice(*NAMED), _checks.taking(2))  # a Loss can be called too

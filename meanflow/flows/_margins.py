@@ -104,24 +104,25 @@ def max_margin(flow: Flow, cloud: Cloud, data: Dataset, norm: str = "variation")
 
 
 def _linear_programme(signed: np.ndarray) -> float:
-    """Maximize g with signed @ (u - v) >= g, sum(u + v) <= 1, u, v >= 0."""
+    """Return the largest min_j (signed u)_j over sum_i |u_i| <= 1.
+
+    By duality it is the least t with |signed' c|_i <= t for all i, over c >= 0 with sum c = 1.
+    """
     from scipy.optimize import linprog
 
     n, m = signed.shape
-    cost = np.zeros(2 * m + 1)
-    cost[-1] = -1.0
-    rows = np.concatenate([-signed, signed, np.ones((n, 1))], axis=1)
-    budget = np.concatenate([np.ones(2 * m), [0.0]])[None, :]
+    bound = np.full((m, 1), -1.0)
     found = linprog(
-        cost,
-        A_ub=np.concatenate([rows, budget]),
-        b_ub=np.concatenate([np.zeros(n), [1.0]]),
-        bounds=[(0, None)] * (2 * m) + [(None, None)],
+        np.append(np.zeros(n), 1.0),
+        A_ub=np.block([[signed.T, bound], [-signed.T, bound]]),
+        b_ub=np.zeros(2 * m),
+        A_eq=np.append(np.ones(n), 0.0)[None, :],
+        b_eq=[1.0],
         method="highs",
     )
     if not found.success:
         raise RuntimeError(f"the linear programme of the margin failed: {found.message}")
-    return float(-found.fun)
+    return float(found.fun)
 
 
 def _quadratic_programme(signed: np.ndarray) -> float:

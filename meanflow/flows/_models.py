@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from meanflow.measures._cloud import Neurons
 from meanflow.measures._scaling import Alpha, Scaling
 
 # a function of the particles, and the strength lam that multiplies it
-Penalty = tuple[Callable[[Neurons], jax.Array], float | jax.Array]
+PenaltyPair = tuple[Callable[[Neurons], jax.Array], float | jax.Array]
 
 
 def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -46,6 +47,7 @@ MODEL = {
 }
 
 
+OPTIONS = _checks.unchecked("by their names, as those of the constructor that they are passed on to")
 # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
 RATE = array((), (None,), low=0.0)
 
@@ -60,7 +62,7 @@ def vanilla(
     inner: bool | float | Float[ArrayLike, "*m"] = True,
     outer: bool | float | Float[ArrayLike, "*m"] = True,
     centered: bool = False,
-    penalty: Penalty | None = None,
+    penalty: PenaltyPair | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . x): gradient flow in flat (a, b).
 
@@ -92,22 +94,20 @@ def vanilla(
     )
 
 
-@_checks.arguments(**MODEL, bias=flag)
+@_checks.arguments(**MODEL, bias=flag, options=OPTIONS)
 def spherical(
-    activation: str | Activation = "relu",
-    loss: str | LossFunction | Loss = "squared",
-    *,
-    alpha: Alpha = "m",
-    bias: bool = False,
-    centered: bool = False,
-    penalty: Penalty | None = None,
+    activation: str | Activation = "relu", loss: str | LossFunction | Loss = "squared", **options: Any
 ) -> Flow:
     """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
 
     Directions move on the round sphere, b' = -(I - b b') grad V. For a positively homogeneous s, such as ReLU, the
     gradient flow of a balanced network (|a_i| = |b_i|) is this flow together with reaction at rate 2 and free mass:
     ``flow.space.from_raw(cloud)`` projects the network, ``solve(..., reaction=2.0, conserve=False)`` follows it. Weight
-    decay lam (a^2 + |b|^2)/2 becomes a penalty of lam per unit of mass. Arguments are those of ``vanilla``.
+    decay lam (a^2 + |b|^2)/2 becomes a penalty of lam per unit of mass.
+
+    Args:
+        activation, loss: as in ``vanilla``.
+        **options: alpha, bias, centered and penalty, as in ``vanilla``.
 
     >>> import jax, meanflow as mf
     >>> raw = mf.vanilla("relu").init(jax.random.key(0), 8, dim=3)
@@ -117,15 +117,11 @@ def spherical(
     >>> bool(abs(gap).max() < 1e-6)
     True
     """
-    return make_flow(
-        TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias),
-        SignedSphere(),
-        loss,
-        alpha=alpha,
-        centered=centered,
-        penalty=penalty,
-        laws=_biased_laws if bias else _two_layer_laws,
-    )
+    if options.keys() & {"inner", "outer"}:
+        raise ValueError(
+            f"options must not hold rates, signs stand still on the sphere, got {sorted(options)}"
+        )
+    return dataclasses.replace(vanilla(activation, loss, **options), space=SignedSphere())
 
 
 def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -145,7 +141,7 @@ def batchnorm(
     affine: bool = False,
     alpha: Alpha = "m",
     centered: bool = False,
-    penalty: Penalty | None = None,
+    penalty: PenaltyPair | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . (x - mean) / |b_i|_S) in flat raw (a, b).
 
@@ -166,65 +162,49 @@ def batchnorm(
     >>> mf.batchnorm("tanh").feature.raw
     True
     """
-    return _normalized(
-        True, activation, loss, mean, covariance, affine, alpha=alpha, centered=centered, penalty=penalty
+    if mean is not None and covariance is not None:
+        _checks.shape("mean", mean, jnp.shape(covariance)[:1])
+    # None stays None: ``bind`` puts the statistics of the data there
+    mean, covariance = (None if u is None else jnp.asarray(u) for u in (mean, covariance))
+    return make_flow(
+        BatchNormed(activations.resolve(activation), mean, covariance, True, Scaling(alpha), affine),
+        Space(),
+        loss,
+        alpha=alpha,
+        centered=centered,
+        penalty=penalty,
+        laws=_affine_laws if affine else _two_layer_laws,
     )
 
 
-@_checks.arguments(**MODEL, **STATISTICS)
+@_checks.arguments(**MODEL, **STATISTICS, options=OPTIONS)
 def batchnorm_manifold(
     activation: str | Activation = "relu",
     loss: str | LossFunction | Loss = "squared",
     mean: Float[ArrayLike, " d"] | None = None,
     covariance: Float[ArrayLike, "d d"] | None = None,
-    *,
-    affine: bool = False,
-    alpha: Alpha = "m",
-    centered: bool = False,
-    penalty: Penalty | None = None,
+    **options: Any,
 ) -> Flow:
     """Build the same flow in reduced coordinates: (a, bb) on R x Omega with labels c = |b| (default 1).
 
     f(x) = (1/alpha) sum_i a_i s(bb_i . (x - mean)), a' = -g_a, bb' = -G^-1 g_b / c^2. ``geometry.project`` and
     ``geometry.lift`` go from raw clouds to these and back. It needs the covariance before clouds can be drawn on
-    Omega: ``flow.bind(data).init(key, width, dim=d)``. Arguments are those of ``batchnorm``.
+    Omega: ``flow.bind(data).init(key, width, dim=d)``.
 
     With ``affine`` the metric is da^2 + c^2 G + dscale^2 + dshift^2. If the covariance S is singular, Omega lies in the
     range of S and c = |P b| with P the projector on it, which the flow conserves too. Off the plane mean + range(S) the
     network is the raw one without the null part of b.
+
+    Args:
+        activation, loss, mean, covariance: as in ``batchnorm``.
+        **options: affine, alpha, centered and penalty, as in ``batchnorm``.
 
     >>> import jax, jax.numpy as jnp, meanflow as mf
     >>> flow = mf.batchnorm_manifold("tanh", mean=jnp.zeros(2), covariance=jnp.eye(2))
     >>> flow.init(jax.random.key(0), 4, dim=2).labels.round(6).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    return _normalized(
-        False, activation, loss, mean, covariance, affine, alpha=alpha, centered=centered, penalty=penalty
-    )
-
-
-def _normalized(
-    raw: bool,
-    activation: str | Activation,
-    loss: str | LossFunction | Loss,
-    mean: Float[ArrayLike, " d"] | None,
-    covariance: Float[ArrayLike, "d d"] | None,
-    affine: bool,
-    **common: Any,
-) -> Flow:
-    """Build either flow of batch norm: in ``raw`` weights, where space is flat, or on Omega.
-
-    ``common`` is what any flow takes: alpha, centered, penalty.
-    """
-    if mean is not None and covariance is not None:
-        _checks.shape("mean", mean, jnp.shape(covariance)[:1])
-    # None stays None: ``bind`` puts the statistics of the data there
-    mean, covariance = (None if u is None else jnp.asarray(u) for u in (mean, covariance))
-    scaling = Scaling(common["alpha"])
-    return make_flow(
-        BatchNormed(activations.resolve(activation), mean, covariance, raw, scaling, affine),
-        Space() if raw else BatchNormManifold(covariance),
-        loss,
-        laws=_affine_laws if affine else _two_layer_laws,
-        **common,
-    )
+    flow = batchnorm(activation, loss, mean, covariance, **options)
+    feature = cast(BatchNormed, flow.feature)
+    space = BatchNormManifold(feature.covariance)
+    return dataclasses.replace(flow, feature=feature.on_manifold(), space=space)

@@ -69,10 +69,10 @@ class FrozenMotion(eqx.Module):
     def counts(self, state: MotionState) -> dict[str, jax.Array]:
         """Return how many events of each kind there have been so far, by name."""
 
-    @abc.abstractmethod
     def overflow(self, state: MotionState) -> jax.Array:
-        """Return whether a neuron has run out of events in some sub-step, a boolean scalar."""
+        """Return whether a neuron has run out of events in some sub-step, a boolean scalar; by default ``overflow``."""
+        return state.overflow
 
-    @abc.abstractmethod
     def with_overflow(self, state: MotionState, overflow: jax.Array) -> MotionState:
         """Return the state with its overflow mark set where ``overflow`` is true, and kept where it was."""
+        return state._replace(overflow=state.overflow | overflow)

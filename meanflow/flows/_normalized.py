@@ -1,6 +1,6 @@
 """Two-layer features under batch norm: phi = a s(scale bb . (x - mean) + shift) with bb = b / |b|_S."""
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from meanflow.activations import Activation
 from meanflow.flows._features import TwoLayer
 from meanflow.geometry import _omega as omega
 from meanflow.geometry._lifts import norms
-from meanflow.geometry._space import BatchNormManifold, Invariant, Space
+from meanflow.geometry._space import BatchNormManifold, Invariant, Space, conserved
 from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
 from meanflow.measures._dataset import Dataset
 from meanflow.measures._scaling import Scaling
@@ -33,13 +33,13 @@ class BatchNormed(TwoLayer):
     part of a raw b never moves; a raw b needs |b|_S > 0 only. On the manifold bb lies in range(S).
 
     Attributes:
-        mean: (d,), sigma: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
+        mean: (d,), covariance: (d, d): statistics of the inputs, or None until ``bind`` freezes those of the data.
         raw: whether b is normalized here.
         affine: whether neurons have a scale and a shift (``BatchNormNeurons``).
     """
 
     mean: jax.Array | None
-    sigma: jax.Array | None
+    covariance: jax.Array | None
     raw: bool = eqx.field(static=True)
     affine: bool = eqx.field(static=True)
 
@@ -47,35 +47,34 @@ class BatchNormed(TwoLayer):
         self,
         activation: Activation,
         mean: jax.Array | None,
-        sigma: jax.Array | None,
+        covariance: jax.Array | None,
         raw: bool,
         scaling: Scaling | None = None,
         affine: bool = False,
     ) -> None:
         super().__init__(activation, scaling)
-        self.mean, self.sigma, self.raw, self.affine = mean, sigma, raw, affine
+        self.mean, self.covariance, self.raw, self.affine = mean, covariance, raw, affine
         self.record = BatchNormNeurons if affine else Neurons
 
-    def bind(self, data: Dataset) -> Self:
+    def bind(self, data: Dataset) -> "BatchNormed":
         """Take mean and covariance (1/N) of the data where they were not given."""
-        if self.mean is not None and self.sigma is not None:
+        if self.mean is not None and self.covariance is not None:
             return self
         if data.x.ndim != 2:
             raise ValueError(f"x must have shape (n, d) under batch norm, got {data.x.shape}")
-        mean, sigma = data.moments()
-        return type(self)(
-            self.activation,
-            mean if self.mean is None else self.mean,
-            sigma if self.sigma is None else self.sigma,
-            self.raw,
-            self.scaling,
-            self.affine,
-        )
+        mean, covariance = data.moments()
+        mean = mean if self.mean is None else self.mean
+        covariance = covariance if self.covariance is None else self.covariance
+        return BatchNormed(self.activation, mean, covariance, self.raw, self.scaling, self.affine)
+
+    def on_manifold(self) -> "BatchNormed":
+        """Return the feature of the same neurons on the manifold, where b is normalized already."""
+        return BatchNormed(self.activation, self.mean, self.covariance, False, self.scaling, self.affine)
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError without bound statistics of the right shape, d >= 2 and |b|_S > 0."""
         TwoLayer.check(self, cloud, x)
-        if self.mean is None or self.sigma is None:
+        if self.mean is None or self.covariance is None:
             raise ValueError(
                 "this batch-norm flow has no statistics yet; call flow.bind(data) first or pass mean= and covariance="
             )
@@ -85,13 +84,13 @@ class BatchNormed(TwoLayer):
                 "batch norm needs inputs of dimension d >= 2 (for d = 1 Omega is two points), got d = 1"
             )
         _checks.shape("mean", self.mean, (d,))
-        _checks.shape("covariance", self.sigma, (d, d))
+        _checks.shape("covariance", self.covariance, (d, d))
         _checks.finite("mean", self.mean)
-        _checks.finite("covariance", self.sigma)
+        _checks.finite("covariance", self.covariance)
         if self.affine:
             for name in ("scale", "shift"):
                 _checks.shape(f"particles.{name}", getattr(cloud.particles, name), (cloud.size,))
-        counts = _checks.concrete(_count_still(cloud.particles.b, self.sigma))
+        counts = _checks.concrete(_count_still(cloud.particles.b, self.covariance))
         if counts is None:
             return
         if counts[0]:
@@ -102,14 +101,28 @@ class BatchNormed(TwoLayer):
                 f"{counts[1]} of the {cloud.size} vectors b"
             )
 
-    def _scaled(self, cloud: Cloud, preactivation: jax.Array) -> jax.Array:
-        """Return what the activation is applied to, from bb . (x - mean), (n, m)."""
-        if not self.affine:
-            return preactivation
-        return cloud.particles.scale[None, :] * preactivation + cloud.particles.shift[None, :]
+    def statistics(self) -> tuple[jax.Array, jax.Array]:
+        """Return mean and covariance, which are bound before anything is computed."""
+        assert self.mean is not None and self.covariance is not None
+        return self.mean, self.covariance
 
-    def check_centered(self) -> None:
-        """Raise ValueError for a mean that is not 0, and for neurons with a shift."""
+    def inputs(self, x: jax.Array) -> jax.Array:
+        """Return x - mean."""
+        return x - self.statistics()[0][None, :]
+
+    def directions(self, cloud: Cloud) -> jax.Array:
+        """Return bb."""
+        b = cloud.particles.b
+        return omega.normalize(b, self.statistics()[1]) if self.raw else b
+
+    def shifted(self, cloud: Cloud, products: jax.Array) -> jax.Array:
+        """Return scale t + shift for t = bb . (x - mean)."""
+        if not self.affine:
+            return products
+        return cloud.particles.scale[None, :] * products + cloud.particles.shift[None, :]
+
+    def centering(self) -> float | jax.Array:
+        """Return 1; raise ValueError for neurons with a shift and for a mean that is not 0 (NaN while it is traced)."""
         if self.affine:
             raise ValueError(
                 "a Gaussian population needs batch norm without scale and shift, got affine=True"
@@ -117,20 +130,7 @@ class BatchNormed(TwoLayer):
         mean = _checks.concrete(self.mean)
         if mean is not None and np.any(mean != 0):
             raise ValueError(f"a Gaussian population needs batch norm with mean 0, got mean = {mean}")
-
-    def directions(self, cloud: Cloud) -> jax.Array:
-        """Return bb, and NaN for a mean that is not 0: while it is traced ``check_centered`` cannot refuse it."""
-        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
-        b = cloud.particles.b
-        bb = omega.normalize(b, self.sigma) if self.raw else b
-        return jnp.where(jnp.all(self.mean == 0), bb, jnp.nan)
-
-    def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
-        """Return the activations s(g_i bb_i . (x_j - mean) + h_i), shape (n, m)."""
-        b = cloud.particles.b
-        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
-        bb = omega.normalize(b, self.sigma) if self.raw else b
-        return self.activation(self._scaled(cloud, (x - self.mean[None, :]) @ bb.T))
+        return 1.0 if mean is not None else jnp.where(jnp.all(self.statistics()[0] == 0), 1.0, jnp.nan)
 
     def kernel(
         self, cloud: Cloud, x: jax.Array, z: jax.Array, space: Space, outputs: str = "full"
@@ -140,23 +140,18 @@ class BatchNormed(TwoLayer):
         Inputs are centered. Raw neurons and those on the manifold have the same kernel, |bb|^2/c^2 = 1/|b|_S^2.
         Trainable scales and shifts add a a' s' s' (t t' + 1).
         """
-        b = cloud.particles.b
-        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
-        if self.raw and type(space) is Space:
-            rate = omega.sigma_norm(b, self.sigma)[:, 0] ** -2
-            bb = omega.normalize(b, self.sigma)
-        elif not self.raw and type(space) is BatchNormManifold:
-            rate = jnp.sum(b**2, axis=-1) / norms(cloud) ** 2
-            bb = b
-        else:
+        b, covariance = cloud.particles.b, self.statistics()[1]
+        if type(space) is not (Space if self.raw else BatchNormManifold):
             return None
+        of_manifold = lambda: jnp.sum(b**2, axis=-1) / norms(cloud) ** 2
+        rate = omega.sigma_norm(b, covariance)[:, 0] ** -2 if self.raw else of_manifold()
         if self.affine:
             rate = rate * cloud.particles.scale**2
-        x, z = x - self.mean[None, :], z - self.mean[None, :]
-        normal = bb @ self.sigma
+        bb, x, z = self.directions(cloud), self.inputs(x), self.inputs(z)
+        normal = bb @ covariance
         pre_x, pre_z = x @ bb.T, z @ bb.T
         (value_x, slope_x), (value_z, slope_z) = (
-            self._activate(self._scaled(cloud, u)) for u in (pre_x, pre_z)
+            self._activate(self.shifted(cloud, u)) for u in (pre_x, pre_z)
         )
         normal_x, normal_z, square, gram = x @ normal.T, z @ normal.T, jnp.sum(normal**2, axis=-1), x @ z.T
 
@@ -177,29 +172,24 @@ class BatchNormed(TwoLayer):
         self.check_motion(problem)
         from meanflow.flows._kinks.two_layer import NormalizedMotion
 
-        assert self.mean is not None and self.sigma is not None  # bound before anything is computed
-        inputs = problem.data.x - self.mean[None, :]
-        return NormalizedMotion(problem, self.activation, inputs, self.sigma, self.raw)
+        return NormalizedMotion(problem, self)
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return |b|^2, which raw neurons conserve because their scale does not matter; on Omega the space knows."""
-        return _square_norm if self.raw else None
-
-
-def _square_norm(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-    square = jnp.sum(cloud.particles.b**2, axis=-1)
-    return square, square
+        return conserved(lambda cloud: jnp.sum(cloud.particles.b**2, axis=-1)) if self.raw else None
 
 
 @jax.jit
-def _count_still(b: jax.Array, sigma: jax.Array) -> jax.Array:
+def _count_still(b: jax.Array, covariance: jax.Array) -> jax.Array:
     """Return how many of the vectors b (m, d) are zero, and along how many the inputs do not vary, beyond rounding.
 
     On the device, so that two numbers come to the host for a check and not all of b.
     """
     # what is left of b'Sb by rounding, in a product and in S itself
-    variance = jnp.sum(b * (b @ sigma), axis=-1)
-    terms = jnp.sum(jnp.abs(b) * (jnp.abs(b) @ jnp.abs(sigma)), axis=-1)
-    left = jnp.maximum(b.shape[-1] * terms, jnp.max(jnp.diagonal(sigma)) * jnp.sum(jnp.square(b), axis=-1))
-    still = variance <= jnp.finfo(sigma.dtype).eps * left
+    variance = jnp.sum(b * (b @ covariance), axis=-1)
+    terms = jnp.sum(jnp.abs(b) * (jnp.abs(b) @ jnp.abs(covariance)), axis=-1)
+    left = jnp.maximum(
+        b.shape[-1] * terms, jnp.max(jnp.diagonal(covariance)) * jnp.sum(jnp.square(b), axis=-1)
+    )
+    still = variance <= jnp.finfo(covariance.dtype).eps * left
     return jnp.stack([jnp.sum(jnp.all(b == 0, axis=-1)), jnp.sum(still)])

@@ -4,6 +4,7 @@ All quantities ignore padding (weight zero), so a run gives the same numbers at 
 """
 
 import abc
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from meanflow import _checks
+from meanflow._module import Module
 from meanflow._numerics import safe_sqrt, wrap_angle
 from meanflow._reuse import canonical
 from meanflow.flows import _equation as equation
@@ -23,13 +25,22 @@ if TYPE_CHECKING:
     from meanflow.flows._flow import Flow
     from meanflow.flows._problem import Problem
 
-KERNEL_POINTS = 64  # the kernel drift looks at this many samples at most; its cost grows with their square
+# the kernel drift looks at this many samples at most: its cost grows with their square, and a kernel that drifts does
+# so on any of them
+KERNEL_POINTS = 64
 
 Values: TypeAlias = PyTree[jax.Array]
 
 
-class Observable(eqx.Module):
-    """Something that is recorded at the save times of a run. Subclasses define ``measure``, and may define ``begin``.
+class Observable(Module):
+    """Something that is recorded along a run. This is the one contract of all that is observed.
+
+    ``begin`` is called once, at the start, and returns what is to be remembered: arrays to compare with, or None.
+    ``measure`` is called at each save time with the state of that time and what ``begin`` returned; it returns an array
+    or a dict of arrays, always of the same shapes. Both are pure functions, compiled into the program of the run.
+
+    A function (flow, cloud, data) -> values is an observable without a ``begin`` wherever one is asked for; with a
+    fourth argument it also gets the cloud at the start. Subclasses name the axes of what they return.
 
     Attributes:
         dims: names of the axes of the result; names at the end that it has no axes for are left out (``"output"``, for
@@ -64,19 +75,12 @@ DESCRIPTION = {
 }
 
 
-@_checks.constructor(function=_checks.function, from_start=_checks.flag, **DESCRIPTION)
 class FunctionObservable(Observable):
-    """A plain function as an observable, with names for the axes of its result.
+    """A plain function as an observable; users pass the function itself.
 
     Attributes:
-        function: (flow, cloud, data) -> array or dict of arrays; with ``from_start`` it gets the cloud at the start of
-            the run as a fourth argument.
+        function: (flow, cloud, data) -> values; with ``from_start`` a fourth argument is the cloud at the start.
         from_start: whether the function compares with the start.
-
-    >>> import jax.numpy as jnp
-    >>> largest = FunctionObservable(lambda flow, cloud, data: jnp.max(jnp.abs(cloud.particles.a)), about="max |a|")
-    >>> largest.about
-    'max |a|'
     """
 
     function: Callable[..., Values]
@@ -121,47 +125,19 @@ class Predictions(Observable):
         return equation.predict(problem.flow, cloud, x.astype(cloud.weights.dtype))
 
 
-class Accuracy(Observable):
-    """Share of the samples, by their weights, whose largest output is that of their class."""
-
-    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
-        """Return a scalar."""
-        data = problem.data
-        guess = jnp.argmax(equation.predict(problem.flow, cloud, data.x), axis=-1)
-        truth = data.y if data.y.ndim == 1 else jnp.argmax(data.y, axis=-1)
-        return jnp.sum(jnp.where(guess == truth, data.weights, 0.0)) / jnp.sum(data.weights)
-
-
-class Displacement(Observable):
-    """Root mean square distance of the coordinates from the start (angles the short way round)."""
-
-    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
-        """Return a scalar."""
-        return displacement(problem.flow, cloud, problem.start)
-
-
-class AngleDisplacement(Observable):
-    """Root mean square angle between the directions of the neurons now and at the start, in radians."""
-
-    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
-        """Return a scalar."""
-        turn = problem.flow.feature.turn(cloud, problem.start)
-        return _rms(cloud, turn**2)
-
-
 class KernelDrift(Observable):
     """|K_t - K_0| / |K_0| of the tangent kernel on the samples (64 of them, evenly chosen, if there are more)."""
 
     def _kernel(self, problem: "Problem", cloud: Cloud) -> jax.Array:
         data = problem.data
-        room = min(data.size, KERNEL_POINTS)
-        real = jnp.minimum(data.real, room)  # padding of the data has no say
-        place = jnp.arange(room)
+        points = min(data.size, KERNEL_POINTS)
+        real = jnp.minimum(data.real, points)  # padding of the data has no say
+        index = jnp.arange(points)
         gap = (data.real - 1) / jnp.maximum(real - 1, 1)
-        x = data.x[jnp.where(place < real, jnp.round(place * gap), 0).astype(int)]
+        x = data.x[jnp.where(index < real, jnp.round(index * gap), 0).astype(int)]
         kernel = equation.tangent_kernel(problem.flow, cloud, x, x)
-        chosen = ((place[:, None] < real) & (place[None, :] < real)).astype(kernel.dtype)
-        return kernel * chosen.reshape(room, room, *(1,) * (kernel.ndim - 2))
+        own = (index[:, None] < real) & (index[None, :] < real)
+        return kernel * own.astype(kernel.dtype).reshape(points, points, *(1,) * (kernel.ndim - 2))
 
     def begin(self, problem: "Problem") -> jax.Array:
         """Return the kernel at the start."""
@@ -173,33 +149,11 @@ class KernelDrift(Observable):
         return safe_sqrt(jnp.sum(change**2)) / jnp.linalg.norm(memory)
 
 
-class InvariantDrift(Observable):
-    """Root mean square change of what the flow conserves for each neuron, relative to its scale at the start."""
-
-    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
-        """Return a scalar."""
-        law = problem.flow.invariant()
-        if law is None:
-            raise ValueError("invariant_drift needs a flow with a conserved quantity, got one without")
-        (now, _), (then, scale) = law(cloud), law(problem.start)
-        return _rms(cloud, (now - then) ** 2) / _rms(problem.start, scale**2)
-
-
-class Coordinates(Observable):
-    """Coordinates of every neuron, NaN for padding; a vector coordinate b gives b_0, b_1, ..."""
-
-    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> dict[str, jax.Array]:
-        """Return one (m,) array per coordinate."""
-        real = cloud.weights > 0
-        named: dict[str, jax.Array] = {}
-        for name, value in cloud.particles._asdict().items():
-            columns = (
-                {name: value}
-                if value.ndim == 1
-                else {f"{name}_{k}": value[:, k] for k in range(value.shape[1])}
-            )
-            named |= {key: jnp.where(real, column, jnp.nan) for key, column in columns.items()}
-        return named
+def accuracy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
+    """Return the share of the samples, by their weights, whose largest output is that of their class."""
+    guess = jnp.argmax(equation.predict(flow, cloud, data.x), axis=-1)
+    truth = data.y if data.y.ndim == 1 else jnp.argmax(data.y, axis=-1)
+    return jnp.sum(jnp.where(guess == truth, data.weights, 0.0)) / jnp.sum(data.weights)
 
 
 def displacement(flow: "Flow", cloud: Cloud, start: Cloud) -> jax.Array:
@@ -211,28 +165,62 @@ def displacement(flow: "Flow", cloud: Cloud, start: Cloud) -> jax.Array:
     return _rms(cloud, jnp.sum(jnp.stack(squares), axis=0))
 
 
+def displaced(flow: "Flow", cloud: Cloud, data: Dataset, start: Cloud) -> jax.Array:
+    """Return the root mean square distance of the coordinates from the start."""
+    return displacement(flow, cloud, start)
+
+
+def angle_displacement(flow: "Flow", cloud: Cloud, data: Dataset, start: Cloud) -> jax.Array:
+    """Return the root mean square angle between the directions of the neurons now and at the start, in radians."""
+    return _rms(cloud, flow.feature.turn(cloud, start) ** 2)
+
+
+def invariant_drift(flow: "Flow", cloud: Cloud, data: Dataset, start: Cloud) -> jax.Array:
+    """Return the root mean square change of what the flow conserves, relative to its scale at the start."""
+    law = flow.invariant()
+    if law is None:
+        raise ValueError("invariant_drift needs a flow with a conserved quantity, got one without")
+    (now, _), (then, scale) = law(cloud), law(start)
+    return _rms(cloud, (now - then) ** 2) / _rms(start, scale**2)
+
+
+def coordinates(flow: "Flow", cloud: Cloud, data: Dataset) -> dict[str, jax.Array]:
+    """Return one (m,) array per coordinate, NaN for padding; a vector coordinate b gives b_0, b_1, ..."""
+    real = cloud.weights > 0
+    named: dict[str, jax.Array] = {}
+    for name, value in cloud.particles._asdict().items():
+        columns = {name: value} if value.ndim == 1 else {f"{name}_{k}": u for k, u in enumerate(value.T)}
+        named |= {key: jnp.where(real, column, jnp.nan) for key, column in columns.items()}
+    return named
+
+
 def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
     return safe_sqrt(cloud.weights @ jnp.where(cloud.weights > 0, squares, 0.0))
 
 
 def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     """Return the observables that every model has, and those that its parts make possible."""
+    since = functools.partial(FunctionObservable, from_start=True)
     chosen: dict[str, Observable] = {
         "dissipation": Dissipation(about="-dE/dt on the clock of the run"),
-        "displacement": Displacement(about="rms change of the coordinates"),
+        "displacement": since(displaced, about="rms change of the coordinates"),
         "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples", usual=False),
     }
     if flow.loss.classifies:
-        chosen["accuracy"] = Accuracy(about="share of the samples that are classified correctly")
+        chosen["accuracy"] = FunctionObservable(
+            accuracy, about="share of the samples that are classified correctly"
+        )
     if flow.feature.has_direction:
-        chosen["angle_displacement"] = AngleDisplacement(units="rad", about="rms turn of the neurons")
+        chosen["angle_displacement"] = since(angle_displacement, units="rad", about="rms turn of the neurons")
     if flow.invariant() is not None:
-        chosen["invariant_drift"] = InvariantDrift(about="rms relative change of what the flow conserves")
+        chosen["invariant_drift"] = since(
+            invariant_drift, about="rms relative change of what the flow conserves"
+        )
     return chosen
 
 
 ON_REQUEST: dict[str, Observable] = {
-    "neurons": Coordinates(dims=("particle",), about="coordinates of every neuron")
+    "neurons": FunctionObservable(coordinates, dims=("particle",), about="coordinates of every neuron")
 }
 
 
@@ -254,16 +242,30 @@ Observe = (
     | Callable[..., Values]
     | str
     | Sequence[str]
-    | Mapping[str, "Observable | Callable[..., Values]"]
+    | Mapping[str, "Observable | Callable[..., Values] | str"]
 )
 
 
 def as_observable(name: str, one: object) -> Observable:
-    """Return an observable for what a user gave: an ``Observable``, or a function of (flow, cloud, data)."""
+    """Return an observable for what a user gave.
+
+    It is an ``Observable``, the name of one that every model has on request, or a function of (flow, cloud, data), or
+    of (flow, cloud, data, start).
+    """
     if isinstance(one, Observable):
         return one
-    _checks.taking(3)(name, one)
-    return FunctionObservable(canonical(one))  # type: ignore[arg-type]
+    if isinstance(one, str):
+        return named([one], {})[one]
+    try:
+        _checks.taking(3)(name, one)
+        from_start = False
+    except TypeError as problem:
+        try:
+            _checks.taking(4)(name, one)
+        except TypeError:
+            raise problem from None
+        from_start = True
+    return FunctionObservable(canonical(one), from_start=from_start)  # type: ignore[arg-type]
 
 
 def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[str, Observable] | None:

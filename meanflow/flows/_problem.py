@@ -146,15 +146,17 @@ class Problem(eqx.Module):
         """Return d t_mean_field / dt at a cloud in the coordinates of ``flow``, by default those of the chart."""
         if not self.normalized:
             return self.speed
-        return self._normalize(
-            equation.slopes(self.chart.flow if flow is None else flow, cloud, self.samples)
-        )
+        flow = self.chart.flow if flow is None else flow
+        return self._normalize(equation.differential(flow, cloud, self.samples)[1])
 
     def _normalize(self, slopes: jax.Array | None) -> jax.Array:
         """Return d t_mean_field / dt where the loss has these slopes q_j l'(f_j, y_j)."""
         if not self.normalized:
             return self.speed
-        slope = equation.total_slope(slopes)
+        if slopes is None:
+            raise ValueError("clock='normalized' needs data with samples, got a population")
+        # sum_j q_j |l'|, which decays like the loss where the loss decays exponentially
+        slope = jnp.sum(jnp.abs(slopes))
         return self.speed / jnp.maximum(slope, jnp.finfo(slope.dtype).tiny)
 
     def dissipation(self, cloud: Cloud) -> jax.Array:

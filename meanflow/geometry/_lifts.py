@@ -12,14 +12,14 @@ def norms(cloud: Cloud) -> jax.Array:
     return jnp.ones_like(cloud.weights) if cloud.labels is None else cloud.labels
 
 
-def project(cloud: Cloud, sigma: jax.Array, null: jax.Array | None = None) -> Cloud:
+def project(cloud: Cloud, covariance: jax.Array, null: jax.Array | None = None) -> Cloud:
     """Map raw neurons (a, b) to the batch-norm manifold: (a, T(P b)) with label c = |P b|, which the flow conserves.
 
-    ``null`` is the projector I - P on the null space of ``sigma``; None stands for P = I.
+    ``null`` is the projector I - P on the null space of ``covariance``; None stands for P = I.
     """
     b = cloud.particles.b
     b = b if null is None else b - b @ null
-    particles = cloud.particles._replace(b=omega.normalize(b, sigma))
+    particles = cloud.particles._replace(b=omega.normalize(b, covariance))
     return Cloud(particles, cloud.weights, jnp.linalg.norm(b, axis=-1), width=cloud.width)
 
 

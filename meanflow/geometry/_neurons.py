@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from meanflow import _checks
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.geometry import _sphere as sphere
-from meanflow.geometry._space import Invariant, Space
+from meanflow.geometry._space import Invariant, Space, conserved
 from meanflow.geometry._sphere import dot
 from meanflow.measures._cloud import Cloud, Neurons
 
@@ -91,12 +91,7 @@ class SignedSphere(Space):
 
     def invariant(self) -> Invariant | None:
         """Return |b|^2, which is 1."""
-
-        def constraint(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-            square = jnp.sum(cloud.particles.b**2, axis=-1)
-            return square, square
-
-        return constraint
+        return conserved(lambda cloud: jnp.sum(cloud.particles.b**2, axis=-1))
 
     def embedding(self, cloud: Cloud) -> jax.Array:
         """Return b."""

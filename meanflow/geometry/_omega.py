@@ -8,7 +8,7 @@ on a raw b of unit length moves bb by the gradient flow of the metric (with u = 
 
 (Omega, G) is isometric to the round unit sphere through bb -> bb/|bb|; so distance, exp and log are those of the
 sphere and cost O(d) beside the product S bb. Nothing here needs a pseudo-inverse. Vectors are (..., d), the
-covariance ``sigma`` is (d, d); metric inner products of *tangent* vectors do not depend on ``sigma`` at all.
+covariance S is (d, d); metric inner products of *tangent* vectors do not depend on S at all.
 
 A singular S has a smaller Omega: all formulas hold for bb in the range of S, with differentials g that lie there too.
 """
@@ -29,7 +29,7 @@ Matrix = Float[Array, "d d"]
 ROUNDING = 4  # eigenvalues of correlations below this times d eps are zero: what sums of products leave
 
 
-def null_projector(sigma: Matrix) -> Matrix | None:
+def null_projector(covariance: Matrix) -> Matrix | None:
     """Return the projector (d, d) on the null space of S; None if S is regular, or traced and taken to be so.
 
     Inputs without variance count as constant, and the rest is judged by its correlations: a pixel that is dark in all
@@ -40,7 +40,7 @@ def null_projector(sigma: Matrix) -> Matrix | None:
     >>> null_projector(jnp.eye(2)) is None
     True
     """
-    known = _checks.concrete(sigma)
+    known = _checks.concrete(covariance)
     if known is None or known.ndim != 2 or not np.all(np.isfinite(known)):
         return None
     eps, matrix = float(np.finfo(known.dtype).eps), known.astype(np.float64)
@@ -62,16 +62,16 @@ def null_projector(sigma: Matrix) -> Matrix | None:
 
 
 @jax.jit
-def sigma_norm(b: Vectors, sigma: Matrix) -> Float[Array, "... 1"]:
+def sigma_norm(b: Vectors, covariance: Matrix) -> Float[Array, "... 1"]:
     """Return |b|_S = sqrt(b' S b), the standard deviation of b . x. b (..., d), S (d, d) -> (..., 1)."""
     # whole-array product: some jax releases miscompile a vmapped w -> w' S w
-    return jnp.sqrt(dot(b, b @ sigma))
+    return jnp.sqrt(dot(b, b @ covariance))
 
 
 @jax.jit
-def normalize(b: Vectors, sigma: Matrix) -> Vectors:
+def normalize(b: Vectors, covariance: Matrix) -> Vectors:
     """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it."""
-    return b / sigma_norm(b, sigma)
+    return b / sigma_norm(b, covariance)
 
 
 @jax.jit
@@ -81,15 +81,15 @@ def direction(bb: Vectors) -> Vectors:
 
 
 @jax.jit
-def project(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+def project(bb: Vectors, v: Vectors, covariance: Matrix) -> Vectors:
     """Return (I - bb u') v, the projection along bb onto the tangent space {v : u . v = 0} at bb."""
-    return v - bb * dot(bb @ sigma, v)
+    return v - bb * dot(bb @ covariance, v)
 
 
 @jax.jit
-def cometric_apply(bb: Vectors, covector: Vectors, sigma: Matrix) -> Vectors:
+def cometric_apply(bb: Vectors, covector: Vectors, covariance: Matrix) -> Vectors:
     """Return the gradient of a differential g, G^-1 g = |bb|^2 (I - bb u')(I - u bb') g, (..., d). O(d) after S bb."""
-    u = bb @ sigma
+    u = bb @ covariance
     h = covector - u * dot(bb, covector)
     return dot(bb, bb) * (h - bb * dot(u, h))
 
@@ -102,9 +102,9 @@ def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "..."]:
 
 
 @jax.jit
-def metric(bb: Float[Array, " d"], sigma: Matrix) -> Matrix:
+def metric(bb: Float[Array, " d"], covariance: Matrix) -> Matrix:
     """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
-    u = sigma @ bb
+    u = covariance @ bb
     tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(u, u) / (u @ u)
     w = tangent @ bb
     return (tangent - jnp.outer(w, w) / (bb @ bb)) / (bb @ bb)
@@ -116,24 +116,27 @@ def distance(bb: Vectors, other: Vectors) -> Float[Array, "..."]:
     return sphere.angle(direction(bb), direction(other))
 
 
-@jax.jit
-def exp(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
-    """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians)."""
+def _on_sphere(bb: Vectors, v: Vectors) -> tuple[Vectors, Vectors]:
+    """Return the image of bb on the unit sphere, and the tangent vector there that v is mapped to."""
     s = direction(bb)
-    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
-    return normalize(sphere.exp(s, turn), sigma)
+    return s, (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
 
 
 @jax.jit
-def log(bb: Vectors, other: Vectors, sigma: Matrix) -> Vectors:
+def exp(bb: Vectors, v: Vectors, covariance: Matrix) -> Vectors:
+    """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians)."""
+    return normalize(sphere.exp(*_on_sphere(bb, v)), covariance)
+
+
+@jax.jit
+def log(bb: Vectors, other: Vectors, covariance: Matrix) -> Vectors:
     """Return the tangent v (..., d) at bb with exp(bb, v) = other; NaN for opposite vectors."""
     turn = sphere.log(direction(bb), direction(other))
-    return safe_norm(bb, keepdims=True) * project(bb, turn, sigma)
+    return safe_norm(bb, keepdims=True) * project(bb, turn, covariance)
 
 
 @jax.jit
-def retract(bb: Vectors, v: Vectors, sigma: Matrix) -> Vectors:
+def retract(bb: Vectors, v: Vectors, covariance: Matrix) -> Vectors:
     """Return the end of one raw gradient step, renormalised, (..., d). It is |v|_G^3 / 3 away from ``exp``."""
-    s = direction(bb)
-    turn = (v - s * dot(s, v)) / safe_norm(bb, keepdims=True)
-    return normalize(s + turn, sigma)
+    s, turn = _on_sphere(bb, v)
+    return normalize(s + turn, covariance)

@@ -76,22 +76,6 @@ def direction(bb: Vectors) -> Float[Array, "*batch d"]:
     return omega.direction(bb)
 
 
-@_checks.arguments(bb=nonzero, covector=VECTORS, covariance=COVARIANCE)
-def cometric_apply(bb: Vectors, covector: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
-    """Return the gradient of a differential g, G^-1 g = |bb|^2 (I - bb u')(I - u bb') g with u = S bb, (..., d).
-
-    Args:
-        bb: points of Omega (..., d).
-        covector: differentials g (..., d).
-        covariance: S (d, d), symmetric and positive definite.
-
-    >>> cometric_apply([1.0, 0.0], [5.0, 3.0], [[1.0, 0.0], [0.0, 1.0]]).tolist()
-    [0.0, 3.0]
-    """
-    _fit(covariance, bb=bb, covector=covector)
-    return omega.cometric_apply(bb, covector, covariance)
-
-
 @_checks.arguments(bb=nonzero, v=VECTORS, w=VECTORS)
 def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "*batch"]:
     """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...).
@@ -171,22 +155,6 @@ def log(bb: Vectors, other: Vectors, covariance: Matrix) -> Float[Array, "*batch
     if known is not None and np.isnan(known).any():
         raise ValueError("other must not be opposite to bb: opposite points have no unique geodesic")
     return tangent
-
-
-@_checks.arguments(bb=nonzero, v=VECTORS, covariance=COVARIANCE)
-def retract(bb: Vectors, v: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
-    """Return the end of one raw gradient step, renormalized, (..., d). It is |v|_G^3 / 3 away from ``exp``.
-
-    Args:
-        bb: points of Omega (..., d).
-        v: tangent vectors at bb (..., d).
-        covariance: S (d, d), symmetric and positive definite.
-
-    >>> print(retract([1.0, 0.0], [0.0, 1.0], [[1.0, 0.0], [0.0, 1.0]]).round(4))
-    [0.7071 0.7071]
-    """
-    _fit(covariance, bb=bb, v=v)
-    return omega.retract(bb, v, covariance)
 
 
 def _neurons(cloud: Cloud) -> Neurons | BatchNormNeurons:

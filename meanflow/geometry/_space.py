@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from meanflow import _checks
 from meanflow._matrices import grams
+from meanflow._module import Module
 from meanflow._numerics import safe_norm
 from meanflow.geometry import _lifts as lifts
 from meanflow.geometry import _omega as omega
@@ -25,6 +26,12 @@ from meanflow.measures._dataset import Dataset
 
 # A conservation law: maps a cloud to what each neuron conserves and the scale it is measured on, both (m,).
 Invariant = Callable[[Cloud], tuple[jax.Array, jax.Array]]
+
+
+def conserved(square: Callable[[Cloud], jax.Array]) -> Invariant:
+    """Return the law that each neuron keeps a square (m,), measured on the scale of the square itself."""
+    return lambda cloud: (square(cloud),) * 2
+
 
 Record: TypeAlias = PyTree[
     jax.Array
@@ -36,7 +43,7 @@ def _rows(u: jax.Array) -> jax.Array:
     return jnp.sum(u.reshape(u.shape[0], -1), axis=1)
 
 
-class Space(eqx.Module):
+class Space(Module):
     """Flat space: C = identity. Other geometries override what differs."""
 
     @property
@@ -73,10 +80,7 @@ class Space(eqx.Module):
         Noise at temperature tau moves a particle by sqrt(2 tau dt) S xi + tau dt ``noise_drift``. S must be linear in
         xi. A space with an inverse metric of its own defines it, or its flows run without noise.
         """
-        if not self._is_flat():
-            raise ValueError(
-                f"temperature needs a space that defines noise(cloud, normal), got {type(self).__name__}"
-            )
+        self._need_flat("temperature needs a space that defines noise(cloud, normal)")
         return normal
 
     def log_volume(self, cloud: Cloud) -> jax.Array:
@@ -84,10 +88,7 @@ class Space(eqx.Module):
 
         ``noise_drift`` asks for it where steps are additions of coordinates and C is not constant.
         """
-        if not self._is_flat():
-            raise ValueError(
-                f"temperature needs a space that defines log_volume(cloud), got {type(self).__name__}"
-            )
+        self._need_flat("temperature needs a space that defines log_volume(cloud)")
         return jnp.zeros_like(cloud.weights)
 
     def noise_drift(self, cloud: Cloud) -> Record:
@@ -98,6 +99,7 @@ class Space(eqx.Module):
         space has an ``exp`` of its own, and found by differentiating ``cometric`` and ``log_volume`` where steps are
         additions.
         """
+        # geodesics have the drift built in: a step that follows them must not add it again
         if self._is_flat() or type(self).exp is not Space.exp:
             return jax.tree.map(jnp.zeros_like, cloud.particles)
         return ito_drift(self, cloud)
@@ -112,14 +114,15 @@ class Space(eqx.Module):
 
     def embedding(self, cloud: Cloud) -> jax.Array:
         """Return the particles in a flat space, (m, k): distances of close particles are those of the metric."""
-        if not self._is_flat():
-            raise ValueError(
-                f"an entropy needs a space that defines embedding(cloud), got {type(self).__name__}"
-            )
+        self._need_flat("an entropy needs a space that defines embedding(cloud)")
         return jnp.concatenate([u.reshape(cloud.size, -1) for u in jax.tree.leaves(cloud.particles)], axis=1)
 
     def _is_flat(self) -> bool:
         return type(self).cometric is Space.cometric
+
+    def _need_flat(self, wanted: str) -> None:
+        if not self._is_flat():
+            raise ValueError(f"{wanted}, got {type(self).__name__}")
 
     def cylinder(self, height: jax.Array, angle: jax.Array) -> Record:
         """Return the particles at the points (height, angle) of the cylinder R x circle, both (k,).
@@ -177,22 +180,22 @@ class BatchNormManifold(Space):
     raw neurons b = c bb/|bb| for any bb, so that nothing else depends on the rank.)
 
     Attributes:
-        sigma: (d, d) covariance of the inputs, or None until ``bind``.
+        covariance: (d, d) covariance of the inputs, or None until ``bind``.
         null: (d, d) projector on the null space of the covariance; None if that is regular, or not known yet.
     """
 
-    sigma: jax.Array | None
+    covariance: jax.Array | None
     null: jax.Array | None
 
     def __init__(self, covariance: jax.Array | None = None) -> None:
-        self.sigma = None if covariance is None else COVARIANCE("covariance", covariance)
-        if self.sigma is not None:
-            _checks.shape("covariance", self.sigma, (None, None))
-        self.null = None if self.sigma is None else omega.null_projector(self.sigma)
+        self.covariance = None if covariance is None else COVARIANCE("covariance", covariance)
+        if self.covariance is not None:
+            _checks.shape("covariance", self.covariance, (None, None))
+        self.null = None if self.covariance is None else omega.null_projector(self.covariance)
 
     def bind(self, data: Dataset) -> Self:
         """Take the covariance of the data unless one was given."""
-        if self.sigma is not None:
+        if self.covariance is not None:
             return self
         return type(self)(data.moments()[1])
 
@@ -200,10 +203,10 @@ class BatchNormManifold(Space):
         """Raise ValueError unless labels are positive norms and the particles lie on Omega."""
         if cloud.labels is not None:
             _checks.at_least("labels (the norms c = |b|)", cloud.labels, 0.0, strict=True)
-        if self.sigma is None:
+        if self.covariance is None:
             return
         hint = "meanflow.geometry.project maps raw neurons there"
-        length = _checks.concrete(omega.sigma_norm(cloud.particles.b, self.sigma))
+        length = _checks.concrete(omega.sigma_norm(cloud.particles.b, self.covariance))
         if length is not None and np.max(np.abs(length - 1)) > 1e-3:
             raise ValueError(
                 "particles.b must lie on Omega (b' S b = 1), "
@@ -217,26 +220,19 @@ class BatchNormManifold(Space):
 
     def invariant(self) -> Invariant | None:
         """Return b'Sb, which is 1 on Omega."""
-
-        def constraint(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-            square = omega.sigma_norm(cloud.particles.b, self._covariance())[:, 0] ** 2
-            return square, square
-
-        return constraint
+        return conserved(lambda cloud: omega.sigma_norm(cloud.particles.b, self._covariance())[:, 0] ** 2)
 
     def _covariance(self) -> jax.Array:
-        if self.sigma is None:
+        if self.covariance is None:
             raise ValueError("Omega needs a covariance; call flow.bind(data) first or pass covariance=")
-        return self.sigma
+        return self.covariance
 
     def from_raw(self, cloud: Cloud) -> Cloud:
         """Map raw (a, b) to (a, T(P b)); the labels are |P b| unless given."""
         moved = lifts.project(cloud, self._covariance(), self.null)
-        return (
-            moved
-            if cloud.labels is None
-            else Cloud(moved.particles, moved.weights, cloud.labels, width=cloud.width)
-        )
+        if cloud.labels is None:
+            return moved
+        return Cloud(moved.particles, moved.weights, cloud.labels, width=cloud.width)
 
     def cometric(self, cloud: Cloud, covector: Record) -> Record:
         """Return G^-1 g_b / c^2, and the other coordinates of g as they are."""
@@ -250,13 +246,13 @@ class BatchNormManifold(Space):
 
     def cylinder(self, height: jax.Array, angle: jax.Array) -> Neurons:
         """Return a = height and b = T(cos, sin), for inputs in the plane and neurons of raw norm 1."""
-        sigma = self._covariance()
-        if sigma.shape != (2, 2):
+        covariance = self._covariance()
+        if covariance.shape != (2, 2):
             raise ValueError(
-                f"x must have shape (n, 2) for finite volumes, got inputs of {len(sigma)} dimensions"
+                f"x must have shape (n, 2) for finite volumes, got inputs of {len(covariance)} dimensions"
             )
         direction = jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-1)
-        return Neurons(height, omega.normalize(direction, sigma))
+        return Neurons(height, omega.normalize(direction, covariance))
 
     def retract(self, cloud: Cloud, v: Record) -> Record:
         """Return the end of a raw gradient step followed by renormalisation to |b| = c."""

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.layers._standardize import Standardization, affine, standardize, widen
+from meanflow.layers._standardize import Own, Standardization, affine, fits, standardize, widen
 
 
 def _check_axis(name: str, value: object) -> object:
@@ -29,11 +29,6 @@ def _check_axis(name: str, value: object) -> object:
     if len(set(axes)) != len(axes):
         raise ValueError(f"{name} must hold distinct axes, got {axes}")
     return axes if len(axes) > 1 else axes[0]
-
-
-def _check_groups(name: str, value: object) -> object:
-    """Accept a sequence of sequences of device numbers; return it as tuples, which can be hashed."""
-    return _checks.sequence(_checks.sequence(_checks.count(0)))(name, value)
 
 
 OPTIONS: dict[str, _checks.Kind] = {
@@ -50,7 +45,7 @@ OPTIONS: dict[str, _checks.Kind] = {
     "bias_init": _checks.function,
     "scale_init": _checks.function,
     "axis_name": _checks.optional(_checks.text),
-    "axis_index_groups": _checks.optional(_check_groups),
+    "axis_index_groups": _checks.optional(_checks.sequence(_checks.sequence(_checks.count(0)))),
     "use_fast_variance": _checks.flag,
     "promote_dtype": _checks.optional(_checks.function),
     "unbiased": _checks.flag,
@@ -117,7 +112,7 @@ class Normalization(nnx.BatchNorm):
             mask: zeros and ones, or booleans, that broadcast against x: the entries over which moments are taken.
         """
         x = self._read(x)
-        return self._normalize(x, use_running_average, mask, *self._own(x)).astype(self._result(x))
+        return self._normalize(x, use_running_average, mask, self._own(x)).astype(self._result(x))
 
     def normalized(
         self,
@@ -128,7 +123,7 @@ class Normalization(nnx.BatchNorm):
     ) -> Float[Array, "*shape"]:
         """Normalize a batch as ``__call__`` does, but leave gamma and beta out."""
         x = self._read(x)
-        return self._normalize(x, use_running_average, mask, None, None).astype(self._result(x))
+        return self._normalize(x, use_running_average, mask, (None, None)).astype(self._result(x))
 
     def affine(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Return gamma x + beta, the second half of ``__call__``."""
@@ -165,35 +160,37 @@ class Normalization(nnx.BatchNorm):
         promoted, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
         return jnp.asarray(promoted)
 
-    def _own(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    def _own(self, x: jax.Array) -> Own:
         """Return gamma and beta such that they lie along the feature axes of x; None where there is none."""
         found = (self.scale, self.bias)
         return tuple(None if u is None else self._laid(u[...], x) for u in found)  # type: ignore[return-value]
 
     def _normalize(
-        self,
-        x: jax.Array,
-        use_running_average: bool | None,
-        mask: ArrayLike | None,
-        gamma: jax.Array | None,
-        beta: jax.Array | None,
+        self, x: jax.Array, use_running_average: bool | None, mask: ArrayLike | None, own: Own
     ) -> jax.Array:
         """Return the normalized batch times gamma plus beta, in at least single precision; update the moments."""
-        x, average, axes = self._enter(x, use_running_average)
+        given = _checks.optional(_checks.flag)("use_running_average", use_running_average)
+        average = self.use_running_average if given is None else given
+        if average is None:
+            raise ValueError("use_running_average must be given to the layer or to the call, got None twice")
+        axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
+        if x.size == 0 and not average and (self.center or self.moment):
+            raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
+        x = widen(x if self.promote_dtype is None else self._promoted(x))
         weights = None if mask is None else self._mask(mask, x)
         if not self.center and not self.moment:
-            return affine(x, gamma, beta)
+            return affine(x, *own)
         # moments that do not come from this batch are constants; those of the batch have a derivative
-        given = self._running(x) if average else self.given_moments(x)
-        if given is not None:
-            x = x - given[0] if self.center else x
-            x = x / jnp.sqrt(given[1] + self.epsilon) if self.moment else x
-            return affine(x, gamma, beta)
+        fixed = self._running(x) if average else self.given_moments(x)
+        if fixed is not None:
+            x = x - fixed[0] if self.center else x
+            x = x / jnp.sqrt(fixed[1] + self.epsilon) if self.moment else x
+            return affine(x, *own)
         wide = lambda u: None if u is None else u.astype(x.dtype)
         how = Standardization(
             axes, self.epsilon, self.center, self.moment, self.axis_name, self.axis_index_groups
         )
-        out, mean, second = standardize(x, wide(gamma), wide(beta), weights, how)
+        out, mean, second = standardize(x, *map(wide, own), weights, how)
         self._update(x, weights, axes, mean, second)
         return out
 
@@ -211,20 +208,6 @@ class Normalization(nnx.BatchNorm):
         one = jnp.ones((1,) * x.ndim, x.dtype)
         return laid(self.mean, 0 * one), laid(self.var, one)
 
-    def _enter(
-        self, x: jax.Array, use_running_average: bool | None
-    ) -> tuple[jax.Array, bool, tuple[int, ...]]:
-        """Return the input in the type to compute in, whether to use running averages, and the averaged axes."""
-        given = _checks.optional(_checks.flag)("use_running_average", use_running_average)
-        average = self.use_running_average if given is None else given
-        if average is None:
-            raise ValueError("use_running_average must be given to the layer or to the call, got None twice")
-        axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
-        if x.size == 0 and not average and (self.center or self.moment):
-            raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
-        x = x if self.promote_dtype is None else self._promoted(x)
-        return widen(x), bool(average), axes
-
     def _feature_axes(self, x: jax.Array) -> tuple[int, ...]:
         """Return the feature axes as nonnegative numbers in increasing order."""
         listed = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
@@ -237,12 +220,7 @@ class Normalization(nnx.BatchNorm):
     def _mask(self, mask: ArrayLike, x: jax.Array) -> jax.Array:
         """Return the mask as zeros and ones in the type of x."""
         found = _checks.array(low=0, high=1, least=0)("mask", mask)
-        try:
-            fits = np.broadcast_shapes(found.shape, x.shape) == x.shape
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(f"mask must broadcast against x of shape {x.shape}, got shape {found.shape}")
+        fits("mask", found, x)
         return found.reshape((1,) * (x.ndim - found.ndim) + found.shape).astype(x.dtype)
 
     def _laid(self, vector: jax.Array, x: jax.Array) -> jax.Array:
@@ -251,12 +229,7 @@ class Normalization(nnx.BatchNorm):
         return jnp.reshape(vector, [n if i in features else 1 for i, n in enumerate(x.shape)])
 
     def _update(
-        self,
-        x: jax.Array,
-        mask: jax.Array | None,
-        axes: tuple[int, ...],
-        mean: jax.Array,
-        second: jax.Array,
+        self, x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...], mean: jax.Array, second: jax.Array
     ) -> None:
         """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
         # NaN in a feature makes its mean NaN; under jit there is no one to tell

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 Axes = int | tuple[int, ...]
+Own = tuple[jax.Array | None, jax.Array | None]  # gamma and beta of a layer
 
 
 def widen(x: Float[ArrayLike, "*shape"]) -> Float[Array, "*shape"]:
@@ -18,6 +19,13 @@ def widen(x: Float[ArrayLike, "*shape"]) -> Float[Array, "*shape"]:
     """
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def fits(name: str, part: ArrayLike, x: jax.Array) -> None:
+    """Refuse a part whose shape does not broadcast against that of x."""
+    given = jnp.shape(part)
+    if len(given) > x.ndim or any(a not in (1, b) for a, b in zip(given[::-1], x.shape[::-1], strict=False)):
+        raise ValueError(f"{name} must broadcast against x of shape {x.shape}, got shape {given}")
 
 
 def result_type(x: ArrayLike) -> jnp.dtype:

@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _checks
 from meanflow.layers import functional
 from meanflow.layers._normalization import Normalization
-from meanflow.layers._standardize import affine
+from meanflow.layers._standardize import Own, affine
 
 
 class Fixed(nnx.Variable):
@@ -81,10 +81,7 @@ class Unitize(Normalization):
         _checks.one_of("alpha_constraint", alpha_constraint, ("none", "clip", "sigmoid"))
         _checks.one_of("interpolation", interpolation, ("linear", "harmonic"))
         _checks.one_of("sample", sample, ("image", "pixel"))
-        if isinstance(n, str):
-            _checks.one_of("n", n, ("features", "pixels"))
-        elif n is not None:
-            _checks.whole("n", n, 1)
+        _checks.optional(_checks.either(_checks.choice("features", "pixels"), _checks.count(1)))("n", n)
         alpha_init = float(alpha_init)
         _check_alpha(alpha_init, alpha_constraint, train_alpha, interpolation)
         # the parameter is the logit, so that alpha starts where it was asked to
@@ -109,38 +106,28 @@ class Unitize(Normalization):
         """Return the number that divides the sum of squares of one sample, for a batch of this shape."""
         # 1 for dense batches (N, C), HW for images (N, H, W, C)
         pixels = math.prod(shape) // (shape[0] * self.num_features)
-        if self.n is None:
-            n = 1 if len(shape) == 2 else self.num_features
-        elif isinstance(self.n, str):
-            n = {"features": self.num_features, "pixels": pixels}[self.n]
-        else:
-            n = self.n
+        usual = 1 if len(shape) == 2 else self.num_features
+        named = {None: usual, "features": self.num_features, "pixels": pixels}
+        n = self.n if isinstance(self.n, int) else named[self.n]
         return float(n * pixels if self.sample == "image" else n)
 
     def _normalize(
-        self,
-        x: jax.Array,
-        use_running_average: bool | None,
-        mask: ArrayLike | None,
-        gamma: jax.Array | None,
-        beta: jax.Array | None,
+        self, x: jax.Array, use_running_average: bool | None, mask: ArrayLike | None, own: Own
     ) -> jax.Array:
         """Unitize each sample of a dense or image batch, in at least single precision."""
         # standardized first where the class has a center and a moment; gamma and beta come last, since the theorems
         # bound what comes before them
-        x = super()._normalize(x, use_running_average, mask, None, None)
+        x = super()._normalize(x, use_running_average, mask, (None, None))
         if x.size == 0:
             return x
         (feature,) = self._feature_axes(x)
         # one norm a location, or one a sample over all axes but the first
         axes = (feature,) if self.sample == "pixel" else tuple(range(1, x.ndim))
-        alpha = self.alpha
-        if alpha.ndim:
-            alpha = self._laid(alpha, x)
+        alpha = self._laid(self.alpha, x) if self.alpha.ndim else self.alpha
         out = functional.unitize(
             x, alpha, axes, interpolation=self.interpolation, epsilon=self.epsilon, n=self.divisor(x.shape)
         )
-        return affine(out, gamma, beta)
+        return affine(out, *own)
 
 
 def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpolation: str) -> None:

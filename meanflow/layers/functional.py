@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.layers._standardize import Axes, batch_scale, result_type, widen
+from meanflow.layers._standardize import Axes, batch_scale, fits, result_type, widen
 
 
 def _axes(name: str, value: object) -> object:
@@ -27,13 +27,6 @@ def _check_axes(x: jax.Array, axis: Axes) -> None:
     given = axis if isinstance(axis, tuple) else (axis,)
     if any(not -x.ndim <= i < x.ndim for i in given) or len({i % x.ndim for i in given}) < len(given):
         raise ValueError(f"axis must be among the {x.ndim} axes of x, each at most once, got {axis}")
-
-
-def _fits(name: str, part: ArrayLike, x: jax.Array) -> None:
-    """Refuse a part whose shape does not broadcast against that of x."""
-    given = jnp.shape(part)
-    if len(given) > x.ndim or any(a not in (1, b) for a, b in zip(given[::-1], x.shape[::-1], strict=False)):
-        raise ValueError(f"{name} must broadcast against x {x.shape}, got shape {given}")
 
 
 X = _checks.array(rank=1, half=True)
@@ -130,7 +123,7 @@ def unitize(
             f"alpha must be a number, (features,) or of the rank of x, got shape {alpha.shape} "
             f"for x {x.shape}"
         )
-    _fits("alpha", alpha, x)
+    fits("alpha", alpha, x)
     if alpha.ndim == 1:
         alpha = alpha.reshape((1,) * (x.ndim - 1) + (-1,))
     # r = sqrt(sum x_i^2 / n + epsilon), with slope 0 at 0: a zero sample stays zero and passes no NaN on

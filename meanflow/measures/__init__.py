@@ -7,9 +7,6 @@ from meanflow.measures._cloud import BatchNormNeurons as BatchNormNeurons
 from meanflow.measures._cloud import Cloud as Cloud
 from meanflow.measures._cloud import Neurons as Neurons
 from meanflow.measures._cloud import Polar as Polar
-from meanflow.measures._cloud import stack as stack
 from meanflow.measures._dataset import Dataset as Dataset
 from meanflow.measures._sampling import quadrature as quadrature
-from meanflow.measures._sampling import quasi as quasi
-from meanflow.measures._sampling import resample as resample
 from meanflow.measures._sampling import sample as sample

@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 from meanflow import _checks
 from meanflow._checks import floating
+from meanflow._module import Module
 
 LABELS = _checks.array(infinite=True)
 WIDTH = _checks.number(above=0, infinite=True)
@@ -55,7 +56,7 @@ class Affine(NamedTuple):
     c: Float[Array, "*batch m"]
 
 
-class Cloud(eqx.Module):
+class Cloud(Module):
     """The measure sum_i p_i delta(w_i), with one frozen label per particle if the geometry needs it.
 
     Attributes:
@@ -107,8 +108,8 @@ class Cloud(eqx.Module):
         for name, leaf in _named(particles):
             _checks.finite(f"particles.{name}", leaf)
         dtype = jnp.result_type(*leaves)
-        if weights is None:
-            weights = jnp.full((size,), 1.0 / size, dtype)
+        weights = jnp.full((size,), 1.0 / size, dtype) if weights is None else weights
+        # weights may be coarser than the particles: rounding of either is allowed for in their sum
         given = _checks.array((size,), low=0.0)("weights", weights)
         eps = max(float(jnp.finfo(u).eps) for u in (given.dtype, dtype))
         weights = given.astype(dtype)
@@ -123,9 +124,7 @@ class Cloud(eqx.Module):
             labels = LABELS("labels", labels).astype(dtype)
             labels = jnp.full((size,), labels) if labels.ndim == 0 else labels
             _checks.shape("labels", labels, (size,))
-        self.particles = particles
-        self.weights = weights
-        self.labels = labels
+        self.particles, self.weights, self.labels = particles, weights, labels
         if width is None:
             width = jnp.count_nonzero(weights) if known is None else int(np.count_nonzero(known))
         self.width = jnp.asarray(WIDTH("width", width), dtype)
@@ -148,7 +147,7 @@ class Cloud(eqx.Module):
         """Return one of stacked clouds (or several, for a slice), such as the one at a save time of a run.
 
         >>> import jax.numpy as jnp
-        >>> pair = stack([Cloud(Polar(jnp.full(2, r), jnp.zeros(2))) for r in (1.0, 3.0)])
+        >>> pair = Cloud.stack([Cloud(Polar(jnp.full(2, r), jnp.zeros(2))) for r in (1.0, 3.0)])
         >>> pair[1].particles.r.tolist(), [float(cloud.particles.r[0]) for cloud in pair]
         ([3.0, 3.0], [1.0, 3.0])
         """
@@ -201,6 +200,52 @@ class Cloud(eqx.Module):
         labels = None if self.labels is None else grow(self.labels)
         return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width, total=None)
 
+    @staticmethod
+    def stack(clouds: Sequence[Cloud]) -> Cloud:
+        """Pad clouds to their largest size and stack them along a new first axis, ready for ``jax.vmap``.
+
+        Args:
+            clouds: at least one cloud; all have particles of one type and dimension, and labels, or none of them has.
+
+        >>> import jax.numpy as jnp
+        >>> Cloud.stack([Cloud(Polar(jnp.ones(m), jnp.zeros(m))) for m in (2, 3)]).weights.shape
+        (2, 3)
+        """
+        _checks.sequence(CLOUD)("clouds", clouds)
+        size = max(cloud.size for cloud in clouds)
+        padded = [cloud.pad(size) for cloud in clouds]
+        shapes = {str(jax.tree.map(lambda u: (u.dtype.name, u.shape), cloud)) for cloud in padded}
+        if len(shapes) > 1:
+            raise ValueError(f"clouds must hold particles of one kind, got {sorted(shapes)}")
+        return jax.tree.map(lambda *u: jnp.stack(u), *padded)
+
+    @_checks.arguments(key=_checks.prng_key, width=_checks.optional(_checks.count(1)))
+    def resample(self, key: jax.Array, width: int | None = None) -> Self:
+        """Replace weights by copies: return ``width`` equally weighted particles that stand for the same measure.
+
+        Systematic resampling: one random shift, so that particle i gets floor or ceil of width * p_i copies, on average
+        width * p_i. The total mass and the labels stay. Reaction concentrates the mass on few particles; noise or
+        transport can tell the copies apart again.
+
+        Args:
+            key: PRNG key of the shift.
+            width: number of particles of the result; default that of the cloud's arrays.
+
+        >>> import jax, jax.numpy as jnp
+        >>> cloud = Cloud(Polar(jnp.array([1.0, 2.0]), jnp.zeros(2)), [0.25, 0.75])
+        >>> cloud.resample(jax.random.key(0), 4).particles.r.tolist()
+        [1.0, 2.0, 2.0, 2.0]
+        """
+        CLOUD("cloud", self)
+        size = self.size if width is None else width
+        edges = jnp.cumsum(self.weights) / self.total
+        marks = (jnp.arange(size, dtype=edges.dtype) + jax.random.uniform(key, (), edges.dtype)) / size
+        last = self.size - 1 - jnp.argmax(self.weights[::-1] > 0)  # rounding must not reach padding
+        index = jnp.minimum(jnp.searchsorted(edges, marks, side="right"), last)
+        particles, labels = jax.tree.map(lambda u: u[index], (self.particles, self.labels))
+        weights = jnp.full((size,), 1.0 / size, edges.dtype) * self.total
+        return type(self)(particles, weights, labels, width=size, total=None)
+
 
 def _is_list(value: object) -> bool:
     """Say whether a part of a record is an array written as a list of numbers."""
@@ -225,23 +270,3 @@ def CLOUD(name: str, value: object) -> object:
             "them, or use jax.vmap"
         )
     return value
-
-
-@_checks.arguments(clouds=_checks.sequence(CLOUD))
-def stack(clouds: Sequence[Cloud]) -> Cloud:
-    """Pad clouds to their largest size and stack them along a new first axis, ready for ``jax.vmap``.
-
-    Args:
-        clouds: at least one cloud; all have particles of one type and dimension, and labels, or none of them has.
-
-    >>> import jax.numpy as jnp
-    >>> pair = [Cloud(Polar(jnp.ones(m), jnp.zeros(m))) for m in (2, 3)]
-    >>> stack(pair).weights.shape
-    (2, 3)
-    """
-    size = max(cloud.size for cloud in clouds)
-    padded = [cloud.pad(size) for cloud in clouds]
-    shapes = {str(jax.tree.map(lambda u: (u.dtype.name, u.shape), cloud)) for cloud in padded}
-    if len(shapes) > 1:
-        raise ValueError(f"clouds must hold particles of one kind, got {sorted(shapes)}")
-    return jax.tree.map(lambda *u: jnp.stack(u), *padded)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike, Real
 
 from meanflow import _checks
+from meanflow._module import Module
 
 ANY_ARRAY = _checks.array()  # real numbers of any shape, without NaN
 
 
-class Dataset(eqx.Module):
+class Dataset(Module):
     """Points x_j with targets y_j and weights q_j in E = sum_j q_j loss(f(x_j), y_j).
 
     Attributes:

@@ -8,18 +8,8 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _checks
-from meanflow._checks import (
-    choice,
-    count,
-    either,
-    flag,
-    mapping,
-    optional,
-    prng_key,
-    sequence,
-    subclass,
-)
-from meanflow.measures._cloud import CLOUD, LABELS, Cloud
+from meanflow._checks import choice, count, either, flag, mapping, optional, prng_key, sequence, subclass
+from meanflow.measures._cloud import LABELS, Cloud
 from meanflow.measures.laws import Law, as_law
 
 Labels = float | Float[ArrayLike, "*m"] | None
@@ -32,7 +22,7 @@ PARTICLES = {
 }
 
 
-def _place(
+def _cloud(
     record: type,
     laws: dict[str, Law],
     u: jax.Array,
@@ -55,55 +45,56 @@ def _total(laws: dict[str, Law]) -> int:
     return sum(law.size for law in laws.values())
 
 
-@_checks.arguments(key=prng_key, width=count(1), **PARTICLES)
-def sample(key: jax.Array, width: int, record: type, laws: dict[str, Law], *, labels: Labels = None) -> Cloud:
-    """Draw ``width`` independent particles of type ``record``, coordinate ``name`` drawn from ``laws[name]``.
-
-    A law may also be a number, or a function that maps uniform numbers (width,) in (0, 1) to values (width,).
-
-    >>> import jax
-    >>> from meanflow.measures import Polar, laws
-    >>> cloud = sample(jax.random.key(0), 5, Polar, {"r": laws.uniform(), "theta": laws.angle()})
-    >>> cloud.particles.r.shape, float(cloud.width)
-    ((5,), 5.0)
-    """
-    tiny = jnp.finfo(jnp.result_type(float)).tiny  # ndtri(0) is infinite
-    u = jax.random.uniform(key, (width, _total(laws)), minval=tiny)
-    return _place(record, laws, u, labels)
-
-
-@_checks.arguments(width=count(1), key=optional(prng_key), limit=flag, **PARTICLES)
-def quasi(
+@_checks.arguments(key=optional(prng_key), width=count(1), quasi=flag, limit=flag, **PARTICLES)
+def sample(
+    key: jax.Array | None,
     width: int,
     record: type,
     laws: dict[str, Law],
     *,
-    key: jax.Array | None = None,
     labels: Labels = None,
+    quasi: bool = False,
     limit: bool = False,
 ) -> Cloud:
-    """Place ``width`` particles on an additive low-discrepancy (Weyl) sequence; nested in ``width``.
+    """Draw ``width`` particles of type ``record``, coordinate ``name`` from ``laws[name]``: independent or well spread.
 
-    The k-th point is frac(shift + k / g^j), j = 1..size, with g the root of g^(size+1) = g + 1. Function errors
-    fall almost like 1/width instead of 1/sqrt(width). The shift is 1/2, or uniform if a ``key`` is given: then
-    averages over keys are unbiased, and their spread measures the error. ``limit=True`` declares the cloud to
-    stand for m = infinity.
+    Args:
+        key: PRNG key; may be None for ``quasi``.
+        width: number of particles.
+        record: type of the particles, a NamedTuple.
+        laws: a law for each coordinate. It may also be a number, or a function that maps uniform numbers (width,) in
+            (0, 1) to values (width,).
+        labels: a number or one per particle, as in ``Cloud``.
+        quasi: take an additive low-discrepancy (Weyl) sequence, nested in ``width``: the k-th point of the unit cube is
+            frac(shift + k / g^j), j = 1..size, with g the root of g^(size+1) = g + 1. Function errors fall almost like
+            1/width instead of 1/sqrt(width). The shift is 1/2, or uniform with a key: then averages over keys are
+            unbiased, and their spread measures the error.
+        limit: declare that the cloud stands for m = infinity.
 
+    >>> import jax
     >>> from meanflow.measures import Polar, laws
-    >>> cloud = quasi(64, Polar, {"r": laws.uniform(), "theta": laws.angle()})
+    >>> given = {"r": laws.uniform(), "theta": laws.angle()}
+    >>> cloud = sample(jax.random.key(0), 5, Polar, given)
+    >>> cloud.particles.r.shape, float(cloud.width)
+    ((5,), 5.0)
+    >>> cloud = sample(None, 64, Polar, given, quasi=True)
     >>> abs(float(cloud.weights @ cloud.particles.r)) < 2 / 64
     True
     """
     size = _total(laws)
-    root = 2.0
-    for _ in range(64):  # fixed point of g = (1 + g)^(1/(size+1)), contracting
-        root = (1.0 + root) ** (1.0 / (size + 1))
-    steps = root ** -np.arange(1.0, size + 1)
-    shift = jnp.full((size,), 0.5) if key is None else jax.random.uniform(key, (size,))
-    # whole turns are taken off in float64, before the shift is added in the working precision
-    turns = np.mod(np.arange(1, width + 1)[:, None] * steps, 1.0)
-    u = jnp.mod(shift[None, :] + jnp.asarray(turns, shift.dtype), 1.0)
-    return _place(record, laws, u, labels, width=np.inf if limit else None)
+    if quasi:
+        root = 2.0
+        for _ in range(64):  # fixed point of g = (1 + g)^(1/(size+1)), contracting
+            root = (1.0 + root) ** (1.0 / (size + 1))
+        shift = jnp.full((size,), 0.5) if key is None else jax.random.uniform(key, (size,))
+        # whole turns are taken off in float64, before the shift is added in the working precision
+        turns = np.mod(np.arange(1, width + 1)[:, None] * root ** -np.arange(1.0, size + 1), 1.0)
+        u = jnp.mod(shift[None, :] + jnp.asarray(turns, shift.dtype), 1.0)
+    else:
+        tiny = jnp.finfo(jnp.result_type(float)).tiny  # ndtri(0) is infinite
+        prng_key("key", key)  # None is for quasi-random particles alone
+        u = jax.random.uniform(key, (width, size), minval=tiny)  # type: ignore[arg-type]
+    return _cloud(record, laws, u, labels, width=np.inf if limit else None)
 
 
 @_checks.arguments(counts=sequence(count(1)), rule=either(RULE, sequence(RULE)), **PARTICLES)
@@ -147,32 +138,4 @@ def quadrature(
             shares.append(weights / 2)
     u = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=-1)
     p = np.prod([share.ravel() for share in np.meshgrid(*shares, indexing="ij")], axis=0)
-    return _place(record, laws, jnp.asarray(u), labels, jnp.asarray(p / p.sum()), np.inf)
-
-
-@_checks.arguments(key=prng_key, cloud=CLOUD, width=optional(count(1)))
-def resample(key: jax.Array, cloud: Cloud, width: int | None = None) -> Cloud:
-    """Replace weights by copies: return ``width`` equally weighted particles that stand for the same measure.
-
-    Systematic resampling: one random shift, so that particle i gets floor or ceil of width * p_i copies, on average
-    width * p_i. The total mass and the labels stay. Reaction concentrates the mass on few particles; noise or transport
-    can tell the copies apart again.
-
-    Args:
-        key: PRNG key of the shift.
-        cloud: particles with weights.
-        width: number of particles of the result; default that of the cloud's arrays.
-
-    >>> from meanflow.measures import Polar
-    >>> cloud = Cloud(Polar(jnp.array([1.0, 2.0]), jnp.zeros(2)), [0.25, 0.75])
-    >>> resample(jax.random.key(0), cloud, 4).particles.r.tolist()
-    [1.0, 2.0, 2.0, 2.0]
-    """
-    size = cloud.size if width is None else width
-    edges = jnp.cumsum(cloud.weights) / cloud.total
-    places = (jnp.arange(size, dtype=edges.dtype) + jax.random.uniform(key, (), edges.dtype)) / size
-    last = cloud.size - 1 - jnp.argmax(cloud.weights[::-1] > 0)  # rounding must not reach padding
-    chosen = jnp.minimum(jnp.searchsorted(edges, places, side="right"), last)
-    labels = None if cloud.labels is None else cloud.labels[chosen]
-    weights = jnp.full((size,), 1.0 / size, edges.dtype) * cloud.total
-    return Cloud(jax.tree.map(lambda u: u[chosen], cloud.particles), weights, labels, width=size, total=None)
+    return _cloud(record, laws, jnp.asarray(u), labels, jnp.asarray(p / p.sum()), np.inf)

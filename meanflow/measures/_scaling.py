@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
+from meanflow._module import Module
 from meanflow.measures._cloud import Cloud
 
 Alpha = str | float | jax.Array  # "m", "sqrt", "one" or a positive number
@@ -14,7 +15,7 @@ NAMES = ("m", "sqrt", "one")
 CLOCKS = ("mean_field", "gradient", "lazy", "normalized")
 
 
-class Scaling(eqx.Module):
+class Scaling(Module):
     """alpha as a function of the width m: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number."""
 
     kind: str = eqx.field(static=True)

@@ -15,17 +15,26 @@ import numpy as np
 from meanflow import _checks
 
 
-@_checks.constructor(size=_checks.count(0), transform=_checks.function)
+@_checks.constructor(
+    size=_checks.count(0),
+    transform=_checks.function,
+    family=_checks.text,
+    parameters=_checks.unchecked("the functions that make laws have checked them"),
+)
 class Law(eqx.Module):
     """A law on R or R^d, as a map from the unit cube.
 
     Attributes:
         size: how many numbers in (0, 1) one value consumes.
         transform: maps (k, size) such numbers to (k,) or (k, d) values.
+        family: name of the laws of which this is one, or "". Kernels of infinite width have closed forms for some.
+        parameters: those that tell it from the others of its family.
     """
 
     size: int = eqx.field(static=True)
     transform: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
+    family: str = eqx.field(static=True, default="")
+    parameters: tuple[float | jax.Array, ...] = ()
 
     @_checks.arguments(u=_checks.array((None, None), low=0, high=1, least=0))
     def __call__(self, u: jax.Array) -> jax.Array:
@@ -90,45 +99,70 @@ def _ordered(low: float, high: float) -> None:
 
 @_checks.arguments(low=_checks.number(), high=_checks.number())
 def uniform(low: float = -1.0, high: float = 1.0) -> Law:
-    """Return the uniform law on (low, high)."""
+    """Return the uniform law on (low, high).
+
+    Args:
+        low, high: ends of the interval.
+    """
     _ordered(low, high)
-    return Law(1, lambda u: low + (high - low) * u[:, 0])
+    return Law(1, lambda u: low + (high - low) * u[:, 0], "uniform", (low, high))
 
 
 @_checks.arguments(scale=_checks.number(low=0), dim=_checks.optional(_checks.count(1)))
 def normal(scale: float = 1.0, dim: int | None = None) -> Law:
-    """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim."""
-    size = 1 if dim is None else _checks.whole("dim", dim, 1)
+    """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim.
+
+    Args:
+        scale: standard deviation.
+        dim: dimension of a vector; None for a number.
+    """
 
     def transform(u: jax.Array) -> jax.Array:
         z = scale * jax.scipy.special.ndtri(u)
         return z[:, 0] if dim is None else z
 
-    return Law(size, transform)
+    return Law(dim or 1, transform, "normal", (scale,))
 
 
 @_checks.arguments(value=_checks.number())
 def constant(value: float = 0.0) -> Law:
-    """Return the law that always gives ``value``."""
+    """Return the law that always gives ``value``.
+
+    Args:
+        value: the number.
+    """
     return Law(0, lambda u: jnp.full(u.shape[:1], value, u.dtype))
 
 
 @_checks.arguments(scale=_checks.number())
 def signs(scale: float = 1.0) -> Law:
-    """Return the law of +scale or -scale, with probability 1/2 each."""
-    return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype))
+    """Return the law of +scale or -scale, with probability 1/2 each.
+
+    Args:
+        scale: size of the numbers.
+    """
+    return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype), "signs", (scale,))
 
 
 @_checks.arguments(low=_checks.number(), high=_checks.number())
 def angle(low: float = -np.pi, high: float = np.pi) -> Law:
-    """Return the law of a uniform angle in (low, high), the full circle by default."""
+    """Return the law of a uniform angle in (low, high), the full circle by default.
+
+    Args:
+        low, high: ends of the interval, in radians.
+    """
     return uniform(low, high)
 
 
 @_checks.arguments(dim=_checks.count(2), radius=_checks.number(above=0))
 def sphere(dim: int, radius: float = 1.0) -> Law:
-    """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle."""
-    if _checks.whole("dim", dim, 2) == 2:
+    """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle.
+
+    Args:
+        dim: dimension of the vectors, >= 2.
+        radius: their length.
+    """
+    if dim == 2:
 
         def circle(u: jax.Array) -> jax.Array:
             turn = 2 * jnp.pi * u[:, 0]
@@ -145,7 +179,12 @@ def sphere(dim: int, radius: float = 1.0) -> Law:
 
 @_checks.arguments(dim=_checks.count(2), low=_checks.number(above=0), high=_checks.number(above=0))
 def mixed_scales(dim: int, low: float, high: float) -> Law:
-    """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high)."""
+    """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high).
+
+    Args:
+        dim: dimension of the vectors, >= 2.
+        low, high: bounds of their norms.
+    """
     _ordered(low, high)
     direction = sphere(dim)
 

@@ -70,9 +70,8 @@ def _signs(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.rademacher(key, shape, jnp.result_type(float))
 
 
-LINKS: dict[
-    str, Link
-] = {  # the polynomials are Hermite's, with mean 0 and variance 1 under the standard normal law
+# the polynomials are Hermite's, with mean 0 and variance 1 under the standard normal law
+LINKS: dict[str, Link] = {
     "linear": lambda z: z,
     "hermite2": lambda z: (z**2 - 1) / jnp.sqrt(2.0),
     "hermite3": lambda z: (z**3 - 3 * z) / jnp.sqrt(6.0),
@@ -83,10 +82,10 @@ LINKS: dict[
     "sign": jnp.sign,
 }
 LINK = _checks.either(choice(*LINKS), function)
-PLACE = {"dim": count(1), "key": optional(prng_key)}
+WHERE = {"dim": count(1), "key": optional(prng_key)}
 
 
-@_checks.arguments(link=LINK, **PLACE)
+@_checks.arguments(link=LINK, **WHERE)
 def single_index(dim: int, link: str | Link = "hermite2", *, key: jax.Array | None = None) -> Teacher:
     """Return the teacher y = g(u . x) for normal inputs.
 
@@ -101,10 +100,10 @@ def single_index(dim: int, link: str | Link = "hermite2", *, key: jax.Array | No
     2.0
     """
     g = LINKS[link] if isinstance(link, str) else link
-    return Teacher(_directions(1, dim, key), lambda z: g(z[:, 0]), "normal")
+    return multi_index(dim, 1, lambda z: g(z[:, 0]), key=key)
 
 
-@_checks.arguments(indices=count(1), link=LINK, **PLACE)
+@_checks.arguments(indices=count(1), link=LINK, **WHERE)
 def multi_index(
     dim: int, indices: int, link: str | Link = "hermite2", *, key: jax.Array | None = None
 ) -> Teacher:
@@ -120,15 +119,15 @@ def multi_index(
     >>> float(multi_index(3, 2, lambda z: z[:, 0] * z[:, 1])(jnp.array([[2.0, 3.0, 5.0]]))[0])
     6.0
     """
-    if isinstance(link, str):
-        g = LINKS[link]
-        return Teacher(
-            _directions(indices, dim, key), lambda z: jnp.sum(g(z), axis=1) / indices**0.5, "normal"
-        )
-    return Teacher(_directions(indices, dim, key), link, "normal")
+    _check_count(indices, dim)
+    directions = jnp.eye(indices, dim)
+    if key is not None:
+        directions = jnp.linalg.qr(jax.random.normal(key, (dim, indices)))[0].T
+    sum_of = lambda g: lambda z: jnp.sum(g(z), axis=1) / indices**0.5
+    return Teacher(directions, sum_of(LINKS[link]) if isinstance(link, str) else link, "normal")
 
 
-@_checks.arguments(steps=count(1), **PLACE)
+@_checks.arguments(steps=count(1), **WHERE)
 def staircase(dim: int, steps: int, *, key: jax.Array | None = None) -> Teacher:
     """Return the teacher y = z_1 + z_1 z_2 + ... + z_1 ... z_k over sqrt(k), with z = U x and inputs of signs.
 
@@ -145,7 +144,7 @@ def staircase(dim: int, steps: int, *, key: jax.Array | None = None) -> Teacher:
     return Teacher(_axes(steps, dim, key), climb, "signs")
 
 
-@_checks.arguments(degree=count(1), **PLACE)
+@_checks.arguments(degree=count(1), **WHERE)
 def parity(dim: int, degree: int, *, key: jax.Array | None = None) -> Teacher:
     """Return the teacher y = z_1 z_2 ... z_k, with z = U x and inputs of signs.
 
@@ -166,14 +165,7 @@ def _check_count(count: int, dim: int) -> None:
         raise ValueError(f"the number of directions must be at most dim = {dim}, got {count}")
 
 
-def _directions(count: int, dim: int, key: jax.Array | None) -> jax.Array:
-    _check_count(count, dim)
-    if key is None:
-        return jnp.eye(count, dim)
-    return jnp.linalg.qr(jax.random.normal(key, (dim, count)))[0].T
-
-
 def _axes(count: int, dim: int, key: jax.Array | None) -> jax.Array:
     _check_count(count, dim)
-    chosen = jnp.arange(count) if key is None else jax.random.permutation(key, dim)[:count]
-    return jax.nn.one_hot(chosen, dim, dtype=jnp.result_type(float))
+    axes = jnp.arange(count) if key is None else jax.random.permutation(key, dim)[:count]
+    return jax.nn.one_hot(axes, dim, dtype=jnp.result_type(float))

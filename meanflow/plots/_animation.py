@@ -14,8 +14,6 @@ from meanflow.plots._clouds import positions, regions
 from meanflow.plots.style import NEGATIVE, POSITIVE, canvas, theme
 from meanflow.solvers._solution import Solution
 
-SUFFIXES = (".gif", ".html")
-
 
 @_checks.arguments(
     run=instance(Solution, hint="pass ts= to solve or every= to descend, so that clouds are saved"),
@@ -49,8 +47,8 @@ def animate(
     True
     """
     path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"path must end with one of {list(SUFFIXES)}, got {path.name!r}")
+    if path.suffix not in (".gif", ".html"):
+        raise ValueError(f"path must end with one of ['.gif', '.html'], got {path.name!r}")
     if run.clouds is None or run.ts.ndim != 1:
         raise ValueError("run must be a single run with saved clouds: pass ts= or every=, and no observe=")
     # a run that stopped early has no times for the saves it did not reach
@@ -63,7 +61,7 @@ def animate(
         figure = canvas(4.0, 4.0)
         ax = figure.add_subplot()
         if samples is not None:
-            regions(samples, ax, reach=reach)
+            regions(samples, ax, reach)
         ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
         dots = [
             ax.plot([], [], ".", ms=4.5, color=color, mec="white", mew=0.2)[0]

@@ -1,9 +1,8 @@
 """Pictures of clouds: directions on the circle, and univariate neurons in the plane (u, v)."""
 
-from typing import Protocol, runtime_checkable
-
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import Wedge
 from numpy.typing import ArrayLike
 
 from meanflow import _checks
@@ -11,20 +10,7 @@ from meanflow._checks import count, either, host_array, instance, number, option
 from meanflow.measures import Affine, Cloud, Polar
 from meanflow.plots.style import AXES, COLORS, NEGATIVE, PALE, POSITIVE, axes, key
 from meanflow.solvers._solution import Solution
-
-
-@runtime_checkable
-class Rays(Protocol):
-    """Rays of samples, such as a ``RayTable`` of ``classify_rays``: angles, and 1 where a sign is attracted."""
-
-    @property
-    def theta(self) -> ArrayLike: ...  # noqa: D102
-
-    @property
-    def positive(self) -> ArrayLike: ...  # noqa: D102
-
-    @property
-    def negative(self) -> ArrayLike: ...  # noqa: D102
+from meanflow.univariate._rays import RayTable
 
 
 @_checks.arguments(cloud=instance(Cloud), ax=AXES, bins=count(1), color=text)
@@ -38,6 +24,11 @@ def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: s
         ax: polar Axes; a new figure by default.
         bins: sectors of the circle.
         color: of the bars.
+
+    >>> import jax, meanflow as mf
+    >>> ax = directions(mf.vanilla().init(jax.random.key(0), 30, dim=2), bins=12)
+    >>> len(ax.patches)
+    12
     """
     ax = axes(ax, projection="polar")
     b = np.asarray(cloud.particles.b)
@@ -90,7 +81,7 @@ def positions(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
     theta=optional(host_array((None,), nan=True)),
     ax=AXES,
     samples=optional(host_array((None,))),
-    rays=optional(instance(Rays, hint="the table of univariate.classify_rays")),
+    rays=optional(instance(RayTable, hint="the table of univariate.classify_rays")),
     paths=optional(host_array((None, None, 2), nan=True)),
     reach=optional(number(above=0, static=True)),
 )
@@ -100,22 +91,26 @@ def plane(
     ax: Axes | None = None,
     *,
     samples: ArrayLike | None = None,
-    rays: Rays | None = None,
+    rays: RayTable | None = None,
     paths: ArrayLike | None = None,
     reach: float | None = None,
 ) -> Axes:
     """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), colored by the sign of r.
 
     Args:
-        r, theta: (m,) each; or as ``r`` alone a ``Cloud`` (two-layer neurons stand at |a| times the first two
-            entries of b), or a ``Solution``, whose final neurons are drawn, with their paths where it has saved clouds.
+        r: (m,) amplitudes; or a ``Cloud`` (two-layer neurons stand at |a| times the first two entries of b), or a
+            ``Solution``, whose final neurons are drawn, with their paths where it has saved clouds.
+        theta: (m,) angles; None where ``r`` is a ``Cloud`` or a ``Solution``.
         ax: matplotlib Axes; a new figure by default.
         samples: (s,) inputs; their lines u x_j + v = 0 cut the plane into activation regions, shaded by the
             number of active samples.
-        rays: ``RayTable`` of ``classify_rays``: rays that attract either sign are drawn in its color, on either
-            side of the sample line.
+        rays: ``RayTable`` of ``classify_rays``: rays that attract neurons of one sign are drawn in its color.
         paths: (frames, m, 2) positions in time.
         reach: half the side of the square shown; default by the largest |r|.
+
+    >>> ax = plane([1.0, -2.0], [0.3, 2.0], samples=[-1.0, 0.0, 1.0])
+    >>> len(ax.patches)  # six activation regions
+    6
     """
     if isinstance(r, Solution | Cloud):
         if theta is not None:
@@ -134,9 +129,16 @@ def plane(
     ax = axes(ax)
     reach = float(reach or 1.08 * max(np.max(np.abs(r), initial=0.0), 1e-12))
     if samples is not None:
-        regions(samples, ax, reach=reach)
+        regions(samples, ax, reach)
     if rays is not None:
-        attractors(rays, ax, reach=reach)
+        for kind, color, name in (
+            (rays.positive, POSITIVE, "attracts $r > 0$"),
+            (rays.negative, NEGATIVE, "attracts $r < 0$"),
+        ):
+            for k, angle in enumerate(np.asarray(rays.theta)[np.asarray(kind) == 1]):
+                end = 2 * reach * np.array([np.cos(angle), np.sin(angle)])
+                label = name if k == 0 else None
+                ax.plot([0, end[0]], [0, end[1]], color=color, lw=1.0, alpha=0.7, zorder=0.8, label=label)
     if paths is not None:
         paths = np.asarray(paths)
         for side, color in ((1, POSITIVE), (-1, NEGATIVE)):
@@ -151,23 +153,14 @@ def plane(
         u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
         ax.plot(u, v, ".", ms=4.5, color=color, mec="white", mew=0.2, label=name)
     ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
-    key(
-        ax,
-        loc="upper right",
-        handletextpad=0.1,
-        frameon=True,
-        framealpha=0.85,
-        edgecolor="none",
-        markerscale=1.6,
-    )
+    # a legend over the neurons needs a ground of its own, and larger dots than theirs
+    look = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "markerscale": 1.6}
+    key(ax, loc="upper right", handletextpad=0.1, **look)
     return ax
 
 
-def regions(samples: ArrayLike, ax: Axes | None = None, *, reach: float = 1.0) -> Axes:
-    """Activation regions of the samples in the (u, v) plane: lines u x_j + v = 0, darker where more are active."""
-    from matplotlib.patches import Wedge
-
-    ax = axes(ax)
+def regions(samples: ArrayLike, ax: Axes, reach: float) -> None:
+    """Draw the activation regions of samples in the (u, v) plane: lines u x_j + v = 0, darker where more are active."""
     x = np.sort(np.asarray(samples))
     # sample x_j changes between active and inactive on the line cos(theta) x_j + sin(theta) = 0, at two angles
     edges = np.sort(np.concatenate([-np.arctan(x), np.pi - np.arctan(x)]))
@@ -184,20 +177,3 @@ def regions(samples: ArrayLike, ax: Axes | None = None, *, reach: float = 1.0) -
     for edge in edges:
         end = 2 * reach * np.array([np.cos(edge), np.sin(edge)])
         ax.plot([0, end[0]], [0, end[1]], color="white", lw=0.8, zorder=0.5)
-    return ax
-
-
-def attractors(rays: Rays, ax: Axes | None = None, *, reach: float = 1.0) -> Axes:
-    """Rays that attract neurons (solid, in the color of their sign) or repel both signs' opposites (not drawn)."""
-    ax = axes(ax)
-    theta = np.asarray(rays.theta)
-    for kind, color, name in (
-        (rays.positive, POSITIVE, "attracts $r > 0$"),
-        (rays.negative, NEGATIVE, "attracts $r < 0$"),
-    ):
-        chosen = theta[np.asarray(kind) == 1]
-        for k, angle in enumerate(chosen):
-            end = 2 * reach * np.array([np.cos(angle), np.sin(angle)])
-            label = name if k == 0 else None
-            ax.plot([0, end[0]], [0, end[1]], color=color, lw=1.0, alpha=0.7, zorder=0.8, label=label)
-    return ax

@@ -1,4 +1,4 @@
-"""Curves over time, over the input, over sizes."""
+"""Curves over the input, and over time or sizes."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -11,17 +11,6 @@ from meanflow import _checks
 from meanflow._checks import either, flag, host_array, instance, mapping, optional, text
 from meanflow.plots.style import AXES, COLORS, DASHES, SAMPLE, axes, key
 from meanflow.solvers._solution import Solution
-
-
-@runtime_checkable
-class Course(Protocol):
-    """Energies (k,) at times (k,), such as a ``Solution``."""
-
-    @property
-    def ts(self) -> ArrayLike: ...  # noqa: D102
-
-    @property
-    def energy(self) -> ArrayLike: ...  # noqa: D102
 
 
 @runtime_checkable
@@ -42,29 +31,6 @@ def points(name: str, value: object) -> object:
     if len(shapes[0]) != 1 or shapes[0] != shapes[1]:
         raise ValueError(f"{name} must have x and y of shape (n,), got {shapes[0]} and {shapes[1]}")
     return value
-
-
-COURSE = instance(Course, hint="for instance a Solution")
-
-
-@_checks.arguments(runs=either(COURSE, mapping(COURSE, least=1)), ax=AXES)
-def energies(runs: Course | Mapping[str, Course], ax: Axes | None = None) -> Axes:
-    """Energy against time of a solution or of several, log-log after the start.
-
-    Args:
-        runs: a ``Solution`` (or anything with ``ts`` and ``energy``), or several by name.
-        ax: matplotlib Axes; a new figure by default.
-    """
-    ax = axes(ax)
-    runs = runs if isinstance(runs, Mapping) else {"": runs}
-    for color, (name, run) in zip(COLORS * 4, runs.items(), strict=False):
-        ts, energy = np.asarray(run.ts), np.asarray(run.energy)
-        # a logarithmic axis has no place for the start
-        later = ts > 0
-        ax.plot(ts[later], energy[later], label=name, color=color)
-    ax.set(xscale="log", yscale="log", xlabel="$t$", ylabel=r"$E(\mu_t)$")
-    key(ax)
-    return ax
 
 
 @_checks.arguments(
@@ -90,6 +56,10 @@ def fit(
         data: ``Dataset`` with inputs (n,), or None.
         ax: matplotlib Axes; a new figure by default.
         knots: (m,) positions; those on the grid are marked on the first curve.
+
+    >>> ax = fit([0.0, 0.5, 1.0], {"f": [0.0, 0.0, 1.0]}, None, knots=[0.5])
+    >>> [line.get_label() for line in ax.lines]
+    ['f', 'knots']
     """
     x = np.asarray(x)
     _check_curves("f", x, f)
@@ -105,16 +75,8 @@ def fit(
         size = 3.2 if len(inside) < 80 else 2.2
         ax.plot(inside, height, "o", label="knots", ms=size, mfc="white", mec=COLORS[2], mew=0.8)
     if data is not None:
-        ax.plot(
-            np.asarray(data.x),
-            np.asarray(data.y),
-            "x",
-            color=SAMPLE,
-            ms=5,
-            mew=1.1,
-            zorder=3,
-            label="samples",
-        )
+        samples = np.asarray(data.x), np.asarray(data.y)
+        ax.plot(*samples, "x", color=SAMPLE, ms=5, mew=1.1, zorder=3, label="samples")
     ax.set(xlabel="$x$", ylabel="$f(x)$")
     key(ax)
     return ax
@@ -156,9 +118,16 @@ def traces(
         x: (k,), or a ``Solution``: then its save times, and its observables that are numbers are the curves.
         curves: name -> (k,) or (runs, k); None with a ``Solution``.
         ax: matplotlib Axes; a new figure by default.
-        xlabel, ylabel: axis labels.
-        logx, logy: logarithmic axes.
+        xlabel: label of the horizontal axis; "$t$" by default with a ``Solution``.
+        ylabel: label of the vertical axis.
+        logx: whether the horizontal axis is logarithmic; points at x <= 0, such as the start of a run, have no place
+            on it.
+        logy: whether the vertical axis is logarithmic.
         spread: draw the band from the smallest to the largest run.
+
+    >>> ax = traces([1.0, 2.0], {"two runs": [[1.0, 3.0], [3.0, 5.0]]}, xlabel="$t$")
+    >>> ax.lines[0].get_ydata().tolist()
+    [2.0, 4.0]
     """
     if isinstance(x, Solution):
         if curves is not None:

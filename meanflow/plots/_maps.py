@@ -27,6 +27,10 @@ def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = Fa
         values: two-dimensional ``xarray.DataArray``; axes of length 1 are dropped.
         ax: matplotlib Axes; a new figure by default.
         log: colors by the logarithm of the values.
+
+    >>> table = xarray.DataArray([[1.0, 2.0], [3.0, 4.0]], {"width": [4, 8], "seed": [0, 1]}, ["width", "seed"])
+    >>> heat_map(table).get_ylabel()
+    'width $m$'
     """
     values = values.squeeze(drop=True)
     if values.ndim != 2:

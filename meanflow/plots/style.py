@@ -24,7 +24,10 @@ DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     (0, (1.5, 1.2)),
     (0, (5, 1.5, 1, 1.5)),
 )
-POSITIVE, NEGATIVE, SAMPLE, PALE = COLORS[0], COLORS[1], "#000000", "#9AA0A6"
+POSITIVE = COLORS[0]
+NEGATIVE = COLORS[1]
+SAMPLE = "#000000"
+PALE = "#9AA0A6"
 RULES: dict[Any, float | str | bool] = {  # matplotlib types the keys one by one, and differently by version
     "font.size": 9.0,
     "axes.titlesize": 9.5,
@@ -50,13 +53,18 @@ RULES: dict[Any, float | str | bool] = {  # matplotlib types the keys one by one
 
 @_checks.arguments()
 def theme() -> AbstractContextManager[None]:
-    """The house style as a context manager; figures made and saved inside have it."""
+    """Return the house style as a context manager; figures made and saved inside have it."""
     return matplotlib.rc_context(RULES)
 
 
 @_checks.arguments(ax=AXES, kwargs=OPTIONS)
 def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
-    """The given Axes, or those of a new figure."""
+    """Return the given Axes, or those of a new figure.
+
+    Args:
+        ax: Axes, or None.
+        kwargs: options of ``Figure.add_subplot`` for new ones, such as ``projection="polar"``.
+    """
     if ax is not None:
         return ax
     with theme():
@@ -65,12 +73,22 @@ def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
 
 @_checks.arguments(width=_checks.number(above=0, static=True), height=_checks.number(above=0, static=True))
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure of that many inches whose parts never overlap."""
+    """Return an empty figure whose parts never overlap.
+
+    Args:
+        width: of the figure, in inches.
+        height: of the figure, in inches.
+    """
     return Figure(figsize=(width, height), layout="constrained")
 
 
 @_checks.arguments(ax=_checks.instance(Axes), kwargs=OPTIONS)
 def key(ax: Axes, **kwargs: Any) -> None:
-    """A legend where anything has a label."""
+    """Draw a legend if anything has a label.
+
+    Args:
+        ax: Axes.
+        kwargs: options of ``Axes.legend``.
+    """
     if ax.get_legend_handles_labels()[0]:
         ax.legend(**{"frameon": False, "fontsize": RULES["legend.fontsize"], **kwargs})

@@ -15,7 +15,7 @@ from meanflow import _checks
 from meanflow._checks import array, choice, count, either, flag, instance, number, optional, unchecked
 from meanflow._reuse import compiled
 from meanflow.flows import _observables as observables
-from meanflow.flows._flow import FLOW, Flow, prepare
+from meanflow.flows._flow import FLOW, Flow, bind_and_check
 from meanflow.flows._observables import Observe
 from meanflow.measures import _scaling as scaling
 from meanflow.measures._cloud import CLOUD, Cloud
@@ -122,7 +122,7 @@ def solve(
     (True, True)
     """
     flow, cloud = begin(flow, cloud, state)
-    flow = prepare(flow, cloud, data)
+    flow = bind_and_check(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     dtype = cloud.weights.dtype
     start, end = scalar(0.0 if state is None else state.t, dtype), scalar(t1, dtype)

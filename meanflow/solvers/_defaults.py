@@ -96,7 +96,7 @@ def choose(
     if solver is not None:
         return _given(solver, rule)
     # the expectation over a population has no kinks
-    smooth = not type(flow.feature).has_kinks(flow.feature) or isinstance(data, Population)
+    smooth = not flow.feature.has_kinks() or isinstance(data, Population)
     if smooth or isinstance(rule, Adaptive):
         return _given(SMOOTH, rule)
     slides = plain and has_motion(flow, cloud, data)

@@ -12,7 +12,7 @@ from meanflow._checks import choice, count, flag, instance, optional
 from meanflow._identity import describe, json_digest
 from meanflow._reuse import canonical
 from meanflow.flows import _observables as observables
-from meanflow.flows._flow import FLOW, Flow, prepare
+from meanflow.flows._flow import FLOW, Flow, bind_and_check
 from meanflow.flows._observables import Observe
 from meanflow.measures import _scaling as scaling
 from meanflow.measures._cloud import CLOUD, Cloud
@@ -110,7 +110,7 @@ def descend(
     ((3,), 10.0)
     """
     flow, cloud = begin(flow, cloud, state)
-    bound = prepare(flow, cloud, data)
+    bound = bind_and_check(flow, cloud, data)
     scaling.check_clock(clock, cloud)  # inside the program the width is traced
     if optimizer is None and step is None:
         raise ValueError("step must be a number or a StepRule when no optimizer is given, got None")

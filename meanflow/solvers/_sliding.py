@@ -169,7 +169,7 @@ def _energy(
     risk = motion.risk(y, state)
     if risk is None:
         return None
-    penalty = problem.chart.flow.regularizer
+    penalty = problem.chart.flow.penalty
     if penalty is not None:
         risk = risk + penalty.strength * (problem.chart.base.weights @ penalty.function(y))
     return jax.lax.stop_gradient(risk)

@@ -136,7 +136,7 @@ def begin(flow: Flow, cloud: Cloud, state: State | None) -> tuple[Flow, Cloud]:
     ``cloud`` is then not used, and refused where it cannot belong to that run.
     """
     if state is None:
-        return type(flow).begin(flow, cloud), cloud
+        return flow.begin(cloud), cloud
     old, new = ([np.shape(u) for u in jax.tree.leaves(c.particles)] for c in (state.start, cloud))
     if old != new:
         raise ValueError(f"state must come from a run of the same cloud; it holds {old}, the cloud {new}")
@@ -154,7 +154,7 @@ def begin(flow: Flow, cloud: Cloud, state: State | None) -> tuple[Flow, Cloud]:
         raise ValueError(
             "flow must subtract the prediction that the run behind state did, got flow.begin(another cloud)"
         )
-    return type(flow).begin(flow, state.offset), state.start
+    return flow.begin(state.offset), state.start
 
 
 def _agree(one: PyTree[Array], other: PyTree[Array]) -> bool:

@@ -279,8 +279,8 @@ def _face_speeds(problem: _DensityProblem, mass: jax.Array) -> tuple[jax.Array, 
     slope = jax.jvp(lambda angle: g @ features(angle), (th + dth / 2,), (unit,))[1]
     up = jnp.broadcast_to(force[None, :], mass.shape)
     right = h[:, None] * slope[None, :]
-    if flow.regularizer is not None:
-        lam, function = flow.regularizer.strength, flow.regularizer.function
+    if flow.penalty is not None:
+        lam, function = flow.penalty.strength, flow.penalty.function
 
         def penalty(height: jax.Array, angle: jax.Array) -> jax.Array:
             return lam * function(particles(height.ravel(), angle.ravel())).reshape(mass.shape)

@@ -14,7 +14,6 @@ from meanflow import _checks
 from meanflow._numerics import loglog_slope
 from meanflow.flows._features import TwoLayer
 from meanflow.flows._flow import FLOW, Flow
-from meanflow.flows._observables import FunctionObservable
 from meanflow.measures._cloud import Cloud, Polar
 from meanflow.measures._dataset import DATA, Dataset
 from meanflow.solvers._step import KernelStep
@@ -417,7 +416,7 @@ def coordinate_check(
     known = sorted({int(w) for w in widths})
     if len(known) < 2:
         raise ValueError(f"widths must hold at least two different widths, got {list(widths)}")
-    seen = {"check": FunctionObservable(_sizes, from_start=True)} | dict.fromkeys(flow.observables(data))
+    seen = {"check": _sizes} | dict.fromkeys(flow.observables(data))
     # a name mapped to None is left out
     found = sweep(flow, data, widths=known, seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings)
     lost = results.failed(found)

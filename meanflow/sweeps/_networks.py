@@ -19,8 +19,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
 from meanflow import _checks
 from meanflow._checks import array, count, either, flag, number, optional, sequence, unchecked
 from meanflow._identity import Json, describe
-from meanflow.flows._flow import Flow
-from meanflow.flows._flow import prepare as check_fit
+from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.flows._observables import Observable
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import DATA, Dataset
@@ -294,7 +293,7 @@ class Sweep(Plan):
             cell = group.cells[0]
             cloud = jax.tree.map(jnp.asarray, self._cloud(cell))
             data = jax.tree.map(jnp.asarray, self._data(cell))
-            check_fit(self.made(cell)["flow"].begin(cloud), cloud, data)
+            bind_and_check(self.made(cell)["flow"].begin(cloud), cloud, data)
 
     def identity(self) -> Json:
         """Return a description of model, data, axes, solver settings, observables and key."""

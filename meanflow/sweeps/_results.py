@@ -17,7 +17,9 @@ from meanflow.sweeps._grid import Chunk, Grid, Value, is_numeric
 if TYPE_CHECKING:  # slow to import
     import xarray
 
-Observe: TypeAlias = None | str | Sequence[str] | Mapping[str, Observable | Callable[..., PyTree] | None]
+Observe: TypeAlias = (
+    None | str | Sequence[str] | Mapping[str, Observable | Callable[..., PyTree] | str | None]
+)
 
 PLAIN = {  # what every sweep records
     "t": "time on the clock of the run",

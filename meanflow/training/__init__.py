@@ -9,17 +9,15 @@ from meanflow import _lazy
 
 if typing.TYPE_CHECKING:
     from meanflow.training import data as data
-    from meanflow.training._networks import CNN as CNN
-    from meanflow.training._networks import MLP as MLP
+    from meanflow.training._networks import Stack as Stack
     from meanflow.training._resnet import ResNet as ResNet
     from meanflow.training._trainer import Trainer as Trainer
     from meanflow.training._trainer import Watch as Watch
 
 _LAZY = {
     "data": "data",
-    "CNN": "_networks",
-    "MLP": "_networks",
     "ResNet": "_resnet",
+    "Stack": "_networks",
     "Trainer": "_trainer",
     "Watch": "_trainer",
 }

@@ -50,17 +50,6 @@ class Network(Protocol):
         """Switch to inference: normalize by the running moments."""
 
 
-@runtime_checkable
-class CuttableNetwork(Network, Protocol):
-    """A network that can be cut at a normalization layer; the trainer watches such a layer."""
-
-    def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
-        """Return the outputs of one normalization layer, without gamma and beta."""
-
-    def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
-        """Return the logits, given the outputs that ``lower`` returns."""
-
-
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_in", "normal")
 
 
@@ -81,15 +70,75 @@ BATCH = _checks.array(rank=2, half=True, nan=True, infinite=True)  # layers say 
 LAYER = _checks.count(-_checks.MOST)
 
 
-class Stack(nnx.Module):
-    """Affine map, normalization and ReLU, repeated; then a linear read-out that gives the logits.
+RNGS = _checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")
 
-    Subclasses set ``maps``, ``norms`` and ``head``.
+
+def make_norm(name: str, value: object) -> object:
+    """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
+    # the class of a layer makes layers too; a layer itself in its place is the usual mistake
+    other = isinstance(value, type) and not issubclass(value, nnx.Module)
+    if not callable(value) or isinstance(value, nnx.Module) or other:
+        raise TypeError(
+            f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
+            f"got {_checks.show(value)}"
+        )
+    return value
+
+
+class Stack(nnx.Module):
+    """A classifier without shortcuts: affine map, normalization and ReLU, repeated; then a linear read-out.
+
+    The affine maps are dense, for inputs (N, features); or with ``strides`` 3 x 3 convolutions, for images
+    (N, H, W, channels), whose last feature map is averaged over the pixels.
+
+    Args:
+        in_features: length of an input row, or channels of an image.
+        widths: widths, or numbers of channels, of the hidden layers.
+        classes: number of logits.
+        norm: function (features, rngs=...) -> normalization layer; it is called with each width.
+        strides: stride of each convolution; None for dense layers.
+        rngs: keys for the weights, which are He-normal. Biases of dense layers are 0; convolutions have none.
+
+    >>> from meanflow.layers import BatchNorm
+    >>> network = Stack(4, (8, 8), 3, norm=BatchNorm, rngs=nnx.Rngs(0))
+    >>> network(jnp.ones((5, 4))).shape
+    (5, 3)
+    >>> network = Stack(1, (4, 4), 10, norm=BatchNorm, strides=(1, 2), rngs=nnx.Rngs(0))
+    >>> network(jnp.ones((5, 8, 8, 1))).shape
+    (5, 10)
     """
 
-    maps: Sequence[Layer]
-    norms: Sequence[Layer]
-    head: nnx.Linear
+    @_checks.arguments(
+        in_features=_checks.count(1),
+        widths=_checks.sequence(_checks.count(1)),
+        classes=_checks.count(1),
+        norm=make_norm,
+        strides=_checks.optional(_checks.sequence(_checks.count(1))),
+        rngs=RNGS,
+    )
+    def __init__(
+        self,
+        in_features: int,
+        widths: Sequence[int],
+        classes: int,
+        norm: MakeNorm,
+        *,
+        strides: Sequence[int] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if strides is not None and len(strides) != len(widths):
+            raise ValueError(f"widths and strides must be equally many, got {widths} and {strides}")
+        sizes = [in_features, *widths]
+        pairs = list(zip(sizes[:-1], sizes[1:], strict=True))
+        maps: list[nnx.Linear | nnx.Conv]
+        if strides is None:
+            maps = [nnx.Linear(m, n, kernel_init=he_normal, rngs=rngs) for m, n in pairs]
+        else:
+            conv = partial(nnx.Conv, kernel_size=(3, 3), use_bias=False, kernel_init=he_normal, rngs=rngs)
+            maps = [conv(m, n, strides=s) for (m, n), s in zip(pairs, strides, strict=True)]
+        self.maps = nnx.List(maps)
+        self.norms = nnx.List([norm(n, rngs=rngs) for n in widths])
+        self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
 
     @_checks.arguments(x=BATCH)
     def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n classes"]:
@@ -106,7 +155,7 @@ class Stack(nnx.Module):
         """
         index = self._index(layer)
         first = self.maps[0]
-        if isinstance(first, nnx.Linear | nnx.Conv) and x.shape[-1] != first.in_features:
+        if x.shape[-1] != first.in_features:
             raise ValueError(
                 f"x must have {first.in_features} features in its last axis, got shape {x.shape}"
             )
@@ -117,12 +166,18 @@ class Stack(nnx.Module):
 
     @_checks.arguments(h=BATCH, layer=LAYER)
     def upper(self, h: Float[Array, "n ..."], layer: int = -1) -> Float[Array, "n classes"]:
-        """Return the logits, given the outputs that ``lower`` returns for the same ``layer``."""
+        """Return the logits, given the outputs that ``lower`` returns for the same ``layer``.
+
+        Args:
+            h: what ``lower`` returned.
+            layer: index of the normalization layer, as for ``lower``.
+        """
         index = self._index(layer)
         h = jax.nn.relu(affine_part(self.norms[index], h))
         for affine, norm in zip(self.maps[index + 1 :], self.norms[index + 1 :], strict=True):
             h = jax.nn.relu(norm(affine(h)))
-        return self.head(self.pool(h))
+        # rows are one vector a sample already; of images the mean over the pixels is taken
+        return self.head(jnp.mean(h, axis=tuple(range(1, h.ndim - 1))))
 
     def _index(self, layer: int) -> int:
         """Return the number of a normalization layer, counted from 0."""
@@ -131,110 +186,3 @@ class Stack(nnx.Module):
         if not -depth <= layer < depth:
             raise ValueError(f"layer must be from {-depth} to {depth - 1}, got {layer}")
         return layer % depth
-
-    def pool(self, h: Float[Array, "n ..."]) -> Float[Array, "n features"]:
-        """Turn the last feature map into one row a sample; here it is one already."""
-        return h
-
-
-RNGS = _checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")
-
-
-def make_norm(name: str, value: object) -> object:
-    """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
-    # the class of a layer makes layers too; a layer itself in its place is the usual mistake
-    other = isinstance(value, type) and not issubclass(value, nnx.Module)
-    if not callable(value) or isinstance(value, nnx.Module) or other:
-        raise TypeError(
-            f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
-            f"got {_checks.show(value)}"
-        )
-    return value
-
-
-class MLP(Stack):
-    """A dense classifier: each hidden layer is a linear map, a normalization and ReLU; then come the logits.
-
-    Args:
-        in_features: length of an input row.
-        widths: widths of the hidden layers.
-        classes: number of logits.
-        norm: function (features, rngs=...) -> normalization layer; it is called with each width.
-        rngs: keys for the weights, which are He-normal. Biases are 0.
-
-    >>> from meanflow.layers import BatchNorm
-    >>> network = MLP(4, (8, 8), 3, norm=BatchNorm, rngs=nnx.Rngs(0))
-    >>> network(jnp.ones((5, 4))).shape
-    (5, 3)
-    """
-
-    @_checks.arguments(
-        in_features=_checks.count(1),
-        widths=_checks.sequence(_checks.count(1)),
-        classes=_checks.count(1),
-        norm=make_norm,
-        rngs=RNGS,
-    )
-    def __init__(
-        self, in_features: int, widths: Sequence[int], classes: int, norm: MakeNorm, *, rngs: nnx.Rngs
-    ):
-        sizes = [in_features, *widths]
-        self.maps = nnx.List(
-            [
-                nnx.Linear(m, n, kernel_init=he_normal, rngs=rngs)
-                for m, n in zip(sizes, sizes[1:], strict=False)
-            ]
-        )
-        self.norms = nnx.List([norm(n, rngs=rngs) for n in sizes[1:]])
-        self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
-
-
-class CNN(Stack):
-    """A convolutional classifier: 3 x 3 convolutions, each with normalization and ReLU; then the mean over pixels.
-
-    Args:
-        in_channels: channels of the images (N, H, W, channels).
-        channels: number of channels after each convolution.
-        classes: number of logits.
-        norm: function (features, rngs=...) -> normalization layer; it is called with each number of channels.
-        strides: stride of each convolution; 1 by default.
-        rngs: keys for the weights, which are He-normal. Convolutions have no biases.
-
-    >>> from meanflow.layers import BatchNorm
-    >>> network = CNN(1, (4, 4), 10, norm=BatchNorm, strides=(1, 2), rngs=nnx.Rngs(0))
-    >>> network(jnp.ones((5, 8, 8, 1))).shape
-    (5, 10)
-    """
-
-    @_checks.arguments(
-        in_channels=_checks.count(1),
-        channels=_checks.sequence(_checks.count(1)),
-        classes=_checks.count(1),
-        norm=make_norm,
-        strides=_checks.optional(_checks.sequence(_checks.count(1))),
-        rngs=RNGS,
-    )
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        classes: int,
-        norm: MakeNorm,
-        *,
-        strides: Sequence[int] | None = None,
-        rngs: nnx.Rngs,
-    ):
-        sizes = [in_channels, *channels]
-        strides = [1] * len(channels) if strides is None else strides
-        if len(strides) != len(channels):
-            raise ValueError(f"channels and strides must be equally many, got {channels} and {strides}")
-        conv = partial(nnx.Conv, kernel_size=(3, 3), use_bias=False, kernel_init=he_normal, rngs=rngs)
-        self.maps = nnx.List(
-            [conv(m, n, strides=s) for m, n, s in zip(sizes, sizes[1:], strides, strict=False)]
-        )
-        self.norms = nnx.List([norm(n, rngs=rngs) for n in sizes[1:]])
-        self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
-
-    def pool(self, h: Float[Array, "n height width features"]) -> Float[Array, "n features"]:
-        """Average over the pixels."""
-        return jnp.mean(h, axis=(1, 2))

@@ -149,14 +149,23 @@ class ResNet(nnx.Module):
         return self.upper(self.lower(x))
 
     def lower(self, x: Float[Array, "n h w channels"], layer: int = -1) -> Float[Array, "n h2 w2 features"]:
-        """Return the outputs of the last normalization layer, the only one that no shortcut passes by."""
+        """Return the outputs of the last normalization layer, the only one that no shortcut passes by.
+
+        Args:
+            x: images (N, H, W, channels).
+            layer: -1.
+        """
         if layer != -1:
             raise ValueError(f"layer must be -1, the last normalization layer of a ResNet, got {layer}")
         return normalized(self.norm, self.states(x)[-1])
 
     @_checks.arguments(x=BATCH)
     def states(self, x: Float[Array, "n h w channels"]) -> list[Float[Array, "n h2 w2 features"]]:
-        """Return what each block receives, and last what the last normalization layer receives."""
+        """Return what each block receives, and last what the last normalization layer receives.
+
+        Args:
+            x: images (N, H, W, channels).
+        """
         h = self.stem(x)
         if self.stem_norm is not None:
             h = jax.nn.relu(self.stem_norm(h))
@@ -166,5 +175,10 @@ class ResNet(nnx.Module):
         return found
 
     def upper(self, h: Float[Array, "n h2 w2 features"], layer: int = -1) -> Float[Array, "n classes"]:
-        """Return the logits, given the outputs that ``lower`` returns."""
+        """Return the logits, given the outputs that ``lower`` returns.
+
+        Args:
+            h: what ``lower`` returned.
+            layer: -1.
+        """
         return self.head(jnp.mean(jax.nn.relu(affine_part(self.norm, h)), axis=(1, 2)))

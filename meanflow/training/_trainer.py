@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,16 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 from meanflow import _checks
 from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
+from meanflow.solvers._batches import shuffle
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
 from meanflow.training._fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
 from meanflow.training._moments import FeatureMoments, moments
-from meanflow.training._networks import CuttableNetwork, Network
+from meanflow.training._networks import LAYER, Network
 from meanflow.training.data import Data
 from meanflow.transport import ics
 
 EVALUATION_BATCH = 1000
-"""Number of samples that are evaluated at once in inference."""
+"""Number of samples that are evaluated at once: those of CIFAR take 65 MB in a layer of 16 channels (float32)."""
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 """(logits, labels) -> scalar mean loss."""
@@ -52,12 +53,21 @@ class LayerComparison(TypedDict):
     loss_shift: jax.Array
 
 
+@_checks.constructor(
+    layer=LAYER,
+    moments=_checks.choice("batch", "running"),
+    rows=_checks.count(1),
+    inputs=_checks.optional(_checks.count(1)),
+    max_exact=_checks.count(0),
+    shift=_checks.flag,
+)
 @dataclass(frozen=True)
 class Watch:
     """What the trainer records of one layer after each epoch.
 
     Attributes:
-        layer: index of the normalization layer. The network must have ``lower`` and ``upper``, as ``MLP``, ``CNN`` and
+        layer: index of the normalization layer. The network must have the methods ``lower(x, layer)``, the outputs of
+            that layer before its gamma and beta, and ``upper(h, layer)``, the logits from there on; ``Stack`` and
             ``ResNet`` do.
         moments: ``"batch"`` recomputes all moments on the watched inputs. ``"running"`` uses the running averages,
             whose own noise puts a floor under the measured shift.
@@ -78,18 +88,6 @@ class Watch:
     max_exact: int = 2000
     shift: bool = True
 
-    def __post_init__(self) -> None:
-        kinds = {
-            "layer": lambda name, value: _checks.whole(name, value, -(2**31)),
-            "moments": _checks.choice("batch", "running"),
-            "rows": _checks.count(1),
-            "inputs": _checks.optional(_checks.count(1)),
-            "max_exact": _checks.count(0),
-            "shift": _checks.flag,
-        }
-        for name, kind in kinds.items():
-            kind(f"watch.{name}", getattr(self, name))  # type: ignore[operator]
-
 
 def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Float[Array, ""]:
     """Return the mean softmax cross-entropy of logits with integer labels."""
@@ -100,12 +98,12 @@ class Trainer:
     """Train a network, and record its loss, accuracy, and the moments and covariate shift of a layer.
 
     ``run`` is the loop over epochs. The pure functions ``init``, ``epoch``, ``evaluate`` and ``compare`` may be used on
-    their own, under jit and vmap.
+    their own, under jit and vmap; with ``loop="host"`` without them.
 
     Args:
         make: function of ``nnx.Rngs`` that builds the flax NNX network.
         optimizer: any optax optimizer; its schedule counts minibatches.
-        batch: size of a minibatch. Each epoch draws a new permutation of the data and drops the remainder.
+        batch_size: size of a minibatch. Each epoch draws a new permutation of the data and drops the remainder.
         loss: (logits, labels) -> scalar mean loss.
         augment: (key, minibatch) -> minibatch, applied in training only; for instance ``data.crop_and_flip``.
         watch: the layer to record, or None.
@@ -118,9 +116,9 @@ class Trainer:
             axis of runs.
 
     >>> from meanflow.layers import BatchNorm
-    >>> from meanflow.training import MLP, data
-    >>> make = lambda rngs: MLP(64, (8,), 10, norm=BatchNorm, rngs=rngs)
-    >>> trainer = Trainer(make, optax.sgd(0.1), batch=64)
+    >>> from meanflow.training import Stack, data
+    >>> make = lambda rngs: Stack(64, (8,), 10, norm=BatchNorm, rngs=rngs)
+    >>> trainer = Trainer(make, optax.sgd(0.1), batch_size=64)
     >>> state, record = trainer.run(jax.random.key(0), data.digits(train=128).flat(), 2, progress=False)
     >>> sorted(record), record["train_loss"].shape
     (['epoch', 'test_accuracy', 'test_loss', 'train_loss'], (2,))
@@ -129,7 +127,7 @@ class Trainer:
     @_checks.arguments(
         make=maker,
         optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
-        batch=_checks.count(1),
+        batch_size=_checks.count(1),
         loss=_checks.taking(2),
         augment=_checks.optional(_checks.taking(2)),
         watch=_checks.optional(_checks.instance(Watch)),
@@ -141,7 +139,7 @@ class Trainer:
         make: Callable[[nnx.Rngs], Network],
         optimizer: optax.GradientTransformation,
         *,
-        batch: int = 128,
+        batch_size: int = 128,
         loss: Loss = cross_entropy,
         augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         watch: Watch | None = None,
@@ -149,11 +147,12 @@ class Trainer:
         loop: str = "program",
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
-        self.batch, self.watch, self.ensemble, self.mesh = batch, watch, loop == "ensemble", mesh
-        if mesh is not None and (len(mesh.axis_names) != 1 or batch % mesh.size or self.ensemble):
+        self.batch_size, self.watch, self.mesh = batch_size, watch, mesh
+        self.ensemble, self.by_host = loop == "ensemble", loop == "host"
+        if mesh is not None and (len(mesh.axis_names) != 1 or batch_size % mesh.size or self.ensemble):
             raise ValueError(
-                f"mesh must have one axis whose length divides batch = {batch}, and loop must not be 'ensemble' with "
-                f"it, got axes {dict(mesh.shape)} and loop = {loop!r}"
+                f"mesh must have one axis whose length divides batch_size = {batch_size}, and loop must not be "
+                f"'ensemble' with it, got axes {dict(mesh.shape)} and loop = {loop!r}"
             )
         # shapes alone: the structure of the network is known without drawing its weights
         network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
@@ -162,15 +161,19 @@ class Trainer:
         self.graph = nnx.split(network, nnx.Param, ...)[0]
         lift = jax.vmap if self.ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
-        self._epoch = self._epoch_by_host if loop == "host" else jax.jit(lift(self.epoch))
-        self._evaluate = self._evaluate_by_host if loop == "host" else jax.jit(lift(self.evaluate))
+        self._epoch = self._pass if self.by_host else jax.jit(lift(self._pass))
+        self._evaluate = self._score if self.by_host else jax.jit(lift(self._score))
         self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
         self._compare = jax.jit(lift(self.compare))
 
     @_checks.arguments(key=_checks.prng_key)
     def init(self, key: Key[Array, ""]) -> TrainState:
-        """Return the state before the first epoch."""
+        """Return the state before the first epoch.
+
+        Args:
+            key: PRNG key of the weights and of all epochs.
+        """
         # keys of weights and of epochs apart: the state keeps the second, from which each epoch's key is folded
         init_key, run_key = jax.random.split(key)
         params, stats = _variables(self.make(nnx.Rngs(init_key)))
@@ -178,7 +181,12 @@ class Trainer:
 
     @_checks.arguments(state=STATE, training=_checks.flag)
     def network(self, state: TrainState, *, training: bool = False) -> Network:
-        """Return the network of a state, in inference or in training; changing it leaves the state as it is."""
+        """Return the network of a state; changing it leaves the state as it is.
+
+        Args:
+            state: the state.
+            training: whether layers normalize by the moments of the batch, instead of by their running moments.
+        """
         model = nnx.merge(self.graph, state.params, state.stats, copy=True)
         model.train() if training else model.eval()
         return model
@@ -187,24 +195,39 @@ class Trainer:
     def epoch(
         self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> tuple[TrainState, Float[Array, ""]]:
-        """Pass once over the data in minibatches; return the new state and the mean loss on the way."""
+        """Pass once over the data in minibatches; return the new state and the mean loss on the way.
+
+        Args:
+            state: the state before.
+            x: training inputs (n, ...).
+            y: their labels (n, ...).
+        """
         same_rows(x, y)
-        plan = self._minibatches(state, x.shape[0])
+        return self._pass(state, x, y)
+
+    def _pass(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
+        """Take the steps of an epoch, in one loop or one program each."""
+        plan = self._plan(state, x.shape[0])
         steps = len(plan[1])
-        step = lambda carry, inputs: self._minibatch(carry, inputs, x, y)
-        start = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
-        (params, stats, opt_state, total), _ = iterate(step, start, plan, steps, steps, lambda carry: None)
+        step = lambda carry, inputs: self._step(carry, inputs, x, y)
+        carry: Carry = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
+        if self.by_host:
+            for inputs in zip(*plan, strict=True):
+                carry = step(carry, inputs)
+        else:
+            carry, _ = iterate(step, carry, plan, steps, steps, lambda carry: None)
+        params, stats, opt_state, total = carry
         return TrainState(state.epoch + 1, params, stats, opt_state, state.key), total / steps
 
     def _minibatches(self, state: TrainState, count: int) -> tuple[jax.Array, jax.Array]:
         """Return what the steps of an epoch over ``count`` samples take: keys (steps,), rows (steps, batch)."""
-        steps = count // self.batch
+        steps = count // self.batch_size
         if not steps:
-            raise ValueError(f"x must have at least as many rows as a batch, {self.batch}, got {count}")
+            raise ValueError(f"x must have at least as many rows as a batch, {self.batch_size}, got {count}")
         # a function of the epoch's number, so that a resumed run sees the same minibatches
         order_key, augment_key = jax.random.split(jax.random.fold_in(state.key, state.epoch))
-        order = jax.random.permutation(order_key, count)
-        return jax.random.split(augment_key, steps), order[: steps * self.batch].reshape(steps, self.batch)
+        places = jnp.arange(steps * self.batch_size, dtype=jnp.uint32).reshape(steps, self.batch_size)
+        return jax.random.split(augment_key, steps), shuffle(order_key, places, jnp.uint32(count))
 
     def _minibatch(
         self, carry: Carry, inputs: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array
@@ -223,50 +246,30 @@ class Trainer:
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), stats, opt_state, total + value
 
-    def _epoch_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-        """As ``epoch``, one program a minibatch."""
-        plan = self._plan(state, x.shape[0])
-        carry: Carry = (state.params, state.stats, state.opt_state, jnp.zeros((), x.dtype))
-        for inputs in zip(*plan, strict=True):
-            carry = self._step(carry, inputs, x, y)
-        params, stats, opt_state, total = carry
-        return TrainState(state.epoch + 1, params, stats, opt_state, state.key), total / len(plan[1])
-
-    def _evaluate_by_host(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-        """As ``evaluate``, one program a piece of the samples."""
-        # two shapes at most are compiled: whole pieces and the rest
-        pieces = range(0, len(x), EVALUATION_BATCH)
-        logits = jnp.concatenate([self._logits(state, x[i : i + EVALUATION_BATCH]) for i in pieces])
-        return self._scores(logits, y)
-
     def _forward(
         self, params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
     ) -> tuple[jax.Array, PyTree[Array]]:
         """Return logits and new other variables of the network in training, on one device or over the mesh."""
 
-        def local(
+        def forward(
             params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
         ) -> tuple[jax.Array, PyTree[Array]]:
             model = nnx.merge(self.graph, params, stats, copy=True)
             model.train()
-            return model(inputs), _variables(model)[1]
-
-        if self.mesh is None:
-            return local(params, stats, inputs)
-        (name,) = self.mesh.axis_names
-
-        def shard(
-            params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
-        ) -> tuple[jax.Array, PyTree[Array]]:
-            logits, stats = local(params, stats, inputs)
+            logits, stats = model(inputs), _variables(model)[1]
+            if self.mesh is None:
+                return logits, stats
             # layers without axis_name have moments of their own on every device
+            (name,) = self.mesh.axis_names
             mean = lambda u: jax.lax.pmean(u, name) if jnp.issubdtype(u.dtype, jnp.floating) else u
             return logits, jax.tree.map(mean, stats)
 
-        everywhere, split = PartitionSpec(), PartitionSpec(name)
+        if self.mesh is None:
+            return forward(params, stats, inputs)
+        everywhere, split = PartitionSpec(), PartitionSpec(self.mesh.axis_names)
         # parameters are the same everywhere, rows of the minibatch are split; gradients are summed by the transpose
         return jax.shard_map(
-            shard,
+            forward,
             mesh=self.mesh,
             in_specs=(everywhere, everywhere, split),
             out_specs=(split, everywhere),
@@ -284,33 +287,52 @@ class Trainer:
     def evaluate(
         self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> dict[str, Float[Array, ""]]:
-        """Return loss and accuracy in inference, by name."""
-        same_rows(x, y)
-        model = self.network(state)
-        # inference treats samples independently: large test sets go through in pieces
-        logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
-        return self._scores(logits, y)
+        """Return loss and accuracy in inference, by name.
 
-    def _scores(self, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+        Args:
+            state: the state.
+            x: inputs (n, ...).
+            y: their labels (n, ...).
+        """
+        same_rows(x, y)
+        return self._score(state, x, y)
+
+    def _score(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+        # inference treats samples independently: large test sets go through in pieces
+        if self.by_host:  # two shapes at most are compiled: whole pieces and the rest
+            pieces = range(0, len(x), EVALUATION_BATCH)
+            logits = jnp.concatenate([self._logits(state, x[i : i + EVALUATION_BATCH]) for i in pieces])
+        else:
+            model = self.network(state)
+            logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
         return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
 
     @_checks.arguments(old=STATE, new=STATE, x=INPUTS, y=labels)
     def compare(
         self, old: TrainState, new: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
     ) -> LayerComparison:
-        """Compare the watched layer at two times on the same inputs."""
+        """Compare the watched layer at two times on the same inputs.
+
+        Args:
+            old: the state before.
+            new: the state after.
+            x: training inputs (n, ...), of which ``Watch`` takes the first ones.
+            y: their labels (n, ...).
+        """
         watch = self.watch or Watch()
         training = watch.moments == "batch"
         x, y = x[: watch.inputs], y[: watch.inputs]
+        # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
+        cuttable: Callable[[TrainState], Any] = partial(self.network, training=training)
 
         def lower(params: PyTree[Array], stats: PyTree[Array]) -> jax.Array:
             state = old._replace(params=params, stats=stats)
-            return self._bind(lambda: self._cuttable(state, training).lower(x, watch.layer))
+            return self._bind(lambda: cuttable(state).lower(x, watch.layer))
 
         # both times in one vmapped pass: half the program to compile
         both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
         before, after = jax.vmap(lower)(*both)
-        upper = lambda h: self._bind(lambda: self._cuttable(old, training).upper(h, watch.layer))
+        upper = lambda h: self._bind(lambda: cuttable(old).upper(h, watch.layer))
         # pixels of images count as samples of their channel
         flat = after.reshape(-1, after.shape[-1])
         return {
@@ -320,10 +342,6 @@ class Trainer:
             # the layers above at their old weights, so that only the layers below have moved
             "loss_shift": self.loss(upper(after), y) - self.loss(upper(before), y),
         }
-
-    def _cuttable(self, state: TrainState, training: bool) -> CuttableNetwork:
-        # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
-        return cast(CuttableNetwork, self.network(state, training=training))
 
     @_checks.arguments(
         state=_checks.either(STATE, keys),
@@ -376,8 +394,8 @@ class Trainer:
         for name in ("train", "test"):
             same_rows(getattr(data, f"{name}_x"), getattr(data, f"{name}_y"), axis, name)
         rows = data.train_x.shape[axis]
-        if rows < self.batch:
-            raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
+        if rows < self.batch_size:
+            raise ValueError(f"batch_size must be at most the {rows} training rows, got {self.batch_size}")
         if hook is not None and self.ensemble:
             raise ValueError("hook must be None for an ensemble: it is called with a single network")
         if not self.ensemble:
@@ -414,7 +432,7 @@ class Trainer:
         parts = {
             "key": np.asarray(jax.random.key_data(state.key)).tolist(),
             "data": {name: array_text(u) for name, u in data._asdict().items()},
-            "batch": self.batch,
+            "batch": self.batch_size,
             "optimizer": describe(self.optimizer),
             "network": describe(self.make),
             "loss": describe(self.loss),
@@ -429,18 +447,12 @@ class Trainer:
         assert self.watch is not None
         if not self.watch.shift:
             return record
-        measure = partial(ics, max_exact=self.watch.max_exact)
-        if self.ensemble:
-            parts = [measure(b, a) for b, a in zip(seen["before"], seen["after"], strict=True)]
-        else:
-            parts = [measure(seen["before"], seen["after"])]
-        found = {
-            "ics_lower": np.array([part.lower for part in parts]),
-            "ics_exact": np.array([part.exact for part in parts]),
-            "ics_upper": np.array([part.upper for part in parts]),
-            "ics_paired": np.array([part.pieces["paired"] for part in parts]),
-        }
-        return record | (found if self.ensemble else {name: values[0] for name, values in found.items()})
+        pair = seen["before"], seen["after"]
+        runs = zip(*pair, strict=True) if self.ensemble else [pair]
+        shifts = [ics(before, after, max_exact=self.watch.max_exact) for before, after in runs]
+        rows = [(shift.lower, shift.exact, shift.upper, shift.pieces["paired"]) for shift in shifts]
+        values = np.array(rows).T if self.ensemble else np.array(rows[0])
+        return record | dict(zip(("ics_lower", "ics_exact", "ics_upper", "ics_paired"), values, strict=True))
 
 
 def _variables(model: Network) -> tuple[PyTree[Array], PyTree[Array]]:

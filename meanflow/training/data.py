@@ -108,7 +108,11 @@ def fetch(
 
 @_checks.arguments(name=_checks.text)
 def find(name: str) -> Path | None:
-    """Return the folder in which ``fetch(name)`` has put a data set, or None if it is not there."""
+    """Return the folder in which ``fetch(name)`` has put a data set, or None if it is not there.
+
+    Args:
+        name: ``"mnist"``, ``"fashion"`` or ``"cifar-10"``.
+    """
     place = _downloads.data_folder(name)
     return place if name in _downloads.SOURCES and _downloads.is_complete(name, place) else None
 
@@ -136,7 +140,11 @@ def mnist(folder: str | Path) -> Data:
 
 @_checks.arguments(path=_checks.path)
 def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
-    """Read one idx file of unsigned bytes, plain or gzipped."""
+    """Read one idx file of unsigned bytes, plain or gzipped.
+
+    Args:
+        path: of the file.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path must name an idx file, got {path}, which is none")

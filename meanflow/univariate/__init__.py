@@ -1,10 +1,9 @@
 """Univariate: everything special about ReLU networks of one input, from models and exact forces to splines.
 
-``_models`` builds the flows out of ``_features`` and the spaces in ``_cylinder``, ``_lifted`` and ``_hyperbola``;
-``_motion`` and ``_events`` move neurons through kinks for the sliding solver; ``_forces``, ``_rays`` and ``_residual``
-sum by activation region; ``balance`` changes coordinates; ``knots`` and ``_observables`` look at the network as a
-function; ``_sparse`` solves the regularized problem; ``_weight_laws``, ``_kernels`` and ``_splines`` are the limit of
-infinite width.
+``_models`` builds the flows out of ``_features`` and the spaces in ``_spaces`` and ``_hyperbola``; ``_motion`` and
+``_events`` move neurons through kinks for the sliding solver; ``_forces``, ``_rays`` and ``_residual`` sum by
+activation region; ``balance`` changes coordinates; ``knots`` and ``_observables`` look at the network as a function;
+``_weight_laws``, ``_kernels`` and ``_splines`` are the limit of infinite width.
 """
 
 from meanflow.univariate import balance as balance
@@ -20,9 +19,4 @@ from meanflow.univariate._models import radial as radial
 from meanflow.univariate._rays import attracting_angles as attracting_angles
 from meanflow.univariate._rays import classify_rays as classify_rays
 from meanflow.univariate._residual import residual_ode as residual_ode
-from meanflow.univariate._sparse import sparse_minimizer as sparse_minimizer
-from meanflow.univariate._splines import natural_spline as natural_spline
 from meanflow.univariate._splines import spline_interpolant as spline_interpolant
-from meanflow.univariate._weight_laws import RadialLaw as RadialLaw
-from meanflow.univariate._weight_laws import SignsLaw as SignsLaw
-from meanflow.univariate._weight_laws import UniformLaw as UniformLaw

@@ -1,26 +1,33 @@
 """Exact motion of univariate ReLU neurons in a frozen force table, through kinks, by the Filippov rule.
 
 The sliding solver freezes the residual for a sub-step. Then neurons no longer see each other, and this module moves
-each one from event to event in closed form; an event is the moment at which a neuron meets the ray of a sample, where
-its velocity jumps. ``freeze`` tabulates the forces, ``advance`` carries every neuron over one event; ``kinks.passage``
-repeats that, and in reverse mode differentiates ``replay``, the smooth part of an event. The rule at a ray is in
-``_decide``, the next event in ``_chart_course``. This is the motion of ``kinks.planes`` for x~ = (x, 1), where sorted
-samples spare the array of size neurons x samples.
+each one from event to event in closed form. An event is the moment at which a neuron meets the ray of a sample, where
+its velocity jumps. ``freeze`` tabulates the forces and ``advance`` carries every neuron over one event;
+``flows._kinks.passage`` repeats that, and in reverse mode differentiates ``replay``, the smooth part of an event. The
+rule at a ray is in ``_decide``, the next event in ``_chart_course``. This is the motion of ``flows._kinks.planes`` for
+x~ = (x, 1), where sorted samples spare the array of size neurons x samples.
 
 **Between events.** Write p = (a, -b) for the inner weights of a neuron, c for the outer one, and kp, kc for the rates
-at which the two layers learn. In region R the force G = G_R is constant, p' = -kp c G and c' = -kc <G, p>: the closed
-form is in ``kinks.cell``. The neuron meets the ray of sample j when <x~_j, p> = 0.
+at which the two layers learn. In region R (numbered in ``_forces``) the force G = G_R is constant, and
 
-**At a ray.** The normal speed is z'_- = -kp c H_- on the side where the sample is inactive and z'_+ = -kp c H_+ on the
-other. The neuron slides along the ray if z'_- > 0 >= z'_+ and crosses it if both have one sign. On a repulsor
-(z'_- < 0 < z'_+) it has no unique future: it takes the inactive side, as relu'(0) = 0 does, and the event is counted.
-Sliding is the same motion with G projected on the ray. It ends when the table changes, when c passes 0 (balance
-delta = c^2 - |p|^2 < 0) or when p passes 0 (delta > 0). At p = 0 all regions meet, the dead one among them, and the
-future is again not unique (plain descent may die there): the neuron goes on along the opposite ray where the forces
-allow it, and the event is counted.
+    p' = -kp c G,    c' = -kc <G, p>,
 
-Region and ray are part of the state, never inferred from the angle, which rounding may have moved. Only the two rays
-that bound a region are tested, so there is no array of size neurons x samples.
+whose closed form is in ``flows._kinks.cell``. The neuron meets the ray of sample j when z = <x~_j, p> = 0.
+
+**At a ray.** The sample j of the ray is inactive on one side of it (z < 0) and active on the other. The force differs
+between the sides by what the sample itself contributes, g_j x~_j, so with H = <x~_j, G> the normal speed jumps from
+
+    z'_- = -kp c H_-    where the sample is inactive    to    z'_+ = -kp c (H_- + g_j |x~_j|^2)    where it is active.
+
+If both speeds have one sign the neuron crosses. If z'_- > 0 >= z'_+ both sides push it back, and it slides along the
+ray: the same motion, with G projected on the ray. On a repulsor (z'_- < 0 < z'_+) it has no unique future: it takes the
+inactive side, as relu'(0) = 0 does, and the event is counted. Sliding ends when the table changes, when c passes 0
+(possible for a balance delta = c^2 - |p|^2 < 0) or when p passes 0 (for delta > 0). At p = 0 all regions meet, the dead
+one among them, and the future is again not unique (plain descent may die there): the neuron goes on along the opposite
+ray where the forces allow it, and the event is counted.
+
+Region and ray are part of the state. They are never inferred from the angle, which rounding may have moved. Only the
+two rays that bound a region are tested, so there is no array of size neurons x samples.
 """
 
 from typing import NamedTuple
@@ -140,10 +147,16 @@ def _row(table: Float[Array, "rays k"], index: Int[Array, " m"]) -> tuple[Float[
 
 
 class _Decision(NamedTuple):
-    """What the Filippov rule decides for neurons on a ray; the others have ``at`` False and keep their region.
+    """What the Filippov rule decides for neurons on a ray; every field has shape (m,).
 
-    ``ray_u``, ``ray_v`` is the unit vector of the ray, ``along`` the force along it, and ``reach`` = <ray, p> the
-    distance from the origin.
+    Attributes:
+        at: whether the neuron is on a ray; the others keep their region.
+        ray_u, ray_v: unit vector of the ray.
+        along: <ray, G>, the force along the ray.
+        reach: <ray, p>, the distance from the origin.
+        slides, leaves: whether the neuron slides along the ray or goes into a region.
+        repels: whether both sides drive neurons away from the ray.
+        entered: the region of the neuron from now on.
     """
 
     at: Bool[Array, " m"]
@@ -158,11 +171,18 @@ class _Decision(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """The motion up to the next event: its constant force, work = <p, G>, g2 = kp kc |G|^2, and where it ends.
+    """The motion up to the next event; every field has shape (m,).
 
-    ``lower`` is the ray that bounds the region clockwise; ``first`` says whether the first of the two possible events
-    comes first (that ray, or p = 0 for a sliding neuron), ``exits`` whether any comes within the time left; ``x`` is
-    the sample of the ray that is met.
+    Attributes:
+        force_u, force_v: the constant force G.
+        work: <p, G> at the start.
+        g2: kp kc |G|^2.
+        lower: the ray that bounds the region clockwise; the other one is ``region`` itself.
+        first: which of the two possible events comes earlier. True: a free neuron meets the lower ray, a sliding one
+            p = 0. False: the upper ray, or c = 0.
+        exits: whether an event comes within the time left.
+        step: the time until then.
+        x: the sample of the ray that is met.
     """
 
     force_u: Float[Array, " m"]
@@ -198,7 +218,7 @@ def _decide(
     to_idle, to_busy = _beside(ray, field.rays.shape[0])
     # On the ray p = reach * ray.
     reach = neurons.u * ray_u + neurons.v * ray_v
-    # Only the sign of c matters below. If c is 0 now, it is about to have that of c' = -kc <G, p>.
+    # Only the sign of c matters below. At c = 0 it is about to be that of c' = -kc <G, p> = -kc reach along.
     c_next = jnp.where(neurons.c == 0, -outer_rate * reach * along, neurons.c)
     idle_speed, busy_speed = -inner_rate * c_next * idle, -inner_rate * c_next * busy
     # The rule: z = <x~, p> = 0 here. It grows on the inactive side (z < 0) and falls on the active one: both sides push
@@ -311,7 +331,8 @@ def _arrive(
     arrives = exits & ~slides
     met = jnp.where(course.first, course.lower, neurons.region)
     on_line = (u - course.x * v) / (1 + course.x**2)  # the point of the line nearest to p is on_line (1, -x)
-    # only with a single sample can either half of the line be met
+    # The line of a sample consists of two opposite rays. A region bounded by both is a half plane, which there is only
+    # for a single sample: then the side on which p arrives says which of the two was met.
     behind = (on_line < 0) == (met < half)
     met = jnp.where(behind & (on_line != 0), _opposite(met, total), met)
     through = exits & slides & course.first  # p = 0

@@ -1,12 +1,12 @@
 """The feature of a univariate ReLU network, in reduced and in raw coordinates.
 
 ``Univariate`` holds what both share, ``Reduced`` is the feature of ``Polar`` neurons (r, theta) and ``Raw`` that of
-``Affine`` neurons (a, b, c); ``models`` joins them with spaces. The penalties ``total_variation`` and ``weight_decay``
+``Affine`` neurons (a, b, c); ``_models`` joins them with spaces. The penalties ``total_variation`` and ``weight_decay``
 are here too, since the exact motion of a model is known only for its own penalty.
 
 Every neuron is amplitude * relu(<(x, 1), p>): p = d(theta), amplitude r in reduced coordinates; p = (a, -b),
 amplitude (m/alpha) c in full ones. Inside a region the neuron is linear in x with slope vector q = amplitude * p,
-so the potential of the neuron has the differential J_q' G with G the force of ``forces``.
+so the potential of the neuron has the differential J_q' G with G the force of ``_forces``.
 """
 
 import abc
@@ -30,14 +30,16 @@ from meanflow.measures._scaling import Scaling
 from meanflow.univariate import _forces as force
 from meanflow.univariate import _observables as observables
 from meanflow.univariate._angles import angle_of, unit
-from meanflow.univariate._cylinder import Cylinder
-from meanflow.univariate._lifted import Lifted, TrainableLayers
 from meanflow.univariate._motion import CylinderMotion, RawMotion
+from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
 from meanflow.univariate.balance import balance
 
 FORCES = ("auto", "dense", "fast")
-LARGEST_PATTERN = 2**24  # entries of an array of activations, samples x neurons, beyond which none is formed
-LARGEST_GRID = 2**20  # entries up to which predictions alone are made from that array
+# Kernels are made from arrays of activations, samples x neurons, up to this many entries: 64 MB each in float32.
+LARGEST_PATTERN = 2**24
+# Predictions alone are made from such an array up to this many entries. To sort the inputs instead takes 0.3 s longer
+# to compile, and saves 1 ms a call at 50 000 entries and 9 to 30 ms at this limit (float64, one core).
+LARGEST_GRID = 2**20
 # Up to (samples, samples x neurons) the dense forces are faster. On processors this is measured (benchmarks
 # ``univariate`` and ``sweeps``). On accelerators it follows from the compiled programs (``accelerators.forces``), not
 # from times: the fast forces are about 20 small kernels on a GPU, and on a TPU each neuron's lookups in the tables take
@@ -120,18 +122,22 @@ class Univariate(Feature):
         """
         if max(x.shape[0], z.shape[0]) * cloud.size > LARGEST_PATTERN:
             return None
-        p, basis = self.direction(cloud), jnp.eye(2, dtype=cloud.weights.dtype)
+        p = self.direction(cloud)
         active_x, active_z = (force.is_active(p, u).astype(cloud.weights.dtype) for u in (x, z))
-
-        def response(unit: jax.Array) -> jax.Array:
-            tangent = space.cometric(cloud, self.pull(cloud, jnp.broadcast_to(unit[None, :], p.shape)))
-            return jax.jvp(lambda w: self.slopes(cloud.at(w)), (cloud.particles,), (tangent,))[1]
-
-        right, up = (cloud.weights[:, None] * response(unit) for unit in basis)  # columns of p_i M_i, (m, 2)
+        right, up = (cloud.weights[:, None] * column for column in self.responses(cloud, space))
         pattern = lambda weight: (active_x * weight[None, :]) @ active_z.T
         line_x, line_z = x[:, None], z[None, :]
         mixed = line_x * pattern(up[:, 0]) + line_z * pattern(right[:, 1])
         return line_x * line_z * pattern(right[:, 0]) + mixed + pattern(up[:, 1])
+
+    def responses(self, cloud: Cloud, space: Space) -> list[Float[Array, "m 2"]]:
+        """Return the two columns of M_i = J_q C J_q', how the slopes q_i of each neuron move under unit forces."""
+        columns = []
+        for axis in jnp.eye(2, dtype=cloud.weights.dtype):
+            covector = self.pull(cloud, jnp.broadcast_to(axis[None, :], (cloud.size, 2)))
+            moved = space.cometric(cloud, covector)
+            columns.append(jax.jvp(lambda w: self.slopes(cloud.at(w)), (cloud.particles,), (moved,))[1])
+        return columns
 
     def blocks(self, cloud: Cloud, x: Float[Array, " n"]) -> int:
         """Return 1: where arrays over samples and neurons would be large the forces are summed without them."""
@@ -297,7 +303,7 @@ def _balance_law(space: TrainableLayers) -> Invariant:
 
 def _check_penalty(problem: Problem, solved: object) -> None:
     """Raise ValueError for a penalty other than ``solved``: its frozen motion is not known."""
-    penalty = problem.chart.flow.regularizer
+    penalty = problem.chart.flow.penalty
     if penalty is not None and penalty.function is not solved:
         raise ValueError(
             f"solver='sliding' solves penalty= on canonical, radial and full flows, got {penalty.function}"

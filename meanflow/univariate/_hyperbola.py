@@ -1,5 +1,13 @@
 """Lifted neurons in their raw coordinates (a, b, c): the same geometry, with steps that need no angle and no root.
 
+A neuron (r, theta) with balance delta is the point p = (a, -b) = n d(theta), c with (m/alpha) c n = r of the surface
+
+    c^2 - a^2 - b^2 = delta,
+
+a hyperbola in the plane of c and n = |p|, turned about the axis of c. The metric of ``Lifted`` on (r, theta) is the
+flat metric of (a, b, c) on that surface, so the flow is p' = -kp (m/alpha) c G, c' = -kc (m/alpha) <G, p>, polynomial
+in the neuron: there is no square root as in (c, n) of (r, delta), and r = 0 is not singular.
+
 A flow on ``Lifted`` names ``HyperbolaChart`` as its chart, so that solvers step the raw neurons; users see (r, theta).
 """
 
@@ -13,7 +21,7 @@ from meanflow.flows._problem import Chart
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.univariate._angles import angle_of
 from meanflow.univariate._features import Raw, Reduced
-from meanflow.univariate._lifted import Lifted, RawSpace, layer_rates, to_polar, to_raw
+from meanflow.univariate._spaces import Lifted, RawSpace, layer_rates, to_polar, to_raw
 
 
 class Hyperbola(RawSpace):
@@ -39,7 +47,10 @@ class Hyperbola(RawSpace):
         return inner_rate * (u.a * v.a + u.b * v.b) + outer_rate * u.c * v.c
 
     def noise(self, cloud: Cloud, normal: Affine) -> Affine:
-        """Return the part of white noise that is tangent to the hyperbola, so that the balance stays."""
+        """Return the part of white noise that is tangent to the surface, so that the balance stays.
+
+        The normal is (-a, -b, c): v loses its part <v, normal> normal / |normal|^2.
+        """
         v = super().noise(cloud, normal)
         a, b, c = cloud.particles
         across = safe_divide(c * v.c - a * v.a - b * v.b, a * a + b * b + c * c)
@@ -60,9 +71,9 @@ class Hyperbola(RawSpace):
     def retract(self, cloud: Cloud, v: Affine) -> Affine:
         """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction.
 
-        The way back is one Newton step: c (1 - k) and (a, b) (1 + k) with k = (c^2 - a^2 - b^2 - delta) /
-        2 (a^2 + b^2 + c^2). A straight step misses the hyperbola by O(step^2), so the balance is kept to O(step^4), and
-        errors do not add up.
+        The way back is one Newton step for the defect D(k) = c^2 (1 - k)^2 - (a^2 + b^2) (1 + k)^2 - delta: with
+        D'(0) = -2 (a^2 + b^2 + c^2), it is k = (c^2 - a^2 - b^2 - delta) / 2 (a^2 + b^2 + c^2). A straight step misses
+        the surface by O(step^2), so the balance is kept to O(step^4), and errors do not add up.
         """
         delta = self.delta(cloud)
         a, b, c = jax.tree.map(jnp.add, cloud.particles, v)

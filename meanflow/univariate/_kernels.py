@@ -38,8 +38,8 @@ def random_feature(
     Args:
         x: inputs of any shape, for example (n,) or a scalar.
         z: second inputs of any shape; x itself if None.
-        law: "signs" (a = +-1, b ~ U(-1, 1)), "uniform" (both U(-1, 1)), "radial" (Gaussian), or one with its
-            own parameters: ``SignsLaw(bound)``, ``UniformLaw(slope, bound)``, ``RadialLaw(second_moment)``.
+        law: "signs" (a = +-1, b ~ U(-1, 1)), "uniform" (both U(-1, 1)), "radial" (both standard normal); or the laws of
+            a and b, such as ``{"a": laws.signs(), "b": laws.uniform(-2, 2)}``, with which ``full().init`` draws.
 
     Returns:
         Array of shape x.shape + z.shape.
@@ -54,7 +54,15 @@ def random_feature(
 def indicator(
     x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
 ) -> Float[Array, "*shape"]:
-    """Return the probability that a neuron is active at both points; arguments as for ``random_feature``.
+    """Return the probability that a neuron is active at both points, E 1(a x > b) 1(a z > b).
+
+    Args:
+        x: inputs of any shape.
+        z: second inputs of any shape; x itself if None.
+        law: law of (a, b), as for ``random_feature``.
+
+    Returns:
+        Array of shape x.shape + z.shape.
 
     >>> float(indicator(0.25, -0.25, law="signs"))
     0.375

@@ -1,7 +1,7 @@
 """Models of a univariate ReLU network: one feature in two coordinates, five inverse metrics.
 
-Each function joins a feature of ``features`` with a space (``_cylinder``, ``_lifted``) to a ``Flow``. A new model of
-this kind is a new function here; how its neurons move while the residual is frozen belongs in ``motion``.
+Each function joins a feature of ``_features`` with a space of ``_spaces`` to a ``Flow``. A new model of this kind is a
+new function here; how its neurons move while the residual is frozen belongs in ``_motion``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from meanflow.flows._problem import Chart
 from meanflow.geometry._space import Space
 from meanflow.measures import laws
 from meanflow.measures._scaling import Alpha, Scaling
-from meanflow.univariate._cylinder import Cylinder
 from meanflow.univariate._features import FORCES, Raw, Reduced, total_variation, weight_decay
 from meanflow.univariate._hyperbola import HyperbolaChart
-from meanflow.univariate._lifted import Lifted, TrainableLayers
+from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
 
 AnyLoss = str | LossFunction | Loss
 Number = float | Float[Array, ""]
@@ -85,9 +84,9 @@ def canonical(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def lifted(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
@@ -100,23 +99,44 @@ def lifted(
 
     Args:
         alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
-        loss, penalty, forces, centered: as in ``canonical``.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
+        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> flow = lifted(alpha="sqrt")
+    >>> import jax, meanflow as mf
+    >>> cloud = flow.init(jax.random.key(0), 50, labels=[-1.0] * 25 + [jnp.inf] * 25)
+    >>> flow.space.mobility(cloud)[1].shape  # how fast each neuron turns
+    (50,)
     """
     return _reduced(Lifted(Scaling(alpha)), loss, alpha, penalty, forces, centered)
 
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def planar(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
 ) -> Flow:
-    """Make the limit delta = +inf of ``lifted``: |c| = 1, and only (a, b) learn. Arguments as for ``lifted``.
+    """Make the limit delta = +inf of ``lifted``: |c| = 1, and only (a, b) learn.
 
     (u, v) = |r| d(theta) has the velocity -(m/alpha)^2 sign(r) G, which is constant in an activation region.
+
+    Args:
+        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
+        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> import jax, meanflow as mf
+    >>> cloud = planar().init(jax.random.key(0), 50)
+    >>> float(mf.velocity(planar(), cloud, mf.Dataset([0.0, 1.0], [0.0, 0.0])).theta.mean()) != 0
+    True
     """
     space = Lifted(Scaling(alpha), float("inf"))
     return _reduced(space, loss, alpha, penalty, forces, centered)
@@ -124,16 +144,28 @@ def planar(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
 def radial(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     penalty: Number | None = None,
     forces: str = "auto",
     centered: bool = False,
 ) -> Flow:
-    """Make the limit delta = -inf of ``lifted``: |(a, b)| = 1, and only c learns. Arguments as for ``lifted``.
+    """Make the limit delta = -inf of ``lifted``: |(a, b)| = 1, and only c learns.
 
     r' = -(m/alpha)^2 <G, d> and theta' = 0: for the squared loss a linear ODE.
+
+    Args:
+        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
+        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> import jax, meanflow as mf
+    >>> cloud = radial().init(jax.random.key(0), 50)
+    >>> float(abs(mf.velocity(radial(), cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).theta).max())
+    0.0
     """
     space = Lifted(Scaling(alpha), float("-inf"))
     return _reduced(space, loss, alpha, penalty, forces, centered)
@@ -141,9 +173,9 @@ def radial(
 
 @_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY, inner=MOVES, outer=MOVES)
 def full(
-    alpha: Alpha = "m",
     loss: AnyLoss = "squared",
     *,
+    alpha: Alpha = "m",
     inner: bool | float | Shaped[ArrayLike, "*m"] = True,
     outer: bool | float | Shaped[ArrayLike, "*m"] = True,
     penalty: Number | None = None,
@@ -154,11 +186,19 @@ def full(
 
     Args:
         alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
-        loss: as in ``canonical``.
-        inner, outer: whether (a, b) and c are trained; (True, False) is planar, (False, True) radial. May be
-            arrays of 0 and 1, one per neuron or traced, so that one compiled program covers all three.
+        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        inner: whether (a, b) is trained. Like ``outer`` it may be an array of 0 and 1, one per neuron or traced, so
+            that one compiled program covers this model, planar (outer=False) and radial (inner=False).
+        outer: whether c is trained.
         penalty: lam >= 0 of weight decay lam * mean (a^2 + b^2 + c^2)/2, or None; then delta' = -2 lam delta.
-        forces, centered: as in ``canonical``.
+        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
+        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+
+    >>> import jax, meanflow as mf
+    >>> flow = full("sqrt", outer=False)
+    >>> cloud = flow.init(jax.random.key(0), 50)
+    >>> float(abs(mf.velocity(flow, cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).c).max())
+    0.0
     """
     space = TrainableLayers(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
     return make_flow(

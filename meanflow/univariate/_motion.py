@@ -1,12 +1,19 @@
 """How univariate ReLU neurons move while the residual is frozen, for the sliding solver.
 
-In raw coordinates (full, lifted, planar and radial flows) the motion in an activation region has a closed form, and
-weight decay only scales it. On the cylinder (the canonical flow, and radial flows with a penalty) there is none: the
-motion is split into r with theta frozen and theta with r frozen, where the turning is the same program with
-p = d(theta), c = 1 and both rates equal to r.
+In raw coordinates (full, lifted, planar and radial flows) a neuron p = (a, -b), c in an activation region of constant
+force G obeys, with a weight decay of strength lam and rates kp, kc of the layers,
 
-``UnivariateMotion`` holds what both share, ``RawMotion`` and ``CylinderMotion`` are the two cases; what happens at a
-kink is in ``events``.
+    p' = -kp (c G + lam p),    c' = -kc (<G, p> + lam c).
+
+Without decay this has a closed form, and decay only scales it (``RawMotion.move``). On the cylinder (the canonical
+flow, and radial flows with a penalty) the motion is
+
+    r' = -pace (<G, d> + lam sign r),    theta' = -pace r <G, t>,    d = (cos theta, sin theta), t = d'(theta),
+
+which has no closed form. It is split into r with theta frozen and theta with r frozen, an error of second order in the
+time. The turning is the same program again, for p = d, c = 1 and both rates equal to r (``CylinderMotion.move``).
+
+``UnivariateMotion`` holds what both share; what happens at a kink is in ``_events``.
 """
 
 import abc
@@ -25,8 +32,7 @@ from meanflow.measures._cloud import Affine, Polar
 from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
 from meanflow.univariate._angles import angle_of, unit
-from meanflow.univariate._cylinder import Cylinder
-from meanflow.univariate._lifted import RawSpace
+from meanflow.univariate._spaces import Cylinder, RawSpace
 
 Vector: TypeAlias = Float[Array, " m"]  # one number for each neuron
 
@@ -89,7 +95,7 @@ class UnivariateMotion(FrozenMotion):
         self.offset = jnp.zeros_like(self.y) if flow.offset is None else flow.offset(self.x)
         self.shares = cloud.weights * output_scale
         self.force_scale = force_scale
-        penalty = flow.regularizer
+        penalty = flow.penalty
         self.decay = (
             None if penalty is None else jnp.asarray(penalty.strength * decay_scale, cloud.weights.dtype)
         )
@@ -246,7 +252,7 @@ class CylinderMotion(UnivariateMotion):
 
     def __init__(self, problem: Problem) -> None:
         flow, cloud = problem.chart.flow, problem.chart.base
-        # r' = -pace (<G, d> + lam sign r), theta' = -pace r <G, t>; radial flows have pace (m/alpha)^2 and do not turn
+        # radial flows have the pace (m/alpha)^2 and do not turn
         free = isinstance(flow.space, Cylinder)
         ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, cloud.weights.dtype)
         pace = speed if free else speed * ratio**2
@@ -299,7 +305,8 @@ class CylinderMotion(UnivariateMotion):
         u, v = u / length, v / length
         # 3. r for the second half. Its force is 2 mean - first, so that both halves together feel the mean of <G, d>
         # along the way: (log c)' = -r <G, d> with r constant, hence mean = -log(c) / (r time).
-        # Where c hardly moves its logarithm is all rounding, and the force so close to linear that its ends will do
+        # Where c has hardly moved, log(c) is rounding, with a relative error eps / |log c|. The mean of the force at
+        # both ends is then better, with an error of order (log c)^2: they are equal at |log c| = eps^(1/3).
         grown = jnp.log(c)
         moved = jnp.abs(grown) > jnp.finfo(c.dtype).eps ** (1 / 3)
         mean = jnp.where(moved, -grown / jnp.where(moved, rate * time, 1.0), (first + pull(u, v, end)) / 2)

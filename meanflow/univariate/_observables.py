@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, cast
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     from meanflow.flows._flow import Flow
     from meanflow.univariate._features import Univariate
 
-GRID_POINTS = 101
-BINS_COUNTED = 8
-
 
 def neurons(flow: "Flow", cloud: Cloud) -> Affine:
     """Return the neurons of a univariate flow as c relu(a x - b)."""
@@ -32,21 +28,13 @@ def _knots(a: Float[Array, " m"], b: Float[Array, " m"]) -> Float[Array, " m"]:
     return jnp.where(a != 0, safe_divide(b, a), jnp.inf)
 
 
-class KnotConcentration(eqx.Module):
-    """Observes which share of sum |c a| is in the ``count`` fullest of 110 bins over the range of the data plus 5 %.
-
-    The window is wider than the range of the data by 5 % at each end.
-    """
-
-    count: int = eqx.field(static=True)
-
-    def __call__(self, flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:
-        """Return the share, a scalar."""
-        a, b, c = neurons(flow, cloud)
-        margin = 0.05 * (jnp.max(data.x) - jnp.min(data.x))
-        low, high = jnp.min(data.x) - margin, jnp.max(data.x) + margin
-        place = 2.2 * (_knots(a, b) - low) / (high - low) - 1.1  # the window [-1.1, 1.1] of the definition
-        return knots.concentration(place, cloud.weights * jnp.abs(c * a), self.count)
+def concentration(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:
+    """Return which share of sum |c a| is in the 8 fullest of 110 bins over the data, and 5 % beyond at each end."""
+    a, b, c = neurons(flow, cloud)
+    low, high = jnp.min(data.x), jnp.max(data.x)
+    # the paper's samples fill [-1, 1] and its window is [-1.1, 1.1]
+    place = 2 * (_knots(a, b) - low) / (high - low) - 1
+    return knots.concentration(place, cloud.weights * jnp.abs(c * a), 8)
 
 
 def on_sample_share(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, ""]:
@@ -70,8 +58,8 @@ def slope_variation(flow: "Flow", cloud: Cloud, data: Dataset) -> Float[Array, "
     return knots.total_variation(knots.piecewise_linear(a, b, c, weights=cloud.weights))
 
 
-def prediction_grid(data: Dataset, points: int = GRID_POINTS) -> Float[Array, " points"]:
-    """Return inputs for predictions, (points,): the range of the data widened by 10 % at each end."""
+def prediction_grid(data: Dataset, points: int = 101) -> Float[Array, " {points}"]:
+    """Return inputs for predictions, equispaced over the range of the data and 10 % beyond at each end."""
     known = concrete(data.x)
     # on the host, where the inputs are known: nothing is compiled for it
     array = jnp if known is None else np
@@ -93,8 +81,6 @@ def univariate_observables(data: Dataset) -> dict[str, Observable]:
             on_sample_share, about="share of knots at a sample", usual=False
         )
         chosen["concentration"] = FunctionObservable(
-            KnotConcentration(BINS_COUNTED),
-            about="share of sum |c a| in the 8 fullest of 110 bins",
-            usual=False,
+            concentration, about="share of sum |c a| in the 8 fullest of 110 bins", usual=False
         )
     return chosen

@@ -14,59 +14,11 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from meanflow import _checks
 from meanflow._checks import array
+from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
 from meanflow.univariate._angles import angle_of
 
 SAMPLES = array((None,))
-
-
-class SampleRays(NamedTuple):
-    """The 2s rays of s sorted samples.
-
-    Attributes:
-        sample: index of the sample of each ray.
-        normal: its x~ = (x, 1).
-        direction: unit vector of the ray.
-        idle, busy: the adjacent regions in which the sample is inactive and active.
-    """
-
-    sample: Int[Array, " rays"]
-    normal: Float[Array, "rays 2"]
-    direction: Float[Array, "rays 2"]
-    idle: Int[Array, " rays"]
-    busy: Int[Array, " rays"]
-
-    @property
-    def theta(self) -> Float[Array, " rays"]:
-        """Return the angles of the rays in (-pi, pi]."""
-        return angle_of(self.direction)
-
-
-def sample_rays(x: Float[Array, " s"]) -> SampleRays:
-    """Return the rays of sorted samples x, in counter-clockwise order of the regions they separate."""
-    s = x.shape[0]
-    ray = jnp.arange(2 * s, dtype=jnp.int32)
-    sample = (-1 - ray) % s
-    right = ray < s
-    after = (ray + 1) % (2 * s)
-    normal = jnp.stack([x[sample], jnp.ones_like(x)[sample]], axis=-1)
-    along = jnp.where(right, 1.0, -1.0).astype(x.dtype) / jnp.hypot(1.0, x[sample]).astype(x.dtype)
-    direction = jnp.stack([along, -along * x[sample]], axis=-1)
-    return SampleRays(sample, normal, direction, jnp.where(right, ray, after), jnp.where(right, after, ray))
-
-
-def normal_forces(
-    rays: SampleRays, table: Float[Array, "rays 2"]
-) -> tuple[Float[Array, " rays"], Float[Array, " rays"]]:
-    """Return <x~_k, G> on the inactive and on the active side of each ray, from the table of ``region_forces``.
-
-    A neuron at the ray has z = <x~_k, p> = 0, and z' is -(amplitude) times these numbers: S_k on the inactive side and
-    S_k + g_k |x~_k|^2 on the active one, where its own sample counts too.
-    """
-    return (
-        jnp.sum(rays.normal * table[rays.idle], axis=-1),
-        jnp.sum(rays.normal * table[rays.busy], axis=-1),
-    )
 
 
 class RayTable(NamedTuple):
@@ -112,14 +64,16 @@ def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -
     [0, 1, 0, -1, 1, 0]
     """
     order, points, values = _sorted_samples(x, residual)
-    rays = sample_rays(points)
-    # On a ray F has a kink: its slopes on the two sides are, up to a factor, the normal forces without and with the
-    # ray's own sample. A minimum of F attracts positive neurons and repels negative ones; a maximum does the reverse.
-    without, with_own = normal_forces(rays, forces.region_forces(values, points))
+    # On a ray F has a kink: its slopes on the two sides are, up to a factor, the normal forces <x~_k, G> without and
+    # with the ray's own sample. A minimum of F attracts positive neurons and repels negative ones; a maximum does the
+    # reverse.
+    u, v, _, without, with_own = events.freeze(points, values, forward=True).rays.T
     attracts = (without < 0) & (with_own > 0)
     repels = (without > 0) & (with_own < 0)
     kind = attracts.astype(jnp.int32) - repels.astype(jnp.int32)
-    return RayTable(rays.theta, order[rays.sample], kind, -kind)
+    # right-facing rays from the last sample to the first, then left-facing ones
+    sample = jnp.tile(order[::-1], 2)
+    return RayTable(angle_of(jnp.stack([u, v], axis=-1)), sample, kind, -kind)
 
 
 @_checks.arguments(x=SAMPLES, residual=SAMPLES)
@@ -131,7 +85,8 @@ def attracting_angles(
     Neurons of sign e in region R are attracted by the angle of -e G_R, if it lies inside R.
 
     Args:
-        x, residual: samples and residuals as for ``classify_rays``.
+        x: samples, in any order.
+        residual: g_j = q_j l'(f_j) at the samples, as for ``classify_rays``.
 
     Returns:
         Two arrays of shape (2s,), for e = +1 and e = -1: the angle in each region, NaN where the region has none.

@@ -1,13 +1,10 @@
 """Cubic splines as the limit of training the output weights of a wide univariate ReLU network.
 
-``spline_interpolant`` is that limit for a law of the inner weights, ``natural_spline`` the classical spline, and
-``bordered_spline`` solves the same equations densely, with a ridge if asked.
-
-Inside the support of the knots the random-feature kernel is k0 + k1 xz + k3 abs(x-z)^3, so its interpolant is
-a cubic spline f(x) = d + s x + sum_j w_j abs(x - x_j)^3 whose constant d and slope s are shrunk by a Gaussian
-prior of variances k0 and k1: sum w = (k3/k0) d and sum w x = (k3/k1) s. It is the natural spline only in the
-limit k0, k1 -> infinity (wide bias support), where the kernel matrix is hopelessly conditioned (1e13 at bound
-1000). ``spline_interpolant`` never forms it: it solves for f'' in O(n).
+Inside the support of the knots the random-feature kernel is k0 + k1 xz + k3 |x-z|^3, so its interpolant is a cubic
+spline f(x) = d + s x + sum_j w_j |x - x_j|^3 whose constant d and slope s are shrunk by a Gaussian prior of variances
+k0 and k1: sum w = (k3/k0) d and sum w x = (k3/k1) s. It is the natural spline only in the limit k0, k1 -> infinity
+(wide bias support), where the kernel matrix is hopelessly conditioned (1e13 at bound 1000). ``_banded`` never forms it:
+it solves for f'' in O(n). ``_bordered`` solves the same equations densely, with a ridge if asked.
 """
 
 from functools import partial
@@ -20,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, number, optional
-from meanflow.univariate._weight_laws import SignsLaw, UniformLaw, weight_law
+from meanflow.univariate._weight_laws import AnyLaw, SignsLaw, UniformLaw, weight_law
 
 SAMPLES = array((None,), squares=True)
 
@@ -40,26 +37,21 @@ class Spline(eqx.Module):
     constant: Float[Array, ""]
     slope: Float[Array, ""]
 
-    @_checks.arguments(x=array(least=0))
     def __call__(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
         """Return the values at x."""
         return self.derivative(x, 0)
 
     @_checks.arguments(x=array(least=0), order=_checks.count(0, 3))
+    @partial(jax.jit, static_argnames="order")
     def derivative(self, x: Float[ArrayLike, "*x"], order: int = 1) -> Float[Array, "*x"]:
         """Return the derivative of order 0 to 3 at x; the third one jumps at the nodes."""
-        return _evaluate(self, x, order)
-
-
-@partial(jax.jit, static_argnames="order")
-def _evaluate(spline: Spline, x: Float[ArrayLike, "*x"], order: int) -> Float[Array, "*x"]:
-    points = jnp.asarray(x, jnp.result_type(x, spline.nodes))
-    piece = jnp.searchsorted(spline.nodes, points, side="right")
-    step = points - spline.nodes[jnp.maximum(piece - 1, 0)]
-    value = jnp.zeros_like(points)
-    for power in range(3, order - 1, -1):  # Horner
-        value = value * step / (power - order + 1) + spline.taylor[piece, power]
-    return value
+        points = jnp.asarray(x, jnp.result_type(x, self.nodes))
+        piece = jnp.searchsorted(self.nodes, points, side="right")
+        step = points - self.nodes[jnp.maximum(piece - 1, 0)]
+        value = jnp.zeros_like(points)
+        for power in range(3, order - 1, -1):  # Horner
+            value = value * step / (power - order + 1) + self.taylor[piece, power]
+        return value
 
 
 def _assemble(
@@ -90,12 +82,12 @@ def _samples(
     x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
     """Return the samples sorted by x, in one dtype; at least two, and no two at one place."""
-    x, y = jnp.asarray(x), jnp.asarray(y)
+    dtype = jnp.result_type(x, y, 0.0)
+    x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
     _checks.shape("y", y, x.shape)
     _checks.at_least("number of samples", x.shape[0], 2)
-    dtype = jnp.result_type(x, y, 0.0)
     order = jnp.argsort(x)
-    x, y = x[order].astype(dtype), y[order].astype(dtype)
+    x, y = x[order], y[order]
     _checks.at_least("gaps between the samples x", jnp.diff(x), 0.0, strict=True)
     return x, y
 
@@ -147,39 +139,27 @@ def _banded(x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLik
     return _assemble(x, y, second, 6 * p0 * affine[0], affine[0], affine[1])
 
 
-@_checks.arguments(
-    x=SAMPLES, y=SAMPLES, shrink_constant=number(low=0), shrink_slope=number(low=0), ridge=number(low=0)
-)
 @jax.jit
-def bordered_spline(
-    x: Float[ArrayLike, " n"],
-    y: Float[ArrayLike, " n"],
-    shrink_constant: Float[ArrayLike, ""] = 0.0,
-    shrink_slope: Float[ArrayLike, ""] = 0.0,
-    ridge: Float[ArrayLike, ""] = 0.0,
+def _bordered(
+    x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLike, ArrayLike], ridge: ArrayLike
 ) -> Spline:
-    """Solve the dense bordered system of the kernel k0 + k1 xz + k3 abs(x-z)^3, with or without a ridge.
+    """Solve the dense bordered system of the kernel k0 + k1 xz + k3 |x-z|^3, smoothed by a ridge. O(n^3).
 
-        [ abs(xi-xj)^3 + ridge I    1         x      ] [w]   [y]
+        [ |xi-xj|^3 + ridge I       1         x      ] [w]   [y]
         [ 1^T                    -k3/k0       0      ] [d] = [0]
         [ x^T                       0      -k3/k1    ] [s]   [0]
 
     Args:
-        x: distinct inputs, (n,), n >= 2.
-        y: targets, (n,).
-        shrink_constant: k3 / k0; 0 leaves the constant free.
-        shrink_slope: k3 / k1; 0 leaves the slope free.
-        ridge: penalty over k3; positive values smooth instead of interpolating. A kernel ridge penalty p
-            enters as p / k3, and the smoothing spline of sum (y-f)^2 + lam int f''^2 as 12 lam.
-
-    Returns:
-        The spline. O(n^3); loses digits when samples nearly coincide, unless smoothed.
+        x: sorted, distinct inputs.
+        y: targets.
+        shrink: k3 / k0 and k3 / k1; 0 leaves the constant and the slope free.
+        ridge: penalty over k3. A kernel ridge penalty p enters as p / k3, and the smoothing spline of
+            sum (y-f)^2 + lam int f''^2 as 12 lam.
     """
-    x, y = _samples(x, y)
     n, dtype = x.shape[0], x.dtype
     gaps = jnp.abs(x[:, None] - x[None, :])
     border = jnp.stack([jnp.ones_like(x), x])
-    corner = -jnp.diag(jnp.stack([jnp.asarray(s, dtype) for s in (shrink_constant, shrink_slope)]))
+    corner = -jnp.diag(jnp.stack([jnp.asarray(s, dtype) for s in shrink]))
     matrix = jnp.block([[gaps**3 + ridge * jnp.eye(n, dtype=dtype), border.T], [border, corner]])
     solution = jnp.linalg.solve(matrix, jnp.concatenate([y, jnp.zeros(2, dtype)]))
     weights, constant, slope = solution[:n], solution[n], solution[n + 1]
@@ -188,64 +168,59 @@ def bordered_spline(
     return _assemble(x, fitted, 6 * gaps @ weights, 6 * jnp.sum(weights), constant, slope)
 
 
-@_checks.arguments(x=SAMPLES, y=SAMPLES)
-def natural_spline(x: Float[ArrayLike, " n"], y: Float[ArrayLike, " n"]) -> Spline:
-    """Return the interpolant of least int f''^2: it is linear outside the samples, with f'' = 0 at both ends.
-
-    Args:
-        x: distinct inputs, (n,), n >= 2.
-        y: targets, (n,).
-
-    >>> import jax.numpy as jnp
-    >>> f = natural_spline(jnp.array([0.0, 1.0, 3.0]), jnp.array([1.0, 2.0, 0.0]))
-    >>> bool(jnp.allclose(f(f.nodes), jnp.array([1.0, 2.0, 0.0]), atol=1e-5))
-    True
-    """
-    return _banded(*_samples(x, y), (0.0, 0.0))
-
-
 def cubic_law(name: str, value: object) -> SignsLaw | UniformLaw:
     """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._checks``."""
     law = weight_law(name, value)
     if not isinstance(law, SignsLaw | UniformLaw):
-        raise ValueError(f"{name} must be SignsLaw or UniformLaw (a cubic kernel), got {value}")
+        raise ValueError(f"{name} must have a cubic kernel, as b of a uniform law has, got {value}")
     return law
 
 
-@_checks.arguments(x=SAMPLES, y=SAMPLES, law=cubic_law, ridge=optional(number(low=0)))
+@_checks.arguments(x=SAMPLES, y=SAMPLES, law=optional(cubic_law), ridge=optional(number(low=0)))
 def spline_interpolant(
     x: Float[ArrayLike, " n"],
     y: Float[ArrayLike, " n"],
     *,
-    law: str | SignsLaw | UniformLaw = "signs",
+    law: AnyLaw | None = "signs",
     ridge: Float[ArrayLike, ""] | None = None,
 ) -> Spline:
     """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
 
     Args:
-        x: distinct inputs, (n,), where the kernel is cubic (abs(x) <= bound, or bound / slope).
+        x: distinct inputs, (n,), n >= 2, where the kernel is cubic (|x| <= bound, or bound / slope).
         y: targets, (n,).
-        law: "signs", "uniform", or one of these laws with its own parameters.
-        ridge: kernel ridge penalty; None interpolates.
+        law: "signs", "uniform", or the laws of a and b, as for ``random_feature``; b must be uniform. None for biases that
+            spread over the whole line: the natural spline, the interpolant of least int f''^2, with f'' = 0 at both
+            ends and linear beyond.
+        ridge: None interpolates. Otherwise the kernel ridge penalty; for ``law=None`` the lam of the smoothing spline,
+            which minimizes sum (y - f)^2 + lam int f''^2.
 
     Returns:
         The minimum-norm spline, equal to the network's function inside the cubic region. O(n log n), or O(n^3)
         with a ridge.
 
     >>> import jax.numpy as jnp
-    >>> from meanflow.univariate import SignsLaw
+    >>> from meanflow.measures import laws
     >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
-    >>> f, natural = spline_interpolant(x, y, law=SignsLaw(100.0)), natural_spline(x, y)
+    >>> f, natural = spline_interpolant(x, y, law={"a": laws.signs(), "b": laws.uniform(-100.0, 100.0)}), spline_interpolant(x, y, law=None)
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
     True
     """
-    cubic = cubic_law("law", law)
-    reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
-    if reach is not None and given is not None and np.max(np.abs(given), initial=0.0) > reach * (1 + 1e-6):
-        raise ValueError(
-            f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {np.max(np.abs(given))}"
-        )
-    k0, k1, k3 = cubic.cubic()
-    if ridge is not None:
-        return bordered_spline(x, y, k3 / k0, k3 / k1, ridge / k3)
-    return _banded(*_samples(x, y), (k3 / k0, k3 / k1))
+    # (k3/k0, k3/k1) is 0 for a kernel of unbounded k0 and k1; its ridge is then in units of k3
+    shrink: tuple[ArrayLike, ArrayLike] = (0.0, 0.0)
+    unit: ArrayLike = 1 / 12
+    if law is not None:
+        cubic = cubic_law("law", law)
+        reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
+        if (
+            reach is not None
+            and given is not None
+            and np.max(np.abs(given), initial=0.0) > reach * (1 + 1e-6)
+        ):
+            raise ValueError(
+                f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {np.max(np.abs(given))}"
+            )
+        k0, k1, unit = cubic.cubic()
+        shrink = unit / k0, unit / k1
+    samples = _samples(x, y)
+    return _banded(*samples, shrink) if ridge is None else _bordered(*samples, shrink, ridge / unit)

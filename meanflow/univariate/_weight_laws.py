@@ -1,14 +1,14 @@
-"""Laws of the inner weights (a, b) of neurons relu(a x - b) under which kernels have closed forms.
+"""Closed forms of kernels of neurons relu(a x - b), for laws of the inner weights (a, b).
 
-The laws of ``meanflow.measures.laws`` are laws of one coordinate, from which particles are drawn. These are laws of the
-pair (a, b), of which only two expectations are known: those that ``_kernels`` needs, in and outside the support of the
-knots b / a. They keep the dtype of the input and can be differentiated, in the parameters of the law too. To add a law,
-write a subclass of ``WeightLaw`` and, if it should be known by name, add it to ``LAWS``.
+Users give the laws of ``meanflow.measures.laws`` from which particles are drawn, one for a and one for b;
+``weight_law`` finds the closed form that belongs to them. A closed form is two expectations, those that ``_kernels``
+needs, in and outside the support of the knots b / a. They keep the dtype of the input and can be differentiated, in the
+parameters of the law too. To add one, write a subclass of ``WeightLaw`` and name it in ``weight_law``.
 """
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow._checks import number
+from meanflow.measures.laws import Law, as_law
 
 Scalar = float | Float[Array, ""]
 Formula = Callable[[jax.Array, jax.Array, Scalar, Scalar], jax.Array]  # (x, z, low, high) -> values
@@ -55,7 +55,6 @@ class WeightLaw(eqx.Module):
         """Return P(a x > b and a z > b), elementwise."""
 
 
-@_checks.constructor(bound=number(above=0))
 class SignsLaw(WeightLaw):
     """a = 1 or -1 with equal odds and b ~ U(-bound, bound), so that knots are uniform on (-bound, bound).
 
@@ -83,7 +82,6 @@ class SignsLaw(WeightLaw):
         return jnp.asarray(self.bound)
 
 
-@_checks.constructor(slope=number(above=0), bound=number(above=0))
 class UniformLaw(WeightLaw):
     """a ~ U(-A, A) and b ~ U(-B, B), independent: the usual initialization.
 
@@ -132,7 +130,6 @@ class UniformLaw(WeightLaw):
         return jnp.asarray(self.bound) / self.slope
 
 
-@_checks.constructor(second_moment=number(above=0))
 class RadialLaw(WeightLaw):
     """(a, b) with a rotation-invariant law.
 
@@ -152,16 +149,39 @@ class RadialLaw(WeightLaw):
         return 0.5 - jnp.abs(jnp.arctan(x) - jnp.arctan(z)) / (2 * jnp.pi)
 
 
-AnyLaw = str | WeightLaw
+AnyLaw = str | Mapping[str, Law] | WeightLaw
 LAWS: dict[str, type[WeightLaw]] = {"signs": SignsLaw, "uniform": UniformLaw, "radial": RadialLaw}
 
 
+def _equal(one: Scalar, other: Scalar) -> bool:
+    """Say whether two parameters are equal, as far as is known: what is traced cannot be looked at."""
+    left, right = _checks.concrete(one), _checks.concrete(other)
+    return left is None or right is None or bool(left == right)
+
+
 def weight_law(name: str, value: object) -> WeightLaw:
-    """Accept a name in ``LAWS`` or a ``WeightLaw``; return the law. This is a kind of ``meanflow._checks``."""
+    """Accept a name in ``LAWS``, or laws {"a": ..., "b": ...}; return the closed form. A kind of ``_checks``."""
     if isinstance(value, WeightLaw):
         return value
-    _checks.one_of(name, value, LAWS)
-    return LAWS[str(value)]()
+    if not isinstance(value, Mapping):
+        _checks.one_of(name, value, LAWS)
+        return LAWS[str(value)]()
+    given = {key: as_law(f"{name}[{key!r}]", law) for key, law in value.items()}
+    if set(given) != {"a", "b"}:
+        raise ValueError(f"{name} must hold the laws of 'a' and 'b', got {sorted(given)}")
+    (first, p), (second, q) = ((given[k].family, given[k].parameters) for k in "ab")
+    centered = second == "uniform" and _equal(-q[0], q[1])
+    if first == "signs" and _equal(p[0], 1.0) and centered:
+        return SignsLaw(q[1])
+    if first == "uniform" and _equal(-p[0], p[1]) and centered:
+        return UniformLaw(p[1], q[1])
+    if first == second == "normal" and _equal(p[0], q[0]):
+        return RadialLaw(2 * p[0] ** 2)
+    raise ValueError(
+        f"{name} must be laws whose kernel has a closed form: a of signs(1) or uniform(-A, A) with b of "
+        "uniform(-B, B), or both normal with one scale; got "
+        f"a of {first or 'another law'} and b of {second or 'another law'}"
+    )
 
 
 def pairs(x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None) -> tuple[jax.Array, jax.Array]:

@@ -72,7 +72,14 @@ def _hypot(u: Float[Array, "*m"], v: Float[Array, "*m"]) -> Float[Array, "*m"]:
 
 @_checks.arguments(particles=_checks.instance(Affine))
 def balance(particles: Affine) -> Float[Array, " m"]:
-    """Return delta = c^2 - a^2 - b^2 of each neuron, which gradient flow conserves (Lemma 3)."""
+    """Return delta = c^2 - a^2 - b^2 of each neuron, (m,), which gradient flow conserves (Lemma 3).
+
+    Args:
+        particles: neurons (a, b, c), (m,) each.
+
+    >>> balance(Affine(jnp.array([3.0]), jnp.array([4.0]), jnp.array([2.0]))).tolist()
+    [-21.0]
+    """
     a, b, c = particles
     n = jnp.hypot(a, b)
     return (c - n) * (c + n)

@@ -18,8 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.univariate import RadialLaw, SignsLaw, UniformLaw, indicator, random_feature
-from meanflow.univariate._weight_laws import WeightLaw, interval_feature, interval_indicator
+from meanflow.univariate import indicator, random_feature
+from meanflow.univariate._weight_laws import (
+    RadialLaw,
+    SignsLaw,
+    UniformLaw,
+    WeightLaw,
+    interval_feature,
+    interval_indicator,
+)
 
 
 class Knots:

@@ -18,7 +18,7 @@ from meanflow_papers.manifold.weak_form import weak_form
 def printed_parts(flow, cloud, data):
     """ga, gb of the paper: differentials of the loss at (a, bb) without the 1/m, by plain numpy."""
     a, b = (np.asarray(u) for u in cloud.particles)
-    sigma, mean = np.asarray(flow.feature.sigma), np.asarray(flow.feature.mean)
+    sigma, mean = np.asarray(flow.feature.covariance), np.asarray(flow.feature.mean)
     n = np.sqrt(np.sum(b @ sigma * b, axis=1))
     bb = b / n[:, None]
     xc = np.asarray(data.x) - mean
@@ -71,7 +71,7 @@ def test_theorem_2_prints_minus_the_gradient():
 def test_theorem_3_needs_one_over_c_squared():
     """The push-forward of the raw velocity is the printed manifold velocity over c^2, not the printed one."""
     flow, cloud, data = problem("batchnorm", norms=(0.2, 5.0))
-    sigma = flow.feature.sigma
+    sigma = flow.feature.covariance
     raw = mf.velocity(flow, cloud, data)
     true = jax.jvp(lambda b: mf.geometry.normalize(b, sigma), (cloud.particles.b,), (raw.b,))[1]
     manifold = mf.batchnorm_manifold("tanh").bind(data)
@@ -126,7 +126,7 @@ def test_theorem_4_increments_in_the_metric_and_in_euclidean_norm():
     gap = jax.tree.map(jnp.subtract, sol.final.particles, cloud.particles)
     ratio = float(cloud.weights @ (gap.a**2 + jnp.sum(gap.b**2, axis=1))) / span
     np.testing.assert_allclose(ratio, 7.39, atol=0.01)
-    bound = float(comparison(flow.feature.sigma).lower) ** 2
+    bound = float(comparison(flow.feature.covariance).lower) ** 2
     np.testing.assert_allclose(bound, 20.83, atol=0.01)
     assert ratio <= max(1, bound)
 
@@ -175,7 +175,7 @@ def test_theorem_4_velocity_bound_needs_the_lipschitz_constant():
     x = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) * np.sqrt(2.0) * scale
     data = mf.Dataset(x, np.zeros(4))
     flow = mf.batchnorm_manifold("tanh").bind(data)
-    np.testing.assert_allclose(flow.space.sigma, 1e4 * np.eye(2), rtol=1e-12)
+    np.testing.assert_allclose(flow.space.covariance, 1e4 * np.eye(2), rtol=1e-12)
 
     def dirac(t):
         return mf.Cloud(mf.Neurons(jnp.full(1, r), jnp.array([[np.cos(t), np.sin(t)]]) / scale))
@@ -243,7 +243,7 @@ def test_equation_2_needs_covariance_and_centring():
 @pytest.mark.parametrize("eps", [0.0, 0.3])
 def test_epsilon_breaks_the_conservation_of_norms_by_a_known_rate(eps):
     flow, cloud, data = problem("batchnorm")
-    mean, sigma = flow.feature.mean, flow.feature.sigma
+    mean, sigma = flow.feature.mean, flow.feature.covariance
 
     def f(b):
         n2 = jnp.sum(b @ sigma * b, axis=1)
@@ -265,7 +265,7 @@ def test_epsilon_breaks_the_conservation_of_norms_by_a_known_rate(eps):
 
 def test_stopping_gradients_through_the_statistics_breaks_conservation():
     flow, cloud, data = problem("batchnorm")
-    mean, sigma = flow.feature.mean, flow.feature.sigma
+    mean, sigma = flow.feature.mean, flow.feature.covariance
 
     def loss(b):
         n = jax.lax.stop_gradient(jnp.sqrt(jnp.sum(b @ sigma * b, axis=1)))
@@ -283,7 +283,7 @@ def test_mixed_norms_flow_is_the_euclidean_flow_with_labels():
     raw = mf.velocity(flow, cloud, data)
     euclid = cloud.weights @ (raw.a**2 + jnp.sum(raw.b**2, axis=1))
     manifold = mf.batchnorm_manifold("tanh").bind(data)
-    reduced = mf.geometry.project(cloud, flow.feature.sigma)
+    reduced = mf.geometry.project(cloud, flow.feature.covariance)
     v = mf.velocity(manifold, reduced, data)
     metric = reduced.weights @ (v.a**2 + reduced.labels**2 * mf.geometry.inner(reduced.particles.b, v.b, v.b))
     np.testing.assert_allclose(euclid, mf.dissipation(flow, cloud, data), rtol=1e-12)

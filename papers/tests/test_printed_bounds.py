@@ -8,6 +8,7 @@ from random_pairs import SLACK, exact, over_pairs, pairs
 from meanflow.layers.functional import recenter, rescale, unitize
 from meanflow.transport import bounds, wasserstein
 from meanflow_papers.unitization import bounds as printed
+from meanflow_papers.unitization import corrected as corrected_bounds
 
 
 def test_moment_bound():
@@ -37,7 +38,7 @@ def test_moment_bound_is_sharp():
 def test_standardized_bound():
     x, y = np.random.default_rng(1).normal(size=(2, 2000, 8, 3)) ** 3
     standard = [over_pairs(lambda u: rescale(recenter(u)), u) for u in (x, y)]
-    assert np.all(exact(*standard) <= bounds.standardized_bound(3) * (1 + SLACK))
+    assert np.all(exact(*standard) <= corrected_bounds.standardized_bound(3) * (1 + SLACK))
     rng = np.random.default_rng(2)
     out = printed.equation4(jnp.asarray(rng.normal(size=(200, 64))), jnp.asarray(rng.normal(size=(200, 64))))
     assert float(out.corrected) == pytest.approx(np.sqrt(128))
@@ -76,7 +77,7 @@ def test_scalar_alpha():
     x, y = pairs(100, 3000)
     alpha = np.resize([0.0, 0.05, 0.5, 1.0], 3000)
     w = exact(*(over_pairs(lambda u, a: unitize(u, a, interpolation="harmonic"), u, alpha) for u in (x, y)))
-    half = lambda u, a: bounds.harmonic_norm(jnp.mean(jnp.linalg.norm(u, axis=1)), a)  # h(E r)
+    half = lambda u, a: corrected_bounds.harmonic_norm(jnp.mean(jnp.linalg.norm(u, axis=1)), a)  # h(E r)
     corrected = over_pairs(lambda x, y, a: half(x, a) + half(y, a), x, y, alpha)
     stated = over_pairs(printed.printed_unitized_bound, x, y, alpha)
     assert np.all(w <= corrected * (1 + SLACK) + SLACK)
@@ -100,7 +101,7 @@ def test_vector_alpha(interpolation):
     images = [over_pairs(lambda u, a: unitize(u, a, interpolation=interpolation), u, alpha) for u in (x, y)]
     w = exact(*images)
     corrected = over_pairs(
-        lambda x, y, a: bounds.unitized_bound(x, y, a, interpolation=interpolation), x, y, alpha
+        lambda x, y, a: corrected_bounds.unitized_bound(x, y, a, interpolation=interpolation), x, y, alpha
     )
     stated = over_pairs(printed.printed_unitized_bound, x, y, alpha)
     assert np.all(w <= corrected * (1 + SLACK) + SLACK)
@@ -140,13 +141,13 @@ def test_practical_bound_after_standardisation(d):
         alpha = low + (1 - low) * rng.random((1000, d))
         alpha[:, 0] = low
         images = [over_pairs(unitize, u, alpha) for u in standard]
-        assert np.all(exact(*images) <= bounds.unitized_standardized_bound(d, low) * (1 + SLACK))
+        assert np.all(exact(*images) <= corrected_bounds.unitized_standardized_bound(d, low) * (1 + SLACK))
     # alpha = 1
     both = printed.standardized_layer(jnp.asarray(x[0]), jnp.asarray(y[0]), jnp.asarray(alpha[0]))
     assert float(both.distance) <= float(both.corrected) == 2.0 == float(both.printed)
-    assert bounds.unitized_standardized_bound(8, 0.5) == pytest.approx(3.83, abs=0.01)
-    assert bounds.unitized_standardized_bound(8, 0.0) == pytest.approx(5.66, abs=0.01)
-    assert bounds.unitized_standardized_bound(8, 1.0) == 2.0
+    assert corrected_bounds.unitized_standardized_bound(8, 0.5) == pytest.approx(3.83, abs=0.01)
+    assert corrected_bounds.unitized_standardized_bound(8, 0.0) == pytest.approx(5.66, abs=0.01)
+    assert corrected_bounds.unitized_standardized_bound(8, 1.0) == 2.0
 
 
 def test_moving_alpha():
@@ -157,7 +158,9 @@ def test_moving_alpha():
     assert float(stated) == 6.0
     assert float(wasserstein(*images)) == pytest.approx(6.0, rel=1e-6)
     assert float(wasserstein(*images)) > 2 / 0.5  # the bound with one of the two alphas would be false
-    assert float(bounds.unitized_bound(far, -far, jnp.full(2, 0.5), **kwargs)) == pytest.approx(6.0, rel=1e-6)
+    assert float(corrected_bounds.unitized_bound(far, -far, jnp.full(2, 0.5), **kwargs)) == pytest.approx(
+        6.0, rel=1e-6
+    )
 
 
 def test_output_bound():
@@ -167,7 +170,7 @@ def test_output_bound():
     gamma, gamma_y, beta, beta_y = rng.normal(size=(4, 2000, 1, 4)) * 3
     w = exact(gamma * images[0] + beta, gamma_y * images[1] + beta_y)
     bound = over_pairs(
-        lambda x, y, g, b, h, c: bounds.output_bound(x, y, g[0], b[0], h[0], c[0]),
+        lambda x, y, g, b, h, c: corrected_bounds.output_bound(x, y, g[0], b[0], h[0], c[0]),
         *images,
         gamma,
         beta,
@@ -182,3 +185,56 @@ def test_output_bound():
         jnp.eye(2), jnp.eye(2), jnp.ones(2), jnp.zeros(2), beta_y=jnp.array([3.0, 4.0])
     )
     assert float(moved.distance) == pytest.approx(5.0)
+
+
+def test_standardized_bound_on_two_point_laws():
+    # mass q at sqrt((1-q)/q), the rest at -sqrt(q/(1-q)), against its mirror image
+    best = 0.0
+    for q in np.linspace(0.01, 0.5, 491):
+        points, mass = np.array([np.sqrt((1 - q) / q), -np.sqrt(q / (1 - q))]), np.array([q, 1 - q])
+        np.testing.assert_allclose([mass @ points, mass @ points**2], [0, 1], atol=1e-12)
+        best = max(best, float(wasserstein(points, -points, weights_x=mass, weights_y=mass)))
+    assert best == pytest.approx(1.2011, abs=2e-3)
+    assert best < corrected_bounds.standardized_bound(1)
+
+
+def test_noise_bound_is_an_identity():
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        x, y = rng.uniform(-3, 3, size=(2, 30, 5))
+        np.testing.assert_allclose(
+            corrected_bounds.noise_bound(jnp.asarray(x), jnp.asarray(y), 3.0),
+            bounds.power_bound(jnp.asarray(x), jnp.asarray(y), 2, 3.0),
+            rtol=1e-9,
+            atol=1e-14,
+        )
+
+
+def test_practical_bound_for_any_alpha():
+    x, y = pairs(9, 2000)
+    alpha = np.random.default_rng(10).normal(size=(2000, 4)) * 2  # what unconstrained training produces
+    images = [over_pairs(unitize, u, alpha) for u in (x, y)]
+    assert np.all(exact(*images) <= over_pairs(corrected_bounds.unitized_bound, x, y, alpha) * (1 + SLACK))
+
+
+def test_unitized_bounds_are_above():
+    x, y = pairs(0, 500)
+    alpha = np.random.default_rng(8).random((500, 4)) ** 2
+    for form in ("harmonic", "linear"):
+        images = [over_pairs(lambda u, a, f=form: unitize(u, a, interpolation=f), u, alpha) for u in (x, y)]
+        bound = lambda x, y, a, f=form: corrected_bounds.unitized_bound(x, y, a, interpolation=f)
+        assert np.all(exact(*images) <= over_pairs(bound, x, y, alpha) * (1 + SLACK) + SLACK)
+
+
+def test_an_alpha_outside_the_unit_interval_is_refused():
+    with pytest.raises(ValueError, match="alpha_min"):
+        corrected_bounds.unitized_standardized_bound(8, 1.5)
+
+
+def test_a_shift_by_one_number_moves_all_features():
+    """The bound on the outputs of a layer counted a scalar beta once, not once for each feature."""
+    zeros = np.zeros((3, 4))
+    scalar = corrected_bounds.output_bound(zeros, zeros, 1.0, 2.0, beta_y=0.0)
+    vector = corrected_bounds.output_bound(zeros, zeros, 1.0, np.full(4, 2.0), beta_y=np.zeros(4))
+    np.testing.assert_allclose([scalar, vector], 4.0)
+    assert float(wasserstein(zeros + 2.0, zeros)) <= float(scalar) * (1 + 1e-12)

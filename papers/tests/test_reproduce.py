@@ -350,10 +350,15 @@ def test_cifar_from_local_files(tmp_path):
         rows = random.integers(0, 256, (40, 3073), dtype=np.uint8)
         rows[:, 0] %= 10
         (tmp_path / name).write_bytes(rows.tobytes())
-    outcome = table_4_cifar(tmp_path, depth=8, epochs=1, limit=20, groups=(1,), channels=(), seeds=1)
+    outcome = table_4_cifar(tmp_path, depth=8, epochs=1, limit=4, groups=(1,), channels=(), seeds=1)
     assert set(outcome.data["accuracy"]) == {"BN", "unitization", "G = 1"} and outcome.criteria == ()
-    small = CATALOGUE["003/figure-3-cifar"].small | {"depth": 8, "blocks": (1, 2), "limit": 160, "inputs": 30}
-    entry = replace(CATALOGUE["003/figure-3-cifar"], small=small | {"epochs": 4, "presets": ("paper",)})
+    # one minibatch an epoch, two of the small blocks, and critics whose few steps check no more than that they run
+    small = {"depth": 8, "blocks": (1, 2), "epochs": 4, "limit": 128, "inputs": 16, "rows": 16, "reach": 1}
+    small |= {
+        "critic": {"hidden": (), "filters": (4,), "strides": (2,), "steps": 20, "batch": 8},
+        "presets": ("paper",),
+    }
+    entry = replace(CATALOGUE["003/figure-3-cifar"], small=small)
     record = run_entry(entry, tmp_path, data=str(tmp_path))
     assert record["figures"], record["error"]
     with np.load(tmp_path / "data" / "003_figure-3-cifar.npz") as arrays:

@@ -77,8 +77,8 @@ def test_a_lifted_step_is_plain_descent_to_second_order():
     gaps = []
     for step in (1e-3, 5e-4):
         options = {"step": step, "clock": "gradient"}
-        one = descend(uni.lifted("sqrt"), start, data, 1, **options).final
-        raw = descend(uni.full("sqrt"), balance.lift(start, "sqrt"), data, 1, **options).final
+        one = descend(uni.lifted(alpha="sqrt"), start, data, 1, **options).final
+        raw = descend(uni.full(alpha="sqrt"), balance.lift(start, "sqrt"), data, 1, **options).final
         seen = balance.project(raw, "sqrt").particles
         np.testing.assert_allclose(one.particles.r, seen.r, rtol=1e-10)
         np.testing.assert_allclose(one.particles.theta, seen.theta, rtol=1e-10)

@@ -138,7 +138,7 @@ def test_devices_talk_only_where_particles_are_split(kind, flow, across):
     """One sum over devices in a step, that of the prediction; none where each device has cells of its own."""
     mesh = Mesh(np.array(devices(kind, 4)[:4]).reshape(across), ("sweep", "particles"))
     settings = programs.TANH | ({} if flow == "vanilla" else {"dim": None})
-    model = mf.vanilla("tanh") if flow == "vanilla" else mf.full("sqrt")
+    model = mf.vanilla("tanh") if flow == "vanilla" else mf.full(alpha="sqrt")
     job = programs.sweep(model, mesh=mesh, steps=1000, every=100, observe=[], **settings)
     program = compile_for(kind, job.function, *job.arguments, mesh=mesh, specs=job.specs).program
     step = program.step_loop(1000).work

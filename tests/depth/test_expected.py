@@ -10,7 +10,7 @@ import pytest
 from meanflow import depth
 from meanflow.depth import Layer
 from meanflow.depth._expected import layer_map
-from meanflow.depth._layer import activated
+from meanflow.depth._propagation import activated
 
 RELU = Layer(recenter=False)
 

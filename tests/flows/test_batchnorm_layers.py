@@ -33,7 +33,7 @@ def affine_problem(activation="tanh", outputs=None, points=20, dim=3, width=5):
         scale=laws.uniform(0.5, 1.5),
         shift=laws.normal(0.5),
     )
-    return raw, cloud, reduced, geometry.project(cloud, raw.feature.sigma), data
+    return raw, cloud, reduced, geometry.project(cloud, raw.feature.covariance), data
 
 
 class Layer(nn.Module):
@@ -92,7 +92,7 @@ def test_scale_and_shift_change_no_norms(outputs):
     np.testing.assert_allclose(rows(v.a, w.a) - v.scale * w.scale - v.shift * w.shift, 0.0, atol=1e-14)
     assert float(jnp.max(jnp.abs(v.scale))) > 1e-3 and float(jnp.max(jnp.abs(v.shift))) > 1e-3
     # the same flow in reduced coordinates, with the metric da^2 + c^2 G + dscale^2 + dshift^2
-    pushed = jax.jvp(lambda b: geometry.normalize(b, raw.feature.sigma), (w.b,), (v.b,))[1]
+    pushed = jax.jvp(lambda b: geometry.normalize(b, raw.feature.covariance), (w.b,), (v.b,))[1]
     u = mf.velocity(reduced, there, data)
     assert largest_gap(u, v._replace(b=pushed)) < 1e-12
     lost = mf.dissipation(raw, cloud, data)
@@ -142,7 +142,7 @@ def test_singular_covariances_reduce_the_manifold_to_their_range(count):
     data, _ = digits_problem(count)
     raw, reduced = (make("tanh").bind(data) for make in (mf.batchnorm, mf.batchnorm_manifold))
     cloud = raw.init(jax.random.key(0), 6, dim=64, b=laws.mixed_scales(64, 0.5, 2.0))
-    sigma = np.asarray(raw.feature.sigma)
+    sigma = np.asarray(raw.feature.covariance)
     values, vectors = np.linalg.eigh(sigma)
     null = vectors[:, values < 1e-10 * values[-1]]
     assert null.shape[1] >= (5 if count == 90 else 64 - 29)

@@ -199,7 +199,7 @@ def test_statistics_given_or_taken_from_the_data():
     given = mf.batchnorm("tanh", mean=mean, covariance=sigma)
     assert largest_gap(mf.velocity(given, cloud, data), mf.velocity(mf.batchnorm("tanh"), cloud, data)) == 0
     frozen = given.bind(mf.Dataset(2 * data.x, data.y))  # given statistics are never overwritten
-    np.testing.assert_array_equal(frozen.feature.sigma, sigma)
+    np.testing.assert_array_equal(frozen.feature.covariance, sigma)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -214,7 +214,7 @@ def test_float32_agrees_with_float64(model):
 
 def test_projection_and_lift_are_inverse():
     flow, cloud, data = problem("batchnorm")
-    sigma = flow.feature.sigma
+    sigma = flow.feature.covariance
     there = geometry.project(cloud, sigma)
     assert largest_gap(geometry.lift(there).particles, cloud.particles) < 1e-14
     manifold = mf.batchnorm_manifold("tanh").bind(data)

@@ -35,8 +35,8 @@ MODELS = {
     "vanilla": (mf.vanilla("relu"), PLANE, {}),
     "batchnorm": (mf.batchnorm("relu"), PLANE, {}),
     "manifold": (mf.batchnorm_manifold("relu"), PLANE, {}),
-    "lifted": (mf.lifted("sqrt"), LINE, {"labels": 1.0}),
-    "full": (mf.full("sqrt"), LINE, {}),
+    "lifted": (mf.lifted(alpha="sqrt"), LINE, {"labels": 1.0}),
+    "full": (mf.full(alpha="sqrt"), LINE, {}),
 }
 
 
@@ -63,18 +63,18 @@ def test_displacements_are_root_mean_squares():
     start, now = pair(flow, data)
     b0, b1 = np.asarray(start.particles.b), np.asarray(now.particles.b)
     cosine = np.sum(b0 * b1, 1) / np.linalg.norm(b0, axis=1) / np.linalg.norm(b1, axis=1)
-    turn = see(obs.AngleDisplacement(), flow, now, data, start)
+    turn = obs.angle_displacement(flow, now, data, start)
     assert float(turn) == pytest.approx(np.sqrt(np.mean(np.arccos(cosine) ** 2)), rel=1e-9)
     squares = np.sum((b1 - b0) ** 2, 1) + np.asarray(now.particles.a - start.particles.a) ** 2
-    assert float(see(obs.Displacement(), flow, now, data, start)) == pytest.approx(np.sqrt(squares.mean()))
+    assert float(obs.displacement(flow, now, start)) == pytest.approx(np.sqrt(squares.mean()))
     # a full turn is no displacement, and raw neurons turn as their polar images do
     polar, raw = mf.lifted(), mf.full()
     start, now = pair(polar, LINE, labels=1.0)
     around = start.at(start.particles._replace(theta=start.particles.theta + 2 * jnp.pi))
-    assert float(see(obs.AngleDisplacement(), polar, around, LINE, start)) < 1e-14
+    assert float(obs.angle_displacement(polar, around, LINE, start)) < 1e-14
     lift = mf.univariate.balance.lift
-    expected = see(obs.AngleDisplacement(), polar, now, LINE, start)
-    found = see(obs.AngleDisplacement(), raw, lift(now), LINE, lift(start))
+    expected = obs.angle_displacement(polar, now, LINE, start)
+    found = obs.angle_displacement(raw, lift(now), LINE, lift(start))
     assert float(found) == pytest.approx(float(expected))
 
 
@@ -98,7 +98,7 @@ def test_knot_statistics_by_counting():
     assert float(share) == pytest.approx(np.sum(near & inside) / np.sum(inside))
     filled = np.histogram(knots, bins=110, range=(-1.1, 1.1), weights=np.abs(c * a))[0]
     expected = np.sort(filled)[-8:].sum() / filled.sum()  # of the mass inside the window
-    assert float(knots_of.KnotConcentration(8)(flow, cloud, LINE)) == pytest.approx(expected)
+    assert float(knots_of.concentration(flow, cloud, LINE)) == pytest.approx(expected)
     active = (a[:, None] * x[None, :] - b[:, None] > 0).any(axis=1)
     assert float(knots_of.dead_share(flow, cloud, LINE)) == pytest.approx(np.mean(~active))
     grid = np.sort(np.concatenate([knots - 1e-7, knots + 1e-7, [-1e4, 1e4]]))
@@ -117,7 +117,7 @@ def test_invariants_drift_with_the_step_of_descent(name):
     drift = []
     for steps in (20, 40):
         run = mf.descend(flow, start, data, steps, step=0.4 / steps)
-        drift.append(float(see(obs.InvariantDrift(), flow.bind(data), run.final, data, start)))
+        drift.append(float(obs.invariant_drift(flow.bind(data), run.final, data, start)))
     assert drift[0] > 1e-6
     assert drift[1] / drift[0] == pytest.approx(0.5, abs=0.1)
 
@@ -128,7 +128,7 @@ def test_flows_without_a_law_record_none():
     assert "invariant_drift" not in mf.full(penalty=0.1).observables(LINE)
     cloud = mf.canonical().init(jax.random.key(0), 3)
     with pytest.raises(ValueError, match="conserved"):
-        see(obs.InvariantDrift(), mf.canonical(), cloud, LINE, cloud)
+        obs.invariant_drift(mf.canonical(), cloud, LINE, cloud)
 
 
 def test_particles_are_recorded_on_request_only():
@@ -141,3 +141,25 @@ def test_particles_are_recorded_on_request_only():
     np.testing.assert_allclose(
         ds.neurons_r.sel(width=5, seed=0)[0], plan.cloud(width=5).particles.r, rtol=1e-15
     )
+
+
+def test_a_name_may_stand_among_observables():
+    flow, data, _ = MODELS["vanilla"]
+    cloud = flow.init(jax.random.key(0), 6, dim=3)
+    run = mf.descend(
+        flow, cloud, data, 2, step=0.1, observe={"w": "neurons", "size": lambda f, c, d: c.width}
+    )
+    np.testing.assert_array_equal(run.observed["w"]["a"][-1], run.final.particles.a)
+    with pytest.raises(ValueError, match="observe must name observables among"):
+        mf.descend(flow, cloud, data, 2, step=0.1, observe={"w": "nothing"})
+
+
+def test_a_function_with_a_fourth_argument_sees_the_start():
+    flow, data, _ = MODELS["vanilla"]
+    cloud = flow.init(jax.random.key(0), 6, dim=3)
+    moved = lambda flow, cloud, data, start: jnp.abs(cloud.particles.b - start.particles.b).max()
+    run = mf.descend(flow, cloud, data, 2, step=0.1, observe=moved)
+    expected = np.abs(run.final.particles.b - cloud.particles.b).max()
+    assert float(run.observed[0]) == 0 < float(run.observed[-1]) == pytest.approx(float(expected))
+    with pytest.raises(TypeError, match="function of 3 arguments"):
+        mf.descend(flow, cloud, data, 2, step=0.1, observe=lambda flow: flow)

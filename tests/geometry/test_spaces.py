@@ -9,7 +9,7 @@ from helpers import largest_gap, problem
 import meanflow as mf
 from meanflow.geometry import Space
 from meanflow.measures import laws, sample
-from meanflow.univariate._cylinder import Cylinder
+from meanflow.univariate._spaces import Cylinder
 
 
 def spaces():

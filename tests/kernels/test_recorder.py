@@ -61,7 +61,7 @@ def test_trainer_of_a_convolutional_network_with_one_compilation():
     x = rng.normal(size=(24, 4, 4, 1)).astype(np.float32)
     y = (np.arange(24) % 3).astype(np.int32)
     data = Data(x[:16], y[:16], x[16:], y[16:])
-    trainer = Trainer(Net, optax.sgd(0.1), batch=8)
+    trainer = Trainer(Net, optax.sgd(0.1), batch_size=8)
     recorder = kernels.KernelRecorder(x[:5], jax.nn.one_hot(y[:5], 3))
     state, _ = trainer.run(jax.random.key(0), data, 1, progress=False, hook=recorder)
     before = len(traces)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meanflow as mf
-from meanflow.measures import laws, quadrature, quasi, sample, stack
+from meanflow.measures import laws, quadrature, sample
 
 
 def neurons(width, dim=2):
@@ -22,7 +22,7 @@ def test_weights_labels_and_width():
     assert padded.size == 6
     assert float(padded.width) == 4
     np.testing.assert_array_equal(padded.weights, [0.25] * 4 + [0.0] * 2)
-    both = stack([cloud, mf.Cloud(neurons(6), labels=1.0)])
+    both = mf.Cloud.stack([cloud, mf.Cloud(neurons(6), labels=1.0)])
     np.testing.assert_array_equal(both.width, [4, 6])
     assert both.particles.b.shape == (2, 6, 2)
 
@@ -74,7 +74,8 @@ def test_laws_have_their_moments_random_and_quasi_random(name, key):
     drawn = sample(key, count, mf.Neurons, spec)
     spread = float(jnp.std(function(drawn.particles.b)))
     assert abs(coordinate(drawn) - exact) < 5 * spread / np.sqrt(count) + 1e-12
-    assert abs(coordinate(quasi(count, mf.Neurons, spec)) - exact) < 0.4 * spread / np.sqrt(count) + 1e-12
+    even = sample(None, count, mf.Neurons, spec, quasi=True)
+    assert abs(coordinate(even) - exact) < 0.4 * spread / np.sqrt(count) + 1e-12
 
 
 def test_quadrature_is_exact_where_it_should_be():
@@ -87,7 +88,7 @@ def test_quadrature_is_exact_where_it_should_be():
 
 def test_samples_are_nested_only_when_quasi_random():
     spec = {"r": laws.uniform(), "theta": laws.angle()}
-    short, long = quasi(8, mf.Polar, spec), quasi(20, mf.Polar, spec)
+    short, long = (sample(None, m, mf.Polar, spec, quasi=True) for m in (8, 20))
     np.testing.assert_array_equal(short.particles.r, long.particles.r[:8])
 
 

@@ -59,15 +59,6 @@ def test_plane_shades_two_s_regions_and_draws_attracting_rays():
     assert ax.get_xlim() == ax.get_ylim()
 
 
-def test_energies_skip_the_start_of_a_log_axis():
-    class Run:
-        ts, energy = np.array([0.0, 1.0, 2.0]), np.array([3.0, 2.0, 1.0])
-
-    ax = plots.energies({"one": Run(), "two": Run()})
-    assert len(ax.lines) == 2
-    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1.0, 2.0])
-
-
 def test_traces_show_median_and_range():
     ax = plots.traces([0, 1], {"a": [[1.0, 5.0], [3.0, 1.0], [2.0, 9.0]]}, xlabel="epoch")
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [2.0, 5.0])
@@ -107,7 +98,8 @@ def small_run(**settings):
 
 def test_plots_take_a_run():
     run = small_run()
-    assert len(plots.energies(run).lines[0].get_xdata()) == 4  # without the start, where t = 0
+    falling = plots.traces(run.ts, {"energy": run.energy}, logx=True, logy=True)
+    assert falling.get_xscale() == falling.get_yscale() == "log" and falling.get_xlim()[0] > 0
     ax = plots.plane(run)
     drawn = sorted(u for line in ax.lines[-2:] for u in line.get_xdata())
     r, theta = (np.asarray(u)[:6] for u in run.final.particles)  # padding is not drawn

@@ -23,7 +23,7 @@ DATA = mf.Dataset(X, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
 @pytest.fixture(scope="module")
 def runs():
     return mf.sweep(
-        mf.lifted("sqrt"),
+        mf.lifted(alpha="sqrt"),
         DATA,
         widths=(4, 5),
         deltas=(-np.inf, 0.0, np.inf),

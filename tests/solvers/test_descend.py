@@ -13,7 +13,6 @@ from helpers import MODELS, largest_gap, problem
 import meanflow as mf
 from meanflow._numerics import iterate
 from meanflow.geometry import _omega as omega
-from meanflow.measures import stack
 from meanflow.solvers._step import dominant_vector, top_eigenvalue
 
 
@@ -27,7 +26,7 @@ def test_euler_is_gradient_descent_with_the_mapped_learning_rate(clock, width):
     assert largest_gap(euler.particles, descent.particles) < 1e-14
 
     def loss(w):
-        z = (data.x - flow.feature.mean[None]) @ mf.geometry.normalize(w.b, flow.feature.sigma).T
+        z = (data.x - flow.feature.mean[None]) @ mf.geometry.normalize(w.b, flow.feature.covariance).T
         return 0.5 * data.weights @ (jnp.mean(w.a[None] * jnp.tanh(z), axis=1) - data.y) ** 2
 
     rate = h if clock == "gradient" else h * width
@@ -44,7 +43,7 @@ def test_optimisers_and_momentum_match_optax(model):
     run = mf.descend(flow, cloud, data, 10, optimizer=optimizer)
     assert float(run.ts[-1]) == 10
     if model == "batchnorm_manifold":  # stays on Omega although Adam's updates are not tangent
-        length = omega.sigma_norm(run.final.particles.b, flow.feature.sigma)
+        length = omega.sigma_norm(run.final.particles.b, flow.feature.covariance)
         np.testing.assert_allclose(length, 1, rtol=1e-13)
         return
     w, state = cloud.particles, optimizer.init(cloud.particles)
@@ -167,7 +166,7 @@ def test_vmap_over_steps_widths_and_seeds():
     for k, rate in enumerate(rates):
         np.testing.assert_allclose(both[k], mf.descend(flow, cloud, data, 8, step=rate).energy, rtol=1e-14)
     small = mf.Cloud(jax.tree.map(lambda u: u[:3], cloud.particles))
-    wide = jax.vmap(lambda c: mf.descend(flow, c, data, 8, step=0.1).energy)(stack([small, cloud]))
+    wide = jax.vmap(lambda c: mf.descend(flow, c, data, 8, step=0.1).energy)(mf.Cloud.stack([small, cloud]))
     np.testing.assert_allclose(wide[0], mf.descend(flow, small, data, 8, step=0.1).energy, rtol=1e-13)
 
 

@@ -143,7 +143,9 @@ def test_one_input_with_a_bias_is_the_univariate_flow():
     rng = np.random.default_rng(3)
     x, y = np.sort(rng.uniform(-1, 1, 6)), 2 * rng.standard_normal(6)
     a, b, c = 0.8 * rng.standard_normal((3, 8))
-    line = slide(mf.full("sqrt"), mf.Cloud(mf.Affine(a, b, c)), mf.Dataset(x, y), 20.0, 1 / 16, clock="lazy")
+    line = slide(
+        mf.full(alpha="sqrt"), mf.Cloud(mf.Affine(a, b, c)), mf.Dataset(x, y), 20.0, 1 / 16, clock="lazy"
+    )
     flow = mf.vanilla(alpha="sqrt", bias=True)
     cloud = mf.Cloud(mf.Neurons(c, np.stack([a, -b], axis=1)))
     plane = slide(flow, cloud, mf.Dataset(x[:, None], y), 20.0, 1 / 16, clock="lazy")

@@ -78,7 +78,7 @@ def test_a_normal_speed_that_is_all_rounding_does_not_stop_the_clock(dtype, came
     normal = jnp.asarray(CORNER, dtype)
     for units in (-8, -1, 0, 1, 8):
         force = np.array([[units * np.finfo(dtype).eps, 0.0, 1.0]])
-        load = contacts.Load(
+        load = contacts.Forces(
             normal, jnp.ones(4, bool), jnp.zeros(4, dtype), jnp.zeros(3, dtype), jnp.asarray(True), None
         )
         b = jnp.asarray([[0.0, 0.5, 4.0]], dtype)

@@ -150,10 +150,10 @@ def test_resampling_keeps_the_measure(key):
     weights = jnp.array([0.5, 0.05, 0.45, 0.0])
     cloud = mf.Cloud(mf.Polar(jnp.arange(4.0), jnp.zeros(4)), 3 * weights, labels=jnp.arange(4.0), total=None)
     keys = jax.random.split(key, 200)
-    copies = jax.vmap(lambda k: mf.measures.resample(k, cloud, 10).particles.r)(keys)
+    copies = jax.vmap(lambda k: cloud.resample(k, 10).particles.r)(keys)
     counts = jnp.sum(copies[:, :, None] == jnp.arange(4.0)[None, None, :], axis=1)
     assert bool(jnp.all(jnp.abs(counts - 10 * weights[None, :]) < 1))  # floor or ceil of the expected number
     np.testing.assert_allclose(counts.mean(0), 10 * weights, atol=0.15)
-    one = mf.measures.resample(key, cloud)
+    one = cloud.resample(key)
     assert one.size == 4 and float(one.width) == 4 and float(one.labels.max()) < 3
     np.testing.assert_allclose(one.total, 3.0)

@@ -12,7 +12,6 @@ from helpers import MODELS, largest_gap, problem
 import meanflow as mf
 from meanflow.flows._problem import Problem
 from meanflow.geometry import _omega as omega
-from meanflow.measures import stack
 
 TIGHT = {"step": mf.Adaptive(1e-10, 1e-12)}
 
@@ -44,8 +43,10 @@ def test_norms_and_omega_are_conserved():
     norms = [jnp.linalg.norm(c.particles.b, axis=1) for c in (cloud, sol.final)]
     np.testing.assert_allclose(norms[1], norms[0], rtol=1e-9)
     manifold = mf.batchnorm_manifold("tanh").bind(data)
-    there = mf.solve(manifold, mf.geometry.project(cloud, flow.feature.sigma), data, 5.0, **TIGHT)
-    np.testing.assert_allclose(omega.sigma_norm(there.final.particles.b, flow.feature.sigma), 1, rtol=1e-9)
+    there = mf.solve(manifold, mf.geometry.project(cloud, flow.feature.covariance), data, 5.0, **TIGHT)
+    np.testing.assert_allclose(
+        omega.sigma_norm(there.final.particles.b, flow.feature.covariance), 1, rtol=1e-9
+    )
     np.testing.assert_allclose(
         mf.predict(manifold, there.final, data.x), mf.predict(flow, sol.final, data.x), atol=1e-8
     )
@@ -97,7 +98,7 @@ def test_padded_and_stacked_clouds_follow_the_same_path(step):
     flow, cloud, data = problem("batchnorm")
     small = mf.Cloud(jax.tree.map(lambda u: u[:4], cloud.particles))
     alone = [mf.solve(flow, c, data, 1.0, step=step).final for c in (small, cloud)]
-    both = jax.vmap(lambda c: mf.solve(flow, c, data, 1.0, step=step).final)(stack([small, cloud]))
+    both = jax.vmap(lambda c: mf.solve(flow, c, data, 1.0, step=step).final)(mf.Cloud.stack([small, cloud]))
     for k, single in enumerate(alone):
         row = jax.tree.map(lambda u, k=k, n=single.size: u[k, :n], both.particles)
         assert largest_gap(row, single.particles) < 1e-13

@@ -215,7 +215,7 @@ def test_noise_of_a_particle_depends_on_its_place_alone(key, quick_compilation):
     settings = {"step": 0.05, "dynamics": mf.Noise(0.1, key)}
     run = mf.descend(flow, cloud, data, 4, every=2, **settings)
     small = mf.Cloud(jax.tree.map(lambda u: u[:3], cloud.particles), labels=cloud.labels[:3])
-    pair = mf.measures.stack([cloud, small.pad(5)])  # the second has padding, and a neighbor
+    pair = mf.Cloud.stack([cloud, small.pad(5)])  # the second has padding, and a neighbor
     both = jax.vmap(lambda c: mf.descend(flow, c, data, 4, throw=False, **settings).final.particles)(pair)
     alone = mf.descend(flow, small, data, 4, **settings).final.particles
     assert largest_gap(jax.tree.map(lambda u: u[1, :3], both), alone) < 1e-13

@@ -23,7 +23,7 @@ def main(out, across, along, process=None, port=None, store=None):
     x = jnp.linspace(-1.0, 1.0, 5)
     data = mf.Dataset(x, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
     ds = mf.sweep(
-        mf.lifted("sqrt"),
+        mf.lifted(alpha="sqrt"),
         data,
         widths=(5, 6),
         deltas=(-np.inf, 0.0, np.inf),
@@ -96,7 +96,7 @@ def spectra(out):
     data = mf.Dataset(x, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
     kernel = lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x)
     ds = mf.sweep(
-        mf.lifted("sqrt"),
+        mf.lifted(alpha="sqrt"),
         data,
         widths=(5,),
         deltas=(0.0,),

@@ -14,7 +14,7 @@ def run(store=None, **change):
     """Run it with changed settings; those of ``Execution`` are passed on as one."""
     given = SETTINGS | change
     how = {name: given.pop(name) for name in ("chunk", "waste", "mesh", "progress") if name in given}
-    flow, data = given.pop("flow", mf.lifted("sqrt")), given.pop("data", DATA)
+    flow, data = given.pop("flow", mf.lifted(alpha="sqrt")), given.pop("data", DATA)
     return mf.sweep(flow, data, store=store, execution=mf.sweeps.Execution(**how), **given)
 
 

@@ -16,7 +16,7 @@ def run(store):
     x = jnp.linspace(-1.0, 1.0, 5)
     data = mf.Dataset(x, jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
     return mf.sweep(
-        mf.lifted("sqrt"),
+        mf.lifted(alpha="sqrt"),
         data,
         widths=(5, 6),
         deltas=np.linspace(-5.0, 5.0, 61),

@@ -105,7 +105,7 @@ def test_labels_units_and_provenance(tmp_path):
         ({"steps": 6}, "horizon.steps"),
         ({"key": 1}, "key"),
         ({"data": mf.Dataset(DATA.x, DATA.y + 1e-9, "sum")}, "data"),
-        ({"flow": mf.lifted("one")}, "flow"),
+        ({"flow": mf.lifted(alpha="one")}, "flow"),
         ({"observe": ()}, "observe.predictions"),
         ({"init": lambda key, width: mf.canonical().init(key, width)}, "init"),
         ({"chunk": 1}, "chunks of"),

@@ -47,11 +47,21 @@ CASES = {
         None,
         {"t1": 1.0, "ts": 3, "solver": Sliding(), "step": 0.05},
     ),
-    "planar": (mf.planar("sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
+    "planar": (mf.planar(alpha="sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
     "radial": (mf.radial(), LINE, None, {"t1": 1.0, "ts": 3, "step": mf.solvers.Adaptive(rtol=1e-6)}),
-    "lifted": (mf.lifted("sqrt"), LINE, ENDS, {"steps": 40, "every": 20, "step": mf.KernelStep(0.3, 5)}),
-    "lifted sliding": (mf.lifted("one"), LINE, ENDS, {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05}),
-    "full": (mf.full("sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
+    "lifted": (
+        mf.lifted(alpha="sqrt"),
+        LINE,
+        ENDS,
+        {"steps": 40, "every": 20, "step": mf.KernelStep(0.3, 5)},
+    ),
+    "lifted sliding": (
+        mf.lifted(alpha="one"),
+        LINE,
+        ENDS,
+        {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05},
+    ),
+    "full": (mf.full(alpha="sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
 }
 
 
@@ -103,7 +113,7 @@ def plain():
         "step": 0.02,
         "observe": ("predictions", "angle_displacement"),
     }
-    return settings, mf.sweep(mf.lifted("sqrt"), LINE, **settings)
+    return settings, mf.sweep(mf.lifted(alpha="sqrt"), LINE, **settings)
 
 
 def close(one, two):
@@ -115,23 +125,25 @@ def close(one, two):
 @pytest.mark.parametrize("change", [{"chunk": 1}, {"chunk": 4, "waste": 0.9}])
 def test_chunks_and_padding_do_not_matter(plain, change):
     settings, result = plain
-    close(mf.sweep(mf.lifted("sqrt"), LINE, execution=mf.sweeps.Execution(**change), **settings), result)
+    close(
+        mf.sweep(mf.lifted(alpha="sqrt"), LINE, execution=mf.sweeps.Execution(**change), **settings), result
+    )
 
 
 def test_order_of_the_grid_does_not_matter(plain):
     settings, result = plain
     shuffled = {"widths": (11, 3, 5), "deltas": (0.0, np.inf, -np.inf), "seeds": (1, 0)}
-    other = mf.sweep(mf.lifted("sqrt"), LINE, **settings | shuffled)
+    other = mf.sweep(mf.lifted(alpha="sqrt"), LINE, **settings | shuffled)
     close(other.sortby(["width", "delta", "seed"]), result)
     # a cell is the same network whatever else is in the grid
-    part = mf.sweep(mf.lifted("sqrt"), LINE, **settings | {"widths": (5,), "seeds": (1,)})
+    part = mf.sweep(mf.lifted(alpha="sqrt"), LINE, **settings | {"widths": (5,), "seeds": (1,)})
     close(part, result.sel(width=[5], seed=[1]))
 
 
 def test_values_are_those_of_the_run(plain):
     """The pure function of the data covers several width groups, in the order of the grid."""
     settings, result = plain
-    plan = mf.sweep(mf.lifted("sqrt"), LINE, compute=False, **settings)
+    plan = mf.sweep(mf.lifted(alpha="sqrt"), LINE, compute=False, **settings)
     assert len(plan.groups) == 2
     values = jax.jit(plan.values)(LINE)
     for name in ("energy", "angle_displacement", "predictions"):
@@ -141,7 +153,7 @@ def test_values_are_those_of_the_run(plain):
 def test_one_compilation_per_width_group(plain, caplog):
     settings, _ = plain
     data = mf.Dataset(X, jnp.cos(X), "sum")
-    flow = mf.lifted("sqrt")
+    flow = mf.lifted(alpha="sqrt")
     changed = settings | {"steps": 15, "execution": mf.sweeps.Execution(chunk=2), "observe": ()}
     plan = mf.sweep(flow, data, compute=False, **changed)
     assert len(plan.groups) == 2 and len(plan.chunks) > 4 and plan.waste <= 0.15
@@ -243,9 +255,9 @@ def test_scales_axes_of_the_solver_and_of_the_model():
 def test_dissipation_follows_the_clock_of_the_cell():
     clocks = ("mean_field", "gradient", "lazy")
     settings = {"widths": (4,), "deltas": (1.0,), "steps": 2, "observe": ("dissipation",)}
-    ds = mf.sweep(mf.lifted("sqrt"), LINE, axes={"clock": clocks}, step=0.01, **settings)
+    ds = mf.sweep(mf.lifted(alpha="sqrt"), LINE, axes={"clock": clocks}, step=0.01, **settings)
     for clock in clocks:
-        alone = mf.sweep(mf.lifted("sqrt"), LINE, clock=clock, step=0.01, **settings)
+        alone = mf.sweep(mf.lifted(alpha="sqrt"), LINE, clock=clock, step=0.01, **settings)
         np.testing.assert_allclose(ds.dissipation.sel(clock=clock), alone.dissipation, rtol=TOLERANCE)
     start = ds.dissipation.isel(step=0, width=0, seed=0, delta=0)
     np.testing.assert_allclose(start / start.sel(clock="mean_field"), [1.0, 1 / 4, 1 / 4], rtol=TOLERANCE)
@@ -309,7 +321,7 @@ def test_a_network_that_has_died_stands_still():
 
 
 def test_gradient_of_all_final_losses_with_respect_to_the_data():
-    flow = mf.lifted("sqrt")
+    flow = mf.lifted(alpha="sqrt")
     plan = mf.sweep(
         flow,
         LINE,

@@ -16,7 +16,7 @@ from flax import nnx
 
 from meanflow import transport
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import CNN, MLP, Trainer, Watch
+from meanflow.training import Stack, Trainer, Watch
 from meanflow.training import _trainer as trainer
 from meanflow.training._checkpoints import load_state, save_state
 from meanflow.training._moments import moments
@@ -34,11 +34,11 @@ def small_data(seed=0, n=24, d=5):
 
 
 def network(rngs, norm=BatchNorm):
-    return MLP(5, [6, 4], 2, partial(norm, momentum=0.9), rngs=rngs)
+    return Stack(5, [6, 4], 2, partial(norm, momentum=0.9), rngs=rngs)
 
 
 def make_trainer(norm=UnitizedBatchNorm, **options):
-    options = {"batch": 8, "watch": Watch(rows=20), **options}
+    options = {"batch_size": 8, "watch": Watch(rows=20), **options}
     optimizer = optax.sgd(optax.piecewise_constant_schedule(0.1, {3: 0.2, 6: 0.2, 9: 0.2}), momentum=0.9)
     return Trainer(partial(network, norm=norm), optimizer, **options)
 
@@ -58,8 +58,8 @@ def same(a, b):
 
 def test_one_full_batch_step_is_gradient_descent(key):
     data = small_data()
-    make = lambda rngs: MLP(5, [4], 2, partial(BatchNorm, momentum=0.9), rngs=rngs)
-    run = Trainer(make, optax.sgd(0.1), batch=24)
+    make = lambda rngs: Stack(5, [4], 2, partial(BatchNorm, momentum=0.9), rngs=rngs)
+    run = Trainer(make, optax.sgd(0.1), batch_size=24)
     state, _ = run.run(key, data, 0)
     model = run.network(state, training=True)
 
@@ -83,7 +83,7 @@ def test_an_epoch_visits_each_row_once(key):
     rows, idle = 14, 2  # batches of 4 leave two rows out
     data = Data(*(np.eye(rows, dtype="float32"), np.zeros(rows, "int32")) * 2)
     make = lambda rngs: nnx.Linear(rows, 1, use_bias=False, rngs=rngs)
-    run = Trainer(make, optax.sgd(0.5), batch=4, loss=lambda f, y: jnp.sum(f))
+    run = Trainer(make, optax.sgd(0.5), batch_size=4, loss=lambda f, y: jnp.sum(f))
     state = run.init(key)
     new, _ = run.run(state, data, 1)
     moved = np.asarray(state.params["kernel"][...] - new.params["kernel"][...]).ravel()
@@ -97,7 +97,9 @@ def test_augmentation_is_for_training_only(key):
     """One-hot rows tripled on the way in: weights move three times as far, the evaluation stays."""
     data = Data(*(np.eye(8, dtype="float32"), np.zeros(8, "int32")) * 2)
     make = lambda rngs: nnx.Linear(8, 1, use_bias=False, rngs=rngs)
-    run = Trainer(make, optax.sgd(0.5), batch=4, loss=lambda f, y: jnp.sum(f), augment=lambda key, x: 3 * x)
+    run = Trainer(
+        make, optax.sgd(0.5), batch_size=4, loss=lambda f, y: jnp.sum(f), augment=lambda key, x: 3 * x
+    )
     state, _ = run.run(key, data, 0)
     new, record = run.run(state, data, 1)
     moved = np.asarray(state.params["kernel"][...] - new.params["kernel"][...]).ravel()
@@ -125,7 +127,7 @@ def test_a_loop_on_the_host_takes_the_same_steps(key, monkeypatch):
     monkeypatch.setattr(trainer, "EVALUATION_BATCH", 4)
     noisy = lambda key, x: x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
     runs = [
-        Trainer(network, optax.sgd(0.1, momentum=0.9), batch=8, augment=noisy, loop=loop).run(
+        Trainer(network, optax.sgd(0.1, momentum=0.9), batch_size=8, augment=noisy, loop=loop).run(
             key, small_data(), 2
         )
         for loop in ("program", "host")
@@ -197,7 +199,7 @@ def test_bad_input_of_the_trainer(shared, key):
         (lambda: shared.run(key, data[:2], 1), "data must be a training.data.Data"),
         (lambda: shared.run(key, spoiled, 1), "data.train_x must be finite"),
         (lambda: shared.run(key, data._replace(train_y=data.train_y[:3]), 1), "a label for each train row"),
-        (lambda: Watch(moments="bogus"), "watch.moments must be one of"),
+        (lambda: Watch(moments="bogus"), "moments must be one of"),
         (lambda: make_trainer(loop="hosts"), "loop must be one of"),
         (lambda: make_trainer(loop="vmap"), "loop must be one of"),
     ):
@@ -207,8 +209,8 @@ def test_bad_input_of_the_trainer(shared, key):
 
 def synchronized(axis_name=None, mesh=None, watch=None):
     norm = partial(UnitizedBatchNorm, alpha_init=0.3, axis_name=axis_name)
-    make = lambda rngs: MLP(5, (6,), 2, norm=norm, rngs=rngs)
-    return Trainer(make, optax.sgd(0.1), batch=8, mesh=mesh, watch=watch)
+    make = lambda rngs: Stack(5, (6,), 2, norm=norm, rngs=rngs)
+    return Trainer(make, optax.sgd(0.1), batch_size=8, mesh=mesh, watch=watch)
 
 
 def test_training_over_a_mesh_of_one_device(key):
@@ -323,8 +325,8 @@ def test_records_equal_direct_computation(shared, key, moments):
 
 @pytest.mark.parametrize("norm", [UnitizedBatchNorm, partial(nnx.GroupNorm, num_groups=2)])
 def test_networks_can_be_cut(norm):
-    dense = MLP(3, [4, 6], 2, norm, rngs=nnx.Rngs(0))
-    conv = CNN(1, [4, 6], 2, norm, strides=(1, 2), rngs=nnx.Rngs(0))
+    dense = Stack(3, [4, 6], 2, norm, rngs=nnx.Rngs(0))
+    conv = Stack(1, [4, 6], 2, norm, strides=(1, 2), rngs=nnx.Rngs(0))
     nets = ((dense, (7, 3)), (conv, (3, 6, 6, 1))) if norm is UnitizedBatchNorm else ((conv, (3, 6, 6, 1)),)
     for net, shape in nets:
         x = jnp.asarray(np.random.default_rng(0).normal(size=shape), "float32")
@@ -342,9 +344,9 @@ def test_networks_can_be_cut(norm):
 
 def test_network_errors():
     with pytest.raises(ValueError, match="widths must hold at least 1"):
-        MLP(3, [], 2, BatchNorm, rngs=nnx.Rngs(0))
+        Stack(3, [], 2, BatchNorm, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="equally many"):
-        CNN(1, [4, 4], 2, BatchNorm, strides=(1,), rngs=nnx.Rngs(0))
+        Stack(1, [4, 4], 2, BatchNorm, strides=(1,), rngs=nnx.Rngs(0))
 
 
 def test_compiles_once_and_is_silent(key, capsys):
@@ -354,7 +356,7 @@ def test_compiles_once_and_is_silent(key, capsys):
         traces.append(1)
         return cross_entropy(logits, labels)
 
-    run = Trainer(linear, optax.sgd(0.1), batch=8, loss=loss)
+    run = Trainer(linear, optax.sgd(0.1), batch_size=8, loss=loss)
     state, _ = run.run(key, small_data(), 1)
     seen = len(traces)
     state, _ = run.run(state, small_data(1), 3)
@@ -366,9 +368,9 @@ def test_compiles_once_and_is_silent(key, capsys):
 
 @pytest.mark.bad_input
 def test_bad_input(shared, key):
-    with pytest.raises(ValueError, match="batch must be at most the 4 training rows, got 8"):
+    with pytest.raises(ValueError, match="batch_size must be at most the 4 training rows, got 8"):
         shared.run(key, small_data(n=4), 1)
-    with pytest.raises(ValueError, match=r"watch\.moments"):
+    with pytest.raises(ValueError, match="moments must be one of"):
         make_trainer(watch=Watch(moments="mean"))
 
 

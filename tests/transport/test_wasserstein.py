@@ -176,7 +176,8 @@ def test_cylinder():
     arccos = np.arccos(np.clip(x[1] @ y[1].T, -1, 1))
     np.testing.assert_allclose(distances, np.hypot(x[0][:, None] - y[0][None], arccos), rtol=1e-7)
     oracle = ot.emd2(np.full(10, 0.1), np.full(7, 1 / 7), np.asarray(distances) ** 2) ** 0.5
-    np.testing.assert_allclose(wasserstein(x, y, 2, cost=cylinder_distance), oracle, rtol=1e-9)
+    np.testing.assert_allclose(wasserstein(x, y, 2, cost="cylinder"), oracle, rtol=1e-9)
+    assert float(wasserstein(x, y, 2, cost=cylinder_distance)) == float(wasserstein(x, y, 2, cost="cylinder"))
     # where arccos fails: an angle of 1e-9, and its distance from the antipode
     b = np.array([[1.0, 0.0]])
     c = np.array([[np.cos(1e-9), np.sin(1e-9)]])

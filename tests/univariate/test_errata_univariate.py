@@ -13,8 +13,7 @@ from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
 from meanflow.univariate._angles import unit
-from meanflow.univariate._lifted import to_polar
-from meanflow.univariate._rays import sample_rays
+from meanflow.univariate._spaces import to_polar
 
 X = np.array([-0.8, -0.1, 0.4, 1.0])
 DATA = Dataset(X, [0.3, -0.7, 0.2, 0.9], weights="sum")
@@ -104,10 +103,10 @@ def test_3_1_field_is_constant_only_in_the_plane():
 def test_3_1_sign_of_the_jump_depends_on_which_side_has_the_sample():
     """grad V_k - grad V_{k+1} = +rho x~ only where the sample is active in the region of smaller theta."""
     x, rho = jnp.asarray(X), jnp.array([0.4, -0.9, 0.3, 0.8])
-    table, rays = forces.region_forces(rho, x), sample_rays(x)
+    table, sample = forces.region_forces(rho, x), uni.classify_rays(x, rho).sample
     jump = table - jnp.roll(table, -1, axis=0)  # ray b separates the regions b and b + 1
-    printed = rho[rays.sample][:, None] * rays.normal
-    leaves = rays.busy == jnp.arange(8)
+    printed = rho[sample][:, None] * jnp.stack([x[sample], jnp.ones(8)], axis=1)
+    leaves = jnp.arange(8) >= 4  # a left-facing ray: its sample is active in the region b before it
     np.testing.assert_allclose(jump, jnp.where(leaves[:, None], printed, -printed), atol=1e-15)
     assert np.sum(np.max(np.abs(jump - printed), axis=1) > 0.1) == 4  # wrong on every right-facing ray
 
@@ -126,7 +125,7 @@ def test_45_and_21_need_alpha_over_m():
     n2 = a**2 + b**2
     np.testing.assert_allclose(c**2 * n2, (r / np.sqrt(7)) ** 2, rtol=1e-12)
     assert np.min(np.abs(c**2 * n2 / r**2 - 1)) > 0.8
-    radial, turning = uni.lifted("sqrt").space.mobility(polar)
+    radial, turning = uni.lifted(alpha="sqrt").space.mobility(polar)
     np.testing.assert_allclose(turning * r**2, 7 * c**2, rtol=1e-12)  # printed: c^2
     np.testing.assert_allclose(radial, 7 * (a**2 + b**2 + c**2), rtol=1e-12)
     np.testing.assert_allclose(radial, r**2 / c**2 + 7 * c**2, rtol=1e-12)
@@ -143,7 +142,7 @@ def test_jacobian_of_the_projection():
     n2 = a**2 + b**2
     np.testing.assert_allclose(jacobian[:, 1], jnp.stack([b / n2, -a / n2, 0 * c], -1), atol=1e-12)
     assert np.max(np.abs(jacobian[:, 1] - jnp.stack([-b / n2, a / n2, 0 * c], -1))) > 0.1
-    radial, turning = uni.lifted("sqrt").space.mobility(balance.project(RAW, "sqrt"))
+    radial, turning = uni.lifted(alpha="sqrt").space.mobility(balance.project(RAW, "sqrt"))
     product = jnp.einsum("mij,mkj->mik", jacobian, jacobian)
     np.testing.assert_allclose(product[:, 0, 0], radial, rtol=1e-12)
     np.testing.assert_allclose(product[:, 1, 1], turning, rtol=1e-12)
@@ -155,7 +154,7 @@ def test_46_gradients_have_one_over_alpha_and_a_sign():
     w = RAW.particles
     gradient = jax.grad(lambda u: plain_loss(u, alpha))(w)
     active = w.a[None, :] * X[:, None] - w.b[None, :] > 0
-    rho = mf.predict(uni.full("sqrt"), RAW, X) - DATA.y
+    rho = mf.predict(uni.full(alpha="sqrt"), RAW, X) - DATA.y
     ours = -w.c / alpha * (rho @ active)
     np.testing.assert_allclose(gradient.b, ours, rtol=1e-12, atol=1e-14)
     printed = w.c * (rho @ active)
@@ -168,9 +167,9 @@ def test_46_gradients_have_one_over_alpha_and_a_sign():
 
 def test_19_sign_of_the_reduced_flow():
     polar = balance.project(RAW, "sqrt")
-    gradient = jax.grad(lambda w: mf.energy(uni.lifted("sqrt"), polar.at(w), DATA))(polar.particles)
-    radial, turning = uni.lifted("sqrt").space.mobility(polar)
-    v = mf.velocity(uni.full("sqrt"), RAW, DATA)
+    gradient = jax.grad(lambda w: mf.energy(uni.lifted(alpha="sqrt"), polar.at(w), DATA))(polar.particles)
+    radial, turning = uni.lifted(alpha="sqrt").space.mobility(polar)
+    v = mf.velocity(uni.full(alpha="sqrt"), RAW, DATA)
     _, true = jax.jvp(lambda w: balance.project(RAW.at(w), "sqrt").particles, (RAW.particles,), (v,))
     np.testing.assert_allclose(true.r / 7, -radial * gradient.r, rtol=1e-10)  # mean-field time is t/m
     np.testing.assert_allclose(true.theta / 7, -turning * gradient.theta, rtol=1e-10, atol=1e-14)
@@ -181,7 +180,7 @@ def test_lemma_7_under_gradient_descent():
     """Descent changes delta by eta^2 (g_c^2 - g_a^2 - g_b^2) a step, not by zero."""
     eta = 0.05
     g = jax.grad(lambda u: plain_loss(u, np.sqrt(7)))(RAW.particles)
-    one = mf.descend(uni.full("sqrt"), RAW, DATA, 1, step=eta, clock="gradient").final.particles
+    one = mf.descend(uni.full(alpha="sqrt"), RAW, DATA, 1, step=eta, clock="gradient").final.particles
     change = balance.balance(one) - balance.balance(RAW.particles)
     np.testing.assert_allclose(change, eta**2 * (g.c**2 - g.a**2 - g.b**2), atol=2e-15)
     assert np.max(np.abs(change)) > 1e-5
@@ -246,7 +245,7 @@ def test_after_21_alpha_does_not_choose_a_direction():
     ratios = []
     for alpha in ("m", "sqrt", "one"):
         polar = balance.project(RAW, alpha)
-        radial, turning = uni.lifted(alpha).space.mobility(polar)
+        radial, turning = uni.lifted(alpha=alpha).space.mobility(polar)
         ratios.append(turning * polar.particles.r**2 / radial)
     np.testing.assert_allclose(ratios[0], ratios[1], rtol=1e-12)
     np.testing.assert_allclose(ratios[0], ratios[2], rtol=1e-12)
@@ -259,7 +258,7 @@ def test_section_4_the_kernel_regime_is_set_by_q_not_by_r():
     cloud = lambda delta: Cloud(Polar(jnp.full(100, 10.0), jnp.zeros(100)), labels=delta)
 
     def share(delta):
-        radial, turning = uni.lifted("one").space.mobility(cloud(delta))
+        radial, turning = uni.lifted(alpha="one").space.mobility(cloud(delta))
         return float((turning * 100.0 / radial)[0])
 
     assert share(-1e-3) == pytest.approx(0.4975, abs=1e-4)  # far below r^2 = 100, and not frozen at all

@@ -10,7 +10,7 @@ import pytest
 
 from meanflow import univariate as uni
 from meanflow.flows import energy, predict, tangent_kernel, velocity
-from meanflow.measures import Affine, Cloud, Dataset, Polar, stack
+from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.solvers import descend, solve
 from meanflow.univariate import _forces as forces
 
@@ -69,7 +69,7 @@ def test_forces_and_predictions_match_dense_and_numpy():
     data = Dataset(x, y, weights="sum")
     results = {}
     for kind in ("fast", "dense"):
-        flow = uni.full("sqrt", forces=kind)
+        flow = uni.full(alpha="sqrt", forces=kind)
         results[kind] = (predict(flow, cloud, x), *velocity(flow, cloud, data))
     f = np.where(active, a * x[:, None] - b, 0) @ c / np.sqrt(5000)
     rho = f - y
@@ -115,7 +115,7 @@ def test_fast_path_is_differentiable():
     data = Dataset(x, y, weights="sum")
 
     def through(kind):
-        flow = uni.full("sqrt", forces=kind)
+        flow = uni.full(alpha="sqrt", forces=kind)
 
         def objective(w, y):
             v = velocity(flow, cloud.at(w), Dataset(x, y, weights="sum"))
@@ -125,13 +125,15 @@ def test_fast_path_is_differentiable():
 
     for u, v in zip(jax.tree.leaves(through("fast")), jax.tree.leaves(through("dense")), strict=True):
         np.testing.assert_allclose(u, v, rtol=1e-9, atol=1e-10)
-    kernels = [tangent_kernel(uni.full("sqrt", forces=k), cloud, jnp.asarray(x)) for k in ("fast", "dense")]
+    kernels = [
+        tangent_kernel(uni.full(alpha="sqrt", forces=k), cloud, jnp.asarray(x)) for k in ("fast", "dense")
+    ]
     np.testing.assert_allclose(kernels[0], kernels[1], rtol=1e-12, atol=1e-13)
 
 
 def test_vmap_over_delta_and_over_padded_widths():
     data = Dataset(np.linspace(-1, 1, 45), np.sin(np.linspace(-3, 3, 45)))
-    flow = uni.lifted("sqrt", forces="fast")
+    flow = uni.lifted(alpha="sqrt", forces="fast")
     polar = Polar(*np.random.default_rng(5).standard_normal((2, 30)))
     deltas = jnp.array([-jnp.inf, -10.0, 0.0, 10.0, jnp.inf])
     go = lambda d: velocity(flow, Cloud(polar, labels=d), data)
@@ -139,7 +141,7 @@ def test_vmap_over_delta_and_over_padded_widths():
     for i, d in enumerate(deltas):
         np.testing.assert_allclose(many.r[i], go(d).r, rtol=1e-13)
     clouds = [Cloud(jax.tree.map(lambda u, m=m: u[:m], polar), labels=1.0) for m in (7, 19, 30)]
-    batch = jax.vmap(lambda c: velocity(flow, c, data))(stack(clouds))
+    batch = jax.vmap(lambda c: velocity(flow, c, data))(Cloud.stack(clouds))
     for i, c in enumerate(clouds):
         np.testing.assert_allclose(batch.theta[i, : c.size], velocity(flow, c, data).theta, rtol=1e-12)
 
@@ -147,11 +149,13 @@ def test_vmap_over_delta_and_over_padded_widths():
 def test_float32_stays_float32():
     cloud, x, y = hard_case(500, 60, dtype=np.float32)
     for kind in ("fast", "dense"):
-        flow = uni.full("sqrt", forces=kind)
+        flow = uni.full(alpha="sqrt", forces=kind)
         v = velocity(flow, cloud, Dataset(x, y))
         assert all(u.dtype == jnp.float32 for u in v)
         wide = Cloud(Affine(*(np.asarray(u, np.float64) for u in cloud.particles)))
-        exact = velocity(uni.full("sqrt", forces="dense"), wide, Dataset(x.astype(float), y.astype(float)))
+        exact = velocity(
+            uni.full(alpha="sqrt", forces="dense"), wide, Dataset(x.astype(float), y.astype(float))
+        )
         scale = max(float(jnp.max(jnp.abs(u))) for u in exact)
         ties = np.abs(np.asarray(wide.particles.a) * x[:, None] - np.asarray(wide.particles.b)).min(0) < 1e-6
         for u, w in zip(v, exact, strict=True):

@@ -58,7 +58,7 @@ def test_descent_does_not_depend_on_the_coordinates():
     """An optimiser of the user's own works in (r, theta); plain descent must make the same steps."""
     cloud = neurons()
     cloud = mf.Cloud(mf.Polar(cloud.particles.r[:7], cloud.particles.theta[:7]), labels=DELTAS[:7])
-    flow = mf.lifted("sqrt")
+    flow = mf.lifted(alpha="sqrt")
     own = flows.make_flow(flow.feature, flow.space, alpha="sqrt")  # the same flow without a chart of its own
     gaps = []
     for h in (0.02, 0.01):

@@ -30,8 +30,8 @@ def test_projection_and_lift_are_inverse_and_keep_the_function(alpha):
     for u, v in zip(raw.particles, again.particles, strict=True):
         np.testing.assert_allclose(u, v, rtol=1e-13, atol=1e-14)
     x = jnp.linspace(-2, 2, 11)
-    f = predict(uni.full(alpha), raw, x)
-    np.testing.assert_allclose(predict(uni.lifted(alpha), polar, x), f, rtol=1e-13, atol=1e-13)
+    f = predict(uni.full(alpha=alpha), raw, x)
+    np.testing.assert_allclose(predict(uni.lifted(alpha=alpha), polar, x), f, rtol=1e-13, atol=1e-13)
     a, b, c = raw.particles
     by_hand = sum(c[i] * np.maximum(a[i] * x - b[i], 0) for i in range(7))
     scale = {"m": 7, "sqrt": np.sqrt(7), "one": 1.0}.get(alpha, alpha)
@@ -71,18 +71,20 @@ def test_split_at_the_ends_and_at_zero():
 def test_lifted_velocity_is_the_pushforward_of_the_full_one(alpha):
     raw = affine(1)
     polar = balance.project(raw, alpha)
-    v = velocity(uni.full(alpha), raw, DATA)
+    v = velocity(uni.full(alpha=alpha), raw, DATA)
     push = lambda w: balance.project(raw.at(w), alpha).particles
     _, expected = jax.jvp(push, (raw.particles,), (v,))
-    got = velocity(uni.lifted(alpha), polar, DATA)
+    got = velocity(uni.lifted(alpha=alpha), polar, DATA)
     np.testing.assert_allclose(got.r, expected.r, rtol=1e-12)
     np.testing.assert_allclose(got.theta, expected.theta, rtol=1e-12)
     np.testing.assert_allclose(
-        dissipation(uni.lifted(alpha), polar, DATA), dissipation(uni.full(alpha), raw, DATA)
+        dissipation(uni.lifted(alpha=alpha), polar, DATA), dissipation(uni.full(alpha=alpha), raw, DATA)
     )
     x = jnp.linspace(-1, 1, 5)
     np.testing.assert_allclose(
-        tangent_kernel(uni.lifted(alpha), polar, x), tangent_kernel(uni.full(alpha), raw, x), rtol=1e-12
+        tangent_kernel(uni.lifted(alpha=alpha), polar, x),
+        tangent_kernel(uni.full(alpha=alpha), raw, x),
+        rtol=1e-12,
     )
 
 
@@ -90,11 +92,11 @@ def test_lifted_velocity_is_the_pushforward_of_the_full_one(alpha):
 def test_infinite_balance_is_one_frozen_layer(limit, frozen):
     polar = Cloud(Polar(*np.random.default_rng(2).standard_normal((2, 6))), labels=limit)
     raw = balance.lift(polar, "sqrt")
-    flow = uni.full("sqrt", inner=frozen[0], outer=frozen[1])
+    flow = uni.full(alpha="sqrt", inner=frozen[0], outer=frozen[1])
     v = velocity(flow, raw, DATA)
     _, expected = jax.jvp(lambda w: balance.project(raw.at(w), "sqrt").particles, (raw.particles,), (v,))
-    named = (uni.planar if limit > 0 else uni.radial)("sqrt")
-    for model in (uni.lifted("sqrt"), named):
+    named = (uni.planar if limit > 0 else uni.radial)(alpha="sqrt")
+    for model in (uni.lifted(alpha="sqrt"), named):
         got = velocity(model, polar, DATA)
         np.testing.assert_allclose(got.r, expected.r, rtol=1e-12)
         np.testing.assert_allclose(got.theta, expected.theta, rtol=1e-12, atol=1e-14)
@@ -137,7 +139,7 @@ def test_dissipation_is_the_energy_rate(model):
 def test_delta_and_weight_decay():
     raw = affine(6)
     for lam, rate in [(None, 0.0), (0.3, -0.6)]:
-        v = velocity(uni.full("sqrt", penalty=lam), raw, DATA)
+        v = velocity(uni.full(alpha="sqrt", penalty=lam), raw, DATA)
         _, slope = jax.jvp(balance.balance, (raw.particles,), (v,))
         np.testing.assert_allclose(slope, rate * balance.balance(raw.particles), atol=1e-13)
 
@@ -150,7 +152,7 @@ def test_tangential_fraction_does_not_see_alpha():
     np.testing.assert_allclose(fraction, c**2 / (a**2 + b**2 + c**2), rtol=1e-12)
     for alpha in ("m", "sqrt", "one"):
         polar = balance.project(raw, alpha)
-        radial, turning = uni.lifted(alpha).space.mobility(polar)
+        radial, turning = uni.lifted(alpha=alpha).space.mobility(polar)
         np.testing.assert_allclose(turning * polar.particles.r**2 / radial, fraction, rtol=1e-12)
 
 
@@ -177,7 +179,7 @@ def test_tangential_fraction_at_extreme_balances():
 @pytest.mark.parametrize("alpha", ["m", "sqrt", "one"])
 def test_three_clocks(alpha, clock):
     """Velocity in each clock against the gradient of the plain loss: w' = -m grad L in mean-field time."""
-    raw, flow, m = affine(8), uni.full(alpha), 7
+    raw, flow, m = affine(8), uni.full(alpha=alpha), 7
     scale = {"m": m, "sqrt": np.sqrt(m), "one": 1.0}[alpha]
 
     def loss(w):
@@ -192,14 +194,14 @@ def test_three_clocks(alpha, clock):
 
 
 def test_padding_and_quadrature():
-    raw, flow = affine(9), uni.full("sqrt")
+    raw, flow = affine(9), uni.full(alpha="sqrt")
     padded = raw.pad(12)
     np.testing.assert_allclose(energy(flow, padded, DATA), energy(flow, raw, DATA), rtol=1e-14)
     np.testing.assert_allclose(velocity(flow, padded, DATA).a[:7], velocity(flow, raw, DATA).a, rtol=1e-13)
     cloud = quadrature((4, 64), Polar, {"r": uniform(), "theta": angle()})
     assert np.isfinite(energy(uni.canonical(), cloud, DATA))
     with pytest.raises(ValueError, match="finite cloud.width"):
-        velocity(uni.planar("sqrt"), cloud, DATA)
+        velocity(uni.planar(alpha="sqrt"), cloud, DATA)
 
 
 def test_first_variation_is_homogeneous():

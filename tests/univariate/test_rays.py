@@ -10,8 +10,8 @@ import pytest
 import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.measures import Affine, Cloud, Dataset, Polar
+from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
-from meanflow.univariate import _rays as rays
 from meanflow.univariate import balance
 from meanflow.univariate._angles import unit
 from meanflow.univariate._residual import region_covariances
@@ -84,7 +84,7 @@ def test_frozen_flow_ends_at_the_predicted_set():
     x, rho = jnp.array([-1.0, -0.5, 0.1, 0.4, 1.0]), jnp.array([0.7, -1.0, 0.9, -0.8, 0.4])
     data = Dataset(x, rho, weights="sum")
     cloud = Cloud(Polar(jnp.tile(jnp.array([1.0, -1.0]), 1000), jnp.linspace(-3.14, 3.14, 2000)))
-    flow = uni.planar("m", loss=lambda f, y: f * y)
+    flow = uni.planar(alpha="m", loss=lambda f, y: f * y)
     sol = mf.solve(flow, cloud, data, 2e4, solver="sliding", step=5e3)
     assert bool(sol.ok)
     table = uni.classify_rays(x, rho)
@@ -112,12 +112,15 @@ def test_interior_directions_are_minima():
 
 def test_regions_dead_arc_and_angles():
     x = jnp.array([-1.0, -0.2, 0.5, 1.0])
-    geometry = rays.sample_rays(x)
-    np.testing.assert_allclose(jnp.sum(geometry.normal * geometry.direction, 1), 0, atol=1e-15)
-    np.testing.assert_allclose(jnp.sum(geometry.direction**2, 1), 1, rtol=1e-15)
+    direction = np.asarray(events.freeze(x, jnp.ones(4), forward=True).rays)[:, :2]
+    table = uni.classify_rays(x, jnp.ones(4))
+    normal = np.stack([x[table.sample], np.ones(8)], axis=1)
+    np.testing.assert_allclose(np.sum(normal * direction, 1), 0, atol=1e-15)
+    np.testing.assert_allclose(np.sum(direction**2, 1), 1, rtol=1e-15)
+    np.testing.assert_allclose(unit(table.theta), direction, atol=1e-15)
     eps = 1e-9
-    low = forces.find_regions(unit(geometry.theta - eps), x)
-    high = forces.find_regions(unit(geometry.theta + eps), x)
+    low = forces.find_regions(unit(table.theta - eps), x)
+    high = forces.find_regions(unit(table.theta + eps), x)
     assert low.tolist() == list(range(8)) and high.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     theta = jnp.linspace(-jnp.pi, jnp.pi, 100001)[1:]
     share = jnp.mean(forces.find_regions(unit(theta), x) == 0)
@@ -133,7 +136,7 @@ def test_proposition_1(model):
     x = np.array([0.3, -1.0, 0.9, -0.2])
     data = Dataset(x, rng.standard_normal(4), weights=jnp.array([1.0, 2.0, 0.5, 1.0]))
     if model == "full":
-        cloud, flow = Cloud(Affine(*rng.standard_normal((3, 9)))), uni.full("sqrt")
+        cloud, flow = Cloud(Affine(*rng.standard_normal((3, 9)))), uni.full(alpha="sqrt")
     else:
         labels = jnp.linspace(-2, 2, 9) if model == "lifted" else None
         cloud, flow = Cloud(Polar(*rng.standard_normal((2, 9))), labels=labels), getattr(uni, model)()

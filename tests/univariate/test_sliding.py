@@ -37,7 +37,7 @@ def problem(kind, seed, m=8, s=6):
         w[2] = np.sign(w[2])
     if kind == "canonical":
         return x, y, np.stack([2 * w[0], 3 * w[1]]), Cloud(Polar(2 * w[0], 3 * w[1])), uni.canonical()
-    return x, y, w, Cloud(Affine(w[0], -w[1], w[2])), uni.full("sqrt", outer=kind == "full")
+    return x, y, w, Cloud(Affine(w[0], -w[1], w[2])), uni.full(alpha="sqrt", outer=kind == "full")
 
 
 @functools.cache
@@ -170,7 +170,9 @@ def test_one_neuron_case():
     assert np.all(path.theta[23:] == 0.0) and np.all(path.theta[:22] < 0)
     for delta in (1.0, np.inf):
         start = Cloud(cloud.particles, labels=delta)
-        run = lambda h, start=start: slide(uni.lifted("m", frozen), start, ONE, 1.0, h, clock="mean_field")
+        run = lambda h, start=start: slide(
+            uni.lifted(frozen, alpha="m"), start, ONE, 1.0, h, clock="mean_field"
+        )
         ends = [run(h).final.particles.r[0] for h in (1.0, 0.125)]
         assert abs(float(ends[0] - ends[1])) < 1e-14  # frozen residual: exact for every step
 
@@ -207,8 +209,8 @@ def test_coordinates_agree():
     x, y, _, raw, _ = problem("full", 4)
     data = Dataset(x, y, weights="sum")
     polar = balance.project(raw, "sqrt")
-    one = slide(uni.full("sqrt"), raw, data, 5.0, 1e-2)
-    two = slide(uni.lifted("sqrt"), polar, data, 5.0, 1e-2)
+    one = slide(uni.full(alpha="sqrt"), raw, data, 5.0, 1e-2)
+    two = slide(uni.lifted(alpha="sqrt"), polar, data, 5.0, 1e-2)
     projected = balance.project(one.final, "sqrt").particles
     np.testing.assert_allclose(two.final.particles.r, projected.r, rtol=1e-9)
     np.testing.assert_allclose(two.final.particles.theta, projected.theta, rtol=1e-9, atol=1e-12)
@@ -223,10 +225,10 @@ def test_coordinates_agree_in_the_limits(limit, named, moves):
     data = Dataset(x, y, weights="sum")
     polar = balance.project(raw, "sqrt").particles
     cloud = Cloud(polar, labels=limit)
-    frozen_layer = uni.full("sqrt", inner=moves[0], outer=moves[1])
+    frozen_layer = uni.full(alpha="sqrt", inner=moves[0], outer=moves[1])
     ends = [
-        slide(uni.lifted("sqrt"), cloud, data, 5.0, 1e-2).final.particles,
-        slide(named("sqrt"), Cloud(polar), data, 5.0, 1e-2).final.particles,
+        slide(uni.lifted(alpha="sqrt"), cloud, data, 5.0, 1e-2).final.particles,
+        slide(named(alpha="sqrt"), Cloud(polar), data, 5.0, 1e-2).final.particles,
         balance.project(
             slide(frozen_layer, balance.lift(cloud, "sqrt"), data, 5.0, 1e-2).final, "sqrt"
         ).particles,
@@ -277,7 +279,7 @@ def test_weight_decay_is_exact_and_delta_decays():
     ref = Reference(x, y, np.sqrt(m), decay=lam)
     expected = ref.solve(w, 6.0)
     # strength enters the mean-field velocity as it is, hence lam m on the gradient clock
-    sol = slide(uni.full("sqrt", penalty=lam * m), cloud, data, 6.0, 5e-3)
+    sol = slide(uni.full(alpha="sqrt", penalty=lam * m), cloud, data, 6.0, 5e-3)
     assert distance("full", sol.final.particles, expected) < 1e-5
     got = balance.balance(sol.final.particles)
     np.testing.assert_allclose(got, balance.balance(cloud.particles) * np.exp(-2 * lam * 6.0), rtol=1e-10)
@@ -287,7 +289,7 @@ def test_weight_decay_is_exact_and_delta_decays():
 def test_weight_decay_with_a_frozen_layer(moves):
     x, y, w, cloud, _ = problem("full", 3)
     data = Dataset(x, y)
-    flow = uni.full("m", loss=frozen, inner=moves[0], outer=moves[1], penalty=0.3)
+    flow = uni.full(alpha="m", loss=frozen, inner=moves[0], outer=moves[1], penalty=0.3)
     fine = slide(flow, cloud, data, 1.0, 1.0, clock="mean_field").final.particles
     euler = mf.descend(flow, cloud, data, 20000, step=5e-5).final.particles
     for u, v in zip(fine, euler, strict=True):
@@ -450,7 +452,13 @@ def test_sign_change_on_a_ray_is_reported_as_not_unique():
     assert int(table.positive[ray]) == 1 and float(g[2] + 3 * g[3]) > 0  # c' = -<G, d> n < 0
     cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.0]), jnp.array([0.2])))
     sol = slide(
-        uni.full("m", loss=frozen), cloud, data, 3.0, 0.125, clock="mean_field", ts=jnp.array([0.5, 1.0, 3.0])
+        uni.full(alpha="m", loss=frozen),
+        cloud,
+        data,
+        3.0,
+        0.125,
+        clock="mean_field",
+        ts=jnp.array([0.5, 1.0, 3.0]),
     )
     assert int(sol.stats["nonunique"]) == 1 and int(sol.stats["captures"]) == 0  # it starts on the ray
     a, b, c = (np.asarray(u[:, 0]) for u in sol.clouds.particles)
@@ -462,7 +470,7 @@ def test_sliding_through_zero_goes_on_along_the_opposite_ray():
     """delta = +inf, frozen forces: n' = -0.3 on the ray of x = 0 until p = 0, then n' = 0.5 on the opposite one."""
     data = Dataset(jnp.array([-1.0, 0.0, 1.0, 3.0]), jnp.array([-0.5, 1.0, -0.9, 0.4]), weights="sum")
     cloud = Cloud(Affine(jnp.array([1.0]), jnp.array([0.0]), jnp.array([1.0])))
-    flow = uni.full("m", loss=frozen, outer=False)
+    flow = uni.full(alpha="m", loss=frozen, outer=False)
     for step in (5.0, 0.25):
         sol = slide(flow, cloud, data, 5.0, step, clock="mean_field", ts=jnp.array([1.0, 2.0, 5.0]))
         assert bool(sol.ok)
@@ -476,7 +484,7 @@ def test_the_other_samples_are_seen_beyond_zero():
     """The same with a squared loss: a' = -(10 a + 0.3) while x = 1, 3 are active, then |a|' = 0.5 - |a| with x = -1."""
     data = Dataset(jnp.array([-1.0, 0.0, 1.0, 3.0]), jnp.array([0.5, -5.0, 0.9, -0.4]), weights="sum")
     cloud = Cloud(Affine(jnp.array([0.1]), jnp.array([0.0]), jnp.array([1.0])))
-    sol = slide(uni.full("m", outer=False), cloud, data, 1.0, 1e-3, clock="mean_field", ts=51)
+    sol = slide(uni.full(alpha="m", outer=False), cloud, data, 1.0, 1e-3, clock="mean_field", ts=51)
     turn = np.log(0.13 / 0.03) / 10
     expected = np.where(sol.ts < turn, 0.13 * np.exp(-10 * sol.ts) - 0.03, -0.5 * -np.expm1(turn - sol.ts))
     np.testing.assert_allclose(sol.clouds.particles.a[:, 0], expected, atol=1e-6)
@@ -525,7 +533,7 @@ def test_batches_of_balances_and_single_precision():
     whole = slide(flow, cloud, data, 8.0, 0.0625)
     polar = balance.project(cloud, "sqrt").particles
     deltas = jnp.array([-jnp.inf, -3.0, 0.0, 3.0, jnp.inf])
-    go = lambda d: slide(uni.lifted("sqrt"), Cloud(polar, labels=d), data, 3.0, 0.0625).final.particles
+    go = lambda d: slide(uni.lifted(alpha="sqrt"), Cloud(polar, labels=d), data, 3.0, 0.0625).final.particles
     many = jax.vmap(go)(deltas)
     for i, delta in enumerate(deltas):
         np.testing.assert_allclose(many.r[i], go(delta).r, rtol=1e-10)
@@ -544,7 +552,7 @@ def test_second_call_compiles_nothing():
         traces.append(1)
         return 0.5 * (f - y) ** 2
 
-    flow = uni.full("sqrt", loss=loss)
+    flow = uni.full(alpha="sqrt", loss=loss)
     data = Dataset(x, y, weights="sum")
     slide(flow, cloud, data, 1.0, 0.1)
     before = len(traces)

@@ -1,5 +1,7 @@
 """Spline interpolants, their natural limit, and training of the output weights in closed form."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,20 +11,14 @@ from scipy import interpolate
 from meanflow.kernels import kernel_flow
 from meanflow.measures import Affine, Cloud
 from meanflow.measures._scaling import Scaling, speed
-from meanflow.univariate import (
-    RadialLaw,
-    SignsLaw,
-    UniformLaw,
-    natural_spline,
-    random_feature,
-    spline_interpolant,
-    univariate_ntk,
-)
-from meanflow.univariate._splines import bordered_spline
+from meanflow.univariate import random_feature, spline_interpolant, univariate_ntk
+from meanflow.univariate._splines import _bordered
+from meanflow.univariate._weight_laws import RadialLaw, SignsLaw, UniformLaw
 
 X = jnp.linspace(-1, 1, 10)
 Y = jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
 GRID = jnp.linspace(-1, 1, 801)
+natural_spline = partial(spline_interpolant, law=None)
 
 
 def test_natural_spline_is_scipys():
@@ -48,7 +44,7 @@ def test_spline_form_equals_the_kernel_form_of_equation_24(law):
     spline = spline_interpolant(X, Y, law=law)
     np.testing.assert_allclose(spline(X), Y, atol=1e-14)
     k0, k1, k3 = law.cubic()
-    dense = bordered_spline(X, Y, k3 / k0, k3 / k1)
+    dense = _bordered(X, Y, (k3 / k0, k3 / k1), 0.0)
     outside = jnp.linspace(-2, 2, 77)  # beyond the samples the cubics go on
     for order in range(4):
         np.testing.assert_allclose(
@@ -95,7 +91,7 @@ def test_ridge_in_the_free_limit_is_scipys_smoothing_spline():
     y = np.sin(3 * x) + 0.3 * rng.normal(size=20)
     for lam in (1e-4, 1e-2):
         theirs = interpolate.make_smoothing_spline(x, y, lam=lam)(x)
-        np.testing.assert_allclose(bordered_spline(x, y, ridge=12 * lam)(x), theirs, atol=1e-8)
+        np.testing.assert_allclose(natural_spline(x, y, ridge=lam)(x), theirs, atol=1e-8)
     law, penalty = SignsLaw(1.5), 0.01
     gram = random_feature(x, law=law)
     kernel_ridge = gram @ jnp.linalg.solve(gram + penalty * jnp.eye(20), y)

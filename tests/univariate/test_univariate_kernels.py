@@ -7,7 +7,9 @@ import pytest
 from scipy import integrate
 
 import meanflow as mf
-from meanflow.univariate import RadialLaw, SignsLaw, UniformLaw, indicator, random_feature, univariate_ntk
+from meanflow.measures import laws
+from meanflow.univariate import indicator, random_feature, univariate_ntk
+from meanflow.univariate._weight_laws import RadialLaw, SignsLaw, UniformLaw
 
 LAWS = {
     "signs": SignsLaw(0.8),
@@ -155,7 +157,7 @@ def test_27_is_the_jacobian_gram_only_after_the_factor_m_over_alpha_squared(key)
     # means over the neurons in the place of the expectations of (27)
     printed = (feature @ feature.T + (jnp.outer(x, x) + 1) * ((active * c[None, :] ** 2) @ active.T)) / m
     np.testing.assert_allclose(printed * (m / alpha**2), truth, rtol=1e-13)
-    ours = mf.tangent_kernel(mf.full(alpha), mf.Cloud(mf.Affine(a, b, c)), x) / m
+    ours = mf.tangent_kernel(mf.full(alpha=alpha), mf.Cloud(mf.Affine(a, b, c)), x) / m
     np.testing.assert_allclose(ours, truth, rtol=1e-13)
     assert jnp.max(jnp.abs(printed - truth)) > 0.5
 
@@ -199,3 +201,38 @@ def test_corollary_6_the_tangent_kernel_is_only_continuous(name, jump):
     assert slope(x0 + 1e-9) - slope(x0 - 1e-9) == pytest.approx(c2 * jump(law, x0), abs=1e-7)
     smooth = jax.grad(lambda u: random_feature(u, x0, law=law))
     assert smooth(x0 + 1e-9) - smooth(x0 - 1e-9) == pytest.approx(0.0, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("given", "closed"),
+    [
+        ({"a": laws.signs(), "b": laws.uniform(-0.8, 0.8)}, LAWS["signs"]),
+        ({"a": laws.uniform(-1.3, 1.3), "b": laws.uniform(-0.9, 0.9)}, LAWS["uniform"]),
+        ({"a": laws.normal(1.5**0.5), "b": laws.normal(1.5**0.5)}, LAWS["radial"]),
+    ],
+    ids=LAWS,
+)
+def test_kernels_take_the_laws_that_neurons_are_drawn_from(given, closed):
+    x = jnp.linspace(-2.0, 2.0, 7)
+    np.testing.assert_allclose(random_feature(x, law=given), random_feature(x, law=closed), rtol=1e-12)
+    # the same laws draw neurons, whose mean is the kernel within five standard errors
+    a, b, _ = mf.full().init(jax.random.key(0), 40_000, **given).particles
+    each = jax.nn.relu(a * 0.7 - b) * jax.nn.relu(-a * 0.3 - b)
+    error = float(jnp.std(each)) / 200
+    assert abs(float(jnp.mean(each) - random_feature(0.7, -0.3, law=given))) < 5 * error
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": laws.signs(2.0), "b": laws.uniform()},
+        {"a": laws.signs(), "b": laws.uniform(0.0, 1.0)},
+        {"a": laws.normal(1.0), "b": laws.normal(2.0)},
+        {"a": laws.normal(1.0), "b": laws.uniform()},
+    ],
+)
+def test_laws_without_a_closed_form_are_refused(given):
+    with pytest.raises(ValueError, match="closed form"):
+        random_feature(0.5, law=given)
+    with pytest.raises(ValueError, match="'a' and 'b'"):
+        random_feature(0.5, law={"a": laws.signs()})

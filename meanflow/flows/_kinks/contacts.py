@@ -22,7 +22,7 @@ from meanflow.flows._kinks.passage import Counts, tally
 Vector = Float[Array, " m"]
 
 
-class Load(NamedTuple):
+class Forces(NamedTuple):
     """The frozen forces, and the normals they act along.
 
     Attributes:
@@ -93,8 +93,11 @@ class Decision(NamedTuple):
     side: Int[Array, "m n"]
 
 
-def place(side: Int[Array, "m n"], slots: Int[Array, "m k"], like: Float[Array, "*m"]) -> Contacts:
-    """Return the contacts at the start of a sub-step, where all planes are decided anew; lam is of type ``like``."""
+def touching(side: Int[Array, "m n"], slots: Int[Array, "m k"], like: Float[Array, "*m"]) -> Contacts:
+    """Return the contacts at the start of a sub-step; lam is of type ``like``.
+
+    All planes that neurons sit on are decided anew, since the forces have changed.
+    """
     return Contacts(side, slots, jnp.zeros(slots.shape, like.dtype), jnp.zeros(slots.shape, side.dtype))
 
 
@@ -103,17 +106,18 @@ def at(table: Float[Array, "n *d"], slots: Int[Array, "m k"]) -> Float[Array, "m
     return jnp.take(table, slots, axis=0, mode="fill", fill_value=0)
 
 
-def touch(contacts: Contacts, load: Load, moving: Bool[Array, " m"]) -> Kinks:
+def touch(contacts: Contacts, forces: Forces, moving: Bool[Array, " m"]) -> Kinks:
     """Look up the planes that the ``moving`` neurons sit on."""
-    valid = (contacts.slots < load.live.shape[0]) & moving[:, None]
-    normal, jump = at(load.normal, contacts.slots), at(load.jump, contacts.slots)
-    if load.gram is None:
+    valid = (contacts.slots < forces.live.shape[0]) & moving[:, None]
+    # the few planes of a neuron are gathered, (m, k, d), so that an event costs O(k d) and not O(n d)
+    normal, jump = at(forces.normal, contacts.slots), at(forces.jump, contacts.slots)
+    if forces.gram is None:
         gram = jnp.einsum("mkd,mld->mkl", normal, normal)
     else:
         # empty slots hold n, one past the end: they read the last row, and are masked below
-        last = load.gram.shape[0] - 1
+        last = forces.gram.shape[0] - 1
         known = jnp.minimum(contacts.slots, last)
-        gram = load.gram[known[:, :, None], known[:, None, :]]
+        gram = forces.gram[known[:, :, None], known[:, None, :]]
     gram = jnp.where(valid[:, :, None] & valid[:, None, :], gram, 0.0)
     return Kinks(valid, normal, jnp.where(valid, jump, 0.0), gram)
 
@@ -150,37 +154,41 @@ def settle(
     decision: Decision,
     met: Int[Array, " m"],
     arrives: Bool[Array, " m"],
-    instant: Bool[Array, " m"],
-    counted: Bool[Array, " m"],
-    load: Load,
-) -> tuple[Contacts, Bool[Array, " m"], Counts]:
+    left: Vector,
+    step: Vector,
+    is_real: Bool[Array, " m"],
+    forces: Forces,
+) -> tuple[Contacts, Vector, Counts]:
     """Record who arrives on which plane, and who is done with those it left.
 
     Args:
-        contacts: before the decision, with the sides the neurons have now.
+        contacts: before the decision.
         decision: at the last event.
         met: the plane that is met next.
         arrives: whether it is.
-        instant: whether the clock has not advanced since the last event.
-        counted: neurons whose events count.
-        load: the frozen forces.
+        left: the time each neuron had left.
+        step: how much of it has passed since the last event.
+        is_real: neurons whose events count.
+        forces: the frozen forces.
 
     Returns:
-        The contacts, which neurons had no slot left, and the events that have taken place.
+        The contacts, the time that is left, negative for neurons without an empty slot, and the events that have taken
+        place.
     """
+    contacts = contacts._replace(side=decision.side)
     n = contacts.side.shape[1]
     came = contacts.came
-    room = jnp.any((contacts.slots >= n) | (contacts.slots == met[:, None]), axis=1)
-    # the planes of an instant stay together as long as there is room for them
-    passes = ~(instant & arrives & room)[:, None]
+    fits = jnp.any((contacts.slots >= n) | (contacts.slots == met[:, None]), axis=1)
+    # a step so short that the clock does not advance by it: the planes of an instant stay together while slots last
+    passes = ~((left - step >= left) & arrives & fits)[:, None]
     gone = decision.leaves & passes
     # planes left in an instant that is not over count as touched again: side 0
     side = set_sides(contacts, decision.leaves & ~passes, jnp.zeros((), came.dtype))
     # to the side opposite to where it came from is a crossing; after sliding (came = 0) it is a release
     crosses, freed = gone & (came == -decision.target), gone & (came == 0)
-    alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & load.dies
+    alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & forces.dies
     counts = tally(
-        counted,
+        (left > 0) & is_real,
         crossings=crosses,
         captures=decision.slides & (came != 0) & passes,
         releases=freed,
@@ -202,14 +210,9 @@ def settle(
         jnp.where(new, (before > 0).astype(decision.lam.dtype), jnp.where(gone, 0.0, decision.lam)),
         jnp.where(new, before, jnp.where(passes, 0, came)).astype(came.dtype),
     )
-    return settled, lost, counts
+    return settled, jnp.where(lost, -1.0, left - step), counts
 
 
-def force_of(side: Int[Array, "m n"], load: Load) -> Float[Array, "m d"]:
+def force_of(side: Int[Array, "m n"], forces: Forces) -> Float[Array, "m d"]:
     """Return the force of all planes on whose sides the neurons are; those they sit on are left out."""
-    return load.base[None, :] + jnp.where(side > 0, load.jump[None, :], 0.0) @ load.normal
-
-
-def same_instant(left: Vector, step: Vector) -> Bool[Array, " m"]:
-    """Say for whom a ``step`` is so short that the time ``left`` does not change by it."""
-    return left - step >= left
+    return forces.base[None, :] + jnp.where(side > 0, forces.jump[None, :], 0.0) @ forces.normal

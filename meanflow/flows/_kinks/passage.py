@@ -29,8 +29,8 @@ BLOCKS = 32  # beyond, neurons with events left are gathered, 1/BLOCKS of all at
 LEAST = 16  # but at least this many
 # states kept at a time while a sub-step is differentiated in reverse; before them events are repeated from the start
 KEPT = 8
-LARGE = 1 << 22  # numbers in a state beyond which only two are kept
-# numbers in all states up to which all are kept, and the program has one loop less
+LARGE = 1 << 22  # numbers in a state beyond which only two are kept: eight would take 256 MB
+# numbers in all states up to which all are kept: they fit into a cache, and the program has one loop less to compile
 SMALL = 1 << 16
 
 # what a program keeps for reverse mode if the ends of sub-steps are not to be computed twice
@@ -188,12 +188,6 @@ def _run_forward(perturbed: PyTree, arguments: Arguments, way: _Way) -> tuple:
     return _loop(arguments, way), None
 
 
-def _kept(neurons: Moving, cap: int) -> int:
-    """Return how many states are kept at a time while events are pulled back."""
-    entries = sum(u.size for u in jax.tree.leaves(neurons))
-    return cap if entries * cap <= SMALL else min(cap, KEPT if entries <= LARGE else 2)
-
-
 @_reversible.def_bwd
 def _run_backward(
     residuals: None, slopes: PyTree, perturbed: PyTree, arguments: Arguments, way: _Way
@@ -201,7 +195,8 @@ def _run_backward(
     """Repeat the events and go back through the last ones, which are kept; then the same for those before."""
     neurons, rows, shared = arguments
     (advance, _, replay), cap, _ = way
-    kept = _kept(neurons, cap)
+    entries = sum(u.size for u in jax.tree.leaves(neurons))
+    kept = cap if entries * cap <= SMALL else min(cap, KEPT if entries <= LARGE else 2)
     # slopes exist for real numbers alone; those of ``rows`` and ``shared`` add up over all events
     smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
     empty = lambda tree: jax.tree.map(jnp.zeros_like, eqx.filter(tree, eqx.is_inexact_array))
@@ -209,7 +204,7 @@ def _run_backward(
     # what nothing depends on has no slope: zeros stand for it
     ends = empty(neurons)
     ends = jax.tree.map(fill, ends, jax.tree.map(lambda _, v: v, ends, slopes[0]))
-    room = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
+    buffer = jax.tree.map(lambda u: jnp.zeros((kept, *u.shape), u.dtype), neurons)
 
     def back(carry: tuple, states: Neurons) -> tuple:
         """Pull the slopes of the state ``after`` an event back to the one before it."""
@@ -237,7 +232,7 @@ def _run_backward(
             return turn + 1, advance(now, rows, shared)[0], jax.tree.map(put, states, now)
 
         going = lambda carry: (carry[0] < end) & jnp.any(carry[1].left > 0)
-        turns, last, states = jax.lax.while_loop(going, go, (jnp.zeros_like(end), neurons, room))
+        turns, last, states = jax.lax.while_loop(going, go, (jnp.zeros_like(end), neurons, buffer))
         begin = jnp.maximum(turns - kept, 0)
         turn, _, upstream, gathered = jax.lax.while_loop(
             lambda carry: carry[0] > begin,

@@ -1,7 +1,7 @@
 """Neurons between the hyperplanes of the samples: what happens from one event to the next.
 
 A sample x switches a neuron on or off where <x, b> = 0. ``arrange`` finds the hyperplanes of the data: samples that are
-parallel share one, a zero sample has none. ``load`` puts the frozen residual on them: on its two sides a plane with
+parallel share one, a zero sample has none. ``freeze`` puts the frozen residual on them: on its two sides a plane with
 normal x pulls with R_+ x and R_- x, so that a neuron feels g = sum of R_- x over all planes, and J x = (R_+ - R_-) x
 more for every plane on whose positive side it is. ``advance`` carries neurons over one event: the decision at the
 planes they sit on (``filippov``), then the closed form (``cell``) to the next plane or to the end of their time.
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import cell, contacts, filippov
-from meanflow.flows._kinks.contacts import Contacts, Decision, Load, force_of
+from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, force_of
 from meanflow.flows._kinks.passage import Counts, Rates, tally
 
 Vector = Float[Array, " m"]
@@ -91,13 +91,13 @@ def arrange(x: Float[Array, "n d"], block: int = 256) -> Planes:
     return Planes(plane, factor, (plane == index) & (norm > 0))
 
 
-def load(
+def freeze(
     normal: Float[Array, "n d"],
     planes: Planes,
     covector: Float[Array, " n"],
     slopes: tuple[float, float],
     gram: Float[Array, "n n"] | None = None,
-) -> Load:
+) -> Forces:
     """Put the residual ``covector`` (n,) on the planes.
 
     Args:
@@ -116,7 +116,7 @@ def load(
     negative = gather(weight * jnp.where(ahead, below, above))
     # relu, and no sample that points backward: behind all planes nothing is active
     dies = jnp.asarray(below == 0) & jnp.all(planes.factor >= 0)
-    return Load(normal, planes.live, positive - negative, negative @ normal, dies, gram)
+    return Forces(normal, planes.live, positive - negative, negative @ normal, dies, gram)
 
 
 def predictions(
@@ -134,24 +134,25 @@ def predictions(
     return planes.factor * (above * with_up + below * with_down)
 
 
-def advance(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
+def advance(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    on = (walkers.contacts.slots < load.live.shape[0]) & (walkers.left > 0)[:, None]
-    decision, force, normal_force = jax.lax.cond(jnp.any(on), _decide, _go_on, walkers, rates, load)
-    return _move(walkers._replace(force=force), decision, normal_force, rates, load)
+    on = (walkers.contacts.slots < forces.live.shape[0]) & (walkers.left > 0)[:, None]
+    decision, force, normal_force = jax.lax.cond(jnp.any(on), _decide, _go_on, walkers, rates, forces)
+    return _move(walkers._replace(force=force), decision, normal_force, rates, forces)
 
 
-def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
+def glide(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Counts]:
     """Move neurons that meet no plane to the end of their time, and leave all others where they are.
 
     A plane is met where the shift of b along g equals z / <x, g>. So the extremes of <x, g> / z over the planes, and
     those of the shift over the time, say whether there is an event, with one quotient for each plane and no root.
     """
     a, b, force, z, (side, slots, _, _), _, left = walkers
+    # S, w^2 and <x, g> of the closed form in ``cell``
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
     g2 = both * jnp.sum(force * force, axis=-1)
-    normal_force = force @ load.normal.T
+    normal_force = force @ forces.normal.T
     time = jnp.maximum(left, 0.0)
     # the shift turns back where a passes 0
     own = jnp.sign(a)
@@ -179,17 +180,17 @@ def glide(walkers: Walkers, rates: Rates, load: Load) -> tuple[Walkers, Counts]:
 Decided = tuple[Decision, Float[Array, "m d"], Float[Array, "m n"]]
 
 
-def _go_on(walkers: Walkers, rates: Rates, load: Load) -> Decided:
+def _go_on(walkers: Walkers, rates: Rates, forces: Forces) -> Decided:
     """Return what ``_decide`` does for neurons that sit on no plane."""
     side, slots, lam, came = walkers.contacts
     never = jnp.zeros(slots.shape, bool)
-    return Decision(never, never, came, lam, never, side), walkers.force, walkers.force @ load.normal.T
+    return Decision(never, never, came, lam, never, side), walkers.force, walkers.force @ forces.normal.T
 
 
-def _decide(walkers: Walkers, rates: Rates, load: Load) -> Decided:
+def _decide(walkers: Walkers, rates: Rates, forces: Forces) -> Decided:
     """Apply the Filippov rule; return the decision, the force g, and <x, g> for every plane."""
     force, now = walkers.force, walkers.contacts
-    kinks = contacts.touch(now, load, walkers.left > 0)
+    kinks = contacts.touch(now, forces, walkers.left > 0)
     # the sign that a is about to have, if it is 0 now; b is tangent to the planes, so they do not matter for it
     work = jnp.sum(walkers.b * force, axis=-1)
     sign = jnp.sign(jnp.where(walkers.a == 0, -rates.outer * work, walkers.a))
@@ -201,11 +202,11 @@ def _decide(walkers: Walkers, rates: Rates, load: Load) -> Decided:
     decision = contacts.take_sides(now, kinks, choice)
     on = jnp.any(kinks.valid, axis=1)[:, None]
     force = jnp.where(on, without + contacts.along(kinks, choice.lam), force)
-    normal_force = force @ load.normal.T
+    normal_force = force @ forces.normal.T
 
     # beyond b = 0: z' = -a <x, g> must lead outward from every plane on the new ray, else the neuron rests at b = 0,
     # behind all planes, where it feels the base force alone
-    live = load.live[None, :]
+    live = forces.live[None, :]
     speeds = jnp.where(live, decision.side * normal_force * -sign[:, None], 0.0)
     backward = (walkers.at_zero & (jnp.min(speeds, axis=1) < 0))[:, None]
     decision = decision._replace(
@@ -215,8 +216,8 @@ def _decide(walkers: Walkers, rates: Rates, load: Load) -> Decided:
         target=jnp.where(backward, -1, decision.target).astype(now.side.dtype),
         lam=jnp.where(backward, 0.0, decision.lam),
     )
-    force = jnp.where(backward, load.base[None, :], force)
-    normal_force = jnp.where(backward, (load.normal @ load.base)[None, :], normal_force)
+    force = jnp.where(backward, forces.base[None, :], force)
+    normal_force = jnp.where(backward, (forces.normal @ forces.base)[None, :], normal_force)
     return decision, force, _consistent(normal_force, now, decision, sign)
 
 
@@ -237,20 +238,21 @@ def _consistent(
 
 
 def _move(
-    walkers: Walkers, decision: Decision, normal_force: Float[Array, "m n"], rates: Rates, load: Load
+    walkers: Walkers, decision: Decision, normal_force: Float[Array, "m n"], rates: Rates, forces: Forces
 ) -> tuple[Walkers, Counts]:
     """Move every neuron to its next event or to the end of its time, and count the events of the last decision.
 
     Neurons without time left keep their state: they move for no time.
     """
     a, b, force, z, before, _, left = walkers
-    n, dim = load.normal.shape
+    n, dim = forces.normal.shape
     side = decision.side
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
     g2 = both * jnp.sum(force * force, axis=-1)
     planes = jnp.sum(decision.slides, axis=1)
     slides = planes > 0
+    # on d - 1 planes a neuron has one direction left: it meets b = 0, where all other planes are met too
     on_line = (planes == dim - 1) & (dim > 1)
 
     # the next plane: found without derivatives, then its time once more with them
@@ -281,6 +283,7 @@ def _move(
     along = safe_divide(work, reach)
     to_zero = cell.first_root(*coefficients(along, reach, False))
     to_zero = jnp.where(on_line, to_zero, jnp.inf)
+    # all three are values of the monotone clock T of ``cell``: the least is the next event, and one time is enough
     first = jnp.minimum(to_plane, jnp.minimum(to_rest, to_zero))
     time = cell.clock_time(first, g2)
     exits = time < left
@@ -294,24 +297,18 @@ def _move(
     through = exits & ~arrives & (to_zero <= first)
     halts = exits & ~arrives & ~through
 
-    counted = (left > 0) & rates.is_real
-    after, lost, counts = contacts.settle(
-        before._replace(side=side),
-        decision,
-        ahead,
-        arrives,
-        contacts.same_instant(left, step),
-        counted,
-        load,
+    after, still, counts = contacts.settle(
+        before, decision, ahead, arrives, left, step, rates.is_real, forces
     )
     # through b = 0 a line goes on along its opposite ray: every side changes
     z = jnp.where((after.side == 0) | through[:, None], 0.0, z)
     after = after._replace(side=jnp.where(through[:, None], -after.side, after.side))
 
+    # beyond b = 0 all sides have changed, and with them the force; few neurons get there, so that most events skip it
     def refresh(force: jax.Array) -> jax.Array:
-        weight = after.lam * contacts.at(load.jump, after.slots)
-        turned = jnp.sum(weight[:, :, None] * contacts.at(load.normal, after.slots), axis=1)
-        return jnp.where(through[:, None], force_of(after.side, load) + turned, force)
+        weight = after.lam * contacts.at(forces.jump, after.slots)
+        turned = jnp.sum(weight[:, :, None] * contacts.at(forces.normal, after.slots), axis=1)
+        return jnp.where(through[:, None], force_of(after.side, forces) + turned, force)
 
     moved = Walkers(
         jnp.where(halts, 0.0, a),
@@ -320,9 +317,9 @@ def _move(
         z,
         after,
         through,
-        jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
+        still,
     )
-    return moved, counts.plus(tally(counted, nonunique=through))
+    return moved, counts.plus(tally((left > 0) & rates.is_real, nonunique=through))
 
 
 def _argmin(table: Float[Array, "m n"]) -> Int[Array, " m"]:
@@ -331,17 +328,3 @@ def _argmin(table: Float[Array, "m n"]) -> Int[Array, " m"]:
     least = jnp.min(table, axis=1, keepdims=True)
     first = jnp.min(jnp.where(table == least, jnp.arange(n, dtype=jnp.int32)[None, :], n), axis=1)
     return jnp.minimum(first, n - 1)  # no entry equals a least one that is not a number
-
-
-def start(
-    a: Vector,
-    b: Float[Array, "m d"],
-    z: Float[Array, "m n"],
-    side: Int[Array, "m n"],
-    slots: Int[Array, "m k"],
-    time: Vector,
-    load: Load,
-) -> Walkers:
-    """Return neurons that begin a sub-step; planes they sit on are decided anew, since the forces have changed."""
-    here = contacts.place(side, slots, a)
-    return Walkers(a, b, force_of(side, load), z, here, jnp.zeros(a.shape, bool), time)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import contacts, filippov
-from meanflow.flows._kinks.contacts import Contacts, Decision, Kinks, Load, force_of
+from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, Kinks, force_of
 from meanflow.flows._kinks.passage import Counts
 
 ROOTS = 10  # steps of the search for the time of an event, by regula falsi with the Illinois rule
@@ -34,8 +34,8 @@ Vector = Float[Array, " m"]
 class Field(NamedTuple):
     """The frozen forces on the planes, and the covariance (d, d) that normalizes neurons."""
 
-    load: Load
-    sigma: Float[Array, "d d"]
+    forces: Forces
+    covariance: Float[Array, "d d"]
 
 
 class Turners(NamedTuple):
@@ -69,18 +69,18 @@ class _Held(NamedTuple):
 Rate = tuple[Vector, Float[Array, "m d"], Float[Array, "m k"]]
 
 
-def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], sigma: jax.Array) -> tuple[jax.Array, ...]:
+def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], covariance: jax.Array) -> tuple[jax.Array, ...]:
     """Return s, F and xi, without planes that are slid on."""
     # s = |b|_S (m,), F = g.b/s (m,), xi = g - (F/s) S b (m, d): <xi, b> = g.b - F s = 0, which keeps |b|
-    image = b @ sigma
+    image = b @ covariance
     scale = jnp.sqrt(jnp.sum(b * image, axis=-1))
     work = jnp.sum(b * force, axis=-1) / scale
     return scale, work, force - (work / scale)[:, None] * image
 
 
-def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> Rate:
+def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, covariance: jax.Array) -> Rate:
     """Return a', b' and lam."""
-    scale, work, turn = _turn(b, held.force, sigma)
+    scale, work, turn = _turn(b, held.force, covariance)
     # lam solves <x_k, xi> = 0 on the planes that are slid on, so that b' has no part along their normals
     pull = contacts.pull(held.kinks, turn)
     mixed = filippov.hold(held.kinks.gram, held.free, held.table, pull)
@@ -90,7 +90,7 @@ def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, sigma: jax.Array) -> R
 
 
 def _step(
-    a: Vector, b: Float[Array, "m d"], time: Vector, held: _Held, sigma: jax.Array
+    a: Vector, b: Float[Array, "m d"], time: Vector, held: _Held, covariance: jax.Array
 ) -> tuple[Vector, Float[Array, "m d"]]:
     """Take one Runge-Kutta step of order 4, scaled back to |b|.
 
@@ -100,7 +100,7 @@ def _step(
     def stage(carry: tuple, row: jax.Array) -> tuple[tuple, None]:
         (end, turned), (rate_a, rate_b) = carry
         reach, weight = row[0] * time, row[1] * time
-        now = _rate(a + reach * rate_a, b + reach[:, None] * rate_b, held, sigma)[:2]
+        now = _rate(a + reach * rate_a, b + reach[:, None] * rate_b, held, covariance)[:2]
         return ((end + weight * now[0], turned + weight[:, None] * now[1]), now), None
 
     # the exact motion keeps |b|, the method only to its order: without the scaling |b| would drift over many steps
@@ -109,26 +109,14 @@ def _step(
     return end, turned * safe_divide(safe_norm(b), safe_norm(turned))[:, None]
 
 
-def start(
-    a: Vector,
-    b: Float[Array, "m d"],
-    z: Float[Array, "m n"],
-    side: Int[Array, "m n"],
-    slots: Int[Array, "m k"],
-    time: Vector,
-) -> Turners:
-    """Return neurons that begin a sub-step; planes they sit on are decided anew, since the forces have changed."""
-    here = contacts.place(side, slots, a)
-    return Turners(a, b, z, here, jnp.zeros_like(here.came), time)
-
-
 def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple[Turners, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    load, sigma = field
+    forces, covariance = field
     now, freed = turners.contacts, turners.freed
-    kinks = contacts.touch(now, load, turners.left > 0)
-    force = force_of(now.side, load)
-    _, work, turn = _turn(turners.b, force, sigma)
+    kinks = contacts.touch(now, forces, turners.left > 0)
+    # the rule works with xi instead of g: along it the neuron turns, and b is tangent to the planes it sits on
+    force = force_of(now.side, forces)
+    _, work, turn = _turn(turners.b, force, covariance)
     # a = 0: the sign it is about to have, as a' = -F
     sign = jnp.sign(jnp.where(turners.a == 0, -work, turners.a))
     # a plane whose lam has just come to a bound is left to that side; the rule is not asked again, since rounding
@@ -149,28 +137,28 @@ def _move(
     turners: Turners, decision: Decision, held: _Held, field: Field, is_real: Bool[Array, " m"]
 ) -> tuple[Turners, Counts]:
     """Move every neuron to its next event or to the end of its time; those without time left stay."""
-    load, sigma = field
+    forces, covariance = field
     a, b, z, before, _, left = turners
     side = decision.side
     m, n = z.shape
     k = before.slots.shape[1]
     time = jnp.maximum(left, 0.0)
-    path = lambda when: _step(a, b, when, held, sigma)
+    path = lambda when: _step(a, b, when, held, covariance)
 
     # a trial step over all the time left shows which events lie on the way
     # (times are found without derivatives; one Newton step at the end has them all)
-    begin = jax.lax.stop_gradient(_rate(a, b, held, sigma))
+    begin = jax.lax.stop_gradient(_rate(a, b, held, covariance))
     end_a, end_b = jax.lax.stop_gradient(path(time))
-    finish = jax.lax.stop_gradient(_rate(end_a, end_b, held, sigma))
+    finish = jax.lax.stop_gradient(_rate(end_a, end_b, held, covariance))
     sides = side.astype(z.dtype)
     # heights side * <x, b> (m, n) at both ends, and slopes over the whole step: the data of a cubic for each plane
     z0 = sides * jax.lax.stop_gradient(z)
-    z1 = sides * (end_b @ load.normal.T)
-    v0, v1 = (sides * (rate[1] @ load.normal.T) * time[:, None] for rate in (begin, finish))
+    z1 = sides * (end_b @ forces.normal.T)
+    v0, v1 = (sides * (rate[1] @ forces.normal.T) * time[:, None] for rate in (begin, finish))
     # a plane just left is not met again at once, nor for what rounding makes of a path along it
     rows, left_planes = jnp.arange(m)[:, None], jnp.where(decision.leaves, before.slots, n)
     v0 = v0.at[rows, left_planes].max(0.0, mode="drop")
-    size = jnp.sqrt(jnp.sum(load.normal**2, axis=1))[None, :] * safe_norm(b)[:, None]
+    size = jnp.sqrt(jnp.sum(forces.normal**2, axis=1))[None, :] * safe_norm(b)[:, None]
     slack = 64 * jnp.finfo(z.dtype).eps * jax.lax.stop_gradient(size)
     allowed = jnp.zeros_like(z).at[rows, left_planes].set(1.0, mode="drop") * slack
     when = _first_meeting(z0, z1, v0, v1, allowed)
@@ -197,7 +185,7 @@ def _move(
     halts = exits & ~arrives & ~frees
 
     # the gauge of each neuron's own event: the height over the plane ahead, lam or 1 - lam, or |a|
-    met = jnp.take(load.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
+    met = jnp.take(forces.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
     which = jnp.arange(k)[None, :] == (bound % k)[:, None]
 
     def gauge(now_a: Vector, now_b: Float[Array, "m d"], lam: Float[Array, "m k"]) -> Vector:
@@ -209,30 +197,23 @@ def _move(
     def margin(when: Vector) -> Vector:
         """Return the gauge at a time on the way."""
         now_a, now_b = path(when)
-        return gauge(now_a, now_b, _rate(now_a, now_b, held, sigma)[2])
+        return gauge(now_a, now_b, _rate(now_a, now_b, held, covariance)[2])
 
     ends = gauge(a, b, begin[2]), gauge(end_a, end_b, finish[2])
     found = jax.lax.stop_gradient(_root(margin, time, *ends, jnp.where(exits, first, 1.0)))
-    # one more step of Newton's method, with derivatives: the time of the event as a function of everything else
+    # One more step of Newton's method, with derivatives: the time of the event as a function of everything else. With
+    # the slope as a constant the step has the derivative of the root, as the implicit function theorem says.
     gap, slope = jax.jvp(margin, (found,), (jnp.ones_like(found),))
     slope = jax.lax.stop_gradient(slope)
     refined = found - jnp.where(exits & (slope < 0), gap, 0.0) / jnp.where(slope < 0, slope, -1.0)
     step = jnp.where(exits, jnp.clip(refined, 0.0, time), time)
     new_a, new_b = path(step)
     # heights anew from b, but never on the wrong side: sides are remembered, not read off
-    z = jnp.where(side == 0, 0.0, new_b @ load.normal.T)
+    z = jnp.where(side == 0, 0.0, new_b @ forces.normal.T)
     z = sides * jnp.maximum(sides * z, 0.0)
 
     moving = left > 0
-    after, lost, counts = contacts.settle(
-        before._replace(side=side),
-        decision,
-        ahead,
-        arrives,
-        contacts.same_instant(left, step),
-        moving & is_real,
-        load,
-    )
+    after, still, counts = contacts.settle(before, decision, ahead, arrives, left, step, is_real, forces)
     # the first k bounds are lam = 0, which sets free to the negative side
     outcome = jnp.where(bound < k, -1, 1)[:, None]
     moved = Turners(
@@ -241,7 +222,7 @@ def _move(
         jnp.where(moving[:, None], jnp.where(after.side == 0, 0.0, z), turners.z),
         after,
         jnp.where(frees[:, None] & which, outcome, 0).astype(side.dtype),
-        jnp.where(lost, -1.0, jnp.where(exits, left - step, jnp.minimum(left, 0.0))),
+        still,
     )
     return moved, counts
 

@@ -12,12 +12,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow._numerics import safe_divide
-from meanflow.flows._features import block_count
-from meanflow.flows._kinks import passage, planes, turning
-from meanflow.flows._kinks.contacts import Load
+from meanflow.flows._features import TwoLayer, block_count
+from meanflow.flows._kinks import contacts, passage, planes, turning
+from meanflow.flows._kinks.contacts import Contacts, Forces
 from meanflow.flows._kinks.turning import Turners
 from meanflow.flows._losses import Loss
 from meanflow.flows._motion import FrozenMotion
+from meanflow.flows._normalized import BatchNormed
 from meanflow.flows._problem import Problem
 from meanflow.geometry import _omega as omega
 from meanflow.geometry._lifts import norms
@@ -90,22 +91,6 @@ class Place(NamedTuple):
     overflow: Bool[Array, ""]
 
 
-class Way(NamedTuple):
-    """A sub-step as ``passage.run`` takes it.
-
-    Attributes:
-        steps: what is done from event to event.
-        walkers: the neurons at its start.
-        rows: constants of each neuron.
-        field: the frozen forces, and whatever else all neurons share.
-    """
-
-    steps: passage.Steps
-    walkers: "planes.Walkers | Turners"
-    rows: PyTree[Array]
-    field: PyTree[Array]
-
-
 class Fading(NamedTuple):
     """What weight decay does to a sub-step: factors (outer, inner), (m,) each, of the weights of the two layers.
 
@@ -119,9 +104,12 @@ class Fading(NamedTuple):
     after: tuple[jax.Array, jax.Array]
 
 
-def _scaled(
-    weights: tuple[jax.Array, jax.Array, jax.Array], factors: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+Weights = tuple[Float[Array, " m"], Float[Array, "m d"], Float[Array, "m n"]]  # a, b and z = <x, b>
+# what is done from event to event, the neurons, what is constant for each of them, and what all share
+Way = tuple[passage.Steps, "planes.Walkers | Turners", PyTree[Array], PyTree[Array]]
+
+
+def _scaled(weights: Weights, factors: tuple[jax.Array, jax.Array]) -> Weights:
     """Return (a, b, z) with the outer weights and the inner ones multiplied by factors (m,)."""
     (a, b, z), (outer, inner) = weights, factors
     return a * outer, b * inner[:, None], z * inner[:, None]
@@ -154,31 +142,35 @@ class TwoLayerMotion(FrozenMotion):
     slopes: tuple[float, float]
     spaces: ClassVar[tuple[type[Space], ...]] = (Space, LayerRates)
 
-    def __init__(
-        self,
-        problem: Problem,
-        activation: Callable[[jax.Array], jax.Array],
-        inputs: Float[Array, "n d"],
-    ) -> None:
+    def __init__(self, problem: Problem, feature: TwoLayer) -> None:
         flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
         if type(flow.space) not in self.spaces:
             raise ValueError(
                 f"solver='sliding' does not know how these neurons move on {type(flow.space).__name__}"
             )
         dtype = cloud.weights.dtype
-        self.slopes = homogeneous_slopes(activation)
-        self.normal, self.y, self.weights, self.loss = inputs, data.y, data.weights, flow.loss
+        self.slopes = homogeneous_slopes(feature.activation)
+        self.normal, self.y, self.weights, self.loss = feature.inputs(data.x), data.y, data.weights, flow.loss
         self.offset = jnp.zeros_like(data.y) if flow.offset is None else flow.offset(data.x)
         ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, dtype)
         self.shares = cloud.weights * ratio
+        # velocities are m/alpha times those of the mean, on the clock of the run
         self.force_scale = ratio * speed
         one = jnp.ones_like(cloud.weights)
         outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
         self.rates = passage.Rates(inner, outer, cloud.weights > 0)
         self.decay = None
-        if flow.regularizer is not None:
-            decays = quadratic_decay(flow.regularizer.function, inputs.shape[1])
-            self.decay = jnp.asarray(decays, dtype) * flow.regularizer.strength * speed
+        if flow.penalty is not None:
+            decays = quadratic_decay(flow.penalty.function, self.normal.shape[1])
+            self.decay = jnp.asarray(decays, dtype) * flow.penalty.strength * speed
+
+    def raw(self, particles: Neurons) -> Float[Array, "m d"]:
+        """Return the inner weights that move."""
+        return particles.b
+
+    def particles(self, a: Float[Array, " m"], b: Float[Array, "m d"]) -> Neurons:
+        """Return the particles of the model with these weights, the way back from ``raw``."""
+        return Neurons(a, b)
 
     def begin(self, particles: Neurons) -> Place:
         """Return the sides of neurons that have not moved yet; one exactly on hyperplanes is decided there."""
@@ -195,21 +187,12 @@ class TwoLayerMotion(FrozenMotion):
 
         nowhere = lambda on: jnp.full((on.shape[0], size), n, jnp.int32)
         slots = jax.lax.cond(jnp.any(on), gather, nowhere, on)  # few runs start on a plane
-        many = jnp.sum(on, axis=1) > size
-        return Place(
-            found,
-            side,
-            slots,
-            None,
-            None,
-            jnp.zeros((), jnp.int32),
-            passage.Counts.none(),
-            jnp.any(many & self.rates.is_real),
-        )
+        many = jnp.any((jnp.sum(on, axis=1) > size) & self.rates.is_real)
+        return Place(found, side, slots, None, None, jnp.zeros((), jnp.int32), passage.Counts.none(), many)
 
     def unfold(self, particles: Neurons, state: Place) -> Place:
         """Compute <x, b> anew; the side of each plane is remembered, so rounding cannot change it."""
-        z = particles.b @ self.normal.T
+        z = self.raw(particles) @ self.normal.T
         sign = state.side.astype(z.dtype)
         n = z.shape[1]
         # all inner products at once where that is cheap beside <x, b> itself, and fits
@@ -253,38 +236,40 @@ class TwoLayerMotion(FrozenMotion):
         most events O(n); a run of 1000 neurons and 1000 samples in 800 dimensions gained 4 to 5 % by it.
         """
         assert state.z is not None
-        load = planes.load(self.normal, state.planes, covector, self.slopes, state.gram)
-        way = self.set_out(particles, state, load, time)
-        cap = 4 * self.y.shape[0] + 16 if max_events is None else max_events
+        weights, clock = (particles.a, self.raw(particles), state.z), jnp.full_like(particles.a, time)
+        fading = None if self.decay is None else self._fading(self.decay, time)
+        if fading is not None:
+            weights, clock = _scaled(weights, fading.before), fading.clock
+        # decay is taken out of the motion, so that the closed forms stand as they are (see ``_fading``)
+        forces = planes.freeze(self.normal, state.planes, covector, self.slopes, state.gram)
         end, counts = passage.run(
-            way.steps,
-            way.walkers,
-            way.rows,
-            way.field,
-            cap,
+            *self.way(weights, contacts.touching(state.side, state.slots, clock), clock, forces),
+            4 * self.y.shape[0] + 16 if max_events is None else max_events,
             forward=forward,
             together=TOGETHER,
             blocks=block_count(state.z.size, self.normal.shape[1]),
         )
-        a, b, z = self.arrive(end, time)
-        return Neurons(a, b), self._placed(state, end, z, counts)
+        a, b, z = end.a, end.b, end.z
+        if fading is not None:
+            a, b, z = _scaled((a, b, z), fading.after)
+        # whoever still has time left ran out of events or of slots: the run is marked, never silently wrong
+        side, slots, _, _ = end.contacts
+        slides = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
+        return self.particles(a, b), state._replace(
+            side=side,
+            slots=slots,
+            z=z,
+            most=jnp.maximum(state.most, jnp.max(jnp.where(self.rates.is_real, slides, 0))),
+            counts=state.counts.plus(counts),
+            overflow=state.overflow | jnp.any((end.left != 0) & self.rates.is_real),
+        )
 
-    def set_out(self, particles: Neurons, state: Place, load: Load, time: Float[Array, ""]) -> Way:
+    def way(self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces) -> Way:
         """Return the sub-step: closed forms between events, and most neurons carried to the end by ``glide``."""
-        assert state.z is not None
-        weights, clock = (particles.a, particles.b, state.z), jnp.full_like(particles.a, time)
-        if self.decay is not None:
-            fading = self._fading(self.decay, time)
-            weights, clock = _scaled(weights, fading.before), fading.clock
-        walkers = planes.start(*weights, state.side, state.slots, clock, load)
-        return Way(passage.Steps(planes.advance, first=planes.glide), walkers, self.rates, load)
-
-    def arrive(
-        self, end: "planes.Walkers | Turners", time: Float[Array, ""]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a, b in the coordinates of the model, and <x, b>, at the end of a sub-step."""
-        weights = (end.a, end.b, end.z)
-        return weights if self.decay is None else _scaled(weights, self._fading(self.decay, time).after)
+        a, b, z = weights
+        force = contacts.force_of(here.side, forces)
+        walkers = planes.Walkers(a, b, force, z, here, jnp.zeros(a.shape, bool), clock)
+        return passage.Steps(planes.advance, first=planes.glide), walkers, self.rates, forces
 
     def _fading(self, decay: Float[Array, "2"], time: Float[Array, ""]) -> Fading:
         """Return how decay with rates la and lb is taken out of the motion.
@@ -305,39 +290,10 @@ class TwoLayerMotion(FrozenMotion):
         clock = jnp.where(frozen, stretched, time)
         return Fading(clock, (before(outer), before(inner)), (after(outer), after(inner)))
 
-    def _placed(
-        self, state: Place, end: "planes.Walkers | Turners", z: jax.Array, counts: passage.Counts
-    ) -> Place:
-        """Return where neurons are at the end of a sub-step, with the totals so far."""
-        side, slots, _, _ = end.contacts
-        count = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
-        most = jnp.max(jnp.where(self.rates.is_real, count, 0))
-        return Place(
-            state.planes,
-            side,
-            slots,
-            z,
-            state.gram,
-            jnp.maximum(state.most, most),
-            state.counts.plus(counts),
-            state.overflow | jnp.any((end.left != 0) & self.rates.is_real),
-        )
-
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
         on = jnp.any(state.slots < self.y.shape[0], axis=1) & self.rates.is_real
-        return state.counts.by_name() | {
-            "sliding": jnp.sum(on, dtype=jnp.int32),
-            "planes": state.most,
-        }
-
-    def overflow(self, state: Place) -> Bool[Array, ""]:
-        """Return whether a neuron had time left after the last allowed event of some sub-step, or no slot."""
-        return state.overflow
-
-    def with_overflow(self, state: Place, overflow: PyTree) -> Place:
-        """Return the state, marked if ``overflow`` is true."""
-        return state._replace(overflow=state.overflow | overflow)
+        return state.counts.by_name() | {"sliding": jnp.sum(on, dtype=jnp.int32), "planes": state.most}
 
 
 class NormalizedMotion(TwoLayerMotion):
@@ -346,30 +302,23 @@ class NormalizedMotion(TwoLayerMotion):
     On the manifold a neuron bb with label c moves as the raw one b = c bb/|bb| does.
 
     Attributes:
-        sigma: (d, d) covariance.
+        covariance: (d, d) covariance.
         norms: (m,) the labels on the manifold, None for raw neurons.
     """
 
-    sigma: Float[Array, "d d"]
+    covariance: Float[Array, "d d"]
     norms: Float[Array, " m"] | None
     spaces: ClassVar[tuple[type[Space], ...]] = (Space, BatchNormManifold)
 
-    def __init__(
-        self,
-        problem: Problem,
-        activation: Callable[[jax.Array], jax.Array],
-        inputs: Float[Array, "n d"],
-        sigma: Float[Array, "d d"],
-        raw: bool,
-    ) -> None:
-        if problem.chart.flow.regularizer is not None:
+    def __init__(self, problem: Problem, feature: BatchNormed) -> None:
+        if problem.chart.flow.penalty is not None:
             raise ValueError(
                 "solver='sliding' solves flows under batch norm without a penalty, "
-                f"got {problem.chart.flow.regularizer.function}; use fixed steps with another solver"
+                f"got {problem.chart.flow.penalty.function}; use fixed steps with another solver"
             )
-        super().__init__(problem, activation, inputs)
-        self.sigma = sigma
-        self.norms = None if raw else norms(problem.chart.base)
+        super().__init__(problem, feature)
+        self.covariance = feature.statistics()[1]
+        self.norms = None if feature.raw else norms(problem.chart.base)
 
     def raw(self, particles: Neurons) -> Float[Array, "m d"]:
         """Return the raw inner weights."""
@@ -377,25 +326,21 @@ class NormalizedMotion(TwoLayerMotion):
             return particles.b
         return self.norms[:, None] * omega.direction(particles.b)
 
-    def unfold(self, particles: Neurons, state: Place) -> Place:
-        """Compute <x, b> anew, as for neurons without batch norm."""
-        return super().unfold(particles._replace(b=self.raw(particles)), state)
+    def particles(self, a: Float[Array, " m"], b: Float[Array, "m d"]) -> Neurons:
+        """Return raw neurons, or those on the manifold."""
+        return Neurons(a, b if self.norms is None else omega.normalize(b, self.covariance))
 
     def predict(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
         """Return the predictions f_j: normalizing divides what a neuron counts by |b|_S."""
         b = self.raw(particles)
-        return super().predict(Neurons(particles.a / omega.sigma_norm(b, self.sigma)[:, 0], b), state)
+        return super().predict(Neurons(particles.a / omega.sigma_norm(b, self.covariance)[:, 0], b), state)
 
-    def set_out(self, particles: Neurons, state: Place, load: Load, time: Float[Array, ""]) -> Way:
+    def way(self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces) -> Way:
         """Return the sub-step: from event to event in steps of order 4."""
-        assert state.z is not None
-        clock = jnp.full_like(particles.a, time)
-        turners = turning.start(particles.a, self.raw(particles), state.z, state.side, state.slots, clock)
-        field = turning.Field(load, self.sigma)
-        return Way(passage.Steps(turning.advance), turners, self.rates.is_real, field)
-
-    def arrive(
-        self, end: "planes.Walkers | Turners", time: Float[Array, ""]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a, b in the coordinates of the model, and <x, b> of the raw b, at the end of a sub-step."""
-        return end.a, end.b if self.norms is None else omega.normalize(end.b, self.sigma), end.z
+        turners = Turners(*weights, here, jnp.zeros_like(here.came), clock)
+        return (
+            passage.Steps(turning.advance),
+            turners,
+            self.rates.is_real,
+            turning.Field(forces, self.covariance),
+        )

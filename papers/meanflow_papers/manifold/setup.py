@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meanflow as mf
-from meanflow.measures import laws, quasi
+from meanflow.measures import laws, sample
 
 SPREAD = (5.0, 1.0)  # variances of the two inputs
 DATA = "400 quasi-normal inputs with covariance diag(5, 1), target |x_1|, ReLU, plain descent"
@@ -24,7 +24,8 @@ def ring(count: int, variances: tuple[float, float] = SPREAD) -> np.ndarray:
 
 def quasi_normal(count: int, variances: tuple[float, float] = SPREAD) -> np.ndarray:
     """Quasi-random normal points, corrected to mean 0 and covariance diag(variances) exactly. (count, 2)."""
-    z = np.asarray(quasi(count, mf.Neurons, {"a": laws.constant(), "b": laws.normal(dim=2)}).particles.b)
+    given = {"a": laws.constant(), "b": laws.normal(dim=2)}
+    z = np.asarray(sample(None, count, mf.Neurons, given, quasi=True).particles.b)
     z = z - z.mean(axis=0)
     whiten = np.linalg.inv(np.linalg.cholesky(z.T @ z / count))
     return z @ whiten.T * np.sqrt(np.array(variances))

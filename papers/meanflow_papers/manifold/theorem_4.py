@@ -8,8 +8,8 @@ from scipy.integrate import simpson
 
 import meanflow as mf
 from meanflow import univariate as uni
-from meanflow.measures import laws, quadrature, quasi, sample
-from meanflow.transport import cylinder_distance, wasserstein
+from meanflow.measures import laws, quadrature, sample
+from meanflow.transport import wasserstein
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.intervals import bootstrap, told
 from meanflow_papers.manifold.setup import SPREAD, ring
@@ -96,10 +96,7 @@ def measure_distances(
 
         for when, points in zip(found, jax.jit(lambda k, f=course: jax.lax.map(f, k))(keys), strict=True):
             one = lambda i, p=points: jax.tree.map(lambda u: u[i], p)
-            row = [
-                float(wasserstein(one(2 * k), one(2 * k + 1), 2, cost=cylinder_distance))
-                for k in range(pairs)
-            ]
+            row = [float(wasserstein(one(2 * k), one(2 * k + 1), 2, cost="cylinder")) for k in range(pairs)]
             found[when].append(row)
     table = {when: np.array(rows) for when, rows in found.items()}
     slope = lambda *rows: np.polyfit(np.log(widths), np.log([row.mean() for row in rows]), 1)[0]
@@ -147,7 +144,7 @@ def theorem_4(
     step_error = float(jnp.sqrt(jnp.mean((limit(nodes) - truth) ** 2)))
     starts = {
         "independent": lambda key, m: sample(key, m, mf.Neurons, rule),
-        "quasi-random": lambda key, m: quasi(m, mf.Neurons, rule, key=key),
+        "quasi-random": lambda key, m: sample(key, m, mf.Neurons, rule, quasi=True),
     }
     widths = [2**k for k in range(5, largest + 1)]
     errors: dict[str, list[float]] = {name: [] for name in starts}
@@ -286,9 +283,7 @@ def theorem_4_bounds(width: int = 256, t1: float = 5.0) -> Outcome:
     envelope = ((top + gain * size[0]) * np.exp(gain * times) - top) / gain
     moved = np.mean((a - a[:1]) ** 2, axis=1)
     pairs = [(i, j) for i in range(0, 201, 25) for j in range(i + 25, 201, 25)]
-    w2 = np.array(
-        [float(wasserstein((a[i], s[i]), (a[j], s[j]), 2, cost=cylinder_distance)) for i, j in pairs]
-    )
+    w2 = np.array([float(wasserstein((a[i], s[i]), (a[j], s[j]), 2, cost="cylinder")) for i, j in pairs])
     right = np.array([(times[j] - times[i]) * (energy[i] - energy[j]) for i, j in pairs])
     value, rate = (np.asarray(sol.observed[name]) for name in ("value", "rate"))
     bump, slope = np.sin(np.pi * times / t1) ** 2, np.pi / t1 * np.sin(2 * np.pi * times / t1)

@@ -6,8 +6,9 @@ from matplotlib.figure import Figure
 
 import meanflow as mf
 from meanflow import activations
-from meanflow.flows import certificate, separates
+from meanflow.flows import certificate
 from meanflow_papers.entry import Arguments, entry
+from meanflow_papers.manifold.separation import separates
 from meanflow_papers.manifold.setup import SPREAD, ring
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, DASHES, PALE, below, panels

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from meanflow.layers.functional import batch_scale
-
 Weights: TypeAlias = list[jax.Array]  # one matrix (fan in, fan out) a layer, or one vector of biases
 Apply: TypeAlias = Callable[[Weights, jax.Array], jax.Array]  # (weights, inputs (T, d)) -> outputs (T,)
 
@@ -76,7 +74,8 @@ def _forward(activation: str, network: str) -> Forward:
 def normalize(outputs: jax.Array, epsilon: float = 0.0, reference: jax.Array | None = None) -> jax.Array:
     """Return batch norm of outputs (T, ...) by their own statistics, or by those of ``reference`` (R, ...)."""
     source = outputs if reference is None else reference
-    return (outputs - jnp.mean(source, axis=0, keepdims=True)) / batch_scale(source, epsilon=epsilon)
+    scale = jnp.sqrt(jnp.var(source, axis=0, keepdims=True) + epsilon)
+    return (outputs - jnp.mean(source, axis=0, keepdims=True)) / scale
 
 
 def seed_key(*numbers: int) -> jax.Array:

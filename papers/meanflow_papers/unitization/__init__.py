@@ -4,6 +4,7 @@ from meanflow_papers.entry import DIAGRAM, not_run
 from meanflow_papers.unitization import algorithm_3 as algorithm_3
 from meanflow_papers.unitization import bounds as bounds
 from meanflow_papers.unitization import cifar as cifar
+from meanflow_papers.unitization import corrected as corrected
 from meanflow_papers.unitization import dense as dense
 from meanflow_papers.unitization import figure_2 as figure_2
 from meanflow_papers.unitization import figure_3 as figure_3

@@ -1,7 +1,7 @@
 """Both sides of the inequalities of paper 003: the bound as printed, the corrected one, and the exact distance.
 
 Formulas take samples x (after) and y (before) of a layer's outputs, (N, d) and (M, d), and use population moments.
-The corrected bounds are those of ``meanflow.transport.bounds``. r denotes |x|, a = min alpha.
+The corrected bounds are those of ``meanflow.transport.bounds`` and of ``corrected``. r denotes |x|, a = min alpha.
 """
 
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from meanflow.layers.functional import recenter, rescale, unitize
 from meanflow.transport import bounds, wasserstein
+from meanflow_papers.unitization import corrected as corrected_bounds
 
 Sample = Float[Array, "n d"]
 Scalar = Float[Array, ""]
@@ -74,7 +75,9 @@ def equation4(x: Sample, y: Sample) -> Bound:
     """Equation (4) without noise, printed 2d + 2: both samples are standardized exactly, then compared."""
     x, y = (rescale(recenter(u)) for u in (x, y))
     d = x.shape[1]
-    printed, corrected = (jnp.asarray(side, x.dtype) for side in (2.0 * d + 2, bounds.standardized_bound(d)))
+    printed, corrected = (
+        jnp.asarray(side, x.dtype) for side in (2.0 * d + 2, corrected_bounds.standardized_bound(d))
+    )
     return Bound(printed, corrected, wasserstein(x, y))
 
 
@@ -95,13 +98,13 @@ def theorem32(x: Sample, y: Sample, alpha: float) -> Bound:
     """Theorem 3.2: a scalar alpha in (8); correct, and sharper as h(E r) + h(E r') by concavity."""
     bound = theorem33(x, y, float(alpha), interpolation="harmonic")
     means = [jnp.mean(jnp.linalg.norm(u, axis=1)) for u in (x, y)]
-    halves = [bounds.harmonic_norm(r, jnp.asarray(alpha, r.dtype)) for r in means]
+    halves = [corrected_bounds.harmonic_norm(r, jnp.asarray(alpha, r.dtype)) for r in means]
     return bound._replace(corrected=halves[0] + halves[1])
 
 
 def theorem33(x: Sample, y: Sample, alpha: Alpha, *, interpolation: str = "harmonic") -> Bound:
     """Theorem 3.3 for a vector alpha: true of the harmonic form, false of the linear one that the paper runs."""
-    corrected = bounds.unitized_bound(x, y, alpha, interpolation=interpolation)
+    corrected = corrected_bounds.unitized_bound(x, y, alpha, interpolation=interpolation)
     images = [_unitize(u, alpha, interpolation=interpolation) for u in (x, y)]
     return Bound(printed_unitized_bound(x, y, alpha), corrected, wasserstein(images[0], images[1]))
 
@@ -112,7 +115,7 @@ def standardized_layer(x: Sample, y: Sample, alpha: Alpha) -> Bound:
     Printed is 2 / min alpha of Theorem 3.3 (infinite at 0), corrected ``unitized_standardized_bound``.
     """
     low, images = float(jnp.min(jnp.asarray(alpha))), [unitize(rescale(recenter(u)), alpha) for u in (x, y)]
-    corrected = bounds.unitized_standardized_bound(x.shape[1], low)
+    corrected = corrected_bounds.unitized_standardized_bound(x.shape[1], low)
     printed = 2 / low if low > 0 else float("inf")
     sides = [jnp.asarray(side, x.dtype) for side in (printed, corrected)]
     return Bound(sides[0], sides[1], wasserstein(images[0], images[1]))
@@ -131,7 +134,7 @@ def layer_output(
     units = [unitize(u, 1.0) for u in (x, y)]
     lay = lambda u, g, b: u * jnp.asarray(g, u.dtype)[None] + jnp.asarray(b, u.dtype)[None]
     distance = wasserstein(lay(units[0], gamma, beta), lay(units[1], gamma_y, beta_y))
-    corrected = bounds.output_bound(units[0], units[1], gamma, beta, gamma_y, beta_y)
+    corrected = corrected_bounds.output_bound(units[0], units[1], gamma, beta, gamma_y, beta_y)
     return Bound(jnp.asarray(2.0, x.dtype), corrected, distance)
 
 

@@ -69,7 +69,7 @@ class Training:
         data = how.prepare(data)
         optimizer = how.optimizer(self.epochs * (len(data.train_x) // self.batch))
         make = lambda rngs: ResNet(self.depth, self.classes, norm, released=how.released, rngs=rngs)
-        trainer = Trainer(make, optimizer, batch=self.batch, augment=how.augment, loop="host")
+        trainer = Trainer(make, optimizer, batch_size=self.batch, augment=how.augment, loop="host")
         place = lambda seed: (
             None if self.checkpoints is None else Path(self.checkpoints) / f"{name} seed {seed}"
         )

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import MLP, Trainer, Watch
+from meanflow.training import Stack, Trainer, Watch
 from meanflow.training.data import Data, digits, mnist
 from meanflow_papers.unitization.presets import MakeNorm, staircase
 
@@ -52,6 +52,6 @@ def train_dense(
     """The network inputs-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %; default on digits."""
     data = digit_splits(seeds, flat=True) if data is None else data
     schedule = staircase(0.05, epochs, data.train_x.shape[1] // 128)
-    make = lambda rngs: MLP(data.train_x.shape[-1], [100] * 10 + [8], 10, norm, rngs=rngs)
-    trainer = Trainer(make, optax.sgd(schedule), batch=128, watch=watch, loop="ensemble")
+    make = lambda rngs: Stack(data.train_x.shape[-1], [100] * 10 + [8], 10, norm, rngs=rngs)
+    trainer = Trainer(make, optax.sgd(schedule), batch_size=128, watch=watch, loop="ensemble")
     return trainer, *trainer.run(jax.random.split(jax.random.key(0), seeds), data, epochs)

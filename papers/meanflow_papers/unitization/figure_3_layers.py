@@ -12,7 +12,7 @@ import optax
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from meanflow.training import CNN, ResNet, Trainer
+from meanflow.training import ResNet, Stack, Trainer
 from meanflow.training.data import digits
 from meanflow.transport import Critic, critic_distance, ics
 from meanflow_papers.entry import CIFAR, Arguments, entry
@@ -176,14 +176,16 @@ def figure_3_layers(
     images = jnp.asarray(split.train_x[:inputs])
     depth = 4
 
-    def outputs(network: CNN, x: jax.Array) -> list[jax.Array]:
+    def outputs(network: Stack, x: jax.Array) -> list[jax.Array]:
         return [network.lower(x, layer) for layer in range(depth)]
 
     runs: Arrays = {}
     for name in variants:
-        make = lambda rngs, name=name: CNN(1, [16] * depth, 10, IMAGES[name], strides=(1, 2, 1, 2), rngs=rngs)
+        make = lambda rngs, name=name: Stack(
+            1, [16] * depth, 10, IMAGES[name], strides=(1, 2, 1, 2), rngs=rngs
+        )
         schedule = staircase(0.05, epochs, len(split.train_x) // 64, at=DROPS)
-        trainer = Trainer(make, optax.sgd(schedule, momentum=0.9), batch=64, loop="host")
+        trainer = Trainer(make, optax.sgd(schedule, momentum=0.9), batch_size=64, loop="host")
         shifts = LayerShifts(outputs, images, rows, critic, around(drops, reach))
         record = trainer.run(jax.random.key(0), split, epochs, hook=shifts, progress=False)[1]
         runs[name] = {**shifts.record(), "accuracy": record["test_accuracy"]}

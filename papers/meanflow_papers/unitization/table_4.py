@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import CNN, Trainer
+from meanflow.training import Stack, Trainer
 from meanflow.training.data import digits
 from meanflow_papers.entry import CIFAR, entry
 from meanflow_papers.intervals import difference, equivalence
@@ -114,8 +114,8 @@ def table_4(
     for rate in rates:
         accuracy[f"{rate:g}"] = {}
         for name in variants:
-            make = lambda rngs, name=name: CNN(1, [16] * 4, 10, IMAGES[name], strides=strides, rngs=rngs)
-            trainer = Trainer(make, optax.sgd(rate, momentum=0.9), batch=2)
+            make = lambda rngs, name=name: Stack(1, [16] * 4, 10, IMAGES[name], strides=strides, rngs=rngs)
+            trainer = Trainer(make, optax.sgd(rate, momentum=0.9), batch_size=2)
             runs = [trainer.run(key, digits(seed, train), epochs)[1] for seed, key in enumerate(keys)]
             accuracy[f"{rate:g}"][name] = np.array([run["test_accuracy"][-1] for run in runs])
     low, high = accuracy["0.01"], accuracy["0.05"]

@@ -1,14 +1,13 @@
 """Figure 4: which cubic spline wide networks reach when only the output weights are trained."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow.kernels import kernel_flow
-from meanflow.univariate import SignsLaw, UniformLaw, natural_spline, random_feature, spline_interpolant
+from meanflow.measures import laws
+from meanflow.univariate import random_feature, spline_interpolant
 from meanflow.univariate.knots import piecewise_linear
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -116,16 +115,16 @@ def figure_4(
     data = square_wave()
     x, y = data.x, data.y
     grid = jnp.linspace(-1, 1, 2001)
-    natural = natural_spline(x, y)(grid)
-    laws: dict[str, Callable[[float], SignsLaw | UniformLaw]] = {
-        "signs": SignsLaw,
-        "uniform": lambda bound: UniformLaw(1.0, bound),
-    }
+    natural = spline_interpolant(x, y, law=None)(grid)
+    slopes = {"signs": laws.signs(), "uniform": laws.uniform(-1.0, 1.0)}
+    family = lambda name, bound: {"a": slopes[name], "b": laws.uniform(-bound, bound)}
     to_natural = {
-        name: jnp.array([_distance(spline_interpolant(x, y, law=family(b))(grid), natural) for b in bounds])
-        for name, family in laws.items()
+        name: jnp.array(
+            [_distance(spline_interpolant(x, y, law=family(name, b))(grid), natural) for b in bounds]
+        )
+        for name in slopes
     }
-    limits = {name: spline_interpolant(x, y, law=family(1.0))(grid) for name, family in laws.items()}
+    limits = {name: spline_interpolant(x, y, law=family(name, 1.0))(grid) for name in slopes}
 
     network = jax.jit(lambda a, b: trained(a, b, x, y, grid))
     stratified = []
@@ -133,8 +132,8 @@ def figure_4(
         b = (2 * jnp.arange(m // 2) + 1) / (m // 2) - 1
         a = jnp.repeat(jnp.array([1.0, -1.0]), m // 2)
         stratified.append(_distance(network(a, jnp.concatenate([b, b])), limits["signs"]))
-    scattered: dict[str, list] = {name: [] for name in laws}
-    for name in laws:
+    scattered: dict[str, list] = {name: [] for name in slopes}
+    for name in slopes:
         for m in random_widths:
             draws = [random_weights(jax.random.key(s), m, name) for s in range(seeds)]
             scattered[name].append(np.median([_distance(network(*ab), limits[name]) for ab in draws]))

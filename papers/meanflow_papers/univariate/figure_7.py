@@ -75,7 +75,7 @@ def figure_7(epochs: int = 20000, width: int = 200, seed: int = 7) -> Outcome:
     begin = loss[0, 0]  # the same for all, as they are one function
     loss, stats = last((loss, stats))
     grid = jnp.linspace(-1, 1, 401)
-    curve = jax.vmap(lambda w: predict(uni.full("sqrt"), Cloud(w), grid))
+    curve = jax.vmap(lambda w: predict(uni.full(alpha="sqrt"), Cloud(w), grid))
     before, after = curve(start), curve(end)
     gap = after[0] - after[-1]
     delta = jnp.median(jax.vmap(balance.balance)(start), axis=1)

@@ -18,15 +18,15 @@ from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.pictures import field
 from meanflow_papers.style import no_legend, panels
-from meanflow_papers.univariate.pictures import GRID, Rays, Samples, knot_places
+from meanflow_papers.univariate.pictures import GRID, Samples, knot_places
 from meanflow_papers.univariate.setup import random_neurons, square_wave
 
 
 def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
-    """004/figure-9: function, neurons, rays and the field felt by a neuron of either sign at flow time 10."""
+    """004/figure-9: function, neurons, residual and the field felt by a neuron of either sign at flow time 10."""
     data = square_wave()
     cloud = balance.lift(mf.Cloud(random_neurons(jax.random.key(9), 400), labels=jnp.inf), "sqrt")
-    flow = uni.full("sqrt", outer=False)
+    flow = uni.full(alpha="sqrt", outer=False)
     sol = mf.solve(flow, cloud, data, 10.0, solver="sliding", step=arguments["step"], clock="gradient")
     residual = mf.predict(flow, sol.final, data.x) - data.y
     polar = balance.project(sol.final, "sqrt").particles
@@ -39,7 +39,7 @@ def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
         "f": mf.predict(flow, sol.final, jnp.asarray(GRID)),
         "r": polar.r,
         "theta": polar.theta,
-        "rays": uni.classify_rays(data.x, residual)._asdict(),
+        "residual": residual,
         "u": u,
         "v": v,
         "velocity": -_force(np.stack([u, v], axis=-1), data.x, residual),  # if r > 0; opposite for r < 0
@@ -49,7 +49,7 @@ def field_at_10(outcome: Outcome, arguments: Arguments) -> Arrays:
 def draw(data: Arrays) -> Figure:
     """The field on a neuron with r > 0, the function, and the neurons with the attracting rays."""
     figure, grid = panels(1, 3, width=4.1, height=4.3)
-    rays = Rays(**{k: np.asarray(v) for k, v in data["rays"].items()})
+    rays = uni.classify_rays(data["x"], data["residual"])
     reach = float(np.max(np.abs(data["u"])))
     plane([], [], grid[0], samples=data["x"], rays=rays, reach=reach)
     field(data["u"], data["v"], data["velocity"], grid[0])
@@ -102,7 +102,7 @@ def figure_9(
     """
     data = square_wave()
     cloud = balance.lift(Cloud(random_neurons(jax.random.key(9), width), labels=jnp.inf), "sqrt")
-    flow = uni.full("sqrt", outer=False)
+    flow = uni.full(alpha="sqrt", outer=False)
     sol = solve(
         flow, cloud, data, times[-1], ts=jnp.asarray(times), solver="sliding", step=step, clock="gradient"
     )

@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from meanflow import univariate as uni
-from meanflow.flows import FunctionObservable
 from meanflow.measures import Affine, Cloud, Dataset
 from meanflow.solvers import solve
 from meanflow_papers.entry import entry
@@ -60,13 +59,11 @@ def _turn_until_fitted(
     """
     # the lazy clock makes one horizon fit every alpha; the first save below the target is used
     ts = jnp.concatenate([jnp.zeros(1), jnp.geomspace(0.1, end, 200).at[-1].set(end)])
-    turned = FunctionObservable(
-        lambda flow, cloud, data, start: rms_turn(start.particles, cloud.particles), from_start=True
-    )
+    turned = lambda flow, cloud, data, start: rms_turn(start.particles, cloud.particles)
     sign = jnp.ones_like(theta)
     both = jnp.concatenate([theta, theta])
     cloud = Cloud(Affine(jnp.cos(both), -jnp.sin(both), jnp.concatenate([sign, -sign])))
-    flow = uni.full(alpha)
+    flow = uni.full(alpha=alpha)
     run = solve(flow, cloud, data, end, ts=ts, observe=turned, solver="sliding", step=0.3, clock="lazy")
     fitted = run.energy < 1e-3 * 0.5 * jnp.sum(data.y**2)
     return run.observed[jnp.argmax(fitted)], fitted[-1]

@@ -30,15 +30,6 @@ class Samples(NamedTuple):
     y: ArrayLike
 
 
-class Rays(NamedTuple):
-    """Rays of the samples and whether they attract neurons of either sign, as ``classify_rays`` gives them."""
-
-    theta: ArrayLike
-    sample: ArrayLike
-    positive: ArrayLike
-    negative: ArrayLike
-
-
 def balance_title(delta: float) -> str:
     """Return the title "delta = ..." of a panel."""
     return rf"$\delta = {float(delta):.3g}$".replace("inf", r"\infty")
@@ -104,7 +95,7 @@ def journey(
     kc: Rate = 1.0,
 ) -> dict[str, jax.Array]:
     """Gradient descent of one network: f on the grid at the end, and (r, theta) at ``FRAMES`` + 1 times."""
-    flow = uni.full(alpha, inner=kp, outer=kc)
+    flow = uni.full(alpha=alpha, inner=kp, outer=kc)
     see: Callable[[mf.Flow, mf.Cloud, mf.Dataset], mf.Polar] = lambda flow, cloud, data: (
         balance.project(cloud, alpha).particles
     )

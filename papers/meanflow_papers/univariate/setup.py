@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import univariate as uni
-from meanflow.flows import FunctionObservable
+from meanflow.flows import Flow
 from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.solvers import KernelStep, descend
 from meanflow.univariate import balance, knots
@@ -112,15 +112,14 @@ def train(
 
     The step is kappa / lambda_max(K), renewed every ``refresh`` epochs; with None it is kappa. Made for vmap.
     """
-    see = FunctionObservable(
-        lambda flow, cloud, data, start: statistics(start.particles, cloud.particles, data.x, bins),
-        from_start=True,
-    )
+
+    def see(flow: Flow, cloud: Cloud, data: Dataset, start: Cloud) -> dict[str, jax.Array]:
+        return statistics(start.particles, cloud.particles, data.x, bins)
 
     def run(
         w: Affine, inner: Rate, outer: Rate, kappa: Rate
     ) -> tuple[jax.Array, dict[str, jax.Array], Affine]:
-        flow = uni.full(alpha, inner=inner, outer=outer)
+        flow = uni.full(alpha=alpha, inner=inner, outer=outer)
         step = kappa if refresh is None else KernelStep(kappa, refresh)
         out = descend(
             flow, Cloud(w), data, epochs, step=step, every=epochs // saves, observe=see, clock="gradient"

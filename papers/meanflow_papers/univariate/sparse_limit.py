@@ -16,6 +16,7 @@ from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels, sparse
 from meanflow_papers.univariate.pictures import Samples
+from meanflow_papers.univariate.sparse_minimizer import sparse_minimizer
 
 
 def draw(data: Arrays) -> Figure:
@@ -121,7 +122,7 @@ def sparse_limit(
     rng = np.random.default_rng(0)
     x = np.sort(rng.uniform(-1, 1, (draws, samples)), axis=1)
     y = rng.standard_normal((draws, samples))
-    best = [uni.sparse_minimizer(u, v, lam) for u, v in zip(x, y, strict=True)]
+    best = [sparse_minimizer(u, v, lam) for u, v in zip(x, y, strict=True)]
     minimum = np.array([b.primal for b in best])[:, None]
     spaced = 2 * jnp.pi * (jnp.arange(width) + 0.5) / width
     cloud = Cloud(Polar(jnp.where(jnp.arange(width) % 2 == 0, 1e-3, -1e-3), spaced))

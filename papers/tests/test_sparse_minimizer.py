@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from meanflow.univariate import sparse_minimizer
-from meanflow.univariate._sparse import stationary_points
 from meanflow.univariate.knots import total_variation
+from meanflow_papers.univariate.sparse_minimizer import sparse_minimizer, stationary_points
 
 SQUARE = (np.linspace(-1, 1, 10), np.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1]))
 _RNG = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""Metrics of univariate neurons: ``Lifted`` for (r, theta), ``RawSpace`` and ``TrainableLayers`` for (a, b, c).
+"""Metrics of univariate neurons: ``Cylinder`` and ``Lifted`` for (r, theta), ``TrainableLayers`` for (a, b, c).
 
 Notation as in ``balance``: p = (a, -b), n = |p|, delta = c^2 - n^2. Which of the layers learn is written as two rates,
 kp of the inner layer and kc of the outer one: (1, 1) for finite delta, (1, 0) for delta = +inf (c frozen at +-1),
@@ -42,7 +42,24 @@ def to_raw(
     return n[:, None] * unit(particles.theta), c
 
 
-class Lifted(Space):
+class PolarSpace(Space):
+    """What the spaces of neurons (r, theta) share: theta is an angle."""
+
+    def log(self, cloud: Cloud, particles: Polar) -> Polar:
+        """Return the difference of coordinates from the cloud to ``particles``, the short way round the circle."""
+        r, theta = cloud.particles
+        return Polar(particles.r - r, wrap_angle(particles.theta - theta))
+
+
+class Cylinder(PolarSpace):
+    """The cylinder R x circle with the flat metric dr^2 + dtheta^2: the geometry of the canonical flow."""
+
+    def cylinder(self, height: Float[Array, " m"], angle: Float[Array, " m"]) -> Polar:
+        """Return the same coordinates, r = height and theta = angle."""
+        return Polar(height, angle)
+
+
+class Lifted(PolarSpace):
     """Neurons (r, theta) with the metric that gradient flow in (a, b, c) induces; labels are the balances delta.
 
     Attributes:
@@ -131,11 +148,6 @@ class Lifted(Space):
     def exp(self, cloud: Cloud, v: Polar) -> Polar:
         """Return ``retract``: geodesics of the hyperboloid c^2 - n^2 = delta have no elementary form."""
         return self.retract(cloud, v)
-
-    def log(self, cloud: Cloud, particles: Polar) -> Polar:
-        """Return the difference of coordinates, the short way round in theta."""
-        r, theta = cloud.particles
-        return Polar(particles.r - r, wrap_angle(particles.theta - theta))
 
 
 class RawSpace(Space):

@@ -1,18 +1,19 @@
-"""The regularized problem: the sparsest network over all measures, and the certificate of its optimality.
+"""The regularized problem of the univariate paper: the sparsest network, and the certificate that it is one.
 
 This is "univariate ReLU", equations (16) and (17). Over signed measures nu on the circle of directions,
 
-    min  1/2 sum_j q_j rho_j^2 + lam abs(nu)(S1),    f(x) = int <(x, 1), d(theta)>_+ nu(dtheta),  rho = f - y.
+    min  1/2 sum_j q_j rho_j^2 + lam |nu|(S1),    f(x) = int <(x, 1), d(theta)>_+ nu(dtheta),  rho = f - y,
 
-The first variation is F(theta) = sum_j q_j rho_j <(x_j, 1), d(theta)>_+. A measure is optimal if and only if
-abs(F) <= lam everywhere and F = -lam sign on its support: the certificate. F is a sinusoid on each of 2s
-arcs, so its supremum over the whole circle is found in closed form (``stationary_points``), not on a grid.
+with d(theta) = (cos theta, sin theta) and data weights q_j, which are 1 by default. The first variation of the risk is
+F(theta) = sum_j q_j rho_j <(x_j, 1), d(theta)>_+. The certificate: nu is optimal if and only if |F| <= lam on the whole
+circle and F = -lam sign(nu) on the support of nu. The 2s angles at which a sample switches on or off (the sample rays)
+cut the circle into arcs; on each of them F is a sinusoid, so sup |F| has a closed form and needs no grid.
 
-``count_bias=False`` charges a neuron abs(c a) instead of abs(c) sqrt(a^2 + b^2) and leaves the constant
-free: this is the unweighted total variation of f' that (17) prints. Data weights q default to 1 ("sum").
+``count_bias=False`` charges a neuron |c a| instead of |c| sqrt(a^2 + b^2) and leaves the constant free: this is the
+unweighted total variation of f' that (17) prints.
 
 ``sparse_minimizer`` alternates two exact steps, in double precision on the host: ``_restricted`` solves the problem
-over finitely many directions, ``stationary_points`` finds the directions at which its certificate fails.
+over finitely many directions, and ``stationary_points`` finds the directions at which its certificate fails.
 """
 
 from typing import NamedTuple
@@ -20,16 +21,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Float
+from scipy.optimize import linprog, nnls
 
-from meanflow import _checks
-from meanflow._checks import array, count, number, optional
 from meanflow.univariate.knots import PiecewiseLinear, piecewise_linear
-
-
-def host_vector(name: str, value: object) -> object:
-    """Accept a vector of finite numbers; return it in numpy and double precision. A kind of ``meanflow._checks``."""
-    array((None,))(name, value)
-    return np.asarray(value, float)
 
 
 class StationaryPoints(NamedTuple):
@@ -124,8 +118,6 @@ def _least_squares(
     The dual is the projection of y on a polytope, a least-distance problem, which nnls solves in finitely
     many steps; its multipliers are u and v.
     """
-    from scipy.optimize import nnls
-
     # The dual: the p = y - fit nearest to y with +-a.p <= lam and +-b.p <= 0 for the columns a of A, b of B. With
     # d = p - y these are rows.d <= limits - rows.y, and the shortest such d comes from the nnls problem
     # min |stacked m - (0, 1)| over m >= 0 (Lawson and Hanson, chapter 23): m over 1 - stacked[-1] m are multipliers.
@@ -146,8 +138,6 @@ def _interpolation(
     columns: np.ndarray, free: np.ndarray, y: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Minimize |u|_1 subject to A u + B v = y, a linear program; return u, v and minus the dual variables."""
-    from scipy.optimize import linprog
-
     k, f = columns.shape[1], free.shape[1]
     result = linprog(
         np.concatenate([np.ones(2 * k), np.zeros(f)]),
@@ -169,6 +159,7 @@ def _merge(theta: np.ndarray, u: np.ndarray, rays: np.ndarray) -> tuple[np.ndarr
     turn = np.mod(theta, 2 * np.pi)
     apart = np.abs(turn[:, None] - sorted_rays[None, :]).min(axis=1)
     arc = np.searchsorted(sorted_rays, turn) % len(rays)
+    # angles come from arctan2, right to 1e-16: 1e-9 is safely on the ray, and far below any gap between samples
     label = np.where(apart < 1e-9, -1 - np.arange(len(theta)), 2 * arc + (u > 0))
     _, group = np.unique(label, return_inverse=True)
     sums = np.zeros((int(np.max(group, initial=-1)) + 1, 2))
@@ -206,17 +197,20 @@ class _Candidate(NamedTuple):
 
 
 def _prepare(x: ArrayLike, y: ArrayLike, lam: float, weights: ArrayLike | None, count_bias: bool) -> _Problem:
-    """Sort the samples, in double precision on the host, and refuse those that coincide."""
+    """Sort the samples, in double precision on the host; refuse arrays that do not fit and samples that coincide."""
     points, targets = np.asarray(x, float), np.asarray(y, float)
-    _checks.shape("y", targets, points.shape)
+    q = np.ones_like(points) if weights is None else np.asarray(weights, float)
+    for name, values in (("y", targets), ("weights", q)):
+        if values.shape != points.shape:
+            raise ValueError(f"{name} must have shape {points.shape} like x, got {values.shape}")
     order = np.argsort(points)
-    points, targets = points[order], targets[order]
-    _checks.at_least("gaps between samples", np.diff(points), 0.0, strict=True)
-    q = np.ones_like(points)
-    if weights is not None:
-        _checks.shape("weights", weights, points.shape)
-        q = np.asarray(weights, float)[order]
-    _checks.at_least("weights", q, 0.0, strict=True)
+    points, targets, q = points[order], targets[order], q[order]
+    positive = {"weights": q, "gaps between samples": np.diff(points)}
+    for name, values in positive.items():
+        if not np.all(values > 0):
+            raise ValueError(f"{name} must be > 0, got {values.min()}")
+    if not lam >= 0:
+        raise ValueError(f"lam must be >= 0, got {lam}")
     root = np.ones_like(points) if lam == 0 else np.sqrt(q)
     rays = np.concatenate([-np.arctan(points), np.pi - np.arctan(points)])
     return _Problem(points, targets, q, root, rays, float(lam), count_bias)
@@ -234,6 +228,7 @@ def _restricted(problem: _Problem, theta: np.ndarray) -> _Candidate:
         rho = residual / root
     found = stationary_points(x, root**2 * rho, count_bias)
     bound = found.bound / (lam if lam > 0 else 1.0)
+    # charges below the accuracy of the solves are rounding; 1e-300 only guards against an empty network
     used = np.abs(u) > 1e-12 * max(np.abs(u).max(), 1e-300)
     return _Candidate(theta[used], u[used], float(v.sum()), rho, found, bound)
 
@@ -254,16 +249,6 @@ def _solution(problem: _Problem, best: _Candidate) -> SparseSolution:
     return SparseSolution(theta, charges, best.constant, best.rho, primal, dual, best.bound)
 
 
-@_checks.arguments(
-    x=host_vector,
-    y=host_vector,
-    lam=number(low=0),
-    weights=optional(host_vector),
-    count_bias=_checks.flag,
-    grid=count(0),
-    rounds=count(1),
-    tolerance=number(low=0),
-)
 def sparse_minimizer(
     x: Float[ArrayLike, " s"],
     y: Float[ArrayLike, " s"],
@@ -286,7 +271,7 @@ def sparse_minimizer(
         y: targets.
         lam: penalty; 0 for the interpolant of least charge.
         weights: data weights > 0, default 1 (unused for lam = 0).
-        count_bias: whether the charge counts biases; see the text of this module.
+        count_bias: whether the charge counts biases; see the top of this module.
         grid: number of equispaced starting angles.
         rounds: largest number of rounds.
         tolerance: the search stops when sup abs(F) <= (1 + tolerance) lam.
