@@ -109,7 +109,7 @@ OTHER_CONSTRUCTORS = {
     ),
     "abstract, or without arguments": (
         *("Space", "Feature", "Observable", "Stepper", "Dynamics", "StepRule"),
-        *("StoreError", "FailedRun", "RESULTS"),
+        *("FailedRun", "RESULTS"),
     ),
     "made by functions of this package": ("Flow", "Chart", "Solution", "DensitySolution", "Data"),
 }

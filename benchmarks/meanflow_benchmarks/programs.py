@@ -16,8 +16,6 @@ from jaxtyping import PyTree
 
 import meanflow as mf
 from meanflow import kernels
-from meanflow.sweeps._devices import specs as split
-from meanflow.sweeps._plan import batched
 from meanflow_benchmarks import networks
 from meanflow_benchmarks.hlo import Program, Work
 
@@ -113,13 +111,17 @@ def sweep(
     data = mf.Dataset(x, np.sin(3 * x) if dim is None else np.sin(3 * x[:, 0]))
     plan = mf.sweep(flow, data, widths=widths, seeds=seeds, step=0.1, compute=False, **settings)
     group = plan.groups[0]
-    cell, inputs = plan.cell(group), plan.inputs(group, group.cells)
+    inputs = plan.inputs(group, group.cells)
 
     def run(data: mf.Dataset, inputs: PyTree) -> PyTree:
-        return batched(cell, data, inputs, mesh)
+        return plan.batched(group, data, inputs, mesh)
 
     described = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), (data, inputs))
-    specs = (jax.tree.map(lambda _: PartitionSpec(), data), split(inputs))
+    # clouds are split along both axes, everything else along the cells
+    split = jax.tree.map(lambda _: PartitionSpec("sweep"), inputs)
+    both = lambda u: PartitionSpec(*("sweep", "particles")[: min(u.ndim, 2)])
+    split["cloud"] = jax.tree.map(both, inputs["cloud"])
+    specs = (jax.tree.map(lambda _: PartitionSpec(), data), split)
     return Job(run, described, settings.get("steps", 0), -1, mesh, specs)
 
 

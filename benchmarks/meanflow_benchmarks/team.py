@@ -26,7 +26,17 @@ def main(number: int, count: int, port: int, core: int, width: int, cells: int, 
 
     x = np.linspace(-1, 1, 20)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
-    plan = mf.sweep(mf.lifted(alpha="sqrt"), data, widths=[width], deltas=[0.0], seeds=cells, steps=steps, step=1e-3, observe=(), compute=False)
+    plan = mf.sweep(
+        mf.lifted(alpha="sqrt"),
+        data,
+        widths=[width],
+        deltas=[0.0],
+        seeds=cells,
+        steps=steps,
+        step=1e-3,
+        observe=(),
+        compute=False,
+    )
     plan.run()  # compiles
     start = time.perf_counter()
     plan.run()

@@ -221,6 +221,10 @@ class Plan(abc.ABC):
             multiple: clouds are filled up to a multiple of this size, the number of devices that share a cloud.
         """
 
+    def batched(self, group: Group, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None) -> Results:
+        """Return the results of the cells of a group for these inputs, as a pure function of arrays."""
+        return batched(self.cell(group), shared, inputs, mesh)
+
     @abc.abstractmethod
     def identity(self) -> Json:
         """Return a JSON-ready description of everything that decides the numbers, and of nothing else."""

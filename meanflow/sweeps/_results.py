@@ -1,5 +1,6 @@
 """What a sweep records, from the observables asked for to one labelled ``xarray.Dataset``."""
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -170,24 +171,19 @@ def axis_labels(values: Sequence[Value]) -> list[float | str]:
 
 
 def _label(value: Value) -> str:
-    """Return for instance ``KernelStep(kappa=0.1, every=20)``; without readable fields a name."""
+    """Return for instance ``KernelStep(kappa=0.1)``; without readable fields a name. Defaults are left out."""
     if isinstance(value, str | bool | int | float):
         return str(value)
     if isinstance(value, eqx.Module):
+        usual = {n: p.default for n, p in inspect.signature(type(value)).parameters.items()}
         shown = {n: getattr(value, n, None) for n in value.__dataclass_fields__}
         plain = [
             f"{n}={np.asarray(v).item()}"
             for n, v in shown.items()
-            if isinstance(v, int | float | str | jax.Array) and np.size(v) == 1 and not _is_default(value, n)
+            if isinstance(v, int | float | str | jax.Array) and np.size(v) == 1 and usual.get(n) is not v
         ]
         return f"{type(value).__name__}({', '.join(plain)})"
     return str(getattr(value, "__qualname__", type(value).__name__))
-
-
-def _is_default(value: eqx.Module, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), int) and getattr(value, name) == getattr(
-        type(value), name
-    )
 
 
 def final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":

@@ -286,7 +286,18 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
     straight = mf.solve(flow, cloud, data, 1.0, step=1 / 16)
     assert largest_gap(rest.final.particles, straight.final.particles) < 1e-14
     assert whole.energy[-1] < whole.energy[0]
-    plan = mf.sweep(flow, data, widths=[4, 6], seeds=2, steps=4, every=2, step=0.1, observe=("default", "kernel_drift"), axes={"scale": [0.5, 1.0]}, compute=False)
+    plan = mf.sweep(
+        flow,
+        data,
+        widths=[4, 6],
+        seeds=2,
+        steps=4,
+        every=2,
+        step=0.1,
+        observe=("default", "kernel_drift"),
+        axes={"scale": [0.5, 1.0]},
+        compute=False,
+    )
     runs = plan.run()
     assert runs.predictions.dims == ("width", "scale", "seed", "step", "sample", "output")
     assert runs.predictions.shape[-2:] == (30, 3)
@@ -308,7 +319,16 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
 def test_samples_that_miss_a_class_get_networks_of_the_same_kind():
     x = np.random.default_rng(0).normal(size=(8, 2))
     data = lambda key, samples: mf.Dataset(x[:samples], np.arange(8)[:samples] // 2)
-    plan = mf.sweep(mf.vanilla("tanh", "softmax"), data, widths=[3], steps=1, step=0.1, observe=["accuracy"], axes={"samples": [3, 8]}, compute=False)
+    plan = mf.sweep(
+        mf.vanilla("tanh", "softmax"),
+        data,
+        widths=[3],
+        steps=1,
+        step=0.1,
+        observe=["accuracy"],
+        axes={"samples": [3, 8]},
+        compute=False,
+    )
     assert [plan.cloud(width=3, samples=n, seed=0).particles.a.shape for n in (3, 8)] == [(3, 4), (3, 4)]
 
 
