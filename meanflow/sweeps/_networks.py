@@ -407,8 +407,10 @@ class Sweep(Plan):
         outputs = flow.loss.outputs(data.y)
         if self.room is not None and outputs is not None and data.y.ndim == 1:
             # a small sample may miss the last classes
-            others = (self._data(other) for other in self.grid.one_each(self.taken["data"])[0])
-            outputs = max(flow.loss.outputs(one.y) for one in others)
+            if "outputs" not in self.kept:
+                cells, _ = self.grid.one_each(self.taken["data"])
+                self.kept["outputs"] = max(flow.loss.outputs(self._data(one).y) for one in cells)
+            outputs = self.kept["outputs"]
         sizes = [group.size for group in self.groups if group.size >= width]
         return clouds.draw(flow, key, width, sizes, data.x.shape[1] if data.x.ndim == 2 else None, outputs)
 
@@ -424,11 +426,15 @@ def _is_number(leaf: object) -> bool:
     return isinstance(leaf, int | float | np.ndarray | np.generic | jax.Array) and not isinstance(leaf, bool)
 
 
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _differ(*leaves: Any) -> bool:
     """Say whether numbers differ, or may differ since they are being traced; what is no number does not."""
     if not _is_number(leaves[0]) or all(one is leaves[0] for one in leaves):
         return False
-    if jnp.issubdtype(jnp.result_type(leaves[0]), jax.dtypes.prng_key):
+    if _is_key(leaves[0]):
         leaves = tuple(map(jax.random.key_data, leaves))
     known = [_checks.concrete(one) for one in leaves]
     return any(one is None or known[0] is None or not np.array_equal(one, known[0]) for one in known)
@@ -438,7 +444,7 @@ def _stack(column: Sequence[Any]) -> ArrayLike:
     """Return values of several cells as one array, on the host if none is on a device."""
     if not hasattr(column[0], "dtype"):
         return plans.numbers(column)
-    on_host = all(_checks.concrete(u) is not None for u in column)
+    on_host = not _is_key(column[0]) and all(_checks.concrete(u) is not None for u in column)
     return np.stack([np.asarray(u) for u in column]) if on_host else jnp.stack(column)
 
 

@@ -180,10 +180,15 @@ def _label(value: Value) -> str:
         plain = [
             f"{n}={np.asarray(v).item()}"
             for n, v in shown.items()
-            if isinstance(v, int | float | str | jax.Array) and np.size(v) == 1 and usual.get(n) is not v
+            # keys of random numbers are arrays too
+            if (isinstance(v, int | float | str) or _is_number(v)) and usual.get(n) is not v
         ]
         return f"{type(value).__name__}({', '.join(plain)})"
     return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, jax.Array) and value.size == 1 and isinstance(value.dtype, np.dtype)
 
 
 def final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":

@@ -29,39 +29,22 @@ def draw(flow, data, width, seed, key=0, **labels):
     return flow.bind(data).init(folded, width, dim=dim, **labels)
 
 
+STEPS = {"steps": 40, "every": 20, "step": 0.05}
+SHORT = STEPS | {"step": 0.02}
+TIMES = {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05}
 CASES = {
-    "vanilla": (mf.vanilla("tanh"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
-    "vanilla sliding": (
-        mf.vanilla("relu", alpha="sqrt"),
-        PLANE,
-        None,
-        {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05},
-    ),
+    "vanilla": (mf.vanilla("tanh"), PLANE, None, STEPS),
+    "vanilla sliding": (mf.vanilla("relu", alpha="sqrt"), PLANE, None, TIMES),
     "batchnorm": (mf.batchnorm("tanh"), PLANE, None, {"t1": 2.0, "ts": 3}),
-    "batchnorm relu": (mf.batchnorm("relu"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
-    "manifold": (mf.batchnorm_manifold("tanh"), PLANE, None, {"steps": 40, "every": 20, "step": 0.05}),
-    "canonical": (mf.canonical(), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
-    "canonical sliding": (
-        mf.canonical(),
-        LINE,
-        None,
-        {"t1": 1.0, "ts": 3, "solver": Sliding(), "step": 0.05},
-    ),
-    "planar": (mf.planar(alpha="sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
+    "batchnorm relu": (mf.batchnorm("relu"), PLANE, None, STEPS),
+    "manifold": (mf.batchnorm_manifold("tanh"), PLANE, None, STEPS),
+    "canonical": (mf.canonical(), LINE, None, SHORT),
+    "canonical sliding": (mf.canonical(), LINE, None, TIMES | {"solver": Sliding()}),
+    "planar": (mf.planar(alpha="sqrt"), LINE, None, SHORT),
     "radial": (mf.radial(), LINE, None, {"t1": 1.0, "ts": 3, "step": mf.solvers.Adaptive(rtol=1e-6)}),
-    "lifted": (
-        mf.lifted(alpha="sqrt"),
-        LINE,
-        ENDS,
-        {"steps": 40, "every": 20, "step": mf.KernelStep(0.3, 5)},
-    ),
-    "lifted sliding": (
-        mf.lifted(alpha="one"),
-        LINE,
-        ENDS,
-        {"t1": 1.0, "ts": 3, "solver": "sliding", "step": 0.05},
-    ),
-    "full": (mf.full(alpha="sqrt"), LINE, None, {"steps": 40, "every": 20, "step": 0.02}),
+    "lifted": (mf.lifted(alpha="sqrt"), LINE, ENDS, STEPS | {"step": mf.KernelStep(0.3, 5)}),
+    "lifted sliding": (mf.lifted(alpha="one"), LINE, ENDS, TIMES),
+    "full": (mf.full(alpha="sqrt"), LINE, None, SHORT),
 }
 
 
@@ -425,6 +408,7 @@ FUNCTIONS = {  # settings, values along the axis, and the number of programs
         1,
     ),
     "rate": ({"steps": 4, "step": 0.1, "dynamics": lambda rate: SOLVERS.Reaction(rate)}, (0.5, 2.0), 1),
+    "dynamics": (STEPS, tuple(SOLVERS.Noise(0.1, jax.random.key(k)) for k in (1, 2)), 1),
     "kappa": ({"steps": 4, "step": lambda kappa: mf.KernelStep(kappa, 2)}, (0.1, 0.3), 1),
     "step": ({"t1": 1.0, "solver": diffrax.Heun()}, (0.05, 0.2), 1),
     "rtol": ({"t1": 8.0, "step": lambda rtol: SOLVERS.Adaptive(rtol)}, (1e-3, 1e-7), 1),
@@ -441,12 +425,11 @@ def test_settings_may_depend_on_axes(axis):
     grid |= {"execution": mf.sweeps.Execution(waste=0.9), "compute": False}
     plan = mf.sweep(mf.vanilla("tanh"), PLANE, **grid, **settings)
     assert len(plan.groups) == programs
-    found = plan.run().rename({"step_size": "step"} if axis == "step" else {})
-    for cell in ({"width": 3, axis: values[1], "seed": 1}, {"width": 5, axis: values[0], "seed": 0}):
-        alone = plan.single(**cell)
-        seen = found.predictions.sel(cell)
-        np.testing.assert_allclose(seen, alone.observed["predictions"], rtol=1e-10, atol=1e-12)
-    assert len(np.unique(found.predictions.isel({seen.dims[0]: -1, seen.dims[1]: 0}))) == 8
+    found = plan.run().predictions.values
+    for i, j, k in ((0, 1, 1), (1, 0, 0)):  # places along width, the axis and seed
+        alone = plan.single(**{"width": (3, 5)[i], axis: values[j], "seed": k})
+        np.testing.assert_allclose(found[i, j, k], alone.observed["predictions"], rtol=1e-10, atol=1e-12)
+    assert len(np.unique(found[..., -1, 0])) == 8
 
 
 def test_deltas_need_labels():
