@@ -38,6 +38,9 @@ Training
     sweep               a grid over widths, balances, scales and seeds
     phase_diagram       how observables scale with the width
 
+Memory
+    clear_caches        forget compiled programs
+
 Further: activations (those known by name) and the rooms measures, geometry, layers, kernels, flows, solvers,
 transport, depth, training, univariate, sweeps, plots and report, for instance ``mf.kernels.empirical_ntk``.
 """
@@ -45,6 +48,7 @@ transport, depth, training, univariate, sweeps, plots and report, for instance `
 import typing as _typing
 
 from meanflow import _lazy
+from meanflow._reuse import clear_caches as clear_caches
 from meanflow.flows import Flow as Flow
 from meanflow.flows import batchnorm as batchnorm
 from meanflow.flows import batchnorm_manifold as batchnorm_manifold

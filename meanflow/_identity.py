@@ -1,19 +1,21 @@
-"""What makes two runs the same run: readable text for models, functions, arrays and settings that can be compared.
+"""When two values are the same: one walk over a value, read as a key in memory or as text on disk.
 
-A store keeps the description of its run and refuses to go on with another one. What a description can reach is
-compared exactly: values, arrays, and the code of the user's functions and classes with whatever they use of other
-modules of the user. Installed libraries are described by name only, since their versions are recorded apart.
+The walk follows the parts of containers and records, and for functions of the user their code, defaults, closed-over
+values and the globals that they name, through all modules of the user. ``value_key`` makes an exact key of it, by which
+compiled programs are found again in this process. ``describe`` makes text of it, by which a store or a checkpoint knows
+its run again in another process. Installed libraries count by name there, since their versions are recorded apart.
 """
 
 import enum
 import functools
 import hashlib
+import inspect
 import json
 import pathlib
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -22,12 +24,14 @@ import numpy as np
 from jaxtyping import ArrayLike
 
 Json: TypeAlias = dict[str, Any]  # an object as json.loads returns it
-Seen: TypeAlias = frozenset[int]
 
 PACKAGE = __name__.partition(".")[0]
-PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, jax.Array)
+ARRAYS = (np.ndarray, np.generic, jax.Array)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 # values of globals that decide what a function computes; open files, loggers and the like do not
-DESCRIBED = (*PLAIN, type(None), enum.Enum, list, tuple, dict, set, frozenset, functools.partial, eqx.Module)
+DESCRIBED = (*PLAIN, *ARRAYS, list, tuple, dict, set, frozenset, functools.partial, eqx.Module)
+# as much of a large array would have to be copied into a key at every call: larger ones count by identity
+LARGEST = 4096
 
 
 def digest(*parts: bytes) -> str:
@@ -71,7 +75,207 @@ def array_text(value: ArrayLike | np.generic) -> str:
     return f"{array.dtype}{list(array.shape)}:{digest(np.ascontiguousarray(array).tobytes())}"
 
 
-def describe(value: object, seen: Seen = frozenset()) -> Any:
+class Unknown(Exception):
+    """The value holds something that is being traced, or an array that cannot be compared."""
+
+
+class _Same:
+    """An object that is equal to itself only, whatever its own idea of equality; it cannot vanish meanwhile."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Walk:
+    """Goes through a value and everything that decides what it does; a subclass says what becomes of the parts."""
+
+    plain: Callable[[Any], Any]  # None, a number, a text or a member of an enumeration
+    array: Callable[[Any], Any]
+    function: Callable[[types.FunctionType], Any]  # its code, and what is ``held``
+    join: Callable[[Any, Iterable[Any]], Any]  # the kind of a sequence, and its values
+    record: Callable[[Any, Mapping[str, Any]], Any]  # a NamedTuple or a module of equinox, and its fields
+    mapping: Callable[[Mapping[Any, Any]], Any]
+    foreign: Callable[[Any], Any]  # a module, or what code finds by name in a library
+    other: Callable[[Any], Any]
+
+    def __init__(self) -> None:
+        self.path: list[int] = []  # addresses of the objects that the present one is a part of
+        self.numbers: dict[int, int] = {}  # functions and classes met so far, in the outermost of them
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, PLAIN):
+            return self.plain(value)
+        if isinstance(value, ARRAYS):
+            return self.array(value)
+        if isinstance(value, types.FunctionType):
+            return self.once(value, self.function)
+        if id(value) in self.path:
+            return "recursive"
+        self.path.append(id(value))
+        try:
+            return self.parts(value)
+        finally:
+            self.path.pop()
+
+    def parts(self, value: Any) -> Any:
+        if isinstance(value, types.MethodType):
+            return self.join("method", (value.__self__, value.__func__))
+        if isinstance(value, functools.partial):
+            return self.join("partial", (value.func, value.args, value.keywords))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self.record(value, dict(zip(value._fields, value, strict=True)))
+        if isinstance(value, eqx.Module):
+            return self.record(value, {n: getattr(value, n, None) for n in value.__dataclass_fields__})
+        if type(value) in (tuple, list):
+            return self.join(type(value), value)
+        return self.mapping(value) if type(value) is dict else self.other(value)
+
+    def once(self, value: Any, read: Callable[[Any], Any]) -> Any:
+        """Read a function or class, and where it is met again say which one it was: helpers may call each other."""
+        if id(value) in self.numbers:
+            return f"again {self.numbers[id(value)]}"
+        outermost = not self.numbers
+        self.numbers[id(value)] = len(self.numbers)
+        try:
+            return read(value)
+        finally:
+            if outermost:  # what stands beside it is read as if it stood alone
+                self.numbers = {}
+
+    def held(self, function: types.FunctionType) -> list[Any]:
+        """Return what decides beside its code what a function computes."""
+        values = [function.__defaults__, function.__kwdefaults__, *map(_content, function.__closure__ or ())]
+        found = [self(value) for value in values]
+        if is_library(function.__module__ or ""):  # the globals of a library stay what they are
+            return found
+        return found + [(name, self.named(value, function)) for name, value in _named(function)]
+
+    def named(self, value: Any, function: types.FunctionType) -> Any:
+        """Read a value that a function finds by name."""
+        home = getattr(value, "__module__", None)
+        ours = isinstance(home, str) and (home == function.__module__ or not is_library(home))
+        if isinstance(value, types.FunctionType | type):
+            return self(value) if ours else self.foreign(value)
+        if isinstance(value, DESCRIBED) or (ours and not isinstance(value, types.ModuleType)):
+            return self(value)
+        return self.foreign(value)
+
+
+class _Key(_Walk):
+    """Reads a value as a hashable key; what it cannot look into counts as equal to itself only."""
+
+    foreign = other = staticmethod(_Same)
+
+    def plain(self, value: Any) -> Any:
+        # NaN equals itself in this way, and 0 differs from -0
+        return type(value), repr(value) if isinstance(value, float | complex) else value
+
+    def array(self, value: Any) -> Any:
+        if value.size > LARGEST:
+            return _Same(value)
+        try:
+            array = np.asarray(value)
+        except (jax.errors.TracerArrayConversionError, TypeError) as problem:  # traced, or a PRNG key
+            raise Unknown from problem
+        return type(value), array.dtype.str, array.shape, array.tobytes()
+
+    def function(self, value: types.FunctionType) -> Any:
+        return value.__code__, tuple(self.held(value))
+
+    def join(self, kind: Any, values: Iterable[Any]) -> Any:
+        return kind, tuple(self(value) for value in values)
+
+    def record(self, value: Any, fields: Mapping[str, Any]) -> Any:
+        return self.join(type(value), fields.values())
+
+    def mapping(self, value: Mapping[Any, Any]) -> Any:
+        return dict, tuple((self(k), self(v)) for k, v in value.items())
+
+
+class _Text(_Walk):
+    """Reads a value as JSON-ready text, which is the same in another process."""
+
+    def plain(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return str(value)
+        return repr(value) if isinstance(value, float | complex | bytes) else value  # JSON has no infinity
+
+    def array(self, value: Any) -> Any:
+        return array_text(value)
+
+    def function(self, value: types.FunctionType) -> Any:
+        code = "" if is_library(value.__module__ or "") else _bytecode(value.__code__)
+        return f"{_name(value)}:{digest(code.encode(), str(self.held(value)).encode())}"
+
+    def join(self, kind: Any, values: Iterable[Any]) -> Any:
+        found = [self(value) for value in values]
+        return {kind: found} if isinstance(kind, str) else found
+
+    def record(self, value: Any, fields: Mapping[str, Any]) -> Any:
+        code = self.code(type(value)) if isinstance(value, eqx.Module) else ""
+        return {type(value).__name__ + code: self.mapping(fields)}
+
+    def mapping(self, value: Mapping[Any, Any]) -> Any:
+        return {str(k): self(v) for k, v in value.items()}
+
+    def foreign(self, value: Any) -> Any:
+        return None
+
+    def other(self, value: Any) -> Any:
+        if isinstance(value, types.BuiltinFunctionType | types.ModuleType):
+            return _name(value)
+        if isinstance(value, type):
+            return _name(value) + self.code(value)
+        if isinstance(value, Mapping):
+            return self.mapping(value)
+        if isinstance(value, list | tuple):
+            return self.join(None, value)
+        if isinstance(value, set | frozenset):
+            return sorted(self.join(None, value), key=str)
+        if isinstance(value, jax.custom_jvp):
+            return self.join("custom_jvp", (value.fun, value.jvp))
+        if isinstance(value, jax.custom_vjp):
+            return self.join("custom_vjp", (value.fun, value.fwd, value.bwd))
+        wrapped = getattr(value, "__wrapped__", None)  # jitted functions
+        if wrapped is not None:
+            return self(wrapped)
+        name = _name(type(value)) + self.code(type(value))
+        parts = self.mapping(dict(sorted(getattr(value, "__dict__", {}).items())))
+        return {name: parts} if parts else name
+
+    def code(self, kind: type) -> str:
+        """Return ":" and a digest of the code of a user's class and of its user's bases; "" for a library's class."""
+        own = [base for base in kind.__mro__ if not is_library(base.__module__)]
+
+        def read(_: type) -> str:
+            return digest(str([self(part) for base in own for part in _members(base)]).encode())
+
+        return ":" + self.once(kind, read) if own else ""
+
+
+def value_key(value: object) -> Any:
+    """Return a hashable key that is equal for values that do the same; unknown objects are told apart by identity.
+
+    The key holds those objects themselves, so that none of them can vanish and leave its address to another.
+
+    Raises:
+        Unknown: if a part is being traced.
+    """
+    return _Key()(value)
+
+
+def is_comparable(key: object) -> bool:
+    """Say whether a key tells more than which object it was made of."""
+    return not isinstance(key, _Same)
+
+
+def describe(value: object) -> Any:
     """Return a JSON-ready description that is equal for equal values, also in another process.
 
     - Arrays are described by type, shape and digest.
@@ -82,60 +286,10 @@ def describe(value: object, seen: Seen = frozenset()) -> Any:
     - Functions and classes of installed libraries, and of this package, are described by name and by the values they
       hold.
 
-    Args:
-        value: anything.
-        seen: addresses of the objects that ``value`` is a part of.
-
     >>> describe({"step": 0.5, "clock": "lazy"})
     {'step': '0.5', 'clock': 'lazy'}
     """
-    if isinstance(value, enum.Enum):
-        return str(value)
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float | complex | bytes):
-        return repr(value)  # JSON has no infinity
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return array_text(value)
-    if isinstance(value, types.BuiltinFunctionType | types.ModuleType):
-        return _name(value)
-    if isinstance(value, type):
-        return _name(value) + _class_code(value, seen)
-    if id(value) in seen:
-        return "recursive"
-    return _describe_parts(value, seen | {id(value)})
-
-
-def _describe_parts(value: object, seen: Seen) -> Any:
-    """Describe a value that has parts; ``seen`` already holds its own address."""
-    inside = functools.partial(describe, seen=seen)
-    if isinstance(value, Mapping):
-        return {str(k): inside(v) for k, v in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = zip(value._fields, value, strict=True)
-        return {type(value).__name__: {k: inside(v) for k, v in fields}}
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [inside(v) for v in value]
-        return items if isinstance(value, list | tuple) else sorted(items, key=str)
-    if isinstance(value, functools.partial):
-        return {"partial": [inside(value.func), inside(value.args), inside(value.keywords)]}
-    if isinstance(value, types.MethodType):
-        return {"method": [inside(value.__self__), inside(value.__func__)]}
-    if isinstance(value, types.FunctionType):
-        return f"{_name(value)}:{digest(_code([value], seen).encode())}"
-    if isinstance(value, jax.custom_jvp):
-        return {"custom_jvp": [inside(value.fun), inside(value.jvp)]}
-    if isinstance(value, jax.custom_vjp):
-        return {"custom_vjp": [inside(value.fun), inside(value.fwd), inside(value.bwd)]}
-    if isinstance(value, eqx.Module):
-        parts = {name: inside(getattr(value, name, None)) for name in value.__dataclass_fields__}
-        return {type(value).__name__ + _class_code(type(value), seen): parts}
-    wrapped = getattr(value, "__wrapped__", None)  # jitted functions
-    if wrapped is not None:
-        return inside(wrapped)
-    name = _name(type(value)) + _class_code(type(value), seen)
-    parts = {k: inside(v) for k, v in sorted(getattr(value, "__dict__", {}).items())}
-    return {name: parts} if parts else name
+    return _Text()(value)
 
 
 def _name(value: Any) -> str:
@@ -155,30 +309,14 @@ def is_library(module: str) -> bool:
     if file is None:
         return False
     path = pathlib.Path(file)
-    return bool({"site-packages", "dist-packages"} & set(path.parts)) or path.is_relative_to(
-        sysconfig.get_path("stdlib")
-    )
-
-
-def _class_code(kind: type, seen: Seen) -> str:
-    """Return ":" and a digest of the code of a user's class and of its user's bases; "" for a library's class."""
-    own = [base for base in kind.__mro__ if not is_library(base.__module__)]
-    if not own:
-        return ""
-    if id(kind) in seen:  # a class whose methods name it
-        return ":recursive"
-    seen = seen | {id(kind)}
-    parts = [part for base in own for part in _members(base)]
-    functions = [part for part in parts if isinstance(part, types.FunctionType)]
-    others = [str(describe(part, seen)) for part in parts if not isinstance(part, types.FunctionType)]
-    return ":" + digest(_code(functions, seen).encode(), *(text.encode() for text in others))
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return bool(installed) or path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def _members(kind: type) -> list[object]:
     """Return the functions and constants in the body of a class, in alphabetical order."""
     found: list[object] = []
-    for name in sorted(vars(kind)):
-        value = vars(kind)[name]
+    for name, value in sorted(vars(kind).items()):
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if isinstance(value, property):
@@ -193,59 +331,28 @@ def _members(kind: type) -> list[object]:
     return found
 
 
-def _code(functions: list[types.FunctionType], seen: Seen) -> str:
-    """Return byte code, constants, defaults and closed-over values of functions and of all that they reach.
-
-    Of a library's function only the values count, such as the learning rate inside an optimizer of optax.
-    """
-    parts: list[object] = []
-    waiting = list(functions)
-    done = {id(one) for one in waiting}
-    while waiting:  # each helper once, however many functions call it
-        one = waiting.pop(0)
-        library = is_library(one.__module__ or "")
-        values, helpers = ([], []) if library else _globals(one)
-        new = [helper for helper in helpers if id(helper) not in done | seen]
-        waiting += new
-        done |= {id(helper) for helper in new}
-        closed = [_content(cell) for cell in one.__closure__ or ()]
-        parts.append(_name(one) if library else _bytecode(one.__code__))
-        parts += [describe(v, seen | done) for v in (one.__defaults__, one.__kwdefaults__, *closed, *values)]
-    return "|".join(map(str, parts))
-
-
 def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a name that is assigned later, or never
-        return "empty"
+        return inspect.Parameter.empty
 
 
-def _globals(function: types.FunctionType) -> tuple[list[object], list[types.FunctionType]]:
-    """Return the values that a function names, and the functions whose code counts as part of its own."""
-    names = names_used(function.__code__)
-    named = [function.__globals__[n] for n in names if n in function.__globals__]
-    for module in named:  # grows: module.name and package.module.name
+def _named(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return the globals that a function names, and the attributes of the user's modules among them, with names."""
+    names = _names_used(function.__code__)
+    found = [(n, function.__globals__[n]) for n in names if n in function.__globals__]
+    for place, module in found:  # grows: module.name and package.module.name
         if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-            inner = [vars(module)[n] for n in names if n in vars(module)]
-            named += [value for value in inner if not any(value is one for one in named)]
-    values: list[object] = []
-    helpers: list[types.FunctionType] = []
-    for value in named:
-        home = getattr(value, "__module__", None)
-        ours = isinstance(home, str) and (home == function.__module__ or not is_library(home))
-        if isinstance(value, types.FunctionType):
-            helpers += [value] if ours else []
-        elif isinstance(value, type):
-            values += [value] if ours else []
-        elif isinstance(value, DESCRIBED) or (ours and not isinstance(value, types.ModuleType)):
-            values.append(value)
-    return values, helpers
+            inner = [(f"{place}.{n}", vars(module)[n]) for n in names if n in vars(module)]
+            found += [(n, value) for n, value in inner if not any(value is one for _, one in found)]
+    return found
 
 
-def names_used(code: types.CodeType) -> list[str]:
+@functools.lru_cache(maxsize=1024)
+def _names_used(code: types.CodeType) -> list[str]:
     """Return the names that a code object looks up, those of functions defined inside it included."""
-    inside = [names_used(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    inside = [_names_used(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return sorted({*code.co_names, *(name for names in inside for name in names)})
 
 
@@ -267,15 +374,14 @@ def difference(old: object, new: object, path: str = "") -> list[str]:
     >>> difference({"step": 1, "key": 0}, {"step": 2, "key": 0})
     ['step: 1 in the store, 2 now']
     """
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = []
-        for name in [*old, *(k for k in new if k not in old)]:
-            place = f"{path}.{name}" if path else str(name)
-            if name not in old or name not in new:
-                found.append(
-                    f"{place}: {old.get(name, 'absent')!r} in the store, {new.get(name, 'absent')!r} now"
-                )
-            else:
-                found += difference(old[name], new[name], place)
-        return found
-    return [] if old == new else [f"{path}: {old!r} in the store, {new!r} now"]
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [] if old == new else [f"{path}: {old!r} in the store, {new!r} now"]
+    found = []
+    for name in dict.fromkeys([*old, *new]):
+        place = f"{path}.{name}" if path else str(name)
+        if name in old and name in new:
+            found += difference(old[name], new[name], place)
+        else:
+            was, now = (repr(one.get(name, "absent")) for one in (old, new))
+            found.append(f"{place}: {was} in the store, {now} now")
+    return found

@@ -13,8 +13,8 @@ def attach(
 
     A package writes ``__getattr__, __dir__ = attach(__name__, {"BatchNorm": "normalization"})``. Reading
     ``package.BatchNorm`` for the first time then imports ``package.normalization``, and the package keeps its
-    ``BatchNorm``. A name that equals
-    the last part of its module, such as ``{"functional": "functional"}``, stands for the module itself.
+    ``BatchNorm``, so that the next access imports nothing. A name that equals the last part of its module, such as
+    ``{"functional": "functional"}``, stands for the module itself.
 
     Args:
         package: ``__name__`` of the package.

@@ -8,7 +8,7 @@ before the root is taken, and the result afterwards.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import equinox.internal as eqxi  # the loop that diffrax steps with: reverse mode through a while
@@ -275,7 +275,7 @@ def iterate_until(
     observe: Callable[[State, Array], Observed],
     *,
     limit: int,
-    kind: str,
+    kind: Literal["lax", "checkpointed", "bounded"],
     checkpoints: int | None = None,
 ) -> tuple[State, Observed]:
     """Apply ``step`` until each of the ``stops`` in turn and observe the state there: ``iterate`` where time counts.

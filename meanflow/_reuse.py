@@ -1,34 +1,119 @@
-"""Compiled programs are found again: one object for functions of equal value, and a lean way to call programs.
+"""Avoid recompiling: two functions with the same code and captured values share one compiled program.
 
 JAX finds a compiled program by the functions that were compiled in. A lambda or ``optax.adam(0.1)`` made anew is
 another object, although it computes the same, and would be compiled again. ``canonical`` returns the first one of the
 same value. It never guesses: what it cannot look into counts as equal to itself only.
+
+Programs, and what they are found by, are kept in caches of bounded size (``kept``): a process that makes new functions
+for ever does not grow for ever. ``clear_caches`` empties them all.
 """
 
-import enum
 import functools
-import types
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
-import equinox as eqx
 import jax
-import numpy as np
 
-from meanflow._identity import is_library, names_used
+from meanflow._identity import ARRAYS, Unknown, is_comparable, value_key
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
-KEPT = 512
-LARGEST = 4096  # entries of arrays that are compared by value
+# Programs that each function of the library keeps. One of `descend` or of a tangent kernel takes 4 MB, one of `solve`
+# 12 MB: a process that makes new closures for ever grows by 200 MB and no more.
+KEPT = 16
 _ARRAY = object()  # stands for an array among what decides a program
-_KNOWN: OrderedDict[Any, Any] = OrderedDict()
-_KEYS: dict[int, Any] = {}  # the key of each value that is kept, by its address
+_CLEARING: list[Callable[[], None]] = []  # empties one cache each
 
 
-class _Unknown(Exception):
-    """The value holds something that is being traced."""
+def inlined(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """Return the function behind ``equinox.filter_jit``, for calls inside of compiled programs.
+
+    What a jitted function has traced is kept as long as that function is: that of ``diffrax.diffeqsolve``, with the
+    closures of all runs, for ever.
+    """
+    return inspect.unwrap(function)
+
+
+def clear_caches() -> None:
+    """Forget the compiled programs of this library and everything by which they are found again.
+
+    Each function of the library keeps the programs that were used last, of which one takes a few megabytes. Nothing
+    is wrong after a call of this function: what is needed again is compiled again. ``jax.clear_caches`` forgets the
+    programs of JAX's own functions and of yours.
+
+    >>> import meanflow as mf
+    >>> mf.clear_caches()
+    """
+    for clear in _CLEARING:
+        clear()
+
+
+def kept(limit: int = 2 * KEPT) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """Keep the results of a function for the last ``limit`` arguments; for those without a hash, none are kept.
+
+    >>> calls = []
+    >>> double = kept(2)(lambda u: calls.append(u) or 2 * u)
+    >>> double(1), double(1), double([1]), calls
+    (2, 2, [1, 1], [1, [1]])
+    """
+
+    def decorate(function: Callable[..., Value]) -> Callable[..., Value]:
+        cached = functools.lru_cache(limit, typed=True)(function)  # typed: 1 and 1.0 make different programs
+        _CLEARING.append(cached.cache_clear)
+
+        @functools.wraps(function)
+        def call(*args: Hashable) -> Value:
+            try:
+                return cached(*args)
+            except TypeError:
+                try:
+                    hash(args)
+                except TypeError:
+                    return function(*args)
+                raise
+
+        return call
+
+    return decorate
+
+
+class _Call:
+    """Arguments that are equal if their key is; they themselves are dropped once they have been used."""
+
+    def __init__(self, key: Hashable, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.key, self.arguments = key, [arguments]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Call) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def kept_by_shape(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """Keep what a function says of pytrees whose arrays matter to it by shape and dtype alone; for slow questions.
+
+    >>> import numpy as np
+    >>> calls = []
+    >>> size = kept_by_shape(lambda tree: calls.append("called") or tree["a"].size)
+    >>> size({"a": np.ones(2)}), size({"a": np.zeros(2)}), size({"a": np.ones(3)}), len(calls)
+    (2, 2, 3, 2)
+    """
+
+    @kept()
+    def ask(call: _Call) -> Value:
+        args, kwargs = call.arguments.pop()
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        described = [(u.shape, u.dtype) if isinstance(u, ARRAYS) else (type(u), u) for u in leaves]
+        return ask(_Call((structure, *described), (args, kwargs)))
+
+    return call
 
 
 def canonical(value: Value) -> Value:
@@ -42,118 +127,66 @@ def canonical(value: Value) -> Value:
     """
     try:
         key = value_key(value)
-        hash(key)
-        if isinstance(key, _Same):
+        if not is_comparable(key):
             return value
-        found = _KNOWN.get(key, value)
-        if found is not value and value_key(found) != key:
-            found = value  # what that one names or holds has changed since
-    except (_Unknown, TypeError):  # traced, or without a hash
+        found = _KNOWN.get(key)
+        if found is None and any(value is one for one in _KNOWN.values()):
+            return value  # its meaning has changed since it was compiled: equals of its present meaning must not get it
+        if found is None or (
+            found is not value and value_key(found) != key
+        ):  # what that one names or holds has changed
+            found = _KNOWN[key] = value
+    except (Unknown, TypeError):  # traced, or without a hash
         return value
-    if found is value and _KEYS.get(id(value), key) != key:
-        return value  # its meaning has changed since it was compiled: equals of its present meaning must not get it
-    _KNOWN[key], _KEYS[id(found)] = found, key
     _KNOWN.move_to_end(key)
-    if len(_KNOWN) > KEPT:
-        _KEYS.pop(id(_KNOWN.popitem(last=False)[1]), None)
+    if len(_KNOWN) > 4 * KEPT:
+        _KNOWN.popitem(last=False)
     return found
 
 
-def value_key(value: object, seen: frozenset[int] = frozenset()) -> Any:
-    """Return a key that is equal for values that do the same; unknown objects are told apart by identity.
-
-    The key holds those objects themselves, so that none of them can vanish and leave its address to another.
-    """
-    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum):
-        return type(value), value
-    if isinstance(value, float | complex):
-        return type(value), repr(value)  # NaN equals itself here, and 0 differs from -0
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return _array_key(value)
-    if id(value) in seen:
-        return "recursive"
-    seen = seen | {id(value)}
-    inside = functools.partial(value_key, seen=seen)
-    if isinstance(value, types.FunctionType):
-        return _function_key(value, seen)
-    if isinstance(value, types.MethodType):
-        return "method", inside(value.__self__), inside(value.__func__)
-    if isinstance(value, functools.partial):
-        return "partial", inside(value.func), inside(value.args), inside(value.keywords)
-    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return type(value), tuple(inside(u) for u in value)  # type: ignore[attr-defined]
-    if type(value) is dict:
-        return "dict", tuple((inside(k), inside(v)) for k, v in value.items())
-    if isinstance(value, eqx.Module):
-        return type(value), tuple(inside(getattr(value, name, None)) for name in value.__dataclass_fields__)
-    return _Same(value)
+_KNOWN: OrderedDict[Any, Any] = OrderedDict()  # what ``canonical`` has returned, by key
+_CLEARING.append(_KNOWN.clear)
 
 
-def _function_key(function: types.FunctionType, seen: frozenset[int]) -> Any:
-    held = [function.__defaults__, function.__kwdefaults__]
-    for cell in function.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # a name that is assigned later
-            return _Same(function)
-    if not is_library(function.__module__ or ""):  # the globals of a library stay what they are
-        held += [function.__globals__.get(name) for name in names_used(function.__code__)]
-    return function.__code__, tuple(value_key(u, seen) for u in held)
-
-
-def _array_key(value: Any) -> Any:
-    if value.size > LARGEST:
-        return _Same(value)
-    try:
-        array = np.asarray(value)
-    except (jax.errors.TracerArrayConversionError, TypeError) as problem:  # traced, or a key
-        raise _Unknown from problem
-    return "array", type(value), array.dtype.str, array.shape, array.tobytes()
-
-
-def compiled(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+def compiled(
+    function: Callable[Arguments, Value], *, compiler_options: dict[str, Any] | None = None
+) -> Callable[Arguments, Value]:
     """Compile a function of pytrees that returns arrays; what is no array in its arguments decides the program.
 
     This is ``equinox.filter_jit`` without donation and results that are no arrays, for programs that are called often:
-    a call takes two thirds of the time.
+    a call takes two thirds of the time. The last few programs are kept, each for all shapes that it was called with; a
+    closure that is no longer in use vanishes with its program.
+
+    Args:
+        function: what is compiled.
+        compiler_options: passed on to ``jax.jit``.
 
     >>> power = compiled(lambda u, name: u**2 if name == "square" else u)
     >>> float(power(jax.numpy.asarray(3.0), "square"))
     9.0
     """
 
-    def run(fixed: tuple[Any, tuple], arrays: list[Any]) -> Value:
-        structure, others = fixed
-        rest = iter(arrays)
-        leaves = [next(rest) if other is _ARRAY else other for other in others]
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        return function(*args, **kwargs)
+    # a function of its own for each program: those that JAX has are let go when its function is
+    @kept(KEPT)
+    def program(structure: jax.tree_util.PyTreeDef, *others: Hashable) -> Callable[[list[Any]], Value]:
+        def run(arrays: list[Any]) -> Value:
+            rest = iter(arrays)
+            leaves = [next(rest) if other is _ARRAY else other for other in others]
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return function(*args, **kwargs)
 
-    run.__name__ = getattr(function, "__name__", "run")  # the name that profiles show
-    program = jax.jit(run, static_argnums=0)
+        run.__name__ = getattr(function, "__name__", "run")  # the name that profiles show
+        return jax.jit(run, compiler_options=compiler_options)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
         leaves, structure = jax.tree.flatten((args, kwargs))
         arrays, others = [], []
         for leaf in leaves:
-            known = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+            known = isinstance(leaf, ARRAYS)
             others.append(_ARRAY if known else leaf)
             if known:
                 arrays.append(leaf)
-        return program((structure, tuple(others)), arrays)
+        return program(structure, *others)(arrays)
 
     return call
-
-
-class _Same:
-    """An object that is equal to itself only, whatever its own idea of equality."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)

@@ -1,14 +1,13 @@
 """Activations: those known by name, smooth and stretched ones. All act elementwise; relu'(0) = 0 by convention."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from meanflow import _checks
-from meanflow._reuse import canonical
+from meanflow._reuse import canonical, kept
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -55,7 +54,7 @@ NAMED: dict[str, Activation] = {
 }
 
 
-@functools.lru_cache(maxsize=256)
+@kept()
 def has_kink(activation: Activation) -> bool:
     """Say whether the slope of an activation jumps at 0, by looking at it on either side; kinks elsewhere are not seen.
 

@@ -190,7 +190,9 @@ def kernel_methods(cloud, data):
         lambda p, x: (jnp.mean(networks(p, x), 0, keepdims=True), jnp.std(networks(p, x), 0, keepdims=True)),
     )
     found = [
-        kernels.empirical_ntk(networks, params, data.x, data.x[:3], method=method, outputs=outputs, chunk=3)
+        kernels.empirical_ntk(
+            networks, params, data.x, data.x[:3], outputs=outputs, method=kernels.Method(method, chunk=3)
+        )
         for method in ("jacobian", "products", "structured")
         for outputs in ("full", "trace", "diagonal")
     ]

@@ -240,7 +240,10 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: mf.Batches(2, replace=1), "replace must be True or False"),
         (lambda: mf.flows.max_margin(mf.vanilla(), CLOUD, mf.Dataset(PLANE.x, [0, 1, 1])), "labels -1 and 1"),
         (lambda: mf.kernels.kernel_flow(np.triu(np.ones((2, 2))), [0.0, 0.0], [1.0, 1.0]), "symmetric"),
-        (lambda: mf.kernels.ntk_by_group(lambda p, x: x, {}, np.ones((2, 2))), "params must hold"),
+        (
+            lambda: mf.kernels.empirical_ntk(lambda p, x: x, {}, np.ones((2, 2)), groups=str),
+            "params must hold",
+        ),
         (lambda: trained(labels=np.full(8, 3)), "data.train_y must be <= 1"),
         (lambda: trained(labels=np.full(8, -1)), "data.train_y must be >= 0"),
         (lambda: trained(loss=lambda f, y: f), "loss must return one number"),

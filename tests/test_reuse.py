@@ -1,5 +1,11 @@
 """Functions of equal value are one function; anything else stays apart. What is compiled again, and what is not."""
 
+import gc
+import importlib
+import subprocess
+import sys
+import weakref
+
 import diffrax
 import jax
 import jax.numpy as jnp
@@ -9,7 +15,8 @@ import pytest
 from helpers import problem
 
 import meanflow as mf
-from meanflow._reuse import canonical
+from meanflow._identity import describe
+from meanflow._reuse import KEPT, canonical, compiled
 
 SCALE = 2.0
 
@@ -100,3 +107,113 @@ def test_limits_of_steps_suffice(count):
 
     limit = ConstantStep(np.asarray(1.0 / count)).limit(np.asarray(0.0), np.asarray(1.0), 0)
     assert count + 2 <= limit <= max(4096, 16 * (count + 2))
+
+
+class Held:
+    """Something that a closure captures."""
+
+    value = 1.0
+
+
+def closure(held, number=0.0):
+    return lambda z: jnp.tanh(held.value * z) + number
+
+
+def calls(kind):
+    """A function that uses a fresh closure once."""
+    flow, cloud, data = problem("vanilla", width=3, points=6)
+    return {
+        "velocity": lambda f: mf.velocity(mf.vanilla(f), cloud, data),
+        "observed": lambda f: mf.descend(
+            flow, cloud, data, 2, step=0.1, observe={"size": lambda flow, cloud, data: f(cloud.particles.a)}
+        ),
+        "solve": lambda f: mf.solve(mf.vanilla(f), cloud, data, 0.5),
+        "kernel": lambda f: mf.kernels.empirical_ntk(lambda w, x: f(x @ w), jnp.ones(2), data.x[:, :2]),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["velocity", "kernel", "observed"])
+def test_programs_of_closures_that_are_gone_are_let_go(kind):
+    use, kept = calls(kind), []
+    for _ in range(3):
+        held = Held()
+        kept.append(weakref.ref(held))
+        use(closure(held))
+    del held
+    gc.collect()
+    assert all(one() is not None for one in kept)
+    mf.clear_caches()
+    gc.collect()
+    assert [one() for one in kept] == [None, None, None]
+
+
+def test_the_number_of_programs_is_bounded():
+    scale, kept = compiled(lambda u, held: held.value * u), []
+    for number in range(KEPT + 3):
+        held = Held()
+        held.value = float(number)
+        kept.append(weakref.ref(held))
+        assert float(scale(jnp.ones(()), held)) == number
+    del held
+    gc.collect()
+    assert [one() is not None for one in kept] == [False] * 3 + [True] * KEPT
+
+
+def test_types_decide_a_program():
+    kinds = compiled(lambda u, other: u * other)
+    assert kinds(jnp.ones((), int), 1).dtype != kinds(jnp.ones((), int), 1.0).dtype
+
+
+def test_unhashable_settings_are_compiled_but_not_kept():
+    @compiled
+    def total(u, names):
+        return u * len(names.value)
+
+    held = type("Names", (Held,), {"__hash__": None, "value": "ab"})()
+    assert float(total(jnp.ones(()), held)) == 2
+
+
+def test_recursion_and_shared_helpers_are_walked_once():
+    """Helpers that call each other would be walked again on every path: 2^40 of them here."""
+    helpers = {"__name__": "helpers_of_a_user"}
+    for level in range(40):
+        exec(f"def f{level}(z): return f{level + 1}(f{level + 1}(z)) + g{level + 1}(z)", helpers)
+        exec(f"def g{level}(z): return f{level + 1}(z) - g{level + 1}(z)", helpers)
+    exec("def f40(z): return f0(z)\ndef g40(z): return z", helpers)
+    before = describe(helpers["f0"])
+    assert canonical(helpers["f0"]) is helpers["f0"] and before == describe(helpers["f0"])
+    exec("def g40(z): return -z", helpers)
+    assert describe(helpers["f0"]) != before
+    assert describe([helpers["f0"], helpers["f0"]]) == [describe(helpers["f0"])] * 2
+
+
+def test_names_are_imported_once_and_helpers_are_not_listed(monkeypatch):
+    assert mf.solve is mf.solve
+    monkeypatch.setattr(importlib, "import_module", None)
+    assert callable(mf.solve) and not [name for name in dir(mf) if name.startswith("_")]
+
+
+GROWTH = """
+import gc, pathlib, resource, jax
+jax.config.update("jax_enable_x64", True)
+from test_reuse import Held, calls, closure
+pages = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+use = calls("{kind}")
+use(closure(Held()))
+gc.collect()
+before = pages()
+for number in range({count}):
+    use(closure(Held(), number / {count}))
+gc.collect()
+print((pages() - before) / 1e6)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
+@pytest.mark.parametrize("kind", ["velocity", "kernel", "observed"])
+def test_fresh_closures_do_not_fill_the_memory(kind):
+    code = GROWTH.format(kind=kind, count=500)
+    done = subprocess.run([sys.executable, "-c", code], cwd="tests", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout) < 300

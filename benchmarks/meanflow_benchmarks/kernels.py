@@ -179,7 +179,8 @@ def large(
         Seconds, bytes, speed, and the relative difference of the first four rows from a direct computation.
     """
     apply, params, x = _network(widths, samples)
-    kernel = jax.jit(lambda p, x: kernels.empirical_ntk(apply, p, x, stats="frozen", chunk=chunk))
+    method = kernels.Method(chunk=chunk)
+    kernel = jax.jit(lambda p, x: kernels.empirical_ntk(apply, p, x, stats="frozen", method=method))
     program = kernel.lower(params, x).compile()
     memory = program_memory(program)
     result, seconds = timed(program, params, x)
@@ -209,7 +210,7 @@ def convolutions(samples: int = 1024, limit: int = 2**30) -> dict[str, float]:
     kernel = lambda a, b: kernels.empirical_ntk(
         apply, params, a, b, outputs="trace", stats="frozen", method=method
     )
-    plan = kernels.ntk_plan(apply, params, x, outputs="trace", stats="frozen", method=method)
+    plan = method.plan(apply, params, x, outputs="trace", stats="frozen")
     found: dict[str, Any] = {}
     run = lambda: found.update(kernel=jax.block_until_ready(kernel(x, None)))
     run()
@@ -441,7 +442,7 @@ def _network_numbers(name: str, outputs: str, repeats: int, peers: dict[str, str
     """Time one network here and in the peers' interpreters."""
     apply, params, x = NETWORKS[name]()
     stats = "batch" if name.startswith("batch norm") else None
-    plan = kernels.ntk_plan(apply, params, x, outputs=outputs, stats=stats)
+    plan, rate = kernels.Method().plan(apply, params, x, outputs=outputs, stats=stats), _matmul_rate(40, 384)
     kernel = lambda method, p: kernels.empirical_ntk(
         apply, p, x, outputs=outputs, stats=stats or "frozen", method=method
     )
@@ -450,13 +451,15 @@ def _network_numbers(name: str, outputs: str, repeats: int, peers: dict[str, str
     grown = grown_bytes(way("auto"))
     # the other methods where they are not out of the question
     rivals = [
-        m for m in plan.seconds if plan.seconds[m] < 5 * plan.seconds[plan.method] and plan.bytes[m] < 2**30
+        m
+        for m, count in plan.operations.items()
+        if count < 5 * plan.operations[plan.method] and plan.bytes[m] < 2**30
     ]
     measured = interleaved({m: way(m) for m in {*rivals, plan.method}}, repeats)
     best = measured[plan.method]
     out: dict[str, float | str] = {
         "method": plan.method,
-        "planned seconds": plan.seconds[plan.method],
+        "planned seconds": plan.operations[plan.method] / rate,
         "auto to best": best / min(measured.values()),
         "planned bytes": plan.bytes[plan.method],
         "bytes": grown,

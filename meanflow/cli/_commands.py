@@ -12,7 +12,6 @@ from meanflow.cli._extension import FAILED_CELLS, Commands, guard, parse_setting
 
 if TYPE_CHECKING:  # slow to import
     import xarray
-    from matplotlib.figure import Figure, SubFigure
 
 Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
 Result = TypeVar("Result")
@@ -50,17 +49,81 @@ _DISTRIBUTED = click.option(
 )
 
 
-def _precision(request: Tables) -> None:
-    """Set the precision of the run before anything is computed."""
-    import jax
+def _alpha(text: str) -> str | float:
+    """Read the name of an output scale as it is, anything else as a number."""
+    try:
+        return text if text in ("m", "sqrt", "one") else float(text)
+    except ValueError:
+        raise click.UsageError(f"--alpha must be m, sqrt, one or a number, got {text!r}") from None
 
-    jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
+
+def _listed(name: str, kind: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """Return a function that reads the comma-separated values of an option."""
+
+    def read(text: str) -> list[object]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise click.UsageError(f"--{name} must be comma-separated numbers, got {text!r}") from None
+
+    return read
 
 
-def _join() -> None:
+# options of ``sweep`` by name: the place of the value in a configuration, how it is read, and the help
+SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
+    "flow": ("flow.name", str, "Model, for instance lifted or batchnorm."),
+    "alpha": ("flow.alpha", _alpha, "Output scale: m, sqrt, one or a number."),
+    "data": (
+        "data",
+        lambda text: {"file" if text.endswith(".npz") else "name": text},
+        "Named data: sine, square, ridge; or an .npz file.",
+    ),
+    "widths": ("grid.widths", _listed("widths", int), "Comma-separated widths."),
+    "deltas": ("grid.deltas", _listed("deltas", float), "Comma-separated balances; -inf and inf allowed."),
+    "scales": ("grid.scales", _listed("scales", float), "Comma-separated factors of initial amplitudes."),
+    "seeds": ("grid.seeds", int, "Number of seeds."),
+    "steps": ("run.steps", int, "Steps of descent."),
+    "every": ("run.every", int, "Steps between saves; default start and end only."),
+    "t1": ("run.t1", float, "End time, instead of --steps."),
+    "step": ("run.step", float, "Step size."),
+    "temperature": (
+        "run.dynamics",
+        lambda text: {"temperature": float(text)},
+        "Temperature of the noise; needs --step, with --t1 or --steps.",
+    ),
+    "reaction": (
+        "run.dynamics",
+        lambda text: {"reaction": float(text)},
+        "Rate at which the weights of the neurons move.",
+    ),
+    "key": ("run.key", int, "Number of the random numbers: starts, batches, noise."),
+    "kernel_step": (
+        "run.step",
+        lambda text: {"kernel": float(text)},
+        "Step size as a fraction of 1/lambda_max of the kernel.",
+    ),
+    "observe": (
+        "run.observe",
+        _listed("observe", str),
+        "Comma-separated observables; default stands for the usual ones, neurons for what the report animates.",
+    ),
+}
+
+
+def _settings(command: Callable[..., None]) -> Callable[..., None]:
+    for name, (_, read, text) in reversed(SETTINGS.items()):
+        option = f"--{name.replace('_', '-')}"
+        metavar = None if isinstance(read, type) else "TEXT"
+        command = click.option(option, type=read, metavar=metavar, help=text)(command)
+    return command
+
+
+def _join(distributed: bool) -> None:
     """Make this process one of several."""
     import jax
 
+    if not distributed:
+        return
     try:
         jax.distributed.initialize()
     except (RuntimeError, ValueError) as problem:
@@ -80,12 +143,15 @@ def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
 
 def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
     """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
+    import jax
+
     from meanflow.cli import _tables as tables
     from meanflow.cli._request import build
     from meanflow.sweeps._devices import is_lead
     from meanflow.sweeps._results import failed
 
-    _precision(request)
+    # before anything is computed
+    jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
     plan = _on_all(distributed, lambda: build(request))
     data = plan.run(store=store)
     lost = int(failed(data).sum())
@@ -112,27 +178,7 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
     "--set", "changes", multiple=True, metavar="TABLE.KEY=VALUE", help="Change one value (TOML syntax)."
 )
 @click.option("--store", type=click.Path(), help="Run directory; a killed run continues there.")
-@click.option("--flow", help="Model, for instance lifted or batchnorm.")
-@click.option("--alpha", help="Output scale: m, sqrt, one or a number.")
-@click.option("--data", help="Named data: sine, square, ridge; or an .npz file.")
-@click.option("--widths", help="Comma-separated widths.")
-@click.option("--deltas", help="Comma-separated balances; -inf and inf allowed.")
-@click.option("--scales", help="Comma-separated factors of the initial amplitudes.")
-@click.option("--seeds", type=int, help="Number of seeds.")
-@click.option("--steps", type=int, help="Steps of descent.")
-@click.option("--every", type=int, help="Steps between saves; default start and end only.")
-@click.option("--t1", type=float, help="End time, instead of --steps.")
-@click.option("--step", type=float, help="Step size.")
-@click.option(
-    "--temperature", type=float, help="Temperature of the noise; needs --step or --steps with --step."
-)
-@click.option("--reaction", type=float, help="Rate at which the weights of the neurons move.")
-@click.option("--key", type=int, help="Number of the random numbers: starts, batches, noise.")
-@click.option("--kernel-step", type=float, help="Step size as a fraction of 1/lambda_max of the kernel.")
-@click.option(
-    "--observe",
-    help="Comma-separated observables; default stands for the usual ones, neurons for what the report animates.",
-)
+@_settings
 @_DISTRIBUTED
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
 @guard
@@ -170,8 +216,7 @@ def sweep(
       step = {kernel = 0.2}
       observe = ["default", "neurons"]
     """
-    if distributed:
-        _join()
+    _join(distributed)
     request = _on_all(distributed, lambda: _read_tables(config, changes, flags))
     _execute(request, store or request.get("store"), as_json, distributed)
 
@@ -185,64 +230,24 @@ def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) ->
         tables |= requests.read_request(config)
     elif not any(v is not None for v in flags.values()):
         raise click.UsageError("give a CONFIG file or flags; see meanflow sweep --help")
-    _apply_flags(tables, flags)
-    for change in changes:
-        place, parsed = parse_setting(change)
+    given = [(SETTINGS[name][0], value) for name, value in flags.items() if value is not None]
+    for place, value in given + [parse_setting(change) for change in changes]:
         table, dot, key = place.partition(".")
         if dot:
-            tables.setdefault(table, {})[key] = parsed
-        elif isinstance(parsed, dict) or table == "store":
-            tables[table] = parsed
+            known = tables.setdefault(table, {})
+            # two flags for one table are an error that names both, which the table itself finds
+            both = key == "dynamics" and isinstance(value, dict) and isinstance(known.get(key), dict)
+            known[key] = {**known[key], **value} if both else value
+        elif isinstance(value, dict) or table == "store":
+            tables[table] = value
         else:
             raise click.UsageError(
-                f"--set needs TABLE.KEY=VALUE or TABLE={{KEY = VALUE, ...}}, got {change!r}"
+                f"--set needs TABLE.KEY=VALUE or TABLE={{KEY = VALUE, ...}}, got {place}={value!r}"
             )
     request = requests.check_request(tables)
     if "file" in request["data"]:  # so that the run can be resumed from elsewhere
         request["data"]["file"] = str(_checks.path("data.file", request["data"]["file"]).resolve())
     return request
-
-
-def _apply_flags(tables: Tables, flags: Tables) -> None:
-    """Write the flags that were given into the tables."""
-
-    def put(table: str, key: str, value: object) -> None:
-        if value is not None:
-            tables[table][key] = value
-
-    def listed(name: str, kind: Callable[[str], object]) -> list[object] | None:
-        if flags[name] is None:
-            return None
-        try:
-            return [kind(part) for part in flags[name].split(",")]
-        except ValueError:
-            raise click.UsageError(f"--{name} must be comma-separated numbers, got {flags[name]!r}") from None
-
-    put("flow", "name", flags["flow"])
-    put("flow", "alpha", _alpha(flags["alpha"]))
-    if flags["data"] is not None:
-        tables["data"] = {"file" if flags["data"].endswith(".npz") else "name": flags["data"]}
-    put("grid", "widths", listed("widths", int))
-    put("grid", "deltas", listed("deltas", float))
-    put("grid", "scales", listed("scales", float))
-    put("grid", "seeds", flags["seeds"])
-    put("run", "observe", listed("observe", str))
-    for name in ("steps", "every", "t1", "step", "key"):
-        put("run", name, flags[name])
-    dynamics = {n: flags[n] for n in ("temperature", "reaction") if flags[n] is not None}
-    put("run", "dynamics", dynamics or None)
-    if flags["kernel_step"] is not None:
-        tables["run"]["step"] = {"kernel": flags["kernel_step"]}
-
-
-def _alpha(text: str | None) -> str | float | None:
-    """Return the name of an output scale as it is, anything else as a number."""
-    if text is None or text in ("m", "sqrt", "one"):
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise click.UsageError(f"--alpha must be m, sqrt, one or a number, got {text!r}") from None
 
 
 @main.command()
@@ -258,8 +263,7 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
       meanflow resume runs/a
       meanflow resume runs/a --json
     """
-    if distributed:
-        _join()
+    _join(distributed)
     _execute(_on_all(distributed, lambda: _stored_request(directory)), directory, as_json, distributed)
 
 
@@ -320,7 +324,7 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
         click.echo(f"figure in {figure}", err=as_json)
 
 
-def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
+def _draw(data: "xarray.Dataset", variable: str) -> Any:
     """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
     from meanflow.cli import _tables as tables
@@ -329,7 +333,7 @@ def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
     if len(long) == 2:
-        return _whole(plots.heat_map(tables.medians(data, variable)).figure)
+        return plots.heat_map(tables.medians(data, variable)).figure
     if len(long) != 1:
         raise ValueError(f"--figure needs one or two axes longer than 1 beside seed, got {long}")
     values = last.squeeze([d for d in last.dims if d not in (*long, "seed")], drop=True).transpose(
@@ -337,15 +341,7 @@ def _draw(data: "xarray.Dataset", variable: str) -> "Figure":
     )
     axis = str(long[0])
     axes = plots.traces(last[axis].values, {variable: values.values}, xlabel=axis, ylabel=variable)
-    return _whole(axes.figure)
-
-
-def _whole(figure: "Figure | SubFigure") -> "Figure":
-    """Return the figure that a plot was drawn on; plots of the command line are no parts of others."""
-    from matplotlib.figure import Figure
-
-    assert isinstance(figure, Figure)
-    return figure
+    return axes.figure
 
 
 @main.command()

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import click
 import jax
@@ -113,82 +113,62 @@ def parse_setting(change: str) -> tuple[str, object]:
         return key, value
 
 
+class Elsewhere(click.Command):
+    """A command of another distribution, which is imported when it is called and not before.
+
+    One that is missing or cannot be imported ends with a message about it, whatever its arguments are.
+    """
+
+    def __init__(self, name: str, entry: EntryPoint | None) -> None:
+        known, self.entry = OPTIONAL.get(name), entry
+        summary = f"{known.summary} " if known else ""
+        if entry is not None:
+            summary += f"From {entry.dist.name if entry.dist is not None else entry.module}."
+        elif known is not None:
+            summary += f"Not installed: pip install {known.distribution}"
+        super().__init__(name, short_help=summary)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Hand over to the command itself."""
+        return self._load().make_context(info_name, args, parent, **extra)
+
+    def _load(self) -> click.Command:
+        if self.entry is None:
+            missing = OPTIONAL[str(self.name)].distribution
+            raise Failure(
+                f"meanflow {self.name} is part of the distribution {missing}: pip install {missing}"
+            )
+        dist = self.entry.dist
+        source = self.entry.value if dist is None else f"{dist.name} {dist.version}"
+        try:
+            command = self.entry.load()
+            if not isinstance(command, click.Command):
+                raise TypeError(f"{self.entry.value} is no click command")
+        except (
+            Exception
+        ) as problem:  # whatever goes wrong in the code of others: the user needs to know whose it is
+            reason = f"{type(problem).__name__}: {problem}"
+            raise Failure(
+                f"meanflow {self.name}, registered by {source}, cannot be loaded: {reason}"
+            ) from problem
+        return command
+
+
 class Commands(click.Group):
-    """A group of commands that also holds those registered as entry points, found by name and imported on call."""
+    """A group of commands that also holds those registered as entry points."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the group's own commands, the registered ones and the optional ones."""
         return sorted({*super().list_commands(ctx), *registered(), *OPTIONAL})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command ``cmd_name``: the group's own, a registered one, or one that says what to install."""
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        entry = registered().get(cmd_name)
-        if entry is not None:
-            return _load(entry)
-        if cmd_name in OPTIONAL:
-            name = OPTIONAL[cmd_name].distribution
-            return _failing(
-                cmd_name, f"meanflow {cmd_name} is part of the distribution {name}: pip install {name}"
-            )
-        return None
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for ``--help`` without importing the registered ones."""
-        own = {name: super(Commands, self).get_command(ctx, name) for name in super().list_commands(ctx)}
-        width = formatter.width - 6 - max(map(len, self.list_commands(ctx)))
-        rows = [
-            (name, command.get_short_help_str(width))
-            for name, command in own.items()
-            if command is not None and not command.hidden
-        ]
-        found = registered()
-        others = [
-            (name, _summary(name, found.get(name))) for name in self.list_commands(ctx) if name not in own
-        ]
-        for title, part in (("Commands", rows), ("Commands of other distributions", others)):
-            if part:
-                with formatter.section(title):
-                    formatter.write_dl(part)
+        """Return the command ``cmd_name`` of the group, or one that stands for that of another distribution."""
+        own, entry = super().get_command(ctx, cmd_name), registered().get(cmd_name)
+        return own or (Elsewhere(cmd_name, entry) if entry or cmd_name in OPTIONAL else None)
 
 
 def registered() -> dict[str, EntryPoint]:
     """Return the entry points of the group ``meanflow.commands`` by name; nothing is imported."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
-
-
-def _summary(name: str, entry: EntryPoint | None) -> str:
-    """Describe a command of another distribution in the list of ``--help``."""
-    if entry is None:
-        missing = OPTIONAL[name]
-        return f"{missing.summary} Not installed: pip install {missing.distribution}"
-    source = entry.dist.name if entry.dist is not None else entry.module
-    return f"{OPTIONAL[name].summary} From {source}." if name in OPTIONAL else f"From {source}."
-
-
-def _load(entry: EntryPoint) -> click.Command:
-    """Import a registered command; one that cannot be imported becomes a command that says why."""
-    source = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
-    try:
-        command = entry.load()
-    except (
-        Exception
-    ) as problem:  # whatever goes wrong in code that is not ours, the user needs to know whose it is
-        reason = f"{type(problem).__name__}: {problem}"
-    else:
-        if isinstance(command, click.Command):
-            return command
-        reason = f"{entry.value} is no click command"
-    return _failing(entry.name, f"meanflow {entry.name}, registered by {source}, cannot be loaded: {reason}")
-
-
-def _failing(name: str, message: str) -> click.Command:
-    """Return a command that takes any arguments, even ``--help``, and ends with the message and exit code 2."""
-
-    def fail() -> None:
-        raise Failure(message)
-
-    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return click.Command(name, callback=fail, add_help_option=False, context_settings=settings)

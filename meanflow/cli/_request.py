@@ -124,9 +124,7 @@ def build(request: Json) -> Sweep:
     grid = dict(request["grid"])
     for name in ("deltas", "scales"):
         given = grid.get(name, [])
-        if not isinstance(given, list) or any(
-            isinstance(v, bool) or not isinstance(v, int | float) for v in given
-        ):
+        if not isinstance(given, list) or not all(type(v) in (int, float) for v in given):
             raise ValueError(f"grid.{name} must be a list of numbers, got {given!r}")
     if "scales" in grid:
         grid["axes"] = {"scale": grid.pop("scales")} | grid.get("axes", {})

@@ -16,6 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
 from meanflow import _checks, activations
 from meanflow._checks import array, choice, count, either, flag, function, optional, sequence, taking
+from meanflow._reuse import compiled
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.depth._observables import summary
 from meanflow.layers import functional
@@ -166,7 +167,7 @@ def _one(network: _Network, key: jax.Array, x: jax.Array) -> Propagation:
     return Propagation(layers, log_scale, carry[0])
 
 
-@partial(jax.jit, static_argnames=("network", "chunk"))
+@compiled
 def _many(keys: jax.Array, x: jax.Array, network: _Network, chunk: int | None) -> Propagation:
     """Run one network, or one for each key."""
     one = partial(_one, network)

@@ -7,7 +7,6 @@ arguments once and then runs one compiled program of the inner function of the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -34,7 +33,7 @@ from meanflow._checks import (
     unchecked,
 )
 from meanflow._module import Module
-from meanflow._reuse import canonical, compiled
+from meanflow._reuse import canonical, compiled, kept_by_shape
 from meanflow.flows import _blocks as blocks
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import Feature
@@ -275,21 +274,14 @@ def bind_and_check(flow: Flow, cloud: Cloud, data: Dataset) -> Flow:
         data.check(flow)
     flow.loss.check(flow.feature.output_shape(cloud), data.y)
     if flow.penalty is not None:
-        leaves, structure = jax.tree.flatten(cloud.particles)
-        shapes = tuple((np.shape(u), jnp.result_type(u)) for u in leaves)
-        _check_penalty(flow.penalty.function, structure, shapes)
+        _check_penalty(flow.penalty.function, cloud.particles)
     return flow
 
 
-@functools.lru_cache(maxsize=256)  # to know the shape means to trace, which takes milliseconds
-def _check_penalty(
-    penalty: Callable[[PyTree[jax.Array]], jax.Array],
-    structure: jax.tree_util.PyTreeDef,
-    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
-) -> None:
+@kept_by_shape  # to know the shape means to trace, which takes milliseconds
+def _check_penalty(penalty: Callable[[PyTree[jax.Array]], jax.Array], particles: PyTree[jax.Array]) -> None:
     """Refuse a penalty that does not return one number for each particle."""
-    particles = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*one) for one in shapes])
-    given, wanted = jax.eval_shape(penalty, particles), (shapes[0][0][0],)
+    given, wanted = jax.eval_shape(penalty, particles), np.shape(jax.tree.leaves(particles)[0])[:1]
     if getattr(given, "shape", None) != wanted:
         raise ValueError(
             f"penalty must return one value for each particle, shape {wanted}, "

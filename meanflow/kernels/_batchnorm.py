@@ -55,9 +55,8 @@ def jacobian_apply(
     s = batch_scale(outputs, epsilon=epsilon)[0]
     mean = jnp.mean(directions, axis=0, keepdims=True)
     along = (h @ directions)[None, :] / (size * s**2)
-    if at is None or change is None:
-        return (directions - mean - h[:, None] * along) / s
-    return (change - mean - (at - jnp.mean(outputs))[:, None] * along) / s
+    shifted, moved = (h, directions) if at is None or change is None else (at - jnp.mean(outputs), change)
+    return (moved - mean - shifted[:, None] * along) / s
 
 
 @_checks.arguments(
@@ -113,37 +112,21 @@ def batchnorm_ntk(
     single = f.ndim == 1
     if single:  # one output is the case C = 1
         k, wide, f, points = k[..., None, None], wide[..., None, None], f[:, None], points[:, None]
-    result = _both_sides(k, f, wide, points, epsilon, cross is not None)
+
+    # block (c, d) of the kernel: rows by the statistics of output c, columns by those of output d
+    def block(k: Array, w: Array, rows: Array, columns: Array, there: Array) -> Array:
+        right = jacobian_apply(columns, k.T, epsilon, there, w.T)  # K(x, z) B', columns z, transposed
+        return jacobian_apply(rows, right.T, epsilon)
+
+    inner = jax.vmap(block, in_axes=(-1, -1, None, -1, -1), out_axes=-1)  # over d
+    result = jax.vmap(inner, in_axes=(-2, -2, -1, None, None), out_axes=-2)(k, wide, f, f, points)  # over c
+    if cross is None:
+        # centering cancels most of a kernel with a large mean, and rounding in what is left is not symmetric
+        result = 0.5 * (result + result.transpose(1, 0, 3, 2))
     if scale is not None:
-        channels = f.shape[1]
-        gamma = jnp.broadcast_to(jnp.asarray(scale, f.dtype), (channels,))
-        left = normalize(f, epsilon)
-        right = left if at is None else normalize(points, epsilon, f)
+        gamma = jnp.broadcast_to(jnp.asarray(scale, f.dtype), f.shape[1:])
+        left, right = normalize(f, epsilon), normalize(points, epsilon, f)
         own = left[:, None, :] * right[None, :, :] + 1.0  # gradients of gamma and of beta
         result = result * (gamma[:, None] * gamma[None, :])[None, None]
-        result = result + own[..., None, :] * jnp.eye(channels, dtype=f.dtype)[None, None]
+        result = result + own[..., None, :] * jnp.eye(f.shape[1], dtype=f.dtype)[None, None]
     return result[..., 0, 0] if single else result
-
-
-def _both_sides(
-    kernel: Float[Array, "T T C C"],
-    outputs: Float[Array, "T C"],
-    cross: Float[Array, "T S C C"],
-    points: Float[Array, "S C"],
-    epsilon: float,
-    elsewhere: bool,
-) -> Float[Array, "T S C C"]:
-    """Apply B to the rows and columns of every block K_cd; the columns belong to ``points`` if ``elsewhere``."""
-
-    def block(k: Array, w: Array, f: Array, g: Array, a: Array) -> Array:
-        # rows by f's normalization, columns by g's
-        if not elsewhere:
-            return jacobian_apply(f, jacobian_apply(g, k.T, epsilon).T, epsilon)
-        return jacobian_apply(f, jacobian_apply(g, k.T, epsilon, a, w.T).T, epsilon)
-
-    # block (c, d) of the kernel: rows by the statistics of output c, columns by those of d
-    inner = jax.vmap(block, in_axes=(-1, -1, None, -1, -1), out_axes=-1)  # over d
-    both = jax.vmap(inner, in_axes=(-2, -2, -1, None, None), out_axes=-2)  # over c
-    result = both(kernel, cross, outputs, outputs, points)
-    # centering cancels most of a kernel with a large mean, and rounding in what is left is not symmetric
-    return result if elsewhere else 0.5 * (result + result.transpose(1, 0, 3, 2))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from meanflow import _checks
-from meanflow.kernels._empirical.modules import PARAMS, Apply, Batch, Function, Normalized, Outputs, Params
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, floats
 
 
 class TaylorExpansion(Function):
@@ -52,7 +52,7 @@ def _polynomial(line: Callable[[Float[Array, ""]], PyTree], degree: int) -> PyTr
     return total
 
 
-@_checks.arguments(apply=_checks.taking(2), params=PARAMS, degree=_checks.count(0, 8))
+@_checks.arguments(apply=_checks.taking(2), params=floats, degree=_checks.count(0, 8))
 def taylor_expand(apply: Apply | Normalized, params: Params, degree: int = 1) -> TaylorExpansion:
     """Return the Taylor polynomial of a network in its parameters around ``params``.
 

@@ -4,6 +4,7 @@ f' = -K Q dloss/df has no closed form unless the loss is squared. The dual coeff
 f_0(z) + K(z, x) beta at every point z, obey beta' = -Q dloss/df(x): one ODE of the size of the targets.
 """
 
+import abc
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _checks
+from meanflow._reuse import compiled, inlined
 from meanflow.kernels._gaussian import as_matrix
 
 
@@ -39,7 +41,28 @@ def cross_entropy(outputs: Float[Array, " k"], target: Float[Array, " k"]) -> Fl
     return -jnp.sum(target * jax.nn.log_softmax(outputs))
 
 
-class LossFlow(eqx.Module):
+class DualFlow(eqx.Module):
+    """Training under a fixed kernel, known by its dual coefficients."""
+
+    @abc.abstractmethod
+    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+        """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
+
+    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
+    def at(
+        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
+    ) -> Float[Array, "*times_S_k"]:
+        """Return f at other points z, shape times.shape + start.shape.
+
+        Args:
+            cross: K(z, x), (S, n), or (S, n, k, k).
+            start: f_0(z), (S,) or (S, k).
+            times: times or numbers of steps.
+        """
+        return from_dual(self.dual(times), cross, start)
+
+
+class LossFlow(DualFlow):
     """Gradient flow of any loss under a fixed kernel, by an ODE solver; ``kernel_flow`` makes one.
 
     beta' = -q dloss/df, f = f(0) + K beta. The methods are those of ``KernelFlow``.
@@ -75,15 +98,8 @@ class LossFlow(eqx.Module):
         each = jax.vmap(jax.vmap(self.sample_loss), in_axes=(0, None))(outputs, self.target)
         return (each @ self.weights).reshape(jnp.shape(times))
 
-    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
-    def at(
-        self, cross: Float[Array, "..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
-    ) -> Float[Array, "*times_S_k"]:
-        """Return f at other points z from ``cross`` = K(z, x) and ``start`` = f_0(z), as ``KernelFlow.at`` does."""
-        return from_dual(self.dual(times), cross, start)
 
-
-@eqx.filter_jit
+@compiled
 def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*times_n_k"]:
     """Solve for the dual coefficients at all times, to a relative accuracy near the root of the rounding error."""
     import diffrax
@@ -102,7 +118,7 @@ def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*
     tolerance = float(jnp.finfo(flow.start.dtype).eps) ** 0.6
     # the last time is moved off 0, where there would be nothing to solve
     end = jnp.where(flat[order[-1]] > 0, flat[order[-1]], 1.0)
-    found = diffrax.diffeqsolve(
+    found = inlined(diffrax.diffeqsolve)(
         diffrax.ODETerm(field),
         diffrax.Dopri8(),
         jnp.zeros((), times.dtype),

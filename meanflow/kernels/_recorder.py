@@ -4,38 +4,28 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._reuse import compiled
+from meanflow.kernels._empirical.adapters import from_module
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
 from meanflow.kernels._empirical.kernel import empirical_ntk
-from meanflow.kernels._empirical.modules import Adapter, Apply, Batch, Normalized, Params
-from meanflow.kernels._empirical.nnx_modules import from_nnx
-from meanflow.kernels._empirical.samples import as_arrays, batches
+from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Params, as_arrays, batches
 from meanflow.kernels._gaussian import as_matrix
 
-Network: TypeAlias = Callable[[Batch], Array] | tuple[Apply | Normalized, Params] | Params
-
-
-def _holds_state(apply: Apply | Normalized | None, stats: str | None) -> bool:
-    """Tell whether the kernel of a function depends on a state that is as old as the function."""
-    running = apply.running if isinstance(apply, Normalized) and stats == "running" else None
-    function = apply.apply if isinstance(apply, Normalized) else apply
-    state = function.state if isinstance(function, Adapter) else None
-    # whole numbers are counts, and keys of random numbers
-    return any(map(eqx.is_inexact_array_like, jax.tree.leaves((running, state))))
+Network: TypeAlias = Callable[[Batch], Array] | tuple[Apply | Normalized, Params]
 
 
 class KernelRecorder:
     """Record the tangent kernel of a network at chosen steps of its training.
 
     Call it as ``recorder(step, network)`` in a loop of your own, or pass it to ``training.Trainer.run`` as ``hook``.
-    The network is a flax NNX module, or what ``from_linen``, ``from_equinox`` or ``from_haiku`` makes of a module as it
-    is at that step, so that running averages are recorded as well as parameters. All calls share one compiled program.
+    The network is a flax NNX module, or a pair (apply, params) such as ``from_module`` makes of a module as it is at
+    that step, so that running averages are recorded as well as parameters. All calls share one compiled program.
     The entries of ``recorder.record``, stacked over the steps recorded, are
 
         step           the steps
@@ -50,8 +40,6 @@ class KernelRecorder:
     Args:
         x: the samples (T, ...) at which the kernel is taken, or a pytree of such arrays.
         y: targets, of the shape of the network's outputs at x, or None.
-        apply: (params, batch) -> outputs, if the recorder is called with parameters alone. It must hold no state, such
-            as running averages, which would stay as it was when ``apply`` was made.
         steps: which steps are recorded: a sequence of them, a number for every so many, or None for all that it is
             called with.
         top: how many eigenvalues.
@@ -60,9 +48,9 @@ class KernelRecorder:
 
     >>> import jax.numpy as jnp
     >>> net = lambda w, x: x @ w**2
-    >>> recorder = KernelRecorder(jnp.eye(2), jnp.ones(2), apply=net, steps=10, top=1)
+    >>> recorder = KernelRecorder(jnp.eye(2), jnp.ones(2), steps=10, top=1)
     >>> for step in range(11):
-    ...     recorder(step, (1 + 0.1 * step) * jnp.ones(2))
+    ...     recorder(step, (net, (1 + 0.1 * step) * jnp.ones(2)))
     >>> recorder.record["step"].tolist(), recorder.record["drift"].round(6).tolist()
     ([0, 10], [0.0, 3.0])
     """
@@ -70,7 +58,6 @@ class KernelRecorder:
     @_checks.arguments(
         x=batches,
         y=_checks.optional(_checks.array()),
-        apply=_checks.optional(_checks.function),
         steps=_checks.optional(_checks.either(_checks.count(1), _checks.sequence(_checks.count(0)))),
         top=_checks.count(1),
         stats=_checks.optional(_checks.choice(*STATS)),
@@ -81,7 +68,6 @@ class KernelRecorder:
         x: PyTree[Shaped[ArrayLike, "T ..."]],
         y: Float[ArrayLike, "T ..."] | None = None,
         *,
-        apply: Apply | Normalized | None = None,
         steps: int | Sequence[int] | None = None,
         top: int = 3,
         stats: str | None = None,
@@ -92,46 +78,29 @@ class KernelRecorder:
             raise ValueError("x must hold at least one sample, got an empty batch")
         if y is not None and np.shape(y)[:1] != (rows,):
             raise ValueError(f"y must have {rows} rows like x, got shape {np.shape(y)}")
-        if _holds_state(apply, stats):
-            raise ValueError(
-                "apply must hold no state, got a function that keeps the one it was made with (running averages?), "
-                "while training changes it; leave apply out and call the recorder as recorder(step, (apply, params)) "
-                "with what from_linen, from_equinox, from_haiku or from_nnx returns at that step"
-            )
         self.x, self.y = x, None if y is None else jnp.asarray(y)
-        self.apply, self.steps, self.top, self.stats, self.keep = apply, steps, top, stats, keep
+        self.steps, self.top, self.stats, self.keep = steps, top, stats, keep
         self._reference: np.ndarray | None = None
         self._recorded: list[dict[str, np.ndarray]] = []
-
-    def _chosen(self, step: int) -> bool:
-        if self.steps is None:
-            return True
-        return step % self.steps == 0 if isinstance(self.steps, int) else step in self.steps
-
-    def _split(self, network: Network) -> tuple[Apply | Normalized, Params]:
-        if self.apply is not None:
-            return self.apply, network
-        if isinstance(network, tuple) and len(network) == 2 and callable(network[0]):
-            return network
-        if not callable(network):
-            raise TypeError(
-                "network must be an NNX module or a pair (apply, params), for the recorder has no apply, "
-                f"got {_checks.show(network)}"
-            )
-        return from_nnx(network)
 
     def __call__(self, step: int, network: Network) -> None:
         """Record ``network`` if ``step`` is one of the chosen.
 
         Args:
             step: the number of the step.
-            network: the parameters of ``apply``; without ``apply`` an NNX module, which is taken in the mode it is in,
-                or a pair (apply, params) such as ``from_linen(module, variables)``.
+            network: a pair (apply, params), or an NNX module, which is taken in the mode it is in.
         """
-        if not self._chosen(int(step)):
+        step, every = int(step), self.steps
+        if every is not None and (step % every if isinstance(every, int) else step not in every):
             return
-        apply, params = self._split(network)
-        apply, x, _ = as_arrays(apply, self.x, None)
+        if not (isinstance(network, tuple) and len(network) == 2 and callable(network[0])):
+            if not callable(network):
+                raise TypeError(
+                    f"network must be an NNX module or a pair (apply, params), got {_checks.show(network)}"
+                )
+            network = from_module(network)
+        apply, x, _ = as_arrays(network[0], self.x, None)
+        params = network[1]
         stats = self.stats
         # a function that was found free of coupling is declared so for the compiled program
         if stats is None:  # probed once, here: inside the compiled program it could not be
@@ -152,7 +121,7 @@ class KernelRecorder:
         return {name: np.stack([entry[name] for entry in self._recorded]) for name in names}
 
 
-@eqx.filter_jit
+@compiled
 def _measure(
     apply: Apply | Normalized, params: Params, x: Batch, y: Array | None, stats: str, top: int
 ) -> dict[str, Array]:

@@ -13,7 +13,6 @@ coefficients beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of 
 K = features features'. Networks with batch norm on the output do not train like this at any width: see ``kernel_flow``.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
@@ -22,11 +21,11 @@ from meanflow import _checks
 from meanflow._matrices import kernel as kernel_kind
 from meanflow.kernels import _spectral as spectral
 from meanflow.kernels._gaussian import Gaussian, as_matrix, check_shapes
-from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, Loss, LossFlow, cross_entropy, from_dual
+from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, DualFlow, Loss, LossFlow, cross_entropy
 from meanflow.kernels._spectral import Spectral
 
 
-class KernelFlow(eqx.Module):
+class KernelFlow(DualFlow):
     """Training under a fixed kernel, in closed form; ``kernel_flow`` makes one.
 
     All methods take ``times``: times of gradient flow, or numbers of steps if there is a ``learning_rate``. ``times``
@@ -68,6 +67,14 @@ class KernelFlow(eqx.Module):
     def _scaled_residual(self) -> Float[Array, "N c"]:
         return jnp.sqrt(self.weights)[:, None] * self.residual.reshape(self.rates.shape[0], -1)
 
+    def _at_samples(
+        self, function: Spectral, times: Real[ArrayLike, "..."], power: int
+    ) -> Float[Array, "*times_n_k"]:
+        """Return Q^(power/2) function(S) Q^(1/2) (f(0) - y), shape times.shape + y.shape."""
+        scaled = self._from_modes(self._entries(function, times, self._scaled_residual()))
+        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
+        return (scaled * root**power).reshape(jnp.shape(times) + self.target.shape)
+
     def _from_modes(self, entries: Float[Array, "*times N c"]) -> Float[Array, "*times N c"]:
         """Return sqrt(weights) x samples from entries along the modes, which are constants (see ``spectral.apply``)."""
         return jnp.einsum("ij,...jc->...ic", jax.lax.stop_gradient(self.modes), entries)
@@ -83,10 +90,8 @@ class KernelFlow(eqx.Module):
     @_checks.arguments(times=TIMES)
     def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return f at the training points, shape times.shape + y.shape."""
-        scaled = self._from_modes(self._entries(spectral.DECAY, times, self._scaled_residual()))
-        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
-        left = (scaled / root).reshape(jnp.shape(times) + self.target.shape)
-        return self.target.reshape((1,) * jnp.ndim(times) + self.target.shape) + left
+        target = self.target.reshape((1,) * jnp.ndim(times) + self.target.shape)
+        return target + self._at_samples(spectral.DECAY, times, -1)
 
     @_checks.arguments(times=TIMES)
     def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
@@ -97,26 +102,11 @@ class KernelFlow(eqx.Module):
     @_checks.arguments(times=TIMES)
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
-        scaled = self._from_modes(self._entries(spectral.GAIN, times, self._scaled_residual()))
-        root = jnp.sqrt(self.weights).reshape((1,) * (scaled.ndim - 2) + (-1, 1))
-        return -(scaled * root).reshape(jnp.shape(times) + self.target.shape)
+        return -self._at_samples(spectral.GAIN, times, 1)
 
     def dual_limit(self) -> Float[Array, "n *k"]:
         """Return the dual coefficients of the end of training, y.shape; modes at rounding level stay untrained."""
         return self.dual(jnp.inf)
-
-    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
-    def at(
-        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
-    ) -> Float[Array, "*times_S_k"]:
-        """Return f at other points z, shape times.shape + start.shape.
-
-        Args:
-            cross: K(z, x), (S, n), or (S, n, k, k).
-            start: f_0(z), (S,) or (S, k).
-            times: times or numbers of steps.
-        """
-        return from_dual(self.dual(times), cross, start)
 
     @_checks.arguments(
         cross=CROSS, prior=_checks.sequence(_checks.array((None, None), (None,) * 4), least=3), times=TIMES

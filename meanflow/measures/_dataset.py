@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, Real
 
 from meanflow import _checks
 from meanflow._module import Module
+from meanflow._reuse import compiled
 
 ANY_ARRAY = _checks.array()  # real numbers of any shape, without NaN
 
@@ -100,7 +100,7 @@ class Dataset(Module):
         weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
         return Dataset(grow(self.x), grow(self.y), weights)
 
-    @eqx.filter_jit
+    @compiled
     def moments(self) -> tuple[jax.Array, jax.Array]:
         """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
         _checks.shape("x", self.x, (None, None))

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 from meanflow import _checks
+from meanflow._reuse import inlined
 from meanflow.flows._problem import Problem
 from meanflow.solvers._step import Adaptive, Scalar
 from meanflow.solvers._stepper import field
@@ -123,7 +124,7 @@ def integrate(
             return solver.init(terms, start, end, y, problem), control, jnp.asarray(False)
 
         solver_state, controller_state, made_jump = resume(eqx.filter_eval_shape(blank))
-    return diffrax.diffeqsolve(
+    return inlined(diffrax.diffeqsolve)(
         terms,
         solver,
         start,

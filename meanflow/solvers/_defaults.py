@@ -6,16 +6,14 @@ error. Such flows take steps of a length that the tangent kernel allows, by the 
 its neurons move through kinks, and by Heun's method where it does not; the error is measured instead of promised.
 """
 
-import functools
 from typing import NamedTuple
 
 import diffrax
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
+from meanflow._reuse import kept_by_shape
 from meanflow.flows._equation import Population
 from meanflow.flows._flow import Flow
 from meanflow.flows._motion import FrozenMotion
@@ -129,26 +127,16 @@ def rougher(method: Method) -> Method:
     return Method(ROUGH, method.rule, 1)
 
 
+@kept_by_shape  # to ask means to trace, which takes milliseconds
 def has_motion(flow: Flow, cloud: Cloud, data: Dataset) -> bool:
     """Say whether the model knows how neurons move through kinks, here and in these coordinates."""
-    leaves, structure = jax.tree.flatten((flow, cloud, data))
-    shapes = tuple(jax.ShapeDtypeStruct(np.shape(u), jnp.result_type(u)) for u in leaves)
-    try:
-        hash(structure)
-    except TypeError:  # a part of the user's that cannot be remembered
-        return _ask_motion.__wrapped__(structure, shapes)
-    return _ask_motion(structure, shapes)
 
-
-@functools.lru_cache(maxsize=256)  # to ask means to trace, which takes milliseconds
-def _ask_motion(structure: jax.tree_util.PyTreeDef, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
-    def ask(leaves: list[jax.Array]) -> FrozenMotion:
-        flow, cloud, data = jax.tree.unflatten(structure, leaves)
+    def ask(flow: Flow, cloud: Cloud, data: Dataset) -> FrozenMotion:
         problem = Problem(flow.chart(cloud), data, scaling.speed("mean_field", flow.scaling, cloud))
         return problem.chart.flow.feature.motion(problem)
 
     try:
-        eqx.filter_eval_shape(ask, list(shapes))
+        eqx.filter_eval_shape(ask, flow, cloud, data)
     except ValueError:  # how a model says that it does not
         return False
     return True

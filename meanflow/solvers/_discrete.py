@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import optax
 
 from meanflow import _checks
 from meanflow._checks import choice, count, flag, instance, optional
 from meanflow._identity import describe, json_digest
-from meanflow._reuse import canonical
+from meanflow._reuse import canonical, kept
 from meanflow.flows import _observables as observables
 from meanflow.flows._flow import FLOW, Flow, bind_and_check
 from meanflow.flows._observables import Observe
@@ -152,7 +150,7 @@ def descend(
     return solution
 
 
-@functools.lru_cache(maxsize=64)
+@kept()
 def describe_optimizer(optimizer: optax.GradientTransformation) -> str:
     """Return a text that is equal for equal optimizers; remembered, since following their code takes milliseconds."""
     return json_digest(describe(optimizer))

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from meanflow._files import versions
 from meanflow.flows._observables import Observable
-from meanflow.solvers._solution import RESULTS, Solution, versions
+from meanflow.solvers._solution import RESULTS, Solution
 
 if TYPE_CHECKING:  # slow to import
     import xarray

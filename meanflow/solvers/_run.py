@@ -5,7 +5,7 @@ steppers, step rules, observers and states. Only steps that adapt their length a
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import diffrax
 import equinox as eqx
@@ -305,7 +305,8 @@ def _until(
         blank = lambda u: jnp.where(reached, u, jnp.inf) if jnp.issubdtype(u.dtype, jnp.floating) else u
         return jax.tree.map(blank, seen)
 
-    adjoint, kind, checkpoints = options.adjoint, "checkpointed", None
+    adjoint, checkpoints = options.adjoint, None
+    kind: Literal["lax", "checkpointed", "bounded"] = "checkpointed"
     if isinstance(adjoint, diffrax.ForwardMode):
         kind = "lax"
     elif isinstance(adjoint, diffrax.DirectAdjoint):

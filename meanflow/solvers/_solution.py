@@ -4,7 +4,6 @@ import functools
 import math
 import pathlib
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import diffrax
@@ -180,18 +179,6 @@ def check_resumed(state: State, settings: Settings, data: Dataset) -> None:
             "state must come from a run with the same settings and data; start a new run from Solution.final "
             f"instead. Differences: {'; '.join(found)}"
         )
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide the numbers."""
-    found = {}
-    for name in ("meanflow", "jax", "jaxlib", "diffrax", "optax", "equinox", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 class Solution(eqx.Module):

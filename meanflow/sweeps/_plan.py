@@ -7,13 +7,12 @@ other's steps) and the axis ``particles`` by the compiler, which sums over devic
 
 import abc
 import contextlib
-import functools
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
 import jax
@@ -24,8 +23,9 @@ from jax.stages import Compiled
 from jaxtyping import Array, Key, PyTree, Shaped
 
 from meanflow import _checks
+from meanflow._files import versions
 from meanflow._identity import Json, json_digest, source_digest
-from meanflow.solvers._solution import versions
+from meanflow._reuse import kept_by_shape
 from meanflow.sweeps import _devices as devices
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _results as results
@@ -110,23 +110,13 @@ def compile_batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | Non
     are kept, and a later sweep with the same settings and shapes uses them again.
     """
     arrays, rest = eqx.partition((cell, shared, inputs), eqx.is_array)
-    leaves, structure = jax.tree.flatten(rest)
     shapes = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding), arrays)
-    key = (tuple(leaves), structure, tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), mesh)
-    try:
-        return _compile(key)
-    except TypeError as problem:  # settings that cannot be hashed: compile without keeping
-        if "unhashable" not in str(problem):
-            raise
-        return _compile.__wrapped__(key)
+    return _compile(rest, shapes, mesh)
 
 
-@functools.lru_cache(maxsize=32)
-def _compile(key: tuple[Any, ...]) -> Compiled:
-    """Compile the program that ``key`` (static parts, shapes, mesh) stands for."""
-    leaves, structure, shape_leaves, shape_structure, mesh = key
-    rest = jax.tree.unflatten(structure, leaves)
-    shapes = jax.tree.unflatten(shape_structure, shape_leaves)
+@kept_by_shape
+def _compile(rest: PyTree, shapes: PyTree, mesh: Mesh | None) -> Compiled:
+    """Compile the program for the given static parts and shapes."""
 
     def run(arrays: PyTree, one_by_one: bool) -> Results:
         cell, shared, inputs = eqx.combine(arrays, rest)

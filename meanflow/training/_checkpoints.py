@@ -1,6 +1,6 @@
 """Checkpoints of a training run: its state, the record of its epochs, and a description by which it is known again.
 
-One file holds all of it, as arrays and JSON without pickles; it is whole or absent at any moment.
+One file holds all of it, in the format of ``meanflow._files``; it is whole or absent at any moment.
 """
 
 import json
@@ -14,13 +14,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int, Key, PyTree
 
-from meanflow._files import atomic_write
+from meanflow._files import read_arrays, write_arrays
 from meanflow._identity import Json, difference
 from meanflow._properties import show
 
 Record = dict[str, np.ndarray]
 """What ``Trainer.run`` returns of each epoch, by name."""
 
+FORMAT = 1
 HISTORY = "history:"  # before the names of the record in a checkpoint
 
 
@@ -59,17 +60,15 @@ def save_state(
         history: the record of the epochs so far.
         run: description of the run, by which it is known again.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(state._replace(key=jax.random.key_data(state.key)))
-    arrays = {jax.tree_util.keystr(where): np.asarray(leaf) for where, leaf in leaves}
-    versions = {"jax": jax.__version__, "optax": optax.__version__, "numpy": np.__version__}
-    arrays |= {f"{HISTORY}{name}": value for name, value in (history or {}).items()}
     try:
-        header = json.dumps({"config": dict(config or {}), "versions": versions, "run": run or {}})
+        header = {"config": dict(config or {}), "run": run or {}}
+        json.dumps(header)
     except (TypeError, ValueError) as problem:
         raise ValueError(f"config must be JSON: {problem}") from problem
-    # an open file, since savez would append a suffix to a path that has none
-    with atomic_write(path) as part, part.open("wb") as file:
-        np.savez(file, allow_pickle=False, header=np.array(header), **arrays)
+    record = {f"{HISTORY}{name}": value for name, value in (history or {}).items()}
+    leaves = jax.tree_util.tree_leaves_with_path(state._replace(key=jax.random.key_data(state.key)))
+    arrays = {jax.tree_util.keystr(where): leaf for where, leaf in leaves}
+    write_arrays(path, arrays | record, header, FORMAT)
 
 
 def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -87,29 +86,20 @@ def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"path must name a checkpoint, got {path}, which does not exist")
-    try:
-        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-        header = json.loads(str(stored.pop("header")))
-        header |= {
-            "history": {n.removeprefix(HISTORY): u for n, u in stored.items() if n.startswith(HISTORY)}
-        }
-    except Exception as problem:  # damaged archives raise whatever they like
-        raise ValueError(
-            f"{path} is damaged or no checkpoint of this package: {type(problem).__name__}: {problem}"
-        ) from problem
+    stored, header = read_arrays(path, FORMAT, "Trainer.run")
+    history = {n.removeprefix(HISTORY): u for n, u in stored.items() if n.startswith(HISTORY)}
     plain = template._replace(key=jax.random.key_data(template.key))
     leaves, tree = jax.tree_util.tree_flatten_with_path(plain)
     values = []
     for where, leaf in leaves:
         name = jax.tree_util.keystr(where)
         found = stored.get(name)
-        if found is None or found.shape != leaf.shape or found.dtype.kind not in "biufc":
+        if found is None or found.shape != leaf.shape:
             given = "nothing" if found is None else show(found)
             raise ValueError(f"{path} must hold numbers {name} of shape {leaf.shape}, got {given}")
-        values.append(jnp.asarray(stored[name], leaf.dtype))
+        values.append(jnp.asarray(found, leaf.dtype))
     state = jax.tree_util.tree_unflatten(tree, values)
-    return state._replace(key=jax.random.wrap_key_data(state.key)), header
+    return state._replace(key=jax.random.wrap_key_data(state.key)), header | {"history": history}
 
 
 def resume(path: str | Path, state: TrainState, run: Json, fresh: bool) -> tuple[TrainState, Record]:

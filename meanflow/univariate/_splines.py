@@ -189,9 +189,9 @@ def spline_interpolant(
     Args:
         x: distinct inputs, (n,), n >= 2, where the kernel is cubic (|x| <= bound, or bound / slope).
         y: targets, (n,).
-        law: "signs", "uniform", or the laws of a and b, as for ``random_feature``; b must be uniform. None for biases that
-            spread over the whole line: the natural spline, the interpolant of least int f''^2, with f'' = 0 at both
-            ends and linear beyond.
+        law: "signs", "uniform", or the laws of a and b, as for ``random_feature``; b must be uniform. None for biases
+            that spread over the whole line: the natural spline, the interpolant of least int f''^2, with f'' = 0 at
+            both ends and linear beyond.
         ridge: None interpolates. Otherwise the kernel ridge penalty; for ``law=None`` the lam of the smoothing spline,
             which minimizes sum (y - f)^2 + lam int f''^2.
 
@@ -202,7 +202,8 @@ def spline_interpolant(
     >>> import jax.numpy as jnp
     >>> from meanflow.measures import laws
     >>> x, y = jnp.array([-0.5, 0.0, 0.8]), jnp.array([1.0, -1.0, 0.5])
-    >>> f, natural = spline_interpolant(x, y, law={"a": laws.signs(), "b": laws.uniform(-100.0, 100.0)}), spline_interpolant(x, y, law=None)
+    >>> f = spline_interpolant(x, y, law={"a": laws.signs(), "b": laws.uniform(-100.0, 100.0)})
+    >>> natural = spline_interpolant(x, y, law=None)
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
     True
     """

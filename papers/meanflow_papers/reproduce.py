@@ -26,7 +26,7 @@ import jax
 import numpy as np
 import xarray
 
-from meanflow._files import atomic_write
+from meanflow._files import atomic_write, write_arrays
 from meanflow.sweeps._plan import all_versions
 from meanflow.training.data import find
 from meanflow_papers.catalogue import CATALOGUE
@@ -201,7 +201,7 @@ def _save_arrays(path: Path, data: Arrays) -> None:
         if isinstance(leaf, kinds)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]  # no array is called allow_pickle
+    write_arrays(path, arrays, {}, VERSION)
 
 
 def _variables(value: object) -> object:

@@ -175,8 +175,7 @@ def test_energy_dissipates_as_it_says(model, loss):
         0.2,
         ts=jnp.asarray([0.0, *ts, 0.2]),
         observe=["dissipation"],
-        rtol=1e-11,
-        atol=1e-13,
+        step=mf.solvers.Adaptive(1e-11, 1e-13),
     )
     spent = 0.1 * shares @ np.asarray(sol.observed["dissipation"])[1:-1]
     np.testing.assert_allclose(sol.energy[0] - sol.energy[-1], spent, rtol=1e-6)

@@ -61,7 +61,7 @@ def test_nnx_training_and_inference(norm):
     model = trained(norm)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     by_batch = gram(lambda p: nnx.merge(graph, p, rest, copy=True)(X), params)
-    apply, found = kernels.from_nnx(model)
+    apply, found = kernels.from_module(model)
     np.testing.assert_allclose(
         kernels.empirical_ntk(apply, found, X, stats="batch"), by_batch, rtol=1e-9, atol=1e-10
     )
@@ -72,7 +72,7 @@ def test_nnx_training_and_inference(norm):
     exact = gram(lambda p: nnx.merge(graph, p, rest, copy=True)(X), params)
     # running averages are used in inference, and after eval() without a word
     np.testing.assert_allclose(inference, exact, rtol=1e-9, atol=1e-10)
-    apply, found = kernels.from_nnx(model)
+    apply, found = kernels.from_module(model)
     np.testing.assert_allclose(kernels.empirical_ntk(apply, found, X), exact, rtol=1e-9, atol=1e-10)
     assert np.abs(frozen - exact).max() > 0.1 * np.abs(exact).max()  # "frozen" is not inference
 
@@ -90,9 +90,9 @@ def test_nnx_modules_of_one_class_share_programs():
             return self.net(x)
 
     kernel = eqx.filter_jit(lambda apply, params: kernels.empirical_ntk(apply, params, X, stats="running"))
-    first = kernel(*kernels.from_nnx(Counted(0)))
+    first = kernel(*kernels.from_module(Counted(0)))
     count = len(traces)
-    second = kernel(*kernels.from_nnx(Counted(1)))
+    second = kernel(*kernels.from_module(Counted(1)))
     assert len(traces) == count and float(jnp.abs(first - second).max()) > 1e-3
 
 
@@ -101,21 +101,21 @@ def test_nnx_random_numbers_are_refused_or_fixed():
     model.eval()
     model.dropout.deterministic = False
     with pytest.raises(ValueError, match="draws random numbers"):
-        kernels.empirical_ntk(*kernels.from_nnx(model), X)
-    apply, params = kernels.from_nnx(model, key=jax.random.key(4))
+        kernels.empirical_ntk(*kernels.from_module(model), X)
+    apply, params = kernels.from_module(model, key=jax.random.key(4))
     np.testing.assert_allclose(apply(params, X)[2:3], apply(params, X[2:3]), rtol=1e-12)  # one mask for all
     ours = kernels.empirical_ntk(apply, params, X)
     np.testing.assert_allclose(ours, gram(lambda p: apply(p, X), params), rtol=1e-9, atol=1e-12)
     # the gradient with respect to the head shows the thinned units: zero in every sample, doubled elsewhere
     model.dropout.deterministic = True
-    whole, _ = kernels.from_nnx(model)
+    whole, _ = kernels.from_module(model)
     head = lambda f: jax.jacfwd(lambda p: f(p, X))(params)["head"]["kernel"][...][:, 0, :, 0]
     thinned, full = head(apply), head(whole)
     kept = np.all(np.isclose(thinned, 2 * full), axis=0)
     assert np.all(kept | np.all(thinned == 0, axis=0)) and 0 < kept.sum() < 4
     model.train()
     with pytest.raises(ValueError, match="batch norm in training mode"):
-        kernels.from_nnx(model, key=jax.random.key(4))
+        kernels.from_module(model, key=jax.random.key(4))
 
 
 class Linen(nn.Module):
@@ -132,10 +132,10 @@ def test_linen_in_inference_needs_no_arguments():
     variables = net.init(jax.random.key(0), X)
     moved = jax.tree.map(lambda a: a.astype(jnp.float64) + 0.5, variables["batch_stats"])
     variables = {**variables, "batch_stats": moved}
-    apply, params = kernels.from_linen(net, variables)
+    apply, params = kernels.from_module(net, variables)
     exact = gram(lambda p: net.apply({"params": p, "batch_stats": moved}, X), params)
     np.testing.assert_allclose(kernels.empirical_ntk(apply, params, X), exact, rtol=1e-9, atol=1e-12)
-    explicit, _ = kernels.from_linen(net, variables, {"train": True}, {"train": False})
+    explicit, _ = kernels.from_module(net, variables, train={"train": True}, evaluate={"train": False})
     ours = kernels.empirical_ntk(explicit, params, X, stats="running")
     np.testing.assert_allclose(ours, exact, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="draws random numbers"):
@@ -152,7 +152,7 @@ def test_linen_moments_in_single_precision(momentum):
         batch = jnp.asarray(scale * (x + 0.5), jnp.float32)
         variables = norm.init(jax.random.key(0), batch, use_running_average=True)
         modes = {"use_running_average": False}, {"use_running_average": True}
-        apply, params = kernels.from_linen(norm, variables, *modes)
+        apply, params = kernels.from_module(norm, variables, train=modes[0], evaluate=modes[1])
         found.append(jax.jit(apply.statistics)(params, batch))
         wide = np.asarray(batch, np.float64)
         exact.append({"mean": wide.mean(0), "var": wide.var(0)})
@@ -189,7 +189,7 @@ def test_linen_kernel_of_large_inputs_in_single_precision(scale):
         {**double(variables), "params": p}, double(x), train=True, mutable=["batch_stats"]
     )
     exact = gram(lambda p: train(p)[0], double(variables["params"]))
-    apply, params = kernels.from_linen(net, variables, {"train": True}, {"train": False})
+    apply, params = kernels.from_module(net, variables, train={"train": True}, evaluate={"train": False})
     ours = kernels.empirical_ntk(apply, params, x, stats="batch")
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
@@ -199,10 +199,10 @@ def test_linen_kernel_of_large_inputs_in_single_precision(scale):
 def test_linen_random_numbers():
     net = nn.Sequential([nn.Dense(6, param_dtype=jnp.float64), nn.Dropout(0.5, deterministic=False)])
     variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X[:, 0])
-    apply, params = kernels.from_linen(net, variables)
+    apply, params = kernels.from_module(net, variables)
     with pytest.raises(ValueError, match="draws random numbers"):
         apply(params, X[:, 0])
-    apply, params = kernels.from_linen(net, variables, key=jax.random.key(2))
+    apply, params = kernels.from_module(net, variables, key=jax.random.key(2))
     out = apply(params, X[:, 0])
     dropped = np.all(np.asarray(out) == 0, axis=0)
     plain = np.asarray(X[:, 0] @ params["layers_0"]["kernel"] + params["layers_0"]["bias"][None])
@@ -233,7 +233,7 @@ def test_equinox_batch_norm(mode):
     fresh = jax.tree.map(lambda a: a, state)
     for shift in (0.0, 1.0):
         _, state = run(model, (1 + shift) * X + shift, state)
-    apply, params = kernels.from_equinox(model, state)
+    apply, params = kernels.from_module(model, state=state)
     static = eqx.partition(model, eqx.is_inexact_array)[1]
     # a fresh state normalizes by the batch in both modes
     trained = gram(lambda p: run(eqx.combine(p, static), X, jax.tree.map(lambda a: a, fresh))[0], params)
@@ -245,15 +245,15 @@ def test_equinox_batch_norm(mode):
     )
     ours = kernels.empirical_ntk(apply, params, X, stats="running")
     np.testing.assert_allclose(ours, exact, rtol=1e-9, atol=1e-12)
-    plain, params = kernels.from_equinox(inference, state)
+    plain, params = kernels.from_module(inference, state=state)
     np.testing.assert_allclose(kernels.empirical_ntk(plain, params, X), exact, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="per_sample"):
-        kernels.from_equinox(model, state, per_sample=False)
+        kernels.from_module(model, state=state, per_sample=False)
 
 
 def test_equinox_dropout_with_a_key():
     model = eqx.nn.Sequential([eqx.nn.Linear(2, 6, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
-    apply, params = kernels.from_equinox(model, key=jax.random.key(1))
+    apply, params = kernels.from_module(model, key=jax.random.key(1))
     out = np.asarray(apply(params, X[:, 0]))
     dropped = np.all(out == 0, axis=0)
     assert 0 < dropped.sum() < 6 and np.all((out == 0) == dropped[None])
@@ -267,20 +267,20 @@ def test_haiku_style():
         return h if rng is None else h * jax.random.bernoulli(rng, 0.5, h.shape)
 
     exact = np.einsum("ti,si,cd->tscd", X[:, 0], X[:, 0], np.eye(4))
-    apply, _ = kernels.from_haiku(transformed, w)
+    apply, _ = kernels.from_module(transformed, w)
     np.testing.assert_allclose(jax.jit(apply)(w, X[:, 0]), X[:, 0] @ w, rtol=1e-12)
     ours = kernels.empirical_ntk(apply, w, X[:, 0])
     np.testing.assert_allclose(ours, exact, rtol=1e-12)
     key = jax.random.key(5)
     mask = np.asarray(jax.random.bernoulli(key, 0.5, (1, 4)))[0]
-    ours = kernels.empirical_ntk(*kernels.from_haiku(transformed, w, key=key), X[:, 0])
+    ours = kernels.empirical_ntk(*kernels.from_module(transformed, w, key=key), X[:, 0])
     np.testing.assert_allclose(ours, exact * (mask[:, None] * mask[None, :]), rtol=1e-12)
 
     def with_state(params, state, rng, x):
         return state["scale"] * (x @ params), state
 
     state = {"scale": jnp.array(3.0)}
-    ours = kernels.empirical_ntk(*kernels.from_haiku(with_state, w, state=state), X[:, 0])
+    ours = kernels.empirical_ntk(*kernels.from_module(with_state, w, state=state), X[:, 0])
     np.testing.assert_allclose(ours, 9 * exact, rtol=1e-12)
     with pytest.raises(ValueError, match="key cannot be given"):
-        kernels.from_haiku(with_state, w, state=state, key=key)
+        kernels.from_module(with_state, w, state=state, key=key)

@@ -6,9 +6,7 @@ import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-import meanflow as mf
 from meanflow import kernels
 from meanflow._numerics import iterate
 
@@ -96,25 +94,6 @@ def test_closed_form_of_descent_against_the_loop_with_weights_and_test_points(ke
     one = kernels.kernel_flow(kernel, start, y, weights=q)
     assert one(0.5).shape == (8,) and one(jnp.ones((2, 3))).shape == (2, 3, 8)
     assert one.loss(jnp.ones((2, 3))).shape == (2, 3)
-
-
-def test_drift_along_a_run(key):
-    """Kernels of the saved clouds of ``solve`` and ``descend`` against norms by hand."""
-    x = jax.random.normal(key, (5, 2))
-    data = mf.Dataset(x, jnp.sin(x[:, 0]))
-    flow = mf.batchnorm("tanh").bind(data)
-    cloud = flow.init(key, 6, dim=2)
-    start = mf.tangent_kernel(flow, cloud, x)
-    kernel = {"kernel": lambda flow, cloud, data: mf.tangent_kernel(flow, cloud, data.x)}
-    for run in (
-        mf.solve(flow, cloud, data, 3.0, ts=3, observe=kernel),
-        mf.descend(flow, cloud, data, 4, optimizer=optax.sgd(0.1), every=2, observe=kernel),
-    ):
-        stack = run.observed["kernel"]
-        by_hand = np.linalg.norm(np.asarray(stack - start[None]), axis=(1, 2)) / np.linalg.norm(start)
-        np.testing.assert_allclose(kernels.kernel_drift(stack, start), by_hand, rtol=1e-10, atol=1e-13)
-        assert by_hand[-1] > 1e-3
-    np.testing.assert_allclose(kernels.kernel_drift(stack)[0], 0.0, atol=1e-15)
 
 
 def test_train_statistics_predict_a_trained_batch_norm_network(key):

@@ -97,13 +97,13 @@ def case(name, key):
     z = jax.random.normal(two, (4, 3))
     if name == "conv":
         image = lambda k, n: jax.random.normal(k, (n, 5, 5, 1))
-        return *kernels.from_nnx(Conv(nnx.Rngs(0))), image(one, 7), image(two, 4)
+        return *kernels.from_module(Conv(nnx.Rngs(0))), image(one, 7), image(two, 4)
     if name == "linen":
         layer = lambda n: nn.Dense(n, param_dtype=jnp.float64)
         net = nn.Sequential([layer(6), jnp.tanh, layer(2)])
-        return *kernels.from_linen(net, net.init(three, x)), x, z
+        return *kernels.from_module(net, net.init(three, x)), x, z
     if name == "equinox":
-        return *kernels.from_equinox(eqx.nn.MLP(3, 2, 6, 2, key=three, dtype=jnp.float64)), x, z
+        return *kernels.from_module(eqx.nn.MLP(3, 2, 6, 2, key=three, dtype=jnp.float64)), x, z
     build = {
         "mlp": lambda: mlp(three, (3, 6, 5)),
         "mlp, 3 outputs": lambda: mlp(three, (3, 6, 5), 3),
@@ -128,7 +128,9 @@ def oracle(name):
 @pytest.mark.parametrize("method", ["jacobian", "products", "structured"])
 def test_methods_agree_with_explicit_jacobian(name, method):
     apply, params, x, z, exact, cross = oracle(name)
-    chunked = jax.jit(lambda p, x, z: kernels.empirical_ntk(apply, p, x, z, method=method, chunk=3))
+    chunked = jax.jit(
+        lambda p, x, z: kernels.empirical_ntk(apply, p, x, z, method=kernels.Method(method, chunk=3))
+    )
     ours = chunked(params, x, z)
     np.testing.assert_allclose(ours, cross, rtol=1e-10, atol=1e-10 * np.abs(exact).max())
 
@@ -143,14 +145,16 @@ def test_default_method_agrees_with_explicit_jacobian(name):
 def test_any_chunk_size():
     apply, params, x, z, _, exact = oracle("mlp, 3 outputs")
     for method, chunk in (("jacobian", 5), ("products", 1), ("structured", 1), ("structured", 100)):
-        ours = kernels.empirical_ntk(apply, params, x, z, method=method, chunk=chunk)
+        ours = kernels.empirical_ntk(apply, params, x, z, method=kernels.Method(method, chunk=chunk))
         np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["jacobian", "products", "structured"])
 def test_reductions(method):
     apply, params, x, _, full, _ = oracle("mlp, 3 outputs")
-    diagonal = kernels.empirical_ntk(apply, params, x, outputs="diagonal", method=method, chunk=2)
+    diagonal = kernels.empirical_ntk(
+        apply, params, x, outputs="diagonal", method=kernels.Method(method, chunk=2)
+    )
     np.testing.assert_allclose(diagonal, np.einsum("tscc->tsc", full), rtol=1e-10, atol=1e-12)
     if method == "structured":  # the sum of the diagonal, for every method
         trace = kernels.empirical_ntk(apply, params, x, outputs="trace", method=method)
@@ -163,7 +167,7 @@ BN = [(True, False, 2), (False, True, 1), (True, True, 2)]
 @pytest.mark.parametrize(("hidden", "output", "outputs"), BN)
 def test_batch_norm_against_explicit_jacobian(hidden, output, outputs, key):
     model = BatchNormNet(nnx.Rngs(1), hidden, output, outputs)
-    apply, params = kernels.from_nnx(model)
+    apply, params = kernels.from_module(model)
     x = jax.random.normal(key, (6, 3))
     z = 2 * jax.random.normal(jax.random.fold_in(key, 1), (4, 3)) + 1
     graph, _, rest = nnx.split(model, nnx.Param, ...)
@@ -172,7 +176,7 @@ def test_batch_norm_against_explicit_jacobian(hidden, output, outputs, key):
     for method, chunk in (("jacobian", None), ("products", 4), ("structured", 4)):
         kernel = jax.jit(
             lambda p, x, m=method, c=chunk: kernels.empirical_ntk(
-                apply, p, x, stats="batch", method=m, chunk=c
+                apply, p, x, stats="batch", method=kernels.Method(m, chunk=c)
             )
         )
         ours = kernel(params, x)
@@ -219,7 +223,7 @@ def test_linen_statistics_do_not_depend_on_momentum(key):
     x = jax.random.normal(key, (6, 3))
     net = Net()
     variables = net.init(key, x, train=True)
-    apply, params = kernels.from_linen(net, variables, {"train": True}, {"train": False})
+    apply, params = kernels.from_module(net, variables, train={"train": True}, evaluate={"train": False})
     stats = {"batch_stats": variables["batch_stats"]}
     trained = lambda p: net.apply({"params": p, **stats}, x, train=True, mutable=["batch_stats"])[0]
     ours = kernels.empirical_ntk(apply, params, x, stats="batch")
@@ -248,7 +252,7 @@ class TestCoupling:
             kernels.empirical_ntk(
                 kernels.Normalized(lambda p, x, s: x, lambda p, x: x), params, x, stats="running"
             )
-        apply, params = kernels.from_nnx(BatchNormNet(nnx.Rngs(1), True, True))
+        apply, params = kernels.from_module(BatchNormNet(nnx.Rngs(1), True, True))
         with pytest.raises(ValueError, match="stats must be one of"):
             kernels.empirical_ntk(apply, params, x)
 
@@ -310,21 +314,18 @@ def test_structured_falls_back_parameter_by_parameter(key):
 def test_plan_speaks_and_refuses(key):
     apply, params = mlp(key, (3, 50, 50))
     x = jax.random.normal(key, (20, 3))
-    plan = kernels.ntk_plan(apply, params, x)
+    plan = kernels.Method().plan(apply, params, x)
     assert plan.method == "structured" and "structured" in plan.reason
-    assert kernels.ntk_plan(apply, params, x, stats="batch").coupled
+    assert kernels.Method().plan(apply, params, x, stats="batch").coupled
     with pytest.raises(ValueError, match="ntk_operator"):
         kernels.empirical_ntk(apply, params, x, method=kernels.Method(limit=1000))
     with pytest.raises(ValueError, match="Jacobian takes"):
         kernels.empirical_ntk(apply, params, x, method=kernels.Method("jacobian", limit=100_000))
-    assert (
-        kernels.ntk_plan(apply, params, x, stats="batch", method=kernels.Method(limit=200_000)).method
-        == "products"
-    )
+    assert kernels.Method(limit=200_000).plan(apply, params, x, stats="batch").method == "products"
     with pytest.raises(ValueError, match="method must be"):
         kernels.empirical_ntk(apply, params, x, method="magic")
     with pytest.raises(ValueError, match="chunk must be"):
-        kernels.empirical_ntk(apply, params, x, chunk=0)
+        kernels.Method(chunk=0)
 
 
 def test_float32_stays_float32_and_agrees():

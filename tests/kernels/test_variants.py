@@ -79,9 +79,9 @@ def test_pytrees_of_samples():
         kernels.ntk_operator(net, PARAMS, X, Z) @ v,
         rtol=1e-12,
     )
-    assert kernels.ntk_plan(apply, PARAMS, split(X), split(Z)).coupled is False
-    recorder = kernels.KernelRecorder(split(X), apply=apply, keep=True)
-    recorder(0, PARAMS)
+    assert kernels.Method().plan(apply, PARAMS, split(X), split(Z)).coupled is False
+    recorder = kernels.KernelRecorder(split(X), keep=True)
+    recorder(0, (apply, PARAMS))
     own = np.transpose(kernels.empirical_ntk(net, PARAMS, X).reshape(5, 5, 6, 6), (0, 2, 1, 3))
     np.testing.assert_allclose(recorder.record["kernel"][0], own.reshape(30, 30), rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match="couples the samples"):
@@ -94,14 +94,15 @@ def test_pytrees_of_samples():
 
 def test_groups_of_parameters():
     """The share of a group is the kernel of the function of it alone, and shares add up."""
-    shares = kernels.ntk_by_group(net, PARAMS, X, Z)
+    layer = lambda path: path.split("/")[0]
+    shares = kernels.empirical_ntk(net, PARAMS, X, Z, groups=layer)
     assert list(shares) == ["first", "last"]
     np.testing.assert_allclose(sum(shares.values()), FULL, rtol=1e-10, atol=1e-12)
     hidden = jnp.tanh(X @ PARAMS["first"]["w"] + PARAMS["first"]["b"][None])
     there = jnp.tanh(Z @ PARAMS["first"]["w"] + PARAMS["first"]["b"][None])
     exact = np.einsum("tk,sk,cd->tscd", hidden, there, np.eye(6)).reshape(5, 4, 3, 2, 3, 2)
     np.testing.assert_allclose(shares["last"], exact, rtol=1e-10, atol=1e-12)
-    kinds = kernels.ntk_by_group(
+    kinds = kernels.empirical_ntk(
         net, PARAMS, X, groups=lambda path: "bias" if path.endswith("/b") else "weights", outputs="trace"
     )
     whole = kernels.empirical_ntk(net, PARAMS, X, outputs="trace")
@@ -115,9 +116,9 @@ def test_groups_of_parameters():
         def __call__(self, x):
             return self.last(jnp.tanh(self.norm(self.first(x))))
 
-    apply, params = kernels.from_nnx(Net(nnx.Rngs(0)))
+    apply, params = kernels.from_module(Net(nnx.Rngs(0)))
     low = X.astype(jnp.float32)
-    layers = kernels.ntk_by_group(apply, params, low, stats="batch", outputs="trace")
+    layers = kernels.empirical_ntk(apply, params, low, stats="batch", outputs="trace", groups=layer)
     assert sorted(layers) == ["first", "last", "norm"]
     whole = kernels.empirical_ntk(apply, params, low, stats="batch", outputs="trace")
     np.testing.assert_allclose(sum(layers.values()), whole, rtol=1e-4, atol=1e-4)

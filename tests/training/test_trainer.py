@@ -183,7 +183,7 @@ def test_a_checkpoint_keeps_the_record_and_goes_on(shared, key, tmp_path):
             change()
         assert path.read_bytes() == stamp
     path.write_bytes(stamp[: len(stamp) // 2])
-    with pytest.raises(ValueError, match=r"state.npz is damaged or no checkpoint"):
+    with pytest.raises(ValueError, match=r"state.npz is damaged or not written by Trainer.run"):
         shared.run(key, data, 3, checkpoint=path)
 
 

@@ -3,10 +3,10 @@
 How a call of ``empirical_ntk`` goes through the modules, in the order in which they are best read:
 
     kernel          what users call: pytrees of inputs, output axes, groups of parameters, devices
-    samples         batches, and pytrees of them as arrays of indices
-    modules         networks of other libraries as functions (params, batch) -> outputs (NNX: ``nnx_modules``)
+    modules         networks as functions (params, batch) -> outputs, and batches as arrays
+      adapters        modules of other libraries as such functions (NNX: ``nnx_modules``)
     coupling        do samples depend on each other? a probe, and what ``stats`` then means
-    plan            which method is the fastest within the limit of memory
+    plan            ``Method``: which one is the fastest within the limit of memory
       cost            operations and numbers through memory, counted in the trace
       layout          how the structured method goes about it: contractions, samples and rows at a time
     ntk             evaluates the kernel by the chosen method
@@ -15,7 +15,9 @@ How a call of ``empirical_ntk`` goes through the modules, in the order in which 
         forms           every such use as one product y = h w
         contraction     from the factors h and D = df/dy of all samples to the kernel
         convolution     convolutions in the order of axes that CPUs are fast in
-    visit           equations of a trace, and the jaxprs inside of them
+
+    visit           the one visitor of traces: a value for every variable, and the jaxprs that an equation runs;
+                    ``cost``, ``sites``, ``convolution`` and ``coupling`` only say what is done at an equation
 
     operator        products with the kernel, without forming it
     spectra         eigenvalues and moments from such products

@@ -1,8 +1,9 @@
 """From each parameter's factors at all samples to the kernel of all pairs of samples."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,6 @@ class Coupled(NamedTuple):
 
 
 Factor: TypeAlias = Jacobian | Gram | Slices | Rows | Coupled
-F = TypeVar("F", Jacobian, Gram, Slices, Rows, Coupled)
 
 # A block of the kernel: which part of the rows, and which of the columns.
 Pair: TypeAlias = tuple[int, int]
@@ -82,51 +82,51 @@ def fitting(most: int, limit: float, one: float) -> int:
     return math.ceil(most / parts)
 
 
-def blocks(rows: int, wide: int) -> int:
+def blocks(rows: int, wide: int, length: float) -> int:
     """Return into how many blocks of rows a symmetric kernel is cut, of which those above the diagonal are reflected.
 
     Args:
         rows: of the kernel.
-        wide: how many rows of the product belong to each of them; blocks of few rows multiply at a lower speed.
+        wide: how many rows of the product belong to each of them.
+        length: of the rows of the product; blocks of few or short rows multiply at a lower speed.
 
-    >>> blocks(32, 1), blocks(32, 10), blocks(256, 10)
-    (1, 2, 4)
+    >>> blocks(32, 1, 5000), blocks(32, 10, 5000), blocks(128, 10, 5000), blocks(128, 10, 512)
+    (1, 2, 4, 1)
     """
-    if rows < 4 or rows * wide < 256:
+    # Ten products compile longer than one. With 1280 rows of length 512 (dense and layer norm, 10 outputs) cutting took
+    # 1.2 times as long, and 2.5 times in the first call; with 3200 it takes 0.9 times as long (dense, 100 outputs), and
+    # with 320 of length 4096 it takes 0.85 times as long (transformer).
+    if rows * wide < (2048 if length <= 1024 else 256):
         return 1
     return 2 if rows * wide < 1024 else 4
 
 
-def _samples(factors: Sequence[Factor]) -> int:
-    """Return at how many samples these are the factors."""
-    one = factors[0]
-    return (one.value if isinstance(one, Jacobian) else one.cotangent).shape[0]
-
-
-def _wide(factor: Factor, outputs: str) -> int:
-    """Return how many rows of the product each sample has."""
+def _cut(factor: Factor, outputs: str) -> int:
+    """Return into how many blocks one parameter's share of a symmetric kernel is cut."""
     held = factor.value if isinstance(factor, Jacobian) else factor.cotangent
     positions = held.shape[3] if isinstance(factor, Gram | Rows) else 1
-    return positions * (held.shape[1] if outputs == "full" else 1)
+    length: float = math.inf
+    if isinstance(factor, Jacobian) or (isinstance(factor, Gram) and held.shape[2:4] == (1, 1)):
+        length = held.shape[-1]
+    return blocks(held.shape[0], positions * (held.shape[1] if outputs == "full" else 1), length)
 
 
 def all_pairs(
     left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int, symmetric: bool
 ) -> Float[Array, "T S ..."]:
     """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half where that is faster."""
-    count = _samples(left)
+    held = left[0].value if isinstance(left[0], Jacobian) else left[0].cotangent
+    count = held.shape[0]
     if not symmetric or rows < count:
         return by_pieces(lambda some: contract(some, right, outputs), left, rows)
     # parameters with rows of other widths are cut into other numbers of blocks, each kind at once
-    counts = [blocks(count, _wide(a, outputs)) for a in left]
+    groups: dict[int, list[Factor]] = {}
+    for factor in left:
+        groups.setdefault(_cut(factor, outputs), []).append(factor)
     total = []
-    for cut in sorted(set(counts)):
-        some = [a for a, n in zip(left, counts, strict=True) if n == cut]
-        edges = cuts(count, cut)
-        spans = zip(edges[:-1], edges[1:], strict=True)
-        total.append(
-            pairs_of_blocks([[_part(a, start, stop) for a in some] for start, stop in spans], outputs)
-        )
+    for cut, some in sorted(groups.items()):
+        spans = itertools.pairwise(cuts(count, cut))
+        total.append(pairs_of_blocks([[_part(a, *span) for a in some] for span in spans], outputs))
     return sum(total[1:], total[0])
 
 
@@ -154,7 +154,7 @@ def pairs_of_blocks(parts: Sequence[Sequence[Factor]], outputs: str) -> Float[Ar
     """
     pairs = [(i, j) for i in range(len(parts)) for j in range(i + 1)]
     below = dict(zip(pairs, _contract_pairs(parts, parts, outputs, pairs), strict=True))
-    mirror = (1, 0, 3, 2) if outputs == "full" else (1, 0, 2) if outputs == "diagonal" else (1, 0)
+    mirror = {"full": (1, 0, 3, 2), "diagonal": (1, 0, 2), "trace": (1, 0)}[outputs]
     block = lambda i, j: below[i, j] if j <= i else jnp.transpose(below[j, i], mirror)
     each = range(len(parts))
     return jnp.concatenate([jnp.concatenate([block(i, j) for j in each], axis=1) for i in each])
@@ -171,32 +171,22 @@ def _contract_pairs(
     """Sum all shares in these blocks of the kernel, from the factors of each part of its rows and columns."""
     sides = zip(zip(*left, strict=True), zip(*right, strict=True), strict=True)
     shares = [_contract_one(mine, theirs, outputs, pairs) for mine, theirs in sides]
-    found = []
-    for terms in zip(*shares, strict=True):
-        total = sum(terms[1:], terms[0])
-        if outputs == "full":
-            total = jnp.transpose(total, (0, 2, 1, 3))
-        found.append(jnp.moveaxis(total, 0, 2) if outputs == "diagonal" else total)
-    return found
+    # the axes of samples in front: (T, C, S, C) and (C, T, S) as ``_contract_one`` has them
+    order = {"full": (0, 2, 1, 3), "diagonal": (1, 2, 0), "trace": (0, 1)}[outputs]
+    return [jnp.transpose(sum(terms[1:], terms[0]), order) for terms in zip(*shares, strict=True)]
 
 
 def _contract_one(
-    left: Sequence[Factor], right: Sequence[Factor], outputs: str, pairs: Sequence[Pair]
+    left: Sequence[Any], right: Sequence[Any], outputs: str, pairs: Sequence[Pair]
 ) -> list[Array]:
     """Return one share in these blocks, each as (T, C, S, C), (C, T, S) or (T, S)."""
     if isinstance(left[0], Slices):
-        return _contract_slices(_all(Slices, left), _all(Slices, right), outputs, pairs)
+        return _contract_slices(left, right, outputs, pairs)
     if isinstance(left[0], Coupled):
-        return _contract_coupled(_all(Coupled, left), _all(Coupled, right), outputs, pairs)
-    contracted = _contract_jacobians if isinstance(left[0], Jacobian) else _contract_grams
-    return [contracted(left[i], right[j], outputs) for i, j in pairs]
-
-
-def _all(kind: type[F], factors: Sequence[Factor]) -> list[F]:
-    """Return factors that are all of one kind."""
-    found = [a for a in factors if isinstance(a, kind)]
-    assert len(found) == len(factors)
-    return found
+        return _contract_coupled(left, right, outputs, pairs)
+    if isinstance(left[0], Jacobian):
+        return [_features(left[i].value, right[j].value, outputs) for i, j in pairs]
+    return [_contract_grams(left[i], right[j], outputs) for i, j in pairs]
 
 
 def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"], outputs: str) -> Array:
@@ -204,22 +194,16 @@ def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"], outputs
 
     Matrices are products' fastest form: contracting several axes at once takes up to three times as long on a CPU.
     """
-    (rows, many, _), columns = left.shape, right.shape[0]
     if outputs == "diagonal":
         return jnp.einsum("tcm,scm->cts", left, right, precision=HIGH)
-    flat = (
-        (lambda a: a.reshape(-1, a.shape[2])) if outputs == "full" else (lambda a: a.reshape(a.shape[0], -1))
-    )
+    # "trace": the sum over c is a part of the product
+    flat = lambda a: a.reshape(-1, a.shape[2]) if outputs == "full" else a.reshape(a.shape[0], -1)
     product = jnp.matmul(flat(left), flat(right).T, precision=HIGH)
-    return product.reshape(rows, many, columns, many) if outputs == "full" else product
-
-
-def _contract_jacobians(left: Factor, right: Factor, outputs: str) -> Array:
-    assert isinstance(left, Jacobian) and isinstance(right, Jacobian)
-    return _features(left.value, right.value, outputs)
+    return product.reshape(left.shape[:2] + right.shape[:2]) if outputs == "full" else product
 
 
 # Numbers of J up to which it is formed at once, and those that are formed at a time above: a small part of the cache.
+# The full kernel of a transformer took 1.08 times as long with a quarter of both, 1.13 times with four times as much.
 WHOLE, _SLICE = 2**22, 2**20
 
 
@@ -254,16 +238,16 @@ def _contract_slices(
     step = slice_width(rows, columns, left[0].cotangent.shape[1:], left[0].activation.shape[-1], outputs)
 
     def cut(factor: Slices) -> Array:
-        """Return D as (slices, T, G, C and o, P)."""
+        """Return D (T, C, G, P, O) as (slices, T, G, C and o, P)."""
         count, many, groups, positions, width = factor.cotangent.shape
         parts = factor.cotangent.reshape(count, many, groups, positions, width // step, step)
         moved = jnp.transpose(parts, (4, 0, 2, 1, 5, 3))
         return moved.reshape(width // step, count, groups, many * step, positions)
 
     def form(cotangent: Array, factor: Slices) -> Float[Array, "T C M"]:
-        many = factor.cotangent.shape[1]
-        product = jnp.matmul(cotangent, factor.activation, precision=HIGH)  # (T, G, C and o, K)
-        count, groups, _, inputs = product.shape
+        """Return a slice of J, J[g, c o, k] = sum_p D[g, c o, p] h[g, p, k], with M = (g, o, k)."""
+        product = jnp.matmul(cotangent, factor.activation, precision=HIGH)
+        (count, groups, _, inputs), many = product.shape, factor.cotangent.shape[1]
         split = jnp.swapaxes(product.reshape(count, groups, many, step * inputs), 1, 2)
         return split.reshape(count, many, groups * step * inputs)
 
@@ -288,9 +272,9 @@ def _added(multiply: Callable[[Any], list[Array]], over: PyTree, count: int) -> 
     return jax.lax.scan(add, start, over)[0]
 
 
-def _contract_grams(left: Factor, right: Factor, outputs: str) -> Array:
-    assert isinstance(left, Gram | Rows) and isinstance(right, Gram | Rows)
-    d, e = left.cotangent, right.cotangent
+def _contract_grams(left: Gram | Rows, right: Gram | Rows, outputs: str) -> Array:
+    """Return sum over g, p, q of (h_gp . h'_gq) (D_gp . D'_gq)."""
+    d, e = left.cotangent, right.cotangent  # (T, C, G, P, O), (S, C, G, Q, O)
     groups, positions = d.shape[2], d.shape[3] * e.shape[3]
     h, other = (f.activation if isinstance(f, Gram) else None for f in (left, right))
     if groups * positions == 1 and isinstance(h, Array) and isinstance(other, Array):
@@ -345,18 +329,14 @@ def _contract_outputs(left: Gram | Rows, right: Gram | Rows) -> Float[Array, "T 
     return jnp.transpose(found, (1, 3, 0, 2))
 
 
-def _inner_products(one: Factor, many: Factor) -> Float[Array, "G P S Q"]:
+def _inner_products(one: Any, many: Any) -> Float[Array, "G P S Q"]:
     """Return h_gp . h'_gq of one sample with many; equality of rows for a table."""
     if isinstance(one, Rows):
-        assert isinstance(many, Rows)
         same = one.looked[:, None, None] == many.looked[None]
         return same[None].astype(one.cotangent.dtype)
-    assert isinstance(one, Gram) and isinstance(many, Gram)
-    h, other = one.activation, many.activation
-    if isinstance(h, Windowed):
-        assert isinstance(other, Windowed)
-        return windowed_products(h, other)
-    return jnp.einsum("gpk,sgqk->gpsq", h, other, precision=HIGH)
+    if isinstance(one.activation, Windowed):
+        return windowed_products(one.activation, many.activation)
+    return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)
 
 
 def _contract_coupled(

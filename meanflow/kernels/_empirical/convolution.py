@@ -6,7 +6,6 @@ which inputs and outputs have changed places, is there slower by a factor of thi
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,55 +26,40 @@ def channels_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     def same(*args: PyTree) -> PyTree:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        run = _evaluate if _has_convolution(closed) else lambda closed, leaves: jaxpr_as_fun(closed)(*leaves)
+        run = _evaluate if _convolves(closed) else lambda closed, leaves: jaxpr_as_fun(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), run(closed, jax.tree.leaves(args)))
 
     return same
 
 
-def _has_convolution(closed: ClosedJaxpr) -> bool:
+def _convolves(closed: ClosedJaxpr) -> bool:
     return any(e.primitive.name == "conv_general_dilated" for e in equations(closed, calls_only=True))
 
 
 def _evaluate(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-    def step(_: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def step(_: int, equation: JaxprEqn, operands: list[Array]) -> list[Array]:
         inner = called(equation)
         if equation.primitive.name == "conv_general_dilated":
             return [_convolve(equation, *operands)]
-        if inner is not None and _has_convolution(inner):
+        if inner is not None and _convolves(inner):
             return _evaluate(inner, operands)
         return execute(closed.jaxpr, equation, operands)
 
     return walk(closed, args, step, lambda value: value)
 
 
-_OPTIONS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "feature_group_count",
-    "batch_group_count",
-    "precision",
-    "preferred_element_type",
-)
-
-
 def _convolve(equation: JaxprEqn, x: Array, weight: Array) -> Array:
     """Evaluate a convolution with its channels last, and bring the result into the axes that were asked for."""
     numbers = equation.params["dimension_numbers"]
     (batch, channels, *space), (outs, ins, *window) = numbers.lhs_spec, numbers.rhs_spec
-    rank = len(space)
-    last = jax.lax.ConvDimensionNumbers(
-        (0, rank + 1, *range(1, rank + 1)),
-        (rank + 1, rank, *range(rank)),
-        (0, rank + 1, *range(1, rank + 1)),
+    images, weights = (
+        (0, len(space) + 1, *range(1, len(space) + 1)),
+        (len(space) + 1, len(space), *range(len(space))),
     )
-    result = jax.lax.conv_general_dilated(
+    result = equation.primitive.bind(
         jnp.transpose(x, (batch, *space, channels)),
         jnp.transpose(weight, (*window, ins, outs)),
-        dimension_numbers=last,
-        **{name: equation.params[name] for name in _OPTIONS},
+        **{**equation.params, "dimension_numbers": jax.lax.ConvDimensionNumbers(images, weights, images)},
     )
     batch, channels, *space = numbers.out_spec
     return jnp.transpose(result, np.argsort((batch, *space, channels)).tolist())

@@ -5,6 +5,7 @@ numbers that pass through memory. One number costs about as much time as ``TOUCH
 compiled or computed.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,18 +19,17 @@ from meanflow.kernels._empirical.visit import carried_arguments, inner_jaxprs, s
 TOUCH = 40.0  # operations of a matrix product in the time that one number takes to pass through memory
 
 
-class Cost(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Cost:
     """Operations in products and numbers through memory."""
 
     flops: float = 0.0
     numbers: float = 0.0
 
-    def __add__(self, other: object) -> "Cost":
-        assert isinstance(other, Cost)
+    def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.numbers + other.numbers)
 
-    def __mul__(self, factor: object) -> "Cost":
-        assert isinstance(factor, int | float)
+    def __mul__(self, factor: float) -> "Cost":
         return Cost(self.flops * factor, self.numbers * factor)
 
     @property
@@ -38,7 +38,8 @@ class Cost(NamedTuple):
         return self.flops + TOUCH * self.numbers
 
 
-class Passes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Passes:
     """The cost of evaluating a function once, of pulling one output back to its sites, and what it stores.
 
     Attributes:
@@ -50,40 +51,26 @@ class Passes(NamedTuple):
         largest: of all values.
     """
 
-    forward: Cost
-    backward: Cost
-    convolved: float
-    stored: float
-    largest: float
+    forward: Cost = Cost()
+    backward: Cost = Cost()
+    convolved: float = 0.0
+    stored: float = 0.0
+    largest: float = 0.0
 
-    def plus(self, other: "Passes") -> "Passes":
-        """Return both, one after the other."""
+    def plus(self, other: "Passes", rounds: int = 1) -> "Passes":
+        """Return this and ``rounds`` rounds of another, one after the other."""
         return Passes(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.convolved + other.convolved,
-            self.stored + other.stored,
+            self.forward + other.forward * rounds,
+            self.backward + other.backward * rounds,
+            self.convolved + other.convolved * rounds,
+            self.stored + other.stored * rounds,
             max(self.largest, other.largest),
-        )
-
-    def times(self, count: int) -> "Passes":
-        """Return ``count`` rounds of it."""
-        return Passes(
-            self.forward * count,
-            self.backward * count,
-            self.convolved * count,
-            self.stored * count,
-            self.largest,
         )
 
 
 # values that depend on: nothing or the sample alone, parameters alone, both
 _FIXED, _PARAM, _BOTH = 0, 1, 2
 _FREE = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "stop_gradient")
-
-
-def _join(kinds: Sequence[int]) -> int:
-    return max(kinds, default=_FIXED)
 
 
 def passes(closed: ClosedJaxpr, leaves: int) -> Passes:
@@ -94,56 +81,49 @@ def passes(closed: ClosedJaxpr, leaves: int) -> Passes:
 
 
 def _count(closed: ClosedJaxpr, kinds: Sequence[int]) -> tuple[Passes, list[int]]:
-    total = Passes(Cost(), Cost(), 0.0, 0.0, 0.0)
+    total = Passes()
 
     def step(_: int, equation: JaxprEqn, ins: list[int]) -> list[int]:
         nonlocal total
-        one, outs = _equation(equation, ins)
-        total = total.plus(one)
+        one, outs, rounds = _equation(equation, ins)
+        total = total.plus(one, rounds)
         return outs
 
     outs = walk(closed, kinds, step, lambda _: _FIXED)
     return total, outs
 
 
-def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int]]:
-    """Count one equation, and say what its outputs depend on."""
-    name, options = equation.primitive.name, equation.params
-    inner = inner_jaxprs(equation)
+def _equation(equation: JaxprEqn, ins: list[int]) -> tuple[Passes, list[int], int]:
+    """Count one equation; return what its outputs depend on, and how many rounds it runs."""
+    name, inner = equation.primitive.name, inner_jaxprs(equation)
     if name == "scan":
         # what is carried depends after a round on all that it is made of: the kinds of a second round are those of all
         carried = carried_arguments(equation)
         _, outs = _count(inner[0], ins)
         ins[carried] = [max(a, b) for a, b in zip(ins[carried], outs, strict=False)]
-        one, outs = _count(inner[0], ins)
-        return one.times(options["length"]), outs
+        return *_count(inner[0], ins), equation.params["length"]
     if inner:  # of several branches the most expensive one counts
         counted = [_count(c, ins[len(ins) - len(c.jaxpr.invars) :]) for c in inner]
-        return max(counted, key=lambda c: c[0].forward.total)
+        return *max(counted, key=lambda c: c[0].forward.total), 1
+    operands = list(zip(ins, equation.invars, strict=True))
     size = float(sum(math.prod(shape_of(v)) for v in equation.outvars))
     # a parameter and a sample together depend on both; so does what was made of them
-    met = any(k == _PARAM for k in ins) and any(
-        k == _FIXED and not isinstance(v, Literal) for k, v in zip(ins, equation.invars, strict=True)
-    )
-    kind = _BOTH if met else _join(ins)
+    met = _PARAM in ins and any(k == _FIXED and not isinstance(v, Literal) for k, v in operands)
+    kind = _BOTH if met else max(ins, default=_FIXED)
     outs = [kind] * len(equation.outvars)
     if name in ("dot_general", "conv_general_dilated"):
         flops = 2.0 * size * _contracted(equation)
-        paths = sum(k == _BOTH for k in ins)
         # parameters are read once for all samples
-        pairs = zip(ins, equation.invars, strict=True)
-        moved = size + sum(math.prod(shape_of(v)) for k, v in pairs if k != _PARAM)
-        back = Cost(flops, moved) * paths
+        forward = Cost(flops, size + sum(math.prod(shape_of(v)) for k, v in operands if k != _PARAM))
         convolved = flops if name == "conv_general_dilated" else 0.0
-        return Passes(Cost(flops, moved), back, convolved, size, size), outs
+        return Passes(forward, forward * ins.count(_BOTH), convolved, size, size), outs, 1
     # what depends on parameters alone is computed once for all samples
     if name in _FREE or kind == _PARAM:
-        return Passes(Cost(), Cost(), 0.0, 0.0, 0.0), outs
+        return Passes(), outs, 1
     # neighboring operations on numbers run as one pass: half a number for each
-    touched = Cost(
-        0.0, 0.5 * size + 0.5 * sum(math.prod(shape_of(v)) for v in equation.invars) * ("reduce" in name)
-    )
-    return Passes(touched, touched if kind == _BOTH else Cost(), 0.0, size, size), outs
+    read = sum(math.prod(shape_of(v)) for v in equation.invars) if "reduce" in name else 0
+    touched = Cost(0.0, 0.5 * (size + read))
+    return Passes(touched, touched if kind == _BOTH else Cost(), 0.0, size, size), outs, 1
 
 
 def _contracted(equation: JaxprEqn) -> float:
@@ -170,9 +150,9 @@ class Block(NamedTuple):
         """At how many samples the network is differentiated."""
         return self.rows if self.symmetric else self.rows + self.columns
 
-    def pairs(self, wide: int) -> float:
+    def pairs(self, wide: int, length: float) -> float:
         """How many pairs of samples are multiplied, where ``wide`` rows of a product belong to each sample."""
-        cut = blocks(self.rows, wide) if self.symmetric else 1
+        cut = blocks(self.rows, wide, length) if self.symmetric else 1
         # cutting costs a part of what it saves
         return self.rows * self.columns * {1: 1.0, 2: 0.85, 4: 0.7}[cut]
 
@@ -185,7 +165,7 @@ class Block(NamedTuple):
 def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     """Count one share in parameter space."""
     groups, positions, inputs, outputs, _ = size
-    entries, many = groups * inputs * outputs, block.outputs
+    entries, many = size.entries, block.outputs
     # J of each sample: P outer products for each output, h and D read, J written and read
     form = Cost(
         2.0 * many * positions * entries,
@@ -194,7 +174,7 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     full = block.kept == "full"
     # <J, J'> of each pair of samples, for all pairs of outputs or for equal ones
     product = 2.0 * entries * (many**2 if full else many)
-    return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1)
+    return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1, entries)
 
 
 def by_gram(block: Block, size: forms.Sizes) -> Cost:
@@ -202,23 +182,21 @@ def by_gram(block: Block, size: forms.Sizes) -> Cost:
     groups, positions, inputs, outputs, windowed = size
     compared = windowed or inputs
     many, pairs = block.outputs, groups * positions**2
-    multiplied = block.pairs(positions * (many if block.kept == "full" else 1))
-    read = _read(block, groups * positions * (compared + many * outputs))
-    copied = Cost(0.0, 2.0 * many * groups * positions * outputs * (groups * positions > 1)) * block.samples
+    wide, length = positions * (many if block.kept == "full" else 1), outputs if pairs == 1 else math.inf
+    multiplied = block.pairs(wide, length)
+    # the factors of both sides are read once, and brought into another order where there are several positions
+    read = groups * positions * (compared + many * outputs) * (block.rows + block.columns)
+    copied = 2.0 * many * groups * positions * outputs * block.samples if groups * positions > 1 else 0.0
+    passed = Cost(0.0, read + copied)
     # (h . h') and (D . D') of all pairs of positions, multiplied entry by entry
     if pairs == 1 or many == 1 or block.kept != "full":
         flops = 2.0 * pairs * (compared + outputs * (many**2 if block.kept == "full" else many))
         numbers = (
             2.0 * block.kernel if pairs == 1 else 3.0 * pairs * (many if block.kept == "diagonal" else 1)
         )
-        return Cost(flops, numbers) * multiplied + read + copied
+        return Cost(flops, numbers) * multiplied + passed
     # many outputs: E = (h h') D' first, then D E, as ``contraction`` does it
     flops = 2.0 * (pairs * (compared + many * outputs) + groups * positions * many**2 * outputs)
     # (h h') D', and h h' in another order
     numbers = 2.0 * groups * positions * (positions + many * outputs)
-    return Cost(flops, numbers) * multiplied + read + copied
-
-
-def _read(block: Block, numbers: float) -> Cost:
-    """Reading the factors of both sides once."""
-    return Cost(0.0, numbers * (block.rows + block.columns))
+    return Cost(flops, numbers) * multiplied + passed

@@ -5,7 +5,6 @@ of one sample needs the whole batch, and a kernel computed sample by sample or c
 every function is probed, and coupled ones are refused until ``stats`` says which statistics are meant.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -15,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import Array, ArrayLike, PyTree, Shaped
+from jaxtyping import Array, ArrayLike, PyTree
 
 from meanflow import _checks
-from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, batch
+from meanflow._reuse import compiled
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
 from meanflow.kernels._empirical.visit import equations
 
 STATS = ("batch", "train", "frozen", "running")
@@ -44,13 +44,34 @@ class Unprobed(ValueError):
     """The function closes over traced values and cannot be evaluated while tracing."""
 
 
-@eqx.filter_jit  # so that a function is compiled for the probe once, not at every call
 def _evaluations(apply: Apply, params: Params, x: Batch) -> tuple[Array, Array, Array]:
     """Return the outputs of a batch twice, traced anew each time, and those of its samples one by one."""
     alone = jax.tree.map(lambda a: a[:, None], x)
     # two equal rows: a function may squeeze its outputs, and lose the axis of a single sample
     pair = lambda sample: apply(params, jax.tree.map(lambda a: jnp.concatenate([a, a]), sample))[0]
     return apply(params, x), apply(params, x), jax.lax.map(pair, alone, batch_size=64)
+
+
+# Compiled, so that a function is compiled for the probe once and not at every call; and without optimization, which
+# takes longer than the program runs: the probe of a transformer takes 0.5 instead of 0.9 seconds.
+_QUICK = {"xla_backend_optimization_level": 0}
+_evaluated_quickly = compiled(_evaluations, compiler_options=_QUICK)
+_evaluated_inside = compiled(_evaluations)
+
+
+def _evaluated(apply: Apply, params: Params, x: Batch) -> list[np.ndarray]:
+    try:
+        found = _evaluated_quickly(apply, params, x)
+    except ValueError as problem:
+        if "top-level" not in str(problem):
+            raise
+        found = _evaluated_inside(apply, params, x)  # JAX takes no options while another program is traced
+    return [np.asarray(a) for a in found]
+
+
+@compiled
+def _statistics(apply: Normalized, params: Params, x: Batch) -> PyTree:
+    return apply.statistics(params, x)
 
 
 def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
@@ -102,13 +123,13 @@ def _agreement(one: np.ndarray, other: np.ndarray, eps: float) -> bool:
     return bool(np.all(np.abs(one[finite] - other[finite]) <= tolerance))
 
 
-def check_outputs(apply: Apply, params: Params, name: str, x: Batch) -> None:
+def check_outputs(outputs: Callable[[Params], Outputs], params: Params, name: str, x: Batch) -> None:
     """Refuse an empty batch, and outputs that are not one array of floating point numbers, a row a sample."""
     rows = np.shape(jax.tree.leaves(x)[0])[0]
     if rows == 0:
         raise ValueError(f"{name} must hold at least one sample, got an empty batch")
     try:
-        out = jax.eval_shape(apply, params, x)
+        out = jax.eval_shape(outputs, params)
     except (TypeError, ValueError, KeyError, IndexError) as problem:
         shapes = jax.tree.map(np.shape, x)
         raise ValueError(
@@ -124,8 +145,7 @@ def check_outputs(apply: Apply, params: Params, name: str, x: Batch) -> None:
         raise ValueError(f"apply must return floating point numbers, got {out.dtype} at {name}")
 
 
-@_checks.arguments(apply=_checks.function, x=batch)
-def is_coupled(apply: Apply, params: Params, x: PyTree[Shaped[ArrayLike, "T ..."]]) -> bool:
+def is_coupled(apply: Apply, params: Params, x: Batch) -> bool:
     """Tell whether the output at one sample depends on the other samples of the batch, by a probe.
 
     A random batch of as many rows as ``x`` is evaluated at once and sample by sample; the engine needs both to agree,
@@ -161,7 +181,7 @@ def is_coupled(apply: Apply, params: Params, x: PyTree[Shaped[ArrayLike, "T ..."
         tries = [(moved, drawn), (moved, own), (params, own)] if given else [(moved, drawn)]
         for parameters, samples in tries:
             try:
-                values = [np.asarray(a) for a in _evaluations(function, parameters, samples)]
+                values = _evaluated(function, parameters, samples)
             except jax.errors.TracerArrayConversionError as error:
                 raise Unprobed(
                     "apply closes over traced values, so whether it couples samples cannot be probed; "
@@ -190,16 +210,6 @@ def is_coupled(apply: Apply, params: Params, x: PyTree[Shaped[ArrayLike, "T ..."
     return not _agreement(first, alone, eps)
 
 
-def _probe(apply: Apply, params: Params, x: Batch, declared: bool) -> bool:
-    """Probe ``apply``; a function that cannot be probed passes if the caller has ``declared`` it uncoupled."""
-    try:
-        return is_coupled(apply, params, x)
-    except Unprobed:
-        if declared:
-            return False
-        raise
-
-
 def uncoupled_maps(apply: Apply, x: Batch, z: Batch | None) -> KernelMaps:
     """Return the maps of a function that is known to treat every sample on its own."""
     other = x if z is None else z
@@ -207,11 +217,7 @@ def uncoupled_maps(apply: Apply, x: Batch, z: Batch | None) -> KernelMaps:
 
 
 def kernel_maps(
-    apply: Apply | Normalized,
-    params: Params,
-    x: Batch,
-    z: Batch | None,
-    stats: str | None,
+    apply: Apply | Normalized, params: Params, x: Batch, z: Batch | None, stats: str | None
 ) -> KernelMaps:
     """Return params -> outputs at x and at z, using the statistics chosen by ``stats``.
 
@@ -226,21 +232,29 @@ def kernel_maps(
         ValueError: if the function couples samples and ``stats`` does not say what is meant, or asks for statistics
             that cannot be taken out of the function.
     """
-    other = x if z is None else z
-    given = (("x", x),) if z is None else (("x", x), ("z", z))
     if isinstance(apply, Normalized):
-        maps = _normalized_maps(apply, params, x, other, stats)
-        for (name, some), outputs in zip(given, (maps.left, maps.right), strict=False):
-            check_outputs(functools.partial(_ignore_batch, outputs), params, name, some)
+        maps = _normalized_maps(apply, params, x, x if z is None else z, stats)
+    else:
+        maps = uncoupled_maps(apply, x, z)
+    check_outputs(maps.left, params, "x", x)
+    if z is not None:
+        check_outputs(maps.right, params, "z", z)
+    if isinstance(apply, Normalized):
         return maps
-    for name, some in given:
-        check_outputs(apply, params, name, some)
     if stats == "batch" or (stats == "train" and z is None):
-        return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), None)
-    probe = lambda batch: _probe(apply, params, batch, declared=stats in FIXED)
+        return maps._replace(single=None)
+
+    def couples(some: Batch) -> bool:
+        try:
+            return is_coupled(apply, params, some)
+        except Unprobed:
+            if stats in FIXED:  # the caller has declared the function free of coupling
+                return False
+            raise
+
     rows = lambda a: np.shape(jax.tree.leaves(a)[0])[0]
     # batches of other sizes may be treated otherwise
-    if stats == "train" or probe(x) or (z is not None and rows(z) != rows(x) and probe(z)):
+    if stats == "train" or couples(x) or (z is not None and rows(z) != rows(x) and couples(z)):
         needs = "the statistics of apply cannot be taken out of it: " if stats else ""
         raise ValueError(
             f"apply couples the samples of a batch and stats is {stats!r}; {needs}"
@@ -248,20 +262,10 @@ def kernel_maps(
             'kernels.Normalized(apply, statistics) for "train" (statistics of x, their gradients included) '
             '"frozen" (statistics of x, held fixed) or "running" (the averages that the model keeps)'
         )
-    return uncoupled_maps(apply, x, z)
+    return maps
 
 
-def _ignore_batch(outputs: Callable[[Params], Outputs], params: Params, _: Batch) -> Outputs:
-    return outputs(params)
-
-
-def _normalized_maps(
-    apply: Normalized,
-    params: Params,
-    x: Batch,
-    z: Batch,
-    stats: str | None,
-) -> KernelMaps:
+def _normalized_maps(apply: Normalized, params: Params, x: Batch, z: Batch, stats: str | None) -> KernelMaps:
     """Return the maps of a function whose statistics can be taken out of it."""
     if stats is None:
         raise ValueError(f"apply normalizes over the batch: stats must be one of {STATS}, got None")
@@ -276,6 +280,5 @@ def _normalized_maps(
             )
         constants = apply.running
     else:  # "frozen": computed once, outside of what is differentiated, so that no gradient goes through them
-        constants = eqx.filter_jit(apply.statistics)(params, x)
-    fixed = lambda p, batch: apply.apply(p, batch, constants)
-    return KernelMaps(lambda p: fixed(p, x), lambda p: fixed(p, z), fixed)
+        constants = _statistics(apply, params, x)
+    return uncoupled_maps(lambda p, batch: apply.apply(p, batch, constants), x, z)

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from meanflow.kernels._empirical.sites import Site, show
 from meanflow.kernels._empirical.visit import shape_of
@@ -32,6 +32,11 @@ class Sizes(NamedTuple):
     inputs: int
     outputs: int
     compared: float = 0.0
+
+    @property
+    def entries(self) -> int:
+        """How many numbers the parameter has."""
+        return self.groups * self.inputs * self.outputs
 
     @property
     def windowed(self) -> bool:
@@ -122,68 +127,82 @@ def _compared(site: Site, inputs: int, positions: int) -> float:
     return found if found < inputs else 0.0
 
 
-def _in_loops(site: Site, value: Shaped[Array, "..."], rank: int) -> Shaped[Array, "..."]:
-    """Merge loops into groups and positions: (loops..., g, p, ...) to (G, P, ...), ``rank`` axes after p."""
-    if not site.lengths:
-        return value
-    slicing, repeating = _split(site)
-    n = len(site.lengths)
-    # the loops come first, in the order of nesting; then g and p of one round
-    order = (*slicing, n, *repeating, n + 1, *range(n + 2, n + 2 + rank))
-    moved = jnp.transpose(value, order)
-    split = len(slicing) + 1
-    groups, positions = moved.shape[:split], moved.shape[split : len(order) - rank]
-    return moved.reshape((math.prod(groups), math.prod(positions)) + moved.shape[len(order) - rank :])
-
-
-def _over_loops(site: Site, function: Callable[[Array], Array], value: Array) -> Array:
-    """Apply a function in every round of the loops."""
+def _in_loops(
+    site: Site, function: Callable[[Array], Array], value: Shaped[Array, "..."]
+) -> Float[Array, "G P _"]:
+    """Apply a function -> (g, p, ...) in every round of the loops, and merge the rounds into groups and positions."""
     for _ in site.lengths:
         function = jax.vmap(function)
-    return function(value)
+    found = function(value)
+    if not site.lengths:
+        return found
+    slicing, repeating = _split(site)
+    n = len(site.lengths)
+    # The loops come first, in the order of nesting; then g, p and one more axis of one round. A loop that slices the
+    # parameter has other entries in every round: groups. One that repeats it adds positions.
+    moved = jnp.transpose(found, (*slicing, n, *repeating, n + 1, n + 2))
+    split = len(slicing) + 1
+    return moved.reshape(math.prod(moved.shape[:split]), math.prod(moved.shape[split:-1]), moved.shape[-1])
 
 
-def activation(site: Site, value: Shaped[Array, "..."]) -> Float[Array, "G P K"]:
-    """Return h of one sample from the partner of the weight; patches for a convolution."""
+def activation(site: Site, value: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Return h (G, P, K) of one sample from the partner of the weight; patches for a convolution.
+
+    Of a lookup, whose h is the indicator of a row, the rows (P,) that it reads.
+    """
+    if site.kind == "gather":
+        # JAX clips indices or promises that they are inside; those that it drops have no D (``cotangent``)
+        flat = value.reshape(-1)
+        return flat if _drops(site) else jnp.clip(flat, 0, shape_of(site.equation.invars[0])[0] - 1)
     if site.kind == "conv_general_dilated":
-        core = lambda h: _patches(site, h)
-    else:
-        _, other = _dot_axes(site)
+        return _in_loops(site, lambda h: _patches(site, h), value)
+    _, other = _dot_axes(site)
 
-        def core(h: Array) -> Array:
-            moved = jnp.transpose(h, other.shared + other.free + other.contracted)
-            pick = lambda axes: math.prod(h.shape[i] for i in axes)
-            return moved.reshape(pick(other.shared), pick(other.free), pick(other.contracted))
+    def core(h: Array) -> Array:
+        # shared axes are groups, free ones positions, contracted ones inputs
+        moved = jnp.transpose(h, other.shared + other.free + other.contracted)
+        pick = lambda axes: math.prod(h.shape[i] for i in axes)
+        return moved.reshape(pick(other.shared), pick(other.free), pick(other.contracted))
 
-    return _in_loops(site, _over_loops(site, core, value), 1)
+    return _in_loops(site, core, value)
 
 
-def cotangent(site: Site, value: Float[Array, "..."]) -> Float[Array, "G P O"]:
-    """Return D of one sample and one output of the network, times the scale of the parameter."""
+def _drops(site: Site) -> bool:
+    """Tell whether a lookup ignores indices outside of its table."""
+    return site.equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+
+
+def cotangent(site: Site, value: Float[Array, "..."], partner: Shaped[Array, "..."]) -> Float[Array, "G P O"]:
+    """Return D of one sample and one output of the network, times the scale of the parameter.
+
+    Args:
+        site: the product.
+        value: D in the axes of y.
+        partner: what the parameter is multiplied with; a lookup has no D where this index is outside of the table.
+    """
 
     def core(d: Array) -> Array:
         if site.kind == "conv_general_dilated":
             numbers, groups = (site.equation.params[n] for n in ("dimension_numbers", "feature_group_count"))
             batch, channels, *space = numbers.out_spec
             # positions are all pixels of all rows of the batch; channels split into groups and outputs o of each
-            moved = jnp.transpose(d, (batch, *space, channels)).reshape(
-                -1, groups, d.shape[channels] // groups
-            )
-            return jnp.swapaxes(moved, 0, 1)
+            moved = jnp.transpose(d, (batch, *space, channels))
+            return jnp.swapaxes(moved.reshape(-1, groups, d.shape[channels] // groups), 0, 1)
         mine, other = _dot_axes(site)
         shared, rows, columns = len(mine.shared), len(other.free), len(mine.free)
-        if site.operand == 0:  # the weight's free axes come first
+        if site.operand == 0:  # the weight's free axes come first: (g, o, p) to (g, p, o)
             order = (*range(shared), *range(shared + columns, d.ndim), *range(shared, shared + columns))
-            # (g, o, p) to (g, p, o)
             d = jnp.transpose(d, order)
         pick = lambda start, count: math.prod(d.shape[start : start + count])
         return d.reshape(pick(0, shared), pick(shared, rows), pick(shared + rows, columns))
 
     if site.kind == "gather":
-        width = math.prod(shape_of(site.equation.invars[0])[1:])
-        flat = value.reshape(1, -1, width)
+        table = shape_of(site.equation.invars[0])
+        flat, index = value.reshape(1, -1, math.prod(table[1:])), partner.reshape(-1)
+        if _drops(site):
+            flat = jnp.where(((index >= 0) & (index < table[0]))[None, :, None], flat, 0)
     else:
-        flat = _in_loops(site, _over_loops(site, core, value), 1)
+        flat = _in_loops(site, core, value)
     return flat if site.view.scale == 1.0 else flat * np.asarray(site.view.scale, flat.dtype)
 
 
@@ -285,42 +304,25 @@ def windowed_products(one: Windowed, many: Windowed) -> Float[Array, "G P S Q"]:
     return seen.reshape(groups, positions, count, -1)
 
 
-def rows(site: Site, value: Int[Array, "..."], cot: Float[Array, "... G P O"]) -> tuple[Array, Array]:
-    """Return the rows (P,) that a lookup reads, and D without those outside of the table."""
-    table = shape_of(site.equation.invars[0])[0]
-    flat = value.reshape(-1)
-    inside = (flat >= 0) & (flat < table)
-    mode = site.equation.params["mode"]
-    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
-        return flat, jnp.where(inside[None, :, None], cot, 0)
-    # in the other modes JAX clips or promises that indices are inside
-    return jnp.clip(flat, 0, table - 1), cot
-
-
 def to_root(site: Site, jacobian: Float[Array, "G K O"], root: jax.ShapeDtypeStruct) -> Float[Array, "..."]:
     """Bring J of one site (without its scale) into the axes of the root that the site shows."""
     weight = shape_of(site.equation.invars[site.operand])
     loops = tuple(n for n, s in zip(site.lengths, site.view.sliced, strict=True) if s)
+    # J has the axes (g, k, o) of the weight: ``axes`` is the order of the weight's own axes in it
     if site.kind == "dot_general":
         mine, _ = _dot_axes(site)
-        # J has the axes (g, k, o) of the weight, which transposing them by the inverse order undoes
         axes = mine.shared + mine.contracted + mine.free
         flat = jacobian.reshape(loops + tuple(weight[i] for i in axes))
     elif site.kind == "gather":
         flat, axes = jacobian.reshape(loops + weight), tuple(range(len(weight)))
     else:
         outs, ins, *space = site.equation.params["dimension_numbers"].rhs_spec
-        groups = site.equation.params["feature_group_count"]
-        window = tuple(weight[i] for i in space)
+        groups, window = site.equation.params["feature_group_count"], tuple(weight[i] for i in space)
         split = jacobian.reshape(loops + (groups, *window, weight[ins], weight[outs] // groups))
-        n = len(loops)  # bring the groups beside the outputs
-        flat = jnp.moveaxis(split, n, -2).reshape((*loops, *window, weight[ins], weight[outs]))
+        # bring the groups beside the outputs
+        flat = jnp.moveaxis(split, len(loops), -2).reshape((*loops, *window, weight[ins], weight[outs]))
         axes = (*space, ins, outs)
-    inverse = np.argsort(axes)
-    n = len(loops)
-    shown = jnp.transpose(flat, (*range(n), *(n + int(i) for i in inverse)))
-    # the scale is part of D already
+    shown = jnp.transpose(flat, (*range(len(loops)), *(len(loops) + int(i) for i in np.argsort(axes))))
+    # the scale is part of D already; a view only moves entries, so that its transpose moves them back
     view = site.view._replace(scale=1.0)
-    # a view only moves entries, so that its transpose moves them back
-    (back,) = jax.linear_transpose(lambda r: show(view, r), root)(shown)
-    return back
+    return jax.linear_transpose(lambda r: show(view, r), root)(shown)[0]

@@ -5,37 +5,23 @@ An NNX module is taken as it is: layers in training mode use the statistics of t
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
-from meanflow import _checks
-from meanflow.kernels._empirical.modules import (
-    Adapter,
-    Apply,
-    Batch,
-    ByValue,
-    Normalized,
-    Outputs,
-    Params,
-    Statistics,
-    _refuse_key,
-    one_by_one,
-)
-
-# flax is loaded by whoever has an NNX module: importing the kernels must not cost that time
-if TYPE_CHECKING:
-    from flax import nnx
-
-    from meanflow.layers._normalization import Normalization
+from meanflow.kernels._empirical.adapters import ByValue, one_by_one, refuse_key
+from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
+from meanflow.layers._normalization import Normalization
 
 Model: TypeAlias = Callable[[Batch], Outputs]
+Norm: TypeAlias = nnx.BatchNorm | Normalization
 
 
-class NnxFunction(Adapter):
+class NnxFunction(Function):
     """An NNX module as a function of (params, batch), the same to jit for all modules of one structure.
 
     ``statistics`` replaces those of its normalization layers in training mode: a dict from the path of a layer to the
@@ -46,13 +32,11 @@ class NnxFunction(Adapter):
     state: PyTree
     key: Key[Array, ""] | None
 
-    def _merged(self, params: Params) -> "nnx.Module":
-        from flax import nnx
-
+    def _merged(self, params: Params) -> nnx.Module:
         # a copy, made where it is used: the module may change its variables (running averages, counts of streams)
-        return nnx.merge(cast("nnx.GraphDef", self.graph.value), params, self.state, copy=True)
+        return nnx.merge(self.graph.value, params, self.state, copy=True)
 
-    def __call__(self, params: Params, x: Batch, statistics: Statistics = None) -> Outputs:
+    def __call__(self, params: Params, x: Batch, statistics: PyTree = None) -> Outputs:
         """Return the outputs at a batch, with the given statistics in place of its own."""
         if self.key is not None:
             return one_by_one(lambda batch: self._with_fixed_streams(params)(batch), x)
@@ -61,7 +45,7 @@ class NnxFunction(Adapter):
             _make_explicit(model, _Ledger(statistics))
         return _without_drawing(model, x)
 
-    def batch_statistics(self, params: Params, x: Batch) -> Statistics:
+    def batch_statistics(self, params: Params, x: Batch) -> PyTree:
         """Return mean and variance of the batch at each call of a normalization layer in training mode."""
         model, ledger = self._merged(params), _Ledger(None)
         _make_explicit(model, ledger)
@@ -69,8 +53,6 @@ class NnxFunction(Adapter):
         return ledger.seen
 
     def _with_fixed_streams(self, params: Params) -> Model:
-        from flax import nnx
-
         model = self._merged(params)
         assert self.key is not None
         for number, (_, stream) in enumerate(nnx.iter_graph(model, graph=True)):
@@ -80,31 +62,25 @@ class NnxFunction(Adapter):
         return cast(Model, model)
 
 
-def _without_drawing(model: "nnx.Module", x: Batch) -> Outputs:
+def _without_drawing(model: nnx.Module, x: Batch) -> Outputs:
     """Return model(x); raise if that drew random numbers, which is seen at the counts of the streams."""
-    from flax import nnx
-
     counts = [leaf for _, leaf in nnx.iter_graph(model, graph=True) if isinstance(leaf, nnx.RngCount)]
     before = [count.get_value() for count in counts]
     outputs = cast(Model, model)(x)
     if any(count.get_value() is not old for count, old in zip(counts, before, strict=True)):
         raise ValueError(
             "the module draws random numbers (dropout?), which are no part of a kernel: call model.eval() first, "
-            "or pass key= to from_nnx to hold them fixed"
+            "or pass key= to from_module to hold them fixed"
         )
     return outputs
 
 
-def _training_norms(model: "nnx.Module") -> "dict[str, nnx.BatchNorm | Normalization]":
+def _training_norms(model: nnx.Module) -> dict[str, Norm]:
     """Return the normalization layers in training mode by their path."""
-    from flax import nnx
-
-    from meanflow.layers._normalization import Normalization
-
     return {
         "/".join(map(str, path)): module
         for path, module in nnx.iter_modules(model)
-        if isinstance(module, nnx.BatchNorm | Normalization)
+        if isinstance(module, Norm)
         and not module.use_running_average
         and not (module.mean is None and module.var is None)  # unitization keeps no moments
     }
@@ -113,7 +89,7 @@ def _training_norms(model: "nnx.Module") -> "dict[str, nnx.BatchNorm | Normaliza
 class _Ledger:
     """Mean and variance of each call of each layer: given, or entered as they are computed."""
 
-    def __init__(self, given: Statistics):
+    def __init__(self, given: PyTree):
         self.given = given
         self.seen: dict[str, list[tuple[Array, Array]]] = {}
         self.used: dict[str, int] = {}
@@ -134,7 +110,7 @@ class _Ledger:
         return laid(mean), laid(square)
 
 
-def _make_explicit(model: "nnx.Module", ledger: _Ledger) -> None:
+def _make_explicit(model: nnx.Module, ledger: _Ledger) -> None:
     """Make the layers in training mode take their moments from ``ledger``.
 
     The running averages that the layers keep cannot serve: gradients stop there.
@@ -148,9 +124,6 @@ def _make_explicit(model: "nnx.Module", ledger: _Ledger) -> None:
 
 def _explicit_class(kind: type, path: str, ledger: _Ledger) -> type:
     """Return a subclass of a normalization layer that takes its moments from ``ledger``."""
-    from flax import nnx
-
-    from meanflow.layers._normalization import Normalization
 
     class ExplicitFlax(nnx.BatchNorm):
         def __call__(self, x: Array, use_running_average: bool | None = None, **options: object) -> Array:
@@ -171,42 +144,20 @@ def _explicit_class(kind: type, path: str, ledger: _Ledger) -> type:
     return type(kind.__name__, (base, kind), {})
 
 
-@_checks.arguments(model=_checks.function, key=_checks.optional(_checks.prng_key))
-def from_nnx(
-    model: Callable[[Batch], Outputs], *, key: Key[Array, ""] | None = None
-) -> tuple[Apply | Normalized, Params]:
-    """Turn a flax NNX module that maps a batch to outputs into (apply, params).
-
-    The parameters are the module's ``nnx.Param`` variables. The module is taken in the mode it is in. With batch norm
-    (``nnx.BatchNorm`` and the layers of ``meanflow.layers``) in training mode it becomes a ``Normalized`` function:
-    its statistics are those of the batch, where the momentum of the layer plays no part, and its running averages are
-    kept beside. After ``model.eval()`` it is a plain function that normalizes with the running averages. Modules of
-    one class and structure share their compiled programs.
-
-    Args:
-        model: the module.
-        key: holds the random numbers that the module draws (dropout) fixed, the same for every sample: the kernel is
-            that of one thinned network. Without it, a module that draws random numbers is refused.
-
-    >>> from flax import nnx
-    >>> apply, params = from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-    >>> apply(params, jnp.ones((5, 3))).shape
-    (5, 1)
-    """
-    from flax import nnx
-
+def split(model: Model, key: Key[Array, ""] | None) -> tuple[Apply | Normalized, Params]:
+    """Return (apply, params) of an NNX module; ``from_module`` describes both."""
     graph, *states = nnx.split(model, nnx.Param, ...)
     params, state = states
     function = NnxFunction(graph=ByValue(graph), state=state, key=key)
-    norms = _training_norms(cast("nnx.Module", model))
+    norms = _training_norms(cast(nnx.Module, model))
     if not norms:
         return function, params
-    _refuse_key(key)
+    refuse_key(key)
     running = {path: [_running(module)] for path, module in norms.items()}
     return Normalized(function, function.batch_statistics, running), params
 
 
-def _running(module: "nnx.BatchNorm | Normalization") -> tuple[Array, Array]:
+def _running(module: Norm) -> tuple[Array, Array]:
     """Return the running mean and variance of a normalization layer; what it does not keep has no effect."""
     size = (module.num_features,)
     return (

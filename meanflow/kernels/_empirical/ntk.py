@@ -4,7 +4,7 @@ J = df/dparams is taken at the given parameters. ``coupling`` decides which func
 which method; this module evaluates the kernel.
 """
 
-import functools
+import itertools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -12,128 +12,80 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical import contraction, structured
 from meanflow.kernels._empirical.cost import Block
-from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, kernel_maps, uncoupled_maps
-from meanflow.kernels._empirical.layout import Layout, coupled_layout, free_layout
+from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, uncoupled_maps
+from meanflow.kernels._empirical.layout import Layout
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels._empirical.plan import Options, block_of, one_sample, plan_once, traces
+from meanflow.kernels._empirical.plan import Job, laid_out, one_sample
 
 
-def kernel_of_arrays(
-    apply: Apply | Normalized,
-    params: Params,
-    x: Batch,
-    z: Batch | None,
-    options: Options,
-) -> Float[Array, "T S ..."]:
-    """Return K(x, z) for one batch of arrays or two; ``kernel.empirical_ntk`` describes and checks the arguments."""
-    plan = plan_once(apply, params, x, z, options)
-    return _evaluate(apply, params, x, z, options, plan.method, plan.chunk)
-
-
-@eqx.filter_jit
-def _evaluate(
-    apply: Apply | Normalized,
-    params: Params,
-    x: Batch,
-    z: Batch | None,
-    options: Options,
-    method: str,
-    rows: int,
-) -> Float[Array, "T S ..."]:
+@compiled
+def evaluate(job: Job, method: str, rows: int) -> Float[Array, "T S ..."]:
     """Compute the kernel by ``method``, planned with ``rows`` rows at a time; compiled once for every shape."""
-    stats, outputs = options.stats, options.outputs
     # The caller has probed the function outside of jit: here one that needs no statistics is known to be uncoupled.
-    if stats in (None, *FIXED) and not isinstance(apply, Normalized):
-        maps = uncoupled_maps(apply, x, z)
+    if job.stats in (None, *FIXED) and not isinstance(job.apply, Normalized):
+        maps = uncoupled_maps(job.apply, job.x, job.z)
     else:
-        maps = kernel_maps(apply, params, x, z, stats)
-    shape = jax.eval_shape(maps.left, params).shape[1:]
+        maps = job.maps()
+    shape = jax.eval_shape(maps.left, job.params).shape[1:]
     if method == "structured":
-        kernel = _structured_kernel(maps, params, x, z, options)
+        kernel = _structured_kernel(maps, job)
     else:
         # integer leaves are constants: they have no gradient
-        moving, still = eqx.partition(params, eqx.is_inexact_array)
+        moving, still = eqx.partition(job.params, eqx.is_inexact_array)
         whole = lambda p: eqx.combine(p, still)
         single = None
         if maps.single is not None:
-            one = one_sample(maps, params, x)
+            one = one_sample(maps, job.params, job.x)
             single = lambda p, sample: one(whole(p), sample)
         plain = KernelMaps(lambda p: maps.left(whole(p)), lambda p: maps.right(whole(p)), single)
         compute = _by_jacobians if method == "jacobian" else _by_products
-        kernel = compute(plain, moving, x, z, rows, outputs)
-    kept = {"full": shape + shape, "diagonal": shape, "trace": ()}[outputs]
+        kernel = compute(plain, moving, job, rows)
+    kept = {"full": shape + shape, "diagonal": shape, "trace": ()}[str(job.outputs)]
     return kernel.reshape(kernel.shape[:2] + kept)
 
 
-def _structured_kernel(
-    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, options: Options
-) -> Float[Array, "T S ..."]:
+def _structured_kernel(maps: KernelMaps, job: Job) -> Float[Array, "T S ..."]:
     """Sum the shares of all parameters, each by the cheaper contraction; (T, S), (T, S, C) or (T, S, C, C)."""
-    leaves = [a for a in jax.tree.leaves(params) if eqx.is_inexact_array(a)]
-    left, right = traces(maps, params, x)
-    outputs, chunk, limit = options.outputs, options.chunk, options.limit
-    block = block_of(maps, params, z is None, outputs)
+    leaves = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
+    left, right, block, plan = laid_out(job, maps)
+    if not plan.shares:  # a function that does not depend on its parameters
+        kept = {"full": (block.outputs,) * 2, "diagonal": (block.outputs,), "trace": ()}[block.kept]
+        return jnp.zeros((block.rows, block.columns, *kept), left.output.dtype)
     if maps.single is not None:
-        return _free_kernel(left, leaves, x, z, block, chunk, limit)
-    plan = coupled_layout(left, right, block, chunk, limit)
-    if not plan.shares:
-        return _zeros(left, block)
-    if z is None:
+        return _free_kernel(left, block, plan, leaves, job)
+    if job.z is None:
         mine = theirs = structured.coupled_factors(left, plan.shares, leaves, block.rows, plan.piece)
     else:
         first, second = structured.align(left, right, plan.shares)
         mine = structured.coupled_factors(left, first, leaves, block.rows, plan.piece)
         theirs = structured.coupled_factors(right, second, leaves, block.columns, plan.piece)
-    return contraction.all_pairs(mine, theirs, outputs, block.rows, z is None)
-
-
-def _zeros(traced: structured.Traced, block: Block) -> Float[Array, "T S ..."]:
-    """Return the kernel of a function that does not depend on its parameters."""
-    kept = {"full": (block.outputs,) * 2, "diagonal": (block.outputs,), "trace": ()}[block.kept]
-    return jnp.zeros((block.rows, block.columns, *kept), traced.output.dtype)
+    return contraction.all_pairs(mine, theirs, block.kept, block.rows, job.z is None)
 
 
 def _free_kernel(
-    traced: structured.Traced,
-    leaves: list[Array],
-    x: Batch,
-    z: Batch | None,
-    block: Block,
-    chunk: int | None,
-    limit: int,
+    traced: structured.Traced, block: Block, plan: Layout, leaves: list[Array], job: Job
 ) -> Float[Array, "T S ..."]:
-    """Return the kernel of samples that do not depend on each other, laid out for the platform it is compiled for."""
-    plans = [free_layout(traced, block, chunk, limit, cpu=cpu) for cpu in (True, False)]
-    if not plans[0].shares:
-        return _zeros(traced, block)
-    first, other = (functools.partial(_laid_out_kernel, traced, block, plan) for plan in plans)
-    if plans[0] == plans[1]:
-        return first(leaves, x, z)
-    return jax.lax.platform_dependent(leaves, x, z, cpu=first, default=other)
-
-
-def _laid_out_kernel(
-    traced: structured.Traced, block: Block, plan: Layout, leaves: list[Array], x: Batch, z: Batch | None
-) -> Float[Array, "T S ..."]:
-    """Differentiate and contract as a layout says."""
+    """Differentiate and contract samples that do not depend on each other, as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
     if plan.parts > 1:
-        edges = contraction.cuts(block.rows, plan.parts)
-        parts = [at(x[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        spans = itertools.pairwise(contraction.cuts(block.rows, plan.parts))
+        parts = [at(job.x[start:stop]) for start, stop in spans]
         return contraction.pairs_of_blocks(parts, block.kept)
     if plan.held:
-        left = at(x)
-        return contraction.all_pairs(left, left if z is None else at(z), block.kept, plan.rows, z is None)
-    other = x if z is None else z
+        left = at(job.x)
+        right = left if job.z is None else at(job.z)
+        return contraction.all_pairs(left, right, block.kept, plan.rows, job.z is None)
+    other = job.x if job.z is None else job.z
 
     def rows(some: Batch) -> Array:
         mine = at(some)
         columns = lambda batch: jnp.moveaxis(contraction.contract(mine, at(batch), block.kept), 1, 0)
         return jnp.moveaxis(contraction.by_pieces(columns, other, plan.rows), 0, 1)
 
-    return contraction.by_pieces(rows, x, plan.rows)
+    return contraction.by_pieces(rows, job.x, plan.rows)
 
 
 def _flat(outputs: Outputs) -> Float[Array, "T C"]:
@@ -141,32 +93,34 @@ def _flat(outputs: Outputs) -> Float[Array, "T C"]:
     return outputs.reshape(outputs.shape[0], -1)
 
 
-def _by_jacobians(
-    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, chunk: int, outputs: str
-) -> Float[Array, "T S ..."]:
+def _by_jacobians(maps: KernelMaps, params: Params, job: Job, chunk: int) -> Float[Array, "T S ..."]:
     """Form both Jacobians, without knowing anything about the network, and contract them parameter by parameter.
 
     ``maps.single``, if there is one, maps one sample to its outputs here; so it does in ``_by_products``.
     """
-    mine = _jacobian(maps.left, maps.single, params, x, chunk)
-    theirs = mine if z is None else _jacobian(maps.right, maps.single, params, z, chunk)
-    pattern = {"full": "tcp,sdp->tscd", "diagonal": "tcp,scp->tsc", "trace": "tcp,scp->ts"}[outputs]
+
+    def jacobian(function: Callable[[Params], Outputs], x: Batch) -> PyTree[Float[Array, "T C _"]]:
+        gradients, items = _gradients(function, maps.single, params, x)
+        flat = lambda item: jax.tree.map(lambda g: g.reshape(g.shape[0], -1), gradients(item))
+        return contraction.by_pieces(jax.vmap(flat), items, chunk)
+
+    mine = jacobian(maps.left, job.x)
+    theirs = mine if job.z is None else jacobian(maps.right, job.z)
+    pattern = {"full": "tcp,sdp->tscd", "diagonal": "tcp,scp->tsc", "trace": "tcp,scp->ts"}[str(job.outputs)]
     product = lambda a, b: jnp.einsum(pattern, a, b, precision=contraction.HIGH)
     return jax.tree.reduce(jnp.add, jax.tree.map(product, mine, theirs))
 
 
-def _by_products(
-    maps: KernelMaps, params: Params, x: Batch, z: Batch | None, chunk: int, outputs: str
-) -> Float[Array, "T S ..."]:
+def _by_products(maps: KernelMaps, params: Params, job: Job, chunk: int) -> Float[Array, "T S ..."]:
     """Pull each row's outputs back to the parameters, and push their gradients forward to all columns."""
-    gradients, items = _gradients(maps.left, maps.single, params, x)
+    gradients, items = _gradients(maps.left, maps.single, params, job.x)
     _, push = jax.linearize(lambda p: _flat(maps.right(p)), params)
 
     def row(item: Array) -> Array:
         kernel = jnp.moveaxis(jax.vmap(push)(gradients(item)), 0, 1)  # (S, C, C)
-        if outputs == "full":
+        if job.outputs == "full":
             return kernel
-        return jnp.diagonal(kernel, axis1=1, axis2=2) if outputs == "diagonal" else jnp.trace(kernel, 0, 1, 2)
+        return jnp.diagonal(kernel, 0, 1, 2) if job.outputs == "diagonal" else jnp.trace(kernel, 0, 1, 2)
 
     return contraction.by_pieces(jax.vmap(row), items, chunk)
 
@@ -187,12 +141,3 @@ def _gradients(
         return jax.vmap(lambda c: pull(c)[0])(basis)
 
     return gradients, jnp.arange(rows)
-
-
-def _jacobian(
-    function: Callable[[Params], Outputs], single: Apply | None, params: Params, x: Batch, chunk: int
-) -> PyTree[Float[Array, "T C _"]]:
-    """Return a pytree of Jacobians (T, C, size of the parameter), made ``chunk`` rows at a time."""
-    gradients, items = _gradients(function, single, params, x)
-    flat = lambda item: jax.tree.map(lambda g: g.reshape(g.shape[0], -1), gradients(item))
-    return contraction.by_pieces(jax.vmap(flat), items, chunk)

@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _checks
-from meanflow.kernels._empirical.coupling import STATS, kernel_maps, uncoupled_maps
-from meanflow.kernels._empirical.modules import PARAMS, Apply, Normalized, Params
-from meanflow.kernels._empirical.samples import as_arrays, batches
+from meanflow._reuse import compiled
+from meanflow.kernels._empirical.coupling import kernel_maps, uncoupled_maps
+from meanflow.kernels._empirical.modules import Apply, Normalized, Params, as_arrays
+from meanflow.kernels._empirical.plan import NETWORK
 
 
 class KernelOperator(eqx.Module):
@@ -75,19 +76,13 @@ class KernelOperator(eqx.Module):
         return _multiply(self, vectors)
 
 
-@eqx.filter_jit
+@compiled
 def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array, "m *k"]:
     product = operator.matvec()
     return product(v) if v.ndim == 1 else jax.vmap(product, in_axes=1, out_axes=1)(v)
 
 
-@_checks.arguments(
-    apply=_checks.taking(2),
-    params=PARAMS,
-    x=batches,
-    z=_checks.optional(batches),
-    stats=_checks.optional(_checks.choice(*STATS)),
-)
+@_checks.arguments(**NETWORK)
 def ntk_operator(
     apply: Apply | Normalized,
     params: Params,

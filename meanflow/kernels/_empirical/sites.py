@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from meanflow import _checks
@@ -35,7 +35,9 @@ from meanflow.kernels._empirical.visit import (
 
 
 class View(NamedTuple):
-    """A tag of values that are a parameter in other axes, times a number; all its entries are there once.
+    """Marks an intermediate value that is a transposed, reshaped or scaled copy of a parameter.
+
+    Every entry of the parameter is there exactly once, so that a gradient in the copy can be moved back.
 
     Attributes:
         root: number of the parameter (or of a value made of parameters alone) that is seen.
@@ -51,20 +53,17 @@ class View(NamedTuple):
     scale: float = 1.0
 
 
-class Param(NamedTuple):
-    """A tag of other values that depend on parameters alone: which ones."""
+# Marks values that depend on the sample, or that only the ordinary backward pass understands.
+SAMPLE = "sample"
 
-    leaves: frozenset[int]
-
-
-class _Sample:
-    """A tag of values that depend on the sample, or that only the ordinary backward pass understands."""
+# What a value is: a copy of a parameter; made of these parameters alone; made of the sample; one number everywhere; or
+# another constant.
+Tag: TypeAlias = View | frozenset[int] | str | float | None
 
 
-SAMPLE = _Sample()
-
-# None tags constants
-Tag: TypeAlias = View | Param | _Sample | None
+def _depends(tag: Tag) -> bool:
+    """Tell whether a value depends on parameters or on the sample."""
+    return tag is not None and not isinstance(tag, float)
 
 
 @dataclass
@@ -97,6 +96,11 @@ class Site:
         """Shape of y in one round of the loops."""
         y = self.equation.outvars[0]
         return jax.ShapeDtypeStruct(shape_of(y), dtype_of(y))
+
+    @property
+    def tap(self) -> int:
+        """How many numbers y has, in all rounds of the loops."""
+        return math.prod(self.lengths) * math.prod(self.out.shape)
 
     @property
     def partner(self) -> int:
@@ -152,9 +156,6 @@ class Analysis:
             self.direct.update(self.roots[site.view.root])
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "gather")
-
-
 def analyze(closed: ClosedJaxpr, leaves: int) -> Analysis:
     """Return what a trace does with its first ``leaves`` arguments, the parameters. No number is computed."""
     roots = [frozenset({i}) for i in range(leaves)]
@@ -185,20 +186,22 @@ class _Walk:
         self.roots, self.direct, self.count = roots, set[int](), 0
 
     def leaves(self, tag: Tag) -> frozenset[int]:
+        """Return the parameters that a value is made of."""
         if isinstance(tag, View):
             return self.roots[tag.root]
-        return tag.leaves if isinstance(tag, Param) else frozenset()
+        return tag if isinstance(tag, frozenset) else frozenset()
 
     def use_directly(self, tag: Tag) -> None:
+        """Leave the gradients of all that a value is made of to the ordinary backward pass."""
         self.direct.update(self.leaves(tag))
 
     def as_view(self, tag: Tag, scope: Scope, place: tuple[int, int], top: bool) -> View | None:
         """Return a parameter's view; outside of loops any value of parameters alone becomes a root of its own."""
         if isinstance(tag, View):
             return tag
-        if not isinstance(tag, Param) or not top:
+        if not isinstance(tag, frozenset) or not top:
             return None
-        self.roots.append(tag.leaves)
+        self.roots.append(tag)
         scope.roots[place] = len(self.roots) - 1
         return View(len(self.roots) - 1)
 
@@ -206,58 +209,43 @@ class _Walk:
         self, closed: ClosedJaxpr, tags: Sequence[Tag], lengths: tuple[int, ...]
     ) -> tuple[Scope, list[Tag]]:
         """Tag the values of one jaxpr, inside of loops of these lengths; return its scope and its outputs' tags."""
-        jaxpr, scope = closed.jaxpr, Scope(closed)
-        numbers: dict[Var, float] = {}  # constants that are one number everywhere
-        for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            is_key = jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)  # opaque, and never a number
-            given = _checks.concrete(value) if np.ndim(value) == 0 and not is_key else None
-            if given is not None and _checks.is_real(given.dtype):
-                numbers[v] = float(given)
+        scope = Scope(closed)
 
         def step(place: int, equation: JaxprEqn, ins: list[Tag]) -> list[Tag]:
-            known = [_number(v, numbers) for v in equation.invars]
-            if any(t is not None for t in ins):
-                return self.equation(scope, place, equation, ins, known, lengths)
-            _fold(jaxpr, equation, known, numbers)
-            return [None] * len(equation.outvars)
+            if any(map(_depends, ins)):
+                return self.equation(scope, place, equation, ins, lengths)
+            return _folded(closed.jaxpr, equation, ins)
 
-        return scope, walk(closed, tags, step, lambda _: None)
+        return scope, walk(closed, tags, step, _constant)
 
     def equation(
-        self,
-        scope: Scope,
-        place: int,
-        equation: JaxprEqn,
-        tags: list[Tag],
-        known: list[float | None],
-        lengths: tuple[int, ...],
+        self, scope: Scope, place: int, equation: JaxprEqn, tags: list[Tag], lengths: tuple[int, ...]
     ) -> list[Tag]:
         """Return the tags of one equation's outputs."""
-        name = equation.primitive.name
-        held = [t for t in tags if isinstance(t, View | Param)]
-        inside = called(equation)
+        name, inside = equation.primitive.name, called(equation)
+        held = [i for i, t in enumerate(tags) if isinstance(t, View | frozenset)]
         if held and inside is not None:
             scope.entries[place], outs = self.scope(inside, tags, lengths)
             return outs
         # loops whose operands hold no parameter are operations on samples like any other
         if held and name == "scan":
             return self.scan(scope, place, equation, tags, lengths)
-        if len(held) == 1 and name in _PRODUCTS:
-            # a product with a constant is a site as well: the first round of a recurrence starts from zeros
-            operand = next(i for i, t in enumerate(tags) if isinstance(t, View | Param))
-            constant = all(t is None for i, t in enumerate(tags) if i != operand)
-            if _is_product(equation, operand) and not (constant and name == "gather"):
-                view = self.as_view(tags[operand], scope, (place, operand), not lengths)
-                if view is not None and not (name == "gather" and any(view.sliced)):
-                    scope.entries[place] = Site(self.count, equation, operand, view, lengths)
-                    self.count += 1
-                    return [SAMPLE]
-        if all(t is not SAMPLE for t in tags):
-            view = _seen(equation, tags, known)
+        if len(held) == 1 and _is_product(equation, held[0]):
+            (operand,) = held
+            # A product with a constant is a site as well: the first round of a recurrence starts from zeros. A lookup
+            # of constant rows is not, since only the sample tells how often a row is used.
+            hidden = name == "gather" and not any(_depends(t) for i, t in enumerate(tags) if i != operand)
+            view = None if hidden else self.as_view(tags[operand], scope, (place, operand), not lengths)
+            if view is not None and not (name == "gather" and any(view.sliced)):
+                scope.entries[place] = Site(self.count, equation, operand, view, lengths)
+                self.count += 1
+                return [SAMPLE]
+        if SAMPLE not in tags:
+            view = _seen(equation, tags)
             if view is not None:
                 return [view]
             if not lengths:
-                return [Param(frozenset().union(*map(self.leaves, tags)))] * len(equation.outvars)
+                return [frozenset().union(*map(self.leaves, tags))] * len(equation.outvars)
         for tag in tags:
             self.use_directly(tag)
         return [SAMPLE] * len(equation.outvars)
@@ -267,88 +255,83 @@ class _Walk:
     ) -> list[Tag]:
         """Enter a loop: constants show the same parameter in every round, sequences show its slices."""
         held, (body,) = carried_arguments(equation), inner_jaxprs(equation)
-        constants, carried = held.start, held.stop - held.start
+        carried = range(held.start, held.stop)
         inside: list[Tag] = []
         for i, tag in enumerate(tags):
-            if constants <= i < constants + carried:
-                self.use_directly(tag)
-                inside.append(SAMPLE if tag is not None else None)
-                continue
-            view = self.as_view(tag, scope, (place, i), not lengths)
+            view = None if i in carried else self.as_view(tag, scope, (place, i), not lengths)
             if view is None:
                 self.use_directly(tag)
-                inside.append(SAMPLE if tag is not None else None)
-                continue
-            slices = i >= constants + carried
-            step = (("slice", ()),) if slices else ()
-            inside.append(view._replace(steps=view.steps + step, sliced=(*view.sliced, slices)))
-        # a carried constant may depend on the sample after a round
+                inside.append(SAMPLE if _depends(tag) else None)
+            else:
+                slices = i >= held.stop
+                steps = (*view.steps, ("slice", ())) if slices else view.steps
+                inside.append(view._replace(steps=steps, sliced=(*view.sliced, slices)))
+        # A carried constant may depend on the sample after a round. The body is tagged again until no carried value
+        # changes its tag; each round changes at least one, and what it has collected is forgotten.
         before = set(self.direct), self.count, len(self.roots)
         while True:
-            # the body is tagged again until no carried value changes its tag; each round changes at least one
             inner, outs = self.scope(body, inside, (*lengths, equation.params["length"]))
-            changed = [i for i in range(carried) if inside[constants + i] is None and outs[i] is not None]
+            changed = [i for i in carried if inside[i] is None and _depends(outs[i - held.start])]
             if not changed:
                 break
             for i in changed:
-                inside[constants + i] = SAMPLE
+                inside[i] = SAMPLE
             self.direct, self.count = set(before[0]), before[1]
             del self.roots[before[2] :]
         for tag in outs:
             self.use_directly(tag)
         scope.entries[place] = inner
-        return [None if t is None else SAMPLE for t in outs]
+        return [SAMPLE if _depends(t) else None for t in outs]
 
 
-def _number(variable: Var | Literal, numbers: Mapping[Var, float]) -> float | None:
-    """Return the number that a constant is everywhere, if it is known."""
-    if isinstance(variable, Literal):
-        return float(variable.val) if np.ndim(variable.val) == 0 and np.isreal(variable.val) else None
-    return numbers.get(variable)
+def _constant(value: Value) -> float | None:
+    """Return the number that a constant is everywhere, if it is one."""
+    # keys of random numbers are opaque, and never a number
+    if np.ndim(value) or jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        return None
+    given = _checks.concrete(value)
+    return float(given) if given is not None and _checks.is_real(given.dtype) else None
 
 
 _FOLDED = ("sqrt", "rsqrt", "mul", "div", "add", "sub", "neg", "integer_pow", "pow", "exp", "log", "square")
 
 
-def _fold(jaxpr: Jaxpr, equation: JaxprEqn, known: list[float | None], numbers: dict[Var, float]) -> None:
+def _folded(jaxpr: Jaxpr, equation: JaxprEqn, known: Sequence[Tag]) -> list[Tag]:
     """Compute constants such as sqrt(3), which are scales of parameters."""
-    name = equation.primitive.name
-    if any(k is None for k in known) or not known or len(equation.outvars) != 1:
-        return
-    out = equation.outvars[0]
-    if not jnp.issubdtype(dtype_of(out), jnp.inexact):
-        return
-    if name in ("broadcast_in_dim", "convert_element_type", "copy"):
-        numbers[out] = known[0] or 0.0
-    elif name in _FOLDED and all(shape_of(v) == () for v in equation.invars):
-        with jax.ensure_compile_time_eval():
-            operands = [np.asarray(k, dtype_of(v)) for k, v in zip(known, equation.invars, strict=True)]
-            numbers[out] = float(execute(jaxpr, equation, operands)[0])
+    name, out = equation.primitive.name, equation.outvars[0]
+    found: Tag = None
+    if known and None not in known and jnp.issubdtype(dtype_of(out), jnp.inexact):
+        if name in ("broadcast_in_dim", "convert_element_type", "copy"):
+            found = known[0]
+        elif name in _FOLDED and all(shape_of(v) == () for v in equation.invars):
+            with jax.ensure_compile_time_eval():
+                operands = [np.asarray(k, dtype_of(v)) for k, v in zip(known, equation.invars, strict=True)]
+                found = float(execute(jaxpr, equation, operands)[0])
+    return [found] * len(equation.outvars)
 
 
-def _seen(equation: JaxprEqn, tags: Sequence[Tag], known: Sequence[float | None]) -> View | None:
+def _seen(equation: JaxprEqn, tags: Sequence[Tag]) -> View | None:
     """Return the view behind an operation that only moves axes or multiplies by a number; None for any other."""
     name, options = equation.primitive.name, equation.params
-    place = next((i for i, t in enumerate(tags) if isinstance(t, View)), None)
-    if place is None:
+    place, view = next(((i, t) for i, t in enumerate(tags) if isinstance(t, View)), (0, None))
+    if view is None:
         return None
-    view = tags[place]
-    assert isinstance(view, View)
     shape, out = shape_of(equation.invars[place]), shape_of(equation.outvars[0])
     if name in ("mul", "div") and len(tags) == 2:
         # times or divided by one number; a broadcast operand would repeat entries of the parameter
-        factor = known[1 - place]
-        if factor is None or shape != out or (name == "div" and place == 1):
+        factor = tags[1 - place]
+        if not isinstance(factor, float) or shape != out or (name == "div" and place == 1):
             return None
         return view._replace(scale=view.scale * factor if name == "mul" else view.scale / factor)
     if len(tags) != 1:
         return None
     if name == "neg":
         return view._replace(scale=-view.scale)
-    if name == "copy":
+    # a cast to lower precision loses something
+    if name == "copy" or (
+        name == "convert_element_type" and options["new_dtype"] == dtype_of(equation.invars[0])
+    ):
         return view
-    if name == "convert_element_type":  # a cast to lower precision loses something
-        return view if options["new_dtype"] == dtype_of(equation.invars[0]) else None
     if name == "transpose":
         return view._replace(steps=(*view.steps, ("transpose", tuple(options["permutation"]))))
     order = list(options.get("broadcast_dimensions", ()))
@@ -377,16 +360,18 @@ def show(view: View, root: Value) -> Value:
 
 def _is_product(equation: JaxprEqn, operand: int) -> bool:
     """Tell whether an equation is a product that this package knows, with the parameter as this operand."""
+    name, options = equation.primitive.name, equation.params
+    if name not in ("dot_general", "conv_general_dilated", "gather"):
+        return False
     out, weight = equation.outvars[0], equation.invars[operand]
     if dtype_of(out) != dtype_of(weight) or not jnp.issubdtype(dtype_of(out), jnp.floating):
         return False
-    name, options = equation.primitive.name, equation.params
     if name == "dot_general":
         return dtype_of(equation.invars[1 - operand]) == dtype_of(weight)
     if name == "conv_general_dilated":
         return operand == 1 and options["batch_group_count"] == 1
-    numbers, table = options["dimension_numbers"], shape_of(weight)
-    rank = len(shape_of(out))
+    # a lookup: whole rows, found by their place along the first axis of the table
+    numbers, table, rank = options["dimension_numbers"], shape_of(weight), len(shape_of(out))
     return (
         operand == 0
         and not numbers.operand_batching_dims
@@ -398,10 +383,7 @@ def _is_product(equation: JaxprEqn, operand: int) -> bool:
 
 
 def evaluate(
-    scope: Scope,
-    args: Sequence[Value],
-    taps: Mapping[int, Value],
-    roots: dict[int, Value] | None = None,
+    scope: Scope, args: Sequence[Value], taps: Mapping[int, Value], roots: dict[int, Value] | None = None
 ) -> tuple[list[Value], dict[int, Value]]:
     """Evaluate a trace with taps added to the outputs of its sites.
 
@@ -440,18 +422,16 @@ def _evaluate_scan(
     scope: Scope, equation: JaxprEqn, operands: Sequence[Value], taps: Mapping[int, Value]
 ) -> tuple[list[Value], dict[int, Value]]:
     """Run a loop whose rounds take their own taps, and return what its sites see in every round."""
-    options, held = equation.params, carried_arguments(equation)
-    first, last = held.start, held.stop
-    # taps of sites inside have one entry a round, and are scanned over like sequences
-    numbers = [s.number for s in scope.sites() if s.number in taps]
+    held = carried_arguments(equation)
+    carried = held.stop - held.start
 
     def body(carry: list[Array], item: tuple[list[Array], dict[int, Array]]) -> Any:
-        outs, found = evaluate(scope, [*operands[:first], *carry, *item[0]], item[1])
-        return outs[: last - first], (outs[last - first :], found)
+        outs, found = evaluate(scope, [*operands[: held.start], *carry, *item[0]], item[1])
+        return outs[:carried], (outs[carried:], found)
 
-    start = [jnp.asarray(a) for a in operands[first:last]]
-    each = ([jnp.asarray(a) for a in operands[last:]], {n: taps[n] for n in numbers})
-    carry, (stacked, found) = jax.lax.scan(
-        body, start, each, length=options["length"], reverse=options["reverse"], unroll=options["unroll"]
-    )
+    # taps of sites inside have one entry a round, and are scanned over like sequences
+    inside = {s.number: taps[s.number] for s in scope.sites() if s.number in taps}
+    each = ([jnp.asarray(a) for a in operands[held.stop :]], inside)
+    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (stacked, found) = jax.lax.scan(body, [jnp.asarray(a) for a in operands[held]], each, **options)
     return [*carry, *stacked], found

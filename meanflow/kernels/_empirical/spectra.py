@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from meanflow import _checks
 from meanflow._matrices import grams
+from meanflow._reuse import compiled
 from meanflow.kernels._empirical.operator import KernelOperator
 
 Kernel: TypeAlias = KernelOperator | Float[Array, "n n"]
@@ -116,7 +116,7 @@ class Eigenpairs(NamedTuple):
     residuals: Float[Array, " k"]
 
 
-@eqx.filter_jit
+@compiled
 def top_eigenpairs(kernel: Kernel, k: int, *, key: Key[Array, ""], steps: int | None = None) -> Eigenpairs:
     """Return the k largest eigenvalues and their eigenvectors by Lanczos, from products alone.
 
@@ -168,7 +168,7 @@ class SpectralMoments(NamedTuple):
         return self.mean_square - self.mean**2
 
 
-@eqx.filter_jit
+@compiled
 def spectral_moments(
     kernel: Kernel, *, key: Key[Array, ""], probes: int = 16, deflate: Float[Array, "n k"] | None = None
 ) -> SpectralMoments:

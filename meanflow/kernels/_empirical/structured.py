@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from meanflow.kernels._empirical import forms
 from meanflow.kernels._empirical.contraction import (
@@ -77,6 +77,11 @@ class Traced(NamedTuple):
     def outputs(self) -> int:
         """How many numbers the function returns."""
         return math.prod(self.output.shape)
+
+    @property
+    def taps(self) -> int:
+        """How many numbers all y have together."""
+        return sum(s.tap for s in self.sites.values())
 
 
 def trace(function: Function, leaves: Sequence[Array], sample: Sample) -> Traced:
@@ -183,52 +188,43 @@ def gradients(traced: Traced, leaves: Sequence[Array], sample: Sample) -> Gradie
     return Gradients(found, cotangents, direct)
 
 
-def _lookup_jacobian(site: Site, activation: Array, cotangents: Array) -> Float[Array, "C 1 K O"]:
-    """Return J of one lookup of rows at one sample."""
-    d = jax.vmap(lambda c: forms.cotangent(site, c))(cotangents)
-    index, d = forms.rows(site, activation, d)
-    table = jnp.zeros((forms.sizes(site).inputs, d.shape[-1]), d.dtype)
-    return jax.vmap(lambda c: table.at[index].add(c[0], mode="drop"))(d)[:, None]
+def _activations(traced: Traced, numbers: Sequence[int], found: Gradients) -> Shaped[Array, "..."]:
+    """Return h (G, P, K) of one sample, the positions of all uses one after the other; of lookups their rows (P,)."""
+    parts = [forms.activation(traced.sites[n], found.activations[n]) for n in numbers]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 0 if parts[0].ndim == 1 else 1)
+
+
+def _cotangents(traced: Traced, numbers: Sequence[int], found: Gradients) -> Float[Array, "C G P O"]:
+    """Return D of one sample, the positions of all uses one after the other."""
+    # over the C outputs, the partner being the same for all
+    one = lambda n: jax.vmap(lambda d: forms.cotangent(traced.sites[n], d, found.activations[n]))
+    parts = [one(n)(found.cotangents[n]) for n in numbers]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
 
 
 def _joined_jacobian(traced: Traced, numbers: Sequence[int], found: Gradients) -> Float[Array, "C G O K"]:
     """Return J of one sample, summed over sites that show the parameter in the same order.
 
-    Inputs come last, which is the order in which the product falls out, without a copy.
+    J[g, k, o] = sum_p h[g, p, k] D[g, p, o], with inputs last, the order in which the product falls out without a copy.
     """
-    return jnp.einsum("gpk,cgpo->cgok", *_positions(traced, numbers, found), precision=HIGH)
+    h, d = _activations(traced, numbers, found), _cotangents(traced, numbers, found)
+    site = traced.sites[numbers[0]]
+    if site.kind != "gather":
+        return jnp.einsum("gpk,cgpo->cgok", h, d, precision=HIGH)
+    # h is the indicator of a row: D is added to the rows that were read
+    table = jnp.zeros((forms.sizes(site).inputs, d.shape[-1]), d.dtype)
+    return jax.vmap(lambda c: table.at[h].add(c[0], mode="drop").T[None])(d)
 
 
-def _positions(traced: Traced, numbers: Sequence[int], found: Gradients) -> tuple[Array, Array]:
-    """Return h (G, P, K) and D (C, G, P, O) of one sample, the positions of all uses one after the other."""
-    sites = [traced.sites[n] for n in numbers]
-    h = [forms.activation(s, found.activations[s.number]) for s in sites]
-    d = [jax.vmap(lambda c, s=s: forms.cotangent(s, c))(found.cotangents[s.number]) for s in sites]
-    join = lambda parts, axis: parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
-    return join(h, 1), join(d, 2)
-
-
-def _gram(traced: Traced, share: Share, found: Gradients) -> Gram:
-    h, d = _positions(traced, share.sites, found)
-    if not share.sizes.windowed:
-        return Gram(h, d)
-    (number,) = share.sites
-    return Gram(forms.windowed(traced.sites[number], found.activations[number]), d)
-
-
-def _slices(traced: Traced, share: Share, found: Gradients) -> Slices:
-    return Slices(*_positions(traced, share.sites, found))
-
-
-def _rows(traced: Traced, share: Share, found: Gradients) -> Rows:
-    index, cotangents = [], []
-    for n in share.sites:
-        site = traced.sites[n]
-        d = jax.vmap(lambda c, s=site: forms.cotangent(s, c))(found.cotangents[n])
-        i, d = forms.rows(site, found.activations[n], d)
-        index.append(i)
-        cotangents.append(d)
-    return Rows(jnp.concatenate(index), jnp.concatenate(cotangents, axis=2))
+def _factor(traced: Traced, share: Share, found: Gradients) -> Factor:
+    """Return the factors of one share at one sample, from which J is not formed, or later."""
+    h, d = _activations(traced, share.sites, found), _cotangents(traced, share.sites, found)
+    if share.mode == "gram" and share.sizes.windowed:
+        (number,) = share.sites
+        return Gram(forms.windowed(traced.sites[number], found.activations[number]), d)
+    if share.mode == "rows":
+        return Rows(h, d)
+    return Gram(h, d) if share.mode == "gram" else Slices(h, d)
 
 
 def _product_jacobian(traced: Traced, share: Share, found: Gradients) -> Jacobian:
@@ -241,12 +237,7 @@ def _mixed_jacobians(
     traced: Traced, leaves: Sequence[Array], wanted: Sequence[int], found: Gradients
 ) -> dict[int, Jacobian]:
     """Return J of one sample for parameters whose uses differ: direct ones, several views, functions of parameters."""
-    total: dict[int, Array] = {i: found.direct[i] for i in wanted if i in found.direct}
-
-    def add(leaf: int, part: Array) -> None:
-        total[leaf] = total[leaf] + part if leaf in total else part
-
-    count, derived = len(traced.leaves), dict[int, Array]()
+    count = len(traced.leaves)
     roots: dict[int, jax.ShapeDtypeStruct] = dict(enumerate(traced.leaves))
     values = lambda some: _derived(traced, some)
     if any(s.view.root >= count for s in traced.sites.values()):
@@ -255,35 +246,23 @@ def _mixed_jacobians(
     for site in traced.sites.values():
         if site.view.root >= count or site.view.root in wanted:
             groups.setdefault(forms.key(site), []).append(site)
+    total: dict[int, Array] = {i: found.direct[i] for i in wanted if i in found.direct}  # by root
     for sites in groups.values():
-        root, numbers = sites[0].view.root, tuple(s.number for s in sites)
-        if sites[0].kind == "gather":
-            parts = [
-                _lookup_jacobian(s, found.activations[s.number], found.cotangents[s.number]) for s in sites
-            ]
-            part = sum(parts[1:], parts[0])
-        else:
-            part = jnp.swapaxes(_joined_jacobian(traced, numbers, found), 2, 3)
+        root = sites[0].view.root
+        part = jnp.swapaxes(_joined_jacobian(traced, [s.number for s in sites], found), 2, 3)
         part = jax.vmap(functools.partial(forms.to_root, sites[0], root=roots[root]))(part)
-        if root < count:
-            add(root, part)
-        else:
-            derived[root] = derived[root] + part if root in derived else part
+        total[root] = total[root] + part if root in total else part
+    zeros = lambda a: jnp.zeros((found.outputs, *a.shape), a.dtype)
+    derived = [r for r in total if r >= count]
     if derived:
         # chain rule: J of the parameters is J of the derived roots times their derivative
         seen, pull = jax.vjp(values, list(leaves))
-        full = {
-            r: derived[r] if r in derived else jnp.zeros((found.outputs, *a.shape), a.dtype)
-            for r, a in seen.items()
-        }
-        (parts,) = jax.vmap(pull)(full)
-        touched = frozenset().union(*(traced.analysis.roots[r] for r in derived))
-        for leaf in touched & set(wanted):
-            add(leaf, parts[leaf])
-    for leaf in set(wanted) - set(total):  # used in the other trace only
-        shape = (found.outputs, *traced.leaves[leaf].shape)
-        total[leaf] = jnp.zeros(shape, traced.leaves[leaf].dtype)
-    return {i: Jacobian(a.reshape(a.shape[0], -1)) for i, a in total.items()}
+        (parts,) = jax.vmap(pull)({r: total[r] if r in total else zeros(a) for r, a in seen.items()})
+        for leaf in frozenset().union(*(traced.analysis.roots[r] for r in derived)) & set(wanted):
+            total[leaf] = total[leaf] + parts[leaf] if leaf in total else parts[leaf]
+    # a parameter that is used in the other trace only has no gradient here
+    each = {i: total[i] if i in total else zeros(traced.leaves[i]) for i in wanted}
+    return {i: Jacobian(a.reshape(a.shape[0], -1)) for i, a in each.items()}
 
 
 def _derived(traced: Traced, leaves: Sequence[Array]) -> dict[int, Array]:
@@ -307,16 +286,9 @@ def factors(
     """
     differentiate = channels_last(functools.partial(_differentiated, traced, plan, leaves))
     found, made = by_pieces(differentiate, batch, piece)
-    forms_of: dict[str, Callable[..., Factor]] = {"gram": _gram, "slices": _slices, "rows": _rows}
-    out: list[Factor] = []
-    for share in plan:
-        if share.mode == "jacobian":
-            out.append(made[share.leaf])
-        else:
-            # patches of inputs are several times as large as these, and are formed one parameter after the other
-            form = functools.partial(forms_of[share.mode], traced, share)
-            out.append(jax.vmap(form)(_at_sites(found, share.sites)))
-    return out
+    # patches of inputs are several times as large as these, and are formed one parameter after the other
+    form = lambda share: jax.vmap(functools.partial(_factor, traced, share))(_at_sites(found, share.sites))
+    return [made[share.leaf] if share.mode == "jacobian" else form(share) for share in plan]
 
 
 def _differentiated(
@@ -326,14 +298,16 @@ def _differentiated(
     found = jax.vmap(lambda sample: gradients(traced, leaves, sample))(batch)
     mixed = [s.leaf for s in plan if not s.sites]
     made = jax.vmap(lambda g: _mixed_jacobians(traced, leaves, mixed, g))(found) if mixed else {}
-    kept: list[int] = []
     for share in plan:
         if share.mode == "jacobian" and share.sites:
             product = functools.partial(_product_jacobian, traced, share)
             made[share.leaf] = jax.vmap(product)(_at_sites(found, share.sites))
-        elif share.mode != "jacobian":
-            kept.extend(share.sites)
-    return _at_sites(found, kept), made
+    return _at_sites(found, [n for s in plan if s.mode != "jacobian" for n in s.sites]), made
+
+
+def _at_sites(found: Gradients, sites: Sequence[int]) -> Gradients:
+    """Return what concerns these sites."""
+    return Gradients({n: found.activations[n] for n in sites}, {n: found.cotangents[n] for n in sites}, {})
 
 
 def coupled_factors(
@@ -350,7 +324,7 @@ def coupled_factors(
         rows: T.
         chunk: rows of outputs pulled back at a time.
     """
-    found, pull = pullback(traced, leaves, ())
+    activations, pull = pullback(traced, leaves, ())
     each = traced.outputs // rows
     mixed = [s.leaf for s in plan if not s.sites]
 
@@ -359,39 +333,20 @@ def coupled_factors(
         sample = jax.nn.one_hot(index, rows, dtype=traced.output.dtype)
         output = jnp.eye(each, dtype=traced.output.dtype)
         basis = (sample[:, None, :, None] * output[None, :, None, :]).reshape(-1, rows * each)
-        mine = Gradients(found, *jax.vmap(pull)(basis))
+        mine = Gradients(activations, *jax.vmap(pull)(basis))
         made = _mixed_jacobians(traced, leaves, mixed, mine) if mixed else {}
         parts: list[Array] = []
         for share in plan:
-            if not share.sites:
-                parts.append(made[share.leaf].value)
-            elif share.mode == "jacobian":
-                parts.append(_product_jacobian(traced, share, mine).value)
+            if share.mode == "jacobian":
+                parts.append(
+                    (_product_jacobian(traced, share, mine) if share.sites else made[share.leaf]).value
+                )
             else:
-                gram = share.mode == "gram"
-                d = _positions(traced, share.sites, mine)[1] if gram else _rows(traced, share, mine).cotangent
-                parts.append(jnp.swapaxes(d, -1, -2))
+                parts.append(jnp.swapaxes(_cotangents(traced, share.sites, mine), -1, -2))
         return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
 
     parts = by_pieces(channels_last(some), jnp.arange(rows), chunk)
-    # h is the same for all rows, so it is taken once, with cotangents that are not used
-    nothing = Gradients(found, {n: a[None] for n, a in _zero_cotangents(traced).items()}, {})
-    out: list[Factor] = []
-    for share, part in zip(plan, parts, strict=True):
-        if share.mode == "jacobian":
-            out.append(Jacobian(part))
-        elif share.mode == "gram":
-            out.append(Coupled(_positions(traced, share.sites, nothing)[0], part))
-        else:
-            out.append(Coupled(_rows(traced, share, nothing).looked, part))
-    return out
-
-
-def _zero_cotangents(traced: Traced) -> dict[int, Array]:
-    """Return zeros in place of all D, by site, where only the activations are wanted."""
-    return {n: jnp.zeros(s.lengths + s.out.shape, s.out.dtype) for n, s in traced.sites.items()}
-
-
-def _at_sites(found: Gradients, sites: Sequence[int]) -> Gradients:
-    """Return what concerns these sites."""
-    return Gradients({n: found.activations[n] for n in sites}, {n: found.cotangents[n] for n in sites}, {})
+    # h is the same for all rows of outputs, and is taken once
+    found = Gradients(activations, {}, {})
+    form = lambda share, d: Coupled(_activations(traced, share.sites, found), d)
+    return [Jacobian(d) if s.mode == "jacobian" else form(s, d) for s, d in zip(plan, parts, strict=True)]

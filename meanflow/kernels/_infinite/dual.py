@@ -103,32 +103,30 @@ CLOSED: dict[str, DualFunction] = {
 }
 
 
-def trapezoid(
-    activation: str | Activation, nodes: int = 201, span: float = 9.0, batch: int = 64
-) -> DualFunction:
+# Nodes in each direction, over 9 standard deviations to both sides: tanh at variance 4 is right to 1e-15.
+_GRID = np.linspace(-9.0, 9.0, 201)
+_MASS = np.exp(-0.5 * _GRID**2) * (_GRID[1] - _GRID[0]) / math.sqrt(2 * math.pi)
+
+
+def trapezoid(activation: str | Activation) -> DualFunction:
     """Return the dual of a smooth activation by the trapezoid rule.
 
     Args:
         activation: a name, or a function that maps arrays elementwise.
-        nodes: number of nodes in each of the two directions.
-        span: half the side of the square of integration, in standard deviations.
-        batch: entries computed at a time.
 
     Returns:
-        (variance of u, variance of v, covariance) -> ``Dual``. Time: entries x nodes^2 activations; memory
-        batch x nodes^2. A kink costs accuracy (relu: 1e-3).
+        (variance of u, variance of v, covariance) -> ``Dual``. Time: 201^2 activations an entry; memory 64 x 201^2. A
+        kink costs accuracy (relu: 1e-3).
 
     >>> one, zero = jnp.ones(1), jnp.zeros(1)
     >>> bool(jnp.abs(trapezoid("tanh")(one, one, zero).value[0]) < 1e-6)  # odd, and u, v independent
     True
     """
     phi = resolve(activation)
-    grid = np.linspace(-span, span, nodes)
-    mass = np.exp(-0.5 * grid**2) * (grid[1] - grid[0]) / math.sqrt(2 * math.pi)
 
     def one(entry: tuple[Array, Array, Array]) -> Dual:
         a, c, b = entry
-        z, w = jnp.asarray(grid, b.dtype), jnp.asarray(mass, b.dtype)
+        z, w = jnp.asarray(_GRID, b.dtype), jnp.asarray(_MASS, b.dtype)
         first, second = jnp.sqrt(a), jnp.sqrt(c)
         safe = jnp.where(a * c > 0.0, first * second, 1.0)
         cosine = jnp.clip(b / safe, -1.0, 1.0)
@@ -143,7 +141,7 @@ def trapezoid(
     def dual(a: Array, c: Array, b: Array) -> Dual:
         shape = jnp.shape(b)
         entries = tuple(jnp.broadcast_to(e, shape).reshape(-1) for e in (a, c, b))
-        out = jax.lax.map(one, entries, batch_size=batch)
+        out = jax.lax.map(one, entries, batch_size=64)
         return Dual(out.value.reshape(shape), out.slope.reshape(shape))
 
     return dual

@@ -11,7 +11,7 @@ These are "BN NTK" A.5-A.14 with three corrections: the bias variance, the index
 layer.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +91,7 @@ def order_parameters(
     for name, values, rows in zip(("variances[0]", "variances[1]"), variances, gram.shape, strict=True):
         _checks.shape(name, values, (rows,))
     dual = dual_activation(activation)
-    wide = lambda a, c: (
-        jnp.broadcast_to(a[:, None], gram.shape),
-        jnp.broadcast_to(c[None, :], gram.shape),
-    )
+    wide = lambda a, c: (jnp.broadcast_to(a[:, None], gram.shape), jnp.broadcast_to(c[None, :], gram.shape))
     grow = lambda p: weight_variance * p + bias_variance
     p, r, slopes = [gram], [grow(gram)], []
     # the variances of both sets go along: the dual needs them beside the covariance
@@ -113,36 +110,20 @@ def order_parameters(
 
 
 def _order_between(
-    x: Float[ArrayLike, "T d"],
-    z: Float[ArrayLike, "S d"] | None,
-    depth: int,
-    activation: str | Activation,
-    weight_variance: float,
-    bias_variance: float,
+    x: Float[ArrayLike, "T d"], z: Float[ArrayLike, "S d"] | None, **network: Any
 ) -> OrderParameters:
-    """Return the order parameters for all pairs of rows of x and z."""
+    """Return the order parameters for all pairs of rows of x and z; ``network`` as in ``order_parameters``."""
     x = jnp.asarray(x)
     z = x if z is None else jnp.asarray(z)
-    if x.ndim != 2 or z.ndim != 2 or x.shape[1] != z.shape[1]:
+    if x.shape[1] != z.shape[1]:
         raise ValueError(f"x and z must be (T, N_0) and (S, N_0), got {x.shape} and {z.shape}")
-    size = x.shape[1]
-    square = lambda a: jnp.sum(a**2, axis=1) / size
-    product = jnp.matmul(x, z.T, precision=jax.lax.Precision.HIGHEST) / size
-    return order_parameters(
-        product,
-        depth=depth,
-        activation=activation,
-        weight_variance=weight_variance,
-        bias_variance=bias_variance,
-        variances=(square(x), square(z)),
-    )
+    square = lambda a: jnp.sum(a**2, axis=1) / x.shape[1]
+    product = jnp.matmul(x, z.T, precision=jax.lax.Precision.HIGHEST) / x.shape[1]
+    return order_parameters(product, variances=(square(x), square(z)), **network)
 
 
 @_checks.arguments(
-    **INPUTS,
-    **NETWORK,
-    widths=_checks.optional(_checks.sequence(_checks.count(1))),
-    biases=_checks.flag,
+    **INPUTS, **NETWORK, widths=_checks.optional(_checks.sequence(_checks.count(1))), biases=_checks.flag
 )
 def infinite_ntk(
     x: Float[ArrayLike, "T d"],
@@ -171,7 +152,9 @@ def infinite_ntk(
     >>> infinite_ntk(jnp.ones((1, 2)), depth=2).tolist()  # sum over two layers of r^l q^l = 2 x 1 + 2 x 1
     [[4.0]]
     """
-    order = _order_between(x, z, depth, activation, weight_variance, bias_variance)
+    order = _order_between(
+        x, z, depth=depth, activation=activation, weight_variance=weight_variance, bias_variance=bias_variance
+    )
     if widths is None:
         inner = order.r if biases else order.r - bias_variance
         return jnp.sum(inner * order.q, axis=0)
@@ -203,4 +186,6 @@ def nngp(
     >>> nngp(jnp.ones((1, 2)), depth=3).tolist()
     [[2.0]]
     """
-    return _order_between(x, z, depth, activation, weight_variance, bias_variance).r[-1]
+    return _order_between(
+        x, z, depth=depth, activation=activation, weight_variance=weight_variance, bias_variance=bias_variance
+    ).r[-1]

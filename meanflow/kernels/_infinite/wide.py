@@ -22,9 +22,11 @@ then as good as 6. ``WideLayer.directions`` tells. Pooled networks with zero pad
 0.24 from the limit at width 256, beyond the 3 / sqrt(width) that holds for every other layer here.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -62,7 +64,7 @@ class WideLayer(eqx.Module):
 
     nngp: Float[Array, "T S ..."]
     ntk: Float[Array, "T S ..."]
-    own: tuple[Float[Array, "T ..."], Float[Array, "S ..."]]
+    own: tuple[Float[Array, "_ ..."], ...]
     pairs: bool = eqx.field(static=True)
     square: bool = eqx.field(static=True)
     gaussian: bool = eqx.field(static=True)
@@ -75,14 +77,12 @@ class WideLayer(eqx.Module):
         """Number of axes of positions."""
         return (self.nngp.ndim - 2) // (2 if self.pairs else 1)
 
-    def _replace(self, **changes: object) -> "WideLayer":
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return WideLayer(**{**fields, **changes})
-
-    def _map(self, change: Callable[[Array, int], Array], **flags: object) -> "WideLayer":
+    def _map(self, change: Callable[[Array, int], Array], **flags: Any) -> "WideLayer":
         """Apply ``change(kernel, leading axes)`` to K, T and the samples' own K."""
         one, two = (change(k, 1) for k in self.own)
-        return self._replace(nngp=change(self.nngp, 2), ntk=change(self.ntk, 2), own=(one, two), **flags)
+        return dataclasses.replace(
+            self, nngp=change(self.nngp, 2), ntk=change(self.ntk, 2), own=(one, two), **flags
+        )
 
     def _weighted(
         self, average: Callable[[Array, int], Array], weight_variance: float, bias_variance: float
@@ -92,7 +92,8 @@ class WideLayer(eqx.Module):
         token = frozenset([next(_tokens)])
         grown = self._map(lambda k, lead: weight_variance * average(k, lead))
         nngp = grown.nngp + bias_variance
-        return grown._replace(
+        return dataclasses.replace(
+            grown,
             nngp=nngp,
             ntk=nngp + grown.ntk,
             own=tuple(k + bias_variance for k in grown.own),
@@ -156,17 +157,9 @@ class WideLayer(eqx.Module):
         one, two = (self._variances(k) for k in self.own)
         first, second = self._aligned(one, two)
         pair = dual(first, second, self.nngp)
-        own = []
-        for kernel, variance in zip(self.own, (one, two), strict=True):
-            if self.pairs and self.rank:
-                left = variance.reshape(variance.shape + (1,) * self.rank)
-                right = variance.reshape(variance.shape[:1] + (1,) * self.rank + variance.shape[1:])
-                first, second = (jnp.broadcast_to(v, kernel.shape) for v in (left, right))
-                own.append(dual(first, second, kernel).value)
-            else:
-                own.append(dual(variance, variance, variance).value)
-        return self._replace(
-            nngp=pair.value, ntk=self.ntk * pair.slope, own=tuple(own), gaussian=False, last=None
+        own = tuple(dual(*self._within(v, k), k).value for k, v in zip(self.own, (one, two), strict=True))
+        return dataclasses.replace(
+            self, nngp=pair.value, ntk=self.ntk * pair.slope, own=own, gaussian=False, last=None
         )
 
     def flatten(self) -> "WideLayer":
@@ -197,16 +190,9 @@ class WideLayer(eqx.Module):
         self._need_gaussian("layer_norm")
         one, two = (1 / jnp.sqrt(self._variances(k) + epsilon) for k in self.own)
         first, second = self._aligned(one, two)
-        own = []
-        for kernel, factor in zip(self.own, (one, two), strict=True):
-            if self.pairs and self.rank:
-                left = factor.reshape(factor.shape + (1,) * self.rank)
-                right = factor.reshape(factor.shape[:1] + (1,) * self.rank + factor.shape[1:])
-                own.append(kernel * left * right)
-            else:
-                own.append(kernel * factor**2)
+        own = tuple(k * math.prod(self._within(v, k)) for k, v in zip(self.own, (one, two), strict=True))
         scale = first * second
-        return self._replace(nngp=self.nngp * scale, ntk=self.ntk * scale, own=tuple(own))
+        return dataclasses.replace(self, nngp=self.nngp * scale, ntk=self.ntk * scale, own=own)
 
     @_checks.arguments(epsilon=_checks.number(low=0))
     def batch_norm(self, epsilon: float = 0.0) -> "WideLayer":
@@ -231,7 +217,8 @@ class WideLayer(eqx.Module):
         factor = 1 / (jnp.mean(variances) + epsilon)
         # D = tr(P K P)^2 / tr((P K P)^2)
         spread = safe_divide(jnp.sum(variances) ** 2, jnp.sum(nngp**2))
-        return self._replace(
+        return dataclasses.replace(
+            self,
             nngp=factor * nngp,
             ntk=factor * ntk,
             own=(factor * own, factor * own),
@@ -254,7 +241,8 @@ class WideLayer(eqx.Module):
                 "correlated, and their kernels do not add"
             )
         both = self.last | other.last if self.last is not None and other.last is not None else None
-        return self._replace(
+        return dataclasses.replace(
+            self,
             nngp=self.nngp + other.nngp,
             ntk=self.ntk + other.ntk,
             own=tuple(a + b for a, b in zip(self.own, other.own, strict=True)),
@@ -285,6 +273,14 @@ class WideLayer(eqx.Module):
         else:
             first, second = one[:, None], two[None]
         return jnp.broadcast_to(first, shape), jnp.broadcast_to(second, shape)
+
+    def _within(self, values: Array, own: Array) -> tuple[Array, Array]:
+        """Return values at (samples, positions) at both positions of a sample's pairs with itself."""
+        if not (self.pairs and self.rank):
+            return values, values
+        left = values.reshape(values.shape + (1,) * self.rank)
+        right = values.reshape(values.shape[:1] + (1,) * self.rank + values.shape[1:])
+        return jnp.broadcast_to(left, own.shape), jnp.broadcast_to(right, own.shape)
 
 
 def _window_mean(kernel: Array, axes: list[int], length: int, stride: int, padding: str) -> Array:
