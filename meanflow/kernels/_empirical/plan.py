@@ -229,7 +229,7 @@ def laid_out(job: Job, maps: KernelMaps) -> tuple[structured.Traced, structured.
         return left, right, block, coupled_layout(left, block, chunk, limit)
     one, first = one_sample(maps, job.params, job.x), jax.ShapeDtypeStruct(job.x.shape[1:], job.x.dtype)
     traced = structured.trace(lambda some, sample: one(whole(some), sample), leaves, first)
-    return traced, traced, block, free_layout(traced, block, chunk, limit)
+    return traced, traced, block, free_layout(traced, block, chunk, limit, jax.default_backend() == "cpu")
 
 
 def one_sample(maps: KernelMaps, params: Params, x: Batch) -> Apply:
