@@ -90,9 +90,6 @@ def empirical_ntk(
     if not (eqx.is_array(x) and (z is None or eqx.is_array(z))):
         apply, x, z = as_arrays(apply, x, z)
     job = Job(apply, x, z, params, stats, outputs, how)
-    if groups is None and isinstance(outputs, str) and how.mesh is None:
-        plan = planned(job)
-        return ntk.evaluate(job, plan.method, plan.chunk)
     return _kernel(job) if groups is None else _by_group(job, groups)
 
 

@@ -60,8 +60,8 @@ def free_layout(
     """
     # a sixteenth of the limit for what passes while a piece is differentiated
     late = _lay_out(traced, block, chunk, limit, limit / 16, early=False)
-    # a loop over samples starts its kernels anew in every round: the kernel of a small CNN, compiled for an H100, starts
-    # 39 without the loop and 356 with it (tests/accelerators counts them)
+    # a loop over samples starts its kernels anew in every round: compiled for an H100, the kernel of a small CNN has 39
+    # starts without the loop and 356 with it (tests/accelerators counts them)
     if not cpu and late.held and late.rows == block.rows:
         return late
     early = _lay_out(traced, block, chunk, limit, min(limit / 16, _PIECE if cpu else math.inf), early=True)

@@ -5,7 +5,6 @@ which method; this module evaluates the kernel.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -53,8 +52,7 @@ def _structured_kernel(maps: KernelMaps, job: Job) -> Float[Array, "T S ..."]:
     leaves = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
     left, right, block, plan = laid_out(job, maps)
     if not plan.shares:  # a function that does not depend on its parameters
-        kept = {"full": (block.outputs,) * 2, "diagonal": (block.outputs,), "trace": ()}[block.kept]
-        return jnp.zeros((block.rows, block.columns, *kept), left.output.dtype)
+        return jnp.zeros((block.rows, block.columns, block.kernel), left.output.dtype)
     if maps.single is not None:
         # a program may be lowered for another platform than the one that it is traced on; only the branch of that
         # platform is compiled
@@ -79,8 +77,7 @@ def _free_kernel(
     """Differentiate and contract samples that do not depend on each other, as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
     if plan.parts > 1:
-        spans = itertools.pairwise(contraction.cuts(block.rows, plan.parts))
-        parts = [at(job.x[start:stop]) for start, stop in spans]
+        parts = [at(job.x[start:stop]) for start, stop in contraction.spans(block.rows, plan.parts)]
         return contraction.pairs_of_blocks(parts, block.kept)
     if plan.held:
         left = at(job.x)
