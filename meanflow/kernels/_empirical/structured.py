@@ -205,7 +205,7 @@ def _joined_jacobian(traced: Traced, numbers: Sequence[int], found: Gradients) -
 def _factor(traced: Traced, share: Share, found: Gradients) -> Factor:
     """Return the factors of one share at one sample, from which J is not formed, or later."""
     h, d = _activations(traced, share.sites, found), _cotangents(traced, share.sites, found)
-    if share.mode == "gram" and share.sizes.windowed:
+    if share.mode == "gram" and share.sizes.compared:
         (number,) = share.sites
         return Gram(forms.windowed(traced.sites[number], found.activations[number]), d)
     if share.mode == "rows":
