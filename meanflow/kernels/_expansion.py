@@ -5,12 +5,11 @@ function that can be trained, compared with the network, and passed to ``empiric
 """
 
 import math
-from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from meanflow import _checks
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, floats
@@ -39,17 +38,13 @@ class TaylorExpansion(Function):
             moved = jax.tree.map(lambda a, d: a + step.astype(a.dtype) * d, start, shift)
             return self.apply(eqx.combine(moved, still), batch)
 
-        return _polynomial(line, self.degree)
-
-
-def _polynomial(line: Callable[[Float[Array, ""]], PyTree], degree: int) -> PyTree:
-    """Return the Taylor polynomial of ``line`` around 0 at 1, by forward mode nested ``degree`` times."""
-    zero, one = jnp.zeros(()), jnp.ones(())
-    total, term = line(zero), line
-    for order in range(1, degree + 1):
-        term = lambda step, lower=term: jax.jvp(lower, (step,), (one,))[1]  # type: ignore[misc]
-        total = total + term(zero) / math.factorial(order)
-    return total
+        # its Taylor polynomial around 0 at 1, by forward mode nested as often as the degree
+        zero, one, term = jnp.zeros(()), jnp.ones(()), line
+        total = line(zero)
+        for order in range(1, self.degree + 1):
+            term = lambda step, lower=term: jax.jvp(lower, (step,), (one,))[1]  # type: ignore[misc]
+            total = total + term(zero) / math.factorial(order)
+        return total
 
 
 @_checks.arguments(apply=_checks.taking(2), params=floats, degree=_checks.count(0, 8))

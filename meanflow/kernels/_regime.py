@@ -101,12 +101,11 @@ class KernelFlow(DualFlow):
 
     @_checks.arguments(times=TIMES)
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
-        """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
-        return -self._at_samples(spectral.GAIN, times, 1)
+        """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta.
 
-    def dual_limit(self) -> Float[Array, "n *k"]:
-        """Return the dual coefficients of the end of training, y.shape; modes at rounding level stay untrained."""
-        return self.dual(jnp.inf)
+        Infinity is the end of training, where modes at rounding level stay untrained.
+        """
+        return -self._at_samples(spectral.GAIN, times, 1)
 
     @_checks.arguments(
         cross=CROSS, prior=_checks.sequence(_checks.array((None, None), (None,) * 4), least=3), times=TIMES
@@ -194,9 +193,8 @@ def kernel_flow(
     Returns:
         A ``KernelFlow``: called with times (or numbers of steps) it gives f at the training points, shape
         times.shape + y.shape; ``.at(cross, start, times)`` gives f elsewhere, ``.loss(times)`` the loss,
-        ``.dual(times)`` and ``.dual_limit()`` the coefficients of kernel sections, and ``.ensemble(cross, prior,
-        times)`` mean and covariance over random starts. For other losses than the squared one a ``LossFlow``, which
-        has the first four.
+        ``.dual(times)`` the coefficients of kernel sections, and ``.ensemble(cross, prior, times)`` mean and covariance
+        over random starts. For other losses than the squared one a ``LossFlow``, which has the first four.
 
     >>> import jax.numpy as jnp
     >>> flow = kernel_flow(jnp.eye(2), jnp.zeros(2), jnp.ones(2), weights=1.0)

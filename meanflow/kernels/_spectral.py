@@ -302,19 +302,18 @@ def _decay_step(eta: Array, mu: Array | None) -> Step:
     """Return the step of (residual, velocity)."""
     if mu is None:
         return Step(jnp.ones((1, 1), eta.dtype), -eta[None, None], jnp.ones(1, eta.dtype))
-    zero = jnp.zeros_like(eta)
-    fixed = jnp.stack([jnp.stack([zero + 1, -mu]), jnp.stack([zero, mu])])
-    slope = jnp.stack([jnp.stack([-eta, zero]), jnp.stack([eta, zero])])
+    fixed = jnp.array([[1.0, -mu], [0.0, mu]], eta.dtype)
+    slope = eta * jnp.array([[-1.0, 0.0], [1.0, 0.0]], eta.dtype)
     return Step(fixed, slope, jnp.array([1.0, 0.0], eta.dtype))
 
 
 def _gain_step(eta: Array, mu: Array | None) -> Step:
     """Return the step of (gain, its velocity, 1)."""
-    mu = jnp.zeros_like(eta) if mu is None else mu
-    zero, one = jnp.zeros_like(eta), jnp.ones_like(eta)
-    rows = [one, mu, eta], [zero, mu, eta], [zero, zero, one]
+    keep = 0.0 if mu is None else mu
+    # velocity <- mu velocity + eta (1 - l gain), gain <- gain + velocity
+    fixed = jnp.array([[1.0, keep, eta], [0.0, keep, eta], [0.0, 0.0, 1.0]], eta.dtype)
     slope = eta * jnp.array([[-1.0, 0.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], eta.dtype)
-    return Step(jnp.stack([jnp.stack(row) for row in rows]), slope, jnp.array([0.0, 0.0, 1.0], eta.dtype))
+    return Step(fixed, slope, jnp.array([0.0, 0.0, 1.0], eta.dtype))
 
 
 def _steps(step: Step, values: Float[Array, " n"], times: Array) -> Float[Array, "*times n"]:

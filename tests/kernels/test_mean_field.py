@@ -9,7 +9,7 @@ import pytest
 from scipy import integrate, special
 
 from meanflow import kernels
-from meanflow.activations import NAMED
+from meanflow.activations import NAMED, Stretched
 from meanflow.kernels._infinite.dual import dual_activation, trapezoid
 
 
@@ -93,7 +93,7 @@ def test_trapezoid_beats_gauss_hermite_on_tanh():
 
 def test_frequency_and_gradients():
     a, c, b = jnp.asarray(0.7), jnp.asarray(0.4), jnp.asarray(0.2)
-    ours = dual_activation("sine", frequency=3.0)(a, c, b)
+    ours = dual_activation(Stretched("sine", 3.0))(a, c, b)
     stretched = trapezoid(lambda z: jnp.sin(3.0 * z))(a, c, b)
     np.testing.assert_allclose(ours, stretched, rtol=1e-10)
     # d value / d covariance = slope (Price), also at the edge where the angle has no derivative

@@ -1,5 +1,6 @@
 """Modules of flax (linen and NNX), equinox and haiku as functions of (params, batch)."""
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -73,7 +74,10 @@ def from_module(
     (5, 1)
     """
     library = _library(module, variables)
-    make, takes = _LIBRARIES[library]
+    makers: dict[str, Callable[..., tuple[Apply | Normalized, Params]]]
+    makers = {"NNX": _nnx, "linen": _linen, "equinox": _equinox, "haiku": _haiku}
+    make = makers[library]
+    takes = list(inspect.signature(make).parameters)[1:]  # the first one is the module
     given = {"variables": variables, "state": state, "train": train, "evaluate": evaluate}
     given |= {"per_sample": per_sample, "key": key}
     for name, value in given.items():
@@ -206,9 +210,7 @@ def _linen(
             f"variables must be what module.init returns, with a collection 'params', got {_checks.show(variables)}"
         )
     others = {k: v for k, v in variables.items() if k != "params"}
-    function = LinenFunction(
-        module=ByValue(module), state=others, train=train or {}, evaluate=evaluate or {}, key=key
-    )
+    function = LinenFunction(ByValue(module), others, train or {}, evaluate or {}, key)
     if "batch_stats" not in others or train is None:
         return function, variables["params"]
     refuse_key(key)
@@ -232,12 +234,9 @@ class EquinoxFunction(Function):
         if statistics is None:
             return self._run(model, self.state, x)[0]
         state = _fresh(self.state)
-        for layer, (mean, variance) in zip(_batch_norms(model), statistics, strict=True):
-            if layer.mode == "ema":
-                state = state.set(layer.ema_state_index, (mean, variance))
-            else:
-                state = state.set(layer.batch_state_index, (mean, variance))
-                # a count of 0 switches equinox's correction of young averages off
+        for layer, moments in zip(_batch_norms(model), statistics, strict=True):
+            state = state.set(_place(layer), moments)
+            if layer.mode != "ema":  # a count of 0 switches equinox's correction of young averages off
                 state = state.set(layer.batch_counter, jnp.zeros_like(state.get(layer.batch_counter)))
         return self._run(_in_mode(model, inference=True), state, x)[0]
 
@@ -279,13 +278,13 @@ class EquinoxFunction(Function):
 
 def _averages(model: PyTree, state: PyTree, share: Callable[[eqx.nn.BatchNorm], Array | float]) -> PyTree:
     """Return mean and variance that each batch norm keeps, divided in the mode "batch" by their ``share``."""
-    found = []
-    for layer in _batch_norms(model):
-        if layer.mode == "ema":
-            found.append(state.get(layer.ema_state_index))
-        else:
-            found.append(tuple(u / share(layer) for u in state.get(layer.batch_state_index)))
-    return tuple(found)
+    kept = lambda layer: 1.0 if layer.mode == "ema" else share(layer)
+    return tuple(tuple(u / kept(n) for u in state.get(_place(n))) for n in _batch_norms(model))
+
+
+def _place(layer: eqx.nn.BatchNorm) -> Any:
+    """Return where a batch norm keeps mean and variance."""
+    return layer.ema_state_index if layer.mode == "ema" else layer.batch_state_index
 
 
 def _batch_norms(model: PyTree) -> list[eqx.nn.BatchNorm]:
@@ -348,12 +347,3 @@ def _haiku(
             "key cannot be given together with state: a state is held fixed in inference, without rng"
         )
     return HaikuFunction(apply, state, key), floats("variables", variables)
-
-
-# which options a library's modules take, in the order of the function that adapts them
-_LIBRARIES: dict[str, tuple[Callable[..., tuple[Apply | Normalized, Params]], tuple[str, ...]]] = {
-    "NNX": (_nnx, ("key",)),
-    "linen": (_linen, ("variables", "train", "evaluate", "key")),
-    "equinox": (_equinox, ("state", "per_sample", "key")),
-    "haiku": (_haiku, ("variables", "state", "key")),
-}

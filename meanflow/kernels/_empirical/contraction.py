@@ -1,6 +1,5 @@
 """From each parameter's factors at all samples to the kernel of all pairs of samples."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -125,8 +124,8 @@ def all_pairs(
         groups.setdefault(_cut(factor, outputs), []).append(factor)
     total = []
     for cut, some in sorted(groups.items()):
-        spans = itertools.pairwise(cuts(count, cut))
-        total.append(pairs_of_blocks([[_part(a, *span) for a in some] for span in spans], outputs))
+        parts = [[_part(a, *span) for a in some] for span in spans(count, cut)]
+        total.append(pairs_of_blocks(parts, outputs))
     return sum(total[1:], total[0])
 
 
@@ -137,13 +136,13 @@ def _part(factor: Factor, start: int, stop: int) -> Factor:
     return jax.tree.map(lambda a: a[start:stop], factor)
 
 
-def cuts(rows: int, count: int) -> list[int]:
-    """Return where ``count`` blocks of rows begin, and where the last one ends.
+def spans(rows: int, count: int) -> list[tuple[int, int]]:
+    """Return where each of ``count`` blocks of rows begins and ends.
 
-    >>> cuts(10, 4)
-    [0, 2, 5, 7, 10]
+    >>> spans(10, 4)
+    [(0, 2), (2, 5), (5, 7), (7, 10)]
     """
-    return [rows * i // count for i in range(count + 1)]
+    return [(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
 def pairs_of_blocks(parts: Sequence[Sequence[Factor]], outputs: str) -> Float[Array, "T T ..."]:

@@ -87,10 +87,13 @@ def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
     return jnp.asarray(moved, jnp.result_type(leaf))
 
 
-def _is_traced(leaf: ArrayLike) -> bool:
-    """Tell whether an array is being traced; keys of random numbers are not numbers."""
-    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-    return not is_key and _checks.concrete(leaf) is None
+def is_traced(leaf: object) -> bool:
+    """Tell whether a leaf is an array that is being traced."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
+    numbers = jax.random.key_data(leaf) if is_key else leaf
+    return _checks.concrete(numbers[:0] if leaf.ndim else numbers) is None
 
 
 def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> Array:
@@ -173,10 +176,10 @@ def is_coupled(apply: Apply, params: Params, x: Batch) -> bool:
     count = np.shape(jax.tree.leaves(x)[0])[0]
     own = jax.tree.map(lambda a: jnp.asarray(a)[:count], own)
     rng = np.random.default_rng(0)
+    given = not any(map(is_traced, jax.tree.leaves((params, own))))
     with jax.ensure_compile_time_eval():
         drawn = jax.tree.map(lambda a: _random_batch(a, max(count, 2), rng), own)
         moved = jax.tree.map(lambda leaf: _moved(leaf, rng), params)
-        given = not any(map(_is_traced, jax.tree.leaves((params, own))))
         # where the random batch or the moved parameters leave the domain of the function, its own ones are tried
         tries = [(moved, drawn), (moved, own), (params, own)] if given else [(moved, drawn)]
         for parameters, samples in tries:

@@ -38,11 +38,6 @@ class Sizes(NamedTuple):
         """How many numbers the parameter has."""
         return self.groups * self.inputs * self.outputs
 
-    @property
-    def windowed(self) -> bool:
-        """Whether h h' is added up over windows."""
-        return self.compared > 0
-
 
 def _split(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the loops around a site that slice the parameter, and those that repeat it."""

@@ -87,12 +87,7 @@ def empirical_ntk(
     {'first': [[3.0, 0.0], [0.0, 3.0]], 'last': [[0.0, 0.0], [0.0, 0.0]]}
     """
     how = method if isinstance(method, Method) else Method(method)
-    if not (eqx.is_array(x) and (z is None or eqx.is_array(z))):
-        apply, x, z = as_arrays(apply, x, z)
-    job = Job(apply, x, z, params, stats, outputs, how)
-    if groups is None and isinstance(outputs, str) and how.mesh is None:
-        plan = planned(job)
-        return ntk.evaluate(job, plan.method, plan.chunk)
+    job = Job(*as_arrays(apply, x, z), params, stats, outputs, how)
     return _kernel(job) if groups is None else _by_group(job, groups)
 
 

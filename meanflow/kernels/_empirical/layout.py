@@ -48,17 +48,23 @@ _PARTS, _WIDE = 4, 256
 _PLACING = 1.4
 
 
-def free_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
+def free_layout(
+    traced: structured.Traced, block: Block, chunk: int | None, limit: int, cpu: bool = True
+) -> Layout:
     """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample.
 
     J may be formed *late*, by slices when it is contracted, from cotangents D that are kept of all samples, or *early*,
     for a few samples right after they are differentiated, after which their D is gone. Both take the same operations.
     Where J is not much larger than D, early takes less memory, and on a CPU less time, which there is spent on memory
-    that leaves the cache.
+    that leaves the cache. On accelerators (``cpu`` False) late is taken wherever all factors fit.
     """
     # a sixteenth of the limit for what passes while a piece is differentiated
     late = _lay_out(traced, block, chunk, limit, limit / 16, early=False)
-    early = _lay_out(traced, block, chunk, limit, min(limit / 16, _PIECE), early=True)
+    # a loop over samples starts its kernels anew in every round: compiled for an H100, the kernel of a small CNN has 39
+    # starts without the loop and 356 with it (tests/accelerators counts them)
+    if not cpu and late.held and late.rows == block.rows:
+        return late
+    early = _lay_out(traced, block, chunk, limit, min(limit / 16, _PIECE if cpu else math.inf), early=True)
     if not late.held or late.rows < block.rows:  # slices of J serve all rows and columns at once
         return early
     # a network whose parameters act at one position each forms no J: its layers are contracted one by one, in passing

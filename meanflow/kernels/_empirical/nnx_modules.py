@@ -131,9 +131,8 @@ def _explicit_class(kind: type, path: str, ledger: _Ledger) -> type:
                 return super().__call__(x, use_running_average)
             mean, variance = ledger.moments(path, x, self.axis, False)
             out = (x - mean) / jnp.sqrt(variance + self.epsilon)
-            axes = tuple(i for i in range(x.ndim) if i != self.axis % x.ndim)
-            out = out if self.scale is None else out * jnp.expand_dims(self.scale[...], axes)
-            return out if self.bias is None else out + jnp.expand_dims(self.bias[...], axes)
+            out = out if self.scale is None else out * self.scale[...].reshape(mean.shape)
+            return out if self.bias is None else out + self.bias[...].reshape(mean.shape)
 
     class ExplicitOwn(Normalization):
         def given_moments(self, x: Array) -> tuple[Array, Array]:

@@ -4,7 +4,7 @@ J = df/dparams is taken at the given parameters. ``coupling`` decides which func
 which method; this module evaluates the kernel.
 """
 
-import itertools
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -16,7 +16,7 @@ from meanflow._reuse import compiled
 from meanflow.kernels._empirical import contraction, structured
 from meanflow.kernels._empirical.cost import Block
 from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, uncoupled_maps
-from meanflow.kernels._empirical.layout import Layout
+from meanflow.kernels._empirical.layout import Layout, free_layout
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Outputs, Params
 from meanflow.kernels._empirical.plan import Job, laid_out, one_sample
 
@@ -52,10 +52,16 @@ def _structured_kernel(maps: KernelMaps, job: Job) -> Float[Array, "T S ..."]:
     leaves = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
     left, right, block, plan = laid_out(job, maps)
     if not plan.shares:  # a function that does not depend on its parameters
-        kept = {"full": (block.outputs,) * 2, "diagonal": (block.outputs,), "trace": ()}[block.kept]
-        return jnp.zeros((block.rows, block.columns, *kept), left.output.dtype)
+        return jnp.zeros((block.rows, block.columns, block.kernel), left.output.dtype)
     if maps.single is not None:
-        return _free_kernel(left, block, plan, leaves, job)
+        # a program may be lowered for another platform than the one that it is traced on; only the branch of that
+        # platform is compiled
+        chunk, limit = job.method.chunk, job.method.limit
+        plans = [free_layout(left, block, chunk, limit, cpu) for cpu in (True, False)]
+        ways = [functools.partial(_free_kernel, left, block, each, job) for each in plans]
+        if plans[0] == plans[1]:
+            return ways[0](leaves)
+        return jax.lax.platform_dependent(leaves, cpu=ways[0], default=ways[1])
     if job.z is None:
         mine = theirs = structured.coupled_factors(left, plan.shares, leaves, block.rows, plan.piece)
     else:
@@ -66,13 +72,12 @@ def _structured_kernel(maps: KernelMaps, job: Job) -> Float[Array, "T S ..."]:
 
 
 def _free_kernel(
-    traced: structured.Traced, block: Block, plan: Layout, leaves: list[Array], job: Job
+    traced: structured.Traced, block: Block, plan: Layout, job: Job, leaves: list[Array]
 ) -> Float[Array, "T S ..."]:
     """Differentiate and contract samples that do not depend on each other, as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
     if plan.parts > 1:
-        spans = itertools.pairwise(contraction.cuts(block.rows, plan.parts))
-        parts = [at(job.x[start:stop]) for start, stop in spans]
+        parts = [at(job.x[start:stop]) for start, stop in contraction.spans(block.rows, plan.parts)]
         return contraction.pairs_of_blocks(parts, block.kept)
     if plan.held:
         left = at(job.x)

@@ -21,7 +21,7 @@ from meanflow._reuse import kept_by_shape
 from meanflow.kernels._empirical import cost, structured
 from meanflow.kernels._empirical.contraction import fitting
 from meanflow.kernels._empirical.cost import Block, Cost
-from meanflow.kernels._empirical.coupling import STATS, KernelMaps, kernel_maps
+from meanflow.kernels._empirical.coupling import STATS, KernelMaps, is_traced, kernel_maps
 from meanflow.kernels._empirical.layout import Layout, coupled_layout, free_layout
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Params, as_arrays, batches, floats
 
@@ -141,16 +141,7 @@ class Job(NamedTuple):
 def planned(job: Job) -> NtkPlan:
     """Probe the function and plan, or return the plan of the same function, shapes and options."""
     # what is being traced belongs to one trace: it is probed at other values, and may be planned in another way
-    make = inspect.unwrap(_plan) if any(map(_is_traced, jax.tree.leaves(job))) else _plan
-    return make(job)
-
-
-def _is_traced(leaf: object) -> bool:
-    if not isinstance(leaf, jax.Array):
-        return False
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
-    numbers = jax.random.key_data(leaf) if is_key else leaf
-    return _checks.concrete(numbers[:0] if leaf.ndim else numbers) is None
+    return (inspect.unwrap(_plan) if any(map(is_traced, jax.tree.leaves(job))) else _plan)(job)
 
 
 @kept_by_shape
@@ -229,7 +220,7 @@ def laid_out(job: Job, maps: KernelMaps) -> tuple[structured.Traced, structured.
         return left, right, block, coupled_layout(left, block, chunk, limit)
     one, first = one_sample(maps, job.params, job.x), jax.ShapeDtypeStruct(job.x.shape[1:], job.x.dtype)
     traced = structured.trace(lambda some, sample: one(whole(some), sample), leaves, first)
-    return traced, traced, block, free_layout(traced, block, chunk, limit)
+    return traced, traced, block, free_layout(traced, block, chunk, limit, jax.default_backend() == "cpu")
 
 
 def one_sample(maps: KernelMaps, params: Params, x: Batch) -> Apply:
@@ -250,10 +241,8 @@ def _choose(method: Method, total: dict[str, float], memory: dict[str, float]) -
         fitting = {m: f for m, f in total.items() if memory[m] <= limit}
         # when nothing fits, the one that comes closest
         chosen = min(fitting, key=lambda m: fitting[m]) if fitting else min(memory, key=lambda m: memory[m])
-        return (
-            chosen,
-            f"{chosen}: least time ({total[chosen]:.2g} operations) among methods within {limit:.2g} bytes",
-        )
+        spent = f"least time ({total[chosen]:.2g} operations)"
+        return chosen, f"{chosen}: {spent} among methods within {limit:.2g} bytes"
     if method.name == "jacobian" and memory["jacobian"] > limit:
         raise ValueError(
             f"the Jacobian takes {memory['jacobian']:.3g} bytes, above limit={limit:.3g}; use "

@@ -22,16 +22,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from meanflow import _checks
-from meanflow.kernels._empirical.visit import (
-    Value,
-    called,
-    carried_arguments,
-    dtype_of,
-    execute,
-    inner_jaxprs,
-    shape_of,
-    walk,
-)
+from meanflow.kernels._empirical import visit
+from meanflow.kernels._empirical.visit import Value, called, dtype_of, execute, shape_of, walk
 
 
 class View(NamedTuple):
@@ -254,7 +246,7 @@ class _Walk:
         self, scope: Scope, place: int, equation: JaxprEqn, tags: list[Tag], lengths: tuple[int, ...]
     ) -> list[Tag]:
         """Enter a loop: constants show the same parameter in every round, sequences show its slices."""
-        held, (body,) = carried_arguments(equation), inner_jaxprs(equation)
+        held, (body,) = visit.carried_arguments(equation), visit.inner_jaxprs(equation)
         carried = range(held.start, held.stop)
         inside: list[Tag] = []
         for i, tag in enumerate(tags):
@@ -422,7 +414,7 @@ def _evaluate_scan(
     scope: Scope, equation: JaxprEqn, operands: Sequence[Value], taps: Mapping[int, Value]
 ) -> tuple[list[Value], dict[int, Value]]:
     """Run a loop whose rounds take their own taps, and return what its sites see in every round."""
-    held = carried_arguments(equation)
+    held = visit.carried_arguments(equation)
     carried = held.stop - held.start
 
     def body(carry: list[Array], item: tuple[list[Array], dict[int, Array]]) -> Any:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,7 +145,7 @@ def top_eigenpairs(kernel: Kernel, k: int, *, key: Key[Array, ""], steps: int | 
     return Eigenpairs(values, run.basis.T @ small, jnp.abs(run.off_diagonal[-1] * small[-1]))
 
 
-class SpectralMoments(NamedTuple):
+class SpectralMoments(eqx.Module):
     """Mean and mean square of all eigenvalues, estimated, with standard errors.
 
     Attributes:
@@ -203,29 +204,20 @@ def spectral_moments(
     return SpectralMoments(mean, mean_square, error(one), error(two), error(two - 2 * mean * one))
 
 
-class Spectrum(NamedTuple):
-    """Summary of a kernel's spectrum.
+class Spectrum(SpectralMoments):
+    """Summary of a kernel's spectrum: moments of all eigenvalues, whose standard errors are 0 for a matrix, and these.
 
     Attributes:
         values: eigenvalues, largest first; all of them, or the leading ones, (k,).
-        mean: mean of all eigenvalues, Tr K / n.
-        mean_square: mean of their squares, Tr K^2 / n.
-        variance: their variance, mean_square - mean^2.
         lower, upper: mean_square / mean <= lambda_max <= sqrt(n mean_square), which hold for every positive
             semi-definite kernel.
         residuals: |K u - value u| of the values found by Lanczos, which bounds their error; 0 otherwise, (k,).
-        mean_error, variance_error: standard errors of an operator's estimated moments; 0 for a matrix.
     """
 
     values: Float[Array, " k"]
-    mean: Float[Array, ""]
-    mean_square: Float[Array, ""]
-    variance: Float[Array, ""]
     lower: Float[Array, ""]
     upper: Float[Array, ""]
     residuals: Float[Array, " k"]
-    mean_error: Float[Array, ""]
-    variance_error: Float[Array, ""]
 
 
 @_checks.arguments(
@@ -277,15 +269,6 @@ def spectrum(
     else:
         mean, mean_square = jnp.trace(matrix) / n, jnp.sum(matrix * matrix.T) / n
         estimate = SpectralMoments(mean, mean_square, zero, zero, zero)
-    mean, mean_square = estimate.mean, estimate.mean_square
-    return Spectrum(
-        values=values,
-        mean=mean,
-        mean_square=mean_square,
-        variance=estimate.variance,
-        lower=mean_square / mean,
-        upper=jnp.sqrt(np.asarray(n, dtype) * mean_square),
-        residuals=residuals,
-        mean_error=estimate.mean_error,
-        variance_error=estimate.variance_error,
-    )
+    lower = estimate.mean_square / estimate.mean
+    upper = jnp.sqrt(np.asarray(n, dtype) * estimate.mean_square)
+    return Spectrum(**vars(estimate), values=values, lower=lower, upper=upper, residuals=residuals)

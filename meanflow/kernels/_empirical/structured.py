@@ -20,17 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from meanflow.kernels._empirical import forms
-from meanflow.kernels._empirical.contraction import (
-    HIGH,
-    Coupled,
-    Factor,
-    Gram,
-    Jacobian,
-    Rows,
-    Slices,
-    by_pieces,
-)
+from meanflow.kernels._empirical import contraction, forms
+from meanflow.kernels._empirical.contraction import Coupled, Factor, Gram, Jacobian, Rows, Slices
 from meanflow.kernels._empirical.convolution import channels_last
 from meanflow.kernels._empirical.sites import Analysis, Site, analyze, evaluate
 from meanflow.kernels._empirical.visit import dtype_of, shape_of
@@ -112,14 +103,12 @@ def shares(traced: Traced, choose: Chooser) -> list[Share]:
         mine = [s for s in traced.sites.values() if s.view.root == leaf]
         # sums of J over positions need one order of entries; else J is made in the parameter's own axes
         if leaf in mixed or len({forms.key(s) for s in mine}) != 1:
-            found.append(
-                Share(leaf, "jacobian", (), forms.Sizes(1, 1, 1, math.prod(traced.leaves[leaf].shape)))
-            )
+            size = forms.Sizes(1, 1, 1, math.prod(traced.leaves[leaf].shape))
+            found.append(Share(leaf, "jacobian", (), size))
             continue
-        each = [forms.sizes(s) for s in mine]
-        size = each[0]
-        if len(each) > 1:  # windows of one use are not those of another
-            size = size._replace(positions=sum(s.positions for s in each), compared=0.0)
+        size, *others = [forms.sizes(s) for s in mine]
+        if others:  # windows of one use are not those of another
+            size = size._replace(positions=size.positions + sum(s.positions for s in others), compared=0.0)
         numbers = tuple(s.number for s in mine)
         mode = "rows" if mine[0].kind == "gather" else choose(size)
         found.append(Share(leaf, mode, numbers, size))
@@ -132,15 +121,12 @@ def align(left: Traced, right: Traced, plan: Sequence[Share]) -> tuple[list[Shar
     mine, theirs = [], []
     for share in plan:
         other = others.get(share.leaf, share._replace(sites=()))
-        keys = {forms.key(left.sites[n]) for n in share.sites} | {
-            forms.key(right.sites[n]) for n in other.sites
-        }
-        if share.sites and other.sites and len(keys) == 1:
-            mine.append(share)
-            theirs.append(other._replace(mode=share.mode))
-        else:  # in the parameter's own order
-            mine.append(share._replace(mode="jacobian", sites=()))
-            theirs.append(other._replace(mode="jacobian", sites=()))
+        used = [left.sites[n] for n in share.sites] + [right.sites[n] for n in other.sites]
+        if not (share.sites and other.sites and len(set(map(forms.key, used))) == 1):
+            # in the parameter's own order
+            share, other = share._replace(mode="jacobian", sites=()), other._replace(sites=())
+        mine.append(share)
+        theirs.append(other._replace(mode=share.mode))
     return mine, theirs
 
 
@@ -210,7 +196,7 @@ def _joined_jacobian(traced: Traced, numbers: Sequence[int], found: Gradients) -
     h, d = _activations(traced, numbers, found), _cotangents(traced, numbers, found)
     site = traced.sites[numbers[0]]
     if site.kind != "gather":
-        return jnp.einsum("gpk,cgpo->cgok", h, d, precision=HIGH)
+        return jnp.einsum("gpk,cgpo->cgok", h, d, precision=contraction.HIGH)
     # h is the indicator of a row: D is added to the rows that were read
     table = jnp.zeros((forms.sizes(site).inputs, d.shape[-1]), d.dtype)
     return jax.vmap(lambda c: table.at[h].add(c[0], mode="drop").T[None])(d)
@@ -219,7 +205,7 @@ def _joined_jacobian(traced: Traced, numbers: Sequence[int], found: Gradients) -
 def _factor(traced: Traced, share: Share, found: Gradients) -> Factor:
     """Return the factors of one share at one sample, from which J is not formed, or later."""
     h, d = _activations(traced, share.sites, found), _cotangents(traced, share.sites, found)
-    if share.mode == "gram" and share.sizes.windowed:
+    if share.mode == "gram" and share.sizes.compared:
         (number,) = share.sites
         return Gram(forms.windowed(traced.sites[number], found.activations[number]), d)
     if share.mode == "rows":
@@ -285,7 +271,7 @@ def factors(
     parameter that is in parameter space.
     """
     differentiate = channels_last(functools.partial(_differentiated, traced, plan, leaves))
-    found, made = by_pieces(differentiate, batch, piece)
+    found, made = contraction.by_pieces(differentiate, batch, piece)
     # patches of inputs are several times as large as these, and are formed one parameter after the other
     form = lambda share: jax.vmap(functools.partial(_factor, traced, share))(_at_sites(found, share.sites))
     return [made[share.leaf] if share.mode == "jacobian" else form(share) for share in plan]
@@ -335,17 +321,15 @@ def coupled_factors(
         basis = (sample[:, None, :, None] * output[None, :, None, :]).reshape(-1, rows * each)
         mine = Gradients(activations, *jax.vmap(pull)(basis))
         made = _mixed_jacobians(traced, leaves, mixed, mine) if mixed else {}
-        parts: list[Array] = []
-        for share in plan:
-            if share.mode == "jacobian":
-                parts.append(
-                    (_product_jacobian(traced, share, mine) if share.sites else made[share.leaf]).value
-                )
-            else:
-                parts.append(jnp.swapaxes(_cotangents(traced, share.sites, mine), -1, -2))
-        return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in parts]
 
-    parts = by_pieces(channels_last(some), jnp.arange(rows), chunk)
+        def part(share: Share) -> Array:
+            if share.mode != "jacobian":
+                return jnp.swapaxes(_cotangents(traced, share.sites, mine), -1, -2)
+            return (_product_jacobian(traced, share, mine) if share.sites else made[share.leaf]).value
+
+        return [a.reshape((index.shape[0], each) + a.shape[1:]) for a in map(part, plan)]
+
+    parts = contraction.by_pieces(channels_last(some), jnp.arange(rows), chunk)
     # h is the same for all rows of outputs, and is taken once
     found = Gradients(activations, {}, {})
     form = lambda share, d: Coupled(_activations(traced, share.sites, found), d)

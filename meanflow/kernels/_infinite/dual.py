@@ -165,27 +165,26 @@ def has_closed_form(activation: str | Activation) -> bool:
     return _known_name(activation) in CLOSED
 
 
-def dual_activation(activation: str | Activation, frequency: float = 1.0) -> DualFunction:
-    """Return the dual of phi(frequency * z) as a function (variance of u, variance of v, covariance) -> ``Dual``.
+def dual_activation(activation: str | Activation) -> DualFunction:
+    """Return the dual of phi as a function (variance of u, variance of v, covariance) -> ``Dual``.
 
     Args:
-        activation: a name, or a function that maps arrays elementwise. Names with a closed form (``CLOSED``) use it;
-            everything else uses ``trapezoid``.
-        frequency: factor of the argument, as in sinusoidal networks.
+        activation: a name, or a function that maps arrays elementwise. Names with a closed form (``CLOSED``) use it,
+            also where the argument is ``Stretched``; everything else uses ``trapezoid``.
 
     >>> import jax.numpy as jnp
     >>> one = jnp.ones(())
     >>> float(dual_activation("relu")(one, one, one).value)
     0.5
     """
-    if isinstance(activation, Stretched):
-        frequency = frequency * activation.frequency
-        activation = activation.name
-    known = _known_name(activation)
-    base = CLOSED[known] if known in CLOSED else trapezoid(activation)
-    if frequency == 1.0:
+    name = _known_name(activation)
+    if name not in CLOSED:
+        return trapezoid(activation)
+    base = CLOSED[name]
+    if not isinstance(activation, Stretched):
         return base
-    factor = frequency**2
+    # of phi(w z) the arguments have w^2 times the covariance, and two derivatives give w^2 more
+    factor = activation.frequency**2
 
     def stretched(a: Array, c: Array, b: Array) -> Dual:
         out = base(factor * a, factor * c, factor * b)

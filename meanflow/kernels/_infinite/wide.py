@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
@@ -164,25 +165,13 @@ class WideLayer(eqx.Module):
 
     def flatten(self) -> "WideLayer":
         """Take all positions and features as the features of one layer, for a dense layer after it."""
-
-        def mean(kernel: Array, lead: int) -> Array:
-            for _ in range(self.rank if self.pairs else 0):
-                # the first axis of positions of x with that of z; the diagonal goes last
-                kernel = jnp.diagonal(kernel, axis1=lead, axis2=lead + self._left(kernel, lead))
-            return jnp.mean(kernel, axis=tuple(range(lead, kernel.ndim)))
-
-        return self._map(mean, pairs=False, gaussian=False)
-
-    def _left(self, kernel: Array, lead: int) -> int:
-        """Return how many axes of positions of x are left while their diagonals are taken one by one."""
-        # after d diagonals there are 2 (rank - d) axes of positions and d diagonals
-        return kernel.ndim - lead - self.rank
+        return self._map(lambda k, lead: _mean(self._diagonal(k, lead), lead), pairs=False, gaussian=False)
 
     def pool(self) -> "WideLayer":
         """Average over all positions; needs ``pairs=True``."""
         if not self.pairs:
             raise ValueError("pool needs covariances between positions: wide_inputs(..., pairs=True)")
-        return self._map(lambda k, lead: jnp.mean(k, axis=tuple(range(lead, k.ndim))), pairs=False)
+        return self._map(_mean, pairs=False)
 
     @_checks.arguments(epsilon=_checks.number(low=0))
     def layer_norm(self, epsilon: float = 0.0) -> "WideLayer":
@@ -211,7 +200,9 @@ class WideLayer(eqx.Module):
         # the batch are all samples at all positions: axes of x on the left, of z = x on the right
         left = (0, *range(2, 2 + self.rank))
         right = (1, *range(2 + self.rank, 2 + 2 * self.rank))
-        nngp, ntk = (_centered(k, left, right) for k in (self.nngp, self.ntk))
+        # P K P, with P = I - 11'/n over the axes of the batch
+        centered = lambda k, axes: k - jnp.mean(k, axes, keepdims=True)
+        nngp, ntk = (centered(centered(k, left), right) for k in (self.nngp, self.ntk))
         own = jnp.moveaxis(jnp.diagonal(nngp), -1, 0)
         variances = self._variances(own)
         factor = 1 / (jnp.mean(variances) + epsilon)
@@ -258,11 +249,17 @@ class WideLayer(eqx.Module):
                 f"{layer} needs Gaussian features: it must follow a dense layer or a convolution"
             )
 
+    def _diagonal(self, kernel: Array, lead: int) -> Array:
+        """Return the entries at equal positions of x and z, (leading axes, positions)."""
+        for _ in range(self.rank if self.pairs else 0):
+            # The first axis of positions of x with that of z. The diagonal goes last, so that after d of them there are
+            # rank - d axes of x, as many of z, and d diagonals: the next axis of z stays in one place from the end.
+            kernel = jnp.diagonal(kernel, axis1=lead, axis2=kernel.ndim - self.rank)
+        return kernel
+
     def _variances(self, own: Array) -> Array:
         """Return the variance at each position, (samples, positions)."""
-        for _ in range(self.rank if self.pairs else 0):
-            own = jnp.diagonal(own, axis1=1, axis2=1 + self._left(own, 1))
-        return own
+        return self._diagonal(own, 1)
 
     def _aligned(self, one: Array, two: Array) -> tuple[Array, Array]:
         """Return values at (samples, positions) of x and z, broadcast to the shape of K."""
@@ -286,28 +283,22 @@ class WideLayer(eqx.Module):
 def _window_mean(kernel: Array, axes: list[int], length: int, stride: int, padding: str) -> Array:
     """Return the mean over a window that moves along all ``axes`` together; outside there are zeros."""
     size = kernel.shape[axes[0]]
-    outputs = -(-size // stride) if padding != "VALID" else (size - length) // stride + 1
-    if outputs < 1:
+    if padding == "VALID" and length > size:
         raise ValueError(f"window must not be longer than the {size} positions, got {length}")
-    # as many zeros as XLA pads for "SAME": half before, and the odd one after
-    missing = max((outputs - 1) * stride + length - size, 0) if padding != "VALID" else 0
-    ends = [(0, 0)] * kernel.ndim
+    # as many zeros as a network with this padding has; "CIRCULAR" has entries from the other end in their place
+    kind = "VALID" if padding == "VALID" else "SAME"
+    (ends,) = jax.lax.padtype_to_pads((size,), (length,), (stride,), kind)
+    edges = [ends if axis in axes else (0, 0) for axis in range(kernel.ndim)]
+    parts = [jnp.pad(kernel, edges, mode="wrap" if padding == "CIRCULAR" else "constant")] * length
+    reach = parts[0].shape[axes[0]] - length + 1
     for axis in axes:
-        ends[axis] = (missing // 2, missing - missing // 2)
-    kernel = jnp.pad(kernel, ends, mode="wrap" if padding == "CIRCULAR" else "constant")
-    total: Array | float = 0.0
-    for offset in range(length):
-        part = [slice(None)] * kernel.ndim
-        for axis in axes:
-            part[axis] = slice(offset, offset + (outputs - 1) * stride + 1, stride)
-        total = total + kernel[tuple(part)]
-    return jnp.asarray(total) / length
+        parts = [jax.lax.slice_in_dim(u, i, i + reach, stride, axis) for i, u in enumerate(parts)]
+    return sum(parts[1:], parts[0]) / length
 
 
-# P K P, with P = I - 11'/n over the axes of the batch
-def _centered(kernel: Array, left: tuple[int, ...], right: tuple[int, ...]) -> Array:
-    kernel = kernel - jnp.mean(kernel, left, keepdims=True)
-    return kernel - jnp.mean(kernel, right, keepdims=True)
+def _mean(kernel: Array, lead: int) -> Array:
+    """Return the mean over all axes behind the leading ones."""
+    return jnp.mean(kernel, axis=tuple(range(lead, kernel.ndim)))
 
 
 @_checks.arguments(x=_checks.array(rank=2), z=_checks.optional(_checks.array(rank=2)), pairs=_checks.flag)
