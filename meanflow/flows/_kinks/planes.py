@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import cell, contacts, filippov
 from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, force_of
-from meanflow.flows._kinks.passage import Counts, Rates, tally
+from meanflow.flows._kinks.passage import Counts, Rates, no_events, tally
 
 Vector = Float[Array, " m"]
 
@@ -174,7 +174,7 @@ def glide(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Coun
         z=jnp.where(side == 0, 0.0, z - shift * normal_force),
         left=jnp.where(done, 0.0, left),
     )
-    return moved, Counts.none()
+    return moved, no_events()
 
 
 Decided = tuple[Decision, Float[Array, "m d"], Float[Array, "m n"]]
@@ -319,7 +319,7 @@ def _move(
         through,
         still,
     )
-    return moved, counts.plus(tally((left > 0) & rates.is_real, nonunique=through))
+    return moved, counts + tally((left > 0) & rates.is_real, nonunique=through)
 
 
 def _argmin(table: Float[Array, "m n"]) -> Int[Array, " m"]:
