@@ -66,15 +66,6 @@ class Observable(Module):
         """Return what is recorded at ``cloud``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
 
 
-DESCRIPTION = {
-    "dims": _checks.sequence(_checks.text, least=0),
-    "coords": _checks.mapping(_checks.array((None,), infinite=True)),
-    "units": _checks.text,
-    "about": _checks.text,
-    "usual": _checks.flag,
-}
-
-
 class FunctionObservable(Observable):
     """A plain function as an observable; users pass the function itself.
 

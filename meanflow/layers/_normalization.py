@@ -17,7 +17,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.layers._standardize import Own, Standardization, affine, fits, standardize, widen
+from meanflow.layers._standardize import (
+    Batch,
+    Own,
+    Standardization,
+    affine,
+    axes_of,
+    fits,
+    standardize,
+    widen,
+)
 
 
 def _check_axis(name: str, value: object) -> object:
@@ -98,12 +107,8 @@ class Normalization(nnx.BatchNorm):
         self.unbiased = unbiased
 
     def __call__(
-        self,
-        x: Float[Array, "*shape"],
-        use_running_average: bool | None = None,
-        *,
-        mask: ArrayLike | None = None,
-    ) -> Float[Array, "*shape"]:
+        self, x: Batch, use_running_average: bool | None = None, *, mask: ArrayLike | None = None
+    ) -> Batch:
         """Normalize a batch, apply gamma and beta, and in training update the running moments.
 
         Args:
@@ -115,17 +120,13 @@ class Normalization(nnx.BatchNorm):
         return self._normalize(x, use_running_average, mask, self._own(x)).astype(self._result(x))
 
     def normalized(
-        self,
-        x: Float[Array, "*shape"],
-        use_running_average: bool | None = None,
-        *,
-        mask: ArrayLike | None = None,
-    ) -> Float[Array, "*shape"]:
+        self, x: Batch, use_running_average: bool | None = None, *, mask: ArrayLike | None = None
+    ) -> Batch:
         """Normalize a batch as ``__call__`` does, but leave gamma and beta out."""
         x = self._read(x)
         return self._normalize(x, use_running_average, mask, (None, None)).astype(self._result(x))
 
-    def affine(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    def affine(self, x: Batch) -> Batch:
         """Return gamma x + beta, the second half of ``__call__``."""
         x = self._read(x)
         return affine(widen(x), *self._own(x)).astype(self._result(x))
@@ -210,12 +211,7 @@ class Normalization(nnx.BatchNorm):
 
     def _feature_axes(self, x: jax.Array) -> tuple[int, ...]:
         """Return the feature axes as nonnegative numbers in increasing order."""
-        listed = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
-        if any(not -x.ndim <= i < x.ndim for i in listed):
-            raise ValueError(
-                f"axis must be among the {x.ndim} axes of x, got {self.axis} for shape {x.shape}"
-            )
-        return tuple(sorted({i % x.ndim for i in listed}))
+        return axes_of(x, self.axis if isinstance(self.axis, int) else tuple(self.axis))
 
     def _mask(self, mask: ArrayLike, x: jax.Array) -> jax.Array:
         """Return the mask as zeros and ones in the type of x."""

@@ -22,15 +22,8 @@ PARTICLES = {
 }
 
 
-def _cloud(
-    record: type,
-    laws: dict[str, Law],
-    u: jax.Array,
-    labels: Labels,
-    weights: jax.Array | None = None,
-    width: float | None = None,
-) -> Cloud:
-    """Build particles from numbers ``u`` (k, total size), each law taking its own columns."""
+def _particles(record: type, laws: dict[str, Law], u: jax.Array) -> tuple:
+    """Return particles made of numbers ``u`` (k, total size), each law taking its own columns."""
     fields = getattr(record, "_fields", ())
     if set(laws) != set(fields):
         raise ValueError(f"laws must name the coordinates {list(fields)}, got {sorted(laws)}")
@@ -38,7 +31,7 @@ def _cloud(
     for name in fields:
         values[name] = laws[name](u[:, start : start + laws[name].size])
         start += laws[name].size
-    return Cloud(record(**values), weights, labels, width=width)
+    return record(**values)
 
 
 def _total(laws: dict[str, Law]) -> int:
@@ -94,7 +87,7 @@ def sample(
         tiny = jnp.finfo(jnp.result_type(float)).tiny  # ndtri(0) is infinite
         prng_key("key", key)  # None is for quasi-random particles alone
         u = jax.random.uniform(key, (width, size), minval=tiny)  # type: ignore[arg-type]
-    return _cloud(record, laws, u, labels, width=np.inf if limit else None)
+    return Cloud(_particles(record, laws, u), labels=labels, width=np.inf if limit else None)
 
 
 @_checks.arguments(counts=sequence(count(1)), rule=either(RULE, sequence(RULE)), **PARTICLES)
@@ -138,4 +131,4 @@ def quadrature(
             shares.append(weights / 2)
     u = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=-1)
     p = np.prod([share.ravel() for share in np.meshgrid(*shares, indexing="ij")], axis=0)
-    return _cloud(record, laws, jnp.asarray(u), labels, jnp.asarray(p / p.sum()), np.inf)
+    return Cloud(_particles(record, laws, jnp.asarray(u)), jnp.asarray(p / p.sum()), labels, width=np.inf)

@@ -3,7 +3,7 @@
     y = link(U x) + noise * N(0, 1),     U of shape (k, d) with orthonormal rows
 
 Inputs are standard normal, or uniform signs for functions on the hypercube. A student that learns must find the rows of
-U; ``meanflow.flows.Alignment`` measures how far it is.
+U; ``meanflow.flows.alignment`` measures how far it is.
 """
 
 from collections.abc import Callable
