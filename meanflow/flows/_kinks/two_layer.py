@@ -209,8 +209,11 @@ class TwoLayerMotion(FrozenMotion):
             weights = _scaled(weights, before)
         # decay is taken out of the motion, so that the closed forms stand as they are (see ``_fading``)
         forces = planes.freeze(self.normal, state.planes, covector, self.slopes, state.gram)
+        # all planes that neurons sit on are decided anew, since the forces have changed
+        lam, came = (jnp.zeros(state.slots.shape, dtype) for dtype in (clock.dtype, state.side.dtype))
+        here = Contacts(state.side, state.slots, lam, came)
         end, counts = passage.run(
-            *self.way(weights, contacts.touching(state.side, state.slots, clock), clock, forces),
+            *self.way(weights, here, clock, forces),
             4 * self.y.shape[0] + 16 if cap is None else cap,
             forward=forward,
             together=TOGETHER,
