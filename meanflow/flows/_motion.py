@@ -22,6 +22,7 @@ Particles: TypeAlias = PyTree[jax.Array]
 MotionState: TypeAlias = Any
 Samples: TypeAlias = Float[Array, " n"]
 Scalar: TypeAlias = Float[Array, ""]
+Cap: TypeAlias = int | None  # the most events of one neuron; None for a number that is never needed
 
 
 class FrozenMotion(eqx.Module):
@@ -70,13 +71,7 @@ class FrozenMotion(eqx.Module):
 
     @abc.abstractmethod
     def move(
-        self,
-        particles: Particles,
-        state: MotionState,
-        covector: Samples,
-        time: Scalar,
-        cap: int | None,
-        forward: bool,
+        self, particles: PyTree, state: MotionState, covector: Samples, time: Scalar, cap: Cap, forward: bool
     ) -> tuple[Particles, MotionState]:
         """Move every neuron for ``time`` in the field of ``covector``, through all its kinks.
 
@@ -84,7 +79,7 @@ class FrozenMotion(eqx.Module):
             particles, state: where the neurons are.
             covector: the frozen residual, as ``residual`` returns it.
             time: how long they move.
-            cap: the most events of one neuron, or None for a number that is never needed.
+            cap: the most events of one neuron.
             forward: whether the program is differentiated in forward mode; see ``kinks.passage``.
         """
 

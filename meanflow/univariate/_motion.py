@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide
 from meanflow.flows._kinks import passage
-from meanflow.flows._motion import FrozenMotion, Samples, Scalar
+from meanflow.flows._motion import Cap, FrozenMotion, Samples, Scalar
 from meanflow.flows._problem import Problem
 from meanflow.measures._cloud import Affine, Polar
 from meanflow.univariate import _events as events
@@ -119,7 +119,7 @@ class UnivariateMotion(FrozenMotion):
         field: events.Field,
         rates: tuple[Vector, Vector],
         time: Vector,
-        cap: int | None,
+        cap: Cap,
         forward: bool,
     ) -> tuple[Vector, Vector, Vector, Place]:
         """Move neurons through all events of a sub-step; return (u, v, c) at its end, and where the neurons are then.
@@ -176,7 +176,7 @@ class RawMotion(UnivariateMotion):
         return self.place(particles.a, -particles.b)
 
     def move(
-        self, particles: Affine, state: Place, covector: Samples, time: Scalar, cap: int | None, forward: bool
+        self, particles: Affine, state: Place, covector: Samples, time: Scalar, cap: Cap, forward: bool
     ) -> tuple[Affine, Place]:
         """Move for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
         decay, rates = self.decay, (self.inner_rate, self.outer_rate)
@@ -226,7 +226,7 @@ class CylinderMotion(UnivariateMotion):
         return self.place(d[:, 0], d[:, 1])._replace(u=d[:, 0], v=d[:, 1])
 
     def move(
-        self, particles: Polar, state: Place, covector: Samples, time: Scalar, cap: int | None, forward: bool
+        self, particles: Polar, state: Place, covector: Samples, time: Scalar, cap: Cap, forward: bool
     ) -> tuple[Polar, Place]:
         """Move r for half the time, theta for the whole with that r, then r by the force along the way.
 

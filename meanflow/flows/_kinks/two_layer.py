@@ -16,7 +16,7 @@ from meanflow.flows._features import TwoLayer, block_count
 from meanflow.flows._kinks import contacts, passage, planes, turning
 from meanflow.flows._kinks.contacts import Contacts, Forces
 from meanflow.flows._kinks.turning import Turners
-from meanflow.flows._motion import FrozenMotion, Samples, Scalar
+from meanflow.flows._motion import Cap, FrozenMotion, Samples, Scalar
 from meanflow.flows._normalized import BatchNormed
 from meanflow.flows._problem import Problem
 from meanflow.geometry import _omega as omega
@@ -187,13 +187,7 @@ class TwoLayerMotion(FrozenMotion):
         return f - self.offset
 
     def move(
-        self,
-        particles: Neurons,
-        state: Place,
-        covector: Samples,
-        time: Scalar,
-        cap: int | None,
-        forward: bool,
+        self, particles: Neurons, state: Place, covector: Samples, time: Scalar, cap: Cap, forward: bool
     ) -> tuple[Neurons, Place]:
         """Move for ``time`` in a frozen field.
 
@@ -311,9 +305,5 @@ class NormalizedMotion(TwoLayerMotion):
     def way(self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces) -> Way:
         """Return the sub-step: from event to event in steps of order 4."""
         turners = Turners(*weights, here, jnp.zeros_like(here.came), clock)
-        return (
-            passage.Steps(turning.advance),
-            turners,
-            self.rates.is_real,
-            turning.Field(forces, self.covariance),
-        )
+        field = turning.Field(forces, self.covariance)
+        return passage.Steps(turning.advance), turners, self.rates.is_real, field
