@@ -108,7 +108,7 @@ OTHER_CONSTRUCTORS = {
         *("Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
-        *("Space", "Feature", "Observable", "Stepper", "Dynamics", "StepRule"),
+        *("Space", "Feature", "Observable", "Stepper", "StepRule"),
         *("FailedRun", "RESULTS"),
     ),
     "made by functions of this package": ("Flow", "Chart", "Solution", "DensitySolution", "Data"),

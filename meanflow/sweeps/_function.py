@@ -17,7 +17,7 @@ from meanflow._identity import Json, describe
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._grid import Grid, Group, Value
-from meanflow.sweeps._plan import Cell, Execution, Plan, Results
+from meanflow.sweeps._plan import AXES, EXECUTION, SEEDS, Cell, Execution, Plan, Results, any_key
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -110,12 +110,12 @@ class FunctionSweep(Plan):
 
 @_checks.arguments(
     function=_checks.function,
-    axes=_checks.optional(plans.AXES),
-    seeds=plans.SEEDS,
+    axes=_checks.optional(AXES),
+    seeds=SEEDS,
     dims=_checks.optional(_checks.mapping(_checks.sequence(_checks.text, least=0))),
-    key=plans.any_key,
+    key=any_key,
     store=_checks.optional(_checks.path),
-    execution=_checks.optional(plans.EXECUTION),
+    execution=_checks.optional(EXECUTION),
 )
 def sweep_function(
     function: Callable[..., PyTree],
@@ -158,6 +158,6 @@ def sweep_function(
         shared=None,
         execution=dataclasses.replace(execution, chunk=execution.chunk or 1024),
         function=function,
-        key=plans.any_key("key", key),
+        key=any_key("key", key),
         dims={name: list(some) for name, some in (dims or {}).items()},
     ).run(store=store)

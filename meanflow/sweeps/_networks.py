@@ -33,7 +33,7 @@ from meanflow.sweeps import _clouds as clouds
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._grid import Grid, Group, Value
-from meanflow.sweeps._plan import Cell, Execution, Plan, Results
+from meanflow.sweeps._plan import AXES, EXECUTION, SEEDS, Cell, Execution, Plan, Results, any_key
 from meanflow.sweeps._results import Observe, check_names, choose
 
 if TYPE_CHECKING:  # slow to import
@@ -612,15 +612,15 @@ def sweep(*given: Any, **named: Any) -> xarray.Dataset: ...
     data=either(DATA, _checks.function),
     widths=WIDTHS,
     deltas=optional(BALANCES),
-    axes=optional(plans.AXES),
-    seeds=plans.SEEDS,
+    axes=optional(AXES),
+    seeds=SEEDS,
     init=optional(_checks.function),
     t1=optional(number(above=0.0, static=True)),
     steps=optional(count(1)),
     observe=unchecked("results.choose checks it, which knows the names of the model"),
-    key=plans.any_key,
+    key=any_key,
     store=STORE,
-    execution=optional(plans.EXECUTION),
+    execution=optional(EXECUTION),
     compute=flag,
     settings=unchecked("the solver checks each of them"),
     ts=optional(either(count(2), array((None,), least=1))),
@@ -721,7 +721,7 @@ def sweep(
         horizon=horizon,
         settings=settings,
         taken=taken,
-        key=plans.any_key("key", key),
+        key=any_key("key", key),
         along=along,
     )
     known: list[object] = []

@@ -123,7 +123,7 @@ def test_another_configuration_is_refused(tmp_path_factory, change, named):
 
 def test_other_versions_are_said(tmp_path, monkeypatch):
     with monkeypatch.context() as earlier:
-        earlier.setattr("meanflow.sweeps._plan.all_versions", lambda: {"jax": "0.0.1"})
+        earlier.setattr("meanflow.sweeps._plan.versions", lambda: {"jax": "0.0.1"})
         run(tmp_path / "run")
     with pytest.warns(UserWarning, match="0.0.1"):
         run(tmp_path / "run")
