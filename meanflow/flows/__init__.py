@@ -1,6 +1,6 @@
 """Flows: feature x geometry x loss, and what follows from them."""
 
-from meanflow.flows._alignment import Alignment as Alignment
+from meanflow.flows._alignment import alignment as alignment
 from meanflow.flows._features import Feature as Feature
 from meanflow.flows._flow import Flow as Flow
 from meanflow.flows._flow import dissipation as dissipation

@@ -198,18 +198,13 @@ class TwoLayer(Feature):
         bias: whether the last entry of b is a bias: b (m, d + 1) and phi = (m/alpha) a s(b . (x, 1)).
     """
 
+    record: type = eqx.field(static=True, init=False, default=Neurons)
     activation: Activation = eqx.field(static=True)
-    scaling: Scaling
-    bias: bool = eqx.field(static=True)
+    scaling: Scaling = Scaling()
+    bias: bool = eqx.field(static=True, default=False, kw_only=True)
     input_ndim: ClassVar[int | None] = 2
     amplitude: ClassVar[str | None] = "a"
     has_direction: ClassVar[bool] = True
-
-    def __init__(self, activation: Activation, scaling: Scaling | None = None, *, bias: bool = False) -> None:
-        self.record = Neurons
-        self.activation = activation
-        self.scaling = Scaling() if scaling is None else scaling
-        self.bias = bias
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless the shapes of a, b and x agree."""

@@ -167,7 +167,7 @@ def batchnorm(
     # None stays None: ``bind`` puts the statistics of the data there
     mean, covariance = (None if u is None else jnp.asarray(u) for u in (mean, covariance))
     return make_flow(
-        BatchNormed(activations.resolve(activation), mean, covariance, True, Scaling(alpha), affine),
+        BatchNormed(activations.resolve(activation), Scaling(alpha), mean, covariance, affine=affine),
         Space(),
         loss,
         alpha=alpha,
@@ -207,4 +207,5 @@ def batchnorm_manifold(
     flow = batchnorm(activation, loss, mean, covariance, **options)
     feature = cast(BatchNormed, flow.feature)
     space = BatchNormManifold(feature.covariance)
-    return dataclasses.replace(flow, feature=feature.on_manifold(), space=space)
+    # there b is normalized already
+    return dataclasses.replace(flow, feature=dataclasses.replace(feature, raw=False), space=space)

@@ -6,13 +6,23 @@ model supplies that motion; the solver composes such sub-steps into a method of 
 """
 
 import abc
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
 
-MotionState: TypeAlias = PyTree[jax.Array]
+from meanflow.flows._losses import Loss
+from meanflow.flows._problem import Problem
+from meanflow.measures._dataset import Dataset
+
+Particles: TypeAlias = PyTree[jax.Array]
+# what must be remembered beside the particles: a NamedTuple with a mark ``overflow``, true if events ran out
+MotionState: TypeAlias = Any
+Samples: TypeAlias = Float[Array, " n"]
+Scalar: TypeAlias = Float[Array, ""]
+Cap: TypeAlias = int | None  # the most events of one neuron; None for a number that is never needed
 
 
 class FrozenMotion(eqx.Module):
@@ -20,44 +30,60 @@ class FrozenMotion(eqx.Module):
 
     A ``MotionState`` is what must be remembered from sub-step to sub-step beside the particles, for instance on which
     side of each sample a neuron is. It is never inferred again from the particles, which rounding may have moved.
+
+    Attributes:
+        y, weights: (n,) targets and weights of the samples, in the order in which the motion keeps these.
+        loss: the loss of a prediction.
+        offset: (n,) what a centered flow subtracts from its predictions, else 0.
+        shares: (m,) what a neuron counts in the prediction, p_i times the output scale.
+        force_scale: factor of the force: the clock and the output scale.
     """
 
+    y: Samples
+    weights: Samples
+    loss: Loss
+    offset: Samples
+    shares: Float[Array, " m"]
+    force_scale: Scalar
+
+    def __init__(self, problem: Problem, data: Dataset, output_scale: Scalar, force_scale: Scalar) -> None:
+        flow = problem.chart.flow
+        self.y, self.weights, self.loss = data.y, data.weights, flow.loss
+        self.offset = jnp.zeros_like(data.y) if flow.offset is None else flow.offset(data.x)
+        self.shares = problem.chart.base.weights * output_scale
+        self.force_scale = force_scale
+
     @abc.abstractmethod
-    def begin(self, particles: PyTree[jax.Array]) -> MotionState:
+    def begin(self, particles: Particles) -> MotionState:
         """Return the state of neurons that have not moved yet; a neuron exactly on a kink is decided there."""
 
     @abc.abstractmethod
-    def residual(self, particles: PyTree[jax.Array], state: MotionState) -> jax.Array:
-        """Return the residual covector at the particles, one number per sample, with clock and scale included."""
+    def predict(self, particles: Particles, state: MotionState) -> Samples:
+        """Return the predictions f_j."""
+
+    def residual(self, particles: Particles, state: MotionState) -> Samples:
+        """Return the residual covector q_j l'(f_j), with clock and scale included."""
+        return self.force_scale * self.weights * self.loss.slope(self.predict(particles, state), self.y)
+
+    def risk(self, particles: Particles, state: MotionState) -> Scalar:
+        """Return the risk sum_j q_j l(f_j, y_j), by which the solver notices that a run has become unstable."""
+        return self.weights @ self.loss(self.predict(particles, state), self.y)
 
     @abc.abstractmethod
     def move(
-        self,
-        particles: PyTree[jax.Array],
-        state: MotionState,
-        covector: jax.Array,
-        time: jax.Array,
-        max_events: int | None,
-        forward: bool,
-    ) -> tuple[PyTree[jax.Array], MotionState]:
+        self, particles: PyTree, state: MotionState, covector: Samples, time: Scalar, cap: Cap, forward: bool
+    ) -> tuple[Particles, MotionState]:
         """Move every neuron for ``time`` in the field of ``covector``, through all its kinks.
 
         Args:
             particles, state: where the neurons are.
             covector: the frozen residual, as ``residual`` returns it.
             time: how long they move.
-            max_events: the most events of one neuron, or None for a number that is never needed.
+            cap: the most events of one neuron.
             forward: whether the program is differentiated in forward mode; see ``kinks.passage``.
         """
 
-    def risk(self, particles: PyTree[jax.Array], state: MotionState) -> jax.Array | None:
-        """Return the risk sum_j q_j l(f_j, y_j), by which the solver notices that a run has become unstable.
-
-        None, which is the default, if the motion does not tell; such a run is not watched.
-        """
-        return None
-
-    def unfold(self, particles: PyTree[jax.Array], state: MotionState) -> MotionState:
+    def unfold(self, particles: Particles, state: MotionState) -> MotionState:
         """Return the state at the start of a step, with what is derived from the particles; the same by default."""
         return state
 
@@ -68,11 +94,3 @@ class FrozenMotion(eqx.Module):
     @abc.abstractmethod
     def counts(self, state: MotionState) -> dict[str, jax.Array]:
         """Return how many events of each kind there have been so far, by name."""
-
-    def overflow(self, state: MotionState) -> jax.Array:
-        """Return whether a neuron has run out of events in some sub-step, a boolean scalar; by default ``overflow``."""
-        return state.overflow
-
-    def with_overflow(self, state: MotionState, overflow: jax.Array) -> MotionState:
-        """Return the state with its overflow mark set where ``overflow`` is true, and kept where it was."""
-        return state._replace(overflow=state.overflow | overflow)

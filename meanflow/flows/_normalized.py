@@ -1,5 +1,6 @@
 """Two-layer features under batch norm: phi = a s(scale bb . (x - mean) + shift) with bb = b / |b|_S."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import equinox as eqx
@@ -8,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _checks
-from meanflow.activations import Activation
 from meanflow.flows._features import TwoLayer
 from meanflow.geometry import _omega as omega
 from meanflow.geometry._space import BatchNormManifold, Invariant, Space, conserved, norms
 from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
 from meanflow.measures._dataset import Dataset
-from meanflow.measures._scaling import Scaling
 
 if TYPE_CHECKING:
     from meanflow.flows._motion import FrozenMotion
@@ -37,23 +36,14 @@ class BatchNormed(TwoLayer):
         affine: whether neurons have a scale and a shift (``BatchNormNeurons``).
     """
 
-    mean: jax.Array | None
-    covariance: jax.Array | None
-    raw: bool = eqx.field(static=True)
-    affine: bool = eqx.field(static=True)
+    mean: jax.Array | None = None
+    covariance: jax.Array | None = None
+    raw: bool = eqx.field(static=True, default=True)
+    affine: bool = eqx.field(static=True, default=False)
 
-    def __init__(
-        self,
-        activation: Activation,
-        mean: jax.Array | None,
-        covariance: jax.Array | None,
-        raw: bool,
-        scaling: Scaling | None = None,
-        affine: bool = False,
-    ) -> None:
-        super().__init__(activation, scaling)
-        self.mean, self.covariance, self.raw, self.affine = mean, covariance, raw, affine
-        self.record = BatchNormNeurons if affine else Neurons
+    def __post_init__(self) -> None:
+        """Choose the type of the particles."""
+        self.record = BatchNormNeurons if self.affine else Neurons
 
     def bind(self, data: Dataset) -> "BatchNormed":
         """Take mean and covariance (1/N) of the data where they were not given."""
@@ -64,11 +54,7 @@ class BatchNormed(TwoLayer):
         mean, covariance = data.moments()
         mean = mean if self.mean is None else self.mean
         covariance = covariance if self.covariance is None else self.covariance
-        return BatchNormed(self.activation, mean, covariance, self.raw, self.scaling, self.affine)
-
-    def on_manifold(self) -> "BatchNormed":
-        """Return the feature of the same neurons on the manifold, where b is normalized already."""
-        return BatchNormed(self.activation, self.mean, self.covariance, False, self.scaling, self.affine)
+        return dataclasses.replace(self, mean=mean, covariance=covariance)
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError without bound statistics of the right shape, d >= 2 and |b|_S > 0."""

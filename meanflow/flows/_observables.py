@@ -66,15 +66,6 @@ class Observable(Module):
         """Return what is recorded at ``cloud``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
 
 
-DESCRIPTION = {
-    "dims": _checks.sequence(_checks.text, least=0),
-    "coords": _checks.mapping(_checks.array((None,), infinite=True)),
-    "units": _checks.text,
-    "about": _checks.text,
-    "usual": _checks.flag,
-}
-
-
 class FunctionObservable(Observable):
     """A plain function as an observable; users pass the function itself.
 
@@ -156,18 +147,13 @@ def accuracy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     return jnp.sum(jnp.where(guess == truth, data.weights, 0.0)) / jnp.sum(data.weights)
 
 
-def displacement(flow: "Flow", cloud: Cloud, start: Cloud) -> jax.Array:
-    """Return the root mean square distance of the coordinates of two clouds, angles the short way round."""
+def displacement(flow: "Flow", cloud: Cloud, data: Dataset, start: Cloud) -> jax.Array:
+    """Return the root mean square distance of the coordinates from the start, angles the short way round."""
     moved = jax.tree.map(jnp.subtract, cloud.particles, start.particles)
     for name in flow.feature.angles:
         moved = moved._replace(**{name: wrap_angle(getattr(moved, name))})
     squares = [jnp.sum(u.reshape(u.shape[0], -1) ** 2, axis=1) for u in jax.tree.leaves(moved)]
     return _rms(cloud, jnp.sum(jnp.stack(squares), axis=0))
-
-
-def displaced(flow: "Flow", cloud: Cloud, data: Dataset, start: Cloud) -> jax.Array:
-    """Return the root mean square distance of the coordinates from the start."""
-    return displacement(flow, cloud, start)
 
 
 def angle_displacement(flow: "Flow", cloud: Cloud, data: Dataset, start: Cloud) -> jax.Array:
@@ -203,7 +189,7 @@ def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     since = functools.partial(FunctionObservable, from_start=True)
     chosen: dict[str, Observable] = {
         "dissipation": Dissipation(about="-dE/dt on the clock of the run"),
-        "displacement": since(displaced, about="rms change of the coordinates"),
+        "displacement": since(displacement, about="rms change of the coordinates"),
         "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples", usual=False),
     }
     if flow.loss.classifies:

@@ -4,6 +4,7 @@ For features linear in a, V(a, b) = a F(b); with a convex loss a measure is a gl
 everywhere.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -53,13 +54,10 @@ def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> C
     spread = {"a": laws.constant(), "b": laws.sphere(dim)}
     directions = sample(None, count, Neurons, spread, quasi=True).particles.b.astype(dtype)
     probes = flow.space.from_raw(Cloud(Neurons(jnp.ones(count, dtype), directions))).particles
-    if cloud.particles.a.ndim == 2:
-        outputs = cloud.particles.a.shape[1]
-        units = jnp.broadcast_to(jnp.eye(outputs, dtype=dtype)[:, None, :], (outputs, count, outputs))
-        size = safe_norm(
-            jnp.stack([first_variation(flow, cloud, data, probes._replace(a=a)) for a in units], axis=-1)
-        )
-    else:
-        size = jnp.abs(first_variation(flow, cloud, data, probes))
+    shape = cloud.particles.a.shape[1:]
+    # one entry of F for each output, as V is linear in a
+    units = jnp.eye(math.prod(shape), dtype=dtype).reshape(-1, 1, *shape)
+    entries = [probes._replace(a=jnp.broadcast_to(a, (count, *shape))) for a in units]
+    size = safe_norm(jnp.stack([first_variation(flow, cloud, data, probe) for probe in entries], axis=-1))
     best = jnp.argmax(size)
     return Certificate(size[best], directions[best])

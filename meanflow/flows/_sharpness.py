@@ -1,6 +1,5 @@
 """Sharpness: the largest curvature of the energy in the metric in which the flow descends it."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
@@ -54,15 +53,8 @@ def sharpness(flow: Flow, cloud: Cloud, data: Dataset, steps: int = 40) -> Float
 
 
 class Sharpness(Observable):
-    """The largest curvature of the energy on the clock of the run, to be compared with 2 / step.
-
-    Attributes:
-        steps: Hessian-vector products spent.
-    """
-
-    steps: int = eqx.field(static=True, default=40)
+    """The largest curvature of the energy on the clock of the run, to be compared with 2 / step."""
 
     def measure(self, problem: Problem, cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
-        pace = problem.pace(cloud, flow=problem.flow)
-        return pace * sharpness(problem.flow, cloud, problem.data, self.steps)
+        return problem.pace(cloud, flow=problem.flow) * sharpness(problem.flow, cloud, problem.data)

@@ -1,14 +1,10 @@
 """The type of functions that draw parameters; it stands apart because flax is not needed to name it."""
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 from jax.typing import DTypeLike
 
-
-@runtime_checkable
-class Initializer(Protocol):
-    """A function that draws a parameter: ``(key, shape, dtype) -> array``, as any jax or flax initializer."""
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, /) -> jax.Array:
-        """Draw an array of the given shape and dtype."""
+# (key, shape, dtype) -> array; the protocol of jax also asks for an ``out_sharding``, which users need not take
+Initializer: TypeAlias = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]

@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
-from meanflow.layers._standardize import Own, Standardization, affine, fits, standardize, widen
+from meanflow.layers import _standardize as arithmetic
+from meanflow.layers._standardize import Batch, Own
 
 
 def _check_axis(name: str, value: object) -> object:
@@ -98,12 +99,8 @@ class Normalization(nnx.BatchNorm):
         self.unbiased = unbiased
 
     def __call__(
-        self,
-        x: Float[Array, "*shape"],
-        use_running_average: bool | None = None,
-        *,
-        mask: ArrayLike | None = None,
-    ) -> Float[Array, "*shape"]:
+        self, x: Batch, use_running_average: bool | None = None, *, mask: ArrayLike | None = None
+    ) -> Batch:
         """Normalize a batch, apply gamma and beta, and in training update the running moments.
 
         Args:
@@ -115,20 +112,16 @@ class Normalization(nnx.BatchNorm):
         return self._normalize(x, use_running_average, mask, self._own(x)).astype(self._result(x))
 
     def normalized(
-        self,
-        x: Float[Array, "*shape"],
-        use_running_average: bool | None = None,
-        *,
-        mask: ArrayLike | None = None,
-    ) -> Float[Array, "*shape"]:
+        self, x: Batch, use_running_average: bool | None = None, *, mask: ArrayLike | None = None
+    ) -> Batch:
         """Normalize a batch as ``__call__`` does, but leave gamma and beta out."""
         x = self._read(x)
         return self._normalize(x, use_running_average, mask, (None, None)).astype(self._result(x))
 
-    def affine(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    def affine(self, x: Batch) -> Batch:
         """Return gamma x + beta, the second half of ``__call__``."""
         x = self._read(x)
-        return affine(widen(x), *self._own(x)).astype(self._result(x))
+        return arithmetic.affine(arithmetic.widen(x), *self._own(x)).astype(self._result(x))
 
     def _read(self, x: ArrayLike) -> jax.Array:
         """Return a batch as an array of floats with the right number of features, or refuse it."""
@@ -176,21 +169,21 @@ class Normalization(nnx.BatchNorm):
         axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
         if x.size == 0 and not average and (self.center or self.moment):
             raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
-        x = widen(x if self.promote_dtype is None else self._promoted(x))
+        x = arithmetic.widen(x if self.promote_dtype is None else self._promoted(x))
         weights = None if mask is None else self._mask(mask, x)
         if not self.center and not self.moment:
-            return affine(x, *own)
+            return arithmetic.affine(x, *own)
         # moments that do not come from this batch are constants; those of the batch have a derivative
         fixed = self._running(x) if average else self.given_moments(x)
         if fixed is not None:
             x = x - fixed[0] if self.center else x
             x = x / jnp.sqrt(fixed[1] + self.epsilon) if self.moment else x
-            return affine(x, *own)
+            return arithmetic.affine(x, *own)
         wide = lambda u: None if u is None else u.astype(x.dtype)
-        how = Standardization(
+        how = arithmetic.Standardization(
             axes, self.epsilon, self.center, self.moment, self.axis_name, self.axis_index_groups
         )
-        out, mean, second = standardize(x, *map(wide, own), weights, how)
+        out, mean, second = arithmetic.standardize(x, *map(wide, own), weights, how)
         self._update(x, weights, axes, mean, second)
         return out
 
@@ -210,17 +203,12 @@ class Normalization(nnx.BatchNorm):
 
     def _feature_axes(self, x: jax.Array) -> tuple[int, ...]:
         """Return the feature axes as nonnegative numbers in increasing order."""
-        listed = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
-        if any(not -x.ndim <= i < x.ndim for i in listed):
-            raise ValueError(
-                f"axis must be among the {x.ndim} axes of x, got {self.axis} for shape {x.shape}"
-            )
-        return tuple(sorted({i % x.ndim for i in listed}))
+        return arithmetic.axes_of(x, self.axis if isinstance(self.axis, int) else tuple(self.axis))
 
     def _mask(self, mask: ArrayLike, x: jax.Array) -> jax.Array:
         """Return the mask as zeros and ones in the type of x."""
         found = _checks.array(low=0, high=1, least=0)("mask", mask)
-        fits("mask", found, x)
+        arithmetic.fits("mask", found, x)
         return found.reshape((1,) * (x.ndim - found.ndim) + found.shape).astype(x.dtype)
 
     def _laid(self, vector: jax.Array, x: jax.Array) -> jax.Array:

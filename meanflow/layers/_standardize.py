@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 Axes = int | tuple[int, ...]
+Batch = Float[Array, "*shape"]
+Part = Float[Array, "..."] | None  # broadcasts against a batch
 Own = tuple[jax.Array | None, jax.Array | None]  # gamma and beta of a layer
 
 
@@ -26,6 +28,17 @@ def fits(name: str, part: ArrayLike, x: jax.Array) -> None:
     given = jnp.shape(part)
     if len(given) > x.ndim or any(a not in (1, b) for a, b in zip(given[::-1], x.shape[::-1], strict=False)):
         raise ValueError(f"{name} must broadcast against x of shape {x.shape}, got shape {given}")
+
+
+def axes_of(x: jax.Array, axis: Axes) -> tuple[int, ...]:
+    """Return axes as nonnegative numbers in increasing order, or refuse those that x does not have."""
+    given = axis if isinstance(axis, tuple) else (axis,)
+    found = tuple(sorted({i % x.ndim for i in given if -x.ndim <= i < x.ndim}))
+    if len(found) < len(given):
+        raise ValueError(
+            f"axis must be among the {x.ndim} axes of x, each at most once, got {axis} for shape {x.shape}"
+        )
+    return found
 
 
 def result_type(x: ArrayLike) -> jnp.dtype:
@@ -74,7 +87,7 @@ class Standardization(NamedTuple):
     axis_name: str | None = None
     axis_index_groups: tuple[tuple[int, ...], ...] | None = None
 
-    def average(self, x: Float[Array, "..."], mask: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    def average(self, x: Float[Array, "..."], mask: Part) -> Float[Array, "..."]:
         """Return the mean over the axes, the entries where the mask is 1, and all devices.
 
         The axes remain with length 1. Where all entries are masked the mean is 0.
@@ -94,12 +107,8 @@ class Standardization(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(4,))
 def standardize(
-    x: Float[Array, "*shape"],
-    gamma: Float[Array, "..."] | None,
-    beta: Float[Array, "..."] | None,
-    mask: Float[Array, "..."] | None,
-    how: Standardization,
-) -> tuple[Float[Array, "*shape"], Float[Array, "..."], Float[Array, "..."]]:
+    x: Batch, gamma: Part, beta: Part, mask: Part, how: Standardization
+) -> tuple[Batch, Float[Array, "..."], Float[Array, "..."]]:
     """Return the normalized batch gamma u + beta, with the mean m and the second moment of x.
 
         u = (x - m)/s,   m = E x,   s = sqrt(E (x - m)^2 + epsilon)
@@ -157,9 +166,7 @@ def _standardize_jvp(how: Standardization, primals: Parts, tangents: Parts) -> t
     return (affine(u, gamma, beta), mean, second), (dy, d_mean, 2 * scale * d_scale)
 
 
-def affine(
-    x: Float[Array, "*shape"], gamma: Float[Array, "..."] | None, beta: Float[Array, "..."] | None
-) -> Float[Array, "*shape"]:
+def affine(x: Batch, gamma: Part, beta: Part) -> Batch:
     """Return gamma x + beta; None stands for 1 and 0."""
     x = x if gamma is None else x * gamma
     return x if beta is None else x + beta

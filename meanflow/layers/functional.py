@@ -7,26 +7,18 @@ is much larger than their standard deviation. Half-precision data are summed in 
 float16 ends at 65504, and bfloat16 has three digits.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.layers._standardize import Axes, batch_scale, fits, result_type, widen
+from meanflow.layers._standardize import Axes, axes_of, batch_scale, fits, result_type, widen
 
 
 def _axes(name: str, value: object) -> object:
     """Accept an axis or a tuple of axes."""
     whole = lambda name, entry: _checks.whole(name, entry, -(2**31))
     return whole(name, value) if isinstance(value, int) else _checks.sequence(whole)(name, value)
-
-
-def _check_axes(x: jax.Array, axis: Axes) -> None:
-    """Refuse axes that x does not have."""
-    given = axis if isinstance(axis, tuple) else (axis,)
-    if any(not -x.ndim <= i < x.ndim for i in given) or len({i % x.ndim for i in given}) < len(given):
-        raise ValueError(f"axis must be among the {x.ndim} axes of x, each at most once, got {axis}")
 
 
 X = _checks.array(rank=1, half=True)
@@ -43,7 +35,7 @@ def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*sh
      [ 1.  2.]]
     """
     x, full = jnp.asarray(x), widen(x)
-    _check_axes(x, axis)
+    axes_of(x, axis)
     return (full - jnp.mean(full, axis=axis, keepdims=True)).astype(result_type(x))
 
 
@@ -64,7 +56,7 @@ def rescale(
     [3. 5.]
     """
     full = widen(x)
-    _check_axes(full, axis)
+    axes_of(full, axis)
     scale = batch_scale(full, axis, mode, epsilon)
     # under jit the scale is not known yet: the result is then infinite or NaN, as a division by 0 is
     known = _checks.concrete(scale)
@@ -116,7 +108,7 @@ def unitize(
     [[1.8 2.4]]
     """
     given, x = jnp.asarray(x), widen(x)
-    _check_axes(x, axis)
+    axes_of(x, axis)
     alpha = jnp.asarray(alpha, x.dtype)
     if alpha.ndim not in (0, 1, x.ndim):
         raise ValueError(

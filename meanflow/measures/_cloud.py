@@ -107,6 +107,7 @@ class Cloud(Module):
             raise ValueError("particles must hold at least 1 neuron, got width 0")
         for name, leaf in _named(particles):
             _checks.finite(f"particles.{name}", leaf)
+        # one precision for all arrays of a cloud: that of its widest coordinate
         dtype = jnp.result_type(*leaves)
         weights = jnp.full((size,), 1.0 / size, dtype) if weights is None else weights
         # weights may be coarser than the particles: rounding of either is allowed for in their sum
@@ -120,11 +121,13 @@ class Cloud(Module):
             if abs(mass - wanted) > 1e3 * eps * max(float(wanted), 1.0):
                 hint = "; total=None allows any sum" if wanted == 1 else ""
                 raise ValueError(f"weights must sum to {float(wanted):g}, got a sum of {mass}{hint}")
+        # they scale the metric of each particle, and so have the precision of the particles
         if labels is not None:
             labels = LABELS("labels", labels).astype(dtype)
             labels = jnp.full((size,), labels) if labels.ndim == 0 else labels
             _checks.shape("labels", labels, (size,))
         self.particles, self.weights, self.labels = particles, weights, labels
+        # padding has no weight and counts as no neuron
         if width is None:
             width = jnp.count_nonzero(weights) if known is None else int(np.count_nonzero(known))
         self.width = jnp.asarray(WIDTH("width", width), dtype)
@@ -158,6 +161,7 @@ class Cloud(Module):
             raise TypeError(
                 f"index must be an integer, a slice or an array of integers, got {_checks.show(index)}"
             )
+        # jax would clip an index that is too large, and return the last cloud without a word
         if isinstance(index, int | np.integer) and not -count <= index < count:
             raise IndexError(f"index must be from {-count} to {count - 1}, got {index}")
         return jax.tree.map(lambda u: u[index], self)
@@ -196,6 +200,7 @@ class Cloud(Module):
         def grow(u: jax.Array | np.ndarray) -> jax.Array:
             return jnp.concatenate([u, jnp.broadcast_to(u[-1:], (extra, *u.shape[1:]))])
 
+        # zero, so that no sum over particles sees the copies; the width stays that of the real ones
         weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
         labels = None if self.labels is None else grow(self.labels)
         return type(self)(jax.tree.map(grow, self.particles), weights, labels, width=self.width, total=None)
@@ -240,7 +245,8 @@ class Cloud(Module):
         size = self.size if width is None else width
         edges = jnp.cumsum(self.weights) / self.total
         marks = (jnp.arange(size, dtype=edges.dtype) + jax.random.uniform(key, (), edges.dtype)) / size
-        last = self.size - 1 - jnp.argmax(self.weights[::-1] > 0)  # rounding must not reach padding
+        # rounding of the last mark must not reach padding
+        last = self.size - 1 - jnp.argmax(self.weights[::-1] > 0)
         index = jnp.minimum(jnp.searchsorted(edges, marks, side="right"), last)
         particles, labels = jax.tree.map(lambda u: u[index], (self.particles, self.labels))
         weights = jnp.full((size,), 1.0 / size, edges.dtype) * self.total

@@ -46,7 +46,8 @@ class Dataset(Module):
     ) -> None:
         inputs, targets = ANY_ARRAY("x", x), ANY_ARRAY("y", y)
         if not jnp.issubdtype(jnp.asarray(y).dtype, jnp.floating):
-            targets = targets.astype(inputs.dtype)  # whole numbers have no precision of their own
+            # whole numbers, such as classes, have no precision of their own
+            targets = targets.astype(inputs.dtype)
         if inputs.ndim not in (1, 2) or inputs.shape[0] < 1:
             raise ValueError(f"x must have shape (n,) or (n, d) with n >= 1, got {inputs.shape}")
         count = inputs.shape[0]
@@ -86,6 +87,7 @@ class Dataset(Module):
             return self
         if self.x.ndim != 1:
             raise ValueError(f"only scalar inputs x (n,) can be sorted, got x of shape {self.x.shape}")
+        # a type of its own, not a flag among the arrays: programs are compiled for the one or the other
         order = jnp.argsort(self.x)
         return SortedDataset(self.x[order], self.y[order], self.weights[order])
 
@@ -105,6 +107,7 @@ class Dataset(Module):
         """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
         _checks.shape("x", self.x, (None, None))
         share = self.weights / jnp.sum(self.weights)
+        # two passes: E x x' - E x E x' would lose the digits of a mean that is much larger than the deviation
         mean = share @ self.x
         centred = self.x - mean[None, :]
         return mean, centred.T @ (share[:, None] * centred)
@@ -112,6 +115,7 @@ class Dataset(Module):
     def take(self, index: jax.Array) -> Dataset:
         """Return the minibatch x[index], reweighted to keep the total weight: q_j * (sum q) / (sum of chosen q)."""
         index = _checks.indices("index", index, self.size)
+        # the loss of a batch is then as large as that of all samples, and so is the step it allows
         chosen = self.weights[index]
         scale = jnp.sum(self.weights) / jnp.sum(chosen)
         return Dataset(self.x[index], self.y[index], chosen * scale)

@@ -14,7 +14,16 @@ from meanflow.measures.laws import Law, as_law
 
 Labels = float | Float[ArrayLike, "*m"] | None
 
-RULE = choice("midpoint", "gauss")
+
+def _gauss(count: int) -> tuple[np.ndarray, np.ndarray]:
+    # numpy has them on (-1, 1), laws take numbers in (0, 1)
+    nodes, weights = np.polynomial.legendre.leggauss(count)
+    return (nodes + 1) / 2, weights / 2
+
+
+# the nodes in (0, 1) and their weights
+_NODES = {"midpoint": lambda k: ((np.arange(k) + 0.5) / k, np.full(k, 1.0 / k)), "gauss": _gauss}
+RULE = choice(*_NODES)
 PARTICLES = {
     "record": subclass(tuple, hint="for instance meanflow.Neurons"),
     "laws": mapping(as_law),
@@ -22,15 +31,8 @@ PARTICLES = {
 }
 
 
-def _cloud(
-    record: type,
-    laws: dict[str, Law],
-    u: jax.Array,
-    labels: Labels,
-    weights: jax.Array | None = None,
-    width: float | None = None,
-) -> Cloud:
-    """Build particles from numbers ``u`` (k, total size), each law taking its own columns."""
+def _particles(record: type, laws: dict[str, Law], u: jax.Array) -> tuple:
+    """Return particles made of numbers ``u`` (k, total size), each law taking its own columns."""
     fields = getattr(record, "_fields", ())
     if set(laws) != set(fields):
         raise ValueError(f"laws must name the coordinates {list(fields)}, got {sorted(laws)}")
@@ -38,7 +40,7 @@ def _cloud(
     for name in fields:
         values[name] = laws[name](u[:, start : start + laws[name].size])
         start += laws[name].size
-    return Cloud(record(**values), weights, labels, width=width)
+    return record(**values)
 
 
 def _total(laws: dict[str, Law]) -> int:
@@ -84,17 +86,20 @@ def sample(
     size = _total(laws)
     if quasi:
         root = 2.0
-        for _ in range(64):  # fixed point of g = (1 + g)^(1/(size+1)), contracting
+        # the fixed point of g = (1 + g)^(1/(size + 1)), which contracts
+        for _ in range(64):
             root = (1.0 + root) ** (1.0 / (size + 1))
         shift = jnp.full((size,), 0.5) if key is None else jax.random.uniform(key, (size,))
         # whole turns are taken off in float64, before the shift is added in the working precision
         turns = np.mod(np.arange(1, width + 1)[:, None] * root ** -np.arange(1.0, size + 1), 1.0)
         u = jnp.mod(shift[None, :] + jnp.asarray(turns, shift.dtype), 1.0)
     else:
-        tiny = jnp.finfo(jnp.result_type(float)).tiny  # ndtri(0) is infinite
-        prng_key("key", key)  # None is for quasi-random particles alone
+        # None is for quasi-random particles alone
+        prng_key("key", key)
+        # 0 itself must not be drawn: the normal law would map it to minus infinity
+        tiny = jnp.finfo(jnp.result_type(float)).tiny
         u = jax.random.uniform(key, (width, size), minval=tiny)  # type: ignore[arg-type]
-    return _cloud(record, laws, u, labels, width=np.inf if limit else None)
+    return Cloud(_particles(record, laws, u), labels=labels, width=np.inf if limit else None)
 
 
 @_checks.arguments(counts=sequence(count(1)), rule=either(RULE, sequence(RULE)), **PARTICLES)
@@ -127,15 +132,8 @@ def quadrature(
     rules = (rule,) * size if isinstance(rule, str) else rule
     if len(rules) != size:
         raise ValueError(f"rule must be one name, or {size} names for these laws, got {rules}")
-    axes, shares = [], []
-    for size_here, kind in zip(counts, rules, strict=True):
-        if kind == "midpoint":
-            axes.append((np.arange(size_here) + 0.5) / size_here)
-            shares.append(np.full(size_here, 1.0 / size_here))
-        else:
-            nodes, weights = np.polynomial.legendre.leggauss(size_here)
-            axes.append((nodes + 1) / 2)
-            shares.append(weights / 2)
+    axes, shares = zip(*(_NODES[kind](count) for count, kind in zip(counts, rules, strict=True)), strict=True)
+    # the last number varies fastest in both, so that nodes and weights stay together
     u = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=-1)
     p = np.prod([share.ravel() for share in np.meshgrid(*shares, indexing="ij")], axis=0)
-    return _cloud(record, laws, jnp.asarray(u), labels, jnp.asarray(p / p.sum()), np.inf)
+    return Cloud(_particles(record, laws, jnp.asarray(u)), jnp.asarray(p / p.sum()), labels, width=np.inf)

@@ -40,6 +40,7 @@ class Scaling(Module):
     def ratio(self, cloud: Cloud) -> jax.Array:
         """Return m / alpha, the factor between the network and the mean over its neurons; 1 for ``"m"``."""
         self.check(cloud)
+        # the width counts real neurons: padding must not change the network
         m = cloud.width
         if self.kind == "m":
             return jnp.ones_like(m)
@@ -71,6 +72,8 @@ def speed(clock: str, scaling: Scaling, cloud: Cloud) -> jax.Array:
     check_clock(clock, cloud)
     if clock in ("mean_field", "normalized"):
         return jnp.ones_like(cloud.width)
+    # the tangent kernel is (m/alpha)^2 times that of the mean over neurons
     if clock == "lazy":
         return scaling.ratio(cloud) ** -2
+    # a neuron of m has the m-th part of the gradient of the mean
     return 1.0 / cloud.width

@@ -48,6 +48,7 @@ class Law(eqx.Module):
         """Return the law of ``count`` independent copies of this one, which must be a law on R; values (k, count)."""
 
         def transform(u: jax.Array) -> jax.Array:
+            # each copy consumes numbers of its own: nothing ties one output to another
             columns = [self(u[:, start : start + self.size]) for start in range(0, u.shape[1], self.size)]
             if columns[0].ndim != 1:
                 raise ValueError(
@@ -170,6 +171,7 @@ def sphere(dim: int, radius: float = 1.0) -> Law:
 
         return Law(1, circle)
 
+    # a normal vector has a uniform direction, in any dimension
     def project(u: jax.Array) -> jax.Array:
         z = jax.scipy.special.ndtri(u)
         return radius * z / jnp.linalg.norm(z, axis=-1, keepdims=True)
@@ -186,6 +188,7 @@ def mixed_scales(dim: int, low: float, high: float) -> Law:
         low, high: bounds of their norms.
     """
     _ordered(low, high)
+    # the first numbers give the direction, the last one the norm
     direction = sphere(dim)
 
     def transform(u: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
     y = link(U x) + noise * N(0, 1),     U of shape (k, d) with orthonormal rows
 
 Inputs are standard normal, or uniform signs for functions on the hypercube. A student that learns must find the rows of
-U; ``meanflow.flows.Alignment`` measures how far it is.
+U; ``meanflow.flows.alignment`` measures how far it is.
 """
 
 from collections.abc import Callable
@@ -61,6 +61,7 @@ class Teacher(eqx.Module):
             first, second = jax.random.split(key)
             return draw(first, (dim,)), jax.random.normal(second)
 
+        # one key a sample, so that the first samples of a larger set are a smaller one
         keys = jax.vmap(lambda k: jax.random.fold_in(key, k))(jnp.arange(samples))
         x, errors = jax.vmap(one)(keys)
         return Dataset(x, self(x) + noise * errors)
@@ -123,6 +124,7 @@ def multi_index(
     directions = jnp.eye(indices, dim)
     if key is not None:
         directions = jnp.linalg.qr(jax.random.normal(key, (dim, indices)))[0].T
+    # over sqrt(k), so that the variance of the targets does not grow with the number of directions
     sum_of = lambda g: lambda z: jnp.sum(g(z), axis=1) / indices**0.5
     return Teacher(directions, sum_of(LINKS[link]) if isinstance(link, str) else link, "normal")
 

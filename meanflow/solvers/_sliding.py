@@ -58,12 +58,12 @@ class Watched(NamedTuple):
         motion: the state of the motion.
         covector: (n,) the residual covector at the particles.
         energy: (3,) the energy at the start of the run, the lowest one so far, and how far it has risen at most above
-            the lowest one before, beyond what is allowed; None if the motion does not tell the risk.
+            the lowest one before, beyond what is allowed.
     """
 
     motion: MotionState
     covector: Float[Array, " n"]
-    energy: Float[Array, "3"] | None
+    energy: Float[Array, "3"]
 
 
 @_checks.constructor(max_events=_checks.optional(_checks.count(1)), forward=_checks.flag)
@@ -102,11 +102,9 @@ class Sliding(Stepper):
         Where the energy has risen it is ``energy_rose``: along a flow it falls, so such a run has been unstable, also
         if it has calmed down since (after a burst of energy neurons may all be dead).
         """
-        if state.energy is not None:
-            ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
-            result = RESULTS.where(ended & (state.energy[2] > 0), RESULTS.energy_rose, result)
-        overflow = self._motion(problem).overflow(state.motion)
-        return RESULTS.where(overflow, RESULTS.event_overflow, result)
+        ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
+        result = RESULTS.where(ended & (state.energy[2] > 0), RESULTS.energy_rose, result)
+        return RESULTS.where(state.motion.overflow, RESULTS.event_overflow, result)
 
     def init(self, problem: Problem, y: PyTree[jax.Array]) -> Watched:
         """Return the state of neurons that have not moved yet."""
@@ -114,11 +112,8 @@ class Sliding(Stepper):
         state = motion.begin(y)
         opened = motion.unfold(y, state)
         energy = _energy(motion, problem, y, opened)
-        return Watched(
-            state,
-            motion.residual(y, opened),
-            None if energy is None else jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)]),
-        )
+        start = jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)])
+        return Watched(state, motion.residual(y, opened), start)
 
     def step(
         self,
@@ -140,12 +135,12 @@ class Sliding(Stepper):
             now = Stage(*row)
             covector = now.start_weight * opening + now.own_weight * g
             y, end = motion.move(start, held, covector, now.length * size, self.max_events, self.forward)
-            end = motion.with_overflow(end, motion.overflow(here[1]))
+            end = end._replace(overflow=end.overflow | here[1].overflow)
             # the energy is known with the covector: both come from the predictions
             return (here, (y, end), motion.residual(y, end), _energy(motion, problem, y, end)), None
 
-        here, energy = (y, opened), state.energy
-        carry = (here, here, opening, None if energy is None else energy[0])
+        here = (y, opened)
+        carry = (here, here, opening, state.energy[0])
         if sum(u.size for u in jax.tree.leaves(here)) < LARGE:
             # one program for all stages: the events are what takes long to compile
             carry, _ = jax.lax.scan(lean(stage), carry, jnp.asarray(STAGES, size.dtype))
@@ -154,9 +149,7 @@ class Sliding(Stepper):
             for row in STAGES:
                 carry, _ = stage(carry, row)
         _, (y, final), g, now = carry
-        if energy is not None and now is not None:
-            energy = _watch(energy, now, problem)
-        return y, Watched(motion.fold(final), g, energy)
+        return y, Watched(motion.fold(final), g, _watch(state.energy, now, problem))
 
     def _motion(self, problem: Problem) -> FrozenMotion:
         return problem.chart.flow.feature.motion(problem)
@@ -164,11 +157,9 @@ class Sliding(Stepper):
 
 def _energy(
     motion: FrozenMotion, problem: Problem, y: PyTree[jax.Array], state: MotionState
-) -> Float[Array, ""] | None:
-    """Return the energy, without derivatives, from the risk that the motion tells; None if it does not."""
+) -> Float[Array, ""]:
+    """Return the energy, without derivatives."""
     risk = motion.risk(y, state)
-    if risk is None:
-        return None
     penalty = problem.chart.flow.penalty
     if penalty is not None:
         risk = risk + penalty.strength * (problem.chart.base.weights @ penalty.function(y))

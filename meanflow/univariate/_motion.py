@@ -25,8 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide
 from meanflow.flows._kinks import passage
-from meanflow.flows._losses import Loss
-from meanflow.flows._motion import FrozenMotion
+from meanflow.flows._motion import Cap, FrozenMotion, Samples, Scalar
 from meanflow.flows._problem import Problem
 from meanflow.measures._cloud import Affine, Polar
 from meanflow.univariate import _events as events
@@ -61,45 +60,24 @@ class UnivariateMotion(FrozenMotion):
     """What raw coordinates and the cylinder share: sorted samples, regions, events.
 
     Attributes:
-        x, y, weights: the data, sorted by x, (s,) each.
-        loss: the loss of a prediction.
-        offset: (s,) what a centered flow subtracts from its predictions, else 0.
-        shares: p_i times the output scale, (m,): what a neuron counts in the prediction.
-        force_scale: factor of the force: the clock, and m/alpha in raw coordinates.
+        x: (s,) the inputs in ascending order, which is that of ``y``, ``weights`` and ``offset`` too.
         decay: strength of the penalty on the clock of the run, a scalar; None for a flow without one.
         is_real: (m,) False for padding, whose events are not counted.
     """
 
-    x: Float[Array, " s"]
-    y: Float[Array, " s"]
-    weights: Float[Array, " s"]
-    loss: Loss
-    offset: Float[Array, "*s"]
-    shares: Vector
-    force_scale: Float[Array, ""]
-    decay: Float[Array, ""] | None
+    x: Samples
+    decay: Scalar | None
     is_real: Bool[Array, " m"]
 
     def __init__(
-        self,
-        problem: Problem,
-        output_scale: Float[Array, ""],
-        force_scale: Float[Array, ""],
-        decay_scale: Float[Array, ""],
+        self, problem: Problem, output_scale: Scalar, force_scale: Scalar, decay_scale: Scalar
     ) -> None:
-        flow, cloud, data = problem.chart.flow, problem.chart.base, problem.data
         # regions are numbered by the order of the samples; sorted once, every sub-step is O(m + s)
-        order = jnp.argsort(data.x)
-        self.x, self.y, self.weights = data.x[order], data.y[order], data.weights[order]
-        self.loss = flow.loss
-        self.offset = jnp.zeros_like(self.y) if flow.offset is None else flow.offset(self.x)
-        self.shares = cloud.weights * output_scale
-        self.force_scale = force_scale
-        penalty = flow.penalty
-        self.decay = (
-            None if penalty is None else jnp.asarray(penalty.strength * decay_scale, cloud.weights.dtype)
-        )
-        self.is_real = cloud.weights > 0
+        data = problem.data.sorted()
+        super().__init__(problem, data, output_scale, force_scale)
+        penalty, weights = problem.chart.flow.penalty, problem.chart.base.weights
+        decay = None if penalty is None else jnp.asarray(penalty.strength * decay_scale, weights.dtype)
+        self.x, self.decay, self.is_real = data.x, decay, weights > 0
 
     @abc.abstractmethod
     def direction(self, particles: Affine | Polar, place: Place) -> tuple[Vector, Vector, Vector]:
@@ -108,15 +86,7 @@ class UnivariateMotion(FrozenMotion):
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of events of real neurons, and how many slide now."""
         on = jnp.sum((state.ray >= 0) & self.is_real, dtype=jnp.int32)
-        return state.counts.by_name() | {"sliding": on}
-
-    def overflow(self, state: Place) -> Bool[Array, ""]:
-        """Return whether a neuron had time left after the last allowed event of some sub-step."""
-        return state.overflow
-
-    def with_overflow(self, state: Place, overflow: Bool[Array, ""]) -> Place:
-        """Return the state, marked if ``overflow`` is true."""
-        return state._replace(overflow=state.overflow | overflow)
+        return passage.by_name(state.counts) | {"sliding": on}
 
     def place(self, u: Vector, v: Vector) -> Place:
         """Find the regions of neurons with direction (u, v); one exactly on a sample starts on its ray, undecided."""
@@ -131,7 +101,7 @@ class UnivariateMotion(FrozenMotion):
             side = jnp.where(boundary < x.shape[0], 1, -1)
             on = (sample * u == -v) & (u * side > 0)
             ray = jnp.where(on, boundary, ray)
-        return Place(None, None, region, ray, passage.Counts.none(), jnp.zeros((), bool))
+        return Place(None, None, region, ray, passage.no_events(), jnp.zeros((), bool))
 
     def predict(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
         """Return the predictions f_j at the sorted samples."""
@@ -142,14 +112,6 @@ class UnivariateMotion(FrozenMotion):
         f = forces.region_predictions(state.region, jnp.stack([share * u, share * v], axis=-1), self.x)
         return f - self.offset
 
-    def residual(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
-        """Return q_j l'(f_j) for the sorted samples, (s,), with the clock and the scale included."""
-        return self.force_scale * self.weights * self.loss.slope(self.predict(particles, state), self.y)
-
-    def risk(self, particles: Affine | Polar, state: Place) -> Float[Array, ""]:
-        """Return the risk."""
-        return self.weights @ self.loss(self.predict(particles, state), self.y)
-
     def pass_events(
         self,
         start: tuple[Vector, Vector, Vector],
@@ -157,7 +119,7 @@ class UnivariateMotion(FrozenMotion):
         field: events.Field,
         rates: tuple[Vector, Vector],
         time: Vector,
-        max_events: int | None,
+        cap: Cap,
         forward: bool,
     ) -> tuple[Vector, Vector, Vector, Place]:
         """Move neurons through all events of a sub-step; return (u, v, c) at its end, and where the neurons are then.
@@ -168,18 +130,18 @@ class UnivariateMotion(FrozenMotion):
             field: frozen forces.
             rates: rates of the inner and of the outer layer.
             time: how long each neuron moves.
-            max_events, forward: see ``FrozenMotion.move``.
+            cap, forward: see ``FrozenMotion.move``.
         """
         fresh = jnp.zeros_like(place.ray, bool)
         neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
         # a full turn meets 2 s rays; a sub-step with more events is too long, and reported as an overflow
-        cap = 2 * self.x.shape[0] + 2 if max_events is None else max_events
+        cap = 2 * self.x.shape[0] + 2 if cap is None else cap
         own = passage.Rates(*rates, self.is_real)
         advance, replay = events.advance, events.replay
         steps = passage.Steps(advance, first=advance, replay=replay)
         end, counts = passage.run(steps, neurons, own, field, cap, forward=forward)
         overflow = jnp.any((end.left > 0) & self.is_real)
-        moved = Place(None, None, end.region, end.ray, place.counts.plus(counts), place.overflow | overflow)
+        moved = Place(None, None, end.region, end.ray, place.counts + counts, place.overflow | overflow)
         return end.u, end.v, end.c, moved
 
 
@@ -214,13 +176,7 @@ class RawMotion(UnivariateMotion):
         return self.place(particles.a, -particles.b)
 
     def move(
-        self,
-        particles: Affine,
-        state: Place,
-        covector: Float[Array, " s"],
-        time: Float[Array, ""],
-        max_events: int | None,
-        forward: bool,
+        self, particles: Affine, state: Place, covector: Samples, time: Scalar, cap: Cap, forward: bool
     ) -> tuple[Affine, Place]:
         """Move for ``time`` in a frozen field. Weight decay is exact too: it scales p and c, which moves no ray."""
         decay, rates = self.decay, (self.inner_rate, self.outer_rate)
@@ -233,7 +189,7 @@ class RawMotion(UnivariateMotion):
             left = jnp.where(rates[0] * rates[1] > 0, left, stretched)
         field = events.freeze(self.x, covector, forward=forward)
         start = self.direction(particles, state)
-        u, v, c, state = self.pass_events(start, state, field, rates, left, max_events, forward)
+        u, v, c, state = self.pass_events(start, state, field, rates, left, cap, forward)
         # back from (P, C); the factors are positive, so no region has changed
         if decay is not None:
             inner, outer = (jnp.exp(-decay * rate * time) for rate in rates)
@@ -270,13 +226,7 @@ class CylinderMotion(UnivariateMotion):
         return self.place(d[:, 0], d[:, 1])._replace(u=d[:, 0], v=d[:, 1])
 
     def move(
-        self,
-        particles: Polar,
-        state: Place,
-        covector: Float[Array, " s"],
-        time: Float[Array, ""],
-        max_events: int | None,
-        forward: bool,
+        self, particles: Polar, state: Place, covector: Samples, time: Scalar, cap: Cap, forward: bool
     ) -> tuple[Polar, Place]:
         """Move r for half the time, theta for the whole with that r, then r by the force along the way.
 
@@ -299,7 +249,7 @@ class CylinderMotion(UnivariateMotion):
         rate = self.turns * r
         whole = jnp.full_like(r, time)
         u, v, c, end = self.pass_events(
-            (u, v, jnp.ones_like(r)), state, field, (rate, rate), whole, max_events, forward
+            (u, v, jnp.ones_like(r)), state, field, (rate, rate), whole, cap, forward
         )
         length = jnp.sqrt(u**2 + v**2)
         u, v = u / length, v / length

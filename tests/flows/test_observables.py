@@ -66,7 +66,7 @@ def test_displacements_are_root_mean_squares():
     turn = obs.angle_displacement(flow, now, data, start)
     assert float(turn) == pytest.approx(np.sqrt(np.mean(np.arccos(cosine) ** 2)), rel=1e-9)
     squares = np.sum((b1 - b0) ** 2, 1) + np.asarray(now.particles.a - start.particles.a) ** 2
-    assert float(obs.displacement(flow, now, start)) == pytest.approx(np.sqrt(squares.mean()))
+    assert float(obs.displacement(flow, now, data, start)) == pytest.approx(np.sqrt(squares.mean()))
     # a full turn is no displacement, and raw neurons turn as their polar images do
     polar, raw = mf.lifted(), mf.full()
     start, now = pair(polar, LINE, labels=1.0)

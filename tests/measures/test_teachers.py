@@ -53,7 +53,7 @@ def test_alignment_is_one_in_the_span_and_k_over_d_at_random(key):
     teacher = teachers.multi_index(10, 2, key=key)
     data = teacher.draw(key, 20)
     flow = mf.vanilla("tanh")
-    watch = {"alignment": mf.flows.Alignment(teacher.directions)}
+    watch = {"alignment": mf.flows.alignment(teacher.directions)}
     wide = flow.init(key, 4000, dim=10)
     b = jax.random.normal(key, (4000, 2)) @ teacher.directions
     for cloud, expected, width in ((wide, 0.2, 0.02), (wide.at(mf.Neurons(wide.particles.a, b)), 1.0, 1e-12)):

@@ -44,7 +44,7 @@ def test_the_measured_error_is_the_error():
     cloud = flow.init(jax.random.key(0), 20)
     run = mf.solve(flow, cloud, LINE, 5.0, ts=3)
     truth = mf.solve(flow, cloud, LINE, 5.0, ts=3, solver="sliding", step=mf.KernelStep(0.005))
-    error = float(displacement(flow, run.final, truth.final))
+    error = float(displacement(flow, run.final, LINE, truth.final))
     assert 1e-6 < error < 2e-3
     assert 0.5 < float(run.stats["error"]) / error < 2
     quiet = mf.solve(flow, cloud, LINE, 5.0, ts=3, step=mf.KernelStep(0.25))

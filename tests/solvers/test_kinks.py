@@ -440,7 +440,7 @@ def test_neurons_with_events_left_are_gathered(cap, blocks):
             u[i] += 0.1 * rows[i] * np.sin(1.3 * u[i])
     np.testing.assert_allclose(end.u, u, rtol=1e-13)
     np.testing.assert_array_equal(end.left, left - turns)
-    assert int(counts.by_name()["crossings"]) == turns.sum()
+    assert int(passage.by_name(counts)["crossings"]) == turns.sum()
 
 
 def directional(d, seed, end=4.0):

@@ -20,8 +20,11 @@ from jaxtyping import Array, Float
 
 from meanflow._numerics import safe_sqrt
 
+Numbers = Float[Array, "*n"]
+Vector = Float[Array, " m"]
 
-def hyperbolic(v: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+
+def hyperbolic(v: Numbers) -> tuple[Numbers, Numbers]:
     """Return sinh(w)/w and (cosh(w) - 1)/w^2 as smooth functions of v = w^2 >= 0.
 
     Both come from h = sinh(w/2)/(w/2): they are h cosh(w/2) = h sqrt(1 + v h^2/4), and h^2/2.
@@ -39,7 +42,7 @@ def hyperbolic(v: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, 
     return half * jnp.sqrt(1 + v * square / 4), square / 2
 
 
-def arctanh_ratio(v: Float[Array, "*n"]) -> Float[Array, "*n"]:
+def arctanh_ratio(v: Numbers) -> Numbers:
     """Return artanh(w)/w as a smooth function of v = w^2 in [0, 1)."""
     small = v < 0.03
     w = jnp.sqrt(jnp.where(small, 0.25, v))
@@ -50,9 +53,7 @@ def arctanh_ratio(v: Float[Array, "*n"]) -> Float[Array, "*n"]:
     return jnp.where(small, total, jnp.arctanh(w) / w)
 
 
-def first_root(
-    a: Float[Array, "*n"], b: Float[Array, "*n"], z: Float[Array, "*n"], g2: Float[Array, "*#n"]
-) -> Float[Array, "*n"]:
+def first_root(a: Numbers, b: Numbers, z: Numbers, g2: Float[Array, "*#n"]) -> Numbers:
     """Return the first zero T > 0 of a T^2 + b T + z that has g T < 2, or inf if there is none.
 
     A neuron that leaves the ray it is on (z = 0, b >= 0) is not held back: the root at 0 is skipped. Entries
@@ -73,7 +74,7 @@ def first_root(
     return jnp.where(real & (g2 * scaled**2 < 4), scaled, jnp.inf)
 
 
-def clock_time(scaled: Float[Array, "*n"], g2: Float[Array, "*n"]) -> Float[Array, "*n"]:
+def clock_time(scaled: Numbers, g2: Numbers) -> Numbers:
     """Return the time t at which 2 tanh(g t/2)/g equals ``scaled``; inf for inf."""
     good = jnp.isfinite(scaled)
     known = jnp.where(good, scaled, 0.0)
@@ -81,13 +82,8 @@ def clock_time(scaled: Float[Array, "*n"], g2: Float[Array, "*n"]) -> Float[Arra
 
 
 def travel(
-    a: Float[Array, " m"],
-    work: Float[Array, " m"],
-    g2: Float[Array, " m"],
-    inner_rate: Float[Array, " m"],
-    outer_rate: Float[Array, " m"],
-    time: Float[Array, " m"],
-) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+    a: Vector, work: Vector, g2: Vector, inner_rate: Vector, outer_rate: Vector, time: Vector
+) -> tuple[Vector, Vector]:
     """Return a at ``time``, and the shift for which b has become b - shift g.
 
     Args:

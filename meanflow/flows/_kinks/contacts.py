@@ -93,14 +93,6 @@ class Decision(NamedTuple):
     side: Int[Array, "m n"]
 
 
-def touching(side: Int[Array, "m n"], slots: Int[Array, "m k"], like: Float[Array, "*m"]) -> Contacts:
-    """Return the contacts at the start of a sub-step; lam is of type ``like``.
-
-    All planes that neurons sit on are decided anew, since the forces have changed.
-    """
-    return Contacts(side, slots, jnp.zeros(slots.shape, like.dtype), jnp.zeros(slots.shape, side.dtype))
-
-
 def at(table: Float[Array, "n *d"], slots: Int[Array, "m k"]) -> Float[Array, "m k *d"]:
     """Return the rows of ``table`` in the slots, 0 for empty ones."""
     return jnp.take(table, slots, axis=0, mode="fill", fill_value=0)

@@ -25,6 +25,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 INACTIVE, ACTIVE, SLIDES = 0, 1, 2
 
+Slots = Float[Array, "m k"]
+Marks = Bool[Array, "m k"]
+Table = Float[Array, "m k k"]
+
 
 class Choice(NamedTuple):
     """The decision at every kink of every neuron; fields have shape (m, k) if not said otherwise.
@@ -37,18 +41,13 @@ class Choice(NamedTuple):
     """
 
     state: Int[Array, "m k"]
-    lam: Float[Array, "m k"]
-    nonunique: Bool[Array, "m k"]
-    table: Float[Array, "m k k"]
+    lam: Slots
+    nonunique: Marks
+    table: Table
 
 
 def decide(
-    gram: Float[Array, "m k k"],
-    jump: Float[Array, "m k"],
-    pull: Float[Array, "m k"],
-    size: Float[Array, " m"],
-    valid: Bool[Array, "m k"],
-    sign: Float[Array, " m"],
+    gram: Table, jump: Slots, pull: Slots, size: Float[Array, " m"], valid: Marks, sign: Float[Array, " m"]
 ) -> Choice:
     """Decide for every neuron what happens at the kinks it sits on.
 
@@ -78,12 +77,7 @@ def decide(
     return Choice(state, lam, nonunique, table)
 
 
-def hold(
-    gram: Float[Array, "m k k"],
-    free: Bool[Array, "m k"],
-    table: Float[Array, "m k k"],
-    pull: Float[Array, "m k"],
-) -> Float[Array, "m k"]:
+def hold(gram: Table, free: Marks, table: Table, pull: Slots) -> Slots:
     """Return mu = lam J for which the normal forces pull + gram mu vanish at the ``free`` kinks; 0 at the others.
 
     ``table`` holds the inverse, which ``decide`` has found; one refinement mends what pivoting lost.
@@ -100,7 +94,7 @@ def hold(
     return jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
 
 
-def _times(matrix: Float[Array, "m k k"], vector: Float[Array, "m k"]) -> Float[Array, "m k"]:
+def _times(matrix: Table, vector: Slots) -> Slots:
     return jnp.sum(matrix * vector[:, None, :], axis=-1)
 
 

@@ -13,7 +13,7 @@ alone, which is much less to compile and to differentiate than ``advance``. Forw
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -42,26 +42,19 @@ KEEP_ENDS = jax.checkpoint_policies.save_only_these_names(ENDS)
 KINDS = ("crossings", "captures", "releases", "deaths", "nonunique")
 
 
-class Counts(NamedTuple):
-    """How many events there have been so far: ``totals`` (5,), in the order of ``KINDS``.
+# How many events there have been so far, in the order of ``KINDS``. One array and not five: every array of the state of
+# a run is copied, kept and differentiated by code of its own.
+Counts: TypeAlias = Int[Array, " kinds"]
 
-    One array and not five: every array of the state of a run is copied, kept and differentiated by code of its own.
-    """
 
-    totals: Int[Array, " kinds"]
+def no_events() -> Counts:
+    """Return all zeros."""
+    return jnp.zeros(len(KINDS), jnp.int32)
 
-    @classmethod
-    def none(cls) -> "Counts":
-        """Return all zeros."""
-        return cls(jnp.zeros(len(KINDS), jnp.int32))
 
-    def plus(self, other: "Counts") -> "Counts":
-        """Return the sums."""
-        return Counts(self.totals + other.totals)
-
-    def by_name(self) -> dict[str, Int[Array, ""]]:
-        """Return one number for each kind."""
-        return {name: self.totals[k] for k, name in enumerate(KINDS)}
+def by_name(counts: Counts) -> dict[str, Int[Array, ""]]:
+    """Return one number for each kind."""
+    return {name: counts[k] for k, name in enumerate(KINDS)}
 
 
 def tally(counted: Bool[Array, " m"], **events: Bool[Array, "m ..."]) -> Counts:
@@ -69,7 +62,7 @@ def tally(counted: Bool[Array, " m"], **events: Bool[Array, "m ..."]) -> Counts:
     number = lambda event: jnp.sum(event.reshape(event.shape[0], -1), axis=1, dtype=jnp.int32)
     none = jnp.zeros(counted.shape, jnp.int32)
     table = jnp.stack([number(events[name]) if name in events else none for name in KINDS])
-    return Counts(jnp.sum(jnp.where(counted[None, :], table, 0), axis=1, dtype=jnp.int32))
+    return jnp.sum(jnp.where(counted[None, :], table, 0), axis=1, dtype=jnp.int32)
 
 
 class Rates(NamedTuple):
@@ -85,21 +78,9 @@ class Rates(NamedTuple):
     is_real: Bool[Array, " m"]
 
 
-@runtime_checkable
-class Moving(Protocol):
-    """Neurons on their way through a sub-step: a NamedTuple of arrays with leading axis m."""
-
-    @property
-    def left(self) -> Float[Array, " m"]:
-        """The time each neuron still has to move; not positive for one that is done."""
-        ...
-
-    def _replace(self, *, left: Float[Array, " m"]) -> Self:
-        """Return the same neurons with another time (every NamedTuple has this)."""
-        ...
-
-
-Neurons = TypeVar("Neurons", bound=Moving)
+# Neurons on their way through a sub-step: a NamedTuple of arrays with leading axis m. One of them is ``left`` (m,), the
+# time that each still has to move, not positive for one that is done.
+Neurons: TypeAlias = Any
 # (neurons, what is constant for each of them, what all share) -> (neurons after one event, events of each kind)
 Advance: TypeAlias = Callable[[Neurons, PyTree[Array], PyTree[Array]], tuple[Neurons, Counts]]
 # (neurons before an event, neurons after it, what is constant for each, what all share) -> neurons after it. The same
@@ -256,14 +237,14 @@ def _loop(arguments: Arguments, way: _Way) -> tuple[Neurons, Counts]:
     def go(carry: tuple) -> tuple:
         turn, now, counts = carry
         now, more = advance(now, rows, shared)
-        return turn + 1, now, counts.plus(more)
+        return turn + 1, now, counts + more
 
     if not gather:
         going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].left > 0)
-        _, neurons, counts = jax.lax.while_loop(going, go, (none, neurons, Counts.none()))
+        _, neurons, counts = jax.lax.while_loop(going, go, (none, neurons, no_events()))
         return neurons, counts
 
-    counts = Counts.none()
+    counts = no_events()
     if opening is not None:
         neurons, counts = opening(neurons, rows, shared)
     size = neurons.left.shape[0]
@@ -278,7 +259,7 @@ def _loop(arguments: Arguments, way: _Way) -> tuple[Neurons, Counts]:
         chosen = chosen._replace(left=jnp.where(index < size, chosen.left, 0.0))  # no neuron twice
         chosen, more = advance(chosen, own, shared)
         everyone = jax.tree.map(lambda u, v: u.at[index].set(v, mode="drop"), everyone, chosen)
-        return turns.at[index].add(1, mode="drop"), everyone, counts.plus(more)
+        return turns.at[index].add(1, mode="drop"), everyone, counts + more
 
     # each neuron has ``cap`` turns of its own; an opening that is an event has used up one
     taken = 1 if opening is advance else 0

@@ -23,9 +23,12 @@ from jaxtyping import Array, Bool, Float, Int
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import cell, contacts, filippov
 from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, force_of
-from meanflow.flows._kinks.passage import Counts, Rates, tally
+from meanflow.flows._kinks.passage import Counts, Rates, no_events, tally
 
 Vector = Float[Array, " m"]
+Normals = Float[Array, "n d"]
+Products = Float[Array, "n n"]
+Slopes = tuple[float, float]  # of the activation, below and above 0
 
 
 class Planes(NamedTuple):
@@ -92,11 +95,11 @@ def arrange(x: Float[Array, "n d"], block: int = 256) -> Planes:
 
 
 def freeze(
-    normal: Float[Array, "n d"],
+    normal: Normals,
     planes: Planes,
     covector: Float[Array, " n"],
-    slopes: tuple[float, float],
-    gram: Float[Array, "n n"] | None = None,
+    slopes: Slopes,
+    gram: Products | None = None,
 ) -> Forces:
     """Put the residual ``covector`` (n,) on the planes.
 
@@ -121,7 +124,7 @@ def freeze(
 
 def predictions(
     share: Vector, b: Float[Array, "m d"], z: Float[Array, "m n"], side: Int[Array, "m n"], planes: Planes,
-    slopes: tuple[float, float], normal: Float[Array, "n d"],
+    slopes: Slopes, normal: Normals,
 ) -> Float[Array, " n"]:  # fmt: skip
     """Return sum_i share_i s(<x_j, b_i>) for every sample, from the sides on which the neurons are."""
     below, above = slopes
@@ -174,7 +177,7 @@ def glide(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Coun
         z=jnp.where(side == 0, 0.0, z - shift * normal_force),
         left=jnp.where(done, 0.0, left),
     )
-    return moved, Counts.none()
+    return moved, no_events()
 
 
 Decided = tuple[Decision, Float[Array, "m d"], Float[Array, "m n"]]
@@ -319,7 +322,7 @@ def _move(
         through,
         still,
     )
-    return moved, counts.plus(tally((left > 0) & rates.is_real, nonunique=through))
+    return moved, counts + tally((left > 0) & rates.is_real, nonunique=through)
 
 
 def _argmin(table: Float[Array, "m n"]) -> Int[Array, " m"]:

@@ -29,6 +29,7 @@ POLISH = 6  # steps of Newton's method for the times at which an interpolating c
 STAGES = ((0.0, 1 / 6), (0.5, 1 / 3), (0.5, 1 / 3), (1.0, 1 / 6))
 
 Vector = Float[Array, " m"]
+Heights = Float[Array, "m n"]
 
 
 class Field(NamedTuple):
@@ -196,8 +197,8 @@ def _move(
 
     def margin(when: Vector) -> Vector:
         """Return the gauge at a time on the way."""
-        now_a, now_b = path(when)
-        return gauge(now_a, now_b, _rate(now_a, now_b, held, covariance)[2])
+        now = path(when)
+        return gauge(*now, _rate(*now, held, covariance)[2])
 
     ends = gauge(a, b, begin[2]), gauge(end_a, end_b, finish[2])
     found = jax.lax.stop_gradient(_root(margin, time, *ends, jnp.where(exits, first, 1.0)))
@@ -227,13 +228,7 @@ def _move(
     return moved, counts
 
 
-def _first_meeting(
-    z0: Float[Array, "m n"],
-    z1: Float[Array, "m n"],
-    v0: Float[Array, "m n"],
-    v1: Float[Array, "m n"],
-    slack: Float[Array, "m n"],
-) -> Float[Array, "m n"]:
+def _first_meeting(z0: Heights, z1: Heights, v0: Heights, v1: Heights, slack: Heights) -> Heights:
     """Return the time in [0, 1] at which the cubic with these ends and slopes first falls below 0, or inf.
 
     It must end, or be half way, lower than ``-slack``.

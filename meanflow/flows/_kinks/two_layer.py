@@ -16,8 +16,7 @@ from meanflow.flows._features import TwoLayer, block_count
 from meanflow.flows._kinks import contacts, passage, planes, turning
 from meanflow.flows._kinks.contacts import Contacts, Forces
 from meanflow.flows._kinks.turning import Turners
-from meanflow.flows._losses import Loss
-from meanflow.flows._motion import FrozenMotion
+from meanflow.flows._motion import Cap, FrozenMotion, Samples, Scalar
 from meanflow.flows._normalized import BatchNormed
 from meanflow.flows._problem import Problem
 from meanflow.geometry import _omega as omega
@@ -90,25 +89,13 @@ class Place(NamedTuple):
     overflow: Bool[Array, ""]
 
 
-class Fading(NamedTuple):
-    """What weight decay does to a sub-step: factors (outer, inner), (m,) each, of the weights of the two layers.
-
-    Attributes:
-        clock: (m,) how long neurons move without decay.
-        before, after: factors ahead of that motion and behind it.
-    """
-
-    clock: Float[Array, " m"]
-    before: tuple[jax.Array, jax.Array]
-    after: tuple[jax.Array, jax.Array]
-
-
+Layers = tuple[jax.Array, jax.Array]  # factors (outer, inner), (m,) each, of the weights of the two layers
 Weights = tuple[Float[Array, " m"], Float[Array, "m d"], Float[Array, "m n"]]  # a, b and z = <x, b>
 # what is done from event to event, the neurons, what is constant for each of them, and what all share
 Way = tuple[passage.Steps, "planes.Walkers | Turners", PyTree[Array], PyTree[Array]]
 
 
-def _scaled(weights: Weights, factors: tuple[jax.Array, jax.Array]) -> Weights:
+def _scaled(weights: Weights, factors: Layers) -> Weights:
     """Return (a, b, z) with the outer weights and the inner ones multiplied by factors (m,)."""
     (a, b, z), (outer, inner) = weights, factors
     return a * outer, b * inner[:, None], z * inner[:, None]
@@ -119,23 +106,12 @@ class TwoLayerMotion(FrozenMotion):
 
     Attributes:
         normal: (n, d) the samples, with a last column of ones if there is a bias.
-        y, weights: the data.
-        loss: the loss of a prediction.
-        offset: (n,) what a centered flow subtracts from its predictions, else 0.
-        shares: (m,) p_i times the output scale.
-        force_scale: factor of the force: the clock and the output scale.
         decay: (2,) strengths of the decay of the outer and the inner layer, on the clock of the run; None without.
         rates: the rates of the two layers, and which neurons are real.
         slopes: those of the activation below and above 0.
     """
 
     normal: Float[Array, "n d"]
-    y: Float[Array, " n"]
-    weights: Float[Array, " n"]
-    loss: Loss
-    offset: Float[Array, " n"]
-    shares: Float[Array, " m"]
-    force_scale: Float[Array, ""]
     decay: Float[Array, "2"] | None
     rates: passage.Rates
     slopes: tuple[float, float]
@@ -149,12 +125,10 @@ class TwoLayerMotion(FrozenMotion):
             )
         dtype = cloud.weights.dtype
         self.slopes = homogeneous_slopes(feature.activation)
-        self.normal, self.y, self.weights, self.loss = feature.inputs(data.x), data.y, data.weights, flow.loss
-        self.offset = jnp.zeros_like(data.y) if flow.offset is None else flow.offset(data.x)
         ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, dtype)
-        self.shares = cloud.weights * ratio
         # velocities are m/alpha times those of the mean, on the clock of the run
-        self.force_scale = ratio * speed
+        super().__init__(problem, data, ratio, ratio * speed)
+        self.normal = feature.inputs(data.x)
         one = jnp.ones_like(cloud.weights)
         outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
         self.rates = passage.Rates(inner, outer, cloud.weights > 0)
@@ -187,7 +161,7 @@ class TwoLayerMotion(FrozenMotion):
         nowhere = lambda on: jnp.full((on.shape[0], size), n, jnp.int32)
         slots = jax.lax.cond(jnp.any(on), gather, nowhere, on)  # few runs start on a plane
         many = jnp.any((jnp.sum(on, axis=1) > size) & self.rates.is_real)
-        return Place(found, side, slots, None, None, jnp.zeros((), jnp.int32), passage.Counts.none(), many)
+        return Place(found, side, slots, None, None, jnp.zeros((), jnp.int32), passage.no_events(), many)
 
     def unfold(self, particles: Neurons, state: Place) -> Place:
         """Compute <x, b> anew; the side of each plane is remembered, so rounding cannot change it."""
@@ -211,22 +185,8 @@ class TwoLayerMotion(FrozenMotion):
         )
         return f - self.offset
 
-    def residual(self, particles: Neurons, state: Place) -> Float[Array, " n"]:
-        """Return q_j l'(f_j), with the clock and the scale included."""
-        return self.force_scale * self.weights * self.loss.slope(self.predict(particles, state), self.y)
-
-    def risk(self, particles: Neurons, state: Place) -> Float[Array, ""]:
-        """Return the risk."""
-        return self.weights @ self.loss(self.predict(particles, state), self.y)
-
     def move(
-        self,
-        particles: Neurons,
-        state: Place,
-        covector: Float[Array, " n"],
-        time: Float[Array, ""],
-        max_events: int | None,
-        forward: bool,
+        self, particles: Neurons, state: Place, covector: Samples, time: Scalar, cap: Cap, forward: bool
     ) -> tuple[Neurons, Place]:
         """Move for ``time`` in a frozen field.
 
@@ -236,21 +196,25 @@ class TwoLayerMotion(FrozenMotion):
         """
         assert state.z is not None
         weights, clock = (particles.a, self.raw(particles), state.z), jnp.full_like(particles.a, time)
-        fading = None if self.decay is None else self._fading(self.decay, time)
-        if fading is not None:
-            weights, clock = _scaled(weights, fading.before), fading.clock
+        after: Layers | None = None
+        if self.decay is not None:
+            clock, before, after = self._fading(self.decay, time)
+            weights = _scaled(weights, before)
         # decay is taken out of the motion, so that the closed forms stand as they are (see ``_fading``)
         forces = planes.freeze(self.normal, state.planes, covector, self.slopes, state.gram)
+        # all planes that neurons sit on are decided anew, since the forces have changed
+        lam, came = (jnp.zeros(state.slots.shape, dtype) for dtype in (clock.dtype, state.side.dtype))
+        here = Contacts(state.side, state.slots, lam, came)
         end, counts = passage.run(
-            *self.way(weights, contacts.touching(state.side, state.slots, clock), clock, forces),
-            4 * self.y.shape[0] + 16 if max_events is None else max_events,
+            *self.way(weights, here, clock, forces),
+            4 * self.y.shape[0] + 16 if cap is None else cap,
             forward=forward,
             together=TOGETHER,
             blocks=block_count(state.z.size, self.normal.shape[1]),
         )
         a, b, z = end.a, end.b, end.z
-        if fading is not None:
-            a, b, z = _scaled((a, b, z), fading.after)
+        if after is not None:
+            a, b, z = _scaled((a, b, z), after)
         # whoever still has time left ran out of events or of slots: the run is marked, never silently wrong
         side, slots, _, _ = end.contacts
         slides = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
@@ -259,7 +223,7 @@ class TwoLayerMotion(FrozenMotion):
             slots=slots,
             z=z,
             most=jnp.maximum(state.most, jnp.max(jnp.where(self.rates.is_real, slides, 0))),
-            counts=state.counts.plus(counts),
+            counts=state.counts + counts,
             overflow=state.overflow | jnp.any((end.left != 0) & self.rates.is_real),
         )
 
@@ -270,8 +234,11 @@ class TwoLayerMotion(FrozenMotion):
         walkers = planes.Walkers(a, b, force, z, here, jnp.zeros(a.shape, bool), clock)
         return passage.Steps(planes.advance, first=planes.glide), walkers, self.rates, forces
 
-    def _fading(self, decay: Float[Array, "2"], time: Float[Array, ""]) -> Fading:
+    def _fading(self, decay: Float[Array, "2"], time: Scalar) -> tuple[Float[Array, " m"], Layers, Layers]:
         """Return how decay with rates la and lb is taken out of the motion.
+
+        It is the time for which neurons move without decay, and what their weights are multiplied by ahead of that
+        motion and behind it.
 
         If la = lb = lam, a = exp(-lam t) A and b = exp(-lam t) B leave the motion of A and B as it is without decay.
         If one layer is frozen, the other moves on the stretched clock (exp((la + lb) t) - 1) / (la + lb). Both are
@@ -287,12 +254,12 @@ class TwoLayerMotion(FrozenMotion):
         before = lambda whole: jnp.where(exact, 1.0, jnp.sqrt(whole))
         after = lambda whole: jnp.where(exact, whole, jnp.sqrt(whole))
         clock = jnp.where(frozen, stretched, time)
-        return Fading(clock, (before(outer), before(inner)), (after(outer), after(inner)))
+        return clock, (before(outer), before(inner)), (after(outer), after(inner))
 
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
         on = jnp.any(state.slots < self.y.shape[0], axis=1) & self.rates.is_real
-        return state.counts.by_name() | {"sliding": jnp.sum(on, dtype=jnp.int32), "planes": state.most}
+        return passage.by_name(state.counts) | {"sliding": jnp.sum(on, dtype=jnp.int32), "planes": state.most}
 
 
 class NormalizedMotion(TwoLayerMotion):
@@ -337,9 +304,5 @@ class NormalizedMotion(TwoLayerMotion):
     def way(self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces) -> Way:
         """Return the sub-step: from event to event in steps of order 4."""
         turners = Turners(*weights, here, jnp.zeros_like(here.came), clock)
-        return (
-            passage.Steps(turning.advance),
-            turners,
-            self.rates.is_real,
-            turning.Field(forces, self.covariance),
-        )
+        field = turning.Field(forces, self.covariance)
+        return passage.Steps(turning.advance), turners, self.rates.is_real, field
