@@ -25,7 +25,7 @@ from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
 from meanflow.solvers._batches import shuffle
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
-from meanflow.training._fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
+from meanflow.training._fitting import INPUTS, check_fit, labels, maker, same_rows, settings, train_data
 from meanflow.training._moments import FeatureMoments, moments
 from meanflow.training._networks import LAYER, Network
 from meanflow.training.data import Data
@@ -344,7 +344,7 @@ class Trainer:
         }
 
     @_checks.arguments(
-        state=_checks.either(STATE, keys),
+        state=_checks.either(STATE, _checks.prng_keys),
         data=train_data,
         epochs=_checks.count(0),
         progress=_checks.optional(_checks.flag),

@@ -263,7 +263,15 @@ class Raw(Univariate):
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return the balance c^2 - a^2 - b^2, which is conserved where both layers learn."""
-        return _balance_law(space) if isinstance(space, TrainableLayers) else None
+        if not isinstance(space, TrainableLayers):
+            return None
+
+        def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+            a, b, c = cloud.particles
+            learns = space.inner_rate * space.outer_rate  # 0 where a frozen layer breaks the law
+            return jnp.where(learns == 0, 0.0, balance(cloud.particles)), a**2 + b**2 + c**2
+
+        return law
 
     def motion(self, problem: Problem) -> FrozenMotion:
         """Return the exact motion of (a, b, c)."""
@@ -288,17 +296,6 @@ def weight_decay(particles: Affine) -> Float[Array, " m"]:
     """Return (a^2 + b^2 + c^2)/2, which is at least |c| |(a, b)|, with equality at balance 0."""
     a, b, c = particles
     return 0.5 * (a**2 + b**2 + c**2)
-
-
-def _balance_law(space: TrainableLayers) -> Invariant:
-    """Return the map of a cloud to its balances and their scale; 0 where a frozen layer breaks the law."""
-
-    def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-        a, b, c = cloud.particles
-        learns = space.inner_rate * space.outer_rate
-        return jnp.where(learns == 0, 0.0, balance(cloud.particles)), a**2 + b**2 + c**2
-
-    return law
 
 
 def _check_penalty(problem: Problem, solved: object) -> None:

@@ -21,7 +21,8 @@ from meanflow.flows._problem import Chart
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.univariate._angles import angle_of
 from meanflow.univariate._features import Raw, Reduced
-from meanflow.univariate._spaces import Lifted, RawSpace, layer_rates, to_polar, to_raw
+from meanflow.univariate._spaces import Lifted, RawSpace, layer_rates
+from meanflow.univariate.balance import to_polar, to_raw
 
 
 class Hyperbola(RawSpace):

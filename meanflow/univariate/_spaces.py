@@ -18,28 +18,14 @@ from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
 from meanflow.geometry._space import Space
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.measures._scaling import Scaling
-from meanflow.univariate._angles import angle_of, unit
-from meanflow.univariate.balance import split
+from meanflow.univariate._angles import unit
+from meanflow.univariate.balance import split, to_polar, to_raw
 
 
 def layer_rates(delta: Float[Array, "*m"]) -> tuple[Float[Array, "*m"], Float[Array, "*m"]]:
     """Return the rates (kp, kc) of the inner and the outer layer: 1, or 0 where the balance ``delta`` freezes it."""
     one = jnp.ones_like(delta)
     return jnp.where(jnp.isneginf(delta), 0.0, one), jnp.where(jnp.isposinf(delta), 0.0, one)
-
-
-def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
-    """Return (r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)), eq. (5) with atan2; ``ratio`` is m/alpha."""
-    length = safe_sqrt(p[..., 0] ** 2 + p[..., 1] ** 2)
-    return Polar(ratio * c * length, angle_of(p))
-
-
-def to_raw(
-    particles: Polar, delta: Float[Array, " m"], ratio: Float[Array, ""]
-) -> tuple[Float[Array, "m 2"], Float[Array, " m"]]:
-    """Return p = (a, -b) and c of neurons (r, theta) with balance ``delta``; ``ratio`` is m/alpha."""
-    c, n = split(particles.r / ratio, delta)
-    return n[:, None] * unit(particles.theta), c
 
 
 class PolarSpace(Space):

@@ -13,7 +13,7 @@ from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
 from meanflow.univariate._angles import unit
-from meanflow.univariate._spaces import to_polar
+from meanflow.univariate.balance import to_polar
 
 X = np.array([-0.8, -0.1, 0.4, 1.0])
 DATA = Dataset(X, [0.3, -0.7, 0.2, 0.9], weights="sum")
