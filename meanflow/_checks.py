@@ -419,7 +419,7 @@ def prng_keys(name: str, value: object) -> object:
     """Accept one typed PRNG key, or an array (s,) of such keys."""
     typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if not typed or value.ndim > 1 or value.size == 0:  # type: ignore[attr-defined]
-        raise TypeError(
+        raise ValueError(
             f"{name} must be made by jax.random.key, one key or an array (s,) of keys, got {show(value)}"
         )
     return value

@@ -161,8 +161,8 @@ class Trainer:
         self.graph = nnx.split(network, nnx.Param, ...)[0]
         lift = jax.vmap if self.ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
-        self._epoch = self._pass if self.by_host else jax.jit(lift(self._pass))
-        self._evaluate = self._score if self.by_host else jax.jit(lift(self._score))
+        self._epoch = self.epoch if self.by_host else jax.jit(lift(self.epoch))
+        self._evaluate = self.evaluate if self.by_host else jax.jit(lift(self.evaluate))
         self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
         self._compare = jax.jit(lift(self.compare))
@@ -203,10 +203,6 @@ class Trainer:
             y: their labels (n, ...).
         """
         same_rows(x, y)
-        return self._pass(state, x, y)
-
-    def _pass(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-        """Take the steps of an epoch, in one loop or one program each."""
         plan = self._plan(state, x.shape[0])
         steps = len(plan[1])
         step = lambda carry, inputs: self._step(carry, inputs, x, y)
@@ -295,9 +291,6 @@ class Trainer:
             y: their labels (n, ...).
         """
         same_rows(x, y)
-        return self._score(state, x, y)
-
-    def _score(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         # inference treats samples independently: large test sets go through in pieces
         if self.by_host:  # two shapes at most are compiled: whole pieces and the rest
             pieces = range(0, len(x), EVALUATION_BATCH)

@@ -66,11 +66,7 @@ class Hyperbola(RawSpace):
         self.lifted.check_noise(unlike)
 
     def exp(self, cloud: Cloud, v: Affine) -> Affine:
-        """Return ``retract``, which leaves the hyperbola along its normal only: right to second order."""
-        return self.retract(cloud, v)
-
-    def retract(self, cloud: Cloud, v: Affine) -> Affine:
-        """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction.
+        """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction: right to second order.
 
         The way back is one Newton step for the defect D(k) = c^2 (1 - k)^2 - (a^2 + b^2) (1 + k)^2 - delta: with
         D'(0) = -2 (a^2 + b^2 + c^2), it is k = (c^2 - a^2 - b^2 - delta) / 2 (a^2 + b^2 + c^2). A straight step misses

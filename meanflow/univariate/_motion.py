@@ -110,14 +110,6 @@ class UnivariateMotion(FrozenMotion):
         on = jnp.sum((state.ray >= 0) & self.is_real, dtype=jnp.int32)
         return state.counts.by_name() | {"sliding": on}
 
-    def overflow(self, state: Place) -> Bool[Array, ""]:
-        """Return whether a neuron had time left after the last allowed event of some sub-step."""
-        return state.overflow
-
-    def with_overflow(self, state: Place, overflow: Bool[Array, ""]) -> Place:
-        """Return the state, marked if ``overflow`` is true."""
-        return state._replace(overflow=state.overflow | overflow)
-
     def place(self, u: Vector, v: Vector) -> Place:
         """Find the regions of neurons with direction (u, v); one exactly on a sample starts on its ray, undecided."""
         # A sample is active if x u > -v strictly, so equality is on the ray, and only the two rays that bound the

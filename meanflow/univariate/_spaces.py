@@ -93,10 +93,11 @@ class Lifted(PolarSpace):
         radial, turning = self.mobility(cloud)
         return safe_divide(u.r * v.r, radial) + safe_divide(u.theta * v.theta, turning)
 
-    def retract(self, cloud: Cloud, v: Polar) -> Polar:
+    def exp(self, cloud: Cloud, v: Polar) -> Polar:
         """Step the raw neuron (p, c) that has velocity v along a straight line, and return it in (r, theta).
 
-        For delta = +-inf this is the exponential map (the metric is flat).
+        For delta = +-inf this is the exponential map (the metric is flat). Otherwise it is right to second order:
+        geodesics of the hyperboloid c^2 - n^2 = delta have no elementary form.
         """
         delta, ratio = self.delta(cloud), self.scaling.ratio(cloud)
         inner_rate, outer_rate = layer_rates(delta)
@@ -114,7 +115,7 @@ class Lifted(PolarSpace):
         return Polar(moved.r, jnp.where(still, cloud.particles.theta, moved.theta))
 
     def noise(self, cloud: Cloud, normal: Polar) -> Polar:
-        """Return (sqrt(P_rr) xi_r, sqrt(P_tt) xi_theta); ``retract`` follows the surface to second order."""
+        """Return (sqrt(P_rr) xi_r, sqrt(P_tt) xi_theta); ``exp`` follows the surface to second order."""
         radial, turning = self.mobility(cloud)
         return Polar(safe_sqrt(radial) * normal.r, safe_sqrt(turning) * normal.theta)
 
@@ -130,10 +131,6 @@ class Lifted(PolarSpace):
             raise ValueError(
                 "temperature needs particles.r other than 0 where delta > 0, got a neuron at r = 0"
             )
-
-    def exp(self, cloud: Cloud, v: Polar) -> Polar:
-        """Return ``retract``: geodesics of the hyperboloid c^2 - n^2 = delta have no elementary form."""
-        return self.retract(cloud, v)
 
 
 class RawSpace(Space):
