@@ -156,22 +156,13 @@ class Univariate(Feature):
 
         return {platform: way if is_dense(platform) else force.REGIONS for platform, way in DENSE.items()}
 
-    def linearize(self, cloud: Cloud, x: Float[Array, " n"]) -> tuple[Float[Array, " n"], Pull]:
-        """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``."""
-        return self._linearize(cloud, x, False)
-
-    def linearize_data(self, cloud: Cloud, data: Dataset) -> tuple[Float[Array, " n"], Pull]:
-        """Return the same at the samples of a data set, which are not sorted again if the data set says they are."""
-        return self._linearize(cloud, data.x, data.is_sorted)
-
-    def arrange(self, cloud: Cloud, data: Dataset) -> Dataset:
-        """Return the data sorted by x where the fast forces are used."""
-        is_fast = force.REGIONS in self.ways(data.size, cloud.size).values()
-        return data.sorted() if is_fast else data
-
-    def _linearize(
-        self, cloud: Cloud, x: Float[Array, " n"], is_sorted: bool, small: int = 0
+    def linearize(
+        self, cloud: Cloud, x: Float[Array, " n"], *, is_sorted: bool = False, small: int = 0
     ) -> tuple[Float[Array, " n"], Pull]:
+        """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``.
+
+        ``is_sorted`` and ``small`` are those of ``linearization`` and of ``ways``.
+        """
         p, share = self.direction(cloud), cloud.weights * self.outer_weight(cloud)
         # a column at a time: the compiler then never stores the pairs
         slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
@@ -179,12 +170,21 @@ class Univariate(Feature):
         f, gather = force.linearization(p, slopes, x, ways, is_sorted=is_sorted)
         return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
 
+    def linearize_data(self, cloud: Cloud, data: Dataset) -> tuple[Float[Array, " n"], Pull]:
+        """Return the same at the samples of a data set, which are not sorted again if the data set says they are."""
+        return self.linearize(cloud, data.x, is_sorted=data.is_sorted)
+
+    def arrange(self, cloud: Cloud, data: Dataset) -> Dataset:
+        """Return the data sorted by x where the fast forces are used."""
+        is_fast = force.REGIONS in self.ways(data.size, cloud.size).values()
+        return data.sorted() if is_fast else data
+
     def predict(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, " n"]:
         """Return f(x_j), without sorting the inputs where there are few: that takes long to compile.
 
         Predictions alone are rare, of a grid at each save of a run for instance, and not worth it.
         """
-        return self._linearize(cloud, x, False, LARGEST_GRID)[0]
+        return self.linearize(cloud, x, small=LARGEST_GRID)[0]
 
 
 class Reduced(Univariate):
