@@ -186,8 +186,10 @@ def _tree(x: jax.Array, depth: int, every: int) -> TreeRecord:
 
     step = lambda trees, _: jax.vmap(tree_step)(trees)
     rounds = (depth - 1) // every
-    seen = iterate(step, start, None, rounds * every, every, observe, first=True)[1]
-    return TreeRecord(1 + every * jnp.arange(rounds + 1), *seen, order)
+    gram, log_scale, weight, multi, most = iterate(
+        step, start, None, rounds * every, every, observe, first=True
+    )[1]
+    return TreeRecord(1 + every * jnp.arange(rounds + 1), gram, log_scale, weight, multi, most, order)
 
 
 @_checks.arguments(x=array((None,), (None, None), least=3), depth=count(1), every=count(1))
