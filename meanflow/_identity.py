@@ -67,6 +67,8 @@ def array_text(value: ArrayLike | np.generic) -> str:
     >>> array_text(np.float64(0.5))
     'float64:0.5'
     """
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return f"{jax.random.key_impl(value)}:{jax.random.key_data(value).tolist()}"
     array = np.asarray(value)
     if array.size == 1 and array.dtype.kind in "fiub":
         return f"{array.dtype}:{array.item()!r}"

@@ -108,8 +108,8 @@ OTHER_CONSTRUCTORS = {
         *("Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
-        *("Space", "Feature", "Observable", "Stepper", "Dynamics", "StepRule"),
-        *("StoreError", "FailedRun", "RESULTS"),
+        *("Space", "Feature", "Observable", "Stepper", "StepRule"),
+        *("FailedRun", "RESULTS"),
     ),
     "made by functions of this package": ("Flow", "Chart", "Solution", "DensitySolution", "Data"),
 }
@@ -331,7 +331,7 @@ def mismatches():
         (lambda: mf.plots.plane(line, line[:2]), "theta must have shape"),
         (lambda: mf.plots.fit(line, {"f": line[:2]}, None), "must have 4 values like x"),
         (lambda: mf.plots.traces(line, {"f": x}), "must have 4 values like x"),
-        (lambda: mf.sweeps.prepare(flow, data, widths=[2]), "exactly one of t1 and steps"),
+        (lambda: mf.sweep(flow, data, widths=[2], compute=False), "exactly one of t1 and steps"),
         (lambda: mf.sweep(flow, data, widths=[2], steps=2, step=0.1, bogus=1), "must be among"),
         (lambda: mf.kernels.infinite_ntk(x, wide, depth=2), "x and z must be"),
         (lambda: mf.kernels.infinite_ntk(x, depth=2, widths=(3,)), "widths must list"),

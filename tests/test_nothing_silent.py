@@ -146,9 +146,11 @@ def timed(**change):
         ),
         (lambda: sweep(step=-0.1), "step must be"),
         (lambda: sweep(step=None, axes={"step": [0.1, np.nan]}), "step must not hold NaN"),
-        (lambda: timed(axes={"rtol": [1e-3, -1.0]}), "rtol must be >= 0"),
-        (lambda: timed(axes={"rtol": [1e-3, np.inf]}), "rtol must be finite"),
-        (lambda: timed(axes={"atol": [-1e-3]}), "atol must be >= 0"),
+        (lambda: timed(axes={"r": [1e-3, -1.0]}, step=lambda r: mf.solvers.Adaptive(r)), "rtol must be >= 0"),
+        (
+            lambda: timed(axes={"r": [1e-3, np.inf]}, step=lambda r: mf.solvers.Adaptive(r)),
+            "rtol must be finite",
+        ),
         (lambda: timed(axes={"clock": ["lazy", "bogus"]}), "clock must be one of"),
         (lambda: timed(axes={"solver": ["bogus"]}), "solver must be"),
     ],
@@ -250,7 +252,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 3))), "y must have shape"),
         (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 2)), (0,)), "orders"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, "1"), "t1 must be a number"),
-        (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, rtol="a"), "rtol must be"),
+        (lambda: mf.solvers.Adaptive(rtol="a"), "rtol must be"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, ts="a"), "ts must be"),
         (lambda: mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 2, optimizer="adam"), "optimizer must be"),
         (lambda: mf.descend(mf.vanilla("tanh"), CLOUD, PLANE, 2, optimizer=optax.adam), "optimizer must be"),
@@ -309,7 +311,7 @@ def test_plain_numbers_of_observers_and_numpy_numbers_are_fine():
 def test_tolerances_that_are_none(name, value):
     """They used to give ok=True with an energy that was wrong by thousands."""
     with pytest.raises(ValueError, match=f"{name} must be"):
-        mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, **{name: value})
+        mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, step=mf.solvers.Adaptive(**{name: value}))
 
 
 @pytest.mark.bad_input

@@ -16,7 +16,6 @@ from jaxtyping import PyTree
 
 import meanflow as mf
 from meanflow import kernels
-from meanflow.sweeps import _program as program
 from meanflow_benchmarks import networks
 from meanflow_benchmarks.hlo import Program, Work
 
@@ -110,15 +109,19 @@ def sweep(
     samples = 64
     x = np.random.default_rng(0).normal(size=samples if dim is None else (samples, dim)).astype(np.float32)
     data = mf.Dataset(x, np.sin(3 * x) if dim is None else np.sin(3 * x[:, 0]))
-    plan = mf.sweeps.prepare(flow, data, widths=widths, seeds=seeds, step=0.1, **settings)
+    plan = mf.sweep(flow, data, widths=widths, seeds=seeds, step=0.1, compute=False, **settings)
     group = plan.groups[0]
-    cell, inputs = plan.cell(group), plan.inputs(group, group.cells)
+    inputs = plan.inputs(group, group.cells)
 
     def run(data: mf.Dataset, inputs: PyTree) -> PyTree:
-        return program.batched(cell, data, inputs, mesh)
+        return plan.batched(group, data, inputs, mesh)
 
     described = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), (data, inputs))
-    specs = (jax.tree.map(lambda _: PartitionSpec(), data), program.specs(inputs))
+    # clouds are split along both axes, everything else along the cells
+    split = jax.tree.map(lambda _: PartitionSpec("sweep"), inputs)
+    both = lambda u: PartitionSpec(*("sweep", "particles")[: min(u.ndim, 2)])
+    split["cloud"] = jax.tree.map(both, inputs["cloud"])
+    specs = (jax.tree.map(lambda _: PartitionSpec(), data), split)
     return Job(run, described, settings.get("steps", 0), -1, mesh, specs)
 
 

@@ -50,7 +50,7 @@ def grid_speed(
     flow, x = mf.lifted(alpha="sqrt"), np.linspace(-1, 1, samples)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
     balances = [-np.inf, *np.linspace(-20, 20, deltas - 2), np.inf]
-    plan = mf.sweeps.prepare(
+    plan = mf.sweep(
         flow,
         data,
         widths=widths,
@@ -59,6 +59,7 @@ def grid_speed(
         steps=steps,
         step=STEP,
         observe=("angle_displacement",),
+        compute=False,
     )
     begin = time.process_time()
     plan.run()  # this one also compiles
@@ -119,8 +120,15 @@ def by_hand(
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
     balances = [-np.inf, *np.linspace(-20, 20, deltas - 2), np.inf]
     begin = time.process_time()
-    plan = mf.sweeps.prepare(
-        mf.lifted(alpha="sqrt"), data, widths=widths, deltas=balances, seeds=seeds, steps=steps, step=STEP
+    plan = mf.sweep(
+        mf.lifted(alpha="sqrt"),
+        data,
+        widths=widths,
+        deltas=balances,
+        seeds=seeds,
+        steps=steps,
+        step=STEP,
+        compute=False,
     )
     plan.run()
     cold = time.process_time() - begin

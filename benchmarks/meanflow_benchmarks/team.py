@@ -26,7 +26,7 @@ def main(number: int, count: int, port: int, core: int, width: int, cells: int, 
 
     x = np.linspace(-1, 1, 20)
     data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
-    plan = mf.sweeps.prepare(
+    plan = mf.sweep(
         mf.lifted(alpha="sqrt"),
         data,
         widths=[width],
@@ -35,6 +35,7 @@ def main(number: int, count: int, port: int, core: int, width: int, cells: int, 
         steps=steps,
         step=1e-3,
         observe=(),
+        compute=False,
     )
     plan.run()  # compiles
     start = time.perf_counter()

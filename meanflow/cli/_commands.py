@@ -87,11 +87,15 @@ SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "t1": ("run.t1", float, "End time, instead of --steps."),
     "step": ("run.step", float, "Step size."),
     "temperature": (
-        "run.temperature",
-        float,
+        "run.dynamics",
+        lambda text: {"temperature": float(text)},
         "Temperature of the noise; needs --step, with --t1 or --steps.",
     ),
-    "reaction": ("run.reaction", float, "Rate at which the weights of the neurons move."),
+    "reaction": (
+        "run.dynamics",
+        lambda text: {"reaction": float(text)},
+        "Rate at which the weights of the neurons move.",
+    ),
     "key": ("run.key", int, "Number of the random numbers: starts, batches, noise."),
     "kernel_step": (
         "run.step",
@@ -132,7 +136,7 @@ def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
     """Do what may fail before the sweep; if it fails on one of several processes, all of them stop."""
     if not distributed:
         return work()
-    from meanflow.sweeps._runner import together
+    from meanflow.sweeps._devices import together
 
     return together(work)
 
@@ -143,15 +147,13 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
 
     from meanflow.cli import _tables as tables
     from meanflow.cli._request import build
-    from meanflow.sweeps import make_mesh
+    from meanflow.sweeps._devices import is_lead
     from meanflow.sweeps._results import failed
-    from meanflow.sweeps._runner import is_lead
 
     # before anything is computed
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
     plan = _on_all(distributed, lambda: build(request))
-    mesh = make_mesh(**request["mesh"]) if request.get("mesh") else None
-    data = plan.run(store=store, mesh=mesh)
+    data = plan.run(store=store)
     lost = int(failed(data).sum())
     numbers = {
         "store": store,
@@ -232,7 +234,10 @@ def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) ->
     for place, value in given + [parse_setting(change) for change in changes]:
         table, dot, key = place.partition(".")
         if dot:
-            tables.setdefault(table, {})[key] = value
+            known = tables.setdefault(table, {})
+            # two flags for one table are an error that names both, which the table itself finds
+            both = key == "dynamics" and isinstance(value, dict) and isinstance(known.get(key), dict)
+            known[key] = {**known[key], **value} if both else value
         elif isinstance(value, dict) or table == "store":
             tables[table] = value
         else:
@@ -277,7 +282,8 @@ def _stored_request(directory: str) -> Tables:
 
 def _load(directory: str) -> "xarray.Dataset":
     """Return the finished part of a run directory."""
-    from meanflow.sweeps import StoreError, load
+    from meanflow.sweeps import load
+    from meanflow.sweeps._store import StoreError
 
     data = load(directory)
     if not data.data_vars:
@@ -383,9 +389,9 @@ def info(as_json: bool) -> None:
     """
     import jax
 
-    from meanflow.sweeps._plan import all_versions
+    from meanflow.files import versions
 
-    found = all_versions()
+    found = versions()
     warning = BAD_JAX.get(found["jax"])
     devices = [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]
     if as_json:

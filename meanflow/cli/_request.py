@@ -18,9 +18,10 @@
     [run]
     steps = 2000
     every = 200
-    step = {kernel = 0.2}      # or a number
+    step = {kernel = 0.2}      # or a number, or {rtol = 1e-6} for adaptive steps
     observe = ["default", "neurons"]    # some names, "default" for the usual ones; neurons for the animation
-    temperature = 0.1          # noise, by default of key = 0; or reaction = 1.0, with conserve = false for free mass
+    dynamics = {temperature = 0.1}      # noise; or {reaction = 1.0}, with conserve = false for free mass
+    batches = {size = 10}      # minibatches
 
 Every table is checked: an unknown or misspelt key is an error that names the nearest known one.
 """
@@ -40,9 +41,11 @@ from meanflow._identity import Json
 from meanflow.flows import _models as models
 from meanflow.flows._flow import Flow
 from meanflow.measures._dataset import Dataset
-from meanflow.solvers._step import KernelStep
-from meanflow.sweeps._cells import Sweep
-from meanflow.sweeps._networks import prepare
+from meanflow.solvers._batches import Batches
+from meanflow.solvers._dynamics import Noise, Reaction
+from meanflow.solvers._step import Adaptive, KernelStep
+from meanflow.sweeps._networks import Sweep, sweep
+from meanflow.sweeps._plan import Execution
 from meanflow.univariate import _models as univariate
 
 
@@ -67,9 +70,8 @@ TABLES = ("store", "flow", "data", "grid", "run", "mesh")
 DATA_KEYS = ("name", "points", "dim", "seed", "file", "x", "y", "weights")
 GRID_KEYS = ("widths", "deltas", "scales", "seeds", "axes")
 RUN_KEYS = (
-    *("t1", "ts", "steps", "every", "step", "solver", "clock", "rtol", "atol", "steady", "max_steps"),
-    *("batch_size", "replace", "statistics", "observe", "chunk", "waste", "nested", "key", "precision"),
-    *("temperature", "reaction", "conserve"),
+    *("t1", "ts", "steps", "every", "step", "solver", "clock", "steady", "dynamics", "batches"),
+    *("observe", "chunk", "waste", "key", "precision"),
 )
 PRECISIONS = ("float32", "float64")
 
@@ -115,19 +117,61 @@ def build(request: Json) -> Sweep:
     """Return the plan of the sweep that a checked request describes; it keeps the request for its store."""
     flow = dict(request["flow"])
     make = FLOWS[flow.pop("name")].make
-    run = {k: v for k, v in request["run"].items() if k != "precision"}
-    if isinstance(run.get("step"), Mapping):
-        _known("run.step", run["step"], ("kernel", "every"))
-        if "kernel" not in run["step"]:
-            raise ValueError(f"run.step must be a number or {{kernel = kappa, every = n}}, got {run['step']}")
-        run["step"] = KernelStep(run["step"]["kernel"], run["step"].get("every", 20))
-    settings = {k: v for k, v in run.items() if v is not None}
+    run = {k: v for k, v in request["run"].items() if k != "precision" and v is not None}
+    for name, build_one in SETTINGS.items():
+        if isinstance(run.get(name), Mapping):
+            run[name] = build_one(f"run.{name}", dict(run[name]))
+    grid = dict(request["grid"])
     for name in ("deltas", "scales"):
-        given = request["grid"].get(name, [])
+        given = grid.get(name, [])
         if not isinstance(given, list) or not all(type(v) in (int, float) for v in given):
             raise ValueError(f"grid.{name} must be a list of numbers, got {given!r}")
-    plan = prepare(make(**flow), named_data(**request["data"]), **request["grid"], **settings)
+    if "scales" in grid:
+        grid["axes"] = {"scale": grid.pop("scales")} | grid.get("axes", {})
+    mesh = request.get("mesh", {})
+    execution = Execution(
+        **{name: run.pop(name) for name in ("chunk", "waste") if name in run},
+        mesh=(mesh.get("sweep"), mesh.get("particles", 1)) if mesh else None,
+    )
+    data = named_data(**request["data"])
+    plan = sweep(make(**flow), data, execution=execution, compute=False, **grid, **run)
     return dataclasses.replace(plan, request=dict(request))
+
+
+def _step(where: str, table: Json) -> KernelStep | Adaptive:
+    """Return the rule behind {kernel = kappa, every = n} or {rtol = r, atol = a}."""
+    if "kernel" in table:
+        _known(where, table, ("kernel", "every", "max_steps"))
+        return KernelStep(table.pop("kernel"), **table)
+    _known(where, table, ("rtol", "atol", "max_steps", "kernel", "every"))
+    if "every" in table or not table:
+        raise ValueError(
+            f"{where} must be a number, {{kernel = kappa, every = n}} or {{rtol = r, atol = a}}, got {table}"
+        )
+    return Adaptive(**table)
+
+
+def _dynamics(where: str, table: Json) -> Noise | Reaction:
+    """Return the dynamics behind {temperature = tau} or {reaction = beta, conserve = true}."""
+    _known(where, table, ("temperature", "reaction", "conserve"))
+    if ("temperature" in table) == ("reaction" in table):
+        raise ValueError(f"{where} must hold one of temperature and reaction, got {table}")
+    if "temperature" in table:
+        _known(where, table, ("temperature",))
+        return Noise(table["temperature"])
+    return Reaction(table["reaction"], table.get("conserve", True))
+
+
+def _batches(where: str, table: Json) -> Batches:
+    """Return the minibatches behind {size = n, replace = false, statistics = "frozen"}."""
+    _known(where, table, ("size", "replace", "statistics"))
+    if "size" not in table:
+        raise ValueError(f"{where} needs a size, got {table}")
+    return Batches(**table)
+
+
+# settings that are tables
+SETTINGS = {"step": _step, "dynamics": _dynamics, "batches": _batches}
 
 
 def named_data(

@@ -23,7 +23,7 @@ from meanflow.measures._dataset import DATA, Dataset
 from meanflow.solvers._adaptive import ADJOINTS, save_times
 from meanflow.solvers._defaults import Method, choose, rougher
 from meanflow.solvers._dynamics import DYNAMICS, Dynamics
-from meanflow.solvers._run import Options, Times, run
+from meanflow.solvers._run import LOOPS, Options, Times, run
 from meanflow.solvers._solution import (
     STATE,
     Settings,
@@ -131,11 +131,19 @@ def solve(
         dynamics.check(flow, cloud)
     method = choose(flow, cloud, data, solver, step, dynamics, clock)
     times = save_times(ts, start, end, dtype)
+    backward = ADJOINTS[adjoint] if isinstance(adjoint, str) else adjoint
+    if not isinstance(method.rule, Adaptive) and type(backward) not in LOOPS:
+        raise ValueError(
+            f"adjoint must be one of {list(ADJOINTS)} with fixed steps, or what these names stand for in diffrax, "
+            f"got {type(backward).__name__}"
+        )
     options = Options(
-        horizon=Times(start, end, times, None if steady is None else scalar(steady, dtype)),
+        horizon=Times(
+            start, end, times, _ends_at(times, end), None if steady is None else scalar(steady, dtype)
+        ),
         method=method.stepper,
         rule=method.rule,
-        adjoint=ADJOINTS[adjoint] if isinstance(adjoint, str) else adjoint,
+        adjoint=backward,
         limit=_limit(method.rule, start, end, times),
         clock=clock,
         observe=observables.resolve(observe, flow, data),
@@ -156,6 +164,12 @@ def solve(
     if throw:
         raise_on_failure(solution)
     return _with_error(solution, flow, cloud, data, options, method) if measured else solution
+
+
+def _ends_at(times: jax.Array | None, end: Scalar) -> bool:
+    """Say whether the last save time is known to be the end: the run has nowhere to go from there."""
+    known, last = _checks.concrete(end), None if times is None else _checks.concrete(times)
+    return last is not None and known is not None and bool(np.all(last[..., -1] == known))
 
 
 def _limit(rule: StepRule | Adaptive, start: Scalar, end: Scalar, times: jax.Array | None) -> int:

@@ -32,17 +32,30 @@ from meanflow.solvers._solution import RESULTS, Settings, Solution, State, finge
 from meanflow.solvers._step import Adaptive, ConstantStep, Scalar, StepRule, all_finite
 from meanflow.solvers._stepper import Descent, Stepper, StepperState
 
-PLAIN = optax.sgd(
-    1.0
-)  # plain descent: the updates are minus the gradient; one object, so that programs are shared
+# plain descent: the updates are minus the gradient; one object, so that programs are shared
+PLAIN = optax.sgd(1.0)
+# how derivatives pass through a loop whose number of steps is found out as it runs
+LOOPS: dict[type, Literal["lax", "checkpointed", "bounded"]] = {
+    diffrax.RecursiveCheckpointAdjoint: "checkpointed",
+    diffrax.DirectAdjoint: "bounded",
+    diffrax.ForwardMode: "lax",
+}
 
 
 class Times(NamedTuple):
-    """A run until a time. ``start`` and ``end`` on its clock; ``saves`` are (k,) times, or None for the end alone."""
+    """A run until a time.
+
+    Attributes:
+        start, end: on the clock of the run.
+        saves: (k,) save times, or None for the end alone.
+        whole: whether the last save is known to be the end.
+        steady: the speed below which the run has come to rest, or None.
+    """
 
     start: Scalar
     end: Scalar
     saves: jax.Array | None
+    whole: bool
     steady: Scalar | None
 
 
@@ -290,8 +303,10 @@ def _until(
 ) -> tuple[Progress, tuple[Array, Array, PyTree]]:
     """Step until the end of the run, and save on the way."""
     end = jnp.asarray(horizon.end, start.t.dtype)
-    ends = horizon.saves is None
-    stops = end[None] if horizon.saves is None else jnp.concatenate([horizon.saves, end[None]])
+    if horizon.saves is None:
+        stops = end[None]
+    else:  # a run goes on to its end after the last save
+        stops = horizon.saves if horizon.whole else jnp.concatenate([horizon.saves, end[None]])
     limit = start.steps + options.limit
 
     def more(now: Progress, stop: Array) -> Array:
@@ -299,20 +314,13 @@ def _until(
 
     def observe(now: Progress, stop: Array) -> tuple[Array, Array, PyTree]:
         seen = look(now.t, now.y)
-        if ends:  # the end is where the run ends
+        if horizon.saves is None:  # the only save is where the run ends, also if that is early
             return seen
         reached = now.t >= stop
         blank = lambda u: jnp.where(reached, u, jnp.inf) if jnp.issubdtype(u.dtype, jnp.floating) else u
         return jax.tree.map(blank, seen)
 
-    adjoint, checkpoints = options.adjoint, None
-    kind: Literal["lax", "checkpointed", "bounded"] = "checkpointed"
-    if isinstance(adjoint, diffrax.ForwardMode):
-        kind = "lax"
-    elif isinstance(adjoint, diffrax.DirectAdjoint):
-        kind = "bounded"
-    elif isinstance(adjoint, diffrax.RecursiveCheckpointAdjoint):
-        checkpoints = adjoint.checkpoints
+    adjoint = options.adjoint
     final, saved = iterate_until(
         lambda now, stop: advance(now, more(now, stop), stop),
         start,
@@ -320,11 +328,13 @@ def _until(
         stops,
         observe,
         limit=options.limit,
-        kind=kind,
-        checkpoints=checkpoints,
+        kind=LOOPS[type(adjoint)],
+        checkpoints=adjoint.checkpoints if isinstance(adjoint, diffrax.RecursiveCheckpointAdjoint) else None,
     )
-    # the stop at the end, which need not be a save time, was only stepped to
-    return final, saved if ends else jax.tree.map(lambda u: u[:-1], saved)
+    if horizon.saves is None or horizon.whole:
+        return final, saved
+    # the stop at the end is no save time: it was only stepped to
+    return final, jax.tree.map(lambda u: u[:-1], saved)
 
 
 def _adaptive(

@@ -158,13 +158,16 @@ class ConstantStep(StepRule):
 
     Attributes:
         size: the step, > 0, a scalar.
+        most: the most steps of a run up to a time, where the size is not known; None for the usual limit. Many runs in
+            one program have the limit of the smallest of their steps.
     """
 
     size: Scalar
     every: int | None = eqx.field(static=True)
+    most: int | None = eqx.field(static=True)
 
-    def __init__(self, size: Scalar) -> None:
-        self.size, self.every = size, None
+    def __init__(self, size: Scalar, most: int | None = None) -> None:
+        self.size, self.every, self.most = size, None, most
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
@@ -178,7 +181,7 @@ class ConstantStep(StepRule):
         """Return at least what the steps need, where all numbers are known."""
         step, first, last = (_checks.concrete(u) for u in (self.size, start, end))
         if step is None or first is None or last is None:
-            return MOST_STEPS
+            return self.most or MOST_STEPS
         # a step that is cut short to land on a time is a step more
         needed = float(np.max((last - first) / step)) + 2 + stops
         # one of few limits, since another one compiles again: 4096, 65536, ...

@@ -1,11 +1,9 @@
 """Sweeps: grids over width x delta x seed in few compiled programs, over devices and hosts, resumable."""
 
-from meanflow.sweeps._coordinate import coordinate_check as coordinate_check
+from meanflow.sweeps._exponents import coordinate_check as coordinate_check
+from meanflow.sweeps._exponents import fit_exponents as fit_exponents
+from meanflow.sweeps._exponents import phase_diagram as phase_diagram
 from meanflow.sweeps._function import sweep_function as sweep_function
-from meanflow.sweeps._networks import prepare as prepare
 from meanflow.sweeps._networks import sweep as sweep
-from meanflow.sweeps._phase import fit_exponents as fit_exponents
-from meanflow.sweeps._phase import phase_diagram as phase_diagram
+from meanflow.sweeps._plan import Execution as Execution
 from meanflow.sweeps._plan import load as load
-from meanflow.sweeps._program import make_mesh as make_mesh
-from meanflow.sweeps._store import StoreError as StoreError

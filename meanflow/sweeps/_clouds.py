@@ -1,9 +1,8 @@
-"""Initial clouds and data of many cells as host arrays: drawn once, cut to prefixes, padded and stacked."""
+"""Initial clouds and data of many cells as host arrays: drawn, cut to their width, filled up and stacked."""
 
 import functools
-import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -16,40 +15,43 @@ from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset
 
-KEPT = 64
 DRAWN_TOGETHER = 2**20  # numbers up to which it takes longer to compile another program than to draw too many
-# draws by plan; they are forgotten with it
-_DRAWN: weakref.WeakKeyDictionary[object, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-Drawn = TypeVar("Drawn", Cloud, Dataset, np.ndarray)
+Stacked = TypeVar("Stacked", Cloud, Dataset)
 
 
-def remember(plan: object, tag: Hashable, draw: Callable[[], Drawn]) -> Drawn:
-    """Return ``draw()`` as host arrays; a second call with the same plan and tag draws nothing.
+def draw(
+    flow: Flow, key: jax.Array, width: int, sizes: Sequence[int], dim: int | None, outputs: int | None
+) -> Cloud:
+    """Return ``flow.init(key, width, ...)``, drawn together with more neurons that are cut off again where that pays.
+
+    A draw is one compiled program for each number of neurons. JAX's own generator counts the numbers it draws, so that
+    the first neurons do not depend on how many are drawn, and all widths may share one program.
 
     Args:
-        plan: whose draw it is.
-        tag: what decides the draw within the plan.
-        draw: makes it.
+        flow: the model.
+        key: PRNG key.
+        width: the number of neurons to return.
+        sizes: numbers of neurons, at least ``width``, that programs for other widths draw.
+        dim: input dimension, or None.
+        outputs: number of outputs, or None.
     """
-    kept = _DRAWN.setdefault(plan, {})
-    if tag not in kept:
-        if len(kept) >= KEPT:
-            kept.clear()  # neighboring cells share draws, distant ones do not
-        with jax.ensure_compile_time_eval():  # a draw is a constant, also while a caller is being traced
-            kept[tag] = jax.tree.map(np.asarray, draw())
-    return kept[tag]
+    if any(concrete(u) is None for u in jax.tree.leaves(flow) if isinstance(u, jax.Array)):
+        # draws do not depend on what is traced in the flow, but a compiled call would return traced particles
+        return flow.init(key, width, dim=dim, outputs=outputs)
+    if str(jax.random.key_impl(key)) != "threefry2x32" or not _counts_numbers():
+        return _draw(flow, key, width, dim, outputs)
+    return prefix(_draw(flow, key, room(sizes, (dim or 1) * (outputs or 1)), dim, outputs), width)
 
 
-def has_prefixes(key: jax.Array) -> bool:
-    """Say whether the first particles that are drawn from a key do not depend on how many are drawn.
-
-    JAX's own generator counts the numbers it draws, unless its older form is asked for; others promise nothing.
-    """
-    return str(jax.random.key_impl(key)) == "threefry2x32" and _counts_numbers()
+@compiled
+def _draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
+    return flow.init(key, width, dim=dim, outputs=outputs)
 
 
 @functools.cache
 def _counts_numbers() -> bool:
+    """Say whether the generator counts its numbers; an older form of it, which can be asked for, does not."""
+
     @jax.jit  # one small program instead of a dozen
     def agree(key: jax.Array) -> jax.Array:
         return jnp.all(jax.random.bits(key, (3,))[:2] == jax.random.bits(key, (2,)))
@@ -71,41 +73,21 @@ def room(sizes: Sequence[int], numbers: int) -> int:
     return max((size for size in sizes if size * numbers <= DRAWN_TOGETHER), default=min(sizes))
 
 
-def draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
-    """Return ``flow.init(key, width, ...)`` by one compiled program a width."""
-    arrays = jax.tree.leaves(eqx.filter(flow, eqx.is_array))
-    if any(concrete(u) is None for u in [*arrays, jax.random.key_data(key)]):
-        # draws do not depend on what is traced in the flow, but a compiled call would return traced particles
-        return flow.init(key, width, dim=dim, outputs=outputs)
-    return _draw(flow, key, width, dim, outputs)
-
-
-@compiled
-def _draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
-    return flow.init(key, width, dim=dim, outputs=outputs)
-
-
-def cut(cloud: Cloud, width: int) -> Cloud:
-    """Return the first ``width`` particles as host arrays of their own, which keep no others in memory."""
-    host = jax.tree.map(np.asarray, cloud)
-    return host if host.size == width else jax.tree.map(np.array, prefix(host, width))
-
-
 def prefix(cloud: Cloud, width: int) -> Cloud:
-    """Return the first ``width`` particles as a network of their own."""
-    particles, labels = jax.tree.map(lambda u: u[:width], (cloud.particles, cloud.labels))
-    weights = cloud.weights[:width]
-    known = concrete(weights)
-    even = known is not None and np.all(known == known[0])
-    weights = np.full_like(known, 1.0 / width) if even else weights / weights.sum()  # type: ignore[assignment,arg-type]
-    return _replace(cloud, particles, labels, weights, np.asarray(width, cloud.width.dtype))
+    """Return the first ``width`` particles of equal weight as a network of their own, in host arrays of their own."""
+    host = jax.tree.map(np.asarray, cloud)
+    if host.size == width:
+        return host
+    # copies, which do not keep the other particles in memory
+    particles, labels = jax.tree.map(lambda u: np.array(u[:width]), (host.particles, host.labels))
+    weights = np.full(width, 1.0 / width, host.weights.dtype)
+    return _replace(host, particles, labels, weights, np.asarray(width, host.width.dtype))
 
 
 def with_labels(cloud: Cloud, label: float | jax.Array) -> Cloud:
     """Return the same particles, all with one label."""
     traced = any(isinstance(u, jax.Array) for u in (label, cloud.weights))
-    full = jnp.full_like if traced else np.full_like
-    labels = full(cloud.weights, label)
+    labels = (jnp if traced else np).full_like(cloud.weights, label)
     return _replace(cloud, cloud.particles, labels, cloud.weights, cloud.width)
 
 
@@ -117,43 +99,31 @@ def scaled(cloud: Cloud, amplitude: str, factor: float | jax.Array) -> Cloud:
     return cloud.at(cloud.particles._replace(**{amplitude: value}))
 
 
-def stack_padded(clouds: Sequence[Cloud], size: int) -> Cloud:
-    """Stack clouds on the host, each filled up to ``size`` particles with its last particle at weight zero."""
+def stack_padded(many: Sequence[Stacked], size: int) -> Stacked:
+    """Stack clouds or data on the host, each filled up with copies of its last entry at weight zero.
+
+    What is being traced is stacked by JAX.
+
+    Args:
+        many: the clouds or data, of different sizes.
+        size: the size of all of them afterwards.
+    """
+    on_host = all(isinstance(u, np.ndarray) for u in jax.tree.leaves(many))
+    lib = np if on_host else jnp
 
     def grown(*values: np.ndarray) -> np.ndarray:
-        out = np.empty((len(values), size, *values[0].shape[1:]), values[0].dtype)
-        for row, u in zip(out, values, strict=True):
-            row[: len(u)] = u
-            row[len(u) :] = u[-1]
-        return out
+        if not np.ndim(values[0]):  # the width of a cloud
+            return lib.stack(values)
+        last = [lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:])) for u in values]  # type: ignore[has-type]
+        return lib.stack([lib.concatenate(pair) for pair in zip(values, last, strict=True)])
 
-    particles, labels = jax.tree.map(grown, *((c.particles, c.labels) for c in clouds))
-    weights = np.zeros((len(clouds), size), clouds[0].weights.dtype)
-    for row, cloud in zip(weights, clouds, strict=True):
-        row[: cloud.size] = cloud.weights
-    width = np.stack([np.asarray(c.width) for c in clouds])
-    return _replace(clouds[0], particles, labels, weights, width)
-
-
-def stack_data(many: Sequence[Dataset], size: int) -> Dataset:
-    """Stack data on the host, each filled up to ``size`` points with its last point at weight zero."""
-
-    def grown(*values: np.ndarray) -> np.ndarray:
-        out = np.empty((len(values), size, *values[0].shape[1:]), values[0].dtype)
-        for row, u in zip(out, values, strict=True):
-            row[: len(u)] = u
-            row[len(u) :] = u[-1]
-        return out
-
-    full = jax.tree.map(grown, *many)
-    weights = np.zeros((len(many), size), many[0].weights.dtype)
-    for row, one in zip(weights, many, strict=True):
-        row[: one.size] = one.weights
-    return eqx.tree_at(lambda d: d.weights, full, weights)
+    full: Stacked = jax.tree.map(grown, *many)
+    real = np.stack([np.arange(size) < one.weights.shape[0] for one in many])
+    return eqx.tree_at(lambda one: one.weights, full, lib.where(real, full.weights, 0))
 
 
 def _replace(cloud: Cloud, *parts: object) -> Cloud:
-    """Return a cloud with new particles, labels, weights and width; unchecked, since the arrays may be stacked."""
+    """Return a cloud with new particles, labels, weights and width; unchecked, since they may be on the host."""
     return eqx.tree_at(
         lambda c: (c.particles, c.labels, c.weights, c.width), cloud, parts, is_leaf=lambda u: u is None
     )

@@ -1,5 +1,6 @@
 """``sweep_function``: any function of a key over a grid, on the machinery of ``sweep``."""
 
+import dataclasses
 import inspect
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,20 +8,38 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 
 from meanflow import _checks
 from meanflow._identity import Json, describe
 from meanflow.sweeps import _grid as grids
-from meanflow.sweeps import _program as program
-from meanflow.sweeps._grid import Chunk, Grid, Group, Value
-from meanflow.sweeps._plan import AXES, RUN, SEEDS, Plan, any_key, as_key, as_seeds, numbers
-from meanflow.sweeps._runner import Progress
+from meanflow.sweeps import _plan as plans
+from meanflow.sweeps._grid import Grid, Group, Value
+from meanflow.sweeps._plan import AXES, EXECUTION, SEEDS, Cell, Execution, Plan, Results, any_key
 
 if TYPE_CHECKING:  # slow to import
     import xarray
+
+
+class FunctionCell(Cell):
+    """A user's function of a key and named values, as a cell.
+
+    Attributes:
+        function: (key, **values) -> array, or dict of arrays.
+        fixed: values of the axes that are not traced.
+    """
+
+    function: Callable[..., PyTree]
+    fixed: dict[str, Value]
+
+    def __call__(self, shared: None, inputs: Mapping[str, PyTree]) -> Results:
+        """Return the function's arrays by name; a single array is called ``value``."""
+        out = self.function(jax.random.wrap_key_data(inputs["key"]), **self.fixed, **inputs["axes"])
+        named = out if isinstance(out, dict) else {"value": out}
+        plain = {n: jnp.asarray(u) if isinstance(u, bool | int | float) else u for n, u in named.items()}
+        return plans.flatten(plain, what="function")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,20 +56,23 @@ class FunctionSweep(Plan):
     key: Key[Array, ""]
     dims: dict[str, list[str]]
 
-    def cell(self, group: Group) -> program.FunctionCell:
+    def cell(self, group: Group) -> FunctionCell:
         """Return the function with the values of the axes that are not traced."""
-        return program.FunctionCell(self.function, dict(group.fixed))
+        values = self.grid.at(group.cells[0])
+        return FunctionCell(self.function, {n: v for n, v in values.items() if self._is_fixed(n)})
 
     def inputs(self, group: Group, cells: Sequence[int], multiple: int = 1) -> PyTree[np.ndarray]:
         """Return keys and axis values of some cells, with a leading axis; there are no clouds to fill up."""
         values = [self.grid.at(cell) for cell in cells]
-        fixed = dict(group.fixed)
-        traced = [name for name in self.grid.axes if name not in fixed and name != "seed"]
+        traced = [name for name in self.grid.axes if name != "seed" and not self._is_fixed(name)]
         keys = [jax.random.fold_in(self.key, v["seed"]) for v in values]
         return {
-            "axes": {name: numbers([v[name] for v in values]) for name in traced},
+            "axes": {name: plans.numbers([v[name] for v in values]) for name in traced},
             "key": np.stack([np.asarray(jax.random.key_data(k)) for k in keys]),
         }
+
+    def _is_fixed(self, name: str) -> bool:
+        return not grids.is_numeric(self.grid.axes[name])
 
     def identity(self) -> Json:
         """Return a description of function, axes and key."""
@@ -59,15 +81,20 @@ class FunctionSweep(Plan):
             "function": describe(self.function),
             "axes": {name: describe(list(values)) for name, values in self.grid.axes.items()},
             "key": jax.random.key_data(self.key).tolist(),
-            "precision": str(numbers([0.5]).dtype),
+            "precision": str(jnp.result_type(float)),
         }
+
+    def variables(self) -> Json:
+        """Return the names that the user gave to the axes of the results."""
+        about = {name: {"dims": dims, "series": False} for name, dims in self.dims.items()}
+        return {"along": None, "variables": about, "coords": {}}
 
     def check(self) -> None:
         """Refuse results that are called like axes, and wrong names for their own axes, before computing."""
         known: set[str] = set()
         for group in self.groups:
             one = self.inputs(group, group.cells[:1])
-            for name, value in program.output_shapes(self.cell(group), None, one).items():
+            for name, value in plans.output_shapes(self.cell(group), None, one).items():
                 known.add(name)
                 dims = self.dims.get(name, [])
                 if name in self.grid.axes or set(dims) & set(self.grid.axes):
@@ -80,11 +107,6 @@ class FunctionSweep(Plan):
         if stray:
             raise ValueError(f"dims must name results among {sorted(known)}, got {stray[0]!r}")
 
-    def layout(self, chunks: Sequence[Chunk] | None = None) -> Json:
-        """Return axes, chunks, and the names the user gave to the axes of the results."""
-        variables = {name: {"dims": dims, "series": False} for name, dims in self.dims.items()}
-        return super().layout(chunks) | {"variables": variables}
-
 
 @_checks.arguments(
     function=_checks.function,
@@ -92,8 +114,8 @@ class FunctionSweep(Plan):
     seeds=SEEDS,
     dims=_checks.optional(_checks.mapping(_checks.sequence(_checks.text, least=0))),
     key=any_key,
-    chunk=_checks.optional(_checks.count(1)),
-    **RUN,
+    store=_checks.optional(_checks.path),
+    execution=_checks.optional(EXECUTION),
 )
 def sweep_function(
     function: Callable[..., PyTree],
@@ -102,10 +124,8 @@ def sweep_function(
     seeds: int | Sequence[int] = 1,
     dims: Mapping[str, Sequence[str]] | None = None,
     key: int | Key[Array, ""] | UInt32[ArrayLike, "words"] = 0,
-    chunk: int | None = None,
     store: str | pathlib.Path | None = None,
-    mesh: Mesh | None = None,
-    progress: Progress = None,
+    execution: Execution | None = None,
 ) -> "xarray.Dataset":
     """Run any function of a PRNG key and named values over a grid: vmapped, chunked, sharded, stored and labelled.
 
@@ -114,7 +134,9 @@ def sweep_function(
         axes: values by name; numbers share one program, other values get one program each.
         seeds: number of seeds, or their list.
         dims: names of the axes of each result (``"value"`` for a function that returns one array).
-        key, chunk, store, mesh, progress: as in ``sweep``; chunk is 1024 cells by default.
+        key: integer or PRNG key that all random numbers come from.
+        store: run directory, as in ``sweep``.
+        execution: ``sweeps.Execution``: size of chunks (by default 1024 cells), devices, progress.
 
     >>> import jax
     >>> noise = lambda key, sigma: sigma * jax.random.normal(key, (3,))
@@ -122,27 +144,20 @@ def sweep_function(
     >>> dict(ds.value.sizes)
     {'sigma': 2, 'seed': 4, 'value_0': 3}
     """
-    checked = grids.axis_values(dict(axes or {}) | {"seed": as_seeds(seeds)})
-    checked["seed"] = tuple(_checks.whole("seeds", s, 0) for s in checked["seed"])
-    missing = _missing(function, [name for name in checked if name != "seed"])
+    grid = Grid(grids.axis_values(dict(axes or {}) | {"seed": plans.seed_list(seeds)}))
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name in grid.axes if name != "seed" and name not in parameters and not anything]
     if missing:
         raise ValueError(f"function must take every axis by name, got one that does not take {missing}")
-    grid = Grid(checked)
-    static = [name for name, values in checked.items() if not grids.is_traceable(values)]
+    execution = execution or Execution()
+    fixed = [name for name, values in grid.axes.items() if not grids.is_numeric(values)]
     return FunctionSweep(
         grid=grid,
-        groups=grids.make_groups(grid, static, 0.0, 1, [n for n in checked if n not in static]),
+        groups=grids.make_groups(grid, grid.one_each(fixed)[1].tolist()),
         shared=None,
-        chunk=1024 if chunk is None else chunk,
+        execution=dataclasses.replace(execution, chunk=execution.chunk or 1024),
         function=function,
-        key=as_key(key),
+        key=any_key("key", key),
         dims={name: list(some) for name, some in (dims or {}).items()},
-    ).run(store=store, mesh=mesh, progress=progress)
-
-
-def _missing(function: Callable[..., PyTree], names: Sequence[str]) -> list[str]:
-    """Return the names that ``function`` has no argument for."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return []
-    return [name for name in names if name not in parameters]
+    ).run(store=store)

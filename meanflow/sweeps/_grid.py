@@ -6,8 +6,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meanflow import _checks
-
 Value: TypeAlias = Any  # of an axis: a number, a name, or any object that a model, law or solver takes
 
 
@@ -47,6 +45,17 @@ class Grid:
         """Return the value of each axis at a cell."""
         return {name: self.axes[name][k] for name, k in self.places(cell).items()}
 
+    def one_each(self, names: Iterable[str]) -> tuple[list[int], np.ndarray]:
+        """Return one cell for each combination of values along some axes, and the number of its one for every cell.
+
+        >>> Grid({"width": (64, 128), "seed": (0, 1)}).one_each(["seed"])
+        ([0, 1], array([0, 1, 0, 1]))
+        """
+        along = dict(zip(self.axes, np.unravel_index(np.arange(self.size), self.shape), strict=True))
+        table = np.stack([np.zeros(self.size, int), *(along[name] for name in names)])
+        _, first, which = np.unique(table, axis=1, return_index=True, return_inverse=True)
+        return first.tolist(), which.ravel()
+
     def find(self, **values: Value) -> int:
         """Return the cell with these values; axes of length 1 may be left out."""
         unknown = set(values) - set(self.axes)
@@ -69,12 +78,10 @@ class Group:
 
     Attributes:
         size: number of stored particles of each cloud, padding included (0 where there are no clouds).
-        fixed: values of the axes that select a program (names, solvers), the same for all cells.
         cells: the cells, in the order in which they are run.
     """
 
     size: int
-    fixed: tuple[tuple[str, Value], ...]
     cells: tuple[int, ...]
 
 
@@ -95,51 +102,37 @@ class Chunk:
     name: str
 
 
-def group_widths(widths: Iterable[int], waste: float = 0.15, multiple: int = 1) -> list[tuple[int, ...]]:
+def group_widths(widths: Iterable[int], waste: float = 0.15) -> list[tuple[int, ...]]:
     """Split widths into the fewest groups whose padding stays below a share of the whole.
 
-    Every cloud of a group is stored at the size of its widest (rounded up to ``multiple``). With padded the sum of
-    stored and real the sum of true widths, (padded - real)/padded <= waste. Among partitions into the fewest groups the
-    one with the least padding is taken. A dynamic programme, O(number of widths^3).
+    Every cloud of a group is stored at the size of its widest. With padded the sum of stored and real the sum of true
+    widths, (padded - real)/padded <= waste. Among partitions into the fewest groups the one with the least padding is
+    taken. A dynamic programme, O(number of widths^3).
 
     Args:
         widths: distinct widths >= 1, in any order.
         waste: allowed share in [0, 1).
-        multiple: stored sizes are multiples of this (the number of devices a cloud is spread over); the rounding
-            itself is not counted as waste.
 
     >>> group_widths([64, 128, 256, 512, 1024, 2048, 4096, 8192])
     [(64, 128, 256, 512), (1024, 2048), (4096,), (8192,)]
     >>> group_widths([100, 101, 102], waste=0.0)
     [(100,), (101,), (102,)]
     """
-    order = sorted(_checks.whole("widths", w, 1) for w in widths)
-    if not order:
-        raise ValueError("widths must hold at least one width, got none")
-    if len(set(order)) != len(order):
-        raise ValueError(f"widths must be distinct, got {order}")
-    if not 0 <= waste < 1:
-        raise ValueError(f"waste must lie in [0, 1), got {waste}")
-    count = len(order)
-    stored = [_round_up(w, multiple) for w in order]
-    real = sum(stored)
+    order = sorted(widths)
+    count, real = len(order), sum(order)
     # least[k] = (stored particles, starts of groups) for the first k widths; one more group per round
-    least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())] + [None] * count
-    for _ in range(count):
-        longer: list[tuple[int, tuple[int, ...]] | None] = [None] * (count + 1)
-        for end in range(1, count + 1):
-            options = [
-                (before[0] + stored[end - 1] * (end - start), (*before[1], start))
-                for start, before in enumerate(least[:end])
-                if before is not None
-            ]
-            longer[end] = min(options, default=None)
+    least: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    while True:
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (stored, starts) in least.items():
+            for end in range(start + 1, count + 1):
+                option = (stored + order[end - 1] * (end - start), (*starts, start))
+                longer[end] = min(longer.get(end, option), option)
         least = longer
-        whole = least[count]
-        if whole is not None and whole[0] - real <= waste * whole[0]:
-            bounds = [*whole[1], count]
-            return [tuple(order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
-    raise AssertionError("one group per width wastes nothing")
+        # one group for each width wastes nothing, so that this comes to an end
+        padded, starts = least[count]
+        if padded - real <= waste * padded:
+            return [tuple(order[a:b]) for a, b in zip(starts, (*starts[1:], count), strict=True)]
 
 
 def padding_waste(groups: Sequence[Group], grid: Grid) -> float:
@@ -149,44 +142,33 @@ def padding_waste(groups: Sequence[Group], grid: Grid) -> float:
     return (padded - real) / padded
 
 
-def make_groups(
-    grid: Grid, static: Sequence[str], waste: float, multiple: int, order: Sequence[str]
-) -> tuple[Group, ...]:
-    """Divide the cells by width group and by the values of the ``static`` axes.
+def make_groups(grid: Grid, kinds: Sequence[int], waste: float = 0.15) -> tuple[Group, ...]:
+    """Divide the cells by width group and by the program that they need.
 
     Args:
         grid: the grid.
-        static: axes whose values select a program.
+        kinds: for each cell the number of the kind of program that runs it.
         waste: allowed share of padding, as in ``group_widths``.
-        multiple: stored sizes are multiples of this.
-        order: axes along which the cells of a group are sorted, slowest first.
     """
-    bins = group_widths(grid.axes["width"], waste, multiple) if "width" in grid.axes else [()]
-    sizes = {w: _round_up(max(some), multiple) for some in bins for w in some}
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    sizes = (
+        {w: max(some) for some in group_widths(grid.axes["width"], waste) for w in some}
+        if "width" in grid.axes
+        else {}
+    )
+    # neighbouring cells share draws
+    order = sorted(grid.axes, key=lambda name: name not in ("width", "seed"))
+    found: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
     for cell in range(grid.size):
         places = grid.places(cell)
-        size = sizes[grid.axes["width"][places["width"]]] if "width" in places else 0
-        found.setdefault((size, tuple(places[name] for name in static)), []).append(cell)
-
-    def rank(cell: int) -> tuple[int, ...]:
-        places = grid.places(cell)
-        return tuple(places[name] for name in order)
-
+        size = sizes[grid.axes["width"][places["width"]]] if sizes else 0
+        found.setdefault((size, kinds[cell]), []).append(([places[name] for name in order], cell))
     return tuple(
-        Group(
-            size,
-            tuple((name, grid.axes[name][k]) for name, k in zip(static, fixed, strict=True)),
-            tuple(sorted(cells, key=rank)),
-        )
-        for (size, fixed), cells in sorted(found.items(), key=lambda item: item[0])
+        Group(size, tuple(cell for _, cell in sorted(cells))) for (size, _), cells in sorted(found.items())
     )
 
 
-def make_chunks(
-    groups: Sequence[Group], chunk: int | None, particles: int, devices: int = 1
-) -> tuple[Chunk, ...]:
-    """Cut each group into chunks of one length.
+def lengths(groups: Sequence[Group], chunk: int | None, particles: int, devices: int = 1) -> list[int]:
+    """Return how many cells of each group run at once.
 
     Args:
         groups: the groups.
@@ -195,18 +177,17 @@ def make_chunks(
         particles: particles of a chunk on each device.
         devices: number of devices.
     """
-    lengths = []
+    found = []
     for group in groups:
         count = len(group.cells)
         if chunk is not None:
-            lengths.append(-(-count // -(-count // chunk)))  # equal pieces: the last chunk has less filling
+            found.append(-(-count // -(-count // chunk)))  # equal pieces: the last chunk has less filling
             continue
         most = devices * max(1, particles // max(group.size, 1))
         # the last chunk is filled up to the length of the others, and filling runs like any other cell
-        options = range(_round_up(most // 2 + 1, devices), most + 1, devices)
-        least = count if count <= most else min(options, key=lambda k: (_round_up(count, k), -k))
-        lengths.append(least)
-    return cut(groups, lengths)
+        options = range(round_up(most // 2 + 1, devices), most + 1, devices)
+        found.append(count if count <= most else min(options, key=lambda k: (round_up(count, k), -k)))
+    return found
 
 
 def cut(groups: Sequence[Group], lengths: Sequence[int]) -> tuple[Chunk, ...]:
@@ -237,10 +218,11 @@ def axis_values(axes: Mapping[str, Iterable[Value]]) -> dict[str, tuple[Value, .
     return checked
 
 
-def is_traceable(values: Sequence[Value]) -> bool:
-    """Say whether an axis holds numbers only, so that one program covers all its values."""
+def is_numeric(values: Sequence[Value]) -> bool:
+    """Say whether an axis holds numbers only."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple

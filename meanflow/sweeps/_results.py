@@ -1,5 +1,6 @@
 """What a sweep records, from the observables asked for to one labelled ``xarray.Dataset``."""
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,7 +13,7 @@ from jaxtyping import PyTree
 from meanflow._identity import Json, digest
 from meanflow.flows._observables import Observable, as_observable, named
 from meanflow.solvers._solution import code_numbers
-from meanflow.sweeps._grid import Chunk, Grid, Value
+from meanflow.sweeps._grid import Chunk, Grid, Value, is_numeric
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -21,13 +22,13 @@ Observe: TypeAlias = (
     None | str | Sequence[str] | Mapping[str, Observable | Callable[..., PyTree] | str | None]
 )
 
-PLAIN = {
-    "t": ("time on the clock of the run", "1"),
-    "energy": ("loss plus penalty", "1"),
-    "steps": ("number of solver steps", "1"),
-    "accepted_steps": ("number of accepted steps", "1"),
-    "rejected_steps": ("number of rejected steps", "1"),
-    "result": ("result code; 0 is success", "1"),
+PLAIN = {  # what every sweep records
+    "t": "time on the clock of the run",
+    "energy": "loss plus penalty",
+    "steps": "number of solver steps",
+    "accepted_steps": "number of accepted steps",
+    "rejected_steps": "number of rejected steps",
+    "result": "result code; 0 is success",
 }
 AXES = {
     "width": "number of neurons",
@@ -41,15 +42,7 @@ AXES = {
     "x": "input",
 }
 SHOWN = {"step": "step_size"}  # "step" is the axis of saves
-
-
-def result_codes() -> dict[int, str]:
-    """Return the names of the result codes that a sweep may record."""
-    return {number: name for name, number in code_numbers().items()}
-
-
-# a run that was asked to stop in a steady state, and did
-(STEADY,) = (code for code, name in result_codes().items() if name == "event_occurred")
+STEADY = code_numbers()["event_occurred"]  # of a run that was asked to stop in a steady state, and did
 
 
 def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Observable]:
@@ -78,20 +71,16 @@ def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Ob
 
 def check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> None:
     """Refuse observables and their axes that are called like an axis of the grid, before hours of computing."""
-    dims = {d for one in observe.values() for d in one.dims}
-    for name in (SHOWN.get(n, n) for n in grid.axes):
-        if name in PLAIN or name in observe or name in dims or name == along:
-            raise ValueError(
-                f"axes and observables need different names, got {name!r} for an axis and for something recorded"
-            )
+    recorded = {*PLAIN, *observe, along}.union(*(one.dims for one in observe.values()))
+    clash = next((name for n in grid.axes if (name := SHOWN.get(n, n)) in recorded), None)
+    if clash is not None:
+        raise ValueError(
+            f"axes and observables need different names, got {clash!r} for an axis and for something recorded"
+        )
 
 
 def assemble(
-    grid: Grid,
-    chunks: Sequence[Chunk],
-    results: Mapping[str, Mapping[str, np.ndarray]],
-    layout: Json,
-    provenance: Mapping[str, str],
+    grid: Grid, chunks: Sequence[Chunk], results: Mapping[str, Mapping[str, np.ndarray]], config: Json
 ) -> "xarray.Dataset":
     """Return one data set with the results of all chunks that are there; missing cells are NaN (-1 for integers).
 
@@ -99,34 +88,47 @@ def assemble(
         grid: the grid of the sweep.
         chunks: its chunks.
         results: arrays of each chunk by name.
-        layout: JSON-ready: ``along`` (name, values, units of the save axis), ``variables`` (dims, units and description
-            of each), ``coords`` (values along further axes).
-        provenance: attributes of the data set.
+        config: JSON-ready, as in a store. Its ``"layout"`` holds ``along`` (name, values, units of the save axis),
+            ``variables`` (dims, units and description of each), ``coords`` (values along further axes).
     """
     import xarray
 
+    layout, run = config["layout"], config["run"]
+    along, labelled = layout["along"], dict(layout["coords"])
+    outer = [SHOWN.get(name, name) for name in grid.axes]
+    coords = dict(zip(outer, map(axis_labels, grid.axes.values()), strict=True))
     there = [c for c in chunks if c.name in results]
-    names = dict.fromkeys(name for c in there for name in results[c.name])
-    outer = tuple(SHOWN.get(name, name) for name in grid.axes)
     variables = {}
-    for name in names:
+    for name in dict.fromkeys(name for c in there for name in results[c.name]):
         whole = _join(grid, [(c, results[c.name][name]) for c in there])
         about = _described(name, layout["variables"])
-        dims = _dims(name, whole.ndim - len(outer), layout.get("along"), about)
-        variables[name] = (outer + dims, whole, _attributes(name, about))
-    used = {d for dims, _, _ in variables.values() for d in dims}
-    return xarray.Dataset(variables, _coordinates(grid, outer, layout, used), dict(provenance))
+        dims = [*outer, *_dims(name, whole.ndim - len(outer), along, about)]
+        variables[name] = (dims, whole, _attributes(name, about))
+        labelled |= {along["name"]: along["values"]} if along else {}
+        coords |= {d: labelled[d] for d in dims if d in labelled}
+    found = xarray.Dataset(variables, coords)
+    for name in coords:
+        found[name].attrs = {"long_name": AXES.get(name, name), "units": "1"}
+    if along and along["name"] in coords:
+        found[along["name"]].attrs["units"] = along["units"]
+    return found.assign_attrs(
+        title="meanflow sweep",
+        versions=json.dumps(config["versions"]),
+        source=config["source"],
+        run=json.dumps(run),
+        data_hash=digest(json.dumps(run["data"]).encode()) if "data" in run else "",
+        key=json.dumps(run.get("key")),
+    )
 
 
 def _join(grid: Grid, parts: Sequence[tuple[Chunk, np.ndarray]]) -> np.ndarray:
     """Return one variable over the whole grid from its values in some chunks."""
-    example = parts[0][1]
-    tail = tuple(np.max([p.shape[1:] for _, p in parts], axis=0)) if example.ndim > 1 else ()
-    empty = np.nan if example.dtype.kind == "f" else (False if example.dtype.kind == "b" else -1)
-    full = np.full((grid.size, *(int(k) for k in tail)), empty, example.dtype)
+    tails = np.array([part.shape[1:] for _, part in parts])
+    empty = {"f": np.nan, "b": False}.get(parts[0][1].dtype.kind, -1)
+    full = np.full((grid.size, *tails.max(0).astype(int)), empty, parts[0][1].dtype)
     for chunk, part in parts:
         # narrower groups leave the rest empty
-        window = full[(slice(None), *(slice(0, k) for k in part.shape[1:]))]
+        window = full[(slice(None), *map(slice, part.shape[1:]))]
         window[np.array(chunk.cells)] = part
     return full.reshape(*grid.shape, *full.shape[1:])
 
@@ -135,49 +137,25 @@ def _attributes(name: str, about: Json) -> Json:
     """Return units and description of a variable."""
     if name not in PLAIN:
         return {"units": about.get("units", "1"), "long_name": about.get("about") or name}
-    attributes: Json = {"long_name": PLAIN[name][0], "units": PLAIN[name][1]}
+    attributes: Json = {"long_name": PLAIN[name], "units": "1"}
     if name == "result":
-        codes = result_codes()
-        attributes |= {"flag_values": list(codes), "flag_meanings": " ".join(codes.values())}
+        codes = code_numbers()
+        attributes |= {"flag_values": list(codes.values()), "flag_meanings": " ".join(codes)}
     return attributes
-
-
-def _coordinates(grid: Grid, outer: Sequence[str], layout: Json, used: set[str]) -> Json:
-    """Return the values along the axes of the grid, the save axis and those of the observables."""
-    coords = {
-        shown: (shown, np.asarray(axis_labels(values)), _about_axis(shown))
-        for shown, values in zip(outer, grid.axes.values(), strict=True)
-    }
-    along = layout.get("along")
-    if along is not None and along["name"] in used:
-        about = _about_axis(along["name"]) | {"units": along["units"]}
-        coords[along["name"]] = (along["name"], np.asarray(along["values"]), about)
-    for name, values in layout.get("coords", {}).items():
-        if name in used:
-            coords[name] = (name, np.asarray(values), _about_axis(name))
-    return coords
 
 
 def _described(name: str, variables: Mapping[str, Json]) -> Json:
     """Return the description of a variable; the parts of an observable that is a dict share its description."""
-    if name in variables:
-        return variables[name]
-    return next((about for parent, about in variables.items() if name.startswith(f"{parent}_")), {})
+    parent = next((known for known in variables if name == known or name.startswith(f"{known}_")), name)
+    return variables.get(name, variables.get(parent, {}))
 
 
-def _dims(name: str, extra: int, along: Json | None, about: Json) -> tuple[str, ...]:
+def _dims(name: str, extra: int, along: Json | None, about: Json) -> list[str]:
     """Return the names of the axes behind those of the grid: the save axis first, then the observable's own."""
-    if extra == 0:
-        return ()
-    lead = (along["name"],) if along is not None and about.get("series", True) else ()
+    lead = [along["name"]] if extra and along and about.get("series", True) else []
     rest, given = extra - len(lead), about.get("dims", [])
     # the last names stand for axes that not every model has, such as the outputs of a network
-    own = tuple(given[:rest]) if len(given) >= rest else tuple(f"{name}_{k}" for k in range(rest))
-    return lead + own
-
-
-def _about_axis(name: str) -> dict[str, str]:
-    return {"long_name": AXES.get(name, name), "units": "1"}
+    return lead + (given[:rest] if len(given) >= rest else [f"{name}_{k}" for k in range(rest)])
 
 
 def axis_labels(values: Sequence[Value]) -> list[float | str]:
@@ -186,38 +164,31 @@ def axis_labels(values: Sequence[Value]) -> list[float | str]:
     >>> axis_labels(["lazy", "gradient"])
     ['lazy', 'gradient']
     """
-    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+    if is_numeric(values):
         return list(values)
     texts = [_label(v) for v in values]
     return [t if texts.count(t) == 1 else f"{t}#{k}" for k, t in enumerate(texts)]
 
 
 def _label(value: Value) -> str:
-    """Return for instance ``KernelStep(kappa=0.1, every=20)``; without readable fields a name."""
+    """Return for instance ``KernelStep(kappa=0.1)``; without readable fields a name. Defaults are left out."""
     if isinstance(value, str | bool | int | float):
         return str(value)
     if isinstance(value, eqx.Module):
+        usual = {n: p.default for n, p in inspect.signature(type(value)).parameters.items()}
         shown = {n: getattr(value, n, None) for n in value.__dataclass_fields__}
         plain = [
             f"{n}={np.asarray(v).item()}"
             for n, v in shown.items()
-            if isinstance(v, int | float | str | jax.Array) and np.size(v) == 1
+            # keys of random numbers are arrays too
+            if (isinstance(v, int | float | str) or _is_number(v)) and usual.get(n) is not v
         ]
         return f"{type(value).__name__}({', '.join(plain)})"
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 
-def provenance(config: Json) -> dict[str, str]:
-    """Return the attributes that say how a data set came about, as text."""
-    run = config["run"]
-    return {
-        "title": "meanflow sweep",
-        "versions": json.dumps(config["versions"]),
-        "source": config["source"],
-        "run": json.dumps(run),
-        "data_hash": digest(json.dumps(run["data"]).encode()) if "data" in run else "",
-        "key": json.dumps(run.get("key")),
-    }
+def _is_number(value: object) -> bool:
+    return isinstance(value, jax.Array) and value.size == 1 and isinstance(value.dtype, np.dtype)
 
 
 def final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":

@@ -44,15 +44,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 
 
 class StoreError(ValueError):
-    """A run directory that cannot be used; nothing in it was changed.
-
-    >>> import meanflow as mf
-    >>> try:
-    ...     mf.sweeps.load("no such directory")
-    ... except mf.sweeps.StoreError as error:
-    ...     print(error)
-    store must name a run directory, got no such directory, which has no config.json
-    """
+    """A run directory that cannot be used; nothing in it was changed."""
 
 
 class Store:

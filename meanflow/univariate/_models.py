@@ -195,7 +195,7 @@ def full(
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
 
     >>> import jax, meanflow as mf
-    >>> flow = full("sqrt", outer=False)
+    >>> flow = full(alpha="sqrt", outer=False)
     >>> cloud = flow.init(jax.random.key(0), 50)
     >>> float(abs(mf.velocity(flow, cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).c).max())
     0.0

@@ -7,8 +7,10 @@ a program is to stay below a limit of its own, that limit is in the test.
 import re
 
 import jax
+import numpy as np
 import pytest
-from sweeps.test_lowering import CASES, flat_single
+from jax.sharding import Mesh
+from test_lowering import CASES, flat_single
 
 import meanflow as mf
 from meanflow_benchmarks import programs
@@ -134,7 +136,7 @@ def test_kernels_of_networks_are_products(name, kind, compiled):
 @pytest.mark.parametrize("across", [(4, 1), (1, 4), (2, 2)])
 def test_devices_talk_only_where_particles_are_split(kind, flow, across):
     """One sum over devices in a step, that of the prediction; none where each device has cells of its own."""
-    mesh = mf.sweeps.make_mesh(*across, devices=list(devices(kind, 4)))
+    mesh = Mesh(np.array(devices(kind, 4)[:4]).reshape(across), ("sweep", "particles"))
     settings = programs.TANH | ({} if flow == "vanilla" else {"dim": None})
     model = mf.vanilla("tanh") if flow == "vanilla" else mf.full(alpha="sqrt")
     job = programs.sweep(model, mesh=mesh, steps=1000, every=100, observe=[], **settings)

@@ -108,7 +108,9 @@ def test_centered_flows_resume_and_sweep(tmp_path):
     with pytest.raises(ValueError, match="flow.begin"):
         mf.energy(flow, cloud, data)
     runs = mf.sweep(flow, data, widths=[4, 6], seeds=2, steps=4, step=0.1, observe=["predictions"])
-    alone = mf.sweeps.prepare(flow, data, widths=[4, 6], seeds=2, steps=4, step=0.1).single(width=4, seed=1)
+    alone = mf.sweep(flow, data, widths=[4, 6], seeds=2, steps=4, step=0.1, compute=False).single(
+        width=4, seed=1
+    )
     np.testing.assert_allclose(runs.energy.sel(width=4, seed=1), alone.energy, rtol=1e-12)
     np.testing.assert_allclose(runs.predictions.isel(step=0), 0.0, atol=1e-15)
 

@@ -176,8 +176,7 @@ def test_energy_dissipates_as_it_says(model, loss):
         0.2,
         ts=jnp.asarray([0.0, *ts, 0.2]),
         observe=["dissipation"],
-        rtol=1e-11,
-        atol=1e-13,
+        step=mf.solvers.Adaptive(1e-11, 1e-13),
     )
     spent = 0.1 * shares @ np.asarray(sol.observed["dissipation"])[1:-1]
     np.testing.assert_allclose(sol.energy[0] - sol.energy[-1], spent, rtol=1e-6)
@@ -287,7 +286,7 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
     straight = mf.solve(flow, cloud, data, 1.0, step=1 / 16)
     assert largest_gap(rest.final.particles, straight.final.particles) < 1e-14
     assert whole.energy[-1] < whole.energy[0]
-    plan = mf.sweeps.prepare(
+    plan = mf.sweep(
         flow,
         data,
         widths=[4, 6],
@@ -295,8 +294,9 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
         steps=4,
         every=2,
         step=0.1,
-        scales=[0.5, 1.0],
         observe=("default", "kernel_drift"),
+        axes={"scale": [0.5, 1.0]},
+        compute=False,
     )
     runs = plan.run()
     assert runs.predictions.dims == ("width", "scale", "seed", "step", "sample", "output")
@@ -319,14 +319,15 @@ def test_runs_are_saved_resumed_and_swept(tmp_path):
 def test_samples_that_miss_a_class_get_networks_of_the_same_kind():
     x = np.random.default_rng(0).normal(size=(8, 2))
     data = lambda key, samples: mf.Dataset(x[:samples], np.arange(8)[:samples] // 2)
-    plan = mf.sweeps.prepare(
+    plan = mf.sweep(
         mf.vanilla("tanh", "softmax"),
         data,
         widths=[3],
-        axes={"samples": [3, 8]},
         steps=1,
         step=0.1,
         observe=["accuracy"],
+        axes={"samples": [3, 8]},
+        compute=False,
     )
     assert [plan.cloud(width=3, samples=n, seed=0).particles.a.shape for n in (3, 8)] == [(3, 4), (3, 4)]
 

@@ -379,11 +379,11 @@ def test_a_model_of_the_user_is_swept_stored_and_reported(tmp_path):
     from meanflow.report import write_report
 
     flow, _, data = user_problem()
-    grid = {"widths": [3, 5], "scales": [0.5, 1.0], "seeds": 2, "steps": 4, "every": 2, "step": 0.1}
+    grid = {"widths": [3, 5], "axes": {"scale": [0.5, 1.0]}, "seeds": 2, "steps": 4, "every": 2, "step": 0.1}
     runs = mf.sweep(flow, data, store=tmp_path / "runs", **grid)
     again = mf.sweep(flow, data, store=tmp_path / "runs", **grid)
     np.testing.assert_array_equal(runs.energy, again.energy)
-    alone = mf.sweeps.prepare(flow, data, **grid).single(width=5, scale=0.5, seed=1)
+    alone = mf.sweep(flow, data, compute=False, **grid).single(width=5, scale=0.5, seed=1)
     np.testing.assert_allclose(runs.energy.sel(width=5, scale=0.5, seed=1), alone.energy, rtol=1e-12)
     assert write_report(runs, tmp_path / "page.html").exists()
 
@@ -432,7 +432,7 @@ def test_a_file_of_another_format_says_who_wrote_it(tmp_path):
     header |= {"format": 2, "versions": header["versions"] | {"meanflow": "0.0.7"}}
     np.savez(path, **arrays | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
     with pytest.raises(
-        ValueError, match=r"has format 2, written by meanflow 0\.0\.7; this version reads format 3"
+        ValueError, match=r"has format 2, written by meanflow 0\.0\.7; this version reads format 4"
     ):
         mf.Solution.load(path)
 

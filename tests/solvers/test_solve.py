@@ -330,3 +330,9 @@ def test_an_implicit_step_that_finds_no_solution_is_a_failure():
     flow, cloud, data = problem("vanilla")
     with pytest.raises(mf.solvers.FailedRun, match="(?i)nonlinear"):
         mf.solve(flow, cloud, data, 40.0, solver=IMPLICIT, step=4.0)
+
+
+def test_adjoints_that_belong_to_adaptive_steps_are_refused():
+    flow, cloud, data = problem("vanilla")
+    with pytest.raises(ValueError, match="adjoint must be one of .* with fixed steps"):
+        mf.solve(flow, cloud, data, 1.0, step=0.1, adjoint=diffrax.BacksolveAdjoint())

@@ -31,10 +31,9 @@ def main(out, across, along, process=None, port=None, store=None):
         steps=6,
         every=3,
         step=mf.KernelStep(0.2, 3),
-        chunk=3,
         observe=("predictions", "angle_displacement"),
-        mesh=mf.sweeps.make_mesh(int(across), int(along)),
         store=store,
+        execution=mf.sweeps.Execution(chunk=3, mesh=(int(across), int(along))),
     )
     np.savez(
         f"{out}-{jax.process_index()}.npz",
@@ -53,7 +52,7 @@ def failing(out, how, process, port):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(process))
     import meanflow as mf
-    from meanflow.sweeps import _runner as runner
+    from meanflow.sweeps import _devices as devices
 
     where, what = how.split("-")
     moment = [time.time()]
@@ -67,17 +66,18 @@ def failing(out, how, process, port):
 
     tell = None
     if process == where and what == "memory":
-        runner.free_memory = lambda device: 1
+        devices.free_memory = lambda device: 1
     elif process == where and what == "error":
-        runner.program.place = fail
+        devices.place = fail
     elif process == where and what == "progress":
         tell = lambda done, total: 1 / 0 if done > 3 else None
     elif process == where:
         threading.Timer(12.0, fail).start()
     data = mf.Dataset([-1.0, 0.0, 1.0], [1.0, -1.0, 1.0], "sum")
-    settings = {"widths": (4,), "steps": 200, "step": 0.01, "observe": (), "chunk": 2, "seeds": 4000}
+    settings = {"widths": (4,), "steps": 200, "step": 0.01, "observe": (), "seeds": 4000}
     try:
-        mf.sweep(mf.canonical(), data, progress=tell, store=f"{out}-store", **settings)
+        execution = mf.sweeps.Execution(chunk=2, progress=tell)
+        mf.sweep(mf.canonical(), data, store=f"{out}-store", execution=execution, **settings)
         heard = "finished"
     except BaseException as problem:
         heard = f"{type(problem).__name__}: {problem}"

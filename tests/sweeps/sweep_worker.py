@@ -24,10 +24,9 @@ def run(store):
         steps=200,
         every=50,
         step=0.01,
-        chunk=1,
         observe=("predictions",),
         store=store,
-        progress=False,
+        execution=mf.sweeps.Execution(chunk=1, progress=False),
     )
 
 

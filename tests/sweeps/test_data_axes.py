@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import meanflow as mf
+from meanflow.measures import laws
 
 TEACHERS = {"linear": lambda x: x[:, 0], "product": lambda x: x[:, 0] * x[:, 1]}
 
@@ -21,8 +22,15 @@ def test_cells_with_their_own_data_equal_single_runs():
     axes = {"samples": (6, 9, 14), "noise": (0.0, 0.5), "teacher": ("linear", "product")}
     settings = {"steps": 6, "every": 3, "step": 0.05}
     names = ["kernel_drift", "dissipation", "displacement", "predictions"]
-    plan = mf.sweeps.prepare(
-        mf.batchnorm("tanh"), planar, widths=(4, 5), axes=axes, key=3, observe=names, **settings
+    plan = mf.sweep(
+        mf.batchnorm("tanh"),
+        planar,
+        widths=(4, 5),
+        axes=axes,
+        key=3,
+        observe=names,
+        compute=False,
+        **settings,
     )
     assert len(plan.groups) == 1
     assert plan.room == 14
@@ -56,13 +64,15 @@ def test_minibatches_and_univariate_observables_ignore_padding():
 
     names = ("on_sample_share", "dead_share", "concentration", "kernel_drift")
     settings = {"axes": {"samples": (4, 7)}, "steps": 4, "step": 0.01, "observe": names}
-    plan = mf.sweeps.prepare(mf.canonical(), line, widths=(5,), batch_size=2, **settings)
+    plan = mf.sweep(
+        mf.canonical(), line, widths=(5,), batches=mf.solvers.Batches(2), compute=False, **settings
+    )
     runs, alone = plan.run().sel(samples=4), plan.single(samples=4)
     np.testing.assert_allclose(runs.energy[0, 0], alone.energy, rtol=1e-12)
     for name in names:
         np.testing.assert_allclose(runs[name][0, 0], alone.observed[name], rtol=1e-11, atol=1e-14)
-    with pytest.raises(ValueError, match="batch_size must be at most the number of samples, got 5 for 4"):
-        mf.sweeps.prepare(mf.canonical(), line, widths=(5,), batch_size=5, **settings)
+    with pytest.raises(ValueError, match="at most the size of the data, 4 samples, got 5"):
+        mf.sweep(mf.canonical(), line, widths=(5,), batches=mf.solvers.Batches(5), compute=False, **settings)
 
 
 def test_gradients_in_every_numeric_axis_against_differences():
@@ -86,9 +96,9 @@ def test_gradients_in_every_numeric_axis_against_differences():
         "spread": (1.2,),
         "noise": (0.1,),
     }
-    axes = {name: values[name] for name in ("step", "strength", "spread", "noise")}
-    grid = {"deltas": values["delta"], "scales": values["scale"], "axes": axes}
-    plan = mf.sweeps.prepare(flow, data, widths=(4,), init=init, steps=4, observe=(), **grid)
+    axes = {name: values[name] for name in ("scale", "step", "strength", "spread", "noise")}
+    grid = {"deltas": values["delta"], "axes": axes}
+    plan = mf.sweep(flow, data, widths=(4,), init=init, steps=4, observe=(), compute=False, **grid)
     end = jax.jit(lambda u: jnp.sum(plan.values(**u)["energy"][..., -1]))
     here, h = jax.tree.map(jnp.asarray, {name: jnp.array(u) for name, u in values.items()}), 1e-5
     np.testing.assert_allclose(end(here), jnp.sum(plan.values()["energy"][..., -1]), rtol=1e-13)
@@ -105,7 +115,10 @@ LABELLED = lambda key, width: mf.lifted().init(key, width, labels=0.5)
 BAD = [
     ({"deltas": (0.0, 1.0), "init": LABELLED}, "deltas would overwrite the labels that init returns"),
     ({"data": lambda key: 3, "deltas": (0.0,)}, "data must return a Dataset, got int"),
-    ({"data": lambda key, k: LINE, "axes": {"j": (1, 2)}, "deltas": (0.0,)}, "flow, data and init do not"),
+    (
+        {"data": lambda key, k: LINE, "axes": {"j": (1, 2)}, "deltas": (0.0,)},
+        "flow, data, init and settings do not",
+    ),
 ]
 
 
@@ -119,18 +132,60 @@ def test_what_does_not_fit_is_refused(settings, words):
 
 @pytest.mark.bad_input
 def test_values_refuses_what_cannot_be_changed():
-    plan = mf.sweeps.prepare(
+    plan = mf.sweep(
         mf.lifted(),
         LINE,
         widths=(4,),
         deltas=(0.0,),
-        axes={"clock": ("lazy",)},
         steps=2,
         step=0.1,
         observe=(),
+        axes={"clock": ("lazy",)},
+        compute=False,
     )
     for name in ("width", "clock", "bogus"):
         with pytest.raises(ValueError, match=f"among the numeric ones of .*, got '{name}'"):
             plan.values(**{name: jnp.array([1.0])})
     with pytest.raises(ValueError, match="delta must have shape"):
         plan.values(delta=jnp.zeros(2))
+
+
+def test_each_initial_law_of_an_axis_is_used():
+    """Two laws of one class have the same text: arrays inside are not written out."""
+    by_text = [Law(jnp.full(2, s)) for s in (1.0, 3.0)]
+    assert str(by_text[0]) == str(by_text[1])
+    own = [laws.normal(s) for s in (1.0, 3.0)]
+    for axis in (by_text, own):
+        plan = mf.sweep(
+            mf.canonical(),
+            LINE,
+            widths=(3,),
+            init=draw,
+            steps=1,
+            step=0.1,
+            observe=(),
+            axes={"law": axis},
+            compute=False,
+        )
+        for law in axis:
+            expected = draw(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), 3), 3, law)
+            np.testing.assert_array_equal(plan.cloud(law=law).particles.r, expected.particles.r)
+        start = plan.run().energy.isel(step=0)
+        assert len(np.unique(start)) == 2
+
+
+class Law:
+    """An initial law whose text does not show its parameter."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __repr__(self):
+        return "Law"
+
+    def __call__(self, u):
+        return self.size[0] * u[:, 0]
+
+
+def draw(key, width, law):
+    return mf.Cloud(mf.Polar(law(jax.random.uniform(key, (width, 1))), jnp.linspace(0.0, 3.0, width)))

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meanflow.sweeps import _program as program
+from meanflow.sweeps import _plan as plans
 from meanflow.sweeps import load
+from meanflow.sweeps._function import FunctionCell
 
 WORKER = pathlib.Path(__file__).with_name("devices_worker.py")
 ROOT = WORKER.parents[2]
@@ -144,15 +145,10 @@ def test_cells_that_factorize_batches_run_one_by_one():
             "lengths": jnp.linalg.svd(matrix, compute_uv=False),
         }
 
-    function = program.FunctionCell(cell, {})
+    function = FunctionCell(cell, {})
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 4))
     inputs = {"key": keys, "axes": {"scale": jnp.arange(1.0, 5.0)}}
-    plain, mapped = (
-        jax.jit(lambda u, m=m: program.batched(function, None, u, one_by_one=m)) for m in (False, True)
-    )
-    assert program.batched_factorizations(plain.lower(inputs).as_text()) == 2
-    assert program.batched_factorizations(mapped.lower(inputs).as_text()) == 0
-    chosen = program.compile_batched(function, None, inputs, None)
+    chosen = plans.compile_batched(function, None, inputs, None)
     arrays, _ = eqx.partition((function, None, inputs), eqx.is_array)
     found = chosen(arrays)
     matrices = [np.asarray(jax.random.normal(k, (3, 3))) for k in jax.random.split(jax.random.key(0), 4)]

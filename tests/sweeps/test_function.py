@@ -7,7 +7,8 @@ import pytest
 import xarray
 
 import meanflow as mf
-from meanflow.sweeps import StoreError, sweep_function
+from meanflow.sweeps import sweep_function
+from meanflow.sweeps._store import StoreError
 
 
 def walk(key, sigma, kind):
@@ -19,7 +20,7 @@ GRID = {"axes": {"sigma": (0.5, 2.0), "kind": ("normal", "uniform")}, "seeds": (
 
 
 def test_sweep_equals_loop():
-    ds = sweep_function(walk, dims={"path": ["place"]}, chunk=3, key=7, **GRID)
+    ds = sweep_function(walk, dims={"path": ["place"]}, key=7, execution=mf.sweeps.Execution(chunk=3), **GRID)
     assert ds.path.dims == ("sigma", "kind", "seed", "place") and ds.end_square.dims == (
         "sigma",
         "kind",

@@ -5,7 +5,8 @@ import pytest
 import xarray
 
 import meanflow as mf
-from meanflow.sweeps._phase import collapse, fit_exponents
+from meanflow.sweeps import fit_exponents
+from meanflow.sweeps._exponents import collapse
 
 
 def paired(key, width, alpha):
@@ -65,9 +66,7 @@ def test_defaults_show_the_phases():
 
     Networks this narrow, compared at the end, are only near the exponents -1, -1/2 and 0 that the test above finds.
     """
-    found = mf.phase_diagram(
-        LAZY, widths=(32, 64, 128), seeds=2, deltas=None, variables=("angle_displacement",)
-    )
+    found = mf.phase_diagram(LAZY, widths=(32, 64, 128), seeds=2, variables=("angle_displacement",))
     lazy, ntk, rich = found.exponent_angle_displacement.isel(delta=0).values
     assert -1.1 < lazy < -0.75 < ntk < -0.25 < rich < 0.1
     assert found.delta.values.tolist() == [0.0]
@@ -85,7 +84,7 @@ def test_values_where_the_loss_reaches_a_level():
     assert float(fitted.exponent_age) == pytest.approx(-0.7, abs=1e-12)
     assert float(fitted.prefactor_age) == pytest.approx(2.5 * 3.0, rel=1e-10)
     with pytest.raises(ValueError, match="widths must be even"):
-        mf.phase_diagram(LAZY, widths=(3, 4), deltas=None)
+        mf.phase_diagram(LAZY, widths=(3, 4))
     with pytest.raises(ValueError, match="level"):
         mf.phase_diagram(LAZY, widths=(2, 4), level=0.0, steps=1, step=0.1)
 
@@ -118,12 +117,24 @@ def test_fit_recovers_a_power_law_with_an_honest_error():
     assert abs(float(noisy.exponent_speed) + 0.7) < 5 * expected
 
 
-def test_failed_and_frozen_runs_are_left_out():
+def test_failed_runs_are_left_out_and_cells_without_a_fit_are_named():
     runs = synthetic(-0.5, 0.0)
     runs["result"][1, 2] = 7
     runs["speed"][1, 2] = 1e9
-    assert float(fit_exponents(runs, ["speed"]).exponent_speed) == pytest.approx(-0.5)
-    assert np.isnan(fit_exponents(runs * 0, ["speed"]).exponent_speed)
+    found = fit_exponents(runs, ["speed"])
+    assert float(found.exponent_speed) == pytest.approx(-0.5) and found.problem_speed.item() == ""
+    with pytest.warns(
+        UserWarning, match="1 of 1 exponents of speed are NaN:\n  all runs: .* of 24 runs 24 have a value"
+    ):
+        assert np.isnan(fit_exponents(runs * 0, ["speed"]).exponent_speed)
+    both = xarray.concat([runs, runs], xarray.DataArray([0.0, 1.0], dims="delta", name="delta"))
+    both["result"][1, 0, :] = 7
+    with pytest.warns(
+        UserWarning, match="1 of 2 exponents of speed are NaN:\n  delta = 1.0: no seed .* 7 failed"
+    ):
+        found = fit_exponents(both, ["speed"])
+    assert np.isnan(found.exponent_speed[1]) and found.exponent_speed[0] == pytest.approx(-0.5)
+    assert found.problem_speed[0].item() == "" and "of 24 runs 7 failed" in found.problem_speed[1].item()
 
 
 def crossover(noise=0.0, seeds=1):
@@ -144,28 +155,20 @@ def crossover(noise=0.0, seeds=1):
 
 
 def test_collapse_finds_the_scaling_variable():
-    runs = crossover()
-    found = collapse(runs, "turn")
-    assert np.isnan(found["a_error"]) and np.isnan(found["b_error"])  # one seed says nothing about scatter
-    assert found["a"] == pytest.approx(-0.5, abs=0.05) and found["b"] == pytest.approx(0.25, abs=0.05)
-    assert found["quality"] < 0.2 * found["raw"]
-    with pytest.raises(ValueError, match="two widths and three"):
-        collapse(runs.isel(delta=slice(0, 2)), "turn")
+    found = collapse(crossover().turn).to_series()
+    assert np.isnan(found.a_error) and np.isnan(found.b_error)  # one seed says nothing about scatter
+    assert found.a == pytest.approx(-0.5, abs=0.05) and found.b == pytest.approx(0.25, abs=0.05)
+    assert found.quality < 0.2 * found.raw
 
 
 def test_errors_of_the_collapse_are_those_of_its_scatter():
     """Over many groups of seeds the jackknife error is the standard deviation of the exponents, within a factor 2."""
     runs = crossover(noise=0.1, seeds=80)
-    groups = [collapse(runs.isel(seed=slice(k, k + 8)), "turn") for k in range(0, 80, 8)]
+    groups = [collapse(runs.turn.isel(seed=slice(k, k + 8))).to_series() for k in range(0, 80, 8)]
     for name in ("a", "b"):
         scatter = np.std([g[name] for g in groups], ddof=1)
         claimed = np.sqrt(np.mean([g[f"{name}_error"] ** 2 for g in groups]))
         assert 0.5 < claimed / scatter < 2
-
-
-def usual(key, width):
-    """The model's own law."""
-    return mf.lifted().init(key, width)
 
 
 def test_the_diagram_holds_the_collapse_of_every_alpha_and_scale():
@@ -176,23 +179,23 @@ def test_the_diagram_holds_the_collapse_of_every_alpha_and_scale():
         "steps": 40,
         "step": 0.02,
     }
-    diagram = mf.phase_diagram(
-        LAZY,
-        alphas=(0.5, 1.0),
-        scales=(1.0, 2.0),
-        variables=("energy", "angle_displacement"),
-        init=usual,
-        **settings,
-    )
+    chosen = {
+        "alphas": (0.5, 1.0),
+        "axes": {"scale": (1.0, 2.0)},
+        "variables": ("energy", "angle_displacement"),
+    }
+    with pytest.warns(
+        UserWarning, match="4 of 16 exponents of angle_displacement"
+    ):  # at delta = -inf nothing turns
+        diagram = mf.phase_diagram(LAZY, init=lambda *given: mf.lifted().init(*given), **chosen, **settings)
     assert diagram.collapse_energy.sizes == {"scale": 2, "alpha": 2, "number": 6}
     runs = mf.sweep(
         lambda width: mf.lifted(alpha=width**0.5),
         LAZY,
-        scales=(2.0,),
+        axes={"scale": (2.0,)},
         observe=("angle_displacement",),
         **settings,
     )
-    alone = collapse(runs)
+    alone = collapse(runs.angle_displacement.isel(step=-1, scale=0))
     there = diagram.collapse_angle_displacement.sel(alpha=0.5, scale=2.0)
-    for name, value in alone.items():
-        assert float(there.sel(number=name)) == pytest.approx(value, abs=1e-3)
+    np.testing.assert_allclose(there, alone, atol=1e-3)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meanflow.solvers._weak import weak_form
 
 import meanflow as mf
 from meanflow import kernels
@@ -15,7 +14,7 @@ from meanflow._numerics import iterate
 from meanflow.kernels._empirical.spectra import top_eigenpairs
 from meanflow.solvers import eulerian
 from meanflow.solvers._step import top_eigenvalue
-from meanflow.sweeps import _program as program
+from meanflow.sweeps._plan import batched
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 KEYS = jax.random.key(0), jax.random.key(1)
@@ -92,7 +91,7 @@ def minibatches(cloud, data):
     key = jax.random.key(3)
     adam = optax.adam(1e-2)
     noisy = mf.descend(
-        flow, cloud, data, 4, optimizer=adam, batch_size=5, statistics="batch", key=key, every=2
+        flow, cloud, data, 4, optimizer=adam, batches=mf.solvers.Batches(5, key, statistics="batch"), every=2
     )
     bound = mf.batchnorm_manifold("relu").bind(data)
     start = cloud.at(
@@ -155,8 +154,7 @@ def resumed(cloud, data):
 def loops_and_steps(cloud, data):
     flow = mf.vanilla("tanh")
     count = iterate(lambda u, v: u + v, jnp.zeros((), data.y.dtype), data.y, 8, 4, lambda u: u)
-    weak = weak_form(flow, cloud, data, lambda t, w: jnp.cos(t) * w.a, 0.5, nodes=4)
-    return count, top_eigenvalue(flow, cloud, data), weak
+    return count, top_eigenvalue(flow, cloud, data)
 
 
 def finite_volumes(cloud, data):
@@ -213,9 +211,9 @@ def kernels_in_closed_form(cloud, data):
 
 def lower_sweep(flow, shared, data, **settings):
     with jax.ensure_compile_time_eval():
-        plan = mf.sweeps.prepare(flow, shared(), widths=(3, 4), step=0.1, **settings)
+        plan = mf.sweep(flow, shared(), widths=(3, 4), step=0.1, compute=False, **settings)
         inputs = jax.tree.map(jnp.asarray, plan.inputs(plan.groups[0], plan.groups[0].cells))
-    return program.batched(plan.cell(plan.groups[0]), data, inputs)
+    return batched(plan.cell(plan.groups[0]), data, inputs)
 
 
 def swept(cloud, data):
@@ -230,7 +228,7 @@ def swept_raw(cloud, data):
 
 
 def swept_in_the_plane(cloud, data):
-    batches = {"steps": 4, "batch_size": 5, "statistics": "batch"}
+    batches = {"steps": 4, "batches": mf.solvers.Batches(5, statistics="batch")}
     return [
         lower_sweep(mf.vanilla("relu"), plane, data, steps=4),
         lower_sweep(mf.batchnorm("relu"), plane, data, **batches),

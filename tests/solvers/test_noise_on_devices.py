@@ -1,34 +1,11 @@
-"""Noise in sweeps: a cell runs as it does alone, whatever its neighbors, its padding and the devices."""
+"""Noise does not depend on how the particles are split over devices."""
 
 import os
 import pathlib
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-
-import meanflow as mf
-
-X = jax.random.normal(jax.random.key(0), (12, 2))
-DATA = mf.Dataset(X, jnp.tanh(X[:, 0]))
-GRID = {"widths": [3, 5], "seeds": 2, "steps": 3, "step": 0.1, "observe": ["predictions"], "key": 4}
-
-
-def test_a_noisy_cell_runs_as_it_does_alone(quick_compilation):
-    plan = mf.sweeps.prepare(mf.vanilla("tanh"), DATA, axes={"temperature": [0.05, 0.2]}, waste=0.9, **GRID)
-    assert len(plan.groups) == 1  # both widths in one program: the smaller one is padded
-    found = plan.values()["predictions"]
-    for place, (width, tau, seed) in {(0, 1, 1): (3, 0.2, 1), (1, 0, 0): (5, 0.05, 0)}.items():
-        alone = plan.single(width=width, temperature=tau, seed=seed)
-        index = tuple(
-            dict(zip(("width", "temperature", "seed"), place, strict=True))[n] for n in plan.grid.axes
-        )
-        np.testing.assert_allclose(found[index][-1], alone.observed["predictions"][-1], rtol=1e-12)
-    assert len(np.unique(np.asarray(found)[..., -1, 0])) == 8
-
 
 SHARDED = """
 import jax
@@ -38,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 x = jax.random.normal(jax.random.key(0), (12, 2))
 data, flow = mf.Dataset(x, jnp.tanh(x[:, 0])), mf.vanilla("tanh")
 cloud = flow.init(jax.random.key(1), 8, dim=2)
-run = lambda c: mf.descend(flow, c, data, 3, step=0.1, temperature=0.2, key=jax.random.key(2), throw=False).final
+noise = mf.solvers.Noise(0.2, jax.random.key(2))
+run = lambda c: mf.descend(flow, c, data, 3, step=0.1, dynamics=noise, throw=False).final
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("p",))
 split = jax.tree.map(lambda u: jax.device_put(u, NamedSharding(mesh, PartitionSpec("p" if u.ndim else None)))
                      if u.ndim else u, cloud)

@@ -78,11 +78,10 @@ def test_sweep_show_and_resume(config, tmp_path):
     assert "settings" in call("sweep", config, "--store", store, "--set", "run.clock='gradient'", code=3)
 
 
-def test_noise_and_reaction_from_the_command_line(config, tmp_path):
+def test_dynamics_batches_and_tolerances_from_the_command_line(tmp_path):
     """The numbers are those of the call in Python with the same key; another key gives other noise."""
     x = np.linspace(-1, 1, 6)
-    data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
-    flow, grid = mf.canonical(), {"widths": (4,), "seeds": 2, "steps": 4, "step": 0.01, "observe": ()}
+    data, solvers = mf.Dataset(x, np.sin(2 * np.pi * x), "sum"), mf.solvers
     base = (
         "sweep",
         "--flow",
@@ -94,28 +93,42 @@ def test_noise_and_reaction_from_the_command_line(config, tmp_path):
         "--seeds",
         "2",
     )
-    base = (*base, "--steps", "4", "--step", "0.01", "--set", "run.observe=[]")
-    energies = {}
+    base = (*base, "--set", "run.observe=[]")
+    steps, energies = ("--steps", "4", "--step", "0.01"), {}
     for name, flags, settings in (
-        ("noise", ("--temperature", "0.1", "--key", "3"), {"temperature": 0.1, "key": 3}),
-        ("other", ("--temperature", "0.1", "--key", "4"), {"temperature": 0.1, "key": 4}),
+        ("noise", ("--temperature", "0.1", "--key", "3"), {"dynamics": solvers.Noise(0.1), "key": 3}),
+        ("other", ("--temperature", "0.1", "--key", "4"), {"dynamics": solvers.Noise(0.1), "key": 4}),
         (
             "reaction",
-            ("--set", "run.reaction=2.0", "--set", "run.conserve=false"),
-            {"reaction": 2.0, "conserve": False},
+            ("--set", "run.dynamics={reaction=2.0, conserve=false}"),
+            {"dynamics": solvers.Reaction(2.0, conserve=False)},
+        ),
+        (
+            "batches",
+            ("--set", "run.batches={size=3, replace=true}"),
+            {"batches": solvers.Batches(3, replace=True)},
+        ),
+        (
+            "tolerance",
+            ("--set", "run={t1=0.1, step={rtol=1e-3}, observe=[]}"),
+            {"steps": None, "t1": 0.1, "step": solvers.Adaptive(1e-3)},
         ),
     ):
-        call(*base, *flags, "--store", tmp_path / name)
+        call(*base, *(() if name == "tolerance" else steps), *flags, "--store", tmp_path / name)
         energies[name] = mf.sweeps.load(tmp_path / name).energy.values
-        np.testing.assert_array_equal(energies[name], mf.sweep(flow, data, **grid, **settings).energy)
+        given = {"steps": 4, "step": 0.01} | settings
+        alone = mf.sweep(mf.canonical(), data, widths=(4,), seeds=2, observe=(), **given)
+        np.testing.assert_array_equal(energies[name], alone.energy)
     assert not np.array_equal(energies["noise"][..., -1], energies["other"][..., -1])
-    both = call(*base, "--temperature", "0.1", "--reaction", "1.0", code=2)
-    assert "temperature and reaction must not both be positive" in both
-    assert "temperature" in call(*base, "--temperature", "-1", code=2)
-    assert "temperature" in call(*base, "--set", "run.temperature='hot'", code=2)
-    assert "conserve" in call(*base, "--set", "run.conserve=3", code=2)
-    timed = ("sweep", "--flow", "canonical", "--data", "sine", "--widths", "4", "--t1", "0.1")
-    assert "step must be" in call(*timed, "--temperature", "0.1", code=2)
+    for flags, message in (
+        (("--temperature", "0.1", "--reaction", "1.0"), "one of temperature and reaction"),
+        (("--temperature", "-1"), "temperature"),
+        (("--set", "run.dynamics={temperature='hot'}"), "temperature"),
+        (("--set", "run.dynamics={reaction=1.0, conserve=3}"), "conserve"),
+        (("--set", "run.batches={size=7}"), "at most the size of the data"),
+    ):
+        assert message in call(*base, *steps, *flags, code=2)
+    assert "step must be" in call(*base, "--t1", "0.1", "--temperature", "0.1", code=2)
 
 
 @pytest.mark.parametrize("axes", ["{}", "{clock = ['lazy', 'gradient']}"])
@@ -163,7 +176,7 @@ def test_flags_alone_and_failed_cells():
         ("grid.scales=['a']", "grid.scales must be a list of numbers"),
         ("run.step='abc'", "step must be a number, got 'abc'"),
         ("run.step={kernel='abc'}", "kappa must be a number, got 'abc'"),
-        ("run.solver='sliding'", "the sliding solver belongs to runs with t1"),
+        ("run.solver='sliding'", "got 'solver' (it belongs to runs with t1)"),
         ("run.key='abc'", "key must be an integer"),
         ("run.observe=['neuron']", "observe must name observables among"),
         ("data.points=0", "data.points must be an integer >= 1, got 0"),
@@ -259,7 +272,7 @@ def test_json_is_strict(config, tmp_path):
 
 def test_directories_without_results_and_files_that_cannot_be_written(config, tmp_path, monkeypatch):
     store = tmp_path / "run"
-    monkeypatch.setattr("meanflow.sweeps._runner.free_memory", lambda device: 1000)
+    monkeypatch.setattr("meanflow.sweeps._devices.free_memory", lambda device: 1000)
     assert "GiB are free" in call("sweep", config, "--store", store, code=2)
     monkeypatch.undo()
     for command in ("show", "report"):

@@ -1,29 +1,32 @@
-"""Phase diagrams: how observables scale with the width, over the output scale, the balance and the initial scale."""
+"""How observables scale with the width: exponents and their errors, phase diagrams, the coordinate check."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, Num
+from jaxtyping import Array, Float, Key, Num
 from scipy import optimize
 
 from meanflow import _checks
-from meanflow.flows._flow import Flow
+from meanflow._numerics import loglog_slope
+from meanflow.flows._features import TwoLayer
+from meanflow.flows._flow import FLOW, Flow
 from meanflow.measures._cloud import Cloud, Polar
 from meanflow.measures._dataset import DATA, Dataset
 from meanflow.solvers._step import KernelStep
 from meanflow.sweeps import _results as results
-from meanflow.sweeps._networks import sweep
-from meanflow.sweeps._plan import FINITE, NUMBERS, SEEDS
+from meanflow.sweeps._networks import AMPLITUDES, BALANCES, WIDTHS, Counts, sweep
+from meanflow.sweeps._plan import SEEDS
 from meanflow.univariate._models import lifted
 
 if TYPE_CHECKING:  # slow to import
     import xarray
 
 COLLAPSE = ("a", "a_error", "b", "b_error", "quality", "raw")
-NO_OVERLAP = 1e6
+NO_OVERLAP = 1e6  # stands for the deviation of curves that do not overlap
 VARIABLES = ("angle_displacement", "kernel_drift", "energy")
 
 
@@ -41,13 +44,12 @@ LEVEL = _checks.optional(_checks.number(above=0.0))
 @_checks.arguments(
     data=DATA,
     widths=_checks.sequence(_checks.count(1), least=2),
-    alphas=FINITE,
-    deltas=_checks.optional(NUMBERS),
-    scales=_checks.optional(FINITE),
+    alphas=AMPLITUDES,
+    deltas=BALANCES,
     seeds=SEEDS,
     variables=NAMES,
     level=LEVEL,
-    init=_checks.optional(_checks.function),
+    init=_checks.function,
     settings=_checks.unchecked("sweep checks each of them"),
 )
 def phase_diagram(
@@ -55,17 +57,16 @@ def phase_diagram(
     *,
     widths: Sequence[int],
     alphas: Sequence[float] = (0.0, 0.5, 1.0),
-    deltas: Sequence[float] | None = None,
-    scales: Sequence[float] | None = None,
+    deltas: Sequence[float] = (0.0,),
     seeds: int | Sequence[int] = 4,
+    init: Callable[..., Cloud] | None = None,
     variables: Sequence[str] = VARIABLES,
     level: float | None = None,
-    init: Callable[..., Cloud] | None = None,
     **settings: Any,
 ) -> "xarray.Dataset":
     """Fit exponents in the width of univariate ReLU networks with output scale alpha(m) = m^alpha.
 
-    One sweep over width x alpha x delta x scale x seed of ``lifted`` flows, on the lazy clock, so that all cells
+    One sweep over width x delta x alpha x further axes x seed of ``lifted`` flows, on the lazy clock, so that all cells
     are compared at the same stage of training; the exponent itself is a number of the program, not a reason to compile.
 
     By default weights are of order one at every width, |c| |(a, b)| = 1, as in networks that people train: neurons of
@@ -77,57 +78,41 @@ def phase_diagram(
         data: training data.
         widths: at least two.
         alphas: exponents: 1 is the mean-field scale, 1/2 the NTK scale, 0 no normalisation.
-        deltas: as in ``sweep``; None for balanced neurons, delta = 0.
-        scales, seeds, settings: as in ``sweep``. Without ``steps`` and ``t1``, 600 steps of ``KernelStep(0.5)``, saved
-            every 10 steps.
+        deltas: balances as in ``sweep``; 0 are balanced neurons.
+        seeds: number of seeds, or their list.
         init: (key, width, **axes) -> Cloud instead of the start above; it may take ``alpha``, the exponent.
         variables: observables whose final values are fitted; ``"t"`` is the time of the comparison.
         level: compare runs where their loss falls to this fraction of its start, interpolated between saves, and not
             at the end. Neurons go on turning after the fit, faster in the adaptive regime, so a common end time
             flattens the exponents; a common loss gives those of the theory. Runs that never get there are left out.
+        settings: further arguments of ``sweep``, such as ``axes={"scale": [0.5, 2.0]}``. Without ``steps`` and ``t1``,
+            600 steps of ``KernelStep(0.5)``, saved every 10 steps.
 
     Returns:
-        ``xarray.Dataset`` of ``fit_exponents``: for each variable the exponent, its standard error and the prefactor,
-        over (alpha, delta, scale); the sweep itself under ``sweep_<name>``. With three or more finite ``deltas`` also
-        the finite-size collapse along delta, ``collapse_<name>`` over (alpha, scale), with the numbers of ``collapse``.
+        ``xarray.Dataset`` of ``fit_exponents``: for each variable the exponent, its standard error, the prefactor and
+        what kept it from being fitted, over (delta, alpha, ...); the sweep itself under ``sweep_<name>``. With three or
+        more finite ``deltas`` also the finite-size collapse along delta, ``collapse_<name>`` over (alpha, ...), with
+        the numbers of ``COLLAPSE``.
     """
-    named = [name for name in variables if name not in ("energy", "t")]
     if "steps" not in settings and "t1" not in settings:
         settings = {"steps": 600, "every": 10, "step": KernelStep(0.5)} | settings
     runs = sweep(
         _scaled,
         data,
         widths=widths,
-        axes={"alpha": [float(a) for a in alphas]},
-        deltas=(0.0,) if deltas is None else deltas,
-        scales=scales,
+        deltas=deltas,
+        axes={"alpha": [float(a) for a in alphas], **settings.pop("axes", {})},
         seeds=seeds,
         init=_unit_weights if init is None else init,
-        observe=named,
+        observe=[name for name in variables if name not in ("energy", "t")],
+        compute=True,
         **settings,
     )
-    fitted = fit_exponents(runs, variables, level)
     ends = {name: _compared(runs, name, level) for name in variables}
     more = {f"sweep_{name}": value for name, value in ends.items()}
-    if all(_can_collapse(value, "delta") for value in ends.values()):
-        more |= {f"collapse_{name}": _collapsed(value) for name, value in ends.items()}
-    return fitted.assign(more).assign_attrs(runs.attrs)
-
-
-def _collapsed(value: "xarray.DataArray") -> "xarray.DataArray":
-    """Return the numbers of ``COLLAPSE`` for final values over (width, delta, seed) and further axes, which stay."""
-    import xarray
-
-    found = xarray.apply_ufunc(
-        _collapse,
-        value.width,
-        value.delta,
-        value,
-        input_core_dims=[["width"], ["delta"], ["width", "delta", "seed"]],
-        output_core_dims=[["number"]],
-        vectorize=True,
-    )
-    return found.assign_coords(number=list(COLLAPSE))
+    if np.isfinite(runs.delta).sum() >= 3:
+        more |= {f"collapse_{name}": collapse(value) for name, value in ends.items()}
+    return fit_exponents(runs, variables, level).assign(more).assign_attrs(runs.attrs)
 
 
 def _scaled(width: float | Num[Array, ""], alpha: float | Num[Array, ""]) -> Flow:
@@ -144,26 +129,22 @@ def _unit_weights(key: Key[Array, ""], width: int, alpha: float) -> Cloud:
     return Cloud(Polar(width ** (1.0 - alpha) * sign, jnp.repeat(theta, 2)))
 
 
-def _final(runs: "xarray.Dataset", name: str) -> "xarray.DataArray":
-    """Return the last save of a variable; failed cells become NaN."""
-    return results.final(runs, name).where(~results.failed(runs))
-
-
 def _compared(runs: "xarray.Dataset", name: str, level: float | None) -> "xarray.DataArray":
     """Return the value with which a run enters a fit; NaN for runs that failed or never reached the level."""
-    if level is None:
-        return _final(runs, name)
-    along = next(d for d in ("time", "step") if d in runs.energy.dims)
     import xarray
 
-    found = xarray.apply_ufunc(
-        _at_level,
-        runs.energy,
-        runs[name],
-        input_core_dims=[[along], [along]],
-        kwargs={"level": level},
-        vectorize=True,
-    )
+    if level is None:
+        found = results.final(runs, name)
+    else:
+        along = next(d for d in ("time", "step") if d in runs.energy.dims)
+        found = xarray.apply_ufunc(
+            _at_level,
+            runs.energy,
+            runs[name],
+            input_core_dims=[[along], [along]],
+            kwargs={"level": level},
+            vectorize=True,
+        )
     return found.where(~results.failed(runs))
 
 
@@ -191,11 +172,12 @@ def fit_exponents(
 
     Args:
         runs: a data set of ``sweep``.
-        variables: names of scalar observables; values must be positive (zero gives NaN: no power law).
+        variables: names of scalar observables; only positive values can be fitted.
         level: fraction of the initial loss at which runs are compared, as in ``phase_diagram``; None for the end.
 
     Returns:
-        ``exponent_<name>``, ``error_<name>`` and ``prefactor_<name>`` over the other axes of the sweep.
+        ``exponent_<name>``, ``error_<name>`` and ``prefactor_<name>`` over the other axes of the sweep. Where no seed
+        can be fitted these are NaN, ``problem_<name>`` says why, and a warning lists the cells.
 
     >>> import numpy as np, xarray
     >>> widths = np.array([10, 20, 40])
@@ -210,34 +192,45 @@ def fit_exponents(
 
     if runs.sizes.get("width", 0) < 2:
         raise ValueError("runs must hold at least two widths")
-    fitted = {}
+    fitted: dict[str, Any] = {}
     for name in variables:
         if name not in runs:
             raise ValueError(f"variables must be among {sorted(map(str, runs.data_vars))}, got {name!r}")
-        value = _compared(runs, name, level)
-        logs: Any = np.log(value.where(value > 0))  # a DataArray again, which numpy's types do not say
-        other = [d for d in logs.dims if d not in ("width", "seed")]
-        slope, error, prefactor = xarray.apply_ufunc(
+        value, failed = _compared(runs, name, level), results.failed(runs)
+        other = [d for d in value.dims if d not in ("width", "seed")]
+        found = xarray.apply_ufunc(
             _fit,
-            np.log(logs.width.astype(float)),
-            logs,
-            input_core_dims=[["width"], ["width", "seed"]],
-            output_core_dims=[[], [], []],
+            np.log(value.width.astype(float)),
+            value,
+            failed,
+            input_core_dims=[["width"], ["width", "seed"], ["width", "seed"]],
+            output_core_dims=[[], [], [], []],
             vectorize=True,
+            output_dtypes=[float, float, float, object],
         )
-        fitted[f"exponent_{name}"] = slope.transpose(*other)
-        fitted[f"error_{name}"] = error.transpose(*other)
-        fitted[f"prefactor_{name}"] = prefactor.transpose(*other)
+        for kind, part in zip(("exponent", "error", "prefactor", "problem"), found, strict=True):
+            fitted[f"{kind}_{name}"] = part.transpose(*other)
+        _warn(name, fitted[f"problem_{name}"])
     return xarray.Dataset(fitted)
 
 
-def _fit(x: np.ndarray, logs: np.ndarray) -> tuple[float, float, float]:
-    """Return slope, its standard error and exp(intercept) of the seed means of ``logs`` (width, seed) against ``x``."""
-    good = np.isfinite(logs).all(axis=0)  # a seed counts if it succeeded at every width
+def _fit(x: np.ndarray, value: np.ndarray, failed: np.ndarray) -> tuple[float, float, float, str]:
+    """Fit the seed means of log(value) (width, seed) against ``x``.
+
+    Returns:
+        Slope, its standard error, exp(intercept), and what kept it from being fitted ("" if nothing did).
+    """
+    positive = value > 0  # NaN is not
+    good = positive.all(axis=0)  # a seed counts if it succeeded at every width
     if not good.any():
-        return np.nan, np.nan, np.nan
-    logs = logs[:, good]
-    centered = x - x.mean()
+        counts = {
+            "failed": failed.sum(),
+            "have no value (they never reached the level?)": (np.isnan(value) & ~failed).sum(),
+            "have a value that is not positive": (~positive & ~np.isnan(value)).sum(),
+        }
+        listed = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return np.nan, np.nan, np.nan, f"no seed can be fitted at every width: of {value.size} runs {listed}"
+    logs, centered = np.log(value[:, good]), x - x.mean()
     weight = centered / np.sum(centered**2)
     slopes = weight @ logs
     slope, mean = float(slopes.mean()), logs.mean(axis=1)
@@ -246,52 +239,57 @@ def _fit(x: np.ndarray, logs: np.ndarray) -> tuple[float, float, float]:
     if slopes.size > 1:
         error += slopes.var(ddof=1) / slopes.size
     known = len(x) > 2 or slopes.size > 1
-    return slope, float(np.sqrt(error)) if known else np.nan, float(np.exp(mean.mean() - slope * x.mean()))
+    prefactor = float(np.exp(mean.mean() - slope * x.mean()))
+    return slope, float(np.sqrt(error)) if known else np.nan, prefactor, ""
 
 
-def collapse(
-    runs: "xarray.Dataset",
-    variable: str = "angle_displacement",
-    *,
-    along: str = "delta",
-    level: float | None = None,
-) -> dict[str, float]:
-    """Fit the finite-size collapse: exponents (a, b) with value * m^b a function of along * m^a alone.
+def _warn(name: str, problems: "xarray.DataArray") -> None:
+    """Say which cells have no exponent of a variable, and why."""
+    flat = (
+        problems.reset_coords(drop=True).stack(cell=problems.dims)
+        if problems.dims
+        else problems.expand_dims("cell")
+    )
+    lost = [one for one in flat.transpose("cell") if one.item()]
+    if lost:
+        where = lambda one: (
+            ", ".join(f"{d} = {one.cell.item()[k]}" for k, d in enumerate(problems.dims)) or "all runs"
+        )
+        listed = "\n  ".join(f"{where(one)}: {one.item()}" for one in lost[:8])
+        warnings.warn(f"{len(lost)} of {flat.size} exponents of {name} are NaN:\n  {listed}", stacklevel=3)
+
+
+def collapse(value: "xarray.DataArray") -> "xarray.DataArray":
+    """Fit the finite-size collapse along delta: exponents (a, b) with value * m^b a function of delta * m^a alone.
 
     The curves of all widths are put on one another: (a, b) minimise the mean square deviation, in logarithms of the
     value, of the points of each width from the interpolated curve of every other width, where they overlap.
     For neurons of fixed r the theory predicts the scaling variable k = delta m/(2 alpha |r|).
 
     Args:
-        runs: a data set of ``sweep`` in which only width, seed and ``along`` vary.
-        variable: a positive observable.
-        along: the axis; infinite values are left out.
-        level: fraction of the initial loss at which runs are compared, as in ``phase_diagram``; None for the end.
+        value: positive values over (width, delta, seed) and further axes, which stay; infinite deltas are left out.
 
     Returns:
-        ``a`` and ``b`` with standard errors ``a_error`` and ``b_error`` (jackknife over seeds; NaN for a single one),
-        ``quality`` (rms deviation of the logarithms) and ``raw`` (the same without rescaling). NaN if no exponents make
-        the curves overlap.
+        Along the axis ``number``: ``a`` and ``b`` with standard errors ``a_error`` and ``b_error`` (jackknife over
+        seeds; NaN for a single one), ``quality`` (rms deviation of the logarithms) and ``raw`` (the same without
+        rescaling). NaN if no exponents make the curves overlap.
     """
-    value = _compared(runs, variable, level).squeeze(
-        [d for d in runs.result.dims if d not in ("width", "seed", along) and runs.sizes[d] == 1], drop=True
-    )
-    if set(value.dims) != {"width", "seed", along}:
-        raise ValueError(f"runs must vary along width, seed and {along} only, got the axes {value.dims}")
-    if not _can_collapse(value, along):
-        raise ValueError(f"a collapse needs two widths and three finite values of {along}")
-    numbers = _collapse(
-        value.width.values, value[along].values, value.transpose("width", along, "seed").values
-    )
-    return dict(zip(COLLAPSE, map(float, numbers), strict=True))
+    import xarray
 
-
-def _can_collapse(value: "xarray.DataArray", along: str) -> bool:
-    return value.sizes["width"] >= 2 and int(np.isfinite(value[along].values).sum()) >= 3
+    found = xarray.apply_ufunc(
+        _collapse,
+        value.width,
+        value.delta,
+        value,
+        input_core_dims=[["width"], ["delta"], ["width", "delta", "seed"]],
+        output_core_dims=[["number"]],
+        vectorize=True,
+    )
+    return found.assign_coords(number=list(COLLAPSE))
 
 
 def _collapse(widths: np.ndarray, control: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the numbers of ``COLLAPSE`` for ``values`` (width, along, seed)."""
+    """Return the numbers of ``COLLAPSE`` for ``values`` (width, delta, seed)."""
     order = np.argsort(control)
     order = order[np.isfinite(control[order])]
     m, control = np.log(widths.astype(float)), control[order]
@@ -348,3 +346,86 @@ def _gap(p: np.ndarray, m: np.ndarray, control: np.ndarray, curves: np.ndarray) 
     joined = np.concatenate(gaps) if gaps else np.array([])
     # an exponent so large that no curves overlap explains nothing
     return float(np.mean(joined**2)) if joined.size >= len(control) else NO_OVERLAP
+
+
+class CoordinateCheck(NamedTuple):
+    """Root mean squares over samples, neurons and seeds for each width, and their exponents in the width.
+
+    Attributes:
+        widths: (k,).
+        output: of f at the start, (k,).
+        change: of the change of f until the end, (k,).
+        preactivation: of the change of b . x until the end, (k,).
+        slopes: exponents in the width, by those three names. Mean field, which is the maximal update parametrization of
+            two layers, has -1/2, 0, 0; the NTK scaling alpha = sqrt(m) has 0, 0, -1/2.
+    """
+
+    widths: Float[np.ndarray, " k"]
+    output: Float[np.ndarray, " k"]
+    change: Float[np.ndarray, " k"]
+    preactivation: Float[np.ndarray, " k"]
+    slopes: dict[str, float]
+
+
+def _sizes(flow: Flow, cloud: Cloud, data: Dataset, start: Cloud) -> dict[str, jax.Array]:
+    feature = flow.feature
+    assert isinstance(feature, TwoLayer)
+    x = data.x
+    if feature.bias:
+        x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
+    first, last = (feature.predict(one, data.x) for one in (start, cloud))
+    turn = x @ (cloud.particles.b - start.particles.b).T
+    return {
+        "output": jnp.mean(first**2),
+        "change": jnp.mean((last - first) ** 2),
+        "preactivation": jnp.mean(jnp.sum(turn**2 * cloud.weights[None, :], axis=1)),
+    }
+
+
+@_checks.arguments(
+    flow=FLOW,
+    data=DATA,
+    widths=WIDTHS,
+    seeds=SEEDS,
+    t1=_checks.number(above=0),
+    settings=_checks.unchecked("sweep checks each of them"),
+)
+def coordinate_check(
+    flow: Flow, data: Dataset, *, widths: Counts, seeds: int | Counts = 4, t1: float = 1.0, **settings: Any
+) -> CoordinateCheck:
+    """Fit how f_0, the change of f and the change of b . x grow with the width, on the clock on which f moves alike.
+
+    Args:
+        flow: a two-layer flow without batch norm.
+        data: training data.
+        widths: at least two widths.
+        seeds: number of random starts of each width.
+        t1: end time on the lazy clock (mean-field time for alpha = m).
+        settings: further arguments of ``sweep``, such as ``step``.
+
+    >>> import jax, jax.numpy as jnp, meanflow as mf
+    >>> x = jax.random.normal(jax.random.key(0), (8, 3))
+    >>> found = mf.sweeps.coordinate_check(mf.vanilla("tanh"), mf.Dataset(x, x[:, 0]), widths=[8, 32], step=0.25)
+    >>> sorted(found.slopes)
+    ['change', 'output', 'preactivation']
+    """
+    if type(flow.feature) is not TwoLayer:
+        raise ValueError(
+            f"flow must be a vanilla two-layer flow, got the feature {type(flow.feature).__name__}"
+        )
+    known = sorted({int(w) for w in widths})
+    if len(known) < 2:
+        raise ValueError(f"widths must hold at least two different widths, got {list(widths)}")
+    seen = {"check": _sizes} | dict.fromkeys(flow.observables(data))
+    # a name mapped to None is left out
+    found = sweep(flow, data, widths=known, seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings)
+    lost = results.failed(found)
+    if bool(lost.any()):
+        raise ValueError(f"t1 must be reached by all runs, got {int(lost.sum())} of {lost.size} that failed")
+    rms = {
+        name: np.sqrt(found[f"check_{name}"].isel(time=-1).mean("seed").values)
+        for name in ("output", "change", "preactivation")
+    }
+    numbers = np.asarray(known, float)
+    slopes = {name: loglog_slope(numbers, values) for name, values in rms.items()}
+    return CoordinateCheck(numbers, **rms, slopes=slopes)

@@ -133,11 +133,19 @@ def test_flows_without_a_law_record_none():
 
 def test_particles_are_recorded_on_request_only():
     record = {"neurons": obs.ON_REQUEST["neurons"]}
-    ds = mf.sweep(mf.canonical(), LINE, widths=(2, 5), steps=2, step=0.01, waste=0.0, observe=record)
+    ds = mf.sweep(
+        mf.canonical(),
+        LINE,
+        widths=(2, 5),
+        steps=2,
+        step=0.01,
+        observe=record,
+        execution=mf.sweeps.Execution(waste=0.0),
+    )
     assert ds.neurons_r.dims == ("width", "seed", "step", "particle")
     assert ds.sizes["particle"] == 5
     assert int(np.isfinite(ds.neurons_theta.sel(width=2)).sum()) == 2 * 2
-    plan = mf.sweeps.prepare(mf.canonical(), LINE, widths=(2, 5), steps=2, step=0.01)
+    plan = mf.sweep(mf.canonical(), LINE, widths=(2, 5), steps=2, step=0.01, compute=False)
     np.testing.assert_allclose(
         ds.neurons_r.sel(width=5, seed=0)[0], plan.cloud(width=5).particles.r, rtol=1e-15
     )
