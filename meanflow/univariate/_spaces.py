@@ -19,7 +19,7 @@ from meanflow.geometry._space import Space
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.measures._scaling import Scaling
 from meanflow.univariate._angles import unit
-from meanflow.univariate.balance import split, to_polar, to_raw
+from meanflow.univariate.balance import _to_polar, _to_raw, split
 
 
 def layer_rates(delta: Float[Array, "*m"]) -> tuple[Float[Array, "*m"], Float[Array, "*m"]]:
@@ -101,7 +101,7 @@ class Lifted(PolarSpace):
         """
         delta, ratio = self.delta(cloud), self.scaling.ratio(cloud)
         inner_rate, outer_rate = layer_rates(delta)
-        p, c = to_raw(cloud.particles, delta, ratio)
+        p, c = _to_raw(cloud.particles, delta, ratio)
         _, n = split(cloud.particles.r / ratio, delta)
         d = unit(cloud.particles.theta)
         t = jnp.stack([-d[:, 1], d[:, 0]], axis=-1)
@@ -109,7 +109,7 @@ class Lifted(PolarSpace):
         # c' = kc n pace, since (c n)' = pace (kp c^2 + kc n^2) = v.r / k.
         pace = safe_divide(v.r / ratio, inner_rate * c**2 + outer_rate * n**2)
         step = (inner_rate * c * pace)[:, None] * d + (inner_rate * n * v.theta)[:, None] * t
-        moved = to_polar(p + step, c + outer_rate * n * pace, ratio)
+        moved = _to_polar(p + step, c + outer_rate * n * pace, ratio)
         # a step does not change the angle of a neuron that has none (p = 0), nor of a frozen one
         still = (inner_rate == 0) | jnp.all(p + step == 0, axis=-1)
         return Polar(moved.r, jnp.where(still, cloud.particles.theta, moved.theta))

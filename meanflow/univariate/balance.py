@@ -109,13 +109,13 @@ def tangential_fraction(delta: Float[ArrayLike, "*m"], q: Float[ArrayLike, "*k"]
     return jnp.where(endless, (delta > 0).astype(fraction.dtype), fraction)
 
 
-def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
+def _to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
     """Return (r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)), eq. (5) with atan2; ``ratio`` is m/alpha."""
     length = safe_sqrt(p[..., 0] ** 2 + p[..., 1] ** 2)
     return Polar(ratio * c * length, angle_of(p))
 
 
-def to_raw(
+def _to_raw(
     particles: Polar, delta: Float[Array, " m"], ratio: Float[Array, ""]
 ) -> tuple[Float[Array, "m 2"], Float[Array, " m"]]:
     """Return p = (a, -b) and c of neurons (r, theta) with balance ``delta``; ``ratio`` is m/alpha."""
@@ -139,7 +139,7 @@ def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """
     if cloud.labels is None:
         raise ValueError("lift needs a cloud with labels (the balances delta), got labels=None")
-    p, c = to_raw(cloud.particles, cloud.labels, Scaling(alpha).ratio(cloud))
+    p, c = _to_raw(cloud.particles, cloud.labels, Scaling(alpha).ratio(cloud))
     return Cloud(Affine(p[:, 0], -p[:, 1], c), cloud.weights, width=cloud.width)
 
 
@@ -156,5 +156,5 @@ def project(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     (10.0, -21.0)
     """
     a, b, c = cloud.particles
-    polar = to_polar(jnp.stack([a, -b], axis=-1), c, Scaling(alpha).ratio(cloud))
+    polar = _to_polar(jnp.stack([a, -b], axis=-1), c, Scaling(alpha).ratio(cloud))
     return Cloud(polar, cloud.weights, balance(cloud.particles), width=cloud.width)
