@@ -394,6 +394,16 @@ def prng_key(name: str, value: object) -> object:
     return value
 
 
+def prng_keys(name: str, value: object) -> object:
+    """Accept one typed PRNG key, or an array (s,) of such keys."""
+    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not typed or value.ndim > 1 or value.size == 0:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{name} must be made by jax.random.key, one key or an array (s,) of keys, got {show(value)}"
+        )
+    return value
+
+
 def path(name: str, value: object) -> pathlib.Path:
     """Accept the path of a file or directory; returns it as a ``pathlib.Path``."""
     if not isinstance(value, str | os.PathLike) or str(value) == "" or "\0" in str(value):

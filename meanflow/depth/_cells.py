@@ -256,12 +256,6 @@ def cells(x: Shaped[ArrayLike, "n k"]) -> Cells:
             f"cells, got {m} lines of rank {r}; use method='monte_carlo'"
         )
     normals = lines @ basis[:r].T  # the volume of a cell only depends on the span of the samples
-    return _measured(normals, lines)
-
-
-def _measured(normals: np.ndarray, lines: np.ndarray) -> Cells:
-    """Enumerate and measure the cells of hyperplanes whose normals (m, r) span R^r."""
-    r = normals.shape[1]
     touching: dict[tuple[int, ...], list[np.ndarray]] = {}
     for signs, ray in _incidences(normals):
         touching.setdefault(signs, []).append(ray)

@@ -26,6 +26,7 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _checks
 from meanflow._checks import count, flag
 from meanflow._matrices import matrix
+from meanflow._numerics import iterate
 from meanflow.depth._propagation import LAYER, RECENTERED, VARIANCE, Layer
 from meanflow.kernels._infinite.dual import dual_activation
 
@@ -129,22 +130,13 @@ def _resolvent_jvp(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     return (inverse, tilted, root), (d_inverse, d_tilted, d_root)
 
 
-def _unit(gram: jax.Array) -> jax.Array:
-    """Scale a Gram matrix to mean squared length 1."""
-    return gram * (gram.shape[0] / jnp.trace(gram))
-
-
 @partial(jax.jit, static_argnames=("depth", "layer", "renormalize", "nodes"))
 def _recursion(gram: jax.Array, depth: int, layer: Layer, renormalize: bool, nodes: int) -> jax.Array:
     """Iterate ``layer_map`` in one compiled scan."""
-
-    def step(gram: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        gram = layer_map(gram, layer, nodes=nodes)
-        gram = _unit(gram) if renormalize else gram
-        return gram, gram
-
-    first = _unit(gram) if renormalize else gram
-    return jnp.concatenate([first[None], jax.lax.scan(step, first, None, length=depth)[1]])
+    # mean squared length 1, or the length as it is
+    scaled = lambda u: u * (u.shape[0] / jnp.trace(u)) if renormalize else u
+    step = lambda gram, _: scaled(layer_map(gram, layer, nodes=nodes))
+    return iterate(step, scaled(gram), None, depth, 1, lambda gram: gram, first=True)[1]
 
 
 @_checks.arguments(gram=matrix(), depth=count(1), layer=LAYER, renormalize=flag, nodes=count(1))

@@ -15,7 +15,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
 from meanflow import _checks, activations
-from meanflow._checks import array, choice, count, either, flag, function, optional, sequence, taking
+from meanflow._checks import (
+    array,
+    choice,
+    count,
+    either,
+    flag,
+    function,
+    optional,
+    prng_keys,
+    sequence,
+    taking,
+)
 from meanflow._reuse import compiled
 from meanflow.activations import ACTIVATION, Activation
 from meanflow.depth._observables import summary
@@ -177,18 +188,8 @@ def _many(keys: jax.Array, x: jax.Array, network: _Network, chunk: int | None) -
     return jax.lax.map(run, keys if x.ndim == 2 else (keys, x), batch_size=chunk)
 
 
-def keys(name: str, value: object) -> object:
-    """Accept one typed PRNG key, or an array (s,) of such keys."""
-    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not typed or value.ndim > 1 or value.size == 0:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{name} must be made by jax.random.key, one key or an array (s,) of keys, got {_checks.show(value)}"
-        )
-    return value
-
-
 @_checks.arguments(
-    key=keys,
+    key=prng_keys,
     x=array((None, None), (None, None, None), least=1),
     widths=sequence(count(1)),
     layer=LAYER,

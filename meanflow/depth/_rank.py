@@ -90,11 +90,6 @@ def gamma(
         return Gamma(value, value, value, len(found.volumes), float(found.volumes.sum()))
     if key is None:
         raise ValueError("key must be given for method='monte_carlo', got None")
-    return _counted(batch, key, samples, confidence)
-
-
-def _counted(batch: np.ndarray, key: jax.Array, samples: int, confidence: float) -> Gamma:
-    """Estimate gamma from the sign patterns of random neurons, with a confidence interval."""
     from scipy.stats import beta
 
     lines = distinct_lines(batch)

@@ -184,14 +184,12 @@ def _tree(x: jax.Array, depth: int, every: int) -> TreeRecord:
             jnp.maximum(two, jnp.max(count, axis=1)),
         )
 
-    first = observe(start)
     step = lambda trees, _: jax.vmap(tree_step)(trees)
     rounds = (depth - 1) // every
-    last, rest = iterate(step, start, None, rounds * every, every, observe)
-    seen = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
-    gram, log_scale, weight, multi, most = seen
-    layer = 1 + every * jnp.arange(rounds + 1)
-    return TreeRecord(layer, gram, log_scale, weight, multi, most, order)
+    gram, log_scale, weight, multi, most = iterate(
+        step, start, None, rounds * every, every, observe, first=True
+    )[1]
+    return TreeRecord(1 + every * jnp.arange(rounds + 1), gram, log_scale, weight, multi, most, order)
 
 
 @_checks.arguments(x=array((None,), (None, None), least=3), depth=count(1), every=count(1))

@@ -1,7 +1,6 @@
 """Curves over the input, and over time or sizes."""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,41 +8,22 @@ from numpy.typing import ArrayLike
 
 from meanflow import _checks
 from meanflow._checks import either, flag, host_array, instance, mapping, optional, text
+from meanflow.measures._dataset import DATA, Dataset
 from meanflow.plots.style import AXES, COLORS, DASHES, SAMPLE, axes, key
 from meanflow.solvers._solution import Solution
-
-
-@runtime_checkable
-class Points(Protocol):
-    """Samples of a function, such as a ``Dataset`` with inputs (n,)."""
-
-    @property
-    def x(self) -> ArrayLike: ...  # noqa: D102
-
-    @property
-    def y(self) -> ArrayLike: ...  # noqa: D102
-
-
-def points(name: str, value: object) -> object:
-    """Accept samples of a function of one variable: x and y of shape (n,)."""
-    instance(Points, hint="for instance a Dataset")(name, value)
-    shapes = np.shape(value.x), np.shape(value.y)  # type: ignore[attr-defined]
-    if len(shapes[0]) != 1 or shapes[0] != shapes[1]:
-        raise ValueError(f"{name} must have x and y of shape (n,), got {shapes[0]} and {shapes[1]}")
-    return value
 
 
 @_checks.arguments(
     x=host_array((None,), nan=True, least=1),
     f=mapping(host_array((None,), nan=True), least=1),
-    data=optional(points),
+    data=optional(DATA),
     ax=AXES,
     knots=optional(host_array((None,), nan=True)),
 )
 def fit(
     x: ArrayLike,
     f: Mapping[str, ArrayLike],
-    data: Points | None,
+    data: Dataset | None,
     ax: Axes | None = None,
     *,
     knots: ArrayLike | None = None,
@@ -63,6 +43,9 @@ def fit(
     """
     x = np.asarray(x)
     _check_curves("f", x, f)
+    if data is not None:
+        _checks.shape("data.x", data.x, (None,))
+        _checks.shape("data.y", data.y, np.shape(data.x))
     ax = axes(ax)
     for color, (name, values) in zip(COLORS * 4, f.items(), strict=False):
         ax.plot(x, np.asarray(values), label=name, color=color)
@@ -75,8 +58,16 @@ def fit(
         size = 3.2 if len(inside) < 80 else 2.2
         ax.plot(inside, height, "o", label="knots", ms=size, mfc="white", mec=COLORS[2], mew=0.8)
     if data is not None:
-        samples = np.asarray(data.x), np.asarray(data.y)
-        ax.plot(*samples, "x", color=SAMPLE, ms=5, mew=1.1, zorder=3, label="samples")
+        ax.plot(
+            np.asarray(data.x),
+            np.asarray(data.y),
+            "x",
+            color=SAMPLE,
+            ms=5,
+            mew=1.1,
+            zorder=3,
+            label="samples",
+        )
     ax.set(xlabel="$x$", ylabel="$f(x)$")
     key(ax)
     return ax

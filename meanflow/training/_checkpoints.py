@@ -3,7 +3,6 @@
 One file holds all of it, in the format of ``meanflow.files``; it is whole or absent at any moment.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,11 +59,7 @@ def save_state(
         history: the record of the epochs so far.
         run: description of the run, by which it is known again.
     """
-    try:
-        header = {"config": dict(config or {}), "run": run or {}}
-        json.dumps(header)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"config must be JSON: {problem}") from problem
+    header = {"config": dict(config or {}), "run": run or {}}
     record = {f"{HISTORY}{name}": value for name, value in (history or {}).items()}
     leaves = jax.tree_util.tree_leaves_with_path(state._replace(key=jax.random.key_data(state.key)))
     arrays = {jax.tree_util.keystr(where): leaf for where, leaf in leaves}

@@ -1,4 +1,4 @@
-"""What the trainer accepts: keys, data, labels; and whether network, loss and data fit together."""
+"""What the trainer accepts: data, labels, settings; and whether network, loss and data fit together."""
 
 import json
 from collections.abc import Callable
@@ -19,19 +19,6 @@ def labels(name: str, value: object) -> jax.Array:
     """Accept targets, one for each row: an array of at least one axis, of integers or floats."""
     _checks.array(rank=1)(name, value)
     return jnp.asarray(value)  # classes stay integers
-
-
-def keys(name: str, value: object) -> object:
-    """Accept a PRNG key, or an array (runs,) of them."""
-    if (
-        not isinstance(value, jax.Array)
-        or not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        or value.ndim > 1
-    ):
-        raise TypeError(
-            f"{name} must be a TrainState or a PRNG key such as jax.random.key(0), got {_checks.show(value)}"
-        )
-    return value
 
 
 def train_data(name: str, value: object) -> Data:

@@ -25,7 +25,7 @@ from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
 from meanflow.solvers._batches import shuffle
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
-from meanflow.training._fitting import INPUTS, check_fit, keys, labels, maker, same_rows, settings, train_data
+from meanflow.training._fitting import INPUTS, check_fit, labels, maker, same_rows, settings, train_data
 from meanflow.training._moments import FeatureMoments, moments
 from meanflow.training._networks import LAYER, Network
 from meanflow.training.data import Data
@@ -161,8 +161,8 @@ class Trainer:
         self.graph = nnx.split(network, nnx.Param, ...)[0]
         lift = jax.vmap if self.ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
-        self._epoch = self._pass if self.by_host else jax.jit(lift(self._pass))
-        self._evaluate = self._score if self.by_host else jax.jit(lift(self._score))
+        self._epoch = self.epoch if self.by_host else jax.jit(lift(self.epoch))
+        self._evaluate = self.evaluate if self.by_host else jax.jit(lift(self.evaluate))
         self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
         self._compare = jax.jit(lift(self.compare))
@@ -203,10 +203,6 @@ class Trainer:
             y: their labels (n, ...).
         """
         same_rows(x, y)
-        return self._pass(state, x, y)
-
-    def _pass(self, state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
-        """Take the steps of an epoch, in one loop or one program each."""
         plan = self._plan(state, x.shape[0])
         steps = len(plan[1])
         step = lambda carry, inputs: self._step(carry, inputs, x, y)
@@ -295,9 +291,6 @@ class Trainer:
             y: their labels (n, ...).
         """
         same_rows(x, y)
-        return self._score(state, x, y)
-
-    def _score(self, state: TrainState, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         # inference treats samples independently: large test sets go through in pieces
         if self.by_host:  # two shapes at most are compiled: whole pieces and the rest
             pieces = range(0, len(x), EVALUATION_BATCH)
@@ -344,7 +337,7 @@ class Trainer:
         }
 
     @_checks.arguments(
-        state=_checks.either(STATE, keys),
+        state=_checks.either(STATE, _checks.prng_keys),
         data=train_data,
         epochs=_checks.count(0),
         progress=_checks.optional(_checks.flag),

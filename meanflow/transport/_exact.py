@@ -292,10 +292,12 @@ def _solve(
     # points of weight zero do not count and would make the problem larger
     rows, columns = np.flatnonzero(mass_x), np.flatnonzero(mass_y)
     mass_x, mass_y = mass_x[rows], mass_y[columns]
-    # equal masses on both sides: some permutation is optimal, and the assignment solver is far faster
+    # equal masses on both sides: some permutation is optimal (Birkhoff), and the assignment solver is far faster
     matching = bool(rows.size == columns.size and np.ptp(mass_x) <= 1e-12 and np.ptp(mass_y) <= 1e-12)
-    _check_size(rows.size, columns.size, matching)
-
+    size, largest = (rows.size, MAX_ASSIGNMENT) if matching else (rows.size * columns.size, MAX_PROGRAM)
+    if size > largest:
+        what = "assignment takes at most {} points" if matching else "transport takes at most {} pairs"
+        raise ValueError(f"exact {what.format(largest)}, got {size}; subsample or use sliced_wasserstein")
     distances = _distances if cost is None else cylinder_distance if cost == "cylinder" else cost
     costs = np.asarray(distances(x, y))
     _checks.shape("cost(x, y)", costs, (n, m))
@@ -305,8 +307,12 @@ def _solve(
     # the plan does not depend on the unit of length
     powers = powers.astype("float64") / (float(powers.max()) or 1.0)
     powers = powers if p == 1 else powers * powers if p == 2 else powers**p
-    found = _match(powers) if matching else _couple(powers, mass_x, mass_y)
-    return costs, found._replace(rows=rows[found.rows], columns=columns[found.columns])
+    if matching:  # the best permutation matrix divided by n
+        first, second = scipy.optimize.linear_sum_assignment(powers)
+        mass = np.full(len(first), 1 / len(first))
+    else:
+        first, second, mass = _couple(powers, mass_x, mass_y)
+    return costs, Coupling(rows[first], columns[second], mass)
 
 
 def _distances(x: ArrayLike, y: ArrayLike) -> np.ndarray:
@@ -316,12 +322,6 @@ def _distances(x: ArrayLike, y: ArrayLike) -> np.ndarray:
     scale = float(max(np.abs(host_x).max(), np.abs(host_y).max())) or 1.0
     scaled = (u.astype("float64") / scale for u in (host_x, host_y))
     return (scale * scipy.spatial.distance.cdist(*scaled)).astype(host_x.dtype)
-
-
-def _match(powers: np.ndarray) -> Coupling:
-    """Return the best permutation matrix divided by n, which is optimal for uniform clouds of n points (Birkhoff)."""
-    rows, columns = scipy.optimize.linear_sum_assignment(powers)
-    return Coupling(rows, columns, np.full(len(rows), 1 / len(rows)))
 
 
 def _couple(powers: np.ndarray, mass_x: np.ndarray, mass_y: np.ndarray) -> Coupling:
@@ -334,20 +334,6 @@ def _couple(powers: np.ndarray, mass_x: np.ndarray, mass_y: np.ndarray) -> Coupl
         raise RuntimeError(f"the network simplex method failed: {log['warning']}")
     rows, columns = np.nonzero(plan)
     return Coupling(rows, columns, plan[rows, columns])
-
-
-def _check_size(n: int, m: int, matching: bool) -> None:
-    """Refuse clouds that would take too long or too much memory."""
-    if matching and n > MAX_ASSIGNMENT:
-        raise ValueError(
-            f"exact assignment takes at most {MAX_ASSIGNMENT} points, got {n}; "
-            "subsample or use sliced_wasserstein"
-        )
-    if not matching and n * m > MAX_PROGRAM:
-        raise ValueError(
-            f"exact transport takes at most {MAX_PROGRAM} pairs, got {n} x {m} = {n * m}; "
-            "subsample or use sliced_wasserstein"
-        )
 
 
 def _mass(weights: ArrayLike | None, size: int) -> np.ndarray:

@@ -156,22 +156,13 @@ class Univariate(Feature):
 
         return {platform: way if is_dense(platform) else force.REGIONS for platform, way in DENSE.items()}
 
-    def linearize(self, cloud: Cloud, x: Float[Array, " n"]) -> tuple[Float[Array, " n"], Pull]:
-        """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``."""
-        return self._linearize(cloud, x, False)
-
-    def linearize_data(self, cloud: Cloud, data: Dataset) -> tuple[Float[Array, " n"], Pull]:
-        """Return the same at the samples of a data set, which are not sorted again if the data set says they are."""
-        return self._linearize(cloud, data.x, data.is_sorted)
-
-    def arrange(self, cloud: Cloud, data: Dataset) -> Dataset:
-        """Return the data sorted by x where the fast forces are used."""
-        is_fast = force.REGIONS in self.ways(data.size, cloud.size).values()
-        return data.sorted() if is_fast else data
-
-    def _linearize(
-        self, cloud: Cloud, x: Float[Array, " n"], is_sorted: bool, small: int = 0
+    def linearize(
+        self, cloud: Cloud, x: Float[Array, " n"], *, is_sorted: bool = False, small: int = 0
     ) -> tuple[Float[Array, " n"], Pull]:
+        """Return the predictions and the map g -> J_q' G(g) to covectors; see ``Feature.linearize``.
+
+        ``is_sorted`` and ``small`` are those of ``linearization`` and of ``ways``.
+        """
         p, share = self.direction(cloud), cloud.weights * self.outer_weight(cloud)
         # a column at a time: the compiler then never stores the pairs
         slopes = jnp.stack([share * p[:, 0], share * p[:, 1]], axis=-1)
@@ -179,12 +170,21 @@ class Univariate(Feature):
         f, gather = force.linearization(p, slopes, x, ways, is_sorted=is_sorted)
         return f, lambda g: self.pull(cloud, gather(g).astype(slopes.dtype))
 
+    def linearize_data(self, cloud: Cloud, data: Dataset) -> tuple[Float[Array, " n"], Pull]:
+        """Return the same at the samples of a data set, which are not sorted again if the data set says they are."""
+        return self.linearize(cloud, data.x, is_sorted=data.is_sorted)
+
+    def arrange(self, cloud: Cloud, data: Dataset) -> Dataset:
+        """Return the data sorted by x where the fast forces are used."""
+        is_fast = force.REGIONS in self.ways(data.size, cloud.size).values()
+        return data.sorted() if is_fast else data
+
     def predict(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, " n"]:
         """Return f(x_j), without sorting the inputs where there are few: that takes long to compile.
 
         Predictions alone are rare, of a grid at each save of a run for instance, and not worth it.
         """
-        return self._linearize(cloud, x, False, LARGEST_GRID)[0]
+        return self.linearize(cloud, x, small=LARGEST_GRID)[0]
 
 
 class Reduced(Univariate):
@@ -263,7 +263,15 @@ class Raw(Univariate):
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return the balance c^2 - a^2 - b^2, which is conserved where both layers learn."""
-        return _balance_law(space) if isinstance(space, TrainableLayers) else None
+        if not isinstance(space, TrainableLayers):
+            return None
+
+        def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
+            a, b, c = cloud.particles
+            learns = space.inner_rate * space.outer_rate  # 0 where a frozen layer breaks the law
+            return jnp.where(learns == 0, 0.0, balance(cloud.particles)), a**2 + b**2 + c**2
+
+        return law
 
     def motion(self, problem: Problem) -> FrozenMotion:
         """Return the exact motion of (a, b, c)."""
@@ -288,17 +296,6 @@ def weight_decay(particles: Affine) -> Float[Array, " m"]:
     """Return (a^2 + b^2 + c^2)/2, which is at least |c| |(a, b)|, with equality at balance 0."""
     a, b, c = particles
     return 0.5 * (a**2 + b**2 + c**2)
-
-
-def _balance_law(space: TrainableLayers) -> Invariant:
-    """Return the map of a cloud to its balances and their scale; 0 where a frozen layer breaks the law."""
-
-    def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:
-        a, b, c = cloud.particles
-        learns = space.inner_rate * space.outer_rate
-        return jnp.where(learns == 0, 0.0, balance(cloud.particles)), a**2 + b**2 + c**2
-
-    return law
 
 
 def _check_penalty(problem: Problem, solved: object) -> None:

@@ -21,7 +21,8 @@ from meanflow.flows._problem import Chart
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.univariate._angles import angle_of
 from meanflow.univariate._features import Raw, Reduced
-from meanflow.univariate._spaces import Lifted, RawSpace, layer_rates, to_polar, to_raw
+from meanflow.univariate._spaces import Lifted, RawSpace, layer_rates
+from meanflow.univariate.balance import _to_polar, _to_raw
 
 
 class Hyperbola(RawSpace):
@@ -65,11 +66,7 @@ class Hyperbola(RawSpace):
         self.lifted.check_noise(unlike)
 
     def exp(self, cloud: Cloud, v: Affine) -> Affine:
-        """Return ``retract``, which leaves the hyperbola along its normal only: right to second order."""
-        return self.retract(cloud, v)
-
-    def retract(self, cloud: Cloud, v: Affine) -> Affine:
-        """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction.
+        """Step straight ahead, then return to the hyperbola at fixed c |(a, b)| and direction: right to second order.
 
         The way back is one Newton step for the defect D(k) = c^2 (1 - k)^2 - (a^2 + b^2) (1 + k)^2 - delta: with
         D'(0) = -2 (a^2 + b^2 + c^2), it is k = (c^2 - a^2 - b^2 - delta) / 2 (a^2 + b^2 + c^2). A straight step misses
@@ -110,7 +107,7 @@ def unfold(cloud: Cloud, delta: Float[Array, " m"], ratio: Float[Array, ""]) -> 
 
     A neuron of length |(a, b)| = 0 would lose its direction: it gets a length whose square is 0 in floating point.
     """
-    p, c = to_raw(cloud.particles, delta, ratio)
+    p, c = _to_raw(cloud.particles, delta, ratio)
     least = jnp.sqrt(jnp.finfo(p.dtype).tiny)
     theta = cloud.particles.theta
     lost = (p[:, 0] == 0) & (p[:, 1] == 0)
@@ -127,6 +124,6 @@ def fold(cloud: Cloud, start: Affine, now: Affine, ratio: Float[Array, ""]) -> P
     p = jnp.stack([now.a, -now.b], axis=-1)
     still = (now.a == start.a) & (now.b == start.b)
     untouched = still & (now.c == start.c)
-    r = to_polar(p, now.c, ratio).r
+    r = _to_polar(p, now.c, ratio).r
     r0, theta0 = cloud.particles
     return Polar(jnp.where(untouched, r0, r), jnp.where(still, theta0, angle_of(p)))

@@ -14,19 +14,11 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _checks
 from meanflow._checks import array, number, optional
-from meanflow.univariate._weight_laws import AnyLaw, Scalar, WeightLaw, pairs, weight_law
+from meanflow.univariate._weight_laws import AnyLaw, Scalar, pairs, weight_law
 
 # Compiled once for each class of laws and each shape: the parameters of the law are arguments of the program.
-
-
-@jax.jit
-def _feature_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
-    return law.random_feature(*pairs(x, z))
-
-
-@jax.jit
-def _indicator_gram(law: WeightLaw, x: jax.Array, z: jax.Array | None) -> jax.Array:
-    return law.indicator(*pairs(x, z))
+_feature_gram = jax.jit(lambda law, x, z: law.random_feature(*pairs(x, z)))
+_indicator_gram = jax.jit(lambda law, x, z: law.indicator(*pairs(x, z)))
 
 
 @_checks.arguments(x=array(squares=True), z=optional(array(squares=True)), law=weight_law)

@@ -18,28 +18,14 @@ from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
 from meanflow.geometry._space import Space
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.measures._scaling import Scaling
-from meanflow.univariate._angles import angle_of, unit
-from meanflow.univariate.balance import split
+from meanflow.univariate._angles import unit
+from meanflow.univariate.balance import _to_polar, _to_raw, split
 
 
 def layer_rates(delta: Float[Array, "*m"]) -> tuple[Float[Array, "*m"], Float[Array, "*m"]]:
     """Return the rates (kp, kc) of the inner and the outer layer: 1, or 0 where the balance ``delta`` freezes it."""
     one = jnp.ones_like(delta)
     return jnp.where(jnp.isneginf(delta), 0.0, one), jnp.where(jnp.isposinf(delta), 0.0, one)
-
-
-def to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
-    """Return (r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)), eq. (5) with atan2; ``ratio`` is m/alpha."""
-    length = safe_sqrt(p[..., 0] ** 2 + p[..., 1] ** 2)
-    return Polar(ratio * c * length, angle_of(p))
-
-
-def to_raw(
-    particles: Polar, delta: Float[Array, " m"], ratio: Float[Array, ""]
-) -> tuple[Float[Array, "m 2"], Float[Array, " m"]]:
-    """Return p = (a, -b) and c of neurons (r, theta) with balance ``delta``; ``ratio`` is m/alpha."""
-    c, n = split(particles.r / ratio, delta)
-    return n[:, None] * unit(particles.theta), c
 
 
 class PolarSpace(Space):
@@ -107,14 +93,15 @@ class Lifted(PolarSpace):
         radial, turning = self.mobility(cloud)
         return safe_divide(u.r * v.r, radial) + safe_divide(u.theta * v.theta, turning)
 
-    def retract(self, cloud: Cloud, v: Polar) -> Polar:
+    def exp(self, cloud: Cloud, v: Polar) -> Polar:
         """Step the raw neuron (p, c) that has velocity v along a straight line, and return it in (r, theta).
 
-        For delta = +-inf this is the exponential map (the metric is flat).
+        For delta = +-inf this is the exponential map (the metric is flat). Otherwise it is right to second order:
+        geodesics of the hyperboloid c^2 - n^2 = delta have no elementary form.
         """
         delta, ratio = self.delta(cloud), self.scaling.ratio(cloud)
         inner_rate, outer_rate = layer_rates(delta)
-        p, c = to_raw(cloud.particles, delta, ratio)
+        p, c = _to_raw(cloud.particles, delta, ratio)
         _, n = split(cloud.particles.r / ratio, delta)
         d = unit(cloud.particles.theta)
         t = jnp.stack([-d[:, 1], d[:, 0]], axis=-1)
@@ -122,13 +109,13 @@ class Lifted(PolarSpace):
         # c' = kc n pace, since (c n)' = pace (kp c^2 + kc n^2) = v.r / k.
         pace = safe_divide(v.r / ratio, inner_rate * c**2 + outer_rate * n**2)
         step = (inner_rate * c * pace)[:, None] * d + (inner_rate * n * v.theta)[:, None] * t
-        moved = to_polar(p + step, c + outer_rate * n * pace, ratio)
+        moved = _to_polar(p + step, c + outer_rate * n * pace, ratio)
         # a step does not change the angle of a neuron that has none (p = 0), nor of a frozen one
         still = (inner_rate == 0) | jnp.all(p + step == 0, axis=-1)
         return Polar(moved.r, jnp.where(still, cloud.particles.theta, moved.theta))
 
     def noise(self, cloud: Cloud, normal: Polar) -> Polar:
-        """Return (sqrt(P_rr) xi_r, sqrt(P_tt) xi_theta); ``retract`` follows the surface to second order."""
+        """Return (sqrt(P_rr) xi_r, sqrt(P_tt) xi_theta); ``exp`` follows the surface to second order."""
         radial, turning = self.mobility(cloud)
         return Polar(safe_sqrt(radial) * normal.r, safe_sqrt(turning) * normal.theta)
 
@@ -144,10 +131,6 @@ class Lifted(PolarSpace):
             raise ValueError(
                 "temperature needs particles.r other than 0 where delta > 0, got a neuron at r = 0"
             )
-
-    def exp(self, cloud: Cloud, v: Polar) -> Polar:
-        """Return ``retract``: geodesics of the hyperboloid c^2 - n^2 = delta have no elementary form."""
-        return self.retract(cloud, v)
 
 
 class RawSpace(Space):

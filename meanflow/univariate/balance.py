@@ -19,7 +19,7 @@ from meanflow._numerics import safe_divide, safe_sqrt
 from meanflow.flows._flow import ALPHA
 from meanflow.measures._cloud import CLOUD, Affine, Cloud, Polar
 from meanflow.measures._scaling import Alpha, Scaling
-from meanflow.univariate._angles import angle_of
+from meanflow.univariate._angles import angle_of, unit
 
 
 def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
@@ -109,6 +109,20 @@ def tangential_fraction(delta: Float[ArrayLike, "*m"], q: Float[ArrayLike, "*k"]
     return jnp.where(endless, (delta > 0).astype(fraction.dtype), fraction)
 
 
+def _to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
+    """Return (r, theta) = ((m/alpha) c |p|, atan2(p_2, p_1)), eq. (5) with atan2; ``ratio`` is m/alpha."""
+    length = safe_sqrt(p[..., 0] ** 2 + p[..., 1] ** 2)
+    return Polar(ratio * c * length, angle_of(p))
+
+
+def _to_raw(
+    particles: Polar, delta: Float[Array, " m"], ratio: Float[Array, ""]
+) -> tuple[Float[Array, "m 2"], Float[Array, " m"]]:
+    """Return p = (a, -b) and c of neurons (r, theta) with balance ``delta``; ``ratio`` is m/alpha."""
+    c, n = split(particles.r / ratio, delta)
+    return n[:, None] * unit(particles.theta), c
+
+
 @_checks.arguments(cloud=_cloud_of(Polar), alpha=ALPHA)
 def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """Return ``Polar`` neurons, whose labels are the balances delta, as ``Affine`` neurons with the same function.
@@ -125,9 +139,8 @@ def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """
     if cloud.labels is None:
         raise ValueError("lift needs a cloud with labels (the balances delta), got labels=None")
-    r, theta = cloud.particles
-    c, n = split(r / Scaling(alpha).ratio(cloud), cloud.labels)
-    return Cloud(Affine(n * jnp.cos(theta), -(n * jnp.sin(theta)), c), cloud.weights, width=cloud.width)
+    p, c = _to_raw(cloud.particles, cloud.labels, Scaling(alpha).ratio(cloud))
+    return Cloud(Affine(p[:, 0], -p[:, 1], c), cloud.weights, width=cloud.width)
 
 
 @_checks.arguments(cloud=_cloud_of(Affine), alpha=ALPHA)
@@ -143,6 +156,5 @@ def project(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     (10.0, -21.0)
     """
     a, b, c = cloud.particles
-    r = Scaling(alpha).ratio(cloud) * c * safe_sqrt(a**2 + b**2)
-    polar = Polar(r, angle_of(jnp.stack([a, -b], axis=-1)))
+    polar = _to_polar(jnp.stack([a, -b], axis=-1), c, Scaling(alpha).ratio(cloud))
     return Cloud(polar, cloud.weights, balance(cloud.particles), width=cloud.width)

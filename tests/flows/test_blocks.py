@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +68,7 @@ def test_blocks_of_vector_outputs_and_labels(devices, monkeypatch):
     assert largest_gap(whole, equation.velocity(flow, cloud, data)) < 1e-13
     labelled = mf.Cloud(cloud.particles, labels=np.arange(10.0))
     split = blocks._split(labelled, 3)
-    assert split.labels.shape == (3, 4) and split.weights.shape == (3, 4)
+    chex.assert_shape([split.labels, split.weights], (3, 4))
     order = "F" if devices > 1 else "C"  # with several devices a block takes every third row
     np.testing.assert_array_equal(np.ravel(split.labels, order)[:10], np.arange(10.0))
     np.testing.assert_allclose(np.ravel(split.weights, order), [0.1] * 10 + [0.0] * 2)

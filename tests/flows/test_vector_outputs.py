@@ -1,5 +1,6 @@
 """Networks with k outputs: against plain JAX, the scalar case, a flax module, and the equalities of the flow."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -366,10 +367,10 @@ def test_classes_take_the_precision_of_the_inputs():
     """Whole numbers have none of their own: float32 inputs and neurons with class numbers learn in float32."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
     data = mf.Dataset(x, np.arange(12) % 3)
-    assert data.y.dtype == data.weights.dtype == jnp.float32
+    chex.assert_type([data.y, data.weights], jnp.float32)
     flow = mf.vanilla("tanh", loss="softmax")
     single = jax.tree.map(lambda u: u.astype(jnp.float32), flow.init(jax.random.key(0), 8, dim=3, outputs=3))
     run = mf.descend(flow, single, data, 5, step=0.1)
-    assert run.energy.dtype == run.final.particles.b.dtype == jnp.float32
+    chex.assert_type([run.energy, run.final.particles.b], jnp.float32)
     double, exact = jax.tree.map(lambda u: u.astype(jnp.float64), (single, data))
     np.testing.assert_allclose(run.energy, mf.descend(flow, double, exact, 5, step=0.1).energy, rtol=1e-5)

@@ -1,5 +1,6 @@
 """Modules of flax, equinox and haiku as functions: against their own training and inference modes."""
 
+import chex
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -78,22 +79,22 @@ def test_nnx_training_and_inference(norm):
 
 
 def test_nnx_modules_of_one_class_share_programs():
-    traces = []
-
     class Counted(nnx.Module):
         def __init__(self, seed):
             self.net = Net(nnx.Rngs(seed))
             self.net.eval()
 
         def __call__(self, x):
-            traces.append(None)
             return self.net(x)
 
-    kernel = eqx.filter_jit(lambda apply, params: kernels.empirical_ntk(apply, params, X, stats="running"))
+    @eqx.filter_jit
+    @chex.assert_max_traces(n=1)
+    def kernel(apply, params):
+        return kernels.empirical_ntk(apply, params, X, stats="running")
+
     first = kernel(*kernels.from_module(Counted(0)))
-    count = len(traces)
     second = kernel(*kernels.from_module(Counted(1)))
-    assert len(traces) == count and float(jnp.abs(first - second).max()) > 1e-3
+    assert float(jnp.abs(first - second).max()) > 1e-3
 
 
 def test_nnx_random_numbers_are_refused_or_fixed():
@@ -156,7 +157,7 @@ def test_linen_moments_in_single_precision(momentum):
         found.append(jax.jit(apply.statistics)(params, batch))
         wide = np.asarray(batch, np.float64)
         exact.append({"mean": wide.mean(0), "var": wide.var(0)})
-        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
+        chex.assert_type(jax.tree.leaves(found), jnp.float32)
     for ours, truth in zip(found, exact, strict=True):
         for name in truth:
             np.testing.assert_allclose(ours[name], truth[name], rtol=1e-6)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import diffrax
 import jax
 import jax.numpy as jnp
@@ -92,8 +93,8 @@ def test_closed_form_of_descent_against_the_loop_with_weights_and_test_points(ke
     loss = 0.5 * jnp.sum(q[None] * (train - y[None]) ** 2, axis=1)
     np.testing.assert_allclose(flow.loss(counts), loss, rtol=1e-10)
     one = kernels.kernel_flow(kernel, start, y, weights=q)
-    assert one(0.5).shape == (8,) and one(jnp.ones((2, 3))).shape == (2, 3, 8)
-    assert one.loss(jnp.ones((2, 3))).shape == (2, 3)
+    times = jnp.ones((2, 3))
+    chex.assert_shape([one(0.5), one(times), one.loss(times)], [(8,), (2, 3, 8), (2, 3)])
 
 
 def test_train_statistics_predict_a_trained_batch_norm_network(key):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -239,8 +240,7 @@ def test_tiny_batches_are_defined(shape):
     for alpha in (0.0, 1.0):
         params = nnx.split(UnitizedBatchNorm(4, alpha_init=alpha, **WIDE), nnx.Param, ...)[1]
         (value, out), grads = call(params, x)
-        assert np.isfinite(value)
-        assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+        chex.assert_tree_all_finite((value, grads))
         if shape == (1, 4):
             np.testing.assert_array_equal(out, 0)  # beta
             np.testing.assert_array_equal(grads[1], 0)
@@ -360,19 +360,16 @@ def test_moments_synchronise_over_two_devices():
 
 def test_one_compile_per_shape():
     graph, state = nnx.split(UnitizedBatchNorm(5))
-    calls = 0
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def step(state, x):
-        nonlocal calls
-        calls += 1
         layer = nnx.merge(graph, state)
         y = layer(x)
         return nnx.state(layer), y
 
     for seed in range(3):
         state, _ = step(state, jnp.asarray(batch(seed)))
-    assert calls == 1
 
 
 ALL = [Recenter, Rescale, BatchNorm, Unitize, UnitizedBatchNorm]
@@ -450,7 +447,7 @@ def test_bad_batches_do_not_enter_the_running_moments(kind):
     with pytest.raises(ValueError, match="x must not be empty in training"):
         layer(good[:0])
     layer(good, mask=jnp.zeros((6, 1)))  # nothing counts
-    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(layer, nnx.BatchStat))
+    chex.assert_trees_all_equal(before, nnx.state(layer, nnx.BatchStat))
     graph, state = nnx.split(layer)
 
     @jax.jit
@@ -461,8 +458,8 @@ def test_bad_batches_do_not_enter_the_running_moments(kind):
     out, after = step(state, bad)
     # it is seen
     assert np.all(np.isnan(out[:, 2]) if kind is not UnitizedBatchNorm else np.isnan(out).any(1))
+    chex.assert_tree_all_finite(after)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert np.all(np.isfinite(new))
         np.testing.assert_array_equal(new[2], old[2])
         assert np.all(new[:2] != old[:2])
 
@@ -477,11 +474,9 @@ def test_masked_entries_do_not_count(kind):
     spoiled = jnp.asarray(np.where(mask, x, 1e6))
     out = layer(spoiled, mask=jnp.asarray(mask))
     np.testing.assert_allclose(np.asarray(out)[mask[..., 0]], reference(jnp.asarray(inside)), rtol=1e-10)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10),
-        nnx.state(layer, nnx.BatchStat),
-        nnx.state(reference, nnx.BatchStat),
-    )
+    seen, wanted = (nnx.state(each, nnx.BatchStat) for each in (layer, reference))
+    chex.assert_tree_all_finite(wanted)
+    chex.assert_trees_all_close(seen, wanted, rtol=1e-10)
     with pytest.raises(ValueError, match="mask must broadcast against x"):
         layer(spoiled, mask=jnp.ones((2, 3)))
 
@@ -542,5 +537,5 @@ def test_derivatives_of_second_order_and_forward_mode():
                 else jax.tree.leaves(jax.jit(derivative(partial(value, f), None))(x))
                 for f in (ours, plain)
             )
-            for a, b in zip(found, expected, strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+            chex.assert_tree_all_finite(expected)
+            chex.assert_trees_all_close(found, expected, rtol=1e-9, atol=1e-10)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,8 +71,7 @@ def test_one_full_batch_step_is_gradient_descent(key):
     value, grads = step(model, jnp.asarray(data.train_x), jnp.asarray(data.train_y))
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)
     new, record = run.run(state, data, 1)
-    for a, b in zip(jax.tree.leaves(new.params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(new.params, expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(record["train_loss"][0], value, rtol=1e-5)
     np.testing.assert_allclose(
         new.stats["norms"][0]["mean"][...], model.norms[0].mean[...], rtol=1e-4, atol=1e-6
@@ -132,10 +132,10 @@ def test_a_loop_on_the_host_takes_the_same_steps(key, monkeypatch):
         )
         for loop in ("program", "host")
     ]
-    for one, other in zip(*(jax.tree.leaves((state.params, state.stats)) for state, _ in runs), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-    for name, values in runs[0][1].items():
-        np.testing.assert_allclose(values, runs[1][1][name], rtol=1e-5)
+    one, other = ((state.params, state.stats) for state, _ in runs)
+    chex.assert_trees_all_close(one, other, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(*(record for _, record in runs), rtol=1e-5)
+    chex.assert_tree_all_finite((one, runs[0][1]))
 
 
 def test_two_halves_equal_one_run(shared, key, tmp_path):
@@ -219,18 +219,16 @@ def test_training_over_a_mesh_of_one_device(key):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     plain, record = synchronized(watch=watch).run(key, data, 2)
     state, other = synchronized("data", mesh, watch).run(key, data, 2)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain.params, state.params
-    )
-    for name, values in record.items():
-        np.testing.assert_allclose(other[name], values, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(plain.params, state.params, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(other, record, rtol=1e-4, atol=1e-5)
+    chex.assert_tree_all_finite((state.params, record))
     with pytest.raises(ValueError, match="mesh must have one axis whose length divides"):
         Trainer(linear, optax.sgd(0.1), mesh=mesh, loop="ensemble")
 
 
 TWO_DEVICES = """
 import sys
-import jax, numpy as np
+import chex, jax, numpy as np
 sys.path[:0] = ["tests", "tests/training"]
 from test_trainer import small_data, synchronized
 assert jax.device_count() == 2
@@ -238,9 +236,8 @@ data, key = small_data(), jax.random.key(3)
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 plain, record = synchronized().run(key, data, 3)
 state, other = synchronized("data", mesh).run(key, data, 3)
-close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-jax.tree.map(close, (plain.params, plain.stats), (state.params, state.stats))
-close(record["train_loss"], other["train_loss"])
+runs = ((run.params, run.stats, seen["train_loss"]) for run, seen in ((plain, record), (state, other)))
+chex.assert_trees_all_close(*runs, rtol=1e-4, atol=1e-5)
 alone, _ = synchronized(None, mesh).run(key, data, 3)  # moments of each half
 assert abs(alone.params["head"]["kernel"][...] - plain.params["head"]["kernel"][...]).max() > 1e-4
 """
@@ -289,8 +286,8 @@ def test_ensemble_equals_single_runs(shared, key):
     states, record = together.run(keys, stacked, 2)
     for k in range(2):
         state, alone = shared.run(keys[k], splits[k], 2)
-        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(states.params), strict=True):
-            np.testing.assert_allclose(a, b[k], rtol=1e-4, atol=1e-6)
+        own = jax.tree.map(lambda u, k=k: u[k], states.params)
+        chex.assert_trees_all_close(state.params, own, rtol=1e-4, atol=1e-6)
         for name in ("train_loss", "ics_exact", "kurtosis", "loss_shift", "test_accuracy"):
             np.testing.assert_allclose(alone[name], record[name][:, k], rtol=1e-3, atol=1e-5)
 

@@ -13,7 +13,7 @@ from meanflow.measures import Affine, Cloud, Dataset, Polar
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
 from meanflow.univariate._angles import unit
-from meanflow.univariate._spaces import to_polar
+from meanflow.univariate.balance import _to_polar
 
 X = np.array([-0.8, -0.1, 0.4, 1.0])
 DATA = Dataset(X, [0.3, -0.7, 0.2, 0.9], weights="sum")
@@ -137,7 +137,7 @@ def test_jacobian_of_the_projection():
     """d theta = (b, -a)/n^2 in (a, b); printed with the opposite sign. P = J J'."""
     a, b, c = RAW.particles
     jacobian = jax.vmap(
-        jax.jacobian(lambda w: jnp.stack(to_polar(jnp.stack([w[0], -w[1]]), w[2], jnp.sqrt(7.0))))
+        jax.jacobian(lambda w: jnp.stack(_to_polar(jnp.stack([w[0], -w[1]]), w[2], jnp.sqrt(7.0))))
     )(jnp.stack(RAW.particles, -1))
     n2 = a**2 + b**2
     np.testing.assert_allclose(jacobian[:, 1], jnp.stack([b / n2, -a / n2, 0 * c], -1), atol=1e-12)

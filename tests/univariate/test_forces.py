@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import diffrax
 import jax
 import jax.numpy as jnp
@@ -106,8 +107,7 @@ def test_polar_fast_matches_generic_autodiff():
         f, pull = feature.linearize(cloud, x)
         f0, pull0 = Feature.linearize(feature, cloud, x)
         np.testing.assert_allclose(f, f0, atol=1e-14)
-        for u, v in zip(pull(g), pull0(g), strict=True):
-            np.testing.assert_allclose(u, v, rtol=1e-12, atol=1e-13)
+        chex.assert_trees_all_close(pull(g), pull0(g), rtol=1e-12, atol=1e-13)
 
 
 def test_fast_path_is_differentiable():
@@ -123,8 +123,9 @@ def test_fast_path_is_differentiable():
 
         return jax.grad(objective, argnums=(0, 1))(cloud.particles, jnp.asarray(y))
 
-    for u, v in zip(jax.tree.leaves(through("fast")), jax.tree.leaves(through("dense")), strict=True):
-        np.testing.assert_allclose(u, v, rtol=1e-9, atol=1e-10)
+    gradients = [through(kind) for kind in ("fast", "dense")]
+    chex.assert_tree_all_finite(gradients)
+    chex.assert_trees_all_close(*gradients, rtol=1e-9, atol=1e-10)
     kernels = [
         tangent_kernel(uni.full(alpha="sqrt", forces=k), cloud, jnp.asarray(x)) for k in ("fast", "dense")
     ]
@@ -151,7 +152,7 @@ def test_float32_stays_float32():
     for kind in ("fast", "dense"):
         flow = uni.full(alpha="sqrt", forces=kind)
         v = velocity(flow, cloud, Dataset(x, y))
-        assert all(u.dtype == jnp.float32 for u in v)
+        chex.assert_type(list(v), jnp.float32)
         wide = Cloud(Affine(*(np.asarray(u, np.float64) for u in cloud.particles)))
         exact = velocity(
             uni.full(alpha="sqrt", forces="dense"), wide, Dataset(x.astype(float), y.astype(float))

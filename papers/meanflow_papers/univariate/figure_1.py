@@ -14,7 +14,6 @@ from meanflow.solvers import solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import PALE, below, no_legend, panels
-from meanflow_papers.univariate.pictures import Samples
 from meanflow_papers.univariate.setup import random_neurons
 
 
@@ -23,7 +22,7 @@ def draw(data: Arrays) -> Figure:
     figure, (left, right) = panels(1, 2, width=4.6, height=4.4)
     grid, f = np.asarray(data["grid"]), np.asarray(data["f"])
     knots = np.asarray(data["knots"])
-    fit(grid, {"$f(x)$": f}, Samples(data["samples"], data["targets"]), left, knots=knots)
+    fit(grid, {"$f(x)$": f}, Dataset(data["samples"], data["targets"]), left, knots=knots)
     for k, x in enumerate(np.asarray(data["samples"])):
         left.axvline(x, color=PALE, lw=0.8, ls=":", zorder=0, label="lines $x = x_j$" if k == 0 else None)
     uv = np.asarray(data["plane"])

@@ -18,7 +18,7 @@ from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.pictures import field
 from meanflow_papers.style import no_legend, panels
-from meanflow_papers.univariate.pictures import GRID, Samples, knot_places
+from meanflow_papers.univariate.pictures import GRID, knot_places
 from meanflow_papers.univariate.setup import random_neurons, square_wave
 
 
@@ -59,7 +59,7 @@ def draw(data: Arrays) -> Figure:
     fit(
         data["grid"],
         {"$f$": data["f"]},
-        Samples(data["x"], data["y"]),
+        mf.Dataset(data["x"], data["y"]),
         grid[1],
         knots=knot_places(data["theta"]),
     )

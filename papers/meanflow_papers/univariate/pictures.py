@@ -1,7 +1,6 @@
 """What several drawings of paper 004 share: titles, samples and rays, and runs that only a drawing needs."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,6 @@ from meanflow_papers.univariate.setup import Rate, layer_rates, random_neurons
 
 GRID = np.linspace(-1.15, 1.15, 921)
 FRAMES = 50
-
-
-class Samples(NamedTuple):
-    """Training samples, as the plots of functions take them: inputs and targets, (n,) each."""
-
-    x: ArrayLike
-    y: ArrayLike
 
 
 def balance_title(delta: float) -> str:
@@ -55,7 +47,7 @@ def draw_state(
 
     ``later`` is the function of the same network after much longer training, a thin dashed curve.
     """
-    fit(data["grid"], {"$f$": f}, Samples(data["x"], data["y"]), ax_f, knots=knot_places(theta))
+    fit(data["grid"], {"$f$": f}, mf.Dataset(data["x"], data["y"]), ax_f, knots=knot_places(theta))
     if later is not None:
         ax_f.plot(data["grid"], np.asarray(later), color=COLORS[6], lw=0.9, ls=(0, (4, 1.5)))
     plane(r, theta, ax_uv, samples=data["x"], reach=reach)

@@ -15,7 +15,6 @@ from meanflow.solvers import KernelStep, solve
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, REFERENCE, below, panels, sparse
-from meanflow_papers.univariate.pictures import Samples
 from meanflow_papers.univariate.sparse_minimizer import sparse_minimizer
 
 
@@ -37,7 +36,7 @@ def draw(data: Arrays) -> Figure:
     best = np.asarray(data["f_best"])
     bent = int(np.argmax(np.abs(np.diff(best, 2)).sum(axis=1)))  # the data set with the most bends
     curves = {"flow": np.asarray(data["f"])[bent], "minimizer": best[bent]}
-    fit(data["grid"], curves, Samples(data["x"][bent], data["y"][bent]), right)
+    fit(data["grid"], curves, Dataset(data["x"][bent], data["y"][bent]), right)
     right.lines[1].set_linestyle("--")  # the minimizer, on the flow's function
     sparse(right)
     left.set_title("excess energy")
