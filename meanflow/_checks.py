@@ -1,18 +1,17 @@
 """The boundary of the package: what public functions accept, checked once, before anything is compiled.
 
-A public function declares the *kind* of each argument,
+The annotation of an argument says of what *kind* it is, and ``checked`` reads it:
 
-    @arguments(width=count(1), key=KEY, scale=optional(number(above=0)))
-    def draw(key, width, scale=None): ...
+    @checked
+    def draw(key: PRNGKey, width: Count, names: Sequence[str] = (), law: Annotated[str, choice("a", "b")] = "a"): ...
 
-and the decorator checks every argument that is given and hands the function what the kind returns (an ``int`` for a
-count, an array for an array). Every message names the argument, what was given and what is allowed. Rooms that define
-a type also define the kind of arguments of that type (``instance(Cloud, ...)``), so that a new function gets its
-checks by naming kinds. Values that are being traced (inside jit, grad or vmap) cannot be looked at; whatever needs
-them is skipped then.
+Every argument that is given is checked, and the function gets what its kind returns (an ``int`` for a count, an array
+for an array). Every message names the argument, what was given and what is allowed. A kind stands in ``Annotated``, or
+follows from the type (``kind_of``): classes are kinds themselves, and arrays have the shape of their annotation. Kinds
+that recur have names, at the end of this module. Values that are being traced (inside jit, grad or vmap) cannot be
+looked at; whatever needs them is skipped then.
 
-A class declares the kinds of the arguments of its constructor in the same way, above the class. The plain functions of
-``meanflow._properties`` (``finite``, ``shape``, ...), of which kinds are made, are here too.
+The plain functions of ``meanflow._properties`` (``finite``, ``shape``, ...), of which kinds are made, are here too.
 """
 
 import functools
@@ -20,12 +19,16 @@ import inspect
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import AbstractArray
 
 from meanflow._properties import bounds as bounds
 from meanflow._properties import concrete as concrete
@@ -480,3 +483,198 @@ def constructor(**kinds: Kind) -> Callable[[Class], Class]:
         return cls
 
     return decorate
+
+
+_OF_CLASS: dict[type, Kind] = {bool: flag, str: text}
+
+
+def declare(cls: type, kind: Kind) -> Kind:
+    """Make ``kind`` that of arguments annotated with ``cls``, which is ``instance(cls)`` otherwise; return it."""
+    _OF_CLASS[cls] = kind
+    return kind
+
+
+def kind_of(hint: object) -> Kind:
+    """Return the kind that an annotation stands for.
+
+    ``Annotated[T, kind]`` is that kind and ``T | None`` an optional T; other unions are kinds of which one must fit.
+    ``bool`` and ``str`` are what they say, and so are ``Callable[[A, B], T]``, ``Sequence[T]``, ``tuple[T, ...]`` and
+    ``Mapping[str, T]``. ``Float[ArrayLike, "n d"]`` is an array of two axes, one with dims ``""`` a number. Another
+    class has the kind that was declared for it, or means its instances.
+
+    >>> from jaxtyping import ArrayLike, Float
+    >>> kind_of(Float[ArrayLike, "n d"])("x", [1.0, 2.0])
+    Traceback (most recent call last):
+    ValueError: x must have shape (any, any), got (2,)
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return inner[1]
+    if origin in (typing.Union, types.UnionType):
+        return _kind_of_union(inner)
+    if origin is Callable:
+        return function if inner[0] is Ellipsis else taking(len(inner[0]))
+    if origin is Sequence or (origin is tuple and inner[1:] == (Ellipsis,)):
+        return sequence(kind_of(inner[0]))
+    if origin is Mapping:
+        return mapping(kind_of(inner[1]))
+    if inspect.isclass(hint) and issubclass(hint, AbstractArray):
+        return _kind_of_dims(hint.dim_str)
+    if inspect.isclass(hint) and origin is None and hint not in _SAY_TOO_LITTLE:
+        return _OF_CLASS.get(hint) or instance(hint)
+    raise TypeError(f"{hint} does not say what is allowed: write Annotated[..., kind]")
+
+
+def _kind_of_union(members: tuple[object, ...]) -> Kind:
+    """Return the kind of values that fit one of the members; arrays of one shape are written as several of them."""
+    given = [one for one in members if one is not types.NoneType]
+    dims = {one.dim_str for one in given if inspect.isclass(one) and issubclass(one, AbstractArray)}
+    others = given
+    if dims:  # an ArrayLike may be a plain number too
+        others = [one for one in given if not (inspect.isclass(one) and issubclass(one, _PARTS_OF_ARRAYS))]
+    kinds = [_kind_of_dims(one) for one in dims] + [kind_of(one) for one in others]
+    kind = kinds[0] if len(kinds) == 1 else either(*kinds)
+    return kind if len(given) == len(members) else optional(kind)
+
+
+_SAY_TOO_LITTLE = (
+    int,
+    float,
+    complex,
+    object,
+    Any,
+    jax.Array,
+    np.ndarray,
+)  # numbers and arrays have bounds and shapes
+_PARTS_OF_ARRAYS = (AbstractArray, bool, int, float, complex, np.generic)
+
+
+def _kind_of_dims(dims: str) -> Kind:
+    """Return the kind of arrays with dims in the notation of jaxtyping, such as ``"n d"`` or ``"*batch d"``."""
+    axes = dims.split()
+    if not axes:
+        return number()
+    fixed = [axis for axis in axes if axis != "..." and "*" not in axis]
+    if len(fixed) < len(axes):
+        return array(rank=len(fixed))
+    return array(tuple(int(axis) if axis.isdigit() else None for axis in fixed))
+
+
+class _Written(str):
+    """An annotation as it is written, which ``help`` shows without quotes."""
+
+    __repr__ = str.__str__
+
+
+class _Kinds(Mapping[str, Kind]):
+    """The kinds of the arguments of a function, by name; its annotations are read when the first one is needed.
+
+    Args:
+        function: the function.
+        owners: what has the annotations: the function itself, or the classes whose fields it sets.
+    """
+
+    def __init__(self, function: Callable[..., object], owners: Sequence[object]):
+        self._function, self._owners = function, owners
+
+    @functools.cached_property
+    def known(self) -> dict[str, Kind]:
+        parameters = inspect.signature(self._function).parameters
+        hints: dict[str, object] = {}
+        for owner in self._owners:
+            scope = owner.__globals__ if inspect.isfunction(owner) else vars(sys.modules[owner.__module__])
+            written = inspect.get_annotations(owner)  # type: ignore[arg-type]
+            hints |= {
+                name: eval(hint, scope) if isinstance(hint, str) else hint
+                for name, hint in written.items()
+                if name in parameters
+            }
+        kinds: dict[str, Kind] = {}
+        for place, name in enumerate(parameters):
+            if name not in hints and place == 0 and name in ("self", "cls"):
+                continue
+            try:
+                if (
+                    typing.get_origin(hints[name]) is typing.Unpack
+                ):  # **options, whose names and types are a TypedDict
+                    options = typing.get_type_hints(typing.get_args(hints[name])[0], include_extras=True)
+                    kinds |= {option: kind_of(hint) for option, hint in options.items()}
+                    kinds[name] = unchecked("each option has a kind of its own")
+                else:
+                    kinds[name] = kind_of(hints[name])
+            except (KeyError, TypeError) as problem:
+                raise TypeError(
+                    f"{self._function.__qualname__} must annotate {name} by its kind: {problem}"
+                ) from None
+        return kinds
+
+    def __getitem__(self, name: str) -> Kind:
+        return self.known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.known)
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+
+Checked = TypeVar("Checked", bound=Callable[..., Any])
+
+
+def checked(target: Checked) -> Checked:
+    """Check the arguments of a public function by the kinds in its annotations; see the text of this module.
+
+    Arguments that are left out are not checked: a default is the function's own business. Above a class, the arguments
+    of the constructor that its fields make are checked.
+
+    >>> @checked
+    ... def double(width: Count):
+    ...     return 2 * width
+    >>> double(3)
+    6
+    >>> double(width=0)
+    Traceback (most recent call last):
+    ValueError: width must be an integer >= 1, got 0
+    """
+    if inspect.isclass(target):
+        target.__init__ = _check_calls(target.__init__, target.__mro__[::-1])  # type: ignore[method-assign]
+        return target
+    return _check_calls(target, [inspect.unwrap(target)])
+
+
+def _check_calls(function: Callable[..., Any], owners: Sequence[object]) -> Any:
+    plain: Any = inspect.unwrap(function)
+    plain.__annotations__ = {
+        name: _Written(hint) if isinstance(hint, str) else hint
+        for name, hint in plain.__annotations__.items()
+    }
+    names = tuple(inspect.signature(function).parameters)
+    kinds = _Kinds(function, owners)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        known = kinds.known
+        # no Signature.bind here: it alone takes longer than a small compiled program
+        passed = [
+            known[name](name, value) if name in known else value
+            for name, value in zip(names, args, strict=False)
+        ]
+        passed += args[len(passed) :]  # one too many: the call below says so in Python's own words
+        named = {name: known[name](name, value) if name in known else value for name, value in kwargs.items()}
+        return function(*passed, **named)
+
+    call.kinds = kinds  # type: ignore[attr-defined]  # sweeps check whole axes by them, tests draw bad values from them
+    return call
+
+
+# Kinds that recur, by name. A name never includes None: an argument that may be left out says so itself, Count | None.
+Count = Annotated[int, count(1)]  # a number of things, at least one
+Natural = Annotated[int, count(0)]  # a number of things, perhaps none
+Number = Annotated[float | jax.Array, number()]  # a finite number
+Rate = Annotated[float | jax.Array, number(low=0)]  # a number >= 0
+Positive = Annotated[float | jax.Array, number(above=0)]  # a number > 0
+Length = Annotated[
+    float, number(above=0, static=True)
+]  # a number > 0 that is known when programs are compiled
+PRNGKey = Annotated[jax.Array, prng_key]  # one key, such as jax.random.key(0)
+FilePath = Annotated[str | pathlib.Path, path]  # a file or folder

@@ -21,6 +21,7 @@ from meanflow._checks import (
     array,
     choice,
     count,
+    declare,
     either,
     flag,
     floating,
@@ -224,7 +225,7 @@ def penalty_pair(name: str, value: object) -> tuple[object, object]:
     return taking(1)(f"{name}[0]", value[0]), number(low=0)(f"{name}[1]", value[1])
 
 
-FLOW = instance(Flow, hint="build one by calling a constructor such as meanflow.vanilla()")
+FLOW = declare(Flow, instance(Flow, hint="build one by calling a constructor such as meanflow.vanilla()"))
 
 
 @_checks.arguments(
@@ -293,7 +294,7 @@ INPUTS = array((None,), (None, None), squares=True)
 
 
 @_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
-def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, n * d] | Sequence) -> Float[Array, n * k]:
+def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, "n *k"]:
     """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
 
     Args:
@@ -384,8 +385,8 @@ OUTPUTS = choice("full", "trace", "diagonal")
 def tangent_kernel(
     flow: Flow,
     cloud: Cloud,
-    x: Real[ArrayLike, n * d] | Sequence,
-    z: Real[ArrayLike, k * d] | Sequence | None = None,
+    x: Real[ArrayLike, "n *d"] | Sequence,
+    z: Real[ArrayLike, "k *d"] | Sequence | None = None,
     *,
     outputs: str = "full",
     chunk: int = 16,

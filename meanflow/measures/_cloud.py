@@ -276,3 +276,6 @@ def CLOUD(name: str, value: object) -> object:
             "them, or use jax.vmap"
         )
     return value
+
+
+_checks.declare(Cloud, CLOUD)

@@ -40,8 +40,8 @@ class Dataset(Module):
 
     def __init__(
         self,
-        x: Real[ArrayLike, n * d] | Sequence,
-        y: Real[ArrayLike, n * k] | Sequence,
+        x: Real[ArrayLike, "n *d"] | Sequence,
+        y: Real[ArrayLike, "n *k"] | Sequence,
         weights: Real[ArrayLike, " n"] | Sequence | str | None = None,
     ) -> None:
         inputs, targets = ANY_ARRAY("x", x), ANY_ARRAY("y", y)
@@ -127,4 +127,4 @@ class SortedDataset(Dataset):
     is_sorted: ClassVar[bool] = True
 
 
-DATA = _checks.instance(Dataset, hint="build one with meanflow.Dataset(x, y)")
+DATA = _checks.declare(Dataset, _checks.instance(Dataset, hint="build one with meanflow.Dataset(x, y)"))

@@ -110,7 +110,7 @@ class State(NamedTuple):
     offset: Cloud | None
 
 
-STATE = _checks.instance(State, hint="pass Solution.state")
+STATE = _checks.declare(State, _checks.instance(State, hint="pass Solution.state"))
 
 
 def fingerprint(data: Dataset) -> Float[Array, " k"]:
