@@ -1,4 +1,4 @@
-"""Kinds of matrices: symmetric, positive (semi-)definite, Gram matrices. See ``meanflow._checks`` for kinds.
+"""Kinds of matrices: symmetric, positive (semi-)definite, Gram matrices. See ``meanflow._boundary`` for kinds.
 
 A matrix that was computed is symmetric and semi-definite up to rounding only, so all checks here allow for that.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from meanflow._checks import array, bounds, concrete
+from meanflow._boundary import array, bounds, concrete
 
 
 def symmetric(name: str, array: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """One property of one value, such as being finite: plain functions that raise ValueError with the name of the argument.
 
-Kinds of arguments (``meanflow._checks``) are made of them, and constructors use them. Values that are being traced
+Kinds of arguments (``meanflow._boundary``) are made of them, and constructors use them. Values that are being traced
 (inside jit, grad or vmap) cannot be looked at; whatever needs them is skipped then.
 """
 

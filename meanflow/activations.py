@@ -1,12 +1,16 @@
 """Activations: those known by name, smooth and stretched ones. All act elementwise; relu'(0) = 0 by convention."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import choice, either
 from meanflow._reuse import canonical, kept
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -70,19 +74,19 @@ def has_kink(activation: Activation) -> bool:
 
 def _elementwise(name: str, value: object) -> object:
     """Accept a function that maps real arrays to real arrays of the same shape."""
-    _checks.taking(1)(name, value)
+    _boundary.taking(1)(name, value)
     try:
         found = jax.eval_shape(value, jax.ShapeDtypeStruct((3,), jnp.result_type(float)))  # type: ignore[arg-type]
     except Exception as problem:
         raise ValueError(f"{name} must map arrays of numbers, but fails on them: {problem}") from problem
-    if getattr(found, "shape", None) != (3,) or not _checks.is_real(found.dtype):
+    if getattr(found, "shape", None) != (3,) or not _boundary.is_real(found.dtype):
         raise ValueError(
             f"{name} must map real arrays to real arrays of the same shape, got {found} for shape (3,)"
         )
     return value
 
 
-ACTIVATION = _checks.either(_checks.choice(*NAMED), _elementwise)
+AnyActivation = Annotated[str | Activation, either(choice(*NAMED), _elementwise)]
 
 
 def resolve(activation: str | Activation) -> Activation:
@@ -96,5 +100,5 @@ def resolve(activation: str | Activation) -> Activation:
     """
     if callable(activation):
         return canonical(activation)
-    _checks.one_of("activation", activation, NAMED)
+    _boundary.one_of("activation", activation, NAMED)
     return NAMED[activation]

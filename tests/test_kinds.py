@@ -14,8 +14,8 @@ import pytest
 from jaxtyping import Array, ArrayLike, Float, Real
 
 import meanflow as mf
-from meanflow import _checks
-from meanflow._checks import (
+from meanflow import _boundary
+from meanflow._boundary import (
     Count,
     FilePath,
     Natural,
@@ -30,7 +30,7 @@ from meanflow._checks import (
 
 
 def reads(annotation):
-    return _checks.kind_of(annotation)
+    return _boundary.kind_of(annotation)
 
 
 @pytest.mark.parametrize(

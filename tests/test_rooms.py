@@ -19,7 +19,7 @@ names = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(names)
 FOUNDATION = (
     "_properties",
-    "_checks",
+    "_boundary",
     "_matrices",
     "_numerics",
     "files",

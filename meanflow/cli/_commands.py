@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow.cli._extension import FAILED_CELLS, Commands, guard, parse_setting, print_json
 
 if TYPE_CHECKING:  # slow to import
@@ -248,7 +248,7 @@ def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) ->
             )
     request = requests.check_request(tables)
     if "file" in request["data"]:  # so that the run can be resumed from elsewhere
-        request["data"]["file"] = str(_checks.path("data.file", request["data"]["file"]).resolve())
+        request["data"]["file"] = str(_boundary.path("data.file", request["data"]["file"]).resolve())
     return request
 
 

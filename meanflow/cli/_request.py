@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._identity import Json
 from meanflow.flows import _models as models
 from meanflow.flows._flow import Flow
@@ -107,7 +107,7 @@ def check_request(tables: Json) -> Json:
     # everything else has a default
     if "widths" not in tables["grid"]:
         raise ValueError("[grid] needs widths, a list of integers")
-    _checks.one_of("run.precision", tables["run"].get("precision", "float64"), PRECISIONS)
+    _boundary.one_of("run.precision", tables["run"].get("precision", "float64"), PRECISIONS)
     # a copy: what is filled in later must not reach the tables of the caller
     return {name: dict(t) if isinstance(t, Mapping) else t for name, t in tables.items()}
 
@@ -202,7 +202,7 @@ def named_data(
         try:
             # opened here, since np.load would leave a damaged file open
             with (
-                open(_checks.path("data.file", file), "rb") as raw,
+                open(_boundary.path("data.file", file), "rb") as raw,
                 np.load(raw, allow_pickle=False) as arrays,
             ):
                 stored = dict(arrays)
@@ -216,10 +216,10 @@ def named_data(
     if x is not None:
         if y is None:
             raise ValueError("[data] needs y beside x, got none")
-        read = _checks.array(rank=1)
+        read = _boundary.array(rank=1)
         return Dataset(read("data.x", x), read("data.y", y), weights)
     if points is not None:
-        points = _checks.whole("data.points", points, 1)
+        points = _boundary.whole("data.points", points, 1)
     weights = "sum" if weights is None and name != "ridge" else weights
     if name == "sine":
         inputs = np.linspace(-1, 1, points or 20)
@@ -230,7 +230,7 @@ def named_data(
             raise ValueError(f"data.points of the square wave must be {wave.size}, got {points}")
         return Dataset(np.linspace(-1, 1, wave.size), wave, weights)
     if name == "ridge":
-        dim, seed = _checks.whole("data.dim", dim, 1), _checks.whole("data.seed", seed, 0)
+        dim, seed = _boundary.whole("data.dim", dim, 1), _boundary.whole("data.seed", seed, 0)
         # numpy's generator: a named data set must not depend on the precision or the version of jax
         normal = np.random.default_rng(seed).normal(size=(points or 100, dim))
         normal[:, 0] *= np.sqrt(5.0)

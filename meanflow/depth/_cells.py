@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import ArrayLike, Float, Int, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
 
 MAX_RANK = 6
 """Largest rank of a batch: cones are measured by quadrature with nodes ** (rank - 1) points."""
@@ -242,8 +242,8 @@ def cells(x: Shaped[ArrayLike, "n k"]) -> Cells:
     [0.25, 0.25, 0.25, 0.25]
     """
     batch = np.asarray(x, float)
-    _checks.shape("x", batch, (None, None))
-    _checks.finite("x", batch)
+    _boundary.shape("x", batch, (None, None))
+    _boundary.finite("x", batch)
     lines = distinct_lines(batch)
     m = len(lines)
     if m == 0:

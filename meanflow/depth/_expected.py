@@ -16,18 +16,21 @@ root mean square (or after recentering, with K replaced by HKH) and A = H for th
 "BN decomposed" calls the second line, its equation (8), intractable; it is closed and can be iterated.
 """
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import count, flag
+from meanflow import _boundary
+from meanflow._boundary import Count, checked
 from meanflow._matrices import matrix
 from meanflow._numerics import iterate
-from meanflow.depth._propagation import LAYER, RECENTERED, VARIANCE, Layer
+from meanflow.depth._propagation import RECENTERED, VARIANCE, Layer
 from meanflow.kernels._infinite.dual import dual_activation
 
 HOMOGENEOUS = ("relu", "linear", "leaky_relu")
@@ -139,14 +142,14 @@ def _recursion(gram: jax.Array, depth: int, layer: Layer, renormalize: bool, nod
     return iterate(step, scaled(gram), None, depth, 1, lambda gram: gram, first=True)[1]
 
 
-@_checks.arguments(gram=matrix(), depth=count(1), layer=LAYER, renormalize=flag, nodes=count(1))
+@checked
 def expected_gram(
-    gram: Float[ArrayLike, "n n"],
-    depth: int,
+    gram: Annotated[Float[ArrayLike, "n n"], matrix()],
+    depth: Count,
     layer: Layer = RECENTERED,
     *,
     renormalize: bool = False,
-    nodes: int = 100,
+    nodes: Count = 100,
 ) -> Float[Array, "{depth}+1 n n"]:
     """Return the expected Gram matrices of an infinitely wide network, layer by layer.
 
@@ -168,8 +171,8 @@ def expected_gram(
     >>> round(float(mf.depth.pair_angles(grams[1])[0]), 2)          # already at the fixed point
     74.65
     """
-    _checks.one_of("layer.activation", layer.activation, HOMOGENEOUS)
-    _checks.one_of("layer.weights", layer.weights, VARIANCE)
+    _boundary.one_of("layer.activation", layer.activation, HOMOGENEOUS)
+    _boundary.one_of("layer.weights", layer.weights, VARIANCE)
     gram = jnp.asarray(gram)
     if layer.rescale == "std" and not layer.recenter and gram.shape[0] < 4:
         raise ValueError(f"rescale='std' without recenter needs a batch of at least 4, got {gram.shape[0]}")

@@ -10,7 +10,9 @@ does not collapse to a point, as the invariant representation of "BN decomposed"
 to about 540/n degrees.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,8 +21,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from meanflow import _checks
-from meanflow._checks import count, number, optional, precision
+from meanflow import _boundary
+from meanflow._boundary import Positive, checked, count, precision
 from meanflow._matrices import grams
 from meanflow._numerics import safe_divide
 
@@ -53,8 +55,8 @@ def angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead n n"]:
     return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1.0, 1.0)))
 
 
-@_checks.arguments(gram=grams(2))
-def pair_angles(gram: Float[ArrayLike, "*lead n n"]) -> Float[Array, "*lead pairs"]:
+@checked
+def pair_angles(gram: Annotated[Float[ArrayLike, "*lead n n"], grams(2)]) -> Float[Array, "*lead pairs"]:
     """Return the angles in degrees of the n(n-1)/2 pairs of distinct samples, from their Gram matrix.
 
     Args:
@@ -146,8 +148,10 @@ class OddPoint(NamedTuple):
     escaped: Bool[Array, "*lead"]
 
 
-@_checks.arguments(gram=grams(3), threshold=optional(number(above=0)))
-def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = None) -> OddPoint:
+@checked
+def odd_point(
+    gram: Annotated[Float[ArrayLike, "*lead n n"], grams(3)], threshold: Positive | None = None
+) -> OddPoint:
     """Find the sample that has escaped from the others, and measure how far.
 
     Args:
@@ -164,7 +168,7 @@ def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = Non
     gram = jnp.asarray(gram)
     n = gram.shape[-1]
     length = norms(gram)
-    known = _checks.concrete(length)
+    known = _boundary.concrete(length)
     if known is not None and not np.all(np.sum(known > 0, axis=-1) >= 2):
         raise ValueError("gram must have at least two samples that are not zero, got fewer")
     top, index = jax.lax.top_k(length, 2)
@@ -182,9 +186,11 @@ def odd_point(gram: Float[ArrayLike, "*lead n n"], threshold: float | None = Non
     return OddPoint(index[..., 0], ratio, across, within, ratio > limit)
 
 
-@_checks.arguments(n=count(3), features=count(2), dtype=optional(precision))
+@checked
 def invariant_representation(
-    n: int, features: int = 2, dtype: DTypeLike | None = None
+    n: Annotated[int, count(3)],
+    features: Annotated[int, count(2)] = 2,
+    dtype: Annotated[DTypeLike, precision] | None = None,
 ) -> Float[Array, "{n} {features}"]:
     """Return a batch whose expected Gram matrix recenter + ReLU reproduces (Definition 12 of "BN decomposed").
 

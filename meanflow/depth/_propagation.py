@@ -4,31 +4,31 @@ One layer is z = x W, then any of recenter, rescale and a nonlinearity. A batch 
 flax, so W is (fan_in, fan_out); "BN decomposed" writes the transpose. Moments are population moments over the batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
-from meanflow import _checks, activations
-from meanflow._checks import (
+from meanflow import _boundary, activations
+from meanflow._boundary import (
+    Count,
     array,
+    checked,
     choice,
-    count,
     either,
-    flag,
     function,
-    optional,
+    instance,
     prng_keys,
-    sequence,
-    taking,
 )
 from meanflow._reuse import compiled
-from meanflow.activations import ACTIVATION, Activation
+from meanflow.activations import AnyActivation
 from meanflow.depth._observables import summary
 from meanflow.layers import functional
 from meanflow.layers._initializers import Initializer
@@ -45,12 +45,7 @@ WEIGHTS: dict[str, Initializer] = {
 """The laws of the weights that are known by name."""
 
 
-@_checks.constructor(
-    recenter=flag,
-    rescale=optional(choice("std", "rms")),
-    activation=ACTIVATION,
-    weights=either(choice(*WEIGHTS), function),
-)
+@checked
 class Layer(eqx.Module):
     """One random layer of a deep network: weights, recenter, rescale, nonlinearity. Batch norm is ``rescale="std"``.
 
@@ -69,15 +64,17 @@ class Layer(eqx.Module):
     """
 
     recenter: bool = eqx.field(static=True, default=True)
-    rescale: str | None = eqx.field(static=True, default=None)
-    activation: str | Activation = eqx.field(static=True, default="relu")
-    weights: str | Initializer = eqx.field(static=True, default="he")
+    rescale: Annotated[str, choice("std", "rms")] | None = eqx.field(static=True, default=None)
+    activation: AnyActivation = eqx.field(static=True, default="relu")
+    weights: Annotated[str | Initializer, either(choice(*WEIGHTS), function)] = eqx.field(
+        static=True, default="he"
+    )
 
 
 RECENTERED = Layer()
 """Recenter + ReLU with He weights, the layer that "BN decomposed" is about."""
 
-LAYER = _checks.instance(Layer, hint="for instance depth.Layer(rescale='std')")
+_boundary.declare(Layer, instance(Layer, hint="for instance depth.Layer(rescale='std')"))
 
 
 def activated(layer: Layer, z: Float[Array, "n d"]) -> Float[Array, "n d"]:
@@ -188,26 +185,17 @@ def _many(keys: jax.Array, x: jax.Array, network: _Network, chunk: int | None) -
     return jax.lax.map(run, keys if x.ndim == 2 else (keys, x), batch_size=chunk)
 
 
-@_checks.arguments(
-    key=prng_keys,
-    x=array((None, None), (None, None, None), least=1),
-    widths=sequence(count(1)),
-    layer=LAYER,
-    renormalize=flag,
-    draw=choice("auto", "weights", "law"),
-    observe=taking(1),
-    chunk=optional(count(1)),
-)
+@checked
 def propagate(
-    key: Key[Array, "*networks"],
-    x: Shaped[ArrayLike, "*batches n k"],
-    widths: Sequence[int],
+    key: Annotated[Key[Array, "*networks"], prng_keys],
+    x: Annotated[Shaped[ArrayLike, "*batches n k"], array((None, None), (None, None, None), least=1)],
+    widths: Sequence[Count],
     layer: Layer = RECENTERED,
     *,
     renormalize: bool = False,
-    draw: str = "auto",
+    draw: Annotated[str, choice("auto", "weights", "law")] = "auto",
     observe: Callable[[jax.Array], PyTree[Array]] = summary,
-    chunk: int | None = None,
+    chunk: Count | None = None,
 ) -> Propagation:
     """Send a batch through a random network and record what it looks like at every layer.
 
@@ -248,7 +236,7 @@ def propagate(
         raise ValueError(f"x must hold at least one sample and one feature, got shape {batch.shape}")
     seen = jax.eval_shape(observe, jax.ShapeDtypeStruct(batch.shape[-2:], batch.dtype))
     if not jax.tree.leaves(seen):
-        raise TypeError(f"observe must return an array or a pytree of arrays, got {_checks.show(seen)}")
+        raise TypeError(f"observe must return an array or a pytree of arrays, got {_boundary.show(seen)}")
     gaussian = isinstance(layer.weights, str) and layer.weights in VARIANCE
     if draw == "law" and not gaussian:
         raise ValueError(f"draw='law' needs weights in {list(VARIANCE)}, got {layer.weights!r}")

@@ -11,15 +11,25 @@ themselves. Hence for d neurons and alpha = d gamma / n > 1
 and E[neurons to full rank] <= n / gamma.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Key, Shaped
+from jaxtyping import Array, ArrayLike, Float, Shaped
 
-from meanflow import _checks
-from meanflow._checks import array, choice, count, flag, host_array, number, optional, prng_key
+from meanflow import _boundary
+from meanflow._boundary import (
+    Count,
+    PRNGKey,
+    array,
+    checked,
+    choice,
+    host_array,
+    number,
+)
 from meanflow.depth._cells import cells, distinct_lines, general_position_count
 
 
@@ -42,22 +52,15 @@ class Gamma(NamedTuple):
     total: float
 
 
-@_checks.arguments(
-    x=host_array((None, None), least=1),
-    recenter=flag,
-    method=choice("exact", "monte_carlo"),
-    key=optional(prng_key),
-    samples=count(1),
-    confidence=number(above=0, below=1, static=True),
-)
+@checked
 def gamma(
-    x: Shaped[ArrayLike, "n k"],
+    x: Annotated[Shaped[ArrayLike, "n k"], host_array((None, None), least=1)],
     *,
     recenter: bool = False,
-    method: str = "exact",
-    key: Key[Array, ""] | None = None,
-    samples: int = 100_000,
-    confidence: float = 0.95,
+    method: Annotated[str, choice("exact", "monte_carlo")] = "exact",
+    key: PRNGKey | None = None,
+    samples: Count = 100_000,
+    confidence: Annotated[float, number(above=0, below=1, static=True)] = 0.95,
 ) -> Gamma:
     """Return gamma(X) of Definition 1 of "BN decomposed", the least probability of a sign pattern of the batch.
 
@@ -124,9 +127,11 @@ class RankBounds(NamedTuple):
     alpha: Float[Array, "*shape"]
 
 
-@_checks.arguments(n=count(1), gamma=array(above=0, high=1), neurons=array(low=1))
+@checked
 def rank_bounds(
-    n: int, gamma: Shaped[ArrayLike, "*#shape"], neurons: Shaped[ArrayLike, "*#shape"]
+    n: Count,
+    gamma: Annotated[Shaped[ArrayLike, "*#shape"], array(above=0, high=1)],
+    neurons: Annotated[Shaped[ArrayLike, "*#shape"], array(low=1)],
 ) -> RankBounds:
     """Return the bounds of Theorem 3 on the probability that random ReLU neurons do not reach full rank.
 
@@ -144,9 +149,9 @@ def rank_bounds(
     >>> bool(bounds.binomial <= bounds.chernoff <= bounds.simple < 1)
     True
     """
-    known = _checks.concrete(neurons)
+    known = _boundary.concrete(neurons)
     if known is not None and np.any(known != np.round(known)):
-        raise ValueError(f"neurons must be whole numbers, got {_checks.show(neurons)}")
+        raise ValueError(f"neurons must be whole numbers, got {_boundary.show(neurons)}")
     try:
         g, d = jnp.broadcast_arrays(jnp.asarray(gamma, float), jnp.asarray(neurons, float))
     except ValueError:

@@ -11,15 +11,17 @@ samples and have a height c on the other, and only sums of c^2 are needed:
 A layer costs O(n^2), and so does the state. Scales are kept as logarithms, so depth 10 000 is exact too.
 """
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
-from meanflow import _checks
-from meanflow._checks import array, count, number
+from meanflow._boundary import Count, Rate, array, checked
 from meanflow._numerics import iterate
 
 
@@ -142,8 +144,8 @@ class TreeRecord(eqx.Module):
         """S_{n-1} / S_1 at the last observed layer: the smallest sample escapes below 1, the largest above 1."""
         return self.weight[-1, :, -1] / self.weight[-1, :, 0]
 
-    @_checks.arguments(tolerance=number(low=0))
-    def escaped(self, tolerance: float = 1e-6) -> Bool[Array, "d n"]:
+    @checked
+    def escaped(self, tolerance: Rate = 1e-6) -> Bool[Array, "d n"]:
         """Return which samples escape in the tree of each feature: an extreme one, or both when rho is 1.
 
         Call it on a record that is deep enough for rho to have settled, some 40 n layers.
@@ -192,8 +194,12 @@ def _tree(x: jax.Array, depth: int, every: int) -> TreeRecord:
     return TreeRecord(1 + every * jnp.arange(rounds + 1), gram, log_scale, weight, multi, most, order)
 
 
-@_checks.arguments(x=array((None,), (None, None), least=3), depth=count(1), every=count(1))
-def tree(x: Shaped[ArrayLike, "n *d"], depth: int, every: int = 1) -> TreeRecord:
+@checked
+def tree(
+    x: Annotated[Shaped[ArrayLike, "n *d"], array((None,), (None, None), least=3)],
+    depth: Count,
+    every: Count = 1,
+) -> TreeRecord:
     """Follow a batch through the tree model of "BN decomposed" (equations (9) and (10)), exactly and at any depth.
 
     The model is a network with the weights (I, -I), recenter and ReLU, whose width doubles in each layer.

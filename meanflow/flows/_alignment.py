@@ -1,12 +1,14 @@
 """How far a student has found the directions of its teacher."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow._boundary import checked
 from meanflow._numerics import safe_divide
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import Flow
@@ -14,7 +16,7 @@ from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset
 
 
-@_checks.arguments(directions=_checks.array((None, None)))
+@checked
 def alignment(
     directions: Float[ArrayLike, "k d"],
 ) -> Callable[[Flow, Cloud, Dataset], dict[str, Float[Array, "..."]]]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from meanflow import _checks, activations
+from meanflow import _boundary, activations
 from meanflow._module import Module
 from meanflow._numerics import weighted_gram
 from meanflow.activations import Activation
@@ -209,8 +209,8 @@ class TwoLayer(Feature):
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless the shapes of a, b and x agree."""
         Feature.check(self, cloud, x)
-        _checks.shape("particles.a", cloud.particles.a, (cloud.size,), (cloud.size, None))
-        _checks.shape("particles.b", cloud.particles.b, (cloud.size, None))
+        _boundary.shape("particles.a", cloud.particles.a, (cloud.size,), (cloud.size, None))
+        _boundary.shape("particles.b", cloud.particles.b, (cloud.size, None))
         extra = 1 if self.bias else 0
         if x.shape[1] + extra != cloud.particles.b.shape[1]:
             wanted = "one column more than x (the bias)" if self.bias else "as many columns as x"

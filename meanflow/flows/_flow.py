@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import equinox as eqx
 import jax
@@ -16,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
-from meanflow import _checks
-from meanflow._checks import (
+from meanflow import _boundary
+from meanflow._boundary import (
+    Count,
+    PRNGKey,
+    Rate,
     array,
+    checked,
     choice,
-    count,
     declare,
     either,
-    flag,
     floating,
     instance,
     number,
-    optional,
-    prng_key,
     subclass,
     taking,
     unchecked,
@@ -38,18 +38,17 @@ from meanflow._reuse import canonical, compiled, kept_by_shape
 from meanflow.flows import _blocks as blocks
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import Feature
-from meanflow.flows._losses import LOSS, Loss
+from meanflow.flows._losses import AnyLoss, Loss
 from meanflow.flows._observables import Observable, common_observables
 from meanflow.flows._problem import Chart
 from meanflow.geometry._space import Invariant, Space
-from meanflow.measures._cloud import CLOUD, Cloud
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._cloud import LABELS, Cloud
+from meanflow.measures._dataset import Dataset
 from meanflow.measures._sampling import sample
 from meanflow.measures._scaling import NAMES, Scaling
 from meanflow.measures.laws import Law, as_law
 
 if TYPE_CHECKING:
-    from meanflow.flows._losses import LossFunction
     from meanflow.measures._scaling import Alpha
 
 
@@ -109,7 +108,7 @@ class Flow(Module):
     centered: bool = eqx.field(static=True, default=False)
     offset: Offset | None = None
 
-    @_checks.arguments(data=DATA)
+    @checked
     def bind(self, data: Dataset) -> Self:
         """Freeze the statistics that the model takes from the data; does nothing where they are known."""
         feature, space = self.feature.bind(data), self.space.bind(data)
@@ -134,19 +133,20 @@ class Flow(Module):
             return self
         return dataclasses.replace(self, offset=Offset(self.feature, cloud))
 
-    @_checks.arguments(
-        key=prng_key, width=count(1), dim=optional(count(1)), outputs=optional(count(1)), paired=flag
-    )
+    @checked
     def init(
         self,
-        key: jax.Array,
-        width: int,
+        key: PRNGKey,
+        width: Count,
         *,
-        dim: int | None = None,
-        outputs: int | None = None,
-        labels: ArrayLike | None = None,
+        dim: Count | None = None,
+        outputs: Count | None = None,
+        labels: Annotated[ArrayLike, LABELS] | None = None,
         paired: bool = False,
-        **laws: Law | float | Callable[[jax.Array], jax.Array],
+        **laws: Annotated[
+            Law | float | Callable[[jax.Array], jax.Array],
+            unchecked("sample checks the law of each coordinate"),
+        ],
     ) -> Cloud:
         """Draw a random cloud of ``width`` neurons.
 
@@ -219,34 +219,26 @@ ALPHA = either(choice(*NAMES), number(above=0))
 
 
 def penalty_pair(name: str, value: object) -> tuple[object, object]:
-    """Accept a pair (function, strength): a function of the particles and a number >= 0. A kind of ``_checks``."""
+    """Accept a pair (function, strength): a function of the particles and a number >= 0. A kind of ``_boundary``."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ValueError(f"{name} must be a pair (function, strength), got {_checks.show(value)}")
+        raise ValueError(f"{name} must be a pair (function, strength), got {_boundary.show(value)}")
     return taking(1)(f"{name}[0]", value[0]), number(low=0)(f"{name}[1]", value[1])
 
 
 FLOW = declare(Flow, instance(Flow, hint="build one by calling a constructor such as meanflow.vanilla()"))
 
 
-@_checks.arguments(
-    feature=instance(Feature),
-    space=instance(Space),
-    loss=LOSS,
-    alpha=ALPHA,
-    penalty=optional(penalty_pair),
-    laws=optional(taking(1)),
-    chart=subclass(Chart),
-    centered=flag,
-)
+@checked
 def make_flow(
     feature: Feature,
     space: Space,
-    loss: str | LossFunction | Loss = "squared",
+    loss: AnyLoss = "squared",
     *,
-    alpha: Alpha = "m",
-    penalty: tuple[Callable[[PyTree[jax.Array]], jax.Array], float | jax.Array] | None = None,
+    alpha: Annotated["Alpha", ALPHA] = "m",
+    penalty: Annotated[tuple[Callable[[PyTree[jax.Array]], jax.Array], float | jax.Array], penalty_pair]
+    | None = None,
     laws: Callable[[int | None], dict[str, Law]] | None = None,
-    chart: type[Chart] = Chart,
+    chart: Annotated[type[Chart], subclass(Chart)] = Chart,
     centered: bool = False,
 ) -> Flow:
     """Assemble a flow from its parts.
@@ -291,10 +283,11 @@ def _check_penalty(penalty: Callable[[PyTree[jax.Array]], jax.Array], particles:
 
 
 INPUTS = array((None,), (None, None), squares=True)
+Inputs = Annotated[Real[ArrayLike, "n *d"] | Sequence, INPUTS]
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS)
-def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> Float[Array, "n *k"]:
+@checked
+def predict(flow: Flow, cloud: Cloud, x: Inputs) -> Float[Array, "n *k"]:
     """Return f(x), shape (n,), or (n, k) for k outputs. A batch-norm flow must be bound to its statistics first.
 
     Args:
@@ -313,7 +306,7 @@ def predict(flow: Flow, cloud: Cloud, x: Real[ArrayLike, "n *d"] | Sequence) -> 
     return _predict(flow, cloud, inputs)
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+@checked
 def energy(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     """Return E = sum_j q_j l(f(x_j), y_j) + lam sum_i p_i reg(w_i), a scalar.
 
@@ -325,7 +318,7 @@ def energy(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
     return _energy(bind_and_check(flow, cloud, data), cloud, data)
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+@checked
 def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m ..."]]:
     """Return w_i' = -C(w_i) grad V(w_i) in mean-field time, a record like the particles.
 
@@ -340,9 +333,9 @@ def velocity(flow: Flow, cloud: Cloud, data: Dataset) -> PyTree[Float[Array, "m 
     return _velocity(bind_and_check(flow, cloud, data), cloud, data)
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, reaction=number(low=0), conserve=flag)
+@checked
 def dissipation(
-    flow: Flow, cloud: Cloud, data: Dataset, *, reaction: float | jax.Array = 0.0, conserve: bool = True
+    flow: Flow, cloud: Cloud, data: Dataset, *, reaction: Rate = 0.0, conserve: bool = True
 ) -> Float[Array, ""]:
     """Return -dE/dt = sum_i p_i <grad V, C grad V> in mean-field time; its root is the speed of the measure.
 
@@ -355,14 +348,15 @@ def dissipation(
     return _dissipation(bind_and_check(flow, cloud, data), cloud, data, None if still else reaction, conserve)
 
 
-@_checks.arguments(
-    flow=FLOW,
-    cloud=CLOUD,
-    data=DATA,
-    probes=unchecked("a pytree of the model's particles; Cloud and flow.check look at it"),
-)
+@checked
 def first_variation(
-    flow: Flow, cloud: Cloud, data: Dataset, probes: Cloud | PyTree[Float[Array, "k ..."]]
+    flow: Flow,
+    cloud: Cloud,
+    data: Dataset,
+    probes: Annotated[
+        Cloud | PyTree[Float[Array, "k ..."]],
+        unchecked("a pytree of the model's particles; Cloud and flow.check look at it"),
+    ],
 ) -> Float[Array, " k"]:
     """Return V(w) = dE/dmu at the particles ``probes``, shape (k,).
 
@@ -381,15 +375,15 @@ def first_variation(
 OUTPUTS = choice("full", "trace", "diagonal")
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, x=INPUTS, z=optional(INPUTS), chunk=count(1), outputs=OUTPUTS)
+@checked
 def tangent_kernel(
     flow: Flow,
     cloud: Cloud,
-    x: Real[ArrayLike, "n *d"] | Sequence,
-    z: Real[ArrayLike, "k *d"] | Sequence | None = None,
+    x: Inputs,
+    z: Annotated[Real[ArrayLike, "k *d"] | Sequence, INPUTS] | None = None,
     *,
-    outputs: str = "full",
-    chunk: int = 16,
+    outputs: Annotated[str, OUTPUTS] = "full",
+    chunk: Count = 16,
 ) -> Float[Array, "n k *outputs"]:
     """Return K(x, z) = sum_i p_i <grad phi(w_i; x), C grad phi(w_i; z)>, shape (n_x, n_z); z = x by default.
 

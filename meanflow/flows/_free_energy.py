@@ -1,14 +1,15 @@
 """Free energy of a cloud at a temperature: F = E + tau int rho log rho dvol, with an estimate of the entropy."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from meanflow import _checks
-from meanflow._checks import choice, count, number
-from meanflow.flows._flow import FLOW, Flow, bind_and_check, energy
-from meanflow.measures._cloud import CLOUD, Cloud
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow._boundary import Count, checked, choice, number
+from meanflow.flows._flow import Flow, bind_and_check, energy
+from meanflow.measures._cloud import Cloud
+from meanflow.measures._dataset import Dataset
 
 
 class FreeEnergy(NamedTuple):
@@ -29,22 +30,15 @@ class FreeEnergy(NamedTuple):
     fisher: float | None
 
 
-@_checks.arguments(
-    flow=FLOW,
-    cloud=CLOUD,
-    data=DATA,
-    temperature=number(low=0, static=True),
-    estimator=choice("neighbors", "gaussian"),
-    neighbors=count(1),
-)
+@checked
 def free_energy(
     flow: Flow,
     cloud: Cloud,
     data: Dataset,
-    temperature: float,
+    temperature: Annotated[float, number(low=0, static=True)],
     *,
-    estimator: str = "neighbors",
-    neighbors: int = 4,
+    estimator: Annotated[str, choice("neighbors", "gaussian")] = "neighbors",
+    neighbors: Count = 4,
 ) -> FreeEnergy:
     """Estimate F = E + tau int rho log rho dvol, which noisy flows descend, from a cloud of equal weights; on the host.
 

@@ -1,14 +1,18 @@
 """Losses l(f, y) of a prediction f, a number or a row of k numbers, and a target y, with derivatives in f."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import checked, choice, either, number, taking
 from meanflow._module import Module
 from meanflow._reuse import canonical
 
@@ -62,8 +66,8 @@ class Softmax:
         return jax.nn.softplus(jax.nn.logsumexp(f - right, where=others))
 
 
-@_checks.arguments(smoothing=_checks.number(low=0.0, below=1.0, static=True))
-def softmax(smoothing: float = 0.0) -> LossFunction:
+@checked
+def softmax(smoothing: Annotated[float, number(low=0.0, below=1.0, static=True)] = 0.0) -> LossFunction:
     """Return the cross-entropy of k outputs with class numbers y (n,) or probabilities y (n, k), as a ``loss``.
 
     The loss of a row is -sum_c t_c log softmax(f)_c with t = (1 - smoothing) target + smoothing/k (label smoothing).
@@ -97,7 +101,7 @@ class Loss(Module):
         if isinstance(loss, Loss):
             loss = loss.function
         if not callable(loss):
-            _checks.one_of("loss", loss, NAMED)
+            _boundary.one_of("loss", loss, NAMED)
             loss = NAMED[loss]
         self.function = canonical(loss)
 
@@ -110,7 +114,7 @@ class Loss(Module):
         """Return how many outputs a network needs for targets ``y``: k, or None for one without an axis."""
         if y.ndim == 2:
             return y.shape[1]
-        known = _checks.concrete(y) if self.classifies else None
+        known = _boundary.concrete(y) if self.classifies else None
         return None if known is None else int(known.max()) + 1
 
     def check(self, outputs: tuple[int, ...], y: jax.Array) -> None:
@@ -126,9 +130,9 @@ class Loss(Module):
                 f"y must have shape {rows}, one target for each of the {outputs[0]} outputs, got {y.shape}; "
                 "jax.nn.one_hot turns class numbers into such rows"
             )
-        _checks.shape("y", y, *dict.fromkeys((rows[:1], rows)))
+        _boundary.shape("y", y, *dict.fromkeys((rows[:1], rows)))
         # targets come to the host for the losses that ask more of them than a shape
-        known = _checks.concrete(y) if self.classifies or self.function is logistic else None
+        known = _boundary.concrete(y) if self.classifies or self.function is logistic else None
         if self.classifies and known is not None:
             _check_classes(known, outputs[0])
         elif not each and not self.classifies:
@@ -143,7 +147,7 @@ class Loss(Module):
         """Raise ValueError unless the user's function returns one real number for each sample."""
         f = jax.ShapeDtypeStruct(rows, y.dtype)
         found = jax.eval_shape(self, f, jax.ShapeDtypeStruct(y.shape, y.dtype))
-        if getattr(found, "shape", None) != rows[:1] or not _checks.is_real(found.dtype):
+        if getattr(found, "shape", None) != rows[:1] or not _boundary.is_real(found.dtype):
             raise ValueError(f"loss must return one real number for each of {rows[0]} samples, got {found}")
 
     def __call__(self, f: jax.Array, y: jax.Array) -> jax.Array:
@@ -186,4 +190,4 @@ def _check_classes(y: np.ndarray, count: int) -> None:
         raise ValueError("y must hold rows of probabilities, which sum to 1, for loss='softmax'")
 
 
-LOSS = _checks.either(_checks.choice(*NAMED), _checks.taking(2))  # a Loss can be called too
+AnyLoss = Annotated[str | LossFunction | Loss, either(choice(*NAMED), taking(2))]  # a Loss can be called too

@@ -5,21 +5,25 @@ both layers trained the norm is the variation norm 1/2 sum_i p_i (a_i^2 + |b_i|^
 that of the kernel space, (sum_i p_i a_i^2)^(1/2). The best margins are a linear and a quadratic programme.
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import _checks
-from meanflow._checks import choice
+from meanflow import _boundary
+from meanflow._boundary import checked, choice
 from meanflow._numerics import safe_norm
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import TwoLayer
-from meanflow.flows._flow import FLOW, Flow
+from meanflow.flows._flow import Flow
 from meanflow.flows._observables import Observable, Values
 from meanflow.flows._problem import Problem
-from meanflow.measures._cloud import CLOUD, Cloud, Neurons
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._cloud import Cloud, Neurons
+from meanflow.measures._dataset import Dataset
 
 NORMS = ("variation", "kernel")
 
@@ -62,8 +66,10 @@ class Margin(Observable):
         return least / norm(problem.flow, cloud, self.norm)
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA, norm=choice(*NORMS))
-def max_margin(flow: Flow, cloud: Cloud, data: Dataset, norm: str = "variation") -> float:
+@checked
+def max_margin(
+    flow: Flow, cloud: Cloud, data: Dataset, norm: Annotated[str, choice(*NORMS)] = "variation"
+) -> float:
     """Return the largest min_j y_j f(x_j) of networks of norm 1 that use the inner weights of ``cloud``; on the host.
 
     Args:
@@ -87,7 +93,7 @@ def max_margin(flow: Flow, cloud: Cloud, data: Dataset, norm: str = "variation")
         raise ValueError(f"flow must be a two-layer flow, got the feature {type(flow.feature).__name__}")
     if not isinstance(cloud.particles, Neurons) or np.ndim(cloud.particles.a) != 1:
         raise ValueError("cloud must hold Neurons(a, b) with one output, a (m,), got other particles")
-    _checks.shape("y of data", data.y, (None,))
+    _boundary.shape("y of data", data.y, (None,))
     if not np.all(np.abs(np.asarray(data.y)) == 1):
         raise ValueError("y of data must be labels -1 and 1, got other values")
     flow = flow.bind(data)

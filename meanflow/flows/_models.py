@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, Float
 
-from meanflow import _checks, activations
-from meanflow._checks import array, flag, optional
+from meanflow import _boundary, activations
+from meanflow._boundary import array, checked, unchecked
 from meanflow._matrices import matrix
-from meanflow.activations import ACTIVATION, Activation
+from meanflow.activations import AnyActivation
 from meanflow.flows._features import TwoLayer
-from meanflow.flows._flow import ALPHA, Flow, make_flow, penalty_pair
-from meanflow.flows._losses import LOSS, Loss, LossFunction
+from meanflow.flows._flow import Flow, make_flow, penalty_pair
+from meanflow.flows._losses import AnyLoss
 from meanflow.flows._normalized import BatchNormed
 from meanflow.geometry._neurons import LayerRates, SignedSphere
 from meanflow.geometry._space import BatchNormManifold, Space
@@ -25,7 +25,7 @@ from meanflow.measures._cloud import Neurons
 from meanflow.measures._scaling import Alpha, Scaling
 
 # a function of the particles, and the strength lam that multiplies it
-PenaltyPair = tuple[Callable[[Neurons], jax.Array], float | jax.Array]
+PenaltyPair = Annotated[tuple[Callable[[Neurons], jax.Array], float | jax.Array], penalty_pair]
 
 
 def _two_layer_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -38,29 +38,20 @@ def _biased_laws(dim: int | None) -> dict[str, laws.Law]:
     return _two_layer_laws(None if dim is None else dim + 1)
 
 
-MODEL = {
-    "activation": ACTIVATION,
-    "loss": LOSS,
-    "alpha": ALPHA,
-    "penalty": optional(penalty_pair),
-    "centered": flag,
-}
-
-
-OPTIONS = _checks.unchecked("by their names, as those of the constructor that they are passed on to")
+Options = Annotated[Any, unchecked("by their names, as those of the constructor that they are passed on to")]
 # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
-RATE = array((), (None,), low=0.0)
+LayerRate = Annotated[bool | float | Float[ArrayLike, "*m"], array((), (None,), low=0.0)]
 
 
-@_checks.arguments(**MODEL, bias=flag, inner=RATE, outer=RATE)
+@checked
 def vanilla(
-    activation: str | Activation = "relu",
-    loss: str | LossFunction | Loss = "squared",
+    activation: AnyActivation = "relu",
+    loss: AnyLoss = "squared",
     *,
     alpha: Alpha = "m",
     bias: bool = False,
-    inner: bool | float | Float[ArrayLike, "*m"] = True,
-    outer: bool | float | Float[ArrayLike, "*m"] = True,
+    inner: LayerRate = True,
+    outer: LayerRate = True,
     centered: bool = False,
     penalty: PenaltyPair | None = None,
 ) -> Flow:
@@ -94,10 +85,8 @@ def vanilla(
     )
 
 
-@_checks.arguments(**MODEL, bias=flag, options=OPTIONS)
-def spherical(
-    activation: str | Activation = "relu", loss: str | LossFunction | Loss = "squared", **options: Any
-) -> Flow:
+@checked
+def spherical(activation: AnyActivation = "relu", loss: AnyLoss = "squared", **options: Options) -> Flow:
     """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
 
     Directions move on the round sphere, b' = -(I - b b') grad V. For a positively homogeneous s, such as ReLU, the
@@ -128,15 +117,15 @@ def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
     return _two_layer_laws(dim) | {"scale": laws.constant(1.0), "shift": laws.constant(0.0)}
 
 
-STATISTICS = {"mean": optional(array((None,))), "covariance": optional(matrix()), "affine": flag}
+Covariance = Annotated[Float[ArrayLike, "d d"], matrix()]
 
 
-@_checks.arguments(**MODEL, **STATISTICS)
+@checked
 def batchnorm(
-    activation: str | Activation = "relu",
-    loss: str | LossFunction | Loss = "squared",
+    activation: AnyActivation = "relu",
+    loss: AnyLoss = "squared",
     mean: Float[ArrayLike, " d"] | None = None,
-    covariance: Float[ArrayLike, "d d"] | None = None,
+    covariance: Covariance | None = None,
     *,
     affine: bool = False,
     alpha: Alpha = "m",
@@ -163,7 +152,7 @@ def batchnorm(
     True
     """
     if mean is not None and covariance is not None:
-        _checks.shape("mean", mean, jnp.shape(covariance)[:1])
+        _boundary.shape("mean", mean, jnp.shape(covariance)[:1])
     # None stays None: ``bind`` puts the statistics of the data there
     mean, covariance = (None if u is None else jnp.asarray(u) for u in (mean, covariance))
     return make_flow(
@@ -177,13 +166,13 @@ def batchnorm(
     )
 
 
-@_checks.arguments(**MODEL, **STATISTICS, options=OPTIONS)
+@checked
 def batchnorm_manifold(
-    activation: str | Activation = "relu",
-    loss: str | LossFunction | Loss = "squared",
+    activation: AnyActivation = "relu",
+    loss: AnyLoss = "squared",
     mean: Float[ArrayLike, " d"] | None = None,
-    covariance: Float[ArrayLike, "d d"] | None = None,
-    **options: Any,
+    covariance: Covariance | None = None,
+    **options: Options,
 ) -> Flow:
     """Build the same flow in reduced coordinates: (a, bb) on R x Omega with labels c = |b| (default 1).
 

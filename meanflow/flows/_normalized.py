@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow.flows._features import TwoLayer
 from meanflow.geometry import _omega as omega
 from meanflow.geometry._space import BatchNormManifold, Invariant, Space, conserved, norms
@@ -68,14 +68,14 @@ class BatchNormed(TwoLayer):
             raise ValueError(
                 "batch norm needs inputs of dimension d >= 2 (for d = 1 Omega is two points), got d = 1"
             )
-        _checks.shape("mean", self.mean, (d,))
-        _checks.shape("covariance", self.covariance, (d, d))
-        _checks.finite("mean", self.mean)
-        _checks.finite("covariance", self.covariance)
+        _boundary.shape("mean", self.mean, (d,))
+        _boundary.shape("covariance", self.covariance, (d, d))
+        _boundary.finite("mean", self.mean)
+        _boundary.finite("covariance", self.covariance)
         if self.affine:
             for name in ("scale", "shift"):
-                _checks.shape(f"particles.{name}", getattr(cloud.particles, name), (cloud.size,))
-        counts = _checks.concrete(_count_still(cloud.particles.b, self.covariance))
+                _boundary.shape(f"particles.{name}", getattr(cloud.particles, name), (cloud.size,))
+        counts = _boundary.concrete(_count_still(cloud.particles.b, self.covariance))
         if counts is None:
             return
         if counts[0]:
@@ -112,7 +112,7 @@ class BatchNormed(TwoLayer):
             raise ValueError(
                 "a Gaussian population needs batch norm without scale and shift, got affine=True"
             )
-        mean = _checks.concrete(self.mean)
+        mean = _boundary.concrete(self.mean)
         if mean is not None and np.any(mean != 0):
             raise ValueError(f"a Gaussian population needs batch norm with mean 0, got mean = {mean}")
         return 1.0 if mean is not None else jnp.where(jnp.all(self.statistics()[0] == 0), 1.0, jnp.nan)

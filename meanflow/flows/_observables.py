@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._module import Module
 from meanflow._numerics import safe_sqrt, wrap_angle
 from meanflow._reuse import canonical
@@ -83,13 +83,13 @@ class FunctionObservable(Observable):
         values = self.function(problem.flow, cloud, problem.data, *start)
         if not jax.tree.leaves(values):
             raise TypeError(
-                f"observe must hold functions that return an array or a dict of arrays, got {_checks.show(values)}"
+                f"observe must hold functions that return an array or a dict of arrays, got {_boundary.show(values)}"
             )
         for leaf in jax.tree.leaves(values):
-            _checks.numeric("what observe returns", leaf)
+            _boundary.numeric("what observe returns", leaf)
         # plain numbers become floats, which have an infinity for times that are not reached
         return jax.tree.map(
-            lambda u: _checks.floating(u) if isinstance(u, int | float) else jnp.asarray(u), values
+            lambda u: _boundary.floating(u) if isinstance(u, int | float) else jnp.asarray(u), values
         )
 
 
@@ -243,11 +243,11 @@ def as_observable(name: str, one: object) -> Observable:
     if isinstance(one, str):
         return named([one], {})[one]
     try:
-        _checks.taking(3)(name, one)
+        _boundary.taking(3)(name, one)
         from_start = False
     except TypeError as problem:
         try:
-            _checks.taking(4)(name, one)
+            _boundary.taking(4)(name, one)
         except TypeError:
             raise problem from None
         from_start = True
@@ -266,7 +266,7 @@ def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[
     if observe is None:
         return None
     if isinstance(observe, Mapping):
-        observe = _checks.mapping(_checks.unchecked("checked below"))("observe", observe)  # type: ignore[assignment]
+        observe = _boundary.mapping(_boundary.unchecked("checked below"))("observe", observe)  # type: ignore[assignment]
         if "energy" in observe:
             raise ValueError("observe must not use the name 'energy', which every run records itself")
         return {name: as_observable(f"observe[{name!r}]", one) for name, one in observe.items()}

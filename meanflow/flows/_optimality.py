@@ -4,18 +4,20 @@ For features linear in a, V(a, b) = a F(b); with a convex loss a measure is a gl
 everywhere.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from meanflow import _checks
+from meanflow._boundary import Count, checked
 from meanflow._numerics import safe_norm
-from meanflow.flows._flow import FLOW, Flow, first_variation
+from meanflow.flows._flow import Flow, first_variation
 from meanflow.measures import laws
 from meanflow.measures._cloud import CLOUD, Cloud, Neurons
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._dataset import Dataset
 from meanflow.measures._sampling import sample
 
 
@@ -35,8 +37,10 @@ def two_layer(name: str, value: object) -> object:
     return value
 
 
-@_checks.arguments(flow=FLOW, cloud=two_layer, data=DATA, count=_checks.count(1))
-def certificate(flow: Flow, cloud: Cloud, data: Dataset, count: int = 4096) -> Certificate:
+@checked
+def certificate(
+    flow: Flow, cloud: Annotated[Cloud, two_layer], data: Dataset, count: Count = 4096
+) -> Certificate:
     """max |F(b)| over ``count`` well-spread directions, F(b) = sum_j q_j l'(f_j, y_j) phi((1, b); x_j).
 
     With k outputs F(b) is a vector, V(a, b) = <a, F(b)>, and |F| its Euclidean norm. The maximum over finitely many

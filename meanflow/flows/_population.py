@@ -1,13 +1,14 @@
 """Gaussian inputs without samples: a student learns a teacher on the expected squared loss, in closed form."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meanflow import _checks
-from meanflow._checks import count, prng_key
+from meanflow._boundary import Count, PRNGKey, checked
 from meanflow.flows import _equation as equation
 from meanflow.flows._equation import Population
 from meanflow.flows._losses import Loss
@@ -76,8 +77,8 @@ class GaussianPopulation(Population):
         """Refuse: there are no samples to take from."""
         raise ValueError("a population has no samples; draw fresh ones with sampler=population.sample")
 
-    @_checks.arguments(key=prng_key, size=count(1))
-    def sample(self, key: jax.Array, size: int) -> tuple[Float[Array, "n d"], Float[Array, " n"]]:
+    @checked
+    def sample(self, key: PRNGKey, size: Count) -> tuple[Float[Array, "n d"], Float[Array, " n"]]:
         """Draw ``size`` inputs and their targets."""
         x = jax.random.normal(key, (size, self.x.shape[1]), self.x.dtype)
         return x, equation.predict(self.flow, self.teacher, x)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.geometry import _sphere as sphere
 from meanflow.geometry._space import Invariant, Space, conserved
@@ -27,7 +27,7 @@ class LayerRates(Space):
     def check(self, cloud: Cloud) -> None:
         """Raise ValueError unless rates are single numbers, or one per neuron."""
         for name, rate in (("outer", self.outer_rate), ("inner", self.inner_rate)):
-            _checks.shape(name, rate, (), cloud.weights.shape)
+            _boundary.shape(name, rate, (), cloud.weights.shape)
 
     def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
         """Return the rates of a and of b, one number for each neuron."""
@@ -71,7 +71,7 @@ class SignedSphere(Space):
 
     def check(self, cloud: Cloud) -> None:
         """Raise ValueError unless every b has length 1."""
-        length = _checks.concrete(safe_norm(cloud.particles.b))
+        length = _boundary.concrete(safe_norm(cloud.particles.b))
         if length is not None and np.max(np.abs(length - 1)) > 1e-3:
             raise ValueError(
                 f"particles.b must have length 1 on the sphere, got lengths from {length.min():.3g} "

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._numerics import safe_norm
 from meanflow.geometry import _sphere as sphere
 from meanflow.geometry._sphere import dot
@@ -40,7 +40,7 @@ def null_projector(covariance: Matrix) -> Matrix | None:
     >>> null_projector(jnp.eye(2)) is None
     True
     """
-    known = _checks.concrete(covariance)
+    known = _boundary.concrete(covariance)
     if known is None or known.ndim != 2 or not np.all(np.isfinite(known)):
         return None
     # in float64 whatever the input is: the eigenvalues must be better than the rounding they are judged by

@@ -5,32 +5,42 @@ compiled, and are what flows and solvers call. Vectors are (..., d), the ``covar
 the arrays of one call broadcast against each other along their leading axes.
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import array
+from meanflow import _boundary
+from meanflow._boundary import array, checked
 from meanflow._matrices import matrix
 from meanflow.geometry import _omega as omega
 from meanflow.geometry._space import BatchNormManifold, norms
-from meanflow.measures._cloud import CLOUD, BatchNormNeurons, Cloud, Neurons
+from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
 
 Vectors = Float[ArrayLike, "*#batch d"]
 Matrix = Float[ArrayLike, "d d"]
 
 VECTORS = array(rank=1, squares=True)
-COVARIANCE = matrix(definite=True)
+Tangents = Annotated[Vectors, VECTORS]
+Covariance = Annotated[Matrix, matrix(definite=True)]
 
 
 def nonzero(name: str, value: object) -> jax.Array:
     """Accept vectors (..., d) that have a direction, that is, none of which is zero."""
     vectors = VECTORS(name, value)
-    known = _checks.concrete(vectors)
+    known = _boundary.concrete(vectors)
     if vectors.shape[-1] == 0 or (known is not None and not np.all(np.any(known != 0, axis=-1))):
-        raise ValueError(f"{name} must hold nonzero vectors, got {_checks.show(vectors)} with a zero vector")
+        raise ValueError(
+            f"{name} must hold nonzero vectors, got {_boundary.show(vectors)} with a zero vector"
+        )
     return vectors
+
+
+Nonzero = Annotated[Vectors, nonzero]
 
 
 def _fit(covariance: ArrayLike | None = None, **vectors: ArrayLike) -> None:
@@ -48,8 +58,8 @@ def _fit(covariance: ArrayLike | None = None, **vectors: ArrayLike) -> None:
         raise ValueError(f"covariance must have shape ({d}, {d}) to fit {first}, got {jnp.shape(covariance)}")
 
 
-@_checks.arguments(b=nonzero, covariance=COVARIANCE)
-def normalize(b: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
+@checked
+def normalize(b: Nonzero, covariance: Covariance) -> Float[Array, "*batch d"]:
     """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it.
 
     Args:
@@ -63,8 +73,8 @@ def normalize(b: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
     return omega.normalize(b, covariance)
 
 
-@_checks.arguments(bb=nonzero)
-def direction(bb: Vectors) -> Float[Array, "*batch d"]:
+@checked
+def direction(bb: Nonzero) -> Float[Array, "*batch d"]:
     """Return the unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere.
 
     Args:
@@ -76,8 +86,8 @@ def direction(bb: Vectors) -> Float[Array, "*batch d"]:
     return omega.direction(bb)
 
 
-@_checks.arguments(bb=nonzero, v=VECTORS, w=VECTORS)
-def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "*batch"]:
+@checked
+def inner(bb: Nonzero, v: Tangents, w: Tangents) -> Float[Array, "*batch"]:
     """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...).
 
     Args:
@@ -91,8 +101,8 @@ def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "*batch"]:
     return omega.inner(bb, v, w)
 
 
-@_checks.arguments(bb=nonzero, covariance=COVARIANCE)
-def metric(bb: Float[ArrayLike, " d"], covariance: Matrix) -> Float[Array, "d d"]:
+@checked
+def metric(bb: Annotated[Float[ArrayLike, " d"], nonzero], covariance: Covariance) -> Float[Array, "d d"]:
     """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb.
 
     Args:
@@ -102,13 +112,13 @@ def metric(bb: Float[ArrayLike, " d"], covariance: Matrix) -> Float[Array, "d d"
     >>> metric([1.0, 0.0], [[1.0, 0.0], [0.0, 1.0]]).tolist()
     [[0.0, 0.0], [0.0, 1.0]]
     """
-    _checks.shape("bb", bb, (None,))
+    _boundary.shape("bb", bb, (None,))
     _fit(covariance, bb=bb)
     return omega.metric(bb, covariance)
 
 
-@_checks.arguments(bb=nonzero, other=nonzero)
-def distance(bb: Vectors, other: Vectors) -> Float[Array, "*batch"]:
+@checked
+def distance(bb: Nonzero, other: Nonzero) -> Float[Array, "*batch"]:
     """Return the geodesic distance on (Omega, G), shape (...): the angle of two vectors (..., d) in radians.
 
     Args:
@@ -121,8 +131,8 @@ def distance(bb: Vectors, other: Vectors) -> Float[Array, "*batch"]:
     return omega.distance(bb, other)
 
 
-@_checks.arguments(bb=nonzero, v=VECTORS, covariance=COVARIANCE)
-def exp(bb: Vectors, v: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
+@checked
+def exp(bb: Nonzero, v: Tangents, covariance: Covariance) -> Float[Array, "*batch d"]:
     """Return the endpoint (..., d), at time 1, of the geodesic from bb with tangent velocity v (|v|_G in radians).
 
     Args:
@@ -137,8 +147,8 @@ def exp(bb: Vectors, v: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]
     return omega.exp(bb, v, covariance)
 
 
-@_checks.arguments(bb=nonzero, other=nonzero, covariance=COVARIANCE)
-def log(bb: Vectors, other: Vectors, covariance: Matrix) -> Float[Array, "*batch d"]:
+@checked
+def log(bb: Nonzero, other: Nonzero, covariance: Covariance) -> Float[Array, "*batch d"]:
     """Return the tangent v (..., d) at bb with exp(bb, v) = other.
 
     Args:
@@ -152,7 +162,7 @@ def log(bb: Vectors, other: Vectors, covariance: Matrix) -> Float[Array, "*batch
     _fit(covariance, bb=bb, other=other)
     # opposite points are known by the NaN that the inner function leaves
     tangent = omega.log(bb, other, covariance)
-    known = _checks.concrete(tangent)
+    known = _boundary.concrete(tangent)
     if known is not None and np.isnan(known).any():
         raise ValueError("other must not be opposite to bb: opposite points have no unique geodesic")
     return tangent
@@ -165,8 +175,8 @@ def _neurons(cloud: Cloud) -> Neurons | BatchNormNeurons:
     return cloud.particles
 
 
-@_checks.arguments(cloud=CLOUD, covariance=matrix())
-def project(cloud: Cloud, covariance: Matrix) -> Cloud:
+@checked
+def project(cloud: Cloud, covariance: Annotated[Matrix, matrix()]) -> Cloud:
     """Map raw neurons (a, b) to the batch-norm manifold: (a, T(b)) with label c = |b|, which the flow conserves.
 
     If S is singular, b is first projected on its range: (a, T(P b)) with label c = |P b|. While S is traced it cannot
@@ -183,7 +193,7 @@ def project(cloud: Cloud, covariance: Matrix) -> Cloud:
     b = nonzero("cloud.particles.b", _neurons(cloud).b)
     _fit(covariance, b=b)
     manifold = BatchNormManifold(jnp.asarray(covariance))
-    known = None if manifold.null is None else _checks.concrete(b - b @ manifold.null)
+    known = None if manifold.null is None else _boundary.concrete(b - b @ manifold.null)
     # what rounding leaves of a neuron in the null space must not be blown up to length 1
     if known is not None and np.any(np.linalg.norm(known, axis=1) <= 1e-10 * np.linalg.norm(b, axis=1)):
         raise ValueError(
@@ -192,7 +202,7 @@ def project(cloud: Cloud, covariance: Matrix) -> Cloud:
     return manifold.from_raw(Cloud(cloud.particles, cloud.weights, width=cloud.width))
 
 
-@_checks.arguments(cloud=CLOUD)
+@checked
 def lift(cloud: Cloud) -> Cloud:
     """Invert ``project``: map (a, bb) with labels c (m,) to (a, b), b = c bb/|bb| (m, d); c = 1 without labels.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._matrices import grams
 from meanflow._module import Module
 from meanflow._numerics import safe_norm
@@ -195,7 +195,7 @@ class BatchNormManifold(Space):
     def __init__(self, covariance: jax.Array | None = None) -> None:
         self.covariance = None if covariance is None else COVARIANCE("covariance", covariance)
         if self.covariance is not None:
-            _checks.shape("covariance", self.covariance, (None, None))
+            _boundary.shape("covariance", self.covariance, (None, None))
         self.null = None if self.covariance is None else omega.null_projector(self.covariance)
 
     def bind(self, data: Dataset) -> Self:
@@ -207,11 +207,11 @@ class BatchNormManifold(Space):
     def check(self, cloud: Cloud) -> None:
         """Raise ValueError unless labels are positive norms and the particles lie on Omega."""
         if cloud.labels is not None:
-            _checks.bounds("labels (the norms c = |b|)", cloud.labels, above=0.0)
+            _boundary.bounds("labels (the norms c = |b|)", cloud.labels, above=0.0)
         if self.covariance is None:
             return
         hint = "meanflow.geometry.project maps raw neurons there"
-        length = _checks.concrete(omega.sigma_norm(cloud.particles.b, self.covariance))
+        length = _boundary.concrete(omega.sigma_norm(cloud.particles.b, self.covariance))
         if length is not None and np.max(np.abs(length - 1)) > 1e-3:
             raise ValueError(
                 "particles.b must lie on Omega (b' S b = 1), "

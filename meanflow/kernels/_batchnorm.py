@@ -5,18 +5,25 @@ B = (1/s)(I - 11'/T - h h'/(T s^2)), so the kernel is exactly K_BN = B K B. ("BN
 product, which is right only for its eigenvalues.)
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Rate, array, checked
 from meanflow._matrices import kernel as kernel_kind
 from meanflow.layers._standardize import batch_scale
 from meanflow.layers.functional import recenter
 
 
 def normalize(
-    outputs: Float[Array, "T ..."], epsilon: float = 0.0, reference: Float[Array, "R ..."] | None = None
+    outputs: Float[Array, "T ..."],
+    epsilon: float | jax.Array = 0.0,
+    reference: Float[Array, "R ..."] | None = None,
 ) -> Float[Array, "T ..."]:
     """Return batch norm of ``outputs`` over the first axis: minus the mean, divided by the standard deviation.
 
@@ -35,7 +42,7 @@ def normalize(
 def jacobian_apply(
     outputs: Float[Array, " T"],
     directions: Float[Array, "T k"],
-    epsilon: float = 0.0,
+    epsilon: float | jax.Array = 0.0,
     at: Float[Array, " S"] | None = None,
     change: Float[Array, "S k"] | None = None,
 ) -> Float[Array, "_ k"]:
@@ -59,22 +66,15 @@ def jacobian_apply(
     return (moved - mean - shifted[:, None] * along) / s
 
 
-@_checks.arguments(
-    kernel=kernel_kind,
-    outputs=_checks.array((None,), (None, None)),
-    epsilon=_checks.number(low=0),
-    scale=_checks.optional(_checks.array((), (None,))),
-    cross=_checks.optional(_checks.array()),
-    at=_checks.optional(_checks.array()),
-)
+@checked
 def batchnorm_ntk(
-    kernel: Float[ArrayLike, "T T *CC"],
-    outputs: Float[ArrayLike, "T *C"],
+    kernel: Annotated[Float[ArrayLike, "T T *CC"], kernel_kind],
+    outputs: Annotated[Float[ArrayLike, "T *C"], array((None,), (None, None))],
     *,
-    epsilon: float = 0.0,
-    scale: Float[ArrayLike, "..."] | None = None,
-    cross: Float[ArrayLike, "T S *CC"] | None = None,
-    at: Float[ArrayLike, "S *C"] | None = None,
+    epsilon: Rate = 0.0,
+    scale: Annotated[Float[ArrayLike, "..."], array((), (None,))] | None = None,
+    cross: Annotated[Float[ArrayLike, "T S *CC"], array()] | None = None,
+    at: Annotated[Float[ArrayLike, "S *C"], array()] | None = None,
 ) -> Float[Array, "T _ *CC"]:
     """Return the kernel after batch norm of the outputs, B K B; gradients through mean and variance are included.
 
@@ -102,9 +102,9 @@ def batchnorm_ntk(
         raise ValueError(
             f"kernel must be (T, T) with outputs (T,), or (T, T, C, C) with (T, C); got {k.shape} and {f.shape}"
         )
-    _checks.shape("outputs", f, (k.shape[0], *k.shape[2:3]))
+    _boundary.shape("outputs", f, (k.shape[0], *k.shape[2:3]))
     if scale is not None:
-        _checks.shape("scale", scale, (), f.shape[1:] or (1,))
+        _boundary.shape("scale", scale, (), f.shape[1:] or (1,))
     if (cross is None) != (at is None):
         raise ValueError("cross and at must be given together")
     wide = k if cross is None else jnp.asarray(cross)

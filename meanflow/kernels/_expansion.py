@@ -4,14 +4,17 @@ The expansion of degree 1 is the linearized network, which trains with a constan
 function that can be trained, compared with the network, and passed to ``empirical_ntk``.
 """
 
+from __future__ import annotations
+
 import math
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meanflow import _checks
+from meanflow._boundary import checked, count, taking
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params, floats
 
 
@@ -47,8 +50,12 @@ class TaylorExpansion(Function):
         return total
 
 
-@_checks.arguments(apply=_checks.taking(2), params=floats, degree=_checks.count(0, 8))
-def taylor_expand(apply: Apply | Normalized, params: Params, degree: int = 1) -> TaylorExpansion:
+@checked
+def taylor_expand(
+    apply: Annotated[Apply | Normalized, taking(2)],
+    params: Annotated[Params, floats],
+    degree: Annotated[int, count(0, 8)] = 1,
+) -> TaylorExpansion:
     """Return the Taylor polynomial of a network in its parameters around ``params``.
 
     sum_{j <= degree} (1/j!) d^j/de^j apply(params + e (p - params), x) at e = 0, as a function of (p, x).

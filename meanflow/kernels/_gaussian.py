@@ -5,16 +5,19 @@ with it as the prior has a closed form, ``gp_posterior``; training by gradient d
 ``KernelFlow.ensemble``.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Rate, array, checked
 from meanflow._matrices import kernel as kernel_kind
 
-MATRIX = _checks.array((None, None), (None, None, None, None))
+MATRIX = _boundary.array((None, None), (None, None, None, None))
 
 
 class Gaussian(NamedTuple):
@@ -41,25 +44,19 @@ def as_matrix(kernel: Float[Array, "T S ..."], outputs: int = 1) -> Float[Array,
 
 def check_shapes(kernel: Array, y: Array) -> None:
     """Refuse a kernel that does not fit to the targets y, (n,) or (n, k)."""
-    _checks.shape("kernel", kernel, (y.shape[0],) * 2 + (y.shape[1:] * 2 if kernel.ndim == 4 else ()))
+    _boundary.shape("kernel", kernel, (y.shape[0],) * 2 + (y.shape[1:] * 2 if kernel.ndim == 4 else ()))
     if kernel.ndim == 4 and y.ndim != 2:
         raise ValueError(f"y must have shape (n, k) for a kernel (n, n, k, k), got {y.shape}")
 
 
-@_checks.arguments(
-    kernel=kernel_kind,
-    y=_checks.array((None,), (None, None)),
-    cross=MATRIX,
-    test=kernel_kind,
-    noise=_checks.number(low=0),
-)
+@checked
 def gp_posterior(
-    kernel: Float[ArrayLike, "n n ..."],
-    y: Float[ArrayLike, "n ..."],
-    cross: Float[ArrayLike, "S n ..."],
-    test: Float[ArrayLike, "S S ..."],
+    kernel: Annotated[Float[ArrayLike, "n n ..."], kernel_kind],
+    y: Annotated[Float[ArrayLike, "n ..."], array((None,), (None, None))],
+    cross: Annotated[Float[ArrayLike, "S n ..."], MATRIX],
+    test: Annotated[Float[ArrayLike, "S S ..."], kernel_kind],
     *,
-    noise: float = 0.0,
+    noise: Rate = 0.0,
 ) -> Gaussian:
     """Return the posterior of a Gaussian process of mean zero given y = f(x) + sqrt(noise) g.
 
@@ -86,12 +83,12 @@ def gp_posterior(
     whole, target = jnp.asarray(kernel), jnp.asarray(y)
     check_shapes(whole, target)
     matrix, between, there = (as_matrix(jnp.asarray(u)) for u in (whole, cross, test))
-    _checks.shape("cross", between, (there.shape[0], matrix.shape[0]))
+    _boundary.shape("cross", between, (there.shape[0], matrix.shape[0]))
     columns = target.reshape(matrix.shape[0], -1)
     factor = jax.scipy.linalg.cho_factor(
         matrix + noise * jnp.eye(matrix.shape[0], dtype=matrix.dtype), lower=True
     )
-    if (known := _checks.concrete(factor[0])) is not None and not jnp.isfinite(known).all():
+    if (known := _boundary.concrete(factor[0])) is not None and not jnp.isfinite(known).all():
         raise ValueError(f"kernel + noise must be positive definite; noise = {noise} is too small")
     mean = between @ jax.scipy.linalg.cho_solve(factor, columns)
     shape = (jnp.shape(test)[0], *target.shape[1:])

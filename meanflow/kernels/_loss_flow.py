@@ -4,16 +4,19 @@ f' = -K Q dloss/df has no closed form unless the loss is squared. The dual coeff
 f_0(z) + K(z, x) beta at every point z, obey beta' = -Q dloss/df(x): one ODE of the size of the targets.
 """
 
+from __future__ import annotations
+
 import abc
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import array, checked
 from meanflow._reuse import compiled, inlined
 from meanflow.kernels._gaussian import as_matrix
 
@@ -29,9 +32,10 @@ def from_dual(
     return first.reshape((1,) * len(times) + first.shape) + moved
 
 
-OUTPUTS = _checks.array((None,), (None, None))
-CROSS = _checks.array((None, None), (None,) * 4)  # K(z, x)
-TIMES = _checks.array(low=0, infinite=True, least=0)  # or numbers of steps
+OUTPUTS = _boundary.array((None,), (None, None))
+Outputs = Annotated[Float[ArrayLike, "n *k"], OUTPUTS]
+Cross = Annotated[Float[Array, "S n ..."], array((None, None), (None,) * 4)]  # K(z, x)
+Times = Annotated[Real[ArrayLike, "..."], array(low=0, infinite=True, least=0)]  # or numbers of steps
 
 Loss: TypeAlias = Callable[[Array, Array], Array]
 
@@ -48,9 +52,9 @@ class DualFlow(eqx.Module):
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
 
-    @_checks.arguments(cross=CROSS, start=OUTPUTS, times=TIMES)
+    @checked
     def at(
-        self, cross: Float[Array, "S n ..."], start: Float[Array, "S *k"], times: Real[ArrayLike, "..."]
+        self, cross: Cross, start: Annotated[Float[Array, "S *k"], OUTPUTS], times: Times
     ) -> Float[Array, "*times_S_k"]:
         """Return f at other points z, shape times.shape + start.shape.
 
@@ -81,18 +85,18 @@ class LossFlow(DualFlow):
     weights: Float[Array, " n"]
     sample_loss: Loss
 
-    @_checks.arguments(times=TIMES)
-    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+    @checked
+    def dual(self, times: Times) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
         return _dual_of_loss(self, jnp.asarray(times, self.start.dtype))
 
-    @_checks.arguments(times=TIMES)
-    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+    @checked
+    def __call__(self, times: Times) -> Float[Array, "*times_n_k"]:
         """Return f at the training points, shape times.shape + y.shape."""
         return from_dual(self.dual(times), self.kernel, self.start)
 
-    @_checks.arguments(times=TIMES)
-    def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
+    @checked
+    def loss(self, times: Times) -> Float[Array, "*times"]:
         """Return the loss, shape times.shape."""
         outputs = self(times).reshape((-1, *self.start.shape))
         each = jax.vmap(jax.vmap(self.sample_loss), in_axes=(0, None))(outputs, self.target)

@@ -1,15 +1,18 @@
 """Kernels along training: a recorder that is called at steps of any loop and compiles one program for all of them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, array, checked, choice, count, either, sequence
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical.adapters import from_module
 from meanflow.kernels._empirical.coupling import STATS, kernel_maps
@@ -55,22 +58,15 @@ class KernelRecorder:
     ([0, 10], [0.0, 3.0])
     """
 
-    @_checks.arguments(
-        x=batches,
-        y=_checks.optional(_checks.array()),
-        steps=_checks.optional(_checks.either(_checks.count(1), _checks.sequence(_checks.count(0)))),
-        top=_checks.count(1),
-        stats=_checks.optional(_checks.choice(*STATS)),
-        keep=_checks.flag,
-    )
+    @checked
     def __init__(
         self,
-        x: PyTree[Shaped[ArrayLike, "T ..."]],
-        y: Float[ArrayLike, "T ..."] | None = None,
+        x: Annotated[PyTree[Shaped[ArrayLike, "T ..."]], batches],
+        y: Annotated[Float[ArrayLike, "T ..."], array()] | None = None,
         *,
-        steps: int | Sequence[int] | None = None,
-        top: int = 3,
-        stats: str | None = None,
+        steps: Annotated[int | Sequence[int], either(count(1), sequence(count(0)))] | None = None,
+        top: Count = 3,
+        stats: Annotated[str, choice(*STATS)] | None = None,
         keep: bool = False,
     ):
         rows = np.shape(jax.tree.leaves(x)[0])[0]
@@ -96,7 +92,7 @@ class KernelRecorder:
         if not (isinstance(network, tuple) and len(network) == 2 and callable(network[0])):
             if not callable(network):
                 raise TypeError(
-                    f"network must be an NNX module or a pair (apply, params), got {_checks.show(network)}"
+                    f"network must be an NNX module or a pair (apply, params), got {_boundary.show(network)}"
                 )
             network = from_module(network)
         apply, x, _ = as_arrays(network[0], self.x, None)
@@ -136,7 +132,7 @@ def _measure(
         "eigenvalues": jnp.linalg.eigvalsh(matrix)[::-1][:top] / size,
     }
     if y is not None:
-        _checks.shape("y", y, (size, *outputs))
+        _boundary.shape("y", y, (size, *outputs))
         target = y.reshape(-1).astype(matrix.dtype)
         record["alignment"] = target @ (matrix @ target) / (jnp.linalg.norm(matrix) * (target @ target))
     return record

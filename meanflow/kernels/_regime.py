@@ -13,15 +13,28 @@ coefficients beta: f(z) = f_0(z) + K(z, x) beta. Training the output weights of 
 K = features features'. Networks with batch norm on the output do not train like this at any width: see ``kernel_flow``.
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Positive, array, checked, choice, either, function, number, sequence
 from meanflow._matrices import kernel as kernel_kind
 from meanflow.kernels import _spectral as spectral
 from meanflow.kernels._gaussian import Gaussian, as_matrix, check_shapes
-from meanflow.kernels._loss_flow import CROSS, OUTPUTS, TIMES, DualFlow, Loss, LossFlow, cross_entropy
+from meanflow.kernels._loss_flow import (
+    Cross,
+    DualFlow,
+    Loss,
+    LossFlow,
+    Outputs,
+    Times,
+    cross_entropy,
+)
 from meanflow.kernels._spectral import Spectral
 
 
@@ -87,34 +100,35 @@ class KernelFlow(DualFlow):
         found = self.modes.T @ self._scaled_residual()
         return found[:, 0] if found.shape[1] == 1 else found
 
-    @_checks.arguments(times=TIMES)
-    def __call__(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+    @checked
+    def __call__(self, times: Times) -> Float[Array, "*times_n_k"]:
         """Return f at the training points, shape times.shape + y.shape."""
         target = self.target.reshape((1,) * jnp.ndim(times) + self.target.shape)
         return target + self._at_samples(spectral.DECAY, times, -1)
 
-    @_checks.arguments(times=TIMES)
-    def loss(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times"]:
+    @checked
+    def loss(self, times: Times) -> Float[Array, "*times"]:
         """Return the loss, shape times.shape."""
         left = self._entries(spectral.DECAY, times, self._scaled_residual())
         return 0.5 * jnp.sum(left**2, axis=(-2, -1))
 
-    @_checks.arguments(times=TIMES)
-    def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
+    @checked
+    def dual(self, times: Times) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta.
 
         Infinity is the end of training, where modes at rounding level stay untrained.
         """
         return -self._at_samples(spectral.GAIN, times, 1)
 
-    @_checks.arguments(
-        cross=CROSS, prior=_checks.sequence(_checks.array((None, None), (None,) * 4), least=3), times=TIMES
-    )
+    @checked
     def ensemble(
         self,
-        cross: Float[Array, "S n ..."],
-        prior: tuple[Float[Array, "n n ..."], Float[Array, "S n ..."], Float[Array, "S S ..."]],
-        times: Real[ArrayLike, "..."],
+        cross: Cross,
+        prior: Annotated[
+            tuple[Float[Array, "n n ..."], Float[Array, "S n ..."], Float[Array, "S S ..."]],
+            sequence(array((None, None), (None,) * 4), least=3),
+        ],
+        times: Times,
     ) -> Gaussian:
         """Return mean and covariance at other points z over networks that start at random and are then trained.
 
@@ -149,30 +163,22 @@ def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, "n *k"]) ->
     """Return the weights q as an array, 1/n each by default."""
     if weights is None:
         return jnp.full(y.shape[:1], 1.0 / y.shape[0], y.dtype)
-    _checks.shape("weights", weights, (), y.shape[:1])
+    _boundary.shape("weights", weights, (), y.shape[:1])
     weights = jnp.broadcast_to(jnp.asarray(weights, y.dtype), y.shape[:1])
-    _checks.bounds("weights", weights, above=0.0)
+    _boundary.bounds("weights", weights, above=0.0)
     return weights
 
 
-@_checks.arguments(
-    kernel=kernel_kind,
-    start=OUTPUTS,
-    y=OUTPUTS,
-    weights=_checks.optional(_checks.array((), (None,), above=0)),
-    learning_rate=_checks.optional(_checks.number(above=0)),
-    momentum=_checks.optional(_checks.number(low=0, below=1)),
-    loss=_checks.either(_checks.choice("squared", "cross_entropy"), _checks.function),
-)
+@checked
 def kernel_flow(
-    kernel: Float[ArrayLike, "n n ..."],
-    start: Float[ArrayLike, "n *k"],
-    y: Float[ArrayLike, "n *k"],
+    kernel: Annotated[Float[ArrayLike, "n n ..."], kernel_kind],
+    start: Outputs,
+    y: Outputs,
     *,
-    weights: Real[ArrayLike, "..."] | None = None,
-    learning_rate: Real[ArrayLike, ""] | None = None,
-    momentum: Real[ArrayLike, ""] | None = None,
-    loss: str | Loss = "squared",
+    weights: Annotated[Real[ArrayLike, "..."], array((), (None,), above=0)] | None = None,
+    learning_rate: Positive | None = None,
+    momentum: Annotated[Real[ArrayLike, ""], number(low=0, below=1)] | None = None,
+    loss: Annotated[str | Loss, either(choice("squared", "cross_entropy"), function)] = "squared",
 ) -> KernelFlow | LossFlow:
     """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
 
@@ -206,7 +212,7 @@ def kernel_flow(
     """
     whole, first, target = jnp.asarray(kernel), jnp.asarray(start), jnp.asarray(y)
     check_shapes(whole, target)
-    _checks.shape("start", first, target.shape)
+    _boundary.shape("start", first, target.shape)
     matrix, q = as_matrix(whole), _weights(weights, target)
     if momentum is not None and learning_rate is None:
         raise ValueError("momentum needs a learning_rate: gradient flow has none")

@@ -6,8 +6,11 @@ mean 1e4 and standard deviation 0.1 come out with standard deviation 1, where fl
 and a batch that is empty or not finite does not enter the running moments.
 """
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,44 +19,49 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, checked
 from meanflow.layers import _standardize as arithmetic
 from meanflow.layers._standardize import Batch, Own
 
 
 def _check_axis(name: str, value: object) -> object:
     """Accept an integer or a sequence of distinct integers."""
-    kind = lambda name, entry: _checks.whole(name, entry, -(2**31))
+    kind = lambda name, entry: _boundary.whole(name, entry, -(2**31))
     if isinstance(value, int | np.integer):
         return kind(name, value)
-    axes = _checks.sequence(kind)(name, value)
+    axes = _boundary.sequence(kind)(name, value)
     if len(set(axes)) != len(axes):
         raise ValueError(f"{name} must hold distinct axes, got {axes}")
     return axes if len(axes) > 1 else axes[0]
 
 
-OPTIONS: dict[str, _checks.Kind] = {
-    "num_features": _checks.count(1),
-    "options": _checks.unchecked("by their names below; flax refuses others"),
-    "use_running_average": _checks.optional(_checks.flag),
-    "axis": _check_axis,
-    "momentum": _checks.number(low=0, high=1, static=True),
-    "epsilon": _checks.number(low=0, static=True),
-    "dtype": _checks.optional(_checks.precision),
-    "param_dtype": _checks.precision,
-    "use_bias": _checks.flag,
-    "use_scale": _checks.flag,
-    "bias_init": _checks.function,
-    "scale_init": _checks.function,
-    "axis_name": _checks.optional(_checks.text),
-    "axis_index_groups": _checks.optional(_checks.sequence(_checks.sequence(_checks.count(0)))),
-    "use_fast_variance": _checks.flag,
-    "promote_dtype": _checks.optional(_checks.function),
-    "unbiased": _checks.flag,
-    "rngs": _checks.optional(_checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")),
-    "bias_metadata": _checks.mapping(_checks.unchecked("flax keeps it beside the variable")),
-    "scale_metadata": _checks.mapping(_checks.unchecked("flax keeps it beside the variable")),
-}
+Metadata = Annotated[
+    dict[str, Any], _boundary.mapping(_boundary.unchecked("flax keeps it beside the variable"))
+]
+
+
+class Options(TypedDict, total=False):
+    """What flax's ``nnx.BatchNorm`` takes beside the number of features."""
+
+    use_running_average: bool | None
+    axis: Annotated[int | Sequence[int], _check_axis]
+    momentum: Annotated[float, _boundary.number(low=0, high=1, static=True)]
+    epsilon: Annotated[float, _boundary.number(low=0, static=True)]
+    dtype: Annotated[DTypeLike, _boundary.precision] | None
+    param_dtype: Annotated[DTypeLike, _boundary.precision]
+    use_bias: bool
+    use_scale: bool
+    bias_init: Callable[..., jax.Array]
+    scale_init: Callable[..., jax.Array]
+    axis_name: str | None
+    axis_index_groups: (
+        Annotated[Sequence[Sequence[int]], _boundary.sequence(_boundary.sequence(_boundary.count(0)))] | None
+    )
+    use_fast_variance: bool
+    promote_dtype: Callable[..., Any] | None
+    bias_metadata: Metadata
+    scale_metadata: Metadata
 
 
 class Normalization(nnx.BatchNorm):
@@ -73,12 +81,17 @@ class Normalization(nnx.BatchNorm):
     moment: str | None = "std"
     with_affine: bool = True
 
-    @_checks.arguments(**OPTIONS)
+    @checked
     def __init__(
-        self, num_features: int, *, unbiased: bool = False, rngs: nnx.Rngs | None = None, **options: Any
+        self,
+        num_features: Count,
+        *,
+        unbiased: bool = False,
+        rngs: nnx.Rngs | None = None,
+        **options: Unpack[Options],
     ):
         # flax's constructor draws gamma and beta; our defaults differ from flax's in these four
-        given = {
+        given: dict[str, Any] = {
             "use_scale": self.with_affine,
             "use_bias": self.with_affine,
             "use_fast_variance": False,
@@ -87,7 +100,7 @@ class Normalization(nnx.BatchNorm):
         }
         super().__init__(num_features, rngs=rngs or nnx.Rngs(0), **given)
         if self.moment is not None:
-            _checks.bounds("epsilon", self.epsilon, above=0.0)
+            _boundary.bounds("epsilon", self.epsilon, above=0.0)
         if self.axis_index_groups is not None and self.axis_name is None:
             raise ValueError("axis_index_groups needs axis_name, got axis_name=None")
         # half-precision averages would stall: an update of 1 % is lost to rounding
@@ -126,9 +139,9 @@ class Normalization(nnx.BatchNorm):
     def _read(self, x: ArrayLike) -> jax.Array:
         """Return a batch as an array of floats with the right number of features, or refuse it."""
         if not isinstance(x, jax.Array | np.ndarray):
-            x = _checks.array(least=0, infinite=True)("x", x)
-        _checks.numeric("x", x)
-        x = _checks.floating(x)
+            x = _boundary.array(least=0, infinite=True)("x", x)
+        _boundary.numeric("x", x)
+        x = _boundary.floating(x)
         features = self._feature_axes(x)
         if x.ndim < 2 or math.prod(x.shape[i] for i in features) != self.num_features:
             raise ValueError(
@@ -162,7 +175,7 @@ class Normalization(nnx.BatchNorm):
         self, x: jax.Array, use_running_average: bool | None, mask: ArrayLike | None, own: Own
     ) -> jax.Array:
         """Return the normalized batch times gamma plus beta, in at least single precision; update the moments."""
-        given = _checks.optional(_checks.flag)("use_running_average", use_running_average)
+        given = _boundary.optional(_boundary.flag)("use_running_average", use_running_average)
         average = self.use_running_average if given is None else given
         if average is None:
             raise ValueError("use_running_average must be given to the layer or to the call, got None twice")
@@ -207,7 +220,7 @@ class Normalization(nnx.BatchNorm):
 
     def _mask(self, mask: ArrayLike, x: jax.Array) -> jax.Array:
         """Return the mask as zeros and ones in the type of x."""
-        found = _checks.array(low=0, high=1, least=0)("mask", mask)
+        found = _boundary.array(low=0, high=1, least=0)("mask", mask)
         arithmetic.fits("mask", found, x)
         return found.reshape((1,) * (x.ndim - found.ndim) + found.shape).astype(x.dtype)
 
@@ -221,7 +234,7 @@ class Normalization(nnx.BatchNorm):
     ) -> None:
         """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
         # NaN in a feature makes its mean NaN; under jit there is no one to tell
-        known = _checks.concrete(mean)
+        known = _boundary.concrete(mean)
         if known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
                 f"x must be finite in training, got NaN or infinity in {np.count_nonzero(~np.isfinite(known))} of "
@@ -281,7 +294,7 @@ class Rescale(Normalization):
     with_affine = False
 
     def __init__(self, num_features: int, *, mode: str = "std", **options: Any):
-        _checks.one_of("mode", mode, ("std", "rms"))
+        _boundary.one_of("mode", mode, ("std", "rms"))
         self.moment = mode
         super().__init__(num_features, **options)
 

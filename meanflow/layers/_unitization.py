@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow.layers import functional
 from meanflow.layers._normalization import Normalization
 from meanflow.layers._standardize import Own, affine
@@ -74,14 +74,16 @@ class Unitize(Normalization):
         **options: Any,
     ):
         super().__init__(num_features, **options)
-        _checks.whole("axis", self.axis, -(2**31))
-        _checks.number(static=True)("alpha_init", alpha_init)
-        _checks.flag("train_alpha", train_alpha)
-        _checks.one_of("alpha_shape", alpha_shape, ("vector", "scalar"))
-        _checks.one_of("alpha_constraint", alpha_constraint, ("none", "clip", "sigmoid"))
-        _checks.one_of("interpolation", interpolation, ("linear", "harmonic"))
-        _checks.one_of("sample", sample, ("image", "pixel"))
-        _checks.optional(_checks.either(_checks.choice("features", "pixels"), _checks.count(1)))("n", n)
+        _boundary.whole("axis", self.axis, -(2**31))
+        _boundary.number(static=True)("alpha_init", alpha_init)
+        _boundary.flag("train_alpha", train_alpha)
+        _boundary.one_of("alpha_shape", alpha_shape, ("vector", "scalar"))
+        _boundary.one_of("alpha_constraint", alpha_constraint, ("none", "clip", "sigmoid"))
+        _boundary.one_of("interpolation", interpolation, ("linear", "harmonic"))
+        _boundary.one_of("sample", sample, ("image", "pixel"))
+        _boundary.optional(_boundary.either(_boundary.choice("features", "pixels"), _boundary.count(1)))(
+            "n", n
+        )
         alpha_init = float(alpha_init)
         _check_alpha(alpha_init, alpha_constraint, train_alpha, interpolation)
         # the parameter is the logit, so that alpha starts where it was asked to

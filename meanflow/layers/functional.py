@@ -7,27 +7,34 @@ is much larger than their standard deviation. Half-precision data are summed in 
 float16 ends at 65504, and bfloat16 has three digits.
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Positive, Rate, array, checked, choice
 from meanflow._numerics import safe_divide, safe_sqrt
 from meanflow.layers._standardize import Axes, axes_of, batch_scale, fits, result_type, widen
 
 
 def _axes(name: str, value: object) -> object:
     """Accept an axis or a tuple of axes."""
-    whole = lambda name, entry: _checks.whole(name, entry, -(2**31))
-    return whole(name, value) if isinstance(value, int) else _checks.sequence(whole)(name, value)
+    whole = lambda name, entry: _boundary.whole(name, entry, -(2**31))
+    return whole(name, value) if isinstance(value, int) else _boundary.sequence(whole)(name, value)
 
 
-X = _checks.array(rank=1, half=True)
-LENGTH = _checks.number(low=0)
-MODE = _checks.choice("std", "rms")
+SomeAxes = Annotated[Axes, _axes]
 
 
-@_checks.arguments(x=X, axis=_axes)
-def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*shape"]:
+Batch = Annotated[Float[ArrayLike, "*shape"], array(rank=1, half=True)]
+MODE = _boundary.choice("std", "rms")
+
+
+@checked
+def recenter(x: Batch, axis: SomeAxes = 0) -> Float[Array, "*shape"]:
     """Subtract from x its mean over ``axis``.
 
     >>> print(recenter(jnp.array([[1.0, 2.0], [3.0, 6.0]])))
@@ -39,9 +46,9 @@ def recenter(x: Float[ArrayLike, "*shape"], axis: Axes = 0) -> Float[Array, "*sh
     return (full - jnp.mean(full, axis=axis, keepdims=True)).astype(result_type(x))
 
 
-@_checks.arguments(x=X, axis=_axes, mode=MODE, epsilon=LENGTH)
+@checked
 def rescale(
-    x: Float[ArrayLike, "*shape"], axis: Axes = 0, mode: str = "std", epsilon: float | Float[Array, ""] = 0.0
+    x: Batch, axis: SomeAxes = 0, mode: Annotated[str, MODE] = "std", epsilon: Rate = 0.0
 ) -> Float[Array, "*shape"]:
     """Divide x by its scale over ``axis``: its standard deviation or its root mean square.
 
@@ -59,28 +66,21 @@ def rescale(
     axes_of(full, axis)
     scale = batch_scale(full, axis, mode, epsilon)
     # under jit the scale is not known yet: the result is then infinite or NaN, as a division by 0 is
-    known = _checks.concrete(scale)
+    known = _boundary.concrete(scale)
     if known is not None and not known.all():
         raise ValueError("x must not be constant along axis where epsilon = 0, got features whose scale is 0")
     return (full / scale).astype(result_type(x))
 
 
-@_checks.arguments(
-    x=X,
-    alpha=_checks.array(),
-    axis=_axes,
-    interpolation=_checks.choice("linear", "harmonic"),
-    epsilon=LENGTH,
-    n=_checks.number(above=0),
-)
+@checked
 def unitize(
-    x: Float[ArrayLike, "*shape"],
+    x: Batch,
     alpha: Float[ArrayLike, "..."] | float = 1.0,
-    axis: Axes = -1,
+    axis: SomeAxes = -1,
     *,
-    interpolation: str = "linear",
-    epsilon: float | Float[Array, ""] = 0.0,
-    n: float = 1.0,
+    interpolation: Annotated[str, choice("linear", "harmonic")] = "linear",
+    epsilon: Rate = 0.0,
+    n: Positive = 1.0,
 ) -> Float[Array, "*shape"]:
     """Interpolate between a batch (alpha = 0) and its samples scaled to unit norm (alpha = 1).
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
-from meanflow import _checks
-from meanflow._checks import floating
+from meanflow import _boundary
+from meanflow._boundary import Count, PRNGKey, checked, floating
 from meanflow._module import Module
 
-LABELS = _checks.array(infinite=True)
-WIDTH = _checks.number(above=0, infinite=True)
+LABELS = _boundary.array(infinite=True)
+WIDTH = _boundary.number(above=0, infinite=True)
 
 
 class Neurons(NamedTuple):
@@ -90,10 +90,10 @@ class Cloud(Module):
         total: Real[ArrayLike, ""] | None = 1.0,
     ) -> None:
         for name, leaf in _named(particles):
-            _checks.numeric(f"particles.{name}" if name else "particles", leaf)
+            _boundary.numeric(f"particles.{name}" if name else "particles", leaf)
         if any(part is None for part in (particles if isinstance(particles, tuple) else ())):
             raise ValueError(
-                f"particles must have all their coordinates, got None in {_checks.show(particles)}"
+                f"particles must have all their coordinates, got None in {_boundary.show(particles)}"
             )
         particles = jax.tree.map(floating, particles, is_leaf=_is_list)
         leaves = jax.tree.leaves(particles)
@@ -106,16 +106,16 @@ class Cloud(Module):
         if size < 1:
             raise ValueError("particles must hold at least 1 neuron, got width 0")
         for name, leaf in _named(particles):
-            _checks.finite(f"particles.{name}", leaf)
+            _boundary.finite(f"particles.{name}", leaf)
         # one precision for all arrays of a cloud: that of its widest coordinate
         dtype = jnp.result_type(*leaves)
         weights = jnp.full((size,), 1.0 / size, dtype) if weights is None else weights
         # weights may be coarser than the particles: rounding of either is allowed for in their sum
-        given = _checks.array((size,), low=0.0)("weights", weights)
+        given = _boundary.array((size,), low=0.0)("weights", weights)
         eps = max(float(jnp.finfo(u).eps) for u in (given.dtype, dtype))
         weights = given.astype(dtype)
-        known = _checks.concrete(weights)
-        wanted = None if total is None else _checks.concrete(_checks.number(low=0.0)("total", total))
+        known = _boundary.concrete(weights)
+        wanted = None if total is None else _boundary.concrete(_boundary.number(low=0.0)("total", total))
         if known is not None and wanted is not None:
             mass = known.sum(dtype=np.float64)
             if abs(mass - wanted) > 1e3 * eps * max(float(wanted), 1.0):
@@ -125,7 +125,7 @@ class Cloud(Module):
         if labels is not None:
             labels = LABELS("labels", labels).astype(dtype)
             labels = jnp.full((size,), labels) if labels.ndim == 0 else labels
-            _checks.shape("labels", labels, (size,))
+            _boundary.shape("labels", labels, (size,))
         self.particles, self.weights, self.labels = particles, weights, labels
         # padding has no weight and counts as no neuron
         if width is None:
@@ -159,7 +159,7 @@ class Cloud(Module):
             index, bool
         ):
             raise TypeError(
-                f"index must be an integer, a slice or an array of integers, got {_checks.show(index)}"
+                f"index must be an integer, a slice or an array of integers, got {_boundary.show(index)}"
             )
         # jax would clip an index that is too large, and return the last cloud without a word
         if isinstance(index, int | np.integer) and not -count <= index < count:
@@ -185,7 +185,7 @@ class Cloud(Module):
             shapes = [np.shape(u) for u in leaves]
             raise ValueError(
                 f"particles must be arrays whose shapes begin with that of the weights, {self.weights.shape}, got "
-                f"{shapes or _checks.show(particles)}"
+                f"{shapes or _boundary.show(particles)}"
             )
         return eqx.tree_at(lambda c: c.particles, self, particles)
 
@@ -195,7 +195,7 @@ class Cloud(Module):
         Padding never contributes to predictions, energies or error norms, so a padded cloud follows the
         same trajectory; clouds of different widths can then be stacked and vmapped.
         """
-        extra = _checks.whole("size", size, self.size) - self.size
+        extra = _boundary.whole("size", size, self.size) - self.size
 
         def grow(u: jax.Array | np.ndarray) -> jax.Array:
             return jnp.concatenate([u, jnp.broadcast_to(u[-1:], (extra, *u.shape[1:]))])
@@ -216,7 +216,7 @@ class Cloud(Module):
         >>> Cloud.stack([Cloud(Polar(jnp.ones(m), jnp.zeros(m))) for m in (2, 3)]).weights.shape
         (2, 3)
         """
-        _checks.sequence(CLOUD)("clouds", clouds)
+        _boundary.sequence(CLOUD)("clouds", clouds)
         size = max(cloud.size for cloud in clouds)
         padded = [cloud.pad(size) for cloud in clouds]
         shapes = {str(jax.tree.map(lambda u: (u.dtype.name, u.shape), cloud)) for cloud in padded}
@@ -224,8 +224,8 @@ class Cloud(Module):
             raise ValueError(f"clouds must hold particles of one kind, got {sorted(shapes)}")
         return jax.tree.map(lambda *u: jnp.stack(u), *padded)
 
-    @_checks.arguments(key=_checks.prng_key, width=_checks.optional(_checks.count(1)))
-    def resample(self, key: jax.Array, width: int | None = None) -> Self:
+    @checked
+    def resample(self, key: PRNGKey, width: Count | None = None) -> Self:
         """Replace weights by copies: return ``width`` equally weighted particles that stand for the same measure.
 
         Systematic resampling: one random shift, so that particle i gets floor or ceil of width * p_i copies, on average
@@ -263,7 +263,7 @@ def _named(record: PyTree[ArrayLike]) -> list[tuple[str, ArrayLike]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 
 
-_A_CLOUD = _checks.instance(Cloud, hint="build one with flow.init(key, width) or meanflow.Cloud(particles)")
+_A_CLOUD = _boundary.instance(Cloud, hint="build one with flow.init(key, width) or meanflow.Cloud(particles)")
 
 
 def CLOUD(name: str, value: object) -> object:
@@ -278,4 +278,4 @@ def CLOUD(name: str, value: object) -> object:
     return value
 
 
-_checks.declare(Cloud, CLOUD)
+_boundary.declare(Cloud, CLOUD)

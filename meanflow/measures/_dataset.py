@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, Real
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._module import Module
 from meanflow._reuse import compiled
 
-ANY_ARRAY = _checks.array()  # real numbers of any shape, without NaN
+ANY_ARRAY = _boundary.array()  # real numbers of any shape, without NaN
 
 
 class Dataset(Module):
@@ -51,16 +51,16 @@ class Dataset(Module):
         if inputs.ndim not in (1, 2) or inputs.shape[0] < 1:
             raise ValueError(f"x must have shape (n,) or (n, d) with n >= 1, got {inputs.shape}")
         count = inputs.shape[0]
-        _checks.shape("y", targets, (count,), (count, None))
+        _boundary.shape("y", targets, (count,), (count, None))
         dtype = jnp.result_type(inputs, targets)
         if weights is None:
             shares = jnp.full((count,), 1.0 / count, dtype)
         elif isinstance(weights, str):
-            _checks.one_of("weights", weights, ("sum",))
+            _boundary.one_of("weights", weights, ("sum",))
             shares = jnp.ones((count,), dtype)
         else:
-            shares = _checks.array((count,), low=0.0)("weights", weights).astype(dtype)
-            known = _checks.concrete(shares)
+            shares = _boundary.array((count,), low=0.0)("weights", weights).astype(dtype)
+            known = _boundary.concrete(shares)
             if known is not None and not known.any():
                 raise ValueError("weights must not all be zero: nothing would be learned")
         self.x, self.y, self.weights = inputs, targets, shares
@@ -97,7 +97,7 @@ class Dataset(Module):
         >>> Dataset([1.0, 2.0], [0.0, 1.0]).pad(3).weights.tolist()
         [0.5, 0.5, 0.0]
         """
-        extra = _checks.whole("size", size, self.size) - self.size
+        extra = _boundary.whole("size", size, self.size) - self.size
         grow = lambda u: jnp.concatenate([u, jnp.broadcast_to(u[-1:], (extra, *u.shape[1:]))])
         weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
         return Dataset(grow(self.x), grow(self.y), weights)
@@ -105,7 +105,7 @@ class Dataset(Module):
     @compiled
     def moments(self) -> tuple[jax.Array, jax.Array]:
         """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
-        _checks.shape("x", self.x, (None, None))
+        _boundary.shape("x", self.x, (None, None))
         share = self.weights / jnp.sum(self.weights)
         # two passes: E x x' - E x E x' would lose the digits of a mean that is much larger than the deviation
         mean = share @ self.x
@@ -114,7 +114,7 @@ class Dataset(Module):
 
     def take(self, index: jax.Array) -> Dataset:
         """Return the minibatch x[index], reweighted to keep the total weight: q_j * (sum q) / (sum of chosen q)."""
-        index = _checks.indices("index", index, self.size)
+        index = _boundary.indices("index", index, self.size)
         # the loss of a batch is then as large as that of all samples, and so is the step it allows
         chosen = self.weights[index]
         scale = jnp.sum(self.weights) / jnp.sum(chosen)
@@ -127,4 +127,4 @@ class SortedDataset(Dataset):
     is_sorted: ClassVar[bool] = True
 
 
-DATA = _checks.declare(Dataset, _checks.instance(Dataset, hint="build one with meanflow.Dataset(x, y)"))
+DATA = _boundary.declare(Dataset, _boundary.instance(Dataset, hint="build one with meanflow.Dataset(x, y)"))

@@ -1,18 +1,32 @@
 """Clouds from laws: random, quasi-random and tensor-grid particles."""
 
+from __future__ import annotations
+
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import choice, count, either, flag, mapping, optional, prng_key, sequence, subclass
+from meanflow import _boundary
+from meanflow._boundary import (
+    Count,
+    PRNGKey,
+    checked,
+    choice,
+    either,
+    mapping,
+    optional,
+    prng_key,
+    sequence,
+    subclass,
+)
 from meanflow.measures._cloud import LABELS, Cloud
 from meanflow.measures.laws import Law, as_law
 
-Labels = float | Float[ArrayLike, "*m"] | None
+Labels = Annotated[float | Float[ArrayLike, "*m"] | None, optional(LABELS)]
 
 
 def _gauss(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -24,11 +38,10 @@ def _gauss(count: int) -> tuple[np.ndarray, np.ndarray]:
 # the nodes in (0, 1) and their weights
 _NODES = {"midpoint": lambda k: ((np.arange(k) + 0.5) / k, np.full(k, 1.0 / k)), "gauss": _gauss}
 RULE = choice(*_NODES)
-PARTICLES = {
-    "record": subclass(tuple, hint="for instance meanflow.Neurons"),
-    "laws": mapping(as_law),
-    "labels": optional(LABELS),
-}
+
+Laws = Annotated[dict[str, Law], mapping(as_law)]
+
+Record = Annotated[type, subclass(tuple, hint="for instance meanflow.Neurons")]
 
 
 def _particles(record: type, laws: dict[str, Law], u: jax.Array) -> tuple:
@@ -47,12 +60,12 @@ def _total(laws: dict[str, Law]) -> int:
     return sum(law.size for law in laws.values())
 
 
-@_checks.arguments(key=optional(prng_key), width=count(1), quasi=flag, limit=flag, **PARTICLES)
+@checked
 def sample(
-    key: jax.Array | None,
-    width: int,
-    record: type,
-    laws: dict[str, Law],
+    key: PRNGKey | None,
+    width: Count,
+    record: Record,
+    laws: Laws,
     *,
     labels: Labels = None,
     quasi: bool = False,
@@ -102,13 +115,13 @@ def sample(
     return Cloud(_particles(record, laws, u), labels=labels, width=np.inf if limit else None)
 
 
-@_checks.arguments(counts=sequence(count(1)), rule=either(RULE, sequence(RULE)), **PARTICLES)
+@checked
 def quadrature(
-    counts: tuple[int, ...],
-    record: type,
-    laws: dict[str, Law],
+    counts: tuple[Count, ...],
+    record: Record,
+    laws: Laws,
     *,
-    rule: str | tuple[str, ...] = "midpoint",
+    rule: Annotated[str | tuple[str, ...], either(RULE, sequence(RULE))] = "midpoint",
     labels: Labels = None,
 ) -> Cloud:
     """Build a tensor-product quadrature cloud that stands for m = infinity (``cloud.width`` is infinite).
@@ -127,8 +140,8 @@ def quadrature(
     size = _total(laws)
     if len(counts) != size:
         raise ValueError(f"counts must list {size} numbers of nodes for these laws, got {counts}")
-    if math.prod(counts) * max(size, 1) > _checks.MOST:
-        raise ValueError(f"counts must multiply to at most {_checks.MOST} nodes, got {counts}")
+    if math.prod(counts) * max(size, 1) > _boundary.MOST:
+        raise ValueError(f"counts must multiply to at most {_boundary.MOST} nodes, got {counts}")
     rules = (rule,) * size if isinstance(rule, str) else rule
     if len(rules) != size:
         raise ValueError(f"rule must be one name, or {size} names for these laws, got {rules}")

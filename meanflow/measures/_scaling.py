@@ -1,17 +1,24 @@
 """The output scale alpha(m) of a network f = (1/alpha) sum_i ..., and the three clocks it defines."""
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import choice, either, number
 from meanflow._module import Module
 from meanflow.measures._cloud import Cloud
 
-Alpha = str | float | jax.Array  # "m", "sqrt", "one" or a positive number
-
 NAMES = ("m", "sqrt", "one")
+Alpha = Annotated[
+    str | float | jax.Array, either(choice(*NAMES), number(above=0))
+]  # "m", "sqrt", "one" or a positive number
+
 CLOCKS = ("mean_field", "gradient", "lazy", "normalized")
 
 
@@ -23,15 +30,15 @@ class Scaling(Module):
 
     def __init__(self, alpha: Alpha = "m") -> None:
         if isinstance(alpha, str):
-            _checks.one_of("alpha", alpha, NAMES)
+            _boundary.one_of("alpha", alpha, NAMES)
             self.kind, self.value = alpha, None
         else:
-            _checks.bounds("alpha", alpha, above=0.0)
+            _boundary.bounds("alpha", alpha, above=0.0)
             self.kind, self.value = "number", jnp.asarray(alpha, jnp.result_type(float))
 
     def check(self, cloud: Cloud) -> None:
         """Raise ValueError at infinite width unless alpha = m, the only scale that has a limit there."""
-        known = _checks.concrete(cloud.width)
+        known = _boundary.concrete(cloud.width)
         if self.kind != "m" and known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
                 f"alpha={self.kind!r} needs a finite cloud.width, got infinity (a quadrature cloud); use alpha='m'"
@@ -51,8 +58,8 @@ class Scaling(Module):
 
 def check_clock(clock: str, cloud: Cloud) -> None:
     """Raise ValueError if ``clock`` has no meaning at the width of the cloud; skipped while the width is traced."""
-    _checks.one_of("clock", clock, CLOCKS)
-    known = _checks.concrete(cloud.width)
+    _boundary.one_of("clock", clock, CLOCKS)
+    known = _boundary.concrete(cloud.width)
     if clock == "gradient" and known is not None and not np.all(np.isfinite(known)):
         raise ValueError("clock='gradient' needs a finite cloud.width, got an infinite one; use 'mean_field'")
 

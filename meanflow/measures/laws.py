@@ -5,22 +5,32 @@ independent samples (random numbers), quasi-random clouds (a low-discrepancy seq
 quadrature (a grid): see ``meanflow.measures._sampling``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import _checks
-
-
-@_checks.constructor(
-    size=_checks.count(0),
-    transform=_checks.function,
-    family=_checks.text,
-    parameters=_checks.unchecked("the functions that make laws have checked them"),
+from meanflow import _boundary
+from meanflow._boundary import (
+    Count,
+    Natural,
+    Number,
+    Positive,
+    Rate,
+    array,
+    checked,
+    count,
+    function,
+    unchecked,
 )
+
+
+@checked
 class Law(eqx.Module):
     """A law on R or R^d, as a map from the unit cube.
 
@@ -31,20 +41,22 @@ class Law(eqx.Module):
         parameters: those that tell it from the others of its family.
     """
 
-    size: int = eqx.field(static=True)
-    transform: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
+    size: Natural = eqx.field(static=True)
+    transform: Annotated[Callable[[jax.Array], jax.Array], function] = eqx.field(static=True)
     family: str = eqx.field(static=True, default="")
-    parameters: tuple[float | jax.Array, ...] = ()
+    parameters: Annotated[
+        tuple[float | jax.Array, ...], unchecked("the functions that make laws have checked them")
+    ] = ()
 
-    @_checks.arguments(u=_checks.array((None, None), low=0, high=1, least=0))
-    def __call__(self, u: jax.Array) -> jax.Array:
+    @checked
+    def __call__(self, u: Annotated[jax.Array, array((None, None), low=0, high=1, least=0)]) -> jax.Array:
         """Return the values of the law at the points ``u`` (k, size) of the unit cube."""
         if u.shape[1] != self.size:
             raise ValueError(f"u must have shape (k, {self.size}), got {u.shape}")
         return self.transform(u)
 
-    @_checks.arguments(count=_checks.count(1))
-    def repeat(self, count: int) -> "Law":
+    @checked
+    def repeat(self, count: Count) -> "Law":
         """Return the law of ``count`` independent copies of this one, which must be a law on R; values (k, count)."""
 
         def transform(u: jax.Array) -> jax.Array:
@@ -77,29 +89,29 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
     if isinstance(value, Law):
         return value
     if like is not None and not isinstance(like, Law):
-        raise TypeError(f"like must be a Law, got {_checks.show(like)}")
+        raise TypeError(f"like must be a Law, got {_boundary.show(like)}")
     shape = () if like is None else jax.eval_shape(like, jnp.zeros((1, like.size))).shape[1:]
     if not callable(value) or isinstance(value, type):
-        level = _checks.number()(name, value)
+        level = _boundary.number()(name, value)
         return Law(0, lambda u: jnp.full((u.shape[0], *shape), level, u.dtype))  # type: ignore[arg-type]
 
     def transform(u: jax.Array) -> jax.Array:
         values = jnp.asarray(value(u if shape else u[:, 0]), u.dtype)
-        _checks.shape(f"values of {name}", values, (u.shape[0], *shape))
+        _boundary.shape(f"values of {name}", values, (u.shape[0], *shape))
         return values
 
     return Law(shape[0] if shape else 1, transform)
 
 
-def _ordered(low: float, high: float) -> None:
+def _ordered(low: float | jax.Array, high: float | jax.Array) -> None:
     """Refuse an interval that ends before it begins."""
-    known = _checks.concrete(high), _checks.concrete(low)
+    known = _boundary.concrete(high), _boundary.concrete(low)
     if all(end is not None for end in known) and known[0] < known[1]:  # type: ignore[operator]
         raise ValueError(f"high must be at least low = {low}, got {high}")
 
 
-@_checks.arguments(low=_checks.number(), high=_checks.number())
-def uniform(low: float = -1.0, high: float = 1.0) -> Law:
+@checked
+def uniform(low: Number = -1.0, high: Number = 1.0) -> Law:
     """Return the uniform law on (low, high).
 
     Args:
@@ -109,8 +121,8 @@ def uniform(low: float = -1.0, high: float = 1.0) -> Law:
     return Law(1, lambda u: low + (high - low) * u[:, 0], "uniform", (low, high))
 
 
-@_checks.arguments(scale=_checks.number(low=0), dim=_checks.optional(_checks.count(1)))
-def normal(scale: float = 1.0, dim: int | None = None) -> Law:
+@checked
+def normal(scale: Rate = 1.0, dim: Count | None = None) -> Law:
     """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim.
 
     Args:
@@ -125,8 +137,8 @@ def normal(scale: float = 1.0, dim: int | None = None) -> Law:
     return Law(dim or 1, transform, "normal", (scale,))
 
 
-@_checks.arguments(value=_checks.number())
-def constant(value: float = 0.0) -> Law:
+@checked
+def constant(value: Number = 0.0) -> Law:
     """Return the law that always gives ``value``.
 
     Args:
@@ -135,8 +147,8 @@ def constant(value: float = 0.0) -> Law:
     return Law(0, lambda u: jnp.full(u.shape[:1], value, u.dtype))
 
 
-@_checks.arguments(scale=_checks.number())
-def signs(scale: float = 1.0) -> Law:
+@checked
+def signs(scale: Number = 1.0) -> Law:
     """Return the law of +scale or -scale, with probability 1/2 each.
 
     Args:
@@ -145,8 +157,8 @@ def signs(scale: float = 1.0) -> Law:
     return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype), "signs", (scale,))
 
 
-@_checks.arguments(low=_checks.number(), high=_checks.number())
-def angle(low: float = -np.pi, high: float = np.pi) -> Law:
+@checked
+def angle(low: Number = -np.pi, high: Number = np.pi) -> Law:
     """Return the law of a uniform angle in (low, high), the full circle by default.
 
     Args:
@@ -155,8 +167,8 @@ def angle(low: float = -np.pi, high: float = np.pi) -> Law:
     return uniform(low, high)
 
 
-@_checks.arguments(dim=_checks.count(2), radius=_checks.number(above=0))
-def sphere(dim: int, radius: float = 1.0) -> Law:
+@checked
+def sphere(dim: Annotated[int, count(2)], radius: Positive = 1.0) -> Law:
     """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle.
 
     Args:
@@ -179,8 +191,8 @@ def sphere(dim: int, radius: float = 1.0) -> Law:
     return Law(dim, project)
 
 
-@_checks.arguments(dim=_checks.count(2), low=_checks.number(above=0), high=_checks.number(above=0))
-def mixed_scales(dim: int, low: float, high: float) -> Law:
+@checked
+def mixed_scales(dim: Annotated[int, count(2)], low: Positive, high: Positive) -> Law:
     """Return the law of vectors in R^dim with a uniform direction and a norm that is log-uniform in (low, high).
 
     Args:

@@ -6,21 +6,33 @@ Inputs are standard normal, or uniform signs for functions on the hypercube. A s
 U; ``meanflow.flows.alignment`` measures how far it is.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meanflow import _checks
-from meanflow._checks import choice, count, function, number, optional, prng_key
+from meanflow import _boundary
+from meanflow._boundary import (
+    Count,
+    PRNGKey,
+    Rate,
+    array,
+    checked,
+    choice,
+    either,
+    function,
+)
 from meanflow.measures._dataset import Dataset
 
-Link = Callable[[jax.Array], jax.Array]
+Link = Annotated[Callable[[jax.Array], jax.Array], function]
 
 
-@_checks.constructor(directions=_checks.array((None, None)), link=function, inputs=choice("normal", "signs"))
+@checked
 class Teacher(eqx.Module):
     """A target link(U x) and the law of its inputs.
 
@@ -32,16 +44,16 @@ class Teacher(eqx.Module):
 
     directions: Float[Array, "k d"]
     link: Link = eqx.field(static=True)
-    inputs: str = eqx.field(static=True)
+    inputs: Annotated[str, choice("normal", "signs")] = eqx.field(static=True)
 
-    @_checks.arguments(x=_checks.array((None, None), least=0))
-    def __call__(self, x: Float[Array, "n d"]) -> Float[Array, " n"]:
+    @checked
+    def __call__(self, x: Annotated[Float[Array, "n d"], array((None, None), least=0)]) -> Float[Array, " n"]:
         """Return the targets of inputs x (n, d) without noise, shape (n,)."""
-        _checks.shape("x", x, (None, self.directions.shape[1]))
+        _boundary.shape("x", x, (None, self.directions.shape[1]))
         return self.link(x @ self.directions.T)
 
-    @_checks.arguments(key=prng_key, samples=count(1), noise=number(low=0))
-    def draw(self, key: jax.Array, samples: int, *, noise: float | jax.Array = 0.0) -> Dataset:
+    @checked
+    def draw(self, key: PRNGKey, samples: Count, *, noise: Rate = 0.0) -> Dataset:
         """Draw a data set.
 
         Args:
@@ -82,12 +94,11 @@ LINKS: dict[str, Link] = {
     "tanh": jnp.tanh,
     "sign": jnp.sign,
 }
-LINK = _checks.either(choice(*LINKS), function)
-WHERE = {"dim": count(1), "key": optional(prng_key)}
+AnyLink = Annotated[str | Link, either(choice(*LINKS), function)]
 
 
-@_checks.arguments(link=LINK, **WHERE)
-def single_index(dim: int, link: str | Link = "hermite2", *, key: jax.Array | None = None) -> Teacher:
+@checked
+def single_index(dim: Count, link: AnyLink = "hermite2", *, key: PRNGKey | None = None) -> Teacher:
     """Return the teacher y = g(u . x) for normal inputs.
 
     Args:
@@ -104,9 +115,9 @@ def single_index(dim: int, link: str | Link = "hermite2", *, key: jax.Array | No
     return multi_index(dim, 1, lambda z: g(z[:, 0]), key=key)
 
 
-@_checks.arguments(indices=count(1), link=LINK, **WHERE)
+@checked
 def multi_index(
-    dim: int, indices: int, link: str | Link = "hermite2", *, key: jax.Array | None = None
+    dim: Count, indices: Count, link: AnyLink = "hermite2", *, key: PRNGKey | None = None
 ) -> Teacher:
     """Return the teacher y = g(u_1 . x, ..., u_k . x) for normal inputs.
 
@@ -129,8 +140,8 @@ def multi_index(
     return Teacher(directions, sum_of(LINKS[link]) if isinstance(link, str) else link, "normal")
 
 
-@_checks.arguments(steps=count(1), **WHERE)
-def staircase(dim: int, steps: int, *, key: jax.Array | None = None) -> Teacher:
+@checked
+def staircase(dim: Count, steps: Count, *, key: PRNGKey | None = None) -> Teacher:
     """Return the teacher y = z_1 + z_1 z_2 + ... + z_1 ... z_k over sqrt(k), with z = U x and inputs of signs.
 
     Args:
@@ -146,8 +157,8 @@ def staircase(dim: int, steps: int, *, key: jax.Array | None = None) -> Teacher:
     return Teacher(_axes(steps, dim, key), climb, "signs")
 
 
-@_checks.arguments(degree=count(1), **WHERE)
-def parity(dim: int, degree: int, *, key: jax.Array | None = None) -> Teacher:
+@checked
+def parity(dim: Count, degree: Count, *, key: PRNGKey | None = None) -> Teacher:
     """Return the teacher y = z_1 z_2 ... z_k, with z = U x and inputs of signs.
 
     Args:

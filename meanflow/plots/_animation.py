@@ -1,29 +1,32 @@
 """Neurons over time, as a moving picture in a file."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from matplotlib.animation import FuncAnimation, HTMLWriter, PillowWriter
 from matplotlib.artist import Artist
 from numpy.typing import ArrayLike
 
-from meanflow import _checks
-from meanflow._checks import count, host_array, instance, optional
+from meanflow._boundary import FilePath, checked, count, host_array, instance
 from meanflow.files import atomic_write
 from meanflow.plots._clouds import positions, regions
 from meanflow.plots.style import NEGATIVE, POSITIVE, canvas, theme
 from meanflow.solvers._solution import Solution
 
 
-@_checks.arguments(
-    run=instance(Solution, hint="pass ts= to solve or every= to descend, so that clouds are saved"),
-    path=_checks.path,
-    samples=optional(host_array((None,))),
-    fps=count(1, 100),
-    dpi=count(10, 1000),
-)
+@checked
 def animate(
-    run: Solution, path: str | Path, *, samples: ArrayLike | None = None, fps: int = 12, dpi: int = 100
+    run: Annotated[
+        Solution, instance(Solution, hint="pass ts= to solve or every= to descend, so that clouds are saved")
+    ],
+    path: FilePath,
+    *,
+    samples: Annotated[ArrayLike, host_array((None,))] | None = None,
+    fps: Annotated[int, count(1, 100)] = 12,
+    dpi: Annotated[int, count(10, 1000)] = 100,
 ) -> Path:
     """Write the neurons of a run over time to a file, one frame a save time, and return its path.
 

@@ -1,20 +1,37 @@
 """Pictures of clouds: directions on the circle, and univariate neurons in the plane (u, v)."""
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Wedge
 from numpy.typing import ArrayLike
 
-from meanflow import _checks
-from meanflow._checks import count, either, host_array, instance, number, optional, text
+from meanflow import _boundary
+from meanflow._boundary import (
+    Count,
+    Length,
+    checked,
+    either,
+    host_array,
+    instance,
+)
 from meanflow.measures import Affine, Cloud, Polar
-from meanflow.plots.style import AXES, COLORS, NEGATIVE, PALE, POSITIVE, axes, key
+from meanflow.plots.style import COLORS, NEGATIVE, PALE, POSITIVE, axes, key
 from meanflow.solvers._solution import Solution
 from meanflow.univariate._rays import RayTable
 
 
-@_checks.arguments(cloud=instance(Cloud), ax=AXES, bins=count(1), color=text)
-def directions(cloud: Cloud, ax: Axes | None = None, *, bins: int = 36, color: str = COLORS[0]) -> Axes:
+@checked
+def directions(
+    cloud: Annotated[Cloud, instance(Cloud)],
+    ax: Axes | None = None,
+    *,
+    bins: Count = 36,
+    color: str = COLORS[0],
+) -> Axes:
     """Histogram of the directions of b in the plane, on polar axes; the area of a bar is its share of the weight.
 
     The radius is the square root of the share, since areas are what the eye compares.
@@ -73,27 +90,22 @@ def positions(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
     return place[..., real, :], sign[..., real]
 
 
-@_checks.arguments(
-    r=either(
-        instance(Solution, Cloud, hint="for instance a Solution of univariate neurons"),
-        host_array((None,), nan=True),
-    ),
-    theta=optional(host_array((None,), nan=True)),
-    ax=AXES,
-    samples=optional(host_array((None,))),
-    rays=optional(instance(RayTable, hint="the table of univariate.classify_rays")),
-    paths=optional(host_array((None, None, 2), nan=True)),
-    reach=optional(number(above=0, static=True)),
-)
+@checked
 def plane(
-    r: ArrayLike | Solution | Cloud,
-    theta: ArrayLike | None = None,
+    r: Annotated[
+        ArrayLike | Solution | Cloud,
+        either(
+            instance(Solution, Cloud, hint="for instance a Solution of univariate neurons"),
+            host_array((None,), nan=True),
+        ),
+    ],
+    theta: Annotated[ArrayLike, host_array((None,), nan=True)] | None = None,
     ax: Axes | None = None,
     *,
-    samples: ArrayLike | None = None,
-    rays: RayTable | None = None,
-    paths: ArrayLike | None = None,
-    reach: float | None = None,
+    samples: Annotated[ArrayLike, host_array((None,))] | None = None,
+    rays: Annotated[RayTable, instance(RayTable, hint="the table of univariate.classify_rays")] | None = None,
+    paths: Annotated[ArrayLike, host_array((None, None, 2), nan=True)] | None = None,
+    reach: Length | None = None,
 ) -> Axes:
     """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), colored by the sign of r.
 
@@ -123,9 +135,9 @@ def plane(
     if theta is None:
         raise ValueError("theta must be an array (m,) like r, got None")
     r, theta = np.asarray(r), np.asarray(theta)
-    _checks.shape("theta", theta, r.shape)
+    _boundary.shape("theta", theta, r.shape)
     if paths is not None:
-        _checks.shape("paths", paths, (None, r.size, 2))
+        _boundary.shape("paths", paths, (None, r.size, 2))
     ax = axes(ax)
     reach = float(reach or 1.08 * max(np.max(np.abs(r), initial=0.0), 1e-12))
     if samples is not None:

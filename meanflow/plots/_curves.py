@@ -1,32 +1,29 @@
 """Curves over the input, and over time or sizes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import Annotated
 
 import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
-from meanflow import _checks
-from meanflow._checks import either, flag, host_array, instance, mapping, optional, text
-from meanflow.measures._dataset import DATA, Dataset
-from meanflow.plots.style import AXES, COLORS, DASHES, SAMPLE, axes, key
+from meanflow import _boundary
+from meanflow._boundary import checked, either, host_array, instance, mapping
+from meanflow.measures._dataset import Dataset
+from meanflow.plots.style import COLORS, DASHES, SAMPLE, axes, key
 from meanflow.solvers._solution import Solution
 
 
-@_checks.arguments(
-    x=host_array((None,), nan=True, least=1),
-    f=mapping(host_array((None,), nan=True), least=1),
-    data=optional(DATA),
-    ax=AXES,
-    knots=optional(host_array((None,), nan=True)),
-)
+@checked
 def fit(
-    x: ArrayLike,
-    f: Mapping[str, ArrayLike],
+    x: Annotated[ArrayLike, host_array((None,), nan=True, least=1)],
+    f: Annotated[Mapping[str, ArrayLike], mapping(host_array((None,), nan=True), least=1)],
     data: Dataset | None,
     ax: Axes | None = None,
     *,
-    knots: ArrayLike | None = None,
+    knots: Annotated[ArrayLike, host_array((None,), nan=True)] | None = None,
 ) -> Axes:
     """Functions of one variable over the samples they fit, and the knots of the first.
 
@@ -44,8 +41,8 @@ def fit(
     x = np.asarray(x)
     _check_curves("f", x, f)
     if data is not None:
-        _checks.shape("data.x", data.x, (None,))
-        _checks.shape("data.y", data.y, np.shape(data.x))
+        _boundary.shape("data.x", data.x, (None,))
+        _boundary.shape("data.y", data.y, np.shape(data.x))
     ax = axes(ax)
     for color, (name, values) in zip(COLORS * 4, f.items(), strict=False):
         ax.plot(x, np.asarray(values), label=name, color=color)
@@ -82,19 +79,11 @@ def _check_curves(name: str, x: np.ndarray, curves: Mapping[str, ArrayLike]) -> 
             )
 
 
-@_checks.arguments(
-    x=either(instance(Solution), host_array((None,), nan=True, least=1)),
-    curves=optional(mapping(host_array((None,), (None, None), nan=True))),
-    ax=AXES,
-    xlabel=text,
-    ylabel=text,
-    logx=flag,
-    logy=flag,
-    spread=flag,
-)
+@checked
 def traces(
-    x: ArrayLike | Solution,
-    curves: Mapping[str, ArrayLike] | None = None,
+    x: Annotated[ArrayLike | Solution, either(instance(Solution), host_array((None,), nan=True, least=1))],
+    curves: Annotated[Mapping[str, ArrayLike], mapping(host_array((None,), (None, None), nan=True))]
+    | None = None,
     ax: Axes | None = None,
     *,
     xlabel: str = "",

@@ -1,11 +1,14 @@
 """Tables over two axes of a sweep."""
 
+from __future__ import annotations
+
 import numpy as np
 import xarray
 from matplotlib.axes import Axes
 
-from meanflow import _checks
-from meanflow.plots.style import AXES, axes
+from meanflow import _boundary
+from meanflow._boundary import checked
+from meanflow.plots.style import axes
 
 SYMBOLS = {"width": "width $m$", "delta": r"balance $\delta$", "scale": "scale of $r$", "seed": "seed"}
 
@@ -19,7 +22,7 @@ def _number(value: float | np.number | str) -> str:
     return f"{value:.3g}"
 
 
-@_checks.arguments(values=_checks.instance(xarray.DataArray), ax=AXES, log=_checks.flag)
+@checked
 def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = False) -> Axes:
     """A table over two axes as colors with the numbers written in; axes are evenly spaced, so +-inf are fine.
 
@@ -35,7 +38,7 @@ def heat_map(values: xarray.DataArray, ax: Axes | None = None, *, log: bool = Fa
     values = values.squeeze(drop=True)
     if values.ndim != 2:
         raise ValueError(f"values must have two axes longer than 1, got {dict(values.sizes)}")
-    if not values.size or not _checks.is_real(values.dtype):
+    if not values.size or not _boundary.is_real(values.dtype):
         raise ValueError(
             f"values must hold real numbers, at least one, got type {values.dtype} and shape {values.shape}"
         )

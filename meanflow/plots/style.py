@@ -4,17 +4,20 @@ Every plot draws on the Axes it is given, or on those of a new figure, and retur
 than by pyplot, so that nothing is kept alive between plots and no display is needed.
 """
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Annotated, Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Length, checked, instance, unchecked
 
-OPTIONS = _checks.unchecked("matplotlib knows its own options")
-AXES = _checks.optional(_checks.instance(Axes, hint="for instance figure.add_subplot()"))
+Options = Annotated[Any, unchecked("matplotlib knows its own options")]
+_boundary.declare(Axes, instance(Axes, hint="for instance figure.add_subplot()"))
 
 # Okabe and Ito's palette without its yellow, which is too pale for lines
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -51,14 +54,14 @@ RULES: dict[Any, float | str | bool] = {  # matplotlib types the keys one by one
 }
 
 
-@_checks.arguments()
+@checked
 def theme() -> AbstractContextManager[None]:
     """Return the house style as a context manager; figures made and saved inside have it."""
     return matplotlib.rc_context(RULES)
 
 
-@_checks.arguments(ax=AXES, kwargs=OPTIONS)
-def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
+@checked
+def axes(ax: Axes | None = None, **kwargs: Options) -> Axes:
     """Return the given Axes, or those of a new figure.
 
     Args:
@@ -71,8 +74,8 @@ def axes(ax: Axes | None = None, **kwargs: Any) -> Axes:
         return canvas(4.5, 3.2).add_subplot(**kwargs)
 
 
-@_checks.arguments(width=_checks.number(above=0, static=True), height=_checks.number(above=0, static=True))
-def canvas(width: float, height: float) -> Figure:
+@checked
+def canvas(width: Length, height: Length) -> Figure:
     """Return an empty figure whose parts never overlap.
 
     Args:
@@ -82,8 +85,8 @@ def canvas(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-@_checks.arguments(ax=_checks.instance(Axes), kwargs=OPTIONS)
-def key(ax: Axes, **kwargs: Any) -> None:
+@checked
+def key(ax: Axes, **kwargs: Options) -> None:
     """Draw a legend if anything has a label.
 
     Args:

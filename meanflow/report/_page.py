@@ -5,6 +5,8 @@ the page and never a part of it: the template is filled in one pass, data hold n
 policy allows the one script and the one style sheet that this package wrote, by their digests, and nothing else.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import html
@@ -14,13 +16,14 @@ import pathlib
 import re
 from collections.abc import Sequence
 from importlib import resources
+from typing import Annotated
 
 import numpy as np
 import xarray
 from numpy.typing import ArrayLike
 
-from meanflow import _checks
-from meanflow._checks import host_array, instance, optional
+from meanflow import _boundary
+from meanflow._boundary import FilePath, checked, host_array, instance
 from meanflow.files import atomic_write
 from meanflow.measures import Dataset
 from meanflow.sweeps._results import failed, final
@@ -48,20 +51,20 @@ def samples_of(name: str, value: object) -> object:
     """Accept a ``Dataset`` or a pair (x, y) of arrays."""
     if not isinstance(value, Dataset):
         if not isinstance(value, tuple | list) or len(value) != 2:
-            raise TypeError(f"{name} must be a Dataset or a pair (x, y), got {_checks.show(value)}")
+            raise TypeError(f"{name} must be a Dataset or a pair (x, y), got {_boundary.show(value)}")
         x, y = (host_array(rank=1)(name, entry) for entry in value)
         if x.shape[0] != y.shape[0]:
             raise ValueError(f"{name} must be a pair (x, y) of equal lengths, got {x.shape} and {y.shape}")
     return value
 
 
-@_checks.arguments(runs=sweep_result, path=_checks.path, title=_checks.text, samples=optional(samples_of))
+@checked
 def write_report(
-    runs: xarray.Dataset,
-    path: str | pathlib.Path,
+    runs: Annotated[xarray.Dataset, sweep_result],
+    path: FilePath,
     *,
     title: str = "meanflow sweep",
-    samples: Dataset | tuple[ArrayLike, ArrayLike] | None = None,
+    samples: Annotated[Dataset | tuple[ArrayLike, ArrayLike], samples_of] | None = None,
 ) -> pathlib.Path:
     """Write one self-contained HTML page about a sweep; nothing in it is loaded from elsewhere.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._reuse import inlined
 from meanflow.flows._problem import Problem
 from meanflow.solvers._step import Adaptive, Scalar
@@ -32,10 +32,10 @@ def save_times(
     if ts is None:
         return None
     if isinstance(ts, int | np.integer):
-        count = _checks.whole("ts", ts, 2)
+        count = _boundary.whole("ts", ts, 2)
         return jnp.minimum(t0 + (t1 - t0) * jnp.linspace(0.0, 1.0, count, dtype=dtype), t1)
-    chosen = _checks.array((None,))("ts", ts).astype(dtype)
-    times, start, end = (_checks.concrete(u) for u in (chosen, t0, t1))
+    chosen = _boundary.array((None,))("ts", ts).astype(dtype)
+    times, start, end = (_boundary.concrete(u) for u in (chosen, t0, t1))
     if times is None or start is None or end is None:
         return chosen
     if times.size < 1 or np.any(np.diff(times) <= 0) or times[0] < start or times[-1] > end:

@@ -6,14 +6,17 @@ network on a table of about sqrt(n) x sqrt(n) cells. A step costs O(size), whate
 with a run; and reverse mode has no orders to keep.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from meanflow import _checks
+from meanflow._boundary import Count, PRNGKey, checked, choice
 from meanflow._numerics import KeyBits
 from meanflow.measures._dataset import Dataset
 
@@ -23,13 +26,7 @@ SAMPLES = 1_000_033  # folded into the key of fresh samples, so that they do not
 Sampler = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # (key, batch size) -> (x, y)
 
 
-@_checks.constructor(
-    size=_checks.count(1),
-    key=_checks.optional(_checks.prng_key),
-    replace=_checks.flag,
-    statistics=_checks.choice("frozen", "batch"),
-    sampler=_checks.optional(_checks.taking(2)),
-)
+@checked
 class Batches(eqx.Module):
     """Which samples a step of ``descend`` looks at.
 
@@ -50,10 +47,10 @@ class Batches(eqx.Module):
     32
     """
 
-    size: int = eqx.field(static=True)
-    key: jax.Array | None = None
+    size: Count = eqx.field(static=True)
+    key: PRNGKey | None = None
     replace: bool = eqx.field(static=True, default=False)
-    statistics: str = eqx.field(static=True, default="frozen")
+    statistics: Annotated[str, choice("frozen", "batch")] = eqx.field(static=True, default="frozen")
     sampler: Sampler | None = eqx.field(static=True, default=None)
 
     def check(self, data: Dataset) -> None:

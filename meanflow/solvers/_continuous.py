@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import diffrax
 import equinox as eqx
@@ -11,21 +12,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Real
 
-from meanflow import _checks
-from meanflow._checks import array, choice, count, either, flag, instance, number, optional, unchecked
+from meanflow import _boundary
+from meanflow._boundary import (
+    Number,
+    Positive,
+    array,
+    checked,
+    choice,
+    count,
+    either,
+    instance,
+    unchecked,
+)
 from meanflow._reuse import compiled
 from meanflow.flows import _observables as observables
-from meanflow.flows._flow import FLOW, Flow, bind_and_check
+from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.flows._observables import Observe
 from meanflow.measures import _scaling as scaling
-from meanflow.measures._cloud import CLOUD, Cloud
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._cloud import Cloud
+from meanflow.measures._dataset import Dataset
 from meanflow.solvers._adaptive import ADJOINTS, save_times
 from meanflow.solvers._defaults import Method, choose, rougher
-from meanflow.solvers._dynamics import DYNAMICS, Dynamics
+from meanflow.solvers._dynamics import Dynamics
 from meanflow.solvers._run import LOOPS, Options, Times, run
 from meanflow.solvers._solution import (
-    STATE,
     Settings,
     Solution,
     State,
@@ -40,39 +50,27 @@ from meanflow.solvers._stepper import Stepper
 SOLVER = either(
     choice("sliding"), instance(Stepper, diffrax.AbstractSolver, hint="for instance diffrax.Tsit5()")
 )
-OBSERVE = unchecked("observables.resolve checks it, which knows the names of the model")
+Observed = Annotated[Observe, unchecked("observables.resolve checks it, which knows the names of the model")]
 
 
-@_checks.arguments(
-    flow=FLOW,
-    cloud=CLOUD,
-    data=DATA,
-    t1=number(),
-    ts=optional(either(count(2), array((None,), least=1))),
-    observe=OBSERVE,
-    solver=optional(SOLVER),
-    step=optional(ANY_STEP),
-    dynamics=optional(DYNAMICS),
-    clock=choice(*scaling.CLOCKS),
-    adjoint=either(choice(*ADJOINTS), instance(diffrax.AbstractAdjoint)),
-    steady=optional(number(above=0)),
-    state=optional(STATE),
-    throw=flag,
-)
+@checked
 def solve(
     flow: Flow,
     cloud: Cloud,
     data: Dataset,
-    t1: float | jax.Array,
+    t1: Number,
     *,
-    ts: int | Real[ArrayLike, " k"] | Sequence | None = None,
-    observe: Observe = None,
-    solver: str | Stepper | diffrax.AbstractSolver | None = None,
-    step: StepRule | Adaptive | float | jax.Array | None = None,
+    ts: Annotated[int | Real[ArrayLike, " k"] | Sequence, either(count(2), array((None,), least=1))]
+    | None = None,
+    observe: Observed = None,
+    solver: Annotated[str | Stepper | diffrax.AbstractSolver, SOLVER] | None = None,
+    step: Annotated[StepRule | Adaptive | float | jax.Array, ANY_STEP] | None = None,
     dynamics: Dynamics | None = None,
-    clock: str = "mean_field",
-    adjoint: str | diffrax.AbstractAdjoint = "checkpoint",
-    steady: float | jax.Array | None = None,
+    clock: Annotated[str, choice(*scaling.CLOCKS)] = "mean_field",
+    adjoint: Annotated[
+        str | diffrax.AbstractAdjoint, either(choice(*ADJOINTS), instance(diffrax.AbstractAdjoint))
+    ] = "checkpoint",
+    steady: Positive | None = None,
     state: State | None = None,
     throw: bool = True,
 ) -> Solution:
@@ -168,7 +166,7 @@ def solve(
 
 def _ends_at(times: jax.Array | None, end: Scalar) -> bool:
     """Say whether the last save time is known to be the end: the run has nowhere to go from there."""
-    known, last = _checks.concrete(end), None if times is None else _checks.concrete(times)
+    known, last = _boundary.concrete(end), None if times is None else _boundary.concrete(times)
     return last is not None and known is not None and bool(np.all(last[..., -1] == known))
 
 
@@ -188,7 +186,7 @@ def _settings(method: Method, clock: str, dynamics: Dynamics | None) -> Settings
 
 def _overflowed(solution: Solution) -> bool:
     """Say whether a run ran out of events; False while it is traced."""
-    code = _checks.concrete(solution.result._value)
+    code = _boundary.concrete(solution.result._value)
     return code is not None and bool(np.any(code == code_numbers()["event_overflow"]))
 
 
@@ -196,7 +194,7 @@ def _with_error(
     solution: Solution, flow: Flow, cloud: Cloud, data: Dataset, options: Options, method: Method
 ) -> Solution:
     """Return the solution with its error in ``stats``, found by a second run with half the steps; not while tracing."""
-    if _checks.concrete(solution.result._value) is None:
+    if _boundary.concrete(solution.result._value) is None:
         return solution
     assert isinstance(options.rule, KernelStep) and method.order is not None
     finer = eqx.tree_at(lambda o: o.rule.kappa, options, 0.5 * options.rule.kappa)
@@ -210,6 +208,6 @@ _distance = compiled(observables.displacement)
 
 
 def _check_order(t0: Scalar, t1: Scalar) -> None:
-    known = _checks.concrete(t0), _checks.concrete(t1)
+    known = _boundary.concrete(t0), _boundary.concrete(t1)
     if known[0] is not None and known[1] is not None and np.any(known[1] <= known[0]):
         raise ValueError(f"t1 must be greater than {known[0]}, where the run starts, got {known[1]}")

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import optax
 
-from meanflow import _checks
-from meanflow._checks import choice, count, flag, instance, optional
+from meanflow import _boundary
+from meanflow._boundary import Count, checked, choice, instance
 from meanflow._identity import describe, json_digest
 from meanflow._reuse import canonical, kept
 from meanflow.flows import _observables as observables
-from meanflow.flows._flow import FLOW, Flow, bind_and_check
-from meanflow.flows._observables import Observe
+from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.measures import _scaling as scaling
-from meanflow.measures._cloud import CLOUD, Cloud
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._cloud import Cloud
+from meanflow.measures._dataset import Dataset
 from meanflow.solvers._adaptive import ADJOINTS
 from meanflow.solvers._batches import Batches
-from meanflow.solvers._continuous import OBSERVE
-from meanflow.solvers._dynamics import DYNAMICS, Dynamics
+from meanflow.solvers._continuous import Observed
+from meanflow.solvers._dynamics import Dynamics
 from meanflow.solvers._run import PLAIN, Counts, Options, run
 from meanflow.solvers._solution import (
-    STATE,
     Settings,
     Solution,
     State,
@@ -31,40 +31,27 @@ from meanflow.solvers._solution import (
 )
 from meanflow.solvers._step import STEP, StepRule, as_rule
 
-OPTIMIZER = instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
-BATCHES = instance(Batches, hint="for instance Batches(32, key)")
-
-
-@_checks.arguments(
-    flow=FLOW,
-    cloud=CLOUD,
-    data=DATA,
-    steps=count(1),
-    optimizer=optional(OPTIMIZER),
-    step=optional(STEP),
-    every=optional(count(1)),
-    observe=OBSERVE,
-    batches=optional(BATCHES),
-    dynamics=optional(DYNAMICS),
-    clock=choice(*scaling.CLOCKS),
-    adjoint=choice("checkpoint", "full"),
-    state=optional(STATE),
-    throw=flag,
+_boundary.declare(
+    optax.GradientTransformation, instance(optax.GradientTransformation, hint="for instance optax.adam(1e-2)")
 )
+_boundary.declare(Batches, instance(Batches, hint="for instance Batches(32, key)"))
+
+
+@checked
 def descend(
     flow: Flow,
     cloud: Cloud,
     data: Dataset,
-    steps: int,
+    steps: Count,
     *,
     optimizer: optax.GradientTransformation | None = None,
-    step: StepRule | float | jax.Array | None = None,
-    every: int | None = None,
-    observe: Observe = None,
+    step: Annotated[StepRule | float | jax.Array, STEP] | None = None,
+    every: Count | None = None,
+    observe: Observed = None,
     batches: Batches | None = None,
     dynamics: Dynamics | None = None,
-    clock: str = "mean_field",
-    adjoint: str = "checkpoint",
+    clock: Annotated[str, choice(*scaling.CLOCKS)] = "mean_field",
+    adjoint: Annotated[str, choice("checkpoint", "full")] = "checkpoint",
     state: State | None = None,
     throw: bool = True,
 ) -> Solution:

@@ -4,14 +4,17 @@ Both are terms of the one equation (``flows._equation``) and of the one step (``
 They exclude each other: the free energy would need reaction with V + tau log rho, and a cloud has no density rho.
 """
 
+from __future__ import annotations
+
 import abc
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import PRNGKey, checked, instance, number
 from meanflow._numerics import KeyBits
 from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud
@@ -40,7 +43,7 @@ class Dynamics(eqx.Module):
         """Refuse a model or cloud for which the term has no meaning."""
 
 
-@_checks.constructor(temperature=_checks.number(low=0), key=_checks.optional(_checks.prng_key))
+@checked
 class Noise(Dynamics):
     """Noise at a temperature tau, which adds tau log rho to V: particles diffuse.
 
@@ -56,8 +59,8 @@ class Noise(Dynamics):
     0.01
     """
 
-    temperature: float | Scalar
-    key: jax.Array | None = None
+    temperature: Annotated[float | Scalar, number(low=0)]
+    key: PRNGKey | None = None
 
     def terms(self, dtype: jnp.dtype) -> dict[str, Any]:
         """Return temperature and key."""
@@ -82,7 +85,7 @@ class Noise(Dynamics):
         chart.model.space.check_noise(cloud)
 
 
-@_checks.constructor(rate=_checks.number(low=0), conserve=_checks.flag)
+@checked
 class Reaction(Dynamics):
     """Weights that grow where V is low: p_i'/p_i = -beta (V(w_i) - <V>).
 
@@ -94,7 +97,7 @@ class Reaction(Dynamics):
     True
     """
 
-    rate: float | Scalar
+    rate: Annotated[float | Scalar, number(low=0)]
     conserve: bool = eqx.field(static=True, default=True)
 
     def terms(self, dtype: jnp.dtype) -> dict[str, Any]:
@@ -113,4 +116,4 @@ class Reaction(Dynamics):
         """Refuse nothing: every cloud has weights."""
 
 
-DYNAMICS = _checks.instance(Dynamics, hint="for instance Noise(0.01, key) or Reaction(1.0)")
+_boundary.declare(Dynamics, instance(Dynamics, hint="for instance Noise(0.01, key) or Reaction(1.0)"))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._identity import Json
 from meanflow._trees import Refusal, Tree
 from meanflow.files import read_arrays, write_arrays
@@ -108,7 +108,7 @@ def _build(kind: type[Kind], layout: Json, tree: _Parts) -> Kind:
     for place, wanted in KINDS.items():
         found = operator.attrgetter(place)(solution)
         if not isinstance(found, wanted):
-            raise TypeError(f"{place} is described as {_checks.show(found)}")
+            raise TypeError(f"{place} is described as {_boundary.show(found)}")
     state = solution.state
     held = (solution.stats, solution.settings.numbers, state.settings.numbers, dict(enumerate(state.leaves)))
     if not all(isinstance(value, jax.Array) for part in held for value in part.values()):

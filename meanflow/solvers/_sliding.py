@@ -7,6 +7,8 @@ methods (``STAGES``): third order where no neuron meets a kink. An event bends t
 costs O(h^2) each, so through kinks the order is 2, with a small constant.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from meanflow import _checks
+from meanflow._boundary import Count, checked
 from meanflow.flows._kinks import passage
 from meanflow.flows._motion import FrozenMotion, MotionState
 from meanflow.flows._problem import Problem
@@ -66,7 +68,7 @@ class Watched(NamedTuple):
     energy: Float[Array, "3"]
 
 
-@_checks.constructor(max_events=_checks.optional(_checks.count(1)), forward=_checks.flag)
+@checked
 class Sliding(Stepper):
     """Solver for flows with kinks that follows Filippov solutions exactly in each frozen field.
 
@@ -85,7 +87,7 @@ class Sliding(Stepper):
     8
     """
 
-    max_events: int | None = None
+    max_events: Count | None = None
     forward: bool = False
 
     def prepared(self, forward: bool) -> "Sliding":

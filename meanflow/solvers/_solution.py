@@ -1,10 +1,12 @@
 """What a solver returns: the solution of a run, its result code, and the state from which it goes on."""
 
+from __future__ import annotations
+
 import functools
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 import diffrax
 import equinox as eqx
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import FilePath, checked, record, sequence
 from meanflow.flows._flow import Flow
 from meanflow.flows._problem import Weighted
 from meanflow.measures._cloud import Cloud
@@ -80,7 +83,7 @@ class Settings(eqx.Module):
             if dict(other.names).get(name) != old
         ]
         for name, value in self.numbers.items():
-            old, new = _checks.concrete(value), _checks.concrete(other.numbers.get(name, value))
+            old, new = _boundary.concrete(value), _boundary.concrete(other.numbers.get(name, value))
             if old is not None and new is not None and not np.array_equal(old, new):
                 found.append(f"{name}: {old} before, {new} now")
         return found
@@ -108,9 +111,6 @@ class State(NamedTuple):
     data: Float[Array, " k"]
     start: Cloud
     offset: Cloud | None
-
-
-STATE = _checks.declare(State, _checks.instance(State, hint="pass Solution.state"))
 
 
 def fingerprint(data: Dataset) -> Float[Array, " k"]:
@@ -158,7 +158,7 @@ def begin(flow: Flow, cloud: Cloud, state: State | None) -> tuple[Flow, Cloud]:
 
 def _agree(one: PyTree[Array], other: PyTree[Array]) -> bool:
     """Say whether two pytrees have the same arrays, as far as their values are known while tracing."""
-    pairs = [[_checks.concrete(u) for u in jax.tree.leaves(tree)] for tree in (one, other)]
+    pairs = [[_boundary.concrete(u) for u in jax.tree.leaves(tree)] for tree in (one, other)]
     if len(pairs[0]) != len(pairs[1]):
         return False
     known = [(u, v) for u, v in zip(*pairs, strict=True) if u is not None and v is not None]
@@ -168,7 +168,7 @@ def _agree(one: PyTree[Array], other: PyTree[Array]) -> bool:
 def check_resumed(state: State, settings: Settings, data: Dataset) -> None:
     """Raise ValueError if a run with these settings and data is not a continuation of the run behind ``state``."""
     found = state.settings.differences(settings)
-    old, new = _checks.concrete(state.data), _checks.concrete(fingerprint(data))
+    old, new = _boundary.concrete(state.data), _boundary.concrete(fingerprint(data))
     if old is not None and new is not None:
         # programs may sum in different orders, so equal data agree to rounding only
         close = np.sqrt(np.finfo(new.dtype).eps)
@@ -237,8 +237,8 @@ class Solution(eqx.Module):
 
         return as_dataset(self)
 
-    @_checks.arguments(path=_checks.path)
-    def save(self, path: str | pathlib.Path) -> pathlib.Path:
+    @checked
+    def save(self, path: FilePath) -> pathlib.Path:
         """Write the solution to one .npz file (arrays, settings, versions; no pickles) and return its path.
 
         ``.npz`` is appended unless the name ends with it. ``observed`` must be an array or nested dicts (with texts or
@@ -249,8 +249,10 @@ class Solution(eqx.Module):
         return write_solution(self, pathlib.Path(path))
 
     @classmethod
-    @_checks.arguments(path=_checks.path, records=_checks.sequence(_checks.record, least=0))
-    def load(cls, path: str | pathlib.Path, *, records: Sequence[type] = ()) -> Self:
+    @checked
+    def load(
+        cls, path: FilePath, *, records: Annotated[Sequence[type], sequence(record, least=0)] = ()
+    ) -> Self:
         """Read a solution written by ``save``; it can be resumed through ``state``.
 
         Args:
@@ -281,7 +283,7 @@ class FailedRun(RuntimeError):
 
 def raise_on_failure(solution: Solution) -> None:
     """Raise ``FailedRun`` with the code's message unless every run is ok; does nothing while tracing."""
-    code = _checks.concrete(solution.result._value)
+    code = _boundary.concrete(solution.result._value)
     if code is None:
         return
     # on the host: the comparison of codes on the device would take longer than a small run

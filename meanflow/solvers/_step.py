@@ -1,7 +1,7 @@
 """How long a step is: a constant, a fraction of what the tangent kernel allows, a rule of yours, or adaptive."""
 
 import abc
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import equinox as eqx
 import jax
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, checked, number
 from meanflow._numerics import dominant_vector, safe_divide
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import Flow
@@ -179,7 +180,7 @@ class ConstantStep(StepRule):
 
     def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
         """Return at least what the steps need, where all numbers are known."""
-        step, first, last = (_checks.concrete(u) for u in (self.size, start, end))
+        step, first, last = (_boundary.concrete(u) for u in (self.size, start, end))
         if step is None or first is None or last is None:
             return self.most or MOST_STEPS
         # a step that is cut short to land on a time is a step more
@@ -206,10 +207,10 @@ class KernelStep(StepRule):
     max_steps: int = eqx.field(static=True)
 
     def __init__(self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = MOST_STEPS) -> None:
-        _checks.number(above=0)("kappa", kappa)
+        _boundary.number(above=0)("kappa", kappa)
         self.kappa = jnp.asarray(kappa, jnp.result_type(float))
-        self.every = _checks.whole("every", every, 1)
-        self.max_steps = _checks.whole("max_steps", max_steps, 1)
+        self.every = _boundary.whole("every", every, 1)
+        self.max_steps = _boundary.whole("max_steps", max_steps, 1)
 
     def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
         """Return ``max_steps``."""
@@ -223,7 +224,7 @@ class KernelStep(StepRule):
         return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 
 
-@_checks.constructor(rtol=_checks.number(low=0), atol=_checks.number(low=0), max_steps=_checks.count(1))
+@checked
 class Adaptive(eqx.Module):
     """Steps whose length follows an estimate of the local error, by diffrax. The default of smooth models in ``solve``.
 
@@ -235,17 +236,17 @@ class Adaptive(eqx.Module):
     1e-07
     """
 
-    rtol: float | Scalar = 1e-7
-    atol: float | Scalar = 1e-9
-    max_steps: int = eqx.field(static=True, default=MOST_STEPS)
+    rtol: Annotated[float | Scalar, number(low=0)] = 1e-7
+    atol: Annotated[float | Scalar, number(low=0)] = 1e-9
+    max_steps: Count = eqx.field(static=True, default=MOST_STEPS)
 
 
-STEP = _checks.either(
-    _checks.number(above=0), _checks.instance(StepRule, hint="for instance KernelStep(0.5)")
+STEP = _boundary.either(
+    _boundary.number(above=0), _boundary.instance(StepRule, hint="for instance KernelStep(0.5)")
 )
-ANY_STEP = _checks.either(
-    _checks.number(above=0),
-    _checks.instance(StepRule, Adaptive, hint="for instance KernelStep(0.5) or Adaptive(rtol=1e-9)"),
+ANY_STEP = _boundary.either(
+    _boundary.number(above=0),
+    _boundary.instance(StepRule, Adaptive, hint="for instance KernelStep(0.5) or Adaptive(rtol=1e-9)"),
 )
 
 

@@ -18,8 +18,10 @@ gives densities at m = infinity. It is of second order where density and speeds 
 the samples' kinks and mass gathers there in one cell, so that distances between measures are of first order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import diffrax
 import equinox as eqx
@@ -28,15 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from meanflow import _checks
-from meanflow._checks import array, count, either, instance, number, optional
+from meanflow import _boundary
+from meanflow._boundary import Length, Positive, Rate, array, checked, count, either, instance
 from meanflow._numerics import iterate_until, land
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
-from meanflow.flows._flow import FLOW, Flow
+from meanflow.flows._flow import Flow
 from meanflow.geometry._space import Space
 from meanflow.measures._cloud import Cloud
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._dataset import Dataset
 from meanflow.solvers._adaptive import save_times
 from meanflow.solvers._stepper import runge_kutta
 
@@ -46,7 +48,7 @@ MAX_STEPS = 10**6
 CFL = 0.4  # positivity needs sum of Courant numbers <= 1/2
 
 
-@_checks.constructor(mass=array((None, None), low=0), bound=array((), above=0))
+@checked
 class Density(eqx.Module):
     """Masses of the cells of [-bound, bound] x circle.
 
@@ -55,12 +57,12 @@ class Density(eqx.Module):
         bound: half-width of the interval of heights.
     """
 
-    mass: jax.Array
-    bound: jax.Array
+    mass: Annotated[jax.Array, array((None, None), low=0)]
+    bound: Annotated[jax.Array, array((), above=0)]
 
     def __check_init__(self) -> None:
         """Refuse masses whose sum is not 1."""
-        known = _checks.concrete(self.mass)
+        known = _boundary.concrete(self.mass)
         if known is not None and abs(known.sum(dtype=float) - 1) > 1e-4:
             raise ValueError(f"mass must sum to 1, got a sum of {known.sum(dtype=float):g}")
 
@@ -130,13 +132,10 @@ def _courant(problem: _DensityProblem, mass: jax.Array) -> jax.Array:
     return CFL / (worst + 2 * tau * (dh**-2 + dth**-2))
 
 
-@_checks.arguments(
-    rows=count(2),
-    columns=count(3),
-    bound=number(above=0, static=True),
-    half_width=number(above=0, static=True),
-)
-def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1.0) -> Density:
+@checked
+def uniform_density(
+    rows: Annotated[int, count(2)], columns: Annotated[int, count(3)], bound: Length, half_width: Length = 1.0
+) -> Density:
     """Return a height ~ U(-half_width, half_width) with a uniform angle, on [-bound, bound] x circle (exact masses)."""
     if not 0 < half_width <= bound:
         raise ValueError(f"half_width must lie in (0, bound = {bound}], got {half_width}")
@@ -146,22 +145,15 @@ def uniform_density(rows: int, columns: int, bound: float, half_width: float = 1
     return Density(jnp.outer(share, jnp.full(columns, 1.0 / columns)), jnp.asarray(bound, share.dtype))
 
 
-@_checks.arguments(
-    flow=FLOW,
-    density=instance(Density, hint="see uniform_density"),
-    data=DATA,
-    t1=number(above=0),
-    ts=optional(either(count(2), array((None,)))),
-    temperature=number(low=0),
-)
+@checked
 def evolve(
     flow: Flow,
-    density: Density,
+    density: Annotated[Density, instance(Density, hint="see uniform_density")],
     data: Dataset,
-    t1: float | jax.Array,
-    ts: int | Real[ArrayLike, " k"] | Sequence | None = None,
+    t1: Positive,
+    ts: Annotated[int | Real[ArrayLike, " k"] | Sequence, either(count(2), array((None,)))] | None = None,
     *,
-    temperature: float | jax.Array = 0.0,
+    temperature: Rate = 0.0,
 ) -> DensitySolution:
     """Solve the continuity equation of a flow on a cylinder in mean-field time up to ``t1``.
 
@@ -177,7 +169,7 @@ def evolve(
         ValueError: if the speeds at the start are such that ``t1`` takes more than ``MAX_STEPS`` steps.
         RuntimeError: if that many steps, or numbers that are finite, do not suffice after all.
     """
-    _checks.shape("y", data.y, (None,))
+    _boundary.shape("y", data.y, (None,))
     flow = flow.bind(data)
     if flow.scaling.kind != "m" or flow.centered:
         raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
@@ -187,14 +179,14 @@ def evolve(
     still = isinstance(temperature, float | int) and temperature == 0
     tau = None if still else jnp.asarray(temperature, density.mass.dtype)
     problem = _DensityProblem(flow, density, data, tau)
-    expected = _checks.concrete(t1 / _courant(problem, density.mass))
+    expected = _boundary.concrete(t1 / _courant(problem, density.mass))
     if expected is not None and not expected <= MAX_STEPS:
         raise ValueError(
             f"t1 must be reached in at most {MAX_STEPS} steps, got t1 = {t1}, which takes about {expected:.2g} at the "
             "speed of the start; take a coarser grid, smaller outputs or a smaller t1"
         )
     solution = _evolve(problem, t1, times)
-    end = _checks.concrete(solution.reached)
+    end = _boundary.concrete(solution.reached)
     if end is not None and not end:
         raise RuntimeError(
             f"t1 = {t1} was not reached in {int(solution.steps)} steps, or the density is not finite there: the "
@@ -255,7 +247,7 @@ def _check_feature(flow: Flow, density: Density, data: Dataset) -> None:
     angle = density.centres()[1]
     at = lambda height: Cloud(flow.space.cylinder(jnp.full_like(angle, height), angle))
     flow.feature.check(at(1.0), data.x)
-    one, two = (_checks.concrete(flow.feature(at(height), data.x)) for height in (1.0, 2.0))
+    one, two = (_boundary.concrete(flow.feature(at(height), data.x)) for height in (1.0, 2.0))
     if one is not None and two is not None and not np.allclose(2 * one, two, rtol=1e-3, atol=1e-6):
         raise ValueError(
             f"flow must have a feature that is linear in the height of the cylinder, got {type(flow.feature).__name__}"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow._checks import concrete
+from meanflow._boundary import concrete
 from meanflow._reuse import compiled
 from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow.measures._cloud import Cloud
 from meanflow.sweeps._store import StoreError
 
@@ -61,10 +61,10 @@ def mesh_shape(name: str, value: object) -> object:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(
             f"{name} must be two numbers of devices, along the cells and along the particles of each cloud, or a Mesh, "
-            f"got {_checks.show(value)}"
+            f"got {_boundary.show(value)}"
         )
-    across = None if value[0] is None else _checks.whole(f"{name}[0]", value[0], 1)
-    return across, _checks.whole(f"{name}[1]", value[1], 1)
+    across = None if value[0] is None else _boundary.whole(f"{name}[0]", value[0], 1)
+    return across, _boundary.whole(f"{name}[1]", value[1], 1)
 
 
 def find_mesh(asked: Mesh | tuple[int | None, int] | None) -> Mesh | None:

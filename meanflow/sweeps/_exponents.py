@@ -1,8 +1,10 @@
 """How observables scale with the width: exponents and their errors, phase diagrams, the coordinate check."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +12,17 @@ import numpy as np
 from jaxtyping import Array, Float, Key, Num
 from scipy import optimize
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Positive, checked, count, function, sequence, text, unchecked
 from meanflow._numerics import loglog_slope
 from meanflow.flows._features import TwoLayer
-from meanflow.flows._flow import FLOW, Flow
+from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud, Polar
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._dataset import Dataset
 from meanflow.solvers._step import KernelStep
 from meanflow.sweeps import _results as results
-from meanflow.sweeps._networks import AMPLITUDES, BALANCES, WIDTHS, Counts, sweep
-from meanflow.sweeps._plan import SEEDS
+from meanflow.sweeps._networks import AMPLITUDES, BALANCES, Counts, sweep
+from meanflow.sweeps._plan import SEEDS, Seeds
 from meanflow.univariate._models import lifted
 
 if TYPE_CHECKING:  # slow to import
@@ -34,35 +37,24 @@ def sweep_result(name: str, value: object) -> object:
     """Accept an ``xarray.Dataset``, such as ``sweep`` returns."""
     import xarray
 
-    return _checks.instance(xarray.Dataset, hint="pass what sweep returned")(name, value)
+    return _boundary.instance(xarray.Dataset, hint="pass what sweep returned")(name, value)
 
 
-NAMES = _checks.sequence(_checks.text)
-LEVEL = _checks.optional(_checks.number(above=0.0))
+Names = Annotated[Sequence[str], sequence(text)]
 
 
-@_checks.arguments(
-    data=DATA,
-    widths=_checks.sequence(_checks.count(1), least=2),
-    alphas=AMPLITUDES,
-    deltas=BALANCES,
-    seeds=SEEDS,
-    variables=NAMES,
-    level=LEVEL,
-    init=_checks.function,
-    settings=_checks.unchecked("sweep checks each of them"),
-)
+@checked
 def phase_diagram(
     data: Dataset,
     *,
-    widths: Sequence[int],
-    alphas: Sequence[float] = (0.0, 0.5, 1.0),
-    deltas: Sequence[float] = (0.0,),
-    seeds: int | Sequence[int] = 4,
-    init: Callable[..., Cloud] | None = None,
-    variables: Sequence[str] = VARIABLES,
-    level: float | None = None,
-    **settings: Any,
+    widths: Annotated[Sequence[int], sequence(count(1), least=2)],
+    alphas: Annotated[Sequence[float], AMPLITUDES] = (0.0, 0.5, 1.0),
+    deltas: Annotated[Sequence[float], BALANCES] = (0.0,),
+    seeds: Seeds = 4,
+    init: Annotated[Callable[..., Cloud] | None, function] = None,
+    variables: Names = VARIABLES,
+    level: Positive | None = None,
+    **settings: Annotated[Any, unchecked("sweep checks each of them")],
 ) -> "xarray.Dataset":
     """Fit exponents in the width of univariate ReLU networks with output scale alpha(m) = m^alpha.
 
@@ -129,7 +121,7 @@ def _unit_weights(key: Key[Array, ""], width: int, alpha: float) -> Cloud:
     return Cloud(Polar(width ** (1.0 - alpha) * sign, jnp.repeat(theta, 2)))
 
 
-def _compared(runs: "xarray.Dataset", name: str, level: float | None) -> "xarray.DataArray":
+def _compared(runs: "xarray.Dataset", name: str, level: float | jax.Array | None) -> "xarray.DataArray":
     """Return the value with which a run enters a fit; NaN for runs that failed or never reached the level."""
     import xarray
 
@@ -161,9 +153,11 @@ def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
     return float(value[k - 1] + share * (value[k] - value[k - 1]))
 
 
-@_checks.arguments(runs=sweep_result, variables=NAMES, level=LEVEL)
+@checked
 def fit_exponents(
-    runs: "xarray.Dataset", variables: Sequence[str] = VARIABLES, level: float | None = None
+    runs: Annotated["xarray.Dataset", sweep_result],
+    variables: Names = VARIABLES,
+    level: Positive | None = None,
 ) -> "xarray.Dataset":
     """Fit value ~ prefactor * width^exponent at the end of every run of a sweep, or where its loss reaches ``level``.
 
@@ -382,16 +376,15 @@ def _sizes(flow: Flow, cloud: Cloud, data: Dataset, start: Cloud) -> dict[str, j
     }
 
 
-@_checks.arguments(
-    flow=FLOW,
-    data=DATA,
-    widths=WIDTHS,
-    seeds=SEEDS,
-    t1=_checks.number(above=0),
-    settings=_checks.unchecked("sweep checks each of them"),
-)
+@checked
 def coordinate_check(
-    flow: Flow, data: Dataset, *, widths: Counts, seeds: int | Counts = 4, t1: float = 1.0, **settings: Any
+    flow: Flow,
+    data: Dataset,
+    *,
+    widths: Counts,
+    seeds: Annotated[int | Counts, SEEDS] = 4,
+    t1: Positive = 1.0,
+    **settings: Annotated[Any, unchecked("sweep checks each of them")],
 ) -> CoordinateCheck:
     """Fit how f_0, the change of f and the change of b . x grow with the width, on the clock on which f moves alike.
 

@@ -1,23 +1,24 @@
 """``sweep_function``: any function of a key over a grid, on the machinery of ``sweep``."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
-import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 
-from meanflow import _checks
+from meanflow._boundary import FilePath, checked, mapping, sequence, text
 from meanflow._identity import Json, describe
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._grid import Grid, Group, Value
-from meanflow.sweeps._plan import AXES, EXECUTION, SEEDS, Cell, Execution, Plan, Results, any_key
+from meanflow.sweeps._plan import AXES, Cell, Execution, Plan, Results, Seeds, any_key
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -108,23 +109,15 @@ class FunctionSweep(Plan):
             raise ValueError(f"dims must name results among {sorted(known)}, got {stray[0]!r}")
 
 
-@_checks.arguments(
-    function=_checks.function,
-    axes=_checks.optional(AXES),
-    seeds=SEEDS,
-    dims=_checks.optional(_checks.mapping(_checks.sequence(_checks.text, least=0))),
-    key=any_key,
-    store=_checks.optional(_checks.path),
-    execution=_checks.optional(EXECUTION),
-)
+@checked
 def sweep_function(
     function: Callable[..., PyTree],
     *,
-    axes: Mapping[str, Iterable[Value]] | None = None,
-    seeds: int | Sequence[int] = 1,
-    dims: Mapping[str, Sequence[str]] | None = None,
-    key: int | Key[Array, ""] | UInt32[ArrayLike, "words"] = 0,
-    store: str | pathlib.Path | None = None,
+    axes: Annotated[Mapping[str, Iterable[Value]], AXES] | None = None,
+    seeds: Seeds = 1,
+    dims: Annotated[Mapping[str, Sequence[str]], mapping(sequence(text, least=0))] | None = None,
+    key: Annotated[int | Key[Array, ""] | UInt32[ArrayLike, "words"], any_key] = 0,
+    store: FilePath | None = None,
     execution: Execution | None = None,
 ) -> "xarray.Dataset":
     """Run any function of a PRNG key and named values over a grid: vmapped, chunked, sharded, stored and labelled.

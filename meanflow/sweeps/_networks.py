@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
 
 import equinox as eqx
 import jax
@@ -16,8 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
 
-from meanflow import _checks
-from meanflow._checks import array, count, either, flag, number, optional, sequence, unchecked
+from meanflow import _boundary
+from meanflow._boundary import (
+    Count,
+    FilePath,
+    Length,
+    array,
+    checked,
+    count,
+    either,
+    function,
+    number,
+    sequence,
+    unchecked,
+)
 from meanflow._identity import Json, describe
 from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.flows._observables import Observable
@@ -33,18 +44,19 @@ from meanflow.sweeps import _clouds as clouds
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._grid import Grid, Group, Value
-from meanflow.sweeps._plan import AXES, EXECUTION, SEEDS, Cell, Execution, Plan, Results, any_key
+from meanflow.sweeps._plan import AXES, SEEDS, Cell, Execution, Plan, Results, any_key
 from meanflow.sweeps._results import Observe, check_names, choose
 
 if TYPE_CHECKING:  # slow to import
     import xarray
 
-Model: TypeAlias = Flow | Callable[..., Flow]
-Samples: TypeAlias = Dataset | Callable[..., Dataset]
+Samples: TypeAlias = Annotated[Dataset | Callable[..., Dataset], either(DATA, function)]
 Init: TypeAlias = Callable[..., Cloud]
-Numbers: TypeAlias = Sequence[float] | Float[ArrayLike, "k"]
-Counts: TypeAlias = Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"]
-AnyKey: TypeAlias = int | Key[Array, ""] | UInt32[ArrayLike, "words"]
+Numbers: TypeAlias = Annotated[
+    Sequence[float] | Float[ArrayLike, "k"], sequence(number(infinite=True, static=True))
+]
+Counts: TypeAlias = Annotated[Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"], sequence(count(1))]
+AnyKey: TypeAlias = Annotated[int | Key[Array, ""] | UInt32[ArrayLike, "words"], any_key]
 Values: TypeAlias = dict[str, Any]  # values of named axes or settings, of any kind
 Changes: TypeAlias = Mapping[str, Array]  # other values along some axes
 
@@ -243,7 +255,7 @@ class Sweep(Plan):
         varied = jax.tree.unflatten(jax.tree.structure(eqx.filter(made[0], differs)), columns)
         most = None
         if differs.get("step") is True and "t1" in self.horizon:
-            steps = [step for one in different if (step := _checks.concrete(one["step"])) is not None]
+            steps = [step for one in different if (step := _boundary.concrete(one["step"])) is not None]
             if len(steps) == len(different):  # none of them is being traced
                 ends = np.zeros(()), np.asarray(self.horizon["t1"])
                 most = ConstantStep(np.min(steps)).limit(*ends, len(self.horizon["ts"]))
@@ -436,7 +448,7 @@ def _differ(*leaves: Any) -> bool:
         return False
     if _is_key(leaves[0]):
         leaves = tuple(map(jax.random.key_data, leaves))
-    known = [_checks.concrete(one) for one in leaves]
+    known = [_boundary.concrete(one) for one in leaves]
     return any(one is None or known[0] is None or not np.array_equal(one, known[0]) for one in known)
 
 
@@ -444,7 +456,7 @@ def _stack(column: Sequence[Any]) -> ArrayLike:
     """Return values of several cells as one array, on the host if none is on a device."""
     if not hasattr(column[0], "dtype"):
         return plans.numbers(column)
-    on_host = not _is_key(column[0]) and all(_checks.concrete(u) is not None for u in column)
+    on_host = not _is_key(column[0]) and all(_boundary.concrete(u) is not None for u in column)
     return np.stack([np.asarray(u) for u in column]) if on_host else jnp.stack(column)
 
 
@@ -593,56 +605,41 @@ def check_data(plan: Sweep) -> int:
 def model(name: str, value: object) -> object:
     """Accept a flow, or a function that returns one."""
     if not isinstance(value, Flow) and (not callable(value) or inspect.isclass(value)):
-        raise ValueError(f"{name} must be a Flow or a function that returns one, got {_checks.show(value)}")
+        raise ValueError(f"{name} must be a Flow or a function that returns one, got {_boundary.show(value)}")
     return value
+
+
+Model: TypeAlias = Annotated[Flow | Callable[..., Flow], model]
 
 
 AMPLITUDES = sequence(number(static=True))
 BALANCES = sequence(number(infinite=True, static=True))
-WIDTHS = sequence(count(1))
-STORE = optional(_checks.path)
 
 
 @overload
 def sweep(*given: Any, compute: Literal[False], **named: Any) -> Sweep: ...
 @overload
 def sweep(*given: Any, **named: Any) -> xarray.Dataset: ...
-@_checks.arguments(  # type: ignore[misc]  # mypy wants the whole list of arguments above as well
-    flow=model,
-    data=either(DATA, _checks.function),
-    widths=WIDTHS,
-    deltas=optional(BALANCES),
-    axes=optional(AXES),
-    seeds=SEEDS,
-    init=optional(_checks.function),
-    t1=optional(number(above=0.0, static=True)),
-    steps=optional(count(1)),
-    observe=unchecked("results.choose checks it, which knows the names of the model"),
-    key=any_key,
-    store=STORE,
-    execution=optional(EXECUTION),
-    compute=flag,
-    settings=unchecked("the solver checks each of them"),
-    ts=optional(either(count(2), array((None,), least=1))),
-    every=optional(count(1)),
-)
-def sweep(
+@checked
+def sweep(  # type: ignore[misc]  # mypy takes the decorated function for one without overloads
     flow: Model,
     data: Samples,
     *,
     widths: Counts,
     deltas: Numbers | None = None,
-    axes: Mapping[str, Iterable[Value]] | None = None,
-    seeds: int | Counts = 1,
+    axes: Annotated[Mapping[str, Iterable[Value]], AXES] | None = None,
+    seeds: Annotated[int | Counts, SEEDS] = 1,
     init: Init | None = None,
-    t1: float | None = None,
-    steps: int | None = None,
-    observe: Observe = None,
+    t1: Length | None = None,
+    steps: Count | None = None,
+    observe: Annotated[
+        Observe, unchecked("results.choose checks it, which knows the names of the model")
+    ] = None,
     key: AnyKey = 0,
-    store: str | pathlib.Path | None = None,
+    store: FilePath | None = None,
     execution: Execution | None = None,
     compute: bool = True,
-    **settings: Any,
+    **settings: Annotated[Any, unchecked("the solver checks each of them")],
 ) -> xarray.Dataset | Sweep:
     """Train one network per cell of a grid width x named axes x seed, in as few compiled programs as possible.
 

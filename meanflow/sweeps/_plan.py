@@ -5,6 +5,8 @@ over the leading axis of ``inputs``; over a mesh, the axis ``sweep`` is split by
 other's steps) and the axis ``particles`` by the compiler, which sums over devices where a prediction sums over neurons.
 """
 
+from __future__ import annotations
+
 import abc
 import contextlib
 import pathlib
@@ -12,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import equinox as eqx
 import jax
@@ -22,7 +24,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Compiled
 from jaxtyping import Array, Key, PyTree, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, FilePath, checked, either, function, instance, number, optional
 from meanflow._identity import Json, json_digest, source_digest
 from meanflow._reuse import kept_by_shape
 from meanflow.files import versions
@@ -39,7 +42,9 @@ if TYPE_CHECKING:  # slow to import
 MEMORY_SHARE = 0.9  # of the free memory that a chunk may take
 Results: TypeAlias = dict[str, Array]
 # True, False, a function (cells done, cells in all), or None: a bar if the error output is a terminal
-Progress: TypeAlias = bool | Callable[[int, int], object] | None
+Progress: TypeAlias = Annotated[
+    bool | Callable[[int, int], object] | None, optional(either(_boundary.flag, function))
+]
 
 
 class Cell(eqx.Module):
@@ -64,7 +69,7 @@ def flatten(tree: Mapping[str, PyTree], prefix: str = "", what: str = "observe")
             flat[prefix + name] = value
         else:
             raise ValueError(
-                f"{what}[{prefix + name!r}] must return an array or a dict of arrays, got {_checks.show(value)}"
+                f"{what}[{prefix + name!r}] must return an array or a dict of arrays, got {_boundary.show(value)}"
             )
     return flat
 
@@ -139,12 +144,7 @@ def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.S
     return eqx.filter_eval_shape(cell, shared, one)
 
 
-@_checks.constructor(
-    chunk=_checks.optional(_checks.count(1)),
-    waste=_checks.number(low=0.0, below=1.0),
-    mesh=_checks.optional(devices.mesh_shape),
-    progress=_checks.optional(_checks.either(_checks.flag, _checks.function)),
-)
+@checked
 @dataclass(frozen=True)
 class Execution:
     """How a sweep is run; nothing of it changes the results beyond rounding.
@@ -162,13 +162,13 @@ class Execution:
     0.15
     """
 
-    chunk: int | None = None
-    waste: float = 0.15
-    mesh: Mesh | tuple[int | None, int] | None = None
+    chunk: Count | None = None
+    waste: Annotated[float, number(low=0.0, below=1.0)] = 0.15
+    mesh: Annotated[Mesh | tuple[int | None, int], devices.mesh_shape] | None = None
     progress: Progress = None
 
 
-EXECUTION = _checks.instance(Execution, hint="for instance sweeps.Execution(chunk=64)")
+_boundary.declare(Execution, instance(Execution, hint="for instance sweeps.Execution(chunk=64)"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -465,8 +465,8 @@ def _reporter(progress: Progress, total: int, done: int) -> Iterator[Callable[[i
         yield advance
 
 
-@_checks.arguments(store=_checks.path)
-def load(store: str | pathlib.Path) -> "xarray.Dataset":
+@checked
+def load(store: FilePath) -> "xarray.Dataset":
     """Return the data set of a run directory, as far as it is finished; missing cells are NaN (-1 for integers).
 
     Reading needs no lock: a directory can be loaded while a sweep writes there.
@@ -507,13 +507,14 @@ def any_key(name: str, value: object) -> Key[Array, ""]:
             return jax.random.key(int(value))
         if isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32:
             return jax.random.wrap_key_data(jnp.asarray(value))
-        return _checks.prng_key(name, value)  # type: ignore[return-value]
+        return _boundary.prng_key(name, value)  # type: ignore[return-value]
     except (TypeError, OverflowError) as problem:
-        raise ValueError(f"{name} must be an integer or a PRNG key, got {_checks.show(value)}") from problem
+        raise ValueError(f"{name} must be an integer or a PRNG key, got {_boundary.show(value)}") from problem
 
 
-SEEDS = _checks.either(_checks.count(1, 2**24), _checks.sequence(_checks.count(0, 2**32 - 1)))
-AXES = _checks.mapping(_checks.sequence(_checks.unchecked("what takes the axis checks its values")))
+SEEDS = _boundary.either(_boundary.count(1, 2**24), _boundary.sequence(_boundary.count(0, 2**32 - 1)))
+Seeds = Annotated[int | Sequence[int], SEEDS]
+AXES = _boundary.mapping(_boundary.sequence(_boundary.unchecked("what takes the axis checks its values")))
 
 
 def seed_list(seeds: int | Sequence[int] | Array | np.ndarray) -> tuple[int, ...]:

@@ -1,23 +1,28 @@
 """What the trainer accepts: data, labels, settings; and whether network, loss and data fit together."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import array
 from meanflow.training.data import Data
 
-INPUTS = _checks.array(rank=1, half=True)
+Inputs = Annotated[Float[Array, "n ..."], array(rank=1, half=True)]
 """Kind of inputs of a network: a batch of finite numbers."""
 
 
 def labels(name: str, value: object) -> jax.Array:
     """Accept targets, one for each row: an array of at least one axis, of integers or floats."""
-    _checks.array(rank=1)(name, value)
+    _boundary.array(rank=1)(name, value)
     return jnp.asarray(value)  # classes stay integers
 
 
@@ -25,10 +30,10 @@ def train_data(name: str, value: object) -> Data:
     """Accept training and test data, four finite arrays that are not empty."""
     if not isinstance(value, tuple) or len(value) != 4:
         raise TypeError(
-            f"{name} must be a training.data.Data (train_x, train_y, test_x, test_y), got {_checks.show(value)}"
+            f"{name} must be a training.data.Data (train_x, train_y, test_x, test_y), got {_boundary.show(value)}"
         )
     for field, part in zip(Data._fields, value, strict=True):
-        _checks.host_array(rank=1, least=1)(f"{name}.{field}", part)
+        _boundary.host_array(rank=1, least=1)(f"{name}.{field}", part)
     return Data(*value)
 
 
@@ -38,12 +43,12 @@ def maker(name: str, value: object) -> object:
         raise TypeError(
             f"{name} must be a function that makes a network, got a network; write lambda rngs: ..."
         )
-    return _checks.either(_checks.taking(1), _checks.subclass(nnx.Module))(name, value)
+    return _boundary.either(_boundary.taking(1), _boundary.subclass(nnx.Module))(name, value)
 
 
 def settings(name: str, value: object) -> dict[str, object]:
     """Accept a mapping that can be stored as JSON."""
-    given = _checks.mapping(_checks.unchecked("looked at as a whole"))(name, value)
+    given = _boundary.mapping(_boundary.unchecked("looked at as a whole"))(name, value)
     try:
         json.dumps(given)
     except (TypeError, ValueError) as problem:
@@ -103,4 +108,4 @@ def _check_classes(name: str, y: np.ndarray, classes: int) -> None:
     """Refuse labels that are no class numbers: a loss would give NaN for them, or count from the end."""
     if not np.issubdtype(y.dtype, np.integer):
         raise ValueError(f"{name} must hold integers, the numbers of classes, got type {y.dtype}")
-    _checks.bounds(name, y, low=0, high=classes - 1)
+    _boundary.bounds(name, y, low=0, high=classes - 1)

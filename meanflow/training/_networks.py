@@ -4,16 +4,19 @@ A normalization layer is given as a function ``(features, rngs=...) -> layer``, 
 ``functools.partial(BatchNorm, momentum=0.9)`` or ``partial(nnx.GroupNorm, num_groups=4)``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, checked, count, instance
 from meanflow.layers._normalization import Normalization
 
 
@@ -66,11 +69,12 @@ def affine_part(norm: Layer, h: Float[Array, "*shape"]) -> Float[Array, "*shape"
     return norm.affine(h) if isinstance(norm, Normalization) else h
 
 
-BATCH = _checks.array(rank=2, half=True, nan=True, infinite=True)  # layers say what they do with NaN
-LAYER = _checks.count(-_checks.MOST)
+BATCH = _boundary.array(rank=2, half=True, nan=True, infinite=True)  # layers say what they do with NaN
+Batch = Annotated[Float[Array, "n ..."], BATCH]
+LayerNumber = Annotated[int, count(-_boundary.MOST)]
 
 
-RNGS = _checks.instance(nnx.Rngs, hint="such as nnx.Rngs(0)")
+_boundary.declare(nnx.Rngs, instance(nnx.Rngs, hint="such as nnx.Rngs(0)"))
 
 
 def make_norm(name: str, value: object) -> object:
@@ -80,9 +84,12 @@ def make_norm(name: str, value: object) -> object:
     if not callable(value) or isinstance(value, nnx.Module) or other:
         raise TypeError(
             f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
-            f"got {_checks.show(value)}"
+            f"got {_boundary.show(value)}"
         )
     return value
+
+
+NormMaker = Annotated[MakeNorm, make_norm]
 
 
 class Stack(nnx.Module):
@@ -108,22 +115,15 @@ class Stack(nnx.Module):
     (5, 10)
     """
 
-    @_checks.arguments(
-        in_features=_checks.count(1),
-        widths=_checks.sequence(_checks.count(1)),
-        classes=_checks.count(1),
-        norm=make_norm,
-        strides=_checks.optional(_checks.sequence(_checks.count(1))),
-        rngs=RNGS,
-    )
+    @checked
     def __init__(
         self,
-        in_features: int,
-        widths: Sequence[int],
-        classes: int,
-        norm: MakeNorm,
+        in_features: Count,
+        widths: Sequence[Count],
+        classes: Count,
+        norm: NormMaker,
         *,
-        strides: Sequence[int] | None = None,
+        strides: Sequence[Count] | None = None,
         rngs: nnx.Rngs,
     ):
         if strides is not None and len(strides) != len(widths):
@@ -140,13 +140,13 @@ class Stack(nnx.Module):
         self.norms = nnx.List([norm(n, rngs=rngs) for n in widths])
         self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
 
-    @_checks.arguments(x=BATCH)
-    def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n classes"]:
+    @checked
+    def __call__(self, x: Batch) -> Float[Array, "n classes"]:
         """Return the logits of a batch."""
         return self.upper(self.lower(x))
 
-    @_checks.arguments(x=BATCH, layer=LAYER)
-    def lower(self, x: Float[Array, "n ..."], layer: int = -1) -> Float[Array, "n ..."]:
+    @checked
+    def lower(self, x: Batch, layer: LayerNumber = -1) -> Float[Array, "n ..."]:
         """Return the outputs of one normalization layer, without its gamma and beta.
 
         Args:
@@ -164,8 +164,8 @@ class Stack(nnx.Module):
             x = jax.nn.relu(norm(affine(x)))
         return normalized(self.norms[index], self.maps[index](x))
 
-    @_checks.arguments(h=BATCH, layer=LAYER)
-    def upper(self, h: Float[Array, "n ..."], layer: int = -1) -> Float[Array, "n classes"]:
+    @checked
+    def upper(self, h: Batch, layer: LayerNumber = -1) -> Float[Array, "n classes"]:
         """Return the logits, given the outputs that ``lower`` returns for the same ``layer``.
 
         Args:

@@ -6,14 +6,26 @@ normalization layer can be used. ``released=True`` builds the networks of the tr
 published, which differ from these in several details.
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, checked, count
 from meanflow.layers._initializers import Initializer
-from meanflow.training._networks import BATCH, RNGS, MakeNorm, affine_part, he_normal, make_norm, normalized
+from meanflow.training._networks import (
+    BATCH,
+    MakeNorm,
+    NormMaker,
+    affine_part,
+    he_normal,
+    normalized,
+)
 
 
 def _conv(
@@ -67,8 +79,10 @@ class Block(nnx.Module):
         self.project = _conv(m, n, 1, stride, init, rngs, released) if projects else nnx.data(None)
         self.stride, self.extra, self.released = stride, n - m, released
 
-    @_checks.arguments(x=BATCH)
-    def __call__(self, x: Float[Array, "n h w channels"]) -> Float[Array, "n h2 w2 channels2"]:
+    @checked
+    def __call__(
+        self, x: Annotated[Float[Array, "n h w channels"], BATCH]
+    ) -> Float[Array, "n h2 w2 channels2"]:
         """Apply the block; height and width are divided by the stride."""
         h = jax.nn.relu(self.norms[0](x))
         if self.project is not None:
@@ -104,24 +118,15 @@ class ResNet(nnx.Module):
     269722
     """
 
-    @_checks.arguments(
-        depth=_checks.count(8),
-        classes=_checks.count(1),
-        norm=make_norm,
-        bottleneck=_checks.optional(_checks.flag),
-        in_channels=_checks.count(1),
-        kernel_init=_checks.function,
-        released=_checks.flag,
-        rngs=RNGS,
-    )
+    @checked
     def __init__(
         self,
-        depth: int,
-        classes: int,
-        norm: MakeNorm,
+        depth: Annotated[int, count(8)],
+        classes: Count,
+        norm: NormMaker,
         *,
         bottleneck: bool | None = None,
-        in_channels: int = 3,
+        in_channels: Count = 3,
         kernel_init: Initializer = he_normal,
         released: bool = False,
         rngs: nnx.Rngs,
@@ -129,7 +134,7 @@ class ResNet(nnx.Module):
         bottleneck = depth >= 164 if bottleneck is None else bottleneck
         # three stages of k blocks with 3 or 2 convolutions each, plus stem and read-out
         a = 9 if bottleneck else 6
-        if _checks.whole("depth", depth, a + 2) % a != 2:
+        if _boundary.whole("depth", depth, a + 2) % a != 2:
             raise ValueError(f"depth must be {a} k + 2 with bottleneck={bottleneck}, got {depth}")
         self.stem = _conv(in_channels, 16, 3, 1, kernel_init, rngs, released)
         self.stem_norm = norm(16, rngs=rngs) if released else nnx.data(None)
@@ -159,8 +164,10 @@ class ResNet(nnx.Module):
             raise ValueError(f"layer must be -1, the last normalization layer of a ResNet, got {layer}")
         return normalized(self.norm, self.states(x)[-1])
 
-    @_checks.arguments(x=BATCH)
-    def states(self, x: Float[Array, "n h w channels"]) -> list[Float[Array, "n h2 w2 features"]]:
+    @checked
+    def states(
+        self, x: Annotated[Float[Array, "n h w channels"], BATCH]
+    ) -> list[Float[Array, "n h2 w2 features"]]:
         """Return what each block receives, and last what the last normalization layer receives.
 
         Args:

@@ -5,12 +5,14 @@ the trainer measures the internal covariate shift of a watched layer and reports
 program calls back.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +22,23 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, FilePath, Natural, PRNGKey, checked, choice, either, instance
 from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
 from meanflow.solvers._batches import shuffle
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
-from meanflow.training._fitting import INPUTS, check_fit, labels, maker, same_rows, settings, train_data
+from meanflow.training._fitting import (
+    Inputs,
+    check_fit,
+    labels,
+    maker,
+    same_rows,
+    settings,
+    train_data,
+)
 from meanflow.training._moments import FeatureMoments, moments
-from meanflow.training._networks import LAYER, Network
+from meanflow.training._networks import LayerNumber, Network
 from meanflow.training.data import Data
 from meanflow.transport import ics
 
@@ -41,7 +52,7 @@ Carry = tuple[PyTree[Array], PyTree[Array], optax.OptState, jax.Array]
 """What one minibatch passes to the next: parameters, other variables, optimizer state, sum of the losses."""
 
 
-STATE = _checks.instance(TrainState, hint="from Trainer.init(key) or Trainer.run")
+STATE = _boundary.declare(TrainState, instance(TrainState, hint="from Trainer.init(key) or Trainer.run"))
 
 
 class LayerComparison(TypedDict):
@@ -53,14 +64,7 @@ class LayerComparison(TypedDict):
     loss_shift: jax.Array
 
 
-@_checks.constructor(
-    layer=LAYER,
-    moments=_checks.choice("batch", "running"),
-    rows=_checks.count(1),
-    inputs=_checks.optional(_checks.count(1)),
-    max_exact=_checks.count(0),
-    shift=_checks.flag,
-)
+@checked
 @dataclass(frozen=True)
 class Watch:
     """What the trainer records of one layer after each epoch.
@@ -81,11 +85,11 @@ class Watch:
     -1
     """
 
-    layer: int = -1
-    moments: str = "batch"
-    rows: int = 400
-    inputs: int | None = None
-    max_exact: int = 2000
+    layer: LayerNumber = -1
+    moments: Annotated[str, choice("batch", "running")] = "batch"
+    rows: Count = 400
+    inputs: Count | None = None
+    max_exact: Natural = 2000
     shift: bool = True
 
 
@@ -124,27 +128,21 @@ class Trainer:
     (['epoch', 'test_accuracy', 'test_loss', 'train_loss'], (2,))
     """
 
-    @_checks.arguments(
-        make=maker,
-        optimizer=_checks.instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
-        batch_size=_checks.count(1),
-        loss=_checks.taking(2),
-        augment=_checks.optional(_checks.taking(2)),
-        watch=_checks.optional(_checks.instance(Watch)),
-        mesh=_checks.optional(_checks.instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")),
-        loop=_checks.choice("program", "host", "ensemble"),
-    )
+    @checked
     def __init__(
         self,
-        make: Callable[[nnx.Rngs], Network],
-        optimizer: optax.GradientTransformation,
+        make: Annotated[Callable[[nnx.Rngs], Network], maker],
+        optimizer: Annotated[
+            optax.GradientTransformation,
+            instance(optax.GradientTransformation, hint="such as optax.sgd(0.1)"),
+        ],
         *,
-        batch_size: int = 128,
+        batch_size: Count = 128,
         loss: Loss = cross_entropy,
         augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         watch: Watch | None = None,
-        mesh: Mesh | None = None,
-        loop: str = "program",
+        mesh: Annotated[Mesh, instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")] | None = None,
+        loop: Annotated[str, choice("program", "host", "ensemble")] = "program",
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
         self.batch_size, self.watch, self.mesh = batch_size, watch, mesh
@@ -157,7 +155,7 @@ class Trainer:
         # shapes alone: the structure of the network is known without drawing its weights
         network = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         if not isinstance(network, nnx.Module):
-            raise TypeError(f"make must return a flax NNX module, got {_checks.show(network)}")
+            raise TypeError(f"make must return a flax NNX module, got {_boundary.show(network)}")
         self.graph = nnx.split(network, nnx.Param, ...)[0]
         lift = jax.vmap if self.ensemble else (lambda f: f)
         self._init = jax.jit(lift(self.init))
@@ -167,8 +165,8 @@ class Trainer:
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
         self._compare = jax.jit(lift(self.compare))
 
-    @_checks.arguments(key=_checks.prng_key)
-    def init(self, key: Key[Array, ""]) -> TrainState:
+    @checked
+    def init(self, key: PRNGKey) -> TrainState:
         """Return the state before the first epoch.
 
         Args:
@@ -179,7 +177,7 @@ class Trainer:
         params, stats = _variables(self.make(nnx.Rngs(init_key)))
         return TrainState(jnp.zeros((), jnp.int32), params, stats, self.optimizer.init(params), run_key)
 
-    @_checks.arguments(state=STATE, training=_checks.flag)
+    @checked
     def network(self, state: TrainState, *, training: bool = False) -> Network:
         """Return the network of a state; changing it leaves the state as it is.
 
@@ -191,9 +189,9 @@ class Trainer:
         model.train() if training else model.eval()
         return model
 
-    @_checks.arguments(state=STATE, x=INPUTS, y=labels)
+    @checked
     def epoch(
-        self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+        self, state: TrainState, x: Inputs, y: Annotated[Shaped[Array, "n ..."], labels]
     ) -> tuple[TrainState, Float[Array, ""]]:
         """Pass once over the data in minibatches; return the new state and the mean loss on the way.
 
@@ -279,9 +277,9 @@ class Trainer:
         (name,) = self.mesh.axis_names
         return jax.vmap(lambda _: function(), axis_name=name)(jnp.zeros(1))[0]
 
-    @_checks.arguments(state=STATE, x=INPUTS, y=labels)
+    @checked
     def evaluate(
-        self, state: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+        self, state: TrainState, x: Inputs, y: Annotated[Shaped[Array, "n ..."], labels]
     ) -> dict[str, Float[Array, ""]]:
         """Return loss and accuracy in inference, by name.
 
@@ -300,9 +298,9 @@ class Trainer:
             logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
         return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
 
-    @_checks.arguments(old=STATE, new=STATE, x=INPUTS, y=labels)
+    @checked
     def compare(
-        self, old: TrainState, new: TrainState, x: Float[Array, "n ..."], y: Shaped[Array, "n ..."]
+        self, old: TrainState, new: TrainState, x: Inputs, y: Annotated[Shaped[Array, "n ..."], labels]
     ) -> LayerComparison:
         """Compare the watched layer at two times on the same inputs.
 
@@ -336,24 +334,16 @@ class Trainer:
             "loss_shift": self.loss(upper(after), y) - self.loss(upper(before), y),
         }
 
-    @_checks.arguments(
-        state=_checks.either(STATE, _checks.prng_keys),
-        data=train_data,
-        epochs=_checks.count(0),
-        progress=_checks.optional(_checks.flag),
-        checkpoint=_checks.optional(_checks.path),
-        config=_checks.optional(settings),
-        hook=_checks.optional(_checks.taking(2)),
-    )
+    @checked
     def run(
         self,
-        state: TrainState | Key[Array, "*runs"],
-        data: Data,
-        epochs: int,
+        state: Annotated[TrainState | Key[Array, "*runs"], either(STATE, _boundary.prng_keys)],
+        data: Annotated[Data, train_data],
+        epochs: Natural,
         *,
         progress: bool | None = None,
-        checkpoint: str | Path | None = None,
-        config: Mapping[str, object] | None = None,
+        checkpoint: FilePath | None = None,
+        config: Annotated[Mapping[str, object], settings] | None = None,
         hook: Callable[[int, Network], object] | None = None,
     ) -> tuple[TrainState, Record]:
         """Train until ``epochs`` epochs are done in all, and record each.

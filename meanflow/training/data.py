@@ -1,5 +1,7 @@
 """Image data: digits (which comes with scikit-learn), MNIST and CIFAR from local files, which ``fetch`` downloads."""
 
+from __future__ import annotations
+
 import gzip
 import io
 import math
@@ -8,14 +10,15 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, FilePath, Natural, PRNGKey, checked, choice, count, function
 from meanflow.training import _downloads
 
 
@@ -47,8 +50,8 @@ class Data(NamedTuple):
         )
 
 
-@_checks.arguments(seed=_checks.count(0), train=_checks.count(1))
-def digits(seed: int = 0, train: int = 1500) -> Data:
+@checked
+def digits(seed: Natural = 0, train: Count = 1500) -> Data:
     """Return scikit-learn's 1797 handwritten digits of 8 x 8 pixels, split at random.
 
     Args:
@@ -70,18 +73,13 @@ def digits(seed: int = 0, train: int = 1500) -> Data:
     return Data(images[:train], labels[:train], images[train:], labels[train:])
 
 
-@_checks.arguments(
-    name=_checks.choice(*_downloads.SOURCES),
-    folder=_checks.optional(_checks.path),
-    force=_checks.flag,
-    say=_checks.function,
-)
+@checked
 def fetch(
-    name: str,
-    folder: str | Path | None = None,
+    name: Annotated[str, choice(*_downloads.SOURCES)],
+    folder: FilePath | None = None,
     *,
     force: bool = False,
-    say: Callable[[str], object] = print,
+    say: Annotated[Callable[[str], object], function] = print,
 ) -> Path:
     """Bring a data set onto this machine and return its folder; does nothing if it is there already.
 
@@ -106,7 +104,7 @@ def fetch(
     return place
 
 
-@_checks.arguments(name=_checks.text)
+@checked
 def find(name: str) -> Path | None:
     """Return the folder in which ``fetch(name)`` has put a data set, or None if it is not there.
 
@@ -117,8 +115,8 @@ def find(name: str) -> Path | None:
     return place if name in _downloads.SOURCES and _downloads.is_complete(name, place) else None
 
 
-@_checks.arguments(folder=_checks.path)
-def mnist(folder: str | Path) -> Data:
+@checked
+def mnist(folder: FilePath) -> Data:
     """Read MNIST, or any data set in its format, from idx files, plain or gzipped.
 
     Args:
@@ -138,8 +136,8 @@ def mnist(folder: str | Path) -> Data:
     return Data(*parts)
 
 
-@_checks.arguments(path=_checks.path)
-def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
+@checked
+def read_idx(path: FilePath) -> UInt8[np.ndarray, "..."]:
     """Read one idx file of unsigned bytes, plain or gzipped.
 
     Args:
@@ -165,8 +163,8 @@ def read_idx(path: str | Path) -> UInt8[np.ndarray, "..."]:
     return values.reshape(shape)
 
 
-@_checks.arguments(folder=_checks.path, classes=_checks.count(10, 100))
-def cifar(folder: str | Path, classes: int = 10) -> Data:
+@checked
+def cifar(folder: FilePath, classes: Annotated[int, count(10, 100)] = 10) -> Data:
     """Read CIFAR-10 or CIFAR-100 from the batches of its Python or its binary version.
 
     Args:
@@ -179,7 +177,7 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         FileNotFoundError: if a file is missing; the message names it.
         ValueError: if a batch is in neither format.
     """
-    _checks.one_of("classes", classes, (10, 100))
+    _boundary.one_of("classes", classes, (10, 100))
     train = [f"data_batch_{i}" for i in range(1, 6)] if classes == 10 else ["train"]
     test = ["test_batch"] if classes == 10 else ["test"]
     stem = f"cifar-{classes}"
@@ -193,16 +191,14 @@ def cifar(folder: str | Path, classes: int = 10) -> Data:
         # planes of colors become channels, the last axis, as flax has them
         images = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         _check_images(images[..., 0], labels, names[0])
-        _checks.bounds(f"labels of {names[0]}", labels, low=0, high=classes - 1)
+        _boundary.bounds(f"labels of {names[0]}", labels, low=0, high=classes - 1)
         parts += [(images / 255).astype("float32"), labels.astype("int32")]
     return Data(*parts)
 
 
-@_checks.arguments(
-    key=_checks.prng_key, images=_checks.array((None, None, None, None)), padding=_checks.count(0)
-)
+@checked
 def crop_and_flip(
-    key: Key[Array, ""], images: Float[Array, "n h w c"], padding: int = 4
+    key: PRNGKey, images: Float[Array, "n h w c"], padding: Natural = 4
 ) -> Float[Array, "n h w c"]:
     """Augment images as is usual for CIFAR: pad with zeros, crop at random to the old size, mirror half of them.
 
@@ -270,7 +266,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 def _find(folder: str | Path, *names: str, below: str = "") -> Path:
     """Find the first of the names in the folder, or in a subfolder whose name starts with ``below``."""
-    root = _checks.path("folder", folder)
+    root = _boundary.path("folder", folder)
     places = [root, *sorted(p for p in root.glob(f"{below}*") if p.is_dir())] if below else [root]
     for place in places:
         for name in names:

@@ -5,19 +5,18 @@ Gaussians in 32 dimensions the W_1 between two samples of 1000 points is already
 the best lower bound, the exact value where that is feasible, and the best upper bound.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import array, count
+from meanflow._boundary import Natural, checked
 from meanflow.transport import bounds
 from meanflow.transport._exact import MAX_ASSIGNMENT, wasserstein
 from meanflow.transport._sliced import marginal_wasserstein
-
-OUTPUTS = array(rank=1, least=1)
 
 
 class Sandwich(NamedTuple):
@@ -51,9 +50,9 @@ def _pieces(x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-@_checks.arguments(before=OUTPUTS, after=OUTPUTS, max_exact=count(0))
+@checked
 def ics(
-    before: Float[ArrayLike, "n ..."], after: Float[ArrayLike, "n ..."], *, max_exact: int = 2000
+    before: Float[ArrayLike, "n ..."], after: Float[ArrayLike, "n ..."], *, max_exact: Natural = 2000
 ) -> Sandwich:
     """Return the internal covariate shift of a layer: W_1 between its outputs at two times, with bounds.
 

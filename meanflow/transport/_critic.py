@@ -5,18 +5,19 @@ not the Lipschitz constant K: the output is K W_1, and K is not known in advance
 that value / lipschitz_bound is at least a valid lower bound on W_1.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import array, choice, count, number, prng_key, sequence
+from meanflow._boundary import Count, Length, PRNGKey, array, checked, choice, count, sequence
 from meanflow._numerics import iterate
 
 Weights: TypeAlias = list[tuple[jax.Array, jax.Array]]
@@ -42,16 +43,7 @@ class CriticDistance(NamedTuple):
     lower_bound: Float[Array, ""]
 
 
-@_checks.constructor(
-    hidden=sequence(count(1), least=0),
-    filters=sequence(count(1), least=0),
-    strides=sequence(count(1), least=0),
-    clip=number(above=0, static=True),
-    steps=count(1),
-    batch=count(1),
-    learning_rate=number(above=0, static=True),
-    head=choice("sigmoid", "linear"),
-)
+@checked
 @dataclass(frozen=True)
 class Critic:
     """The network of ``critic_distance`` and its training.
@@ -73,14 +65,14 @@ class Critic:
     (64, 64)
     """
 
-    hidden: tuple[int, ...] = (64, 64)
-    filters: tuple[int, ...] = ()
-    strides: tuple[int, ...] = ()
-    clip: float = 0.01
-    steps: int = 1000
-    batch: int = 128
-    learning_rate: float = 1e-3
-    head: str = "sigmoid"
+    hidden: Annotated[tuple[int, ...], sequence(count(1), least=0)] = (64, 64)
+    filters: Annotated[tuple[int, ...], sequence(count(1), least=0)] = ()
+    strides: Annotated[tuple[int, ...], sequence(count(1), least=0)] = ()
+    clip: Length = 0.01
+    steps: Count = 1000
+    batch: Count = 128
+    learning_rate: Length = 1e-3
+    head: Annotated[str, choice("sigmoid", "linear")] = "sigmoid"
 
     def __post_init__(self) -> None:
         """Refuse convolutions without a stride."""
@@ -90,14 +82,12 @@ class Critic:
             )
 
 
-@_checks.arguments(
-    x=array(rank=2, least=2), y=array(rank=2, least=2), key=prng_key, critic=_checks.instance(Critic)
-)
+@checked
 def critic_distance(
-    x: Float[ArrayLike, "n ..."],
-    y: Float[ArrayLike, "n ..."],
+    x: Annotated[Float[ArrayLike, "n ..."], array(rank=2, least=2)],
+    y: Annotated[Float[ArrayLike, "n ..."], array(rank=2, least=2)],
     *,
-    key: Key[Array, ""],
+    key: PRNGKey,
     critic: Critic = Critic(),  # noqa: B008
 ) -> CriticDistance:
     """Train a clipped critic on the first half of two samples and evaluate it on the second half.

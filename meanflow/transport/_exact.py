@@ -11,9 +11,11 @@ all masses are equal, some permutation is an optimal coupling (Birkhoff), which 
 otherwise P is the solution of a linear program with N M unknowns, which POT's network simplex method finds.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +24,8 @@ import scipy.optimize
 import scipy.spatial.distance
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
-from meanflow import _checks
-from meanflow._checks import choice, either, number, optional, taking
+from meanflow import _boundary
+from meanflow._boundary import array, checked, choice, either, number, taking
 from meanflow._numerics import power_mean, scaled_norm
 
 MAX_ASSIGNMENT = 4096
@@ -36,7 +38,10 @@ MAX_PROGRAM = MAX_ASSIGNMENT**2
 Points: TypeAlias = PyTree[Shaped[ArrayLike, "..."]]
 """A cloud: an array whose leading axis counts the points, or a pytree of such arrays."""
 
-Cost = Callable[[Points, Points], Float[Array, "n m"]] | Literal["cylinder"]
+Cost = Annotated[
+    Callable[[Points, Points], Float[Array, "n m"]] | Literal["cylinder"],
+    either(choice("cylinder"), taking(2)),
+]
 """A pairwise ground distance, clouds of N and M points -> (N, M), or the name of one."""
 
 
@@ -46,39 +51,34 @@ def points(name: str, value: object) -> object:
         leaves: list[object] = [value]
     else:
         try:  # nested lists of numbers are one array, though a pytree of numbers to jax
-            _checks.numeric(name, value)
+            _boundary.numeric(name, value)
             leaves = [value]
         except ValueError:
             leaves = jax.tree.leaves(value)
     if not leaves:
         raise ValueError(
-            f"{name} must be an array of points or a pytree of such arrays, got {_checks.show(value)}"
+            f"{name} must be an array of points or a pytree of such arrays, got {_boundary.show(value)}"
         )
     for leaf in leaves:
         _POINTS(name, leaf)
     return value
 
 
-_POINTS = _checks.array(rank=1, least=1)
-WEIGHTS = optional(_checks.array((None,), low=0.0, least=1))
-PAIR = {
-    "x": points,
-    "y": points,
-    "p": number(low=1, static=True),
-    "weights_x": WEIGHTS,
-    "weights_y": WEIGHTS,
-    "cost": optional(either(choice("cylinder"), taking(2))),
-}
+AnyPoints = Annotated[Points, points]
 
 
-@_checks.arguments(**PAIR)
+_POINTS = _boundary.array(rank=1, least=1)
+PointWeights = Annotated[Shaped[ArrayLike, "_"], array((None,), low=0.0, least=1)]
+
+
+@checked
 def wasserstein(
-    x: Points,
-    y: Points,
-    p: float = 1,
+    x: AnyPoints,
+    y: AnyPoints,
+    p: Annotated[float, number(low=1, static=True)] = 1,
     *,
-    weights_x: Shaped[ArrayLike, "n"] | None = None,
-    weights_y: Shaped[ArrayLike, "m"] | None = None,
+    weights_x: PointWeights | None = None,
+    weights_y: PointWeights | None = None,
     cost: Cost | None = None,
 ) -> Float[Array, ""]:
     """Return the exact p-Wasserstein distance between two weighted point clouds.
@@ -135,14 +135,14 @@ def _power_mean(values: np.ndarray, mass: np.ndarray | None, p: float) -> float:
     return scale * mean((values / scale) ** p) ** (1 / p)
 
 
-@_checks.arguments(**PAIR)
+@checked
 def transport_plan(
-    x: Points,
-    y: Points,
-    p: float = 1,
+    x: AnyPoints,
+    y: AnyPoints,
+    p: Annotated[float, number(low=1, static=True)] = 1,
     *,
-    weights_x: Shaped[ArrayLike, "n"] | None = None,
-    weights_y: Shaped[ArrayLike, "m"] | None = None,
+    weights_x: PointWeights | None = None,
+    weights_y: PointWeights | None = None,
     cost: Cost | None = None,
 ) -> Float[np.ndarray, "n m"]:
     """Return an optimal coupling of two clouds: entry (i, j) is the mass that moves from x_i to y_j.
@@ -192,10 +192,10 @@ def cylinder_distance(x: Points, y: Points) -> Float[Array, "n m"]:
     """
     for name, pair in (("x", x), ("y", y)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"{name} must be a pair (a, b) of arrays, got {_checks.show(pair)}")
-        _checks.shape(f"a of {name}", pair[0], (None,))
-        _checks.shape(f"b of {name}", pair[1], (jnp.shape(pair[0])[0], None))
-        norms = _checks.concrete(jnp.linalg.norm(jnp.asarray(pair[1]), axis=1))
+            raise TypeError(f"{name} must be a pair (a, b) of arrays, got {_boundary.show(pair)}")
+        _boundary.shape(f"a of {name}", pair[0], (None,))
+        _boundary.shape(f"b of {name}", pair[1], (jnp.shape(pair[0])[0], None))
+        norms = _boundary.concrete(jnp.linalg.norm(jnp.asarray(pair[1]), axis=1))
         # single precision leaves errors of 1e-7 in a norm; 1e-4 is far beyond rounding and changes no angle visibly
         if norms is not None and not np.all(np.abs(norms - 1) <= 1e-4):
             worst = norms[np.argmax(np.abs(norms - 1))]
@@ -214,7 +214,7 @@ def _on_the_line(
         x, y = x.reshape(-1), y.reshape(-1)
     weights = [None if w is None else jnp.asarray(w, x.dtype) for w in (weights_x, weights_y)]
     # values that are being traced have no concrete form
-    host = [None if u is None else _checks.concrete(u) for u in (x, y, *weights)]
+    host = [None if u is None else _boundary.concrete(u) for u in (x, y, *weights)]
     traced = any(u is not None and v is None for u, v in zip((x, y, *weights), host, strict=True))
     if traced or any(device.platform != "cpu" for u in (x, y) for device in u.devices()):
         return _line(x, y, *weights, p)
@@ -280,7 +280,7 @@ def _solve(
     weights_y: ArrayLike | None,
 ) -> tuple[np.ndarray, Coupling]:
     """Return the pairwise costs (N, M) and an optimal coupling, on the host."""
-    if any(_checks.concrete(u) is None for u in jax.tree.leaves((x, y))):
+    if any(_boundary.concrete(u) is None for u in jax.tree.leaves((x, y))):
         raise ValueError(
             "x and y must be concrete: exact transport off the line runs on the host. Call it outside jit "
             "and grad (transport_plan gives the coupling to differentiate), or use sliced_wasserstein"
@@ -300,9 +300,9 @@ def _solve(
         raise ValueError(f"exact {what.format(largest)}, got {size}; subsample or use sliced_wasserstein")
     distances = _distances if cost is None else cylinder_distance if cost == "cylinder" else cost
     costs = np.asarray(distances(x, y))
-    _checks.shape("cost(x, y)", costs, (n, m))
-    _checks.finite("cost(x, y)", costs)
-    _checks.bounds("cost(x, y)", costs, low=0.0)
+    _boundary.shape("cost(x, y)", costs, (n, m))
+    _boundary.finite("cost(x, y)", costs)
+    _boundary.bounds("cost(x, y)", costs, low=0.0)
     powers = costs if rows.size == n and columns.size == m else costs[np.ix_(rows, columns)]
     # the plan does not depend on the unit of length
     powers = powers.astype("float64") / (float(powers.max()) or 1.0)
@@ -348,8 +348,8 @@ def check_weights(name: str, weights: ArrayLike | None, size: int) -> None:
     """Refuse weights of another length, and a sum of zero where it can be looked at."""
     if weights is None:
         return
-    _checks.shape(name, weights, (size,))
-    values = _checks.concrete(weights)
+    _boundary.shape(name, weights, (size,))
+    values = _boundary.concrete(weights)
     if values is not None and not values.sum() > 0:
         raise ValueError(f"{name} must have a positive sum, got {values.sum()}")
     if values is not None and not np.isfinite(np.square(values.sum(dtype=values.dtype))):
@@ -360,7 +360,7 @@ def _clouds(x: Points, y: Points) -> tuple[jax.Array, jax.Array]:
     """Return both clouds as floating-point arrays whose points have the same shape."""
     for name, cloud in (("x", x), ("y", y)):
         if not isinstance(cloud, jax.Array):
-            _checks.numeric(name, cloud)  # other pytrees need a cost
+            _boundary.numeric(name, cloud)  # other pytrees need a cost
     x, y = (u if isinstance(u, jax.Array) else jnp.asarray(u) for u in (x, y))
     given = x.dtype if x.dtype == y.dtype else jnp.result_type(x, y)
     # integers and booleans are points of the default float type

@@ -1,5 +1,7 @@
 """The Sinkhorn divergence, by ott-jax. It is not a Wasserstein distance and is not called one."""
 
+from __future__ import annotations
+
 import warnings
 from functools import partial
 from typing import NamedTuple
@@ -8,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from meanflow import _checks
-from meanflow._checks import array, count, number
-from meanflow.transport._exact import WEIGHTS, check_weights, euclidean
+from meanflow._boundary import Count, Positive, checked
+from meanflow.transport._exact import PointWeights, check_weights, euclidean
 
 
 class SinkhornDivergence(NamedTuple):
@@ -27,22 +28,15 @@ class SinkhornDivergence(NamedTuple):
     epsilon: Float[Array, ""]
 
 
-@_checks.arguments(
-    x=array((None, None), least=1),
-    y=array((None, None), least=1),
-    relative_epsilon=number(above=0),
-    weights_x=WEIGHTS,
-    weights_y=WEIGHTS,
-    max_iterations=count(1),
-)
+@checked
 def sinkhorn_divergence(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
     *,
-    relative_epsilon: Float[ArrayLike, ""] = 0.05,
-    weights_x: Float[ArrayLike, "n"] | None = None,
-    weights_y: Float[ArrayLike, "m"] | None = None,
-    max_iterations: int = 2000,
+    relative_epsilon: Positive = 0.05,
+    weights_x: PointWeights | None = None,
+    weights_y: PointWeights | None = None,
+    max_iterations: Count = 2000,
 ) -> SinkhornDivergence:
     """Return the debiased entropic cost S = OT_e(x, y) - (OT_e(x, x) + OT_e(y, y)) / 2 with ground cost |x - y|.
 

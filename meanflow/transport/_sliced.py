@@ -1,14 +1,17 @@
 """Distances through projections on lines, the sliced and the marginal Wasserstein distance: lower bounds on W_1."""
 
+from __future__ import annotations
+
 import math
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from meanflow import _checks
-from meanflow._checks import array, count, flag, number, prng_key
+from meanflow import _boundary
+from meanflow._boundary import Count, PRNGKey, checked, number
 from meanflow._numerics import power_mean, scaled_norm
 from meanflow.transport._exact import wasserstein
 
@@ -22,7 +25,7 @@ def slicing_constant(dimension: int) -> float:
     >>> print(round(slicing_constant(1), 6), round(slicing_constant(3), 6))
     1.0 2.0
     """
-    d = _checks.whole("dimension", dimension, 1)
+    d = _boundary.whole("dimension", dimension, 1)
     # by logarithms: the gamma function overflows from d = 343 on
     return math.sqrt(math.pi) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))
 
@@ -38,21 +41,14 @@ def sliced_distances(
     return jax.vmap(lambda u: wasserstein(x @ u, y @ u, p))(units)
 
 
-@_checks.arguments(
-    x=array((None, None), least=1),
-    y=array((None, None), least=1),
-    p=number(low=1, static=True),
-    key=prng_key,
-    directions=count(1),
-    scaled=flag,
-)
+@checked
 def sliced_wasserstein(
     x: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, "m d"],
-    p: float = 1,
+    p: Annotated[float, number(low=1, static=True)] = 1,
     *,
-    key: Key[Array, ""],
-    directions: int = 256,
+    key: PRNGKey,
+    directions: Count = 256,
     scaled: bool = False,
 ) -> Float[Array, ""]:
     """Return the sliced distance, (mean over directions of W_p(projections)^p)^(1/p).

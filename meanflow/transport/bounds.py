@@ -5,20 +5,24 @@ and are pure JAX. What the paper printed stands beside these bounds in ``meanflo
 that know what the layer does (unitization, gamma and beta) are in ``meanflow_papers.unitization.corrected``.
 """
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Shaped
+from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, Positive, array, checked
 
-SAMPLES = _checks.array((None, None), squares=True)
+Samples = Annotated[Float[ArrayLike, "_ d"], array((None, None), squares=True)]
 
 
-@_checks.arguments(x=SAMPLES, y=SAMPLES)
+@checked
 @jax.jit
-def moment_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Float[Array, ""]:
+def moment_bound(x: Samples, y: Samples) -> Float[Array, ""]:
     """Return the upper bound sqrt(sum var + sum var' + |dmu|^2) from two moments (Theorem 1, corrected).
 
     Here var and var' are the variances of the features of x and y, and dmu is the difference of their means. The bound
@@ -33,7 +37,7 @@ def moment_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Floa
     >>> print(moment_bound(pair, dirac), wasserstein(pair, dirac))
     2.0 2.0
     """
-    _checks.shape("y", y, (None, jnp.shape(x)[1]))
+    _boundary.shape("y", y, (None, jnp.shape(x)[1]))
     x, y = jnp.asarray(x), jnp.asarray(y)
     # E|x - y|^2 of independent x and y is the sum of all variances plus the squared distance of the means
     variance = jnp.sum(jnp.var(x, axis=0)) + jnp.sum(jnp.var(y, axis=0))
@@ -41,8 +45,8 @@ def moment_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"]) -> Floa
     return jnp.sqrt(variance + shift)
 
 
-@_checks.arguments(x=_checks.array(rank=1), p=_checks.count(1), c=_checks.number(above=0))
-def truncated_power(x: Float[ArrayLike, "*n d"], p: int, c: Shaped[ArrayLike, ""]) -> Float[Array, "*n"]:
+@checked
+def truncated_power(x: Float[ArrayLike, "*n d"], p: Count, c: Positive) -> Float[Array, "*n"]:
     """Return f_{p,C}(x) = sum_i clip(x_i, -C, C)^p / (p C^(p-1) sqrt(d)), a 1-Lipschitz function of each sample.
 
     Args:
@@ -58,10 +62,8 @@ def truncated_power(x: Float[ArrayLike, "*n d"], p: int, c: Shaped[ArrayLike, ""
     return c * jnp.sum(ratio**p, axis=-1) / (p * x.shape[-1] ** 0.5)
 
 
-@_checks.arguments(x=SAMPLES, y=SAMPLES, p=_checks.count(1), c=_checks.number(above=0))
-def power_bound(
-    x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], p: int, c: Shaped[ArrayLike, ""]
-) -> Float[Array, ""]:
+@checked
+def power_bound(x: Samples, y: Samples, p: Count, c: Positive) -> Float[Array, ""]:
     """Return the lower bound |E f_{p,C}(x) - E f_{p,C}(y)| (Theorem 2), where f is ``truncated_power``.
 
     The paper asks for p >= 2; p = 1 is valid too.
@@ -75,15 +77,13 @@ def power_bound(
     >>> print(power_bound(jnp.zeros((2, 1)), jnp.ones((2, 1)), 1, 1.0))
     1.0
     """
-    _checks.shape("y", y, (None, jnp.shape(x)[1]))
+    _boundary.shape("y", y, (None, jnp.shape(x)[1]))
     return jnp.abs(jnp.mean(truncated_power(x, p, c)) - jnp.mean(truncated_power(y, p, c)))
 
 
-@_checks.arguments(x=SAMPLES, y=SAMPLES, orders=_checks.sequence(_checks.count(1)))
+@checked
 @partial(jax.jit, static_argnames="orders")
-def best_power_bound(
-    x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], orders: tuple[int, ...] = (1, 2, 3, 4)
-) -> Float[Array, ""]:
+def best_power_bound(x: Samples, y: Samples, orders: tuple[Count, ...] = (1, 2, 3, 4)) -> Float[Array, ""]:
     """Return the largest ``power_bound`` over several powers and nine values of C.
 
     The values of C run from 1/16 to 1 times the largest entry of the samples.
@@ -96,7 +96,7 @@ def best_power_bound(
     >>> print(best_power_bound(jnp.zeros((2, 1)), jnp.ones((2, 1))))
     1.0
     """
-    _checks.shape("y", y, (None, jnp.shape(x)[1]))
+    _boundary.shape("y", y, (None, jnp.shape(x)[1]))
     top = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
     # samples that are all zero: any C gives the bound 0
     top = jnp.where(top > 0, top, 1)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._numerics import wrap_angle
 from meanflow.flows._features import Feature, Pull
 from meanflow.flows._motion import FrozenMotion
@@ -97,9 +97,9 @@ class Univariate(Feature):
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless inputs are scalars and every coordinate is one number for each neuron."""
         super().check(cloud, x)
-        _checks.shape("x", x, (None,))
+        _boundary.shape("x", x, (None,))
         for name, value in cloud.particles._asdict().items():
-            _checks.shape(f"particles.{name}", value, (cloud.size,))
+            _boundary.shape(f"particles.{name}", value, (cloud.size,))
 
     def __call__(self, cloud: Cloud, x: Float[Array, " n"]) -> Float[Array, "n m"]:
         """Return phi(w_i; x_j) for every input and neuron."""
@@ -194,7 +194,7 @@ class Reduced(Univariate):
     angles: ClassVar[tuple[str, ...]] = ("theta",)
 
     def __init__(self, forces: str) -> None:
-        _checks.one_of("forces", forces, FORCES)
+        _boundary.one_of("forces", forces, FORCES)
         self.record, self.forces = Polar, forces
 
     def direction(self, cloud: Cloud) -> Float[Array, "m 2"]:
@@ -241,7 +241,7 @@ class Raw(Univariate):
     amplitude: ClassVar[str | None] = "c"
 
     def __init__(self, forces: str, scaling: Scaling) -> None:
-        _checks.one_of("forces", forces, FORCES)
+        _boundary.one_of("forces", forces, FORCES)
         self.record, self.forces, self.scaling = Affine, forces, scaling
 
     def direction(self, cloud: Cloud) -> Float[Array, "m 2"]:

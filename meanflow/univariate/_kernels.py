@@ -8,22 +8,28 @@ independent outer weight c, has the kernels ("univariate ReLU", equations 23 and
     univariate_ntk(x, z) = random_feature + E(c^2) (x z + 1) indicator
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import array, number, optional
-from meanflow.univariate._weight_laws import AnyLaw, Scalar, pairs, weight_law
+from meanflow._boundary import Positive, Rate, array, checked
+from meanflow.univariate._weight_laws import AnyLaw, pairs, weight_law
 
 # Compiled once for each class of laws and each shape: the parameters of the law are arguments of the program.
 _feature_gram = jax.jit(lambda law, x, z: law.random_feature(*pairs(x, z)))
 _indicator_gram = jax.jit(lambda law, x, z: law.indicator(*pairs(x, z)))
 
 
-@_checks.arguments(x=array(squares=True), z=optional(array(squares=True)), law=weight_law)
+@checked
 def random_feature(
-    x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
+    x: Annotated[Float[ArrayLike, "*x"], array(squares=True)],
+    z: Annotated[Float[ArrayLike, "*z"], array(squares=True)] | None = None,
+    *,
+    law: Annotated[AnyLaw, weight_law] = "signs",
 ) -> Float[Array, "*shape"]:
     """Return the random-feature kernel E relu(a x - b) relu(a z - b), equation (23).
 
@@ -42,9 +48,12 @@ def random_feature(
     return _feature_gram(weight_law("law", law), jnp.asarray(x), None if z is None else jnp.asarray(z))
 
 
-@_checks.arguments(x=array(), z=optional(array()), law=weight_law)
+@checked
 def indicator(
-    x: Float[ArrayLike, "*x"], z: Float[ArrayLike, "*z"] | None = None, *, law: AnyLaw = "signs"
+    x: Float[ArrayLike, "*x"],
+    z: Float[ArrayLike, "*z"] | None = None,
+    *,
+    law: Annotated[AnyLaw, weight_law] = "signs",
 ) -> Float[Array, "*shape"]:
     """Return the probability that a neuron is active at both points, E 1(a x > b) 1(a z > b).
 
@@ -62,20 +71,14 @@ def indicator(
     return _indicator_gram(weight_law("law", law), jnp.asarray(x), None if z is None else jnp.asarray(z))
 
 
-@_checks.arguments(
-    x=array(squares=True),
-    z=optional(array(squares=True)),
-    law=weight_law,
-    c2=number(low=0),
-    scale=number(above=0),
-)
+@checked
 def univariate_ntk(
-    x: Float[ArrayLike, "*x"],
-    z: Float[ArrayLike, "*z"] | None = None,
+    x: Annotated[Float[ArrayLike, "*x"], array(squares=True)],
+    z: Annotated[Float[ArrayLike, "*z"], array(squares=True)] | None = None,
     *,
-    law: AnyLaw = "signs",
-    c2: Scalar = 1.0,
-    scale: Scalar = 1.0,
+    law: Annotated[AnyLaw, weight_law] = "signs",
+    c2: Rate = 1.0,
+    scale: Positive = 1.0,
 ) -> Float[Array, "*shape"]:
     """Return the tangent kernel scale [K_RF + E(c^2)(xz + 1) K_1] of training (a, b, c) at infinite width, (27).
 

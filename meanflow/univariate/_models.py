@@ -6,13 +6,14 @@ new function here; how its neurons move while the residual is frozen belongs in 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
-from meanflow import _checks
-from meanflow._checks import array, choice, flag, number, optional
-from meanflow.flows._flow import ALPHA, Flow, make_flow
-from meanflow.flows._losses import LOSS, Loss, LossFunction
+from meanflow._boundary import Rate, array, checked, choice
+from meanflow.flows._flow import Flow, make_flow
+from meanflow.flows._losses import AnyLoss, Loss, LossFunction
 from meanflow.flows._problem import Chart
 from meanflow.geometry._space import Space
 from meanflow.measures import laws
@@ -21,12 +22,10 @@ from meanflow.univariate._features import FORCES, Raw, Reduced, total_variation,
 from meanflow.univariate._hyperbola import HyperbolaChart
 from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
 
-AnyLoss = str | LossFunction | Loss
-Number = float | Float[Array, ""]
-PENALTY = optional(number(low=0))
 # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
-MOVES = array((), (None,), low=0.0)
-COMMON = {"loss": LOSS, "forces": choice(*FORCES), "centered": flag}
+LayerRate = Annotated[bool | float | Shaped[ArrayLike, "*m"], array((), (None,), low=0.0)]
+
+Forces = Annotated[str, choice(*FORCES)]
 
 
 def _polar_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -38,7 +37,12 @@ def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
 
 
 def _reduced(
-    space: Space, loss: AnyLoss, alpha: Alpha, penalty: Number | None, forces: str, centered: bool
+    space: Space,
+    loss: str | LossFunction | Loss,
+    alpha: Alpha,
+    penalty: float | Float[Array, ""] | None,
+    forces: str,
+    centered: bool,
 ) -> Flow:
     # a penalty is a function of r, so a penalized flow is stepped in (r, theta)
     raw = isinstance(space, Lifted) and penalty is None
@@ -54,12 +58,12 @@ def _reduced(
     )
 
 
-@_checks.arguments(**COMMON, penalty=PENALTY)
+@checked
 def canonical(
     loss: AnyLoss = "squared",
     *,
-    penalty: Number | None = None,
-    forces: str = "auto",
+    penalty: Rate | None = None,
+    forces: Forces = "auto",
     centered: bool = False,
 ) -> Flow:
     """Make the canonical flow of f = mean_i r_i relu(<(x, 1), d(theta_i)>), eqs. (4), (7), (11).
@@ -82,13 +86,13 @@ def canonical(
     return _reduced(Cylinder(), loss, "m", penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
+@checked
 def lifted(
     loss: AnyLoss = "squared",
     *,
     alpha: Alpha = "m",
-    penalty: Number | None = None,
-    forces: str = "auto",
+    penalty: Rate | None = None,
+    forces: Forces = "auto",
     centered: bool = False,
 ) -> Flow:
     """Make the flow of (a, b, c) seen in (r, theta), for clouds labelled with their balances delta, Proposition 4.
@@ -113,13 +117,13 @@ def lifted(
     return _reduced(Lifted(Scaling(alpha)), loss, alpha, penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
+@checked
 def planar(
     loss: AnyLoss = "squared",
     *,
     alpha: Alpha = "m",
-    penalty: Number | None = None,
-    forces: str = "auto",
+    penalty: Rate | None = None,
+    forces: Forces = "auto",
     centered: bool = False,
 ) -> Flow:
     """Make the limit delta = +inf of ``lifted``: |c| = 1, and only (a, b) learn.
@@ -142,13 +146,13 @@ def planar(
     return _reduced(space, loss, alpha, penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY)
+@checked
 def radial(
     loss: AnyLoss = "squared",
     *,
     alpha: Alpha = "m",
-    penalty: Number | None = None,
-    forces: str = "auto",
+    penalty: Rate | None = None,
+    forces: Forces = "auto",
     centered: bool = False,
 ) -> Flow:
     """Make the limit delta = -inf of ``lifted``: |(a, b)| = 1, and only c learns.
@@ -171,15 +175,15 @@ def radial(
     return _reduced(space, loss, alpha, penalty, forces, centered)
 
 
-@_checks.arguments(alpha=ALPHA, **COMMON, penalty=PENALTY, inner=MOVES, outer=MOVES)
+@checked
 def full(
     loss: AnyLoss = "squared",
     *,
     alpha: Alpha = "m",
-    inner: bool | float | Shaped[ArrayLike, "*m"] = True,
-    outer: bool | float | Shaped[ArrayLike, "*m"] = True,
-    penalty: Number | None = None,
-    forces: str = "auto",
+    inner: LayerRate = True,
+    outer: LayerRate = True,
+    penalty: Rate | None = None,
+    forces: Forces = "auto",
     centered: bool = False,
 ) -> Flow:
     """Make the plain gradient flow of f = (1/alpha) sum_i c_i relu(a_i x - b_i) in (a, b, c), eqs. (1), (2).

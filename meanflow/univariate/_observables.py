@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from meanflow._checks import concrete
+from meanflow._boundary import concrete
 from meanflow._numerics import safe_divide
 from meanflow.flows._observables import FunctionObservable, Observable, Predictions
 from meanflow.measures._cloud import Affine, Cloud

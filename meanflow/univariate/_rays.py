@@ -7,18 +7,18 @@ F(theta) = sum_j g_j relu(<x~_j, d(theta)>), x~ = (x, 1), g_j = q_j l'(f_j): so 
 local minima of e F and depend neither on the metric nor on alpha.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from meanflow import _checks
-from meanflow._checks import array
+from meanflow import _boundary
+from meanflow._boundary import checked
 from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
 from meanflow.univariate._angles import angle_of
-
-SAMPLES = array((None,))
 
 
 class RayTable(NamedTuple):
@@ -41,12 +41,12 @@ def _sorted_samples(
 ) -> tuple[Int[Array, " s"], Float[Array, " s"], Float[Array, " s"]]:
     """Return the order that sorts the samples, and both arrays in that order."""
     points, values = jnp.asarray(x), jnp.asarray(residual)
-    _checks.shape("residual", values, points.shape)
+    _boundary.shape("residual", values, points.shape)
     order = jnp.argsort(points)
     return order, points[order], values[order]
 
 
-@_checks.arguments(x=SAMPLES, residual=SAMPLES)
+@checked
 def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -> RayTable:
     """Find which sample rays attract neurons, repel them or let them pass. O(s log s).
 
@@ -76,7 +76,7 @@ def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -
     return RayTable(angle_of(jnp.stack([u, v], axis=-1)), sample, kind, -kind)
 
 
-@_checks.arguments(x=SAMPLES, residual=SAMPLES)
+@checked
 def attracting_angles(
     x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]
 ) -> tuple[Float[Array, " regions"], Float[Array, " regions"]]:

@@ -1,13 +1,15 @@
 """The residual equation of univariate ReLU networks: predictions move by one 2 x 2 covariance for each region."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meanflow import _checks
-from meanflow.flows._flow import FLOW, Flow
-from meanflow.measures._cloud import CLOUD, Cloud
-from meanflow.measures._dataset import DATA, Dataset
+from meanflow._boundary import checked
+from meanflow.flows._flow import Flow
+from meanflow.measures._cloud import Cloud
+from meanflow.measures._dataset import Dataset
 from meanflow.univariate import _forces as forces
 from meanflow.univariate._features import Univariate
 
@@ -30,7 +32,7 @@ def region_covariances(flow: Flow, cloud: Cloud, x: Float[Array, " s"]) -> Float
     return jax.ops.segment_sum(mobility, regions, 2 * x.shape[0])
 
 
-@_checks.arguments(flow=FLOW, cloud=CLOUD, data=DATA)
+@checked
 def residual_ode(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, " s"]:
     """Return the rate df/dt of the predictions at the samples by Proposition 1, eq. (13), in mean-field time.
 

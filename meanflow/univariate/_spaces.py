@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
 from meanflow.geometry._space import Space
 from meanflow.measures._cloud import Affine, Cloud, Polar
@@ -72,7 +72,7 @@ class Lifted(PolarSpace):
 
     def check(self, cloud: Cloud) -> None:
         """Raise ValueError if labels are missing or NaN."""
-        known = _checks.concrete(self.delta(cloud))
+        known = _boundary.concrete(self.delta(cloud))
         if known is not None and np.any(np.isnan(known)):
             raise ValueError("labels (the balances delta) must be numbers or +-inf, got NaN")
 
@@ -121,7 +121,7 @@ class Lifted(PolarSpace):
 
     def check_noise(self, cloud: Cloud) -> None:
         """Refuse delta = 0, where neurons live on a cone, and r = 0 at delta > 0, where theta has no meaning."""
-        delta, r = _checks.concrete(self.delta(cloud)), _checks.concrete(cloud.particles.r)
+        delta, r = _boundary.concrete(self.delta(cloud)), _boundary.concrete(cloud.particles.r)
         if delta is not None and np.any(delta == 0):
             raise ValueError(
                 "temperature needs labels (the balances delta) other than 0: for delta = 0 neurons live on a cone, "

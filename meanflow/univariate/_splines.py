@@ -7,7 +7,10 @@ k0 and k1: sum w = (k3/k0) d and sum w x = (k3/k1) s. It is the natural spline o
 it solves for f'' in O(n). ``_bordered`` solves the same equations densely, with a ridge if asked.
 """
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -15,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import array, number, optional
+from meanflow import _boundary
+from meanflow._boundary import Rate, array, checked, count
 from meanflow.univariate._weight_laws import AnyLaw, SignsLaw, UniformLaw, weight_law
 
-SAMPLES = array((None,), squares=True)
+Samples = Annotated[Float[ArrayLike, " n"], array((None,), squares=True)]
 
 
 class Spline(eqx.Module):
@@ -41,9 +44,11 @@ class Spline(eqx.Module):
         """Return the values at x."""
         return self.derivative(x, 0)
 
-    @_checks.arguments(x=array(least=0), order=_checks.count(0, 3))
+    @checked
     @partial(jax.jit, static_argnames="order")
-    def derivative(self, x: Float[ArrayLike, "*x"], order: int = 1) -> Float[Array, "*x"]:
+    def derivative(
+        self, x: Annotated[Float[ArrayLike, "*x"], array(least=0)], order: Annotated[int, count(0, 3)] = 1
+    ) -> Float[Array, "*x"]:
         """Return the derivative of order 0 to 3 at x; the third one jumps at the nodes."""
         points = jnp.asarray(x, jnp.result_type(x, self.nodes))
         piece = jnp.searchsorted(self.nodes, points, side="right")
@@ -84,11 +89,11 @@ def _samples(
     """Return the samples sorted by x, in one dtype; at least two, and no two at one place."""
     dtype = jnp.result_type(x, y, 0.0)
     x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
-    _checks.shape("y", y, x.shape)
-    _checks.bounds("number of samples", x.shape[0], low=2)
+    _boundary.shape("y", y, x.shape)
+    _boundary.bounds("number of samples", x.shape[0], low=2)
     order = jnp.argsort(x)
     x, y = x[order], y[order]
-    _checks.bounds("gaps between the samples x", jnp.diff(x), above=0.0)
+    _boundary.bounds("gaps between the samples x", jnp.diff(x), above=0.0)
     return x, y
 
 
@@ -169,20 +174,20 @@ def _bordered(
 
 
 def cubic_law(name: str, value: object) -> SignsLaw | UniformLaw:
-    """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._checks``."""
+    """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._boundary``."""
     law = weight_law(name, value)
     if not isinstance(law, SignsLaw | UniformLaw):
         raise ValueError(f"{name} must have a cubic kernel, as b of a uniform law has, got {value}")
     return law
 
 
-@_checks.arguments(x=SAMPLES, y=SAMPLES, law=optional(cubic_law), ridge=optional(number(low=0)))
+@checked
 def spline_interpolant(
-    x: Float[ArrayLike, " n"],
-    y: Float[ArrayLike, " n"],
+    x: Samples,
+    y: Samples,
     *,
-    law: AnyLaw | None = "signs",
-    ridge: Float[ArrayLike, ""] | None = None,
+    law: Annotated[AnyLaw, cubic_law] | None = "signs",
+    ridge: Rate | None = None,
 ) -> Spline:
     """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
 
@@ -212,7 +217,7 @@ def spline_interpolant(
     unit: ArrayLike = 1 / 12
     if law is not None:
         cubic = cubic_law("law", law)
-        reach, given = _checks.concrete(cubic.reach()), _checks.concrete(x)
+        reach, given = _boundary.concrete(cubic.reach()), _boundary.concrete(x)
         if (
             reach is not None
             and given is not None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow.measures.laws import Law, as_law
 
 Scalar = float | Float[Array, ""]
@@ -155,16 +155,16 @@ LAWS: dict[str, type[WeightLaw]] = {"signs": SignsLaw, "uniform": UniformLaw, "r
 
 def _equal(one: Scalar, other: Scalar) -> bool:
     """Say whether two parameters are equal, as far as is known: what is traced cannot be looked at."""
-    left, right = _checks.concrete(one), _checks.concrete(other)
+    left, right = _boundary.concrete(one), _boundary.concrete(other)
     return left is None or right is None or bool(left == right)
 
 
 def weight_law(name: str, value: object) -> WeightLaw:
-    """Accept a name in ``LAWS``, or laws {"a": ..., "b": ...}; return the closed form. A kind of ``_checks``."""
+    """Accept a name in ``LAWS``, or laws {"a": ..., "b": ...}; return the closed form. A kind of ``_boundary``."""
     if isinstance(value, WeightLaw):
         return value
     if not isinstance(value, Mapping):
-        _checks.one_of(name, value, LAWS)
+        _boundary.one_of(name, value, LAWS)
         return LAWS[str(value)]()
     given = {key: as_law(f"{name}[{key!r}]", law) for key, law in value.items()}
     if set(given) != {"a", "b"}:

@@ -10,19 +10,22 @@ No term cancels ("univariate ReLU", eq. 45 with r replaced by q; the textbook fo
 ``lift`` and ``project`` go from one kind of coordinates to the other.
 """
 
+from __future__ import annotations
+
+from typing import Annotated
+
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import array
+from meanflow import _boundary
+from meanflow._boundary import array, checked
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.flows._flow import ALPHA
 from meanflow.measures._cloud import CLOUD, Affine, Cloud, Polar
 from meanflow.measures._scaling import Alpha, Scaling
 from meanflow.univariate._angles import angle_of, unit
 
 
-def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
+def _cloud_of(record: type[Polar] | type[Affine]) -> _boundary.Kind:
     """Make the kind of clouds whose particles are a given ``record``."""
 
     def check(name: str, value: object) -> object:
@@ -35,9 +38,9 @@ def _cloud_of(record: type[Polar] | type[Affine]) -> _checks.Kind:
     return check
 
 
-@_checks.arguments(q=array(), delta=array(infinite=True))
+@checked
 def split(
-    q: Float[ArrayLike, "*m"], delta: Float[ArrayLike, "*m"]
+    q: Float[ArrayLike, "*m"], delta: Annotated[Float[ArrayLike, "*m"], array(infinite=True)]
 ) -> tuple[Float[Array, "*m"], Float[Array, "*m"]]:
     """Return (c, n) with c n = q, n >= 0 and c^2 - n^2 = delta, accurately for any balance delta.
 
@@ -70,7 +73,7 @@ def _hypot(u: Float[Array, "*m"], v: Float[Array, "*m"]) -> Float[Array, "*m"]:
     return scale * safe_sqrt(safe_divide(u, scale) ** 2 + safe_divide(v, scale) ** 2)
 
 
-@_checks.arguments(particles=_checks.instance(Affine))
+@checked
 def balance(particles: Affine) -> Float[Array, " m"]:
     """Return delta = c^2 - a^2 - b^2 of each neuron, (m,), which gradient flow conserves (Lemma 3).
 
@@ -85,8 +88,10 @@ def balance(particles: Affine) -> Float[Array, " m"]:
     return (c - n) * (c + n)
 
 
-@_checks.arguments(delta=array(infinite=True), q=array())
-def tangential_fraction(delta: Float[ArrayLike, "*m"], q: Float[ArrayLike, "*k"]) -> Float[Array, "*shape"]:
+@checked
+def tangential_fraction(
+    delta: Annotated[Float[ArrayLike, "*m"], array(infinite=True)], q: Float[ArrayLike, "*k"]
+) -> Float[Array, "*shape"]:
     """Return c^2/(c^2 + n^2), the share of a neuron's mobility that turns it, from its balance and q = c n.
 
     0 is the kernel regime (delta -> -inf), 1 the adaptive one (delta -> +inf). The share equals
@@ -123,8 +128,8 @@ def _to_raw(
     return n[:, None] * unit(particles.theta), c
 
 
-@_checks.arguments(cloud=_cloud_of(Polar), alpha=ALPHA)
-def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
+@checked
+def lift(cloud: Annotated[Cloud, _cloud_of(Polar)], alpha: Alpha = "m") -> Cloud:
     """Return ``Polar`` neurons, whose labels are the balances delta, as ``Affine`` neurons with the same function.
 
     The lift exists for every r and delta and is unique except at r = 0, delta > 0.
@@ -143,8 +148,8 @@ def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     return Cloud(Affine(p[:, 0], -p[:, 1], c), cloud.weights, width=cloud.width)
 
 
-@_checks.arguments(cloud=_cloud_of(Affine), alpha=ALPHA)
-def project(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
+@checked
+def project(cloud: Annotated[Cloud, _cloud_of(Affine)], alpha: Alpha = "m") -> Cloud:
     """Return ``Affine`` neurons as ``Polar`` ones, labelled with their balance; the inverse of ``lift``.
 
     Args:

@@ -6,32 +6,29 @@ fixed (one knot for each neuron; a neuron without a knot or of weight 0 gets one
 work under jit and vmap.
 """
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
-from meanflow._checks import array, count, instance, number, optional
+from meanflow import _boundary
+from meanflow._boundary import Count, Number, Positive, array, checked, number
 from meanflow._numerics import safe_norm
 
-VECTOR = array((None,))
-MASS = optional(array((None,), low=0))
+Mass = Annotated[Float[ArrayLike, " m"], array((None,), low=0)]
 
 
 # knots of neurons, finite or not: a neuron may have none
 _PART = array((None,), infinite=True, nan=True, least=0)
+Parts = Annotated[Float[Array, " m"], _PART]
 
 
-@_checks.constructor(
-    knots=_PART,
-    jumps=_PART,
-    drops=_PART,
-    slope=array((), nan=True, infinite=True),
-    intercept=array((), nan=True, infinite=True),
-)
+@checked
 class PiecewiseLinear(eqx.Module):
     """A continuous piecewise linear function, to be called on arrays of any shape; O(log m) for each point.
 
@@ -45,28 +42,28 @@ class PiecewiseLinear(eqx.Module):
         intercept: intercept at -infinity.
     """
 
-    knots: Float[Array, " m"]
-    jumps: Float[Array, " m"]
-    drops: Float[Array, " m"]
-    slope: Float[Array, ""]
-    intercept: Float[Array, ""]
+    knots: Parts
+    jumps: Parts
+    drops: Parts
+    slope: Annotated[Float[Array, ""], array((), nan=True, infinite=True)]
+    intercept: Annotated[Float[Array, ""], array((), nan=True, infinite=True)]
 
     def _pieces(self) -> tuple[jax.Array, jax.Array]:
         """Return slope and intercept of each piece, (m + 1,) each, from left to right."""
         slopes = jnp.concatenate([self.slope[None], self.slope + jnp.cumsum(self.jumps)])
         return slopes, jnp.concatenate([self.intercept[None], self.intercept + jnp.cumsum(self.drops)])
 
-    @_checks.arguments(x=array(least=0))
+    @checked
     @jax.jit
-    def __call__(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
+    def __call__(self, x: Annotated[Float[ArrayLike, "*x"], array(least=0)]) -> Float[Array, "*x"]:
         """Return the values at x."""
         piece = jnp.searchsorted(self.knots, x, side="right")
         slopes, intercepts = self._pieces()
         return slopes[piece] * x + intercepts[piece]
 
-    @_checks.arguments(x=array(least=0))
+    @checked
     @jax.jit
-    def derivative(self, x: Float[ArrayLike, "*x"]) -> Float[Array, "*x"]:
+    def derivative(self, x: Annotated[Float[ArrayLike, "*x"], array(least=0)]) -> Float[Array, "*x"]:
         """Return the slopes at x; on a knot the slope to its right."""
         return self._pieces()[0][jnp.searchsorted(self.knots, x, side="right")]
 
@@ -86,18 +83,20 @@ class PiecewiseLinear(eqx.Module):
         )
 
 
-NEURONS = _checks.array((None,), least=0)  # a network without neurons is the function 0
+Neurons = Annotated[
+    Float[ArrayLike, " m"], array((None,), least=0)
+]  # a network without neurons is the function 0
 
 
-@_checks.arguments(a=NEURONS, b=NEURONS, c=NEURONS, weights=optional(NEURONS), scale=number())
+@checked
 @jax.jit
 def piecewise_linear(
-    a: Float[ArrayLike, " m"],
-    b: Float[ArrayLike, " m"],
-    c: Float[ArrayLike, " m"],
+    a: Neurons,
+    b: Neurons,
+    c: Neurons,
     *,
-    weights: Float[ArrayLike, " m"] | None = None,
-    scale: float | Float[Array, ""] = 1.0,
+    weights: Neurons | None = None,
+    scale: Number = 1.0,
 ) -> PiecewiseLinear:
     """Return the function of a network, as sorted knots and slope jumps.
 
@@ -122,7 +121,7 @@ def piecewise_linear(
     # equal weights 1/m; none for a network without neurons
     share = jnp.full_like(a, 1 / max(a.shape[0], 1)) if weights is None else jnp.asarray(weights)
     for name, value in (("b", b), ("c", c), ("weights", share)):
-        _checks.shape(name, value, a.shape)
+        _boundary.shape(name, value, a.shape)
     mass = scale * share * c
     has_knot = (a != 0) & (mass != 0)
     knots = jnp.where(has_knot, b / jnp.where(has_knot, a, 1), jnp.inf)
@@ -137,7 +136,7 @@ def piecewise_linear(
     return PiecewiseLinear(knots[order], keep(jumps), keep(drops), slope, intercept)
 
 
-@_checks.arguments(f=instance(PiecewiseLinear), count_bias=_checks.flag)
+@checked
 @partial(jax.jit, static_argnames="count_bias")
 def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Array, ""]:
     """Return the total variation of f', the sum of abs(jump) over distinct knots, equation (17).
@@ -157,14 +156,14 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Ar
     return jnp.sum(safe_norm(jnp.stack([merged.jumps, merged.drops]), axis=0))
 
 
-@_checks.arguments(knots=_PART, x=VECTOR, mass=MASS, radius=number(above=0))
+@checked
 @jax.jit
 def on_sample_share(
-    knots: Float[ArrayLike, " m"],
+    knots: Annotated[Float[ArrayLike, " m"], _PART],
     x: Float[ArrayLike, " s"],
     *,
-    mass: Float[ArrayLike, " m"] | None = None,
-    radius: float = 0.05,
+    mass: Mass | None = None,
+    radius: Positive = 0.05,
 ) -> Float[Array, ""]:
     """Return the share of the knots in [x_1 - h/2, x_s + h/2] that lie within radius * h of a sample.
 
@@ -183,9 +182,9 @@ def on_sample_share(
     0.666667
     """
     knots, x = jnp.asarray(knots), jnp.asarray(x)
-    _checks.bounds("number of samples", x.shape[0], low=2)  # one sample has no spacing
+    _boundary.bounds("number of samples", x.shape[0], low=2)  # one sample has no spacing
     mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
-    _checks.shape("mass", mass, knots.shape)
+    _boundary.shape("mass", mass, knots.shape)
     return _share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1), radius)
 
 
@@ -194,7 +193,7 @@ def _share_near(
     x: Float[Array, " s"],
     mass: Float[Array, " m"],
     h: Float[Array, ""],
-    radius: float = 0.05,
+    radius: float | jax.Array = 0.05,
 ) -> Float[Array, ""]:
     """Return ``on_sample_share`` for samples of mean spacing ``h``, which may be repeated."""
     # the nearest sample is one of the two neighbors of the knot in sorted order
@@ -205,23 +204,16 @@ def _share_near(
     return jnp.sum(jnp.where(gap < radius * h, weight, 0)) / jnp.sum(weight)
 
 
-@_checks.arguments(
-    knots=_PART,
-    mass=array((None,), low=0),
-    k=count(1),
-    bins=count(1),
-    low=number(static=True),
-    high=number(static=True),
-)
+@checked
 @partial(jax.jit, static_argnames=("k", "bins"))
 def concentration(
-    knots: Float[ArrayLike, " m"],
-    mass: Float[ArrayLike, " m"],
-    k: int,
+    knots: Annotated[Float[ArrayLike, " m"], _PART],
+    mass: Annotated[Float[ArrayLike, " m"], array((None,), low=0)],
+    k: Count,
     *,
-    bins: int = 110,
-    low: float = -1.1,
-    high: float = 1.1,
+    bins: Count = 110,
+    low: Annotated[float, number(static=True)] = -1.1,
+    high: Annotated[float, number(static=True)] = 1.1,
 ) -> Float[Array, ""]:
     """Return the share of the mass in [low, high] that sits in the k fullest of ``bins`` equal bins.
 
@@ -241,7 +233,7 @@ def concentration(
     0.75
     """
     knots, mass = jnp.asarray(knots), jnp.asarray(mass)
-    _checks.shape("mass", mass, knots.shape)
+    _boundary.shape("mass", mass, knots.shape)
     inside = (knots >= low) & (knots <= high)
     place = jnp.where(inside, knots - low, 0) / (high - low) * bins
     index = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
@@ -249,14 +241,14 @@ def concentration(
     return jnp.sum(jax.lax.top_k(filled, min(k, bins))[0]) / jnp.sum(filled)
 
 
-@_checks.arguments(a=VECTOR, b=VECTOR, x=VECTOR, weights=MASS)
+@checked
 @jax.jit
 def dead_share(
     a: Float[ArrayLike, " m"],
     b: Float[ArrayLike, " m"],
     x: Float[ArrayLike, " s"],
     *,
-    weights: Float[ArrayLike, " m"] | None = None,
+    weights: Mass | None = None,
 ) -> Float[Array, ""]:
     """Return the share of the neurons that are active (a x - b > 0) on no sample; 0 where there are no neurons.
 
@@ -270,9 +262,9 @@ def dead_share(
     0.5
     """
     a, b, x = jnp.asarray(a), jnp.asarray(b), jnp.asarray(x)
-    _checks.shape("b", b, a.shape)
+    _boundary.shape("b", b, a.shape)
     if weights is not None:
-        _checks.shape("weights", weights, a.shape)
+        _boundary.shape("weights", weights, a.shape)
     real = jnp.ones_like(a) if weights is None else (jnp.asarray(weights) > 0).astype(a.dtype)
     # a x - b is linear in x: its largest value over the samples is at one end
     top = jnp.maximum(a * jnp.max(x), a * jnp.min(x)) - b

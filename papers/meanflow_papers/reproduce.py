@@ -92,7 +92,7 @@ def run_entry(
         record["seed"] = record["arguments"].get("seed", record["seed"])
         outcome = _compute(entry, arguments)
         record["claim"], record["finding"] = outcome.claim, outcome.finding
-        record["criteria"] = _checks(entry, outcome, full)
+        record["criteria"] = _boundary(entry, outcome, full)
         record["status"] = _status(record["criteria"])
         record["seconds"] = round(time.perf_counter() - clock, 2)
         record["cpu_seconds"] = round(time.process_time() - cpu, 2)
@@ -161,7 +161,7 @@ def _blank(entry: Entry, full: bool) -> Record:
     }
 
 
-def _checks(entry: Entry, outcome: Outcome, full: bool) -> list[Check]:
+def _boundary(entry: Entry, outcome: Outcome, full: bool) -> list[Check]:
     """Return the criteria as JSON, with the known reasons of those that fail."""
     # strict JSON has no NaN and no infinity
     finite = lambda number: float(number) if math.isfinite(number) else None

@@ -1,37 +1,32 @@
 """Modules of flax (linen and NNX), equinox and haiku as functions of (params, batch)."""
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import PRNGKey, checked, mapping, unchecked
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params, floats
 
 
-@_checks.arguments(
-    module=_checks.function,
-    variables=_checks.unchecked("checked by what the module's library wants"),
-    state=_checks.unchecked("any pytree that the module takes"),
-    train=_checks.optional(_checks.mapping(_checks.unchecked("the module's own arguments"))),
-    evaluate=_checks.optional(_checks.mapping(_checks.unchecked("the module's own arguments"))),
-    per_sample=_checks.optional(_checks.flag),
-    key=_checks.optional(_checks.prng_key),
-)
+@checked
 def from_module(
     module: Callable[..., PyTree],
-    variables: PyTree = None,
+    variables: Annotated[PyTree, unchecked("checked by what the module's library wants")] = None,
     *,
-    state: PyTree = None,
-    train: dict[str, object] | None = None,
-    evaluate: dict[str, object] | None = None,
+    state: Annotated[PyTree, unchecked("any pytree that the module takes")] = None,
+    train: Annotated[dict[str, object], mapping(unchecked("the module's own arguments"))] | None = None,
+    evaluate: Annotated[dict[str, object], mapping(unchecked("the module's own arguments"))] | None = None,
     per_sample: bool | None = None,
-    key: Key[Array, ""] | None = None,
+    key: PRNGKey | None = None,
 ) -> tuple[Apply | Normalized, Params]:
     """Turn a module of flax NNX, flax linen, equinox or haiku into (apply, params).
 
@@ -101,7 +96,7 @@ def _library(module: Callable[..., PyTree], variables: PyTree) -> str:
         return "equinox"
     raise TypeError(
         "module must be a module of flax NNX, flax linen or equinox, or a haiku function together with its parameters "
-        f"as variables, got {_checks.show(module)}"
+        f"as variables, got {_boundary.show(module)}"
     )
 
 
@@ -207,7 +202,7 @@ def _linen(
 ) -> tuple[Apply | Normalized, Params]:
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise ValueError(
-            f"variables must be what module.init returns, with a collection 'params', got {_checks.show(variables)}"
+            f"variables must be what module.init returns, with a collection 'params', got {_boundary.show(variables)}"
         )
     others = {k: v for k, v in variables.items() if k != "params"}
     function = LinenFunction(ByValue(module), others, train or {}, evaluate or {}, key)
@@ -310,7 +305,7 @@ def _equinox(
     function = EquinoxFunction(static, state, key, per_sample is not False)
     if state is None:
         return function, params
-    _checks.instance(eqx.nn.State)("state", state)
+    _boundary.instance(eqx.nn.State)("state", state)
     if not function.per_sample:
         raise ValueError(
             "per_sample must be True for a module with a state, which equinox vmaps over the batch"

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, ArrayLike, PyTree
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Outputs, Params
 from meanflow.kernels._empirical.visit import equations
@@ -78,7 +78,7 @@ def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
     """Return a parameter moved off its value by a tenth of its size; a random one where the value is traced."""
     if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
         return leaf
-    given, shape = _checks.concrete(leaf), np.shape(leaf)
+    given, shape = _boundary.concrete(leaf), np.shape(leaf)
     noise = rng.normal(size=shape)
     if given is None:
         moved = noise / math.sqrt(max(shape, default=1))
@@ -93,13 +93,13 @@ def is_traced(leaf: object) -> bool:
         return False
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
     numbers = jax.random.key_data(leaf) if is_key else leaf
-    return _checks.concrete(numbers[:0] if leaf.ndim else numbers) is None
+    return _boundary.concrete(numbers[:0] if leaf.ndim else numbers) is None
 
 
 def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> Array:
     """Draw ``rows`` samples on the scale of ``x``; integers are drawn from the entries of ``x``."""
     dtype, shape = jnp.result_type(x), (rows, *np.shape(x)[1:])
-    given = _checks.concrete(x)
+    given = _boundary.concrete(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
         whole = np.zeros((1, *shape[1:]), int) if given is None else given
         return jnp.asarray(rng.choice(whole, shape[0]), dtype)

@@ -5,8 +5,11 @@ outputs along some axes, parameters of one group. A selection is an object with 
 values share one compiled program.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -14,30 +17,43 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import checked, choice, either, sequence
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical import ntk
-from meanflow.kernels._empirical.modules import Apply, Batch, Function, Normalized, Params, as_arrays, wrapped
-from meanflow.kernels._empirical.plan import NETWORK, OUTPUTS, Job, Method, method_kind, planned
+from meanflow.kernels._empirical.modules import (
+    Batch,
+    Function,
+    Normalized,
+    Params,
+    as_arrays,
+    batches,
+    floats,
+    wrapped,
+)
+from meanflow.kernels._empirical.plan import (
+    OUTPUTS,
+    AnyApply,
+    Job,
+    Method,
+    Stats,
+    method_kind,
+    planned,
+)
 
 AUTO = Method()
 
 
-@_checks.arguments(
-    **NETWORK,
-    outputs=_checks.either(_checks.choice(*OUTPUTS), _checks.sequence(_checks.choice(*OUTPUTS))),
-    method=method_kind,
-    groups=_checks.optional(_checks.taking(1)),
-)
+@checked
 def empirical_ntk(
-    apply: Apply | Normalized,
-    params: Params,
-    x: PyTree[Shaped[ArrayLike, "T ..."]],
-    z: PyTree[Shaped[ArrayLike, "S ..."]] | None = None,
+    apply: AnyApply,
+    params: Annotated[Params, floats],
+    x: Annotated[PyTree[Shaped[ArrayLike, "T ..."]], batches],
+    z: Annotated[PyTree[Shaped[ArrayLike, "S ..."]], batches] | None = None,
     *,
-    stats: str | None = None,
-    outputs: str | Sequence[str] = "full",
-    method: str | Method = AUTO,
+    stats: Stats | None = None,
+    outputs: Annotated[str | Sequence[str], either(choice(*OUTPUTS), sequence(choice(*OUTPUTS)))] = "full",
+    method: Annotated[str | Method, method_kind] = AUTO,
     groups: Callable[[str], str] | None = None,
 ) -> PyTree[Float[Array, "T S ..."]]:
     """Return K(x, z)[t, s, c, d] = <df_c(x_t)/dparams, df_d(z_s)/dparams>, with no normalizing factor anywhere.
@@ -161,7 +177,7 @@ def _by_group(job: Job, groups: Callable[[str], str]) -> dict[str, Float[Array, 
     labels = jax.tree_util.tree_map_with_path(label, job.params)
     found = {}
     for group in dict.fromkeys(jax.tree.leaves(labels)):
-        _checks.text("what groups returns", group)
+        _boundary.text("what groups returns", group)
         mine = jax.tree.map(lambda mark, group=group: mark == group, labels, is_leaf=lambda m: m is None)
         part, others = eqx.partition(job.params, mine)
         wrap = lambda function, others=others: ByGroup(function, others)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
 
 Params: TypeAlias = PyTree
 Statistics: TypeAlias = PyTree
@@ -26,7 +26,7 @@ Outputs: TypeAlias = Shaped[Array, "_ ..."]
 Apply: TypeAlias = Callable[[Params, Batch], Outputs]
 Wrapper: TypeAlias = Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
-_FLOATS = _checks.array(least=0, half=True, squares=True)
+_FLOATS = _boundary.array(least=0, half=True, squares=True)
 
 
 def floats(name: str, value: object) -> object:
@@ -35,14 +35,14 @@ def floats(name: str, value: object) -> object:
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         place = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, str):
-            raise TypeError(f"{place} must be an array, got {_checks.show(leaf)}")
+            raise TypeError(f"{place} must be an array, got {_boundary.show(leaf)}")
         dtype = getattr(leaf, "dtype", jnp.result_type(float) if isinstance(leaf, float) else None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-            _checks.numeric(place, leaf)
-            _checks.finite(place, leaf)
+            _boundary.numeric(place, leaf)
+            _boundary.finite(place, leaf)
             count += 1
     if not count:
-        raise ValueError(f"{name} must hold at least one array of floats, got {_checks.show(value)}")
+        raise ValueError(f"{name} must hold at least one array of floats, got {_boundary.show(value)}")
     return value
 
 
@@ -55,12 +55,12 @@ def batches(name: str, value: object) -> object:
     leaves: list[Array] = [value] if single else jax.tree.leaves(value)  # type: ignore[list-item]
     if not leaves or not (single or all(hasattr(leaf, "shape") for leaf in leaves)):
         raise ValueError(
-            f"{name} must be a batch of samples, or a pytree of such arrays, got {_checks.show(value)}"
+            f"{name} must be a batch of samples, or a pytree of such arrays, got {_boundary.show(value)}"
         )
     arrays: list[Array] = []
     for leaf in leaves:
         place = name if single else f"arrays of {name}"
-        _checks.numeric(place, leaf)
+        _boundary.numeric(place, leaf)
         arrays.append(jnp.asarray(leaf))
         if arrays[-1].ndim < 1:
             raise ValueError(f"{place} must be a batch of samples (T, ...), got a single number")
@@ -113,8 +113,8 @@ class Normalized(Function):
     running: Statistics = None
 
     def __check_init__(self) -> None:
-        _checks.function("apply", self.apply)
-        _checks.function("statistics", self.statistics)
+        _boundary.function("apply", self.apply)
+        _boundary.function("statistics", self.statistics)
 
     def __call__(self, params: Params, batch: Batch) -> Outputs:
         """Return the outputs at ``batch``, normalized with its own statistics."""

@@ -4,18 +4,22 @@ K(x, z) v = J(x) (J(z)' v): one vector-Jacobian and one Jacobian-vector product 
 samples too. A product costs about four forward passes and the memory of the batch's activations.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import checked
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical.coupling import kernel_maps, uncoupled_maps
-from meanflow.kernels._empirical.modules import Apply, Normalized, Params, as_arrays
-from meanflow.kernels._empirical.plan import NETWORK
+from meanflow.kernels._empirical.modules import Apply, Normalized, Params, as_arrays, batches, floats
+from meanflow.kernels._empirical.plan import AnyApply, Stats
 
 
 class KernelOperator(eqx.Module):
@@ -70,7 +74,7 @@ class KernelOperator(eqx.Module):
         return lambda v: push(pull(v)[0])
 
     def __matmul__(self, v: Float[Array, "n *k"]) -> Float[Array, "m *k"]:
-        vectors = _checks.array((None,), (None, None))("v", v)
+        vectors = _boundary.array((None,), (None, None))("v", v)
         if vectors.shape[0] != self.shape[1]:
             raise ValueError(f"v must have {self.shape[1]} rows, got shape {vectors.shape}")
         return _multiply(self, vectors)
@@ -82,14 +86,14 @@ def _multiply(operator: KernelOperator, v: Float[Array, "n *k"]) -> Float[Array,
     return product(v) if v.ndim == 1 else jax.vmap(product, in_axes=1, out_axes=1)(v)
 
 
-@_checks.arguments(**NETWORK)
+@checked
 def ntk_operator(
-    apply: Apply | Normalized,
-    params: Params,
-    x: PyTree[Shaped[ArrayLike, "T ..."]],
-    z: PyTree[Shaped[ArrayLike, "S ..."]] | None = None,
+    apply: AnyApply,
+    params: Annotated[Params, floats],
+    x: Annotated[PyTree[Shaped[ArrayLike, "T ..."]], batches],
+    z: Annotated[PyTree[Shaped[ArrayLike, "S ..."]], batches] | None = None,
     *,
-    stats: str | None = None,
+    stats: Stats | None = None,
 ) -> KernelOperator:
     """Return the kernel K(x, z) of ``apply`` as an operator, a ``KernelOperator``.
 

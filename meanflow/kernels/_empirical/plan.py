@@ -4,11 +4,13 @@ All counts come from the traced program (``cost``): operations of matrix product
 pass through memory. Nothing is compiled.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import ArrayLike, PyTree, Shaped
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, checked, choice, count, function, instance
 from meanflow._reuse import kept_by_shape
 from meanflow.kernels._empirical import cost, structured
 from meanflow.kernels._empirical.contraction import fitting
@@ -28,14 +31,10 @@ from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Params
 METHODS = ("auto", "jacobian", "products", "structured")
 OUTPUTS = ("full", "trace", "diagonal")
 
-# What kernels are taken of; the same for ``empirical_ntk``, ``ntk_operator`` and ``Method.plan``.
-NETWORK = {
-    "apply": _checks.function,  # of how many arguments is seen when it is traced, and not at every call
-    "params": floats,
-    "x": batches,
-    "z": _checks.optional(batches),
-    "stats": _checks.optional(_checks.choice(*STATS)),
-}
+
+AnyApply = Annotated[Apply | Normalized, function]
+
+Stats = Annotated[str, choice(*STATS)]
 
 
 class NtkPlan(NamedTuple):
@@ -58,12 +57,7 @@ class NtkPlan(NamedTuple):
     reason: str
 
 
-@_checks.constructor(
-    name=_checks.choice(*METHODS),
-    limit=_checks.count(1, 2**62),
-    chunk=_checks.optional(_checks.count(1)),
-    mesh=_checks.optional(_checks.instance(Mesh, hint="see jax.make_mesh")),
-)
+@checked
 @dataclasses.dataclass(frozen=True)
 class Method:
     """How a tangent kernel is computed; the result does not depend on it.
@@ -82,21 +76,21 @@ class Method:
     1073741824
     """
 
-    name: str = "auto"
-    limit: int = 2**32
-    chunk: int | None = None
-    mesh: Mesh | None = None
+    name: Annotated[str, choice(*METHODS)] = "auto"
+    limit: Annotated[int, count(1, 2**62)] = 2**32
+    chunk: Count | None = None
+    mesh: Annotated[Mesh, instance(Mesh, hint="see jax.make_mesh")] | None = None
 
-    @_checks.arguments(**NETWORK, outputs=_checks.choice(*OUTPUTS))
+    @checked
     def plan(
         self,
-        apply: Apply | Normalized,
-        params: Params,
-        x: PyTree[Shaped[ArrayLike, "T ..."]],
-        z: PyTree[Shaped[ArrayLike, "S ..."]] | None = None,
+        apply: AnyApply,
+        params: Annotated[Params, floats],
+        x: Annotated[PyTree[Shaped[ArrayLike, "T ..."]], batches],
+        z: Annotated[PyTree[Shaped[ArrayLike, "S ..."]], batches] | None = None,
         *,
-        stats: str | None = None,
-        outputs: str = "full",
+        stats: Stats | None = None,
+        outputs: Annotated[str, choice(*OUTPUTS)] = "full",
     ) -> NtkPlan:
         """Return what ``empirical_ntk`` would do for these arguments, and at what cost; no kernel is computed.
 
@@ -119,7 +113,7 @@ class Method:
 
 def method_kind(name: str, value: object) -> object:
     """Accept a ``Method``, or its name."""
-    return value if isinstance(value, Method) else _checks.choice(*METHODS)(name, value)
+    return value if isinstance(value, Method) else _boundary.choice(*METHODS)(name, value)
 
 
 class Job(NamedTuple):

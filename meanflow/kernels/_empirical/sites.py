@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array
 
-from meanflow import _checks
+from meanflow import _boundary
 from meanflow.kernels._empirical import visit
 from meanflow.kernels._empirical.visit import Value, called, dtype_of, execute, shape_of, walk
 
@@ -281,8 +281,8 @@ def _constant(value: Value) -> float | None:
     # keys of random numbers are opaque, and never a number
     if np.ndim(value) or jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
         return None
-    given = _checks.concrete(value)
-    return float(given) if given is not None and _checks.is_real(given.dtype) else None
+    given = _boundary.concrete(value)
+    return float(given) if given is not None and _boundary.is_real(given.dtype) else None
 
 
 _FOLDED = ("sqrt", "rsqrt", "mul", "div", "add", "sub", "neg", "integer_pow", "pow", "exp", "log", "square")

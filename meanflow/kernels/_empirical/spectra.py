@@ -4,9 +4,11 @@ Every function takes a symmetric matrix or a ``KernelOperator``, so that the spe
 memory can be computed.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -14,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, PRNGKey, checked, count
 from meanflow._matrices import grams
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical.operator import KernelOperator
@@ -27,7 +30,7 @@ def square_kernel(name: str, value: object) -> object:
     """Accept a kernel as a Gram matrix (n, n), or a ``KernelOperator``."""
     if isinstance(value, KernelOperator):
         return value
-    _checks.array((None, None))(name, value)
+    _boundary.array((None, None))(name, value)
     return grams()(name, value)
 
 
@@ -134,10 +137,10 @@ def top_eigenpairs(kernel: Kernel, k: int, *, key: Key[Array, ""], steps: int | 
     [3.0, 2.0]
     """
     n, dtype = _square(kernel)
-    k = _checks.whole("k", k, 1)
+    k = _boundary.whole("k", k, 1)
     if k > n:
         raise ValueError(f"k must be at most {n}, the size of the kernel, got {k}")
-    count = min(n, 2 * k + 30) if steps is None else min(n, _checks.whole("steps", steps, k))
+    count = min(n, 2 * k + 30) if steps is None else min(n, _boundary.whole("steps", steps, k))
     # eigenvalues of the projection approximate the outer ones of K, with error at most |last off-diagonal x last entry|
     run = lanczos(_product(kernel), jax.random.normal(key, (n,), dtype), count, jax.random.fold_in(key, 1))
     values, small = jnp.linalg.eigh(run.matrix())
@@ -220,20 +223,14 @@ class Spectrum(SpectralMoments):
     residuals: Float[Array, " k"]
 
 
-@_checks.arguments(
-    kernel=square_kernel,
-    top=_checks.optional(_checks.count(1)),
-    key=_checks.optional(_checks.prng_key),
-    probes=_checks.count(2),
-    steps=_checks.optional(_checks.count(1)),
-)
+@checked
 def spectrum(
-    kernel: KernelOperator | Float[ArrayLike, "n n"],
+    kernel: Annotated[KernelOperator | Float[ArrayLike, "n n"], square_kernel],
     *,
-    top: int | None = None,
-    key: Key[Array, ""] | None = None,
-    probes: int = 16,
-    steps: int | None = None,
+    top: Count | None = None,
+    key: PRNGKey | None = None,
+    probes: Annotated[int, count(2)] = 16,
+    steps: Count | None = None,
 ) -> Spectrum:
     """Return eigenvalues of a kernel and the moments of all of them ("BN NTK" section A.4).
 

@@ -11,15 +11,18 @@ These are "BN NTK" A.5-A.14 with three corrections: the bias variance, the index
 layer.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow import _boundary
+from meanflow._boundary import Count, Rate, array, checked
 from meanflow._matrices import grams
-from meanflow.activations import ACTIVATION, Activation
+from meanflow.activations import AnyActivation
 from meanflow.kernels._infinite.dual import dual_activation
 
 
@@ -37,31 +40,18 @@ class OrderParameters(NamedTuple):
     q: Float[Array, "L T S"]
 
 
-# The network; the same for all functions of this module.
-NETWORK = {
-    "depth": _checks.count(1),
-    "activation": ACTIVATION,
-    "weight_variance": _checks.number(low=0),
-    "bias_variance": _checks.number(low=0),
-}
-INPUTS = {
-    "x": _checks.array((None, None), squares=True),
-    "z": _checks.optional(_checks.array((None, None), squares=True)),
-}
+VARIANCES = _boundary.sequence(_boundary.array((None,), low=0.0), least=2)
 
 
-VARIANCES = _checks.sequence(_checks.array((None,), low=0.0), least=2)
-
-
-@_checks.arguments(gram=_checks.array((None, None)), variances=_checks.optional(VARIANCES), **NETWORK)
+@checked
 def order_parameters(
     gram: Float[ArrayLike, "T S"],
     *,
-    depth: int,
-    activation: str | Activation = "relu",
-    weight_variance: float = 2.0,
-    bias_variance: float = 0.0,
-    variances: tuple[Float[Array, " T"], Float[Array, " S"]] | None = None,
+    depth: Count,
+    activation: AnyActivation = "relu",
+    weight_variance: Rate = 2.0,
+    bias_variance: Rate = 0.0,
+    variances: Annotated[tuple[Float[Array, " T"], Float[Array, " S"]], VARIANCES] | None = None,
 ) -> OrderParameters:
     """Return the order parameters of a network with ``depth`` weight layers, for every pair of samples.
 
@@ -89,7 +79,7 @@ def order_parameters(
         gram = grams()("gram", gram)
         variances = (jnp.diagonal(gram), jnp.diagonal(gram))
     for name, values, rows in zip(("variances[0]", "variances[1]"), variances, gram.shape, strict=True):
-        _checks.shape(name, values, (rows,))
+        _boundary.shape(name, values, (rows,))
     dual = dual_activation(activation)
     wide = lambda a, c: (jnp.broadcast_to(a[:, None], gram.shape), jnp.broadcast_to(c[None, :], gram.shape))
     grow = lambda p: weight_variance * p + bias_variance
@@ -122,18 +112,16 @@ def _order_between(
     return order_parameters(product, variances=(square(x), square(z)), **network)
 
 
-@_checks.arguments(
-    **INPUTS, **NETWORK, widths=_checks.optional(_checks.sequence(_checks.count(1))), biases=_checks.flag
-)
+@checked
 def infinite_ntk(
-    x: Float[ArrayLike, "T d"],
-    z: Float[ArrayLike, "S d"] | None = None,
+    x: Annotated[Float[ArrayLike, "T d"], array((None, None), squares=True)],
+    z: Annotated[Float[ArrayLike, "S d"], array((None, None), squares=True)] | None = None,
     *,
-    depth: int,
-    activation: str | Activation = "relu",
-    weight_variance: float = 2.0,
-    bias_variance: float = 0.0,
-    widths: tuple[int, ...] | None = None,
+    depth: Count,
+    activation: AnyActivation = "relu",
+    weight_variance: Rate = 2.0,
+    bias_variance: Rate = 0.0,
+    widths: tuple[Count, ...] | None = None,
     biases: bool = True,
 ) -> Float[Array, "T S"]:
     """Return the tangent kernel of an infinitely wide network at initialization, (T, S).
@@ -164,15 +152,15 @@ def infinite_ntk(
     return jnp.sum((sizes * order.p + (1.0 if biases else 0.0)) * order.q, axis=0)
 
 
-@_checks.arguments(**INPUTS, **NETWORK)
+@checked
 def nngp(
-    x: Float[ArrayLike, "T d"],
-    z: Float[ArrayLike, "S d"] | None = None,
+    x: Annotated[Float[ArrayLike, "T d"], array((None, None), squares=True)],
+    z: Annotated[Float[ArrayLike, "S d"], array((None, None), squares=True)] | None = None,
     *,
-    depth: int,
-    activation: str | Activation = "relu",
-    weight_variance: float = 2.0,
-    bias_variance: float = 0.0,
+    depth: Count,
+    activation: AnyActivation = "relu",
+    weight_variance: Rate = 2.0,
+    bias_variance: Rate = 0.0,
 ) -> Float[Array, "T S"]:
     """Return the covariance r^L of the outputs of an infinitely wide random network, (T, S).
 

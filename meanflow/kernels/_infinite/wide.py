@@ -22,26 +22,26 @@ then as good as 6. ``WideLayer.directions`` tells. Pooled networks with zero pad
 0.24 from the limit at width 256, beyond the 3 / sqrt(width) that holds for every other layer here.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from meanflow import _checks
+from meanflow._boundary import Count, Rate, checked, choice
 from meanflow._numerics import safe_divide
-from meanflow.activations import ACTIVATION, Activation
+from meanflow.activations import AnyActivation
 from meanflow.kernels._infinite.dual import dual_activation
 
 PADDING = ("SAME", "VALID", "CIRCULAR")
 _tokens = itertools.count()
-
-VARIANCES = {"weight_variance": _checks.number(low=0), "bias_variance": _checks.number(low=0)}
 
 
 class WideLayer(eqx.Module):
@@ -86,7 +86,10 @@ class WideLayer(eqx.Module):
         )
 
     def _weighted(
-        self, average: Callable[[Array, int], Array], weight_variance: float, bias_variance: float
+        self,
+        average: Callable[[Array, int], Array],
+        weight_variance: float | jax.Array,
+        bias_variance: float | jax.Array,
     ) -> "WideLayer":
         """Apply a layer of weights: a linear average over what each output sees, fresh weights and biases."""
         # every layer of weights is known by a number, so that branches that share weights are not added
@@ -103,8 +106,8 @@ class WideLayer(eqx.Module):
             last=token,
         )
 
-    @_checks.arguments(**VARIANCES)
-    def dense(self, weight_variance: float = 2.0, bias_variance: float = 0.0) -> "WideLayer":
+    @checked
+    def dense(self, weight_variance: Rate = 2.0, bias_variance: Rate = 0.0) -> "WideLayer":
         """Apply a dense layer, at every position the same.
 
         Args:
@@ -113,20 +116,15 @@ class WideLayer(eqx.Module):
         """
         return self._weighted(lambda k, lead: k, weight_variance, bias_variance)
 
-    @_checks.arguments(
-        window=_checks.sequence(_checks.count(1)),
-        stride=_checks.count(1),
-        padding=_checks.choice(*PADDING),
-        **VARIANCES,
-    )
+    @checked
     def conv(
         self,
-        window: tuple[int, ...],
+        window: tuple[Count, ...],
         *,
-        stride: int = 1,
-        padding: str = "SAME",
-        weight_variance: float = 2.0,
-        bias_variance: float = 0.0,
+        stride: Count = 1,
+        padding: Annotated[str, choice(*PADDING)] = "SAME",
+        weight_variance: Rate = 2.0,
+        bias_variance: Rate = 0.0,
     ) -> "WideLayer":
         """Apply a convolution.
 
@@ -149,8 +147,8 @@ class WideLayer(eqx.Module):
 
         return self._weighted(average, weight_variance, bias_variance)
 
-    @_checks.arguments(activation=ACTIVATION)
-    def activation(self, activation: str | Activation) -> "WideLayer":
+    @checked
+    def activation(self, activation: AnyActivation) -> "WideLayer":
         """Apply an activation, by its closed form or by quadrature (``dual_activation``)."""
         self._need_gaussian("activation")
         dual = dual_activation(activation)
@@ -173,8 +171,8 @@ class WideLayer(eqx.Module):
             raise ValueError("pool needs covariances between positions: wide_inputs(..., pairs=True)")
         return self._map(_mean, pairs=False)
 
-    @_checks.arguments(epsilon=_checks.number(low=0))
-    def layer_norm(self, epsilon: float = 0.0) -> "WideLayer":
+    @checked
+    def layer_norm(self, epsilon: Rate = 0.0) -> "WideLayer":
         """Normalize the features of each sample, at each position; scale and shift are not trained."""
         self._need_gaussian("layer_norm")
         one, two = (1 / jnp.sqrt(self._variances(k) + epsilon) for k in self.own)
@@ -183,8 +181,8 @@ class WideLayer(eqx.Module):
         scale = first * second
         return dataclasses.replace(self, nngp=self.nngp * scale, ntk=self.ntk * scale, own=own)
 
-    @_checks.arguments(epsilon=_checks.number(low=0))
-    def batch_norm(self, epsilon: float = 0.0) -> "WideLayer":
+    @checked
+    def batch_norm(self, epsilon: Rate = 0.0) -> "WideLayer":
         """Normalize each feature over the batch x (and its positions), which is taken as infinite; z must be x.
 
         The batch is infinite if K, without its mean over the batch, is spread over many directions: mean and variance
@@ -301,7 +299,7 @@ def _mean(kernel: Array, lead: int) -> Array:
     return jnp.mean(kernel, axis=tuple(range(lead, kernel.ndim)))
 
 
-@_checks.arguments(x=_checks.array(rank=2), z=_checks.optional(_checks.array(rank=2)), pairs=_checks.flag)
+@checked
 def wide_inputs(
     x: Float[ArrayLike, "T ... d"], z: Float[ArrayLike, "S ... d"] | None = None, *, pairs: bool = False
 ) -> WideLayer:

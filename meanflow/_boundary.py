@@ -23,7 +23,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,6 @@ from meanflow._properties import shape as shape
 from meanflow._properties import show as show
 from meanflow._properties import whole as whole
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 # (name of the argument, value) -> value to pass on; raises if it is refused
 Kind = Callable[[str, object], object]
 
@@ -419,70 +417,6 @@ def flag(name: str, value: object) -> object:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {show(value)}")
     return bool(value)
-
-
-def arguments(**kinds: Kind) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Check the arguments of a public function by their declared kinds; see the text of this module.
-
-    Arguments that are left out are not checked: a default is the function's own business.
-
-    >>> @arguments(width=count(1))
-    ... def double(width):
-    ...     return 2 * width
-    >>> double(3)
-    6
-    >>> double(width=0)
-    Traceback (most recent call last):
-    ValueError: width must be an integer >= 1, got 0
-    """
-
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        parameters = inspect.signature(function).parameters
-        names = tuple(parameters)
-        unknown = set(kinds) - set(names)
-        # a function with **options may declare the kinds of the options too
-        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise TypeError(f"{function.__qualname__} has no arguments {sorted(unknown)}")
-
-        @functools.wraps(function)
-        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            # no Signature.bind here: it alone takes longer than a small compiled program
-            passed = [
-                kinds[name](name, value) if name in kinds else value
-                for name, value in zip(names, args, strict=False)
-            ]
-            passed += args[len(passed) :]  # one too many: the call below says so in Python's own words
-            named = {
-                name: kinds[name](name, value) if name in kinds else value for name, value in kwargs.items()
-            }
-            return function(*passed, **named)  # type: ignore[arg-type]
-
-        checked.kinds = kinds  # type: ignore[attr-defined]  # read by the tests, which draw bad values from them
-        return checked
-
-    return decorate
-
-
-Class = TypeVar("Class", bound=type)
-
-
-def constructor(**kinds: Kind) -> Callable[[Class], Class]:
-    """Check the arguments of a class's constructor by their declared kinds; written above the class.
-
-    >>> @constructor(width=count(1))
-    ... class Layer:
-    ...     def __init__(self, width):
-    ...         self.width = width
-    >>> Layer(0)
-    Traceback (most recent call last):
-    ValueError: width must be an integer >= 1, got 0
-    """
-
-    def decorate(cls: Class) -> Class:
-        cls.__init__ = arguments(**kinds)(cls.__init__)  # type: ignore[misc]
-        return cls
-
-    return decorate
 
 
 _OF_CLASS: dict[type, Kind] = {bool: flag, str: text}
