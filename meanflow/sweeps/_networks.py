@@ -491,10 +491,10 @@ def find_takers(functions: Mapping[str, object], names: Sequence[str]) -> dict[s
         names: the names of the axes, beside width and seed.
     """
     taken = {}
-    for name, function in functions.items():
-        if not callable(function) or isinstance(function, eqx.Module | type):
+    for name, one in functions.items():
+        if not callable(one) or isinstance(one, eqx.Module | type):
             continue
-        parameters = inspect.signature(function).parameters
+        parameters = inspect.signature(one).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # width is an argument of every init, and data are the same for all widths
         more = {"data": ("seed",), "init": ("seed",)}.get(name, ("width",))
@@ -620,8 +620,8 @@ BALANCES = sequence(number(infinite=True, static=True))
 def sweep(*given: Any, compute: Literal[False], **named: Any) -> Sweep: ...
 @overload
 def sweep(*given: Any, **named: Any) -> xarray.Dataset: ...
-@checked
-def sweep(  # type: ignore[misc]  # mypy takes the decorated function for one without overloads
+@checked  # type: ignore[misc]  # mypy takes the decorated function for one without overloads
+def sweep(
     flow: Model,
     data: Samples,
     *,
