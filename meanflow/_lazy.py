@@ -1,4 +1,4 @@
-"""Packages whose names load on first use, so that ``import meanflow`` does not import flax, ott or xarray."""
+"""Imports on first use: names of packages, so that ``import meanflow`` is quick, and packages that may be missing."""
 
 import importlib
 import sys
@@ -41,3 +41,26 @@ def attach(
         return sorted(found | set(exports))
 
     return load, public_names
+
+
+def optional(module: str, extra: str, user: str) -> ModuleType:
+    """Import a module of a package that a plain installation lacks; what is missing is named with its extra.
+
+    Args:
+        module: such as ``"sklearn.datasets"``.
+        extra: the optional dependencies of meanflow that the package belongs to.
+        user: the function that needs it, by the name users call it.
+
+    >>> optional("nowhere.some", "data", "training.data.digits")
+    Traceback (most recent call last):
+    ModuleNotFoundError: training.data.digits needs nowhere: pip install 'meanflow[data]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as problem:
+        package = module.partition(".")[0]
+        if problem.name is None or problem.name.partition(".")[0] != package:
+            raise  # the package is there and lacks something itself
+        raise ModuleNotFoundError(
+            f"{user} needs {package}: pip install 'meanflow[{extra}]'", name=problem.name
+        ) from None

@@ -46,9 +46,9 @@ not_a_command = "text"
 def test_a_missing_command_says_how_to_get_it(install, name, arguments):
     install()
     code, text = call(name, *arguments)
-    distribution = {"bench": "meanflow-benchmarks", "reproduce": "meanflow-papers"}[name]
+    folder = {"bench": "benchmarks", "reproduce": "papers"}[name]
     assert code == 2
-    assert f"{name} is part of the distribution {distribution}: pip install {distribution}" in text
+    assert f"{name} is part of the distribution meanflow-{folder}: pip install ./{folder}" in text
 
 
 def test_help_shows_missing_commands_as_optional(install):
@@ -57,7 +57,7 @@ def test_help_shows_missing_commands_as_optional(install):
     assert code == 0 and "own Stays at home." in text
     for name, command in OPTIONAL.items():
         assert f"{name} {command.summary}" in text
-        assert f"Not installed: pip install {command.distribution}" in text
+        assert f"Not installed: pip install ./{command.folder}" in text
 
 
 def test_a_registered_command_is_found_and_runs(install):
@@ -96,7 +96,7 @@ def test_a_plain_install_in_a_process_of_its_own():
         "from meanflow.cli import main; main(['bench'], 'meanflow')"
     )
     done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install meanflow-benchmarks" in done.stderr
+    assert done.returncode == 2 and "pip install ./benchmarks" in done.stderr
     assert "Traceback" not in done.stderr
 
 

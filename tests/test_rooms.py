@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -149,3 +150,26 @@ def test_help_lists_what_users_call():
     assert not public & {"typing", "cli"}
     missing = {name for name in public if not re.search(rf"\b{name}\b", meanflow.__doc__)}
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "call"),
+    [
+        ("sklearn", "data", "mf.training.data.digits()"),
+        ("ot", "transport", "mf.transport.wasserstein([[0.0, 0.0], [1.0, 0.0]], [[2.0, 0.0]])"),
+        ("ott", "transport", "mf.transport.sinkhorn_divergence([[0.0]], [[1.0]])"),
+    ],
+)
+def test_a_plain_install_names_the_extra_that_is_missing(package, extra, call):
+    code = f"import sys; sys.modules[{package!r}] = None; import meanflow as mf\n"
+    works = (
+        "mf.transport.wasserstein([0.0, 1.0], [2.0]), mf.transport.wasserstein([[0.0, 1.0]], [[2.0, 1.0]])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code + works + call], capture_output=True, text=True)
+    message = rf"^ModuleNotFoundError: .* needs {package}: pip install 'meanflow\[{extra}\]'$"
+    assert done.returncode and re.search(message, done.stderr, re.MULTILINE)
+
+
+def test_a_plain_install_has_few_dependencies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(project["dependencies"]) <= 15

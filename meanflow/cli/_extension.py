@@ -24,17 +24,24 @@ class OptionalCommand(NamedTuple):
     """A command that a distribution of this project brings along, known here so that its absence can be explained.
 
     Attributes:
-        distribution: what to install.
+        distribution: its name.
+        folder: where it is in this repository; it is on no package index.
         summary: one line for ``meanflow --help``.
     """
 
     distribution: str
+    folder: str
     summary: str
+
+    @property
+    def advice(self) -> str:
+        """How to install the distribution."""
+        return f"pip install ./{self.folder} (from the repository)"
 
 
 OPTIONAL = {
-    "bench": OptionalCommand("meanflow-benchmarks", "Run benchmarks beside their peers."),
-    "reproduce": OptionalCommand("meanflow-papers", "Run figures and tables of the papers."),
+    "bench": OptionalCommand("meanflow-benchmarks", "benchmarks", "Run benchmarks beside their peers."),
+    "reproduce": OptionalCommand("meanflow-papers", "papers", "Run figures and tables of the papers."),
 }
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from meanflow import _boundary
 from meanflow._boundary import Count, FilePath, Natural, PRNGKey, checked, choice, count, function
+from meanflow._lazy import optional
 from meanflow.training import _downloads
 
 
@@ -61,9 +62,7 @@ def digits(seed: Natural = 0, train: Count = 1500) -> Data:
     >>> digits().train_x.shape
     (1500, 8, 8, 1)
     """
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
+    bunch = optional("sklearn.datasets", "data", "training.data.digits").load_digits()
     images = (bunch.images / 16).astype("float32")[..., None]
     labels = bunch.target.astype("int32")
     if train >= len(images):

@@ -26,6 +26,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow import _boundary
 from meanflow._boundary import array, checked, choice, either, number, taking
+from meanflow._lazy import optional
 from meanflow._numerics import power_mean, scaled_norm
 
 MAX_ASSIGNMENT = 4096
@@ -103,6 +104,7 @@ def wasserstein(
         The distance (not its p-th power) in the dtype of the points.
 
     Raises:
+        ModuleNotFoundError: if unequal weights or sizes off the line need POT, which is not installed.
         ValueError: on mismatched shapes, bad weights or order, and sizes above the limits; and when a cloud that needs
             the host is being traced. In that case call ``transport_plan`` outside and differentiate its cost.
 
@@ -326,10 +328,9 @@ def _distances(x: ArrayLike, y: ArrayLike) -> np.ndarray:
 
 def _couple(powers: np.ndarray, mass_x: np.ndarray, mass_y: np.ndarray) -> Coupling:
     """Return the coupling of least total cost between two positive mass vectors, by the network simplex method."""
-    from ot.lp import emd  # slow to import
-
+    lp = optional("ot.lp", "transport", "the exact distance of clouds with unequal weights or sizes")
     # the bound on the iterations is against going round in circles, and never reached
-    plan, log = emd(mass_x, mass_y, np.ascontiguousarray(powers), numItermax=10**9, log=True)
+    plan, log = lp.emd(mass_x, mass_y, np.ascontiguousarray(powers), numItermax=10**9, log=True)
     if log["warning"] is not None:
         raise RuntimeError(f"the network simplex method failed: {log['warning']}")
     rows, columns = np.nonzero(plan)

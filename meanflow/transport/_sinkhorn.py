@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from meanflow._boundary import Count, Positive, checked
+from meanflow._lazy import optional
 from meanflow.transport._exact import PointWeights, check_weights, euclidean
 
 
@@ -80,8 +81,10 @@ def _divergence(
     """Run the three solves of ott, compiled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # ott imports the retired jaxopt
-        from ott.geometry import costs, pointcloud
-        from ott.tools import sinkhorn_divergence as ott_divergence
+        costs, pointcloud, ott_divergence = (
+            optional(f"ott.{name}", "transport", "transport.sinkhorn_divergence")
+            for name in ("geometry.costs", "geometry.pointcloud", "tools.sinkhorn_divergence")
+        )
     # in units of the mean cost, so that the divergence scales with the points; a constant of the derivative
     epsilon = jax.lax.stop_gradient(jnp.mean(euclidean(x, y)) * relative_epsilon)
     with jax.numpy_rank_promotion("allow"):  # ott broadcasts ranks

@@ -1,5 +1,6 @@
 """Kernels of pytrees, by output axes, by groups of parameters, as operators between two batches, over devices."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -26,8 +27,10 @@ def net(p, x):
     return (jnp.tanh(x @ p["first"]["w"] + p["first"]["b"][None]) @ p["last"]).reshape(-1, 3, 2)
 
 
-# (T, S, 3, 2, 3, 2), tested against explicit Jacobians elsewhere
-FULL = kernels.empirical_ntk(net, PARAMS, X, Z)
+@functools.cache
+def full():
+    """Shape (T, S, 3, 2, 3, 2), tested against explicit Jacobians elsewhere."""
+    return kernels.empirical_ntk(net, PARAMS, X, Z)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ FULL = kernels.empirical_ntk(net, PARAMS, X, Z)
 )
 def test_output_axes(outputs, pattern):
     ours = kernels.empirical_ntk(net, PARAMS, X, Z, outputs=outputs)
-    np.testing.assert_allclose(ours, np.einsum(pattern, FULL), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(ours, np.einsum(pattern, full()), rtol=1e-10, atol=1e-12)
 
 
 def test_output_axes_of_a_coupled_function_and_bad_ones():
@@ -61,7 +64,7 @@ def test_pytrees_of_samples():
     whole = lambda s: jnp.concatenate([s["a"], s["rest"][0]], axis=1)
     apply = lambda p, s: net(p, whole(s))
     ours = kernels.empirical_ntk(apply, PARAMS, split(X), split(Z), outputs="trace")
-    np.testing.assert_allclose(ours, np.einsum("tsabab->ts", FULL), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(ours, np.einsum("tsabab->ts", full()), rtol=1e-10, atol=1e-12)
     center = kernels.Normalized(
         lambda p, s, mean: apply(p, s) - mean[None], lambda p, s: jnp.mean(apply(p, s), axis=0)
     )
@@ -97,7 +100,7 @@ def test_groups_of_parameters():
     layer = lambda path: path.split("/")[0]
     shares = kernels.empirical_ntk(net, PARAMS, X, Z, groups=layer)
     assert list(shares) == ["first", "last"]
-    np.testing.assert_allclose(sum(shares.values()), FULL, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(sum(shares.values()), full(), rtol=1e-10, atol=1e-12)
     hidden = jnp.tanh(X @ PARAMS["first"]["w"] + PARAMS["first"]["b"][None])
     there = jnp.tanh(Z @ PARAMS["first"]["w"] + PARAMS["first"]["b"][None])
     exact = np.einsum("tk,sk,cd->tscd", hidden, there, np.eye(6)).reshape(5, 4, 3, 2, 3, 2)
@@ -127,7 +130,7 @@ def test_groups_of_parameters():
 def test_operator_between_two_batches():
     operator = kernels.ntk_operator(net, PARAMS, X, Z)
     assert operator.shape == (30, 24)
-    matrix = np.transpose(FULL.reshape(5, 4, 6, 6), (0, 2, 1, 3)).reshape(30, 24)
+    matrix = np.transpose(full().reshape(5, 4, 6, 6), (0, 2, 1, 3)).reshape(30, 24)
     v = jax.random.normal(KEYS[5], (24, 2))
     np.testing.assert_allclose(operator @ v, matrix @ v, rtol=1e-10)
     center = kernels.Normalized(
