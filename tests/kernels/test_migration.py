@@ -12,22 +12,26 @@ import pytest
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "learn" / "neural_tangents.md").read_text()
 ROWS = re.findall(r"^\| `(.*?)` \| `(.*?)` \|$", PAGE, re.MULTILINE)
 SPACE: dict = {}
-exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1), SPACE)
-x1, x2, y, params, f, t = (SPACE[name] for name in ("x1", "x2", "y", "params", "f", "t"))
 
 
-def jacobian(function, x, p=params):
+@pytest.fixture(scope="module", autouse=True)
+def definitions():
+    """Run what the page defines, and put what the functions below use where they look."""
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1), SPACE)
+    globals().update({name: SPACE[name] for name in ("x1", "x2", "y", "params", "f", "t")})
+    first, second = jacobian(f, x1), jacobian(f, x2)
+    train = np.einsum("tcp,sdp->tscd", first, first)
+    globals().update(J1=first, J2=second, FULL=np.einsum("tcp,sdp->tscd", first, second))
+    globals().update(MATRIX=train.transpose(0, 2, 1, 3).reshape(12, 12))
+
+
+def jacobian(function, x, p=None):
     """(n, outputs, parameters) by forward mode."""
+    p = params if p is None else p
     parts = jax.tree.leaves(jax.jacfwd(lambda p: function(p, x))(p))
     count = len(jax.tree.leaves(p)[0].shape)
     assert count == 2
     return np.concatenate([j.reshape(j.shape[:-2] + (-1,)) for j in parts], axis=-1)
-
-
-J1, J2 = jacobian(f, x1), jacobian(f, x2)
-FULL = np.einsum("tcp,sdp->tscd", J1, J2)
-TRAIN = np.einsum("tcp,sdp->tscd", J1, J1)
-MATRIX = TRAIN.transpose(0, 2, 1, 3).reshape(12, 12)
 
 
 def ode(field, start):

@@ -1,5 +1,7 @@
 """Derivatives of training in its kernel, also where eigenvalues are equal: exponentials, explicit steps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from meanflow import kernels
 RATE, MOMENTUM, COUNTS, TIMES = 0.4, 0.6, (0, 1, 6, 13), (0.0, 1e-3, 0.7, 9.0, 80.0)
 
 
+@functools.cache
 def kernels_with_equal_eigenvalues():
     rng = np.random.default_rng(3)
     root = rng.normal(size=(6, 6))
@@ -28,7 +31,11 @@ def kernels_with_equal_eigenvalues():
     }
 
 
-CASES = kernels_with_equal_eigenvalues()
+def kernel_of(case):
+    return kernels_with_equal_eigenvalues()[case]
+
+
+CASES = ("identity", "zero", "several outputs", "batch norm", "duplicate samples", "nearly equal", "generic")
 START, Y = np.linspace(-1.0, 1.0, 6), np.array([0.3, -1.0, 0.2, 0.7, -0.4, 1.1])
 EVEN, UNEVEN = np.full(6, 0.5), np.linspace(0.3, 1.0, 6)  # uneven weights would tell equal eigenvalues apart
 
@@ -85,8 +92,8 @@ def test_derivatives_of_gradient_flow_in_the_kernel(case):
     exact = lambda k: jax.tree.map(
         lambda *u: jnp.stack(u), *(with_loss(by_exponentials(k, q, t), q) for t in TIMES)
     )
-    wanted = next(jacobians(exact, CASES[case]))
-    for mode in jacobians(lambda k: outputs(k, jnp.array(TIMES), q), CASES[case]):
+    wanted = next(jacobians(exact, kernel_of(case)))
+    for mode in jacobians(lambda k: outputs(k, jnp.array(TIMES), q), kernel_of(case)):
         close(mode, wanted, 1e-11)
 
 
@@ -98,8 +105,8 @@ def test_derivatives_of_gradient_descent_in_the_kernel(case, momentum):
         lambda *u: jnp.stack(u), *(with_loss(by_steps(k, q, n, momentum or 0.0), q) for n in COUNTS)
     )
     ours = lambda k: outputs(k, jnp.array(COUNTS), q, learning_rate=RATE, momentum=momentum)
-    wanted = next(jacobians(exact, CASES[case]))
-    for mode in jacobians(ours, CASES[case]):
+    wanted = next(jacobians(exact, kernel_of(case)))
+    for mode in jacobians(ours, kernel_of(case)):
         close(mode, wanted, 1e-11)
 
 
@@ -122,7 +129,7 @@ def test_derivatives_at_the_end_of_training():
 
 def test_derivatives_in_a_kernel_between_outputs_and_of_an_ensemble():
     """A kernel (n, n, k, k) that is the same for each output, by finite differences of the values themselves."""
-    generic, rng = CASES["generic"][:3, :3], np.random.default_rng(5)
+    generic, rng = kernel_of("generic")[:3, :3], np.random.default_rng(5)
     y, cross = rng.normal(size=(3, 2)), rng.normal(size=(2, 3, 2, 2))
     prior = (jnp.eye(3), jnp.zeros((2, 3)), jnp.eye(2))
     times = jnp.array([0.5, 4.0])
@@ -147,7 +154,7 @@ def test_derivatives_in_a_kernel_between_outputs_and_of_an_ensemble():
 
 @pytest.mark.parametrize("case", ["identity", "duplicate samples", "batch norm"])
 def test_derivatives_in_single_precision_compiled_and_in_batches(case):
-    kernel = jnp.asarray(CASES[case])
+    kernel = jnp.asarray(kernel_of(case))
     scalar = lambda k, found: jnp.sum(found(k)[0] ** 2) + jnp.sum(found(k)[1] ** 2)
     exact = lambda k: by_exponentials(k, EVEN.astype(k.dtype), 0.7)
     ours = lambda k: outputs(k, 0.7)[:2]
@@ -168,7 +175,7 @@ def test_derivatives_in_single_precision_compiled_and_in_batches(case):
 
 def test_mixed_derivatives_and_the_refusal_of_second_ones():
     """In the kernel and in time both orders agree with exponentials; twice in the kernel is refused, not wrong."""
-    kernel, time = jnp.asarray(CASES["duplicate samples"]), jnp.asarray(0.7)
+    kernel, time = jnp.asarray(kernel_of("duplicate samples")), jnp.asarray(0.7)
     ours = lambda k, t: outputs(k, t)[:2]
     exact = lambda k, t: by_exponentials(k, EVEN, t)
     symmetric = lambda mixed: [(u + jnp.swapaxes(u, -1, -2)) / 2 for u in mixed]
@@ -181,7 +188,9 @@ def test_mixed_derivatives_and_the_refusal_of_second_ones():
 
 
 def test_steps_that_are_not_whole_have_no_derivative_in_the_kernel():
-    slope = jax.grad(lambda k: jnp.sum(outputs(k, 2.5, learning_rate=RATE)[0]))(jnp.asarray(CASES["generic"]))
+    slope = jax.grad(lambda k: jnp.sum(outputs(k, 2.5, learning_rate=RATE)[0]))(
+        jnp.asarray(kernel_of("generic"))
+    )
     assert np.all(np.isnan(slope))
 
 
@@ -189,7 +198,7 @@ def test_rates_and_modes_have_finite_derivatives():
     """A simple eigenvalue moves as the quadratic form of its eigenvector, an equal one does not give NaN."""
     flow = lambda k: kernels.kernel_flow(k, START, Y, weights=1.0)
     for case in ("generic", "identity"):
-        kernel = jnp.asarray(CASES[case])
+        kernel = jnp.asarray(kernel_of(case))
         top = flow(kernel).modes[:, 0]
         np.testing.assert_allclose(
             jax.grad(lambda k: flow(k).rates[0])(kernel), jnp.outer(top, top), atol=1e-12
