@@ -12,7 +12,7 @@ from meanflow.univariate import _observables as knots_of
 
 X = jnp.linspace(-1.0, 1.0, 5)
 LINE = mf.Dataset(X, jnp.sin(2 * X), "sum")
-PLANE = mf.Dataset(jax.random.normal(jax.random.key(2), (9, 3)), jnp.arange(9.0) / 9)
+PLANE = mf.Dataset(np.random.default_rng(2).normal(size=(9, 3)), np.arange(9.0) / 9)
 
 
 def pair(flow, data, width=6, shift=0.3, **labels):

@@ -45,7 +45,7 @@ class Net(nnx.Module):
         return self.head(self.dropout(jnp.mean(jnp.tanh(h), axis=1)))
 
 
-X = jax.random.normal(jax.random.key(0), (5, 6, 2))
+X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 6, 2)))
 
 
 def trained(norm, seed=0, rate=0.0):

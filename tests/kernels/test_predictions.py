@@ -10,11 +10,16 @@ from scipy import integrate
 from meanflow import kernels
 from meanflow._numerics import iterate, loglog_slope
 
-KEYS = jax.random.split(jax.random.key(7), 8)
-X, Z = jax.random.normal(KEYS[0], (6, 3)), jax.random.normal(KEYS[1], (4, 3))
+
+def normal(seed, *shape):
+    """Gaussian numbers of numpy, which compiles nothing when the tests are collected."""
+    return jnp.asarray(np.random.default_rng(70 + seed).normal(size=shape))
+
+
+X, Z = normal(0, 6, 3), normal(1, 4, 3)
 PARAMS = {
-    "w": jax.random.normal(KEYS[2], (3, 5)),
-    "v": jax.random.normal(KEYS[3], (5, 2)) / 2,
+    "w": normal(2, 3, 5),
+    "v": normal(3, 5, 2) / 2,
     "steps": jnp.arange(2),
 }
 
@@ -24,7 +29,7 @@ def net(p, x):
 
 
 def moved(scale):
-    noise = {"w": jax.random.normal(KEYS[4], (3, 5)), "v": jax.random.normal(KEYS[5], (5, 2))}
+    noise = {"w": normal(4, 3, 5), "v": normal(5, 5, 2)}
     return {**PARAMS, **{k: PARAMS[k] + scale * noise[k] for k in noise}}
 
 
@@ -48,7 +53,7 @@ def test_kernel_of_the_linearized_network_is_constant():
 
 def test_descent_of_the_linearized_network_with_two_outputs():
     """Real gradient descent on the parameters of the linearized network, at training and at other points."""
-    linear, y = kernels.taylor_expand(net, PARAMS), jax.random.normal(KEYS[6], (6, 2))
+    linear, y = kernels.taylor_expand(net, PARAMS), normal(6, 6, 2)
     free = {k: PARAMS[k] for k in ("w", "v")}
     whole = lambda p: {**PARAMS, **p}
     loss = lambda p: 0.5 * jnp.mean(jnp.sum((linear(whole(p), X) - y) ** 2, axis=1))
@@ -65,8 +70,8 @@ def test_descent_of_the_linearized_network_with_two_outputs():
 
 def test_momentum():
     """optax's descent with momentum on a linear network that has a null mode, also where two eigenvalues coincide."""
-    features, y = jax.random.normal(KEYS[0], (6, 4)), jax.random.normal(KEYS[6], (6,))
-    kernel, other = features @ features.T, jax.random.normal(KEYS[1], (3, 4))
+    features, y = normal(0, 6, 4), normal(6, 6)
+    kernel, other = features @ features.T, normal(1, 3, 4)
     top = jnp.linalg.eigvalsh(kernel)[-1] / 6
     # the second damps the top mode best
     for momentum, rate in (
@@ -94,7 +99,7 @@ def test_momentum():
 
 def test_outputs_that_share_a_kernel():
     """k outputs with the kernel (n, n) are k separate flows, and the kernel K x I."""
-    gram, y = X @ X.T + jnp.eye(6), jax.random.normal(KEYS[6], (6, 2))
+    gram, y = X @ X.T + jnp.eye(6), normal(6, 6, 2)
     weights = jnp.linspace(0.5, 1.5, 6)
     flow = kernels.kernel_flow(gram, jnp.zeros((6, 2)), y, weights=weights)
     times, cross = jnp.array([0.3, 2.0, jnp.inf]), Z @ X.T

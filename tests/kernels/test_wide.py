@@ -8,10 +8,8 @@ import pytest
 from meanflow import kernels
 from meanflow._numerics import loglog_slope
 
-KEY = jax.random.key(11)
-POINTS = jax.random.normal(KEY, (3, 5))
-LINE = jax.random.normal(KEY, (3, 6, 2))
-IMAGE = jax.random.normal(KEY, (3, 4, 4, 2))
+KEY, RNG = jax.random.key(11), np.random.default_rng(11)
+POINTS, LINE, IMAGE = (jnp.asarray(RNG.normal(size=shape)) for shape in ((3, 5), (3, 6, 2), (3, 4, 4, 2)))
 
 
 class Network:
