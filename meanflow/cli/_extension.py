@@ -130,15 +130,15 @@ class Elsewhere(click.Command):
         if entry is not None:
             summary += f"From {entry.dist.name if entry.dist is not None else entry.module}."
         elif known is not None:
-            summary += f"Not installed: pip install {known.distribution}"
+            summary += f"Not installed: {known.advice}"
         super().__init__(name, short_help=summary)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """Import the command and hand over to it."""
         if self.entry is None:
-            missing = OPTIONAL[str(self.name)].distribution
+            missing = OPTIONAL[str(self.name)]
             raise Failure(
-                f"meanflow {self.name} is part of the distribution {missing}: pip install {missing}"
+                f"meanflow {self.name} is part of the distribution {missing.distribution}: {missing.advice}"
             )
         dist = self.entry.dist
         source = self.entry.value if dist is None else f"{dist.name} {dist.version}"

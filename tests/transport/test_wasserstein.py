@@ -6,7 +6,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ot
 import pytest
 import scipy.optimize
 import scipy.stats
@@ -15,6 +14,11 @@ from meanflow.transport import transport_plan, wasserstein
 from meanflow.transport._exact import cylinder_distance, euclidean
 
 module = importlib.import_module("meanflow.transport._exact")
+
+
+def pot():
+    """POT, which takes a second to import."""
+    return importlib.import_module("ot")
 
 
 def weights(rng, size):
@@ -40,7 +44,7 @@ def test_line_equals_scipy_and_pot(case):
     )
     np.testing.assert_allclose(wasserstein(x, y), scipy.stats.wasserstein_distance(x, y), rtol=1e-12)
     for p in (2, 3.5):
-        oracle = ot.emd2(a, b, np.abs(x[:, None] - y[None, :]) ** p) ** (1 / p)
+        oracle = pot().emd2(a, b, np.abs(x[:, None] - y[None, :]) ** p) ** (1 / p)
         np.testing.assert_allclose(
             wasserstein(x[:, None], y[:, None], p, weights_x=a, weights_y=b), oracle, rtol=1e-9
         )
@@ -52,11 +56,11 @@ def test_clouds_equal_pot(case, p):
     rng = np.random.default_rng(100 + case)
     n, m, d = ((30, 30, 8), (20, 35, 3), (1, 9, 2))[case % 3]
     x, y = rng.normal(size=(n, d)), rng.normal(size=(m, d)) * 1.5 + 0.2
-    costs = ot.dist(x, y, metric="euclidean") ** p
-    uniform = ot.emd2(np.full(n, 1 / n), np.full(m, 1 / m), costs) ** (1 / p)
+    costs = pot().dist(x, y, metric="euclidean") ** p
+    uniform = pot().emd2(np.full(n, 1 / n), np.full(m, 1 / m), costs) ** (1 / p)
     np.testing.assert_allclose(wasserstein(x, y, p), uniform, rtol=1e-9)
     a, b = weights(rng, n), weights(rng, m)
-    weighted = ot.emd2(a, b, costs) ** (1 / p)
+    weighted = pot().emd2(a, b, costs) ** (1 / p)
     np.testing.assert_allclose(wasserstein(x, y, p, weights_x=a, weights_y=3 * b), weighted, rtol=1e-9)
 
 
@@ -175,7 +179,7 @@ def test_cylinder():
     distances = cylinder_distance(x, y)
     arccos = np.arccos(np.clip(x[1] @ y[1].T, -1, 1))
     np.testing.assert_allclose(distances, np.hypot(x[0][:, None] - y[0][None], arccos), rtol=1e-7)
-    oracle = ot.emd2(np.full(10, 0.1), np.full(7, 1 / 7), np.asarray(distances) ** 2) ** 0.5
+    oracle = pot().emd2(np.full(10, 0.1), np.full(7, 1 / 7), np.asarray(distances) ** 2) ** 0.5
     np.testing.assert_allclose(wasserstein(x, y, 2, cost="cylinder"), oracle, rtol=1e-9)
     assert float(wasserstein(x, y, 2, cost=cylinder_distance)) == float(wasserstein(x, y, 2, cost="cylinder"))
     # where arccos fails: an angle of 1e-9, and its distance from the antipode
