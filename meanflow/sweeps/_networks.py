@@ -556,7 +556,7 @@ def find_horizon(t1: float | None, steps: int | None, saves: Values, clock: obje
     if steps is not None:
         if ts is not None:
             raise ValueError("ts belongs to t1; with steps pass every, the number of steps between saves")
-        every = steps if every is None else every
+        every = steps if every is None else _boundary.whole("every", every, 1)
         if steps % every:
             raise ValueError(f"every must divide steps, got steps={steps}, every={every}")
         done = list(range(0, steps + 1, every))
