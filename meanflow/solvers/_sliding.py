@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from meanflow._boundary import Count, checked
 from meanflow.flows._kinks import passage
 from meanflow.flows._motion import FrozenMotion, MotionState
 from meanflow.flows._problem import Problem
 from meanflow.solvers._solution import RESULTS
-from meanflow.solvers._stepper import Stepper
+from meanflow.solvers._stepper import Particles, Stepper
 
 
 class Stage(NamedTuple):
@@ -118,13 +118,8 @@ class Sliding(Stepper):
         return Watched(state, motion.residual(y, opened), start)
 
     def step(
-        self,
-        problem: Problem,
-        y: PyTree[jax.Array],
-        state: Watched,
-        number: Int[Array, ""],
-        size: Float[Array, ""],
-    ) -> tuple[PyTree[jax.Array], Watched]:
+        self, problem: Problem, y: Particles, state: Watched, number: Array, size: Array
+    ) -> tuple[Particles, Watched]:
         """Take one step: three stages, two of which make up the way; see ``STAGES``."""
         motion = self._motion(problem)
         opened, opening = motion.unfold(y, state.motion), state.covector

@@ -6,7 +6,7 @@ times, by the same loop (``solvers._run``).
 
 import abc
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import diffrax
 import equinox as eqx
@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from meanflow.flows._flow import Flow
 from meanflow.flows._problem import Problem, Weighted
 from meanflow.measures._dataset import Dataset
 from meanflow.solvers._solution import RESULTS
 
+Particles: TypeAlias = PyTree[jax.Array]  # the state of a flow, in the coordinates of the chart
 StepperState = Any  # a pytree of arrays, or None
 
 
@@ -35,27 +36,22 @@ class Stepper(eqx.Module):
         """Return the stepper for a run that is differentiated in forward mode, or not; itself by default."""
         return self
 
-    def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
+    def init(self, problem: Problem, y: Particles) -> StepperState:
         """Return what the stepper remembers from step to step; nothing by default."""
         return None
 
     @abc.abstractmethod
     def step(
-        self,
-        problem: Problem,
-        y: PyTree[jax.Array],
-        state: StepperState,
-        number: Int[Array, ""],
-        size: Float[Array, ""],
-    ) -> tuple[PyTree[jax.Array], StepperState]:
+        self, problem: Problem, y: Particles, state: StepperState, number: Array, size: Array
+    ) -> tuple[Particles, StepperState]:
         """Return the state of the flow after one step, and what is remembered for the next.
 
         Args:
             problem: flow, data and clock.
             y: where the step starts.
             state: what ``init`` or the step before returned.
-            number: 0, 1, ..., counted from the start of the first run.
-            size: its length on the clock of the run.
+            number: () integer 0, 1, ..., counted from the start of the first run.
+            size: () length of the step on the clock of the run.
         """
 
     def report(self, problem: Problem, state: StepperState) -> dict[str, jax.Array]:
@@ -82,23 +78,18 @@ class RungeKutta(Stepper):
     method: diffrax.AbstractERK
 
     def step(
-        self,
-        problem: Problem,
-        y: PyTree[jax.Array],
-        state: None,
-        number: Int[Array, ""],
-        size: Float[Array, ""],
-    ) -> tuple[PyTree[jax.Array], None]:
+        self, problem: Problem, y: Particles, state: None, number: Array, size: Array
+    ) -> tuple[Particles, None]:
         """Take one step."""
         return runge_kutta(self.method, lambda y: problem.field(0.0, y), y, size), None
 
 
 def runge_kutta(
     method: diffrax.AbstractERK,
-    field: Callable[[PyTree[jax.Array]], PyTree[jax.Array]],
-    y: PyTree[jax.Array],
+    field: Callable[[Particles], Particles],
+    y: Particles,
     size: jax.Array,
-) -> PyTree[jax.Array]:
+) -> Particles:
     """Return y + size sum_i b_i k_i with the stages k_i = field(y + size sum_(j < i) a_ij k_j).
 
     Stages behind the last b_i != 0 are left out: they serve error estimates and interpolation only.
@@ -109,9 +100,9 @@ def runge_kutta(
     table = method.tableau
     assert isinstance(table, diffrax.ButcherTableau)  # has_table
     used = int(np.flatnonzero(table.b_sol)[-1]) + 1
-    stages: list[PyTree[jax.Array]] = []
+    stages: list[Particles] = []
 
-    def moved(shares: np.ndarray) -> PyTree[jax.Array]:
+    def moved(shares: np.ndarray) -> Particles:
         terms = [(float(share), k) for share, k in zip(shares, stages, strict=True) if share != 0]
         slopes = [jax.tree.map(lambda u, share=share: share * u, k) for share, k in terms]
         if not slopes:
@@ -137,19 +128,14 @@ class DiffraxStep(Stepper):
 
     solver: diffrax.AbstractSolver
 
-    def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
+    def init(self, problem: Problem, y: Particles) -> StepperState:
         """Return the solver's state, and the worst result of its steps so far."""
         zero = jnp.zeros((), problem.speed.dtype)
         return self.solver.init(_TERMS, zero, zero + 1, y, problem), diffrax.RESULTS.successful
 
     def step(
-        self,
-        problem: Problem,
-        y: PyTree[jax.Array],
-        state: StepperState,
-        number: Int[Array, ""],
-        size: Float[Array, ""],
-    ) -> tuple[PyTree[jax.Array], StepperState]:
+        self, problem: Problem, y: Particles, state: StepperState, number: Array, size: Array
+    ) -> tuple[Particles, StepperState]:
         """Take one step; the flow does not depend on time, so every step starts at 0."""
         (inner, worst), zero = state, jnp.zeros_like(size)
         moved, _, _, inner, found = self.solver.step(
@@ -164,7 +150,7 @@ class DiffraxStep(Stepper):
         return RESULTS.where(worst == RESULTS.successful, result, worst)
 
 
-def field(t: Any, y: PyTree[jax.Array], problem: Problem) -> PyTree[jax.Array]:
+def field(t: Any, y: Particles, problem: Problem) -> Particles:
     """Return the velocity, with the arguments in diffrax's order."""
     return problem.field(t, y)
 
@@ -185,18 +171,13 @@ class Descent(Stepper):
     model: Flow
     batch: Callable[[Int[Array, ""]], Dataset] | None = eqx.field(static=True)
 
-    def init(self, problem: Problem, y: PyTree[jax.Array]) -> StepperState:
+    def init(self, problem: Problem, y: Particles) -> StepperState:
         """Return the state of the optimizer."""
         return self.optimizer.init(problem.chart.base.particles)
 
     def step(
-        self,
-        problem: Problem,
-        y: PyTree[jax.Array],
-        state: StepperState,
-        number: Int[Array, ""],
-        size: Float[Array, ""],
-    ) -> tuple[PyTree[jax.Array], StepperState]:
+        self, problem: Problem, y: Particles, state: StepperState, number: Array, size: Array
+    ) -> tuple[Particles, StepperState]:
         """Take one step."""
         here = problem.here(y)
         batch = problem.samples if self.batch is None else self.batch(number)
