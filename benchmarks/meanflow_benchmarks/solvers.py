@@ -109,7 +109,7 @@ def _nothing(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> jax.Array:
 def fixed_steps(
     width: int = 200, points: int = 100, dim: int = 10, steps: int = 1000, repeats: int = 3
 ) -> dict[str, float]:
-    """Fixed steps of the solver Tsit5: ``descend`` and ``solve``, against a scan over steps of diffrax's own solver.
+    """Fixed steps of the solver Tsit5 by ``solve``, against a scan over steps of diffrax's own solver.
 
     Args:
         width: number of neurons.
