@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from meanflow_papers.catalogue import CATALOGUE
 from meanflow_papers.ntk.coordinate_kernels import coordinate_spectra
 from meanflow_papers.ntk.image import photograph, spectral_bias_image
 from meanflow_papers.ntk.lazy import PREDICTIONS, lazy_training
