@@ -403,7 +403,9 @@ def prng_key(name: str, value: object, *, axes: int = 0) -> object:
     typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if not typed or value.ndim > axes or value.size == 0:  # type: ignore[attr-defined]
         wanted = "one PRNG key or an array (s,) of keys" if axes else "a single PRNG key"
-        raise TypeError(f"{name} must be {wanted} such as jax.random.key(0), got {show(value)}")
+        raise (ValueError if axes else TypeError)(
+            f"{name} must be {wanted} such as jax.random.key(0), got {show(value)}"
+        )
     return value
 
 

@@ -273,6 +273,10 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         ),
         (lambda: mf.vanilla().begin(3), "cloud must be a Cloud"),
         (lambda: mf.vanilla().init(jax.random.key(0), 3, dim=2, a=lambda u: 1j * u), "must be real numbers"),
+        (
+            lambda: geometry.Space().inner(CLOUD, CLOUD.particles, mf.Neurons(np.ones(9), np.ones((9, 2)))),
+            "tangent vectors must have the shapes",
+        ),
         (lambda: geometry.lift(mf.Cloud(CLOUD.particles, labels=-1.0)), "labels .* must be > 0"),
         (lambda: mf.activations.softplus("a"), "sharpness must be a number"),
         (lambda: mf.activations.Stretched("tan", 1.0), "name must be one of"),

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import ArrayLike, Float
 
 from meanflow import _boundary
-from meanflow._numerics import safe_sqrt, wrap_angle
+from meanflow._boundary import checked
+from meanflow._numerics import dominant_vector, safe_divide, safe_sqrt, wrap_angle
 from meanflow._observable import Observable, Values, recorded
 from meanflow._reuse import canonical
 from meanflow.flows import _equation as equation
-from meanflow.measures._cloud import Cloud
+from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
 from meanflow.measures._dataset import Dataset
 
 if TYPE_CHECKING:
@@ -92,6 +95,52 @@ class KernelDrift(Observable):
         return safe_sqrt(jnp.sum(change**2)) / jnp.linalg.norm(memory)
 
 
+def sharpness(flow: "Flow", cloud: Cloud, data: Dataset, steps: int = 40) -> jax.Array:
+    """Return the top eigenvalue of the Hessian of E in the metric p^-1 C, a scalar in mean-field time.
+
+    Descent with step h is stable below 2 / sharpness. For the squared loss at zero residual it is the top eigenvalue of
+    Q^(1/2) K Q^(1/2), K the tangent kernel and Q the weights of the data; the Hessian of E in plain coordinates has 1/m
+    of it, against the learning rate m h. On curved spaces it is the covariant Hessian, second derivatives along
+    geodesics.
+
+    Args:
+        flow: a bound flow.
+        cloud: its particles; padding has no say.
+        data: training data.
+        steps: Hessian-vector products spent by Lanczos, each about two gradients.
+    """
+    from meanflow.kernels._empirical.spectra import lanczos
+
+    weights = cloud.weights
+    root = jnp.where(weights > 0, jnp.where(weights > 0, weights, 1.0) ** -0.5, 0.0)
+    flat, unravel = ravel_pytree(cloud.particles)
+
+    def energy(z: jax.Array) -> jax.Array:
+        # S S' = C, so that z are orthonormal coordinates of the tangent spaces; retract is right to second order
+        v = flow.space.noise(cloud, unravel(z))
+        v = jax.tree.map(lambda u: u * root.reshape((-1,) + (1,) * (u.ndim - 1)), v)
+        return equation.energy(flow, cloud.at(flow.space.retract(cloud, v)), data)
+
+    _, product = jax.linearize(jax.grad(energy), jnp.zeros_like(flat))
+    key = jax.random.key(0)
+    start = jax.random.normal(key, flat.shape, flat.dtype)
+    matrix = lanczos(product, start, min(steps, flat.size), jax.random.fold_in(key, 1)).matrix()
+    # the largest eigenvalue, not the largest in size: shift the spectrum to be positive; no LAPACK, vmap is safe
+    bound = jnp.max(jnp.sum(jnp.abs(matrix), axis=1))
+    top = jax.lax.stop_gradient(
+        dominant_vector(matrix + bound * jnp.eye(matrix.shape[0], dtype=matrix.dtype))
+    )
+    return top @ matrix @ top
+
+
+class Sharpness(Observable):
+    """The largest curvature of the energy on the clock of the run, to be compared with 2 / step."""
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
+        """Return a scalar."""
+        return problem.pace(cloud, flow=problem.flow) * sharpness(problem.flow, cloud, problem.data)
+
+
 def accuracy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
     """Return the share of the samples, by their weights, whose largest output is that of their class."""
     guess = jnp.argmax(equation.predict(flow, cloud, data.x), axis=-1)
@@ -132,15 +181,61 @@ def coordinates(flow: "Flow", cloud: Cloud, data: Dataset) -> dict[str, jax.Arra
     return named
 
 
+@checked
+def alignment(
+    directions: Float[ArrayLike, "k d"],
+) -> Callable[["Flow", Cloud, Dataset], Values]:
+    """Return an observable: the alignment of two-layer neurons with ``directions``, and of a network with its targets.
+
+    With weights proportional to p_i |a_i| (the norm of the row, for several outputs) and b^ = b/|b| without bias, it
+    records ``subspace``, the mean of |U b^|^2, which is k/d for random neurons and 1 for those that have found the
+    span; ``direction`` (k,), the mean of (u_j . b^)^2 for each row of U; and ``target``, the correlation of f and y
+    over the samples, <f, y> / (|f| |y|).
+
+    Args:
+        directions: U (k, d), orthonormal rows, for instance ``Teacher.directions``.
+
+    >>> import jax, meanflow as mf
+    >>> teacher = mf.measures.teachers.single_index(8, "hermite3")
+    >>> data = teacher.draw(jax.random.key(0), 32)
+    >>> flow = mf.vanilla("tanh")
+    >>> run = mf.descend(flow, flow.init(jax.random.key(1), 16, dim=8), data, 2, step=0.1,
+    ...                  observe=mf.flows.alignment(teacher.directions))
+    >>> run.observed["subspace"].shape, run.observed["direction"].shape
+    ((2,), (2, 1))
+    """
+    rows = jnp.asarray(directions)
+
+    def measure(flow: "Flow", cloud: Cloud, data: Dataset) -> dict[str, jax.Array]:
+        if not isinstance(cloud.particles, Neurons | BatchNormNeurons):
+            raise ValueError(f"alignment needs neurons (a, b), got {type(cloud.particles).__name__}")
+        a, b = cloud.particles.a, cloud.particles.b[:, : rows.shape[1]]
+        if b.shape[1] < rows.shape[1]:
+            raise ValueError(
+                f"directions must have at most {b.shape[1]} columns, like the inner weights, got {rows.shape[1]}"
+            )
+        size = jnp.abs(a) if a.ndim == 1 else jnp.linalg.norm(a, axis=1)
+        share = safe_divide(cloud.weights * size, jnp.sum(cloud.weights * size))
+        each = safe_divide((b @ rows.T.astype(b.dtype)) ** 2, jnp.sum(b**2, axis=1)[:, None])
+        found = {"subspace": share @ jnp.sum(each, axis=1), "direction": share @ each}
+        f, y = equation.predict(flow, cloud, data.x), data.y
+        # class numbers have no correlation with the k outputs that tell them apart
+        if f.shape != y.shape:
+            return found
+        weights = data.weights if f.ndim == 1 else data.weights[:, None]
+        product = lambda u, v: jnp.sum(weights * u * v)
+        return found | {"target": safe_divide(product(f, y), jnp.sqrt(product(f, f) * product(y, y)))}
+
+    return measure
+
+
 def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
     return safe_sqrt(cloud.weights @ jnp.where(cloud.weights > 0, squares, 0.0))
 
 
 def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     """Return the observables that every model has, and those that its parts make possible."""
-    # these modules import this one
-    from meanflow.flows._margins import Margin, trained_norms
-    from meanflow.flows._sharpness import Sharpness
+    from meanflow.flows._margins import Margin, trained_norms  # which imports this module
 
     since = functools.partial(FunctionObservable, from_start=True)
     chosen: dict[str, Observable] = {

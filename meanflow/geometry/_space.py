@@ -47,6 +47,15 @@ def _rows(u: jax.Array) -> jax.Array:
     return jnp.sum(u.reshape(u.shape[0], -1), axis=1)
 
 
+def check_vectors(cloud: Cloud, *vectors: Record) -> None:
+    """Refuse tangent vectors that are no records like the particles of the cloud."""
+    shapes = lambda record: jax.tree.map(np.shape, record)
+    wanted = shapes(cloud.particles)
+    for given in map(shapes, vectors):
+        if given != wanted:
+            raise ValueError(f"tangent vectors must have the shapes of the particles, {wanted}, got {given}")
+
+
 class Space(Module):
     """Flat space: C = identity. Other geometries override what differs."""
 
@@ -76,6 +85,7 @@ class Space(Module):
 
     def inner(self, cloud: Cloud, u: Record, v: Record) -> jax.Array:
         """Return <u, v> in the metric C^-1 for tangent vectors u and v, one number per particle (m,)."""
+        check_vectors(cloud, u, v)
         return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(lambda p, q: _rows(p * q), u, v))), axis=0)
 
     def noise(self, cloud: Cloud, normal: Record) -> Record:
@@ -249,6 +259,7 @@ class BatchNormManifold(Space):
 
     def inner(self, cloud: Cloud, u: Record, v: Record) -> jax.Array:
         """Return <u_a, v_a> + c^2 <u_b, v_b>_G, and the like for further flat coordinates."""
+        check_vectors(cloud, u, v)
         flat = sum(_rows(p * q) for p, q in zip(_flat(u), _flat(v), strict=True))
         return flat + norms(cloud) ** 2 * omega.inner(cloud.particles.b, u.b, v.b)
 

@@ -12,7 +12,7 @@ import meanflow as mf
 from meanflow.flows import _equation as equation
 from meanflow.flows import max_margin
 from meanflow.flows._margins import margins
-from meanflow.flows._sharpness import sharpness
+from meanflow.flows._observables import sharpness
 
 
 def test_sharpness_is_the_top_eigenvalue_of_the_hessian_in_the_metric():
