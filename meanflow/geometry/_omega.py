@@ -113,7 +113,8 @@ def metric(bb: Vectors, covariance: Matrix) -> Float[Array, "... d d"]:
     """Return the ambient matrix G (..., d, d) at points bb (..., d); its kernel is the normal u = S bb."""
     outer = lambda v: v[..., :, None] * v[..., None, :]
     u, square = bb @ covariance, dot(bb, bb)[..., None]
-    tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - outer(u) / dot(u, u)[..., None]
+    unit = jnp.broadcast_to(jnp.eye(bb.shape[-1], dtype=bb.dtype), (*bb.shape, bb.shape[-1]))
+    tangent = unit - outer(u) / dot(u, u)[..., None]
     w = jnp.sum(tangent * bb[..., None, :], axis=-1)
     return (tangent - outer(w) / square) / square
 

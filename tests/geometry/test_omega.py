@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import meanflow as mf
 from meanflow.geometry import _omega as omega
 
 
@@ -188,3 +189,15 @@ def test_batch_norm_is_not_whitening():
         square = float(b @ sigma @ b)
         np.testing.assert_allclose(raw, np.sqrt(5.0) / square * slope, rtol=1e-13)
         assert abs(float(raw - np.sqrt(5.0) / np.sqrt(square) * slope)) > 1e-2
+
+
+def test_the_metric_of_many_points_measures_tangent_vectors():
+    """v' G w against the inner product of tangent vectors, which needs no covariance; u = S bb is its kernel."""
+    rng = np.random.default_rng(3)
+    sigma = np.cov(rng.normal(size=(3, 20)))
+    points = mf.geometry.normalize(rng.normal(size=(7, 3)), sigma)
+    v, w = (omega.project(points, jnp.asarray(rng.normal(size=(7, 3))), jnp.asarray(sigma)) for _ in range(2))
+    metrics = mf.geometry.metric(points, sigma)
+    products = np.einsum("id,ide,ie->i", v, metrics, w)
+    np.testing.assert_allclose(products, omega.inner(points, v, w), rtol=1e-12)
+    np.testing.assert_allclose(np.einsum("ide,ie->id", metrics, points @ sigma), 0.0, atol=1e-13)
