@@ -320,10 +320,6 @@ def mismatches():
         (lambda: t.critic_distance(x, y, key=key), "x and y must both be"),
         (lambda: t.ics(x, y), "before and after must have equal shapes"),
         (lambda: d.propagate(key, np.ones((2, 3, 4)), [5]), "x must be"),
-        (
-            lambda: d.propagate(key, x, [5], d.Layer(weights="uniform"), draw="law"),
-            "draw='law' needs weights",
-        ),
         (lambda: d.expected_gram(np.eye(3), 2, d.Layer(weights="uniform")), "layer.weights must be"),
         (lambda: d.gamma(x, method="monte_carlo"), "key must be given"),
         (lambda: d.rank_bounds(3, [0.1, 0.2], [5, 6, 7]), "neurons must broadcast against gamma"),

@@ -55,7 +55,7 @@ def propagation(
         "peak_resident_mb": peak_bytes() / MEGABYTE,
         "resident_before_mb": before / MEGABYTE,
         "mean_angle": float(result.layers.pair_angles[:, -1].mean()),
-        "infinite_width_angle": float(depth.pair_angles(wide).mean()),
+        "infinite_width_angle": float(depth.Gram(wide).pair_angles.mean()),
     }
 
 

@@ -85,6 +85,9 @@ def gamma(
     (10, 0.1)
     """
     batch = np.asarray(x, float)
+    batch = batch / (
+        np.abs(batch).max() or 1.0
+    )  # only directions count, and squares must not leave the range
     if recenter:
         batch = batch - batch.mean(0)
     if method == "exact":

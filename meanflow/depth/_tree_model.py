@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from meanflow._boundary import Count, Rate, array, checked
-from meanflow._numerics import iterate
+from meanflow._numerics import iterate, magnitude
 
 
 class Tree(eqx.Module):
@@ -102,9 +102,12 @@ def tree_start(x: Float[Array, "n"]) -> Tree:
     """Return layer 1 of the tree of an input row x with n >= 3 values in ascending order."""
     n = x.shape[0]
     zero = jnp.zeros(n - 1, x.dtype)
-    # children see differences only; measured from the least value, a tie is judged relative to the spread of x
-    rows, right, left = _sort_out(_children(x[None] - x[:1, None]), zero, zero)
-    return _rescaled(Tree(right, left, rows, jnp.zeros((), x.dtype)))
+    # children see differences only; measured from the least value, a tie is judged relative to the spread of x, and
+    # in units of the spread no square is out of range
+    spread = x - x[0]
+    size = magnitude(spread)
+    rows, right, left = _sort_out(_children((spread / size)[None]), zero, zero)
+    return _rescaled(Tree(right, left, rows, jnp.log(size)))
 
 
 def tree_step(tree: Tree) -> Tree:
@@ -216,7 +219,7 @@ def tree(
 
     >>> import jax.numpy as jnp, meanflow as mf
     >>> record = mf.depth.tree(jnp.array([0.0, 1.0, 2.0, 4.0, 9.0]), 1001, every=1000)
-    >>> int(mf.depth.odd_point(record.gram[-1]).sample)
+    >>> int(mf.depth.Gram(record.gram[-1]).odd_point().sample)
     4
     """
     x = jnp.asarray(x)

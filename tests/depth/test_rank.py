@@ -38,6 +38,8 @@ def test_random_batches_in_the_plane():
         found = depth.gamma(x)
         np.testing.assert_allclose(found.value, planar_gamma(x) if n > 1 else 0.5, rtol=1e-9)
         np.testing.assert_allclose(found.total, 1.0, rtol=1e-12)
+        for size in (1e-200, 1e200):  # only directions count
+            np.testing.assert_allclose(depth.gamma(size * x).value, found.value, rtol=1e-9)
 
 
 @pytest.mark.parametrize("k, n", [(3, 3), (3, 7), (4, 4), (4, 6), (5, 5)])

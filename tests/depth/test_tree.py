@@ -46,6 +46,14 @@ def test_equals_the_explicit_tree_to_depth_14(n):
                 assert np.sum(np.maximum(count - 2, 0)) <= n - 2  # the conservation law
 
 
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_the_size_of_the_input_goes_into_the_scale(size):
+    x = np.array([0.0, 1.0, 2.0, 4.0, 9.0])
+    plain, scaled = depth.tree(x, 10), depth.tree(size * x, 10)
+    np.testing.assert_allclose(scaled.gram, plain.gram, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(scaled.log_scale, plain.log_scale + np.log(size), rtol=1e-12)
+
+
 def test_several_features_grow_separate_trees():
     x = np.random.default_rng(0).normal(size=(6, 3)) * np.array([1.0, 1e-3, 0.0])
     record = depth.tree(x, 9)

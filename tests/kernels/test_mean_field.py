@@ -150,7 +150,7 @@ def test_homogeneous_kernels_at_every_size_and_depth(activation):
 def test_duals_of_tiny_and_huge_variances(size):
     """In float32, where the product of two variances does not exist; against limits of the closed forms."""
     a = jnp.asarray([size**2, size**2, 2 * size**2], jnp.float32)
-    b = jnp.asarray([0.5 * size**2, size**2, -size**2], jnp.float32)
+    b = jnp.asarray([0.5 * size**2, size**2, -(size**2)], jnp.float32)
     cosine = np.array([0.5, 1.0, -0.5])
     erf, tanh = (dual_activation(name)(a, a, b) for name in ("erf", "tanh"))
     bell = dual_activation("gaussian")(a, a, b)
