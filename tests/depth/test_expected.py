@@ -139,7 +139,7 @@ def test_small_batches_and_bad_names():
 
 
 def test_samples_on_one_line_keep_their_ratios():
-    """A Gram matrix of rank one has an infinite-width limit: the layer sees one Gaussian number g, and |g| drops out."""
+    """Of a Gram matrix of rank one a layer sees one Gaussian number g, and |g| drops out."""
     v = np.array([1.0, 2.0, 4.0, 5.0])
     for layer, centered in ((Layer(False, "rms"), v), (Layer(True, "std"), v - v.mean())):
         scale = np.mean(centered**2)

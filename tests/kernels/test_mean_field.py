@@ -164,6 +164,34 @@ def test_duals_of_tiny_and_huge_variances(size):
         np.testing.assert_allclose(bell.value, 1 / root, rtol=1e-5)
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: kernels.infinite_ntk(x, depth=2, widths=(1, 4)), "widths must list N_0 = 3"),
+        (lambda x: kernels.infinite_ntk(x, depth=3, weight_variance=1e300), "which follows from"),
+        (lambda x: kernels.infinite_ntk(x, depth=2, activation=jnp.log), "which follows from"),
+        (
+            lambda x: kernels.order_parameters(
+                5 * np.ones((2, 3)), depth=2, variances=(np.ones(2), np.ones(3))
+            ),
+            "gram must be possible",
+        ),
+        (lambda x: kernels.wide_inputs(1e200 * x), "x must have entries"),
+        (lambda x: kernels.wide_inputs(x[:1]).dense().batch_norm(), "by which batch_norm divides"),
+        (
+            lambda x: kernels.wide_inputs(np.full((4, 2), 0.1)).dense().batch_norm(),
+            "by which batch_norm divides",
+        ),
+        (lambda x: kernels.wide_inputs(0 * x).dense().layer_norm(), "by which layer_norm divides"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(call, words):
+    """Each of these was NaN, infinite or a wrong number without a word."""
+    with pytest.raises(ValueError, match=words):
+        call(np.random.default_rng(0).normal(size=(4, 3)))
+
+
 PHI = [("relu", 2.0, 0.0), ("tanh", 1.5, 0.1), ("erf", 1.5, 0.2), ("sine", 1.5, 0.1), ("gaussian", 1.2, 0.3)]
 
 
@@ -201,7 +229,11 @@ def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, key):
     @jax.jit
     def ours(x):
         standard = kernels.infinite_ntk(x, widths=widths, **setup)
-        return kernels.nngp(x, **setup), kernels.infinite_ntk(x, **setup), standard
+        return (
+            kernels.order_parameters(x @ x.T / 5, **setup).r[-1],
+            kernels.infinite_ntk(x, **setup),
+            standard,
+        )
 
     found = ours(x)
     accuracy = 1e-10 if name != "relu" else 1e-7  # arccos near 1
