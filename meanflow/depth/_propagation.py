@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 from meanflow import _boundary, activations
 from meanflow._boundary import Count, array, checked, choice, either, function, instance, prng_keys
 from meanflow._numerics import magnitude
-from meanflow._observable import Observable, Values, recorded
+from meanflow._observable import FunctionOfState, Observable, Values
 from meanflow._reuse import canonical, compiled
 from meanflow.activations import AnyActivation
 from meanflow.depth._gram import LayerRecord
@@ -114,16 +114,6 @@ class Propagation(eqx.Module):
     layers: PyTree[Array]
     log_scale: Float[Array, "*networks layers"]
     final: Float[Array, "*networks n width"]
-
-
-class FunctionOfBatch(Observable):
-    """A plain function of a batch as an observable."""
-
-    function: Callable[[jax.Array], Values] = eqx.field(static=True)
-
-    def measure(self, run: None, state: jax.Array, memory: Values) -> Values:
-        """Call the function."""
-        return recorded(self.function(state))
 
 
 class _Network(NamedTuple):
@@ -260,6 +250,6 @@ def propagate(
         flat = known.reshape(*known.shape[:-2], -1)
         need_variation("x", layer, (known != known[..., :1, :]).reshape(flat.shape), flat)
     if not isinstance(observe, Observable):
-        observe = FunctionOfBatch(canonical(observe))
+        observe = FunctionOfState(canonical(observe))
     by_law = layer.weights in tuple(VARIANCE) and batch.shape[-2] < max(widths)
     return _many(key, batch, _Network(tuple(widths), layer, by_law, renormalize), observe, chunk)

@@ -53,6 +53,17 @@ class Network(Protocol):
         """Switch to inference: normalize by the running moments."""
 
 
+@runtime_checkable
+class Cuttable(Network, Protocol):
+    """A network that can be cut at a normalization layer: ``upper(lower(x, l), l) == network(x)``."""
+
+    def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
+        """Return the outputs of the layer, before its gamma and beta."""
+
+    def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
+        """Return the logits, given what ``lower`` returned."""
+
+
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_in", "normal")
 
 

@@ -260,7 +260,7 @@ def _unpickled(raw: bytes) -> object:
     for operation, argument, _ in pickletools.genops(
         raw
     ):  # which refuses texts that are longer than the file
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(raw):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(raw):
             raise ValueError(f"it has {len(raw)} bytes, and room for {argument} objects is asked for")
     return _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
 

@@ -150,7 +150,7 @@ def infinite_ntk(
         raise ValueError(f"widths must list N_0 = {inputs}, ..., N_{depth - 1}, got {widths}")
     order = order_parameters(
         jnp.matmul(x, z.T, precision=jax.lax.Precision.HIGHEST) / inputs,
-        variances=tuple(jnp.sum(u**2, axis=1) / inputs for u in (x, z)),
+        variances=(jnp.sum(x**2, axis=1) / inputs, jnp.sum(z**2, axis=1) / inputs),
         depth=depth,
         activation=activation,
         weight_variance=weight_variance,
