@@ -1,14 +1,8 @@
-"""ReLU raises the rank of a batch: gamma(X), Theorem 3 and Corollary 4 of "BN decomposed".
+"""ReLU raises the rank of a batch: gamma(X) of "BN decomposed".
 
 The hyperplanes {w : w . x_i = 0} of the samples cut the space of neurons w into cells, and gamma(X) is the least volume
 of a cell (``meanflow.depth._cells``). Each further neuron raises the rank with probability at least gamma, *given the
-past*: the waiting times y_1, ..., y_n are dominated by independent geometric ones, though they are not independent
-themselves. Hence for d neurons and alpha = d gamma / n > 1
-
-    P(rank < n) <= P(Binomial(d, gamma) < n) <= exp(-d KL(n/d || gamma))   (7a)
-                <= exp(-n (alpha - 1 - log alpha))                         (7b)
-
-and E[neurons to full rank] <= n / gamma.
+past*, so that d neurons miss rank n with probability at most P(Binomial(d, gamma) < n).
 """
 
 from __future__ import annotations
@@ -16,20 +10,10 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Shaped
+from jaxtyping import ArrayLike, Shaped
 
-from meanflow import _boundary
-from meanflow._boundary import (
-    Count,
-    PRNGKey,
-    array,
-    checked,
-    choice,
-    host_array,
-    number,
-)
+from meanflow._boundary import Count, PRNGKey, checked, choice, host_array, number
 from meanflow.depth._cells import cells, distinct_lines, general_position_count
 
 
@@ -110,73 +94,3 @@ def gamma(
     low = float(beta.ppf(tail, count, samples - count + 1).min()) if len(count) == possible else 0.0
     over = np.where(count < samples, beta.ppf(1 - tail, count + 1, np.maximum(samples - count, 1)), 1.0)
     return Gamma(float(np.min(count)) / samples, low, float(over.min()), len(count), 1.0)
-
-
-class RankBounds(NamedTuple):
-    """Theorem 3 of "BN decomposed": bounds on the probability that d neurons do not reach rank n.
-
-    Attributes:
-        expected: n / gamma, a bound on the expected number of neurons to full rank (item 1).
-        binomial: P(Binomial(d, gamma) < n), the sharpest bound on the probability.
-        chernoff: (7a), a bound on ``binomial``; 1 where alpha <= 1.
-        simple: (7b), a bound on ``chernoff``; 1 where alpha <= 1.
-        alpha: d gamma / n.
-    """
-
-    expected: Float[Array, "*shape"]
-    binomial: Float[Array, "*shape"]
-    chernoff: Float[Array, "*shape"]
-    simple: Float[Array, "*shape"]
-    alpha: Float[Array, "*shape"]
-
-
-@checked
-def rank_bounds(
-    n: Count,
-    gamma: Annotated[Shaped[ArrayLike, "*#shape"], array(above=0, high=1)],
-    neurons: Annotated[Shaped[ArrayLike, "*#shape"], array(low=1)],
-) -> RankBounds:
-    """Return the bounds of Theorem 3 on the probability that random ReLU neurons do not reach full rank.
-
-    The paper asks for alpha = neurons gamma / n > 2. In fact alpha > 1 is enough, and below it (7a) and (7b) bound
-    nothing.
-
-    Args:
-        n: number of samples, of which no two may be collinear.
-        gamma: the least volume of a cell, from ``gamma``. For Corollary 4 (recentering, batch norm) take it of the
-            recentered batch, whose samples must be nonzero and not collinear.
-        neurons: number d of neurons; it broadcasts against ``gamma``.
-
-    >>> import meanflow as mf
-    >>> bounds = mf.depth.rank_bounds(5, 0.1, 100)
-    >>> bool(bounds.binomial <= bounds.chernoff <= bounds.simple < 1)
-    True
-    """
-    known = _boundary.concrete(neurons)
-    if known is not None and np.any(known != np.round(known)):
-        raise ValueError(f"neurons must be whole numbers, got {_boundary.show(neurons)}")
-    try:
-        g, d = jnp.broadcast_arrays(jnp.asarray(gamma, float), jnp.asarray(neurons, float))
-    except ValueError:
-        raise ValueError(
-            f"neurons must broadcast against gamma of shape {np.shape(gamma)}, got shape {np.shape(neurons)}"
-        ) from None
-    alpha = d * g / n
-    # P(Binomial(d, g) <= n - 1) is the regularized incomplete beta function I_{1-g}(d - n + 1, n); 1 where d < n
-    enough = d >= n
-    binomial = jnp.where(
-        enough, jax.scipy.special.betainc(jnp.where(enough, d - n + 1, 1.0), jnp.full_like(d, n), 1 - g), 1.0
-    )
-    # below alpha = 1 the formulas bound nothing; a harmless 2 stands in there, for values and derivatives
-    far = alpha > 1
-    a = jnp.where(far, alpha, 2.0)
-    # -KL(n/d || gamma) d / n = (d/n) log alpha - (d/n - 1) log((alpha - gamma)/(1 - gamma)), and
-    # (alpha/gamma - 1) log((alpha-gamma)/(1-gamma)) -> 0 as d -> n
-    rest = jnp.where(d > n, (d / n - 1) * jnp.log(jnp.where(d > n, (a - g) / (1 - g), 1.0)), 0.0)
-    return RankBounds(
-        expected=n / g,
-        binomial=binomial,
-        chernoff=jnp.where(far, jnp.exp(-n * (-d / n * jnp.log(a) + rest)), 1.0),
-        simple=jnp.where(far, jnp.exp(-n * (a - 1 - jnp.log(a))), 1.0),
-        alpha=alpha,
-    )

@@ -11,6 +11,7 @@ from meanflow import depth
 from meanflow.layers import functional
 from meanflow.transport import wasserstein
 from meanflow_papers.decomposed.theorem_11 import tree_bounds
+from meanflow_papers.decomposed.tree_model import tree
 
 
 @pytest.mark.parametrize(("k", "t"), [(2, 3), (2, 5), (3, 4)])
@@ -41,7 +42,7 @@ def test_decomposed_remark_after_theorem_11_several_input_features():
     bounds = tree_bounds(n)
 
     def ends(x):
-        gram = np.asarray(depth.tree(jnp.asarray(x), 3000, every=2999).gram[-1])
+        gram = np.asarray(tree(jnp.asarray(x), 3000, every=2999).gram[-1])
         norm = np.sqrt(np.diag(gram))
         inner = slice(1, n - 1)
         ratio = min(np.max(norm[inner] / norm[0]), np.max(norm[inner] / norm[-1]))
@@ -100,8 +101,8 @@ def test_unitization_equation_3_and_facts_1_and_2(d):
 def test_two_stacked_batches_have_the_gram_of_both():
     """The Gram matrix of several features is the sum over features: what the remark of Theorem 11 rests on."""
     x = jax.random.normal(jax.random.key(0), (5, 2))
-    whole = depth.tree(x, 6)
-    parts = [depth.tree(x[:, j], 6) for j in range(2)]
+    whole = tree(x, 6)
+    parts = [tree(x[:, j], 6) for j in range(2)]
     gram = lambda record: record.gram * jnp.exp(2 * record.log_scale)[:, None, None]
     np.testing.assert_allclose(gram(whole), sum(gram(part) for part in parts), rtol=1e-12)
 

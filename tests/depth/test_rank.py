@@ -1,11 +1,9 @@
-"""gamma, cells, rank bounds: against angles, orthant probabilities, Monte Carlo, scipy and simulation."""
+"""gamma and cells: against angles, orthant probabilities, Monte Carlo, scipy and simulation."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import polygon
-from scipy import optimize, stats
 
 from meanflow import depth
 from meanflow.depth._cells import cells, cone_volumes, general_position_count
@@ -93,39 +91,6 @@ def test_plain_counting_is_no_bound_but_its_interval_is():
     assert counted.cells < depth.gamma(x).cells and counted.low == 0.0  # cells were missed, and it says so
 
 
-def test_rank_bounds_against_scipy_and_minimisation():
-    n, gamma = 6, 0.07
-    d = np.array([90, 120, 200, 400, 1000])
-    bounds = depth.rank_bounds(n, gamma, d)
-    np.testing.assert_allclose(bounds.binomial, stats.binom.cdf(n - 1, d, gamma), rtol=1e-9)
-    for j, neurons in enumerate(d):  # (28b): the Chernoff exponent, minimised numerically
-        log_bound = lambda s, d=neurons: n * (np.log(gamma) + s - np.log1p(-(1 - gamma) * np.exp(s))) - s * d
-        best = optimize.minimize_scalar(log_bound, bounds=(0, -np.log(1 - gamma) - 1e-12), method="bounded")
-        np.testing.assert_allclose(bounds.chernoff[j], np.exp(best.fun), rtol=1e-6)
-        p = n / neurons
-        divergence = p * np.log(p / gamma) + (1 - p) * np.log((1 - p) / (1 - gamma))
-        np.testing.assert_allclose(bounds.chernoff[j], np.exp(-neurons * divergence), rtol=1e-10)
-    limit = depth.rank_bounds(n, 1e-7, np.array([3 * n * 10**7]))
-    # (7b) is the limit gamma -> 0 of (7a)
-    np.testing.assert_allclose(limit.chernoff, limit.simple, rtol=1e-5)
-
-
-def test_rank_bounds_are_ordered_for_every_alpha_above_one_and_trivial_below():
-    gamma = jnp.array([1e-4, 1e-2, 0.1, 0.4])[:, None]
-    alpha = jnp.linspace(1.01, 8, 40)[None, :]
-    for n in (2, 5, 20):
-        bounds = depth.rank_bounds(n, gamma, jnp.ceil(alpha * n / gamma))
-        assert bool(jnp.all(bounds.binomial <= bounds.chernoff * (1 + 1e-9)))
-        assert bool(jnp.all(bounds.chernoff <= bounds.simple * (1 + 1e-9)))
-    # at alpha = 1/2, 25 neurons, both formulas claim far less failure than the dominating binomial allows
-    divergence = 0.2 * np.log(0.2 / 0.1) + 0.8 * np.log(0.8 / 0.9)
-    formulas = np.exp([-25 * divergence, -5 * (0.5 - 1 - np.log(0.5))])  # (7a), (7b)
-    np.testing.assert_allclose(formulas, [0.329, 0.381], atol=1e-3)
-    np.testing.assert_allclose(stats.binom.cdf(4, 25, 0.1), 0.902, atol=1e-3)
-    bounds = depth.rank_bounds(5, 0.1, 25)
-    assert bounds.simple == 1 and bounds.chernoff == 1
-
-
 def test_crossing_step_of_the_proof():
     # (18)-(20): the nearest hyperplane minimises |w x_i| / |x_i|, and the step divides by |x_i|^2
     w, x = np.array([0.2, 1.0]), np.array([[1.0, 0.0], [0.05, 0.0866]])
@@ -156,8 +121,6 @@ def test_rank_needs_a_stated_tolerance(key):
         (lambda: depth.gamma(np.ones((3, 2)), method="monte_carlo"), "key"),
         (lambda: depth.gamma(np.random.default_rng(0).normal(size=(12, 9))), "monte_carlo"),
         (lambda: depth.gamma(np.ones(3)), "shape"),
-        (lambda: depth.rank_bounds(0, 0.1, 5), "n must"),
-        (lambda: depth.rank_bounds(3, 0.0, 5), "gamma"),
     ],
 )
 @pytest.mark.bad_input
