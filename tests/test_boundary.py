@@ -321,7 +321,6 @@ def mismatches():
         (lambda: t.ics(x, y), "before and after must have equal shapes"),
         (lambda: d.propagate(key, np.ones((2, 3, 4)), [5]), "x must be"),
         (lambda: d.expected_gram(np.eye(3), 2, d.Layer(weights="uniform")), "layer.weights must be"),
-        (lambda: d.gamma(x, method="monte_carlo"), "key must be given"),
         (lambda: mf.plots.plane(line, line[:2]), "theta must have shape"),
         (lambda: mf.plots.fit(line, {"f": line[:2]}, None), "must have 4 values like x"),
         (lambda: mf.plots.traces(line, {"f": x}), "must have 4 values like x"),

@@ -81,18 +81,3 @@ def _numpy_layers(x: np.ndarray, layers: int, width: int) -> list[tuple[np.ndarr
         active = np.bincount((y > 0).sum(0), minlength=len(x) + 1)
         records.append((y @ y.T, np.linalg.svd(y, compute_uv=False), active))
     return records
-
-
-def gamma_cost(shapes: tuple[tuple[int, int], ...] = ((2, 50), (3, 10), (3, 20), (4, 8))) -> dict[str, float]:
-    """Seconds and cells of exact gamma for random batches, and by how much the volumes of the cells miss 1.
-
-    Args:
-        shapes: pairs (input dimension, number of samples), at most 4 dimensions.
-    """
-    result: dict[str, float] = {}
-    for k, n in shapes:
-        x = np.random.default_rng(0).normal(size=(n, k))
-        found, result[f"k={k} n={n}: seconds"] = timed(depth.gamma, x)
-        result[f"k={k} n={n}: cells"] = found.cells
-        result[f"k={k} n={n}: missing volume"] = abs(found.total - 1)
-    return result

@@ -88,19 +88,32 @@ LayerNumber = Annotated[int, count(-_boundary.MOST)]
 _boundary.declare(nnx.Rngs, instance(nnx.Rngs, hint="such as nnx.Rngs(0)"))
 
 
+class Plain(nnx.Module):
+    """The layer of a network without normalization: it returns what it gets."""
+
+    def __init__(self, features: int, *, rngs: nnx.Rngs):
+        pass
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the batch."""
+        return x
+
+
 def make_norm(name: str, value: object) -> object:
-    """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
+    """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``; None for no layer."""
+    if value is None:
+        return Plain
     # the class of a layer makes layers too; a layer itself in its place is the usual mistake
     other = isinstance(value, type) and not issubclass(value, nnx.Module)
     if not callable(value) or isinstance(value, nnx.Module) or other:
         raise TypeError(
-            f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
+            f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, or None, "
             f"got {_boundary.show(value)}"
         )
     return value
 
 
-NormMaker = Annotated[MakeNorm, make_norm]
+NormMaker = Annotated[MakeNorm | None, make_norm]
 
 
 class Stack(nnx.Module):
@@ -113,7 +126,7 @@ class Stack(nnx.Module):
         in_features: length of an input row, or channels of an image.
         widths: widths, or numbers of channels, of the hidden layers.
         classes: number of logits.
-        norm: function (features, rngs=...) -> normalization layer; it is called with each width.
+        norm: function (features, rngs=...) -> normalization layer; it is called with each width. None for none.
         strides: stride of each convolution; None for dense layers.
         rngs: keys for the weights, which are He-normal. Biases of dense layers are 0; convolutions have none.
 
@@ -148,6 +161,7 @@ class Stack(nnx.Module):
             conv = partial(nnx.Conv, kernel_size=(3, 3), use_bias=False, kernel_init=he_normal, rngs=rngs)
             maps = [conv(m, n, strides=s) for (m, n), s in zip(pairs, strides, strict=True)]
         self.maps = nnx.List(maps)
+        assert norm is not None  # ``NormMaker`` puts a layer without effect in its place
         self.norms = nnx.List([norm(n, rngs=rngs) for n in widths])
         self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
 
@@ -166,9 +180,11 @@ class Stack(nnx.Module):
         """
         index = self._index(layer)
         first = self.maps[0]
-        if x.shape[-1] != first.in_features:
+        fits = x.ndim == 4 if isinstance(first, nnx.Conv) else x.ndim >= 2
+        if not fits or x.shape[-1] != first.in_features:
+            kind = "images (n, h, w, channels)" if isinstance(first, nnx.Conv) else "rows"
             raise ValueError(
-                f"x must have {first.in_features} features in its last axis, got shape {x.shape}"
+                f"x must be {kind} with {first.in_features} features in the last axis, got {x.shape}"
             )
         # the layers below act whole; of the cut layer only the part before gamma and beta
         for affine, norm in zip(self.maps[:index], self.norms[:index], strict=True):

@@ -7,9 +7,9 @@ import pytest
 from scipy.optimize import linprog
 from scipy.spatial.distance import cdist
 
-from meanflow import depth
 from meanflow.layers import functional
 from meanflow.transport import wasserstein
+from meanflow_papers.decomposed import rank
 from meanflow_papers.decomposed.theorem_11 import tree_bounds
 from meanflow_papers.decomposed.tree_model import tree
 
@@ -29,7 +29,7 @@ def test_decomposed_lemma_2_one_more_neuron_raises_the_rank(k, t):
     new = rng.normal(size=(draws, 1, k))
     both = np.concatenate([np.broadcast_to(relu(first, x), (draws, len(first), t + 1)), relu(new, x)], axis=1)
     hits = np.mean(np.linalg.matrix_rank(both) == t + 1)
-    least = float(depth.gamma(x).value)
+    least = float(rank.gamma(x).value)
     assert 0 < least <= hits + 4 * np.sqrt(hits * (1 - hits) / draws)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 from scipy import optimize, stats
 
 from meanflow import depth
-from meanflow.depth._cells import distinct_lines
+from meanflow_papers.decomposed import rank
+from meanflow_papers.decomposed.cells import distinct_lines
 from meanflow_papers.decomposed.theorem_3 import (
     expected_neurons_bound,
     neurons_to_full_rank,
@@ -33,7 +34,7 @@ def test_law_of_the_neurons_to_full_rank(key):
     x = polygon(5)
     y = neurons_to_full_rank(key, x, 4000)
     assert abs(float(y.mean()) - 5.47) < 5 * float(y.std()) / np.sqrt(4000) + 0.02
-    gamma = depth.gamma(x).value
+    gamma = rank.gamma(x).value
     bounds = rank_bounds(5, gamma, np.arange(5, 60))
     failure = np.mean(np.asarray(y)[:, None] > np.arange(5, 60), axis=0)
     assert np.all(failure <= np.asarray(bounds.binomial) + 4 * np.sqrt(failure / 4000) + 1e-3)
@@ -83,7 +84,7 @@ def test_rank_bounds_are_ordered_for_every_alpha_above_one_and_trivial_below():
 def test_one_sample_needs_two_neurons_on_average(key):
     y = neurons_to_full_rank(key, jnp.ones((1, 3)), 4000)
     assert abs(float(y.mean()) - 2.0) < 5 * np.sqrt(2 / 4000)  # the bound n / gamma = 2 is attained
-    assert depth.gamma(np.ones((1, 3))).value == 0.5
+    assert rank.gamma(np.ones((1, 3))).value == 0.5
 
 
 def test_waiting_times_are_not_independent(key):
@@ -96,11 +97,11 @@ def test_waiting_times_are_not_independent(key):
 
 
 def test_collinear_samples_never_reach_full_rank(key):
-    for n, rank in {6: 5, 8: 6, 10: 7}.items():
-        assert limiting_rank(polygon(n)) == rank
+    for n, most in {6: 5, 8: 6, 10: 7}.items():
+        assert limiting_rank(polygon(n)) == most
         if n == 8:
             continue  # one program less to compile
-        y = neurons_to_full_rank(key, polygon(n), 50, target=rank + 1, max_neurons=300)
+        y = neurons_to_full_rank(key, polygon(n), 50, target=most + 1, max_neurons=300)
         assert np.all(np.asarray(y) == 301)
 
 
@@ -123,7 +124,7 @@ def test_corollary_4_needs_the_hypothesis_on_centred_samples(key):
     assert free.layers.rank(1e-9)[-1] == 5
     # and holds when it is satisfied
     good = x[:4] + np.array([[0.0, 0, 1], [0, 0, 0], [0, 0, 0], [0, 2, 0]])
-    gamma = depth.gamma(good, recenter=True).value
+    gamma = rank.gamma(good, recenter=True).value
     centred = good - good.mean(0)
     y = neurons_to_full_rank(key, jnp.asarray(centred), 1000)
     assert float(y.mean()) <= expected_neurons_bound(centred) <= 4 / gamma * (1 + 1e-9)

@@ -243,3 +243,11 @@ def test_product_rank_is_bounded_by_the_smaller_rank():
     linear = depth.propagate(jax.random.key(0), x, [50], Layer(recenter=False, activation="linear"))
     relu = depth.propagate(jax.random.key(0), x, [50], Layer(recenter=False))
     assert linear.layers.rank(1e-9)[1] == 2 and relu.layers.rank(1e-9)[1] == 6
+
+
+def test_rank_needs_a_stated_tolerance(key):
+    x = jax.random.normal(key, (20, 2))
+    run = depth.propagate(key, x, [200], depth.Layer(recenter=False))
+    values = run.layers.singular_values[-1]
+    assert run.layers.rank(1e-9)[-1] == 20
+    assert values[-1] / values[0] < 1e-3  # close to the resolution of float32

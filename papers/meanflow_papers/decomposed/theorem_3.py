@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 from matplotlib.figure import Figure
 
-from meanflow import depth
+from meanflow_papers.decomposed import rank
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, DASHES, panels
@@ -94,7 +94,7 @@ def expected_neurons_bound(x: np.ndarray | jax.Array) -> float:
     It is sharper than n / gamma, by the same proof.
     """
     batch = np.asarray(x, float)
-    return float(sum(1 / depth.gamma(batch[: t + 1]).value for t in range(len(batch))))
+    return float(sum(1 / rank.gamma(batch[: t + 1]).value for t in range(len(batch))))
 
 
 @partial(jax.jit, static_argnames=("runs", "target", "max_neurons"))
@@ -185,7 +185,7 @@ def theorem_3(runs: int = 2000) -> Outcome:
     violations = 0.0
     for name, x in batches.items():
         n = x.shape[0]
-        found = depth.gamma(x)
+        found = rank.gamma(x)
         y = neurons_to_full_rank(key, x, runs)
         # from n neurons, the least possible, to four times the expected bound
         neurons = jnp.unique(jnp.round(jnp.geomspace(n, 4 * n / min(found.value, 1 / n), 30)).astype(int))

@@ -214,9 +214,11 @@ def tree(x: Shaped[ArrayLike, "n *d"], depth: int, every: int = 1) -> TreeRecord
     >>> record.escaped()[0].tolist()
     [False, False, False, False, True]
     """
-    x = jnp.asarray(x, float)
-    if x.ndim not in (1, 2) or x.shape[0] < 3 or not x.size or depth < 1 or every < 1:
+    x = jnp.asarray(x) * 1.0  # integers become floats
+    if x.ndim not in (1, 2) or x.size == 0 or min(depth, every) < 1:
         raise ValueError(
-            f"x must be (n,) or (n, d) with n >= 3, depth and every >= 1, got {x.shape}, {depth}, {every}"
+            f"x must have shape (n,) or (n, d), depth and every must be >= 1, got {x.shape}, {depth}, {every}"
         )
+    if x.shape[0] < 3:
+        raise ValueError(f"x must hold at least 3 samples, got shape {x.shape}")
     return _tree(x[:, None] if x.ndim == 1 else x, depth, every)

@@ -1,20 +1,19 @@
 """ReLU raises the rank of a batch: gamma(X) of "BN decomposed".
 
 The hyperplanes {w : w . x_i = 0} of the samples cut the space of neurons w into cells, and gamma(X) is the least volume
-of a cell (``meanflow.depth._cells``). Each further neuron raises the rank with probability at least gamma, *given the
+of a cell (``cells``). Each further neuron raises the rank with probability at least gamma, *given the
 past*, so that d neurons miss rank n with probability at most P(Binomial(d, gamma) < n).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import ArrayLike, Shaped
 
-from meanflow._boundary import Count, PRNGKey, checked, choice, host_array, number
-from meanflow.depth._cells import cells, distinct_lines, general_position_count
+from meanflow_papers.decomposed.cells import cells, distinct_lines, general_position_count
 
 
 class Gamma(NamedTuple):
@@ -36,15 +35,14 @@ class Gamma(NamedTuple):
     total: float
 
 
-@checked
 def gamma(
-    x: Annotated[Shaped[ArrayLike, "n k"], host_array((None, None), least=1)],
+    x: Shaped[ArrayLike, "n k"],
     *,
     recenter: bool = False,
-    method: Annotated[str, choice("exact", "monte_carlo")] = "exact",
-    key: PRNGKey | None = None,
-    samples: Count = 100_000,
-    confidence: Annotated[float, number(above=0, below=1, static=True)] = 0.95,
+    method: Literal["exact", "monte_carlo"] = "exact",
+    key: jax.Array | None = None,
+    samples: int = 100_000,
+    confidence: float = 0.95,
 ) -> Gamma:
     """Return gamma(X) of Definition 1 of "BN decomposed", the least probability of a sign pattern of the batch.
 
@@ -61,10 +59,10 @@ def gamma(
         confidence: level of the Monte Carlo interval. It is an interval for gamma itself: Clopper-Pearson for each
             cell, with a union bound over the largest possible number of cells.
 
-    >>> import jax.numpy as jnp, meanflow as mf
+    >>> import jax.numpy as jnp
     >>> angle = 2 * jnp.pi * jnp.arange(5) / 5
     >>> pentagon = jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)
-    >>> found = mf.depth.gamma(pentagon)
+    >>> found = gamma(pentagon)
     >>> found.cells, round(found.value, 6)                    # 2n cells and 1/(2n), not n and 1/n
     (10, 0.1)
     """
@@ -78,8 +76,8 @@ def gamma(
         found = cells(batch)
         value = float(found.volumes.min())
         return Gamma(value, value, value, len(found.volumes), float(found.volumes.sum()))
-    if key is None:
-        raise ValueError("key must be given for method='monte_carlo', got None")
+    if method != "monte_carlo" or key is None:
+        raise ValueError(f"method must be 'exact', or 'monte_carlo' with a key, got {method!r} and key {key}")
     from scipy.stats import beta
 
     lines = distinct_lines(batch)
