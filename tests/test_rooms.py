@@ -85,7 +85,7 @@ def test_version_is_that_of_the_distribution():
 
 @pytest.mark.parametrize("folder", [".", "papers", "benchmarks"])
 def test_each_distribution_brings_its_license_and_its_types(folder):
-    """A wheel holds what lies beside its own pyproject.toml; an editable installation would not show what is missing."""
+    """A wheel holds what lies beside its own pyproject.toml, which no editable installation shows."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
     (package,) = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert (ROOT / folder / package / "py.typed").is_file()

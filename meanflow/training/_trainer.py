@@ -233,7 +233,7 @@ class Trainer:
     def evaluate(
         self, state: TrainState, x: Inputs, y: Annotated[Shaped[Array, "n ..."], labels]
     ) -> dict[str, Float[Array, ""]]:
-        """Return loss and accuracy in inference, by name.
+        """Return loss and accuracy in inference, by name; the class of a target with entries is its largest one.
 
         Args:
             state: the state.
@@ -248,7 +248,8 @@ class Trainer:
         else:
             model = self.network(state)
             logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
-        return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
+        classes = y if y.ndim < logits.ndim else jnp.argmax(y, -1)
+        return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == classes)}
 
     @checked
     def run(

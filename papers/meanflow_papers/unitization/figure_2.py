@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from meanflow.training import LayerShift
 from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.intervals import ratio, told
 from meanflow_papers.outcome import Arrays, Criterion, Outcome

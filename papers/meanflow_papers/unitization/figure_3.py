@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.figure import Figure
 
+from meanflow.training import LayerShift
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels
