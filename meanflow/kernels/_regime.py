@@ -155,11 +155,11 @@ class KernelFlow(DualFlow):
         infinite time gives the posterior of a Gaussian process, mean P(z, x) (P(x, x) + noise I)^-1 y.
 
         >>> prior = jnp.eye(1), jnp.array([[1.0], [0.0]]), jnp.eye(2)
-        >>> noisy = prior[0] + 0.25 * jnp.eye(1)
+        >>> noisy = prior[0] + jnp.eye(1)
         >>> flow = kernel_flow(noisy, jnp.zeros(1), jnp.ones(1))
         >>> mean, covariance = flow.ensemble(prior[1], (noisy, *prior[1:]), jnp.inf)
         >>> mean.round(6).tolist(), jnp.diagonal(covariance).round(6).tolist()
-        ([0.8, 0.0], [0.2, 1.0])
+        ([0.5, 0.0], [0.5, 1.0])
         """
         points = cross.shape[0]
         self.check_cross("cross", cross)

@@ -100,20 +100,18 @@ class Plain(nnx.Module):
 
 
 def make_norm(name: str, value: object) -> object:
-    """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``; None for no layer."""
-    if value is None:
-        return Plain
+    """Accept a function, or the class of a layer, that is called as ``norm(features, rngs=...)``."""
     # the class of a layer makes layers too; a layer itself in its place is the usual mistake
     other = isinstance(value, type) and not issubclass(value, nnx.Module)
     if not callable(value) or isinstance(value, nnx.Module) or other:
         raise TypeError(
-            f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, or None, "
+            f"{name} must be a function (features, rngs=...) -> layer, such as layers.BatchNorm, "
             f"got {_boundary.show(value)}"
         )
     return value
 
 
-NormMaker = Annotated[MakeNorm | None, make_norm]
+NormMaker = Annotated[MakeNorm, make_norm]
 
 
 class Stack(nnx.Module):
@@ -145,7 +143,7 @@ class Stack(nnx.Module):
         in_features: Count,
         widths: Sequence[Count],
         classes: Count,
-        norm: NormMaker,
+        norm: NormMaker | None,
         *,
         strides: Sequence[Count] | None = None,
         rngs: nnx.Rngs,
@@ -161,8 +159,7 @@ class Stack(nnx.Module):
             conv = partial(nnx.Conv, kernel_size=(3, 3), use_bias=False, kernel_init=he_normal, rngs=rngs)
             maps = [conv(m, n, strides=s) for (m, n), s in zip(pairs, strides, strict=True)]
         self.maps = nnx.List(maps)
-        assert norm is not None  # ``NormMaker`` puts a layer without effect in its place
-        self.norms = nnx.List([norm(n, rngs=rngs) for n in widths])
+        self.norms = nnx.List([(norm or Plain)(n, rngs=rngs) for n in widths])
         self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
 
     @checked

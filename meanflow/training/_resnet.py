@@ -22,6 +22,7 @@ from meanflow.training._networks import (
     BATCH,
     MakeNorm,
     NormMaker,
+    Plain,
     affine_part,
     he_normal,
     normalized,
@@ -124,7 +125,7 @@ class ResNet(nnx.Module):
         self,
         depth: Annotated[int, count(8)],
         classes: Count,
-        norm: NormMaker,
+        norm: NormMaker | None,
         *,
         bottleneck: bool | None = None,
         in_channels: Count = 3,
@@ -137,7 +138,7 @@ class ResNet(nnx.Module):
         a = 9 if bottleneck else 6
         if _boundary.whole("depth", depth, a + 2) % a != 2:
             raise ValueError(f"depth must be {a} k + 2 with bottleneck={bottleneck}, got {depth}")
-        assert norm is not None  # ``NormMaker`` puts a layer without effect in its place
+        norm = norm or Plain
         self.stem = _conv(in_channels, 16, 3, 1, kernel_init, rngs, released)
         self.stem_norm = norm(16, rngs=rngs) if released else nnx.data(None)
         blocks, m = [], 16

@@ -7,6 +7,7 @@ other activation, which for smooth ones converges faster than Gauss-Hermite (tan
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -48,6 +49,7 @@ def _size(variance: Array) -> Array:
     return jnp.ldexp(jnp.ones_like(variance), exponent // 2)
 
 
+@jax.jit
 def _angle(a: Array, c: Array, b: Array) -> tuple[Array, Array]:
     """Return |u| |v| sin(angle) and the angle between u and v.
 
@@ -89,6 +91,7 @@ def _leaky_relu(a: Array, c: Array, b: Array, leak: float = 0.01) -> Dual:
     return Dual(value, leak**2 + leak * (1 - leak) + (1 - leak) ** 2 * relu.slope)
 
 
+@partial(jax.jit, static_argnums=3)
 def _shifted(a: Array, c: Array, b: Array, w: float) -> tuple[Array, Array, Array, Array]:
     """Return r, w b / (s t), s and t, of which (1 + w a)(1 + w c) - (w b)^2 = (r s t)^2."""
     s, t = _size(1 / w + a), _size(1 / w + c)

@@ -64,7 +64,7 @@ def rank_bounds(
 
     >>> bounds = rank_bounds(5, 0.1, 100)
     >>> [f"{float(u):.3f}" for u in (bounds.binomial, bounds.chernoff, bounds.simple)]
-    ['0.024', '0.086', '0.206']
+    ['0.024', '0.188', '0.216']
     """
     g, d = jnp.broadcast_arrays(jnp.asarray(gamma, float), jnp.asarray(neurons, float))
     alpha = d * g / n
