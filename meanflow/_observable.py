@@ -26,7 +26,8 @@ class Observable(Module):
         a trainer of networks        data and loss                         the network, epoch by epoch
         propagation through layers   None                                  the batch (n, d)
 
-    ``begin`` is called once, at the start, and returns what is to be remembered: arrays to compare with, or None.
+    ``begin`` is called once, at the start (by a trainer, of each epoch), and returns what is to be remembered: arrays
+    to compare with, or None.
     ``measure`` is called at each save time with the state of that time and what ``begin`` returned; it returns an array
     or a dict of arrays, always of the same shapes. Where the run is one compiled program (all but the recorder and the
     trainer, which look at states between programs), both are part of it, so they must be pure functions of arrays.

@@ -48,7 +48,7 @@ class KernelFlow(DualFlow):
 
     All methods but ``coefficients`` have exact derivatives in the kernel, also where eigenvalues are equal (duplicate
     samples, several outputs), but no second ones. At infinite time they are those of changes that keep the rank of the
-    kernel; of gradient descent, those at whole numbers of steps, and NaN at others.
+    kernel; of gradient descent, those at whole numbers of steps, and NaN at others, which are refused unless traced.
 
     Attributes:
         rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (N,). In mode i the residual decays as exp(-rates[i] t),

@@ -111,7 +111,7 @@ class LayerShift(Observable):
         (graph, new), (_, old) = nnx.split(state), nnx.split(memory)
         x, y = (jnp.asarray(u) for u in run.data[:2])
         before, after, seen, shift = _compared(
-            graph, old, new, x, y, run.loss, run.axis, self.layer, self.moments == "batch"
+            graph, (old, new), x, y, run.loss, run.axis, self.layer, self.moments == "batch"
         )
         record = {"loss_shift": shift, **seen._asdict()}
         if self.rows:
@@ -125,8 +125,7 @@ class LayerShift(Observable):
 @compiled
 def _compared(
     graph: Any,
-    old: Any,
-    new: Any,
+    states: tuple[Any, Any],
     x: Array,
     y: Array,
     loss: Loss,
@@ -146,9 +145,9 @@ def _compared(
         return function() if axis is None else jax.vmap(lambda _: function(), axis_name=axis)(jnp.zeros(1))[0]
 
     # both times in one vmapped pass: half the program to compile
-    both = jax.tree.map(lambda *u: jnp.stack(u), old, new)
+    both = jax.tree.map(lambda *u: jnp.stack(u), *states)
     before, after = jax.vmap(lambda state: bind(lambda: cut(state).lower(x, layer)))(both)
     # the layers above at their old weights, so that only the layers below have moved
-    above = lambda h: loss(bind(lambda: cut(old).upper(h, layer)), y)
+    above = lambda h: loss(bind(lambda: cut(states[0]).upper(h, layer)), y)
     # pixels of images count as samples of their channel
     return before, after, moments(after.reshape(-1, after.shape[-1])), above(after) - above(before)
