@@ -343,7 +343,7 @@ def test_worker_processes_run_the_catalogue(tmp_path):
 
 @pytest.mark.slow
 def test_cifar_from_local_files(tmp_path):
-    """A folder in the format of CIFAR-10 with a few random images goes through to the figure; the table reads it alike."""
+    """A folder in the format of CIFAR-10 with a few random images goes through to the figure, as to the table."""
     random = np.random.default_rng(0)
     for name in [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]:
         rows = random.integers(0, 256, (40, 3073), dtype=np.uint8)
