@@ -1,7 +1,7 @@
 """What is recorded along a run: one contract for flows, kernels, networks in training, and layers."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -23,17 +23,19 @@ class Observable(Module):
         recorded by                  run                                   state
         solve, descend, sweep        a problem: flow, data, start, clock   the cloud
         a recorder of kernels        the samples and their targets         the network, (apply, params)
-        a trainer of networks        the training data                     the network
+        a trainer of networks        data and loss                         the network, epoch by epoch
         propagation through layers   None                                  the batch (n, d)
 
-    ``begin`` is called once, at the start, and returns what is to be remembered: arrays to compare with, or None.
+    ``begin`` is called once, at the start (by a trainer, of each epoch), and returns what is to be remembered: arrays
+    to compare with, or None.
     ``measure`` is called at each save time with the state of that time and what ``begin`` returned; it returns an array
     or a dict of arrays, always of the same shapes. Where the run is one compiled program (all but the recorder and the
     trainer, which look at states between programs), both are part of it, so they must be pure functions of arrays.
 
     Wherever an observable is asked for, a plain function is one too, without a ``begin``: of (flow, cloud, data) or
-    (flow, cloud, data, start) for flows, of the batch for layers. For flows a data set stands for the loss on it, so
-    that ``observe={"test": test}`` records the error on a test set. Subclasses name the axes of what they return.
+    (flow, cloud, data, start) for flows, of the state for layers and networks. For flows a data set stands for the loss
+    on it, so that ``observe={"test": test}`` records the error on a test set. Subclasses name the axes of what they
+    return.
 
     Attributes:
         dims: names of the axes of the result; names at the end that it has no axes for are left out (``"output"``, for
@@ -57,6 +59,20 @@ class Observable(Module):
     @abc.abstractmethod
     def measure(self, run: Any, state: Any, memory: Values) -> Values:
         """Return what is recorded at ``state``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
+
+
+class FunctionOfState(Observable):
+    """A plain function of the state as an observable, for networks and batches.
+
+    Attributes:
+        function: state -> values.
+    """
+
+    function: Callable[[Any], Values] = eqx.field(static=True)
+
+    def measure(self, run: Any, state: Any, memory: Values) -> Values:
+        """Call the function."""
+        return recorded(self.function(state))
 
 
 # one observable, or several by name; what is recorded has the same form

@@ -37,12 +37,6 @@ def ring_problem():
     return mf.batchnorm_manifold("tanh").bind(data), data
 
 
-def polygon(n):
-    """n equally spaced points on the unit circle, (n, 2)."""
-    angle = 2 * jnp.pi * jnp.arange(n) / n
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)
-
-
 def largest_gap(one, two):
     """Largest absolute difference between the leaves of two pytrees."""
     gaps = jax.tree.map(lambda u, v: float(jnp.max(jnp.abs(u - v))), one, two)

@@ -209,7 +209,7 @@ def test_every_argument_declares_its_kind():
         if lacking:
             missing[path] = lacking
     assert not missing
-    assert len(FUNCTIONS) > 110 and len(DECLARED) > 140
+    assert len(FUNCTIONS) > 100 and len(DECLARED) > 130
 
 
 def test_every_constructor_declares_its_kinds_or_is_known_to_check_otherwise():
@@ -318,13 +318,7 @@ def mismatches():
         (lambda: t.critic_distance(x, y, key=key), "x and y must both be"),
         (lambda: t.ics(x, y), "before and after must have equal shapes"),
         (lambda: d.propagate(key, np.ones((2, 3, 4)), [5]), "x must be"),
-        (
-            lambda: d.propagate(key, x, [5], d.Layer(weights="uniform"), draw="law"),
-            "draw='law' needs weights",
-        ),
         (lambda: d.expected_gram(np.eye(3), 2, d.Layer(weights="uniform")), "layer.weights must be"),
-        (lambda: d.gamma(x, method="monte_carlo"), "key must be given"),
-        (lambda: d.rank_bounds(3, [0.1, 0.2], [5, 6, 7]), "neurons must broadcast against gamma"),
         (lambda: mf.plots.plane(line, line[:2]), "theta must have shape"),
         (lambda: mf.plots.fit(line, {"f": line[:2]}, None), "must have 4 values like x"),
         (lambda: mf.plots.traces(line, {"f": x}), "must have 4 values like x"),

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -46,7 +47,13 @@ def errors():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_jit_and_eager_are_right(size, dtype, errors):
-    assert max(errors[f"{dtype} {size}"]) < PRECISIONS[dtype]
+    compiled, eager = errors[f"{dtype} {size}"]
+    assert max(compiled, eager) < PRECISIONS[dtype], (
+        f"jax {version('jax')} with jaxlib {version('jaxlib')} computes wrong numbers on this machine: relative error "
+        f"{compiled:.1e} compiled, {eager:.1e} eager. Trust no result of this environment. Install another release, "
+        f"add jax!={version('jax')} and jaxlib!={version('jaxlib')} to the dependencies in pyproject.toml, and report "
+        "it at github.com/jax-ml/jax; jax#39103 was of this kind."
+    )
 
 
 if __name__ == "__main__":

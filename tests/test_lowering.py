@@ -206,7 +206,7 @@ def kernel_methods(cloud, data):
 def kernels_in_closed_form(cloud, data):
     kernel, infinite = data.x @ data.x.T, kernels.infinite_ntk(data.x, depth=2)
     course = kernels.kernel_flow(kernel, jnp.zeros_like(data.y), data.y, learning_rate=0.1)(jnp.arange(4))
-    return infinite, kernels.nngp(data.x, depth=2), kernels.batchnorm_ntk(kernel, data.y), course
+    return infinite, kernels.wide_inputs(data.x).dense().nngp, kernels.batchnorm_ntk(kernel, data.y), course
 
 
 def lower_sweep(flow, shared, data, **settings):

@@ -96,7 +96,7 @@ def test_gradients_of_scaled_distances_are_those_of_the_plain_formula():
         (lambda: mf.batchnorm_manifold(covariance=-np.eye(2)), "covariance must be positive semi-definite"),
         (lambda: mf.vanilla(penalty=0.1), r"penalty must be a pair \(function, strength\)"),
         (lambda: mf.depth.expected_gram([[1.0, 2.0], [2.0, 1.0]], 3), "gram must be positive semi-definite"),
-        (lambda: mf.depth.pair_angles([[1.0, 2.0], [2.0, 1.0]]), "gram must be a Gram matrix"),
+        (lambda: mf.depth.Gram([[1.0, 2.0], [2.0, 1.0]]), "gram must be a Gram matrix"),
         (lambda: geometry.log([1.0, 0.0], [-2.0, 0.0], np.eye(2)), "other must not be opposite"),
         (lambda: geometry.normalize([[1.0, 0.0], [0.0, 0.0]]), "b must hold nonzero vectors"),
         (lambda: geometry.normalize(np.ones(3), np.eye(2)), r"covariance must have shape \(3, 3\)"),

@@ -83,6 +83,16 @@ def test_version_is_that_of_the_distribution():
     assert f"## {meanflow.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.parametrize("folder", [".", "papers", "benchmarks"])
+def test_each_distribution_brings_its_license_and_its_types(folder):
+    """A wheel holds what lies beside its own pyproject.toml, which no editable installation shows."""
+    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+    (package,) = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert (ROOT / folder / package / "py.typed").is_file()
+    assert project["project"]["license-files"] == ["LICENSE"]
+    assert (ROOT / folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
 def code_of(path):
     """The Python of a file: a module, the python blocks of a page, or the code cells of a notebook."""
     text = path.read_text()

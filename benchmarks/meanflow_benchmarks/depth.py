@@ -18,7 +18,6 @@ def propagation(
     width: int = 1000,
     batch: int = 64,
     chunk: int = 4,
-    draw: str = "law",
     dtype: DTypeLike = jnp.float32,
 ) -> dict[str, float]:
     """Many random networks (recenter, rescale, ReLU) in one compiled program, with all default observations.
@@ -28,7 +27,6 @@ def propagation(
         layers, width: depth and width of each network.
         batch: how many samples pass through them.
         chunk: how many networks are held in memory side by side.
-        draw: "law" draws what a layer does to the batch, "weights" draws its weight matrix.
         dtype: precision of all arrays.
 
     Returns:
@@ -37,7 +35,7 @@ def propagation(
     """
     x = jax.random.normal(jax.random.key(0), (batch, 100), dtype)
     keys = jax.random.split(jax.random.key(1), seeds)
-    run = lambda keys, x: depth.propagate(keys, x, [width] * layers, BATCH_NORM, draw=draw, chunk=chunk)
+    run = lambda keys, x: depth.propagate(keys, x, [width] * layers, BATCH_NORM, chunk=chunk)
     before = peak_bytes()
     # compiled by hand, so that neither seconds nor memory of compiling are mixed with those of running
     compiled, compile_seconds = timed(lambda: jax.jit(run).lower(keys, x).compile())
@@ -55,7 +53,7 @@ def propagation(
         "peak_resident_mb": peak_bytes() / MEGABYTE,
         "resident_before_mb": before / MEGABYTE,
         "mean_angle": float(result.layers.pair_angles[:, -1].mean()),
-        "infinite_width_angle": float(depth.pair_angles(wide).mean()),
+        "infinite_width_angle": float(depth.Gram(wide).pair_angles.mean()),
     }
 
 
@@ -65,10 +63,10 @@ def propagation_peer(layers: int = 10, width: int = 1000, batch: int = 64) -> di
     result = {
         "numpy_seconds_per_layer": best_time(lambda: _numpy_layers(x, layers, width), repeats=2)[1] / layers
     }
-    for draw in ("law", "weights"):
-        call = lambda draw=draw: depth.propagate(
-            jax.random.key(0), jnp.asarray(x), [width] * layers, BATCH_NORM, draw=draw
-        )
+    # the law of x W where the weights are known by name, else weights are drawn
+    for draw, weights in (("law", "he"), ("weights", jax.nn.initializers.he_normal())):
+        layer = depth.Layer(rescale="std", weights=weights)
+        call = lambda layer=layer: depth.propagate(jax.random.key(0), jnp.asarray(x), [width] * layers, layer)
         result[f"{draw}_seconds_per_layer"] = best_time(call, repeats=2)[1] / layers
     return result
 
@@ -83,48 +81,3 @@ def _numpy_layers(x: np.ndarray, layers: int, width: int) -> list[tuple[np.ndarr
         active = np.bincount((y > 0).sum(0), minlength=len(x) + 1)
         records.append((y @ y.T, np.linalg.svd(y, compute_uv=False), active))
     return records
-
-
-def tree_cost(sizes: tuple[int, ...] = (10, 20, 40, 80, 160), layers: int = 2000) -> dict[str, float]:
-    """Seconds per layer of the tree algorithm by batch size, the growth exponent, and the peer with 2^t rows.
-
-    Args:
-        sizes: batch sizes; the exponent is fitted without the first, where fixed costs dominate.
-        layers: how many layers each batch passes.
-    """
-    result: dict[str, float] = {}
-    for n in sizes:
-        x = jax.random.normal(jax.random.key(n), (n,))
-        call = lambda x=x: depth.tree(x, layers + 1, every=layers)
-        result[f"n={n}"] = best_time(call, repeats=2)[1] / layers
-    seconds = [result[f"n={n}"] for n in sizes[1:]]
-    result["exponent"] = float(np.polyfit(np.log(sizes[1:]), np.log(seconds), 1)[0])
-    start = np.random.default_rng(0).normal(size=sizes[0])
-    result["explicit 2^18 rows, seconds in all"] = timed(_explicit_tree, start, 18)[1]
-    shallow = lambda: depth.tree(start, 18, every=17)
-    result["same depth here, seconds in all"] = best_time(shallow, repeats=3)[1]
-    return result
-
-
-def _explicit_tree(x: np.ndarray, layers: int) -> np.ndarray:
-    """Return the Gram matrix after all 2^layers rows of the tree have been written out."""
-    rows = x[None]
-    for _ in range(layers):
-        rows = rows - rows.mean(1, keepdims=True)
-        rows = np.concatenate([np.maximum(rows, 0), np.maximum(-rows, 0)])
-    return rows.T @ rows
-
-
-def gamma_cost(shapes: tuple[tuple[int, int], ...] = ((2, 50), (3, 10), (3, 20), (4, 8))) -> dict[str, float]:
-    """Seconds and cells of exact gamma for random batches, and by how much the volumes of the cells miss 1.
-
-    Args:
-        shapes: pairs (input dimension, number of samples), at most 4 dimensions.
-    """
-    result: dict[str, float] = {}
-    for k, n in shapes:
-        x = np.random.default_rng(0).normal(size=(n, k))
-        found, result[f"k={k} n={n}: seconds"] = timed(depth.gamma, x)
-        result[f"k={k} n={n}: cells"] = found.cells
-        result[f"k={k} n={n}: missing volume"] = abs(found.total - 1)
-    return result

@@ -22,13 +22,6 @@ def test_random_networks():
     )
 
 
-def test_tree_and_gamma():
-    assert math.isfinite(depth.tree_cost(sizes=(3, 4, 5), layers=3)["exponent"])
-    out = depth.gamma_cost(shapes=((2, 5),))
-    assert out["k=2 n=5: cells"] == 10  # five lines through the origin cut the plane into ten sectors
-    assert out["k=2 n=5: missing volume"] < 1e-12
-
-
 def test_distances_agree_with_their_peers():
     out = layers.distances(line=50, cloud=20, uneven=(5, 7), dimension=3, repeats=1)
     assert all(out[f"{job}_gap"] < 1e-6 for job in ("line", "equal", "uneven"))

@@ -1,11 +1,6 @@
-"""What random normalized layers do to a batch: rank, angles, the tree model, infinite-width maps."""
+"""What random normalized layers do to a batch: rank, angles, infinite-width maps."""
 
 from meanflow.depth._expected import expected_gram as expected_gram
-from meanflow.depth._observables import invariant_representation as invariant_representation
-from meanflow.depth._observables import odd_point as odd_point
-from meanflow.depth._observables import pair_angles as pair_angles
+from meanflow.depth._gram import Gram as Gram
 from meanflow.depth._propagation import Layer as Layer
 from meanflow.depth._propagation import propagate as propagate
-from meanflow.depth._rank import gamma as gamma
-from meanflow.depth._rank import rank_bounds as rank_bounds
-from meanflow.depth._tree_model import tree as tree

@@ -30,7 +30,7 @@ from meanflow import _boundary
 from meanflow._boundary import Count, checked
 from meanflow._matrices import matrix
 from meanflow._numerics import iterate
-from meanflow.depth._propagation import RECENTERED, VARIANCE, Layer
+from meanflow.depth._propagation import RECENTERED, VARIANCE, Layer, need_variation
 from meanflow.kernels._infinite.dual import dual_activation
 
 HOMOGENEOUS = ("relu", "linear", "leaky_relu")
@@ -168,7 +168,7 @@ def expected_gram(
 
     >>> import jax.numpy as jnp, meanflow as mf
     >>> grams = mf.depth.expected_gram(jnp.eye(10), 1, mf.depth.Layer(rescale="std"))
-    >>> round(float(mf.depth.pair_angles(grams[1])[0]), 2)          # already at the fixed point
+    >>> round(float(mf.depth.Gram(grams[1]).pair_angles[0]), 2)          # already at the fixed point
     74.65
     """
     _boundary.one_of("layer.activation", layer.activation, HOMOGENEOUS)
@@ -176,4 +176,17 @@ def expected_gram(
     gram = jnp.asarray(gram)
     if layer.rescale == "std" and not layer.recenter and gram.shape[0] < 4:
         raise ValueError(f"rescale='std' without recenter needs a batch of at least 4, got {gram.shape[0]}")
-    return _recursion(gram, depth, layer, renormalize, nodes)
+    if (known := _boundary.concrete(gram)) is not None:
+        square = np.diagonal(known)
+        deviation = np.diagonal(known - known.mean(0) - known.mean(1)[:, None] + known.mean())
+        rounding = 8 * len(known) * np.finfo(known.dtype).eps * square.max()
+        need_variation("gram", layer, deviation > rounding, square)
+    found = _recursion(gram, depth, layer, renormalize, nodes)
+    if (traces := _boundary.concrete(jnp.trace(found, axis1=1, axis2=2))) is not None:
+        limits = np.finfo(traces.dtype)
+        lost = np.flatnonzero(~(np.isfinite(traces) & (traces > limits.tiny / limits.eps)))
+        if len(lost):
+            raise ValueError(
+                f"depth must be < {lost[0]} unless renormalize=True: lengths leave the range of {found.dtype}"
+            )
+    return found

@@ -14,22 +14,16 @@ from typing import Annotated, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree, Shaped
 
 from meanflow import _boundary, activations
-from meanflow._boundary import (
-    Count,
-    array,
-    checked,
-    choice,
-    either,
-    function,
-    instance,
-    prng_keys,
-)
-from meanflow._reuse import compiled
+from meanflow._boundary import Count, array, checked, choice, either, function, instance, prng_keys
+from meanflow._numerics import magnitude
+from meanflow._observable import FunctionOfState, Observable, Values
+from meanflow._reuse import canonical, compiled
 from meanflow.activations import AnyActivation
-from meanflow.depth._observables import summary
+from meanflow.depth._gram import LayerRecord
 from meanflow.layers import functional
 from meanflow.layers._initializers import Initializer
 
@@ -56,7 +50,9 @@ class Layer(eqx.Module):
             ``"rms"`` gives the published 60 degrees.
         activation: a name in ``meanflow.activations`` or a function.
         weights: ``"he"`` N(0, 2/fan_in), ``"gaussian"`` N(0, 1/fan_in), ``"orthogonal"``, ``"uniform"``
-            (+-1/sqrt(fan_in)), or any initializer (key, (fan_in, fan_out), dtype) -> array.
+            (+-1/sqrt(fan_in)), or any initializer (key, (fan_in, fan_out), dtype) -> array. Batches of fewer samples
+            than neurons go through the first two by the exact law of x W, without weights, which is cheaper, but
+            has no derivative in x where the batch loses rank; an initializer always draws weights.
 
     >>> import meanflow as mf
     >>> mf.depth.Layer(rescale="std").recenter          # recenter + rescale + ReLU with He weights
@@ -82,7 +78,8 @@ def activated(layer: Layer, z: Float[Array, "n d"]) -> Float[Array, "n d"]:
     if layer.recenter:
         z = functional.recenter(z)
     if layer.rescale is not None:
-        z = functional.rescale(z, 0, layer.rescale)
+        # a factor of a feature has no say, but its square could be out of range
+        z = functional.rescale(z / magnitude(z, 0, keepdims=True), 0, layer.rescale)
     return activations.resolve(layer.activation)(z)
 
 
@@ -124,40 +121,43 @@ class _Network(NamedTuple):
 
     widths: tuple[int, ...]
     layer: Layer
-    draw: str
+    by_law: bool
     renormalize: bool
-    observe: Callable[[jax.Array], PyTree[Array]]
 
     def preactivations(self, key: jax.Array, x: jax.Array, width: int) -> jax.Array:
         """Draw z = x W for the next layer."""
         weights = self.layer.weights
-        if self.draw == "law":
-            assert isinstance(weights, str)
-            return drawn_by_law(key, x, width, VARIANCE[weights])
-        law = WEIGHTS[weights] if isinstance(weights, str) else weights
-        return x @ law(key, (x.shape[1], width), x.dtype)
+        if self.by_law:
+            return drawn_by_law(key, x, width, VARIANCE[weights])  # type: ignore[index]
+        shape = (x.shape[1], width)
+        drawn = (WEIGHTS[weights] if isinstance(weights, str) else weights)(key, shape, x.dtype)
+        _boundary.shape("what layer.weights returns", drawn, shape)
+        return x @ drawn
 
     def scaled(self, x: jax.Array, log_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Divide a batch by the root mean square length of its samples, if the network renormalizes."""
         if not self.renormalize:
             return x, log_scale
-        size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(x), axis=1)))
+        top = magnitude(x)
+        size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(x / top), axis=1)))
         size = jnp.where(size > 0, size, 1.0)
-        return x / size, log_scale + jnp.log(size)
+        return x / top / size, log_scale + jnp.log(top) + jnp.log(size)
 
 
-def _one(network: _Network, key: jax.Array, x: jax.Array) -> Propagation:
+def _one(network: _Network, observe: Observable, key: jax.Array, x: jax.Array) -> Propagation:
     """Send one batch through one network."""
+    carry = network.scaled(x, jnp.zeros((), x.dtype))
+    memory = observe.begin(None, carry[0])
+    seen = lambda carry: (observe.measure(None, carry[0], memory), carry[1])
 
     def layer(width: int, carry: tuple, key: jax.Array) -> tuple[tuple, tuple]:
         x, log_scale = carry
         z = network.preactivations(key, x, width)
-        x, log_scale = network.scaled(activated(network.layer, z), log_scale)
-        return (x, log_scale), (network.observe(x), log_scale)
+        carry = network.scaled(activated(network.layer, z), log_scale)
+        return carry, seen(carry)
 
     keys = jax.random.split(key, len(network.widths))
-    carry = network.scaled(x, jnp.zeros((), x.dtype))
-    records = [jax.tree.map(lambda v: v[None], (network.observe(carry[0]), carry[1]))]
+    records = [jax.tree.map(lambda v: v[None], seen(carry))]
     start = 0
     # one scan for each run of equal widths; the first layer of a run stands alone, since it changes the shape
     for width, run in groupby(network.widths):
@@ -176,13 +176,29 @@ def _one(network: _Network, key: jax.Array, x: jax.Array) -> Propagation:
 
 
 @compiled
-def _many(keys: jax.Array, x: jax.Array, network: _Network, chunk: int | None) -> Propagation:
+def _many(
+    keys: jax.Array, x: jax.Array, network: _Network, observe: Observable, chunk: int | None
+) -> Propagation:
     """Run one network, or one for each key."""
-    one = partial(_one, network)
+    one = partial(_one, network, observe)
     if keys.ndim == 0:
         return one(keys, x)
     run = (lambda key: one(key, x)) if x.ndim == 2 else (lambda pair: one(*pair))
     return jax.lax.map(run, keys if x.ndim == 2 else (keys, x), batch_size=chunk)
+
+
+def need_variation(
+    name: str, layer: Layer, deviations: np.ndarray | None, lengths: np.ndarray | None
+) -> None:
+    """Refuse a batch of which a layer that recenters or rescales leaves nothing; None for batches that are traced."""
+    if deviations is not None and (layer.recenter or layer.rescale == "std") and not deviations.any(-1).all():
+        raise ValueError(
+            f"{name} must hold samples that differ, as {layer} subtracts or divides by their mean, got none"
+        )
+    if lengths is not None and layer.rescale is not None and not lengths.any(-1).all():
+        raise ValueError(
+            f"{name} must hold a sample that is not zero, as {layer} divides by their size, got none"
+        )
 
 
 @checked
@@ -193,8 +209,7 @@ def propagate(
     layer: Layer = RECENTERED,
     *,
     renormalize: bool = False,
-    draw: Annotated[str, choice("auto", "weights", "law")] = "auto",
-    observe: Callable[[jax.Array], PyTree[Array]] = summary,
+    observe: Observable | Callable[[jax.Array], Values] = LayerRecord,
     chunk: Count | None = None,
 ) -> Propagation:
     """Send a batch through a random network and record what it looks like at every layer.
@@ -208,14 +223,10 @@ def propagate(
         renormalize: divide the batch by the root mean square length of its samples after each layer, and record the
             logarithm. Without rescaling, lengths decay geometrically. The angles of a positively homogeneous network
             are not affected.
-        draw: ``"weights"`` draws every weight. ``"law"`` draws the pre-activations from their exact law given the
-            batch, which is cheaper for small batches; it needs Gaussian weights and is not differentiable in x where
-            the batch loses rank. ``"auto"`` takes the law where it is cheaper.
-        observe: function of a batch (n, d) that returns a pytree of arrays whose shapes do not depend on d. It is
-            called on the input and after each layer. Pass the same function object again to reuse the compiled
-            program.
+        observe: function of a batch (n, d) that returns an array, or a pytree of arrays, whose shapes do not depend on
+            d; or an ``Observable``, whose states are batches. It is called on the input and after each layer.
         chunk: number of networks that run side by side (vmap); the others follow one chunk after the other, so memory
-            is O(chunk (n width + width^2)), or O(chunk n width) under ``"law"``. None runs one network at a time.
+            is O(chunk (n width + width^2)), or O(chunk n width) without weights. None runs one network at a time.
 
     Returns:
         A ``Propagation``: the observations of all layers, scales and the last batch. There is one compiled program
@@ -234,13 +245,11 @@ def propagate(
         )
     if 0 in batch.shape[-2:]:
         raise ValueError(f"x must hold at least one sample and one feature, got shape {batch.shape}")
-    seen = jax.eval_shape(observe, jax.ShapeDtypeStruct(batch.shape[-2:], batch.dtype))
-    if not jax.tree.leaves(seen):
-        raise TypeError(f"observe must return an array or a pytree of arrays, got {_boundary.show(seen)}")
-    gaussian = isinstance(layer.weights, str) and layer.weights in VARIANCE
-    if draw == "law" and not gaussian:
-        raise ValueError(f"draw='law' needs weights in {list(VARIANCE)}, got {layer.weights!r}")
-    if draw == "auto":
-        draw = "law" if gaussian and batch.shape[-2] < max(widths) else "weights"
-    network = _Network(tuple(widths), layer, draw, renormalize, observe)
-    return _many(key, batch, network, chunk)
+    known = _boundary.concrete(batch)
+    if known is not None:
+        flat = known.reshape(*known.shape[:-2], -1)
+        need_variation("x", layer, (known != known[..., :1, :]).reshape(flat.shape), flat)
+    if not isinstance(observe, Observable):
+        observe = FunctionOfState(canonical(observe))
+    by_law = layer.weights in tuple(VARIANCE) and batch.shape[-2] < max(widths)
+    return _many(key, batch, _Network(tuple(widths), layer, by_law, renormalize), observe, chunk)

@@ -16,10 +16,7 @@ if typing.TYPE_CHECKING:
     from meanflow.kernels._empirical.operator import ntk_operator as ntk_operator
     from meanflow.kernels._empirical.plan import Method as Method
     from meanflow.kernels._empirical.spectra import spectrum as spectrum
-    from meanflow.kernels._expansion import taylor_expand as taylor_expand
-    from meanflow.kernels._gaussian import gp_posterior as gp_posterior
     from meanflow.kernels._infinite.mean_field import infinite_ntk as infinite_ntk
-    from meanflow.kernels._infinite.mean_field import nngp as nngp
     from meanflow.kernels._infinite.mean_field import order_parameters as order_parameters
     from meanflow.kernels._infinite.wide import wide_inputs as wide_inputs
     from meanflow.kernels._recorder import KernelRecorder as KernelRecorder
@@ -33,14 +30,11 @@ _LAZY = {
     "batchnorm_ntk": "_batchnorm",
     "empirical_ntk": "_empirical.kernel",
     "from_module": "_empirical.adapters",
-    "gp_posterior": "_gaussian",
     "infinite_ntk": "_infinite.mean_field",
     "kernel_flow": "_regime",
-    "nngp": "_infinite.mean_field",
     "ntk_operator": "_empirical.operator",
     "order_parameters": "_infinite.mean_field",
     "spectrum": "_empirical.spectra",
-    "taylor_expand": "_expansion",
     "wide_inputs": "_infinite.wide",
 }
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
@@ -69,7 +70,7 @@ def jacobian_apply(
 @checked
 def batchnorm_ntk(
     kernel: Annotated[Float[ArrayLike, "T T *CC"], kernel_kind],
-    outputs: Annotated[Float[ArrayLike, "T *C"], array((None,), (None, None))],
+    outputs: Annotated[Float[ArrayLike, "T *C"], array((None,), (None, None), squares=True)],
     *,
     epsilon: Rate = 0.0,
     scale: Annotated[Float[ArrayLike, "..."], array((), (None,))] | None = None,
@@ -109,6 +110,15 @@ def batchnorm_ntk(
         raise ValueError("cross and at must be given together")
     wide = k if cross is None else jnp.asarray(cross)
     points = f if at is None else jnp.asarray(at)
+    _boundary.shape("at", points, (None, *f.shape[1:]))
+    _boundary.shape("cross", wide, (f.shape[0], points.shape[0], *k.shape[2:]))
+    if (known := _boundary.concrete(f)) is not None and not np.any(_boundary.concrete(epsilon)):
+        # a mean is rounded, and outputs that are all the same then seem to differ from it
+        rounding = 4 * np.finfo(known.dtype).eps * np.abs(known).max(0)
+        if np.any(np.abs(known - known.mean(0)).max(0) <= rounding):
+            raise ValueError(
+                "outputs must vary over the samples where epsilon = 0, got outputs that are constant"
+            )
     single = f.ndim == 1
     if single:  # one output is the case C = 1
         k, wide, f, points = k[..., None, None], wide[..., None, None], f[:, None], points[:, None]

@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _boundary
@@ -46,7 +47,18 @@ def cross_entropy(outputs: Float[Array, " k"], target: Float[Array, " k"]) -> Fl
 
 
 class DualFlow(eqx.Module):
-    """Training under a fixed kernel, known by its dual coefficients."""
+    """Training under a fixed kernel, known by its dual coefficients.
+
+    Attributes:
+        target: y, (n,) or (n, k).
+    """
+
+    target: Float[Array, "n *k"]
+
+    def check_cross(self, name: str, kernel: Array, rows: int | None = None) -> None:
+        """Refuse a kernel between ``rows`` points and the samples that does not fit to the targets."""
+        n, *k = self.target.shape
+        _boundary.shape(name, kernel, (rows, n), *([(rows, n, *k, *k)] if k else []))
 
     @abc.abstractmethod
     def dual(self, times: Real[ArrayLike, "..."]) -> Float[Array, "*times_n_k"]:
@@ -63,6 +75,8 @@ class DualFlow(eqx.Module):
             start: f_0(z), (S,) or (S, k).
             times: times or numbers of steps.
         """
+        self.check_cross("cross", cross)
+        _boundary.shape("start", start, (cross.shape[0], *self.target.shape[1:]))
         return from_dual(self.dual(times), cross, start)
 
 
@@ -74,21 +88,25 @@ class LossFlow(DualFlow):
     Attributes:
         kernel: K as a matrix, (N, N).
         start: f(0), (n,) or (n, k).
-        target: y, (n,) or (n, k).
         weights: q, (n,).
         sample_loss: (outputs, target) of one sample -> number.
     """
 
     kernel: Float[Array, "N N"]
     start: Float[Array, "n *k"]
-    target: Float[Array, "n *k"]
     weights: Float[Array, " n"]
     sample_loss: Loss
 
     @checked
     def dual(self, times: Times) -> Float[Array, "*times_n_k"]:
         """Return the dual coefficients beta, shape times.shape + y.shape: f(z) = f_0(z) + K(z, x) beta."""
-        return _dual_of_loss(self, jnp.asarray(times, self.start.dtype))
+        _boundary.finite("times of a loss that is not squared", times)
+        found = _dual_of_loss(self, jnp.asarray(times, self.start.dtype))
+        if (known := _boundary.concrete(found)) is not None and not np.isfinite(known).all():
+            raise ValueError(
+                "times must be in reach of 100 000 steps of the solver, got later ones or a loss that is not smooth"
+            )
+        return found
 
     @checked
     def __call__(self, times: Times) -> Float[Array, "*times_n_k"]:
@@ -132,6 +150,7 @@ def _dual_of_loss(flow: LossFlow, times: Float[Array, "..."]) -> Float[Array, "*
         saveat=diffrax.SaveAt(ts=flat[order]),
         stepsize_controller=diffrax.PIDController(rtol=tolerance, atol=tolerance),
         max_steps=100_000,
+        throw=False,  # what is not reached is infinite
     ).ys
     # back into the order of the times: written to their places, since to invert an order needs no second sort
     return jnp.zeros_like(found).at[order].set(found).reshape(times.shape + flow.start.shape)

@@ -19,10 +19,11 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _boundary
-from meanflow._boundary import Positive, array, checked, choice, either, function, number, sequence
+from meanflow._boundary import Positive, array, checked, choice, either, number, sequence, taking
 from meanflow._matrices import kernel as kernel_kind
 from meanflow.kernels import _spectral as spectral
 from meanflow.kernels._gaussian import Gaussian, as_matrix, check_shapes
@@ -47,7 +48,7 @@ class KernelFlow(DualFlow):
 
     All methods but ``coefficients`` have exact derivatives in the kernel, also where eigenvalues are equal (duplicate
     samples, several outputs), but no second ones. At infinite time they are those of changes that keep the rank of the
-    kernel; of gradient descent, those at whole numbers of steps, and NaN at others.
+    kernel; of gradient descent, those at whole numbers of steps, and NaN at others, which are refused unless traced.
 
     Attributes:
         rates: eigenvalues of Q^(1/2) K Q^(1/2), largest first, (N,). In mode i the residual decays as exp(-rates[i] t),
@@ -56,7 +57,6 @@ class KernelFlow(DualFlow):
         matrix: Q^(1/2) K Q^(1/2) itself, (N, N), of which training is a function.
         weights: q, (N,).
         residual: f(0) - y, (n,) or (n, k).
-        target: y, (n,) or (n, k).
         learning_rate: of gradient descent; None for gradient flow.
         momentum: of gradient descent; None for none.
     """
@@ -66,7 +66,6 @@ class KernelFlow(DualFlow):
     matrix: Float[Array, "N N"]
     weights: Float[Array, " N"]
     residual: Float[Array, "n *k"]
-    target: Float[Array, "n *k"]
     learning_rate: Float[Array, ""] | None = None
     momentum: Float[Array, ""] | None = None
 
@@ -75,6 +74,13 @@ class KernelFlow(DualFlow):
     ) -> Float[Array, "*times N c"]:
         """Return a function of the matrix times ``columns``, along the modes."""
         t, constants = jnp.asarray(times, self.rates.dtype), (self.learning_rate, self.momentum)
+        if self.learning_rate is not None and (known := _boundary.concrete(times)) is not None:
+            # more steps than 31 squarings of the matrix of one step reach
+            late = np.isfinite(known) & ((known != np.round(known)) | (known > _boundary.MOST))
+            if late.any():
+                raise ValueError(
+                    f"times must be whole numbers of steps up to 2^31 - 1, got {known[late].flat[0]}"
+                )
         return spectral.apply(function, self.matrix, (self.rates, self.modes), t, constants, columns)
 
     def _scaled_residual(self) -> Float[Array, "N c"]:
@@ -144,7 +150,24 @@ class KernelFlow(DualFlow):
 
         Returns:
             ``Gaussian``: mean times.shape + (S,) or (S, k), and covariance times.shape + (S, S).
+
+        Bayesian inference is the case of a kernel P itself. With P(x, x) + noise I as ``kernel`` and as ``prior[0]``,
+        infinite time gives the posterior of a Gaussian process, mean P(z, x) (P(x, x) + noise I)^-1 y.
+
+        >>> prior = jnp.eye(1), jnp.array([[1.0], [0.0]]), jnp.eye(2)
+        >>> noisy = prior[0] + jnp.eye(1)
+        >>> flow = kernel_flow(noisy, jnp.zeros(1), jnp.ones(1))
+        >>> mean, covariance = flow.ensemble(prior[1], (noisy, *prior[1:]), jnp.inf)
+        >>> mean.round(6).tolist(), jnp.diagonal(covariance).round(6).tolist()
+        ([0.5, 0.0], [0.5, 1.0])
         """
+        points = cross.shape[0]
+        self.check_cross("cross", cross)
+        self.check_cross("prior[0]", prior[0], self.target.shape[0])
+        self.check_cross("prior[1]", prior[1], points)
+        _boundary.shape("prior[2]", prior[2], (points, points), (points, points, *self.target.shape[1:] * 2))
+        if np.any(_boundary.concrete(self.residual + self.target)):
+            raise ValueError("start must be 0 for an ensemble, the mean over random starts, got another one")
         size = self.rates.shape[0] // self.target.shape[0]
         at_x, between, at_z = (as_matrix(jnp.asarray(p), size if p.ndim == 2 else 1) for p in prior)
         root = jnp.sqrt(self.weights)
@@ -156,7 +179,15 @@ class KernelFlow(DualFlow):
         spread = jnp.einsum("...sn,nm,...um->...su", response, at_x, response)
         start = jnp.zeros((cross.shape[0], *self.target.shape[1:]), self.rates.dtype)
         whole = at_z.reshape((1,) * (shared.ndim - 2) + at_z.shape)
-        return Gaussian(self.at(cross, start, times), whole - shared - jnp.swapaxes(shared, -1, -2) + spread)
+        covariance = whole - shared - jnp.swapaxes(shared, -1, -2) + spread
+        if (known := _boundary.concrete(covariance)) is not None:
+            variances = np.diagonal(known, axis1=-2, axis2=-1)
+            rounding = 1e6 * np.finfo(known.dtype).eps * np.abs(np.diagonal(at_z)).max(initial=0.0)
+            if np.any(variances < -rounding):
+                raise ValueError(
+                    f"prior must be one covariance of samples and points, got a variance of {variances.min():.3g}"
+                )
+        return Gaussian(self.at(cross, start, times), covariance)
 
 
 def _weights(weights: Real[ArrayLike, "..."] | None, y: Float[Array, "n *k"]) -> Float[Array, " n"]:
@@ -178,7 +209,7 @@ def kernel_flow(
     weights: Annotated[Real[ArrayLike, "..."], array((), (None,), above=0)] | None = None,
     learning_rate: Positive | None = None,
     momentum: Annotated[Real[ArrayLike, ""], number(low=0, below=1)] | None = None,
-    loss: Annotated[str | Loss, either(choice("squared", "cross_entropy"), function)] = "squared",
+    loss: Annotated[str | Loss, either(choice("squared", "cross_entropy"), taking(2))] = "squared",
 ) -> KernelFlow | LossFlow:
     """Solve gradient flow, or gradient descent, under a fixed kernel by one eigendecomposition.
 
@@ -223,11 +254,21 @@ def kernel_flow(
             raise ValueError(
                 f'y must be probabilities (n, k) for loss="cross_entropy", got shape {target.shape}'
             )
-        return LossFlow(matrix, first, target, q, cross_entropy if isinstance(loss, str) else loss)
+        known = _boundary.concrete(target) if loss == "cross_entropy" else None
+        if known is not None and not (np.all(known >= 0) and np.allclose(known.sum(1), 1, rtol=0, atol=1e-4)):
+            raise ValueError('y must be probabilities (n, k) for loss="cross_entropy", in rows that sum to 1')
+        each = cross_entropy if isinstance(loss, str) else loss
+        if getattr(jax.eval_shape(each, first[0], target[0]), "shape", None) != ():
+            raise ValueError("loss must return one number for the outputs and the target of one sample")
+        return LossFlow(target, matrix, first, q, each)
     q = jnp.repeat(q, matrix.shape[0] // target.shape[0])
     root = jnp.sqrt(q)
     scaled = root[:, None] * matrix * root[None, :]
     rates, modes = spectral.spectrum(scaled)
+    # of the eigenvalues, those below 0 have been cut off: no more of them than rounding
+    rounding = 1e3 * float(jnp.finfo(scaled.dtype).eps) * rates.shape[0] * rates[0]
+    if np.any(_boundary.concrete(jnp.sum(rates) - jnp.trace(scaled) > rounding)):
+        raise ValueError("kernel must be positive semi-definite, got eigenvalues below 0")
     number = lambda a: None if a is None else jnp.asarray(a, target.dtype)
     eta, mu = number(learning_rate), number(momentum)
-    return KernelFlow(rates, modes, scaled, q, first - target, target, eta, mu)
+    return KernelFlow(target, rates, modes, scaled, q, first - target, eta, mu)

@@ -3,7 +3,6 @@
 One file holds all of it, in the format of ``meanflow.files``; it is whole or absent at any moment.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +44,6 @@ class TrainState(NamedTuple):
 def save_state(
     path: str | Path,
     state: TrainState,
-    config: Mapping[str, object] | None = None,
-    *,
     history: Record | None = None,
     run: Json | None = None,
 ) -> None:
@@ -55,15 +52,13 @@ def save_state(
     Args:
         path: name of the file, which is replaced if it exists. It is never left half written.
         state: the state.
-        config: settings to store with it, as JSON.
         history: the record of the epochs so far.
         run: description of the run, by which it is known again.
     """
-    header = {"config": dict(config or {}), "run": run or {}}
     record = {f"{HISTORY}{name}": value for name, value in (history or {}).items()}
     leaves = jax.tree_util.tree_leaves_with_path(state._replace(key=jax.random.key_data(state.key)))
     arrays = {jax.tree_util.keystr(where): leaf for where, leaf in leaves}
-    write_arrays(path, arrays | record, header, FORMAT)
+    write_arrays(path, arrays | record, {"run": run or {}}, FORMAT)
 
 
 def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -74,13 +69,13 @@ def load_state(path: str | Path, template: TrainState) -> tuple[TrainState, dict
         template: any state of the same network and optimizer, such as ``trainer.init(key)``.
 
     Returns:
-        The state; and ``config``, ``versions``, ``run`` and ``history`` (the record) as they were stored.
+        The state; and ``versions``, ``run`` and ``history`` (the record) as they were stored.
 
     Raises:
         ValueError: if the file is damaged, or a part is missing or has another shape than in the template.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"path must name a checkpoint, got {path}, which does not exist")
+        raise FileNotFoundError(f"path must name a checkpoint, got {path}, which is no file")
     stored, header = read_arrays(path, FORMAT, "Trainer.run")
     history = {n.removeprefix(HISTORY): u for n, u in stored.items() if n.startswith(HISTORY)}
     plain = template._replace(key=jax.random.key_data(template.key))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Annotated
 
@@ -44,16 +43,6 @@ def maker(name: str, value: object) -> object:
             f"{name} must be a function that makes a network, got a network; write lambda rngs: ..."
         )
     return _boundary.either(_boundary.taking(1), _boundary.subclass(nnx.Module))(name, value)
-
-
-def settings(name: str, value: object) -> dict[str, object]:
-    """Accept a mapping that can be stored as JSON."""
-    given = _boundary.mapping(_boundary.unchecked("looked at as a whole"))(name, value)
-    try:
-        json.dumps(given)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"{name} must be JSON: {problem}") from problem
-    return given
 
 
 def same_rows(x: jax.Array | np.ndarray, y: jax.Array | np.ndarray, axis: int = 0, name: str = "") -> None:

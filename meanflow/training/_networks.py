@@ -53,6 +53,17 @@ class Network(Protocol):
         """Switch to inference: normalize by the running moments."""
 
 
+@runtime_checkable
+class Cuttable(Network, Protocol):
+    """A network that can be cut at a normalization layer: ``upper(lower(x, l), l) == network(x)``."""
+
+    def lower(self, x: jax.Array, layer: int = -1) -> jax.Array:
+        """Return the outputs of the layer, before its gamma and beta."""
+
+    def upper(self, h: jax.Array, layer: int = -1) -> jax.Array:
+        """Return the logits, given what ``lower`` returned."""
+
+
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_in", "normal")
 
 
@@ -75,6 +86,17 @@ LayerNumber = Annotated[int, count(-_boundary.MOST)]
 
 
 _boundary.declare(nnx.Rngs, instance(nnx.Rngs, hint="such as nnx.Rngs(0)"))
+
+
+class Plain(nnx.Module):
+    """The layer of a network without normalization: it returns what it gets."""
+
+    def __init__(self, features: int, *, rngs: nnx.Rngs):
+        pass
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the batch."""
+        return x
 
 
 def make_norm(name: str, value: object) -> object:
@@ -102,7 +124,7 @@ class Stack(nnx.Module):
         in_features: length of an input row, or channels of an image.
         widths: widths, or numbers of channels, of the hidden layers.
         classes: number of logits.
-        norm: function (features, rngs=...) -> normalization layer; it is called with each width.
+        norm: function (features, rngs=...) -> normalization layer; it is called with each width. None for none.
         strides: stride of each convolution; None for dense layers.
         rngs: keys for the weights, which are He-normal. Biases of dense layers are 0; convolutions have none.
 
@@ -121,7 +143,7 @@ class Stack(nnx.Module):
         in_features: Count,
         widths: Sequence[Count],
         classes: Count,
-        norm: NormMaker,
+        norm: NormMaker | None,
         *,
         strides: Sequence[Count] | None = None,
         rngs: nnx.Rngs,
@@ -137,7 +159,7 @@ class Stack(nnx.Module):
             conv = partial(nnx.Conv, kernel_size=(3, 3), use_bias=False, kernel_init=he_normal, rngs=rngs)
             maps = [conv(m, n, strides=s) for (m, n), s in zip(pairs, strides, strict=True)]
         self.maps = nnx.List(maps)
-        self.norms = nnx.List([norm(n, rngs=rngs) for n in widths])
+        self.norms = nnx.List([(norm or Plain)(n, rngs=rngs) for n in widths])
         self.head = nnx.Linear(sizes[-1], classes, kernel_init=he_normal, rngs=rngs)
 
     @checked
@@ -155,9 +177,11 @@ class Stack(nnx.Module):
         """
         index = self._index(layer)
         first = self.maps[0]
-        if x.shape[-1] != first.in_features:
+        fits = x.ndim == 4 if isinstance(first, nnx.Conv) else x.ndim >= 2
+        if not fits or x.shape[-1] != first.in_features:
+            kind = "images (n, h, w, channels)" if isinstance(first, nnx.Conv) else "rows"
             raise ValueError(
-                f"x must have {first.in_features} features in its last axis, got shape {x.shape}"
+                f"x must be {kind} with {first.in_features} features in the last axis, got {x.shape}"
             )
         # the layers below act whole; of the cut layer only the part before gamma and beta
         for affine, norm in zip(self.maps[:index], self.norms[:index], strict=True):

@@ -22,6 +22,7 @@ from meanflow.training._networks import (
     BATCH,
     MakeNorm,
     NormMaker,
+    Plain,
     affine_part,
     he_normal,
     normalized,
@@ -104,8 +105,9 @@ class ResNet(nnx.Module):
         depth: number of layers, 6 k + 2 with basic blocks (20, 110, ...) or 9 k + 2 with bottlenecks (164, ...).
         classes: number of logits.
         norm: function (features, rngs=...) -> normalization layer, for instance ``partial(BatchNorm, momentum=0.9)``.
+            None for none.
         bottleneck: whether to use bottlenecks; by default from depth 164 on.
-        in_channels: channels of the images (N, H, W, channels).
+        in_channels: channels of the images (N, H, W, channels): 3 as in CIFAR unless given, 1 for gray ones.
         kernel_init: initializer of the convolutions and the read-out.
         released: build the network of the authors' published training code: biases in all convolutions, a
             normalization and a ReLU after the stem too, 1 x 1 convolutions of the block's input as shortcuts wherever
@@ -123,7 +125,7 @@ class ResNet(nnx.Module):
         self,
         depth: Annotated[int, count(8)],
         classes: Count,
-        norm: NormMaker,
+        norm: NormMaker | None,
         *,
         bottleneck: bool | None = None,
         in_channels: Count = 3,
@@ -136,6 +138,7 @@ class ResNet(nnx.Module):
         a = 9 if bottleneck else 6
         if _boundary.whole("depth", depth, a + 2) % a != 2:
             raise ValueError(f"depth must be {a} k + 2 with bottleneck={bottleneck}, got {depth}")
+        norm = norm or Plain
         self.stem = _conv(in_channels, 16, 3, 1, kernel_init, rngs, released)
         self.stem_norm = norm(16, rngs=rngs) if released else nnx.data(None)
         blocks, m = [], 16
@@ -173,6 +176,7 @@ class ResNet(nnx.Module):
         Args:
             x: images (N, H, W, channels).
         """
+        _boundary.shape("x", x, (None, None, None, self.stem.in_features))
         h = self.stem(x)
         if self.stem_norm is not None:
             h = jax.nn.relu(self.stem_norm(h))

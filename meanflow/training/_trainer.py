@@ -1,18 +1,15 @@
 """The recording trainer: minibatch descent by optax, one compiled program an epoch, resumable.
 
 Its steps run in the one loop, ``iterate``, or one program a minibatch (``loop="host"``). Between epochs, on the host,
-the trainer measures the internal covariate shift of a watched layer and reports progress; nothing inside a compiled
-program calls back.
+the trainer observes the network and reports progress; nothing inside a compiled program calls back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +23,7 @@ from meanflow import _boundary
 from meanflow._boundary import Count, FilePath, Natural, PRNGKey, checked, choice, either, instance
 from meanflow._identity import Json, array_text, describe
 from meanflow._numerics import iterate
+from meanflow._observable import FunctionOfState, Observable, Values
 from meanflow.solvers._batches import shuffle
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state
 from meanflow.training._fitting import (
@@ -34,63 +32,21 @@ from meanflow.training._fitting import (
     labels,
     maker,
     same_rows,
-    settings,
     train_data,
 )
-from meanflow.training._moments import FeatureMoments, moments
-from meanflow.training._networks import LayerNumber, Network
+from meanflow.training._networks import Network
+from meanflow.training._shift import Loss, Training
 from meanflow.training.data import Data
-from meanflow.transport import ics
 
 EVALUATION_BATCH = 1000
 """Number of samples that are evaluated at once: those of CIFAR take 65 MB in a layer of 16 channels (float32)."""
-
-Loss = Callable[[jax.Array, jax.Array], jax.Array]
-"""(logits, labels) -> scalar mean loss."""
 
 Carry = tuple[PyTree[Array], PyTree[Array], optax.OptState, jax.Array]
 """What one minibatch passes to the next: parameters, other variables, optimizer state, sum of the losses."""
 
 
+OBSERVE = either(instance(Observable), _boundary.taking(1))
 STATE = _boundary.declare(TrainState, instance(TrainState, hint="from Trainer.init(key) or Trainer.run"))
-
-
-class LayerComparison(TypedDict):
-    """A watched layer at two times: its outputs on the same inputs, moments, and the shift of the loss above."""
-
-    before: jax.Array
-    after: jax.Array
-    moments: FeatureMoments
-    loss_shift: jax.Array
-
-
-@checked
-@dataclass(frozen=True)
-class Watch:
-    """What the trainer records of one layer after each epoch.
-
-    Attributes:
-        layer: index of the normalization layer. The network must have the methods ``lower(x, layer)``, the outputs of
-            that layer before its gamma and beta, and ``upper(h, layer)``, the logits from there on; ``Stack`` and
-            ``ResNet`` do.
-        moments: ``"batch"`` recomputes all moments on the watched inputs. ``"running"`` uses the running averages,
-            whose own noise puts a floor under the measured shift.
-        rows: number of training inputs, the first ones, on which the shift is measured.
-        inputs: number of training inputs, the first ones, over which the moments and the shift of the loss are taken.
-            None takes all, which must fit into memory at once.
-        max_exact: largest number of rows for which the exact distance is computed.
-        shift: False records the moments alone.
-
-    >>> Watch(rows=100).layer                                         # the last normalization layer
-    -1
-    """
-
-    layer: LayerNumber = -1
-    moments: Annotated[str, choice("batch", "running")] = "batch"
-    rows: Count = 400
-    inputs: Count | None = None
-    max_exact: Natural = 2000
-    shift: bool = True
 
 
 def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Float[Array, ""]:
@@ -99,10 +55,10 @@ def cross_entropy(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) ->
 
 
 class Trainer:
-    """Train a network, and record its loss, accuracy, and the moments and covariate shift of a layer.
+    """Train a network, and record its loss, accuracy, and what is observed, such as the covariate shift of a layer.
 
-    ``run`` is the loop over epochs. The pure functions ``init``, ``epoch``, ``evaluate`` and ``compare`` may be used on
-    their own, under jit and vmap; with ``loop="host"`` without them.
+    ``run`` is the loop over epochs. The pure functions ``init``, ``epoch`` and ``evaluate`` may be used on their own,
+    under jit and vmap; with ``loop="host"`` without them.
 
     Args:
         make: function of ``nnx.Rngs`` that builds the flax NNX network.
@@ -110,7 +66,9 @@ class Trainer:
         batch_size: size of a minibatch. Each epoch draws a new permutation of the data and drops the remainder.
         loss: (logits, labels) -> scalar mean loss.
         augment: (key, minibatch) -> minibatch, applied in training only; for instance ``data.crop_and_flip``.
-        watch: the layer to record, or None.
+        observe: what is recorded after each epoch: an ``Observable``, such as ``LayerShift``, or a function of the
+            network. Its ``begin`` sees the network at the start of the epoch, its ``measure`` that at the end, both on
+            the host between programs and in inference; what it returns as a dict is recorded by these names.
         mesh: devices along one axis over which minibatches are split. Layers that are built with ``axis_name`` of that
             axis take their moments over the whole minibatch, others over their share of it. None for one device.
         loop: ``"program"`` compiles the minibatches of an epoch as one loop. ``"host"`` calls one compiled program a
@@ -140,12 +98,14 @@ class Trainer:
         batch_size: Count = 128,
         loss: Loss = cross_entropy,
         augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        watch: Watch | None = None,
+        observe: Annotated[Observable | Callable[[Network], Values], OBSERVE] | None = None,
         mesh: Annotated[Mesh, instance(Mesh, hint="such as jax.make_mesh((2,), ('data',))")] | None = None,
         loop: Annotated[str, choice("program", "host", "ensemble")] = "program",
     ):
         self.make, self.optimizer, self.loss, self.augment = make, optimizer, loss, augment
-        self.batch_size, self.watch, self.mesh = batch_size, watch, mesh
+        self.batch_size, self.mesh = batch_size, mesh
+        named = observe is None or isinstance(observe, Observable)
+        self.observe: Observable | None = observe if named else FunctionOfState(observe)  # type: ignore
         self.ensemble, self.by_host = loop == "ensemble", loop == "host"
         if mesh is not None and (len(mesh.axis_names) != 1 or batch_size % mesh.size or self.ensemble):
             raise ValueError(
@@ -163,7 +123,6 @@ class Trainer:
         self._evaluate = self.evaluate if self.by_host else jax.jit(lift(self.evaluate))
         self._plan, self._step = jax.jit(self._minibatches, static_argnums=1), jax.jit(self._minibatch)
         self._logits = jax.jit(lambda state, x: self.network(state)(x))
-        self._compare = jax.jit(lift(self.compare))
 
     @checked
     def init(self, key: PRNGKey) -> TrainState:
@@ -238,7 +197,7 @@ class Trainer:
 
         (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params, stats)
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), stats, opt_state, total + value
+        return optax.apply_updates(params, updates), stats, opt_state, total + value.astype(total.dtype)
 
     def _forward(
         self, params: PyTree[Array], stats: PyTree[Array], inputs: jax.Array
@@ -270,18 +229,11 @@ class Trainer:
             check_vma=False,
         )(params, stats, inputs)
 
-    def _bind(self, function: Callable[[], jax.Array]) -> jax.Array:
-        """Call the function with the axis of the mesh bound to a single device, for layers that name it."""
-        if self.mesh is None:
-            return function()
-        (name,) = self.mesh.axis_names
-        return jax.vmap(lambda _: function(), axis_name=name)(jnp.zeros(1))[0]
-
     @checked
     def evaluate(
         self, state: TrainState, x: Inputs, y: Annotated[Shaped[Array, "n ..."], labels]
     ) -> dict[str, Float[Array, ""]]:
-        """Return loss and accuracy in inference, by name.
+        """Return loss and accuracy in inference, by name; the class of a target with entries is its largest one.
 
         Args:
             state: the state.
@@ -296,43 +248,8 @@ class Trainer:
         else:
             model = self.network(state)
             logits = jax.lax.map(lambda u: model(u[None])[0], x, batch_size=min(EVALUATION_BATCH, x.shape[0]))
-        return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == y)}
-
-    @checked
-    def compare(
-        self, old: TrainState, new: TrainState, x: Inputs, y: Annotated[Shaped[Array, "n ..."], labels]
-    ) -> LayerComparison:
-        """Compare the watched layer at two times on the same inputs.
-
-        Args:
-            old: the state before.
-            new: the state after.
-            x: training inputs (n, ...), of which ``Watch`` takes the first ones.
-            y: their labels (n, ...).
-        """
-        watch = self.watch or Watch()
-        training = watch.moments == "batch"
-        x, y = x[: watch.inputs], y[: watch.inputs]
-        # whoever asks to watch a layer passes a network that can be cut there; others need no such methods
-        cuttable: Callable[[TrainState], Any] = partial(self.network, training=training)
-
-        def lower(params: PyTree[Array], stats: PyTree[Array]) -> jax.Array:
-            state = old._replace(params=params, stats=stats)
-            return self._bind(lambda: cuttable(state).lower(x, watch.layer))
-
-        # both times in one vmapped pass: half the program to compile
-        both = jax.tree.map(lambda *u: jnp.stack(u), (old.params, old.stats), (new.params, new.stats))
-        before, after = jax.vmap(lower)(*both)
-        upper = lambda h: self._bind(lambda: cuttable(old).upper(h, watch.layer))
-        # pixels of images count as samples of their channel
-        flat = after.reshape(-1, after.shape[-1])
-        return {
-            "before": before[: watch.rows],
-            "after": after[: watch.rows],
-            "moments": moments(flat),
-            # the layers above at their old weights, so that only the layers below have moved
-            "loss_shift": self.loss(upper(after), y) - self.loss(upper(before), y),
-        }
+        classes = y if y.ndim < logits.ndim else jnp.argmax(y, -1)
+        return {"loss": self.loss(logits, y), "accuracy": jnp.mean(jnp.argmax(logits, -1) == classes)}
 
     @checked
     def run(
@@ -343,7 +260,6 @@ class Trainer:
         *,
         progress: bool | None = None,
         checkpoint: FilePath | None = None,
-        config: Annotated[Mapping[str, object], settings] | None = None,
         hook: Callable[[int, Network], object] | None = None,
     ) -> tuple[TrainState, Record]:
         """Train until ``epochs`` epochs are done in all, and record each.
@@ -355,15 +271,12 @@ class Trainer:
             progress: show a progress bar; by default only on a terminal.
             checkpoint: file to which the state and the record are saved after each epoch. If it exists, the run goes on
                 from there: call again with the same key to continue a run that was ended.
-            config: settings that are stored with the checkpoint.
             hook: called as ``hook(epoch, network)`` after each epoch, and before the first one of all, with the network
                 in inference, on the host; for instance ``kernels.KernelRecorder``. Not for ensembles.
 
         Returns:
             The final state, and a record of arrays by name, whose leading axis counts the epochs run now and those in
-            the checkpoint: epoch, train_loss, test_loss and test_accuracy. For a watched layer there are also mean,
-            variance, skewness and kurtosis (one entry a feature), loss_shift, and the covariate shift as ics_lower,
-            ics_exact, ics_upper and ics_paired.
+            the checkpoint: epoch, train_loss, test_loss, test_accuracy, and what is observed.
 
         Raises:
             ValueError: if the data do not fit, or the checkpoint holds another run or later epochs than the state.
@@ -384,7 +297,7 @@ class Trainer:
         if not self.ensemble:
             single = self.network(current)
             check_fit(single, self.loss, self.augment, data, self.loss is cross_entropy)
-        identity = self._identity(current, data, config)
+        identity = self._identity(current, data)
         history: Record = {}
         if checkpoint is not None and Path(checkpoint).exists():
             current, history = resume(checkpoint, current, identity, fresh)
@@ -400,17 +313,17 @@ class Trainer:
             test = self._evaluate(current, test_x, test_y)
             record: dict[str, ArrayLike] = {"epoch": epoch + 1, "train_loss": loss}
             record |= {f"test_{name}": value for name, value in test.items()}
-            if self.watch is not None:
-                record |= self._shift(self._compare(old, current, x, y))
+            if self.observe is not None:
+                record |= self._observed(data, old, current)
             records.append(jax.tree.map(np.asarray, record))
             if hook is not None:
                 hook(epoch + 1, self.network(current))
             # after the hook: an epoch is kept when all of it has been done
             if checkpoint is not None:
-                save_state(checkpoint, current, config, history=_joined(history, records), run=identity)
+                save_state(checkpoint, current, _joined(history, records), identity)
         return current, _joined(history, records)
 
-    def _identity(self, state: TrainState, data: Data, config: Mapping[str, object] | None) -> Json:
+    def _identity(self, state: TrainState, data: Data) -> Json:
         """Return a description of what decides the numbers of a run."""
         parts = {
             "key": np.asarray(jax.random.key_data(state.key)).tolist(),
@@ -420,22 +333,24 @@ class Trainer:
             "network": describe(self.make),
             "loss": describe(self.loss),
             "augment": describe(self.augment),
-            "config": dict(config or {}),
         }
         return json.loads(json.dumps(parts, default=str))
 
-    def _shift(self, seen: LayerComparison) -> dict[str, ArrayLike]:
-        """Return the record of a watched layer; the covariate shift is measured here, on the host."""
-        record: dict[str, ArrayLike] = {"loss_shift": seen["loss_shift"], **seen["moments"]._asdict()}
-        assert self.watch is not None
-        if not self.watch.shift:
-            return record
-        pair = seen["before"], seen["after"]
-        runs = zip(*pair, strict=True) if self.ensemble else [pair]
-        shifts = [ics(before, after, max_exact=self.watch.max_exact) for before, after in runs]
-        rows = [(shift.lower, shift.exact, shift.upper, shift.pieces["paired"]) for shift in shifts]
-        values = np.array(rows).T if self.ensemble else np.array(rows[0])
-        return record | dict(zip(("ics_lower", "ics_exact", "ics_upper", "ics_paired"), values, strict=True))
+    def _observed(self, data: Data, old: TrainState, new: TrainState) -> Record:
+        """Return what the observable sees of an epoch: of each run of an ensemble by itself, stacked."""
+        observe, axis = self.observe, None if self.mesh is None else self.mesh.axis_names[0]
+        assert observe is not None
+        one = lambda tree, k: jax.tree.map(lambda u: u[k], tree)
+        runs = [(data, old, new)]
+        if self.ensemble:
+            runs = [(one(data, k), one(old, k), one(new, k)) for k in range(len(data.train_x))]
+        seen = []
+        for own, start, end in runs:
+            run = Training(own, self.loss, axis)
+            memory = observe.begin(run, self.network(start))
+            seen.append(observe.measure(run, self.network(end), memory))
+        found = jax.tree.map(lambda *u: np.stack(u), *seen) if self.ensemble else seen[0]
+        return found if isinstance(found, dict) else {"observed": found}
 
 
 def _variables(model: Network) -> tuple[PyTree[Array], PyTree[Array]]:

@@ -6,6 +6,7 @@ import gzip
 import io
 import math
 import pickle
+import pickletools
 import struct
 import zlib
 from collections.abc import Callable
@@ -21,6 +22,10 @@ from meanflow import _boundary
 from meanflow._boundary import Count, FilePath, Natural, PRNGKey, checked, choice, count, function
 from meanflow._lazy import optional
 from meanflow.training import _downloads
+
+MOST_PACKED, ALWAYS = 60, 2**26
+"""Bytes that a byte of a gzipped file may stand for, in arrays of more than ``ALWAYS`` bytes: images are packed to a
+tenth at best, a file that is made to fill the memory to a thousandth."""
 
 
 class Data(NamedTuple):
@@ -145,21 +150,27 @@ def read_idx(path: FilePath) -> UInt8[np.ndarray, "..."]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path must name an idx file, got {path}, which is none")
-    raw = path.read_bytes()
-    if path.suffix == ".gz":
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:
-            raw = gzip.decompress(raw)
+            # idx: two zero bytes, the type (8: unsigned byte), the rank, big-endian lengths, then the values
+            start = file.read(4)
+            rank = start[3] if len(start) == 4 else 0
+            lengths = file.read(4 * rank)
+            if start[:3] != b"\x00\x00\x08" or len(lengths) < 4 * rank:
+                raise ValueError(f"{path} is not an idx file of unsigned bytes: it starts with {start!r}")
+            shape = struct.unpack(f">{rank}I", lengths)
+            size = math.prod(shape)
+            # what is announced is compared with the file before memory is taken: a small file must not ask for much
+            if size > max(ALWAYS, MOST_PACKED * path.stat().st_size):
+                raise ValueError(f"{path} announces shape {shape}, more than a file of its size can hold")
+            raw = file.read(size + 1)
         except (OSError, EOFError, zlib.error) as problem:
             raise ValueError(f"{path} is a damaged gzip file: {problem}") from problem
-    # idx: two zero bytes, the type (8: unsigned byte), the rank, big-endian lengths, then the values
-    rank = raw[3] if len(raw) > 3 else 0
-    if raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * rank:
-        raise ValueError(f"{path} is not an idx file of unsigned bytes: it starts with {raw[:4]!r}")
-    shape = struct.unpack(f">{rank}I", raw[4 : 4 + 4 * rank])
-    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * rank)
-    if values.size != math.prod(shape):
-        raise ValueError(f"{path} announces shape {shape} but holds {values.size} bytes")
-    return values.reshape(shape)
+    if len(raw) != size:
+        raise ValueError(
+            f"{path} announces shape {shape} but holds {'more' if len(raw) > size else len(raw)} bytes"
+        )
+    return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
 @checked
@@ -234,33 +245,54 @@ def _cifar_batch(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
         return rows[:, header:], rows[:, header - 1]
     key = b"labels" if classes == 10 else b"fine_labels"
     try:
-        batch = _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
+        batch = _unpickled(raw)
         if not isinstance(batch, dict) or b"data" not in batch or key not in batch:
             raise ValueError(f"it lacks {key.decode()!r} or 'data'")
-        return np.asarray(batch[b"data"], np.uint8), np.asarray(batch[key], np.int64)
+        return _integers(batch[b"data"], len(raw)).astype(np.uint8), _integers(batch[key], len(raw))
     except Exception as problem:  # damaged pickles raise whatever they like
         raise ValueError(
             f"{path} is not a python CIFAR-{classes} batch: {type(problem).__name__}: {problem}"
         ) from problem
 
 
-class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler of numpy arrays and builtin containers only: a data file must not run code."""
+def _unpickled(raw: bytes) -> object:
+    """Read a pickle of numpy arrays and builtin containers only: a data file must not run code or fill the memory."""
+    for operation, argument, _ in pickletools.genops(
+        raw
+    ):  # which refuses texts that are longer than the file
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(raw):
+            raise ValueError(f"it has {len(raw)} bytes, and room for {argument} objects is asked for")
+    return _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
 
-    allowed = {
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy.core.numeric", "_frombuffer"),
-        ("numpy._core.numeric", "_frombuffer"),
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("_codecs", "encode"),
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """An unpickler whose arrays are empty until their bytes are there."""
+
+    made = {
+        # an array is made in two steps: shape, type and bytes come with the second, and must fit together
+        ("numpy.core.multiarray", "_reconstruct"): lambda kind, shape, code: np.empty(0, np.uint8),
+        ("numpy.core.numeric", "_frombuffer"): lambda buffer, dtype, shape, order: np.frombuffer(
+            buffer, dtype
+        ).reshape(shape, order=order),
+        ("numpy", "ndarray"): None,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): lambda text, name: text.encode("latin1"),
     }
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in self.allowed:
+        found = (module.replace("numpy._core", "numpy.core"), name)
+        if found not in self.made:
             raise ValueError(f"the batch asks for {module}.{name}; only numpy arrays are read")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        return self.made[found]
+
+
+def _integers(value: object, size: int) -> np.ndarray:
+    """Return what a file of ``size`` bytes holds as integers; lists in lists could stand for far more than it holds."""
+    plain = isinstance(value, list) and all(type(entry) is int for entry in value)
+    array = np.asarray(value, np.int64) if plain else value
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "ui" or array.nbytes > 8 * size:
+        raise ValueError(f"it must hold integers, got {_boundary.show(array)}")
+    return array
 
 
 def _find(folder: str | Path, *names: str, below: str = "") -> Path:

@@ -77,7 +77,7 @@ def test_relaxed_thresholds_wake_more_neurons(key):
         kernel, bias = matched_neurons(x, relax)
         respond = lambda z, kernel=kernel, bias=bias: jax.nn.relu(z @ kernel + bias[None])
         silent.append(float(jnp.mean(jnp.all(respond(new) == 0, axis=1))))
-        angle.append(float(depth.pair_angles(respond(x) @ respond(x).T).mean()))
+        angle.append(float(depth.Gram(respond(x) @ respond(x).T).pair_angles.mean()))
     assert silent[0] > silent[1] > silent[2]
     assert angle[0] == 90.0 > angle[1] > angle[2] > 75
 

@@ -37,7 +37,7 @@ def test_batchnorm_angles():
         assert abs(degrees(batchnorm_cosine(n)) - angle) < 0.005
     start = jnp.eye(10) + 0.3 * jnp.outer(jnp.arange(10.0), jnp.arange(10.0)) / 45
     found = fixed_point(start, BATCH_NORM)
-    np.testing.assert_allclose(depth.pair_angles(found), degrees(batchnorm_cosine(10)), atol=1e-6)
+    np.testing.assert_allclose(depth.Gram(found).pair_angles, degrees(batchnorm_cosine(10)), atol=1e-6)
     assert jnp.max(jnp.abs(unit_layer(found, BATCH_NORM) - found)) < 1e-12
 
 
@@ -46,7 +46,7 @@ def test_rescaled_angles():
         start = 0.5 * jnp.eye(n) + 0.5
         nodes = 100 if n < 64 else 40
         found = fixed_point(start, RMS_ONLY, nodes=nodes, tolerance=1e-6)
-        assert abs(float(depth.pair_angles(found)[0]) - angle) < 0.005
+        assert abs(float(depth.Gram(found).pair_angles[0]) - angle) < 0.005
     assert abs(degrees(rescaled_cosine_limit()) - 58.75) < 0.005
 
 

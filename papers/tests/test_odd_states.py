@@ -27,7 +27,7 @@ def test_odd_state_is_a_stable_fixed_point_and_the_cluster_keeps_an_angle():
     gram = state.blocks.expand()
     np.testing.assert_allclose(unit_layer(gram, depth.Layer()), gram, atol=1e-11)
     assert abs(stability(gram, depth.Layer())[0]) < 1
-    odd = depth.odd_point(gram)
+    odd = depth.Gram(gram).odd_point()
     np.testing.assert_allclose(odd.norm_ratio, state.norm_ratio, rtol=1e-10)
     np.testing.assert_allclose(odd.odd_angle, state.odd_angle, rtol=1e-8)
     np.testing.assert_allclose(odd.cluster_angle, state.cluster_angle, rtol=1e-8)

@@ -7,10 +7,11 @@ import pytest
 from scipy.optimize import linprog
 from scipy.spatial.distance import cdist
 
-from meanflow import depth
 from meanflow.layers import functional
 from meanflow.transport import wasserstein
+from meanflow_papers.decomposed import rank
 from meanflow_papers.decomposed.theorem_11 import tree_bounds
+from meanflow_papers.decomposed.tree_model import tree
 
 
 @pytest.mark.parametrize(("k", "t"), [(2, 3), (2, 5), (3, 4)])
@@ -28,7 +29,7 @@ def test_decomposed_lemma_2_one_more_neuron_raises_the_rank(k, t):
     new = rng.normal(size=(draws, 1, k))
     both = np.concatenate([np.broadcast_to(relu(first, x), (draws, len(first), t + 1)), relu(new, x)], axis=1)
     hits = np.mean(np.linalg.matrix_rank(both) == t + 1)
-    least = float(depth.gamma(x).value)
+    least = float(rank.gamma(x).value)
     assert 0 < least <= hits + 4 * np.sqrt(hits * (1 - hits) / draws)
 
 
@@ -41,7 +42,7 @@ def test_decomposed_remark_after_theorem_11_several_input_features():
     bounds = tree_bounds(n)
 
     def ends(x):
-        gram = np.asarray(depth.tree(jnp.asarray(x), 3000, every=2999).gram[-1])
+        gram = np.asarray(tree(jnp.asarray(x), 3000, every=2999).gram[-1])
         norm = np.sqrt(np.diag(gram))
         inner = slice(1, n - 1)
         ratio = min(np.max(norm[inner] / norm[0]), np.max(norm[inner] / norm[-1]))
@@ -100,8 +101,8 @@ def test_unitization_equation_3_and_facts_1_and_2(d):
 def test_two_stacked_batches_have_the_gram_of_both():
     """The Gram matrix of several features is the sum over features: what the remark of Theorem 11 rests on."""
     x = jax.random.normal(jax.random.key(0), (5, 2))
-    whole = depth.tree(x, 6)
-    parts = [depth.tree(x[:, j], 6) for j in range(2)]
+    whole = tree(x, 6)
+    parts = [tree(x[:, j], 6) for j in range(2)]
     gram = lambda record: record.gram * jnp.exp(2 * record.log_scale)[:, None, None]
     np.testing.assert_allclose(gram(whole), sum(gram(part) for part in parts), rtol=1e-12)
 

@@ -8,6 +8,7 @@ import pytest
 from meanflow import depth
 from meanflow_papers.decomposed.theorem_11 import tree_bounds, tree_limits
 from meanflow_papers.decomposed.tree import split_identity
+from meanflow_papers.decomposed.tree_model import tree
 
 
 def test_width_two_to_the_t_plus_one_is_the_right_projection_set(key):
@@ -29,7 +30,7 @@ def test_is_the_network_with_split_identity_weights():
         depth.Layer(weights=split_identity),
         observe=lambda x: x @ x.T,
     )
-    record = depth.tree(x, 5)
+    record = tree(x, 5)
     np.testing.assert_allclose(
         record.gram * jnp.exp(2 * record.log_scale)[:, None, None], run.layers[1:], rtol=1e-13, atol=1e-16
     )
@@ -40,7 +41,7 @@ def test_depth_10000_limits_and_sharp_bounds():
         rng = np.random.default_rng(n)
         bounds = tree_bounds(n)
         for x in (rng.normal(size=n), np.linspace(-1, 1, n)):
-            record = depth.tree(x, 10_000, every=9_999)
+            record = tree(x, 10_000, every=9_999)
             order = np.asarray(record.order[0])
             gram = np.asarray(record.gram[-1])[np.ix_(order, order)]
             assert np.all(np.isfinite(gram)) and record.log_scale[-1] < -100
@@ -77,7 +78,7 @@ def test_sharp_bounds_hold_for_many_inputs():
     for n, usual in {3: 1.0, 15: 0.807}.items():
         x = jax.random.normal(jax.random.key(n), (270, n))
         layers = 40 * n
-        record = jax.vmap(lambda x, layers=layers: depth.tree(x, layers, every=layers - 1))(x)
+        record = jax.vmap(lambda x, layers=layers: tree(x, layers, every=layers - 1))(x)
         rho = record.weight[:, -1, 0, -1] / record.weight[:, -1, 0, 0]
         limits, bounds = tree_limits(n, rho), tree_bounds(n)
         assert jnp.max(jnp.minimum(limits.ratio_first, limits.ratio_last)) <= bounds.ratio
@@ -102,7 +103,7 @@ def test_formulas_62_and_92():
     assert printed(3, 10)[0] > 0 > printed(3, 10)[1]
     # (92) divides <x_2, x_n> by |x_2| |x_1|; the limit on its right needs |x_n|
     n, x = 6, np.random.default_rng(3).normal(size=6)
-    record = depth.tree(x, 2000, every=1999)
+    record = tree(x, 2000, every=1999)
     order = np.asarray(record.order[0])
     gram = np.asarray(record.gram[-1])[np.ix_(order, order)]
     length = np.sqrt(np.diag(gram))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meanflow import depth
-from meanflow_papers.decomposed.theorems_13_14 import one_layer
+from meanflow_papers.decomposed.theorems_13_14 import invariant_representation, one_layer
 
 ROWS = 100_000
 
@@ -18,8 +18,17 @@ def invariant_gain(n):
 
 def invariance_defect(gram):
     """The largest deviation of a Gram matrix from the one of Definition 12 whose odd sample is sample 0."""
-    x = depth.invariant_representation(gram.shape[0])
+    x = invariant_representation(gram.shape[0])
     return jnp.max(jnp.abs(gram - x @ x.T))
+
+
+@pytest.mark.parametrize("n", [3, 10, 50])
+def test_definition_12(n):
+    x = invariant_representation(n, 5)
+    centre = x[1:].mean(0)
+    np.testing.assert_allclose(x[0] @ x[0], 1.0, rtol=1e-15)
+    np.testing.assert_allclose(centre @ centre, 1 / (n - 1) ** 2, rtol=1e-14)
+    assert x[0] @ centre == 0 and bool(jnp.all(x[1:] == x[1:2]))
 
 
 def pair_distance(u, v, alpha):
@@ -64,7 +73,7 @@ def images(key, x, alpha, width=ROWS):
 
 @pytest.mark.parametrize("n", [3, 10, 50])
 def test_theorem_13_holds_for_the_expected_gram_matrix(n):
-    x = depth.invariant_representation(n)
+    x = invariant_representation(n)
     layer = one_layer(x)
     np.testing.assert_allclose(layer.alpha, invariant_gain(n), rtol=1e-13)
     assert invariance_defect(layer.gram[:n, :n]) < 1e-12
@@ -73,7 +82,7 @@ def test_theorem_13_holds_for_the_expected_gram_matrix(n):
 
 def test_theorem_13_fails_for_the_expected_batch(key):
     n = 10
-    x = depth.invariant_representation(n)
+    x = invariant_representation(n)
     alpha = invariant_gain(n)
     literal = expected_batch_gram(x, alpha)
     np.testing.assert_allclose(literal[0, 0], 1 / np.pi, rtol=1e-12)
@@ -86,7 +95,7 @@ def test_theorem_13_fails_for_the_expected_batch(key):
 
 def test_theorem_13_to_monte_carlo_error(key):
     n = 10
-    x = depth.invariant_representation(n, 6)
+    x = invariant_representation(n, 6)
     y = images(key, x, invariant_gain(n))
     gram = y @ y.T
     # one product has mean m / ROWS and standard deviation at most sqrt(5) m / ROWS
@@ -98,7 +107,7 @@ def test_theorem_13_to_monte_carlo_error(key):
 
 def test_theorem_14_norms_are_expected_squares(key):
     n = 10
-    x = depth.invariant_representation(n, 4)
+    x = invariant_representation(n, 4)
     alpha = invariant_gain(n)
     for width, mean_norm in {4: 0.835, 32: 0.980}.items():
         y = jax.vmap(lambda k, width=width: images(k, x, alpha, width)[0])(jax.random.split(key, 20_000))
@@ -108,7 +117,7 @@ def test_theorem_14_norms_are_expected_squares(key):
 
 
 def perturbed(key, n, size, scale=1.0):
-    x = depth.invariant_representation(n, 6)
+    x = invariant_representation(n, 6)
     noise = jax.random.normal(key, (n - 1, 6))
     noise = size * noise / jnp.linalg.norm(noise, axis=1, keepdims=True)
     return x.at[0].multiply(scale).at[1:].add(noise)
@@ -131,7 +140,7 @@ def test_closed_forms_for_any_batch(key):
 
 def test_hypotheses_of_theorem_14_are_incompatible():
     for n in (3, 10, 100):
-        radius = one_layer(depth.invariant_representation(n)).radius
+        radius = one_layer(invariant_representation(n)).radius
         np.testing.assert_allclose(radius**2, 1 + 1 / (n - 1) ** 2, rtol=1e-12)
         assert radius < n / (n - 1)
 
@@ -179,7 +188,7 @@ def test_every_two_cluster_geometry_is_invariant_and_repels(n, m):
     image = depth.expected_gram(gram, 1)[1]
     np.testing.assert_allclose(image / jnp.trace(image), gram / jnp.trace(gram), atol=1e-14)
     if m == 1:
-        definition = depth.invariant_representation(n)
+        definition = invariant_representation(n)
         np.testing.assert_allclose(gram / gram[0, 0], definition @ definition.T, atol=1e-14)
     spread = lambda g: 1 - g[-1, -2] / jnp.sqrt(g[-1, -1] * g[-2, -2])
     opened = gram + 1e-8 * jnp.eye(n)  # every sample moves 1e-4 in a direction of its own

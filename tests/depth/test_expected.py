@@ -88,7 +88,7 @@ def test_dividing_by_the_standard_deviation_without_recentring_collapses_the_ang
     """Equation (2) read literally, n = 10: 70 degrees after one layer, 1.03 after 30, and falling."""
     x = jax.random.normal(jax.random.key(0), (10, 50))
     run = depth.expected_gram(x @ x.T, 30, Layer(recenter=False, rescale="std"))
-    angle = [float(depth.pair_angles(gram).mean()) for gram in run]
+    angle = [float(depth.Gram(gram).pair_angles.mean()) for gram in run]
     np.testing.assert_allclose([angle[1], angle[-1]], [70.46, 1.03], atol=0.01)
     assert np.all(np.diff(angle) < 0)
 
@@ -124,6 +124,29 @@ def test_small_batches_and_bad_names():
         depth.expected_gram(jnp.eye(3), 0)
     with pytest.raises(ValueError, match="gram"):
         depth.expected_gram(jnp.ones((3, 2)), 2)
+    # nothing is left of samples that are equal, up to rounding, or zero
+    for gram, layer in (
+        (np.ones((4, 4)), Layer()),
+        (np.full((4, 4), 0.1), Layer(rescale="std")),
+        (np.ones((5, 5)), Layer(False, "std")),
+        (np.ones((1, 1)), Layer()),
+        (np.zeros((4, 4)), Layer(False, "rms")),
+    ):
+        with pytest.raises(ValueError, match="gram must hold"):
+            depth.expected_gram(gram, 2, layer, renormalize=True)
+    with pytest.raises(ValueError, match="renormalize=True"):
+        depth.expected_gram(jnp.eye(4, dtype=jnp.float32), 1000)
+
+
+def test_samples_on_one_line_keep_their_ratios():
+    """Of a Gram matrix of rank one a layer sees one Gaussian number g, and |g| drops out."""
+    v = np.array([1.0, 2.0, 4.0, 5.0])
+    for layer, centered in ((Layer(False, "rms"), v), (Layer(True, "std"), v - v.mean())):
+        scale = np.mean(centered**2)
+        up, down = np.maximum(centered, 0), np.maximum(-centered, 0)
+        exact = (np.outer(up, up) + np.outer(down, down)) / 2 / scale
+        found = depth.expected_gram(np.outer(v, v), 1, layer)[1]
+        np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from meanflow import depth
+from meanflow._observable import Observable
 from meanflow.depth import Layer
-from meanflow.depth import _observables as observables
+from meanflow.depth._gram import LayerRecord
 from meanflow.depth._propagation import drawn_by_law
 
 
@@ -81,28 +82,59 @@ def test_drawing_the_law_gives_the_law_of_x_w(key, features):
 def test_both_ways_of_drawing_agree_on_average(key):
     x = jax.random.normal(key, (2, 30))
     angle = {}
-    for draw in ("law", "weights"):
-        keys, net = jax.random.split(key, 200), {"layer": Layer(recenter=False), "observe": observables.gram}
-        run = depth.propagate(keys, x, [64] * 3, draw=draw, chunk=50, **net)
-        angle[draw] = depth.pair_angles(run.layers[:, -1])[:, 0]
-    noise = np.sqrt((jnp.var(angle["law"]) + jnp.var(angle["weights"])) / 200)
-    assert abs(angle["law"].mean() - angle["weights"].mean()) < 4 * noise
+    for draw in ("he", jax.nn.initializers.he_normal()):
+        layer = Layer(recenter=False, weights=draw)
+        run = depth.propagate(jax.random.split(key, 200), x, [64] * 3, layer, chunk=50)
+        angle[draw] = run.layers.pair_angles[:, -1, 0]
+    law, drawn = angle.values()
+    assert abs(law.mean() - drawn.mean()) < 4 * np.sqrt((jnp.var(law) + jnp.var(drawn)) / 200)
 
 
 def test_renormalizing_keeps_the_geometry_and_the_scale(key):
     x = jax.random.normal(key, (6, 8))
-    plain, scaled = (
-        depth.propagate(key, x, [32] * 12, renormalize=r, observe=observables.gram) for r in (False, True)
+    plain, scaled = (depth.propagate(key, x, [32] * 12, renormalize=r) for r in (False, True))
+    np.testing.assert_allclose(scaled.layers.pair_angles, plain.layers.pair_angles, atol=1e-9)
+    back = scaled.layers.gram * jnp.exp(2 * scaled.log_scale)[:, None, None]
+    np.testing.assert_allclose(back, plain.layers.gram, rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(jnp.trace(scaled.layers.gram, axis1=1, axis2=2), 6.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("layer", [Layer(), Layer(rescale="std"), Layer(False, "rms")])
+def test_the_size_of_a_batch_does_not_change_its_angles(key, layer):
+    """Where the squares of its entries do not exist any more, in a Gram matrix or in a scale."""
+    x = jax.random.normal(key, (5, 3))
+    plain = depth.propagate(key, x, [16] * 3, layer).layers
+    for size in (1e-200, 1e200):
+        run = depth.propagate(key, size * x, [16] * 3, layer)
+        np.testing.assert_allclose(run.layers.pair_angles, plain.pair_angles, rtol=1e-10)
+        np.testing.assert_allclose(run.layers.stable_rank, plain.stable_rank, rtol=1e-10)
+        scaled = depth.propagate(key, size * x, [16] * 3, layer, renormalize=True)
+        np.testing.assert_allclose(scaled.layers.pair_angles, plain.pair_angles, rtol=1e-10)
+        np.testing.assert_allclose(np.trace(scaled.layers.gram[0]), 5.0, rtol=1e-12)
+
+
+class Turn(Observable):
+    """The angle of sample 0 with itself at the input, as an observable with a memory."""
+
+    def begin(self, run, state):
+        return state[0]
+
+    def measure(self, run, state, memory):
+        return state[0] @ memory / jnp.linalg.norm(state[0]) / jnp.linalg.norm(memory)
+
+
+def test_observables_remember_the_input(key):
+    x = jax.random.normal(key, (4, 8))
+    layer = Layer(
+        recenter=False, activation="linear", weights=lambda key, shape, dtype: -jnp.eye(*shape, dtype=dtype)
     )
-    np.testing.assert_allclose(depth.pair_angles(scaled.layers), depth.pair_angles(plain.layers), atol=1e-9)
-    back = scaled.layers * jnp.exp(2 * scaled.log_scale)[:, None, None]
-    np.testing.assert_allclose(back, plain.layers, rtol=1e-9, atol=1e-14)
-    np.testing.assert_allclose(jnp.trace(scaled.layers, axis1=1, axis2=2), 6.0, rtol=1e-12)
+    run = depth.propagate(key, x, [8] * 3, layer, observe=Turn())
+    np.testing.assert_allclose(run.layers, [1.0, -1.0, 1.0, -1.0], rtol=1e-12)
 
 
 def test_depth_1000_neither_underflows_nor_overflows(key):
     x = jax.random.normal(key, (4, 8), jnp.float32)
-    net = {"renormalize": True, "layer": Layer(weights="gaussian"), "observe": observables.gram}
+    net = {"renormalize": True, "layer": Layer(weights="gaussian"), "observe": lambda x: x @ x.T}
     run = depth.propagate(key, x, [32] * 1000, **net)
     assert run.final.dtype == jnp.float32
     assert bool(jnp.all(jnp.isfinite(run.layers)))
@@ -112,7 +144,7 @@ def test_depth_1000_neither_underflows_nor_overflows(key):
 def test_seeds_chunks_and_single_runs_agree(key):
     keys = jax.random.split(key, 5)
     x = jax.random.normal(key, (5, 6, 4))
-    net = {"widths": [5, 5], "layer": Layer(rescale="std"), "observe": observables.gram, "draw": "weights"}
+    net = {"widths": [5, 5], "layer": Layer(rescale="std"), "observe": lambda x: x @ x.T}
     run = lambda **kw: depth.propagate(keys, x, **net, **kw).layers
     whole = run()
     np.testing.assert_allclose(run(chunk=2), whole, rtol=1e-12, atol=1e-12)
@@ -138,8 +170,8 @@ def test_gradient_through_a_deep_network(key):
     cubes = lambda x: jnp.sum(x**3)
 
     def size(x):
-        layer = Layer(rescale="rms")
-        return depth.propagate(key, x, [6] * 4, layer, draw="weights", observe=cubes).layers[-1]
+        layer = Layer(rescale="rms", weights=jax.nn.initializers.he_normal())
+        return depth.propagate(key, x, [6] * 4, layer, observe=cubes).layers[-1]
 
     slope = jax.grad(size)(x)
     step = 1e-6
@@ -163,7 +195,10 @@ def test_orthogonal_linear_layers_keep_the_gram_matrix(key):
     [
         ({"widths": []}, "widths"),
         ({"widths": [0]}, "widths"),
-        ({"draw": "law", "layer": Layer(weights="orthogonal")}, "draw='law'"),
+        ({"layer": Layer(weights=lambda key, shape, dtype: jnp.ones((2, 2)))}, "what layer.weights returns"),
+        ({"x": np.ones((3, 2))}, "samples that differ"),
+        ({"x": np.ones((1, 2)), "layer": Layer(rescale="std")}, "samples that differ"),
+        ({"x": np.zeros((3, 2)), "layer": Layer(False, "rms")}, "a sample that is not zero"),
         ({"chunk": 0}, "chunk"),
         ({"x": np.full((3, 2), np.nan)}, "finite"),
         ({"x": np.zeros(3)}, "x must have 2 or 3 axes"),
@@ -187,12 +222,16 @@ def test_bad_layers(wrong):
 
 def test_observables_of_simple_batches():
     x = jnp.array([[3.0, 0.0], [0.0, 0.0], [1.0, 1.0], [-2.0, 0.0]])
-    gram = observables.gram(x)
+    gram = x @ x.T
     expected = [[0, 90, 45, 180], [90, 90, 90, 90], [45, 90, 0, 135], [180, 90, 135, 0]]
-    np.testing.assert_allclose(observables.angles(gram), expected, atol=1e-5)
-    assert np.all(np.isnan(observables.angles(gram.at[2, 2].set(jnp.nan))[2]))  # a failure is not 90 degrees
-    np.testing.assert_allclose(observables.norms(gram), [3, 0, np.sqrt(2), 2], rtol=1e-14)
-    record = observables.LayerRecord(gram, jnp.array([2.0, 1.0, 1e-6, 0.0]))
+    for record in (depth.Gram(gram), LayerRecord(x)):
+        np.testing.assert_allclose(record.angles, expected, atol=1e-5)
+        np.testing.assert_allclose(record.norms, [3, 0, np.sqrt(2), 2], rtol=1e-14)
+        np.testing.assert_allclose(record.gram, gram, atol=1e-14)
+    # a failure is not 90 degrees, and neither is a batch of which nothing is left
+    assert np.all(np.isnan(LayerRecord(x.at[2].set(jnp.nan)).angles[2, [0, 2, 3]]))
+    assert np.all(np.isnan(LayerRecord(0 * x).angles))
+    record = LayerRecord(jnp.diag(jnp.array([2.0, 1.0, 1e-6, 0.0])))
     assert record.rank(1e-5) == 2 and record.rank(1e-7) == 3
     np.testing.assert_allclose(record.stable_rank, 1.25, rtol=1e-9)
 
@@ -204,3 +243,11 @@ def test_product_rank_is_bounded_by_the_smaller_rank():
     linear = depth.propagate(jax.random.key(0), x, [50], Layer(recenter=False, activation="linear"))
     relu = depth.propagate(jax.random.key(0), x, [50], Layer(recenter=False))
     assert linear.layers.rank(1e-9)[1] == 2 and relu.layers.rank(1e-9)[1] == 6
+
+
+def test_rank_needs_a_stated_tolerance(key):
+    x = jax.random.normal(key, (20, 2))
+    run = depth.propagate(key, x, [200], depth.Layer(recenter=False))
+    values = run.layers.singular_values[-1]
+    assert run.layers.rank(1e-9)[-1] == 20
+    assert values[-1] / values[0] < 1e-3  # close to the resolution of float32

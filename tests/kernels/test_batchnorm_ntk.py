@@ -57,6 +57,26 @@ def test_against_jacobian_of_a_real_network(key):
             np.testing.assert_allclose(single, exact[:, :, 0, 0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("f", "options", "words"),
+    [
+        (np.full(5, 0.1), {}, "outputs must vary"),
+        (np.stack([np.arange(5.0), np.ones(5)], 1), {}, "outputs must vary"),
+        (np.ones(1), {}, "outputs must vary"),
+        (1e-200 * np.arange(5.0), {}, "outputs must have entries"),
+        (np.arange(5.0), {"cross": np.ones((3, 2)), "at": np.ones(2)}, "cross must have shape"),
+        (np.arange(5.0), {"cross": np.ones((5, 2)), "at": np.ones((2, 1))}, "at must have shape"),
+    ],
+)
+def test_outputs_without_a_batch_norm_are_refused(f, options, words):
+    kernel = np.eye(len(f)) if f.ndim == 1 else np.einsum("ts,cd->tscd", np.eye(5), np.eye(2))
+    with pytest.raises(ValueError, match=words):
+        kernels.batchnorm_ntk(kernel, f, **options)
+    if not options and np.abs(f).max() > 1e-100:
+        assert np.all(np.isfinite(kernels.batchnorm_ntk(kernel, f, epsilon=1e-3)))
+
+
 def test_test_points_use_the_training_statistics(key):
     before, net, x = network(key, 2)
     z = 1 + jax.random.normal(jax.random.fold_in(key, 7), (4, 3))

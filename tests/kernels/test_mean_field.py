@@ -126,6 +126,72 @@ def test_relu_dual_has_finite_derivatives_everywhere(mode):
     assert np.all(np.isfinite(gradient))
 
 
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+def test_homogeneous_kernels_at_every_size_and_depth(activation):
+    """K(2^k x) = 4^k K(x) to the last bit in float32, and at depth 100 it is the recursion of cosines in float64."""
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    plain = kernels.infinite_ntk(x, depth=3, activation=activation)
+    for k in (-45, -34, 34, 45):
+        scaled = kernels.infinite_ntk(x * np.float32(2.0**k), depth=3, activation=activation)
+        np.testing.assert_array_equal(np.asarray(scaled) / 2.0**k / 2.0**k, plain)
+    if activation == "relu":
+        gram, depth = np.asarray(x, float) @ np.asarray(x, float).T / 3, 100
+        length = np.sqrt(np.diagonal(gram))
+        cosine, kernel = gram / np.outer(length, length), gram.copy()
+        for layer in range(1, depth):  # with weight variance 1 a layer halves the squared length
+            angle = np.arccos(np.clip(cosine, -1, 1))
+            cosine = (np.sin(angle) + (np.pi - angle) * cosine) / np.pi
+            kernel = kernel * (np.pi - angle) / (2 * np.pi) + np.outer(length, length) * cosine / 2.0**layer
+        deep = kernels.infinite_ntk(x, depth=depth, weight_variance=1.0)
+        np.testing.assert_allclose(deep, kernel, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_duals_of_tiny_and_huge_variances(size):
+    """In float32, where the product of two variances does not exist; against limits of the closed forms."""
+    a = jnp.asarray([size**2, size**2, 2 * size**2], jnp.float32)
+    b = jnp.asarray([0.5 * size**2, size**2, -(size**2)], jnp.float32)
+    cosine = np.array([0.5, 1.0, -0.5])
+    erf, tanh = (dual_activation(name)(a, a, b) for name in ("erf", "tanh"))
+    bell = dual_activation("gaussian")(a, a, b)
+    if size < 1:  # linear at 0: erf(u) = 2 u / sqrt(pi), tanh(u) = u
+        np.testing.assert_allclose(erf.value, 4 / np.pi * b, rtol=1e-6)
+        np.testing.assert_allclose(tanh.value, b, rtol=1e-5)
+        np.testing.assert_allclose(bell.value, 1.0, rtol=1e-6)
+    else:  # the sign of u; a density at 0
+        np.testing.assert_allclose(erf.value, 2 / np.pi * np.arcsin(cosine), rtol=1e-6)
+        root = np.sqrt(1 + 2 * np.asarray(a, float) + np.asarray(a, float) ** 2 * (1 - cosine**2))
+        np.testing.assert_allclose(bell.value, 1 / root, rtol=1e-5)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: kernels.infinite_ntk(x, depth=2, widths=(1, 4)), "widths must list N_0 = 3"),
+        (lambda x: kernels.infinite_ntk(x, depth=3, weight_variance=1e300), "which follows from"),
+        (lambda x: kernels.infinite_ntk(x, depth=2, activation=jnp.log), "which follows from"),
+        (
+            lambda x: kernels.order_parameters(
+                5 * np.ones((2, 3)), depth=2, variances=(np.ones(2), np.ones(3))
+            ),
+            "gram must be possible",
+        ),
+        (lambda x: kernels.wide_inputs(1e200 * x), "x must have entries"),
+        (lambda x: kernels.wide_inputs(x[:1]).dense().batch_norm(), "by which batch_norm divides"),
+        (
+            lambda x: kernels.wide_inputs(np.full((4, 2), 0.1)).dense().batch_norm(),
+            "by which batch_norm divides",
+        ),
+        (lambda x: kernels.wide_inputs(0 * x).dense().layer_norm(), "by which layer_norm divides"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(call, words):
+    """Each of these was NaN, infinite or a wrong number without a word."""
+    with pytest.raises(ValueError, match=words):
+        call(np.random.default_rng(0).normal(size=(4, 3)))
+
+
 PHI = [("relu", 2.0, 0.0), ("tanh", 1.5, 0.1), ("erf", 1.5, 0.2), ("sine", 1.5, 0.1), ("gaussian", 1.2, 0.3)]
 
 
@@ -163,7 +229,11 @@ def test_infinite_kernels_against_plain_recursion(name, sw2, sb2, key):
     @jax.jit
     def ours(x):
         standard = kernels.infinite_ntk(x, widths=widths, **setup)
-        return kernels.nngp(x, **setup), kernels.infinite_ntk(x, **setup), standard
+        return (
+            kernels.order_parameters(x @ x.T / 5, **setup).r[-1],
+            kernels.infinite_ntk(x, **setup),
+            standard,
+        )
 
     found = ours(x)
     accuracy = 1e-10 if name != "relu" else 1e-7  # arccos near 1

@@ -8,7 +8,7 @@ import pytest
 from scipy import integrate
 
 from meanflow import kernels
-from meanflow._numerics import iterate, loglog_slope
+from meanflow._numerics import iterate
 
 
 def normal(seed, *shape):
@@ -33,27 +33,25 @@ def moved(scale):
     return {**PARAMS, **{k: PARAMS[k] + scale * noise[k] for k in noise}}
 
 
-def test_remainders_of_expansions():
-    """The remainder of degree d is of order d + 1; a cubic polynomial is its own expansion of degree 3."""
-    steps = [0.1, 0.05, 0.025]
-    for degree in (0, 1, 2, 3):
-        expanded = jax.jit(kernels.taylor_expand(net, PARAMS, degree))
-        gaps = [float(jnp.abs(expanded(moved(s), X) - net(moved(s), X)).max()) for s in steps]
-        assert abs(loglog_slope(steps, gaps) - degree - 1) < 0.3
-    cubic = lambda w, x: (x @ w) ** 3 + (x @ w)
-    w = jnp.array([1.0, -2.0, 0.5])
-    np.testing.assert_allclose(kernels.taylor_expand(cubic, 2 * w, 3)(w, X), cubic(w, X), rtol=1e-11)
+def linearized(p, x):
+    """The network to first order in its parameters."""
+    free = {name: PARAMS[name] for name in ("w", "v")}
+    line = lambda q: net({**PARAMS, **q}, x)
+    return sum(jax.jvp(line, (free,), ({name: p[name] - value for name, value in free.items()},)))
+
+
+def nngp(x):
+    return kernels.wide_inputs(x).dense().activation("relu").dense().nngp
 
 
 def test_kernel_of_the_linearized_network_is_constant():
-    linear = kernels.taylor_expand(net, PARAMS)
     here = kernels.empirical_ntk(net, PARAMS, X)
-    np.testing.assert_allclose(kernels.empirical_ntk(linear, moved(0.5), X), here, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(kernels.empirical_ntk(linearized, moved(0.5), X), here, rtol=1e-10, atol=1e-12)
 
 
 def test_descent_of_the_linearized_network_with_two_outputs():
     """Real gradient descent on the parameters of the linearized network, at training and at other points."""
-    linear, y = kernels.taylor_expand(net, PARAMS), normal(6, 6, 2)
+    linear, y = linearized, normal(6, 6, 2)
     free = {k: PARAMS[k] for k in ("w", "v")}
     whole = lambda p: {**PARAMS, **p}
     loss = lambda p: 0.5 * jnp.mean(jnp.sum((linear(whole(p), X) - y) ** 2, axis=1))
@@ -122,7 +120,7 @@ def test_outputs_that_share_a_kernel():
 def test_ensemble_against_sampled_starts():
     """Mean and covariance over starts drawn from the prior, each trained on its own: exact up to sampling."""
     both = jnp.concatenate([X, Z])
-    prior, theta = kernels.nngp(both, depth=2), kernels.infinite_ntk(both, depth=2)
+    prior, theta = nngp(both), kernels.infinite_ntk(both, depth=2)
     y = jnp.sin(X[:, 0])
     blocks = prior[:6, :6], prior[6:, :6], prior[6:, 6:]
     times = jnp.array([1.0, 10.0])
@@ -141,11 +139,6 @@ def test_ensemble_against_sampled_starts():
         assert np.all(np.abs(ends.mean(1) - ours.mean[k]) < 5 * error)
         scale = np.sqrt(np.outer(np.diag(np.cov(ends)), np.diag(np.cov(ends))))
         assert np.max(np.abs(np.cov(ends) - ours.covariance[k]) / scale) < 0.05
-    # with the prior's own kernel the end of training is the Bayesian posterior of the last layer
-    bayes = kernels.kernel_flow(blocks[0], jnp.zeros(6), y).ensemble(blocks[1], blocks, jnp.inf)
-    posterior = kernels.gp_posterior(blocks[0], y, blocks[1], blocks[2])
-    np.testing.assert_allclose(bayes.mean, posterior.mean, rtol=1e-7, atol=1e-9)
-    np.testing.assert_allclose(bayes.covariance, posterior.covariance, atol=1e-8)
     # two outputs with the kernel between them: the same twice
     eye = jnp.eye(2)
     wide = kernels.kernel_flow(
@@ -156,18 +149,58 @@ def test_ensemble_against_sampled_starts():
 
 
 def test_posterior_by_conditioning():
-    """Against conditioning of the joint Gaussian by its precision matrix (Schur complement of the inverse)."""
-    both = jnp.concatenate([X, Z])
-    joint = np.asarray(kernels.nngp(both, depth=3, activation="erf", bias_variance=0.1))
+    """Bayesian inference is training to the end under prior and noise: against the inverse of the joint covariance."""
+    h = kernels.wide_inputs(jnp.concatenate([X, Z])).dense(2.0, 0.1).activation("erf").dense(2.0, 0.1)
+    joint = np.asarray(h.nngp)
     noisy = joint + np.diag([0.3] * 6 + [0.0] * 4)
     precision = np.linalg.inv(noisy)
     y = jnp.cos(X[:, :2])
-    ours = kernels.gp_posterior(joint[:6, :6], y, joint[6:, :6], joint[6:, 6:], noise=0.3)
+    flow = kernels.kernel_flow(noisy[:6, :6], 0 * y, y)
+    ours = flow.ensemble(joint[6:, :6], (noisy[:6, :6], joint[6:, :6], joint[6:, 6:]), jnp.inf)
     np.testing.assert_allclose(ours.covariance, np.linalg.inv(precision[6:, 6:]), rtol=1e-6, atol=1e-10)
     mean = -np.linalg.solve(precision[6:, 6:], precision[6:, :6] @ y)
     np.testing.assert_allclose(ours.mean, mean, rtol=1e-7)
-    with pytest.raises(ValueError, match="positive definite"):
-        kernels.gp_posterior(jnp.ones((6, 6)), y, joint[6:, :6], joint[6:, 6:])
+    with pytest.raises(ValueError, match="prior must be one covariance"):
+        flow.ensemble(joint[6:, :6], (noisy[:6, :6], 50 + joint[6:, :6], joint[6:, 6:]), jnp.inf)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda k, f: f.at(jnp.ones((2, 5)), jnp.ones(2), 1.0), "cross must have shape"),
+        (lambda k, f: f.at(jnp.ones((2, 6)), jnp.ones(3), 1.0), "start must have shape"),
+        (lambda k, f: f.ensemble(k[:2], (k, jnp.ones((3, 6)), jnp.eye(2)), 1.0), "prior.1. must have shape"),
+        (
+            lambda k, f: kernels.kernel_flow(k, 1.0 + X[:, 0], X[:, 0]).ensemble(k, (k, k, k), 1.0),
+            "start must be 0",
+        ),
+        (
+            lambda k, f: kernels.kernel_flow(k, X[:, 0], X[:, 0], learning_rate=0.1)(1.5),
+            "times must be whole",
+        ),
+        (
+            lambda k, f: kernels.kernel_flow(k, X[:, 0], X[:, 0], learning_rate=0.1)(3e9),
+            "times must be whole",
+        ),
+        (lambda k, f: kernels.kernel_flow(k, 0 * X, 7 + X, loss="cross_entropy"), "y must be probabilities"),
+        (lambda k, f: kernels.kernel_flow(k, 0 * X, X, loss=lambda f, y: f), "loss must return one number"),
+        (
+            lambda k, f: kernels.kernel_flow(k, 0 * X, X, loss=lambda f, y: jnp.sum((f - y) ** 2))(jnp.inf),
+            "times of",
+        ),
+        (
+            lambda k, f: kernels.kernel_flow(
+                [[1, 0.9, -0.9], [0.9, 1, 0.9], [-0.9, 0.9, 1]], np.zeros(3), np.ones(3)
+            ),
+            "kernel must be positive semi-definite",
+        ),
+    ],
+)
+def test_flows_that_do_not_fit_are_refused(call, words):
+    kernel = X @ X.T + jnp.eye(6)
+    with pytest.raises(ValueError, match=words):
+        call(kernel, kernels.kernel_flow(kernel, jnp.zeros(6), X[:, 0]))
 
 
 def test_cross_entropy_is_gradient_flow_of_the_linearized_network():
@@ -175,8 +208,7 @@ def test_cross_entropy_is_gradient_flow_of_the_linearized_network():
     labels = jax.nn.one_hot(jnp.array([0, 1, 1, 0, 1, 0]), 2)
     free = {k: PARAMS[k] for k in ("w", "v")}
     flat, build = jax.flatten_util.ravel_pytree(free)
-    linear = kernels.taylor_expand(net, PARAMS)
-    outputs = jax.jit(lambda p, x: linear({**PARAMS, **build(p)}, x))
+    outputs = jax.jit(lambda p, x: linearized({**PARAMS, **build(p)}, x))
     loss = lambda p: jnp.mean(optax.softmax_cross_entropy(outputs(p, X), labels))
     slope = jax.jit(jax.grad(loss))
     path = integrate.solve_ivp(

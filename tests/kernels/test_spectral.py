@@ -187,11 +187,12 @@ def test_mixed_derivatives_and_the_refusal_of_second_ones():
             outer(jax.jacrev(lambda k: ours(k, time)))(kernel)
 
 
-def test_steps_that_are_not_whole_have_no_derivative_in_the_kernel():
-    slope = jax.grad(lambda k: jnp.sum(outputs(k, 2.5, learning_rate=RATE)[0]))(
-        jnp.asarray(kernel_of("generic"))
-    )
-    assert np.all(np.isnan(slope))
+def test_steps_that_are_not_whole_are_refused_or_have_no_derivative_where_they_are_traced():
+    kernel = jnp.asarray(kernel_of("generic"))
+    total = lambda k, step: jnp.sum(outputs(k, step, learning_rate=RATE)[0])
+    with pytest.raises(ValueError, match="times must be whole"):
+        total(kernel, 2.5)
+    assert np.all(np.isnan(jax.jit(jax.grad(total))(kernel, 2.5)))
 
 
 def test_rates_and_modes_have_finite_derivatives():

@@ -7,6 +7,7 @@ other activation, which for smooth ones converges faster than Gauss-Hermite (tan
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -38,17 +39,30 @@ def _linear(a: Array, c: Array, b: Array) -> Dual:
     return Dual(b, jnp.ones_like(b))
 
 
+def _size(variance: Array) -> Array:
+    """Return a power of two near the standard deviation, a constant of differentiation.
+
+    The product of two variances underflows or overflows long before they do themselves (float32: inputs of size 1e-10
+    and 1e10). Divided by powers of two, numbers of ordinary size lose not a bit.
+    """
+    exponent = jnp.frexp(jax.lax.stop_gradient(variance))[1]
+    return jnp.ldexp(jnp.ones_like(variance), exponent // 2)
+
+
+@jax.jit
 def _angle(a: Array, c: Array, b: Array) -> tuple[Array, Array]:
     """Return |u| |v| sin(angle) and the angle between u and v.
 
     Where they are parallel, or one is zero, the angle is exactly 0 or pi and its gradient, infinite there, is 0.
     """
+    s, t = _size(a), _size(c)
+    a, c, b = a / s / s, c / t / t, b / s / t
     gap = a * c - b**2
     # what is below this is rounding, and would be read as an angle of 1e-8
     inside = gap > 4 * float(jnp.finfo(b.dtype).eps) * a * c
     root = safe_sqrt(jnp.where(inside, gap, 0.0))
     flat = jnp.where(b < 0, math.pi, 0.0).astype(b.dtype)
-    return root, jnp.where(inside, jnp.arctan2(root, jnp.where(inside, b, 1.0)), flat)
+    return root * s * t, jnp.where(inside, jnp.arctan2(root, jnp.where(inside, b, 1.0)), flat)
 
 
 @jax.custom_jvp
@@ -77,10 +91,22 @@ def _leaky_relu(a: Array, c: Array, b: Array, leak: float = 0.01) -> Dual:
     return Dual(value, leak**2 + leak * (1 - leak) + (1 - leak) ** 2 * relu.slope)
 
 
+@partial(jax.jit, static_argnums=3)
+def _shifted(a: Array, c: Array, b: Array, w: float) -> tuple[Array, Array, Array, Array]:
+    """Return r, w b / (s t), s and t, of which (1 + w a)(1 + w c) - (w b)^2 = (r s t)^2."""
+    s, t = _size(1 / w + a), _size(1 / w + c)
+    u, v = 1 / (w * s * s), 1 / (w * t * t)
+    a, c, b = a / s / s, c / t / t, b / s / t
+    gap = a * c - b**2
+    # rounding, which the other terms outweigh unless variances are huge; the derivative stays that of the gap
+    noise = jnp.where(gap < 4 * float(jnp.finfo(b.dtype).eps) * a * c, gap, 0.0)
+    square = u * v + u * c + v * a + (gap - jax.lax.stop_gradient(noise))
+    return w * jnp.sqrt(square), w * b, s, t
+
+
 def _erf(a: Array, c: Array, b: Array) -> Dual:
-    product = (1 + 2 * a) * (1 + 2 * c)
-    value = (2 / math.pi) * jnp.arcsin(2 * b / jnp.sqrt(product))
-    return Dual(value, (4 / math.pi) / jnp.sqrt(product - 4 * b**2))
+    root, b, s, t = _shifted(a, c, b, 2.0)
+    return Dual((2 / math.pi) * jnp.arctan2(b, root), (4 / math.pi) / root / s / t)
 
 
 def _sine(a: Array, c: Array, b: Array) -> Dual:
@@ -89,8 +115,9 @@ def _sine(a: Array, c: Array, b: Array) -> Dual:
 
 
 def _gaussian(a: Array, c: Array, b: Array) -> Dual:
-    d = (1 + a) * (1 + c) - b**2
-    return Dual(d**-0.5, b * d**-1.5)
+    root, b, s, t = _shifted(a, c, b, 1.0)
+    value = 1 / root / s / t
+    return Dual(value, value / s / t * (b / root**2))
 
 
 CLOSED: dict[str, DualFunction] = {
@@ -128,7 +155,8 @@ def trapezoid(activation: str | Activation) -> DualFunction:
         a, c, b = entry
         z, w = jnp.asarray(_GRID, b.dtype), jnp.asarray(_MASS, b.dtype)
         first, second = jnp.sqrt(a), jnp.sqrt(c)
-        safe = jnp.where(a * c > 0.0, first * second, 1.0)
+        size = first * second
+        safe = jnp.where(size > 0.0, size, 1.0)
         cosine = jnp.clip(b / safe, -1.0, 1.0)
         gap = (1.0 - cosine) * (1.0 + cosine)
         sine = safe_sqrt(gap)

@@ -13,10 +13,12 @@ layer.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+import math
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
@@ -64,8 +66,9 @@ def order_parameters(
         variances: diagonals of the two sets' own Gram matrices, (T,) and (S,).
 
     Returns:
-        ``OrderParameters`` p, r, q, each (L, T, S): mean products of activations, covariances of pre-activations,
-        products of back-propagated gradients. Time O(L T S), times 201^2 where the dual needs quadrature.
+        ``OrderParameters`` p, r, q, each (L, T, S): mean products of activations, covariances of pre-activations (the
+        last is the NNGP kernel), products of back-propagated gradients. Time O(L T S), times 201^2 where the dual needs
+        quadrature.
 
     >>> import jax.numpy as jnp
     >>> out = order_parameters(jnp.eye(2), depth=3)
@@ -80,8 +83,16 @@ def order_parameters(
         variances = (jnp.diagonal(gram), jnp.diagonal(gram))
     for name, values, rows in zip(("variances[0]", "variances[1]"), variances, gram.shape, strict=True):
         _boundary.shape(name, values, (rows,))
-    dual = dual_activation(activation)
     wide = lambda a, c: (jnp.broadcast_to(a[:, None], gram.shape), jnp.broadcast_to(c[None, :], gram.shape))
+    # by Cauchy and Schwarz, up to the rounding of sums of products
+    most, known = (_boundary.concrete(u) for u in (math.prod(map(jnp.sqrt, wide(*variances))), gram))
+    if (
+        most is not None
+        and known is not None
+        and np.any(np.abs(known) > (1 + 1e3 * np.finfo(most.dtype).eps) * most)
+    ):
+        raise ValueError("gram must be possible with its variances, got |g_ij|^2 > v_i w_j for some pair")
+    dual = dual_activation(activation)
     grow = lambda p: weight_variance * p + bias_variance
     p, r, slopes = [gram], [grow(gram)], []
     # the variances of both sets go along: the dual needs them beside the covariance
@@ -96,20 +107,10 @@ def order_parameters(
     q = [jnp.ones_like(gram)]
     for slope in reversed(slopes):
         q.append(weight_variance * q[-1] * slope)
-    return OrderParameters(jnp.stack(p), jnp.stack(r), jnp.stack(q[::-1]))
-
-
-def _order_between(
-    x: Float[ArrayLike, "T d"], z: Float[ArrayLike, "S d"] | None, **network: Any
-) -> OrderParameters:
-    """Return the order parameters for all pairs of rows of x and z; ``network`` as in ``order_parameters``."""
-    x = jnp.asarray(x)
-    z = x if z is None else jnp.asarray(z)
-    if x.shape[1] != z.shape[1]:
-        raise ValueError(f"x and z must be (T, N_0) and (S, N_0), got {x.shape} and {z.shape}")
-    square = lambda a: jnp.sum(a**2, axis=1) / x.shape[1]
-    product = jnp.matmul(x, z.T, precision=jax.lax.Precision.HIGHEST) / x.shape[1]
-    return order_parameters(product, variances=(square(x), square(z)), **network)
+    found = OrderParameters(jnp.stack(p), jnp.stack(r), jnp.stack(q[::-1]))
+    for name, values in found._asdict().items():
+        _boundary.finite(f"{name}, which follows from the activation and the variances,", values)
+    return found
 
 
 @checked
@@ -140,40 +141,23 @@ def infinite_ntk(
     >>> infinite_ntk(jnp.ones((1, 2)), depth=2).tolist()  # sum over two layers of r^l q^l = 2 x 1 + 2 x 1
     [[4.0]]
     """
-    order = _order_between(
-        x, z, depth=depth, activation=activation, weight_variance=weight_variance, bias_variance=bias_variance
+    x = jnp.asarray(x)
+    z = x if z is None else jnp.asarray(z)
+    inputs = x.shape[1]
+    if inputs != z.shape[1]:
+        raise ValueError(f"x and z must be (T, N_0) and (S, N_0), got {x.shape} and {z.shape}")
+    if widths is not None and (len(widths) != depth or widths[0] != inputs):
+        raise ValueError(f"widths must list N_0 = {inputs}, ..., N_{depth - 1}, got {widths}")
+    order = order_parameters(
+        jnp.matmul(x, z.T, precision=jax.lax.Precision.HIGHEST) / inputs,
+        variances=(jnp.sum(x**2, axis=1) / inputs, jnp.sum(z**2, axis=1) / inputs),
+        depth=depth,
+        activation=activation,
+        weight_variance=weight_variance,
+        bias_variance=bias_variance,
     )
     if widths is None:
         inner = order.r if biases else order.r - bias_variance
-        return jnp.sum(inner * order.q, axis=0)
-    if len(widths) != depth:
-        raise ValueError(f"widths must list N_0, ..., N_{depth - 1}, got {widths}")
-    sizes = jnp.asarray(widths, order.p.dtype)[:, None, None]
-    return jnp.sum((sizes * order.p + (1.0 if biases else 0.0)) * order.q, axis=0)
-
-
-@checked
-def nngp(
-    x: Annotated[Float[ArrayLike, "T d"], array((None, None), squares=True)],
-    z: Annotated[Float[ArrayLike, "S d"], array((None, None), squares=True)] | None = None,
-    *,
-    depth: Count,
-    activation: AnyActivation = "relu",
-    weight_variance: Rate = 2.0,
-    bias_variance: Rate = 0.0,
-) -> Float[Array, "T S"]:
-    """Return the covariance r^L of the outputs of an infinitely wide random network, (T, S).
-
-    It is the same in both parametrizations.
-
-    Args:
-        x, z: inputs (T, N_0), (S, N_0); z defaults to x.
-        depth, activation, weight_variance, bias_variance: as in ``order_parameters``.
-
-    >>> import jax.numpy as jnp
-    >>> nngp(jnp.ones((1, 2)), depth=3).tolist()
-    [[2.0]]
-    """
-    return _order_between(
-        x, z, depth=depth, activation=activation, weight_variance=weight_variance, bias_variance=bias_variance
-    ).r[-1]
+    else:
+        inner = jnp.asarray(widths, order.p.dtype)[:, None, None] * order.p + (1.0 if biases else 0.0)
+    return jnp.sum(inner * order.q, axis=0)

@@ -35,12 +35,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
+from meanflow import _boundary
 from meanflow._boundary import Count, Rate, checked, choice
 from meanflow._numerics import safe_divide
 from meanflow.activations import AnyActivation
 from meanflow.kernels._infinite.dual import dual_activation
 
 PADDING = ("SAME", "VALID", "CIRCULAR")
+INPUTS = _boundary.array(rank=2, squares=True)
 _tokens = itertools.count()
 
 
@@ -175,7 +177,10 @@ class WideLayer(eqx.Module):
     def layer_norm(self, epsilon: Rate = 0.0) -> "WideLayer":
         """Normalize the features of each sample, at each position; scale and shift are not trained."""
         self._need_gaussian("layer_norm")
-        one, two = (1 / jnp.sqrt(self._variances(k) + epsilon) for k in self.own)
+        squares = [self._variances(k) + epsilon for k in self.own]
+        for square in squares:
+            _boundary.bounds("the variance of each sample, by which layer_norm divides,", square, above=0.0)
+        one, two = (1 / jnp.sqrt(square) for square in squares)
         first, second = self._aligned(one, two)
         own = tuple(k * math.prod(self._within(v, k)) for k, v in zip(self.own, (one, two), strict=True))
         scale = first * second
@@ -203,7 +208,11 @@ class WideLayer(eqx.Module):
         nngp, ntk = (centered(centered(k, left), right) for k in (self.nngp, self.ntk))
         own = jnp.moveaxis(jnp.diagonal(nngp), -1, 0)
         variances = self._variances(own)
-        factor = 1 / (jnp.mean(variances) + epsilon)
+        # what is below this is the rounding of samples that are all the same
+        rounding = 8 * float(jnp.finfo(own.dtype).eps) * jnp.mean(self._variances(self.own[0]))
+        square = jnp.where(jnp.mean(variances) > rounding, jnp.mean(variances), 0.0) + epsilon
+        _boundary.bounds("the variance over the batch, by which batch_norm divides,", square, above=0.0)
+        factor = 1 / square
         # D = tr(P K P)^2 / tr((P K P)^2)
         spread = safe_divide(jnp.sum(variances) ** 2, jnp.sum(nngp**2))
         return dataclasses.replace(
@@ -301,7 +310,10 @@ def _mean(kernel: Array, lead: int) -> Array:
 
 @checked
 def wide_inputs(
-    x: Float[ArrayLike, "T ... d"], z: Float[ArrayLike, "S ... d"] | None = None, *, pairs: bool = False
+    x: Annotated[Float[ArrayLike, "T ... d"], INPUTS],
+    z: Annotated[Float[ArrayLike, "S ... d"], INPUTS] | None = None,
+    *,
+    pairs: bool = False,
 ) -> WideLayer:
     """Return the inputs of an infinitely wide network as a ``WideLayer``, whose methods are the layers.
 

@@ -59,9 +59,9 @@ def figure_3(seeds: int = 6, n: int = 20, width: int = 300, layers: int = 60) ->
     """
     x = jax.random.normal(jax.random.key(3), (seeds, n, 20)).at[:, 0].multiply(3.0)
     run = depth.propagate(jax.random.split(jax.random.key(31), seeds), x, [width] * layers, renormalize=True)
-    odd = depth.odd_point(run.layers.gram[:, -1])
+    odd = depth.Gram(run.layers.gram[:, -1]).odd_point()
     limit = odd_state(n)
-    wide = depth.odd_point(depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1])
+    wide = depth.Gram(depth.expected_gram(x[0] @ x[0].T, layers, renormalize=True)[-1]).odd_point()
     return Outcome(
         name="002/figure-3",
         claim="All points collapse to one cluster except one odd point, far away and orthogonal.",
@@ -133,7 +133,7 @@ def figure_3_no_outlier(seeds: int = 8, width: int = 500, layers: int = 100) -> 
         x = jax.random.normal(jax.random.key(33), (seeds, n, 20))
         keys = jax.random.split(jax.random.key(34), seeds)
         run = depth.propagate(keys, x, [width] * layers, renormalize=True, observe=lambda x: x @ x.T)
-        found[n] = depth.odd_point(run.layers[:, -1])
+        found[n] = depth.Gram(run.layers[:, -1]).odd_point()
         same[n] = [int(jnp.sum(guess == found[n].sample)) for guess in (_longest(x), _farthest(x))]
     count = lambda n: float(found[n].escaped.sum())
     return Outcome(
@@ -230,9 +230,9 @@ def figure_3_digits(
     x = input_batches("digits", jax.random.key(35), seeds, n, folder)
     keys = jax.random.split(jax.random.key(36), seeds)
     run = depth.propagate(keys, x, [width] * layers, renormalize=True, observe=lambda x: x @ x.T)
-    odd = depth.odd_point(run.layers)
+    odd = depth.Gram(run.layers).odd_point()
     recursion = jax.vmap(lambda x: depth.expected_gram(x @ x.T, layers, renormalize=True))
-    wide = depth.odd_point(recursion(x))
+    wide = depth.Gram(recursion(x)).odd_point()
     longest, far, early = _longest(x), _farthest(x), min(60, layers)
     same = [int(jnp.sum(guess == odd.sample[:, -1])) for guess in (longest, far)]
     return Outcome(

@@ -27,7 +27,7 @@ def _figure_5(
     # any exchangeable start in the basin will do: cosine 1/2 between all samples
     start = jnp.full((n, n), 0.5) + 0.5 * jnp.eye(n)
     bn = float(jnp.degrees(jnp.arccos(batchnorm_cosine(n))))
-    rms = float(depth.pair_angles(fixed_point(start, RMS_ONLY))[0])
+    rms = float(depth.Gram(fixed_point(start, RMS_ONLY)).pair_angles[0])
     return {f"{k} n={n}": v[:, -2:] for k, v in runs.items()}, [
         Criterion(f"BN n={n}", mean["BN"], bn - 1, bn + 1),
         Criterion(f"RS(rms) n={n}", mean["RS(rms)"], rms - 2, rms + 2),

@@ -64,7 +64,7 @@ def linear_rescale(
     # the gap first contracts and then stays where finite width keeps it: the second half of the layers
     plateau = {w: float(gap[:, layers // 2 :].mean()) for w, gap in gaps.items()}
     ratio = plateau[widths[0]] / plateau[widths[1]] / (widths[1] / widths[0]) ** 0.5
-    mean = {rc: float(depth.pair_angles(grams[widths[1], rc][:, -1]).mean()) for rc in (False, True)}
+    mean = {rc: float(depth.Gram(grams[widths[1], rc][:, -1]).pair_angles.mean()) for rc in (False, True)}
     # n recentered samples cannot be orthogonal; at best they form a regular simplex
     simplex = np.degrees(np.arccos(-1 / (n - 1)))
     slope = stability(jnp.eye(n), depth.Layer(False, "rms", "linear"))[0]
@@ -73,7 +73,7 @@ def linear_rescale(
         claim="Rescaling alone makes a full-rank batch orthonormal as the depth grows (previous work).",
         finding=f"Up to a gap that stops at {plateau[widths[1]]:.2f} for width {widths[1]}, proportional to "
         "1/sqrt(width); at infinite width it contracts by n/(n+2) a layer.",
-        data={"gap": gaps, "start": depth.pair_angles(grams[widths[1], False][:, 0])},
+        data={"gap": gaps, "start": depth.Gram(grams[widths[1], False][:, 0]).pair_angles},
         criteria=(
             Criterion("mean angle", mean[False], 88.5, 91.5),
             Criterion("ratio of gaps / sqrt(ratio of widths)", ratio, 0.8, 1.25),

@@ -146,8 +146,8 @@ def odd_paths(outcome: Outcome, arguments: Arguments) -> Arrays:
     found = {}
     for n in (5, 10, 20, 50):
         start = jnp.diag(jnp.ones(n).at[0].set(4.0))
-        grams = depth.expected_gram(start, 400, renormalize=True)
-        found[f"n={n}"] = jax.vmap(depth.odd_point)(grams)._asdict()
+        samples = depth.Gram(depth.expected_gram(start, 400, renormalize=True))
+        found[f"n={n}"] = samples.odd_point()._asdict()
     return {"paths": found}
 
 

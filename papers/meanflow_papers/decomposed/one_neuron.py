@@ -115,7 +115,7 @@ def one_neuron_per_sample(samples: int = 200, steps: int = 300, seeds: int = 4) 
         for relax in (0.0, 0.25, 0.5):
             kernel, bias = (jnp.asarray(u, x.dtype) for u in matched_neurons(x[train], relax))
             code = jax.nn.relu(x[train] @ kernel + bias[None])
-            angles = depth.pair_angles(code @ code.T)
+            angles = depth.Gram(code @ code.T).pair_angles
             # the price: new inputs that no neuron answers
             silent = jnp.mean(jnp.all(x[test] @ kernel + bias[None] <= 0, axis=1))
             right, right_new = fit(kernel, bias, train, test)

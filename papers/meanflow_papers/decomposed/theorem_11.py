@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow import depth
+from meanflow_papers.decomposed.tree_model import tree
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, key, panels
@@ -116,7 +116,7 @@ def theorem_11(sizes: tuple[int, ...] = (5, 10, 50), draws: int = 20, layers: in
     for n in sizes:
         random = jax.random.normal(jax.random.key(n), (draws, n))
         inputs = jnp.concatenate([random, jnp.linspace(-1.0, 1.0, n)[None]])
-        records = jax.lax.map(lambda x: depth.tree(x, layers, every=layers - 1), inputs)
+        records = jax.lax.map(lambda x: tree(x, layers, every=layers - 1), inputs)
         grams, order = records.gram[:, -1], records.order[:, 0]
         rho = records.weight[:, -1, 0, -1] / records.weight[:, -1, 0, 0]
         # samples in the order of their inputs: the extreme ones first and last, the interior ones between

@@ -1,13 +1,24 @@
-"""Theorem 3: how many random neurons give a batch full rank."""
+"""Theorem 3: how many random neurons give a batch full rank.
+
+The waiting times y_1, ..., y_n for each further rank are dominated by independent geometric ones, though they are not
+independent themselves. Hence for d neurons and alpha = d gamma / n > 1
+
+    P(rank < n) <= P(Binomial(d, gamma) < n) <= exp(-d KL(n/d || gamma))   (7a)
+                <= exp(-n (alpha - 1 - log alpha))                         (7b)
+
+and E[neurons to full rank] <= n / gamma.
+"""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float
 from matplotlib.figure import Figure
 
-from meanflow import depth
+from meanflow_papers.decomposed import rank
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, DASHES, panels
@@ -19,13 +30,71 @@ def polygon(n: int) -> jax.Array:
     return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 
+class RankBounds(NamedTuple):
+    """Theorem 3 of "BN decomposed": bounds on the probability that d neurons do not reach rank n.
+
+    Attributes:
+        expected: n / gamma, a bound on the expected number of neurons to full rank (item 1).
+        binomial: P(Binomial(d, gamma) < n), the sharpest bound on the probability.
+        chernoff: (7a), a bound on ``binomial``; 1 where alpha <= 1.
+        simple: (7b), a bound on ``chernoff``; 1 where alpha <= 1.
+        alpha: d gamma / n.
+    """
+
+    expected: Float[Array, "*shape"]
+    binomial: Float[Array, "*shape"]
+    chernoff: Float[Array, "*shape"]
+    simple: Float[Array, "*shape"]
+    alpha: Float[Array, "*shape"]
+
+
+def rank_bounds(
+    n: int, gamma: Float[ArrayLike, "*#shape"] | float, neurons: Float[ArrayLike, "*#shape"] | int
+) -> RankBounds:
+    """Return the bounds of Theorem 3 on the probability that random ReLU neurons do not reach full rank.
+
+    The paper asks for alpha = neurons gamma / n > 2. In fact alpha > 1 is enough, and below it (7a) and (7b) bound
+    nothing.
+
+    Args:
+        n: number of samples, of which no two may be collinear.
+        gamma: the least volume of a cell, from ``gamma``. For Corollary 4 (recentering, batch norm) take it of the
+            recentered batch, whose samples must be nonzero and not collinear.
+        neurons: number d of neurons; it broadcasts against ``gamma``.
+
+    >>> bounds = rank_bounds(5, 0.1, 100)
+    >>> [f"{float(u):.3f}" for u in (bounds.binomial, bounds.chernoff, bounds.simple)]
+    ['0.024', '0.188', '0.216']
+    """
+    g, d = jnp.broadcast_arrays(jnp.asarray(gamma, float), jnp.asarray(neurons, float))
+    alpha = d * g / n
+    # P(Binomial(d, g) <= n - 1) is the regularized incomplete beta function I_{1-g}(d - n + 1, n); 1 where d < n
+    enough = d >= n
+    binomial = jnp.where(
+        enough, jax.scipy.special.betainc(jnp.where(enough, d - n + 1, 1.0), jnp.full_like(d, n), 1 - g), 1.0
+    )
+    # below alpha = 1 the formulas bound nothing; a harmless 2 stands in there, for values and derivatives
+    far = alpha > 1
+    a = jnp.where(far, alpha, 2.0)
+    # -KL(n/d || gamma) d / n = (d/n) log alpha - (d/n - 1) log((alpha - gamma)/(1 - gamma)), and
+    # (alpha/gamma - 1) log((alpha-gamma)/(1-gamma)) -> 0 as d -> n
+    rest = jnp.where(d > n, (d / n - 1) * jnp.log(jnp.where(d > n, (a - g) / (1 - g), 1.0)), 0.0)
+    return RankBounds(
+        expected=n / g,
+        binomial=binomial,
+        chernoff=jnp.where(far, jnp.exp(-n * (-d / n * jnp.log(a) + rest)), 1.0),
+        simple=jnp.where(far, jnp.exp(-n * (a - 1 - jnp.log(a))), 1.0),
+        alpha=alpha,
+    )
+
+
 def expected_neurons_bound(x: np.ndarray | jax.Array) -> float:
     """Return sum_t 1 / gamma(X_t) over the first t samples of a batch (n, k), a bound on the neurons to full rank.
 
     It is sharper than n / gamma, by the same proof.
     """
     batch = np.asarray(x, float)
-    return float(sum(1 / depth.gamma(batch[: t + 1]).value for t in range(len(batch))))
+    return float(sum(1 / rank.gamma(batch[: t + 1]).value for t in range(len(batch))))
 
 
 @partial(jax.jit, static_argnames=("runs", "target", "max_neurons"))
@@ -116,11 +185,11 @@ def theorem_3(runs: int = 2000) -> Outcome:
     violations = 0.0
     for name, x in batches.items():
         n = x.shape[0]
-        found = depth.gamma(x)
+        found = rank.gamma(x)
         y = neurons_to_full_rank(key, x, runs)
         # from n neurons, the least possible, to four times the expected bound
         neurons = jnp.unique(jnp.round(jnp.geomspace(n, 4 * n / min(found.value, 1 / n), 30)).astype(int))
-        bounds = depth.rank_bounds(n, found.value, neurons)
+        bounds = rank_bounds(n, found.value, neurons)
         missed = jnp.mean(y[None, :] > neurons[:, None], axis=1)
         # four standard errors of a frequency, and four runs where none failed
         noise = 4 * jnp.sqrt(missed * (1 - missed) / runs) + 4 / runs

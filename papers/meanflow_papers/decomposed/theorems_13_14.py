@@ -23,6 +23,16 @@ from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels
 
 
+def invariant_representation(n: int, features: int = 2) -> jax.Array:
+    """Return the batch (n, features) of Definition 12, whose expected Gram matrix recenter + ReLU reproduces.
+
+    >>> invariant_representation(3).tolist()
+    [[1.0, 0.0], [0.0, 0.5], [0.0, 0.5]]
+    """
+    x = jnp.zeros((n, features))
+    return x.at[0, 0].set(1.0).at[1:, 1].set(1.0 / (n - 1))
+
+
 class OneLayer(NamedTuple):
     """Exact expectations after one layer relu(recenter(x W)), where W has variance 2 alpha / width.
 
@@ -143,7 +153,7 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
     contracts. Decisive are the expected Gram matrix (not the expected batch), its estimate from random
     rows, and by which factor close pairs grow or shrink in one layer.
     """
-    x = depth.invariant_representation(n, 4)
+    x = invariant_representation(n, 4)
     gram = x @ x.T
     spread = jax.random.normal(jax.random.key(14), (n, 4)).at[0].set(0.0)
 

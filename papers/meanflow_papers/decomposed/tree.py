@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 
 from meanflow import depth
+from meanflow_papers.decomposed import tree_model
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.pictures import tree
@@ -50,7 +51,7 @@ def figure_4(layers: int = 12) -> Outcome:
     layer = depth.Layer(weights=split_identity)
     explicit = depth.propagate(jax.random.key(0), x, widths, layer, observe=lambda x: (x @ x.T, rows(x)))
     grams, first = explicit.layers
-    record = depth.tree(x, layers)
+    record = tree_model.tree(x, layers)
     exact = record.gram * jnp.exp(2 * record.log_scale)[:, None, None]
     error = jnp.max(jnp.abs(exact - grams[1:]), axis=(1, 2)) / jnp.max(grams[1:], axis=(1, 2))
     return Outcome(
@@ -117,14 +118,16 @@ def figures_7_8(n: int = 7, layers: int = 8) -> Outcome:
     """
     split = 2
     two = jnp.where(jnp.arange(n) < split, 0.0, 1.0)
-    record = depth.tree(two, layers)
+    record = tree_model.tree(two, layers)
     total = record.weight[:, 0, split - 1] * jnp.exp(2 * record.log_scale)
     shrink = (split**2 + (n - split) ** 2) / n**2
     # layer 1 holds (s/n)^2 and ((n-s)/n)^2 times height 1; each layer multiplies the sum by lambda_s
     theory = shrink ** jnp.arange(1, layers + 1)
     three = jnp.concatenate([jnp.zeros(1), jnp.ones(1), jnp.full(n - 2, 3.7)])
     tie = jnp.concatenate([jnp.zeros(1), jnp.full(n - 2, 1.0), jnp.full(1, 2.0)])  # middle value = mean
-    counts = {k: depth.tree(v, layers).multi_rows[:, 0] for k, v in {"generic": three, "tie": tie}.items()}
+    counts = {
+        k: tree_model.tree(v, layers).multi_rows[:, 0] for k, v in {"generic": three, "tie": tie}.items()
+    }
     return Outcome(
         name="002/figures-7-8",
         claim="Two clusters stay two, by (38) to (40) (figure 7). A three-cluster row always has exactly one "

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from meanflow.layers import BatchNorm, UnitizedBatchNorm
-from meanflow.training import Stack, Trainer, Watch
+from meanflow.training import LayerShift, Stack, Trainer
 from meanflow.training.data import Data, digits, mnist
 from meanflow_papers.unitization.presets import MakeNorm, staircase
 
@@ -47,11 +47,11 @@ def mnist_copies(folder: str | Path, seeds: int, limit: int | None) -> Data:
 
 
 def train_dense(
-    norm: MakeNorm, seeds: int, epochs: int, watch: Watch, data: Data | None = None
+    norm: MakeNorm, seeds: int, epochs: int, watch: LayerShift, data: Data | None = None
 ) -> tuple[Trainer, Any, dict[str, np.ndarray]]:
     """The network inputs-[100]x10-8-10 under plain SGD at 0.05, divided by 5 at 30, 60 and 80 %; default on digits."""
     data = digit_splits(seeds, flat=True) if data is None else data
     schedule = staircase(0.05, epochs, data.train_x.shape[1] // 128)
     make = lambda rngs: Stack(data.train_x.shape[-1], [100] * 10 + [8], 10, norm, rngs=rngs)
-    trainer = Trainer(make, optax.sgd(schedule), batch_size=128, watch=watch, loop="ensemble")
+    trainer = Trainer(make, optax.sgd(schedule), batch_size=128, observe=watch, loop="ensemble")
     return trainer, *trainer.run(jax.random.split(jax.random.key(0), seeds), data, epochs)

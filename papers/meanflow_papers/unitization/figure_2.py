@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from meanflow.training import Watch
+from meanflow.training import LayerShift
 from meanflow_papers.entry import MNIST, entry
 from meanflow_papers.intervals import ratio, told
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -110,7 +110,7 @@ def figure_2(
     data = None if folder is None else mnist_copies(folder, seeds, limit)
     runs: Arrays = {}
     for name in variants:
-        watch = Watch(moments="running", shift=False)
+        watch = LayerShift(moments="running", rows=0)
         trainer, state, record = train_dense(DENSE[name], seeds, epochs, watch, data)
         runs[name] = {moment: np.asarray(record[moment]) for moment in MOMENTS}
         runs[name]["accuracy"] = record["test_accuracy"][-1]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.training import Watch
+from meanflow.training import LayerShift
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels
@@ -69,7 +69,7 @@ def figure_3(
     """
     data: Arrays = {}
     for name in variants:
-        *_, record = train_dense(DENSE[name], seeds, epochs, Watch(moments=moments, rows=400))
+        *_, record = train_dense(DENSE[name], seeds, epochs, LayerShift(moments=moments, rows=400))
         w, a = record["ics_exact"], record["test_accuracy"]
         drops = [round(f * epochs) for f in (0.3, 0.6, 0.8)]
         data[name] = {

@@ -14,15 +14,11 @@ A layer costs O(n^2), and so does the state. Scales are kept as logarithms, so d
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
-
-from meanflow._boundary import Count, Rate, array, checked
-from meanflow._numerics import iterate
 
 
 class Tree(eqx.Module):
@@ -102,9 +98,12 @@ def tree_start(x: Float[Array, "n"]) -> Tree:
     """Return layer 1 of the tree of an input row x with n >= 3 values in ascending order."""
     n = x.shape[0]
     zero = jnp.zeros(n - 1, x.dtype)
-    # children see differences only; measured from the least value, a tie is judged relative to the spread of x
-    rows, right, left = _sort_out(_children(x[None] - x[:1, None]), zero, zero)
-    return _rescaled(Tree(right, left, rows, jnp.zeros((), x.dtype)))
+    # children see differences only; measured from the least value, a tie is judged relative to the spread of x, and
+    # in units of the spread no square is out of range
+    spread = x - x[0]
+    size = jnp.where(jnp.any(spread != 0), jnp.max(jnp.abs(spread)), 1.0)
+    rows, right, left = _sort_out(_children((spread / size)[None]), zero, zero)
+    return _rescaled(Tree(right, left, rows, jnp.log(size)))
 
 
 def tree_step(tree: Tree) -> Tree:
@@ -144,8 +143,7 @@ class TreeRecord(eqx.Module):
         """S_{n-1} / S_1 at the last observed layer: the smallest sample escapes below 1, the largest above 1."""
         return self.weight[-1, :, -1] / self.weight[-1, :, 0]
 
-    @checked
-    def escaped(self, tolerance: Rate = 1e-6) -> Bool[Array, "d n"]:
+    def escaped(self, tolerance: float = 1e-6) -> Bool[Array, "d n"]:
         """Return which samples escape in the tree of each feature: an extreme one, or both when rho is 1.
 
         Call it on a record that is deep enough for rho to have settled, some 40 n layers.
@@ -186,20 +184,18 @@ def _tree(x: jax.Array, depth: int, every: int) -> TreeRecord:
             jnp.maximum(two, jnp.max(count, axis=1)),
         )
 
-    step = lambda trees, _: jax.vmap(tree_step)(trees)
+    def block(trees: Tree, number: jax.Array) -> tuple[Tree, tuple[jax.Array, ...]]:
+        # no steps before the first observation
+        steps = jnp.where(number > 0, every, 0)
+        trees = jax.lax.fori_loop(0, steps, lambda _, trees: jax.vmap(tree_step)(trees), trees)
+        return trees, observe(trees)
+
     rounds = (depth - 1) // every
-    gram, log_scale, weight, multi, most = iterate(
-        step, start, None, rounds * every, every, observe, first=True
-    )[1]
+    gram, log_scale, weight, multi, most = jax.lax.scan(block, start, jnp.arange(rounds + 1))[1]
     return TreeRecord(1 + every * jnp.arange(rounds + 1), gram, log_scale, weight, multi, most, order)
 
 
-@checked
-def tree(
-    x: Annotated[Shaped[ArrayLike, "n *d"], array((None,), (None, None), least=3)],
-    depth: Count,
-    every: Count = 1,
-) -> TreeRecord:
+def tree(x: Shaped[ArrayLike, "n *d"], depth: int, every: int = 1) -> TreeRecord:
     """Follow a batch through the tree model of "BN decomposed" (equations (9) and (10)), exactly and at any depth.
 
     The model is a network with the weights (I, -I), recenter and ReLU, whose width doubles in each layer.
@@ -214,10 +210,15 @@ def tree(
     Returns:
         A ``TreeRecord``. Besides the observations the cost is O(depth d n^2); nothing grows with 2^depth.
 
-    >>> import jax.numpy as jnp, meanflow as mf
-    >>> record = mf.depth.tree(jnp.array([0.0, 1.0, 2.0, 4.0, 9.0]), 1001, every=1000)
-    >>> int(mf.depth.odd_point(record.gram[-1]).sample)
-    4
+    >>> record = tree(jnp.array([0.0, 1.0, 2.0, 4.0, 9.0]), 1001, every=1000)
+    >>> record.escaped()[0].tolist()
+    [False, False, False, False, True]
     """
-    x = jnp.asarray(x)
+    x = jnp.asarray(x) * 1.0  # integers become floats
+    if x.ndim not in (1, 2) or x.size == 0 or min(depth, every) < 1:
+        raise ValueError(
+            f"x must have shape (n,) or (n, d), depth and every must be >= 1, got {x.shape}, {depth}, {every}"
+        )
+    if x.shape[0] < 3:
+        raise ValueError(f"x must hold at least 3 samples, got shape {x.shape}")
     return _tree(x[:, None] if x.ndim == 1 else x, depth, every)

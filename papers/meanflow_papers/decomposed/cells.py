@@ -24,8 +24,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import ArrayLike, Float, Int, Shaped
 
-from meanflow import _boundary
-
 MAX_RANK = 6
 """Largest rank of a batch: cones are measured by quadrature with nodes ** (rank - 1) points."""
 
@@ -242,8 +240,8 @@ def cells(x: Shaped[ArrayLike, "n k"]) -> Cells:
     [0.25, 0.25, 0.25, 0.25]
     """
     batch = np.asarray(x, float)
-    _boundary.shape("x", batch, (None, None))
-    _boundary.finite("x", batch)
+    if batch.ndim != 2 or not np.isfinite(batch).all():
+        raise ValueError(f"x must be finite and of shape (n, k), got shape {batch.shape}")
     lines = distinct_lines(batch)
     m = len(lines)
     if m == 0:

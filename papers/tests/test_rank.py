@@ -1,14 +1,12 @@
-"""gamma, cells, rank bounds: against angles, orthant probabilities, Monte Carlo, scipy and simulation."""
+"""gamma and cells: against angles, orthant probabilities, Monte Carlo, scipy and simulation."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import polygon
-from scipy import optimize, stats
 
-from meanflow import depth
-from meanflow.depth._cells import cells, cone_volumes, general_position_count
+from meanflow_papers.decomposed import rank
+from meanflow_papers.decomposed.cells import cells, cone_volumes, general_position_count
+from meanflow_papers.decomposed.theorem_3 import polygon
 
 
 def planar_gamma(x):
@@ -19,25 +17,27 @@ def planar_gamma(x):
 
 @pytest.mark.parametrize("n", [3, 5, 7, 9])
 def test_odd_polygons(n):
-    found = depth.gamma(polygon(n))
+    found = rank.gamma(polygon(n))
     assert found.cells == 2 * n  # the paper says n cells and 1/n
     np.testing.assert_allclose(found.value, 1 / (2 * n), rtol=1e-12)
     assert abs(found.value - 1 / n) > 0.05
-    counted = depth.gamma(polygon(n), method="monte_carlo", key=jax.random.key(n), samples=20_000)
+    counted = rank.gamma(polygon(n), method="monte_carlo", key=jax.random.key(n), samples=20_000)
     assert counted.low <= 1 / (2 * n) <= counted.high and counted.low > 0.4 / n
 
 
 def test_even_polygons_have_the_value_printed_for_odd_ones():
-    np.testing.assert_allclose(depth.gamma(polygon(6)).value, 1 / 6, rtol=1e-12)
+    np.testing.assert_allclose(rank.gamma(polygon(6)).value, 1 / 6, rtol=1e-12)
 
 
 def test_random_batches_in_the_plane():
     rng = np.random.default_rng(0)
     for n in (1, 2, 4, 15, 40):
         x = rng.normal(size=(n, 2))
-        found = depth.gamma(x)
+        found = rank.gamma(x)
         np.testing.assert_allclose(found.value, planar_gamma(x) if n > 1 else 0.5, rtol=1e-9)
         np.testing.assert_allclose(found.total, 1.0, rtol=1e-12)
+        for size in (1e-200, 1e200):  # only directions count
+            np.testing.assert_allclose(rank.gamma(size * x).value, found.value, rtol=1e-9)
 
 
 @pytest.mark.parametrize("k, n", [(3, 3), (3, 7), (4, 4), (4, 6), (5, 5)])
@@ -71,7 +71,7 @@ def test_tiny_cells_are_measured_to_relative_accuracy():
     # density is 1 / 2 pi; averaged over w_3 < 0 this is eps^2 / 8 pi up to a factor 1 + O(eps^2)
     for eps in (1e-2, 1e-4, 1e-6):
         x = np.array([[1.0, 0, 0], [0, 1.0, 0], [1.0, 1.0, eps]])
-        np.testing.assert_allclose(depth.gamma(x).value, eps**2 / (8 * np.pi), rtol=max(eps**2, 1e-8))
+        np.testing.assert_allclose(rank.gamma(x).value, eps**2 / (8 * np.pi), rtol=max(eps**2, 1e-8))
 
 
 def test_degenerate_arrangement_with_many_planes_through_a_ray():
@@ -85,43 +85,10 @@ def test_degenerate_arrangement_with_many_planes_through_a_ray():
 
 def test_plain_counting_is_no_bound_but_its_interval_is():
     x = np.random.default_rng(38).normal(size=(8, 3))
-    exact = depth.gamma(x).value
-    counted = depth.gamma(x, method="monte_carlo", key=jax.random.key(0), samples=20_000)
+    exact = rank.gamma(x).value
+    counted = rank.gamma(x, method="monte_carlo", key=jax.random.key(0), samples=20_000)
     assert counted.low <= exact <= counted.high
-    assert counted.cells < depth.gamma(x).cells and counted.low == 0.0  # cells were missed, and it says so
-
-
-def test_rank_bounds_against_scipy_and_minimisation():
-    n, gamma = 6, 0.07
-    d = np.array([90, 120, 200, 400, 1000])
-    bounds = depth.rank_bounds(n, gamma, d)
-    np.testing.assert_allclose(bounds.binomial, stats.binom.cdf(n - 1, d, gamma), rtol=1e-9)
-    for j, neurons in enumerate(d):  # (28b): the Chernoff exponent, minimised numerically
-        log_bound = lambda s, d=neurons: n * (np.log(gamma) + s - np.log1p(-(1 - gamma) * np.exp(s))) - s * d
-        best = optimize.minimize_scalar(log_bound, bounds=(0, -np.log(1 - gamma) - 1e-12), method="bounded")
-        np.testing.assert_allclose(bounds.chernoff[j], np.exp(best.fun), rtol=1e-6)
-        p = n / neurons
-        divergence = p * np.log(p / gamma) + (1 - p) * np.log((1 - p) / (1 - gamma))
-        np.testing.assert_allclose(bounds.chernoff[j], np.exp(-neurons * divergence), rtol=1e-10)
-    limit = depth.rank_bounds(n, 1e-7, np.array([3 * n * 10**7]))
-    # (7b) is the limit gamma -> 0 of (7a)
-    np.testing.assert_allclose(limit.chernoff, limit.simple, rtol=1e-5)
-
-
-def test_rank_bounds_are_ordered_for_every_alpha_above_one_and_trivial_below():
-    gamma = jnp.array([1e-4, 1e-2, 0.1, 0.4])[:, None]
-    alpha = jnp.linspace(1.01, 8, 40)[None, :]
-    for n in (2, 5, 20):
-        bounds = depth.rank_bounds(n, gamma, jnp.ceil(alpha * n / gamma))
-        assert bool(jnp.all(bounds.binomial <= bounds.chernoff * (1 + 1e-9)))
-        assert bool(jnp.all(bounds.chernoff <= bounds.simple * (1 + 1e-9)))
-    # at alpha = 1/2, 25 neurons, both formulas claim far less failure than the dominating binomial allows
-    divergence = 0.2 * np.log(0.2 / 0.1) + 0.8 * np.log(0.8 / 0.9)
-    formulas = np.exp([-25 * divergence, -5 * (0.5 - 1 - np.log(0.5))])  # (7a), (7b)
-    np.testing.assert_allclose(formulas, [0.329, 0.381], atol=1e-3)
-    np.testing.assert_allclose(stats.binom.cdf(4, 25, 0.1), 0.902, atol=1e-3)
-    bounds = depth.rank_bounds(5, 0.1, 25)
-    assert bounds.simple == 1 and bounds.chernoff == 1
+    assert counted.cells < rank.gamma(x).cells and counted.low == 0.0  # cells were missed, and it says so
 
 
 def test_crossing_step_of_the_proof():
@@ -138,24 +105,14 @@ def test_crossing_step_of_the_proof():
     assert printed not in flipped(step(printed, 1))  # without the square it does not even cross
 
 
-def test_rank_needs_a_stated_tolerance(key):
-    x = jax.random.normal(key, (20, 2))
-    run = depth.propagate(key, x, [200], depth.Layer(recenter=False))
-    values = run.layers.singular_values[-1]
-    assert run.layers.rank(1e-9)[-1] == 20
-    assert values[-1] / values[0] < 1e-3  # close to the resolution of float32
-
-
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: depth.gamma(np.ones((3, 2)), method="guess"), "method"),
-        (lambda: depth.gamma(np.ones((3, 2)), method="monte_carlo"), "key"),
-        (lambda: depth.gamma(np.random.default_rng(0).normal(size=(12, 9))), "monte_carlo"),
-        (lambda: depth.gamma(np.ones(3)), "shape"),
-        (lambda: depth.rank_bounds(0, 0.1, 5), "n must"),
-        (lambda: depth.rank_bounds(3, 0.0, 5), "gamma"),
+        (lambda: rank.gamma(np.ones((3, 2)), method="guess"), "method"),
+        (lambda: rank.gamma(np.ones((3, 2)), method="monte_carlo"), "key"),
+        (lambda: rank.gamma(np.random.default_rng(0).normal(size=(12, 9))), "monte_carlo"),
+        (lambda: rank.gamma(np.ones(3)), "shape"),
     ],
 )
 @pytest.mark.bad_input
