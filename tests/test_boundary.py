@@ -29,7 +29,7 @@ spec.loader.exec_module(names)
 # steps of larger computations, which judge NaN themselves; and knots, which neurons without one have at NaN
 PASS_NAN_ON = {
     *("on_sample_share", "concentration"),
-    *("PiecewiseLinear.__init__", "Stack.lower", "Stack.upper", "Stack.__call__", "ResNet.states"),
+    *("Stack.lower", "Stack.upper", "Stack.__call__", "ResNet.states"),
 }
 CLASSES = {"record", "chart", "dtype"}  # arguments that are classes
 
@@ -111,7 +111,14 @@ OTHER_CONSTRUCTORS = {
         *("Space", "Feature", "Observable", "Stepper", "StepRule"),
         *("FailedRun", "RESULTS"),
     ),
-    "made by functions of this package": ("Flow", "Chart", "Solution", "DensitySolution", "Data"),
+    "made by functions of this package": (
+        "Flow",
+        "Chart",
+        "Solution",
+        "DensitySolution",
+        "Data",
+        "PiecewiseLinear",
+    ),
 }
 
 

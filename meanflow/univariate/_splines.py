@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
 from meanflow._boundary import Rate, array, checked, count
-from meanflow.univariate._weight_laws import AnyLaw, SignsLaw, UniformLaw, weight_law
+from meanflow.univariate._kernels import AnyLaw, SignsLaw, UniformLaw, weight_law
 
 Samples = Annotated[Float[ArrayLike, " n"], array((None,), squares=True)]
 
@@ -194,7 +194,7 @@ def spline_interpolant(
     Args:
         x: distinct inputs, (n,), n >= 2, where the kernel is cubic (|x| <= bound, or bound / slope).
         y: targets, (n,).
-        law: "signs", "uniform", or the laws of a and b, as for ``random_feature``; b must be uniform. None for biases
+        law: "signs", "uniform", or the laws of a and b, as for ``wide_kernel``; b must be uniform. None for biases
             that spread over the whole line: the natural spline, the interpolant of least int f''^2, with f'' = 0 at
             both ends and linear beyond.
         ridge: None interpolates. Otherwise the kernel ridge penalty; for ``law=None`` the lam of the smoothing spline,

@@ -17,7 +17,6 @@ from meanflow.univariate._angles import unit
 from meanflow.univariate._residual import region_covariances
 
 classify = jax.jit(jax.vmap(uni.classify_rays))
-attracting = jax.jit(jax.vmap(uni.attracting_angles))
 
 
 @functools.cache
@@ -88,7 +87,7 @@ def test_frozen_flow_ends_at_the_predicted_set():
     sol = mf.solve(flow, cloud, data, 2e4, solver="sliding", step=5e3)
     assert bool(sol.ok)
     table = uni.classify_rays(x, rho)
-    inner = uni.attracting_angles(x, rho)
+    inner = table.inside_positive, table.inside_negative
     r, theta = (np.asarray(u) for u in sol.final.particles)
     dead = np.asarray(forces.find_regions(unit(sol.final.particles.theta + 0.0), x)) == 0
     for sign, kind, interior in ((1, table.positive, inner[0]), (-1, table.negative, inner[1])):
@@ -101,8 +100,8 @@ def test_frozen_flow_ends_at_the_predicted_set():
 
 
 def test_interior_directions_are_minima():
-    x, rho, _ = draws(3, 300)
-    for sign, angles in zip((1, -1), attracting(x, rho), strict=True):
+    x, rho, table = draws(3, 300)
+    for sign, angles in ((1, table.inside_positive), (-1, table.inside_negative)):
         there = np.isfinite(angles)
         theta = np.where(there, angles, 0.0)
         here, left, right = (sign * potential(theta + s, x, rho)[there] for s in (0, -1e-4, 1e-4))
@@ -158,14 +157,13 @@ def test_proposition_1(model):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("function", [uni.classify_rays, uni.attracting_angles])
-def test_residuals_belong_to_samples(function):
+def test_residuals_belong_to_samples():
     with pytest.raises(ValueError, match=r"residual must have shape \(3,\), got \(2,\)"):
-        function(jnp.array([-1.0, 0.0, 1.0]), jnp.array([1.0, 2.0]))
+        uni.classify_rays(jnp.array([-1.0, 0.0, 1.0]), jnp.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="x must be finite"):
-        function(jnp.array([jnp.nan, 0.0]), jnp.array([1.0, 2.0]))
+        uni.classify_rays(jnp.array([jnp.nan, 0.0]), jnp.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="residual must be an array"):
-        function(jnp.array([-1.0, 0.0]), None)
+        uni.classify_rays(jnp.array([-1.0, 0.0]), None)
 
 
 @pytest.mark.bad_input

@@ -11,13 +11,14 @@ from scipy import interpolate
 from meanflow.kernels import kernel_flow
 from meanflow.measures import Affine, Cloud
 from meanflow.measures._scaling import Scaling, speed
-from meanflow.univariate import random_feature, spline_interpolant, univariate_ntk
+from meanflow.univariate import spline_interpolant, wide_kernel
+from meanflow.univariate._kernels import RadialLaw, SignsLaw, UniformLaw
 from meanflow.univariate._splines import _bordered
-from meanflow.univariate._weight_laws import RadialLaw, SignsLaw, UniformLaw
 
 X = jnp.linspace(-1, 1, 10)
 Y = jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
 GRID = jnp.linspace(-1, 1, 801)
+random_feature = partial(wide_kernel, kind="feature")
 natural_spline = partial(spline_interpolant, law=None)
 
 
@@ -233,7 +234,7 @@ def test_33_alpha_one_gives_the_tangent_kernel_unless_c_is_small():
     m, time, law = 1600, 60.0, RadialLaw(1.0)
 
     def kernel_fits(x, y, grid, c2):
-        for kernel in (lambda *p: univariate_ntk(*p, law=law, c2=c2), lambda *p: random_feature(*p, law=law)):
+        for kernel in (lambda *p: wide_kernel(*p, law=law, c2=c2), lambda *p: random_feature(*p, law=law)):
             yield kernel(grid, x) @ readout(kernel(x, x), -y).dual(time)
 
     x, y, grid, f, _ = _train(m, 1.0, 1.0, time)
