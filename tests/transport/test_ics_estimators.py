@@ -7,15 +7,14 @@ import pytest
 import scipy.special
 import scipy.stats
 
+from meanflow.transport import _critic as critic
 from meanflow.transport import (
-    Critic,
     critic_distance,
     ics,
     sinkhorn_divergence,
     sliced_wasserstein,
     wasserstein,
 )
-from meanflow.transport import _critic as critic
 from meanflow.transport._sliced import marginal_wasserstein, sliced_distances, slicing_constant
 
 
@@ -87,6 +86,27 @@ def test_sinkhorn_divergence_is_biased_low():
     assert abs(float(same.value)) < 1e-6
 
 
+def test_sinkhorn_divergence_of_points_that_are_one_and_of_points_of_any_size():
+    one = jnp.ones((4, 2))
+    same = sinkhorn_divergence(one, one[:1])
+    assert abs(float(same.value)) < 1e-15 and bool(same.converged)
+    with jax.numpy_rank_promotion("allow"):  # ott broadcasts ranks, in its derivative too
+        assert np.all(np.isfinite(jax.grad(lambda x: sinkhorn_divergence(x, one).value)(one)))
+    x, y = (jnp.asarray(u, jnp.float32) for u in clouds(4, n=8, d=2))
+    unit = float(sinkhorn_divergence(x, y).value)
+    for size in (1e-25, 1e25):
+        assert float(sinkhorn_divergence(size * x, size * y).value) / size == pytest.approx(unit, rel=1e-5)
+
+
+def test_sinkhorn_weights_are_shares():
+    x, y = clouds(5, n=8, d=2)
+    weights = np.arange(1.0, 9.0)
+    found = [float(sinkhorn_divergence(x, y, weights_x=s * weights).value) for s in (1.0, 3.0, 1 / 36)]
+    np.testing.assert_allclose(found, found[2], rtol=1e-9)
+    alone = sinkhorn_divergence(x, y[:1], weights_x=(np.arange(8) == 2.0).astype(float))
+    assert float(alone.value) == pytest.approx(float(jnp.linalg.norm(x[2] - y[0])), rel=1e-6)
+
+
 CASES = {"shift .3": (1.0, 0.3), "shift 1": (1.0, 1.0), "scale 1.5": (1.5, 0.0), "scale 3": (3.0, 0.0)}
 
 
@@ -125,8 +145,8 @@ def test_critic_against_the_exact_distance(d):
 def test_convolutional_critic_is_a_lower_bound(key):
     """Shifted images, exact distance by assignment; the Lipschitz bound against gradients and a dense matrix."""
     y = jax.random.normal(key, (60, 4, 4, 2))
-    options = {"hidden": (), "filters": (3, 3), "strides": (2, 1), "steps": 40, "batch": 16}
-    out = critic_distance(y + 0.5, y, key=key, critic=Critic(**options))
+    options = {"hidden": (), "filters": ((3, 2), (3, 1)), "steps": 40, "batch": 16}
+    out = critic_distance(y + 0.5, y, key=key, **options)
     exact = float(wasserstein(*((u[30:]).reshape(30, -1) for u in (y + 0.5, y))))
     assert 0 < float(out.lower_bound) <= exact * (1 + 1e-9)
     assert float(out.lipschitz_estimate) <= float(out.lipschitz_bound)
@@ -144,13 +164,9 @@ def test_convolutional_critic_is_a_lower_bound(key):
 @pytest.mark.bad_input
 def test_critic_bad_input(key):
     with pytest.raises(ValueError, match="x must be images"):
-        critic_distance(
-            jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, critic=Critic(filters=(3,), strides=(1,))
-        )
-    with pytest.raises(ValueError, match="filters and strides must be equally many"):
-        Critic(filters=(3,))
-    with pytest.raises(ValueError, match="head must be one of"):
-        Critic(head="tanh")
+        critic_distance(jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, filters=((3, 1),))
+    with pytest.raises(ValueError, match=r"filters\[0\] must be a pair \(channels, stride\)"):
+        critic_distance(jnp.ones((4, 2)), jnp.ones((4, 2)), key=key, filters=((3,),))
     with pytest.raises(ValueError, match="N >= 2"):
         critic_distance(jnp.ones((4, 2)), jnp.ones((3, 2)), key=key)
 
