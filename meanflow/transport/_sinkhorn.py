@@ -63,8 +63,8 @@ def sinkhorn_divergence(
     check_weights("weights_x", weights_x, jnp.shape(x)[0])
     check_weights("weights_y", weights_y, jnp.shape(y)[0])
     dtype = jnp.result_type(x, y)  # ott takes one precision alone
-    weights = [None if w is None else jnp.asarray(w, dtype) for w in (weights_x, weights_y)]
-    weights = [None if w is None else w / jnp.sum(w) for w in weights]
+    weights = [jnp.ones(jnp.shape(u)[0]) if w is None else w for u, w in ((x, weights_x), (y, weights_y))]
+    weights = [jnp.asarray(w, dtype) / jnp.sum(jnp.asarray(w, dtype)) for w in weights]
     return _divergence(
         jnp.asarray(x, dtype), jnp.asarray(y, dtype), relative_epsilon, *weights, max_iterations
     )
@@ -75,8 +75,8 @@ def _divergence(
     x: jax.Array,
     y: jax.Array,
     relative_epsilon: ArrayLike,
-    weights_x: jax.Array | None,
-    weights_y: jax.Array | None,
+    weights_x: jax.Array,
+    weights_y: jax.Array,
     max_iterations: int,
 ) -> SinkhornDivergence:
     """Run the three solves of ott, compiled."""
