@@ -105,7 +105,6 @@ OTHER_CONSTRUCTORS = {
     "particles of clouds, which Cloud checks": ("Affine", "BatchNormNeurons", "Neurons", "Polar"),
     "checked together in __init__, tested in test_nothing_silent": (
         *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Normalized"),
-        *("Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
         *("Space", "Feature", "Observable", "Stepper", "StepRule"),

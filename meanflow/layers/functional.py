@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _boundary
 from meanflow._boundary import Positive, Rate, array, checked, choice
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.layers._standardize import Axes, axes_of, batch_scale, fits, result_type, widen
+from meanflow.layers._standardize import Axes, Mode, axes_of, batch_scale, fits, result_type, widen
 
 
 def _axes(name: str, value: object) -> object:
@@ -30,7 +30,6 @@ SomeAxes = Annotated[Axes, _axes]
 
 
 Batch = Annotated[Float[ArrayLike, "*shape"], array(rank=1, half=True)]
-MODE = _boundary.choice("std", "rms")
 
 
 @checked
@@ -47,9 +46,7 @@ def recenter(x: Batch, axis: SomeAxes = 0) -> Float[Array, "*shape"]:
 
 
 @checked
-def rescale(
-    x: Batch, axis: SomeAxes = 0, mode: Annotated[str, MODE] = "std", epsilon: Rate = 0.0
-) -> Float[Array, "*shape"]:
+def rescale(x: Batch, axis: SomeAxes = 0, mode: Mode = "std", epsilon: Rate = 0.0) -> Float[Array, "*shape"]:
     """Divide x by its scale over ``axis``: its standard deviation or its root mean square.
 
     Args:
