@@ -323,7 +323,6 @@ def mismatches():
         (lambda: t.sinkhorn_divergence(x, wide), "x and y must have shapes"),
         (lambda: t.sinkhorn_divergence(x, y, weights_x=np.ones(3)), "weights_x must have shape"),
         (lambda: t.sliced_wasserstein(x, wide, key=key), "x and y must have shapes"),
-        (lambda: t.critic_distance(x, y, key=key), "x and y must both be"),
         (lambda: t.ics(x, y), "before and after must have equal shapes"),
         (lambda: d.propagate(key, np.ones((2, 3, 4)), [5]), "x must be"),
         (

@@ -14,11 +14,12 @@ from matplotlib.ticker import MaxNLocator
 
 from meanflow.training import ResNet, Stack, Trainer
 from meanflow.training.data import digits
-from meanflow.transport import critic_distance, ics
+from meanflow.transport import ics
 from meanflow_papers.entry import CIFAR, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels, shades
 from meanflow_papers.unitization.cifar import EPOCHS, Training, load
+from meanflow_papers.unitization.critic import critic_distance
 from meanflow_papers.unitization.presets import PRESETS, staircase
 from meanflow_papers.unitization.table_4 import IMAGES
 
@@ -40,7 +41,7 @@ class LayerShifts:
         outputs: (network, inputs) -> outputs (N, H, W, C) of the layers, normalized and not yet times gamma plus beta.
         inputs: fixed images, on which both networks are compared, with the moments of this batch.
         rows: number of these for which the distance is exact.
-        critic: arguments of ``transport.critic_distance``; every critic starts from the same weights.
+        critic: arguments of ``critic_distance``; every critic starts from the same weights.
         critics_at: epochs at which critics are trained.
 
     After the run ``exact``, ``lower``, ``upper`` and ``critic`` hold one row of layers for each epoch; NaN where no
@@ -166,7 +167,7 @@ def figure_3_layers(
         rows: images for which the distance is exact.
         inputs: images that the critics see, half of them in training.
         reach: number of epochs before and after a drop that are compared, and at which critics are trained.
-        critic: arguments of ``transport.critic_distance``; ``PAPER`` are those of the paper.
+        critic: arguments of ``critic_distance``; ``PAPER`` are those of the paper.
         variants: names of ``table_4.IMAGES``.
     """
     split = digits(0, 1197)
