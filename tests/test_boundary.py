@@ -102,7 +102,7 @@ ARGUMENTS = [
 
 # classes whose constructors check their arguments in their own words, or that users do not make
 OTHER_CONSTRUCTORS = {
-    "particles of clouds, which Cloud checks": ("Affine", "BatchNormNeurons", "Neurons", "Polar"),
+    "particles of clouds, which Cloud checks": ("Affine", "Neurons", "Polar"),
     "checked together in __init__, tested in test_nothing_silent": (
         *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Normalized"),
     ),

@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from meanflow import _boundary
 from meanflow._boundary import (
@@ -21,11 +22,12 @@ from meanflow._boundary import (
     Natural,
     Number,
     Positive,
-    Rate,
     array,
     checked,
     count,
+    either,
     function,
+    number,
     unchecked,
 )
 
@@ -103,38 +105,58 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
     return Law(shape[0] if shape else 1, transform)
 
 
+# a number, or one for each coordinate of a vector
+Level = Annotated[float | Float[Array, "*d"], either(number(), array((None,)))]
+Scale = Annotated[float | Float[Array, "*d"], either(number(low=0), array((None,), low=0))]
+
+
+def _law(
+    transform: Callable[..., jax.Array], family: str, dim: int | None, *parameters: float | jax.Array
+) -> Law:
+    """Return a law of independent coordinates ``transform(u, *parameters)``, where parameters may be one a coordinate.
+
+    It is a law of vectors if ``dim`` says so or a parameter is a vector, and of numbers otherwise.
+    """
+    sizes = {np.shape(u)[0] for u in parameters if np.ndim(u)} | ({dim} if dim else set())
+    if len(sizes) > 1:
+        raise ValueError(f"vectors of a {family} law must have one length, got {sorted(sizes)}")
+    if not sizes:
+        return Law(1, lambda u: transform(u[:, 0], *parameters), family, parameters)
+    rows = [jnp.asarray(u)[None, :] if np.ndim(u) else u for u in parameters]
+    return Law(sizes.pop(), lambda u: transform(u, *rows).astype(u.dtype))
+
+
 def _ordered(low: float | jax.Array, high: float | jax.Array) -> None:
     """Refuse an interval that ends before it begins."""
     known = _boundary.concrete(high), _boundary.concrete(low)
-    if all(end is not None for end in known) and known[0] < known[1]:  # type: ignore[operator]
+    fits = not (np.ndim(low) and np.ndim(high)) or np.shape(low) == np.shape(high)
+    if fits and all(end is not None for end in known) and np.any(known[0] < known[1]):  # type: ignore[operator]
         raise ValueError(f"high must be at least low = {low}, got {high}")
 
 
 @checked
-def uniform(low: Number = -1.0, high: Number = 1.0) -> Law:
-    """Return the uniform law on (low, high).
+def uniform(low: Level = -1.0, high: Level = 1.0) -> Law:
+    """Return the uniform law on (low, high), or on a box where the ends are vectors.
 
     Args:
-        low, high: ends of the interval.
+        low, high: ends of the interval; numbers, or (d,).
     """
     _ordered(low, high)
-    return Law(1, lambda u: low + (high - low) * u[:, 0], "uniform", (low, high))
+    return _law(lambda u, low, high: low + (high - low) * u, "uniform", None, low, high)
 
 
 @checked
-def normal(scale: Rate = 1.0, dim: Count | None = None) -> Law:
-    """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim.
+def normal(scale: Scale = 1.0, dim: Count | None = None) -> Law:
+    """Return the normal law N(0, scale^2) on R, or with covariance diag(scale^2) on R^dim.
 
     Args:
-        scale: standard deviation.
-        dim: dimension of a vector; None for a number.
+        scale: standard deviation; a number, or (d,), one for each coordinate.
+        dim: dimension of a vector; None for a number, or for a scale that is a vector.
+
+    >>> normal([1.0, 10.0])(jnp.array([[0.8413447, 0.8413447]])).round(3).tolist()
+    [[1.0, 10.0]]
     """
-
-    def transform(u: jax.Array) -> jax.Array:
-        z = scale * jax.scipy.special.ndtri(u)
-        return z[:, 0] if dim is None else z
-
-    return Law(dim or 1, transform, "normal", (scale,))
+    return _law(lambda u, scale: scale * jax.scipy.special.ndtri(u), "normal", dim, scale)
 
 
 @checked
@@ -157,14 +179,9 @@ def signs(scale: Number = 1.0) -> Law:
     return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype), "signs", (scale,))
 
 
-@checked
-def angle(low: Number = -np.pi, high: Number = np.pi) -> Law:
-    """Return the law of a uniform angle in (low, high), the full circle by default.
-
-    Args:
-        low, high: ends of the interval, in radians.
-    """
-    return uniform(low, high)
+def angle() -> Law:
+    """Return the law of a uniform angle in (-pi, pi); of a part of the circle ``uniform(low, high)`` is."""
+    return uniform(-np.pi, np.pi)
 
 
 @checked

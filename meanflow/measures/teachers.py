@@ -17,16 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meanflow import _boundary
-from meanflow._boundary import (
-    Count,
-    PRNGKey,
-    Rate,
-    array,
-    checked,
-    choice,
-    either,
-    function,
-)
+from meanflow._boundary import Count, PRNGKey, Rate, array, checked, choice, either, function
 from meanflow.measures._dataset import Dataset
 
 Link = Annotated[Callable[[jax.Array], jax.Array], function]
