@@ -265,6 +265,12 @@ def test_truncated_power_is_the_printed_function():
     np.testing.assert_allclose(corrected_bounds.truncated_power(jnp.asarray(x), p, c), printed, rtol=1e-12)
 
 
+def test_power_one_is_exact_for_shifts_and_power_two_is_not():
+    a, b = jnp.zeros((2, 4)), jnp.full((2, 4), 0.5)
+    assert float(corrected_bounds.power_bound(a, b, 1, 1.0)) == pytest.approx(float(wasserstein(a, b)))
+    assert float(corrected_bounds.power_bound(a, b, 2, 1.0)) < 0.3 * float(wasserstein(a, b))
+
+
 def test_power_bound_is_tight_in_the_limit():
     c, h = 1.0, 5e-4
     a, b = jnp.full((1, 3), c), jnp.full((1, 3), c - h)
