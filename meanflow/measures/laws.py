@@ -179,6 +179,7 @@ def signs(scale: Number = 1.0) -> Law:
     return Law(1, lambda u: jnp.where(u[:, 0] < 0.5, scale, -scale).astype(u.dtype), "signs", (scale,))
 
 
+@checked
 def angle() -> Law:
     """Return the law of a uniform angle in (-pi, pi); of a part of the circle ``uniform(low, high)`` is."""
     return uniform(-np.pi, np.pi)
