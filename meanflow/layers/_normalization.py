@@ -201,6 +201,9 @@ class Normalization(nnx.BatchNorm):
         """Return the mask as zeros and ones in the type of x."""
         found = _boundary.array(low=0, high=1, least=0)("mask", mask)
         arithmetic.fits("mask", found, x)
+        known = _boundary.concrete(found)
+        if known is not None and not np.all((known == 0) | (known == 1)):
+            raise ValueError(f"mask must hold zeros and ones, got {_boundary.show(mask)} with other numbers")
         return found.reshape((1,) * (x.ndim - found.ndim) + found.shape).astype(x.dtype)
 
     def _laid(self, vector: jax.Array, x: jax.Array) -> jax.Array:
@@ -212,12 +215,13 @@ class Normalization(nnx.BatchNorm):
         self, x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...], mean: jax.Array, second: jax.Array
     ) -> None:
         """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
-        # NaN in a feature makes its mean NaN; under jit there is no one to tell
-        known = _boundary.concrete(mean)
+        # NaN in a feature makes its moments NaN; under jit there is no one to tell
+        known = _boundary.concrete(mean + second)
         if known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
-                f"x must be finite in training, got NaN or infinity in {np.count_nonzero(~np.isfinite(known))} of "
-                f"{self.num_features} features; the running moments were left as they are"
+                "x must be finite in training, and so must its squares, got NaN or infinity in "
+                f"{np.count_nonzero(~np.isfinite(known))} of {self.num_features} features; the running moments were "
+                "left as they are"
             )
         count = self._count(x, mask, axes)
         # the batch has normalized by its own variance; only the running average is corrected

@@ -7,7 +7,7 @@ quadrature (a grid): see ``meanflow.measures._sampling``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import equinox as eqx
@@ -25,7 +25,6 @@ from meanflow._boundary import (
     array,
     checked,
     count,
-    either,
     function,
     number,
     unchecked,
@@ -63,7 +62,7 @@ class Law(eqx.Module):
 
         def transform(u: jax.Array) -> jax.Array:
             # each copy consumes numbers of its own: nothing ties one output to another
-            columns = [self(u[:, start : start + self.size]) for start in range(0, u.shape[1], self.size)]
+            columns = [self(u[:, k * self.size : (k + 1) * self.size]) for k in range(count)]
             if columns[0].ndim != 1:
                 raise ValueError(
                     f"only a law of single numbers can be repeated, got one of shape {columns[0].shape[1:]}"
@@ -105,9 +104,21 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
     return Law(shape[0] if shape else 1, transform)
 
 
-# a number, or one for each coordinate of a vector
-Level = Annotated[float | Float[Array, "*d"], either(number(), array((None,)))]
-Scale = Annotated[float | Float[Array, "*d"], either(number(low=0), array((None,), low=0))]
+def _level(low: float | None = None) -> _boundary.Kind:
+    """Make the kind of numbers, or of vectors (d,) with one for each coordinate."""
+    one, several = number(low=low), array((None,), low=low)
+
+    def check(name: str, value: object) -> object:
+        is_vector = isinstance(value, Sequence) or (
+            isinstance(value, jax.Array | np.ndarray) and value.ndim > 0
+        )
+        return (several if is_vector else one)(name, value)
+
+    return check
+
+
+Level = Annotated[float | Float[Array, "*d"], _level()]
+Scale = Annotated[float | Float[Array, "*d"], _level(low=0)]
 
 
 def _law(
@@ -204,6 +215,8 @@ def sphere(dim: Annotated[int, count(2)], radius: Positive = 1.0) -> Law:
     # a normal vector has a uniform direction, in any dimension
     def project(u: jax.Array) -> jax.Array:
         z = jax.scipy.special.ndtri(u)
+        # the middle of the cube, a point of grids, has no direction of its own
+        z = z.at[:, 0].add(jnp.all(z == 0, axis=-1).astype(z.dtype))
         return radius * z / jnp.linalg.norm(z, axis=-1, keepdims=True)
 
     return Law(dim, project)

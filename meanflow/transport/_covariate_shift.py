@@ -70,14 +70,17 @@ def power_bound(x: Samples, y: Samples) -> Float[Array, ""]:
 
 @jax.jit
 def _pieces(x: Samples, y: Samples) -> dict[str, Float[Array, ""]]:
-    """Return all bounds by name, compiled together."""
-    return {
+    """Return all bounds by name, compiled together; in units of the largest entry, whose sums may not be numbers."""
+    size = magnitude(jnp.concatenate([x, y]))
+    x, y = x / size, y / size
+    found = {
         "mean": scaled_norm(jnp.mean(x, axis=0) - jnp.mean(y, axis=0)),
         "power": power_bound(x, y),
         "marginal": marginal_wasserstein(x, y),
         "moment": moment_bound(x, y),
         "paired": jnp.mean(scaled_norm(x - y)),
     }
+    return {name: size * value for name, value in found.items()}
 
 
 @checked

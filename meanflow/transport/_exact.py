@@ -236,6 +236,10 @@ def cylinder_distance(x: Points, y: Points) -> Float[Array, "n m"]:
             worst = norms[np.argmax(np.abs(norms - 1))]
             raise ValueError(f"b of {name} must have unit rows, got a row of norm {worst}")
     (a, b), (a2, b2) = jax.tree.map(jnp.asarray, (tuple(x), tuple(y)))
+    if a.shape[1:] != a2.shape[1:] or b.shape[1:] != b2.shape[1:]:
+        raise ValueError(
+            f"x and y must have points of the same shape, got a {a.shape} and {a2.shape}, b {b.shape} and {b2.shape}"
+        )
     a, a2 = (u.reshape(u.shape[0], -1) for u in (a, a2))
     # |b - b'| = 2 sin(angle/2) and |b + b'| = 2 cos(angle/2) for unit vectors
     angle = 2 * jnp.arctan2(euclidean(b, b2), euclidean(b, -b2))

@@ -136,10 +136,10 @@ AnyLaw = str | Mapping[str, Law] | WeightLaw
 LAWS: dict[str, type[WeightLaw]] = {"signs": SignsLaw, "uniform": UniformLaw, "radial": RadialLaw}
 
 
-def _equal(one: Scalar, other: Scalar) -> bool:
-    """Say whether two parameters are equal, as far as is known: what is traced cannot be looked at."""
+def _equal(one: Scalar, other: Scalar, unknown: bool = True) -> bool:
+    """Say whether two parameters are equal, or ``unknown`` of what is traced and cannot be looked at."""
     left, right = _boundary.concrete(one), _boundary.concrete(other)
-    return left is None or right is None or bool(left == right)
+    return unknown if left is None or right is None else bool(left == right)
 
 
 def weight_law(name: str, value: object) -> WeightLaw:
@@ -154,6 +154,12 @@ def weight_law(name: str, value: object) -> WeightLaw:
         raise ValueError(f"{name} must hold the laws of 'a' and 'b', got {sorted(map(str, given))}")
     (first, p), (second, q) = ((given[k].family, given[k].parameters) for k in "ab")
     centered = second == "uniform" and _equal(-q[0], q[1])
+    if (first == "uniform" and _equal(p[0], p[1], unknown=False)) or (
+        centered and _equal(q[0], q[1], unknown=False)
+    ):
+        raise ValueError(
+            f"{name} must be laws of more than one number, got a uniform law on an interval of length 0"
+        )
     if first == "signs" and _equal(p[0], 1.0) and centered:
         return SignsLaw(q[1])
     if first == "uniform" and _equal(-p[0], p[1]) and centered:

@@ -6,6 +6,7 @@ new function here; how its neurons move while the residual is frozen belongs in 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, TypedDict, Unpack
 
 import jax.numpy as jnp
@@ -42,27 +43,6 @@ class Options(TypedDict, total=False):
     penalty: Rate | None
     forces: Forces
     centered: bool
-
-
-def _lifted(
-    limit: float | None,
-    loss: AnyLoss,
-    alpha: Alpha = "m",
-    penalty: Rate | None = None,
-    forces: str = "auto",
-    centered: bool = False,
-) -> Flow:
-    return make_flow(
-        Reduced(forces),
-        Lifted(Scaling(alpha), limit),
-        loss,
-        alpha=alpha,
-        laws=_polar_laws,
-        penalty=None if penalty is None else (total_variation, penalty),
-        # a penalty is a function of r, so a penalized flow is stepped in (r, theta)
-        chart=HyperbolaChart if penalty is None else Chart,
-        centered=centered,
-    )
 
 
 @checked
@@ -128,7 +108,22 @@ def lifted(
     >>> flow.space.mobility(cloud)[1].shape  # how fast each neuron turns
     (50,)
     """
-    return _lifted(None, loss, alpha, penalty, forces, centered)
+    return make_flow(
+        Reduced(forces),
+        Lifted(Scaling(alpha)),
+        loss,
+        alpha=alpha,
+        laws=_polar_laws,
+        penalty=None if penalty is None else (total_variation, penalty),
+        # a penalty is a function of r, so a penalized flow is stepped in (r, theta)
+        chart=HyperbolaChart if penalty is None else Chart,
+        centered=centered,
+    )
+
+
+def _limit(flow: Flow, delta: float) -> Flow:
+    """Return a lifted flow whose neurons all have one infinite balance, without labels."""
+    return dataclasses.replace(flow, space=Lifted(flow.scaling, delta))
 
 
 @checked
@@ -147,7 +142,7 @@ def planar(loss: AnyLoss = "squared", **options: Unpack[Options]) -> Flow:
     >>> v.r.tolist(), v.theta.tolist()
     ([-1.0], [-0.5])
     """
-    return _lifted(float("inf"), loss, **options)
+    return _limit(lifted(loss, **options), float("inf"))
 
 
 @checked
@@ -165,7 +160,7 @@ def radial(loss: AnyLoss = "squared", **options: Unpack[Options]) -> Flow:
     >>> float(abs(mf.velocity(radial(), cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).theta).max())
     0.0
     """
-    return _lifted(float("-inf"), loss, **options)
+    return _limit(lifted(loss, **options), float("-inf"))
 
 
 @checked

@@ -91,6 +91,7 @@ def _samples(
     x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
     _boundary.shape("y", y, x.shape)
     _boundary.bounds("number of samples", x.shape[0], low=2)
+    _boundary.finite("cubes of the samples x", x**3)
     order = jnp.argsort(x)
     x, y = x[order], y[order]
     _boundary.bounds("gaps between the samples x", jnp.diff(x), above=0.0)

@@ -17,6 +17,7 @@ from typing import Annotated
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
+from meanflow import _boundary
 from meanflow._boundary import array, checked
 from meanflow._numerics import safe_divide, safe_sqrt
 from meanflow.measures._cloud import Affine, Cloud, Polar
@@ -42,7 +43,7 @@ def split(
 
     Args:
         q: c n = alpha r / m of each neuron, any shape.
-        delta: balance of each neuron, +-inf allowed, of the same shape.
+        delta: balance of each neuron, +-inf allowed, of the same shape, or one for all.
 
     >>> c, n = split(jnp.array(1e-3), jnp.array(-1e12))
     >>> bool(jnp.abs(c * n - 1e-3) < 1e-18), float(n)
@@ -50,6 +51,7 @@ def split(
     """
     # big = max(c^2, n^2), without cancellation; the other factor is q over its root
     q, delta = jnp.asarray(q), jnp.asarray(delta)
+    _boundary.shape("delta", delta, q.shape, ())
     endless = jnp.isinf(delta)
     finite = jnp.where(endless, 0.0, delta)
     big = (jnp.abs(finite) + _hypot(finite, 2 * q)) / 2
@@ -76,7 +78,9 @@ def balance(particles: Affine) -> Float[Array, " m"]:
     >>> balance(Affine(jnp.array([3.0]), jnp.array([4.0]), jnp.array([2.0]))).tolist()
     [-21.0]
     """
-    a, b, c = particles
+    a, b, c = (array()(f"particles.{name}", u) for name, u in particles._asdict().items())
+    for name, u in (("b", b), ("c", c)):
+        _boundary.shape(f"particles.{name}", u, a.shape)
     n = jnp.hypot(a, b)
     return (c - n) * (c + n)
 

@@ -167,7 +167,7 @@ def on_sample_share(
 
     Args:
         knots: (m,); non-finite knots are left out.
-        x: (s,) sorted samples.
+        x: (s,) samples, in any order.
         mass: (m,) weight of each knot, default 1; 0 leaves a padded neuron out, abs(c a) weighs by the jump.
 
     Returns:
@@ -176,7 +176,7 @@ def on_sample_share(
     >>> float(on_sample_share(jnp.array([0.01, 0.5, 1.0, 7.0]), jnp.array([0.0, 1.0, 2.0]))).__round__(6)
     0.666667
     """
-    knots, x = jnp.asarray(knots), jnp.asarray(x)
+    knots, x = jnp.asarray(knots), jnp.sort(jnp.asarray(x))
     _boundary.bounds("number of samples", x.shape[0], low=2)  # one sample has no spacing
     mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
     _boundary.shape("mass", mass, knots.shape)

@@ -531,3 +531,13 @@ def test_derivatives_of_second_order_and_forward_mode():
             )
             chex.assert_tree_all_finite(expected)
             chex.assert_trees_all_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.bad_input
+def test_masks_are_zeros_and_ones_and_squares_are_numbers():
+    layer, x = BatchNorm(2), jnp.asarray(batch(0, (3, 2)), jnp.float32)
+    with pytest.raises(ValueError, match="mask must hold zeros and ones"):
+        layer(x, mask=jnp.full((3, 1), 0.5))
+    with pytest.raises(ValueError, match="x must be finite in training, and so must its squares"):
+        layer(1e30 * x)
+    assert jnp.all(layer.var[...] == 1)

@@ -183,3 +183,21 @@ def test_vectors_of_a_law_have_one_length():
         laws.uniform([0.0, 0.0], [1.0, -1.0])
     with pytest.raises(ValueError, match="scale must be"):
         laws.normal([1.0, -1.0])
+
+
+def test_constant_laws_repeat_for_several_outputs(key):
+    cloud = mf.vanilla("tanh").init(key, 3, dim=2, outputs=2, a=1.5)
+    np.testing.assert_array_equal(cloud.particles.a, np.full((3, 2), 1.5))
+
+
+def test_the_sphere_has_a_point_for_every_point_of_the_cube():
+    grid = quadrature((3, 3, 3), mf.Neurons, {"a": laws.constant(1.0), "b": laws.sphere(3)})
+    np.testing.assert_allclose(np.linalg.norm(grid.particles.b, axis=1), 1.0, rtol=1e-12)
+
+
+@pytest.mark.bad_input
+def test_weights_of_nothing():
+    with pytest.raises(ValueError, match="weights must not all be zero"):
+        mf.Cloud(mf.Polar([1.0], [1.0]), [0.0], total=None)
+    with pytest.raises(ValueError, match="index must name a point of positive weight"):
+        mf.Dataset([1.0, 2.0], [1.0, 2.0], [1.0, 0.0]).take(jnp.array([1]))

@@ -130,3 +130,15 @@ def test_independent_samples_mislead():
     x, y = rng.normal(size=(2, 300, 32))
     assert 5.5 < float(wasserstein(x, y)) < 6.3
     assert ics(x, x).exact == 0.0
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30, 1e37])
+def test_distances_of_single_precision_scale_with_the_points(size, key):
+    x, y = (jnp.asarray(u, jnp.float32) for u in clouds(3, n=12, d=3))
+    plain, scaled = ics(x, y), ics(size * x, size * y)
+    for name, value in plain.pieces.items():
+        assert scaled.pieces[name] / size == pytest.approx(value, rel=1e-5), name
+    assert scaled.lower <= scaled.exact * (1 + 1e-6) <= scaled.upper * (1 + 2e-6)
+    for p in (1, 2):
+        near, far = (sliced_wasserstein(s * x, s * y, p, key=key, directions=64) for s in (1.0, size))
+        assert float(far) / size == pytest.approx(float(near), rel=1e-5)

@@ -284,5 +284,9 @@ def test_clouds_that_cannot_be_compared():
         wasserstein(polar, [1.0])
     with pytest.raises(ValueError, match="weights_x and weights_y must be None for clouds"):
         wasserstein(polar, polar, weights_x=[1.0])
+    with pytest.raises(ValueError, match="x and y must have points of the same shape"):
+        wasserstein(plane, mf.Cloud(mf.Neurons([[1.0, 2.0]], [[1.0, 0.0]])), cost="cylinder")
+    with pytest.raises(ValueError, match="x and y must have points of the same shape"):
+        wasserstein(plane, mf.Cloud(mf.Neurons([1.0], [[1.0, 0.0, 0.0]])), cost="cylinder")
     with pytest.raises(ValueError, match="cost='cylinder' needs Polar or two-layer neurons"):
         wasserstein(*[mf.Cloud(mf.Affine([1.0], [1.0], [1.0]))] * 2, cost="cylinder")

@@ -194,3 +194,18 @@ def test_errors_name_what_is_wrong():
         predict(uni.canonical(), polar, jnp.ones((3, 2)))
     with pytest.raises(ValueError, match="labels"):
         balance.lift(polar)
+
+
+@pytest.mark.bad_input
+def test_coordinates_of_unequal_lengths():
+    ones = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"particles.b must have shape \(2,\), got \(3,\)"):
+        balance.balance(Affine(ones, jnp.ones(3), ones))
+    with pytest.raises(ValueError, match="particles.c must be finite"):
+        balance.balance(Affine(ones, ones, jnp.nan * ones))
+    with pytest.raises(ValueError, match="delta must have shape"):
+        balance.split(ones, jnp.ones(3))
+    with pytest.raises(ValueError, match="inner must have shape"):
+        velocity(uni.full(inner=jnp.ones(3)), Cloud(Affine(ones, ones, ones)), DATA)
+    with pytest.raises(TypeError, match=r"lifted\(\) got an unexpected keyword argument 'foo'"):
+        uni.planar(foo=1)

@@ -253,3 +253,9 @@ def test_weights_move_like_alpha_over_width(power):
     turns = [_train(m, m**power, 1.0)[-1] for m in widths]
     slope = np.polyfit(np.log(widths), np.log(np.array(turns)), 1)[0]
     assert slope == pytest.approx(power - 1, abs=0.05)
+
+
+@pytest.mark.bad_input
+def test_samples_whose_cubes_are_no_numbers():
+    with pytest.raises(ValueError, match="cubes of the samples x must be finite"):
+        spline_interpolant(jnp.array([0.0, 1e15], jnp.float32), jnp.array([1.0, 2.0], jnp.float32), law=None)

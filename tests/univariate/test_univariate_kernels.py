@@ -240,3 +240,16 @@ def test_laws_without_a_closed_form_are_refused(given):
         random_feature(0.5, law=given)
     with pytest.raises(ValueError, match="'a' and 'b'"):
         random_feature(0.5, law={"a": laws.signs()})
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": laws.signs(), "b": laws.uniform(0.0, 0.0)},
+        {"a": laws.uniform(0.0, 0.0), "b": laws.uniform()},
+    ],
+)
+def test_uniform_laws_of_one_number_are_refused(given):
+    with pytest.raises(ValueError, match="interval of length 0"):
+        random_feature(0.5, law=given)
