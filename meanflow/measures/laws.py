@@ -7,7 +7,7 @@ quadrature (a grid): see ``meanflow.measures._sampling``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 import equinox as eqx
@@ -109,7 +109,7 @@ def _level(low: float | None = None) -> _boundary.Kind:
     one, several = number(low=low), array((None,), low=low)
 
     def check(name: str, value: object) -> object:
-        is_vector = isinstance(value, Sequence) or (
+        is_vector = isinstance(value, list | tuple) or (
             isinstance(value, jax.Array | np.ndarray) and value.ndim > 0
         )
         return (several if is_vector else one)(name, value)

@@ -59,10 +59,7 @@ def canonical(
     theta' = -r <G, t>, with the force G on the neuron, d = (cos theta, sin theta) and t = d'(theta).
 
     Args:
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
-        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
-        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
-        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+        loss, penalty, forces, centered: as in ``lifted``.
 
     >>> import jax, meanflow as mf
     >>> flow = canonical()
@@ -177,14 +174,11 @@ def full(
     """Make the plain gradient flow of f = (1/alpha) sum_i c_i relu(a_i x - b_i) in (a, b, c), eqs. (1), (2).
 
     Args:
-        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        loss, alpha, forces, centered: as in ``lifted``.
         inner: whether (a, b) is trained. Like ``outer`` it may be an array of 0 and 1, one per neuron or traced, so
             that one compiled program covers this model, planar (outer=False) and radial (inner=False).
         outer: whether c is trained.
         penalty: lam >= 0 of weight decay lam * mean (a^2 + b^2 + c^2)/2, or None; then delta' = -2 lam delta.
-        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
-        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
 
     >>> import jax, meanflow as mf
     >>> flow = full(alpha="sqrt", outer=False)
