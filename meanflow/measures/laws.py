@@ -97,16 +97,15 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
         return Law(0, lambda u: jnp.full((u.shape[0], *shape), level, u.dtype))  # type: ignore[arg-type]
 
     def transform(u: jax.Array) -> jax.Array:
-        values = jnp.asarray(value(u if shape else u[:, 0]), u.dtype)
+        values = _boundary.floating(value(u if shape else u[:, 0])).astype(u.dtype)
         _boundary.shape(f"values of {name}", values, (u.shape[0], *shape))
         return values
 
     return Law(shape[0] if shape else 1, transform)
 
 
-def _level(low: float | None = None) -> _boundary.Kind:
+def _level(one: _boundary.Kind, several: _boundary.Kind) -> _boundary.Kind:
     """Make the kind of numbers, or of vectors (d,) with one for each coordinate."""
-    one, several = number(low=low), array((None,), low=low)
 
     def check(name: str, value: object) -> object:
         is_vector = isinstance(value, list | tuple) or (
@@ -117,8 +116,8 @@ def _level(low: float | None = None) -> _boundary.Kind:
     return check
 
 
-Level = Annotated[float | Float[Array, "*d"], _level()]
-Scale = Annotated[float | Float[Array, "*d"], _level(low=0)]
+Level = Annotated[float | Float[Array, "*d"], _level(number(), array((None,)))]
+Scale = Annotated[float | Float[Array, "*d"], _level(number(low=0), array((None,), low=0))]
 
 
 def _law(
@@ -197,11 +196,11 @@ def angle() -> Law:
 
 
 @checked
-def sphere(dim: Annotated[int, count(2)], radius: Positive = 1.0) -> Law:
+def sphere(dim: Count, radius: Positive = 1.0) -> Law:
     """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle.
 
     Args:
-        dim: dimension of the vectors, >= 2.
+        dim: dimension of the vectors; for 1 the sphere is two points, a sign.
         radius: their length.
     """
     if dim == 2:

@@ -68,7 +68,7 @@ def test_alignment_is_one_in_the_span_and_k_over_d_at_random(key):
 
 @pytest.mark.bad_input
 def test_links_and_directions_are_checked():
-    with pytest.raises(ValueError, match=r"values of link must have shape \(4,\), got \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"values of link must have shape \(4,\), got shape \(4, 2\)"):
         teachers.multi_index(3, 2, lambda z: z)(jnp.ones((4, 3)))
     with pytest.raises(ValueError, match="directions must have orthonormal rows"):
         teachers.Teacher(jnp.ones((2, 3)), lambda z: z[:, 0], "normal")

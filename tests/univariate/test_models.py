@@ -199,7 +199,7 @@ def test_errors_name_what_is_wrong():
 @pytest.mark.bad_input
 def test_coordinates_of_unequal_lengths():
     ones = jnp.ones(2)
-    with pytest.raises(ValueError, match=r"particles.b must have shape \(2,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"particles.b must have shape \(2,\), got shape \(3,\)"):
         balance.balance(Affine(ones, jnp.ones(3), ones))
     with pytest.raises(ValueError, match="particles.c must be finite"):
         balance.balance(Affine(ones, ones, jnp.nan * ones))
