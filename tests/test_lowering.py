@@ -173,7 +173,7 @@ def tangent_kernels(cloud, data):
     operator = kernels.ntk_operator(network, params, data.x)
     flow = kernels.kernel_flow(full, jnp.zeros_like(data.y), data.y)
     spectrum = top_eigenpairs(operator, 2, key=jax.random.key(0)).values
-    closed = mf.univariate.univariate_ntk(data.x[:, 0], data.x[:, 0])
+    closed = mf.univariate.wide_kernel(data.x[:, 0], data.x[:, 0])
     return full, flow(jnp.asarray([0.5, 1.0], full.dtype)), spectrum, closed
 
 

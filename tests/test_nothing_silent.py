@@ -253,8 +253,6 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: trained(loss=lambda f, y: f), "loss must return one number"),
         (lambda: trained(augment=lambda key, x: x[:1]), "augment must return a batch"),
         (lambda: trained(width=5), "which the network does not take"),
-        (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 3))), "y must have shape"),
-        (lambda: mf.transport.bounds.best_power_bound(np.ones((2, 2)), np.ones((2, 2)), (0,)), "orders"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, "1"), "t1 must be a number"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, step=1e-310), "step must be .*1e-310"),
         (lambda: mf.solve(mf.vanilla("tanh"), CLOUD, PLANE, 1.0, step=1e-12), "step must be at least"),

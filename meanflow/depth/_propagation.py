@@ -25,7 +25,7 @@ from meanflow._reuse import canonical, compiled
 from meanflow.activations import AnyActivation
 from meanflow.depth._gram import LayerRecord
 from meanflow.layers import functional
-from meanflow.layers._initializers import Initializer
+from meanflow.layers._standardize import Initializer
 
 VARIANCE = {"gaussian": 1.0, "he": 2.0}
 """fan_in times the variance of the entries, for the laws with independent Gaussian entries."""

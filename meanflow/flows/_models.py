@@ -137,9 +137,9 @@ def batchnorm(
         mean: (d,) population mean, or None: that of the data.
         covariance: (d, d) population covariance S, or None: that of the data (1/N). It may be singular (constant
             inputs, fewer samples than dimensions); then the part of b in its null space stands still.
-        affine: neurons ``BatchNormNeurons(a, b, scale, shift)`` with a trainable scale and shift of the normalized
-            preactivation, as in a layer: a s(scale t + shift). |b_i| is still conserved, and with ReLU so is
-            |a|^2 - scale^2 - shift^2.
+        affine: neurons (a, b, scale, shift), made by ``flow.feature.record``, with a trainable scale and shift of the
+            normalized preactivation, as in a layer: a s(scale t + shift). |b_i| is still conserved, and with ReLU
+            so is |a|^2 - scale^2 - shift^2.
 
     Statistics of the data are frozen by ``flow.bind(data)``; ``energy``, ``velocity`` and the solvers bind implicitly.
 

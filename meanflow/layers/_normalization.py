@@ -22,7 +22,7 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _boundary
 from meanflow._boundary import Count, checked
 from meanflow.layers import _standardize as arithmetic
-from meanflow.layers._standardize import Batch, Own
+from meanflow.layers._standardize import Batch, Mode, Own
 
 
 def _check_axis(name: str, value: object) -> object:
@@ -42,8 +42,10 @@ Metadata = Annotated[
 
 
 class Options(TypedDict, total=False):
-    """What flax's ``nnx.BatchNorm`` takes beside the number of features."""
+    """What every layer takes beside the number of features: ``unbiased``, and the arguments of ``nnx.BatchNorm``."""
 
+    unbiased: bool
+    rngs: nnx.Rngs | None
     use_running_average: bool | None
     axis: Annotated[int | Sequence[int], _check_axis]
     momentum: Annotated[float, _boundary.number(low=0, high=1, static=True)]
@@ -82,23 +84,12 @@ class Normalization(nnx.BatchNorm):
     with_affine: bool = True
 
     @checked
-    def __init__(
-        self,
-        num_features: Count,
-        *,
-        unbiased: bool = False,
-        rngs: nnx.Rngs | None = None,
-        **options: Unpack[Options],
-    ):
-        # flax's constructor draws gamma and beta; our defaults differ from flax's in these four
-        given: dict[str, Any] = {
-            "use_scale": self.with_affine,
-            "use_bias": self.with_affine,
-            "use_fast_variance": False,
-            "promote_dtype": None,
-            **options,
-        }
-        super().__init__(num_features, rngs=rngs or nnx.Rngs(0), **given)
+    def __init__(self, num_features: Count, **options: Unpack[Options]):
+        # flax's constructor draws gamma and beta; our defaults differ from flax's in these
+        usual = {"use_scale": self.with_affine, "use_bias": self.with_affine, "unbiased": False}
+        given: dict[str, Any] = {**usual, "use_fast_variance": False, "promote_dtype": None, **options}
+        self.unbiased = given.pop("unbiased")
+        super().__init__(num_features, **given | {"rngs": options.get("rngs") or nnx.Rngs(0)})
         if self.moment is not None:
             _boundary.bounds("epsilon", self.epsilon, above=0.0)
         if self.axis_index_groups is not None and self.axis_name is None:
@@ -109,7 +100,6 @@ class Normalization(nnx.BatchNorm):
         none: Any = nnx.data(None)
         self.mean = nnx.BatchStat(jnp.zeros(shape, dtype)) if self.center else none
         self.var = nnx.BatchStat(jnp.ones(shape, dtype)) if self.moment else none
-        self.unbiased = unbiased
 
     def __call__(
         self, x: Batch, use_running_average: bool | None = None, *, mask: ArrayLike | None = None
@@ -124,12 +114,10 @@ class Normalization(nnx.BatchNorm):
         x = self._read(x)
         return self._normalize(x, use_running_average, mask, self._own(x)).astype(self._result(x))
 
-    def normalized(
-        self, x: Batch, use_running_average: bool | None = None, *, mask: ArrayLike | None = None
-    ) -> Batch:
+    def normalized(self, x: Batch, use_running_average: bool | None = None) -> Batch:
         """Normalize a batch as ``__call__`` does, but leave gamma and beta out."""
         x = self._read(x)
-        return self._normalize(x, use_running_average, mask, (None, None)).astype(self._result(x))
+        return self._normalize(x, use_running_average, None, (None, None)).astype(self._result(x))
 
     def affine(self, x: Batch) -> Batch:
         """Return gamma x + beta, the second half of ``__call__``."""
@@ -151,20 +139,11 @@ class Normalization(nnx.BatchNorm):
 
     def _result(self, x: jax.Array) -> DTypeLike:
         """Return the dtype of the result for an input x."""
-        if self.promote_dtype is not None:
-            return self._promoted(x).dtype
         if self.dtype is not None:
             return self.dtype
         # as flax does: the widest of input and parameters
         parts = [part[...] for part in (self.scale, self.bias) if part is not None]
         return jnp.result_type(x, *parts)
-
-    def _promoted(self, x: jax.Array) -> jax.Array:
-        """Return the input as ``promote_dtype`` gives it beside mean, variance, gamma and beta."""
-        assert self.promote_dtype is not None
-        own = [u[...] for u in (self.mean, self.var, self.scale, self.bias) if u is not None]
-        promoted, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
-        return jnp.asarray(promoted)
 
     def _own(self, x: jax.Array) -> Own:
         """Return gamma and beta such that they lie along the feature axes of x; None where there is none."""
@@ -182,7 +161,7 @@ class Normalization(nnx.BatchNorm):
         axes = tuple(i for i in range(x.ndim) if i not in self._feature_axes(x))
         if x.size == 0 and not average and (self.center or self.moment):
             raise ValueError(f"x must not be empty in training: it has no moments, got shape {x.shape}")
-        x = arithmetic.widen(x if self.promote_dtype is None else self._promoted(x))
+        x = arithmetic.widen(x)
         weights = None if mask is None else self._mask(mask, x)
         if not self.center and not self.moment:
             return arithmetic.affine(x, *own)
@@ -222,6 +201,9 @@ class Normalization(nnx.BatchNorm):
         """Return the mask as zeros and ones in the type of x."""
         found = _boundary.array(low=0, high=1, least=0)("mask", mask)
         arithmetic.fits("mask", found, x)
+        known = _boundary.concrete(found)
+        if known is not None and not np.all((known == 0) | (known == 1)):
+            raise ValueError(f"mask must hold zeros and ones, got {_boundary.show(mask)} with other numbers")
         return found.reshape((1,) * (x.ndim - found.ndim) + found.shape).astype(x.dtype)
 
     def _laid(self, vector: jax.Array, x: jax.Array) -> jax.Array:
@@ -233,12 +215,13 @@ class Normalization(nnx.BatchNorm):
         self, x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...], mean: jax.Array, second: jax.Array
     ) -> None:
         """Move the running moments towards those of a batch; features without entries or with NaN stay as they are."""
-        # NaN in a feature makes its mean NaN; under jit there is no one to tell
-        known = _boundary.concrete(mean)
+        # NaN in a feature makes its moments NaN; under jit there is no one to tell
+        known = _boundary.concrete(mean + second)
         if known is not None and not np.all(np.isfinite(known)):
             raise ValueError(
-                f"x must be finite in training, got NaN or infinity in {np.count_nonzero(~np.isfinite(known))} of "
-                f"{self.num_features} features; the running moments were left as they are"
+                "x must be finite in training, and so must its squares, got NaN or infinity in "
+                f"{np.count_nonzero(~np.isfinite(known))} of {self.num_features} features; the running moments were "
+                "left as they are"
             )
         count = self._count(x, mask, axes)
         # the batch has normalized by its own variance; only the running average is corrected
@@ -293,8 +276,8 @@ class Rescale(Normalization):
     center = False
     with_affine = False
 
-    def __init__(self, num_features: int, *, mode: str = "std", **options: Any):
-        _boundary.one_of("mode", mode, ("std", "rms"))
+    @checked
+    def __init__(self, num_features: Count, *, mode: Mode = "std", **options: Unpack[Options]):
         self.moment = mode
         super().__init__(num_features, **options)
 
@@ -314,9 +297,9 @@ class BatchNorm(Normalization):
             variance), dtype of the result, param_dtype (float32; running moments are at least float32), use_bias and
             use_scale (whether there is a beta and a gamma), bias_init and scale_init, bias_metadata and scale_metadata,
             axis_name (mesh axis over which moments are synchronized under ``shard_map`` or ``vmap``; arrays that jit
-            shards by itself do not need it), axis_index_groups (groups of its devices), promote_dtype (chooses another
-            type to compute in than at least float32) and use_fast_variance, which has no effect: the variance is
-            always taken in two passes.
+            shards by itself do not need it), axis_index_groups (groups of its devices). Two have no effect:
+            use_fast_variance (the variance is always taken in two passes) and promote_dtype (sums are always in at
+            least float32).
 
     >>> layer = BatchNorm(1, epsilon=1e-12)
     >>> print(layer(jnp.array([[1.0], [3.0]])).ravel())

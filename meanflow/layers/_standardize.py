@@ -1,16 +1,23 @@
 """The arithmetic of the layers, on arrays that have been checked: moments over masks and devices, gamma and beta."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
+
+from meanflow._boundary import choice, function
 
 Axes = int | tuple[int, ...]
 Batch = Float[Array, "*shape"]
 Part = Float[Array, "..."] | None  # broadcasts against a batch
 Own = tuple[jax.Array | None, jax.Array | None]  # gamma and beta of a layer
+Mode = Annotated[str, choice("std", "rms")]  # whether a second moment is about the mean or about zero
+# draws parameters, (key, shape, dtype) -> array; the protocol of jax also asks for an ``out_sharding``
+Initializer: TypeAlias = Annotated[Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array], function]
 
 
 def widen(x: Float[ArrayLike, "*shape"]) -> Float[Array, "*shape"]:
@@ -50,13 +57,7 @@ def result_type(x: ArrayLike) -> jnp.dtype:
 def batch_scale(
     x: Float[ArrayLike, "..."], axis: Axes = 0, mode: str = "std", epsilon: float | Float[Array, ""] = 0.0
 ) -> Float[Array, "..."]:
-    """Return the scale of x over ``axis``, which remains with length 1.
-
-    Args:
-        x: batch.
-        axis: axes averaged over.
-        mode: ``"std"`` for the deviation from the mean, ``"rms"`` for the deviation from zero.
-        epsilon: added to the second moment before the root is taken.
+    """Return the root of the second moment of x over ``axis``, which remains with length 1, plus ``epsilon``.
 
     >>> print(batch_scale(jnp.array([3.0, 5.0])), batch_scale(jnp.array([1.0, 7.0]), mode="rms"))
     [1.] [5.]

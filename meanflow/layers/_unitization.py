@@ -4,9 +4,11 @@ The unitization paper trains the *linear* interpolation (10) but proves its Theo
 the harmonic interpolation bounds the outputs, and only while alpha stays in (0, 1].
 """
 
+from __future__ import annotations
+
 import math
 import warnings
-from typing import Any
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,9 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
+from meanflow._boundary import Count, checked, choice, count, either, number
 from meanflow.layers import functional
-from meanflow.layers._normalization import Normalization
+from meanflow.layers._normalization import Normalization, Options
 from meanflow.layers._standardize import Own, affine
 
 
@@ -26,19 +29,19 @@ class Fixed(nnx.Variable):
 class Unitize(Normalization):
     """Scale each sample towards unit norm by a trainable share alpha, without batch statistics.
 
-    The layer applies ``functional.unitize`` with its alpha, so training and inference are the same map. With
-    ``alpha_init=1, train_alpha=False`` it is the vanilla unitization x / |x| of the unitization paper; a scalar alpha
-    gives the paper's (8), a vector alpha its (10) or, with the harmonic interpolation, its (9).
+    The layer applies ``functional.unitize`` with its alpha, so training and inference are the same map. It starts as
+    the identity, at alpha = 0, unless ``alpha_init`` says otherwise. With ``alpha_init=1, train_alpha=False`` it is the
+    vanilla unitization x / |x| of the unitization paper; a scalar alpha gives the paper's (8), a vector alpha its (10)
+    or, with the harmonic interpolation, its (9).
 
     Args:
         num_features: length of the feature axis.
         alpha_init: initial alpha, a number.
         alpha_shape: ``"vector"`` for one alpha a feature, ``"scalar"`` for a single one.
-        alpha_constraint: ``"none"``; ``"clip"`` for alpha = clip(parameter, 0, 1); or ``"sigmoid"`` for
-            alpha = sigmoid(parameter), which needs 0 < alpha_init < 1.
+        clip_alpha: whether alpha is the parameter clipped to [0, 1].
         train_alpha: False keeps alpha at its initial value: it is then a ``Fixed`` instead of an ``nnx.Param``.
-        interpolation: ``"linear"`` (10) or ``"harmonic"`` (9). The harmonic form has a pole at negative alpha and so
-            needs a constraint or a fixed alpha.
+        interpolation: ``"linear"`` (10) or ``"harmonic"`` (9), which has a pole at negative alpha and so needs an alpha
+            that is clipped or fixed.
         n: divisor of the squared norm. An integer; or ``"features"`` for the number C of features; or ``"pixels"`` for
             the number HW of pixels, as in the paper. None means 1 for dense batches (Algorithm 1) and C for images,
             where the norm is then about 1 at any width and resolution. With ``"pixels"`` the map changes with the
@@ -60,49 +63,47 @@ class Unitize(Normalization):
     moment: str | None = None
     with_affine = False
 
+    @checked
     def __init__(
         self,
-        num_features: int,
+        num_features: Count,
         *,
-        alpha_init: float = 0.0,
-        alpha_shape: str = "vector",
-        alpha_constraint: str = "none",
+        alpha_init: Annotated[float, number(static=True)] = 0.0,
+        alpha_shape: Annotated[str, choice("vector", "scalar")] = "vector",
+        clip_alpha: bool = False,
         train_alpha: bool = True,
-        interpolation: str = "linear",
-        n: int | str | None = None,
-        sample: str = "image",
-        **options: Any,
+        interpolation: Annotated[str, choice("linear", "harmonic")] = "linear",
+        n: Annotated[int | str, either(choice("features", "pixels"), count(1))] | None = None,
+        sample: Annotated[str, choice("image", "pixel")] = "image",
+        **options: Unpack[Options],
     ):
         super().__init__(num_features, **options)
         _boundary.whole("axis", self.axis, -(2**31))
-        _boundary.number(static=True)("alpha_init", alpha_init)
-        _boundary.flag("train_alpha", train_alpha)
-        _boundary.one_of("alpha_shape", alpha_shape, ("vector", "scalar"))
-        _boundary.one_of("alpha_constraint", alpha_constraint, ("none", "clip", "sigmoid"))
-        _boundary.one_of("interpolation", interpolation, ("linear", "harmonic"))
-        _boundary.one_of("sample", sample, ("image", "pixel"))
-        _boundary.optional(_boundary.either(_boundary.choice("features", "pixels"), _boundary.count(1)))(
-            "n", n
-        )
-        alpha_init = float(alpha_init)
-        _check_alpha(alpha_init, alpha_constraint, train_alpha, interpolation)
-        # the parameter is the logit, so that alpha starts where it was asked to
-        if alpha_constraint == "sigmoid":
-            alpha_init = math.log(alpha_init / (1 - alpha_init))
+        if clip_alpha:
+            _boundary.bounds("alpha_init", alpha_init, low=0.0, high=1.0)
+        elif interpolation == "harmonic" and (train_alpha or alpha_init < 0):
+            raise ValueError(
+                "interpolation='harmonic' has a pole at negative alpha: set clip_alpha=True, or train_alpha=False with "
+                f"alpha_init >= 0, got alpha_init={alpha_init}"
+            )
+        if train_alpha and clip_alpha and interpolation == "linear" and alpha_init == 0:
+            warnings.warn(
+                "alpha clipped at its initial 0 tends to stay there (gradients of the linear form usually "
+                "push it down), which leaves plain batch norm; start from alpha_init > 0",
+                stacklevel=4,
+            )
         shape = (num_features,) if alpha_shape == "vector" else ()
         self.raw = (nnx.Param if train_alpha else Fixed)(jnp.full(shape, alpha_init, self.param_dtype))
-        self.constraint, self.interpolation, self.n, self.sample = alpha_constraint, interpolation, n, sample
+        self.clip_alpha, self.interpolation, self.n, self.sample = clip_alpha, interpolation, n, sample
 
     @property
     def alpha(self) -> Float[Array, "*features"]:
-        """Alpha after its constraint has been applied; a number, or one number a feature."""
+        """Alpha, clipped if asked; a number, or one number a feature."""
         raw = self.raw[...]
-        if self.constraint == "sigmoid":
-            return jax.nn.sigmoid(raw)
-        if self.constraint == "clip":
-            # gradient 1 on the closed interval, so that alpha can leave an end point it starts from
-            return jnp.where((raw >= 0) & (raw <= 1), raw, jnp.clip(jax.lax.stop_gradient(raw), 0, 1))
-        return raw
+        if not self.clip_alpha:
+            return raw
+        # gradient 1 on the closed interval, so that alpha can leave an end point it starts from
+        return jnp.where((raw >= 0) & (raw <= 1), raw, jnp.clip(jax.lax.stop_gradient(raw), 0, 1))
 
     def divisor(self, shape: tuple[int, ...]) -> float:
         """Return the number that divides the sum of squares of one sample, for a batch of this shape."""
@@ -130,25 +131,6 @@ class Unitize(Normalization):
             x, alpha, axes, interpolation=self.interpolation, epsilon=self.epsilon, n=self.divisor(x.shape)
         )
         return affine(out, *own)
-
-
-def _check_alpha(alpha_init: float, constraint: str, train_alpha: bool, interpolation: str) -> None:
-    """Refuse an initial alpha that its constraint or its interpolation does not allow."""
-    if constraint == "sigmoid" and not 0 < alpha_init < 1:
-        raise ValueError(f"alpha_init must lie in (0, 1) for alpha_constraint='sigmoid', got {alpha_init}")
-    if constraint == "clip" and not 0 <= alpha_init <= 1:
-        raise ValueError(f"alpha_init must lie in [0, 1] for alpha_constraint='clip', got {alpha_init}")
-    if interpolation == "harmonic" and constraint == "none" and (train_alpha or alpha_init < 0):
-        raise ValueError(
-            "interpolation='harmonic' has a pole at negative alpha: set alpha_constraint to 'clip' or "
-            "'sigmoid', or train_alpha=False with alpha_init >= 0"
-        )
-    if train_alpha and constraint == "clip" and interpolation == "linear" and alpha_init == 0:
-        warnings.warn(
-            "alpha clipped at its initial 0 tends to stay there (gradients of the linear form usually "
-            "push it down), which leaves plain batch norm; start from alpha_init > 0",
-            stacklevel=5,
-        )
 
 
 class UnitizedBatchNorm(Unitize):

@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
 from meanflow._boundary import Positive, Rate, array, checked, choice
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.layers._standardize import Axes, axes_of, batch_scale, fits, result_type, widen
+from meanflow.layers._standardize import Axes, Mode, axes_of, batch_scale, fits, result_type, widen
 
 
 def _axes(name: str, value: object) -> object:
@@ -30,7 +31,6 @@ SomeAxes = Annotated[Axes, _axes]
 
 
 Batch = Annotated[Float[ArrayLike, "*shape"], array(rank=1, half=True)]
-MODE = _boundary.choice("std", "rms")
 
 
 @checked
@@ -47,9 +47,7 @@ def recenter(x: Batch, axis: SomeAxes = 0) -> Float[Array, "*shape"]:
 
 
 @checked
-def rescale(
-    x: Batch, axis: SomeAxes = 0, mode: Annotated[str, MODE] = "std", epsilon: Rate = 0.0
-) -> Float[Array, "*shape"]:
+def rescale(x: Batch, axis: SomeAxes = 0, mode: Mode = "std", epsilon: Rate = 0.0) -> Float[Array, "*shape"]:
     """Divide x by its scale over ``axis``: its standard deviation or its root mean square.
 
     Args:
@@ -67,8 +65,11 @@ def rescale(
     scale = batch_scale(full, axis, mode, epsilon)
     # under jit the scale is not known yet: the result is then infinite or NaN, as a division by 0 is
     known = _boundary.concrete(scale)
-    if known is not None and not known.all():
-        raise ValueError("x must not be constant along axis where epsilon = 0, got features whose scale is 0")
+    if known is not None and not (known.all() and np.isfinite(known).all()):
+        raise ValueError(
+            "x must not be constant along axis where epsilon = 0, and its squares must be numbers, got features whose "
+            f"scale is from {known.min():.3g} to {known.max():.3g}"
+        )
     return (full / scale).astype(result_type(x))
 
 
@@ -120,9 +121,10 @@ def unitize(
         alpha = alpha.reshape((1,) * (x.ndim - 1) + (-1,))
     # r = sqrt(sum x_i^2 / n + epsilon), with slope 0 at 0: a zero sample stays zero and passes no NaN on
     norm = safe_sqrt(jnp.sum(jnp.square(x) / n, axis=axis, keepdims=True) + epsilon)
+    _boundary.finite("norms of the samples of x", norm)
     if interpolation == "linear":
         out = x * (safe_divide(alpha, norm) + 1 - alpha)
     else:
         scale = alpha * norm + 1 - alpha
-        out = x / jnp.where(scale == 0, 1, scale)  # 0 only for a vanishing sample at alpha = 1
+        out = x / jnp.where((scale == 0) & (norm == 0), 1, scale)  # a vanishing sample at alpha = 1
     return out.astype(result_type(given))

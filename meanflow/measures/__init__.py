@@ -3,7 +3,6 @@
 from meanflow.measures import laws as laws
 from meanflow.measures import teachers as teachers
 from meanflow.measures._cloud import Affine as Affine
-from meanflow.measures._cloud import BatchNormNeurons as BatchNormNeurons
 from meanflow.measures._cloud import Cloud as Cloud
 from meanflow.measures._cloud import Neurons as Neurons
 from meanflow.measures._cloud import Polar as Polar

@@ -129,6 +129,8 @@ class Cloud(Module):
         self.particles, self.weights, self.labels = particles, weights, labels
         # padding has no weight and counts as no neuron
         if width is None:
+            if known is not None and not known.any():
+                raise ValueError("weights must not all be zero: the cloud would have no neuron")
             width = jnp.count_nonzero(weights) if known is None else int(np.count_nonzero(known))
         self.width = jnp.asarray(WIDTH("width", width), dtype)
 

@@ -119,6 +119,9 @@ class Dataset(Module):
         index = _boundary.indices("index", index, self.size)
         # the loss of a batch is then as large as that of all samples, and so is the step it allows
         chosen = self.weights[index]
+        known = _boundary.concrete(chosen)
+        if known is not None and not known.any():
+            raise ValueError(f"index must name a point of positive weight, got {_boundary.show(index)}")
         scale = jnp.sum(self.weights) / jnp.sum(chosen)
         return Dataset(self.x[index], self.y[index], chosen * scale)
 

@@ -69,7 +69,6 @@ def sample(
     *,
     labels: Labels = None,
     quasi: bool = False,
-    limit: bool = False,
 ) -> Cloud:
     """Draw ``width`` particles of type ``record``, coordinate ``name`` from ``laws[name]``: independent or well spread.
 
@@ -84,7 +83,6 @@ def sample(
             frac(shift + k / g^j), j = 1..size, with g the root of g^(size+1) = g + 1. Function errors fall almost like
             1/width instead of 1/sqrt(width). The shift is 1/2, or uniform with a key: then averages over keys are
             unbiased, and their spread measures the error.
-        limit: declare that the cloud stands for m = infinity.
 
     >>> import jax
     >>> from meanflow.measures import Polar, laws
@@ -112,7 +110,7 @@ def sample(
         # 0 itself must not be drawn: the normal law would map it to minus infinity
         tiny = jnp.finfo(jnp.result_type(float)).tiny
         u = jax.random.uniform(key, (width, size), minval=tiny)  # type: ignore[arg-type]
-    return Cloud(_particles(record, laws, u), labels=labels, width=np.inf if limit else None)
+    return Cloud(_particles(record, laws, u), labels=labels)
 
 
 @checked

@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from meanflow import _boundary
 from meanflow._boundary import (
@@ -21,11 +22,11 @@ from meanflow._boundary import (
     Natural,
     Number,
     Positive,
-    Rate,
     array,
     checked,
     count,
     function,
+    number,
     unchecked,
 )
 
@@ -61,7 +62,7 @@ class Law(eqx.Module):
 
         def transform(u: jax.Array) -> jax.Array:
             # each copy consumes numbers of its own: nothing ties one output to another
-            columns = [self(u[:, start : start + self.size]) for start in range(0, u.shape[1], self.size)]
+            columns = [self(u[:, k * self.size : (k + 1) * self.size]) for k in range(count)]
             if columns[0].ndim != 1:
                 raise ValueError(
                     f"only a law of single numbers can be repeated, got one of shape {columns[0].shape[1:]}"
@@ -103,38 +104,69 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
     return Law(shape[0] if shape else 1, transform)
 
 
+def _level(one: _boundary.Kind, several: _boundary.Kind) -> _boundary.Kind:
+    """Make the kind of numbers, or of vectors (d,) with one for each coordinate."""
+
+    def check(name: str, value: object) -> object:
+        is_vector = isinstance(value, list | tuple) or (
+            isinstance(value, jax.Array | np.ndarray) and value.ndim > 0
+        )
+        return (several if is_vector else one)(name, value)
+
+    return check
+
+
+Level = Annotated[float | Float[Array, "*d"], _level(number(), array((None,)))]
+Scale = Annotated[float | Float[Array, "*d"], _level(number(low=0), array((None,), low=0))]
+
+
+def _law(
+    transform: Callable[..., jax.Array], family: str, dim: int | None, *parameters: float | jax.Array
+) -> Law:
+    """Return a law of independent coordinates ``transform(u, *parameters)``, where parameters may be one a coordinate.
+
+    It is a law of vectors if ``dim`` says so or a parameter is a vector, and of numbers otherwise.
+    """
+    sizes = {np.shape(u)[0] for u in parameters if np.ndim(u)} | ({dim} if dim else set())
+    if len(sizes) > 1:
+        raise ValueError(f"vectors of a {family} law must have one length, got {sorted(sizes)}")
+    if not sizes:
+        return Law(1, lambda u: transform(u[:, 0], *parameters), family, parameters)
+    rows = [jnp.asarray(u)[None, :] if np.ndim(u) else u for u in parameters]
+    return Law(sizes.pop(), lambda u: transform(u, *rows).astype(u.dtype))
+
+
 def _ordered(low: float | jax.Array, high: float | jax.Array) -> None:
     """Refuse an interval that ends before it begins."""
     known = _boundary.concrete(high), _boundary.concrete(low)
-    if all(end is not None for end in known) and known[0] < known[1]:  # type: ignore[operator]
+    fits = not (np.ndim(low) and np.ndim(high)) or np.shape(low) == np.shape(high)
+    if fits and all(end is not None for end in known) and np.any(known[0] < known[1]):  # type: ignore[operator]
         raise ValueError(f"high must be at least low = {low}, got {high}")
 
 
 @checked
-def uniform(low: Number = -1.0, high: Number = 1.0) -> Law:
-    """Return the uniform law on (low, high).
+def uniform(low: Level = -1.0, high: Level = 1.0) -> Law:
+    """Return the uniform law on (low, high), or on a box where the ends are vectors.
 
     Args:
-        low, high: ends of the interval.
+        low, high: ends of the interval; numbers, or (d,).
     """
     _ordered(low, high)
-    return Law(1, lambda u: low + (high - low) * u[:, 0], "uniform", (low, high))
+    return _law(lambda u, low, high: low + (high - low) * u, "uniform", None, low, high)
 
 
 @checked
-def normal(scale: Rate = 1.0, dim: Count | None = None) -> Law:
-    """Return the normal law N(0, scale^2) on R, or with covariance scale^2 I on R^dim.
+def normal(scale: Scale = 1.0, dim: Count | None = None) -> Law:
+    """Return the normal law N(0, scale^2) on R, or with covariance diag(scale^2) on R^dim.
 
     Args:
-        scale: standard deviation.
-        dim: dimension of a vector; None for a number.
+        scale: standard deviation; a number, or (d,), one for each coordinate.
+        dim: dimension of a vector; None for a number, or for a scale that is a vector.
+
+    >>> normal([1.0, 10.0])(jnp.array([[0.8413447, 0.8413447]])).round(3).tolist()
+    [[1.0, 10.0]]
     """
-
-    def transform(u: jax.Array) -> jax.Array:
-        z = scale * jax.scipy.special.ndtri(u)
-        return z[:, 0] if dim is None else z
-
-    return Law(dim or 1, transform, "normal", (scale,))
+    return _law(lambda u, scale: scale * jax.scipy.special.ndtri(u), "normal", dim, scale)
 
 
 @checked
@@ -158,13 +190,9 @@ def signs(scale: Number = 1.0) -> Law:
 
 
 @checked
-def angle(low: Number = -np.pi, high: Number = np.pi) -> Law:
-    """Return the law of a uniform angle in (low, high), the full circle by default.
-
-    Args:
-        low, high: ends of the interval, in radians.
-    """
-    return uniform(low, high)
+def angle() -> Law:
+    """Return the law of a uniform angle in (-pi, pi); of a part of the circle ``uniform(low, high)`` is."""
+    return uniform(-np.pi, np.pi)
 
 
 @checked
@@ -186,6 +214,8 @@ def sphere(dim: Count, radius: Positive = 1.0) -> Law:
     # a normal vector has a uniform direction, in any dimension
     def project(u: jax.Array) -> jax.Array:
         z = jax.scipy.special.ndtri(u)
+        # the middle of the cube, a point of grids, has no direction of its own
+        z = z.at[:, 0].add(jnp.all(z == 0, axis=-1).astype(z.dtype))
         return radius * z / jnp.linalg.norm(z, axis=-1, keepdims=True)
 
     return Law(dim, project)

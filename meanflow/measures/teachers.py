@@ -14,19 +14,11 @@ from typing import Annotated
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from meanflow import _boundary
-from meanflow._boundary import (
-    Count,
-    PRNGKey,
-    Rate,
-    array,
-    checked,
-    choice,
-    either,
-    function,
-)
+from meanflow._boundary import Count, PRNGKey, Rate, array, checked, choice, either, function
 from meanflow.measures._dataset import Dataset
 
 Link = Annotated[Callable[[jax.Array], jax.Array], function]
@@ -46,11 +38,21 @@ class Teacher(eqx.Module):
     link: Link = eqx.field(static=True)
     inputs: Annotated[str, choice("normal", "signs")] = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        """Refuse directions that are not orthonormal."""
+        known = _boundary.concrete(self.directions)
+        if known is not None and not np.allclose(known @ known.T, np.eye(len(known)), atol=1e-3):
+            raise ValueError(
+                "directions must have orthonormal rows, so that directions @ directions.T is the identity"
+            )
+
     @checked
     def __call__(self, x: Annotated[Float[Array, "n d"], array((None, None), least=0)]) -> Float[Array, " n"]:
         """Return the targets of inputs x (n, d) without noise, shape (n,)."""
         _boundary.shape("x", x, (None, self.directions.shape[1]))
-        return self.link(x @ self.directions.T)
+        values = self.link(x @ self.directions.T)
+        _boundary.shape("values of link", values, (x.shape[0],))
+        return values
 
     @checked
     def draw(self, key: PRNGKey, samples: Count, *, noise: Rate = 0.0) -> Dataset:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from meanflow import _boundary
 from meanflow._boundary import Count, checked, count
-from meanflow.layers._initializers import Initializer
+from meanflow.layers._standardize import Initializer
 from meanflow.training._networks import (
     BATCH,
     MakeNorm,

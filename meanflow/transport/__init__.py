@@ -1,9 +1,6 @@
 """Distances between distributions: exact Wasserstein, cheap bounds, and internal covariate shift."""
 
-from meanflow.transport import bounds as bounds
 from meanflow.transport._covariate_shift import ics as ics
-from meanflow.transport._critic import Critic as Critic
-from meanflow.transport._critic import critic_distance as critic_distance
 from meanflow.transport._exact import transport_plan as transport_plan
 from meanflow.transport._exact import wasserstein as wasserstein
 from meanflow.transport._sinkhorn import sinkhorn_divergence as sinkhorn_divergence

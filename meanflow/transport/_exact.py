@@ -28,6 +28,8 @@ from meanflow import _boundary
 from meanflow._boundary import array, checked, choice, either, number, taking
 from meanflow._lazy import optional
 from meanflow._numerics import power_mean, scaled_norm
+from meanflow.geometry._public import nonzero
+from meanflow.measures._cloud import CLOUD, BatchNormNeurons, Cloud, Neurons, Polar
 
 MAX_ASSIGNMENT = 4096
 """Largest number N of points that are assigned exactly. The time grows like N^3 at worst: 0.15 s of one core for 1000
@@ -46,37 +48,33 @@ Cost = Annotated[
 """A pairwise ground distance, clouds of N and M points -> (N, M), or the name of one."""
 
 
+Order = Annotated[float, number(low=1, static=True)]
+
+_ARRAY = array(rank=1, least=1)
+PointWeights = Annotated[Shaped[ArrayLike, "_"], array((None,), low=0.0, least=1)]
+
+
 def points(name: str, value: object) -> object:
-    """Accept a cloud: finite numbers (N, ...) with N >= 1, or a pytree of such arrays, as a ``cost`` may take."""
-    if isinstance(value, jax.Array | np.ndarray):
-        leaves: list[object] = [value]
-    else:
-        try:  # nested lists of numbers are one array, though a pytree of numbers to jax
-            _boundary.numeric(name, value)
-            leaves = [value]
-        except ValueError:
-            leaves = jax.tree.leaves(value)
-    if not leaves:
-        raise ValueError(
-            f"{name} must be an array of points or a pytree of such arrays, got {_boundary.show(value)}"
-        )
+    """Accept points, finite numbers (N, ...) with N >= 1 or a pytree of such arrays, and a ``Cloud`` of neurons."""
+    if isinstance(value, Cloud):
+        return CLOUD(name, value)
+    leaves = jax.tree.leaves(value)
+    # nested lists of numbers are one array, though a pytree of numbers to jax
+    if not leaves or all(isinstance(leaf, int | float) for leaf in leaves):
+        return _ARRAY(name, value)
     for leaf in leaves:
-        _POINTS(name, leaf)
+        _ARRAY(name, leaf)
     return value
 
 
-AnyPoints = Annotated[Points, points]
-
-
-_POINTS = _boundary.array(rank=1, least=1)
-PointWeights = Annotated[Shaped[ArrayLike, "_"], array((None,), low=0.0, least=1)]
+AnyPoints = Annotated[Points | Cloud, points]
 
 
 @checked
 def wasserstein(
     x: AnyPoints,
     y: AnyPoints,
-    p: Annotated[float, number(low=1, static=True)] = 1,
+    p: Order = 1,
     *,
     weights_x: PointWeights | None = None,
     weights_y: PointWeights | None = None,
@@ -89,16 +87,18 @@ def wasserstein(
     N = ``MAX_ASSIGNMENT``; other clouds by the network simplex method with N M <= ``MAX_PROGRAM`` unknowns.
 
     Args:
-        x: points (N,) or (N, d); with ``cost`` any pytree of arrays with leading axis N.
-        y: points (M,) or (M, d), or a pytree likewise.
+        x: points (N,) or (N, d); a ``Cloud`` of neurons, which has its weights; with ``cost`` any pytree of arrays with
+            leading axis N.
+        y: points (M,) or (M, d), or a pytree or a cloud likewise.
         p: order, at least 1.
         weights_x: nonnegative weights of the points of x, which are scaled to sum 1; uniform by default. Points of
             weight zero do not count.
         weights_y: weights of the points of y.
-        cost: pairwise ground distance (x, y) -> (N, M); Euclidean by default. ``"cylinder"`` is the geodesic distance
-            sqrt(|a - a'|^2 + angle(b, b')^2) of R x S^(d-1), where batch-normalized neurons live, in radians: points
-            are then pairs of a (N,) and unit vectors b (N, d), for a covariance S those of S^(1/2) b. The mean-field
-            theory takes p = 2.
+        cost: pairwise ground distance (x, y) -> (N, M); Euclidean by default, in all coordinates of a neuron.
+            ``"cylinder"`` is the geodesic distance sqrt(|a - a'|^2 + angle(b, b')^2) of R^k x S^(d-1), in radians:
+            points are then pairs of a (N,) or (N, k) and unit vectors b (N, d). ``Polar`` neurons live there, for
+            them it is the default, and so do neurons under batch norm, raw or on the manifold, of which it sees the
+            direction of b alone. The mean-field theory takes p = 2.
 
     Returns:
         The distance (not its p-th power) in the dtype of the points.
@@ -115,7 +115,11 @@ def wasserstein(
     >>> neuron = lambda a, b: (jnp.array([a]), jnp.array([b]))
     >>> print(wasserstein(neuron(0.0, [1.0, 0.0]), neuron(3.0, [1.0, 0.0]), p=2, cost="cylinder"))
     3.0
+    >>> turned = [Cloud(Polar(jnp.ones(2), jnp.full(2, angle))) for angle in (3.0, -3.0)]
+    >>> print(wasserstein(*turned, p=2).round(4))  # the short way round
+    0.2832
     """
+    x, y, weights_x, weights_y, cost = _networks(x, y, weights_x, weights_y, cost)
     if cost is None:
         x, y = _clouds(x, y)
         if x.ndim == 1 or x.shape[1] == 1:
@@ -141,7 +145,7 @@ def _power_mean(values: np.ndarray, mass: np.ndarray | None, p: float) -> float:
 def transport_plan(
     x: AnyPoints,
     y: AnyPoints,
-    p: Annotated[float, number(low=1, static=True)] = 1,
+    p: Order = 1,
     *,
     weights_x: PointWeights | None = None,
     weights_y: PointWeights | None = None,
@@ -153,23 +157,52 @@ def transport_plan(
     sum(P * cost(x, y)**p) with the coupling P held fixed.
 
     Args:
-        x: points (N,) or (N, d), or with ``cost`` a pytree, as for ``wasserstein``.
-        y: points (M,) or (M, d), or a pytree likewise.
-        p: order, at least 1.
-        weights_x: weights of the points of x, which are scaled to sum 1; uniform by default.
-        weights_y: weights of the points of y.
-        cost: pairwise ground distance, as for ``wasserstein``.
+        x, y, p, weights_x, weights_y, cost: as for ``wasserstein``.
 
     >>> transport_plan(jnp.array([[0.0], [1.0]]), jnp.array([[1.1], [0.2]]))
     array([[0. , 0.5],
            [0.5, 0. ]])
     """
+    x, y, weights_x, weights_y, cost = _networks(x, y, weights_x, weights_y, cost)
     if cost is None:
         x, y = (u.reshape(u.shape[0], -1) for u in _clouds(x, y))
     costs, coupling = _solve(x, y, p, cost, weights_x, weights_y)
     plan = np.zeros(costs.shape)
     plan[coupling.rows, coupling.columns] = coupling.mass
     return plan
+
+
+def _networks(
+    x: Points, y: Points, weights_x: ArrayLike | None, weights_y: ArrayLike | None, cost: Cost | None
+) -> tuple[Points, Points, ArrayLike | None, ArrayLike | None, Cost | None]:
+    """Return the neurons of two clouds as points, with their weights and the distance that is theirs."""
+    if not isinstance(x, Cloud) and not isinstance(y, Cloud):
+        return x, y, weights_x, weights_y, cost
+    given = [type(u.particles).__name__ if isinstance(u, Cloud) else "no cloud" for u in (x, y)]
+    if given[0] != given[1]:
+        raise ValueError(f"x and y must be clouds of neurons of one kind, got {given[0]} and {given[1]}")
+    if weights_x is not None or weights_y is not None:
+        raise ValueError("weights_x and weights_y must be None for clouds, which have weights of their own")
+    cost = "cylinder" if cost is None and isinstance(x.particles, Polar) else cost
+    return _neurons(x, cost), _neurons(y, cost), x.weights, y.weights, cost
+
+
+def _neurons(cloud: Cloud, cost: Cost | None) -> Points:
+    """Return the neurons of a cloud as points of the space in which a cost measures."""
+    w = cloud.particles
+    columns = lambda parts: jnp.concatenate(
+        [u.reshape(cloud.size, -1) for u in jax.tree.leaves(parts)], axis=1
+    )
+    if cost is None:
+        return columns(w)
+    if cost != "cylinder":
+        return w
+    if isinstance(w, Polar):
+        return w.r, jnp.stack([jnp.cos(w.theta), jnp.sin(w.theta)], axis=-1)
+    if not isinstance(w, Neurons | BatchNormNeurons):
+        raise ValueError(f"cost='cylinder' needs Polar or two-layer neurons (a, b), got {type(w).__name__}")
+    flat = {name: u for name, u in w._asdict().items() if name != "b"}
+    return columns(flat), nonzero("particles.b", w.b) / scaled_norm(w.b)[:, None]
 
 
 @jax.jit
@@ -184,18 +217,18 @@ def euclidean(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, "n
 
 
 def cylinder_distance(x: Points, y: Points) -> Float[Array, "n m"]:
-    """Return the distances c((a, b), (a', b')) = sqrt(|a - a'|^2 + angle(b, b')^2) on R x S^(d-1).
+    """Return the distances c((a, b), (a', b')) = sqrt(|a - a'|^2 + angle(b, b')^2) on R^k x S^(d-1).
 
     The angle 2 atan2(|b - b'|, |b + b'|) is accurate near 0 and near pi, where arccos loses half the digits.
 
     Args:
-        x: pair of a (N,) and unit vectors b (N, d).
-        y: pair of a' (M,) and unit vectors b' (M, d).
+        x: pair of a (N,) or (N, k) and unit vectors b (N, d).
+        y: pair of a' (M,) or (M, k) and unit vectors b' (M, d).
     """
     for name, pair in (("x", x), ("y", y)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair (a, b) of arrays, got {_boundary.show(pair)}")
-        _boundary.shape(f"a of {name}", pair[0], (None,))
+        _boundary.shape(f"a of {name}", pair[0], (None,), (None, None))
         _boundary.shape(f"b of {name}", pair[1], (jnp.shape(pair[0])[0], None))
         norms = _boundary.concrete(jnp.linalg.norm(jnp.asarray(pair[1]), axis=1))
         # single precision leaves errors of 1e-7 in a norm; 1e-4 is far beyond rounding and changes no angle visibly
@@ -203,9 +236,14 @@ def cylinder_distance(x: Points, y: Points) -> Float[Array, "n m"]:
             worst = norms[np.argmax(np.abs(norms - 1))]
             raise ValueError(f"b of {name} must have unit rows, got a row of norm {worst}")
     (a, b), (a2, b2) = jax.tree.map(jnp.asarray, (tuple(x), tuple(y)))
+    if a.shape[1:] != a2.shape[1:] or b.shape[1:] != b2.shape[1:]:
+        raise ValueError(
+            f"x and y must have points of the same shape, got a {a.shape} and {a2.shape}, b {b.shape} and {b2.shape}"
+        )
+    a, a2 = (u.reshape(u.shape[0], -1) for u in (a, a2))
     # |b - b'| = 2 sin(angle/2) and |b + b'| = 2 cos(angle/2) for unit vectors
     angle = 2 * jnp.arctan2(euclidean(b, b2), euclidean(b, -b2))
-    return scaled_norm(jnp.stack([a[:, None] - a2[None, :], angle], axis=-1))
+    return scaled_norm(jnp.stack([euclidean(a, a2), angle], axis=-1))
 
 
 def _on_the_line(

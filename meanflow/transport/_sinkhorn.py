@@ -49,8 +49,8 @@ def sinkhorn_divergence(
         x: points (N, d).
         y: points (M, d).
         relative_epsilon: regularization as a fraction of the mean cost between x and y.
-        weights_x: weights of the points of x; uniform by default.
-        weights_y: weights of the points of y; uniform by default.
+        weights_x: weights of the points of x, which are scaled to sum 1; uniform by default.
+        weights_y: weights of the points of y.
         max_iterations: of each of the three solves.
 
     >>> x = jax.random.normal(jax.random.key(0), (30, 2))
@@ -63,7 +63,8 @@ def sinkhorn_divergence(
     check_weights("weights_x", weights_x, jnp.shape(x)[0])
     check_weights("weights_y", weights_y, jnp.shape(y)[0])
     dtype = jnp.result_type(x, y)  # ott takes one precision alone
-    weights = [None if w is None else jnp.asarray(w, dtype) for w in (weights_x, weights_y)]
+    weights = [jnp.ones(jnp.shape(u)[0]) if w is None else w for u, w in ((x, weights_x), (y, weights_y))]
+    weights = [jnp.asarray(w, dtype) / jnp.sum(jnp.asarray(w, dtype)) for w in weights]
     return _divergence(
         jnp.asarray(x, dtype), jnp.asarray(y, dtype), relative_epsilon, *weights, max_iterations
     )
@@ -74,8 +75,8 @@ def _divergence(
     x: jax.Array,
     y: jax.Array,
     relative_epsilon: ArrayLike,
-    weights_x: jax.Array | None,
-    weights_y: jax.Array | None,
+    weights_x: jax.Array,
+    weights_y: jax.Array,
     max_iterations: int,
 ) -> SinkhornDivergence:
     """Run the three solves of ott, compiled."""
@@ -85,17 +86,19 @@ def _divergence(
             optional(f"ott.{name}", "transport", "transport.sinkhorn_divergence")
             for name in ("geometry.costs", "geometry.pointcloud", "tools.sinkhorn_divergence")
         )
-    # in units of the mean cost, so that the divergence scales with the points; a constant of the derivative
-    epsilon = jax.lax.stop_gradient(jnp.mean(euclidean(x, y)) * relative_epsilon)
+    # In units of the mean cost, a constant of the derivative: the divergence scales with the points, whose size may be
+    # far from 1. Where all points are one there is no unit, and nothing to move.
+    unit = jax.lax.stop_gradient(jnp.mean(euclidean(x, y)))
+    unit = jnp.where(unit > 0, unit, 1.0)
     with jax.numpy_rank_promotion("allow"):  # ott broadcasts ranks
         value, output = ott_divergence.sinkhorn_divergence(
             pointcloud.PointCloud,
-            x,
-            y,
+            x / unit,
+            y / unit,
             a=weights_x,
             b=weights_y,
             cost_fn=costs.Euclidean(),
-            epsilon=epsilon,
+            epsilon=jnp.asarray(relative_epsilon, x.dtype),
             solve_kwargs={"max_iterations": max_iterations, "threshold": 1e-4},
         )
-    return SinkhornDivergence(value, jnp.all(jnp.asarray(output.converged)), epsilon)
+    return SinkhornDivergence(unit * value, jnp.all(jnp.asarray(output.converged)), unit * relative_epsilon)

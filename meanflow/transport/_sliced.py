@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from meanflow import _boundary
 from meanflow._boundary import Count, PRNGKey, checked, number
-from meanflow._numerics import power_mean, scaled_norm
+from meanflow._numerics import magnitude, power_mean, scaled_norm
 from meanflow.transport._exact import wasserstein
 
 
@@ -38,7 +38,8 @@ def sliced_distances(
     # normalized Gaussian vectors are uniform on the sphere
     normals = jax.random.normal(key, (directions, x.shape[1]), x.dtype)
     units = normals / jnp.linalg.norm(normals, axis=1, keepdims=True)
-    return jax.vmap(lambda u: wasserstein(x @ u, y @ u, p))(units)
+    size = magnitude(jnp.concatenate([x, y]))  # sums of large entries leave the range of floats
+    return size * jax.vmap(lambda u: wasserstein(x / size @ u, y / size @ u, p))(units)
 
 
 @checked
@@ -71,7 +72,10 @@ def sliced_wasserstein(
     """
     if jnp.shape(x)[1] != jnp.shape(y)[1]:
         raise ValueError(f"x and y must have shapes (N, d) and (M, d), got {jnp.shape(x)} and {jnp.shape(y)}")
-    mean = power_mean(sliced_distances(jnp.asarray(x), jnp.asarray(y), p, key, directions), p)
+    x, y = (jnp.asarray(u, jnp.result_type(x, y)) for u in (x, y))
+    each = sliced_distances(x, y, p, key, directions)
+    size = magnitude(each)
+    mean = size * power_mean(each / size, p)
     return mean * slicing_constant(jnp.shape(x)[1]) if scaled else mean
 
 

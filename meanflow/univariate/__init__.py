@@ -1,22 +1,18 @@
 """Univariate: everything special about ReLU networks of one input, from models and exact forces to splines.
 
 ``_models`` builds the flows out of ``_features`` and the spaces in ``_spaces`` and ``_hyperbola``; ``_motion`` and
-``_events`` move neurons through kinks for the sliding solver; ``_forces``, ``_rays`` and ``_residual`` sum by
-activation region; ``balance`` changes coordinates; ``knots`` and ``_observables`` look at the network as a function;
-``_weight_laws``, ``_kernels`` and ``_splines`` are the limit of infinite width.
+``_events`` move neurons through kinks for the sliding solver; ``_forces`` and ``_rays`` sum by activation
+region; ``balance`` changes coordinates; ``knots`` and ``_observables`` look at the network as a function;
+``_kernels`` and ``_splines`` are the limit of infinite width.
 """
 
 from meanflow.univariate import balance as balance
 from meanflow.univariate import knots as knots
-from meanflow.univariate._kernels import indicator as indicator
-from meanflow.univariate._kernels import random_feature as random_feature
-from meanflow.univariate._kernels import univariate_ntk as univariate_ntk
+from meanflow.univariate._kernels import wide_kernel as wide_kernel
 from meanflow.univariate._models import canonical as canonical
 from meanflow.univariate._models import full as full
 from meanflow.univariate._models import lifted as lifted
 from meanflow.univariate._models import planar as planar
 from meanflow.univariate._models import radial as radial
-from meanflow.univariate._rays import attracting_angles as attracting_angles
 from meanflow.univariate._rays import classify_rays as classify_rays
-from meanflow.univariate._residual import residual_ode as residual_ode
 from meanflow.univariate._splines import spline_interpolant as spline_interpolant

@@ -90,9 +90,9 @@ class Univariate(Feature):
         """Return q_i = amplitude_i p_i: where active, neuron i is <(x, 1), q_i>."""
         return self.outer_weight(cloud)[:, None] * self.direction(cloud)
 
+    @abc.abstractmethod
     def pull(self, cloud: Cloud, force: Float[Array, "m 2"]) -> PyTree[jax.Array]:
         """Return J_q' G for the forces G: the covector of the potential at each neuron."""
-        return jax.vjp(lambda w: self.slopes(cloud.at(w)), cloud.particles)[1](force)[0]
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless inputs are scalars and every coordinate is one number for each neuron."""

@@ -19,7 +19,7 @@ Three ways lead to the same forces, and which one is fastest depends on the devi
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 Result = TypeVar("Result")
+Regions: TypeAlias = Int[Array, " m"]  # of each neuron
+Pairs: TypeAlias = Float[Array, "m 2"]  # a direction or a slope of each neuron
+OfSamples: TypeAlias = Float[Array, " s"]
+OfNeurons: TypeAlias = Float[Array, " m"]
 
 Gather = Callable[
     [Float[Array, " s"]], Float[Array, "m 2"]
@@ -115,15 +119,13 @@ class Way(abc.ABC):
         return jnp.zeros(p.shape[:1], jnp.int32)
 
     @abc.abstractmethod
-    def predict(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
-    ) -> Float[Array, " s"]:
+    def predict(self, regions: Regions, p: Pairs, slopes: Pairs, samples: Samples) -> OfSamples:
         """Return f at the samples, for slope vectors that include the weights of the neurons."""
 
     @abc.abstractmethod
     def gather(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
-    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        self, regions: Regions, p: Pairs, g: OfSamples, samples: Samples
+    ) -> tuple[OfNeurons, OfNeurons]:
         """Return the two components of the force of a covector g on each neuron."""
 
 
@@ -134,15 +136,13 @@ class ByRegions(Way):
         """Return the regions of the directions."""
         return find_regions(p, samples.sort(samples.x))
 
-    def predict(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
-    ) -> Float[Array, " s"]:
+    def predict(self, regions: Regions, p: Pairs, slopes: Pairs, samples: Samples) -> OfSamples:
         """Return f from sums of the slopes by region."""
         return samples.unsort(region_predictions(regions, slopes, samples.sort(samples.x)))
 
     def gather(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
-    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        self, regions: Regions, p: Pairs, g: OfSamples, samples: Samples
+    ) -> tuple[OfNeurons, OfNeurons]:
         """Return the entries of the table."""
         table = region_forces(samples.sort(g), samples.sort(samples.x))
         # a column at a time: on a TPU rows of two numbers are padded to 128
@@ -156,17 +156,15 @@ class ByProducts(Way):
     """
 
     @functools.partial(jax.checkpoint, static_argnums=0)
-    def predict(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
-    ) -> Float[Array, " s"]:
+    def predict(self, regions: Regions, p: Pairs, slopes: Pairs, samples: Samples) -> OfSamples:
         """Return two products."""
         active = is_active(p, samples.x).astype(slopes.dtype)
         return samples.x * (active @ slopes[:, 0]) + active @ slopes[:, 1]
 
     @functools.partial(jax.checkpoint, static_argnums=0)
     def gather(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
-    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        self, regions: Regions, p: Pairs, g: OfSamples, samples: Samples
+    ) -> tuple[OfNeurons, OfNeurons]:
         """Return two products."""
         active = is_active(p, samples.x).astype(g.dtype)
         return (g * samples.x) @ active, g @ active
@@ -179,17 +177,15 @@ class BySums(Way):
     """
 
     @functools.partial(jax.checkpoint, static_argnums=0)
-    def predict(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], slopes: Float[Array, "m 2"], samples: Samples
-    ) -> Float[Array, " s"]:
+    def predict(self, regions: Regions, p: Pairs, slopes: Pairs, samples: Samples) -> OfSamples:
         """Return the sums of the lines that are active."""
         lines = samples.x[None, :] * slopes[:, :1] + slopes[:, 1:]
         return jnp.sum(_active_samples(p, samples.x, lines.dtype) * lines, axis=0)
 
     @functools.partial(jax.checkpoint, static_argnums=0)
     def gather(
-        self, regions: Int[Array, " m"], p: Float[Array, "m 2"], g: Float[Array, " s"], samples: Samples
-    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        self, regions: Regions, p: Pairs, g: OfSamples, samples: Samples
+    ) -> tuple[OfNeurons, OfNeurons]:
         """Return the sums over the samples that are active."""
         # Behind a barrier the compiler does not know that it compares the same numbers again. If it knew, it would
         # store the pattern, which takes longer to write and read than to compute.

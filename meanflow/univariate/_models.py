@@ -6,16 +6,16 @@ new function here; how its neurons move while the residual is frozen belongs in 
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from typing import Annotated, TypedDict, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Shaped
+from jaxtyping import ArrayLike, Shaped
 
 from meanflow._boundary import Rate, array, checked, choice
 from meanflow.flows._flow import Flow, make_flow
-from meanflow.flows._losses import AnyLoss, Loss, LossFunction
+from meanflow.flows._losses import AnyLoss
 from meanflow.flows._problem import Chart
-from meanflow.geometry._space import Space
 from meanflow.measures import laws
 from meanflow.measures._scaling import Alpha, Scaling
 from meanflow.univariate._features import FORCES, Raw, Reduced, total_variation, weight_decay
@@ -36,26 +36,13 @@ def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
     return {"a": laws.uniform(), "b": laws.uniform(), "c": laws.uniform()}
 
 
-def _reduced(
-    space: Space,
-    loss: str | LossFunction | Loss,
-    alpha: Alpha,
-    penalty: float | Float[Array, ""] | None,
-    forces: str,
-    centered: bool,
-) -> Flow:
-    # a penalty is a function of r, so a penalized flow is stepped in (r, theta)
-    raw = isinstance(space, Lifted) and penalty is None
-    return make_flow(
-        Reduced(forces),
-        space,
-        loss,
-        alpha=alpha,
-        laws=_polar_laws,
-        penalty=None if penalty is None else (total_variation, penalty),
-        chart=HyperbolaChart if raw else Chart,
-        centered=centered,
-    )
+class Options(TypedDict, total=False):
+    """What the limits of ``lifted`` take beside the loss."""
+
+    alpha: Alpha
+    penalty: Rate | None
+    forces: Forces
+    centered: bool
 
 
 @checked
@@ -72,10 +59,7 @@ def canonical(
     theta' = -r <G, t>, with the force G on the neuron, d = (cos theta, sin theta) and t = d'(theta).
 
     Args:
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
-        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
-        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
-        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+        loss, penalty, forces, centered: as in ``lifted``.
 
     >>> import jax, meanflow as mf
     >>> flow = canonical()
@@ -83,7 +67,14 @@ def canonical(
     >>> flow.feature.predict(cloud, jnp.linspace(-1, 1, 5)).shape
     (5,)
     """
-    return _reduced(Cylinder(), loss, "m", penalty, forces, centered)
+    return make_flow(
+        Reduced(forces),
+        Cylinder(),
+        loss,
+        laws=_polar_laws,
+        penalty=None if penalty is None else (total_variation, penalty),
+        centered=centered,
+    )
 
 
 @checked
@@ -114,65 +105,59 @@ def lifted(
     >>> flow.space.mobility(cloud)[1].shape  # how fast each neuron turns
     (50,)
     """
-    return _reduced(Lifted(Scaling(alpha)), loss, alpha, penalty, forces, centered)
+    return make_flow(
+        Reduced(forces),
+        Lifted(Scaling(alpha)),
+        loss,
+        alpha=alpha,
+        laws=_polar_laws,
+        penalty=None if penalty is None else (total_variation, penalty),
+        # a penalty is a function of r, so a penalized flow is stepped in (r, theta)
+        chart=HyperbolaChart if penalty is None else Chart,
+        centered=centered,
+    )
+
+
+def _limit(flow: Flow, delta: float) -> Flow:
+    """Return a lifted flow whose neurons all have one infinite balance, without labels."""
+    return dataclasses.replace(flow, space=Lifted(flow.scaling, delta))
 
 
 @checked
-def planar(
-    loss: AnyLoss = "squared",
-    *,
-    alpha: Alpha = "m",
-    penalty: Rate | None = None,
-    forces: Forces = "auto",
-    centered: bool = False,
-) -> Flow:
+def planar(loss: AnyLoss = "squared", **options: Unpack[Options]) -> Flow:
     """Make the limit delta = +inf of ``lifted``: |c| = 1, and only (a, b) learn.
 
     (u, v) = |r| d(theta) has the velocity -(m/alpha)^2 sign(r) G, which is constant in an activation region.
 
     Args:
-        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
-        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
-        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
-        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+        loss: as in ``lifted``.
+        **options: alpha, penalty, forces and centered, as in ``lifted``.
 
     >>> import jax, meanflow as mf
-    >>> cloud = planar().init(jax.random.key(0), 50)
-    >>> float(mf.velocity(planar(), cloud, mf.Dataset([0.0, 1.0], [0.0, 0.0])).theta.mean()) != 0
-    True
+    >>> cloud = mf.Cloud(mf.Polar(jnp.array([2.0]), jnp.array([0.0])))  # f(x) = 2 relu(x)
+    >>> v = mf.velocity(planar(), cloud, mf.Dataset([1.0], [1.0]))  # r' = -<G, d>, theta' = -<G, t> / r
+    >>> v.r.tolist(), v.theta.tolist()
+    ([-1.0], [-0.5])
     """
-    space = Lifted(Scaling(alpha), float("inf"))
-    return _reduced(space, loss, alpha, penalty, forces, centered)
+    return _limit(lifted(loss, **options), float("inf"))
 
 
 @checked
-def radial(
-    loss: AnyLoss = "squared",
-    *,
-    alpha: Alpha = "m",
-    penalty: Rate | None = None,
-    forces: Forces = "auto",
-    centered: bool = False,
-) -> Flow:
+def radial(loss: AnyLoss = "squared", **options: Unpack[Options]) -> Flow:
     """Make the limit delta = -inf of ``lifted``: |(a, b)| = 1, and only c learns.
 
     r' = -(m/alpha)^2 <G, d> and theta' = 0: for the squared loss a linear ODE.
 
     Args:
-        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
-        penalty: lam >= 0 of the penalty lam * mean |r_i| of eq. (16), or None.
-        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
-        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
+        loss: as in ``lifted``.
+        **options: alpha, penalty, forces and centered, as in ``lifted``.
 
     >>> import jax, meanflow as mf
     >>> cloud = radial().init(jax.random.key(0), 50)
     >>> float(abs(mf.velocity(radial(), cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).theta).max())
     0.0
     """
-    space = Lifted(Scaling(alpha), float("-inf"))
-    return _reduced(space, loss, alpha, penalty, forces, centered)
+    return _limit(lifted(loss, **options), float("-inf"))
 
 
 @checked
@@ -189,14 +174,11 @@ def full(
     """Make the plain gradient flow of f = (1/alpha) sum_i c_i relu(a_i x - b_i) in (a, b, c), eqs. (1), (2).
 
     Args:
-        alpha: output scale of the network: ``"m"``, ``"sqrt"``, ``"one"`` or a positive number.
-        loss: ``"squared"``, ``"logistic"``, ``"huber"`` or an elementwise callable (f, y) -> loss.
+        loss, alpha, forces, centered: as in ``lifted``.
         inner: whether (a, b) is trained. Like ``outer`` it may be an array of 0 and 1, one per neuron or traced, so
             that one compiled program covers this model, planar (outer=False) and radial (inner=False).
         outer: whether c is trained.
         penalty: lam >= 0 of weight decay lam * mean (a^2 + b^2 + c^2)/2, or None; then delta' = -2 lam delta.
-        forces: how forces are summed, ``"auto"``, ``"dense"`` or ``"fast"``; the result is the same.
-        centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
 
     >>> import jax, meanflow as mf
     >>> flow = full(alpha="sqrt", outer=False)

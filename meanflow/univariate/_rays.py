@@ -1,4 +1,4 @@
-"""Sample rays: where a univariate ReLU neuron switches a sample on or off, and which rays attract neurons.
+"""Sample rays: where a univariate ReLU neuron switches a sample on or off, and which directions attract neurons.
 
 Sample j is switched on or off on two rays of the plane of directions: theta = -arctan x_j (right-facing, a > 0) and
 theta = pi - arctan x_j (left-facing). Ray b = 0 .. 2s-1 separates region b from region b + 1 (mod 2s) in the order of
@@ -22,38 +22,33 @@ from meanflow.univariate._angles import angle_of
 
 
 class RayTable(NamedTuple):
-    """What each ray does to neurons of either sign.
+    """Where neurons of either sign turn to.
 
     Attributes:
         theta: (2s,) angle of the ray in (-pi, pi]; right-facing rays first.
         sample: (2s,) index into the samples as they were given.
         positive, negative: (2s,) for neurons with r > 0 and r < 0: 1 attractor, -1 repulsor, 0 passed through.
+        inside_positive, inside_negative: (2s,) for each region, in the order of ``forces``, the angle inside of it that
+            attracts neurons of that sign, along which |r| grows; NaN where the region has none.
     """
 
     theta: Float[Array, " rays"]
     sample: Int[Array, " rays"]
     positive: Int[Array, " rays"]
     negative: Int[Array, " rays"]
-
-
-def _sorted_samples(
-    x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]
-) -> tuple[Int[Array, " s"], Float[Array, " s"], Float[Array, " s"]]:
-    """Return the order that sorts the samples, and both arrays in that order."""
-    points, values = jnp.asarray(x), jnp.asarray(residual)
-    _boundary.shape("residual", values, points.shape)
-    order = jnp.argsort(points)
-    return order, points[order], values[order]
+    inside_positive: Float[Array, " regions"]
+    inside_negative: Float[Array, " regions"]
 
 
 @checked
 def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -> RayTable:
-    """Find which sample rays attract neurons, repel them or let them pass. O(s log s).
+    """Find which sample rays attract neurons, repel them or let them pass, and the directions between that attract.
 
     Ray k attracts neurons of sign e iff -g_k^2 |x~_k|^2 < g_k S_k < 0 and e g_k > 0, with S_k the sum of
     g_i <x~_i, x~_k> over the samples that stay active across the ray; the same interval with e g_k < 0 repels.
     (Lemma 2 of the "univariate ReLU" paper has only one of the two inequalities.) The edges of the dead arc, where
-    S_k = 0, are neither.
+    S_k = 0, are neither. Inside region R neurons of sign e are attracted by the angle of -e G_R, if it lies in R.
+    O(s log s).
 
     Args:
         x: samples, in any order.
@@ -62,8 +57,14 @@ def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -
     >>> table = classify_rays(jnp.array([-1.0, 0.0, 1.0]), jnp.array([-0.5, 1.0, -0.6]))
     >>> table.positive.tolist()
     [0, 1, 0, -1, 1, 0]
+    >>> table = classify_rays(jnp.array([-1.0, 1.0]), jnp.array([-1.0, -1.0]))
+    >>> (table.inside_positive / jnp.pi).tolist()  # one direction in each region that sees a sample
+    [nan, 0.25, 0.5, 0.75]
     """
-    order, points, values = _sorted_samples(x, residual)
+    points, values = jnp.asarray(x), jnp.asarray(residual)
+    _boundary.shape("residual", values, points.shape)
+    order = jnp.argsort(points)
+    points, values = points[order], values[order]
     # On a ray F has a kink: its slopes on the two sides are, up to a factor, the normal forces <x~_k, G> without and
     # with the ray's own sample. A minimum of F attracts positive neurons and repels negative ones; a maximum does the
     # reverse.
@@ -71,37 +72,13 @@ def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -
     attracts = (without < 0) & (with_own > 0)
     repels = (without > 0) & (with_own < 0)
     kind = attracts.astype(jnp.int32) - repels.astype(jnp.int32)
+    # e F = <e G, d> is least in its region at d = -e G / |G|, if that direction lies inside; region 0 is dead
+    table, regions = forces.region_forces(values, points), jnp.arange(kind.size)
+    alive = jnp.any(table != 0, axis=-1) & (regions > 0)
+    inside = (
+        jnp.where((forces.find_regions(towards, points) == regions) & alive, angle_of(towards), jnp.nan)
+        for towards in (-table, table)
+    )
     # right-facing rays from the last sample to the first, then left-facing ones
     sample = jnp.tile(order[::-1], 2)
-    return RayTable(angle_of(jnp.stack([u, v], axis=-1)), sample, kind, -kind)
-
-
-@checked
-def attracting_angles(
-    x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]
-) -> tuple[Float[Array, " regions"], Float[Array, " regions"]]:
-    """Find the attracting directions inside the activation regions, along which |r| grows.
-
-    Neurons of sign e in region R are attracted by the angle of -e G_R, if it lies inside R.
-
-    Args:
-        x: samples, in any order.
-        residual: g_j = q_j l'(f_j) at the samples, as for ``classify_rays``.
-
-    Returns:
-        Two arrays of shape (2s,), for e = +1 and e = -1: the angle in each region, NaN where the region has none.
-
-    >>> up, down = attracting_angles(jnp.array([-1.0, 1.0]), jnp.array([-1.0, -1.0]))
-    >>> [round(float(t / jnp.pi), 3) for t in up]  # one direction in each region that sees a sample
-    [nan, 0.25, 0.5, 0.75]
-    """
-    _, points, values = _sorted_samples(x, residual)
-    table = forces.region_forces(values, points)
-    inside = []
-    for sign in (1.0, -1.0):
-        # e F = <e G, d> is least in its region at d = -e G / |G|, if that direction lies inside
-        towards = -sign * table
-        home = forces.find_regions(towards, points) == jnp.arange(2 * points.shape[0])
-        alive = jnp.any(table != 0, axis=-1) & (jnp.arange(2 * points.shape[0]) > 0)
-        inside.append(jnp.where(home & alive, angle_of(towards), jnp.nan))
-    return inside[0], inside[1]
+    return RayTable(angle_of(jnp.stack([u, v], axis=-1)), sample, kind, -kind, *inside)

@@ -169,6 +169,11 @@ class TrainableLayers(RawSpace):
     inner_rate: Float[Array, "*m"]
     outer_rate: Float[Array, "*m"]
 
+    def check(self, cloud: Cloud) -> None:
+        """Raise ValueError unless rates are single numbers, or one per neuron."""
+        for name, rate in (("inner", self.inner_rate), ("outer", self.outer_rate)):
+            _boundary.shape(name, rate, (), cloud.weights.shape)
+
     def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
         """Return the two rates, broadcast to one number for each neuron."""
         one = jnp.ones_like(cloud.weights)

@@ -4,7 +4,7 @@ Inside the support of the knots the random-feature kernel is k0 + k1 xz + k3 |x-
 spline f(x) = d + s x + sum_j w_j |x - x_j|^3 whose constant d and slope s are shrunk by a Gaussian prior of variances
 k0 and k1: sum w = (k3/k0) d and sum w x = (k3/k1) s. It is the natural spline only in the limit k0, k1 -> infinity
 (wide bias support), where the kernel matrix is hopelessly conditioned (1e13 at bound 1000). ``_banded`` never forms it:
-it solves for f'' in O(n). ``_bordered`` solves the same equations densely, with a ridge if asked.
+it solves for f'' in O(n).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
-from meanflow._boundary import Rate, array, checked, count
-from meanflow.univariate._weight_laws import AnyLaw, SignsLaw, UniformLaw, weight_law
+from meanflow._boundary import array, checked, count
+from meanflow.univariate._kernels import AnyLaw, SignsLaw, UniformLaw, weight_law
 
 Samples = Annotated[Float[ArrayLike, " n"], array((None,), squares=True)]
 
@@ -91,6 +91,7 @@ def _samples(
     x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
     _boundary.shape("y", y, x.shape)
     _boundary.bounds("number of samples", x.shape[0], low=2)
+    _boundary.finite("cubes of the samples x", x**3)
     order = jnp.argsort(x)
     x, y = x[order], y[order]
     _boundary.bounds("gaps between the samples x", jnp.diff(x), above=0.0)
@@ -144,35 +145,6 @@ def _banded(x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLik
     return _assemble(x, y, second, 6 * p0 * affine[0], affine[0], affine[1])
 
 
-@jax.jit
-def _bordered(
-    x: Float[Array, " n"], y: Float[Array, " n"], shrink: tuple[ArrayLike, ArrayLike], ridge: ArrayLike
-) -> Spline:
-    """Solve the dense bordered system of the kernel k0 + k1 xz + k3 |x-z|^3, smoothed by a ridge. O(n^3).
-
-        [ |xi-xj|^3 + ridge I       1         x      ] [w]   [y]
-        [ 1^T                    -k3/k0       0      ] [d] = [0]
-        [ x^T                       0      -k3/k1    ] [s]   [0]
-
-    Args:
-        x: sorted, distinct inputs.
-        y: targets.
-        shrink: k3 / k0 and k3 / k1; 0 leaves the constant and the slope free.
-        ridge: penalty over k3. A kernel ridge penalty p enters as p / k3, and the smoothing spline of
-            sum (y-f)^2 + lam int f''^2 as 12 lam.
-    """
-    n, dtype = x.shape[0], x.dtype
-    gaps = jnp.abs(x[:, None] - x[None, :])
-    border = jnp.stack([jnp.ones_like(x), x])
-    corner = -jnp.diag(jnp.stack([jnp.asarray(s, dtype) for s in shrink]))
-    matrix = jnp.block([[gaps**3 + ridge * jnp.eye(n, dtype=dtype), border.T], [border, corner]])
-    solution = jnp.linalg.solve(matrix, jnp.concatenate([y, jnp.zeros(2, dtype)]))
-    weights, constant, slope = solution[:n], solution[n], solution[n + 1]
-    # value, second and third derivative of d + s x + sum_j w_j |x - x_j|^3 at the nodes, and 6 sum w beyond them
-    fitted = gaps**3 @ weights + constant + slope * x
-    return _assemble(x, fitted, 6 * gaps @ weights, 6 * jnp.sum(weights), constant, slope)
-
-
 def cubic_law(name: str, value: object) -> SignsLaw | UniformLaw:
     """Accept the laws with a cubic kernel; return the law. This is a kind of ``meanflow._boundary``."""
     law = weight_law(name, value)
@@ -187,22 +159,19 @@ def spline_interpolant(
     y: Samples,
     *,
     law: Annotated[AnyLaw, cubic_law] | None = "signs",
-    ridge: Rate | None = None,
 ) -> Spline:
     """Return what training c alone from c = 0 converges to at infinite width, equation (24), as a spline.
 
     Args:
         x: distinct inputs, (n,), n >= 2, where the kernel is cubic (|x| <= bound, or bound / slope).
         y: targets, (n,).
-        law: "signs", "uniform", or the laws of a and b, as for ``random_feature``; b must be uniform. None for biases
+        law: "signs", "uniform", or the laws of a and b, as for ``wide_kernel``; b must be uniform. None for biases
             that spread over the whole line: the natural spline, the interpolant of least int f''^2, with f'' = 0 at
             both ends and linear beyond.
-        ridge: None interpolates. Otherwise the kernel ridge penalty; for ``law=None`` the lam of the smoothing spline,
-            which minimizes sum (y - f)^2 + lam int f''^2.
 
     Returns:
-        The minimum-norm spline, equal to the network's function inside the cubic region. O(n log n), or O(n^3)
-        with a ridge.
+        The minimum-norm spline, equal to the network's function inside the cubic region. O(n log n). With a ridge, the
+        function follows from ``wide_kernel`` by a solve of O(n^3).
 
     >>> import jax.numpy as jnp
     >>> from meanflow.measures import laws
@@ -212,21 +181,15 @@ def spline_interpolant(
     >>> bool(jnp.abs(f(0.4) - natural(0.4)) < 1e-3)
     True
     """
-    # (k3/k0, k3/k1) is 0 for a kernel of unbounded k0 and k1; its ridge is then in units of k3
+    # (k3/k0, k3/k1) is 0 for a kernel of unbounded k0 and k1
     shrink: tuple[ArrayLike, ArrayLike] = (0.0, 0.0)
-    unit: ArrayLike = 1 / 12
     if law is not None:
         cubic = cubic_law("law", law)
         reach, given = _boundary.concrete(cubic.reach()), _boundary.concrete(x)
-        if (
-            reach is not None
-            and given is not None
-            and np.max(np.abs(given), initial=0.0) > reach * (1 + 1e-6)
-        ):
+        if reach is not None and given is not None and np.max(np.abs(given)) > reach * (1 + 1e-6):
             raise ValueError(
                 f"x must lie in [-{reach}, {reach}], where the kernel is cubic; got {np.max(np.abs(given))}"
             )
-        k0, k1, unit = cubic.cubic()
-        shrink = unit / k0, unit / k1
-    samples = _samples(x, y)
-    return _banded(*samples, shrink) if ridge is None else _bordered(*samples, shrink, ridge / unit)
+        k0, k1, k3 = cubic.cubic()
+        shrink = k3 / k0, k3 / k1
+    return _banded(*_samples(x, y), shrink)

@@ -20,22 +20,16 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow import _boundary
 from meanflow._boundary import array, checked
 from meanflow._numerics import safe_divide, safe_sqrt
-from meanflow.measures._cloud import CLOUD, Affine, Cloud, Polar
+from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.measures._scaling import Alpha, Scaling
 from meanflow.univariate._angles import angle_of, unit
 
 
-def _cloud_of(record: type[Polar] | type[Affine]) -> _boundary.Kind:
-    """Make the kind of clouds whose particles are a given ``record``."""
-
-    def check(name: str, value: object) -> object:
-        CLOUD(name, value)
-        if isinstance(value, Cloud) and not isinstance(value.particles, record):
-            given = type(value.particles).__name__
-            raise TypeError(f"{name} must hold {record.__name__} neurons, got particles of type {given}")
-        return value
-
-    return check
+def _of(record: type[Polar] | type[Affine], cloud: Cloud) -> None:
+    """Refuse a cloud of neurons of another kind."""
+    if not isinstance(cloud.particles, record):
+        given = type(cloud.particles).__name__
+        raise TypeError(f"cloud must hold {record.__name__} neurons, got particles of type {given}")
 
 
 @checked
@@ -49,7 +43,7 @@ def split(
 
     Args:
         q: c n = alpha r / m of each neuron, any shape.
-        delta: balance of each neuron, +-inf allowed, of the same shape.
+        delta: balance of each neuron, +-inf allowed, of the same shape, or one for all.
 
     >>> c, n = split(jnp.array(1e-3), jnp.array(-1e12))
     >>> bool(jnp.abs(c * n - 1e-3) < 1e-18), float(n)
@@ -57,6 +51,7 @@ def split(
     """
     # big = max(c^2, n^2), without cancellation; the other factor is q over its root
     q, delta = jnp.asarray(q), jnp.asarray(delta)
+    _boundary.shape("delta", delta, q.shape, ())
     endless = jnp.isinf(delta)
     finite = jnp.where(endless, 0.0, delta)
     big = (jnp.abs(finite) + _hypot(finite, 2 * q)) / 2
@@ -83,35 +78,11 @@ def balance(particles: Affine) -> Float[Array, " m"]:
     >>> balance(Affine(jnp.array([3.0]), jnp.array([4.0]), jnp.array([2.0]))).tolist()
     [-21.0]
     """
-    a, b, c = particles
+    a, b, c = (array()(f"particles.{name}", u) for name, u in particles._asdict().items())
+    for name, u in (("b", b), ("c", c)):
+        _boundary.shape(f"particles.{name}", u, a.shape)
     n = jnp.hypot(a, b)
     return (c - n) * (c + n)
-
-
-@checked
-def tangential_fraction(
-    delta: Annotated[Float[ArrayLike, "*m"], array(infinite=True)], q: Float[ArrayLike, "*k"]
-) -> Float[Array, "*shape"]:
-    """Return c^2/(c^2 + n^2), the share of a neuron's mobility that turns it, from its balance and q = c n.
-
-    0 is the kernel regime (delta -> -inf), 1 the adaptive one (delta -> +inf). The share equals
-    (1 + k/sqrt(1 + k^2))/2 with k = delta/(2 |q|), q = alpha r/m, but is computed without its cancellation; it is 1/2
-    at delta = q = 0.
-
-    Args:
-        delta: balances, +-inf allowed.
-        q: c n of the neurons; broadcast against ``delta``.
-
-    >>> [float(tangential_fraction(d, 1.0)) for d in (-jnp.inf, 0.0, jnp.inf)]
-    [0.0, 0.5, 1.0]
-    """
-    delta, q = jnp.broadcast_arrays(*(jnp.asarray(u, jnp.result_type(delta, q, float)) for u in (delta, q)))
-    endless = jnp.isinf(delta)
-    finite = jnp.where(endless, 0.0, delta)
-    c, _ = split(q, finite)
-    whole = _hypot(finite, 2 * q)
-    fraction = jnp.where(whole > 0, safe_divide(c**2, whole), 0.5)
-    return jnp.where(endless, (delta > 0).astype(fraction.dtype), fraction)
 
 
 def _to_polar(p: Float[Array, "*m 2"], c: Float[Array, "*m"], ratio: Float[Array, ""]) -> Polar:
@@ -129,7 +100,7 @@ def _to_raw(
 
 
 @checked
-def lift(cloud: Annotated[Cloud, _cloud_of(Polar)], alpha: Alpha = "m") -> Cloud:
+def lift(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """Return ``Polar`` neurons, whose labels are the balances delta, as ``Affine`` neurons with the same function.
 
     The lift exists for every r and delta and is unique except at r = 0, delta > 0.
@@ -142,6 +113,7 @@ def lift(cloud: Annotated[Cloud, _cloud_of(Polar)], alpha: Alpha = "m") -> Cloud
     >>> [round(float(u[0]), 6) for u in lift(cloud).particles]
     [1.732051, -0.0, 1.732051]
     """
+    _of(Polar, cloud)
     if cloud.labels is None:
         raise ValueError("lift needs a cloud with labels (the balances delta), got labels=None")
     p, c = _to_raw(cloud.particles, cloud.labels, Scaling(alpha).ratio(cloud))
@@ -149,7 +121,7 @@ def lift(cloud: Annotated[Cloud, _cloud_of(Polar)], alpha: Alpha = "m") -> Cloud
 
 
 @checked
-def project(cloud: Annotated[Cloud, _cloud_of(Affine)], alpha: Alpha = "m") -> Cloud:
+def project(cloud: Cloud, alpha: Alpha = "m") -> Cloud:
     """Return ``Affine`` neurons as ``Polar`` ones, labelled with their balance; the inverse of ``lift``.
 
     Args:
@@ -160,6 +132,7 @@ def project(cloud: Annotated[Cloud, _cloud_of(Affine)], alpha: Alpha = "m") -> C
     >>> float(project(cloud).particles.r[0]), float(project(cloud).labels[0])
     (10.0, -21.0)
     """
+    _of(Affine, cloud)
     a, b, c = cloud.particles
     polar = _to_polar(jnp.stack([a, -b], axis=-1), c, Scaling(alpha).ratio(cloud))
     return Cloud(polar, cloud.weights, balance(cloud.particles), width=cloud.width)

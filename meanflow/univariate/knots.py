@@ -17,18 +17,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
-from meanflow._boundary import Count, Number, Positive, array, checked, number
+from meanflow._boundary import Count, Number, array, checked
 from meanflow._numerics import safe_norm
 
+BINS = 110  # of ``concentration``, on [-1.1, 1.1]
+
 Mass = Annotated[Float[ArrayLike, " m"], array((None,), low=0)]
-
-
 # knots of neurons, finite or not: a neuron may have none
-_PART = array((None,), infinite=True, nan=True, least=0)
-Parts = Annotated[Float[Array, " m"], _PART]
+Knots = Annotated[Float[ArrayLike, " m"], array((None,), infinite=True, nan=True, least=0)]
 
 
-@checked
 class PiecewiseLinear(eqx.Module):
     """A continuous piecewise linear function, to be called on arrays of any shape; O(log m) for each point.
 
@@ -42,11 +40,11 @@ class PiecewiseLinear(eqx.Module):
         intercept: intercept at -infinity.
     """
 
-    knots: Parts
-    jumps: Parts
-    drops: Parts
-    slope: Annotated[Float[Array, ""], array((), nan=True, infinite=True)]
-    intercept: Annotated[Float[Array, ""], array((), nan=True, infinite=True)]
+    knots: Float[Array, " m"]
+    jumps: Float[Array, " m"]
+    drops: Float[Array, " m"]
+    slope: Float[Array, ""]
+    intercept: Float[Array, ""]
 
     def _pieces(self) -> tuple[jax.Array, jax.Array]:
         """Return slope and intercept of each piece, (m + 1,) each, from left to right."""
@@ -83,9 +81,8 @@ class PiecewiseLinear(eqx.Module):
         )
 
 
-Neurons = Annotated[
-    Float[ArrayLike, " m"], array((None,), least=0)
-]  # a network without neurons is the function 0
+# a network without neurons is the function 0
+Neurons = Annotated[Float[ArrayLike, " m"], array((None,), least=0)]
 
 
 @checked
@@ -159,21 +156,19 @@ def total_variation(f: PiecewiseLinear, *, count_bias: bool = False) -> Float[Ar
 @checked
 @jax.jit
 def on_sample_share(
-    knots: Annotated[Float[ArrayLike, " m"], _PART],
+    knots: Knots,
     x: Float[ArrayLike, " s"],
     *,
     mass: Mass | None = None,
-    radius: Positive = 0.05,
 ) -> Float[Array, ""]:
-    """Return the share of the knots in [x_1 - h/2, x_s + h/2] that lie within radius * h of a sample.
+    """Return the share of the knots in [x_1 - h/2, x_s + h/2] that lie within 0.05 h of a sample.
 
-    h is the mean spacing of the samples. Uniformly spread knots and samples give 2 * radius (0.10).
+    h is the mean spacing of the samples. Uniformly spread knots and samples give 0.10.
 
     Args:
         knots: (m,); non-finite knots are left out.
-        x: (s,) sorted samples.
+        x: (s,) samples, in any order.
         mass: (m,) weight of each knot, default 1; 0 leaves a padded neuron out, abs(c a) weighs by the jump.
-        radius: capture radius in units of h.
 
     Returns:
         The share, NaN if no knot lies in the window. O(m log s).
@@ -181,11 +176,11 @@ def on_sample_share(
     >>> float(on_sample_share(jnp.array([0.01, 0.5, 1.0, 7.0]), jnp.array([0.0, 1.0, 2.0]))).__round__(6)
     0.666667
     """
-    knots, x = jnp.asarray(knots), jnp.asarray(x)
+    knots, x = jnp.asarray(knots), jnp.sort(jnp.asarray(x))
     _boundary.bounds("number of samples", x.shape[0], low=2)  # one sample has no spacing
     mass = jnp.ones_like(knots) if mass is None else jnp.asarray(mass)
     _boundary.shape("mass", mass, knots.shape)
-    return _share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1), radius)
+    return _share_near(knots, x, mass, (x[-1] - x[0]) / (x.shape[0] - 1))
 
 
 def _share_near(
@@ -193,7 +188,6 @@ def _share_near(
     x: Float[Array, " s"],
     mass: Float[Array, " m"],
     h: Float[Array, ""],
-    radius: float | jax.Array = 0.05,
 ) -> Float[Array, ""]:
     """Return ``on_sample_share`` for samples of mean spacing ``h``, which may be repeated."""
     # the nearest sample is one of the two neighbors of the knot in sorted order
@@ -201,30 +195,23 @@ def _share_near(
     gap = jnp.minimum(jnp.abs(knots - x[near - 1]), jnp.abs(knots - x[near]))
     inside = jnp.isfinite(knots) & (knots >= x[0] - h / 2) & (knots <= x[-1] + h / 2)
     weight = jnp.where(inside, mass, 0)
-    return jnp.sum(jnp.where(gap < radius * h, weight, 0)) / jnp.sum(weight)
+    return jnp.sum(jnp.where(gap < 0.05 * h, weight, 0)) / jnp.sum(weight)
 
 
 @checked
-@partial(jax.jit, static_argnames=("k", "bins"))
+@partial(jax.jit, static_argnames="k")
 def concentration(
-    knots: Annotated[Float[ArrayLike, " m"], _PART],
-    mass: Annotated[Float[ArrayLike, " m"], array((None,), low=0)],
+    knots: Knots,
+    mass: Mass,
     k: Count,
-    *,
-    bins: Count = 110,
-    low: Annotated[float, number(static=True)] = -1.1,
-    high: Annotated[float, number(static=True)] = 1.1,
 ) -> Float[Array, ""]:
-    """Return the share of the mass in [low, high] that sits in the k fullest of ``bins`` equal bins.
+    """Return the share of the mass in [-1.1, 1.1] that sits in the k fullest of 110 equal bins.
 
     Args:
         knots: (m,); knots outside the window do not count. (Dead neurons keep their slope jumps there, where no sample
             sees them.)
         mass: (m,) non-negative, abs(c a) for the papers' statistic.
         k: number of bins.
-        bins: number of equal bins.
-        low: left end of the window.
-        high: right end of the window.
 
     Returns:
         The share, NaN if there is no mass in the window.
@@ -234,11 +221,11 @@ def concentration(
     """
     knots, mass = jnp.asarray(knots), jnp.asarray(mass)
     _boundary.shape("mass", mass, knots.shape)
-    inside = (knots >= low) & (knots <= high)
-    place = jnp.where(inside, knots - low, 0) / (high - low) * bins
-    index = jnp.clip(place.astype(jnp.int32), 0, bins - 1)
-    filled = jax.ops.segment_sum(jnp.where(inside, mass, 0), index, num_segments=bins)
-    return jnp.sum(jax.lax.top_k(filled, min(k, bins))[0]) / jnp.sum(filled)
+    inside = jnp.abs(knots) <= 1.1
+    place = (jnp.where(inside, knots, 0.0) + 1.1) / 2.2 * BINS
+    index = jnp.clip(place.astype(jnp.int32), 0, BINS - 1)
+    filled = jax.ops.segment_sum(jnp.where(inside, mass, 0), index, num_segments=BINS)
+    return jnp.sum(jax.lax.top_k(filled, min(k, BINS))[0]) / jnp.sum(filled)
 
 
 @checked

@@ -12,21 +12,23 @@ JAX callables; integrals use Gauss-Legendre nodes in arctan(u) between break poi
 smooth.
 """
 
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meanflow.univariate import indicator, random_feature
-from meanflow.univariate._weight_laws import (
+from meanflow.univariate import wide_kernel
+from meanflow.univariate._kernels import (
     RadialLaw,
     SignsLaw,
     UniformLaw,
     WeightLaw,
-    interval_feature,
-    interval_indicator,
+    interval_mean,
 )
+
+random_feature, indicator = (partial(wide_kernel, kind=kind) for kind in ("feature", "gate"))
 
 
 class Knots:
@@ -55,13 +57,9 @@ class FixedSlope(WeightLaw, Knots):
     high: float = 1.0
     symmetric: ClassVar[bool] = False
 
-    def random_feature(self, x, z):
-        """Return E relu(a x - b) relu(a z - b), elementwise."""
-        return interval_feature(self.slope * x, self.slope * z, self.low, self.high)
-
-    def indicator(self, x, z):
-        """Return P(a x > b and a z > b), elementwise."""
-        return interval_indicator(self.slope * x, self.slope * z, self.low, self.high)
+    def mean(self, kind, x, z):
+        """Return E g(a x - b) g(a z - b), elementwise."""
+        return interval_mean(kind, self.slope * x, self.slope * z, self.low, self.high)
 
     def _density(self, u):
         inside = (self.slope * u >= self.low) & (self.slope * u <= self.high)
@@ -123,12 +121,12 @@ class Uniform(UniformLaw, Knots):
 
     def nu_1(self, u):
         """Return the density of the knots, which decays like u^-2."""
-        reach = self._leaves(u, jnp.asarray(self.slope, u.dtype), jnp.asarray(self.bound, u.dtype))
+        reach = self.leaves(u)
         return reach**2 / (4 * self.slope * self.bound)
 
     def nu_3(self, u):
         """Return the density of the knots, each counted a^2 times: constant while A |u| <= B, then like u^-4."""
-        reach = self._leaves(u, jnp.asarray(self.slope, u.dtype), jnp.asarray(self.bound, u.dtype))
+        reach = self.leaves(u)
         return reach**4 / (8 * self.slope * self.bound)
 
     def moments(self):

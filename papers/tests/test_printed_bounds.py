@@ -1,28 +1,32 @@
 """The theorems of paper 003 on thousands of random pairs: as printed and as corrected."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_pairs import SLACK, exact, over_pairs, pairs
 
 from meanflow.layers.functional import recenter, rescale, unitize
-from meanflow.transport import bounds, wasserstein
+from meanflow.transport import wasserstein
 from meanflow_papers.unitization import bounds as printed
 from meanflow_papers.unitization import corrected as corrected_bounds
+
+moment_bound = partial(printed.best_bound, piece="moment")
 
 
 def test_moment_bound():
     x, y = pairs(0, 3000)
     w = exact(x, y)
     stated = over_pairs(lambda x, y: printed.printed_moment_bound(x, y), x, y)
-    corrected = over_pairs(bounds.moment_bound, x, y)
+    corrected = over_pairs(moment_bound, x, y)
     assert np.all(w <= corrected * (1 + SLACK))
     assert np.all(corrected <= stated)
     assert np.max(w / stated) < 1  # never attained: it is at least 2 (sd + sd') + |dmu|
     sd = np.sqrt(x.var(1).sum(1)) + np.sqrt(y.var(1).sum(1))
     assert np.all(stated >= (2 * sd + np.linalg.norm(x.mean(1) - y.mean(1), axis=1)) * (1 - SLACK))
     # scale-equivariant, unlike the printed one
-    np.testing.assert_allclose(over_pairs(bounds.moment_bound, 7 * x, 7 * y), 7 * corrected, rtol=1e-12)
+    np.testing.assert_allclose(over_pairs(moment_bound, 7 * x, 7 * y), 7 * corrected, rtol=1e-12)
     rescaled = over_pairs(lambda x, y: printed.printed_moment_bound(x, y), 7 * x, 7 * y)
     assert not np.allclose(rescaled, 7 * stated, rtol=0.1)
 
@@ -204,7 +208,7 @@ def test_noise_bound_is_an_identity():
         x, y = rng.uniform(-3, 3, size=(2, 30, 5))
         np.testing.assert_allclose(
             corrected_bounds.noise_bound(jnp.asarray(x), jnp.asarray(y), 3.0),
-            bounds.power_bound(jnp.asarray(x), jnp.asarray(y), 2, 3.0),
+            corrected_bounds.power_bound(jnp.asarray(x), jnp.asarray(y), 2, 3.0),
             rtol=1e-9,
             atol=1e-14,
         )
@@ -238,3 +242,37 @@ def test_a_shift_by_one_number_moves_all_features():
     vector = corrected_bounds.output_bound(zeros, zeros, 1.0, np.full(4, 2.0), beta_y=np.zeros(4))
     np.testing.assert_allclose([scalar, vector], 4.0)
     assert float(wasserstein(zeros + 2.0, zeros)) <= float(scalar) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_truncated_power_is_one_lipschitz(p):
+    rng = np.random.default_rng(p)
+    x = rng.normal(size=(2000, 5)) * 10 ** rng.uniform(-1, 1, size=(2000, 1))
+    y = x + rng.normal(size=(2000, 5)) * 10 ** rng.uniform(-3, 1, size=(2000, 1))
+    for c in (0.3, 1.0, 4.0):
+        values = [corrected_bounds.truncated_power(jnp.asarray(u), p, c) for u in (x, y)]
+        assert np.max(np.abs(values[0] - values[1]) / np.linalg.norm(x - y, axis=1)) <= 1 + 1e-9
+
+
+def test_truncated_power_is_the_printed_function():
+    rng = np.random.default_rng(0)
+    x, p, c = rng.normal(size=(9, 4)) * 2, 3, 1.3
+    printed = []
+    for row in x:
+        inner = sum(v**p for v in row if abs(v) <= c)
+        outer = sum((-c) ** p for v in row if v < -c) + sum(c**p for v in row if v > c)
+        printed.append((inner + outer) / (p * c ** (p - 1) * 2))
+    np.testing.assert_allclose(corrected_bounds.truncated_power(jnp.asarray(x), p, c), printed, rtol=1e-12)
+
+
+def test_power_one_is_exact_for_shifts_and_power_two_is_not():
+    a, b = jnp.zeros((2, 4)), jnp.full((2, 4), 0.5)
+    assert float(corrected_bounds.power_bound(a, b, 1, 1.0)) == pytest.approx(float(wasserstein(a, b)))
+    assert float(corrected_bounds.power_bound(a, b, 2, 1.0)) < 0.3 * float(wasserstein(a, b))
+
+
+def test_power_bound_is_tight_in_the_limit():
+    c, h = 1.0, 5e-4
+    a, b = jnp.full((1, 3), c), jnp.full((1, 3), c - h)
+    ratio = float(corrected_bounds.power_bound(a, b, 2, c) / wasserstein(a, b))
+    assert ratio == pytest.approx(0.99975, abs=1e-6)

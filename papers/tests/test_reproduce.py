@@ -352,7 +352,7 @@ def test_cifar_from_local_files(tmp_path):
     # one minibatch an epoch, two of the small blocks, and critics whose few steps check no more than that they run
     small = {"depth": 8, "blocks": (1, 2), "epochs": 4, "limit": 128, "inputs": 16, "rows": 16, "reach": 1}
     small |= {
-        "critic": {"hidden": (), "filters": (4,), "strides": (2,), "steps": 20, "batch": 8},
+        "critic": {"hidden": (), "filters": ((4, 2),), "steps": 20, "batch": 8},
         "presets": ("paper",),
     }
     entry = replace(CATALOGUE["003/figure-3-cifar"], small=small)

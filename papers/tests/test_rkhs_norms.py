@@ -4,9 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rkhs_norms import FixedSlope, Radial, Signs, Uniform, feature_norm, tangent_norm, tangent_parts
+from rkhs_norms import (
+    FixedSlope,
+    Radial,
+    Signs,
+    Uniform,
+    feature_norm,
+    indicator,
+    random_feature,
+    tangent_norm,
+    tangent_parts,
+)
 
-from meanflow.univariate import indicator, random_feature, spline_interpolant, univariate_ntk
+from meanflow.univariate import spline_interpolant, wide_kernel
 
 LAWS = [Signs(0.8), Signs(3.0), Uniform(1.3, 0.9), Uniform(0.5, 2.0), Radial(2.0), FixedSlope(2.0, -1.2, 1.0)]
 
@@ -33,7 +43,7 @@ def combination(law, nodes, alpha):
 @jax.jit
 def tangent_sections(law, x0, c2):
     section = lambda x0: tangent_norm(tangent_parts(x0, law=law, c2=c2), law=law, c2=c2, breaks=x0).total
-    return jax.vmap(section)(x0), jnp.diag(univariate_ntk(x0, law=law, c2=c2))
+    return jax.vmap(section)(x0), jnp.diag(wide_kernel(x0, law=law, c2=c2))
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -180,7 +190,7 @@ def test_25_the_affine_part_of_signs_in_terms_of_end_values():
 def test_28_corollary_6():
     law, x0, c2 = FixedSlope(1.0, 0.0, 1.0), 0.6, 0.3
     f1, f2, f3 = tangent_parts(x0, law=law, c2=c2)
-    truth = univariate_ntk(x0, x0, law=law, c2=c2)
+    truth = wide_kernel(x0, x0, law=law, c2=c2)
     assert truth == pytest.approx(0.3168, abs=1e-12)
     assert tangent_sections(law, jnp.full(3, x0), c2)[0][0] == pytest.approx(0.3168, abs=1e-12)
     u, du = _grid(0.0, 1.0, [x0])

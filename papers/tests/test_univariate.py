@@ -22,7 +22,7 @@ from meanflow_papers.univariate.figure_8 import figure_8
 from meanflow_papers.univariate.figure_9 import figure_9
 from meanflow_papers.univariate.lazy_slopes import lazy_slopes
 from meanflow_papers.univariate.section_3_1 import section_3_1
-from meanflow_papers.univariate.setup import concentrations, random_neurons, sinusoid
+from meanflow_papers.univariate.setup import concentrations, random_neurons, sinusoid, tangential_fraction
 from meanflow_papers.univariate.sparse_limit import sparse_limit
 
 
@@ -168,3 +168,34 @@ def test_section_3_1():
     failed = [c.name for c in outcome.criteria if not c.passed]
     assert all(CATALOGUE["004/section-3.1"].explanation(name) for name in failed), str(outcome)
     np.testing.assert_allclose(outcome.data["slopes"], [-0.57, -0.63, -0.39], atol=0.01)
+
+
+def test_tangential_fraction_does_not_see_alpha():
+    """Against c^2/(c^2 + n^2), the textbook form, and the ratio of the two mobilities for every alpha."""
+    raw = Cloud(Affine(*np.random.default_rng(7).standard_normal((3, 7))))
+    a, b, c = raw.particles
+    fraction = tangential_fraction(balance.balance(raw.particles), c * jnp.hypot(a, b))
+    np.testing.assert_allclose(fraction, c**2 / (a**2 + b**2 + c**2), rtol=1e-12)
+    for alpha in ("m", "sqrt", "one"):
+        polar = balance.project(raw, alpha)
+        radial, turning = uni.lifted(alpha=alpha).space.mobility(polar)
+        np.testing.assert_allclose(turning * polar.particles.r**2 / radial, fraction, rtol=1e-12)
+
+
+def test_tangential_fraction_at_extreme_balances():
+    delta = jnp.array([-1e12, -3.0, -1e-3, 0.0, 2.0, 1e12])
+    q = jnp.array([0.3, -1.0, 2.0, 0.7, -0.2, 5.0])
+    k = delta / (2 * jnp.abs(q))
+    textbook = (1 + k / jnp.sqrt(1 + k**2)) / 2
+    ours = tangential_fraction(delta, q)
+    np.testing.assert_allclose(ours[1:], textbook[1:], rtol=1e-12)
+    assert textbook[0] == 0.0  # cancellation
+    assert ours[0] == pytest.approx(0.3**2 / 1e24, rel=1e-12)
+    assert tangential_fraction(0.0, 0.0) == 0.5
+    assert jnp.all(jnp.isfinite(jax.vmap(jax.grad(tangential_fraction))(delta, q)))
+    # section 4, printed: the kernel regime is -delta << r^2. With r = 10, delta = -0.01 that holds, yet the neuron
+    # turns at half speed; what decides is -delta >> 2 |q|
+    assert tangential_fraction(-0.01, 10.0) > 0.49
+    assert tangential_fraction(-2000.0, 10.0) < 1e-4
+    assert tangential_fraction(-jnp.inf, 1.0) == 0.0  # c alone; printed: delta = +inf
+    assert tangential_fraction(jnp.inf, 1.0) == 1.0

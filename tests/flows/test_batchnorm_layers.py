@@ -10,7 +10,8 @@ from helpers import largest_gap
 import meanflow as mf
 from meanflow import geometry
 from meanflow.geometry import _omega as omega
-from meanflow.measures import BatchNormNeurons, laws
+from meanflow.measures import laws
+from meanflow.measures._cloud import BatchNormNeurons
 from meanflow.training import data as images
 
 

@@ -197,12 +197,7 @@ def test_feature_axis(axis):
         lambda: BatchNorm(3, **WIDE),
         lambda: Rescale(3, mode="rms", use_scale=True, **WIDE),
         lambda: UnitizedBatchNorm(3, **WIDE),
-        lambda: UnitizedBatchNorm(
-            3, interpolation="harmonic", alpha_init=0.5, alpha_constraint="clip", **WIDE
-        ),
-        lambda: UnitizedBatchNorm(
-            3, interpolation="harmonic", alpha_init=0.5, alpha_constraint="sigmoid", **WIDE
-        ),
+        lambda: UnitizedBatchNorm(3, interpolation="harmonic", alpha_init=0.5, clip_alpha=True, **WIDE),
         lambda: UnitizedBatchNorm(3, alpha_init=0.5, alpha_shape="scalar", **WIDE),
     ],
 )
@@ -277,25 +272,22 @@ def test_dtypes():
     assert wide.mean[...].dtype == jnp.float32
 
 
-def test_alpha_constraints():
-    clip = UnitizedBatchNorm(3, interpolation="harmonic", alpha_init=0.5, alpha_constraint="clip")
+def test_clipped_fixed_and_single_alpha():
+    clip = UnitizedBatchNorm(3, interpolation="harmonic", alpha_init=0.5, clip_alpha=True)
     clip.raw[...] = jnp.array([-1.0, 0.3, 2.0], jnp.float32)
     np.testing.assert_allclose(clip.alpha, [0.0, 0.3, 1.0], rtol=1e-6)
-    sigmoid = UnitizedBatchNorm(3, alpha_init=0.25, alpha_constraint="sigmoid")
-    np.testing.assert_allclose(sigmoid.alpha, 0.25, rtol=1e-6)
     fixed = Unitize(3, alpha_init=1.0, train_alpha=False)
     assert not jax.tree.leaves(nnx.state(fixed, nnx.Param))
     assert UnitizedBatchNorm(3, alpha_shape="scalar").alpha.shape == ()
     with pytest.warns(UserWarning, match="plain batch norm"):
-        UnitizedBatchNorm(3, alpha_constraint="clip")
+        UnitizedBatchNorm(3, clip_alpha=True)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: UnitizedBatchNorm(3, interpolation="harmonic"), "pole"),
-        (lambda: UnitizedBatchNorm(3, alpha_constraint="sigmoid"), r"\(0, 1\)"),
-        (lambda: Unitize(3, alpha_init=1.5, alpha_constraint="clip"), r"\[0, 1\]"),
+        (lambda: Unitize(3, alpha_init=1.5, clip_alpha=True), "alpha_init must be <= 1"),
         (lambda: BatchNorm(0), "num_features"),
         (lambda: BatchNorm(3, epsilon=0.0), "epsilon must be > 0"),
         (lambda: Rescale(3, mode="max"), "mode must be one of"),
@@ -539,3 +531,13 @@ def test_derivatives_of_second_order_and_forward_mode():
             )
             chex.assert_tree_all_finite(expected)
             chex.assert_trees_all_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.bad_input
+def test_masks_are_zeros_and_ones_and_squares_are_numbers():
+    layer, x = BatchNorm(2), jnp.asarray(batch(0, (3, 2)), jnp.float32)
+    with pytest.raises(ValueError, match="mask must hold zeros and ones"):
+        layer(x, mask=jnp.full((3, 1), 0.5))
+    with pytest.raises(ValueError, match="x must be finite in training, and so must its squares"):
+        layer(1e30 * x)
+    assert jnp.all(layer.var[...] == 1)

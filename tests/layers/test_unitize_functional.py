@@ -134,3 +134,15 @@ def test_bad_input():
         unitize(jnp.ones((2, 2)), 1.0, interpolation="cubic")
     with pytest.raises(ValueError, match="alpha must be a number"):
         unitize(jnp.ones((2, 2, 2)), jnp.ones((2, 2)))
+
+
+@pytest.mark.bad_input
+def test_poles_and_squares_out_of_range_are_seen():
+    with np.errstate(divide="ignore"):
+        pole = unitize([[3.0, 4.0]], -0.25, interpolation="harmonic")  # alpha r + 1 - alpha = 0
+    assert np.all(np.isinf(pole))
+    huge = jnp.array([[3e30, 4e30], [1e30, 0.0]], jnp.float32)
+    with pytest.raises(ValueError, match="norms of the samples of x must be finite"):
+        unitize(huge)
+    with pytest.raises(ValueError, match="its squares must be numbers"):
+        rescale(huge)

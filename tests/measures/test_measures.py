@@ -167,3 +167,51 @@ def test_laws_may_be_numbers_and_functions():
 def test_laws_are_no_names():
     with pytest.raises(ValueError, match="a must be a number"):
         mf.vanilla("tanh").init(jax.random.key(0), 4, dim=3, a="normal")
+
+
+def test_laws_of_vectors_have_a_scale_for_each_coordinate(key):
+    scale = np.array([0.1, 1.0, 10.0])
+    flow = mf.vanilla("tanh")
+    cloud = flow.init(key, 20_000, dim=3, b=laws.normal(scale))
+    b = np.asarray(cloud.particles.b)
+    # variances of 20 000 normal numbers, within five standard errors
+    np.testing.assert_allclose(b.var(0) / scale**2, 1.0, atol=5 * (2 / 20_000) ** 0.5)
+    assert np.all(np.abs(np.corrcoef(b.T) - np.eye(3)) < 5 / 20_000**0.5)
+    box = sample(
+        key, 1000, mf.Neurons, {"a": laws.constant(), "b": laws.uniform([0.0, 2.0], [1.0, 5.0])}
+    ).particles.b
+    assert np.all(box >= np.array([[0.0, 2.0]])) and np.all(box <= np.array([[1.0, 5.0]]))
+    np.testing.assert_allclose(box.mean(0), [0.5, 3.5], atol=5 * 3 / 12**0.5 / 1000**0.5)
+    # the same vector for all coordinates is the law of a number, repeated
+    u = jax.random.uniform(key, (5, 3))
+    np.testing.assert_array_equal(laws.normal(np.full(3, 2.0))(u), laws.normal(2.0, 3)(u))
+
+
+@pytest.mark.bad_input
+def test_vectors_of_a_law_have_one_length():
+    with pytest.raises(ValueError, match="vectors of a normal law must have one length"):
+        laws.normal([1.0, 2.0], dim=3)
+    with pytest.raises(ValueError, match="vectors of a uniform law must have one length"):
+        laws.uniform([0.0, 0.0], [1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="high must be at least low"):
+        laws.uniform([0.0, 0.0], [1.0, -1.0])
+    with pytest.raises(ValueError, match="scale must be"):
+        laws.normal([1.0, -1.0])
+
+
+def test_constant_laws_repeat_for_several_outputs(key):
+    cloud = mf.vanilla("tanh").init(key, 3, dim=2, outputs=2, a=1.5)
+    np.testing.assert_array_equal(cloud.particles.a, np.full((3, 2), 1.5))
+
+
+def test_the_sphere_has_a_point_for_every_point_of_the_cube():
+    grid = quadrature((3, 3, 3), mf.Neurons, {"a": laws.constant(1.0), "b": laws.sphere(3)})
+    np.testing.assert_allclose(np.linalg.norm(grid.particles.b, axis=1), 1.0, rtol=1e-12)
+
+
+@pytest.mark.bad_input
+def test_weights_of_nothing():
+    with pytest.raises(ValueError, match="weights must not all be zero"):
+        mf.Cloud(mf.Polar([1.0], [1.0]), [0.0], total=None)
+    with pytest.raises(ValueError, match="index must name a point of positive weight"):
+        mf.Dataset([1.0, 2.0], [1.0, 2.0], [1.0, 0.0]).take(jnp.array([1]))

@@ -64,3 +64,11 @@ def test_alignment_is_one_in_the_span_and_k_over_d_at_random(key):
     np.testing.assert_allclose(
         seen["target"][0], f @ data.y / (jnp.linalg.norm(f) * jnp.linalg.norm(data.y)), rtol=1e-10
     )
+
+
+@pytest.mark.bad_input
+def test_links_and_directions_are_checked():
+    with pytest.raises(ValueError, match=r"values of link must have shape \(4,\), got shape \(4, 2\)"):
+        teachers.multi_index(3, 2, lambda z: z)(jnp.ones((4, 3)))
+    with pytest.raises(ValueError, match="directions must have orthonormal rows"):
+        teachers.Teacher(jnp.ones((2, 3)), lambda z: z[:, 0], "normal")

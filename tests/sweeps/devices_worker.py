@@ -107,13 +107,6 @@ def spectra(out):
         observe={"kernel": kernel, "spectrum": lambda *run: jnp.linalg.eigvalsh(kernel(*run))},
     )
     points = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)))
-    critic = mf.sweeps.sweep_function(
-        lambda key, shift: mf.transport.critic_distance(
-            points, points + shift, key=key, critic=mf.transport.Critic(steps=5)
-        ),
-        axes={"shift": [0.1, 0.2]},
-        seeds=16,
-    )
     gram = mf.sweeps.sweep_function(
         lambda key, scale: jax.tree.leaves(mf.depth.propagate(key, scale * points, [8, 8]))[0],
         axes={"scale": [1.0, 2.0]},
@@ -123,7 +116,6 @@ def spectra(out):
         f"{out}-spectra.npz",
         spectrum=ds.spectrum.values,
         expected=np.linalg.eigvalsh(ds.kernel.values),
-        critic=critic.value.values,
         gram=gram.value.values,
     )
 

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
+import scipy.spatial.distance
 import scipy.stats
 
+import meanflow as mf
 from meanflow.transport import transport_plan, wasserstein
 from meanflow.transport._exact import cylinder_distance, euclidean
 
@@ -233,3 +235,58 @@ def test_clouds_refuse_tracing():
 def test_integers_are_points_too():
     assert float(wasserstein([0, 1], [1, 4], 2)) == pytest.approx(np.sqrt(5))
     assert float(wasserstein([[0, 0]], [[3, 4]])) == 5.0
+
+
+def matched(costs):
+    """The cost of the best assignment."""
+    return costs[scipy.optimize.linear_sum_assignment(costs)].mean()
+
+
+def test_clouds_are_compared_in_the_metric_of_their_neurons():
+    rng = np.random.default_rng(0)
+    flat = [mf.Neurons(rng.normal(size=9), rng.normal(size=(9, 3))) for _ in range(2)]
+    coordinates = [np.concatenate([w.a[:, None], w.b], axis=1) for w in flat]
+    plain = wasserstein(*(mf.Cloud(w) for w in flat), p=2)
+    assert float(plain) == pytest.approx(matched(scipy.spatial.distance.cdist(*coordinates) ** 2) ** 0.5)
+    # under batch norm: amplitudes and angles, for raw neurons and on the manifold alike
+    covariance = np.cov(rng.normal(size=(3, 50)))
+    raw = [mf.Cloud(w) for w in flat]
+    angle = np.stack([mf.geometry.distance(flat[0].b, b[None, :]) for b in flat[1].b], axis=1)
+    expected = matched((flat[0].a[:, None] - flat[1].a[None, :]) ** 2 + angle**2) ** 0.5
+    on_manifold = [mf.geometry.project(cloud, covariance) for cloud in raw]
+    for pair in (raw, on_manifold):
+        assert float(wasserstein(*pair, p=2, cost="cylinder")) == pytest.approx(expected)
+    # univariate neurons live on the cylinder: theta goes the short way round
+    polar = [mf.Polar(rng.normal(size=9), rng.uniform(-np.pi, np.pi, 9)) for _ in range(2)]
+    turn = np.abs(polar[0].theta[:, None] - polar[1].theta[None, :])
+    squares = (polar[0].r[:, None] - polar[1].r[None, :]) ** 2 + np.minimum(turn, 2 * np.pi - turn) ** 2
+    first, second = (mf.Cloud(w) for w in polar)
+    assert float(wasserstein(first, second, p=2)) == pytest.approx(matched(squares) ** 0.5)
+    assert float(wasserstein(first.pad(12), second, p=2)) == pytest.approx(matched(squares) ** 0.5)
+    assert transport_plan(first, second).shape == (9, 9)
+
+
+def test_clouds_of_several_outputs_on_the_cylinder():
+    rng = np.random.default_rng(1)
+    w, v = (mf.Neurons(rng.normal(size=(5, 2)), rng.normal(size=(5, 3))) for _ in range(2))
+    apart = np.sum((w.a[:, None] - v.a[None, :]) ** 2, axis=-1)
+    angle = np.stack([mf.geometry.distance(w.b, b[None, :]) for b in v.b], axis=1)
+    found = wasserstein(mf.Cloud(w), mf.Cloud(v), p=2, cost="cylinder")
+    assert float(found) == pytest.approx(matched(apart + angle**2) ** 0.5)
+
+
+@pytest.mark.bad_input
+def test_clouds_that_cannot_be_compared():
+    polar, plane = mf.Cloud(mf.Polar([1.0], [0.0])), mf.Cloud(mf.Neurons([1.0], [[1.0, 0.0]]))
+    with pytest.raises(ValueError, match="clouds of neurons of one kind, got Polar and Neurons"):
+        wasserstein(polar, plane)
+    with pytest.raises(ValueError, match="clouds of neurons of one kind, got Polar and no cloud"):
+        wasserstein(polar, [1.0])
+    with pytest.raises(ValueError, match="weights_x and weights_y must be None for clouds"):
+        wasserstein(polar, polar, weights_x=[1.0])
+    with pytest.raises(ValueError, match="x and y must have points of the same shape"):
+        wasserstein(plane, mf.Cloud(mf.Neurons([[1.0, 2.0]], [[1.0, 0.0]])), cost="cylinder")
+    with pytest.raises(ValueError, match="x and y must have points of the same shape"):
+        wasserstein(plane, mf.Cloud(mf.Neurons([1.0], [[1.0, 0.0, 0.0]])), cost="cylinder")
+    with pytest.raises(ValueError, match="cost='cylinder' needs Polar or two-layer neurons"):
+        wasserstein(*[mf.Cloud(mf.Affine([1.0], [1.0], [1.0]))] * 2, cost="cylinder")

@@ -102,6 +102,7 @@ def test_on_sample_share_by_hand():
     knots = jnp.array([0.0, 0.205, 0.215, -0.09, -0.11, 1.1, jnp.inf, jnp.nan])
     # in the window: 0, .205, .215, -.09, 1.1 (edge); on samples: 0 and .205
     assert on_sample_share(knots, x) == pytest.approx(2 / 5)
+    assert on_sample_share(knots, x[::-1]) == pytest.approx(2 / 5)
     mass = jnp.array([1.0, 2, 3, 4, 100, 0, 1, 1])
     assert on_sample_share(knots, x, mass=mass) == pytest.approx(3 / 10)
     uniform = jnp.linspace(-0.1, 1.1, 100_001)

@@ -144,37 +144,6 @@ def test_delta_and_weight_decay():
         np.testing.assert_allclose(slope, rate * balance.balance(raw.particles), atol=1e-13)
 
 
-def test_tangential_fraction_does_not_see_alpha():
-    """Against c^2/(c^2 + n^2), the textbook form, and the ratio of the two mobilities for every alpha."""
-    raw = affine(7)
-    a, b, c = raw.particles
-    fraction = balance.tangential_fraction(balance.balance(raw.particles), c * jnp.hypot(a, b))
-    np.testing.assert_allclose(fraction, c**2 / (a**2 + b**2 + c**2), rtol=1e-12)
-    for alpha in ("m", "sqrt", "one"):
-        polar = balance.project(raw, alpha)
-        radial, turning = uni.lifted(alpha=alpha).space.mobility(polar)
-        np.testing.assert_allclose(turning * polar.particles.r**2 / radial, fraction, rtol=1e-12)
-
-
-def test_tangential_fraction_at_extreme_balances():
-    delta = jnp.array([-1e12, -3.0, -1e-3, 0.0, 2.0, 1e12])
-    q = jnp.array([0.3, -1.0, 2.0, 0.7, -0.2, 5.0])
-    k = delta / (2 * jnp.abs(q))
-    textbook = (1 + k / jnp.sqrt(1 + k**2)) / 2
-    ours = balance.tangential_fraction(delta, q)
-    np.testing.assert_allclose(ours[1:], textbook[1:], rtol=1e-12)
-    assert textbook[0] == 0.0  # cancellation
-    assert ours[0] == pytest.approx(0.3**2 / 1e24, rel=1e-12)
-    assert balance.tangential_fraction(0.0, 0.0) == 0.5
-    assert jnp.all(jnp.isfinite(jax.vmap(jax.grad(balance.tangential_fraction))(delta, q)))
-    # section 4, printed: the kernel regime is -delta << r^2. With r = 10, delta = -0.01 that holds, yet the neuron
-    # turns at half speed; what decides is -delta >> 2 |q|
-    assert balance.tangential_fraction(-0.01, 10.0) > 0.49
-    assert balance.tangential_fraction(-2000.0, 10.0) < 1e-4
-    assert balance.tangential_fraction(-jnp.inf, 1.0) == 0.0  # c alone; printed: delta = +inf
-    assert balance.tangential_fraction(jnp.inf, 1.0) == 1.0
-
-
 @pytest.mark.parametrize("clock", ["mean_field", "gradient", "lazy"])
 @pytest.mark.parametrize("alpha", ["m", "sqrt", "one"])
 def test_three_clocks(alpha, clock):
@@ -225,3 +194,18 @@ def test_errors_name_what_is_wrong():
         predict(uni.canonical(), polar, jnp.ones((3, 2)))
     with pytest.raises(ValueError, match="labels"):
         balance.lift(polar)
+
+
+@pytest.mark.bad_input
+def test_coordinates_of_unequal_lengths():
+    ones = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"particles.b must have shape \(2,\), got shape \(3,\)"):
+        balance.balance(Affine(ones, jnp.ones(3), ones))
+    with pytest.raises(ValueError, match="particles.c must be finite"):
+        balance.balance(Affine(ones, ones, jnp.nan * ones))
+    with pytest.raises(ValueError, match="delta must have shape"):
+        balance.split(ones, jnp.ones(3))
+    with pytest.raises(ValueError, match="inner must have shape"):
+        velocity(uni.full(inner=jnp.ones(3)), Cloud(Affine(ones, ones, ones)), DATA)
+    with pytest.raises(TypeError, match=r"lifted\(\) got an unexpected keyword argument 'foo'"):
+        uni.planar(foo=1)

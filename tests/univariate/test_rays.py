@@ -14,10 +14,8 @@ from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
 from meanflow.univariate import balance
 from meanflow.univariate._angles import unit
-from meanflow.univariate._residual import region_covariances
 
 classify = jax.jit(jax.vmap(uni.classify_rays))
-attracting = jax.jit(jax.vmap(uni.attracting_angles))
 
 
 @functools.cache
@@ -88,7 +86,7 @@ def test_frozen_flow_ends_at_the_predicted_set():
     sol = mf.solve(flow, cloud, data, 2e4, solver="sliding", step=5e3)
     assert bool(sol.ok)
     table = uni.classify_rays(x, rho)
-    inner = uni.attracting_angles(x, rho)
+    inner = table.inside_positive, table.inside_negative
     r, theta = (np.asarray(u) for u in sol.final.particles)
     dead = np.asarray(forces.find_regions(unit(sol.final.particles.theta + 0.0), x)) == 0
     for sign, kind, interior in ((1, table.positive, inner[0]), (-1, table.negative, inner[1])):
@@ -101,8 +99,8 @@ def test_frozen_flow_ends_at_the_predicted_set():
 
 
 def test_interior_directions_are_minima():
-    x, rho, _ = draws(3, 300)
-    for sign, angles in zip((1, -1), attracting(x, rho), strict=True):
+    x, rho, table = draws(3, 300)
+    for sign, angles in ((1, table.inside_positive), (-1, table.inside_negative)):
         there = np.isfinite(angles)
         theta = np.where(there, angles, 0.0)
         here, left, right = (sign * potential(theta + s, x, rho)[there] for s in (0, -1e-4, 1e-4))
@@ -129,6 +127,13 @@ def test_regions_dead_arc_and_angles():
     np.testing.assert_allclose(arc / (2 * jnp.pi), 0.25)
 
 
+def region_covariances(flow, cloud, x):
+    """Sigma_R = sum_{i in R} p_i J_q C J_q' for each of the 2s regions: the covariances of Proposition 1."""
+    mobility = jnp.stack(flow.feature.responses(cloud, flow.space), axis=-1) * cloud.weights[:, None, None]
+    regions = forces.find_regions(flow.feature.direction(cloud), x)
+    return jax.ops.segment_sum(mobility, regions, 2 * x.shape[0])
+
+
 @pytest.mark.parametrize("model", ["canonical", "lifted", "planar", "radial", "full"])
 def test_proposition_1(model):
     """(13) with region covariances against the derivative of the predictions along the velocity, and -K rho."""
@@ -140,15 +145,17 @@ def test_proposition_1(model):
     else:
         labels = jnp.linspace(-2, 2, 9) if model == "lifted" else None
         cloud, flow = Cloud(Polar(*rng.standard_normal((2, 9))), labels=labels), getattr(uni, model)()
-    got = uni.residual_ode(flow, cloud, data)
+    order = jnp.argsort(data.x)
+    x, f = data.x[order], mf.predict(flow, cloud, data.x)
+    sigma = region_covariances(flow, cloud, x)
+    flux = jnp.einsum("rij,rj->ri", sigma, forces.region_forces((data.weights * (f - data.y))[order], x))
+    got = jnp.zeros(4).at[order].set(-forces.region_predictions(jnp.arange(8), flux, x))
     v = mf.velocity(flow, cloud, data)
     _, rate = jax.jvp(lambda w: mf.predict(flow, cloud.at(w), data.x), (cloud.particles,), (v,))
     np.testing.assert_allclose(got, rate, rtol=1e-12, atol=1e-13)
     kernel = mf.tangent_kernel(flow, cloud, data.x)
-    rho = mf.predict(flow, cloud, data.x) - data.y
-    np.testing.assert_allclose(got, -kernel @ (data.weights * rho), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(got, -kernel @ (data.weights * (f - data.y)), rtol=1e-12, atol=1e-13)
     if model == "canonical":
-        sigma = region_covariances(flow, cloud, jnp.sort(data.x))
         d = np.asarray(unit(cloud.particles.theta))
         t = np.stack([-d[:, 1], d[:, 0]], 1)
         each = np.einsum("m,mi,mj->mij", np.asarray(cloud.particles.r) ** 2, t, t) + np.einsum(
@@ -158,22 +165,13 @@ def test_proposition_1(model):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("function", [uni.classify_rays, uni.attracting_angles])
-def test_residuals_belong_to_samples(function):
+def test_residuals_belong_to_samples():
     with pytest.raises(ValueError, match=r"residual must have shape \(3,\), got shape \(2,\)"):
-        function(jnp.array([-1.0, 0.0, 1.0]), jnp.array([1.0, 2.0]))
+        uni.classify_rays(jnp.array([-1.0, 0.0, 1.0]), jnp.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="x must be finite"):
-        function(jnp.array([jnp.nan, 0.0]), jnp.array([1.0, 2.0]))
+        uni.classify_rays(jnp.array([jnp.nan, 0.0]), jnp.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="residual must be an array"):
-        function(jnp.array([-1.0, 0.0]), None)
-
-
-@pytest.mark.bad_input
-def test_the_residual_equation_is_for_univariate_flows(key):
-    data = Dataset(jnp.ones((4, 2)), jnp.ones(4))
-    flow = mf.vanilla()
-    with pytest.raises(ValueError, match="flow must be a flow of univariate ReLU neurons"):
-        uni.residual_ode(flow, flow.init(key, 5, dim=2), data)
+        uni.classify_rays(jnp.array([-1.0, 0.0]), None)
 
 
 @pytest.mark.bad_input

@@ -11,14 +11,35 @@ from scipy import interpolate
 from meanflow.kernels import kernel_flow
 from meanflow.measures import Affine, Cloud
 from meanflow.measures._scaling import Scaling, speed
-from meanflow.univariate import random_feature, spline_interpolant, univariate_ntk
-from meanflow.univariate._splines import _bordered
-from meanflow.univariate._weight_laws import RadialLaw, SignsLaw, UniformLaw
+from meanflow.univariate import spline_interpolant, wide_kernel
+from meanflow.univariate._kernels import RadialLaw, SignsLaw, UniformLaw
 
 X = jnp.linspace(-1, 1, 10)
 Y = jnp.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
 GRID = jnp.linspace(-1, 1, 801)
+random_feature = partial(wide_kernel, kind="feature")
 natural_spline = partial(spline_interpolant, law=None)
+
+
+def bordered(x, y, shrink):
+    """The same equations solved densely: f(u, order) = (d + s u + sum_j w_j |u - x_j|^3)^(order), with d and s.
+
+    [ |xi-xj|^3       1         x      ] [w]   [y]
+    [ 1^T          -k3/k0       0      ] [d] = [0]
+    [ x^T             0      -k3/k1    ] [s]   [0]
+    """
+    border = np.stack([np.ones_like(x), x])
+    matrix = np.block([[np.abs(x[:, None] - x[None, :]) ** 3, border.T], [border, -np.diag(shrink)]])
+    *weights, constant, slope = np.linalg.solve(matrix, np.concatenate([y, np.zeros(2)]))
+
+    def f(u, order):
+        gap = np.asarray(u)[:, None] - x[None, :]
+        powers = (np.abs(gap) ** 3, 3 * gap * np.abs(gap), 6 * np.abs(gap), 6 * np.where(gap < 0, -1.0, 1.0))[
+            order
+        ]
+        return powers @ np.array(weights) + (constant + slope * np.asarray(u), slope, 0.0, 0.0)[order]
+
+    return f, constant, slope
 
 
 def test_natural_spline_is_scipys():
@@ -44,13 +65,13 @@ def test_spline_form_equals_the_kernel_form_of_equation_24(law):
     spline = spline_interpolant(X, Y, law=law)
     np.testing.assert_allclose(spline(X), Y, atol=1e-14)
     k0, k1, k3 = law.cubic()
-    dense = _bordered(X, Y, (k3 / k0, k3 / k1), 0.0)
+    dense, constant, slope = bordered(np.asarray(X), np.asarray(Y), np.array([k3 / k0, k3 / k1]))
     outside = jnp.linspace(-2, 2, 77)  # beyond the samples the cubics go on
     for order in range(4):
         np.testing.assert_allclose(
-            spline.derivative(outside, order), dense.derivative(outside, order), atol=1e-9 * 10.0**order
+            spline.derivative(outside, order), dense(outside, order), atol=1e-9 * 10.0**order
         )
-    np.testing.assert_allclose(spline.constant + spline.slope, dense.constant + dense.slope, atol=1e-10)
+    np.testing.assert_allclose([spline.constant, spline.slope], [constant, slope], atol=1e-10)
     np.testing.assert_allclose(spline(GRID), random_feature(GRID, X, law=law) @ alpha, atol=1e-9)
 
 
@@ -83,19 +104,6 @@ def test_the_natural_limit_is_well_conditioned_where_the_kernel_matrix_is_not():
     scipys = interpolate.CubicSpline(X, Y, bc_type="natural")(GRID)
     np.testing.assert_allclose(spline_interpolant(X, Y, law=law)(GRID), scipys, atol=1e-8)  # 7.6e-3 / bound
     np.testing.assert_allclose(spline_interpolant(X, Y, law=SignsLaw(1e12))(GRID), scipys, atol=1e-10)
-
-
-def test_ridge_in_the_free_limit_is_scipys_smoothing_spline():
-    rng = np.random.default_rng(1)
-    x = np.sort(rng.uniform(-1, 1, 20))
-    y = np.sin(3 * x) + 0.3 * rng.normal(size=20)
-    for lam in (1e-4, 1e-2):
-        theirs = interpolate.make_smoothing_spline(x, y, lam=lam)(x)
-        np.testing.assert_allclose(natural_spline(x, y, ridge=lam)(x), theirs, atol=1e-8)
-    law, penalty = SignsLaw(1.5), 0.01
-    gram = random_feature(x, law=law)
-    kernel_ridge = gram @ jnp.linalg.solve(gram + penalty * jnp.eye(20), y)
-    np.testing.assert_allclose(spline_interpolant(x, y, law=law, ridge=penalty)(x), kernel_ridge, atol=1e-9)
 
 
 def test_gradients_jit_and_single_precision():
@@ -233,7 +241,7 @@ def test_33_alpha_one_gives_the_tangent_kernel_unless_c_is_small():
     m, time, law = 1600, 60.0, RadialLaw(1.0)
 
     def kernel_fits(x, y, grid, c2):
-        for kernel in (lambda *p: univariate_ntk(*p, law=law, c2=c2), lambda *p: random_feature(*p, law=law)):
+        for kernel in (lambda *p: wide_kernel(*p, law=law, c2=c2), lambda *p: random_feature(*p, law=law)):
             yield kernel(grid, x) @ readout(kernel(x, x), -y).dual(time)
 
     x, y, grid, f, _ = _train(m, 1.0, 1.0, time)
@@ -252,3 +260,9 @@ def test_weights_move_like_alpha_over_width(power):
     turns = [_train(m, m**power, 1.0)[-1] for m in widths]
     slope = np.polyfit(np.log(widths), np.log(np.array(turns)), 1)[0]
     assert slope == pytest.approx(power - 1, abs=0.05)
+
+
+@pytest.mark.bad_input
+def test_samples_whose_cubes_are_no_numbers():
+    with pytest.raises(ValueError, match="cubes of the samples x must be finite"):
+        spline_interpolant(jnp.array([0.0, 1e15], jnp.float32), jnp.array([1.0, 2.0], jnp.float32), law=None)

@@ -1,5 +1,7 @@
 """Closed-form kernels of univariate ReLU features against quadrature, sampling and autodiff."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ from scipy import integrate
 
 import meanflow as mf
 from meanflow.measures import laws
-from meanflow.univariate import indicator, random_feature, univariate_ntk
-from meanflow.univariate._weight_laws import RadialLaw, SignsLaw, UniformLaw
+from meanflow.univariate import wide_kernel
+from meanflow.univariate._kernels import RadialLaw, SignsLaw, UniformLaw
+
+random_feature, indicator = (partial(wide_kernel, kind=kind) for kind in ("feature", "gate"))
 
 LAWS = {
     "signs": SignsLaw(0.8),
@@ -86,7 +90,7 @@ def test_the_inside_formulas():
 @pytest.mark.parametrize("name", LAWS)
 def test_kernels_are_positive_semidefinite_on_both_sides_of_the_support(name):
     x = jnp.linspace(-3, 3, 25)
-    for kernel in (random_feature, indicator, univariate_ntk):
+    for kernel in (random_feature, indicator, wide_kernel):
         values = jnp.linalg.eigvalsh(kernel(x, law=LAWS[name]))
         assert values[0] > -1e-13 * values[-1]
 
@@ -95,10 +99,10 @@ def test_kernels_are_positive_semidefinite_on_both_sides_of_the_support(name):
 def test_shapes_dtypes_jit_and_gradients(name):
     law = LAWS[name]
     x, z = jnp.linspace(-2, 2, 6).reshape(2, 3), jnp.array([0.3, -1.7, 0.1, 0.9])
-    gram = jax.jit(lambda x, z, law: univariate_ntk(x, z, law=law, c2=0.3))(x, z, law)
+    gram = jax.jit(lambda x, z, law: wide_kernel(x, z, law=law, c2=0.3))(x, z, law)
     assert gram.shape == (2, 3, 4)
-    np.testing.assert_allclose(gram[1, 2, 3], univariate_ntk(x[1, 2], z[3], law=law, c2=0.3), rtol=1e-14)
-    single = univariate_ntk(x.astype(jnp.float32), z.astype(jnp.float32), law=law, c2=0.3)
+    np.testing.assert_allclose(gram[1, 2, 3], wide_kernel(x[1, 2], z[3], law=law, c2=0.3), rtol=1e-14)
+    single = wide_kernel(x.astype(jnp.float32), z.astype(jnp.float32), law=law, c2=0.3)
     assert single.dtype == jnp.float32
     np.testing.assert_allclose(single, gram, atol=2e-6)
     h = 1e-6
@@ -106,7 +110,7 @@ def test_shapes_dtypes_jit_and_gradients(name):
         slope = jax.jit(jax.vmap(jax.grad(lambda u, kernel=kernel: kernel(u, 0.31, law=law))))(x.ravel())
         numeric = (kernel(x.ravel() + h, 0.31, law=law) - kernel(x.ravel() - h, 0.31, law=law)) / (2 * h)
         np.testing.assert_allclose(slope, numeric, atol=1e-8)
-    slope = jax.jit(jax.vmap(jax.grad(lambda u: univariate_ntk(u, 0.3, law=law))))
+    slope = jax.jit(jax.vmap(jax.grad(lambda u: wide_kernel(u, 0.3, law=law))))
     assert jnp.all(jnp.isfinite(slope(jnp.array([0.3, 0.0]))))  # on the kink, and where bound/|x| is infinite
 
 
@@ -197,7 +201,7 @@ def test_independent_uniforms_give_cubics_only_inside():
 )
 def test_corollary_6_the_tangent_kernel_is_only_continuous(name, jump):
     law, x0, c2 = LAWS[name], 0.35, 0.6
-    slope = jax.grad(lambda u: univariate_ntk(u, x0, law=law, c2=c2))
+    slope = jax.grad(lambda u: wide_kernel(u, x0, law=law, c2=c2))
     assert slope(x0 + 1e-9) - slope(x0 - 1e-9) == pytest.approx(c2 * jump(law, x0), abs=1e-7)
     smooth = jax.grad(lambda u: random_feature(u, x0, law=law))
     assert smooth(x0 + 1e-9) - smooth(x0 - 1e-9) == pytest.approx(0.0, abs=1e-8)
@@ -236,3 +240,16 @@ def test_laws_without_a_closed_form_are_refused(given):
         random_feature(0.5, law=given)
     with pytest.raises(ValueError, match="'a' and 'b'"):
         random_feature(0.5, law={"a": laws.signs()})
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": laws.signs(), "b": laws.uniform(0.0, 0.0)},
+        {"a": laws.uniform(0.0, 0.0), "b": laws.uniform()},
+    ],
+)
+def test_uniform_laws_of_one_number_are_refused(given):
+    with pytest.raises(ValueError, match="interval of length 0"):
+        random_feature(0.5, law=given)

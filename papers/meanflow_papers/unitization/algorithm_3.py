@@ -8,6 +8,7 @@ from meanflow import transport
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, below, panels
+from meanflow_papers.unitization.critic import critic_distance
 
 
 def draw(data: Arrays) -> Figure:
@@ -64,7 +65,7 @@ def algorithm_3(dimension: int = 32, samples: int = 600) -> Outcome:
     cases |= {"scale 1.2": 1.2 * z, "scale 1.5": 1.5 * z, "scale 3": 3.0 * z}
     data: Arrays = {}
     for name, x in cases.items():
-        out = transport.critic_distance(x, z, key=jax.random.key(2))
+        out = critic_distance(x, z, key=jax.random.key(2))
         # both couplings are monotone, so this pairing is optimal
         w = transport.ics(z, x, max_exact=0).pieces["paired"]
         data[name] = {

@@ -1,8 +1,9 @@
 """Corrected bounds on W_1 between the outputs of layers, the true forms of what the unitization paper prints.
 
 The functions take samples x (after) and y (before), (N, d) and (M, d), use population moments and hold for the
-empirical measures themselves. In the formulas r is the norm of a sample and a is the least alpha. The bounds that need
-nothing but the outputs are in ``meanflow.transport.bounds``; what was printed stands beside all of them in ``bounds``.
+empirical measures themselves. In the formulas r is the norm of a sample and a is the least alpha. The best bounds that
+need nothing but the outputs are in ``transport.ics(...).pieces``; what was printed stands beside all of them in
+``bounds``.
 """
 
 from functools import partial
@@ -19,6 +20,27 @@ def standardized_bound(dimension: int) -> float:
     4.0
     """
     return (2.0 * dimension) ** 0.5
+
+
+def truncated_power(x: Float[ArrayLike, "*n d"], p: int, c: ArrayLike) -> Float[Array, "*n"]:
+    """Return f_{p,C}(x) = sum_i clip(x_i, -C, C)^p / (p C^(p-1) sqrt(d)), a 1-Lipschitz function of each sample.
+
+    >>> print(truncated_power(jnp.array([3.0]), 2, 1.0))
+    0.5
+    """
+    x = jnp.asarray(x)
+    return c * jnp.sum(jnp.clip(x / c, -1, 1) ** p, axis=-1) / (p * x.shape[-1] ** 0.5)
+
+
+def power_bound(
+    x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], p: int, c: ArrayLike
+) -> Float[Array, ""]:
+    """Return the lower bound |E f_{p,C}(x) - E f_{p,C}(y)| (Theorem 2) with f = ``truncated_power``, for any p >= 1.
+
+    >>> print(power_bound(jnp.zeros((2, 1)), jnp.ones((2, 1)), 1, 1.0))
+    1.0
+    """
+    return jnp.abs(jnp.mean(truncated_power(x, p, c)) - jnp.mean(truncated_power(y, p, c)))
 
 
 def noise_bound(x: Float[ArrayLike, "n d"], y: Float[ArrayLike, "m d"], c: float) -> Float[Array, ""]:

@@ -19,7 +19,7 @@ DENSE: dict[str, MakeNorm] = {
     "(10) from 0": _unit,  # the stated default
     "(10) from .5": partial(_unit, alpha_init=0.5),
     "(10) from 1": partial(_unit, alpha_init=1.0),
-    "(9) from .5": partial(_unit, alpha_init=0.5, interpolation="harmonic", alpha_constraint="clip"),
+    "(9) from .5": partial(_unit, alpha_init=0.5, interpolation="harmonic", clip_alpha=True),
     # true unitization; n = d multiplies by sqrt(d), so that outputs have the size of standardized ones
     "alpha = 1": partial(_unit, alpha_init=1.0, train_alpha=False, n="features"),
 }

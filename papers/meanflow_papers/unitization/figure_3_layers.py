@@ -14,17 +14,18 @@ from matplotlib.ticker import MaxNLocator
 
 from meanflow.training import ResNet, Stack, Trainer
 from meanflow.training.data import digits
-from meanflow.transport import Critic, critic_distance, ics
+from meanflow.transport import ics
 from meanflow_papers.entry import CIFAR, Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, PALE, below, panels, shades
 from meanflow_papers.unitization.cifar import EPOCHS, Training, load
+from meanflow_papers.unitization.critic import critic_distance
 from meanflow_papers.unitization.presets import PRESETS, staircase
 from meanflow_papers.unitization.table_4 import IMAGES
 
 DROPS = (0.3, 0.6, 0.8)  # of the learning rate, in parts of the epochs
-PAPER: Arguments = {"hidden": (), "filters": (64, 64, 128, 128), "strides": (2, 1, 2, 1), "steps": 1500}
-REDUCED: Arguments = {"hidden": (), "filters": (16, 16), "strides": (2, 1), "steps": 100, "batch": 64}
+PAPER: Arguments = {"hidden": (), "filters": ((64, 2), (64, 1), (128, 2), (128, 1)), "steps": 1500}
+REDUCED: Arguments = {"hidden": (), "filters": ((16, 2), (16, 1)), "steps": 100, "batch": 64}
 
 
 SHORT = (
@@ -40,7 +41,7 @@ class LayerShifts:
         outputs: (network, inputs) -> outputs (N, H, W, C) of the layers, normalized and not yet times gamma plus beta.
         inputs: fixed images, on which both networks are compared, with the moments of this batch.
         rows: number of these for which the distance is exact.
-        critic: arguments of ``transport.Critic``; every critic starts from the same weights.
+        critic: arguments of ``critic_distance``; every critic starts from the same weights.
         critics_at: epochs at which critics are trained.
 
     After the run ``exact``, ``lower``, ``upper`` and ``critic`` hold one row of layers for each epoch; NaN where no
@@ -56,7 +57,7 @@ class LayerShifts:
         critics_at: Iterable[int],
     ):
         self.inputs, self.rows, self.critics_at = inputs, rows, set(critics_at)
-        self.settings = Critic(**critic)
+        self.settings = critic
         self.outputs = outputs
         self.before: list[jax.Array] | None = None
         self.exact: list[list[float]] = []
@@ -74,9 +75,7 @@ class LayerShifts:
             self.exact.append([shift.exact for shift in found])
             self.lower.append([shift.lower for shift in found])
             self.upper.append([shift.upper for shift in found])
-            measure = lambda a, b: float(
-                critic_distance(a, b, key=jax.random.key(3), critic=self.settings).value
-            )
+            measure = lambda a, b: float(critic_distance(a, b, key=jax.random.key(3), **self.settings).value)
             none = [float("nan")] * len(pairs)
             self.critic.append([measure(a, b) for a, b in pairs] if epoch in self.critics_at else none)
         self.before = now
@@ -168,7 +167,7 @@ def figure_3_layers(
         rows: images for which the distance is exact.
         inputs: images that the critics see, half of them in training.
         reach: number of epochs before and after a drop that are compared, and at which critics are trained.
-        critic: arguments of ``transport.Critic``; ``PAPER`` are those of the paper.
+        critic: arguments of ``critic_distance``; ``PAPER`` are those of the paper.
         variants: names of ``table_4.IMAGES``.
     """
     split = digits(0, 1197)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from meanflow.univariate import indicator, random_feature
+from meanflow.univariate import wide_kernel
 from meanflow_papers.entry import entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.style import COLORS, DASHES, PALE, panels
@@ -16,7 +16,7 @@ from meanflow_papers.univariate.setup import random_weights
 
 
 def _gate_term(x: jax.Array, at: float, law: str, c2: float) -> jax.Array:
-    return c2 * (x * at + 1) * indicator(x, at, law=law)
+    return c2 * (x * at + 1) * wide_kernel(x, at, "gate", law=law)
 
 
 def draw(data: Arrays) -> Figure:
@@ -77,7 +77,7 @@ def figure_3(width: int = 25_000, seed: int = 0, points: int = 201) -> Outcome:
         gauss, flat = jax.random.normal(outputs, (width,)), jax.random.uniform(outputs, (width,), minval=-1.0)
         c = flat if name == "uniform" else gauss
         z, z_at = x[:, None] * a[None, :] - b[None, :], a * at - b
-        feature = partial(random_feature, z=at, law=law)
+        feature = partial(wide_kernel, z=at, kind="feature", law=law)
         gate = partial(_gate_term, at=at, law=law, c2=c2)
         terms: dict[str, tuple[jax.Array, Callable]] = {
             "feature": (jax.nn.relu(z) @ jax.nn.relu(z_at) / width, feature),

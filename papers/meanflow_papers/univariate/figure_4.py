@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from meanflow.kernels import kernel_flow
 from meanflow.measures import laws
-from meanflow.univariate import random_feature, spline_interpolant
+from meanflow.univariate import spline_interpolant, wide_kernel
 from meanflow.univariate.knots import piecewise_linear
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
@@ -137,10 +137,10 @@ def figure_4(
         for m in random_widths:
             draws = [random_weights(jax.random.key(s), m, name) for s in range(seeds)]
             scattered[name].append(np.median([_distance(network(*ab), limits[name]) for ab in draws]))
-    gram = random_feature(x, law="signs")
+    gram = wide_kernel(x, kind="feature")
     rate = 1.9 / jnp.linalg.eigvalsh(gram)[-1]
     training = kernel_flow(gram, jnp.zeros_like(y), y, weights=1.0, learning_rate=rate)
-    stopped = training.at(random_feature(grid, x, law="signs"), jnp.zeros_like(grid), epochs)
+    stopped = training.at(wide_kernel(grid, x, "feature"), jnp.zeros_like(grid), epochs)
     criteria = [
         Criterion(f"stratified width {m} to the closed form", gap, high=2e-4)
         for m, gap in zip(widths, stratified, strict=True)

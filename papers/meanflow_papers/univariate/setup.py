@@ -42,7 +42,7 @@ def random_neurons(key: jax.Array, width: int, scale: float = 3.0) -> Polar:
 
 
 def random_weights(key: jax.Array, width: int, law: str) -> tuple[jax.Array, jax.Array]:
-    """Draw a and b, (width,) each, of a law of ``univariate.random_feature`` by its name, with its usual parameters."""
+    """Draw a and b, (width,) each, of a law of ``univariate.wide_kernel`` by its name, with its usual parameters."""
     if law == "radial":
         a, b = jax.random.normal(key, (2, width))
         return a, b
@@ -88,10 +88,23 @@ def statistics(start: Affine, end: Affine, x: jax.Array, bins: int) -> dict[str,
         "turn": rms_turn(start, end),
         "drift": jnp.max(moved / (1 + jnp.abs(balance.balance(start)))),
         "dead": knots.dead_share(end.a, end.b, x),
-        "fraction": jnp.median(
-            balance.tangential_fraction(balance.balance(end), end.c * jnp.hypot(end.a, end.b))
-        ),
+        "fraction": jnp.median(tangential_fraction(balance.balance(end), end.c * jnp.hypot(end.a, end.b))),
     }
+
+
+def tangential_fraction(delta: Rate, q: Rate) -> jax.Array:
+    """Return c^2/(c^2 + n^2), the share of a neuron's mobility that turns it, from its balance and q = c n.
+
+    0 is the kernel regime (delta -> -inf), 1 the adaptive one (delta -> +inf). The share equals
+    (1 + k/sqrt(1 + k^2))/2 with k = delta/(2 |q|), q = alpha r/m, but is computed without its cancellation; it is 1/2
+    at delta = q = 0.
+    """
+    delta, q = jnp.broadcast_arrays(*(jnp.asarray(u, jnp.result_type(delta, q, float)) for u in (delta, q)))
+    endless = jnp.isinf(delta)
+    c, n = balance.split(q, jnp.where(endless, 0.0, delta))
+    whole = c**2 + n**2
+    fraction = jnp.where(whole > 0, c**2 / jnp.where(whole > 0, whole, 1.0), 0.5)
+    return jnp.where(endless, (delta > 0).astype(fraction.dtype), fraction)
 
 
 def rms_turn(start: Affine, end: Affine) -> jax.Array:

@@ -63,7 +63,8 @@ def duality(r: jax.Array, theta: jax.Array, x: jax.Array, y: jax.Array, lam: flo
     """
     features = lambda angle: jax.nn.relu(x[:, None] * jnp.cos(angle)[None, :] + jnp.sin(angle)[None, :])
     rho = jnp.mean(features(theta) * r[None, :], axis=1) - y
-    angles = jnp.concatenate([uni.classify_rays(x, rho).theta, *uni.attracting_angles(x, rho)])
+    table = uni.classify_rays(x, rho)
+    angles = jnp.concatenate([table.theta, table.inside_positive, table.inside_negative])
     bound = jnp.nanmax(jnp.abs(rho @ features(angles)))  # a region without such a direction has NaN
     # any residual, shrunk until |F| <= lam, is feasible for the dual problem
     shrunk = rho * jnp.minimum(1, lam / jnp.where(bound > 0, bound, 1))

@@ -16,6 +16,7 @@ unweighted total variation of f' that (17) prints.
 over finitely many directions, and ``stationary_points`` finds the directions at which its certificate fails.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ class SparseSolution(NamedTuple):
             jnp.asarray(self.charges),
             weights=jnp.ones(len(self.theta)),
         )
-        return PiecewiseLinear(f.knots, f.jumps, f.drops, f.slope, f.intercept + self.constant)
+        return dataclasses.replace(f, intercept=f.intercept + self.constant)
 
 
 def _columns(theta: np.ndarray, x: np.ndarray, count_bias: bool) -> np.ndarray:
