@@ -18,7 +18,7 @@ from meanflow.flows._problem import Weighted
 from meanflow.measures._cloud import Affine, BatchNormNeurons, Cloud, Neurons, Polar
 from meanflow.solvers._solution import RESULTS, Settings, Solution, State, code_numbers
 
-FORMAT = 4  # 3 held states of the loops before this one
+FORMAT = 5  # 4 held states without the energy record and the rounding of the time
 OWN = (Neurons, BatchNormNeurons, Polar, Affine, Weighted)  # records that every file may hold
 PARTS = ("ts", "energy", "clouds", "observed", "final", "state", "stats", "settings")
 CLOUD = ("particles", "weights", "labels", "width")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
@@ -113,19 +112,19 @@ class State(NamedTuple):
     offset: Cloud | None
 
 
+@jax.jit
 def fingerprint(data: Dataset) -> Float[Array, " k"]:
     """Return a few weighted sums of the data, by which a resumed run recognises them."""
-
-    def uneven(count: int, dtype: jnp.dtype) -> jax.Array:
-        # weights without symmetry, so that exchanged samples are noticed, and exchanged coordinates
-        return 1.0 + 0.5 * jnp.cos(1.7 * jnp.arange(count, dtype=dtype) ** 1.1)
+    dtype = data.weights.dtype
 
     def mixed(u: jax.Array) -> jax.Array:
-        # a weight for each row times one for each column: a cosine for each entry would take as long as many steps
-        rows = u.reshape(u.shape[0], math.prod(u.shape[1:]))
-        return uneven(rows.shape[0], u.dtype) @ rows @ uneven(rows.shape[1], u.dtype)
+        # weights without symmetry, so that exchanged samples are noticed, and exchanged coordinates: the fractional
+        # parts of the multiples of the golden ratio, by integers that wrap around
+        places = jnp.arange(u.size, dtype=jnp.uint32) * jnp.uint32(2654435769)
+        uneven = 1 + 2.0**-32 * places.astype(dtype)
+        return jnp.sum(u.reshape(-1).astype(dtype) * uneven)
 
-    return jnp.stack([mixed(u).astype(data.weights.dtype) for u in (data.x, data.y, data.weights)])
+    return jnp.stack([mixed(u) for u in (data.x, data.y, data.weights)])
 
 
 def begin(flow: Flow, cloud: Cloud, state: State | None) -> tuple[Flow, Cloud]:
