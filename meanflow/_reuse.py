@@ -226,32 +226,6 @@ def compiled(
     >>> float(power(jax.numpy.asarray(3.0), "square"))
     9.0
     """
-    return _of_arrays(function, lambda run: jax.jit(run, compiler_options=compiler_options))
-
-
-def shared(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
-    """Compile a function once for all places in which a program calls it, for instance the stages of a step.
-
-    The compiler usually writes a called function out wherever it is called, and compiles each copy. Here calls stay
-    calls, of one function of the machine, which halves what a method of six stages takes to compile. What is computed
-    is the same. The function must not close over values that are traced; pytrees with other leaves than arrays may be
-    its arguments.
-
-    >>> twice = shared(lambda u: 2 * u)
-    >>> float(jax.jit(lambda u: twice(twice(u)))(3.0))
-    12.0
-    """
-    try:  # young in JAX; without it programs are compiled as usual
-        from jax.experimental.scheduling_groups import xla_metadata_call
-    except ImportError:
-        return function
-    return _of_arrays(function, functools.partial(xla_metadata_call, inlineable="false"))
-
-
-def _of_arrays(
-    function: Callable[Arguments, Value], transform: Callable[[Callable], Callable]
-) -> Callable[Arguments, Value]:
-    """Return a function of pytrees that calls ``transform`` of a function of their arrays, one for each other value."""
 
     # a function of its own for each program: those that JAX has are let go when its function is
     @kept(KEPT)
@@ -264,7 +238,7 @@ def _of_arrays(
             return function(*args, **kwargs)
 
         run.__name__ = getattr(function, "__name__", "run")  # the name that profiles show
-        return transform(run)
+        return jax.jit(run, compiler_options=compiler_options)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:

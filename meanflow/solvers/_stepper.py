@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from meanflow._reuse import shared
+from meanflow._reuse import compiled
 from meanflow.flows._flow import Flow
 from meanflow.flows._problem import Problem, Weighted
 from meanflow.measures._dataset import Dataset
@@ -65,7 +65,7 @@ class Stepper(eqx.Module):
 
 
 class RungeKutta(Stepper):
-    """An explicit Runge-Kutta method whose stages share the program of the velocity.
+    """An explicit Runge-Kutta method with its stages written out.
 
     diffrax goes through the stages in a loop whose length the device finds out as it runs, which takes four times as
     long to compile. The predictions of the first stage also give the energy, by which an unstable run is noticed.
@@ -102,7 +102,7 @@ class RungeKutta(Stepper):
         return unstable(state, result)
 
 
-@shared
+@compiled
 def _field_and_energy(problem: Problem, y: Particles) -> tuple[Particles, Array]:
     return problem.field_and_energy(y)
 
@@ -206,9 +206,8 @@ class DiffraxStep(Stepper):
         return RESULTS.where(worst == RESULTS.successful, result, worst)
 
 
-@shared
 def field(t: Any, y: Particles, problem: Problem) -> Particles:
-    """Return the velocity, with the arguments in diffrax's order; steps ask for it in several stages."""
+    """Return the velocity, with the arguments in diffrax's order."""
     return problem.field(t, y)
 
 
