@@ -95,7 +95,7 @@ def keep_programs(
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", QUICK)
     # a level that the user has chosen stands; without one the C++ code keeps the first of these two
-    chosen = jax.config.jax_logging_level
+    chosen = getattr(jax.config, "jax_logging_level", None)
     jax.config.update("jax_logging_level", "CRITICAL")
     jax.config.update("jax_logging_level", chosen)
     return place
@@ -270,13 +270,14 @@ class _Notice:
 
     def say(self) -> None:
         self.said = True
-        print("meanflow: compiling, ", end="", file=sys.stderr, flush=True)
+        sys.stderr.write("meanflow: compiling, ")
+        sys.stderr.flush()
 
     def end(self) -> None:
         self.timer.cancel()
         if self.said:
             seconds = time.monotonic() - self.start
-            print(f"{seconds:.0f} s (mf.keep_programs() spares it the next time)", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{seconds:.0f} s (mf.keep_programs() spares it the next time)\n")
 
 
 _WAITING: list[_Notice] = []  # the one of the outermost call that is being traced or compiled
@@ -288,5 +289,3 @@ def _wait() -> None:
     seen = stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel"))
     if seen and not _WAITING and not os.environ.get("MEANFLOW_QUIET"):
         _WAITING.append(_Notice())
-
-

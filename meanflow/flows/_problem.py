@@ -176,7 +176,9 @@ class Problem(eqx.Module):
         """Return dy/dt, and the energy from the same predictions, without derivatives; NaN for a population."""
         here, flow, data = self.here(y), self.chart.flow, self.samples
         rates, f = self._rates_and_predictions(here, data, flow)
-        energy = jnp.full((), jnp.nan, self.speed.dtype) if f is None else equation.energy(flow, here, data, f)
+        energy = (
+            jnp.full((), jnp.nan, self.speed.dtype) if f is None else equation.energy(flow, here, data, f)
+        )
         return rates, jax.lax.stop_gradient(energy)
 
     def _rates_and_predictions(

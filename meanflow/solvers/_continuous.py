@@ -195,9 +195,9 @@ def _with_error(
         return solution
     # the same program with another number; what is small is computed by numpy, which compiles nothing
     fine = run(flow, cloud, data, eqx.tree_at(lambda o: o.rule.kappa, options, 0.5 * kappa), None)
-    error = np.asarray(_distance(flow, solution.final, data, fine.final)) / (1 - 0.5**method.order)
+    gap = np.asarray(_distance(flow, solution.final, data, fine.final)) / (1 - 0.5**method.order)
     known = {str(outcomes(solution.result)), str(outcomes(fine.result))} <= set(FINE)
-    error = jnp.asarray(error if known else np.nan, cloud.weights.dtype)
+    error = jnp.asarray(gap if known else np.nan, cloud.weights.dtype)
     return eqx.tree_at(lambda s: s.stats, solution, solution.stats | {"error": error})
 
 

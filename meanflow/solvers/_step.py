@@ -21,6 +21,7 @@ from meanflow.measures._dataset import Dataset
 DENSE = 256  # up to this many samples the kernel is formed and squared, beyond it power iteration is used
 POWER_ITERATIONS = 48
 MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
+MOST_COUNTED = 2**31 - 1  # steps are counted in 32 bits
 
 
 def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
@@ -154,21 +155,22 @@ class StepRule(eqx.Module):
         return jnp.where(due, new, size)
 
 
+@checked
 class ConstantStep(StepRule):
-    """The same step always.
+    """The same step always: what a number stands for as ``step=``.
 
     Attributes:
         size: the step, > 0, a scalar.
-        most: the most steps of a run up to a time, where the size is not known; None for the usual limit. Many runs in
-            one program have the limit of the smallest of their steps.
+        max_steps: the most steps of a run up to a time. A run whose numbers are all known takes as many as it needs;
+            inside of jit, vmap and grad they may not be.
+
+    >>> ConstantStep(0.1, max_steps=10**6).max_steps
+    1000000
     """
 
-    size: Scalar
-    every: int | None = eqx.field(static=True)
-    most: int | None = eqx.field(static=True)
-
-    def __init__(self, size: Scalar, most: int | None = None) -> None:
-        self.size, self.every, self.most = size, None, most
+    size: Annotated[float | Scalar, number(above=0)]
+    max_steps: Count = eqx.field(static=True, default=MOST_STEPS)
+    every: None = eqx.field(static=True, default=None, init=False)
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
@@ -182,9 +184,15 @@ class ConstantStep(StepRule):
         """Return at least what the steps need, where all numbers are known."""
         step, first, last = (_boundary.concrete(u) for u in (self.size, start, end))
         if step is None or first is None or last is None:
-            return self.most or MOST_STEPS
+            return self.max_steps
         # a step that is cut short to land on a time is a step more
-        needed = float(np.max((last - first) / step)) + 2 + stops
+        with np.errstate(divide="ignore"):
+            needed = float(np.max((last - first) / step)) + 2 + stops
+        if needed > MOST_COUNTED:
+            raise ValueError(
+                f"step must be so long that a run takes at most {MOST_COUNTED} of them, got {step} for a run of "
+                f"{last - first}"
+            )
         # one of few limits, since another one compiles again: 4096, 65536, ...
         return 16 ** int(np.ceil(np.log(max(needed, 4096)) / np.log(16) - 1e-9))
 
@@ -263,6 +271,8 @@ def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
 
 def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
     """Return the rule behind the argument ``step`` of a solver; a number means a constant step."""
+    if isinstance(step, ConstantStep):  # an array, so that another size compiles nothing
+        return ConstantStep(scalar(step.size, dtype), step.max_steps)
     return step if isinstance(step, StepRule) else ConstantStep(scalar(step, dtype))
 
 
