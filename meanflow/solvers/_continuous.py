@@ -129,7 +129,7 @@ def solve(
     if dynamics is not None:
         dynamics.check(flow, cloud)
     method = choose(flow, cloud, data, solver, step, dynamics, clock)
-    times = save_times(ts, start, end, dtype)
+    times = None if ts is None else save_times(ts, start, end, dtype)
     backward = ADJOINTS[adjoint] if isinstance(adjoint, str) else adjoint
     if not isinstance(method.rule, Adaptive) and type(backward) not in LOOPS:
         raise ValueError(
@@ -138,14 +138,18 @@ def solve(
         )
     options = Options(
         horizon=Times(
-            start, end, times, _ends_at(times, end), None if steady is None else scalar(steady, dtype)
+            start,
+            end,
+            times,
+            times is not None and _ends_at(times, end),
+            None if steady is None else scalar(steady, dtype),
         ),
         method=method.stepper,
         rule=method.rule,
         adjoint=backward,
-        limit=_limit(method.rule, start, end, times),
+        limit=method.rule.limit(start, end, 1 if times is None else times.shape[-1]),
         clock=clock,
-        observe=observables.resolve(observe, flow, data),
+        observe=None if observe is None else observables.resolve(observe, flow, data),
         dynamics=dynamics,
         batches=None,
         settings=_settings(method, clock, dynamics),
@@ -165,24 +169,18 @@ def solve(
     return _with_error(solution, flow, cloud, data, options, method) if measured else solution
 
 
-def _ends_at(times: jax.Array | None, end: Scalar) -> bool:
+def _ends_at(times: jax.Array, end: Scalar) -> bool:
     """Say whether the last save time is known to be the end: the run has nowhere to go from there."""
-    known, last = _boundary.concrete(end), None if times is None else _boundary.concrete(times)
+    known, last = _boundary.concrete(end), _boundary.concrete(times)
     return last is not None and known is not None and bool(np.all(last[..., -1] == known))
-
-
-def _limit(rule: StepRule | Adaptive, start: Scalar, end: Scalar, times: jax.Array | None) -> int:
-    """Return the most steps of a run."""
-    if isinstance(rule, Adaptive):
-        return rule.max_steps
-    return rule.limit(start, end, 1 if times is None else times.shape[-1])
 
 
 def _settings(method: Method, clock: str, dynamics: Dynamics | None) -> Settings:
     """Return the settings that a resumed run must share; a constant step and tolerances may change."""
-    names = method.names | {"clock": clock} | ({} if dynamics is None else dynamics.names())
-    numbers = {} if isinstance(method.rule, Adaptive) else method.rule.numbers()
-    return Settings(numbers | ({} if dynamics is None else dynamics.numbers()), tuple(names.items()))
+    names, numbers = method.names | {"clock": clock}, method.rule.numbers()
+    if dynamics is not None:
+        names, numbers = names | dynamics.names(), numbers | dynamics.numbers()
+    return Settings(numbers, tuple(names.items()))
 
 
 def _with_error(

@@ -122,7 +122,7 @@ def descend(
         adjoint=ADJOINTS[adjoint],
         limit=steps,
         clock=clock,
-        observe=observables.resolve(observe, bound, data),
+        observe=None if observe is None else observables.resolve(observe, bound, data),
         dynamics=dynamics,
         batches=batches,
         settings=Settings(numbers, tuple(names.items())),

@@ -25,53 +25,29 @@ MOST_COUNTED = 2**31 - 1  # steps are counted in 32 bits
 
 
 def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
-    """Return the largest eigenvalue of the linearized dynamics f' = -K q l'' f (mean-field time), for a bound flow.
+    """Return the largest eigenvalue of the linearized dynamics f' = -K H f (mean-field time), for a bound flow.
 
-    Gradient descent on these linearized dynamics is stable for steps below 2 / lambda. Differentiable in
-    everything (the eigenvector is held fixed, which is exact to first order).
+    H = q l'' is a number, or for k outputs a k x k matrix, for each sample. Gradient descent on these linearized
+    dynamics is stable for steps below 2 / lambda. K H is not symmetric, but has the eigenvalues of sqrt(H) K sqrt(H).
+    With its eigenvector v and u = H v the eigenvalue is u'K u / u'v, which is exact to first order in v: the vector is
+    held fixed, and the result differentiable in everything. The loss is convex; where H vanishes so does K H.
     """
     if isinstance(data, equation.Population):
         raise ValueError("KernelStep needs data with samples, got a population; give the step as a number")
     f = equation.predict(flow, cloud, data.x)
-    if f.ndim == 2:
-        return _top_of_rows(flow, cloud, data, f)
-    root = jnp.sqrt(jnp.maximum(data.weights * flow.loss.curvature(f, data.y), 0.0))
-    apply = equation.kernel_operator(flow, cloud, data.x, data.x)
-
-    def product(v: jax.Array) -> jax.Array:
-        return root * apply(root * v)
-
-    if data.size <= DENSE:
-        kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
-        matrix = jax.lax.stop_gradient(root[:, None] * kernel * root[None, :])
-        top = dominant_vector(0.5 * (matrix + matrix.T))
-    else:
-
-        def refine(_: int | jax.Array, v: jax.Array) -> jax.Array:
-            w = product(v)
-            return w / jnp.linalg.norm(w)
-
-        start = 1.0 + 0.5 * jnp.cos(jnp.arange(data.size, dtype=f.dtype))  # no symmetry of the data
-        top = jax.lax.stop_gradient(
-            jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start / jnp.linalg.norm(start))
-        )
-    return top @ product(top)
-
-
-def _top_of_rows(flow: Flow, cloud: Cloud, data: Dataset, f: Float[Array, "n k"]) -> Float[Array, ""]:
-    """Return the largest eigenvalue of K H for k outputs, with H = q l'' a k x k matrix for each sample.
-
-    K H is not symmetric, but has the eigenvalues of sqrt(H) K sqrt(H). With its eigenvector v and u = H v the
-    eigenvalue is u'K u / u'v, which is exact to first order too. The loss is convex; where H vanishes so does K H.
-    """
-    curvature = data.weights[:, None, None] * flow.loss.curvature(f, data.y)
+    outputs = f.size // data.size
+    curvature = flow.loss.curvature(f, data.y).reshape(data.size, outputs, outputs)
+    if outputs == 1:  # a loss of the user's own may be concave in places
+        curvature = jnp.maximum(curvature, 0.0)
+    curvature = data.weights[:, None, None] * curvature
     apply = equation.kernel_operator(flow, cloud, data.x, data.x)
 
     def bend(v: jax.Array) -> jax.Array:
-        return jnp.einsum("jce,je->jc", curvature, v)
+        return jnp.einsum("jce,je->jc", curvature, v.reshape(data.size, outputs)).reshape(f.shape)
 
     if f.size <= DENSE:
         kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
+        kernel = kernel.reshape(data.size, data.size, outputs, outputs)
         matrix = jnp.einsum("xzce,zeg->xczg", kernel, curvature).reshape(f.size, f.size)
         top = dominant_vector(jax.lax.stop_gradient(matrix)).reshape(f.shape)
     else:
@@ -80,7 +56,9 @@ def _top_of_rows(flow: Flow, cloud: Cloud, data: Dataset, f: Float[Array, "n k"]
             w = apply(bend(v))
             return safe_divide(w, jnp.linalg.norm(w))
 
-        start = 1.0 + 0.5 * jnp.cos(jnp.arange(f.size, dtype=f.dtype)).reshape(f.shape)
+        start = 1.0 + 0.5 * jnp.cos(jnp.arange(f.size, dtype=f.dtype)).reshape(
+            f.shape
+        )  # no symmetry of the data
         top = jax.lax.stop_gradient(jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start))
     bent = bend(top)
     return safe_divide(jnp.sum(bent * apply(bent)), jnp.sum(bent * top))
@@ -155,7 +133,6 @@ class StepRule(eqx.Module):
         return jnp.where(due, new, size)
 
 
-@checked
 class ConstantStep(StepRule):
     """The same step always: what a number stands for as ``step=``.
 
@@ -168,9 +145,18 @@ class ConstantStep(StepRule):
     1000000
     """
 
-    size: Annotated[float | Scalar, number(above=0)]
-    max_steps: Count = eqx.field(static=True, default=MOST_STEPS)
-    every: None = eqx.field(static=True, default=None, init=False)
+    size: Scalar
+    max_steps: int = eqx.field(static=True)
+    every: None = eqx.field(static=True)
+
+    def __init__(self, size: float | Scalar, max_steps: int = MOST_STEPS) -> None:
+        self.every, self.max_steps = None, max_steps
+        if not isinstance(size, np.ndarray):  # what ``as_rule`` made is checked already
+            _boundary.number(above=0)("size", size)
+            self.max_steps = _boundary.whole("max_steps", max_steps, 1)
+        self.size = (
+            size if isinstance(size, jax.Array | np.ndarray) else np.asarray(size, jnp.result_type(float))
+        )
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
@@ -247,6 +233,14 @@ class Adaptive(eqx.Module):
     rtol: Annotated[float | Scalar, number(low=0)] = 1e-7
     atol: Annotated[float | Scalar, number(low=0)] = 1e-9
     max_steps: Count = eqx.field(static=True, default=MOST_STEPS)
+
+    def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
+        """Return ``max_steps``."""
+        return self.max_steps
+
+    def numbers(self) -> dict[str, jax.Array]:
+        """Return nothing: a resumed run may have other tolerances."""
+        return {}
 
 
 STEP = _boundary.either(
