@@ -34,10 +34,9 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._adaptive import ADJOINTS, save_times
 from meanflow.solvers._defaults import Method, choose, rougher
 from meanflow.solvers._dynamics import Dynamics
-from meanflow.solvers._run import LOOPS, Options, Times, run
+from meanflow.solvers._run import LOOPS, Options, Times, run, settings_of
 from meanflow.solvers._solution import (
     FINE,
-    Settings,
     Solution,
     State,
     begin,
@@ -152,7 +151,7 @@ def solve(
         observe=None if observe is None else observables.resolve(observe, flow, data),
         dynamics=dynamics,
         batches=None,
-        settings=_settings(method, clock, dynamics),
+        settings=settings_of(method.names | {"clock": clock}, method.rule, dynamics),
     )
     if state is not None:
         check_resumed(state, options.settings, data)
@@ -162,7 +161,8 @@ def solve(
         # the default must not fail where a rougher method would not: in single precision a neuron among many kinks
         # may go to and fro between two of them
         method = rougher(method)
-        options = options._replace(method=method.stepper, settings=_settings(method, clock, dynamics))
+        settings = settings_of(method.names | {"clock": clock}, method.rule, dynamics)
+        options = options._replace(method=method.stepper, settings=settings)
         solution = run(flow, cloud, data, options, None)
     if throw:
         raise_on_failure(solution)
@@ -173,14 +173,6 @@ def _ends_at(times: jax.Array, end: Scalar) -> bool:
     """Say whether the last save time is known to be the end: the run has nowhere to go from there."""
     known, last = _boundary.concrete(end), _boundary.concrete(times)
     return last is not None and known is not None and bool(np.all(last[..., -1] == known))
-
-
-def _settings(method: Method, clock: str, dynamics: Dynamics | None) -> Settings:
-    """Return the settings that a resumed run must share; a constant step and tolerances may change."""
-    names, numbers = method.names | {"clock": clock}, method.rule.numbers()
-    if dynamics is not None:
-        names, numbers = names | dynamics.names(), numbers | dynamics.numbers()
-    return Settings(numbers, tuple(names.items()))
 
 
 def _with_error(

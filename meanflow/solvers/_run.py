@@ -28,7 +28,7 @@ from meanflow.solvers._batches import Batches
 from meanflow.solvers._dynamics import Dynamics
 from meanflow.solvers._labelled import axis_names
 from meanflow.solvers._solution import RESULTS, Settings, Solution, State, fingerprint
-from meanflow.solvers._step import Adaptive, ConstantStep, Scalar, StepRule, all_finite
+from meanflow.solvers._step import Adaptive, ConstantStep, Scalar, StepRule, all_finite, as_number
 from meanflow.solvers._stepper import Descent, Stepper, StepperState
 
 # plain descent: the updates are minus the gradient; one object, so that programs are shared
@@ -93,6 +93,14 @@ class Options(NamedTuple):
     dynamics: Dynamics | None
     batches: Batches | None
     settings: Settings
+
+
+def settings_of(names: dict[str, str], rule: StepRule | Adaptive, dynamics: Dynamics | None) -> Settings:
+    """Return the settings that a resumed run must share; a constant step and tolerances may change."""
+    numbers = rule.numbers()
+    if dynamics is not None:
+        names, numbers = names | dynamics.names(), numbers | dynamics.numbers()
+    return Settings(numbers, tuple(names.items()))
 
 
 class Progress(NamedTuple):
@@ -194,7 +202,7 @@ def _problem(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Probl
     return eqx.tree_at(lambda p: p.memory, problem, memory, is_leaf=lambda u: u is None)
 
 
-def _numbers(options: Options) -> dict[str, Array]:
+def _numbers(options: Options) -> dict[str, Scalar]:
     """Return the numbers of the settings that a resumed run may change."""
     horizon, rule = options.horizon, options.rule
     found: dict[str, float | Scalar] = {}
@@ -206,7 +214,7 @@ def _numbers(options: Options) -> dict[str, Array]:
         found |= {"rtol": rule.rtol, "atol": rule.atol}
     if isinstance(rule, ConstantStep):
         found["step"] = rule.size
-    return {name: jnp.asarray(value) for name, value in found.items()}
+    return {name: as_number(value) for name, value in found.items()}
 
 
 def _stepper(problem: Problem, flow: Flow, options: Options) -> Stepper:

@@ -86,7 +86,7 @@ class Settings(eqx.Module):
         names: pairs (setting, name) such as ("clock", "lazy").
     """
 
-    numbers: dict[str, jax.Array]
+    numbers: dict[str, jax.Array | np.ndarray]
     names: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
     def differences(self, other: "Settings") -> list[str]:

@@ -67,6 +67,22 @@ def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
 Scalar: TypeAlias = jax.Array | np.ndarray  # one number, on the device or still on the host
 
 
+def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
+    """Return a number as a scalar array of the given type.
+
+    Numbers that are known stay on the host: moving each of them to the device by itself would take longer than a small
+    compiled program, to which they are handed together.
+    """
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    return np.asarray(value, dtype)
+
+
+def as_number(value: float | Scalar) -> Scalar:
+    """Return a number as an array, on the host if it is known."""
+    return value if isinstance(value, jax.Array) else np.asarray(value)
+
+
 @jax.custom_batching.custom_vmap
 def _any_of_batch(due: jax.Array) -> jax.Array:
     """Return the flag itself; under ``jax.vmap`` whether any of the flags of the batch is set, one flag for all."""
@@ -90,12 +106,11 @@ class StepRule(eqx.Module):
 
     every: eqx.AbstractVar[int | None]
 
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return what a resumed run must share, by name: the numbers among the attributes of the rule."""
         names = set(type(self).__dataclass_fields__) - {"max_steps"}
         values = {f"step.{name}": getattr(self, name) for name in sorted(names)}
-        known = {name: u for name, u in values.items() if u is not None and eqx.is_array_like(u)}
-        return {name: jnp.asarray(u) for name, u in known.items()}
+        return {name: as_number(u) for name, u in values.items() if u is not None and eqx.is_array_like(u)}
 
     def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
         """Return a limit for the number of steps from ``start`` to ``end`` with ``stops`` times to land on."""
@@ -162,7 +177,7 @@ class ConstantStep(StepRule):
         """Return the size."""
         return jnp.asarray(self.size)
 
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return nothing: a resumed run may have another constant step."""
         return {}
 
@@ -196,13 +211,13 @@ class KernelStep(StepRule):
     20
     """
 
-    kappa: jax.Array
+    kappa: Scalar
     every: int = eqx.field(static=True)
     max_steps: int = eqx.field(static=True)
 
     def __init__(self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = MOST_STEPS) -> None:
         _boundary.number(above=0)("kappa", kappa)
-        self.kappa = jnp.asarray(kappa, jnp.result_type(float))
+        self.kappa = scalar(kappa, jnp.result_type(float))
         self.every = _boundary.whole("every", every, 1)
         self.max_steps = _boundary.whole("max_steps", max_steps, 1)
 
@@ -215,7 +230,7 @@ class KernelStep(StepRule):
         here = problem.here(y)
         top = problem.pace(here) * top_eigenvalue(problem.chart.flow, here, problem.data)
         # a network that is dead on every sample has no kernel and stands still: any finite step will do
-        return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
+        return jnp.asarray(self.kappa, top.dtype) / jnp.where(top > 0, top, 1.0)
 
 
 @checked
@@ -238,7 +253,7 @@ class Adaptive(eqx.Module):
         """Return ``max_steps``."""
         return self.max_steps
 
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return nothing: a resumed run may have other tolerances."""
         return {}
 
@@ -250,17 +265,6 @@ ANY_STEP = _boundary.either(
     _boundary.number(above=0),
     _boundary.instance(StepRule, Adaptive, hint="for instance KernelStep(0.5) or Adaptive(rtol=1e-9)"),
 )
-
-
-def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
-    """Return a number as a scalar array of the given type.
-
-    Numbers that are known stay on the host: moving each of them to the device by itself would take longer than a small
-    compiled program, to which they are handed together.
-    """
-    if isinstance(value, jax.Array):
-        return value.astype(dtype)
-    return np.asarray(value, dtype)
 
 
 def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
