@@ -90,8 +90,9 @@ def solve(
             model decides: ``Tsit5()`` if it is smooth; if it has kinks (relu), where ordinary solvers crawl or err,
             ``"sliding"`` where the model has such a motion (for vector inputs: in float64) and ``Heun()`` otherwise,
             or where sliding runs out of events (``settings.names`` says which it was).
-        step: a number or a ``StepRule`` such as ``KernelStep(0.25)``: fixed steps; ``Adaptive(rtol, atol)``: steps that
-            follow an error estimate. By default smooth models take ``Adaptive()``. Models with kinks take
+        step: a number or a ``StepRule`` such as ``KernelStep(0.25)``: fixed steps, of which a run whose energy rises by
+            a tenth has failed (``RESULTS.energy_rose``); ``Adaptive(rtol, atol)``: steps that follow an error estimate.
+            By default smooth models take ``Adaptive()``. Models with kinks take
             ``KernelStep(0.25)``, and the run is made a second time with half the steps: the rms error of the final
             coordinates, estimated from the difference, is in ``stats["error"]`` (not inside jit, vmap and grad, nor for
             resumed runs).
