@@ -104,8 +104,8 @@ ARGUMENTS = [
 OTHER_CONSTRUCTORS = {
     "particles of clouds, which Cloud checks": ("Affine", "BatchNormNeurons", "Neurons", "Polar"),
     "checked together in __init__, tested in test_nothing_silent": (
-        *("Cloud", "Dataset", "BatchNormManifold", "GaussianPopulation", "KernelStep", "Normalized"),
-        *("Rescale", "Unitize", "UnitizedBatchNorm"),
+        *("Cloud", "Dataset", "BatchNormManifold", "ConstantStep", "GaussianPopulation", "KernelStep"),
+        *("Normalized", "Rescale", "Unitize", "UnitizedBatchNorm"),
     ),
     "abstract, or without arguments": (
         *("Space", "Feature", "Observable", "Stepper", "StepRule"),

@@ -383,3 +383,7 @@ def test_the_limit_of_traced_steps_can_be_raised():
     rule = mf.solvers.ConstantStep
     assert run(1.0, rule(jnp.asarray(0.1), max_steps=9)) == mf.RESULTS.max_steps_reached
     assert run(1.0, rule(jnp.asarray(0.1), max_steps=10)) == mf.RESULTS.successful
+    with pytest.raises(ValueError, match="size must be"):
+        rule(0.0)
+    with pytest.raises(ValueError, match="max_steps must be"):
+        rule(0.1, max_steps=0)
