@@ -77,7 +77,7 @@ class RungeKutta(Stepper):
     Heun()
     """
 
-    method: diffrax.AbstractERK
+    method: diffrax.AbstractERK | diffrax.Euler
 
     def init(self, problem: Problem, y: Particles) -> Array:
         """Return the record of energies of which none is known."""
@@ -141,7 +141,7 @@ def unstable(record: Float[Array, "4"], result: RESULTS) -> RESULTS:
 
 
 def runge_kutta(
-    method: diffrax.AbstractERK,
+    method: diffrax.AbstractERK | diffrax.Euler,
     field: Callable[[Particles], Particles],
     y: Particles,
     size: jax.Array,
@@ -153,9 +153,13 @@ def runge_kutta(
     >>> float(runge_kutta(diffrax.Midpoint(), lambda y: y, jnp.array(8.0), jnp.array(0.5)))
     13.0
     """
-    table = method.tableau
-    assert isinstance(table, diffrax.ButcherTableau)  # has_table
-    used = int(np.flatnonzero(table.b_sol)[-1]) + 1
+    inner: tuple[np.ndarray, ...]
+    if isinstance(method, diffrax.Euler):
+        inner, last = (), np.ones(1)
+    else:
+        assert isinstance(method.tableau, diffrax.ButcherTableau)  # has_table
+        inner, last = method.tableau.a_lower, method.tableau.b_sol
+    used = int(np.flatnonzero(last)[-1]) + 1
     stages: list[Particles] = []
 
     def moved(shares: np.ndarray) -> Particles:
@@ -165,14 +169,16 @@ def runge_kutta(
             return y
         return jax.tree.map(lambda u, *ks: u + size * sum(ks[1:], ks[0]), y, *slopes)
 
-    for row in (np.zeros(0), *table.a_lower)[:used]:
+    for row in (np.zeros(0), *inner)[:used]:
         stages.append(field(moved(row)))
-    return moved(table.b_sol[:used])
+    return moved(last[:used])
 
 
-def has_table(solver: diffrax.AbstractSolver) -> TypeGuard[diffrax.AbstractERK]:
-    """Say whether a solver of diffrax is an explicit Runge-Kutta method with one table of coefficients."""
-    return isinstance(solver, diffrax.AbstractERK) and isinstance(solver.tableau, diffrax.ButcherTableau)
+def has_table(solver: diffrax.AbstractSolver) -> TypeGuard[diffrax.AbstractERK | diffrax.Euler]:
+    """Say whether a solver of diffrax is an explicit Runge-Kutta method with one table of coefficients, or Euler's."""
+    if isinstance(solver, diffrax.AbstractERK):
+        return isinstance(solver.tableau, diffrax.ButcherTableau)
+    return isinstance(solver, diffrax.Euler)
 
 
 class DiffraxStep(Stepper):
