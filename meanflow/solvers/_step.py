@@ -169,9 +169,7 @@ class ConstantStep(StepRule):
         if not isinstance(size, np.ndarray):  # what ``as_rule`` made is checked already
             _boundary.number(above=0)("size", size)
             self.max_steps = _boundary.whole("max_steps", max_steps, 1)
-        self.size = (
-            size if isinstance(size, jax.Array | np.ndarray) else np.asarray(size, jnp.result_type(float))
-        )
+        self.size = size if isinstance(size, np.ndarray) else jnp.asarray(size, jnp.result_type(float))
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
@@ -211,13 +209,13 @@ class KernelStep(StepRule):
     20
     """
 
-    kappa: Scalar
+    kappa: jax.Array
     every: int = eqx.field(static=True)
     max_steps: int = eqx.field(static=True)
 
     def __init__(self, kappa: float | jax.Array, every: int = 20, *, max_steps: int = MOST_STEPS) -> None:
         _boundary.number(above=0)("kappa", kappa)
-        self.kappa = scalar(kappa, jnp.result_type(float))
+        self.kappa = jnp.asarray(kappa, jnp.result_type(float))
         self.every = _boundary.whole("every", every, 1)
         self.max_steps = _boundary.whole("max_steps", max_steps, 1)
 
@@ -230,7 +228,7 @@ class KernelStep(StepRule):
         here = problem.here(y)
         top = problem.pace(here) * top_eigenvalue(problem.chart.flow, here, problem.data)
         # a network that is dead on every sample has no kernel and stands still: any finite step will do
-        return jnp.asarray(self.kappa, top.dtype) / jnp.where(top > 0, top, 1.0)
+        return self.kappa.astype(top.dtype) / jnp.where(top > 0, top, 1.0)
 
 
 @checked
