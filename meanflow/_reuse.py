@@ -21,9 +21,11 @@ from collections.abc import Callable, Hashable
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from meanflow._boundary import FilePath, checked, number
 from meanflow._identity import ARRAYS, Unknown, digest, is_comparable, value_key
+from meanflow._properties import concrete
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
@@ -32,6 +34,8 @@ Value = TypeVar("Value")
 KEPT = 16
 PATIENCE = 2.0  # seconds of compiling after which a terminal or notebook says what it waits for
 QUICK = 0.05  # seconds: a program that is compiled in less is not worth a file
+# numbers that numpy works on in about the time that starting a compiled program takes, ten microseconds
+FEW = 2**14
 _ARRAY = object()  # stands for an array among what decides a program
 _CLEARING: list[Callable[[], None]] = []  # empties one cache each
 
@@ -173,6 +177,26 @@ def kept_by_shape(function: Callable[Arguments, Value]) -> Callable[Arguments, V
         leaves, structure = jax.tree.flatten((args, kwargs))
         described = [(u.shape, u.dtype) if isinstance(u, ARRAYS) else (type(u), u) for u in leaves]
         return ask(_Call((structure, *described), (args, kwargs)))
+
+    return call
+
+
+def compiled_if_large(function: Callable[..., Value]) -> Callable[..., Value]:
+    """Compile a function of (numpy module, arrays...) for arrays that are large or traced; run it by numpy else.
+
+    The work of a small check takes microseconds, its compilation a tenth of a second, and a first call waits for it.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> total = compiled_if_large(lambda xp, u: xp.sum(u))
+    >>> isinstance(total(jnp.ones(2)), jax.Array), isinstance(total(jnp.ones(2 * FEW)), jax.Array)
+    (False, True)
+    """
+    large = jax.jit(functools.partial(function, jax.numpy))
+
+    @functools.wraps(function)
+    def call(*arrays: jax.Array) -> Value:
+        known = [concrete(u) for u in arrays] if sum(u.size for u in arrays) <= FEW else [None]
+        return large(*arrays) if any(u is None for u in known) else function(np, *known)
 
     return call
 

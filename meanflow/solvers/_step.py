@@ -21,7 +21,6 @@ from meanflow.measures._dataset import Dataset
 DENSE = 256  # up to this many samples the kernel is formed and squared, beyond it power iteration is used
 POWER_ITERATIONS = 48
 MOST_STEPS = 100_000  # the limit where the number of steps cannot be known beforehand
-MOST_COUNTED = 2**31 - 1  # steps are counted in 32 bits
 
 
 def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
@@ -187,13 +186,13 @@ class ConstantStep(StepRule):
         # a step that is cut short to land on a time is a step more
         with np.errstate(divide="ignore"):
             needed = float(np.max((last - first) / step)) + 2 + stops
-        if needed > MOST_COUNTED:
+        if needed > _boundary.MOST:
+            least = float(np.max(last - first)) / _boundary.MOST
             raise ValueError(
-                f"step must be so long that a run takes at most {MOST_COUNTED} of them, got {step} for a run of "
-                f"{last - first}"
+                f"step must be at least {least:.3g} for a run this long, got {float(np.min(step)):.3g}"
             )
         # one of few limits, since another one compiles again: 4096, 65536, ...
-        return 16 ** int(np.ceil(np.log(max(needed, 4096)) / np.log(16) - 1e-9))
+        return min(16 ** int(np.ceil(np.log(max(needed, 4096)) / np.log(16) - 1e-9)), _boundary.MOST)
 
 
 class KernelStep(StepRule):
