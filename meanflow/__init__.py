@@ -38,7 +38,8 @@ Training
     sweep               a grid over widths, balances, scales and seeds
     phase_diagram       how observables scale with the width
 
-Memory
+Compiled programs
+    keep_programs       keep compiled programs for other processes
     clear_caches        forget compiled programs
 
 Further: activations (those known by name), files (whole or absent) and the rooms measures, geometry, layers, kernels,
@@ -50,6 +51,7 @@ import typing as _typing
 
 from meanflow import _lazy
 from meanflow._reuse import clear_caches as clear_caches
+from meanflow._reuse import keep_programs as keep_programs
 from meanflow.flows import Flow as Flow
 from meanflow.flows import batchnorm as batchnorm
 from meanflow.flows import batchnorm_manifold as batchnorm_manifold

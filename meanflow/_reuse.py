@@ -10,14 +10,21 @@ for ever does not grow for ever. ``clear_caches`` empties them all.
 
 import functools
 import inspect
+import os
+import pathlib
+import platform
+import sys
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
-from meanflow._identity import ARRAYS, Unknown, is_comparable, value_key
+from meanflow._boundary import FilePath, checked, number
+from meanflow._identity import ARRAYS, Unknown, digest, is_comparable, value_key
 from meanflow._properties import concrete
 
 Arguments = ParamSpec("Arguments")
@@ -25,6 +32,8 @@ Value = TypeVar("Value")
 # Programs that each function of the library keeps. One of `descend` or of a tangent kernel takes 4 MB, one of `solve`
 # 12 MB: a process that makes new closures for ever grows by 200 MB and no more.
 KEPT = 16
+PATIENCE = 2.0  # seconds of compiling after which a terminal or notebook says what it waits for
+QUICK = 0.05  # seconds: a program that is compiled in less is not worth a file
 # numbers that numpy works on in about the time that starting a compiled program takes, ten microseconds
 FEW = 2**14
 _ARRAY = object()  # stands for an array among what decides a program
@@ -52,6 +61,58 @@ def clear_caches() -> None:
     """
     for clear in _CLEARING:
         clear()
+
+
+@checked
+def keep_programs(
+    folder: FilePath | None = None, *, megabytes: Annotated[float, number(above=0)] = 2000.0
+) -> pathlib.Path:
+    """Keep compiled programs in a folder, where other processes find them; call it once, at the start.
+
+    This sets options of JAX, so that it holds for all its programs. The folder has one part for each kind of processor,
+    since programs of another kind may not run. The oldest programs are deleted when a process starts with more of them
+    than fit. The log of JAX's C++ code is silenced, which otherwise has a line for each program that is read; set
+    ``jax_logging_level`` to keep it.
+
+    Args:
+        folder: where; default ``meanflow`` in the user's cache, ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        megabytes: the size that is not exceeded at the start of a process.
+
+    Returns:
+        The part of the folder for this processor.
+
+    >>> import meanflow as mf
+    >>> mf.keep_programs()  # doctest: +SKIP
+    PosixPath('/home/you/.cache/meanflow/programs-5f2d9c0b7e61a384')
+    """
+    if folder is None:
+        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "meanflow"
+    place = pathlib.Path(folder) / f"programs-{digest(_processor().encode())}"
+    place.mkdir(parents=True, exist_ok=True)
+    # another process may delete at the same time
+    found = [(path.stat(), path) for path in place.iterdir() if path.exists()]
+    room = 1e6 * megabytes
+    for status, path in sorted(found, key=lambda item: -item[0].st_mtime):
+        room -= status.st_size
+        if room < 0:
+            path.unlink(missing_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", QUICK)
+    # a level that the user has chosen stands; without one the C++ code keeps the first of these two
+    chosen = getattr(jax.config, "jax_logging_level", None)
+    jax.config.update("jax_logging_level", "CRITICAL")
+    jax.config.update("jax_logging_level", chosen)
+    return place
+
+
+def _processor() -> str:
+    """Return a text that differs for processors that do not run each other's programs."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    return features[0] if features else f"{platform.machine()} {platform.processor()}"
 
 
 def kept(limit: int = 2 * KEPT) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
@@ -194,6 +255,7 @@ def compiled(
     @kept(KEPT)
     def program(structure: jax.tree_util.PyTreeDef, *others: Hashable) -> Callable[[list[Any]], Value]:
         def run(arrays: list[Any]) -> Value:
+            _wait()
             rest = iter(arrays)
             leaves = [next(rest) if other is _ARRAY else other for other in others]
             args, kwargs = jax.tree.unflatten(structure, leaves)
@@ -211,6 +273,43 @@ def compiled(
             others.append(_ARRAY if known else leaf)
             if known:
                 arrays.append(leaf)
-        return program(structure, *others)(arrays)
+        outermost = not _WAITING
+        try:
+            return program(structure, *others)(arrays)
+        finally:
+            if outermost and _WAITING:
+                _WAITING.pop().end()
 
     return call
+
+
+class _Notice:
+    """Says that a program is being compiled if that takes more than two seconds, and in the end how long it took."""
+
+    def __init__(self) -> None:
+        self.start, self.said = time.monotonic(), False
+        self.timer = threading.Timer(PATIENCE, self.say)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def say(self) -> None:
+        self.said = True
+        sys.stderr.write("meanflow: compiling, ")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        self.timer.cancel()
+        if self.said:
+            seconds = time.monotonic() - self.start
+            sys.stderr.write(f"{seconds:.0f} s (mf.keep_programs() spares it the next time)\n")
+
+
+_WAITING: list[_Notice] = []  # the one of the outermost call that is being traced or compiled
+
+
+def _wait() -> None:
+    """Start a notice where somebody sees it: on a terminal or in a notebook, unless MEANFLOW_QUIET is set."""
+    stream = sys.stderr
+    seen = stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel"))
+    if seen and not _WAITING and not os.environ.get("MEANFLOW_QUIET"):
+        _WAITING.append(_Notice())

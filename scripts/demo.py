@@ -15,6 +15,7 @@ from meanflow_papers.manifold.setup import alignment, quasi_normal, spokes
 from meanflow_papers.univariate.figure_5_map import regime_map
 
 jax.config.update("jax_enable_x64", True)
+mf.keep_programs()
 
 
 def batchnorm_against_vanilla(folder: pathlib.Path) -> None:

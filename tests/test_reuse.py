@@ -2,8 +2,11 @@
 
 import gc
 import importlib
+import os
+import pathlib
 import subprocess
 import sys
+import time
 import weakref
 
 import diffrax
@@ -15,6 +18,7 @@ import pytest
 from helpers import problem
 
 import meanflow as mf
+from meanflow import _reuse
 from meanflow._identity import describe
 from meanflow._reuse import KEPT, canonical, compiled
 
@@ -103,7 +107,7 @@ def test_halved_steps_compile_nothing(caplog):
 
 @pytest.mark.parametrize("count", [1, 16, 17, 256, 257, 5000])
 def test_limits_of_steps_suffice(count):
-    from meanflow.solvers._step import ConstantStep
+    from meanflow.solvers import ConstantStep
 
     limit = ConstantStep(np.asarray(1.0 / count)).limit(np.asarray(0.0), np.asarray(1.0), 0)
     assert count + 2 <= limit <= max(4096, 16 * (count + 2))
@@ -217,3 +221,62 @@ def test_fresh_closures_do_not_fill_the_memory(kind):
     done = subprocess.run([sys.executable, "-c", code], cwd="tests", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout) < 300
+
+
+KEEP = """
+import jax, jax.numpy as jnp, meanflow as mf
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
+place = mf.keep_programs()
+print(float(jnp.sum(jax.jit(lambda u: jnp.linalg.inv(jnp.sin(u) @ u.T + jnp.eye(9)))(jnp.ones((9, 3))))))
+print(sum(hits), place)
+"""
+
+
+def test_programs_are_found_by_the_next_process(tmp_path):
+    """Silently, in a part of the user's cache for this processor; a folder that is too full loses the oldest."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TF_", "XLA_"))}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run():
+        command = [sys.executable, "-c", KEEP]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        value, hits = done.stdout.splitlines()
+        return float(value), int(hits.split()[0]), pathlib.Path(hits.split()[1]), done.stderr
+
+    value, hits, place, _ = run()
+    assert hits == 0 and place.parent == tmp_path / "meanflow"
+    files = sorted(place.iterdir())
+    again, hits, same, said = run()
+    assert again == value and hits > 0 and same == place and said == ""
+    assert sorted(place.iterdir()) == files
+    for number, name in enumerate(("old", "new")):
+        (place / name).write_bytes(bytes(1000))
+        os.utime(place / name, (number, number))
+    before = {name: getattr(jax.config, name) for name in KEPT_OPTIONS}
+    try:
+        room = 1500 + sum(file.stat().st_size for file in files)
+        assert mf.keep_programs(tmp_path / "meanflow", megabytes=1e-6 * room) == place
+    finally:
+        for name, old in before.items():
+            jax.config.update(name, old)
+    assert (place / "new").exists() and not (place / "old").exists()
+
+
+KEPT_OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+
+
+def test_long_compilations_say_so_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(_reuse, "PATIENCE", 0.02)
+
+    def said():
+        slow = compiled(lambda u: (time.sleep(0.2), u)[1])
+        within = compiled(lambda u: slow(u) + slow(-u))  # one line for all that is traced inside
+        assert float(within(jnp.ones(()))) == float(within(jnp.zeros(())))
+        return capsys.readouterr().err
+
+    assert said() == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert said() == "meanflow: compiling, 0 s (mf.keep_programs() spares it the next time)\n"
+    monkeypatch.setenv("MEANFLOW_QUIET", "1")
+    assert said() == ""

@@ -62,16 +62,16 @@ def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
     return f if flow.offset is None else f - flow.offset(x)
 
 
-def risk(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
-    """Return sum_j q_j l(f(x_j), y_j), the energy without the penalty: a scalar."""
+def risk(flow: "Flow", cloud: Cloud, data: Dataset, f: jax.Array | None = None) -> jax.Array:
+    """Return sum_j q_j l(f(x_j), y_j), the energy without the penalty: a scalar; ``f`` where it is known already."""
     if isinstance(data, Population):
         return data.risk(flow, cloud)
-    return data.weights @ flow.loss(predict(flow, cloud, data.x), data.y)
+    return data.weights @ flow.loss(predict(flow, cloud, data.x) if f is None else f, data.y)
 
 
-def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
-    """Return E, a scalar."""
-    loss = risk(flow, cloud, data)
+def energy(flow: "Flow", cloud: Cloud, data: Dataset, f: jax.Array | None = None) -> jax.Array:
+    """Return E, a scalar; ``f`` are the predictions at the samples where they are known already."""
+    loss = risk(flow, cloud, data, f)
     if flow.penalty is None:
         return loss
     return loss + flow.penalty.strength * (cloud.weights @ flow.penalty.function(cloud.particles))
@@ -80,11 +80,11 @@ def energy(flow: "Flow", cloud: Cloud, data: Dataset) -> jax.Array:
 def differential(
     flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None = None
 ) -> tuple[PyTree[jax.Array], jax.Array | None]:
-    """Return grad V at each particle, and the covector q_j l'(f_j, y_j) on the samples (None: there are none).
+    """Return grad V at each particle, and the predictions f at the samples (None: there are none).
 
     ``offset`` is f_0 at the samples, which a centered flow subtracts, where it is known already.
     """
-    g = None
+    f = None
     if isinstance(data, Population):
         # V is a function of each particle alone: one pullback of ones gives all their differentials
         value, along = jax.vjp(lambda w: data.potential(flow, cloud, cloud.at(w)), cloud.particles)
@@ -93,14 +93,13 @@ def differential(
         f, pull = blocks.linearize(flow.feature, cloud, data.x, data)
         if flow.offset is not None:
             f = f - (flow.offset(data.x) if offset is None else offset)
-        g = residual(flow, f, data)
-        covector = pull(g)
+        covector = pull(residual(flow, f, data))
     if flow.penalty is None:
-        return covector, g
+        return covector, f
     # the penalty too acts particle by particle
     value, pullback = jax.vjp(flow.penalty.function, cloud.particles)
     extra = pullback(jnp.full_like(value, flow.penalty.strength))[0]
-    return jax.tree.map(jnp.add, covector, extra), g
+    return jax.tree.map(jnp.add, covector, extra), f
 
 
 def residual(flow: "Flow", f: jax.Array, data: Dataset) -> jax.Array:
@@ -111,20 +110,20 @@ def residual(flow: "Flow", f: jax.Array, data: Dataset) -> jax.Array:
 
 def velocity(flow: "Flow", cloud: Cloud, data: Dataset) -> PyTree[jax.Array]:
     """Return w' = -C grad V in mean-field time, in a record like the particles."""
-    return velocity_and_slopes(flow, cloud, data)[0]
+    return velocity_and_predictions(flow, cloud, data)[0]
 
 
-def velocity_and_slopes(
+def velocity_and_predictions(
     flow: "Flow", cloud: Cloud, data: Dataset, offset: jax.Array | None = None
 ) -> tuple[PyTree[jax.Array], jax.Array | None]:
-    """Return the velocity and the covector q_j l'(f_j, y_j) that it is made of (None for a population).
+    """Return the velocity and the predictions f at the samples that it is made of (None for a population).
 
     Args:
         flow, cloud, data: the model in its state, and what it learns.
         offset: f_0 at the samples, which a centered flow subtracts; computed where it is not given.
     """
-    covector, g = differential(flow, cloud, data, offset)
-    return jax.tree.map(jnp.negative, flow.space.cometric(cloud, covector)), g
+    covector, f = differential(flow, cloud, data, offset)
+    return jax.tree.map(jnp.negative, flow.space.cometric(cloud, covector)), f
 
 
 def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:

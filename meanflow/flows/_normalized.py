@@ -175,6 +175,11 @@ class BatchNormed(TwoLayer):
 
     def motion(self, problem: "Problem") -> "FrozenMotion":
         """Return the motion by local integration between the hyperplanes of the centered samples, for one output."""
+        if self.affine:
+            raise ValueError(
+                "solver='sliding' needs neurons (a, b): with a scale and a shift of their own kinks are no planes, got "
+                "affine=True; use a diffrax solver, or fixed steps such as KernelStep"
+            )
         self.check_motion(problem)
         from meanflow.flows._kinks.two_layer import NormalizedMotion
 

@@ -147,16 +147,16 @@ class Problem(eqx.Module):
         if not self.normalized:
             return self.speed
         flow = self.chart.flow if flow is None else flow
-        return self._normalize(equation.differential(flow, cloud, self.samples)[1])
+        return self._normalize(flow, equation.differential(flow, cloud, self.samples)[1], self.samples)
 
-    def _normalize(self, slopes: jax.Array | None) -> jax.Array:
-        """Return d t_mean_field / dt where the loss has these slopes q_j l'(f_j, y_j)."""
+    def _normalize(self, flow: "Flow", f: jax.Array | None, data: Dataset) -> jax.Array:
+        """Return d t_mean_field / dt where the samples are predicted as f."""
         if not self.normalized:
             return self.speed
-        if slopes is None:
+        if f is None:
             raise ValueError("clock='normalized' needs data with samples, got a population")
         # sum_j q_j |l'|, which decays like the loss where the loss decays exponentially
-        slope = jnp.sum(jnp.abs(slopes))
+        slope = jnp.sum(jnp.abs(equation.residual(flow, f, data)))
         return self.speed / jnp.maximum(slope, jnp.finfo(slope.dtype).tiny)
 
     def dissipation(self, cloud: Cloud) -> jax.Array:
@@ -170,14 +170,28 @@ class Problem(eqx.Module):
 
     def rates(self, here: Cloud, data: Dataset, flow: "Flow") -> PyTree[jax.Array]:
         """Return dy/dt at a cloud of the chart, for the loss of ``data`` (all of it, or a batch)."""
+        return self._rates_and_predictions(here, data, flow)[0]
+
+    def field_and_energy(self, y: PyTree[jax.Array]) -> tuple[PyTree[jax.Array], jax.Array]:
+        """Return dy/dt, and the energy from the same predictions, without derivatives; NaN for a population."""
+        here, flow, data = self.here(y), self.chart.flow, self.samples
+        rates, f = self._rates_and_predictions(here, data, flow)
+        energy = (
+            jnp.full((), jnp.nan, self.speed.dtype) if f is None else equation.energy(flow, here, data, f)
+        )
+        return rates, jax.lax.stop_gradient(energy)
+
+    def _rates_and_predictions(
+        self, here: Cloud, data: Dataset, flow: "Flow"
+    ) -> tuple[PyTree[jax.Array], jax.Array | None]:
         offset = self.offset if data is self.samples else None
-        velocity, slopes = equation.velocity_and_slopes(flow, here, data, offset)
-        pace = self._normalize(slopes)
+        velocity, f = equation.velocity_and_predictions(flow, here, data, offset)
+        pace = self._normalize(flow, f, data)
         v = jax.tree.map(lambda u: pace * u, velocity)
         if self.reaction is None:
-            return v
+            return v, f
         grow = equation.growth(flow, here, data, conserve=self.conserve)
-        return Weighted(v, pace * self.reaction * grow)
+        return Weighted(v, pace * self.reaction * grow), f
 
     def noise(self, here: Cloud, step: jax.Array, size: jax.Array, flow: "Flow") -> PyTree[jax.Array]:
         """Return by how much the noise of step number ``step``, ``size`` long, moves the particles of the chart.

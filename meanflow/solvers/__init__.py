@@ -11,6 +11,7 @@ from meanflow.solvers._solution import RESULTS as RESULTS
 from meanflow.solvers._solution import FailedRun as FailedRun
 from meanflow.solvers._solution import Solution as Solution
 from meanflow.solvers._step import Adaptive as Adaptive
+from meanflow.solvers._step import ConstantStep as ConstantStep
 from meanflow.solvers._step import KernelStep as KernelStep
 from meanflow.solvers._step import StepRule as StepRule
 from meanflow.solvers._stepper import Stepper as Stepper

@@ -23,14 +23,12 @@ ADJOINTS: dict[str, diffrax.AbstractAdjoint] = {
 
 
 def save_times(
-    ts: int | Real[ArrayLike, " k"] | Sequence | None, t0: Scalar, t1: Scalar, dtype: jnp.dtype
-) -> Float[Array, " k"] | None:
-    """Return the argument ``ts`` of ``solve`` as an array, checked where it is known; None stays None.
+    ts: int | Real[ArrayLike, " k"] | Sequence, t0: Scalar, t1: Scalar, dtype: jnp.dtype
+) -> Float[Array, " k"]:
+    """Return the argument ``ts`` of ``solve`` as an array, checked where it is known.
 
     An integer k means k equally spaced times, both ends included.
     """
-    if ts is None:
-        return None
     if isinstance(ts, int | np.integer):
         count = _boundary.whole("ts", ts, 2)
         return jnp.minimum(t0 + (t1 - t0) * jnp.linspace(0.0, 1.0, count, dtype=dtype), t1)

@@ -34,14 +34,14 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._adaptive import ADJOINTS, save_times
 from meanflow.solvers._defaults import Method, choose, rougher
 from meanflow.solvers._dynamics import Dynamics
-from meanflow.solvers._run import LOOPS, Options, Times, run
+from meanflow.solvers._run import LOOPS, Options, Times, run, settings_of
 from meanflow.solvers._solution import (
-    Settings,
+    FINE,
     Solution,
     State,
     begin,
     check_resumed,
-    code_numbers,
+    outcomes,
     raise_on_failure,
 )
 from meanflow.solvers._step import ANY_STEP, Adaptive, KernelStep, Scalar, StepRule, scalar
@@ -90,8 +90,9 @@ def solve(
             model decides: ``Tsit5()`` if it is smooth; if it has kinks (relu), where ordinary solvers crawl or err,
             ``"sliding"`` where the model has such a motion (for vector inputs: in float64) and ``Heun()`` otherwise,
             or where sliding runs out of events (``settings.names`` says which it was).
-        step: a number or a ``StepRule`` such as ``KernelStep(0.25)``: fixed steps; ``Adaptive(rtol, atol)``: steps that
-            follow an error estimate. By default smooth models take ``Adaptive()``. Models with kinks take
+        step: a number or a ``StepRule`` such as ``KernelStep(0.25)``: fixed steps, of which a run whose energy rises by
+            a tenth has failed (``RESULTS.energy_rose``); ``Adaptive(rtol, atol)``: steps that follow an error estimate.
+            By default smooth models take ``Adaptive()``. Models with kinks take
             ``KernelStep(0.25)``, and the run is made a second time with half the steps: the rms error of the final
             coordinates, estimated from the difference, is in ``stats["error"]`` (not inside jit, vmap and grad, nor for
             resumed runs).
@@ -128,7 +129,7 @@ def solve(
     if dynamics is not None:
         dynamics.check(flow, cloud)
     method = choose(flow, cloud, data, solver, step, dynamics, clock)
-    times = save_times(ts, start, end, dtype)
+    times = None if ts is None else save_times(ts, start, end, dtype)
     backward = ADJOINTS[adjoint] if isinstance(adjoint, str) else adjoint
     if not isinstance(method.rule, Adaptive) and type(backward) not in LOOPS:
         raise ValueError(
@@ -137,70 +138,57 @@ def solve(
         )
     options = Options(
         horizon=Times(
-            start, end, times, _ends_at(times, end), None if steady is None else scalar(steady, dtype)
+            start,
+            end,
+            times,
+            times is not None and _ends_at(times, end),
+            None if steady is None else scalar(steady, dtype),
         ),
         method=method.stepper,
         rule=method.rule,
         adjoint=backward,
-        limit=_limit(method.rule, start, end, times),
+        limit=method.rule.limit(start, end, 1 if times is None else times.shape[-1]),
         clock=clock,
-        observe=observables.resolve(observe, flow, data),
+        observe=None if observe is None else observables.resolve(observe, flow, data),
         dynamics=dynamics,
         batches=None,
-        settings=_settings(method, clock, dynamics),
+        settings=settings_of(method.names | {"clock": clock}, method.rule, dynamics),
     )
     if state is not None:
         check_resumed(state, options.settings, data)
     solution = run(flow, cloud, data, options, state)
     measured = method.order is not None and state is None
-    if measured and _overflowed(solution):
+    if measured and outcomes(solution.result) == "event_overflow":
         # the default must not fail where a rougher method would not: in single precision a neuron among many kinks
         # may go to and fro between two of them
         method = rougher(method)
-        options = options._replace(method=method.stepper, settings=_settings(method, clock, dynamics))
+        settings = settings_of(method.names | {"clock": clock}, method.rule, dynamics)
+        options = options._replace(method=method.stepper, settings=settings)
         solution = run(flow, cloud, data, options, None)
     if throw:
         raise_on_failure(solution)
     return _with_error(solution, flow, cloud, data, options, method) if measured else solution
 
 
-def _ends_at(times: jax.Array | None, end: Scalar) -> bool:
+def _ends_at(times: jax.Array, end: Scalar) -> bool:
     """Say whether the last save time is known to be the end: the run has nowhere to go from there."""
-    known, last = _boundary.concrete(end), None if times is None else _boundary.concrete(times)
+    known, last = _boundary.concrete(end), _boundary.concrete(times)
     return last is not None and known is not None and bool(np.all(last[..., -1] == known))
-
-
-def _limit(rule: StepRule | Adaptive, start: Scalar, end: Scalar, times: jax.Array | None) -> int:
-    """Return the most steps of a run."""
-    if isinstance(rule, Adaptive):
-        return rule.max_steps
-    return rule.limit(start, end, 1 if times is None else times.shape[-1])
-
-
-def _settings(method: Method, clock: str, dynamics: Dynamics | None) -> Settings:
-    """Return the settings that a resumed run must share; a constant step and tolerances may change."""
-    names = method.names | {"clock": clock} | ({} if dynamics is None else dynamics.names())
-    numbers = {} if isinstance(method.rule, Adaptive) else method.rule.numbers()
-    return Settings(numbers | ({} if dynamics is None else dynamics.numbers()), tuple(names.items()))
-
-
-def _overflowed(solution: Solution) -> bool:
-    """Say whether a run ran out of events; False while it is traced."""
-    code = _boundary.concrete(solution.result._value)
-    return code is not None and bool(np.any(code == code_numbers()["event_overflow"]))
 
 
 def _with_error(
     solution: Solution, flow: Flow, cloud: Cloud, data: Dataset, options: Options, method: Method
 ) -> Solution:
     """Return the solution with its error in ``stats``, found by a second run with half the steps; not while tracing."""
-    if _boundary.concrete(solution.result._value) is None:
-        return solution
     assert isinstance(options.rule, KernelStep) and method.order is not None
-    finer = eqx.tree_at(lambda o: o.rule.kappa, options, 0.5 * options.rule.kappa)
-    fine = run(flow, cloud, data, finer, None)
-    error = _distance(flow, solution.final, data, fine.final) / (1 - 0.5**method.order)
-    error = jnp.where(fine.ok & solution.ok, error, jnp.nan)
+    kappa = _boundary.concrete(options.rule.kappa)
+    if outcomes(solution.result) is None or kappa is None:
+        return solution
+    # the same program with another number; what is small is computed by numpy, which compiles nothing
+    fine = run(flow, cloud, data, eqx.tree_at(lambda o: o.rule.kappa, options, 0.5 * kappa), None)
+    gap = np.asarray(_distance(flow, solution.final, data, fine.final)) / (1 - 0.5**method.order)
+    known = {str(outcomes(solution.result)), str(outcomes(fine.result))} <= set(FINE)
+    error = jnp.asarray(gap if known else np.nan, cloud.weights.dtype)
     return eqx.tree_at(lambda s: s.stats, solution, solution.stats | {"error": error})
 
 

@@ -20,9 +20,8 @@ from meanflow.solvers._adaptive import ADJOINTS
 from meanflow.solvers._batches import Batches
 from meanflow.solvers._continuous import Observed
 from meanflow.solvers._dynamics import Dynamics
-from meanflow.solvers._run import PLAIN, Counts, Options, run
+from meanflow.solvers._run import PLAIN, Counts, Options, run, settings_of
 from meanflow.solvers._solution import (
-    Settings,
     Solution,
     State,
     begin,
@@ -111,9 +110,7 @@ def descend(
         "clock": clock,
         "step": type(rule).__name__,
         **({} if batches is None else batches.names()),
-        **({} if dynamics is None else dynamics.names()),
     }
-    numbers = rule.numbers() | ({} if dynamics is None else dynamics.numbers())
     options = Options(
         horizon=Counts(steps, steps if every is None else every),
         # one made anew finds the program of its like
@@ -122,10 +119,10 @@ def descend(
         adjoint=ADJOINTS[adjoint],
         limit=steps,
         clock=clock,
-        observe=observables.resolve(observe, bound, data),
+        observe=None if observe is None else observables.resolve(observe, bound, data),
         dynamics=dynamics,
         batches=batches,
-        settings=Settings(numbers, tuple(names.items())),
+        settings=settings_of(names, rule, dynamics),
     )
     if state is not None:
         check_resumed(state, options.settings, data)

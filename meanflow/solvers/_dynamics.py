@@ -18,7 +18,7 @@ from meanflow._boundary import PRNGKey, checked, instance, number
 from meanflow._numerics import KeyBits
 from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud
-from meanflow.solvers._step import Scalar
+from meanflow.solvers._step import Scalar, as_number
 
 NOISE = 1_000_003  # folded into the key, so that noise does not repeat the numbers of minibatches with the same key
 
@@ -35,7 +35,7 @@ class Dynamics(eqx.Module):
         """Return the texts that a resumed run must share, by name."""
 
     @abc.abstractmethod
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return the numbers that a resumed run must share, by name."""
 
     @abc.abstractmethod
@@ -72,9 +72,9 @@ class Noise(Dynamics):
         """Return that there is a temperature."""
         return {"dynamics": "temperature"}
 
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return the temperature."""
-        return {"temperature": jnp.asarray(self.temperature)}
+        return {"temperature": as_number(self.temperature)}
 
     def check(self, flow: Flow, cloud: Cloud) -> None:
         """Refuse a missing key, and coordinates in which the noise has no meaning."""
@@ -108,9 +108,9 @@ class Reaction(Dynamics):
         """Return that there is a reaction, and of which kind."""
         return {"dynamics": "reaction", "conserve": str(self.conserve)}
 
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return the rate."""
-        return {"reaction": jnp.asarray(self.rate)}
+        return {"reaction": as_number(self.rate)}
 
     def check(self, flow: Flow, cloud: Cloud) -> None:
         """Refuse nothing: every cloud has weights."""

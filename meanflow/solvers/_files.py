@@ -16,9 +16,9 @@ from meanflow._trees import Refusal, Tree
 from meanflow.files import read_arrays, write_arrays
 from meanflow.flows._problem import Weighted
 from meanflow.measures._cloud import Affine, BatchNormNeurons, Cloud, Neurons, Polar
-from meanflow.solvers._solution import RESULTS, Settings, Solution, State, code_numbers
+from meanflow.solvers._solution import RESULTS, Settings, Solution, State, code_numbers, outcomes
 
-FORMAT = 4  # 3 held states of the loops before this one
+FORMAT = 5  # 4 held states without the energy record and the rounding of the time
 OWN = (Neurons, BatchNormNeurons, Polar, Affine, Weighted)  # records that every file may hold
 PARTS = ("ts", "energy", "clouds", "observed", "final", "state", "stats", "settings")
 CLOUD = ("particles", "weights", "labels", "width")
@@ -68,9 +68,9 @@ def write_solution(solution: Solution, path: pathlib.Path) -> pathlib.Path:
     """Write a solution and return the path of its file."""
     path, tree = _with_suffix(path), _Parts()
     layout = tree.describe_solution(solution)
-    names = {number: name for name, number in code_numbers().items()}
-    numbers = np.asarray(solution.result._value)  # the integer behind the enumeration
-    layout["result"] = np.vectorize(lambda n: names[int(n)], otypes=[object])(numbers).tolist()
+    names = outcomes(solution.result)
+    assert names is not None  # its arrays are known
+    layout["result"] = names.tolist()
     write_arrays(path, tree.arrays, {"layout": layout}, FORMAT)
     return path
 

@@ -28,7 +28,7 @@ from meanflow.solvers._batches import Batches
 from meanflow.solvers._dynamics import Dynamics
 from meanflow.solvers._labelled import axis_names
 from meanflow.solvers._solution import RESULTS, Settings, Solution, State, fingerprint
-from meanflow.solvers._step import Adaptive, ConstantStep, Scalar, StepRule, all_finite
+from meanflow.solvers._step import Adaptive, ConstantStep, Scalar, StepRule, all_finite, as_number
 from meanflow.solvers._stepper import Descent, Stepper, StepperState
 
 # plain descent: the updates are minus the gradient; one object, so that programs are shared
@@ -95,6 +95,14 @@ class Options(NamedTuple):
     settings: Settings
 
 
+def settings_of(names: dict[str, str], rule: StepRule | Adaptive, dynamics: Dynamics | None) -> Settings:
+    """Return the settings that a resumed run must share; a constant step and tolerances may change."""
+    numbers = rule.numbers()
+    if dynamics is not None:
+        names, numbers = names | dynamics.names(), numbers | dynamics.numbers()
+    return Settings(numbers, tuple(names.items()))
+
+
 class Progress(NamedTuple):
     """Where a run of fixed steps stands.
 
@@ -104,6 +112,7 @@ class Progress(NamedTuple):
         steps: number of steps taken, also by the runs before this one.
         inner: what the stepper remembers.
         size: length of the last step.
+        excess: by how much rounding has made ``t`` larger than the sum of the steps.
         over: whether a run until a time ends early: it has come to rest, or is no longer finite.
     """
 
@@ -112,6 +121,7 @@ class Progress(NamedTuple):
     steps: Int[Array, ""]
     inner: StepperState
     size: Float[Array, ""]
+    excess: Float[Array, ""]
     over: Bool[Array, ""]
 
 
@@ -192,7 +202,7 @@ def _problem(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Probl
     return eqx.tree_at(lambda p: p.memory, problem, memory, is_leaf=lambda u: u is None)
 
 
-def _numbers(options: Options) -> dict[str, Array]:
+def _numbers(options: Options) -> dict[str, Scalar]:
     """Return the numbers of the settings that a resumed run may change."""
     horizon, rule = options.horizon, options.rule
     found: dict[str, float | Scalar] = {}
@@ -204,7 +214,7 @@ def _numbers(options: Options) -> dict[str, Array]:
         found |= {"rtol": rule.rtol, "atol": rule.atol}
     if isinstance(rule, ConstantStep):
         found["step"] = rule.size
-    return {name: jnp.asarray(value) for name, value in found.items()}
+    return {name: as_number(value) for name, value in found.items()}
 
 
 def _stepper(problem: Problem, flow: Flow, options: Options) -> Stepper:
@@ -230,14 +240,16 @@ def _fixed(
 
     def advance(now: Progress, running: Bool[Array, ""] | bool, stop: Array | None) -> Progress:
         size = rule.next_size(now.steps, now.size, problem, now.y, running)
-        t, length = (now.t + size, size) if stop is None else land(now.t, size, stop)
-        y, inner = stepper.step(problem, now.y, now.inner, now.steps, length)
+        # in single precision a million small steps, added up as they are, are a percent off
+        exact = size - now.excess
+        t, way = (now.t + exact, exact) if stop is None else land(now.t, exact, stop)
+        y, inner = stepper.step(problem, now.y, now.inner, now.steps, size + (way - exact))
         over = now.over
         if isinstance(horizon, Times):
             over = ~all_finite(y)  # a run that blew up ends instead of stepping NaN to the end
             if horizon.steady is not None:
                 over |= problem.dissipation(problem.cloud(y)) < horizon.steady**2
-        return Progress(t, y, now.steps + 1, inner, size, over)
+        return Progress(t, y, now.steps + 1, inner, size, (t - now.t) - way, over)
 
     if isinstance(horizon, Counts):
         end, saved = iterate(
@@ -259,7 +271,7 @@ def _fixed(
         t=end.t,
         y=end.y,
         steps=end.steps,
-        leaves=tuple(jax.tree.leaves((end.inner, end.size))),
+        leaves=tuple(jax.tree.leaves((end.inner, end.size, end.excess))),
         saved=saved,
         stats={"num_steps": end.steps - start.steps} | stepper.report(problem, end.inner),
         result=stepper.result(problem, end.inner, result),
@@ -276,10 +288,12 @@ def _begin(problem: Problem, stepper: Stepper, options: Options, state: State | 
     over = jnp.asarray(False)
     if state is None:
         t = jnp.zeros((), dtype) if isinstance(horizon, Counts) else jnp.asarray(horizon.start)
-        return Progress(t, y, jnp.asarray(0, jnp.int32), stepper.init(problem, y), size, over)
+        none = jnp.zeros_like(size)
+        return Progress(t, y, jnp.asarray(0, jnp.int32), stepper.init(problem, y), size, none, over)
     fresh = eqx.filter_eval_shape(stepper.init, problem, problem.initial())
-    inner, kept = unpack((fresh, size), state)
-    return Progress(state.t, y, state.steps, inner, size if isinstance(rule, ConstantStep) else kept, over)
+    inner, kept, excess = unpack((fresh, size, size), state)
+    size = size if isinstance(rule, ConstantStep) else kept
+    return Progress(state.t, y, state.steps, inner, size, excess, over)
 
 
 def unpack(like: PyTree, state: State) -> PyTree[Array]:

@@ -21,7 +21,7 @@ from meanflow.flows._kinks import passage
 from meanflow.flows._motion import FrozenMotion, MotionState
 from meanflow.flows._problem import Problem
 from meanflow.solvers._solution import RESULTS
-from meanflow.solvers._stepper import Particles, Stepper
+from meanflow.solvers._stepper import Particles, Stepper, unstable, unwatched, watch
 
 
 class Stage(NamedTuple):
@@ -41,7 +41,6 @@ class Stage(NamedTuple):
     length: float
 
 
-RISE = 0.1  # the energy may rise by this part of its size before a run counts as unstable
 LARGE = 1 << 20  # numbers in particles and state beyond which time to run counts more than time to compile
 
 # The commutator-free method of order 3 with 3 stages and 2 sub-steps of Celledoni, Marthinsen and Owren (2003). Stages
@@ -59,13 +58,12 @@ class Watched(NamedTuple):
     Attributes:
         motion: the state of the motion.
         covector: (n,) the residual covector at the particles.
-        energy: (3,) the energy at the start of the run, the lowest one so far, and how far it has risen at most above
-            the lowest one before, beyond what is allowed.
+        energy: (4,) the record of ``watch``.
     """
 
     motion: MotionState
     covector: Float[Array, " n"]
-    energy: Float[Array, "3"]
+    energy: Float[Array, "4"]
 
 
 @checked
@@ -101,20 +99,16 @@ class Sliding(Stepper):
     def result(self, problem: Problem, state: Watched, result: RESULTS) -> RESULTS:
         """Return ``event_overflow`` if in some step a neuron had time left after the last allowed event.
 
-        Where the energy has risen it is ``energy_rose``: along a flow it falls, so such a run has been unstable, also
-        if it has calmed down since (after a burst of energy neurons may all be dead).
+        Where the energy has risen it is ``energy_rose``.
         """
-        ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
-        result = RESULTS.where(ended & (state.energy[2] > 0), RESULTS.energy_rose, result)
-        return RESULTS.where(state.motion.overflow, RESULTS.event_overflow, result)
+        return RESULTS.where(state.motion.overflow, RESULTS.event_overflow, unstable(state.energy, result))
 
     def init(self, problem: Problem, y: PyTree[jax.Array]) -> Watched:
         """Return the state of neurons that have not moved yet."""
         motion = self._motion(problem)
         state = motion.begin(y)
         opened = motion.unfold(y, state)
-        energy = _energy(motion, problem, y, opened)
-        start = jnp.stack([energy, energy, -jnp.inf * jnp.ones_like(energy)])
+        start = watch(unwatched(problem), _energy(motion, problem, y, opened))
         return Watched(state, motion.residual(y, opened), start)
 
     def step(
@@ -146,7 +140,7 @@ class Sliding(Stepper):
             for row in STAGES:
                 carry, _ = stage(carry, row)
         _, (y, final), g, now = carry
-        return y, Watched(motion.fold(final), g, _watch(state.energy, now, problem))
+        return y, Watched(motion.fold(final), g, watch(state.energy, now))
 
     def _motion(self, problem: Problem) -> FrozenMotion:
         return problem.chart.flow.feature.motion(problem)
@@ -161,12 +155,3 @@ def _energy(
     if penalty is not None:
         risk = risk + penalty.strength * (problem.chart.base.weights @ penalty.function(y))
     return jax.lax.stop_gradient(risk)
-
-
-def _watch(energy: Float[Array, "3"], now: Float[Array, ""], problem: Problem) -> Float[Array, "3"]:
-    """Return the record of the energy with the one that is reached ``now``; see ``Watched``."""
-    start, lowest, worst = energy
-    # what rounding of the predictions makes of the energy of a network that fits its data
-    noise = (100 * jnp.finfo(now.dtype).eps) ** 2 * (problem.data.weights @ problem.data.y**2)
-    beyond = now - lowest - RISE * (jnp.abs(start) + jnp.abs(lowest)) - noise
-    return jnp.stack([start, jnp.minimum(lowest, now), jnp.maximum(worst, beyond)])

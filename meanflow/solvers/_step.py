@@ -24,53 +24,29 @@ MOST_STEPS = 100_000  # the limit where the number of steps cannot be known befo
 
 
 def top_eigenvalue(flow: Flow, cloud: Cloud, data: Dataset) -> Float[Array, ""]:
-    """Return the largest eigenvalue of the linearized dynamics f' = -K q l'' f (mean-field time), for a bound flow.
+    """Return the largest eigenvalue of the linearized dynamics f' = -K H f (mean-field time), for a bound flow.
 
-    Gradient descent on these linearized dynamics is stable for steps below 2 / lambda. Differentiable in
-    everything (the eigenvector is held fixed, which is exact to first order).
+    H = q l'' is a number, or for k outputs a k x k matrix, for each sample. Gradient descent on these linearized
+    dynamics is stable for steps below 2 / lambda. K H is not symmetric, but has the eigenvalues of sqrt(H) K sqrt(H).
+    With its eigenvector v and u = H v the eigenvalue is u'K u / u'v, which is exact to first order in v: the vector is
+    held fixed, and the result differentiable in everything. The loss is convex; where H vanishes so does K H.
     """
     if isinstance(data, equation.Population):
         raise ValueError("KernelStep needs data with samples, got a population; give the step as a number")
     f = equation.predict(flow, cloud, data.x)
-    if f.ndim == 2:
-        return _top_of_rows(flow, cloud, data, f)
-    root = jnp.sqrt(jnp.maximum(data.weights * flow.loss.curvature(f, data.y), 0.0))
-    apply = equation.kernel_operator(flow, cloud, data.x, data.x)
-
-    def product(v: jax.Array) -> jax.Array:
-        return root * apply(root * v)
-
-    if data.size <= DENSE:
-        kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
-        matrix = jax.lax.stop_gradient(root[:, None] * kernel * root[None, :])
-        top = dominant_vector(0.5 * (matrix + matrix.T))
-    else:
-
-        def refine(_: int | jax.Array, v: jax.Array) -> jax.Array:
-            w = product(v)
-            return w / jnp.linalg.norm(w)
-
-        start = 1.0 + 0.5 * jnp.cos(jnp.arange(data.size, dtype=f.dtype))  # no symmetry of the data
-        top = jax.lax.stop_gradient(
-            jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start / jnp.linalg.norm(start))
-        )
-    return top @ product(top)
-
-
-def _top_of_rows(flow: Flow, cloud: Cloud, data: Dataset, f: Float[Array, "n k"]) -> Float[Array, ""]:
-    """Return the largest eigenvalue of K H for k outputs, with H = q l'' a k x k matrix for each sample.
-
-    K H is not symmetric, but has the eigenvalues of sqrt(H) K sqrt(H). With its eigenvector v and u = H v the
-    eigenvalue is u'K u / u'v, which is exact to first order too. The loss is convex; where H vanishes so does K H.
-    """
-    curvature = data.weights[:, None, None] * flow.loss.curvature(f, data.y)
+    outputs = f.size // data.size
+    curvature = flow.loss.curvature(f, data.y).reshape(data.size, outputs, outputs)
+    if outputs == 1:  # a loss of the user's own may be concave in places
+        curvature = jnp.maximum(curvature, 0.0)
+    curvature = data.weights[:, None, None] * curvature
     apply = equation.kernel_operator(flow, cloud, data.x, data.x)
 
     def bend(v: jax.Array) -> jax.Array:
-        return jnp.einsum("jce,je->jc", curvature, v)
+        return jnp.einsum("jce,je->jc", curvature, v.reshape(data.size, outputs)).reshape(f.shape)
 
     if f.size <= DENSE:
         kernel = equation.tangent_kernel(flow, cloud, data.x, data.x)
+        kernel = kernel.reshape(data.size, data.size, outputs, outputs)
         matrix = jnp.einsum("xzce,zeg->xczg", kernel, curvature).reshape(f.size, f.size)
         top = dominant_vector(jax.lax.stop_gradient(matrix)).reshape(f.shape)
     else:
@@ -79,13 +55,31 @@ def _top_of_rows(flow: Flow, cloud: Cloud, data: Dataset, f: Float[Array, "n k"]
             w = apply(bend(v))
             return safe_divide(w, jnp.linalg.norm(w))
 
-        start = 1.0 + 0.5 * jnp.cos(jnp.arange(f.size, dtype=f.dtype)).reshape(f.shape)
+        start = 1.0 + 0.5 * jnp.cos(jnp.arange(f.size, dtype=f.dtype)).reshape(
+            f.shape
+        )  # no symmetry of the data
         top = jax.lax.stop_gradient(jax.lax.fori_loop(0, POWER_ITERATIONS, refine, start))
     bent = bend(top)
     return safe_divide(jnp.sum(bent * apply(bent)), jnp.sum(bent * top))
 
 
 Scalar: TypeAlias = jax.Array | np.ndarray  # one number, on the device or still on the host
+
+
+def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
+    """Return a number as a scalar array of the given type.
+
+    Numbers that are known stay on the host: moving each of them to the device by itself would take longer than a small
+    compiled program, to which they are handed together.
+    """
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    return np.asarray(value, dtype)
+
+
+def as_number(value: float | Scalar) -> Scalar:
+    """Return a number as an array, on the host if it is known."""
+    return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
 @jax.custom_batching.custom_vmap
@@ -111,12 +105,11 @@ class StepRule(eqx.Module):
 
     every: eqx.AbstractVar[int | None]
 
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return what a resumed run must share, by name: the numbers among the attributes of the rule."""
         names = set(type(self).__dataclass_fields__) - {"max_steps"}
         values = {f"step.{name}": getattr(self, name) for name in sorted(names)}
-        known = {name: u for name, u in values.items() if u is not None and eqx.is_array_like(u)}
-        return {name: jnp.asarray(u) for name, u in known.items()}
+        return {name: as_number(u) for name, u in values.items() if u is not None and eqx.is_array_like(u)}
 
     def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
         """Return a limit for the number of steps from ``start`` to ``end`` with ``stops`` times to land on."""
@@ -155,26 +148,33 @@ class StepRule(eqx.Module):
 
 
 class ConstantStep(StepRule):
-    """The same step always.
+    """The same step always: what a number stands for as ``step=``.
 
     Attributes:
         size: the step, > 0, a scalar.
-        most: the most steps of a run up to a time, where the size is not known; None for the usual limit. Many runs in
-            one program have the limit of the smallest of their steps.
+        max_steps: the most steps of a run up to a time. A run whose numbers are all known takes as many as it needs;
+            inside of jit, vmap and grad they may not be.
+
+    >>> ConstantStep(0.1, max_steps=10**6).max_steps
+    1000000
     """
 
     size: Scalar
-    every: int | None = eqx.field(static=True)
-    most: int | None = eqx.field(static=True)
+    max_steps: int = eqx.field(static=True)
+    every: None = eqx.field(static=True)
 
-    def __init__(self, size: Scalar, most: int | None = None) -> None:
-        self.size, self.every, self.most = size, None, most
+    def __init__(self, size: float | Scalar, max_steps: int = MOST_STEPS) -> None:
+        self.every, self.max_steps = None, max_steps
+        if not isinstance(size, np.ndarray):  # what ``as_rule`` made is checked already
+            _boundary.number(above=0)("size", size)
+            self.max_steps = _boundary.whole("max_steps", max_steps, 1)
+        self.size = size if isinstance(size, np.ndarray) else jnp.asarray(size, jnp.result_type(float))
 
     def size_at(self, problem: Problem, y: PyTree[jax.Array]) -> Float[Array, ""]:
         """Return the size."""
         return jnp.asarray(self.size)
 
-    def numbers(self) -> dict[str, jax.Array]:
+    def numbers(self) -> dict[str, Scalar]:
         """Return nothing: a resumed run may have another constant step."""
         return {}
 
@@ -182,9 +182,10 @@ class ConstantStep(StepRule):
         """Return at least what the steps need, where all numbers are known."""
         step, first, last = (_boundary.concrete(u) for u in (self.size, start, end))
         if step is None or first is None or last is None:
-            return self.most or MOST_STEPS
+            return self.max_steps
         # a step that is cut short to land on a time is a step more
-        needed = float(np.max((last - first) / step)) + 2 + stops
+        with np.errstate(divide="ignore"):
+            needed = float(np.max((last - first) / step)) + 2 + stops
         if needed > _boundary.MOST:
             least = float(np.max(last - first)) / _boundary.MOST
             raise ValueError(
@@ -245,6 +246,14 @@ class Adaptive(eqx.Module):
     atol: Annotated[float | Scalar, number(low=0)] = 1e-9
     max_steps: Count = eqx.field(static=True, default=MOST_STEPS)
 
+    def limit(self, start: Scalar, end: Scalar, stops: int) -> int:
+        """Return ``max_steps``."""
+        return self.max_steps
+
+    def numbers(self) -> dict[str, Scalar]:
+        """Return nothing: a resumed run may have other tolerances."""
+        return {}
+
 
 STEP = _boundary.either(
     _boundary.number(above=0), _boundary.instance(StepRule, hint="for instance KernelStep(0.5)")
@@ -255,19 +264,10 @@ ANY_STEP = _boundary.either(
 )
 
 
-def scalar(value: float | Scalar, dtype: jnp.dtype) -> Scalar:
-    """Return a number as a scalar array of the given type.
-
-    Numbers that are known stay on the host: moving each of them to the device by itself would take longer than a small
-    compiled program, to which they are handed together.
-    """
-    if isinstance(value, jax.Array):
-        return value.astype(dtype)
-    return np.asarray(value, dtype)
-
-
 def as_rule(step: StepRule | float | jax.Array, dtype: jnp.dtype) -> StepRule:
     """Return the rule behind the argument ``step`` of a solver; a number means a constant step."""
+    if isinstance(step, ConstantStep):  # an array, so that another size compiles nothing
+        return ConstantStep(scalar(step.size, dtype), step.max_steps)
     return step if isinstance(step, StepRule) else ConstantStep(scalar(step, dtype))
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from meanflow._reuse import compiled
 from meanflow.flows._flow import Flow
 from meanflow.flows._problem import Problem, Weighted
 from meanflow.measures._dataset import Dataset
@@ -64,9 +65,10 @@ class Stepper(eqx.Module):
 
 
 class RungeKutta(Stepper):
-    """An explicit Runge-Kutta method with its stages written out, which compiles in a quarter of diffrax's time.
+    """An explicit Runge-Kutta method with its stages written out.
 
-    diffrax goes through the stages in a loop whose length the device finds out as it runs.
+    diffrax goes through the stages in a loop whose length the device finds out as it runs, which takes four times as
+    long to compile. The predictions of the first stage also give the energy, by which an unstable run is noticed.
 
     Attributes:
         method: a method of diffrax, whose table of coefficients a, b is used.
@@ -75,17 +77,71 @@ class RungeKutta(Stepper):
     Heun()
     """
 
-    method: diffrax.AbstractERK
+    method: diffrax.AbstractERK | diffrax.Euler
+
+    def init(self, problem: Problem, y: Particles) -> Array:
+        """Return the record of energies of which none is known."""
+        return unwatched(problem)
 
     def step(
-        self, problem: Problem, y: Particles, state: None, number: Array, size: Array
-    ) -> tuple[Particles, None]:
+        self, problem: Problem, y: Particles, state: Array, number: Array, size: Array
+    ) -> tuple[Particles, Array]:
         """Take one step."""
-        return runge_kutta(self.method, lambda y: problem.field(0.0, y), y, size), None
+        energies: list[Array] = []
+
+        def field(y: Particles) -> Particles:
+            rates, energy = _field_and_energy(problem, y)
+            energies.append(energy)
+            return rates
+
+        moved = runge_kutta(self.method, field, y, size)
+        return moved, watch(state, energies[0])
+
+    def result(self, problem: Problem, state: Array, result: RESULTS) -> RESULTS:
+        """Return ``energy_rose`` where a step was beyond what is stable."""
+        return unstable(state, result)
+
+
+@compiled
+def _field_and_energy(problem: Problem, y: Particles) -> tuple[Particles, Array]:
+    return problem.field_and_energy(y)
+
+
+RISE = 0.1  # the energy may rise by this part of its size before a run counts as unstable
+
+
+def unwatched(problem: Problem) -> Float[Array, "4"]:
+    """Return the record of the energy of a run that has not started; see ``watch``."""
+    y = problem.data.y.reshape(problem.data.size, -1)
+    # what rounding of the predictions makes of the energy of a network that fits its data
+    noise = (100 * jnp.finfo(y.dtype).eps) ** 2 * (problem.data.weights @ jnp.sum(y**2, axis=1))
+    return jnp.stack([jnp.nan, jnp.inf, -jnp.inf, noise]).astype(problem.speed.dtype)
+
+
+def watch(record: Float[Array, "4"], now: Float[Array, ""]) -> Float[Array, "4"]:
+    """Return the record of the energy with the one that is reached ``now``.
+
+    It holds the energy at the start of the run (NaN until it is known), the lowest one so far, how far it has risen at
+    most above the lowest one before, beyond what is allowed, and what rounding alone makes of it.
+    """
+    start, lowest, worst, noise = record
+    start = jnp.where(jnp.isnan(start), now, start)
+    beyond = now - lowest - RISE * (jnp.abs(start) + jnp.abs(lowest)) - noise
+    return jnp.stack([start, jnp.minimum(lowest, now), jnp.maximum(worst, beyond), noise])
+
+
+def unstable(record: Float[Array, "4"], result: RESULTS) -> RESULTS:
+    """Return ``energy_rose`` for a run that ended well although its energy has risen.
+
+    Along a flow the energy falls. So the run has been unstable, also if it has calmed down since (after a burst of
+    energy neurons may all be dead).
+    """
+    ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
+    return RESULTS.where(ended & (record[2] > 0), RESULTS.energy_rose, result)
 
 
 def runge_kutta(
-    method: diffrax.AbstractERK,
+    method: diffrax.AbstractERK | diffrax.Euler,
     field: Callable[[Particles], Particles],
     y: Particles,
     size: jax.Array,
@@ -97,9 +153,13 @@ def runge_kutta(
     >>> float(runge_kutta(diffrax.Midpoint(), lambda y: y, jnp.array(8.0), jnp.array(0.5)))
     13.0
     """
-    table = method.tableau
-    assert isinstance(table, diffrax.ButcherTableau)  # has_table
-    used = int(np.flatnonzero(table.b_sol)[-1]) + 1
+    inner: tuple[np.ndarray, ...]
+    if isinstance(method, diffrax.Euler):
+        inner, last = (), np.ones(1)
+    else:
+        assert isinstance(method.tableau, diffrax.ButcherTableau)  # has_table
+        inner, last = method.tableau.a_lower, method.tableau.b_sol
+    used = int(np.flatnonzero(last)[-1]) + 1
     stages: list[Particles] = []
 
     def moved(shares: np.ndarray) -> Particles:
@@ -109,14 +169,16 @@ def runge_kutta(
             return y
         return jax.tree.map(lambda u, *ks: u + size * sum(ks[1:], ks[0]), y, *slopes)
 
-    for row in (np.zeros(0), *table.a_lower)[:used]:
+    for row in (np.zeros(0), *inner)[:used]:
         stages.append(field(moved(row)))
-    return moved(table.b_sol[:used])
+    return moved(last[:used])
 
 
-def has_table(solver: diffrax.AbstractSolver) -> TypeGuard[diffrax.AbstractERK]:
-    """Say whether a solver of diffrax is an explicit Runge-Kutta method with one table of coefficients."""
-    return isinstance(solver, diffrax.AbstractERK) and isinstance(solver.tableau, diffrax.ButcherTableau)
+def has_table(solver: diffrax.AbstractSolver) -> TypeGuard[diffrax.AbstractERK | diffrax.Euler]:
+    """Say whether a solver of diffrax is an explicit Runge-Kutta method with one table of coefficients, or Euler's."""
+    if isinstance(solver, diffrax.AbstractERK):
+        return isinstance(solver.tableau, diffrax.ButcherTableau)
+    return isinstance(solver, diffrax.Euler)
 
 
 class DiffraxStep(Stepper):

@@ -175,7 +175,7 @@ def evolve(
         raise ValueError("flow must have alpha='m' and must not be centered for the Eulerian view")
     _check_feature(flow, density, data)
     t1 = jnp.asarray(t1, density.mass.dtype)
-    times = save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
+    times = None if ts is None else save_times(ts, jnp.zeros_like(t1), t1, t1.dtype)
     still = isinstance(temperature, float | int) and temperature == 0
     tau = None if still else jnp.asarray(temperature, density.mass.dtype)
     problem = _DensityProblem(flow, density, data, tau)

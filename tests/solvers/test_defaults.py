@@ -72,3 +72,16 @@ def test_a_default_that_runs_out_of_events_takes_the_rougher_method(monkeypatch)
     run = mf.solve(flow, cloud, LINE, 5.0)
     assert bool(run.ok)
     assert dict(run.settings.names)["solver"] == "Heun"
+
+
+@pytest.mark.parametrize("make", [mf.batchnorm, mf.batchnorm_manifold])
+def test_a_scale_and_shift_of_each_neuron_bend_the_kinks(make):
+    """Such networks take Heun's steps, and end where gradient descent in short steps does."""
+    flow = make("relu", affine=True).bind(PLANE)
+    cloud = flow.init(jax.random.key(0), 4, dim=2)
+    found = mf.solve(flow, cloud, PLANE, 1.0)
+    assert dict(found.settings.names)["solver"] == "Heun" and found.stats["error"] < 0.01
+    short = mf.descend(flow, cloud, PLANE, 2000, step=5e-4)
+    assert abs(found.energy[-1] - short.energy[-1]) < 1e-3
+    with pytest.raises(ValueError, match="kinks are no planes"):
+        mf.solve(flow, cloud, PLANE, 1.0, solver="sliding", step=0.1)

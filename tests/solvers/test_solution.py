@@ -431,7 +431,7 @@ def test_a_file_of_another_format_says_who_wrote_it(tmp_path):
     header |= {"format": 2, "versions": header["versions"] | {"meanflow": "0.0.7"}}
     np.savez(path, **arrays | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
     with pytest.raises(
-        ValueError, match=r"has format 2, written by meanflow 0\.0\.7; this version reads format 4"
+        ValueError, match=r"has format 2, written by meanflow 0\.0\.7; this version reads format 5"
     ):
         mf.Solution.load(path)
 

@@ -336,3 +336,56 @@ def test_adjoints_that_belong_to_adaptive_steps_are_refused():
     flow, cloud, data = problem("vanilla")
     with pytest.raises(ValueError, match="adjoint must be one of .* with fixed steps"):
         mf.solve(flow, cloud, data, 1.0, step=0.1, adjoint=diffrax.BacksolveAdjoint())
+
+
+@pytest.mark.parametrize("method", [diffrax.Euler(), diffrax.Heun()])
+def test_steps_beyond_stability_are_noticed(method):
+    """At the start Euler's and Heun's steps are stable up to 2 / lambda of the tangent kernel."""
+    x = jax.random.normal(jax.random.key(3), (10, 3))
+    data = mf.Dataset(x, x[:, 0])
+    flow = mf.vanilla("tanh")
+    cloud = flow.init(jax.random.key(4), 16, dim=3)
+    limit = 2 / float(jnp.linalg.eigvalsh(mf.tangent_kernel(flow, cloud, x))[-1] / 10)
+    run = lambda step: mf.solve(
+        flow, cloud, data, 20 * limit, solver=method, step=step, throw=False, observe={}
+    )
+    good, wild = run(0.25 * limit), run(2 * limit)
+    assert good.result == mf.RESULTS.successful and good.energy[-1] < 0.1 * mf.energy(flow, cloud, data)
+    assert bool(jnp.isfinite(wild.energy[-1])) and wild.result == mf.RESULTS.energy_rose and not bool(wild.ok)
+
+
+def test_a_step_of_no_length_is_refused():
+    flow, cloud, data = problem("vanilla")
+    with pytest.raises(ValueError, match="step must be at least 4.66e-10 for a run this long, got 1e-300"):
+        mf.solve(flow, cloud, data, 1.0, step=1e-300)
+
+
+def test_many_short_steps_in_single_precision_end_when_they_should():
+    single = lambda tree: jax.tree.map(lambda u: u.astype("float32"), tree)
+    flow = mf.vanilla("tanh")
+    cloud, data = single((flow.init(jax.random.key(0), 2, dim=2), mf.Dataset(jnp.ones((1, 2)), jnp.ones(1))))
+    sol = mf.solve(flow, cloud, data, 1000.0, solver=diffrax.Euler(), step=0.05)
+    assert int(sol.stats["num_steps"]) == 20_000 and float(sol.ts[-1]) == 1000
+    run = mf.descend(flow, cloud, data, 20_000, step=0.05)
+    assert abs(float(run.ts[-1]) / 1000 - 1) < 1e-6
+    # the rounding is remembered, so that two halves count as the whole does
+    half = mf.descend(flow, cloud, data, 10_000, step=0.05)
+    assert float(mf.descend(flow, cloud, data, 10_000, step=0.05, state=half.state).ts[-1]) == float(
+        run.ts[-1]
+    )
+
+
+def test_the_limit_of_traced_steps_can_be_raised():
+    flow, cloud, data = problem("vanilla")
+
+    @jax.jit
+    def run(t1, step):
+        return mf.solve(flow, cloud, data, t1, solver=diffrax.Euler(), step=step).result
+
+    rule = mf.solvers.ConstantStep
+    assert run(1.0, rule(jnp.asarray(0.1), max_steps=9)) == mf.RESULTS.max_steps_reached
+    assert run(1.0, rule(jnp.asarray(0.1), max_steps=10)) == mf.RESULTS.successful
+    with pytest.raises(ValueError, match="size must be"):
+        rule(0.0)
+    with pytest.raises(ValueError, match="max_steps must be"):
+        rule(0.1, max_steps=0)

@@ -17,8 +17,8 @@ import meanflow as mf
 from meanflow import univariate as uni
 from meanflow.flows._kinks import cell
 from meanflow.measures import Affine, Cloud, Dataset, Polar
+from meanflow.solvers import ConstantStep
 from meanflow.solvers._sliding import Sliding
-from meanflow.solvers._step import ConstantStep
 from meanflow.univariate import _events as events
 from meanflow.univariate import balance
 
@@ -75,7 +75,7 @@ def batch(kind):
 
 @eqx.filter_jit
 def slide_all(flow, clouds, data, step):
-    rule = ConstantStep(step, most=2**18)  # the step is traced, so that its number of steps is not known
+    rule = ConstantStep(step, max_steps=2**18)  # the step is traced, so that its number of steps is not known
     sol = jax.vmap(lambda c, d: slide(flow, c, d, 30.0, rule))(clouds, data)
     return sol.final.particles, sol.ok, {name: sol.stats[name] for name in EVENTS}
 
