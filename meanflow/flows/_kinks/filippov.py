@@ -16,7 +16,6 @@ The pattern is found by principal pivoting with the least-index rule of Murty: w
 first kink for which it does. Every exchange is one sweep of a small table, so that no matrix is factored.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -80,18 +79,13 @@ def decide(
 def hold(gram: Table, free: Marks, table: Table, pull: Slots) -> Slots:
     """Return mu = lam J for which the normal forces pull + gram mu vanish at the ``free`` kinks; 0 at the others.
 
-    ``table`` holds the inverse, which ``decide`` has found; one refinement mends what pivoting lost.
+    ``table`` holds minus the inverse, which ``decide`` has found. One refinement mends what pivoting lost, and with the
+    first guess as a constant it has the derivative of the solution, as the implicit function theorem says.
     """
-    # gram_FF on the free kinks and the identity on the others: regular, whichever kinks are free
-    matvec = lambda v: jnp.where(free, _times(gram, jnp.where(free, v, 0.0)), v)
-    invert = lambda v: jnp.where(free, -_times(table, jnp.where(free, v, 0.0)), v)
-
-    def solve(product: Callable[[jax.Array], jax.Array], right: jax.Array) -> jax.Array:
-        first = invert(right)
-        return first + invert(right - product(first))
-
-    right = jnp.where(free, -pull, 0.0)
-    return jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
+    table = jax.lax.stop_gradient(table)
+    invert = lambda v: jnp.where(free, _times(table, jnp.where(free, v, 0.0)), 0.0)
+    first = jax.lax.stop_gradient(invert(pull))
+    return first + invert(pull + _times(gram, first))
 
 
 def _times(matrix: Table, vector: Slots) -> Slots:
