@@ -106,7 +106,7 @@ class Sliding(Stepper):
         """
         ended = (result == RESULTS.successful) | (result == RESULTS.event_occurred)
         result = RESULTS.where(ended & (state.energy[2] > 0), RESULTS.energy_rose, result)
-        return RESULTS.where(state.motion.overflow, RESULTS.event_overflow, result)
+        return RESULTS.where(state.motion.counts[passage.OVERFLOW] > 0, RESULTS.event_overflow, result)
 
     def init(self, problem: Problem, y: PyTree[jax.Array]) -> Watched:
         """Return the state of neurons that have not moved yet."""
@@ -132,7 +132,7 @@ class Sliding(Stepper):
             now = Stage(*row)
             covector = now.start_weight * opening + now.own_weight * g
             y, end = motion.move(start, held, covector, now.length * size, self.max_events, self.forward)
-            end = end._replace(overflow=end.overflow | here[1].overflow)
+            end = end._replace(counts=passage.marked(end.counts, here[1].counts[passage.OVERFLOW] > 0))
             # the energy is known with the covector: both come from the predictions
             return (here, (y, end), motion.residual(y, end), _energy(motion, problem, y, end)), None
 

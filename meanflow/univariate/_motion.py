@@ -44,8 +44,7 @@ class Place(NamedTuple):
             None in raw coordinates, where the particles hold the direction themselves.
         region: index of the activation region.
         ray: index of the ray, or -1.
-        counts: events so far.
-        overflow: whether a sub-step ran out of events.
+        counts: the totals so far.
     """
 
     u: Vector | None
@@ -53,7 +52,6 @@ class Place(NamedTuple):
     region: Int[Array, " m"]
     ray: Int[Array, " m"]
     counts: passage.Counts
-    overflow: Bool[Array, ""]
 
 
 class UnivariateMotion(FrozenMotion):
@@ -101,7 +99,7 @@ class UnivariateMotion(FrozenMotion):
             side = jnp.where(boundary < x.shape[0], 1, -1)
             on = (sample * u == -v) & (u * side > 0)
             ray = jnp.where(on, boundary, ray)
-        return Place(None, None, region, ray, passage.no_events(), jnp.zeros((), bool))
+        return Place(None, None, region, ray, passage.no_events())
 
     def predict(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
         """Return the predictions f_j at the sorted samples."""
@@ -140,8 +138,8 @@ class UnivariateMotion(FrozenMotion):
         task = passage.Task(neurons, passage.Rates(*rates, self.is_real), *frozen)
         end, counts = passage.run(steps, task, cap, forward=forward)
         u, v, c, left = end.moving
-        overflow = place.overflow | jnp.any((left > 0) & self.is_real)
-        return u, v, c, Place(None, None, end.region, end.ray, place.counts + counts, overflow)
+        counts = passage.marked(place.counts + counts, jnp.any((left > 0) & self.is_real))
+        return u, v, c, Place(None, None, end.region, end.ray, counts)
 
 
 class RawMotion(UnivariateMotion):

@@ -43,14 +43,16 @@ KEEP_ENDS = jax.checkpoint_policies.save_only_these_names(ENDS)
 KINDS = ("crossings", "captures", "releases", "deaths", "nonunique")
 
 
-# How many events there have been so far, in the order of ``KINDS``. One array and not five: every array of the state of
-# a run is copied, kept and differentiated by code of its own.
-Counts: TypeAlias = Int[Array, " kinds"]
+# The totals of a run: how many events there have been so far, in the order of ``KINDS``, whether time was left after the
+# last allowed event, and the most planes on which a neuron has slid. One array and not seven: every array of the state
+# of a run is copied, kept and differentiated by code of its own.
+Counts: TypeAlias = Int[Array, " totals"]
+OVERFLOW, PLANES = len(KINDS), len(KINDS) + 1
 
 
 def no_events() -> Counts:
     """Return all zeros."""
-    return jnp.zeros(len(KINDS), jnp.int32)
+    return jnp.zeros(len(KINDS) + 2, jnp.int32)
 
 
 def by_name(counts: Counts) -> dict[str, Int[Array, ""]]:
@@ -58,11 +60,17 @@ def by_name(counts: Counts) -> dict[str, Int[Array, ""]]:
     return {name: counts[k] for k, name in enumerate(KINDS)}
 
 
+def marked(counts: Counts, overflow: Bool[Array, ""], planes: Int[Array, ""] | int = 0) -> Counts:
+    """Return the totals with a mark if events ran out, and the number of planes on which a neuron slides now."""
+    marks = jnp.stack([overflow.astype(jnp.int32), jnp.asarray(planes, jnp.int32)])
+    return counts.at[OVERFLOW:].max(marks)
+
+
 def tally(counted: Bool[Array, " m"], **events: Bool[Array, "m ..."]) -> Counts:
     """Count events of the neurons that are ``counted``; one keyword for each of ``KINDS`` there may have been."""
-    number = lambda event: jnp.sum(event.reshape(event.shape[0], -1), axis=1, dtype=jnp.int32)
+    found = {name: jnp.sum(event.reshape(event.shape[0], -1), axis=1) for name, event in events.items()}
     none = jnp.zeros(counted.shape, jnp.int32)
-    table = jnp.stack([number(events[name]) if name in events else none for name in KINDS])
+    table = jnp.stack([found.get(name, none) for name in KINDS] + [none, none])
     return jnp.sum(jnp.where(counted[None, :], table, 0), axis=1, dtype=jnp.int32)
 
 

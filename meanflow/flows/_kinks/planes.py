@@ -37,12 +37,15 @@ class Planes(NamedTuple):
     Attributes:
         plane: (n,) the entry of each sample: the first sample that is parallel to it.
         factor: (n,) what multiplies that sample to give this one; 0 for a zero sample.
-        live: (n,) which entries are planes.
     """
 
     plane: Int[Array, " n"]
     factor: Float[Array, " n"]
-    live: Bool[Array, " n"]
+
+    @property
+    def live(self) -> Bool[Array, " n"]:
+        """Which entries are planes (n,)."""
+        return (self.plane == jnp.arange(self.plane.shape[0])) & (self.factor != 0)
 
 
 class Moving(NamedTuple):
@@ -118,12 +121,13 @@ def arrange(x: Float[Array, "n d"], block: int = 256) -> Planes:
     apart = safe_norm(unit - jnp.sign(along)[:, None] * unit[other])
     parallel = (other < index) & (apart <= 8 * eps) & (norm > 0)
     plane = jnp.where(parallel, other, index)
-    for _ in range(max(n - 1, 1).bit_length()):  # the chain of each sample leads to the first of its kind
-        plane = plane[plane]
+    # the chain of each sample leads to the first of its kind
+    follow = lambda _, plane: plane.at[plane].get(mode="promise_in_bounds")
+    plane = jax.lax.fori_loop(0, max(n - 1, 1).bit_length(), follow, plane)
     sign = jnp.sign(jnp.sum(unit * unit[plane], axis=-1))
     factor = jnp.where(norm > 0, sign * norm / jnp.where(norm > 0, norm[plane], 1.0), 0.0)
     factor = jnp.where((plane == index) & (norm > 0), 1.0, factor)
-    return Planes(plane, factor, (plane == index) & (norm > 0))
+    return Planes(plane, factor)
 
 
 def freeze(

@@ -73,9 +73,7 @@ class Place(NamedTuple):
         slots: (m, k) the planes it sits on; n marks an empty slot.
         z: (m, n) <x, b>, while a step is under way; None between steps.
         gram: (n, n) inner products of the samples while a step is under way, if there are not too many; else None.
-        most: the largest number of planes on which a neuron has slid at the end of a sub-step.
-        counts: events so far.
-        overflow: whether a sub-step ran out of events or of slots.
+        counts: the totals so far.
     """
 
     planes: planes.Planes
@@ -83,9 +81,7 @@ class Place(NamedTuple):
     slots: Int[Array, "m k"]
     z: Float[Array, "m n"] | None
     gram: Float[Array, "n n"] | None
-    most: Int[Array, ""]
     counts: passage.Counts
-    overflow: Bool[Array, ""]
 
 
 Layers = tuple[jax.Array, jax.Array]  # factors (outer, inner), (m,) each, of the weights of the two layers
@@ -165,14 +161,12 @@ class TwoLayerMotion(FrozenMotion):
         on = (z == 0) & found.live[None, :] & jnp.any(particles.b != 0, axis=1)[:, None]
         side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
 
-        def gather(on: jax.Array) -> jax.Array:
-            first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
-            return jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
-
-        nowhere = lambda on: jnp.full((on.shape[0], size), n, jnp.int32)
-        slots = jax.lax.cond(jnp.any(on), gather, nowhere, on)  # few runs start on a plane
+        # the planes of each neuron, one after the other; those beyond the last slot are dropped
+        rows, place = jnp.arange(z.shape[0])[:, None], jnp.where(on, jnp.cumsum(on, axis=1) - 1, size)
+        slots = jnp.full((z.shape[0], size), n, jnp.int32)
+        slots = slots.at[rows, place].set(jnp.arange(n, dtype=jnp.int32)[None, :], mode="drop")
         many = jnp.any((jnp.sum(on, axis=1) > size) & self.rates.is_real)
-        return Place(found, side, slots, None, None, jnp.zeros((), jnp.int32), passage.no_events(), many)
+        return Place(found, side, slots, None, None, passage.marked(passage.no_events(), many))
 
     def unfold(self, particles: Neurons, state: Place) -> Place:
         """Compute <x, b> anew; the side of each plane is remembered, so rounding cannot change it."""
@@ -231,14 +225,10 @@ class TwoLayerMotion(FrozenMotion):
         # whoever still has time left ran out of events or of slots: the run is marked, never silently wrong
         side, slots, _ = end.contacts
         slides = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
-        return self.particles(a, b), state._replace(
-            side=side,
-            slots=slots,
-            z=z,
-            most=jnp.maximum(state.most, jnp.max(jnp.where(self.rates.is_real, slides, 0))),
-            counts=state.counts + counts,
-            overflow=state.overflow | jnp.any((end.moving.left != 0) & self.rates.is_real),
-        )
+        overflow = jnp.any((end.moving.left != 0) & self.rates.is_real)
+        most = jnp.max(jnp.where(self.rates.is_real, slides, 0))
+        counts = passage.marked(state.counts + counts, overflow, most)
+        return self.particles(a, b), state._replace(side=side, slots=slots, z=z, counts=counts)
 
     def way(
         self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces, tables: Tables
@@ -275,7 +265,10 @@ class TwoLayerMotion(FrozenMotion):
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
         on = jnp.any(state.slots < self.y.shape[0], axis=1) & self.rates.is_real
-        return passage.by_name(state.counts) | {"sliding": jnp.sum(on, dtype=jnp.int32), "planes": state.most}
+        return passage.by_name(state.counts) | {
+            "sliding": jnp.sum(on, dtype=jnp.int32),
+            "planes": state.counts[passage.PLANES],
+        }
 
 
 class NormalizedMotion(TwoLayerMotion):
