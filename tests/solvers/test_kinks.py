@@ -385,6 +385,23 @@ def test_messages():
         slide(odd, cloud, data, 1.0, 0.1)
 
 
+@pytest.mark.parametrize(("kind", "end"), [("vanilla", 400.0), ("batchnorm", 10.5), ("full", 400.0)])
+def test_the_dissipation_on_kinks_is_that_of_the_filippov_solution(kind, end):
+    """Observed while neurons slide it is -dE/dt, by central differences; at rest on kinks it ends a run."""
+    x, y, a, b = problem(2, 3, n=6)
+    if kind == "full":
+        flow, cloud = mf.full(), mf.Cloud(mf.Affine(b[:, 0], b[:, 1], a))
+        data = mf.Dataset(np.linspace(-1, 1, 6), 0.2 * y)
+    else:
+        flow, cloud, data = getattr(mf, kind)(), mf.Cloud(mf.Neurons(a, b)), mf.Dataset(x, y)
+    ts = 10.0 + 1e-3 * jnp.array([-1.0, 0.0, 1.0])
+    sol = slide(flow, cloud, data, end, 1 / 8, ts=ts, observe=["dissipation"], steady=1e-3)
+    assert int(sol.stats["sliding"]) > 0
+    assert kind == "batchnorm" or float(sol.state.t) < end  # that one goes on for long
+    slope = (sol.energy[0] - sol.energy[2]) / (ts[2] - ts[0])
+    np.testing.assert_allclose(sol.observed["dissipation"][1], slope, rtol=1e-5)
+
+
 class Inner(NamedTuple):
     u: jax.Array
     left: jax.Array
@@ -424,9 +441,7 @@ def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps(small, together, 
 
     def end(u, rows, shared, cap, forward):
         task = passage.Task(Numbers(Inner(u, jnp.array([40.0, 3.0, 0.0]))), rows, shared, None)
-        return jnp.sum(
-            passage.run(STEPS, task, cap, forward=forward, together=together)[0].moving.u ** 2
-        )
+        return jnp.sum(passage.run(STEPS, task, cap, forward=forward, together=together)[0].moving.u ** 2)
 
     def plain(u, rows, shared, cap):
         turns = jnp.minimum(jnp.array([40, 3, 0]), cap)

@@ -84,7 +84,9 @@ def clock_time(scaled: Numbers, g2: Numbers) -> Numbers:
     # t = T artanh(u)/u with u = g T/2
     ratio = jnp.sqrt(g2) * scaled / 2
     bent = (ratio > 0) & (ratio < 1)
-    return jnp.where(bent, scaled * (jnp.arctanh(jnp.where(bent, ratio, 0.5)) / jnp.where(bent, ratio, 0.5)), scaled)
+    return jnp.where(
+        bent, scaled * (jnp.arctanh(jnp.where(bent, ratio, 0.5)) / jnp.where(bent, ratio, 0.5)), scaled
+    )
 
 
 def travel(

@@ -127,7 +127,10 @@ def at(table: Float[Array, "n ..."], slots: Int[Array, "m ..."]) -> Float[Array,
 
 
 def touch(
-    slots: Int[Array, "m k"], forces: Forces, valid: Bool[Array, "m k"], known: Float[Array, "n n"] | None = None
+    slots: Int[Array, "m k"],
+    forces: Forces,
+    valid: Bool[Array, "m k"],
+    known: Float[Array, "n n"] | None = None,
 ) -> Kinks:
     """Look up the planes in the ``valid`` slots, and their inner products among those that are ``known``."""
     # the few planes of a neuron are gathered, (m, k, d), so that an event costs O(k d) and not O(n d)
@@ -238,7 +241,9 @@ def settle(
     return settled, held, jnp.where(lost, -1.0, left - step), counts
 
 
-def force_between(force: Float[Array, "m d"], active: Bool[Array, "m k"], kinks: Kinks) -> Float[Array, "m d"]:
+def force_between(
+    force: Float[Array, "m d"], active: Bool[Array, "m k"], kinks: Kinks
+) -> Float[Array, "m d"]:
     """Return the force with that of planes that are left to their positive side."""
     return force + along(kinks, active.astype(force.dtype))
 

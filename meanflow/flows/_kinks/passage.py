@@ -5,8 +5,8 @@ left. Few neurons of a cloud meet a kink in one sub-step: an opening pass may ca
 that remain are gathered in blocks, so that the rest costs nothing. Under vmap the loops of all clouds of a batch run as
 long as the longest.
 
-Derivatives never see a decision. ``advance`` says what happened in an ``Event``, and ``carry`` is the smooth motion over
-an event that is known: much less to compile and to differentiate. Forward mode adds its derivative to each event.
+Derivatives never see a decision. ``advance`` says what happened in an ``Event``, and ``carry`` is the smooth motion
+over an event that is known: much less to compile and to differentiate. Forward mode adds its derivative to each event.
 Reverse mode goes back through a record of events (``_Book``). Small records are kept; otherwise the start of the
 sub-step alone, from which events are repeated: the last ones are recorded and gone back through, then those before them
 in the same way. So no bound on the number of events has to be guessed, and what is kept does not grow with it.
@@ -31,7 +31,7 @@ LEAST = 16  # but at least this many
 # events of each neuron recorded at a time in reverse mode; before them events are repeated from the start
 KEPT = 8
 LARGE = 1 << 22  # numbers in the record of one event beyond which only two are kept: eight would take 256 MB
-# numbers in a record of all events up to which it is kept: it fits into a cache, and no event stands in the program twice
+# numbers in a record of all events up to which it is kept: it fits into a cache, and no event is compiled twice
 SMALL = 1 << 16
 
 # what a program keeps for reverse mode if the ends of sub-steps are not to be computed twice
@@ -43,8 +43,8 @@ KEEP_ENDS = jax.checkpoint_policies.save_only_these_names(ENDS)
 KINDS = ("crossings", "captures", "releases", "deaths", "nonunique")
 
 
-# The totals of a run: how many events there have been so far, in the order of ``KINDS``, whether time was left after the
-# last allowed event, and the most planes on which a neuron has slid. One array and not seven: every array of the state
+# The totals of a run: how many events there have been so far, in the order of ``KINDS``, whether time was left after
+# the last allowed event, and the most planes on which a neuron has slid. One array and not seven: every array of the state
 # of a run is copied, kept and differentiated by code of its own.
 Counts: TypeAlias = Int[Array, " totals"]
 OVERFLOW, PLANES = len(KINDS), len(KINDS) + 1
@@ -92,8 +92,8 @@ class Rates(NamedTuple):
 # not positive for one that is done.
 Neurons: TypeAlias = Any
 Moving: TypeAlias = Any
-# What was decided at an event, when it took place and how: a NamedTuple of arrays with leading axis m. A field ``moves``
-# (m,) marks the neurons that take part.
+# What was decided at an event, when it took place and how: a NamedTuple of arrays with leading axis m. A field
+# ``moves`` (m,) marks the neurons that take part.
 Event: TypeAlias = Any
 
 
@@ -113,6 +113,9 @@ class Task(NamedTuple):
     tables: PyTree[Array]
 
 
+Advance: TypeAlias = Callable[[Task], tuple[Neurons, Event, Counts]]
+
+
 class Steps(NamedTuple):
     """What a motion does with its neurons, as functions of their arguments alone.
 
@@ -125,9 +128,9 @@ class Steps(NamedTuple):
             suits an ``advance`` that takes long to compile: it stands in the program once.
     """
 
-    advance: Callable[[Task], tuple[Neurons, Event, Counts]]
+    advance: Advance
     carry: Callable[[Moving, Event, PyTree[Array], PyTree[Array]], Moving]
-    first: Callable[[Task], tuple[Neurons, Event, Counts]] | None = None
+    first: Advance | None = None
 
 
 class _Way(NamedTuple):
@@ -193,9 +196,7 @@ def _timed(neurons: Neurons, left: Array) -> Neurons:
 def _smooth(way: _Way) -> _Way:
     """Return a way whose events have the derivatives of ``carry``, for forward mode."""
 
-    def with_slopes(
-        event: Callable[[Task], tuple[Neurons, Event, Counts]],
-    ) -> Callable[[Task], tuple[Neurons, Event, Counts]]:
+    def with_slopes(event: Advance) -> Advance:
         def advance(task: Task) -> tuple[Neurons, Event, Counts]:
             moved, found, counts = jax.lax.stop_gradient(event(jax.lax.stop_gradient(task)))
             again = _carried(way.steps, task.neurons.moving, found, task.rows, task.shared)
@@ -227,10 +228,10 @@ def _reversible(task: Task, way: _Way) -> tuple[Neurons, Counts]:
 @_reversible.def_fwd
 def _run_forward(perturbed: PyTree, task: Task, way: _Way) -> tuple:
     """Run, and keep the record of all events if it is small; else only the arguments, from which they are repeated."""
-    book = _blank(task, way, way.cap)
-    if sum(u.size for u in book.entries) > SMALL:
+    blank = _blank(task, way, way.cap)
+    if sum(u.size for u in blank.entries) > SMALL:
         return _loop(task, way)[:2], None
-    end, counts, book = _loop(task, way, book)
+    end, counts, book = _loop(task, way, blank)
     return (end, counts), jax.tree.map(lambda u: checkpoint_name(u, ENDS), book)
 
 
@@ -243,7 +244,6 @@ def _run_backward(book: _Book | None, slopes: PyTree, perturbed: PyTree, task: T
     # what nothing depends on has no slope: zeros stand for it
     fill = lambda u, v: jnp.zeros_like(u) if v is None else v
     ends = jax.tree.map(fill, neurons.moving, slopes[0].moving)
-    blank = _blank(task, way, 1) if book is None else book
     like = _like(task, way)
 
     def back(book: _Book, carry: tuple) -> tuple:
@@ -260,29 +260,29 @@ def _run_backward(book: _Book | None, slopes: PyTree, perturbed: PyTree, task: T
         upstream, more = jax.vjp(once, moving, smooth)[1](upstream)
         return turn, upstream, jax.tree.map(jnp.add, gathered, more)
 
-    def through(book: _Book, first: Array, last: Array, upstream: tuple) -> tuple:
-        """Go back from the event ``last`` to the event ``first``."""
-        step = lambda carry: back(book, carry)
-        return jax.lax.while_loop(lambda carry: carry[0] > first, step, (last, *upstream))[1:]
+    def through(book: _Book, room: int, upstream: tuple) -> tuple:
+        """Go back through the last events, of which there is ``room`` for so many in the book."""
+        last = jnp.max(book.turns)
+        first = jnp.maximum(last - room, 0)
+        return jax.lax.while_loop(lambda carry: carry[0] > first, lambda c: back(book, c), (last, *upstream))
 
     upstream = ends, jax.tree.map(jnp.zeros_like, smooth)
     if book is not None:
-        upstream = through(book, jnp.zeros((), jnp.int32), jnp.max(book.turns), upstream)
+        _, *slopes_at_start = through(book, way.cap, upstream)
     else:
-        entries = sum(u.size for u in blank.entries)
-        kept = min(way.cap, KEPT if entries <= LARGE else 2)
+        one = _blank(task, way, 1)
+        kept = min(way.cap, KEPT if sum(u.size for u in one.entries) <= LARGE else 2)
 
         def stretch(carry: tuple) -> tuple:
             """Repeat the first ``end`` events and go back through the last ``kept`` of them."""
             end, *upstream = carry
             book = _loop(task, way, _blank(task, way, kept), end)[2]
-            last = jnp.max(book.turns)
-            first = jnp.maximum(last - kept, 0)
-            return first, *through(book, first, last, tuple(upstream))
+            assert book is not None
+            return through(book, kept, tuple(upstream))
 
-        carry = (jnp.asarray(way.cap, jnp.int32), *upstream)
-        _, *upstream = jax.lax.while_loop(lambda carry: carry[0] > 0, stretch, carry)
-    start, (own, common) = upstream
+        every = (jnp.asarray(way.cap, jnp.int32), *upstream)
+        _, *slopes_at_start = jax.lax.while_loop(lambda carry: carry[0] > 0, stretch, every)
+    start, (own, common) = slopes_at_start
     none = jax.tree.map(lambda u: None, neurons)
     return Task(none._replace(moving=start), own, common, jax.tree.map(lambda u: None, task.tables))
 
@@ -301,7 +301,7 @@ def _blank(task: Task, way: _Way, kept: int) -> _Book:
 
 
 def _pack(tree: PyTree[Array]) -> tuple[Array, Array]:
-    """Return all numbers of each neuron side by side, real ones (m, k) and others (m, l): fewer arrays, less to compile."""
+    """Return all numbers of each neuron side by side, real ones (m, k) and others (m, l): few arrays compile fast."""
     leaves = jax.tree.leaves(tree)
     flat = lambda u: u.reshape(u.shape[0], -1)
     real = [flat(u) for u in leaves if eqx.is_inexact_array(u)]
@@ -323,7 +323,7 @@ def _unpack(packed: tuple[Array, ...], like: PyTree) -> PyTree[Array]:
 
 
 def _loop(
-    task: Task, way: _Way, book: _Book | None = None, end: Array | None = None
+    task: Task, way: _Way, book: _Book | None = None, end: Array | int | None = None
 ) -> tuple[Neurons, Counts, _Book | None]:
     """Advance until nobody has time left: all together, or those with time left in gathered blocks.
 
@@ -334,7 +334,7 @@ def _loop(
     """
     neurons, rows, shared, tables = task
     (advance, _, opening), cap, gather = way
-    cap = cap if end is None else end
+    most = cap if end is None else end
 
     def enter(book: _Book | None, turn: Array, rows: tuple, before: Moving, event: Event) -> _Book | None:
         """Enter an event of the neurons ``rows``; ``turn`` is how many each has had before."""
@@ -352,7 +352,7 @@ def _loop(
             book = enter(book, turn, (), now.moving, event)
             return turn + 1, moved, counts + more, book
 
-        going = lambda carry: (carry[0] < cap) & jnp.any(carry[1].moving.left > 0)
+        going = lambda carry: (carry[0] < most) & jnp.any(carry[1].moving.left > 0)
         first = (jnp.zeros((), jnp.int32), neurons, no_events(), book)
         turn, neurons, counts, book = jax.lax.while_loop(going, go, first)
         return neurons, counts, None if book is None else book._replace(turns=book.turns + turn)
@@ -364,7 +364,7 @@ def _loop(
         book = enter(book, jnp.zeros((), jnp.int32), (), neurons.moving, event)
         turns, neurons = turns + event.moves, moved
     block = max(LEAST, size // BLOCKS)
-    waiting = lambda everyone, turns: (everyone.moving.left > 0) & (turns < cap)
+    waiting = lambda everyone, turns: (everyone.moving.left > 0) & (turns < most)
 
     def work(carry: tuple) -> tuple:
         """Take the first neurons that have events left over one of them."""
@@ -378,7 +378,7 @@ def _loop(
         everyone = jax.tree.map(lambda u, v: u.at[index].set(v, mode="drop"), everyone, moved)
         return turns.at[index].add(1, mode="drop"), everyone, counts + more, book
 
-    # each neuron has ``cap`` turns of its own
+    # each neuron has as many turns of its own
     going = lambda carry: jnp.any(waiting(carry[1], carry[0]))
     turns, neurons, counts, book = jax.lax.while_loop(going, work, (turns, neurons, counts, book))
     return neurons, counts, None if book is None else book._replace(turns=turns)

@@ -90,7 +90,7 @@ class Walk(NamedTuple):
         moves: (m,) whether the neuron takes part.
         held: what is constant on the way.
         time: (m,) how long the motion takes.
-        kind: (m,) how it ends: with the ``TIME`` that was left, on a ``PLANE``, at b = 0 (``ZERO``) or a = 0 (``REST``).
+        kind: (m,) how it ends: with the ``TIME`` left, on a ``PLANE``, at b = 0 (``ZERO``) or a = 0 (``REST``).
         stays: (m,) whether the neuron began at b = 0 and is to stay there, behind all planes.
     """
 
@@ -358,7 +358,9 @@ def _kinks(slots: Int[Array, "m k"], forces: Forces) -> Kinks:
     return contacts.touch(slots, forces, slots < forces.normal.shape[0])
 
 
-def _force_behind(force: Float[Array, "m d"], walk: Walk, kinks: Kinks, forces: Forces) -> Float[Array, "m d"]:
+def _force_behind(
+    force: Float[Array, "m d"], walk: Walk, kinks: Kinks, forces: Forces
+) -> Float[Array, "m d"]:
     """Return ``Moving.force`` behind an event, from that before it."""
     force = contacts.force_behind(force, walk.held, kinks, forces)
     # beyond b = 0 a neuron is on the other side of all planes but those it slides on: of the sum of both forces each
@@ -412,7 +414,5 @@ def _argmin(table: Float[Array, "m n"]) -> tuple[Int[Array, " m"], Vector]:
     """Return the first column with the least entry of each row, and that entry; two plain reductions beat argmin."""
     n = table.shape[1]
     least = jnp.min(table, axis=1)
-    first = jnp.min(
-        jnp.where(table == least[:, None], jnp.arange(n, dtype=jnp.int32)[None, :], n), axis=1
-    )
+    first = jnp.min(jnp.where(table == least[:, None], jnp.arange(n, dtype=jnp.int32)[None, :], n), axis=1)
     return jnp.minimum(first, n - 1), least  # no entry equals a least one that is not a number

@@ -82,9 +82,7 @@ class Gauge(NamedTuple):
         weight = jnp.sum(jnp.where(self.slot(k), lam, 0.0), axis=1)
         weight = jnp.where(self.bound < k, weight, 1 - weight)
         height = self.side * jnp.sum(met * b, axis=1)
-        return jnp.where(
-            self.kind == PLANE, height, jnp.where(self.kind == BOUND, weight, self.sign * a)
-        )
+        return jnp.where(self.kind == PLANE, height, jnp.where(self.kind == BOUND, weight, self.sign * a))
 
     def slot(self, k: int) -> Bool[Array, "m k"]:
         """Return which slot ``bound`` is about."""
@@ -244,7 +242,11 @@ def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn,
     )
     start, falls = jnp.maximum(start, 0.0), free & (stop < 0)
     chords = jnp.where(falls, start / jnp.where(falls, start - stop, 1.0), jnp.inf)
-    bound, to_bound, to_rest = jnp.argmin(chords[:, :-1], axis=1), jnp.min(chords[:, :-1], axis=1), chords[:, -1]
+    bound, to_bound, to_rest = (
+        jnp.argmin(chords[:, :-1], axis=1),
+        jnp.min(chords[:, :-1], axis=1),
+        chords[:, -1],
+    )
     # one event each: the first of the three kinds, arrivals before bounds before halts where they coincide
     first = jnp.minimum(to_plane, jnp.minimum(to_bound, to_rest))
     exits = jnp.isfinite(first) & moving
@@ -262,7 +264,9 @@ def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn,
     found, (gap, new_a, new_b), (slope, speed_a, speed_b) = _root(look, exits, time, first)
     # One more step of Newton's method, along the rates that are known
     known = exits & (slope < 0)
-    step = jnp.where(exits, jnp.clip(found - jnp.where(known, gap / jnp.where(known, slope, 1.0), 0.0), 0.0, time), time)
+    step = jnp.where(
+        exits, jnp.clip(found - jnp.where(known, gap / jnp.where(known, slope, 1.0), 0.0), 0.0, time), time
+    )
     more = step - found
     new_a, new_b = new_a + more * speed_a, new_b + more[:, None] * speed_b
     new_b = new_b * safe_divide(safe_norm(b), safe_norm(new_b))[:, None]
@@ -277,7 +281,11 @@ def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn,
     moved = Moving(
         jnp.where(kind == REST, 0.0, jnp.where(moving, new_a, a)),
         jnp.where(moving[:, None], new_b, b),
-        jnp.where(moving[:, None], contacts.force_behind(turners.moving.force, held, drive.kinks, forces), turners.moving.force),
+        jnp.where(
+            moving[:, None],
+            contacts.force_behind(turners.moving.force, held, drive.kinks, forces),
+            turners.moving.force,
+        ),
         still,
     )
     freed = jnp.where(frees[:, None] & gauge.slot(k), outcome, 0).astype(side.dtype)

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from meanflow._numerics import safe_divide
 from meanflow.flows._features import TwoLayer, block_count
@@ -95,7 +95,9 @@ def _scaled(weights: Weights, factors: Layers) -> Weights:
 
 
 @jax.custom_jvp
-def _heights(z: Float[Array, "m n"], b: Float[Array, "m d"], normal: Float[Array, "n d"]) -> Float[Array, "m n"]:
+def _heights(
+    z: Float[Array, "m n"], b: Float[Array, "m d"], normal: Float[Array, "n d"]
+) -> Float[Array, "m n"]:
     """Return z = <x, b> as it is known, with the derivatives of <x, b>; z = 0 is a constant."""
     return z
 

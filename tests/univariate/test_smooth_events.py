@@ -13,7 +13,7 @@ from meanflow.univariate import _forces as forces
 
 
 def smooth_time(scaled, g2):
-    """``cell.clock_time`` with derivatives: t = T artanh(u)/u with u = g T/2, by a series in u^2 where that is small."""
+    """``cell.clock_time`` with derivatives: t = T artanh(u)/u with u = g T/2, by a series if u is small."""
     good = jnp.isfinite(scaled)
     known = jnp.where(good, scaled, 0.0)
     square = g2 * known**2 / 4
@@ -24,7 +24,7 @@ def smooth_time(scaled, g2):
 
 
 def pairs(seed, samples, rates, turns=12, m=300):
-    """Neurons before and after each of their first events, and the events, from random starts, some at p = 0 or c = 0."""
+    """Neurons before and after each of their first events, and these, from random starts, some at p = 0, c = 0."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(np.sort(rng.uniform(-1, 1, samples)))
     covector = jnp.asarray(rng.standard_normal(samples))
@@ -33,9 +33,7 @@ def pairs(seed, samples, rates, turns=12, m=300):
     region = forces.find_regions(jnp.stack([u, v], axis=-1), x)
     ray = np.full(m, -1, np.int32)
     ray[10:40] = rng.integers(0, 2 * samples, 30)  # on a ray, of which the last ones are at p = 0
-    ends = np.asarray(events.freeze(x, covector)[1].rays)[ray[10:40], :2] * rng.uniform(
-        0, 2, (30, 1)
-    )
+    ends = np.asarray(events.freeze(x, covector)[1].rays)[ray[10:40], :2] * rng.uniform(0, 2, (30, 1))
     ends[20:] = 0.0
     u[10:40], v[10:40] = ends.T
     region = region.at[10:40].set(jnp.asarray(ray[10:40]))
