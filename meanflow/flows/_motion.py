@@ -18,7 +18,7 @@ from meanflow.flows._problem import Problem
 from meanflow.measures._dataset import Dataset
 
 Particles: TypeAlias = PyTree[jax.Array]
-# what must be remembered beside the particles: a NamedTuple with a mark ``overflow``, true if events ran out
+# what must be remembered beside the particles: a NamedTuple with the totals of ``kinks.passage`` as its ``counts``
 MotionState: TypeAlias = Any
 Samples: TypeAlias = Float[Array, " n"]
 Scalar: TypeAlias = Float[Array, ""]

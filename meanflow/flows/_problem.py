@@ -1,5 +1,6 @@
 """What is solved: a flow in the coordinates in which it is stepped, with its data and its clock."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import equinox as eqx
@@ -76,6 +77,7 @@ class Problem(eqx.Module):
         normalized: whether the clock is also divided by the total slope of the loss, sum_j q_j |l'(f_j, y_j)|.
         arranged: the data in the order in which velocities are computed fastest; None for the order of ``data``.
         offset: f_0 at ``samples``, which a centered flow subtracts in every step; None for other flows.
+        falls: returns -dE/dt where a stepper knows more of the velocity than the particles tell: on kinks.
     """
 
     chart: Chart
@@ -89,6 +91,7 @@ class Problem(eqx.Module):
     normalized: bool = eqx.field(static=True, default=False)
     arranged: Dataset | None = None
     offset: jax.Array | None = None
+    falls: Callable[[], jax.Array] | None = None
 
     @property
     def samples(self) -> Dataset:
@@ -161,6 +164,8 @@ class Problem(eqx.Module):
 
     def dissipation(self, cloud: Cloud) -> jax.Array:
         """Return -dE/dt on the clock of the run at a cloud of the model."""
+        if self.falls is not None:
+            return self.falls()
         rate = equation.dissipation(self.flow, cloud, self.data, self.reaction, self.conserve)
         return self.pace(cloud, flow=self.flow) * rate
 

@@ -151,7 +151,7 @@ def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State 
     problem = _problem(flow, cloud, data, options)
     observe = options.observe
 
-    def look(t: Array, y: PyTree[Array]) -> tuple[Array, Array, PyTree]:
+    def look(t: Array, y: PyTree[Array], problem: Problem = problem) -> tuple[Array, Array, PyTree]:
         here = problem.seen(y)
         seen = here if observe is None else _observable.measure(observe, problem, here, problem.memory)
         return t, equation.energy(problem.flow, here, data), seen
@@ -230,12 +230,13 @@ def _fixed(
     problem: Problem,
     flow: Flow,
     options: Options,
-    look: Callable[[Array, PyTree[Array]], tuple[Array, Array, PyTree]],
+    look: Callable[[Array, PyTree[Array], Problem], tuple[Array, Array, PyTree]],
     state: State | None,
 ) -> End:
     """Run with steps whose length a rule sets."""
     stepper, rule, horizon = _stepper(problem, flow, options), options.rule, options.horizon
     assert isinstance(rule, StepRule)
+    see = lambda now: look(now.t, now.y, stepper.sight(problem, now.y, now.inner))
     start = _begin(problem, stepper, options, state)
 
     def advance(now: Progress, running: Bool[Array, ""] | bool, stop: Array | None) -> Progress:
@@ -248,7 +249,7 @@ def _fixed(
         if isinstance(horizon, Times):
             over = ~all_finite(y)  # a run that blew up ends instead of stepping NaN to the end
             if horizon.steady is not None:
-                over |= problem.dissipation(problem.cloud(y)) < horizon.steady**2
+                over |= stepper.sight(problem, y, inner).dissipation(problem.cloud(y)) < horizon.steady**2
         return Progress(t, y, now.steps + 1, inner, size, (t - now.t) - way, over)
 
     if isinstance(horizon, Counts):
@@ -258,13 +259,13 @@ def _fixed(
             None,
             horizon.steps,
             horizon.every,
-            lambda now: look(now.t, now.y),
+            see,
             checkpoint=not isinstance(options.adjoint, diffrax.DirectAdjoint),
             first=state is None,
         )
         result: RESULTS = RESULTS.successful  # type: ignore[assignment]
     else:
-        end, saved = _until(horizon, options, start, advance, look)
+        end, saved = _until(horizon, options, start, advance, see)
         stopped = RESULTS.where(end.over, RESULTS.event_occurred, RESULTS.max_steps_reached)
         result = RESULTS.where(end.t >= horizon.end, RESULTS.successful, stopped)
     return End(
@@ -312,7 +313,7 @@ def _until(
     options: Options,
     start: Progress,
     advance: Callable[[Progress, Bool[Array, ""], Array], Progress],
-    look: Callable[[Array, PyTree[Array]], tuple[Array, Array, PyTree]],
+    see: Callable[[Progress], tuple[Array, Array, PyTree]],
 ) -> tuple[Progress, tuple[Array, Array, PyTree]]:
     """Step until the end of the run, and save on the way."""
     end = jnp.asarray(horizon.end, start.t.dtype)
@@ -326,7 +327,7 @@ def _until(
         return (now.t < stop) & ~now.over & (now.steps < limit)
 
     def observe(now: Progress, stop: Array) -> tuple[Array, Array, PyTree]:
-        seen = look(now.t, now.y)
+        seen = see(now)
         if horizon.saves is None:  # the only save is where the run ends, also if that is early
             return seen
         reached = now.t >= stop

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -101,15 +102,41 @@ class Sliding(Stepper):
 
         Where the energy has risen it is ``energy_rose``.
         """
-        return RESULTS.where(state.motion.overflow, RESULTS.event_overflow, unstable(state.energy, result))
+        result = unstable(state.energy, result)
+        return RESULTS.where(state.motion.counts[passage.OVERFLOW] > 0, RESULTS.event_overflow, result)
 
     def init(self, problem: Problem, y: PyTree[jax.Array]) -> Watched:
         """Return the state of neurons that have not moved yet."""
         motion = self._motion(problem)
         state = motion.begin(y)
         opened = motion.unfold(y, state)
-        start = watch(unwatched(problem), _energy(motion, problem, y, opened))
+        start = watch(unwatched(problem), jax.lax.stop_gradient(_energy(motion, problem, y, opened)))
         return Watched(state, motion.residual(y, opened), start)
+
+    def sight(self, problem: Problem, y: Particles, state: Watched) -> Problem:
+        """Return the problem with the rate at which the energy falls along the Filippov solution."""
+        falls = functools.partial(self._dissipation, problem, y, state)
+        return eqx.tree_at(lambda p: p.falls, problem, falls, is_leaf=lambda u: u is None)
+
+    def _dissipation(self, problem: Problem, y: Particles, state: Watched) -> Float[Array, ""]:
+        """Return -dE/dt, where neurons on kinks have the velocity that the rule gives them.
+
+        It is the derivative of the energy in the time of a sub-step that has hardly begun. As a function of the
+        particles it jumps, so it has the derivatives of the gradient's dissipation, which are those between kinks.
+        """
+        motion = self._motion(problem)
+        held = lambda u: jax.lax.stop_gradient(u) if eqx.is_array(u) else u
+        here, plain = jax.tree.map(held, (motion, y, state)), problem.dissipation(problem.cloud(y))
+
+        def energy(time: Array) -> Array:
+            motion, y, state = here
+            opened = motion.unfold(y, state.motion)
+            end = motion.move(y, opened, state.covector, time, self.max_events, True)
+            return _energy(motion, problem, *end)
+
+        moment = jnp.finfo(plain.dtype).tiny * jnp.ones_like(plain)
+        exact = -jax.jvp(energy, (moment,), (jnp.ones_like(plain),))[1]
+        return plain + jax.lax.stop_gradient(exact - plain)
 
     def step(
         self, problem: Problem, y: Particles, state: Watched, number: Array, size: Array
@@ -122,13 +149,14 @@ class Sliding(Stepper):
         lean = functools.partial(jax.checkpoint, prevent_cse=False, policy=passage.KEEP_ENDS)
 
         def stage(carry: tuple, row: jax.Array | Stage) -> tuple[tuple, None]:
-            (start, held), here, g, _ = carry
+            (start, place), here, g, _ = carry
             now = Stage(*row)
             covector = now.start_weight * opening + now.own_weight * g
-            y, end = motion.move(start, held, covector, now.length * size, self.max_events, self.forward)
-            end = end._replace(overflow=end.overflow | here[1].overflow)
+            y, end = motion.move(start, place, covector, now.length * size, self.max_events, self.forward)
+            end = end._replace(counts=passage.marked(end.counts, here[1].counts[passage.OVERFLOW] > 0))
             # the energy is known with the covector: both come from the predictions
-            return (here, (y, end), motion.residual(y, end), _energy(motion, problem, y, end)), None
+            energy = _energy(motion, problem, y, end)
+            return (here, (y, end), motion.residual(y, end), jax.lax.stop_gradient(energy)), None
 
         here = (y, opened)
         carry = (here, here, opening, state.energy[0])
@@ -149,9 +177,9 @@ class Sliding(Stepper):
 def _energy(
     motion: FrozenMotion, problem: Problem, y: PyTree[jax.Array], state: MotionState
 ) -> Float[Array, ""]:
-    """Return the energy, without derivatives."""
+    """Return the energy."""
     risk = motion.risk(y, state)
     penalty = problem.chart.flow.penalty
     if penalty is not None:
         risk = risk + penalty.strength * (problem.chart.base.weights @ penalty.function(y))
-    return jax.lax.stop_gradient(risk)
+    return risk

@@ -55,6 +55,10 @@ class Stepper(eqx.Module):
             size: () length of the step on the clock of the run.
         """
 
+    def sight(self, problem: Problem, y: Particles, state: StepperState) -> Problem:
+        """Return the problem as observers see it behind a step; itself by default."""
+        return problem
+
     def report(self, problem: Problem, state: StepperState) -> dict[str, jax.Array]:
         """Return counts for ``Solution.stats``, by name; none by default."""
         return {}

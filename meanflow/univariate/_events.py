@@ -3,7 +3,7 @@
 The sliding solver freezes the residual for a sub-step. Then neurons no longer see each other, and this module moves
 each one from event to event in closed form. An event is the moment at which a neuron meets the ray of a sample, where
 its velocity jumps. ``freeze`` tabulates the forces and ``advance`` carries every neuron over one event;
-``flows._kinks.passage`` repeats that, and in reverse mode differentiates ``replay``, the smooth part of an event. The
+``flows._kinks.passage`` repeats that, and differentiates ``carry``, the smooth motion over a known event. The
 rule at a ray is in ``_decide``, the next event in ``_chart_course``. This is the motion of ``flows._kinks.planes`` for
 x~ = (x, 1), where sorted samples spare the array of size neurons x samples.
 
@@ -38,50 +38,77 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide
 from meanflow.flows._kinks.cell import clock_time, first_root, travel
-from meanflow.flows._kinks.passage import Counts, Rates, tally
+from meanflow.flows._kinks.passage import Counts, Rates, Task, tally
 from meanflow.univariate import _forces as forces
 
 
-class MovingNeurons(NamedTuple):
-    """Neurons on their way through a sub-step; every field has shape (m,).
+class Moving(NamedTuple):
+    """What has derivatives of neurons on their way through a sub-step; every field has shape (m,).
 
     Attributes:
         u, v: the inner weights p = (u, v) = (a, -b).
         c: the outer weight.
-        region: index of the activation region, in the order of ``forces``.
-        ray: index of the ray on which the neuron sits, or -1.
-        fresh: whether the neuron has just arrived on that ray.
         left: the time it still has to move; 0 for a neuron that is done.
     """
 
     u: Float[Array, " m"]
     v: Float[Array, " m"]
     c: Float[Array, " m"]
-    region: Int[Array, " m"]
-    ray: Int[Array, " m"]
-    fresh: Bool[Array, " m"]
     left: Float[Array, " m"]
 
 
-class Field(NamedTuple):
-    """The frozen forces around every region and ray, for s samples.
+class MovingNeurons(NamedTuple):
+    """Neurons on their way through a sub-step; every field has shape (m,).
 
-    What is looked up together stands in one row, so that an event takes two look-ups.
+    Attributes:
+        moving: see there.
+        region: index of the activation region, in the order of ``forces``.
+        ray: index of the ray on which the neuron sits, or -1.
+        fresh: whether the neuron has just arrived on that ray.
+    """
+
+    moving: Moving
+    region: Int[Array, " m"]
+    ray: Int[Array, " m"]
+    fresh: Bool[Array, " m"]
+
+
+# how the motion between two events ends: with the time, on a ray, at p = 0 or at c = 0
+TIME, RAY, ZERO, REST = 0, 1, 2, 3
+
+
+class Flight(NamedTuple):
+    """An event: what was decided, and the motion behind it; every field has shape (m,).
+
+    Attributes:
+        moves: whether the neuron takes part.
+        slides: whether it moves along a ray.
+        returns: whether it comes back to the ray where it began.
+        region: the region whose force drives it.
+        sample: that of the ray along which it moves, or of the one it meets.
+        kind: how the motion ends.
+        time: how long it takes.
+    """
+
+    moves: Bool[Array, " m"]
+    slides: Bool[Array, " m"]
+    returns: Bool[Array, " m"]
+    region: Int[Array, " m"]
+    sample: Int[Array, " m"]
+    kind: Int[Array, " m"]
+    time: Float[Array, " m"]
+
+
+class Field(NamedTuple):
+    """The frozen forces around s samples.
 
     Attributes:
         x: (s,) the sorted samples.
-        forces: (2s, 2) the force G in each region. These two are what reverse mode differentiates.
-        regions: (2s, 6) for each region its force G = (force_u, force_v), and for the two rays that bound it, the
-            clockwise one first, the sample x and the normal force that lets a neuron inside move towards the ray if it
-            has the sign of its outer weight: <x~, G> where the sample is active, -<x~, G> where it is not.
-        rays: (2s, 5) for each ray its unit vector, the tangential force <ray, G>, which is the same on both sides, and
-            the normal force <x~, G> on the two sides, where its sample is inactive and active.
+        forces: (2s, 2) the force G in each region.
     """
 
     x: Float[Array, " s"]
     forces: Float[Array, "rays 2"]
-    regions: Float[Array, "rays 6"]
-    rays: Float[Array, "rays 5"]
 
     def pull(
         self, u: Float[Array, " m"], v: Float[Array, " m"], region: Int[Array, " m"], ray: Int[Array, " m"]
@@ -94,18 +121,24 @@ class Field(NamedTuple):
         return jnp.where(ray >= 0, along, u * force_u + v * force_v)
 
 
-def freeze(x: Float[Array, " s"], covector: Float[Array, " s"], *, forward: bool) -> Field:
-    """Tabulate the forces of the residual ``covector`` (s,) at sorted samples ``x`` (s,), in O(s).
+class Tables(NamedTuple):
+    """The same forces as they are looked up at an event, one row for each region and ray: two look-ups.
 
-    Args:
-        x: the samples.
-        covector: the frozen residual.
-        forward: whether events are differentiated in forward mode. In reverse mode they are replayed from ``x`` and
-            ``forces`` alone, and the other two tables have no derivatives.
+    Attributes:
+        regions: (2s, 6) for each region its force G = (force_u, force_v), and for the two rays that bound it, the
+            clockwise one first, the sample x and the normal force that lets a neuron inside move towards the ray if it
+            has the sign of its outer weight: <x~, G> where the sample is active, -<x~, G> where it is not.
+        rays: (2s, 5) for each ray its unit vector, the tangential force <ray, G>, which is the same on both sides, and
+            the normal force <x~, G> on the two sides, where its sample is inactive and active.
     """
-    table = forces.region_forces(covector, x)
-    held = (lambda u: u) if forward else jax.lax.stop_gradient
-    samples, force = held(x), held(table)
+
+    regions: Float[Array, "rays 6"]
+    rays: Float[Array, "rays 5"]
+
+
+def freeze(x: Float[Array, " s"], covector: Float[Array, " s"]) -> tuple[Field, Tables]:
+    """Tabulate the forces of the residual ``covector`` (s,) at sorted samples ``x`` (s,), in O(s)."""
+    samples, force = x, forces.region_forces(covector, x)
     s = x.shape[0]
     # Rays 0 .. s-1 face right, the others left, each half from the last sample to the first; ray b lies between the
     # regions b and b + 1. Slices, and not look-ups, which would be scattered sums in reverse mode.
@@ -127,9 +160,7 @@ def freeze(x: Float[Array, " s"], covector: Float[Array, " s"], *, forward: bool
     turn = lambda u: jnp.concatenate([u[-1:], u[:-1]])
     low = turn(jnp.concatenate([busy[:s], -idle[s:]]))
     high = jnp.concatenate([-idle[:s], busy[s:]])
-    return Field(
-        x,
-        table,
+    return Field(x, force), Tables(
         jnp.stack([force[:, 0], force[:, 1], turn(sample), low, sample, high], axis=-1),
         jnp.stack([ray_u, ray_v, along, idle, busy], axis=-1),
     )
@@ -209,17 +240,18 @@ def _opposite(ray: Int[Array, " m"], total: int) -> Int[Array, " m"]:
 
 
 def _decide(
-    neurons: MovingNeurons, field: Field, inner_rate: Float[Array, " m"], outer_rate: Float[Array, " m"]
+    neurons: MovingNeurons, tables: Tables, inner_rate: Float[Array, " m"], outer_rate: Float[Array, " m"]
 ) -> _Decision:
     """Decide for each neuron on a ray whether it slides, crosses or dies."""
+    u, v, c, _ = neurons.moving
     at = neurons.ray >= 0
     ray = jnp.maximum(neurons.ray, 0)
-    ray_u, ray_v, along, idle, busy = _row(field.rays, ray)
-    to_idle, to_busy = _beside(ray, field.rays.shape[0])
+    ray_u, ray_v, along, idle, busy = _row(tables.rays, ray)
+    to_idle, to_busy = _beside(ray, tables.rays.shape[0])
     # On the ray p = reach * ray.
-    reach = neurons.u * ray_u + neurons.v * ray_v
+    reach = u * ray_u + v * ray_v
     # Only the sign of c matters below. At c = 0 it is about to be that of c' = -kc <G, p> = -kc reach along.
-    c_next = jnp.where(neurons.c == 0, -outer_rate * reach * along, neurons.c)
+    c_next = jnp.where(c == 0, -outer_rate * reach * along, c)
     idle_speed, busy_speed = -inner_rate * c_next * idle, -inner_rate * c_next * busy
     # The rule: z = <x~, p> = 0 here. It grows on the inactive side (z < 0) and falls on the active one: both sides push
     # back, and the neuron slides. Where no side moves at all it stays on the ray too.
@@ -258,16 +290,16 @@ def _count(
 def _chart_course(
     neurons: MovingNeurons,
     decision: _Decision,
-    field: Field,
+    tables: Tables,
     inner_rate: Float[Array, " m"],
     outer_rate: Float[Array, " m"],
 ) -> _Course:
     """Find the force on each neuron, its next event and the time until then (at most the time left)."""
-    u, v, c, region, _, _, left = neurons
+    (u, v, c, left), region, _, _ = neurons
     slides, along, reach = decision.slides, decision.along, decision.reach
-    total = field.rays.shape[0]
+    total = tables.rays.shape[0]
     # the force and both bounding rays in one look-up; normal forces are the numbers that _decide saw (see freeze)
-    free_u, free_v, x_low, force_low, x_high, force_high = _row(field.regions, region)
+    free_u, free_v, x_low, force_low, x_high, force_high = _row(tables.regions, region)
     force_u = jnp.where(slides, along * decision.ray_u, free_u)
     force_v = jnp.where(slides, along * decision.ray_v, free_v)
     # constants of the closed form: w^2 = kp kc |G|^2 and S = <G, p>
@@ -318,8 +350,8 @@ def _arrive(
     course: _Course,
     total: int,
     end: tuple[Float[Array, " m"], Float[Array, " m"], Float[Array, " m"]],
-) -> tuple[MovingNeurons, Bool[Array, " m"]]:
-    """Return the neurons at ``end`` = (u, v, c), on one of ``total`` rays, and which of them passed through p = 0.
+) -> tuple[MovingNeurons, Flight]:
+    """Return the neurons at ``end`` = (u, v, c), on one of ``total`` rays, and the event.
 
     On a ray <x~, p> = 0 holds exactly, so the position is projected on it; only on arrival, since the projection would
     drift if it were repeated.
@@ -339,110 +371,95 @@ def _arrive(
     halts = exits & slides & ~course.first  # c = 0
     opposite = _opposite(neurons.ray, total)
     ray = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, neurons.ray), -1))
+    kind = jnp.where(through, ZERO, jnp.where(halts, REST, RAY))
+    kind = jnp.where(exits, kind, TIME).astype(jnp.int32)
+    sample = _sample(jnp.maximum(ray, 0), half)
+    returns = arrives & (neurons.ray >= 0) & (_sample(neurons.ray, half) == sample)
+    left = neurons.moving.left
     moved = MovingNeurons(
-        jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
-        jnp.where(arrives, -course.x * on_line, jnp.where(through, 0.0, v)),
-        jnp.where(halts, 0.0, c),
+        Moving(
+            jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
+            jnp.where(arrives, -course.x * on_line, jnp.where(through, 0.0, v)),
+            jnp.where(halts, 0.0, c),
+            jnp.where(exits, left - course.step, 0.0),
+        ),
         # beyond the origin every other sample has changed sides; which side of its ray is taken is decided there
         jnp.where(through, _beside(opposite, total)[0], neurons.region),
         ray,
         arrives,
-        jnp.where(exits, neurons.left - course.step, 0.0),
     )
-    return moved, through
+    return moved, Flight(left > 0, slides, returns, neurons.region, sample, kind, course.step)
 
 
-def advance(neurons: MovingNeurons, rates: Rates, field: Field) -> tuple[MovingNeurons, Counts]:
+def advance(task: Task) -> tuple[MovingNeurons, Flight, Counts]:
     """Carry every neuron over one event: decide at the ray, then move to the next ray or to the end of its time.
 
-    Args:
-        neurons: current state; ``left`` = 0 marks those that are done and stay as they are.
-        rates: constants of each neuron.
-        field: frozen forces.
-
-    Returns:
-        The neurons after the event, and how many events of each kind there were.
+    Neurons without time left stay as they are.
     """
-    inner_rate, outer_rate, is_real = rates
+    neurons, (inner_rate, outer_rate, is_real), _, tables = task
     # 1. The Filippov rule for those on a ray. 2. Force, next event and the time to it. 3. Motion in closed form for
     # that time: p' = -kp c G moves p along G only. 4. Snap to the ray that was met. All four are computed for every
     # neuron; for those that are done the result is dropped at the end.
-    moving = neurons.left > 0
-    decision = _decide(neurons, field, inner_rate, outer_rate)
+    u, v, c, left = neurons.moving
+    moving = left > 0
+    decision = _decide(neurons, tables, inner_rate, outer_rate)
     started = neurons._replace(region=jnp.where(moving, decision.entered, neurons.region))
-    course = _chart_course(started, decision, field, inner_rate, outer_rate)
-    c, shift = travel(neurons.c, course.work, course.g2, inner_rate, outer_rate, course.step)
-    end = neurons.u - shift * course.force_u, neurons.v - shift * course.force_v, c
-    moved, through = _arrive(started, decision, course, field.rays.shape[0], end)
-    counts = _count(neurons, decision, through, moving & is_real)
-    return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), counts
+    course = _chart_course(started, decision, tables, inner_rate, outer_rate)
+    c, shift = travel(c, course.work, course.g2, inner_rate, outer_rate, course.step)
+    end = u - shift * course.force_u, v - shift * course.force_v, c
+    moved, found = _arrive(started, decision, course, tables.rays.shape[0], end)
+    counts = _count(neurons, decision, found.kind == ZERO, moving & is_real)
+    moved = jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved)
+    return moved, found, counts
 
 
-def replay(before: MovingNeurons, after: MovingNeurons, rates: Rates, field: Field) -> MovingNeurons:
-    """Return the neurons after an event as smooth functions of those before it: what reverse mode differentiates.
+def carry(before: Moving, flight: Flight, rates: Rates, field: Field) -> Moving:
+    """Return the neurons behind an event that is known, as a smooth function of those before it.
 
-    What was decided is read off ``after``: one that has arrived on a ray is ``fresh``, one that is on a ray and not
-    fresh has slid along it, and has passed p = 0 if it is on the opposite ray now. The event took the time t by which
-    less is left. The neuron moves in closed form for this t, held constant. Where t is the time of an event, a root of
-    z(t) = 0, it moves on for the zero time dt = -z(t)/z'(t), with z' held constant: one step of Newton's method, whose
-    derivative is that of the root. Elsewhere t is all the time left, and dt is what that differs from its own value,
-    zero again.
-
-    Args:
-        before, after: the neurons before ``advance`` and after it.
-        rates: constants of each neuron.
-        field: frozen forces, of which only ``x`` and ``forces`` are used.
+    The motion lasts a time that is held constant. Where it ends in an event, a root of z(t) = 0, the neuron moves on
+    for the zero time dt = -z(t)/z'(t), with z' held constant: one step of Newton's method, whose derivative is that of
+    the root. Otherwise the time is all that was left, and dt is what that differs from its own value, zero again.
     """
-    # What happened, from the states before and after.
     inner_rate, outer_rate, _ = rates
     held = jax.lax.stop_gradient
-    moving = before.left > 0
-    arrives = after.fresh
-    slides = (after.ray >= 0) & ~arrives
-    through = slides & (after.ray != before.ray)  # p = 0
-    halts = slides & ~through & (after.left > 0)  # c = 0
-    exits = arrives | through | halts
-    count = field.x.shape[0]
-    # the sample of the ray on which the neuron slides or arrives
-    met = _sample(jnp.maximum(after.ray, 0), count)
-    returns = arrives & (before.ray >= 0) & (_sample(before.ray, count) == met)
+    u0, v0, c0, left = before
+    slides, time = flight.slides, flight.time
+    arrives, through, halts = (flight.kind == k for k in (RAY, ZERO, REST))
 
     # The constant force of the motion: that of the region, or for sliding neurons its projection on the ray.
     look = lambda table, index: table.at[index].get(mode="promise_in_bounds")
-    region = jnp.where(slides, before.region, after.region)
     # a column at a time: the sums of their slopes by region are then one-dimensional
-    force_u, force_v = look(field.forces[:, 0], region), look(field.forces[:, 1], region)
-    x = look(field.x, met)
+    force_u, force_v = look(field.forces[:, 0], flight.region), look(field.forces[:, 1], flight.region)
+    x = look(field.x, flight.sample)
     inverse = 1 / (1 + x * x)
     on_line = lambda u, v: (u - x * v) * inverse  # the point of the line nearest to (u, v) is on_line (1, -x)
     along = on_line(force_u, force_v)
     force_u, force_v = jnp.where(slides, along, force_u), jnp.where(slides, -x * along, force_v)
     # The motion, for the time that the event took, as a smooth function of where it began.
-    time = held(before.left - after.left)
-    work = before.u * force_u + before.v * force_v
+    work = u0 * force_u + v0 * force_v
     g2 = inner_rate * outer_rate * (force_u**2 + force_v**2)
-    c, shift = travel(before.c, work, g2, inner_rate, outer_rate, time)
-    u, v = before.u - shift * force_u, before.v - shift * force_v
+    c, shift = travel(c0, work, g2, inner_rate, outer_rate, time)
+    u, v = u0 - shift * force_u, v0 - shift * force_v
 
     # The function of time that vanishes at the event, and its rate there: the height above the ray for one that
     # arrives, <(1, -x), p>/|x~|^2 for one that passes p = 0, and c for one that comes to rest.
     normal = x * force_u + force_v
     # a neuron that returns to the ray it has left began exactly on it
-    height = jnp.where(returns, 0.0, x * before.u + before.v) - shift * normal
+    height = jnp.where(flight.returns, 0.0, x * u0 + v0) - shift * normal
     speed_p, speed_c = held(-inner_rate * c), held(-outer_rate * (u * force_u + v * force_v))
     root = jnp.where(arrives, height, jnp.where(through, on_line(u, v), c))
     speed = jnp.where(halts, speed_c, speed_p * held(jnp.where(arrives, normal, along)))
-    later = jnp.where(exits, -safe_divide(root, speed), before.left)
+    exits = flight.kind != TIME
+    later = jnp.where(exits, -safe_divide(root, speed), left)
     later = later - held(later)  # zero but for its derivative: the values are those that were reached
     u, v, c = u + later * speed_p * held(force_u), v + later * speed_p * held(force_v), c + later * speed_c
     nearest = on_line(u, v)
-    moved = after._replace(
-        u=jnp.where(arrives, nearest, jnp.where(through, 0.0, u)),
-        v=jnp.where(arrives, -x * nearest, jnp.where(through, 0.0, v)),
-        c=jnp.where(halts, 0.0, c),
-        left=jnp.where(exits, before.left - time - later, 0.0),
+    return Moving(
+        jnp.where(arrives, nearest, jnp.where(through, 0.0, u)),
+        jnp.where(arrives, -x * nearest, jnp.where(through, 0.0, v)),
+        jnp.where(halts, 0.0, c),
+        jnp.where(exits, left - time - later, 0.0),
     )
-    return jax.tree.map(lambda old, new: jnp.where(moving, new, old), before, moved)
 
 
 def soft_drift(

@@ -44,8 +44,7 @@ class Place(NamedTuple):
             None in raw coordinates, where the particles hold the direction themselves.
         region: index of the activation region.
         ray: index of the ray, or -1.
-        counts: events so far.
-        overflow: whether a sub-step ran out of events.
+        counts: the totals so far.
     """
 
     u: Vector | None
@@ -53,7 +52,6 @@ class Place(NamedTuple):
     region: Int[Array, " m"]
     ray: Int[Array, " m"]
     counts: passage.Counts
-    overflow: Bool[Array, ""]
 
 
 class UnivariateMotion(FrozenMotion):
@@ -101,7 +99,7 @@ class UnivariateMotion(FrozenMotion):
             side = jnp.where(boundary < x.shape[0], 1, -1)
             on = (sample * u == -v) & (u * side > 0)
             ray = jnp.where(on, boundary, ray)
-        return Place(None, None, region, ray, passage.no_events(), jnp.zeros((), bool))
+        return Place(None, None, region, ray, passage.no_events())
 
     def predict(self, particles: Affine | Polar, state: Place) -> Float[Array, " s"]:
         """Return the predictions f_j at the sorted samples."""
@@ -116,7 +114,7 @@ class UnivariateMotion(FrozenMotion):
         self,
         start: tuple[Vector, Vector, Vector],
         place: Place,
-        field: events.Field,
+        frozen: tuple[events.Field, events.Tables],
         rates: tuple[Vector, Vector],
         time: Vector,
         cap: Cap,
@@ -127,22 +125,21 @@ class UnivariateMotion(FrozenMotion):
         Args:
             start: (u, v, c) at the start.
             place: regions and rays at the start.
-            field: frozen forces.
+            frozen: forces, as ``events.freeze`` returns them.
             rates: rates of the inner and of the outer layer.
             time: how long each neuron moves.
             cap, forward: see ``FrozenMotion.move``.
         """
         fresh = jnp.zeros_like(place.ray, bool)
-        neurons = events.MovingNeurons(*start, place.region, place.ray, fresh, time)
+        neurons = events.MovingNeurons(events.Moving(*start, time), place.region, place.ray, fresh)
         # a full turn meets 2 s rays; a sub-step with more events is too long, and reported as an overflow
         cap = 2 * self.x.shape[0] + 2 if cap is None else cap
-        own = passage.Rates(*rates, self.is_real)
-        advance, replay = events.advance, events.replay
-        steps = passage.Steps(advance, first=advance, replay=replay)
-        end, counts = passage.run(steps, neurons, own, field, cap, forward=forward)
-        overflow = jnp.any((end.left > 0) & self.is_real)
-        moved = Place(None, None, end.region, end.ray, place.counts + counts, place.overflow | overflow)
-        return end.u, end.v, end.c, moved
+        steps = passage.Steps(events.advance, events.carry, first=events.advance)
+        task = passage.Task(neurons, passage.Rates(*rates, self.is_real), *frozen)
+        end, counts = passage.run(steps, task, cap, forward=forward)
+        u, v, c, left = end.moving
+        counts = passage.marked(place.counts + counts, jnp.any((left > 0) & self.is_real))
+        return u, v, c, Place(None, None, end.region, end.ray, counts)
 
 
 class RawMotion(UnivariateMotion):
@@ -187,9 +184,9 @@ class RawMotion(UnivariateMotion):
             # the time (exp(lam t) - 1)/lam; likewise with p frozen.
             stretched = safe_divide(jnp.expm1(decay * time), decay) + jnp.where(decay == 0, time, 0.0)
             left = jnp.where(rates[0] * rates[1] > 0, left, stretched)
-        field = events.freeze(self.x, covector, forward=forward)
+        frozen = events.freeze(self.x, covector)
         start = self.direction(particles, state)
-        u, v, c, state = self.pass_events(start, state, field, rates, left, cap, forward)
+        u, v, c, state = self.pass_events(start, state, frozen, rates, left, cap, forward)
         # back from (P, C); the factors are positive, so no region has changed
         if decay is not None:
             inner, outer = (jnp.exp(-decay * rate * time) for rate in rates)
@@ -234,11 +231,11 @@ class CylinderMotion(UnivariateMotion):
         order. It runs with |p| = c and both rates r, so c'/c = -r <G, d>: log(c) is the exact time integral of the
         force through all its kinks. A trapezoid would be as good for r, but its derivatives only of first order.
         """
-        field = events.freeze(self.x, covector, forward=forward)
+        frozen = events.freeze(self.x, covector)
         decay = jnp.zeros_like(time) if self.decay is None else self.decay
 
         def pull(u: Vector, v: Vector, place: Place) -> Vector:
-            return field.pull(u, v, place.region, place.ray)
+            return frozen[0].pull(u, v, place.region, place.ray)
 
         # 1. r for half the time, with the force at the start
         u, v, r = self.direction(particles, state)
@@ -249,7 +246,7 @@ class CylinderMotion(UnivariateMotion):
         rate = self.turns * r
         whole = jnp.full_like(r, time)
         u, v, c, end = self.pass_events(
-            (u, v, jnp.ones_like(r)), state, field, (rate, rate), whole, cap, forward
+            (u, v, jnp.ones_like(r)), state, frozen, (rate, rate), whole, cap, forward
         )
         length = jnp.sqrt(u**2 + v**2)
         u, v = u / length, v / length

@@ -68,7 +68,7 @@ def classify_rays(x: Float[ArrayLike, " s"], residual: Float[ArrayLike, " s"]) -
     # On a ray F has a kink: its slopes on the two sides are, up to a factor, the normal forces <x~_k, G> without and
     # with the ray's own sample. A minimum of F attracts positive neurons and repels negative ones; a maximum does the
     # reverse.
-    u, v, _, without, with_own = events.freeze(points, values, forward=True).rays.T
+    u, v, _, without, with_own = events.freeze(points, values)[1].rays.T
     attracts = (without < 0) & (with_own > 0)
     repels = (without > 0) & (with_own < 0)
     kind = attracts.astype(jnp.int32) - repels.astype(jnp.int32)

@@ -385,36 +385,77 @@ def test_messages():
         slide(odd, cloud, data, 1.0, 0.1)
 
 
-class Numbers(NamedTuple):
+@pytest.mark.parametrize(("kind", "end"), [("vanilla", 400.0), ("batchnorm", 10.5), ("full", 400.0)])
+def test_the_dissipation_on_kinks_is_that_of_the_filippov_solution(kind, end):
+    """Observed while neurons slide it is -dE/dt, by central differences; at rest on kinks it ends a run."""
+    x, y, a, b = problem(2, 3, n=6)
+    if kind == "full":
+        flow, cloud = mf.full(), mf.Cloud(mf.Affine(b[:, 0], b[:, 1], a))
+        data = mf.Dataset(np.linspace(-1, 1, 6), 0.2 * y)
+    else:
+        flow, cloud, data = getattr(mf, kind)(), mf.Cloud(mf.Neurons(a, b)), mf.Dataset(x, y)
+    ts = 10.0 + 1e-3 * jnp.array([-1.0, 0.0, 1.0])
+    sol = slide(flow, cloud, data, end, 1 / 8, ts=ts, observe=["dissipation"], steady=1e-3)
+    assert int(sol.stats["sliding"]) > 0
+    assert kind == "batchnorm" or float(sol.state.t) < end  # that one goes on for long
+    slope = (sol.energy[0] - sol.energy[2]) / (ts[2] - ts[0])
+    np.testing.assert_allclose(sol.observed["dissipation"][1], slope, rtol=1e-5)
+
+
+class Inner(NamedTuple):
     u: jax.Array
     left: jax.Array
 
 
-def shake(now, rows, shared):
+class Numbers(NamedTuple):
+    moving: Inner
+
+
+class Shaken(NamedTuple):
+    moves: jax.Array
+    by: jax.Array
+
+
+def shake(task):
     """A motion in which every event is the same formula and takes one unit of time."""
+    now = task.neurons.moving
     moving = now.left > 0
-    u = jnp.where(moving, now.u + 0.1 * rows * jnp.sin(shared * now.u), now.u)
+    by = 0.1 * jnp.sin(task.shared * now.u)
+    u = jnp.where(moving, now.u + task.rows * by, now.u)
     counts = passage.tally(moving, crossings=moving)
-    return Numbers(u, jnp.where(moving, now.left - 1.0, now.left)), counts
+    return Numbers(Inner(u, jnp.where(moving, now.left - 1.0, now.left))), Shaken(moving, by), counts
+
+
+def shaken(before, event, rows, shared):
+    return Inner(before.u + 0.1 * rows * jnp.sin(shared * before.u), before.left - 1.0)
+
+
+STEPS = passage.Steps(shake, shaken)
 
 
 @pytest.mark.parametrize("small", [0, passage.SMALL])
-def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps(small, monkeypatch):
-    """Forty events, eight or all of them kept at a time, and a bound that cuts the loop short; against forward mode."""
+@pytest.mark.parametrize("together", [1, 8])
+def test_reverse_mode_of_a_loop_with_more_events_than_it_keeps(small, together, monkeypatch):
+    """Forty events, eight or all of them kept at a time, and a bound that cuts the loop short; against plain loops."""
     monkeypatch.setattr(passage, "SMALL", small)
 
     def end(u, rows, shared, cap, forward):
-        left = jnp.array([40.0, 3.0, 0.0])
-        return jnp.sum(
-            passage.run(passage.Steps(shake), Numbers(u, left), rows, shared, cap, forward=forward)[0].u ** 2
-        )
+        task = passage.Task(Numbers(Inner(u, jnp.array([40.0, 3.0, 0.0]))), rows, shared, None)
+        return jnp.sum(passage.run(STEPS, task, cap, forward=forward, together=together)[0].moving.u ** 2)
+
+    def plain(u, rows, shared, cap):
+        turns = jnp.minimum(jnp.array([40, 3, 0]), cap)
+        once = lambda k, u: jnp.where(k < turns, u + 0.1 * rows * jnp.sin(shared * u), u)
+        return jnp.sum(jax.lax.fori_loop(0, 40, once, u) ** 2)
 
     arguments = jnp.array([0.3, 0.5, 0.7]), jnp.array([1.0, 0.9, 0.8]), jnp.array(1.3)
     for cap in (100, 30):
+        wanted = jax.grad(plain, argnums=(0, 1, 2))(*arguments, cap)
         got = jax.grad(end, argnums=(0, 1, 2))(*arguments, cap, False)
-        wanted = jax.jacfwd(end, argnums=(0, 1, 2))(*arguments, cap, True)
-        for u, v in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(u, v, rtol=1e-12)
+        ahead = jax.jacfwd(end, argnums=(0, 1, 2))(*arguments, cap, True)
+        for u, v, w in zip(got, ahead, wanted, strict=True):
+            np.testing.assert_allclose(u, w, rtol=1e-12)
+            np.testing.assert_allclose(v, w, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("cap", "blocks"), [(20, 1), (5, 1), (20, 3)])
@@ -423,23 +464,18 @@ def test_neurons_with_events_left_are_gathered(cap, blocks):
     rng = np.random.default_rng(0)
     u, rows, left = rng.standard_normal(100), rng.uniform(size=100), np.floor(rng.exponential(2.0, 100))
     assert left.max() == 13 and np.sum(left > 1) > 2 * passage.LEAST
-    end, counts = jax.jit(
-        lambda u: passage.run(
-            passage.Steps(shake),
-            Numbers(u, jnp.asarray(left)),
-            jnp.asarray(rows),
-            jnp.array(1.3),
-            cap,
-            together=8,
-            blocks=blocks,
-        )
-    )(jnp.asarray(u))
+    task = lambda u: passage.Task(
+        Numbers(Inner(u, jnp.asarray(left))), jnp.asarray(rows), jnp.array(1.3), None
+    )
+    end, counts = jax.jit(lambda u: passage.run(STEPS, task(u), cap, together=8, blocks=blocks))(
+        jnp.asarray(u)
+    )
     turns = np.minimum(left, cap)
     for i in range(100):
         for _ in range(int(turns[i])):
             u[i] += 0.1 * rows[i] * np.sin(1.3 * u[i])
-    np.testing.assert_allclose(end.u, u, rtol=1e-13)
-    np.testing.assert_array_equal(end.left, left - turns)
+    np.testing.assert_allclose(end.moving.u, u, rtol=1e-13)
+    np.testing.assert_array_equal(end.moving.left, left - turns)
     assert int(passage.by_name(counts)["crossings"]) == turns.sum()
 
 

@@ -78,26 +78,21 @@ def test_a_normal_speed_that_is_all_rounding_does_not_stop_the_clock(dtype, came
     normal = jnp.asarray(CORNER, dtype)
     for units in (-8, -1, 0, 1, 8):
         force = np.array([[units * np.finfo(dtype).eps, 0.0, 1.0]])
-        load = contacts.Forces(
-            normal, jnp.ones(4, bool), jnp.zeros(4, dtype), jnp.zeros(3, dtype), jnp.asarray(True), None
-        )
+        zero = jnp.zeros(3, dtype)
+        load = contacts.Forces(normal, jnp.zeros(4, dtype), zero, zero)
         b = jnp.asarray([[0.0, 0.5, 4.0]], dtype)
         z = (b @ normal.T).at[:, 0].set(0.0)
-        side = jnp.sign(z).astype(jnp.int8)
-        slots = jnp.asarray([[0, 4, 4]], jnp.int32)
         here = contacts.Contacts(
-            side,
-            slots,
-            jnp.asarray([[came > 0, 0, 0]], dtype),
+            jnp.sign(z).astype(jnp.int8),
+            jnp.asarray([[0, 4, 4]], jnp.int32),
             jnp.asarray([[came, 0, 0]], jnp.int8),
         )
         one = jnp.ones(1, dtype)
-        rates = passage.Rates(one, one, one > 0)
-        walkers = planes.Walkers(
-            one, b, jnp.asarray(force, dtype), z, here, jnp.zeros(1, bool), jnp.full(1, 0.1, dtype)
-        )
-        end, _ = ADVANCE(walkers, rates, load)
-        assert float(end.left[0]) == 0.0, units
+        moving = planes.Moving(one, b, jnp.asarray(force, dtype), jnp.full(1, 0.1, dtype))
+        walkers = planes.Walkers(moving, z, here, jnp.zeros(1, bool))
+        tables = contacts.Tables(jnp.ones(4, bool), jnp.asarray(True), None)
+        end, _, _ = ADVANCE(passage.Task(walkers, passage.Rates(one, one, one > 0), load, tables))
+        assert float(end.moving.left[0]) == 0.0, units
         assert abs(float(end.z[0, 0])) <= 8 * np.finfo(dtype).eps
 
 

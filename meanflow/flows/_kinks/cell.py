@@ -15,6 +15,7 @@ a quadratic equation that is regular at g = 0 (``first_root``, ``clock_time``).
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -29,28 +30,32 @@ def hyperbolic(v: Numbers) -> tuple[Numbers, Numbers]:
 
     Both come from h = sinh(w/2)/(w/2): they are h cosh(w/2) = h sqrt(1 + v h^2/4), and h^2/2.
     """
-    # the closed form divides 0 by 0 at w = 0 and has no derivative there: small arguments go by the series
-    small = v < 0.25
-    w = jnp.sqrt(jnp.where(small, 1.0, v))
-    grown = jnp.exp(w / 2)
-    inner = jnp.where(small, v, 0.0)
-    series = jnp.zeros_like(v)
-    for n in reversed(range(7)):
-        series = series * inner + 1 / (4.0**n * math.factorial(2 * n + 1))
-    half = jnp.where(small, series, (grown - 1 / grown) / w)
+    half = _half_sine(v)
     square = half * half
     return half * jnp.sqrt(1 + v * square / 4), square / 2
 
 
-def arctanh_ratio(v: Numbers) -> Numbers:
-    """Return artanh(w)/w as a smooth function of v = w^2 in [0, 1)."""
-    small = v < 0.03
-    w = jnp.sqrt(jnp.where(small, 0.25, v))
+@jax.custom_jvp
+def _half_sine(v: Numbers) -> Numbers:
+    """Return h = sinh(w/2)/(w/2) for v = w^2."""
+    w = jnp.sqrt(v)
+    # by exp(w/2) - 1 neither end cancels; a series would be computed anew by everything that is made of it
+    grown = jnp.expm1(w / 2)
+    return jnp.where(v > 0, (grown + grown / (grown + 1)) / jnp.where(v > 0, w, 1.0), 1.0)
+
+
+@_half_sine.defjvp
+def _half_sine_jvp(primals: tuple[Numbers], tangents: tuple[Numbers]) -> tuple[Numbers, Numbers]:
+    (v,), (change,) = primals, tangents
+    half = _half_sine(v)
+    # dh/dv = (cosh(w/2) - h) / 2v, which cancels at small arguments: these go by the series
+    small = v < 0.25
     inner = jnp.where(small, v, 0.0)
-    total = jnp.zeros_like(v)
-    for n in reversed(range(11)):
-        total = total * inner + 1.0 / (2 * n + 1)
-    return jnp.where(small, total, jnp.arctanh(w) / w)
+    series = jnp.zeros_like(v)
+    for n in reversed(range(1, 7)):
+        series = series * inner + n / (4.0**n * math.factorial(2 * n + 1))
+    far = (jnp.sqrt(1 + v * half * half / 4) - half) / jnp.where(small, 1.0, 2 * v)
+    return half, change * jnp.where(small, series, far)
 
 
 def first_root(a: Numbers, b: Numbers, z: Numbers, g2: Float[Array, "*#n"]) -> Numbers:
@@ -75,10 +80,13 @@ def first_root(a: Numbers, b: Numbers, z: Numbers, g2: Float[Array, "*#n"]) -> N
 
 
 def clock_time(scaled: Numbers, g2: Numbers) -> Numbers:
-    """Return the time t at which 2 tanh(g t/2)/g equals ``scaled``; inf for inf."""
-    good = jnp.isfinite(scaled)
-    known = jnp.where(good, scaled, 0.0)
-    return jnp.where(good, known * arctanh_ratio(g2 * known**2 / 4), jnp.inf)
+    """Return the time t at which 2 tanh(g t/2)/g equals ``scaled``; inf for inf. It is not differentiated."""
+    # t = T artanh(u)/u with u = g T/2
+    ratio = jnp.sqrt(g2) * scaled / 2
+    bent = (ratio > 0) & (ratio < 1)
+    return jnp.where(
+        bent, scaled * (jnp.arctanh(jnp.where(bent, ratio, 0.5)) / jnp.where(bent, ratio, 0.5)), scaled
+    )
 
 
 def travel(

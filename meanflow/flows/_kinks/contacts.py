@@ -23,21 +23,31 @@ Vector = Float[Array, " m"]
 
 
 class Forces(NamedTuple):
-    """The frozen forces, and the normals they act along.
+    """The frozen forces, and the normals they act along: what derivatives pass through.
 
     Attributes:
         normal: (n, d) the samples.
-        live: (n,) which of them are planes.
         jump: (n,) J = R_+ - R_-.
         base: (d,) the force on the negative side of all planes.
-        dies: whether neurons on that side of all planes feel nothing, a scalar.
-        gram: (n, n) inner products of all normals, or None where they are computed when they are needed.
+        ahead: (d,) the force on the positive side of all planes.
     """
 
     normal: Float[Array, "n d"]
-    live: Bool[Array, " n"]
     jump: Float[Array, " n"]
     base: Float[Array, " d"]
+    ahead: Float[Array, " d"]
+
+
+class Tables(NamedTuple):
+    """What decisions look up beside the forces.
+
+    Attributes:
+        live: (n,) which samples are planes.
+        dies: whether neurons on the negative side of all planes feel nothing, a scalar.
+        gram: (n, n) inner products of all normals, or None where they are computed when they are needed.
+    """
+
+    live: Bool[Array, " n"]
     dies: Bool[Array, ""]
     gram: Float[Array, "n n"] | None
 
@@ -48,13 +58,11 @@ class Contacts(NamedTuple):
     Attributes:
         side: (m, n) 1 or -1; 0 for planes the neuron sits on, and for entries that are not planes.
         slots: (m, k) the planes it sits on; n marks an empty slot.
-        lam: (m, k) weight of the positive side in the force, for each slot.
         came: (m, k) the side from which it has just arrived on the plane, 1 or -1; 0 if it has been sliding on it.
     """
 
     side: Int[Array, "m n"]
     slots: Int[Array, "m k"]
-    lam: Float[Array, "m k"]
     came: Int[Array, "m k"]
 
 
@@ -80,7 +88,6 @@ class Decision(NamedTuple):
     Attributes:
         slides, leaves: whether the neuron stays on the plane, or leaves it; neither for empty slots.
         target: the side to which it leaves, 1 or -1.
-        lam: weight of the positive side from now on.
         nonunique: whether the rule left the decision open.
         side: (m, n) the sides of all planes, with those that are left.
     """
@@ -88,28 +95,52 @@ class Decision(NamedTuple):
     slides: Bool[Array, "m k"]
     leaves: Bool[Array, "m k"]
     target: Int[Array, "m k"]
-    lam: Float[Array, "m k"]
     nonunique: Bool[Array, "m k"]
     side: Int[Array, "m n"]
 
 
-def at(table: Float[Array, "n *d"], slots: Int[Array, "m k"]) -> Float[Array, "m k *d"]:
+class Held(NamedTuple):
+    """What is constant from one event to the next, and what of it lasts.
+
+    Attributes:
+        slots: (m, k) the planes the neuron sat on.
+        active: (m, k) which of them it has left to their positive side.
+        free: (m, k) on which of them it slides.
+        table: (m, k, k) of which the ``free`` rows and columns are minus the inverse of the inner products there.
+        passes: (m,) whether what it has left is behind it for good, and not met again in the same instant.
+        met: (m,) the plane it meets next.
+        falls: (m,) whether it arrives there from the positive side.
+    """
+
+    slots: Int[Array, "m k"]
+    active: Bool[Array, "m k"]
+    free: Bool[Array, "m k"]
+    table: Float[Array, "m k k"]
+    passes: Bool[Array, " m"]
+    met: Int[Array, " m"]
+    falls: Bool[Array, " m"]
+
+
+def at(table: Float[Array, "n ..."], slots: Int[Array, "m ..."]) -> Float[Array, "m ..."]:
     """Return the rows of ``table`` in the slots, 0 for empty ones."""
     return jnp.take(table, slots, axis=0, mode="fill", fill_value=0)
 
 
-def touch(contacts: Contacts, forces: Forces, moving: Bool[Array, " m"]) -> Kinks:
-    """Look up the planes that the ``moving`` neurons sit on."""
-    valid = (contacts.slots < forces.live.shape[0]) & moving[:, None]
+def touch(
+    slots: Int[Array, "m k"],
+    forces: Forces,
+    valid: Bool[Array, "m k"],
+    known: Float[Array, "n n"] | None = None,
+) -> Kinks:
+    """Look up the planes in the ``valid`` slots, and their inner products among those that are ``known``."""
     # the few planes of a neuron are gathered, (m, k, d), so that an event costs O(k d) and not O(n d)
-    normal, jump = at(forces.normal, contacts.slots), at(forces.jump, contacts.slots)
-    if forces.gram is None:
+    normal, jump = at(forces.normal, slots), at(forces.jump, slots)
+    if known is None:
         gram = jnp.einsum("mkd,mld->mkl", normal, normal)
     else:
         # empty slots hold n, one past the end: they read the last row, and are masked below
-        last = forces.gram.shape[0] - 1
-        known = jnp.minimum(contacts.slots, last)
-        gram = forces.gram[known[:, :, None], known[:, None, :]]
+        rows = jnp.minimum(slots, known.shape[0] - 1)
+        gram = known[rows[:, :, None], rows[:, None, :]]
     gram = jnp.where(valid[:, :, None] & valid[:, None, :], gram, 0.0)
     return Kinks(valid, normal, jnp.where(valid, jump, 0.0), gram)
 
@@ -129,80 +160,103 @@ def take_sides(contacts: Contacts, kinks: Kinks, choice: filippov.Choice) -> Dec
     slides = kinks.valid & (choice.state == filippov.SLIDES)
     leaves = kinks.valid & ~slides
     target = jnp.where(choice.state == filippov.ACTIVE, 1, -1).astype(contacts.side.dtype)
-    lam = jnp.where(kinks.valid, choice.lam, contacts.lam)
-    side = set_sides(contacts, leaves, target)
-    return Decision(slides, leaves, target, lam, choice.nonunique & kinks.valid, side)
+    side = _set_sides(contacts.side, jnp.where(leaves, contacts.slots, contacts.side.shape[1]), target)
+    return Decision(slides, leaves, target, choice.nonunique & kinks.valid, side)
 
 
-def set_sides(contacts: Contacts, chosen: Bool[Array, "m k"], value: Int[Array, "..."]) -> Int[Array, "m n"]:
-    """Return the sides of all planes, with those of the ``chosen`` slots replaced by ``value``, () or (m, k)."""
-    # slots that are not chosen write to column n, which does not exist, and are dropped
-    rows, n = jnp.arange(contacts.slots.shape[0])[:, None], contacts.side.shape[1]
-    return contacts.side.at[rows, jnp.where(chosen, contacts.slots, n)].set(value, mode="drop")
+def _set_sides(
+    side: Int[Array, "m n"], slots: Int[Array, "m k"], value: Int[Array, "..."] | int
+) -> Int[Array, "m n"]:
+    """Return the sides of all planes, with those in ``slots`` replaced by ``value``, () or (m, k)."""
+    # empty slots write to column n, which does not exist, and are dropped
+    return side.at[jnp.arange(slots.shape[0])[:, None], slots].set(value, mode="drop")
 
 
 def settle(
     contacts: Contacts,
     decision: Decision,
+    table: Float[Array, "m k k"],
     met: Int[Array, " m"],
     arrives: Bool[Array, " m"],
-    left: Vector,
-    step: Vector,
+    times: tuple[Vector, Vector],
     is_real: Bool[Array, " m"],
-    forces: Forces,
-) -> tuple[Contacts, Vector, Counts]:
+    dies: Bool[Array, ""],
+) -> tuple[Contacts, Held, Vector, Counts]:
     """Record who arrives on which plane, and who is done with those it left.
 
     Args:
         contacts: before the decision.
         decision: at the last event.
+        table: of the decision, see ``Held``.
         met: the plane that is met next.
         arrives: whether it is.
-        left: the time each neuron had left.
-        step: how much of it has passed since the last event.
+        times: the time each neuron had left, and how much of it has passed since the last event.
         is_real: neurons whose events count.
-        forces: the frozen forces.
+        dies: see ``Tables``.
 
     Returns:
-        The contacts, the time that is left, negative for neurons without an empty slot, and the events that have taken
-        place.
+        The contacts, what is needed to carry the forces on, the time that is left, negative for neurons without an
+        empty slot, and the events that have taken place.
     """
-    contacts = contacts._replace(side=decision.side)
+    _, slots, came = contacts
+    left, step = times
     n = contacts.side.shape[1]
-    came = contacts.came
-    fits = jnp.any((contacts.slots >= n) | (contacts.slots == met[:, None]), axis=1)
+    goes = (left > 0) & is_real
+    met_here = slots == met[:, None]
+    fits = jnp.any((slots >= n) | met_here, axis=1)
     # a step so short that the clock does not advance by it: the planes of an instant stay together while slots last
-    passes = ~((left - step >= left) & arrives & fits)[:, None]
-    gone = decision.leaves & passes
-    # planes left in an instant that is not over count as touched again: side 0
-    side = set_sides(contacts, decision.leaves & ~passes, jnp.zeros((), came.dtype))
+    passes = ~((left - step >= left) & arrives & fits)
+    gone = decision.leaves & passes[:, None]
     # to the side opposite to where it came from is a crossing; after sliding (came = 0) it is a release
     crosses, freed = gone & (came == -decision.target), gone & (came == 0)
-    alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & forces.dies
+    alone = ~jnp.any(decision.side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & dies
     counts = tally(
-        (left > 0) & is_real,
+        goes,
         crossings=crosses,
-        captures=decision.slides & (came != 0) & passes,
+        captures=decision.slides & (came != 0) & passes[:, None],
         releases=freed,
         deaths=jnp.any(crosses | freed, axis=1) & alone,
-        nonunique=decision.nonunique & passes,
+        nonunique=decision.nonunique & passes[:, None],
     )
-    slots = jnp.where(gone, n, contacts.slots)
-    known = arrives[:, None] & (slots == met[:, None])  # it left this plane in the same instant
-    # the plane that is met goes to the first empty slot; without one the neuron is lost, and the run overflows
-    empty = slots >= n
-    new = arrives[:, None] & ~jnp.any(known, axis=1)[:, None] & empty & (jnp.cumsum(empty, axis=1) == 1)
-    lost = arrives & ~jnp.any(known | new, axis=1)
-    # it arrives with the force of the side it comes from: lam = 1 from the positive side, 0 from the negative
-    before = jnp.take_along_axis(side, met[:, None], axis=1)
-    hit = arrives[:, None] & (jnp.arange(n)[None, :] == met[:, None])
+    # the plane that is met goes to the first empty slot, unless it was left in the same instant; without an empty slot
+    # the neuron is lost, and the run overflows
+    kept = jnp.where(gone, n, slots)
+    empty = kept >= n
+    first = empty & (jnp.cumsum(empty, axis=1) == 1)
+    known = jnp.any((kept == met[:, None]), axis=1)
+    new = (arrives & ~known)[:, None] & first
+    lost = arrives & ~known & ~jnp.any(empty, axis=1)
+    before = jnp.take_along_axis(decision.side, met[:, None], axis=1)
+    # planes left in an instant that is not over count as touched again: side 0
+    touched = jnp.where(decision.leaves & ~passes[:, None], slots, n)
+    touched = jnp.concatenate([touched, jnp.where(arrives, met, n)[:, None]], axis=1)
     settled = Contacts(
-        jnp.where(hit, 0, side).astype(side.dtype),
-        jnp.where(new, met[:, None], slots).astype(slots.dtype),
-        jnp.where(new, (before > 0).astype(decision.lam.dtype), jnp.where(gone, 0.0, decision.lam)),
-        jnp.where(new, before, jnp.where(passes, 0, came)).astype(came.dtype),
+        _set_sides(decision.side, touched, 0),
+        jnp.where(new, met[:, None], kept).astype(slots.dtype),
+        jnp.where(new, before, jnp.where(passes[:, None], 0, came)).astype(came.dtype),
     )
-    return settled, jnp.where(lost, -1.0, left - step), counts
+    falls = arrives & ~known & (before[:, 0] > 0)
+    active = decision.leaves & (decision.target > 0)
+    held = Held(slots, active, decision.slides, table, passes, met.astype(slots.dtype), falls)
+    return settled, held, jnp.where(lost, -1.0, left - step), counts
+
+
+def force_between(
+    force: Float[Array, "m d"], active: Bool[Array, "m k"], kinks: Kinks
+) -> Float[Array, "m d"]:
+    """Return the force with that of planes that are left to their positive side."""
+    return force + along(kinks, active.astype(force.dtype))
+
+
+def force_behind(force: Float[Array, "m d"], held: Held, kinks: Kinks, forces: Forces) -> Float[Array, "m d"]:
+    """Return the ``force`` before an event carried on to the next one.
+
+    It is that of all planes on whose sides the neuron is: planes that are left come in, and the one that is met falls
+    out if the neuron was on its positive side.
+    """
+    force = force_between(force, held.active & held.passes[:, None], kinks)
+    weight = jnp.where(held.falls, at(forces.jump, held.met), 0.0)
+    return force - weight[:, None] * at(forces.normal, held.met)
 
 
 def force_of(side: Int[Array, "m n"], forces: Forces) -> Float[Array, "m d"]:

@@ -16,7 +16,6 @@ The pattern is found by principal pivoting with the least-index rule of Murty: w
 first kink for which it does. Every exchange is one sweep of a small table, so that no matrix is factored.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -80,18 +79,13 @@ def decide(
 def hold(gram: Table, free: Marks, table: Table, pull: Slots) -> Slots:
     """Return mu = lam J for which the normal forces pull + gram mu vanish at the ``free`` kinks; 0 at the others.
 
-    ``table`` holds the inverse, which ``decide`` has found; one refinement mends what pivoting lost.
+    ``table`` holds minus the inverse, which ``decide`` has found. One refinement mends what pivoting lost, and with the
+    first guess as a constant it has the derivative of the solution, as the implicit function theorem says.
     """
-    # gram_FF on the free kinks and the identity on the others: regular, whichever kinks are free
-    matvec = lambda v: jnp.where(free, _times(gram, jnp.where(free, v, 0.0)), v)
-    invert = lambda v: jnp.where(free, -_times(table, jnp.where(free, v, 0.0)), v)
-
-    def solve(product: Callable[[jax.Array], jax.Array], right: jax.Array) -> jax.Array:
-        first = invert(right)
-        return first + invert(right - product(first))
-
-    right = jnp.where(free, -pull, 0.0)
-    return jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
+    table = jax.lax.stop_gradient(table)
+    invert = lambda v: jnp.where(free, _times(table, jnp.where(free, v, 0.0)), 0.0)
+    first = jax.lax.stop_gradient(invert(pull))
+    return first + invert(pull + _times(gram, first))
 
 
 def _times(matrix: Table, vector: Slots) -> Slots:
@@ -117,9 +111,8 @@ def _pivot(
         mixed = fixed + jnp.where(free, _times(table, jnp.where(free, outside, 0.0)), 0.0)
         return mixed, -sign[:, None] * (pull + _times(gram, mixed))
 
-    def failures(state: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def failures(state: jax.Array, mixed: jax.Array, speed: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return which conditions fail, and which of these are free kinks whose lam is above 1."""
-        mixed, speed = look(state, table)
         lam = mixed / jnp.where(jump == 0, 1.0, jump)
         free = state == SLIDES
         above = free & (lam > 1 + 8 * eps)
@@ -128,8 +121,11 @@ def _pivot(
         return wrong, above
 
     def exchange(carry: tuple) -> tuple:
-        turn, state, table, wrong, above = carry
-        first = wrong & (jnp.cumsum(wrong, axis=1) == 1)  # the first failure of each neuron, or none
+        """Look for failures, and change the first one of each neuron; where there are none all stays as it is."""
+        turn, state, table, _, _ = carry
+        mixed, speed = look(state, table)
+        wrong, above = failures(state, mixed, speed)
+        first = wrong & (jnp.cumsum(wrong, axis=1) == 1)
         column = jnp.sum(jnp.where(first[:, None, :], table, 0.0), axis=-1)
         pivot = jnp.sum(jnp.where(first, column, 0.0), axis=-1)
         whole = jnp.sum(jnp.where(first, square, 0.0), axis=-1)
@@ -152,14 +148,13 @@ def _pivot(
         flipped = jnp.where(state == INACTIVE, ACTIVE, INACTIVE)
         outcome = jnp.where(free, jnp.where(above, ACTIVE, INACTIVE), flipped)
         state = jnp.where(first, jnp.where(entering[:, None], SLIDES, outcome), state)
-        return turn + 1, state, table, *failures(state, table)
+        return turn + 1, state, table, wrong, speed
 
-    # all inactive, with no sweep done: the table is gram itself
+    # all inactive, with no sweep done: the table is gram itself; the last round finds that all is well
     start = jnp.full((rows, count), INACTIVE, jnp.int32)
-    first = (jnp.zeros((), jnp.int32), start, gram, *failures(start, gram))
+    first = (jnp.zeros((), jnp.int32), start, gram, valid, jnp.zeros_like(pull))
     going = lambda carry: jnp.any(carry[3]) & (carry[0] < 8 * count + 8)
-    _, state, table, wrong, _ = jax.lax.while_loop(going, exchange, first)
-    _, speed = look(state, table)
+    _, state, table, wrong, speed = jax.lax.while_loop(going, exchange, first)
     # what the kink itself changes, with the weights of those that are slid on following: its Schur complement
     own = sign[:, None] * jump * jnp.diagonal(table, axis1=-2, axis2=-1)
     # the normal speed on either side; both lead away from a concave kink where the future is open

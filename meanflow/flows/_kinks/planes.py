@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import cell, contacts, filippov
-from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, force_of
-from meanflow.flows._kinks.passage import Counts, Rates, no_events, tally
+from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, Held, Kinks, Tables
+from meanflow.flows._kinks.passage import Counts, Rates, Task, no_events, tally
 
 Vector = Float[Array, " m"]
 Normals = Float[Array, "n d"]
@@ -37,33 +37,68 @@ class Planes(NamedTuple):
     Attributes:
         plane: (n,) the entry of each sample: the first sample that is parallel to it.
         factor: (n,) what multiplies that sample to give this one; 0 for a zero sample.
-        live: (n,) which entries are planes.
     """
 
     plane: Int[Array, " n"]
     factor: Float[Array, " n"]
-    live: Bool[Array, " n"]
+
+    @property
+    def live(self) -> Bool[Array, " n"]:
+        """Which entries are planes (n,)."""
+        return (self.plane == jnp.arange(self.plane.shape[0])) & (self.factor != 0)
 
 
-class Walkers(NamedTuple):
-    """Neurons on their way through a sub-step.
+class Moving(NamedTuple):
+    """What has derivatives of neurons on their way through a sub-step.
 
     Attributes:
         a, b: outer (m,) and inner (m, d) weights.
-        force: (m, d) g, all contributions included.
-        z: (m, n) <x, b> for every plane.
-        contacts: on which side of each plane the neuron is, and on which planes it sits.
-        at_zero: (m,) whether it has just passed through b = 0.
+        force: (m, d) the force of all planes on whose sides the neuron is, those it sits on left out.
         left: (m,) the time it still has to move; negative if it ran out of slots.
     """
 
     a: Vector
     b: Float[Array, "m d"]
     force: Float[Array, "m d"]
+    left: Vector
+
+
+class Walkers(NamedTuple):
+    """Neurons on their way through a sub-step.
+
+    Attributes:
+        moving: see there.
+        z: (m, n) <x, b> for every plane, without derivatives.
+        contacts: on which side of each plane the neuron is, and on which planes it sits.
+        at_zero: (m,) whether it has just passed through b = 0.
+    """
+
+    moving: Moving
     z: Float[Array, "m n"]
     contacts: Contacts
     at_zero: Bool[Array, " m"]
-    left: Vector
+
+
+# how the motion between two events ends
+TIME, PLANE, ZERO, REST = 0, 1, 2, 3
+
+
+class Walk(NamedTuple):
+    """An event: what was decided, and the motion behind it.
+
+    Attributes:
+        moves: (m,) whether the neuron takes part.
+        held: what is constant on the way.
+        time: (m,) how long the motion takes.
+        kind: (m,) how it ends: with the ``TIME`` left, on a ``PLANE``, at b = 0 (``ZERO``) or a = 0 (``REST``).
+        stays: (m,) whether the neuron began at b = 0 and is to stay there, behind all planes.
+    """
+
+    moves: Bool[Array, " m"]
+    held: Held
+    time: Vector
+    kind: Int[Array, " m"]
+    stays: Bool[Array, " m"]
 
 
 def arrange(x: Float[Array, "n d"], block: int = 256) -> Planes:
@@ -86,12 +121,13 @@ def arrange(x: Float[Array, "n d"], block: int = 256) -> Planes:
     apart = safe_norm(unit - jnp.sign(along)[:, None] * unit[other])
     parallel = (other < index) & (apart <= 8 * eps) & (norm > 0)
     plane = jnp.where(parallel, other, index)
-    for _ in range(max(n - 1, 1).bit_length()):  # the chain of each sample leads to the first of its kind
-        plane = plane[plane]
+    # the chain of each sample leads to the first of its kind
+    follow = lambda _, plane: plane.at[plane].get(mode="promise_in_bounds")
+    plane = jax.lax.fori_loop(0, max(n - 1, 1).bit_length(), follow, plane)
     sign = jnp.sign(jnp.sum(unit * unit[plane], axis=-1))
     factor = jnp.where(norm > 0, sign * norm / jnp.where(norm > 0, norm[plane], 1.0), 0.0)
     factor = jnp.where((plane == index) & (norm > 0), 1.0, factor)
-    return Planes(plane, factor, (plane == index) & (norm > 0))
+    return Planes(plane, factor)
 
 
 def freeze(
@@ -100,7 +136,7 @@ def freeze(
     covector: Float[Array, " n"],
     slopes: Slopes,
     gram: Products | None = None,
-) -> Forces:
+) -> tuple[Forces, Tables]:
     """Put the residual ``covector`` (n,) on the planes.
 
     Args:
@@ -119,7 +155,8 @@ def freeze(
     negative = gather(weight * jnp.where(ahead, below, above))
     # relu, and no sample that points backward: behind all planes nothing is active
     dies = jnp.asarray(below == 0) & jnp.all(planes.factor >= 0)
-    return Forces(normal, planes.live, positive - negative, negative @ normal, dies, gram)
+    forces = Forces(normal, positive - negative, negative @ normal, positive @ normal)
+    return forces, Tables(planes.live, dies, gram)
 
 
 def predictions(
@@ -137,20 +174,23 @@ def predictions(
     return planes.factor * (above * with_up + below * with_down)
 
 
-def advance(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Counts]:
+def advance(task: Task) -> tuple[Walkers, Walk, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    on = (walkers.contacts.slots < forces.live.shape[0]) & (walkers.left > 0)[:, None]
-    decision, force, normal_force = jax.lax.cond(jnp.any(on), _decide, _go_on, walkers, rates, forces)
-    return _move(walkers._replace(force=force), decision, normal_force, rates, forces)
+    walkers, rates, forces, tables = task
+    slots = walkers.contacts.slots
+    on = (slots < tables.live.shape[0]) & (walkers.moving.left > 0)[:, None]
+    # few events begin on a plane; the others need no rule
+    return _move(task, *jax.lax.cond(jnp.any(on), _decide, _go_on, task))
 
 
-def glide(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Counts]:
+def glide(task: Task) -> tuple[Walkers, Walk, Counts]:
     """Move neurons that meet no plane to the end of their time, and leave all others where they are.
 
     A plane is met where the shift of b along g equals z / <x, g>. So the extremes of <x, g> / z over the planes, and
     those of the shift over the time, say whether there is an event, with one quotient for each plane and no root.
     """
-    a, b, force, z, (side, slots, _, _), _, left = walkers
+    walkers, rates, forces, _ = task
+    (a, b, force, left), z, (side, slots, came), _ = walkers
     # S, w^2 and <x, g> of the closed form in ``cell``
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
@@ -171,57 +211,58 @@ def glide(walkers: Walkers, rates: Rates, forces: Forces) -> tuple[Walkers, Coun
     meets = (highest * jnp.max(ratio, axis=1) >= 1) | (lowest * jnp.min(ratio, axis=1) >= 1)
     done = (left > 0) & ~meets & jnp.all(slots >= z.shape[1], axis=1)
     shift = jnp.where(done, shift, 0.0)[:, None]
-    moved = walkers._replace(
-        a=jnp.where(done, end, a),
-        b=b - shift * force,
-        z=jnp.where(side == 0, 0.0, z - shift * normal_force),
-        left=jnp.where(done, 0.0, left),
-    )
-    return moved, no_events()
+    moved = Moving(jnp.where(done, end, a), b - shift * force, force, jnp.where(done, 0.0, left))
+    never, nowhere = jnp.zeros(slots.shape, bool), jnp.zeros(a.shape, slots.dtype)
+    table = jnp.zeros((*slots.shape, slots.shape[1]), a.dtype)
+    held = Held(slots, never, never, table, done, nowhere, jnp.zeros(a.shape, bool))
+    found = Walk(done, held, time, nowhere, jnp.zeros(a.shape, bool))
+    z = jnp.where(side == 0, 0.0, z - shift * normal_force)
+    return walkers._replace(moving=moved, z=z), found, no_events()
 
 
-Decided = tuple[Decision, Float[Array, "m d"], Float[Array, "m n"]]
+# the decision, the table of ``Held``, the force g while the neuron moves, <x, g> for every plane, ``Walk.stays``
+Decided = tuple[Decision, Float[Array, "m k k"], Float[Array, "m d"], Float[Array, "m n"], Bool[Array, " m"]]
 
 
-def _go_on(walkers: Walkers, rates: Rates, forces: Forces) -> Decided:
+def _go_on(task: Task) -> Decided:
     """Return what ``_decide`` does for neurons that sit on no plane."""
-    side, slots, lam, came = walkers.contacts
-    never = jnp.zeros(slots.shape, bool)
-    return Decision(never, never, came, lam, never, side), walkers.force, walkers.force @ forces.normal.T
+    side, slots, came = task.neurons.contacts
+    never, force = jnp.zeros(slots.shape, bool), task.neurons.moving.force
+    table = jnp.zeros((*slots.shape, slots.shape[1]), force.dtype)
+    decision = Decision(never, never, came, never, side)
+    return decision, table, force, force @ task.shared.normal.T, jnp.zeros(force.shape[0], bool)
 
 
-def _decide(walkers: Walkers, rates: Rates, forces: Forces) -> Decided:
-    """Apply the Filippov rule; return the decision, the force g, and <x, g> for every plane."""
-    force, now = walkers.force, walkers.contacts
-    kinks = contacts.touch(now, forces, walkers.left > 0)
+def _decide(task: Task) -> Decided:
+    """Apply the Filippov rule."""
+    walkers, rates, forces, tables = task
+    (a, b, without, left), _, now, at_zero = walkers
+    valid = (now.slots < tables.live.shape[0]) & (left > 0)[:, None]
+    kinks = contacts.touch(now.slots, forces, valid, tables.gram)
     # the sign that a is about to have, if it is 0 now; b is tangent to the planes, so they do not matter for it
-    work = jnp.sum(walkers.b * force, axis=-1)
-    sign = jnp.sign(jnp.where(walkers.a == 0, -rates.outer * work, walkers.a))
-    # g_0: the force with all planes that the neuron sits on inactive
-    without = force - contacts.along(kinks, now.lam)
+    sign = jnp.sign(jnp.where(a == 0, -rates.outer * jnp.sum(b * without, axis=-1), a))
     choice = filippov.decide(
         kinks.gram, kinks.jump, contacts.pull(kinks, without), safe_norm(without), kinks.valid, sign
     )
     decision = contacts.take_sides(now, kinks, choice)
-    on = jnp.any(kinks.valid, axis=1)[:, None]
-    force = jnp.where(on, without + contacts.along(kinks, choice.lam), force)
+    force = without + contacts.along(kinks, choice.lam)
     normal_force = force @ forces.normal.T
 
     # beyond b = 0: z' = -a <x, g> must lead outward from every plane on the new ray, else the neuron rests at b = 0,
     # behind all planes, where it feels the base force alone
-    live = forces.live[None, :]
+    live = tables.live[None, :]
     speeds = jnp.where(live, decision.side * normal_force * -sign[:, None], 0.0)
-    backward = (walkers.at_zero & (jnp.min(speeds, axis=1) < 0))[:, None]
+    stays = at_zero & (jnp.min(speeds, axis=1) < 0)
+    backward = stays[:, None]
     decision = decision._replace(
         side=jnp.where(backward, jnp.where(live, -1, 0), decision.side).astype(now.side.dtype),
         slides=decision.slides & ~backward,
         leaves=decision.leaves | (decision.slides & backward),
         target=jnp.where(backward, -1, decision.target).astype(now.side.dtype),
-        lam=jnp.where(backward, 0.0, decision.lam),
     )
     force = jnp.where(backward, forces.base[None, :], force)
     normal_force = jnp.where(backward, (forces.normal @ forces.base)[None, :], normal_force)
-    return decision, force, _consistent(normal_force, now, decision, sign)
+    return decision, choice.table, force, _consistent(normal_force, now, decision, sign), stays
 
 
 def _consistent(
@@ -241,14 +282,20 @@ def _consistent(
 
 
 def _move(
-    walkers: Walkers, decision: Decision, normal_force: Float[Array, "m n"], rates: Rates, forces: Forces
-) -> tuple[Walkers, Counts]:
+    task: Task,
+    decision: Decision,
+    table: Float[Array, "m k k"],
+    force: Float[Array, "m d"],
+    normal_force: Float[Array, "m n"],
+    stays: Bool[Array, " m"],
+) -> tuple[Walkers, Walk, Counts]:
     """Move every neuron to its next event or to the end of its time, and count the events of the last decision.
 
     Neurons without time left keep their state: they move for no time.
     """
-    a, b, force, z, before, _, left = walkers
-    n, dim = forces.normal.shape
+    walkers, rates, forces, tables = task
+    (a, b, without, left), z, before, _ = walkers
+    dim = b.shape[1]
     side = decision.side
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
@@ -258,76 +305,114 @@ def _move(
     # on d - 1 planes a neuron has one direction left: it meets b = 0, where all other planes are met too
     on_line = (planes == dim - 1) & (dim > 1)
 
-    # the next plane: found without derivatives, then its time once more with them
+    # the quadratics of ``cell``: for Z = height and H = toward, one for each plane (m, n),
     sign = side.astype(z.dtype)
     height = jnp.maximum(sign * z, 0.0)
-
-    # the quadratic of ``cell`` for Z = height and H = toward, for all planes (m, n) or for one of each neuron (m,)
-    def coefficients(toward: jax.Array, height: jax.Array, wide: bool) -> tuple[jax.Array, ...]:
-        row = (lambda u: u[:, None]) if wide else (lambda u: u)
-        second = row(both * work / 2) * toward - height * row(g2 / 4)
-        return second, -row(rates.inner * a) * toward, height, row(g2)
-
-    hits = cell.first_root(*jax.lax.stop_gradient(coefficients(sign * normal_force, height, True)))
+    toward = sign * normal_force
+    second = (both * work / 2)[:, None] * toward - height * (g2 / 4)[:, None]
+    hits = cell.first_root(second, -(rates.inner * a)[:, None] * toward, height, g2[:, None])
     hits = jnp.where((side != 0) & ~on_line[:, None], hits, jnp.inf)
-    ahead = _argmin(hits)
-    pick = lambda u: jnp.take_along_axis(u, ahead[:, None], axis=1)[:, 0]
-    meets = jnp.isfinite(pick(hits))
-    second, slope, constant, _ = coefficients(pick(sign) * pick(normal_force), pick(height), False)
-    second, slope, constant = (jnp.where(meets, u, 0.0) for u in (second, slope, constant))
-    to_plane = cell.first_root(second, slope, constant, g2)
-    to_plane = jnp.where(meets, to_plane, jnp.inf)
-
-    # a = 0 while sliding changes the nature of the kinks; b = 0 is met on a line
-    own = jnp.sign(a)
-    to_rest = cell.first_root(own * a * g2 / 4, -own * rates.outer * work, own * a, g2)
-    to_rest = jnp.where(slides, to_rest, jnp.inf)
-    reach = safe_norm(b)
+    ahead, to_plane = _argmin(hits)
+    # for |b| on a line, where b = 0 is met, and for |a| while sliding, as a = 0 changes the nature of the kinks (2, m)
+    reach, size, own = safe_norm(b), jnp.abs(a), jnp.sign(a)
     along = safe_divide(work, reach)
-    to_zero = cell.first_root(*coefficients(along, reach, False))
-    to_zero = jnp.where(on_line, to_zero, jnp.inf)
-    # all three are values of the monotone clock T of ``cell``: the least is the next event, and one time is enough
-    first = jnp.minimum(to_plane, jnp.minimum(to_rest, to_zero))
+    ends = cell.first_root(
+        jnp.stack([both * work / 2 * along - reach * (g2 / 4), size * g2 / 4]),
+        jnp.stack([-rates.inner * a * along, -own * rates.outer * work]),
+        jnp.stack([reach, size]),
+        g2[None, :],
+    )
+    ends = jnp.where(jnp.stack([on_line, slides]), ends, jnp.inf)
+    # all three are values of the monotone clock T of ``cell``: the least is the next event, and one time is enough;
+    # where two coincide, the plane comes before b = 0, and that before a = 0
+    which, first = _argmin(jnp.concatenate([to_plane[None, :], ends]).T)
     time = cell.clock_time(first, g2)
     exits = time < left
     step = jnp.where(exits, time, jnp.maximum(left, 0.0))
+    kind = jnp.where(exits, which + 1, TIME)
+    through = kind == ZERO
 
     a, shift = cell.travel(a, work, g2, rates.inner, rates.outer, step)
     b = b - shift[:, None] * force
-    z = jnp.where(side == 0, 0.0, z - shift[:, None] * normal_force)
-    # which event it is: where two coincide, the plane comes before b = 0, and that before a = 0
-    arrives = exits & (to_plane <= first)
-    through = exits & ~arrives & (to_zero <= first)
-    halts = exits & ~arrives & ~through
-
-    after, still, counts = contacts.settle(
-        before, decision, ahead, arrives, left, step, rates.is_real, forces
+    z = z - shift[:, None] * normal_force
+    after, held, still, counts = contacts.settle(
+        before, decision, table, ahead, kind == PLANE, (left, step), rates.is_real, tables.dies
     )
     # through b = 0 a line goes on along its opposite ray: every side changes
-    z = jnp.where((after.side == 0) | through[:, None], 0.0, z)
     after = after._replace(side=jnp.where(through[:, None], -after.side, after.side))
-
-    # beyond b = 0 all sides have changed, and with them the force; few neurons get there, so that most events skip it
-    def refresh(force: jax.Array) -> jax.Array:
-        weight = after.lam * contacts.at(forces.jump, after.slots)
-        turned = jnp.sum(weight[:, :, None] * contacts.at(forces.normal, after.slots), axis=1)
-        return jnp.where(through[:, None], force_of(after.side, forces) + turned, force)
-
-    moved = Walkers(
-        jnp.where(halts, 0.0, a),
+    found = Walk(left > 0, held, step, kind, stays)
+    kinks = _kinks(before.slots, forces)
+    moved = Moving(
+        jnp.where(kind == REST, 0.0, a),
         jnp.where(through[:, None], 0.0, b),
-        jax.lax.cond(jnp.any(through), refresh, lambda u: u, force),
-        z,
-        after,
-        through,
+        jnp.where(found.moves[:, None], _force_behind(without, found, kinks, forces), without),
         still,
     )
-    return moved, counts + tally((left > 0) & rates.is_real, nonunique=through)
+    z = jnp.where((after.side == 0) | through[:, None], 0.0, z)
+    counts = counts + tally(found.moves & rates.is_real, nonunique=through)
+    return Walkers(moved, z, after, through), found, counts
 
 
-def _argmin(table: Float[Array, "m n"]) -> Int[Array, " m"]:
-    """Return the first column with the least entry of each row; two plain reductions are faster than jnp.argmin."""
+def _kinks(slots: Int[Array, "m k"], forces: Forces) -> Kinks:
+    """Look up the planes in ``slots``."""
+    return contacts.touch(slots, forces, slots < forces.normal.shape[0])
+
+
+def _force_behind(
+    force: Float[Array, "m d"], walk: Walk, kinks: Kinks, forces: Forces
+) -> Float[Array, "m d"]:
+    """Return ``Moving.force`` behind an event, from that before it."""
+    force = contacts.force_behind(force, walk.held, kinks, forces)
+    # beyond b = 0 a neuron is on the other side of all planes but those it slides on: of the sum of both forces each
+    # plane makes up base + ahead
+    slid = contacts.along(kinks, walk.held.free.astype(force.dtype))
+    mirrored = (forces.base + forces.ahead)[None, :] - force - slid
+    force = jnp.where((walk.kind == ZERO)[:, None], mirrored, force)
+    return jnp.where(walk.stays[:, None], forces.base[None, :], force)
+
+
+def carry(before: Moving, walk: Walk, rates: Rates, forces: Forces) -> Moving:
+    """Return the neurons behind an event that is known, as a smooth function of those before it.
+
+    The motion lasts a time that is held constant. Where it ends in an event, the root of some z(t), it is continued for
+    the zero time -z/z' with z' held constant: one step of Newton's method, whose derivative is that of the root.
+    Otherwise it ends with the time left, and is continued for the zero time by which that differs from its own value.
+    """
+    constant = jax.lax.stop_gradient
+    a, b, force, left = before
+    held, kind = walk.held, walk.kind
+    # 1. The force on the way: planes that are slid on come in with the weights that make their normal forces vanish.
+    kinks = _kinks(held.slots, forces)
+    driving = contacts.force_between(force, held.active, kinks)
+    mixed = filippov.hold(kinks.gram, held.free, held.table, contacts.pull(kinks, driving))
+    driving = driving + jnp.sum(mixed[:, :, None] * kinks.normal, axis=1)
+    driving = jnp.where(walk.stays[:, None], forces.base[None, :], driving)
+    # 2. The motion for the time that it took.
+    work = jnp.sum(b * driving, axis=-1)
+    g2 = rates.inner * rates.outer * jnp.sum(driving * driving, axis=-1)
+    a1, shift = cell.travel(a, work, g2, rates.inner, rates.outer, walk.time)
+    b1 = b - shift[:, None] * driving
+    # 3. z and z' at its end: the height over a plane, or along b where b = 0 is met, or a.
+    speed_a = constant(-rates.outer * jnp.sum(b1 * driving, axis=-1))
+    speed_b = constant(-(rates.inner * a1)[:, None] * driving)
+    toward = jnp.where((kind == PLANE)[:, None], contacts.at(forces.normal, held.met), constant(b))
+    rests = kind == REST
+    root = jnp.where(rests, a1, jnp.sum(b1 * toward, axis=-1))
+    speed = jnp.where(rests, speed_a, constant(jnp.sum(speed_b * toward, axis=-1)))
+    later = jnp.where(kind == TIME, left, -safe_divide(root, speed))
+    later = later - constant(later)  # zero but for its derivative
+    a1, b1 = a1 + later * speed_a, b1 + later[:, None] * speed_b
+    return Moving(
+        jnp.where(rests, 0.0, a1),
+        jnp.where((kind == ZERO)[:, None], 0.0, b1),
+        _force_behind(force, walk, kinks, forces),
+        jnp.where(kind == TIME, 0.0, left - walk.time - later),
+    )
+
+
+def _argmin(table: Float[Array, "m n"]) -> tuple[Int[Array, " m"], Vector]:
+    """Return the first column with the least entry of each row, and that entry; two plain reductions beat argmin."""
     n = table.shape[1]
-    least = jnp.min(table, axis=1, keepdims=True)
-    first = jnp.min(jnp.where(table == least, jnp.arange(n, dtype=jnp.int32)[None, :], n), axis=1)
-    return jnp.minimum(first, n - 1)  # no entry equals a least one that is not a number
+    least = jnp.min(table, axis=1)
+    first = jnp.min(jnp.where(table == least[:, None], jnp.arange(n, dtype=jnp.int32)[None, :], n), axis=1)
+    return jnp.minimum(first, n - 1), least  # no entry equals a least one that is not a number

@@ -20,13 +20,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import contacts, filippov
-from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, Kinks, force_of
-from meanflow.flows._kinks.passage import Counts
+from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, Held, Kinks
+from meanflow.flows._kinks.passage import Counts, Task
+from meanflow.flows._kinks.planes import Moving
 
-ROOTS = 10  # steps of the search for the time of an event, by regula falsi with the Illinois rule
+ROOTS = 6  # steps of the search for the time of an event, by Newton's method in a bracket
 POLISH = 6  # steps of Newton's method for the times at which an interpolating cubic meets the planes
-# the method of order 4: how far along the last rate each stage looks, and its weight, in steps
-STAGES = ((0.0, 1 / 6), (0.5, 1 / 3), (0.5, 1 / 3), (1.0, 1 / 6))
+# the method of order 4: how far along the last rate each stage looks, and its weight, in steps; the last row is the end
+STAGES = ((0.0, 1 / 6), (0.5, 1 / 3), (0.5, 1 / 3), (1.0, 1 / 6), (0.0, 0.0))
 
 Vector = Float[Array, " m"]
 Heights = Float[Array, "m n"]
@@ -43,31 +44,95 @@ class Turners(NamedTuple):
     """Neurons on their way through a sub-step.
 
     Attributes:
-        a, b: outer (m,) and raw inner (m, d) weights.
-        z: (m, n) <x, b> for every plane.
+        moving: weights, force and time left; b is raw.
+        z: (m, n) <x, b> for every plane, without derivatives.
         contacts: on which side of each plane the neuron is, and on which planes it sits.
         freed: (m, k) the side to which it has just been set free, 1 or -1, as lam has come to a bound; 0 elsewhere.
-        left: (m,) the time it still has to move; negative if it ran out of slots.
     """
 
-    a: Vector
-    b: Float[Array, "m d"]
+    moving: Moving
     z: Float[Array, "m n"]
     contacts: Contacts
     freed: Int[Array, "m k"]
-    left: Vector
 
 
-class _Held(NamedTuple):
-    """What is constant between two events: the force of all sides, and the planes that are slid on."""
+# how the motion between two events ends
+TIME, PLANE, BOUND, REST = 0, 1, 2, 3
+
+
+class Gauge(NamedTuple):
+    """What falls through 0 at the event that ends a motion, for each neuron one of several quantities.
+
+    Attributes:
+        kind: (m,) the ``TIME`` is over and there is none; the height over a ``PLANE``; the distance of a lam from its
+            ``BOUND``; or |a|, which comes to ``REST``.
+        side: (m,) the side from which the plane is met, 1 or -1.
+        bound: (m,) the slot j of k whose lam comes to 0, or k + j where it comes to 1.
+        sign: (m,) the sign of a.
+    """
+
+    kind: Int[Array, " m"]
+    side: Vector
+    bound: Int[Array, " m"]
+    sign: Vector
+
+    def __call__(self, a: Vector, b: Float[Array, "m d"], lam: Float[Array, "m k"], met: jax.Array) -> Vector:
+        """Return it for the normals ``met`` (m, d) of the planes ahead."""
+        k = lam.shape[1]
+        weight = jnp.sum(jnp.where(self.slot(k), lam, 0.0), axis=1)
+        weight = jnp.where(self.bound < k, weight, 1 - weight)
+        height = self.side * jnp.sum(met * b, axis=1)
+        return jnp.where(self.kind == PLANE, height, jnp.where(self.kind == BOUND, weight, self.sign * a))
+
+    def slot(self, k: int) -> Bool[Array, "m k"]:
+        """Return which slot ``bound`` is about."""
+        return jnp.arange(k)[None, :] == (self.bound % k)[:, None]
+
+
+class Turn(NamedTuple):
+    """An event: what was decided, and the motion behind it.
+
+    Attributes:
+        moves: (m,) whether the neuron takes part.
+        held: what is constant on the way.
+        time: (m,) how long the motion takes.
+        gauge: how it ends.
+        slope: (m,) the rate of the gauge at the end.
+        speed_a, speed_b: (m,) and (m, d) rates of the weights at the end, as functions of the length of the step.
+    """
+
+    moves: Bool[Array, " m"]
+    held: Held
+    time: Vector
+    gauge: Gauge
+    slope: Vector
+    speed_a: Vector
+    speed_b: Float[Array, "m d"]
+
+
+class _Drive(NamedTuple):
+    """What drives a neuron between two events.
+
+    Attributes:
+        force: (m, d) the force of all planes but those that are slid on.
+        kinks: the planes in the slots.
+        free, table: as in ``Held``.
+        covariance: (d, d).
+    """
 
     force: Float[Array, "m d"]
     kinks: Kinks
     free: Bool[Array, "m k"]
     table: Float[Array, "m k k"]
+    covariance: Float[Array, "d d"]
 
 
-Rate = tuple[Vector, Float[Array, "m d"], Float[Array, "m k"]]
+class _Rate(NamedTuple):
+    """The rates a' (m,) and b' (m, d), and the weights lam (m, k) of the planes that are slid on."""
+
+    a: Vector
+    b: Float[Array, "m d"]
+    lam: Float[Array, "m k"]
 
 
 def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], covariance: jax.Array) -> tuple[jax.Array, ...]:
@@ -79,47 +144,54 @@ def _turn(b: Float[Array, "m d"], force: Float[Array, "m d"], covariance: jax.Ar
     return scale, work, force - (work / scale)[:, None] * image
 
 
-def _rate(a: Vector, b: Float[Array, "m d"], held: _Held, covariance: jax.Array) -> Rate:
-    """Return a', b' and lam."""
-    scale, work, turn = _turn(b, held.force, covariance)
+def _rate(a: Vector, b: Float[Array, "m d"], drive: _Drive) -> _Rate:
+    """Return a' = -F, b' = -(a/s) xi, and lam."""
+    scale, work, turn = _turn(b, drive.force, drive.covariance)
     # lam solves <x_k, xi> = 0 on the planes that are slid on, so that b' has no part along their normals
-    pull = contacts.pull(held.kinks, turn)
-    mixed = filippov.hold(held.kinks.gram, held.free, held.table, pull)
-    lam = mixed / jnp.where(held.free, held.kinks.jump, 1.0)
-    turn = turn + contacts.along(held.kinks, lam)
-    return -work, -(a / scale)[:, None] * turn, lam
+    pull = contacts.pull(drive.kinks, turn)
+    mixed = filippov.hold(drive.kinks.gram, drive.free, drive.table, pull)
+    turn = turn + jnp.sum(mixed[:, :, None] * drive.kinks.normal, axis=1)
+    return _Rate(-work, -(a / scale)[:, None] * turn, mixed / jnp.where(drive.free, drive.kinks.jump, 1.0))
 
 
-def _step(
-    a: Vector, b: Float[Array, "m d"], time: Vector, held: _Held, covariance: jax.Array
-) -> tuple[Vector, Float[Array, "m d"]]:
-    """Take one Runge-Kutta step of order 4, scaled back to |b|.
+def _follow(
+    a: Vector, b: Float[Array, "m d"], time: Vector, drive: _Drive
+) -> tuple[Vector, Float[Array, "m d"], _Rate]:
+    """Take one Runge-Kutta step of order 4, scaled back to |b|; return a and b there, and the rates of all stages.
 
-    The stages are a loop: a rate is what takes long to compile, and it stands in the program once and not four times.
+    The first rates are those at the start and the last ones those at the end. The stages are a loop: a rate is what
+    takes long to compile, and it stands in the program once and not five times.
     """
+    length = safe_norm(b)
 
-    def stage(carry: tuple, row: jax.Array) -> tuple[tuple, None]:
-        (end, turned), (rate_a, rate_b) = carry
+    def stage(carry: tuple, row: jax.Array) -> tuple[tuple, _Rate]:
+        (end, turned), last = carry
         reach, weight = row[0] * time, row[1] * time
-        now = _rate(a + reach * rate_a, b + reach[:, None] * rate_b, held, covariance)[:2]
-        return ((end + weight * now[0], turned + weight[:, None] * now[1]), now), None
+        # the exact motion keeps |b|, the method only to its order: without scaling |b| would drift over many steps
+        back = safe_divide(length, safe_norm(turned))[:, None] * turned
+        over = row[1] == 0
+        now = _rate(
+            jnp.where(over, end, a + reach * last.a),
+            jnp.where(over, back, b + reach[:, None] * last.b),
+            drive,
+        )
+        return ((end + weight * now.a, turned + weight[:, None] * now.b), now), now
 
-    # the exact motion keeps |b|, the method only to its order: without the scaling |b| would drift over many steps
-    still = (jnp.zeros_like(a), jnp.zeros_like(b))
-    ((end, turned), _), _ = jax.lax.scan(stage, ((a, b), still), jnp.asarray(STAGES, a.dtype))
-    return end, turned * safe_divide(safe_norm(b), safe_norm(turned))[:, None]
+    still = _Rate(jnp.zeros_like(a), jnp.zeros_like(b), jnp.zeros_like(drive.kinks.jump))
+    ((end, turned), _), rates = jax.lax.scan(stage, ((a, b), still), jnp.asarray(STAGES, a.dtype))
+    return end, turned * safe_divide(length, safe_norm(turned))[:, None], rates
 
 
-def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple[Turners, Counts]:
+def advance(task: Task) -> tuple[Turners, Turn, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    forces, covariance = field
-    now, freed = turners.contacts, turners.freed
-    kinks = contacts.touch(now, forces, turners.left > 0)
+    turners, _, field, tables = task
+    (a, b, force, left), _, now, freed = turners
+    valid = (now.slots < tables.live.shape[0]) & (left > 0)[:, None]
+    kinks = contacts.touch(now.slots, field.forces, valid, tables.gram)
     # the rule works with xi instead of g: along it the neuron turns, and b is tangent to the planes it sits on
-    force = force_of(now.side, forces)
-    _, work, turn = _turn(turners.b, force, covariance)
+    _, work, turn = _turn(b, force, field.covariance)
     # a = 0: the sign it is about to have, as a' = -F
-    sign = jnp.sign(jnp.where(turners.a == 0, -work, turners.a))
+    sign = jnp.sign(jnp.where(a == 0, -work, a))
     # a plane whose lam has just come to a bound is left to that side; the rule is not asked again, since rounding
     # decides on which side of the bound it would find lam
     asked = kinks.valid & (freed == 0)
@@ -129,103 +201,119 @@ def advance(turners: Turners, is_real: Bool[Array, " m"], field: Field) -> tuple
     state = jnp.where(freed == 0, choice.state, jnp.where(freed > 0, filippov.ACTIVE, filippov.INACTIVE))
     decision = contacts.take_sides(now, kinks, choice._replace(state=state))
     # g holds from now on: the planes left to their positive side add J x, those slid on come in through lam
-    active = (decision.leaves & (decision.target > 0)).astype(force.dtype)
-    held = _Held(force + contacts.along(kinks, active), kinks, decision.slides, choice.table)
-    return _move(turners, decision, held, field, is_real)
+    active = decision.leaves & (decision.target > 0)
+    force = contacts.force_between(force, active, kinks)
+    drive = _Drive(force, kinks, decision.slides, choice.table, field.covariance)
+    return _move(task, decision, drive)
 
 
-def _move(
-    turners: Turners, decision: Decision, held: _Held, field: Field, is_real: Bool[Array, " m"]
-) -> tuple[Turners, Counts]:
+def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn, Counts]:
     """Move every neuron to its next event or to the end of its time; those without time left stay."""
-    forces, covariance = field
-    a, b, z, before, _, left = turners
+    turners, rates, (forces, _), tables = task
+    (a, b, _, left), _, before, _ = turners
     side = decision.side
-    m, n = z.shape
-    k = before.slots.shape[1]
-    time = jnp.maximum(left, 0.0)
-    path = lambda when: _step(a, b, when, held, covariance)
+    n, k = side.shape[1], before.slots.shape[1]
+    moving, time = left > 0, jnp.maximum(left, 0.0)
 
     # a trial step over all the time left shows which events lie on the way
-    # (times are found without derivatives; one Newton step at the end has them all)
-    begin = jax.lax.stop_gradient(_rate(a, b, held, covariance))
-    end_a, end_b = jax.lax.stop_gradient(path(time))
-    finish = jax.lax.stop_gradient(_rate(end_a, end_b, held, covariance))
-    sides = side.astype(z.dtype)
+    end_a, end_b, stages = _follow(a, b, time, drive)
+    begin, finish = (jax.tree.map(lambda u, row=row: u[row], stages) for row in (0, -1))
+    sides = side.astype(a.dtype)
     # heights side * <x, b> (m, n) at both ends, and slopes over the whole step: the data of a cubic for each plane
-    z0 = sides * jax.lax.stop_gradient(z)
+    z0 = sides * turners.z
     z1 = sides * (end_b @ forces.normal.T)
-    v0, v1 = (sides * (rate[1] @ forces.normal.T) * time[:, None] for rate in (begin, finish))
+    v0, v1 = (sides * (rate.b @ forces.normal.T) * time[:, None] for rate in (begin, finish))
     # a plane just left is not met again at once, nor for what rounding makes of a path along it
-    rows, left_planes = jnp.arange(m)[:, None], jnp.where(decision.leaves, before.slots, n)
-    v0 = v0.at[rows, left_planes].max(0.0, mode="drop")
-    size = jnp.sqrt(jnp.sum(forces.normal**2, axis=1))[None, :] * safe_norm(b)[:, None]
-    slack = 64 * jnp.finfo(z.dtype).eps * jax.lax.stop_gradient(size)
-    allowed = jnp.zeros_like(z).at[rows, left_planes].set(1.0, mode="drop") * slack
-    when = _first_meeting(z0, z1, v0, v1, allowed)
+    rows = jnp.arange(a.shape[0])[:, None]
+    recent = jnp.zeros(side.shape, bool)
+    recent = recent.at[rows, jnp.where(decision.leaves, before.slots, n)].set(True, mode="drop")
+    v0 = jnp.where(recent, jnp.maximum(v0, 0.0), v0)
+    size = safe_norm(forces.normal)[None, :] * safe_norm(b)[:, None]
+    when = _first_meeting(z0, z1, v0, v1, jnp.where(recent, 64 * jnp.finfo(a.dtype).eps * size, 0.0))
     when = jnp.where(side != 0, when, jnp.inf)
-    ahead = jnp.argmin(when, axis=1)
-    to_plane = jnp.min(when, axis=1)
+    ahead, to_plane = jnp.argmin(when, axis=1), jnp.min(when, axis=1)
     # when lam meets 0 or 1 (m, 2k), and when a meets 0 on a plane, where convex kinks turn concave: first guesses by
     # the chord from u > 0 to v < 0, in parts of the step
-    linear = lambda u, v: jnp.where(
-        v < 0, jnp.maximum(u, 0.0) / jnp.where(v < 0, jnp.maximum(u, 0.0) - v, 1.0), jnp.inf
+    own, slides = jnp.sign(a), jnp.any(drive.free, axis=1)
+    free = jnp.concatenate([drive.free, drive.free, slides[:, None]], axis=1)
+    start, stop = (
+        jnp.concatenate([rate.lam, 1 - rate.lam, (own * u)[:, None]], axis=1)
+        for rate, u in ((begin, a), (finish, end_a))
     )
-    low = jnp.where(held.free, linear(begin[2], finish[2]), jnp.inf)
-    high = jnp.where(held.free, linear(1 - begin[2], 1 - finish[2]), jnp.inf)
-    bounds = jnp.concatenate([low, high], axis=1)
-    bound = jnp.argmin(bounds, axis=1)
-    to_bound = jnp.min(bounds, axis=1)
-    sign = jnp.sign(a)
-    to_rest = jnp.where(jnp.any(held.free, axis=1), linear(sign * a, sign * end_a), jnp.inf)
+    start, falls = jnp.maximum(start, 0.0), free & (stop < 0)
+    chords = jnp.where(falls, start / jnp.where(falls, start - stop, 1.0), jnp.inf)
+    bound, to_bound, to_rest = (
+        jnp.argmin(chords[:, :-1], axis=1),
+        jnp.min(chords[:, :-1], axis=1),
+        chords[:, -1],
+    )
     # one event each: the first of the three kinds, arrivals before bounds before halts where they coincide
     first = jnp.minimum(to_plane, jnp.minimum(to_bound, to_rest))
-    exits = jnp.isfinite(first) & (left > 0)
-    arrives = exits & (to_plane <= first)
-    frees = exits & ~arrives & (to_bound <= first)
-    halts = exits & ~arrives & ~frees
+    exits = jnp.isfinite(first) & moving
+    kind = jnp.where(to_plane <= first, PLANE, jnp.where(to_bound <= first, BOUND, REST))
+    kind = jnp.where(exits, kind, TIME).astype(jnp.int32)
+    facing = jnp.take_along_axis(sides, ahead[:, None], axis=1)[:, 0]
+    gauge = Gauge(kind, facing, bound.astype(jnp.int32), own)
+    met = jnp.take(forces.normal, ahead, axis=0)
 
-    # the gauge of each neuron's own event: the height over the plane ahead, lam or 1 - lam, or |a|
-    met = jnp.take(forces.normal, ahead, axis=0) * jnp.take_along_axis(sides, ahead[:, None], axis=1)
-    which = jnp.arange(k)[None, :] == (bound % k)[:, None]
+    def look(when: Vector) -> tuple[Vector, Vector, Float[Array, "m d"]]:
+        """Return the gauge, a and b at a time on the way."""
+        there_a, there_b, stages = _follow(a, b, when, drive)
+        return gauge(there_a, there_b, stages.lam[-1], met), there_a, there_b
 
-    def gauge(now_a: Vector, now_b: Float[Array, "m d"], lam: Float[Array, "m k"]) -> Vector:
-        """Return what is positive before the event and negative behind it."""
-        weight = jnp.sum(jnp.where(which, lam, 0.0), axis=1)
-        weight = jnp.where(bound < k, weight, 1 - weight)
-        return jnp.where(arrives, jnp.sum(met * now_b, axis=1), jnp.where(frees, weight, sign * now_a))
-
-    def margin(when: Vector) -> Vector:
-        """Return the gauge at a time on the way."""
-        now = path(when)
-        return gauge(*now, _rate(*now, held, covariance)[2])
-
-    ends = gauge(a, b, begin[2]), gauge(end_a, end_b, finish[2])
-    found = jax.lax.stop_gradient(_root(margin, time, *ends, jnp.where(exits, first, 1.0)))
-    # One more step of Newton's method, with derivatives: the time of the event as a function of everything else. With
-    # the slope as a constant the step has the derivative of the root, as the implicit function theorem says.
-    gap, slope = jax.jvp(margin, (found,), (jnp.ones_like(found),))
-    slope = jax.lax.stop_gradient(slope)
-    refined = found - jnp.where(exits & (slope < 0), gap, 0.0) / jnp.where(slope < 0, slope, -1.0)
-    step = jnp.where(exits, jnp.clip(refined, 0.0, time), time)
-    new_a, new_b = path(step)
+    found, (gap, new_a, new_b), (slope, speed_a, speed_b) = _root(look, exits, time, first)
+    # One more step of Newton's method, along the rates that are known
+    known = exits & (slope < 0)
+    step = jnp.where(
+        exits, jnp.clip(found - jnp.where(known, gap / jnp.where(known, slope, 1.0), 0.0), 0.0, time), time
+    )
+    more = step - found
+    new_a, new_b = new_a + more * speed_a, new_b + more[:, None] * speed_b
+    new_b = new_b * safe_divide(safe_norm(b), safe_norm(new_b))[:, None]
+    arrives, frees = kind == PLANE, kind == BOUND
+    after, held, still, counts = contacts.settle(
+        before, decision, drive.table, ahead, arrives, (left, step), rates.is_real, tables.dies
+    )
     # heights anew from b, but never on the wrong side: sides are remembered, not read off
-    z = jnp.where(side == 0, 0.0, new_b @ forces.normal.T)
-    z = sides * jnp.maximum(sides * z, 0.0)
-
-    moving = left > 0
-    after, still, counts = contacts.settle(before, decision, ahead, arrives, left, step, is_real, forces)
+    z = sides * jnp.maximum(sides * (new_b @ forces.normal.T), 0.0)
     # the first k bounds are lam = 0, which sets free to the negative side
     outcome = jnp.where(bound < k, -1, 1)[:, None]
-    moved = Turners(
-        jnp.where(halts, 0.0, jnp.where(moving, new_a, a)),
+    moved = Moving(
+        jnp.where(kind == REST, 0.0, jnp.where(moving, new_a, a)),
         jnp.where(moving[:, None], new_b, b),
-        jnp.where(moving[:, None], jnp.where(after.side == 0, 0.0, z), turners.z),
-        after,
-        jnp.where(frees[:, None] & which, outcome, 0).astype(side.dtype),
+        jnp.where(
+            moving[:, None],
+            contacts.force_behind(turners.moving.force, held, drive.kinks, forces),
+            turners.moving.force,
+        ),
         still,
     )
-    return moved, counts
+    freed = jnp.where(frees[:, None] & gauge.slot(k), outcome, 0).astype(side.dtype)
+    z = jnp.where(moving[:, None], jnp.where(after.side == 0, 0.0, z), turners.z)
+    return Turners(moved, z, after, freed), Turn(moving, held, step, gauge, slope, speed_a, speed_b), counts
+
+
+def carry(before: Moving, turn: Turn, rates: object, field: Field) -> Moving:
+    """Return the neurons behind an event that is known, as a smooth function of those before it.
+
+    The motion lasts a time that is held constant, and is continued for a time that is zero but has the derivative of
+    the time of the event: see ``planes.carry``.
+    """
+    a, b, force, left = before
+    held, kind = turn.held, turn.gauge.kind
+    forces, covariance = field
+    kinks = contacts.touch(held.slots, forces, held.slots < forces.normal.shape[0])
+    driving = contacts.force_between(force, held.active, kinks)
+    end_a, end_b, stages = _follow(a, b, turn.time, _Drive(driving, kinks, held.free, held.table, covariance))
+    gap = turn.gauge(end_a, end_b, stages.lam[-1], contacts.at(forces.normal, held.met))
+    later = jnp.where(kind == TIME, left, -safe_divide(gap, turn.slope))
+    later = later - jax.lax.stop_gradient(later)
+    return Moving(
+        jnp.where(kind == REST, 0.0, end_a + later * turn.speed_a),
+        end_b + later[:, None] * turn.speed_b,
+        contacts.force_behind(force, held, kinks, forces),
+        jnp.where(kind == TIME, 0.0, left - turn.time - later),
+    )
 
 
 def _first_meeting(z0: Heights, z1: Heights, v0: Heights, v1: Heights, slack: Heights) -> Heights:
@@ -260,29 +348,32 @@ def _first_meeting(z0: Heights, z1: Heights, v0: Heights, v1: Heights, slack: He
 
 
 def _root(
-    margin: Callable[[Vector], Vector], time: Vector, at_start: Vector, at_end: Vector, guess: Vector
-) -> Vector:
-    """Return where ``margin`` falls through 0 between 0 and ``time``, by the Illinois rule.
+    look: Callable[[Vector], tuple], exits: Bool[Array, " m"], time: Vector, guess: Vector
+) -> tuple[Vector, tuple, tuple]:
+    """Return where the first value of ``look`` falls through 0 between 0 and ``time``, and its values and rates there.
+
+    By Newton's method in a bracket, which is halved where a step would leave it.
 
     Args:
-        margin: positive before the root and negative behind it.
+        look: of a time; its first value is positive before the root and negative behind it.
+        exits: neurons that have a root; for the others it is ``time`` itself.
         time: the end of the interval.
-        at_start, at_end: its values at 0 and at ``time``.
-        guess: where to begin, in [0, 1].
+        guess: where to begin, in parts of ``time``.
     """
-    start, end = jnp.zeros_like(time), time
-    first = jnp.clip(guess, 0.0, 1.0) * time
+    one = jnp.ones_like(time)
 
     def narrow(_: Int[Array, ""], carry: tuple) -> tuple:
-        low, high, at_low, at_high, now, _ = carry
-        value = margin(now)
-        ahead = value > 0
-        # Illinois: the end that stays has its value halved, so that regula falsi does not creep from one side
-        low_next, at_low_next = jnp.where(ahead, now, low), jnp.where(ahead, value, at_low / 2)
-        high_next, at_high_next = jnp.where(ahead, high, now), jnp.where(ahead, at_high / 2, value)
-        width = at_low_next - at_high_next
-        share = jnp.where(width > 0, at_low_next / jnp.where(width > 0, width, 1.0), 0.5)
-        return low_next, high_next, at_low_next, at_high_next, low_next + share * (high_next - low_next), now
+        low, high, now, _, _, _ = carry
+        values, rates = jax.jvp(look, (now,), (one,))
+        gap, slope = values[0], rates[0]
+        low, high = jnp.where(gap > 0, now, low), jnp.where(gap > 0, high, now)
+        guess = now - gap / jnp.where(slope < 0, slope, -1.0)
+        inside = (slope < 0) & (guess >= low) & (guess <= high)
+        ahead = jnp.where(exits, jnp.where(inside, guess, 0.5 * (low + high)), time)
+        return low, high, ahead, now, values, rates
 
-    carry = (start, end, at_start, at_end, first, first)
-    return jax.lax.fori_loop(0, ROOTS, narrow, carry)[4]
+    first = jnp.where(exits, jnp.clip(guess, 0.0, 1.0) * time, time)
+    shapes = jax.eval_shape(look, time)
+    blank = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), shapes)
+    carry = (jnp.zeros_like(time), time, first, first, blank, blank)
+    return jax.lax.fori_loop(0, ROOTS, narrow, carry)[3:]

@@ -9,13 +9,12 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from meanflow._numerics import safe_divide
 from meanflow.flows._features import TwoLayer, block_count
 from meanflow.flows._kinks import contacts, passage, planes, turning
-from meanflow.flows._kinks.contacts import Contacts, Forces
-from meanflow.flows._kinks.turning import Turners
+from meanflow.flows._kinks.contacts import Contacts, Forces, Tables
 from meanflow.flows._motion import Cap, FrozenMotion, Samples, Scalar
 from meanflow.flows._normalized import BatchNormed
 from meanflow.flows._problem import Problem
@@ -74,9 +73,7 @@ class Place(NamedTuple):
         slots: (m, k) the planes it sits on; n marks an empty slot.
         z: (m, n) <x, b>, while a step is under way; None between steps.
         gram: (n, n) inner products of the samples while a step is under way, if there are not too many; else None.
-        most: the largest number of planes on which a neuron has slid at the end of a sub-step.
-        counts: events so far.
-        overflow: whether a sub-step ran out of events or of slots.
+        counts: the totals so far.
     """
 
     planes: planes.Planes
@@ -84,21 +81,33 @@ class Place(NamedTuple):
     slots: Int[Array, "m k"]
     z: Float[Array, "m n"] | None
     gram: Float[Array, "n n"] | None
-    most: Int[Array, ""]
     counts: passage.Counts
-    overflow: Bool[Array, ""]
 
 
 Layers = tuple[jax.Array, jax.Array]  # factors (outer, inner), (m,) each, of the weights of the two layers
 Weights = tuple[Float[Array, " m"], Float[Array, "m d"], Float[Array, "m n"]]  # a, b and z = <x, b>
-# what is done from event to event, the neurons, what is constant for each of them, and what all share
-Way = tuple[passage.Steps, "planes.Walkers | Turners", PyTree[Array], PyTree[Array]]
 
 
 def _scaled(weights: Weights, factors: Layers) -> Weights:
     """Return (a, b, z) with the outer weights and the inner ones multiplied by factors (m,)."""
     (a, b, z), (outer, inner) = weights, factors
     return a * outer, b * inner[:, None], z * inner[:, None]
+
+
+@jax.custom_jvp
+def _heights(
+    z: Float[Array, "m n"], b: Float[Array, "m d"], normal: Float[Array, "n d"]
+) -> Float[Array, "m n"]:
+    """Return z = <x, b> as it is known, with the derivatives of <x, b>; z = 0 is a constant."""
+    return z
+
+
+@_heights.defjvp
+def _heights_jvp(
+    primals: tuple[jax.Array, jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (z, b, normal), (_, db, dnormal) = primals, tangents
+    return z, jnp.where(z == 0, 0.0, db @ normal.T + b @ dnormal.T)
 
 
 class TwoLayerMotion(FrozenMotion):
@@ -154,14 +163,12 @@ class TwoLayerMotion(FrozenMotion):
         on = (z == 0) & found.live[None, :] & jnp.any(particles.b != 0, axis=1)[:, None]
         side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
 
-        def gather(on: jax.Array) -> jax.Array:
-            first = jnp.argsort(~on, axis=1, stable=True)[:, :size]
-            return jnp.where(jnp.take_along_axis(on, first, axis=1), first, n).astype(jnp.int32)
-
-        nowhere = lambda on: jnp.full((on.shape[0], size), n, jnp.int32)
-        slots = jax.lax.cond(jnp.any(on), gather, nowhere, on)  # few runs start on a plane
+        # the planes of each neuron, one after the other; those beyond the last slot are dropped
+        rows, place = jnp.arange(z.shape[0])[:, None], jnp.where(on, jnp.cumsum(on, axis=1) - 1, size)
+        slots = jnp.full((z.shape[0], size), n, jnp.int32)
+        slots = slots.at[rows, place].set(jnp.arange(n, dtype=jnp.int32)[None, :], mode="drop")
         many = jnp.any((jnp.sum(on, axis=1) > size) & self.rates.is_real)
-        return Place(found, side, slots, None, None, jnp.zeros((), jnp.int32), passage.no_events(), many)
+        return Place(found, side, slots, None, None, passage.marked(passage.no_events(), many))
 
     def unfold(self, particles: Neurons, state: Place) -> Place:
         """Compute <x, b> anew; the side of each plane is remembered, so rounding cannot change it."""
@@ -201,38 +208,39 @@ class TwoLayerMotion(FrozenMotion):
             clock, before, after = self._fading(self.decay, time)
             weights = _scaled(weights, before)
         # decay is taken out of the motion, so that the closed forms stand as they are (see ``_fading``)
-        forces = planes.freeze(self.normal, state.planes, covector, self.slopes, state.gram)
+        forces, tables = planes.freeze(self.normal, state.planes, covector, self.slopes, state.gram)
         # all planes that neurons sit on are decided anew, since the forces have changed
-        lam, came = (jnp.zeros(state.slots.shape, dtype) for dtype in (clock.dtype, state.side.dtype))
-        here = Contacts(state.side, state.slots, lam, came)
+        here = Contacts(state.side, state.slots, jnp.zeros(state.slots.shape, state.side.dtype))
+        steps, task = self.way(weights, here, clock, forces, tables)
         end, counts = passage.run(
-            *self.way(weights, here, clock, forces),
+            steps,
+            task,
             4 * self.y.shape[0] + 16 if cap is None else cap,
             forward=forward,
             together=TOGETHER,
             blocks=block_count(state.z.size, self.normal.shape[1]),
         )
-        a, b, z = end.a, end.b, end.z
+        a, b = end.moving.a, end.moving.b
+        z = _heights(end.z, b, self.normal)
         if after is not None:
             a, b, z = _scaled((a, b, z), after)
         # whoever still has time left ran out of events or of slots: the run is marked, never silently wrong
-        side, slots, _, _ = end.contacts
+        side, slots, _ = end.contacts
         slides = jnp.sum(slots < self.y.shape[0], axis=1, dtype=jnp.int32)
-        return self.particles(a, b), state._replace(
-            side=side,
-            slots=slots,
-            z=z,
-            most=jnp.maximum(state.most, jnp.max(jnp.where(self.rates.is_real, slides, 0))),
-            counts=state.counts + counts,
-            overflow=state.overflow | jnp.any((end.left != 0) & self.rates.is_real),
-        )
+        overflow = jnp.any((end.moving.left != 0) & self.rates.is_real)
+        most = jnp.max(jnp.where(self.rates.is_real, slides, 0))
+        counts = passage.marked(state.counts + counts, overflow, most)
+        return self.particles(a, b), state._replace(side=side, slots=slots, z=z, counts=counts)
 
-    def way(self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces) -> Way:
+    def way(
+        self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces, tables: Tables
+    ) -> tuple[passage.Steps, passage.Task]:
         """Return the sub-step: closed forms between events, and most neurons carried to the end by ``glide``."""
         a, b, z = weights
-        force = contacts.force_of(here.side, forces)
-        walkers = planes.Walkers(a, b, force, z, here, jnp.zeros(a.shape, bool), clock)
-        return passage.Steps(planes.advance, first=planes.glide), walkers, self.rates, forces
+        moving = planes.Moving(a, b, contacts.force_of(here.side, forces), clock)
+        walkers = planes.Walkers(moving, jax.lax.stop_gradient(z), here, jnp.zeros(a.shape, bool))
+        steps = passage.Steps(planes.advance, planes.carry, first=planes.glide)
+        return steps, passage.Task(walkers, self.rates, forces, tables)
 
     def _fading(self, decay: Float[Array, "2"], time: Scalar) -> tuple[Float[Array, " m"], Layers, Layers]:
         """Return how decay with rates la and lb is taken out of the motion.
@@ -259,7 +267,10 @@ class TwoLayerMotion(FrozenMotion):
     def counts(self, state: Place) -> dict[str, jax.Array]:
         """Return the totals of events of real neurons, how many slide now, and on how many planes at most so far."""
         on = jnp.any(state.slots < self.y.shape[0], axis=1) & self.rates.is_real
-        return passage.by_name(state.counts) | {"sliding": jnp.sum(on, dtype=jnp.int32), "planes": state.most}
+        return passage.by_name(state.counts) | {
+            "sliding": jnp.sum(on, dtype=jnp.int32),
+            "planes": state.counts[passage.PLANES],
+        }
 
 
 class NormalizedMotion(TwoLayerMotion):
@@ -301,8 +312,12 @@ class NormalizedMotion(TwoLayerMotion):
         b = self.raw(particles)
         return super().predict(Neurons(particles.a / omega.sigma_norm(b, self.covariance)[:, 0], b), state)
 
-    def way(self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces) -> Way:
+    def way(
+        self, weights: Weights, here: Contacts, clock: Float[Array, " m"], forces: Forces, tables: Tables
+    ) -> tuple[passage.Steps, passage.Task]:
         """Return the sub-step: from event to event in steps of order 4."""
-        turners = Turners(*weights, here, jnp.zeros_like(here.came), clock)
-        field = turning.Field(forces, self.covariance)
-        return passage.Steps(turning.advance), turners, self.rates.is_real, field
+        a, b, z = weights
+        moving = turning.Moving(a, b, contacts.force_of(here.side, forces), clock)
+        turners = turning.Turners(moving, jax.lax.stop_gradient(z), here, jnp.zeros_like(here.came))
+        steps = passage.Steps(turning.advance, turning.carry)
+        return steps, passage.Task(turners, self.rates, turning.Field(forces, self.covariance), tables)
