@@ -160,7 +160,11 @@ def grouped(samples: int, size: int, channels: int, groups: int = 4, outputs: in
     """Two residual blocks of a convolution in groups between two of single pixels."""
     draw = _Draw()
     x = draw.batch(samples, size, size, 3)
-    shapes = {"in": (channels, channels), "mid": (3, 3, channels // groups, channels), "out": (channels, channels)}
+    shapes = {
+        "in": (channels, channels),
+        "mid": (3, 3, channels // groups, channels),
+        "out": (channels, channels),
+    }
     blocks = [{n: draw(*s) for n, s in shapes.items()} for _ in range(2)]
 
     def apply(p: Any, x: Any) -> Any:
@@ -211,7 +215,12 @@ def mixer(samples: int, length: int, width: int, outputs: int = 10) -> Network:
     """Two blocks of hidden layers across tokens and across channels."""
     draw = _Draw()
     x = draw.batch(samples, length, width)
-    shapes = {"a": (length, 2 * length), "b": (2 * length, length), "c": (width, 4 * width), "d": (4 * width, width)}
+    shapes = {
+        "a": (length, 2 * length),
+        "b": (2 * length, length),
+        "c": (width, 4 * width),
+        "d": (4 * width, width),
+    }
     blocks = [{n: draw(*s) for n, s in shapes.items()} for _ in range(2)]
 
     def apply(p: Any, x: Any) -> Any:

@@ -21,6 +21,7 @@ from meanflow import _boundary
 from meanflow._boundary import checked, choice, either, sequence
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical import ntk
+from meanflow.kernels._empirical.coupling import is_traced
 from meanflow.kernels._empirical.modules import (
     Batch,
     Function,
@@ -114,7 +115,8 @@ def _kernel(job: Job) -> Float[Array, "T S ..."]:
     if job.method.mesh is not None:
         return _over_devices(job, job.method.mesh)
     plan = planned(job)
-    return ntk.evaluate(job, plan.method, plan.chunk)
+    platform = None if is_traced(job.x) else next(iter(job.x.devices())).platform
+    return ntk.evaluate(job, plan.method, plan.chunk, platform)
 
 
 class ByOutput(Function):
