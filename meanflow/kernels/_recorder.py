@@ -48,12 +48,20 @@ class KernelStatistics(Observable):
         if self.stats is None:
             apply, x, _ = as_arrays(state[0], run[0], None)
             kernel_maps(apply, state[1], x, None, None)
-        return self._found(run, state)["kernel"]
+        kernel = self._found(run, state)["kernel"]
+        if not np.any(kernel):
+            raise ValueError("the first kernel must not be zero: the drift is measured relative to it")
+        return kernel
 
     def measure(self, run: Samples, state: Pair, memory: Float[np.ndarray, "n n"]) -> dict[str, np.ndarray]:
         """Return all that is recorded of one network, by name."""
         found = self._found(run, state)
         kernel = found["kernel"] if self.keep else found.pop("kernel")
+        if kernel.shape != memory.shape:
+            raise ValueError(
+                f"network must have as many outputs at every step: its kernel has the shape {kernel.shape}, that of "
+                f"the first one {memory.shape}"
+            )
         drift = np.linalg.norm(kernel - memory) / np.linalg.norm(memory)
         return {"drift": np.asarray(drift), **found}
 
@@ -143,7 +151,7 @@ class KernelRecorder:
             step: the number of the step.
             network: a pair (apply, params), or an NNX module, which is taken in the mode it is in.
         """
-        step, every = int(step), self.steps
+        step, every = _boundary.whole("step", step, 0), self.steps
         if every is not None and (step % every if isinstance(every, int) else step not in every):
             return
         if not (isinstance(network, tuple) and len(network) == 2 and callable(network[0])):

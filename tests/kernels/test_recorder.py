@@ -289,6 +289,15 @@ def test_bad_use():
         kernels.KernelRecorder(x, steps=0)
     with pytest.raises(ValueError, match="observe must use other names"):
         kernels.KernelRecorder(x, observe={"trace": Norm()})
+    linear = lambda w, x: x @ w
+    with pytest.raises(ValueError, match="first kernel must not be zero"):
+        kernels.KernelRecorder(0 * x)(0, (linear, jnp.ones(2)))
+    recorder = kernels.KernelRecorder(x)
+    recorder(0, (linear, jnp.ones(2)))
+    with pytest.raises(ValueError, match="as many outputs at every step"):
+        recorder(1, (lambda w, x: jnp.stack([x @ w, x @ w], 1), jnp.ones(2)))
+    with pytest.raises((ValueError, TypeError), match="step must be an integer"):
+        recorder("first", (linear, jnp.ones(2)))
     recorder = kernels.KernelRecorder(x)
     assert recorder.record == {}
     with pytest.raises(TypeError, match=r"network must be an NNX module or a pair \(apply, params\)"):
