@@ -345,7 +345,8 @@ name, outputs, repeats = sys.argv[2], sys.argv[3], int(sys.argv[4])
 held = np.load(sys.argv[5])
 x = torch.tensor(held["x"])
 params = {k: torch.tensor(held[k]) for k in held.files if k != "x"}
-conv = lambda x, w: F.conv2d(x, w.permute(3, 2, 0, 1), padding=1)
+def conv(x, w, groups=1, stride=1):
+    return F.conv2d(x, w.permute(3, 2, 0, 1), None, stride, w.shape[0] // 2 if stride == 1 else 0, 1, groups)
 def unit(x, axis):
     mean = x.mean(axis, keepdim=True)
     return (x - mean) / torch.sqrt(((x - mean) ** 2).mean(axis, keepdim=True) + 1e-5)
@@ -368,21 +369,70 @@ def resnet(p, x):
         a, b = (p[f"['blocks'][{i}]['{n}']"] for n in "ab")
         x = x + conv(torch.relu(conv(torch.relu(x), a)), b)
     return x.mean((2, 3)) @ p["['head']"]
+def convnext(p, x):
+    x = conv(x.permute(0, 3, 1, 2), p["['first']"], stride=2)
+    for i in range(2):
+        get = lambda n: p[f"['blocks'][{i}]['{n}']"]
+        h = unit(conv(x, get("depth"), x.shape[1]).permute(0, 2, 3, 1), -1) * get("s")
+        x = x + (F.gelu(h @ get("up")) @ get("down")).permute(0, 3, 1, 2)
+    return x.mean((2, 3)) @ p["['head']"]
+def grouped(p, x):
+    x = conv(x.permute(0, 3, 1, 2), p["['first']"])
+    for i in range(2):
+        get = lambda n: p[f"['blocks'][{i}]['{n}']"]
+        h = conv(torch.relu(conv(x, get("in")[None, None])), get("mid"), 4)
+        x = x + conv(torch.relu(h), get("out")[None, None])
+    return x.mean((2, 3)) @ p["['head']"]
+def mixer(p, x):
+    for i in range(2):
+        get = lambda n: p[f"['blocks'][{i}]['{n}']"]
+        x = x + (torch.relu(unit(x, -1).transpose(1, 2) @ get("a")) @ get("b")).transpose(1, 2)
+        x = x + torch.relu(unit(x, -1) @ get("c")) @ get("d")
+    return x.mean(1) @ p["['head']"]
+def gru(p, x):
+    h = torch.zeros(x.shape[0], x.shape[2])
+    get = lambda n: p[f"['{n}']"]
+    for i in range(x.shape[1]):
+        now = x[:, i]
+        reset = torch.sigmoid(now @ get("ur") + h @ get("wr"))
+        update = torch.sigmoid(now @ get("uz") + h @ get("wz"))
+        h = (1 - update) * torch.tanh(now @ get("un") + reset * (h @ get("wn"))) + update * h
+    return h @ get("head")
+def unet(p, x):
+    get = lambda n: p[f"['{n}']"]
+    first = torch.relu(conv(x.permute(0, 3, 1, 2), get("in")))
+    h = torch.relu(conv(torch.relu(conv(first, get("down"), stride=2)), get("mid")))
+    h = torch.cat([h.repeat_interleave(2, 2).repeat_interleave(2, 3), first], 1)
+    return torch.relu(conv(h, get("up"))).mean((2, 3)) @ get("head")
+def experts(p, x):
+    get = lambda n: p[f"['{n}']"]
+    gate = torch.softmax(x @ get("gate"), -1)
+    h = torch.relu(torch.einsum("td,dek->tek", x, get("up")))
+    return torch.einsum("te,ted->td", gate, torch.einsum("tek,ekd->ted", h, get("down"))) @ get("head")
+def vit(p, x):
+    count, side = x.shape[0], x.shape[1] // 4
+    x = x.reshape(count, side, 4, side, 4, 3).permute(0, 1, 3, 2, 4, 5).reshape(count, side**2, 48)
+    token = p["['token']"].expand(count, 1, -1)
+    x = torch.cat([token, x @ p["['patch']"]], 1) + p["['place']"]
+    return attention(p, x, F.gelu)[:, 0] @ p["['head']"]
 def transformer(p, x):
+    return attention(p, x, torch.relu).mean(1) @ p["['head']"]
+def attention(p, x, activation):
     for i in range(2):
         get = lambda n: p[f"['blocks'][{i}]['{n}']"]
         h = unit(x, -1) * get("s")[0]
         q, k, v = ((h @ get(n)).reshape(h.shape[0], h.shape[1], 4, -1) for n in "qkv")
         weight = torch.softmax(torch.einsum("bthk,bshk->bhts", q, k) / (x.shape[2] / 4) ** 0.5, -1)
         x = x + torch.einsum("bhts,bshk->bthk", weight, v).reshape(h.shape) @ get("o")
-        x = x + torch.relu((unit(x, -1) * get("s")[1]) @ get("up")) @ get("down")
-    return x.mean(1) @ p["['head']"]
+        x = x + activation((unit(x, -1) * get("s")[1]) @ get("up")) @ get("down")
+    return x
 def recurrent(p, x):
     h = torch.zeros(x.shape[0], x.shape[2])
     for i in range(x.shape[1]):
         h = torch.tanh(x[:, i] @ p["['u']"] + h @ p["['w']"])
     return h @ p["['head']"]
-kinds = {"cnn": cnn, "resnet": resnet, "transformer": transformer, "recurrent": recurrent}
+kinds = {"cnn": cnn, "resnet": resnet, "transformer": transformer, "recurrent": recurrent, "convnext": convnext}
+kinds |= {"grouped": grouped, "vit": vit, "mixer": mixer, "gru": gru, "unet": unet, "experts": experts}
 apply = kinds.get(name.split(",")[0], dense)
 def kernel():
     if name.startswith("batch norm"):

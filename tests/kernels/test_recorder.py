@@ -9,6 +9,7 @@ import pytest
 from flax import linen, nnx
 
 from meanflow import kernels
+from meanflow._observable import Observable
 from meanflow.layers import BatchNorm
 from meanflow.training import Trainer
 from meanflow.training.data import Data
@@ -249,6 +250,33 @@ def test_one_program_for_all_states():
     assert counts[0] == counts[2] and np.all(np.diff(recorder.record["drift"]) > 0)
 
 
+class Norm(Observable):
+    """The length of the parameters, and how far they are from those of the first network."""
+
+    def begin(self, run, state):
+        return state[1]
+
+    def measure(self, run, state, memory):
+        return {"length": np.linalg.norm(state[1]), "moved": np.linalg.norm(state[1] - memory)}
+
+
+def test_trace_over_outputs_and_other_observables():
+    x, y = np.arange(6.0).reshape(3, 2) / 6, np.array([[1.0, 2.0], [0.0, 1.0], [-1.0, 0.5]])
+    net = lambda w, x: jnp.stack([x @ w, (x @ w) ** 2], axis=1)
+    recorder = kernels.KernelRecorder(x, y, outputs="trace", keep=True, observe={"weights": Norm()})
+    for step in range(2):
+        recorder(step, (net, jnp.array([1.0, 0.5 + step])))
+    record = recorder.record
+    out = x @ np.array([[1.0, 1.0], [0.5, 1.5]])
+    exact = np.stack([x @ x.T * (1 + 4 * np.outer(f, f)) for f in out.T])
+    np.testing.assert_allclose(record["kernel"], exact, rtol=1e-12)
+    np.testing.assert_allclose(record["trace"], np.trace(exact, axis1=1, axis2=2) / 3, rtol=1e-12)
+    aligned = [np.sum(k * (y @ y.T)) / np.linalg.norm(k) / np.linalg.norm(y @ y.T) for k in exact]
+    np.testing.assert_allclose(record["alignment"], aligned, rtol=1e-12)
+    np.testing.assert_allclose(record["weights"]["length"], [1.25**0.5, 3.25**0.5], rtol=1e-12)
+    np.testing.assert_allclose(record["weights"]["moved"], [0.0, 1.0], rtol=1e-12)
+
+
 @pytest.mark.bad_input
 def test_bad_use():
     x = jnp.ones((4, 2))
@@ -259,6 +287,17 @@ def test_bad_use():
         kernels.KernelRecorder(x, jnp.ones(3))
     with pytest.raises(ValueError, match="steps"):
         kernels.KernelRecorder(x, steps=0)
+    with pytest.raises(ValueError, match="observe must use other names"):
+        kernels.KernelRecorder(x, observe={"trace": Norm()})
+    linear = lambda w, x: x @ w
+    with pytest.raises(ValueError, match="first kernel must not be zero"):
+        kernels.KernelRecorder(0 * x)(0, (linear, jnp.ones(2)))
+    recorder = kernels.KernelRecorder(x)
+    recorder(0, (linear, jnp.ones(2)))
+    with pytest.raises(ValueError, match="as many outputs at every step"):
+        recorder(1, (lambda w, x: jnp.stack([x @ w, x @ w], 1), jnp.ones(2)))
+    with pytest.raises((ValueError, TypeError), match="step must be an integer"):
+        recorder("first", (linear, jnp.ones(2)))
     recorder = kernels.KernelRecorder(x)
     assert recorder.record == {}
     with pytest.raises(TypeError, match=r"network must be an NNX module or a pair \(apply, params\)"):

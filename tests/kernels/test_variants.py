@@ -100,6 +100,11 @@ def test_pytrees_of_samples():
         kernels.empirical_ntk(apply, PARAMS, {"a": X, "rest": Z})
 
 
+def test_groups_need_names():
+    with pytest.raises((ValueError, TypeError), match="what groups returns"):
+        kernels.empirical_ntk(net, PARAMS, X, groups=lambda path: None)
+
+
 def test_groups_of_parameters():
     """The share of a group is the kernel of the function of it alone, and shares add up."""
     layer = lambda path: path.split("/")[0]

@@ -52,9 +52,6 @@ class Coupled(NamedTuple):
 
 Factor: TypeAlias = Jacobian | Gram | Slices | Rows | Coupled
 
-# A block of the kernel: which part of the rows, and which of the columns.
-Pair: TypeAlias = tuple[int, int]
-
 
 def by_pieces(function: Callable[[Any], Any], tree: PyTree, size: int) -> PyTree:
     """Apply a function to ``size`` entries of the leading axis at a time, and put the results together.
@@ -81,111 +78,64 @@ def fitting(most: int, limit: float, one: float) -> int:
     return math.ceil(most / parts)
 
 
-def blocks(rows: int, wide: int, length: float) -> int:
-    """Return into how many blocks of rows a symmetric kernel is cut, of which those above the diagonal are reflected.
+def is_halved(rows: int, length: float) -> bool:
+    """Tell whether the Gram matrix of so many rows, of this length each, is taken by half: as three blocks of four."""
+    # Blocks of few or short rows multiply at a lower speed: with 1280 rows of length 512 (dense and layer norm, 10
+    # outputs) blocks took 1.2 times as long as the whole, with 320 of length 4096 (transformer) 0.85 times as long.
+    return rows >= 256 and length > 1024
+
+
+def contract(
+    left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int | None = None
+) -> Float[Array, "T S ..."]:
+    """Sum all shares: (T, S, C, C) for "full", (T, S, C) for "diagonal", (T, S) for "trace".
 
     Args:
-        rows: of the kernel.
-        wide: how many rows of the product belong to each of them.
-        length: of the rows of the product; blocks of few or short rows multiply at a lower speed.
-
-    >>> blocks(32, 1, 5000), blocks(32, 10, 5000), blocks(128, 10, 5000), blocks(128, 10, 512)
-    (1, 2, 4, 1)
+        left, right: the factors of each parameter at all rows and columns; the same list for a symmetric kernel.
+        outputs: which outputs are kept.
+        rows: how many are contracted at a time, default all.
     """
-    # Ten products compile longer than one. With 1280 rows of length 512 (dense and layer norm, 10 outputs) cutting took
-    # 1.2 times as long, and 2.5 times in the first call; with 3200 it takes 0.9 times as long (dense, 100 outputs), and
-    # with 320 of length 4096 it takes 0.85 times as long (transformer).
-    if rows * wide < (2048 if length <= 1024 else 256):
-        return 1
-    return 2 if rows * wide < 1024 else 4
-
-
-def _cut(factor: Factor, outputs: str) -> int:
-    """Return into how many blocks one parameter's share of a symmetric kernel is cut."""
-    held = factor.value if isinstance(factor, Jacobian) else factor.cotangent
-    positions = held.shape[3] if isinstance(factor, Gram | Rows) else 1
-    length: float = math.inf
-    if isinstance(factor, Jacobian) or (isinstance(factor, Gram) and held.shape[2:4] == (1, 1)):
-        length = held.shape[-1]
-    return blocks(held.shape[0], positions * (held.shape[1] if outputs == "full" else 1), length)
-
-
-def all_pairs(
-    left: Sequence[Factor], right: Sequence[Factor], outputs: str, rows: int, symmetric: bool
-) -> Float[Array, "T S ..."]:
-    """Contract all rows with all columns, ``rows`` at a time; a symmetric kernel by half where that is faster."""
-    held = left[0].value if isinstance(left[0], Jacobian) else left[0].cotangent
-    count = held.shape[0]
-    if not symmetric or rows < count:
+    if rows is not None and rows < _held(left[0]).shape[0]:
         return by_pieces(lambda some: contract(some, right, outputs), left, rows)
-    # parameters with rows of other widths are cut into other numbers of blocks, each kind at once
-    groups: dict[int, list[Factor]] = {}
-    for factor in left:
-        groups.setdefault(_cut(factor, outputs), []).append(factor)
-    total = []
-    for cut, some in sorted(groups.items()):
-        parts = [[_part(a, *span) for a in some] for span in spans(count, cut)]
-        total.append(pairs_of_blocks(parts, outputs))
-    return sum(total[1:], total[0])
-
-
-def _part(factor: Factor, start: int, stop: int) -> Factor:
-    """Return the factors of some samples."""
-    if isinstance(factor, Coupled):  # whose h is that of all samples
-        return factor._replace(cotangent=factor.cotangent[start:stop])
-    return jax.tree.map(lambda a: a[start:stop], factor)
-
-
-def spans(rows: int, count: int) -> list[tuple[int, int]]:
-    """Return where each of ``count`` blocks of rows begins and ends.
-
-    >>> spans(10, 4)
-    [(0, 2), (2, 5), (5, 7), (7, 10)]
-    """
-    return [(rows * i // count, rows * (i + 1) // count) for i in range(count)]
-
-
-def pairs_of_blocks(parts: Sequence[Sequence[Factor]], outputs: str) -> Float[Array, "T T ..."]:
-    """Contract a symmetric kernel from the factors of each block of its rows; blocks above the diagonal are reflected.
-
-    The factors of a block are arrays of their own. Cut out of larger ones for every product anew, they would cost more
-    than half of what reflecting saves.
-    """
-    pairs = [(i, j) for i in range(len(parts)) for j in range(i + 1)]
-    below = dict(zip(pairs, _contract_pairs(parts, parts, outputs, pairs), strict=True))
-    mirror = {"full": (1, 0, 3, 2), "diagonal": (1, 0, 2), "trace": (1, 0)}[outputs]
-    block = lambda i, j: below[i, j] if j <= i else jnp.transpose(below[j, i], mirror)
-    each = range(len(parts))
-    return jnp.concatenate([jnp.concatenate([block(i, j) for j in each], axis=1) for i in each])
-
-
-def contract(left: Sequence[Factor], right: Sequence[Factor], outputs: str) -> Float[Array, "T S ..."]:
-    """Sum all shares: (T, S, C, C) for "full", (T, S, C) for "diagonal", (T, S) for "trace"."""
-    return _contract_pairs([left], [right], outputs, [(0, 0)])[0]
-
-
-def _contract_pairs(
-    left: Sequence[Sequence[Factor]], right: Sequence[Sequence[Factor]], outputs: str, pairs: Sequence[Pair]
-) -> list[Float[Array, "t s ..."]]:
-    """Sum all shares in these blocks of the kernel, from the factors of each part of its rows and columns."""
-    sides = zip(zip(*left, strict=True), zip(*right, strict=True), strict=True)
-    shares = [_contract_one(mine, theirs, outputs, pairs) for mine, theirs in sides]
+    shares = [_contract_one(mine, theirs, outputs) for mine, theirs in zip(left, right, strict=True)]
     # the axes of samples in front: (T, C, S, C) and (C, T, S) as ``_contract_one`` has them
     order = {"full": (0, 2, 1, 3), "diagonal": (1, 2, 0), "trace": (0, 1)}[outputs]
-    return [jnp.transpose(sum(terms[1:], terms[0]), order) for terms in zip(*shares, strict=True)]
+    return jnp.transpose(sum(shares[1:], shares[0]), order)
 
 
-def _contract_one(
-    left: Sequence[Any], right: Sequence[Any], outputs: str, pairs: Sequence[Pair]
-) -> list[Array]:
-    """Return one share in these blocks, each as (T, C, S, C), (C, T, S) or (T, S)."""
-    if isinstance(left[0], Slices):
-        return _contract_slices(left, right, outputs, pairs)
-    if isinstance(left[0], Coupled):
-        return _contract_coupled(left, right, outputs, pairs)
-    if isinstance(left[0], Jacobian):
-        return [_features(left[i].value, right[j].value, outputs) for i, j in pairs]
-    return [_contract_grams(left[i], right[j], outputs) for i, j in pairs]
+def _held(factor: Factor) -> Array:
+    """Return the array of a factor whose leading axis is that of the samples."""
+    return factor.value if isinstance(factor, Jacobian) else factor.cotangent
+
+
+def _contract_one(left: Any, right: Any, outputs: str) -> Array:
+    """Return one share as (T, C, S, C), (C, T, S) or (T, S); of a symmetric one, half the blocks are copies."""
+    if left is not right:
+        return _products([left, right], [(0, 1)], outputs)[0]
+    count, rows = _blocks(left, outputs), len(_held(left))
+    edges = [rows * i // count for i in range(count + 1)]
+    sides = [jax.tree.map(lambda a, i=i: a[edges[i] : edges[i + 1]], left) for i in range(count)]
+    pairs = [(i, j) for i in range(count) for j in range(i + 1)]
+    below = dict(zip(pairs, _products(sides, pairs, outputs), strict=True))
+    # the axes of rows and of columns, and all of them with both exchanged
+    places = {"full": (0, 2, (2, 3, 0, 1)), "diagonal": (1, 2, (0, 2, 1)), "trace": (0, 1, (1, 0))}
+    first, second, mirror = places[outputs]
+    block = lambda i, j: below[i, j] if j <= i else jnp.transpose(below[j, i], mirror)
+    lines = [jnp.concatenate([block(i, j) for j in range(count)], second) for i in range(count)]
+    return jnp.concatenate(lines, first)
+
+
+def _blocks(factor: Factor, outputs: str) -> int:
+    """Return into how many blocks of rows a symmetric share is cut; those below the diagonal are contracted."""
+    count, many, *rest = _held(factor).shape
+    wide = count * (many if outputs == "full" else 1)
+    if isinstance(factor, Slices):
+        return 2 if is_halved(wide, math.inf) else 1
+    if isinstance(factor, Jacobian):  # whose parts are copies, and cost more
+        return 2 if is_halved(wide // 2, rest[0]) else 1
+    # Products of all pairs of positions: with 4 blocks a recurrent network takes 0.93 times as long as with 2.
+    cut = isinstance(factor, Gram | Rows) and outputs == "full" and many > 1 and math.prod(rest[:2]) > 1
+    return min(count, 4) if cut else 1
 
 
 def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"], outputs: str) -> Array:
@@ -229,16 +179,27 @@ def slice_width(rows: int, columns: int, shape: tuple[int, ...], inputs: int, ou
     return max(b for b in range(1, min(most, width) + 1) if width % b == 0)
 
 
-def _contract_slices(
-    left: Sequence[Slices], right: Sequence[Slices], outputs: str, pairs: Sequence[Pair]
-) -> list[Array]:
-    """Add up the kernel over slices of J."""
-    rows, columns = (sum(a.cotangent.shape[0] for a in side) for side in (left, right))
-    step = slice_width(rows, columns, left[0].cotangent.shape[1:], left[0].activation.shape[-1], outputs)
+def _products(sides: Sequence[Any], pairs: Sequence[tuple[int, int]], outputs: str) -> list[Array]:
+    """Contract these pairs of sides."""
+    first = sides[0]
+    if isinstance(first, Slices):
+        return _contract_slices(sides, pairs, outputs)
+    if isinstance(first, Jacobian):
+        return [_features(sides[i].value, sides[j].value, outputs) for i, j in pairs]
+    product = _contract_coupled if isinstance(first, Coupled) else _contract_grams
+    return [product(sides[i], sides[j], outputs) for i, j in pairs]
+
+
+def _contract_slices(sides: Sequence[Slices], pairs: Sequence[tuple[int, int]], outputs: str) -> list[Array]:
+    """Add up the blocks of the kernel over slices of J, each formed once for all pairs."""
+    first = sides[0]
+    rows, columns = (sum(len(sides[i].cotangent) for i in set(some)) for some in zip(*pairs, strict=True))
+    width = first.cotangent.shape[4]
+    step = slice_width(rows, columns, first.cotangent.shape[1:], first.activation.shape[-1], outputs)
 
     def cut(factor: Slices) -> Array:
         """Return D (T, C, G, P, O) as (slices, T, G, C and o, P)."""
-        count, many, groups, positions, width = factor.cotangent.shape
+        count, many, groups, positions, _ = factor.cotangent.shape
         parts = factor.cotangent.reshape(count, many, groups, positions, width // step, step)
         moved = jnp.transpose(parts, (4, 0, 2, 1, 5, 3))
         return moved.reshape(width // step, count, groups, many * step, positions)
@@ -250,23 +211,19 @@ def _contract_slices(
         split = jnp.swapaxes(product.reshape(count, groups, many, step * inputs), 1, 2)
         return split.reshape(count, many, groups * step * inputs)
 
-    same = all(a is b for a, b in zip(left, right, strict=False))
-    sides = [left] if same else [left, right]
+    def multiply(cuts: list[Array]) -> list[Array]:
+        formed = [form(d, side) for d, side in zip(cuts, sides, strict=True)]
+        return [_features(formed[i], formed[j], outputs) for i, j in pairs]
 
-    def multiply(cuts: list[list[Array]]) -> list[Array]:
-        formed = [[form(d, a) for d, a in zip(*both, strict=True)] for both in zip(cuts, sides, strict=True)]
-        return [_features(formed[0][i], formed[-1][j], outputs) for i, j in pairs]
-
-    cuts = [[cut(a) for a in side] for side in sides]
-    return _added(multiply, cuts, left[0].cotangent.shape[4] // step)
+    return _added(multiply, [cut(side) for side in sides], width // step)
 
 
-def _added(multiply: Callable[[Any], list[Array]], over: PyTree, count: int) -> list[Array]:
+def _added(multiply: Callable[[Any], PyTree], over: PyTree, count: int) -> PyTree:
     """Add up what a function returns for each of ``count`` entries along the leading axes of ``over``."""
     first = jax.tree.map(lambda a: a[0], over)
     if count == 1:
         return multiply(first)
-    start = [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(multiply, first)]
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(multiply, first))
     add = lambda total, some: (jax.tree.map(jnp.add, total, multiply(some)), None)
     return jax.lax.scan(add, start, over)[0]
 
@@ -338,26 +295,22 @@ def _inner_products(one: Any, many: Any) -> Float[Array, "G P S Q"]:
     return jnp.einsum("gpk,sgqk->gpsq", one.activation, many.activation, precision=HIGH)
 
 
-def _contract_coupled(
-    left: Sequence[Coupled], right: Sequence[Coupled], outputs: str, pairs: Sequence[Pair]
-) -> list[Array]:
+def _contract_coupled(left: Coupled, right: Coupled, outputs: str) -> Array:
     """Add up <D, (h h') D'> over slices of o."""
-    h, other = left[0].activation, right[0].activation  # those of all samples, in every part
+    h, other = left.activation, right.activation
     if h.ndim == 1:
         # rows of a table have the inner product 1 with themselves and 0 with others
-        inner = (h[:, None] == other[None]).astype(left[0].cotangent.dtype)[None]
+        inner = (h[:, None] == other[None]).astype(left.cotangent.dtype)[None]
     else:
         inner = jnp.einsum("gpk,gqk->gpq", h, other, precision=HIGH)
-    _, many, groups, width, positions = left[0].cotangent.shape
-    rows, columns = (sum(a.cotangent.shape[0] for a in side) for side in (left, right))
+    _, many, groups, width, positions = left.cotangent.shape
+    rows, columns = left.cotangent.shape[0], right.cotangent.shape[0]
     step = slice_width(rows, columns, (many, groups, positions, width), positions, outputs)
     flat = lambda a: a.reshape(a.shape[:2] + (-1,))
 
-    def multiply(start: Array) -> list[Array]:
+    def multiply(start: Array) -> Array:
         slice_of = lambda a: jax.lax.dynamic_slice_in_dim(a.cotangent, start, step, 3)
-        mine = [flat(slice_of(a)) for a in left]
-        theirs = [flat(spread(slice_of(a))) for a in right]
-        return [_features(mine[i], theirs[j], outputs) for i, j in pairs]
+        return _features(flat(slice_of(left)), flat(spread(slice_of(right))), outputs)
 
     def spread(some: Array) -> Array:
         moved = jnp.moveaxis(some, 2, 0)  # (G, S, C, o, Q), whose product with h h' is one of matrices

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from meanflow.kernels._empirical import forms
-from meanflow.kernels._empirical.contraction import blocks
+from meanflow.kernels._empirical.contraction import is_halved
 from meanflow.kernels._empirical.visit import carried_arguments, inner_jaxprs, shape_of, walk
 
 TOUCH = 40.0  # operations of a matrix product in the time that one number takes to pass through memory
@@ -150,11 +150,12 @@ class Block(NamedTuple):
         """At how many samples the network is differentiated."""
         return self.rows if self.symmetric else self.rows + self.columns
 
-    def pairs(self, wide: int, length: float) -> float:
-        """How many pairs of samples are multiplied, where ``wide`` rows of a product belong to each sample."""
-        cut = blocks(self.rows, wide, length) if self.symmetric else 1
+    def pairs(self, length: float) -> float:
+        """How many pairs of samples are multiplied, where the rows of the product have this length."""
+        wide = self.outputs if self.kept == "full" else 1
+        halved = self.symmetric and is_halved(self.rows * wide, length)
         # cutting costs a part of what it saves
-        return self.rows * self.columns * {1: 1.0, 2: 0.85, 4: 0.7}[cut]
+        return self.rows * self.columns * (0.8 if halved else 1.0)
 
     @property
     def kernel(self) -> int:
@@ -174,7 +175,7 @@ def by_jacobian(block: Block, size: forms.Sizes) -> Cost:
     full = block.kept == "full"
     # <J, J'> of each pair of samples, for all pairs of outputs or for equal ones
     product = 2.0 * entries * (many**2 if full else many)
-    return form * block.samples + Cost(product, 0.0) * block.pairs(many if full else 1, entries)
+    return form * block.samples + Cost(product, 0.0) * block.pairs(entries)
 
 
 def by_gram(block: Block, size: forms.Sizes) -> Cost:
@@ -182,8 +183,7 @@ def by_gram(block: Block, size: forms.Sizes) -> Cost:
     groups, positions, inputs, outputs, windowed = size
     compared = windowed or inputs
     many, pairs = block.outputs, groups * positions**2
-    wide, length = positions * (many if block.kept == "full" else 1), outputs if pairs == 1 else math.inf
-    multiplied = block.pairs(wide, length)
+    multiplied = block.rows * block.columns
     # the factors of both sides are read once, and brought into another order where there are several positions
     read = groups * positions * (compared + many * outputs) * (block.rows + block.columns)
     copied = 2.0 * many * groups * positions * outputs * block.samples if groups * positions > 1 else 0.0

@@ -44,28 +44,33 @@ class Unprobed(ValueError):
     """The function closes over traced values and cannot be evaluated while tracing."""
 
 
-def _evaluations(apply: Apply, params: Params, x: Batch) -> tuple[Array, Array, Array]:
-    """Return the outputs of a batch twice, traced anew each time, and those of its samples one by one."""
+def _together_and_alone(apply: Apply, params: Params, x: Batch) -> list[Array]:
+    """Return the outputs of a batch, and those of its samples one by one."""
     alone = jax.tree.map(lambda a: a[:, None], x)
     # two equal rows: a function may squeeze its outputs, and lose the axis of a single sample
     pair = lambda sample: apply(params, jax.tree.map(lambda a: jnp.concatenate([a, a]), sample))[0]
-    return apply(params, x), apply(params, x), jax.lax.map(pair, alone, batch_size=64)
+    return [apply(params, x), jax.lax.map(pair, alone, batch_size=64)]
+
+
+def _together(apply: Apply, params: Params, x: Batch) -> list[Array]:
+    """Return the outputs of a batch, traced anew: another program than that above."""
+    return [apply(params, x)]
 
 
 # Compiled, so that a function is compiled for the probe once and not at every call; and without optimization, which
 # takes longer than the program runs: the probe of a transformer takes 0.5 instead of 0.9 seconds.
 _QUICK = {"xla_backend_optimization_level": 0}
-_evaluated_quickly = compiled(_evaluations, compiler_options=_QUICK)
-_evaluated_inside = compiled(_evaluations)
+_PROBES = {f: (compiled(f, compiler_options=_QUICK), compiled(f)) for f in (_together_and_alone, _together)}
 
 
-def _evaluated(apply: Apply, params: Params, x: Batch) -> list[np.ndarray]:
+def _evaluated(probe: Callable[..., list[Array]], apply: Apply, params: Params, x: Batch) -> list[np.ndarray]:
+    quick, inside = _PROBES[probe]
     try:
-        found = _evaluated_quickly(apply, params, x)
+        found = quick(apply, params, x)
     except ValueError as problem:
         if "top-level" not in str(problem):
             raise
-        found = _evaluated_inside(apply, params, x)  # JAX takes no options while another program is traced
+        found = inside(apply, params, x)  # JAX takes no options while another program is traced
     return [np.asarray(a) for a in found]
 
 
@@ -184,27 +189,27 @@ def is_coupled(apply: Apply, params: Params, x: Batch) -> bool:
         tries = [(moved, drawn), (moved, own), (params, own)] if given else [(moved, drawn)]
         for parameters, samples in tries:
             try:
-                values = _evaluated(function, parameters, samples)
+                first, alone = _evaluated(_together_and_alone, function, parameters, samples)
             except jax.errors.TracerArrayConversionError as error:
                 raise Unprobed(
                     "apply closes over traced values, so whether it couples samples cannot be probed; "
                     f"pass stats= one of {STATS}"
                 ) from error
-            finite = np.isfinite(values[0])
-            if np.any(finite):
+            if np.any(np.isfinite(first)):
                 break
         else:
             raise ValueError(
                 "apply returns nothing but NaN or infinity when it is probed for coupled samples; check params and x"
             )
-    first, again, alone = values
     eps = float(jnp.finfo(first.dtype).eps)
-    if not (_agreement(first, again, eps) and _agreement(first, alone, eps)):
-        # What is computed in low precision may be returned in a higher one: the state of a recurrent network that
-        # starts from double zeros, or bfloat16 layers below a float32 head. The coarsest step sets the rounding.
-        with jax.ensure_compile_time_eval():
-            program, *_ = eqx.filter_make_jaxpr(function)(parameters, samples)
-        eps = max(_precisions(program), default=eps)
+    if _agreement(first, alone, eps):
+        return False
+    # What is computed in low precision may be returned in a higher one: the state of a recurrent network that starts
+    # from double zeros, or bfloat16 layers below a float32 head. The coarsest step sets the rounding.
+    with jax.ensure_compile_time_eval():
+        program, *_ = eqx.filter_make_jaxpr(function)(parameters, samples)
+        (again,) = _evaluated(_together, function, parameters, samples)
+    eps = max(_precisions(program), default=eps)
     if not _agreement(first, again, eps):
         raise ValueError(
             "apply is random: it returns other numbers when it is evaluated again; fix its random numbers, "

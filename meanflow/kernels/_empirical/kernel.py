@@ -21,6 +21,7 @@ from meanflow import _boundary
 from meanflow._boundary import checked, choice, either, sequence
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical import ntk
+from meanflow.kernels._empirical.coupling import is_traced
 from meanflow.kernels._empirical.modules import (
     Batch,
     Function,
@@ -114,7 +115,8 @@ def _kernel(job: Job) -> Float[Array, "T S ..."]:
     if job.method.mesh is not None:
         return _over_devices(job, job.method.mesh)
     plan = planned(job)
-    return ntk.evaluate(job, plan.method, plan.chunk)
+    platform = None if is_traced(job.x) else next(iter(job.x.devices())).platform
+    return ntk.evaluate(job, plan.method, plan.chunk, platform)
 
 
 class ByOutput(Function):
@@ -173,11 +175,11 @@ class ByGroup(Function):
 def _by_group(job: Job, groups: Callable[[str], str]) -> dict[str, Float[Array, "T S ..."]]:
     """Compute the kernel of each group of parameters."""
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    label = lambda path, leaf: groups(name(path)) if eqx.is_inexact_array(leaf) else None
+    named = lambda path: _boundary.text("what groups returns", groups(name(path)))
+    label = lambda path, leaf: named(path) if eqx.is_inexact_array(leaf) else None
     labels = jax.tree_util.tree_map_with_path(label, job.params)
     found = {}
     for group in dict.fromkeys(jax.tree.leaves(labels)):
-        _boundary.text("what groups returns", group)
         mine = jax.tree.map(lambda mark, group=group: mark == group, labels, is_leaf=lambda m: m is None)
         part, others = eqx.partition(job.params, mine)
         wrap = lambda function, others=others: ByGroup(function, others)

@@ -21,7 +21,6 @@ class Layout(NamedTuple):
         rows: rows of the kernel contracted at a time.
         held: whether the factors of all columns are kept; otherwise they are made anew for every block of rows.
         piece: samples (for coupled functions: rows of outputs) differentiated at a time.
-        parts: blocks of samples whose factors are made apart, so that a symmetric kernel is contracted by half.
         cost: operations and numbers.
         bytes: peak memory, the kernel included.
     """
@@ -30,7 +29,6 @@ class Layout(NamedTuple):
     rows: int
     held: bool
     piece: int
-    parts: int
     cost: Cost
     bytes: float
 
@@ -41,9 +39,6 @@ _PIECE = 2**21
 # Bytes up to which a program runs in memory that the process holds already; above, every page is faulted in anew. Three
 # convolutions take 1.45 times as long where J is never formed early.
 _HELD = 2**25
-# Blocks of rows that are differentiated apart, from so many rows of a product on; each is compiled anew. The full
-# kernel of three convolutions, 320 rows, takes 0.9 times as long as without.
-_PARTS, _WIDE = 4, 256
 # By how much the compiler's placing of buffers exceeds what must be alive at once.
 _PLACING = 1.4
 
@@ -121,11 +116,7 @@ def _lay_out(
     else:  # layer by layer: its cotangents, those that are pulled through it, its factors and a slice of its J
         alive = _PLACING * (kept + samples * 2 * outputs * counted.largest + _slice(shares, block))
     memory = itemsize * (block.rows * block.columns * block.kernel + alive) + rows * row_bytes
-    # what loops leave of each block is an array of its own, which need not be cut out of a larger one
-    whole = held and rows == block.rows and block.symmetric
-    wide = outputs if block.kept == "full" else 1
-    parts = _PARTS if whole and piece < samples and rows * wide >= _WIDE else 1
-    return Layout(shares, rows, held, piece, parts, total, memory)
+    return Layout(shares, rows, held, piece, total, memory)
 
 
 def _slice(plan: list[structured.Share], block: Block) -> int:
@@ -178,7 +169,7 @@ def coupled_layout(traced: structured.Traced, block: Block, chunk: int | None, l
     rows, columns = block.rows * many, block.columns * many
     sides = rows if block.symmetric else rows + columns
     full = block.kept == "full"
-    product = block.pairs(many if full else 1, math.inf) * (many**2 if full else many)
+    product = block.pairs(math.inf) * (many**2 if full else many)
 
     def ways(size: structured.forms.Sizes) -> dict[str, Cost]:
         entries, spread = size.entries, size.groups * size.positions * size.outputs
@@ -206,4 +197,4 @@ def coupled_layout(traced: structured.Traced, block: Block, chunk: int | None, l
         stored += sides * size.groups * size.outputs * (size.inputs if mode == "jacobian" else size.positions)
     kernel = block.rows * block.columns * block.kernel * (2 if full else 1)
     memory = item * (kernel + stored + 2 * counted.stored) + piece * row
-    return Layout(plan, block.rows, True, piece, 1, total, memory)
+    return Layout(plan, block.rows, True, piece, total, memory)

@@ -22,8 +22,11 @@ from meanflow.kernels._empirical.plan import Job, laid_out, one_sample
 
 
 @compiled
-def evaluate(job: Job, method: str, rows: int) -> Float[Array, "T S ..."]:
-    """Compute the kernel by ``method``, planned with ``rows`` rows at a time; compiled once for every shape."""
+def evaluate(job: Job, method: str, rows: int, platform: str | None) -> Float[Array, "T S ..."]:
+    """Compute the kernel by ``method``, planned with ``rows`` rows at a time; compiled once for every shape.
+
+    ``platform`` is that of the devices on which it runs, such as "cpu"; None if that is not known yet.
+    """
     # The caller has probed the function outside of jit: here one that needs no statistics is known to be uncoupled.
     if job.stats in (None, *FIXED) and not isinstance(job.apply, Normalized):
         maps = uncoupled_maps(job.apply, job.x, job.z)
@@ -31,7 +34,7 @@ def evaluate(job: Job, method: str, rows: int) -> Float[Array, "T S ..."]:
         maps = job.maps()
     shape = jax.eval_shape(maps.left, job.params).shape[1:]
     if method == "structured":
-        kernel = _structured_kernel(maps, job)
+        kernel = _structured_kernel(maps, job, platform)
     else:
         # integer leaves are constants: they have no gradient
         moving, still = eqx.partition(job.params, eqx.is_inexact_array)
@@ -47,28 +50,27 @@ def evaluate(job: Job, method: str, rows: int) -> Float[Array, "T S ..."]:
     return kernel.reshape(kernel.shape[:2] + kept)
 
 
-def _structured_kernel(maps: KernelMaps, job: Job) -> Float[Array, "T S ..."]:
+def _structured_kernel(maps: KernelMaps, job: Job, platform: str | None) -> Float[Array, "T S ..."]:
     """Sum the shares of all parameters, each by the cheaper contraction; (T, S), (T, S, C) or (T, S, C, C)."""
     leaves = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
     left, right, block, plan = laid_out(job, maps)
     if not plan.shares:  # a function that does not depend on its parameters
         return jnp.zeros((block.rows, block.columns, block.kernel), left.output.dtype)
     if maps.single is not None:
-        # a program may be lowered for another platform than the one that it is traced on; only the branch of that
-        # platform is compiled
         chunk, limit = job.method.chunk, job.method.limit
-        plans = [free_layout(left, block, chunk, limit, cpu) for cpu in (True, False)]
-        ways = [functools.partial(_free_kernel, left, block, each, job) for each in plans]
-        if plans[0] == plans[1]:
-            return ways[0](leaves)
-        return jax.lax.platform_dependent(leaves, cpu=ways[0], default=ways[1])
+        lay_out = lambda cpu: free_layout(left, block, chunk, limit, cpu)
+        way = lambda cpu: functools.partial(_free_kernel, left, block, lay_out(cpu), job)
+        if platform is not None or lay_out(True) == lay_out(False):
+            return way(platform in (None, "cpu"))(leaves)
+        # a program that is traced here may be lowered for any platform; only the branch of that one is compiled
+        return jax.lax.platform_dependent(leaves, cpu=way(True), default=way(False))
     if job.z is None:
         mine = theirs = structured.coupled_factors(left, plan.shares, leaves, block.rows, plan.piece)
     else:
         first, second = structured.align(left, right, plan.shares)
         mine = structured.coupled_factors(left, first, leaves, block.rows, plan.piece)
         theirs = structured.coupled_factors(right, second, leaves, block.columns, plan.piece)
-    return contraction.all_pairs(mine, theirs, block.kept, block.rows, job.z is None)
+    return contraction.contract(mine, theirs, block.kept)
 
 
 def _free_kernel(
@@ -76,13 +78,10 @@ def _free_kernel(
 ) -> Float[Array, "T S ..."]:
     """Differentiate and contract samples that do not depend on each other, as a layout says."""
     at = lambda batch: structured.factors(traced, plan.shares, leaves, batch, plan.piece)
-    if plan.parts > 1:
-        parts = [at(job.x[start:stop]) for start, stop in contraction.spans(block.rows, plan.parts)]
-        return contraction.pairs_of_blocks(parts, block.kept)
     if plan.held:
         left = at(job.x)
         right = left if job.z is None else at(job.z)
-        return contraction.all_pairs(left, right, block.kept, plan.rows, job.z is None)
+        return contraction.contract(left, right, block.kept, plan.rows)
     other = job.x if job.z is None else job.z
 
     def rows(some: Batch) -> Array:

@@ -30,15 +30,13 @@ def dtype_of(variable: Var | Literal) -> np.dtype:
     return value.dtype
 
 
-def _held(option: Any) -> Iterator[ClosedJaxpr]:
-    """Yield the jaxprs in an option of an equation; those without constants are closed."""
+def _held(option: Any) -> list[ClosedJaxpr]:
+    """Return the jaxprs in an option of an equation; those without constants are closed."""
     if isinstance(option, list | tuple):
-        for part in option:
-            yield from _held(part)
-    elif isinstance(option, ClosedJaxpr):
-        yield option
-    elif isinstance(option, Jaxpr):
-        yield ClosedJaxpr(option, [])
+        return [closed for part in option for closed in _held(part)]
+    if isinstance(option, Jaxpr):
+        return [ClosedJaxpr(option, [])]
+    return [option] if isinstance(option, ClosedJaxpr) else []
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[ClosedJaxpr]:
@@ -48,7 +46,7 @@ def inner_jaxprs(equation: JaxprEqn) -> list[ClosedJaxpr]:
     that hold jaxprs, such as while loops, return none.
     """
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "branches")
-    found = list(_held([equation.params[name] for name in names if name in equation.params]))
+    found = _held([equation.params[name] for name in names if name in equation.params])
     count = len(equation.invars)
     return found if all(len(c.jaxpr.invars) in (count, count - 1) for c in found) else []
 
@@ -79,7 +77,7 @@ def equations(closed: ClosedJaxpr, calls_only: bool = False) -> Iterator[JaxprEq
             inner = called(equation)
             nested = [] if inner is None else [inner]
         else:
-            nested = list(_held(list(equation.params.values())))
+            nested = _held(list(equation.params.values()))
         for one in nested:
             yield from equations(one, calls_only)
 
@@ -109,7 +107,11 @@ def walk(
 
 
 def execute(jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-    """Return one equation's outputs. It runs as a trace of its own: only JAX knows how primitives are called."""
+    """Return one equation's outputs."""
+    if not _held(list(equation.params.values())):
+        found = equation.primitive.bind(*operands, **equation.params)
+        return list(found) if equation.primitive.multiple_results else [found]
+    # one that holds jaxprs runs as a trace of its own: only JAX knows how such primitives are called
     inputs = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, Literal)}
     alone = jaxpr.replace(
         constvars=[],
