@@ -16,6 +16,7 @@ The plain functions of ``meanflow._properties`` (``finite``, ``shape``, ...), of
 
 import functools
 import inspect
+import itertools
 import math
 import os
 import pathlib
@@ -245,6 +246,9 @@ def indices(name: str, value: object, size: int) -> jax.Array:
     return given
 
 
+LONGEST = 2**20  # values of a sequence
+
+
 def sequence(kind: Kind, *, least: int = 1) -> Callable[[str, object], tuple[object, ...]]:
     """Make the kind of sequences (no text) of at least ``least`` values of one ``kind``; returns a tuple.
 
@@ -262,9 +266,11 @@ def sequence(kind: Kind, *, least: int = 1) -> Callable[[str, object], tuple[obj
             array = isinstance(value, jax.Array | np.ndarray)
             if array:
                 shape(name, value, (None,))
-            entries = np.asarray(value).tolist() if array else list(value)
+            entries = np.asarray(value).tolist() if array else list(itertools.islice(value, LONGEST + 1))
         except TypeError as problem:  # arrays that are traced or hold keys, iterators that fail
             raise ValueError(f"{name} must be a sequence of known values, got {show(value)}") from problem
+        if len(entries) > LONGEST:  # iterators may have no end
+            raise ValueError(f"{name} must hold at most {LONGEST} values, got {show(value)}, which has more")
         listed = tuple(kind(f"{name}[{k}]", entry) for k, entry in enumerate(entries))
         if len(listed) < least:
             raise ValueError(f"{name} must hold at least {least} values, got {show(listed)}")

@@ -147,9 +147,9 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
     import jax
 
     from meanflow.cli import _tables as tables
-    from meanflow.cli._request import build
     from meanflow.sweeps._devices import is_lead
-    from meanflow.sweeps._results import failed
+    from meanflow.sweeps._grid import failed
+    from meanflow.sweeps._request import build
 
     # before anything is computed
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
@@ -224,7 +224,7 @@ def sweep(
 
 def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) -> Tables:
     """Return the checked request that a configuration file, settings and flags make."""
-    from meanflow.cli import _request as requests
+    from meanflow.sweeps import _request as requests
 
     tables: Tables = {"flow": {}, "data": {}, "grid": {}, "run": {}}
     if config is not None:
@@ -271,7 +271,7 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
 
 def _stored_request(directory: str) -> Tables:
     """Return the request of a run directory that the command line made."""
-    from meanflow.cli._request import check_request
+    from meanflow.sweeps._request import check_request
     from meanflow.sweeps._store import StoreError, read_config
 
     request = read_config(directory).get("request")
@@ -330,7 +330,7 @@ def _draw(data: "xarray.Dataset", variable: str) -> Any:
     """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
     from meanflow.cli import _tables as tables
-    from meanflow.sweeps._results import final
+    from meanflow.sweeps._grid import final
 
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]

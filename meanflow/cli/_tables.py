@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meanflow.sweeps._results import final
+from meanflow.sweeps._grid import final
 
 if TYPE_CHECKING:
     import xarray

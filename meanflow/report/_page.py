@@ -26,7 +26,7 @@ from meanflow import _boundary
 from meanflow._boundary import FilePath, checked, host_array, instance
 from meanflow.files import atomic_write
 from meanflow.measures import Dataset
-from meanflow.sweeps._results import failed, final
+from meanflow.sweeps._grid import failed, final
 
 MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "accuracy", "energy")
 MOST_PARTICLES = 200  # per picture; more cannot be told apart

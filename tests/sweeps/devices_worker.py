@@ -108,8 +108,10 @@ def spectra(out):
     )
     points = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)))
     critic = mf.sweeps.sweep_function(
-        lambda key, shift: mf.transport.critic_distance(
-            points, points + shift, key=key, critic=mf.transport.Critic(steps=5)
+        lambda key, shift: (
+            mf.transport.critic_distance(
+                points, points + shift, key=key, critic=mf.transport.Critic(steps=5)
+            ).value
         ),
         axes={"shift": [0.1, 0.2]},
         seeds=16,

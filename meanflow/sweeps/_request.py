@@ -44,8 +44,9 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._batches import Batches
 from meanflow.solvers._dynamics import Noise, Reaction
 from meanflow.solvers._step import Adaptive, KernelStep
-from meanflow.sweeps._networks import Sweep, sweep
+from meanflow.sweeps._networks import Sweep
 from meanflow.sweeps._plan import Execution
+from meanflow.sweeps._sweep import sweep
 from meanflow.univariate import _models as univariate
 
 
