@@ -235,6 +235,36 @@ class Plan(abc.ABC):
                 runner.through(names, report)
             return set(names) <= stores.finished_chunks(store)
 
+    def begin(self, store: str | pathlib.Path, *, timed: bool = False) -> Json:
+        """Write the plan into a store and return {"cells", "chunks", "bytes", "seconds"}: what the sweep will take.
+
+        Args:
+            store: run directory.
+            timed: whether to compute one chunk and to judge by it how many seconds all take on these devices, None
+                otherwise; the chunk is kept.
+        """
+        sizes = [max(group.size, 1) * len(group.cells) for group in self.groups]
+        total = 0
+        for group in self.groups:
+            one = self.inputs(group, group.cells[:1])
+            shapes = devices.output_shapes(self.cell(group), self.shared, one)
+            total += len(group.cells) * sum(s.size * s.dtype.itemsize for s in shapes.values())
+        with Runner(self, store, keep=False) as runner:
+            seconds = None
+            if timed:
+                first = next(iter(runner.chunks.values()))
+                runner._prepare(first)  # to compile takes its time only once
+                start = time.perf_counter()
+                runner.through([first.name], lambda cells: None)
+                part = max(self.groups[first.group].size, 1) * len(first.cells)
+                seconds = (time.perf_counter() - start) * sum(sizes) / part
+            return {
+                "cells": self.grid.size,
+                "chunks": len(runner.chunks),
+                "bytes": total,
+                "seconds": seconds,
+            }
+
 
 class Stopped(Exception):
     """A runner was told to stop."""
