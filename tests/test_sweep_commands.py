@@ -376,6 +376,39 @@ def test_a_worker_that_is_told_to_stop_gives_its_claim_back(config, tmp_path):
     assert not list((tmp_path / "run" / "claims").iterdir())
 
 
+def test_slurm_scripts(config, tmp_path, monkeypatch):
+    """A script that a person can read; what sbatch says is passed on."""
+    store, script = tmp_path / "my run", tmp_path / "my run.sbatch"
+    assert "no plan/config.json" in call("submit", store, code=3)
+    call("plan", config, "--store", store)
+    options = ("--array", "4", "--time", "1h30m", "--gres", "gpu:1", "--partition=requeue")
+    text = call("submit", store, *options, "--dry-run")
+    assert not script.exists()
+    for line in (
+        "--array=0-3",
+        "--time=90",
+        "--gres gpu:1",
+        "--partition=requeue",
+        "--requeue",
+        "--signal=USR1@60",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert f"-m meanflow work '{store}'\n" in text
+    assert "must name its run directory" in call("submit", config, code=2)
+    config.write_text(f"store = '{tmp_path / 'other'}'\n{CONFIG}")
+    assert f"work {tmp_path / 'other'}\n" in call("submit", config, "--dry-run")
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert "sbatch was not found" in call("submit", store, *options, code=2) and script.read_text() == text
+    (tmp_path / "bin").mkdir()
+    for code, said in ((0, "Submitted batch job 7"), (1, "invalid partition")):
+        (tmp_path / "bin" / "sbatch").write_text(
+            f"#!/bin/sh\necho '{said}' | /usr/bin/tee /dev/stderr\nexit {code}\n"
+        )
+        (tmp_path / "bin" / "sbatch").chmod(0o755)
+        assert said in call("submit", store, *options, code=2 * code)
+
+
 @pytest.mark.bad_input
 def test_workers_that_do_not_fit_are_refused(config, tmp_path, monkeypatch):
     store = tmp_path / "run"

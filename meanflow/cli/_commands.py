@@ -2,10 +2,13 @@
 
 import atexit
 import contextlib
+import math
 import os
 import pathlib
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -426,6 +429,91 @@ def work(directory: str, shard: tuple[int, int], limit: float | None, as_json: b
             # what is being computed cannot be interrupted, and Python would wait for it at its end
             atexit.register(_leave, UNFINISHED)
         sys.exit(UNFINISHED)
+
+
+SBATCH = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}
+#SBATCH --time={time}
+#SBATCH --output={logs}/%A_%a.log
+#SBATCH --requeue
+# the signal comes this many seconds before the limit; the worker gives its claim back and ends with code 4
+#SBATCH --signal=USR1@60
+{more}
+# every task computes what no other has claimed; a task that is preempted loses one chunk
+srun {worker}
+code=$?
+# stopped before the sweep was whole: another job goes on
+if [ $code -eq 4 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
+"""
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("what", metavar="CONFIG|DIRECTORY", type=click.Path())
+@click.option("--array", type=click.IntRange(1), default=1, show_default=True, help="Number of tasks.")
+@click.option("--time", "limit", callback=_seconds, metavar="TIME", help="Limit of each task, such as 4h.")
+@click.option("--dry-run", is_flag=True, help="Print the script, and submit nothing.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[SBATCH OPTIONS]...")
+@guard
+def submit(what: str, array: int, limit: float | None, dry_run: bool, options: tuple[str, ...]) -> None:
+    """Submit workers to Slurm, as an array of tasks, for a planned DIRECTORY or for a CONFIG that names its store.
+
+    The script is kept as DIRECTORY.sbatch, to read and to edit; sbatch submits it. Further options, such as --gres, are
+    those of sbatch.
+
+    \b
+    Examples:
+      meanflow submit regimes.toml --array 16 --time 4h --gres gpu:1 --dry-run
+      meanflow submit runs/a --array 16 --time 4h --partition requeue
+    """
+    from meanflow.sweeps._request import build
+    from meanflow.sweeps._store import read_config
+
+    directory = what
+    if pathlib.Path(what).is_file():
+        request = _read_tables(what, (), {})
+        if "store" not in request:
+            raise ValueError(f'{what} must name its run directory, such as store = "runs/a", got none')
+        directory = request["store"]
+        _set_precision(request)
+        build(request).begin(directory)
+    read_config(directory)  # there must be a plan
+    place = pathlib.Path(directory).resolve()
+    script = place.with_name(f"{place.name}.sbatch")
+    text = SBATCH.format(
+        name=shlex.quote(place.name),
+        last=array - 1,
+        time=math.ceil((limit or 3600) / 60),  # minutes
+        logs=shlex.quote(f"{script}.logs"),
+        more="".join(f"#SBATCH {line}\n" for line in _sbatch_lines(options)),
+        worker=shlex.join([sys.executable, "-m", "meanflow", "work", str(place)]),
+    )
+    if dry_run:
+        click.echo(text, nl=False)
+        return
+    pathlib.Path(f"{script}.logs").mkdir(exist_ok=True)
+    script.write_text(text)
+    try:
+        done = subprocess.run(["sbatch", str(script)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(f"sbatch was not found on this host; the script is in {script}") from None
+    if done.returncode:
+        raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
+    click.echo(f"{done.stdout.strip()} ({script})")
+
+
+def _sbatch_lines(options: tuple[str, ...]) -> list[str]:
+    """Return options of sbatch as they stand in a script, one a line: a name, and the value that follows it."""
+    lines: list[str] = []
+    for word in options:
+        if word.startswith("-"):
+            lines.append(shlex.quote(word))
+        elif lines:
+            lines[-1] += f" {shlex.quote(word)}"
+        else:
+            raise click.UsageError(f"options of sbatch begin with -, got {word!r}")
+    return lines
 
 
 def _leave(code: int) -> None:

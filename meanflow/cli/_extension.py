@@ -75,7 +75,9 @@ def guard(function: Callable[P, R]) -> Callable[P, R]:
             raise (BadStore if store else Failure)(str(problem)) from None
         except KeyboardInterrupt:
             click.echo(
-                "interrupted; finished chunks of a run with --store are kept, see meanflow resume", err=True
+                "interrupted; what is finished is kept: the same command goes on, and meanflow resume with a run that "
+                "has a --store",
+                err=True,
             )
             sys.exit(INTERRUPTED)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

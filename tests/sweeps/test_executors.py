@@ -43,11 +43,15 @@ def test_a_pool_of_spawned_processes(tmp_path, whole):
         xarray.testing.assert_identical(run(tmp_path / "run", pool), whole)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_pool_of_forks_is_refused(tmp_path):
     """It would stand still for ever as soon as JAX waits for one of its threads."""
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        with pytest.raises(ValueError, match=r'get_context\("spawn"\)'):
-            run(tmp_path / "run", pool)
+    context = multiprocessing.get_context("fork")
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool,
+        pytest.raises(ValueError, match=r'get_context\("spawn"\)'),
+    ):
+        run(tmp_path / "run", pool)
 
 
 class Unsteady(concurrent.futures.ThreadPoolExecutor):
