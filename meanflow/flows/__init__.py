@@ -1,5 +1,6 @@
 """Flows: feature x geometry x loss, and what follows from them."""
 
+from meanflow._observable import Observable as Observable
 from meanflow.flows._alignment import alignment as alignment
 from meanflow.flows._features import Feature as Feature
 from meanflow.flows._flow import Flow as Flow
@@ -11,13 +12,10 @@ from meanflow.flows._flow import predict as predict
 from meanflow.flows._flow import tangent_kernel as tangent_kernel
 from meanflow.flows._flow import velocity as velocity
 from meanflow.flows._free_energy import free_energy as free_energy
-from meanflow.flows._losses import softmax as softmax
 from meanflow.flows._margins import max_margin as max_margin
 from meanflow.flows._models import batchnorm as batchnorm
 from meanflow.flows._models import batchnorm_manifold as batchnorm_manifold
-from meanflow.flows._models import spherical as spherical
 from meanflow.flows._models import vanilla as vanilla
-from meanflow.flows._observables import Observable as Observable
 from meanflow.flows._optimality import certificate as certificate
 from meanflow.flows._population import GaussianPopulation as GaussianPopulation
 from meanflow.flows._problem import Chart as Chart

@@ -1,21 +1,19 @@
-"""What a run records at its save times: the contract, what every model offers, and how users ask for it.
+"""What a run of a flow records at its save times: what every model offers, and how users ask for it.
 
 All quantities ignore padding (weight zero), so a run gives the same numbers at every stored size.
 """
 
-import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from meanflow import _boundary
-from meanflow._module import Module
 from meanflow._numerics import safe_sqrt, wrap_angle
+from meanflow._observable import Observable, Values, recorded
 from meanflow._reuse import canonical
 from meanflow.flows import _equation as equation
 from meanflow.measures._cloud import Cloud
@@ -28,42 +26,6 @@ if TYPE_CHECKING:
 # the kernel drift looks at this many samples at most: its cost grows with their square, and a kernel that drifts does
 # so on any of them
 KERNEL_POINTS = 64
-
-Values: TypeAlias = PyTree[jax.Array]
-
-
-class Observable(Module):
-    """Something that is recorded along a run. This is the one contract of all that is observed.
-
-    ``begin`` is called once, at the start, and returns what is to be remembered: arrays to compare with, or None.
-    ``measure`` is called at each save time with the state of that time and what ``begin`` returned; it returns an array
-    or a dict of arrays, always of the same shapes. Both are pure functions, compiled into the program of the run.
-
-    A function (flow, cloud, data) -> values is an observable without a ``begin`` wherever one is asked for; with a
-    fourth argument it also gets the cloud at the start. Subclasses name the axes of what they return.
-
-    Attributes:
-        dims: names of the axes of the result; names at the end that it has no axes for are left out (``"output"``, for
-            models with one). ``"particle"`` may differ in length between widths (filled with NaN).
-        coords: values along some of those axes, by name.
-        units: unit of the numbers, ``"1"`` for pure numbers.
-        about: one line for the reader of the data set.
-        usual: whether a sweep records it without being asked; what takes long to compile waits to be named.
-    """
-
-    dims: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
-    coords: dict[str, jax.Array] = eqx.field(default_factory=dict, kw_only=True)
-    units: str = eqx.field(static=True, default="1", kw_only=True)
-    about: str = eqx.field(static=True, default="", kw_only=True)
-    usual: bool = eqx.field(static=True, default=True, kw_only=True)
-
-    def begin(self, problem: "Problem") -> Values:
-        """Compute once, at the start of the run, what ``measure`` wants to compare with; default nothing."""
-        return None
-
-    @abc.abstractmethod
-    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
-        """Return what is recorded at ``cloud``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
 
 
 class FunctionObservable(Observable):
@@ -80,17 +42,7 @@ class FunctionObservable(Observable):
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
         """Call the function."""
         start = (problem.start,) if self.from_start else ()
-        values = self.function(problem.flow, cloud, problem.data, *start)
-        if not jax.tree.leaves(values):
-            raise TypeError(
-                f"observe must hold functions that return an array or a dict of arrays, got {_boundary.show(values)}"
-            )
-        for leaf in jax.tree.leaves(values):
-            _boundary.numeric("what observe returns", leaf)
-        # plain numbers become floats, which have an infinity for times that are not reached
-        return jax.tree.map(
-            lambda u: _boundary.floating(u) if isinstance(u, int | float) else jnp.asarray(u), values
-        )
+        return recorded(self.function(problem.flow, cloud, problem.data, *start))
 
 
 class Dissipation(Observable):
@@ -130,9 +82,9 @@ class KernelDrift(Observable):
         own = (index[:, None] < real) & (index[None, :] < real)
         return kernel * own.astype(kernel.dtype).reshape(points, points, *(1,) * (kernel.ndim - 2))
 
-    def begin(self, problem: "Problem") -> jax.Array:
+    def begin(self, problem: "Problem", cloud: Cloud) -> jax.Array:
         """Return the kernel at the start."""
-        return self._kernel(problem, problem.start)
+        return self._kernel(problem, cloud)
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
@@ -186,12 +138,25 @@ def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
 
 def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     """Return the observables that every model has, and those that its parts make possible."""
+    # these modules import this one
+    from meanflow.flows._margins import Margin, trained_norms
+    from meanflow.flows._sharpness import Sharpness
+
     since = functools.partial(FunctionObservable, from_start=True)
     chosen: dict[str, Observable] = {
         "dissipation": Dissipation(about="-dE/dt on the clock of the run"),
         "displacement": since(displacement, about="rms change of the coordinates"),
         "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples", usual=False),
+        "neurons": FunctionObservable(
+            coordinates, dims=("particle",), about="coordinates of every neuron", usual=False
+        ),
+        "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow", usual=False),
     }
+    if flow.loss.labels:
+        chosen |= {
+            f"{norm}_margin": Margin(norm, about=f"least margin over the {norm} norm", usual=False)
+            for norm in trained_norms(flow)
+        }
     if flow.loss.classifies:
         chosen["accuracy"] = FunctionObservable(
             accuracy, about="share of the samples that are classified correctly"
@@ -205,43 +170,40 @@ def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     return chosen
 
 
-ON_REQUEST: dict[str, Observable] = {
-    "neurons": FunctionObservable(coordinates, dims=("particle",), about="coordinates of every neuron")
-}
+class OnOtherData(Observable):
+    """The loss on other data than those of training, without the penalty; with classes also the accuracy there.
+
+    Attributes:
+        data: the other data, such as a test set.
+    """
+
+    data: Dataset
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
+        """Return a scalar, or the scalars ``loss`` and ``accuracy``."""
+        flow = problem.flow
+        flow.check(cloud, self.data.x)
+        flow.loss.check(flow.feature.output_shape(cloud), self.data.y)
+        loss = equation.risk(flow, cloud, self.data)
+        return {"loss": loss, "accuracy": accuracy(flow, cloud, self.data)} if flow.loss.classifies else loss
 
 
-def _on_request() -> dict[str, Observable]:
-    """Return observables of modules that themselves import this one."""
-    from meanflow.flows._margins import Margin
-    from meanflow.flows._sharpness import Sharpness
-
-    return {
-        "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow"),
-        "variation_margin": Margin("variation", about="least margin over the variation norm"),
-        "kernel_margin": Margin("kernel", about="least margin over the norm of the kernel space"),
-    }
+One = Observable | Dataset | Callable[..., Values] | str
+Observe = None | One | Sequence[str] | Mapping[str, One]
 
 
-Observe = (
-    None
-    | Observable
-    | Callable[..., Values]
-    | str
-    | Sequence[str]
-    | Mapping[str, "Observable | Callable[..., Values] | str"]
-)
-
-
-def as_observable(name: str, one: object) -> Observable:
+def as_observable(name: str, one: object, known: Mapping[str, Observable]) -> Observable:
     """Return an observable for what a user gave.
 
-    It is an ``Observable``, the name of one that every model has on request, or a function of (flow, cloud, data), or
-    of (flow, cloud, data, start).
+    It is an ``Observable``, the name of one of those that are ``known``, a data set for the loss on it, or a function
+    of (flow, cloud, data), or of (flow, cloud, data, start).
     """
     if isinstance(one, Observable):
         return one
     if isinstance(one, str):
-        return named([one], {})[one]
+        return named([one], known)[one]
+    if isinstance(one, Dataset):
+        return OnOtherData(one, about="loss on other data")
     try:
         _boundary.taking(3)(name, one)
         from_start = False
@@ -258,41 +220,28 @@ def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[
     """Return the observables behind the argument ``observe`` of a solver.
 
     Args:
-        observe: None, an ``Observable`` or function, a dict of these by name, or names of the model's own observables
-            (one name, or a sequence of names).
+        observe: None, an ``Observable``, a function or a data set, a dict of these by name, or names of the model's own
+            observables (one name, or a sequence of names).
         flow: the model, bound to its statistics.
         data: training data.
     """
     if observe is None:
         return None
+    known = flow.observables(data)
     if isinstance(observe, Mapping):
         observe = _boundary.mapping(_boundary.unchecked("checked below"))("observe", observe)  # type: ignore[assignment]
         if "energy" in observe:
             raise ValueError("observe must not use the name 'energy', which every run records itself")
-        return {name: as_observable(f"observe[{name!r}]", one) for name, one in observe.items()}
-    if isinstance(observe, str | list | tuple):
-        return named([observe] if isinstance(observe, str) else observe, flow.observables(data))
-    return as_observable("observe", observe)
+        return {name: as_observable(f"observe[{name!r}]", one, known) for name, one in observe.items()}
+    if isinstance(observe, list | tuple):
+        return named(observe, known)
+    found = as_observable("observe", observe, known)
+    return {observe: found} if isinstance(observe, str) else found
 
 
 def named(names: Sequence[str], known: Mapping[str, Observable]) -> dict[str, Observable]:
-    """Return the observables of these names, out of ``known`` and those that exist on request."""
-    options = {**known, **ON_REQUEST, **_on_request()}
-    unknown = [name for name in names if name not in options]
+    """Return the observables of these names, out of ``known``."""
+    unknown = [name for name in names if not isinstance(name, str) or name not in known]
     if unknown:
-        raise ValueError(f"observe must name observables among {sorted(options)}, got {unknown}")
-    return {name: options[name] for name in names}
-
-
-def begin(observe: Observable | dict[str, Observable] | None, problem: "Problem") -> Values:
-    """Compute what the observables want to keep from the start of a run; pass it on as ``Problem.memory``."""
-    if isinstance(observe, dict):
-        return {name: one.begin(problem) for name, one in observe.items()}
-    return None if observe is None else observe.begin(problem)
-
-
-def measure(observe: Observable | dict[str, Observable], problem: "Problem", cloud: Cloud) -> Values:
-    """Return what the observables see at ``cloud``; ``problem.memory`` must come from ``begin``."""
-    if isinstance(observe, dict):
-        return {name: one.measure(problem, cloud, problem.memory[name]) for name, one in observe.items()}
-    return observe.measure(problem, cloud, problem.memory)
+        raise ValueError(f"observe must name observables among {sorted(known)}, got {unknown}")
+    return {name: known[name] for name in names}

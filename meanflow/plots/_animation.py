@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from meanflow._boundary import FilePath, checked, count, host_array, instance
 from meanflow.files import atomic_write
-from meanflow.plots._clouds import positions, regions
+from meanflow.plots._clouds import AXES, positions, regions
 from meanflow.plots.style import NEGATIVE, POSITIVE, canvas, theme
 from meanflow.solvers._solution import Solution
 
@@ -56,7 +56,8 @@ def animate(
         raise ValueError("run must be a single run with saved clouds: pass ts= or every=, and no observe=")
     # a run that stopped early has no times for the saves it did not reach
     reached = np.isfinite(np.asarray(run.ts))
-    places, signs = (u[reached] for u in positions(run.clouds))
+    everywhere, sides, kind = positions(run.clouds)
+    places, signs = everywhere[reached], sides[reached]
     times, energies = np.asarray(run.ts)[reached], np.asarray(run.energy)[reached]
     # the largest distance of any frame, with a margin
     reach = 1.08 * max(float(np.max(np.abs(places), initial=0.0)), 1e-12)
@@ -65,7 +66,8 @@ def animate(
         ax = figure.add_subplot()
         if samples is not None:
             regions(samples, ax, reach)
-        ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
+        xlabel, ylabel = AXES.get(kind, ("first coordinate", "second coordinate"))
+        ax.set(xlabel=xlabel, ylabel=ylabel, aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
         dots = [
             ax.plot([], [], ".", ms=4.5, color=color, mec="white", mew=0.2)[0]
             for color in (POSITIVE, NEGATIVE)

@@ -18,10 +18,14 @@ from meanflow._boundary import (
     host_array,
     instance,
 )
-from meanflow.measures import Affine, Cloud, Polar
+from meanflow.measures import Cloud
+from meanflow.plots._places import Places, places
 from meanflow.plots.style import COLORS, NEGATIVE, PALE, POSITIVE, axes, key
 from meanflow.solvers._solution import Solution
 from meanflow.univariate._rays import RayTable
+
+# names of the two axes in which neurons stand
+AXES = {"r": ("$u$", "$v$"), "|a| b": ("$|a|\\, b_1$", "$|a|\\, b_2$")}
 
 
 @checked
@@ -61,33 +65,25 @@ def directions(
     return ax
 
 
-def positions(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
+def positions(cloud: Cloud) -> Places:
     """Return where neurons stand in a plane, (m, 2), and the signs (m,) of what they contribute; padding is left out.
 
-    Univariate neurons stand at |r| (cos theta, sin theta), which is |c| (a, -b) for those with three weights; two-layer
-    neurons at |a| times the first two entries of b. Clouds that are stacked over time give (k, m, 2) and (k, m).
+    Those of more than two coordinates (``places``) stand at the first two. Clouds that are stacked over time give
+    (k, m, 2) and (k, m).
     """
     particles = cloud.particles
-    if isinstance(particles, Polar):
-        r, theta = (np.asarray(u) for u in particles)
-        place, sign = np.abs(r)[..., None] * np.stack([np.cos(theta), np.sin(theta)], -1), np.sign(r)
-    elif isinstance(particles, Affine):
-        a, b, c = (np.asarray(u) for u in particles)
-        place, sign = np.abs(c)[..., None] * np.stack([a, -b], -1), np.sign(c)
-    else:
-        a, b = np.asarray(particles.a), np.asarray(particles.b)
-        if b.shape[-1] < 2:
-            raise ValueError(
-                f"cloud.particles.b must have at least 2 columns to stand in a plane, got {b.shape}"
-            )
-        # the length of an output row is what a neuron contributes; its sign is that of the first output
-        several = a.ndim == b.ndim  # one row of outputs a neuron
-        size = np.linalg.norm(a, axis=-1) if several else np.abs(a)
-        place, sign = size[..., None] * b[..., :2], np.sign(a[..., 0] if several else a)
+    if not hasattr(particles, "_asdict"):
+        raise ValueError(f"cloud.particles must be a record such as Neurons, got {type(particles).__name__}")
+    place, sign, name = places({n: np.asarray(u) for n, u in particles._asdict().items()})
+    if place.shape[-1] < 2:
+        raise ValueError(
+            f"cloud must hold neurons with at least 2 coordinates beside the amplitude to stand in a plane, "
+            f"got {place.shape[-1]}"
+        )
     weights = np.asarray(cloud.weights)
     # padding has weight 0 at all times
     real = (weights[0] if weights.ndim > 1 else weights) > 0
-    return place[..., real, :], sign[..., real]
+    return Places(place[..., real, :2], sign[..., real], name)
 
 
 @checked
@@ -107,11 +103,14 @@ def plane(
     paths: Annotated[ArrayLike, host_array((None, None, 2), nan=True)] | None = None,
     reach: Length | None = None,
 ) -> Axes:
-    """Univariate neurons in the plane (u, v) = |r| (cos theta, sin theta), colored by the sign of r.
+    """Neurons as points in a plane, colored by the sign of their contribution.
+
+    Univariate neurons stand at (u, v) = |r| (cos theta, sin theta), two-layer neurons at |a| times the first two
+    entries of b, and those of another model at their first two coordinates beside the amplitude ``a``.
 
     Args:
-        r: (m,) amplitudes; or a ``Cloud`` (two-layer neurons stand at |a| times the first two entries of b), or a
-            ``Solution``, whose final neurons are drawn, with their paths where it has saved clouds.
+        r: (m,) amplitudes; or a ``Cloud``, or a ``Solution``, whose final neurons are drawn, with their paths where it
+            has saved clouds.
         theta: (m,) angles; None where ``r`` is a ``Cloud`` or a ``Solution``.
         ax: matplotlib Axes; a new figure by default.
         samples: (s,) inputs; their lines u x_j + v = 0 cut the plane into activation regions, shaded by the
@@ -129,42 +128,45 @@ def plane(
             raise ValueError("theta must be None where r is a Solution or a Cloud, got an array")
         if isinstance(r, Solution) and r.clouds is not None and paths is None:
             paths = positions(r.clouds)[0]
-        # as polar coordinates, which all that follows draws
-        place, sign = positions(r.final if isinstance(r, Solution) else r)
-        r, theta = sign * np.hypot(place[:, 0], place[:, 1]), np.arctan2(place[:, 1], place[:, 0])
-    if theta is None:
-        raise ValueError("theta must be an array (m,) like r, got None")
-    r, theta = np.asarray(r), np.asarray(theta)
-    _boundary.shape("theta", theta, r.shape)
+        place, sign, kind = positions(r.final if isinstance(r, Solution) else r)
+    else:
+        if theta is None:
+            raise ValueError("theta must be an array (m,) like r, got None")
+        r, theta = np.asarray(r), np.asarray(theta)
+        _boundary.shape("theta", theta, r.shape)
+        place, sign, kind = places({"r": r, "theta": theta})
     if paths is not None:
-        _boundary.shape("paths", paths, (None, r.size, 2))
+        _boundary.shape("paths", paths, (None, len(sign), 2))
     ax = axes(ax)
-    reach = float(reach or 1.08 * max(np.max(np.abs(r), initial=0.0), 1e-12))
+    reach = float(reach or 1.08 * max(np.max(np.hypot(*place.T), initial=0.0), 1e-12))
     if samples is not None:
         regions(samples, ax, reach)
     if rays is not None:
-        for kind, color, name in (
+        for attracts, color, name in (
             (rays.positive, POSITIVE, "attracts $r > 0$"),
             (rays.negative, NEGATIVE, "attracts $r < 0$"),
         ):
-            for k, angle in enumerate(np.asarray(rays.theta)[np.asarray(kind) == 1]):
+            for k, angle in enumerate(np.asarray(rays.theta)[np.asarray(attracts) == 1]):
                 end = 2 * reach * np.array([np.cos(angle), np.sin(angle)])
                 label = name if k == 0 else None
                 ax.plot([0, end[0]], [0, end[1]], color=color, lw=1.0, alpha=0.7, zorder=0.8, label=label)
+    amplitude = "r" if kind == "r" else "a"
+    sides = [(1, POSITIVE, f"${amplitude} > 0$"), (-1, NEGATIVE, f"${amplitude} < 0$")]
+    if (sign == 0).any():  # neurons without an amplitude
+        sides.append((0, PALE, ""))
     if paths is not None:
         paths = np.asarray(paths)
-        for side, color in ((1, POSITIVE), (-1, NEGATIVE)):
-            pick = paths[:, np.sign(r) == side]
+        for side, color, _ in sides:
+            pick = paths[:, sign == side]
             # (frames + 1, m, 2), the last row NaN: all paths of a color are one line with gaps
             broken = np.concatenate([pick, np.full((1, *pick.shape[1:]), np.nan)])
             flat = broken.transpose(1, 0, 2).reshape(-1, 2)
             ax.plot(flat[:, 0], flat[:, 1], color=color, lw=0.5, alpha=0.5)
-    for side, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
-        pick = np.sign(r) == side
-        size = np.abs(r[pick])
-        u, v = size * np.cos(theta[pick]), size * np.sin(theta[pick])
+    for side, color, name in sides:
+        u, v = place[sign == side].T
         ax.plot(u, v, ".", ms=4.5, color=color, mec="white", mew=0.2, label=name)
-    ax.set(xlabel="$u$", ylabel="$v$", aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
+    xlabel, ylabel = AXES.get(kind, tuple(f"entry {k} of ${kind}$" for k in (1, 2)))
+    ax.set(xlabel=xlabel, ylabel=ylabel, aspect="equal", xlim=(-reach, reach), ylim=(-reach, reach))
     # a legend over the neurons needs a ground of its own, and larger dots than theirs
     look = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "markerscale": 1.6}
     key(ax, loc="upper right", handletextpad=0.1, **look)

@@ -18,9 +18,9 @@ from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 from meanflow import _boundary
 from meanflow._boundary import array, concrete, either, function
 from meanflow._identity import Json, describe
+from meanflow._observable import Observable
 from meanflow._reuse import compiled
 from meanflow.flows._flow import Flow, bind_and_check
-from meanflow.flows._observables import Observable
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import DATA, Dataset
 from meanflow.measures._scaling import NAMES, Scaling

@@ -28,8 +28,9 @@ from meanflow._boundary import (
     unchecked,
 )
 from meanflow._identity import Json, describe
+from meanflow._observable import Observable
 from meanflow.flows._flow import Flow
-from meanflow.flows._observables import Observable, as_observable, named
+from meanflow.flows._observables import as_observable, named
 from meanflow.measures._dataset import Dataset
 from meanflow.solvers._continuous import solve
 from meanflow.solvers._discrete import descend
@@ -70,7 +71,11 @@ def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Ob
         taken = next((name for name in observe if name in PLAIN), None)
         if taken is not None:
             raise ValueError(f"observe must not use the name {taken!r}, which every sweep records itself")
-        given = {n: as_observable(f"observe[{n!r}]", one) for n, one in observe.items() if one is not None}
+        given = {
+            n: as_observable(f"observe[{n!r}]", one, defaults)
+            for n, one in observe.items()
+            if one is not None
+        }
         return {n: one for n, one in usual.items() if n not in observe} | given
     if not isinstance(observe, str | list | tuple):
         raise ValueError(f"observe must be None, names or a dict of observables, got {observe!r}")
@@ -334,7 +339,7 @@ def sweep(
     for cell in cells:
         for name, value in draft.made(cell).items():
             if name != "flow":
-                solver.kinds[name](name, value)  # type: ignore[attr-defined]
+                solver.kinds()[name](name, value)  # type: ignore[attr-defined]
         known.append(structure_of(draft.made(cell)))
     template = draft.made(0)["flow"]
     room = check_data(draft)

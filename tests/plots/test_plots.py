@@ -114,7 +114,7 @@ def test_plots_take_a_run():
 
 def test_positions_of_all_records():
     r, theta = np.array([2.0, -1.0]), np.array([0.3, 2.0])
-    place, sign = clouds.positions(mf.Cloud(mf.Polar(r, theta)))
+    place, sign, _ = clouds.positions(mf.Cloud(mf.Polar(r, theta)))
     full = mf.Affine(np.cos(theta), -np.sin(theta), r)
     np.testing.assert_allclose(clouds.positions(mf.Cloud(full))[0], place, rtol=1e-14)
     np.testing.assert_array_equal(sign, [1, -1])
