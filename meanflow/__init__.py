@@ -95,7 +95,7 @@ if _typing.TYPE_CHECKING:
     from meanflow.solvers import descend as descend
     from meanflow.solvers import solve as solve
     from meanflow.sweeps._exponents import phase_diagram as phase_diagram
-    from meanflow.sweeps._networks import sweep as sweep
+    from meanflow.sweeps._sweep import sweep as sweep
 
 __version__ = "0.1.0"
 

@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
     ['diffrax', 'equinox', 'jax']
     """
     found = {}
-    for name in ("meanflow", "jax", "jaxlib", "diffrax", "optax", "equinox", "numpy", "xarray", "zarr"):
+    for name in ("meanflow", "jax", "jaxlib", "diffrax", "optax", "equinox", "numpy", "xarray"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -103,7 +103,8 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Any], header: Json, form
     text = json.dumps({"format": form, "versions": versions(), "digest": _digest(plain), **header})
     with atomic_write(path) as part, zipfile.ZipFile(part, "w") as archive:
         for name, array in {"header": np.frombuffer(text.encode(), np.uint8), **plain}.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+            # without the time of day: two processes that write the same arrays write the same bytes
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
 
 

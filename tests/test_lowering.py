@@ -14,7 +14,7 @@ from meanflow._numerics import iterate
 from meanflow.kernels._empirical.spectra import top_eigenpairs
 from meanflow.solvers import eulerian
 from meanflow.solvers._step import top_eigenvalue
-from meanflow.sweeps._plan import batched
+from meanflow.sweeps._devices import batched
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 KEYS = jax.random.key(0), jax.random.key(1)

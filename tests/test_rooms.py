@@ -70,7 +70,7 @@ def test_every_folder_is_a_room():
 
 def test_import_loads_no_heavy_package():
     """Half a second of every notebook's start: diffrax, flax and the like load when they are first used."""
-    heavy = ("diffrax", "optax", "flax", "ott", "xarray", "zarr", "matplotlib", "sklearn", "optimistix")
+    heavy = ("diffrax", "optax", "flax", "ott", "xarray", "matplotlib", "sklearn", "optimistix")
     code = f"import sys, meanflow; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,6 +1,10 @@
 import json
 import pathlib
 import re
+import signal
+import subprocess
+import sys
+import time
 import tomllib
 
 import jax
@@ -9,7 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import meanflow as mf
+from meanflow._identity import describe
 from meanflow.cli import _commands, main
+from meanflow.sweeps._request import FLOWS, build, check_request
 
 CONFIG = """
 [flow]
@@ -68,10 +74,8 @@ def test_sweep_show_and_resume(config, tmp_path):
     assert numbers["energy"]["dims"] == ["width", "delta"]
     call("show", store, "--figure", tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 1000
-    chunk = next((store / "chunks").glob("*.zarr"))
-    import shutil
-
-    shutil.rmtree(chunk)
+    chunk = next((store / "chunks").glob("*.npz"))
+    chunk.unlink()
     assert "12 runs" in call("resume", store)
     np.testing.assert_array_equal(mf.sweeps.load(store).energy, direct.energy)
     # another configuration in the same directory
@@ -275,6 +279,7 @@ def test_directories_without_results_and_files_that_cannot_be_written(config, tm
     monkeypatch.setattr("meanflow.sweeps._devices.free_memory", lambda device: 1000)
     assert "GiB are free" in call("sweep", config, "--store", store, code=2)
     monkeypatch.undo()
+    call("plan", config, "--store", store)
     for command in ("show", "report"):
         assert "no finished chunk yet; meanflow resume" in call(command, store, code=3)
     call("resume", store)
@@ -284,7 +289,7 @@ def test_directories_without_results_and_files_that_cannot_be_written(config, tm
     mf.sweeps.sweep_function(lambda key, s: 2 * s, axes={"s": (1.0, 2.0)}, store=tmp_path / "function")
     assert "s 2.0" in call("show", tmp_path / "function", "--variable", "value")
     assert "sweep of networks" in call("report", tmp_path / "function", code=2)
-    assert "not written by meanflow sweep" in call("resume", tmp_path / "function", code=3)
+    assert "a store runs no code" in call("resume", tmp_path / "function", code=3)
 
 
 def test_an_interrupted_run_says_how_to_go_on(config, tmp_path, monkeypatch):
@@ -293,6 +298,150 @@ def test_an_interrupted_run_says_how_to_go_on(config, tmp_path, monkeypatch):
 
     monkeypatch.setattr("meanflow.sweeps._store.Store.write", interrupted)
     assert "meanflow resume" in call("sweep", config, "--store", tmp_path / "run", code=130)
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"), [(KeyboardInterrupt, 130), (MemoryError, 70), (RecursionError, 70), (OSError, 2)]
+)
+def test_exit_codes_tell_what_happened(monkeypatch, problem, code):
+    """Nothing unforeseen shares the code 1 of failed cells."""
+
+    def fail():
+        raise problem("told")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    assert "Error" in call("info", code=code) or code in (70, 130)
+
+
+SMALL = ("--set", "run.chunk=2", "--set", "run.observe=[]")
+
+
+def test_a_plan_is_worked_off_by_several_workers(config, tmp_path, monkeypatch):
+    """The bits of one process; each worker says by its exit code whether the whole is done."""
+    store, direct = tmp_path / "run", tmp_path / "direct"
+    call("sweep", config, *SMALL, "--store", direct)
+    found = json.loads(call("plan", config, *SMALL, "--store", store, "--json"))
+    assert (found["cells"], found["chunks"], found["seconds"]) == (12, 6, None)
+    arrays = [np.load(f) for f in (direct / "chunks").iterdir()]
+    assert found["bytes"] == sum(one[n].nbytes for one in arrays for n in one.files if n != "header")
+    assert "0 of 12 cells are done, 0 claimed" in call("show", store, code=3)
+    assert "about" in call("plan", config, *SMALL, "--store", store, "--timed")
+    shown = call("show", store)
+    assert "2 of 12 cells are done" in shown and "not run" in shown and "nan" not in shown
+    (store / "claims" / "000-00003.0").mkdir()
+    (store / "claims" / "000-00003.0" / "holder.json").write_text('{"pid": 7, "host": "elsewhere"}')
+    assert "at work  process 7 on elsewhere, chunk 000-00003" in call("show", store)
+    (store / "claims" / "000-00003.0" / "holder.json").unlink()
+    (store / "claims" / "000-00003.0").rmdir()
+    assert "not run" not in call("sweep", config, *SMALL, "--store", tmp_path / "whole")
+    with monkeypatch.context() as ending:
+        ending.setattr("atexit.register", lambda leave, code: None)
+        assert not json.loads(call("work", store, "--for", "0s", "--json", code=4))["whole"]
+    call("work", store, "--shard", "1/2")
+    assert mf.sweeps.load(store).result.values.min() == -1
+    assert mf.sweeps.work(store)
+    assert json.loads(call("work", store, "--json")) == {
+        "store": str(store),
+        "whole": True,
+        "done": 12,
+        "cells": 12,
+    }
+    assert {f.name: f.read_bytes() for f in (store / "chunks").iterdir()} == {
+        f.name: f.read_bytes() for f in (direct / "chunks").iterdir()
+    }
+
+
+def test_a_worker_that_is_told_to_stop_gives_its_claim_back(config, tmp_path):
+    """In the middle of a chunk that would take for ever, as a job does whose time is over."""
+    long = "run={steps = 1000000000, step = 0.001, observe = [], chunk = 2}"
+    call("plan", config, "--set", long, "--store", tmp_path / "run")
+    workers = [
+        (
+            told,
+            subprocess.Popen(
+                [sys.executable, "-m", "meanflow", "work", tmp_path / "run"], stdout=subprocess.PIPE
+            ),
+        )
+        for told in (signal.SIGTERM, signal.SIGUSR1)
+    ]
+    until = time.monotonic() + 200
+    while len(list((tmp_path / "run" / "claims").glob("0*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    for told, worker in workers:
+        worker.send_signal(told)
+    for _, worker in workers:
+        assert b"0 of 12 cells are done" in worker.communicate(timeout=60)[0]
+        assert worker.returncode == 4
+    assert not list((tmp_path / "run" / "claims").iterdir())
+
+
+def test_slurm_scripts(config, tmp_path, monkeypatch):
+    """A script that a person can read; what sbatch says is passed on."""
+    store, script = tmp_path / "my run", tmp_path / "my run.sbatch"
+    assert "no plan/config.json" in call("submit", store, code=3)
+    call("plan", config, "--store", store)
+    options = ("--array", "4", "--time", "1h30m", "--gres", "gpu:1", "--partition=requeue")
+    text = call("submit", store, *options, "--dry-run")
+    assert not script.exists()
+    for line in (
+        "--array=0-3",
+        "--time=90",
+        "--gres gpu:1",
+        "--partition=requeue",
+        "--requeue",
+        "--signal=USR1@60",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert f"-m meanflow work '{store}'\n" in text
+    assert "must name its run directory" in call("submit", config, code=2)
+    config.write_text(f"store = '{tmp_path / 'other'}'\n{CONFIG}")
+    assert f"work {tmp_path / 'other'}\n" in call("submit", config, "--dry-run")
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert "sbatch was not found" in call("submit", store, *options, code=2) and script.read_text() == text
+    (tmp_path / "bin").mkdir()
+    for code, said in ((0, "Submitted batch job 7"), (1, "invalid partition")):
+        (tmp_path / "bin" / "sbatch").write_text(
+            f"#!/bin/sh\necho '{said}' | /usr/bin/tee /dev/stderr\nexit {code}\n"
+        )
+        (tmp_path / "bin" / "sbatch").chmod(0o755)
+        assert said in call("submit", store, *options, code=2 * code)
+
+
+@pytest.mark.bad_input
+def test_workers_that_do_not_fit_are_refused(config, tmp_path, monkeypatch):
+    store = tmp_path / "run"
+    call("plan", config, *SMALL, "--store", store)
+    assert "no plan/config.json" in call("work", tmp_path / "none", code=3)
+    for flags, text in ((("--shard", "2/2"), "K/N"), (("--for", "soon"), "3h55m")):
+        assert text in call("work", store, *flags, code=2)
+    # another precision, other code
+    assert "precision" in call(
+        "sweep", config, *SMALL, "--set", "run.precision='float32'", "--store", store, code=3
+    )
+    jax.config.update("jax_enable_x64", True)
+    with monkeypatch.context() as later:
+        later.setattr("meanflow.sweeps._plan.versions", lambda: {"jax": "0.0.1"})
+        with pytest.warns(UserWarning, match="other versions.*jax.*0.0.1"):
+            assert mf.sweeps.work(store, shard=(0, 6))
+    mf.sweeps.sweep_function(lambda key, s: 2 * s, axes={"s": (1.0, 2.0)}, store=tmp_path / "function")
+    assert "a store runs no code" in call("work", tmp_path / "function", code=3)
+    assert "give the run directory" in call("plan", config, code=2)
+
+
+@pytest.mark.parametrize("name", list(FLOWS))
+def test_flow_options_are_those_of_the_constructor(config, tmp_path, name):
+    """A scale, a centered flow, a bias: whatever the constructor takes."""
+    make = FLOWS[name]
+    options = {"centered": True} | ({} if name == "canonical" else {"alpha": 2.0})
+    options |= {"bias": True} if name == "vanilla" else {"affine": True} if "batch" in name else {}
+    line = name in ("canonical", "lifted", "planar", "radial", "full")
+    data = {"name": "sine" if line else "ridge", "points": 6}
+    grid = {"widths": [3]} | ({"deltas": [0.0]} if name == "lifted" else {})
+    request = {"flow": {"name": name} | options, "data": data, "grid": grid, "run": {"steps": 1, "step": 0.1}}
+    assert build(check_request(request)).flow.centered
+    assert describe(build(check_request(request)).flow) == describe(make(**options))
 
 
 def test_data_files_are_found_from_elsewhere(config, tmp_path, monkeypatch):
@@ -314,15 +463,15 @@ def test_unreadable_files_and_stores(tmp_path):
     flags = ("--flow", "lifted", "--widths", "2", "--deltas", "0", "--steps", "2", "--step", "0.1")
     said = call("sweep", *flags, "--data", tmp_path / "bad.npz", code=2)
     assert "bad.npz cannot be read as .npz: BadZipFile" in said
-    assert "no config.json" in call("show", tmp_path, code=3)
-    assert "no config.json" in call("resume", tmp_path, code=3)
+    assert "no plan/config.json" in call("show", tmp_path, code=3)
+    assert "no plan/config.json" in call("resume", tmp_path, code=3)
     assert "give a CONFIG file" in call("sweep", code=2)
 
 
 def test_info_and_help():
     found = json.loads(call("info", "--json"))
     assert found["versions"]["jax"] == jax.__version__ and len(found["devices"]) == jax.device_count()
-    for command in ("sweep", "resume", "show", "report", "reproduce", "info"):
+    for command in ("sweep", "resume", "plan", "work", "show", "report", "reproduce", "info"):
         text = call(command, "--help")
         assert "Usage" in text and "Example" in text and f"  meanflow {command}" in text and "--json" in text
     assert "meanflow resume" in call("--help")

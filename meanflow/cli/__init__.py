@@ -9,8 +9,8 @@ A distribution adds a command by an entry point in the group ``meanflow.commands
 The command is imported when it is called, so that ``meanflow --help`` stays fast and a distribution that cannot be
 imported does no harm to the other commands.
 
-Exit codes: 0 success, 1 some cells failed, 2 bad usage or configuration, 3 a run directory that cannot be used, 130
-interrupted.
+Exit codes: 0 success, 1 some cells failed, 2 bad usage or configuration, 3 a run directory that cannot be used, 4 a
+worker stopped before the sweep was whole, 70 an error that nobody has foreseen, 130 interrupted.
 """
 
 from meanflow.cli._commands import main as main

@@ -1,14 +1,23 @@
 """The commands that ``meanflow`` has itself: sweeps from configuration files, run directories, data, information."""
 
+import atexit
+import contextlib
+import math
+import os
 import pathlib
+import re
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
 from meanflow import _boundary
-from meanflow.cli._extension import FAILED_CELLS, Commands, guard, parse_setting, print_json
+from meanflow.cli._extension import FAILED_CELLS, UNFINISHED, Commands, guard, parse_setting, print_json
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -35,6 +44,8 @@ def main() -> None:
       meanflow sweep --flow lifted --alpha sqrt --data sine --widths 50,200 --deltas -inf,0,inf \\
                      --steps 2000 --every 50 --kernel-step 0.2 --observe default,neurons --store runs/b
       meanflow resume runs/b
+      meanflow plan regimes.toml --store runs/c
+      meanflow work runs/c
       meanflow show runs/b --variable angle_displacement
       meanflow report runs/b
       meanflow data mnist
@@ -46,6 +57,12 @@ _DISTRIBUTED = click.option(
     "--distributed",
     is_flag=True,
     help="One of several processes (Slurm, TPU pods, ...): start the same command once per process.",
+)
+
+
+_CONFIG = click.argument("config", required=False, type=click.Path(dir_okay=False))
+_CHANGES = click.option(
+    "--set", "changes", multiple=True, metavar="TABLE.KEY=VALUE", help="Change one value (TOML syntax)."
 )
 
 
@@ -142,17 +159,22 @@ def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
     return together(work)
 
 
-def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
-    """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
+def _set_precision(request: Tables) -> None:
+    """Compute in the precision of a request; before anything is computed."""
     import jax
 
-    from meanflow.cli import _tables as tables
-    from meanflow.cli._request import build
-    from meanflow.sweeps._devices import is_lead
-    from meanflow.sweeps._results import failed
-
-    # before anything is computed
     jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
+
+
+def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
+    """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
+
+    from meanflow.cli import _tables as tables
+    from meanflow.sweeps._devices import is_lead
+    from meanflow.sweeps._grid import failed
+    from meanflow.sweeps._request import build
+
+    _set_precision(request)
     plan = _on_all(distributed, lambda: build(request))
     data = plan.run(store=store)
     lost = int(failed(data).sum())
@@ -174,10 +196,8 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
 
 
 @main.command()
-@click.argument("config", required=False, type=click.Path(dir_okay=False))
-@click.option(
-    "--set", "changes", multiple=True, metavar="TABLE.KEY=VALUE", help="Change one value (TOML syntax)."
-)
+@_CONFIG
+@_CHANGES
 @click.option("--store", type=click.Path(), help="Run directory; a killed run continues there.")
 @_settings
 @_DISTRIBUTED
@@ -224,7 +244,7 @@ def sweep(
 
 def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) -> Tables:
     """Return the checked request that a configuration file, settings and flags make."""
-    from meanflow.cli import _request as requests
+    from meanflow.sweeps import _request as requests
 
     tables: Tables = {"flow": {}, "data": {}, "grid": {}, "run": {}}
     if config is not None:
@@ -265,21 +285,10 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
       meanflow resume runs/a
       meanflow resume runs/a --json
     """
+    from meanflow.sweeps._request import stored_request
+
     _join(distributed)
-    _execute(_on_all(distributed, lambda: _stored_request(directory)), directory, as_json, distributed)
-
-
-def _stored_request(directory: str) -> Tables:
-    """Return the request of a run directory that the command line made."""
-    from meanflow.cli._request import check_request
-    from meanflow.sweeps._store import StoreError, read_config
-
-    request = read_config(directory).get("request")
-    if request is None:
-        raise StoreError(
-            f"store {directory} was not written by meanflow sweep; continue it by calling meanflow.sweep again"
-        )
-    return check_request(request)
+    _execute(_on_all(distributed, lambda: stored_request(directory)), directory, as_json, distributed)
 
 
 def _load(directory: str) -> "xarray.Dataset":
@@ -293,6 +302,225 @@ def _load(directory: str) -> "xarray.Dataset":
             f"store {directory} has no finished chunk yet; meanflow resume {directory} goes on with it"
         )
     return data
+
+
+@main.command()
+@_CONFIG
+@_CHANGES
+@click.option("--store", type=click.Path(), help="Run directory, for the workers to come.")
+@_settings
+@click.option("--timed", is_flag=True, help="Compute one chunk, and judge by it how long all take.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@guard
+def plan(
+    config: str | None,
+    changes: tuple[str, ...],
+    store: str | None,
+    timed: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Write a sweep from CONFIG (TOML) or from flags into a run directory, without running it.
+
+    Then start as many workers as you like: meanflow work DIRECTORY.
+
+    \b
+    Examples:
+      meanflow plan regimes.toml --store runs/a
+      meanflow plan regimes.toml --store runs/a --timed --json
+    """
+    from meanflow.cli import _tables as tables
+    from meanflow.sweeps._request import build
+
+    request = _read_tables(config, changes, flags)
+    where = store or request.get("store")
+    if where is None:
+        raise click.UsageError("give the run directory: --store DIR")
+    _set_precision(request)
+    found = build(request).begin(where, timed=timed) | {"store": where}
+    if as_json:
+        print_json(found)
+        return
+    text = f"{found['cells']} cells in {found['chunks']} chunks, {found['bytes'] / 1e6:.3g} MB, planned in {where}"
+    if found["seconds"] is not None:
+        text += f"; about {tables.duration(found['seconds'])} on one worker like this one"
+    click.echo(text)
+
+
+def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Read a time such as 3h55m, 90s or 1d12h."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text.strip())
+    if not found or not any(found.groups()):
+        raise click.BadParameter(f"must be a time such as 3h55m, 90s or 1d12h, got {text!r}")
+    return float(
+        sum(int(n or 0) * unit for n, unit in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
+    )
+
+
+def _share(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
+    """Read a share k/n."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise click.BadParameter(f"must be K/N with 0 <= K < N, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[int]]:
+    """Yield a list of the signals by which schedulers announce the end of a job, as they come."""
+    signals: list[int] = []
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    before = {one: signal.signal(one, lambda number, frame: signals.append(number)) for one in known}
+    try:
+        yield signals
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@main.command()
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option(
+    "--shard",
+    default="0/1",
+    metavar="K/N",
+    callback=_share,
+    help="Every N-th chunk only, beginning with number K (from 0); default: whatever is left.",
+)
+@click.option(
+    "--for", "limit", metavar="TIME", callback=_seconds, help="Stop after this time, such as 3h55m."
+)
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@guard
+def work(directory: str, shard: tuple[int, int], limit: float | None, as_json: bool) -> None:
+    """Compute chunks of the run DIRECTORY that nobody else has claimed, until all are finished.
+
+    Start it any number of times, on any hosts that see the directory. It stops cleanly on SIGTERM and SIGUSR1, which
+    Slurm sends before the limit of a job, and gives its claim back. The exit code is 0 when the sweep is whole (with
+    --shard: when the share is), and 4 when it stopped before.
+
+    \b
+    Examples:
+      meanflow work runs/a
+      meanflow work runs/a --for 3h55m
+      meanflow work runs/a --shard $SLURM_ARRAY_TASK_ID/16 --json
+    """
+    from meanflow.sweeps._request import stored_request
+    from meanflow.sweeps._request import work as take_part
+    from meanflow.sweeps._store import progress
+
+    _set_precision(stored_request(directory))
+    end = None if limit is None else time.monotonic() + limit
+    with _heard() as signals:
+        whole = take_part(
+            directory,
+            shard=shard,
+            stop=lambda: bool(signals) or (end is not None and time.monotonic() > end),
+        )
+    told = progress(directory)
+    if as_json:
+        print_json({"store": directory, "whole": whole, "done": told["done"], "cells": told["cells"]})
+    else:
+        click.echo(f"{told['done']} of {told['cells']} cells are done in {directory}")
+    if not whole:
+        if signals or limit is not None:
+            # what is being computed cannot be interrupted, and Python would wait for it at its end
+            atexit.register(_leave, UNFINISHED)
+        sys.exit(UNFINISHED)
+
+
+SBATCH = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}
+#SBATCH --time={time}
+#SBATCH --output={logs}/%A_%a.log
+#SBATCH --requeue
+# the signal comes this many seconds before the limit; the worker gives its claim back and ends with code 4
+#SBATCH --signal=USR1@60
+{more}
+# every task computes what no other has claimed; a task that is preempted loses one chunk
+srun {worker}
+code=$?
+# stopped before the sweep was whole: another job goes on
+if [ $code -eq 4 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
+"""
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("what", metavar="CONFIG|DIRECTORY", type=click.Path())
+@click.option("--array", type=click.IntRange(1), default=1, show_default=True, help="Number of tasks.")
+@click.option("--time", "limit", callback=_seconds, metavar="TIME", help="Limit of each task, such as 4h.")
+@click.option("--dry-run", is_flag=True, help="Print the script, and submit nothing.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[SBATCH OPTIONS]...")
+@guard
+def submit(what: str, array: int, limit: float | None, dry_run: bool, options: tuple[str, ...]) -> None:
+    """Submit workers to Slurm, as an array of tasks, for a planned DIRECTORY or for a CONFIG that names its store.
+
+    The script is kept as DIRECTORY.sbatch, to read and to edit; sbatch submits it. Further options, such as --gres, are
+    those of sbatch.
+
+    \b
+    Examples:
+      meanflow submit regimes.toml --array 16 --time 4h --gres gpu:1 --dry-run
+      meanflow submit runs/a --array 16 --time 4h --partition requeue
+    """
+    from meanflow.sweeps._request import build
+    from meanflow.sweeps._store import read_config
+
+    directory = what
+    if pathlib.Path(what).is_file():
+        request = _read_tables(what, (), {})
+        if "store" not in request:
+            raise ValueError(f'{what} must name its run directory, such as store = "runs/a", got none')
+        directory = request["store"]
+        _set_precision(request)
+        build(request).begin(directory)
+    read_config(directory)  # there must be a plan
+    place = pathlib.Path(directory).resolve()
+    script = place.with_name(f"{place.name}.sbatch")
+    text = SBATCH.format(
+        name=shlex.quote(place.name),
+        last=array - 1,
+        time=math.ceil((limit or 3600) / 60),  # minutes
+        logs=shlex.quote(f"{script}.logs"),
+        more="".join(f"#SBATCH {line}\n" for line in _sbatch_lines(options)),
+        worker=shlex.join([sys.executable, "-m", "meanflow", "work", str(place)]),
+    )
+    if dry_run:
+        click.echo(text, nl=False)
+        return
+    pathlib.Path(f"{script}.logs").mkdir(exist_ok=True)
+    script.write_text(text)
+    try:
+        done = subprocess.run(["sbatch", str(script)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(f"sbatch was not found on this host; the script is in {script}") from None
+    if done.returncode:
+        raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
+    click.echo(f"{done.stdout.strip()} ({script})")
+
+
+def _sbatch_lines(options: tuple[str, ...]) -> list[str]:
+    """Return options of sbatch as they stand in a script, one a line: a name, and the value that follows it."""
+    lines: list[str] = []
+    for word in options:
+        if word.startswith("-"):
+            lines.append(shlex.quote(word))
+        elif lines:
+            lines[-1] += f" {shlex.quote(word)}"
+        else:
+            raise click.UsageError(f"options of sbatch begin with -, got {word!r}")
+    return lines
+
+
+def _leave(code: int) -> None:
+    """End this process at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @main.command()
@@ -311,7 +539,11 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
       meanflow show runs/a --json
     """
     from meanflow.cli import _tables as tables
+    from meanflow.sweeps._store import progress
 
+    told = progress(directory)
+    if told["done"] < told["cells"]:
+        click.echo(tables.progress_text(told), err=as_json)
     data = _load(directory)
     names = [str(name) for name in data.data_vars]
     if variable not in names:
@@ -330,7 +562,7 @@ def _draw(data: "xarray.Dataset", variable: str) -> Any:
     """Draw the final values as a map over two axes, or as a curve over one with the range of the seeds."""
     from meanflow import plots
     from meanflow.cli import _tables as tables
-    from meanflow.sweeps._results import final
+    from meanflow.sweeps._grid import final
 
     last = final(data, variable)
     long = [d for d in last.dims if d != "seed" and last.sizes[d] > 1]
@@ -380,6 +612,7 @@ def report(directory: str, output: str | None, title: str | None, as_json: bool)
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@guard
 def info(as_json: bool) -> None:
     """Devices and versions, with a warning for releases of jax that are known to be wrong.
 

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 GROUP = "meanflow.commands"
-FAILED_CELLS, INTERRUPTED = 1, 130
+FAILED_CELLS, UNFINISHED, UNEXPECTED, INTERRUPTED = 1, 4, 70, 130
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +59,11 @@ class BadStore(Failure):
 
 
 def guard(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn ValueError, TypeError and OSError of a command into a message with exit code 2, store errors with 3."""
+    """Turn ValueError, TypeError and OSError of a command into a message with exit code 2, store errors with 3.
+
+    What nobody has foreseen, such as too little memory, is shown with its traceback and ends with 70, which no other
+    outcome does.
+    """
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -70,9 +75,16 @@ def guard(function: Callable[P, R]) -> Callable[P, R]:
             raise (BadStore if store else Failure)(str(problem)) from None
         except KeyboardInterrupt:
             click.echo(
-                "interrupted; finished chunks of a run with --store are kept, see meanflow resume", err=True
+                "interrupted; what is finished is kept: the same command goes on, and meanflow resume with a run that "
+                "has a --store",
+                err=True,
             )
             sys.exit(INTERRUPTED)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception:
+            traceback.print_exc()
+            sys.exit(UNEXPECTED)
 
     return guarded
 

@@ -26,7 +26,7 @@ from meanflow import _boundary
 from meanflow._boundary import FilePath, checked, host_array, instance
 from meanflow.files import atomic_write
 from meanflow.measures import Dataset
-from meanflow.sweeps._results import failed, final
+from meanflow.sweeps._grid import failed, final
 
 # these come first where they were recorded: the page opens with the first of them
 MAPS = ("angle_displacement", "concentration", "kernel_drift", "on_sample_share", "accuracy", "energy")

@@ -1,16 +1,21 @@
-"""Devices and processes: meshes, arrays on them, and several processes that act as one.
+"""Devices and processes: the program of many cells, meshes, arrays on them, and several processes that act as one.
+
+``batched`` maps the program of one cell, a pure function cell(shared, inputs) -> dict of arrays, over the leading axis
+of ``inputs``; over a mesh, the axis ``sweep`` is split by shard_map (cells never wait for each other's steps) and the
+axis ``particles`` by the compiler, which sums over devices where a prediction sums over neurons.
 
 Every process runs the same program on its own devices, JAX's distributed runtime moves the arrays, and process 0 alone
 opens the store, writes and reports. What a process does alone (preparing, compiling, writing) it does in ``together``,
 after which all processes know of each other's errors: one that failed would otherwise leave the others waiting for it.
 """
 
+import abc
 import contextlib
 import os
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TypeAlias, TypeVar
 
@@ -19,15 +24,98 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 from jaxtyping import Array, PyTree
 
 from meanflow import _boundary
+from meanflow._reuse import kept_by_shape
 from meanflow.measures._cloud import Cloud
+from meanflow.sweeps._grid import Chunk, Group
 from meanflow.sweeps._store import StoreError
 
 SWEEP, PARTICLES = "sweep", "particles"
+MEMORY_SHARE = 0.9  # of the free memory that a chunk may take
 Arrays: TypeAlias = dict[str, np.ndarray]
+Results: TypeAlias = dict[str, Array]
 Tree = TypeVar("Tree")
+
+
+class Cell(eqx.Module):
+    """The program of one cell: a pure function of what all cells share and of the cell's own inputs."""
+
+    @abc.abstractmethod
+    def __call__(self, shared: PyTree, inputs: Mapping[str, PyTree]) -> Results:
+        """Return the results of the cell as arrays by name."""
+
+
+def batched(
+    cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None, *, one_by_one: bool = False
+) -> Results:
+    """Map ``cell`` over the leading axis of ``inputs``; pure, so it can be jitted, differentiated and exported.
+
+    Args:
+        cell: the program of one cell.
+        shared: what all cells share.
+        inputs: the inputs of the cells, along the leading axis.
+        mesh: devices; None for one.
+        one_by_one: each device runs its cells one after the other instead of all at once.
+    """
+    # closures would hide the arrays of the cell from shard_map
+    arrays, rest = eqx.partition((cell, shared), eqx.is_array)
+
+    def run(arrays: PyTree, inputs: PyTree) -> Results:
+        cell, shared = eqx.combine(arrays, rest)
+        if one_by_one:
+            return jax.lax.map(lambda own: cell(shared, own), inputs)
+        return jax.vmap(cell, in_axes=(None, 0))(shared, inputs)
+
+    if mesh is not None:
+        along = PartitionSpec(SWEEP)
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), along),
+            out_specs=along,
+            axis_names={SWEEP},
+            check_vma=False,
+        )
+    return run(arrays, inputs)
+
+
+def compile_batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None) -> Compiled:
+    """Return the compiled program for inputs of these shapes, as a function of the arrays of (cell, shared, inputs).
+
+    It is compiled ahead of time and can run on these shapes only, so a group of cells costs one compilation. Programs
+    are kept, and a later sweep with the same settings and shapes uses them again.
+    """
+    arrays, rest = eqx.partition((cell, shared, inputs), eqx.is_array)
+    shapes = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding), arrays)
+    return _compile(rest, shapes, mesh)
+
+
+@kept_by_shape
+def _compile(rest: PyTree, shapes: PyTree, mesh: Mesh | None) -> Compiled:
+    """Compile the program for the given static parts and shapes."""
+
+    def run(arrays: PyTree, one_by_one: bool) -> Results:
+        cell, shared, inputs = eqx.combine(arrays, rest)
+        return batched(cell, shared, inputs, mesh, one_by_one=one_by_one)
+
+    program = jax.jit(run, static_argnums=1)
+    lowered = program.lower(shapes, False)
+    first, *others = jax.devices()[:1] if mesh is None else mesh.devices.ravel()
+    # On the CPU, LAPACK hands many matrices to the pool of threads that it is called from, and waits. When all threads
+    # of the pool wait like that, as happens with several calls or several devices, the program stands still for ever
+    # (jax 0.10). Cells that run one after the other hand over one matrix at a time, and nobody waits.
+    if first.platform == "cpu" and lowered.as_text().count("@lapack_") > (not others):
+        lowered = program.lower(shapes, True)
+    return lowered.compile()
+
+
+def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of one cell's results, without computing."""
+    one = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), inputs)
+    return eqx.filter_eval_shape(cell, shared, one)
 
 
 def make_mesh(
@@ -117,8 +205,11 @@ def free_memory(device: jax.Device) -> int | None:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    if device.platform != "cpu":
-        return None
+    return host_memory() if device.platform == "cpu" else None
+
+
+def host_memory() -> int | None:
+    """Return the bytes of memory that are free on this host, or None where the system does not say."""
     info = pathlib.Path("/proc/meminfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -127,6 +218,31 @@ def free_memory(device: jax.Device) -> int | None:
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def check_memory(compiled: Compiled, group: Group, chunk: Chunk, mesh: Mesh | None) -> None:
+    """Refuse a chunk whose compiled program needs more memory than there is, before it runs."""
+    usage = compiled.memory_analysis()
+    if usage is None:
+        return
+    # one chunk runs while another waits or is collected
+    held = 2 * (usage.argument_size_in_bytes + usage.output_size_in_bytes)
+    here = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    # simulated devices of one host share its memory
+    sharing = len(here) if here[0].platform == "cpu" else 1
+    check_fit((usage.temp_size_in_bytes + held) * sharing, free_memory(here[0]), group, chunk)
+
+
+def check_fit(needed: int, free: int | None, group: Group, chunk: Chunk) -> None:
+    """Raise ValueError with a chunk size that fits, if ``needed`` bytes exceed the allowed share of ``free`` bytes."""
+    if free is None or needed <= MEMORY_SHARE * free:
+        return
+    fits = int(chunk.length * MEMORY_SHARE * free / needed)
+    advice = f"pass chunk={fits}" if fits else "one cell is too large for this device; spread it over a mesh"
+    raise ValueError(
+        f"a chunk of {chunk.length} cells with {group.size} particles each needs {needed / 2**30:.3g} GiB, "
+        f"{free / 2**30:.3g} GiB are free; {advice}"
+    )
 
 
 def is_lead() -> bool:

@@ -20,9 +20,9 @@ from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud, Polar
 from meanflow.measures._dataset import Dataset
 from meanflow.solvers._step import KernelStep
-from meanflow.sweeps import _results as results
-from meanflow.sweeps._networks import AMPLITUDES, BALANCES, Counts, sweep
+from meanflow.sweeps import _grid as grids
 from meanflow.sweeps._plan import SEEDS, Seeds
+from meanflow.sweeps._sweep import AMPLITUDES, BALANCES, Counts, sweep
 from meanflow.univariate._models import lifted
 
 if TYPE_CHECKING:  # slow to import
@@ -126,7 +126,7 @@ def _compared(runs: "xarray.Dataset", name: str, level: float | jax.Array | None
     import xarray
 
     if level is None:
-        found = results.final(runs, name)
+        found = grids.final(runs, name)
     else:
         along = next(d for d in ("time", "step") if d in runs.energy.dims)
         found = xarray.apply_ufunc(
@@ -137,7 +137,7 @@ def _compared(runs: "xarray.Dataset", name: str, level: float | jax.Array | None
             kwargs={"level": level},
             vectorize=True,
         )
-    return found.where(~results.failed(runs))
+    return found.where(~grids.failed(runs))
 
 
 def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
@@ -190,7 +190,7 @@ def fit_exponents(
     for name in variables:
         if name not in runs:
             raise ValueError(f"variables must be among {sorted(map(str, runs.data_vars))}, got {name!r}")
-        value, failed = _compared(runs, name, level), results.failed(runs)
+        value, failed = _compared(runs, name, level), grids.failed(runs)
         other = [d for d in value.dims if d not in ("width", "seed")]
         found = xarray.apply_ufunc(
             _fit,
@@ -412,7 +412,7 @@ def coordinate_check(
     seen = {"check": _sizes} | dict.fromkeys(flow.observables(data))
     # a name mapped to None is left out
     found = sweep(flow, data, widths=known, seeds=seeds, t1=t1, ts=[t1], observe=seen, **settings)
-    lost = results.failed(found)
+    lost = grids.failed(found)
     if bool(lost.any()):
         raise ValueError(f"t1 must be reached by all runs, got {int(lost.sum())} of {lost.size} that failed")
     rms = {

@@ -1,69 +1,53 @@
-"""``sweep``: a flow, data and a grid in, one labelled data set out."""
+"""The plan of a sweep of networks: the program of one training run, its initial clouds and its data."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, UInt32
+from jaxtyping import Array, ArrayLike, Key, PyTree, UInt32
 
 from meanflow import _boundary
-from meanflow._boundary import (
-    Count,
-    FilePath,
-    Length,
-    array,
-    checked,
-    count,
-    either,
-    function,
-    number,
-    sequence,
-    unchecked,
-)
+from meanflow._boundary import array, concrete, either, function
 from meanflow._identity import Json, describe
 from meanflow._observable import Observable
+from meanflow._reuse import compiled
 from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import DATA, Dataset
+from meanflow.measures._scaling import NAMES, Scaling
 from meanflow.solvers._batches import Batches
 from meanflow.solvers._continuous import solve
 from meanflow.solvers._discrete import descend
 from meanflow.solvers._dynamics import Noise
 from meanflow.solvers._solution import Solution
 from meanflow.solvers._step import ConstantStep
-from meanflow.sweeps import _clouds as clouds
+from meanflow.sweeps import _devices as devices
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
-from meanflow.sweeps._grid import Grid, Group, Value
-from meanflow.sweeps._plan import AXES, SEEDS, Cell, Execution, Plan, Results, any_key
-from meanflow.sweeps._results import Observe, check_names, choose
-
-if TYPE_CHECKING:  # slow to import
-    import xarray
+from meanflow.sweeps._devices import Cell, Results
+from meanflow.sweeps._grid import Group, Value
+from meanflow.sweeps._plan import Plan
 
 Samples: TypeAlias = Annotated[Dataset | Callable[..., Dataset], either(DATA, function)]
 Init: TypeAlias = Callable[..., Cloud]
-Numbers: TypeAlias = Annotated[
-    Sequence[float] | Float[ArrayLike, "k"], sequence(number(infinite=True, static=True))
-]
-Counts: TypeAlias = Annotated[Sequence[int] | Int[Array, "k"] | Int[np.ndarray, "k"], sequence(count(1))]
-AnyKey: TypeAlias = Annotated[int | Key[Array, ""] | UInt32[ArrayLike, "words"], any_key]
 Values: TypeAlias = dict[str, Any]  # values of named axes or settings, of any kind
 Changes: TypeAlias = Mapping[str, Array]  # other values along some axes
+Stacked = TypeVar("Stacked", Cloud, Dataset)
 
 # arguments of solve and descend that a sweep sets itself
 OWN = ("t1", "steps", "ts", "every", "observe", "state", "throw")
 UNCHANGED: Changes = MappingProxyType({})
 KEPT = 64  # draws that a plan keeps at a time
+DRAWN_TOGETHER = 2**20  # numbers up to which it takes longer to compile another program than to draw too many
 
 
 class RunCell(Cell):
@@ -155,6 +139,10 @@ class Sweep(Plan):
     kept: dict[Any, Any] = field(default_factory=dict)
     drawn: dict[Any, Any] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what can be made and drawn again."""
+        return self.__dict__ | {"kept": {}, "drawn": {}}
+
     @property
     def waste(self) -> float:
         """The share of padding among all stored particles, (stored - real)/stored."""
@@ -211,7 +199,7 @@ class Sweep(Plan):
         for group in self.groups:
             cell, varied = self._program(group, changed)
             inputs = self._inputs(group, group.cells, group.size, changed) | {"varied": varied}
-            parts.append(plans.batched(cell, data, jax.tree.map(jnp.asarray, inputs)))
+            parts.append(devices.batched(cell, data, jax.tree.map(jnp.asarray, inputs)))
         back = np.argsort(np.concatenate([group.cells for group in self.groups]))
         whole = {}
         for name in parts[0]:
@@ -232,11 +220,9 @@ class Sweep(Plan):
         self, group: Group, cells: Sequence[int], size: int, changed: Changes = UNCHANGED
     ) -> dict[str, PyTree]:
         """Return clouds of one size, data and keys of some cells; on the host, where nothing is changed."""
-        inputs: dict[str, PyTree] = {
-            "cloud": clouds.stack_padded([self._cloud(c, changed) for c in cells], size)
-        }
+        inputs: dict[str, PyTree] = {"cloud": stack_padded([self._cloud(c, changed) for c in cells], size)}
         if self.room is not None:
-            inputs["data"] = clouds.stack_padded([self._data(c, changed) for c in cells], self.room)
+            inputs["data"] = stack_padded([self._data(c, changed) for c in cells], self.room)
         if any(map(needs_key, self.made(group.cells[0]).values())):
             inputs["key"] = np.stack([np.asarray(self._run_key(cell)) for cell in cells])
         return inputs
@@ -255,7 +241,7 @@ class Sweep(Plan):
         varied = jax.tree.unflatten(jax.tree.structure(eqx.filter(made[0], differs)), columns)
         most = None
         if differs.get("step") is True and "t1" in self.horizon:
-            steps = [step for one in different if (step := _boundary.concrete(one["step"])) is not None]
+            steps = [step for one in different if (step := concrete(one["step"])) is not None]
             if len(steps) == len(different):  # none of them is being traced
                 ends = np.zeros(()), np.asarray(self.horizon["t1"])
                 most = ConstantStep(np.min(steps)).limit(*ends, len(self.horizon["ts"]))
@@ -270,7 +256,14 @@ class Sweep(Plan):
         """The axes that flow and settings depend on."""
         takes = [some for name, some in self.taken.items() if name == "flow" or name in self.settings]
         named = [name for name in self.grid.axes if name in SETTINGS]
-        return list(dict.fromkeys([*named, *(name for some in takes for name in some)]))
+        found = list(dict.fromkeys([*named, *(name for some in takes for name in some)]))
+        return [*found, "width"] if self._named_scales and "width" not in found else found
+
+    @property
+    def _named_scales(self) -> bool:
+        """Whether an axis of the flow holds names of output scales, which are numbers that depend on the width."""
+        axes = (self.grid.axes[name] for name in self.taken.get("flow", ()))
+        return any(isinstance(value, str) and value in NAMES for values in axes for value in values)
 
     def made(self, cell: int, changed: Changes = UNCHANGED) -> Values:
         """Return the flow of a cell, under ``"flow"``, and the settings of its solver."""
@@ -283,6 +276,8 @@ class Sweep(Plan):
                     given[name] = given[name](**{axis: values[axis] for axis in self.taken[name]})
             if not isinstance(given["flow"], Flow):
                 raise ValueError(f"flow must return a Flow, got {type(given['flow']).__name__}")
+            if self._named_scales:
+                given["flow"] = _numbered(given["flow"], values["width"])
             return given | {name: values[name] for name in makers if name in SETTINGS}
 
         if any(name in changed for name in makers):
@@ -406,10 +401,10 @@ class Sweep(Plan):
                     "deltas would overwrite the labels that init returns; leave one of them out, or let init take "
                     "an argument delta"
                 )
-            found = clouds.with_labels(found, values["delta"])
+            found = with_labels(found, values["delta"])
         if "scale" in values and "scale" not in takes["init"]:
             amplitude = self.made(cell, changed)["flow"].feature.amplitude
-            found = clouds.scaled(found, amplitude or "", values["scale"])
+            found = scaled(found, amplitude or "", values["scale"])
         return found
 
     def _usual(self, cell: int, changed: Changes, key: Key[Array, ""], width: int) -> Cloud:
@@ -424,7 +419,17 @@ class Sweep(Plan):
                 self.kept["outputs"] = max(flow.loss.outputs(self._data(one).y) for one in cells)
             outputs = self.kept["outputs"]
         sizes = [group.size for group in self.groups if group.size >= width]
-        return clouds.draw(flow, key, width, sizes, data.x.shape[1] if data.x.ndim == 2 else None, outputs)
+        return draw(flow, key, width, sizes, data.x.shape[1] if data.x.ndim == 2 else None, outputs)
+
+
+def _numbered(flow: Flow, width: int) -> Flow:
+    """Return the flow with numbers for the names of output scales, so that all of them share a program."""
+    alphas = {"m": float(width), "sqrt": float(np.sqrt(width)), "one": 1.0}
+
+    def number(node: Any) -> Any:
+        return Scaling(alphas[node.kind]) if isinstance(node, Scaling) and node.kind in alphas else node
+
+    return jax.tree.map(number, flow, is_leaf=lambda node: isinstance(node, Scaling))
 
 
 def structure_of(made: Values) -> tuple[object, ...]:
@@ -448,7 +453,7 @@ def _differ(*leaves: Any) -> bool:
         return False
     if _is_key(leaves[0]):
         leaves = tuple(map(jax.random.key_data, leaves))
-    known = [_boundary.concrete(one) for one in leaves]
+    known = [concrete(one) for one in leaves]
     return any(one is None or known[0] is None or not np.array_equal(one, known[0]) for one in known)
 
 
@@ -456,8 +461,118 @@ def _stack(column: Sequence[Any]) -> ArrayLike:
     """Return values of several cells as one array, on the host if none is on a device."""
     if not hasattr(column[0], "dtype"):
         return plans.numbers(column)
-    on_host = not _is_key(column[0]) and all(_boundary.concrete(u) is not None for u in column)
+    on_host = not _is_key(column[0]) and all(concrete(u) is not None for u in column)
     return np.stack([np.asarray(u) for u in column]) if on_host else jnp.stack(column)
+
+
+def draw(
+    flow: Flow, key: jax.Array, width: int, sizes: Sequence[int], dim: int | None, outputs: int | None
+) -> Cloud:
+    """Return ``flow.init(key, width, ...)``, drawn together with more neurons that are cut off again where that pays.
+
+    A draw is one compiled program for each number of neurons. JAX's own generator counts the numbers it draws, so that
+    the first neurons do not depend on how many are drawn, and all widths may share one program.
+
+    Args:
+        flow: the model.
+        key: PRNG key.
+        width: the number of neurons to return.
+        sizes: numbers of neurons, at least ``width``, that programs for other widths draw.
+        dim: input dimension, or None.
+        outputs: number of outputs, or None.
+    """
+    if any(concrete(u) is None for u in jax.tree.leaves(flow) if isinstance(u, jax.Array)):
+        # draws do not depend on what is traced in the flow, but a compiled call would return traced particles
+        return flow.init(key, width, dim=dim, outputs=outputs)
+    if str(jax.random.key_impl(key)) != "threefry2x32" or not _counts_numbers():
+        return _draw(flow, key, width, dim, outputs)
+    return prefix(_draw(flow, key, room(sizes, (dim or 1) * (outputs or 1)), dim, outputs), width)
+
+
+@compiled
+def _draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
+    return flow.init(key, width, dim=dim, outputs=outputs)
+
+
+@functools.cache
+def _counts_numbers() -> bool:
+    """Say whether the generator counts its numbers; an older form of it, which can be asked for, does not."""
+
+    @jax.jit  # one small program instead of a dozen
+    def agree(key: jax.Array) -> jax.Array:
+        return jnp.all(jax.random.bits(key, (3,))[:2] == jax.random.bits(key, (2,)))
+
+    with jax.ensure_compile_time_eval():
+        return bool(agree(jax.random.key(0, impl="threefry2x32")))
+
+
+def room(sizes: Sequence[int], numbers: int) -> int:
+    """Return how many neurons to draw at once: the largest of ``sizes`` that is cheap, or the least.
+
+    Args:
+        sizes: the numbers of neurons there are programs for.
+        numbers: how many numbers a neuron has, about.
+
+    >>> room([512, 8192, 2**30], 2), room([2**28, 2**30], 2) == 2**28
+    (8192, True)
+    """
+    return max((size for size in sizes if size * numbers <= DRAWN_TOGETHER), default=min(sizes))
+
+
+def prefix(cloud: Cloud, width: int) -> Cloud:
+    """Return the first ``width`` particles of equal weight as a network of their own, in host arrays of their own."""
+    host = jax.tree.map(np.asarray, cloud)
+    if host.size == width:
+        return host
+    # copies, which do not keep the other particles in memory
+    particles, labels = jax.tree.map(lambda u: np.array(u[:width]), (host.particles, host.labels))
+    weights = np.full(width, 1.0 / width, host.weights.dtype)
+    return _replace(host, particles, labels, weights, np.asarray(width, host.width.dtype))
+
+
+def with_labels(cloud: Cloud, label: float | jax.Array) -> Cloud:
+    """Return the same particles, all with one label."""
+    traced = any(isinstance(u, jax.Array) for u in (label, cloud.weights))
+    labels = (jnp if traced else np).full_like(cloud.weights, label)
+    return _replace(cloud, cloud.particles, labels, cloud.weights, cloud.width)
+
+
+def scaled(cloud: Cloud, amplitude: str, factor: float | jax.Array) -> Cloud:
+    """Return the cloud with one coordinate of its particles, named ``amplitude``, times ``factor``."""
+    dtype = cloud.weights.dtype
+    share = factor.astype(dtype) if isinstance(factor, jax.Array) else dtype.type(factor)
+    value = getattr(cloud.particles, amplitude) * share
+    return cloud.at(cloud.particles._replace(**{amplitude: value}))
+
+
+def stack_padded(many: Sequence[Stacked], size: int) -> Stacked:
+    """Stack clouds or data on the host, each filled up with copies of its last entry at weight zero.
+
+    What is being traced is stacked by JAX.
+
+    Args:
+        many: the clouds or data, of different sizes.
+        size: the size of all of them afterwards.
+    """
+    on_host = all(isinstance(u, np.ndarray) for u in jax.tree.leaves(many))
+    lib = np if on_host else jnp
+
+    def grown(*values: np.ndarray) -> np.ndarray:
+        if not np.ndim(values[0]):  # the width of a cloud
+            return lib.stack(values)
+        last = [lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:])) for u in values]  # type: ignore[has-type]
+        return lib.stack([lib.concatenate(pair) for pair in zip(values, last, strict=True)])
+
+    full: Stacked = jax.tree.map(grown, *many)
+    real = np.stack([np.arange(size) < one.weights.shape[0] for one in many])
+    return eqx.tree_at(lambda one: one.weights, full, lib.where(real, full.weights, 0))
+
+
+def _replace(cloud: Cloud, *parts: object) -> Cloud:
+    """Return a cloud with new particles, labels, weights and width; unchecked, since they may be on the host."""
+    return eqx.tree_at(
+        lambda c: (c.particles, c.labels, c.weights, c.width), cloud, parts, is_leaf=lambda u: u is None
+    )
 
 
 def settings_of(solver: Callable[..., Solution]) -> tuple[str, ...]:
@@ -469,139 +584,6 @@ def settings_of(solver: Callable[..., Solution]) -> tuple[str, ...]:
 SETTINGS = tuple(dict.fromkeys([*settings_of(solve), *settings_of(descend)]))
 
 
-def make_grid(
-    widths: Counts, deltas: Numbers | None, axes: Mapping[str, Iterable[Value]] | None, seeds: int | Counts
-) -> Grid:
-    """Return the grid width x delta x named axes x seed, checked."""
-    named: dict[str, Any] = {"width": widths}
-    if deltas is not None:
-        named["delta"] = deltas
-    for name, values in (axes or {}).items():
-        if name in (*named, "seed", "step_size"):
-            raise ValueError(f"axes must not use the name {name!r}, which is taken")
-        named[name] = AMPLITUDES("axes['scale']", values) if name == "scale" else values
-    return Grid(grids.axis_values(named | {"seed": plans.seed_list(seeds)}))
-
-
-def find_takers(functions: Mapping[str, object], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return which axes each function takes as arguments; refuse an axis that reaches nothing.
-
-    Args:
-        functions: flow, data, init and settings by name; what is no function takes nothing.
-        names: the names of the axes, beside width and seed.
-    """
-    taken = {}
-    for name, one in functions.items():
-        if not callable(one) or isinstance(one, eqx.Module | type):
-            continue
-        parameters = inspect.signature(one).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        # width is an argument of every init, and data are the same for all widths
-        more = {"data": ("seed",), "init": ("seed",)}.get(name, ("width",))
-        own = [n for n in more if n in parameters]
-        taken[name] = (*(n for n in names if anything or n in parameters), *own)
-    reached = {"delta", "scale", *SETTINGS}.union(*taken.values())
-    lost = next((name for name in names if name not in reached), None)
-    if lost is not None:
-        raise ValueError(
-            f"axes[{lost!r}] reaches nothing: flow, data, init and settings do not take it, and the settings that can "
-            f"be swept are {sorted(SETTINGS)}"
-        )
-    return taken
-
-
-def check_settings(solver: Callable[..., Solution], given: Iterable[str], axes: Iterable[str]) -> None:
-    """Refuse a setting that the solver of the sweep does not have, or that is given twice."""
-    named = [name for name in axes if name in SETTINGS]
-    clash = next((name for name in given if name in named), None)
-    if clash is not None:
-        raise ValueError(f"{clash} is given both as an axis and as a setting")
-    allowed = settings_of(solver)
-    stray = next((name for name in (*given, *named) if name not in allowed), None)
-    if stray is not None:
-        end = "steps" if solver is solve else "t1"
-        hint = f" (it belongs to runs with {end})" if stray in SETTINGS else ""
-        raise ValueError(
-            f"settings of {solver.__name__} must be among {sorted(allowed)}, got {stray!r}{hint}"
-        )
-
-
-def check_changes(flow: Flow, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse axes delta and scale for a model whose clouds they cannot change."""
-    by_function = {name for some in taken.values() for name in some}
-    if "delta" in grid.axes and flow.space.label_name != "delta" and "delta" not in by_function:
-        raise ValueError(
-            "deltas need a flow whose labels are balances (meanflow.lifted), or an init that takes delta, "
-            f"got a flow on {type(flow.space).__name__}"
-        )
-    if "scale" in grid.axes and "scale" not in taken.get("init", ()) and flow.feature.amplitude is None:
-        raise ValueError(
-            "the axis scale needs a feature that names its amplitude, or an init that takes scale, "
-            f"got {type(flow.feature).__name__}"
-        )
-
-
-def find_horizon(t1: float | None, steps: int | None, saves: Values, clock: object) -> tuple[Values, Json]:
-    """Return the arguments of the solver that set the end and the saves, and the save axis of the result.
-
-    Args:
-        t1: end time, or None.
-        steps: number of steps, or None.
-        saves: the arguments ``ts`` and ``every``, as far as they were given.
-        clock: name of the clock, for the units; something else if it differs between cells.
-    """
-    ts, every = saves.get("ts"), saves.get("every")
-    if (t1 is None) == (steps is None):
-        raise ValueError(f"exactly one of t1 and steps must be given, got t1={t1!r}, steps={steps!r}")
-    if steps is not None:
-        if ts is not None:
-            raise ValueError("ts belongs to t1; with steps pass every, the number of steps between saves")
-        every = steps if every is None else _boundary.whole("every", every, 1)
-        if steps % every:
-            raise ValueError(f"every must divide steps, got steps={steps}, every={every}")
-        done = list(range(0, steps + 1, every))
-        return {"steps": steps, "every": every}, {"name": "step", "values": done, "units": "steps"}
-    if every is not None or t1 is None:
-        raise ValueError("every belongs to steps; with t1 pass ts, the save times")
-    if ts is None or isinstance(ts, int):
-        ts = np.linspace(0.0, 1.0, ts or 2) * t1
-    times = np.asarray(ts, jnp.result_type(float))
-    if np.any(np.diff(times) <= 0) or times[0] < 0 or times[-1] > times.dtype.type(t1):
-        raise ValueError(f"ts must increase within [0, t1] = [0, {t1}], got {times}")
-    units = f"{clock} time" if isinstance(clock, str) else "time on the clock of the run"
-    return {"t1": float(t1), "ts": jnp.asarray(times)}, {
-        "name": "time",
-        "values": times.tolist(),
-        "units": units,
-    }
-
-
-def check_data(plan: Sweep) -> int:
-    """Check the data of all cells, which must be of one kind and hold a batch; return the largest number of samples."""
-    first, sizes = plan._data(0), []
-    cells, _ = plan.grid.one_each(
-        [n for n in plan.grid.axes if n in (*plan.taken.get("data", ()), *plan.makers)]
-    )
-    for cell in cells:
-        found, made = plan._data(cell), plan.made(cell)
-        kinds = [[(u.shape[1:], u.dtype) for u in (one.x, one.y)] for one in (first, found)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                f"data must return inputs and targets of one kind for all cells, got {kinds[0]} and {kinds[1]}"
-            )
-        rank = made["flow"].feature.input_ndim
-        if rank is not None and found.x.ndim != rank:
-            raise ValueError(
-                f"data.x must have shape {'(n,)' if rank == 1 else '(n, d)'} for this flow, got {found.x.shape}"
-            )
-        batches = made.get("batches")
-        if batches is not None:
-            with_key = eqx.tree_at(lambda b: b.key, batches, plan.key, is_leaf=lambda u: u is None)
-            with_key.check(found)
-        sizes.append(found.size)
-    return max(sizes)
-
-
 def model(name: str, value: object) -> object:
     """Accept a flow, or a function that returns one."""
     if not isinstance(value, Flow) and (not callable(value) or inspect.isclass(value)):
@@ -610,135 +592,3 @@ def model(name: str, value: object) -> object:
 
 
 Model: TypeAlias = Annotated[Flow | Callable[..., Flow], model]
-
-
-AMPLITUDES = sequence(number(static=True))
-BALANCES = sequence(number(infinite=True, static=True))
-
-
-@overload
-def sweep(*given: Any, compute: Literal[False], **named: Any) -> Sweep: ...
-@overload
-def sweep(*given: Any, **named: Any) -> xarray.Dataset: ...
-@checked  # type: ignore[misc]  # mypy takes the decorated function for one without overloads
-def sweep(
-    flow: Model,
-    data: Samples,
-    *,
-    widths: Counts,
-    deltas: Numbers | None = None,
-    axes: Annotated[Mapping[str, Iterable[Value]], AXES] | None = None,
-    seeds: Annotated[int | Counts, SEEDS] = 1,
-    init: Init | None = None,
-    t1: Length | None = None,
-    steps: Count | None = None,
-    observe: Annotated[
-        Observe, unchecked("results.choose checks it, which knows the names of the model")
-    ] = None,
-    key: AnyKey = 0,
-    store: FilePath | None = None,
-    execution: Execution | None = None,
-    compute: bool = True,
-    **settings: Annotated[Any, unchecked("the solver checks each of them")],
-) -> xarray.Dataset | Sweep:
-    """Train one network per cell of a grid width x named axes x seed, in as few compiled programs as possible.
-
-    Clouds are drawn at their true width, padded with weight zero to a common size and run side by side. The result of a
-    cell does not depend on its neighbours, on the chunk size or on the devices beyond rounding.
-
-    Args:
-        flow: the model, or a function of named axes (and ``width``, if it has such an argument) that returns one.
-        data: training data, shared by all cells; or a function (key, **axes) -> Dataset that gets the axes (and
-            ``seed``) it has arguments for, such as the number of samples, the noise or the teacher. The key is the same
-            for all cells: fold in what the draw shall depend on. Data are filled up to a common size with weight zero,
-            so that cells with different numbers of samples share a program.
-        widths: distinct numbers of neurons.
-        deltas: balances of a ``lifted`` flow (the labels), -inf and +inf allowed; axis ``delta``.
-        axes: further axes by name. Values go to what has an argument of that name, among ``flow``, ``data``, ``init``
-            and settings that are functions; or they are the values of a setting, such as ``axes={"step": [0.1, 0.2]}``
-            (called ``step_size`` in the result). ``scale`` multiplies the initial amplitudes (r, a or c). Numbers that
-            enter as arrays share one compiled program; what else differs (names, solvers, sizes of batches) compiles
-            once for each value.
-        seeds: number of seeds, or their list.
-        init: (key, width, **axes) -> Cloud; default ``flow.init``. It gets the axes (and ``seed``) it has arguments
-            for. The key differs between widths and seeds.
-        t1: end time of runs by ``solve``.
-        steps: number of steps of runs by ``descend``; exactly one of ``t1`` and ``steps`` is given.
-        observe: None for the usual observables of the model; names of observables (``"default"`` for the usual ones,
-            ``"neurons"`` for the coordinates of every neuron; ``kernel_drift`` and the statistics of knots take long to
-            compile and are recorded when named); or a dict of further ones.
-        key: integer or PRNG key that all random numbers come from.
-        store: run directory. Finished chunks are kept there and a killed run goes on from them. One process writes
-            there at a time; another run, or another division of the grid, is refused with the differences.
-        execution: how it is run: ``sweeps.Execution`` says the size of chunks, padding, devices, progress.
-        compute: False returns a plan instead: ``plan.run(store=)``; ``plan.values(data, **axes)``, all results as a
-            pure function of data and axes; ``plan.single(**cell)``, one cell run alone; ``plan.cloud(**cell)``, its
-            initial cloud; and ``plan.grid``, ``groups``, ``chunks`` and ``waste``, which say how it would be run.
-        settings: save times and settings of the solver. With ``t1``, those of ``solve``: ``ts`` (save times or their
-            number; default start and end), ``solver``, ``step``, ``dynamics``, ``clock``, ``adjoint``, ``steady``. With
-            ``steps``, those of ``descend``: ``every`` (steps between saves), ``optimizer``, ``step``, ``batches``,
-            ``dynamics``, ``clock``, ``adjoint``. The clock is ``"lazy"`` by default, so that widths are compared at the
-            same stage of training for every alpha. Each but ``ts`` and ``every`` may be a function of axes, such as
-            ``dynamics=lambda temperature: Noise(temperature)``. ``Noise`` and ``Batches`` without a key get one of
-            their own in every cell.
-
-    Returns:
-        ``xarray.Dataset`` with axes width, the named ones, seed, then time (or step): ``energy``, the observables,
-        ``t``, solver counts, and ``result`` (0 is success; a failed cell holds NaN from its failure on).
-
-    >>> import jax.numpy as jnp, meanflow as mf
-    >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 5), jnp.array([1.0, -1.0, 1.0, 0.0, 1.0]), "sum")
-    >>> ds = mf.sweep(mf.lifted(alpha="sqrt"), data, widths=[3, 4], deltas=[-1.0, float("inf")], seeds=2,
-    ...               steps=4, every=2, step=0.01, observe=["angle_displacement"])
-    >>> dict(ds.energy.sizes)
-    {'width': 2, 'delta': 2, 'seed': 2, 'step': 3}
-    """
-    if store is not None and not compute:
-        raise ValueError("store must be None with compute=False; pass it to plan.run")
-    grid = make_grid(widths, deltas, axes, seeds)
-    solver: Callable[..., Solution] = solve if steps is None else descend
-    saves: Values = {name: settings.pop(name) for name in ("ts", "every") if name in settings}
-    check_settings(solver, settings, grid.axes)
-    if "clock" not in grid.axes:
-        settings.setdefault("clock", "lazy")  # equal to mean-field time for alpha = m
-    horizon, along = find_horizon(t1, steps, saves, settings.get("clock"))
-    names = [name for name in grid.axes if name not in ("width", "seed")]
-    taken = find_takers({"flow": flow, "data": data, "init": init} | settings, names)
-    shared = data if isinstance(data, Dataset) else None
-    draft = Sweep(
-        grid=grid,
-        groups=(),
-        shared=shared,
-        execution=execution or Execution(),
-        samples=data,
-        room=None,
-        flow=flow,
-        init=init,
-        observe={},
-        horizon=horizon,
-        settings=settings,
-        taken=taken,
-        key=any_key("key", key),
-        along=along,
-    )
-    known: list[object] = []
-    cells, which = grid.one_each(draft.makers)
-    for cell in cells:
-        for name, value in draft.made(cell).items():
-            if name != "flow":
-                solver.kinds()[name](name, value)  # type: ignore[attr-defined]
-        known.append(structure_of(draft.made(cell)))
-    template = draft.made(0)["flow"]
-    room = check_data(draft)
-    check_changes(template, grid, taken)
-    first = jax.tree.map(jnp.asarray, draft._data(0))
-    recorded = choose(observe, template.bind(first).observables(first))
-    check_names(grid, recorded, along["name"])
-    kinds = np.array([known.index(one) for one in known])[which]
-    plan = dataclasses.replace(
-        draft,
-        groups=grids.make_groups(grid, kinds.tolist(), draft.execution.waste),
-        observe=recorded,
-        room=None if shared is not None else room,
-    )
-    return plan.run(store=store) if compute else plan

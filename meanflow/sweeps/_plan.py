@@ -1,58 +1,67 @@
 """A planned grid of runs, and how it is run: one program a group of cells, chunk by chunk, stored as it goes.
 
-A plan gives each group of cells a ``Cell``, a pure function cell(shared, inputs) -> dict of arrays. ``batched`` maps it
-over the leading axis of ``inputs``; over a mesh, the axis ``sweep`` is split by shard_map (cells never wait for each
-other's steps) and the axis ``particles`` by the compiler, which sums over devices where a prediction sums over neurons.
+A plan computes nothing itself. A ``Runner`` goes through its chunks on the devices at hand. With a store it takes the
+chunks that nobody else has claimed, so that any number of runners, started by whatever means, share the work.
 """
 
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import contextlib
+import dataclasses
+import functools
+import os
 import pathlib
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jax.stages import Compiled
 from jaxtyping import Array, Key, PyTree, Shaped
 
 from meanflow import _boundary
 from meanflow._boundary import Count, FilePath, checked, either, function, instance, number, optional
 from meanflow._identity import Json, json_digest, source_digest
-from meanflow._reuse import kept_by_shape
+from meanflow._lazy import optional as import_optional
 from meanflow.files import versions
 from meanflow.sweeps import _devices as devices
 from meanflow.sweeps import _grid as grids
-from meanflow.sweeps import _results as results
-from meanflow.sweeps._devices import PARTICLES, SWEEP, Arrays, is_lead, share, together
+from meanflow.sweeps import _store as stores
+from meanflow.sweeps._devices import PARTICLES, SWEEP, Arrays, Cell, Results, is_lead, share, together
 from meanflow.sweeps._grid import Chunk, Grid, Group
-from meanflow.sweeps._store import Store, StoreError, finished_chunks, read_chunk, read_config
+from meanflow.sweeps._store import Store, StoreError
 
 if TYPE_CHECKING:  # slow to import
     import xarray
 
-MEMORY_SHARE = 0.9  # of the free memory that a chunk may take
-Results: TypeAlias = dict[str, Array]
 # True, False, a function (cells done, cells in all), or None: a bar if the error output is a terminal
 Progress: TypeAlias = Annotated[
     bool | Callable[[int, int], object] | None, optional(either(_boundary.flag, function))
 ]
+DONE, WAIT = -1, -2  # no chunk to begin: all are finished, or others are at work on them
+QUICK = 2.0  # seconds; longer chunks are not claimed ahead, since another worker may have time for them
+PAUSE = 1.0  # most seconds between two looks at what others do
+TRIES = 3  # workers that a chunk may lose
 
 
-class Cell(eqx.Module):
-    """The program of one cell: a pure function of what all cells share and of the cell's own inputs."""
-
-    @abc.abstractmethod
-    def __call__(self, shared: PyTree, inputs: Mapping[str, PyTree]) -> Results:
-        """Return the results of the cell as arrays by name."""
+def submits(name: str, value: Any) -> Any:
+    """Accept an executor; those of submitit and of some schedulers do not derive from that of Python."""
+    if not callable(getattr(value, "submit", None)):
+        raise ValueError(
+            f"{name} must be an executor such as those of concurrent.futures, got {_boundary.show(value)}"
+        )
+    return value
 
 
 def flatten(tree: Mapping[str, PyTree], prefix: str = "", what: str = "observe") -> Results:
@@ -74,76 +83,6 @@ def flatten(tree: Mapping[str, PyTree], prefix: str = "", what: str = "observe")
     return flat
 
 
-def batched(
-    cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None, *, one_by_one: bool = False
-) -> Results:
-    """Map ``cell`` over the leading axis of ``inputs``; pure, so it can be jitted, differentiated and exported.
-
-    Args:
-        cell: the program of one cell.
-        shared: what all cells share.
-        inputs: the inputs of the cells, along the leading axis.
-        mesh: devices; None for one.
-        one_by_one: each device runs its cells one after the other instead of all at once.
-    """
-    # closures would hide the arrays of the cell from shard_map
-    arrays, rest = eqx.partition((cell, shared), eqx.is_array)
-
-    def run(arrays: PyTree, inputs: PyTree) -> Results:
-        cell, shared = eqx.combine(arrays, rest)
-        if one_by_one:
-            return jax.lax.map(lambda own: cell(shared, own), inputs)
-        return jax.vmap(cell, in_axes=(None, 0))(shared, inputs)
-
-    if mesh is not None:
-        along = PartitionSpec(SWEEP)
-        run = jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), along),
-            out_specs=along,
-            axis_names={SWEEP},
-            check_vma=False,
-        )
-    return run(arrays, inputs)
-
-
-def compile_batched(cell: Cell, shared: PyTree, inputs: PyTree, mesh: Mesh | None) -> Compiled:
-    """Return the compiled program for inputs of these shapes, as a function of the arrays of (cell, shared, inputs).
-
-    It is compiled ahead of time and can run on these shapes only, so a group of cells costs one compilation. Programs
-    are kept, and a later sweep with the same settings and shapes uses them again.
-    """
-    arrays, rest = eqx.partition((cell, shared, inputs), eqx.is_array)
-    shapes = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding), arrays)
-    return _compile(rest, shapes, mesh)
-
-
-@kept_by_shape
-def _compile(rest: PyTree, shapes: PyTree, mesh: Mesh | None) -> Compiled:
-    """Compile the program for the given static parts and shapes."""
-
-    def run(arrays: PyTree, one_by_one: bool) -> Results:
-        cell, shared, inputs = eqx.combine(arrays, rest)
-        return batched(cell, shared, inputs, mesh, one_by_one=one_by_one)
-
-    program = jax.jit(run, static_argnums=1)
-    lowered = program.lower(shapes, False)
-    first, *others = jax.devices()[:1] if mesh is None else mesh.devices.ravel()
-    # On the CPU, LAPACK hands many matrices to the pool of threads that it is called from, and waits. When all threads
-    # of the pool wait like that, as happens with several calls or several devices, the program stands still for ever
-    # (jax 0.10). Cells that run one after the other hand over one matrix at a time, and nobody waits.
-    if first.platform == "cpu" and lowered.as_text().count("@lapack_") > (not others):
-        lowered = program.lower(shapes, True)
-    return lowered.compile()
-
-
-def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of one cell's results, without computing."""
-    one = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), inputs)
-    return eqx.filter_eval_shape(cell, shared, one)
-
-
 @checked
 @dataclass(frozen=True)
 class Execution:
@@ -157,6 +96,10 @@ class Execution:
             cloud, for instance ``(None, 4)``; or a ``jax.sharding.Mesh`` with axes ``sweep`` and ``particles``. By
             default all devices lie along the cells.
         progress: True, False, a function (cells done, cells in all), or None: a bar if the error output is a terminal.
+        executor: has the chunks computed by its workers, in other processes or on other hosts: any executor in the
+            sense of ``concurrent.futures``, such as ``distributed.Client(...).get_executor()``,
+            ``submitit.AutoExecutor`` or a pool of spawned processes. It needs a store that its workers can reach.
+            Chunks of a lost worker are submitted again.
 
     >>> Execution(chunk=64).waste
     0.15
@@ -166,6 +109,7 @@ class Execution:
     waste: Annotated[float, number(low=0.0, below=1.0)] = 0.15
     mesh: Annotated[Mesh | tuple[int | None, int], devices.mesh_shape] | None = None
     progress: Progress = None
+    executor: Annotated[concurrent.futures.Executor | None, optional(submits)] = None
 
 
 _boundary.declare(Execution, instance(Execution, hint="for instance sweeps.Execution(chunk=64)"))
@@ -191,7 +135,7 @@ class Plan(abc.ABC):
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Cells that are run and stored together, on the devices of this process."""
+        """Cells that are run and stored together, on the devices of this process; the largest networks come first."""
         # enough particles to hide the cost of a step, few enough to store often
         particles = 2**15 if jax.default_backend() == "cpu" else 2**20
         lengths = grids.lengths(self.groups, self.execution.chunk, particles, jax.device_count())
@@ -213,7 +157,7 @@ class Plan(abc.ABC):
 
     def batched(self, group: Group, shared: PyTree, inputs: PyTree, mesh: Mesh | None = None) -> Results:
         """Return the results of the cells of a group for these inputs, as a pure function of arrays."""
-        return batched(self.cell(group), shared, inputs, mesh)
+        return devices.batched(self.cell(group), shared, inputs, mesh)
 
     @abc.abstractmethod
     def identity(self) -> Json:
@@ -235,8 +179,10 @@ class Plan(abc.ABC):
         """
         groups = {f"{number:03d}": _describe_group(self.grid, g) for number, g in enumerate(self.groups)}
         layout = {
-            "axes": {name: results.axis_labels(values) for name, values in self.grid.axes.items()},
-            "chunks": _listed(self.chunks),
+            "axes": {name: grids.axis_labels(values) for name, values in self.grid.axes.items()},
+            "chunks": {
+                c.name: {"group": c.group, "length": c.length, "cells": list(c.cells)} for c in self.chunks
+            },
         }
         config = {
             "run": self.identity() | {"groups": groups},
@@ -249,111 +195,196 @@ class Plan(abc.ABC):
     def run(self, *, store: str | pathlib.Path | None = None) -> "xarray.Dataset":
         """Run what is not in the store yet and return the labelled data set.
 
-        Every process calls this with the same arguments; the store is opened by process 0 alone.
+        Any number of processes may do this with one store at the same time, and share the work. The processes of a team
+        (``jax.distributed``) call it with the same arguments and act as one; process 0 alone opens the store.
 
         Args:
             store: run directory, or None to keep nothing.
         """
-        with devices.INTERRUPTS.held(), contextlib.ExitStack() as stack:
-            mesh, config = together(lambda: (devices.find_mesh(self.execution.mesh), self._checked_config()))
-            opened: list[Store] = []
+        executor = self.execution.executor
+        if executor is not None and store is None:
+            raise ValueError(
+                "store must be a run directory where chunks are computed by an executor, got None"
+            )
+        with devices.INTERRUPTS.held(), Runner(self, store) as runner:
+            with runner.reporter() as report:
+                if executor is None or store is None:
+                    runner.through(runner.chunks, report)
+                else:
+                    _distribute(runner, executor, os.path.abspath(store), report)
+            return _labelled(self.grid, list(runner.chunks.values()), runner.arrays(), runner.config)
 
-            def begin() -> np.ndarray:
-                if store is None or not is_lead():
-                    return np.array([piece.length for piece in _firsts(self.chunks)])
-                opened.append(stack.enter_context(Store(store, config)))
-                return _stored_lengths(self, opened[0])
+    def work(
+        self,
+        store: str | pathlib.Path,
+        *,
+        shard: tuple[int, int] = (0, 1),
+        stop: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Take part in a sweep until all its chunks are finished, by whomever; say whether they are.
 
-            # the chunks of an earlier run are kept, whatever this platform would choose
-            chunks = grids.cut(self.groups, share(together(begin)).tolist())
-            kept = opened[0] if opened else None
-            arrays = together(lambda: _Pass(self, chunks, kept, mesh)).all_chunks()
-        return results.assemble(self.grid, chunks, arrays, config)
+        Args:
+            store: run directory.
+            shard: (k, n) for every n-th chunk, beginning with number k, and no others.
+            stop: function that says whether to end before that. It is asked several times a second; claims are given
+                back then, and the chunk that is being computed is lost.
+        """
+        with Runner(self, store, stop=stop, keep=False) as runner, runner.reporter() as report:
+            names = list(runner.chunks)[shard[0] :: shard[1]]
+            with contextlib.suppress(Stopped):
+                runner.through(names, report)
+            return set(names) <= stores.finished_chunks(store)
 
-    def _checked_config(self) -> Json:
-        self.check()
-        return self.config()
+    def begin(self, store: str | pathlib.Path, *, timed: bool = False) -> Json:
+        """Write the plan into a store and return {"cells", "chunks", "bytes", "seconds"}: what the sweep will take.
 
-
-def _firsts(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the first chunk of each group."""
-    return list({chunk.group: chunk for chunk in reversed(chunks)}.values())[::-1]
-
-
-def _listed(chunks: Sequence[Chunk]) -> Json:
-    return {c.name: {"group": c.group, "length": c.length, "cells": list(c.cells)} for c in chunks}
-
-
-def _stored_lengths(plan: Plan, store: Store) -> np.ndarray:
-    """Return the cells per chunk of each group: as stored, but ``chunk`` decides where nothing is finished yet."""
-    old = store.config["layout"]["chunks"]
-    lengths = np.zeros(len(plan.groups), np.int64)
-    for planned in old.values():
-        lengths[planned["group"]] = planned["length"]
-    there = {name: planned["cells"] for name, planned in old.items()}
-    expected = {c.name: list(c.cells) for c in grids.cut(plan.groups, np.maximum(lengths, 1).tolist())}
-    strange = next((name for name in {**there, **expected} if there.get(name) != expected.get(name)), None)
-    if strange is not None:
-        raise StoreError(
-            f"store {store.path} divides the grid into other chunks; use another directory. The first that differs: "
-            f"{strange}: {there.get(strange)} in the store, {expected.get(strange)} now"
-        )
-    if plan.execution.chunk is None:
-        return lengths
-    wanted = np.array([piece.length for piece in _firsts(plan.chunks)])
-    begun = np.isin(np.arange(len(lengths)), [old[name]["group"] for name in store.finished() if name in old])
-    if begun.all() and not np.array_equal(lengths, wanted):
-        raise StoreError(
-            f"store {store.path} was written in chunks of {sorted(set(lengths.tolist()))} cells; "
-            f"leave chunk out to go on with them, got chunk={plan.execution.chunk}"
-        )
-    new = np.where(begun, lengths, wanted)
-    if not np.array_equal(lengths, new):
-        chunks = _listed(grids.cut(plan.groups, new.tolist()))
-        store.set_layout(store.config["layout"] | {"chunks": chunks})
-    return new
+        Args:
+            store: run directory.
+            timed: whether to compute one chunk and to judge by it how many seconds all take on these devices, None
+                otherwise; the chunk is kept.
+        """
+        sizes = [max(group.size, 1) * len(group.cells) for group in self.groups]
+        total = 0
+        for group in self.groups:
+            one = self.inputs(group, group.cells[:1])
+            shapes = devices.output_shapes(self.cell(group), self.shared, one)
+            total += len(group.cells) * sum(s.size * s.dtype.itemsize for s in shapes.values())
+        with Runner(self, store, keep=False) as runner:
+            seconds = None
+            if timed:
+                first = next(iter(runner.chunks.values()))
+                runner._prepare(first)  # to compile takes its time only once
+                start = time.perf_counter()
+                runner.through([first.name], lambda cells: None)
+                part = max(self.groups[first.group].size, 1) * len(first.cells)
+                seconds = (time.perf_counter() - start) * sum(sizes) / part
+            return {
+                "cells": self.grid.size,
+                "chunks": len(runner.chunks),
+                "bytes": total,
+                "seconds": seconds,
+            }
 
 
-class _Pass:
-    """One pass over the chunks of a plan.
+class Stopped(Exception):
+    """A runner was told to stop."""
+
+
+class Runner:
+    """Goes through the chunks of a plan, on the devices of this process or, with others, of a team.
 
     Args:
         plan: what to run.
-        chunks: its division into chunks.
-        store: where finished chunks are, on process 0.
-        mesh: the devices.
+        store: run directory, or None.
+        stop: function that says whether to end at once.
+        keep: whether the results are to stay in memory.
     """
 
-    def __init__(self, plan: Plan, chunks: Sequence[Chunk], store: Store | None, mesh: Mesh | None) -> None:
-        self.plan, self.chunks, self.store, self.mesh = plan, chunks, store, mesh
-        self.shared = devices.replicate(plan.shared, mesh)
-        self.programs: dict[int, tuple[Compiled, Cell]] = {}
+    def __init__(
+        self,
+        plan: Plan,
+        store: str | pathlib.Path | None,
+        stop: Callable[[], bool] | None = None,
+        keep: bool = True,
+    ) -> None:
+        self.plan, self.stop, self.keep = plan, stop, keep
+        self.programs: dict[tuple[int, int], tuple[Compiled, Cell]] = {}
         self.results: dict[str, Arrays] = {}
+        self.store: Store | None = None
+        self.mesh, self.config = together(self._check)
+        self.shared = devices.replicate(plan.shared, self.mesh)
+        # the chunks of an earlier run are kept, whatever this platform would choose
+        lengths = share(together(lambda: self._open(store))).tolist()
+        self.chunks = {chunk.name: chunk for chunk in grids.cut(plan.groups, lengths)}
 
-    def all_chunks(self) -> dict[str, Arrays]:
-        """Read the chunks that are in the store, compute and store the others; return their arrays by name."""
-        there = together(lambda: set() if self.store is None else self.store.finished())
-        finished = share(np.array([c.name in there for c in self.chunks], bool))
-        total = self.plan.grid.size
-        left = sum(len(c.cells) for c, done in zip(self.chunks, finished, strict=True) if not done)
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.store is not None:
+            self.store.close()
+            if kind is None:
+                self.store.tidy()
+
+    def _check(self) -> tuple[Mesh | None, Json]:
+        self.plan.check()
+        return devices.find_mesh(self.plan.execution.mesh), self.plan.config()
+
+    def _open(self, store: str | pathlib.Path | None) -> np.ndarray:
+        """Open the store on process 0; return the cells per chunk of each group."""
+        chunks = self.plan.chunks
+        wanted = grids.lengths_of(chunks)
+        if store is None or not is_lead():
+            return wanted
+        if not stores.has_plan(store):
+            stores.check_place(pathlib.Path(store))
+            self._prepare(chunks[0])  # what does not fit into memory is refused before a division is written
+        self.store = Store(store, self.config)
+        self.config = self.store.config
+        return _stored_lengths(self.plan, self.store, wanted)
+
+    @contextlib.contextmanager
+    def reporter(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function to call with the number of cells just finished; what is in the store counts as done."""
+        there = self.store.finished() if self.store is not None else set()
+        done = sum(len(chunk.cells) for chunk in self.chunks.values() if chunk.name in there)
+        with _reporter(self.plan.execution.progress, self.plan.grid.size, done) as report:
+            yield report
+
+    def through(self, names: Iterable[str], report: Callable[[int], None]) -> None:
+        """Compute and store the named chunks, as far as nobody else does; return when all are finished."""
+        there = self.store.finished() if self.store is not None else set()
+        left = [name for name in names if name not in there]
+        order = list(self.chunks.values())
         ahead: list[tuple[Chunk, Results]] = []
-        with _reporter(self.plan.execution.progress, total, total - left) as report:
-            try:
-                for chunk, done in zip(self.chunks, finished, strict=True):
-                    if done:
-                        self.results[chunk.name] = self._reread(chunk)
-                        continue
+        self.last, self.quick, pause = time.monotonic(), self.store is None, 0.01
+        try:
+            while True:
+                # process 0 decides for all
+                number, most = share(together(lambda: self._next(left, report)))
+                if number >= 0:
                     # one chunk ahead: the devices go on while the host writes, reports and prepares
-                    ahead.append((chunk, self._start(chunk)))
-                    if len(ahead) > 1:
-                        self._keep(*ahead.pop(0), report)
-                while ahead:
+                    ahead.append((order[number], self._start(order[number])))
+                    pause = 0.01
+                if ahead and (number < 0 or len(ahead) > most):
                     self._keep(*ahead.pop(0), report)
-            except BaseException:
-                while ahead:  # what runs is kept, whatever happened to the next
-                    self._keep(*ahead.pop(0))
-                raise
-        return self.results
+                elif number == DONE:
+                    return
+                elif number == WAIT:
+                    self._listen()
+                    time.sleep(pause)
+                    pause = min(1.5 * pause, PAUSE)
+        except BaseException as problem:
+            while ahead and not isinstance(
+                problem, Stopped
+            ):  # what runs is kept, whatever happened to the next
+                self._keep(*ahead.pop(0), report)
+            raise
+        finally:
+            if self.store is not None:
+                self.store.give_back()
+
+    def _next(self, left: list[str], report: Callable[[int], None]) -> np.ndarray:
+        """Return the number of a chunk to begin, or DONE or WAIT, and how many may wait for the devices meanwhile."""
+        self._listen()
+        found, numbers = DONE, {name: k for k, name in enumerate(self.chunks)}
+        for name in list(left):
+            if self.store is None or self.store.claim(name):
+                left.remove(name)
+                found = numbers[name]
+                break
+            if self.store.is_finished(name):  # by somebody else
+                left.remove(name)
+                report(len(self.chunks[name].cells))
+            else:
+                found = WAIT
+        return np.array([found, self.quick])
+
+    def _listen(self) -> None:
+        if self.stop is not None and self.stop():
+            raise Stopped
 
     def _start(self, chunk: Chunk) -> Results:
         """Start a chunk on the devices and return its results, which need not be there yet."""
@@ -367,29 +398,45 @@ class _Pass:
         filling = grids.round_up(chunk.length, shape.get(SWEEP, 1)) - len(chunk.cells)
         cells = [*chunk.cells, *[chunk.cells[0]] * filling]
         inputs = devices.place(self.plan.inputs(group, cells, shape.get(PARTICLES, 1)), self.mesh)
-        if chunk.group not in self.programs:
+        known = chunk.group, chunk.length
+        if known not in self.programs:
             cell = devices.replicate(self.plan.cell(group), self.mesh)
-            compiled = compile_batched(cell, self.shared, inputs, self.mesh)
-            _check_memory(compiled, group, chunk, self.mesh)
-            self.programs[chunk.group] = compiled, cell
-        compiled, cell = self.programs[chunk.group]
+            compiled = devices.compile_batched(cell, self.shared, inputs, self.mesh)
+            devices.check_memory(compiled, group, chunk, self.mesh)
+            self.programs[known] = compiled, cell
+        compiled, cell = self.programs[known]
         return compiled, eqx.filter((cell, self.shared, inputs), eqx.is_array)
 
-    def _keep(self, chunk: Chunk, running: Results, report: Callable[[int], None] | None = None) -> None:
+    def _keep(self, chunk: Chunk, running: Results, report: Callable[[int], None]) -> None:
         """Wait for the results of a chunk, store and report them."""
-        out = devices.gather(running)
-        self.results[chunk.name] = {name: u[: len(chunk.cells)] for name, u in out.items()}
+        if self.stop is not None:  # compiled code hears no signals: another thread waits for it
+            waiting = threading.Thread(target=jax.block_until_ready, args=(running,), daemon=True)
+            waiting.start()
+            while waiting.is_alive():
+                self._listen()
+                waiting.join(0.05)
+        out = {name: u[: len(chunk.cells)] for name, u in devices.gather(running).items()}
+        if self.keep:
+            self.results[chunk.name] = out
 
         def work() -> None:
             if self.store is not None:
-                self.store.write(chunk.name, self.results[chunk.name])
-            if report is not None:
-                report(len(chunk.cells))
+                self.store.write(chunk.name, out)
+                self.quick = time.monotonic() - self.last < QUICK
+                self.last = time.monotonic()
+            report(len(chunk.cells))
 
         together(work)
 
+    def arrays(self) -> dict[str, Arrays]:
+        """Return the results of all chunks, those that others have computed from the store."""
+        return {
+            name: self.results[name] if name in self.results else self._reread(chunk)
+            for name, chunk in self.chunks.items()
+        }
+
     def _reread(self, chunk: Chunk) -> Arrays:
-        """Return the stored results of a chunk, on every process."""
+        """Return the stored results of a chunk, on every process of a team."""
 
         def work() -> Arrays:
             if self.store is not None:
@@ -397,35 +444,114 @@ class _Pass:
             # another process reads them; JAX wants to know the shapes of what it sends
             group = self.plan.groups[chunk.group]
             one = self.plan.inputs(group, chunk.cells[:1])
-            shapes = output_shapes(self.plan.cell(group), self.plan.shared, one)
+            shapes = devices.output_shapes(self.plan.cell(group), self.plan.shared, one)
             return {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
 
         return share(together(work))
 
 
-def _check_memory(compiled: Compiled, group: Group, chunk: Chunk, mesh: Mesh | None) -> None:
-    """Refuse a chunk whose compiled program needs more memory than there is, before it runs."""
-    usage = compiled.memory_analysis()
-    if usage is None:
-        return
-    # one chunk runs while another waits or is collected
-    held = 2 * (usage.argument_size_in_bytes + usage.output_size_in_bytes)
-    here = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-    # simulated devices of one host share its memory
-    sharing = len(here) if here[0].platform == "cpu" else 1
-    check_fit((usage.temp_size_in_bytes + held) * sharing, devices.free_memory(here[0]), group, chunk)
+def _stored_lengths(plan: Plan, store: Store, wanted: np.ndarray) -> np.ndarray:
+    """Return the cells per chunk of each group as stored, after a check that the chunks hold the cells of the plan."""
+    old = store.config["layout"]["chunks"]
+    lengths = np.ones(len(plan.groups), np.int64)
+    for planned in old.values():
+        lengths[planned["group"]] = planned["length"]
+    there = {name: planned["cells"] for name, planned in old.items()}
+    expected = {c.name: list(c.cells) for c in grids.cut(plan.groups, lengths.tolist())}
+    strange = next((name for name in {**there, **expected} if there.get(name) != expected.get(name)), None)
+    if strange is not None:
+        raise StoreError(
+            f"store {store.path} divides the grid into other chunks; use another directory. The first that differs: "
+            f"{strange}: {there.get(strange)} in the store, {expected.get(strange)} now"
+        )
+    if plan.execution.chunk is not None and not np.array_equal(lengths, wanted):
+        raise StoreError(
+            f"store {store.path} is planned in chunks of {sorted(set(lengths.tolist()))} cells; "
+            f"leave chunk out to go on with them, got chunk={plan.execution.chunk}"
+        )
+    return lengths
 
 
-def check_fit(needed: int, free: int | None, group: Group, chunk: Chunk) -> None:
-    """Raise ValueError with a chunk size that fits, if ``needed`` bytes exceed the allowed share of ``free`` bytes."""
-    if free is None or needed <= MEMORY_SHARE * free:
-        return
-    fits = int(chunk.length * MEMORY_SHARE * free / needed)
-    advice = f"pass chunk={fits}" if fits else "one cell is too large for this device; spread it over a mesh"
-    raise ValueError(
-        f"a chunk of {chunk.length} cells with {group.size} particles each needs {needed / 2**30:.3g} GiB, "
-        f"{free / 2**30:.3g} GiB are free; {advice}"
-    )
+def _distribute(
+    runner: Runner, executor: concurrent.futures.Executor, store: str, report: Callable[[int], None]
+) -> None:
+    """Have the chunks of a store computed by the workers of an executor."""
+    pickler = import_optional("cloudpickle", "clusters", "Execution(executor=)")
+    # functions of the user travel by name where the worker can import them, else as they are
+    quiet = dataclasses.replace(runner.plan.execution, executor=None, progress=False)
+    job = pickler.dumps(dataclasses.replace(runner.plan, execution=quiet))  # type: ignore[type-var]
+    double = jnp.result_type(float) == np.float64
+    there = stores.finished_chunks(store)
+    pending: dict[str, Any] = {}  # futures, which need not be those of Python
+    lost: Counter[str] = Counter()
+
+    def submit(name: str) -> None:
+        pending[name] = executor.submit(compute_chunk, job, double, store, name)
+
+    try:
+        for name in runner.chunks:
+            if name not in there:
+                submit(name)
+        while pending:
+            ended = [name for name, future in pending.items() if future.done()]
+            for name in ended:
+                try:
+                    said = pending.pop(name).result()
+                except Exception as problem:
+                    lost[name] += 1
+                    if lost[name] == TRIES or isinstance(problem, concurrent.futures.BrokenExecutor):
+                        raise RuntimeError(
+                            f"chunk {name} was lost with its worker ({type(problem).__name__}: {problem}); finished "
+                            f"chunks are kept in {store}, and the same call with a new executor goes on"
+                        ) from problem
+                    submit(name)
+                    continue
+                if said is not None:
+                    raise devices.ERRORS.get(said[0], RuntimeError)(f"chunk {name}: {said[1]}")
+                report(len(runner.chunks[name].cells))
+            if not ended:
+                time.sleep(0.02)
+    except BaseException:
+        for future in pending.values():
+            future.cancel()
+        raise
+
+
+_FORKED: list[bool] = []  # holds something in a process that was forked after this module was imported
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=functools.partial(_FORKED.append, True))
+_AT_WORK = threading.Lock()
+_RUNNERS: dict[tuple[bytes, str], Runner] = {}  # the last one of this worker
+
+
+def compute_chunk(job: bytes, double: bool, store: str, name: str) -> tuple[str, str] | None:
+    """Compute a chunk of a store in a worker of an executor; return kind and text of an error, or None.
+
+    Args:
+        job: the plan, as cloudpickle writes it.
+        double: whether it is computed in float64, whatever the worker's own precision is.
+        store: run directory.
+        name: name of the chunk.
+    """
+    try:
+        if _FORKED:
+            raise ValueError(
+                "workers must not be forks of a process that uses JAX, which may stand still for ever: for a pool of "
+                'processes pass mp_context=multiprocessing.get_context("spawn")'
+            )
+        # threads of one worker take turns: a program uses all of its devices anyway
+        with _AT_WORK, jax.enable_x64(double):
+            if (job, store) not in _RUNNERS:
+                for old in _RUNNERS.values():
+                    old.__exit__(None, None, None)
+                _RUNNERS.clear()
+                plan = import_optional("cloudpickle", "clusters", "Execution(executor=)").loads(job)
+                _RUNNERS[job, store] = Runner(plan, store, keep=False)
+            _RUNNERS[job, store].through([name], lambda cells: None)
+    except Exception as problem:
+        kind = next((n for n, one in devices.ERRORS.items() if isinstance(problem, one)), "")
+        return kind, f"{type(problem).__name__}: {problem}"
+    return None
 
 
 @contextlib.contextmanager
@@ -465,11 +591,27 @@ def _reporter(progress: Progress, total: int, done: int) -> Iterator[Callable[[i
         yield advance
 
 
+def _labelled(
+    grid: Grid, chunks: Sequence[Chunk], arrays: Mapping[str, Arrays], config: Json
+) -> "xarray.Dataset":
+    """Return the data set, unless it does not fit into memory: a few small chunks may be all that is there yet."""
+    sizes: dict[str, int] = {}
+    for part in arrays.values():
+        for name, array in part.items():
+            sizes[name] = max(sizes.get(name, 0), array[:1].nbytes)
+    needed, free = grid.size * sum(sizes.values()), devices.host_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"the data set needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free; record less, or less often"
+        )
+    return grids.assemble(grid, chunks, arrays, config)
+
+
 @checked
 def load(store: FilePath) -> "xarray.Dataset":
     """Return the data set of a run directory, as far as it is finished; missing cells are NaN (-1 for integers).
 
-    Reading needs no lock: a directory can be loaded while a sweep writes there.
+    Reading needs no claim: a directory can be loaded while others write there.
 
     Args:
         store: the run directory.
@@ -477,7 +619,7 @@ def load(store: FilePath) -> "xarray.Dataset":
     Raises:
         ValueError: if this is no run directory, or one that is damaged; the message says what to do.
     """
-    config = read_config(store)
+    config = stores.read_config(store)
     try:
         layout = config["layout"]
         grid = Grid({name: tuple(values) for name, values in layout["axes"].items()})
@@ -485,9 +627,10 @@ def load(store: FilePath) -> "xarray.Dataset":
             Chunk(planned["group"], tuple(planned["cells"]), planned["length"], name)
             for name, planned in layout["chunks"].items()
         ]
-        there = finished_chunks(store)
-        arrays = {c.name: read_chunk(store, c.name, config) for c in chunks if c.name in there}
-        return results.assemble(grid, chunks, arrays, config)
+        stores.check_cells(config, grid.size)
+        there = stores.finished_chunks(store)
+        arrays = {c.name: stores.read_chunk(store, c.name, config) for c in chunks if c.name in there}
+        return _labelled(grid, chunks, arrays, config)
     except (KeyError, TypeError, AttributeError, IndexError) as problem:
         raise StoreError(
             f"store {store} has a config.json that this package did not write: {type(problem).__name__}: {problem}"

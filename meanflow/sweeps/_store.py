@@ -1,46 +1,46 @@
-"""A run directory: the configuration, and one Zarr group per finished chunk, each written atomically.
+"""A run directory: what is computed, one file per finished chunk, and who computes which chunk at the moment.
 
-    DIR/config.json            what is computed, with versions and the cells of every chunk; carries its own digest
-    DIR/chunks/003-00012.zarr  a finished chunk: arrays whose leading axis are its cells
-    DIR/chunks/.part-*         a chunk being written; never read, removed by the next run
-    DIR/.lock                  names the process that writes here; gone when that process ends in good order
+    DIR/plan/config.json        what is computed, with versions and the cells of every chunk; carries its own digest
+    DIR/chunks/003-00012.npz    a finished chunk: arrays whose leading axis are its cells
+    DIR/claims/003-00012.0/     names the process that computes this chunk; gone when that process is done with it
+    .part-*                     what is being written; never read
 
-A chunk gets its final name by one rename after everything is written, so a killed run leaves only whole chunks. It
-records its name, its cells, the digest of the run it belongs to and a digest of each array, so that files which were
-lost, changed, or put in another's place later (a crashed machine, a bad copy) are noticed.
+Any number of processes, on one host or on many, write in a directory at the same time. There is no lock: the file
+system has to rename files and folders, as NFS and Lustre do: a file replaces what was there, a folder never does.
 
-One process at a time writes in a directory. Reading needs no lock: a reader sees whole chunks only.
+- The plan is written once: it is a folder that is renamed into place.
+- A chunk is written under another name and renamed into place. Two processes that finish the same chunk write the same
+  bytes, so that it does not matter whose file stays. A chunk records its name, its cells, the digest of the run it
+  belongs to and a digest of its arrays, so that files which were changed or put in another's place are noticed.
+- A claim keeps two processes from computing the same chunk, and nothing else depends on it. Its holder touches it every
+  ``BEAT`` seconds. It is void when the holder is a process of this host that has ended, or when it has not changed for
+  ``LEASE`` seconds on the watch of the observer: the clocks of two hosts are never compared. A claim is a folder too.
+  Who takes a chunk over makes one with the next number, so that one of several observers wins.
 """
 
-import errno
-import io
+import contextlib
 import json
+import math
 import os
 import pathlib
 import reprlib
 import shutil
 import socket
 import stat
+import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 import numpy as np
 
-from meanflow._identity import Json, array_text, difference, json_digest
-from meanflow.files import PART, atomic_write
+from meanflow._identity import Json, difference, json_digest
+from meanflow.files import PART, atomic_write, read_arrays, write_arrays
 
-try:
-    import fcntl
-except ImportError:  # no file locks on this platform
-    fcntl = None  # type: ignore[assignment]
-
-FORMAT = 3
-CONFIG, CHUNKS, LOCK = "config.json", "chunks", ".lock"
-NUMBERS = ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
-NUMBERS += ("float16", "float32", "float64", "complex64", "complex128")  # the types of arrays that are read
-CODECS = ("bytes", "zstd")  # what is written, and all that is read: other codecs run code of other packages
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+FORMAT = 4
+PLAN, CONFIG, CHUNKS, CLAIMS, HOLDER = "plan", "config.json", "chunks", "claims", "holder.json"
+BEAT, LEASE = 15.0, 180.0  # seconds; network file systems may show old times for up to a minute
 
 
 class StoreError(ValueError):
@@ -48,34 +48,35 @@ class StoreError(ValueError):
 
 
 class Store:
-    """A run directory opened for writing by one process, which holds its lock until ``close`` or its end.
+    """A run directory opened for writing; others may write there too. ``close`` gives back what is claimed.
 
     Args:
         path: the directory; made if it does not exist.
         config: JSON-ready description of the run. Everything under ``"run"`` must equal that of the directory;
-            ``"versions"`` and ``"source"`` may differ, with a warning; ``"layout"`` lists the chunks with their cells.
+            ``"versions"`` and ``"source"`` may differ, with a warning; ``"layout"`` lists the chunks with their cells,
+            and that of the directory stays.
 
     Raises:
-        StoreError: if the directory holds another run or something else, is being written by another process, or
-            cannot be written.
+        StoreError: if the directory holds another run or something else, or cannot be written.
     """
 
     def __init__(self, path: str | pathlib.Path, config: Json) -> None:
         self.path = pathlib.Path(path)
-        self.config = {"format": FORMAT, **config}
+        self.held: dict[str, list[pathlib.Path]] = {}  # claims of this process, each with those it replaces
+        self._seen: dict[
+            pathlib.Path, tuple[int, float]
+        ] = {}  # times of others' claims, and since when they stand
+        self._over, self._beats = threading.Event(), False
         try:
-            self._check_place()
-            (self.path / CHUNKS).mkdir(parents=True, exist_ok=True)
-            if not os.access(self.path / CHUNKS, os.W_OK):
-                raise PermissionError(f"no permission to write in {self.path / CHUNKS}")
-            self._lock = Lock(self.path)
-            try:
-                self._start()
-            except BaseException:
-                self._lock.release()
-                raise
+            check_place(self.path)
+            for name in (CHUNKS, CLAIMS):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+                if not os.access(self.path / name, os.W_OK):
+                    raise PermissionError(f"no permission to write in {self.path / name}")
+            self.config = self._first_config({"format": FORMAT, **config})
         except OSError as problem:
             raise StoreError(f"store {self.path} cannot be used: {problem}") from problem
+        self._compare(config)
 
     def __enter__(self) -> "Store":
         return self
@@ -86,62 +87,30 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Let other processes write in this directory."""
-        self._lock.release()
+        """Give back all claims, and touch no more."""
+        self._over.set()
+        self.give_back()
 
-    def _check_place(self) -> None:
-        """Refuse a directory that is neither a store nor empty, before anything is written there."""
-        if (self.path / CHUNKS).is_symlink():
-            raise StoreError(
-                f"store {self.path} must hold its chunks itself, got a link {self.path / CHUNKS}, through which "
-                "nothing is written; reading is possible"
-            )
-        if (self.path / CONFIG).exists():
-            read_config(self.path)
-        elif self.path.exists() and not self._is_new():
-            raise StoreError(
-                f"store must name a new or empty directory or an earlier run, got {self.path}, "
-                "which holds other files; nothing was changed"
-            )
+    def give_back(self) -> None:
+        """Let others compute what this process has claimed and not finished."""
+        for name in list(self.held):
+            self.release(name)
 
-    def _is_new(self) -> bool:
-        """Say whether the directory is empty, or holds only what a run leaves that ends while it makes its store."""
-        if not self.path.is_dir():
-            return False
-        rest = [e for e in self.path.iterdir() if not e.name.startswith(PART) and e.name != LOCK]
-        return all(e.name == CHUNKS and e.is_dir() and not any(e.iterdir()) for e in rest)
+    def _first_config(self, config: Json) -> Json:
+        """Write the plan if this process is the first; return that of the process which was."""
+        if not has_plan(self.path):
+            try:
+                with atomic_write(self.path / PLAN) as part:
+                    part.mkdir()
+                    (part / CONFIG).write_text(json.dumps(config | {"digest": _seal(config)}, indent=1))
+            except OSError:
+                if not has_plan(self.path):  # nobody else was faster
+                    raise
+        return read_config(self.path)
 
-    def _start(self) -> None:
-        """Compare with the run that is there, or write the configuration; clear away what a dead process left."""
-        if (self.path / CONFIG).exists():
-            # read again: another process may have made the store before this one got the lock
-            old = read_config(self.path)
-            self._compare(old)
-            self.config = old
-        else:
-            self._write_config()
-        # parts are the lock holder's own, and nobody else holds the lock
-        for left in (self.path / CHUNKS).glob(f"{PART}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        for left in self.path.glob(f"{PART}*"):
-            left.unlink(missing_ok=True)
-
-    def _write_config(self) -> None:
-        sealed = self.config | {"digest": _seal(self.config)}
-        with atomic_write(self.path / CONFIG) as part:
-            part.write_text(json.dumps(sealed, indent=1))
-
-    def set_layout(self, layout: Json) -> None:
-        """Store another division into chunks; those that are finished must be part of it."""
-        self.config = read_config(self.path) | {"layout": layout}
-        try:
-            self._write_config()
-        except OSError as problem:
-            raise StoreError(f"store {self.path} cannot be used: {problem}") from problem
-
-    def _compare(self, old: Json) -> None:
+    def _compare(self, config: Json) -> None:
         """Refuse another run; warn if the same run was begun with other versions or another source of this package."""
-        new = json.loads(json.dumps(self.config))
+        old, new = self.config, json.loads(json.dumps(config))
         found = difference(old.get("run"), new["run"])
         if found:
             listed = "\n  ".join(found[:8])
@@ -166,167 +135,159 @@ class Store:
                 stacklevel=2,
             )
 
+    def claim(self, name: str) -> bool:
+        """Reserve a chunk for this process; False if it is finished, or if another process is at work on it."""
+        replaced: list[pathlib.Path] = []
+        while True:
+            path = self.path / CLAIMS / f"{name}.{len(replaced)}"
+            replaced.append(path)
+            try:
+                # a folder that is renamed is there with its content, and never replaces another
+                with atomic_write(path) as part:
+                    part.mkdir()
+                    (part / HOLDER).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            except OSError as problem:
+                if not path.exists() and not path.is_symlink() and not self.is_finished(name):
+                    raise self._lost(name, problem) from problem
+                if not self._is_void(path):
+                    return False
+                continue
+            self.held[name] = replaced
+            self._begin_beating()
+            if not self.is_finished(name):
+                return True
+            self.release(name)  # it was finished between a look at it and this claim
+            return False
+
+    def release(self, name: str) -> None:
+        """Give a claim back, with those of dead processes that it replaced."""
+        for path in self.held.pop(name, []):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _is_void(self, path: pathlib.Path) -> bool:
+        """Say whether the holder of a claim is dead, as far as this process can tell by now."""
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                raise StoreError(
+                    f"{path} must be a folder, got a link or something else; remove it if no process writes in this "
+                    "store"
+                )
+            if _is_gone(_holder(path)):
+                return True
+        except OSError:  # given back meanwhile: the next look will find out
+            return False
+        since = self._seen.get(path)
+        if since is None or since[0] != status.st_mtime_ns:
+            self._seen[path] = status.st_mtime_ns, time.monotonic()
+            return False
+        return time.monotonic() - since[1] > LEASE
+
+    def _begin_beating(self) -> None:
+        """Touch the claims of this process from time to time, in a thread that ends with the store or the process."""
+        if self._beats:
+            return
+        self._beats = True
+
+        def beat() -> None:
+            while not self._over.wait(BEAT):
+                for claims in list(self.held.values()):
+                    with contextlib.suppress(OSError):  # given back or taken over
+                        os.utime(claims[-1])
+
+        threading.Thread(target=beat, name="meanflow claims", daemon=True).start()
+
+    def is_finished(self, name: str) -> bool:
+        """Say whether a chunk is on disk."""
+        return (self.path / CHUNKS / f"{name}.npz").exists()
+
     def finished(self) -> set[str]:
         """Return the names of the chunks on disk."""
         return finished_chunks(self.path)
 
     def write(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a chunk; on any failure the directory is as before.
+        """Write a chunk and give its claim back; on any failure the chunks are as before.
 
         Args:
             name: name of the chunk; its cells are those of the layout.
             arrays: its results by name, with the cells along the leading axis.
         """
-        import zarr
-
-        record = _expected(self.config, name) | {
-            "digests": {key: array_text(value) for key, value in sorted(arrays.items())}
-        }
         try:
-            with atomic_write(self.path / CHUNKS / f"{name}.zarr") as part:
-                group = zarr.open_group(part, mode="w-", zarr_format=3)
-                for key, value in arrays.items():
-                    group.create_array(key, data=np.asarray(value))
-                group.attrs.update({"record": record, "digest": json_digest(record)})
+            write_arrays(self.path / CHUNKS / f"{name}.npz", arrays, _expected(self.config, name), FORMAT)
         except OSError as problem:
-            raise StoreError(
-                f"chunk {name} could not be written to {self.path}: {problem}; "
-                "chunks finished before it are safe and the run can be resumed"
-            ) from problem
+            # whoever finished the chunk before may have cleared our part away
+            if not self.is_finished(name):
+                raise self._lost(name, problem) from problem
+        self.release(name)
+
+    def _lost(self, name: str, problem: OSError) -> StoreError:
+        return StoreError(
+            f"chunk {name} could not be written to {self.path}: {problem}; "
+            "chunks finished before it are safe and the run can be resumed"
+        )
 
     def read(self, name: str) -> dict[str, np.ndarray]:
         """Return the arrays of a finished chunk."""
         return read_chunk(self.path, name, self.config)
 
+    def tidy(self) -> None:
+        """Remove what dead processes have left: parts and claims of chunks that are finished."""
+        there = self.finished()
+        whole = set(self.config["layout"]["chunks"]) <= there
+        for entry in (self.path / CLAIMS).iterdir():
+            if entry.name.rpartition(".")[0] in there or (whole and entry.name.startswith(PART)):
+                shutil.rmtree(entry, ignore_errors=True)
+        for part in (self.path / CHUNKS).glob(f"{PART}*.npz"):
+            # behind the prefix and 32 digits a part is called like its chunk
+            if part.stem[len(PART) + 33 :] in there:
+                part.unlink(missing_ok=True)
+        for left in self.path.glob(f"{PART}*"):  # the plan is written: these have lost
+            shutil.rmtree(left, ignore_errors=True)
 
-class Lock:
-    """The exclusive right to write in a run directory.
 
-    It is an advisory lock (``flock``) on the file ``.lock``, which names the owner. The system drops it when the owner
-    ends, however that happens, so the lock of a dead process is free. Where the file system has no such locks the
-    name in the file is all there is, and a warning says so.
-
-    Args:
-        folder: the run directory.
-
-    Raises:
-        StoreError: if another process, or this one, holds the lock, or its file is not one that a store makes.
-    """
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.path = folder / LOCK
-        while True:
-            self._file = self._open()
-            try:
-                self._take()
-            except BaseException:
-                self._file.close()
-                raise
-            if self._is_current():
-                break
-            self._file.close()  # the owner before us removed the file between our opening and locking it
-        try:
-            self._sign()
-        except BaseException:  # such as a full disk
-            self.path.unlink(missing_ok=True)  # while it is locked, as in release
-            self._file.close()
-            raise
-
-    def _open(self) -> io.FileIO:
-        """Open the file, or make it; refuse whatever would carry our writing to a file outside of the directory."""
-        try:
-            there = self.path.lstat()
-        except FileNotFoundError:
-            pass
-        else:
-            if not stat.S_ISREG(there.st_mode) or there.st_nlink > 1:
-                raise StoreError(
-                    f"{self.path} must be a regular file of its own, got a link or something else; remove it if no "
-                    "process writes in this store"
-                )
-        # a link that was put there since is an error where the platform can tell
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        return io.FileIO(os.open(self.path, flags, 0o666), "r+")
-
-    def _sign(self) -> None:
-        """Write this process into the locked file."""
-        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
-        self._file.seek(0)
-        self._file.truncate()
-        if self._file.write(text) != len(text):
-            raise OSError(errno.ENOSPC, f"{self.path} could not be written")
-
-    def _take(self) -> None:
-        """Lock the open file, or refuse."""
-        owner = self._owner()
-        here = owner.get("host") == socket.gethostname()
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, "this platform has no flock")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            if problem.errno not in NO_LOCKS:
-                raise self._refusal(self._owner()) from None
-            if owner and not (here and not _is_running(int(owner["pid"]))):
-                raise self._refusal(owner, f" (if that process is dead, remove {self.path})") from None
-            warnings.warn(
-                f"the file system of {self.path.parent} has no file locks ({problem}): make sure that no other "
-                "process writes there at the same time",
-                stacklevel=2,
+def check_place(path: pathlib.Path) -> None:
+    """Refuse a directory that is neither a store nor empty, before anything is written there."""
+    for name in (PLAN, CHUNKS, CLAIMS):
+        if (path / name).is_symlink():
+            raise StoreError(
+                f"store {path} must hold its folders itself, got a link {path / name}, through which "
+                "nothing is written; reading is possible"
             )
-        else:
-            if owner and not here:
-                warnings.warn(
-                    f"{self.path} was left by process {owner['pid']} on {owner['host']} and is taken over; if hosts "
-                    "do not share locks on this file system, make sure that this process has ended",
-                    stacklevel=2,
-                )
-
-    def _refusal(self, owner: Json, more: str = "") -> StoreError:
-        who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-        return StoreError(
-            f"store {self.path.parent} is being written by {who}; wait until it ends or use another directory"
-            f"{more}. Reading is possible meanwhile"
+    if has_plan(path) or not path.exists():
+        return
+    # what another process may have made so far, or one that has died meanwhile
+    known = (PLAN, CHUNKS, CLAIMS)
+    if not path.is_dir() or any(e.name not in known and not e.name.startswith(PART) for e in path.iterdir()):
+        raise StoreError(
+            f"store must name a new or empty directory or an earlier run, got {path}, "
+            "which holds other files; nothing was changed"
         )
 
-    def _owner(self) -> Json:
-        """Return ``pid`` and ``host`` of the process named in the file; nothing if it is empty or unreadable."""
-        self._file.seek(0)
-        try:
-            owner = json.load(self._file)
-            return {"pid": int(owner["pid"]), "host": str(owner["host"])}
-        except (ValueError, KeyError, TypeError):
-            return {}
 
-    def _is_current(self) -> bool:
-        """Say whether the locked file is still the one that the directory shows."""
-        try:
-            shown = self.path.lstat()
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(shown, os.fstat(self._file.fileno()))
-
-    def release(self) -> None:
-        """Remove the file and give the lock up; a second call does nothing."""
-        if self._file.closed:
-            return
-        # a forked child shares the open file, but the lock belongs to its parent
-        if self._owner().get("pid") == os.getpid() and self._is_current():
-            self.path.unlink(missing_ok=True)  # while it is locked, so that nobody else's file is removed
-        self._file.close()
-
-
-def _is_running(pid: int) -> bool:
-    """Say whether a process of this host is alive; True where the platform cannot tell."""
-    if fcntl is None:
-        return True
+def _holder(path: pathlib.Path) -> Json:
+    """Return ``pid`` and ``host`` of the process named in a claim; nothing if it is not written yet, or damaged."""
+    file = path / HOLDER
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        if not stat.S_ISREG(file.lstat().st_mode):  # a pipe would keep us waiting
+            return {}
+        with open(file, "rb") as content:
+            owner = json.loads(content.read(1000))
+        return {"pid": int(owner["pid"]), "host": str(owner["host"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _is_gone(holder: Json) -> bool:
+    """Say whether the holder of a claim is known to have ended, which only its own host can tell."""
+    if holder.get("host") != socket.gethostname() or os.name != "posix":
         return False
-    except PermissionError:
+    try:
+        os.kill(holder["pid"], 0)
+    except (ProcessLookupError, OverflowError):
         return True
-    return True
+    except PermissionError:
+        return False
+    return False
 
 
 def _seal(config: Json) -> str:
@@ -340,11 +301,16 @@ def _expected(config: Json, name: str) -> Json:
     return {"chunk": name, "cells": planned.get("cells"), "run": json_digest(config["run"])}
 
 
+def has_plan(path: str | pathlib.Path) -> bool:
+    """Say whether a directory holds the plan of a run."""
+    return (pathlib.Path(path) / PLAN / CONFIG).is_file()
+
+
 def read_config(path: str | pathlib.Path) -> Json:
     """Return the configuration of a run directory, after a check of its digest."""
-    known = pathlib.Path(path) / CONFIG
+    known = pathlib.Path(path) / PLAN / CONFIG
     if not known.is_file():
-        raise StoreError(f"store must name a run directory, got {path}, which has no {CONFIG}")
+        raise StoreError(f"store must name a run directory, got {path}, which has no {PLAN}/{CONFIG}")
     try:
         config = json.loads(known.read_text())
     except (OSError, ValueError) as problem:
@@ -364,9 +330,12 @@ def read_config(path: str | pathlib.Path) -> Json:
 
 
 def finished_chunks(path: str | pathlib.Path) -> set[str]:
-    """Return the names of the whole chunks in a run directory."""
-    found = (pathlib.Path(path) / CHUNKS).glob("*.zarr")
-    return {entry.stem for entry in found if not entry.name.startswith(PART)}
+    """Return the names of the finished chunks in a run directory."""
+    try:
+        names = os.listdir(pathlib.Path(path) / CHUNKS)
+    except FileNotFoundError:
+        return set()
+    return {name[:-4] for name in names if name.endswith(".npz") and not name.startswith(PART)}
 
 
 def read_chunk(path: str | pathlib.Path, name: str, config: Json | None = None) -> dict[str, np.ndarray]:
@@ -377,68 +346,71 @@ def read_chunk(path: str | pathlib.Path, name: str, config: Json | None = None) 
         name: name of the chunk.
         config: configuration of the directory, if it is at hand; otherwise it is read.
     """
-    import zarr
-
     config = read_config(path) if config is None else config
-    folder = pathlib.Path(path) / CHUNKS / f"{name}.zarr"
-    advice = f"remove {folder} and resume the run to have it computed again"
+    file = pathlib.Path(path) / CHUNKS / f"{name}.npz"
+    advice = f"remove {file} and resume the run to have it computed again"
     try:
-        attributes = _node(folder, "group")["attributes"]
-        record, seal = attributes["record"], attributes["digest"]
-        for key, text in record["digests"].items():
-            _check_array(folder, key, text)
-        group = zarr.open_group(folder, mode="r", zarr_format=3, use_consolidated=False)
-        arrays = {str(key): np.asarray(group[key][...]) for key in record["digests"]}  # type: ignore[index]
-    except Exception as problem:  # damaged files make zarr and its codecs raise whatever they like
-        raise StoreError(
-            f"chunk {name} of store {path} is damaged: {type(problem).__name__}: {problem}; {advice}"
-        ) from problem
-    if seal != json_digest(record):
-        raise StoreError(f"chunk {name} of store {path} is damaged: its record was changed; {advice}")
+        arrays, record = read_arrays(file, FORMAT, "a sweep")
+    except (OSError, ValueError) as problem:
+        raise StoreError(f"chunk {name} of store {path} is damaged: {problem}; {advice}") from problem
     for key, expected in json.loads(json.dumps(_expected(config, name))).items():
         if record.get(key) != expected:
             raise StoreError(
                 f"chunk {name} of store {path} is another's: it records {key} {reprlib.repr(record.get(key))}, "
                 f"expected {reprlib.repr(expected)}; {advice}"
             )
-    # zarr takes a missing file for zeros
-    bad = [key for key, value in arrays.items() if array_text(value) != record["digests"][key]]
-    if bad:
-        raise StoreError(
-            f"chunk {name} of store {path} is damaged: {bad} changed since it was written; {advice}"
-        )
     return arrays
 
 
-def _node(folder: pathlib.Path, kind: str) -> Json:
-    """Return the description of a Zarr group or array, read as JSON, before Zarr acts on what it says."""
-    node = json.loads((folder / "zarr.json").read_text(encoding="utf-8"))
-    if not isinstance(node, dict) or node.get("zarr_format") != 3 or node.get("node_type") != kind:
-        raise ValueError(f"{folder.name} must be a {kind} of Zarr format 3")
-    if kind == "group" and not isinstance(node.get("attributes"), dict):
-        raise ValueError(f"{folder.name} has no attributes")
-    return node
+def progress(path: str | pathlib.Path) -> Json:
+    """Return how far a run directory is: {"cells", "done", "claimed", "rate", "left", "workers"}.
 
-
-def _check_array(folder: pathlib.Path, key: str, text: str) -> None:
-    """Refuse an array that this package did not write: it is to hold numbers, in the codecs of this module alone.
-
-    Args:
-        folder: the chunk.
-        key: name of the array.
-        text: its digest, which begins with type and shape; an edited shape could ask for any amount of memory.
+    ``rate`` is in cells a second over the last chunks, ``left`` the seconds that the rest takes at this rate; both are
+    None while nothing is known. ``workers`` lists host, pid, chunk and "alive" of each claim. All times are those of
+    the file system, since clocks of hosts differ.
     """
-    if not key.replace("-", "_").replace(".", "_").isidentifier():
-        raise ValueError(f"{key!r} is no name of an array")
-    node = _node(folder / key, "array")
-    codecs = [codec.get("name") for codec in node["codecs"]]
-    if node["data_type"] not in NUMBERS or not set(codecs) <= set(CODECS) or node.get("storage_transformers"):
-        raise ValueError(
-            f"{key} must hold numbers ({', '.join(NUMBERS)}) in the codecs {list(CODECS)}, got "
-            f"{reprlib.repr(node['data_type'])} in {reprlib.repr(codecs)}"
-        )
-    given = f"{node['data_type']}{node['shape']}:"
-    if not text.startswith((given, f"{node['data_type']}:")) or (
-        not text.startswith(given) and int(np.prod(node["shape"])) != 1
-    ):
-        raise ValueError(f"{key} is described as {given[:-1]}, and its digest as {reprlib.repr(text)}")
+    config, there = read_config(path), finished_chunks(path)
+    cells = {name: len(planned["cells"]) for name, planned in config["layout"]["chunks"].items()}
+    stamps = sorted(
+        (_changed(pathlib.Path(path) / CHUNKS / f"{n}.npz"), cells[n]) for n in there & set(cells)
+    )
+    claims = [(c, _changed(c), _holder(c)) for c in _claims(path) if c.name.rpartition(".")[0] not in there]
+    now = max([when for when, _ in stamps] + [when for _, when, _ in claims], default=0.0)
+    recent = stamps[-50:]
+    span = recent[-1][0] - recent[0][0] if recent else 0.0
+    rate = sum(count for _, count in recent[1:]) / span if span > 0 else None
+    done = sum(count for _, count in stamps)
+    workers = [
+        {**holder, "chunk": c.name.rpartition(".")[0], "alive": not _is_gone(holder) and now - when < LEASE}
+        for c, when, holder in claims
+    ]
+    busy = {w["chunk"] for w in workers if w["alive"]}
+    total = sum(cells.values())
+    return {
+        "cells": total,
+        "done": done,
+        "claimed": sum(cells.get(name, 0) for name in busy),
+        "rate": rate,
+        "left": math.ceil((total - done) / rate) if rate else None,
+        "workers": workers,
+    }
+
+
+def _claims(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield the claims of a run directory, of each chunk the last."""
+    last = {one.name.rpartition(".")[0]: one for one in sorted((pathlib.Path(path) / CLAIMS).glob("[!.]*.*"))}
+    yield from last.values()
+
+
+def _changed(path: pathlib.Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def check_cells(config: Json, size: int) -> None:
+    """Refuse a division into chunks that does not hold every cell once."""
+    cells = sorted(cell for chunk in config["layout"]["chunks"].values() for cell in chunk["cells"])
+    if cells != list(range(size)):
+        raise StoreError(f"{CONFIG} must hold each of {size} cells in one chunk, got {len(cells)} cells")

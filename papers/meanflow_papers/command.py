@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from meanflow.cli import guard
 from meanflow_papers.catalogue import find
 from meanflow_papers.entry import PAPERS, Entry
 
@@ -64,6 +65,7 @@ def with_epochs(entry: Entry, epochs: int) -> Entry:
     "--jobs", type=click.IntRange(0), help="Worker processes (0: none); default 2 where there are cores."
 )
 @click.option("--json", "as_json", is_flag=True, help="The list, or the summary, as JSON on standard output.")
+@guard
 def reproduce(
     names: tuple[str, ...],
     listing: bool,

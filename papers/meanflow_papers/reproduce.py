@@ -10,6 +10,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -282,6 +283,7 @@ class Worker:
     def __init__(self) -> None:
         self.process: BaseProcess | None = None
         self.pipe: Connection | None = None
+        self.stopped = False
 
     def run(self, entry: Entry, folder: Path, **options: Unpack[Options]) -> Record:
         """Return the record of one entry, also when its process dies or never answers."""
@@ -296,6 +298,8 @@ class Worker:
         except (EOFError, OSError):
             error = ""
         process.join()
+        if self.stopped:  # by an interrupt, which says nothing about the entry
+            raise KeyboardInterrupt
         record = _blank(entry, full)
         record["error"] = error or f"the process died with exit code {process.exitcode}"
         return _keep(folder, record)
@@ -318,6 +322,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the process."""
+        self.stopped = True
         if self.process is not None and self.pipe is not None:
             with contextlib.suppress(OSError):
                 self.pipe.send(None)
@@ -328,6 +333,8 @@ class Worker:
 
 def _serve(pipe: Connection) -> None:
     """Run what comes through the pipe until None comes; the main function of a worker process."""
+    # Ctrl-C reaches the whole group of processes; the one that started this one ends it in good order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # read when the first program is compiled: workers share the cores
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false {os.environ.get('XLA_FLAGS', '')}"
     jax.config.update("jax_enable_x64", True)

@@ -361,3 +361,21 @@ def test_cifar_from_local_files(tmp_path):
     with np.load(tmp_path / "data" / "003_figure-3-cifar.npz") as arrays:
         exact, critic = (arrays[f"runs/BN, paper/{name}"] for name in ("exact", "critic"))
     assert exact.shape == critic.shape == (4, 2) and np.all(exact > 0)
+
+
+def test_an_interrupt_ends_with_its_code_and_says_nothing_about_the_entry(tmp_path, monkeypatch):
+    """Workers are ended, and what they were at work on is neither finished nor wrong."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meanflow_papers.reproduce.reproduce", interrupted)
+    done = CliRunner().invoke(main, ["reproduce", "002/figure-1", "--output", str(tmp_path)])
+    assert done.exit_code == 130 and "interrupted" in done.output and "Traceback" not in done.output
+    worker, entries = Worker(), find(["002/figure-1"])
+    worker.start()
+    worker.stop()
+    monkeypatch.setattr(worker, "_running", lambda: (worker.process, worker.pipe))
+    with pytest.raises(KeyboardInterrupt):
+        worker.run(entries[0], tmp_path)
+    assert not list(tmp_path.rglob("*.json"))

@@ -1,5 +1,6 @@
 """A sweep equals the loop it replaces."""
 
+import itertools
 import logging
 
 import diffrax
@@ -12,7 +13,7 @@ import xarray
 
 import meanflow as mf
 from meanflow.solvers._sliding import Sliding
-from meanflow.sweeps import _clouds as clouds
+from meanflow.sweeps import _networks as networks
 
 X = jnp.linspace(-1.0, 1.0, 6)
 LINE = mf.Dataset(X, jnp.array([1.0, -0.5, 0.2, 0.8, -1.0, 0.3]), "sum")
@@ -439,9 +440,9 @@ def test_deltas_need_labels():
 
 
 def test_all_widths_are_drawn_by_one_program_and_kept_at_their_size(monkeypatch):
-    drawn, draw = [], clouds._draw
+    drawn, draw = [], networks._draw
     monkeypatch.setattr(
-        clouds, "_draw", lambda f, k, number, *a: drawn.append(number) or draw(f, k, number, *a)
+        networks, "_draw", lambda f, k, number, *a: drawn.append(number) or draw(f, k, number, *a)
     )
     settings = {"seeds": 2, "steps": 1, "step": 0.1, "observe": (), "compute": False}
     plan = mf.sweep(mf.canonical(), LINE, widths=[3, 40], **settings)
@@ -450,7 +451,7 @@ def test_all_widths_are_drawn_by_one_program_and_kept_at_their_size(monkeypatch)
     assert small.size == 3 and large.size == 40 and set(drawn) == {40}
     assert all(u.base is None for u in small.particles)  # no view that keeps the others in memory
     # what would take long to draw is drawn for its own group
-    assert clouds.room([10**6, 10**9], 3) == 10**6
+    assert networks.room([10**6, 10**9], 3) == 10**6
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -467,3 +468,24 @@ def test_clouds_do_not_depend_on_the_widths_beside_them(impl):
     for one, two, three in zip(*(jax.tree.leaves(u) for u in (alone, together, plain)), strict=True):
         np.testing.assert_array_equal(one, two)
         np.testing.assert_allclose(one, three, rtol=1e-12)
+
+
+def test_an_axis_without_end_is_refused():
+    with pytest.raises(ValueError, match=r"axes\['s'\] must hold at most"):
+        mf.sweeps.sweep_function(lambda key, s: s, axes={"s": itertools.count()})
+
+
+def test_named_output_scales_are_numbers_and_share_a_program():
+    """The numbers of each name alone, in one program; the names stay the labels."""
+    x = np.linspace(-1.0, 1.0, 4)
+    data = mf.Dataset(x, x**2, "sum")
+    settings = {"widths": (4, 5), "deltas": (0.0,), "seeds": 2, "steps": 5, "step": 0.05, "observe": ()}
+    names = ["m", "sqrt", "one"]
+    flow = lambda alpha: mf.lifted(alpha=alpha)
+    plan = mf.sweep(flow, data, axes={"alpha": names}, compute=False, **settings)
+    assert len(plan.groups) == 1
+    found = plan.run()
+    assert found.alpha.values.tolist() == names
+    for name in names:
+        alone = mf.sweep(mf.lifted(alpha=name), data, **settings)
+        np.testing.assert_allclose(found.energy.sel(alpha=name), alone.energy, rtol=1e-13)

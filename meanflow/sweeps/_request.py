@@ -28,15 +28,17 @@ Every table is checked: an unknown or misspelt key is an error that names the ne
 
 import dataclasses
 import difflib
+import inspect
 import pathlib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _boundary
+from meanflow._boundary import FilePath, checked, function
 from meanflow._identity import Json
 from meanflow.flows import _models as models
 from meanflow.flows._flow import Flow
@@ -44,28 +46,35 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._batches import Batches
 from meanflow.solvers._dynamics import Noise, Reaction
 from meanflow.solvers._step import Adaptive, KernelStep
-from meanflow.sweeps._networks import Sweep, sweep
+from meanflow.sweeps._networks import Sweep
 from meanflow.sweeps._plan import Execution
+from meanflow.sweeps._store import StoreError, read_config
+from meanflow.sweeps._sweep import sweep
 from meanflow.univariate import _models as univariate
 
-
-class NamedFlow(NamedTuple):
-    """A model that a configuration can name: how it is made, and which arguments the table [flow] may give."""
-
-    make: Callable[..., Flow]
-    arguments: tuple[str, ...]
-
-
-FLOWS = {
-    "vanilla": NamedFlow(models.vanilla, ("activation", "loss")),
-    "batchnorm": NamedFlow(models.batchnorm, ("activation", "loss")),
-    "batchnorm_manifold": NamedFlow(models.batchnorm_manifold, ("activation", "loss")),
-    "canonical": NamedFlow(univariate.canonical, ("loss", "penalty", "forces")),
-    "lifted": NamedFlow(univariate.lifted, ("alpha", "loss", "penalty", "forces")),
-    "planar": NamedFlow(univariate.planar, ("alpha", "loss", "penalty", "forces")),
-    "radial": NamedFlow(univariate.radial, ("alpha", "loss", "penalty", "forces")),
-    "full": NamedFlow(univariate.full, ("alpha", "loss", "penalty", "forces")),
+FLOWS: dict[str, Callable[..., Flow]] = {
+    make.__name__: make
+    for make in (
+        *(models.vanilla, models.spherical, models.batchnorm, models.batchnorm_manifold),
+        *(univariate.canonical, univariate.lifted, univariate.planar, univariate.radial, univariate.full),
+    )
 }
+# whose further arguments a constructor passes on
+OPTIONS: dict[str, Callable[..., Flow]] = {
+    "spherical": models.vanilla,
+    "batchnorm_manifold": models.batchnorm,
+}
+Stop: TypeAlias = Annotated[Callable[[], bool], function]
+
+
+def shard_kind(name: str, value: object) -> tuple[int, int]:
+    """Accept (k, n) with 0 <= k < n."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name} must be two integers (k, n), got {_boundary.show(value)}")
+    count = _boundary.whole(f"{name}[1]", value[1], 1)
+    return _boundary.whole(f"{name}[0]", value[0], 0, count - 1), count
+
+
 TABLES = ("store", "flow", "data", "grid", "run", "mesh")
 DATA_KEYS = ("name", "points", "dim", "seed", "file", "x", "y", "weights")
 GRID_KEYS = ("widths", "deltas", "scales", "seeds", "axes")
@@ -97,7 +106,8 @@ def check_request(tables: Json) -> Json:
     flow = tables["flow"]
     if (name := flow.get("name")) not in FLOWS:
         raise ValueError(f"flow.name must be one of {sorted(FLOWS)}, got {name!r}{_near(name, FLOWS)}")
-    _known("[flow]", flow, ("name", *FLOWS[flow["name"]].arguments))
+    makers = FLOWS[name], OPTIONS.get(name, FLOWS[name])
+    _known("[flow]", flow, ("name", *(key for make in makers for key in inspect.signature(make).parameters)))
     _known("[data]", tables["data"], DATA_KEYS)
     _known("[grid]", tables["grid"], GRID_KEYS)
     _known("[run]", tables["run"], RUN_KEYS)
@@ -115,7 +125,7 @@ def check_request(tables: Json) -> Json:
 def build(request: Json) -> Sweep:
     """Return the plan of the sweep that a checked request describes; it keeps the request for its store."""
     flow = dict(request["flow"])
-    make = FLOWS[flow.pop("name")].make
+    make = FLOWS[flow.pop("name")]
     run = {k: v for k, v in request["run"].items() if k != "precision" and v is not None}
     for name, build_one in SETTINGS.items():
         if isinstance(run.get(name), Mapping):
@@ -135,6 +145,39 @@ def build(request: Json) -> Sweep:
     data = named_data(**request["data"])
     plan = sweep(make(**flow), data, execution=execution, compute=False, **grid, **run)
     return dataclasses.replace(plan, request=dict(request))
+
+
+def stored_request(store: str | pathlib.Path) -> Json:
+    """Return the tables that the plan of a store was made from."""
+    request = read_config(store).get("request")
+    if request is None:
+        raise StoreError(
+            f"store {store} was not planned from a configuration, and a store runs no code: let every job run the same "
+            "script, which calls meanflow.sweep with this store"
+        )
+    return check_request(request)
+
+
+@checked
+def work(
+    store: FilePath, *, shard: Annotated[tuple[int, int], shard_kind] = (0, 1), stop: Stop | None = None
+) -> bool:
+    """Take part in a planned sweep until it is whole: claim chunks, compute them and store them.
+
+    Any number of workers do this at the same time, on any number of hosts. The sweep is what ``meanflow plan`` or
+    ``meanflow sweep`` has written down. One with functions of the user is shared by calling ``meanflow.sweep`` with the
+    same store in every process.
+
+    Args:
+        store: run directory with a plan.
+        shard: (k, n) for every n-th chunk, beginning with number k, and no others.
+        stop: function that says whether to stop now. It is asked several times a second. What this worker has claimed
+            is given back then, and the chunk that it is computing is lost.
+
+    Returns:
+        Whether all chunks, or those of the shard, are finished.
+    """
+    return build(stored_request(store)).work(store, shard=shard, stop=stop)
 
 
 def _step(where: str, table: Json) -> KernelStep | Adaptive:
