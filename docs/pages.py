@@ -55,13 +55,15 @@ CODE = re.compile(r"(^```.*?^```|``.+?``|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<![\w$\\])\$(?=\S)([^$]+?)(?<=\S)\$(?!\w)")
 
 
+def _span(match: re.Match[str]) -> str:
+    # in a span: an element that Markdown does not know would end the paragraph where it begins a line
+    return f"<span>{convert(match[1].replace(chr(10), ' '))}</span>"
+
+
 def _inline(markdown: str) -> str:
     """Equations in running text; code keeps its dollar signs."""
     parts = CODE.split(markdown)
-    return "".join(
-        part if k % 2 else INLINE.sub(lambda found: convert(found[1].replace("\n", " ")), part)
-        for k, part in enumerate(parts)
-    )
+    return "".join(part if k % 2 else INLINE.sub(_span, part) for k, part in enumerate(parts))
 
 
 def expand(markdown: str) -> str:
