@@ -28,6 +28,7 @@ FOUNDATION = (
     "_identity",
     "_lazy",
     "_module",
+    "_observable",
     "_reuse",
     "activations",
 )

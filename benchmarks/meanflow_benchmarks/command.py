@@ -1,17 +1,34 @@
 """The command ``meanflow bench``."""
 
 import contextlib
+import datetime
 import importlib
 import inspect
+import json
 import os
+import pathlib
+import platform
+import subprocess
 from collections.abc import Callable, Mapping
 
 import click
 import jax
 
+from meanflow import files
 from meanflow.cli import guard, parse_setting, print_json
 
-ROOMS = ("accelerators", "depth", "flows", "kernels", "kinks", "layers", "solvers", "sweeps", "univariate")
+ROOMS = (
+    "accelerators",
+    "depth",
+    "first_call",
+    "flows",
+    "kernels",
+    "kinks",
+    "layers",
+    "solvers",
+    "sweeps",
+    "univariate",
+)
 
 Numbers = Mapping[str, object]  # what a benchmark returns: seconds, ratios, sizes, versions by name
 
@@ -24,6 +41,11 @@ Numbers = Mapping[str, object]  # what a benchmark returns: seconds, ratios, siz
 )
 @click.option("--precision", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Numbers as JSON.")
+@click.option(
+    "--store",
+    type=click.Path(file_okay=False, path_type=pathlib.Path),
+    help="A folder for the numbers, one JSON file a benchmark, with versions, commit and processor.",
+)
 @guard
 def bench(
     names: tuple[str, ...],
@@ -31,6 +53,7 @@ def bench(
     changes: tuple[str, ...],
     precision: str,
     as_json: bool,
+    store: pathlib.Path | None,
 ) -> None:
     """Run benchmarks by NAME (for instance sweeps.grid_speed, or sweeps for all of a room); default all.
 
@@ -39,6 +62,7 @@ def bench(
       meanflow bench sweeps.grid_speed --set steps=200 --set seeds=2
       meanflow bench kernels --set 'peers=[]'
       meanflow bench flows --json
+      meanflow bench --store benchmarks/results    (what the page on performance shows)
 
     Peers that need an environment of their own, PyTorch and neural-tangents, are installed by scripts/peers; those that
     are not are named as left out.
@@ -59,7 +83,10 @@ def bench(
         _use_all_cores()
     results: dict[str, Numbers] = {}
     for name in chosen:
-        results[name] = found[name](**{k: v for k, v in wanted.items() if k in taken[name]})
+        settings = {k: v for k, v in wanted.items() if k in taken[name]}
+        results[name] = found[name](**settings)
+        if store is not None:
+            _store(store, name, {"settings": settings, "precision": precision, "numbers": results[name]})
         if not as_json:
             _print_numbers(name, results[name])
     if as_json:
@@ -89,6 +116,34 @@ def _choose(found: Mapping[str, Callable[..., Numbers]], names: tuple[str, ...])
     if unknown:
         raise ValueError(f"NAME must be one of {sorted(found)}, got {unknown[0]!r}")
     return [n for n in found if not names or n in names or n.split(".")[0] in names]
+
+
+def _store(folder: pathlib.Path, name: str, result: Mapping[str, object]) -> None:
+    """Write what a benchmark found, and where and by what it was found, to ``folder/NAME.json``."""
+    here = pathlib.Path(__file__).parent
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    about = {
+        "benchmark": name,
+        "day": datetime.date.today().isoformat(),
+        "commit": asked.stdout.strip() or "not in a repository",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": files.versions(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.atomic_write(folder / f"{name}.json") as part:
+        part.write_text(json.dumps(about | dict(result), indent=1, default=float) + "\n")
+
+
+def _processor() -> str:
+    """Return the name of the processor, as far as the system tells it."""
+    with contextlib.suppress(OSError, IndexError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return [line for line in lines if line.startswith("model name")][0].partition(": ")[2]
+    return platform.processor() or platform.machine()
 
 
 def _print_numbers(name: str, numbers: Numbers) -> None:

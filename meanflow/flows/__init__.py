@@ -1,5 +1,6 @@
 """Flows: feature x geometry x loss, and what follows from them."""
 
+from meanflow._observable import Observable as Observable
 from meanflow.flows._alignment import alignment as alignment
 from meanflow.flows._features import Feature as Feature
 from meanflow.flows._flow import Flow as Flow
@@ -17,7 +18,6 @@ from meanflow.flows._models import batchnorm as batchnorm
 from meanflow.flows._models import batchnorm_manifold as batchnorm_manifold
 from meanflow.flows._models import spherical as spherical
 from meanflow.flows._models import vanilla as vanilla
-from meanflow.flows._observables import Observable as Observable
 from meanflow.flows._optimality import certificate as certificate
 from meanflow.flows._population import GaussianPopulation as GaussianPopulation
 from meanflow.flows._problem import Chart as Chart

@@ -16,8 +16,9 @@ from jaxtyping import PyTree
 from meanflow import _boundary, activations
 from meanflow._module import Module
 from meanflow._numerics import weighted_gram
+from meanflow._observable import Observable
 from meanflow.activations import Activation
-from meanflow.flows._observables import Observable, Predictions
+from meanflow.flows._observables import Predictions
 from meanflow.geometry import _omega as omega
 from meanflow.geometry import _sphere as sphere
 from meanflow.geometry._neurons import LayerRates

@@ -34,12 +34,13 @@ from meanflow._boundary import (
     unchecked,
 )
 from meanflow._module import Module
+from meanflow._observable import Observable
 from meanflow._reuse import canonical, compiled, kept_by_shape
 from meanflow.flows import _blocks as blocks
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import Feature
 from meanflow.flows._losses import AnyLoss, Loss
-from meanflow.flows._observables import Observable, common_observables
+from meanflow.flows._observables import common_observables
 from meanflow.flows._problem import Chart
 from meanflow.geometry._space import Invariant, Space
 from meanflow.measures._cloud import LABELS, Cloud

@@ -17,10 +17,10 @@ import numpy as np
 from meanflow import _boundary
 from meanflow._boundary import checked, choice
 from meanflow._numerics import safe_norm
+from meanflow._observable import Observable, Values
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import TwoLayer
 from meanflow.flows._flow import Flow
-from meanflow.flows._observables import Observable, Values
 from meanflow.flows._problem import Problem
 from meanflow.measures._cloud import Cloud, Neurons
 from meanflow.measures._dataset import Dataset

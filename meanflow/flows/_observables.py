@@ -1,21 +1,19 @@
-"""What a run records at its save times: the contract, what every model offers, and how users ask for it.
+"""What a run of a flow records at its save times: what every model offers, and how users ask for it.
 
 All quantities ignore padding (weight zero), so a run gives the same numbers at every stored size.
 """
 
-import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from meanflow import _boundary
-from meanflow._module import Module
 from meanflow._numerics import safe_sqrt, wrap_angle
+from meanflow._observable import Observable, Values, recorded
 from meanflow._reuse import canonical
 from meanflow.flows import _equation as equation
 from meanflow.measures._cloud import Cloud
@@ -28,42 +26,6 @@ if TYPE_CHECKING:
 # the kernel drift looks at this many samples at most: its cost grows with their square, and a kernel that drifts does
 # so on any of them
 KERNEL_POINTS = 64
-
-Values: TypeAlias = PyTree[jax.Array]
-
-
-class Observable(Module):
-    """Something that is recorded along a run. This is the one contract of all that is observed.
-
-    ``begin`` is called once, at the start, and returns what is to be remembered: arrays to compare with, or None.
-    ``measure`` is called at each save time with the state of that time and what ``begin`` returned; it returns an array
-    or a dict of arrays, always of the same shapes. Both are pure functions, compiled into the program of the run.
-
-    A function (flow, cloud, data) -> values is an observable without a ``begin`` wherever one is asked for; with a
-    fourth argument it also gets the cloud at the start. Subclasses name the axes of what they return.
-
-    Attributes:
-        dims: names of the axes of the result; names at the end that it has no axes for are left out (``"output"``, for
-            models with one). ``"particle"`` may differ in length between widths (filled with NaN).
-        coords: values along some of those axes, by name.
-        units: unit of the numbers, ``"1"`` for pure numbers.
-        about: one line for the reader of the data set.
-        usual: whether a sweep records it without being asked; what takes long to compile waits to be named.
-    """
-
-    dims: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
-    coords: dict[str, jax.Array] = eqx.field(default_factory=dict, kw_only=True)
-    units: str = eqx.field(static=True, default="1", kw_only=True)
-    about: str = eqx.field(static=True, default="", kw_only=True)
-    usual: bool = eqx.field(static=True, default=True, kw_only=True)
-
-    def begin(self, problem: "Problem") -> Values:
-        """Compute once, at the start of the run, what ``measure`` wants to compare with; default nothing."""
-        return None
-
-    @abc.abstractmethod
-    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
-        """Return what is recorded at ``cloud``, an array or a dict of arrays; ``memory`` is what ``begin`` returned."""
 
 
 class FunctionObservable(Observable):
@@ -80,17 +42,7 @@ class FunctionObservable(Observable):
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
         """Call the function."""
         start = (problem.start,) if self.from_start else ()
-        values = self.function(problem.flow, cloud, problem.data, *start)
-        if not jax.tree.leaves(values):
-            raise TypeError(
-                f"observe must hold functions that return an array or a dict of arrays, got {_boundary.show(values)}"
-            )
-        for leaf in jax.tree.leaves(values):
-            _boundary.numeric("what observe returns", leaf)
-        # plain numbers become floats, which have an infinity for times that are not reached
-        return jax.tree.map(
-            lambda u: _boundary.floating(u) if isinstance(u, int | float) else jnp.asarray(u), values
-        )
+        return recorded(self.function(problem.flow, cloud, problem.data, *start))
 
 
 class Dissipation(Observable):
@@ -130,9 +82,9 @@ class KernelDrift(Observable):
         own = (index[:, None] < real) & (index[None, :] < real)
         return kernel * own.astype(kernel.dtype).reshape(points, points, *(1,) * (kernel.ndim - 2))
 
-    def begin(self, problem: "Problem") -> jax.Array:
+    def begin(self, problem: "Problem", cloud: Cloud) -> jax.Array:
         """Return the kernel at the start."""
-        return self._kernel(problem, problem.start)
+        return self._kernel(problem, cloud)
 
     def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> jax.Array:
         """Return a scalar."""
@@ -282,17 +234,3 @@ def named(names: Sequence[str], known: Mapping[str, Observable]) -> dict[str, Ob
     if unknown:
         raise ValueError(f"observe must name observables among {sorted(options)}, got {unknown}")
     return {name: options[name] for name in names}
-
-
-def begin(observe: Observable | dict[str, Observable] | None, problem: "Problem") -> Values:
-    """Compute what the observables want to keep from the start of a run; pass it on as ``Problem.memory``."""
-    if isinstance(observe, dict):
-        return {name: one.begin(problem) for name, one in observe.items()}
-    return None if observe is None else observe.begin(problem)
-
-
-def measure(observe: Observable | dict[str, Observable], problem: "Problem", cloud: Cloud) -> Values:
-    """Return what the observables see at ``cloud``; ``problem.memory`` must come from ``begin``."""
-    if isinstance(observe, dict):
-        return {name: one.measure(problem, cloud, problem.memory[name]) for name, one in observe.items()}
-    return observe.measure(problem, cloud, problem.memory)

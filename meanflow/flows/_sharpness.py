@@ -6,9 +6,9 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from meanflow._numerics import dominant_vector
+from meanflow._observable import Observable, Values
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import Flow
-from meanflow.flows._observables import Observable, Values
 from meanflow.flows._problem import Problem
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset

@@ -1,13 +1,14 @@
 """A solution as a labelled data set: save times, energies, observables and neurons under their names."""
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from meanflow._observable import Observables
 from meanflow.files import versions
-from meanflow.flows._observables import Observable
 from meanflow.solvers._solution import RESULTS, Solution
 
 if TYPE_CHECKING:  # slow to import
@@ -17,11 +18,11 @@ _Variable = tuple[str, str, tuple[str, ...], jax.Array]  # name, where it comes 
 AXES = "axes of "  # how the axes of an observable are kept among the names of the settings
 
 
-def axis_names(observe: Observable | dict[str, Observable] | None) -> tuple[tuple[str, str], ...]:
+def axis_names(observe: Observables | None) -> tuple[tuple[str, str], ...]:
     """Return the names of the axes of what is observed, in the form in which ``Settings`` keep names."""
     if observe is None:
         return ()
-    named = observe if isinstance(observe, dict) else {"observed": observe}
+    named = observe if isinstance(observe, Mapping) else {"observed": observe}
     return tuple((AXES + name, " ".join(one.dims)) for name, one in named.items() if one.dims)
 
 

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from meanflow import _observable
 from meanflow._numerics import iterate, iterate_until, land
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
-from meanflow.flows import _observables as observables
 from meanflow.flows._flow import Flow
-from meanflow.flows._observables import Observable
 from meanflow.flows._problem import Problem
 from meanflow.measures import _scaling as scaling
 from meanflow.measures._cloud import Cloud
@@ -90,7 +89,7 @@ class Options(NamedTuple):
     adjoint: diffrax.AbstractAdjoint
     limit: int
     clock: str
-    observe: Observable | dict[str, Observable] | None
+    observe: _observable.Observables | None
     dynamics: Dynamics | None
     batches: Batches | None
     settings: Settings
@@ -144,7 +143,7 @@ def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State 
 
     def look(t: Array, y: PyTree[Array]) -> tuple[Array, Array, PyTree]:
         here = problem.seen(y)
-        seen = here if observe is None else observables.measure(observe, problem, here)
+        seen = here if observe is None else _observable.measure(observe, problem, here, problem.memory)
         return t, equation.energy(problem.flow, here, data), seen
 
     if isinstance(options.rule, Adaptive):
@@ -189,7 +188,7 @@ def _problem(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Probl
         offset=None if offset is None or isinstance(data, equation.Population) else offset(arranged.x),
         **({} if options.dynamics is None else options.dynamics.terms(cloud.weights.dtype)),
     )
-    memory = observables.begin(options.observe, problem)
+    memory = _observable.begin(options.observe, problem, problem.start)
     return eqx.tree_at(lambda p: p.memory, problem, memory, is_leaf=lambda u: u is None)
 
 

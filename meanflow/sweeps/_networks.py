@@ -30,8 +30,8 @@ from meanflow._boundary import (
     unchecked,
 )
 from meanflow._identity import Json, describe
+from meanflow._observable import Observable
 from meanflow.flows._flow import Flow, bind_and_check
-from meanflow.flows._observables import Observable
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import DATA, Dataset
 from meanflow.solvers._batches import Batches

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from meanflow._identity import Json, digest
-from meanflow.flows._observables import Observable, as_observable, named
+from meanflow._observable import Observable
+from meanflow.flows._observables import as_observable, named
 from meanflow.solvers._solution import code_numbers
 from meanflow.sweeps._grid import Chunk, Grid, Value, is_numeric
 

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, PyTree
 
 from meanflow import _boundary
 from meanflow._numerics import wrap_angle
+from meanflow._observable import Observable
 from meanflow.flows._features import Feature, Pull
 from meanflow.flows._motion import FrozenMotion
-from meanflow.flows._observables import Observable
 from meanflow.flows._problem import Problem
 from meanflow.geometry._space import Invariant, Space
 from meanflow.measures._cloud import Affine, Cloud, Polar

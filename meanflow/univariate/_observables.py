@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from meanflow._boundary import concrete
 from meanflow._numerics import safe_divide
-from meanflow.flows._observables import FunctionObservable, Observable, Predictions
+from meanflow._observable import Observable
+from meanflow.flows._observables import FunctionObservable, Predictions
 from meanflow.measures._cloud import Affine, Cloud
 from meanflow.measures._dataset import Dataset
 from meanflow.univariate import knots

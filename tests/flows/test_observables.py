@@ -28,7 +28,7 @@ def pair(flow, data, width=6, shift=0.3, **labels):
 def see(observable, flow, cloud, data, start):
     """What an observable records at ``cloud`` in a run from ``start``."""
     problem = Problem(Chart(flow, start), data, jnp.ones(()))
-    return observable.measure(problem, cloud, observable.begin(problem))
+    return observable.measure(problem, cloud, observable.begin(problem, start))
 
 
 MODELS = {
