@@ -35,10 +35,12 @@ def blocks(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
 def run(page: pathlib.Path) -> Iterator[tuple[re.Match[str], re.Match[str] | None, str]]:
     """Run the blocks of a page one after the other, in one namespace and the current folder, with what they print."""
     space: dict[str, Any] = {"__name__": page.stem}
-    for block, shown in blocks(page.read_text()):
+    text = page.read_text()
+    for block, shown in blocks(text):
         out = io.StringIO()
+        code = "\n" * text.count("\n", 0, block.start(2)) + block[2]  # errors name the line of the page
         with contextlib.redirect_stdout(out):
-            exec(compile(block[2], str(page), "exec"), space)
+            exec(compile(code, str(page), "exec"), space)
         yield block, shown, out.getvalue()
 
 

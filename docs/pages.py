@@ -5,6 +5,7 @@ The sources are readable as they are; this step does what Markdown alone cannot:
 * ``<!-- reference: meanflow.room -->`` becomes one entry of the reference per public name of the room.
 * Blocks marked ``math``, and what stands between dollar signs in running text, become MathML, which browsers draw by
   themselves: no script, no network.
+* ``<!-- file: name.py -->`` becomes the program of that name.
 * README.md becomes the first page and each notebook a page, with links adjusted.
 
 It is a program of its own and no plug-in of the site generator, so that the generator can be exchanged.
@@ -69,6 +70,9 @@ def _inline(markdown: str) -> str:
 def expand(markdown: str) -> str:
     """Expand reference entries and equations, and lead links to notebooks to their pages."""
     markdown = re.sub(r"<!-- reference: ([\w.]+)( modules)? -->", _reference, markdown)
+    markdown = re.sub(
+        r"<!-- file: (\w+\.py) -->", lambda m: f"```python\n{(DOCS / m[1]).read_text()}```", markdown
+    )
     markdown = re.sub(r"^```math\n(.*?)^```", _math, markdown, flags=re.DOTALL | re.MULTILINE)
     markdown = _inline(markdown)
     # a page below docs/learn or docs/reference finds the notebooks' pages where the sources have the notebooks

@@ -38,8 +38,9 @@ Training
     sweep               a grid over widths, balances, scales and seeds
     phase_diagram       how observables scale with the width
 
-Memory
+Memory and credit
     clear_caches        forget compiled programs
+    citation            what to cite for what was used
 
 Further: activations (those known by name), files (whole or absent) and the rooms measures, geometry, layers, kernels,
 flows, solvers, transport, depth, training, univariate, sweeps, plots and report, for instance
@@ -49,6 +50,7 @@ flows, solvers, transport, depth, training, univariate, sweeps, plots and report
 import typing as _typing
 
 from meanflow import _lazy
+from meanflow._citation import citation as citation
 from meanflow._reuse import clear_caches as clear_caches
 from meanflow.flows import Flow as Flow
 from meanflow.flows import batchnorm as batchnorm
