@@ -81,7 +81,7 @@ def expand(markdown: str) -> str:
 
 def _front_page() -> str:
     text = (ROOT / "README.md").read_text()
-    text = re.sub(r"\]\(docs/", "](", text)
+    text = re.sub(r"\]\(docs/", "](", text).replace("](plain_jax.py)", "](plain.md)")
     text = re.sub(r"\]\(notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", text)
     return text.replace('src="docs/', 'src="')
 
