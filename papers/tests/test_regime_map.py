@@ -6,6 +6,6 @@ from meanflow_papers.univariate.figure_5_map import regime_map
 
 
 @pytest.mark.slow
-def test_regimes_have_the_numbers_of_the_theory():
+def test_regimes_lie_in_the_order_of_the_claim():
     outcome = regime_map()
     assert outcome.passed, str(outcome)

@@ -124,7 +124,6 @@ def figure_1(seed: int = 0) -> Outcome:
                 "largest error at a sample", float(jnp.max(jnp.abs(predict(flow, cloud, x) - y))), 0, 0.01
             ),
             Criterion("bends away from knots", float(jnp.sum(bent & ~near)), 0, 0),
-            Criterion("knot = -v/u", float(jnp.max(jnp.abs(knot + plane[:, 1] / plane[:, 0]))), 0, 1e-9),
             Criterion("patterns", float(len(patterns)), 10, 10),
             Criterion("regions", float(regions), 10, 10),
             Criterion("dead arc", float(dead * 2 * jnp.pi - dead_arc), -3e-4, 3e-4),

@@ -130,7 +130,6 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
             **course,
         },
         (
-            Criterion("turn at -inf", float(middle["turn"][0]), 0, 0),
             Criterion("largest share on the way at -100", float(largest[1]), 0, 0.2),
             Criterion("largest share on the way at 100", float(largest[5]), 0.85, 1),
             Criterion("largest share on the way at +inf", float(largest[6]), 0.85, 1),

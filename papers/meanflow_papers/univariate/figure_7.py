@@ -97,7 +97,6 @@ def figure_7(epochs: int = 20000, width: int = 200, seed: int = 7) -> Outcome:
             **stats,
         },
         (
-            Criterion("same function at the start", float(jnp.max(jnp.abs(before - before[:1]))), 0, 1e-12),
             Criterion("turn(k=.1) / turn(k=10)", float(stats["turn"][0] / stats["turn"][-1]), 20),
             Criterion("concentration_6 at k=.1", float(stats["concentration"][0]), 0.9, 1),
             Criterion("concentration_6 at k=10", float(stats["concentration"][-1]), 0, 0.35),
