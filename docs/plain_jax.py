@@ -119,7 +119,7 @@ def solve(feature, cometric, cloud, p, x, y, end, steps):
 def main():
     """The same network with and without batch norm, on inputs that are wider in one direction."""
     jax.config.update("jax_enable_x64", True)
-    x = jax.random.normal(jax.random.key(0), (100, 2)) * jnp.array([2.2, 1.0])
+    x = jax.random.normal(jax.random.key(0), (100, 2)) * jnp.array([[2.2, 1.0]])
     y = jnp.sin(x[:, 0])
     a = jax.random.uniform(jax.random.key(1), (64,), minval=-1)
     b = jax.random.normal(jax.random.key(2), (64, 2))
