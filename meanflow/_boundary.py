@@ -16,13 +16,15 @@ The plain functions of ``meanflow._properties`` (``finite``, ``shape``, ...), of
 
 import functools
 import inspect
+import itertools
 import math
+import operator
 import os
 import pathlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import jax
@@ -55,6 +57,7 @@ def unchecked(reason: str) -> Kind:
     return check
 
 
+MANY = 10**6  # the longest sequence
 MOST = 2**31 - 1  # the largest count: more could be neither stored nor counted by 32-bit integers
 
 
@@ -63,39 +66,29 @@ def count(low: int, high: int = MOST) -> Kind:
     return lambda name, value: whole(name, value, low, high)
 
 
-def number(
-    *,
-    above: float | None = None,
-    low: float | None = None,
-    below: float | None = None,
-    high: float | None = None,
-    infinite: bool = False,
-    static: bool = False,
-) -> Kind:
-    """Make the kind of single real numbers between bounds; may be traced unless ``static``.
+def number(*, infinite: bool = False, static: bool = False, **limits: float) -> Kind:
+    """Make the kind of single real numbers; may be traced unless ``static``.
 
     Args:
-        above: open lower bound, or None.
-        low: closed lower bound, or None.
-        below: open upper bound, or None.
-        high: closed upper bound, or None.
         infinite: whether plus and minus infinity are allowed. NaN never is.
         static: whether the number decides what is compiled; it is returned as a Python number then.
+        limits: what it must be above, below, and at least (``low``) or at most (``high``), as in ``bounds``.
     """
 
     def check(name: str, value: object) -> object:
-        # the usual case, without a way through numpy: a call of a small program takes microseconds
-        if isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value):
-            within = (above is None or value > above) and (low is None or value >= low)
-            if within and (below is None or value < below) and (high is None or value <= high):
-                return value
         if value is None or isinstance(value, str | bool | Sequence | dict):
             raise ValueError(f"{name} must be a number, got {show(value)}")
+        # the usual case, without a way through numpy: a call of a small program takes microseconds
+        if isinstance(value, float | int) and all(_HOLDS[side](value, at) for side, at in limits.items()):
+            if value == 0 or 1 / _USUAL < abs(value) < _USUAL:
+                return value
+            if not static:
+                _check_precision(name, value)
         numeric(name, value)
         shape(name, value, ())
         if not infinite:
             finite(name, value)
-        bounds(name, value, above=above, low=low, below=below, high=high)
+        bounds(name, value, **limits)
         if not static and not isinstance(value, np.generic | np.ndarray):
             return value
         known = concrete(value)
@@ -104,6 +97,26 @@ def number(
         return known.item()
 
     return check
+
+
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    "above": operator.gt,
+    "low": operator.ge,
+    "below": operator.lt,
+    "high": operator.le,
+}
+_USUAL = 1e37  # numbers between 1 / 1e37 and 1e37 are the same in every precision, to rounding
+
+
+def _check_precision(name: str, value: float) -> None:
+    """Refuse a number that computations in the working precision would take for 0 or infinity."""
+    limits = jnp.finfo(jnp.result_type(float))
+    low, high = float(limits.tiny), float(limits.max)
+    if math.inf > abs(value) > high or abs(value) < low:
+        raise ValueError(
+            f"{name} must be 0 or from {low:.1g} to {high:.1g} in size, the numbers of type {limits.dtype.name}, "
+            f"got {show(value)}"
+        )
 
 
 def choice(*allowed: str) -> Kind:
@@ -120,13 +133,11 @@ def array(
     *shapes: tuple[int | None, ...],
     infinite: bool = False,
     nan: bool = False,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
     least: int = 1,
     rank: int = 0,
     squares: bool = False,
     half: bool = False,
+    **limits: float,
 ) -> Callable[[str, object], jax.Array]:
     """Make the kind of real arrays of one of the given ``shapes`` (None: any length); returns floats.
 
@@ -136,26 +147,22 @@ def array(
         shapes: allowed shapes; without any, every shape is allowed.
         infinite: whether infinite entries are allowed.
         nan: whether NaN is allowed, for functions that pass it on to whoever judges the result.
-        low: least allowed entry, or None.
-        above: open lower bound of the entries, or None.
-        high: largest allowed entry, or None.
         least: least length of the first axis; 0 allows empty arrays.
         rank: least number of axes.
-        half: whether half-precision numbers stay what they are.
         squares: whether the squares of entries must be numbers too: not infinite, and 0 for entries 0 alone.
+        half: whether half-precision numbers stay what they are.
+        limits: what entries must be above, below, and at least (``low``) or at most (``high``), as in ``bounds``.
     """
 
     def check(name: str, value: object) -> jax.Array:
-        _readable(name, value)
-        known = concrete(value)
+        known = _read(name, value, shapes, least, rank)
         # all is looked at on the host first: the conversion of integers is compiled
-        _check_shape(name, value if known is None else known, shapes, least, rank)
         if known is not None:
             if not infinite:
                 finite(name, known)
             # what is finite is no NaN: another pass over a large array is for bounds alone
-            if not nan and (infinite or (above, low, high) != (None, None, None)):
-                bounds(name, known, above=above, low=low, high=high)
+            if not nan and (infinite or limits):
+                bounds(name, known, **limits)
         converted = floating(value)
         if not half and converted.dtype.itemsize < 4:
             converted = converted.astype(jnp.float32)
@@ -188,18 +195,14 @@ def host_array(
     """Make the kind of real arrays that are used on the host; returns a numpy array in the precision given.
 
     Args:
-        shapes: allowed shapes; without any, every shape is allowed.
+        shapes, least, rank: as in ``array``.
         nan: whether NaN and infinite entries are allowed, as in plots, where they leave gaps.
-        least: least length of the first axis.
-        rank: least number of axes.
     """
 
     def check(name: str, value: object) -> np.ndarray:
-        _readable(name, value)
-        known = concrete(value)
+        known = _read(name, value, shapes, least, rank)
         if known is None:
             raise TypeError(f"{name} must be known: it is used on the host, got a traced value")
-        _check_shape(name, known, shapes, least, rank)
         if not nan:
             finite(name, known)
         return known
@@ -207,29 +210,29 @@ def host_array(
     return check
 
 
-def _readable(name: str, value: object) -> None:
-    """Refuse what cannot be read as an array of real numbers."""
+def _read(
+    name: str, value: object, shapes: tuple[tuple[int | None, ...], ...], least: int, rank: int
+) -> np.ndarray | None:
+    """Return an array of real numbers of an allowed shape as numpy array, None while it is traced."""
     if value is None or isinstance(value, str | dict):
         raise ValueError(f"{name} must be an array, got {show(value)}")
     try:
         numeric(name, value)
-        np.shape(value)  # type: ignore[call-overload]
+        known = concrete(value)
+        given = np.shape(value if known is None else known)  # type: ignore[call-overload]
     except (TypeError, ValueError) as problem:
+        if isinstance(value, np.ma.MaskedArray):
+            raise
         raise ValueError(f"{name} must be an array of real numbers, got {show(value)}") from problem
-
-
-def _check_shape(
-    name: str, value: object, shapes: tuple[tuple[int | None, ...], ...], least: int, rank: int
-) -> None:
-    given = np.shape(value)  # type: ignore[call-overload]
     if shapes:
-        shape(name, value, *shapes)
+        shape(name, value if known is None else known, *shapes)
     if len(given) < rank:
         raise ValueError(f"{name} must have at least {rank} axes, got shape {given}")
     if least and 0 in given:
         raise ValueError(f"{name} must not be empty, got shape {given}")
     if least > 1 and (not given or given[0] < least):
         raise ValueError(f"{name} must hold at least {least} entries along its first axis, got shape {given}")
+    return known
 
 
 def indices(name: str, value: object, size: int) -> jax.Array:
@@ -262,9 +265,11 @@ def sequence(kind: Kind, *, least: int = 1) -> Callable[[str, object], tuple[obj
             array = isinstance(value, jax.Array | np.ndarray)
             if array:
                 shape(name, value, (None,))
-            entries = np.asarray(value).tolist() if array else list(value)
+            entries = np.asarray(value).tolist() if array else list(itertools.islice(value, MANY + 1))
         except TypeError as problem:  # arrays that are traced or hold keys, iterators that fail
             raise ValueError(f"{name} must be a sequence of known values, got {show(value)}") from problem
+        if len(entries) > MANY:  # iterators may have no end
+            raise ValueError(f"{name} must hold at most {MANY} values, got more")
         listed = tuple(kind(f"{name}[{k}]", entry) for k, entry in enumerate(entries))
         if len(listed) < least:
             raise ValueError(f"{name} must hold at least {least} values, got {show(listed)}")
@@ -373,7 +378,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def either(*kinds: Kind) -> Kind:
-    """Make the kind of values that one of ``kinds`` accepts; if none does, the messages of all are joined."""
+    """Make the kind of values that one of ``kinds`` accepts; if none does, one message says what they ask for."""
 
     def check(name: str, value: object) -> object:
         problems = []
@@ -382,27 +387,27 @@ def either(*kinds: Kind) -> Kind:
                 return kind(name, value)
             except (TypeError, ValueError) as problem:
                 problems.append(str(problem))
-        raise ValueError(f"{name} must be one of several kinds, and is none of them: {'; '.join(problems)}")
+        # of a sequence the entry that is wrong; else "u must be A, got C" and "u must be B, got C" in one sentence
+        for said in problems:
+            if said.startswith(f"{name}["):
+                raise ValueError(said)
+        wanted = [said.partition(", got ")[0].removeprefix(f"{name} must be ") for said in problems]
+        joined = " or ".join(dict.fromkeys(one.removeprefix(f"{name} must ") for one in wanted))
+        raise ValueError(f"{name} must be {joined}, got {show(value)}")
 
     return check
 
 
-def prng_key(name: str, value: object) -> object:
-    """Accept one typed PRNG key."""
-    single = isinstance(value, jax.Array) and value.shape == ()
-    if not single or not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):  # type: ignore[attr-defined]
-        raise TypeError(f"{name} must be a single PRNG key such as jax.random.key(0), got {show(value)}")
-    return value
-
-
-def prng_keys(name: str, value: object) -> object:
-    """Accept one typed PRNG key, or an array (s,) of such keys."""
+def prng_key(name: str, value: object, *, axes: int = 0) -> object:
+    """Accept one typed PRNG key, or an array of them with so many ``axes`` at most."""
     typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not typed or value.ndim > 1 or value.size == 0:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{name} must be made by jax.random.key, one key or an array (s,) of keys, got {show(value)}"
-        )
+    if not typed or value.ndim > axes or value.size == 0:  # type: ignore[attr-defined]
+        wanted = "one PRNG key or an array (s,) of keys" if axes else "a single PRNG key"
+        raise TypeError(f"{name} must be {wanted} such as jax.random.key(0), got {show(value)}")
     return value
+
+
+prng_keys = functools.partial(prng_key, axes=1)
 
 
 def path(name: str, value: object) -> pathlib.Path:
@@ -439,7 +444,7 @@ def kind_of(hint: object) -> Kind:
     >>> from jaxtyping import ArrayLike, Float
     >>> kind_of(Float[ArrayLike, "n d"])("x", [1.0, 2.0])
     Traceback (most recent call last):
-    ValueError: x must have shape (any, any), got (2,)
+    ValueError: x must have 2 axes, got shape (2,)
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -500,56 +505,39 @@ class _Written(str):
     __repr__ = str.__str__
 
 
-class _Kinds(Mapping[str, Kind]):
-    """The kinds of the arguments of a function, by name; its annotations are read when the first one is needed.
+def _kinds(function: Callable[..., object], owners: Sequence[object]) -> dict[str, Kind]:
+    """Return the kinds of the arguments of a function, by name.
 
     Args:
         function: the function.
         owners: what has the annotations: the function itself, or the classes whose fields it sets.
     """
-
-    def __init__(self, function: Callable[..., object], owners: Sequence[object]):
-        self._function, self._owners = function, owners
-
-    @functools.cached_property
-    def known(self) -> dict[str, Kind]:
-        parameters = inspect.signature(self._function).parameters
-        hints: dict[str, object] = {}
-        for owner in self._owners:
-            scope = owner.__globals__ if inspect.isfunction(owner) else vars(sys.modules[owner.__module__])
-            written = inspect.get_annotations(owner)  # type: ignore[arg-type]
-            hints |= {
-                name: eval(hint, scope) if isinstance(hint, str) else hint
-                for name, hint in written.items()
-                if name in parameters
-            }
-        kinds: dict[str, Kind] = {}
-        for place, name in enumerate(parameters):
-            if name not in hints and place == 0 and name in ("self", "cls"):
-                continue
-            try:
-                if (
-                    typing.get_origin(hints[name]) is typing.Unpack
-                ):  # **options, whose names and types are a TypedDict
-                    options = typing.get_type_hints(typing.get_args(hints[name])[0], include_extras=True)
-                    kinds |= {option: kind_of(hint) for option, hint in options.items()}
-                    kinds[name] = unchecked("each option has a kind of its own")
-                else:
-                    kinds[name] = kind_of(hints[name])
-            except (KeyError, TypeError) as problem:
-                raise TypeError(
-                    f"{self._function.__qualname__} must annotate {name} by its kind: {problem}"
-                ) from None
-        return kinds
-
-    def __getitem__(self, name: str) -> Kind:
-        return self.known[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.known)
-
-    def __len__(self) -> int:
-        return len(self.known)
+    parameters = inspect.signature(function).parameters
+    hints: dict[str, object] = {}
+    for owner in owners:
+        scope = owner.__globals__ if inspect.isfunction(owner) else vars(sys.modules[owner.__module__])
+        written = inspect.get_annotations(owner)  # type: ignore[arg-type]
+        hints |= {
+            name: eval(hint, scope) if isinstance(hint, str) else hint
+            for name, hint in written.items()
+            if name in parameters
+        }
+    kinds: dict[str, Kind] = {}
+    for place, name in enumerate(parameters):
+        if name not in hints and place == 0 and name in ("self", "cls"):
+            continue
+        try:
+            if (
+                typing.get_origin(hints[name]) is typing.Unpack
+            ):  # **options: a TypedDict has their names and types
+                options = typing.get_type_hints(typing.get_args(hints[name])[0], include_extras=True)
+                kinds |= {option: kind_of(hint) for option, hint in options.items()}
+                kinds[name] = unchecked("each option has a kind of its own")
+            else:
+                kinds[name] = kind_of(hints[name])
+        except (KeyError, TypeError) as problem:
+            raise TypeError(f"{function.__qualname__} must annotate {name} by its kind: {problem}") from None
+    return kinds
 
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
@@ -583,11 +571,12 @@ def _check_calls(function: Callable[..., Any], owners: Sequence[object]) -> Any:
         for name, hint in plain.__annotations__.items()
     }
     names = tuple(inspect.signature(function).parameters)
-    kinds = _Kinds(function, owners)
+    # annotations may name what is defined further down: they are read when the function is first called
+    kinds = functools.cache(lambda: _kinds(function, owners))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        known = kinds.known
+        known = kinds()
         # no Signature.bind here: it alone takes longer than a small compiled program
         passed = [
             known[name](name, value) if name in known else value

@@ -32,7 +32,8 @@ class Observable(Module):
     trainer, which look at states between programs), both are part of it, so they must be pure functions of arrays.
 
     Wherever an observable is asked for, a plain function is one too, without a ``begin``: of (flow, cloud, data) or
-    (flow, cloud, data, start) for flows, of the batch for layers. Subclasses name the axes of what they return.
+    (flow, cloud, data, start) for flows, of the batch for layers. For flows a data set stands for the loss on it, so
+    that ``observe={"test": test}`` records the error on a test set. Subclasses name the axes of what they return.
 
     Attributes:
         dims: names of the axes of the result; names at the end that it has no axes for are left out (``"output"``, for

@@ -41,12 +41,20 @@ def show(value: object) -> str:
 
 def numeric(name: str, value: object) -> None:
     """Refuse what is not a real number or an array of real numbers; the type is known even while it is traced."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"{name} must not be masked: what is hidden would be taken for a number, got {show(value)}"
+        )
     try:
         array = concrete(value)
         dtype = (
             value.dtype if isinstance(value, jax.Array) else np.dtype(float) if array is None else array.dtype
         )
-    except (TypeError, ValueError):  # ragged lists, PRNG keys, objects that numpy cannot read
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # ragged lists, lists that hold themselves, PRNG keys, objects that numpy cannot read
         dtype = np.dtype(object)
     if not is_real(dtype):
         raise ValueError(f"{name} must be a number or an array of real numbers, got {show(value)}")
@@ -98,9 +106,15 @@ def shape(name: str, value: object, *allowed: tuple[int | None, ...]) -> None:
     """Refuse any shape but those ``allowed`` (None stands for any length)."""
     given = np.shape(value)  # type: ignore[call-overload]
     fits = lambda lengths: all(w is None or g == w for g, w in zip(given, lengths, strict=True))
-    if not any(len(wanted) == len(given) and fits(wanted) for wanted in allowed):
-        listed = " or ".join(str(wanted).replace("None", "any") for wanted in allowed)
-        raise ValueError(f"{name} must have shape {listed}, got {given}")
+    if any(len(wanted) == len(given) and fits(wanted) for wanted in allowed):
+        return
+    # shapes of which nothing is fixed are told by their number of axes
+    free = [str(len(wanted)) for wanted in allowed if wanted and set(wanted) == {None}]
+    fixed = [str(wanted).replace("None", "any length") for wanted in allowed if set(wanted) - {None}]
+    said = ["be a single number"] if () in allowed else []
+    said += [f"have {' or '.join(free)} {'axis' if free == ['1'] else 'axes'}"] if free else []
+    said += [f"have shape {' or '.join(fixed)}"] if fixed else []
+    raise ValueError(f"{name} must {' or '.join(said)}, got shape {given}")
 
 
 def whole(name: str, value: object, low: int, high: int | None = None) -> int:

@@ -15,14 +15,18 @@ from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from meanflow._identity import ARRAYS, Unknown, is_comparable, value_key
+from meanflow._properties import concrete
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 # Programs that each function of the library keeps. One of `descend` or of a tangent kernel takes 4 MB, one of `solve`
 # 12 MB: a process that makes new closures for ever grows by 200 MB and no more.
 KEPT = 16
+# numbers that numpy works on in about the time that starting a compiled program takes, ten microseconds
+FEW = 2**14
 _ARRAY = object()  # stands for an array among what decides a program
 _CLEARING: list[Callable[[], None]] = []  # empties one cache each
 
@@ -112,6 +116,26 @@ def kept_by_shape(function: Callable[Arguments, Value]) -> Callable[Arguments, V
         leaves, structure = jax.tree.flatten((args, kwargs))
         described = [(u.shape, u.dtype) if isinstance(u, ARRAYS) else (type(u), u) for u in leaves]
         return ask(_Call((structure, *described), (args, kwargs)))
+
+    return call
+
+
+def compiled_if_large(function: Callable[..., Value]) -> Callable[..., Value]:
+    """Compile a function of (numpy module, arrays...) for arrays that are large or traced; run it by numpy else.
+
+    The work of a small check takes microseconds, its compilation a tenth of a second, and a first call waits for it.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> total = compiled_if_large(lambda xp, u: xp.sum(u))
+    >>> isinstance(total(jnp.ones(2)), jax.Array), isinstance(total(jnp.ones(2 * FEW)), jax.Array)
+    (False, True)
+    """
+    large = jax.jit(functools.partial(function, jax.numpy))
+
+    @functools.wraps(function)
+    def call(*arrays: jax.Array) -> Value:
+        known = [concrete(u) for u in arrays] if sum(u.size for u in arrays) <= FEW else [None]
+        return large(*arrays) if any(u is None for u in known) else function(np, *known)
 
     return call
 

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from meanflow import _boundary
-from meanflow._boundary import choice, either
+from meanflow._boundary import checked, choice, either, number, unchecked
 from meanflow._reuse import canonical, kept
 
 Activation = Callable[[jax.Array], jax.Array]
 
 
-def softplus(sharpness: float) -> Activation:
+@checked
+def softplus(sharpness: Annotated[float, number(above=0, static=True)]) -> Activation:
     """Return z -> log(1 + exp(k z)) / k, a smooth relu; k = 1 is the usual softplus.
 
     >>> round(float(softplus(4.0)(jnp.array(0.0))), 4)
@@ -25,6 +26,7 @@ def softplus(sharpness: float) -> Activation:
     return lambda z: jax.nn.softplus(sharpness * z) / sharpness
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Stretched:
     """The activation z -> s(frequency z); equal ones compile once, and dual activations know their closed forms.
@@ -37,8 +39,12 @@ class Stretched:
     0.6827
     """
 
-    name: str
-    frequency: float
+    name: Annotated[str, unchecked("looked up below")]
+    frequency: Annotated[float, number(static=True)]
+
+    def __post_init__(self) -> None:
+        """Refuse names that are not known."""
+        _boundary.one_of("name", self.name, NAMED)
 
     def __call__(self, z: jax.Array) -> jax.Array:
         """Return s(frequency z), elementwise."""

@@ -12,11 +12,9 @@ from meanflow.flows._flow import predict as predict
 from meanflow.flows._flow import tangent_kernel as tangent_kernel
 from meanflow.flows._flow import velocity as velocity
 from meanflow.flows._free_energy import free_energy as free_energy
-from meanflow.flows._losses import softmax as softmax
 from meanflow.flows._margins import max_margin as max_margin
 from meanflow.flows._models import batchnorm as batchnorm
 from meanflow.flows._models import batchnorm_manifold as batchnorm_manifold
-from meanflow.flows._models import spherical as spherical
 from meanflow.flows._models import vanilla as vanilla
 from meanflow.flows._optimality import certificate as certificate
 from meanflow.flows._population import GaussianPopulation as GaussianPopulation

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 from meanflow._boundary import checked
 from meanflow._numerics import safe_divide
 from meanflow.flows import _equation as equation
+from meanflow.flows._features import TwoLayer
 from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset
@@ -42,6 +43,10 @@ def alignment(
     rows = jnp.asarray(directions)
 
     def measure(flow: Flow, cloud: Cloud, data: Dataset) -> dict[str, jax.Array]:
+        if not isinstance(flow.feature, TwoLayer):
+            raise ValueError(
+                f"alignment needs a two-layer flow, got the feature {type(flow.feature).__name__}"
+            )
         a, b = cloud.particles.a, cloud.particles.b[:, : rows.shape[1]]
         if b.shape[1] < rows.shape[1]:
             raise ValueError(

@@ -7,6 +7,7 @@ arguments once and then runs one compiled program of the inner function of the s
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -112,12 +113,24 @@ class Flow(Module):
     @checked
     def bind(self, data: Dataset) -> Self:
         """Freeze the statistics that the model takes from the data; does nothing where they are known."""
+        kept = vars(self).get("_bound")
+        if kept is not None and kept[0]() is data:
+            return kept[1]
         feature, space = self.feature.bind(data), self.space.bind(data)
         if feature is self.feature and space is self.space:
             return self
         offset = None if self.offset is None else Offset(feature, self.offset.cloud)
-        return dataclasses.replace(self, feature=feature, space=space, offset=offset)
+        bound = dataclasses.replace(self, feature=feature, space=space, offset=offset)
+        # eager calls bind anew each time, mostly to the same data; what is traced must not outlive its trace
+        if all(_boundary.concrete(u) is not None for u in jax.tree.leaves((feature, space))):
+            vars(self)["_bound"] = weakref.ref(data), bound
+        return bound
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what ``bind`` keeps: a flow that is sent to another process binds there."""
+        return {name: value for name, value in vars(self).items() if name != "_bound"}
+
+    @checked
     def begin(self, cloud: Cloud) -> Self:
         """Return the flow of a run that starts at ``cloud``: a centered flow subtracts the prediction of that cloud.
 
@@ -149,12 +162,24 @@ class Flow(Module):
             unchecked("sample checks the law of each coordinate"),
         ],
     ) -> Cloud:
-        """Draw a random cloud of ``width`` neurons.
+        """Draw a random cloud of ``width`` independent neurons, each coordinate from a law of its own.
+
+        By default these are
+
+            vanilla, batchnorm            a uniform on (-1, 1), b uniform on the unit sphere of R^d
+            with a bias                   b uniform on the unit sphere of R^(d+1)
+            with affine                   also scale = 1, shift = 0
+            batchnorm_manifold            a and b as above, then b / |b|_S, with the label |b| = 1
+            canonical, planar, radial, lifted    r uniform on (-1, 1), theta uniform on (-pi, pi)
+            full                          a, b and c uniform on (-1, 1)
+
+        so that a network starts at f = O(1/sqrt(width)) under alpha = "m". Give other laws by name:
+        ``flow.init(key, 64, dim=3, a=laws.signs(), b=laws.normal(dim=3))`` with ``laws = meanflow.measures.laws``.
 
         Args:
             key: PRNG key.
             width: number of neurons, >= 1.
-            dim: input dimension d (models with vector inputs).
+            dim: input dimension d, for models with vector inputs; not needed where all coordinates are given laws.
             outputs: number of outputs k, drawn independently: the amplitude is (width, k). None: one, without an axis.
             labels: a number or a (width,) array, if the geometry needs labels.
             paired: draw neurons in pairs of opposite amplitude, one behind the other, so that the network starts at
@@ -170,7 +195,10 @@ class Flow(Module):
         """
         if self.laws is None:
             raise ValueError("this flow names no default laws; use meanflow.measures.sample")
-        usual = self.laws(dim)
+        # the dimension of the inputs is that of the given laws, if all are given
+        names = getattr(self.feature.record, "_fields", ("?",))
+        known = all(isinstance(laws.get(name), Law) for name in names)
+        usual = {} if known else self.laws(dim)
         chosen = usual | {name: as_law(name, law, usual.get(name)) for name, law in laws.items()}
         name = self.feature.amplitude
         if outputs is not None:
@@ -189,6 +217,7 @@ class Flow(Module):
         both = twice._replace(**{name: sign.reshape((-1,) + (1,) * (amplitude.ndim - 1)) * amplitude})
         return self.space.from_raw(Cloud(both, labels=labels))
 
+    @checked
     def chart(self, cloud: Cloud) -> Chart:
         """Return the coordinates in which solvers step this flow from ``cloud``."""
         return self.chart_type(self, cloud)
@@ -203,8 +232,13 @@ class Flow(Module):
             held = self.feature.invariant(self.space)
         return held
 
+    @checked
     def observables(self, data: Dataset) -> dict[str, Observable]:
-        """Return what a sweep records by default, by name: common quantities and those of the model."""
+        """Return all that can be recorded by name: common quantities and those of the model, each with its ``about``.
+
+        A sweep records those that are ``usual`` without being asked, a solver none. Functions of your own, and test
+        sets for the loss on them, go beside them: ``observe={"dissipation": "dissipation", "test": test}``.
+        """
         return common_observables(self, data) | self.feature.observables(data)
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
@@ -212,6 +246,8 @@ class Flow(Module):
         if self.centered and self.offset is None:
             raise ValueError("a centered flow needs the start of its run: call flow.begin(cloud) first")
         self.feature.check(cloud, x)
+        if self.offset is not None:
+            self.offset.feature.check(self.offset.cloud, x)
         self.space.check(cloud)
         self.scaling.check(cloud)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _boundary
-from meanflow._boundary import checked, choice, either, number, taking
+from meanflow._boundary import choice, either, taking
 from meanflow._module import Module
 from meanflow._reuse import canonical
 
@@ -35,56 +34,22 @@ def huber(f: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(gap <= 1, 0.5 * gap**2, gap - 0.5)
 
 
-@dataclasses.dataclass(frozen=True)
-class Softmax:
-    """Cross-entropy -sum_c t_c log softmax(f)_c of a row f (k,): t is the target, moved by ``smoothing`` to uniform.
-
-    Attributes:
-        smoothing: share of the target that is spread evenly over all classes, in [0, 1).
-    """
-
-    smoothing: float = 0.0
-
-    def __call__(self, f: jax.Array, y: jax.Array) -> jax.Array:
-        """Return a scalar for f (k,) and a class number y, or probabilities y (k,)."""
-        classes = f.shape[-1]
-        if y.ndim == 0 and not self.smoothing and classes > 1:
-            return self._hard(f, y)
-        target = jax.nn.one_hot(y.astype(int), classes, dtype=f.dtype) if y.ndim == 0 else y
-        target = (1 - self.smoothing) * target + self.smoothing / classes
-        return -jnp.sum(target * jax.nn.log_softmax(f))
-
-    @staticmethod
-    def _hard(f: jax.Array, y: jax.Array) -> jax.Array:
-        """Return log(1 + sum over the other classes of exp(f_c - f_y)), precise however small it is.
-
-        As the log of a softmax it would be 0, and its slope in f_y too, once the right class leads by 37; then a flow
-        on the normalized clock, on which such leads are reached, would go astray.
-        """
-        others = jnp.arange(f.shape[-1]) != y.astype(int)
-        right = jnp.sum(jnp.where(others, 0.0, f))
-        return jax.nn.softplus(jax.nn.logsumexp(f - right, where=others))
-
-
-@checked
-def softmax(smoothing: Annotated[float, number(low=0.0, below=1.0, static=True)] = 0.0) -> LossFunction:
-    """Return the cross-entropy of k outputs with class numbers y (n,) or probabilities y (n, k), as a ``loss``.
-
-    The loss of a row is -sum_c t_c log softmax(f)_c with t = (1 - smoothing) target + smoothing/k (label smoothing).
-    ``loss="softmax"`` is the same without smoothing.
-
-    >>> import jax, jax.numpy as jnp, meanflow as mf
-    >>> flow = mf.vanilla("tanh", loss=mf.flows.softmax(smoothing=0.1))
-    >>> cloud = flow.init(jax.random.key(0), 8, dim=2, outputs=3)
-    >>> data = mf.Dataset([[1.0, 0.0], [0.0, 1.0]], [2, 0])
-    >>> mf.predict(flow, cloud, data.x).shape, mf.energy(flow, cloud, data).shape
-    ((2, 3), ())
-    """
-    return Softmax(float(smoothing))
+def softmax(f: jax.Array, y: jax.Array) -> jax.Array:
+    """Cross-entropy -sum_c y_c log softmax(f)_c of a row f (k,) with probabilities y (k,), or with a class number y."""
+    if y.ndim:
+        return -jnp.sum(y * jax.nn.log_softmax(f))
+    # log(1 + sum over the other classes of exp(f_c - f_y)), precise however small it is: as the log of a softmax it
+    # would be 0, and its slope in f_y too, once the right class leads by 37; then a flow on the normalized clock, on
+    # which such leads are reached, would go astray
+    if f.shape[-1] == 1:
+        return jnp.zeros((), f.dtype)
+    right = jnp.arange(f.shape[-1]) == y.astype(int)
+    lead = jnp.sum(jnp.where(right, f, 0.0))
+    return jax.nn.softplus(jax.nn.logsumexp(f - lead, where=~right))
 
 
 ELEMENTWISE: dict[str, LossFunction] = {"squared": squared, "logistic": logistic, "huber": huber}
-NAMED: dict[str, LossFunction] = {**ELEMENTWISE, "softmax": Softmax()}
+NAMED: dict[str, LossFunction] = {**ELEMENTWISE, "softmax": softmax}
 
 
 class Loss(Module):
@@ -108,7 +73,12 @@ class Loss(Module):
     @property
     def classifies(self) -> bool:
         """Whether targets are classes and outputs their scores."""
-        return isinstance(self.function, Softmax)
+        return self.function is softmax
+
+    @property
+    def labels(self) -> bool:
+        """Whether targets tell classes apart, as numbers -1 and 1 or as classes."""
+        return self.classifies or self.function is logistic
 
     def outputs(self, y: jax.Array | np.ndarray) -> int | None:
         """Return how many outputs a network needs for targets ``y``: k, or None for one without an axis."""

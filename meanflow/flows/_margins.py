@@ -7,21 +7,20 @@ that of the kernel space, (sum_i p_i a_i^2)^(1/2). The best margins are a linear
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meanflow import _boundary
-from meanflow._boundary import checked, choice
+from meanflow._boundary import checked
 from meanflow._numerics import safe_norm
 from meanflow._observable import Observable, Values
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import TwoLayer
 from meanflow.flows._flow import Flow
 from meanflow.flows._problem import Problem
+from meanflow.geometry._neurons import LayerRates
 from meanflow.measures._cloud import Cloud, Neurons
 from meanflow.measures._dataset import Dataset
 
@@ -66,19 +65,34 @@ class Margin(Observable):
         return least / norm(problem.flow, cloud, self.norm)
 
 
+def trained_norms(flow: Flow) -> tuple[str, ...]:
+    """Return the norms over which margins of a flow grow to the best ones: one, by what is trained; both if traced."""
+    if not isinstance(flow.feature, TwoLayer):
+        return ()
+    if not isinstance(flow.space, LayerRates):
+        return ("variation",)
+    outer, inner = (_boundary.concrete(rate) for rate in (flow.space.outer_rate, flow.space.inner_rate))
+    if outer is None or inner is None:
+        return NORMS
+    if np.any(outer == 0):
+        return ()
+    return ("variation",) if np.all(inner > 0) else () if np.any(inner > 0) else ("kernel",)
+
+
 @checked
-def max_margin(
-    flow: Flow, cloud: Cloud, data: Dataset, norm: Annotated[str, choice(*NORMS)] = "variation"
-) -> float:
+def max_margin(flow: Flow, cloud: Cloud, data: Dataset) -> float:
     """Return the largest min_j y_j f(x_j) of networks of norm 1 that use the inner weights of ``cloud``; on the host.
 
+    The norm follows from what is trained. With both layers it is the variation norm, sum_i |u_i| for
+    f = sum_i u_i s(b_i . x / |b_i|), and a linear programme is solved (HiGHS). With the output layer alone
+    (``inner=False``) it is that of the kernel, (sum_i p_i a_i^2)^(1/2) for f = sum_i p_i a_i s(b_i . x), a quadratic
+    programme.
+
     Args:
-        flow: a two-layer flow with one output.
-        cloud: its inner weights b are the dictionary: for ``"variation"`` their directions (take a fine grid of them),
-            for ``"kernel"`` the vectors themselves with their weights, as when only the output layer is trained.
+        flow: a two-layer flow with one output, whose output layer is trained.
+        cloud: its inner weights b are the dictionary: their directions where both layers are trained (take a fine grid
+            of them), else the vectors themselves with their weights.
         data: labels y = -1 or 1; the weights do not matter.
-        norm: ``"variation"``: sum_i |u_i| for f = sum_i u_i s(b_i . x / |b_i|), a linear programme (HiGHS).
-            ``"kernel"``: (sum_i p_i a_i^2)^(1/2) for f = sum_i p_i a_i s(b_i . x), a quadratic programme.
 
     Returns:
         The margin; not positive if these networks cannot separate the data.
@@ -96,6 +110,12 @@ def max_margin(
     _boundary.shape("y of data", data.y, (None,))
     if not np.all(np.abs(np.asarray(data.y)) == 1):
         raise ValueError("y of data must be labels -1 and 1, got other values")
+    norms = trained_norms(flow)
+    if len(norms) != 1:
+        raise ValueError(
+            "flow must train its output layer, alone or with all of the inner one, got another choice"
+        )
+    (norm,) = norms
     flow = flow.bind(data)
     b = cloud.particles.b
     if norm == "variation":

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike, Float
 
 from meanflow import _boundary, activations
-from meanflow._boundary import array, checked, unchecked
+from meanflow._boundary import array, checked, choice, either, unchecked
 from meanflow._matrices import matrix
 from meanflow.activations import AnyActivation
 from meanflow.flows._features import TwoLayer
@@ -40,7 +40,9 @@ def _biased_laws(dim: int | None) -> dict[str, laws.Law]:
 
 Options = Annotated[Any, unchecked("by their names, as those of the constructor that they are passed on to")]
 # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
-LayerRate = Annotated[bool | float | Float[ArrayLike, "*m"], array((), (None,), low=0.0)]
+RATE = array((), (None,), low=0.0)
+LayerRate = Annotated[bool | float | Float[ArrayLike, "*m"], RATE]
+InnerRate = Annotated[bool | float | Float[ArrayLike, "*m"] | str, either(choice("sphere"), RATE)]
 
 
 @checked
@@ -50,12 +52,21 @@ def vanilla(
     *,
     alpha: Alpha = "m",
     bias: bool = False,
-    inner: LayerRate = True,
+    inner: InnerRate = True,
     outer: LayerRate = True,
     centered: bool = False,
     penalty: PenaltyPair | None = None,
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . x): gradient flow in flat (a, b).
+
+    By default ``init`` draws a uniform on (-1, 1) and b uniform on the unit sphere of R^d (of R^(d+1) with a bias);
+    ``init(..., a=law, b=law)`` draws from other laws.
+
+    With ``inner="sphere"`` neurons are signs a_i that stand still and directions |b_i| = 1 that move on the round
+    sphere, b' = -(I - b b') grad V. For a positively homogeneous s, such as ReLU, the gradient flow of a balanced
+    network (|a_i| = |b_i|) is this flow together with reaction at rate 2 and free mass: ``flow.space.from_raw(cloud)``
+    projects the network, ``Reaction(2.0, conserve=False)`` moves its mass. Weight decay lam (a^2 + |b|^2)/2 becomes a
+    penalty of lam per unit of mass.
 
     Args:
         activation: a name in ``meanflow.activations.NAMED`` or an elementwise callable.
@@ -64,53 +75,36 @@ def vanilla(
         alpha: the output scale, ``"m"`` (mean field), ``"sqrt"`` (NTK), ``"one"`` or a number.
         bias: whether neurons have a bias: s(b . (x, 1)), with b (m, d + 1) and the bias in its last column.
         inner, outer: whether b and a are trained; also rates >= 0 at which they learn, one number or one per neuron.
+            ``inner="sphere"`` keeps b on the unit sphere and a at its sign, see above.
         centered: learn with f - f_0, where f_0 is the prediction at the start of the run.
         penalty: a pair (function, lam), particles -> (m,) and lam >= 0: the penalty lam sum_i p_i function(w)_i.
 
     >>> import jax, meanflow as mf
-    >>> mf.vanilla("tanh").init(jax.random.key(0), 8, dim=3).particles.b.shape
+    >>> flow = mf.vanilla("tanh")
+    >>> flow.init(jax.random.key(0), 8, dim=3).particles.b.shape
     (8, 3)
+    >>> wide = flow.init(jax.random.key(0), 8, dim=3, b=mf.measures.laws.normal(2.0, dim=3))
+    >>> on_sphere = mf.vanilla("relu", inner="sphere")
+    >>> abs(on_sphere.init(jax.random.key(0), 4, dim=3).particles.a).tolist()
+    [1.0, 1.0, 1.0, 1.0]
     """
-    feature = TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias)
-    both = inner is True and outer is True
-    rates = (jnp.asarray(u, jnp.result_type(float)) for u in (outer, inner))
+    if isinstance(inner, str):
+        if outer is not True:
+            raise ValueError("outer must not be given with inner='sphere', where the signs a stand still")
+        space: Space = SignedSphere()
+    elif inner is True and outer is True:
+        space = Space()
+    else:
+        space = LayerRates(*(jnp.asarray(u, jnp.result_type(float)) for u in (outer, inner)))
     return make_flow(
-        feature,
-        Space() if both else LayerRates(*rates),
+        TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias),
+        space,
         loss,
         alpha=alpha,
         centered=centered,
         penalty=penalty,
         laws=_biased_laws if bias else _two_layer_laws,
     )
-
-
-@checked
-def spherical(activation: AnyActivation = "relu", loss: AnyLoss = "squared", **options: Options) -> Flow:
-    """Build the flow of f(x) = (m/alpha) sum_i p_i a_i s(b_i . x) with signs a_i that stand still and |b_i| = 1.
-
-    Directions move on the round sphere, b' = -(I - b b') grad V. For a positively homogeneous s, such as ReLU, the
-    gradient flow of a balanced network (|a_i| = |b_i|) is this flow together with reaction at rate 2 and free mass:
-    ``flow.space.from_raw(cloud)`` projects the network, ``solve(..., reaction=2.0, conserve=False)`` follows it. Weight
-    decay lam (a^2 + |b|^2)/2 becomes a penalty of lam per unit of mass.
-
-    Args:
-        activation, loss: as in ``vanilla``.
-        **options: alpha, bias, centered and penalty, as in ``vanilla``.
-
-    >>> import jax, meanflow as mf
-    >>> raw = mf.vanilla("relu").init(jax.random.key(0), 8, dim=3)
-    >>> flow = mf.flows.spherical("relu")
-    >>> x = jax.random.normal(jax.random.key(1), (5, 3))
-    >>> gap = mf.predict(flow, flow.space.from_raw(raw), x) - mf.predict(mf.vanilla("relu"), raw, x)
-    >>> bool(abs(gap).max() < 1e-6)
-    True
-    """
-    if options.keys() & {"inner", "outer"}:
-        raise ValueError(
-            f"options must not hold rates, signs stand still on the sphere, got {sorted(options)}"
-        )
-    return dataclasses.replace(vanilla(activation, loss, **options), space=SignedSphere())
 
 
 def _affine_laws(dim: int | None) -> dict[str, laws.Law]:
@@ -134,7 +128,9 @@ def batchnorm(
 ) -> Flow:
     """Build the flow of f(x) = (1/alpha) sum_i a_i s(b_i . (x - mean) / |b_i|_S) in flat raw (a, b).
 
-    Gradients do not change the norm of b: |b_i| is conserved.
+    Gradients do not change the norm of b: |b_i| is conserved. By default ``init`` draws a uniform on (-1, 1) and b
+    uniform on the unit sphere of R^d, and scale = 1, shift = 0 with ``affine``; ``init(..., a=law, b=law)`` draws from
+    other laws.
 
     Args:
         activation, loss, alpha, centered, penalty: as in ``vanilla``.
@@ -178,7 +174,8 @@ def batchnorm_manifold(
 
     f(x) = (1/alpha) sum_i a_i s(bb_i . (x - mean)), a' = -g_a, bb' = -G^-1 g_b / c^2. ``geometry.project`` and
     ``geometry.lift`` go from raw clouds to these and back. It needs the covariance before clouds can be drawn on
-    Omega: ``flow.bind(data).init(key, width, dim=d)``.
+    Omega: ``flow.bind(data).init(key, width, dim=d)`` draws raw neurons, by default as ``batchnorm`` does, and projects
+    them.
 
     With ``affine`` the metric is da^2 + c^2 G + dscale^2 + dshift^2. If the covariance S is singular, Omega lies in the
     range of S and c = |P b| with P the projector on it, which the flow conserves too. Off the plane mean + range(S) the

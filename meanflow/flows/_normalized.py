@@ -1,21 +1,25 @@
 """Two-layer features under batch norm: phi = a s(scale bb . (x - mean) + shift) with bb = b / |b|_S."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from meanflow import _boundary
+from meanflow._reuse import compiled_if_large
 from meanflow.flows._features import TwoLayer
 from meanflow.geometry import _omega as omega
 from meanflow.geometry._space import BatchNormManifold, Invariant, Space, conserved, norms
+from meanflow.geometry._sphere import dot
 from meanflow.measures._cloud import BatchNormNeurons, Cloud, Neurons
 from meanflow.measures._dataset import Dataset
 
 if TYPE_CHECKING:
+    from meanflow.flows._features import Pull
     from meanflow.flows._motion import FrozenMotion
     from meanflow.flows._problem import Problem
 
@@ -75,15 +79,15 @@ class BatchNormed(TwoLayer):
         if self.affine:
             for name in ("scale", "shift"):
                 _boundary.shape(f"particles.{name}", getattr(cloud.particles, name), (cloud.size,))
-        counts = _boundary.concrete(_count_still(cloud.particles.b, self.covariance))
-        if counts is None:
-            return
-        if counts[0]:
-            raise ValueError("particles.b must be nonzero under batch norm, got a zero vector")
-        if counts[1]:
+        # on the manifold the space asks for |b|_S = 1
+        still = _boundary.concrete(_count_still(cloud.particles.b, self.covariance)) if self.raw else None
+        if still:
+            zero = int(np.sum(np.all(np.asarray(cloud.particles.b) == 0, axis=-1)))
+            if zero:
+                raise ValueError(f"particles.b must be nonzero under batch norm, got {zero} zero vectors")
             raise ValueError(
                 "particles.b must have |b|_S > 0 under batch norm: the inputs do not vary along "
-                f"{counts[1]} of the {cloud.size} vectors b"
+                f"{still} of the {cloud.size} vectors b"
             )
 
     def statistics(self) -> tuple[jax.Array, jax.Array]:
@@ -105,6 +109,23 @@ class BatchNormed(TwoLayer):
         if not self.affine:
             return products
         return cloud.particles.scale[None, :] * products + cloud.particles.shift[None, :]
+
+    def linearize(self, cloud: Cloud, x: jax.Array) -> tuple[jax.Array, "Pull"]:
+        """Return predictions and covectors: those of neurons on the manifold, taken back by T(b) = b / |b|_S."""
+        if not self.raw:
+            return TwoLayer.linearize(self, cloud, x)
+        # dT = (I - bb u') / |b|_S with u = S bb, in a smaller program than reverse mode makes of it
+        length = omega.sigma_norm(cloud.particles.b, self.statistics()[1])
+        bb = cloud.particles.b / length
+        u = bb @ self.statistics()[1]
+        there = cloud.at(cloud.particles._replace(b=bb))
+        f, pull = TwoLayer.linearize(dataclasses.replace(self, raw=False), there, x)
+
+        def back(g: jax.Array) -> PyTree[jax.Array]:
+            covector = pull(g)
+            return covector._replace(b=(covector.b - u * dot(bb, covector.b)) / length)
+
+        return f, back
 
     def centering(self) -> float | jax.Array:
         """Return 1; raise ValueError for neurons with a shift and for a mean that is not 0 (NaN while it is traced)."""
@@ -164,17 +185,13 @@ class BatchNormed(TwoLayer):
         return conserved(lambda cloud: jnp.sum(cloud.particles.b**2, axis=-1)) if self.raw else None
 
 
-@jax.jit
-def _count_still(b: jax.Array, covariance: jax.Array) -> jax.Array:
-    """Return how many of the vectors b (m, d) are zero, and along how many the inputs do not vary, beyond rounding.
+@compiled_if_large
+def _count_still(xp: Any, b: jax.Array, covariance: jax.Array) -> jax.Array:
+    """Return along how many of the vectors b (m, d) the inputs do not vary, beyond rounding; zero vectors count.
 
-    On the device, so that two numbers come to the host for a check and not all of b.
+    ``xp`` is numpy or jax.numpy. Large networks are looked at on the device: one number comes to the host.
     """
-    # what is left of b'Sb by rounding, in a product and in S itself
-    variance = jnp.sum(b * (b @ covariance), axis=-1)
-    terms = jnp.sum(jnp.abs(b) * (jnp.abs(b) @ jnp.abs(covariance)), axis=-1)
-    left = jnp.maximum(
-        b.shape[-1] * terms, jnp.max(jnp.diagonal(covariance)) * jnp.sum(jnp.square(b), axis=-1)
-    )
-    still = variance <= jnp.finfo(covariance.dtype).eps * left
-    return jnp.stack([jnp.sum(jnp.all(b == 0, axis=-1)), jnp.sum(still)])
+    variance = (b * (b @ covariance)).sum(axis=-1)
+    # entries of S are right to eps sqrt(S_jj S_kk), whatever the units of the inputs, and so b'Sb to eps (|b| . sd)^2
+    terms = xp.abs(b) @ xp.sqrt(covariance.diagonal())
+    return (variance <= np.finfo(covariance.dtype).eps * b.shape[-1] * terms * terms).sum()

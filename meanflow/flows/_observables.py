@@ -138,12 +138,25 @@ def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
 
 def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     """Return the observables that every model has, and those that its parts make possible."""
+    # these modules import this one
+    from meanflow.flows._margins import Margin, trained_norms
+    from meanflow.flows._sharpness import Sharpness
+
     since = functools.partial(FunctionObservable, from_start=True)
     chosen: dict[str, Observable] = {
         "dissipation": Dissipation(about="-dE/dt on the clock of the run"),
         "displacement": since(displacement, about="rms change of the coordinates"),
         "kernel_drift": KernelDrift(about="|K_t - K_0| / |K_0| on the samples", usual=False),
+        "neurons": FunctionObservable(
+            coordinates, dims=("particle",), about="coordinates of every neuron", usual=False
+        ),
+        "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow", usual=False),
     }
+    if flow.loss.labels:
+        chosen |= {
+            f"{norm}_margin": Margin(norm, about=f"least margin over the {norm} norm", usual=False)
+            for norm in trained_norms(flow)
+        }
     if flow.loss.classifies:
         chosen["accuracy"] = FunctionObservable(
             accuracy, about="share of the samples that are classified correctly"
@@ -157,43 +170,40 @@ def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     return chosen
 
 
-ON_REQUEST: dict[str, Observable] = {
-    "neurons": FunctionObservable(coordinates, dims=("particle",), about="coordinates of every neuron")
-}
+class OnOtherData(Observable):
+    """The loss on other data than those of training, without the penalty; with classes also the accuracy there.
+
+    Attributes:
+        data: the other data, such as a test set.
+    """
+
+    data: Dataset
+
+    def measure(self, problem: "Problem", cloud: Cloud, memory: Values) -> Values:
+        """Return a scalar, or the scalars ``loss`` and ``accuracy``."""
+        flow = problem.flow
+        flow.check(cloud, self.data.x)
+        flow.loss.check(flow.feature.output_shape(cloud), self.data.y)
+        loss = equation.risk(flow, cloud, self.data)
+        return {"loss": loss, "accuracy": accuracy(flow, cloud, self.data)} if flow.loss.classifies else loss
 
 
-def _on_request() -> dict[str, Observable]:
-    """Return observables of modules that themselves import this one."""
-    from meanflow.flows._margins import Margin
-    from meanflow.flows._sharpness import Sharpness
-
-    return {
-        "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow"),
-        "variation_margin": Margin("variation", about="least margin over the variation norm"),
-        "kernel_margin": Margin("kernel", about="least margin over the norm of the kernel space"),
-    }
+One = Observable | Dataset | Callable[..., Values] | str
+Observe = None | One | Sequence[str] | Mapping[str, One]
 
 
-Observe = (
-    None
-    | Observable
-    | Callable[..., Values]
-    | str
-    | Sequence[str]
-    | Mapping[str, "Observable | Callable[..., Values] | str"]
-)
-
-
-def as_observable(name: str, one: object) -> Observable:
+def as_observable(name: str, one: object, known: Mapping[str, Observable]) -> Observable:
     """Return an observable for what a user gave.
 
-    It is an ``Observable``, the name of one that every model has on request, or a function of (flow, cloud, data), or
-    of (flow, cloud, data, start).
+    It is an ``Observable``, the name of one of those that are ``known``, a data set for the loss on it, or a function
+    of (flow, cloud, data), or of (flow, cloud, data, start).
     """
     if isinstance(one, Observable):
         return one
     if isinstance(one, str):
-        return named([one], {})[one]
+        return named([one], known)[one]
+    if isinstance(one, Dataset):
+        return OnOtherData(one, about="loss on other data")
     try:
         _boundary.taking(3)(name, one)
         from_start = False
@@ -210,27 +220,28 @@ def resolve(observe: Observe, flow: "Flow", data: Dataset) -> Observable | dict[
     """Return the observables behind the argument ``observe`` of a solver.
 
     Args:
-        observe: None, an ``Observable`` or function, a dict of these by name, or names of the model's own observables
-            (one name, or a sequence of names).
+        observe: None, an ``Observable``, a function or a data set, a dict of these by name, or names of the model's own
+            observables (one name, or a sequence of names).
         flow: the model, bound to its statistics.
         data: training data.
     """
     if observe is None:
         return None
+    known = flow.observables(data)
     if isinstance(observe, Mapping):
         observe = _boundary.mapping(_boundary.unchecked("checked below"))("observe", observe)  # type: ignore[assignment]
         if "energy" in observe:
             raise ValueError("observe must not use the name 'energy', which every run records itself")
-        return {name: as_observable(f"observe[{name!r}]", one) for name, one in observe.items()}
-    if isinstance(observe, str | list | tuple):
-        return named([observe] if isinstance(observe, str) else observe, flow.observables(data))
-    return as_observable("observe", observe)
+        return {name: as_observable(f"observe[{name!r}]", one, known) for name, one in observe.items()}
+    if isinstance(observe, list | tuple):
+        return named(observe, known)
+    found = as_observable("observe", observe, known)
+    return {observe: found} if isinstance(observe, str) else found
 
 
 def named(names: Sequence[str], known: Mapping[str, Observable]) -> dict[str, Observable]:
-    """Return the observables of these names, out of ``known`` and those that exist on request."""
-    options = {**known, **ON_REQUEST, **_on_request()}
-    unknown = [name for name in names if name not in options]
+    """Return the observables of these names, out of ``known``."""
+    unknown = [name for name in names if not isinstance(name, str) or name not in known]
     if unknown:
-        raise ValueError(f"observe must name observables among {sorted(options)}, got {unknown}")
-    return {name: options[name] for name in names}
+        raise ValueError(f"observe must name observables among {sorted(known)}, got {unknown}")
+    return {name: known[name] for name in names}

@@ -1,9 +1,7 @@
 """Geometry: inverse metrics, the batch-norm manifold, lifts and projections."""
 
-from meanflow.geometry._public import direction as direction
 from meanflow.geometry._public import distance as distance
 from meanflow.geometry._public import exp as exp
-from meanflow.geometry._public import inner as inner
 from meanflow.geometry._public import lift as lift
 from meanflow.geometry._public import log as log
 from meanflow.geometry._public import metric as metric

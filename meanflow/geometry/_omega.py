@@ -32,8 +32,9 @@ ROUNDING = 4  # eigenvalues of correlations below this times d eps are zero: wha
 def null_projector(covariance: Matrix) -> Matrix | None:
     """Return the projector (d, d) on the null space of S; None if S is regular, or traced and taken to be so.
 
-    Inputs without variance count as constant, and the rest is judged by its correlations: a pixel that is dark in all
-    images but one has a variance far below that of the others, which is no rounding error.
+    Inputs of variance 0 are constant, and the rest is judged by its correlations, whatever its units: a pixel that is
+    dark in all images but one, or a length in metres beside one in millimetres, has a variance far below that of the
+    others, which is no rounding error. (``Dataset.moments`` gives constant columns variance 0 exactly.)
 
     >>> null_projector(jnp.diag(jnp.array([1.0, 0.0]))).tolist()
     [[0.0, 0.0], [0.0, 1.0]]
@@ -46,7 +47,8 @@ def null_projector(covariance: Matrix) -> Matrix | None:
     # in float64 whatever the input is: the eigenvalues must be better than the rounding they are judged by
     eps, matrix = float(np.finfo(known.dtype).eps), known.astype(np.float64)
     variance = np.diagonal(matrix)
-    constant = variance <= eps * np.max(variance, initial=0.0)
+    # what numpy.cov leaves of a constant column, in float64: its deviation is an eps of the others at most
+    constant = variance <= np.finfo(np.float64).eps ** 2 * np.max(variance, initial=0.0)
     # the null space of S is that of the correlations in units of the standard deviations
     root = np.sqrt(np.where(constant, 1.0, variance))
     moving = ~constant
@@ -107,12 +109,13 @@ def inner(bb: Vectors, v: Vectors, w: Vectors) -> Float[Array, "..."]:
 
 
 @jax.jit
-def metric(bb: Float[Array, " d"], covariance: Matrix) -> Matrix:
-    """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb."""
-    u = covariance @ bb
-    tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - jnp.outer(u, u) / (u @ u)
-    w = tangent @ bb
-    return (tangent - jnp.outer(w, w) / (bb @ bb)) / (bb @ bb)
+def metric(bb: Vectors, covariance: Matrix) -> Float[Array, "... d d"]:
+    """Return the ambient matrix G (..., d, d) at points bb (..., d); its kernel is the normal u = S bb."""
+    outer = lambda v: v[..., :, None] * v[..., None, :]
+    u, square = bb @ covariance, dot(bb, bb)[..., None]
+    tangent = jnp.eye(bb.shape[-1], dtype=bb.dtype) - outer(u) / dot(u, u)[..., None]
+    w = jnp.sum(tangent * bb[..., None, :], axis=-1)
+    return (tangent - outer(w) / square) / square
 
 
 @jax.jit

@@ -59,60 +59,35 @@ def _fit(covariance: ArrayLike | None = None, **vectors: ArrayLike) -> None:
 
 
 @checked
-def normalize(b: Nonzero, covariance: Covariance) -> Float[Array, "*batch d"]:
+def normalize(b: Nonzero, covariance: Covariance | None = None) -> Float[Array, "*batch d"]:
     """Map raw weights to Omega: T(b) = b / |b|_S, (..., d), the same for b and any positive multiple of it.
 
-    Args:
-        b: nonzero raw weights (..., d).
-        covariance: S (d, d), symmetric and positive definite.
+    Without a covariance it is the direction b/|b|, the inverse of T and the isometry from Omega to the unit sphere.
 
-    >>> normalize([3.0, 0.0], [[4.0, 0.0], [0.0, 1.0]]).tolist()
-    [0.5, 0.0]
+    Args:
+        b: nonzero raw weights or points of Omega (..., d).
+        covariance: S (d, d), symmetric and positive definite, or None for the identity.
+
+    >>> normalize([3.0, 0.0], [[4.0, 0.0], [0.0, 1.0]]).tolist(), normalize([0.5, 0.0]).tolist()
+    ([0.5, 0.0], [1.0, 0.0])
     """
     _fit(covariance, b=b)
-    return omega.normalize(b, covariance)
+    return omega.direction(b) if covariance is None else omega.normalize(b, covariance)
 
 
 @checked
-def direction(bb: Nonzero) -> Float[Array, "*batch d"]:
-    """Return the unit vector bb/|bb|, (..., d): inverse of T on the unit sphere, and the isometry Omega -> sphere.
+def metric(bb: Nonzero, covariance: Covariance) -> Float[Array, "*batch d d"]:
+    """Return the ambient matrix G (..., d, d) at points of Omega; its kernel is the normal u = S bb.
 
-    Args:
-        bb: nonzero vectors (..., d), points of Omega or raw weights.
-
-    >>> direction([0.0, 2.0]).tolist()
-    [0.0, 1.0]
-    """
-    return omega.direction(bb)
-
-
-@checked
-def inner(bb: Nonzero, v: Tangents, w: Tangents) -> Float[Array, "*batch"]:
-    """Return <v, w>_G = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2) for tangent v, w; shape (...).
+    For tangent vectors <v, w>_G = v' G w = |bb|^-2 (v.w - (v.bb)(w.bb)/|bb|^2).
 
     Args:
         bb: points of Omega (..., d).
-        v, w: tangent vectors at bb (..., d).
-
-    >>> float(inner([2.0, 0.0], [0.0, 4.0], [0.0, 1.0]))
-    1.0
-    """
-    _fit(bb=bb, v=v, w=w)
-    return omega.inner(bb, v, w)
-
-
-@checked
-def metric(bb: Annotated[Float[ArrayLike, " d"], nonzero], covariance: Covariance) -> Float[Array, "d d"]:
-    """Return the ambient matrix G (d, d) at one point bb (d,); its kernel is the normal u = S bb.
-
-    Args:
-        bb: one point of Omega (d,).
         covariance: S (d, d), symmetric and positive definite.
 
     >>> metric([1.0, 0.0], [[1.0, 0.0], [0.0, 1.0]]).tolist()
     [[0.0, 0.0], [0.0, 1.0]]
     """
-    _boundary.shape("bb", bb, (None,))
     _fit(covariance, bb=bb)
     return omega.metric(bb, covariance)
 
@@ -214,5 +189,6 @@ def lift(cloud: Cloud) -> Cloud:
     [[3. 4.]]
     """
     bb = nonzero("cloud.particles.b", _neurons(cloud).b)
+    _boundary.bounds("labels (the norms c = |b|)", norms(cloud), above=0.0)
     raw = cloud.particles._replace(b=norms(cloud)[:, None] * omega.direction(bb))
     return Cloud(raw, cloud.weights, width=cloud.width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike, Real
 
 from meanflow import _boundary
 from meanflow._module import Module
-from meanflow._reuse import compiled
+from meanflow._reuse import compiled_if_large
 
 ANY_ARRAY = _boundary.array()  # real numbers of any shape, without NaN
 
@@ -97,20 +97,22 @@ class Dataset(Module):
         >>> Dataset([1.0, 2.0], [0.0, 1.0]).pad(3).weights.tolist()
         [0.5, 0.5, 0.0]
         """
-        extra = _boundary.whole("size", size, self.size) - self.size
+        if not self.size:
+            raise ValueError(
+                "pad needs samples, of which the last one is repeated, got a population without any"
+            )
+        extra = _boundary.whole("size", size, self.size, _boundary.MOST) - self.size
         grow = lambda u: jnp.concatenate([u, jnp.broadcast_to(u[-1:], (extra, *u.shape[1:]))])
         weights = jnp.concatenate([self.weights, jnp.zeros((extra,), self.weights.dtype)])
         return Dataset(grow(self.x), grow(self.y), weights)
 
-    @compiled
     def moments(self) -> tuple[jax.Array, jax.Array]:
-        """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1))."""
+        """Return the mean (d,) and covariance (d, d) of x under the normalised weights (1/N, not 1/(N-1)).
+
+        A column whose entries of positive weight are all equal has variance 0 exactly.
+        """
         _boundary.shape("x", self.x, (None, None))
-        share = self.weights / jnp.sum(self.weights)
-        # two passes: E x x' - E x E x' would lose the digits of a mean that is much larger than the deviation
-        mean = share @ self.x
-        centred = self.x - mean[None, :]
-        return mean, centred.T @ (share[:, None] * centred)
+        return jax.device_put(_moments(self.x, self.weights))
 
     def take(self, index: jax.Array) -> Dataset:
         """Return the minibatch x[index], reweighted to keep the total weight: q_j * (sum q) / (sum of chosen q)."""
@@ -119,6 +121,20 @@ class Dataset(Module):
         chosen = self.weights[index]
         scale = jnp.sum(self.weights) / jnp.sum(chosen)
         return Dataset(self.x[index], self.y[index], chosen * scale)
+
+
+@compiled_if_large
+def _moments(xp: Any, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return mean and covariance; ``xp`` is numpy or jax.numpy."""
+    share = (weights / weights.sum()).astype(x.dtype)
+    mean = x[xp.argmax(weights > 0)]
+    # Relative to a sample constant columns are 0, and others lose no digits to a mean that is much larger than the
+    # deviation. A sum of many terms has few digits itself, so that the mean is corrected by the mean of what is left.
+    centred = x - mean[None, :]
+    for _ in range(3):
+        error = share @ centred
+        mean, centred = mean + error, centred - error[None, :]
+    return mean, centred.T @ (share[:, None] * centred)
 
 
 class SortedDataset(Dataset):

@@ -96,7 +96,7 @@ def as_law(name: str, value: object, like: Law | None = None) -> Law:
         return Law(0, lambda u: jnp.full((u.shape[0], *shape), level, u.dtype))  # type: ignore[arg-type]
 
     def transform(u: jax.Array) -> jax.Array:
-        values = jnp.asarray(value(u if shape else u[:, 0]), u.dtype)
+        values = _boundary.floating(value(u if shape else u[:, 0])).astype(u.dtype)
         _boundary.shape(f"values of {name}", values, (u.shape[0], *shape))
         return values
 
@@ -168,11 +168,11 @@ def angle(low: Number = -np.pi, high: Number = np.pi) -> Law:
 
 
 @checked
-def sphere(dim: Annotated[int, count(2)], radius: Positive = 1.0) -> Law:
+def sphere(dim: Count, radius: Positive = 1.0) -> Law:
     """Return the uniform law on the sphere of R^dim; for dim = 2 it consumes a single number, the angle.
 
     Args:
-        dim: dimension of the vectors, >= 2.
+        dim: dimension of the vectors; for 1 the sphere is two points, a sign.
         radius: their length.
     """
     if dim == 2:

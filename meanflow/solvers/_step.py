@@ -185,8 +185,13 @@ class ConstantStep(StepRule):
             return self.most or MOST_STEPS
         # a step that is cut short to land on a time is a step more
         needed = float(np.max((last - first) / step)) + 2 + stops
+        if needed > _boundary.MOST:
+            least = float(np.max(last - first)) / _boundary.MOST
+            raise ValueError(
+                f"step must be at least {least:.3g} for a run this long, got {float(np.min(step)):.3g}"
+            )
         # one of few limits, since another one compiles again: 4096, 65536, ...
-        return 16 ** int(np.ceil(np.log(max(needed, 4096)) / np.log(16) - 1e-9))
+        return min(16 ** int(np.ceil(np.log(max(needed, 4096)) / np.log(16) - 1e-9)), _boundary.MOST)
 
 
 class KernelStep(StepRule):

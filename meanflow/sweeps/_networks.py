@@ -726,7 +726,7 @@ def sweep(
     for cell in cells:
         for name, value in draft.made(cell).items():
             if name != "flow":
-                solver.kinds[name](name, value)  # type: ignore[attr-defined]
+                solver.kinds()[name](name, value)  # type: ignore[attr-defined]
         known.append(structure_of(draft.made(cell)))
     template = draft.made(0)["flow"]
     room = check_data(draft)

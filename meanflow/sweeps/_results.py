@@ -61,7 +61,11 @@ def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Ob
         taken = next((name for name in observe if name in PLAIN), None)
         if taken is not None:
             raise ValueError(f"observe must not use the name {taken!r}, which every sweep records itself")
-        given = {n: as_observable(f"observe[{n!r}]", one) for n, one in observe.items() if one is not None}
+        given = {
+            n: as_observable(f"observe[{n!r}]", one, defaults)
+            for n, one in observe.items()
+            if one is not None
+        }
         return {n: one for n, one in usual.items() if n not in observe} | given
     if not isinstance(observe, str | list | tuple):
         raise ValueError(f"observe must be None, names or a dict of observables, got {observe!r}")

@@ -60,9 +60,9 @@ def test_theorem_2_prints_minus_the_gradient():
     push = jnp.asarray(drawn - bb * np.sum(u * drawn, axis=1, keepdims=True))  # tangent: u . push = 0
     tangent = mf.Neurons(jnp.asarray(rng.normal(size=a.shape)), push)
     _, rate = jax.jvp(lambda w: mf.energy(flow, cloud.at(w), data), (cloud.particles,), (tangent,))
-    paired = cloud.weights @ (
-        printed.a * tangent.a + mf.geometry.inner(cloud.particles.b, jnp.asarray(printed.b), tangent.b)
-    )
+    metric = mf.geometry.metric(cloud.particles.b, flow.feature.covariance)
+    turning = jnp.einsum("id,ide,ie->i", printed.b, metric, tangent.b)
+    paired = cloud.weights @ (printed.a * tangent.a + turning)
     np.testing.assert_allclose(paired, -rate, rtol=1e-10)  # the printed expression is minus the gradient
     ours = mf.velocity(flow, cloud, data)
     np.testing.assert_allclose(ours.b, printed.b, rtol=1e-10, atol=1e-13)  # and is the descent velocity
@@ -138,7 +138,8 @@ def test_theorem_4_comparison_constants_are_sharp(condition):
     points = mf.geometry.normalize(jnp.stack([jnp.cos(turn), jnp.sin(turn)], axis=1), sigma)
     u = points @ sigma
     tangent = jnp.stack([-u[:, 1], u[:, 0]], axis=1)
-    ratio = jnp.sqrt(mf.geometry.inner(points, tangent, tangent)) / jnp.linalg.norm(tangent, axis=1)
+    metric = mf.geometry.metric(points, sigma)
+    ratio = jnp.sqrt(jnp.einsum("id,ide,ie->i", tangent, metric, tangent)) / jnp.linalg.norm(tangent, axis=1)
     bounds = comparison(sigma)
     assert float(jnp.max(ratio)) <= float(bounds.upper) * (1 + 1e-12)
     np.testing.assert_allclose(jnp.max(ratio), bounds.upper, rtol=1e-6)
@@ -285,6 +286,7 @@ def test_mixed_norms_flow_is_the_euclidean_flow_with_labels():
     manifold = mf.batchnorm_manifold("tanh").bind(data)
     reduced = mf.geometry.project(cloud, flow.feature.covariance)
     v = mf.velocity(manifold, reduced, data)
-    metric = reduced.weights @ (v.a**2 + reduced.labels**2 * mf.geometry.inner(reduced.particles.b, v.b, v.b))
+    metrics = mf.geometry.metric(reduced.particles.b, flow.feature.covariance)
+    metric = reduced.weights @ (v.a**2 + reduced.labels**2 * jnp.einsum("id,ide,ie->i", v.b, metrics, v.b))
     np.testing.assert_allclose(euclid, mf.dissipation(flow, cloud, data), rtol=1e-12)
     np.testing.assert_allclose(metric, euclid, rtol=1e-10)

@@ -166,7 +166,7 @@ def test_orthogonal_linear_layers_keep_the_gram_matrix(key):
         ({"draw": "law", "layer": Layer(weights="orthogonal")}, "draw='law'"),
         ({"chunk": 0}, "chunk"),
         ({"x": np.full((3, 2), np.nan)}, "finite"),
-        ({"x": np.zeros(3)}, "x must have shape"),
+        ({"x": np.zeros(3)}, "x must have 2 or 3 axes"),
         ({"observe": lambda x: x[0], "widths": [4, 5]}, "observe"),
         ({"key": 0}, "key"),
     ],

@@ -217,3 +217,22 @@ def test_the_null_space_is_found_in_both_precisions():
             if null is not None:
                 np.testing.assert_allclose(null @ null, null, atol=10 * np.finfo(dtype).eps)
                 np.testing.assert_allclose((x - x.mean(0)) @ null, 0.0, atol=3e3 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("units", [3e3, 1e8])
+def test_units_of_the_inputs_do_not_matter(units, dtype):
+    """Batch norm in other units of one input is the same network: energies of raw and reduced neurons stay."""
+    rng = np.random.default_rng(0)
+    z, a = rng.normal(size=(50, 2)), np.linspace(-1.0, 1.0, 8)
+    b, y = rng.normal(size=(8, 2)), np.sin(z[:, 0] + z[:, 1])
+    plain = mf.Dataset(z, y)
+    wanted = mf.energy(mf.batchnorm("tanh"), mf.Cloud(mf.Neurons(a, b)), plain)
+    scaled = mf.Dataset((z * [units, 1.0]).astype(dtype), y.astype(dtype))
+    cloud = mf.Cloud(mf.Neurons(a.astype(dtype), (b / [units, 1.0]).astype(dtype)))
+    there = geometry.project(cloud, scaled.moments()[1])
+    for flow, start in ((mf.batchnorm("tanh"), cloud), (mf.batchnorm_manifold("tanh"), there)):
+        np.testing.assert_allclose(mf.energy(flow, start, scaled), wanted, rtol=1e-5)
+    # one direction alone, of little variance beside the other: no direction in which inputs stand still
+    lone = mf.Cloud(mf.Neurons(np.ones(1, dtype), np.array([[0.0, 1.0]], dtype)))
+    assert np.isfinite(mf.energy(mf.batchnorm("tanh"), lone, scaled))

@@ -8,6 +8,7 @@ from helpers import ACTIVATIONS, MODELS, largest_gap, problem
 
 import meanflow as mf
 from meanflow import geometry
+from meanflow.measures import laws
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -285,3 +286,30 @@ def test_labels_and_penalties_that_do_not_fit_are_refused():
             ValueError, match=r"penalty must return one value for each particle, shape \(4,\)"
         ):
             mf.solve(wrong, cloud, data, 1.0)
+
+
+def test_default_laws_are_those_that_help_states():
+    """Means of |a|, |b| and the range, over many neurons; other laws by name; vectors of one number too."""
+    cloud = mf.vanilla("tanh").init(jax.random.key(0), 4000, dim=3)
+    a, b = (np.asarray(u) for u in cloud.particles)
+    assert np.abs(a).max() < 1 and abs(np.mean(a**2) - 1 / 3) < 0.02
+    np.testing.assert_allclose(np.linalg.norm(b, axis=1), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(b.T @ b / 4000, np.eye(3) / 3, atol=0.02)
+    ends = mf.vanilla("tanh").init(jax.random.key(0), 400, dim=1).particles.b
+    assert ends.shape == (400, 1) and set(np.unique(ends)) == {-1.0, 1.0} and abs(np.mean(ends)) < 0.2
+    # a dimension is not asked for where all coordinates have laws
+    normal = laws.normal(2.0, dim=5)
+    drawn = mf.vanilla("tanh").init(jax.random.key(0), 4000, a=laws.signs(), b=normal).particles
+    assert set(np.unique(drawn.a)) == {-1.0, 1.0} and abs(np.std(drawn.b) - 2) < 0.05
+    assert "a uniform on (-1, 1), b uniform on the unit sphere" in mf.Flow.init.__doc__
+
+
+def test_signed_directions_are_a_choice_of_the_inner_layer():
+    flow = mf.vanilla("relu", inner="sphere")
+    cloud = flow.init(jax.random.key(0), 6, dim=3)
+    raw = mf.vanilla("relu").init(jax.random.key(0), 6, dim=3)
+    x = np.random.default_rng(0).normal(size=(5, 3))
+    np.testing.assert_allclose(mf.predict(flow, cloud, x), mf.predict(mf.vanilla("relu"), raw, x), rtol=1e-12)
+    for inner, outer, words in (("sphere", 0.5, "outer must not be given"), ("ball", True, "'sphere'")):
+        with pytest.raises(ValueError, match=words):
+            mf.vanilla("relu", inner=inner, outer=outer)

@@ -82,7 +82,7 @@ def test_logistic_flow_of_both_layers_reaches_the_largest_margin_in_variation():
 def test_logistic_flow_of_the_output_layer_reaches_the_largest_margin_of_the_kernel():
     flow = mf.vanilla("relu", "logistic", bias=True, inner=0.0)
     start = mf.Cloud(mf.Neurons(np.tile([1.0, -1.0], 50), np.repeat(circle(50), 2, axis=0)))
-    best = max_margin(flow, start, LINE, "kernel")
+    best = max_margin(flow, start, LINE)
     run = mf.descend(
         flow, start, LINE, 2000, step=2.0, every=500, clock="normalized", observe="kernel_margin"
     )
@@ -193,3 +193,15 @@ def test_training_both_layers_beats_the_output_layer_on_clusters():
         assert float(jnp.mean(right)) > 0.98
         errors[name] = float(jnp.mean(jnp.sign(mf.predict(flow, run.final, test.x)) != test.y))
     assert errors["both"] < 0.03 and errors["output"] > 5 * errors["both"], errors
+
+
+def test_the_norm_of_the_best_margin_follows_from_what_is_trained():
+    """The lengths of b matter to the kernel alone; with a frozen output layer there is no best margin."""
+    grid, longer = (mf.Cloud(mf.Neurons(np.ones(40), length * circle(40))) for length in (1.0, 3.0))
+    for inner, factor in ((True, 1.0), (False, 3.0)):
+        flow = mf.vanilla("relu", bias=True, inner=inner)
+        np.testing.assert_allclose(
+            max_margin(flow, longer, LINE), factor * max_margin(flow, grid, LINE), rtol=1e-8
+        )
+    with pytest.raises(ValueError, match="flow must train its output layer"):
+        max_margin(mf.vanilla("relu", bias=True, outer=False), grid, LINE)

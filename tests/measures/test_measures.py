@@ -43,6 +43,20 @@ def test_moments_are_population_moments_under_weights():
     np.testing.assert_allclose(sigma, np.cov(x.T, aweights=q, ddof=0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("n", [200, 100_000])
+@pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (1000.0, 1.0), (101325.3, 0.3)])
+def test_moments_of_single_precision_are_those_of_the_same_numbers_in_double(n, mean, deviation):
+    """A large mean costs no digits, and a column that is constant has no variance at all."""
+    noise = np.random.default_rng(1).normal(size=(n, 2))
+    x = np.concatenate([mean + deviation * noise, np.full((n, 1), 101325.3)], axis=1).astype(np.float32)
+    found, sigma = mf.Dataset(x, x[:, 0]).moments()
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(found, wide.mean(axis=0), rtol=2e-7, atol=1e-6)
+    np.testing.assert_allclose(np.diag(sigma), wide.var(axis=0), rtol=1e-3, atol=0)
+    tenth = mf.Dataset(np.full((1000, 2), 0.1), np.zeros(1000)).moments()[1]
+    np.testing.assert_array_equal(tenth, np.zeros((2, 2)))
+
+
 def test_minibatch_keeps_the_total_weight():
     data = mf.Dataset(np.arange(10.0), np.arange(10.0), "sum")
     batch = data.take(jnp.array([1, 5, 7]))
@@ -110,7 +124,7 @@ def test_samples_are_nested_only_when_quasi_random():
         (lambda: mf.Dataset([[1.0, 2.0]], [np.inf]), "y must be finite"),
         (
             lambda: mf.Dataset(np.ones((3, 2)), np.ones(2)),
-            r"y must have shape \(3,\) or \(3, any\), got \(2,\)",
+            r"y must have shape \(3,\) or \(3, any length\), got shape \(2,\)",
         ),
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), "mean"), "weights must be one of"),
         (lambda: mf.Dataset(np.ones((3, 2)), np.ones(3), [-1.0, 1.0, 1.0]), "weights must be >= 0"),
@@ -127,7 +141,7 @@ def test_samples_are_nested_only_when_quasi_random():
             lambda: quadrature((3,), mf.Polar, {"r": laws.uniform(), "theta": laws.angle()}),
             "counts must list 2",
         ),
-        (lambda: laws.sphere(1), "dim must be an integer >= 2"),
+        (lambda: laws.sphere(0), "dim must be an integer >= 1"),
     ],
 )
 @pytest.mark.bad_input

@@ -13,7 +13,6 @@ import pytest
 import xarray
 
 import meanflow as mf
-from meanflow.flows._observables import ON_REQUEST
 from meanflow.report import write_report
 from meanflow.report._page import _digest, contents
 
@@ -34,7 +33,7 @@ def runs():
         every=5,
         step=0.05,
         observe={
-            "neurons": ON_REQUEST["neurons"],
+            "neurons": "neurons",
             "kernel_drift": None,
             "dissipation": None,
             "displacement": None,

@@ -45,7 +45,7 @@ def test_marginals_move_as_the_continuity_equation_says():
     cloud = density.cloud(flow.space)
     v = mf.velocity(flow, cloud, data)
     a, b = cloud.particles
-    s = mf.geometry.direction(b)
+    s = mf.geometry.normalize(b)
     turn = jnp.sum((v.b - s * jnp.sum(s * v.b, 1, keepdims=True)) * jnp.stack([-s[:, 1], s[:, 0]], 1), 1)
     turn = turn / jnp.linalg.norm(b, axis=1)
     run = evolve(flow, density, data, 1e-3)
@@ -157,7 +157,7 @@ def test_free_energy_falls_by_its_dissipation():
     here = run.final.at(run.mass[1])
     cloud = here.cloud(flow.space)
     v = mf.velocity(flow, cloud, data)
-    s = mf.geometry.direction(cloud.particles.b)
+    s = mf.geometry.normalize(cloud.particles.b)
     across = jnp.stack([-s[:, 1], s[:, 0]], axis=1)
     turn = jnp.sum(v.b * across, axis=1) / jnp.linalg.norm(cloud.particles.b, axis=1)
     log = np.log(here.mass)
@@ -202,7 +202,7 @@ def test_a_run_without_end_is_refused(monkeypatch):
     for large in (1e60, 1e300):
         with pytest.raises(ValueError, match="t1 must be reached in at most 1000000 steps"):
             eulerian.evolve(flow, density, mf.Dataset(data.x, large * data.y), 0.5)
-    with pytest.raises(ValueError, match="ts must be one of several kinds"):
+    with pytest.raises(ValueError, match="ts must be "):
         eulerian.evolve(flow, density, data, 0.5, ts=[0.1, np.nan])
     # speeds may grow after the start: the budget of steps holds then
     monkeypatch.setattr(eulerian, "MAX_STEPS", 7)

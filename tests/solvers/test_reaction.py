@@ -9,7 +9,7 @@ from helpers import largest_gap, problem, ring
 import meanflow as mf
 from meanflow import activations
 from meanflow.flows import _equation as equation
-from meanflow.flows import certificate, spherical
+from meanflow.flows import certificate
 from meanflow.flows._problem import Problem
 
 NOTHING = mf.Dataset(jnp.zeros((1, 2)), jnp.zeros(1))
@@ -30,7 +30,7 @@ def test_a_balanced_relu_network_is_a_flow_of_free_mass_on_the_sphere(decay, alp
     raw_cloud = mf.Cloud(mf.Neurons(a, b), weights / weights.sum())
     half = lambda w: 0.5 * (w.a**2 + jnp.sum(w.b**2, axis=1))
     raw = mf.vanilla("relu", alpha=alpha, penalty=(half, decay))
-    flow = spherical("relu", alpha=alpha, penalty=(lambda w: jnp.ones_like(w.a), decay))
+    flow = mf.vanilla("relu", inner="sphere", alpha=alpha, penalty=(lambda w: jnp.ones_like(w.a), decay))
     settings = {"step": mf.Adaptive(1e-11, 1e-13)}
     one = mf.solve(raw, raw_cloud, data, 0.12, **settings).final
     two = mf.solve(

@@ -20,7 +20,6 @@ from helpers import largest_gap, problem
 
 import meanflow as mf
 from meanflow import flows, geometry, solvers
-from meanflow.flows._observables import ON_REQUEST
 from meanflow.measures import laws
 
 
@@ -468,7 +467,7 @@ def test_no_variable_of_labelled_data_replaces_another():
         with pytest.raises(ValueError, match=words):
             run(observe=observe).to_xarray()
     # an observable whose name begins with that of another has no part in its axes
-    near = run(observe={"neurons": ON_REQUEST["neurons"], "neurons_seen": one}).to_xarray()
+    near = run(observe={"neurons": "neurons", "neurons_seen": one}).to_xarray()
     assert near.neurons_seen.dims == ("time", "neurons_seen_0") and near.neurons_a.dims == (
         "time",
         "particle",

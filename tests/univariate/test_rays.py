@@ -160,7 +160,7 @@ def test_proposition_1(model):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("function", [uni.classify_rays, uni.attracting_angles])
 def test_residuals_belong_to_samples(function):
-    with pytest.raises(ValueError, match=r"residual must have shape \(3,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"residual must have shape \(3,\), got shape \(2,\)"):
         function(jnp.array([-1.0, 0.0, 1.0]), jnp.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="x must be finite"):
         function(jnp.array([jnp.nan, 0.0]), jnp.array([1.0, 2.0]))

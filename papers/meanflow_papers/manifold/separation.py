@@ -6,7 +6,7 @@ import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import connected_components
 
-from meanflow.geometry import direction, distance
+from meanflow.geometry import distance, normalize
 from meanflow.measures import Cloud, Neurons, laws, sample
 
 
@@ -41,7 +41,7 @@ def separates(
     steps = np.linspace(-radius, radius, levels)
     real = np.asarray(cloud.weights) > 0
     a = np.asarray(cloud.particles.a)[real]
-    turn_to = _angles(units, direction(cloud.particles.b)[real])
+    turn_to = _angles(units, normalize(cloud.particles.b)[real])
     gap = steps[:, None, None] - a[None, None, :]
     blocked = np.any(gap**2 + turn_to[None] ** 2 <= tolerance**2, axis=2)
 

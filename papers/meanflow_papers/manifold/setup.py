@@ -47,5 +47,5 @@ def alignment(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> jax.Array:
 def tangential_speeds(flow: mf.Flow, cloud: mf.Cloud, data: mf.Dataset) -> jax.Array:
     """Length of the part of b' that turns the neuron, (m,)."""
     v = mf.velocity(flow, cloud, data).b
-    s = mf.geometry.direction(cloud.particles.b)
+    s = mf.geometry.normalize(cloud.particles.b)
     return jnp.linalg.norm(v - s * jnp.sum(s * v, axis=1, keepdims=True), axis=1)

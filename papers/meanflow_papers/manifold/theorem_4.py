@@ -71,7 +71,7 @@ def _on_cylinder(cloud: mf.Cloud) -> tuple[jax.Array, jax.Array]:
     if isinstance(cloud.particles, mf.Polar):
         r, theta = cloud.particles
         return r, jnp.stack([jnp.cos(theta), jnp.sin(theta)], axis=-1)
-    return cloud.particles.a, mf.geometry.direction(cloud.particles.b)
+    return cloud.particles.a, mf.geometry.normalize(cloud.particles.b)
 
 
 def measure_distances(
@@ -265,7 +265,7 @@ def theorem_4_bounds(width: int = 256, t1: float = 5.0) -> Outcome:
         value, rate = jax.jvp(watched, tuple(cloud.particles), tuple(v))
         return {
             "a": cloud.particles.a,
-            "direction": mf.geometry.direction(cloud.particles.b),
+            "direction": mf.geometry.normalize(cloud.particles.b),
             "speed": jnp.max(jnp.abs(v.a)),
             "value": value,
             "rate": rate,
