@@ -3,7 +3,9 @@
 The sources are readable as they are; this step does what Markdown alone cannot:
 
 * ``<!-- reference: meanflow.room -->`` becomes one entry of the reference per public name of the room.
-* Blocks marked ``math`` become MathML, which browsers draw by themselves: no script, no network.
+* Blocks marked ``math``, and what stands between dollar signs in running text, become MathML, which browsers draw by
+  themselves: no script, no network.
+* ``<!-- file: name.py -->`` becomes the program of that name.
 * README.md becomes the first page and each notebook a page, with links adjusted.
 
 It is a program of its own and no plug-in of the site generator, so that the generator can be exchanged.
@@ -50,17 +52,36 @@ def _math(match: re.Match[str]) -> str:
     return "".join(f'<div class="math">{convert(line, display="block")}</div>\n' for line in lines)
 
 
+CODE = re.compile(r"(^```.*?^```|``.+?``|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"(?<![\w$\\])\$(?=\S)([^$]+?)(?<=\S)\$(?!\w)")
+
+
+def _span(match: re.Match[str]) -> str:
+    # in a span: an element that Markdown does not know would end the paragraph where it begins a line
+    return f"<span>{convert(match[1].replace(chr(10), ' '))}</span>"
+
+
+def _inline(markdown: str) -> str:
+    """Equations in running text; code keeps its dollar signs."""
+    parts = CODE.split(markdown)
+    return "".join(part if k % 2 else INLINE.sub(_span, part) for k, part in enumerate(parts))
+
+
 def expand(markdown: str) -> str:
     """Expand reference entries and equations, and lead links to notebooks to their pages."""
     markdown = re.sub(r"<!-- reference: ([\w.]+)( modules)? -->", _reference, markdown)
+    markdown = re.sub(
+        r"<!-- file: (\w+\.py) -->", lambda m: f"```python\n{(DOCS / m[1]).read_text()}```", markdown
+    )
     markdown = re.sub(r"^```math\n(.*?)^```", _math, markdown, flags=re.DOTALL | re.MULTILINE)
+    markdown = _inline(markdown)
     # a page below docs/learn or docs/reference finds the notebooks' pages where the sources have the notebooks
     return re.sub(r"\]\(\.\./\.\./notebooks/(\w+)\.ipynb\)", r"](../notebooks/\1.md)", markdown)
 
 
 def _front_page() -> str:
     text = (ROOT / "README.md").read_text()
-    text = re.sub(r"\]\(docs/", "](", text)
+    text = re.sub(r"\]\(docs/", "](", text).replace("](plain_jax.py)", "](plain.md)")
     text = re.sub(r"\]\(notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", text)
     return text.replace('src="docs/', 'src="')
 

@@ -38,9 +38,10 @@ Training
     sweep               a grid over widths, balances, scales and seeds
     phase_diagram       how observables scale with the width
 
-Compiled programs
+Programs and credit
     keep_programs       keep compiled programs for other processes
     clear_caches        forget compiled programs
+    citation            what to cite for what was used
 
 Further: activations (those known by name), files (whole or absent) and the rooms measures, geometry, layers, kernels,
 flows, solvers, transport, depth, training, univariate, sweeps, plots and report, for instance
@@ -50,6 +51,7 @@ flows, solvers, transport, depth, training, univariate, sweeps, plots and report
 import typing as _typing
 
 from meanflow import _lazy
+from meanflow._citation import citation as citation
 from meanflow._reuse import clear_caches as clear_caches
 from meanflow._reuse import keep_programs as keep_programs
 from meanflow.flows import Flow as Flow

@@ -12,7 +12,7 @@ import meanflow as mf
 from meanflow import plots
 from meanflow.report import write_report
 from meanflow_papers.manifold.setup import alignment, quasi_normal, spokes
-from meanflow_papers.univariate.figure_5_map import regime_map
+from meanflow_papers.univariate.figure_5_map import square_law
 
 jax.config.update("jax_enable_x64", True)
 mf.keep_programs()
@@ -41,30 +41,46 @@ def batchnorm_against_vanilla(folder: pathlib.Path) -> None:
 
 
 def regime_sweep(folder: pathlib.Path) -> None:
-    """8 widths x 9 balances x 4 seeds of univariate networks that learn a sine, and the page about them."""
-    outcome = regime_map(
-        widths=(20, 30, 45, 65, 100, 140, 200, 300),
-        deltas=(-np.inf, -100, -10, -1, 0, 1, 10, 100, np.inf),
-        seeds=4,
-        every=500,
-        observe={"neurons": "neurons"},
+    """3 widths x 7 balances x 3 seeds of univariate networks that fit a sine, and the page about them."""
+    x = np.linspace(-1, 1, 20)
+    data = mf.Dataset(x, np.sin(2 * np.pi * x), "sum")
+    runs = mf.sweep(
+        mf.lifted(alpha="sqrt"),
+        data,
+        widths=(50, 100, 200),
+        deltas=(-np.inf, -100.0, -10.0, 0.0, 10.0, 100.0, np.inf),
+        seeds=3,
+        init=square_law,
+        steps=40_000,
+        every=1000,
+        step=mf.KernelStep(0.5),
+        observe=["default", "concentration", "on_sample_share", "neurons"],
     )
-    runs, samples = outcome.data["runs"], outcome.data["samples"]
-    end = runs.isel(step=-1).median("seed")
-    for delta, name in ((-100.0, "kernel"), (-10.0, "intermediate"), (100.0, "adaptive")):
-        at = end.sel(width=200, delta=delta)
-        turned, filled = float(at.angle_displacement), float(at.concentration)
+    last, first_loss = runs.isel(step=-1), float(runs.energy.isel(step=0).median())
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    shown = ((-100.0, "kernel regime"), (0.0, "in between"), (100.0, "feature regime"))
+    for k, (delta, name) in enumerate(shown):
+        one = last.sel(width=200, delta=delta)
+        median = one.median("seed")
         print(
-            f"{name:>12} regime (width 200, delta {delta:>4g}): rms turn {turned:.4f}, concentration {filled:.2f}"
+            f"{name:>15} (balance {delta:>4g}): loss {float(median.energy):.3f} of {first_loss:.2f}, "
+            f"rms turn {float(median.angle_displacement):.4f}, concentration {float(median.concentration):.2f}"
         )
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    for k, name in enumerate(("angle_displacement", "concentration")):
-        values = end[name].assign_attrs(runs[name].attrs)
-        plots.heat_map(values, figure.add_subplot(121 + k))
+        ax = figure.add_subplot(231 + k)
+        first = one.isel(seed=0)
+        plots.fit(
+            runs.x.values,
+            {"f": first.predictions.values},
+            data,
+            ax,
+            knots=-np.tan(first.neurons_theta.values),
+        )
+        ax.set_title(f"{name}: balance {delta:g}")
+    for k, name in enumerate(("angle_displacement", "concentration", "energy")):
+        values = last[name].median("seed").assign_attrs(runs[name].attrs)
+        plots.heat_map(values, figure.add_subplot(234 + k))
     figure.savefig(folder / "regimes.png", dpi=150)
-    page = write_report(runs, folder / "report.html", title="Kernel and adaptive regimes", samples=samples)
-    passed = sum(c.passed for c in outcome.criteria)
-    print(f"{passed} of {len(outcome.criteria)} numbers of the theory met at width 200")
+    page = write_report(runs, folder / "report.html", title="Kernel and feature regimes", samples=data)
     print(f"{int((runs.result == 0).sum())} of {runs.result.size} runs succeeded; report in {page}")
 
 

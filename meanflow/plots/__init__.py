@@ -6,6 +6,7 @@
 from meanflow.plots import style as style
 from meanflow.plots._animation import animate as animate
 from meanflow.plots._clouds import directions as directions
+from meanflow.plots._clouds import knots as knots
 from meanflow.plots._clouds import plane as plane
 from meanflow.plots._curves import fit as fit
 from meanflow.plots._curves import traces as traces

@@ -1,4 +1,4 @@
-"""Pictures of clouds: directions on the circle, and univariate neurons in the plane (u, v)."""
+"""Pictures of clouds: directions on the circle, neurons in a plane, and both of them over time."""
 
 from __future__ import annotations
 
@@ -30,27 +30,40 @@ AXES = {"r": ("$u$", "$v$"), "|a| b": ("$|a|\\, b_1$", "$|a|\\, b_2$")}
 
 @checked
 def directions(
-    cloud: Annotated[Cloud, instance(Cloud)],
+    cloud: Annotated[Cloud | Solution, instance(Solution, Cloud)],
     ax: Axes | None = None,
     *,
     bins: Count = 36,
     color: str = COLORS[0],
+    label: str | None = None,
 ) -> Axes:
-    """Histogram of the directions of b in the plane, on polar axes; the area of a bar is its share of the weight.
+    """Directions of b in the plane: a histogram on polar axes, or over time the angle of each neuron.
 
-    The radius is the square root of the share, since areas are what the eye compares.
+    The area of a bar is its share of the weight: its radius is the square root of the share, since areas are what the
+    eye compares.
 
     Args:
-        cloud: neurons with b (m, 2).
-        ax: polar Axes; a new figure by default.
+        cloud: neurons with b (m, 2); or a ``Solution`` with saved clouds, whose angles are drawn over time, in degrees
+            and without jumps.
+        ax: polar Axes, plain ones for a ``Solution``; a new figure by default.
         bins: sectors of the circle.
-        color: of the bars.
+        color: of the bars or lines.
+        label: name of the lines in a legend.
 
     >>> import jax, meanflow as mf
     >>> ax = directions(mf.vanilla().init(jax.random.key(0), 30, dim=2), bins=12)
     >>> len(ax.patches)
     12
     """
+    if isinstance(cloud, Solution):
+        clouds = saved(cloud)
+        b = np.asarray(clouds.particles.b)[..., _real(clouds), :]
+        angle = np.degrees(np.unwrap(np.arctan2(b[..., 1], b[..., 0]), axis=0))
+        ax = axes(ax)
+        lines = ax.plot(np.asarray(cloud.ts), angle, color=color, lw=0.8)
+        lines[0].set_label(label)
+        ax.set(xlabel="$t$", ylabel="direction of $b$ (degrees)")
+        return ax
     ax = axes(ax, projection="polar")
     b = np.asarray(cloud.particles.b)
     # angles from -width/2 on, so that no bar is cut at the first axis
@@ -80,10 +93,73 @@ def positions(cloud: Cloud) -> Places:
             f"cloud must hold neurons with at least 2 coordinates beside the amplitude to stand in a plane, "
             f"got {place.shape[-1]}"
         )
-    weights = np.asarray(cloud.weights)
-    # padding has weight 0 at all times
-    real = (weights[0] if weights.ndim > 1 else weights) > 0
+    real = _real(cloud)
     return Places(place[..., real, :2], sign[..., real], name)
+
+
+def _real(cloud: Cloud) -> np.ndarray:
+    """Return which particles (m,) are neurons: padding has weight 0 at all times."""
+    weights = np.asarray(cloud.weights)
+    return (weights[0] if weights.ndim > 1 else weights) > 0
+
+
+def saved(run: Solution) -> Cloud:
+    """Return the clouds of a run over time, or refuse a run that has none."""
+    if run.clouds is None or run.ts.ndim != 1:
+        raise ValueError("run must be a single run with saved clouds: pass ts= or every=, and no observe=")
+    return run.clouds
+
+
+@checked
+def knots(
+    run: Annotated[
+        Solution, instance(Solution, hint="pass ts= to solve or every= to descend, so that clouds are saved")
+    ],
+    ax: Axes | None = None,
+    *,
+    samples: Annotated[ArrayLike, host_array((None,), least=1)] | None = None,
+) -> Axes:
+    """Knots of univariate neurons over time: the input at which each of them bends, b/a = -tan(theta).
+
+    A knot that meets a sample often stays there. Lines have the color of the sign of their neuron's contribution, and
+    are as wide as the inputs of the samples, with a margin.
+
+    Args:
+        run: a ``Solution`` of univariate neurons with saved clouds.
+        ax: matplotlib Axes; a new figure by default.
+        samples: (s,) inputs, drawn as grey lines.
+
+    >>> import jax, jax.numpy as jnp, meanflow as mf
+    >>> data = mf.Dataset(jnp.linspace(-1.0, 1.0, 3), jnp.array([1.0, -1.0, 1.0]))
+    >>> flow = mf.canonical()
+    >>> run = mf.descend(flow, flow.init(jax.random.key(0), 4), data, 2, step=0.1, every=1)
+    >>> [round(float(end), 2) for end in knots(run, samples=data.x).get_ylim()]
+    [-1.15, 1.15]
+    """
+    clouds = saved(run)
+    place, sign, kind = positions(clouds)
+    if kind != "r":
+        raise ValueError(f"run must be one of univariate neurons, got {type(clouds.particles).__name__}")
+    # u x + v = 0: neurons that never bend, at u = 0, have no knot
+    u, v = np.moveaxis(place, -1, 0)
+    at = -v / np.where(u == 0, np.nan, u)
+    if samples is None:
+        low, high = np.nanquantile(at[0], (0.1, 0.9)) if np.isfinite(at[0]).any() else (-1.0, 1.0)
+    else:
+        low, high = float(np.min(samples)), float(np.max(samples))
+    margin = 0.075 * max(high - low, 1e-12)
+    ax = axes(ax)
+    for sample in np.asarray([] if samples is None else samples):
+        ax.axhline(sample, color=PALE, alpha=0.5, lw=0.8, zorder=0)
+    # a knot that leaves the picture on one side and comes back on the other draws no line across it
+    shown = np.where((at > low - 2 * margin) & (at < high + 2 * margin), at, np.nan)
+    for side, color, name in ((1, POSITIVE, "$r > 0$"), (-1, NEGATIVE, "$r < 0$")):
+        lines = ax.plot(np.asarray(run.ts), shown[:, sign[0] == side], color=color, lw=0.8)
+        if lines:
+            lines[0].set_label(name)
+    ax.set(xlabel="$t$", ylabel="knots $b/a$", ylim=(low - margin, high + margin))
+    key(ax, loc="upper right", frameon=True, framealpha=0.85, edgecolor="none")
+    return ax
 
 
 @checked

@@ -1,5 +1,6 @@
 """Plots draw what they are given, on the Axes they are given."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,3 +146,42 @@ def test_an_animation_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         plots.animate(small_run(), path, dpi=30)
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+
+
+def test_knots_over_time_are_those_of_the_neurons():
+    run = small_run()
+    ax = plots.knots(run, samples=np.linspace(-1, 1, 5))
+    drawn = np.stack([line.get_ydata() for line in ax.lines[5:]])
+    assert len(drawn) == 6 and labels(ax) == ["$r > 0$", "$r < 0$"]  # padding is not drawn
+    truth = -np.tan(np.asarray(run.clouds.particles.theta))[:, :6].T
+    inside = np.abs(truth) < 1.15
+    r = np.asarray(run.final.particles.r)[:6]
+    order = np.concatenate([np.flatnonzero(r > 0), np.flatnonzero(r < 0)])
+    np.testing.assert_allclose(
+        np.where(inside[order], drawn, 0), np.where(inside, truth, 0)[order], atol=1e-12
+    )
+    with pytest.raises(ValueError, match="saved clouds"):
+        plots.knots(small_run(observe=["dissipation"]))
+
+
+def test_directions_over_time_do_not_jump():
+    """Neurons that turn by 1.5 circles: the angle goes on where arctan2 would fall back."""
+    turn = np.linspace(0.1, 3 * np.pi, 40)[:, None] + np.array([0.0, 1.0])
+    b = np.stack([np.cos(turn), np.sin(turn)], -1)
+    run = small_run()
+    clouds = jax.vmap(lambda b: mf.Cloud(mf.Neurons(jnp.ones(2), b)))(jnp.asarray(b))
+    whole = eqx.tree_at(lambda s: (s.clouds, s.ts), run, (clouds, jnp.arange(40.0)))
+    ax = plots.directions(whole, label="two neurons")
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), np.degrees(turn[:, 0]), rtol=1e-12)
+    assert len(ax.lines) == 2
+
+
+def test_neurons_of_every_record_have_labels_of_their_own():
+    planar = mf.vanilla().init(jax.random.key(0), 8, dim=3)
+    ax = plots.plane(planar)
+    assert labels(ax) == ["$a > 0$", "$a < 0$"] and "b_1" in ax.get_xlabel()
+    np.testing.assert_allclose(
+        sorted(u for line in ax.lines for u in line.get_xdata()),
+        sorted(np.abs(planar.particles.a) * planar.particles.b[:, 0]),
+        rtol=1e-12,
+    )

@@ -44,8 +44,8 @@ KINDS = ("crossings", "captures", "releases", "deaths", "nonunique")
 
 
 # The totals of a run: how many events there have been so far, in the order of ``KINDS``, whether time was left after
-# the last allowed event, and the most planes on which a neuron has slid. One array and not seven: every array of the state
-# of a run is copied, kept and differentiated by code of its own.
+# the last allowed event, and the most planes on which a neuron has slid. One array and not seven: every array of the
+# state of a run is copied, kept and differentiated by code of its own.
 Counts: TypeAlias = Int[Array, " totals"]
 OVERFLOW, PLANES = len(KINDS), len(KINDS) + 1
 
