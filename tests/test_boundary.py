@@ -104,7 +104,15 @@ ARGUMENTS = [
 OTHER_CONSTRUCTORS = {
     "particles of clouds, which Cloud checks": ("Affine", "Neurons", "Polar"),
     "checked together in __init__, tested in test_nothing_silent": (
-        *("Cloud", "Dataset", "BatchNormManifold", "ConstantStep", "GaussianPopulation", "KernelStep", "Normalized"),
+        *(
+            "Cloud",
+            "Dataset",
+            "BatchNormManifold",
+            "ConstantStep",
+            "GaussianPopulation",
+            "KernelStep",
+            "Normalized",
+        ),
     ),
     "abstract, or without arguments": (
         *("Space", "Feature", "Observable", "Stepper", "StepRule"),

@@ -55,13 +55,12 @@ from meanflow.univariate import _models as univariate
 FLOWS: dict[str, Callable[..., Flow]] = {
     make.__name__: make
     for make in (
-        *(models.vanilla, models.spherical, models.batchnorm, models.batchnorm_manifold),
+        *(models.vanilla, models.batchnorm, models.batchnorm_manifold),
         *(univariate.canonical, univariate.lifted, univariate.planar, univariate.radial, univariate.full),
     )
 }
 # whose further arguments a constructor passes on
 OPTIONS: dict[str, Callable[..., Flow]] = {
-    "spherical": models.vanilla,
     "batchnorm_manifold": models.batchnorm,
 }
 Stop: TypeAlias = Annotated[Callable[[], bool], function]
