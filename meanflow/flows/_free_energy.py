@@ -76,7 +76,7 @@ def free_energy(
         if dimension != places.shape[1]:
             raise ValueError(f"estimator='gaussian' needs a flat space, got {type(bound.space).__name__}")
         covariance = np.atleast_2d(np.cov(places.T))
-        entropy = -0.5 * (np.linalg.slogdet(covariance)[1] + dimension * np.log(2 * np.pi * np.e))
+        entropy = -0.5 * (np.linalg.slogdet(covariance)[1] + dimension * (1 + np.log(2 * np.pi)))
         error = np.sqrt(dimension / (2 * size))
         fisher = float(np.trace(np.linalg.inv(covariance)))
     else:
