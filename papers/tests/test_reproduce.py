@@ -128,7 +128,7 @@ def folder(tmp_path_factory):
 
 
 def _count_epochs(folder=None, epochs=3):
-    return Outcome("001/x", "claim", f"{folder}", {"epochs": epochs}, ())
+    return Outcome("001/x", f"{folder}", {"epochs": epochs}, ())
 
 
 def test_data_are_found_where_they_are_fetched_or_where_the_user_says(tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_figures_and_arrays_are_written(folder):
 def test_pages_tell_claim_and_finding_and_load_nothing(folder):
     page, text = (folder / "gallery.html").read_text(), (folder / "gallery.md").read_text()
     for part in (page, text):
-        for needed in ("radially", "planar flow", "corrected", "needs local data", "out of scope"):
+        for needed in ("radially", "planar flow", "corrected", "needs local data", "out of scope", *VERDICTS):
             assert needed in part, needed
     assert page.count('src="data:image/png;base64,') == len(CHEAP)
     assert not re.search(r"https?://|<script|<link|@import|url\(", page)
@@ -222,7 +222,7 @@ def test_a_record_brings_no_code_into_the_gallery(folder, tmp_path):
 
 
 def _outcome(*checks):
-    return lambda: Outcome("004/made-up", "a claim", "a finding", {"x": np.arange(3)}, checks)
+    return lambda: Outcome("004/made-up", "a finding", {"x": np.arange(3)}, checks)
 
 
 def _broken():

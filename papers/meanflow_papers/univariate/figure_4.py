@@ -90,6 +90,13 @@ def _distance(f: jax.Array, g: jax.Array) -> float:
 @entry(
     "004/figure-4",
     title="wide networks and the cubic spline they reach when only c is trained",
+    claims=(
+        (
+            "Figure 4",
+            "A cubic spline with vanishing second derivative at its endpoints (blue line) is "
+            "approximated by a neural network (delta = -100) while varying the number m of neurons.",
+        ),
+    ),
     minutes=(0.23, 0.23),
     verdict="corrected",
     setup="ten samples of a square wave; minimum-norm limits, widths 160 to 5120 and random widths to 10000. "
@@ -153,7 +160,6 @@ def figure_4(
             criteria.append(Criterion(f"bound {bound:g} to the natural spline", gap, high=1e-3))
     return Outcome(
         name="004/figure-4",
-        claim="As width grows the network converges to the cubic spline with f'' = 0 at its ends.",
         finding="It converges to a cubic spline with a penalised affine part. That is natural only as the "
         "range of the biases grows; with biases on (-1, 1) the distance stalls at 0.047 at any width. "
         "Gradient descent is far from its limit after 10000 epochs.",
