@@ -15,16 +15,3 @@ from meanflow_papers.unitization import tables_1_2 as tables_1_2
 from meanflow_papers.unitization import theorems as theorems
 
 not_run("003/figure-1", title="diagram of the statistics", reason=DIAGRAM)
-not_run(
-    "003/table-3",
-    title="accuracy of ResNet-101 on ImageNet",
-    claims=(
-        (
-            "Section 4.3",
-            "the unitization outperforms BN in general, with only the top-5 accuracy for the first "
-            "method less than that of BN.",
-        ),
-    ),
-    reason="1.28 million images and 120 epochs of ResNet-101: no such data set or machine is assumed, and the "
-    "claim is about accuracy only",
-)
