@@ -124,7 +124,8 @@ def tree(layers: Sequence[ArrayLike], ax: Axes | None = None, *, counts: bool = 
             ):
                 at = zero + value * scale
                 ax.annotate(str(count), (at, -depth + 0.085 * (count - 1)), (0, 4), **NOTE, va="bottom")
-                ax.annotate(f"{value:.2g}", (at, -depth - 0.09), (0, -2), **NOTE, va="top", color=REFERENCE)
+                label = f"{value:.2g}" if value else ""
+                ax.annotate(label, (at, -depth - 0.09), (0, -2), **NOTE, va="top", color=REFERENCE)
             seen: dict[float, int] = {}
             for j, x in enumerate(spot):
                 level = seen.get(round(float(x), 9), 0)  # equal values are stacked

@@ -71,12 +71,12 @@ def figure_4(layers: int = 12) -> Outcome:
 
 
 def stable_rows(outcome: Outcome, arguments: Arguments) -> Arrays:
-    """002/figures-7-8: three layers of explicit rows from two and from three clusters, and from a tie with the mean."""
+    """002/figures-7-8: two layers of explicit rows from two and from three clusters, and from a tie with the mean."""
     rows = {}
     starts = {"two": [0.0, 0, 1, 1, 1], "three": [0.0, 0, 1, 3, 3], "tie": [0.0, 0, 1, 2, 2]}
     for name, x in starts.items():
         layers = [jnp.asarray([x])]
-        for _ in range(3):
+        for _ in range(2):
             z = layers[-1] - jnp.mean(layers[-1], axis=1, keepdims=True)
             layers.append(jnp.maximum(jnp.concatenate([z, -z]), 0.0))
         rows[name] = layers
