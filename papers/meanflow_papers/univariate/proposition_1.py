@@ -101,8 +101,10 @@ def proposition_1(width: int = 200, t1: float = 1.0, saves: int = 200, clouds: i
     early = slice(1, saves // 10)
     return Outcome(
         "004/proposition-1",
-        f"true, to {worst:.0e}, of measures without mass on the rays of the samples, in mean-field time. The flow brings "
-        f"mass there: along a solution differences agree with (13) within {error[early].min():.1%} at first; at t = {t1:g}, "
+        f"true, to {worst:.0e}, of measures without mass on the rays of the samples, in mean-field time. The flow "
+        "brings "
+        f"mass there: along a solution differences agree with (13) within {error[early].min():.1%} at first; at t "
+        f"= {t1:g}, "
         f"where {caught[-1]:.0%} of the neurons sit on rays, it is off by {error[-1]:.0%}",
         {"times": times, "rates": rates, "right side": sides, "on rays": caught},
         (
