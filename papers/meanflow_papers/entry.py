@@ -60,7 +60,6 @@ class Entry:
     Attributes:
         name: paper and item, ``"001/figure-1"``.
         title: one line that says what is to be seen.
-        claims: what the paper says, in its own words, with the places; formulas without the commands of TeX.
         compute: the function that reproduces it; None when it is out of scope.
         draw: makes the figure from the outcome's data; None draws the criteria instead.
         picture: computes arrays that only the drawing needs, from the outcome and the arguments it was run with.
@@ -73,11 +72,11 @@ class Entry:
         data: name of the data set it needs: "mnist", "fashion", "cifar-10" or "cifar-100".
         explained: known failures of a criterion (glob of its name) with the reason; they are shown, not hidden.
         full_only: the same for criteria that the small size cannot test.
+        claims: what the paper says, in its own words, with the places; formulas without the commands of TeX.
     """
 
     name: str
     title: str
-    claims: Quotes = ()
     compute: Compute | None = None
     draw: Draw | None = None
     picture: Picture | None = None
@@ -91,6 +90,7 @@ class Entry:
     data: str = ""
     explained: dict[str, str] = field(default_factory=dict)
     full_only: dict[str, str] = field(default_factory=dict)
+    claims: Quotes = ()
 
     def __post_init__(self) -> None:
         for what, value, allowed in (
@@ -161,7 +161,6 @@ def entry(
         DECLARED[name] = Entry(
             name,
             title,
-            claims,
             compute,
             draw,
             picture,
@@ -175,6 +174,7 @@ def entry(
             data=data,
             explained=explained or {},
             full_only=full_only or {},
+            claims=claims,
         )
         return compute
 

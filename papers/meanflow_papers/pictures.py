@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike
 
 from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
@@ -148,9 +149,14 @@ def tree(layers: Sequence[ArrayLike], ax: Axes | None = None, *, counts: bool = 
     marks = [
         (MARKERS[j % len(MARKERS)], COLORS[j % len(COLORS)], f"$x_{j + 1}$") for j in range(first.shape[1])
     ]
+    handles = []
     for marker, color, label in (*marks, ("|", PALE, "0"), ("|", REFERENCE, "mean")):
-        ax.plot([], [], marker, color=color, label=label, ms=8 if marker == "|" else 5)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, -0.12), ncols=first.shape[1] + 2, fontsize=8)
+        handles.append(
+            Line2D([], [], ls="", marker=marker, color=color, label=label, ms=8 if marker == "|" else 5)
+        )
+    ax.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, -0.12), ncols=first.shape[1] + 2, fontsize=8
+    )
     ax.set(xlim=(0, 1), ylim=(-count + 0.7, 0.5), xticks=[])
     ax.set_yticks([-d for d in range(count)], [f"layer {d}" for d in range(count)])
     ax.spines[:].set_visible(False)

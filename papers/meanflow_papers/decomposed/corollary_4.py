@@ -64,7 +64,7 @@ def draw(data: Arrays) -> Figure:
             "rescaling",
         ),
     ),
-    minutes=(0.1, 0.1),
+    minutes=(0.03, 0.03),
     verdict="corrected",
     setup="four points in three dimensions, 2000 runs; and four random points with their mean, up to 3000 neurons.",
     draw=draw,

@@ -63,7 +63,7 @@ def draw(data: Arrays) -> Figure:
             "Then, with probability at least gamma(X^(t+1)), rank(ReLU(W^(r+1)X^(t+1))) = t+1",
         ),
     ),
-    minutes=(0.1, 0.1),
+    minutes=(0.02, 0.02),
     setup="60 random batches in the plane and in three dimensions, t + 1 = 4 and 6 samples; 4000 neurons each.",
     draw=draw,
 )

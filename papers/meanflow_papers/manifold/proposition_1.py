@@ -65,7 +65,7 @@ def draw(data: Arrays) -> Figure:
     "001/proposition-1",
     title="the metric is an inner product on tangent spaces, and its lengths are angles",
     claims=(("Proposition 1", "Then, h is an inner product on T_(a,b) M."),),
-    minutes=(0.05, 0.05),
+    minutes=(0.02, 0.02),
     setup="3000 random points and covariances in 2 to 8 dimensions, condition numbers up to 1e4.",
     draw=draw,
 )

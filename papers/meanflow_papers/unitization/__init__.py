@@ -9,6 +9,7 @@ from meanflow_papers.unitization import dense as dense
 from meanflow_papers.unitization import figure_2 as figure_2
 from meanflow_papers.unitization import figure_3 as figure_3
 from meanflow_papers.unitization import figure_3_layers as figure_3_layers
+from meanflow_papers.unitization import imagenet as imagenet
 from meanflow_papers.unitization import presets as presets
 from meanflow_papers.unitization import table_4 as table_4
 from meanflow_papers.unitization import tables_1_2 as tables_1_2

@@ -151,7 +151,7 @@ def draw(data: Arrays) -> Figure:
     ),
     small={"epochs": 20, "variants": ("(10) n=HW",)},
     full={"epochs": 100, "rows": 400, "reach": 5, "critic": PAPER},
-    minutes=(3.0, 600.0),
+    minutes=(2.5, 600.0),
     verdict="corrected",
     explained={"largest ratio of exact distances at a drop": SHORT},
     setup="1-16-16-16-16 convolutions with unitization on digits, full: batch norm too (the paper: six layers of "

@@ -71,7 +71,7 @@ def draw(data: Arrays) -> Figure:
         apart.plot(x, f - natural, label=name, **style)
     above.plot(data["x"], data["y"], "x", color=SAMPLE, ms=6, mew=1.3, zorder=4, label="samples")
     apart.plot(data["x"], np.zeros(len(data["x"])), "x", color=SAMPLE, ms=5, zorder=4, label="samples")
-    above.set_title("networks of minimum norm")
+    above.set_title("networks of minimum norm, and trained at $\\delta = -100$")
     apart.set_title("distance to the natural spline")
     grid[2].set_title("wide networks reach their limit ...")
     grid[3].set_title("... which is the natural spline for wide biases")

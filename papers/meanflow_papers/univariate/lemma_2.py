@@ -79,7 +79,7 @@ def draw(data: Arrays) -> Figure:
             "-rho_k^2 ||tilde x_k||^2, or sum_{i=k+1}^s rho_i rho_k (tilde x_i, tilde x_k) > -rho_k^2 ||tilde x_k||^2.",
         ),
     ),
-    minutes=(0.05, 0.05),
+    minutes=(0.02, 0.02),
     verdict="corrected",
     setup="4000 random sets of six samples with normal residuals, 48000 rays.",
     draw=draw,

@@ -64,7 +64,7 @@ def draw(data: Arrays) -> Figure:
             "dot rho_j(t) = -tilde x_j^T sum_{k; A_k subset B_j} Sigma_k(t) (sum_{j' in C_k} rho_{j'}(t) tilde x_{j'})",
         ),
     ),
-    minutes=(0.15, 0.15),
+    minutes=(0.03, 0.03),
     verdict="corrected",
     setup="canonical flow in mean-field time, 200 neurons, five samples, sliding solver; 20 random clouds.",
     draw=draw,

@@ -62,7 +62,7 @@ def draw(data: Arrays) -> Figure:
     "004/proposition-4",
     title="the flow of (a, b, c) in canonical coordinates, and its sign",
     claims=(("Proposition 4, equation (19)", "dot w_i(t) = P_i · nabla_{w_i} tilde L(w), i = 1, ..., m,"),),
-    minutes=(0.2, 0.2),
+    minutes=(0.15, 0.15),
     verdict="corrected",
     setup="seven random neurons, four samples, alpha = m, sqrt m and 1; adaptive steps, tolerance 1e-11.",
     draw=draw,

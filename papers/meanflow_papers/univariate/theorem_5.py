@@ -84,7 +84,7 @@ def draw(data: Arrays) -> Figure:
         ("Theorem 5, equation (25)", "min_f ||f||_RF^2 := int_Omega |f''(u)|^2/nu(u) du s.t. f(x_i) = y_i"),
         ("after Theorem 5", "In particular, independent uniform initialization yields cubic splines"),
     ),
-    minutes=(0.1, 0.1),
+    minutes=(0.06, 0.06),
     verdict="corrected",
     setup="sections K(., x0), whose squared norm is K(x0, x0): one slope and uniform biases, and normal (a, b), by "
     "quadrature; fourth derivatives for independent uniforms.",
@@ -181,7 +181,7 @@ def draw_corollary(data: Arrays) -> Figure:
         ),
         ("Corollary 6", "K_NTK is also piece-wise cubic."),
     ),
-    minutes=(0.1, 0.1),
+    minutes=(0.06, 0.06),
     verdict="corrected",
     setup="a = +-1 and b uniform on (-1, 1) for the sections; a = 1 and b uniform on (0, 1) for the norm; E(c^2) "
     "= 0.3.",
