@@ -105,7 +105,7 @@ def tree(layers: Sequence[ArrayLike], ax: Axes | None = None, *, counts: bool = 
     ax = axes(ax)
     places = {0: [0.5]}
     first = np.atleast_2d(np.asarray(layers[0], float))
-    reach = 0.42 / len(layers[-1])
+    reach = 0.42 / len(np.atleast_2d(np.asarray(layers[-1])))
     scale = 2 * reach / max(float(np.ptp(first)), 1e-300)
     for depth, rows in enumerate(layers):
         rows = np.atleast_2d(np.asarray(rows, float))

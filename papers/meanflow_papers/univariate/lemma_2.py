@@ -25,7 +25,7 @@ def draw(data: Arrays) -> Figure:
     """How rays are judged by the field, against the sum of Lemma 2; the force around the circle for one data set."""
     figure, (left, right) = panels(1, 2, width=5.4, height=4.2)
     sums, true = np.asarray(data["sums"]).ravel(), np.asarray(data["true"]).ravel()
-    bins = np.linspace(-4, 4, 65)
+    bins = np.linspace(-4, 4, 65).tolist()
     parts = [np.clip(sums[true], -4, 4), np.clip(sums[~true], -4, 4)]
     names = ["attracts one sign of $r$ and repels the other", "does neither (at 0: no samples on that side)"]
     left.hist(parts, bins, stacked=True, color=[COLORS[0], PALE], label=names)
