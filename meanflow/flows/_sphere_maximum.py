@@ -1,6 +1,6 @@
 """The largest |F| over the unit sphere, F(u) = sum_j r_j s(z_j . u), with an upper bound; on the host, in float64.
 
-For s(t) = plus t or minus t by the sign of t, such as ReLU, the hyperplanes z_j . u = 0 cut space into cells, on each of
+For s(t) = plus t or minus t by the sign of t, such as ReLU, the hyperplanes z_j . u = 0 cut space into cells, on
 which F(u) = <g, u>: a maximum lies at g/|g| for the g of its cell, or on a hyperplane, where the same holds in one
 dimension less. ``stationary`` walks all these faces, O(n^(d-1)) of them. ``cover`` bounds F for any s on boxes that
 cover the sphere: by value, slope and curvature at the middle, and by how far samples are from their kinks.
@@ -207,7 +207,10 @@ def cover(
         axis = np.argmax(half[now], axis=1)
         step = np.zeros_like(half[now])
         step[np.arange(len(now)), axis] = half[now, axis] / 2
-        fresh, narrow = np.concatenate([middle[now] + step, middle[now] - step]), np.tile(half[now] - step, (2, 1))
+        fresh, narrow = (
+            np.concatenate([middle[now] + step, middle[now] - step]),
+            np.tile(half[now] - step, (2, 1)),
+        )
         u, value, bound = bounds(fresh, narrow)
         # a part is bounded by the whole, too
         bound = np.minimum(bound, np.tile(most[now], 2))

@@ -154,7 +154,10 @@ def test_a_step_of_descent_has_the_mean_of_steps_on_fresh_samples(activation, ra
     gap = np.abs(samples.mean(axis=0) - run.final.particles.b)
     assert np.all(gap < 4 * samples.std(axis=0) / draws**0.5)
     moved = a - eta / d * outer * error[:, None] * value
-    assert np.all(np.abs(moved.mean(axis=0) - run.final.particles.a) <= 4 * moved.std(axis=0) / draws**0.5)
+    # a layer that stands still has no error but the rounding of a mean
+    assert np.all(
+        np.abs(moved.mean(axis=0) - run.final.particles.a) < 4 * moved.std(axis=0) / draws**0.5 + 1e-9
+    )
     # the terms in eta^2 are seen at this precision
     plain = mf.descend(
         flow, start, data.overlaps(mf.Cloud(mf.Neurons(a, b)))[0], 1, step=eta / d, clock="gradient"
@@ -190,10 +193,11 @@ def test_hundreds_of_neurons():
     rng = np.random.default_rng(4)
     cloud = mf.Cloud(mf.Neurons(jnp.ones(k), rng.normal(size=(k, k)) / k))
     law, start = data.overlaps(cloud)
-    run = mf.descend(flow, start, law, 20, step=0.01, clock="gradient")
-    full = mf.descend(flow, cloud, data, 20, step=0.01, clock="gradient")
-    # Euler steps differ by the product of two steps
-    np.testing.assert_allclose(run.energy[-1], full.energy[-1], rtol=0.02)
+    runs = [
+        mf.solve(flow, *pair, 0.02, step=0.005, clock="gradient") for pair in ((start, law), (cloud, data))
+    ]
+    assert runs[0].energy[-1] < 0.9 * mf.energy(flow, cloud, data)
+    np.testing.assert_allclose(runs[0].energy[-1], runs[1].energy[-1], rtol=1e-6)
 
 
 @pytest.mark.slow
