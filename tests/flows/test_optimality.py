@@ -1,4 +1,4 @@
-"""Certificates of global optimality against scans, convex programs over all cells, closed forms and trained networks."""
+"""Certificates of global optimality against scans, convex programs over all cells and trained networks."""
 
 import jax.numpy as jnp
 import numpy as np
