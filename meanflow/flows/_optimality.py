@@ -374,7 +374,7 @@ def global_minimum(
         used = np.abs(charges) > 1e-12 * max(np.abs(charges).max(), 1e-300)
         if directions is None:
             fresh = sphere.improving(dual, unit_price * price[0] * (1 + tolerance / 2))
-            force = fresh.bound / (unit_price * price[0])
+            force = fresh.bound / float(unit_price * price[0])
         else:
             costly = prices > 0
             force = float(np.max(np.abs(dual @ columns)[costly] / prices[costly], initial=0.0)) / unit_price

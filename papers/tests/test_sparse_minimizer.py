@@ -158,7 +158,7 @@ def test_rounds_that_run_out_return_the_last_candidate():
     assert best.dual <= best.primal <= best.dual * (1 + 1e-6)
     np.testing.assert_allclose(best.function()(jnp.asarray(x)) - y, best.rho, atol=1e-9)
     few = sparse_minimizer(*SQUARE, 0.1, rounds=1)
-    assert few.bound > 1 + 1e-3  # not yet optimal, and it says so
+    assert few.bound > 1 + 1e-6  # not yet optimal, and it says so
     assert few.dual <= sparse_minimizer(*SQUARE, 0.1).primal <= few.primal
 
 

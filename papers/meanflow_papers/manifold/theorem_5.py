@@ -61,10 +61,10 @@ def theorem_5(width: int = 64, points: int = 64, t1: float = 300.0) -> Outcome:
     The paper claims that from a start which separates the directions the flow, if it converges, converges to a global
     minimum. The teacher has three neurons; the student starts with a = 0.
 
-    Decisive are the gaps to the global minimum at the end: certified to be small from the circle, and from the first arc
-    bounded from below (with a large max |F|) while the speed vanishes, a critical point that is not a minimum. The
-    second arc separates nothing either, and its energy becomes small all the same: separation is not necessary. Whether
-    the flow has converged is asked too: the energy of the runs that succeed still falls at the end.
+    Decisive are the gaps to the global minimum at the end: certified to be small from the circle, and bounded from
+    below from the first arc (with a large max |F|) while the speed vanishes, a critical point that is not a minimum.
+    The second arc separates nothing either, and its energy becomes small all the same: separation is not necessary.
+    Whether the flow has converged is asked too: the energy of the runs that succeed still falls at the end.
     """
     x = ring(points)
     student = mf.batchnorm_manifold(activations.softplus(4.0), covariance=np.diag(SPREAD), mean=np.zeros(2))
