@@ -363,7 +363,7 @@ def global_minimum(
             raise ValueError("penalty must be the same for all directions, unless directions are given")
         # rounding in what the user computes must not choose between directions
         u = np.concatenate([u, sphere.improving(-q * y, lam * price[0]).directions.reshape(-1, u.shape[1])])
-    for number in range(rounds):
+    for turn in range(rounds):
         prices = sphere.prices(u) if directions is not None else np.full(len(u), price[0])
         columns, unit_price = sphere.columns(u), lam if lam > 0 else 1.0
         if lam > 0:
@@ -378,7 +378,7 @@ def global_minimum(
         else:
             costly = prices > 0
             force = float(np.max(np.abs(dual @ columns)[costly] / prices[costly], initial=0.0)) / unit_price
-        if force <= 1 + tolerance or number == rounds - 1:
+        if force <= 1 + tolerance or turn == rounds - 1:
             break
         u = np.concatenate([u[used], fresh.directions])
     u, charges, prices = u[used], charges[used], prices[used]
