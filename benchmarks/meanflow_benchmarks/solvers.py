@@ -247,17 +247,19 @@ def overlaps(size: int = 4, end: float = 20.0, rate: float = 1.0, repeats: int =
         here = start.at(mf.Neurons(fixed, b.reshape(shape)))
         return mf.velocity(flow, here, law).b.ravel() / size  # on the gradient clock
 
-    tolerances = {"rtol": 1e-6, "atol": 1e-8}
+    rtol, atol = 1e-6, 1e-8
 
     def by_scipy() -> np.ndarray:
         first = np.asarray(start.particles.b).ravel()
-        return solve_ivp(lambda _, b: np.asarray(velocity(b)), (0.0, end), first, **tolerances).y[:, -1]
+        return solve_ivp(lambda _, b: np.asarray(velocity(b)), (0.0, end), first, rtol=rtol, atol=atol).y[
+            :, -1
+        ]
 
     def by_loop(step: mf.Adaptive) -> jax.Array:
         run = mf.solve(flow, start, law, end, clock="gradient", step=step, observe=_nothing)
         return run.final.particles.b.ravel()
 
-    ours = mf.Adaptive(**tolerances)
+    ours = mf.Adaptive(rtol, atol)
     best = by_loop(mf.Adaptive(1e-11, 1e-13))
     seconds = interleaved({"solve": lambda: by_loop(ours), "scipy": by_scipy}, repeats)
     return {
