@@ -28,7 +28,7 @@ from meanflow.flows import _equation as equation
 from meanflow.flows._features import TwoLayer
 from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.flows._losses import NAMED, squared
-from meanflow.flows._sphere_maximum import Maximum, Shape, Slopes, cover, face_count, stationary
+from meanflow.flows._sphere_maximum import Maximum, Shape, Slopes, cover, stationary
 from meanflow.geometry._neurons import SignedSphere
 from meanflow.measures import laws
 from meanflow.measures._cloud import CLOUD, Cloud, Neurons
@@ -177,7 +177,7 @@ class _Sphere:
         """Return max |F| for residuals r (n, k): exact where faces are few, else bounded."""
         n, e = self.z.shape
         act = self.feature.activation
-        if self.slopes and r.shape[1] == 1 and face_count(n, e) <= budget:
+        if self.slopes and r.shape[1] == 1 and 2 * n ** (e - 1) <= budget:
             return stationary(self.z, r[:, 0], self.slopes)
         if self.slopes:
             slopes = self.slopes
@@ -237,10 +237,11 @@ def certificate(
     >>> import jax.numpy as jnp, meanflow as mf
     >>> penalty = lambda w: (w.a**2 + jnp.sum(w.b**2, axis=1)) / 2
     >>> flow = mf.vanilla("relu", penalty=(penalty, 0.1))
-    >>> data = mf.Dataset(jnp.eye(2), jnp.array([1.0, 0.0]))
-    >>> found = mf.flows.certificate(flow, mf.Cloud(mf.Neurons(jnp.ones(1), jnp.array([[1.0, 0.2]]))), data)
-    >>> round(found.lower, 3), round(found.upper, 3)
-    (0.012, 0.013)
+    >>> data = mf.Dataset(jnp.eye(2), jnp.array([1.0, 1.0]))
+    >>> network = mf.Cloud(mf.Neurons(jnp.ones(1), jnp.array([[1.0, 0.5]])))
+    >>> found = mf.flows.certificate(flow, network, data)
+    >>> print(f"{found.lower:.4f} <= {float(mf.energy(flow, network, data)) - 0.1314:.4f} <= {found.upper:.4f}")
+    0.0232 <= 0.0436 <= 0.0850
     """
     flow = bind_and_check(flow, cloud, data)
     sphere = _Sphere(flow, data)
@@ -341,7 +342,7 @@ def global_minimum(
     >>> data = mf.Dataset(jnp.array([[-1.0], [0.0], [1.0]]), jnp.array([1.0, 0.0, 1.0]))
     >>> found = mf.flows.global_minimum(flow, data)
     >>> round(found.value, 6), round(found.bound, 6), found.cloud.size
-    (0.262132, 0.262132, 2)
+    (0.155, 0.155, 3)
     """
     flow = flow.bind(data)
     if (
