@@ -50,6 +50,12 @@ STARTS: dict[str, tuple[float, float] | None] = {  # angles between which the ne
 @entry(
     "001/theorem-5",
     title="a separating start reaches the global minimum; without one the flow may get stuck, or not",
+    claims=(
+        (
+            "Theorem 5",
+            "then bar rho_inf is a global minimizer of bar L(rho) over all probability distributions on M.",
+        ),
+    ),
     minutes=(0.13, 0.13),
     verdict="confirmed",
     setup="64 neurons with a = 0 on the circle or on one of two arcs, three-neuron softplus teacher, t = 300.",
@@ -98,7 +104,6 @@ def theorem_5(width: int = 64, points: int = 64, t1: float = 300.0) -> Outcome:
     rate = lambda row: -np.diff(np.log(row["energy"][-2:]))[0] / np.diff(np.log(times[-2:]))[0]
     return Outcome(
         "001/theorem-5",
-        "From a separating initialization the flow converges to a global minimum.",
         f"At t = {t1:g} the energy from the circle is {circle['energy'][-1]:.1e} and still falls like "
         f"t^-{rate(circle):.1f}: the minimum 0 is approached, not reached. From the arc [0, 0.5] the flow stops at "
         f"{stuck['energy'][-1]:.3f}, where max |F| = {stuck['certificate']:.2f}: a critical point, at least "
