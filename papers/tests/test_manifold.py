@@ -57,6 +57,7 @@ def test_long_experiments(experiment):
         assert values["energy from the arc [1.2, 1.6]"] == pytest.approx(6.5e-5, rel=0.1)
         assert values["energy from the arc [0, 0.5]"] == pytest.approx(0.12, abs=0.005)
         assert values["certificate there"] == pytest.approx(0.28, abs=0.01)
+        assert values["gap to the global minimum there, at least"] == pytest.approx(0.0788, abs=0.001)
     if experiment is figure_1:
         assert values["Q of BN at 4000, narrow"] == pytest.approx(-0.86, abs=0.01)
         assert values["largest peak speed at equal loss, wide"] == pytest.approx(0.67, abs=0.01)
