@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import diffrax
@@ -258,7 +258,22 @@ class Expansion(eqx.Module):
         return jax.tree.map(root, self.mean, self.covariance)
 
 
-SETTINGS = unchecked("solve and descend check their own arguments")
+def _seen(name: str, value: object) -> object:
+    """Accept inputs, or anything to observe. A kind of ``_boundary``."""
+    named = isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, str) for one in value)
+    if value is None or named or isinstance(value, str | Mapping | Observable | Dataset):
+        return value
+    return (_boundary.function if callable(value) else INPUTS)(name, value)
+
+
+def _solver(name: str, value: object) -> object:
+    """Accept the two functions that run a flow. A kind of ``_boundary``."""
+    from meanflow.solvers._continuous import solve
+    from meanflow.solvers._discrete import descend
+
+    if value is not solve and value is not descend:
+        raise ValueError(f"{name} must be mf.solve or mf.descend, got {_boundary.show(value)}")
+    return value
 
 
 @checked
@@ -266,17 +281,15 @@ def fluctuations(
     flow: Flow,
     cloud: Cloud,
     data: Dataset,
-    t1: Annotated[float | Array, SETTINGS],
-    x: Annotated[
-        Real[ArrayLike, "n *d"] | observables.Observe, unchecked("INPUTS or observables.resolve check it")
-    ] = None,
+    t1: _boundary.Number,
+    x: Annotated[Real[ArrayLike, "n *d"] | observables.Observe, _seen] = None,
     *,
     directions: Natural | None = None,
     key: PRNGKey | None = None,
     paired: bool = False,
     chunk: Count = 64,
-    run: Annotated[Callable[..., Solution] | None, unchecked("checked below")] = None,
-    **settings: Annotated[Any, SETTINGS],
+    run: Annotated[Callable[..., Solution], _solver] | None = None,
+    **settings: Annotated[Any, unchecked("solve and descend check their own arguments")],
 ) -> Expansion:
     """Compute how networks of finite width scatter around one run: covariance and bias over initializations, times m.
 
@@ -321,10 +334,7 @@ def fluctuations(
     ((1, 1), (1, 1, 1), [[0.04]])
     """
     from meanflow.solvers._continuous import solve
-    from meanflow.solvers._discrete import descend
 
-    if run not in (None, solve, descend):
-        raise ValueError(f"run must be mf.solve or mf.descend, got {_boundary.show(run)}")
     of = _what(flow, cloud, data, x)
     one = Fluctuations(
         of,
@@ -339,15 +349,13 @@ def fluctuations(
 
 def _what(flow: Flow, cloud: Cloud, data: Dataset, x: object) -> Observables:
     """Return the observable behind the argument ``x``."""
-    named = isinstance(x, Sequence) and len(x) > 0 and all(isinstance(one, str) for one in x)
-    if named or callable(x) or isinstance(x, str | Mapping | Observable | Dataset):
-        found = observables.resolve(x, flow.bind(data), data)  # type: ignore[arg-type]
-        assert found is not None
-        return found
     if x is None:
         if isinstance(data, Population):
             raise ValueError("x must be given for a population, which has no samples to predict, got None")
         return observables.Predictions()
-    inputs = INPUTS("x", x)
-    flow.bind(data).begin(cloud).check(cloud, inputs)
-    return observables.Predictions(inputs)
+    if isinstance(x, jax.Array):
+        flow.bind(data).begin(cloud).check(cloud, x)
+        return observables.Predictions(x)
+    found = observables.resolve(x, flow.bind(data), data)  # type: ignore[arg-type]
+    assert found is not None
+    return found
