@@ -178,7 +178,7 @@ def test_flags_alone_and_failed_cells():
         ("grid.deltas=3", "grid.deltas must be a list of numbers, got 3"),
         ("grid.deltas=abc", "grid.deltas must be a list of numbers, got 'abc'"),
         ("grid.scales=['a']", "grid.scales must be a list of numbers"),
-        ("run.step='abc'", "step must be a number, got 'abc'"),
+        ("run.step='abc'", "step must be a number or a StepRule, got 'abc'"),
         ("run.step={kernel='abc'}", "kappa must be a number, got 'abc'"),
         ("run.solver='sliding'", "got 'solver' (it belongs to runs with t1)"),
         ("run.key='abc'", "key must be an integer"),
@@ -256,7 +256,13 @@ def test_what_the_report_animates_can_be_asked_for(config, tmp_path):
     where = json.loads(call("report", store, "--json"))["report"]
     page = re.search(r'<script id="data"[^>]*>(.*?)</script>', pathlib.Path(where).read_text(), re.DOTALL)
     shown = json.loads(page.group(1))
-    assert np.shape(shown["neurons"]["u"]) == (2, 3, 5, 4) and np.shape(shown["f"]) == (2, 3, 5, 101)
+    assert np.shape(shown["neurons"]["u"]) == (2, 3, 5, 4) and np.shape(shown["function"]["values"]) == (
+        2,
+        3,
+        5,
+        1,
+        101,
+    )
     assert shown["summary"].endswith("0 failed. Pictures at scale = 0.5.")
 
 

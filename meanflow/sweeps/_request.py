@@ -62,6 +62,8 @@ FLOWS: dict[str, Callable[..., Flow]] = {
 # whose further arguments a constructor passes on
 OPTIONS: dict[str, Callable[..., Flow]] = {
     "batchnorm_manifold": models.batchnorm,
+    "planar": univariate.lifted,
+    "radial": univariate.lifted,
 }
 Stop: TypeAlias = Annotated[Callable[[], bool], function]
 

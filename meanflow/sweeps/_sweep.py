@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._devices import Cell, Results
 from meanflow.sweeps._grid import PLAIN, SHOWN, Grid, Group, Value
-from meanflow.sweeps._networks import SETTINGS, Init, Model, Samples, Sweep, Values, settings_of, structure_of
+from meanflow.sweeps._networks import SETTINGS, Init, Model, Samples, Sweep, Values, settings_of
 from meanflow.sweeps._plan import AXES, SEEDS, Execution, Plan, Seeds, any_key
 
 if TYPE_CHECKING:  # slow to import
@@ -201,14 +202,12 @@ def find_horizon(t1: float | None, steps: int | None, saves: Values, clock: obje
     }
 
 
-def check_data(plan: Sweep) -> int:
-    """Check the data of all cells, which must be of one kind and hold a batch; return the largest number of samples."""
-    first, sizes = plan._data(0), []
-    cells, _ = plan.grid.one_each(
-        [n for n in plan.grid.axes if n in (*plan.taken.get("data", ()), *plan.makers)]
-    )
-    for cell in cells:
-        found, made = plan._data(cell), plan.made(cell)
+def check_data(plan: Sweep) -> None:
+    """Check the data of all cells, which must be of one kind and hold a batch."""
+    first = plan.data(0)
+    names = dict.fromkeys([*plan.taken.get("data", ()), *plan.makers])
+    for cell in plan.grid.one_each(names)[0]:
+        found, made = plan.data(cell), plan.made(cell)
         kinds = [[(u.shape[1:], u.dtype) for u in (one.x, one.y)] for one in (first, found)]
         if kinds[0] != kinds[1]:
             raise ValueError(
@@ -219,12 +218,9 @@ def check_data(plan: Sweep) -> int:
             raise ValueError(
                 f"data.x must have shape {'(n,)' if rank == 1 else '(n, d)'} for this flow, got {found.x.shape}"
             )
-        batches = made.get("batches")
-        if batches is not None:
-            with_key = eqx.tree_at(lambda b: b.key, batches, plan.key, is_leaf=lambda u: u is None)
-            with_key.check(found)
-        sizes.append(found.size)
-    return max(sizes)
+        if made.get("batches") is not None:
+            is_none = lambda u: u is None
+            eqx.tree_at(lambda b: b.key, made["batches"], plan.key, is_leaf=is_none).check(found)
 
 
 AMPLITUDES = sequence(number(static=True))
@@ -317,14 +313,11 @@ def sweep(
     horizon, along = find_horizon(t1, steps, saves, settings.get("clock"))
     names = [name for name in grid.axes if name not in ("width", "seed")]
     taken = find_takers({"flow": flow, "data": data, "init": init} | settings, names)
-    shared = data if isinstance(data, Dataset) else None
     draft = Sweep(
         grid=grid,
-        groups=(),
-        shared=shared,
+        shared=data if isinstance(data, Dataset) else None,
         execution=execution or Execution(),
         samples=data,
-        room=None,
         flow=flow,
         init=init,
         observe={},
@@ -334,26 +327,17 @@ def sweep(
         key=any_key("key", key),
         along=along,
     )
-    known: list[object] = []
-    cells, which = grid.one_each(draft.makers)
-    for cell in cells:
+    for cell in grid.one_each(draft.makers)[0]:
         for name, value in draft.made(cell).items():
             if name != "flow":
                 solver.kinds()[name](name, value)  # type: ignore[attr-defined]
-        known.append(structure_of(draft.made(cell)))
+    check_data(draft)
     template = draft.made(0)["flow"]
-    room = check_data(draft)
     check_changes(template, grid, taken)
-    first = jax.tree.map(jnp.asarray, draft._data(0))
+    first = jax.tree.map(jnp.asarray, draft.data(0))
     recorded = choose(observe, template.bind(first).observables(first))
     check_names(grid, recorded, along["name"])
-    kinds = np.array([known.index(one) for one in known])[which]
-    plan = dataclasses.replace(
-        draft,
-        groups=grids.make_groups(grid, kinds.tolist(), draft.execution.waste),
-        observe=recorded,
-        room=None if shared is not None else room,
-    )
+    plan = dataclasses.replace(draft, observe=recorded)
     return plan.run(store=store) if compute else plan
 
 
@@ -390,6 +374,11 @@ class FunctionSweep(Plan):
     key: Key[Array, ""]
     dims: dict[str, list[str]]
 
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Cells whose values differ in numbers only."""
+        return grids.make_groups(self.grid, self.grid.one_each(filter(self._is_fixed, self.grid.axes))[1])
+
     def cell(self, group: Group) -> FunctionCell:
         """Return the function with the values of the axes that are not traced."""
         values = self.grid.at(group.cells[0])
@@ -397,11 +386,11 @@ class FunctionSweep(Plan):
 
     def inputs(self, group: Group, cells: Sequence[int], multiple: int = 1) -> PyTree[np.ndarray]:
         """Return keys and axis values of some cells, with a leading axis; there are no clouds to fill up."""
-        values = [self.grid.at(cell) for cell in cells]
+        places = self.grid.places(np.asarray(cells))
         traced = [name for name in self.grid.axes if name != "seed" and not self._is_fixed(name)]
-        keys = [jax.random.fold_in(self.key, v["seed"]) for v in values]
+        keys = [jax.random.fold_in(self.key, self.grid.axes["seed"][k]) for k in places["seed"]]
         return {
-            "axes": {name: plans.numbers([v[name] for v in values]) for name in traced},
+            "axes": {name: plans.numbers(self.grid.axes[name])[places[name]] for name in traced},
             "key": np.stack([np.asarray(jax.random.key_data(k)) for k in keys]),
         }
 
@@ -477,10 +466,8 @@ def sweep_function(
     if missing:
         raise ValueError(f"function must take every axis by name, got one that does not take {missing}")
     execution = execution or Execution()
-    fixed = [name for name, values in grid.axes.items() if not grids.is_numeric(values)]
     return FunctionSweep(
         grid=grid,
-        groups=grids.make_groups(grid, grid.one_each(fixed)[1].tolist()),
         shared=None,
         execution=dataclasses.replace(execution, chunk=execution.chunk or 1024),
         function=function,
