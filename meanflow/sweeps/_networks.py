@@ -537,12 +537,12 @@ def stack_padded(many: Sequence[Stacked], size: int) -> Stacked:
     """
     lib: Any = np if set(map(type, jax.tree.leaves(many))) == {np.ndarray} else jnp
 
+    def filled(u: Any) -> Any:
+        return lib.concatenate([u, lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:]))])
+
     def grown(*values: Any) -> Any:
-        if not np.ndim(values[0]):  # the width of a cloud
-            return lib.stack(values)
-        return lib.stack(
-            [lib.concatenate([u, lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:]))]) for u in values]
-        )
+        # the width of a cloud has no axis
+        return lib.stack([*map(filled, values)] if np.ndim(values[0]) else values)
 
     full: Stacked = jax.tree.map(grown, *many)
     sizes = np.array([len(one.weights) for one in many])
