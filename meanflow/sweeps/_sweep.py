@@ -69,29 +69,24 @@ def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Ob
     if observe is None:
         return usual
     if isinstance(observe, Mapping):
-        taken = next((name for name in observe if name in PLAIN), None)
-        if taken is not None:
-            raise ValueError(f"observe must not use the name {taken!r}, which every sweep records itself")
+        if taken := sorted(set(observe) & set(PLAIN)):
+            raise ValueError(f"observe must not use the name {taken[0]!r}, which every sweep records itself")
         given = {
-            n: as_observable(f"observe[{n!r}]", one, defaults)
-            for n, one in observe.items()
-            if one is not None
+            n: as_observable(f"observe[{n!r}]", u, defaults) for n, u in observe.items() if u is not None
         }
         return {n: one for n, one in usual.items() if n not in observe} | given
     if not isinstance(observe, str | list | tuple):
         raise ValueError(f"observe must be None, names or a dict of observables, got {observe!r}")
-    names = [observe] if isinstance(observe, str) else list(observe)
-    everything = usual if "default" in names else {}
-    return everything | named([name for name in names if name != "default"], defaults)
+    names = [observe] if isinstance(observe, str) else observe
+    return (usual if "default" in names else {}) | named([n for n in names if n != "default"], defaults)
 
 
 def check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> None:
     """Refuse observables and their axes that are called like an axis of the grid, before hours of computing."""
-    recorded = {*PLAIN, *observe, along}.union(*(one.dims for one in observe.values()))
-    clash = next((name for n in grid.axes if (name := SHOWN.get(n, n)) in recorded), None)
-    if clash is not None:
+    recorded = {*PLAIN, *observe, along}.union(*[one.dims for one in observe.values()])
+    if clash := sorted(recorded & {SHOWN.get(name, name) for name in grid.axes}):
         raise ValueError(
-            f"axes and observables need different names, got {clash!r} for an axis and for something recorded"
+            f"axes and observables need different names, got {clash[0]!r} for an axis and for something recorded"
         )
 
 
@@ -120,42 +115,45 @@ def find_takers(functions: Mapping[str, object], names: Sequence[str]) -> dict[s
     for name, one in functions.items():
         if not callable(one) or isinstance(one, eqx.Module | type):
             continue
-        parameters = inspect.signature(one).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # width is an argument of every init, and data are the same for all widths
-        more = {"data": ("seed",), "init": ("seed",)}.get(name, ("width",))
-        own = [n for n in more if n in parameters]
-        taken[name] = (*(n for n in names if anything or n in parameters), *own)
+        more = "seed" if name in ("data", "init") else "width"
+        taken[name] = tuple(arguments(one, [*names, more], (more,)))
     reached = {"delta", "scale", *SETTINGS}.union(*taken.values())
-    lost = next((name for name in names if name not in reached), None)
-    if lost is not None:
+    if lost := [name for name in names if name not in reached]:
         raise ValueError(
-            f"axes[{lost!r}] reaches nothing: flow, data, init and settings do not take it, and the settings that can "
-            f"be swept are {sorted(SETTINGS)}"
+            f"axes[{lost[0]!r}] reaches nothing: flow, data, init and settings do not take it, and the "
+            f"settings that can be swept are {sorted(SETTINGS)}"
         )
     return taken
 
 
+def arguments(
+    function: Callable[..., object], names: Iterable[str], not_any: Sequence[str] = ()
+) -> list[str]:
+    """Return which of the names a function takes; with ``**anything`` all, but for those in ``not_any``."""
+    parameters = inspect.signature(function).parameters
+    anything = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
+    return [name for name in names if name in parameters or (anything and name not in not_any)]
+
+
 def check_settings(solver: Callable[..., Solution], given: Iterable[str], axes: Iterable[str]) -> None:
     """Refuse a setting that the solver of the sweep does not have, or that is given twice."""
-    named = [name for name in axes if name in SETTINGS]
-    clash = next((name for name in given if name in named), None)
-    if clash is not None:
-        raise ValueError(f"{clash} is given both as an axis and as a setting")
+    given, named = list(given), list(filter(SETTINGS.__contains__, axes))
+    if clash := sorted(set(given) & set(named)):
+        raise ValueError(f"{clash[0]} is given both as an axis and as a setting")
     allowed = settings_of(solver)
-    stray = next((name for name in (*given, *named) if name not in allowed), None)
-    if stray is not None:
+    if stray := [name for name in (*given, *named) if name not in allowed]:
         end = "steps" if solver is solve else "t1"
-        hint = f" (it belongs to runs with {end})" if stray in SETTINGS else ""
+        hint = f" (it belongs to runs with {end})" if stray[0] in SETTINGS else ""
         raise ValueError(
-            f"settings of {solver.__name__} must be among {sorted(allowed)}, got {stray!r}{hint}"
+            f"settings of {solver.__name__} must be among {sorted(allowed)}, got {stray[0]!r}{hint}"
         )
 
 
 def check_changes(flow: Flow, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse axes delta and scale for a model whose clouds they cannot change."""
-    by_function = {name for some in taken.values() for name in some}
-    if "delta" in grid.axes and flow.space.label_name != "delta" and "delta" not in by_function:
+    taken_names = set().union(*taken.values())
+    if "delta" in grid.axes and flow.space.label_name != "delta" and "delta" not in taken_names:
         raise ValueError(
             "deltas need a flow whose labels are balances (meanflow.lifted), or an init that takes delta, "
             f"got a flow on {type(flow.space).__name__}"
@@ -402,7 +400,7 @@ class FunctionSweep(Plan):
         return {
             "kind": "function",
             "function": describe(self.function),
-            "axes": {name: describe(list(values)) for name, values in self.grid.axes.items()},
+            "axes": describe({name: list(values) for name, values in self.grid.axes.items()}),
             "key": jax.random.key_data(self.key).tolist(),
             "precision": str(jnp.result_type(float)),
         }
@@ -460,9 +458,7 @@ def sweep_function(
     {'sigma': 2, 'seed': 4, 'value_0': 3}
     """
     grid = Grid(grids.axis_values(dict(axes or {}) | {"seed": plans.seed_list(seeds)}))
-    parameters = inspect.signature(function).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    missing = [name for name in grid.axes if name != "seed" and name not in parameters and not anything]
+    missing = sorted(set(grid.axes) - {"seed", *arguments(function, grid.axes)})
     if missing:
         raise ValueError(f"function must take every axis by name, got one that does not take {missing}")
     execution = execution or Execution()
