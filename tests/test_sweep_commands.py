@@ -328,8 +328,11 @@ def test_a_plan_is_worked_off_by_several_workers(config, tmp_path, monkeypatch):
     call("sweep", config, *SMALL, "--store", direct)
     found = json.loads(call("plan", config, *SMALL, "--store", store, "--json"))
     assert (found["cells"], found["chunks"], found["seconds"]) == (12, 6, None)
-    arrays = [np.load(f) for f in (direct / "chunks").iterdir()]
-    assert found["bytes"] == sum(one[n].nbytes for one in arrays for n in one.files if n != "header")
+    size = 0
+    for file in (direct / "chunks").iterdir():
+        with np.load(file) as one:
+            size += sum(one[name].nbytes for name in one.files if name != "header")
+    assert found["bytes"] == size
     assert "0 of 12 cells are done, 0 claimed" in call("show", store, code=3)
     assert "about" in call("plan", config, *SMALL, "--store", store, "--timed")
     shown = call("show", store)

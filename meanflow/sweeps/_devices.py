@@ -110,12 +110,6 @@ def _compile(rest: PyTree, shapes: PyTree, mesh: Mesh | None) -> Compiled:
     return lowered.compile()
 
 
-def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of one cell's results, without computing."""
-    one = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), inputs)
-    return eqx.filter_eval_shape(cell, shared, one)
-
-
 def mesh_shape(name: str, value: object) -> object:
     """Accept a mesh with axes ``sweep`` and ``particles``, or how many devices there are along each of them."""
     if isinstance(value, Mesh):

@@ -166,6 +166,13 @@ class Plan(abc.ABC):
         """Return the results of the cells of a group for these inputs, as a pure function of arrays."""
         return devices.batched(self.cell(group), shared, inputs, mesh)
 
+    def shapes(self, group: Group) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the results of one cell of a group, without computing."""
+        one = jax.tree.map(
+            lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), self.inputs(group, group.cells[:1])
+        )
+        return eqx.filter_eval_shape(self.cell(group), self.shared, one)
+
     @abc.abstractmethod
     def identity(self) -> Json:
         """Return a JSON-ready description of everything that decides the numbers, and of nothing else."""
@@ -253,27 +260,21 @@ class Plan(abc.ABC):
             timed: whether to compute one chunk and to judge by it how many seconds all take on these devices, None
                 otherwise; the chunk is kept.
         """
-        sizes = [max(group.size, 1) * len(group.cells) for group in self.groups]
-        total = 0
+        size, work, seconds = 0, 0, None
         for group in self.groups:
-            one = self.inputs(group, group.cells[:1])
-            shapes = devices.output_shapes(self.cell(group), self.shared, one)
-            total += len(group.cells) * sum(s.size * s.dtype.itemsize for s in shapes.values())
+            shapes = self.shapes(group)
+            size += len(group.cells) * sum(s.size * s.dtype.itemsize for s in shapes.values())
+            work += len(group.cells) * max(group.size, 1)
         with Runner(self, store, keep=False) as runner:
-            seconds = None
             if timed:
                 first = next(iter(runner.chunks.values()))
                 runner._prepare(first)  # to compile takes its time only once
                 start = time.perf_counter()
                 runner.through([first.name])
                 part = max(self.groups[first.group].size, 1) * len(first.cells)
-                seconds = (time.perf_counter() - start) * sum(sizes) / part
-            return {
-                "cells": self.grid.size,
-                "chunks": len(runner.chunks),
-                "bytes": total,
-                "seconds": seconds,
-            }
+                seconds = (time.perf_counter() - start) * work / part
+            count = len(runner.chunks)
+            return {"cells": self.grid.size, "chunks": count, "bytes": size, "seconds": seconds}
 
 
 class Stopped(Exception):
@@ -454,9 +455,7 @@ class Runner:
         if self.store is not None:
             return self.store.read(chunk.name)
         # process 0 reads them for its team; JAX wants to know the shapes of what it sends
-        group = self.plan.groups[chunk.group]
-        one = self.plan.inputs(group, chunk.cells[:1])
-        shapes = devices.output_shapes(self.plan.cell(group), self.plan.shared, one)
+        shapes = self.plan.shapes(self.plan.groups[chunk.group])
         return {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
 
 

@@ -36,7 +36,6 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._continuous import solve
 from meanflow.solvers._discrete import descend
 from meanflow.solvers._solution import Solution
-from meanflow.sweeps import _devices as devices
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._devices import Cell, Results
@@ -412,21 +411,19 @@ class FunctionSweep(Plan):
 
     def check(self) -> None:
         """Refuse results that are called like axes, and wrong names for their own axes, before computing."""
-        known: set[str] = set()
+        found: dict[str, jax.ShapeDtypeStruct] = {}
         for group in self.groups:
-            one = self.inputs(group, group.cells[:1])
-            for name, value in devices.output_shapes(self.cell(group), None, one).items():
-                known.add(name)
-                dims = self.dims.get(name, [])
-                if name in self.grid.axes or set(dims) & set(self.grid.axes):
-                    raise ValueError(
-                        f"results and their axes must not be called like an axis of the grid, got {name!r} {dims}"
-                    )
-                if name in self.dims and len(dims) != len(value.shape):
-                    raise ValueError(f"dims[{name!r}] must name {len(value.shape)} axes, got {dims}")
-        stray = sorted(set(self.dims) - known)
-        if stray:
-            raise ValueError(f"dims must name results among {sorted(known)}, got {stray[0]!r}")
+            found |= self.shapes(group)
+        for name, value in found.items():
+            dims = self.dims.get(name, [])
+            if {name, *dims} & set(self.grid.axes):
+                raise ValueError(
+                    f"results and their axes must not be called like an axis of the grid, got {name!r} {dims}"
+                )
+            if name in self.dims and len(dims) != len(value.shape):
+                raise ValueError(f"dims[{name!r}] must name {len(value.shape)} axes, got {dims}")
+        if stray := sorted(set(self.dims) - set(found)):
+            raise ValueError(f"dims must name results among {sorted(found)}, got {stray[0]!r}")
 
 
 @checked
