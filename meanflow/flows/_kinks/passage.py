@@ -242,8 +242,14 @@ def _run_forward(perturbed: PyTree, task: Task, way: _Way) -> tuple:
 def _run_backward(book: _Book | None, slopes: PyTree, perturbed: PyTree, task: Task, way: _Way) -> Task:
     """Go back through the events that were kept; where these are not all, repeat those before them, and so on."""
     neurons, rows, shared, _ = task
-    # slopes exist for real numbers alone; those of ``rows`` and ``shared`` add up over all events
-    smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
+    # slopes exist for real numbers alone; those of ``rows`` and ``shared`` add up over all events, and only what is
+    # differentiated has any: mostly not the samples nor the rates, which are half of the work
+    asked = jax.tree.map(
+        lambda u, moves: bool(moves) and eqx.is_inexact_array(u),
+        (rows, shared),
+        (perturbed.rows, perturbed.shared),
+    )
+    smooth, fixed = eqx.partition((rows, shared), asked)
     # what nothing depends on has no slope: zeros stand for it
     fill = lambda u, v: jnp.zeros_like(u) if v is None else v
     ends = jax.tree.map(fill, neurons.moving, slopes[0].moving)
