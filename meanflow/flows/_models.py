@@ -95,7 +95,7 @@ def vanilla(
     elif inner is True and outer is True:
         space = Space()
     else:
-        space = LayerRates(*(jnp.asarray(u, jnp.result_type(float)) for u in (outer, inner)))
+        space = LayerRates(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
     return make_flow(
         TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias),
         space,

@@ -139,7 +139,7 @@ class TwoLayerMotion(FrozenMotion):
         super().__init__(problem, data, ratio, ratio * speed)
         self.normal = feature.inputs(data.x)
         one = jnp.ones_like(cloud.weights)
-        outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
+        inner, outer = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
         self.rates = passage.Rates(inner, outer, cloud.weights > 0)
         self.decay = None
         if flow.penalty is not None:
