@@ -56,7 +56,8 @@ class Contacts(NamedTuple):
     """Where neurons are among the planes.
 
     Attributes:
-        side: (m, n) 1 or -1; 0 for planes the neuron sits on, and for entries that are not planes.
+        side: (m, n) 1 or -1; 0 for planes the neuron sits on, and for entries that are not planes. Within an instant
+            the planes in the slots may have a side already.
         slots: (m, k) the planes it sits on; n marks an empty slot.
         came: (m, k) the side from which it has just arrived on the plane, 1 or -1; 0 if it has been sliding on it.
     """
@@ -210,6 +211,8 @@ def settle(
     lost, enters = arrives & (place == k), arrives & (place >= 0)
     new = enters[:, None] & (index == place[:, None])
     before = jnp.take_along_axis(side, jnp.minimum(met, n - 1)[:, None], axis=1)
+    # planes left in an instant that is not over keep the side they were left to: the rule is asked about them again
+    # before anything looks at it
     after = jnp.where(jnp.arange(n)[None, :] == met[:, None], 0, side)
     settled = Contacts(
         jnp.where(through[:, None], -after, after).astype(side.dtype),
