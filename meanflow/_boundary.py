@@ -41,6 +41,7 @@ from meanflow._properties import numeric as numeric
 from meanflow._properties import one_of as one_of
 from meanflow._properties import shape as shape
 from meanflow._properties import show as show
+from meanflow._properties import unmasked as unmasked
 from meanflow._properties import whole as whole
 
 # (name of the argument, value) -> value to pass on; raises if it is refused
@@ -216,13 +217,12 @@ def _read(
     """Return an array of real numbers of an allowed shape as numpy array, None while it is traced."""
     if value is None or isinstance(value, str | dict):
         raise ValueError(f"{name} must be an array, got {show(value)}")
+    unmasked(name, value)
     try:
         numeric(name, value)
         known = concrete(value)
         given = np.shape(value if known is None else known)  # type: ignore[call-overload]
     except (TypeError, ValueError) as problem:
-        if isinstance(value, np.ma.MaskedArray):
-            raise
         raise ValueError(f"{name} must be an array of real numbers, got {show(value)}") from problem
     if shapes:
         shape(name, value if known is None else known, *shapes)

@@ -39,12 +39,18 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def numeric(name: str, value: object) -> None:
-    """Refuse what is not a real number or an array of real numbers; the type is known even while it is traced."""
-    if isinstance(value, np.ma.MaskedArray):
+def unmasked(name: str, value: object) -> None:
+    """Refuse masked arrays, and sequences of them."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(part, np.ma.MaskedArray) for part in parts):
         raise ValueError(
             f"{name} must not be masked: what is hidden would be taken for a number, got {show(value)}"
         )
+
+
+def numeric(name: str, value: object) -> None:
+    """Refuse what is not a real number or an array of real numbers; the type is known even while it is traced."""
+    unmasked(name, value)
     try:
         array = concrete(value)
         dtype = (

@@ -225,25 +225,26 @@ class DiffraxStep(Stepper):
     solver: diffrax.AbstractSolver
 
     def init(self, problem: Problem, y: Particles) -> StepperState:
-        """Return the solver's state, and the worst result of its steps so far."""
+        """Return the solver's state, the worst result of its steps so far, and the record of energies."""
         zero = jnp.zeros((), problem.speed.dtype)
-        return self.solver.init(_TERMS, zero, zero + 1, y, problem), diffrax.RESULTS.successful
+        inner = self.solver.init(_TERMS, zero, zero + 1, y, problem)
+        return inner, diffrax.RESULTS.successful, unwatched(problem)
 
     def step(
         self, problem: Problem, y: Particles, state: StepperState, number: Array, size: Array
     ) -> tuple[Particles, StepperState]:
         """Take one step; the flow does not depend on time, so every step starts at 0."""
-        (inner, worst), zero = state, jnp.zeros_like(size)
+        (inner, worst, energies), zero = state, jnp.zeros_like(size)
         moved, _, _, inner, found = self.solver.step(
             _TERMS, zero, size, y, problem, inner, jnp.asarray(False)
         )
         worst = diffrax.RESULTS.where(worst == diffrax.RESULTS.successful, found, worst)
-        return moved, (inner, worst)
+        return moved, (inner, worst, watch(energies, _field_and_energy(problem, y)[1]))
 
     def result(self, problem: Problem, state: StepperState, result: RESULTS) -> RESULTS:
         """Return what went wrong in a step, for instance an implicit equation without a solution."""
         worst = RESULTS.promote(state[1])
-        return RESULTS.where(worst == RESULTS.successful, result, worst)
+        return RESULTS.where(worst == RESULTS.successful, unstable(state[2], result), worst)
 
 
 def field(t: Any, y: Particles, problem: Problem) -> Particles:
