@@ -30,8 +30,8 @@ from meanflow._properties import concrete
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 # Programs that each function of the library keeps. One of `descend` or of a tangent kernel takes 4 MB, one of `solve`
-# 12 MB: a process that makes new closures for ever grows by 200 MB and no more.
-KEPT = 16
+# 12 MB: a process that makes new closures for ever grows by 300 MB and no more.
+KEPT = 12
 PATIENCE = 2.0  # seconds of compiling after which a terminal or notebook says what it waits for
 QUICK = 0.05  # seconds: a program that is compiled in less is not worth a file
 # numbers that numpy works on in about the time that starting a compiled program takes, ten microseconds
