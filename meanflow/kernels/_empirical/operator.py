@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 from meanflow import _boundary
 from meanflow._boundary import checked
 from meanflow._reuse import compiled
-from meanflow.kernels._empirical.coupling import kernel_maps, uncoupled_maps
+from meanflow.kernels._empirical.coupling import check_function, kernel_maps
 from meanflow.kernels._empirical.modules import Apply, Normalized, Params, as_arrays, batches, floats
 from meanflow.kernels._empirical.plan import AnyApply, Stats
 
@@ -33,7 +33,6 @@ class KernelOperator(eqx.Module):
         params: its parameters.
         x: the batch (T, ...).
         stats: which statistics normalize, as in ``empirical_ntk``.
-        uncoupled: whether ``apply`` was found to treat each sample on its own, so that it is not probed again.
         z: second batch (S, ...), or None for x.
     """
 
@@ -41,15 +40,11 @@ class KernelOperator(eqx.Module):
     params: Params
     x: Shaped[Array, "T ..."]
     stats: str | None = eqx.field(static=True)
-    uncoupled: bool = eqx.field(static=True)
     z: Shaped[Array, "S ..."] | None = None
 
     def _functions(self) -> tuple[Callable[[Params], Array], Callable[[Params], Array]]:
         """Return params -> all outputs as one vector, at x and at z."""
-        if self.uncoupled:
-            maps = uncoupled_maps(self.apply, self.x, self.z)
-        else:
-            maps = kernel_maps(self.apply, self.params, self.x, self.z, self.stats)
+        maps = kernel_maps(self.apply, self.params, self.x, self.z, self.stats)
         return (lambda p: maps.left(p).reshape(-1)), (lambda p: maps.right(p).reshape(-1))
 
     @property
@@ -110,5 +105,5 @@ def ntk_operator(
     [2.0, 3.0]
     """
     function, left, right = as_arrays(apply, x, z)
-    maps = kernel_maps(function, params, left, right, stats)
-    return KernelOperator(function, params, left, stats, maps.single is function, right)
+    check_function(function, params, left, right, stats)
+    return KernelOperator(function, params, left, stats, right)
