@@ -149,7 +149,7 @@ def _solve(
     operator: KernelOperator,
     y: Float[Array, "n *k"],
     ridge: Float[Array, ""],
-    tolerance: float,
+    tolerance: float | Array,
     steps: int,
     pairs: tuple[Float[Array, " top"], Float[Array, "n top"]] | None,
 ) -> Solved:
