@@ -390,6 +390,8 @@ ROWS: dict[str, Callable[[], Job]] = {
     "kernel, transformer, full": lambda: _kernel("transformer", "full"),
     "kernel, recurrent, full": lambda: _kernel("recurrent", "full"),
     "kernel, cnn of 64 channels, full": lambda: _kernel("cnn, 64 channels", "full"),
+    "kernel, convnext, full": lambda: _kernel("convnext", "full"),
+    "kernel, vit, full": lambda: _kernel("vit", "full"),
     "sweep": _sweep,
 }
 

@@ -52,6 +52,12 @@ def test_operator():
     assert out["passes"] == pytest.approx(out["product"] / out["forward"])
 
 
+def test_regression():
+    out = kernels.regression(samples=20, width=8, top=3, large=30)
+    assert out["residual"] <= 2e-4 and out["large: residual"] <= 2e-4
+    assert out["difference"] <= 1e-3
+
+
 def test_times_and_memory():
     calls = []
     first, best = timing.best_time(calls.append, 1, repeats=3)
