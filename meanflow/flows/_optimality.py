@@ -36,6 +36,7 @@ from meanflow.measures._dataset import Dataset
 from meanflow.measures._sampling import sample
 
 SPREAD = 4096  # directions that are looked at before any bound is computed
+LARGEST = 2048  # the walk through faces makes arrays of n^2 numbers
 APART = 0.99  # new directions of one round have a smaller cosine than this
 
 
@@ -177,7 +178,7 @@ class _Sphere:
         """Return max |F| for residuals r (n, k): exact where faces are few, else bounded."""
         n, e = self.z.shape
         act = self.feature.activation
-        if self.slopes and r.shape[1] == 1 and 2 * n ** (e - 1) <= budget:
+        if self.slopes and r.shape[1] == 1 and 2 * n ** (e - 1) <= budget and n <= LARGEST:
             return stationary(self.z, r[:, 0], self.slopes)
         if self.slopes:
             slopes = self.slopes
@@ -218,10 +219,10 @@ def certificate(
     vector, and |F| its Euclidean norm. For a positively homogeneous activation (ReLU, leaky ReLU, linear), under batch
     norm and for ``inner="sphere"`` all neurons are multiples of ones with unit directions, and |F| is bounded over the
     sphere of these: exactly for ReLU and its like, one output and at most ``budget`` faces of the arrangement of sample
-    hyperplanes, 2 n^(d-1) (in at most three dimensions for n <= 200); else by branch and bound over boxes. For other
-    activations there is no such sphere, and ``bound`` is infinite. Without a bound or without a penalty E* is only known
-    to be >= 0 (for the named losses). The lower bound of the gap comes from one neuron more, in the direction of the
-    largest |F|.
+    hyperplanes, 2 n^(d-1) (for n <= 2048 in the plane, n <= 316 in space); else by branch and bound over boxes. For
+    other activations there is no such sphere, and ``bound`` is infinite. Without a bound or without a penalty E* is
+    only known to be >= 0 (for the named losses). The lower bound of the gap comes from one neuron more, in the direction
+    of the largest |F|.
 
     Args:
         flow: a two-layer model with a convex loss; its penalty, if any, must be lam times the charge |a| |b| or weight
