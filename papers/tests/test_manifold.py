@@ -7,12 +7,13 @@ from meanflow_papers.manifold.figure_1 import figure_1
 from meanflow_papers.manifold.figure_2 import figure_2
 from meanflow_papers.manifold.figure_3 import figure_3
 from meanflow_papers.manifold.learning_rates import learning_rates
+from meanflow_papers.manifold.proposition_1 import proposition_1
 from meanflow_papers.manifold.theorem_3 import theorem_3
 from meanflow_papers.manifold.theorem_4 import theorem_4, theorem_4_bounds
 from meanflow_papers.manifold.theorem_5 import theorem_5
 
 
-@pytest.mark.parametrize("experiment", [figure_2, figure_3])
+@pytest.mark.parametrize("experiment", [figure_2, figure_3, proposition_1])
 def test_quick_experiments(experiment):
     outcome = experiment()
     assert outcome.passed, str(outcome)
