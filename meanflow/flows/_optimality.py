@@ -221,8 +221,8 @@ def certificate(
     sphere of these: exactly for ReLU and its like, one output and at most ``budget`` faces of the arrangement of sample
     hyperplanes, 2 n^(d-1) (for n <= 2048 in the plane, n <= 316 in space); else by branch and bound over boxes. For
     other activations there is no such sphere, and ``bound`` is infinite. Without a bound or without a penalty E* is
-    only known to be >= 0 (for the named losses). The lower bound of the gap comes from one neuron more, in the direction
-    of the largest |F|.
+    only known to be >= 0 (for the named losses). The lower bound of the gap comes from one neuron more, in the
+    direction of the largest |F|.
 
     Args:
         flow: a two-layer model with a convex loss; its penalty, if any, must be lam times the charge |a| |b| or weight
