@@ -85,7 +85,7 @@ def test_fixed_steps_and_blocks():
 def test_overlaps():
     out = solvers.overlaps(size=1, end=0.5, repeats=1)
     assert out["ratio"] == pytest.approx(out["solve_ms"] / out["scipy_ms"])
-    assert out["error_solve"] < 1e-4 and out["error_scipy"] < 1e-4
+    assert out["error_solve"] < 1e-3 and out["error_scipy"] < 1e-3
 
 
 def test_programs_by_hand_descend_alike():
