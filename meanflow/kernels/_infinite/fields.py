@@ -88,7 +88,7 @@ class Constant:
         number: the value of all entries, or None.
         arrays: of that shape, one a side; empty for a number.
         varying: the axes along which entries may differ.
-        noise: how large what infinite width takes away was in the finite network, beside values of order 1.
+        noise: how large what infinite width takes away was in the finite network of n channels, times n^(1/4).
     """
 
     shape: tuple[int, ...]
@@ -149,6 +149,19 @@ class Field:
     def keys(self) -> frozenset:
         """Return the parameters that made the Gaussians it is a function of."""
         return frozenset().union(*(atom.keys for atom in self.terms))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Joined:
+    """Fields of different laws side by side along an axis of channels."""
+
+    parts: tuple[Field, ...]
+    axis: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return how many channels each of them has."""
+        return [full_shape(part.layout)[self.axis] for part in self.parts]
 
 
 class Fixed(Atom):

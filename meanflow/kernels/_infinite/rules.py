@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from meanflow.kernels._empirical.visit import (
@@ -30,8 +30,10 @@ from meanflow.kernels._infinite.fields import (
     Constant,
     Field,
     Fixed,
+    Joined,
     Layout,
     Map,
+    Mapped,
     Op,
     Sides,
     Source,
@@ -50,7 +52,7 @@ from meanflow.kernels._infinite.fields import (
 )
 from meanflow.kernels._infinite.tables import Tables
 
-Value: TypeAlias = Constant | Weight | Field
+Value: TypeAlias = Constant | Weight | Field | Joined
 ELEMENTWISE = frozenset(
     "exp exp2 expm1 log log1p tanh logistic erf erfc erf_inv sin cos tan asin acos atan sinh cosh asinh acosh atanh "
     "sqrt rsqrt cbrt square integer_pow pow abs sign floor ceil round is_finite max min rem atan2 add sub mul div neg "
@@ -74,13 +76,14 @@ class Reader:
         tables: of all fields so far.
         laws: for each parameter, (variance of an entry or times fan-in, whether it is times fan-in, its squared
             derivative if that is not the variance).
+        shapes: of the parameters.
         coupled: the number of samples if the trace is of a whole batch, 0 if it is of one sample.
     """
 
-    def __init__(self, sides: int, laws: Sequence[tuple[Any, bool, Any]], coupled: int = 0):
-        self.sides, self.laws, self.coupled = sides, laws, coupled
+    def __init__(self, laws: Sequence[tuple[Any, bool, Any]], shapes: Sequence[tuple[int, ...]], coupled: int = 0):
+        self.sides, self.laws, self.shapes, self.coupled = 2, laws, shapes, coupled
         self.place: JaxprEqn | None = None
-        self.tables = Tables(sides, self.refuse)
+        self.tables = Tables(self.sides, self.refuse)
         self.sliced: dict[tuple, Any] = {}
         self.uses: dict[int, int] = {}
 
@@ -95,6 +98,37 @@ class Reader:
     def constant(self, value: Any) -> Constant:
         """Return a literal or constant of a trace."""
         return constant(value, self.sides)
+
+    def array_of(self, a: Array, b: Array) -> Constant:
+        """Return arrays, one a side, as a constant that may differ along all axes."""
+        return Constant(a.shape, None, (a, b), frozenset(k for k, size in enumerate(a.shape) if size != 1))
+
+    def places(self, out: Field) -> set[int]:
+        """Return the axes of outputs that positions lie along, and not outputs of weights of their own."""
+        last = [atom for atom in out.terms if atom is not ONE]
+        aside: set[int] = set()
+        for atom in last:
+            while isinstance(atom, Mapped) and atom.way is None:
+                atom = next(iter(atom.field.terms))
+            if isinstance(atom, Source) and isinstance(atom.spread, Product):
+                aside |= {k for k, n in enumerate(atom.spread.narrow) if n > 1}
+        return {k for k, n in enumerate(out.shape) if k and n > 1 and k not in aside}
+
+    def check_last(self, out: Field) -> None:
+        """Refuse outputs whose parameters are used elsewhere, too: gradients are not independent of them then."""
+        made = {atom.key[0] for atom in self._sources(out) if atom.field is not None}
+        for leaf in made:
+            if self.uses[leaf] > 1 and not all(self.uses[other] > 1 for other in made):
+                self.refuse("the parameters of the outputs are used elsewhere, too")
+
+    def _sources(self, field: Field) -> list[Source]:
+        found: list[Source] = []
+        for atom in field.terms:
+            if isinstance(atom, Source):
+                found.append(atom)
+            elif isinstance(atom, Mapped):
+                found += self._sources(atom.field)
+        return found
 
     def step(self, _: int, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         """Return the values of an equation's outputs."""
@@ -114,6 +148,8 @@ class Reader:
             return self._constants(equation, values)  # type: ignore[arg-type]
         if name in ("copy", "reduce_precision", "optimization_barrier"):
             return values
+        if any(isinstance(v, Joined) for v in values):
+            return [self._joined(name, equation, values)]
         if name in ELEMENTWISE:
             return [self._elementwise(name, equation, values)]
         if name in MOVES:
@@ -121,6 +157,8 @@ class Reader:
         if name in SUMS and isinstance(values[0], Field):
             return [self._summed(equation, values[0])]
         rule = getattr(self, f"_{name}", None)
+        if name in ("reduce_max", "reduce_min") and isinstance(values[0], Field):
+            rule = self._extreme
         if rule is None:
             self.refuse(f"there is no rule for {name} of values that depend on parameters")
         found = rule(equation, values)
@@ -133,7 +171,7 @@ class Reader:
         name = equation.primitive.name
         for v in values:
             # a mean over channels that is 0 in the limit was of this size in the finite network
-            if v.noise > 0.3 and not (name in ("mul", "div", "broadcast_in_dim", "reshape", "transpose", "squeeze")):
+            if v.noise > 1 and not (name in ("mul", "div", "broadcast_in_dim", "reshape", "transpose", "squeeze")):
                 self.refuse(
                     "a sum over channels of products of independent fields, such as the logits of attention divided "
                     "by the root of the number of channels, stays random",
@@ -141,7 +179,7 @@ class Reader:
                 )
         if all(v.number is not None for v in values):
             small = [np.asarray(v.number, x.aval.dtype) for v, x in zip(values, equation.invars, strict=True)]
-            if name in ELEMENTWISE and name != "select_n" or name == "select_n":
+            if name in ELEMENTWISE:
                 with jax.ensure_compile_time_eval():
                     out = equation.primitive.bind(*(jnp.asarray(a) for a in small), **equation.params)
                 return [Constant(shape(0), np.asarray(out)[()])]
@@ -173,13 +211,9 @@ class Reader:
             isinstance(v, Weight) or (isinstance(v, Constant) and not v.varying) for v in values
         ):
             return self._scaled_weight(name, values)
-        if weights:
-            values = self._agree(values)
+        layout = self._common(values)
+        values = [self._widened(v, layout) for v in values]
         fields = [v for v in values if isinstance(v, Field)]
-        layout = max((f.layout for f in fields), key=lambda lay: sum(len(axis) for axis in lay))
-        for f in fields:
-            if f.layout != layout and f.shape != reduced(layout):
-                self.refuse("fields whose channels lie along different axes are combined")
         if name in ("add", "sub", "add_any"):
             one, two = (v if isinstance(v, Field) else self.as_field(v, layout) for v in values)
             return added(one, two, self.sides, -1.0 if name == "sub" else 1.0)
@@ -220,20 +254,36 @@ class Reader:
         shape = max((v.shape for v in values), key=len)
         return Weight(weight.leaf, weight.part, weight.axes, shape, weight.scale * factor)
 
-    def _agree(self, values: list[Value]) -> list[Value]:
-        """Return parameters that stand beside fields as fields, with channels along the same axes."""
-        layouts = [v.layout for v in values if isinstance(v, Field)]
-        if layouts:
-            layout = layouts[0]
-        else:
-            if any(isinstance(v, Constant) and v.number is None for v in values):
-                self.refuse(
-                    "a parameter is combined with data, before a layer with many channels",
-                    "; take the data through a layer first",
-                )
-            shape = next(v.shape for v in values if isinstance(v, Weight))
-            layout = tuple(axis_of(size, k == len(shape) - 1) for k, size in enumerate(shape))
-        return [self.as_field(v, layout) if isinstance(v, Weight) else v for v in values]
+    def _common(self, values: list[Value]) -> Layout:
+        """Return the layout of what is made of values that are broadcast against each other."""
+        shapes = [full_shape(v.layout) if isinstance(v, Field) else v.shape for v in values]  # type: ignore[union-attr]
+        rank = max(map(len, shapes))
+        found = []
+        fields = [v for v in values if isinstance(v, Field)]
+        if not fields and any(isinstance(v, Constant) and v.varying for v in values):
+            self.refuse(
+                "a parameter is combined with data, before a layer with many channels",
+                "; take the data through a layer first",
+            )
+        for a in range(rank):
+            size = max(s[a] for s in shapes if len(s) == rank)
+            mine = {v.layout[a] for v in fields if v.layout[a]}
+            if len(mine) > 1:
+                self.refuse("fields whose channels lie along different axes are combined")
+            found.append(mine.pop() if mine else axis_of(size, not fields and a == rank - 1))
+        return tuple(found)
+
+    def _widened(self, value: Value, layout: Layout) -> Value:
+        """Return a parameter as a field, and a field with its axes of length 1 as long as others are."""
+        if isinstance(value, Weight):
+            value = self.as_field(value, layout)
+        if not isinstance(value, Field) or value.layout == layout:
+            return value
+        if value.shape == reduced(layout):
+            return Field(layout, value.terms)
+        shape = reduced(layout)
+        way = Map(lambda a, _: jnp.broadcast_to(a, shape), ("widened", value.layout, layout), True)
+        return mapped(value, way, layout)
 
     def _selected(self, values: list[Value], layout: Layout) -> Field:
         which = self.coefficient(values[0], layout)  # type: ignore[arg-type]
@@ -279,6 +329,11 @@ class Reader:
                 self.refuse("a parameter is added along an axis of both positions and channels", "; add it before flattening")
             positions.append(math.prod(size for size, _ in axis) if mine is not None and not is_wide(layout, a) else 1)
         return Field(layout, {self.source(value, tuple(positions), None, Apart(tuple(positions)), 1): 1.0})
+
+    def fan_in(self, weight: Weight, axes: Sequence[int]) -> int:
+        """Return how many entries of a parameter a sum of products runs over, those in other parts included."""
+        mine = [weight.axes[a] for a in axes]
+        return math.prod(self.shapes[weight.leaf][a] for a in mine if a is not None)
 
     def source(self, weight: Weight, shape: tuple[int, ...], field: Field | None, spread: Any, fan: int, **kind: Any) -> Source:
         """Return the Gaussian that a parameter makes of a field."""
@@ -382,8 +437,6 @@ class Reader:
         return self.sliced[key]
 
     def _part_of(self, atom: Any, cut: tuple[int, int, int]) -> Any:
-        from meanflow.kernels._infinite.fields import Mapped
-
         key = (atom, cut)
         if key not in self.sliced:
             if atom is ONE:
@@ -403,10 +456,12 @@ class Reader:
 
     def _concatenate(self, equation: JaxprEqn, values: list[Value]) -> Value:
         axis, shape = equation.params["dimension"], shape_of(equation.outvars[0])
-        values = self._agree(values) if any(isinstance(v, Weight) for v in values) else values
-        layout = next(v.layout for v in values if isinstance(v, Field))
+        layouts = [v.layout for v in values if isinstance(v, Field)]
+        layout = layouts[0] if layouts else self._common(values)
         if is_wide(layout, axis):
-            self.refuse("fields of different laws are put side by side along the channels")
+            if not all(isinstance(v, Field) for v in values):
+                self.refuse("parameters or data are put beside a field along the channels")
+            return Joined(tuple(values), axis)  # type: ignore[arg-type]
         new = tuple(a if k != axis else axis_of(shape[axis]) for k, a in enumerate(layout))
         total, start = Field(new, {}), 0
         for v in values:
@@ -420,6 +475,59 @@ class Reader:
             start += size
         return total
 
+    def _joined(self, name: str, equation: JaxprEqn, values: list[Value]) -> Value:
+        """Apply an operation to fields that stand side by side, one after the other."""
+        whole = next(v for v in values if isinstance(v, Joined))
+        axis, ends = whole.axis, np.cumsum(whole.sizes)
+        if name == "concatenate" and equation.params["dimension"] == axis:
+            parts = [v.parts if isinstance(v, Joined) else (v,) for v in values]
+            return Joined(sum(parts, ()), axis)  # type: ignore[arg-type]
+        if name == "transpose":
+            place: int | None = list(equation.params["permutation"]).index(axis)
+        elif name in ELEMENTWISE:
+            place = axis
+        elif name in SUMS and name != "reduce_sum" or name == "pad":
+            place = axis
+        elif name in ("reduce_sum", "squeeze"):
+            gone = equation.params["axes" if name == "reduce_sum" else "dimensions"]
+            place = None if axis in gone else axis - sum(a < axis for a in gone)
+        elif name == "dot_general":
+            place = None
+            k = values.index(whole)
+            contract = equation.params["dimension_numbers"][0]
+            if axis not in contract[k] or not isinstance(values[1 - k], Weight):
+                self.refuse("fields side by side are multiplied other than by a parameter along their channels")
+            beside = {1 - k: contract[1 - k][list(contract[k]).index(axis)]}
+        elif name == "conv_general_dilated" and isinstance(values[1], Weight):
+            place, beside = None, {1: equation.params["dimension_numbers"].rhs_spec[1]}
+        else:
+            self.refuse(f"{name} of fields that stand side by side along the channels")
+        found: list[Any] = []
+        for part, stop, size in zip(whole.parts, ends, whole.sizes, strict=True):
+            mine: list[Value] = []
+            for k, v in enumerate(values):
+                if isinstance(v, Joined):
+                    if v.sizes != whole.sizes or v.axis != axis:
+                        self.refuse("fields side by side meet others of other sizes")
+                    mine.append(v.parts[whole.parts.index(part)])
+                    continue
+                along = axis if name in ELEMENTWISE else beside.get(k) if name in ("dot_general", "conv_general_dilated") else None
+                shape = full_shape(v.layout) if isinstance(v, Field) else v.shape
+                cuts = along is not None and len(shape) > along and shape[along] != 1
+                mine.append(self.cut(v, along, int(stop) - size, int(stop)) if cuts else v)  # type: ignore[arg-type]
+            found += self._rule(name, equation, mine)
+        if place is not None:
+            return Joined(tuple(found), place)
+        total = found[0]
+        for other in found[1:]:
+            if isinstance(total, Constant):
+                pairs = zip(total.arrays, other.arrays, strict=True)
+                arrays = tuple(a + b for a, b in pairs)
+                total = Constant(total.shape, None, arrays, total.varying | other.varying)
+            else:
+                total = added(total, other, self.sides)
+        return total
+
     def _split(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         axis, found, start = equation.params["axis"], [], 0
         for out in equation.outvars:
@@ -431,9 +539,26 @@ class Reader:
     def cut(self, value: Value, axis: int, start: int, stop: int) -> Value:
         """Return a slice along one axis."""
         shape = value.shape if not isinstance(value, Field) else full_shape(value.layout)
+        if (start, stop) == (0, shape[axis]):
+            return value
         one = lambda a: jax.lax.slice_in_dim(a, start, stop, axis=axis)
         (equation,) = jax.make_jaxpr(one)(jax.ShapeDtypeStruct(shape, jnp.float32)).jaxpr.eqns
         return self._rule("slice", equation, [value])[0]
+
+    def _extreme(self, equation: JaxprEqn, values: list[Value]) -> Value:
+        """Return the maximum or minimum over a few positions."""
+        (field,), axes = values, equation.params["axes"]
+        assert isinstance(field, Field)
+        shape = full_shape(field.layout)
+        if any(is_wide(field.layout, a) for a in axes) or math.prod(shape[a] for a in axes) > NARROW:
+            self.refuse("a maximum over channels, or over many positions, of a field", "; take a mean")
+        both = jnp.maximum if equation.primitive.name == "reduce_max" else jnp.minimum
+        (pair,) = (e for e in jax.make_jaxpr(both)(0.0, 0.0).jaxpr.eqns if len(e.invars) == 2)
+        found = self._slices(field, tuple(axes))
+        total = found[0]
+        for other in found[1:]:
+            total = self._elementwise(pair.primitive.name, pair, [total, other])  # type: ignore[assignment]
+        return total
 
     def _gather(self, equation: JaxprEqn, values: list[Value]) -> Value:
         table, index = values
@@ -478,6 +603,8 @@ class Reader:
         if name == "reduce_sum" and any(is_wide(layout, a) for a in p["axes"]):
             count = channels(layout, p["axes"])
             new = tuple(axis for a, axis in enumerate(layout) if a not in p["axes"])
+            if all(atom.gaussian for atom in field.terms):
+                return Constant(shape, 0.0)
             arrays = [count * apply(self.tables.mean(field, k)) for k in range(self.sides)]
             return self._uniform(arrays, new, shape)
         axes = p["axes"] if name == "reduce_sum" else range(len(layout))
@@ -494,19 +621,23 @@ class Reader:
         if self.coupled and 0 in axes and any(isinstance(t, Op) and t.factors for t in field.terms):
             return self._law_of_large_numbers(mapped(field, Map(apply, None, False), new))
         if name == "reduce_sum" and math.prod(full_shape(layout)[a] for a in axes) <= NARROW:
-            return self._few(field, tuple(axes), new, equation)
+            total = Field(new, {})
+            for part in self._slices(field, tuple(axes)):
+                total = added(total, part, self.sides)
+            return total
         return mapped(field, Map(apply, None, False), new)
 
-    def _few(self, field: Field, axes: tuple[int, ...], new: Layout, equation: JaxprEqn) -> Field:
-        """Return a sum over few positions as a sum of fields, which a function after it may take apart."""
-        total, shape = Field(new, {}), full_shape(field.layout)
+    def _slices(self, field: Field, axes: tuple[int, ...]) -> list[Field]:
+        """Return the field at each position along some axes, without these."""
+        shape, found = full_shape(field.layout), []
         for place in np.ndindex(*(shape[a] for a in axes)):
             value: Any = field
             for a, k in zip(axes, place, strict=True):
                 value = self.cut(value, a, k, k + 1)
+            new = tuple(axis for a, axis in enumerate(value.layout) if a not in axes)
             drop = Map(lambda a, _: jnp.squeeze(a, axes), ("squeeze", value.layout, axes), True)
-            total = added(total, mapped(value, drop, new), self.sides)
-        return total
+            found.append(mapped(value, drop, new))
+        return found
 
     def _uniform(self, arrays: Sequence[Array], layout: Layout, shape: tuple[int, ...], noise: float = 0.0) -> Constant:
         """Return reduced arrays as a constant that is the same in all channels."""
@@ -581,7 +712,7 @@ class Reader:
             else:
                 axes.append(one.layout[p])
                 narrow.append(1)
-        fan = math.prod(weight.shape[a] for a in theirs)
+        fan = self.fan_in(weight, theirs)
         spread = Product(one.layout, roles, tuple(None if isinstance(p, tuple) else p for p in places), tuple(narrow), count)
         return Field(tuple(axes), {self.source(weight, reduced(tuple(axes)), one, spread, fan): 1.0})
 
@@ -628,7 +759,8 @@ class Reader:
             shaped = jnp.zeros(one.shape + two.shape) if table is None else table
             arrays.append(count * jnp.einsum(shaped, letters + right, out))
         size = math.prod(abs(c) for f in (one, two) for c in f.terms.values() if not isinstance(c, tuple))
-        return self._uniform(arrays, new, shape, size * math.sqrt(count))
+        # beside values of order 1 it was size x count^(1/2); less than count^(-1/4) vanishes
+        return self._uniform(arrays, new, shape, size * count**0.75 if count > 1 else 0.0)
 
     def _conv_general_dilated(self, equation: JaxprEqn, values: list[Value]) -> Value:
         one, weight = values
@@ -661,7 +793,7 @@ class Reader:
             tuple(p["rhs_dilation"]),
             inputs,
         )
-        fan = math.prod(window) * inputs
+        fan = self.fan_in(weight, numbers.rhs_spec[1:])
         # channel by channel the weights are known by one another only: a product of two random numbers
         source = self.source(weight, reduced(layout), one, spread, fan, gaussian=not apart)
         return Field(layout, {source: 1.0})
@@ -809,8 +941,7 @@ class Windows:
 
 def reduce_array(array: Array, layout: Layout) -> Array:
     """Return an array that is the same for all channels with axes of length 1 for them."""
-    if array.ndim != len(layout):
-        return array
+    layout = tuple(axis if size != 1 else () for axis, size in zip(layout, array.shape, strict=True))
     factors = [factor for axis in layout for factor in axis]
     apart = array.reshape([size for size, _ in factors])
     once = apart[tuple(slice(0, 1) if wide else slice(None) for _, wide in factors)]
@@ -822,8 +953,6 @@ def execute_on(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     kinds = [v.aval.dtype for v in equation.invars]
     cast = [o.astype(k) if hasattr(o, "astype") and o.dtype != k and not _is_extended(k) else o for o, k in zip(operands, kinds, strict=True)]
     if inner_jaxprs(equation) or "jaxpr" in equation.params:
-        from jax.extend.core import Jaxpr
-
         return execute(Jaxpr([], [], [], []), equation, cast)
     found = equation.primitive.bind(*cast, **equation.params)
     return list(found) if equation.primitive.multiple_results else [found]
@@ -851,12 +980,12 @@ def varying(equation: JaxprEqn, values: Sequence[Constant], n: int) -> frozenset
         return frozenset(k for k, a in enumerate(left) if a in first)
     if name == "slice":
         return first & everything
-    if name == "reshape" and [s for s in shape if s != 1] == [s for s in values[0].shape if s != 1]:
-        old = iter([a in first for a, s in enumerate(values[0].shape) if s != 1])
-        return frozenset(k for k, s in enumerate(shape) if s != 1 and next(old))
+    if name == "reshape":
+        new = regrouped(tuple(axis_of(s, a in first) for a, s in enumerate(values[0].shape)), shape)
+        return everything if new is None else frozenset(k for k in everything if is_wide(new, k))
     if name == "dot_general":
         (contract, batch) = p["dimension_numbers"]
-        kinds = [values[0].varying | set()] if False else [v.varying for v in values]
+        kinds = [v.varying for v in values]
         out = [a in kinds[0] or b in kinds[1] for a, b in zip(*batch, strict=True)]
         for k, v in enumerate(values):
             out += [a in kinds[k] for a in range(len(v.shape)) if a not in (*contract[k], *batch[k])]

@@ -1,43 +1,40 @@
 """The kernels of a network at infinite width, from the trace of the function that computes it.
 
 The trace is that of one sample. ``rules.Reader`` follows it for a pair of samples; JAX maps that over all pairs, so that
-what depends on one of them alone is computed once for it. Variances come from the caller, or from the trace of the
-function that draws the parameters: its random bits are replaced by the nodes of a quadrature.
+what depends on one of them alone is computed once for it. Samples that batch norm couples are traced together.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
-from meanflow import _boundary
 from meanflow._boundary import Count, checked, choice, unchecked
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical import visit
+from meanflow.kernels._empirical.adapters import LinenFunction
+from meanflow.kernels._empirical.contraction import by_pieces
 from meanflow.kernels._empirical.modules import Normalized, Params, as_arrays, batches
 from meanflow.kernels._empirical.plan import AnyApply
-from meanflow.kernels._infinite.fields import Constant, Field, Weight, full_shape
-from meanflow.kernels._infinite.rules import NARROW, Reader
+from meanflow.kernels._infinite.fields import Constant, Field, Weight
+from meanflow.kernels._infinite.laws import Law, drawn_laws, given_laws
+from meanflow.kernels._infinite.rules import Reader
+
+SCALINGS = ("ntk", "standard")
 
 
 class InfiniteWidth(NamedTuple):
     """The kernels of a network at infinite width.
 
     Attributes:
-        nngp: covariance of an output at initialization over random parameters, (T, S); with positions of outputs
-            (T, S, P, .., P, ..); (T,) and so on if only the diagonal was asked for.
-        ntk: the tangent kernel, of the same shape.
-        error: the largest relative error of the expectations that were taken numerically, an estimate by refinement;
-            0 if all had closed forms.
+        nngp: covariance of an output over random parameters, (T, S); (T, S, P, P) if outputs have positions; (T, ...)
+            if only the diagonal was asked for.
+        ntk: the tangent kernel of an output, of the same shape.
+        error: a bound or estimate of the largest relative error of the expectations that were taken numerically; 0 if
+            all of them have closed forms.
     """
 
     nngp: Float[Array, "T ..."]
@@ -45,27 +42,54 @@ class InfiniteWidth(NamedTuple):
     error: Float[Array, ""]
 
 
-class Law(NamedTuple):
-    """What is known of the entries of a parameter: their variance, or the number that they all are."""
+class Job(NamedTuple):
+    """What is known before the trace, but for the numbers."""
 
-    variance: Any
-    with_fan: bool = False
-    number: Any = None
+    apply: Any
+    params: PyTree  # shapes
+    numbers: tuple[float | None, ...]
+    held: tuple[bool, ...]
+    with_fan: tuple[bool, ...]
+    scaling: str
+    diagonal: bool
+    coupled: bool
+    rows: int | None
 
 
 @checked
 def infinite_width(
     apply: AnyApply,
-    params: Annotated[Params, unchecked("shapes are enough")],
+    params: Annotated[Params, unchecked("only shapes matter, and the values of what has no variance")],
     x: Annotated[PyTree[Shaped[ArrayLike, "T ..."]], batches],
     z: Annotated[PyTree[Shaped[ArrayLike, "S ..."]], batches] | None = None,
     *,
-    variances: Annotated[Any, unchecked("a pytree like params, or a function")] = None,
-    scaling: Annotated[str, choice("ntk", "standard")] = "ntk",
+    variances: Annotated[Any, unchecked("a pytree or a function, checked against params")] = None,
+    scaling: Annotated[str, choice(*SCALINGS)] = "ntk",
     diagonal: bool = False,
     rows: Count | None = None,
 ) -> InfiniteWidth:
-    """Return NNGP and tangent kernel.
+    """Return the kernels that a network has at initialization when all its layers are infinitely wide.
+
+    Args:
+        apply: (params, batch) -> outputs (T, ...): any JAX function, or what ``from_module`` makes of a module.
+        params: a pytree with the shapes of a finite network, of any width; arrays or ``jax.ShapeDtypeStruct``.
+        x: batch (T, ...), or a pytree of such arrays.
+        z: second batch (S, ...), or None for x.
+        variances: a pytree like ``params``: the variance of an entry times fan-in (the entries that a sum of products
+            runs over) for weights, the variance itself for biases and tables. A parameter of variance 0 keeps its
+            value, as scales that are 1 and biases that are 0. Or the function that draws the parameters from a key,
+            from which variances are read; None reads them from the initializers of a linen module.
+        scaling: "ntk" differentiates in parameters of variance 1, w = sqrt(variance) omega; "standard" in the parameters
+            themselves: the kernel is then that of a network of the given widths to leading order, for which biases and
+            weights have the derivative 1 (scales that are 1 at the start are not trained here).
+        diagonal: return the kernels of each sample of x with that of z in its place only, (T,).
+        rows: samples of x at a time; by default as many as take 2^28 numbers in the largest table.
+
+    Returns:
+        ``InfiniteWidth``: nngp, ntk, error. They can be differentiated in variances and in x.
+
+    Raises:
+        ValueError: for a network that cannot be followed, with the operation, its place in the source, and a way out.
 
     >>> net = lambda p, x: jax.nn.relu(x @ p[0]) @ p[1]
     >>> params = (jnp.ones((2, 64)), jnp.ones(64))
@@ -73,70 +97,81 @@ def infinite_width(
     >>> infinite_width(net, params, x, variances=(2.0, 2.0)).ntk.round(4).tolist()
     [[2.0, 1.8183], [1.8183, 4.0]]
     """
-    apply, x, z = as_arrays(apply, x, z)
     laws = _laws(apply, params, x, variances)
-    fixed = tuple(law.number for law in laws)
-    values = [law.variance for law in laws]
-    fans = tuple(law.with_fan for law in laws)
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), jnp.result_type(a)), params)
-    arrays = [a if number is None and fan is None else None for a, number, fan in zip(jax.tree.leaves(params), fixed, fans)]
-    pairs = functools.partial(_pairs, apply, shapes, fans=fans, fixed=fixed, scaling=scaling, diagonal=diagonal)
-    nngp, ntk, error = jax.jit(pairs)(arrays, values, x, x if z is None else z)
-    return InfiniteWidth(nngp, ntk, jnp.max(error))
-
-
-def _pairs(apply, shapes, arrays, values, x, z, *, fans, fixed, scaling, diagonal):
-    """Return the kernels of all pairs."""
-    one = lambda a, b: _pair(apply, shapes, arrays, values, a[None], b[None], fans=fans, fixed=fixed, scaling=scaling)
-    if diagonal:
-        return jax.vmap(one)(x, z)
-    return jax.vmap(lambda a: jax.vmap(lambda b: one(a, b))(z))(x)
-
-
-def _pair(apply, shapes, arrays, values, a, b, *, fans, fixed, scaling):
-    """Return the kernels of one pair of samples."""
-    leaves, tree = jax.tree.flatten(shapes)
-    if jnp.issubdtype(a.dtype, jnp.floating):
-        leaves = [jax.ShapeDtypeStruct(u.shape, a.dtype) if jnp.issubdtype(u.dtype, jnp.floating) else u for u in leaves]
-    trace = jax.make_jaxpr(lambda p, x: apply(jax.tree.unflatten(tree, p), x))(leaves, a)
-    laws = [
-        (v, fan, None if scaling == "ntk" else 1.0) for v, fan in zip(values, fans, strict=True)
-    ]
-    reader = Reader(2, laws)
-    given = []
-    for k, leaf in enumerate(leaves):
-        if fixed[k] is not None:
-            given.append(Constant(leaf.shape, fixed[k]))
-        elif arrays[k] is not None:
-            axes = frozenset(i for i, size in enumerate(leaf.shape) if size != 1)
-            given.append(Constant(leaf.shape, None, (arrays[k],) * 2, axes))
-        else:
-            given.append(Weight(k, (), tuple(range(len(leaf.shape))), leaf.shape))
-    axes = frozenset(i for i, size in enumerate(a.shape) if size != 1)
-    (out,) = visit.walk(trace, [*given, Constant(a.shape, None, (a, b), axes)], reader.step, reader.constant)
-    if not isinstance(out, Field):
-        reader.refuse("the outputs do not depend on a parameter")
-    tables = reader.tables
-    nngp, ntk = tables.moment(out, out, 0, 1, True), tables.theta(out, out, True)
-    zero = jnp.zeros(out.shape * 2, a.dtype)
-    rank = len(out.shape)
-    kept = [n for n in out.shape[1:]]
-    shape = [n for n in out.shape if n != 1] * 2
-    tidy = lambda t: (zero if t is None else t).reshape(shape)
-    error = jnp.max(jnp.stack([jnp.asarray(e, float) for e in tables.errors])) if tables.errors else jnp.zeros(())
-    return tidy(nngp), tidy(ntk), error
+    coupled = isinstance(apply, Normalized)
+    if coupled and z is not None:
+        raise ValueError("z must be left out for a network that normalizes by its batch")
+    apply, x, z = as_arrays(apply, x, z)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), params)
+    job = Job(
+        apply, shapes, *(tuple(part) for part in zip(*((u.number, u.held, u.with_fan) for u in laws), strict=True)),
+        scaling, diagonal, coupled, rows,
+    )
+    kept = [a if law.held else None for a, law in zip(jax.tree.leaves(params), laws, strict=True)]
+    variances = [jnp.asarray(law.variance, float) for law in laws]
+    return _kernels(job, kept, variances, x, x if z is None else z)
 
 
 def _laws(apply: Any, params: Params, x: Any, variances: Any) -> list[Law]:
-    """Return the law of each parameter."""
-    leaves = jax.tree.leaves(params)
-    given = jax.tree.leaves(variances)
-    found = []
-    for leaf, v in zip(leaves, given, strict=True):
-        v_ = _boundary.concrete(v)
-        if v_ is not None and np.all(v_ == 0):
-            flat = np.ravel(leaf)
-            found.append(Law(0.0, False, flat[0]))
+    if callable(variances):
+        return drawn_laws(variances, params)
+    if variances is not None:
+        return given_laws(params, variances)
+    function = apply.apply if isinstance(apply, Normalized) else apply
+    if isinstance(function, LinenFunction):
+        module, options = function.module.value, function.evaluate
+        one = jax.tree.map(lambda a: a[:1], x)
+        return drawn_laws(lambda key: module.init(key, one, **options)["params"], params)
+    raise ValueError(
+        "variances must be given: a pytree like params, or the function that draws params from a key, such as "
+        "lambda key: nnx.state(Model(rngs=nnx.Rngs(key)), nnx.Param)"
+    )
+
+
+@compiled
+def _kernels(job: Job, kept: list, variances: list, x: Array, z: Array) -> InfiniteWidth:
+    """Return the kernels of all pairs, rows of x at a time."""
+    one = lambda a, b: _pair(job, kept, variances, a[None], b[None])
+    if job.coupled:
+        found = _pair(job, kept, variances, x, x)
+    elif job.diagonal:
+        found = jax.vmap(one)(x, z)
+    else:
+        row = lambda a: jax.vmap(lambda b: one(a, b))(z)
+        count = x.shape[0] if job.rows is None else job.rows
+        found = by_pieces(jax.vmap(row), x, count)
+    return InfiniteWidth(found[0], found[1], jnp.max(found[2]))
+
+
+def _pair(job: Job, kept: list, variances: list, a: Array, b: Array) -> tuple[Array, Array, Array]:
+    """Return the kernels of one pair of samples, or of a whole batch."""
+    leaves, tree = jax.tree.flatten(job.params)
+    trace = jax.make_jaxpr(lambda p, batch: job.apply(jax.tree.unflatten(tree, p), batch))(leaves, a)
+    tangent = None if job.scaling == "ntk" else 1.0
+    laws = [(v, fan, tangent) for v, fan in zip(variances, job.with_fan, strict=True)]
+    reader = Reader(laws, [leaf.shape for leaf in leaves], a.shape[0] if job.coupled else 0)
+    given: list[Any] = []
+    for k, leaf in enumerate(leaves):
+        number = job.numbers[k]
+        if number is not None and not (tangent is not None and number == 0):
+            given.append(Constant(leaf.shape, number))
+        elif kept[k] is not None:
+            given.append(reader.array_of(kept[k], kept[k]))
         else:
-            found.append(Law(v, np.ndim(leaf) > 1 or True))
-    return found
+            given.append(Weight(k, (), tuple(range(len(leaf.shape))), leaf.shape))
+    (out,) = visit.walk(trace, [*given, reader.array_of(a, b)], reader.step, reader.constant)
+    if not isinstance(out, Field):
+        raise ValueError("apply must depend on parameters that have a variance")
+    reader.check_last(out)
+    tables, rank = reader.tables, len(out.shape)
+    # outputs side by side have the same kernel: the first one is taken, and the only sample of a trace of one
+    index = [slice(None) if k in reader.places(out) or (k == 0 and job.coupled) else 0 for k in range(rank)]
+
+    def tidy(table: Array | None) -> Array:
+        whole = jnp.zeros(out.shape * 2, a.dtype) if table is None else table
+        found = whole[tuple(index * 2)]
+        return jnp.moveaxis(found, found.ndim // 2, 1) if job.coupled else found
+
+    nngp, ntk = tidy(tables.moment(out, out, 0, 1, True)), tidy(tables.theta(out, out, True))
+    errors = [jnp.asarray(e, float) for e in tables.errors]
+    return nngp, ntk, jnp.max(jnp.stack(errors)) if errors else jnp.zeros(())
