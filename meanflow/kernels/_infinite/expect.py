@@ -115,7 +115,7 @@ def series(function: Function, variance: Array) -> Series:
     column = (-1,) + (1,) * variance.ndim
     u = safe_sqrt(variance) * nodes.reshape(column)
     values, slopes = jax.jvp(function, (u,), (jnp.ones_like(u),))
-    tails, found, error = [], [], jnp.zeros(())
+    tails, found, error = [], [], jnp.asarray(0.0)
     for g in (values, slopes):
         g = jnp.broadcast_to(g, u.shape).astype(variance.dtype)
         found.append(jnp.tensordot(basis, g, 1, precision="highest"))
@@ -209,7 +209,7 @@ def sampled_pair(
 def _with_slopes(function: Function, u: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
     """Return the values of a function and its derivative in each argument."""
     if not u:
-        return jnp.ones(()), ()
+        return jnp.asarray(1.0), ()
     wide = jnp.broadcast_arrays(*u)
     value, pull = jax.vjp(function, *wide)
     return value, pull(jnp.ones_like(value))

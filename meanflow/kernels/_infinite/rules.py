@@ -85,7 +85,7 @@ class Reader:
         self.place: JaxprEqn | None = None
         self.tables = Tables(self.sides, self.refuse)
         self.sliced: dict[tuple, Any] = {}
-        self.uses: dict[int, int] = {}
+        self.uses: dict[tuple, int] = {}
 
     def refuse(self, reason: str, way_out: str = "") -> NoReturn:
         """Raise, with the operation and the place in the user's source."""
@@ -116,10 +116,8 @@ class Reader:
 
     def check_last(self, out: Field) -> None:
         """Refuse outputs whose parameters are used elsewhere, too: gradients are not independent of them then."""
-        made = {atom.key[0] for atom in self._sources(out) if atom.field is not None}
-        for leaf in made:
-            if self.uses[leaf] > 1 and not all(self.uses[other] > 1 for other in made):
-                self.refuse("the parameters of the outputs are used elsewhere, too")
+        if any(self.uses[atom.key] > 1 for atom in self._sources(out) if atom.field is not None):
+            self.refuse("the parameters of the outputs are used elsewhere, too")
 
     def _sources(self, field: Field) -> list[Source]:
         found: list[Source] = []
@@ -156,9 +154,17 @@ class Reader:
             return [self._moved(equation, values)]
         if name in SUMS and isinstance(values[0], Field):
             return [self._summed(equation, values[0])]
-        rule = getattr(self, f"_{name}", None)
-        if name in ("reduce_max", "reduce_min") and isinstance(values[0], Field):
-            rule = self._extreme
+        rules: dict[str, Callable[[JaxprEqn, list[Value]], Value | list[Value]]] = {
+            "concatenate": self._concatenate,
+            "conv_general_dilated": self._convolution,
+            "dot_general": self._product,
+            "gather": self._looked_up,
+            "reduce_max": self._extreme,
+            "reduce_min": self._extreme,
+            "split": self._split,
+            "stack": lambda e, v: self._stacked(v, e.params["axis"]),
+        }
+        rule = rules.get(name)
         if rule is None:
             self.refuse(f"there is no rule for {name} of values that depend on parameters")
         found = rule(equation, values)
@@ -340,8 +346,8 @@ class Reader:
         variance, with_fan, tangent = self.laws[weight.leaf]
         square = weight.scale**2
         variance = square * (variance / fan if with_fan and field is not None else variance)
-        self.uses[weight.leaf] = self.uses.get(weight.leaf, 0) + 1
         key = (weight.leaf, weight.part)
+        self.uses[key] = self.uses.get(key, 0) + 1
         return Source(shape, key, variance, variance if tangent is None else square * tangent, field, spread, **kind)
 
     # entries that move
@@ -548,7 +554,8 @@ class Reader:
     def _extreme(self, equation: JaxprEqn, values: list[Value]) -> Value:
         """Return the maximum or minimum over a few positions."""
         (field,), axes = values, equation.params["axes"]
-        assert isinstance(field, Field)
+        if not isinstance(field, Field):
+            self.refuse("a maximum of parameters")
         shape = full_shape(field.layout)
         if any(is_wide(field.layout, a) for a in axes) or math.prod(shape[a] for a in axes) > NARROW:
             self.refuse("a maximum over channels, or over many positions, of a field", "; take a mean")
@@ -560,7 +567,7 @@ class Reader:
             total = self._elementwise(pair.primitive.name, pair, [total, other])  # type: ignore[assignment]
         return total
 
-    def _gather(self, equation: JaxprEqn, values: list[Value]) -> Value:
+    def _looked_up(self, equation: JaxprEqn, values: list[Value]) -> Value:
         table, index = values
         numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
         if not isinstance(index, Constant):
@@ -662,7 +669,7 @@ class Reader:
 
     # products
 
-    def _dot_general(self, equation: JaxprEqn, values: list[Value]) -> Value:
+    def _product(self, equation: JaxprEqn, values: list[Value]) -> Value:
         (contract, batch) = equation.params["dimension_numbers"]
         shape = shape_of(equation.outvars[0])
         if all(isinstance(v, Weight) for v in values):
@@ -762,7 +769,7 @@ class Reader:
         # beside values of order 1 it was size x count^(1/2); less than count^(-1/4) vanishes
         return self._uniform(arrays, new, shape, size * count**0.75 if count > 1 else 0.0)
 
-    def _conv_general_dilated(self, equation: JaxprEqn, values: list[Value]) -> Value:
+    def _convolution(self, equation: JaxprEqn, values: list[Value]) -> Value:
         one, weight = values
         p, shape = equation.params, shape_of(equation.outvars[0])
         numbers = p["dimension_numbers"]
@@ -813,7 +820,7 @@ class Reader:
             found = walk(body, [*held, *state, *(self._row(v, k) for v in rows)], self.step, self.constant)
             state, outs[k] = found[: len(state)], found[len(state) :]
         self.place = equation
-        stacked = [self._stack([outs[k][n] for k in range(length)]) for n in range(len(outs[0]))]
+        stacked = [self._stacked([outs[k][n] for k in range(length)]) for n in range(len(outs[0]))]
         return [*state, *stacked]
 
     def _row(self, value: Value, k: int) -> Value:
@@ -829,21 +836,27 @@ class Reader:
         drop = Map(lambda a, _: jnp.squeeze(a, 0), ("squeeze", value.layout, 0), True)
         return mapped(row, drop, value.layout[1:])  # type: ignore[arg-type, union-attr]
 
-    def _stack(self, values: list[Value]) -> Value:
-        if all(isinstance(v, Constant) for v in values):
-            if all(v.number is not None and v.number == values[0].number for v in values):  # type: ignore[union-attr]
-                return Constant((len(values), *values[0].shape), values[0].number)  # type: ignore[union-attr]
-            arrays = tuple(jnp.stack([self.array(v, k) for v in values]) for k in range(self.sides))  # type: ignore[arg-type]
-            axes = frozenset({0, *(a + 1 for v in values for a in v.varying)})  # type: ignore[union-attr]
-            return Constant(arrays[0].shape, None, arrays, axes)
-        layout = next(v.layout for v in values if isinstance(v, Field))
-        new = (axis_of(len(values)), *layout)
+    def _stacked(self, values: list[Value], axis: int = 0) -> Value:
+        """Return values side by side along a new axis."""
+        known = [v for v in values if isinstance(v, Constant)]
+        if len(known) == len(values):
+            shape = (*known[0].shape[:axis], len(values), *known[0].shape[axis:])
+            if all(v.number is not None and v.number == known[0].number for v in known):
+                return Constant(shape, known[0].number)
+            arrays = tuple(jnp.stack([self.array(v, k) for v in known], axis) for k in range(self.sides))
+            axes = frozenset({axis, *(a + (a >= axis) for v in known for a in v.varying)})
+            return Constant(shape, None, arrays, axes)
+        layout = self._common(values)
+        new = (*layout[:axis], axis_of(len(values)), *layout[axis:])
         total = Field(new, {})
         for k, v in enumerate(values):
-            def put(a: Array, _: int, k: int = k) -> Array:
-                return jnp.zeros((len(values), *a.shape), a.dtype).at[k].set(a)
+            edges = [(0, 0, 0)] * len(new)
+            edges[axis] = (k, len(values) - 1 - k, 0)
 
-            way = Map(put, ("put", k, layout), True, True)
+            def put(a: Array, _: int, edges: tuple = tuple(edges)) -> Array:
+                return jax.lax.pad(jnp.expand_dims(a, axis), jnp.zeros((), a.dtype), edges)
+
+            way = Map(put, ("put", axis, tuple(edges), layout), True, True)
             total = added(total, mapped(self.as_field(v, layout), way, new), self.sides)
         return total
 
@@ -858,18 +871,19 @@ class Apart:
 
     def __call__(self, _: Any, __: Any, full: bool) -> Array:
         """Return the table."""
-        return apart(jnp.ones(self.shape + (1,) * (len(self.shape) if full else 0)), self.shape, full)
+        shape = self.shape * 2 if full else self.shape
+        return apart(jnp.broadcast_to(jnp.asarray(1.0), shape), self.shape, full)
 
 
 def apart(table: Array, sizes: Sequence[int], full: bool) -> Array:
     """Return a table with zeros at different positions along the axes that have a size."""
     rank = len(sizes)
     for a, n in enumerate(sizes):
-        if n > 1:
-            if full:
-                table = table * jnp.eye(n, dtype=table.dtype).reshape([n if k in (a, rank + a) else 1 for k in range(2 * rank)])
-            else:
-                table = table * jnp.ones([n if k == a else 1 for k in range(rank)], table.dtype)
+        if n > 1 and full:
+            mask = np.eye(n, dtype=bool).reshape([n if k in (a, rank + a) else 1 for k in range(2 * rank)])
+            table = jnp.where(mask, table, 0.0)
+        elif n > 1:
+            table = jnp.broadcast_to(table, np.broadcast_shapes(table.shape, [n if k == a else 1 for k in range(rank)]))
     return table
 
 

@@ -8,6 +8,7 @@ kernel of two fields is the table of <dA_p/dw, dB_q/dw>, summed over all paramet
     Theta of functions F, G                    sum over arguments a, b of E[d_a F d_b G] Theta_ab
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -112,7 +113,7 @@ class Tables:
     def _second(self, a: Atom, b: Atom, i: int, j: int, full: bool) -> Table:
         if a is ONE or b is ONE:
             if a is b:
-                return jnp.ones(())
+                return jnp.asarray(1.0)
             mean = self._mean(b, j) if a is ONE else self._mean(a, i)
             if a is ONE or not full:
                 return jnp.asarray(mean)
@@ -174,7 +175,7 @@ class Tables:
             f, g = a.factors
             if f.keys & g.keys or f is g:
                 found = self.moment(f, g, i, i, False)
-                return jnp.zeros(a.shape) if found is None else found
+                return jnp.broadcast_to(jnp.asarray(0.0), a.shape) if found is None else found
             return self.mean(f, i) * self.mean(g, i)
         return jnp.broadcast_to(self._expectation(a, i)[0], a.shape)
 
@@ -388,7 +389,7 @@ class Tables:
 
     def _variance(self, s: Atom, t: Atom, i: int) -> Array:
         found = self.get("second", s, t, i, i, False)
-        return jnp.zeros(s.shape) if found is None else found
+        return jnp.broadcast_to(jnp.asarray(0.0), s.shape) if found is None else found
 
     def _expected(self, a: Any, b: Any, i: int, j: int, full: bool) -> tuple[Table, list[list[Table]]]:
         first, second = self.arguments(a), self.arguments(b)
@@ -398,7 +399,7 @@ class Tables:
             v, w = left(self._variance(first[0], first[0], i)), self._variance(second[0], second[0], j)
             x = self.get("second", first[0], second[0], i, j, full)
             shape = np.broadcast_shapes(v.shape, w.shape)
-            v, w, x = (jnp.broadcast_to(jnp.zeros(()) if u is None else u, shape) for u in (v, w, x))
+            v, w, x = (jnp.broadcast_to(jnp.asarray(0.0) if u is None else u, shape) for u in (v, w, x))
             known, too = self.form(a), self.form(b)
             if known is not None and too is not None:
                 (f, s, m), (g, t, n) = known, too
@@ -437,7 +438,7 @@ class Tables:
                     found = self.get("second", t, s, i, j, full)
                 else:
                     found = self._variance(t, s, j)
-                rows[-1].append(jnp.zeros(()) if found is None else found)
+                rows[-1].append(jnp.asarray(0.0) if found is None else found)
         f, g = self.function(a, i, behind), self.function(b, j)
         value, slopes, error = expect.sampled_pair(f, g, len(first), len(second), rows)
         self.errors.append(error)
@@ -458,21 +459,21 @@ class Tables:
         if key not in self.kept:
             arguments = self.arguments(a)
             if a.gaussian:
-                found = jnp.zeros(()), [jnp.ones(a.shape)]
+                found = jnp.asarray(0.0), [jnp.broadcast_to(jnp.asarray(1.0), a.shape)]
             elif len(arguments) == 1:
                 known = self.form(a)
                 if known is not None and isinstance(known[0], expect.Kinked):
                     kink, deviation = known[0], jnp.sqrt(self._variance(arguments[0], arguments[0], i))
                     half = (kink.above + kink.below) / 2
-                    size = (kink.above - kink.below) / np.sqrt(2 * np.pi)
-                    found = (jnp.full(a.shape, half), [jnp.zeros(a.shape)]) if kink.step else (size * deviation, [jnp.full(a.shape, half)])
+                    size = (kink.above - kink.below) / math.sqrt(2 * math.pi)
+                    found = (jnp.broadcast_to(jnp.asarray(half), a.shape), [jnp.broadcast_to(jnp.asarray(0.0), a.shape)]) if kink.step else (size * deviation, [jnp.broadcast_to(jnp.asarray(half), a.shape)])
                 else:
                     series = self._series(a, i)
                     found = series.value[0], [series.mean_slope]
             else:
                 rows = [[self._variance(t, s, i) for t in arguments[: m + 1]] for m, s in enumerate(arguments)]
                 value, slopes, error = expect.sampled_pair(
-                    self.function(a, i), lambda: jnp.ones(()), len(arguments), 0, rows
+                    self.function(a, i), lambda: jnp.asarray(1.0), len(arguments), 0, rows
                 )
                 self.errors.append(error)
                 found = value, [row[0] for row in slopes]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow._boundary import Count, checked, choice, unchecked
@@ -17,6 +18,7 @@ from meanflow._reuse import compiled
 from meanflow.kernels._empirical import visit
 from meanflow.kernels._empirical.adapters import LinenFunction
 from meanflow.kernels._empirical.contraction import by_pieces
+from meanflow.kernels._empirical.coupling import is_coupled
 from meanflow.kernels._empirical.modules import Normalized, Params, as_arrays, batches
 from meanflow.kernels._empirical.plan import AnyApply
 from meanflow.kernels._infinite.fields import Constant, Field, Weight
@@ -98,17 +100,19 @@ def infinite_width(
     [[2.0, 1.8183], [1.8183, 4.0]]
     """
     laws = _laws(apply, params, x, variances)
-    coupled = isinstance(apply, Normalized)
-    if coupled and z is not None:
-        raise ValueError("z must be left out for a network that normalizes by its batch")
     apply, x, z = as_arrays(apply, x, z)
+    some = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a, params)
+    coupled = isinstance(apply, Normalized) or is_coupled(apply, some, x[:2])
+    if coupled and (z is not None or diagonal):
+        raise ValueError("z and diagonal must be left out for a network that couples the samples of its batch")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), params)
     job = Job(
         apply, shapes, *(tuple(part) for part in zip(*((u.number, u.held, u.with_fan) for u in laws), strict=True)),
         scaling, diagonal, coupled, rows,
     )
     kept = [a if law.held else None for a, law in zip(jax.tree.leaves(params), laws, strict=True)]
-    variances = [jnp.asarray(law.variance, float) for law in laws]
+    dtype = jnp.result_type(*(u.dtype for u in (x, *jax.tree.leaves(params)) if jnp.issubdtype(u.dtype, jnp.floating)))
+    variances = [jnp.asarray(law.variance, dtype) for law in laws]
     return _kernels(job, kept, variances, x, x if z is None else z)
 
 
@@ -159,6 +163,15 @@ def _pair(job: Job, kept: list, variances: list, a: Array, b: Array) -> tuple[Ar
             given.append(reader.array_of(kept[k], kept[k]))
         else:
             given.append(Weight(k, (), tuple(range(len(leaf.shape))), leaf.shape))
+    # arrays of fields are broadcast against numbers and each other throughout
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return _followed(job, reader, trace, given, a, b)
+
+
+def _followed(
+    job: Job, reader: Reader, trace: ClosedJaxpr, given: list, a: Array, b: Array
+) -> tuple[Array, Array, Array]:
+    """Return the kernels and their error from the trace."""
     (out,) = visit.walk(trace, [*given, reader.array_of(a, b)], reader.step, reader.constant)
     if not isinstance(out, Field):
         raise ValueError("apply must depend on parameters that have a variance")
@@ -168,7 +181,8 @@ def _pair(job: Job, kept: list, variances: list, a: Array, b: Array) -> tuple[Ar
     index = [slice(None) if k in reader.places(out) or (k == 0 and job.coupled) else 0 for k in range(rank)]
 
     def tidy(table: Array | None) -> Array:
-        whole = jnp.zeros(out.shape * 2, a.dtype) if table is None else table
+        dtype = visit.dtype_of(trace.jaxpr.outvars[0])
+        whole = jnp.zeros(out.shape * 2, dtype) if table is None else table.astype(dtype)
         found = whole[tuple(index * 2)]
         return jnp.moveaxis(found, found.ndim // 2, 1) if job.coupled else found
 
