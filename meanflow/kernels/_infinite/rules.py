@@ -85,7 +85,7 @@ class Reader:
         self.place: JaxprEqn | None = None
         self.tables = Tables(self.sides, self.refuse)
         self.sliced: dict[tuple, Any] = {}
-        self.uses: dict[tuple, int] = {}
+        self.made: list[Source] = []
 
     def refuse(self, reason: str, way_out: str = "") -> NoReturn:
         """Raise, with the operation and the place in the user's source."""
@@ -115,18 +115,16 @@ class Reader:
         return {k for k, n in enumerate(out.shape) if k and n > 1 and k not in aside}
 
     def check_last(self, out: Field) -> None:
-        """Refuse outputs whose parameters are used elsewhere, too: gradients are not independent of them then."""
-        if any(self.uses[atom.key] > 1 for atom in self._sources(out) if atom.field is not None):
-            self.refuse("the parameters of the outputs are used elsewhere, too")
-
-    def _sources(self, field: Field) -> list[Source]:
-        found: list[Source] = []
-        for atom in field.terms:
-            if isinstance(atom, Source):
-                found.append(atom)
-            elif isinstance(atom, Mapped):
-                found += self._sources(atom.field)
-        return found
+        """Refuse outputs whose parameters made what they act on, too: gradients are not independent of them then."""
+        for last in sources(out):
+            before, seen = [last.field], set()
+            while before:
+                field = before.pop()
+                for atom in sources(field) if field is not None and field not in seen else ():
+                    if atom.key == last.key:
+                        self.refuse("the parameters of the outputs are used elsewhere, too")
+                    before.append(atom.field)
+                seen.add(field)
 
     def step(self, _: int, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         """Return the values of an equation's outputs."""
@@ -347,8 +345,9 @@ class Reader:
         square = weight.scale**2
         variance = square * (variance / fan if with_fan and field is not None else variance)
         key = (weight.leaf, weight.part)
-        self.uses[key] = self.uses.get(key, 0) + 1
-        return Source(shape, key, variance, variance if tangent is None else square * tangent, field, spread, **kind)
+        squared = variance if tangent is None else square * tangent
+        self.made.append(Source(shape, key, variance, squared, field, spread, **kind))
+        return self.made[-1]
 
     # entries that move
 
@@ -873,6 +872,17 @@ class Apart:
         """Return the table."""
         shape = self.shape * 2 if full else self.shape
         return apart(jnp.broadcast_to(jnp.asarray(1.0), shape), self.shape, full)
+
+
+def sources(field: Field) -> list[Source]:
+    """Return the Gaussians made by parameters that a field is a function of."""
+    found: list[Source] = []
+    for atom in field.terms:
+        inner = atom.operands if isinstance(atom, Op) else [atom.field] if isinstance(atom, Mapped) else []
+        found += [atom] if isinstance(atom, Source) else []
+        for other in inner:
+            found += sources(other) if isinstance(other, Field) else []
+    return found
 
 
 def apart(table: Array, sizes: Sequence[int], full: bool) -> Array:

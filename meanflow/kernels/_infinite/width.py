@@ -6,6 +6,7 @@ what depends on one of them alone is computed once for it. Samples that batch no
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -186,6 +187,11 @@ def _followed(
         found = whole[tuple(index * 2)]
         return jnp.moveaxis(found, found.ndim // 2, 1) if job.coupled else found
 
+    # tables ask for those before them: from the first layer to the last, no chain of such calls gets long
+    for atom in reader.made:
+        for i, j in ((0, 0), (1, 1), (0, 1)) if math.prod(atom.shape) == 1 else ():
+            tables.get("second", atom, atom, i, j, False)
+            tables.get("tangent", atom, atom, i, j, False)
     nngp, ntk = tidy(tables.moment(out, out, 0, 1, True)), tidy(tables.theta(out, out, True))
     errors = [jnp.asarray(e, float) for e in tables.errors]
     return nngp, ntk, jnp.max(jnp.stack(errors)) if errors else jnp.zeros(())
