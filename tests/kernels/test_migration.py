@@ -117,7 +117,9 @@ def convolution(kind):
         "flatten": lambda u: np.einsum("tpsp->ts", u) / 16,
         "pool": lambda u: u.mean((1, 3)),
         # windows of 2 x 2 pixels: the mean over all pairs of pixels of one window, and over windows
-        "windows": lambda u: np.einsum("taibjsckdl,ac,bd->ts", u.reshape(3, 2, 2, 2, 2, 3, 2, 2, 2, 2), *[np.eye(2)] * 2) / 64,
+        "windows": lambda u: (
+            np.einsum("taibjsckdl,ac,bd->ts", u.reshape(3, 2, 2, 2, 2, 3, 2, 2, 2, 2), *[np.eye(2)] * 2) / 64
+        ),
     }
     mean = means[kind]
     return mean(value), mean(value) + mean(tangent)

@@ -54,7 +54,10 @@ def test_dense_layers_are_those_of_the_order_parameters(name):
     standard = wide(net, shapes, POINTS, variance=variances, scaling="standard")
     widths = np.array([5, N, N])[:, None, None]
     close(standard.ntk, jnp.sum((widths * order.p + 1) * order.q, 0))
-    close(wide(net, shapes, POINTS, variance=variances, diagonal=True).ntk, jnp.diagonal(found.ntk[:2]).tolist() + [jnp.sum(order.r * order.q, 0)[2, 2]])
+    close(
+        wide(net, shapes, POINTS, variance=variances, diagonal=True).ntk,
+        jnp.diagonal(found.ntk[:2]).tolist() + [jnp.sum(order.r * order.q, 0)[2, 2]],
+    )
     close(wide(net, shapes, POINTS, POINTS[:2], variances, rows=2).ntk, found.ntk)
 
 
@@ -74,7 +77,9 @@ def test_convolutions_by_hand():
     close(wide(once, ((4, 4, 2, N), (N, 1)), IMAGE).ntk, flat.ntk)
     # flattened (pairs of equal positions), or one position after another out of all pairs
     deep = lambda p, x: jax.nn.relu(conv(jax.nn.relu(conv(x, p[0])), p[1], 2))
-    lean = wide(lambda p, x: deep(p, x).reshape(x.shape[0], -1) @ p[2], ((3, 2, N), (3, N, N), (3 * N, 1)), LINE)
+    lean = wide(
+        lambda p, x: deep(p, x).reshape(x.shape[0], -1) @ p[2], ((3, 2, N), (3, N, N), (3 * N, 1)), LINE
+    )
     full = wide(lambda p, x: deep(p, x), ((3, 2, N), (3, N, N)), LINE)
     relu = lambda p, x: jnp.einsum("tpc,pc->t", deep(p, x), p[2])
     close(lean.ntk, wide(relu, ((3, 2, N), (3, N, N), (3, N)), LINE).ntk)
@@ -129,7 +134,7 @@ def test_functions_of_one_gaussian(name):
 
 
 def test_functions_with_kinks_state_their_error():
-    """relu, leaky relu, |u| and steps have closed forms however they are written; others say how far off they may be."""
+    """relu, leaky relu, |u| and steps have closed forms however they are written; others state a bound."""
     dense = lambda f: wide(lambda p, x: f(x @ p[0]) @ p[1], ((5, N), (N, 1)), POINTS)
     relu = dense(jax.nn.relu)
     for f in (lambda u: jnp.where(u > 0, u, 0.0), lambda u: (u + jnp.abs(u)) / 2, lambda u: u * (u > 0)):
@@ -139,16 +144,24 @@ def test_functions_with_kinks_state_their_error():
     assert relu.error == 0
     clipped = dense(lambda u: jnp.clip(u, -1.0, 1.0))
     gram = 2 * np.asarray(POINTS @ POINTS.T) / 5
-    density = lambda u, t, m: np.exp(-0.5 * np.array([u, t]) @ np.linalg.solve(m, [u, t])) / (2 * np.pi * np.sqrt(np.linalg.det(m)))
+    density = lambda u, t, m: (
+        np.exp(-0.5 * np.array([u, t]) @ np.linalg.solve(m, [u, t])) / (2 * np.pi * np.sqrt(np.linalg.det(m)))
+    )
     matrix = gram[:2, :2]
     inner = lambda t, u: np.clip(u, -1, 1) * np.clip(t, -1, 1) * density(u, t, matrix)
-    pieces = [integrate.dblquad(inner, a, b, c, d)[0] for a, b in ((-9, -1), (-1, 1), (1, 9)) for c, d in ((-9, -1), (-1, 1), (1, 9))]
-    assert abs(clipped.nngp[0, 1] - 2 * sum(pieces)) < clipped.error * 2 * np.sqrt(clipped.nngp[0, 0] * clipped.nngp[1, 1])
+    pieces = [
+        integrate.dblquad(inner, a, b, c, d)[0]
+        for a, b in ((-9, -1), (-1, 1), (1, 9))
+        for c, d in ((-9, -1), (-1, 1), (1, 9))
+    ]
+    assert abs(clipped.nngp[0, 1] - 2 * sum(pieces)) < clipped.error * 2 * np.sqrt(
+        clipped.nngp[0, 0] * clipped.nngp[1, 1]
+    )
     assert clipped.error > 1e-4
 
 
 def test_norms_and_gates_by_hand():
-    """Layer norm divides by the standard deviation; a product of independent fields has the product of their moments."""
+    """Layer norm divides by the standard deviation; products of independent fields, of their moments."""
 
     def normed(p, x):
         h = x @ p[0]
@@ -183,7 +196,9 @@ def test_shared_weights():
     close(one.nngp, two.nngp)
     close(one.ntk, two.ntk)
     with pytest.raises(ValueError, match="used elsewhere"):
-        wide(lambda p, x: jax.nn.relu(jax.nn.relu(x @ p[0]) @ p[1]) @ p[1], ((N, N), (N, N)), jnp.ones((2, N)))
+        wide(
+            lambda p, x: jax.nn.relu(jax.nn.relu(x @ p[0]) @ p[1]) @ p[1], ((N, N), (N, N)), jnp.ones((2, N))
+        )
 
 
 def test_attention_by_hand():
@@ -201,7 +216,10 @@ def test_attention_by_hand():
     exact = 4 * np.einsum("tp,sq,tspq->ts", first, first, gram)
     close(found.nngp, exact)
     close(found.ntk, 3 * exact)
-    root = lambda p, x: jnp.sum(jax.nn.softmax(jnp.einsum("tpc,tqc->tpq", x @ p[0], x @ p[1]) / N**0.5) @ (x @ p[2]), 1) @ p[3]
+    root = lambda p, x: (
+        jnp.sum(jax.nn.softmax(jnp.einsum("tpc,tqc->tpq", x @ p[0], x @ p[1]) / N**0.5) @ (x @ p[2]), 1)
+        @ p[3]
+    )
     with pytest.raises(ValueError, match="root of the number of channels.*test_wide.py.*divide it"):
         wide(root, ((2, N), (2, N), (2, N), (N, 1)), LINE)
 
@@ -212,13 +230,19 @@ def test_laws_are_read_from_what_draws():
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
-            x = linen.Dense(N, kernel_init=linen.initializers.he_uniform(), bias_init=linen.initializers.normal(0.5))(x)
+            x = linen.Dense(
+                N, kernel_init=linen.initializers.he_uniform(), bias_init=linen.initializers.normal(0.5)
+            )(x)
             return linen.Dense(1)(jax.nn.relu(linen.LayerNorm()(x)))
 
     module = Net()
     variables = module.init(jax.random.key(0), POINTS)
     found = kernels.infinite_width(*kernels.from_module(module, variables), POINTS)
-    given = {"Dense_0": {"kernel": 2.0, "bias": 0.25}, "LayerNorm_0": {"scale": 0.0, "bias": 0.0}, "Dense_1": {"kernel": 1.0, "bias": 0.0}}
+    given = {
+        "Dense_0": {"kernel": 2.0, "bias": 0.25},
+        "LayerNorm_0": {"scale": 0.0, "bias": 0.0},
+        "Dense_1": {"kernel": 1.0, "bias": 0.0},
+    }
     exact = kernels.infinite_width(*kernels.from_module(module, variables), POINTS, variances=given)
     close(found.ntk, exact.ntk, 1e-5)
     draw = lambda key: (jax.random.normal(key, (5, N)), jax.random.uniform(key, (N, 1), minval=-1.0))
@@ -238,7 +262,9 @@ def test_derivatives_and_precision():
     kernel = lambda v, x: wide(net, ((5, N), (N, N), (N, 1)), x, variance=(v, v, 1.0)).ntk[0, 1]
     by_jax = jax.grad(kernel, (0, 1))(1.3, POINTS)
     e = 1e-5
-    np.testing.assert_allclose(by_jax[0], (kernel(1.3 + e, POINTS) - kernel(1.3 - e, POINTS)) / (2 * e), rtol=1e-6)
+    np.testing.assert_allclose(
+        by_jax[0], (kernel(1.3 + e, POINTS) - kernel(1.3 - e, POINTS)) / (2 * e), rtol=1e-6
+    )
     step = e * jnp.zeros_like(POINTS).at[0, 2].set(1.0)
     difference = (kernel(1.3, POINTS + step) - kernel(1.3, POINTS - step)) / (2 * e)
     np.testing.assert_allclose(by_jax[1][0, 2], difference, rtol=1e-6)
@@ -260,8 +286,14 @@ def relu(x):
         (lambda p, x: jnp.max(x @ p[0], -1), "maximum over channels.*'reduce_max' at .*test_wide.py"),
         (lambda p, x: jnp.sort(x @ p[0]) @ p[1], "no rule for sort"),
         (lambda p, x: (x + p[2][None]) @ p[0] @ p[1], "combined with data, before a layer"),
-        (lambda p, x: jnp.swapaxes(jnp.stack([x @ p[0]] * N, 1), 1, 2) @ p[3] @ p[1], "the same weights act on every channel"),
-        (lambda p, x: jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p[0]) @ p[1], "no rule for while"),
+        (
+            lambda p, x: jnp.swapaxes(jnp.stack([x @ p[0]] * N, 1), 1, 2) @ p[3] @ p[1],
+            "the same weights act on every channel",
+        ),
+        (
+            lambda p, x: jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p[0]) @ p[1],
+            "no rule for while",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused(net, words):
@@ -280,7 +312,9 @@ def test_what_cannot_be_followed_is_refused(net, words):
 )
 def test_variances_are_checked(variances, words):
     with pytest.raises(ValueError, match=words):
-        kernels.infinite_width(lambda p, x: x @ p[0] @ p[1], sizes((5, N), (N, 1)), POINTS, variances=variances)
+        kernels.infinite_width(
+            lambda p, x: x @ p[0] @ p[1], sizes((5, N), (N, 1)), POINTS, variances=variances
+        )
 
 
 def normalized(h):

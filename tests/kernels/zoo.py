@@ -1,4 +1,4 @@
-"""Networks as users write them, at any width: name -> (inputs, width -> (apply, init)); for comparison at infinite width.
+"""Networks as users write them, at any width: name -> (inputs, width -> (apply, init)).
 
 ``init`` draws the parameters from a key. Inputs are three samples, so that kernels are cheap.
 """
@@ -102,7 +102,13 @@ class Gated(nnx.Module):
 
     def __init__(self, n, rngs):
         line = lambda a, b: nnx.Linear(a, b, use_bias=False, rngs=rngs)
-        self.first, self.gate, self.up, self.down, self.out = line(6, n), line(n, n), line(n, n), line(n, n), line(n, 1)
+        self.first, self.gate, self.up, self.down, self.out = (
+            line(6, n),
+            line(n, n),
+            line(n, n),
+            line(n, n),
+            line(n, 1),
+        )
         self.norm, self.last = nnx.RMSNorm(n, rngs=rngs), nnx.RMSNorm(n, rngs=rngs)
 
     def __call__(self, x):
@@ -217,7 +223,11 @@ class Depthwise(nnx.Module):
     def __init__(self, n, rngs):
         self.stem = nnx.Conv(2, n, (2, 2), padding="VALID", rngs=rngs)
         self.depth = nnx.Conv(n, n, (3, 3), feature_group_count=n, rngs=rngs)
-        self.norm, self.up, self.down = nnx.LayerNorm(n, rngs=rngs), nnx.Linear(n, n, rngs=rngs), nnx.Linear(n, n, rngs=rngs)
+        self.norm, self.up, self.down = (
+            nnx.LayerNorm(n, rngs=rngs),
+            nnx.Linear(n, n, rngs=rngs),
+            nnx.Linear(n, n, rngs=rngs),
+        )
         self.out = nnx.Linear(n, 1, rngs=rngs)
 
     def __call__(self, x):
@@ -356,7 +366,13 @@ def fourier_features(n):
 
 @entry(VECTORS)
 def sines(n):
-    return plain(lambda p, x: jnp.sin(3.0 * jnp.sin(x @ p["u"] + p["b"]) @ p["w"]) @ p["a"], u=(6, n), b=(n,), w=(n, n), a=(n, 1))
+    return plain(
+        lambda p, x: jnp.sin(3.0 * jnp.sin(x @ p["u"] + p["b"]) @ p["w"]) @ p["a"],
+        u=(6, n),
+        b=(n,),
+        w=(n, n),
+        a=(n, 1),
+    )
 
 
 @entry(VECTORS)

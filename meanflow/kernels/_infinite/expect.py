@@ -8,7 +8,7 @@ that are left out can amount to is known from E[F^2]. Functions of several Gauss
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from meanflow._numerics import safe_sqrt
 from meanflow.kernels._infinite import dual
 
 TERMS = 64
-# E[.] of one standard normal: a trapezoid rule, exact to rounding for functions that are analytic near the axis; no node
-# at 0, where functions with a kink have no slope
+# E[.] of one standard normal: a trapezoid rule, exact to rounding for functions that are analytic near the axis; no
+# node at 0, where functions with a kink have no slope
 NODES = np.linspace(-10.0, 10.0, 200)
 MASS = np.exp(-0.5 * NODES**2) * (NODES[1] - NODES[0]) / math.sqrt(2 * math.pi)
 POINTS, AT_ONCE = 4096, 64
@@ -80,7 +80,9 @@ def kinked_pair(f: Kinked, g: Kinked, v: Array, w: Array, x: Array) -> Pair:
     return rest * x + first * second * relu.value, [[steps]]
 
 
-def wave_pair(f: str, g: str, shift: tuple[Array | float, Array | float], v: Array, w: Array, x: Array) -> Pair:
+def wave_pair(
+    f: str, g: str, shift: tuple[Array | float, Array | float], v: Array, w: Array, x: Array
+) -> Pair:
     """Return the moments of F(u + a) and G(v + b), each sin, cos or exp."""
     a, b = shift
     if f == g == "exp":
@@ -187,7 +189,7 @@ def sampled_pair(
 
     def block(total: tuple, z: Array) -> tuple[tuple, Array]:
         column = (-1,) + (1,) * len(shape)
-        u = [sum(r * z[:, k].reshape(column) for k, r in enumerate(row)) for row in roots]
+        u: list[Any] = [sum(r * z[:, k].reshape(column) for k, r in enumerate(row)) for row in roots]
         mean = lambda a: jnp.broadcast_to(jnp.mean(a, 0), shape)
         one, two = _with_slopes(f, u[:first]), _with_slopes(g, u[first:])
         value = mean(one[0] * two[0])

@@ -29,7 +29,7 @@ from jaxtyping import Array
 Factor: TypeAlias = tuple[int, bool]
 Layout: TypeAlias = tuple[tuple[Factor, ...], ...]
 Sides: TypeAlias = tuple[Array, ...]
-Coefficient: TypeAlias = float | Sides
+Coefficient: TypeAlias = Any  # a number, or Sides
 
 
 def axis_of(size: int, wide: bool = False) -> tuple[Factor, ...]:
@@ -231,19 +231,19 @@ class Mapped(Atom):
 class Op(Atom):
     """An operation of the trace on fields and constants, element by element."""
 
-    def __init__(self, shape: tuple[int, ...], equation: JaxprEqn, operands: "Sequence[Field | Constant]"):
+    def __init__(self, shape: tuple[int, ...], equation: JaxprEqn, operands: Sequence[Any]):
         keys = frozenset().union(*(o.keys for o in operands if isinstance(o, Field)))
         super().__init__(shape, False, keys)
         self.equation, self.operands = equation, tuple(operands)
 
     @property
-    def factors(self) -> tuple[Field, ...]:
+    def factors(self) -> tuple[Any, ...]:
         """Return the two fields of which this is the product; none if it is something else."""
         name = self.equation.primitive.name
         if name == "square" or (name == "integer_pow" and self.equation.params["y"] == 2):
-            return self.operands * 2  # type: ignore[return-value]
+            return self.operands * 2
         both = all(isinstance(o, Field) for o in self.operands)
-        return self.operands if name == "mul" and both else ()  # type: ignore[return-value]
+        return self.operands if name == "mul" and both else ()
 
 
 def times(a: Coefficient, b: Coefficient) -> Coefficient:
@@ -272,10 +272,10 @@ def field_of(layout: Layout, terms: dict[Atom, Coefficient]) -> Field:
     """Return a sum of atoms; one that is Gaussian becomes one atom, so that functions of it have one argument."""
     kept = {a: c for a, c in terms.items() if isinstance(c, tuple) or c != 0}
     normal = {a: c for a, c in kept.items() if a is not ONE}
-    if normal and all(a.gaussian for a in normal):
-        if len(normal) > 1 or any(isinstance(c, tuple) for c in normal.values()):
-            normal = {Mapped(reduced(layout), None, Field(layout, normal)): 1.0}
-            kept = {**normal, **{a: c for a, c in kept.items() if a is ONE}}
+    several = len(normal) > 1 or any(isinstance(c, tuple) for c in normal.values())
+    if several and all(a.gaussian for a in normal):
+        whole = Mapped(reduced(layout), None, Field(layout, normal))
+        kept = {whole: 1.0, **{a: c for a, c in kept.items() if a is ONE}}
     return Field(layout, kept)
 
 
@@ -305,7 +305,9 @@ def mapped(field: Field, way: Map, layout: Layout) -> Field:
         outside = isinstance(coefficient, tuple)
         inner = Field(field.layout, {atom: 1.0})
         terms[Mapped(shape, way, inner)] = (
-            tuple(way.apply(_filled(c, field.shape), k) for k, c in enumerate(coefficient)) if outside else coefficient
+            tuple(way.apply(_filled(c, field.shape), k) for k, c in enumerate(coefficient))
+            if outside
+            else coefficient
         )
     elif rest:
         terms[Mapped(shape, way, Field(field.layout, rest))] = 1.0
@@ -331,7 +333,9 @@ def constant(value: Any, sides: int) -> Constant:
     if known is not None and np.size(known) and np.all(np.asarray(known) == np.ravel(known)[0]):
         return Constant(shape, np.ravel(known)[0])
     axes = frozenset(a for a, size in enumerate(shape) if size != 1)
-    return Constant(shape, None, (jnp.asarray(value),) * sides if not _is_key(value) else (value,) * sides, axes)
+    return Constant(
+        shape, None, (jnp.asarray(value),) * sides if not _is_key(value) else (value,) * sides, axes
+    )
 
 
 def _is_key(value: Any) -> bool:

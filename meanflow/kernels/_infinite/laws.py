@@ -19,7 +19,7 @@ from meanflow.kernels._empirical import visit
 from meanflow.kernels._infinite.expect import MASS, NODES
 from meanflow.kernels._infinite.rules import ELEMENTWISE, MOVES, execute_on
 
-BITWISE = frozenset("shift_right_logical shift_left bitcast_convert_type".split())
+BITWISE = frozenset(["shift_right_logical", "shift_left", "bitcast_convert_type"])
 
 
 class Law(NamedTuple):
@@ -49,10 +49,11 @@ _UNKNOWN = object()  # what parameters cannot be, such as outputs of the network
 
 def given_laws(params: PyTree, variances: PyTree) -> list[Law]:
     """Return the laws that a pytree of variances says; a parameter of variance 0 keeps its value."""
-    if jax.tree.structure(params) != jax.tree.structure(variances):
+    trees = [jax.tree.structure(tree) for tree in (params, variances)]
+    if str(trees[0]) != str(trees[1]):
         raise ValueError(
             "variances must be a pytree like params, with a number for each parameter, got "
-            f"{jax.tree.structure(variances)} for {jax.tree.structure(params)}"
+            f"{trees[1]} for {trees[0]}"
         )
     return [_given(*pair) for pair in zip(jax.tree.leaves(params), jax.tree.leaves(variances), strict=True)]
 
@@ -94,12 +95,18 @@ def _law(out: Any) -> Law:
     if not isinstance(out, _Entry):
         values = np.asarray(out)
         floats = np.issubdtype(values.dtype, np.floating) and values.size
-        return Law(0.0, number=float(values.flat[0])) if floats and np.all(values == values.flat[0]) else Law(0.0, held=True)
+        return (
+            Law(0.0, number=float(values.flat[0]))
+            if floats and np.all(values == values.flat[0])
+            else Law(0.0, held=True)
+        )
     values = np.broadcast_to(np.asarray(out.values, float), NODES.shape)
     mean = MASS @ values
     variance = float(MASS @ (values - mean) ** 2)
     if abs(mean) > 1e-3 * np.sqrt(variance):
-        raise ValueError(f"variances must draw parameters without a mean, or without variance, got mean {mean}")
+        raise ValueError(
+            f"variances must draw parameters without a mean, or without variance, got mean {mean}"
+        )
     return Law(variance)
 
 
@@ -113,7 +120,9 @@ def _step(_: int, equation: JaxprEqn, values: list[Any]) -> list[Any]:
     inner = visit.inner_jaxprs(equation)
     if any(v is _UNKNOWN for v in values):
         return [_UNKNOWN] * len(equation.outvars)
-    if not any(isinstance(v, _Entry) for v in values) and not (inner and name in (*visit.CALLS, "custom_jvp_call")):
+    if not any(isinstance(v, _Entry) for v in values) and not (
+        inner and name in (*visit.CALLS, "custom_jvp_call")
+    ):
         return execute_on(equation, values)
     if inner and name in (*visit.CALLS, "custom_jvp_call"):
         return visit.walk(inner[0], values, _step, lambda value: value)

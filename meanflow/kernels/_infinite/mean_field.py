@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from typing import Annotated, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float

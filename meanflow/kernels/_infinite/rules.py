@@ -19,6 +19,7 @@ from jaxtyping import Array
 from meanflow.kernels._empirical.visit import (
     called,
     carried_arguments,
+    dtype_of,
     execute,
     inner_jaxprs,
     shape_of,
@@ -35,14 +36,12 @@ from meanflow.kernels._infinite.fields import (
     Map,
     Mapped,
     Op,
-    Sides,
     Source,
     Weight,
     added,
     axis_of,
     channels,
     constant,
-    field_of,
     full_shape,
     is_wide,
     mapped,
@@ -52,15 +51,15 @@ from meanflow.kernels._infinite.fields import (
 )
 from meanflow.kernels._infinite.tables import Tables
 
-Value: TypeAlias = Constant | Weight | Field | Joined
-ELEMENTWISE = frozenset(
-    "exp exp2 expm1 log log1p tanh logistic erf erfc erf_inv sin cos tan asin acos atan sinh cosh asinh acosh atanh "
-    "sqrt rsqrt cbrt square integer_pow pow abs sign floor ceil round is_finite max min rem atan2 add sub mul div neg "
-    "ge gt le lt eq ne and or not xor select_n clamp convert_element_type stop_gradient copy add_any lgamma digamma "
-    "nextafter real".split()
+Value: TypeAlias = Any  # a Constant, Weight, Field or Joined
+_NAMES = (
+    "exp exp2 expm1 log log1p tanh logistic erf erfc erf_inv sin cos tan asin acos atan sinh cosh asinh acosh atanh",
+    "sqrt rsqrt cbrt square integer_pow pow abs sign floor ceil round is_finite max min rem atan2 add sub mul div neg",
+    "ge gt le lt eq ne and or not xor select_n clamp convert_element_type stop_gradient copy add_any nextafter",
 )
-MOVES = frozenset("reshape transpose broadcast_in_dim squeeze slice rev pad expand_dims copy_p".split())
-SUMS = frozenset("reduce_sum cumsum reduce_window_sum".split())
+ELEMENTWISE = frozenset(name for line in _NAMES for name in line.split())
+MOVES = frozenset(["reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "rev", "pad"])
+SUMS = frozenset(["reduce_sum", "cumsum", "reduce_window_sum"])
 # axes of outputs this short are outputs side by side (gates, experts), not channels
 NARROW = 3
 
@@ -80,7 +79,9 @@ class Reader:
         coupled: the number of samples if the trace is of a whole batch, 0 if it is of one sample.
     """
 
-    def __init__(self, laws: Sequence[tuple[Any, bool, Any]], shapes: Sequence[tuple[int, ...]], coupled: int = 0):
+    def __init__(
+        self, laws: Sequence[tuple[Any, bool, Any]], shapes: Sequence[tuple[int, ...]], coupled: int = 0
+    ):
         self.sides, self.laws, self.shapes, self.coupled = 2, laws, shapes, coupled
         self.place: JaxprEqn | None = None
         self.tables = Tables(self.sides, self.refuse)
@@ -93,7 +94,9 @@ class Reader:
         if self.place is not None:
             line = source_info_util.summarize(self.place.source_info)
             where = f" (operation {self.place.primitive.name!r} at {line})"
-        raise Refused(f"the network has no limit at infinite width that could be followed: {reason}{where}{way_out}")
+        raise Refused(
+            f"the network has no limit at infinite width that could be followed: {reason}{where}{way_out}"
+        )
 
     def constant(self, value: Any) -> Constant:
         """Return a literal or constant of a trace."""
@@ -129,7 +132,10 @@ class Reader:
     def step(self, _: int, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         """Return the values of an equation's outputs."""
         name = equation.primitive.name
-        if name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr") or called(equation) is not None:
+        if (
+            name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+            or called(equation) is not None
+        ):
             (inner,) = inner_jaxprs(equation)
             return walk(inner, values, self.step, self.constant)
         outer, self.place = self.place, equation
@@ -141,7 +147,7 @@ class Reader:
         if name == "scan":
             return self._scan(equation, values)
         if all(isinstance(v, Constant) for v in values):
-            return self._constants(equation, values)  # type: ignore[arg-type]
+            return self._constants(equation, values)
         if name in ("copy", "reduce_precision", "optimization_barrier"):
             return values
         if any(isinstance(v, Joined) for v in values):
@@ -175,23 +181,28 @@ class Reader:
         name = equation.primitive.name
         for v in values:
             # a mean over channels that is 0 in the limit was of this size in the finite network
-            if v.noise > 1 and not (name in ("mul", "div", "broadcast_in_dim", "reshape", "transpose", "squeeze")):
+            if v.noise > 1 and name not in (
+                "mul",
+                "div",
+                "broadcast_in_dim",
+                "reshape",
+                "transpose",
+                "squeeze",
+            ):
                 self.refuse(
                     "a sum over channels of products of independent fields, such as the logits of attention divided "
                     "by the root of the number of channels, stays random",
                     "; divide it by the number of channels itself",
                 )
         if all(v.number is not None for v in values):
-            small = [np.asarray(v.number, x.aval.dtype) for v, x in zip(values, equation.invars, strict=True)]
+            small = [np.asarray(v.number, dtype_of(x)) for v, x in zip(values, equation.invars, strict=True)]
             if name in ELEMENTWISE:
                 with jax.ensure_compile_time_eval():
                     out = equation.primitive.bind(*(jnp.asarray(a) for a in small), **equation.params)
                 return [Constant(shape(0), np.asarray(out)[()])]
             if name in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "slice", "rev"):
                 return [Constant(shape(0), values[0].number)]
-        arrays = [
-            execute_on(equation, [self.array(v, k) for v in values]) for k in range(self.sides)
-        ]
+        arrays = [execute_on(equation, [self.array(v, k) for v in values]) for k in range(self.sides)]
         noise = max(v.noise for v in values) if values else 0.0
         if noise and name in ("mul", "div"):
             factor = [v.number for v in values if v.number is not None]
@@ -211,8 +222,10 @@ class Reader:
         weights = [v for v in values if isinstance(v, Weight)]
         if weights and name in ("convert_element_type", "copy", "stop_gradient"):
             return values[0]
-        if len(weights) == 1 and name in ("mul", "div", "neg") and all(
-            isinstance(v, Weight) or (isinstance(v, Constant) and not v.varying) for v in values
+        if (
+            len(weights) == 1
+            and name in ("mul", "div", "neg")
+            and all(isinstance(v, Weight) or (isinstance(v, Constant) and not v.varying) for v in values)
         ):
             return self._scaled_weight(name, values)
         layout = self._common(values)
@@ -223,13 +236,19 @@ class Reader:
             return added(one, two, self.sides, -1.0 if name == "sub" else 1.0)
         if name == "neg":
             return scaled(fields[0], -1.0)
-        if name == "convert_element_type" and jnp.issubdtype(equation.params["new_dtype"], jnp.floating):
-            if jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
-                return fields[0]
+        kinds = [dtype_of(equation.invars[0]), equation.params.get("new_dtype", bool)]
+        if name == "convert_element_type" and all(jnp.issubdtype(k, jnp.floating) for k in kinds):
+            return fields[0]
         if name in ("mul", "div") and len(fields) == 1 and (name == "mul" or isinstance(values[0], Field)):
             known = self.coefficient(next(v for v in values if isinstance(v, Constant)), layout)
             if known is not None:
-                inverse = tuple(1 / c for c in known) if isinstance(known, tuple) else 1 / known if name == "div" else 0
+                inverse = (
+                    tuple(1 / c for c in known)
+                    if isinstance(known, tuple)
+                    else 1 / known
+                    if name == "div"
+                    else 0
+                )
                 return scaled(fields[0], known if name == "mul" else inverse)
         if name == "select_n" and isinstance(values[0], Constant):
             return self._selected(values, layout)
@@ -237,7 +256,9 @@ class Reader:
         for v in values:
             if isinstance(v, Constant) and v.number is None:
                 known = self.coefficient(v, layout)
-                operands.append(self.as_field(v, layout) if known is None else Constant(reduced(layout), None, known))
+                operands.append(
+                    self.as_field(v, layout) if known is None else Constant(reduced(layout), None, known)
+                )
             else:
                 operands.append(v)
         found = Field(layout, {Op(reduced(layout), equation, operands): 1.0})
@@ -260,7 +281,7 @@ class Reader:
 
     def _common(self, values: list[Value]) -> Layout:
         """Return the layout of what is made of values that are broadcast against each other."""
-        shapes = [full_shape(v.layout) if isinstance(v, Field) else v.shape for v in values]  # type: ignore[union-attr]
+        shapes = [full_shape(v.layout) if isinstance(v, Field) else v.shape for v in values]
         rank = max(map(len, shapes))
         found = []
         fields = [v for v in values if isinstance(v, Field)]
@@ -290,14 +311,18 @@ class Reader:
         return mapped(value, way, layout)
 
     def _selected(self, values: list[Value], layout: Layout) -> Field:
-        which = self.coefficient(values[0], layout)  # type: ignore[arg-type]
+        which = self.coefficient(values[0], layout)
         if which is None:
             self.refuse("a choice that differs from channel to channel is made between fields")
         total = Field(layout, {})
         for k, v in enumerate(values[1:]):
-            mask = tuple(jnp.where(w == k, 1.0, 0.0) for w in which) if isinstance(which, tuple) else float(which == k)
+            mask = (
+                tuple(jnp.where(w == k, 1.0, 0.0) for w in which)
+                if isinstance(which, tuple)
+                else float(which == k)
+            )
             if isinstance(v, Constant):  # masked numbers may be infinite
-                c = self.coefficient(v, layout)
+                c: Any = self.coefficient(v, layout)
                 sides = c if isinstance(c, tuple) else (c,) * self.sides
                 if isinstance(which, tuple):
                     sides = tuple(jnp.where(w == k, u, 0.0) for w, u in zip(which, sides, strict=True))
@@ -306,7 +331,7 @@ class Reader:
                     v = Field(layout, {ONE: sides} if which == k else {})
                 total = added(total, v, self.sides)
             else:
-                total = added(total, scaled(v, mask), self.sides)  # type: ignore[arg-type]
+                total = added(total, scaled(v, mask), self.sides)
         return total
 
     def coefficient(self, value: Constant, layout: Layout) -> Coefficient | None:
@@ -330,8 +355,13 @@ class Reader:
         for a, axis in enumerate(layout):
             mine = value.axes[a] if a < len(value.axes) else None
             if mine is not None and any(wide for _, wide in axis) and not all(wide for _, wide in axis):
-                self.refuse("a parameter is added along an axis of both positions and channels", "; add it before flattening")
-            positions.append(math.prod(size for size, _ in axis) if mine is not None and not is_wide(layout, a) else 1)
+                self.refuse(
+                    "a parameter is added along an axis of both positions and channels",
+                    "; add it before flattening",
+                )
+            positions.append(
+                math.prod(size for size, _ in axis) if mine is not None and not is_wide(layout, a) else 1
+            )
         return Field(layout, {self.source(value, tuple(positions), None, Apart(tuple(positions)), 1): 1.0})
 
     def fan_in(self, weight: Weight, axes: Sequence[int]) -> int:
@@ -339,7 +369,9 @@ class Reader:
         mine = [weight.axes[a] for a in axes]
         return math.prod(self.shapes[weight.leaf][a] for a in mine if a is not None)
 
-    def source(self, weight: Weight, shape: tuple[int, ...], field: Field | None, spread: Any, fan: int, **kind: Any) -> Source:
+    def source(
+        self, weight: Weight, shape: tuple[int, ...], field: Field | None, spread: Any, fan: int, **kind: Any
+    ) -> Source:
         """Return the Gaussian that a parameter makes of a field."""
         variance, with_fan, tangent = self.laws[weight.leaf]
         square = weight.scale**2
@@ -399,7 +431,9 @@ class Reader:
             new = tuple(out)
             apply = lambda a: a[tuple(slice(*b) for b in bounds)]
         else:  # rev, pad
-            axes = p["dimensions"] if name == "rev" else [k for k, c in enumerate(p["padding_config"]) if any(c)]
+            axes = (
+                p["dimensions"] if name == "rev" else [k for k, c in enumerate(p["padding_config"]) if any(c)]
+            )
             if any(is_wide(layout, a) for a in axes):
                 self.refuse("channels are reversed or filled up")
             new = tuple(axis if a not in axes else axis_of(shape[a]) for a, axis in enumerate(layout))
@@ -418,12 +452,13 @@ class Reader:
         elif name == "broadcast_in_dim":
             back = {int(to): a for a, to in enumerate(p["broadcast_dimensions"])}
             axes = tuple(
-                axes[back[k]] if k in back and weight.shape[back[k]] == shape[k] else None for k in range(len(shape))
+                axes[back[k]] if k in back and weight.shape[back[k]] == shape[k] else None
+                for k in range(len(shape))
             )
         elif name == "slice" and all(s == 1 for s in p["strides"] or (1,)):
             for a, (start, stop) in enumerate(zip(p["start_indices"], p["limit_indices"], strict=True)):
                 if stop - start < weight.shape[a] and axes[a] is not None:
-                    part = (*part, (axes[a], start, stop))
+                    part = (*part, (axes[a] or 0, start, stop))
         elif name in ("reshape", "squeeze", "expand_dims"):
             kept = [a for a, size in zip(axes, weight.shape, strict=True) if size != 1]
             if [s for s in shape if s != 1] != [s for s in weight.shape if s != 1]:
@@ -448,7 +483,9 @@ class Reader:
                 found = atom
             elif isinstance(atom, Source):
                 inner = (*atom.key, cut)
-                found = Source(atom.shape, inner, atom.variance, atom.tangent, atom.field, atom.spread, atom.gaussian)
+                found = Source(
+                    atom.shape, inner, atom.variance, atom.tangent, atom.field, atom.spread, atom.gaussian
+                )
             elif isinstance(atom, Mapped):
                 found = Mapped(atom.shape, atom.way, self.part(atom.field, cut))
             elif isinstance(atom, Op):
@@ -466,7 +503,7 @@ class Reader:
         if is_wide(layout, axis):
             if not all(isinstance(v, Field) for v in values):
                 self.refuse("parameters or data are put beside a field along the channels")
-            return Joined(tuple(values), axis)  # type: ignore[arg-type]
+            return Joined(tuple(values), axis)
         new = tuple(a if k != axis else axis_of(shape[axis]) for k, a in enumerate(layout))
         total, start = Field(new, {}), 0
         for v in values:
@@ -486,12 +523,10 @@ class Reader:
         axis, ends = whole.axis, np.cumsum(whole.sizes)
         if name == "concatenate" and equation.params["dimension"] == axis:
             parts = [v.parts if isinstance(v, Joined) else (v,) for v in values]
-            return Joined(sum(parts, ()), axis)  # type: ignore[arg-type]
+            return Joined(sum(parts, ()), axis)
         if name == "transpose":
             place: int | None = list(equation.params["permutation"]).index(axis)
-        elif name in ELEMENTWISE:
-            place = axis
-        elif name in SUMS and name != "reduce_sum" or name == "pad":
+        elif name in ELEMENTWISE or name in SUMS and name != "reduce_sum" or name == "pad":
             place = axis
         elif name in ("reduce_sum", "squeeze"):
             gone = equation.params["axes" if name == "reduce_sum" else "dimensions"]
@@ -501,7 +536,9 @@ class Reader:
             k = values.index(whole)
             contract = equation.params["dimension_numbers"][0]
             if axis not in contract[k] or not isinstance(values[1 - k], Weight):
-                self.refuse("fields side by side are multiplied other than by a parameter along their channels")
+                self.refuse(
+                    "fields side by side are multiplied other than by a parameter along their channels"
+                )
             beside = {1 - k: contract[1 - k][list(contract[k]).index(axis)]}
         elif name == "conv_general_dilated" and isinstance(values[1], Weight):
             place, beside = None, {1: equation.params["dimension_numbers"].rhs_spec[1]}
@@ -516,10 +553,17 @@ class Reader:
                         self.refuse("fields side by side meet others of other sizes")
                     mine.append(v.parts[whole.parts.index(part)])
                     continue
-                along = axis if name in ELEMENTWISE else beside.get(k) if name in ("dot_general", "conv_general_dilated") else None
+                along = (
+                    axis
+                    if name in ELEMENTWISE
+                    else beside.get(k)
+                    if name in ("dot_general", "conv_general_dilated")
+                    else None
+                )
                 shape = full_shape(v.layout) if isinstance(v, Field) else v.shape
-                cuts = along is not None and len(shape) > along and shape[along] != 1
-                mine.append(self.cut(v, along, int(stop) - size, int(stop)) if cuts else v)  # type: ignore[arg-type]
+                if along is not None and len(shape) > along and shape[along] != 1:
+                    v = self.cut(v, along, int(stop) - size, int(stop))
+                mine.append(v)
             found += self._rule(name, equation, mine)
         if place is not None:
             return Joined(tuple(found), place)
@@ -563,7 +607,7 @@ class Reader:
         found = self._slices(field, tuple(axes))
         total = found[0]
         for other in found[1:]:
-            total = self._elementwise(pair.primitive.name, pair, [total, other])  # type: ignore[assignment]
+            total = self._elementwise(pair.primitive.name, pair, [total, other])
         return total
 
     def _looked_up(self, equation: JaxprEqn, values: list[Value]) -> Value:
@@ -582,23 +626,26 @@ class Reader:
             out = tuple(axis_of(n, k in numbers.offset_dims) for k, n in enumerate(shape))
             order = iter(range(len(layout) - 1))
             places = tuple(None if k in numbers.offset_dims else next(order) for k in range(len(shape)))
-            spread = Product(layout, ("free",) * (len(layout) - 1) + ("contract",), places, (1,) * len(shape), rows)
+            spread = Product(
+                layout, ("free",) * (len(layout) - 1) + ("contract",), places, (1,) * len(shape), rows
+            )
             return Field(out, {self.source(table, reduced(out), field, spread, 1): 1.0})
-        layout = table.layout  # type: ignore[union-attr]
+        layout = table.layout
         touched = {*numbers.start_index_map, *numbers.collapsed_slice_dims}
         if any(is_wide(layout, a) for a in touched):
             self.refuse("channels are looked up one by one")
         small = tuple(1 if is_wide(layout, a) else s for a, s in enumerate(sizes))
-        out = shape_of(equation.outvars[0])
+        shape = shape_of(equation.outvars[0])
         kept = [a for a in range(len(layout)) if a not in numbers.collapsed_slice_dims]
         back = dict(zip(numbers.offset_dims, kept, strict=True))
         new = tuple(
-            layout[back[k]] if k in back and is_wide(layout, back[k]) else axis_of(n) for k, n in enumerate(out)
+            layout[back[k]] if k in back and is_wide(layout, back[k]) else axis_of(n)
+            for k, n in enumerate(shape)
         )
-        places = [self.array(index, k) for k in range(self.sides)]
+        indices = [self.array(index, k) for k in range(self.sides)]
         options = {k: v for k, v in equation.params.items() if k != "slice_sizes"}
-        take = lambda a, k: equation.primitive.bind(a, places[k], slice_sizes=small, **options)
-        return mapped(table, Map(take, None, True), new)  # type: ignore[arg-type]
+        take = lambda a, k: equation.primitive.bind(a, indices[k], slice_sizes=small, **options)
+        return mapped(table, Map(take, None, True), new)
 
     # sums
 
@@ -645,7 +692,9 @@ class Reader:
             found.append(mapped(value, drop, new))
         return found
 
-    def _uniform(self, arrays: Sequence[Array], layout: Layout, shape: tuple[int, ...], noise: float = 0.0) -> Constant:
+    def _uniform(
+        self, arrays: Sequence[Array], layout: Layout, shape: tuple[int, ...], noise: float = 0.0
+    ) -> Constant:
         """Return reduced arrays as a constant that is the same in all channels."""
         whole = tuple(
             jnp.broadcast_to(
@@ -672,10 +721,16 @@ class Reader:
         (contract, batch) = equation.params["dimension_numbers"]
         shape = shape_of(equation.outvars[0])
         if all(isinstance(v, Weight) for v in values):
-            self.refuse("a product of two parameters", "; they are one layer at infinite width: multiply by one")
-        swap = isinstance(values[0], Weight) or (isinstance(values[0], Constant) and isinstance(values[1], Field))
+            self.refuse(
+                "a product of two parameters", "; they are one layer at infinite width: multiply by one"
+            )
+        swap = isinstance(values[0], Weight) or (
+            isinstance(values[0], Constant) and isinstance(values[1], Field)
+        )
         one, two = values[::-1] if swap else values
-        (mine, theirs), (mine_batch, theirs_batch) = (pair[::-1] if swap else pair for pair in (contract, batch))
+        (mine, theirs), (mine_batch, theirs_batch) = (
+            pair[::-1] if swap else pair for pair in (contract, batch)
+        )
         rank = len(one.shape if not isinstance(one, Field) else one.layout)
         free = [a for a in range(rank) if a not in (*mine, *mine_batch)]
         other_rank = len(two.shape if not isinstance(two, Field) else two.layout)
@@ -689,9 +744,11 @@ class Reader:
             return self._with_constant(equation, one, two, mine, theirs, places, swap)
         if isinstance(one, Field) and isinstance(two, Field):
             return self._logits(one, two, (mine, theirs), (mine_batch, theirs_batch), free, other, shape)
-        self.refuse("a product of values that depend on parameters in a way no rule covers")
+        return self.refuse("a product of values that depend on parameters in a way no rule covers")
 
-    def _dense(self, one: Value, weight: Weight, mine: Any, batch: Any, theirs: Any, places: list, shape: Any) -> Field:
+    def _dense(
+        self, one: Value, weight: Weight, mine: Any, batch: Any, theirs: Any, places: list, shape: Any
+    ) -> Field:
         if isinstance(one, Constant):
             layout = tuple(axis_of(n, a in mine) for a, n in enumerate(one.shape))
             if one.number is not None:
@@ -708,7 +765,9 @@ class Reader:
                 "the same weights act on every channel (as in the mixing of tokens): the kernel stays random",
                 "; let weights act along the channels",
             )
-        roles = tuple("contract" if a in mine else "batch" if a in batch else "free" for a in range(len(one.layout)))
+        roles = tuple(
+            "contract" if a in mine else "batch" if a in batch else "free" for a in range(len(one.layout))
+        )
         axes: list[tuple] = []
         narrow = []
         for p, n in zip(places, shape, strict=True):
@@ -719,10 +778,18 @@ class Reader:
                 axes.append(one.layout[p])
                 narrow.append(1)
         fan = self.fan_in(weight, theirs)
-        spread = Product(one.layout, roles, tuple(None if isinstance(p, tuple) else p for p in places), tuple(narrow), count)
+        spread = Product(
+            one.layout,
+            roles,
+            tuple(None if isinstance(p, tuple) else p for p in places),
+            tuple(narrow),
+            count,
+        )
         return Field(tuple(axes), {self.source(weight, reduced(tuple(axes)), one, spread, fan): 1.0})
 
-    def _with_constant(self, equation: JaxprEqn, one: Field, two: Constant, mine: Any, theirs: Any, places: list, swap: bool) -> Value:
+    def _with_constant(
+        self, equation: JaxprEqn, one: Field, two: Constant, mine: Any, theirs: Any, places: list, swap: bool
+    ) -> Value:
         shape = shape_of(equation.outvars[0])
         (contract, batch) = equation.params["dimension_numbers"]
         own_batch, other_batch = batch[::-1] if swap else batch
@@ -739,13 +806,18 @@ class Reader:
 
         def apply(a: Array, k: int) -> Array:
             u = known[k].astype(a.dtype)
-            pair = (u, a) if swap else (a, u)
-            return jax.lax.dot_general(*pair, numbers, precision="highest")
+            left, right = (u, a) if swap else (a, u)
+            return jax.lax.dot_general(left, right, numbers, precision="highest")
 
-        new = tuple(one.layout[p] if not isinstance(p, tuple) else axis_of(n) for p, n in zip(places, shape, strict=True))
+        new = tuple(
+            one.layout[p] if not isinstance(p, tuple) else axis_of(n)
+            for p, n in zip(places, shape, strict=True)
+        )
         return mapped(one, Map(apply, None, False), new)
 
-    def _logits(self, one: Field, two: Field, contract: Any, batch: Any, free: list, other: list, shape: Any) -> Value:
+    def _logits(
+        self, one: Field, two: Field, contract: Any, batch: Any, free: list, other: list, shape: Any
+    ) -> Value:
         """Return a sum over channels of products of two fields: in the limit it is not random."""
         if not any(is_wide(one.layout, a) for a in contract[0]):
             self.refuse("fields are multiplied and summed over positions", "; multiply and sum in two steps")
@@ -810,7 +882,7 @@ class Reader:
         (body,) = inner_jaxprs(equation)
         carried = carried_arguments(equation)
         if not any(not isinstance(v, Constant) for v in values):
-            return self._constants(equation, values)  # type: ignore[arg-type]
+            return self._constants(equation, values)
         held, state, rows = values[: carried.start], values[carried], values[carried.stop :]
         length = equation.params["length"]
         order = range(length - 1, -1, -1) if equation.params["reverse"] else range(length)
@@ -833,7 +905,7 @@ class Reader:
             return Weight(value.leaf, part, value.axes[1:], value.shape[1:], value.scale)
         row = self.cut(value, 0, k, k + 1)
         drop = Map(lambda a, _: jnp.squeeze(a, 0), ("squeeze", value.layout, 0), True)
-        return mapped(row, drop, value.layout[1:])  # type: ignore[arg-type, union-attr]
+        return mapped(row, drop, value.layout[1:])
 
     def _stacked(self, values: list[Value], axis: int = 0) -> Value:
         """Return values side by side along a new axis."""
@@ -893,15 +965,25 @@ def apart(table: Array, sizes: Sequence[int], full: bool) -> Array:
             mask = np.eye(n, dtype=bool).reshape([n if k in (a, rank + a) else 1 for k in range(2 * rank)])
             table = jnp.where(mask, table, 0.0)
         elif n > 1:
-            table = jnp.broadcast_to(table, np.broadcast_shapes(table.shape, [n if k == a else 1 for k in range(rank)]))
+            table = jnp.broadcast_to(
+                table, np.broadcast_shapes(table.shape, [n if k == a else 1 for k in range(rank)])
+            )
     return table
 
 
 class Product:
     """From the table of a field to that of its product with a parameter (dot_general)."""
 
-    def __init__(self, layout: Layout, roles: tuple[str, ...], places: tuple, narrow: tuple[int, ...], count: int):
-        self.shape, self.roles, self.places, self.narrow, self.count = reduced(layout), roles, places, narrow, count
+    def __init__(
+        self, layout: Layout, roles: tuple[str, ...], places: tuple, narrow: tuple[int, ...], count: int
+    ):
+        self.shape, self.roles, self.places, self.narrow, self.count = (
+            reduced(layout),
+            roles,
+            places,
+            narrow,
+            count,
+        )
         free = [n for n, role in zip(self.shape, roles, strict=True) if role == "free"]
         self.needs_pairs = math.prod(free) > 1
 
@@ -919,9 +1001,7 @@ class Product:
         else:
             right = [theirs[a] for a in out if self.roles[a] == "free"]
             table = jnp.einsum(table, letters + theirs, out + right)
-            beside = [
-                other.shape[a] if a is not None and self.roles[a] == "free" else 1 for a in self.places
-            ]
+            beside = [other.shape[a] if a is not None and self.roles[a] == "free" else 1 for a in self.places]
             table = table.reshape(shape + beside)
         batch = [self.shape[a] if a is not None and self.roles[a] == "batch" else 1 for a in self.places]
         sizes = [max(pair) for pair in zip(batch, self.narrow, strict=True)]
@@ -933,7 +1013,17 @@ class Windows:
 
     needs_pairs = True
 
-    def __init__(self, lhs: Any, out: Any, window: Any, strides: Any, padding: Any, dilation: Any, holes: Any, count: int):
+    def __init__(
+        self,
+        lhs: Any,
+        out: Any,
+        window: Any,
+        strides: Any,
+        padding: Any,
+        dilation: Any,
+        holes: Any,
+        count: int,
+    ):
         self.lhs, self.out, self.window, self.strides = lhs, out, window, strides
         self.padding, self.dilation, self.holes, self.count = padding, dilation, holes, count
 
@@ -974,8 +1064,11 @@ def reduce_array(array: Array, layout: Layout) -> Array:
 
 def execute_on(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Return one equation's outputs at operands that may have another precision than it was traced with."""
-    kinds = [v.aval.dtype for v in equation.invars]
-    cast = [o.astype(k) if hasattr(o, "astype") and o.dtype != k and not _is_extended(k) else o for o, k in zip(operands, kinds, strict=True)]
+    kinds = [dtype_of(v) for v in equation.invars]
+    cast = [
+        o.astype(k) if hasattr(o, "astype") and o.dtype != k and not _is_extended(k) else o
+        for o, k in zip(operands, kinds, strict=True)
+    ]
     if inner_jaxprs(equation) or "jaxpr" in equation.params:
         return execute(Jaxpr([], [], [], []), equation, cast)
     found = equation.primitive.bind(*cast, **equation.params)

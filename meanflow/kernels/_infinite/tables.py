@@ -32,14 +32,12 @@ from meanflow.kernels._infinite.fields import (
     Source,
     at,
     field_of,
-    is_wide,
-    mapped,
     moved,
     plus,
     scaled,
 )
 
-Table: TypeAlias = Array | None  # None: zero
+Table: TypeAlias = Any  # an array; None: zero
 WAVES = ("sin", "cos", "exp")
 
 
@@ -60,7 +58,7 @@ class Tables:
         self.sides, self.refuse = sides, refuse
         self.kept: dict[tuple, Any] = {}
         self.errors: list[Array] = []
-        self.pushed: dict[tuple, Field] = {}
+        self.pushed: dict[tuple, Any] = {}
 
     @property
     def pair(self) -> tuple[int, int]:
@@ -107,7 +105,9 @@ class Tables:
             if whole is not None and a.shape == b.shape and a is not ONE:
                 self.kept[key] = _diagonal(whole, len(a.shape))
             else:
-                self.kept[key] = self._second(a, b, i, j, full) if kind == "second" else self._tangent(a, b, full)
+                self.kept[key] = (
+                    self._second(a, b, i, j, full) if kind == "second" else self._tangent(a, b, full)
+                )
         return self.kept[key]
 
     def _second(self, a: Atom, b: Atom, i: int, j: int, full: bool) -> Table:
@@ -124,7 +124,9 @@ class Tables:
             return self._through("second", a, b, i, j, full)
         if isinstance(a, Fixed) and isinstance(b, Fixed):
             return _inner(a, b, i, j, full)
-        if isinstance(a, Fixed) or isinstance(b, Fixed):  # known numbers and a field are independent over channels
+        if isinstance(a, Fixed) or isinstance(
+            b, Fixed
+        ):  # known numbers and a field are independent over channels
             first, second = (jnp.asarray(self._mean(u, k)) for u, k in ((a, i), (b, j)))
             return jnp.reshape(first, first.shape + (1,) * len(b.shape)) * second if full else first * second
         if isinstance(a, Source) and isinstance(b, Source):
@@ -188,7 +190,13 @@ class Tables:
         left, right = (u.way if isinstance(u, Mapped) else None for u in (a, b))
         f, g = (u.field if isinstance(u, Mapped) else alone(u) for u in (a, b))
         if not full:
-            if left is not None and right is not None and left.moves and left.tag is not None and left.tag == right.tag:
+            if (
+                left is not None
+                and right is not None
+                and left.moves
+                and left.tag is not None
+                and left.tag == right.tag
+            ):
                 table = self._sum(kind, f, g, i, j, False)
                 return None if table is None else left.apply(table, i)
             table = self.get(kind, a, b, i, j, True)
@@ -242,7 +250,7 @@ class Tables:
                     part = Field(f.layout, {atom: c})
                 elif isinstance(atom, Mapped) and atom.way is None:
                     part = scaled(self.exposed(atom.field), c)
-                elif isinstance(atom, Mapped) and atom.way.moves:
+                elif isinstance(atom, Mapped) and atom.way is not None and atom.way.moves:
                     part = scaled(self._push(atom.way, self.exposed(atom.field), f.layout), c)
                 else:
                     self.refuse(_why_not(atom))
@@ -253,7 +261,7 @@ class Tables:
             self.pushed[key] = field_of(f.layout, total.terms)
         return self.pushed[key]
 
-    def _push(self, way: Map, f: Field, layout: Any) -> Field:
+    def _push(self, way: Any, f: Field, layout: Any) -> Field:
         """Return the map of a field with the map taken inside of its functions."""
         terms: dict[Atom, Coefficient] = {}
         shape = tuple(1 if not axis else _size(axis) for axis in layout)
@@ -262,11 +270,14 @@ class Tables:
                 outside = moved(c, way, f.shape)
             else:
                 sides = c if isinstance(c, tuple) else (c,) * self.sides
-                outside = tuple(way.apply(jnp.broadcast_to(jnp.asarray(u, float), f.shape), k) for k, u in enumerate(sides))
+                outside = tuple(
+                    way.apply(jnp.broadcast_to(jnp.asarray(u, float), f.shape), k)
+                    for k, u in enumerate(sides)
+                )
             key = ("push", way, atom, shape)
             if key not in self.pushed:
-                self.pushed[key] = self._pushed_atom(way, atom, f, layout, shape)  # type: ignore[assignment]
-            terms[self.pushed[key]] = outside  # type: ignore[index]
+                self.pushed[key] = self._pushed_atom(way, atom, f, layout, shape)
+            terms[self.pushed[key]] = outside
         return field_of(layout, terms)
 
     def _pushed_atom(self, way: Map, atom: Any, f: Field, layout: Any, shape: tuple[int, ...]) -> Atom:
@@ -274,7 +285,7 @@ class Tables:
             return ONE
         if atom.gaussian:
             return Mapped(shape, way, Field(f.layout, {atom: 1.0}))
-        operands = []
+        operands: list[Any] = []
         for o in atom.operands:
             if isinstance(o, Field):
                 operands.append(self._push(way, self.exposed(o), layout))
@@ -305,7 +316,7 @@ class Tables:
         if atom in given:
             return given[atom]
         lift = lambda c: c.reshape(c.shape + (1,) * behind) if isinstance(c, jax.Array) else c
-        operands = []
+        operands: list[Any] = []
         for o in atom.operands:
             if isinstance(o, Constant):
                 operands.append(o.number if o.number is not None else lift(o.arrays[i]))
@@ -358,9 +369,10 @@ class Tables:
             if isinstance(o, Constant):
                 if o.number is None:
                     return False
-            elif any(isinstance(c, tuple) for c in self.exposed(o).terms.values()):
-                return False
-            elif not all(self._known(t) for t in self.exposed(o).terms if t is not ONE):
+            elif not all(
+                not isinstance(c, tuple) and (t is ONE or self._known(t))
+                for t, c in self.exposed(o).terms.items()
+            ):
                 return False
         return True
 
@@ -381,7 +393,7 @@ class Tables:
             product = self._product(a, b, i, j, full)
             if product is not None:
                 (f, g), (h, k) = product
-                found = (none_times(self.moment(f, h, i, j, full), self.moment(g, k, i, j, full)), [])
+                found: tuple = (none_times(self.moment(f, h, i, j, full), self.moment(g, k, i, j, full)), [])
             else:
                 found = self._expected(a, b, i, j, full)
             self.kept[key] = found
@@ -423,10 +435,8 @@ class Tables:
         if a.gaussian or b.gaussian:
             # Stein: E[u G] is the sum of cov(u, t) E[d_t G]
             total = None
-            if a.gaussian:
-                slopes = [self._expectation(b, j)[1]]
-            else:
-                slopes = [[left(s)] for s in self._expectation(a, i)[1]]
+            one_side = self._expectation(b, j)[1] if a.gaussian else self._expectation(a, i)[1]
+            slopes = [one_side] if a.gaussian else [[left(s)] for s in one_side]
             for s, row in zip(first, slopes, strict=True):
                 for t, slope in zip(second, row, strict=True):
                     total = none_plus(total, none_times(self.get("second", s, t, i, j, full), slope))
@@ -470,12 +480,21 @@ class Tables:
                     kink, deviation = known[0], jnp.sqrt(self._variance(arguments[0], arguments[0], i))
                     half = (kink.above + kink.below) / 2
                     size = (kink.above - kink.below) / math.sqrt(2 * math.pi)
-                    found = (jnp.broadcast_to(jnp.asarray(half), a.shape), [jnp.broadcast_to(jnp.asarray(0.0), a.shape)]) if kink.step else (size * deviation, [jnp.broadcast_to(jnp.asarray(half), a.shape)])
+                    found = (
+                        (
+                            jnp.broadcast_to(jnp.asarray(half), a.shape),
+                            [jnp.broadcast_to(jnp.asarray(0.0), a.shape)],
+                        )
+                        if kink.step
+                        else (size * deviation, [jnp.broadcast_to(jnp.asarray(half), a.shape)])
+                    )
                 else:
                     series = self._series(a, i)
                     found = series.value[0], [series.mean_slope]
             else:
-                rows = [[self._variance(t, s, i) for t in arguments[: m + 1]] for m, s in enumerate(arguments)]
+                rows = [
+                    [self._variance(t, s, i) for t in arguments[: m + 1]] for m, s in enumerate(arguments)
+                ]
                 value, slopes, error = expect.sampled_pair(
                     self.function(a, i), lambda: jnp.asarray(1.0), len(arguments), 0, rows
                 )

@@ -1,12 +1,13 @@
 """The kernels of a network at infinite width, from the trace of the function that computes it.
 
-The trace is that of one sample. ``rules.Reader`` follows it for a pair of samples; JAX maps that over all pairs, so that
-what depends on one of them alone is computed once for it. Samples that batch norm couples are traced together.
+The trace is that of one sample. ``rules.Reader`` follows it for a pair of samples; JAX maps that over all pairs, so
+that what depends on one of them alone is computed once for it. Samples that batch norm couples are traced together.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from meanflow._boundary import Count, checked, choice, unchecked
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical import visit
 from meanflow.kernels._empirical.adapters import LinenFunction
-from meanflow.kernels._empirical.contraction import by_pieces
+from meanflow.kernels._empirical.contraction import by_pieces, fitting
 from meanflow.kernels._empirical.coupling import is_coupled
 from meanflow.kernels._empirical.modules import Normalized, Params, as_arrays, batches
 from meanflow.kernels._empirical.plan import AnyApply
@@ -27,6 +28,8 @@ from meanflow.kernels._infinite.laws import Law, drawn_laws, given_laws
 from meanflow.kernels._infinite.rules import Reader
 
 SCALINGS = ("ntk", "standard")
+# numbers in the largest table of a piece of the kernel, and pairs of samples that are few enough not to count them
+LARGE, FEW = 2**27, 2**10
 
 
 class InfiniteWidth(NamedTuple):
@@ -82,11 +85,11 @@ def infinite_width(
             runs over) for weights, the variance itself for biases and tables. A parameter of variance 0 keeps its
             value, as scales that are 1 and biases that are 0. Or the function that draws the parameters from a key,
             from which variances are read; None reads them from the initializers of a linen module.
-        scaling: "ntk" differentiates in parameters of variance 1, w = sqrt(variance) omega; "standard" in the parameters
-            themselves: the kernel is then that of a network of the given widths to leading order, for which biases and
-            weights have the derivative 1 (scales that are 1 at the start are not trained here).
+        scaling: "ntk" differentiates in parameters of variance 1, w = sqrt(variance) omega; "standard" in the
+            parameters themselves: the kernel is then that of a network of the given widths to leading order (scales that are
+            1 at the start are not trained here).
         diagonal: return the kernels of each sample of x with that of z in its place only, (T,).
-        rows: samples of x at a time; by default as many as take 2^28 numbers in the largest table.
+        rows: samples of x at a time; by default as many as take 2^27 numbers in the largest table.
 
     Returns:
         ``InfiniteWidth``: nngp, ntk, error. They can be differentiated in variances and in x.
@@ -102,17 +105,23 @@ def infinite_width(
     """
     laws = _laws(apply, params, x, variances)
     apply, x, z = as_arrays(apply, x, z)
-    some = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a, params)
+    some = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a, params
+    )
     coupled = isinstance(apply, Normalized) or is_coupled(apply, some, x[:2])
     if coupled and (z is not None or diagonal):
-        raise ValueError("z and diagonal must be left out for a network that couples the samples of its batch")
+        raise ValueError(
+            "z and diagonal must be left out for a network that couples the samples of its batch"
+        )
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), params)
-    job = Job(
-        apply, shapes, *(tuple(part) for part in zip(*((u.number, u.held, u.with_fan) for u in laws), strict=True)),
-        scaling, diagonal, coupled, rows,
+    numbers, held, fans = (
+        tuple(part) for part in zip(*((u.number, u.held, u.with_fan) for u in laws), strict=True)
     )
+    job = Job(apply, shapes, numbers, held, fans, scaling, diagonal, coupled, rows)
     kept = [a if law.held else None for a, law in zip(jax.tree.leaves(params), laws, strict=True)]
-    dtype = jnp.result_type(*(u.dtype for u in (x, *jax.tree.leaves(params)) if jnp.issubdtype(u.dtype, jnp.floating)))
+    dtype = jnp.result_type(
+        *(u.dtype for u in (x, *jax.tree.leaves(params)) if jnp.issubdtype(u.dtype, jnp.floating))
+    )
     variances = [jnp.asarray(law.variance, dtype) for law in laws]
     return _kernels(job, kept, variances, x, x if z is None else z)
 
@@ -143,9 +152,17 @@ def _kernels(job: Job, kept: list, variances: list, x: Array, z: Array) -> Infin
         found = jax.vmap(one)(x, z)
     else:
         row = lambda a: jax.vmap(lambda b: one(a, b))(z)
-        count = x.shape[0] if job.rows is None else job.rows
-        found = by_pieces(jax.vmap(row), x, count)
+        found = by_pieces(jax.vmap(row), x, job.rows or _planned(one, x, z))
     return InfiniteWidth(found[0], found[1], jnp.max(found[2]))
+
+
+def _planned(one: Callable[[Array, Array], Any], x: Array, z: Array) -> int:
+    """Return how many rows of the kernel are computed at a time, from the largest array of one pair."""
+    if x.shape[0] * z.shape[0] < FEW:
+        return x.shape[0]
+    trace = jax.make_jaxpr(one)(x[0], z[0])
+    largest = max(math.prod(visit.shape_of(v)) for e in visit.equations(trace) for v in e.outvars)
+    return fitting(x.shape[0], LARGE, z.shape[0] * largest)
 
 
 def _pair(job: Job, kept: list, variances: list, a: Array, b: Array) -> tuple[Array, Array, Array]:
