@@ -86,8 +86,8 @@ def infinite_width(
             value, as scales that are 1 and biases that are 0. Or the function that draws the parameters from a key,
             from which variances are read; None reads them from the initializers of a linen module.
         scaling: "ntk" differentiates in parameters of variance 1, w = sqrt(variance) omega; "standard" in the
-            parameters themselves: the kernel is then that of a network of the given widths to leading order (scales that are
-            1 at the start are not trained here).
+            parameters themselves: the kernel is then that of a network of the given widths to leading order (scales
+            that are 1 at the start are not trained here).
         diagonal: return the kernels of each sample of x with that of z in its place only, (T,).
         rows: samples of x at a time; by default as many as take 2^27 numbers in the largest table.
 

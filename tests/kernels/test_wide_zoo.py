@@ -1,15 +1,19 @@
-"""Networks as users write them, at any width: name -> (inputs, width -> (apply, init)).
+"""Networks as users write them, at any width: the mean of their tangent kernels is that at infinite width.
 
-``init`` draws the parameters from a key. Inputs are three samples, so that kernels are cheap.
+An entry of the zoo is (inputs, width -> (apply, init)), where ``init`` draws the parameters from a key. Inputs are
+three samples, so that kernels are cheap. Kernels of finite networks are taken in parameters of variance 1.
 """
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen, nnx
 
 from meanflow import kernels
+from meanflow._numerics import loglog_slope
+from meanflow.kernels._infinite.laws import drawn_laws
 
 RNG = np.random.default_rng(5)
 VECTORS, LINES, IMAGES = (jnp.asarray(RNG.normal(size=s)) for s in ((3, 6), (3, 5, 4), (3, 4, 4, 2)))
@@ -430,3 +434,79 @@ def post_activation(n):
         return jax.nn.relu(h + jax.nn.relu(h @ p["v"]) @ p["w"]) @ p["a"]
 
     return plain(apply, u=(6, n), v=(n, n), w=(n, n), a=(n, 1))
+
+
+def infinite(name, width=16):
+    x, make = ZOO[name]
+    apply, init = make(width)
+    return kernels.infinite_width(apply, init(jax.random.key(0)), x, variances=init).ntk
+
+
+def finite(name, width, count):
+    """Tangent kernels of networks in parameters of variance 1, (count, T, T), of the first output."""
+    x, make = ZOO[name]
+    apply, init = make(width)
+    leaves, tree = jax.tree.flatten(init(jax.random.key(0)))
+    deviations = [law.variance**0.5 for law in drawn_laws(init, jax.tree.unflatten(tree, leaves))]
+    x = x.astype(leaves[0].dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    @jax.jit
+    def one(key):
+        drawn = jax.tree.leaves(init(key))
+        moving = [a / s for a, s in zip(drawn, deviations, strict=True) if s > 0]
+
+        def network(p, batch):
+            p = iter(p)
+            whole = [next(p) * s if s > 0 else a for a, s in zip(drawn, deviations, strict=True)]
+            return apply(jax.tree.unflatten(tree, whole), batch).reshape(batch.shape[0], -1)[:, 0]
+
+        return kernels.empirical_ntk(network, moving, x, stats="frozen")
+
+    return np.stack([one(key) for key in jax.random.split(jax.random.key(width), count)])
+
+
+def gap(name, width, count, exact):
+    found = finite(name, width, count).mean(0)
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+# 4 networks of width 128: their mean is within 3 / sqrt(128) of the limit
+@pytest.mark.parametrize("name", ["gated", "vision_transformer", "u_net"])
+def test_small_networks_are_near(name):
+    assert gap(name, 128, 4, infinite(name)) < 3 / np.sqrt(128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_mean_of_wide_networks(name):
+    assert gap(name, 512, 8, infinite(name)) < 3 / np.sqrt(512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated", "fourier_features", "post_activation", "stacked_layers"])
+def test_networks_approach_at_one_over_root_width(name):
+    """Root mean square over networks of the distance to the limit."""
+    exact, widths = infinite(name), (64, 256, 1024)
+    spread = [np.sqrt(np.mean((finite(name, width, 12) - exact) ** 2)) for width in widths]
+    assert -0.7 < loglog_slope(widths, spread) < -0.35
+
+
+def test_time_steps_share_weights():
+    """A recurrent network has the same kernel as its loop written out."""
+    n = 8
+    x = LINES[:2, :3]
+    draw = lambda key: {"u": jnp.ones((4, n)), "w": jnp.ones((n, n)), "a": jnp.ones((n, 1))}
+
+    def scanned(p, x):
+        step = lambda h, row: (jnp.tanh(row @ p["u"] + h @ p["w"]), None)
+        return jax.lax.scan(step, jnp.zeros((x.shape[0], n)), jnp.moveaxis(x, 1, 0))[0] @ p["a"]
+
+    def written(p, x):
+        h = jnp.tanh(x[:, 0] @ p["u"])
+        for k in (1, 2):
+            h = jnp.tanh(x[:, k] @ p["u"] + h @ p["w"])
+        return h @ p["a"]
+
+    law = {"u": 1.5, "w": 0.9, "a": 1.0}
+    one, two = (kernels.infinite_width(net, draw(None), x, variances=law) for net in (scanned, written))
+    np.testing.assert_allclose(one.ntk, two.ntk, rtol=1e-10)
