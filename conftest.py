@@ -73,6 +73,14 @@ def resident():
 
 
 @pytest.fixture(autouse=True)
+def double_precision():
+    """Fail the test that leaves float64 switched off, in place of those that come after it."""
+    yield
+    left, _ = jax.config.jax_enable_x64, jax.config.update("jax_enable_x64", True)
+    assert left, "this test switched float64 off and did not switch it on again"
+
+
+@pytest.fixture(autouse=True)
 def bounded_memory():
     """Forget compiled programs when they have become many: each keeps memory, in a few mapped regions."""
     yield

@@ -3,7 +3,7 @@
 The sources are readable as they are; this step does what Markdown alone cannot:
 
 * ``<!-- reference: meanflow.room -->`` becomes one entry of the reference per public name of the room.
-* Blocks marked ``math``, and what stands between dollar signs in running text, become MathML, which browsers draw by
+* Blocks marked ``math``, and what stands between dollar signs, become MathML, which browsers draw by
   themselves: no script, no network.
 * ``<!-- file: name.py -->`` becomes the program of that name.
 * README.md becomes the first page and each notebook a page, with links adjusted.
@@ -53,6 +53,7 @@ def _math(match: re.Match[str]) -> str:
 
 
 CODE = re.compile(r"(^```.*?^```|``.+?``|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+DISPLAY = re.compile(r"^\$\$(.+?)\$\$$", re.DOTALL | re.MULTILINE)  # as notebooks write them
 INLINE = re.compile(r"(?<![\w$\\])\$(?=\S)([^$]+?)(?<=\S)\$(?!\w)")
 
 
@@ -62,9 +63,11 @@ def _span(match: re.Match[str]) -> str:
 
 
 def _inline(markdown: str) -> str:
-    """Equations in running text; code keeps its dollar signs."""
+    """Equations between dollar signs; code keeps its own."""
     parts = CODE.split(markdown)
-    return "".join(part if k % 2 else INLINE.sub(_span, part) for k, part in enumerate(parts))
+    return "".join(
+        part if k % 2 else INLINE.sub(_span, DISPLAY.sub(_math, part)) for k, part in enumerate(parts)
+    )
 
 
 def expand(markdown: str) -> str:

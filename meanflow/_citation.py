@@ -61,7 +61,7 @@ def citation(*used: Annotated[Any, unchecked("anything has a name")]) -> str:
     >>> import meanflow as mf
     >>> entries = mf.citation(mf.lifted(), "sliding").splitlines()
     >>> [entry.split(",")[0] for entry in entries]
-    ['@software{meanflow', '@software{jax', '@book{filippov1988', '@inproceedings{williams2019']
+    ['@software{meanflow', '@software{jax', '@article{mei2018', '@book{filippov1988', '@inproceedings{williams2019']
     """
     seen = [name for one in used for name in _homes(one)]
     keys = {key for pattern, key in RESTS_ON if any(re.search(pattern, name) for name in seen)}

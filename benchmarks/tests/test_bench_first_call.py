@@ -11,7 +11,17 @@ from meanflow_benchmarks import first_call
 
 def test_a_row_in_a_fresh_process_is_stored(tmp_path):
     row = "velocity: by hand"
-    flags = ["--set", f"names=['{row}']", "--set", "programs=true", "--store", str(tmp_path / "results")]
+    # the command sets the precision of its process, which here is that of the tests
+    flags = [
+        "--precision",
+        "float64",
+        "--set",
+        f"names=['{row}']",
+        "--set",
+        "programs=true",
+        "--store",
+        str(tmp_path / "results"),
+    ]
     result = CliRunner().invoke(main, ["bench", "first_call", "--json", *flags])
     assert result.exit_code == 0, result.output
     stored = json.loads((tmp_path / "results" / "first_call.rows.json").read_text())

@@ -17,5 +17,6 @@ from meanflow.flows._models import batchnorm_manifold as batchnorm_manifold
 from meanflow.flows._models import vanilla as vanilla
 from meanflow.flows._observables import alignment as alignment
 from meanflow.flows._optimality import certificate as certificate
+from meanflow.flows._optimality import global_minimum as global_minimum
 from meanflow.flows._population import GaussianPopulation as GaussianPopulation
 from meanflow.flows._problem import Chart as Chart

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class Population(Dataset):
     """A law of data without samples, for which the expectation of the loss is known: x is (0, d), y and weights (0,).
 
-    The equation asks for two things; gradients follow by differentiation.
+    The equation asks for ``risk`` and ``potential``; gradients follow by differentiation. A law whose particles are not
+    the coordinates of neurons also says how these move.
     """
 
     def check(self, flow: "Flow") -> None:
@@ -54,6 +55,22 @@ class Population(Dataset):
     @abc.abstractmethod
     def potential(self, flow: "Flow", cloud: Cloud, probe: Cloud) -> jax.Array:
         """Return the first variation of the expected loss at the particles of ``probe``, (k,)."""
+
+    def velocity(self, flow: "Flow", cloud: Cloud, tangent: PyTree[jax.Array]) -> PyTree[jax.Array]:
+        """Return how particles move, given C grad V; by default by minus that."""
+        return jax.tree.map(jnp.negative, tangent)
+
+    def dissipation(
+        self, flow: "Flow", cloud: Cloud, covector: PyTree[jax.Array], tangent: PyTree[jax.Array]
+    ) -> jax.Array:
+        """Return -dE/dt by transport, given grad V and C grad V."""
+        return paired(cloud, covector, tangent)
+
+
+def paired(cloud: Cloud, covector: PyTree[jax.Array], tangent: PyTree[jax.Array]) -> jax.Array:
+    """Return sum_i p_i <g_i, v_i>, a scalar."""
+    each = lambda g, v: cloud.weights @ jnp.sum((g * v).reshape(cloud.size, -1), 1)
+    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(each, covector, tangent))))
 
 
 def predict(flow: "Flow", cloud: Cloud, x: jax.Array) -> jax.Array:
@@ -123,7 +140,10 @@ def velocity_and_predictions(
         offset: f_0 at the samples, which a centered flow subtracts; computed where it is not given.
     """
     covector, f = differential(flow, cloud, data, offset)
-    return jax.tree.map(jnp.negative, flow.space.cometric(cloud, covector)), f
+    tangent = flow.space.cometric(cloud, covector)
+    if isinstance(data, Population):
+        return data.velocity(flow, cloud, tangent), f
+    return jax.tree.map(jnp.negative, tangent), f
 
 
 def growth(flow: "Flow", cloud: Cloud, data: Dataset, *, conserve: bool = True) -> jax.Array:
@@ -144,11 +164,10 @@ def dissipation(
     """Return -dE/dt = sum_i p_i <grad V, C grad V> + beta sum_i p_i (V - <V>)^2 in mean-field time, a scalar."""
     covector, _ = differential(flow, cloud, data)
     tangent = flow.space.cometric(cloud, covector)
-
-    def paired(g: jax.Array, v: jax.Array) -> jax.Array:
-        return cloud.weights @ jnp.sum((g * v).reshape(cloud.size, -1), 1)
-
-    transport = jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(paired, covector, tangent))))
+    if isinstance(data, Population):
+        transport = data.dissipation(flow, cloud, covector, tangent)
+    else:
+        transport = paired(cloud, covector, tangent)
     if reaction is None:
         return transport
     return transport + reaction * (cloud.weights @ growth(flow, cloud, data, conserve=conserve) ** 2)

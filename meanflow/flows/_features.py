@@ -197,6 +197,7 @@ class TwoLayer(Feature):
         activation: s, elementwise.
         scaling: the output scale alpha(m); with alpha = m the network is the mean over its neurons.
         bias: whether the last entry of b is a bias: b (m, d + 1) and phi = (m/alpha) a s(b . (x, 1)).
+        scale_free: whether the length of b does not matter.
     """
 
     record: type = eqx.field(static=True, init=False, default=Neurons)
@@ -206,6 +207,7 @@ class TwoLayer(Feature):
     input_ndim: ClassVar[int | None] = 2
     amplitude: ClassVar[str | None] = "a"
     has_direction: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = False
 
     def check(self, cloud: Cloud, x: jax.Array) -> None:
         """Raise ValueError unless the shapes of a, b and x agree."""
@@ -234,6 +236,11 @@ class TwoLayer(Feature):
     def shifted(self, cloud: Cloud, products: jax.Array) -> jax.Array:
         """Return what the activation is applied to, (n, m), from the products of directions and inputs."""
         return products
+
+    def unit_inputs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return z (n, e), with which unit vectors u have the preactivations z . u, and the map (e, d) from u to b."""
+        z = self.inputs(x)
+        return z, jnp.eye(z.shape[1], dtype=z.dtype)
 
     def hidden(self, cloud: Cloud, x: jax.Array) -> jax.Array:
         """Return the activations s(b_i . x_j), shape (n, m)."""

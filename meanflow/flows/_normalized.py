@@ -1,7 +1,7 @@
 """Two-layer features under batch norm: phi = a s(scale bb . (x - mean) + shift) with bb = b / |b|_S."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -44,6 +44,7 @@ class BatchNormed(TwoLayer):
     covariance: jax.Array | None = None
     raw: bool = eqx.field(static=True, default=True)
     affine: bool = eqx.field(static=True, default=False)
+    scale_free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Choose the type of the particles."""
@@ -98,6 +99,17 @@ class BatchNormed(TwoLayer):
     def inputs(self, x: jax.Array) -> jax.Array:
         """Return x - mean."""
         return x - self.statistics()[0][None, :]
+
+    def unit_inputs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return white inputs S^(-1/2) (x - mean), in the range of S, and the map from unit vectors to Omega."""
+        if self.affine:
+            raise ValueError("batch norm must have no scale and shift here, got affine=True")
+        covariance = self.statistics()[1]
+        null = omega.null_projector(covariance)
+        values, vectors = jnp.linalg.eigh(covariance)
+        kept = slice(0 if null is None else round(float(jnp.trace(null))), None)
+        back = (vectors[:, kept] / jnp.sqrt(values[kept])[None, :]).T
+        return self.inputs(x) @ back.T, back
 
     def directions(self, cloud: Cloud) -> jax.Array:
         """Return bb."""

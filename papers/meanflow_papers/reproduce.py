@@ -92,7 +92,7 @@ def run_entry(
         record["arguments"] = {name: _plain(value) for name, value in arguments.items()}
         record["seed"] = record["arguments"].get("seed", record["seed"])
         outcome = _compute(entry, arguments)
-        record["claim"], record["finding"] = outcome.claim, outcome.finding
+        record["finding"] = outcome.finding
         record["criteria"] = _boundary(entry, outcome, full)
         record["status"] = _status(record["criteria"])
         record["seconds"] = round(time.perf_counter() - clock, 2)
@@ -148,7 +148,7 @@ def _blank(entry: Entry, full: bool) -> Record:
         "size": "full" if full else "small",
         "status": "error",
         "reason": "",
-        "claim": "",
+        "claim": entry.claim,
         "finding": "",
         "criteria": [],
         "arguments": {},

@@ -22,7 +22,7 @@ def test_criteria_show_failures_outside_their_interval():
 
 
 def test_an_outcome_without_a_picture_is_drawn_as_its_criteria():
-    outcome = Outcome("x", "", "", {}, (Criterion("a", 1.0, 0, 2),))
+    outcome = Outcome("x", "", {}, (Criterion("a", 1.0, 0, 2),))
     assert [tick.get_text() for tick in figure_of(Entry("004/x", ""), outcome).axes[0].get_yticklabels()] == [
         "a"
     ]
@@ -43,10 +43,11 @@ def test_drawings_of_small_outcomes():
     norms = np.array([[0.1, 1.0], [0.5, 1.1], [0.6, 1.2]])
     steps = {"norms": norms, "formula": norms[1], "step_times_gradient": np.array([0.05, 0.5])}
     left, right = CATALOGUE["001/figure-3"].draw(steps).axes
-    assert {"after 1 step", "after 2 steps", "no change"} <= set(labels(left)) and len(labels(left)) == 6
+    assert {"after 1 step", "no change"} <= set(labels(left)) and len(labels(left)) == 5
     assert left.get_xscale() == right.get_yscale() == "log"
     paths = np.zeros((3, 2, 4, 2))
     local = {"delta": np.array([-1.0, 0.0, np.inf]), "paths": paths + np.arange(4)[:, None]}
+    local["reduced"] = local["paths"][-1]
     titles = [ax.get_title() for ax in CATALOGUE["004/figure-2"].draw(local).axes]
     assert titles == [r"$\delta = -1$", r"$\delta = 0$", r"$\delta = \infty$"]
     ics = {"BN": {"ics_exact": np.ones((10, 2)), "test_accuracy": np.ones((10, 2))}}

@@ -112,6 +112,12 @@ def training_images(folder: str | Path | None, count: int) -> tuple[jax.Array, j
 @entry(
     "002/figure-2-fashion",
     title="the same on Fashion-MNIST",
+    claims=(
+        (
+            "Our Contribution",
+            "a NN may reach high training accuracy from low-rank representations at initialization.",
+        ),
+    ),
     minutes=(4.0, 4.0),
     verdict="corrected",
     setup="1797 images of Fashion-MNIST, 1 to 32 hidden layers of 128, SGD with momentum, 40 epochs, 2 seeds.",
@@ -124,6 +130,12 @@ def training_images(folder: str | Path | None, count: int) -> tuple[jax.Array, j
 @entry(
     "002/figure-2",
     title="rank of the last hidden layer at the start, and training accuracy, against the depth",
+    claims=(
+        (
+            "Our Contribution",
+            "a NN may reach high training accuracy from low-rank representations at initialization.",
+        ),
+    ),
     minutes=(2.2, 2.2),
     verdict="corrected",
     setup="digits (the paper: the code of Daneshmand et al.), 1 to 32 hidden layers of 128, SGD with momentum, 40 "
@@ -202,7 +214,6 @@ def figure_2(
     deepest = [d for k, d in enumerate(depths) if data["default"]["accuracy"][k, :, -1].min() > 0.5]
     return Outcome(
         name="002/figure-2",
-        claim="A network may reach high training accuracy from low-rank representations at initialization.",
         finding=f"At depth 20 He trains from a low *soft* rank (stable rank below 1.2); its hard rank is not low "
         f"({data['he']['rank_1e-5'][at].min():.0f} singular values above 1e-5 of the first). Default weights learn "
         f"(accuracy above one half) up to depth {max(deepest, default=0)} only; at depth {depths[-1]} He reaches "

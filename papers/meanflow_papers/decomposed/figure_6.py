@@ -42,6 +42,15 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "002/figure-6",
     title="activity of the neurons with and without recentering",
+    claims=(
+        (
+            "Figure 6",
+            "Without RC, some neurons exhibit neural activity like the one in Figure (a): the neuron "
+            "has significant response for a large number of inputs. With RC, most of the neurons "
+            "behave according to Figure (b): the neural response is negligible for most of the "
+            "inputs.",
+        ),
+    ),
     minutes=(0.12, 0.12),
     verdict="corrected",
     setup="512 Gaussian inputs, width 256, 30 layers.",
@@ -78,8 +87,6 @@ def figure_6(n: int = 512, width: int = 256, layers: int = 30) -> Outcome:
     most = float(jnp.mean(quiet > 0.5))
     return Outcome(
         name="002/figure-6",
-        claim="Without recentering some neurons respond to most inputs; with it the response of most neurons is "
-        "negligible for most inputs.",
         finding=f"The first half is true: neurons active on over 90 % of inputs: BN "
         f"{float(data['BN']['above 90%']):.1%}, RS(rms) {float(data['RS(rms)']['above 90%']):.1%}, RS(std) "
         f"{float(data['RS(std)']['above 90%']):.1%}. The second depends on the word: under BN a neuron fires on "

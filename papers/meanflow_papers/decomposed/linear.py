@@ -38,6 +38,13 @@ def draw_rescale(data: Arrays) -> Figure:
 @entry(
     "002/linear-rescale",
     title="linear layers with rescaling: orthogonality by depth and width",
+    claims=(
+        (
+            "Introduction",
+            "Under that framework at initialization, it was shown that a full-rank batch becomes "
+            "orthonormal asymptotically as the depth of the network grows.",
+        ),
+    ),
     minutes=(0.19, 0.19),
     verdict="corrected",
     setup="10 inputs, widths 200 and 1000, 60 layers, 4 seeds.",
@@ -70,7 +77,6 @@ def linear_rescale(
     slope = stability(jnp.eye(n), depth.Layer(False, "rms", "linear"))[0]
     return Outcome(
         name="002/linear-rescale",
-        claim="Rescaling alone makes a full-rank batch orthonormal as the depth grows (previous work).",
         finding=f"Up to a gap that stops at {plateau[widths[1]]:.2f} for width {widths[1]}, proportional to "
         "1/sqrt(width); at infinite width it contracts by n/(n+2) a layer.",
         data={"gap": gaps, "start": depth.Gram(grams[widths[1], False][:, 0]).pair_angles},
@@ -95,6 +101,12 @@ def draw_recenter(data: Arrays) -> Figure:
 @entry(
     "002/linear-recenter",
     title="linear layers with recentering: only the first matters",
+    claims=(
+        (
+            "Section II",
+            "when used alone, RC does not have any effect on the batch representation after the first layer.",
+        ),
+    ),
     minutes=(0.07, 0.07),
     setup="10 inputs, width 300, 30 orthogonal layers.",
     draw=draw_recenter,
@@ -114,7 +126,6 @@ def linear_recenter(n: int = 10, width: int = 300, layers: int = 30) -> Outcome:
     error = jnp.max(jnp.abs(run.final - free.final)) / jnp.max(jnp.abs(free.final))
     return Outcome(
         name="002/linear-recenter",
-        claim="Recentering alone changes only the first layer of a linear network.",
         finding="True: recentering the input once gives the same network.",
         data={"relative_mean": run.layers},
         criteria=(

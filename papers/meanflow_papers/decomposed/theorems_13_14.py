@@ -141,6 +141,14 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "002/theorems-13-14",
     title="the invariant representation and one layer from it",
+    claims=(
+        ("Theorem 13", "E[X^(t+1)] is also an invariant representation under RC+ReLU"),
+        (
+            "before Theorem 14",
+            "item 4 shows that the cluster contracts, while keeping the scale of the representation "
+            "of x_1 the same.",
+        ),
+    ),
     minutes=(0.13, 0.13),
     verdict="corrected",
     setup="10 points in 4 dimensions: closed forms and 100000 random rows.",
@@ -182,7 +190,6 @@ def theorems_13_14(n: int = 10, rows: int = 100_000) -> Outcome:
     shrink = pairs(wide.expected_distances) / pairs(wide.distances)
     return Outcome(
         name="002/theorems-13-14",
-        claim="The expected batch is again invariant, and the cluster contracts.",
         finding="The expected Gram matrix is invariant; the cluster contracts in one layer with R > n/(n-1); "
         f"at the invariant scale close pairs grow by {n**2 / (n**2 - 2 * n + 2):.4f}.",
         data={

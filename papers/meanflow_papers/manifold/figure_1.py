@@ -151,6 +151,23 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/figure-1",
     title="speed of neurons by direction, and what they align with, with and without batch norm",
+    claims=(
+        (
+            "Section 4.1",
+            "when b points to the direction in which x is small, i.e. E b^T x is small, its moving "
+            "speed will get bigger because ||b||_Sigma is small.",
+        ),
+        (
+            "Section 4.1",
+            "This anisotropic speed effect helps neurons escape the non-significant directions where "
+            "data are small and concentrate to significant directions where data are large",
+        ),
+        (
+            "Figure 1",
+            "Note that the scale of the top panel's vertical axis is one order of magnitude bigger "
+            "than that of the bottom panel.",
+        ),
+    ),
     minutes=(0.31, 0.31),
     verdict="corrected",
     setup=f"{DATA} (eta = 0.01, 8000 steps); 50 neurons with equispaced directions, |b| = 1. The paper gives "
@@ -191,8 +208,6 @@ def figure_1(width: int = 50, points: int = 400, eta: float = 0.01) -> Outcome:
     left = {name: float(energy[50] / energy[0]) for name, energy in paper["energy"].items()}
     return Outcome(
         "001/figure-1",
-        "Under batch norm neurons near the low-variance axis move faster, by an order of magnitude, and align with the "
-        "high-variance axis.",
         "Neurons under batch norm align with the direction of the *signal*, whatever the variances: with the target on "
         f"the narrow axis Q after 4000 steps is {narrow['Q']['bn'][at_4000]:.2f}, with equal variances they align all "
         "the same. The order of magnitude is true at equal iteration, where vanilla has fitted already "

@@ -63,6 +63,18 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/figure-2",
     title="neurons with |b| = 1 and |b| = 10 in one network: the short ones turn first",
+    claims=(
+        ("Section 4.2", "dot b_2 = (1/c) dot b_1 Hence, for the BN model, smaller neurons move faster."),
+        (
+            "Section 4",
+            "We focus on the speed of parameters b, i.e., the speed of the changing of the neurons' directions.",
+        ),
+        (
+            "Figure 2",
+            "The figures show that blue neurons converge faster than purple neurons, i.e. shorter "
+            "neurons moves faster than long neurons.",
+        ),
+    ),
     minutes=(0.05, 0.05),
     verdict="corrected",
     setup=f"{DATA} (eta = 0.01, 10000 steps); 25 neurons of each norm with the same directions.",
@@ -98,7 +110,6 @@ def figure_2(eta: float = 0.01, steps: int = 10_000) -> Outcome:
     early = int(2000 / steps * 100)
     return Outcome(
         "001/figure-2",
-        "Short neurons move faster by 1/c, so a batch-norm network explores an ensemble of learning rates.",
         "The raw speed goes as 1/c but the direction turns as 1/c^2. The long neurons lag behind: after "
         f"{steps} steps their Q is {q[-1, 1]:.2f}, that of the short ones {q[-1, 0]:.2f}, while "
         f"{float(run.energy[-1] / run.energy[0]):.4f} of the loss is left to move them.",

@@ -17,16 +17,15 @@ def draw(data: Arrays) -> Figure:
     figure, (left, right) = panels(1, 2, width=5.6, height=4.8)
     norms, formula = np.asarray(data["norms"]), np.asarray(data["formula"])
     start, drive = norms[0], np.asarray(data["step_times_gradient"])
-    left.plot(start, norms[1], "o", color=COLORS[0], label="after 1 step", ms=6)
+    left.plot(start, norms[1], "o", mfc="none", color=COLORS[0], label="after 1 step", ms=7)
     left.plot(
         start,
         formula,
-        "x",
+        ".",
         color=COLORS[6],
         label=r"$\sqrt{|b_0|^2 + (\eta g/|b_0|)^2}$, each with its $g$",
-        ms=5,
+        ms=3,
     )
-    left.plot(start, norms[-1], "^", color=COLORS[1], label=f"after {len(norms) - 1} steps", ms=3.5)
     sizes = np.geomspace(start.min(), start.max(), 200)
     for k, share in enumerate((0.1, 0.5, 0.9)):
         g = float(np.quantile(drive, share))
@@ -59,6 +58,14 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/figure-3",
     title="first-step amplification: norms of 40 neurons after one step of descent",
+    claims=(
+        (
+            "Section 4.3",
+            "The smaller the neuron is initially, the bigger it becomes after one iteration. "
+            "Therefore, starting from the second iteration, all neurons are large enough to avoid "
+            "unstable dynamics.",
+        ),
+    ),
     minutes=(0.03, 0.03),
     verdict="corrected",
     setup=f"{DATA} (eta = 0.1, 200 steps); norms from 1e-3 to 1, log-spaced.",
@@ -67,11 +74,14 @@ def draw(data: Arrays) -> Figure:
 def figure_3(width: int = 40, eta: float = 0.1, steps: int = 200) -> Outcome:
     """Follow the norms of neurons through the first steps of descent with batch norm.
 
-    The paper claims that after one step a smaller neuron is always the bigger one. The gradient g at |b| =
-    1 scales as 1/|b| and is orthogonal to b, so |b1|^2 = |b0|^2 + eta^2 g^2/|b0|^2.
+    The paper claims that the smaller a neuron is at the start, the bigger it is after one step, and that all neurons
+    are stable from the second one on. The gradient g at |b| = 1 scales as 1/|b| and is orthogonal to b, so
+    |b1|^2 = |b0|^2 + eta^2 g^2/|b0|^2.
 
-    Decisive are this formula to rounding, its sum over all steps, and that no norm is below sqrt(2 eta g)
-    after one step.
+    Decisive for the claims are the pairs of neurons whose smaller one has |b0| > 2 sqrt(eta g): were they true, the
+    smaller one would be the bigger one after the step in all of them, not in less than half; and the largest angle by
+    which a neuron turns in one of the later steps, which is more than ten degrees. Decisive for ours are the formula to
+    rounding, its sum over all steps, and that no norm is below sqrt(2 eta g) after one step.
     """
     x = quasi_normal(400)
     data = mf.Dataset(x, np.abs(x[:, 0]))
@@ -90,11 +100,16 @@ def figure_3(width: int = 40, eta: float = 0.1, steps: int = 200) -> Outcome:
     sums = length[0] ** 2 + eta**2 * np.cumsum(pull[:-1] ** 2, axis=0)
     turned = np.degrees(np.arccos(np.minimum(length[:-1] / length[1:], 1.0)))  # each step is orthogonal to b
     tiny = length[0] < 0.01
+    # pairs (i, j) with |b0_i| < |b0_j|, and those among them whose smaller neuron is not small for its gradient
+    smaller = length[0][:, None] < length[0][None, :]
+    large = smaller & (length[0] > 2 * np.sqrt(eta * unit_pull))[:, None]
+    swapped = length[1][:, None] > length[1][None, :]
     return Outcome(
         "001/figure-3",
-        "After one step a smaller neuron is always the bigger one.",
         "|b1|^2 = |b0|^2 + eta^2 g^2/|b0|^2 is not monotone: it is least, sqrt(2 eta g), at |b0| = sqrt(eta g). "
-        f"Neurons with |b0| < 0.01 turn by {turned[0, tiny].min():.0f} degrees or more in the first step and by "
+        f"The smaller one of two neurons becomes the bigger one in {swapped[smaller].mean():.0%} of all pairs, and in "
+        f"{swapped[large].mean():.0%} of those whose smaller one is twice that long. Neurons with |b0| < 0.01 turn "
+        f"by {turned[0, tiny].min():.0f} degrees or more in the first step and by "
         f"{np.median(turned[1:, tiny].sum(axis=0)):.1g} (median; at most {turned[1:, tiny].sum(axis=0).max():.0f}) in "
         f"the other {steps - 1} together.",
         {
@@ -104,6 +119,12 @@ def figure_3(width: int = 40, eta: float = 0.1, steps: int = 200) -> Outcome:
             "energy": np.asarray(run.energy),
         },
         (
+            Criterion(
+                "share of pairs beyond 2 sqrt(eta g) whose smaller neuron becomes the bigger",
+                float(swapped[large].mean()),
+                high=0.5,
+            ),
+            Criterion("largest turn in one of the later steps, degrees", float(turned[1:].max()), low=10),
             Criterion(
                 "error of the one-step formula", float(np.max(np.abs(length[1] / formula - 1))), high=1e-12
             ),

@@ -43,6 +43,13 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/learning-rate-sensitivity",
     title="final loss against the learning rate (section 4.2)",
+    claims=(
+        (
+            "Section 4.2",
+            'This effect gives the BN model an "adaptivity" to select the right learning rate itself, '
+            "and hence less sensitivity to the choice of learning rate.",
+        ),
+    ),
     minutes=(0.07, 0.07),
     verdict="corrected",
     setup=f"{DATA}, 1000 steps at seven rates; batch norm, batch norm with mixed norms, vanilla.",
@@ -81,7 +88,6 @@ def learning_rates(
     good = {name: float(np.max(etas_[values < 0.01 * start])) for name, values in final.items()}
     return Outcome(
         "001/learning-rate-sensitivity",
-        "Batch norm is less sensitive to the learning rate.",
         f"Batch norm tolerates larger steps: it reaches 1 % of the loss at rates up to {good['bn']:g}, vanilla up to "
         f"{good['vanilla']:g} (under batch norm |b| only grows, figure-3, which lowers the effective rate eta/|b|^2). "
         f"Not any rate: at {etas[-1]:g} batch norm diverges too; and at {etas[0]:g} it leaves "

@@ -51,6 +51,10 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "001/theorem-3",
     title="raw batch norm and the flow on the manifold give the same function (theorems 2 and 3)",
+    claims=(
+        ("Theorem 3", "Then, (bar rho_t) satisfies the Wasserstein gradient flow of L_0(bar rho) on M."),
+        ("Section 2.1", "Therefore, without loss of generality, we can assume b_k in S^(d-1)"),
+    ),
     minutes=(0.27, 0.27),
     verdict="corrected",
     setup="12 tanh neurons, 300 points in 3 dimensions with mean 1.5, t in [0, 20], tolerance 1e-11.",
@@ -106,7 +110,6 @@ def theorem_3(width: int = 12, points: int = 300, t1: float = 20.0, activation: 
     )
     return Outcome(
         "001/theorem-3",
-        "Batch-norm training is the gradient flow of the metric G on R x Omega.",
         "Exactly, with a factor 1/c^2 for neurons of norm c that the paper omits.",
         {"times": np.linspace(0, t1, 11), **courses},
         tuple(checks),

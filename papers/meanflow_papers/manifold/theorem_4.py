@@ -107,6 +107,7 @@ def measure_distances(
 @entry(
     "001/theorem-4",
     title="finite networks approach the mean-field limit: functions, and measures in W2, against the width",
+    claims=(("Theorem 4", "bar rho_{m,t} converges weakly to bar rho_t for any t > 0."),),
     small={"largest": 10},
     minutes=(1.89, 7.5),
     setup="ring of 128 points with covariance diag(5, 1), tanh, t = 5; reference: quadrature with 48 x 256 nodes and "
@@ -165,7 +166,6 @@ def theorem_4(
     apart = max(abs(row["slope at the end"][0] - row["slope at the start"][0]) for row in measures.values())
     return Outcome(
         "001/theorem-4",
-        "As the width grows the network converges to the solution of the continuity equation.",
         f"The error of functions falls as m^{slope['independent']:.2f} for independent neurons, as "
         f"m^{slope['quasi-random']:.2f} for quasi-random ones (d = 2, tanh); W2 of the measures with the exponents "
         + ", ".join(f"{told(row['slope at the end'])} ({name})" for name, row in measures.items())
@@ -238,6 +238,10 @@ def draw_bounds(data: Arrays) -> Figure:
 @entry(
     "001/theorem-4-bounds",
     title="the estimates inside the proof of theorem 4, with their slack",
+    claims=(
+        ("Theorem 4, proof", "= (t'-t) (bar L(bar rho_{m,t'}) - bar L(bar rho_{m,t}))"),
+        ("Theorem 4, proof", "This mean there exist two constants A, B that satisfies |dot a_k| <= A + Br."),
+    ),
     minutes=(0.15, 0.15),
     verdict="corrected",
     setup="256 neurons, the problem of theorem 4, t in [0, 5].",
@@ -291,7 +295,6 @@ def theorem_4_bounds(width: int = 256, t1: float = 5.0) -> Outcome:
     standing = simpson(rate, x=times)
     return Outcome(
         "001/theorem-4-bounds",
-        "W2(rho_t, rho_t')^2 <= (t'-t)(L(t')-L(t)); |a'| <= A + B r (18), hence an exponential bound on a (19).",
         "The printed W2 bound is negative (the sign is reversed); with L(t)-L(t') it holds in the metric G. (18) and "
         f"(19) hold, (18) with {1 / (speed / (top + gain * size)).max():.0f}-fold slack; under batch norm |a'| <= "
         f"sqrt(2 L(0)) (|s(0)| + Lip s), with no constants of the data, holds with {sharp / speed.max():.1f}-fold "

@@ -68,6 +68,13 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "000/A.18",
     title="the printed one-sided kernel beside the exact B K B",
+    claims=(
+        (
+            "A.4, equation (A.18)",
+            "K^BN = (I/sigma^2 - H^T H/(T sigma^4)) (nabla_theta H^L - nabla_theta mu)^T (nabla_theta "
+            "H^L - nabla_theta mu)",
+        ),
+    ),
     minutes=(0.16, 0.16),
     verdict="refuted",
     setup="width 128, T = 64, random inputs and 1-D coordinates, 60 seeds.",
@@ -107,10 +114,10 @@ def printed_kernel(width: int = 128, samples: int = 64, seeds: int = 60) -> Outc
         data[name] = np.asarray(errors)
     quantiles = {name: np.quantile(errors, (0.05, 0.95)) for name, errors in data.items()}
     shown = ", ".join(f"{100 * q[0]:.2g} to {100 * q[1]:.0f} % ({name})" for name, q in quantiles.items())
-    accuracy = 1e-10 if jnp.zeros(()).dtype == jnp.float64 else 1e-3
+    # eigenvalues of a matrix that is not symmetric have the error of rounding times the condition of its eigenvectors
+    accuracy = 1e-8 if jnp.zeros(()).dtype == jnp.float64 else 1e-2
     return Outcome(
         "000/A.18",
-        "K_BN = (I/sigma^2 - h h'/(T sigma^4)) G K G",
         f"wrong by {shown} from the 5 % to the 95 % quantile of {seeds} seeds, but isospectral: m and lambda_max "
         "survive",
         data,

@@ -75,23 +75,30 @@ def _measure(network: str, width: int, seed: int, activation: str, bias: float) 
 def draw_table_2(data: Arrays) -> Figure:
     """m, v and the largest eigenvalue against N, for every network, with the fitted exponents."""
     figure, grid = panels(1, 3, width=4.2, height=3.9)
-    names = [n for n in data if n not in ("printed", "corrected", "exponents")]
+    names = [n for n in data if n not in ("printed", "corrected", "exponents", "exponents by seed")]
     symbols = (r"mean $m_\lambda$", r"variance $v_\lambda$", r"$\lambda_{\max}$")
     for j, (ax, symbol) in enumerate(zip(grid, symbols, strict=True)):
         sizes = {n: data[n]["sizes"] for n in names}
-        values = {n: data[n]["m, v, top"][:, j] for n in names}
+        values = {n: np.exp(np.log(data[n]["m, v, top"][..., j]).mean(1)) for n in names}
         convergence(sizes, values, ax, xlabel="$N = T$", ylabel=symbol, fitted=False)
         for line, name in zip(ax.lines, names, strict=True):
             printed = np.atleast_1d(data["printed"][name][j]) if name in data["printed"] else ()
             words = f" (printed {' to '.join(f'{power:g}' for power in printed)})" if len(printed) else ""
-            line.set_label(f"{name}: $N^{{{data['exponents'][name][j]:.2f}}}${words}")
-        below(ax, 2, fontsize=7, columnspacing=0.8)
+            low, high = np.asarray(data["exponents by seed"][name])[:, j][[0, -1]]
+            line.set_label(f"{name}: $N^{{{data['exponents'][name][j]:.2f}}}$ [{low:.2f}, {high:.2f}]{words}")
+            rows = np.asarray(data[name]["m, v, top"])[..., j]
+            ax.plot(data[name]["sizes"], rows, ".", color=line.get_color(), ms=3, alpha=0.6)
+        ax.set_title("mean of the seeds; dots and [ ]: each seed", fontsize=8)
+        below(ax, 1, fontsize=7)
     return figure
 
 
 @entry(
     "000/table-2",
     title="exponents in N of the mean, variance and largest eigenvalue of the kernel, with and without batch norm",
+    claims=(
+        ("Table 2", "m_lambda O(N) O(N) v_lambda O(N^3) O(N^(3/2)) lambda_max O(N^2) [O(N), O(N^(3/2))]"),
+    ),
     small={"sizes": (256, 512, 1024), "hidden_sizes": (256, 512, 1024)},
     minutes=(2.0, 20.0),
     verdict="corrected",
@@ -118,20 +125,22 @@ def table_2(
     rows |= {"plain, tanh": ("plain", "tanh", 0.0), "BN output, tanh": ("BN output", "tanh", 0.0)}
     rows |= {"plain, tanh, bias": ("plain", "tanh", 0.1)}
     data: Arrays = {"printed": PRINTED, "corrected": {**CORRECTED, "plain, tanh": ODD_WITHOUT_BIAS}}
-    slopes = {}
+    slopes, by_seed = {}, {}
     for row, (network, activation, bias) in rows.items():
         ns = hidden_sizes if network in ("BN hidden", "BN both") else sizes
         runs = [[_measure(network, n, seed, activation, bias) for seed in range(seeds)] for n in ns]
         values = np.array(runs)
-        mean = np.exp(np.mean(np.log(values[..., :3]), axis=1))  # sigma^2 fluctuates: average over seeds
         data[row] = {
             "sizes": np.asarray(ns),
-            "m, v, top": mean,
+            "m, v, top": values[..., :3],  # (sizes, seeds, 3)
             "error of v, residual of top": np.max(values[..., 3:5], axis=1),
             "seconds": np.max(values[..., 5], axis=1),
         }
-        slopes[row] = [float(np.polyfit(np.log(ns), np.log(mean[:, j]), 1)[0]) for j in range(3)]
-    data["exponents"] = slopes
+        logs = np.log(values[..., :3])
+        fitted = np.polyfit(np.log(ns), logs.reshape(len(ns), -1), 1)[0].reshape(seeds, 3)
+        by_seed[row] = np.sort(fitted, axis=0)
+        slopes[row] = fitted.mean(axis=0).tolist()  # sigma^2 fluctuates: average over seeds
+    data |= {"exponents": slopes, "exponents by seed": by_seed}
     criteria = [
         Criterion("plain v", slopes["plain"][1], 2.7, 3.3),
         Criterion("plain lambda_max", slopes["plain"][2], 1.8, 2.2),
@@ -149,7 +158,6 @@ def table_2(
     criteria += [Criterion(f"{row} m", slopes[row][0], 0.85, 1.15) for row in rows]
     return Outcome(
         "000/table-2",
-        "plain: m ~ N, v ~ N^3, lambda_max ~ N^2; batch norm: v ~ N^(3/2), lambda_max between N and N^(3/2)",
         "batch norm on the output has v ~ N^2, lambda_max ~ N; so has a plain odd activation without bias; "
         "batch norm before the activations, as used in practice, keeps N^3 and N^2",
         data,
@@ -179,6 +187,7 @@ def draw_ratio(data: Arrays) -> Figure:
 @entry(
     "000/v-over-m2",
     title="v/m^2 under batch norm at T = N: constant, so v ~ N^2 and not N^(3/2)",
+    claims=(("A.6, equation (A.31)", "v_lambda sim O(N^2) + O(N^(3/2)) - O(N^2) sim O(N^(3/2))"),),
     full={"sizes": (512, 1024, 2048, 4096), "seeds": 3},
     minutes=(1.0, 8.0),
     verdict="refuted",
@@ -205,7 +214,6 @@ def variance_ratio(sizes: tuple[int, ...] = (512, 1024, 2048), seeds: int = 3) -
     )
     return Outcome(
         "000/v-over-m2",
-        "v ~ N^(3/2) under batch norm, so v/m^2 falls by half between N = 512 and 2048",
         "v/m^2 is nearly constant, so v ~ N^2: "
         + ", ".join(f"{' '.join(f'{v:.3f}' for v in values)} ({name})" for name, values in ratios.items())
         + f" at N = {', '.join(str(n) for n in sizes)}",

@@ -9,15 +9,10 @@ from meanflow_papers.unitization import dense as dense
 from meanflow_papers.unitization import figure_2 as figure_2
 from meanflow_papers.unitization import figure_3 as figure_3
 from meanflow_papers.unitization import figure_3_layers as figure_3_layers
+from meanflow_papers.unitization import imagenet as imagenet
 from meanflow_papers.unitization import presets as presets
 from meanflow_papers.unitization import table_4 as table_4
 from meanflow_papers.unitization import tables_1_2 as tables_1_2
 from meanflow_papers.unitization import theorems as theorems
 
 not_run("003/figure-1", title="diagram of the statistics", reason=DIAGRAM)
-not_run(
-    "003/table-3",
-    title="accuracy of ResNet-101 on ImageNet",
-    reason="1.28 million images and 120 epochs of ResNet-101: no such data set or machine is assumed, and the "
-    "claim is about accuracy only",
-)

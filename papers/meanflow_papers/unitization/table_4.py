@@ -35,7 +35,13 @@ MICRO |= dict(
 )
 
 
-PUBLISHED = {"BN": "BN", "GN1": "G = 1", "GN4": "G = 4", "(10) n=HW": "unitization"}  # names in Table 4
+NAMES = {
+    "BN": "batch norm",
+    **{f"GN{g}": f"group norm, {g} group{'s' * (g > 1)}" for g in (1, 2, 4, 8, 16)},
+    "(10) n=HW": "unitization (10), $n = HW$",
+    "(10) n=C": "unitization (10), $n = C$",
+    "alpha = 1": r"$\alpha = 1$ fixed",
+}
 
 
 def draw(data: Arrays) -> Figure:
@@ -49,25 +55,27 @@ def draw(data: Arrays) -> Figure:
             values = np.asarray(values)
             top.plot(values, np.full(len(values), row), "o", color=COLORS[0], ms=5, mec="white", mew=0.5)
             top.plot([values.mean()], [row], "|", color=COLORS[1], ms=14, mew=2)
-            if rate == "0.05" and name in PUBLISHED:
-                top.plot([data["published"][PUBLISHED[name]]], [row], "x", color=COLORS[2], ms=7, mew=1.6)
             if name != "BN":
                 gap, half = difference(values, np.asarray(table["BN"]))
                 bottom.errorbar([gap], [row], xerr=[half], fmt="s", color=COLORS[1], capsize=3)
         for ax in (top, bottom):
-            ax.set_yticks(range(len(table)), list(table))
+            ax.set_yticks(range(len(table)), [NAMES[name] for name in table] if k == 0 else [])
             ax.set_ylim(len(table) - 0.5, -0.5)
             ax.grid(axis="y", color=PALE, alpha=0.35, lw=0.6)
         top.axvline(0.1, color=REFERENCE, lw=0.8, ls=":")
-        top.set(xlabel="test accuracy after the last epoch", xlim=(0, 1.02))
+        least = min(float(np.min(values)) for values in table.values())
+        # an axis of its own where every run learns, so that their differences are seen
+        top.set(
+            xlabel="test accuracy after the last epoch",
+            xlim=(0, 1.02) if least < 0.5 else (least - 0.02, 1.0),
+        )
         top.set_title(f"rate {rate}")
         bottom.axvline(0.0, color=REFERENCE, lw=0.8)
-        bottom.set(xlabel="mean difference to batch norm, 95 % interval", xlim=(-1.0, 0.5))
+        bottom.set_xlabel("mean difference to batch norm, 95 % interval")
     marks = [
         Line2D([], [], ls="", marker="o", color=COLORS[0], label="one run"),
         Line2D([], [], ls="", marker="|", ms=12, mew=2, color=COLORS[1], label="mean"),
         Line2D([], [], ls="", marker="s", color=COLORS[1], label="difference to batch norm"),
-        Line2D([], [], ls="", marker="x", color=COLORS[2], label="published (ResNet-110, CIFAR-10)"),
         Line2D([], [], ls=":", color=REFERENCE, label="chance"),
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=3)
@@ -77,6 +85,13 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "003/table-4",
     title="batches of two images: batch norm, group norm, unitization, at two learning rates",
+    claims=(
+        (
+            "Appendix C",
+            "the unitization still outperforms the other techniques for micro-batches. Some networks "
+            "with GN cannot even converge, where the accuracy (of only 10%) degrades",
+        ),
+    ),
     small={"seeds": 4},
     full={
         "seeds": 10,
@@ -84,7 +99,7 @@ def draw(data: Arrays) -> Figure:
         "variants": ("BN", "GN1", "GN2", "GN4", "GN8", "GN16", "(10) n=HW", "(10) n=C", "alpha = 1"),
     },
     minutes=(1.64, 20.0),
-    verdict="corrected",
+    verdict="not reproduced",
     setup="1-16-16-16-16 convolutions on digits, batch 2, 6 epochs at the constant rates 0.01 and 0.05, 4 seeds (the "
     "paper: ResNet-110 on CIFAR-10 at 0.05).",
     draw=draw,
@@ -104,10 +119,10 @@ def table_4(
     accuracy after the last epoch. All layers have 16 channels, so that "groups" and "channels per group" are the same
     divisions. Seeds are paired: a seed has one split and one start for all methods.
 
-    Decisive at the paper's rate, 0.05, are whether group norm with one group fails in some run (below 0.9) where batch
-    norm does not, and whether unitization as printed, (10) with n = HW, is below batch norm in every seed. At 0.01
-    every run must learn (0.88). "No difference was found" says little with few seeds: the finding gives the least bound
-    within which the methods are equal by two one-sided tests.
+    Decisive at the paper's rate, 0.05, are whether group norm with one group fails in some run (below 0.2, where
+    chance is 0.1) while batch norm learns in all (above one half), and whether unitization as printed, (10) with n =
+    HW, is below batch norm in every seed. At 0.01 every run must learn. "No difference was found" says little with
+    few seeds: the finding gives the least bound within which the methods are equal by two one-sided tests.
     """
     accuracy: dict[str, dict[str, np.ndarray]] = {}
     keys = jax.random.split(jax.random.key(0), seeds)
@@ -126,21 +141,20 @@ def table_4(
     gap, half = difference(high["(10) n=HW"], high["BN"])
     return Outcome(
         "003/table-4",
-        "unitization wins clearly at batch size 2, where group norm may fail to train",
         f"that group norm may fail depends on the rate. At 0.05, the paper's: {rows(high)}; the printed form (10) with "
         f"n = HW differs from batch norm by {gap:.2f} +- {half:.2f}, so it does not win here. At 0.01: {rows(low)}; "
         f"there all methods are equal to batch norm within {equal:.2f} (two one-sided tests at 5 %, {seeds} seeds), "
         "and no ranking can be given (digits, small network)",
-        {"accuracy": accuracy, "published": MICRO},
+        {"accuracy": accuracy},
         (
-            Criterion("rate 0.05: worst run of one group", float(high["GN1"].min()), high=0.9),
-            Criterion("rate 0.05: worst run of batch norm", float(high["BN"].min()), low=0.9),
+            Criterion("rate 0.05: worst run of one group", float(high["GN1"].min()), high=0.2),
+            Criterion("rate 0.05: worst run of batch norm", float(high["BN"].min()), low=0.5),
             Criterion(
                 "rate 0.05: largest (10) n=HW - batch norm",
                 float((high["(10) n=HW"] - high["BN"]).max()),
                 high=0,
             ),
-            Criterion("rate 0.01: worst run", float(min(v.min() for v in low.values())), low=0.88),
+            Criterion("rate 0.01: worst run", float(min(v.min() for v in low.values())), low=0.5),
         ),
     )
 
@@ -148,17 +162,23 @@ def table_4(
 @entry(
     "003/table-4-cifar",
     title="the same for ResNet-110 on CIFAR-10",
-    small={"depth": 20, "epochs": 1, "limit": 1000, "groups": (1,), "channels": (1,), "seeds": 2}
-    | {"presets": ("paper", "released")},
+    claims=(
+        (
+            "Appendix C",
+            "the unitization still outperforms the other techniques for micro-batches. Some networks "
+            "with GN cannot even converge, where the accuracy (of only 10%) degrades",
+        ),
+    ),
+    small={"depth": 8, "epochs": 1, "limit": 100, "groups": (1,), "channels": (1,), "seeds": 1},
     full={"depth": 110, "epochs": 200, "seeds": 3},
-    minutes=(7.0, 50_000.0),
+    minutes=(1.0, 50_000.0),
     verdict="not tested",
     status="needs data",
     reason=CIFAR,
     data="cifar-10",
     setup="ResNet-110, batch 2, group norm with G = 1 .. 16 groups and with 1 .. 16 channels a group: all twelve "
-    "columns. Small: only the very start, ResNet-20 for 500 minibatches with the whole schedule compressed, four of "
-    "the columns, 2 seeds, after the text of the paper and after the authors' code; it cannot decide the claim.",
+    "columns. Small: the path from the files to the table alone, ResNet-8 for 50 minibatches and four of the columns, "
+    "which decides nothing.",
     draw=draw_accuracies,
 )
 def table_4_cifar(
@@ -196,7 +216,6 @@ def table_4_cifar(
     minibatches = epochs * (len(data.train_x) // 2)
     return Outcome(
         "003/table-4-cifar",
-        "unitization wins clearly at batch size 2, where group norm may fail to train",
         f"test accuracies {found}"
         + (
             ""

@@ -13,7 +13,11 @@ from meanflow_papers.univariate import figure_7 as figure_7
 from meanflow_papers.univariate import figure_8 as figure_8
 from meanflow_papers.univariate import figure_9 as figure_9
 from meanflow_papers.univariate import lazy_slopes as lazy_slopes
+from meanflow_papers.univariate import lemma_2 as lemma_2
 from meanflow_papers.univariate import pictures as pictures
+from meanflow_papers.univariate import proposition_1 as proposition_1
+from meanflow_papers.univariate import proposition_4 as proposition_4
 from meanflow_papers.univariate import section_3_1 as section_3_1
 from meanflow_papers.univariate import setup as setup
 from meanflow_papers.univariate import sparse_limit as sparse_limit
+from meanflow_papers.univariate import theorem_5 as theorem_5

@@ -74,8 +74,9 @@ def _turning(directions: np.ndarray, x: np.ndarray, pull: np.ndarray) -> np.ndar
     title="early alignment for vector inputs: neurons from a small start slide on hyperplanes and merge",
     small={"width": 40, "samples": 20},
     minutes=(0.38, 2.0),
-    verdict="confirmed",
-    setup="inputs on the sphere in d = 2 (8 of them) and d = 10, random labels, balanced neurons of length 1e-3.",
+    verdict="no claim",
+    setup="The paper is about one input; for it the rays of Lemma 2 attract. Inputs on the sphere in d = 2 (8 of "
+    "them) and d = 10, random labels, balanced neurons of length 1e-3.",
     draw=draw,
 )
 def alignment(width: int = 60, samples: int = 40, end: float = 30.0, step: float = 1 / 16) -> Outcome:
@@ -141,7 +142,6 @@ def alignment(width: int = 60, samples: int = 40, end: float = 30.0, step: float
             )
     return Outcome(
         "004/alignment",
-        "neurons are attracted by rays on which they stay (for one input)",
         "for vector inputs the rays are hyperplanes: neurons from a small start slide on them, "
         f"{kept['on_2'][-1]} of {width} at time {end:g} for d = 2 and {kept['on_10'][-1]} for d = 10, there on up to "
         f"{kept['planes_10']} at once, with {kept['nonunique_10']} events without a unique future; "

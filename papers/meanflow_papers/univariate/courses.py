@@ -61,6 +61,7 @@ def draw_late(data: Arrays) -> Figure:
 @entry(
     "004/figure-5-late",
     title="Figure 5 at delta = +inf ten times later: most knots have left the samples again",
+    claims=(("Section 4", "Note how as delta gets large, clusters of knots emerge at the sample positions"),),
     small={"seeds": 3},
     minutes=(0.14, 0.8),
     verdict="corrected",
@@ -70,8 +71,9 @@ def draw_late(data: Arrays) -> Figure:
 def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, saves: int = 10) -> Outcome:
     """Continue Figure 5 at delta = +inf ten times longer and with larger steps, from the same seeds.
 
-    The paper claims that clusters of knots emerge at the samples. Decisive are medians at the end: most
-    knots have left the samples again, while the slope jumps stay in few places and the loss is lower.
+    The paper claims that clusters of knots emerge at the samples. Decisive are medians at the end beside those when the
+    share of knots on samples was largest: less than half of that share is left, and less than half of the loss, while
+    more than half of the slope jumps are in eight of 110 bins.
     """
     run = train(sinusoid(), epochs, 20, 8, saves=saves)
     keys = jax.random.split(jax.random.key(5), seeds)
@@ -81,7 +83,6 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
     share, concentration = middle["share"], middle["concentration"]
     return Outcome(
         "004/figure-5-late",
-        "as delta grows, clusters of knots emerge at the samples",
         f"at delta = +inf most knots leave the samples again while the fit improves: medians of the share "
         f"{share.max():.2f} at most and {share[-1]:.2f} at the end, of the loss {loss[np.argmax(share)]:.2f} there and "
         f"{loss[-1]:.3f} at the end; the slope jumps stay in few places, {concentration[-1]:.2f} of them in eight bins",
@@ -91,10 +92,14 @@ def figure_5_late(epochs: int = 100_000, seeds: int = 6, kappa: float = 0.5, sav
             **{name: np.asarray(value) for name, value in stats.items()},
         },
         (
-            # medians of the reference runs: share .29, concentration_8 .84, loss .026
-            Criterion("share at the end", float(share[-1]), 0.19, 0.39),
-            Criterion("concentration_8 at the end", float(concentration[-1]), 0.74, 0.94),
-            Criterion("loss at the end", float(loss[-1]), 0.013, 0.052),
+            Criterion("share at the end / largest share", float(share[-1] / share.max()), 0, 0.5),
+            Criterion("concentration_8 at the end", float(concentration[-1]), 0.5, 1),
+            Criterion(
+                "loss at the end / where the share is largest",
+                float(loss[-1] / loss[np.argmax(share)]),
+                0,
+                0.5,
+            ),
         ),
     )
 
@@ -107,6 +112,13 @@ def draw_course(data: Arrays) -> Figure:
 @entry(
     "004/figure-6-course",
     title="Figure 6 at delta = +inf as a function of time: few places, but not always the samples",
+    claims=(
+        (
+            "Appendix D",
+            'if delta = inf, the neurons adapt to the input data, and the knots "stick" to input '
+            "samples (bottom row).",
+        ),
+    ),
     small={"times": (10.0, 40.0, 120.0, 300.0), "seeds": 4},
     minutes=(0.1, 2.0),
     verdict="corrected",
@@ -139,7 +151,6 @@ def figure_6_course(
     apart, gathered = (float(np.median(smaller[name][:, -1])) for name in ("share", "concentration"))
     return Outcome(
         "004/figure-6-course",
-        "neurons cluster at the samples for delta = +inf",
         "they gather in few places early and stay so, but whether these are samples changes back and forth with time. "
         f"From a start with |r| up to 1 {gathered:.2f} of the slope jumps are in six bins at the last time, and "
         f"{apart:.2f} of the knots on samples (medians over {seeds} draws; chance is 0.10)",

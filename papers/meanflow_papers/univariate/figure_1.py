@@ -77,6 +77,10 @@ def _number(ax: Axes, uv: np.ndarray, chosen: np.ndarray) -> None:
 @entry(
     "004/figure-1",
     title="a network as a piecewise linear function, and its neurons in the plane (u, v)",
+    claims=(
+        ("Section 2.3", "a neuron (a_i, b_i, c_i) coincides with a point x if b_i/a_i = v_i/u_i = x."),
+        ("Section 3.1", "partition the circle S^1 into 2s-1 regions A_k"),
+    ),
     minutes=(0.14, 0.14),
     verdict="corrected",
     setup="12 neurons that fit 5 samples (canonical flow to time 5000).",
@@ -108,7 +112,6 @@ def figure_1(seed: int = 0) -> Outcome:
     plane = jnp.abs(polar.r)[:, None] * jnp.stack([jnp.cos(polar.theta), jnp.sin(polar.theta)], axis=-1)
     return Outcome(
         "004/figure-1",
-        "f is piecewise linear with knots b/a = v/u; the sample lines cut the plane into 2s - 1 regions",
         "knots are b/a = -v/u, and there are 2s regions: the dead one was not counted",
         {
             "grid": grid,

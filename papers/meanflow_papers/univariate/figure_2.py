@@ -15,11 +15,13 @@ from meanflow_papers.univariate.pictures import balance_title
 
 
 def draw(data: Arrays) -> Figure:
-    """Short paths of five neurons under one frozen force, by balance."""
-    deltas, paths = np.asarray(data["delta"]), np.asarray(data["paths"])
+    """Short paths of five neurons under one frozen force, by balance, and under the reduced flow (7)."""
+    deltas, paths, reduced = (np.asarray(data[name]) for name in ("delta", "paths", "reduced"))
     figure, grid = panels(1, len(deltas), width=2.4, height=2.5, sharex=True, sharey=True)
     reach = 1.1 * np.abs(paths).max()
     for ax, delta, path in zip(grid, deltas, paths, strict=True):
+        for k, uv in enumerate(reduced if delta == deltas[-1] else ()):
+            ax.plot(uv[:, 0], uv[:, 1], color=COLORS[k], lw=1.2, ls="--")
         for k, uv in enumerate(path):
             ax.plot([0, uv[0, 0]], [0, uv[0, 1]], color=PALE, lw=0.6, ls=":")
             ax.plot(uv[:, 0], uv[:, 1], color=COLORS[k], lw=1.8)
@@ -34,17 +36,47 @@ def draw(data: Arrays) -> Figure:
     handles = [
         Line2D([], [], ls="", marker="o", color=REFERENCE, ms=4, label="start of a neuron"),
         Line2D([], [], color=REFERENCE, lw=1.8, label=r"its path (one color a neuron)"),
+        Line2D([], [], color=REFERENCE, lw=1.2, ls="--", label="the same under (7), as long"),
         Line2D(
             [], [], color=PALE, lw=0.8, ls=":", label="radial direction, along which the kernel regime moves"
         ),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
+
+
+def reduced_path(uv: jax.Array) -> jax.Array:
+    """Return the path (41, 2) of (7) in the plane from the same start and as long as ``uv``, for G = (1, 0) and r > 0.
+
+    r' = -<G, d> and theta' = -r <G, t> move the point r d along -(<G, d> d + r^2 <G, t> t).
+    """
+    length = jnp.sum(jnp.linalg.norm(jnp.diff(uv, axis=0), axis=1))
+
+    def forward(p: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        r = jnp.linalg.norm(p)
+        d, t = p / r, jnp.stack([-p[1], p[0]]) / r
+        v = -(d[0] * d + r**2 * t[0] * t)
+        p = p + length / 400 * v / jnp.linalg.norm(v)
+        return p, p
+
+    points = jax.lax.scan(forward, uv[0], length=400)[1]
+    return jnp.concatenate([uv[:1], points[9::10]])
 
 
 @entry(
     "004/figure-2",
     title="local trajectories as the balance delta grows, one frozen force",
+    claims=(
+        (
+            "Section 3.2, after equation (21)",
+            "if c_i^2 << a_i^2 + b_i^2 for all i (i.e., delta_i << 0), then radial motion will dominate.",
+        ),
+        (
+            "Section 3.2, after equation (21)",
+            "if c_i^2 >> a_i^2 + b_i^2, then a solution of the gradient flow (2) will follow the same "
+            "trajectory as for the reduced gradient flow (7).",
+        ),
+    ),
     minutes=(0.07, 0.07),
     verdict="corrected",
     setup="five neurons, G = (1, 0), delta = -100, -1, 0, 1, 100, in closed form.",
@@ -83,16 +115,25 @@ def figure_2() -> Outcome:
 
     paths = jax.vmap(lambda d: jax.vmap(lambda r, t: path(r, t, d))(*start))(deltas)
     turn, across = jnp.max(paths["turn"], 1), jnp.max(paths["across"], 1)
+    reduced = jax.vmap(reduced_path)(paths["uv"][-1])
+    way = lambda uv: jnp.arctan2(*(uv[:, -1] - uv[:, 0]).T)
+    apart = jnp.degrees(jnp.abs(jnp.angle(jnp.exp(1j * (way(reduced) - way(paths["uv"][-1]))))))
     return Outcome(
         "004/figure-2",
-        "delta << 0: neurons move radially; delta >> 0: along the gradient, as in the reduced flow (7)",
-        "monotone in delta, but the limit delta = +inf is the planar flow, not (7)",
-        {"delta": deltas, "paths": paths["uv"], "turn": turn, "across": across},
+        "monotone in delta, but the limit delta = +inf is the planar flow, along the force, and not (7): of "
+        "equally long "
+        f"paths at delta = 100 and under (7) the directions differ by {float(apart.min()):.0f} to "
+        f"{float(apart.max()):.0f} degrees",
+        {"delta": deltas, "paths": paths["uv"], "reduced": reduced, "turn": turn, "across": across},
         (
             Criterion("max turn at delta = -100", float(turn[0]), 0, 1e-3),
             Criterion("turn is monotone", float(jnp.min(jnp.diff(turn))), 0),
             Criterion("share across the force at delta = 100", float(across[-1]), 0, 1e-3),
             Criterion("share across is monotone", float(jnp.max(jnp.diff(across))), -np.inf, 0),
+            # paths that followed (7) would leave in its direction
+            Criterion(
+                "largest angle between the ways at delta = 100 and under (7)", float(apart.max()), low=10
+            ),
             Criterion("drift of n sin psi and delta", float(jnp.max(paths["drift"])), 0, 1e-12),
         ),
     )

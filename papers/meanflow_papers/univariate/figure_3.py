@@ -56,6 +56,13 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-3",
     title="slices of the two terms of the tangent kernel at x = 0.5",
+    claims=(
+        (
+            "Figure 3",
+            "1D slice of the plot of the different terms of the tangent kernel (28) for x = 0.5 with "
+            "a network consisting of m = 25000 neurons.",
+        ),
+    ),
     minutes=(0.09, 0.09),
     verdict="corrected",
     setup="25000 neurons, uniform and Gaussian weights, against the closed forms.",
@@ -96,7 +103,6 @@ def figure_3(width: int = 25_000, seed: int = 0, points: int = 201) -> Outcome:
             criteria.append(Criterion(f"{name} {term}: slope jump / scale", jump, low, high))
     return Outcome(
         name="004/figure-3",
-        claim="The slices of the kernel's terms at x = 0.5 look the same for uniform and Gaussian weights.",
         finding="Both terms follow the closed forms of (27) (the caption says (28)); only the indicator term "
         "has a cusp at x = 0.5, for either law.",
         data=data,

@@ -70,7 +70,8 @@ def draw(data: Arrays) -> Figure:
         for color, delta, values in zip(
             colors, np.asarray(data["delta"]), np.asarray(data[name]), strict=True
         ):
-            ax.plot(epochs, np.median(values, axis=0), color=color, label=balance_title(delta))
+            dash = "-" if np.isfinite(delta) else (0, (4, 1.5))  # at the two ends one layer is frozen
+            ax.plot(epochs, np.median(values, axis=0), color=color, ls=dash, label=balance_title(delta))
             ax.fill_between(epochs, values.min(0), values.max(0), color=color, alpha=0.12, lw=0)
         ax.set(xlabel="epoch", ylabel=label, ylim=(0, 1.03))
         if row == 0:
@@ -82,6 +83,7 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-5",
     title="function and knots as delta goes from -inf to +inf",
+    claims=(("Section 4", "Note how as delta gets large, clusters of knots emerge at the sample positions"),),
     minutes=(0.28, 0.28),
     verdict="corrected",
     setup="200 neurons, 20 samples of sin(2 pi x), alpha = sqrt m, 10000 epochs at 0.2/lambda_max; "
@@ -117,7 +119,6 @@ def figure_5(epochs: int = 10000, seeds: int = 6, kappa: float = 0.2) -> Outcome
     left = np.median(np.asarray(loss)[6] / np.asarray(loss)[6, :, :1], axis=0)[share[6].argmax()]
     return Outcome(
         "004/figure-5",
-        "as delta grows, clusters of knots emerge at the samples",
         f"true of the first {epochs} epochs: at delta = +inf the share of knots on samples rises to {largest[6]:.2f} "
         f"(epoch {when[6]:.0f}; with a dip to {dip:.2f} on the way), at -100 it stays within {share[1].min():.2f} to "
         f"{largest[1]:.2f}. Later it falls again (figure-5-late), while the slope jumps stay in few places. When most "

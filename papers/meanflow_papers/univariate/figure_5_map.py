@@ -54,6 +54,13 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-5-map",
     title="Figure 5 as one sweep: turning, concentration and knots on samples by delta",
+    claims=(
+        (
+            "Section 4",
+            "as we vary delta, the network function goes from being smooth and non-adaptive in the "
+            "kernel regime ... to very adaptive",
+        ),
+    ),
     small={"seeds": 3},
     full={"seeds": 6, "widths": (20, 50, 100, 200, 500)},
     minutes=(0.1, 6.0),
@@ -111,7 +118,6 @@ def regime_map(
 
     return Outcome(
         "004/figure-5-map",
-        "delta << 0 is the kernel regime, delta >> 0 the adaptive one, with a smooth passage between them",
         f"true at the end of {steps} steps; the passage lies between delta = -100 and 10: neurons turn by "
         f"{at('angle_displacement', -100.0):.4f} at -100, {at('angle_displacement', 0.0):.2f} at 0 and "
         f"{at('angle_displacement', np.inf):.2f} at +inf (medians of rms angles)",

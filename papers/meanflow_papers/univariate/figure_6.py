@@ -76,6 +76,14 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-6",
     title="1000 neurons on a square wave: delta = -inf against delta = +inf, with their paths",
+    claims=(
+        (
+            "Appendix D",
+            "if delta = -inf, the neurons move radially away from the origin and thus the knot "
+            "positions do not change (top row). In stark contrast, if delta = inf, the neurons adapt "
+            'to the input data, and the knots "stick" to input samples (bottom row).',
+        ),
+    ),
     minutes=(0.26, 0.26),
     verdict="corrected",
     setup="ten samples of a square wave, alpha = sqrt m, 10000 epochs, 6 seeds; one network 50000 "
@@ -110,7 +118,6 @@ def figure_6(epochs: int = 10000, seeds: int = 6, width: int = 1000) -> Outcome:
     left = np.median(np.asarray(loss)[1] / np.asarray(loss)[1, :, :1], axis=0)[share.argmax()]
     return Outcome(
         "004/figure-6",
-        "neurons move radially for delta = -inf and cluster at the samples for delta = +inf",
         f"at delta = +inf {middle['concentration'][1]:.3f} of the slope jumps inside the window end in six bins. How "
         f"many knots are on samples varies with time: medians between {least:.2f} and {largest:.2f} on the way to "
         f"epoch {epochs}, and with the initial scale (figure-6-course); {left:.2f} of the loss is left where it is "

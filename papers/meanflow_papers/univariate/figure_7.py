@@ -55,6 +55,9 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-7",
     title="one function, five scalings of its layers, different ends",
+    claims=(
+        ("Appendix D", "the same initial function can yield extremely different results depending on delta."),
+    ),
     minutes=(0.09, 0.09),
     setup="200 neurons, weights (k a, k b, c/k) with k = 0.1 .. 10, 20000 epochs.",
     draw=draw,
@@ -81,7 +84,6 @@ def figure_7(epochs: int = 20000, width: int = 200, seed: int = 7) -> Outcome:
     delta = jnp.median(jax.vmap(balance.balance)(start), axis=1)
     return Outcome(
         "004/figure-7",
-        "the scale of the layers alone decides between the kernel and the adaptive regime",
         f"true of {epochs} epochs: the same function at the start ends as different ones, and neurons turn "
         f"{float(stats['turn'][0] / stats['turn'][-1]):.0f} times as far at k = 0.1 as at 10. The ends are not limits: "
         f"losses {float(loss[0]):.2f} and {float(loss[-1]):.2f} are left of {float(begin):.1f}",

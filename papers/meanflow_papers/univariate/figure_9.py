@@ -17,8 +17,8 @@ from meanflow.univariate import balance
 from meanflow_papers.entry import Arguments, entry
 from meanflow_papers.outcome import Arrays, Criterion, Outcome
 from meanflow_papers.pictures import field
-from meanflow_papers.style import no_legend, panels
-from meanflow_papers.univariate.pictures import GRID, knot_places
+from meanflow_papers.style import COLORS, no_legend, panels
+from meanflow_papers.univariate.pictures import GRID, knot_counts
 from meanflow_papers.univariate.setup import random_neurons, square_wave
 
 
@@ -56,20 +56,18 @@ def draw(data: Arrays) -> Figure:
     grid[0].set_title("field on a neuron with $r > 0$ at $t = 10$\n(for $r < 0$ the arrows turn round)")
     grid[1].set_title("function at $t = 10$")
     grid[2].set_title("neurons at $t = 10$")
-    fit(
-        data["grid"],
-        {"$f$": data["f"]},
-        mf.Dataset(data["x"], data["y"]),
-        grid[1],
-        knots=knot_places(data["theta"]),
-    )
+    fit(data["grid"], {"$f$": data["f"]}, mf.Dataset(data["x"], data["y"]), grid[1])
     grid[1].set_ylim(-2.4, 2.4)
+    knot_counts(grid[1], data["theta"])
     plane(data["r"], data["theta"], grid[2], samples=data["x"], rays=rays, reach=reach)
     handles = [*grid[1].get_legend_handles_labels()[0], *grid[2].get_legend_handles_labels()[0]]
-    for ray, signs in zip(handles[3:5], (("> 0", "< 0"), ("< 0", "> 0")), strict=True):
+    for ray, signs in zip(handles[2:4], (("> 0", "< 0"), ("< 0", "> 0")), strict=True):
         ray.set_label(f"ray that attracts $r {signs[0]}$ and repels $r {signs[1]}$")
-    for mark in handles[5:]:
+    for mark in handles[4:]:
         mark.set_label(f"neurons, {mark.get_label()}")
+    handles.insert(
+        2, Line2D([], [], lw=4, color=COLORS[2], alpha=0.7, label="number of knots in each of 110 bins")
+    )
     words = "darker: more samples active; white: their lines"
     handles.append(Line2D([], [], color="0.84", lw=5, label=words))
     for ax in grid:
@@ -81,6 +79,14 @@ def draw(data: Arrays) -> Figure:
 @entry(
     "004/figure-9",
     title="the field felt by a neuron, attracting samples, and where neurons gather",
+    claims=(
+        ("Section 3.1", "the velocity field is piece-wise linear on each cylindrical region R x A_k"),
+        (
+            "Figure 9",
+            'These samples are "attractors" or "repulsors" where particles get stuck or get pushed '
+            "away from.",
+        ),
+    ),
     full={"times": (10.0, 40.0, 100.0, 150.0)},
     minutes=(0.41, 0.7),
     verdict="corrected",
@@ -136,7 +142,6 @@ def figure_9(
     found = {k: np.asarray(v) for k, v in jax.vmap(inspect)(_series(sol).particles).items()}
     return Outcome(
         "004/figure-9",
-        "the field is piecewise linear; neurons gather at attracting samples",
         "constant per region in (u, v); captured live neurons sit on rays that attract at that moment, all of them "
         f"({', '.join(str(int(n)) for n in found['captured'])} of {width} at t = "
         f"{', '.join(f'{t:g}' for t in times)}, to 1e-9 under the sliding solver)",

@@ -72,6 +72,17 @@ def _turn_until_fitted(
 @entry(
     "004/lazy-slopes",
     title="how far neurons turn until the data are fitted, against the width, for alpha = m^p",
+    claims=(
+        (
+            "Section 1.2",
+            "when alpha(m) = o(m), the variation of each neuron will asymptotically go to zero (lazy "
+            "regime), so our local analysis translates into a global one.",
+        ),
+        (
+            "Section 3.2, after equation (21)",
+            "if alpha(m) = o(m), the radial component will dominate as m increases.",
+        ),
+    ),
     small={"widths": (400, 1600, 6400)},
     minutes=(0.99, 1.5),
     verdict="corrected",
@@ -117,7 +128,6 @@ def lazy_slopes(
     listed = lambda values: ", ".join(f"{v:.3f}" for v in values)
     return Outcome(
         "004/lazy-slopes",
-        "alpha = o(m) makes the motion of each neuron vanish; the radial component dominates",
         f"the turning vanishes like alpha/m: slopes {listed(slopes)} (errors up to {errors.max():.3f}), with equally "
         f"spaced angles {listed(even_slopes)}. That does not make radial motion dominate: the ratio of turning to "
         "radial motion is c^2/(c^2 + n^2), without alpha",

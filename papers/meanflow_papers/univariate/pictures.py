@@ -33,6 +33,22 @@ def knot_places(theta: ArrayLike) -> np.ndarray:
         return -np.tan(np.asarray(theta))
 
 
+def knot_counts(ax: Axes, theta: ArrayLike) -> None:
+    """Count the knots in 110 bins under a function: marks on the curve would cover it, and each other."""
+    low, high = GRID[0], GRID[-1]
+    counts, edges = np.histogram(knot_places(theta), bins=110, range=(low, high))
+    bars = ax.twinx()
+    bars.stairs(counts, edges, fill=True, color=COLORS[2], alpha=0.7)
+    top = max(int(counts.max()), 1)
+    bars.set_ylim(0, 4 * top)  # the lowest quarter of the panel
+    bars.set_yticks([0, top])
+    bars.tick_params(labelsize=6, colors=COLORS[2], length=2)
+    bars.spines[:].set_visible(False)
+    bars.set_zorder(-1)
+    ax.set_zorder(1)
+    ax.patch.set_visible(False)
+
+
 def draw_state(
     ax_f: Axes,
     ax_uv: Axes,
@@ -47,7 +63,8 @@ def draw_state(
 
     ``later`` is the function of the same network after much longer training, a thin dashed curve.
     """
-    fit(data["grid"], {"$f$": f}, mf.Dataset(data["x"], data["y"]), ax_f, knots=knot_places(theta))
+    fit(data["grid"], {"$f$": f}, mf.Dataset(data["x"], data["y"]), ax_f)
+    knot_counts(ax_f, theta)
     if later is not None:
         ax_f.plot(data["grid"], np.asarray(later), color=COLORS[6], lw=0.9, ls=(0, (4, 1.5)))
     plane(r, theta, ax_uv, samples=data["x"], reach=reach)
@@ -68,7 +85,7 @@ def legend_of_states(figure: Figure, shown: str, later: str | None = None) -> No
     if later is not None:
         handles.append(mark(ls=(0, (4, 1.5)), lw=0.9, color=COLORS[6], label=f"$f$ {later}"))
     handles += [
-        mark(marker="o", ms=3.5, mfc="white", mec=COLORS[2], label="knots $-v/u$ of the neurons"),
+        mark(ls="-", lw=4, color=COLORS[2], alpha=0.7, label="number of knots $-v/u$ in each of 110 bins"),
         mark(marker="x", color=SAMPLE, ms=5, label="samples"),
         mark(marker=".", ms=8, color=POSITIVE, label="neurons, $r > 0$"),
         mark(marker=".", ms=8, color=NEGATIVE, label="neurons, $r < 0$"),
