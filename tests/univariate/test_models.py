@@ -205,7 +205,7 @@ def test_coordinates_of_unequal_lengths():
         balance.balance(Affine(ones, ones, jnp.nan * ones))
     with pytest.raises(ValueError, match="delta must be a single number or have shape"):
         balance.split(ones, jnp.ones(3))
-    with pytest.raises(ValueError, match="inner must have shape"):
+    with pytest.raises(ValueError, match="inner must be a single number or have shape"):
         velocity(uni.full(inner=jnp.ones(3)), Cloud(Affine(ones, ones, ones)), DATA)
     with pytest.raises(TypeError, match=r"lifted\(\) got an unexpected keyword argument 'foo'"):
         uni.planar(foo=1)

@@ -168,7 +168,12 @@ class TwoLayerMotion(FrozenMotion):
 
         # the planes of each neuron, one after the other; those beyond the last slot are dropped
         index = jnp.arange(n, dtype=jnp.int32)[None, :]
-        slots = jnp.sort(jnp.where(on, index, n), axis=1)[:, :size]
+
+        def beyond(last: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            following = jnp.min(jnp.where(on & (index > last[:, None]), index, n), axis=1)
+            return following, following
+
+        slots = jax.lax.scan(beyond, jnp.full(z.shape[0], -1, jnp.int32), None, size)[1].T
         many = jnp.any((jnp.sum(on, axis=1) > size) & self.rates.is_real)
         return Place(found, side, slots, None, None, passage.marked(passage.no_events(), many))
 
