@@ -76,6 +76,12 @@ def test_fixed_steps_and_blocks():
     assert out["ratio_20"] == pytest.approx(out["blocks_20_ms"] / out["whole_20_ms"])
 
 
+def test_overlaps():
+    out = solvers.overlaps(size=1, end=0.5, repeats=1)
+    assert out["ratio"] == pytest.approx(out["solve_ms"] / out["scipy_ms"])
+    assert out["error_solve"] < 1e-4 and out["error_scipy"] < 1e-4
+
+
 def test_programs_by_hand_descend_alike():
     x = jnp.linspace(-1.0, 1.0, 5)
     start = tuple(jax.random.normal(key, (7,)) for key in jax.random.split(jax.random.key(0), 3))

@@ -28,7 +28,7 @@ from meanflow.flows import _equation as equation
 from meanflow.flows._features import TwoLayer
 from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.flows._losses import NAMED, squared
-from meanflow.flows._sphere_maximum import Maximum, Shape, Slopes, cover, face_count, stationary
+from meanflow.flows._sphere_maximum import Maximum, Shape, Slopes, cover, stationary
 from meanflow.geometry._neurons import SignedSphere
 from meanflow.measures import laws
 from meanflow.measures._cloud import CLOUD, Cloud, Neurons
@@ -122,22 +122,29 @@ class _Sphere:
 
     def prices(self, u: np.ndarray, shape: tuple[int, ...] = ()) -> np.ndarray:
         """Return the penalty of a unit of charge in each direction, without its strength; 0 without a penalty."""
-        if self.flow.penalty is None:
+        penalty = self.flow.penalty
+        if penalty is None:
             return np.zeros(len(u))
-        first = np.zeros((len(u), *shape))
-        first.reshape(len(u), -1)[:, 0] = 1.0
-        reg = lambda a, b: np.asarray(
-            self.flow.penalty.function(Neurons(jnp.asarray(a), jnp.asarray(b))), np.float64
-        )  # type: ignore[union-attr]
-        b = u @ self.back
-        price = reg(first, b)
-        # charge must be cheapest at |a| = |b|, as it is for weight decay and for the variation norm
-        t = np.exp(np.random.default_rng(0).normal(size=len(u)))
-        other = reg(first * t.reshape((-1,) + (1,) * len(shape)), b if self.scale_free else b / t[:, None])
-        if np.any(other < (t if self.scale_free else 1) * price * (1 - 1e-5)) or np.any(price < 0):
-            raise ValueError(
-                "penalty must charge neurons for |a| |b|, or (a^2 + |b|^2) / 2 (|a| under batch norm), up to a factor"
-            )
+        rng, b = np.random.default_rng(0), u @ self.back
+        a = rng.normal(size=(len(u), *shape))
+        a /= np.linalg.norm(a.reshape(len(u), -1), axis=1).reshape((-1,) + (1,) * len(shape))
+
+        def cost(charge: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+            """Return the penalty of neurons (charge ratio a, b / ratio)."""
+            outer = (charge * ratio).reshape((-1,) + (1,) * len(shape)) * a
+            return np.asarray(penalty.function(Neurons(jnp.asarray(outer), jnp.asarray(b / ratio[:, None]))))
+
+        one, (charge, ratio) = np.ones(len(u)), np.exp(rng.normal(size=(2, len(u))))
+        price = cost(one, one).astype(np.float64)
+        # charge must be cheapest at |a| = |b|, as it is for weight decay and for the variation norm, and never cheaper
+        # in larger or smaller pieces; neurons on the sphere have |a| = |b| = 1
+        if not isinstance(self.flow.space, SignedSphere):
+            least = cost(charge, one if self.scale_free else ratio)
+            if np.any(least < charge * price * (1 - 1e-5)) or np.any(price < 0):
+                raise ValueError(
+                    "penalty must charge neurons for |a| |b| or (a^2 + |b|^2) / 2 (|a| under batch norm), up to a "
+                    "factor"
+                )
         return price
 
     def apply(self, function: Callable[[jax.Array], jax.Array]) -> Callable[[np.ndarray], np.ndarray]:
@@ -170,7 +177,7 @@ class _Sphere:
         """Return max |F| for residuals r (n, k): exact where faces are few, else bounded."""
         n, e = self.z.shape
         act = self.feature.activation
-        if self.slopes and r.shape[1] == 1 and face_count(n, e) <= budget:
+        if self.slopes and r.shape[1] == 1 and 2 * n ** (e - 1) <= budget:
             return stationary(self.z, r[:, 0], self.slopes)
         if self.slopes:
             slopes = self.slopes
@@ -178,11 +185,8 @@ class _Sphere:
         else:
             slope = lambda t: jax.jvp(act, (t,), (jnp.ones_like(t),))[1]
             grid = jnp.linspace(-1.0, 1.0, 8001) * float(np.linalg.norm(self.z, axis=1).max())
-            bend = np.asarray(
-                jax.jit(lambda t: jax.jvp(slope, (t,), (jnp.ones_like(t),))[1])(grid), np.float64
-            )
-            # between the points of the grid it changes by less than from one to the next
-            curvature = np.abs(bend).max() + np.abs(np.diff(bend)).max()
+            steps = np.diff(np.asarray(jax.jit(slope)(grid), np.float64))
+            curvature = 1.01 * np.abs(steps).max() / max(float(grid[1] - grid[0]), 1e-300)
             shape = Shape(self.apply(act), self.apply(slope), float(curvature), 0.0)
         known = self.confined and (self.slopes or not activations.has_kink(act))
         found = cover(self.z, r, shape, self.start(), budget if known else 0, tolerance)
@@ -233,10 +237,11 @@ def certificate(
     >>> import jax.numpy as jnp, meanflow as mf
     >>> penalty = lambda w: (w.a**2 + jnp.sum(w.b**2, axis=1)) / 2
     >>> flow = mf.vanilla("relu", penalty=(penalty, 0.1))
-    >>> data = mf.Dataset(jnp.eye(2), jnp.array([1.0, 0.0]))
-    >>> found = flows.certificate(flow, mf.Cloud(mf.Neurons(jnp.ones(1), jnp.array([[1.0, 0.2]]))), data)
-    >>> round(found.lower, 3), round(found.upper, 3)
-    (0.012, 0.013)
+    >>> data = mf.Dataset(jnp.eye(2), jnp.array([1.0, 1.0]))
+    >>> network = mf.Cloud(mf.Neurons(jnp.ones(1), jnp.array([[1.0, 0.5]])))
+    >>> found = mf.flows.certificate(flow, network, data)
+    >>> print(f"{found.lower:.4f} <= {float(mf.energy(flow, network, data)) - 0.1314:.4f} <= {found.upper:.4f}")
+    0.0232 <= 0.0436 <= 0.0850
     """
     flow = bind_and_check(flow, cloud, data)
     sphere = _Sphere(flow, data)
@@ -259,7 +264,8 @@ def certificate(
     ]
     excess = max(bound - lam, 0.0)
     charge = float(np.asarray(cloud.weights, np.float64) @ sphere.charge(cloud.particles))
-    lowest.append(risk - float(np.sum(r * f)) - (excess * min(limits) if excess > 0 else 0.0))
+    if math.isfinite(bound):
+        lowest.append(risk - float(np.sum(r * f)) - (excess * min(limits) if excess > 0 else 0.0))
     y, q = (np.asarray(v, np.float64) for v in (data.y, data.weights))
     if flow.loss.function is squared and lam > 0 and math.isfinite(bound):
         lowest.append(_dual(r.T, y.T, q, min(1.0, lam / bound) if bound > 0 else 1.0))
@@ -267,17 +273,18 @@ def certificate(
     force = sphere.columns(u[None])[:, 0] * ratio
     push = force @ r.reshape(len(r), -1)
     step = (force[:, None] * (-push / max(float(np.linalg.norm(push)), 1e-300))).reshape(f.shape)
-    better = risk + lam * charge
-    if value > lam:
+    better, room = risk + lam * charge, math.inf if mass is None else float(mass) - charge
+    if value > lam and room > 0:
         from scipy.optimize import minimize_scalar
 
         along = lambda c: float(_along(flow, data, f, step, c)) + lam * (charge + abs(c))
         first = (value - lam) / max(float(q @ force**2), 1e-300)
-        better = min(better, float(minimize_scalar(along, bracket=(0.0, first)).fun))
+        # the energy is convex along the way: as far as there is room it falls
+        better = min(better, along(min(float(minimize_scalar(along, bracket=(0.0, first)).x), room)))
     direction = u @ sphere.back
     return Certificate(
         max(energy - better, 0.0),
-        energy - max(lowest),
+        max(energy - max(lowest), 0.0),
         value,
         bound,
         direction / np.linalg.norm(direction),
@@ -333,9 +340,9 @@ def global_minimum(
     >>> penalty = lambda w: jnp.abs(w.a) * jnp.linalg.norm(w.b, axis=1)
     >>> flow = mf.vanilla("relu", bias=True, penalty=(penalty, 0.1))
     >>> data = mf.Dataset(jnp.array([[-1.0], [0.0], [1.0]]), jnp.array([1.0, 0.0, 1.0]))
-    >>> found = flows.global_minimum(flow, data)
+    >>> found = mf.flows.global_minimum(flow, data)
     >>> round(found.value, 6), round(found.bound, 6), found.cloud.size
-    (0.262132, 0.262132, 2)
+    (0.155, 0.155, 3)
     """
     flow = flow.bind(data)
     if (

@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
     from meanflow.kernels._infinite.mean_field import infinite_ntk as infinite_ntk
     from meanflow.kernels._infinite.mean_field import order_parameters as order_parameters
     from meanflow.kernels._infinite.wide import wide_inputs as wide_inputs
+    from meanflow.kernels._learning_curve import learning_curve as learning_curve
     from meanflow.kernels._recorder import KernelRecorder as KernelRecorder
     from meanflow.kernels._regime import kernel_flow as kernel_flow
 
@@ -32,6 +33,7 @@ _LAZY = {
     "from_module": "_empirical.adapters",
     "infinite_ntk": "_infinite.mean_field",
     "kernel_flow": "_regime",
+    "learning_curve": "_learning_curve",
     "ntk_operator": "_empirical.operator",
     "order_parameters": "_infinite.mean_field",
     "spectrum": "_empirical.spectra",

@@ -34,6 +34,7 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._adaptive import ADJOINTS, save_times
 from meanflow.solvers._defaults import Method, choose, rougher
 from meanflow.solvers._dynamics import Dynamics
+from meanflow.solvers._fluctuations import part, with_fluctuations
 from meanflow.solvers._run import LOOPS, Options, Times, run, settings_of
 from meanflow.solvers._solution import (
     FINE,
@@ -156,6 +157,7 @@ def solve(
     )
     if state is not None:
         check_resumed(state, options.settings, data)
+    options, wanted, alone = part(options, state)
     solution = run(flow, cloud, data, options, state)
     measured = method.order is not None and state is None
     if measured and outcomes(solution.result) == "event_overflow":
@@ -167,7 +169,9 @@ def solve(
         solution = run(flow, cloud, data, options, None)
     if throw:
         raise_on_failure(solution)
-    return _with_error(solution, flow, cloud, data, options, method) if measured else solution
+    if measured:
+        solution = _with_error(solution, flow, cloud, data, options, method)
+    return with_fluctuations(solution, wanted, alone, flow, cloud, data, options)
 
 
 def _ends_at(times: jax.Array, end: Scalar) -> bool:

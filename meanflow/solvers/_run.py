@@ -81,6 +81,7 @@ class Options(NamedTuple):
         dynamics: noise or reaction, or None.
         batches: minibatches, or None.
         settings: what a resumed run must share.
+        ends: whether ``stats`` are to hold where the adaptive steps ended, under ``"ends"``.
     """
 
     horizon: Times | Counts
@@ -93,6 +94,7 @@ class Options(NamedTuple):
     dynamics: Dynamics | None
     batches: Batches | None
     settings: Settings
+    ends: bool = False
 
 
 def settings_of(names: dict[str, str], rule: StepRule | Adaptive, dynamics: Dynamics | None) -> Settings:
@@ -137,8 +139,7 @@ class End(NamedTuple):
     result: RESULTS
 
 
-@compiled
-def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+def traced_run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
     """Run from ``cloud``, or go on from ``state``.
 
     Args:
@@ -148,7 +149,7 @@ def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State 
         options: everything else.
         state: of the run that is resumed, or None.
     """
-    problem = _problem(flow, cloud, data, options)
+    problem = problem_of(flow, cloud, data, options)
     observe = options.observe
 
     def look(t: Array, y: PyTree[Array], problem: Problem = problem) -> tuple[Array, Array, PyTree]:
@@ -185,7 +186,10 @@ def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State 
     )
 
 
-def _problem(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Problem:
+run = compiled(traced_run)
+
+
+def problem_of(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Problem:
     """Return flow, data and clock in the form that steppers and observers take."""
     chart = flow.bind(data).chart(cloud)
     arranged, offset = chart.flow.feature.arrange(chart.base, data), chart.flow.offset
@@ -371,6 +375,7 @@ def _adaptive(
         options.adjoint,
         problem.initial() if state is None else state.y,
         kept,
+        options.ends,
     )
     assert raw.ys is not None and raw.ts is not None
     stats = {name: jnp.asarray(u) for name, u in raw.stats.items() if name.startswith("num")}
@@ -380,6 +385,6 @@ def _adaptive(
         steps=stats["num_steps"] + (0 if state is None else state.steps),
         leaves=tuple(jax.tree.leaves((raw.solver_state, raw.controller_state, raw.made_jump))),
         saved=raw.ys["series"],
-        stats=stats,
+        stats=stats | ({"ends": raw.ts["ends"]} if options.ends else {}),
         result=RESULTS.promote(raw.result),
     )
