@@ -57,7 +57,7 @@ def test_help_shows_missing_commands_as_optional(install):
     assert code == 0 and "own Stays at home." in text
     for name, command in OPTIONAL.items():
         assert f"{name} {command.summary}" in text
-        assert f"Not installed: pip install ./{command.folder}" in text
+        assert f"Not installed: {command.advice}" in text
 
 
 def test_a_registered_command_is_found_and_runs(install):

@@ -336,7 +336,10 @@ def test_a_plan_is_worked_off_by_several_workers(config, tmp_path, monkeypatch):
     assert "0 of 12 cells are done, 0 claimed" in call("show", store, code=3)
     assert "about" in call("plan", config, *SMALL, "--store", store, "--timed")
     shown = call("show", store)
-    assert "2 of 12 cells are done" in shown and "not run" in shown and "nan" not in shown
+    assert (
+        "2 of 12 cells are done, 0 claimed, 0 failed" in shown and "not run" in shown and "nan" not in shown
+    )
+    assert "2 of 12 cells are done" in call("report", store)
     (store / "claims" / "000-00003.0").mkdir()
     (store / "claims" / "000-00003.0" / "holder.json").write_text('{"pid": 7, "host": "elsewhere"}')
     assert "at work  process 7 on elsewhere, chunk 000-00003" in call("show", store)

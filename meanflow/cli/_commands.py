@@ -260,12 +260,17 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
     _execute(_prepared(distributed, lambda: stored_request(directory)), directory, as_json)
 
 
-def _load(directory: str) -> "xarray.Dataset":
-    """Return the finished part of a run directory."""
+def _load(directory: str, as_json: bool) -> "xarray.Dataset":
+    """Return the finished part of a run directory; say how far it is if that is not the whole."""
+    from meanflow.cli import _tables as tables
     from meanflow.sweeps import load
-    from meanflow.sweeps._store import StoreError
+    from meanflow.sweeps._grid import failed
+    from meanflow.sweeps._store import StoreError, progress
 
-    data = load(directory)
+    told, data = progress(directory), load(directory)
+    if told["done"] < told["cells"]:
+        lost = int(failed(data).sum()) if "result" in data else 0
+        click.echo(tables.progress_text(told, lost), err=as_json)
     if not data.data_vars:
         raise StoreError(
             f"store {directory} has no finished chunk yet; meanflow resume {directory} goes on with it"
@@ -488,12 +493,8 @@ def show(directory: str, variable: str, figure: str | None, as_json: bool) -> No
       meanflow show runs/a --json
     """
     from meanflow.cli import _tables as tables
-    from meanflow.sweeps._store import progress
 
-    told = progress(directory)
-    if told["done"] < told["cells"]:
-        click.echo(tables.progress_text(told), err=as_json)
-    data = _load(directory)
+    data = _load(directory, as_json)
     names = [str(name) for name in data.data_vars]
     if variable not in names:
         raise ValueError(f"--variable must be one of {sorted(names)}, got {variable!r}")
@@ -545,7 +546,7 @@ def report(directory: str, output: str | None, title: str | None, as_json: bool)
     from meanflow.report import write_report
     from meanflow.sweeps._store import read_config
 
-    data = _load(directory)
+    data = _load(directory, as_json)
     if "energy" not in data:
         raise ValueError(f"report needs the run directory of a sweep of networks, got {directory}")
     samples = read_config(directory)["layout"].get("samples")

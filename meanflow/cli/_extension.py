@@ -22,27 +22,21 @@ R = TypeVar("R")
 
 
 class OptionalCommand(NamedTuple):
-    """A command that a distribution of this project brings along, known here so that its absence can be explained.
-
-    Attributes:
-        distribution: its name.
-        folder: where it is in this repository; it is on no package index.
-        summary: one line for ``meanflow --help``.
-    """
+    """A command that a distribution of this project brings along, known here so that its absence can be explained."""
 
     distribution: str
-    folder: str
-    summary: str
-
-    @property
-    def advice(self) -> str:
-        """How to install the distribution."""
-        return f"pip install ./{self.folder} (from the repository)"
+    advice: str  # how to install it: it is on no package index
+    summary: str  # one line for ``meanflow --help``
 
 
+_INSTALL = "pip install ./{} (from the repository)"
 OPTIONAL = {
-    "bench": OptionalCommand("meanflow-benchmarks", "benchmarks", "Run benchmarks beside their peers."),
-    "reproduce": OptionalCommand("meanflow-papers", "papers", "Run figures and tables of the papers."),
+    "bench": OptionalCommand(
+        "meanflow-benchmarks", _INSTALL.format("benchmarks"), "Run benchmarks beside their peers."
+    ),
+    "reproduce": OptionalCommand(
+        "meanflow-papers", _INSTALL.format("papers"), "Run figures and tables of the papers."
+    ),
 }
 
 

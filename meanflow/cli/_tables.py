@@ -36,9 +36,9 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def progress_text(told: Json) -> str:
-    """Return how far a run directory is, and who is at work there."""
-    lines = [f"{told['done']} of {told['cells']} cells are done, {told['claimed']} claimed"]
+def progress_text(told: Json, lost: int) -> str:
+    """Return how far a run directory is, how many of its cells failed, and who is at work there."""
+    lines = [f"{told['done']} of {told['cells']} cells are done, {told['claimed']} claimed, {lost} failed"]
     if told["rate"] is not None:
         lines[0] += f"; {told['rate']:.3g} cells/s, about {duration(told['left'])} left"
     for worker in told["workers"]:

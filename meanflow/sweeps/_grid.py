@@ -71,7 +71,7 @@ class Grid:
         """The number of cells."""
         return math.prod(self.shape)
 
-    def places(self, cells: int | np.ndarray | None = None) -> dict[str, np.ndarray]:
+    def places(self, cells: int | np.ndarray | None = None) -> dict[str, Any]:
         """Return the positions of some cells along each axis; default of all cells.
 
         >>> Grid({"width": (64, 128), "seed": (0, 1, 2)}).places()["seed"]

@@ -407,7 +407,7 @@ class Sweep(Plan):
             clouds = _replace(clouds, clouds.particles._replace(**{amplitude: value}), clouds.labels)
         return clouds
 
-    def _column(self, name: str, places: Mapping[str, np.ndarray], changed: Changes, like: Array) -> Array:
+    def _column(self, name: str, places: Mapping[str, np.ndarray], changed: Changes, like: Any) -> Any:
         """Return the value of an axis at some cells, with the dtype and shape of ``like``."""
         values = changed[name] if name in changed else np.asarray(self.grid.axes[name])
         column = values[places[name]].astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
@@ -549,11 +549,11 @@ def stack_padded(many: Sequence[Stacked], size: int) -> Stacked:
     return eqx.tree_at(_weights, full, lib.where(np.arange(size) < sizes[:, None], full.weights, 0))
 
 
-def _weights(one: Cloud | Dataset) -> Array:
+def _weights(one: Cloud | Dataset) -> Any:
     return one.weights
 
 
-def _replace(cloud: Cloud, particles: PyTree, labels: Array | None) -> Cloud:
+def _replace(cloud: Cloud, particles: PyTree, labels: ArrayLike | None) -> Cloud:
     """Return a cloud with other particles and labels; unchecked, since they may be on the host."""
     return eqx.tree_at(
         lambda c: (c.particles, c.labels), cloud, (particles, labels), is_leaf=lambda u: u is None

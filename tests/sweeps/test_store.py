@@ -17,12 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xarray
-from click.testing import CliRunner
 from small_runs import DATA, Interrupted, interrupt_after, run
 
 import meanflow as mf
 from meanflow import _identity as identity
-from meanflow.cli import main
 from meanflow.sweeps import _devices as devices
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import load
@@ -365,15 +363,6 @@ def test_another_waste_does_not_mix_widths(tmp_path):
     xarray.testing.assert_allclose(resumed.drop_attrs(), truth.drop_attrs(), rtol=1e-12)
     # another waste that groups the widths alike is the same run
     xarray.testing.assert_identical(grouped(tmp_path / "run", waste=0.191), resumed)
-
-
-def test_the_command_line_refuses_another_waste(tmp_path):
-    base = ["sweep", "--flow", "lifted", "--data", "square", "--widths", "2,5,8,11", "--deltas", "0"]
-    base += ["--steps", "2", "--step", "0.05", "--observe", "energy", "--store", str(tmp_path / "run")]
-    base += ["--set", "run.chunk=2", "--set", "run.observe=[]"]
-    assert CliRunner().invoke(main, [*base, "--set", "run.waste=0.19"]).exit_code == 0
-    told = CliRunner().invoke(main, [*base, "--set", "run.waste=0.0"])
-    assert told.exit_code == 3 and "waste" in told.output
 
 
 def test_a_chunk_in_anothers_place_is_noticed(tmp_path):
