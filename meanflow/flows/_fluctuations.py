@@ -14,6 +14,7 @@ directions v = sum_i +-u_i (Hutchinson).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -111,7 +112,7 @@ class Fluctuations(Observable):
         apply = lambda z, forward: joined(run(self.moved(cloud, z), forward))
         # neurons of weight 1/m each: m of them are m / members independent units
         members = 1 + self.paired
-        entries = sum(jax.tree.leaves(jax.tree.map(lambda u: u.size // times, like)))
+        entries = sum(math.prod(shape[1:]) for shape in shapes)
         if forward or units <= times * entries:
             mean = apply(zero, True)
             push = lambda v: jax.jvp(lambda z: apply(z, True), (zero,), (v,))[1]
@@ -129,11 +130,9 @@ class Fluctuations(Observable):
         found = {"mean": _split(mean, like, 1), "covariance": _split(covariance, like, 2)}
         if self.directions == 0:
             return found
-        bias, error = self._bias(lambda z: apply(z, True), mean, units, how)
-        return found | {
-            "bias": _split(members * bias, like, 1),
-            "bias_error": _split(members * error, like, 1),
-        }
+        both = self._bias(lambda z: apply(z, True), mean, units, how)
+        names = ("bias", "bias_error")
+        return found | {name: _split(members * u, like, 1) for name, u in zip(names, both, strict=True)}
 
     def _bias(
         self, apply: Callable[[Array], Array], mean: Array, units: int, how: Difference

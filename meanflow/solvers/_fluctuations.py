@@ -32,23 +32,11 @@ from meanflow.solvers._stepper import has_table
 
 # A Runge-Kutta method of order 4 that needs no more memory than one stage (Carpenter and Kennedy 1994): its stages are
 # one short loop, which compiles quickly also where it is differentiated.
-KEEP = np.array(
-    [
-        0.0,
-        -567301805773 / 1357537059087,
-        -2404267990393 / 2016746695238,
-        -3550918686646 / 2091501179385,
-        -1275806237668 / 842570457699,
-    ]
+KEEP = -np.array([0, 567301805773, 2404267990393, 3550918686646, 1275806237668]) / np.array(
+    [1, 1357537059087, 2016746695238, 2091501179385, 842570457699]
 )
-ADD = np.array(
-    [
-        1432997174477 / 9575080441755,
-        5161836677717 / 13612068292357,
-        1720146321549 / 2090206949498,
-        3134564353537 / 4481467310338,
-        2277821191437 / 14882151754819,
-    ]
+ADD = np.array([1432997174477, 5161836677717, 1720146321549, 3134564353537, 2277821191437]) / np.array(
+    [9575080441755, 13612068292357, 2090206949498, 4481467310338, 14882151754819]
 )
 PARTS = 2  # of each step that the adaptive run took: the method has one order less
 FEW = 1 << 20  # particles times stages up to which the states of a run are all kept
@@ -83,14 +71,7 @@ def with_fluctuations(
     data: Dataset,
     options: Options,
 ) -> Solution:
-    """Return the solution with fluctuations among what was observed.
-
-    Args:
-        solution: of the run without them.
-        wanted, alone: what ``part`` returned.
-        flow, cloud, data: of the run.
-        options: of the run.
-    """
+    """Return the solution of the run of ``options`` with the fluctuations that ``part`` has found ``wanted``."""
     if not wanted:
         return solution
     stats = dict(solution.stats)
@@ -233,10 +214,9 @@ class Expansion(eqx.Module):
         return self._second("bias_error")
 
     def _second(self, name: str) -> Values:
-        found = self.solution.observed["fluctuations"]
-        if name not in found:
+        if name not in self.solution.observed["fluctuations"]:
             raise ValueError("directions must be at least 1 for a bias, got 0")
-        return found[name]
+        return self.solution.observed["fluctuations"][name]
 
     @checked
     def deviation(self, width: _boundary.Positive | None = None) -> Values:
@@ -336,14 +316,7 @@ def fluctuations(
     from meanflow.solvers._continuous import solve
 
     of = _what(flow, cloud, data, x)
-    one = Fluctuations(
-        of,
-        None if key is None else KeyBits(key),
-        directions,
-        paired,
-        chunk,
-        about="fluctuations over initializations",
-    )
+    one = Fluctuations(of, None if key is None else KeyBits(key), directions, paired, chunk)
     return Expansion((run or solve)(flow, cloud, data, t1, observe={"fluctuations": one}, **settings))
 
 
