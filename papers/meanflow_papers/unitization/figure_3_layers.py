@@ -116,6 +116,7 @@ def draw(data: Arrays) -> Figure:
             else:  # critics can be negative, and those of shifts beyond their reach are rounding
                 ax.set_yscale("symlog", linthresh=1e-6)
                 ax.axhline(0.0, color=PALE, lw=0.8)
+                ax.set_ylim(min(2 * float(np.nanmin(values)), -2e-6), 3 * float(np.nanmax(values)))
         low, high = (np.asarray(run[side]).mean(1) for side in ("lower", "upper"))
         words = "between its bounds from below and above"
         grid[3 * row].fill_between(epochs, low, high, color=COLORS[1], alpha=0.15, lw=0, label=words)
@@ -127,7 +128,7 @@ def draw(data: Arrays) -> Figure:
         label += f" (preset {preset[0]})" if preset else ""
         grid[3 * row].set(title=f"{label}: exact distances", ylabel="$W_1$ from epoch to epoch")
         grid[3 * row + 1].set(
-            title=f"{label}: convolutional critics", ylabel="output of the critic (linear within $10^{-6}$)"
+            title=f"{label}: convolutional critics", ylabel="output (linear within $10^{-6}$)"
         )
         ax.set_title(f"{label}: accuracy")
     for k, ax in enumerate(grid):
