@@ -146,7 +146,8 @@ def test_micro_batches():
     assert outcome.passed, str(outcome)
     high, low = (outcome.data["accuracy"][rate] for rate in ("0.05", "0.01"))
     ends = lambda values: [float(values.min()), float(values.max())]
-    assert ends(high["BN"]) == pytest.approx([0.94, 0.96], abs=0.02)
+    # ranges of the errata, over runs on two processors
+    assert ends(high["BN"]) == pytest.approx([0.92, 0.96], abs=0.04)
     assert ends(high["GN1"])[0] < 0.3 and ends(high["GN1"])[1] < 0.92
     assert ends(high["(10) n=HW"]) == pytest.approx([0.83, 0.93], abs=0.04)
     assert max(equivalence(values, low["BN"]) for name, values in low.items() if name != "BN") < 0.05
