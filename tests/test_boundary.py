@@ -337,8 +337,8 @@ def mismatches():
         (lambda: mf.plots.traces(line, {"f": x}), "must have 4 values like x"),
         (lambda: mf.sweep(flow, data, widths=[2], compute=False), "exactly one of t1 and steps"),
         (lambda: mf.sweep(flow, data, widths=[2], steps=2, step=0.1, bogus=1), "must be among"),
-        (lambda: mf.kernels.infinite_ntk(x, wide, depth=2), "x and z must be"),
-        (lambda: mf.kernels.infinite_ntk(x, depth=2, widths=(3,)), "widths must list"),
+        (lambda: mf.kernels.infinite_width(lambda p, x: x @ p, y, x, variances=(1.0,)), "like params"),
+        (lambda: mf.kernels.infinite_width(lambda p, x: x @ p, y, x), "variances must be given"),
     ]
 
 

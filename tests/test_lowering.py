@@ -10,7 +10,7 @@ import pytest
 
 import meanflow as mf
 from meanflow import kernels
-from meanflow._numerics import iterate
+from meanflow._loops import iterate
 from meanflow.kernels._empirical.spectra import top_eigenpairs
 from meanflow.solvers import eulerian
 from meanflow.solvers._step import top_eigenvalue
@@ -204,9 +204,14 @@ def kernel_methods(cloud, data):
 
 
 def kernels_in_closed_form(cloud, data):
-    kernel, infinite = data.x @ data.x.T, kernels.infinite_ntk(data.x, depth=2)
+    kernel, shapes = (
+        data.x @ data.x.T,
+        tuple(jnp.ones(s, data.x.dtype) for s in ((data.x.shape[1], 4), (4, 1))),
+    )
+    apply = lambda p, x: jax.nn.gelu(jax.nn.relu(x @ p[0])) @ p[1]
+    infinite = kernels.infinite_width(apply, shapes, data.x, variances=(2.0, 2.0))
     course = kernels.kernel_flow(kernel, jnp.zeros_like(data.y), data.y, learning_rate=0.1)(jnp.arange(4))
-    return infinite, kernels.wide_inputs(data.x).dense().nngp, kernels.batchnorm_ntk(kernel, data.y), course
+    return infinite, kernels.batchnorm_ntk(kernel, data.y), course
 
 
 def lower_sweep(flow, shared, data, **settings):

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from meanflow._numerics import KeyBits, safe_divide, safe_sqrt
+from meanflow._loops import KeyBits
+from meanflow._numerics import safe_divide, safe_sqrt
 from meanflow._observable import Observable, Observables, Values
 from meanflow.measures._cloud import Cloud
 

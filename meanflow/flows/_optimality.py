@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import activations
-from meanflow._boundary import Count, Positive, array, checked, number
+from meanflow._boundary import Count, array, checked, number
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import TwoLayer
@@ -36,6 +36,7 @@ from meanflow.measures._dataset import Dataset
 from meanflow.measures._sampling import sample
 
 SPREAD = 4096  # directions that are looked at before any bound is computed
+LARGEST = 2048  # the walk through faces makes arrays of n^2 numbers
 APART = 0.99  # new directions of one round have a smaller cosine than this
 
 
@@ -177,7 +178,7 @@ class _Sphere:
         """Return max |F| for residuals r (n, k): exact where faces are few, else bounded."""
         n, e = self.z.shape
         act = self.feature.activation
-        if self.slopes and r.shape[1] == 1 and 2 * n ** (e - 1) <= budget:
+        if self.slopes and r.shape[1] == 1 and 2 * n ** (e - 1) <= budget and n <= LARGEST:
             return stationary(self.z, r[:, 0], self.slopes)
         if self.slopes:
             slopes = self.slopes
@@ -209,7 +210,6 @@ def certificate(
     cloud: Annotated[Cloud, two_layer],
     data: Dataset,
     *,
-    mass: Positive | None = None,
     budget: Count = 200_000,
     tolerance: Annotated[float, number(above=0, static=True)] = 1e-6,
 ) -> Certificate:
@@ -219,18 +219,16 @@ def certificate(
     vector, and |F| its Euclidean norm. For a positively homogeneous activation (ReLU, leaky ReLU, linear), under batch
     norm and for ``inner="sphere"`` all neurons are multiples of ones with unit directions, and |F| is bounded over the
     sphere of these: exactly for ReLU and its like, one output and at most ``budget`` faces of the arrangement of sample
-    hyperplanes, 2 n^(d-1) (in at most three dimensions for n <= 200); else by branch and bound over boxes. For other
-    activations there is no such sphere: then ``bound`` is infinite and E* is only known to be >= 0.
-
-    Without a penalty E* is bounded by 0 (for the named losses), or if a ``mass`` is given over all measures of no more
-    charge. The lower bound comes from one neuron more, in the direction of the largest |F|.
+    hyperplanes, 2 n^(d-1) (for n <= 2048 in the plane, n <= 316 in space); else by branch and bound over boxes. For
+    other activations there is no such sphere, and ``bound`` is infinite. Without a bound or without a penalty E* is
+    only known to be >= 0 (for the named losses). The lower bound of the gap comes from one neuron more, in the
+    direction of the largest |F|.
 
     Args:
         flow: a two-layer model with a convex loss; its penalty, if any, must be lam times the charge |a| |b| or weight
             decay lam (a^2 + |b|^2)/2, or lam |a| under batch norm.
         cloud: its neurons.
         data: training data.
-        mass: the charge sum_i p_i |a_i| |b_i| (|a_i| under batch norm) to which E* is restricted.
         budget: the most faces or boxes that are looked at. Time and memory grow with n times this.
         tolerance: relative error of max |F| at which branch and bound stops before that.
 
@@ -258,14 +256,11 @@ def certificate(
     # bounds of E* from below
     named = flow.loss.function in NAMED.values()
     lowest = [0.0 if named else -math.inf]
-    limits = [
-        math.inf if mass is None else float(mass),
-        energy / lam if named and lam > 0 else math.inf,
-    ]
+    most = energy / lam if named and lam > 0 else math.inf  # charge of a measure that is better
     excess = max(bound - lam, 0.0)
     charge = float(np.asarray(cloud.weights, np.float64) @ sphere.charge(cloud.particles))
     if math.isfinite(bound):
-        lowest.append(risk - float(np.sum(r * f)) - (excess * min(limits) if excess > 0 else 0.0))
+        lowest.append(risk - float(np.sum(r * f)) - (excess * most if excess > 0 else 0.0))
     y, q = (np.asarray(v, np.float64) for v in (data.y, data.weights))
     if flow.loss.function is squared and lam > 0 and math.isfinite(bound):
         lowest.append(_dual(r.T, y.T, q, min(1.0, lam / bound) if bound > 0 else 1.0))
@@ -273,14 +268,13 @@ def certificate(
     force = sphere.columns(u[None])[:, 0] * ratio
     push = force @ r.reshape(len(r), -1)
     step = (force[:, None] * (-push / max(float(np.linalg.norm(push)), 1e-300))).reshape(f.shape)
-    better, room = risk + lam * charge, math.inf if mass is None else float(mass) - charge
-    if value > lam and room > 0:
+    better = risk + lam * charge
+    if value > lam:
         from scipy.optimize import minimize_scalar
 
         along = lambda c: float(_along(flow, data, f, step, c)) + lam * (charge + abs(c))
         first = (value - lam) / max(float(q @ force**2), 1e-300)
-        # the energy is convex along the way: as far as there is room it falls
-        better = min(better, along(min(float(minimize_scalar(along, bracket=(0.0, first)).x), room)))
+        better = min(better, float(minimize_scalar(along, bracket=(0.0, first)).fun))
     direction = u @ sphere.back
     return Certificate(
         max(energy - better, 0.0),

@@ -101,7 +101,7 @@ class GaussianPopulation(Population):
         By default runs are gradient flow on the population. With a ``rate`` eta, ``solve`` is the limit of one-pass
         descent in many dimensions: learning rate eta/d, one fresh sample a step, and time on the clock ``"gradient"``
         eta times the number of samples over d. ``descend`` with steps eta/d on that clock has the mean of every step
-        itself.
+        itself. The energy of such a run may rise, and ``steady`` ends it where it does.
 
         Args:
             cloud: the students, plain two-layer neurons (a, b) with the activation of the teacher.

@@ -16,9 +16,8 @@ if typing.TYPE_CHECKING:
     from meanflow.kernels._empirical.operator import ntk_operator as ntk_operator
     from meanflow.kernels._empirical.plan import Method as Method
     from meanflow.kernels._empirical.spectra import spectrum as spectrum
-    from meanflow.kernels._infinite.mean_field import infinite_ntk as infinite_ntk
     from meanflow.kernels._infinite.mean_field import order_parameters as order_parameters
-    from meanflow.kernels._infinite.wide import wide_inputs as wide_inputs
+    from meanflow.kernels._infinite.width import infinite_width as infinite_width
     from meanflow.kernels._learning_curve import learning_curve as learning_curve
     from meanflow.kernels._recorder import KernelRecorder as KernelRecorder
     from meanflow.kernels._regime import kernel_flow as kernel_flow
@@ -31,13 +30,12 @@ _LAZY = {
     "batchnorm_ntk": "_batchnorm",
     "empirical_ntk": "_empirical.kernel",
     "from_module": "_empirical.adapters",
-    "infinite_ntk": "_infinite.mean_field",
+    "infinite_width": "_infinite.width",
     "kernel_flow": "_regime",
     "learning_curve": "_learning_curve",
     "ntk_operator": "_empirical.operator",
     "order_parameters": "_infinite.mean_field",
     "spectrum": "_empirical.spectra",
-    "wide_inputs": "_infinite.wide",
 }
 
 __getattr__, __dir__ = _lazy.attach(__name__, _LAZY)

@@ -65,8 +65,8 @@ def learning_curve(
     """Predict test and train error of kernel regression with n samples, before any of them is drawn.
 
     Args:
-        kernel: the kernel on N points that stand for the law of the inputs, (N, N), as ``empirical_ntk``,
-            ``infinite_ntk`` or ``wide_inputs`` return it for one output; or for a known law its eigenvalues (p,).
+        kernel: the kernel on N points that stand for the law of the inputs, (N, N), as ``empirical_ntk``
+            or ``infinite_width`` return it for one output; or for a known law its eigenvalues (p,).
         target: the target on these points, (N,) or (N, k); for a known law its coefficients in the orthonormal
             eigenfunctions, (p,) or (p, k).
         samples: n, one number or an array of any shape; need not be whole.

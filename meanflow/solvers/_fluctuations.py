@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Real
 
 from meanflow import _boundary, _observable
 from meanflow._boundary import Count, Natural, PRNGKey, checked, unchecked
-from meanflow._numerics import KeyBits, iterate
+from meanflow._loops import KeyBits, iterate
 from meanflow._observable import Observable, Observables, Values
 from meanflow._reuse import compiled
 from meanflow.flows import _observables as observables

@@ -4,6 +4,7 @@ Both step by the loops of ``_numerics``, ``descend`` a number of times and ``sol
 steppers, step rules, observers and states. Only steps that adapt their length are left to diffrax.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow import _observable
-from meanflow._numerics import iterate, iterate_until, land
+from meanflow._loops import iterate, iterate_until, land
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import Flow
@@ -154,7 +155,8 @@ def traced_run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state:
 
     def look(t: Array, y: PyTree[Array], problem: Problem = problem) -> tuple[Array, Array, PyTree]:
         here = problem.seen(y)
-        seen = here if observe is None else _observable.measure(observe, problem, here, problem.memory)
+        # clouds are made of the states afterwards: weights and labels need no place in the loop
+        seen = y if observe is None else _observable.measure(observe, problem, here, problem.memory)
         return t, equation.energy(problem.flow, here, data), seen
 
     if isinstance(options.rule, Adaptive):
@@ -162,6 +164,10 @@ def traced_run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state:
     else:
         end = _fixed(problem, flow, options, look, state)
     times, energies, seen = end.saved
+    if observe is None:
+        seen = jax.vmap(problem.cloud)(seen)
+    if isinstance(options.horizon, Times) and options.horizon.saves is not None:
+        energies, seen = _blanked(times, (energies, seen))
     return Solution(
         ts=times,
         energy=energies,
@@ -187,6 +193,18 @@ def traced_run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state:
 
 
 run = compiled(traced_run)
+
+
+def _blanked(times: Array, saved: PyTree[Array]) -> PyTree[Array]:
+    """Return what was saved with infinite numbers at the times that were not reached, which are infinite."""
+    missed = jnp.isinf(times)
+
+    def blank(u: Array) -> Array:
+        if not jnp.issubdtype(u.dtype, jnp.floating):
+            return u
+        return jnp.where(missed.reshape(-1, *[1] * (u.ndim - 1)), jnp.inf, u)
+
+    return jax.tree.map(blank, saved)
 
 
 def problem_of(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Problem:
@@ -243,7 +261,9 @@ def _fixed(
     see = lambda now: look(now.t, now.y, stepper.sight(problem, now.y, now.inner))
     start = _begin(problem, stepper, options, state)
 
-    def advance(now: Progress, running: Bool[Array, ""] | bool, stop: Array | None) -> Progress:
+    def advance(
+        now: Progress, running: Bool[Array, ""] | bool, stop: Array | None, stepper: Stepper = stepper
+    ) -> Progress:
         size = rule.next_size(now.steps, now.size, problem, now.y, running)
         # in single precision a million small steps, added up as they are, are a percent off
         exact = size - now.excess
@@ -266,10 +286,12 @@ def _fixed(
             see,
             checkpoint=not isinstance(options.adjoint, diffrax.DirectAdjoint),
             first=state is None,
+            apart=options.observe is None,
         )
         result: RESULTS = RESULTS.successful  # type: ignore[assignment]
     else:
-        end, saved = _until(horizon, options, start, advance, see)
+        again = functools.partial(advance, stepper=stepper.compact())
+        end, saved = _until(horizon, options, start, (advance, again), see)
         stopped = RESULTS.where(end.over, RESULTS.event_occurred, RESULTS.max_steps_reached)
         result = RESULTS.where(end.t >= horizon.end, RESULTS.successful, stopped)
     return End(
@@ -316,10 +338,10 @@ def _until(
     horizon: Times,
     options: Options,
     start: Progress,
-    advance: Callable[[Progress, Bool[Array, ""], Array], Progress],
+    advance: tuple[Callable[[Progress, Bool[Array, ""], Array], Progress], ...],
     see: Callable[[Progress], tuple[Array, Array, PyTree]],
 ) -> tuple[Progress, tuple[Array, Array, PyTree]]:
-    """Step until the end of the run, and save on the way."""
+    """Step until the end of the run, and save on the way; ``advance`` takes a step, and takes it again."""
     end = jnp.asarray(horizon.end, start.t.dtype)
     if horizon.saves is None:
         stops = end[None]
@@ -331,16 +353,13 @@ def _until(
         return (now.t < stop) & ~now.over & (now.steps < limit)
 
     def observe(now: Progress, stop: Array) -> tuple[Array, Array, PyTree]:
-        seen = see(now)
-        if horizon.saves is None:  # the only save is where the run ends, also if that is early
-            return seen
-        reached = now.t >= stop
-        blank = lambda u: jnp.where(reached, u, jnp.inf) if jnp.issubdtype(u.dtype, jnp.floating) else u
-        return jax.tree.map(blank, seen)
+        time, *seen = see(now)
+        # without save times the only one is where the run ends, also if that is early
+        return time if horizon.saves is None else jnp.where(now.t >= stop, time, jnp.inf), *seen
 
     adjoint = options.adjoint
     final, saved = iterate_until(
-        lambda now, stop: advance(now, more(now, stop), stop),
+        lambda now, stop: advance[0](now, more(now, stop), stop),
         start,
         more,
         stops,
@@ -348,6 +367,7 @@ def _until(
         limit=options.limit,
         kind=LOOPS[type(adjoint)],
         checkpoints=adjoint.checkpoints if isinstance(adjoint, diffrax.RecursiveCheckpointAdjoint) else None,
+        again=lambda now, stop: advance[1](now, more(now, stop), stop),
     )
     if horizon.saves is None or horizon.whole:
         return final, saved

@@ -131,9 +131,16 @@ def test_centred_mean_field_matrix_is_a_projector(key):
 def test_batch_norm_of_orthogonal_inputs_is_the_known_one():
     """For many orthogonal inputs the kernel is N (diagonal I + common 11') per unit of width ("BN NTK")."""
     size = 400
-    h = kernels.wide_inputs(jnp.sqrt(size) * jnp.eye(size)).dense(1.0)
-    for _ in range(2):
-        h = h.batch_norm().activation("relu").dense(1.0)
+    shapes = [jnp.ones((size, 8)), jnp.ones((8, 8)), jnp.ones((8, 1))]
+
+    def network(p, x):
+        h = x @ p[0]
+        for w in p[1:]:
+            centered = h - jnp.mean(h, 0, keepdims=True)
+            h = jax.nn.relu(centered / jnp.sqrt(jnp.mean(centered**2, 0, keepdims=True))) @ w
+        return h
+
+    h = kernels.infinite_width(network, shapes, jnp.sqrt(size) * jnp.eye(size), variances=[1.0] * 3)
     known = hidden_batchnorm(depth=3)
     np.testing.assert_allclose(h.ntk[0, 1], known.common, rtol=0.02)
     np.testing.assert_allclose(h.ntk[0, 0], known.diagonal + known.common, rtol=0.02)

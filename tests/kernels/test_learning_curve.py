@@ -87,7 +87,10 @@ def digits():
     data = pytest.importorskip("sklearn.datasets").load_digits()
     x = data.data / 16 - np.mean(data.data / 16, axis=0)
     x = 8 * x / np.linalg.norm(x, axis=1, keepdims=True)
-    return np.asarray(kernels.infinite_ntk(jnp.asarray(x), depth=2)), np.eye(10)[data.target] - 0.1
+    network = lambda p, x: jax.nn.relu(x @ p[0]) @ p[1]
+    shapes = (jnp.ones((x.shape[1], 8)), jnp.ones(8))
+    found = kernels.infinite_width(network, shapes, jnp.asarray(x), variances=(2.0, 2.0))
+    return np.asarray(found.ntk), np.eye(10)[data.target] - 0.1
 
 
 def regression_on(kernel, y, ridge, repeats):

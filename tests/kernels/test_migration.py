@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "learn" / "neural_tangents.md").read_text()
-ROWS = re.findall(r"^\| `(.*?)` \| `(.*?)` \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `(.*?)`[^|]* \| `(.*?)` \|$", PAGE, re.MULTILINE)
 SPACE: dict = {}
 
 
@@ -91,7 +91,7 @@ def erf_network():
     a, c, b = (grow(k / 3) for k in (jnp.sum(x1**2, 1)[:, None], jnp.sum(x2**2, 1)[None], x1 @ x2.T))
     product = (1 + 2 * a) * (1 + 2 * c)
     value, slope = 2 / np.pi * np.arcsin(2 * b / np.sqrt(product)), 4 / np.pi / np.sqrt(product - 4 * b**2)
-    return grow(value), grow(value) + 1.96 * b * slope
+    return 1.96 * value, 1.96 * (value + b * slope)
 
 
 def relu_dual(k):
@@ -105,14 +105,23 @@ def relu_dual(k):
 
 def convolution(kind):
     """All positions of all images as samples of one dense layer on patches."""
-    padded = np.pad(SPACE["images"], ((0, 0), (1, 1), (1, 1), (0, 0)))
+    mode = {"mode": "wrap"} if kind == "windows" else {}
+    padded = np.pad(SPACE["images"], ((0, 0), (1, 1), (1, 1), (0, 0)), **mode)
     patches = np.stack(
         [padded[:, i : i + 3, j : j + 3].reshape(3, -1) for i in range(4) for j in range(4)], 1
     )
     k = patches.reshape(48, -1) @ patches.reshape(48, -1).T / 18
     value, slope = (u.reshape(3, 16, 3, 16) for u in relu_dual(k))
     tangent = k.reshape(3, 16, 3, 16) * slope
-    mean = lambda u: np.einsum("tpsp->ts", u) / 16 if kind == "flatten" else u.mean((1, 3))
+    means = {
+        "flatten": lambda u: np.einsum("tpsp->ts", u) / 16,
+        "pool": lambda u: u.mean((1, 3)),
+        # windows of 2 x 2 pixels: the mean over all pairs of pixels of one window, and over windows
+        "windows": lambda u: (
+            np.einsum("taibjsckdl,ac,bd->ts", u.reshape(3, 2, 2, 2, 2, 3, 2, 2, 2, 2), *[np.eye(2)] * 2) / 64
+        ),
+    }
+    mean = means[kind]
     return mean(value), mean(value) + mean(tangent)
 
 
@@ -125,7 +134,23 @@ def branches():
 def normed():
     k = np.asarray(2 * x1 @ x1.T / 3)
     k = k / np.sqrt(np.outer(np.diag(k), np.diag(k)))
-    return k, k
+    return k, 2 * k
+
+
+def gates():
+    k = np.asarray(x1 @ x1.T / 3)
+    product = np.outer(1 + 2 * np.diag(k), 1 + 2 * np.diag(k))
+    value, slope = 2 / np.pi * np.arcsin(2 * k / np.sqrt(product)), 4 / np.pi / np.sqrt(product - 4 * k**2)
+    # both factors of a product of independent ones, and the layers before them
+    return value**2, value**2 + 2 * value * slope * (2 * k)
+
+
+def attention():
+    x = np.asarray(x1).reshape(2, 3, 3)
+    k = np.einsum("tpi,sqi->tspq", x, x) / 3
+    mix = [np.asarray(jax.nn.softmax(k[t, t])) for t in range(2)]
+    exact = np.stack([np.stack([mix[t] @ k[t, s] @ mix[s].T for s in range(2)]) for t in range(2)])
+    return exact, 2 * exact
 
 
 EXPECTED = [
@@ -152,8 +177,11 @@ EXPECTED = [
     ("stax.Erf()", erf_network),
     ("stax.Flatten()", lambda: convolution("flatten")),
     ("stax.GlobalAvgPool()", lambda: convolution("pool")),
+    ("stax.AvgPool", lambda: convolution("windows")),
     ("stax.FanInSum()", branches),
+    ("stax.FanInProd()", gates),
     ("stax.LayerNorm()", normed),
+    ("stax.GlobalSelfAttention", attention),
 ]
 
 

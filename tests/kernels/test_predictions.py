@@ -8,7 +8,7 @@ import pytest
 from scipy import integrate
 
 from meanflow import kernels
-from meanflow._numerics import iterate
+from meanflow._loops import iterate
 
 
 def normal(seed, *shape):
@@ -40,8 +40,11 @@ def linearized(p, x):
     return sum(jax.jvp(line, (free,), ({name: p[name] - value for name, value in free.items()},)))
 
 
-def nngp(x):
-    return kernels.wide_inputs(x).dense().activation("relu").dense().nngp
+def infinitely_wide(x, phi=jax.nn.relu, variances=(2.0, 2.0, 0.0, 0.0)):
+    """Kernels of an infinitely wide layer."""
+    shapes = tuple(jax.ShapeDtypeStruct(s, float) for s in ((3, 8), (8, 1), (8,), (1,)))
+    apply = lambda p, x: phi(x @ p[0] + p[2][None]) @ p[1] + p[3][None]
+    return kernels.infinite_width(apply, shapes, x, variances=variances)
 
 
 def test_kernel_of_the_linearized_network_is_constant():
@@ -120,7 +123,7 @@ def test_outputs_that_share_a_kernel():
 def test_ensemble_against_sampled_starts():
     """Mean and covariance over starts drawn from the prior, each trained on its own: exact up to sampling."""
     both = jnp.concatenate([X, Z])
-    prior, theta = nngp(both), kernels.infinite_ntk(both, depth=2)
+    prior, theta, _ = infinitely_wide(both)
     y = jnp.sin(X[:, 0])
     blocks = prior[:6, :6], prior[6:, :6], prior[6:, 6:]
     times = jnp.array([1.0, 10.0])
@@ -150,8 +153,8 @@ def test_ensemble_against_sampled_starts():
 
 def test_posterior_by_conditioning():
     """Bayesian inference is training to the end under prior and noise: against the inverse of the joint covariance."""
-    h = kernels.wide_inputs(jnp.concatenate([X, Z])).dense(2.0, 0.1).activation("erf").dense(2.0, 0.1)
-    joint = np.asarray(h.nngp)
+    erf = jax.scipy.special.erf
+    joint = np.asarray(infinitely_wide(jnp.concatenate([X, Z]), erf, (2.0, 2.0, 0.1, 0.1)).nngp)
     noisy = joint + np.diag([0.3] * 6 + [0.0] * 4)
     precision = np.linalg.inv(noisy)
     y = jnp.cos(X[:, :2])

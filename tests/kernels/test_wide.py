@@ -1,243 +1,331 @@
-"""Infinitely wide layers: against each other, against scipy-free algebra, and against wide finite networks."""
+"""Infinite width from the trace: against closed recursions, kernels written by hand, algebra and drawn features.
+
+Finite networks are compared in ``test_wide_zoo``, and neural-tangents in the benchmarks.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
+from scipy import integrate
 
 from meanflow import kernels
-from meanflow._numerics import loglog_slope
+from meanflow.activations import NAMED
 
-KEY, RNG = jax.random.key(11), np.random.default_rng(11)
+RNG = np.random.default_rng(11)
 POINTS, LINE, IMAGE = (jnp.asarray(RNG.normal(size=shape)) for shape in ((3, 5), (3, 6, 2), (3, 4, 4, 2)))
+N = 8
 
 
-class Network:
-    """A finite network written like a ``WideLayer``: weights sqrt(variance / fan-in) w, in the order of calls."""
-
-    def __init__(self, h, width, key, params, used=None):
-        self.h, self.width, self.key, self.params, self.used = h, width, key, params, used or [0]
-
-    def _next(self, shape):
-        i = self.used[0]
-        self.used[0] += 1
-        if i == len(self.params):
-            self.params.append(jax.random.normal(jax.random.fold_in(self.key, i), shape))
-        return self.params[i]
-
-    def _with(self, h):
-        return Network(h, self.width, self.key, self.params, self.used)
-
-    def dense(self, weight_variance=2.0, bias_variance=0.0, out=None):
-        out = self.width if out is None else out
-        w, b = self._next((self.h.shape[-1], out)), self._next((out,))
-        scaled = jnp.sqrt(weight_variance / self.h.shape[-1]) * (self.h @ w)
-        return self._with(scaled + jnp.sqrt(bias_variance) * b.reshape((1,) * (scaled.ndim - 1) + (-1,)))
-
-    def conv(self, window, stride=1, padding="SAME", weight_variance=2.0, bias_variance=0.0):
-        h, rank = self.h, len(window)
-        w, b = self._next((*window, h.shape[-1], self.width)), self._next((self.width,))
-        if padding == "CIRCULAR":
-            h = jnp.pad(
-                h, [(0, 0)] + [((n - 1) // 2, n - 1 - (n - 1) // 2) for n in window] + [(0, 0)], mode="wrap"
-            )
-            padding = "VALID"
-        names = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[rank]
-        out = jax.lax.conv_general_dilated(h, w, (stride,) * rank, padding, dimension_numbers=names)
-        scaled = jnp.sqrt(weight_variance / (np.prod(window) * h.shape[-1])) * out
-        return self._with(scaled + jnp.sqrt(bias_variance) * b.reshape((1,) * (rank + 1) + (-1,)))
-
-    def activation(self, phi):
-        return self._with({"relu": jax.nn.relu, "tanh": jnp.tanh, "erf": jax.scipy.special.erf}[phi](self.h))
-
-    def flatten(self):
-        return self._with(self.h.reshape(self.h.shape[0], -1))
-
-    def pool(self):
-        return self._with(jnp.mean(self.h, axis=tuple(range(1, self.h.ndim - 1))))
-
-    def layer_norm(self):
-        centered = self.h - jnp.mean(self.h, -1, keepdims=True)
-        return self._with(centered / jnp.sqrt(jnp.mean(centered**2, -1, keepdims=True)))
-
-    def batch_norm(self):
-        axes = tuple(range(self.h.ndim - 1))
-        centered = self.h - jnp.mean(self.h, axes, keepdims=True)
-        return self._with(centered / jnp.sqrt(jnp.mean(centered**2, axes, keepdims=True)))
-
-    def __add__(self, other):
-        return self._with(self.h + other.h)
+def sizes(*shapes):
+    """Shapes of parameters are enough."""
+    return tuple(jax.ShapeDtypeStruct(s, float) for s in shapes)
 
 
-def dense(h):
-    return h.dense(1.5, 0.1).activation("tanh").dense(1.2, 0.2).activation("erf")
+def wide(net, shapes, x, z=None, variance=2.0, **options):
+    """The kernels of a network whose parameters all have one variance, or the given ones."""
+    variances = variance if isinstance(variance, tuple) else (variance,) * len(shapes)
+    return kernels.infinite_width(net, sizes(*shapes), x, z, variances=variances, **options)
 
 
-def flattened(h):
-    h = h.conv((3,), bias_variance=0.1).activation("relu")
-    return h.conv((3,), stride=2).activation("relu").flatten()
+def conv(x, w, stride=1, padding="SAME"):
+    rank = x.ndim - 2
+    names = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[rank]
+    return jax.lax.conv_general_dilated(x, w, (stride,) * rank, padding, dimension_numbers=names)
 
 
-def pooled(h):
-    h = h.conv((3, 2), padding="CIRCULAR").activation("relu")
-    return h.conv((2, 2), padding="VALID", weight_variance=1.5).activation("erf").pool()
+def close(found, exact, rtol=1e-10):
+    np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol * np.max(np.abs(exact)))
 
 
-def residual(h):
-    h = h.dense()
-    for _ in range(2):
-        h = h + h.layer_norm().activation("relu").dense(1.0)
-    return h.activation("relu")
-
-
-def everything(h):
-    h = h.conv((3,))
-    h = h + h.layer_norm().activation("relu").conv((3,), bias_variance=0.2)
-    return h.activation("relu").pool()
-
-
-CASES = {
-    "dense": (dense, POINTS),
-    "flattened": (flattened, LINE),
-    "pooled": (pooled, IMAGE),
-    "residual": (residual, POINTS),
-    "everything": (everything, LINE),
-}
-
-
-def finite(build, width):
-    """(key, x) -> parameters, and (parameters, x) -> (outputs, last features)."""
-
-    def init(key, x):
-        params = []
-        build(Network(x, width, key, params)).dense(out=1)
-        return params
-
-    def features(params, x):
-        return build(Network(x, width, None, list(params)))
-
-    return init, features
-
-
-def gaps(build, x, width, count):
-    """Root mean square over networks of the relative error of NTK and NNGP."""
-    wide = build(kernels.wide_inputs(x, pairs=x.ndim > 2 and build is not flattened)).dense()
-    init, features = finite(build, width)
-    output = lambda p, x: features(p, x).dense(out=1).h[:, 0]
-
-    def one(key):
-        params = init(key, x)
-        last = features(params, x).h
-        ntk = kernels.empirical_ntk(output, params, x)
-        return ntk, 2 * last @ last.T / last.shape[-1]
-
-    ntk, nngp = jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(jax.random.key(width), count))
-    error = lambda a, b: float(jnp.sqrt(jnp.mean((a - b[None]) ** 2)) / jnp.linalg.norm(b) * b.shape[0])
-    return error(ntk, wide.ntk), error(nngp, wide.nngp)
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "everything" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
-def test_finite_networks_approach_at_one_over_root_width(name):
-    build, x = CASES[name]
-    widths = (16, 64, 256) if name != "everything" else (16, 128)
-    found = np.array([gaps(build, x, width, 24) for width in widths])
-    assert np.all(found[-1] < 3 / np.sqrt(widths[-1]))
-    for column in found.T:
-        assert -0.7 < loglog_slope(widths, column) < -0.35
-
-
-def wide(build, *inputs, pairs=False):
-    """NNGP and NTK of an infinitely wide network, in one compiled program."""
-
-    def run(*inputs):
-        h = build(kernels.wide_inputs(*inputs, pairs=pairs))
-        return h.nngp, h.ntk
-
-    return jax.jit(run)(*inputs)
-
-
-def test_dense_layers_are_those_of_the_order_parameters():
-    options = {"depth": 3, "weight_variance": 1.7, "bias_variance": 0.3, "activation": "relu"}
-    layers = lambda h: h.dense(1.7, 0.3).activation("relu").dense(1.7, 0.3).activation("relu").dense(1.7, 0.3)
-    nngp, ntk = wide(layers, POINTS, POINTS[:2])
-    np.testing.assert_allclose(ntk, kernels.infinite_ntk(POINTS, POINTS[:2], **options), rtol=1e-10)
-    order = kernels.order_parameters(POINTS @ POINTS.T / POINTS.shape[1], **options)
-    np.testing.assert_allclose(nngp, order.r[-1][:, :2], rtol=1e-10)
+@pytest.mark.parametrize("name", ["relu", "erf", "tanh"])
+def test_dense_layers_are_those_of_the_order_parameters(name):
+    """Both parametrizations against sum_l r^l q^l and sum_l (N_{l-1} p^{l-1} + 1) q^l."""
+    phi = NAMED[name]
+    net = lambda p, x: phi(phi(x @ p[0] + p[3][None]) @ p[1] + p[4][None]) @ p[2] + p[5][None]
+    shapes, variances = ((5, N), (N, N), (N, 1), (N,), (N,), (1,)), (1.7,) * 3 + (0.3,) * 3
+    order = kernels.order_parameters(
+        POINTS @ POINTS.T / 5, depth=3, activation=name, weight_variance=1.7, bias_variance=0.3
+    )
+    found = wide(net, shapes, POINTS, POINTS[:2], variances)
+    close(found.ntk, jnp.sum(order.r * order.q, 0)[:, :2])
+    close(found.nngp, order.r[-1][:, :2])
+    standard = wide(net, shapes, POINTS, variance=variances, scaling="standard")
+    widths = np.array([5, N, N])[:, None, None]
+    close(standard.ntk, jnp.sum((widths * order.p + 1) * order.q, 0))
+    close(
+        wide(net, shapes, POINTS, variance=variances, diagonal=True).ntk,
+        jnp.diagonal(found.ntk[:2]).tolist() + [jnp.sum(order.r * order.q, 0)[2, 2]],
+    )
+    close(wide(net, shapes, POINTS, POINTS[:2], variances, rows=2).ntk, found.ntk)
 
 
 def test_convolutions_by_hand():
-    """A linear convolution has kernels that can be written down; positions with and without pairs agree."""
-    nngp, ntk = wide(lambda h: h.conv((3,), weight_variance=1.0), LINE, LINE[:2], pairs=True)
+    """A linear convolution has kernels that can be written down; with pairs of positions and without."""
+    both = wide(conv_only, ((3, 2, N),), LINE, LINE[:2], 1.0)
     padded = np.pad(LINE, ((0, 0), (1, 1), (0, 0)))
     # (T, P, window x channels)
     patches = np.stack([padded[:, p : p + 3].reshape(3, -1) for p in range(6)], 1)
     exact = np.einsum("tpi,sqi->tspq", patches, patches[:2]) / 6
-    np.testing.assert_allclose(nngp, exact, rtol=1e-10)
-    np.testing.assert_allclose(ntk, exact, rtol=1e-10)
+    close(both.nngp, exact)
+    close(both.ntk, exact)
     # one window over the whole image is a dense layer on all pixels
-    once = lambda h: h.conv((4, 4), padding="VALID").activation("relu").flatten().dense()
-    flat = IMAGE.reshape(3, -1)
-    np.testing.assert_allclose(wide(once, IMAGE)[1], kernels.infinite_ntk(flat, depth=2), rtol=1e-10)
-    lean, whole = (wide(flattened, LINE, LINE[:2], pairs=p) for p in (False, True))
-    np.testing.assert_allclose(lean, whole, rtol=1e-10)
+    once = lambda p, x: jax.nn.relu(conv(x, p[0], padding="VALID")).reshape(x.shape[0], -1) @ p[1]
+    dense = lambda p, x: jax.nn.relu(x @ p[0]) @ p[1]
+    flat = wide(dense, ((32, N), (N, 1)), IMAGE.reshape(3, -1))
+    close(wide(once, ((4, 4, 2, N), (N, 1)), IMAGE).ntk, flat.ntk)
+    # flattened (pairs of equal positions), or one position after another out of all pairs
+    deep = lambda p, x: jax.nn.relu(conv(jax.nn.relu(conv(x, p[0])), p[1], 2))
+    lean = wide(
+        lambda p, x: deep(p, x).reshape(x.shape[0], -1) @ p[2], ((3, 2, N), (3, N, N), (3 * N, 1)), LINE
+    )
+    full = wide(lambda p, x: deep(p, x), ((3, 2, N), (3, N, N)), LINE)
+    relu = lambda p, x: jnp.einsum("tpc,pc->t", deep(p, x), p[2])
+    close(lean.ntk, wide(relu, ((3, 2, N), (3, N, N), (3, N)), LINE).ntk)
+    assert full.ntk.shape == (3, 3, 3, 3)
     # shifted images are the same image to a circular network that is pooled
-    circular = lambda h: h.conv((3, 3), padding="CIRCULAR").activation("relu").pool().dense()
-    rolled = [wide(circular, IMAGE, jnp.roll(IMAGE, n, axis=2), pairs=True) for n in (0, 2)]
-    np.testing.assert_allclose(*rolled, rtol=1e-10)
+    around = lambda x, w: conv(jnp.concatenate([x[:, :, -1:], x, x[:, :, :1]], 2), w, padding="VALID")
+    circular = lambda p, x: jnp.mean(jax.nn.relu(around(x, p[0])), (1, 2)) @ p[1]
+    rolled = [wide(circular, ((1, 3, 2, N), (N, 1)), IMAGE, jnp.roll(IMAGE, n, axis=2)).ntk for n in (0, 2)]
+    close(*rolled)
 
 
-def test_what_does_not_add_is_refused():
-    h = kernels.wide_inputs(POINTS).dense()
-    active = h.activation("relu")
-    np.testing.assert_allclose((active + h.dense()).nngp, active.nngp + h.dense().nngp)
-    with pytest.raises(ValueError, match="correlated"):
-        active + h
-    with pytest.raises(ValueError, match="correlated"):
-        h + h
-    with pytest.raises(ValueError, match="Gaussian"):
-        active.activation("relu")
-    with pytest.raises(ValueError, match="pairs=True"):
-        kernels.wide_inputs(LINE).conv((3,)).pool()
-    with pytest.raises(ValueError, match="leave z out"):
-        kernels.wide_inputs(POINTS, POINTS).dense().batch_norm()
-    with pytest.raises(ValueError, match="one length for each"):
-        kernels.wide_inputs(LINE).conv((3, 3))
+def conv_only(p, x):
+    return conv(x, p[0])
 
 
-def products(build, x, v, width, count):
-    """K v of ``count`` random networks whose samples are coupled by batch norm."""
-    init, features = finite(build, width)
-    output = lambda p, x: features(p, x).dense(out=1).h[:, 0]
-    product = lambda key: kernels.ntk_operator(output, init(key, x), x, stats="batch") @ v
-    return jax.jit(lambda keys: jax.lax.map(product, keys))(jax.random.split(jax.random.key(width), count))
+def quadrature(f, g, v, w, x, count=80):
+    """E[f(u) g(v)] by a product Gauss rule."""
+    nodes, mass = np.polynomial.hermite_e.hermegauss(count)
+    mass = mass / np.sqrt(2 * np.pi)
+    a, rho = np.sqrt(v), x / np.sqrt(v * w)
+    u, t = a * nodes[:, None], np.sqrt(w) * (rho * nodes[:, None] + np.sqrt(1 - rho**2) * nodes[None])
+    return np.sum(mass[:, None] * mass[None] * np.asarray(f(u)) * np.asarray(g(t)))
 
 
-@pytest.mark.slow
-def test_batch_norm_of_wide_networks_on_large_batches():
-    """Products K v of coupled networks: 1/root(width) on a large batch, and in the mean 1/samples at a large width."""
-
-    def build(h):
-        return h.dense().batch_norm().activation("relu").dense().batch_norm().activation("erf")
-
-    def gap(width, samples, count):
-        x = jax.random.normal(KEY, (samples, 2 * samples))
-        v = jax.random.normal(jax.random.key(5), (samples, 4)) + 1.0
-        exact = wide(lambda h: build(h).dense(), x)[1] @ v
-        found = products(build, x, v, width, count) - exact[None]
-        size = lambda a: float(jnp.sqrt(jnp.mean(a**2) / jnp.mean(exact**2)))
-        return size(found), size(jnp.mean(found, axis=0))
-
-    widths, samples = (16, 64, 256), (8, 16, 32, 64)
-    assert -0.7 < loglog_slope(widths, [gap(w, 256, 12)[0] for w in widths]) < -0.35
-    assert -1.4 < loglog_slope(samples, [gap(2048, n, 16)[1] for n in samples]) < -0.7
+SMOOTH = {
+    "sin": lambda u: jnp.sin(1.5 * u + 0.3),
+    "cos": jnp.cos,
+    "exp": lambda u: jnp.exp(0.4 * u),
+    "erf": jax.scipy.special.erf,
+    "gelu": lambda u: jax.nn.gelu(u, approximate=False),
+    "cubic": lambda u: u**3 - 2 * u + 1,
+    "swish": jax.nn.silu,
+    "sum of two": lambda u: jnp.sin(u) + jax.nn.sigmoid(u) * u,
+    "shifted": lambda u: jnp.tanh(u + 0.5),
+}
 
 
-def normalized_convolutions(h, layers=1):
-    for _ in range(layers):
-        h = h.conv((3,), padding="CIRCULAR").batch_norm().activation("relu")
-    return h.flatten()
+@pytest.mark.parametrize("name", SMOOTH)
+def test_functions_of_one_gaussian(name):
+    """NNGP against a Gauss rule, and the tangent kernel through the derivative that JAX gives."""
+    f = SMOOTH[name]
+    net = lambda p, x: f(x @ p[0]) @ p[1]
+    found = wide(net, ((5, N), (N, 1)), POINTS, variance=(0.7, 1.0))
+    gram = 0.7 * np.asarray(POINTS @ POINTS.T) / 5
+    slope = jax.vmap(jax.vmap(jax.grad(f)))
+    for t, s in ((0, 0), (0, 1), (1, 2)):
+        v, w, x = gram[t, t], gram[s, s], gram[t, s]
+        value = quadrature(f, f, v, w, x)
+        np.testing.assert_allclose(found.nngp[t, s], value, rtol=1e-8, atol=1e-12)
+        np.testing.assert_allclose(found.ntk[t, s], value + x * quadrature(slope, slope, v, w, x), rtol=1e-8)
+    assert found.error < 1e-6
+
+
+def test_functions_with_kinks_state_their_error():
+    """relu, leaky relu, |u| and steps have closed forms however they are written; others state a bound."""
+    dense = lambda f: wide(lambda p, x: f(x @ p[0]) @ p[1], ((5, N), (N, 1)), POINTS)
+    relu = dense(jax.nn.relu)
+    for f in (lambda u: jnp.where(u > 0, u, 0.0), lambda u: (u + jnp.abs(u)) / 2, lambda u: u * (u > 0)):
+        close(dense(f).ntk, relu.ntk)
+    angle = jnp.arccos(jnp.clip(jnp.corrcoef(jnp.concatenate([POINTS, -POINTS], 1)), -1, 1))
+    close(dense(jnp.sign).nngp, 2 * (1 - 2 * angle / np.pi), 1e-7)
+    assert relu.error == 0
+    clipped = dense(lambda u: jnp.clip(u, -1.0, 1.0))
+    gram = 2 * np.asarray(POINTS @ POINTS.T) / 5
+    density = lambda u, t, m: (
+        np.exp(-0.5 * np.array([u, t]) @ np.linalg.solve(m, [u, t])) / (2 * np.pi * np.sqrt(np.linalg.det(m)))
+    )
+    matrix = gram[:2, :2]
+    inner = lambda t, u: np.clip(u, -1, 1) * np.clip(t, -1, 1) * density(u, t, matrix)
+    pieces = [
+        integrate.dblquad(inner, a, b, c, d)[0]
+        for a, b in ((-9, -1), (-1, 1), (1, 9))
+        for c, d in ((-9, -1), (-1, 1), (1, 9))
+    ]
+    assert abs(clipped.nngp[0, 1] - 2 * sum(pieces)) < clipped.error * 2 * np.sqrt(
+        clipped.nngp[0, 0] * clipped.nngp[1, 1]
+    )
+    assert clipped.error > 1e-4
+
+
+def test_norms_and_gates_by_hand():
+    """Layer norm divides by the standard deviation; products of independent fields, of their moments."""
+
+    def normed(p, x):
+        h = x @ p[0]
+        h = (h - jnp.mean(h, -1, keepdims=True)) / jnp.sqrt(jnp.var(h, -1, keepdims=True) + 0.1)
+        return h @ p[1]
+
+    gram = np.asarray(2 * POINTS @ POINTS.T) / 5
+    scale = 1 / np.sqrt(np.diag(gram) + 0.1)
+    exact = gram * np.outer(scale, scale)
+    found = wide(normed, ((5, N), (N, 1)), POINTS, variance=(2.0, 1.0))
+    close(found.nngp, exact)
+    close(found.ntk, 2 * exact)
+    gated = lambda p, x: ((x @ p[0]) * jnp.sin(x @ p[1])) @ p[2]
+    found = wide(gated, ((5, N), (5, N), (N, 1)), POINTS, variance=(2.0, 2.0, 1.0))
+    square = np.diag(gram)[:, None] + np.diag(gram)[None]
+    sines = (np.exp(gram - square / 2) - np.exp(-gram - square / 2)) / 2
+    cosines = (np.exp(gram - square / 2) + np.exp(-gram - square / 2)) / 2
+    close(found.nngp, gram * sines)
+    close(found.ntk, 2 * gram * sines + gram * cosines * gram)
+
+
+def test_shared_weights():
+    """The same matrix twice: W relu(W x), and a step of a recurrent network that sees the same matrix again."""
+    twice = lambda p, x: jax.nn.relu(jax.nn.relu(x @ p[0]) @ p[1]) @ p[1] @ p[2]
+    apart = lambda p, x: jax.nn.relu(jax.nn.relu(x @ p[0]) @ p[1]) @ p[2] @ p[3]
+    shared = wide(twice, ((5, N), (N, N), (N, 1)), POINTS)
+    close(shared.ntk, wide(apart, ((5, N), (N, N), (N, N), (N, 1)), POINTS).ntk)
+    # the sum of both layers sees that they are correlated: cov(W a, W b) = sw2 E[a b]
+    total = lambda p, x: (jax.nn.relu(x @ p[0]) @ p[1] + (x @ p[0]) @ p[1]) @ p[2]
+    leaky = lambda p, x: (jax.nn.relu(x @ p[0]) + x @ p[0]) @ p[1] @ p[2]
+    one, two = (wide(net, ((5, N), (N, N), (N, 1)), POINTS) for net in (total, leaky))
+    close(one.nngp, two.nngp)
+    close(one.ntk, two.ntk)
+    with pytest.raises(ValueError, match="used elsewhere"):
+        wide(
+            lambda p, x: jax.nn.relu(jax.nn.relu(x @ p[0]) @ p[1]) @ p[1], ((N, N), (N, N)), jnp.ones((2, N))
+        )
+
+
+def test_attention_by_hand():
+    """Logits q q' / n are those of the covariance; the values are averaged with their softmax."""
+
+    def net(p, x):
+        h = x @ p[0]
+        q = h @ p[1]
+        weights = jax.nn.softmax(jnp.einsum("tpc,tqc->tpq", q, q) / N)
+        return (jnp.einsum("tpq,tqc->tpc", weights, h @ p[2]) @ p[3])[:, 0]
+
+    found = wide(net, ((2, N), (N, N), (N, N), (N, 1)), LINE)
+    gram = np.einsum("tpi,sqi->tspq", LINE, LINE)  # sw2 / 2 = 1
+    first = jax.nn.softmax(2 * np.einsum("ttpq->tpq", gram))[:, 0]
+    exact = 4 * np.einsum("tp,sq,tspq->ts", first, first, gram)
+    close(found.nngp, exact)
+    close(found.ntk, 3 * exact)
+    root = lambda p, x: (
+        jnp.sum(jax.nn.softmax(jnp.einsum("tpc,tqc->tpq", x @ p[0], x @ p[1]) / N**0.5) @ (x @ p[2]), 1)
+        @ p[3]
+    )
+    with pytest.raises(ValueError, match="root of the number of channels.*test_wide.py.*divide it"):
+        wide(root, ((2, N), (2, N), (2, N), (N, 1)), LINE)
+
+
+def test_laws_are_read_from_what_draws():
+    """Initializers of linen, and functions of a key; variances of truncated and uniform laws are known."""
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.Dense(
+                N, kernel_init=linen.initializers.he_uniform(), bias_init=linen.initializers.normal(0.5)
+            )(x)
+            return linen.Dense(1)(jax.nn.relu(linen.LayerNorm()(x)))
+
+    module = Net()
+    variables = module.init(jax.random.key(0), POINTS)
+    found = kernels.infinite_width(*kernels.from_module(module, variables), POINTS)
+    given = {
+        "Dense_0": {"kernel": 2.0, "bias": 0.25},
+        "LayerNorm_0": {"scale": 0.0, "bias": 0.0},
+        "Dense_1": {"kernel": 1.0, "bias": 0.0},
+    }
+    exact = kernels.infinite_width(*kernels.from_module(module, variables), POINTS, variances=given)
+    close(found.ntk, exact.ntk, 1e-5)
+    draw = lambda key: (jax.random.normal(key, (5, N)), jax.random.uniform(key, (N, 1), minval=-1.0))
+    net = lambda p, x: jax.nn.relu(x @ p[0]) @ p[1]
+    drawn = kernels.infinite_width(net, draw(jax.random.key(0)), POINTS, variances=draw)
+    close(drawn.ntk, wide(net, ((5, N), (N, 1)), POINTS, variance=(5.0, N / 3)).ntk, 1e-5)
+    with pytest.raises(ValueError, match="variances must be given"):
+        kernels.infinite_width(net, draw(jax.random.key(0)), POINTS)
+    orthogonal = lambda key: (jax.nn.initializers.orthogonal()(key, (5, N)), jnp.ones((N, 1)))
+    with pytest.raises(ValueError, match="drawn in another way"):
+        kernels.infinite_width(net, draw(jax.random.key(0)), POINTS, variances=orthogonal)
+
+
+def test_derivatives_and_precision():
+    """In variances and inputs by finite differences; float32 agrees with float64."""
+    net = lambda p, x: jnp.tanh(jax.nn.relu(x @ p[0]) @ p[1]) @ p[2]
+    kernel = lambda v, x: wide(net, ((5, N), (N, N), (N, 1)), x, variance=(v, v, 1.0)).ntk[0, 1]
+    by_jax = jax.grad(kernel, (0, 1))(1.3, POINTS)
+    e = 1e-5
+    np.testing.assert_allclose(
+        by_jax[0], (kernel(1.3 + e, POINTS) - kernel(1.3 - e, POINTS)) / (2 * e), rtol=1e-6
+    )
+    step = e * jnp.zeros_like(POINTS).at[0, 2].set(1.0)
+    difference = (kernel(1.3, POINTS + step) - kernel(1.3, POINTS - step)) / (2 * e)
+    np.testing.assert_allclose(by_jax[1][0, 2], difference, rtol=1e-6)
+    single = POINTS.astype(jnp.float32)
+    shapes = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, N), (N, N), (N, 1)))
+    found = kernels.infinite_width(net, shapes, single, variances=(1.3, 1.3, 1.0)).ntk
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found[0, 1], kernel(1.3, POINTS), rtol=1e-5)
+
+
+def relu(x):
+    return jax.nn.relu(x)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (lambda p, x: jnp.max(x @ p[0], -1), "maximum over channels.*'reduce_max' at .*test_wide.py"),
+        (lambda p, x: jnp.sort(x @ p[0]) @ p[1], "no rule for sort"),
+        (lambda p, x: (x + p[2][None]) @ p[0] @ p[1], "combined with data, before a layer"),
+        (
+            lambda p, x: jnp.swapaxes(jnp.stack([x @ p[0]] * N, 1), 1, 2) @ p[3] @ p[1],
+            "the same weights act on every channel",
+        ),
+        (
+            lambda p, x: jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p[0]) @ p[1],
+            "no rule for while",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(net, words):
+    with pytest.raises(ValueError, match=words):
+        wide(net, ((5, N), (N, 1), (5,), (N, N)), POINTS)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("variances", "words"),
+    [
+        ((1.0,), "variances must be a pytree like params"),
+        ((1.0, -1.0), "finite and at least 0"),
+        ((1.0, np.ones(2)), "must be numbers"),
+    ],
+)
+def test_variances_are_checked(variances, words):
+    with pytest.raises(ValueError, match=words):
+        kernels.infinite_width(
+            lambda p, x: x @ p[0] @ p[1], sizes((5, N), (N, 1)), POINTS, variances=variances
+        )
+
+
+def normalized(h):
+    axes = tuple(range(h.ndim - 1))
+    centered = h - jnp.mean(h, axes, keepdims=True)
+    return centered / jnp.sqrt(jnp.mean(centered**2, axes, keepdims=True))
+
+
+def normalized_convolutions(p, x):
+    around = jnp.concatenate([x[:, -1:], x, x[:, :1]], 1)
+    return jax.nn.relu(normalized(conv(around, p[0], padding="VALID"))).reshape(x.shape[0], -1) @ p[1]
 
 
 def limit_of_this_batch(x, draws, rng):
@@ -256,6 +344,7 @@ def limit_of_this_batch(x, draws, rng):
     count = len(rows)
     center = np.eye(count) - 1 / count
     tangent = center @ covariance @ center
+    directions = np.trace(tangent) ** 2 / np.sum(tangent**2)
     u = rng.normal(size=(draws, rows.shape[1])) @ rows.T * np.sqrt(2 / rows.shape[1])
     h = u @ center
     scale = np.sqrt(np.mean(h**2, 1, keepdims=True))
@@ -266,11 +355,11 @@ def limit_of_this_batch(x, draws, rng):
     size = np.sum(shared * v, 1, keepdims=True) / count
     moved = tangent * (slope.T @ slope) - cross - cross.T + (slope * v * size).T @ (slope * v)
     kernel = 2 * (np.maximum(v, 0).T @ np.maximum(v, 0) + moved) / draws
-    return np.einsum("tpsp->ts", kernel.reshape(samples, places, samples, places)) / places
+    return np.einsum("tpsp->ts", kernel.reshape(samples, places, samples, places)) / places, directions
 
 
-def test_batch_norm_on_positions_is_that_of_many_directions():
-    """The NTK is that of the batch as it is up to 2 / D, where D counts directions, not rows.
+def test_batch_norm_is_that_of_many_directions():
+    """The NTK is that of the batch as it is up to 2 / D, where D = tr(PKP)^2 / tr((PKP)^2) counts directions, not rows.
 
     1 / s^2 has the mean (1 + 2 / D) / sigma^2 to first order; the gradient through s takes some of that away. So 2 / D
     bounds the gap. Draws add noise of about 1 / root(draws) of the largest entries.
@@ -278,11 +367,11 @@ def test_batch_norm_on_positions_is_that_of_many_directions():
     rng, found = np.random.default_rng(3), {}
     for samples, channels in ((8, 16), (32, 64), (32, 2)):
         x = rng.normal(size=(samples, 4, channels))
-        h = jax.jit(lambda x: normalized_convolutions(kernels.wide_inputs(x, pairs=True)).dense())(x)
-        exact = limit_of_this_batch(x, 40_000, rng)
-        gap = np.linalg.norm(h.ntk - exact) / np.linalg.norm(exact)
-        assert gap < 2 / h.directions + 3 / np.sqrt(40_000)
-        found[samples, channels] = float(h.directions), gap
+        ours = wide(normalized_convolutions, ((3, channels, N), (4 * N, 1)), jnp.asarray(x)).ntk
+        exact, directions = limit_of_this_batch(x, 40_000, rng)
+        gap = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+        assert gap < 2 / directions + 3 / np.sqrt(40_000)
+        found[samples, channels] = directions, gap
     # four times the samples on as many channels: four times the directions, a quarter of the gap
     (few, wider), (many, closer) = found[8, 16], found[32, 64]
     assert -1.4 < np.log(closer / wider) / np.log(many / few) < -0.7
@@ -290,29 +379,3 @@ def test_batch_norm_on_positions_is_that_of_many_directions():
     directions, gap = found[32, 2]
     assert directions < 6
     assert gap > 3 * closer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("channels", [2, 32])
-def test_batch_norm_on_positions_of_wide_networks(channels):
-    """Finite networks approach at 1 / root(width) if there are many directions, and settle beside it if there are few.
-
-    The mean over networks is judged by its own standard error; it must lie within 3 of them. With two channels there
-    are fewer than 6 directions, a gap of order 2 / 6 at any width, and the mean must lie outside.
-    """
-    x = jax.random.normal(KEY, (64, 4, channels))
-    v = jax.random.normal(jax.random.key(5), (64, 4)) + 1.0
-    build = lambda h: normalized_convolutions(h, layers=2)
-    h = jax.jit(lambda x: build(kernels.wide_inputs(x, pairs=True)).dense())(x)
-    exact = h.ntk @ v
-    size = lambda a: float(jnp.sqrt(jnp.mean(a**2) / jnp.mean(exact**2)))
-    spread, offset = [], []
-    widths, count = (16, 64, 256), 16
-    for width in widths:
-        found = products(build, x, v, width, count)
-        spread.append(size(found - jnp.mean(found, axis=0, keepdims=True)))
-        offset.append(size(jnp.mean(found, axis=0) - exact))
-    assert -0.7 < loglog_slope(widths, spread) < -0.35
-    errors = offset[-1] / (spread[-1] / np.sqrt(count))
-    assert errors < 3 if channels == 32 else errors > 3
-    assert (h.directions > 40) == (channels == 32)

@@ -142,7 +142,7 @@ class TwoLayerMotion(FrozenMotion):
         super().__init__(problem, data, ratio, ratio * speed)
         self.normal = feature.inputs(data.x)
         one = jnp.ones_like(cloud.weights)
-        outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
+        inner, outer = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
         self.rates = passage.Rates(inner, outer, cloud.weights > 0)
         self.decay = None
         if flow.penalty is not None:
@@ -167,9 +167,8 @@ class TwoLayerMotion(FrozenMotion):
         side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
 
         # the planes of each neuron, one after the other; those beyond the last slot are dropped
-        rows, place = jnp.arange(z.shape[0])[:, None], jnp.where(on, jnp.cumsum(on, axis=1) - 1, size)
-        slots = jnp.full((z.shape[0], size), n, jnp.int32)
-        slots = slots.at[rows, place].set(jnp.arange(n, dtype=jnp.int32)[None, :], mode="drop")
+        index = jnp.arange(n, dtype=jnp.int32)[None, :]
+        slots = jnp.sort(jnp.where(on, index, n), axis=1)[:, :size]
         many = jnp.any((jnp.sum(on, axis=1) > size) & self.rates.is_real)
         return Place(found, side, slots, None, None, passage.marked(passage.no_events(), many))
 

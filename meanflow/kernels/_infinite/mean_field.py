@@ -1,4 +1,4 @@
-"""Order parameters of wide random networks, and the kernels they give at infinite width.
+"""Order parameters of wide random networks.
 
 A network has L weight layers of widths N_0, ..., N_L; hidden layers 1 .. L-1 apply phi; weights W^l ~ N(0, sw2/N_{l-1})
 and biases b^l ~ N(0, sb2). Then, for a pair of samples and with (u, v) Gaussian of covariance r^l,
@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 from typing import Annotated, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
-from meanflow._boundary import Count, Rate, array, checked
+from meanflow._boundary import Count, Rate, checked
 from meanflow._matrices import grams
 from meanflow.activations import AnyActivation
 from meanflow.kernels._infinite.dual import dual_activation
@@ -111,53 +110,3 @@ def order_parameters(
     for name, values in found._asdict().items():
         _boundary.finite(f"{name}, which follows from the activation and the variances,", values)
     return found
-
-
-@checked
-def infinite_ntk(
-    x: Annotated[Float[ArrayLike, "T d"], array((None, None), squares=True)],
-    z: Annotated[Float[ArrayLike, "S d"], array((None, None), squares=True)] | None = None,
-    *,
-    depth: Count,
-    activation: AnyActivation = "relu",
-    weight_variance: Rate = 2.0,
-    bias_variance: Rate = 0.0,
-    widths: tuple[Count, ...] | None = None,
-    biases: bool = True,
-) -> Float[Array, "T S"]:
-    """Return the tangent kernel of an infinitely wide network at initialization, (T, S).
-
-    Args:
-        x, z: inputs (T, N_0), (S, N_0); z defaults to x.
-        depth, activation, weight_variance, bias_variance: as in ``order_parameters``.
-        widths: which parametrization. None: the NTK parametrization, in which weights are sqrt(sw2/N) w and biases
-            sqrt(sb2) b with w, b ~ N(0, 1) trained, which gives sum_l (sw2 p^{l-1} + sb2) q^l. N_0, ..., N_{L-1}: the
-            standard one, in which weights and biases themselves are trained, which gives
-            sum_l (N_{l-1} p^{l-1} + 1) q^l, of order the width.
-        biases: whether biases are trained.
-
-    On a dense grid of coordinates use float64: in float32 the smallest eigenvalues are lost to the angle.
-
-    >>> infinite_ntk(jnp.ones((1, 2)), depth=2).tolist()  # sum over two layers of r^l q^l = 2 x 1 + 2 x 1
-    [[4.0]]
-    """
-    x = jnp.asarray(x)
-    z = x if z is None else jnp.asarray(z)
-    inputs = x.shape[1]
-    if inputs != z.shape[1]:
-        raise ValueError(f"x and z must be (T, N_0) and (S, N_0), got {x.shape} and {z.shape}")
-    if widths is not None and (len(widths) != depth or widths[0] != inputs):
-        raise ValueError(f"widths must list N_0 = {inputs}, ..., N_{depth - 1}, got {widths}")
-    order = order_parameters(
-        jnp.matmul(x, z.T, precision=jax.lax.Precision.HIGHEST) / inputs,
-        variances=(jnp.sum(x**2, axis=1) / inputs, jnp.sum(z**2, axis=1) / inputs),
-        depth=depth,
-        activation=activation,
-        weight_variance=weight_variance,
-        bias_variance=bias_variance,
-    )
-    if widths is None:
-        inner = order.r if biases else order.r - bias_variance
-    else:
-        inner = jnp.asarray(widths, order.p.dtype)[:, None, None] * order.p + (1.0 if biases else 0.0)
-    return jnp.sum(inner * order.q, axis=0)
