@@ -13,7 +13,7 @@ from meanflow_papers.intervals import equivalence
 from meanflow_papers.unitization.algorithm_3 import algorithm_3
 from meanflow_papers.unitization.figure_2 import figure_2
 from meanflow_papers.unitization.figure_3 import figure_3
-from meanflow_papers.unitization.figure_3_layers import falls, figure_3_layers
+from meanflow_papers.unitization.figure_3_layers import figure_3_layers
 from meanflow_papers.unitization.presets import (
     PRESETS,
     BesselUnitized,
@@ -101,7 +101,8 @@ def test_several_layers_with_convolutional_critics():
     outcome = figure_3_layers(**item.small)
     assert all(item.explanation(c.name) for c in outcome.criteria if not c.passed), str(outcome)
     run = outcome.data["runs"]["(10) n=HW"]
-    assert np.all(falls(run["critic"].mean(1), outcome.data["drops"], 1) > 1)
+    average = run["critic"].mean(1)
+    assert all(average[t] < average[t - 1] for t in outcome.data["drops"])
     exact = run["falls"]["exact"]  # float32 training, so they vary
     assert 3.5 < exact.min() < exact.max() < 9
     assert np.all(run["lower"] <= run["exact"] * 1.001) and np.all(run["exact"] <= run["upper"] * 1.001)
@@ -145,7 +146,8 @@ def test_micro_batches():
     assert outcome.passed, str(outcome)
     high, low = (outcome.data["accuracy"][rate] for rate in ("0.05", "0.01"))
     ends = lambda values: [float(values.min()), float(values.max())]
-    assert ends(high["BN"]) == pytest.approx([0.94, 0.96], abs=0.02)
+    # ranges of the errata, over runs on two processors
+    assert ends(high["BN"]) == pytest.approx([0.92, 0.96], abs=0.04)
     assert ends(high["GN1"])[0] < 0.3 and ends(high["GN1"])[1] < 0.92
     assert ends(high["(10) n=HW"]) == pytest.approx([0.83, 0.93], abs=0.04)
     assert max(equivalence(values, low["BN"]) for name, values in low.items() if name != "BN") < 0.05

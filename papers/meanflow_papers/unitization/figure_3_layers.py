@@ -116,6 +116,7 @@ def draw(data: Arrays) -> Figure:
             else:  # critics can be negative, and those of shifts beyond their reach are rounding
                 ax.set_yscale("symlog", linthresh=1e-6)
                 ax.axhline(0.0, color=PALE, lw=0.8)
+                ax.set_ylim(min(2 * float(np.nanmin(values)), -2e-6), 3 * float(np.nanmax(values)))
         low, high = (np.asarray(run[side]).mean(1) for side in ("lower", "upper"))
         words = "between its bounds from below and above"
         grid[3 * row].fill_between(epochs, low, high, color=COLORS[1], alpha=0.15, lw=0, label=words)
@@ -127,7 +128,7 @@ def draw(data: Arrays) -> Figure:
         label += f" (preset {preset[0]})" if preset else ""
         grid[3 * row].set(title=f"{label}: exact distances", ylabel="$W_1$ from epoch to epoch")
         grid[3 * row + 1].set(
-            title=f"{label}: convolutional critics", ylabel="output of the critic (linear within $10^{-6}$)"
+            title=f"{label}: convolutional critics", ylabel="output (linear within $10^{-6}$)"
         )
         ax.set_title(f"{label}: accuracy")
     for k, ax in enumerate(grid):
@@ -171,8 +172,8 @@ def figure_3_layers(
 
     The paper claims that the distance, averaged over six layers and estimated by clipped convolutional critics, drops
     sharply when the rate does and the accuracy rises. Decisive is the exact distance before over after each drop, for
-    every layer between 3.5 and 7 as in ``003/figure-3`` (it is the rate that falls, by 5), and that the average of the
-    critics falls at each drop, the paper's claim.
+    every layer between 3.5 and 7 as in ``003/figure-3`` (it is the rate that falls, by 5), and that less than half of
+    the average of the critics is left after each drop, the paper's claim.
 
     Args:
         epochs: number of epochs.
@@ -204,21 +205,23 @@ def figure_3_layers(
         reaches = {"exact": reach, "critic": 1}
         runs[name]["falls"] = {what: falls(runs[name][what], drops, k) for what, k in reaches.items()}
     exact = np.stack([run["falls"]["exact"] for run in runs.values()])  # (variants, drops, layers)
-    average = np.stack([falls(run["critic"].mean(1), drops, 1) for run in runs.values()])
-    after = max(float(run["critic"][drops[-1]].mean()) for run in runs.values())
+    # after over before, since the critic after a drop can be 0 up to rounding
+    critics = np.stack([run["critic"].mean(1) for run in runs.values()])  # (variants, epochs)
+    left = np.stack([critics[:, t] / critics[:, t - 1] for t in drops], axis=1)
     return Outcome(
         "003/figure-3-layers",
         f"exact distances fall by {exact.min():.1f} to {exact.max():.1f} where the rate falls by 5, in every layer. "
-        f"The average of the critics falls too, by {', '.join(f'{v:.3g}' for v in average.mean(0))} at the three "
-        "drops; "
-        f"after the last one it is {after:.0e}, where a sigmoid of near 1/2 has no digits left. The accuracy "
+        f"Of the average of the critics {', '.join(f'{v:.2g}' for v in left.mean(0))} is left after the three "
+        "drops; after "
+        f"the last one it is {critics[:, drops[-1]].max():.0e}, where a sigmoid of near 1/2 has no digits left. "
+        "The accuracy "
         "hardly rises "
         "(digits, a small network)",
         {"runs": runs, "drops": np.array(drops)},
         (
             Criterion("smallest ratio of exact distances at a drop", float(exact.min()), low=3.5),
             Criterion("largest ratio of exact distances at a drop", float(exact.max()), high=7.0),
-            Criterion("smallest ratio of the average critic at a drop", float(average.min()), low=1.0),
+            Criterion("average critic after a drop over that before, largest", float(left.max()), high=0.5),
         ),
     )
 
