@@ -30,6 +30,7 @@ What a model says
 Training
     solve               continuous time
     descend             discrete time: gradient descent, optimizers, batches
+    fluctuations        mean, covariance and bias over initializations, from one run
     KernelStep          steps as a fraction of the largest stable one
     Adaptive            steps that follow an error estimate
     Batches             minibatches, or fresh samples
@@ -95,6 +96,7 @@ if _typing.TYPE_CHECKING:
     from meanflow.solvers import Reaction as Reaction
     from meanflow.solvers import Solution as Solution
     from meanflow.solvers import descend as descend
+    from meanflow.solvers import fluctuations as fluctuations
     from meanflow.solvers import solve as solve
     from meanflow.sweeps._exponents import phase_diagram as phase_diagram
     from meanflow.sweeps._sweep import sweep as sweep
@@ -117,6 +119,7 @@ _LAZY = {
     "Reaction": "solvers",
     "Solution": "solvers",
     "descend": "solvers",
+    "fluctuations": "solvers",
     "solve": "solvers",
     "sweep": "sweeps",
     "phase_diagram": "sweeps",

@@ -41,6 +41,7 @@ from meanflow._properties import numeric as numeric
 from meanflow._properties import one_of as one_of
 from meanflow._properties import shape as shape
 from meanflow._properties import show as show
+from meanflow._properties import unmasked as unmasked
 from meanflow._properties import whole as whole
 
 # (name of the argument, value) -> value to pass on; raises if it is refused
@@ -79,10 +80,13 @@ def number(*, infinite: bool = False, static: bool = False, **limits: float) -> 
         if value is None or isinstance(value, str | bool | Sequence | dict):
             raise ValueError(f"{name} must be a number, got {show(value)}")
         # the usual case, without a way through numpy: a call of a small program takes microseconds
-        if isinstance(value, float | int) and all(_HOLDS[side](value, at) for side, at in limits.items()):
-            if value == 0 or 1 / _USUAL < abs(value) < _USUAL:
+        if isinstance(value, float | int):
+            fits = True
+            for side, at in limits.items():
+                fits = fits and _HOLDS[side](value, at)
+            if fits and (value == 0 or 1 / _USUAL < abs(value) < _USUAL):
                 return value
-            if not static:
+            if fits and not static:
                 _check_precision(name, value)
         numeric(name, value)
         shape(name, value, ())
@@ -216,13 +220,12 @@ def _read(
     """Return an array of real numbers of an allowed shape as numpy array, None while it is traced."""
     if value is None or isinstance(value, str | dict):
         raise ValueError(f"{name} must be an array, got {show(value)}")
+    unmasked(name, value)
     try:
         numeric(name, value)
         known = concrete(value)
         given = np.shape(value if known is None else known)  # type: ignore[call-overload]
     except (TypeError, ValueError) as problem:
-        if isinstance(value, np.ma.MaskedArray):
-            raise
         raise ValueError(f"{name} must be an array of real numbers, got {show(value)}") from problem
     if shapes:
         shape(name, value if known is None else known, *shapes)
@@ -580,13 +583,14 @@ def _check_calls(function: Callable[..., Any], owners: Sequence[object]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         known = kinds()
         # no Signature.bind here: it alone takes longer than a small compiled program
-        passed = [
-            known[name](name, value) if name in known else value
-            for name, value in zip(names, args, strict=False)
-        ]
-        passed += args[len(passed) :]  # one too many: the call below says so in Python's own words
-        named = {name: known[name](name, value) if name in known else value for name, value in kwargs.items()}
-        return function(*passed, **named)
+        passed = list(args)  # one too many is left: the call below says so in Python's own words
+        for place, name in enumerate(names[: len(args)]):
+            if name in known:
+                passed[place] = known[name](name, args[place])
+        for name in kwargs:
+            if name in known:
+                kwargs[name] = known[name](name, kwargs[name])
+        return function(*passed, **kwargs)
 
     call.kinds = kinds  # type: ignore[attr-defined]  # sweeps check whole axes by them, tests draw bad values from them
     return call

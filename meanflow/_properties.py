@@ -39,12 +39,18 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def numeric(name: str, value: object) -> None:
-    """Refuse what is not a real number or an array of real numbers; the type is known even while it is traced."""
-    if isinstance(value, np.ma.MaskedArray):
+def unmasked(name: str, value: object) -> None:
+    """Refuse masked arrays, and sequences of them."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(part, np.ma.MaskedArray) for part in parts):
         raise ValueError(
             f"{name} must not be masked: what is hidden would be taken for a number, got {show(value)}"
         )
+
+
+def numeric(name: str, value: object) -> None:
+    """Refuse what is not a real number or an array of real numbers; the type is known even while it is traced."""
+    unmasked(name, value)
     try:
         array = concrete(value)
         dtype = (
@@ -105,9 +111,13 @@ def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
 def shape(name: str, value: object, *allowed: tuple[int | None, ...]) -> None:
     """Refuse any shape but those ``allowed`` (None stands for any length)."""
     given = np.shape(value)  # type: ignore[call-overload]
-    fits = lambda lengths: all(w is None or g == w for g, w in zip(given, lengths, strict=True))
-    if any(len(wanted) == len(given) and fits(wanted) for wanted in allowed):
-        return
+    for wanted in allowed:
+        # plain loops, since small calls check shapes
+        fits = len(wanted) == len(given)
+        for length, other in zip(given, wanted, strict=False):
+            fits = fits and other in (None, length)
+        if fits:
+            return
     # shapes of which nothing is fixed are told by their number of axes
     free = [str(len(wanted)) for wanted in allowed if wanted and set(wanted) == {None}]
     fixed = [str(wanted).replace("None", "any length") for wanted in allowed if set(wanted) - {None}]

@@ -30,8 +30,8 @@ from meanflow._properties import concrete
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 # Programs that each function of the library keeps. One of `descend` or of a tangent kernel takes 4 MB, one of `solve`
-# 12 MB: a process that makes new closures for ever grows by 200 MB and no more.
-KEPT = 16
+# 12 MB: a process that makes new closures for ever grows by 300 MB and no more.
+KEPT = 12
 PATIENCE = 2.0  # seconds of compiling after which a terminal or notebook says what it waits for
 QUICK = 0.05  # seconds: a program that is compiled in less is not worth a file
 # numbers that numpy works on in about the time that starting a compiled program takes, ten microseconds
@@ -244,12 +244,14 @@ def compiled(
 
     Args:
         function: what is compiled.
-        compiler_options: passed on to ``jax.jit``.
+        compiler_options: passed on to ``jax.jit`` where no other program is being traced, in which JAX takes none.
 
     >>> power = compiled(lambda u, name: u**2 if name == "square" else u)
     >>> float(power(jax.numpy.asarray(3.0), "square"))
     9.0
     """
+
+    plain = compiled(function) if compiler_options else None
 
     # a function of its own for each program: those that JAX has are let go when its function is
     @kept(KEPT)
@@ -276,6 +278,10 @@ def compiled(
         outermost = not _WAITING
         try:
             return program(structure, *others)(arrays)
+        except ValueError as problem:
+            if plain is None or "top-level" not in str(problem):
+                raise
+            return plain(*args, **kwargs)
         finally:
             if outermost and _WAITING:
                 _WAITING.pop().end()

@@ -10,7 +10,7 @@ import pytest
 
 import meanflow as mf
 from meanflow import kernels
-from meanflow._numerics import iterate
+from meanflow._loops import iterate
 from meanflow.kernels._empirical.spectra import top_eigenpairs
 from meanflow.solvers import eulerian
 from meanflow.solvers._step import top_eigenvalue

@@ -264,6 +264,7 @@ def trained(labels=(0, 1) * 4, width=2, **settings):
         (lambda: mf.predict(mf.vanilla(), CLOUD, np.ones((2, 3, 4))), r"x must have 1 or 2 axes, got shape"),
         (lambda: mf.predict(mf.vanilla(), CLOUD, HIDDEN), "x must not be .*masked"),
         (lambda: mf.Dataset(HIDDEN, [1.0]), "x must not be .*masked"),
+        (lambda: mf.Dataset([HIDDEN[0], HIDDEN[0]], [1.0, 2.0]), "x must not be .*masked"),
         (lambda: mf.predict(mf.vanilla(), CLOUD, ENDLESS), "x must be an array of real numbers"),
         (
             lambda: mf.sweep(mf.vanilla("tanh"), PLANE, widths=itertools.count(1), steps=1, step=0.1),

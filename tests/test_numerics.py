@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meanflow._loops import iterate, iterate_until
 from meanflow._numerics import (
-    iterate,
     loglog_slope,
     safe_divide,
     safe_norm,
@@ -68,6 +68,36 @@ def test_iterate_observes_every_few_steps():
     assert seen["s"].tolist() == states[2::3]
     with pytest.raises(ValueError, match="multiple of every"):
         iterate(lambda s, u: s, 0.0, None, 5, 2, lambda s: s)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5, 23, 60])
+def test_derivatives_of_a_loop_until_a_time_are_those_of_the_closed_form(steps):
+    """u <- c u + 1 in 4 places, so that the stride of the states that are kept grows up to 16; alone and in a batch."""
+
+    def end(u, c, until):
+        state = (u, jnp.asarray(0))
+        step = lambda now, stop: (c * now[0] + 1, now[1] + 1)
+        more = lambda now, stop: now[1] < stop
+        (u, _), seen = iterate_until(
+            step,
+            state,
+            more,
+            until[None],
+            lambda now, stop: now[0],
+            limit=64,
+            kind="checkpointed",
+            checkpoints=4,
+        )
+        return u + seen[0]
+
+    closed = lambda u, c, until: 2 * (c**until * u + (1 - c**until) / (1 - c))
+    found = jax.grad(end, (0, 1))(0.5, 0.9, jnp.asarray(float(steps)))
+    wanted = jax.grad(closed, (0, 1))(0.5, 0.9, float(steps))
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    batch = jnp.array([float(steps), 3.0, 40.0])
+    many = jax.vmap(jax.grad(end, (0, 1)), (None, None, 0))(0.5, 0.9, batch)
+    one_by_one = jax.vmap(jax.grad(closed, (0, 1)), (None, None, 0))(0.5, 0.9, batch)
+    np.testing.assert_allclose(many, one_by_one, rtol=1e-12)
 
 
 def test_a_file_is_whole_or_as_before(tmp_path):

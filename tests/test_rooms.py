@@ -23,6 +23,7 @@ FOUNDATION = (
     "_boundary",
     "_matrices",
     "_numerics",
+    "_loops",
     "files",
     "_trees",
     "_identity",

@@ -178,7 +178,7 @@ def test_flags_alone_and_failed_cells():
         ("grid.deltas=3", "grid.deltas must be a list of numbers, got 3"),
         ("grid.deltas=abc", "grid.deltas must be a list of numbers, got 'abc'"),
         ("grid.scales=['a']", "grid.scales must be a list of numbers"),
-        ("run.step='abc'", "step must be a number, got 'abc'"),
+        ("run.step='abc'", "step must be a number or a StepRule, got 'abc'"),
         ("run.step={kernel='abc'}", "kappa must be a number, got 'abc'"),
         ("run.solver='sliding'", "got 'solver' (it belongs to runs with t1)"),
         ("run.key='abc'", "key must be an integer"),
@@ -256,7 +256,13 @@ def test_what_the_report_animates_can_be_asked_for(config, tmp_path):
     where = json.loads(call("report", store, "--json"))["report"]
     page = re.search(r'<script id="data"[^>]*>(.*?)</script>', pathlib.Path(where).read_text(), re.DOTALL)
     shown = json.loads(page.group(1))
-    assert np.shape(shown["neurons"]["u"]) == (2, 3, 5, 4) and np.shape(shown["f"]) == (2, 3, 5, 101)
+    assert np.shape(shown["neurons"]["u"]) == (2, 3, 5, 4) and np.shape(shown["function"]["values"]) == (
+        2,
+        3,
+        5,
+        1,
+        101,
+    )
     assert shown["summary"].endswith("0 failed. Pictures at scale = 0.5.")
 
 
@@ -322,8 +328,11 @@ def test_a_plan_is_worked_off_by_several_workers(config, tmp_path, monkeypatch):
     call("sweep", config, *SMALL, "--store", direct)
     found = json.loads(call("plan", config, *SMALL, "--store", store, "--json"))
     assert (found["cells"], found["chunks"], found["seconds"]) == (12, 6, None)
-    arrays = [np.load(f) for f in (direct / "chunks").iterdir()]
-    assert found["bytes"] == sum(one[n].nbytes for one in arrays for n in one.files if n != "header")
+    size = 0
+    for file in (direct / "chunks").iterdir():
+        with np.load(file) as one:
+            size += sum(one[name].nbytes for name in one.files if name != "header")
+    assert found["bytes"] == size
     assert "0 of 12 cells are done, 0 claimed" in call("show", store, code=3)
     assert "about" in call("plan", config, *SMALL, "--store", store, "--timed")
     shown = call("show", store)

@@ -282,6 +282,61 @@ def _against_jacobians(name: str, apply: Any, params: Any, x: Array, repeats: in
     return {f"{name}: seconds": spent["auto"], **ratios}
 
 
+def regression(
+    samples: int = 5000, width: int = 512, ridge: float = 1e-3, top: int = 50, large: int = 0
+) -> dict[str, float]:
+    """Kernel regression by conjugate gradients on products alone, against the matrix and its Cholesky factor.
+
+    Args:
+        samples: rows that both solve.
+        width: of the hidden layer of a ReLU network on 10 inputs, in float32.
+        ridge: in units of the mean eigenvalue times the number of samples.
+        top: leading eigenvalues that are taken out first.
+        large: rows that conjugate gradients solve alone; 0 for none.
+
+    Returns:
+        Processor seconds of ``dense`` and of ``iteration``, their ratio, the relative ``residual``, and the relative
+        ``difference`` of the fitted values; with ``large`` its seconds, residual, and bytes of the matrix it spares.
+    """
+    draw = np.random.default_rng(1).normal(size=(max(samples, large), 1))
+
+    def problem(count: int) -> tuple[Any, ...]:
+        apply, params, x = _network((10, width, 1), count)
+        size = float(jnp.trace(kernels.empirical_ntk(apply, params, x[:256], stats="frozen"))) / 256
+        y = jnp.sin(x[:, 0]) + 0.1 * jnp.asarray(draw[:count, 0], x.dtype)
+        return apply, params, x, y, ridge * size * count
+
+    def iterate(count: int) -> tuple[Array, Array]:
+        apply, params, x, y, shift = problem(count)
+        found = kernels.ntk_operator(apply, params, x).solve(y, ridge=shift, top=top, key=jax.random.key(0))
+        return y - shift * found.values, found.residual  # K a = y - ridge a
+
+    def dense() -> Array:
+        apply, params, x, y, shift = problem(samples)
+        matrix = kernels.empirical_ntk(apply, params, x, stats="frozen")
+        factor = jax.scipy.linalg.cho_factor(matrix + shift * jnp.eye(samples, dtype=x.dtype))
+        return y - shift * jax.scipy.linalg.cho_solve(factor, y)
+
+    spent = interleaved({"dense": dense, "iteration": lambda: iterate(samples)}, 2)
+    (ours, residual), exact = iterate(samples), dense()
+    out = {
+        **spent,
+        "dense to iteration": spent["dense"] / spent["iteration"],
+        "residual": float(residual),
+        "difference": float(jnp.linalg.norm(ours - exact) / jnp.linalg.norm(exact)),
+    }
+    if large:
+        start = time.process_time()
+        _, residual = iterate(large)
+        seconds = time.process_time() - start
+        out |= {
+            "large: seconds": seconds,
+            "large: residual": float(residual),
+            "large: bytes of K": 4.0 * large**2,
+        }
+    return out
+
+
 def operator(width: int = 1024, samples: int = 1024) -> dict[str, float]:
     """Seconds of a product of a vector with a batch-norm network's kernel, in units of a forward pass.
 

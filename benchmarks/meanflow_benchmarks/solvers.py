@@ -6,6 +6,8 @@ from typing import Any
 import diffrax
 import jax
 import jax.numpy as jnp
+import numpy as np
+from scipy.integrate import solve_ivp
 
 import meanflow as mf
 from meanflow_benchmarks.memory import MEGABYTE, program_memory
@@ -216,3 +218,53 @@ def gradients(
     memory = {f"{n}_mb": program_memory(p).temporary / MEGABYTE for n, p in programs.items()}
     ratios = {f"ratio_{n}": seconds[n] / seconds["by_hand"] for n in ("checkpoint", "full")}
     return numbers | memory | ratios
+
+
+def overlaps(size: int = 4, end: float = 20.0, rate: float = 1.0, repeats: int = 3) -> dict[str, float]:
+    """One-pass descent of a committee machine in its overlaps, against scipy's integrator on the same equations.
+
+    The peer is ``scipy.integrate.solve_ivp`` (RK45) on the compiled velocity, at the tolerances of ``solve``. Both
+    return the final state; errors are those of its largest entry, against a run with small steps.
+
+    Args:
+        size: number of students and of teachers.
+        end: time on the clock ``"gradient"``.
+        rate: learning rate times d.
+        repeats: measurements of which the best counts.
+
+    Returns:
+        Milliseconds of processor time, their ratio (goal 0.5), and both errors.
+    """
+    flow = mf.vanilla("erf", alpha="one", outer=0.0)
+    teacher = mf.Cloud(mf.Neurons(jnp.ones(size), jnp.eye(size, 2 * size)))
+    key = jax.random.key(0)
+    students = mf.Cloud(mf.Neurons(jnp.ones(size), 0.3 * jax.random.normal(key, (size, 2 * size))))
+    law, start = mf.flows.GaussianPopulation(flow, teacher).overlaps(students, rate=rate)
+    shape, fixed = start.particles.b.shape, start.particles.a
+
+    @jax.jit
+    def velocity(b: jax.Array) -> jax.Array:
+        here = start.at(mf.Neurons(fixed, b.reshape(shape)))
+        return mf.velocity(flow, here, law).b.ravel() / size  # on the gradient clock
+
+    rtol, atol = 1e-4, 1e-6
+
+    def by_scipy() -> np.ndarray:
+        first = np.asarray(start.particles.b).ravel()
+        return solve_ivp(lambda _, b: np.asarray(velocity(b)), (0.0, end), first, rtol=rtol, atol=atol).y[
+            :, -1
+        ]
+
+    def by_loop(step: mf.Adaptive | float) -> jax.Array:
+        run = mf.solve(flow, start, law, end, clock="gradient", step=step, observe=_nothing)
+        return run.final.particles.b.ravel()
+
+    ours = mf.Adaptive(rtol, atol)
+    best = by_loop(0.01)
+    seconds = interleaved({"solve": lambda: by_loop(ours), "scipy": by_scipy}, repeats)
+    return {
+        **{f"{name}_ms": 1e3 * value for name, value in seconds.items()},
+        "ratio": seconds["solve"] / seconds["scipy"],
+        "error_solve": float(jnp.abs(by_loop(ours) - best).max()),
+        "error_scipy": float(jnp.abs(by_scipy() - best).max()),
+    }

@@ -52,6 +52,12 @@ def test_operator():
     assert out["passes"] == pytest.approx(out["product"] / out["forward"])
 
 
+def test_regression():
+    out = kernels.regression(samples=20, width=8, top=3, large=30)
+    assert out["residual"] <= 2e-4 and out["large: residual"] <= 2e-4
+    assert out["difference"] <= 1e-3
+
+
 def test_times_and_memory():
     calls = []
     first, best = timing.best_time(calls.append, 1, repeats=3)
@@ -74,6 +80,12 @@ def test_fixed_steps_and_blocks():
     assert out["ratio_solve"] == pytest.approx(out["solve_us"] / out["scan_us"])
     out = flows.blocks(widths=(10, 20), points=5, dim=2, steps=2, repeats=1)
     assert out["ratio_20"] == pytest.approx(out["blocks_20_ms"] / out["whole_20_ms"])
+
+
+def test_overlaps():
+    out = solvers.overlaps(size=1, end=0.5, repeats=1)
+    assert out["ratio"] == pytest.approx(out["solve_ms"] / out["scipy_ms"])
+    assert out["error_solve"] < 1e-3 and out["error_scipy"] < 1e-3
 
 
 def test_programs_by_hand_descend_alike():

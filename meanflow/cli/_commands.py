@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -22,8 +22,10 @@ from meanflow.cli._extension import FAILED_CELLS, UNFINISHED, Commands, guard, p
 if TYPE_CHECKING:  # slow to import
     import xarray
 
+    from meanflow.sweeps._networks import Sweep
+
 Tables: TypeAlias = dict[str, Any]  # the tables of a configuration file
-Result = TypeVar("Result")
+Changes: TypeAlias = tuple[str, ...]  # texts TABLE.KEY=VALUE
 
 BAD_JAX = {
     "0.10.2": "wrong numbers on CPU (jit of a vmapped product followed by a sum)",
@@ -39,31 +41,25 @@ def main() -> None:
 
     \b
     Examples:
-      meanflow sweep regimes.toml
-      meanflow sweep regimes.toml --store runs/a --set run.steps=500 --set grid.seeds=2
-      meanflow sweep --flow lifted --alpha sqrt --data sine --widths 50,200 --deltas -inf,0,inf \\
-                     --steps 2000 --every 50 --kernel-step 0.2 --observe default,neurons --store runs/b
-      meanflow resume runs/b
-      meanflow plan regimes.toml --store runs/c
-      meanflow work runs/c
-      meanflow show runs/b --variable angle_displacement
-      meanflow report runs/b
-      meanflow data mnist
-      meanflow info
+      meanflow sweep regimes.toml --store runs/a --set run.steps=500
+      meanflow sweep --flow lifted --data sine --widths 50,200 --deltas -inf,0,inf --steps 2000 --kernel-step 0.2
+      meanflow resume runs/a, meanflow show runs/a, meanflow report runs/a
+      meanflow plan regimes.toml --store runs/b, then meanflow work runs/b any number of times
     """
-
-
-_DISTRIBUTED = click.option(
-    "--distributed",
-    is_flag=True,
-    help="One of several processes (Slurm, TPU pods, ...): start the same command once per process.",
-)
 
 
 _CONFIG = click.argument("config", required=False, type=click.Path(dir_okay=False))
 _CHANGES = click.option(
     "--set", "changes", multiple=True, metavar="TABLE.KEY=VALUE", help="Change one value (TOML syntax)."
 )
+_DIRECTORY = click.argument("directory", type=click.Path(file_okay=False))
+_STORE = click.option("--store", type=click.Path(), help="Run directory; a killed run continues there.")
+_DISTRIBUTED = click.option(
+    "--distributed",
+    is_flag=True,
+    help="One of several processes (Slurm, TPU pods, ...): start the same command once per process.",
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="JSON on standard output.")
 
 
 def _alpha(text: str) -> str | float:
@@ -86,15 +82,20 @@ def _listed(name: str, kind: Callable[[str], object]) -> Callable[[str], list[ob
     return read
 
 
+def _setting(key: str, kind: Callable[[str], object]) -> Callable[[str], object]:
+    """Return a function that reads the value of an option as a table with one key."""
+    return lambda text: {key: kind(text)}
+
+
+def _data(text: str) -> object:
+    return {"file" if text.endswith(".npz") else "name": text}
+
+
 # options of ``sweep`` by name: the place of the value in a configuration, how it is read, and the help
 SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "flow": ("flow.name", str, "Model, for instance lifted or batchnorm."),
     "alpha": ("flow.alpha", _alpha, "Output scale: m, sqrt, one or a number."),
-    "data": (
-        "data",
-        lambda text: {"file" if text.endswith(".npz") else "name": text},
-        "Named data: sine, square, ridge; or an .npz file.",
-    ),
+    "data": ("data", _data, "Named data: sine, square, ridge; or an .npz file."),
     "widths": ("grid.widths", _listed("widths", int), "Comma-separated widths."),
     "deltas": ("grid.deltas", _listed("deltas", float), "Comma-separated balances; -inf and inf allowed."),
     "scales": ("grid.scales", _listed("scales", float), "Comma-separated factors of initial amplitudes."),
@@ -105,20 +106,12 @@ SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "step": ("run.step", float, "Step size."),
     "temperature": (
         "run.dynamics",
-        lambda text: {"temperature": float(text)},
-        "Temperature of the noise; needs --step, with --t1 or --steps.",
+        _setting("temperature", float),
+        "Temperature of the noise; needs --step.",
     ),
-    "reaction": (
-        "run.dynamics",
-        lambda text: {"reaction": float(text)},
-        "Rate at which the weights of the neurons move.",
-    ),
+    "reaction": ("run.dynamics", _setting("reaction", float), "Rate at which weights of neurons move."),
     "key": ("run.key", int, "Number of the random numbers: starts, batches, noise."),
-    "kernel_step": (
-        "run.step",
-        lambda text: {"kernel": float(text)},
-        "Step size as a fraction of 1/lambda_max of the kernel.",
-    ),
+    "kernel_step": ("run.step", _setting("kernel", float), "Step size over 1/lambda_max of the kernel."),
     "observe": (
         "run.observe",
         _listed("observe", str),
@@ -136,61 +129,44 @@ def _settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _join(distributed: bool) -> None:
-    """Make this process one of several."""
+def _prepared(distributed: bool, read: Callable[[], Tables]) -> "Sweep":
+    """Return the plan of a sweep; of several processes all stop if one of them cannot make it."""
     import jax
 
-    if not distributed:
-        return
+    from meanflow.sweeps._devices import together
+    from meanflow.sweeps._request import build
+
+    def prepare() -> "Sweep":
+        request = read()
+        # before anything is computed
+        jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
+        return build(request)
+
     try:
-        jax.distributed.initialize()
+        if distributed:
+            jax.distributed.initialize()
     except (RuntimeError, ValueError) as problem:
         raise ValueError(
             f"--distributed needs a cluster that jax knows, such as Slurm: {problem}"
         ) from problem
+    return together(prepare)
 
 
-def _on_all(distributed: bool, work: Callable[[], Result]) -> Result:
-    """Do what may fail before the sweep; if it fails on one of several processes, all of them stop."""
-    if not distributed:
-        return work()
-    from meanflow.sweeps._devices import together
-
-    return together(work)
-
-
-def _set_precision(request: Tables) -> None:
-    """Compute in the precision of a request; before anything is computed."""
-    import jax
-
-    jax.config.update("jax_enable_x64", request["run"].get("precision", "float64") == "float64")
-
-
-def _execute(request: Tables, store: str | None, as_json: bool, distributed: bool) -> None:
-    """Run the sweep of a checked request and tell what came of it; exit with 1 if some cells failed."""
-
+def _execute(plan: "Sweep", store: str | None, as_json: bool) -> None:
+    """Run a sweep and tell what came of it; exit with 1 if some cells failed."""
     from meanflow.cli import _tables as tables
     from meanflow.sweeps._devices import is_lead
     from meanflow.sweeps._grid import failed
-    from meanflow.sweeps._request import build
 
-    _set_precision(request)
-    plan = _on_all(distributed, lambda: build(request))
     data = plan.run(store=store)
-    lost = int(failed(data).sum())
-    numbers = {
-        "store": store,
-        "cells": plan.grid.size,
-        "failed": lost,
-        "programs": len(plan.groups),
-        "waste": round(plan.waste, 4),
-    }
+    lost, count = int(failed(data).sum()), len(plan.groups)
     if as_json and is_lead():
-        print_json(numbers)
+        cells = {"store": store, "cells": plan.grid.size, "failed": lost}
+        print_json(cells | {"programs": count, "waste": round(plan.waste, 4)})
     elif is_lead():
         tables.print_table(data, "energy")
         where = f", stored in {store}" if store else " (not stored; pass --store DIR to keep them)"
-        click.echo(f"{plan.grid.size} runs in {len(plan.groups)} compiled programs, {lost} failed{where}")
+        click.echo(f"{plan.grid.size} runs in {count} compiled programs, {lost} failed{where}")
     if lost:
         sys.exit(FAILED_CELLS)
 
@@ -198,18 +174,13 @@ def _execute(request: Tables, store: str | None, as_json: bool, distributed: boo
 @main.command()
 @_CONFIG
 @_CHANGES
-@click.option("--store", type=click.Path(), help="Run directory; a killed run continues there.")
+@_STORE
 @_settings
 @_DISTRIBUTED
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@_JSON
 @guard
 def sweep(
-    config: str | None,
-    changes: tuple[str, ...],
-    store: str | None,
-    distributed: bool,
-    as_json: bool,
-    **flags: Any,
+    config: str | None, changes: Changes, store: str | None, distributed: bool, as_json: bool, **flags: Any
 ) -> None:
     """Run a sweep from CONFIG (TOML) or from flags; flags override the file.
 
@@ -237,12 +208,11 @@ def sweep(
       step = {kernel = 0.2}
       observe = ["default", "neurons"]
     """
-    _join(distributed)
-    request = _on_all(distributed, lambda: _read_tables(config, changes, flags))
-    _execute(request, store or request.get("store"), as_json, distributed)
+    plan = _prepared(distributed, lambda: _read_tables(config, changes, flags))
+    _execute(plan, store or (plan.request or {}).get("store"), as_json)
 
 
-def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) -> Tables:
+def _read_tables(config: str | None, changes: Changes, flags: Tables) -> Tables:
     """Return the checked request that a configuration file, settings and flags make."""
     from meanflow.sweeps import _request as requests
 
@@ -273,9 +243,9 @@ def _read_tables(config: str | None, changes: tuple[str, ...], flags: Tables) ->
 
 
 @main.command()
-@click.argument("directory", type=click.Path(file_okay=False))
+@_DIRECTORY
 @_DISTRIBUTED
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@_JSON
 @guard
 def resume(directory: str, distributed: bool, as_json: bool) -> None:
     """Continue the sweep of a run DIRECTORY where it stopped.
@@ -287,8 +257,7 @@ def resume(directory: str, distributed: bool, as_json: bool) -> None:
     """
     from meanflow.sweeps._request import stored_request
 
-    _join(distributed)
-    _execute(_on_all(distributed, lambda: stored_request(directory)), directory, as_json, distributed)
+    _execute(_prepared(distributed, lambda: stored_request(directory)), directory, as_json)
 
 
 def _load(directory: str) -> "xarray.Dataset":
@@ -307,18 +276,13 @@ def _load(directory: str) -> "xarray.Dataset":
 @main.command()
 @_CONFIG
 @_CHANGES
-@click.option("--store", type=click.Path(), help="Run directory, for the workers to come.")
+@_STORE
 @_settings
 @click.option("--timed", is_flag=True, help="Compute one chunk, and judge by it how long all take.")
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@_JSON
 @guard
 def plan(
-    config: str | None,
-    changes: tuple[str, ...],
-    store: str | None,
-    timed: bool,
-    as_json: bool,
-    **flags: Any,
+    config: str | None, changes: Changes, store: str | None, timed: bool, as_json: bool, **flags: Any
 ) -> None:
     """Write a sweep from CONFIG (TOML) or from flags into a run directory, without running it.
 
@@ -330,21 +294,19 @@ def plan(
       meanflow plan regimes.toml --store runs/a --timed --json
     """
     from meanflow.cli import _tables as tables
-    from meanflow.sweeps._request import build
 
-    request = _read_tables(config, changes, flags)
-    where = store or request.get("store")
+    planned = _prepared(False, lambda: _read_tables(config, changes, flags))
+    where = store or (planned.request or {}).get("store")
     if where is None:
         raise click.UsageError("give the run directory: --store DIR")
-    _set_precision(request)
-    found = build(request).begin(where, timed=timed) | {"store": where}
-    if as_json:
-        print_json(found)
-        return
+    found = planned.begin(where, timed=timed) | {"store": where}
     text = f"{found['cells']} cells in {found['chunks']} chunks, {found['bytes'] / 1e6:.3g} MB, planned in {where}"
     if found["seconds"] is not None:
         text += f"; about {tables.duration(found['seconds'])} on one worker like this one"
-    click.echo(text)
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(text)
 
 
 def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
@@ -381,18 +343,12 @@ def _heard() -> Iterator[list[int]]:
 
 
 @main.command()
-@click.argument("directory", type=click.Path(file_okay=False))
+@_DIRECTORY
 @click.option(
-    "--shard",
-    default="0/1",
-    metavar="K/N",
-    callback=_share,
-    help="Every N-th chunk only, beginning with number K (from 0); default: whatever is left.",
+    "--shard", default="0/1", callback=_share, metavar="K/N", help="Every N-th chunk, from the K-th."
 )
-@click.option(
-    "--for", "limit", metavar="TIME", callback=_seconds, help="Stop after this time, such as 3h55m."
-)
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@click.option("--for", "limit", callback=_seconds, metavar="TIME", help="Stop in time, such as 3h55m.")
+@_JSON
 @guard
 def work(directory: str, shard: tuple[int, int], limit: float | None, as_json: bool) -> None:
     """Compute chunks of the run DIRECTORY that nobody else has claimed, until all are finished.
@@ -408,26 +364,20 @@ def work(directory: str, shard: tuple[int, int], limit: float | None, as_json: b
       meanflow work runs/a --shard $SLURM_ARRAY_TASK_ID/16 --json
     """
     from meanflow.sweeps._request import stored_request
-    from meanflow.sweeps._request import work as take_part
     from meanflow.sweeps._store import progress
 
-    _set_precision(stored_request(directory))
-    end = None if limit is None else time.monotonic() + limit
+    plan = _prepared(False, lambda: stored_request(directory))
+    end = math.inf if limit is None else time.monotonic() + limit
     with _heard() as signals:
-        whole = take_part(
-            directory,
-            shard=shard,
-            stop=lambda: bool(signals) or (end is not None and time.monotonic() > end),
-        )
+        whole = plan.work(directory, shard=shard, stop=lambda: bool(signals) or time.monotonic() > end)
     told = progress(directory)
     if as_json:
         print_json({"store": directory, "whole": whole, "done": told["done"], "cells": told["cells"]})
     else:
         click.echo(f"{told['done']} of {told['cells']} cells are done in {directory}")
     if not whole:
-        if signals or limit is not None:
-            # what is being computed cannot be interrupted, and Python would wait for it at its end
-            atexit.register(_leave, UNFINISHED)
+        # what is being computed cannot be interrupted, and Python would wait for it at its end
+        atexit.register(_leave, UNFINISHED)
         sys.exit(UNFINISHED)
 
 
@@ -436,6 +386,7 @@ SBATCH = """#!/bin/bash
 #SBATCH --array=0-{last}
 #SBATCH --time={time}
 #SBATCH --output={logs}/%A_%a.log
+#SBATCH --open-mode=append
 #SBATCH --requeue
 # the signal comes this many seconds before the limit; the worker gives its claim back and ends with code 4
 #SBATCH --signal=USR1@60
@@ -467,17 +418,15 @@ def submit(what: str, array: int, limit: float | None, dry_run: bool, options: t
       meanflow submit regimes.toml --array 16 --time 4h --gres gpu:1 --dry-run
       meanflow submit runs/a --array 16 --time 4h --partition requeue
     """
-    from meanflow.sweeps._request import build
     from meanflow.sweeps._store import read_config
 
     directory = what
     if pathlib.Path(what).is_file():
-        request = _read_tables(what, (), {})
-        if "store" not in request:
+        plan = _prepared(False, lambda: _read_tables(what, (), {}))
+        directory = (plan.request or {}).get("store", "")
+        if not directory:
             raise ValueError(f'{what} must name its run directory, such as store = "runs/a", got none')
-        directory = request["store"]
-        _set_precision(request)
-        build(request).begin(directory)
+        plan.begin(directory)
     read_config(directory)  # there must be a plan
     place = pathlib.Path(directory).resolve()
     script = place.with_name(f"{place.name}.sbatch")
@@ -505,14 +454,14 @@ def submit(what: str, array: int, limit: float | None, dry_run: bool, options: t
 
 def _sbatch_lines(options: tuple[str, ...]) -> list[str]:
     """Return options of sbatch as they stand in a script, one a line: a name, and the value that follows it."""
+    if options and not options[0].startswith("-"):
+        raise click.UsageError(f"options of sbatch begin with -, got {options[0]!r}")
     lines: list[str] = []
-    for word in options:
+    for word in map(shlex.quote, options):
         if word.startswith("-"):
-            lines.append(shlex.quote(word))
-        elif lines:
-            lines[-1] += f" {shlex.quote(word)}"
+            lines.append(word)
         else:
-            raise click.UsageError(f"options of sbatch begin with -, got {word!r}")
+            lines[-1] += f" {word}"
     return lines
 
 
@@ -524,10 +473,10 @@ def _leave(code: int) -> None:
 
 
 @main.command()
-@click.argument("directory", type=click.Path(file_okay=False))
+@_DIRECTORY
 @click.option("--variable", default="energy", show_default=True, help="Which observable.")
 @click.option("--figure", type=click.Path(dir_okay=False), help="Also draw it into this file.")
-@click.option("--json", "as_json", is_flag=True, help="All scalar observables as JSON.")
+@_JSON
 @guard
 def show(directory: str, variable: str, figure: str | None, as_json: bool) -> None:
     """Final values of a run DIRECTORY: medians over seeds, as a table, a figure or JSON.
@@ -578,10 +527,10 @@ def _draw(data: "xarray.Dataset", variable: str) -> Any:
 
 
 @main.command()
-@click.argument("directory", type=click.Path(file_okay=False))
+@_DIRECTORY
 @click.option("--output", type=click.Path(dir_okay=False), help="HTML file; default DIRECTORY/report.html.")
 @click.option("--title", help="Heading of the page.")
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output.")
+@_JSON
 @guard
 def report(directory: str, output: str | None, title: str | None, as_json: bool) -> None:
     """One self-contained HTML page about a run DIRECTORY: losses, regimes, animation, provenance.
@@ -602,8 +551,7 @@ def report(directory: str, output: str | None, title: str | None, as_json: bool)
     samples = read_config(directory)["layout"].get("samples")
     pair = (samples["x"], samples["y"]) if samples else None
     where = output or str(pathlib.Path(directory) / "report.html")
-    name = pathlib.Path(directory).resolve().name
-    write_report(data, where, title=title or f"Sweep {name}", samples=pair)
+    write_report(data, where, title=title or f"Sweep {pathlib.Path(directory).resolve().name}", samples=pair)
     if as_json:
         print_json({"report": where})
     else:
@@ -611,7 +559,7 @@ def report(directory: str, output: str | None, title: str | None, as_json: bool)
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@_JSON
 @guard
 def info(as_json: bool) -> None:
     """Devices and versions, with a warning for releases of jax that are known to be wrong.

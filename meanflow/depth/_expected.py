@@ -28,8 +28,8 @@ from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import _boundary
 from meanflow._boundary import Count, checked
+from meanflow._loops import iterate
 from meanflow._matrices import matrix
-from meanflow._numerics import iterate
 from meanflow.depth._propagation import RECENTERED, VARIANCE, Layer, need_variation
 from meanflow.kernels._infinite.dual import dual_activation
 

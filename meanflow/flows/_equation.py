@@ -48,6 +48,10 @@ class Population(Dataset):
         Public functions and solvers call it before they compile, while statistics can still be looked at.
         """
 
+    def take(self, index: jax.Array) -> "Population":
+        """Refuse: there are no samples to take from."""
+        raise ValueError("a population has no samples; draw fresh ones with sampler=population.sample")
+
     @abc.abstractmethod
     def risk(self, flow: "Flow", cloud: Cloud) -> jax.Array:
         """Return the expected loss of the network, a scalar."""

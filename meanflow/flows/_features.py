@@ -296,7 +296,7 @@ class TwoLayer(Feature):
         # products of two different outputs may be negative
         signed = cloud.particles.a.ndim > 1 and outputs == "full"
         if isinstance(space, LayerRates):
-            outer_rate, inner_rate = space.rates(cloud)
+            inner_rate, outer_rate = space.rates(cloud)
             value_x, slope_x = value_x * outer_rate[None, :], slope_x * inner_rate[None, :]
 
         def inner(weight: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import ArrayLike, Float
+from jaxtyping import ArrayLike, Float, Shaped
 
 from meanflow import _boundary, activations
 from meanflow._boundary import array, checked, choice, either, unchecked
@@ -41,7 +41,7 @@ def _biased_laws(dim: int | None) -> dict[str, laws.Law]:
 Options = Annotated[Any, unchecked("by their names, as those of the constructor that they are passed on to")]
 # 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
 RATE = array((), (None,), low=0.0)
-LayerRate = Annotated[bool | float | Float[ArrayLike, "*m"], RATE]
+LayerRate = Annotated[bool | float | Shaped[ArrayLike, "*m"], RATE]
 InnerRate = Annotated[bool | float | Float[ArrayLike, "*m"] | str, either(choice("sphere"), RATE)]
 
 
@@ -95,7 +95,7 @@ def vanilla(
     elif inner is True and outer is True:
         space = Space()
     else:
-        space = LayerRates(*(jnp.asarray(u, jnp.result_type(float)) for u in (outer, inner)))
+        space = LayerRates(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
     return make_flow(
         TwoLayer(activations.resolve(activation), Scaling(alpha), bias=bias),
         space,

@@ -235,6 +235,7 @@ def _rms(cloud: Cloud, squares: jax.Array) -> jax.Array:
 
 def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
     """Return the observables that every model has, and those that its parts make possible."""
+    from meanflow.flows._fluctuations import Fluctuations
     from meanflow.flows._margins import Margin, trained_norms  # which imports this module
 
     since = functools.partial(FunctionObservable, from_start=True)
@@ -247,6 +248,13 @@ def common_observables(flow: "Flow", data: Dataset) -> dict[str, Observable]:
         ),
         "sharpness": Sharpness(about="top eigenvalue of the Hessian in the metric of the flow", usual=False),
     }
+    if not isinstance(data, equation.Population):
+        chosen["fluctuations"] = Fluctuations(
+            Predictions(),
+            dims=("sample",),
+            about="mean, m covariance and m bias over initializations of the predictions at the samples",
+            usual=False,
+        )
     if flow.loss.labels:
         chosen |= {
             f"{norm}_margin": Margin(norm, about=f"least margin over the {norm} norm", usual=False)

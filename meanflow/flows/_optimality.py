@@ -22,13 +22,13 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from meanflow import activations
-from meanflow._boundary import Count, Positive, array, checked, number
+from meanflow._boundary import Count, array, checked, number
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows._features import TwoLayer
 from meanflow.flows._flow import Flow, bind_and_check
 from meanflow.flows._losses import NAMED, squared
-from meanflow.flows._sphere_maximum import Maximum, Shape, Slopes, cover, face_count, stationary
+from meanflow.flows._sphere_maximum import Maximum, Shape, Slopes, cover, stationary
 from meanflow.geometry._neurons import SignedSphere
 from meanflow.measures import laws
 from meanflow.measures._cloud import CLOUD, Cloud, Neurons
@@ -36,6 +36,7 @@ from meanflow.measures._dataset import Dataset
 from meanflow.measures._sampling import sample
 
 SPREAD = 4096  # directions that are looked at before any bound is computed
+LARGEST = 2048  # the walk through faces makes arrays of n^2 numbers
 APART = 0.99  # new directions of one round have a smaller cosine than this
 
 
@@ -122,22 +123,29 @@ class _Sphere:
 
     def prices(self, u: np.ndarray, shape: tuple[int, ...] = ()) -> np.ndarray:
         """Return the penalty of a unit of charge in each direction, without its strength; 0 without a penalty."""
-        if self.flow.penalty is None:
+        penalty = self.flow.penalty
+        if penalty is None:
             return np.zeros(len(u))
-        first = np.zeros((len(u), *shape))
-        first.reshape(len(u), -1)[:, 0] = 1.0
-        reg = lambda a, b: np.asarray(
-            self.flow.penalty.function(Neurons(jnp.asarray(a), jnp.asarray(b))), np.float64
-        )  # type: ignore[union-attr]
-        b = u @ self.back
-        price = reg(first, b)
-        # charge must be cheapest at |a| = |b|, as it is for weight decay and for the variation norm
-        t = np.exp(np.random.default_rng(0).normal(size=len(u)))
-        other = reg(first * t.reshape((-1,) + (1,) * len(shape)), b if self.scale_free else b / t[:, None])
-        if np.any(other < (t if self.scale_free else 1) * price * (1 - 1e-5)) or np.any(price < 0):
-            raise ValueError(
-                "penalty must charge neurons for |a| |b|, or (a^2 + |b|^2) / 2 (|a| under batch norm), up to a factor"
-            )
+        rng, b = np.random.default_rng(0), u @ self.back
+        a = rng.normal(size=(len(u), *shape))
+        a /= np.linalg.norm(a.reshape(len(u), -1), axis=1).reshape((-1,) + (1,) * len(shape))
+
+        def cost(charge: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+            """Return the penalty of neurons (charge ratio a, b / ratio)."""
+            outer = (charge * ratio).reshape((-1,) + (1,) * len(shape)) * a
+            return np.asarray(penalty.function(Neurons(jnp.asarray(outer), jnp.asarray(b / ratio[:, None]))))
+
+        one, (charge, ratio) = np.ones(len(u)), np.exp(rng.normal(size=(2, len(u))))
+        price = cost(one, one).astype(np.float64)
+        # charge must be cheapest at |a| = |b|, as it is for weight decay and for the variation norm, and never cheaper
+        # in larger or smaller pieces; neurons on the sphere have |a| = |b| = 1
+        if not isinstance(self.flow.space, SignedSphere):
+            least = cost(charge, one if self.scale_free else ratio)
+            if np.any(least < charge * price * (1 - 1e-5)) or np.any(price < 0):
+                raise ValueError(
+                    "penalty must charge neurons for |a| |b| or (a^2 + |b|^2) / 2 (|a| under batch norm), up to a "
+                    "factor"
+                )
         return price
 
     def apply(self, function: Callable[[jax.Array], jax.Array]) -> Callable[[np.ndarray], np.ndarray]:
@@ -170,7 +178,7 @@ class _Sphere:
         """Return max |F| for residuals r (n, k): exact where faces are few, else bounded."""
         n, e = self.z.shape
         act = self.feature.activation
-        if self.slopes and r.shape[1] == 1 and face_count(n, e) <= budget:
+        if self.slopes and r.shape[1] == 1 and 2 * n ** (e - 1) <= budget and n <= LARGEST:
             return stationary(self.z, r[:, 0], self.slopes)
         if self.slopes:
             slopes = self.slopes
@@ -178,11 +186,8 @@ class _Sphere:
         else:
             slope = lambda t: jax.jvp(act, (t,), (jnp.ones_like(t),))[1]
             grid = jnp.linspace(-1.0, 1.0, 8001) * float(np.linalg.norm(self.z, axis=1).max())
-            bend = np.asarray(
-                jax.jit(lambda t: jax.jvp(slope, (t,), (jnp.ones_like(t),))[1])(grid), np.float64
-            )
-            # between the points of the grid it changes by less than from one to the next
-            curvature = np.abs(bend).max() + np.abs(np.diff(bend)).max()
+            steps = np.diff(np.asarray(jax.jit(slope)(grid), np.float64))
+            curvature = 1.01 * np.abs(steps).max() / max(float(grid[1] - grid[0]), 1e-300)
             shape = Shape(self.apply(act), self.apply(slope), float(curvature), 0.0)
         known = self.confined and (self.slopes or not activations.has_kink(act))
         found = cover(self.z, r, shape, self.start(), budget if known else 0, tolerance)
@@ -205,7 +210,6 @@ def certificate(
     cloud: Annotated[Cloud, two_layer],
     data: Dataset,
     *,
-    mass: Positive | None = None,
     budget: Count = 200_000,
     tolerance: Annotated[float, number(above=0, static=True)] = 1e-6,
 ) -> Certificate:
@@ -215,28 +219,27 @@ def certificate(
     vector, and |F| its Euclidean norm. For a positively homogeneous activation (ReLU, leaky ReLU, linear), under batch
     norm and for ``inner="sphere"`` all neurons are multiples of ones with unit directions, and |F| is bounded over the
     sphere of these: exactly for ReLU and its like, one output and at most ``budget`` faces of the arrangement of sample
-    hyperplanes, 2 n^(d-1) (in at most three dimensions for n <= 200); else by branch and bound over boxes. For other
-    activations there is no such sphere: then ``bound`` is infinite and E* is only known to be >= 0.
-
-    Without a penalty E* is bounded by 0 (for the named losses), or if a ``mass`` is given over all measures of no more
-    charge. The lower bound comes from one neuron more, in the direction of the largest |F|.
+    hyperplanes, 2 n^(d-1) (for n <= 2048 in the plane, n <= 316 in space); else by branch and bound over boxes. For
+    other activations there is no such sphere, and ``bound`` is infinite. Without a bound or without a penalty E* is
+    only known to be >= 0 (for the named losses). The lower bound of the gap comes from one neuron more, in the
+    direction of the largest |F|.
 
     Args:
         flow: a two-layer model with a convex loss; its penalty, if any, must be lam times the charge |a| |b| or weight
             decay lam (a^2 + |b|^2)/2, or lam |a| under batch norm.
         cloud: its neurons.
         data: training data.
-        mass: the charge sum_i p_i |a_i| |b_i| (|a_i| under batch norm) to which E* is restricted.
         budget: the most faces or boxes that are looked at. Time and memory grow with n times this.
         tolerance: relative error of max |F| at which branch and bound stops before that.
 
     >>> import jax.numpy as jnp, meanflow as mf
     >>> penalty = lambda w: (w.a**2 + jnp.sum(w.b**2, axis=1)) / 2
     >>> flow = mf.vanilla("relu", penalty=(penalty, 0.1))
-    >>> data = mf.Dataset(jnp.eye(2), jnp.array([1.0, 0.0]))
-    >>> found = flows.certificate(flow, mf.Cloud(mf.Neurons(jnp.ones(1), jnp.array([[1.0, 0.2]]))), data)
-    >>> round(found.lower, 3), round(found.upper, 3)
-    (0.012, 0.013)
+    >>> data = mf.Dataset(jnp.eye(2), jnp.array([1.0, 1.0]))
+    >>> network = mf.Cloud(mf.Neurons(jnp.ones(1), jnp.array([[1.0, 0.5]])))
+    >>> found = mf.flows.certificate(flow, network, data)
+    >>> print(f"{found.lower:.4f} <= {float(mf.energy(flow, network, data)) - 0.1314:.4f} <= {found.upper:.4f}")
+    0.0232 <= 0.0436 <= 0.0850
     """
     flow = bind_and_check(flow, cloud, data)
     sphere = _Sphere(flow, data)
@@ -253,13 +256,11 @@ def certificate(
     # bounds of E* from below
     named = flow.loss.function in NAMED.values()
     lowest = [0.0 if named else -math.inf]
-    limits = [
-        math.inf if mass is None else float(mass),
-        energy / lam if named and lam > 0 else math.inf,
-    ]
+    most = energy / lam if named and lam > 0 else math.inf  # charge of a measure that is better
     excess = max(bound - lam, 0.0)
     charge = float(np.asarray(cloud.weights, np.float64) @ sphere.charge(cloud.particles))
-    lowest.append(risk - float(np.sum(r * f)) - (excess * min(limits) if excess > 0 else 0.0))
+    if math.isfinite(bound):
+        lowest.append(risk - float(np.sum(r * f)) - (excess * most if excess > 0 else 0.0))
     y, q = (np.asarray(v, np.float64) for v in (data.y, data.weights))
     if flow.loss.function is squared and lam > 0 and math.isfinite(bound):
         lowest.append(_dual(r.T, y.T, q, min(1.0, lam / bound) if bound > 0 else 1.0))
@@ -277,7 +278,7 @@ def certificate(
     direction = u @ sphere.back
     return Certificate(
         max(energy - better, 0.0),
-        energy - max(lowest),
+        max(energy - max(lowest), 0.0),
         value,
         bound,
         direction / np.linalg.norm(direction),
@@ -333,9 +334,9 @@ def global_minimum(
     >>> penalty = lambda w: jnp.abs(w.a) * jnp.linalg.norm(w.b, axis=1)
     >>> flow = mf.vanilla("relu", bias=True, penalty=(penalty, 0.1))
     >>> data = mf.Dataset(jnp.array([[-1.0], [0.0], [1.0]]), jnp.array([1.0, 0.0, 1.0]))
-    >>> found = flows.global_minimum(flow, data)
+    >>> found = mf.flows.global_minimum(flow, data)
     >>> round(found.value, 6), round(found.bound, 6), found.cloud.size
-    (0.262132, 0.262132, 2)
+    (0.155, 0.155, 3)
     """
     flow = flow.bind(data)
     if (

@@ -82,10 +82,6 @@ class Overlaps(Population):
             )
         flow.feature.check_overlap(self.feature)
 
-    def take(self, index: jax.Array) -> Overlaps:
-        """Refuse: there are no samples to take from."""
-        raise ValueError("a population has no samples; draw fresh ones from the GaussianPopulation")
-
     def _joint(self, cloud: Cloud) -> Array:
         """Return the products (K + M, K + M) of all neurons."""
         q, r = jnp.split(cloud.particles.b, [cloud.size], axis=1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from meanflow._numerics import KeyBits
+from meanflow._loops import KeyBits
 from meanflow.flows import _equation as equation
 from meanflow.measures._cloud import Cloud
 from meanflow.measures._dataset import Dataset

@@ -41,11 +41,6 @@ class Maximum(NamedTuple):
     bound: float
 
 
-def face_count(n: int, d: int) -> float:
-    """Return about how many faces ``stationary`` looks at."""
-    return 2.0 * n ** (d - 1)
-
-
 class _Search:
     """Collects the points at which F is stationary along the face that they lie on."""
 

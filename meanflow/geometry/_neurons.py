@@ -1,4 +1,8 @@
-"""Spaces of two-layer neurons (a, b) beside the flat one: layers with rates of their own; signed directions."""
+"""Spaces of two-layer neurons beside the flat one: layers with rates of their own; signed directions."""
+
+import abc
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,56 +14,77 @@ from meanflow._numerics import safe_divide, safe_norm
 from meanflow.geometry import _sphere as sphere
 from meanflow.geometry._space import Invariant, Space, conserved
 from meanflow.geometry._sphere import dot
-from meanflow.measures._cloud import Cloud, Neurons
+from meanflow.measures._cloud import Affine, Cloud, Neurons
+
+Record: TypeAlias = Any  # of one number or vector for each coordinate of the neurons
 
 
-class LayerRates(Space):
-    """Flat neurons (a, b) whose layers learn at rates of their own: C = diag(outer, inner). Rate 0 freezes a layer.
+class RatedSpace(Space):
+    """Flat neurons whose layers learn at rates of their own, C = diag(inner, outer); rate 0 freezes a layer.
 
-    Attributes:
-        outer_rate: rate of a, >= 0: a scalar, or one number per neuron (m,); may be traced.
-        inner_rate: rate of b, likewise.
+    They are (a, b) with the outer weight a, or (a, b, c) with the outer weight c. A subclass says in ``rates`` how fast
+    each layer learns; the sliding solver then knows its exact motion.
     """
 
-    outer_rate: Float[Array, "*m"]
-    inner_rate: Float[Array, "*m"]
-
-    def check(self, cloud: Cloud) -> None:
-        """Raise ValueError unless rates are single numbers, or one per neuron."""
-        for name, rate in (("outer", self.outer_rate), ("inner", self.inner_rate)):
-            _boundary.shape(name, rate, (), cloud.weights.shape)
-
+    @abc.abstractmethod
     def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        """Return the rates of a and of b, one number for each neuron."""
-        one = jnp.ones_like(cloud.weights)
-        return self.outer_rate.astype(one.dtype) * one, self.inner_rate.astype(one.dtype) * one
+        """Return the rates of the inner and of the outer layer, one number for each neuron."""
 
-    def cometric(self, cloud: Cloud, covector: Neurons) -> Neurons:
-        """Return (outer g_a, inner g_b)."""
+    def cometric(self, cloud: Cloud, covector: Record) -> Record:
+        """Return the covector times the rates."""
         return _scaled(covector, *self.rates(cloud))
 
-    def inner(self, cloud: Cloud, u: Neurons, v: Neurons) -> jax.Array:
-        """Return u_a v_a / outer + u_b . v_b / inner; frozen directions count as 0."""
+    def inner(self, cloud: Cloud, u: Record, v: Record) -> jax.Array:
+        """Return the products of the coordinates over the rates; frozen directions count as 0."""
         # the metric of a frozen layer is infinite; its tangent vectors are 0, and count as such
-        shares = (safe_divide(jnp.ones_like(rate), rate) for rate in self.rates(cloud))
-        return Space.inner(self, cloud, _scaled(u, *shares), v)
+        return Space.inner(self, cloud, _scaled(u, *_inverse(self.rates(cloud))), v)
 
-    def noise(self, cloud: Cloud, normal: Neurons) -> Neurons:
+    def noise(self, cloud: Cloud, normal: Record) -> Record:
         """Return white noise times the roots of the rates; a layer that is frozen has none."""
         return _scaled(normal, *(jnp.sqrt(rate) for rate in self.rates(cloud)))
 
     def embedding(self, cloud: Cloud) -> jax.Array:
-        """Return (a, b), each over the root of its rate; a frozen layer stays at 0."""
-        shares = (jnp.sqrt(safe_divide(jnp.ones_like(rate), rate)) for rate in self.rates(cloud))
+        """Return the coordinates, each over the root of its rate; a frozen layer stays at 0."""
+        shares = (jnp.sqrt(share) for share in _inverse(self.rates(cloud)))
         return Space.embedding(Space(), cloud.at(_scaled(cloud.particles, *shares)))
 
-    def noise_drift(self, cloud: Cloud) -> Neurons:
-        """Return zero: C is constant."""
+    def noise_drift(self, cloud: Cloud) -> Record:
+        """Return zero: the rates do not depend on the neuron's place."""
         return jax.tree.map(jnp.zeros_like, cloud.particles)
 
 
-def _scaled(record: Neurons, outer: jax.Array, inner: jax.Array) -> Neurons:
-    return Neurons(record.a * outer.reshape((-1,) + (1,) * (record.a.ndim - 1)), record.b * inner[:, None])
+class LayerRates(RatedSpace):
+    """Layers with given rates, >= 0: scalars, or one number per neuron (m,); they may be traced.
+
+    Attributes:
+        inner_rate, outer_rate: those of the two layers.
+    """
+
+    inner_rate: Float[Array, "*m"]
+    outer_rate: Float[Array, "*m"]
+
+    def check(self, cloud: Cloud) -> None:
+        """Raise ValueError unless rates are single numbers, or one per neuron."""
+        for name, rate in (("inner", self.inner_rate), ("outer", self.outer_rate)):
+            _boundary.shape(name, rate, (), cloud.weights.shape)
+
+    def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return the rates, broadcast to one number for each neuron."""
+        one = jnp.ones_like(cloud.weights)
+        return self.inner_rate.astype(one.dtype) * one, self.outer_rate.astype(one.dtype) * one
+
+
+def _inverse(rates: tuple[jax.Array, jax.Array]) -> Iterator[jax.Array]:
+    return (safe_divide(jnp.ones_like(rate), rate) for rate in rates)
+
+
+def _scaled(record: Record, inner: jax.Array, outer: jax.Array) -> Record:
+    """Return the coordinates times the numbers (m,) of their layer."""
+    last = "c" if isinstance(record, Affine) else "a"
+    factors = {name: outer if name == last else inner for name in record._fields}
+    return type(record)(
+        *(u * factors[name].reshape((-1,) + (1,) * (u.ndim - 1)) for name, u in record._asdict().items())
+    )
 
 
 class SignedSphere(Space):

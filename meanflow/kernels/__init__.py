@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from meanflow.kernels._empirical.spectra import spectrum as spectrum
     from meanflow.kernels._infinite.mean_field import order_parameters as order_parameters
     from meanflow.kernels._infinite.width import infinite_width as infinite_width
+    from meanflow.kernels._learning_curve import learning_curve as learning_curve
     from meanflow.kernels._recorder import KernelRecorder as KernelRecorder
     from meanflow.kernels._regime import kernel_flow as kernel_flow
 
@@ -31,6 +32,7 @@ _LAZY = {
     "from_module": "_empirical.adapters",
     "infinite_width": "_infinite.width",
     "kernel_flow": "_regime",
+    "learning_curve": "_learning_curve",
     "ntk_operator": "_empirical.operator",
     "order_parameters": "_infinite.mean_field",
     "spectrum": "_empirical.spectra",

@@ -17,7 +17,7 @@ from meanflow._boundary import Count, array, checked, choice, count, either, ins
 from meanflow._observable import Observable, begin, measure
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical.adapters import from_module
-from meanflow.kernels._empirical.coupling import STATS, kernel_maps
+from meanflow.kernels._empirical.coupling import STATS, check_function
 from meanflow.kernels._empirical.kernel import empirical_ntk
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Params, as_arrays, batches
 from meanflow.kernels._gaussian import as_matrix
@@ -47,7 +47,7 @@ class KernelStatistics(Observable):
         """Return the kernel of the first network, which is probed for coupled samples once, here."""
         if self.stats is None:
             apply, x, _ = as_arrays(state[0], run[0], None)
-            kernel_maps(apply, state[1], x, None, None)
+            check_function(apply, state[1], x, None, None)
         kernel = self._found(run, state)["kernel"]
         if not np.any(kernel):
             raise ValueError("the first kernel must not be zero: the drift is measured relative to it")
@@ -69,7 +69,7 @@ class KernelStatistics(Observable):
         (x, y), (apply, params) = run, state
         apply, x, _ = as_arrays(apply, x, None)
         if self.stats is None and isinstance(apply, Normalized):  # its statistics have to be chosen
-            kernel_maps(apply, params, x, None, None)
+            check_function(apply, params, x, None, None)
         # inside the compiled program it could not be probed: it is declared free of coupling
         stats = self.stats or "running"
         measured = _measure(apply, params, x, y, stats, self.outputs, self.top)

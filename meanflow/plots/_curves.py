@@ -24,8 +24,9 @@ def fit(
     ax: Axes | None = None,
     *,
     knots: Annotated[ArrayLike, host_array((None,), nan=True)] | None = None,
+    bands: Annotated[Mapping[str, ArrayLike], mapping(host_array((None,), nan=True))] | None = None,
 ) -> Axes:
-    """Functions of one variable over the samples they fit, and the knots of the first.
+    """Functions of one variable over the samples they fit, with bands around them, and the knots of the first.
 
     Args:
         x: (k,) grid.
@@ -33,6 +34,8 @@ def fit(
         data: ``Dataset`` with inputs (n,), or None.
         ax: matplotlib Axes; a new figure by default.
         knots: (m,) positions; those on the grid are marked on the first curve.
+        bands: name -> (k,) half the height of a band around the function of that name, for instance two standard
+            deviations over initializations: ``2 * mf.fluctuations(...).deviation()[-1]``.
 
     >>> ax = fit([0.0, 0.5, 1.0], {"f": [0.0, 0.0, 1.0]}, None, knots=[0.5])
     >>> [line.get_label() for line in ax.lines]
@@ -40,12 +43,18 @@ def fit(
     """
     x = np.asarray(x)
     _check_curves("f", x, f)
+    _check_curves("bands", x, bands := bands or {})
+    if unknown := sorted(set(bands) - set(f)):
+        raise ValueError(f"bands must have names among {sorted(f)}, got {unknown}")
     if data is not None:
         _boundary.shape("data.x", data.x, (None,))
         _boundary.shape("data.y", data.y, np.shape(data.x))
     ax = axes(ax)
     for color, (name, values) in zip(COLORS * 4, f.items(), strict=False):
         ax.plot(x, np.asarray(values), label=name, color=color)
+        if name in bands:
+            low, high = (np.asarray(values) + sign * np.asarray(bands[name]) for sign in (-1, 1))
+            ax.fill_between(x, low, high, color=color, alpha=0.18, lw=0)
     if knots is not None:
         knots = np.asarray(knots)
         # neurons whose knot is off the grid, or at NaN, have none to show

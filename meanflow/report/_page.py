@@ -297,7 +297,8 @@ def _neurons(runs: xarray.Dataset, samples: Samples) -> dict[str, object]:
     if held is not None:
         text = f"Neurons at their {name}, in the two directions that hold most of it at the end"
     if (sign != 0).any():
-        text += "; blue: positive output, orange: negative"
+        of = "first " if "a" in fields and fields["a"].ndim > sign.ndim else ""
+        text += f"; blue: positive {of}output, orange: negative"
     shown = {"u": _clean(place[..., 0], 3), "v": _clean(place[..., 1], 3), "sign": _clean(sign)}
     shown |= {"labels": labels, "held": None if held is None else _clean(held, 3)}
     x, _ = _pair(samples)
@@ -376,7 +377,8 @@ def _provenance(runs: xarray.Dataset) -> dict[str, list[list[str]]]:
             value = str(text)
         walk("" if name == "run" else str(name), value)
     short = [
-        [name.removeprefix("horizon.").removeprefix("settings.").removeprefix("versions."), text]
+        # one word before the name and the kind of a single number say nothing to a reader
+        [re.sub(r"^(horizon|settings|versions)\.", "", name), re.sub(r"^(float|int)\d+:", "", text)]
         for name, text in found
         if name.startswith(FIRST_ASKED)
     ]

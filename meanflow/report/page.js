@@ -86,10 +86,14 @@
 
   // a plot area; returns the maps from data to pixels. Options: x, y (labels of ticks), xname, yname, square, log, marks
   function frame(id, tall, xs, ys, options) {
-    const { c, w, h } = open(id, tall), left = 62, bottom = 44, top = 12, right = 14;
+    const { c, w, h } = open(id, tall), bottom = 44, top = 12, right = 14;
     let [x0, x1] = span(xs), [y0, y1] = span(ys);
     const margin = 0.04 * (y1 - y0);
     y0 -= margin; y1 += margin;
+    const rises = () => options.log ? powers(y0, y1) : ticks(y0, y1, 5);
+    // room for the longest label beside the name of the axis
+    const left = Math.max(62, 36 + most(rises().map((y) => c.measureText(options.y(y)).width)));
+    sizes[id].push(left);
     if (options.pad) { const more = 0.04 * (x1 - x0); x0 -= more; x1 += more; }
     if (options.square) { // equal units on both axes
       const unit = Math.max((x1 - x0) / (w - left - right), (y1 - y0) / (h - top - bottom));
@@ -104,7 +108,7 @@
       c.strokeStyle = FAINT; c.beginPath(); c.moveTo(px(x), top); c.lineTo(px(x), h - bottom); c.stroke();
       c.fillStyle = GREY; c.textAlign = "center"; c.fillText(options.x(x), px(x), h - bottom + 17);
     });
-    (options.log ? powers(y0, y1) : ticks(y0, y1, 5)).forEach((y) => {
+    rises().forEach((y) => {
       c.strokeStyle = FAINT; c.beginPath(); c.moveTo(left, py(y)); c.lineTo(w - right, py(y)); c.stroke();
       c.fillStyle = GREY; c.textAlign = "right"; c.fillText(options.y(y), left - 7, py(y) + 4);
     });
@@ -340,7 +344,7 @@
   // texts and controls
   get("summary").textContent = page.summary;
   get("loss-caption").textContent = (page.bands ? "Losses of " + cells + " cells, each the median over seeds, as quantiles; "
-    : "Median over seeds" + (cells > 1 ? ", one curve a cell; " : "; ")) + "thick: the selected cell, dot: the time of the slider below.";
+    : cells > 1 ? "Median over seeds, one curve a cell; " : "") + (cells > 1 ? "thick: the selected cell, dot" : "Dot") + ": the time of the slider below.";
   get("map-caption").textContent = several ? "Final values, median over seeds. Select a cell by a click."
     : "Final values, median over seeds. Select a network by a click.";
   get("regimes").hidden = !state.variable;
@@ -349,6 +353,7 @@
   if (cells < 2) list("values", Object.values(page.maps).map((one) => [one.title, one.values[0][0] === null ? page.missing[0][0] : number(one.values[0][0], 4)]));
   get("row-name").textContent = page.rows.name; get("column-name").textContent = page.columns.name;
   get("column-label").hidden = !several;
+  get("row-label").hidden = rows.length < 2;
   rows.forEach((text, i) => get("row").add(new Option(text, String(i))));
   columns.forEach((text, j) => get("column").add(new Option(text, String(j))));
   get("row").addEventListener("change", () => choose(Number(get("row").value), state.column));
@@ -363,11 +368,11 @@
   slider.max = String(moments.length - 1); slider.value = slider.max;
   slider.addEventListener("input", () => { state.time = Number(slider.value); drawMoment(); });
   get("map").addEventListener("click", (event) => {
-    const box = get("map").getBoundingClientRect(), [w, h] = sizes.map;
+    const box = get("map").getBoundingClientRect(), [w, h, left] = sizes.map;
     const x = (event.clientX - box.left) * w / box.width, y = (event.clientY - box.top) * w / box.width;
     if (!several) {
       // the same margins and padding as in frame
-      const share = ((x - 62) / (w - 76) * 1.08 - 0.04) * (rows.length - 1);
+      const share = ((x - left) / (w - left - 14) * 1.08 - 0.04) * (rows.length - 1);
       choose(Math.min(rows.length - 1, Math.max(0, Math.round(share))), 0);
       return;
     }

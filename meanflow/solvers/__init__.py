@@ -6,6 +6,7 @@ from meanflow.solvers._continuous import solve as solve
 from meanflow.solvers._discrete import descend as descend
 from meanflow.solvers._dynamics import Noise as Noise
 from meanflow.solvers._dynamics import Reaction as Reaction
+from meanflow.solvers._fluctuations import fluctuations as fluctuations
 from meanflow.solvers._sliding import Sliding as Sliding
 from meanflow.solvers._solution import RESULTS as RESULTS
 from meanflow.solvers._solution import FailedRun as FailedRun

@@ -91,6 +91,7 @@ def integrate(
     adjoint: diffrax.AbstractAdjoint,
     y: PyTree[Array],
     resume: Callable[[PyTree], PyTree[Array]] | None,
+    ends: bool = False,
 ) -> diffrax.Solution:
     """Return diffrax's solution, with what ``look`` saw as ``ys["series"]`` and the end of the run as ``ys["end"]``.
 
@@ -105,6 +106,7 @@ def integrate(
         y: the state from which the run starts or goes on.
         resume: gives the states of solver and controller of an earlier run the structure it is handed; None for a
             new run.
+        ends: whether to return the ends of the steps as ``ts["ends"]``, (most steps,), infinite behind the last.
     """
     start, end, saves, steady = times
     terms = diffrax.ODETerm(field)
@@ -134,6 +136,7 @@ def integrate(
             subs={
                 "series": diffrax.SubSaveAt(t1=True, fn=lambda t, y, problem: look(t, y)),
                 "end": diffrax.SubSaveAt(t1=True),
+                **({"ends": diffrax.SubSaveAt(steps=True, fn=lambda t, y, problem: None)} if ends else {}),
             },
             solver_state=True,
             controller_state=True,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
 from meanflow._boundary import Count, PRNGKey, checked, choice
-from meanflow._numerics import KeyBits
+from meanflow._loops import KeyBits
 from meanflow.measures._dataset import Dataset
 
 ROUNDS = 4  # each moves rows by a random function of the column, then columns by one of the row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -34,6 +35,7 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._adaptive import ADJOINTS, save_times
 from meanflow.solvers._defaults import Method, choose, rougher
 from meanflow.solvers._dynamics import Dynamics
+from meanflow.solvers._fluctuations import part, with_fluctuations
 from meanflow.solvers._run import LOOPS, Options, Times, run, settings_of
 from meanflow.solvers._solution import (
     FINE,
@@ -156,6 +158,7 @@ def solve(
     )
     if state is not None:
         check_resumed(state, options.settings, data)
+    options, wanted, alone = part(options, state)
     solution = run(flow, cloud, data, options, state)
     measured = method.order is not None and state is None
     if measured and outcomes(solution.result) == "event_overflow":
@@ -167,7 +170,25 @@ def solve(
         solution = run(flow, cloud, data, options, None)
     if throw:
         raise_on_failure(solution)
-    return _with_error(solution, flow, cloud, data, options, method) if measured else solution
+        _warn_of_chatter(solution)
+    if measured:
+        solution = _with_error(solution, flow, cloud, data, options, method)
+    return with_fluctuations(solution, wanted, alone, flow, cloud, data, options)
+
+
+def _warn_of_chatter(solution: Solution) -> None:
+    """Warn of a run that has rejected many adaptive steps, as it does where velocities jump; not while tracing."""
+    known = (
+        _boundary.concrete(solution.stats.get(f"num_{name}_steps", 0)) for name in ("accepted", "rejected")
+    )
+    accepted, rejected = (None if u is None else int(np.sum(u)) for u in known)
+    if accepted is not None and rejected is not None and rejected > max(accepted / 2, 100):
+        warnings.warn(
+            f"{rejected} of {accepted + rejected} adaptive steps were rejected: the velocity seems to jump, as it does "
+            "where an activation has kinks, and the tolerance then says nothing about the error; take fixed steps "
+            "instead, such as solver=diffrax.Heun(), step=0.01",
+            stacklevel=4,
+        )
 
 
 def _ends_at(times: jax.Array, end: Scalar) -> bool:

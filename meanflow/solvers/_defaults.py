@@ -113,6 +113,13 @@ def _given(solver: Stepper | diffrax.AbstractSolver, rule: StepRule | Adaptive |
             )
         return Method(solver, rule)
     if isinstance(rule, StepRule):
+        if isinstance(solver, diffrax.AbstractImplicitSolver) and not eqx.is_array_like(
+            solver.root_finder.rtol
+        ):
+            raise ValueError(
+                "solver must have a root finder with tolerances of its own where steps are fixed, for instance "
+                f"root_finder=diffrax.VeryChord(rtol=1e-6, atol=1e-6), got {type(solver).__name__} without"
+            )
         return Method(RungeKutta(solver) if has_table(solver) else DiffraxStep(solver), rule)
     if not isinstance(solver, diffrax.AbstractAdaptiveSolver):
         raise ValueError(

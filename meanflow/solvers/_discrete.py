@@ -20,6 +20,7 @@ from meanflow.solvers._adaptive import ADJOINTS
 from meanflow.solvers._batches import Batches
 from meanflow.solvers._continuous import Observed
 from meanflow.solvers._dynamics import Dynamics
+from meanflow.solvers._fluctuations import part, with_fluctuations
 from meanflow.solvers._run import PLAIN, Counts, Options, run, settings_of
 from meanflow.solvers._solution import (
     Solution,
@@ -128,10 +129,12 @@ def descend(
         check_resumed(state, options.settings, data)
     # statistics of each minibatch: the flow stays unbound, and is bound to the batch in every step
     per_batch = batches is not None and batches.statistics == "batch"
-    solution = run(flow if per_batch else bound, cloud, data, options, state)
+    options, wanted, alone = part(options, state)
+    used = flow if per_batch else bound
+    solution = run(used, cloud, data, options, state)
     if throw:
         raise_on_failure(solution)
-    return solution
+    return with_fluctuations(solution, wanted, alone, used, cloud, data, options)
 
 
 @kept()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from meanflow import _boundary
 from meanflow._boundary import PRNGKey, checked, instance, number
-from meanflow._numerics import KeyBits
+from meanflow._loops import KeyBits
 from meanflow.flows._flow import Flow
 from meanflow.measures._cloud import Cloud
 from meanflow.solvers._step import Scalar, as_number

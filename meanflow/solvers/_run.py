@@ -4,6 +4,7 @@ Both step by the loops of ``_numerics``, ``descend`` a number of times and ``sol
 steppers, step rules, observers and states. Only steps that adapt their length are left to diffrax.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meanflow import _observable
-from meanflow._numerics import iterate, iterate_until, land
+from meanflow._loops import iterate, iterate_until, land
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import Flow
@@ -81,6 +82,7 @@ class Options(NamedTuple):
         dynamics: noise or reaction, or None.
         batches: minibatches, or None.
         settings: what a resumed run must share.
+        ends: whether ``stats`` are to hold where the adaptive steps ended, under ``"ends"``.
     """
 
     horizon: Times | Counts
@@ -93,6 +95,7 @@ class Options(NamedTuple):
     dynamics: Dynamics | None
     batches: Batches | None
     settings: Settings
+    ends: bool = False
 
 
 def settings_of(names: dict[str, str], rule: StepRule | Adaptive, dynamics: Dynamics | None) -> Settings:
@@ -137,8 +140,7 @@ class End(NamedTuple):
     result: RESULTS
 
 
-@compiled
-def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
+def traced_run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State | None) -> Solution:
     """Run from ``cloud``, or go on from ``state``.
 
     Args:
@@ -148,12 +150,13 @@ def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State 
         options: everything else.
         state: of the run that is resumed, or None.
     """
-    problem = _problem(flow, cloud, data, options)
+    problem = problem_of(flow, cloud, data, options)
     observe = options.observe
 
     def look(t: Array, y: PyTree[Array], problem: Problem = problem) -> tuple[Array, Array, PyTree]:
         here = problem.seen(y)
-        seen = here if observe is None else _observable.measure(observe, problem, here, problem.memory)
+        # clouds are made of the states afterwards: weights and labels need no place in the loop
+        seen = y if observe is None else _observable.measure(observe, problem, here, problem.memory)
         return t, equation.energy(problem.flow, here, data), seen
 
     if isinstance(options.rule, Adaptive):
@@ -161,6 +164,10 @@ def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State 
     else:
         end = _fixed(problem, flow, options, look, state)
     times, energies, seen = end.saved
+    if observe is None:
+        seen = jax.vmap(problem.cloud)(seen)
+    if isinstance(options.horizon, Times) and options.horizon.saves is not None:
+        energies, seen = _blanked(times, (energies, seen))
     return Solution(
         ts=times,
         energy=energies,
@@ -185,7 +192,22 @@ def run(flow: Flow, cloud: Cloud, data: Dataset, options: Options, state: State 
     )
 
 
-def _problem(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Problem:
+run = compiled(traced_run)
+
+
+def _blanked(times: Array, saved: PyTree[Array]) -> PyTree[Array]:
+    """Return what was saved with infinite numbers at the times that were not reached, which are infinite."""
+    missed = jnp.isinf(times)
+
+    def blank(u: Array) -> Array:
+        if not jnp.issubdtype(u.dtype, jnp.floating):
+            return u
+        return jnp.where(missed.reshape(-1, *[1] * (u.ndim - 1)), jnp.inf, u)
+
+    return jax.tree.map(blank, saved)
+
+
+def problem_of(flow: Flow, cloud: Cloud, data: Dataset, options: Options) -> Problem:
     """Return flow, data and clock in the form that steppers and observers take."""
     chart = flow.bind(data).chart(cloud)
     arranged, offset = chart.flow.feature.arrange(chart.base, data), chart.flow.offset
@@ -239,7 +261,9 @@ def _fixed(
     see = lambda now: look(now.t, now.y, stepper.sight(problem, now.y, now.inner))
     start = _begin(problem, stepper, options, state)
 
-    def advance(now: Progress, running: Bool[Array, ""] | bool, stop: Array | None) -> Progress:
+    def advance(
+        now: Progress, running: Bool[Array, ""] | bool, stop: Array | None, stepper: Stepper = stepper
+    ) -> Progress:
         size = rule.next_size(now.steps, now.size, problem, now.y, running)
         # in single precision a million small steps, added up as they are, are a percent off
         exact = size - now.excess
@@ -262,10 +286,12 @@ def _fixed(
             see,
             checkpoint=not isinstance(options.adjoint, diffrax.DirectAdjoint),
             first=state is None,
+            apart=options.observe is None,
         )
         result: RESULTS = RESULTS.successful  # type: ignore[assignment]
     else:
-        end, saved = _until(horizon, options, start, advance, see)
+        again = functools.partial(advance, stepper=stepper.compact())
+        end, saved = _until(horizon, options, start, (advance, again), see)
         stopped = RESULTS.where(end.over, RESULTS.event_occurred, RESULTS.max_steps_reached)
         result = RESULTS.where(end.t >= horizon.end, RESULTS.successful, stopped)
     return End(
@@ -312,10 +338,10 @@ def _until(
     horizon: Times,
     options: Options,
     start: Progress,
-    advance: Callable[[Progress, Bool[Array, ""], Array], Progress],
+    advance: tuple[Callable[[Progress, Bool[Array, ""], Array], Progress], ...],
     see: Callable[[Progress], tuple[Array, Array, PyTree]],
 ) -> tuple[Progress, tuple[Array, Array, PyTree]]:
-    """Step until the end of the run, and save on the way."""
+    """Step until the end of the run, and save on the way; ``advance`` takes a step, and takes it again."""
     end = jnp.asarray(horizon.end, start.t.dtype)
     if horizon.saves is None:
         stops = end[None]
@@ -327,16 +353,13 @@ def _until(
         return (now.t < stop) & ~now.over & (now.steps < limit)
 
     def observe(now: Progress, stop: Array) -> tuple[Array, Array, PyTree]:
-        seen = see(now)
-        if horizon.saves is None:  # the only save is where the run ends, also if that is early
-            return seen
-        reached = now.t >= stop
-        blank = lambda u: jnp.where(reached, u, jnp.inf) if jnp.issubdtype(u.dtype, jnp.floating) else u
-        return jax.tree.map(blank, seen)
+        time, *seen = see(now)
+        # without save times the only one is where the run ends, also if that is early
+        return time if horizon.saves is None else jnp.where(now.t >= stop, time, jnp.inf), *seen
 
     adjoint = options.adjoint
     final, saved = iterate_until(
-        lambda now, stop: advance(now, more(now, stop), stop),
+        lambda now, stop: advance[0](now, more(now, stop), stop),
         start,
         more,
         stops,
@@ -344,6 +367,7 @@ def _until(
         limit=options.limit,
         kind=LOOPS[type(adjoint)],
         checkpoints=adjoint.checkpoints if isinstance(adjoint, diffrax.RecursiveCheckpointAdjoint) else None,
+        again=lambda now, stop: advance[1](now, more(now, stop), stop),
     )
     if horizon.saves is None or horizon.whole:
         return final, saved
@@ -371,6 +395,7 @@ def _adaptive(
         options.adjoint,
         problem.initial() if state is None else state.y,
         kept,
+        options.ends,
     )
     assert raw.ys is not None and raw.ts is not None
     stats = {name: jnp.asarray(u) for name, u in raw.stats.items() if name.startswith("num")}
@@ -380,6 +405,6 @@ def _adaptive(
         steps=stats["num_steps"] + (0 if state is None else state.steps),
         leaves=tuple(jax.tree.leaves((raw.solver_state, raw.controller_state, raw.made_jump))),
         saved=raw.ys["series"],
-        stats=stats,
+        stats=stats | ({"ends": raw.ts["ends"]} if options.ends else {}),
         result=RESULTS.promote(raw.result),
     )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from meanflow import _boundary
 from meanflow._boundary import Count, checked, number
+from meanflow._loops import any_of_batch
 from meanflow._numerics import dominant_vector, safe_divide
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import Flow
@@ -82,17 +83,6 @@ def as_number(value: float | Scalar) -> Scalar:
     return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
-@jax.custom_batching.custom_vmap
-def _any_of_batch(due: jax.Array) -> jax.Array:
-    """Return the flag itself; under ``jax.vmap`` whether any of the flags of the batch is set, one flag for all."""
-    return due
-
-
-@_any_of_batch.def_vmap
-def _any_of_many(size: int, batched: list[bool], due: jax.Array) -> tuple[jax.Array, bool]:
-    return _any_of_batch(jnp.any(due)), False
-
-
 class StepRule(eqx.Module):
     """How long a step is. Subclasses define ``size_at`` and ``every``.
 
@@ -142,7 +132,7 @@ class StepRule(eqx.Module):
         # Runs of a batch that end after different numbers of steps count their steps apart. A branch on each run's own
         # count would compute the size of all of them in every step, and select.
         new = jax.lax.cond(
-            _any_of_batch(due), lambda: self.size_at(problem, y).astype(size.dtype), lambda: size
+            any_of_batch(due), lambda: self.size_at(problem, y).astype(size.dtype), lambda: size
         )
         return jnp.where(due, new, size)
 

@@ -5,8 +5,9 @@ times, by the same loop (``solvers._run``).
 """
 
 import abc
+import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import diffrax
 import equinox as eqx
@@ -24,6 +25,7 @@ from meanflow.solvers._solution import RESULTS
 
 Particles: TypeAlias = PyTree[jax.Array]  # the state of a flow, in the coordinates of the chart
 StepperState = Any  # a pytree of arrays, or None
+Seen = TypeVar("Seen")
 
 
 class Stepper(eqx.Module):
@@ -35,6 +37,10 @@ class Stepper(eqx.Module):
 
     def prepared(self, forward: bool) -> "Stepper":
         """Return the stepper for a run that is differentiated in forward mode, or not; itself by default."""
+        return self
+
+    def compact(self) -> "Stepper":
+        """Return a stepper that does the same by a smaller program, for a derivative; itself by default."""
         return self
 
     def init(self, problem: Problem, y: Particles) -> StepperState:
@@ -76,12 +82,18 @@ class RungeKutta(Stepper):
 
     Attributes:
         method: a method of diffrax, whose table of coefficients a, b is used.
+        looped: whether the stages are a loop.
 
     >>> RungeKutta(diffrax.Heun()).method
     Heun()
     """
 
     method: diffrax.AbstractERK | diffrax.Euler
+    looped: bool = eqx.field(static=True, default=False)
+
+    def compact(self) -> "RungeKutta":
+        """Return the method with its stages as a loop."""
+        return RungeKutta(self.method, looped=True)
 
     def init(self, problem: Problem, y: Particles) -> Array:
         """Return the record of energies of which none is known."""
@@ -91,15 +103,9 @@ class RungeKutta(Stepper):
         self, problem: Problem, y: Particles, state: Array, number: Array, size: Array
     ) -> tuple[Particles, Array]:
         """Take one step."""
-        energies: list[Array] = []
-
-        def field(y: Particles) -> Particles:
-            rates, energy = _field_and_energy(problem, y)
-            energies.append(energy)
-            return rates
-
-        moved = runge_kutta(self.method, field, y, size)
-        return moved, watch(state, energies[0])
+        field = functools.partial(_field_and_energy, problem)
+        moved, energy = runge_kutta(self.method, field, y, size, self.looped)
+        return moved, watch(state, energy)
 
     def result(self, problem: Problem, state: Array, result: RESULTS) -> RESULTS:
         """Return ``energy_rose`` where a step was beyond what is stable."""
@@ -148,15 +154,18 @@ def unstable(record: Float[Array, "4"], result: RESULTS) -> RESULTS:
 
 def runge_kutta(
     method: diffrax.AbstractERK | diffrax.Euler,
-    field: Callable[[Particles], Particles],
+    field: Callable[[Particles], tuple[Particles, Seen]],
     y: Particles,
     size: jax.Array,
-) -> Particles:
-    """Return y + size sum_i b_i k_i with the stages k_i = field(y + size sum_(j < i) a_ij k_j).
+    looped: bool = False,
+) -> tuple[Particles, Seen]:
+    """Return y + size sum_i b_i k_i with the stages k_i, ... = field(y + size sum_(j < i) a_ij k_j).
 
-    Stages behind the last b_i != 0 are left out: they serve error estimates and interpolation only.
+    Beside it return what the field says at ``y`` beside its value. Stages behind the last b_i != 0 are left out: they
+    serve error estimates and interpolation only. With ``looped`` the stages are a loop, which is a smaller program and
+    takes a tenth more time to run.
 
-    >>> float(runge_kutta(diffrax.Midpoint(), lambda y: y, jnp.array(8.0), jnp.array(0.5)))
+    >>> float(runge_kutta(diffrax.Midpoint(), lambda y: (y, None), jnp.array(8.0), jnp.array(0.5))[0])
     13.0
     """
     inner: tuple[np.ndarray, ...]
@@ -166,7 +175,26 @@ def runge_kutta(
         assert isinstance(method.tableau, diffrax.ButcherTableau)  # has_table
         inner, last = method.tableau.a_lower, method.tableau.b_sol
     used = int(np.flatnonzero(last)[-1]) + 1
+    if looped:
+        # row by row what leads from the stages so far to where the next one is, and in the end to the result
+        rows = np.zeros((used, used))
+        for k, row in enumerate((*inner[: used - 1], last[:used])):
+            rows[k, : len(row)] = row
+
+        def stage(carry: tuple[Particles, Particles], item: tuple[Array, Array]) -> tuple[tuple, Seen]:
+            (point, slopes), (number, shares) = carry, item
+            put = lambda u, k: jax.lax.dynamic_update_index_in_dim(u, k, number, 0)
+            slope, seen = field(point)
+            slopes = jax.tree.map(put, slopes, slope)
+            along = lambda k: jnp.tensordot(shares, k, 1, precision=jax.lax.Precision.HIGHEST)
+            return (jax.tree.map(lambda u, k: u + size * along(k), y, slopes), slopes), seen
+
+        room = jax.tree.map(lambda u: jnp.zeros((used, *u.shape), u.dtype), y)
+        numbered = jnp.arange(used), jnp.asarray(rows, size.dtype)
+        (end, _), seen = jax.lax.scan(stage, (y, room), numbered)
+        return end, jax.tree.map(lambda u: u[0], seen)
     stages: list[Particles] = []
+    said: list[Seen] = []
 
     def moved(shares: np.ndarray) -> Particles:
         terms = [(float(share), k) for share, k in zip(shares, stages, strict=True) if share != 0]
@@ -176,8 +204,10 @@ def runge_kutta(
         return jax.tree.map(lambda u, *ks: u + size * sum(ks[1:], ks[0]), y, *slopes)
 
     for row in (np.zeros(0), *inner)[:used]:
-        stages.append(field(moved(row)))
-    return moved(last[:used])
+        slope, other = field(moved(row))
+        stages.append(slope)
+        said.append(other)
+    return moved(last[:used]), said[0]
 
 
 def has_table(solver: diffrax.AbstractSolver) -> TypeGuard[diffrax.AbstractERK | diffrax.Euler]:
@@ -197,25 +227,26 @@ class DiffraxStep(Stepper):
     solver: diffrax.AbstractSolver
 
     def init(self, problem: Problem, y: Particles) -> StepperState:
-        """Return the solver's state, and the worst result of its steps so far."""
+        """Return the solver's state, the worst result of its steps so far, and the record of energies."""
         zero = jnp.zeros((), problem.speed.dtype)
-        return self.solver.init(_TERMS, zero, zero + 1, y, problem), diffrax.RESULTS.successful
+        inner = self.solver.init(_TERMS, zero, zero + 1, y, problem)
+        return inner, diffrax.RESULTS.successful, unwatched(problem)
 
     def step(
         self, problem: Problem, y: Particles, state: StepperState, number: Array, size: Array
     ) -> tuple[Particles, StepperState]:
         """Take one step; the flow does not depend on time, so every step starts at 0."""
-        (inner, worst), zero = state, jnp.zeros_like(size)
+        (inner, worst, energies), zero = state, jnp.zeros_like(size)
         moved, _, _, inner, found = self.solver.step(
             _TERMS, zero, size, y, problem, inner, jnp.asarray(False)
         )
         worst = diffrax.RESULTS.where(worst == diffrax.RESULTS.successful, found, worst)
-        return moved, (inner, worst)
+        return moved, (inner, worst, watch(energies, _field_and_energy(problem, y)[1]))
 
     def result(self, problem: Problem, state: StepperState, result: RESULTS) -> RESULTS:
         """Return what went wrong in a step, for instance an implicit equation without a solution."""
         worst = RESULTS.promote(state[1])
-        return RESULTS.where(worst == RESULTS.successful, result, worst)
+        return RESULTS.where(worst == RESULTS.successful, unstable(state[2], result), worst)
 
 
 def field(t: Any, y: Particles, problem: Problem) -> Particles:

@@ -32,7 +32,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from meanflow import _boundary
 from meanflow._boundary import Length, Positive, Rate, array, checked, count, either, instance
-from meanflow._numerics import iterate_until, land
+from meanflow._loops import iterate_until, land
 from meanflow._reuse import compiled
 from meanflow.flows import _equation as equation
 from meanflow.flows._flow import Flow
@@ -202,7 +202,8 @@ def _evolve(problem: _DensityProblem, t1: jax.Array, ts: jax.Array | None) -> De
     def step(now: Now, stop: jax.Array) -> Now:
         time, mass, steps = now
         time, size = land(time, _courant(problem, mass), stop)
-        return time, runge_kutta(diffrax.Heun(), lambda u: _rate(u, problem), mass, size), steps + 1
+        mass, _ = runge_kutta(diffrax.Heun(), lambda u: (_rate(u, problem), None), mass, size)
+        return time, mass, steps + 1
 
     def more(now: Now, stop: jax.Array) -> jax.Array:
         time, mass, steps = now

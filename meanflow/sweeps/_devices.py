@@ -11,11 +11,10 @@ after which all processes know of each other's errors: one that failed would oth
 
 import abc
 import contextlib
-import os
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TypeAlias, TypeVar
 
@@ -30,7 +29,6 @@ from jaxtyping import Array, PyTree
 from meanflow import _boundary
 from meanflow._reuse import kept_by_shape
 from meanflow.measures._cloud import Cloud
-from meanflow.sweeps._grid import Chunk, Group
 from meanflow.sweeps._store import StoreError
 
 SWEEP, PARTICLES = "sweep", "particles"
@@ -112,34 +110,6 @@ def _compile(rest: PyTree, shapes: PyTree, mesh: Mesh | None) -> Compiled:
     return lowered.compile()
 
 
-def output_shapes(cell: Cell, shared: PyTree, inputs: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of one cell's results, without computing."""
-    one = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), inputs)
-    return eqx.filter_eval_shape(cell, shared, one)
-
-
-def make_mesh(
-    sweep: int | None = None, particles: int = 1, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
-    """Return a mesh with axes ``sweep`` and ``particles`` over all devices of all processes, or the first few.
-
-    Args:
-        sweep: devices along which cells are spread; default all that are left.
-        particles: devices along which each cloud is spread.
-        devices: default ``jax.devices()``.
-
-    >>> dict(make_mesh(sweep=1).shape)
-    {'sweep': 1, 'particles': 1}
-    """
-    devices = list(jax.devices() if devices is None else devices)
-    sweep = max(1, len(devices) // particles) if sweep is None else sweep
-    if sweep * particles > len(devices):
-        raise ValueError(
-            f"a mesh of {sweep} x {particles} devices needs {sweep * particles}, got {len(devices)}"
-        )
-    return Mesh(np.array(devices[: sweep * particles]).reshape(sweep, particles), (SWEEP, PARTICLES))
-
-
 def mesh_shape(name: str, value: object) -> object:
     """Accept a mesh with axes ``sweep`` and ``particles``, or how many devices there are along each of them."""
     if isinstance(value, Mesh):
@@ -156,32 +126,33 @@ def mesh_shape(name: str, value: object) -> object:
 
 
 def find_mesh(asked: Mesh | tuple[int | None, int] | None) -> Mesh | None:
-    """Return the mesh to use, None for a single device."""
-    if asked is None and jax.device_count() == 1:
-        return None
-    return asked if isinstance(asked, Mesh) else make_mesh(*(asked or ()))
-
-
-def specs(inputs: PyTree) -> PyTree[PartitionSpec]:
-    """Return how the inputs are split: clouds along both axes, everything else along ``sweep``."""
-
-    def of(node: PyTree) -> PyTree[PartitionSpec]:
-        split = isinstance(node, Cloud)
-        # the width of a cloud is one number for each cell
-        return jax.tree.map(lambda u: PartitionSpec(*(SWEEP, PARTICLES)[: 1 + (split and u.ndim > 1)]), node)
-
-    return jax.tree.map(of, inputs, is_leaf=lambda node: isinstance(node, Cloud))
+    """Return the mesh to use, over all devices of all processes or the first few; None for a single device."""
+    if isinstance(asked, Mesh) or (asked is None and jax.device_count() == 1):
+        return asked
+    found, (across, along) = jax.devices(), asked or (None, 1)
+    across = across or max(1, len(found) // along)
+    if across * along > len(found):
+        raise ValueError(f"a mesh of {across} x {along} devices needs {across * along}, got {len(found)}")
+    return Mesh(np.array(found[: across * along]).reshape(across, along), (SWEEP, PARTICLES))
 
 
 def place(inputs: PyTree, mesh: Mesh | None) -> PyTree[Array]:
-    """Put host arrays on the devices of the mesh; each process fills its own."""
+    """Put host arrays on the devices of the mesh; each process fills its own.
+
+    Clouds are split along both axes of the mesh, everything else along the cells.
+    """
     if mesh is None:
         return jax.tree.map(jnp.asarray, inputs)
 
-    def put(u: np.ndarray, spec: PartitionSpec) -> Array:
+    def put(u: np.ndarray, split: bool) -> Array:
+        # the width of a cloud is one number for each cell
+        spec = PartitionSpec(*(SWEEP, PARTICLES)[: 1 + (split and u.ndim > 1)])
         return jax.make_array_from_callback(u.shape, NamedSharding(mesh, spec), lambda index: u[index])
 
-    return jax.tree.map(put, inputs, specs(inputs))
+    def put_all(node: PyTree) -> PyTree[Array]:
+        return jax.tree.map(lambda u: put(u, isinstance(node, Cloud)), node)
+
+    return jax.tree.map(put_all, inputs, is_leaf=lambda node: isinstance(node, Cloud))
 
 
 def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
@@ -200,28 +171,23 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
     return eqx.combine(jax.tree.map(put, arrays), rest)
 
 
+def host_memory() -> int | None:
+    """Return the bytes of memory that are free on this host, or None where the system does not say."""
+    info = pathlib.Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def free_memory(device: jax.Device) -> int | None:
     """Return the bytes that a program may still take on a device, or None where the platform does not say."""
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     return host_memory() if device.platform == "cpu" else None
 
 
-def host_memory() -> int | None:
-    """Return the bytes of memory that are free on this host, or None where the system does not say."""
-    info = pathlib.Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def check_memory(compiled: Compiled, group: Group, chunk: Chunk, mesh: Mesh | None) -> None:
-    """Refuse a chunk whose compiled program needs more memory than there is, before it runs."""
+def check_memory(compiled: Compiled, length: int, size: int, mesh: Mesh | None) -> None:
+    """Refuse a chunk of ``length`` cells of ``size`` particles that needs more memory than there is, before it runs."""
     usage = compiled.memory_analysis()
     if usage is None:
         return
@@ -230,17 +196,13 @@ def check_memory(compiled: Compiled, group: Group, chunk: Chunk, mesh: Mesh | No
     here = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     # simulated devices of one host share its memory
     sharing = len(here) if here[0].platform == "cpu" else 1
-    check_fit((usage.temp_size_in_bytes + held) * sharing, free_memory(here[0]), group, chunk)
-
-
-def check_fit(needed: int, free: int | None, group: Group, chunk: Chunk) -> None:
-    """Raise ValueError with a chunk size that fits, if ``needed`` bytes exceed the allowed share of ``free`` bytes."""
+    needed, free = (usage.temp_size_in_bytes + held) * sharing, free_memory(here[0])
     if free is None or needed <= MEMORY_SHARE * free:
         return
-    fits = int(chunk.length * MEMORY_SHARE * free / needed)
+    fits = int(length * MEMORY_SHARE * free / needed)
     advice = f"pass chunk={fits}" if fits else "one cell is too large for this device; spread it over a mesh"
     raise ValueError(
-        f"a chunk of {chunk.length} cells with {group.size} particles each needs {needed / 2**30:.3g} GiB, "
+        f"a chunk of {length} cells with {size} particles each needs {needed / 2**30:.3g} GiB, "
         f"{free / 2**30:.3g} GiB are free; {advice}"
     )
 

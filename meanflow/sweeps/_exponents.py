@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
@@ -30,6 +32,7 @@ if TYPE_CHECKING:  # slow to import
 
 COLLAPSE = ("a", "a_error", "b", "b_error", "quality", "raw")
 NO_OVERLAP = 1e6  # stands for the deviation of curves that do not overlap
+SIZES = ("output", "change", "preactivation")
 VARIABLES = ("angle_displacement", "kernel_drift", "energy")
 
 
@@ -125,22 +128,15 @@ def _compared(runs: "xarray.Dataset", name: str, level: float | jax.Array | None
     """Return the value with which a run enters a fit; NaN for runs that failed or never reached the level."""
     import xarray
 
-    if level is None:
-        found = grids.final(runs, name)
-    else:
-        along = next(d for d in ("time", "step") if d in runs.energy.dims)
-        found = xarray.apply_ufunc(
-            _at_level,
-            runs.energy,
-            runs[name],
-            input_core_dims=[[along], [along]],
-            kwargs={"level": level},
-            vectorize=True,
-        )
+    found = grids.final(runs, name)
+    if level is not None:
+        series = runs.energy, runs[name]
+        along = [list({"time", "step"} & set(runs.energy.dims))] * 2
+        found = xarray.apply_ufunc(partial(_at_level, level), *series, input_core_dims=along, vectorize=True)
     return found.where(~grids.failed(runs))
 
 
-def _at_level(energy: np.ndarray, value: np.ndarray, level: float) -> float:
+def _at_level(level: float | jax.Array, energy: np.ndarray, value: np.ndarray) -> float:
     """Return ``value`` where ``energy`` first falls to ``level`` times its start, linear in log energy."""
     below = np.flatnonzero(energy <= level * energy[0])
     if not below.size:
@@ -239,18 +235,15 @@ def _fit(x: np.ndarray, value: np.ndarray, failed: np.ndarray) -> tuple[float, f
 
 def _warn(name: str, problems: "xarray.DataArray") -> None:
     """Say which cells have no exponent of a variable, and why."""
-    flat = (
-        problems.reset_coords(drop=True).stack(cell=problems.dims)
-        if problems.dims
-        else problems.expand_dims("cell")
-    )
-    lost = [one for one in flat.transpose("cell") if one.item()]
+    lost = []
+    for one in map(problems.__getitem__, np.ndindex(problems.shape)):
+        where = ", ".join(f"{d} = {one[d].item()}" for d in problems.dims) or "all runs"
+        lost += [f"{where}: {one.item()}"] if one.item() else []
     if lost:
-        where = lambda one: (
-            ", ".join(f"{d} = {one.cell.item()[k]}" for k, d in enumerate(problems.dims)) or "all runs"
+        listed = "\n  ".join(lost[:8])
+        warnings.warn(
+            f"{len(lost)} of {problems.size} exponents of {name} are NaN:\n  {listed}", stacklevel=3
         )
-        listed = "\n  ".join(f"{where(one)}: {one.item()}" for one in lost[:8])
-        warnings.warn(f"{len(lost)} of {flat.size} exponents of {name} are NaN:\n  {listed}", stacklevel=3)
 
 
 def collapse(value: "xarray.DataArray") -> "xarray.DataArray":
@@ -287,26 +280,20 @@ def _collapse(widths: np.ndarray, control: np.ndarray, values: np.ndarray) -> np
     order = np.argsort(control)
     order = order[np.isfinite(control[order])]
     m, control = np.log(widths.astype(float)), control[order]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.where(values > 0, np.log(values), np.nan)[:, order]
+    logs = np.ma.log(np.ma.masked_invalid(values[:, order]))  # what is not positive is left out
+    curves = logs.mean(axis=2).filled(np.nan)
     starts = [np.array([a, b]) for a in (-0.5, 0.0, 0.5) for b in (0.0, 0.5)]
-    best, quality = _best_overlap(m, control, _seed_mean(logs), starts)
+    best, quality = _best_overlap(m, control, curves, starts)
     if not quality < NO_OVERLAP:
         return np.full(len(COLLAPSE), np.nan)
-    raw = _gap(np.zeros(2), m, control, _seed_mean(logs))
-    seeds, error = logs.shape[2], np.full(2, np.nan)
+    raw = _gap(np.zeros(2), m, control, curves)
+    seeds, error = values.shape[2], np.full(2, np.nan)
     if seeds > 1:
-        without = [_seed_mean(np.delete(logs, k, axis=2)) for k in range(seeds)]
-        found = np.array([_best_overlap(m, control, some, [best])[0] for some in without])
+        without = [np.delete(np.arange(seeds), k) for k in range(seeds)]
+        means = [logs[:, :, rest].mean(axis=2).filled(np.nan) for rest in without]
+        found = np.array([_best_overlap(m, control, some, [best])[0] for some in means])
         error = np.sqrt((seeds - 1) * found.var(axis=0))
     return np.array([best[0], error[0], best[1], error[1], np.sqrt(quality), np.sqrt(raw)])
-
-
-def _seed_mean(logs: np.ndarray) -> np.ndarray:
-    """Return the mean over the last axis of what is finite, NaN where nothing is."""
-    good = np.isfinite(logs)
-    count = good.sum(axis=-1)
-    return np.where(count > 0, np.where(good, logs, 0.0).sum(axis=-1) / np.maximum(count, 1), np.nan)
 
 
 def _best_overlap(
@@ -314,30 +301,25 @@ def _best_overlap(
 ) -> tuple[np.ndarray, float]:
     """Return the exponents with the least gap between curves (width, along), and that gap."""
     options = {"xatol": 1e-4, "fatol": 1e-10}
-    found = [
-        optimize.minimize(_gap, s, (m, control, curves), method="Nelder-Mead", options=options)
-        for s in starts
-    ]
+    given = (m, control, curves)
+    found = [optimize.minimize(_gap, s, given, method="Nelder-Mead", options=options) for s in starts]
     best = min(found, key=lambda r: r.fun)
     return best.x, float(best.fun)
 
 
 def _gap(p: np.ndarray, m: np.ndarray, control: np.ndarray, curves: np.ndarray) -> float:
     """Return the mean square deviation of the rescaled curves from one another, at exponents p = (a, b)."""
-    rows = [np.flatnonzero(np.isfinite(row)) for row in curves]
-    places = [
-        np.arcsinh(control[row] * np.exp(np.clip(p[0] * (m[k] - m.mean()), -200, 200)))
-        for k, row in enumerate(rows)
-    ]
-    heights = [curves[k, row] + p[1] * m[k] for k, row in enumerate(rows)]
-    gaps = []
-    for i in range(len(rows)):
-        for j in range(len(rows)):
-            if i == j or len(places[j]) < 2 or not len(places[i]):
-                continue
-            inside = (places[i] >= places[j][0]) & (places[i] <= places[j][-1])
-            gaps.append(heights[i][inside] - np.interp(places[i][inside], places[j], heights[j]))
-    joined = np.concatenate(gaps) if gaps else np.array([])
+    points = []
+    for k, curve in enumerate(curves):
+        row = np.flatnonzero(np.isfinite(curve))
+        stretched = control[row] * np.exp(np.clip(p[0] * (m[k] - m.mean()), -200, 200))
+        points.append((np.arcsinh(stretched), curve[row] + p[1] * m[k]))
+    gaps = [np.array([])]
+    for (x, y), (others, heights) in itertools.permutations(points, 2):
+        if len(others) >= 2:
+            inside = (x >= others[0]) & (x <= others[-1])
+            gaps.append(y[inside] - np.interp(x[inside], others, heights))
+    joined = np.concatenate(gaps)
     # an exponent so large that no curves overlap explains nothing
     return float(np.mean(joined**2)) if joined.size >= len(control) else NO_OVERLAP
 
@@ -362,18 +344,15 @@ class CoordinateCheck(NamedTuple):
 
 
 def _sizes(flow: Flow, cloud: Cloud, data: Dataset, start: Cloud) -> dict[str, jax.Array]:
-    feature = flow.feature
+    """Return the squares whose roots ``CoordinateCheck`` holds."""
+    feature, x = flow.feature, data.x
     assert isinstance(feature, TwoLayer)
-    x = data.x
+    first, last = (feature.predict(one, x) for one in (start, cloud))
     if feature.bias:
         x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
-    first, last = (feature.predict(one, data.x) for one in (start, cloud))
     turn = x @ (cloud.particles.b - start.particles.b).T
-    return {
-        "output": jnp.mean(first**2),
-        "change": jnp.mean((last - first) ** 2),
-        "preactivation": jnp.mean(jnp.sum(turn**2 * cloud.weights[None, :], axis=1)),
-    }
+    means = jnp.mean(first**2), jnp.mean((last - first) ** 2), jnp.mean(turn**2 @ cloud.weights)
+    return dict(zip(SIZES, means, strict=True))
 
 
 @checked
@@ -415,10 +394,7 @@ def coordinate_check(
     lost = grids.failed(found)
     if bool(lost.any()):
         raise ValueError(f"t1 must be reached by all runs, got {int(lost.sum())} of {lost.size} that failed")
-    rms = {
-        name: np.sqrt(found[f"check_{name}"].isel(time=-1).mean("seed").values)
-        for name in ("output", "change", "preactivation")
-    }
+    rms = {name: np.sqrt(found[f"check_{name}"][:, :, -1].mean("seed").values) for name in SIZES}
     numbers = np.asarray(known, float)
     slopes = {name: loglog_slope(numbers, values) for name, values in rms.items()}
     return CoordinateCheck(numbers, **rms, slopes=slopes)

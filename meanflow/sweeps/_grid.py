@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -9,9 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import equinox as eqx
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
+from meanflow._boundary import FilePath, checked
 from meanflow._identity import Json, digest
 from meanflow.solvers._solution import code_numbers
+from meanflow.sweeps import _store as stores
+from meanflow.sweeps._devices import host_memory
+from meanflow.sweeps._store import StoreError
 
 if TYPE_CHECKING:  # slow to import
     import xarray
@@ -58,20 +64,21 @@ class Grid:
     @property
     def shape(self) -> tuple[int, ...]:
         """The length of each axis."""
-        return tuple(len(values) for values in self.axes.values())
+        return tuple(map(len, self.axes.values()))
 
     @property
     def size(self) -> int:
         """The number of cells."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
-    def places(self, cell: int) -> dict[str, int]:
-        """Return the position of a cell along each axis.
+    def places(self, cells: int | np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Return the positions of some cells along each axis; default of all cells.
 
-        >>> Grid({"width": (64, 128), "seed": (0, 1, 2)}).places(4)
-        {'width': 1, 'seed': 1}
+        >>> Grid({"width": (64, 128), "seed": (0, 1, 2)}).places()["seed"]
+        array([0, 1, 2, 0, 1, 2])
         """
-        return {name: int(k) for name, k in zip(self.axes, np.unravel_index(cell, self.shape), strict=True)}
+        found = np.unravel_index(np.arange(self.size) if cells is None else cells, self.shape)
+        return dict(zip(self.axes, found, strict=True))
 
     def at(self, cell: int) -> dict[str, Value]:
         """Return the value of each axis at a cell."""
@@ -83,8 +90,7 @@ class Grid:
         >>> Grid({"width": (64, 128), "seed": (0, 1)}).one_each(["seed"])
         ([0, 1], array([0, 1, 0, 1]))
         """
-        along = dict(zip(self.axes, np.unravel_index(np.arange(self.size), self.shape), strict=True))
-        table = np.stack([np.zeros(self.size, int), *(along[name] for name in names)])
+        table = np.stack([np.zeros(self.size, int), *map(self.places().__getitem__, names)])
         _, first, which = np.unique(table, axis=1, return_index=True, return_inverse=True)
         return first.tolist(), which.ravel()
 
@@ -167,14 +173,7 @@ def group_widths(widths: Iterable[int], waste: float = 0.15) -> list[tuple[int, 
             return [tuple(order[a:b]) for a, b in zip(starts, (*starts[1:], count), strict=True)]
 
 
-def padding_waste(groups: Sequence[Group], grid: Grid) -> float:
-    """Return (padded - real)/padded over all cells, with padded the stored and real the true number of particles."""
-    padded = sum(group.size * len(group.cells) for group in groups)
-    real = sum(grid.at(cell)["width"] for group in groups for cell in group.cells)
-    return (padded - real) / padded
-
-
-def make_groups(grid: Grid, kinds: Sequence[int], waste: float = 0.15) -> tuple[Group, ...]:
+def make_groups(grid: Grid, kinds: ArrayLike, waste: float = 0.15) -> tuple[Group, ...]:
     """Divide the cells by width group and by the program that they need.
 
     Args:
@@ -182,21 +181,15 @@ def make_groups(grid: Grid, kinds: Sequence[int], waste: float = 0.15) -> tuple[
         kinds: for each cell the number of the kind of program that runs it.
         waste: allowed share of padding, as in ``group_widths``.
     """
-    sizes = (
-        {w: max(some) for some in group_widths(grid.axes["width"], waste) for w in some}
-        if "width" in grid.axes
-        else {}
-    )
-    # neighbouring cells share draws
-    order = sorted(grid.axes, key=lambda name: name not in ("width", "seed"))
-    found: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
-    for cell in range(grid.size):
-        places = grid.places(cell)
-        size = sizes[grid.axes["width"][places["width"]]] if sizes else 0
-        found.setdefault((size, kinds[cell]), []).append(([places[name] for name in order], cell))
-    return tuple(
-        Group(size, tuple(cell for _, cell in sorted(cells))) for (size, _), cells in sorted(found.items())
-    )
+    places, kinds, sizes = grid.places(), np.asarray(kinds), np.zeros(grid.size, int)
+    if "width" in grid.axes:
+        stored = {w: max(some) for some in group_widths(grid.axes["width"], waste) for w in some}
+        sizes = np.array([stored[w] for w in grid.axes["width"]])[places["width"]]
+    # the last key decides first; widths and seeds come before other axes, since neighbouring cells share draws
+    names = sorted(reversed(places), key=("width", "seed").__contains__)
+    order = np.lexsort([*map(places.__getitem__, names), kinds, sizes])
+    ends = np.flatnonzero((np.diff(sizes[order]) != 0) | (np.diff(kinds[order]) != 0)) + 1
+    return tuple([Group(int(sizes[some[0]]), tuple(some.tolist())) for some in np.split(order, ends)])
 
 
 def lengths(groups: Sequence[Group], chunk: int | None, particles: int, devices: int = 1) -> list[int]:
@@ -234,12 +227,6 @@ def cut(groups: Sequence[Group], lengths: Sequence[int]) -> tuple[Chunk, ...]:
         for k in range(0, len(group.cells), length)
     ]
     return tuple(sorted(found, key=lambda chunk: -groups[chunk.group].size))
-
-
-def lengths_of(chunks: Iterable[Chunk]) -> np.ndarray:
-    """Return the length of the chunks of each group, in the order of the groups."""
-    found = {chunk.group: chunk.length for chunk in chunks}
-    return np.array([found[number] for number in sorted(found)])
 
 
 def axis_values(axes: Mapping[str, Iterable[Value]]) -> dict[str, tuple[Value, ...]]:
@@ -286,27 +273,36 @@ def assemble(
         results: arrays of each chunk by name.
         config: JSON-ready, as in a store. Its ``"layout"`` holds ``along`` (name, values, units of the save axis),
             ``variables`` (dims, units and description of each), ``coords`` (values along further axes).
+
+    Raises:
+        ValueError: if the data set does not fit into memory; a few small chunks may be all that is there yet.
     """
     import xarray
 
     layout, run = config["layout"], config["run"]
-    along, labelled = layout["along"], dict(layout["coords"])
+    along = layout["along"] or {}
+    labels = layout["coords"] | ({along["name"]: along["values"]} if along else {})
     outer = [SHOWN.get(name, name) for name in grid.axes]
     coords = dict(zip(outer, map(axis_labels, grid.axes.values()), strict=True))
-    there = [c for c in chunks if c.name in results]
+    parts: dict[str, list[tuple[Chunk, np.ndarray]]] = {}
+    for chunk in chunks:
+        for name, array in results.get(chunk.name, {}).items():
+            parts.setdefault(name, []).append((chunk, array))
+    needed, free = grid.size * sum([max([a[:1].nbytes for _, a in p]) for p in parts.values()]), host_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"the data set needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free; record less, or less often"
+        )
     variables = {}
-    for name in dict.fromkeys(name for c in there for name in results[c.name]):
-        whole = _join(grid, [(c, results[c.name][name]) for c in there])
-        about = _described(name, layout["variables"])
-        dims = [*outer, *_dims(name, whole.ndim - len(outer), along, about)]
-        variables[name] = (dims, whole, _attributes(name, about))
-        labelled |= {along["name"]: along["values"]} if along else {}
-        coords |= {d: labelled[d] for d in dims if d in labelled}
+    for name, some in parts.items():
+        whole = _join(grid, some)
+        dims, attributes = _described(name, whole.ndim - len(outer), layout["variables"], along.get("name"))
+        variables[name] = ([*outer, *dims], whole, attributes)
+        coords |= {d: labels[d] for d in dims if d in labels}
     found = xarray.Dataset(variables, coords)
     for name in coords:
-        found[name].attrs = {"long_name": AXES.get(name, name), "units": "1"}
-    if along and along["name"] in coords:
-        found[along["name"]].attrs["units"] = along["units"]
+        units = along["units"] if name == along.get("name") else "1"
+        found[name].attrs = {"long_name": AXES.get(name, name), "units": units}
     return found.assign_attrs(
         title="meanflow sweep",
         versions=json.dumps(config["versions"]),
@@ -329,29 +325,56 @@ def _join(grid: Grid, parts: Sequence[tuple[Chunk, np.ndarray]]) -> np.ndarray:
     return full.reshape(*grid.shape, *full.shape[1:])
 
 
-def _attributes(name: str, about: Json) -> Json:
-    """Return units and description of a variable."""
-    if name not in PLAIN:
-        return {"units": about.get("units", "1"), "long_name": about.get("about") or name}
-    attributes: Json = {"long_name": PLAIN[name], "units": "1"}
+def _described(
+    name: str, extra: int, variables: Mapping[str, Json], along: str | None
+) -> tuple[list[str], Json]:
+    """Return the names of the axes of a variable behind those of the grid, and its units and description.
+
+    The save axis comes first. The parts of an observable that is a dict share its description.
+    """
+    parent = next((known for known in variables if f"{name}_".startswith(f"{known}_")), name)
+    about = variables.get(name, variables.get(parent, {}))
+    lead = [along] if extra and along and about.get("series", True) else []
+    rest, given = extra - len(lead), about.get("dims", [])
+    # the last names stand for axes that not every model has, such as the outputs of a network
+    dims = lead + (given[:rest] if len(given) >= rest else [f"{name}_{k}" for k in range(rest)])
+    title = PLAIN.get(name) or about.get("about") or name
+    attributes: Json = {"units": about.get("units", "1"), "long_name": title}
     if name == "result":
         codes = code_numbers()
         attributes |= {"flag_values": list(codes.values()), "flag_meanings": " ".join(codes)}
-    return attributes
+    return dims, attributes
 
 
-def _described(name: str, variables: Mapping[str, Json]) -> Json:
-    """Return the description of a variable; the parts of an observable that is a dict share its description."""
-    parent = next((known for known in variables if name == known or name.startswith(f"{known}_")), name)
-    return variables.get(name, variables.get(parent, {}))
+@checked
+def load(store: FilePath) -> "xarray.Dataset":
+    """Return the data set of a run directory, as far as it is finished; missing cells are NaN (-1 for integers).
 
+    Reading needs no claim: a directory can be loaded while others write there.
 
-def _dims(name: str, extra: int, along: Json | None, about: Json) -> list[str]:
-    """Return the names of the axes behind those of the grid: the save axis first, then the observable's own."""
-    lead = [along["name"]] if extra and along and about.get("series", True) else []
-    rest, given = extra - len(lead), about.get("dims", [])
-    # the last names stand for axes that not every model has, such as the outputs of a network
-    return lead + (given[:rest] if len(given) >= rest else [f"{name}_{k}" for k in range(rest)])
+    Args:
+        store: the run directory.
+
+    Raises:
+        ValueError: if this is no run directory, or one that is damaged; the message says what to do.
+    """
+    config = stores.read_config(store)
+    try:
+        layout, there = config["layout"], stores.finished_chunks(store)
+        grid = Grid({name: tuple(values) for name, values in layout["axes"].items()})
+        chunks = [
+            Chunk(planned["group"], tuple(planned["cells"]), planned["length"], name)
+            for name, planned in layout["chunks"].items()
+        ]
+        if sorted([cell for c in chunks for cell in c.cells]) != list(range(grid.size)):
+            count = sum([len(c.cells) for c in chunks])
+            raise StoreError(f"{store} must hold each of {grid.size} cells in one chunk, got {count} cells")
+        arrays = {c.name: stores.read_chunk(store, c.name, config) for c in chunks if c.name in there}
+        return assemble(grid, chunks, arrays, config)
+    except (KeyError, TypeError, AttributeError, IndexError) as problem:
+        raise StoreError(
+            f"store {store} has a config.json that this package did not write: {type(problem).__name__}: {problem}"
+        ) from problem
 
 
 def axis_labels(values: Sequence[Value]) -> list[float | str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -114,7 +114,6 @@ class Sweep(Plan):
     Attributes:
         shared: the data that all cells train on; None if each has its own.
         samples: the data, or a function of a key and axis values that returns them.
-        room: the number of samples that the data of each cell are filled up to; None for shared data.
         flow: the model or a function of axis values that returns one.
         init: draws the initial clouds; None for the model's own law.
         observe: what is recorded.
@@ -126,7 +125,6 @@ class Sweep(Plan):
     """
 
     samples: Samples
-    room: int | None
     flow: Model
     init: Init | None
     observe: dict[str, Observable]
@@ -141,14 +139,13 @@ class Sweep(Plan):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what can be made and drawn again."""
-        return self.__dict__ | {"kept": {}, "drawn": {}}
+        return {one.name: getattr(self, one.name) for one in fields(self)} | {"kept": {}, "drawn": {}}
 
     @property
     def waste(self) -> float:
         """The share of padding among all stored particles, (stored - real)/stored."""
-        stored = sum(group.size * len(group.cells) for group in self.groups)
-        widths = self.grid.axes["width"]
-        return 1.0 - float(np.mean(widths)) * self.grid.size / stored
+        stored = sum([group.size * len(group.cells) for group in self.groups])
+        return 1.0 - float(np.mean(self.grid.axes["width"])) * self.grid.size / stored
 
     def cell(self, group: Group) -> RunCell:
         """Return the program of one cell of a group."""
@@ -156,14 +153,16 @@ class Sweep(Plan):
 
     def cloud(self, **cell: Value) -> Cloud:
         """Return the initial cloud of a cell, named by its axis values, at its true width."""
-        return jax.tree.map(jnp.asarray, self._cloud(self.grid.find(**cell)))
+        index = self.grid.find(**cell)
+        clouds = self._clouds([index], self.grid.at(index)["width"], UNCHANGED)
+        return jax.tree.map(lambda u: jnp.asarray(u[0]), clouds)
 
     def single(self, **cell: Value) -> Solution:
         """Run one cell alone, unpadded and unbatched, and return what the solver returns."""
         index = self.grid.find(**cell)
         inputs = {"cloud": self.cloud(**cell), "key": self._run_key(index)}
         alone = RunCell(self.made(index), self.observe, self.horizon)
-        return alone.solution(jax.tree.map(jnp.asarray, self._data(index)), inputs)
+        return alone.solution(jax.tree.map(jnp.asarray, self.data(index)), inputs)
 
     def values(self, data: Dataset | None = None, **axes: ArrayLike) -> dict[str, Array]:
         """Return all results as arrays over the grid, a pure function of data and axes: jit it, differentiate it.
@@ -211,18 +210,18 @@ class Sweep(Plan):
 
     def inputs(self, group: Group, cells: Sequence[int], multiple: int = 1) -> PyTree[np.ndarray]:
         """Return padded clouds, and what else differs between some cells, as host arrays with a leading axis."""
-        places = {cell: k for k, cell in enumerate(group.cells)}
-        chosen = np.array([places[cell] for cell in cells])
-        varied = jax.tree.map(lambda u: u[chosen], self._program(group)[1])
+        order = np.argsort(group.cells)
+        rows = order[np.searchsorted(group.cells, cells, sorter=order)]
+        varied = jax.tree.map(lambda u: u[rows], self._program(group)[1])
         return self._inputs(group, cells, grids.round_up(group.size, multiple)) | {"varied": varied}
 
     def _inputs(
         self, group: Group, cells: Sequence[int], size: int, changed: Changes = UNCHANGED
     ) -> dict[str, PyTree]:
         """Return clouds of one size, data and keys of some cells; on the host, where nothing is changed."""
-        inputs: dict[str, PyTree] = {"cloud": stack_padded([self._cloud(c, changed) for c in cells], size)}
-        if self.room is not None:
-            inputs["data"] = stack_padded([self._data(c, changed) for c in cells], self.room)
+        inputs: dict[str, PyTree] = {"cloud": self._clouds(cells, size, changed)}
+        if self.shared is None:
+            inputs["data"] = stack_padded([self.data(cell, changed) for cell in cells], self.room)
         if any(map(needs_key, self.made(group.cells[0]).values())):
             inputs["key"] = np.stack([np.asarray(self._run_key(cell)) for cell in cells])
         return inputs
@@ -231,75 +230,93 @@ class Sweep(Plan):
         """Return the program of a group of cells, and the numbers in flow and settings that differ between them."""
         if not changed and group in self.kept:
             return self.kept[group]
-        made = [self.made(cell, changed) for cell in group.cells]
-        different = list({id(one): one for one in made}.values())  # cells with the same values share one
-        if any(structure_of(one) != structure_of(made[0]) for one in different):
+        _, which = self.grid.one_each(self.makers)
+        _, first, place = np.unique(which[list(group.cells)], return_index=True, return_inverse=True)
+        different = [self.made(group.cells[k], changed) for k in first]
+        if changed and any([structure_of(one) != structure_of(different[0]) for one in different]):
             raise ValueError(f"axes must not change what is compiled, got other values of {list(changed)}")
         differs = jax.tree.map(_differ, *different)
-        rows = {id(one): jax.tree.leaves(eqx.filter(one, differs)) for one in different}
-        columns = [_stack(column) for column in zip(*(rows[id(one)] for one in made), strict=True)]
-        varied = jax.tree.unflatten(jax.tree.structure(eqx.filter(made[0], differs)), columns)
+        columns = [eqx.filter(one, differs) for one in different]
+        varied = jax.tree.map(lambda *column: _stack(column)[place], *columns)
         most = None
         if differs.get("step") is True and "t1" in self.horizon:
             steps = [step for one in different if (step := concrete(one["step"])) is not None]
             if len(steps) == len(different):  # none of them is being traced
                 ends = np.zeros(()), np.asarray(self.horizon["t1"])
                 most = ConstantStep(np.min(steps)).limit(*ends, len(self.horizon["ts"]))
-        rest = eqx.filter(made[0], differs, inverse=True)
-        found = RunCell(rest, self.observe, self.horizon, most), varied
+        found = (
+            RunCell(eqx.filter(different[0], differs, inverse=True), self.observe, self.horizon, most),
+            varied,
+        )
         if not changed:
             self.kept[group] = found
         return found
 
-    @property
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Cells whose widths are similar, and whose flow and settings differ in numbers only."""
+        cells, which = self.grid.one_each(self.makers)
+        known: list[object] = []
+        for cell in cells:
+            known.append(structure_of(self.made(cell)))
+        kinds = np.array([*map(known.index, known)])
+        return grids.make_groups(self.grid, kinds[which], self.execution.waste)
+
+    @cached_property
     def makers(self) -> list[str]:
         """The axes that flow and settings depend on."""
-        takes = [some for name, some in self.taken.items() if name == "flow" or name in self.settings]
-        named = [name for name in self.grid.axes if name in SETTINGS]
-        found = list(dict.fromkeys([*named, *(name for some in takes for name in some)]))
-        return [*found, "width"] if self._named_scales and "width" not in found else found
-
-    @property
-    def _named_scales(self) -> bool:
-        """Whether an axis of the flow holds names of output scales, which are numbers that depend on the width."""
-        axes = (self.grid.axes[name] for name in self.taken.get("flow", ()))
-        return any(isinstance(value, str) and value in NAMES for values in axes for value in values)
+        of_flow = self.taken.get("flow", ())
+        found = dict.fromkeys([*filter(SETTINGS.__contains__, self.grid.axes), *of_flow])
+        for name in self.settings:
+            found |= dict.fromkeys(self.taken.get(name, ()))
+        # names of output scales are numbers that depend on the width
+        named = any(set(NAMES) & set(map(str, self.grid.axes[name])) for name in of_flow)
+        return list(found | ({"width": None} if named else {}))
 
     def made(self, cell: int, changed: Changes = UNCHANGED) -> Values:
         """Return the flow of a cell, under ``"flow"``, and the settings of its solver."""
-        makers, values = self.makers, self._at(cell, changed)
+        return self._remember("made", self.makers, cell, changed, self._make)
 
-        def make() -> Values:
-            given: Values = {"flow": self.flow} | self.settings
-            for name in given:
-                if name in self.taken:
-                    given[name] = given[name](**{axis: values[axis] for axis in self.taken[name]})
-            if not isinstance(given["flow"], Flow):
-                raise ValueError(f"flow must return a Flow, got {type(given['flow']).__name__}")
-            if self._named_scales:
-                given["flow"] = _numbered(given["flow"], values["width"])
-            return given | {name: values[name] for name in makers if name in SETTINGS}
+    def _make(self, values: Values) -> Values:
+        """Return the flow and the settings for these values of the axes."""
+        given: Values = {"flow": self.flow} | self.settings
+        for name in given:
+            if name in self.taken:
+                given[name] = given[name](**{axis: values[axis] for axis in self.taken[name]})
+        if not isinstance(given["flow"], Flow):
+            raise ValueError(f"flow must return a Flow, got {type(given['flow']).__name__}")
+        if "width" in self.makers:
+            given["flow"] = _numbered(given["flow"], values["width"])
+        return given | {name: values[name] for name in self.makers if name in SETTINGS}
 
-        if any(name in changed for name in makers):
-            return make()
-        places = self.grid.places(cell)
-        tag = ("made", *(places[name] for name in makers))
-        if tag not in self.kept:
-            with jax.ensure_compile_time_eval():  # constants, also while a caller is being traced
-                self.kept[tag] = make()
-        return self.kept[tag]
-
-    def _at(self, cell: int, changed: Changes) -> Values:
-        """Return the value of each axis at a cell, the changed ones as arrays."""
-        places = self.grid.places(cell)
-        return self.grid.at(cell) | {name: new[places[name]] for name, new in changed.items()}
+    def _remember(
+        self,
+        kind: str,
+        names: Sequence[str],
+        cell: int,
+        changed: Changes,
+        make: Callable[[Values], Any],
+    ) -> Any:
+        """Return ``make(values)``, which depends on the axes ``names``; only once, if none of these is changed."""
+        if not changed.keys().isdisjoint(names):
+            places = self.grid.places(cell)
+            return make(self.grid.at(cell) | {name: new[places[name]] for name, new in changed.items()})
+        # by place along the axis: texts of two laws or functions may well be equal
+        tag = (kind, *map(self.grid.places(cell).get, names))
+        known = self.kept if kind == "made" else self.drawn
+        if tag not in known:
+            if len(self.drawn) >= KEPT:
+                self.drawn.clear()  # neighbouring cells share draws, distant ones do not
+            with jax.ensure_compile_time_eval():  # a constant, also while a caller is being traced
+                known[tag] = make(self.grid.at(cell))
+        return known[tag]
 
     def check(self) -> None:
         """Make the checks that solvers skip while they are being traced, on the first cell of each group."""
         for group in self.groups:
             cell = group.cells[0]
-            cloud = jax.tree.map(jnp.asarray, self._cloud(cell))
-            data = jax.tree.map(jnp.asarray, self._data(cell))
+            clouds = self._clouds([cell], self.grid.at(cell)["width"], UNCHANGED)
+            data, cloud = jax.tree.map(jnp.asarray, (self.data(cell), jax.tree.map(lambda u: u[0], clouds)))
             bind_and_check(self.made(cell)["flow"].begin(cloud), cloud, data)
 
     def identity(self) -> Json:
@@ -308,10 +325,10 @@ class Sweep(Plan):
         return {
             "kind": "sweep",
             "flow": describe(self.flow),
-            "data": {name: describe(getattr(data, name)) for name in ("x", "y", "weights")}
+            "data": describe({"x": data.x, "y": data.y, "weights": data.weights})
             if isinstance(data, Dataset)
             else describe(data),
-            "axes": {name: describe(list(values)) for name, values in self.grid.axes.items()},
+            "axes": describe({name: list(values) for name, values in self.grid.axes.items()}),
             "init": describe(self.init),
             "key": jax.random.key_data(self.key).tolist(),
             "horizon": describe(self.horizon),
@@ -322,16 +339,16 @@ class Sweep(Plan):
 
     def variables(self) -> Json:
         """Return names, units and meaning of the observables, and the values along their axes."""
-        about = {
-            name: {"dims": list(o.dims), "units": o.units, "about": o.about}
-            for name, o in self.observe.items()
-        }
-        coords = {n: np.asarray(v).tolist() for o in self.observe.values() for n, v in o.coords.items()}
+        about: Json = {}
+        coords: Json = {}
+        for name, one in self.observe.items():
+            about[name] = {"dims": list(one.dims), "units": one.units, "about": one.about}
+            coords |= {axis: np.asarray(values).tolist() for axis, values in one.coords.items()}
         data, more = self.shared, {}
         if data is not None and data.x.ndim == 1:
             more["samples"] = {"x": np.asarray(data.x).tolist(), "y": np.asarray(data.y).tolist()}
             coords.setdefault("sample", more["samples"]["x"])
-        coords.setdefault("sample", list(range(self.room or data.size)))
+        coords.setdefault("sample", list(range(self.room)))
         return {"along": self.along, "variables": about, "coords": coords} | more
 
     def _run_key(self, cell: int) -> UInt32[Array, words]:
@@ -344,82 +361,96 @@ class Sweep(Plan):
     def _start_key(self, values: Values) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.fold_in(self.key, values["seed"]), values["width"])
 
-    def _remember(
-        self, names: Sequence[str], cell: int, changed: Changes, draw: Callable[[], PyTree]
-    ) -> PyTree:
-        """Return ``draw()``, which depends on the axes ``names``; as host arrays and only once, if none is changed."""
-        if any(name in changed for name in names):
-            return draw()
-        places = self.grid.places(cell)
-        # by place along the axis: texts of two laws or functions may well be equal
-        tag = (draw.__name__, *(places[name] for name in names))
-        if tag not in self.drawn:
-            if len(self.drawn) >= KEPT:
-                self.drawn.clear()  # neighbouring cells share draws, distant ones do not
-            with jax.ensure_compile_time_eval():  # a draw is a constant, also while a caller is being traced
-                self.drawn[tag] = jax.tree.map(np.asarray, draw())
-        return self.drawn[tag]
-
-    def _data(self, cell: int, changed: Changes = UNCHANGED) -> Dataset:
+    def data(self, cell: int, changed: Changes = UNCHANGED) -> Dataset:
         """Return the data of a cell, at their true size."""
-        samples, names, values = self.samples, self.taken.get("data", ()), self._at(cell, changed)
-        if isinstance(samples, Dataset):
-            return samples
+        if self.shared is not None:
+            return self.shared
+        return self._remember("data", self.taken.get("data", ()), cell, changed, self._sample)
 
-        def data() -> Dataset:
-            found = samples(jax.random.split(self.key)[1], **{name: values[name] for name in names})
-            if not isinstance(found, Dataset):
-                raise ValueError(f"data must return a Dataset, got {type(found).__name__}")
-            return found
+    def _sample(self, values: Values) -> Dataset:
+        """Return the data for these values of the axes, as host arrays if nothing of them is traced."""
+        taken = {name: values[name] for name in self.taken.get("data", ())}
+        found = self.samples(jax.random.split(self.key)[1], **taken)  # type: ignore[operator]
+        if not isinstance(found, Dataset):
+            raise ValueError(f"data must return a Dataset, got {type(found).__name__}")
+        return _on_host(found)
 
-        return self._remember(names, cell, changed, data)
+    @cached_property
+    def room(self) -> int:
+        """The number of samples that the data of each cell are filled up to."""
+        return max([self.data(cell).size for cell in self.grid.one_each(self.taken.get("data", ()))[0]])
 
-    def _cloud(self, cell: int, changed: Changes = UNCHANGED) -> Cloud:
-        """Return the initial cloud of a cell, at its true width."""
-        values, init = self._at(cell, changed), self.init
-        width = values["width"]
-        takes = {name: self.taken.get(name, ()) for name in ("flow", "data", "init")}
-
-        def cloud() -> Cloud:
-            key = self._start_key(values)
-            if init is None:
-                return self._usual(cell, changed, key, width)
-            found = init(key, width, **{name: values[name] for name in takes["init"]})
-            if not isinstance(found, Cloud):
-                raise ValueError(f"init must return a Cloud, got {type(found).__name__}")
-            if found.size != width:
-                raise ValueError(
-                    f"init must return a cloud of the width it is given, {width}, got {found.size}"
-                )
-            return found
-
-        names = takes["init"] if init is not None else (*takes["flow"], *takes["data"])
-        found = self._remember(("width", "seed", *names), cell, changed, cloud)
-        if "delta" in values and "delta" not in takes["init"]:
-            if init is not None and found.labels is not None:
+    def _clouds(self, cells: Sequence[int], size: int, changed: Changes) -> Cloud:
+        """Return the initial clouds of some cells, padded to one size, along a leading axis."""
+        flow, data, own = (self.taken.get(name, ()) for name in ("flow", "data", "init"))
+        names = ("width", "seed", *(own if self.init is not None else (*flow, *data)))
+        clouds = stack_padded(
+            [
+                self._remember("cloud", names, cell, changed, partial(self._start, cell, changed))
+                for cell in cells
+            ],
+            size,
+        )
+        places = self.grid.places(np.asarray(cells))
+        if "delta" in places and "delta" not in own:
+            if self.init is not None and clouds.labels is not None:
                 raise ValueError(
                     "deltas would overwrite the labels that init returns; leave one of them out, or let init take "
                     "an argument delta"
                 )
-            found = with_labels(found, values["delta"])
-        if "scale" in values and "scale" not in takes["init"]:
-            amplitude = self.made(cell, changed)["flow"].feature.amplitude
-            found = scaled(found, amplitude or "", values["scale"])
-        return found
+            labels = self._column("delta", places, changed, clouds.weights)
+            clouds = _replace(clouds, clouds.particles, labels)
+        if "scale" in places and "scale" not in own:
+            amplitude = self.made(cells[0], changed)["flow"].feature.amplitude or ""
+            value = getattr(clouds.particles, amplitude)
+            value = value * self._column("scale", places, changed, value)
+            clouds = _replace(clouds, clouds.particles._replace(**{amplitude: value}), clouds.labels)
+        return clouds
+
+    def _column(self, name: str, places: Mapping[str, np.ndarray], changed: Changes, like: Array) -> Array:
+        """Return the value of an axis at some cells, with the dtype and shape of ``like``."""
+        values = changed[name] if name in changed else np.asarray(self.grid.axes[name])
+        column = values[places[name]].astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
+        return (np if isinstance(column, np.ndarray) else jnp).broadcast_to(column, like.shape)
+
+    def _start(self, cell: int, changed: Changes, values: Values) -> Cloud:
+        """Draw the initial cloud of a cell, at its true width."""
+        key, width = self._start_key(values), values["width"]
+        if self.init is None:
+            return self._usual(cell, changed, key, width)
+        found = self.init(key, width, **{name: values[name] for name in self.taken["init"]})
+        if not isinstance(found, Cloud):
+            raise ValueError(f"init must return a Cloud, got {type(found).__name__}")
+        if found.size != width:
+            raise ValueError(f"init must return a cloud of the width it is given, {width}, got {found.size}")
+        return _on_host(found)
 
     def _usual(self, cell: int, changed: Changes, key: Key[Array, ""], width: int) -> Cloud:
-        """Draw a cloud from the model's own law."""
-        data = self._data(cell, changed)
+        """Draw a cloud from the model's own law.
+
+        A draw is one compiled program for each number of neurons. JAX's own generator counts the numbers it draws, so
+        that the first neurons do not depend on how many are drawn, and all widths may share one program.
+        """
+        data = self.data(cell, changed)
         flow = self.made(cell, changed)["flow"].bind(data)
-        outputs = flow.loss.outputs(data.y)
-        if self.room is not None and outputs is not None and data.y.ndim == 1:
+        outputs, dim = flow.loss.outputs(data.y), data.x.shape[1] if data.x.ndim == 2 else None
+        if self.shared is None and outputs is not None and data.y.ndim == 1:
             # a small sample may miss the last classes
             if "outputs" not in self.kept:
                 cells, _ = self.grid.one_each(self.taken["data"])
-                self.kept["outputs"] = max(flow.loss.outputs(self._data(one).y) for one in cells)
+                self.kept["outputs"] = max([flow.loss.outputs(self.data(one).y) for one in cells])
             outputs = self.kept["outputs"]
+        counts = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+        if not counts or str(jax.random.key_impl(key)) != "threefry2x32":
+            return _on_host(_draw(flow, key, width, dim, outputs))
         sizes = [group.size for group in self.groups if group.size >= width]
-        return draw(flow, key, width, sizes, data.x.shape[1] if data.x.ndim == 2 else None, outputs)
+        return prefix(_draw(flow, key, room(sizes, (dim or 1) * (outputs or 1)), dim, outputs), width)
+
+
+def _on_host(tree: Stacked) -> Stacked:
+    """Return a tree with host arrays, unless something of it is being traced."""
+    traced = any([concrete(u) is None for u in jax.tree.leaves(tree)])
+    return tree if traced else jax.tree.map(np.asarray, tree)
 
 
 def _numbered(flow: Flow, width: int) -> Flow:
@@ -449,61 +480,25 @@ def _is_key(leaf: Any) -> bool:
 
 def _differ(*leaves: Any) -> bool:
     """Say whether numbers differ, or may differ since they are being traced; what is no number does not."""
-    if not _is_number(leaves[0]) or all(one is leaves[0] for one in leaves):
+    if not _is_number(leaves[0]) or all([one is leaves[0] for one in leaves]):
         return False
     if _is_key(leaves[0]):
         leaves = tuple(map(jax.random.key_data, leaves))
     known = [concrete(one) for one in leaves]
-    return any(one is None or known[0] is None or not np.array_equal(one, known[0]) for one in known)
+    return any([one is None or known[0] is None or not np.array_equal(one, known[0]) for one in known])
 
 
-def _stack(column: Sequence[Any]) -> ArrayLike:
+def _stack(column: Sequence[Any]) -> Any:
     """Return values of several cells as one array, on the host if none is on a device."""
     if not hasattr(column[0], "dtype"):
         return plans.numbers(column)
-    on_host = not _is_key(column[0]) and all(concrete(u) is not None for u in column)
+    on_host = not _is_key(column[0]) and all([concrete(u) is not None for u in column])
     return np.stack([np.asarray(u) for u in column]) if on_host else jnp.stack(column)
-
-
-def draw(
-    flow: Flow, key: jax.Array, width: int, sizes: Sequence[int], dim: int | None, outputs: int | None
-) -> Cloud:
-    """Return ``flow.init(key, width, ...)``, drawn together with more neurons that are cut off again where that pays.
-
-    A draw is one compiled program for each number of neurons. JAX's own generator counts the numbers it draws, so that
-    the first neurons do not depend on how many are drawn, and all widths may share one program.
-
-    Args:
-        flow: the model.
-        key: PRNG key.
-        width: the number of neurons to return.
-        sizes: numbers of neurons, at least ``width``, that programs for other widths draw.
-        dim: input dimension, or None.
-        outputs: number of outputs, or None.
-    """
-    if any(concrete(u) is None for u in jax.tree.leaves(flow) if isinstance(u, jax.Array)):
-        # draws do not depend on what is traced in the flow, but a compiled call would return traced particles
-        return flow.init(key, width, dim=dim, outputs=outputs)
-    if str(jax.random.key_impl(key)) != "threefry2x32" or not _counts_numbers():
-        return _draw(flow, key, width, dim, outputs)
-    return prefix(_draw(flow, key, room(sizes, (dim or 1) * (outputs or 1)), dim, outputs), width)
 
 
 @compiled
 def _draw(flow: Flow, key: jax.Array, width: int, dim: int | None, outputs: int | None) -> Cloud:
     return flow.init(key, width, dim=dim, outputs=outputs)
-
-
-@functools.cache
-def _counts_numbers() -> bool:
-    """Say whether the generator counts its numbers; an older form of it, which can be asked for, does not."""
-
-    @jax.jit  # one small program instead of a dozen
-    def agree(key: jax.Array) -> jax.Array:
-        return jnp.all(jax.random.bits(key, (3,))[:2] == jax.random.bits(key, (2,)))
-
-    with jax.ensure_compile_time_eval():
-        return bool(agree(jax.random.key(0, impl="threefry2x32")))
 
 
 def room(sizes: Sequence[int], numbers: int) -> int:
@@ -520,58 +515,48 @@ def room(sizes: Sequence[int], numbers: int) -> int:
 
 
 def prefix(cloud: Cloud, width: int) -> Cloud:
-    """Return the first ``width`` particles of equal weight as a network of their own, in host arrays of their own."""
-    host = jax.tree.map(np.asarray, cloud)
+    """Return the first ``width`` particles of equal weight as a network of their own, in host arrays if none is traced.
+
+    They are copies, which do not keep the other particles in memory.
+    """
+    host = _on_host(cloud)
     if host.size == width:
         return host
-    # copies, which do not keep the other particles in memory
-    particles, labels = jax.tree.map(lambda u: np.array(u[:width]), (host.particles, host.labels))
+    particles, labels = jax.tree.map(lambda u: u[:width].copy(), (host.particles, host.labels))
     weights = np.full(width, 1.0 / width, host.weights.dtype)
-    return _replace(host, particles, labels, weights, np.asarray(width, host.width.dtype))
-
-
-def with_labels(cloud: Cloud, label: float | jax.Array) -> Cloud:
-    """Return the same particles, all with one label."""
-    traced = any(isinstance(u, jax.Array) for u in (label, cloud.weights))
-    labels = (jnp if traced else np).full_like(cloud.weights, label)
-    return _replace(cloud, cloud.particles, labels, cloud.weights, cloud.width)
-
-
-def scaled(cloud: Cloud, amplitude: str, factor: float | jax.Array) -> Cloud:
-    """Return the cloud with one coordinate of its particles, named ``amplitude``, times ``factor``."""
-    dtype = cloud.weights.dtype
-    share = factor.astype(dtype) if isinstance(factor, jax.Array) else dtype.type(factor)
-    value = getattr(cloud.particles, amplitude) * share
-    return cloud.at(cloud.particles._replace(**{amplitude: value}))
+    whole = _replace(host, particles, labels)
+    return eqx.tree_at(lambda c: (c.weights, c.width), whole, (weights, np.asarray(width, host.width.dtype)))
 
 
 def stack_padded(many: Sequence[Stacked], size: int) -> Stacked:
-    """Stack clouds or data on the host, each filled up with copies of its last entry at weight zero.
-
-    What is being traced is stacked by JAX.
+    """Stack clouds or data, each filled up with copies of its last entry at weight zero; by JAX if one is being traced.
 
     Args:
         many: the clouds or data, of different sizes.
         size: the size of all of them afterwards.
     """
-    on_host = all(isinstance(u, np.ndarray) for u in jax.tree.leaves(many))
-    lib = np if on_host else jnp
+    lib: Any = np if set(map(type, jax.tree.leaves(many))) == {np.ndarray} else jnp
 
-    def grown(*values: np.ndarray) -> np.ndarray:
-        if not np.ndim(values[0]):  # the width of a cloud
-            return lib.stack(values)
-        last = [lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:])) for u in values]  # type: ignore[has-type]
-        return lib.stack([lib.concatenate(pair) for pair in zip(values, last, strict=True)])
+    def filled(u: Any) -> Any:
+        return lib.concatenate([u, lib.broadcast_to(u[-1:], (size - len(u), *u.shape[1:]))])
+
+    def grown(*values: Any) -> Any:
+        # the width of a cloud has no axis
+        return lib.stack([*map(filled, values)] if np.ndim(values[0]) else values)
 
     full: Stacked = jax.tree.map(grown, *many)
-    real = np.stack([np.arange(size) < one.weights.shape[0] for one in many])
-    return eqx.tree_at(lambda one: one.weights, full, lib.where(real, full.weights, 0))
+    sizes = np.array([len(one.weights) for one in many])
+    return eqx.tree_at(_weights, full, lib.where(np.arange(size) < sizes[:, None], full.weights, 0))
 
 
-def _replace(cloud: Cloud, *parts: object) -> Cloud:
-    """Return a cloud with new particles, labels, weights and width; unchecked, since they may be on the host."""
+def _weights(one: Cloud | Dataset) -> Array:
+    return one.weights
+
+
+def _replace(cloud: Cloud, particles: PyTree, labels: Array | None) -> Cloud:
+    """Return a cloud with other particles and labels; unchecked, since they may be on the host."""
     return eqx.tree_at(
-        lambda c: (c.particles, c.labels, c.weights, c.width), cloud, parts, is_leaf=lambda u: u is None
+        lambda c: (c.particles, c.labels), cloud, (particles, labels), is_leaf=lambda u: u is None
     )
 
 

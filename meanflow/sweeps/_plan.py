@@ -31,7 +31,7 @@ from jax.stages import Compiled
 from jaxtyping import Array, Key, PyTree, Shaped
 
 from meanflow import _boundary
-from meanflow._boundary import Count, FilePath, checked, either, function, instance, number, optional
+from meanflow._boundary import Count, checked, either, function, instance, number, optional
 from meanflow._identity import Json, json_digest, source_digest
 from meanflow._lazy import optional as import_optional
 from meanflow.files import versions
@@ -121,25 +121,32 @@ class Plan(abc.ABC):
 
     Attributes:
         grid: the named axes.
-        groups: cells that share a compiled program.
         shared: pytree that every cell gets.
         execution: how it is run.
         request: the configuration tables this plan was built from, kept in the store for ``meanflow resume``.
     """
 
     grid: Grid
-    groups: tuple[Group, ...]
     shared: PyTree
     execution: Execution
     request: Json | None = None
 
     @property
+    @abc.abstractmethod
+    def groups(self) -> tuple[Group, ...]:
+        """Cells that share a compiled program."""
+
+    @property
     def chunks(self) -> tuple[Chunk, ...]:
         """Cells that are run and stored together, on the devices of this process; the largest networks come first."""
+        return grids.cut(self.groups, self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many cells of each group run at once, on the devices of this process."""
         # enough particles to hide the cost of a step, few enough to store often
         particles = 2**15 if jax.default_backend() == "cpu" else 2**20
-        lengths = grids.lengths(self.groups, self.execution.chunk, particles, jax.device_count())
-        return grids.cut(self.groups, lengths)
+        return grids.lengths(self.groups, self.execution.chunk, particles, jax.device_count())
 
     @abc.abstractmethod
     def cell(self, group: Group) -> Cell:
@@ -159,6 +166,13 @@ class Plan(abc.ABC):
         """Return the results of the cells of a group for these inputs, as a pure function of arrays."""
         return devices.batched(self.cell(group), shared, inputs, mesh)
 
+    def shapes(self, group: Group) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the results of one cell of a group, without computing."""
+        one = jax.tree.map(
+            lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), self.inputs(group, group.cells[:1])
+        )
+        return eqx.filter_eval_shape(self.cell(group), self.shared, one)
+
     @abc.abstractmethod
     def identity(self) -> Json:
         """Return a JSON-ready description of everything that decides the numbers, and of nothing else."""
@@ -177,12 +191,16 @@ class Plan(abc.ABC):
         The cells of every group are part of the identity: a chunk is stored by its place in its group, so its
         numbers would be taken for those of other cells if the groups changed.
         """
-        groups = {f"{number:03d}": _describe_group(self.grid, g) for number, g in enumerate(self.groups)}
+        groups, widths = {}, np.asarray(self.grid.axes.get("width", [0]))
+        for k, group in enumerate(self.groups):
+            cells = {"cells": f"{len(group.cells)}:{json_digest(group.cells)}"}
+            if group.size:
+                places = self.grid.places(np.array(group.cells))["width"]
+                cells = {"size": group.size, "widths": np.unique(widths[places]).tolist()} | cells
+            groups[f"{k:03d}"] = cells
         layout = {
             "axes": {name: grids.axis_labels(values) for name, values in self.grid.axes.items()},
-            "chunks": {
-                c.name: {"group": c.group, "length": c.length, "cells": list(c.cells)} for c in self.chunks
-            },
+            "chunks": {c.name: {"group": c.group, "length": c.length, "cells": c.cells} for c in self.chunks},
         }
         config = {
             "run": self.identity() | {"groups": groups},
@@ -207,12 +225,11 @@ class Plan(abc.ABC):
                 "store must be a run directory where chunks are computed by an executor, got None"
             )
         with devices.INTERRUPTS.held(), Runner(self, store) as runner:
-            with runner.reporter() as report:
-                if executor is None or store is None:
-                    runner.through(runner.chunks, report)
-                else:
-                    _distribute(runner, executor, os.path.abspath(store), report)
-            return _labelled(self.grid, list(runner.chunks.values()), runner.arrays(), runner.config)
+            if executor is None or store is None:
+                runner.through(list(runner.chunks))
+            else:
+                _distribute(runner, executor, os.path.abspath(store))
+            return grids.assemble(self.grid, list(runner.chunks.values()), runner.arrays(), runner.config)
 
     def work(
         self,
@@ -229,10 +246,10 @@ class Plan(abc.ABC):
             stop: function that says whether to end before that. It is asked several times a second; claims are given
                 back then, and the chunk that is being computed is lost.
         """
-        with Runner(self, store, stop=stop, keep=False) as runner, runner.reporter() as report:
+        with Runner(self, store, stop=stop, keep=False) as runner:
             names = list(runner.chunks)[shard[0] :: shard[1]]
             with contextlib.suppress(Stopped):
-                runner.through(names, report)
+                runner.through(names)
             return set(names) <= stores.finished_chunks(store)
 
     def begin(self, store: str | pathlib.Path, *, timed: bool = False) -> Json:
@@ -243,27 +260,21 @@ class Plan(abc.ABC):
             timed: whether to compute one chunk and to judge by it how many seconds all take on these devices, None
                 otherwise; the chunk is kept.
         """
-        sizes = [max(group.size, 1) * len(group.cells) for group in self.groups]
-        total = 0
+        size, work, seconds = 0, 0, None
         for group in self.groups:
-            one = self.inputs(group, group.cells[:1])
-            shapes = devices.output_shapes(self.cell(group), self.shared, one)
-            total += len(group.cells) * sum(s.size * s.dtype.itemsize for s in shapes.values())
+            shapes = self.shapes(group)
+            size += len(group.cells) * sum(s.size * s.dtype.itemsize for s in shapes.values())
+            work += len(group.cells) * max(group.size, 1)
         with Runner(self, store, keep=False) as runner:
-            seconds = None
             if timed:
                 first = next(iter(runner.chunks.values()))
                 runner._prepare(first)  # to compile takes its time only once
                 start = time.perf_counter()
-                runner.through([first.name], lambda cells: None)
+                runner.through([first.name])
                 part = max(self.groups[first.group].size, 1) * len(first.cells)
-                seconds = (time.perf_counter() - start) * sum(sizes) / part
-            return {
-                "cells": self.grid.size,
-                "chunks": len(runner.chunks),
-                "bytes": total,
-                "seconds": seconds,
-            }
+                seconds = (time.perf_counter() - start) * work / part
+            count = len(runner.chunks)
+            return {"cells": self.grid.size, "chunks": count, "bytes": size, "seconds": seconds}
 
 
 class Stopped(Exception):
@@ -291,93 +302,103 @@ class Runner:
         self.programs: dict[tuple[int, int], tuple[Compiled, Cell]] = {}
         self.results: dict[str, Arrays] = {}
         self.store: Store | None = None
-        self.mesh, self.config = together(self._check)
-        self.shared = devices.replicate(plan.shared, self.mesh)
+        self.done, self.bar = 0, contextlib.ExitStack()
+        self.tell: Callable[[int, int], object] | None = None
+        self.last, self.quick = 0.0, store is None
+        lengths = share(together(functools.partial(self._open, store)))
         # the chunks of an earlier run are kept, whatever this platform would choose
-        lengths = share(together(lambda: self._open(store))).tolist()
-        self.chunks = {chunk.name: chunk for chunk in grids.cut(plan.groups, lengths)}
+        self.chunks = {chunk.name: chunk for chunk in grids.cut(plan.groups, lengths.tolist())}
+
+    def _open(self, store: str | pathlib.Path | None) -> np.ndarray:
+        """Check the plan, open the store on process 0, and return the cells per chunk of each group."""
+        plan = self.plan
+        plan.check()
+        self.mesh, self.config = devices.find_mesh(plan.execution.mesh), plan.config()
+        self.shared = devices.replicate(plan.shared, self.mesh)
+        lengths = np.array(plan.lengths)
+        if store is None or not is_lead():
+            return lengths
+        if not stores.has_plan(store):
+            stores.check_place(pathlib.Path(store))
+            self._prepare(plan.chunks[0])  # what does not fit into memory is refused before a plan is written
+        self.store = Store(store, self.config)
+        self.config = self.store.config
+        for planned in self.config["layout"]["chunks"].values():
+            lengths[planned["group"]] = planned["length"]
+        _compare_chunks(plan, self.store, lengths)
+        return lengths
 
     def __enter__(self) -> Runner:
+        """Begin to report; what is in the store counts as done."""
+        there, progress = self._finished(), self.plan.execution.progress
+        self.done = sum([len(chunk.cells) for chunk in self.chunks.values() if chunk.name in there])
+        if is_lead() and callable(progress):
+            self.tell = progress
+        elif is_lead() and (sys.stderr.isatty() if progress is None else progress):
+            self.tell = self.bar.enter_context(_bar(self.done, self.plan.grid.size))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.bar.close()
         if self.store is not None:
             self.store.close()
             if kind is None:
                 self.store.tidy()
 
-    def _check(self) -> tuple[Mesh | None, Json]:
-        self.plan.check()
-        return devices.find_mesh(self.plan.execution.mesh), self.plan.config()
+    def report(self, name: str) -> None:
+        """Count the cells of a chunk that was finished just now, here or elsewhere."""
+        self.done += len(self.chunks[name].cells)
+        if self.tell is not None:
+            self.tell(self.done, self.plan.grid.size)
 
-    def _open(self, store: str | pathlib.Path | None) -> np.ndarray:
-        """Open the store on process 0; return the cells per chunk of each group."""
-        chunks = self.plan.chunks
-        wanted = grids.lengths_of(chunks)
-        if store is None or not is_lead():
-            return wanted
-        if not stores.has_plan(store):
-            stores.check_place(pathlib.Path(store))
-            self._prepare(chunks[0])  # what does not fit into memory is refused before a division is written
-        self.store = Store(store, self.config)
-        self.config = self.store.config
-        return _stored_lengths(self.plan, self.store, wanted)
+    def _finished(self) -> set[str]:
+        return set() if self.store is None else stores.finished_chunks(self.store.path)
 
-    @contextlib.contextmanager
-    def reporter(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function to call with the number of cells just finished; what is in the store counts as done."""
-        there = self.store.finished() if self.store is not None else set()
-        done = sum(len(chunk.cells) for chunk in self.chunks.values() if chunk.name in there)
-        with _reporter(self.plan.execution.progress, self.plan.grid.size, done) as report:
-            yield report
-
-    def through(self, names: Iterable[str], report: Callable[[int], None]) -> None:
+    def through(self, names: Iterable[str]) -> None:
         """Compute and store the named chunks, as far as nobody else does; return when all are finished."""
-        there = self.store.finished() if self.store is not None else set()
+        there, order = self._finished(), list(self.chunks.values())
         left = [name for name in names if name not in there]
-        order = list(self.chunks.values())
         ahead: list[tuple[Chunk, Results]] = []
-        self.last, self.quick, pause = time.monotonic(), self.store is None, 0.01
+        self.last, pause = time.monotonic(), 0.01
         try:
             while True:
                 # process 0 decides for all
-                number, most = share(together(lambda: self._next(left, report)))
+                number, most = share(together(functools.partial(self._next, left)))
                 if number >= 0:
                     # one chunk ahead: the devices go on while the host writes, reports and prepares
-                    ahead.append((order[number], self._start(order[number])))
+                    program, arrays = together(functools.partial(self._prepare, order[number]))
+                    ahead.append((order[number], program(arrays)))
                     pause = 0.01
                 if ahead and (number < 0 or len(ahead) > most):
-                    self._keep(*ahead.pop(0), report)
+                    self._keep(*ahead.pop(0))
                 elif number == DONE:
                     return
                 elif number == WAIT:
-                    self._listen()
                     time.sleep(pause)
                     pause = min(1.5 * pause, PAUSE)
         except BaseException as problem:
-            while ahead and not isinstance(
-                problem, Stopped
-            ):  # what runs is kept, whatever happened to the next
-                self._keep(*ahead.pop(0), report)
+            # what runs is kept, whatever happened to the next
+            while ahead and not isinstance(problem, Stopped):
+                self._keep(*ahead.pop(0))
             raise
         finally:
             if self.store is not None:
                 self.store.give_back()
 
-    def _next(self, left: list[str], report: Callable[[int], None]) -> np.ndarray:
+    def _next(self, left: list[str]) -> np.ndarray:
         """Return the number of a chunk to begin, or DONE or WAIT, and how many may wait for the devices meanwhile."""
         self._listen()
-        found, numbers = DONE, {name: k for k, name in enumerate(self.chunks)}
+        found = DONE
         for name in list(left):
             if self.store is None or self.store.claim(name):
                 left.remove(name)
-                found = numbers[name]
+                found = list(self.chunks).index(name)
                 break
             if self.store.is_finished(name):  # by somebody else
                 left.remove(name)
-                report(len(self.chunks[name].cells))
+                self.report(name)
             else:
                 found = WAIT
         return np.array([found, self.quick])
@@ -385,11 +406,6 @@ class Runner:
     def _listen(self) -> None:
         if self.stop is not None and self.stop():
             raise Stopped
-
-    def _start(self, chunk: Chunk) -> Results:
-        """Start a chunk on the devices and return its results, which need not be there yet."""
-        program, arrays = together(lambda: self._prepare(chunk))
-        return program(arrays)
 
     def _prepare(self, chunk: Chunk) -> tuple[Compiled, PyTree]:
         """Return the program of a chunk and the arrays that it takes, on the devices."""
@@ -402,12 +418,12 @@ class Runner:
         if known not in self.programs:
             cell = devices.replicate(self.plan.cell(group), self.mesh)
             compiled = devices.compile_batched(cell, self.shared, inputs, self.mesh)
-            devices.check_memory(compiled, group, chunk, self.mesh)
+            devices.check_memory(compiled, chunk.length, group.size, self.mesh)
             self.programs[known] = compiled, cell
         compiled, cell = self.programs[known]
         return compiled, eqx.filter((cell, self.shared, inputs), eqx.is_array)
 
-    def _keep(self, chunk: Chunk, running: Results, report: Callable[[int], None]) -> None:
+    def _keep(self, chunk: Chunk, running: Results) -> None:
         """Wait for the results of a chunk, store and report them."""
         if self.stop is not None:  # compiled code hears no signals: another thread waits for it
             waiting = threading.Thread(target=jax.block_until_ready, args=(running,), daemon=True)
@@ -418,63 +434,68 @@ class Runner:
         out = {name: u[: len(chunk.cells)] for name, u in devices.gather(running).items()}
         if self.keep:
             self.results[chunk.name] = out
+        together(functools.partial(self._write, chunk.name, out))
 
-        def work() -> None:
-            if self.store is not None:
-                self.store.write(chunk.name, out)
-                self.quick = time.monotonic() - self.last < QUICK
-                self.last = time.monotonic()
-            report(len(chunk.cells))
-
-        together(work)
+    def _write(self, name: str, out: Arrays) -> None:
+        if self.store is not None:
+            self.store.write(name, out)
+            self.quick = time.monotonic() - self.last < QUICK
+            self.last = time.monotonic()
+        self.report(name)
 
     def arrays(self) -> dict[str, Arrays]:
         """Return the results of all chunks, those that others have computed from the store."""
-        return {
-            name: self.results[name] if name in self.results else self._reread(chunk)
-            for name, chunk in self.chunks.items()
-        }
+        for name in self.chunks:
+            if name not in self.results:
+                self.results[name] = share(together(functools.partial(self._reread, self.chunks[name])))
+        return self.results
 
     def _reread(self, chunk: Chunk) -> Arrays:
-        """Return the stored results of a chunk, on every process of a team."""
-
-        def work() -> Arrays:
-            if self.store is not None:
-                return self.store.read(chunk.name)
-            # another process reads them; JAX wants to know the shapes of what it sends
-            group = self.plan.groups[chunk.group]
-            one = self.plan.inputs(group, chunk.cells[:1])
-            shapes = devices.output_shapes(self.plan.cell(group), self.plan.shared, one)
-            return {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
-
-        return share(together(work))
+        """Return the stored results of a chunk."""
+        if self.store is not None:
+            return self.store.read(chunk.name)
+        # process 0 reads them for its team; JAX wants to know the shapes of what it sends
+        shapes = self.plan.shapes(self.plan.groups[chunk.group])
+        return {name: np.zeros((len(chunk.cells), *s.shape), s.dtype) for name, s in shapes.items()}
 
 
-def _stored_lengths(plan: Plan, store: Store, wanted: np.ndarray) -> np.ndarray:
-    """Return the cells per chunk of each group as stored, after a check that the chunks hold the cells of the plan."""
-    old = store.config["layout"]["chunks"]
-    lengths = np.ones(len(plan.groups), np.int64)
-    for planned in old.values():
-        lengths[planned["group"]] = planned["length"]
-    there = {name: planned["cells"] for name, planned in old.items()}
-    expected = {c.name: list(c.cells) for c in grids.cut(plan.groups, lengths.tolist())}
-    strange = next((name for name in {**there, **expected} if there.get(name) != expected.get(name)), None)
-    if strange is not None:
+def _compare_chunks(plan: Plan, store: Store, lengths: np.ndarray) -> None:
+    """Refuse a store whose chunks do not hold the cells that they have in the plan."""
+    there = {name: planned["cells"] for name, planned in store.config["layout"]["chunks"].items()}
+    expected = {chunk.name: list(chunk.cells) for chunk in grids.cut(plan.groups, lengths.tolist())}
+    if there != expected:
+        strange = next(name for name in {**there, **expected} if there.get(name) != expected.get(name))
         raise StoreError(
             f"store {store.path} divides the grid into other chunks; use another directory. The first that differs: "
             f"{strange}: {there.get(strange)} in the store, {expected.get(strange)} now"
         )
-    if plan.execution.chunk is not None and not np.array_equal(lengths, wanted):
+    if plan.execution.chunk is not None and lengths.tolist() != plan.lengths:
         raise StoreError(
-            f"store {store.path} is planned in chunks of {sorted(set(lengths.tolist()))} cells; "
+            f"store {store.path} is planned in chunks of {np.unique(lengths).tolist()} cells; "
             f"leave chunk out to go on with them, got chunk={plan.execution.chunk}"
         )
-    return lengths
 
 
-def _distribute(
-    runner: Runner, executor: concurrent.futures.Executor, store: str, report: Callable[[int], None]
-) -> None:
+@contextlib.contextmanager
+def _bar(before: int, total: int) -> Iterator[Callable[[int, int], object]]:
+    """Show a bar, and yield the function (cells done, cells in all) that moves it."""
+    from rich import progress as rich
+    from rich.console import Console
+
+    columns = ("sweep", rich.BarColumn(), rich.MofNCompleteColumn(), "{task.fields[rate]}")
+    start = time.perf_counter()
+    # standard output is for results
+    with rich.Progress(*columns, rich.TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("sweep", total=total, completed=before, rate="compiling")
+
+        def tell(done: int, total: int) -> None:
+            rate = (done - before) / (time.perf_counter() - start)
+            bar.update(task, completed=done, rate=f"{rate:.3g} cells/s")
+
+        yield tell
+
+
+def _distribute(runner: Runner, executor: concurrent.futures.Executor, store: str) -> None:
     """Have the chunks of a store computed by the workers of an executor."""
     pickler = import_optional("cloudpickle", "clusters", "Execution(executor=)")
     # functions of the user travel by name where the worker can import them, else as they are
@@ -508,7 +529,7 @@ def _distribute(
                     continue
                 if said is not None:
                     raise devices.ERRORS.get(said[0], RuntimeError)(f"chunk {name}: {said[1]}")
-                report(len(runner.chunks[name].cells))
+                runner.report(name)
             if not ended:
                 time.sleep(0.02)
     except BaseException:
@@ -547,94 +568,11 @@ def compute_chunk(job: bytes, double: bool, store: str, name: str) -> tuple[str,
                 _RUNNERS.clear()
                 plan = import_optional("cloudpickle", "clusters", "Execution(executor=)").loads(job)
                 _RUNNERS[job, store] = Runner(plan, store, keep=False)
-            _RUNNERS[job, store].through([name], lambda cells: None)
+            _RUNNERS[job, store].through([name])
     except Exception as problem:
         kind = next((n for n, one in devices.ERRORS.items() if isinstance(problem, one)), "")
         return kind, f"{type(problem).__name__}: {problem}"
     return None
-
-
-@contextlib.contextmanager
-def _reporter(progress: Progress, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the number of cells just finished: it moves a bar, calls back, or does nothing."""
-    wanted = sys.stderr.isatty() if progress is None else bool(progress)
-    if not wanted or not is_lead():
-        yield lambda count: None
-        return
-    finished, start = [done], time.perf_counter()
-    if callable(progress):
-
-        def tell(count: int) -> None:
-            finished.append(finished[-1] + count)
-            progress(finished[-1], total)
-
-        yield tell
-        return
-    from rich import progress as rich
-    from rich.console import Console
-
-    columns = (
-        rich.TextColumn("sweep"),
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        rich.TextColumn("{task.fields[rate]}"),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=Console(stderr=True)) as bar:  # standard output is for results
-        task = bar.add_task("sweep", total=total, completed=done, rate="compiling")
-
-        def advance(count: int) -> None:
-            finished.append(finished[-1] + count)
-            rate = (finished[-1] - done) / (time.perf_counter() - start)
-            bar.update(task, advance=count, rate=f"{rate:.3g} cells/s")
-
-        yield advance
-
-
-def _labelled(
-    grid: Grid, chunks: Sequence[Chunk], arrays: Mapping[str, Arrays], config: Json
-) -> "xarray.Dataset":
-    """Return the data set, unless it does not fit into memory: a few small chunks may be all that is there yet."""
-    sizes: dict[str, int] = {}
-    for part in arrays.values():
-        for name, array in part.items():
-            sizes[name] = max(sizes.get(name, 0), array[:1].nbytes)
-    needed, free = grid.size * sum(sizes.values()), devices.host_memory()
-    if free is not None and needed > free:
-        raise ValueError(
-            f"the data set needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free; record less, or less often"
-        )
-    return grids.assemble(grid, chunks, arrays, config)
-
-
-@checked
-def load(store: FilePath) -> "xarray.Dataset":
-    """Return the data set of a run directory, as far as it is finished; missing cells are NaN (-1 for integers).
-
-    Reading needs no claim: a directory can be loaded while others write there.
-
-    Args:
-        store: the run directory.
-
-    Raises:
-        ValueError: if this is no run directory, or one that is damaged; the message says what to do.
-    """
-    config = stores.read_config(store)
-    try:
-        layout = config["layout"]
-        grid = Grid({name: tuple(values) for name, values in layout["axes"].items()})
-        chunks = [
-            Chunk(planned["group"], tuple(planned["cells"]), planned["length"], name)
-            for name, planned in layout["chunks"].items()
-        ]
-        stores.check_cells(config, grid.size)
-        there = stores.finished_chunks(store)
-        arrays = {c.name: stores.read_chunk(store, c.name, config) for c in chunks if c.name in there}
-        return _labelled(grid, chunks, arrays, config)
-    except (KeyError, TypeError, AttributeError, IndexError) as problem:
-        raise StoreError(
-            f"store {store} has a config.json that this package did not write: {type(problem).__name__}: {problem}"
-        ) from problem
 
 
 def numbers(values: Sequence[float]) -> Shaped[np.ndarray, "cells"]:
@@ -664,11 +602,3 @@ def seed_list(seeds: int | Sequence[int] | Array | np.ndarray) -> tuple[int, ...
     """Return the list of seeds: 0, 1, ... if their number is given."""
     listed = range(seeds) if isinstance(seeds, int | np.integer) else np.asarray(seeds).tolist()
     return tuple(listed)
-
-
-def _describe_group(grid: Grid, group: Group) -> Json:
-    """Return size, widths and cells of a group in a form that shows a reader what differs."""
-    cells = {"cells": f"{len(group.cells)}:{json_digest(group.cells)}"}
-    if "width" not in grid.axes:
-        return cells
-    return {"size": group.size, "widths": sorted({grid.at(cell)["width"] for cell in group.cells})} | cells

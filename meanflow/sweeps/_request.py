@@ -62,6 +62,8 @@ FLOWS: dict[str, Callable[..., Flow]] = {
 # whose further arguments a constructor passes on
 OPTIONS: dict[str, Callable[..., Flow]] = {
     "batchnorm_manifold": models.batchnorm,
+    "planar": univariate.lifted,
+    "radial": univariate.lifted,
 }
 Stop: TypeAlias = Annotated[Callable[[], bool], function]
 
@@ -181,26 +183,21 @@ def work(
 
 def _step(where: str, table: Json) -> KernelStep | Adaptive:
     """Return the rule behind {kernel = kappa, every = n} or {rtol = r, atol = a}."""
-    if "kernel" in table:
-        _known(where, table, ("kernel", "every", "max_steps"))
-        return KernelStep(table.pop("kernel"), **table)
-    _known(where, table, ("rtol", "atol", "max_steps", "kernel", "every"))
-    if "every" in table or not table:
+    keys = ("kernel", "every") if "kernel" in table else ("rtol", "atol")
+    if not table or "every" in table and "kernel" not in table:
         raise ValueError(
             f"{where} must be a number, {{kernel = kappa, every = n}} or {{rtol = r, atol = a}}, got {table}"
         )
-    return Adaptive(**table)
+    _known(where, table, (*keys, "max_steps"))
+    return KernelStep(table.pop("kernel"), **table) if "kernel" in table else Adaptive(**table)
 
 
 def _dynamics(where: str, table: Json) -> Noise | Reaction:
     """Return the dynamics behind {temperature = tau} or {reaction = beta, conserve = true}."""
-    _known(where, table, ("temperature", "reaction", "conserve"))
     if ("temperature" in table) == ("reaction" in table):
         raise ValueError(f"{where} must hold one of temperature and reaction, got {table}")
-    if "temperature" in table:
-        _known(where, table, ("temperature",))
-        return Noise(table["temperature"])
-    return Reaction(table["reaction"], table.get("conserve", True))
+    _known(where, table, ("temperature",) if "temperature" in table else ("reaction", "conserve"))
+    return Noise(**table) if "temperature" in table else Reaction(table.pop("reaction"), **table)
 
 
 def _batches(where: str, table: Json) -> Batches:
@@ -241,43 +238,42 @@ def named_data(
     if len(given) != 1:
         raise ValueError(f"[data] needs exactly one of name, file and x with y, got {given or 'none'}")
     if file is not None:
-        try:
-            # opened here, since np.load would leave a damaged file open
-            with (
-                open(_boundary.path("data.file", file), "rb") as raw,
-                np.load(raw, allow_pickle=False) as arrays,
-            ):
-                stored = dict(arrays)
-        except Exception as problem:  # damaged archives raise whatever they like
-            raise ValueError(
-                f"data.file {file} cannot be read as .npz: {type(problem).__name__}: {problem}"
-            ) from problem
-        if not {"x", "y"} <= set(stored):
-            raise ValueError(f"data.file {file} must hold x and y, got {sorted(stored)}")
-        return Dataset(stored["x"], stored["y"], stored.get("weights", weights))
+        return _read_data(file, weights)
     if x is not None:
         if y is None:
             raise ValueError("[data] needs y beside x, got none")
         read = _boundary.array(rank=1)
         return Dataset(read("data.x", x), read("data.y", y), weights)
-    if points is not None:
-        points = _boundary.whole("data.points", points, 1)
-    weights = "sum" if weights is None and name != "ridge" else weights
-    if name == "sine":
-        inputs = np.linspace(-1, 1, points or 20)
-        return Dataset(inputs, np.sin(2 * np.pi * inputs), weights)
-    if name == "square":
-        wave = np.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
-        if points not in (None, wave.size):
-            raise ValueError(f"data.points of the square wave must be {wave.size}, got {points}")
-        return Dataset(np.linspace(-1, 1, wave.size), wave, weights)
+    _boundary.one_of("data.name", name, ("ridge", "sine", "square"))
+    count = _boundary.whole(
+        "data.points", {"sine": 20, "square": 10}.get(str(name), 100) if points is None else points, 1
+    )
     if name == "ridge":
         dim, seed = _boundary.whole("data.dim", dim, 1), _boundary.whole("data.seed", seed, 0)
         # numpy's generator: a named data set must not depend on the precision or the version of jax
-        normal = np.random.default_rng(seed).normal(size=(points or 100, dim))
+        normal = np.random.default_rng(seed).normal(size=(count, dim))
         normal[:, 0] *= np.sqrt(5.0)
         return Dataset(normal, np.abs(normal[:, 0]), weights)
-    raise ValueError(f"data.name must be one of ['ridge', 'sine', 'square'], got {name!r}")
+    inputs, wave = np.linspace(-1, 1, count), np.array([1.0, 1, 1, -1, -1, -1, 1, 1, 1, -1])
+    if name == "square" and count != wave.size:
+        raise ValueError(f"data.points of the square wave must be {wave.size}, got {points}")
+    targets = wave if name == "square" else np.sin(2 * np.pi * inputs)
+    return Dataset(inputs, targets, "sum" if weights is None else weights)
+
+
+def _read_data(file: str, weights: str | Float[ArrayLike, "n"] | None) -> Dataset:
+    """Return the data in a file of numpy with arrays x, y and perhaps weights."""
+    try:
+        # opened here, since np.load would leave a damaged file open
+        with open(_boundary.path("data.file", file), "rb") as raw, np.load(raw, allow_pickle=False) as arrays:
+            stored = dict(arrays)
+    except Exception as problem:  # damaged archives raise whatever they like
+        raise ValueError(
+            f"data.file {file} cannot be read as .npz: {type(problem).__name__}: {problem}"
+        ) from problem
+    if not {"x", "y"} <= set(stored):
+        raise ValueError(f"data.file {file} must hold x and y, got {sorted(stored)}")
+    return Dataset(stored["x"], stored["y"], stored.get("weights", weights))
 
 
 def _known(where: str, table: object, allowed: tuple[str, ...]) -> None:

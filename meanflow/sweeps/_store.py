@@ -30,8 +30,7 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -63,9 +62,8 @@ class Store:
     def __init__(self, path: str | pathlib.Path, config: Json) -> None:
         self.path = pathlib.Path(path)
         self.held: dict[str, list[pathlib.Path]] = {}  # claims of this process, each with those it replaces
-        self._seen: dict[
-            pathlib.Path, tuple[int, float]
-        ] = {}  # times of others' claims, and since when they stand
+        # times of others' claims, and since when they stand on the watch of this process
+        self._seen: dict[pathlib.Path, tuple[int, float]] = {}
         self._over, self._beats = threading.Event(), False
         try:
             check_place(self.path)
@@ -77,14 +75,6 @@ class Store:
         except OSError as problem:
             raise StoreError(f"store {self.path} cannot be used: {problem}") from problem
         self._compare(config)
-
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give back all claims, and touch no more."""
@@ -102,7 +92,7 @@ class Store:
             try:
                 with atomic_write(self.path / PLAN) as part:
                     part.mkdir()
-                    (part / CONFIG).write_text(json.dumps(config | {"digest": _seal(config)}, indent=1))
+                    (part / CONFIG).write_text(json.dumps(config | {"digest": _seal(config)}))
             except OSError:
                 if not has_plan(self.path):  # nobody else was faster
                     raise
@@ -110,8 +100,8 @@ class Store:
 
     def _compare(self, config: Json) -> None:
         """Refuse another run; warn if the same run was begun with other versions or another source of this package."""
-        old, new = self.config, json.loads(json.dumps(config))
-        found = difference(old.get("run"), new["run"])
+        old = self.config
+        found = difference(old.get("run"), json.loads(json.dumps(config["run"])))
         if found:
             listed = "\n  ".join(found[:8])
             if any(line.startswith("groups") for line in found):
@@ -120,18 +110,18 @@ class Store:
                 f"store {self.path} holds a different run; use another directory or the same settings. "
                 f"Differences:\n  {listed}"
             )
-        newer = difference(old.get("versions"), new.get("versions"))
+        newer = difference(old.get("versions"), config.get("versions"))
         if newer:
             warnings.warn(
                 f"store {self.path} was started with other versions ({'; '.join(newer)}); "
                 "new chunks may differ from old ones by rounding",
                 stacklevel=2,
             )
-        if old.get("source") != new.get("source"):
+        if old.get("source") != config.get("source"):
             warnings.warn(
                 f"store {self.path} was started with another source code of meanflow (digest {old.get('source')}, "
-                f"now {new.get('source')}); new chunks may differ from old ones: use another directory if the change "
-                "matters to the numbers",
+                f"now {config.get('source')}); new chunks may differ from old ones: use another directory if the "
+                "change matters to the numbers",
                 stacklevel=2,
             )
 
@@ -201,10 +191,6 @@ class Store:
         """Say whether a chunk is on disk."""
         return (self.path / CHUNKS / f"{name}.npz").exists()
 
-    def finished(self) -> set[str]:
-        """Return the names of the chunks on disk."""
-        return finished_chunks(self.path)
-
     def write(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a chunk and give its claim back; on any failure the chunks are as before.
 
@@ -232,7 +218,7 @@ class Store:
 
     def tidy(self) -> None:
         """Remove what dead processes have left: parts and claims of chunks that are finished."""
-        there = self.finished()
+        there = finished_chunks(self.path)
         whole = set(self.config["layout"]["chunks"]) <= there
         for entry in (self.path / CLAIMS).iterdir():
             if entry.name.rpartition(".")[0] in there or (whole and entry.name.startswith(PART)):
@@ -369,37 +355,31 @@ def progress(path: str | pathlib.Path) -> Json:
     None while nothing is known. ``workers`` lists host, pid, chunk and "alive" of each claim. All times are those of
     the file system, since clocks of hosts differ.
     """
-    config, there = read_config(path), finished_chunks(path)
-    cells = {name: len(planned["cells"]) for name, planned in config["layout"]["chunks"].items()}
-    stamps = sorted(
-        (_changed(pathlib.Path(path) / CHUNKS / f"{n}.npz"), cells[n]) for n in there & set(cells)
-    )
-    claims = [(c, _changed(c), _holder(c)) for c in _claims(path) if c.name.rpartition(".")[0] not in there]
+    path = pathlib.Path(path)
+    planned = read_config(path)["layout"]["chunks"]
+    cells = {name: len(chunk["cells"]) for name, chunk in planned.items()}
+    there = finished_chunks(path) & set(cells)
+    stamps = sorted((_changed(path / CHUNKS / f"{name}.npz"), cells[name]) for name in there)
+    # of several claims of one chunk the last counts
+    last = {one.name.rpartition(".")[0]: one for one in sorted((path / CLAIMS).glob("[!.]*.*"))}
+    claims = [(name, _changed(one), _holder(one)) for name, one in last.items() if name not in there]
     now = max([when for when, _ in stamps] + [when for _, when, _ in claims], default=0.0)
     recent = stamps[-50:]
     span = recent[-1][0] - recent[0][0] if recent else 0.0
     rate = sum(count for _, count in recent[1:]) / span if span > 0 else None
-    done = sum(count for _, count in stamps)
+    total, done = sum(cells.values()), sum(count for _, count in stamps)
     workers = [
-        {**holder, "chunk": c.name.rpartition(".")[0], "alive": not _is_gone(holder) and now - when < LEASE}
-        for c, when, holder in claims
+        {**holder, "chunk": name, "alive": not _is_gone(holder) and now - when < LEASE}
+        for name, when, holder in claims
     ]
-    busy = {w["chunk"] for w in workers if w["alive"]}
-    total = sum(cells.values())
     return {
         "cells": total,
         "done": done,
-        "claimed": sum(cells.get(name, 0) for name in busy),
+        "claimed": sum(cells.get(worker["chunk"], 0) for worker in workers if worker["alive"]),
         "rate": rate,
         "left": math.ceil((total - done) / rate) if rate else None,
         "workers": workers,
     }
-
-
-def _claims(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield the claims of a run directory, of each chunk the last."""
-    last = {one.name.rpartition(".")[0]: one for one in sorted((pathlib.Path(path) / CLAIMS).glob("[!.]*.*"))}
-    yield from last.values()
 
 
 def _changed(path: pathlib.Path) -> float:
@@ -407,10 +387,3 @@ def _changed(path: pathlib.Path) -> float:
         return path.lstat().st_mtime
     except OSError:
         return 0.0
-
-
-def check_cells(config: Json, size: int) -> None:
-    """Refuse a division into chunks that does not hold every cell once."""
-    cells = sorted(cell for chunk in config["layout"]["chunks"].values() for cell in chunk["cells"])
-    if cells != list(range(size)):
-        raise StoreError(f"{CONFIG} must hold each of {size} cells in one chunk, got {len(cells)} cells")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +36,11 @@ from meanflow.measures._dataset import Dataset
 from meanflow.solvers._continuous import solve
 from meanflow.solvers._discrete import descend
 from meanflow.solvers._solution import Solution
-from meanflow.sweeps import _devices as devices
 from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import _plan as plans
 from meanflow.sweeps._devices import Cell, Results
 from meanflow.sweeps._grid import PLAIN, SHOWN, Grid, Group, Value
-from meanflow.sweeps._networks import SETTINGS, Init, Model, Samples, Sweep, Values, settings_of, structure_of
+from meanflow.sweeps._networks import SETTINGS, Init, Model, Samples, Sweep, Values, settings_of
 from meanflow.sweeps._plan import AXES, SEEDS, Execution, Plan, Seeds, any_key
 
 if TYPE_CHECKING:  # slow to import
@@ -68,29 +68,24 @@ def choose(observe: Observe, defaults: Mapping[str, Observable]) -> dict[str, Ob
     if observe is None:
         return usual
     if isinstance(observe, Mapping):
-        taken = next((name for name in observe if name in PLAIN), None)
-        if taken is not None:
-            raise ValueError(f"observe must not use the name {taken!r}, which every sweep records itself")
+        if taken := sorted(set(observe) & set(PLAIN)):
+            raise ValueError(f"observe must not use the name {taken[0]!r}, which every sweep records itself")
         given = {
-            n: as_observable(f"observe[{n!r}]", one, defaults)
-            for n, one in observe.items()
-            if one is not None
+            n: as_observable(f"observe[{n!r}]", u, defaults) for n, u in observe.items() if u is not None
         }
         return {n: one for n, one in usual.items() if n not in observe} | given
     if not isinstance(observe, str | list | tuple):
         raise ValueError(f"observe must be None, names or a dict of observables, got {observe!r}")
-    names = [observe] if isinstance(observe, str) else list(observe)
-    everything = usual if "default" in names else {}
-    return everything | named([name for name in names if name != "default"], defaults)
+    names = [observe] if isinstance(observe, str) else observe
+    return (usual if "default" in names else {}) | named([n for n in names if n != "default"], defaults)
 
 
 def check_names(grid: Grid, observe: Mapping[str, Observable], along: str) -> None:
     """Refuse observables and their axes that are called like an axis of the grid, before hours of computing."""
-    recorded = {*PLAIN, *observe, along}.union(*(one.dims for one in observe.values()))
-    clash = next((name for n in grid.axes if (name := SHOWN.get(n, n)) in recorded), None)
-    if clash is not None:
+    recorded = {*PLAIN, *observe, along}.union(*[one.dims for one in observe.values()])
+    if clash := sorted(recorded & {SHOWN.get(name, name) for name in grid.axes}):
         raise ValueError(
-            f"axes and observables need different names, got {clash!r} for an axis and for something recorded"
+            f"axes and observables need different names, got {clash[0]!r} for an axis and for something recorded"
         )
 
 
@@ -119,42 +114,45 @@ def find_takers(functions: Mapping[str, object], names: Sequence[str]) -> dict[s
     for name, one in functions.items():
         if not callable(one) or isinstance(one, eqx.Module | type):
             continue
-        parameters = inspect.signature(one).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # width is an argument of every init, and data are the same for all widths
-        more = {"data": ("seed",), "init": ("seed",)}.get(name, ("width",))
-        own = [n for n in more if n in parameters]
-        taken[name] = (*(n for n in names if anything or n in parameters), *own)
+        more = "seed" if name in ("data", "init") else "width"
+        taken[name] = tuple(arguments(one, [*names, more], (more,)))
     reached = {"delta", "scale", *SETTINGS}.union(*taken.values())
-    lost = next((name for name in names if name not in reached), None)
-    if lost is not None:
+    if lost := [name for name in names if name not in reached]:
         raise ValueError(
-            f"axes[{lost!r}] reaches nothing: flow, data, init and settings do not take it, and the settings that can "
-            f"be swept are {sorted(SETTINGS)}"
+            f"axes[{lost[0]!r}] reaches nothing: flow, data, init and settings do not take it, and the "
+            f"settings that can be swept are {sorted(SETTINGS)}"
         )
     return taken
 
 
+def arguments(
+    function: Callable[..., object], names: Iterable[str], not_any: Sequence[str] = ()
+) -> list[str]:
+    """Return which of the names a function takes; with ``**anything`` all, but for those in ``not_any``."""
+    parameters = inspect.signature(function).parameters
+    anything = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
+    return [name for name in names if name in parameters or (anything and name not in not_any)]
+
+
 def check_settings(solver: Callable[..., Solution], given: Iterable[str], axes: Iterable[str]) -> None:
     """Refuse a setting that the solver of the sweep does not have, or that is given twice."""
-    named = [name for name in axes if name in SETTINGS]
-    clash = next((name for name in given if name in named), None)
-    if clash is not None:
-        raise ValueError(f"{clash} is given both as an axis and as a setting")
+    given, named = list(given), list(filter(SETTINGS.__contains__, axes))
+    if clash := sorted(set(given) & set(named)):
+        raise ValueError(f"{clash[0]} is given both as an axis and as a setting")
     allowed = settings_of(solver)
-    stray = next((name for name in (*given, *named) if name not in allowed), None)
-    if stray is not None:
+    if stray := [name for name in (*given, *named) if name not in allowed]:
         end = "steps" if solver is solve else "t1"
-        hint = f" (it belongs to runs with {end})" if stray in SETTINGS else ""
+        hint = f" (it belongs to runs with {end})" if stray[0] in SETTINGS else ""
         raise ValueError(
-            f"settings of {solver.__name__} must be among {sorted(allowed)}, got {stray!r}{hint}"
+            f"settings of {solver.__name__} must be among {sorted(allowed)}, got {stray[0]!r}{hint}"
         )
 
 
 def check_changes(flow: Flow, grid: Grid, taken: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse axes delta and scale for a model whose clouds they cannot change."""
-    by_function = {name for some in taken.values() for name in some}
-    if "delta" in grid.axes and flow.space.label_name != "delta" and "delta" not in by_function:
+    taken_names = set().union(*taken.values())
+    if "delta" in grid.axes and flow.space.label_name != "delta" and "delta" not in taken_names:
         raise ValueError(
             "deltas need a flow whose labels are balances (meanflow.lifted), or an init that takes delta, "
             f"got a flow on {type(flow.space).__name__}"
@@ -201,14 +199,12 @@ def find_horizon(t1: float | None, steps: int | None, saves: Values, clock: obje
     }
 
 
-def check_data(plan: Sweep) -> int:
-    """Check the data of all cells, which must be of one kind and hold a batch; return the largest number of samples."""
-    first, sizes = plan._data(0), []
-    cells, _ = plan.grid.one_each(
-        [n for n in plan.grid.axes if n in (*plan.taken.get("data", ()), *plan.makers)]
-    )
-    for cell in cells:
-        found, made = plan._data(cell), plan.made(cell)
+def check_data(plan: Sweep) -> None:
+    """Check the data of all cells, which must be of one kind and hold a batch."""
+    first = plan.data(0)
+    names = dict.fromkeys([*plan.taken.get("data", ()), *plan.makers])
+    for cell in plan.grid.one_each(names)[0]:
+        found, made = plan.data(cell), plan.made(cell)
         kinds = [[(u.shape[1:], u.dtype) for u in (one.x, one.y)] for one in (first, found)]
         if kinds[0] != kinds[1]:
             raise ValueError(
@@ -219,12 +215,9 @@ def check_data(plan: Sweep) -> int:
             raise ValueError(
                 f"data.x must have shape {'(n,)' if rank == 1 else '(n, d)'} for this flow, got {found.x.shape}"
             )
-        batches = made.get("batches")
-        if batches is not None:
-            with_key = eqx.tree_at(lambda b: b.key, batches, plan.key, is_leaf=lambda u: u is None)
-            with_key.check(found)
-        sizes.append(found.size)
-    return max(sizes)
+        if made.get("batches") is not None:
+            is_none = lambda u: u is None
+            eqx.tree_at(lambda b: b.key, made["batches"], plan.key, is_leaf=is_none).check(found)
 
 
 AMPLITUDES = sequence(number(static=True))
@@ -317,14 +310,11 @@ def sweep(
     horizon, along = find_horizon(t1, steps, saves, settings.get("clock"))
     names = [name for name in grid.axes if name not in ("width", "seed")]
     taken = find_takers({"flow": flow, "data": data, "init": init} | settings, names)
-    shared = data if isinstance(data, Dataset) else None
     draft = Sweep(
         grid=grid,
-        groups=(),
-        shared=shared,
+        shared=data if isinstance(data, Dataset) else None,
         execution=execution or Execution(),
         samples=data,
-        room=None,
         flow=flow,
         init=init,
         observe={},
@@ -334,26 +324,17 @@ def sweep(
         key=any_key("key", key),
         along=along,
     )
-    known: list[object] = []
-    cells, which = grid.one_each(draft.makers)
-    for cell in cells:
+    for cell in grid.one_each(draft.makers)[0]:
         for name, value in draft.made(cell).items():
             if name != "flow":
                 solver.kinds()[name](name, value)  # type: ignore[attr-defined]
-        known.append(structure_of(draft.made(cell)))
+    check_data(draft)
     template = draft.made(0)["flow"]
-    room = check_data(draft)
     check_changes(template, grid, taken)
-    first = jax.tree.map(jnp.asarray, draft._data(0))
+    first = jax.tree.map(jnp.asarray, draft.data(0))
     recorded = choose(observe, template.bind(first).observables(first))
     check_names(grid, recorded, along["name"])
-    kinds = np.array([known.index(one) for one in known])[which]
-    plan = dataclasses.replace(
-        draft,
-        groups=grids.make_groups(grid, kinds.tolist(), draft.execution.waste),
-        observe=recorded,
-        room=None if shared is not None else room,
-    )
+    plan = dataclasses.replace(draft, observe=recorded)
     return plan.run(store=store) if compute else plan
 
 
@@ -390,6 +371,11 @@ class FunctionSweep(Plan):
     key: Key[Array, ""]
     dims: dict[str, list[str]]
 
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Cells whose values differ in numbers only."""
+        return grids.make_groups(self.grid, self.grid.one_each(filter(self._is_fixed, self.grid.axes))[1])
+
     def cell(self, group: Group) -> FunctionCell:
         """Return the function with the values of the axes that are not traced."""
         values = self.grid.at(group.cells[0])
@@ -397,11 +383,11 @@ class FunctionSweep(Plan):
 
     def inputs(self, group: Group, cells: Sequence[int], multiple: int = 1) -> PyTree[np.ndarray]:
         """Return keys and axis values of some cells, with a leading axis; there are no clouds to fill up."""
-        values = [self.grid.at(cell) for cell in cells]
+        places = self.grid.places(np.asarray(cells))
         traced = [name for name in self.grid.axes if name != "seed" and not self._is_fixed(name)]
-        keys = [jax.random.fold_in(self.key, v["seed"]) for v in values]
+        keys = [jax.random.fold_in(self.key, self.grid.axes["seed"][k]) for k in places["seed"]]
         return {
-            "axes": {name: plans.numbers([v[name] for v in values]) for name in traced},
+            "axes": {name: plans.numbers(self.grid.axes[name])[places[name]] for name in traced},
             "key": np.stack([np.asarray(jax.random.key_data(k)) for k in keys]),
         }
 
@@ -413,7 +399,7 @@ class FunctionSweep(Plan):
         return {
             "kind": "function",
             "function": describe(self.function),
-            "axes": {name: describe(list(values)) for name, values in self.grid.axes.items()},
+            "axes": describe({name: list(values) for name, values in self.grid.axes.items()}),
             "key": jax.random.key_data(self.key).tolist(),
             "precision": str(jnp.result_type(float)),
         }
@@ -425,21 +411,19 @@ class FunctionSweep(Plan):
 
     def check(self) -> None:
         """Refuse results that are called like axes, and wrong names for their own axes, before computing."""
-        known: set[str] = set()
+        found: dict[str, jax.ShapeDtypeStruct] = {}
         for group in self.groups:
-            one = self.inputs(group, group.cells[:1])
-            for name, value in devices.output_shapes(self.cell(group), None, one).items():
-                known.add(name)
-                dims = self.dims.get(name, [])
-                if name in self.grid.axes or set(dims) & set(self.grid.axes):
-                    raise ValueError(
-                        f"results and their axes must not be called like an axis of the grid, got {name!r} {dims}"
-                    )
-                if name in self.dims and len(dims) != len(value.shape):
-                    raise ValueError(f"dims[{name!r}] must name {len(value.shape)} axes, got {dims}")
-        stray = sorted(set(self.dims) - known)
-        if stray:
-            raise ValueError(f"dims must name results among {sorted(known)}, got {stray[0]!r}")
+            found |= self.shapes(group)
+        for name, value in found.items():
+            dims = self.dims.get(name, [])
+            if {name, *dims} & set(self.grid.axes):
+                raise ValueError(
+                    f"results and their axes must not be called like an axis of the grid, got {name!r} {dims}"
+                )
+            if name in self.dims and len(dims) != len(value.shape):
+                raise ValueError(f"dims[{name!r}] must name {len(value.shape)} axes, got {dims}")
+        if stray := sorted(set(self.dims) - set(found)):
+            raise ValueError(f"dims must name results among {sorted(found)}, got {stray[0]!r}")
 
 
 @checked
@@ -471,16 +455,12 @@ def sweep_function(
     {'sigma': 2, 'seed': 4, 'value_0': 3}
     """
     grid = Grid(grids.axis_values(dict(axes or {}) | {"seed": plans.seed_list(seeds)}))
-    parameters = inspect.signature(function).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    missing = [name for name in grid.axes if name != "seed" and name not in parameters and not anything]
+    missing = sorted(set(grid.axes) - {"seed", *arguments(function, grid.axes)})
     if missing:
         raise ValueError(f"function must take every axis by name, got one that does not take {missing}")
     execution = execution or Execution()
-    fixed = [name for name, values in grid.axes.items() if not grids.is_numeric(values)]
     return FunctionSweep(
         grid=grid,
-        groups=grids.make_groups(grid, grid.one_each(fixed)[1].tolist()),
         shared=None,
         execution=dataclasses.replace(execution, chunk=execution.chunk or 1024),
         function=function,

@@ -22,7 +22,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, Shaped
 from meanflow import _boundary
 from meanflow._boundary import Count, FilePath, Natural, PRNGKey, checked, choice, either, instance
 from meanflow._identity import Json, array_text, describe
-from meanflow._numerics import iterate
+from meanflow._loops import iterate
 from meanflow._observable import FunctionOfState, Observable, Values
 from meanflow.solvers._batches import shuffle
 from meanflow.training._checkpoints import Record, TrainState, resume, save_state

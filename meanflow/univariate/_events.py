@@ -4,8 +4,8 @@ The sliding solver freezes the residual for a sub-step. Then neurons no longer s
 each one from event to event in closed form. An event is the moment at which a neuron meets the ray of a sample, where
 its velocity jumps. ``freeze`` tabulates the forces and ``advance`` carries every neuron over one event;
 ``flows._kinks.passage`` repeats that, and differentiates ``carry``, the smooth motion over a known event. The
-rule at a ray is in ``_decide``, the next event in ``_chart_course``. This is the motion of ``flows._kinks.planes`` for
-x~ = (x, 1), where sorted samples spare the array of size neurons x samples.
+rule at a ray is in ``_decide``, the way to the next event in ``_fly``. This is the motion of ``flows._kinks.planes``
+for x~ = (x, 1), where sorted samples spare the array of size neurons x samples.
 
 **Between events.** Write p = (a, -b) for the inner weights of a neuron, c for the outer one, and kp, kc for the rates
 at which the two layers learn. In region R (numbered in ``_forces``) the force G = G_R is constant, and
@@ -201,32 +201,6 @@ class _Decision(NamedTuple):
     entered: Int[Array, " m"]
 
 
-class _Course(NamedTuple):
-    """The motion up to the next event; every field has shape (m,).
-
-    Attributes:
-        force_u, force_v: the constant force G.
-        work: <p, G> at the start.
-        g2: kp kc |G|^2.
-        lower: the ray that bounds the region clockwise; the other one is ``region`` itself.
-        first: which of the two possible events comes earlier. True: a free neuron meets the lower ray, a sliding one
-            p = 0. False: the upper ray, or c = 0.
-        exits: whether an event comes within the time left.
-        step: the time until then.
-        x: the sample of the ray that is met.
-    """
-
-    force_u: Float[Array, " m"]
-    force_v: Float[Array, " m"]
-    work: Float[Array, " m"]
-    g2: Float[Array, " m"]
-    lower: Int[Array, " m"]
-    first: Bool[Array, " m"]
-    exits: Bool[Array, " m"]
-    step: Float[Array, " m"]
-    x: Float[Array, " m"]
-
-
 def _beside(ray: Int[Array, " m"], total: int) -> tuple[Int[Array, " m"], Int[Array, " m"]]:
     """Return the regions beside each ray, where its sample is inactive and where it is active."""
     after = jnp.where(ray == total - 1, 0, ray + 1)
@@ -287,18 +261,16 @@ def _count(
     )
 
 
-def _chart_course(
-    neurons: MovingNeurons,
-    decision: _Decision,
-    tables: Tables,
-    inner_rate: Float[Array, " m"],
-    outer_rate: Float[Array, " m"],
-) -> _Course:
-    """Find the force on each neuron, its next event and the time until then (at most the time left)."""
-    (u, v, c, left), region, _, _ = neurons
+def _fly(
+    neurons: MovingNeurons, decision: _Decision, rates: Rates, tables: Tables
+) -> tuple[MovingNeurons, Flight]:
+    """Move neurons, whose region is decided, to their next event or to the end of their time."""
+    (u, v, c, left), region, origin, _ = neurons
+    inner_rate, outer_rate, _ = rates
     slides, along, reach = decision.slides, decision.along, decision.reach
     total = tables.rays.shape[0]
-    # the force and both bounding rays in one look-up; normal forces are the numbers that _decide saw (see freeze)
+    half = total // 2
+    # 1. The force and both bounding rays in one look-up; normal forces are the numbers that _decide saw (see freeze).
     free_u, free_v, x_low, force_low, x_high, force_high = _row(tables.regions, region)
     force_u = jnp.where(slides, along * decision.ray_u, free_u)
     force_v = jnp.where(slides, along * decision.ray_v, free_v)
@@ -311,17 +283,17 @@ def _chart_course(
         # Z >= 0 of first_root. Rounding may leave z on the wrong side of a ray, and a neuron that has just left a ray
         # is exactly on it: both are at height 0, from where only a return counts.
         z = x * u + v
-        just_left = decision.leaves & (ahead == neurons.ray)
+        just_left = decision.leaves & (ahead == origin)
         return jnp.where(just_left, 0.0, jnp.maximum(jnp.where(active, z, -z), 0.0))
 
-    lower = jnp.where(region == 0, total - 1, region - 1)
-    height_low = height(lower, x_low, (region >= 1) & (region <= total // 2))
-    height_high = height(region, x_high, region >= total // 2)
-    # Two events can end the motion, one row each, (2, m). In T = 2 tanh(w t/2)/w both are quadratic equations. Free
-    # neurons meet the lower or the upper ray, height Z and normal force H (kinks.cell):
+    # 2. Two events can end the motion, one row each, (2, m). In T = 2 tanh(w t/2)/w both are quadratic equations. Free
+    # neurons meet the lower ray, R - 1, or the upper one, R, with height Z and normal force H (kinks.cell):
     #     (kp kc H S/2 - Z w^2/4) T^2 - kp c H T + Z = 0.
     # Sliding ones meet p = 0, the same equation with Z = <ray, p> and H = <ray, G>, or c = 0, which is
     #     |c| (1 + w^2 T^2/4) - sign(c) kc S T = 0     since c(t) = c cosh(w t) - kc S sinh(w t)/w.
+    lower = jnp.where(region == 0, total - 1, region - 1)
+    height_low = height(lower, x_low, (region >= 1) & (region <= half))
+    height_high = height(region, x_high, region >= half)
     toward = jnp.stack([jnp.where(slides, along, force_low), force_high])
     away = jnp.stack([jnp.where(slides, reach, height_low), height_high])
     row = lambda u: u[None, :]
@@ -341,76 +313,52 @@ def _chart_course(
     # an event at the very end of the time left is left to the next sub-step, with new forces
     exits = (left > 0) & (time < left)
     step = jnp.where(exits, time, left)
-    return _Course(force_u, force_v, work, g2, lower, first, exits, step, jnp.where(first, x_low, x_high))
 
+    # 3. The motion in closed form: p' = -kp c G moves p along G only.
+    c, shift = travel(c, work, g2, inner_rate, outer_rate, step)
+    u, v = u - shift * force_u, v - shift * force_v
 
-def _arrive(
-    neurons: MovingNeurons,
-    decision: _Decision,
-    course: _Course,
-    total: int,
-    end: tuple[Float[Array, " m"], Float[Array, " m"], Float[Array, " m"]],
-) -> tuple[MovingNeurons, Flight]:
-    """Return the neurons at ``end`` = (u, v, c), on one of ``total`` rays, and the event.
-
-    On a ray <x~, p> = 0 holds exactly, so the position is projected on it; only on arrival, since the projection would
-    drift if it were repeated.
-    """
-    u, v, c = end
-    half = total // 2
-    slides, exits = decision.slides, course.exits
-    # free neurons arrive on the lower ray, R - 1, or on the upper one, R
+    # 4. On a ray <x~, p> = 0 holds exactly, so the position is projected on it; only on arrival, since the projection
+    # would drift if it were repeated.
     arrives = exits & ~slides
-    met = jnp.where(course.first, course.lower, neurons.region)
-    on_line = (u - course.x * v) / (1 + course.x**2)  # the point of the line nearest to p is on_line (1, -x)
+    met, x = jnp.where(first, lower, region), jnp.where(first, x_low, x_high)
+    on_line = (u - x * v) / (1 + x**2)  # the point of the line nearest to p is on_line (1, -x)
     # The line of a sample consists of two opposite rays. A region bounded by both is a half plane, which there is only
     # for a single sample: then the side on which p arrives says which of the two was met.
     behind = (on_line < 0) == (met < half)
     met = jnp.where(behind & (on_line != 0), _opposite(met, total), met)
-    through = exits & slides & course.first  # p = 0
-    halts = exits & slides & ~course.first  # c = 0
-    opposite = _opposite(neurons.ray, total)
-    ray = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, neurons.ray), -1))
+    through = exits & slides & first  # p = 0
+    halts = exits & slides & ~first  # c = 0
+    opposite = _opposite(origin, total)
+    ray = jnp.where(arrives, met, jnp.where(slides, jnp.where(through, opposite, origin), -1))
     kind = jnp.where(through, ZERO, jnp.where(halts, REST, RAY))
     kind = jnp.where(exits, kind, TIME).astype(jnp.int32)
     sample = _sample(jnp.maximum(ray, 0), half)
-    returns = arrives & (neurons.ray >= 0) & (_sample(neurons.ray, half) == sample)
-    left = neurons.moving.left
-    moved = MovingNeurons(
-        Moving(
-            jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
-            jnp.where(arrives, -course.x * on_line, jnp.where(through, 0.0, v)),
-            jnp.where(halts, 0.0, c),
-            jnp.where(exits, left - course.step, 0.0),
-        ),
-        # beyond the origin every other sample has changed sides; which side of its ray is taken is decided there
-        jnp.where(through, _beside(opposite, total)[0], neurons.region),
-        ray,
-        arrives,
+    returns = arrives & (origin >= 0) & (_sample(origin, half) == sample)
+    moving = Moving(
+        jnp.where(arrives, on_line, jnp.where(through, 0.0, u)),
+        jnp.where(arrives, -x * on_line, jnp.where(through, 0.0, v)),
+        jnp.where(halts, 0.0, c),
+        jnp.where(exits, left - step, 0.0),
     )
-    return moved, Flight(left > 0, slides, returns, neurons.region, sample, kind, course.step)
+    # beyond the origin every other sample has changed sides; which side of its ray is taken is decided there
+    beyond = jnp.where(through, _beside(opposite, total)[0], region)
+    flight = Flight(left > 0, slides, returns, region, sample, kind, step)
+    return MovingNeurons(moving, beyond, ray, arrives), flight
 
 
 def advance(task: Task) -> tuple[MovingNeurons, Flight, Counts]:
     """Carry every neuron over one event: decide at the ray, then move to the next ray or to the end of its time.
 
-    Neurons without time left stay as they are.
+    All is computed for every neuron; those without time left stay as they are.
     """
-    neurons, (inner_rate, outer_rate, is_real), _, tables = task
-    # 1. The Filippov rule for those on a ray. 2. Force, next event and the time to it. 3. Motion in closed form for
-    # that time: p' = -kp c G moves p along G only. 4. Snap to the ray that was met. All four are computed for every
-    # neuron; for those that are done the result is dropped at the end.
-    u, v, c, left = neurons.moving
-    moving = left > 0
-    decision = _decide(neurons, tables, inner_rate, outer_rate)
+    neurons, rates, _, tables = task
+    moving = neurons.moving.left > 0
+    decision = _decide(neurons, tables, rates.inner, rates.outer)
     started = neurons._replace(region=jnp.where(moving, decision.entered, neurons.region))
-    course = _chart_course(started, decision, tables, inner_rate, outer_rate)
-    c, shift = travel(c, course.work, course.g2, inner_rate, outer_rate, course.step)
-    end = u - shift * course.force_u, v - shift * course.force_v, c
-    moved, found = _arrive(started, decision, course, tables.rays.shape[0], end)
-    counts = _count(neurons, decision, found.kind == ZERO, moving & is_real)
-    moved = jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved)
-    return moved, found, counts
+    moved, found = _fly(started, decision, rates, tables)
+    counts = _count(neurons, decision, found.kind == ZERO, moving & rates.is_real)
+    return jax.tree.map(lambda old, new: jnp.where(moving, new, old), neurons, moved), found, counts
 
 
 def carry(before: Moving, flight: Flight, rates: Rates, field: Field) -> Moving:

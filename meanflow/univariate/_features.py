@@ -23,6 +23,7 @@ from meanflow._observable import Observable
 from meanflow.flows._features import Feature, Pull
 from meanflow.flows._motion import FrozenMotion
 from meanflow.flows._problem import Problem
+from meanflow.geometry._neurons import LayerRates
 from meanflow.geometry._space import Invariant, Space
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.measures._dataset import Dataset
@@ -31,7 +32,7 @@ from meanflow.univariate import _forces as force
 from meanflow.univariate import _observables as observables
 from meanflow.univariate._angles import angle_of, unit
 from meanflow.univariate._motion import CylinderMotion, RawMotion
-from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
+from meanflow.univariate._spaces import Cylinder, Lifted
 from meanflow.univariate.balance import balance
 
 FORCES = ("auto", "dense", "fast")
@@ -263,7 +264,7 @@ class Raw(Univariate):
 
     def invariant(self, space: Space) -> Invariant | None:
         """Return the balance c^2 - a^2 - b^2, which is conserved where both layers learn."""
-        if not isinstance(space, TrainableLayers):
+        if not isinstance(space, LayerRates):
             return None
 
         def law(cloud: Cloud) -> tuple[jax.Array, jax.Array]:

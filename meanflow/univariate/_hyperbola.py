@@ -18,14 +18,15 @@ from jaxtyping import Array, Float
 from meanflow._numerics import safe_divide
 from meanflow.flows._flow import Flow
 from meanflow.flows._problem import Chart
+from meanflow.geometry._neurons import RatedSpace
 from meanflow.measures._cloud import Affine, Cloud, Polar
 from meanflow.univariate._angles import angle_of
 from meanflow.univariate._features import Raw, Reduced
-from meanflow.univariate._spaces import Lifted, RawSpace, layer_rates
+from meanflow.univariate._spaces import Lifted, layer_rates
 from meanflow.univariate.balance import _to_polar, _to_raw
 
 
-class Hyperbola(RawSpace):
+class Hyperbola(RatedSpace):
     """Neurons (a, b, c) on the hyperbolas c^2 - a^2 - b^2 = delta.
 
     Attributes:

@@ -10,20 +10,18 @@ import dataclasses
 from typing import Annotated, TypedDict, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import ArrayLike, Shaped
 
-from meanflow._boundary import Rate, array, checked, choice
+from meanflow._boundary import Rate, checked, choice
 from meanflow.flows._flow import Flow, make_flow
 from meanflow.flows._losses import AnyLoss
+from meanflow.flows._models import LayerRate
 from meanflow.flows._problem import Chart
+from meanflow.geometry._neurons import LayerRates
 from meanflow.measures import laws
 from meanflow.measures._scaling import Alpha, Scaling
 from meanflow.univariate._features import FORCES, Raw, Reduced, total_variation, weight_decay
 from meanflow.univariate._hyperbola import HyperbolaChart
-from meanflow.univariate._spaces import Cylinder, Lifted, TrainableLayers
-
-# 0 for a frozen layer, 1 for one that learns; one number, or one per neuron
-LayerRate = Annotated[bool | float | Shaped[ArrayLike, "*m"], array((), (None,), low=0.0)]
+from meanflow.univariate._spaces import Cylinder, Lifted
 
 Forces = Annotated[str, choice(*FORCES)]
 
@@ -186,7 +184,7 @@ def full(
     >>> float(abs(mf.velocity(flow, cloud, mf.Dataset([0.0, 1.0], [1.0, 0.0])).c).max())
     0.0
     """
-    space = TrainableLayers(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
+    space = LayerRates(*(jnp.asarray(u, jnp.result_type(float)) for u in (inner, outer)))
     return make_flow(
         Raw(forces, Scaling(alpha)),
         space,

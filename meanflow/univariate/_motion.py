@@ -27,11 +27,12 @@ from meanflow._numerics import safe_divide
 from meanflow.flows._kinks import passage
 from meanflow.flows._motion import Cap, FrozenMotion, Samples, Scalar
 from meanflow.flows._problem import Problem
+from meanflow.geometry._neurons import RatedSpace
 from meanflow.measures._cloud import Affine, Polar
 from meanflow.univariate import _events as events
 from meanflow.univariate import _forces as forces
 from meanflow.univariate._angles import angle_of, unit
-from meanflow.univariate._spaces import Cylinder, RawSpace
+from meanflow.univariate._spaces import Cylinder
 
 Vector: TypeAlias = Float[Array, " m"]  # one number for each neuron
 
@@ -154,9 +155,9 @@ class RawMotion(UnivariateMotion):
 
     def __init__(self, problem: Problem) -> None:
         flow, cloud = problem.chart.flow, problem.chart.base
-        if not isinstance(flow.space, RawSpace):
+        if not isinstance(flow.space, RatedSpace):
             raise ValueError(
-                "solver='sliding' needs a space that says how fast each layer learns (RawSpace), "
+                "solver='sliding' needs a space that says how fast each layer learns (RatedSpace), "
                 f"got {type(flow.space).__name__}"
             )
         ratio, speed = flow.scaling.ratio(cloud), jnp.asarray(problem.speed, cloud.weights.dtype)

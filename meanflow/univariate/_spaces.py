@@ -1,4 +1,4 @@
-"""Metrics of univariate neurons: ``Cylinder`` and ``Lifted`` for (r, theta), ``TrainableLayers`` for (a, b, c).
+"""Metrics of univariate neurons (r, theta): ``Cylinder`` and ``Lifted``.
 
 Notation as in ``balance``: p = (a, -b), n = |p|, delta = c^2 - n^2. Which of the layers learn is written as two rates,
 kp of the inner layer and kc of the outer one: (1, 1) for finite delta, (1, 0) for delta = +inf (c frozen at +-1),
@@ -7,8 +7,6 @@ kp of the inner layer and kc of the outer one: (1, 1) for finite delta, (1, 0) f
     P_rr = k^2 (kp c^2 + kc n^2),    P_theta theta = kp / n^2          (eq. 20)
 """
 
-import abc
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -16,7 +14,7 @@ from jaxtyping import Array, Float
 from meanflow import _boundary
 from meanflow._numerics import safe_divide, safe_sqrt, wrap_angle
 from meanflow.geometry._space import Space
-from meanflow.measures._cloud import Affine, Cloud, Polar
+from meanflow.measures._cloud import Cloud, Polar
 from meanflow.measures._scaling import Scaling
 from meanflow.univariate._angles import unit
 from meanflow.univariate.balance import _to_polar, _to_raw, split
@@ -131,50 +129,3 @@ class Lifted(PolarSpace):
             raise ValueError(
                 "temperature needs particles.r other than 0 where delta > 0, got a neuron at r = 0"
             )
-
-
-class RawSpace(Space):
-    """Raw neurons (a, b, c) whose layers learn at rates of their own: the inverse metric is diag(kp, kp, kc).
-
-    A subclass says in ``rates`` how fast; the sliding solver then knows its exact motion.
-    """
-
-    @abc.abstractmethod
-    def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        """Return (kp, kc), the rates of the inner layer (a, b) and of the outer one c; 0 where one is frozen."""
-
-    def cometric(self, cloud: Cloud, covector: Affine) -> Affine:
-        """Return (kp g_a, kp g_b, kc g_c) of a covector g."""
-        inner_rate, outer_rate = self.rates(cloud)
-        return Affine(inner_rate * covector.a, inner_rate * covector.b, outer_rate * covector.c)
-
-    def noise(self, cloud: Cloud, normal: Affine) -> Affine:
-        """Return white noise times the roots of the rates; a layer that is frozen has none."""
-        inner_rate, outer_rate = (jnp.sqrt(rate) for rate in self.rates(cloud))
-        return Affine(inner_rate * normal.a, inner_rate * normal.b, outer_rate * normal.c)
-
-    def noise_drift(self, cloud: Cloud) -> Affine:
-        """Return zero: the rates do not depend on the neuron's place."""
-        return Affine(*(jnp.zeros_like(u) for u in cloud.particles))
-
-
-class TrainableLayers(RawSpace):
-    """The flat space of (a, b, c), in which either layer may be frozen.
-
-    Attributes:
-        inner_rate: 1 if (a, b) are trained, else 0.
-        outer_rate: 1 if c is trained, else 0. Both may be arrays of shape () or (m,), and traced.
-    """
-
-    inner_rate: Float[Array, "*m"]
-    outer_rate: Float[Array, "*m"]
-
-    def check(self, cloud: Cloud) -> None:
-        """Raise ValueError unless rates are single numbers, or one per neuron."""
-        for name, rate in (("inner", self.inner_rate), ("outer", self.outer_rate)):
-            _boundary.shape(name, rate, (), cloud.weights.shape)
-
-    def rates(self, cloud: Cloud) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        """Return the two rates, broadcast to one number for each neuron."""
-        one = jnp.ones_like(cloud.weights)
-        return self.inner_rate.astype(one.dtype) * one, self.outer_rate.astype(one.dtype) * one

@@ -54,8 +54,8 @@ def headline(summary: Summary) -> str:
     passed = sum(c["passed"] for c in checks)
     minutes = f"{summary['cpu_seconds'] / 60:.0f} processor minutes"
     return (
-        f"{ran} of {len(records)} entries ran at {summary['size']} size, in {minutes}: {passed} of {len(checks)} "
-        f"of our criteria hold. Claims of the papers, in the entries that ran: {kinds}. {_versions(records)}"
+        f"{ran} of {len(records)} entries ran at {summary['size']} size, in {minutes}: {passed} of our "
+        f"{len(checks)} criteria hold. Claims of the papers, in the entries that ran: {kinds}. {_versions(records)}"
     )
 
 

@@ -6,20 +6,23 @@ import numpy as np
 import pytest
 
 from meanflow import depth
+from meanflow_papers.decomposed.corollary_4 import corollary_4
 from meanflow_papers.decomposed.figure_2 import figure_2
 from meanflow_papers.decomposed.figure_3 import figure_3, figure_3_digits, figure_3_no_outlier
 from meanflow_papers.decomposed.figure_5 import figure_5, figure_5_digits
 from meanflow_papers.decomposed.figure_6 import figure_6
+from meanflow_papers.decomposed.lemma_2 import lemma_2
 from meanflow_papers.decomposed.linear import linear_recenter, linear_rescale, orthogonality_gap
 from meanflow_papers.decomposed.odd_states import odd_states
 from meanflow_papers.decomposed.one_neuron import matched_neurons, one_neuron_per_sample
 from meanflow_papers.decomposed.theorem_3 import theorem_3
+from meanflow_papers.decomposed.theorem_10 import theorem_10
 from meanflow_papers.decomposed.theorem_11 import theorem_11
 from meanflow_papers.decomposed.theorems_13_14 import theorems_13_14
 from meanflow_papers.decomposed.tree import figure_4, figures_7_8
 
 
-@pytest.mark.parametrize("experiment", [odd_states, figure_4, figures_7_8])
+@pytest.mark.parametrize("experiment", [odd_states, figure_4, figures_7_8, lemma_2, corollary_4, theorem_10])
 def test_short_experiments(experiment):
     outcome = experiment()
     assert outcome.passed, str(outcome)

@@ -7,12 +7,13 @@ from meanflow_papers.manifold.figure_1 import figure_1
 from meanflow_papers.manifold.figure_2 import figure_2
 from meanflow_papers.manifold.figure_3 import figure_3
 from meanflow_papers.manifold.learning_rates import learning_rates
+from meanflow_papers.manifold.proposition_1 import proposition_1
 from meanflow_papers.manifold.theorem_3 import theorem_3
 from meanflow_papers.manifold.theorem_4 import theorem_4, theorem_4_bounds
 from meanflow_papers.manifold.theorem_5 import theorem_5
 
 
-@pytest.mark.parametrize("experiment", [figure_2, figure_3])
+@pytest.mark.parametrize("experiment", [figure_2, figure_3, proposition_1])
 def test_quick_experiments(experiment):
     outcome = experiment()
     assert outcome.passed, str(outcome)
@@ -56,6 +57,7 @@ def test_long_experiments(experiment):
         assert values["energy from the arc [1.2, 1.6]"] == pytest.approx(6.5e-5, rel=0.1)
         assert values["energy from the arc [0, 0.5]"] == pytest.approx(0.12, abs=0.005)
         assert values["certificate there"] == pytest.approx(0.28, abs=0.01)
+        assert values["gap to the global minimum there, at least"] == pytest.approx(0.0788, abs=0.001)
     if experiment is figure_1:
         assert values["Q of BN at 4000, narrow"] == pytest.approx(-0.86, abs=0.01)
         assert values["largest peak speed at equal loss, wide"] == pytest.approx(0.67, abs=0.01)

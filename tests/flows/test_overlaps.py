@@ -187,6 +187,23 @@ def test_runs_are_differentiable_and_batched():
     np.testing.assert_allclose(both(rates, *at[1:])[1], final(*at), rtol=1e-12)
 
 
+def test_runs_are_saved_and_resumed(tmp_path):
+    flow, data = committee(SOFT)
+    law, start = data.overlaps(by_hand_in_the_plane(), rate=0.5)
+    whole = mf.descend(flow, by_hand(), law, 8, step=0.5, every=4, clock="gradient")
+    half = mf.descend(flow, by_hand(), law, 4, step=0.5, clock="gradient")
+    half = mf.Solution.load(half.save(tmp_path / "half"))
+    rest = mf.descend(flow, half.final, law, 4, step=0.5, clock="gradient", state=half.state)
+    np.testing.assert_array_equal(rest.final.particles.b, whole.final.particles.b)
+    with pytest.raises(ValueError, match="data"):
+        other, _ = data.overlaps(by_hand_in_the_plane(), rate=0.6)
+        mf.descend(flow, half.final, other, 4, step=0.5, clock="gradient", state=half.state)
+    small = jax.tree.map(lambda u: u.astype(jnp.float32), (by_hand(), law))
+    single = mf.descend(flow, *small, 8, step=0.5, clock="gradient")
+    assert single.energy.dtype == jnp.float32
+    np.testing.assert_allclose(single.energy[-1], whole.energy[-1], rtol=1e-4)
+
+
 def test_hundreds_of_neurons():
     k = 100
     flow, data = committee("relu", k)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meanflow import kernels
-from meanflow._numerics import iterate
+from meanflow._loops import iterate
 
 
 def problem(key, size=8):

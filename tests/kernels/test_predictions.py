@@ -8,7 +8,7 @@ import pytest
 from scipy import integrate
 
 from meanflow import kernels
-from meanflow._numerics import iterate
+from meanflow._loops import iterate
 
 
 def normal(seed, *shape):

@@ -508,7 +508,8 @@ def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monke
     one = lambda some, sample: apply(jax.tree.unflatten(structure, some), sample[None])[0]
     traced = structured.trace(one, leaves, x[0])
     block = cost.Block(ROWS, ROWS, 2, "trace", True)
-    find = lambda **options: layout.free_layout(traced, block, None, 2**30, **options)
+    passes = cost.passes(traced.analysis.scope.closed, len(leaves))
+    find = lambda **options: layout.free_layout(traced, passes, block, None, 2**30, **options)
     whole = find()
     assert whole.piece == ROWS
     monkeypatch.setattr(layout, "_PIECE", 1)
@@ -531,19 +532,21 @@ def test_samples_are_differentiated_in_pieces_where_that_takes_less_memory(monke
     assert loops["cpu"] > 0 and loops["cuda"] == 0
 
 
-@pytest.mark.parametrize("outputs", ["full", pytest.param("diagonal", marks=pytest.mark.slow)])
-def test_blocks_of_a_symmetric_kernel_are_differentiated_apart_where_it_is_wide(monkeypatch, outputs):
-    """Networks of this size are too narrow; cut by force, into blocks of unequal lengths."""
-    for name, value in (("_PIECE", 1), ("_HELD", 0), ("_WIDE", 0), ("_PARTS", 3)):
-        monkeypatch.setattr(layout, name, value)
+@pytest.mark.parametrize("outputs", ["full", "diagonal", "trace"])
+def test_a_quarter_of_a_wide_symmetric_kernel_is_a_copy(monkeypatch, outputs):
+    """Networks of this size are too narrow; by force their kernels are taken by half, for J formed early and late."""
+    calls = []
+    monkeypatch.setattr(contraction, "is_halved", lambda *sizes: calls.append(sizes) or True)
     apply, params, x, _, same, _ = oracle("conv, 2-D")
-    program = lambda p: kernels.empirical_ntk(
-        apply, p, x, outputs=outputs, stats="frozen", method=kernels.Method("structured", limit=2**29)
-    )
-    # a loop over samples for each block but the first, which has one sample
-    assert str(jax.make_jaxpr(program)(params)).count("scan[") == 2
-    exact = np.einsum(KEPT[outputs], same)
-    np.testing.assert_allclose(program(params), exact, rtol=1e-10, atol=1e-12)
+    leaves, structure = jax.tree.flatten(params)
+    one = lambda some, sample: apply(jax.tree.unflatten(structure, some), sample[None])[0]
+    traced = structured.trace(one, leaves, x[0])
+    for mode in ("jacobian", "slices"):
+        plan = structured.shares(traced, lambda _, mode=mode: mode)
+        found = structured.factors(traced, plan, leaves, x, piece=2)
+        ours = contraction.contract(found, found, outputs).reshape(np.einsum(KEPT[outputs], same).shape)
+        np.testing.assert_allclose(ours, np.einsum(KEPT[outputs], same), rtol=1e-10, atol=1e-12)
+    assert calls
 
 
 def test_uses_are_understood():

@@ -1,5 +1,6 @@
 """What ``solve`` does when solver and step are left to it: by the model, and with an error that is measured."""
 
+import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +73,21 @@ def test_a_default_that_runs_out_of_events_takes_the_rougher_method(monkeypatch)
     run = mf.solve(flow, cloud, LINE, 5.0)
     assert bool(run.ok)
     assert dict(run.settings.names)["solver"] == "Heun"
+
+
+def test_a_run_that_chatters_says_so():
+    """Kinks away from 0 are not seen beforehand; rejected steps tell, and the advice leads to the same energy."""
+    flow = mf.vanilla(lambda z: jnp.clip(z, -1.0, 1.0))
+    cloud = flow.init(jax.random.key(1), 16, dim=2, b=mf.measures.laws.normal(2.0, dim=2))
+    with pytest.warns(UserWarning, match=r"adaptive steps were rejected.*solver=diffrax.Heun\(\), step=0.01"):
+        rough = mf.solve(flow, cloud, PLANE, 2.0)
+    assert int(rough.stats["num_rejected_steps"]) > 100
+    fixed = mf.solve(
+        flow, cloud, PLANE, 2.0, solver=diffrax.Heun(), step=0.01
+    )  # a warning would be an error here
+    np.testing.assert_allclose(fixed.energy, rough.energy, rtol=1e-3)
+    smooth = mf.solve(mf.vanilla("tanh"), cloud, PLANE, 2.0)
+    assert int(smooth.stats["num_rejected_steps"]) < 10
 
 
 @pytest.mark.parametrize("make", [mf.batchnorm, mf.batchnorm_manifold])

@@ -11,7 +11,7 @@ import pytest
 from helpers import MODELS, largest_gap, problem
 
 import meanflow as mf
-from meanflow._numerics import iterate
+from meanflow._loops import iterate
 from meanflow.geometry import _omega as omega
 from meanflow.solvers._step import dominant_vector, top_eigenvalue
 

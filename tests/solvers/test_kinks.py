@@ -185,18 +185,17 @@ def test_box_least_squares_against_every_pattern():
             best = min(best, (np.linalg.norm(base[i] + lam @ columns), tuple(lam)))
         np.testing.assert_allclose(got.lam[i][valid[i]], best[1], atol=1e-11)
     assert not np.any(got.nonunique)
-    # derivatives of the weights, in both modes
-    f = lambda t: jnp.sum(
-        filippov.decide(
-            *(jnp.asarray(u) for u in (gram, jump)),
-            jnp.asarray(pull + t * pull**2),
-            *(jnp.asarray(u) for u in (size, valid, sign)),
-        ).lam
-        ** 2
-    )
+    # derivatives of the weights in both modes: those of ``hold`` for the pattern that was found
+    gram, jump, size, valid, sign = (jnp.asarray(u) for u in (gram, jump, size, valid, sign))
+    at = lambda t: jnp.asarray(pull + t * pull**2)
+    f = lambda t: jnp.sum(filippov.decide(gram, jump, at(t), size, valid, sign).lam ** 2)
+    free, fixed = got.state == filippov.SLIDES, jnp.where(got.state == filippov.ACTIVE, jump, 0.0)
+    pairs = valid[:, :, None] & valid[:, None, :]
+    outside = lambda t: at(t) + jnp.einsum("mkl,ml->mk", jnp.where(pairs, gram, 0.0), fixed)
+    held = lambda t: jnp.sum((filippov.hold(gram, free, got.table, outside(t)) / jump) ** 2)
     h = 1e-6
-    np.testing.assert_allclose(jax.grad(f)(0.0), (f(h) - f(-h)) / (2 * h), rtol=1e-6)
-    np.testing.assert_allclose(jax.jvp(f, (0.0,), (1.0,))[1], jax.grad(f)(0.0), rtol=1e-10)
+    np.testing.assert_allclose(jax.grad(held)(0.0), (f(h) - f(-h)) / (2 * h), rtol=1e-6)
+    np.testing.assert_allclose(jax.jvp(held, (0.0,), (1.0,))[1], jax.grad(held)(0.0), rtol=1e-10)
 
 
 def test_a_concave_kink_repels_to_the_inactive_side():

@@ -354,6 +354,19 @@ def test_steps_beyond_stability_are_noticed(method):
     assert bool(jnp.isfinite(wild.energy[-1])) and wild.result == mf.RESULTS.energy_rose and not bool(wild.ok)
 
 
+def test_an_unstable_method_without_a_table_is_noticed():
+    """The leapfrog method is unstable for every step where a flow decays."""
+    flow, cloud, data = problem("vanilla")
+    wild = mf.solve(flow, cloud, data, 400.0, solver=diffrax.LeapfrogMidpoint(), step=2.0, throw=False)
+    assert wild.result != mf.RESULTS.successful and not bool(wild.ok)
+
+
+def test_implicit_methods_need_a_tolerance_where_steps_are_fixed():
+    flow, cloud, data = problem("vanilla")
+    with pytest.raises(ValueError, match="solver must have a root finder with tolerances of its own"):
+        mf.solve(flow, cloud, data, 1.0, solver=diffrax.ImplicitEuler(), step=0.1)
+
+
 def test_a_step_of_no_length_is_refused():
     flow, cloud, data = problem("vanilla")
     with pytest.raises(ValueError, match="step must be at least 4.66e-10 for a run this long, got 1e-300"):

@@ -34,7 +34,7 @@ def content(number):
 def chunks(path):
     """Write numbered chunks until all are there, without computing anything."""
     store = Store(path, {"run": {"kind": "test"}, "versions": {}, "layout": {"chunks": {}}})
-    while missing := [n for n in range(COUNT) if f"{n:05d}" not in store.finished()]:
+    while missing := [n for n in range(COUNT) if f"{n:05d}" not in finished_chunks(path)]:
         for number in missing:
             if store.claim(f"{number:05d}"):
                 store.write(f"{number:05d}", content(number))
@@ -59,7 +59,7 @@ def sweep(path):
     )
 
 
-WORK, LIVES = {"chunks": chunks, "sweep": sweep}, {"chunks": 0.002, "sweep": 0.3}
+WORK = {"chunks": chunks, "sweep": sweep}
 
 
 def start(kind, path):
@@ -76,11 +76,14 @@ def start(kind, path):
     return child
 
 
-def one_round(kind, path, workers, rng):
-    """Kill and start again until one worker has seen the whole; return what the kills have left behind."""
+def one_round(kind, path, workers, pause, rng):
+    """Kill and start again until one worker has seen the whole; return what the kills have left behind.
+
+    Between two kills ``pause`` seconds pass on average.
+    """
     crew, killed, left = [start(kind, path) for _ in range(workers)], 0, set()
     while True:
-        time.sleep(rng.uniform(0, 2 * LIVES[kind]))
+        time.sleep(rng.uniform(0, 2 * pause))
         ended = [(child, status) for child, status in (os.waitpid(c, os.WNOHANG) for c in crew) if child]
         assert all(status == 0 for _, status in ended), ended
         crew = [child for child in crew if child not in dict(ended)]
@@ -107,10 +110,13 @@ def all_bytes(path):
 
 def main(kind, folder, workers, rounds):
     folder, rng = pathlib.Path(folder), random.Random(0)
+    begun = time.monotonic()
     assert os.waitpid(start(kind, folder / "alone"), 0)[1] == 0
+    # each worker lives as long as it takes to do something, also where many share few processors
+    pause = 0.002 if kind == "chunks" else (time.monotonic() - begun) / 4
     expected = all_bytes(folder / "alone")
     for number in range(int(rounds)):
-        killed, left = one_round(kind, folder / str(number), int(workers), rng)
+        killed, left = one_round(kind, folder / str(number), int(workers), pause, rng)
         sys.stdout.write(f"{killed} {left}\n")
         sys.stdout.flush()
         assert all_bytes(folder / str(number)) == expected, number

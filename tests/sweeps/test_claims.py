@@ -26,7 +26,7 @@ CONFIG = {"run": {"kind": "test"}, "versions": {}, "layout": {"axes": {}, "chunk
 
 
 def open_store(path):
-    return Store(path, CONFIG)
+    return contextlib.closing(Store(path, CONFIG))
 
 
 def leave(path, name="00001", number=0, **holder):
@@ -137,7 +137,7 @@ def test_the_plan_is_written_once(tmp_path):
     def begin(number):
         gate.wait()
         try:
-            with Store(tmp_path / "run", CONFIG | {"run": {"kind": number % 2}}) as store:
+            with contextlib.closing(Store(tmp_path / "run", CONFIG | {"run": {"kind": number % 2}})) as store:
                 found.append(store.config["run"]["kind"])
         except StoreError as problem:
             assert "holds a different run" in str(problem)
@@ -168,7 +168,7 @@ def test_two_runs_at_the_same_time_share_the_chunks(tmp_path):
     names = sorted(stores.finished_chunks(tmp_path / "run"))
     for name in names[::2]:
         (tmp_path / "run" / "chunks" / f"{name}.npz").unlink()
-    with Store(tmp_path / "run", stores.read_config(tmp_path / "run")) as other:
+    with contextlib.closing(Store(tmp_path / "run", stores.read_config(tmp_path / "run"))) as other:
         assert other.claim(names[0])
         finish = threading.Timer(
             0.5, lambda: other.write(names[0], stores.read_chunk(tmp_path / "whole", names[0]))
@@ -193,7 +193,7 @@ def test_a_failed_or_refused_run_leaves_no_claim(tmp_path):
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file", "pipe"])
 def test_a_claim_that_leads_elsewhere_is_refused(tmp_path, kind):
     """A store from a stranger must not have files of the user emptied, made or waited for."""
-    open_store(tmp_path / "run").close()
+    Store(tmp_path / "run", CONFIG).close()
     claim, target = tmp_path / "run" / "claims" / "00001.0", tmp_path / "thesis"
     if kind != "dangling link":
         target.write_text("years of work")
@@ -230,7 +230,7 @@ def test_a_full_disk_for_one_worker_leaves_the_chunk_to_the_others(tmp_path):
 
 
 def test_a_store_that_vanishes(tmp_path):
-    store = open_store(tmp_path / "run")
+    store = Store(tmp_path / "run", CONFIG)
     assert store.claim("00001")
     shutil.rmtree(tmp_path / "run")
     for use in (lambda: store.claim("00002"), lambda: store.write("00001", content(1))):

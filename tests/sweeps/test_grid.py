@@ -31,7 +31,7 @@ def test_width_groups_are_the_best_partition(waste):
 
 def test_chunks_hold_every_cell_once_in_one_length_per_group():
     grid = Grid({"width": (10, 100, 110), "kind": ("x", "y"), "delta": (0.0, 1.0, 2.0), "seed": (0, 1)})
-    groups = make_groups(grid, [grid.places(cell)["kind"] for cell in range(grid.size)], 0.15)
+    groups = make_groups(grid, grid.places()["kind"], 0.15)
     assert [g.size for g in groups] == [10, 10, 110, 110]  # two sizes, two programs each
     for chunk in (None, 1, 4, 5, 100):
         chunks = cut(groups, lengths(groups, chunk, 400))

@@ -1,5 +1,6 @@
 """Run directories: resumed, refused, never half-read."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -11,6 +12,8 @@ import shutil
 import sys
 import zipfile
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import xarray
@@ -21,8 +24,8 @@ import meanflow as mf
 from meanflow import _identity as identity
 from meanflow.cli import main
 from meanflow.sweeps import _devices as devices
+from meanflow.sweeps import _grid as grids
 from meanflow.sweeps import load
-from meanflow.sweeps._grid import Chunk, Group
 from meanflow.sweeps._store import Store, StoreError, _seal
 
 
@@ -190,14 +193,12 @@ def test_a_directory_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     assert {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()} == files
 
 
-def test_memory_is_planned():
-    chunk, group = Chunk(0, tuple(range(64)), 64, "000-00000"), Group(1000, tuple(range(64)))
-    devices.check_fit(900, 1000, group, chunk)
-    devices.check_fit(10**18, None, group, chunk)
-    with pytest.raises(ValueError, match="pass chunk=28"):
-        devices.check_fit(2 * 2**30, 2**30, group, chunk)
-    with pytest.raises(ValueError, match="one cell is too large"):
-        devices.check_fit(2**40, 2**30, group, chunk)
+def test_memory_is_planned(monkeypatch):
+    program = jax.jit(lambda u: 2 * u).lower(jnp.ones(2**20)).compile()  # 8 MB in, 8 MB out, each held twice
+    for free, words in ((None, None), (2**26, None), (2**24, "pass chunk=28"), (10, "one cell is too large")):
+        monkeypatch.setattr(devices, "free_memory", lambda device, free=free: free)
+        with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
+            devices.check_memory(program, 64, 1000, None)
 
 
 def test_a_chunk_too_large_may_be_cut_after_the_refusal(tmp_path, monkeypatch):
@@ -287,7 +288,7 @@ def test_a_plan_cannot_ask_for_much_memory(tmp_path, finished_store):
 
 
 def test_a_data_set_larger_than_the_memory_is_refused(finished_store, monkeypatch):
-    monkeypatch.setattr(devices, "host_memory", lambda: 100)
+    monkeypatch.setattr(grids, "host_memory", lambda: 100)
     with pytest.raises(ValueError, match="the data set needs .* GiB, .* free"):
         load(finished_store)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meanflow.flows._kinks import filippov
-from meanflow.flows._kinks.passage import Counts, tally
+from meanflow.flows._kinks.passage import Counts, Rates, tally
 
 Vector = Float[Array, " m"]
 
@@ -56,7 +56,8 @@ class Contacts(NamedTuple):
     """Where neurons are among the planes.
 
     Attributes:
-        side: (m, n) 1 or -1; 0 for planes the neuron sits on, and for entries that are not planes.
+        side: (m, n) 1 or -1; 0 for planes the neuron sits on, and for entries that are not planes. Within an instant
+            the planes in the slots may have a side already.
         slots: (m, k) the planes it sits on; n marks an empty slot.
         came: (m, k) the side from which it has just arrived on the plane, 1 or -1; 0 if it has been sliding on it.
     """
@@ -67,34 +68,25 @@ class Contacts(NamedTuple):
 
 
 class Kinks(NamedTuple):
-    """The planes that neurons sit on.
+    """The planes in the slots of neurons: normals (m, k, d) and jumps of the force (m, k), 0 for empty slots."""
 
-    Attributes:
-        valid: (m, k) whether the slot holds a plane, and the neuron has time left.
-        normal: (m, k, d) their normals.
-        jump: (m, k) the jumps of the force.
-        gram: (m, k, k) inner products of the normals; 0 where one of the two is not valid.
-    """
-
-    valid: Bool[Array, "m k"]
     normal: Float[Array, "m k d"]
     jump: Float[Array, "m k"]
-    gram: Float[Array, "m k k"]
 
 
 class Decision(NamedTuple):
-    """What becomes of the planes in the slots, (m, k) each but for ``side``.
+    """What becomes of the planes in the slots.
 
     Attributes:
-        slides, leaves: whether the neuron stays on the plane, or leaves it; neither for empty slots.
-        target: the side to which it leaves, 1 or -1.
-        nonunique: whether the rule left the decision open.
-        side: (m, n) the sides of all planes, with those that are left.
+        slides, active: (m, k) on which planes the neuron slides, and which it leaves to their positive side.
+        leaves: (m, k) which it leaves, to either side; neither slides nor leaves for empty slots.
+        nonunique: (m, k) whether the rule left the decision open.
+        side: (m, n) the sides of all planes, 2 or -2 for those that are left; 1 or -1 again for ``settle``.
     """
 
     slides: Bool[Array, "m k"]
+    active: Bool[Array, "m k"]
     leaves: Bool[Array, "m k"]
-    target: Int[Array, "m k"]
     nonunique: Bool[Array, "m k"]
     side: Int[Array, "m n"]
 
@@ -108,7 +100,7 @@ class Held(NamedTuple):
         free: (m, k) on which of them it slides.
         table: (m, k, k) of which the ``free`` rows and columns are minus the inverse of the inner products there.
         passes: (m,) whether what it has left is behind it for good, and not met again in the same instant.
-        met: (m,) the plane it meets next.
+        met: (m,) the plane it meets next; n where there is none.
         falls: (m,) whether it arrives there from the positive side.
     """
 
@@ -126,23 +118,21 @@ def at(table: Float[Array, "n ..."], slots: Int[Array, "m ..."]) -> Float[Array,
     return jnp.take(table, slots, axis=0, mode="fill", fill_value=0)
 
 
-def touch(
-    slots: Int[Array, "m k"],
-    forces: Forces,
-    valid: Bool[Array, "m k"],
-    known: Float[Array, "n n"] | None = None,
-) -> Kinks:
-    """Look up the planes in the ``valid`` slots, and their inner products among those that are ``known``."""
+def touch(slots: Int[Array, "m k"], forces: Forces) -> Kinks:
+    """Look up the planes in the slots."""
     # the few planes of a neuron are gathered, (m, k, d), so that an event costs O(k d) and not O(n d)
-    normal, jump = at(forces.normal, slots), at(forces.jump, slots)
+    return Kinks(at(forces.normal, slots), at(forces.jump, slots))
+
+
+def products(
+    kinks: Kinks, slots: Int[Array, "m k"], known: Float[Array, "n n"] | None = None
+) -> Float[Array, "m k k"]:
+    """Return the inner products of the normals in the slots, looked up among those that are ``known``."""
     if known is None:
-        gram = jnp.einsum("mkd,mld->mkl", normal, normal)
-    else:
-        # empty slots hold n, one past the end: they read the last row, and are masked below
-        rows = jnp.minimum(slots, known.shape[0] - 1)
-        gram = known[rows[:, :, None], rows[:, None, :]]
-    gram = jnp.where(valid[:, :, None] & valid[:, None, :], gram, 0.0)
-    return Kinks(valid, normal, jnp.where(valid, jump, 0.0), gram)
+        return jnp.einsum("mkd,mld->mkl", kinks.normal, kinks.normal)
+    # empty slots hold n, one past the end: they read the last row, which nothing asks for
+    rows = jnp.minimum(slots, known.shape[0] - 1)
+    return known[rows[:, :, None], rows[:, None, :]]
 
 
 def along(kinks: Kinks, weight: Float[Array, "m k"]) -> Float[Array, "m d"]:
@@ -155,21 +145,17 @@ def pull(kinks: Kinks, force: Float[Array, "m d"]) -> Float[Array, "m k"]:
     return jnp.sum(kinks.normal * force[:, None, :], axis=-1)
 
 
-def take_sides(contacts: Contacts, kinks: Kinks, choice: filippov.Choice) -> Decision:
-    """Leave the planes that the rule has decided to leave."""
-    slides = kinks.valid & (choice.state == filippov.SLIDES)
-    leaves = kinks.valid & ~slides
-    target = jnp.where(choice.state == filippov.ACTIVE, 1, -1).astype(contacts.side.dtype)
-    side = _set_sides(contacts.side, jnp.where(leaves, contacts.slots, contacts.side.shape[1]), target)
-    return Decision(slides, leaves, target, choice.nonunique & kinks.valid, side)
-
-
-def _set_sides(
-    side: Int[Array, "m n"], slots: Int[Array, "m k"], value: Int[Array, "..."] | int
-) -> Int[Array, "m n"]:
-    """Return the sides of all planes, with those in ``slots`` replaced by ``value``, () or (m, k)."""
+def take_sides(contacts: Contacts, valid: Bool[Array, "m k"], choice: filippov.Choice) -> Decision:
+    """Leave the planes in the ``valid`` slots that the rule has decided to leave."""
+    slides, active = (valid & (choice.state == k) for k in (filippov.SLIDES, filippov.ACTIVE))
     # empty slots write to column n, which does not exist, and are dropped
-    return side.at[jnp.arange(slots.shape[0])[:, None], slots].set(value, mode="drop")
+    rows, columns = (
+        jnp.arange(valid.shape[0])[:, None],
+        jnp.where(valid, contacts.slots, contacts.side.shape[1]),
+    )
+    now = jnp.where(slides, 0, jnp.where(active, 2, -2)).astype(contacts.side.dtype)
+    side = contacts.side.at[rows, columns].set(now, mode="drop")
+    return Decision(slides, active, valid & ~slides, choice.nonunique & valid, side)
 
 
 def settle(
@@ -177,9 +163,9 @@ def settle(
     decision: Decision,
     table: Float[Array, "m k k"],
     met: Int[Array, " m"],
-    arrives: Bool[Array, " m"],
+    through: Bool[Array, " m"],
     times: tuple[Vector, Vector],
-    is_real: Bool[Array, " m"],
+    rates: Rates,
     dies: Bool[Array, ""],
 ) -> tuple[Contacts, Held, Vector, Counts]:
     """Record who arrives on which plane, and who is done with those it left.
@@ -188,10 +174,10 @@ def settle(
         contacts: before the decision.
         decision: at the last event.
         table: of the decision, see ``Held``.
-        met: the plane that is met next.
-        arrives: whether it is.
+        met: the plane that is met next; n where there is none.
+        through: whether the neuron passes through b = 0 instead, where all its sides change.
         times: the time each neuron had left, and how much of it has passed since the last event.
-        is_real: neurons whose events count.
+        rates: which neurons are real, whose events count.
         dies: see ``Tables``.
 
     Returns:
@@ -199,45 +185,42 @@ def settle(
         empty slot, and the events that have taken place.
     """
     _, slots, came = contacts
-    left, step = times
-    n = contacts.side.shape[1]
-    goes = (left > 0) & is_real
-    met_here = slots == met[:, None]
-    fits = jnp.any((slots >= n) | met_here, axis=1)
+    (left, step), side = times, decision.side
+    n, k = side.shape[1], slots.shape[1]
+    arrives = met < n
+    fits = jnp.any((slots >= n) | (slots == met[:, None]), axis=1)
     # a step so short that the clock does not advance by it: the planes of an instant stay together while slots last
     passes = ~((left - step >= left) & arrives & fits)
     gone = decision.leaves & passes[:, None]
+    target = jnp.where(decision.active, 1, -1)
     # to the side opposite to where it came from is a crossing; after sliding (came = 0) it is a release
-    crosses, freed = gone & (came == -decision.target), gone & (came == 0)
-    alone = ~jnp.any(decision.side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & dies
+    crosses, freed = gone & (came == -target), gone & (came == 0)
+    alone = ~jnp.any(side > 0, axis=1) & ~jnp.any(decision.slides, axis=1) & dies
     counts = tally(
-        goes,
+        (left > 0) & rates.is_real,
         crossings=crosses,
         captures=decision.slides & (came != 0) & passes[:, None],
         releases=freed,
         deaths=jnp.any(crosses | freed, axis=1) & alone,
-        nonunique=decision.nonunique & passes[:, None],
+        nonunique=jnp.concatenate([decision.nonunique & passes[:, None], through[:, None]], axis=1),
     )
-    # the plane that is met goes to the first empty slot, unless it was left in the same instant; without an empty slot
-    # the neuron is lost, and the run overflows
-    kept = jnp.where(gone, n, slots)
-    empty = kept >= n
-    first = empty & (jnp.cumsum(empty, axis=1) == 1)
-    known = jnp.any((kept == met[:, None]), axis=1)
-    new = (arrives & ~known)[:, None] & first
-    lost = arrives & ~known & ~jnp.any(empty, axis=1)
-    before = jnp.take_along_axis(decision.side, met[:, None], axis=1)
-    # planes left in an instant that is not over count as touched again: side 0
-    touched = jnp.where(decision.leaves & ~passes[:, None], slots, n)
-    touched = jnp.concatenate([touched, jnp.where(arrives, met, n)[:, None]], axis=1)
+    # the plane that is met goes to the first empty slot, unless it was left in the same instant and has one (place -1);
+    # without an empty slot (place k) the neuron is lost, and the run overflows
+    kept, index = jnp.where(gone, n, slots), jnp.arange(k)[None, :]
+    place = jnp.min(jnp.where(kept == met[:, None], -1, jnp.where(kept >= n, index, k)), axis=1)
+    lost, enters = arrives & (place == k), arrives & (place >= 0)
+    new = enters[:, None] & (index == place[:, None])
+    before = jnp.take_along_axis(side, jnp.minimum(met, n - 1)[:, None], axis=1)
+    # planes left in an instant that is not over keep the side they were left to: the rule is asked about them again
+    # before anything looks at it
+    after = jnp.where(jnp.arange(n)[None, :] == met[:, None], 0, side)
     settled = Contacts(
-        _set_sides(decision.side, touched, 0),
+        jnp.where(through[:, None], -after, after).astype(side.dtype),
         jnp.where(new, met[:, None], kept).astype(slots.dtype),
         jnp.where(new, before, jnp.where(passes[:, None], 0, came)).astype(came.dtype),
     )
-    falls = arrives & ~known & (before[:, 0] > 0)
-    active = decision.leaves & (decision.target > 0)
-    held = Held(slots, active, decision.slides, table, passes, met.astype(slots.dtype), falls)
+    falls = enters & (before[:, 0] > 0)
+    held = Held(slots, decision.active, decision.slides, table, passes, met.astype(slots.dtype), falls)
     return settled, held, jnp.where(lost, -1.0, left - step), counts
 
 

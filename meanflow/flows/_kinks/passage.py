@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -68,10 +69,12 @@ def marked(counts: Counts, overflow: Bool[Array, ""], planes: Int[Array, ""] | i
 
 def tally(counted: Bool[Array, " m"], **events: Bool[Array, "m ..."]) -> Counts:
     """Count events of the neurons that are ``counted``; one keyword for each of ``KINDS`` there may have been."""
-    found = {name: jnp.sum(event.reshape(event.shape[0], -1), axis=1) for name, event in events.items()}
-    none = jnp.zeros(counted.shape, jnp.int32)
-    table = jnp.stack([found.get(name, none) for name in KINDS] + [none, none])
-    return jnp.sum(jnp.where(counted[None, :], table, 0), axis=1, dtype=jnp.int32)
+    columns = [event.reshape(event.shape[0], -1) for event in events.values()]
+    kinds = [KINDS.index(name) for name, u in zip(events, columns, strict=True) for _ in range(u.shape[1])]
+    # one table of all events, which is less to compile than a sum for each kind
+    found = jnp.sum(jnp.concatenate(columns, axis=1) & counted[:, None], axis=0, dtype=jnp.int32)
+    is_kind = np.asarray(kinds)[:, None] == np.arange(len(KINDS) + 2)[None, :]
+    return jnp.sum(jnp.where(is_kind, found[:, None], 0), axis=0, dtype=jnp.int32)
 
 
 class Rates(NamedTuple):
@@ -239,8 +242,14 @@ def _run_forward(perturbed: PyTree, task: Task, way: _Way) -> tuple:
 def _run_backward(book: _Book | None, slopes: PyTree, perturbed: PyTree, task: Task, way: _Way) -> Task:
     """Go back through the events that were kept; where these are not all, repeat those before them, and so on."""
     neurons, rows, shared, _ = task
-    # slopes exist for real numbers alone; those of ``rows`` and ``shared`` add up over all events
-    smooth, fixed = eqx.partition((rows, shared), eqx.is_inexact_array)
+    # slopes exist for real numbers alone; those of ``rows`` and ``shared`` add up over all events, and only what is
+    # differentiated has any: mostly not the samples nor the rates, which are half of the work
+    asked = jax.tree.map(
+        lambda u, moves: bool(moves) and eqx.is_inexact_array(u),
+        (rows, shared),
+        (perturbed.rows, perturbed.shared),
+    )
+    smooth, fixed = eqx.partition((rows, shared), asked)
     # what nothing depends on has no slope: zeros stand for it
     fill = lambda u, v: jnp.zeros_like(u) if v is None else v
     ends = jax.tree.map(fill, neurons.moving, slopes[0].moving)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meanflow._numerics import safe_divide, safe_norm
 from meanflow.flows._kinks import cell, contacts, filippov
 from meanflow.flows._kinks.contacts import Contacts, Decision, Forces, Held, Kinks, Tables
-from meanflow.flows._kinks.passage import Counts, Rates, Task, no_events, tally
+from meanflow.flows._kinks.passage import Counts, Rates, Task, no_events
 
 Vector = Float[Array, " m"]
 Normals = Float[Array, "n d"]
@@ -147,16 +147,16 @@ def freeze(
         gram: inner products of the samples, if they are known.
     """
     below, above = slopes
-    # a sample c x with c > 0 is active where x is, one with c < 0 on the other side: R_+ and R_- (n,) by plane
-    weight = covector * planes.factor
-    ahead = planes.factor > 0
-    gather = lambda u: jax.ops.segment_sum(u, planes.plane, num_segments=normal.shape[0])
-    positive = gather(weight * jnp.where(ahead, above, below))
-    negative = gather(weight * jnp.where(ahead, below, above))
+    # a sample c x with c > 0 is active where x is, one with c < 0 on the other side: behind x all samples contribute
+    # covector c x times the slope there, and across the plane the slope jumps by (above - below) |c| in either case
+    behind = jnp.where(planes.factor > 0, below, above)
+    jump = (above - below) * jax.ops.segment_sum(
+        covector * jnp.abs(planes.factor), planes.plane, num_segments=normal.shape[0]
+    )
     # relu, and no sample that points backward: behind all planes nothing is active
     dies = jnp.asarray(below == 0) & jnp.all(planes.factor >= 0)
-    forces = Forces(normal, positive - negative, negative @ normal, positive @ normal)
-    return forces, Tables(planes.live, dies, gram)
+    base = (covector * behind) @ normal
+    return Forces(normal, jump, base, base + jump @ normal), Tables(planes.live, dies, gram)
 
 
 def predictions(
@@ -165,22 +165,20 @@ def predictions(
 ) -> Float[Array, " n"]:  # fmt: skip
     """Return sum_i share_i s(<x_j, b_i>) for every sample, from the sides on which the neurons are."""
     below, above = slopes
-    # sums over neurons ahead of each plane (n,); those behind are the rest of the linear sum, O(n d) and not O(m n)
-    positive = jnp.sum(jnp.where(side > 0, z * share[:, None], 0.0), axis=0)
-    negative = normal @ (share @ b) - positive
-    positive, negative = positive[planes.plane], negative[planes.plane]
-    ahead = planes.factor > 0
-    with_up, with_down = jnp.where(ahead, positive, negative), jnp.where(ahead, negative, positive)
-    return planes.factor * (above * with_up + below * with_down)
+    # sum of |c| <x, b> over the neurons ahead of each plane (n,); the rest is in the linear sum, O(n d) and not O(m n)
+    ahead = jnp.sum(jnp.where(side > 0, z * share[:, None], 0.0), axis=0)[planes.plane]
+    behind = jnp.where(planes.factor > 0, below, above)
+    return behind * (normal @ (share @ b)) + (above - below) * jnp.abs(planes.factor) * ahead
 
 
 def advance(task: Task) -> tuple[Walkers, Walk, Counts]:
     """Carry every neuron with time left over one event: decide at its planes, then move to the next event."""
-    walkers, rates, forces, tables = task
-    slots = walkers.contacts.slots
-    on = (slots < tables.live.shape[0]) & (walkers.moving.left > 0)[:, None]
+    now, forces = task.neurons.contacts, task.shared
+    kinks = contacts.touch(now.slots, forces)
+    valid = (now.slots < forces.normal.shape[0]) & (task.neurons.moving.left > 0)[:, None]
     # few events begin on a plane; the others need no rule
-    return _move(task, *jax.lax.cond(jnp.any(on), _decide, _go_on, task))
+    decided = jax.lax.cond(jnp.any(valid), _decide, _go_on, task, kinks, valid)
+    return _move(task, kinks, *decided)
 
 
 def glide(task: Task) -> tuple[Walkers, Walk, Counts]:
@@ -224,65 +222,47 @@ def glide(task: Task) -> tuple[Walkers, Walk, Counts]:
 Decided = tuple[Decision, Float[Array, "m k k"], Float[Array, "m d"], Float[Array, "m n"], Bool[Array, " m"]]
 
 
-def _go_on(task: Task) -> Decided:
+def _go_on(task: Task, kinks: Kinks, valid: Bool[Array, "m k"]) -> Decided:
     """Return what ``_decide`` does for neurons that sit on no plane."""
-    side, slots, came = task.neurons.contacts
-    never, force = jnp.zeros(slots.shape, bool), task.neurons.moving.force
-    table = jnp.zeros((*slots.shape, slots.shape[1]), force.dtype)
-    decision = Decision(never, never, came, never, side)
+    force, never = task.neurons.moving.force, jnp.zeros_like(valid)
+    table = jnp.zeros((*valid.shape, valid.shape[1]), force.dtype)
+    decision = Decision(never, never, never, never, task.neurons.contacts.side)
     return decision, table, force, force @ task.shared.normal.T, jnp.zeros(force.shape[0], bool)
 
 
-def _decide(task: Task) -> Decided:
+def _decide(task: Task, kinks: Kinks, valid: Bool[Array, "m k"]) -> Decided:
     """Apply the Filippov rule."""
     walkers, rates, forces, tables = task
-    (a, b, without, left), _, now, at_zero = walkers
-    valid = (now.slots < tables.live.shape[0]) & (left > 0)[:, None]
-    kinks = contacts.touch(now.slots, forces, valid, tables.gram)
-    # the sign that a is about to have, if it is 0 now; b is tangent to the planes, so they do not matter for it
+    (a, b, without, _), _, now, at_zero = walkers
+    # b is tangent to the planes, so they do not matter for the sign that a is about to have
     sign = jnp.sign(jnp.where(a == 0, -rates.outer * jnp.sum(b * without, axis=-1), a))
-    choice = filippov.decide(
-        kinks.gram, kinks.jump, contacts.pull(kinks, without), safe_norm(without), kinks.valid, sign
-    )
-    decision = contacts.take_sides(now, kinks, choice)
+    gram = contacts.products(kinks, now.slots, tables.gram)
+    choice = filippov.decide(gram, kinks.jump, contacts.pull(kinks, without), safe_norm(without), valid, sign)
+    decision = contacts.take_sides(now, valid, choice)
     force = without + contacts.along(kinks, choice.lam)
     normal_force = force @ forces.normal.T
-
+    side = jnp.sign(decision.side)
+    outward = -sign[:, None] * side * normal_force
     # beyond b = 0: z' = -a <x, g> must lead outward from every plane on the new ray, else the neuron rests at b = 0,
-    # behind all planes, where it feels the base force alone
-    live = tables.live[None, :]
-    speeds = jnp.where(live, decision.side * normal_force * -sign[:, None], 0.0)
-    stays = at_zero & (jnp.min(speeds, axis=1) < 0)
-    backward = stays[:, None]
+    # behind all planes, where it feels the base force alone from the next event on
+    stays = at_zero & (jnp.min(outward, axis=1) < 0)
+    rests = stays[:, None]
+    # The rule lets a neuron leave to a side to which it does not move, if its normal speed is 0 within rounding. It
+    # then moves parallel to the plane. With what rounding has left of the normal force it would meet the plane again at
+    # once, be sent to the same side, and so on: the clock would stand still.
+    normal_force = jnp.where((jnp.abs(decision.side) > 1) & (outward <= 0), 0.0, normal_force)
     decision = decision._replace(
-        side=jnp.where(backward, jnp.where(live, -1, 0), decision.side).astype(now.side.dtype),
-        slides=decision.slides & ~backward,
-        leaves=decision.leaves | (decision.slides & backward),
-        target=jnp.where(backward, -1, decision.target).astype(now.side.dtype),
+        side=jnp.where(rests, jnp.where(tables.live, -1, 0)[None, :], side).astype(now.side.dtype),
+        slides=decision.slides & ~rests,
+        active=decision.active & ~rests,
+        leaves=decision.leaves | (decision.slides & rests),
     )
-    force = jnp.where(backward, forces.base[None, :], force)
-    normal_force = jnp.where(backward, (forces.normal @ forces.base)[None, :], normal_force)
-    return decision, choice.table, force, _consistent(normal_force, now, decision, sign), stays
-
-
-def _consistent(
-    normal_force: Float[Array, "m n"], before: Contacts, decision: Decision, sign: Vector
-) -> Float[Array, "m n"]:
-    """Return <x, g> with 0 for planes that are left with no normal speed but rounding.
-
-    The rule lets a neuron leave to a side to which it does not move, if its normal speed is 0 within rounding. It then
-    moves parallel to the plane. With the normal force that rounding has left over it would meet the plane again at
-    once, be sent to the same side, and so on: the clock would stand still.
-    """
-    n = normal_force.shape[1]
-    rows = jnp.arange(normal_force.shape[0])[:, None]
-    own = jnp.take_along_axis(normal_force, jnp.minimum(before.slots, n - 1), axis=1)
-    back = decision.leaves & (decision.target * -sign[:, None] * own <= 0)
-    return normal_force.at[rows, jnp.where(back, before.slots, n)].set(0.0, mode="drop")
+    return decision, choice.table, force, normal_force, stays
 
 
 def _move(
     task: Task,
+    kinks: Kinks,
     decision: Decision,
     table: Float[Array, "m k k"],
     force: Float[Array, "m d"],
@@ -296,7 +276,6 @@ def _move(
     walkers, rates, forces, tables = task
     (a, b, without, left), z, before, _ = walkers
     dim = b.shape[1]
-    side = decision.side
     both = rates.inner * rates.outer
     work = jnp.sum(b * force, axis=-1)
     g2 = both * jnp.sum(force * force, axis=-1)
@@ -306,56 +285,51 @@ def _move(
     on_line = (planes == dim - 1) & (dim > 1)
 
     # the quadratics of ``cell``: for Z = height and H = toward, one for each plane (m, n),
-    sign = side.astype(z.dtype)
+    sign = decision.side.astype(z.dtype)
     height = jnp.maximum(sign * z, 0.0)
     toward = sign * normal_force
     second = (both * work / 2)[:, None] * toward - height * (g2 / 4)[:, None]
     hits = cell.first_root(second, -(rates.inner * a)[:, None] * toward, height, g2[:, None])
-    hits = jnp.where((side != 0) & ~on_line[:, None], hits, jnp.inf)
+    hits = jnp.where((sign != 0) & ~on_line[:, None], hits, jnp.inf)
     ahead, to_plane = _argmin(hits)
-    # for |b| on a line, where b = 0 is met, and for |a| while sliding, as a = 0 changes the nature of the kinks (2, m)
+    # and one for the end of sliding: a = 0 changes the nature of the kinks, and on a line |b| = 0 may be met. Only one
+    # of the two can be, since kp a^2 - kc |b|^2 is conserved on the line
     reach, size, own = safe_norm(b), jnp.abs(a), jnp.sign(a)
+    to_zero = on_line & (rates.inner * a**2 > rates.outer * reach**2)
     along = safe_divide(work, reach)
-    ends = cell.first_root(
-        jnp.stack([both * work / 2 * along - reach * (g2 / 4), size * g2 / 4]),
-        jnp.stack([-rates.inner * a * along, -own * rates.outer * work]),
-        jnp.stack([reach, size]),
-        g2[None, :],
+    to_end = cell.first_root(
+        jnp.where(to_zero, both * work / 2 * along - reach * (g2 / 4), size * g2 / 4),
+        jnp.where(to_zero, -rates.inner * a * along, -own * rates.outer * work),
+        jnp.where(to_zero, reach, size),
+        g2,
     )
-    ends = jnp.where(jnp.stack([on_line, slides]), ends, jnp.inf)
-    # all three are values of the monotone clock T of ``cell``: the least is the next event, and one time is enough;
-    # where two coincide, the plane comes before b = 0, and that before a = 0
-    which, first = _argmin(jnp.concatenate([to_plane[None, :], ends]).T)
-    time = cell.clock_time(first, g2)
+    to_end = jnp.where(slides, to_end, jnp.inf)
+    # both are values of the monotone clock T of ``cell``: the least is the next event, and one time is enough; where
+    # two coincide, the plane comes first
+    time = cell.clock_time(jnp.minimum(to_plane, to_end), g2)
     exits = time < left
-    step = jnp.where(exits, time, jnp.maximum(left, 0.0))
-    kind = jnp.where(exits, which + 1, TIME)
-    through = kind == ZERO
+    step = jnp.where(exits & ~stays, time, jnp.where(stays, 0.0, jnp.maximum(left, 0.0)))
+    kind = jnp.where(to_plane <= to_end, PLANE, jnp.where(to_zero, ZERO, REST))
+    kind = jnp.where(stays, ZERO, jnp.where(exits, kind, TIME))
+    through, met = (kind == ZERO) & ~stays, jnp.where(kind == PLANE, ahead, z.shape[1])
 
     a, shift = cell.travel(a, work, g2, rates.inner, rates.outer, step)
     b = b - shift[:, None] * force
     z = z - shift[:, None] * normal_force
-    after, held, still, counts = contacts.settle(
-        before, decision, table, ahead, kind == PLANE, (left, step), rates.is_real, tables.dies
-    )
     # through b = 0 a line goes on along its opposite ray: every side changes
-    after = after._replace(side=jnp.where(through[:, None], -after.side, after.side))
+    after, held, still, counts = contacts.settle(
+        before, decision, table, met, through, (left, step), rates, tables.dies
+    )
     found = Walk(left > 0, held, step, kind, stays)
-    kinks = _kinks(before.slots, forces)
+    behind = _force_behind(without, found, kinks, forces)
     moved = Moving(
         jnp.where(kind == REST, 0.0, a),
-        jnp.where(through[:, None], 0.0, b),
-        jnp.where(found.moves[:, None], _force_behind(without, found, kinks, forces), without),
+        jnp.where((kind == ZERO)[:, None], 0.0, b),
+        jnp.where(found.moves[:, None], behind, without),
         still,
     )
-    z = jnp.where((after.side == 0) | through[:, None], 0.0, z)
-    counts = counts + tally(found.moves & rates.is_real, nonunique=through)
+    z = jnp.where((after.side == 0) | (kind == ZERO)[:, None], 0.0, z)
     return Walkers(moved, z, after, through), found, counts
-
-
-def _kinks(slots: Int[Array, "m k"], forces: Forces) -> Kinks:
-    """Look up the planes in ``slots``."""
-    return contacts.touch(slots, forces, slots < forces.normal.shape[0])
 
 
 def _force_behind(
@@ -382,11 +356,11 @@ def carry(before: Moving, walk: Walk, rates: Rates, forces: Forces) -> Moving:
     a, b, force, left = before
     held, kind = walk.held, walk.kind
     # 1. The force on the way: planes that are slid on come in with the weights that make their normal forces vanish.
-    kinks = _kinks(held.slots, forces)
+    kinks = contacts.touch(held.slots, forces)
     driving = contacts.force_between(force, held.active, kinks)
-    mixed = filippov.hold(kinks.gram, held.free, held.table, contacts.pull(kinks, driving))
+    gram = contacts.products(kinks, held.slots)
+    mixed = filippov.hold(gram, held.free, held.table, contacts.pull(kinks, driving))
     driving = driving + jnp.sum(mixed[:, :, None] * kinks.normal, axis=1)
-    driving = jnp.where(walk.stays[:, None], forces.base[None, :], driving)
     # 2. The motion for the time that it took.
     work = jnp.sum(b * driving, axis=-1)
     g2 = rates.inner * rates.outer * jnp.sum(driving * driving, axis=-1)

@@ -115,13 +115,14 @@ class _Drive(NamedTuple):
 
     Attributes:
         force: (m, d) the force of all planes but those that are slid on.
-        kinks: the planes in the slots.
+        kinks, gram: the planes in the slots, and the inner products of their normals.
         free, table: as in ``Held``.
         covariance: (d, d).
     """
 
     force: Float[Array, "m d"]
     kinks: Kinks
+    gram: Float[Array, "m k k"]
     free: Bool[Array, "m k"]
     table: Float[Array, "m k k"]
     covariance: Float[Array, "d d"]
@@ -149,7 +150,7 @@ def _rate(a: Vector, b: Float[Array, "m d"], drive: _Drive) -> _Rate:
     scale, work, turn = _turn(b, drive.force, drive.covariance)
     # lam solves <x_k, xi> = 0 on the planes that are slid on, so that b' has no part along their normals
     pull = contacts.pull(drive.kinks, turn)
-    mixed = filippov.hold(drive.kinks.gram, drive.free, drive.table, pull)
+    mixed = filippov.hold(drive.gram, drive.free, drive.table, pull)
     turn = turn + jnp.sum(mixed[:, :, None] * drive.kinks.normal, axis=1)
     return _Rate(-work, -(a / scale)[:, None] * turn, mixed / jnp.where(drive.free, drive.kinks.jump, 1.0))
 
@@ -187,23 +188,22 @@ def advance(task: Task) -> tuple[Turners, Turn, Counts]:
     turners, _, field, tables = task
     (a, b, force, left), _, now, freed = turners
     valid = (now.slots < tables.live.shape[0]) & (left > 0)[:, None]
-    kinks = contacts.touch(now.slots, field.forces, valid, tables.gram)
+    kinks = contacts.touch(now.slots, field.forces)
+    gram = contacts.products(kinks, now.slots, tables.gram)
     # the rule works with xi instead of g: along it the neuron turns, and b is tangent to the planes it sits on
     _, work, turn = _turn(b, force, field.covariance)
     # a = 0: the sign it is about to have, as a' = -F
     sign = jnp.sign(jnp.where(a == 0, -work, a))
     # a plane whose lam has just come to a bound is left to that side; the rule is not asked again, since rounding
     # decides on which side of the bound it would find lam
-    asked = kinks.valid & (freed == 0)
     choice = filippov.decide(
-        kinks.gram, kinks.jump, contacts.pull(kinks, turn), safe_norm(force), asked, sign
+        gram, kinks.jump, contacts.pull(kinks, turn), safe_norm(force), valid & (freed == 0), sign
     )
     state = jnp.where(freed == 0, choice.state, jnp.where(freed > 0, filippov.ACTIVE, filippov.INACTIVE))
-    decision = contacts.take_sides(now, kinks, choice._replace(state=state))
+    decision = contacts.take_sides(now, valid, choice._replace(state=state))
     # g holds from now on: the planes left to their positive side add J x, those slid on come in through lam
-    active = decision.leaves & (decision.target > 0)
-    force = contacts.force_between(force, active, kinks)
-    drive = _Drive(force, kinks, decision.slides, choice.table, field.covariance)
+    force = contacts.force_between(force, decision.active, kinks)
+    drive = _Drive(force, kinks, gram, decision.slides, choice.table, field.covariance)
     return _move(task, decision, drive)
 
 
@@ -211,8 +211,9 @@ def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn,
     """Move every neuron to its next event or to the end of its time; those without time left stay."""
     turners, rates, (forces, _), tables = task
     (a, b, _, left), _, before, _ = turners
-    side = decision.side
-    n, k = side.shape[1], before.slots.shape[1]
+    side, recent = jnp.sign(decision.side), jnp.abs(decision.side) > 1
+    decision = decision._replace(side=side)
+    k = before.slots.shape[1]
     moving, time = left > 0, jnp.maximum(left, 0.0)
 
     # a trial step over all the time left shows which events lie on the way
@@ -224,9 +225,6 @@ def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn,
     z1 = sides * (end_b @ forces.normal.T)
     v0, v1 = (sides * (rate.b @ forces.normal.T) * time[:, None] for rate in (begin, finish))
     # a plane just left is not met again at once, nor for what rounding makes of a path along it
-    rows = jnp.arange(a.shape[0])[:, None]
-    recent = jnp.zeros(side.shape, bool)
-    recent = recent.at[rows, jnp.where(decision.leaves, before.slots, n)].set(True, mode="drop")
     v0 = jnp.where(recent, jnp.maximum(v0, 0.0), v0)
     size = safe_norm(forces.normal)[None, :] * safe_norm(b)[:, None]
     when = _first_meeting(z0, z1, v0, v1, jnp.where(recent, 64 * jnp.finfo(a.dtype).eps * size, 0.0))
@@ -270,9 +268,9 @@ def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn,
     more = step - found
     new_a, new_b = new_a + more * speed_a, new_b + more[:, None] * speed_b
     new_b = new_b * safe_divide(safe_norm(b), safe_norm(new_b))[:, None]
-    arrives, frees = kind == PLANE, kind == BOUND
+    never, reached = jnp.zeros_like(moving), jnp.where(kind == PLANE, ahead, side.shape[1])
     after, held, still, counts = contacts.settle(
-        before, decision, drive.table, ahead, arrives, (left, step), rates.is_real, tables.dies
+        before, decision, drive.table, reached, never, (left, step), rates, tables.dies
     )
     # heights anew from b, but never on the wrong side: sides are remembered, not read off
     z = sides * jnp.maximum(sides * (new_b @ forces.normal.T), 0.0)
@@ -288,7 +286,7 @@ def _move(task: Task, decision: Decision, drive: _Drive) -> tuple[Turners, Turn,
         ),
         still,
     )
-    freed = jnp.where(frees[:, None] & gauge.slot(k), outcome, 0).astype(side.dtype)
+    freed = jnp.where((kind == BOUND)[:, None] & gauge.slot(k), outcome, 0).astype(side.dtype)
     z = jnp.where(moving[:, None], jnp.where(after.side == 0, 0.0, z), turners.z)
     return Turners(moved, z, after, freed), Turn(moving, held, step, gauge, slope, speed_a, speed_b), counts
 
@@ -302,9 +300,12 @@ def carry(before: Moving, turn: Turn, rates: object, field: Field) -> Moving:
     a, b, force, left = before
     held, kind = turn.held, turn.gauge.kind
     forces, covariance = field
-    kinks = contacts.touch(held.slots, forces, held.slots < forces.normal.shape[0])
+    kinks = contacts.touch(held.slots, forces)
+    gram = contacts.products(kinks, held.slots)
     driving = contacts.force_between(force, held.active, kinks)
-    end_a, end_b, stages = _follow(a, b, turn.time, _Drive(driving, kinks, held.free, held.table, covariance))
+    end_a, end_b, stages = _follow(
+        a, b, turn.time, _Drive(driving, kinks, gram, held.free, held.table, covariance)
+    )
     gap = turn.gauge(end_a, end_b, stages.lam[-1], contacts.at(forces.normal, held.met))
     later = jnp.where(kind == TIME, left, -safe_divide(gap, turn.slope))
     later = later - jax.lax.stop_gradient(later)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from meanflow._numerics import safe_divide
+from meanflow._reuse import kept
 from meanflow.flows._features import TwoLayer, block_count
 from meanflow.flows._kinks import contacts, passage, planes, turning
 from meanflow.flows._kinks.contacts import Contacts, Forces, Tables
@@ -29,6 +30,7 @@ MOST_PRODUCTS = 4096  # samples up to which the matrix of all their inner produc
 PROBES = (-3.0, -1.0, -0.5, -1e-3, 0.0, 1e-3, 0.5, 1.0, 3.0)
 
 
+@kept()  # what it finds inside of a trace is known from outside: values could not be looked at in every one
 def homogeneous_slopes(activation: Callable[[jax.Array], jax.Array]) -> tuple[float, float]:
     """Return the slopes of an activation below and above 0, or raise ValueError if it is not linear on both sides.
 
@@ -47,6 +49,7 @@ def homogeneous_slopes(activation: Callable[[jax.Array], jax.Array]) -> tuple[fl
     return float(below) + 0.0, float(above) + 0.0  # no negative zero
 
 
+@kept()
 def quadratic_decay(penalty: Callable[[Neurons], jax.Array], dim: int) -> tuple[float, float]:
     """Return (ka, kb) for which a penalty is (ka a^2 + kb |b|^2)/2, or raise ValueError if it is none of these."""
     rng = np.random.default_rng(0)
@@ -139,7 +142,7 @@ class TwoLayerMotion(FrozenMotion):
         super().__init__(problem, data, ratio, ratio * speed)
         self.normal = feature.inputs(data.x)
         one = jnp.ones_like(cloud.weights)
-        outer, inner = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
+        inner, outer = flow.space.rates(cloud) if isinstance(flow.space, LayerRates) else (one, one)
         self.rates = passage.Rates(inner, outer, cloud.weights > 0)
         self.decay = None
         if flow.penalty is not None:
@@ -164,9 +167,8 @@ class TwoLayerMotion(FrozenMotion):
         side = jnp.where(found.live[None, :] & ~on, jnp.where(z > 0, 1, -1), 0).astype(jnp.int8)
 
         # the planes of each neuron, one after the other; those beyond the last slot are dropped
-        rows, place = jnp.arange(z.shape[0])[:, None], jnp.where(on, jnp.cumsum(on, axis=1) - 1, size)
-        slots = jnp.full((z.shape[0], size), n, jnp.int32)
-        slots = slots.at[rows, place].set(jnp.arange(n, dtype=jnp.int32)[None, :], mode="drop")
+        index = jnp.arange(n, dtype=jnp.int32)[None, :]
+        slots = jnp.sort(jnp.where(on, index, n), axis=1)[:, :size]
         many = jnp.any((jnp.sum(on, axis=1) > size) & self.rates.is_real)
         return Place(found, side, slots, None, None, passage.marked(passage.no_events(), many))
 

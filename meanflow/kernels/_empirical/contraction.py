@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from meanflow.kernels._empirical.forms import Windowed, windowed_products
@@ -79,7 +80,7 @@ def fitting(most: int, limit: float, one: float) -> int:
 
 
 def is_halved(rows: int, length: float) -> bool:
-    """Tell whether the Gram matrix of so many rows, of this length each, is taken by half: as three blocks of four."""
+    """Tell whether the Gram matrix of so many rows, of this length each, is taken by half."""
     # Blocks of few or short rows multiply at a lower speed: with 1280 rows of length 512 (dense and layer norm, 10
     # outputs) blocks took 1.2 times as long as the whole, with 320 of length 4096 (transformer) 0.85 times as long.
     return rows >= 256 and length > 1024
@@ -103,52 +104,52 @@ def contract(
     return jnp.transpose(sum(shares[1:], shares[0]), order)
 
 
+def _is_by_row(factor: Gram | Rows, outputs: str) -> bool:
+    """Tell whether a full kernel of several outputs, and of a parameter of several positions, is made row by row."""
+    _, many, groups, positions, _ = factor.cotangent.shape
+    return outputs == "full" and many > 1 and groups * positions > 1
+
+
 def _held(factor: Factor) -> Array:
     """Return the array of a factor whose leading axis is that of the samples."""
     return factor.value if isinstance(factor, Jacobian) else factor.cotangent
 
 
 def _contract_one(left: Any, right: Any, outputs: str) -> Array:
-    """Return one share as (T, C, S, C), (C, T, S) or (T, S); of a symmetric one, half the blocks are copies."""
-    if left is not right:
-        return _products([left, right], [(0, 1)], outputs)[0]
-    count, rows = _blocks(left, outputs), len(_held(left))
-    edges = [rows * i // count for i in range(count + 1)]
-    sides = [jax.tree.map(lambda a, i=i: a[edges[i] : edges[i + 1]], left) for i in range(count)]
-    pairs = [(i, j) for i in range(count) for j in range(i + 1)]
-    below = dict(zip(pairs, _products(sides, pairs, outputs), strict=True))
-    # the axes of rows and of columns, and all of them with both exchanged
-    places = {"full": (0, 2, (2, 3, 0, 1)), "diagonal": (1, 2, (0, 2, 1)), "trace": (0, 1, (1, 0))}
-    first, second, mirror = places[outputs]
-    block = lambda i, j: below[i, j] if j <= i else jnp.transpose(below[j, i], mirror)
-    lines = [jnp.concatenate([block(i, j) for j in range(count)], second) for i in range(count)]
-    return jnp.concatenate(lines, first)
+    """Return one share as (T, C, S, C), (C, T, S) or (T, S)."""
+    if isinstance(left, Jacobian):
+        return _features(left.value, None if right is left else right.value, outputs)
+    if isinstance(left, Slices):
+        return _contract_slices(left, right, outputs)
+    return (_contract_coupled if isinstance(left, Coupled) else _contract_grams)(left, right, outputs)
 
 
-def _blocks(factor: Factor, outputs: str) -> int:
-    """Return into how many blocks of rows a symmetric share is cut; those below the diagonal are contracted."""
-    count, many, *rest = _held(factor).shape
-    wide = count * (many if outputs == "full" else 1)
-    if isinstance(factor, Slices):
-        return 2 if is_halved(wide, math.inf) else 1
-    if isinstance(factor, Jacobian):  # whose parts are copies, and cost more
-        return 2 if is_halved(wide // 2, rest[0]) else 1
-    # Products of all pairs of positions: with 4 blocks a recurrent network takes 0.93 times as long as with 2.
-    cut = isinstance(factor, Gram | Rows) and outputs == "full" and many > 1 and math.prod(rest[:2]) > 1
-    return min(count, 4) if cut else 1
-
-
-def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"], outputs: str) -> Array:
-    """Return the inner products of features as (T, C, S, C), (C, T, S) or (T, S).
+def _features(left: Float[Array, "T C M"], right: Float[Array, "S C M"] | None, outputs: str) -> Array:
+    """Return the inner products of features, with themselves if ``right`` is None: (T, C, S, C), (C, T, S) or (T, S).
 
     Matrices are products' fastest form: contracting several axes at once takes up to three times as long on a CPU.
     """
-    if outputs == "diagonal":
-        return jnp.einsum("tcm,scm->cts", left, right, precision=HIGH)
-    # "trace": the sum over c is a part of the product
-    flat = lambda a: a.reshape(-1, a.shape[2]) if outputs == "full" else a.reshape(a.shape[0], -1)
-    product = jnp.matmul(flat(left), flat(right).T, precision=HIGH)
-    return product.reshape(left.shape[:2] + right.shape[:2]) if outputs == "full" else product
+    rows = {
+        "full": lambda a: a.reshape(-1, a.shape[2]),
+        "diagonal": lambda a: jnp.swapaxes(a, 0, 1),
+        "trace": lambda a: a.reshape(a.shape[0], -1),  # the sum over c is a part of the product
+    }[outputs]
+    product = _rows_products(rows(left), None if right is None else rows(right))
+    other = left if right is None else right
+    return product.reshape(left.shape[:2] + other.shape[:2]) if outputs == "full" else product
+
+
+def _rows_products(
+    rows: Float[Array, "*c n M"], others: Float[Array, "*c k M"] | None
+) -> Float[Array, "*c n k"]:
+    """Return the products of rows with others, or with themselves: then a quarter of them are copies of another."""
+    times = lambda a, b: jnp.matmul(a, jnp.swapaxes(b, -1, -2), precision=HIGH)
+    if others is not None or not is_halved(*rows.shape[-2:]):
+        return times(rows, rows if others is None else others)
+    half = rows.shape[-2] // 2
+    first, lower = times(rows[..., :half, :], rows[..., :half, :]), times(rows[..., half:, :], rows)
+    upper = jnp.concatenate([first, jnp.swapaxes(lower[..., :half], -1, -2)], -1)
+    return jnp.concatenate([upper, lower], -2)
 
 
 # Numbers of J up to which it is formed at once, and those that are formed at a time above: a small part of the cache.
@@ -179,23 +180,12 @@ def slice_width(rows: int, columns: int, shape: tuple[int, ...], inputs: int, ou
     return max(b for b in range(1, min(most, width) + 1) if width % b == 0)
 
 
-def _products(sides: Sequence[Any], pairs: Sequence[tuple[int, int]], outputs: str) -> list[Array]:
-    """Contract these pairs of sides."""
-    first = sides[0]
-    if isinstance(first, Slices):
-        return _contract_slices(sides, pairs, outputs)
-    if isinstance(first, Jacobian):
-        return [_features(sides[i].value, sides[j].value, outputs) for i, j in pairs]
-    product = _contract_coupled if isinstance(first, Coupled) else _contract_grams
-    return [product(sides[i], sides[j], outputs) for i, j in pairs]
-
-
-def _contract_slices(sides: Sequence[Slices], pairs: Sequence[tuple[int, int]], outputs: str) -> list[Array]:
-    """Add up the blocks of the kernel over slices of J, each formed once for all pairs."""
-    first = sides[0]
-    rows, columns = (sum(len(sides[i].cotangent) for i in set(some)) for some in zip(*pairs, strict=True))
-    width = first.cotangent.shape[4]
-    step = slice_width(rows, columns, first.cotangent.shape[1:], first.activation.shape[-1], outputs)
+def _contract_slices(left: Slices, right: Slices, outputs: str) -> Array:
+    """Add up the kernel over slices of J, each formed once for both sides of a symmetric kernel."""
+    sides = [left] if right is left else [left, right]
+    rows, columns = len(left.cotangent), len(right.cotangent)
+    width = left.cotangent.shape[4]
+    step = slice_width(rows, columns, left.cotangent.shape[1:], left.activation.shape[-1], outputs)
 
     def cut(factor: Slices) -> Array:
         """Return D (T, C, G, P, O) as (slices, T, G, C and o, P)."""
@@ -211,21 +201,21 @@ def _contract_slices(sides: Sequence[Slices], pairs: Sequence[tuple[int, int]], 
         split = jnp.swapaxes(product.reshape(count, groups, many, step * inputs), 1, 2)
         return split.reshape(count, many, groups * step * inputs)
 
-    def multiply(cuts: list[Array]) -> list[Array]:
+    def multiply(cuts: list[Array]) -> Array:
         formed = [form(d, side) for d, side in zip(cuts, sides, strict=True)]
-        return [_features(formed[i], formed[j], outputs) for i, j in pairs]
+        return _features(formed[0], formed[1] if len(sides) > 1 else None, outputs)
 
     return _added(multiply, [cut(side) for side in sides], width // step)
 
 
-def _added(multiply: Callable[[Any], PyTree], over: PyTree, count: int) -> PyTree:
+def _added(multiply: Callable[[Any], Array], over: PyTree, count: int) -> Array:
     """Add up what a function returns for each of ``count`` entries along the leading axes of ``over``."""
     first = jax.tree.map(lambda a: a[0], over)
     if count == 1:
         return multiply(first)
-    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(multiply, first))
-    add = lambda total, some: (jax.tree.map(jnp.add, total, multiply(some)), None)
-    return jax.lax.scan(add, start, over)[0]
+    shape = jax.eval_shape(multiply, first)
+    add = lambda total, some: (total + multiply(some), None)
+    return jax.lax.scan(add, jnp.zeros(shape.shape, shape.dtype), over)[0]
 
 
 def _contract_grams(left: Gram | Rows, right: Gram | Rows, outputs: str) -> Array:
@@ -236,10 +226,10 @@ def _contract_grams(left: Gram | Rows, right: Gram | Rows, outputs: str) -> Arra
     if groups * positions == 1 and isinstance(h, Array) and isinstance(other, Array):
         # one position: the kernel is the elementwise product of two Gram matrices, (h . h') (D . D')
         inner = jnp.einsum("tk,sk->ts", h[:, 0, 0], other[:, 0, 0], precision=HIGH)
-        outer = _features(d[:, :, 0, 0], e[:, :, 0, 0], outputs)
+        outer = _features(d[:, :, 0, 0], None if right is left else e[:, :, 0, 0], outputs)
         return outer * (inner[:, None, :, None] if outputs == "full" else inner[(None,) * (outer.ndim - 2)])
-    if outputs == "full" and d.shape[1] > 1:
-        return _contract_outputs(left, right)
+    if _is_by_row(left, outputs):
+        return _contract_outputs(left, right) if right is not left else _by_blocks(left)
     # all pairs of positions of all pairs of samples at once; the plan has counted that they fit
     inner = jax.vmap(lambda a: _inner_products(a, right), out_axes=1)(left)  # (g, t, p, s, q)
     if outputs == "diagonal":
@@ -248,6 +238,30 @@ def _contract_grams(left: Gram | Rows, right: Gram | Rows, outputs: str) -> Arra
     outer = jnp.einsum("tcgpo,scgqo->gtpsq", d, e, precision=HIGH)
     total = jnp.sum(outer * inner, axis=(0, 2, 4))
     return total[:, None, :, None] if outputs == "full" else total
+
+
+def _by_blocks(factor: Gram | Rows) -> Float[Array, "T C S C"]:
+    """Contract a factor with itself by blocks of rows, of which those above the diagonal are copies of those below.
+
+    With 4 blocks a recurrent network takes 0.93 times as long as with 2.
+    """
+    samples, many = factor.cotangent.shape[:2]
+    count = min(4, samples)
+    size = math.ceil(samples / count)
+    # samples whose factors are 0 fill the last block
+    fill = lambda a: jnp.pad(a, [(0, count * size - samples)] + [(0, 0)] * (a.ndim - 1))
+    cut = jax.tree.map(lambda a: fill(a).reshape(count, size, *a.shape[1:]), factor)
+    block = lambda number: jax.tree.map(lambda a: a[number], cut)
+    # a loop, so that one program serves all pairs of blocks
+    i, j = np.tril_indices(count)
+    below = jax.lax.map(lambda pair: _contract_outputs(*map(block, pair)), (i, j))
+    place = np.zeros((count, count), int)
+    place[i, j] = place[j, i] = np.arange(len(i))
+    found = below[place]  # (i, j, T, C, S, C)
+    mirrored = jnp.transpose(found, (0, 1, 4, 5, 2, 3))
+    whole = jnp.where(np.tri(count, dtype=bool)[(...,) + (None,) * 4], found, mirrored)
+    flat = jnp.transpose(whole, (0, 2, 3, 1, 4, 5)).reshape((count * size, many) * 2)
+    return flat[:samples, :, :samples]
 
 
 def _contract_outputs(left: Gram | Rows, right: Gram | Rows) -> Float[Array, "T C S C"]:

@@ -5,6 +5,7 @@ of one sample needs the whole batch, and a kernel computed sample by sample or c
 every function is probed, and coupled ones are refused until ``stats`` says which statistics are meant.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -44,6 +45,14 @@ class Unprobed(ValueError):
     """The function closes over traced values and cannot be evaluated while tracing."""
 
 
+# Compiled, so that a function is compiled for the probe once and not at every call; and with little effort, which takes
+# longer than the program runs: the probes of a transformer and of a recurrence take a third of the time.
+_quickly = functools.partial(
+    compiled, compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+)
+
+
+@_quickly
 def _together_and_alone(apply: Apply, params: Params, x: Batch) -> list[Array]:
     """Return the outputs of a batch, and those of its samples one by one."""
     alone = jax.tree.map(lambda a: a[:, None], x)
@@ -52,26 +61,10 @@ def _together_and_alone(apply: Apply, params: Params, x: Batch) -> list[Array]:
     return [apply(params, x), jax.lax.map(pair, alone, batch_size=64)]
 
 
-def _together(apply: Apply, params: Params, x: Batch) -> list[Array]:
+@_quickly
+def _together(apply: Apply, params: Params, x: Batch) -> Array:
     """Return the outputs of a batch, traced anew: another program than that above."""
-    return [apply(params, x)]
-
-
-# Compiled, so that a function is compiled for the probe once and not at every call; and without optimization, which
-# takes longer than the program runs: the probe of a transformer takes 0.5 instead of 0.9 seconds.
-_QUICK = {"xla_backend_optimization_level": 0}
-_PROBES = {f: (compiled(f, compiler_options=_QUICK), compiled(f)) for f in (_together_and_alone, _together)}
-
-
-def _evaluated(probe: Callable[..., list[Array]], apply: Apply, params: Params, x: Batch) -> list[np.ndarray]:
-    quick, inside = _PROBES[probe]
-    try:
-        found = quick(apply, params, x)
-    except ValueError as problem:
-        if "top-level" not in str(problem):
-            raise
-        found = inside(apply, params, x)  # JAX takes no options while another program is traced
-    return [np.asarray(a) for a in found]
+    return apply(params, x)
 
 
 @compiled
@@ -89,27 +82,31 @@ def _moved(leaf: ArrayLike, rng: np.random.Generator) -> ArrayLike:
         moved = noise / math.sqrt(max(shape, default=1))
     else:
         moved = given + 0.1 * noise * (np.sqrt(np.mean(np.square(given))) + 0.1)
-    return jnp.asarray(moved, jnp.result_type(leaf))
+    return np.asarray(
+        moved, jnp.result_type(leaf)
+    )  # to cast on the device is a small program for every shape
 
 
 def is_traced(leaf: object) -> bool:
     """Tell whether a leaf is an array that is being traced."""
     if not isinstance(leaf, jax.Array):
         return False
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # a network's streams of random numbers
-    numbers = jax.random.key_data(leaf) if is_key else leaf
-    return _boundary.concrete(numbers[:0] if leaf.ndim else numbers) is None
+    try:
+        leaf.devices()
+    except jax.errors.ConcretizationTypeError:
+        return True
+    return False
 
 
-def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> Array:
+def _random_batch(x: Batch, rows: int, rng: np.random.Generator) -> np.ndarray:
     """Draw ``rows`` samples on the scale of ``x``; integers are drawn from the entries of ``x``."""
     dtype, shape = jnp.result_type(x), (rows, *np.shape(x)[1:])
     given = _boundary.concrete(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
         whole = np.zeros((1, *shape[1:]), int) if given is None else given
-        return jnp.asarray(rng.choice(whole, shape[0]), dtype)
+        return np.asarray(rng.choice(whole, shape[0]), dtype)
     center, width = (0.0, 1.0) if given is None else (np.mean(given), np.std(given) + 1e-3)
-    return jnp.asarray(center + width * rng.normal(size=shape), dtype)
+    return np.asarray(center + width * rng.normal(size=shape), dtype)
 
 
 def _precisions(program: ClosedJaxpr) -> Iterator[float]:
@@ -179,7 +176,7 @@ def is_coupled(apply: Apply, params: Params, x: Batch) -> bool:
     # a function of indices is probed as the function of samples that it stands for: indices hide what they point to
     function, own = apply.probed(x) if isinstance(apply, Function) else (apply, x)
     count = np.shape(jax.tree.leaves(x)[0])[0]
-    own = jax.tree.map(lambda a: jnp.asarray(a)[:count], own)
+    own = jax.tree.map(lambda a: a if len(a) == count else jnp.asarray(a)[:count], own)
     rng = np.random.default_rng(0)
     given = not any(map(is_traced, jax.tree.leaves((params, own))))
     with jax.ensure_compile_time_eval():
@@ -189,7 +186,7 @@ def is_coupled(apply: Apply, params: Params, x: Batch) -> bool:
         tries = [(moved, drawn), (moved, own), (params, own)] if given else [(moved, drawn)]
         for parameters, samples in tries:
             try:
-                first, alone = _evaluated(_together_and_alone, function, parameters, samples)
+                first, alone = map(np.asarray, _together_and_alone(function, parameters, samples))
             except jax.errors.TracerArrayConversionError as error:
                 raise Unprobed(
                     "apply closes over traced values, so whether it couples samples cannot be probed; "
@@ -208,7 +205,7 @@ def is_coupled(apply: Apply, params: Params, x: Batch) -> bool:
     # from double zeros, or bfloat16 layers below a float32 head. The coarsest step sets the rounding.
     with jax.ensure_compile_time_eval():
         program, *_ = eqx.filter_make_jaxpr(function)(parameters, samples)
-        (again,) = _evaluated(_together, function, parameters, samples)
+        again = np.asarray(_together(function, parameters, samples))
     eps = max(_precisions(program), default=eps)
     if not _agreement(first, again, eps):
         raise ValueError(
@@ -218,16 +215,10 @@ def is_coupled(apply: Apply, params: Params, x: Batch) -> bool:
     return not _agreement(first, alone, eps)
 
 
-def uncoupled_maps(apply: Apply, x: Batch, z: Batch | None) -> KernelMaps:
-    """Return the maps of a function that is known to treat every sample on its own."""
-    other = x if z is None else z
-    return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), apply)
-
-
-def kernel_maps(
+def check_function(
     apply: Apply | Normalized, params: Params, x: Batch, z: Batch | None, stats: str | None
-) -> KernelMaps:
-    """Return params -> outputs at x and at z, using the statistics chosen by ``stats``.
+) -> None:
+    """Refuse a function that does not fit to its arguments, or whose samples are coupled in a way that none has chosen.
 
     Args:
         apply: (params, batch) -> outputs; plain or ``Normalized``.
@@ -241,16 +232,17 @@ def kernel_maps(
             that cannot be taken out of the function.
     """
     if isinstance(apply, Normalized):
-        maps = _normalized_maps(apply, params, x, x if z is None else z, stats)
-    else:
-        maps = uncoupled_maps(apply, x, z)
-    check_outputs(maps.left, params, "x", x)
+        if stats is None:
+            raise ValueError(f"apply normalizes over the batch: stats must be one of {STATS}, got None")
+        if stats == "running" and apply.running is None:
+            raise ValueError(
+                'apply keeps no running averages: stats="running" needs kernels.Normalized(..., running)'
+            )
+    check_outputs(lambda p: kernel_maps(apply, p, x, z, stats).left(p), params, "x", x)
     if z is not None:
-        check_outputs(maps.right, params, "z", z)
-    if isinstance(apply, Normalized):
-        return maps
-    if stats == "batch" or (stats == "train" and z is None):
-        return maps._replace(single=None)
+        check_outputs(lambda p: kernel_maps(apply, p, x, z, stats).right(p), params, "z", z)
+    if isinstance(apply, Normalized) or stats == "batch" or (stats == "train" and z is None):
+        return
 
     def couples(some: Batch) -> bool:
         try:
@@ -270,23 +262,22 @@ def kernel_maps(
             'kernels.Normalized(apply, statistics) for "train" (statistics of x, their gradients included) '
             '"frozen" (statistics of x, held fixed) or "running" (the averages that the model keeps)'
         )
-    return maps
 
 
-def _normalized_maps(apply: Normalized, params: Params, x: Batch, z: Batch, stats: str | None) -> KernelMaps:
-    """Return the maps of a function whose statistics can be taken out of it."""
-    if stats is None:
-        raise ValueError(f"apply normalizes over the batch: stats must be one of {STATS}, got None")
+def kernel_maps(
+    apply: Apply | Normalized, params: Params, x: Batch, z: Batch | None, stats: str | None
+) -> KernelMaps:
+    """Return params -> outputs at x and at z, for arguments that ``check_function`` has accepted."""
+    other = x if z is None else z
+    if not isinstance(apply, Normalized):
+        free = apply if stats in (None, *FIXED) else None
+        return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), free)
     if stats == "batch":
-        return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, z), None)
+        return KernelMaps(lambda p: apply(p, x), lambda p: apply(p, other), None)
     if stats == "train":
-        return KernelMaps(lambda p: apply(p, x), lambda p: apply.apply(p, z, apply.statistics(p, x)), None)
-    if stats == "running":
-        if apply.running is None:
-            raise ValueError(
-                'apply keeps no running averages: stats="running" needs kernels.Normalized(..., running)'
-            )
-        constants = apply.running
-    else:  # "frozen": computed once, outside of what is differentiated, so that no gradient goes through them
-        constants = _statistics(apply, params, x)
-    return uncoupled_maps(lambda p, batch: apply.apply(p, batch, constants), x, z)
+        right = lambda p: apply.apply(p, other, apply.statistics(p, x))
+        return KernelMaps(lambda p: apply(p, x), right, None)
+    # computed once, outside of what is differentiated, so that no gradient goes through them
+    constants = apply.running if stats == "running" else _statistics(apply, params, x)
+    single = lambda p, batch: apply.apply(p, batch, constants)
+    return KernelMaps(lambda p: single(p, x), lambda p: single(p, other), single)

@@ -21,7 +21,6 @@ from meanflow import _boundary
 from meanflow._boundary import checked, choice, either, sequence
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical import ntk
-from meanflow.kernels._empirical.coupling import is_traced
 from meanflow.kernels._empirical.modules import (
     Batch,
     Function,
@@ -39,7 +38,7 @@ from meanflow.kernels._empirical.plan import (
     Method,
     Stats,
     method_kind,
-    planned,
+    probe,
 )
 
 AUTO = Method()
@@ -114,9 +113,8 @@ def _kernel(job: Job) -> Float[Array, "T S ..."]:
         return _by_axes(job)
     if job.method.mesh is not None:
         return _over_devices(job, job.method.mesh)
-    plan = planned(job)
-    platform = None if is_traced(job.x) else next(iter(job.x.devices())).platform
-    return ntk.evaluate(job, plan.method, plan.chunk, platform)
+    platform = probe(job)
+    return (ntk.evaluate_on_cpu if platform == "cpu" else ntk.evaluate)(job, platform)
 
 
 class ByOutput(Function):
@@ -137,6 +135,7 @@ class ByOutput(Function):
 def _by_axes(job: Job) -> Float[Array, "T S ..."]:
     """Compute the kernel with each output axis treated in its own way: one full kernel for each index of the others."""
     outputs = tuple(job.outputs)
+    probe(job)
     shape = jax.eval_shape(job.maps().left, job.params).shape[1:]
     if len(shape) != len(outputs):
         raise ValueError(
@@ -189,6 +188,7 @@ def _by_group(job: Job, groups: Callable[[str], str]) -> dict[str, Float[Array, 
 
 def _over_devices(job: Job, mesh: Mesh) -> Float[Array, "T S ..."]:
     """Compute the rows of the kernel on the devices of a mesh, each its share."""
+    probe(job)
     if job.maps().single is None:
         raise ValueError(
             "mesh needs samples that do not depend on each other, for which each device has its rows"

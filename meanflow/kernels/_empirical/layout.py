@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meanflow.kernels._empirical import cost, structured
 from meanflow.kernels._empirical.contraction import WHOLE, fitting
-from meanflow.kernels._empirical.cost import Block, Cost
+from meanflow.kernels._empirical.cost import Block, Cost, Passes
 
 
 class Layout(NamedTuple):
@@ -44,7 +44,7 @@ _PLACING = 1.4
 
 
 def free_layout(
-    traced: structured.Traced, block: Block, chunk: int | None, limit: int, cpu: bool = True
+    traced: structured.Traced, counted: Passes, block: Block, chunk: int | None, limit: int, cpu: bool = True
 ) -> Layout:
     """Lay out the kernel of samples that do not depend on each other; ``traced`` maps one sample.
 
@@ -54,12 +54,13 @@ def free_layout(
     that leaves the cache. On accelerators (``cpu`` False) late is taken wherever all factors fit.
     """
     # a sixteenth of the limit for what passes while a piece is differentiated
-    late = _lay_out(traced, block, chunk, limit, limit / 16, early=False)
+    late = _lay_out(traced, counted, block, chunk, limit, limit / 16, early=False)
     # a loop over samples starts its kernels anew in every round: compiled for an H100, the kernel of a small CNN has 39
     # starts without the loop and 356 with it (tests/accelerators counts them)
     if not cpu and late.held and late.rows == block.rows:
         return late
-    early = _lay_out(traced, block, chunk, limit, min(limit / 16, _PIECE if cpu else math.inf), early=True)
+    room = min(limit / 16, _PIECE if cpu else math.inf)
+    early = _lay_out(traced, counted, block, chunk, limit, room, early=True)
     if not late.held or late.rows < block.rows:  # slices of J serve all rows and columns at once
         return early
     # a network whose parameters act at one position each forms no J: its layers are contracted one by one, in passing
@@ -68,11 +69,16 @@ def free_layout(
 
 
 def _lay_out(
-    traced: structured.Traced, block: Block, chunk: int | None, limit: int, room: float, early: bool
+    traced: structured.Traced,
+    counted: Passes,
+    block: Block,
+    chunk: int | None,
+    limit: int,
+    room: float,
+    early: bool,
 ) -> Layout:
     """Lay out with J formed early or late, and ``room`` bytes for what passes while a piece is differentiated."""
     itemsize, outputs = traced.output.dtype.itemsize, block.outputs
-    counted = cost.passes(traced.analysis.scope.closed, len(traced.leaves))
 
     # in parameter or in sample space, whichever is cheaper by count
     def choose(size: structured.forms.Sizes) -> str:
@@ -162,10 +168,11 @@ def _pairs(share: structured.Share, block: Block) -> int:
 _PULLED = 2**25
 
 
-def coupled_layout(traced: structured.Traced, block: Block, chunk: int | None, limit: int) -> Layout:
+def coupled_layout(
+    traced: structured.Traced, counted: Passes, block: Block, chunk: int | None, limit: int
+) -> Layout:
     """Lay out the kernel of samples that depend on each other; ``traced`` maps the whole batch x."""
     item, many = traced.output.dtype.itemsize, block.outputs
-    counted = cost.passes(traced.analysis.scope.closed, len(traced.leaves))
     rows, columns = block.rows * many, block.columns * many
     sides = rows if block.symmetric else rows + columns
     full = block.kept == "full"

@@ -15,62 +15,62 @@ from jaxtyping import Array, Float, PyTree
 from meanflow._reuse import compiled
 from meanflow.kernels._empirical import contraction, structured
 from meanflow.kernels._empirical.cost import Block
-from meanflow.kernels._empirical.coupling import FIXED, KernelMaps, uncoupled_maps
+from meanflow.kernels._empirical.coupling import KernelMaps
 from meanflow.kernels._empirical.layout import Layout, free_layout
-from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Outputs, Params
-from meanflow.kernels._empirical.plan import Job, laid_out, one_sample
+from meanflow.kernels._empirical.modules import Apply, Batch, Outputs, Params
+from meanflow.kernels._empirical.plan import Job, Laid, laid_out, planned
 
 
-@compiled
-def evaluate(job: Job, method: str, rows: int, platform: str | None) -> Float[Array, "T S ..."]:
-    """Compute the kernel by ``method``, planned with ``rows`` rows at a time; compiled once for every shape.
+def _evaluate(job: Job, platform: str | None) -> Float[Array, "T S ..."]:
+    """Trace the function, plan, and compute the kernel, of a job that was accepted by ``plan.probe``.
 
     ``platform`` is that of the devices on which it runs, such as "cpu"; None if that is not known yet.
     """
-    # The caller has probed the function outside of jit: here one that needs no statistics is known to be uncoupled.
-    if job.stats in (None, *FIXED) and not isinstance(job.apply, Normalized):
-        maps = uncoupled_maps(job.apply, job.x, job.z)
-    else:
-        maps = job.maps()
-    shape = jax.eval_shape(maps.left, job.params).shape[1:]
+    maps, here = job.maps(), platform or jax.default_backend()
+    laid = laid_out(job, maps, here == "cpu")
+    method, rows, *_ = planned(job, laid)
     if method == "structured":
-        kernel = _structured_kernel(maps, job, platform)
+        kernel = _structured_kernel(laid, job, platform)
     else:
         # integer leaves are constants: they have no gradient
         moving, still = eqx.partition(job.params, eqx.is_inexact_array)
         whole = lambda p: eqx.combine(p, still)
-        single = None
-        if maps.single is not None:
-            one = one_sample(maps, job.params, job.x)
-            single = lambda p, sample: one(whole(p), sample)
+        one = laid.single
+        single = None if one is None else lambda p, sample: one(whole(p), sample)[0]
         plain = KernelMaps(lambda p: maps.left(whole(p)), lambda p: maps.right(whole(p)), single)
         compute = _by_jacobians if method == "jacobian" else _by_products
         kernel = compute(plain, moving, job, rows)
-    kept = {"full": shape + shape, "diagonal": shape, "trace": ()}[str(job.outputs)]
+    kept = {"full": laid.shape * 2, "diagonal": laid.shape, "trace": ()}[laid.block.kept]
     return kernel.reshape(kernel.shape[:2] + kept)
 
 
-def _structured_kernel(maps: KernelMaps, job: Job, platform: str | None) -> Float[Array, "T S ..."]:
+# Compiled once for every shape. On CPUs less effort of the compiler saves a tenth of its time and costs no speed, which
+# lies in products of matrices.
+evaluate = compiled(_evaluate)
+evaluate_on_cpu = compiled(_evaluate, compiler_options={"xla_backend_optimization_level": 1})
+
+
+def _structured_kernel(laid: Laid, job: Job, platform: str | None) -> Float[Array, "T S ..."]:
     """Sum the shares of all parameters, each by the cheaper contraction; (T, S), (T, S, C) or (T, S, C, C)."""
     leaves = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
-    left, right, block, plan = laid_out(job, maps)
-    if not plan.shares:  # a function that does not depend on its parameters
-        return jnp.zeros((block.rows, block.columns, block.kernel), left.output.dtype)
-    if maps.single is not None:
-        chunk, limit = job.method.chunk, job.method.limit
-        lay_out = lambda cpu: free_layout(left, block, chunk, limit, cpu)
-        way = lambda cpu: functools.partial(_free_kernel, left, block, lay_out(cpu), job)
-        if platform is not None or lay_out(True) == lay_out(False):
-            return way(platform in (None, "cpu"))(leaves)
-        # a program that is traced here may be lowered for any platform; only the branch of that one is compiled
-        return jax.lax.platform_dependent(leaves, cpu=way(True), default=way(False))
-    if job.z is None:
-        mine = theirs = structured.coupled_factors(left, plan.shares, leaves, block.rows, plan.piece)
-    else:
-        first, second = structured.align(left, right, plan.shares)
-        mine = structured.coupled_factors(left, first, leaves, block.rows, plan.piece)
-        theirs = structured.coupled_factors(right, second, leaves, block.columns, plan.piece)
-    return contraction.contract(mine, theirs, block.kept)
+    left, right, block, layout = laid.left, laid.right, laid.block, laid.layout
+    if laid.single is None:
+        first, second = layout.shares, layout.shares
+        if job.z is not None:
+            first, second = structured.align(left, right, layout.shares)
+        mine = theirs = structured.coupled_factors(left, first, leaves, block.rows, layout.piece)
+        if job.z is not None:
+            theirs = structured.coupled_factors(right, second, leaves, block.columns, layout.piece)
+        return contraction.contract(mine, theirs, block.kept)
+    way = lambda plan: functools.partial(_free_kernel, left, block, plan, job)
+    if platform is not None:
+        return way(layout)(leaves)
+    # a program that is traced here may be lowered for any platform, of which only that one's branch is compiled
+    lay_out = lambda cpu: free_layout(left, laid.passes, block, job.method.chunk, job.method.limit, cpu)
+    on_cpu, elsewhere = lay_out(True), lay_out(False)
+    if on_cpu == elsewhere:
+        return way(on_cpu)(leaves)
+    return jax.lax.platform_dependent(leaves, cpu=way(on_cpu), default=way(elsewhere))
 
 
 def _free_kernel(

@@ -7,7 +7,6 @@ pass through memory. Nothing is compiled.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
@@ -24,7 +23,7 @@ from meanflow._reuse import kept_by_shape
 from meanflow.kernels._empirical import cost, structured
 from meanflow.kernels._empirical.contraction import fitting
 from meanflow.kernels._empirical.cost import Block, Cost
-from meanflow.kernels._empirical.coupling import STATS, KernelMaps, is_traced, kernel_maps
+from meanflow.kernels._empirical.coupling import STATS, KernelMaps, check_function, is_traced, kernel_maps
 from meanflow.kernels._empirical.layout import Layout, coupled_layout, free_layout
 from meanflow.kernels._empirical.modules import Apply, Batch, Normalized, Params, as_arrays, batches, floats
 
@@ -108,7 +107,9 @@ class Method:
         >>> Method().plan(apply, params, jnp.ones((300, 2))).method
         'structured'
         """
-        return planned(Job(*as_arrays(apply, x, z), params, stats, outputs, self))
+        job = Job(*as_arrays(apply, x, z), params, stats, outputs, self)
+        probe(job)
+        return planned(job, laid_out(job, job.maps(), jax.default_backend() == "cpu"))
 
 
 def method_kind(name: str, value: object) -> object:
@@ -128,49 +129,106 @@ class Job(NamedTuple):
     method: Method
 
     def maps(self) -> KernelMaps:
-        """Return the functions whose Jacobians make the kernel; see ``kernel_maps``."""
+        """Return the functions whose Jacobians make the kernel, of a job that ``probe`` has accepted."""
         return kernel_maps(self.apply, self.params, self.x, self.z, self.stats)
 
 
-def planned(job: Job) -> NtkPlan:
-    """Probe the function and plan, or return the plan of the same function, shapes and options."""
-    # what is being traced belongs to one trace: it is probed at other values, and may be planned in another way
-    return (inspect.unwrap(_plan) if any(map(is_traced, jax.tree.leaves(job))) else _plan)(job)
+def probe(job: Job) -> str | None:
+    """Refuse functions that do not fit to their arguments, or that couple samples where that is not expected.
+
+    Returns:
+        The platform of the devices on which the kernel is computed, such as "cpu"; None while it is being traced.
+    """
+    asked = (job.apply, job.params, job.x, job.z, job.stats)
+    # what is being traced belongs to one trace: it is probed at other values
+    if any(map(is_traced, jax.tree.leaves(asked))):
+        check_function(*asked)
+        return None
+    _check_once(*asked)
+    return next(iter(job.x.devices())).platform
 
 
-@kept_by_shape
-def _plan(job: Job) -> NtkPlan:
+_check_once = kept_by_shape(check_function)
+
+
+class Laid(NamedTuple):
+    """A kernel's traces, and how the structured method goes about it.
+
+    Attributes:
+        left, right: the traces at x and at z: of one sample where samples are free, else of the whole batches.
+        block: the sizes of the kernel.
+        shape: of the outputs at one sample.
+        passes: the cost of ``left``.
+        layout: contractions, samples and rows at a time.
+        single: (params, sample) -> outputs at that sample; None if samples are coupled.
+    """
+
+    left: structured.Traced
+    right: structured.Traced
+    block: Block
+    shape: tuple[int, ...]
+    passes: cost.Passes
+    layout: Layout
+    single: Apply | None
+
+
+def laid_out(job: Job, maps: KernelMaps, cpu: bool) -> Laid:
+    """Trace the function once, and lay out the structured method."""
+    moving, still = eqx.partition(job.params, eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(moving)
+    whole = lambda some: eqx.combine(jax.tree.unflatten(structure, some), still)
+    rows, shape = job.x.shape[0], jax.eval_shape(maps.left, job.params).shape[1:]
+    columns = rows if job.z is None else job.z.shape[0]
+    block = Block(rows, columns, math.prod(shape), str(job.outputs), job.z is None)
+    trace = lambda function, sample: structured.trace(
+        lambda some, at: function(whole(some), at), leaves, sample
+    )
+    single, chunk, limit = maps.single, job.method.chunk, job.method.limit
+    if single is None:
+        left = trace(lambda p, _: maps.left(p), ())
+        right = left if job.z is None else trace(lambda p, _: maps.right(p), ())
+        passes = cost.passes(left.analysis.scope.closed, len(leaves))
+        return Laid(
+            left, right, block, shape, passes, coupled_layout(left, passes, block, chunk, limit), None
+        )
+    sample = jax.ShapeDtypeStruct(job.x.shape[1:], job.x.dtype)
+    one = lambda p, at: single(p, at[None])
+    traced = trace(one, sample)
+    if traced.output.shape != (1, *shape):
+        # a function that squeezes its outputs loses the axis of a single sample: it gets two equal ones
+        one = lambda p, at: single(p, jnp.stack([at, at]))[:1]
+        traced = trace(one, sample)
+    passes = cost.passes(traced.analysis.scope.closed, len(leaves))
+    layout = free_layout(traced, passes, block, chunk, limit, cpu)
+    return Laid(traced, traced, block, shape, passes, layout, one)
+
+
+def planned(job: Job, laid: Laid) -> NtkPlan:
     """Choose method and chunk."""
-    method, maps = job.method, job.maps()
-    moving = [a for a in jax.tree.leaves(job.params) if eqx.is_inexact_array(a)]
-    if not moving:
-        raise ValueError("params must hold at least one array of floating point numbers, got none")
-    left, right, block, layout = laid_out(job, maps)
-    if not left.used and not right.used:
+    method, traced, block = job.method, laid.left, laid.block
+    if not traced.used and not laid.right.used:
         raise ValueError("the outputs of apply do not depend on params, so that its kernel is zero")
-    result = left.output.dtype.itemsize * block.rows * block.columns * block.kernel
+    result = traced.output.dtype.itemsize * block.rows * block.columns * block.kernel
     if result > method.limit:
         raise ValueError(
             f"the kernel alone takes {result:.3g} bytes, above limit={method.limit:.3g}; "
             "kernels.ntk_operator multiplies by it without forming it"
         )
-    coupled = maps.single is None
-    parameters = sum(a.size for a in moving)
-    total, memory, rows = _plain_methods(left, len(moving), block, coupled, parameters, method)
-    total["structured"], memory["structured"] = layout.cost, layout.bytes
+    coupled = laid.single is None
+    total, memory, rows = _plain_methods(laid, method)
+    total["structured"], memory["structured"] = laid.layout.cost, laid.layout.bytes
     operations = {m: c.total for m, c in total.items()}
     chosen, reason = _choose(method, operations, memory)
     if chosen == "structured":
-        rows = layout.piece if coupled else layout.rows
+        rows = laid.layout.piece if coupled else laid.layout.rows
     return NtkPlan(chosen, method.chunk or rows, coupled, operations, memory, reason)
 
 
-def _plain_methods(
-    traced: structured.Traced, leaves: int, block: Block, coupled: bool, parameters: int, method: Method
-) -> tuple[dict[str, Cost], dict[str, float], int]:
+def _plain_methods(laid: Laid, method: Method) -> tuple[dict[str, Cost], dict[str, float], int]:
     """Count the methods that know nothing of the network: operations, memory, and rows that fit at a time."""
-    counted = cost.passes(traced.analysis.scope.closed, leaves)
-    item, many = traced.output.dtype.itemsize, block.outputs
+    counted, block, coupled = laid.passes, laid.block, laid.single is None
+    parameters = sum(math.prod(a.shape) for a in laid.left.leaves)
+    item, many = laid.left.output.dtype.itemsize, block.outputs
     # gradients of convolutions in their parameters, sample by sample, run at a small part of a product's speed
     slow = Cost((10.0 if coupled else 40.0) * counted.convolved)
     # one gradient in the parameters: forward, backward, and the slow part of convolutions
@@ -195,37 +253,6 @@ def _plain_methods(
         "products": item * kernel + passing * (one + item * many * counted.stored * batches),
     }
     return total, memory, at_a_time
-
-
-def laid_out(job: Job, maps: KernelMaps) -> tuple[structured.Traced, structured.Traced, Block, Layout]:
-    """Return the traces of both sides, the sizes of the kernel, and how the structured method goes about it.
-
-    The traces are of one sample where samples are free, else of the whole batches.
-    """
-    moving, still = eqx.partition(job.params, eqx.is_inexact_array)
-    leaves, structure = jax.tree.flatten(moving)
-    whole = lambda some: eqx.combine(jax.tree.unflatten(structure, some), still)
-    rows, columns = (jax.eval_shape(side, job.params).shape for side in (maps.left, maps.right))
-    block = Block(rows[0], columns[0], math.prod(rows[1:]), str(job.outputs), job.z is None)
-    chunk, limit = job.method.chunk, job.method.limit
-    if maps.single is None:
-        left = structured.trace(lambda some, _: maps.left(whole(some)), leaves, ())
-        right = structured.trace(lambda some, _: maps.right(whole(some)), leaves, ())
-        return left, right, block, coupled_layout(left, block, chunk, limit)
-    one, first = one_sample(maps, job.params, job.x), jax.ShapeDtypeStruct(job.x.shape[1:], job.x.dtype)
-    traced = structured.trace(lambda some, sample: one(whole(some), sample), leaves, first)
-    return traced, traced, block, free_layout(traced, block, chunk, limit, jax.default_backend() == "cpu")
-
-
-def one_sample(maps: KernelMaps, params: Params, x: Batch) -> Apply:
-    """Return (params, sample) -> outputs at that sample, of a function whose samples are free."""
-    single = maps.single
-    assert single is not None
-    wanted = jax.eval_shape(maps.left, params).shape[1:]
-    alone = jax.eval_shape(single, params, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype))
-    # a function that squeezes its outputs loses the axis of a single sample: it gets two equal ones
-    copies = 1 if alone.shape == (1, *wanted) else 2
-    return lambda p, sample: single(p, jnp.broadcast_to(sample[None], (copies, *sample.shape)))[0]
 
 
 def _choose(method: Method, total: dict[str, float], memory: dict[str, float]) -> tuple[str, str]:

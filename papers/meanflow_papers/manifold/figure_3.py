@@ -111,7 +111,9 @@ def figure_3(width: int = 40, eta: float = 0.1, steps: int = 200) -> Outcome:
         f"{swapped[large].mean():.0%} of those whose smaller one is twice that long. Neurons with |b0| < 0.01 turn "
         f"by {turned[0, tiny].min():.0f} degrees or more in the first step and by "
         f"{np.median(turned[1:, tiny].sum(axis=0)):.1g} (median; at most {turned[1:, tiny].sum(axis=0).max():.0f}) in "
-        f"the other {steps - 1} together.",
+        f"the other {steps - 1} together; of all neurons one turns by {turned[1:].max():.0f} degrees in a later "
+        "step, so "
+        "that not all are stable.",
         {
             "norms": length,
             "formula": formula,

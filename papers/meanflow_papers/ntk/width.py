@@ -47,7 +47,7 @@ def draw(data: Arrays) -> Figure:
     claims=(("A.3, equation (A.16)", "K = (L-1)NM + O(sqrt(N))"),),
     small={"widths": (128, 256, 512, 1024)},
     full={"widths": (128, 256, 512, 1024, 2048, 4096)},
-    minutes=(0.6, 30.0),
+    minutes=(0.35, 30.0),
     verdict="corrected",
     setup="T = 32 orthogonal inputs, three weight layers, five activations.",
     draw=draw,

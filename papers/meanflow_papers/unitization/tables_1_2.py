@@ -176,7 +176,7 @@ def draw_sizes(data: Arrays) -> Figure:
     "003/tables-1-2-sizes",
     title="the networks of tables 1 to 3: numbers of parameters",
     verdict="no claim",
-    minutes=(1.0, 1.0),
+    minutes=(0.45, 0.45),
     setup="ResNet-20, -110 and -164 built without allocating them; ResNet-101 built, counted by hand too, and run "
     "forward "
     "on two images of 64 x 64 pixels with batch norm and with unitization.",
