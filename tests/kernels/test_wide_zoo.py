@@ -270,7 +270,7 @@ class Recurrent(linen.Module):
 
     @linen.compact
     def __call__(self, x):
-        h = linen.RNN(linen.GRUCell(self.n, recurrent_kernel_init=LECUN))(x[:, :3].astype(jnp.float32))
+        h = linen.RNN(linen.GRUCell(self.n, recurrent_kernel_init=LECUN))(x[:, :2].astype(jnp.float32))
         return linen.Dense(1)(h[:, -1])
 
 
@@ -303,7 +303,7 @@ class Words(linen.Module):
     @linen.compact
     def __call__(self, tokens):
         x = linen.Embed(7, self.n, embedding_init=linen.initializers.normal(1.0))(tokens)
-        x = x + self.param("places", linen.initializers.normal(0.5), (tokens.shape[1], self.n))
+        x = x + self.param("places", linen.initializers.normal(0.5), (tokens.shape[1], self.n))[None]
         block = linen.Dense(self.n)
         for _ in range(2):
             x = x + block(linen.relu(linen.LayerNorm()(x)))
@@ -352,7 +352,7 @@ def plain(apply, **shapes):
 @entry(VECTORS)
 def haiku_style(n):
     def apply(p, rng, x):
-        return jnp.tanh(jax.nn.leaky_relu(x @ p["w"] + p["b"]) @ p["v"]) @ p["a"]
+        return jnp.tanh(jax.nn.leaky_relu(x @ p["w"] + p["b"][None]) @ p["v"]) @ p["a"]
 
     _, init = plain(apply, w=(6, n), b=(n,), v=(n, n), a=(n, 1))
     return kernels.from_module(apply, init(jax.random.key(0)))[0], init
@@ -371,7 +371,7 @@ def fourier_features(n):
 @entry(VECTORS)
 def sines(n):
     return plain(
-        lambda p, x: jnp.sin(3.0 * jnp.sin(x @ p["u"] + p["b"]) @ p["w"]) @ p["a"],
+        lambda p, x: jnp.sin(3.0 * jnp.sin(x @ p["u"] + p["b"][None]) @ p["w"]) @ p["a"],
         u=(6, n),
         b=(n,),
         w=(n, n),
@@ -395,7 +395,7 @@ def two_experts(n):
 def deep_sets(n):
     def apply(p, x):
         h = jnp.mean(jax.nn.relu(x @ p["u"]), axis=1)
-        return jnp.tanh(h @ p["w"] + p["b"]) @ p["a"]
+        return jnp.tanh(h @ p["w"] + p["b"][None]) @ p["a"]
 
     return plain(apply, u=(4, n), w=(n, n), b=(n,), a=(n, 1))
 

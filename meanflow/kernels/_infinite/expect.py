@@ -211,7 +211,7 @@ def sampled_pair(
 def _with_slopes(function: Function, u: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
     """Return the values of a function and its derivative in each argument."""
     if not u:
-        return jnp.asarray(1.0), ()
+        return jnp.ones(1), ()
     wide = jnp.broadcast_arrays(*u)
     value, pull = jax.vjp(function, *wide)
     return value, pull(jnp.ones_like(value))

@@ -7,16 +7,15 @@ that what depends on one of them alone is computed once for it. Samples that bat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, ArrayLike, Float, PyTree, Shaped
 
 from meanflow._boundary import Count, checked, choice, unchecked
-from meanflow._reuse import compiled
+from meanflow._reuse import compiled, kept_by_shape
 from meanflow.kernels._empirical import visit
 from meanflow.kernels._empirical.adapters import LinenFunction
 from meanflow.kernels._empirical.contraction import by_pieces, fitting
@@ -28,8 +27,7 @@ from meanflow.kernels._infinite.laws import Law, drawn_laws, given_laws
 from meanflow.kernels._infinite.rules import Reader
 
 SCALINGS = ("ntk", "standard")
-# numbers in the largest table of a piece of the kernel, and pairs of samples that are few enough not to count them
-LARGE, FEW = 2**27, 2**10
+LARGE = 2**27  # numbers in the largest table of a piece of the kernel
 
 
 class InfiniteWidth(NamedTuple):
@@ -108,7 +106,7 @@ def infinite_width(
     some = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a, params
     )
-    coupled = isinstance(apply, Normalized) or is_coupled(apply, some, x[:2])
+    coupled = isinstance(apply, Normalized) or _is_coupled(apply, some, x[:2])
     if coupled and (z is not None or diagonal):
         raise ValueError(
             "z and diagonal must be left out for a network that couples the samples of its batch"
@@ -151,18 +149,17 @@ def _kernels(job: Job, kept: list, variances: list, x: Array, z: Array) -> Infin
     elif job.diagonal:
         found = jax.vmap(one)(x, z)
     else:
-        row = lambda a: jax.vmap(lambda b: one(a, b))(z)
-        found = by_pieces(jax.vmap(row), x, job.rows or _planned(one, x, z))
+        # followed once, for the size of its tables and for all pairs
+        trace = jax.make_jaxpr(one)(x[0], z[0])
+        largest = max(math.prod(visit.shape_of(v)) for e in visit.equations(trace) for v in e.outvars)
+        rows = job.rows or fitting(x.shape[0], LARGE, z.shape[0] * largest)
+        pair = jaxpr_as_fun(trace)
+        found = by_pieces(jax.vmap(lambda a: jax.vmap(lambda b: pair(a, b))(z)), x, rows)
     return InfiniteWidth(found[0], found[1], jnp.max(found[2]))
 
 
-def _planned(one: Callable[[Array, Array], Any], x: Array, z: Array) -> int:
-    """Return how many rows of the kernel are computed at a time, from the largest array of one pair."""
-    if x.shape[0] * z.shape[0] < FEW:
-        return x.shape[0]
-    trace = jax.make_jaxpr(one)(x[0], z[0])
-    largest = max(math.prod(visit.shape_of(v)) for e in visit.equations(trace) for v in e.outvars)
-    return fitting(x.shape[0], LARGE, z.shape[0] * largest)
+# whether a function couples samples is asked once for all parameters and samples of one shape
+_is_coupled = kept_by_shape(is_coupled)
 
 
 def _pair(job: Job, kept: list, variances: list, a: Array, b: Array) -> tuple[Array, Array, Array]:
