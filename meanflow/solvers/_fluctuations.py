@@ -240,6 +240,8 @@ class Expansion(eqx.Module):
 
 def _seen(name: str, value: object) -> object:
     """Accept inputs, or anything to observe. A kind of ``_boundary``."""
+    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{name} must name what is observed by texts, got {_boundary.show(value)}")
     named = isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, str) for one in value)
     if value is None or named or isinstance(value, str | Mapping | Observable | Dataset):
         return value
@@ -310,8 +312,8 @@ def fluctuations(
     >>> flow, data = mf.vanilla("tanh"), mf.Dataset(jnp.array([[1.0], [-0.5]]), jnp.array([1.0, 0.0]))
     >>> cloud = flow.init(jax.random.key(0), 64, dim=1)
     >>> found = mf.fluctuations(flow, cloud, data, 2.0, [[0.5]])
-    >>> found.mean.shape, found.covariance.shape, found.deviation(100).round(2).tolist()
-    ((1, 1), (1, 1, 1), [[0.04]])
+    >>> print(found.mean.shape, found.covariance.shape, found.deviation(100).round(4))
+    (1, 1) (1, 1, 1) [[0.0125]]
     """
     from meanflow.solvers._continuous import solve
 

@@ -66,7 +66,7 @@ def test_against_jacobian_of_a_real_network(key):
         (np.ones(1), {}, "outputs must vary"),
         (1e-200 * np.arange(5.0), {}, "outputs must have entries"),
         (np.arange(5.0), {"cross": np.ones((3, 2)), "at": np.ones(2)}, "cross must have shape"),
-        (np.arange(5.0), {"cross": np.ones((5, 2)), "at": np.ones((2, 1))}, "at must have shape"),
+        (np.arange(5.0), {"cross": np.ones((5, 2)), "at": np.ones((2, 1))}, "at must have 1 axis"),
     ],
 )
 def test_outputs_without_a_batch_norm_are_refused(f, options, words):
