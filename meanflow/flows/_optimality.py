@@ -185,7 +185,7 @@ class _Sphere:
             shape = Shape(lambda t: t * slopes.at(t), slopes.at, 0.0, abs(slopes.plus - slopes.minus))
         else:
             slope = lambda t: jax.jvp(act, (t,), (jnp.ones_like(t),))[1]
-            grid = jnp.linspace(-1.0, 1.0, 8001) * float(np.linalg.norm(self.z, axis=1).max())
+            grid = jnp.linspace(-1.0, 1.0, 8001) * float(np.max(np.linalg.norm(self.z, axis=1)))
             steps = np.diff(np.asarray(jax.jit(slope)(grid), np.float64))
             curvature = 1.01 * np.abs(steps).max() / max(float(grid[1] - grid[0]), 1e-300)
             shape = Shape(self.apply(act), self.apply(slope), float(curvature), 0.0)
@@ -250,7 +250,7 @@ def certificate(
     u, value, bound = found.directions[0], float(found.values[0]), found.bound
     outputs = cloud.particles.a.shape[1:]
     price = sphere.prices(sphere.start()[:256], outputs) if sphere.confined else np.zeros(1)
-    if flow.penalty is not None and (not sphere.confined or np.ptp(price) > 1e-5 * price.max()):
+    if flow.penalty is not None and (not sphere.confined or np.ptp(price) > 1e-5 * np.max(price)):
         raise ValueError("penalty must be the same for all directions of a positively homogeneous activation")
     lam = 0.0 if flow.penalty is None else float(flow.penalty.strength) * float(price[0])
     # bounds of E* from below

@@ -53,7 +53,7 @@ class _Search:
         """Look at the directions u (k, d), at which |F| is ``expected`` if they lie in the closure of their face."""
         # pruned: |F| <= |g| in a cell; what is below the best one, or the limit, is not looked at
         worth = expected > (self.best if self.above is None else self.above) * (1 - CLOSE)
-        for part in np.array_split(np.flatnonzero(worth), 1 + worth.sum() * len(self.z) // CHUNK):
+        for part in np.array_split(np.flatnonzero(worth), 1 + int(worth.sum()) * len(self.z) // CHUNK):
             t = u[part] @ self.z.T
             value = np.abs((t * self.slopes.at(t)) @ self.r)
             inside = value >= expected[part] * (1 - 1e-9)

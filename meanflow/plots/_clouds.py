@@ -146,7 +146,7 @@ def knots(
     if samples is None:
         low, high = np.nanquantile(at[0], (0.1, 0.9)) if np.isfinite(at[0]).any() else (-1.0, 1.0)
     else:
-        low, high = float(np.min(samples)), float(np.max(samples))
+        low, high = float(np.min(np.asarray(samples))), float(np.max(np.asarray(samples)))
     margin = 0.075 * max(high - low, 1e-12)
     ax = axes(ax)
     for sample in np.asarray([] if samples is None else samples):

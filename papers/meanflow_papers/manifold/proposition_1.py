@@ -89,7 +89,7 @@ def proposition_1(points: int = 500) -> Outcome:
             inner = basis.T @ printed_metric(b, sigma) @ basis * (b @ b)
             skew = max(skew, float(np.abs(inner - inner.T).max() / np.abs(inner).max()))
             values = np.linalg.eigvalsh((inner + inner.T) / 2)
-            condition.append(spectrum.max() / spectrum.min())
+            condition.append(np.max(spectrum) / np.min(spectrum))
             least.append(values[0])
             largest.append(values[-1])
     # the length element of the ellipse, integrated, against the angle
