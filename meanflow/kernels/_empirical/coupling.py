@@ -47,9 +47,7 @@ class Unprobed(ValueError):
 
 # Compiled, so that a function is compiled for the probe once and not at every call; and with little effort, which takes
 # longer than the program runs: the probes of a transformer and of a recurrence take a third of the time.
-_quickly = functools.partial(
-    compiled, compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-)
+_quickly = functools.partial(compiled, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @_quickly
